@@ -1,0 +1,53 @@
+"""JAX checkpoints on another mesh or in another Flax API: on disk, or inside a program."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from reshard.checkpoint import ArrayHandle as ArrayHandle
+    from reshard.checkpoint import Checkpoint as Checkpoint
+    from reshard.checkpoint import cast as cast
+    from reshard.checkpoint import rename as rename
+    from reshard.checkpoint import select as select
+    from reshard.checkpoint import to_mesh as to_mesh
+    from reshard.errors import CheckpointFormatError as CheckpointFormatError
+    from reshard.errors import CheckpointNotFoundError as CheckpointNotFoundError
+    from reshard.errors import CorruptCheckpointError as CorruptCheckpointError
+    from reshard.errors import DestinationError as DestinationError
+    from reshard.errors import DestinationExistsError as DestinationExistsError
+    from reshard.errors import MemoryLimitError as MemoryLimitError
+    from reshard.errors import ReshardError as ReshardError
+    from reshard.errors import ShardingError as ShardingError
+    from reshard.errors import TreeMismatchError as TreeMismatchError
+    from reshard.errors import UncommittedCheckpointError as UncommittedCheckpointError
+    from reshard.loader import open as open
+    from reshard.planner import Plan as Plan
+    from reshard.writer import plan as plan
+    from reshard.writer import save as save
+
+# Modules are imported when a name of theirs is first used: `reshard --help` needs none of them.
+_HOMES = {
+    "reshard.checkpoint": ("ArrayHandle", "Checkpoint", "cast", "rename", "select", "to_mesh"),
+    "reshard.errors": (
+        "CheckpointFormatError", "CheckpointNotFoundError", "CorruptCheckpointError",
+        "DestinationError", "DestinationExistsError", "MemoryLimitError", "ReshardError",
+        "ShardingError", "TreeMismatchError", "UncommittedCheckpointError",
+    ),
+    "reshard.loader": ("open",),
+    "reshard.planner": ("Plan",),
+    "reshard.writer": ("plan", "save"),
+}
+_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'reshard' has no attribute '{name}'")
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -1,0 +1,75 @@
+"""The exceptions that reshard raises.
+
+Each one also inherits the builtin that callers already catch. A message is a summary line,
+one line for each problem (all of them, in the order of the tree), and hints that can be typed.
+"""
+
+from collections.abc import Sequence
+
+
+class ReshardError(Exception):
+    """The root of the hierarchy.
+
+    Attributes:
+      summary: one line that says what could not be done.
+      problems: every problem found, a line each; never cut short.
+      hints: what to type instead, most likely first.
+    """
+
+    def __init__(self, summary: str, problems: Sequence[str] = (), hints: Sequence[str] = ()):
+        super().__init__(summary)
+        self.summary = summary
+        self.problems = tuple(problems)
+        self.hints = tuple(dict.fromkeys(hints))
+
+    def __str__(self) -> str:
+        return self.render(limit=None)
+
+    def render(self, limit: int | None) -> str:
+        """The message, with at most `limit` problems and hints of each kind written out."""
+        lines = [self.summary, *_capped(self.problems, limit, "  ")]
+        if self.hints:
+            lines += ["", *_capped(self.hints, limit, "hint: ")]
+        return "\n".join(lines)
+
+
+def _capped(lines: Sequence[str], limit: int | None, prefix: str) -> list[str]:
+    shown = lines if limit is None else lines[:limit]
+    rest = len(lines) - len(shown)
+    return [prefix + line for line in shown] + ([f"  ... and {rest} more"] if rest else [])
+
+
+class CheckpointNotFoundError(ReshardError, FileNotFoundError):
+    """There is no checkpoint, step or item at the place that was named."""
+
+
+class CheckpointFormatError(ReshardError, ValueError):
+    """What is there is not a checkpoint that this version reads; the message says what it is."""
+
+
+class UncommittedCheckpointError(CheckpointFormatError):
+    """The checkpoint was still being written when its writer stopped."""
+
+
+class CorruptCheckpointError(ReshardError, ValueError):
+    """The checkpoint's own parts contradict each other, or stored bytes do not decode."""
+
+
+class TreeMismatchError(ReshardError, ValueError):
+    """The leaves that were asked for are not the leaves that are there."""
+
+
+class ShardingError(ReshardError, ValueError):
+    """A mesh or a partition spec does not fit, or does not fit an array."""
+
+
+class MemoryLimitError(ReshardError, ValueError):
+    """The job cannot run within `max_memory`; the message names the least that would do."""
+
+
+class DestinationError(ReshardError, OSError):
+    """The destination cannot be written: no room, no permission, or another job is writing it."""
+
+
+class DestinationExistsError(DestinationError, FileExistsError):
+    """There is something at the destination already."""

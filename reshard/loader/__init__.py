@@ -1,0 +1,26 @@
+"""Path -> `Checkpoint`. One module per on-disk format; `layout` finds out which it is."""
+
+import os
+
+from reshard.checkpoint import Checkpoint
+from reshard.loader import layout, orbax
+
+
+def open(
+    path: str | os.PathLike, *, step: int | None = None, item: str | None = None
+) -> Checkpoint:
+    """Opens a saved checkpoint; reads metadata only and touches no device.
+
+    Args:
+      path: a PyTree item directory, a standalone checkpoint, a step, a `CheckpointManager` root,
+        or a checkpoint of Orbax's v1 API.
+      step: the step of a manager's root; the latest committed one by default.
+      item: the item of a step that has several trees.
+
+    Raises:
+      CheckpointNotFoundError: nothing there, or no such step or item.
+      UncommittedCheckpointError: its writer never finished.
+      CheckpointFormatError: it is something else; the message says what.
+      CorruptCheckpointError: its parts contradict each other.
+    """
+    return orbax.read(layout.locate(path, step, item))

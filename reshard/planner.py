@@ -1,0 +1,439 @@
+"""The arithmetic of a job: which boxes are read and written, in what order, in how much memory.
+
+Pure: no I/O and no jax. One array is rewritten in boxes:
+
+    source chunks (a)     target shards, split into chunks (c)      one box
+    +-------+-------+     +---+---+---+---+                         +-------+
+    |       |       |     |   |   |   |   |      whole chunks       | a | a |
+    +-------+-------+     |---|---|---|---|      of both grids:     |---+---|
+    |       |       |     |   |   |   |   |      lcm(a, c)          | c | c |
+    +-------+-------+     +---+---+---+---+      in each dimension  +-------+
+
+A box is read once, in one go, so every source chunk in it is decoded once; then its target chunks
+are encoded and written once. A shard that would make the box too large for memory is split evenly
+into smaller chunks. Where even that does not fit in one pass, a box is a single target chunk, its
+source chunks are read one at a time, and chunks that several boxes touch are read several times.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from reshard.errors import MemoryLimitError
+from reshard.tree import Path, format_path
+
+Shape = tuple[int, ...]
+Box = tuple[slice, ...]
+
+# Chunks are not split below this (decoded bytes): small chunks cost more than reading twice.
+SMALLEST_CHUNK = 1 << 16
+# A grid that divides the new shards evenly is left alone up to this many chunks a shard.
+MOST_KEPT_CHUNKS = 16
+# Beyond this, more bytes in flight make no core busier; they only touch more memory.
+IN_FLIGHT_PER_CORE = 128 << 20
+# What handling a box takes beside its bytes: it matters for checkpoints of many small arrays.
+BOX_OVERHEAD = 1 << 14
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ArrayLayout:
+    """What the planner needs to know of one array.
+
+    Attributes:
+      path: its path.
+      shape: its shape.
+      source_itemsize, target_itemsize: decoded bytes of an element, as stored and as written.
+      source_chunk: shape of a stored chunk.
+      source_shard: shape of a shard on the saved mesh.
+      target_shard: shape of a shard on the new mesh.
+      stored_bytes: stored bytes of all its chunks.
+      largest_stored: stored bytes of the largest one.
+      linked_bytes: of these, the bytes in data files that are shared with the source.
+      same_bytes: stored chunks can be moved as they are (same dtype and codec).
+      encoded_ratio: estimated encoded bytes for each decoded byte of the target.
+    """
+
+    path: Path
+    shape: Shape
+    source_itemsize: int
+    target_itemsize: int
+    source_chunk: Shape
+    source_shard: Shape
+    target_shard: Shape
+    stored_bytes: int
+    largest_stored: int
+    linked_bytes: int
+    same_bytes: bool
+    encoded_ratio: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ArrayPlan:
+    """How one array is carried over.
+
+    Attributes:
+      layout: the array.
+      chunk: shape of a chunk of the destination.
+      box: shape of what is read and written at once; None where stored chunks are moved.
+      passes: how often each stored byte is read, 1.0 where one pass fits.
+      split: chunks for each shard, more than 1 where a shard was split.
+      amplification: bytes decoded for each byte wanted, when the target mesh loads the array:
+        from the source and from the destination.
+    """
+
+    layout: ArrayLayout
+    chunk: Shape
+    box: Shape | None
+    passes: float
+    split: int
+    amplification: tuple[float, float]
+
+    @property
+    def moved(self) -> bool:
+        """Whether stored chunks are moved undecoded."""
+        return self.box is None
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Decoded bytes of the array in the destination."""
+        return math.prod(self.layout.shape) * self.layout.target_itemsize
+
+    @property
+    def bytes_read(self) -> int:
+        """Stored bytes fetched."""
+        if self.moved:
+            return self.layout.stored_bytes - self.layout.linked_bytes
+        return round(self.layout.stored_bytes * self.passes)
+
+    @property
+    def bytes_written(self) -> int:
+        """Stored bytes written: exact where chunks are moved, an estimate otherwise."""
+        if self.moved:
+            return self.layout.stored_bytes - self.layout.linked_bytes
+        return round(self.decoded_bytes * self.layout.encoded_ratio)
+
+    def box_charge(self, box: Box) -> int:
+        """Bytes of memory that carrying over one box takes: its source chunks and its target
+        chunks, both encoded and decoded."""
+        elements = math.prod(part.stop - part.start for part in box)
+        source, target = self.layout.source_itemsize, self.layout.target_itemsize
+        if self.passes == 1.0:
+            return elements * 2 * (source + target)
+        return 2 * math.prod(self.layout.source_chunk) * source + elements * 2 * target
+
+    def boxes(self) -> Iterator[Box]:
+        """What is read and written at once, in row-major order."""
+        return grid_boxes(self.layout.shape, self.box) if self.box is not None else iter(())
+
+
+def grid_boxes(shape: Shape, chunk: Shape) -> Iterator[Box]:
+    """The boxes of a regular grid over `shape`, the last ones clipped, in row-major order."""
+    ranges = [
+        [slice(start, min(start + step, size)) for start in range(0, size, step)]
+        for size, step in zip(shape, chunk, strict=True)
+    ]
+    return itertools.product(*ranges)
+
+
+def read_amplification(shape: Shape, chunk: Shape, shard: Shape) -> float:
+    """Elements decoded for each element wanted, when every shard is loaded from whole chunks.
+
+    At least 1; for divisible sizes the product over the dimensions of max(1, chunk / shard).
+    """
+    dims = zip(shape, chunk, shard, strict=True)
+    return math.prod(_dim_amplification(size, a, b) for size, a, b in dims)
+
+
+@functools.lru_cache(maxsize=4096)
+def _dim_amplification(size: int, chunk: int, shard: int) -> float:
+    decoded = 0
+    for start in range(0, size, shard):
+        stop = min(start + shard, size)
+        first = start // chunk * chunk
+        last = min(math.ceil(stop / chunk) * chunk, size)
+        decoded += last - first
+    return decoded / size
+
+
+def plan_array(array: ArrayLayout, chunks: int | str, max_memory: int) -> ArrayPlan:
+    """How to carry one array over.
+
+    Args:
+      array: the array.
+      chunks: `"shard"` for one chunk a shard, split where memory asks for it; `"keep"` for the
+        source's grid; or the most decoded bytes a chunk may have.
+      max_memory: bytes.
+
+    Raises:
+      MemoryLimitError: one source chunk cannot be held beside the smallest target chunk.
+    """
+    before = read_amplification(array.shape, array.source_chunk, array.target_shard)
+    keeps = chunks == "keep" or 0 in array.shape or (chunks == "shard" and _grid_fits(array))
+    if keeps:
+        candidates = [_candidate(array, array.source_chunk, 1)]
+    else:
+        candidates = _splits(array, None if chunks == "shard" else int(chunks))
+    if array.same_bytes and candidates[0].chunk == array.source_chunk:
+        if 2 * array.largest_stored > max_memory:
+            raise _too_large(array, 2 * array.largest_stored, max_memory)
+        return ArrayPlan(array, array.source_chunk, None, 1.0, candidates[0].split, (before, before))
+    chosen, passes = _choose(array, candidates, max_memory)
+    after = read_amplification(array.shape, chosen.chunk, array.target_shard)
+    return ArrayPlan(array, chosen.chunk, chosen.box, passes, chosen.split, (before, after))
+
+
+def _grid_fits(array: ArrayLayout) -> bool:
+    """Whether shards of the new mesh are whole source chunks already, and not too many of them."""
+    pairs = list(zip(array.source_chunk, array.target_shard, strict=True))
+    if any(shard % chunk for chunk, shard in pairs):
+        return False
+    count = math.prod(shard // chunk for chunk, shard in pairs)
+    return count <= MOST_KEPT_CHUNKS or array.source_shard == array.target_shard
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Candidate:
+    chunk: Shape
+    box: Shape
+    split: int
+
+
+def _candidate(array: ArrayLayout, chunk: Shape, split: int) -> _Candidate:
+    dims = zip(array.shape, array.source_chunk, chunk, strict=True)
+    return _Candidate(chunk, tuple(min(math.lcm(a, c), size) for size, a, c in dims), split)
+
+
+def _splits(array: ArrayLayout, most: int | None) -> list[_Candidate]:
+    """Even splits of a shard into chunks, fewest chunks first.
+
+    Args:
+      array: the array.
+      most: decoded bytes of a chunk at most. Without it, only splits that shrink the box are tried.
+    """
+    nbytes = math.prod(array.target_shard) * array.target_itemsize
+    fewest = 1 if most is None else math.ceil(nbytes / most)
+    options = [
+        _shrinking_splits(size, a, b) if most is None else _splits_up_to(b, fewest)
+        for size, a, b in zip(array.shape, array.source_chunk, array.target_shard, strict=True)
+    ]
+    found = []
+    for parts in itertools.product(*options):
+        split = math.prod(parts)
+        if fewest <= split:
+            chunk = tuple(b // k for b, k in zip(array.target_shard, parts, strict=True))
+            found.append(_candidate(array, chunk, split))
+    smallest = min(SMALLEST_CHUNK, most or SMALLEST_CHUNK)
+    large = [c for c in found if nbytes // c.split >= smallest]
+    return sorted(large or found, key=lambda c: (c.split, math.prod(c.box), max(c.box, default=1)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _shrinking_splits(size: int, source: int, shard: int) -> tuple[int, ...]:
+    """Numbers of parts of one dimension of a shard that give a smaller box than fewer parts do."""
+    splits, smallest = [], math.inf
+    for k in divisors(shard):
+        box = min(math.lcm(source, shard // k), size)
+        if box < smallest:
+            splits.append(k)
+            smallest = box
+    return tuple(splits)
+
+
+@functools.lru_cache(maxsize=4096)
+def _splits_up_to(shard: int, parts: int) -> tuple[int, ...]:
+    """Numbers of parts of one dimension of a shard, up to the first that is `parts` or more."""
+    all_splits = divisors(shard)
+    enough = next((k for k in all_splits if k >= parts), all_splits[-1])
+    return tuple(k for k in all_splits if k <= enough)
+
+
+@functools.lru_cache(maxsize=4096)
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors of a positive number, ascending."""
+    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return tuple(dict.fromkeys(low + [number // d for d in reversed(low)]))
+
+
+def _choose(
+    array: ArrayLayout, candidates: Sequence[_Candidate], max_memory: int
+) -> tuple[_Candidate, float]:
+    """The split and its number of passes: one pass with two boxes in flight, else one pass with
+    one box, else the largest target chunk that fits beside one source chunk."""
+    itemsizes = 2 * (array.source_itemsize + array.target_itemsize)
+    for limit in (max_memory // 2, max_memory):
+        for candidate in candidates:
+            if math.prod(candidate.box) * itemsizes <= limit:
+                return candidate, 1.0
+    source = 2 * math.prod(array.source_chunk) * array.source_itemsize
+    room = (max_memory - source) // 2
+    smallest = min(SMALLEST_CHUNK, math.prod(array.target_shard) * array.target_itemsize)
+    if room >= smallest:
+        for candidate in _splits(array, room):
+            if math.prod(candidate.chunk) * array.target_itemsize <= room:
+                box = dataclasses.replace(candidate, box=candidate.chunk)
+                return box, _passes(array, candidate.chunk)
+    raise _too_large(array, source + 2 * smallest, max_memory)
+
+
+def _too_large(array: ArrayLayout, needed: int, max_memory: int) -> MemoryLimitError:
+    least = math.ceil(needed / 2**20)
+    return MemoryLimitError(
+        f"{format_path(array.path)}: one stored chunk does not fit in {format_bytes(max_memory)}",
+        [f"a chunk of {list(array.source_chunk)} has "
+         f"{format_bytes(math.prod(array.source_chunk) * array.source_itemsize)} decoded, and it "
+         f"takes {least} MiB to carry one over"],
+        [f"--max-memory {least}MiB"],
+    )
+
+
+def _passes(array: ArrayLayout, box: Shape) -> float:
+    """How often a source chunk is read, on average, when each box reads all it touches."""
+    dims = zip(array.shape, array.source_chunk, box, strict=True)
+    return math.prod(
+        sum(
+            math.ceil(min(start + b, size) / a) - start // a for start in range(0, size, b)
+        ) / math.ceil(size / a)
+        for size, a, b in dims
+    )
+
+
+def format_bytes(count: float) -> str:
+    """`1.50 GiB`; exact below a KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Batch:
+    """Boxes that are read together and then written in one transaction.
+
+    Attributes:
+      boxes: pairs of an array's plan and one of its boxes.
+      charge: bytes of memory that the batch takes.
+    """
+
+    boxes: tuple[tuple[ArrayPlan, Box], ...]
+    charge: int
+
+
+def batches(arrays: Sequence[ArrayPlan], max_memory: int, cores: int) -> Iterator[Batch]:
+    """All boxes in order, in batches that fit into memory two at a time where they can."""
+    limit = min(max_memory, IN_FLIGHT_PER_CORE * cores) // 2
+    boxes: list[tuple[ArrayPlan, Box]] = []
+    charge = 0
+    for array in arrays:
+        for box in array.boxes():
+            cost = array.box_charge(box)
+            if boxes and (charge + cost > limit or array.passes > 1):
+                yield Batch(tuple(boxes), charge)
+                boxes, charge = [], 0
+            boxes.append((array, box))
+            charge += cost + (BOX_OVERHEAD if charge else 0)
+    if boxes:
+        yield Batch(tuple(boxes), charge)
+
+
+def peak_memory(charges: Sequence[int], max_memory: int) -> int:
+    """Most bytes in flight: one batch is read while the one before it is written, if both fit."""
+    peak = max(charges, default=0)
+    for one, other in itertools.pairwise(charges):
+        if one + other <= max_memory:
+            peak = max(peak, one + other)
+    return peak
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A job, counted. `print()` shows it.
+
+    Attributes:
+      arrays: each array's plan, in the order in which they are carried out.
+      shared_bytes: bytes of data files that the destination will share with the source.
+      other_bytes: bytes of what is copied beside the arrays (other items, for one).
+      peak_memory: bytes in flight at most.
+      problems: what stands in the way, all of it; a job with problems is not started.
+      hints: what to type about the problems.
+      notes: what the user should know.
+    """
+
+    arrays: tuple[ArrayPlan, ...]
+    shared_bytes: int = 0
+    other_bytes: int = 0
+    peak_memory: int = 0
+    problems: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def bytes_read(self) -> int:
+        """Stored bytes that will be fetched."""
+        return sum(array.bytes_read for array in self.arrays) + self.other_bytes
+
+    @property
+    def bytes_written(self) -> int:
+        """Stored bytes that will be written (estimated for arrays that are encoded again)."""
+        return sum(array.bytes_written for array in self.arrays) + self.other_bytes
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Decoded bytes of all arrays of the destination."""
+        return sum(array.decoded_bytes for array in self.arrays)
+
+    @property
+    def chunks_read(self) -> int:
+        """Stored chunks decoded or moved; each pass over a chunk counts."""
+        return sum(
+            round(grid_size(a.layout.shape, a.layout.source_chunk) * a.passes) for a in self.arrays
+        )
+
+    @property
+    def chunks_written(self) -> int:
+        """Chunks of the destination."""
+        return sum(grid_size(a.layout.shape, a.chunk) for a in self.arrays)
+
+    @property
+    def amplification(self) -> tuple[float, float]:
+        """Bytes decoded for each byte wanted when the target mesh loads the checkpoint: from the
+        source, and from the destination."""
+        total = self.decoded_bytes or 1
+        before = sum(a.amplification[0] * a.decoded_bytes for a in self.arrays)
+        after = sum(a.amplification[1] * a.decoded_bytes for a in self.arrays)
+        return (before / total, after / total) if self.decoded_bytes else (1.0, 1.0)
+
+    @property
+    def passes(self) -> float:
+        """Stored bytes fetched for each stored byte that is decoded; 1.0 where one pass fits."""
+        stored = sum(a.layout.stored_bytes for a in self.arrays if not a.moved)
+        return sum(a.bytes_read for a in self.arrays if not a.moved) / stored if stored else 1.0
+
+    def __repr__(self) -> str:
+        moved = sum(a.moved for a in self.arrays)
+        before, after = self.amplification
+        lines = [
+            f"{len(self.arrays)} arrays, {format_bytes(self.decoded_bytes)}: "
+            f"{len(self.arrays) - moved} rewritten, {moved} moved as stored",
+            f"read     {format_bytes(self.bytes_read)} in {self.chunks_read} chunks"
+            + (f", {self.passes:.2f} times on average" if self.passes > 1 else ""),
+            f"write    {format_bytes(self.bytes_written)} in {self.chunks_written} chunks"
+            + (f", and share {format_bytes(self.shared_bytes)}" if self.shared_bytes else ""),
+            f"memory   {format_bytes(self.peak_memory)} in flight at most",
+            f"load     the target mesh decodes {before:.2f} bytes a byte now, {after:.2f} after",
+        ]
+        for a in self.arrays:
+            if a.split > 1 and not a.moved:
+                lines.append(f"split    {format_path(a.layout.path)}: {a.split} chunks a shard "
+                             f"of {list(a.chunk)}"
+                             + (f", read {a.passes:.2f} times" if a.passes > 1 else ""))
+        lines += [f"note     {note}" for note in self.notes]
+        lines += [f"problem  {problem}" for problem in self.problems]
+        return "\n".join(lines)
+
+
+def grid_size(shape: Shape, chunk: Shape) -> int:
+    """Number of chunks of a regular grid."""
+    return math.prod(math.ceil(size / c) for size, c in zip(shape, chunk, strict=True))

@@ -1,0 +1,256 @@
+"""Where stored bytes are: one array store per checkpoint item, read through TensorStore.
+
+All I/O on array bytes goes through the key-value stores opened here, and so does the reading of
+small files. Facts about the OCDBT B-tree are TensorStore's (`tensorstore.ocdbt.dump`).
+"""
+
+import dataclasses
+import functools
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import tensorstore as ts
+from tensorstore import ocdbt
+
+from reshard.errors import CorruptCheckpointError
+
+# Orbax writes root nodes of up to 100 MB; the pool must hold one, or each read decodes it again.
+# Array data is never cached: no array driver is given this pool.
+BTREE_CACHE = "cache_pool#ocdbt"
+BTREE_CACHE_BYTES = 100_000_000
+
+
+def new_context() -> ts.Context:
+    """Shared resources for one job. Files are synced once, before the commit, and not at each
+    write."""
+    return ts.Context(
+        {BTREE_CACHE: {"total_bytes_limit": BTREE_CACHE_BYTES}, "file_io_sync": False}
+    )
+
+
+def file_spec(directory: os.PathLike | str) -> dict[str, Any]:
+    """The key-value store over a local directory."""
+    return {"driver": "file", "path": os.path.join(os.fspath(directory), "")}
+
+
+def ocdbt_spec(directory: os.PathLike | str, manifest: os.PathLike | str | None = None) -> dict:
+    """The OCDBT database in a directory; `manifest` if its manifest is in another one."""
+    spec = {"driver": "ocdbt", "base": file_spec(directory), "cache_pool": BTREE_CACHE}
+    if manifest is not None:
+        spec["manifest"] = file_spec(manifest)
+    return spec
+
+
+def read_small(path: pathlib.Path) -> bytes | None:
+    """A small file whole, or None where there is none."""
+    result = ts.KvStore.open(file_spec(path.parent)).result().read(path.name).result()
+    return result.value if result.state == "value" else None
+
+
+class StoredValue(NamedTuple):
+    """One value of a key-value store.
+
+    Attributes:
+      size: stored bytes.
+      part: the OCDBT database whose B-tree lists it, as in `ArrayStore.parts`; "" for plain files.
+      file: the file that holds it, relative to the item's directory; None where the value is
+        inlined in the B-tree.
+      inline: the bytes themselves, for zarr metadata that is inlined.
+    """
+
+    size: int
+    part: str = ""
+    file: str | None = None
+    inline: bytes | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayStore:
+    """The arrays of one checkpoint item, by name.
+
+    Attributes:
+      directory: the item's directory.
+      parts: directories of OCDBT databases to read, relative to `directory`: `("",)` for a merged
+        one, `("ocdbt.process_0", ...)` for one that was never merged, `()` for plain files.
+      zarr3: zarr v3 rather than v2.
+      fills: a chunk that is absent holds the fill value (otherwise it is missing data).
+    """
+
+    directory: pathlib.Path
+    parts: tuple[str, ...]
+    zarr3: bool
+    fills: bool
+
+    @property
+    def driver(self) -> str:
+        """TensorStore's name of the array driver."""
+        return "zarr3" if self.zarr3 else "zarr"
+
+    @property
+    def metadata_key(self) -> str:
+        """The key of an array's own metadata, below its name."""
+        return "zarr.json" if self.zarr3 else ".zarray"
+
+    @property
+    def ocdbt(self) -> bool:
+        """Whether the arrays are in OCDBT databases rather than plain files."""
+        return bool(self.parts)
+
+    def part_directory(self, part: str) -> pathlib.Path:
+        """The directory of one OCDBT database."""
+        return self.directory / part if part else self.directory
+
+    @functools.cached_property
+    def context(self) -> ts.Context:
+        """The resources that reads of this store share."""
+        return new_context()
+
+    @functools.cached_property
+    def values(self) -> dict[str, dict[str, StoredValue]]:
+        """Array name -> key below it -> stored value, for everything in the store.
+
+        Reads no array byte: B-tree nodes for OCDBT, directory entries for plain files.
+        """
+        found: dict[str, StoredValue] = {}
+        if not self.ocdbt:
+            found = dict(_list_files(self.directory))
+        for part in self.parts:
+            found |= _walk_btree(self.part_directory(part), part, self.metadata_key)
+        return _group_by_array(found, self.metadata_key)
+
+    def array_metadata(self, name: str) -> bytes | None:
+        """The zarr metadata of one array, or None if the array is not there."""
+        value = self.values.get(name, {}).get(self.metadata_key)
+        if value is None or value.inline is not None:
+            return None if value is None else value.inline
+        return self.kvstore(name).read(self.metadata_key).result().value
+
+    def kvstore_spec(self, name: str) -> dict[str, Any]:
+        """The key-value store below one array's name."""
+        if not self.ocdbt:
+            return file_spec(self.directory / name)
+        if len(self.parts) == 1:
+            return ocdbt_spec(self.part_directory(self.parts[0])) | {"path": f"{name}/"}
+        return {"driver": "kvstack", "layers": self._layers(name)}
+
+    def kvstore(self, name: str) -> ts.KvStore:
+        """`kvstore_spec`, opened."""
+        return ts.KvStore.open(self.kvstore_spec(name), context=self.context).result()
+
+    def _layers(self, name: str) -> list[dict[str, Any]]:
+        """Databases that were never merged hold different chunks of one array: a layer a key."""
+        return [
+            {
+                "base": ocdbt_spec(self.part_directory(value.part)) | {"path": f"{name}/{key}"},
+                "exact": key,
+            }
+            for key, value in sorted(self.values[name].items())
+        ]
+
+    def open_array(self, name: str, metadata: Any) -> ts.TensorStore:
+        """A view of one stored array; reads nothing.
+
+        Args:
+          name: the array's name in the store.
+          metadata: its zarr metadata, as parsed JSON.
+        """
+        return ts.open(
+            {
+                "driver": self.driver,
+                "kvstore": self.kvstore_spec(name),
+                "metadata": metadata,
+                "assume_metadata": True,
+                "recheck_cached_data": False,
+                "recheck_cached_metadata": False,
+                "fill_missing_data_reads": self.fills,
+            },
+            context=self.context,
+        ).result()
+
+
+def _list_files(directory: pathlib.Path) -> Iterator[tuple[str, StoredValue]]:
+    for folder, _, names in os.walk(directory):
+        prefix = os.path.relpath(folder, directory) + "/"
+        if prefix == "./":
+            continue  # the item's own small files
+        for name in names:
+            key = prefix + name
+            yield key, StoredValue(os.lstat(os.path.join(folder, name)).st_size, file=key)
+
+
+def _walk_btree(
+    directory: pathlib.Path, part: str, metadata_key: str
+) -> Iterator[tuple[str, StoredValue]]:
+    """Every key of an OCDBT database with where its value is, from its B-tree nodes alone."""
+    for _, prefix, node in _btree_nodes(directory):
+        if node["height"]:
+            continue
+        for entry in node["entries"]:
+            key = (prefix + entry["key"]).decode()
+            inline = entry.get("inline_value")
+            if inline is not None:
+                kept = inline if key.endswith(metadata_key) else None
+                yield key, StoredValue(len(inline), part, None, kept)
+            else:
+                file, size = _split_location(entry["indirect_value"])
+                yield key, StoredValue(size, part, os.path.join(part, file))
+
+
+def data_files(directory: pathlib.Path, *, values: bool = True) -> set[str]:
+    """Files below `directory` that its OCDBT database refers to: B-tree nodes and, unless they are
+    left out, values."""
+    files = set()
+    for location, _, node in _btree_nodes(directory):
+        files.add(_split_location(location)[0])
+        if values and not node["height"]:
+            places = (entry.get("indirect_value") for entry in node["entries"])
+            files.update(_split_location(place)[0] for place in places if place)
+    return files
+
+
+def _btree_nodes(directory: pathlib.Path) -> Iterator[tuple[str, bytes, Any]]:
+    """Location, key prefix and content of each node of the newest version of a database."""
+    base = ts.KvStore.open(file_spec(directory)).result()
+    try:
+        version = ocdbt.dump(base).result()["versions"][-1]
+        nodes = [(version["root"].get("location"), version["root_height"], b"")]
+        while nodes:
+            location, height, prefix = nodes.pop()
+            if location is None:  # an empty database
+                continue
+            node = ocdbt.dump(base, location).result()
+            if node["height"] != height:
+                raise ValueError(f"node {location} is at height {node['height']}, not {height}")
+            if height:
+                nodes += [
+                    (entry["location"], height - 1, prefix + entry["subtree_common_prefix"])
+                    for entry in node["entries"]
+                ]
+            yield location, prefix, node
+    except (ValueError, KeyError, IndexError) as error:
+        raise CorruptCheckpointError(
+            f"the OCDBT database in `{directory}` cannot be read", [str(error)]
+        ) from error
+
+
+def _split_location(location: str) -> tuple[str, int]:
+    """File, relative to the database, and bytes of a `KIND:BASE:FILE:OFFSET:SIZE` location."""
+    start, _, size = location.rsplit(":", 2)
+    _, base, file = start.split(":", 2)
+    return base + file, int(size)
+
+
+def _group_by_array(
+    found: dict[str, StoredValue], metadata_key: str
+) -> dict[str, dict[str, StoredValue]]:
+    ending = f"/{metadata_key}"
+    arrays = {key.removesuffix(ending): {} for key in found if key.endswith(ending)}
+    for key, value in found.items():
+        name = key
+        while name and name not in arrays:
+            name = name.rpartition("/")[0]
+        if name:
+            arrays[name][key[len(name) + 1 :]] = value
+    return arrays

@@ -1,0 +1,185 @@
+"""Tuple paths: how the leaves of a saved pytree are named, printed, matched and renamed.
+
+A path is a tuple of keys: `int` for a position in a list or tuple, `str` for a dict key (Orbax
+stores int dict keys as strings). Keys may hold any character, `/` and `.` among them, so a path
+is only ever a joined string when it is printed.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Sequence
+
+from reshard.errors import TreeMismatchError
+
+Key = str | int
+Path = tuple[Key, ...]
+
+_PLAIN = re.compile(r'[^/"\s\x00-\x1f\x7f]+')
+_COMPONENT = re.compile(r'"(?:[^"\\]|\\.)*"|[^/"]*')
+
+
+def format_key(key: Key) -> str:
+    """A key as it is printed: bare, or as a JSON string where it holds `/`, quotes or spaces."""
+    text = str(key)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
+
+
+def format_path(path: Path) -> str:
+    """`("params", "layer_0", 3)` as `params/layer_0/3`; the root is `.`."""
+    return "/".join(map(format_key, path)) or "."
+
+
+def split_path(text: str) -> tuple[str, ...]:
+    """The keys of a printed path, all as `str`. The inverse of `format_path` up to ints.
+
+    Raises:
+      TreeMismatchError: a component is empty, or its quotes do not close.
+    """
+    keys, position = [], 0
+    while position <= len(text):
+        match = _COMPONENT.match(text, position)
+        token = match.group() if match else ""
+        end = position + len(token)
+        if not token or (end < len(text) and text[end] != "/"):
+            raise TreeMismatchError(
+                f"`{text}` is not a path: a key is empty or its quotes do not close",
+                hints=['quote a key that holds a slash: `params/"mlp/linear"/w`'],
+            )
+        keys.append(json.loads(token) if token.startswith('"') else token)
+        position = end + 1
+    return tuple(keys)
+
+
+def compile_glob(pattern: str) -> re.Pattern[str]:
+    """A glob over paths: `*` and `?` stay within one key, `**` spans any number of keys.
+
+    Match it against `glob_text(path)`.
+    """
+    parts = []
+    for key in split_path(pattern):
+        if key == "**":
+            parts.append(r"(?:[^\0]*\0)*")
+        else:
+            wild = re.escape(key).replace(r"\*", r"[^\0]*").replace(r"\?", r"[^\0]")
+            parts.append(wild + r"\0")
+    return re.compile("".join(parts), re.DOTALL)
+
+
+def glob_text(path: Path) -> str:
+    """The form of a path that `compile_glob` patterns match."""
+    return "".join(f"{key}\0" for key in path)
+
+
+def match_globs(paths: Iterable[Path], patterns: Sequence[str]) -> set[Path]:
+    """The paths that at least one glob matches.
+
+    Raises:
+      TreeMismatchError: a glob matches no path; all such globs are named.
+    """
+    paths = list(paths)
+    texts = [glob_text(path) for path in paths]
+    found: set[Path] = set()
+    problems, hints = [], []
+    for pattern in patterns:
+        regex = compile_glob(pattern)
+        hits = {path for path, text in zip(paths, texts, strict=True) if regex.fullmatch(text)}
+        if not hits:
+            problems.append(f"`{pattern}`")
+            below = compile_glob(pattern.rstrip("/") + "/**")
+            if any(below.fullmatch(text) for text in texts):
+                hints.append(f"a subtree is named with `{pattern.rstrip('/')}/**`")
+            else:
+                near = nearest(pattern, paths)
+                hints += [f"the nearest leaf is `{name}`" for name in near[:1]]
+        found |= hits
+    if problems:
+        raise TreeMismatchError("no leaf matches", problems, hints)
+    return found
+
+
+def nearest(name: str, paths: Iterable[Path]) -> list[str]:
+    """Printed paths that resemble `name`, best first, at most three."""
+    return difflib.get_close_matches(name, [format_path(p) for p in paths], n=3, cutoff=0.5)
+
+
+def rename_paths(paths: Sequence[Path], rules: Sequence[tuple[str, str]]) -> dict[Path, Path]:
+    """Old path -> new path, each rule applied in order as `re.sub` on the printed path.
+
+    A key of digits stays a list position where the old path had that position; any other becomes
+    a dict key.
+
+    Raises:
+      TreeMismatchError: a rule is not a regex or changes nothing, two leaves would meet in one
+        path, or a leaf would become a container of another.
+    """
+    printed = {path: format_path(path) for path in paths}
+    texts = dict(printed)
+    problems = []
+    for pattern, replacement in rules:
+        try:
+            regex = re.compile(pattern)
+            changed = {path: regex.sub(replacement, text) for path, text in texts.items()}
+        except (re.error, IndexError) as error:
+            raise TreeMismatchError(f"rename `{pattern}={replacement}`: {error}") from error
+        if changed == texts:
+            problems.append(f"`{pattern}` matches no leaf")
+        texts = changed
+    if problems:
+        raise TreeMismatchError("a rename changes nothing", problems)
+    renamed = {
+        path: path if text == printed[path] else _with_positions(split_path(text), path)
+        for path, text in texts.items()
+    }
+    _check_tree(renamed)
+    return renamed
+
+
+def _with_positions(keys: tuple[str, ...], old: Path) -> Path:
+    positions = {str(key): key for key in old if isinstance(key, int)}
+    return tuple(positions.get(key, key) for key in keys)
+
+
+def _check_tree(renamed: dict[Path, Path]) -> None:
+    seen: dict[tuple[str, ...], Path] = {}
+    problems = []
+    for old, new in renamed.items():
+        other = seen.setdefault(tuple(map(str, new)), old)
+        if other is not old:
+            problems.append(f"{format_path(other)} and {format_path(old)} -> {format_path(new)}")
+    for old, new in renamed.items():
+        texts = tuple(map(str, new))
+        for depth in range(1, len(texts)):
+            if texts[:depth] in seen:
+                inner = seen[texts[:depth]]
+                problems.append(f"{format_path(old)} -> {format_path(new)}, below the leaf "
+                                f"{format_path(inner)} -> {format_path(renamed[inner])}")
+    if problems:
+        raise TreeMismatchError("leaves would meet in one place after renaming", problems)
+
+
+def check_lists(paths: Iterable[Path]) -> None:
+    """Every list must keep its positions 0..n-1: a gap would silently shift what follows.
+
+    Raises:
+      TreeMismatchError: lists with gaps, or containers that are both a list and a dict.
+    """
+    children: dict[Path, set[Key]] = {}
+    for path in paths:
+        for depth, key in enumerate(path):
+            children.setdefault(path[:depth], set()).add(key)
+    problems = []
+    for container, keys in children.items():
+        positions = sorted(key for key in keys if isinstance(key, int))
+        if positions and len(positions) < len(keys):
+            names = ", ".join(sorted(format_key(k) for k in keys if isinstance(k, str))[:3])
+            problems.append(f"{format_path(container)} has list positions and dict keys: {names}")
+        elif positions != list(range(len(positions))):
+            gap = next(i for i, key in enumerate(positions) if i != key)
+            problems.append(f"{format_path(container)} has position {positions[gap]} "
+                            f"but no position {gap}")
+    if problems:
+        raise TreeMismatchError(
+            "a list would lose positions, and what follows would shift", problems,
+            ["drop the whole list, or keep all of it"],
+        )

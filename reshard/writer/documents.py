@@ -1,0 +1,115 @@
+"""The JSON documents of a PyTree item, as Orbax reads them.
+
+Facts about the documents are those of orbax-checkpoint 0.12.8; older versions read a subset.
+"""
+
+import base64
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, stored_name
+from reshard.mesh import Mesh, NamedSharding, Sharding, shard_shape
+from reshard.tree import Path
+
+# Above this many devices the ids are left out, and Orbax takes `jax.devices()` in order.
+_MOST_DEVICE_IDS = 256
+
+
+def documents(ckpt: Checkpoint, chunks: Mapping[Path, tuple[int, ...]]) -> dict[str, bytes]:
+    """File name -> content of an item's documents.
+
+    Args:
+      ckpt: the tree as it is to be.
+      chunks: chunk shape of each array in the destination.
+    """
+    strings = {stored_name(path): leaf for path, leaf in ckpt.items() if isinstance(leaf, str)}
+    result = {"_METADATA": _tree(ckpt), "_sharding": _shardings(ckpt)}
+    if ckpt.source.described:
+        result["array_metadatas/process_0"] = _array_metadatas(ckpt, chunks)
+    if strings:
+        result["_strings.json"] = strings
+    return {name: json.dumps(document).encode() for name, document in result.items()}
+
+
+def _tree(ckpt: Checkpoint) -> dict[str, Any]:
+    entries = {}
+    for path, leaf in ckpt.items():
+        entries[str(tuple(map(str, path)))] = {
+            "key_metadata": [
+                {"key": str(key), "key_type": 1 if isinstance(key, int) else 2} for key in path
+            ],
+            "value_metadata": _value(leaf, ckpt.source.described),
+        }
+    document = {"tree_metadata": entries, **ckpt.source.metadata}
+    rich = document.pop("value_metadata_tree", None)
+    if rich is not None and not ckpt.retyped:
+        document["value_metadata_tree"] = rich
+    return document
+
+
+def _value(leaf: Leaf, described: bool) -> dict[str, Any]:
+    if isinstance(leaf, ArrayHandle):
+        value: dict[str, Any] = {"value_type": leaf.value_type, "skip_deserialize": False}
+        if described and leaf.value_type == "jax.Array":
+            value["write_shape"] = list(shard_shape(leaf.shape, leaf.sharding))
+        return value
+    if isinstance(leaf, str):
+        return {"value_type": "string", "skip_deserialize": False}
+    names = {dict: "Dict", list: "List", tuple: "Tuple", type(None): "None"}
+    return {"value_type": names[type(leaf)], "skip_deserialize": True}
+
+
+def _shardings(ckpt: Checkpoint) -> dict[str, str]:
+    return {
+        base64.urlsafe_b64encode(stored_name(array.path).encode()).decode(): json.dumps(
+            _sharding(array.sharding)
+        )
+        for array in ckpt.arrays
+        if array.sharding is not None
+    }
+
+
+def _sharding(sharding: Sharding) -> dict[str, Any]:
+    if not isinstance(sharding, NamedSharding):
+        return {"sharding_type": "SingleDeviceSharding", "device_str": sharding.device}
+    mesh = sharding.mesh
+    document: dict[str, Any] = {
+        "sharding_type": "NamedSharding",
+        "shape": list(mesh.axis_sizes),
+        "axis_names": list(mesh.axis_names),
+    }
+    if mesh.axis_types is not None:
+        document["axis_types"] = [f"AxisType.{name}" for name in mesh.axis_types]
+    document["partition_spec"] = [
+        None if not axes else axes[0] if len(axes) == 1 else list(axes) for axes in sharding.spec
+    ]
+    if mesh.device_ids is not None and mesh.size <= _MOST_DEVICE_IDS:
+        document["device_mesh"] = {"mesh": _nested_ids(mesh, mesh.device_ids)}
+    return document
+
+
+def _nested_ids(mesh: Mesh, ids: tuple[int, ...]) -> list[Any]:
+    nested: list[Any] = [{"id": device} for device in ids]
+    for size in reversed(mesh.axis_sizes[1:]):
+        nested = [nested[i : i + size] for i in range(0, len(nested), size)]
+    return nested
+
+
+def _array_metadatas(ckpt: Checkpoint, chunks: Mapping[Path, tuple[int, ...]]) -> dict[str, Any]:
+    return {
+        "array_metadatas": [
+            {
+                "array_metadata": {
+                    "param_name": stored_name(array.path),
+                    "write_shape": list(shard_shape(array.shape, array.sharding)),
+                    "chunk_shape": list(chunks[array.path]),
+                    "ext_metadata": (
+                        {"random_key_impl": array.key_impl} if array.key_impl else None
+                    ),
+                }
+            }
+            for array in ckpt.arrays
+            if array.value_type == "jax.Array"
+        ]
+    }

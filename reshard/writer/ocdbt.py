@@ -1,0 +1,113 @@
+"""The OCDBT database of a destination: staged writes, shared data files, one merged B-tree.
+
+Orbax's own layout: array bytes in `ocdbt.process_0/d/`, and a root manifest whose B-tree refers to
+them by relative path. Chunks that stay are not copied: the source's data files get a second name
+inside the destination, under the same relative path, and the source's B-tree entries are copied.
+That takes the same `ts.Context` on both sides, and a source database whose base lies inside the
+target's: the source is opened with the destination's files and its own manifest.
+"""
+
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import tensorstore as ts
+
+from reshard.store import ArrayStore, data_files, ocdbt_spec
+from reshard.writer import local
+from reshard.writer.stream import wait_written
+
+STAGE = "ocdbt.process_0"
+# What Orbax gives its root database, so that readers need one read for the whole B-tree.
+_ROOT_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000}
+# Every commit of a staged batch writes the nodes on its path again: small ones keep that linear.
+_STAGE_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 1 << 18}
+_DATA_FILE_BYTES = 2 << 30
+
+
+def stage_spec(directory: pathlib.Path) -> dict[str, Any]:
+    """The database that batches are committed to, one after another."""
+    return _writable(ocdbt_spec(directory / STAGE), _STAGE_CONFIG)
+
+
+def _writable(spec: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    return spec | {
+        "config": {**config, "manifest_kind": "single"},
+        "assume_config": True,
+        "target_data_file_size": _DATA_FILE_BYTES,
+    }
+
+
+def link_data_files(source: ArrayStore, directory: pathlib.Path, files: Iterable[str]) -> bool:
+    """Gives data files, and the B-tree nodes that lead to them, a name in the destination.
+
+    Returns False, with nothing left behind, if a file cannot be linked.
+    """
+    nodes = {
+        str(pathlib.PurePath(part) / file)
+        for part in source.parts
+        for file in data_files(source.part_directory(part), values=False)
+    }
+    linked = []
+    for file in sorted({*files, *nodes}):
+        if not local.link(source.directory / file, directory / file):
+            for done in linked:
+                done.unlink()
+            return False
+        linked.append(directory / file)
+    return True
+
+
+def merge(
+    source: ArrayStore,
+    directory: pathlib.Path,
+    context: ts.Context,
+    linked: Mapping[str, str],
+    staged: bool,
+) -> None:
+    """Writes the root database of a destination, in one commit.
+
+    Args:
+      source: the source's arrays.
+      directory: the destination's item.
+      context: the one that the staged writes used.
+      linked: names of arrays whose data files were linked, as in the source -> as in the
+        destination.
+      staged: there are staged writes.
+    """
+    transaction = ts.Transaction(atomic=True)
+    root = ts.KvStore.open(
+        _writable(ocdbt_spec(directory), _ROOT_CONFIG), context=context
+    ).result().with_transaction(transaction)
+    copies = []
+    for part in source.parts if linked else ():
+        own = ts.KvStore.open(
+            ocdbt_spec(directory / part, source.part_directory(part)), context=context
+        ).result()
+        if all(old == new for old, new in linked.items()) and set(linked) == set(source.values):
+            copies.append(own.experimental_copy_range_to(root))
+            continue
+        for old, new in linked.items():
+            below = own / f"{old}/"
+            copies.append(below.experimental_copy_range_to(root / f"{new}/"))
+    if staged:
+        stage = ts.KvStore.open(stage_spec(directory), context=context).result()
+        copies.append(stage.experimental_copy_range_to(root))
+    for copy in copies:
+        wait_written(copy)
+    wait_written(transaction.commit_async())
+    _prune(directory)
+
+
+def _prune(directory: pathlib.Path) -> None:
+    """Deletes what the root database does not refer to: staged B-tree nodes, the staged manifest,
+    linked files that only led to what was linked."""
+    needed = data_files(directory)
+    for path in sorted(directory.rglob("*"), reverse=True):
+        relative = path.relative_to(directory)
+        if path.is_dir():
+            if not any(path.iterdir()):
+                path.rmdir()
+        elif relative.parts[0].startswith("ocdbt.process_") or relative.parts[0] == "d":
+            if str(relative) not in needed:
+                path.unlink()

@@ -1,0 +1,258 @@
+"""Array bytes from the source to the destination, batch by batch, in bounded memory.
+
+While one batch is written (encoded, and committed in one transaction), the next one is read. That
+keeps the cores busy with two batches in memory; the planner has sized them for that. One commit
+for many chunks matters for OCDBT: each commit writes the B-tree again.
+"""
+
+import collections
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorstore as ts
+
+from reshard.checkpoint import ArrayHandle
+from reshard.errors import CorruptCheckpointError, DestinationError
+from reshard.planner import ArrayPlan, Batch, Box, grid_boxes
+from reshard.tree import Path, format_path
+
+Progress = Callable[[int], None]
+
+
+class Target(NamedTuple):
+    """Where arrays are written: a key-value store, its context, and the array driver."""
+
+    spec: dict[str, Any]
+    context: ts.Context
+    driver: str
+
+    def open(self) -> ts.KvStore:
+        """The key-value store."""
+        return ts.KvStore.open(self.spec, context=self.context).result()
+
+
+class Pending:
+    """Transactions under way, oldest first, and the memory that they hold."""
+
+    def __init__(self, max_memory: int):
+        self._max_memory = max_memory
+        self._under_way: collections.deque[tuple[int, ts.Future]] = collections.deque()
+
+    def make_room(self, charge: int) -> None:
+        """Waits until `charge` bytes fit, and until at most one transaction is under way."""
+        held = sum(held for held, _ in self._under_way)
+        while self._under_way and (held + charge > self._max_memory or len(self._under_way) > 1):
+            oldest, commit = self._under_way.popleft()
+            wait_written(commit)
+            held -= oldest
+
+    def add(self, charge: int, transaction: ts.Transaction) -> None:
+        """Starts to commit a transaction."""
+        self._under_way.append((charge, transaction.commit_async()))
+
+    def finish(self) -> None:
+        """Waits for all of them."""
+        while self._under_way:
+            wait_written(self._under_way.popleft()[1])
+
+    def abandon(self) -> None:
+        """Waits for all of them and ignores how they end: the job has failed already."""
+        while self._under_way:
+            with contextlib.suppress(ValueError):
+                self._under_way.popleft()[1].result()
+
+
+def stream_boxes(
+    batches: Iterator[Batch],
+    sources: Mapping[Path, ArrayHandle],
+    target: Target,
+    names: Mapping[Path, str],
+    pending: Pending,
+    progress: Progress,
+) -> None:
+    """Reads, casts and writes all boxes.
+
+    Args:
+      batches: what to do, from `reshard.planner.batches`.
+      sources: the arrays to read, by path.
+      target: where to write. The arrays' metadata are written with their first box.
+      names: the arrays' names in the target.
+      pending: transactions under way.
+      progress: called with the number of decoded bytes of each batch that was handed over.
+
+    Raises:
+      CorruptCheckpointError: stored bytes that do not decode.
+      DestinationError: a write fails.
+    """
+    store = target.open()
+    views: dict[Path, ts.TensorStore] = {}
+    targets: dict[Path, ts.TensorStore] = {}
+    for batch in batches:
+        pending.make_room(batch.charge)
+        wanted = {array.layout.path for array, _ in batch.boxes}
+        for cache in (views, targets):
+            for path in [path for path in cache if path not in wanted]:
+                del cache[path]
+        reads = []
+        for array, box in batch.boxes:
+            path = array.layout.path
+            if path not in views:
+                views[path] = sources[path].view()
+            reads.append(_start_read(array, box, views[path], sources[path].dtype))
+        transaction = ts.Transaction()
+        writable = store.with_transaction(transaction)
+        copies = []
+        for (array, box), (buffer, read) in zip(batch.boxes, reads, strict=True):
+            path = array.layout.path
+            _wait_read(read, path)
+            if path not in targets:
+                metadata = target_metadata(sources[path], array.chunk)
+                targets[path] = _open_target(target, names[path], metadata)
+                key = f"{names[path]}/{sources[path].store.metadata_key}"
+                copies.append(writable.write(key, metadata))
+            array_target = targets[path].with_transaction(transaction)
+            for part in grid_boxes(buffer.shape, array.chunk):
+                place = tuple(
+                    slice(p.start + b.start, p.stop + b.start)
+                    for p, b in zip(part, box, strict=True)
+                )
+                write = array_target[place].write(
+                    buffer[part], can_reference_source_data_indefinitely=True
+                )
+                copies.append(write.copy)
+        for copy in copies:
+            wait_written(copy)
+        pending.add(batch.charge, transaction)
+        progress(sum(buffer.nbytes for buffer, _ in reads))
+
+
+def _start_read(
+    array: ArrayPlan, box: Box, view: ts.TensorStore, dtype: np.dtype
+) -> tuple[np.ndarray, ts.Future | None]:
+    """A buffer, and the read that fills it. Where the array is read in several passes, its source
+    chunks are read into the box one after another, to hold one of them at a time."""
+    buffer = np.empty([part.stop - part.start for part in box], dtype)
+    if array.passes == 1.0:
+        return buffer, ts.array(buffer, copy=False).write(view[box]).commit
+    for piece in _source_pieces(array, box):
+        inside = tuple(
+            slice(p.start - b.start, p.stop - b.start) for p, b in zip(piece, box, strict=True)
+        )
+        part = ts.array(buffer[inside], copy=False)
+        _wait_read(part.write(view[piece]).commit, array.layout.path)
+    return buffer, None
+
+
+def _source_pieces(array: ArrayPlan, box: Box) -> Iterator[Box]:
+    """The parts of a box that lie in one source chunk each."""
+    chunk = array.layout.source_chunk
+    first = [part.start // c * c for part, c in zip(box, chunk, strict=True)]
+    extent = tuple(part.stop - f for part, f in zip(box, first, strict=True))
+    for piece in grid_boxes(extent, chunk):
+        yield tuple(
+            slice(max(p.start + f, b.start), min(p.stop + f, b.stop))
+            for p, f, b in zip(piece, first, box, strict=True)
+        )
+
+
+def _open_target(target: Target, name: str, metadata: bytes) -> ts.TensorStore:
+    return ts.open(
+        {
+            "driver": target.driver,
+            "kvstore": target.spec | {"path": f"{target.spec.get('path', '')}{name}/"},
+            "metadata": json.loads(metadata),
+            "assume_metadata": True,
+            "store_data_equal_to_fill_value": True,
+        },
+        context=target.context,
+    ).result()
+
+
+def target_metadata(handle: ArrayHandle, chunk: Sequence[int]) -> bytes:
+    """The source's zarr metadata with another chunk shape and, for a cast, another dtype."""
+    document: dict[str, Any] = json.loads(handle.metadata)
+    cast = handle.dtype != handle.stored_dtype
+    if document["zarr_format"] == 2:
+        document["chunks"] = list(chunk)
+        if cast:
+            document["dtype"] = zarr2_dtype(handle.dtype)
+            document["fill_value"] = None
+    else:
+        document["chunk_grid"]["configuration"]["chunk_shape"] = list(chunk)
+        for codec in document["codecs"]:
+            if codec["name"] == "sharding_indexed":
+                codec["configuration"]["chunk_shape"] = list(chunk)
+        if cast:
+            document["data_type"] = handle.dtype.name
+            document["fill_value"] = 0.0
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+def zarr2_dtype(dtype: np.dtype) -> str:
+    """A dtype as zarr v2 writes it; TensorStore writes JAX's own dtypes by name."""
+    return dtype.str if dtype.isbuiltin == 1 else dtype.name
+
+
+def move_values(
+    values: Sequence[tuple[ts.KvStore, str, str, int]],
+    target: Target,
+    batch_bytes: int,
+    pending: Pending,
+    progress: Progress,
+) -> None:
+    """Copies stored values as they are.
+
+    Args:
+      values: for each, where to read, its key there, its key in the target, and its stored bytes.
+      target: where to write.
+      batch_bytes: bytes for a transaction.
+      pending: transactions under way.
+      progress: called with the number of bytes of each batch.
+    """
+    store = target.open()
+    position = 0
+    while position < len(values):
+        batch, size = [], 0
+        while position < len(values) and (not batch or size + values[position][3] <= batch_bytes):
+            batch.append(values[position])
+            size += values[position][3]
+            position += 1
+        pending.make_room(2 * size)
+        reads = [(source.read(key), key, new) for source, key, new, _ in batch]
+        transaction = ts.Transaction()
+        writable = store.with_transaction(transaction)
+        writes = []
+        for read, key, new in reads:
+            result = read.result()
+            if result.state != "value":
+                raise CorruptCheckpointError(f"the stored value `{key}` is missing")
+            writes.append(writable.write(new, result.value))
+        for write in writes:
+            wait_written(write)
+        pending.add(2 * size, transaction)
+        progress(size)
+
+
+def _wait_read(read: ts.Future | None, path: Path) -> None:
+    try:
+        if read is not None:
+            read.result()
+    except ValueError as error:
+        raise CorruptCheckpointError(
+            f"{format_path(path)}: its stored bytes cannot be read", [_first_line(error)]
+        ) from error
+
+
+def wait_written(write: ts.Future) -> None:
+    """Waits for a write; raises DestinationError if it fails."""
+    try:
+        write.result()
+    except ValueError as error:
+        raise DestinationError("the destination cannot be written", [_first_line(error)]) from error
+
+
+def _first_line(error: ValueError) -> str:
+    return str(error).partition(" [")[0].partition("\n")[0]

@@ -1,0 +1,1 @@
+"""How fast, and in how much memory: run `python -m tests.benchmarks --help` at the root."""

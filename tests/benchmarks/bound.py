@@ -1,0 +1,106 @@
+"""What no rewrite of compressed chunks can avoid: decode every source chunk, encode every target one.
+
+    python -m tests.benchmarks.bound SRC
+
+Array by array, the stored bytes are put into TensorStore's in-memory store, read back as TensorStore
+reads (into memory that it allocates), and written, in chunks that are the shards of the target mesh,
+to another in-memory store. Only the reading and the writing are timed, with every core at
+TensorStore's disposal, and an array's memory is dropped before the next one. Prints one JSON object.
+"""
+
+import argparse
+import base64
+import itertools
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from tests.benchmarks.workloads import AXES, TARGET
+
+
+def _store(path: Path) -> ts.KvStore:
+    """The OCDBT database in a checkpoint that Orbax saved."""
+    return ts.KvStore.open({"driver": "ocdbt", "base": f"file://{path}/"}).result()
+
+
+def _specs(path: Path) -> dict[str, list[Any]]:
+    """The saved partition spec of each array, by the array's name in the store."""
+    entries = json.loads((path / "_sharding").read_text())
+    return {
+        base64.urlsafe_b64decode(key).decode(): json.loads(value).get("partition_spec", [])
+        for key, value in entries.items()
+    }
+
+
+def _shard(shape: list[int], spec: list[Any]) -> list[int]:
+    """The shape of one shard on the target mesh: what the spec leaves of each dimension."""
+    mesh = dict(zip(AXES, TARGET, strict=True))
+    padded = [*spec, *[None] * (len(shape) - len(spec))]
+    names = [[axes] if isinstance(axes, str) else axes or [] for axes in padded]
+    return [n // math.prod(mesh[x] for x in xs) for n, xs in zip(shape, names, strict=True)]
+
+
+def _boxes(shape: list[int], chunk: list[int]) -> Iterator[tuple[slice, ...]]:
+    starts = (range(0, n, c) for n, c in zip(shape, chunk, strict=True))
+    for corner in itertools.product(*starts):
+        yield tuple(slice(i, i + c) for i, c in zip(corner, chunk, strict=True))
+
+
+def _decode(name: str, stored: ts.KvStore) -> tuple[np.ndarray, float]:
+    """One array's values, and the seconds that decoding its chunks took."""
+    context = ts.Context()
+    memory = ts.KvStore.open("memory://", context=context).result()
+    for key in stored.list(ts.KvStore.KeyRange(f"{name}/", f"{name}0")).result():
+        memory[key] = stored[key]
+    source = ts.open({"driver": "zarr", "kvstore": f"memory://{name}/"}, context=context).result()
+    start = time.perf_counter()
+    values = source.read().result()
+    return values, time.perf_counter() - start
+
+
+def _encode(values: np.ndarray, metadata: dict[str, Any]) -> float:
+    """The seconds that encoding the values in the chunks of `metadata` took."""
+    spec = {
+        "driver": "zarr",
+        "kvstore": "memory://",
+        "metadata": metadata,
+        "store_data_equal_to_fill_value": True,
+    }
+    target = ts.open(spec, create=True, context=ts.Context()).result()
+    start = time.perf_counter()
+    writes = [
+        target[box].write(values[box], can_reference_source_data_indefinitely=True)
+        for box in _boxes(metadata["shape"], metadata["chunks"])
+    ]
+    for write in writes:
+        write.result()
+    return time.perf_counter() - start
+
+
+def bound(path: Path) -> dict[str, float]:
+    """Seconds to decode and to encode a whole checkpoint, and their sum."""
+    stored, specs = _store(path), _specs(path)
+    decode = encode = 0.0
+    for name, spec in specs.items():
+        metadata = json.loads(stored[f"{name}/.zarray"])
+        values, seconds = _decode(name, stored)
+        decode += seconds
+        encode += _encode(values, {**metadata, "chunks": _shard(metadata["shape"], spec)})
+        del values
+    return {"decode": decode, "encode": encode, "seconds": decode + encode}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time decoding and encoding in memory.")
+    parser.add_argument("source", type=Path)
+    print(json.dumps(bound(parser.parse_args().source.absolute())))
+
+
+if __name__ == "__main__":
+    main()
