@@ -1,0 +1,74 @@
+"""The command line: the only place that prints or exits.
+
+Commands are imported when they run, so that `reshard --help` needs click alone.
+"""
+
+import importlib
+import signal
+import sys
+from types import FrameType
+
+import click
+
+_COMMANDS = {
+    "ckpt": "Rewrite a checkpoint for another mesh.",
+    "inspect": "Show the tree, the format, the steps and the saved meshes.",
+}
+
+
+class _Commands(click.Group):
+    """Commands by name, each in a module of its own."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        return importlib.import_module(f"reshard.cli.{cmd_name}").command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(_COMMANDS.items()))
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="reshard")
+def command() -> None:
+    """JAX checkpoints on another mesh, without devices and in bounded memory.
+
+    \b
+    Example:
+      reshard inspect run/1000
+      reshard ckpt run/1000 out/1000 --to 1x8
+    """
+
+
+def main() -> None:
+    """The console script. Exits with 0 done, 1 the answer is no, 2 could not do it."""
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        command.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("Interrupted; nothing was left behind.", err=True)
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of a pipe has gone; Python must not complain about it when it exits.
+        sys.stdout = None
+        sys.exit(141)
+    except Exception as error:
+        from reshard.errors import ReshardError
+
+        if not isinstance(error, ReshardError | MemoryError | OSError):
+            raise
+        message = error.render(limit=10) if isinstance(error, ReshardError) else str(error)
+        click.echo(f"Error: {message}", err=True)
+        sys.exit(2)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """SIGTERM ends a job as Ctrl-C does: what was begun is removed."""
+    raise KeyboardInterrupt

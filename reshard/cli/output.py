@@ -1,0 +1,115 @@
+"""How answers look: tables, pictures, progress. stdout carries answers, stderr the rest."""
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import click
+
+# rich lays a whole table out before it prints: past this it takes seconds, so columns are streamed.
+_RICH_ROWS = 200
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
+    """A table on stdout; plain aligned columns where it is long or piped."""
+    if len(rows) > _RICH_ROWS or not sys.stdout.isatty():
+        widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+        lines = []
+        for row in (columns, *rows):
+            cells = [
+                cell.rjust(width) if i in right else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            lines.append("  ".join(cells).rstrip())
+        click.echo("\n".join(lines))
+        return
+    import rich.box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+    for i, column in enumerate(columns):
+        drawn.add_column(column, justify="right" if i in right else "left", overflow="fold")
+    for row in rows:
+        drawn.add_row(*map(Text, row))
+    Console().print(drawn)
+
+
+def shard_picture(
+    owners: Mapping[tuple[int, ...], list[int]],
+    shape: Sequence[int],
+    shard: Sequence[int],
+    most_cells: int,
+) -> str:
+    """Which devices hold which part: a grid of the first two sharded dimensions, or a list.
+
+    Args:
+      owners: index of the shard in each dimension -> device ids.
+      shape: shape of the array.
+      shard: shape of a shard.
+      most_cells: more shards than this are listed, a line each.
+    """
+    counts = [math.ceil(size / part) for size, part in zip(shape, shard, strict=True)]
+    split = [dim for dim, count in enumerate(counts) if count > 1]
+    if len(split) > 2 or len(owners) > most_cells:
+        return "\n".join(
+            f"[{_slices(index, shape, shard)}]  {_ids(ids)}" for index, ids in sorted(owners.items())
+        )
+    last = len(shape) - 1
+    across = split[-1] if split and (len(split) == 2 or split[-1] == last) else None
+    down = split[0] if split and split[0] != across else None
+    rows = counts[down] if down is not None else 1
+    columns = counts[across] if across is not None else 1
+    cells = [["" for _ in range(columns)] for _ in range(rows)]
+    for index, ids in owners.items():
+        row = index[down] if down is not None else 0
+        column = index[across] if across is not None else 0
+        cells[row][column] = _ids(ids)
+    width = max(len(cell) for row in cells for cell in row) + 2
+    rule = "+" + "+".join(["-" * width] * columns) + "+"
+    lines = [rule]
+    for row in cells:
+        lines += ["|" + "|".join(cell.center(width) for cell in row) + "|", rule]
+    return "\n".join(lines)
+
+
+def _ids(ids: Sequence[int]) -> str:
+    """`0-3,8` for 0, 1, 2, 3, 8."""
+    runs: list[list[int]] = []
+    for device in sorted(ids):
+        if runs and device == runs[-1][1] + 1:
+            runs[-1][1] = device
+        else:
+            runs.append([device, device])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _slices(index: Sequence[int], shape: Sequence[int], shard: Sequence[int]) -> str:
+    return ", ".join(
+        f"{i * part}:{min((i + 1) * part, size)}"
+        for i, size, part in zip(index, shape, shard, strict=True)
+    )
+
+
+@contextlib.contextmanager
+def progress_bar(quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A callback that draws bytes, rate and time left on stderr; None where nobody is looking."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
+               TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
