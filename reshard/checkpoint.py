@@ -9,6 +9,7 @@ import functools
 import json
 import math
 import pathlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ from reshard.mesh import (
 )
 from reshard.rules import match_specs
 from reshard.store import ArrayStore
-from reshard.tree import Path, format_path
+from reshard.tree import Path, format_key, format_path
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -190,9 +191,10 @@ class Checkpoint(Mapping[Path, Leaf]):
     def replace(self, leaves: Mapping[Path, Leaf], *, notes: Sequence[str] = (),
                 retyped: bool = False) -> "Checkpoint":
         """A checkpoint of other leaves from the same source."""
-        return Checkpoint(
-            leaves, self.source, (*self.notes, *notes), self.retyped or retyped
-        )
+        if retyped and not self.retyped and "value_metadata_tree" in self.source.metadata:
+            notes = (*notes, "the record of which containers were tuples, namedtuples or classes "
+                     "is left out: it describes the tree that was saved")
+        return Checkpoint(leaves, self.source, (*self.notes, *notes), self.retyped or retyped)
 
     def __repr__(self) -> str:
         shown = list(self.items())[:_SHOWN]
@@ -364,7 +366,7 @@ def to_mesh(
     candidates = [a.path for a in ckpt.arrays if a.value_type != "scalar"]
     chosen = match_specs(candidates, list(specs or ()))
     leaves = dict(ckpt)
-    problems, hints, replicated = [], [], []
+    problems, misfits, replicated = [], [], []
     for array in ckpt.arrays:
         spec = chosen.get(array.path)
         if spec is None and array.sharding is None and array.value_type != "jax.Array":
@@ -378,12 +380,16 @@ def to_mesh(
         text = f"{format_path(array.path)}  {array.dtype.name}{list(array.shape)}: "
         problems += [text + problem for problem in found]
         if found:
-            hints += _spec_hints(array, spec, target)
+            misfits.append((array, spec))
         leaves[array.path] = dataclasses.replace(
             array, sharding=NamedSharding(target, spec), value_type="jax.Array"
         )
     if problems:
-        raise ShardingError(f"specs that do not fit the mesh `{target}`", problems, hints)
+        raise ShardingError(
+            f"specs that do not fit the mesh `{target}`",
+            problems,
+            _spec_hints(ckpt.arrays, misfits, target),
+        )
     notes = []
     if replicated:
         nbytes = sum(a.nbytes for a in replicated)
@@ -419,21 +425,45 @@ def _check_axes(axes: Mapping[str, str], target: Mesh, saved: Sequence[Mesh]) ->
         )
 
 
-def _spec_hints(array: ArrayHandle, spec: Spec, target: Mesh) -> list[str]:
-    """What to type for one leaf: rename the axes the mesh lacks, then a spec that fits."""
-    lacking = [axis for entry in spec for axis in entry if axis not in target.axis_names]
-    hints = [f"--axis {axis}= replicates, --axis {axis}=NEW renames" for axis in lacking]
+def _spec_hints(
+    arrays: Sequence[ArrayHandle], misfits: Sequence[tuple[ArrayHandle, Spec]], target: Mesh
+) -> list[str]:
+    """What to type: for axes that the mesh lacks, and specs that fit, one for each last key if all
+    its leaves agree, else one for each leaf."""
+    axes = {axis for _, spec in misfits for entry in spec for axis in entry}
+    lacking = sorted(axes - set(target.axis_names))
+    new = next((name for name in target.axis_names if name not in axes), "NEW")
+    hints = [f"--axis {axis}= replicates, --axis {axis}={new} renames" for axis in lacking]
+    fitting = {
+        array.path: spec_text(_fitting_spec(array.shape, spec, target))
+        for array, spec in misfits
+        if not any(axis in lacking for entry in spec for axis in entry)
+    }
+    by_key: dict[str, set[str | None]] = {}
+    for array in arrays:
+        by_key.setdefault(_last_key(array.path), set()).add(fitting.get(array.path))
+    for path, text in fitting.items():
+        key = _last_key(path)
+        whole = len(by_key[key]) > 1
+        regex = f"^{re.escape(format_path(path))}$" if whole else f"(^|/){re.escape(key)}$"
+        hints.append(f"--spec '{regex}={text}' fits")
+    return hints
+
+
+def _last_key(path: Path) -> str:
+    return format_key(path[-1]) if path else ""
+
+
+def _fitting_spec(shape: Sequence[int], spec: Spec, target: Mesh) -> Spec:
+    """`spec` less the axes that do not divide their dimension or are used already."""
     used: set[str] = set()
-    fits = []
-    for size, entry in zip(array.shape, spec, strict=False):
+    result = []
+    for size, entry in zip(shape, spec, strict=False):
         kept: list[str] = []
         for axis in entry:
-            parts = math.prod(target.shape[a] for a in kept) * target.shape.get(axis, 0)
-            if axis in target.axis_names and axis not in used and size % parts == 0:
+            parts = math.prod(target.shape[a] for a in (*kept, axis))
+            if axis not in used and size % parts == 0:
                 kept.append(axis)
                 used.add(axis)
-        fits.append(tuple(kept))
-    if not lacking:
-        regex = "^" + format_path(array.path).replace(".", r"\.") + "$"
-        hints.append(f"--spec '{regex}={spec_text(tuple(fits))}' fits")
-    return hints
+        result.append(tuple(kept))
+    return tuple(result)

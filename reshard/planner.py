@@ -32,7 +32,7 @@ SMALLEST_CHUNK = 1 << 16
 # A grid that divides the new shards evenly is left alone up to this many chunks a shard.
 MOST_KEPT_CHUNKS = 16
 # Beyond this, more bytes in flight make no core busier; they only touch more memory.
-IN_FLIGHT_PER_CORE = 128 << 20
+IN_FLIGHT_PER_CORE = 64 << 20
 # What handling a box takes beside its bytes: it matters for checkpoints of many small arrays.
 BOX_OVERHEAD = 1 << 14
 

@@ -35,10 +35,16 @@ class Target(NamedTuple):
 
 
 class Pending:
-    """Transactions under way, oldest first, and the memory that they hold."""
+    """Transactions under way, oldest first, and the memory that they hold.
 
-    def __init__(self, max_memory: int):
+    Args:
+      max_memory: bytes that they may hold together.
+      committed: called after one has been committed.
+    """
+
+    def __init__(self, max_memory: int, committed: Callable[[], None]):
         self._max_memory = max_memory
+        self._committed = committed
         self._under_way: collections.deque[tuple[int, ts.Future]] = collections.deque()
 
     def make_room(self, charge: int) -> None:
@@ -47,6 +53,7 @@ class Pending:
         while self._under_way and (held + charge > self._max_memory or len(self._under_way) > 1):
             oldest, commit = self._under_way.popleft()
             wait_written(commit)
+            self._committed()
             held -= oldest
 
     def add(self, charge: int, transaction: ts.Transaction) -> None:

@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from reshard.checkpoint import ArrayHandle, Checkpoint, collision_error, stored_name
 from reshard.errors import CorruptCheckpointError, MemoryLimitError, ReshardError
@@ -26,6 +27,7 @@ from reshard.store import StoredValue, file_spec, new_context
 from reshard.tree import format_path
 from reshard.writer import local, ocdbt
 from reshard.writer.documents import documents
+from reshard.writer.estimate import encoded_ratio
 from reshard.writer.stream import Pending, Target, move_values, stream_boxes
 
 MARKER = "commit_success.txt"
@@ -42,11 +44,12 @@ Progress = Callable[[int, int], None]
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """One item to write: its tree, each array's plan, and the data files to share."""
+    """One item to write: its tree, each array's plan, and the data files to share with the source
+    (None where nothing may be shared)."""
 
     ckpt: Checkpoint
     arrays: tuple[ArrayPlan, ...]
-    files: frozenset[str]
+    files: frozenset[str] | None
 
     @property
     def linked(self) -> list[ArrayHandle]:
@@ -160,7 +163,7 @@ def save(
             source = job.ckpt.source
             item = directory / source.step / source.item
             item.mkdir(parents=True, exist_ok=True)
-            if job.files and not ocdbt.link_data_files(source.store, item, job.files):
+            if job.linked and not ocdbt.link_data_files(source.store, item, job.files or ()):
                 jobs = make_jobs(False)  # the file system forbids links: copy instead
                 total = _total(jobs, memory)
                 break
@@ -222,9 +225,10 @@ def _job(
     if collided:
         found.append(collision_error(collided[::2]))
     plans, handles = [], []
+    ratios: dict[tuple[Any, ...], float] = {}
     for handle in ckpt.arrays:
         try:
-            plans.append(plan_array(_layout(handle), chunks, memory))
+            plans.append(plan_array(_layout(handle, ratios), chunks, memory))
             handles.append(handle)
         except ReshardError as error:
             found.append(error)
@@ -232,7 +236,7 @@ def _job(
     can_link = link and store.ocdbt and (
         target is None or local.same_filesystem(store.directory, target)
     )
-    files = _files_to_link(handles, plans) if can_link and not found else frozenset()
+    files = _files_to_link(handles, plans) if can_link and not found else None
     arrays = tuple(
         dataclasses.replace(
             a, layout=dataclasses.replace(a.layout, linked_bytes=a.layout.stored_bytes)
@@ -242,8 +246,14 @@ def _job(
     return _Job(ckpt, arrays, files)
 
 
-def _layout(handle: ArrayHandle) -> ArrayLayout:
-    """What the planner needs to know. Missing chunks are found here, before anything is written."""
+def _layout(handle: ArrayHandle, ratios: dict[tuple[Any, ...], float]) -> ArrayLayout:
+    """What the planner needs to know. Missing chunks are found here, before anything is written.
+
+    Args:
+      handle: the array.
+      ratios: measured ratios of cast arrays so far; arrays that compress alike as they are stored
+        are taken to compress alike when they are cast.
+    """
     sizes = [value.size for value in chunk_values(handle).values()]
     expected = grid_size(handle.shape, handle.chunk_shape)
     if len(sizes) < expected and not handle.store.fills:
@@ -253,6 +263,12 @@ def _layout(handle: ArrayHandle) -> ArrayLayout:
         )
     stored = sum(sizes)
     decoded = math.prod(handle.shape) * handle.stored_dtype.itemsize
+    ratio = stored / decoded if decoded else 1.0
+    if handle.dtype != handle.stored_dtype and handle.same_name is None:
+        alike = (handle.stored_dtype, handle.dtype, round(ratio, 2), decoded > 1 << 20)
+        if alike not in ratios:
+            ratios[alike] = encoded_ratio(handle)
+        ratio = ratios[alike]
     return ArrayLayout(
         path=handle.path,
         shape=handle.shape,
@@ -265,7 +281,7 @@ def _layout(handle: ArrayHandle) -> ArrayLayout:
         largest_stored=max(sizes, default=0),
         linked_bytes=0,
         same_bytes=handle.dtype == handle.stored_dtype,
-        encoded_ratio=stored / decoded if decoded else 1.0,
+        encoded_ratio=ratio,
     )
 
 
@@ -292,10 +308,10 @@ def _files_to_link(
     )
 
 
-def _is_linked(handle: ArrayHandle, files: frozenset[str]) -> bool:
+def _is_linked(handle: ArrayHandle, files: frozenset[str] | None) -> bool:
     """Whether all that is stored of an array is in shared files, or inlined in the B-tree."""
     values = handle.store.values[handle.name].values()
-    return bool(files) and all(v.file is None or v.file in files for v in values)
+    return files is not None and all(v.file is None or v.file in files for v in values)
 
 
 def _total(jobs: Sequence[_Job], memory: int) -> Plan:
@@ -305,7 +321,7 @@ def _total(jobs: Sequence[_Job], memory: int) -> Plan:
                 if a.moved and not a.layout.linked_bytes]
     shared = sum(
         os.stat(job.ckpt.source.store.directory / file).st_size
-        for job in jobs for file in job.files
+        for job in jobs for file in job.files or ()
     )
     return Plan(
         arrays,
@@ -383,11 +399,13 @@ def _write_item(
     job: _Job, directory: pathlib.Path, memory: int, report: Callable[[int], None]
 ) -> None:
     store = job.ckpt.source.store
+    data_files = directory / ocdbt.STAGE / "d"
+    started: set[str] = set()
     spec = ocdbt.stage_spec(directory) if store.ocdbt else file_spec(directory)
     target = Target(spec, new_context(), store.driver)
     sources = {handle.path: handle for handle in job.ckpt.arrays}
     names = {path: stored_name(path) for path in sources}
-    pending = Pending(memory)
+    pending = Pending(memory, lambda: local.start_writeback(data_files, started))
     values = [
         (stored, key, f"{names[h.path]}/{key}", value.size)
         for h in job.moved
