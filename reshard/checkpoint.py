@@ -188,12 +188,16 @@ class Checkpoint(Mapping[Path, Leaf]):
         """Decoded bytes of all arrays."""
         return sum(array.nbytes for array in self.arrays)
 
-    def replace(self, leaves: Mapping[Path, Leaf], *, notes: Sequence[str] = (),
-                retyped: bool = False) -> "Checkpoint":
+    def replace(
+        self, leaves: Mapping[Path, Leaf], *, notes: Sequence[str] = (), retyped: bool = False
+    ) -> "Checkpoint":
         """A checkpoint of other leaves from the same source."""
         if retyped and not self.retyped and "value_metadata_tree" in self.source.metadata:
-            notes = (*notes, "the record of which containers were tuples, namedtuples or classes "
-                     "is left out: it describes the tree that was saved")
+            notes = (
+                *notes,
+                "the record of which containers were tuples, namedtuples or classes "
+                "is left out: it describes the tree that was saved",
+            )
         return Checkpoint(leaves, self.source, (*self.notes, *notes), self.retyped or retyped)
 
     def __repr__(self) -> str:
@@ -223,8 +227,10 @@ def collision_error(handles: Sequence[ArrayHandle]) -> CorruptCheckpointError:
             f"`{h.name}`"
             for h in handles
         ],
-        [f"drop both: --drop '{format_path(h.path)}' --drop '{format_path(h.same_name or ())}'"
-         for h in handles[:1]],
+        [
+            f"drop both: --drop '{format_path(h.path)}' --drop '{format_path(h.same_name or ())}'"
+            for h in handles[:1]
+        ],
     )
 
 
@@ -273,8 +279,9 @@ def rename(ckpt: Checkpoint, rules: Sequence[tuple[str, str]]) -> Checkpoint:
     for path in leaves:
         other = names.setdefault(stored_name(path), path)
         if other != path and new_paths.get(path) != path:
-            problems.append(f"{format_path(other)} and {format_path(path)} -> "
-                            f"`{stored_name(path)}`")
+            problems.append(
+                f"{format_path(other)} and {format_path(path)} -> `{stored_name(path)}`"
+            )
     if problems:
         raise TreeMismatchError("two leaves would be stored under one name", problems)
     return ckpt.replace(leaves, retyped=set(leaves) != set(ckpt))
@@ -307,7 +314,9 @@ def cast(ckpt: Checkpoint, dtype: Any, where: str | Sequence[str] = "**") -> Che
     count = 0
     for path in tree.match_globs(ckpt, patterns):
         leaf = leaves[path]
-        if isinstance(leaf, ArrayHandle) and leaf.value_type != "scalar" and is_floating(leaf.dtype):
+        if not isinstance(leaf, ArrayHandle) or leaf.value_type == "scalar":
+            continue
+        if is_floating(leaf.dtype):
             leaves[path] = dataclasses.replace(leaf, dtype=new)
             count += 1
     if not count:
@@ -420,7 +429,8 @@ def _check_axes(axes: Mapping[str, str], target: Mesh, saved: Sequence[Mesh]) ->
     ]
     if problems:
         raise ShardingError(
-            "axis renames that do not apply", problems,
+            "axis renames that do not apply",
+            problems,
             [f"saved axes: {', '.join(sorted(known)) or 'none'}"],
         )
 

@@ -176,9 +176,9 @@ def plan_array(array: ArrayLayout, chunks: int | str, max_memory: int) -> ArrayP
     else:
         candidates = _splits(array, None if chunks == "shard" else int(chunks))
     if array.same_bytes and candidates[0].chunk == array.source_chunk:
-        if 2 * array.largest_stored > max_memory:
-            raise _too_large(array, 2 * array.largest_stored, max_memory)
-        return ArrayPlan(array, array.source_chunk, None, 1.0, candidates[0].split, (before, before))
+        return ArrayPlan(
+            array, array.source_chunk, None, 1.0, candidates[0].split, (before, before)
+        )
     chosen, passes = _choose(array, candidates, max_memory)
     after = read_amplification(array.shape, chosen.chunk, array.target_shard)
     return ArrayPlan(array, chosen.chunk, chosen.box, passes, chosen.split, (before, after))
@@ -274,16 +274,19 @@ def _choose(
             if math.prod(candidate.chunk) * array.target_itemsize <= room:
                 box = dataclasses.replace(candidate, box=candidate.chunk)
                 return box, _passes(array, candidate.chunk)
-    raise _too_large(array, source + 2 * smallest, max_memory)
+    raise too_large(array, source + 2 * smallest, max_memory)
 
 
-def _too_large(array: ArrayLayout, needed: int, max_memory: int) -> MemoryLimitError:
+def too_large(array: ArrayLayout, needed: int, max_memory: int) -> MemoryLimitError:
+    """The error for an array of which one stored chunk takes `needed` bytes to carry over."""
     least = math.ceil(needed / 2**20)
     return MemoryLimitError(
         f"{format_path(array.path)}: one stored chunk does not fit in {format_bytes(max_memory)}",
-        [f"a chunk of {list(array.source_chunk)} has "
-         f"{format_bytes(math.prod(array.source_chunk) * array.source_itemsize)} decoded, and it "
-         f"takes {least} MiB to carry one over"],
+        [
+            f"a chunk of {list(array.source_chunk)} has "
+            f"{format_bytes(math.prod(array.source_chunk) * array.source_itemsize)} decoded, and it "
+            f"takes {least} MiB to carry one over"
+        ],
         [f"--max-memory {least}MiB"],
     )
 
@@ -292,9 +295,8 @@ def _passes(array: ArrayLayout, box: Shape) -> float:
     """How often a source chunk is read, on average, when each box reads all it touches."""
     dims = zip(array.shape, array.source_chunk, box, strict=True)
     return math.prod(
-        sum(
-            math.ceil(min(start + b, size) / a) - start // a for start in range(0, size, b)
-        ) / math.ceil(size / a)
+        sum(math.ceil(min(start + b, size) / a) - start // a for start in range(0, size, b))
+        / math.ceil(size / a)
         for size, a, b in dims
     )
 
@@ -426,9 +428,10 @@ class Plan:
         ]
         for a in self.arrays:
             if a.split > 1 and not a.moved:
-                lines.append(f"split    {format_path(a.layout.path)}: {a.split} chunks a shard "
-                             f"of {list(a.chunk)}"
-                             + (f", read {a.passes:.2f} times" if a.passes > 1 else ""))
+                lines.append(
+                    f"split    {format_path(a.layout.path)}: {a.split} chunks a shard "
+                    f"of {list(a.chunk)}" + (f", read {a.passes:.2f} times" if a.passes > 1 else "")
+                )
         lines += [f"note     {note}" for note in self.notes]
         lines += [f"problem  {problem}" for problem in self.problems]
         return "\n".join(lines)

@@ -9,9 +9,7 @@ from reshard.mesh import Spec, normalize_spec
 from reshard.tree import Path, format_path, nearest
 
 
-def match_specs(
-    paths: Iterable[Path], rules: Sequence[tuple[str, Any]]
-) -> dict[Path, Spec]:
+def match_specs(paths: Iterable[Path], rules: Sequence[tuple[str, Any]]) -> dict[Path, Spec]:
     """The spec that the first matching rule gives to each path that any rule matches.
 
     Args:

@@ -152,8 +152,10 @@ def _check_tree(renamed: dict[Path, Path]) -> None:
         for depth in range(1, len(texts)):
             if texts[:depth] in seen:
                 inner = seen[texts[:depth]]
-                problems.append(f"{format_path(old)} -> {format_path(new)}, below the leaf "
-                                f"{format_path(inner)} -> {format_path(renamed[inner])}")
+                problems.append(
+                    f"{format_path(old)} -> {format_path(new)}, below the leaf "
+                    f"{format_path(inner)} -> {format_path(renamed[inner])}"
+                )
     if problems:
         raise TreeMismatchError("leaves would meet in one place after renaming", problems)
 
@@ -176,10 +178,12 @@ def check_lists(paths: Iterable[Path]) -> None:
             problems.append(f"{format_path(container)} has list positions and dict keys: {names}")
         elif positions != list(range(len(positions))):
             gap = next(i for i, key in enumerate(positions) if i != key)
-            problems.append(f"{format_path(container)} has position {positions[gap]} "
-                            f"but no position {gap}")
+            problems.append(
+                f"{format_path(container)} has position {positions[gap]} but no position {gap}"
+            )
     if problems:
         raise TreeMismatchError(
-            "a list would lose positions, and what follows would shift", problems,
+            "a list would lose positions, and what follows would shift",
+            problems,
             ["drop the whole list, or keep all of it"],
         )

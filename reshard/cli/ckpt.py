@@ -22,27 +22,62 @@ _MALLOC_ARENA_MAX, _MALLOC_MMAP_THRESHOLD, _MALLOC_TRIM_THRESHOLD = -8, -3, -1
 @click.command("ckpt")
 @click.argument("src", type=click.Path())
 @click.argument("dst", type=click.Path())
-@click.option("--to", "--mesh", "mesh", metavar="MESH",
-              help="The new mesh: 1x8, or data=1,model=8. Without it, the saved one stays.")
+@click.option(
+    "--to",
+    "--mesh",
+    "mesh",
+    metavar="MESH",
+    help="The new mesh: 1x8, or data=1,model=8. Without it, the saved one stays.",
+)
 @click.option("--from", "saved", metavar="MESH", help="Fail unless it was saved on this mesh.")
-@click.option("--axis", "axes", metavar="OLD=NEW", multiple=True,
-              help="Use mesh axis NEW where OLD was saved; `OLD=` replicates.")
-@click.option("--spec", "specs", metavar="REGEX=AXES", multiple=True,
-              help="Partition spec of the leaves whose path matches: one entry a dimension, "
-              "`,` between dimensions, `+` between axes of one: 'kernel$=data,model'. "
-              "The first match wins.")
+@click.option(
+    "--axis",
+    "axes",
+    metavar="OLD=NEW",
+    multiple=True,
+    help="Use mesh axis NEW where OLD was saved; `OLD=` replicates.",
+)
+@click.option(
+    "--spec",
+    "specs",
+    metavar="REGEX=AXES",
+    multiple=True,
+    help="Partition spec of the leaves whose path matches: one entry a dimension, "
+    "`,` between dimensions, `+` between axes of one: 'kernel$=data,model'. "
+    "The first match wins.",
+)
 @click.option("--select", "selected", metavar="GLOB", multiple=True, help="Only these leaves.")
 @click.option("--drop", metavar="GLOB", multiple=True, help="All leaves but these.")
-@click.option("--rename", "renames", metavar="REGEX=REPL", multiple=True,
-              help="Rename leaves: re.sub on the printed path, in order.")
-@click.option("--dtype", "dtypes", metavar="[GLOB=]DTYPE", multiple=True,
-              help="Cast floating-point arrays, rounding to nearest even.")
+@click.option(
+    "--rename",
+    "renames",
+    metavar="REGEX=REPL",
+    multiple=True,
+    help="Rename leaves: re.sub on the printed path, in order.",
+)
+@click.option(
+    "--dtype",
+    "dtypes",
+    metavar="[GLOB=]DTYPE",
+    multiple=True,
+    help="Cast floating-point arrays, rounding to nearest even.",
+)
 @click.option("--step", metavar="N|all", help="Step of a manager's root; the latest by default.")
 @click.option("--item", help="Item of a step that has several.")
-@click.option("--chunks", default="shard", metavar="shard|keep|SIZE", show_default=True,
-              help="One chunk a shard, the source's chunks, or chunks of at most SIZE.")
-@click.option("--max-memory", default="1GiB", metavar="SIZE", show_default=True,
-              help="Bytes in flight at most.")
+@click.option(
+    "--chunks",
+    default="shard",
+    metavar="shard|keep|SIZE",
+    show_default=True,
+    help="One chunk a shard, the source's chunks, or chunks of at most SIZE.",
+)
+@click.option(
+    "--max-memory",
+    default="1GiB",
+    metavar="SIZE",
+    show_default=True,
+    help="Bytes in flight at most.",
+)
 @click.option("--no-link", is_flag=True, help="Copy data files that stay; do not share them.")
 @click.option("--overwrite", is_flag=True, help="Replace DST once the new checkpoint is complete.")
 @click.option("--dry-run", is_flag=True, help="Show the plan and stop.")
@@ -87,7 +122,10 @@ def command(
         for c in checkpoints
     ]
     arguments: dict[str, Any] = {
-        "max_memory": max_memory, "chunks": chunks, "link": not no_link, "overwrite": overwrite
+        "max_memory": max_memory,
+        "chunks": chunks,
+        "link": not no_link,
+        "overwrite": overwrite,
     }
     if dry_run:
         planned = plan(checkpoints, dst, **arguments)

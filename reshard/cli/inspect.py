@@ -21,7 +21,6 @@ from reshard.mesh import (
     shard_owners,
     shard_shape,
     spec_problems,
-    spec_text,
 )
 from reshard.planner import format_bytes
 from reshard.tree import Path, format_path
@@ -82,10 +81,16 @@ def command(
 
 def _header(ckpt: Checkpoint) -> list[str]:
     source = ckpt.source
-    kinds = {"item": "a PyTree item", "standalone": "a standalone checkpoint",
-             "step": "a step", "manager": "a CheckpointManager root"}
-    lines = [f"{os.fspath(source.root)}: {'v1, ' if source.v1 else ''}{kinds[source.kind]}, "
-             f"{source.format}"]
+    kinds = {
+        "item": "a PyTree item",
+        "standalone": "a standalone checkpoint",
+        "step": "a step",
+        "manager": "a CheckpointManager root",
+    }
+    lines = [
+        f"{os.fspath(source.root)}: {'v1, ' if source.v1 else ''}{kinds[source.kind]}, "
+        f"{source.format}"
+    ]
     if source.steps:
         steps = ", ".join(map(str, source.steps))
         lines.append(f"steps: {steps}; shown: {source.step}")
@@ -101,8 +106,14 @@ def _row(path: Path, leaf: Leaf) -> tuple[str, ...]:
     count = math.prod(math.ceil(s / c) for s, c in zip(leaf.shape, leaf.chunk_shape, strict=True))
     chunks = f"{count} x {_dims(leaf.chunk_shape)}" if count != 1 else "1"
     kind = leaf.dtype.name if leaf.key_impl is None else f"key<{leaf.key_impl}>"
-    return (format_path(path), _dims(leaf.shape), kind, format_bytes(leaf.nbytes), chunks,
-            _spec(leaf.sharding, leaf.value_type))
+    return (
+        format_path(path),
+        _dims(leaf.shape),
+        kind,
+        format_bytes(leaf.nbytes),
+        chunks,
+        _spec(leaf.sharding, leaf.value_type),
+    )
 
 
 def _dims(shape: tuple[int, ...]) -> str:
@@ -162,7 +173,7 @@ def _leaf_document(path: Path, leaf: Leaf) -> dict[str, Any]:
 
 
 def _show_sharding(ckpt: Checkpoint, name: str, mesh: str | None, as_json: bool) -> None:
-    leaf = ckpt.get(name)
+    leaf = next((a for a in ckpt.arrays if format_path(a.path) == name), None)
     if not isinstance(leaf, ArrayHandle):
         arrays = [a.path for a in ckpt.arrays]
         near = tree.nearest(name, arrays)
@@ -185,12 +196,21 @@ def _show_sharding(ckpt: Checkpoint, name: str, mesh: str | None, as_json: bool)
     shard = shard_shape(leaf.shape, sharding)
     if as_json:
         parts = [{"index": list(index), "devices": ids} for index, ids in sorted(owners.items())]
-        click.echo(json.dumps({
-            "path": name, "shape": list(leaf.shape), "mesh": sharding.mesh.shape,
-            "spec": [list(axes) for axes in sharding.spec], "shard_shape": list(shard),
-            "shards": parts,
-        }))
+        click.echo(
+            json.dumps(
+                {
+                    "path": name,
+                    "shape": list(leaf.shape),
+                    "mesh": sharding.mesh.shape,
+                    "spec": [list(axes) for axes in sharding.spec],
+                    "shard_shape": list(shard),
+                    "shards": parts,
+                }
+            )
+        )
         return
-    click.echo(f"{name}  {leaf.dtype.name}[{_dims(leaf.shape)}]  {format_spec(sharding.spec)} on "
-               f"{sharding.mesh}: {len(owners)} shards of {_dims(shard)}")
+    click.echo(
+        f"{name}  {leaf.dtype.name}[{_dims(leaf.shape)}]  {format_spec(sharding.spec)} on "
+        f"{sharding.mesh}: {len(owners)} shards of {_dims(shard)}"
+    )
     click.echo(output.shard_picture(owners, leaf.shape, shard, _CELLS))

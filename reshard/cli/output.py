@@ -55,7 +55,8 @@ def shard_picture(
     split = [dim for dim, count in enumerate(counts) if count > 1]
     if len(split) > 2 or len(owners) > most_cells:
         return "\n".join(
-            f"[{_slices(index, shape, shard)}]  {_ids(ids)}" for index, ids in sorted(owners.items())
+            f"[{_slices(index, shape, shard)}]  {_ids(ids)}"
+            for index, ids in sorted(owners.items())
         )
     last = len(shape) - 1
     across = split[-1] if split and (len(split) == 2 or split[-1] == last) else None
@@ -108,8 +109,12 @@ def progress_bar(quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
         TransferSpeedColumn,
     )
 
-    columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
-               TimeRemainingColumn())
+    columns = (
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

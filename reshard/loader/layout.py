@@ -95,7 +95,8 @@ def _in_step(root: pathlib.Path, step: str, steps: tuple[int, ...], item: str | 
     handlers = (read_json(directory / CHECKPOINT_FILE) or {}).get("item_handlers")
     handlers = handlers if isinstance(handlers, dict) else {}
     trees = [
-        name for name in items
+        name
+        for name in items
         if _is_item(directory / name) and not str(handlers.get(name)).endswith(_NOT_TREES)
     ]
     if item is not None:
@@ -123,11 +124,13 @@ def _choose(trees: list[str]) -> list[str]:
 
 def _refuse(text: str, step: int | None, item: str | None) -> None:
     if step is not None:
-        raise CheckpointNotFoundError(f"`{text}` is one checkpoint and has no steps",
-                                      hints=["leave out --step"])
+        raise CheckpointNotFoundError(
+            f"`{text}` is one checkpoint and has no steps", hints=["leave out --step"]
+        )
     if item is not None:
-        raise CheckpointNotFoundError(f"`{text}` is one tree and has no items",
-                                      hints=["leave out --item"])
+        raise CheckpointNotFoundError(
+            f"`{text}` is one tree and has no items", hints=["leave out --item"]
+        )
 
 
 def _directories(directory: pathlib.Path) -> list[str]:
@@ -142,9 +145,9 @@ def _is_item(directory: pathlib.Path) -> bool:
         return False
     with os.scandir(directory) as entries:
         return any(
-            entry.name == "checkpoint" and entry.is_file()
-            or entry.is_dir() and entry.name.startswith("ocdbt.process_")
-            or entry.is_dir() and _is_zarr(pathlib.Path(entry.path))
+            (entry.name == "checkpoint" and entry.is_file())
+            or (entry.is_dir() and entry.name.startswith("ocdbt.process_"))
+            or (entry.is_dir() and _is_zarr(pathlib.Path(entry.path)))
             for entry in entries
         )
 
@@ -173,12 +176,15 @@ def check_committed(directory: pathlib.Path) -> None:
         reason = "its name is that of a checkpoint in progress"
     else:
         document = read_json(directory / CHECKPOINT_FILE)
-        if document and document.get("init_timestamp_nsecs") and not document.get(
-            "commit_timestamp_nsecs"
+        if (
+            document
+            and document.get("init_timestamp_nsecs")
+            and not document.get("commit_timestamp_nsecs")
         ):
             reason = f"its {CHECKPOINT_FILE} has no time of a commit"
         unfinished = [
-            entry.name for entry in os.scandir(directory)
+            entry.name
+            for entry in os.scandir(directory)
             if TEMPORARY in entry.name and (directory / CHECKPOINT_FILE).exists()
         ]
         if unfinished:
@@ -214,7 +220,8 @@ def _unrecognised(directory: pathlib.Path, names: list[str] | tuple[str, ...]) -
     if files:
         return CheckpointFormatError(
             f"`{directory}` holds Flax msgpack checkpoints, which are recognised but not read yet",
-            files, ["restore it with flax.training.checkpoints and save it with Orbax"],
+            files,
+            ["restore it with flax.training.checkpoints and save it with Orbax"],
         )
     temporary = [e.name for e in os.scandir(directory) if TEMPORARY in e.name]
     if temporary:

@@ -70,15 +70,23 @@ def read(location: Location) -> Checkpoint:
             f"`{directory}` is incomplete: leaves of its tree are not in its data", problems
         )
     source = Source(
-        location.root, location.kind, location.v1, location.step, location.item, location.steps,
-        location.items, store, document, described,
+        location.root,
+        location.kind,
+        location.v1,
+        location.step,
+        location.item,
+        location.steps,
+        location.items,
+        store,
+        document,
+        described,
     )
     return Checkpoint(leaves, source)
 
 
 def _without_tree(directory: pathlib.Path) -> Exception:
     legacy = directory / "checkpoint"
-    if legacy.is_file() and b"PLACEHOLDER://" in legacy.read_bytes()[:1 << 20]:
+    if legacy.is_file() and b"PLACEHOLDER://" in legacy.read_bytes()[: 1 << 20]:
         return CheckpointFormatError(
             f"`{directory}` was written by Orbax 0.2 (no {TREE_FILE}; its tree is the msgpack file "
             "`checkpoint`), which is recognised but not read yet",

@@ -25,13 +25,19 @@ def encoded_ratio(handle: ArrayHandle) -> float:
     document = json.loads(target_metadata(handle, handle.chunk_shape))
     codec: dict[str, object] = {"compressor": document.get("compressor")}
     if handle.store.zarr3:
-        inner = [c["configuration"]["codecs"] for c in document["codecs"]
-                 if c["name"] == "sharding_indexed"]
+        inner = [
+            c["configuration"]["codecs"]
+            for c in document["codecs"]
+            if c["name"] == "sharding_indexed"
+        ]
         codec = {"codecs": inner[0] if inner else document["codecs"]}
     context = ts.Context()
     array = ts.open(
         {"driver": handle.store.driver, "kvstore": "memory://sample/", "metadata": codec},
-        context=context, create=True, dtype=ts.dtype(handle.dtype), shape=values.shape,
+        context=context,
+        create=True,
+        dtype=ts.dtype(handle.dtype),
+        shape=values.shape,
         chunk_layout=ts.ChunkLayout(chunk_shape=values.shape),
     ).result()
     array.write(values).result()

@@ -22,6 +22,7 @@ from reshard.planner import (
     grid_size,
     peak_memory,
     plan_array,
+    too_large,
 )
 from reshard.store import StoredValue, file_spec, new_context
 from reshard.tree import format_path
@@ -33,8 +34,18 @@ from reshard.writer.stream import Pending, Target, move_values, stream_boxes
 MARKER = "commit_success.txt"
 # A data file is shared with the source if at least this part of it stays in use.
 _WORTH_LINKING = 0.5
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-          "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
 # Encoded estimates may be this far off when the room on the disk is checked.
 _ESTIMATE_ERROR = 1.1
 
@@ -54,14 +65,20 @@ class _Job:
     @property
     def linked(self) -> list[ArrayHandle]:
         """Arrays whose stored chunks stay where they are, in shared data files."""
-        return [h for h, a in zip(self.ckpt.arrays, self.arrays, strict=True)
-                if a.moved and _is_linked(h, self.files)]
+        return [
+            h
+            for h, a in zip(self.ckpt.arrays, self.arrays, strict=True)
+            if a.moved and _is_linked(h, self.files)
+        ]
 
     @property
     def moved(self) -> list[ArrayHandle]:
         """Arrays whose stored chunks are copied undecoded."""
-        return [h for h, a in zip(self.ckpt.arrays, self.arrays, strict=True)
-                if a.moved and not _is_linked(h, self.files)]
+        return [
+            h
+            for h, a in zip(self.ckpt.arrays, self.arrays, strict=True)
+            if a.moved and not _is_linked(h, self.files)
+        ]
 
 
 def plan(
@@ -99,9 +116,7 @@ def plan(
     result = _total(jobs, memory)
     return dataclasses.replace(
         result,
-        problems=tuple(
-            line for e in found for line in (e.problems or ()) or (e.summary,)
-        ),
+        problems=tuple(line for e in found for line in (e.problems or ()) or (e.summary,)),
         hints=tuple(dict.fromkeys(hint for e in found for hint in e.hints)),
     )
 
@@ -233,17 +248,25 @@ def _job(
         except ReshardError as error:
             found.append(error)
     store = ckpt.source.store
-    can_link = link and store.ocdbt and (
-        target is None or local.same_filesystem(store.directory, target)
+    can_link = (
+        link and store.ocdbt and (target is None or local.same_filesystem(store.directory, target))
     )
     files = _files_to_link(handles, plans) if can_link and not found else None
     arrays = tuple(
         dataclasses.replace(
             a, layout=dataclasses.replace(a.layout, linked_bytes=a.layout.stored_bytes)
-        ) if a.moved and _is_linked(h, files) else a
+        )
+        if a.moved and _is_linked(h, files)
+        else a
         for h, a in zip(handles, plans, strict=True)
     )
-    return _Job(ckpt, arrays, files)
+    job = _Job(ckpt, arrays, files)
+    if not found:
+        copied = {handle.path for handle in job.moved}
+        for layout in (a.layout for a in arrays if a.layout.path in copied):
+            if 2 * layout.largest_stored > memory:
+                found.append(too_large(layout, 2 * layout.largest_stored, memory))
+    return job
 
 
 def _layout(handle: ArrayHandle, ratios: dict[tuple[Any, ...], float]) -> ArrayLayout:
@@ -291,9 +314,7 @@ def chunk_values(handle: ArrayHandle) -> dict[str, StoredValue]:
     return {key: value for key, value in values.items() if key != handle.store.metadata_key}
 
 
-def _files_to_link(
-    handles: Sequence[ArrayHandle], plans: Sequence[ArrayPlan]
-) -> frozenset[str]:
+def _files_to_link(handles: Sequence[ArrayHandle], plans: Sequence[ArrayPlan]) -> frozenset[str]:
     """Data files of which enough stays in use."""
     kept: collections.Counter[str] = collections.Counter()
     for handle, array in zip(handles, plans, strict=True):
@@ -303,7 +324,8 @@ def _files_to_link(
                     kept[value.file] += value.size
     directory = handles[0].store.directory if handles else pathlib.Path()
     return frozenset(
-        file for file, size in kept.items()
+        file
+        for file, size in kept.items()
         if size >= _WORTH_LINKING * os.stat(directory / file).st_size
     )
 
@@ -317,11 +339,16 @@ def _is_linked(handle: ArrayHandle, files: frozenset[str] | None) -> bool:
 def _total(jobs: Sequence[_Job], memory: int) -> Plan:
     arrays = tuple(array for job in jobs for array in job.arrays)
     charges = [b.charge for b in batches(arrays, memory, _cores())]
-    charges += [2 * a.layout.largest_stored for job in jobs for a in job.arrays
-                if a.moved and not a.layout.linked_bytes]
+    charges += [
+        2 * a.layout.largest_stored
+        for job in jobs
+        for a in job.arrays
+        if a.moved and not a.layout.linked_bytes
+    ]
     shared = sum(
         os.stat(job.ckpt.source.store.directory / file).st_size
-        for job in jobs for file in job.files or ()
+        for job in jobs
+        for file in job.files or ()
     )
     return Plan(
         arrays,
@@ -364,8 +391,15 @@ def _surroundings(checkpoints: Sequence[Checkpoint]) -> list[tuple[str, pathlib.
 
 def _is_written(ckpt: Checkpoint) -> Callable[[str], bool]:
     """Names in an item's directory that the writer makes itself."""
-    own = {"_METADATA", "_sharding", "array_metadatas", "_strings.json", "manifest.ocdbt", "d",
-           MARKER}
+    own = {
+        "_METADATA",
+        "_sharding",
+        "array_metadatas",
+        "_strings.json",
+        "manifest.ocdbt",
+        "d",
+        MARKER,
+    }
     if ckpt.retyped:
         own.add("checkpoint")  # an older Orbax's copy of the tree, which is no longer true
     roots = {name.partition("/")[0] for name in ckpt.source.store.values}
@@ -413,8 +447,9 @@ def _write_item(
         for key, value in store.values[h.name].items()
     ]
     try:
-        move_values(values, target, min(memory, IN_FLIGHT_PER_CORE * _cores()) // 4, pending,
-                    report)
+        move_values(
+            values, target, min(memory, IN_FLIGHT_PER_CORE * _cores()) // 4, pending, report
+        )
         stream_boxes(batches(job.arrays, memory, _cores()), sources, target, names, pending, report)
         pending.finish()
     finally:

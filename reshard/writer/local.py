@@ -46,7 +46,8 @@ def check_destination(destination: pathlib.Path, source: pathlib.Path, overwrite
         )
     if destination.exists() and not overwrite:
         raise DestinationExistsError(
-            f"`{destination}` exists", hints=["--overwrite replaces it once the new one is complete"]
+            f"`{destination}` exists",
+            hints=["--overwrite replaces it once the new one is complete"],
         )
 
 
@@ -66,9 +67,7 @@ def same_filesystem(source: pathlib.Path, destination: pathlib.Path) -> bool:
 
 
 @contextlib.contextmanager
-def committed_directory(
-    destination: pathlib.Path, *, overwrite: bool
-) -> Iterator[pathlib.Path]:
+def committed_directory(destination: pathlib.Path, *, overwrite: bool) -> Iterator[pathlib.Path]:
     """A temporary directory that becomes `destination` if the block succeeds, and vanishes if not.
 
     The block must call `sync` before it writes its commit marker. A directory that a killed job
@@ -238,5 +237,7 @@ def _existing_parent(path: pathlib.Path) -> pathlib.Path:
 def _destination_error(destination: pathlib.Path, error: OSError) -> DestinationError:
     if isinstance(error, DestinationError):
         return error
-    return DestinationError(f"`{destination}` cannot be written: {error.strerror or error}",
-                            [str(error.filename)] if error.filename else [])
+    return DestinationError(
+        f"`{destination}` cannot be written: {error.strerror or error}",
+        [str(error.filename)] if error.filename else [],
+    )

@@ -7,6 +7,7 @@ That takes the same `ts.Context` on both sides, and a source database whose base
 target's: the source is opened with the destination's files and its own manifest.
 """
 
+import os
 import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -76,9 +77,11 @@ def merge(
       staged: there are staged writes.
     """
     transaction = ts.Transaction(atomic=True)
-    root = ts.KvStore.open(
-        _writable(ocdbt_spec(directory), _ROOT_CONFIG), context=context
-    ).result().with_transaction(transaction)
+    root = (
+        ts.KvStore.open(_writable(ocdbt_spec(directory), _ROOT_CONFIG), context=context)
+        .result()
+        .with_transaction(transaction)
+    )
     copies = []
     for part in source.parts if linked else ():
         own = ts.KvStore.open(
@@ -103,11 +106,11 @@ def _prune(directory: pathlib.Path) -> None:
     """Deletes what the root database does not refer to: staged B-tree nodes, the staged manifest,
     linked files that only led to what was linked."""
     needed = data_files(directory)
-    for path in sorted(directory.rglob("*"), reverse=True):
-        relative = path.relative_to(directory)
-        if path.is_dir():
-            if not any(path.iterdir()):
-                path.rmdir()
-        elif relative.parts[0].startswith("ocdbt.process_") or relative.parts[0] == "d":
-            if str(relative) not in needed:
-                path.unlink()
+    for part in ("d", *(path.name for path in directory.glob("ocdbt.process_*"))):
+        for folder, _, names in os.walk(directory / part, topdown=False):
+            for name in names:
+                path = os.path.join(folder, name)
+                if os.path.relpath(path, directory) not in needed:
+                    os.unlink(path)
+            if not os.listdir(folder):
+                os.rmdir(folder)
