@@ -170,22 +170,24 @@ def plan_array(array: ArrayLayout, chunks: int | str, max_memory: int) -> ArrayP
       MemoryLimitError: one source chunk cannot be held beside the smallest target chunk.
     """
     before = read_amplification(array.shape, array.source_chunk, array.target_shard)
-    keeps = chunks == "keep" or 0 in array.shape or (chunks == "shard" and _grid_fits(array))
-    if keeps:
+    most = None if isinstance(chunks, str) else chunks
+    if chunks == "keep" or 0 in array.shape or _grid_fits(array, most):
         candidates = [_candidate(array, array.source_chunk, 1)]
     else:
-        candidates = _splits(array, None if chunks == "shard" else int(chunks))
-    if array.same_bytes and candidates[0].chunk == array.source_chunk:
-        return ArrayPlan(
-            array, array.source_chunk, None, 1.0, candidates[0].split, (before, before)
-        )
+        candidates = _splits(array, most)
+    first = candidates[0]
+    if array.same_bytes and first.chunk == array.source_chunk:
+        return ArrayPlan(array, first.chunk, None, 1.0, first.split, (before, before))
     chosen, passes = _choose(array, candidates, max_memory)
     after = read_amplification(array.shape, chosen.chunk, array.target_shard)
     return ArrayPlan(array, chosen.chunk, chosen.box, passes, chosen.split, (before, after))
 
 
-def _grid_fits(array: ArrayLayout) -> bool:
-    """Whether shards of the new mesh are whole source chunks already, and not too many of them."""
+def _grid_fits(array: ArrayLayout, most: int | None) -> bool:
+    """Whether shards of the new mesh are whole source chunks already, of at most `most` bytes and
+    not too many of them."""
+    if most is not None and math.prod(array.source_chunk) * array.target_itemsize > most:
+        return False
     pairs = list(zip(array.source_chunk, array.target_shard, strict=True))
     if any(shard % chunk for chunk, shard in pairs):
         return False
@@ -280,11 +282,11 @@ def _choose(
 def too_large(array: ArrayLayout, needed: int, max_memory: int) -> MemoryLimitError:
     """The error for an array of which one stored chunk takes `needed` bytes to carry over."""
     least = math.ceil(needed / 2**20)
+    decoded = math.prod(array.source_chunk) * array.source_itemsize
     return MemoryLimitError(
         f"{format_path(array.path)}: one stored chunk does not fit in {format_bytes(max_memory)}",
         [
-            f"a chunk of {list(array.source_chunk)} has "
-            f"{format_bytes(math.prod(array.source_chunk) * array.source_itemsize)} decoded, and it "
+            f"a chunk of {list(array.source_chunk)} has {format_bytes(decoded)} decoded, and it "
             f"takes {least} MiB to carry one over"
         ],
         [f"--max-memory {least}MiB"],
