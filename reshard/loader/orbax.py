@@ -35,6 +35,13 @@ def read(location: Location) -> Checkpoint:
     if not isinstance(entries, dict):
         raise CorruptCheckpointError(f"`{directory / TREE_FILE}` has no tree_metadata")
     store = _array_store(directory, document)
+    parsed = [_parse_entry(entry, directory) for entry in entries.values()]
+    holds_arrays = any(value_type in _ARRAYS for _, value_type, skipped in parsed if not skipped)
+    if document.get("use_ocdbt") and not store.ocdbt and holds_arrays:
+        raise CorruptCheckpointError(
+            f"`{directory}` has no manifest.ocdbt, which its {TREE_FILE} promises: it was half "
+            "written"
+        )
     shardings = read_json(directory / "_sharding") or {}
     described, key_impls = _array_metadatas(directory)
     strings = read_json(directory / "_strings.json") or {}
@@ -42,8 +49,7 @@ def read(location: Location) -> Checkpoint:
     leaves: dict[Path, Leaf] = {}
     by_name: dict[str, Path] = {}
     problems: list[str] = []
-    for entry in entries.values():
-        path, value_type, skipped = _parse_entry(entry, directory)
+    for path, value_type, skipped in parsed:
         name = stored_name(path)
         if value_type in _EMPTY:
             leaves[path] = _EMPTY[value_type]
@@ -108,11 +114,6 @@ def _array_store(directory: pathlib.Path, document: dict[str, Any]) -> ArrayStor
     else:
         names = (e.name for e in os.scandir(directory) if e.name.startswith("ocdbt.process_"))
         parts = tuple(sorted(n for n in names if (directory / n / "manifest.ocdbt").exists()))
-    if document.get("use_ocdbt") and not parts:
-        raise CorruptCheckpointError(
-            f"`{directory}` has no manifest.ocdbt, which its {TREE_FILE} promises: it was half "
-            "written"
-        )
     fills = not document.get("store_array_data_equal_to_fill_value", False)
     return ArrayStore(directory, parts, bool(document.get("use_zarr3", False)), fills)
 

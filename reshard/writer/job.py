@@ -454,7 +454,7 @@ def _write_item(
         pending.finish()
     finally:
         pending.abandon()
-    if store.ocdbt:
+    if store.ocdbt and job.arrays:
         linked = {h.name: names[h.path] for h in job.linked}
         staged = bool(values) or any(not a.moved for a in job.arrays)
         ocdbt.merge(store, directory, target.context, linked, staged)
@@ -470,7 +470,7 @@ def _write_markers(
     """The commit markers, last of all, each on the disk before the directory gets its name."""
     for ckpt in checkpoints:
         source = ckpt.source
-        for folder in {source.step, os.path.join(source.step, source.item)}:
+        for folder in dict.fromkeys((os.path.join(source.step, source.item), source.step)):
             marked = (source.root / folder / MARKER).exists()
             if marked or (source.root / folder / CHECKPOINT_FILE).exists():
                 text = f"Checkpoint commit was successful to {target / folder}"

@@ -44,6 +44,8 @@ def check_destination(destination: pathlib.Path, source: pathlib.Path, overwrite
             f"`{destination}`; the old checkpoint is complete at `{replaced}`",
             hints=[f"mv '{replaced}' '{destination}' brings the old one back"],
         )
+    if destination.exists() and not destination.is_dir():
+        raise DestinationExistsError(f"`{destination}` is a file")
     if destination.exists() and not overwrite:
         raise DestinationExistsError(
             f"`{destination}` exists",
