@@ -27,10 +27,14 @@ from reshard.tree import Path, format_path
 Shape = tuple[int, ...]
 Box = tuple[slice, ...]
 
+# An array whose boxes would take no more than this together is one box: fewer, larger reads.
+WHOLE_ARRAY = 1 << 22
 # Chunks are not split below this (decoded bytes): small chunks cost more than reading twice.
 SMALLEST_CHUNK = 1 << 16
 # A grid that divides the new shards evenly is left alone up to this many chunks a shard.
 MOST_KEPT_CHUNKS = 16
+# Split arrays that a printed plan lists.
+_SHOWN_SPLITS = 10
 # Beyond this, more bytes in flight make no core busier; they only touch more memory.
 IN_FLIGHT_PER_CORE = 64 << 20
 # What handling a box takes beside its bytes: it matters for checkpoints of many small arrays.
@@ -267,6 +271,8 @@ def _choose(
     for limit in (max_memory // 2, max_memory):
         for candidate in candidates:
             if math.prod(candidate.box) * itemsizes <= limit:
+                if math.prod(array.shape) * itemsizes <= min(WHOLE_ARRAY, limit):
+                    candidate = dataclasses.replace(candidate, box=array.shape)
                 return candidate, 1.0
     source = 2 * math.prod(array.source_chunk) * array.source_itemsize
     room = (max_memory - source) // 2
@@ -428,12 +434,14 @@ class Plan:
             f"memory   {format_bytes(self.peak_memory)} in flight at most",
             f"load     the target mesh decodes {before:.2f} bytes a byte now, {after:.2f} after",
         ]
-        for a in self.arrays:
-            if a.split > 1 and not a.moved:
-                lines.append(
-                    f"split    {format_path(a.layout.path)}: {a.split} chunks a shard "
-                    f"of {list(a.chunk)}" + (f", read {a.passes:.2f} times" if a.passes > 1 else "")
-                )
+        split = [a for a in self.arrays if not a.moved and (a.split > 1 or a.passes > 1)]
+        for a in split[:_SHOWN_SPLITS]:
+            lines.append(
+                f"split    {format_path(a.layout.path)}: {a.split} chunks a shard, "
+                f"{list(a.chunk)} each" + (f", read {a.passes:.2f} times" if a.passes > 1 else "")
+            )
+        if len(split) > _SHOWN_SPLITS:
+            lines.append(f"split    ... and {len(split) - _SHOWN_SPLITS} more")
         lines += [f"note     {note}" for note in self.notes]
         lines += [f"problem  {problem}" for problem in self.problems]
         return "\n".join(lines)

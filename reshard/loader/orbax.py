@@ -73,7 +73,7 @@ def read(location: Location) -> Checkpoint:
             problems.append(f"{format_path(path)}: unknown value type {value_type!r}")
     if problems:
         raise CorruptCheckpointError(
-            f"`{directory}` is incomplete: leaves of its tree are not in its data", problems
+            f"`{directory}` is not whole: leaves of its tree cannot be found or read", problems
         )
     source = Source(
         location.root,
@@ -125,11 +125,14 @@ def _array_metadatas(directory: pathlib.Path) -> tuple[bool, dict[str, str]]:
     impls = {}
     for name in names:
         document = read_json(folder / name) or {}
-        for entry in document.get("array_metadatas", ()):
-            metadata = entry["array_metadata"]
-            impl = (metadata.get("ext_metadata") or {}).get("random_key_impl")
-            if impl:
-                impls[metadata["param_name"]] = impl
+        try:
+            for entry in document.get("array_metadatas", ()):
+                metadata = entry["array_metadata"]
+                impl = (metadata.get("ext_metadata") or {}).get("random_key_impl")
+                if impl:
+                    impls[metadata["param_name"]] = impl
+        except (TypeError, KeyError, AttributeError) as error:
+            raise CorruptCheckpointError(f"`{folder / name}` cannot be read: {error!r}") from error
     return bool(names), impls
 
 
@@ -160,9 +163,13 @@ def _array(
     if metadata is None:
         problems.append(f"{format_path(path)}: there is no array `{name}`")
         return None
-    shape, chunks, dtype = _parse_zarr(metadata)
     encoded = shardings.get(base64.urlsafe_b64encode(name.encode()).decode())
-    sharding = None if encoded is None else _parse_sharding(encoded)
+    try:
+        shape, chunks, dtype = _parse_zarr(metadata)
+        sharding = None if encoded is None else _parse_sharding(encoded)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        problems.append(f"{format_path(path)}: its metadata cannot be read: {error!r}")
+        return None
     return ArrayHandle(
         path=path,
         shape=shape,
