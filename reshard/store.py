@@ -202,7 +202,7 @@ def data_files(directory: pathlib.Path, *, values: bool = True) -> set[str]:
     """Files below `directory` that its OCDBT database refers to: B-tree nodes and, unless they are
     left out, values."""
     files = set()
-    for location, _, node in _btree_nodes(directory):
+    for location, _, node in _btree_nodes(directory, lowest=0 if values else 1):
         files.add(_split_location(location)[0])
         if values and not node["height"]:
             places = (entry.get("indirect_value") for entry in node["entries"])
@@ -210,8 +210,13 @@ def data_files(directory: pathlib.Path, *, values: bool = True) -> set[str]:
     return files
 
 
-def _btree_nodes(directory: pathlib.Path) -> Iterator[tuple[str, bytes, Any]]:
-    """Location, key prefix and content of each node of the newest version of a database."""
+def _btree_nodes(
+    directory: pathlib.Path, lowest: int = 0
+) -> Iterator[tuple[str, bytes, dict[str, Any]]]:
+    """Location, key prefix and content of each node of the newest version of a database.
+
+    Nodes below height `lowest` are located but not read: their content is empty.
+    """
     base = ts.KvStore.open(file_spec(directory)).result()
     try:
         version = ocdbt.dump(base).result()["versions"][-1]
@@ -219,6 +224,9 @@ def _btree_nodes(directory: pathlib.Path) -> Iterator[tuple[str, bytes, Any]]:
         while nodes:
             location, height, prefix = nodes.pop()
             if location is None:  # an empty database
+                continue
+            if height < lowest:
+                yield location, prefix, {}
                 continue
             node = ocdbt.dump(base, location).result()
             if node["height"] != height:
