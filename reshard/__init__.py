@@ -6,10 +6,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from reshard.checkpoint import ArrayHandle as ArrayHandle
     from reshard.checkpoint import Checkpoint as Checkpoint
-    from reshard.checkpoint import cast as cast
-    from reshard.checkpoint import rename as rename
-    from reshard.checkpoint import select as select
-    from reshard.checkpoint import to_mesh as to_mesh
     from reshard.errors import CheckpointFormatError as CheckpointFormatError
     from reshard.errors import CheckpointNotFoundError as CheckpointNotFoundError
     from reshard.errors import CorruptCheckpointError as CorruptCheckpointError
@@ -22,12 +18,16 @@ if TYPE_CHECKING:
     from reshard.errors import UncommittedCheckpointError as UncommittedCheckpointError
     from reshard.loader import open as open
     from reshard.planner import Plan as Plan
+    from reshard.transforms import cast as cast
+    from reshard.transforms import rename as rename
+    from reshard.transforms import select as select
+    from reshard.transforms import to_mesh as to_mesh
     from reshard.writer import plan as plan
     from reshard.writer import save as save
 
 # Modules are imported when a name of theirs is first used: `reshard --help` needs none of them.
 _HOMES = {
-    "reshard.checkpoint": ("ArrayHandle", "Checkpoint", "cast", "rename", "select", "to_mesh"),
+    "reshard.checkpoint": ("ArrayHandle", "Checkpoint"),
     "reshard.errors": (
         "CheckpointFormatError",
         "CheckpointNotFoundError",
@@ -42,6 +42,7 @@ _HOMES = {
     ),
     "reshard.loader": ("open",),
     "reshard.planner": ("Plan",),
+    "reshard.transforms": ("cast", "rename", "select", "to_mesh"),
     "reshard.writer": ("plan", "save"),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -6,6 +6,7 @@ tuple with, for each dimension, the tuple of mesh axes that split it, major axis
 
 import dataclasses
 import math
+import numbers
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -42,7 +43,8 @@ class Mesh:
         return dict(zip(self.axis_names, self.axis_sizes, strict=True))
 
     def __str__(self) -> str:
-        return ",".join(f"{name}={size}" for name, size in self.shape.items())
+        pairs = zip(self.axis_names, self.axis_sizes, strict=True)
+        return ",".join(f"{name}={size}" for name, size in pairs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +84,10 @@ def parse_mesh(mesh: Any, saved: Iterable[Mesh] = ()) -> Mesh:
             return _short_form(mesh, list(saved))
         return _checked(_long_form(mesh))
     if isinstance(mesh, Mapping):
-        names, sizes = tuple(mesh), tuple(mesh.values())
-        if all(isinstance(n, str) for n in names) and all(isinstance(s, int) for s in sizes):
-            return _checked(Mesh(names, sizes))
+        sizes = tuple(mesh.values())
+        whole = all(isinstance(s, numbers.Integral) and not isinstance(s, bool) for s in sizes)
+        if whole and all(isinstance(name, str) for name in mesh):
+            return _checked(Mesh(tuple(mesh), tuple(map(int, sizes))))
     elif hasattr(mesh, "axis_names") and hasattr(mesh, "axis_sizes"):
         return _checked(_from_jax(mesh))
     raise ShardingError(
@@ -95,7 +98,10 @@ def parse_mesh(mesh: Any, saved: Iterable[Mesh] = ()) -> Mesh:
 
 def _from_jax(mesh: Any) -> Mesh:
     types = getattr(mesh, "axis_types", None)
-    devices = getattr(mesh, "devices", None)
+    try:
+        devices = mesh.devices
+    except (AttributeError, ValueError):  # an AbstractMesh has none, and says so
+        devices = None
     return Mesh(
         tuple(map(str, mesh.axis_names)),
         tuple(map(int, mesh.axis_sizes)),
@@ -149,6 +155,8 @@ def normalize_spec(spec: Any) -> Spec:
         dims = [part.strip() for part in spec.split(",")]
         return tuple(tuple(a.strip() for a in dim.split("+")) if dim else () for dim in dims)
     result = []
+    if spec is not None and not isinstance(spec, Iterable):
+        raise ShardingError(f"not a partition spec: {spec!r}")
     for entry in () if spec is None else spec:
         if entry is None:
             result.append(())
@@ -196,6 +204,21 @@ def spec_problems(shape: Sequence[int], mesh: Mesh, spec: Spec) -> list[str]:
             names = "*".join(entry)
             problems.append(f"dimension {dim} of {size} does not divide by {parts} ({names})")
     return problems
+
+
+def fitting_spec(shape: Sequence[int], mesh: Mesh, spec: Spec) -> Spec:
+    """`spec` less the axes that do not divide their dimension or are used already."""
+    used: set[str] = set()
+    result = []
+    for size, entry in zip(shape, spec, strict=False):
+        kept: list[str] = []
+        for axis in entry:
+            parts = math.prod(mesh.shape[a] for a in (*kept, axis))
+            if axis not in used and size % parts == 0:
+                kept.append(axis)
+                used.add(axis)
+        result.append(tuple(kept))
+    return tuple(result)
 
 
 def shard_shape(shape: Sequence[int], sharding: Sharding | None) -> tuple[int, ...]:

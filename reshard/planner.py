@@ -19,10 +19,11 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from reshard.errors import MemoryLimitError
 from reshard.tree import Path, format_path
+from reshard.units import format_bytes
 
 Shape = tuple[int, ...]
 Box = tuple[slice, ...]
@@ -35,10 +36,6 @@ SMALLEST_CHUNK = 1 << 16
 MOST_KEPT_CHUNKS = 16
 # Split arrays that a printed plan lists.
 _SHOWN_SPLITS = 10
-# Beyond this, more bytes in flight make no core busier; they only touch more memory.
-IN_FLIGHT_PER_CORE = 64 << 20
-# What handling a box takes beside its bytes: it matters for checkpoints of many small arrays.
-BOX_OVERHEAD = 1 << 14
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,6 +69,11 @@ class ArrayLayout:
     same_bytes: bool
     encoded_ratio: float
 
+    @property
+    def chunk_charge(self) -> int:
+        """Bytes of memory that one source chunk takes, encoded and decoded."""
+        return self.largest_stored + math.prod(self.source_chunk) * self.source_itemsize
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArrayPlan:
@@ -81,6 +83,7 @@ class ArrayPlan:
       layout: the array.
       chunk: shape of a chunk of the destination.
       box: shape of what is read and written at once; None where stored chunks are moved.
+      serial: source chunks are read into a box one after another, for want of memory.
       passes: how often each stored byte is read, 1.0 where one pass fits.
       split: chunks for each shard, more than 1 where a shard was split.
       amplification: bytes decoded for each byte wanted, when the target mesh loads the array:
@@ -90,6 +93,7 @@ class ArrayPlan:
     layout: ArrayLayout
     chunk: Shape
     box: Shape | None
+    serial: bool
     passes: float
     split: int
     amplification: tuple[float, float]
@@ -123,9 +127,9 @@ class ArrayPlan:
         chunks, both encoded and decoded."""
         elements = math.prod(part.stop - part.start for part in box)
         source, target = self.layout.source_itemsize, self.layout.target_itemsize
-        if self.passes == 1.0:
+        if not self.serial:
             return elements * 2 * (source + target)
-        return 2 * math.prod(self.layout.source_chunk) * source + elements * 2 * target
+        return self.layout.chunk_charge + elements * 2 * target
 
     def boxes(self) -> Iterator[Box]:
         """What is read and written at once, in row-major order."""
@@ -146,6 +150,8 @@ def read_amplification(shape: Shape, chunk: Shape, shard: Shape) -> float:
 
     At least 1; for divisible sizes the product over the dimensions of max(1, chunk / shard).
     """
+    if 0 in shape:
+        return 1.0
     dims = zip(shape, chunk, shard, strict=True)
     return math.prod(_dim_amplification(size, a, b) for size, a, b in dims)
 
@@ -175,16 +181,15 @@ def plan_array(array: ArrayLayout, chunks: int | str, max_memory: int) -> ArrayP
     """
     before = read_amplification(array.shape, array.source_chunk, array.target_shard)
     most = None if isinstance(chunks, str) else chunks
-    if chunks == "keep" or 0 in array.shape or _grid_fits(array, most):
-        candidates = [_candidate(array, array.source_chunk, 1)]
-    else:
-        candidates = _splits(array, most)
-    first = candidates[0]
-    if array.same_bytes and first.chunk == array.source_chunk:
-        return ArrayPlan(array, first.chunk, None, 1.0, first.split, (before, before))
-    chosen, passes = _choose(array, candidates, max_memory)
+    keeps = chunks == "keep" or 0 in array.shape or _grid_fits(array, most)
+    if keeps and array.same_bytes:
+        return ArrayPlan(array, array.source_chunk, None, False, 1.0, 1, (before, before))
+    chosen, serial = _choose(array, most, keeps, max_memory)
+    if array.same_bytes and chosen.chunk == array.source_chunk:
+        return ArrayPlan(array, chosen.chunk, None, False, 1.0, chosen.split, (before, before))
     after = read_amplification(array.shape, chosen.chunk, array.target_shard)
-    return ArrayPlan(array, chosen.chunk, chosen.box, passes, chosen.split, (before, after))
+    passes = _passes(array, chosen.box) if serial else 1.0
+    return ArrayPlan(array, chosen.chunk, chosen.box, serial, passes, chosen.split, (before, after))
 
 
 def _grid_fits(array: ArrayLayout, most: int | None) -> bool:
@@ -208,7 +213,8 @@ class _Candidate:
 
 def _candidate(array: ArrayLayout, chunk: Shape, split: int) -> _Candidate:
     dims = zip(array.shape, array.source_chunk, chunk, strict=True)
-    return _Candidate(chunk, tuple(min(math.lcm(a, c), size) for size, a, c in dims), split)
+    box = tuple(max(min(math.lcm(a, c), size), 1) for size, a, c in dims)
+    return _Candidate(chunk, box, split)
 
 
 def _splits(array: ArrayLayout, most: int | None) -> list[_Candidate]:
@@ -219,7 +225,8 @@ def _splits(array: ArrayLayout, most: int | None) -> list[_Candidate]:
       most: decoded bytes of a chunk at most. Without it, only splits that shrink the box are tried.
     """
     nbytes = math.prod(array.target_shard) * array.target_itemsize
-    fewest = 1 if most is None else math.ceil(nbytes / most)
+    elements = math.prod(array.target_shard)
+    fewest = 1 if most is None else min(math.ceil(nbytes / most), elements)
     options = [
         _shrinking_splits(size, a, b) if most is None else _splits_up_to(b, fewest)
         for size, a, b in zip(array.shape, array.source_chunk, array.target_shard, strict=True)
@@ -263,26 +270,35 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def _choose(
-    array: ArrayLayout, candidates: Sequence[_Candidate], max_memory: int
-) -> tuple[_Candidate, float]:
-    """The split and its number of passes: one pass with two boxes in flight, else one pass with
-    one box, else the largest target chunk that fits beside one source chunk."""
+    array: ArrayLayout, most: int | None, keeps: bool, max_memory: int
+) -> tuple[_Candidate, bool]:
+    """A split, and whether its source chunks must be read one at a time.
+
+    One pass with two boxes in flight, else one pass with one box, else the largest target chunk
+    that fits beside one source chunk. A grid that is to be kept is the only candidate.
+    """
+    kept = [_candidate(array, array.source_chunk, 1)]
+    candidates = kept if keeps else _splits(array, most)
     itemsizes = 2 * (array.source_itemsize + array.target_itemsize)
     for limit in (max_memory // 2, max_memory):
         for candidate in candidates:
             if math.prod(candidate.box) * itemsizes <= limit:
                 if math.prod(array.shape) * itemsizes <= min(WHOLE_ARRAY, limit):
                     candidate = dataclasses.replace(candidate, box=array.shape)
-                return candidate, 1.0
-    source = 2 * math.prod(array.source_chunk) * array.source_itemsize
-    room = (max_memory - source) // 2
-    smallest = min(SMALLEST_CHUNK, math.prod(array.target_shard) * array.target_itemsize)
+                return candidate, False
+    if keeps:
+        raise too_large(array, math.prod(kept[0].box) * itemsizes, max_memory)
+    room = (max_memory - array.chunk_charge) // 2
+    smallest = min(
+        SMALLEST_CHUNK,
+        most or SMALLEST_CHUNK,
+        math.prod(array.target_shard) * array.target_itemsize,
+    )
     if room >= smallest:
-        for candidate in _splits(array, room):
+        for candidate in _splits(array, min(room, most or room)):
             if math.prod(candidate.chunk) * array.target_itemsize <= room:
-                box = dataclasses.replace(candidate, box=candidate.chunk)
-                return box, _passes(array, candidate.chunk)
-    raise too_large(array, source + 2 * smallest, max_memory)
+                return dataclasses.replace(candidate, box=candidate.chunk), True
+    raise too_large(array, array.chunk_charge + 2 * smallest, max_memory)
 
 
 def too_large(array: ArrayLayout, needed: int, max_memory: int) -> MemoryLimitError:
@@ -307,54 +323,6 @@ def _passes(array: ArrayLayout, box: Shape) -> float:
         / math.ceil(size / a)
         for size, a, b in dims
     )
-
-
-def format_bytes(count: float) -> str:
-    """`1.50 GiB`; exact below a KiB."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if count < 1024 or unit == "TiB":
-            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    raise AssertionError("unreachable")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Batch:
-    """Boxes that are read together and then written in one transaction.
-
-    Attributes:
-      boxes: pairs of an array's plan and one of its boxes.
-      charge: bytes of memory that the batch takes.
-    """
-
-    boxes: tuple[tuple[ArrayPlan, Box], ...]
-    charge: int
-
-
-def batches(arrays: Sequence[ArrayPlan], max_memory: int, cores: int) -> Iterator[Batch]:
-    """All boxes in order, in batches that fit into memory two at a time where they can."""
-    limit = min(max_memory, IN_FLIGHT_PER_CORE * cores) // 2
-    boxes: list[tuple[ArrayPlan, Box]] = []
-    charge = 0
-    for array in arrays:
-        for box in array.boxes():
-            cost = array.box_charge(box)
-            if boxes and (charge + cost > limit or array.passes > 1):
-                yield Batch(tuple(boxes), charge)
-                boxes, charge = [], 0
-            boxes.append((array, box))
-            charge += cost + (BOX_OVERHEAD if charge else 0)
-    if boxes:
-        yield Batch(tuple(boxes), charge)
-
-
-def peak_memory(charges: Sequence[int], max_memory: int) -> int:
-    """Most bytes in flight: one batch is read while the one before it is written, if both fit."""
-    peak = max(charges, default=0)
-    for one, other in itertools.pairwise(charges):
-        if one + other <= max_memory:
-            peak = max(peak, one + other)
-    return peak
 
 
 @dataclasses.dataclass(frozen=True)

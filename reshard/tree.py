@@ -41,12 +41,15 @@ def split_path(text: str) -> tuple[str, ...]:
         match = _COMPONENT.match(text, position)
         token = match.group() if match else ""
         end = position + len(token)
-        if not token or (end < len(text) and text[end] != "/"):
+        try:
+            if not token or (end < len(text) and text[end] != "/"):
+                raise ValueError("a key is empty or its quotes do not close")
+            keys.append(json.loads(token) if token.startswith('"') else token)
+        except ValueError as error:
             raise TreeMismatchError(
-                f"`{text}` is not a path: a key is empty or its quotes do not close",
+                f"`{text}` is not a path: {error}",
                 hints=['quote a key that holds a slash: `params/"mlp/linear"/w`'],
-            )
-        keys.append(json.loads(token) if token.startswith('"') else token)
+            ) from error
         position = end + 1
     return tuple(keys)
 
@@ -59,16 +62,16 @@ def compile_glob(pattern: str) -> re.Pattern[str]:
     parts = []
     for key in split_path(pattern):
         if key == "**":
-            parts.append(r"(?:[^\0]*\0)*")
+            parts.append(r"(?:[^\x00]*\x00)*")
         else:
-            wild = re.escape(key).replace(r"\*", r"[^\0]*").replace(r"\?", r"[^\0]")
-            parts.append(wild + r"\0")
+            wild = re.escape(key).replace(r"\*", r"[^\x00]*").replace(r"\?", r"[^\x00]")
+            parts.append(wild + r"\x00")
     return re.compile("".join(parts), re.DOTALL)
 
 
 def glob_text(path: Path) -> str:
-    """The form of a path that `compile_glob` patterns match."""
-    return "".join(f"{key}\0" for key in path)
+    """The form of a path that `compile_glob` patterns match: its keys, each ended by NUL."""
+    return "".join(str(key).replace("\0", "\ufffd") + "\0" for key in path)
 
 
 def match_globs(paths: Iterable[Path], patterns: Sequence[str]) -> set[Path]:
@@ -86,9 +89,9 @@ def match_globs(paths: Iterable[Path], patterns: Sequence[str]) -> set[Path]:
         hits = {path for path, text in zip(paths, texts, strict=True) if regex.fullmatch(text)}
         if not hits:
             problems.append(f"`{pattern}`")
-            below = compile_glob(pattern.rstrip("/") + "/**")
+            below = compile_glob(f"{pattern}/**")
             if any(below.fullmatch(text) for text in texts):
-                hints.append(f"a subtree is named with `{pattern.rstrip('/')}/**`")
+                hints.append(f"a subtree is named with `{pattern}/**`")
             else:
                 near = nearest(pattern, paths)
                 hints += [f"the nearest leaf is `{name}`" for name in near[:1]]
@@ -106,8 +109,8 @@ def nearest(name: str, paths: Iterable[Path]) -> list[str]:
 def rename_paths(paths: Sequence[Path], rules: Sequence[tuple[str, str]]) -> dict[Path, Path]:
     """Old path -> new path, each rule applied in order as `re.sub` on the printed path.
 
-    A key of digits stays a list position where the old path had that position; any other becomes
-    a dict key.
+    A key of digits stays a list position if the old path had that position in that place; any
+    other becomes a dict key.
 
     Raises:
       TreeMismatchError: a rule is not a regex or changes nothing, two leaves would meet in one
@@ -136,8 +139,19 @@ def rename_paths(paths: Sequence[Path], rules: Sequence[tuple[str, str]]) -> dic
 
 
 def _with_positions(keys: tuple[str, ...], old: Path) -> Path:
-    positions = {str(key): key for key in old if isinstance(key, int)}
-    return tuple(positions.get(key, key) for key in keys)
+    """Keys of a renamed path, with the list positions of the old one in their places: all places
+    where the paths are equally long, else those before and after what was renamed."""
+    new: list[Key] = list(keys)
+    shorter = min(len(keys), len(old))
+    ahead = behind = shorter
+    if len(keys) != len(old):
+        ahead = next((i for i in range(shorter) if keys[i] != str(old[i])), shorter)
+        behind = next((i for i in range(shorter) if keys[-1 - i] != str(old[-1 - i])), shorter)
+    places = [*range(ahead), *range(-behind, 0)]
+    for place in places:
+        if keys[place] == str(old[place]):
+            new[place] = old[place]
+    return tuple(new)
 
 
 def _check_tree(renamed: dict[Path, Path]) -> None:

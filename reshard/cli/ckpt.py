@@ -7,13 +7,15 @@ from typing import Any
 
 import click
 
-from reshard.checkpoint import Checkpoint, cast, rename, select, to_mesh
+from reshard.checkpoint import Checkpoint
 from reshard.cli import output
 from reshard.errors import ShardingError
 from reshard.loader import open as open_checkpoint
 from reshard.mesh import parse_mesh
-from reshard.planner import Plan, format_bytes
+from reshard.planner import Plan
+from reshard.transforms import cast, rename, select, to_mesh
 from reshard.tree import format_path
+from reshard.units import format_bytes
 from reshard.writer import plan, save
 
 _MALLOC_ARENA_MAX, _MALLOC_MMAP_THRESHOLD, _MALLOC_TRIM_THRESHOLD = -8, -3, -1

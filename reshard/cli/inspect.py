@@ -22,8 +22,8 @@ from reshard.mesh import (
     shard_shape,
     spec_problems,
 )
-from reshard.planner import format_bytes
 from reshard.tree import Path, format_path
+from reshard.units import format_bytes
 
 # A terminal as wide as a person reads; more devices are listed rather than drawn.
 _CELLS = 64

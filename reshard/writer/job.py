@@ -5,47 +5,25 @@ import dataclasses
 import math
 import os
 import pathlib
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from reshard.checkpoint import ArrayHandle, Checkpoint, collision_error, stored_name
 from reshard.errors import CorruptCheckpointError, MemoryLimitError, ReshardError
-from reshard.loader.layout import CHECKPOINT_FILE, STEP_NAME, TEMPORARY
 from reshard.mesh import shard_shape
-from reshard.planner import (
-    IN_FLIGHT_PER_CORE,
-    ArrayLayout,
-    ArrayPlan,
-    Plan,
-    batches,
-    grid_size,
-    peak_memory,
-    plan_array,
-    too_large,
-)
+from reshard.planner import ArrayLayout, ArrayPlan, Plan, grid_size, plan_array, too_large
+from reshard.schedule import IN_FLIGHT_PER_CORE, batches, peak_memory
 from reshard.store import StoredValue, file_spec, new_context
 from reshard.tree import format_path
+from reshard.units import parse_bytes
 from reshard.writer import local, ocdbt
 from reshard.writer.documents import documents
 from reshard.writer.estimate import encoded_ratio
 from reshard.writer.stream import Pending, Target, move_values, stream_boxes
+from reshard.writer.surroundings import copy_surroundings, surroundings, write_markers
 
-MARKER = "commit_success.txt"
 # A data file is shared with the source if at least this part of it stays in use.
 _WORTH_LINKING = 0.5
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-}
 # Encoded estimates may be this far off when the room on the disk is checked.
 _ESTIMATE_ERROR = 1.1
 
@@ -173,7 +151,7 @@ def save(
     total = _total(jobs, memory)
     local.check_room(target, int(total.bytes_written * _ESTIMATE_ERROR))
     with local.committed_directory(target, overwrite=overwrite) as directory:
-        _copy_surroundings(checkpoints, directory)
+        copy_surroundings(checkpoints, directory)
         for job in jobs:
             source = job.ckpt.source
             item = directory / source.step / source.item
@@ -187,22 +165,8 @@ def save(
             source = job.ckpt.source
             _write_item(job, directory / source.step / source.item, memory, report)
         local.sync(directory)
-        _write_markers(checkpoints, directory, target)
+        write_markers(checkpoints, directory, target)
     return total
-
-
-def parse_bytes(text: int | str) -> int:
-    """A number of bytes, or text with a unit: `"256MiB"`, `"1.5GB"`.
-
-    Raises:
-      MemoryLimitError: it is neither.
-    """
-    if isinstance(text, int):
-        return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
-    if match is None or match[2] not in _UNITS:
-        raise MemoryLimitError(f"`{text}` is not a number of bytes", hints=["`256MiB`, `1GiB`"])
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def raise_all(found: Sequence[ReshardError]) -> None:
@@ -224,7 +188,12 @@ def _absolute(path: str | os.PathLike) -> pathlib.Path:
 
 
 def _parse_chunks(chunks: int | str) -> int | str:
-    return chunks if chunks in ("shard", "keep") else parse_bytes(chunks)
+    if chunks in ("shard", "keep"):
+        return chunks
+    size = parse_bytes(chunks)
+    if size < 1:
+        raise MemoryLimitError(f"chunks of {chunks} hold nothing", hints=["--chunks 64MiB"])
+    return size
 
 
 def _job(
@@ -353,7 +322,7 @@ def _total(jobs: Sequence[_Job], memory: int) -> Plan:
     return Plan(
         arrays,
         shared_bytes=shared,
-        other_bytes=sum(local.tree_bytes(p) for _, p in _surroundings([j.ckpt for j in jobs])),
+        other_bytes=sum(local.tree_bytes(p) for _, p in surroundings([j.ckpt for j in jobs])),
         peak_memory=peak_memory(charges, memory),
         notes=tuple(dict.fromkeys(note for job in jobs for note in job.ckpt.notes)),
     )
@@ -361,57 +330,6 @@ def _total(jobs: Sequence[_Job], memory: int) -> Plan:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0))
-
-
-def _surroundings(checkpoints: Sequence[Checkpoint]) -> list[tuple[str, pathlib.Path]]:
-    """What is copied byte for byte: path below the destination -> path in the source.
-
-    Everything in a manager's root but its steps, everything in a step but the item that is
-    written, and everything in that item but its arrays and the documents that describe them.
-    """
-    found: dict[str, pathlib.Path] = {}
-    source = checkpoints[0].source
-    items = {(c.source.step, c.source.item) for c in checkpoints}
-
-    def add(folder: str, skip: Callable[[str], bool]) -> None:
-        for name in sorted(os.listdir(source.root / folder)):
-            if not skip(name):
-                relative = os.path.join(folder, name)
-                found[relative] = source.root / relative
-
-    if source.kind == "manager":
-        add("", lambda name: STEP_NAME.fullmatch(name) is not None or TEMPORARY in name)
-    for step, item in items:
-        if item:
-            add(step, lambda name, item=item: name in (item, MARKER))
-    for c in checkpoints:
-        add(os.path.join(c.source.step, c.source.item), _is_written(c))
-    return sorted(found.items())
-
-
-def _is_written(ckpt: Checkpoint) -> Callable[[str], bool]:
-    """Names in an item's directory that the writer makes itself."""
-    own = {
-        "_METADATA",
-        "_sharding",
-        "array_metadatas",
-        "_strings.json",
-        "manifest.ocdbt",
-        "d",
-        MARKER,
-    }
-    if ckpt.retyped:
-        own.add("checkpoint")  # an older Orbax's copy of the tree, which is no longer true
-    roots = {name.partition("/")[0] for name in ckpt.source.store.values}
-    ocdbt_source = ckpt.source.store.ocdbt
-    return lambda name: (
-        name in own or name.startswith("ocdbt.process_") or (not ocdbt_source and name in roots)
-    )
-
-
-def _copy_surroundings(checkpoints: Sequence[Checkpoint], directory: pathlib.Path) -> None:
-    for relative, path in _surroundings(checkpoints):
-        local.copy_tree(path, directory / relative)
 
 
 def _reporter(total: Plan, progress: Progress | None) -> Callable[[int], None]:
@@ -462,16 +380,3 @@ def _write_item(
     for name, data in documents(job.ckpt, chunks).items():
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_bytes(data)
-
-
-def _write_markers(
-    checkpoints: Sequence[Checkpoint], directory: pathlib.Path, target: pathlib.Path
-) -> None:
-    """The commit markers, last of all, each on the disk before the directory gets its name."""
-    for ckpt in checkpoints:
-        source = ckpt.source
-        for folder in dict.fromkeys((os.path.join(source.step, source.item), source.step)):
-            marked = (source.root / folder / MARKER).exists()
-            if marked or (source.root / folder / CHECKPOINT_FILE).exists():
-                text = f"Checkpoint commit was successful to {target / folder}"
-                local.write_durably(directory / folder / MARKER, text.encode())

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Iterator
 
 from reshard.errors import CheckpointFormatError, DestinationError, DestinationExistsError
-from reshard.planner import format_bytes
+from reshard.units import format_bytes
 
 # Orbax ignores, and its CheckpointManager removes, what carries this in its name.
 TEMPORARY_SUFFIX = ".reshard.orbax-checkpoint-tmp"

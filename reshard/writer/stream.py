@@ -16,7 +16,8 @@ import tensorstore as ts
 
 from reshard.checkpoint import ArrayHandle
 from reshard.errors import CorruptCheckpointError, DestinationError
-from reshard.planner import ArrayPlan, Batch, Box, grid_boxes
+from reshard.planner import ArrayPlan, Box, grid_boxes
+from reshard.schedule import Batch
 from reshard.tree import Path, format_path
 
 Progress = Callable[[int], None]
@@ -83,7 +84,7 @@ def stream_boxes(
     """Reads, casts and writes all boxes.
 
     Args:
-      batches: what to do, from `reshard.planner.batches`.
+      batches: what to do, from `reshard.schedule.batches`.
       sources: the arrays to read, by path.
       target: where to write. The arrays' metadata are written with their first box.
       names: the arrays' names in the target.
@@ -133,7 +134,9 @@ def stream_boxes(
         for copy in copies:
             wait_written(copy)
         pending.add(batch.charge, transaction)
-        progress(sum(buffer.nbytes for buffer, _ in reads))
+        done = sum(buffer.nbytes for buffer, _ in reads)
+        del reads, buffer  # only the transaction holds the buffers now, until it is committed
+        progress(done)
 
 
 def _start_read(
@@ -142,7 +145,7 @@ def _start_read(
     """A buffer, and the read that fills it. Where the array is read in several passes, its source
     chunks are read into the box one after another, to hold one of them at a time."""
     buffer = np.empty([part.stop - part.start for part in box], dtype)
-    if array.passes == 1.0:
+    if not array.serial:
         return buffer, ts.array(buffer, copy=False).write(view[box]).commit
     for piece in _source_pieces(array, box):
         inside = tuple(

@@ -58,6 +58,12 @@ def _boxes(shape: list[int], chunk: list[int]) -> Iterator[tuple[slice, ...]]:
         yield tuple(slice(i, i + c) for i, c in zip(corner, chunk, strict=True))
 
 
+def _decoded_bytes(metadata: dict[str, Any]) -> int:
+    code = metadata["dtype"]
+    item = 2 if code == "bfloat16" else np.dtype(code).itemsize
+    return item * math.prod(metadata["shape"])
+
+
 def _decode(name: str, stored: ts.KvStore, buffer: np.ndarray | None) -> tuple[np.ndarray, float]:
     """One array's values, in the buffer's memory if given, and the seconds that decoding took."""
     context = ts.Context()
@@ -101,8 +107,7 @@ def bound(path: Path, warm: bool) -> dict[str, float]:
     arrays = {name: json.loads(stored[f"{name}/.zarray"]) for name in specs}
     buffer = None
     if warm:
-        # No element that Orbax saves on a mesh here is wider than four bytes.
-        buffer = np.full(4 * max(math.prod(x["shape"]) for x in arrays.values()), 1, np.uint8)
+        buffer = np.full(max(map(_decoded_bytes, arrays.values())), 1, np.uint8)
     decode = encode = 0.0
     for name, spec in specs.items():
         metadata = arrays[name]

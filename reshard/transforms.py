@@ -1,0 +1,249 @@
+"""Lazy transforms: `Checkpoint` -> `Checkpoint`.
+
+A transform changes what a checkpoint says about its leaves (path, dtype, sharding) and reads no
+array; the planner and the writer carry it out.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from reshard import tree
+from reshard.checkpoint import (
+    ArrayHandle,
+    Checkpoint,
+    Leaf,
+    collision_error,
+    parse_dtype,
+    stored_name,
+)
+from reshard.errors import ShardingError, TreeMismatchError
+from reshard.mesh import (
+    Mesh,
+    NamedSharding,
+    SingleDeviceSharding,
+    Spec,
+    fitting_spec,
+    parse_mesh,
+    rename_axes,
+    spec_problems,
+    spec_text,
+)
+from reshard.rules import match_specs
+from reshard.tree import Path, format_key, format_path
+
+
+def select(
+    ckpt: Checkpoint, patterns: str | Sequence[str] = "**", *, drop: str | Sequence[str] = ()
+) -> Checkpoint:
+    """The leaves that some glob of `patterns` matches and none of `drop` does.
+
+    Raises:
+      TreeMismatchError: a glob matches nothing, nothing is left, or a list would lose positions.
+    """
+    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    drop = [drop] if isinstance(drop, str) else list(drop)
+    kept = tree.match_globs(ckpt, patterns)
+    dropped = tree.match_globs(ckpt, drop)
+    leaves = {}
+    for path, leaf in ckpt.items():
+        if path not in kept or path in dropped:
+            continue
+        if isinstance(leaf, ArrayHandle) and leaf.same_name in dropped:
+            raise collision_error([leaf])
+        leaves[path] = leaf
+    if not leaves:
+        raise TreeMismatchError("no leaf is left", [f"`{p}` is dropped" for p in drop])
+    tree.check_lists(leaves)
+    return ckpt.replace(leaves, retyped=len(leaves) < len(ckpt))
+
+
+def rename(ckpt: Checkpoint, rules: Sequence[tuple[str, str]]) -> Checkpoint:
+    """Leaves under new paths: (regex, replacement) pairs applied in order to the printed path.
+
+    Raises:
+      TreeMismatchError: see `reshard.tree.rename_paths`; also two arrays that would be stored
+        under one name.
+    """
+    new_paths = tree.rename_paths(tuple(ckpt), rules)
+    leaves: dict[Path, Leaf] = {}
+    for old, leaf in ckpt.items():
+        new = new_paths[old]
+        if isinstance(leaf, ArrayHandle) and new != old:
+            leaf = dataclasses.replace(leaf, path=new)
+        leaves[new] = leaf
+    tree.check_lists(leaves)
+    names: dict[str, Path] = {}
+    problems = []
+    for path in leaves:
+        other = names.setdefault(stored_name(path), path)
+        if other != path and new_paths.get(path) != path:
+            problems.append(
+                f"{format_path(other)} and {format_path(path)} -> `{stored_name(path)}`"
+            )
+    if problems:
+        raise TreeMismatchError("two leaves would be stored under one name", problems)
+    return ckpt.replace(leaves, retyped=set(leaves) != set(ckpt))
+
+
+def cast(ckpt: Checkpoint, dtype: Any, where: str | Sequence[str] = "**") -> Checkpoint:
+    """Floating-point arrays in another floating-point dtype, rounded to nearest even.
+
+    Args:
+      dtype: a floating-point dtype or its name (`"bfloat16"`).
+      where: globs; of the leaves they match, floating-point arrays are cast. Integers, PRNG keys
+        and Python scalars stay as they are.
+
+    Raises:
+      TreeMismatchError: the dtype is not floating-point, or nothing would be cast.
+    """
+    new = parse_dtype(dtype)
+    if not is_floating(new):
+        raise TreeMismatchError(
+            f"cast to {new.name}: only floating-point arrays are cast, to floating-point dtypes",
+            hints=["`bfloat16`, `float16`, `float32`, `float8_e4m3fn`"],
+        )
+    patterns = [where] if isinstance(where, str) else list(where)
+    leaves = dict(ckpt)
+    count = 0
+    for path in tree.match_globs(ckpt, patterns):
+        leaf = leaves[path]
+        if not isinstance(leaf, ArrayHandle) or leaf.value_type == "scalar":
+            continue
+        if is_floating(leaf.dtype):
+            leaves[path] = dataclasses.replace(leaf, dtype=new)
+            count += 1
+    if not count:
+        raise TreeMismatchError(
+            "no floating-point array to cast", [f"`{p}` matches none" for p in patterns]
+        )
+    return ckpt.replace(leaves)
+
+
+def is_floating(dtype: np.dtype) -> bool:
+    """Whether a dtype is floating-point, JAX's own included."""
+    return dtype.kind == "f" or dtype.name.startswith(("bfloat", "float"))
+
+
+def to_mesh(
+    ckpt: Checkpoint,
+    mesh: Any,
+    specs: Sequence[tuple[str, Any]] | None = None,
+    *,
+    axes: Mapping[str, str] | None = None,
+) -> Checkpoint:
+    """Every device array laid out on `mesh`.
+
+    The saved spec is projected by axis name. Arrays saved from a single device become replicated,
+    and a note says which. Host values stay on the host: Python scalars always, numpy arrays
+    unless a spec of `specs` matches them.
+
+    Args:
+      mesh: any form that `reshard.mesh.parse_mesh` takes; no devices are needed.
+      specs: ordered (path regex, partition spec) pairs that override the saved specs; the first
+        match wins.
+      axes: saved axis name -> axis of `mesh`, or `""` to replicate.
+
+    Raises:
+      ShardingError: every leaf whose spec does not fit, with what to type for each.
+    """
+    target = parse_mesh(mesh, ckpt.meshes)
+    if target.device_ids is None:
+        target = dataclasses.replace(target, device_ids=tuple(range(target.size)))
+    if target.axis_types is None:
+        target = dataclasses.replace(target, axis_types=_carried_types(target, ckpt.meshes))
+    axes = dict(axes or {})
+    _check_axes(axes, target, ckpt.meshes)
+    candidates = [a.path for a in ckpt.arrays if a.value_type != "scalar"]
+    chosen = match_specs(candidates, list(specs or ()))
+    leaves = dict(ckpt)
+    problems, misfits, replicated = [], [], []
+    for array in ckpt.arrays:
+        spec = chosen.get(array.path)
+        if spec is None and array.sharding is None and array.value_type != "jax.Array":
+            continue
+        saved = array.sharding
+        if spec is None:
+            spec = rename_axes(saved.spec, axes) if isinstance(saved, NamedSharding) else ()
+            if isinstance(saved, SingleDeviceSharding):
+                replicated.append(array)
+        found = spec_problems(array.shape, target, spec)
+        text = f"{format_path(array.path)}  {array.dtype.name}{list(array.shape)}: "
+        problems += [text + problem for problem in found]
+        if found:
+            misfits.append((array, spec))
+        leaves[array.path] = dataclasses.replace(
+            array, sharding=NamedSharding(target, spec), value_type="jax.Array"
+        )
+    if problems:
+        raise ShardingError(
+            f"specs that do not fit the mesh `{target}`",
+            problems,
+            _spec_hints(ckpt.arrays, misfits, target),
+        )
+    notes = []
+    if replicated:
+        nbytes = sum(a.nbytes for a in replicated)
+        names = ", ".join(format_path(a.path) for a in replicated[:3])
+        more = ", ..." if len(replicated) > 3 else ""
+        notes.append(
+            f"{len(replicated)} leaves saved on a single device are replicated on the new mesh "
+            f"({nbytes} bytes a device): {names}{more}"
+        )
+    return ckpt.replace(leaves, notes=notes)
+
+
+def _carried_types(target: Mesh, saved: Sequence[Mesh]) -> tuple[str, ...] | None:
+    """Axis types of the saved meshes, by axis name; Auto for axes that are new."""
+    known: dict[str, str] = {}
+    for mesh in saved:
+        known |= dict(zip(mesh.axis_names, mesh.axis_types or (), strict=False))
+    return tuple(known.get(name, "Auto") for name in target.axis_names) if known else None
+
+
+def _check_axes(axes: Mapping[str, str], target: Mesh, saved: Sequence[Mesh]) -> None:
+    known = {name for mesh in saved for name in mesh.axis_names}
+    problems = [f"'{old}' is not an axis of any saved mesh" for old in axes if old not in known]
+    problems += [
+        f"'{new}' is not an axis of `{target}`"
+        for new in axes.values()
+        if new and new not in target.axis_names
+    ]
+    if problems:
+        raise ShardingError(
+            "axis renames that do not apply",
+            problems,
+            [f"saved axes: {', '.join(sorted(known)) or 'none'}"],
+        )
+
+
+def _spec_hints(
+    arrays: Sequence[ArrayHandle], misfits: Sequence[tuple[ArrayHandle, Spec]], target: Mesh
+) -> list[str]:
+    """What to type: for axes that the mesh lacks, and specs that fit, one for each last key if all
+    its leaves agree, else one for each leaf."""
+    axes = {axis for _, spec in misfits for entry in spec for axis in entry}
+    lacking = sorted(axes - set(target.axis_names))
+    new = next((name for name in target.axis_names if name not in axes), "NEW")
+    hints = [f"--axis {axis}= replicates, --axis {axis}={new} renames" for axis in lacking]
+    fitting = {
+        array.path: spec_text(fitting_spec(array.shape, target, spec))
+        for array, spec in misfits
+        if not any(axis in lacking for entry in spec for axis in entry)
+    }
+    by_key: dict[str, set[str | None]] = {}
+    for array in arrays:
+        by_key.setdefault(_last_key(array.path), set()).add(fitting.get(array.path))
+    for path, text in fitting.items():
+        key = _last_key(path)
+        whole = len(by_key[key]) > 1
+        regex = f"^{re.escape(format_path(path))}$" if whole else f"(^|/){re.escape(key)}$"
+        hints.append(f"--spec '{regex}={text}' fits")
+    return hints
+
+
+def _last_key(path: Path) -> str:
+    return format_key(path[-1]) if path else ""

@@ -1,0 +1,41 @@
+"""Numbers of bytes, read and printed."""
+
+import re
+
+from reshard.errors import MemoryLimitError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+
+
+def format_bytes(count: float) -> str:
+    """`1.50 GiB`; exact below a KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
+
+
+def parse_bytes(text: int | str) -> int:
+    """A number of bytes, or text with a unit: `"256MiB"`, `"1.5GB"`.
+
+    Raises:
+      MemoryLimitError: it is neither.
+    """
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    if match is None or match[2] not in _UNITS:
+        raise MemoryLimitError(f"`{text}` is not a number of bytes", hints=["`256MiB`, `1GiB`"])
+    return int(float(match[1]) * _UNITS[match[2]])

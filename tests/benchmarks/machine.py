@@ -1,0 +1,52 @@
+"""The machine that the figures come from."""
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+
+import psutil
+
+_LIBRARIES = ("reshard", "orbax-checkpoint", "jax", "tensorstore", "numpy")
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _filesystem(path: Path) -> str:
+    """The type and device of the filesystem that holds `path`."""
+    mounts = [
+        part
+        for part in psutil.disk_partitions(all=True)
+        if path.resolve().is_relative_to(part.mountpoint)
+    ]
+    if not mounts:
+        return "unknown"
+    nearest = max(mounts, key=lambda part: len(part.mountpoint))
+    return f"{nearest.fstype} on {nearest.device}"
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def describe(scratch: Path) -> dict[str, str]:
+    """The processor, memory, kernel, the filesystem under `scratch`, and library versions."""
+    memory = psutil.virtual_memory().total
+    return {
+        "cpu": f"{len(os.sched_getaffinity(0))} x {_cpu()}",
+        "memory": f"{memory / 2**30:.0f} GiB",
+        "kernel": f"{platform.system()} {platform.release()}",
+        "filesystem": _filesystem(scratch),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in _LIBRARIES},
+    }

@@ -1,0 +1,184 @@
+"""What is measured, section by section, each against the figure to reach."""
+
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.benchmarks.bench import (
+    DST,
+    RESHARD,
+    Bench,
+    Program,
+    Result,
+    module,
+    problem,
+    reshard,
+    stored_bytes,
+)
+from tests.benchmarks.measure import Baseline
+
+MIB = 2**20
+
+# One arena, and freed memory kept: what is touched once is used again.
+KEEP_MEMORY = (
+    "MALLOC_ARENA_MAX=1",
+    "MALLOC_TRIM_THRESHOLD_=1073741824",
+    "MALLOC_MMAP_THRESHOLD_=1073741824",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    measure: str
+    floor: str
+    reach: str
+    measured: str
+
+
+def _orbax(name: str, source: Path, rounds: int | None = None) -> Program:
+    return Program("orbax", source, module("orbax_reshard", name, source, DST), rounds)
+
+
+def _peak(result: Result, start: Baseline) -> float:
+    """Peak RSS above the imports, in MiB."""
+    return (result.peak_bytes - start.resident_bytes) / MIB
+
+
+def _times(slow: float, fast: float) -> str:
+    return f"{slow / fast:.2f}x ({slow:.2f} s to {fast:.2f} s)"
+
+
+def _bound_seconds(result: Result) -> float:
+    return statistics.median(json.loads(run.stdout)["seconds"] for run in result.runs)
+
+
+def disk(bench: Bench) -> Iterator[Row]:
+    """W1 and W2 from 2x4 to 1x8, with zstd: against Orbax, and against the bound, which is taken
+    twice, once in fresh memory and once in memory touched before.
+    """
+    for name in ("W1", "W2"):
+        source = bench.source(name)
+        command = module("bound", source)
+        ours, theirs, fresh, warm = bench.compare(
+            "disk",
+            reshard(source, "--to", "1x8"),
+            _orbax(name, source),
+            Program("bound", source, command),
+            Program("bound, warm", source, ["env", *KEEP_MEMORY, *command, "--warm"]),
+        )
+        for memory, least in (("fresh", fresh), ("warm", warm)):
+            measure = f"{name}: time, of the bound's in {memory} memory"
+            measured = _times(ours.seconds, _bound_seconds(least))
+            yield Row(measure, "1.6x", "1.25x", measured)
+        speed = _times(theirs.seconds, ours.seconds)
+        yield Row(f"{name}: faster than Orbax", "1.8x", "3x", speed)
+        size = ours.output_bytes / theirs.output_bytes
+        yield Row(f"{name}: bytes written, of Orbax's", "1.02x", "", f"{size:.3f}x")
+
+
+def raw(bench: Bench) -> Iterator[Row]:
+    """W1 without compression, against `cp -r` and `sync`."""
+    source = bench.source("W1-raw")
+    copy = ["sh", "-c", 'cp -r "$1" "$2"; sync', "sh", source, DST]
+    ours, theirs = bench.compare(
+        "raw", reshard(source, "--to", "1x8"), Program("cp; sync", source, copy)
+    )
+    rate = f"{theirs.seconds / ours.seconds:.2f} ({ours.seconds:.2f} s to {theirs.seconds:.2f} s)"
+    yield Row("W1 uncompressed: rate, of `cp -r; sync`'s", "0.6", "0.8", rate)
+
+
+def small(bench: Bench) -> Iterator[Row]:
+    """W4, 5,000 small arrays, against Orbax, which takes most of a minute and runs twice."""
+    source = bench.source("W4")
+    ours, theirs = bench.compare(
+        "small", reshard(source, "--to", "1x8"), _orbax("W4", source, rounds=2)
+    )
+    speed = _times(theirs.seconds, ours.seconds)
+    size = ours.output_bytes / theirs.output_bytes
+    yield Row("W4: faster than Orbax", "8x", "12x", speed)
+    yield Row("W4: bytes written, of Orbax's", "1.02x", "", f"{size:.3f}x")
+
+
+def memory(bench: Bench) -> Iterator[Row]:
+    """Peak RSS of W1 and W1-opt at 256 MiB."""
+    for name in ("W1", "W1-opt"):
+        flags = ("--to", "1x8", "--max-memory", "256MiB")
+        (ours,) = bench.compare("memory", reshard(bench.source(name), *flags))
+        peak = f"{_peak(ours, bench.baseline()):.0f} MiB"
+        yield Row(f"{name} at 256 MiB: peak RSS", "320 MiB", "256 MiB", peak)
+
+
+def large(bench: Bench) -> Iterator[Row]:
+    """W2 at 1 GiB, which is to hold, and at 256 MiB, to be refused or subdivided, once."""
+    source = bench.source("W2")
+    flags = ("--to", "1x8", "--max-memory")
+    whole = reshard(source, *flags, "1GiB", label="1GiB")
+    tight = reshard(source, *flags, "256MiB", label="256MiB", rounds=1, refuses=True)
+    ours, less = bench.compare("large", whole, tight)
+    peak = _peak(ours, bench.baseline()) / 1024
+    yield Row("W2 at 1 GiB: peak RSS, of the budget", "1.25x", "1x", f"{peak:.2f}x")
+    last = less.runs[-1]
+    bench.say(f"W2 at 256 MiB says:\n{last.stdout}{last.stderr}")
+    peak = f"peak {_peak(less, bench.baseline()):.0f} MiB, {less.seconds:.2f} s"
+    answer = problem(last) if last.status else f"done: {peak}"
+    yield Row("W2 at 256 MiB", "refused or subdivided, and why", "", answer)
+
+
+def big(bench: Bench) -> Iterator[Row]:
+    """One array of 2 GiB in 16 MiB chunks at 64 MiB.
+
+    Shards of 1x8 are whole chunks, so those may be moved as they are stored; shards of 1x32 are
+    narrower than a chunk, so every one is decoded.
+    """
+    source = bench.source("BIG")
+    meshes = ("1x8", "1x32")
+    results = bench.compare(
+        "big",
+        *(
+            reshard(source, "--to", mesh, "--max-memory", "64MiB", label=f"--to {mesh}")
+            for mesh in meshes
+        ),
+    )
+    start = bench.baseline()
+    for mesh, ours in zip(meshes, results, strict=True):
+        peak = f"{_peak(ours, start):.0f} MiB"
+        read = (ours.read_bytes - start.read_bytes) / stored_bytes(source)
+        what = f"2 GiB array to {mesh} at 64 MiB"
+        yield Row(f"{what}: peak RSS", "160 MiB", "96 MiB", peak)
+        yield Row(f"{what}: bytes read, of those stored", "1x", "1x", f"{read:.2f}x")
+
+
+def keep(bench: Bench) -> Iterator[Row]:
+    """What leaves every chunk as it is, on W1 and on W1-opt, which has three times the bytes."""
+    jobs = {
+        "--chunks keep": ("--to", "1x8", "--chunks", "keep"),
+        "identity": ("--to", "2x4"),
+        "relabel": ("--to", "dp=2,tp=4", "--axis", "data=dp", "--axis", "model=tp"),
+    }
+    sources = [bench.source(name) for name in ("W1", "W1-opt")]
+    start = bench.baseline()
+    for label, flags in jobs.items():
+        one, three = bench.compare(
+            "keep", *(reshard(source, *flags, label=label) for source in sources)
+        )
+        reads = [f"{(r.read_bytes - start.read_bytes) / MIB:.1f}" for r in (one, three)]
+        measured = f"{one.seconds:.2f} s, {three.seconds:.2f} s; read {' and '.join(reads)} MiB"
+        goals = ("no array byte moved", "time independent of bytes")
+        yield Row(f"{label}: W1, W1-opt", *goals, measured)
+
+
+def start(bench: Bench) -> Iterator[Row]:
+    """`reshard --help`, ten times."""
+    ten = Bench(bench.scratch, 10, bench.say, bench.log)
+    program = Program("--help", Path(__file__).parent, [RESHARD, "--help"])
+    (ours,) = ten.compare("start", program)
+    yield Row("`reshard --help`", "0.3 s", "0.15 s", f"{ours.seconds:.2f} s")
+
+
+SECTIONS: dict[str, Callable[[Bench], Iterator[Row]]] = {
+    section.__name__: section for section in (disk, raw, small, memory, large, big, keep, start)
+}

@@ -1,0 +1,199 @@
+"""The package: one direction of imports, small modules, no jax to open a checkpoint."""
+
+import ast
+import graphlib
+import pathlib
+import subprocess
+import sys
+
+import reshard
+
+ROOT = pathlib.Path(reshard.__file__).parent
+FIXTURE = pathlib.Path(__file__).parent / "data" / "orbax-0.4.4" / "default"
+
+# A layer imports from itself and from those before it, never from one after it.
+LAYERS = [
+    "errors",
+    "units",
+    "store",
+    "tree",
+    "mesh",
+    "rules",
+    "checkpoint",
+    "loader",
+    "transforms",
+    "planner",
+    "schedule",
+    "writer",
+    "cli",
+    "__main__",
+]
+FRAMEWORKS = {"jax", "jaxlib", "flax", "orbax", "optax"}
+
+
+def modules():
+    """Dotted name -> file, of every module of the package."""
+    found = {}
+    for file in sorted(ROOT.rglob("*.py")):
+        parts = ("reshard", *file.relative_to(ROOT).with_suffix("").parts)
+        found[".".join(parts).removesuffix(".__init__")] = file
+    return found
+
+
+def imports(file, everywhere=True):
+    """Dotted names of the modules that a file imports; at its top level, or anywhere.
+
+    `from a.b import c` is `a.b.c`: a name in a module counts as that module in `layer`.
+    """
+    tree = ast.parse(file.read_text())
+    names = set()
+    for node in ast.walk(tree) if everywhere else at_import(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: imports are absolute"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def at_import(node):
+    """The nodes that run when a module is imported."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        yield child
+        yield from at_import(child)
+
+
+def layer(name):
+    """The layer of a dotted name in the package; None for the package itself."""
+    parts = name.split(".")
+    return parts[1] if parts[0] == "reshard" and len(parts) > 1 else None
+
+
+def test_every_module_is_in_a_layer():
+    found = {layer(name) for name in modules()} - {None}
+    assert found == set(LAYERS)
+
+
+def test_imports_go_one_way():
+    upward = [
+        f"{name} imports {imported}"
+        for name, file in modules().items()
+        if name != "reshard"
+        for imported in imports(file)
+        if imported.split(".")[0] == "reshard"
+        and LAYERS.index(layer(imported)) > LAYERS.index(layer(name))
+    ]
+    assert upward == []
+
+
+def test_no_two_modules_import_each_other():
+    known = modules()
+    graph = {}
+    for name, file in known.items():
+        needed = set()
+        for imported in imports(file) if name != "reshard" else ():
+            if layer(imported) is not None:
+                needed.add(imported if imported in known else imported.rpartition(".")[0])
+        graph[name] = needed - {name}
+    order = list(graphlib.TopologicalSorter(graph).static_order())
+    assert set(order) >= set(known)
+
+
+def layers_below(name):
+    return {layer(imported) for imported in imports(modules()[name])} - {None}
+
+
+def test_the_layers_that_stand_alone():
+    assert layers_below("reshard.errors") == set()
+    assert layers_below("reshard.store") == {"errors"}
+    assert layers_below("reshard.tree") == {"errors"}
+    assert layers_below("reshard.mesh") == {"errors"}
+    assert layers_below("reshard.planner") == {"errors", "tree", "units"}
+
+
+def test_the_arithmetic_needs_only_the_standard_library():
+    for name in ("errors", "tree", "mesh", "rules", "planner"):
+        outside = {
+            imported
+            for imported in imports(modules()[f"reshard.{name}"])
+            if imported.split(".")[0] not in sys.stdlib_module_names | {"reshard"}
+        }
+        assert outside == set(), name
+
+
+def test_no_module_imports_a_framework_at_import():
+    found = [
+        f"{name} imports {imported}"
+        for name, file in modules().items()
+        for imported in imports(file, everywhere=False)
+        if imported.split(".")[0] in FRAMEWORKS
+    ]
+    assert found == []
+
+
+def test_the_package_itself_imports_nothing_of_its_own_until_asked():
+    names = imports(ROOT / "__init__.py", everywhere=False)
+    assert {name for name in names if layer(name) is not None} == set()
+
+
+def test_only_the_command_line_prints_or_exits():
+    found = [
+        f"{name}: {ast.unparse(node)}"
+        for name, file in modules().items()
+        if layer(name) not in ("cli", "__main__")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("print", "exit", "quit", "sys.exit", "os._exit")
+    ]
+    assert found == []
+
+
+def test_modules_are_read_in_one_sitting():
+    long = {
+        name: lines
+        for name, file in modules().items()
+        if (lines := len(file.read_text().splitlines())) >= 450
+    }
+    assert long == {}
+
+
+def loaded_after(code):
+    """Top-level modules that a fresh interpreter has loaded after `code`, and what it printed."""
+    script = f"{code}\nimport sys\nprint(*{{n.partition('.')[0] for n in sys.modules}})"
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert result.stderr == ""
+    assert result.returncode == 0
+    *printed, names = result.stdout.splitlines()
+    return set(names.split()), printed
+
+
+def test_opening_a_checkpoint_leaves_jax_alone():
+    loaded, printed = loaded_after(
+        "import reshard\n"
+        f"ckpt = reshard.open({str(FIXTURE)!r})\n"
+        "print(len(ckpt) > 0, all(a.shape == tuple(a.view().shape) for a in ckpt.arrays))"
+    )
+    assert printed == ["True True"]
+    assert "tensorstore" in loaded
+    assert loaded & FRAMEWORKS == set()
+
+
+def test_planning_for_thousands_of_devices_leaves_jax_alone():
+    loaded, printed = loaded_after(
+        "import reshard\n"
+        f"ckpt = reshard.to_mesh(reshard.open({str(FIXTURE)!r}), 'd=4096', [('.', '')])\n"
+        "print(len(reshard.plan(ckpt).arrays) == len(ckpt.arrays) > 0)"
+    )
+    assert printed == ["True"]
+    assert loaded & FRAMEWORKS == set()
+
+
+def test_importing_the_package_is_cheap():
+    loaded, _ = loaded_after("import reshard\nreshard.ReshardError")
+    assert loaded & (FRAMEWORKS | {"numpy", "tensorstore", "ml_dtypes", "click", "rich"}) == set()

@@ -1,0 +1,655 @@
+"""Opening every layout, and what is said about a path that is not a whole checkpoint."""
+
+import json
+import pathlib
+import shutil
+
+import flax.serialization
+import jax
+import layouts
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+from jax.sharding import NamedSharding as JaxNamedSharding
+from layouts import LAYOUTS, STEPS, Saved, bits, saved_leaves
+
+import reshard
+from reshard.mesh import Mesh, NamedSharding, SingleDeviceSharding
+from reshard.tree import format_path
+
+MESH = Mesh(("data", "model"), (2, 4), ("Auto", "Auto"), tuple(range(8)))
+# What every fixture of Orbax 0.4.4 holds.
+OLD = {
+    "bf": np.ones(4, "bfloat16"),
+    "emptyd": {},
+    "list": [np.ones(2, "float32")],
+    "lr": 0.5,
+    "name": "abc",
+    "none": None,
+    "np": np.arange(3),
+    "opt": [
+        {"count": np.int32(0), "mu": {"k": np.zeros(2, "float32")},
+         "nu": {"k": np.zeros(2, "float32")}},
+        None,
+    ],
+    "params": {"dense": {"bias": np.zeros(4, "float32"),
+                         "kernel": np.arange(512, dtype="float32").reshape(16, 32)}},
+    "step": 3,
+    "tup": [np.ones(2, "float32")],
+}
+
+
+def is_array(leaf):
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float)
+
+
+def is_key(leaf):
+    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def stored(leaf):
+    """The array that Orbax stores for a leaf."""
+    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+
+
+def value_type(leaf):
+    if isinstance(leaf, jax.Array):
+        return "jax.Array"
+    return "np.ndarray" if isinstance(leaf, np.ndarray | np.generic) else "scalar"
+
+
+def sharding(leaf):
+    """The sharding as `reshard` describes it; trailing unsharded dimensions left out."""
+    if not isinstance(leaf, jax.Array):
+        return None
+    if not isinstance(leaf.sharding, JaxNamedSharding):
+        return SingleDeviceSharding("cpu:0")
+    entries = [axes if isinstance(axes, tuple) else (axes,) if axes else ()
+               for axes in leaf.sharding.spec]
+    return NamedSharding(MESH, stripped(entries))
+
+
+def stripped(spec):
+    spec = list(spec)
+    while spec and not spec[-1]:
+        spec.pop()
+    return tuple(spec)
+
+
+def without_trailing(found):
+    if not isinstance(found, NamedSharding):
+        return found
+    return NamedSharding(found.mesh, stripped(found.spec))
+
+
+def read(handle):
+    return handle.view().read().result()
+
+
+def zarr_chunk(saved: Saved, name: str):
+    """The chunk shape that TensorStore itself finds."""
+    directory = saved.directory
+    zarr3 = json.loads((directory / "_METADATA").read_text())["use_zarr3"]
+    base = {"driver": "file", "path": f"{directory}/"}
+    if (directory / "manifest.ocdbt").exists():
+        kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+    else:
+        kvstore = base | {"path": f"{directory}/{name}/"}
+    spec = {"driver": "zarr3" if zarr3 else "zarr", "kvstore": kvstore}
+    return ts.open(spec, open=True).result().chunk_layout.read_chunk.shape or ()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout(saved, layout):
+    source = saved(layout)
+    ckpt = reshard.open(source.path, **source.open)
+    expected = saved_leaves(source.tree)
+    assert {p: tuple(map(type, p)) for p in ckpt} == {p: tuple(map(type, p)) for p in expected}
+    others = {path: leaf for path, leaf in expected.items() if not is_array(leaf)}
+    assert {path: ckpt[path] for path in others} == others
+    assert {path: type(ckpt[path]) for path in others} == {p: type(x) for p, x in others.items()}
+
+    arrays = {path: leaf for path, leaf in expected.items() if is_array(leaf)}
+    handles = {handle.path: handle for handle in ckpt.arrays}
+    assert set(handles) == set(arrays)
+    for path, leaf in arrays.items():
+        handle, value = handles[path], stored(leaf)
+        assert ckpt[path] is handle and ckpt[format_path(path)] is handle
+        name = ".".join(map(str, path))
+        found = (handle.shape, handle.dtype, handle.stored_dtype, handle.nbytes, handle.name,
+                 handle.value_type, handle.chunk_shape, handle.same_name)
+        assert found == (value.shape, value.dtype, value.dtype, value.nbytes, name,
+                         value_type(leaf), zarr_chunk(source, name), None), path
+        assert handle.key_impl == (str(jax.random.key_impl(leaf)) if is_key(leaf) else None)
+        assert without_trailing(handle.sharding) == sharding(leaf), path
+        assert handle.saved_sharding == handle.sharding
+        assert bits(read(handle)) == bits(value), path
+    assert ckpt.nbytes == sum(stored(leaf).nbytes for leaf in arrays.values())
+    assert ckpt.meshes == (MESH,)
+
+
+def test_values_through_a_view(saved):
+    handle = reshard.open(saved("standalone").path)[("params", "embed")]
+    whole = np.asarray(saved("standalone").tree["params"]["embed"])
+    box = (slice(5, 61), slice(23, 50))
+    assert bits(read(handle)) == bits(whole)
+    assert bits(handle.view()[box].read().result()) == bits(np.ascontiguousarray(whole[box]))
+
+
+def test_chunk_shapes(saved):
+    source = saved("standalone")
+    ckpt = reshard.open(source.path)
+    names = ("embed", "uneven", "replicated", "column")
+    chunks = {name: ckpt["params", name].chunk_shape for name in names}
+    # Replicated arrays are divided among their replicas along the first axis that divides.
+    assert chunks == {
+        "embed": (32, 24), "uneven": (3, 10), "replicated": (2, 8), "column": (1, 16)
+    }
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "words", "v1", "steps", "items"),
+    [
+        ("standalone", "standalone", "OCDBT, zarr2", False, (), ()),
+        ("standard", "standalone", "OCDBT, zarr2", False, (), ()),
+        ("zarr2-files", "standalone", "plain files, zarr2", False, (), ()),
+        ("zarr3-ocdbt", "standalone", "OCDBT, zarr3", False, (), ()),
+        ("zarr3-files", "standalone", "plain files, zarr3", False, (), ()),
+        ("manager", "manager", "OCDBT, zarr2", False, STEPS, ("default",)),
+        ("items", "manager", "OCDBT, zarr2", False, STEPS[:1],
+         ("array", "config", "key", "state")),
+        ("step", "step", "OCDBT, zarr2", False, (), ("default",)),
+        ("bare", "item", "OCDBT, zarr2", False, (), ()),
+        ("v1", "step", "OCDBT, zarr3", True, (), ("state",)),
+        ("rich", "standalone", "OCDBT, zarr2", False, (), ()),
+    ],
+)
+def test_source(saved, layout, kind, words, v1, steps, items):
+    opened = saved(layout)
+    source = reshard.open(opened.path, **opened.open).source
+    found = (source.root, source.kind, source.format, source.v1, source.steps, source.items)
+    assert found == (opened.path, kind, words, v1, steps, items)
+    assert source.root / source.step / source.item == opened.directory
+
+
+def test_the_latest_step_is_the_default(saved):
+    path = saved("manager").path
+    steps = {step: reshard.open(path, step=step) for step in STEPS}
+    default = reshard.open(path)
+    assert {step: ckpt.source.step for step, ckpt in steps.items()} == {3: "3", 20: "20"}
+    assert default.source.step == "20"
+    name = "params/embed"
+    values = {step: bits(read(ckpt[name])) for step, ckpt in steps.items()}
+    assert values[20] == bits(read(default[name])) != values[3]
+
+
+def test_step_names_with_a_prefix(tmp_path):
+    tree = {"a": np.arange(3)}
+    options = ocp.CheckpointManagerOptions(step_prefix="ckpt", step_format_fixed_length=6)
+    with ocp.CheckpointManager(tmp_path / "run", options=options) as manager:
+        for step in (2, 10):
+            manager.save(step, args=ocp.args.StandardSave(tree))
+    ckpt = reshard.open(tmp_path / "run")
+    assert (ckpt.source.steps, ckpt.source.step) == ((2, 10), "ckpt_000010")
+    assert reshard.open(tmp_path / "run", step=2).source.step == "ckpt_000002"
+
+
+def test_paths_in_any_form(saved, monkeypatch):
+    path = saved("standalone").path
+    monkeypatch.chdir(path.parent)
+    for form in (str(path), path, f"{path}/", f"file://{path}", path.name, f"./{path.name}/"):
+        assert reshard.open(form).source.root == path
+
+
+def test_the_only_tree_of_several_items(saved):
+    source = saved("items")
+    assert list(reshard.open(source.path)) == list(reshard.open(source.path, item="state"))
+    step = reshard.open(source.path / "3")
+    assert (step.source.kind, step.source.item) == ("step", "state")
+
+
+@pytest.fixture(scope="module")
+def two_trees(tmp_path_factory):
+    """A manager's root whose step has two trees and a JSON document."""
+    path = tmp_path_factory.mktemp("two") / "run"
+    trees = {"ema": {"w": np.arange(4)}, "params": {"w": np.arange(5)}}
+    with ocp.CheckpointManager(path) as manager:
+        manager.save(7, args=ocp.args.Composite(
+            config=ocp.args.JsonSave({"a": 1}),
+            **{name: ocp.args.StandardSave(tree) for name, tree in trees.items()},
+        ))
+    return path
+
+
+def test_several_items(two_trees):
+    with pytest.raises(reshard.CheckpointNotFoundError) as caught:
+        reshard.open(two_trees)
+    assert str(caught.value) == (
+        f"`{two_trees}/7` has several items\n  ema\n  params\n\n"
+        "hint: --item ema\nhint: --item params"
+    )
+    assert reshard.open(two_trees, item="ema")["w"].shape == (4,)
+    assert reshard.open(two_trees / "7", item="params")["w"].shape == (5,)
+    assert reshard.open(two_trees / "7" / "params")["w"].shape == (5,)
+
+
+def fails(error: type[Exception], builtin: type[Exception], text: str, path, **kwargs):
+    with pytest.raises(error) as caught:
+        reshard.open(path, **kwargs)
+    assert isinstance(caught.value, builtin)
+    assert str(caught.value) == text
+
+
+def not_found(text: str, path, **kwargs):
+    fails(reshard.CheckpointNotFoundError, FileNotFoundError, text, path, **kwargs)
+
+
+def not_a_format(text: str, path, **kwargs):
+    fails(reshard.CheckpointFormatError, ValueError, text, path, **kwargs)
+
+
+def uncommitted(text: str, path, **kwargs):
+    fails(reshard.UncommittedCheckpointError, ValueError, text, path, **kwargs)
+
+
+def corrupt(text: str, path, **kwargs):
+    fails(reshard.CorruptCheckpointError, ValueError, text, path, **kwargs)
+
+
+def test_unknown_item(two_trees):
+    not_found(f"`{two_trees}/7` has no item 'opt'\n\nhint: its items: config, ema, params",
+              two_trees, item="opt")
+    not_a_format(f"item 'config' of `{two_trees}/7` holds no tree of arrays\n\n"
+                 "hint: --item ema\nhint: --item params", two_trees, item="config")
+
+
+def test_unknown_step(saved):
+    path = saved("manager").path
+    not_found(f"`{path}` has no step 4\n\nhint: its steps: 3, 20", path, step=4)
+
+
+def test_step_of_what_has_none(saved):
+    for layout in ("standalone", "step", "bare", "v1"):
+        path = saved(layout).path
+        not_found(f"`{path}` is one checkpoint and has no steps\n\nhint: leave out --step",
+                  path, step=3)
+
+
+def test_item_of_what_has_none(saved):
+    for layout in ("standalone", "bare"):
+        path = saved(layout).path
+        not_found(f"`{path}` is one tree and has no items\n\nhint: leave out --item",
+                  path, item="params")
+
+
+def test_nothing_there(tmp_path):
+    (tmp_path / "run" / "a").mkdir(parents=True)
+    (tmp_path / "run" / "b").mkdir()
+    missing = tmp_path / "run" / "c"
+    not_found(f"there is nothing at `{missing}`\n\nhint: `{tmp_path}/run` has: a, b", missing)
+    deep = tmp_path / "run" / "a" / "x" / "y"
+    not_found(f"there is nothing at `{deep}`\n\nhint: `{tmp_path}/run/a` has: no directories",
+              deep)
+
+
+def test_an_empty_directory(tmp_path):
+    not_a_format(
+        f"`{tmp_path}` is not a checkpoint\n"
+        "  no _METADATA, no _CHECKPOINT_METADATA, no step directories, no zarr arrays", tmp_path
+    )
+
+
+def test_a_file(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("hello")
+    not_a_format(f"`{path}` is a file, and not a checkpoint directory", path)
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/run/100", "s3://bucket/run"])
+def test_a_remote_path(url):
+    not_a_format(f"`{url}`: only local paths are read\n\n"
+                 "hint: copy the checkpoint to a local disk", url)
+
+
+def test_a_msgpack_file(tmp_path):
+    path = tmp_path / "checkpoint_10"
+    path.write_bytes(flax.serialization.msgpack_serialize({"params": {"w": np.arange(3)}}))
+    not_a_format(
+        f"`{path}` is a Flax msgpack checkpoint, which is recognised but not read yet", path
+    )
+    not_a_format(
+        f"`{tmp_path}` holds Flax msgpack checkpoints, which are recognised but not read yet\n"
+        "  checkpoint_10\n\n"
+        "hint: restore it with flax.training.checkpoints and save it with Orbax", tmp_path
+    )
+
+
+@pytest.mark.parametrize("version", ["orbax-0.4.4", "orbax-0.4.4-b"])
+def test_aggregate(data, version):
+    path = data / version / "aggregate"
+    not_a_format(
+        f"`{path}` was saved with aggregate=True: its values are inside the msgpack file "
+        "`checkpoint`, which is recognised but not read yet\n\n"
+        "hint: restore it with PyTreeCheckpointer and save it again", path
+    )
+
+
+def test_orbax_0_2_7(data):
+    path = data / "orbax-0.2.7" / "ocdbt_False"
+    not_a_format(
+        f"`{path}` was written by Orbax 0.2 (no _METADATA; its tree is the msgpack file "
+        "`checkpoint`), which is recognised but not read yet\n\n"
+        "hint: restore it with PyTreeCheckpointer and save it again", path
+    )
+    path = data / "orbax-0.2.7" / "aggregate"
+    not_a_format(
+        f"`{path}` holds its values in the msgpack file `checkpoint` (aggregate=True), which is "
+        "recognised but not read yet\n\n"
+        "hint: restore it with PyTreeCheckpointer and save it again", path
+    )
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    """Copies the checkpoint of a layout, to break it."""
+    def make(layout: str, name: str = "copy") -> pathlib.Path:
+        return shutil.copytree(saved(layout).path, tmp_path / name)
+
+    return make
+
+
+STOPPED = "hint: use an earlier step: its writer stopped before this one was complete"
+
+
+def test_a_temporary_name(copy):
+    path = copy("standalone", "100.orbax-checkpoint-tmp")
+    uncommitted(f"`{path}` was never committed: its name is that of a checkpoint in progress\n\n"
+                + STOPPED, path)
+
+
+def uncommit(path: pathlib.Path):
+    document = json.loads((path / "_CHECKPOINT_METADATA").read_text())
+    document["commit_timestamp_nsecs"] = None
+    (path / "_CHECKPOINT_METADATA").write_text(json.dumps(document))
+    (path / "commit_success.txt").unlink()
+
+
+NO_TIME = "was never committed: its _CHECKPOINT_METADATA has no time of a commit\n\n" + STOPPED
+
+
+@pytest.mark.parametrize("layout", ["standalone", "step", "v1"])
+def test_no_time_of_a_commit(copy, layout):
+    path = copy(layout)
+    uncommit(path)
+    uncommitted(f"`{path}` {NO_TIME}", path)
+
+
+def test_an_uncommitted_step_is_passed_over(copy):
+    path = copy("manager")
+    uncommit(path / "20")
+    shutil.copytree(path / "3", path / "30.orbax-checkpoint-tmp")
+    ckpt = reshard.open(path)
+    assert (ckpt.source.step, ckpt.source.steps) == ("3", (3,))
+    uncommitted(f"`{path}/20` {NO_TIME}", path, step=20)
+    not_found(f"`{path}` has no step 30\n\nhint: its steps: 3", path, step=30)
+
+
+def test_only_uncommitted_steps(copy):
+    path = copy("manager")
+    for step in STEPS:
+        uncommit(path / str(step))
+    uncommitted(
+        f"`{path}` holds only checkpoints that were never committed\n  20\n  3", path
+    )
+    for step in STEPS:
+        (path / str(step)).rename(path / f"{step}.orbax-checkpoint-tmp")
+    uncommitted(
+        f"`{path}` holds only checkpoints that were never committed\n"
+        "  20.orbax-checkpoint-tmp\n  3.orbax-checkpoint-tmp", path
+    )
+
+
+def test_an_unfinished_item(copy):
+    path = copy("step")
+    (path / "default").rename(path / "default.orbax-checkpoint-tmp")
+    uncommitted(
+        f"`{path}` was never committed: its `default.orbax-checkpoint-tmp` was never finished\n\n"
+        + STOPPED, path
+    )
+
+
+def test_a_missing_marker_says_nothing(copy):
+    path = copy("standalone")
+    (path / "commit_success.txt").unlink()
+    assert len(reshard.open(path)) == len(reshard.open(copy("standalone", "whole")))
+
+
+@pytest.mark.parametrize("layout", ["standalone", "zarr2-files", "zarr3-files", "bare"])
+def test_half_written_without_a_tree(copy, layout):
+    path = copy(layout)
+    (path / "_METADATA").unlink()
+    with pytest.raises(reshard.ReshardError, match=r"has no _METADATA: it was half written"):
+        reshard.open(path)
+
+
+def test_half_written_without_a_manifest(copy):
+    path = copy("standalone")
+    (path / "manifest.ocdbt").unlink()
+    shutil.rmtree(path / "ocdbt.process_0")
+    corrupt(f"`{path}` has no manifest.ocdbt, which its _METADATA promises: it was half written",
+            path)
+
+
+@pytest.mark.parametrize("layout", ["zarr2-files", "zarr3-files"])
+def test_a_missing_array(copy, layout):
+    path = copy(layout)
+    shutil.rmtree(path / "params.embed")
+    shutil.rmtree(path / "list.0")
+    with pytest.raises(reshard.CorruptCheckpointError) as caught:
+        reshard.open(path)
+    assert sorted(caught.value.problems) == [
+        "list/0: there is no array `list.0`", "params/embed: there is no array `params.embed`"
+    ]
+
+
+def test_a_missing_array_in_a_database(copy):
+    path = copy("standalone")
+    base = {"driver": "file", "path": f"{path}/"}
+    store = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    store.delete_range(ts.KvStore.KeyRange("one_device/", "one_device0")).result()
+    with pytest.raises(reshard.CorruptCheckpointError) as caught:
+        reshard.open(path)
+    assert caught.value.problems == ("one_device: there is no array `one_device`",)
+
+
+def test_a_missing_string(copy):
+    path = copy("standalone")
+    (path / "_strings.json").unlink()
+    with pytest.raises(reshard.CorruptCheckpointError) as caught:
+        reshard.open(path)
+    assert sorted(caught.value.problems) == [
+        "text/a.b: a string that `_strings.json` lacks",
+        "text/name: a string that `_strings.json` lacks",
+    ]
+
+
+def test_documents_that_are_not_json(copy):
+    path = copy("standalone")
+    text = (path / "_METADATA").read_text()
+    (path / "_METADATA").write_text(text[:-40])
+    with pytest.raises(reshard.CorruptCheckpointError, match=r"_METADATA` is not JSON"):
+        reshard.open(path)
+    (path / "_METADATA").write_text("[]")
+    corrupt(f"`{path}/_METADATA` is not a JSON object", path)
+    (path / "_METADATA").write_text("{}")
+    corrupt(f"`{path}/_METADATA` has no tree_metadata", path)
+
+
+@pytest.mark.parametrize("file", ["manifest.ocdbt", "_sharding"])
+def test_a_truncated_file(copy, file):
+    path = copy("standalone")
+    whole = (path / file).read_bytes()
+    (path / file).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(reshard.CorruptCheckpointError, match=f"{path}"):
+        reshard.open(path)
+
+
+COLLISION = {"a": {"b.c": np.arange(6.0)}, "a.b": {"c": -np.arange(6.0)}, "other": np.arange(4)}
+
+
+@pytest.fixture(params=[{}, {"use_ocdbt": False}, {"use_zarr3": True}])
+def collided(request, tmp_path):
+    with ocp.PyTreeCheckpointer(**request.param) as checkpointer:
+        checkpointer.save(tmp_path / "saved", COLLISION)
+    return reshard.open(tmp_path / "saved")
+
+
+def test_two_leaves_under_one_name(collided, tmp_path):
+    text = (
+        "two leaves were saved under one name, so one of them has overwritten the other\n"
+        "  a/b.c and a.b/c are both stored as `a.b.c`\n\n"
+        "hint: drop both: --drop 'a/b.c' --drop 'a.b/c'"
+    )
+    assert set(collided) == {("a", "b.c"), ("a.b", "c"), ("other",)}
+    for job in (
+        collided["a/b.c"].view,
+        lambda: reshard.save(collided, tmp_path / "out"),
+        lambda: reshard.select(collided, drop="a.b/c"),
+        lambda: reshard.select(collided, ["a.b/c", "other"], drop="a/b.c"),
+    ):
+        with pytest.raises(reshard.CorruptCheckpointError) as caught:
+            job()
+        assert sorted(str(caught.value).replace("a.b/c", "a/b.c")) == sorted(
+            text.replace("a.b/c", "a/b.c")
+        )
+        assert not (tmp_path / "out").exists()
+    assert reshard.plan(collided).problems == (
+        "a/b.c and a.b/c are both stored as `a.b.c`",
+    )
+
+
+def test_neither_of_two_leaves_under_one_name(collided, tmp_path):
+    kept = reshard.select(collided, drop=["a/b.c", "a.b/c"])
+    reshard.save(kept, tmp_path / "out")
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "out")
+    assert bits(restored.pop("other")) == bits(COLLISION["other"])
+    assert restored == {}
+
+
+def test_selecting_one_of_two_leaves_under_one_name(collided, tmp_path):
+    one = reshard.select(collided, ["a/b.c", "other"])
+    with pytest.raises(reshard.CorruptCheckpointError, match=r"a/b\.c and a\.b/c are both stored"):
+        reshard.save(one, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+OLD_LAYOUTS = ["orbax-0.4.4/default", "orbax-0.4.4/ocdbt_True", "orbax-0.4.4-b/ocdbt_False"]
+UNMERGED = "orbax-0.4.4/ocdbt_False"
+
+
+@pytest.mark.parametrize("name", [*OLD_LAYOUTS, UNMERGED])
+def test_orbax_0_4_4(data, name):
+    ckpt = reshard.open(data / name)
+    expected = saved_leaves(OLD)
+    found = {p: x if not hasattr(x, "view") else bits(read(x)) for p, x in ckpt.items()}
+    assert found == {
+        p: bits(np.asarray(x)) if is_array(x) else x for p, x in expected.items()
+    }
+    assert ckpt.meshes == (Mesh(("data", "model"), (2, 4)),)
+    assert ckpt["params/dense/kernel"].sharding.spec == (("data",), ("model",))
+    assert ckpt["params/dense/kernel"].chunk_shape == (8, 8)
+    words = {UNMERGED: "OCDBT, never merged, zarr2", OLD_LAYOUTS[2]: "plain files, zarr2"}
+    assert ckpt.source.format == words.get(name, "OCDBT, zarr2")
+
+
+@pytest.mark.parametrize("name", OLD_LAYOUTS)
+def test_orbax_0_4_4_as_orbax_reads_it(data, name):
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        arguments = jax.tree.map(
+            lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray if is_array(leaf) else str), OLD
+        )
+        theirs = checkpointer.restore(data / name, restore_args=arguments)
+    ckpt = reshard.open(data / name)
+    found = {p: bits(read(x)) if hasattr(x, "view") else x for p, x in ckpt.items()}
+    assert found == {
+        p: bits(np.asarray(x)) if is_array(x) else x for p, x in saved_leaves(theirs).items()
+    }
+
+
+@pytest.mark.parametrize("name", [*OLD_LAYOUTS, UNMERGED])
+def test_orbax_0_4_4_saved_again(data, tmp_path, name):
+    before = layouts.hashes(data / name)
+    ckpt = reshard.to_mesh(reshard.open(data / name), "1x8")
+    reshard.save(ckpt, tmp_path / "out")
+    assert layouts.hashes(data / name) == before
+    on = layouts.mesh((1, 8))
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "out")
+    arrays = {p: np.asarray(x) for p, x in saved_leaves(restored).items() if is_array(x)}
+    assert {p: bits(x) for p, x in arrays.items()} == {
+        p: bits(np.asarray(x)) for p, x in saved_leaves(OLD).items() if is_array(x)
+    }
+    kernel = restored["params"]["dense"]["kernel"]
+    spec = jax.sharding.PartitionSpec("data", "model")
+    assert kernel.sharding.is_equivalent_to(JaxNamedSharding(on, spec), 2)
+    assert kernel.sharding.mesh.shape == {"data": 1, "model": 8}
+    assert jax.tree.structure(restored) == jax.tree.structure(OLD)
+
+
+def never_merged(whole: pathlib.Path, path: pathlib.Path, processes: int) -> pathlib.Path:
+    """A copy of a merged OCDBT checkpoint in which each process still has its own database.
+
+    Process i holds every chunk whose position in its array is i modulo `processes`; all of them
+    hold the arrays' metadata, as the processes of a job write it.
+    """
+    names = ("d", "manifest.ocdbt", "ocdbt.process_*")
+    shutil.copytree(whole, path, ignore=shutil.ignore_patterns(*names))
+
+    def database(directory):
+        base = {"driver": "file", "path": f"{directory}/"}
+        return ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
+
+    merged = database(whole)
+    stores = [database(path / f"ocdbt.process_{i}") for i in range(processes)]
+    counts: dict[bytes, int] = {}
+    for key in sorted(merged.list().result()):
+        value = merged.read(key).result().value
+        if key.endswith((b".zarray", b"zarr.json")):
+            for store in stores:
+                store.write(key, value).result()
+        else:
+            name = key.rpartition(b"/")[0]
+            counts[name] = counts.get(name, -1) + 1
+            stores[counts[name] % processes].write(key, value).result()
+    return path
+
+
+@pytest.mark.parametrize("layout", ["standalone", "zarr3-ocdbt"])
+def test_a_never_merged_store_of_several_processes(saved, tmp_path, layout):
+    source = saved(layout)
+    path = never_merged(source.path, tmp_path / "unmerged", 3)
+    ckpt = reshard.open(path)
+    whole = reshard.open(source.path)
+    assert ckpt.source.format == whole.source.format.replace("OCDBT", "OCDBT, never merged")
+    assert list(ckpt) == list(whole)
+    for handle in whole.arrays:
+        assert bits(read(ckpt[handle.path])) == bits(read(handle)), handle
+
+    before = layouts.hashes(path)
+    on = layouts.mesh((1, 8))
+    jobs = {
+        "shard": reshard.to_mesh(ckpt, "1x8"),
+        "keep": ckpt,
+    }
+    for chunks, job in jobs.items():
+        out = tmp_path / chunks
+        reshard.save(job, out, chunks=chunks)
+        assert layouts.hashes(path) == before
+        got = layouts.read_pytree(source, out)
+        expected = layouts.read_pytree(source, source.path)
+        layouts.assert_same_tree(got, expected)
+        layouts.assert_laid_out(got, expected, on if chunks == "shard" else source.mesh)
+    shutil.rmtree(path)
+    layouts.assert_same_tree(layouts.read_pytree(source, tmp_path / "keep"), expected)

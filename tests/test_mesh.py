@@ -1,0 +1,390 @@
+"""Meshes and specs without devices, compared with JAX's own answers on simulated devices."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from reshard import mesh as mesh_lib
+from reshard.errors import ShardingError
+from reshard.mesh import Mesh, NamedSharding, SingleDeviceSharding
+
+SAVED = Mesh(("data", "model"), (2, 4), ("Auto", "Auto"), tuple(range(8)))
+EIGHT = Mesh(("data", "model"), (1, 8))
+
+
+def device_mesh(sizes, names, order=None, types=None):
+    devices = np.array(jax.devices()[: math.prod(sizes)])
+    devices = devices if order is None else devices[list(order)]
+    return jax.sharding.Mesh(devices.reshape(sizes), names, axis_types=types)
+
+
+# Forms of a mesh
+
+
+@pytest.mark.parametrize(
+    ("given_mesh", "expected"),
+    [
+        (EIGHT, EIGHT),
+        ("data=1,model=8", EIGHT),
+        (" data = 1 , model=8 ", EIGHT),
+        ("x=8", Mesh(("x",), (8,))),
+        ("model=8,data=1", Mesh(("model", "data"), (8, 1))),
+        ("a=2,b=2,c=2,d=1", Mesh(("a", "b", "c", "d"), (2, 2, 2, 1))),
+        ("data=4096", Mesh(("data",), (4096,))),
+        ({"data": 1, "model": 8}, EIGHT),
+        ({"model": 8, "data": 1}, Mesh(("model", "data"), (8, 1))),
+        ({"x": 4096}, Mesh(("x",), (4096,))),
+    ],
+)
+def test_forms_that_name_their_axes(given_mesh, expected):
+    assert mesh_lib.parse_mesh(given_mesh) == expected
+    assert mesh_lib.parse_mesh(given_mesh, [SAVED]) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "saved", "expected"),
+    [
+        ("1x8", [SAVED], EIGHT),
+        (" 8x1 ", [SAVED], Mesh(("data", "model"), (8, 1))),
+        ("64x64", [SAVED, EIGHT], Mesh(("data", "model"), (64, 64))),
+        ("4", [Mesh(("x",), (8,))], Mesh(("x",), (4,))),
+        ("1x2x1x4", [Mesh(tuple("abcd"), (2, 2, 2, 1))], Mesh(tuple("abcd"), (1, 2, 1, 4))),
+    ],
+)
+def test_the_short_form_takes_the_saved_names(text, saved, expected):
+    assert mesh_lib.parse_mesh(text, iter(saved)) == expected
+
+
+def test_a_jax_mesh_keeps_its_types_and_the_order_of_its_devices():
+    order = (3, 0, 2, 1, 7, 6, 5, 4)
+    mesh = device_mesh((2, 4), ("data", "model"), order, (AxisType.Explicit, AxisType.Auto))
+    assert mesh_lib.parse_mesh(mesh) == Mesh(("data", "model"), (2, 4), ("Explicit", "Auto"), order)
+
+
+def test_an_abstract_mesh_has_no_device_ids():
+    mesh = AbstractMesh((64, 64), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Manual))
+    assert mesh_lib.parse_mesh(mesh) == Mesh(("data", "model"), (64, 64), ("Auto", "Manual"))
+
+
+@pytest.mark.parametrize(
+    ("given_mesh", "saved", "message"),
+    [
+        (
+            "data=1,model",
+            [],
+            "not a mesh: `data=1,model`\n\nhint: a mesh is `data=1,model=8`, or `1x8` for short",
+        ),
+        ("", [], "not a mesh: ``\n\nhint: a mesh is `data=1,model=8`, or `1x8` for short"),
+        (
+            "data=-1",
+            [],
+            "not a mesh: `data=-1`\n\nhint: a mesh is `data=1,model=8`, or `1x8` for short",
+        ),
+        (
+            "1x8x",
+            [SAVED],
+            "not a mesh: `1x8x`\n\nhint: a mesh is `data=1,model=8`, or `1x8` for short",
+        ),
+        (
+            "=8",
+            [],
+            "not a mesh: `=8`\n\nhint: a mesh is `data=1,model=8`, or `1x8` for short",
+        ),
+        (
+            {"data": "8"},
+            [],
+            "not a mesh: {'data': '8'}\n\n"
+            "hint: a mesh is `data=1,model=8`, `1x8`, a dict, or a jax Mesh or AbstractMesh",
+        ),
+        (
+            {0: 8},
+            [],
+            "not a mesh: {0: 8}\n\n"
+            "hint: a mesh is `data=1,model=8`, `1x8`, a dict, or a jax Mesh or AbstractMesh",
+        ),
+        (
+            (1, 8),
+            [],
+            "not a mesh: (1, 8)\n\n"
+            "hint: a mesh is `data=1,model=8`, `1x8`, a dict, or a jax Mesh or AbstractMesh",
+        ),
+        (
+            None,
+            [],
+            "not a mesh: None\n\n"
+            "hint: a mesh is `data=1,model=8`, `1x8`, a dict, or a jax Mesh or AbstractMesh",
+        ),
+        ("data=0,model=8", [], "every axis of the mesh `data=0,model=8` needs at least one device"),
+        ("0x8", [SAVED], "every axis of the mesh `data=0,model=8` needs at least one device"),
+        ({"a": 2, "b": -2}, [], "every axis of the mesh `a=2,b=-2` needs at least one device"),
+        ({}, [], "every axis of the mesh `` needs at least one device"),
+        (Mesh(("a",), (0,)), [], "every axis of the mesh `a=0` needs at least one device"),
+        ("data=1,data=2", [], "the mesh `data=1,data=2` names an axis twice"),
+        (
+            "1x8",
+            [],
+            "`1x8` takes its axis names from the saved meshes, but none was saved\n\n"
+            "hint: write the axes out: `axis0=1,axis1=8`",
+        ),
+        (
+            "8",
+            [SAVED],
+            "`8` takes its axis names from the saved meshes, which do not give it one tuple of "
+            "that length\n"
+            "  data=2,model=4\n\n"
+            "hint: write the axes out: `axis0=8`",
+        ),
+        (
+            "1x8",
+            [SAVED, Mesh(("x", "y"), (4, 2)), EIGHT],
+            "`1x8` takes its axis names from the saved meshes, which do not give it one tuple of "
+            "that length\n"
+            "  data=1,model=8\n"
+            "  data=2,model=4\n"
+            "  x=4,y=2\n\n"
+            "hint: write the axes out: `axis0=1,axis1=8`",
+        ),
+    ],
+)
+def test_what_is_not_a_mesh(given_mesh, saved, message):
+    with pytest.raises(ShardingError) as caught:
+        mesh_lib.parse_mesh(given_mesh, saved)
+    assert str(caught.value) == message
+
+
+def test_a_mesh_counts_and_prints():
+    mesh = Mesh(("a", "b", "c"), (2, 3, 4))
+    assert (mesh.size, mesh.shape, str(mesh)) == (24, {"a": 2, "b": 3, "c": 4}, "a=2,b=3,c=4")
+    assert mesh_lib.parse_mesh(str(mesh)) == mesh
+
+
+# Specs
+
+AXES = st.sampled_from(["data", "model", "x", "y_1", "fsdp"])
+SPECS = st.lists(st.lists(AXES, max_size=3, unique=True).map(tuple), max_size=4).map(tuple)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (None, ()),
+        ((), ()),
+        ("", ()),
+        ("  ", ()),
+        (P(), ()),
+        (P("data"), (("data",),)),
+        (P(None, "model"), ((), ("model",))),
+        (P(("data", "model"), None), (("data", "model"), ())),
+        (["data", None, ["x", "y"], ()], (("data",), (), ("x", "y"), ())),
+        ("data", (("data",),)),
+        ("data,model", (("data",), ("model",))),
+        (",model", ((), ("model",))),
+        ("data+model,", (("data", "model"), ())),
+        (" data + model , , x ", (("data", "model"), (), ("x",))),
+    ],
+)
+def test_normalize_spec(spec, expected):
+    assert mesh_lib.normalize_spec(spec) == expected
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ([1], "not a partition spec: [1]"),
+        ([("data", 1)], "not a partition spec: [('data', 1)]"),
+        (["data", {"model": 1}], "not a partition spec: ['data', {'model': 1}]"),
+        (P(P.UNCONSTRAINED, "data"), f"not a partition spec: {P(P.UNCONSTRAINED, 'data')!r}"),
+    ],
+)
+def test_what_is_not_a_spec(spec, message):
+    with pytest.raises(ShardingError) as caught:
+        mesh_lib.normalize_spec(spec)
+    assert str(caught.value) == message
+
+
+@settings(deadline=None)
+@given(SPECS)
+def test_specs_survive_jax_and_text(spec):
+    assert mesh_lib.normalize_spec(spec) == spec
+    assert mesh_lib.normalize_spec(P(*spec)) == spec
+    assert mesh_lib.normalize_spec(eval(mesh_lib.format_spec(spec), {"P": P})) == spec
+    assume(spec != ((),))  # typed as "", which is the empty spec: both shard nothing
+    assert mesh_lib.normalize_spec(mesh_lib.spec_text(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    ("spec", "printed", "typed"),
+    [
+        ((), "P()", ""),
+        (((),), "P(None)", ""),
+        ((("data",),), "P('data')", "data"),
+        ((("data",), ("x", "y"), ()), "P('data', ('x', 'y'), None)", "data,x+y,"),
+        (((), ("model",)), "P(None, 'model')", ",model"),
+    ],
+)
+def test_how_specs_are_written(spec, printed, typed):
+    assert mesh_lib.format_spec(spec) == printed
+    assert mesh_lib.spec_text(spec) == typed
+
+
+def test_rename_axes_renames_and_replicates():
+    spec = (("data", "model"), (), ("model",), ("x",))
+    assert mesh_lib.rename_axes(spec, {"model": "tensor", "x": ""}) == (
+        ("data", "tensor"),
+        (),
+        ("tensor",),
+        (),
+    )
+    assert mesh_lib.rename_axes(spec, {"data": "model", "model": "data"}) == (
+        ("model", "data"),
+        (),
+        ("data",),
+        ("x",),
+    )
+    assert mesh_lib.rename_axes(spec, {}) == spec
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "problems"),
+    [
+        ((), (), []),
+        ((16, 24), (("data",), ("model",)), []),
+        ((16, 24, 5), (("data", "model"),), []),
+        ((0, 3), (("data",), ()), []),
+        (
+            (15, 24),
+            (("data",), ("model",)),
+            ["dimension 0 of 15 does not divide by 2 (data)"],
+        ),
+        (
+            (12, 24),
+            (("data", "model"), ()),
+            ["dimension 0 of 12 does not divide by 8 (data*model)"],
+        ),
+        ((16,), (("data",), ()), ["P('data', None) has 2 dimensions, the array 1"]),
+        ((), (("data",),), ["P('data') has 1 dimensions, the array 0"]),
+        (
+            (16, 24),
+            (("data",), ("data",)),
+            ["P('data', 'data') uses axis 'data' 2 times"],
+        ),
+        (
+            (16, 24),
+            (("x",), ("y",)),
+            [
+                "P('x', 'y') names axis 'x', which `data=2,model=4` lacks",
+                "P('x', 'y') names axis 'y', which `data=2,model=4` lacks",
+            ],
+        ),
+        (
+            (15, 3),
+            (("x", "data"), ("model", "data"), ("data",)),
+            [
+                "P(('x', 'data'), ('model', 'data'), 'data') has 3 dimensions, the array 2",
+                "P(('x', 'data'), ('model', 'data'), 'data') names axis 'x', which "
+                "`data=2,model=4` lacks",
+                "P(('x', 'data'), ('model', 'data'), 'data') uses axis 'data' 3 times",
+                "dimension 0 of 15 does not divide by 2 (x*data)",
+                "dimension 1 of 3 does not divide by 8 (model*data)",
+            ],
+        ),
+    ],
+)
+def test_spec_problems_are_all_of_them(shape, spec, problems):
+    assert mesh_lib.spec_problems(shape, SAVED, spec) == problems
+
+
+# Against JAX
+
+
+class Case(NamedTuple):
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    spec: tuple[tuple[str, ...], ...]
+    shape: tuple[int, ...]
+
+
+@st.composite
+def cases(draw, most_devices):
+    """A mesh, a spec that splits some dimensions over some of its axes, and a shape that fits."""
+    sizes: list[int] = []
+    for size in draw(st.lists(st.integers(1, 8), min_size=1, max_size=4)):
+        if math.prod(sizes) * size <= most_devices:
+            sizes.append(size)
+    names = tuple("abcd"[: len(sizes)])
+    rank = draw(st.integers(0, 4))
+    spec: list[list[str]] = [[] for _ in range(draw(st.integers(0, rank)))]
+    for axis in draw(st.permutations(names)):
+        dim = draw(st.integers(-1, len(spec) - 1))
+        if dim >= 0:
+            spec[dim].append(axis)
+    size_of = dict(zip(names, sizes, strict=True))
+    parts = [math.prod(size_of[axis] for axis in entry) for entry in spec]
+    parts += [1] * (rank - len(parts))
+    shape = tuple(part * draw(st.integers(1, 5)) for part in parts)
+    return Case(names, tuple(sizes), tuple(map(tuple, spec)), shape)
+
+
+@settings(deadline=None, max_examples=200)
+@given(cases(most_devices=4096))
+def test_shard_shape_is_jax_shard_shape(case):
+    ours = NamedSharding(Mesh(case.names, case.sizes), case.spec)
+    theirs = jax.sharding.NamedSharding(AbstractMesh(case.sizes, case.names), P(*case.spec))
+    assert mesh_lib.shard_shape(case.shape, ours) == theirs.shard_shape(case.shape)
+    assert mesh_lib.spec_problems(case.shape, ours.mesh, case.spec) == []
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.lists(st.integers(0, 12), max_size=3).map(tuple),
+    st.lists(
+        st.lists(st.sampled_from(["data", "model", "x"]), max_size=2).map(tuple), max_size=3
+    ).map(tuple),
+)
+def test_a_spec_has_problems_where_jax_refuses_it(shape, spec):
+    def accepted():
+        try:
+            sharding = jax.sharding.NamedSharding(AbstractMesh((2, 4), ("data", "model")), P(*spec))
+            sharding.check_compatible_aval(shape)
+            sharding.shard_shape(shape)
+        except Exception:  # not all of them are ValueErrors
+            return False
+        return True
+
+    assert (mesh_lib.spec_problems(shape, SAVED, spec) == []) == accepted()
+
+
+def test_without_a_named_sharding_a_shard_is_the_whole():
+    assert mesh_lib.shard_shape((3, 5), None) == (3, 5)
+    assert mesh_lib.shard_shape((3, 5), SingleDeviceSharding("cpu:0")) == (3, 5)
+    assert mesh_lib.shard_shape([16, 5], NamedSharding(SAVED, (("model",),))) == (4, 5)
+
+
+@settings(deadline=None, max_examples=200)
+@given(cases(most_devices=8), st.randoms(use_true_random=False))
+def test_shard_owners_are_jax_devices_indices_map(case, random):
+    order = list(range(math.prod(case.sizes)))
+    random.shuffle(order)
+    devices = device_mesh(case.sizes, case.names, order)
+    theirs = jax.sharding.NamedSharding(devices, P(*case.spec))
+    ours = NamedSharding(mesh_lib.parse_mesh(devices), case.spec)
+    shard = theirs.shard_shape(case.shape)
+    expected: dict[tuple[int, ...], list[int]] = {}
+    for device, box in theirs.devices_indices_map(case.shape).items():
+        starts = [part.indices(size)[0] for part, size in zip(box, case.shape, strict=True)]
+        index = tuple(start // step for start, step in zip(starts, shard, strict=True))
+        expected.setdefault(index, []).append(device.id)
+    assert mesh_lib.shard_owners(case.shape, ours) == expected
+
+
+def test_shard_owners_need_no_devices():
+    mesh = Mesh(("data", "model"), (64, 64))
+    owners = mesh_lib.shard_owners((128, 64), NamedSharding(mesh, (("model",),)))
+    assert owners == {(j, 0): [64 * i + j for i in range(64)] for j in range(64)}

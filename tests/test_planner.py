@@ -1,0 +1,704 @@
+"""The arithmetic of a job, compared with brute force over arrays of indices.
+
+The brute force labels each element of an array with the chunk that it is in. Everything else
+(which boxes touch which chunks, what a load decodes) is counted from the labels.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reshard import planner, schedule
+from reshard.errors import MemoryLimitError
+from reshard.mesh import Mesh, NamedSharding, shard_shape
+from reshard.planner import ArrayLayout, Plan, plan_array
+from reshard.schedule import Batch
+
+MIB = 1 << 20
+
+
+def layout(shape, source_chunk, target_shard, **fields):
+    """float32 by default; what is stored is as large as what is decoded."""
+    itemsize = fields.get("source_itemsize", 4)
+    return ArrayLayout(
+        **(
+            {
+                "path": ("params", "w"),
+                "shape": shape,
+                "source_itemsize": 4,
+                "target_itemsize": 4,
+                "source_chunk": source_chunk,
+                "source_shard": source_chunk,
+                "target_shard": target_shard,
+                "stored_bytes": math.prod(shape) * itemsize,
+                "largest_stored": math.prod(source_chunk) * itemsize,
+                "linked_bytes": 0,
+                "same_bytes": False,
+                "encoded_ratio": 1.0,
+            }
+            | fields
+        )
+    )
+
+
+def labels(shape, chunk):
+    """For each element, the number of the chunk that holds it."""
+    result = np.zeros(shape, int)
+    for dim, (size, step) in enumerate(zip(shape, chunk, strict=True)):
+        along = np.arange(size) // step
+        result = result * math.ceil(size / step)
+        result += along.reshape([-1 if d == dim else 1 for d in range(len(shape))])
+    return result
+
+
+def decoded_elements(chunk_labels, box):
+    """Elements in all the chunks that a box touches."""
+    return np.isin(chunk_labels, np.unique(chunk_labels[box])).sum()
+
+
+def amplification(shape, chunk, shard):
+    in_chunk, in_shard = labels(shape, chunk), labels(shape, shard)
+    decoded = sum(decoded_elements(in_chunk, in_shard == n) for n in np.unique(in_shard))
+    return decoded / math.prod(shape)
+
+
+@st.composite
+def layouts(draw, max_rank=3):
+    """Arrays of up to a few thousand elements whose elements weigh as much as rows of weights."""
+    rank = draw(st.integers(0, max_rank))
+    shard = tuple(draw(st.integers(1, 6)) for _ in range(rank))
+    shape = tuple(b * draw(st.integers(1, 3)) for b in shard)
+    chunk = tuple(draw(st.integers(1, size)) for size in shape)
+    unit = draw(st.sampled_from([1, 1 << 12, 1 << 13]))
+    source, target = draw(st.sampled_from([(4, 4), (4, 2), (2, 4), (1, 8), (8, 1)]))
+    stored = math.prod(shape) * source * unit
+    return layout(
+        shape,
+        chunk,
+        shard,
+        source_itemsize=source * unit,
+        target_itemsize=target * unit,
+        source_shard=draw(st.sampled_from([chunk, shard, shape])),
+        stored_bytes=stored,
+        largest_stored=draw(st.integers(1, math.prod(chunk) * source * unit)),
+        same_bytes=source == target and draw(st.booleans()),
+    )
+
+
+@st.composite
+def jobs(draw, chunks=None):
+    """An array, `chunks`, and a `max_memory` from far too little to more than enough."""
+    array = draw(layouts())
+    whole = 2 * math.prod(array.shape) * (array.source_itemsize + array.target_itemsize)
+    memory = max(1, whole * draw(st.integers(0, 64)) // 24)
+    nbytes = math.prod(array.shape) * array.target_itemsize
+    if chunks is None:
+        bounds = st.integers(array.target_itemsize, 2 * nbytes)
+        chunks = draw(st.sampled_from(["shard", "keep"]) | bounds)
+    return array, chunks, memory
+
+
+def plan_within(array, chunks, memory):
+    """The plan, with the least memory that the error names where `memory` is not enough."""
+    try:
+        return plan_array(array, chunks, memory), memory
+    except MemoryLimitError as error:
+        memory = named_minimum(error) * MIB
+        return plan_array(array, chunks, memory), memory
+
+
+def named_minimum(error):
+    """The MiB of the hint, which are also those of the message."""
+    hinted = re.fullmatch(r"--max-memory (\d+)MiB", error.hints[0])
+    assert hinted is not None
+    assert f"it takes {hinted[1]} MiB to carry one over" in error.problems[0]
+    return int(hinted[1])
+
+
+# Boxes
+
+
+@settings(deadline=None, max_examples=300)
+@given(jobs())
+def test_boxes_are_whole_target_chunks_and_partition_the_array(job):
+    array, chunks, memory = job
+    plan, _ = plan_within(array, chunks, memory)
+    boxes = list(plan.boxes())
+    if plan.moved:
+        assert (boxes, plan.chunk) == ([], array.source_chunk)
+        return
+    covered = np.zeros(array.shape, int)
+    target = labels(array.shape, plan.chunk)
+    for box in boxes:
+        covered[box] += 1
+        assert decoded_elements(target, box) == covered[box].size
+    assert (covered == 1).all()
+    starts = [tuple(part.start for part in box) for box in boxes]
+    assert starts == sorted(starts)
+
+
+@settings(deadline=None, max_examples=300)
+@given(jobs())
+def test_passes_are_how_often_a_source_chunk_is_read(job):
+    array, chunks, memory = job
+    plan, _ = plan_within(array, chunks, memory)
+    source = labels(array.shape, array.source_chunk)
+    reads = np.zeros(source.max(initial=0) + 1, int)
+    for box in plan.boxes():
+        reads[np.unique(source[box])] += 1
+    if plan.moved:
+        assert plan.passes == 1.0
+    elif plan.passes == 1.0:
+        assert (reads == 1).all()
+    else:
+        assert plan.passes > 1.0
+        assert plan.passes == pytest.approx(reads.mean(), rel=1e-12)
+    assert Plan((plan,)).chunks_read == (len(reads) if plan.moved else reads.sum())
+
+
+@settings(deadline=None, max_examples=300)
+@given(jobs())
+def test_amplification_before_and_after(job):
+    array, chunks, memory = job
+    plan, _ = plan_within(array, chunks, memory)
+    assert plan.amplification == (
+        pytest.approx(amplification(array.shape, array.source_chunk, array.target_shard)),
+        pytest.approx(amplification(array.shape, plan.chunk, array.target_shard)),
+    )
+
+
+@settings(deadline=None, max_examples=300)
+@given(layouts(), st.data())
+def test_read_amplification(array, data):
+    chunk = tuple(data.draw(st.integers(1, size)) for size in array.shape)
+    shard = tuple(data.draw(st.integers(1, size)) for size in array.shape)
+    assert planner.read_amplification(array.shape, chunk, shard) == pytest.approx(
+        amplification(array.shape, chunk, shard)
+    )
+
+
+def test_read_amplification_of_divisible_sizes_is_chunk_over_shard():
+    assert planner.read_amplification((64, 64, 7), (32, 4, 7), (8, 16, 7)) == 4.0
+    assert planner.read_amplification((64, 64), (64, 64), (8, 8)) == 64.0
+    assert planner.read_amplification((64, 64), (1, 1), (8, 8)) == 1.0
+    assert planner.read_amplification((), (), ()) == 1.0
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data(), st.lists(st.integers(1, 9), max_size=3).map(tuple))
+def test_grid_boxes_and_grid_size(data, shape):
+    chunk = tuple(data.draw(st.integers(1, size + 3)) for size in shape)
+    boxes = list(planner.grid_boxes(shape, chunk))
+    in_chunk = labels(shape, chunk)
+    assert [np.unique(in_chunk[box]).tolist() for box in boxes] == [[n] for n in range(len(boxes))]
+    assert sum(in_chunk[box].size for box in boxes) == math.prod(shape)
+    assert planner.grid_size(shape, chunk) == len(boxes)
+
+
+def test_grid_boxes_clip_the_last_ones():
+    assert list(planner.grid_boxes((3, 5), (2, 3))) == [
+        (slice(0, 2), slice(0, 3)),
+        (slice(0, 2), slice(3, 5)),
+        (slice(2, 3), slice(0, 3)),
+        (slice(2, 3), slice(3, 5)),
+    ]
+    assert list(planner.grid_boxes((), ())) == [()]
+
+
+# Chunks
+
+
+@settings(deadline=None, max_examples=400)
+@given(jobs(chunks="shard"))
+def test_chunks_divide_the_shards_evenly(job):
+    plan, _ = plan_within(*job)
+    shard = plan.layout.target_shard
+    assert all(b % c == 0 for b, c in zip(shard, plan.chunk, strict=True))
+    if plan.chunk != plan.layout.source_chunk:
+        assert plan.split == math.prod(shard) // math.prod(plan.chunk)
+
+
+@settings(deadline=None, max_examples=400)
+@given(jobs(chunks="keep"))
+def test_keep_leaves_the_grid(job):
+    plan, _ = plan_within(*job)
+    assert plan.chunk == plan.layout.source_chunk
+    assert plan.moved == plan.layout.same_bytes
+    assert plan.passes == 1.0
+
+
+@settings(deadline=None, max_examples=400)
+@given(layouts(), st.data())
+def test_a_number_bounds_the_bytes_of_a_chunk(array, data):
+    nbytes = math.prod(array.shape) * array.target_itemsize
+    most = data.draw(st.integers(array.target_itemsize, 2 * nbytes))
+    whole = 2 * math.prod(array.shape) * (array.source_itemsize + array.target_itemsize)
+    plan, _ = plan_within(array, most, max(1, whole * data.draw(st.integers(0, 64)) // 24))
+    assert math.prod(plan.chunk) * array.target_itemsize <= most
+    assert all(b % c == 0 for b, c in zip(array.target_shard, plan.chunk, strict=True))
+
+
+@settings(deadline=None, max_examples=200)
+@given(layouts(), st.sampled_from(["shard", "keep"]))
+def test_with_enough_memory_one_pass_and_whole_shards(array, chunks):
+    plan = plan_array(array, chunks, 1 << 60)
+    assert plan.passes == 1.0
+    assert plan.chunk in (array.target_shard, array.source_chunk)
+
+
+@settings(deadline=None, max_examples=400)
+@given(jobs())
+def test_chunks_that_stay_are_not_decoded(job):
+    plan, _ = plan_within(*job)
+    same = plan.layout.same_bytes and plan.chunk == plan.layout.source_chunk
+    assert plan.moved == same
+
+
+def test_a_number_of_bytes_subdivides_shards():
+    # 64 MiB shards in 64 KiB chunks; the other dimension would do as well as the first.
+    plan = plan_array(layout((4096, 8192), (1024, 8192), (4096, 4096)), 64 << 10, 1 << 30)
+    assert math.prod(plan.chunk) * 4 == 64 << 10
+    assert plan.split == 1024
+    assert plan.amplification == (2.0, 1.0)
+    whole = plan_array(layout((4096, 8192), (1024, 8192), (4096, 4096)), 64 << 20, 1 << 30)
+    assert (whole.chunk, whole.split) == ((4096, 4096), 1)
+
+
+def test_a_number_of_bytes_bounds_chunks_where_memory_is_short_too():
+    # One 4 MiB source chunk does not fit in one pass: its parts are read for each target chunk.
+    plan = plan_array(layout((MIB,), (MIB,), (MIB // 2,)), 128 << 10, 15 * MIB)
+    assert math.prod(plan.chunk) * 4 <= 128 << 10
+
+
+def test_keep_with_a_cast_and_too_little_memory_is_an_error():
+    # The grid may not change, and one chunk takes 2 * (4 + 2) MiB in one pass.
+    cast = layout((MIB,), (MIB,), (MIB // 2,), target_itemsize=2)
+    assert plan_array(cast, "keep", 12 * MIB).chunk == (MIB,)
+    with pytest.raises(MemoryLimitError) as caught:
+        plan_array(cast, "keep", 12 * MIB - 1)
+    assert caught.value.hints == ("--max-memory 12MiB",)
+
+
+@pytest.mark.parametrize("chunks", ["shard", "keep", 64 << 10])
+def test_rank_0(chunks):
+    array = layout((), (), ())
+    plan = plan_array(array, chunks, 1 << 20)
+    assert (plan.chunk, plan.box, plan.passes, plan.split) == ((), (), 1.0, 1)
+    assert list(plan.boxes()) == [()]
+    assert plan.box_charge(()) == 16
+    assert plan.amplification == (1.0, 1.0)
+    assert plan_array(dataclasses.replace(array, same_bytes=True), chunks, 1 << 20).moved
+
+
+@pytest.mark.parametrize("chunks", ["shard", "keep", 64 << 10])
+def test_an_array_without_elements(chunks):
+    array = layout((0, 4), (1, 4), (0, 2), stored_bytes=0, largest_stored=0, same_bytes=True)
+    plan = plan_array(array, chunks, 1 << 20)
+    assert (plan.chunk, plan.moved, plan.amplification) == ((1, 4), True, (1.0, 1.0))
+    assert (plan.bytes_read, plan.bytes_written, plan.decoded_bytes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("same_bytes", [True, False])
+def test_a_bound_below_one_element_leaves_one_element(same_bytes):
+    array = layout((3,), (3,), (3,), same_bytes=same_bytes)
+    assert plan_array(array, 2, 1 << 20).chunk == (1,)
+    assert plan_array(layout((), (), (), same_bytes=same_bytes), 2, 1 << 20).chunk == ()
+
+
+def test_uneven_source_chunks_and_prime_sizes():
+    # Chunks of 3 over 7 rows, the last one clipped; shards of 1 by 11.
+    array = layout((7, 22), (3, 5), (1, 11), source_itemsize=8192, target_itemsize=8192)
+    plan = plan_array(array, "shard", 1 << 30)
+    assert (plan.chunk, plan.box, plan.passes, plan.split) == ((1, 11), (3, 22), 1.0, 1)
+    assert list(plan.boxes()) == [
+        (slice(0, 3), slice(0, 22)),
+        (slice(3, 6), slice(0, 22)),
+        (slice(6, 7), slice(0, 22)),
+    ]
+
+
+def test_a_small_array_is_one_box_where_that_fits():
+    array = layout((7, 22), (3, 5), (1, 11))
+    plan = plan_array(array, "shard", 1 << 20)
+    assert (plan.chunk, plan.passes, list(plan.boxes())) == (
+        (1, 11),
+        1.0,
+        [(slice(0, 7), slice(0, 22))],
+    )
+    # 16 bytes an element: the array takes 2464, its boxes of 3 rows 1056.
+    assert plan_array(array, "shard", 2 * 2464).box == (7, 22)
+    assert plan_array(array, "shard", 2 * 2464 - 1).box == (3, 22)
+
+
+def test_the_picture_of_two_grids():
+    # Row blocks to column blocks: a box is the lcm of both grids, here everything.
+    plan = plan_array(layout((64, 64), (32, 64), (64, 8)), "shard", 1 << 20)
+    assert (plan.chunk, plan.box, plan.split) == ((64, 8), (64, 64), 1)
+    assert plan.amplification == (8.0, 1.0)
+    assert plan.box_charge(next(plan.boxes())) == 4 * 64 * 64 * 4
+
+
+# Grids that are kept
+
+
+@pytest.mark.parametrize(
+    ("shape", "source_chunk", "source_shard", "target_shard", "kept"),
+    [
+        ((8, 8), (2, 4), (4, 8), (4, 4), True),  # two chunks a shard
+        ((8, 8), (2, 2), (2, 2), (8, 8), True),  # sixteen
+        ((9, 9), (1, 9), (9, 9), (9, 9), True),  # the mesh has not changed
+        ((34, 8), (1, 8), (1, 8), (17, 8), False),  # seventeen: too many
+        ((40, 8), (1, 8), (20, 8), (20, 8), True),  # many, but as they were
+        ((8, 8), (4, 4), (4, 4), (2, 8), False),  # chunks larger than a shard
+        ((12, 8), (4, 8), (4, 8), (6, 8), False),  # chunks across the edge of a shard
+    ],
+)
+def test_grids_that_fit_the_new_shards_are_kept(
+    shape, source_chunk, source_shard, target_shard, kept
+):
+    array = layout(shape, source_chunk, target_shard, source_shard=source_shard, same_bytes=True)
+    moved = plan_array(array, "shard", 1 << 30)
+    assert (moved.moved, moved.chunk == source_chunk) == (kept, kept)
+    cast = plan_array(
+        dataclasses.replace(array, same_bytes=False, target_itemsize=2), "shard", 1 << 30
+    )
+    assert cast.chunk == (source_chunk if kept else target_shard)
+    assert not cast.moved
+
+
+def test_what_is_moved_costs_its_stored_bytes_once():
+    array = layout((8, 8), (2, 4), (4, 4), stored_bytes=100, largest_stored=30, same_bytes=True)
+    plan = plan_array(array, "shard", 1)
+    assert (plan.bytes_read, plan.bytes_written, plan.decoded_bytes) == (100, 100, 256)
+    linked = dataclasses.replace(plan, layout=dataclasses.replace(array, linked_bytes=100))
+    assert (linked.bytes_read, linked.bytes_written, linked.decoded_bytes) == (0, 0, 256)
+
+
+# Memory
+
+
+def memory_of(plan, box):
+    """Encoded and decoded source chunks and target chunks that are held for one box."""
+    elements = math.prod(part.stop - part.start for part in box)
+    target = 2 * elements * plan.layout.target_itemsize
+    if plan.serial:
+        chunk = math.prod(plan.layout.source_chunk) * plan.layout.source_itemsize
+        return plan.layout.largest_stored + chunk + target
+    return 2 * elements * plan.layout.source_itemsize + target
+
+
+@settings(deadline=None, max_examples=500)
+@given(jobs())
+def test_no_box_takes_more_than_max_memory(job):
+    plan, memory = plan_within(*job)
+    for box in plan.boxes():
+        assert plan.box_charge(box) == memory_of(plan, box)
+        assert plan.box_charge(box) <= memory
+
+
+@settings(deadline=None, max_examples=300)
+@given(jobs())
+def test_the_named_minimum_suffices_and_is_the_least(job):
+    array, chunks, memory = job
+    try:
+        plan_array(array, chunks, memory)
+    except MemoryLimitError as error:
+        least = named_minimum(error)
+        assert least * MIB > memory
+        plan_array(array, chunks, least * MIB)
+        if least > 1:
+            with pytest.raises(MemoryLimitError):
+                plan_array(array, chunks, (least - 1) * MIB)
+
+
+def test_a_chunk_that_cannot_fit_names_the_minimum():
+    with pytest.raises(MemoryLimitError) as caught:
+        plan_array(layout((4 * MIB,), (MIB,), (MIB // 2,)), "shard", MIB)
+    # 4 MiB encoded and decoded, and a target chunk of 64 KiB encoded and decoded.
+    assert str(caught.value) == (
+        "params/w: one stored chunk does not fit in 1.00 MiB\n"
+        "  a chunk of [1048576] has 4.00 MiB decoded, and it takes 9 MiB to carry one over\n"
+        "\n"
+        "hint: --max-memory 9MiB"
+    )
+
+
+def test_what_an_array_needs_is_rounded_up_to_whole_mebibytes():
+    error = planner.too_large(layout((4, MIB), (1, MIB), (1, MIB)), 5 * MIB + 1, 5 * MIB)
+    assert isinstance(error, MemoryLimitError)
+    assert str(error) == (
+        "params/w: one stored chunk does not fit in 5.00 MiB\n"
+        "  a chunk of [1, 1048576] has 4.00 MiB decoded, and it takes 6 MiB to carry one over\n"
+        "\n"
+        "hint: --max-memory 6MiB"
+    )
+
+
+def test_a_shard_is_split_until_two_boxes_fit():
+    # 2 GiB in chunks of 16 MiB onto 4 shards of 512 MiB, in 128 MiB: one pass, 16 MiB at a time.
+    array = layout((8192, 65536), (64, 65536), (2048, 65536))
+    plan = plan_array(array, "shard", 128 * MIB)
+    assert (plan.chunk, plan.box, plan.passes, plan.split) == ((64, 65536), (64, 65536), 1.0, 32)
+    assert {plan.box_charge(box) for box in plan.boxes()} == {64 * MIB}
+
+
+def test_where_one_pass_does_not_fit_the_factor_is_stated():
+    # Rows to columns: 16 MiB of source chunks, and 8 MiB for all the target chunks they touch.
+    array = layout((1024, 1024), (1024, 1024), (1024, 128))
+    plan = plan_array(array, "shard", 10 * MIB)
+    assert (plan.chunk, plan.box, plan.passes) == ((1024, 128), (1024, 128), 8.0)
+    assert plan.bytes_read == 8 * array.stored_bytes
+    assert plan.bytes_written == array.stored_bytes
+    assert {plan.box_charge(box) for box in plan.boxes()} == {9 * MIB}
+
+
+def test_a_target_chunk_of_several_source_chunks_stays_within_memory():
+    # Chunks of 48 MiB would take 192 MiB in one pass.
+    plan = plan_array(layout((48 << 18,), (1 << 18,), (48 << 18,)), 48 * MIB, 128 * MIB)
+    assert max(plan.box_charge(box) for box in plan.boxes()) <= 128 * MIB
+
+
+def test_splitting_down_to_the_grid_that_is_there_moves_it():
+    # 32 chunks a shard are too many to keep, until memory asks for chunks as small as they are.
+    array = layout((32 * MIB,), (MIB,), (32 * MIB,), same_bytes=True)
+    plan = plan_array(array, "shard", 20 * MIB)
+    assert (plan.chunk, plan.moved, plan.bytes_read) == ((MIB,), True, array.stored_bytes)
+
+
+# Batches
+
+
+@st.composite
+def many_plans(draw):
+    memory = draw(st.integers(1 << 16, 1 << 24))
+    plans = []
+    for i, array in enumerate(draw(st.lists(layouts(max_rank=2), max_size=5))):
+        try:
+            plan = plan_array(array, draw(st.sampled_from(["shard", 1 << 16])), memory)
+        except MemoryLimitError:
+            continue
+        plan = dataclasses.replace(plan, layout=dataclasses.replace(array, path=("a", i)))
+        if all(memory_of(plan, box) <= memory for box in plan.boxes()):
+            plans.append(plan)
+    return plans, memory
+
+
+@settings(deadline=None, max_examples=300)
+@given(many_plans(), st.integers(1, 64))
+def test_batches_hold_all_boxes_once_in_order(drawn, cores):
+    plans, memory = drawn
+    batches = list(schedule.batches(plans, memory, cores))
+    held = [pair for batch in batches for pair in batch.boxes]
+    assert held == [(plan, box) for plan in plans for box in plan.boxes()]
+    assert all(batch.boxes for batch in batches)
+    half = min(memory, schedule.IN_FLIGHT_PER_CORE * cores) // 2
+    for batch in batches:
+        charges = [memory_of(plan, box) for plan, box in batch.boxes]
+        assert batch.charge == sum(charges) + schedule.BOX_OVERHEAD * (len(charges) - 1)
+        assert batch.charge <= (memory if len(charges) == 1 else half)
+    peak = schedule.peak_memory([batch.charge for batch in batches], memory)
+    assert max((batch.charge for batch in batches), default=0) <= peak <= memory
+
+
+def test_batches_are_cut_at_half_the_memory():
+    small = plan_array(layout((40, 1024), (1, 1024), (1, 1024)), "shard", 1 << 20)
+    array = dataclasses.replace(small, box=(1, 1024))
+    charge = 16 * 1024
+    batches = list(schedule.batches([array], 256 << 10, 1))
+    # A box of 16 KiB counts 16 KiB more for being one: four to a batch of 128 KiB.
+    each = 4 * charge + 3 * schedule.BOX_OVERHEAD
+    assert [(len(b.boxes), b.charge) for b in batches] == [(4, each)] * 10
+
+
+def test_a_box_that_is_read_in_several_passes_starts_a_batch():
+    many = plan_array(layout((256, 1024), (256, 1024), (256, 128)), "shard", 3 * MIB)
+    assert many.passes > 1.0
+    small = plan_array(layout((4,), (4,), (2,)), "shard", 3 * MIB)
+    batches = list(schedule.batches([small, many], 1 << 30, 1))
+    assert [len(batch.boxes) for batch in batches] == [1, *[1] * len(list(many.boxes()))]
+    assert batches[0] == Batch(((small, (slice(0, 4),)),), 64)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 100), max_size=8), st.integers(1, 150))
+def test_peak_memory_is_one_batch_or_two_that_fit(charges, memory):
+    under_way = [one + other for one, other in itertools.pairwise(charges) if one + other <= memory]
+    assert schedule.peak_memory(charges, memory) == max([0, *charges, *under_way])
+
+
+def test_peak_memory():
+    assert schedule.peak_memory([], 10) == 0
+    assert schedule.peak_memory([7], 10) == 7
+    assert schedule.peak_memory([7, 5, 4, 6], 10) == 10
+    assert schedule.peak_memory([7, 5, 6], 10) == 7
+    assert schedule.peak_memory([7, 1, 3, 1], 10) == 8
+
+
+# Totals
+
+
+def plan_of_three():
+    rewritten = plan_array(
+        layout((64, 64), (32, 64), (64, 8), stored_bytes=8192, encoded_ratio=0.5),
+        "shard",
+        1 << 20,
+    )
+    moved = plan_array(
+        layout(
+            (8, 8),
+            (2, 4),
+            (4, 4),
+            path=("b",),
+            stored_bytes=100,
+            largest_stored=30,
+            same_bytes=True,
+        ),
+        "shard",
+        1 << 20,
+    )
+    several = plan_array(
+        layout((1024, 1024), (1024, 1024), (1024, 512), path=("c", "d/e")), "shard", 10 * MIB
+    )
+    return Plan(
+        (rewritten, moved, several),
+        shared_bytes=2048,
+        other_bytes=10,
+        peak_memory=10 * MIB,
+        problems=("the destination exists",),
+        notes=("1 leaf is replicated",),
+    )
+
+
+def test_totals():
+    plan = plan_of_three()
+    assert [array.passes for array in plan.arrays] == [1.0, 1.0, 4.0]
+    assert [array.chunk for array in plan.arrays] == [(64, 8), (2, 4), (1024, 256)]
+    assert plan.bytes_read == 8192 + 100 + 4 * 4 * MIB + 10
+    assert plan.bytes_written == 8192 + 100 + 4 * MIB + 10
+    assert plan.decoded_bytes == 16384 + 256 + 4 * MIB
+    assert plan.chunks_read == 2 + 8 + 4
+    assert plan.chunks_written == 8 + 8 + 4
+    assert plan.passes == pytest.approx((8192 + 4 * 4 * MIB) / (8192 + 4 * MIB))
+    before, after = plan.amplification
+    assert before == pytest.approx((8 * 16384 + 256 + 2 * 4 * MIB) / plan.decoded_bytes)
+    assert after == 1.0
+
+
+def test_the_plan_is_worth_printing():
+    assert repr(plan_of_three()) == (
+        "3 arrays, 4.02 MiB: 2 rewritten, 1 moved as stored\n"
+        "read     16.01 MiB in 14 chunks, 3.99 times on average\n"
+        "write    4.01 MiB in 20 chunks, and share 2.00 KiB\n"
+        "memory   10.00 MiB in flight at most\n"
+        "load     the target mesh decodes 2.02 bytes a byte now, 1.00 after\n"
+        'split    c/"d/e": 2 chunks a shard, [1024, 256] each, read 4.00 times\n'
+        "note     1 leaf is replicated\n"
+        "problem  the destination exists"
+    )
+
+
+def test_a_printed_plan_shows_ten_splits():
+    several = plan_array(
+        layout((1024, 1024), (1024, 1024), (1024, 512), path=("w",)), "shard", 10 * MIB
+    )
+    lines = repr(Plan((several,) * 13)).splitlines()
+    split = "split    w: 2 chunks a shard, [1024, 256] each, read 4.00 times"
+    assert lines[5:] == [split] * 10 + ["split    ... and 3 more"]
+    assert repr(Plan((several,) * 10)).splitlines()[5:] == [split] * 10
+
+
+def test_a_plan_of_nothing():
+    plan = Plan(())
+    assert (plan.bytes_read, plan.bytes_written, plan.chunks_read, plan.passes) == (0, 0, 0, 1.0)
+    assert plan.amplification == (1.0, 1.0)
+    assert repr(plan) == (
+        "0 arrays, 0 B: 0 rewritten, 0 moved as stored\n"
+        "read     0 B in 0 chunks\n"
+        "write    0 B in 0 chunks\n"
+        "memory   0 B in flight at most\n"
+        "load     the target mesh decodes 1.00 bytes a byte now, 1.00 after"
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (1536, "1.50 KiB"),
+        (MIB, "1.00 MiB"),
+        (3 << 29, "1.50 GiB"),
+        (1 << 40, "1.00 TiB"),
+        (1 << 52, "4096.00 TiB"),
+    ],
+)
+def test_format_bytes(count, text):
+    assert planner.format_bytes(count) == text
+
+
+@settings(deadline=None)
+@given(st.integers(1, 5000))
+def test_divisors(number):
+    assert planner.divisors(number) == tuple(d for d in range(1, number + 1) if number % d == 0)
+
+
+# Cost
+
+
+def work(function):
+    """Calls of functions, built-in ones included, that one call makes with cold caches."""
+    for cached in vars(planner).values():
+        if hasattr(cached, "cache_clear"):
+            cached.cache_clear()
+    calls = 0
+
+    def count(_frame, event, _argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        result = function()
+    finally:
+        sys.setprofile(before)
+    return result, calls
+
+
+def plan_for(mesh, spec, shape, chunks):
+    sharding = NamedSharding(mesh, spec)
+    saved = NamedSharding(Mesh(("s",), (64,)), ((), ("s",)))
+    array = layout(shape, shard_shape(shape, saved), shard_shape(shape, sharding))
+    plan = plan_array(array, chunks, 1 << 30)
+    return plan, len(list(schedule.batches([plan], 1 << 30, 8)))
+
+
+@pytest.mark.parametrize("chunks", ["shard", "keep", 1 << 16])
+def test_devices_that_hold_replicas_cost_nothing(chunks):
+    shape, spec = (4096, 4096), (("data",),)
+    few, few_calls = work(lambda: plan_for(Mesh(("data",), (8,)), spec, shape, chunks))
+    mesh = Mesh(("replica", "data", "stage"), (64, 8, 8))
+    many, many_calls = work(lambda: plan_for(mesh, spec, shape, chunks))
+    assert mesh.size == 4096
+    assert many == few
+    assert few_calls > 100
+    assert many_calls <= few_calls + 20  # two more axes are multiplied out
+
+
+def test_with_as_many_chunks_4096_shards_cost_what_8_do():
+    shape, spec = (1 << 16, 256), (("data",),)
+    (few, _), few_calls = work(lambda: plan_for(Mesh(("data",), (8,)), spec, shape, 1 << 14))
+    (many, _), many_calls = work(lambda: plan_for(Mesh(("data",), (4096,)), spec, shape, 1 << 14))
+    assert planner.grid_size(shape, few.chunk) == planner.grid_size(shape, many.chunk) == 4096
+    assert few.split == 512
+    assert many.split == 1
+    assert many_calls <= 16 * 4096
+    assert few_calls <= 16 * 4096
