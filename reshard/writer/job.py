@@ -351,13 +351,12 @@ def _write_item(
     job: _Job, directory: pathlib.Path, memory: int, report: Callable[[int], None]
 ) -> None:
     store = job.ckpt.source.store
-    data_files = directory / ocdbt.STAGE / "d"
-    started: set[str] = set()
+    writeback = local.Writeback(directory / ocdbt.STAGE / "d")
     spec = ocdbt.stage_spec(directory) if store.ocdbt else file_spec(directory)
     target = Target(spec, new_context(), store.driver)
     sources = {handle.path: handle for handle in job.ckpt.arrays}
     names = {path: stored_name(path) for path in sources}
-    pending = Pending(memory, lambda: local.start_writeback(data_files, started))
+    pending = Pending(memory, writeback.advance)
     values = [
         (stored, key, f"{names[h.path]}/{key}", value.size)
         for h in job.moved
@@ -372,6 +371,7 @@ def _write_item(
         pending.finish()
     finally:
         pending.abandon()
+        writeback.finish()
     if store.ocdbt and job.arrays:
         linked = {h.name: names[h.path] for h in job.linked}
         staged = bool(values) or any(not a.moved for a in job.arrays)

@@ -17,7 +17,8 @@ from reshard.units import format_bytes
 TEMPORARY_SUFFIX = ".reshard.orbax-checkpoint-tmp"
 # Not a name of a step, and not temporary: an old checkpoint must not be swept away by a manager.
 REPLACED_SUFFIX = ".replaced-by-reshard"
-_SYNC_FILE_RANGE_WRITE = 2
+# Flags of sync_file_range.
+_WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 
 
 def check_destination(destination: pathlib.Path, source: pathlib.Path, overwrite: bool) -> None:
@@ -145,21 +146,46 @@ def sync(directory: pathlib.Path) -> None:
         os.close(descriptor)
 
 
-def start_writeback(directory: pathlib.Path, started: set[str]) -> None:
-    """Lets the disk begin with files that `started` lacks, and adds them: it then works while the
-    cores do, and `sync` has little left to wait for. Makes nothing durable by itself."""
-    if not directory.exists():
-        return
-    sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    for entry in os.scandir(directory):
-        if sync_file_range is None or entry.name in started or not entry.is_file():
-            continue
-        started.add(entry.name)
-        with contextlib.suppress(FileNotFoundError):  # a lock file, gone with its writer
-            descriptor = os.open(entry.path, os.O_RDONLY)
-            whole = ctypes.c_int64(0)
-            sync_file_range(descriptor, whole, whole, _SYNC_FILE_RANGE_WRITE)
+class Writeback:
+    """Keeps the disk busy with the data files of a directory while the cores work.
+
+    What is not durable when the job ends must be waited for then; and every page of the page cache
+    that a new file takes is memory that nobody has touched yet, which is what writing costs most.
+    So each file is handed to the disk as soon as it is there, and its pages are given back when
+    the disk has it, to be used for the next ones. Makes nothing durable by itself; see `sync`.
+    """
+
+    def __init__(self, directory: pathlib.Path):
+        self._directory = directory
+        self._seen: set[str] = set()
+        self._started: list[int] = []
+        self._sync_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+
+    def advance(self) -> None:
+        """Finishes with the files that the last call started on, and starts on new ones."""
+        self.finish()
+        if self._sync_range is None or not self._directory.exists():
+            return
+        for entry in os.scandir(self._directory):
+            if entry.name in self._seen:
+                continue
+            self._seen.add(entry.name)
+            with contextlib.suppress(FileNotFoundError):  # a lock file, gone with its writer
+                descriptor = os.open(entry.path, os.O_RDONLY)
+                self._call(descriptor, _WRITE)
+                self._started.append(descriptor)
+
+    def finish(self) -> None:
+        """Waits for the files that were started on."""
+        for descriptor in self._started:
+            self._call(descriptor, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
+        self._started.clear()
+
+    def _call(self, descriptor: int, flags: int) -> None:
+        whole = ctypes.c_int64(0)
+        self._sync_range(descriptor, whole, whole, flags)
 
 
 def sync_directory(directory: pathlib.Path) -> None:
