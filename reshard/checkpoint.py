@@ -1,5 +1,6 @@
 """`Checkpoint`: an immutable, lazy view of a saved tree. Nothing here reads an array."""
 
+import collections
 import dataclasses
 import functools
 import json
@@ -78,6 +79,8 @@ class ArrayHandle:
         return f"<{format_path(self.path)}: {describe(self)}>"
 
 
+# Orbax keeps a namedtuple without fields as such where it records the types of containers.
+EmptyNamedTuple = collections.namedtuple("EmptyNamedTuple", ())
 # Leaves that a repr lists; `reshard inspect` lists them all.
 _SHOWN = 200
 

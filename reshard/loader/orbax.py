@@ -14,14 +14,28 @@ from typing import Any
 
 import numpy as np
 
-from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, Source, parse_dtype, stored_name
+from reshard.checkpoint import (
+    ArrayHandle,
+    Checkpoint,
+    EmptyNamedTuple,
+    Leaf,
+    Source,
+    parse_dtype,
+    stored_name,
+)
 from reshard.errors import CheckpointFormatError, CorruptCheckpointError
 from reshard.loader.layout import TREE_FILE, Location, read_json
 from reshard.mesh import Mesh, NamedSharding, Sharding, SingleDeviceSharding, normalize_spec
 from reshard.store import ArrayStore
 from reshard.tree import Path, format_path
 
-_EMPTY: dict[str, Leaf] = {"None": None, "Dict": {}, "List": [], "Tuple": ()}
+_EMPTY: dict[str, Leaf] = {
+    "None": None,
+    "Dict": {},
+    "List": [],
+    "Tuple": (),
+    "NamedTuple": EmptyNamedTuple(),
+}
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 
 
@@ -53,6 +67,8 @@ def read(location: Location) -> Checkpoint:
         name = stored_name(path)
         if value_type in _EMPTY:
             leaves[path] = _EMPTY[value_type]
+        elif value_type not in (*_ARRAYS, "string"):
+            problems.append(f"{format_path(path)}: unknown value type {value_type!r}")
         elif skipped:
             raise CheckpointFormatError(
                 f"`{directory}` was saved with aggregate=True: its values are inside the msgpack "
@@ -64,13 +80,11 @@ def read(location: Location) -> Checkpoint:
                 leaves[path] = strings[name]
             else:
                 problems.append(f"{format_path(path)}: a string that `_strings.json` lacks")
-        elif value_type in _ARRAYS:
+        else:
             leaves[path] = _array(path, name, value_type, store, shardings, key_impls, problems)
             other = by_name.setdefault(name, path)
             if other != path:
                 _mark_collision(leaves, other, path)
-        else:
-            problems.append(f"{format_path(path)}: unknown value type {value_type!r}")
     if problems:
         raise CorruptCheckpointError(
             f"`{directory}` is not whole: leaves of its tree cannot be found or read", problems

@@ -159,12 +159,12 @@ class Writeback:
         self._directory = directory
         self._seen: set[str] = set()
         self._started: list[int] = []
-        self._sync_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+        self._libc = ctypes.CDLL(None)
 
     def advance(self) -> None:
         """Finishes with the files that the last call started on, and starts on new ones."""
         self.finish()
-        if self._sync_range is None or not self._directory.exists():
+        if not hasattr(self._libc, "sync_file_range") or not self._directory.exists():
             return
         for entry in os.scandir(self._directory):
             if entry.name in self._seen:
@@ -185,7 +185,7 @@ class Writeback:
 
     def _call(self, descriptor: int, flags: int) -> None:
         whole = ctypes.c_int64(0)
-        self._sync_range(descriptor, whole, whole, flags)
+        self._libc.sync_file_range(descriptor, whole, whole, flags)
 
 
 def sync_directory(directory: pathlib.Path) -> None:

@@ -1,0 +1,394 @@
+"""Random trees on a simulated mesh, and every layout in which Orbax saves them."""
+
+import dataclasses
+import hashlib
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as v1
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from orbax.checkpoint._src.metadata.pytree_metadata_options import PyTreeMetadataOptions
+
+DTYPES = (
+    "bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz",
+    "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e3m4", "float8_e8m0fnu", "float4_e2m1fn",
+    "int2", "int4", "int8", "int16", "int32", "uint8", "uint16", "uint32", "bool", "complex64",
+)
+CUSTOM = {"note": "keep me", "n": [1, 2]}
+STEPS = (3, 20)
+
+
+def mesh(sizes: Sequence[int], names: Sequence[str] = ("data", "model")) -> Mesh:
+    """A mesh of the first devices."""
+    count = int(np.prod(sizes))
+    return Mesh(np.array(jax.devices()[:count]).reshape(sizes), names)
+
+
+def random_array(rng: np.random.Generator, shape: Sequence[int], dtype: Any = "float32"):
+    """Any bit pattern that the dtype has, NaNs with payloads and subnormals among them."""
+    dtype = jnp.dtype(dtype)
+    if dtype == np.bool_:
+        return rng.integers(0, 2, shape).astype(np.bool_)
+    if dtype.name in ("int2", "int4"):
+        limit = 2 if dtype.name == "int2" else 8
+        return rng.integers(-limit, limit, shape).astype(np.int8).astype(dtype)
+    if dtype.name == "float4_e2m1fn":
+        return rng.integers(0, 16, shape).astype(np.uint8).view(dtype)
+    raw = rng.integers(0, 256, (*shape, dtype.itemsize)).astype(np.uint8)
+    return raw.view(dtype)[..., 0]
+
+
+def random_tree(on: Mesh, seed: int, *, strings: bool = True, rich: bool = True) -> dict[str, Any]:
+    """A tree with every kind of leaf and container, each leaf random.
+
+    Args:
+      on: a mesh with the axes "data" and "model".
+      seed: of the values.
+      strings: with string leaves.
+      rich: with tuples and numpy scalars, which Orbax's v1 API does not save.
+    """
+    rng = np.random.default_rng(seed)
+
+    def put(shape, *spec, dtype="float32"):
+        return jax.device_put(random_array(rng, shape, dtype), NamedSharding(on, P(*spec)))
+
+    params = {
+        "embed": put((64, 96), "data", "model"),
+        "uneven": put((6, 40), "data", "model"),
+        "mlp/linear": {"w.0": put((8, 24), None, ("data", "model"), dtype="bfloat16"),
+                       "b": put((24,), "model")},
+        "two words": {"(0, 'x')": put((8, 4, 6), "model", None, "data")},
+        "replicated": put((16, 8)),
+        "column": put((2, 64), None, "model", dtype="bfloat16"),
+    }
+    state = optax.chain(optax.clip(1.0), optax.adam(1e-3)).init(
+        {"w": put((48, 80), "model", "data"), "b": put((16,), "model")}
+    )
+
+    def randomize(leaf):
+        values = random_array(rng, leaf.shape, leaf.dtype)
+        return jax.device_put(values, leaf.sharding)
+
+    keys = jax.random.split(jax.random.key(int(rng.integers(1 << 30))), 8)
+    tree = {
+        "params": params,
+        "opt": jax.tree.map(randomize, state),
+        "dtypes": {name: put((2, 24), None, "model", dtype=name) for name in DTYPES},
+        "layers": {1: put((8,), "model"), 2: put((2, 16), "data"), 10: put(())},
+        "list": [put((8,), "model"), [put((4,), "data"), {"deep": put((3, 5))}], None],
+        "one_device": jnp.asarray(random_array(rng, (5, 7))),
+        "host": random_array(rng, (3, 5), "float64"),
+        "keys": {
+            "one": jax.random.key(int(rng.integers(1 << 30))),
+            "sharded": jax.device_put(keys, NamedSharding(on, P("model"))),
+            "rbg": jax.random.key(int(rng.integers(1 << 30)), impl="rbg"),
+        },
+        "step": int(rng.integers(1 << 20)),
+        "lr": float(rng.standard_normal()),
+        "flag": True,
+        "none": None,
+        "digits": {"10": put((3,)), "9": put((8,), "model")},
+        "empty": {"dict": {}, "list": []},
+    }
+    if strings:
+        tree["text"] = {"name": "größe/层 \"x\"", "a.b": ""}
+    if rich:
+        tree["tuple"] = (put((7,)), jnp.int32(rng.integers(100)))
+        tree["empty"]["tuple"] = ()
+        tree["scalar"] = np.float32(rng.standard_normal())
+    return tree
+
+
+def small_tree(on: Mesh, specs: Mapping[str, P], shape: Sequence[int], seed: int = 0):
+    """One random float32 array of `shape` for each spec."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: jax.device_put(random_array(rng, shape), NamedSharding(on, spec))
+        for name, spec in specs.items()
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A checkpoint on disk and what was saved.
+
+    Attributes:
+      path: what a user would open.
+      tree: the tree that was saved.
+      mesh: the mesh it was on.
+      inner: the PyTree item's directory, relative to `path`.
+      open: keyword arguments of `reshard.open`.
+      readers: names of `READERS` that read it.
+      step: the directory that Orbax's v1 API reads, relative to `path`.
+    """
+
+    path: pathlib.Path
+    tree: Any
+    mesh: Mesh
+    inner: str = ""
+    open: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    readers: tuple[str, ...] = ()
+    step: str = ""
+
+    @property
+    def target_readers(self) -> tuple[str, ...]:
+        """The readers that take a target; StandardCheckpointer takes no strings in one."""
+        strings = any(isinstance(leaf, str) for leaf in jax.tree.leaves(self.tree))
+        return tuple(name for name in self.readers if name != "standard" or not strings)
+
+    @property
+    def directory(self) -> pathlib.Path:
+        """The PyTree item's directory."""
+        return self.path / self.inner
+
+
+def _pytree(path: pathlib.Path, tree: Any, **kwargs: Any) -> None:
+    with ocp.PyTreeCheckpointer(**kwargs) as checkpointer:
+        checkpointer.save(path, tree)
+
+
+def _standard(path: pathlib.Path, tree: Any) -> None:
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, tree, custom_metadata=CUSTOM)
+
+
+def metrics(step: int) -> dict[str, float]:
+    """The metrics of a manager's step."""
+    return {"loss": step + 0.5}
+
+
+def open_manager(path: pathlib.Path, **kwargs: Any) -> ocp.CheckpointManager:
+    """A manager that keeps metrics."""
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
+    return ocp.CheckpointManager(path, options=options, **kwargs)
+
+
+def _manager(path: pathlib.Path, trees: Sequence[Any]) -> None:
+    with open_manager(path, metadata={"root": "kept"}) as manager:
+        for step, tree in zip(STEPS, trees, strict=True):
+            manager.save(
+                step, args=ocp.args.StandardSave(tree), metrics=metrics(step),
+                custom_metadata=CUSTOM,
+            )
+
+
+def _items(path: pathlib.Path, tree: Any) -> None:
+    names = ("state", "config", "key", "array")
+    with ocp.CheckpointManager(path, item_names=names) as manager:
+        manager.save(
+            STEPS[0],
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(tree),
+                config=ocp.args.JsonSave({"width": 3}),
+                key=ocp.args.JaxRandomKeySave(jax.random.key(1)),
+                array=ocp.args.ArraySave(jnp.arange(6)),
+            ),
+        )
+
+
+def save(layout: str, folder: pathlib.Path) -> Saved:
+    """Saves a random tree on a 2x4 mesh in one of `LAYOUTS`."""
+    on = mesh((2, 4))
+    path = folder / "saved"
+    seed = list(LAYOUTS).index(layout)
+    return LAYOUTS[layout](path, on, seed)
+
+
+def _plain(**kwargs: Any) -> Callable[[pathlib.Path, Mesh, int], Saved]:
+    def make(path: pathlib.Path, on: Mesh, seed: int) -> Saved:
+        tree = random_tree(on, seed)
+        _pytree(path, tree, **kwargs)
+        return Saved(path, tree, on, readers=("pytree", "standard", "v1"))
+
+    return make
+
+
+def _make_standard(path: pathlib.Path, on: Mesh, seed: int) -> Saved:
+    tree = random_tree(on, seed, strings=False)
+    _standard(path, tree)
+    return Saved(path, tree, on, readers=("pytree", "standard", "v1"))
+
+
+def _make_manager(path: pathlib.Path, on: Mesh, seed: int) -> Saved:
+    trees = [random_tree(on, 100 * seed + i, strings=False) for i in range(len(STEPS))]
+    _manager(path, trees)
+    step = str(STEPS[-1])
+    readers = ("pytree", "standard", "manager", "v1")
+    return Saved(path, trees[-1], on, f"{step}/default", {}, readers, step)
+
+
+def _make_items(path: pathlib.Path, on: Mesh, seed: int) -> Saved:
+    tree = random_tree(on, seed, strings=False)
+    _items(path, tree)
+    readers = ("pytree", "standard", "manager", "v1")
+    step = str(STEPS[0])
+    return Saved(path, tree, on, f"{step}/state", {"item": "state"}, readers, step)
+
+
+def _make_step(path: pathlib.Path, on: Mesh, seed: int) -> Saved:
+    whole = _make_manager(path, on, seed)
+    step = whole.path / str(STEPS[-1])
+    return Saved(step, whole.tree, on, "default", readers=("pytree", "standard", "v1"))
+
+
+def _make_bare(path: pathlib.Path, on: Mesh, seed: int) -> Saved:
+    whole = _make_manager(path, on, seed)
+    return Saved(whole.directory, whole.tree, on, readers=("pytree", "standard"))
+
+
+def _make_v1(path: pathlib.Path, on: Mesh, seed: int) -> Saved:
+    tree = random_tree(on, seed, rich=False)
+    v1.save(path, tree, custom_metadata=CUSTOM)
+    return Saved(path, tree, on, "state", readers=("pytree", "standard", "v1"))
+
+
+def _make_rich(path: pathlib.Path, on: Mesh, seed: int) -> Saved:
+    tree = random_tree(on, seed)
+    options = PyTreeMetadataOptions(support_rich_types=True)
+    handler = ocp.PyTreeCheckpointHandler(pytree_metadata_options=options)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(path, tree)
+    return Saved(path, tree, on, readers=("pytree", "standard", "v1"))
+
+
+LAYOUTS: dict[str, Callable[[pathlib.Path, Mesh, int], Saved]] = {
+    "standalone": _plain(),
+    "standard": _make_standard,
+    "zarr2-files": _plain(use_ocdbt=False),
+    "zarr3-ocdbt": _plain(use_zarr3=True),
+    "zarr3-files": _plain(use_zarr3=True, use_ocdbt=False),
+    "manager": _make_manager,
+    "items": _make_items,
+    "step": _make_step,
+    "bare": _make_bare,
+    "v1": _make_v1,
+    "rich": _make_rich,
+}
+
+
+def read_pytree(saved: Saved, path: pathlib.Path, target: Any = None) -> Any:
+    """What `PyTreeCheckpointer` reads at `path`, a checkpoint laid out as `saved` is."""
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        if target is None:
+            return checkpointer.restore(path / saved.inner)
+        arguments = ocp.checkpoint_utils.construct_restore_args(target)
+        return checkpointer.restore(path / saved.inner, item=target, restore_args=arguments)
+
+
+def read_standard(saved: Saved, path: pathlib.Path, target: Any = None) -> Any:
+    """What `StandardCheckpointer` reads."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path / saved.inner, target)
+
+
+def read_manager(saved: Saved, path: pathlib.Path, target: Any = None) -> Any:
+    """What `CheckpointManager` reads."""
+    arguments = ocp.args.StandardRestore(target)
+    with ocp.CheckpointManager(path) as manager:
+        step, _, item = saved.inner.partition("/")
+        if item == "default":
+            return manager.restore(int(step), args=arguments)
+        return manager.restore(int(step), args=ocp.args.Composite(**{item: arguments}))[item]
+
+
+def read_v1(saved: Saved, path: pathlib.Path, target: Any = None) -> Any:
+    """What Orbax's v1 API reads."""
+    return v1.load(
+        path / saved.step, target, checkpointable_name=saved.open.get("item", "AUTO")
+    )
+
+
+READERS = {
+    "pytree": read_pytree, "standard": read_standard, "manager": read_manager, "v1": read_v1,
+}
+
+
+def projected(leaf: Any, on: Mesh) -> Any:
+    """The sharding that a leaf has once it is laid out on another mesh; None for host values."""
+    if not isinstance(leaf, jax.Array):
+        return None
+    spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else P()
+    return NamedSharding(on, spec)
+
+
+def plain_scalars(tree: Any) -> Any:
+    """numpy scalars as Python ones: Orbax gives those back."""
+    return jax.tree.map(lambda leaf: leaf.item() if isinstance(leaf, np.generic) else leaf, tree)
+
+
+def abstract(tree: Any, on: Mesh) -> Any:
+    """A target: the tree's structure, its arrays as shape, dtype and sharding on `on`."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=projected(leaf, on))
+        if isinstance(leaf, jax.Array) else leaf,
+        plain_scalars(tree),
+    )
+
+
+def bits(leaf: Any) -> Any:
+    """All there is to a leaf but its layout: type, dtype, shape and every bit."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return str(jax.random.key_impl(leaf)), bits(jax.random.key_data(leaf))
+    kind = jax.Array if isinstance(leaf, jax.Array) else type(leaf)
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        array = np.asarray(leaf)
+        return kind, array.dtype, array.shape, array.tobytes()
+    return kind, leaf
+
+
+def flat(tree: Any) -> dict[str, Any]:
+    """Printed path -> leaf, `None` among them."""
+    pairs, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in pairs}
+
+
+def assert_same_tree(got: Any, expected: Any) -> None:
+    """Equal structure, and equal leaves bit for bit."""
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    one, other = flat(got), flat(expected)
+    assert {p: bits(leaf) for p, leaf in one.items()} == {p: bits(x) for p, x in other.items()}
+
+
+def assert_laid_out(tree: Any, like: Any, on: Mesh) -> None:
+    """Every device array is on `on`, with the spec that it has in `like`."""
+    found = {path: getattr(leaf, "sharding", None) for path, leaf in flat(tree).items()}
+    assert found == {path: projected(leaf, on) for path, leaf in flat(like).items()}
+
+
+def saved_leaves(tree: Any, path: tuple = ()) -> dict[tuple, Any]:
+    """Path -> leaf as Orbax stores them: named tuples as dicts, empty ones as None."""
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        tree = tree._asdict() or None
+    if isinstance(tree, dict) and tree:
+        children = [(str(key), tree[key]) for key in tree]
+    elif isinstance(tree, list | tuple) and tree:
+        children = list(enumerate(tree))
+    else:
+        return {path: tree}
+    return {p: leaf for key, child in children
+            for p, leaf in saved_leaves(child, (*path, key)).items()}
+
+
+def hashes(path: pathlib.Path) -> dict[str, str]:
+    """Relative path -> digest of every file, and of nothing for a directory."""
+    return {
+        str(file.relative_to(path)): hashlib.sha256(
+            file.read_bytes() if file.is_file() else b""
+        ).hexdigest()
+        for file in sorted(path.rglob("*"))
+    }
+
+
+def data_inodes(path: pathlib.Path) -> dict[int, str]:
+    """Inode -> relative path of each OCDBT data file."""
+    return {
+        os.stat(file).st_ino: str(file.relative_to(path)) for file in sorted(path.rglob("d/*"))
+    }
