@@ -20,6 +20,7 @@ from reshard.mesh import (
     Sharding,
     format_spec,
 )
+from reshard.rounding import round_once, rounds_twice
 from reshard.store import ArrayStore
 from reshard.tree import Path, format_path
 
@@ -64,8 +65,18 @@ class ArrayHandle:
         """Decoded bytes of the whole array."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def read_dtype(self) -> np.dtype:
+        """The dtype of `view`: `dtype`, or float64 where TensorStore would round a cast twice."""
+        twice = rounds_twice(self.stored_dtype, self.dtype)
+        return self.stored_dtype if twice else self.dtype
+
+    def rounded(self, values: np.ndarray) -> np.ndarray:
+        """What was read from `view`, as `dtype`."""
+        return values if values.dtype == self.dtype else round_once(values, self.dtype)
+
     def view(self) -> ts.TensorStore:
-        """A TensorStore view to read boxes from, of `dtype` and `shape`.
+        """A TensorStore view to read boxes from, of `read_dtype` and `shape`.
 
         Raises:
           CorruptCheckpointError: another leaf is stored under the same name.
@@ -73,7 +84,7 @@ class ArrayHandle:
         if self.same_name is not None:
             raise collision_error([self])
         array = self.store.open_array(self.name, json.loads(self.metadata))
-        return array if self.dtype == self.stored_dtype else ts.cast(array, self.dtype)
+        return array if self.read_dtype == self.stored_dtype else ts.cast(array, self.read_dtype)
 
     def __repr__(self) -> str:
         return f"<{format_path(self.path)}: {describe(self)}>"

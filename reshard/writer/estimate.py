@@ -21,7 +21,8 @@ def encoded_ratio(handle: ArrayHandle) -> float:
     box = next(grid_boxes(handle.shape, handle.chunk_shape), None)
     if box is None:
         return 1.0
-    values = np.asarray(handle.view()[box].read().result()).reshape(-1)[:_SAMPLE]
+    read = np.asarray(handle.view()[box].read().result()).reshape(-1)[:_SAMPLE]
+    values = handle.rounded(read)
     document = json.loads(target_metadata(handle, handle.chunk_shape))
     codec: dict[str, object] = {"compressor": document.get("compressor")}
     if handle.store.zarr3:

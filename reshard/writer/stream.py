@@ -8,6 +8,7 @@ for many chunks matters for OCDBT: each commit writes the B-tree again.
 import collections
 import contextlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -109,13 +110,14 @@ def stream_boxes(
             path = array.layout.path
             if path not in views:
                 views[path] = sources[path].view()
-            reads.append(_start_read(array, box, views[path], sources[path].dtype))
+            reads.append(_start_read(array, box, views[path], sources[path].read_dtype))
         transaction = ts.Transaction()
         writable = store.with_transaction(transaction)
         copies = []
         for (array, box), (buffer, read) in zip(batch.boxes, reads, strict=True):
             path = array.layout.path
             _wait_read(read, path)
+            buffer = sources[path].rounded(buffer)
             if path not in targets:
                 metadata = target_metadata(sources[path], array.chunk)
                 targets[path] = _open_target(target, names[path], metadata)
@@ -134,7 +136,10 @@ def stream_boxes(
         for copy in copies:
             wait_written(copy)
         pending.add(batch.charge, transaction)
-        done = sum(buffer.nbytes for buffer, _ in reads)
+        done = sum(
+            math.prod(buffer.shape) * array.layout.target_itemsize
+            for (array, _), (buffer, _) in zip(batch.boxes, reads, strict=True)
+        )
         del reads, buffer  # only the transaction holds the buffers now, until it is committed
         progress(done)
 
