@@ -221,17 +221,12 @@ def describe(leaf: Leaf) -> str:
 
 def collision_error(handles: Sequence[ArrayHandle]) -> CorruptCheckpointError:
     """The error for leaves whose stored array may belong to another leaf."""
+    pairs = {frozenset((h.path, h.same_name or ())): h for h in handles}
+    names = [(format_path(h.path), format_path(h.same_name or ()), h.name) for h in pairs.values()]
     return CorruptCheckpointError(
         "two leaves were saved under one name, so one of them has overwritten the other",
-        [
-            f"{format_path(h.path)} and {format_path(h.same_name or ())} are both stored as "
-            f"`{h.name}`"
-            for h in handles
-        ],
-        [
-            f"drop both: --drop '{format_path(h.path)}' --drop '{format_path(h.same_name or ())}'"
-            for h in handles[:1]
-        ],
+        [f"{one} and {other} are both stored as `{name}`" for one, other, name in names],
+        [f"drop both: --drop '{one}' --drop '{other}'" for one, other, _ in names],
     )
 
 

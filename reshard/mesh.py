@@ -15,6 +15,10 @@ from reshard.errors import ShardingError
 
 Spec = tuple[tuple[str, ...], ...]
 
+# Above this many devices their ids are not written down: readers then take them in order.
+MOST_DEVICE_IDS = 256
+_MOST_DEVICES = 1 << 24
+
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
@@ -139,6 +143,8 @@ def _checked(mesh: Mesh) -> Mesh:
         raise ShardingError(f"the mesh `{mesh}` names an axis twice")
     if not names or min(sizes) < 1:
         raise ShardingError(f"every axis of the mesh `{mesh}` needs at least one device")
+    if mesh.size > _MOST_DEVICES:
+        raise ShardingError(f"the mesh `{mesh}` has {mesh.size} devices: no machine does")
     return mesh
 
 
@@ -147,13 +153,16 @@ def normalize_spec(spec: Any) -> Spec:
 
     Accepts a `jax.sharding.PartitionSpec`, a sequence of `None`, names and sequences of names, or
     text: axes of each dimension separated by `,`, several axes of one dimension joined by `+`,
-    nothing for an unsharded dimension (`"data,model"`, `"data+model,"`, `""`).
+    nothing or `None` for an unsharded dimension (`"data,model"`, `"data+model,"`, `""`).
     """
     if isinstance(spec, str):
         if not spec.strip():
             return ()
         dims = [part.strip() for part in spec.split(",")]
-        return tuple(tuple(a.strip() for a in dim.split("+")) if dim else () for dim in dims)
+        return tuple(
+            tuple(a.strip() for a in dim.split("+")) if dim not in ("", "None") else ()
+            for dim in dims
+        )
     result = []
     if spec is not None and not isinstance(spec, Iterable):
         raise ShardingError(f"not a partition spec: {spec!r}")

@@ -303,15 +303,18 @@ def _choose(
 
 def too_large(array: ArrayLayout, needed: int, max_memory: int) -> MemoryLimitError:
     """The error for an array of which one stored chunk takes `needed` bytes to carry over."""
-    least = math.ceil(needed / 2**20)
     decoded = math.prod(array.source_chunk) * array.source_itemsize
+    one_pass = 2 * (decoded + math.prod(array.source_chunk) * array.target_itemsize)
+    hints = [f"--max-memory {math.ceil(needed / 2**10)}KiB is the least that carries it over"]
+    if one_pass > needed:
+        hints.append(f"--max-memory {math.ceil(one_pass / 2**10)}KiB reads each chunk once")
     return MemoryLimitError(
         f"{format_path(array.path)}: one stored chunk does not fit in {format_bytes(max_memory)}",
         [
             f"a chunk of {list(array.source_chunk)} has {format_bytes(decoded)} decoded, and it "
-            f"takes {least} MiB to carry one over"
+            f"takes {format_bytes(needed)} to carry one over"
         ],
-        [f"--max-memory {least}MiB"],
+        hints,
     )
 
 

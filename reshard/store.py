@@ -43,9 +43,23 @@ def ocdbt_spec(directory: os.PathLike | str, manifest: os.PathLike | str | None 
     return spec
 
 
+def checked(future: ts.Future, what: str) -> Any:
+    """The result of a read; raises CorruptCheckpointError, about `what`, if it fails."""
+    try:
+        return future.result()
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{what} cannot be read", [first_line(error)]) from error
+
+
+def first_line(error: ValueError) -> str:
+    """What TensorStore says, without the specification that it appends."""
+    return str(error).partition(" [")[0].partition("\n")[0]
+
+
 def read_small(path: pathlib.Path) -> bytes | None:
     """A small file whole, or None where there is none."""
-    result = ts.KvStore.open(file_spec(path.parent)).result().read(path.name).result()
+    read = ts.KvStore.open(file_spec(path.parent)).result().read(path.name)
+    result = checked(read, f"`{path}`")
     return result.value if result.state == "value" else None
 
 
@@ -125,7 +139,8 @@ class ArrayStore:
         value = self.values.get(name, {}).get(self.metadata_key)
         if value is None or value.inline is not None:
             return None if value is None else value.inline
-        return self.kvstore(name).read(self.metadata_key).result().value
+        read = self.kvstore(name).read(self.metadata_key)
+        return checked(read, f"the metadata of `{name}`").value
 
     def kvstore_spec(self, name: str) -> dict[str, Any]:
         """The key-value store below one array's name."""
@@ -188,7 +203,7 @@ def _walk_btree(
         if node["height"]:
             continue
         for entry in node["entries"]:
-            key = (prefix + entry["key"]).decode()
+            key = (prefix + entry["key"]).decode(errors="surrogateescape")
             inline = entry.get("inline_value")
             if inline is not None:
                 kept = inline if key.endswith(metadata_key) else None

@@ -22,6 +22,7 @@ from reshard.checkpoint import (
 )
 from reshard.errors import ShardingError, TreeMismatchError
 from reshard.mesh import (
+    MOST_DEVICE_IDS,
     Mesh,
     NamedSharding,
     SingleDeviceSharding,
@@ -52,9 +53,14 @@ def select(
     for path, leaf in ckpt.items():
         if path not in kept or path in dropped:
             continue
-        if isinstance(leaf, ArrayHandle) and leaf.same_name in dropped:
-            raise collision_error([leaf])
         leaves[path] = leaf
+    halves = [
+        leaf
+        for leaf in leaves.values()
+        if isinstance(leaf, ArrayHandle) and leaf.same_name and leaf.same_name not in leaves
+    ]
+    if halves:
+        raise collision_error(halves)
     if not leaves:
         raise TreeMismatchError("no leaf is left", [f"`{p}` is dropped" for p in drop])
     tree.check_lists(leaves)
@@ -151,7 +157,7 @@ def to_mesh(
       ShardingError: every leaf whose spec does not fit, with what to type for each.
     """
     target = parse_mesh(mesh, ckpt.meshes)
-    if target.device_ids is None:
+    if target.device_ids is None and target.size <= MOST_DEVICE_IDS:
         target = dataclasses.replace(target, device_ids=tuple(range(target.size)))
     if target.axis_types is None:
         target = dataclasses.replace(target, axis_types=_carried_types(target, ckpt.meshes))
@@ -160,18 +166,22 @@ def to_mesh(
     candidates = [a.path for a in ckpt.arrays if a.value_type != "scalar"]
     chosen = match_specs(candidates, list(specs or ()))
     leaves = dict(ckpt)
-    problems, misfits, replicated = [], [], []
+    problems, misfits, replicated, unknown = [], [], [], []
     for array in ckpt.arrays:
         spec = chosen.get(array.path)
         if spec is None and array.sharding is None and array.value_type != "jax.Array":
             continue
+        text = f"{format_path(array.path)}  {array.dtype.name}{list(array.shape)}: "
         saved = array.sharding
+        if spec is None and saved is None:
+            problems.append(f"{text}it was saved without a sharding")
+            unknown.append(array)
+            continue
         if spec is None:
             spec = rename_axes(saved.spec, axes) if isinstance(saved, NamedSharding) else ()
             if isinstance(saved, SingleDeviceSharding):
                 replicated.append(array)
         found = spec_problems(array.shape, target, spec)
-        text = f"{format_path(array.path)}  {array.dtype.name}{list(array.shape)}: "
         problems += [text + problem for problem in found]
         if found:
             misfits.append((array, spec))
@@ -182,18 +192,22 @@ def to_mesh(
         raise ShardingError(
             f"specs that do not fit the mesh `{target}`",
             problems,
-            _spec_hints(ckpt.arrays, misfits, target),
+            _spec_hints(ckpt, misfits, target)
+            + [f"--spec '^{re.escape(format_path(a.path))}$=' replicates it" for a in unknown],
         )
     notes = []
     if replicated:
         nbytes = sum(a.nbytes for a in replicated)
+        one = len(replicated) == 1
         names = ", ".join(format_path(a.path) for a in replicated[:3])
         more = ", ..." if len(replicated) > 3 else ""
         notes.append(
-            f"{len(replicated)} leaves saved on a single device are replicated on the new mesh "
+            f"{'1 leaf' if one else f'{len(replicated)} leaves'} saved on a single device "
+            f"{'is' if one else 'are'} replicated on the new mesh "
             f"({nbytes} bytes a device): {names}{more}"
         )
-    return ckpt.replace(leaves, notes=notes)
+    retyped = any(a.value_type != "jax.Array" for a in ckpt.arrays if a.path in chosen)
+    return ckpt.replace(leaves, notes=notes, retyped=retyped)
 
 
 def _carried_types(target: Mesh, saved: Sequence[Mesh]) -> tuple[str, ...] | None:
@@ -221,21 +235,26 @@ def _check_axes(axes: Mapping[str, str], target: Mesh, saved: Sequence[Mesh]) ->
 
 
 def _spec_hints(
-    arrays: Sequence[ArrayHandle], misfits: Sequence[tuple[ArrayHandle, Spec]], target: Mesh
+    ckpt: Checkpoint, misfits: Sequence[tuple[ArrayHandle, Spec]], target: Mesh
 ) -> list[str]:
     """What to type: for axes that the mesh lacks, and specs that fit, one for each last key if all
     its leaves agree, else one for each leaf."""
     axes = {axis for _, spec in misfits for entry in spec for axis in entry}
     lacking = sorted(axes - set(target.axis_names))
-    new = next((name for name in target.axis_names if name not in axes), "NEW")
-    hints = [f"--axis {axis}= replicates, --axis {axis}={new} renames" for axis in lacking]
+    saved = {axis for mesh in ckpt.meshes for axis in mesh.axis_names}
+    new = next((name for name in target.axis_names if name not in saved), "NEW")
+    hints = [
+        f"--axis {axis}= replicates, --axis {axis}={new} renames"
+        for axis in lacking
+        if axis in saved
+    ]
     fitting = {
         array.path: spec_text(fitting_spec(array.shape, target, spec))
         for array, spec in misfits
         if not any(axis in lacking for entry in spec for axis in entry)
     }
     by_key: dict[str, set[str | None]] = {}
-    for array in arrays:
+    for array in ckpt.arrays:
         by_key.setdefault(_last_key(array.path), set()).add(fitting.get(array.path))
     for path, text in fitting.items():
         key = _last_key(path)

@@ -6,6 +6,7 @@ is only ever a joined string when it is printed.
 """
 
 import difflib
+import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -102,8 +103,12 @@ def match_globs(paths: Iterable[Path], patterns: Sequence[str]) -> set[Path]:
 
 
 def nearest(name: str, paths: Iterable[Path]) -> list[str]:
-    """Printed paths that resemble `name`, best first, at most three."""
-    return difflib.get_close_matches(name, [format_path(p) for p in paths], n=3, cutoff=0.5)
+    """Printed paths that resemble `name`, best first, at most three.
+
+    Looks at the first ten thousand paths only: a hint must not take longer than the answer.
+    """
+    texts = [format_path(path) for path in itertools.islice(paths, 10_000)]
+    return difflib.get_close_matches(name, texts, n=3, cutoff=0.5)
 
 
 def rename_paths(paths: Sequence[Path], rules: Sequence[tuple[str, str]]) -> dict[Path, Path]:

@@ -27,14 +27,14 @@ def format_bytes(count: float) -> str:
     raise AssertionError("unreachable")
 
 
-def parse_bytes(text: int | str) -> int:
+def parse_bytes(text: float | str) -> int:
     """A number of bytes, or text with a unit: `"256MiB"`, `"1.5GB"`.
 
     Raises:
       MemoryLimitError: it is neither.
     """
-    if isinstance(text, int):
-        return text
+    if isinstance(text, int | float):
+        return int(text)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     if match is None or match[2] not in _UNITS:
         raise MemoryLimitError(f"`{text}` is not a number of bytes", hints=["`256MiB`, `1GiB`"])

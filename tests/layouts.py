@@ -18,9 +18,27 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint._src.metadata.pytree_metadata_options import PyTreeMetadataOptions
 
 DTYPES = (
-    "bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz",
-    "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e3m4", "float8_e8m0fnu", "float4_e2m1fn",
-    "int2", "int4", "int8", "int16", "int32", "uint8", "uint16", "uint32", "bool", "complex64",
+    "bfloat16",
+    "float16",
+    "float32",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e3m4",
+    "float8_e8m0fnu",
+    "float4_e2m1fn",
+    "int2",
+    "int4",
+    "int8",
+    "int16",
+    "int32",
+    "uint8",
+    "uint16",
+    "uint32",
+    "bool",
+    "complex64",
 )
 CUSTOM = {"note": "keep me", "n": [1, 2]}
 STEPS = (3, 20)
@@ -63,8 +81,10 @@ def random_tree(on: Mesh, seed: int, *, strings: bool = True, rich: bool = True)
     params = {
         "embed": put((64, 96), "data", "model"),
         "uneven": put((6, 40), "data", "model"),
-        "mlp/linear": {"w.0": put((8, 24), None, ("data", "model"), dtype="bfloat16"),
-                       "b": put((24,), "model")},
+        "mlp/linear": {
+            "w.0": put((8, 24), None, ("data", "model"), dtype="bfloat16"),
+            "b": put((24,), "model"),
+        },
         "two words": {"(0, 'x')": put((8, 4, 6), "model", None, "data")},
         "replicated": put((16, 8)),
         "column": put((2, 64), None, "model", dtype="bfloat16"),
@@ -99,7 +119,7 @@ def random_tree(on: Mesh, seed: int, *, strings: bool = True, rich: bool = True)
         "empty": {"dict": {}, "list": []},
     }
     if strings:
-        tree["text"] = {"name": "größe/层 \"x\"", "a.b": ""}
+        tree["text"] = {"name": 'größe/层 "x"', "a.b": ""}
     if rich:
         tree["tuple"] = (put((7,)), jnp.int32(rng.integers(100)))
         tree["empty"]["tuple"] = ()
@@ -175,7 +195,9 @@ def _manager(path: pathlib.Path, trees: Sequence[Any]) -> None:
     with open_manager(path, metadata={"root": "kept"}) as manager:
         for step, tree in zip(STEPS, trees, strict=True):
             manager.save(
-                step, args=ocp.args.StandardSave(tree), metrics=metrics(step),
+                step,
+                args=ocp.args.StandardSave(tree),
+                metrics=metrics(step),
                 custom_metadata=CUSTOM,
             )
 
@@ -301,13 +323,14 @@ def read_manager(saved: Saved, path: pathlib.Path, target: Any = None) -> Any:
 
 def read_v1(saved: Saved, path: pathlib.Path, target: Any = None) -> Any:
     """What Orbax's v1 API reads."""
-    return v1.load(
-        path / saved.step, target, checkpointable_name=saved.open.get("item", "AUTO")
-    )
+    return v1.load(path / saved.step, target, checkpointable_name=saved.open.get("item", "AUTO"))
 
 
 READERS = {
-    "pytree": read_pytree, "standard": read_standard, "manager": read_manager, "v1": read_v1,
+    "pytree": read_pytree,
+    "standard": read_standard,
+    "manager": read_manager,
+    "v1": read_v1,
 }
 
 
@@ -327,8 +350,11 @@ def plain_scalars(tree: Any) -> Any:
 def abstract(tree: Any, on: Mesh) -> Any:
     """A target: the tree's structure, its arrays as shape, dtype and sharding on `on`."""
     return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=projected(leaf, on))
-        if isinstance(leaf, jax.Array) else leaf,
+        lambda leaf: (
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=projected(leaf, on))
+            if isinstance(leaf, jax.Array)
+            else leaf
+        ),
         plain_scalars(tree),
     )
 
@@ -373,8 +399,9 @@ def saved_leaves(tree: Any, path: tuple = ()) -> dict[tuple, Any]:
         children = list(enumerate(tree))
     else:
         return {path: tree}
-    return {p: leaf for key, child in children
-            for p, leaf in saved_leaves(child, (*path, key)).items()}
+    return {
+        p: leaf for key, child in children for p, leaf in saved_leaves(child, (*path, key)).items()
+    }
 
 
 def hashes(path: pathlib.Path) -> dict[str, str]:
@@ -389,6 +416,4 @@ def hashes(path: pathlib.Path) -> dict[str, str]:
 
 def data_inodes(path: pathlib.Path) -> dict[int, str]:
     """Inode -> relative path of each OCDBT data file."""
-    return {
-        os.stat(file).st_ino: str(file.relative_to(path)) for file in sorted(path.rglob("d/*"))
-    }
+    return {os.stat(file).st_ino: str(file.relative_to(path)) for file in sorted(path.rglob("d/*"))}

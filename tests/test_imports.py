@@ -15,6 +15,7 @@ FIXTURE = pathlib.Path(__file__).parent / "data" / "orbax-0.4.4" / "default"
 LAYERS = [
     "errors",
     "units",
+    "rounding",
     "store",
     "tree",
     "mesh",

@@ -29,12 +29,19 @@ OLD = {
     "none": None,
     "np": np.arange(3),
     "opt": [
-        {"count": np.int32(0), "mu": {"k": np.zeros(2, "float32")},
-         "nu": {"k": np.zeros(2, "float32")}},
+        {
+            "count": np.int32(0),
+            "mu": {"k": np.zeros(2, "float32")},
+            "nu": {"k": np.zeros(2, "float32")},
+        },
         None,
     ],
-    "params": {"dense": {"bias": np.zeros(4, "float32"),
-                         "kernel": np.arange(512, dtype="float32").reshape(16, 32)}},
+    "params": {
+        "dense": {
+            "bias": np.zeros(4, "float32"),
+            "kernel": np.arange(512, dtype="float32").reshape(16, 32),
+        }
+    },
     "step": 3,
     "tup": [np.ones(2, "float32")],
 }
@@ -71,8 +78,9 @@ def sharding(leaf):
         return None
     if not isinstance(leaf.sharding, JaxNamedSharding):
         return SingleDeviceSharding("cpu:0")
-    entries = [axes if isinstance(axes, tuple) else (axes,) if axes else ()
-               for axes in leaf.sharding.spec]
+    entries = [
+        axes if isinstance(axes, tuple) else (axes,) if axes else () for axes in leaf.sharding.spec
+    ]
     return NamedSharding(MESH, stripped(entries))
 
 
@@ -125,10 +133,26 @@ def test_every_layout(saved, layout):
         handle, value = handles[path], stored(leaf)
         assert ckpt[path] is handle and ckpt[format_path(path)] is handle
         name = ".".join(map(str, path))
-        found = (handle.shape, handle.dtype, handle.stored_dtype, handle.nbytes, handle.name,
-                 handle.value_type, handle.chunk_shape, handle.same_name)
-        assert found == (value.shape, value.dtype, value.dtype, value.nbytes, name,
-                         value_type(leaf, layout), zarr_chunk(source, name), None), path
+        found = (
+            handle.shape,
+            handle.dtype,
+            handle.stored_dtype,
+            handle.nbytes,
+            handle.name,
+            handle.value_type,
+            handle.chunk_shape,
+            handle.same_name,
+        )
+        assert found == (
+            value.shape,
+            value.dtype,
+            value.dtype,
+            value.nbytes,
+            name,
+            value_type(leaf, layout),
+            zarr_chunk(source, name),
+            None,
+        ), path
         assert handle.key_impl == (str(jax.random.key_impl(leaf)) if is_key(leaf) else None)
         assert without_trailing(handle.sharding) == sharding(leaf), path
         assert handle.saved_sharding == handle.sharding
@@ -151,9 +175,7 @@ def test_chunk_shapes(saved):
     names = ("embed", "uneven", "replicated", "column")
     chunks = {name: ckpt["params", name].chunk_shape for name in names}
     # Replicated arrays are divided among their replicas along the first axis that divides.
-    assert chunks == {
-        "embed": (32, 24), "uneven": (3, 10), "replicated": (2, 8), "column": (1, 16)
-    }
+    assert chunks == {"embed": (32, 24), "uneven": (3, 10), "replicated": (2, 8), "column": (1, 16)}
 
 
 @pytest.mark.parametrize(
@@ -165,8 +187,7 @@ def test_chunk_shapes(saved):
         ("zarr3-ocdbt", "standalone", "OCDBT, zarr3", False, (), ()),
         ("zarr3-files", "standalone", "plain files, zarr3", False, (), ()),
         ("manager", "manager", "OCDBT, zarr2", False, STEPS, ("default", "metrics")),
-        ("items", "manager", "OCDBT, zarr2", False, STEPS[:1],
-         ("array", "config", "key", "state")),
+        ("items", "manager", "OCDBT, zarr2", False, STEPS[:1], ("array", "config", "key", "state")),
         ("step", "step", "OCDBT, zarr2", False, (), ("default", "metrics")),
         ("bare", "item", "OCDBT, zarr2", False, (), ()),
         ("v1", "step", "OCDBT, zarr3", True, (), ("state",)),
@@ -223,10 +244,13 @@ def two_trees(tmp_path_factory):
     path = tmp_path_factory.mktemp("two") / "run"
     trees = {"ema": {"w": np.arange(4)}, "params": {"w": np.arange(5)}}
     with ocp.CheckpointManager(path) as manager:
-        manager.save(7, args=ocp.args.Composite(
-            config=ocp.args.JsonSave({"a": 1}),
-            **{name: ocp.args.StandardSave(tree) for name, tree in trees.items()},
-        ))
+        manager.save(
+            7,
+            args=ocp.args.Composite(
+                config=ocp.args.JsonSave({"a": 1}),
+                **{name: ocp.args.StandardSave(tree) for name, tree in trees.items()},
+            ),
+        )
     return path
 
 
@@ -266,10 +290,17 @@ def corrupt(text: str, path, **kwargs):
 
 
 def test_unknown_item(two_trees):
-    not_found(f"`{two_trees}/7` has no item 'opt'\n\nhint: its items: config, ema, params",
-              two_trees, item="opt")
-    not_a_format(f"item 'config' of `{two_trees}/7` holds no tree of arrays\n\n"
-                 "hint: --item ema\nhint: --item params", two_trees, item="config")
+    not_found(
+        f"`{two_trees}/7` has no item 'opt'\n\nhint: its items: config, ema, params",
+        two_trees,
+        item="opt",
+    )
+    not_a_format(
+        f"item 'config' of `{two_trees}/7` holds no tree of arrays\n\n"
+        "hint: --item ema\nhint: --item params",
+        two_trees,
+        item="config",
+    )
 
 
 def test_unknown_step(saved):
@@ -280,15 +311,17 @@ def test_unknown_step(saved):
 def test_step_of_what_has_none(saved):
     for layout in ("standalone", "step", "bare", "v1"):
         path = saved(layout).path
-        not_found(f"`{path}` is one checkpoint and has no steps\n\nhint: leave out --step",
-                  path, step=3)
+        not_found(
+            f"`{path}` is one checkpoint and has no steps\n\nhint: leave out --step", path, step=3
+        )
 
 
 def test_item_of_what_has_none(saved):
     for layout in ("standalone", "bare"):
         path = saved(layout).path
-        not_found(f"`{path}` is one tree and has no items\n\nhint: leave out --item",
-                  path, item="params")
+        not_found(
+            f"`{path}` is one tree and has no items\n\nhint: leave out --item", path, item="params"
+        )
 
 
 def test_nothing_there(tmp_path):
@@ -297,14 +330,14 @@ def test_nothing_there(tmp_path):
     missing = tmp_path / "run" / "c"
     not_found(f"there is nothing at `{missing}`\n\nhint: `{tmp_path}/run` has: a, b", missing)
     deep = tmp_path / "run" / "a" / "x" / "y"
-    not_found(f"there is nothing at `{deep}`\n\nhint: `{tmp_path}/run/a` has: no directories",
-              deep)
+    not_found(f"there is nothing at `{deep}`\n\nhint: `{tmp_path}/run/a` has: no directories", deep)
 
 
 def test_an_empty_directory(tmp_path):
     not_a_format(
         f"`{tmp_path}` is not a checkpoint\n"
-        "  no _METADATA, no _CHECKPOINT_METADATA, no step directories, no zarr arrays", tmp_path
+        "  no _METADATA, no _CHECKPOINT_METADATA, no step directories, no zarr arrays",
+        tmp_path,
     )
 
 
@@ -316,8 +349,9 @@ def test_a_file(tmp_path):
 
 @pytest.mark.parametrize("url", ["gs://bucket/run/100", "s3://bucket/run"])
 def test_a_remote_path(url):
-    not_a_format(f"`{url}`: only local paths are read\n\n"
-                 "hint: copy the checkpoint to a local disk", url)
+    not_a_format(
+        f"`{url}`: only local paths are read\n\nhint: copy the checkpoint to a local disk", url
+    )
 
 
 def test_a_msgpack_file(tmp_path):
@@ -329,7 +363,8 @@ def test_a_msgpack_file(tmp_path):
     not_a_format(
         f"`{tmp_path}` holds Flax msgpack checkpoints, which are recognised but not read yet\n"
         "  checkpoint_10\n\n"
-        "hint: restore it with flax.training.checkpoints and save it with Orbax", tmp_path
+        "hint: restore it with flax.training.checkpoints and save it with Orbax",
+        tmp_path,
     )
 
 
@@ -339,7 +374,8 @@ def test_aggregate(data, version):
     not_a_format(
         f"`{path}` was saved with aggregate=True: its values are inside the msgpack file "
         "`checkpoint`, which is recognised but not read yet\n\n"
-        "hint: restore it with PyTreeCheckpointer and save it again", path
+        "hint: restore it with PyTreeCheckpointer and save it again",
+        path,
     )
 
 
@@ -348,19 +384,22 @@ def test_orbax_0_2_7(data):
     not_a_format(
         f"`{path}` was written by Orbax 0.2 (no _METADATA; its tree is the msgpack file "
         "`checkpoint`), which is recognised but not read yet\n\n"
-        "hint: restore it with PyTreeCheckpointer and save it again", path
+        "hint: restore it with PyTreeCheckpointer and save it again",
+        path,
     )
     path = data / "orbax-0.2.7" / "aggregate"
     not_a_format(
         f"`{path}` holds its values in the msgpack file `checkpoint` (aggregate=True), which is "
         "recognised but not read yet\n\n"
-        "hint: restore it with PyTreeCheckpointer and save it again", path
+        "hint: restore it with PyTreeCheckpointer and save it again",
+        path,
     )
 
 
 @pytest.fixture
 def copy(saved, tmp_path):
     """Copies the checkpoint of a layout, to break it."""
+
     def make(layout: str, name: str = "copy") -> pathlib.Path:
         return shutil.copytree(saved(layout).path, tmp_path / name)
 
@@ -372,8 +411,10 @@ STOPPED = "hint: use an earlier step: its writer stopped before this one was com
 
 def test_a_temporary_name(copy):
     path = copy("standalone", "100.orbax-checkpoint-tmp")
-    uncommitted(f"`{path}` was never committed: its name is that of a checkpoint in progress\n\n"
-                + STOPPED, path)
+    uncommitted(
+        f"`{path}` was never committed: its name is that of a checkpoint in progress\n\n" + STOPPED,
+        path,
+    )
 
 
 def uncommit(path: pathlib.Path):
@@ -407,14 +448,13 @@ def test_only_uncommitted_steps(copy):
     path = copy("manager")
     for step in STEPS:
         uncommit(path / str(step))
-    uncommitted(
-        f"`{path}` holds only checkpoints that were never committed\n  20\n  3", path
-    )
+    uncommitted(f"`{path}` holds only checkpoints that were never committed\n  20\n  3", path)
     for step in STEPS:
         (path / str(step)).rename(path / f"{step}.orbax-checkpoint-tmp")
     uncommitted(
         f"`{path}` holds only checkpoints that were never committed\n"
-        "  20.orbax-checkpoint-tmp\n  3.orbax-checkpoint-tmp", path
+        "  20.orbax-checkpoint-tmp\n  3.orbax-checkpoint-tmp",
+        path,
     )
 
 
@@ -423,7 +463,8 @@ def test_an_unfinished_item(copy):
     (path / "default").rename(path / "default.orbax-checkpoint-tmp")
     uncommitted(
         f"`{path}` was never committed: its `default.orbax-checkpoint-tmp` was never finished\n\n"
-        + STOPPED, path
+        + STOPPED,
+        path,
     )
 
 
@@ -445,8 +486,9 @@ def test_half_written_without_a_manifest(copy):
     path = copy("standalone")
     (path / "manifest.ocdbt").unlink()
     shutil.rmtree(path / "ocdbt.process_0")
-    corrupt(f"`{path}` has no manifest.ocdbt, which its _METADATA promises: it was half written",
-            path)
+    corrupt(
+        f"`{path}` has no manifest.ocdbt, which its _METADATA promises: it was half written", path
+    )
 
 
 @pytest.mark.parametrize("layout", ["zarr2-files", "zarr3-files"])
@@ -457,7 +499,8 @@ def test_a_missing_array(copy, layout):
     with pytest.raises(reshard.CorruptCheckpointError) as caught:
         reshard.open(path)
     assert sorted(caught.value.problems) == [
-        "list/0: there is no array `list.0`", "params/embed: there is no array `params.embed`"
+        "list/0: there is no array `list.0`",
+        "params/embed: there is no array `params.embed`",
     ]
 
 
@@ -532,9 +575,7 @@ def test_two_leaves_under_one_name(collided, tmp_path):
             text.replace("a.b/c", "a/b.c")
         )
         assert not (tmp_path / "out").exists()
-    assert reshard.plan(collided).problems == (
-        "a/b.c and a.b/c are both stored as `a.b.c`",
-    )
+    assert reshard.plan(collided).problems == ("a/b.c and a.b/c are both stored as `a.b.c`",)
 
 
 def test_neither_of_two_leaves_under_one_name(collided, tmp_path):
@@ -562,9 +603,7 @@ def test_orbax_0_4_4(data, name):
     ckpt = reshard.open(data / name)
     expected = saved_leaves(OLD)
     found = {p: x if not hasattr(x, "view") else bits(read(x)) for p, x in ckpt.items()}
-    assert found == {
-        p: bits(np.asarray(x)) if is_array(x) else x for p, x in expected.items()
-    }
+    assert found == {p: bits(np.asarray(x)) if is_array(x) else x for p, x in expected.items()}
     assert ckpt.meshes == (Mesh(("data", "model"), (2, 4)),)
     assert ckpt["params/dense/kernel"].sharding.spec == (("data",), ("model",))
     assert ckpt["params/dense/kernel"].chunk_shape == (8, 8)
@@ -606,11 +645,14 @@ def test_orbax_0_4_4_saved_again(data, tmp_path, name):
     assert jax.tree.structure(restored) == jax.tree.structure(OLD)
 
 
-def never_merged(whole: pathlib.Path, path: pathlib.Path, processes: int) -> pathlib.Path:
+def never_merged(
+    whole: pathlib.Path, path: pathlib.Path, processes: int, writers: int
+) -> pathlib.Path:
     """A copy of a merged OCDBT checkpoint in which each process still has its own database.
 
-    Process i holds every chunk whose position in its array is i modulo `processes`; all of them
-    hold the arrays' metadata, as the processes of a job write it.
+    Process i holds every chunk whose position in its array is i modulo `processes`. The first
+    `writers` of them hold the arrays' metadata: one of Orbax's processes writes them, or all do
+    (where its `primary_host` is None).
     """
     names = ("d", "manifest.ocdbt", "ocdbt.process_*")
     shutil.copytree(whole, path, ignore=shutil.ignore_patterns(*names))
@@ -625,7 +667,7 @@ def never_merged(whole: pathlib.Path, path: pathlib.Path, processes: int) -> pat
     for key in sorted(merged.list().result()):
         value = merged.read(key).result().value
         if key.endswith((b".zarray", b"zarr.json")):
-            for store in stores:
+            for store in stores[:writers]:
                 store.write(key, value).result()
         else:
             name = key.rpartition(b"/")[0]
@@ -634,10 +676,11 @@ def never_merged(whole: pathlib.Path, path: pathlib.Path, processes: int) -> pat
     return path
 
 
+@pytest.mark.parametrize("writers", [1, 3])
 @pytest.mark.parametrize("layout", ["standalone", "zarr3-ocdbt"])
-def test_a_never_merged_store_of_several_processes(saved, tmp_path, layout):
+def test_a_never_merged_store_of_several_processes(saved, tmp_path, layout, writers):
     source = saved(layout)
-    path = never_merged(source.path, tmp_path / "unmerged", 3)
+    path = never_merged(source.path, tmp_path / "unmerged", 3, writers)
     ckpt = reshard.open(path)
     whole = reshard.open(source.path)
     assert ckpt.source.format == whole.source.format.replace("OCDBT", "OCDBT, never merged")

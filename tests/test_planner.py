@@ -20,6 +20,7 @@ from reshard.errors import MemoryLimitError
 from reshard.mesh import Mesh, NamedSharding, shard_shape
 from reshard.planner import ArrayLayout, Plan, plan_array
 from reshard.schedule import Batch
+from reshard.units import parse_bytes
 
 MIB = 1 << 20
 
@@ -110,16 +111,20 @@ def plan_within(array, chunks, memory):
     try:
         return plan_array(array, chunks, memory), memory
     except MemoryLimitError as error:
-        memory = named_minimum(error) * MIB
+        memory = named_minimum(error)
         return plan_array(array, chunks, memory), memory
 
 
 def named_minimum(error):
-    """The MiB of the hint, which are also those of the message."""
-    hinted = re.fullmatch(r"--max-memory (\d+)MiB", error.hints[0])
+    """The bytes of the first hint, which are also those of the message."""
+    hint = " is the least that carries it over"
+    hinted = re.fullmatch(rf"--max-memory (\d+)KiB{hint}", error.hints[0])
     assert hinted is not None
-    assert f"it takes {hinted[1]} MiB to carry one over" in error.problems[0]
-    return int(hinted[1])
+    least = int(hinted[1]) * 1024
+    named = re.search(r"it takes (.*) to carry one over", error.problems[0])
+    assert named is not None
+    assert least - 1024 < parse_bytes(named[1]) * 1.01
+    return least
 
 
 # Boxes
@@ -283,7 +288,7 @@ def test_keep_with_a_cast_and_too_little_memory_is_an_error():
     assert plan_array(cast, "keep", 12 * MIB).chunk == (MIB,)
     with pytest.raises(MemoryLimitError) as caught:
         plan_array(cast, "keep", 12 * MIB - 1)
-    assert caught.value.hints == ("--max-memory 12MiB",)
+    assert caught.value.hints == ("--max-memory 12288KiB is the least that carries it over",)
 
 
 @pytest.mark.parametrize("chunks", ["shard", "keep", 64 << 10])
@@ -422,22 +427,26 @@ def test_a_chunk_that_cannot_fit_names_the_minimum():
     with pytest.raises(MemoryLimitError) as caught:
         plan_array(layout((4 * MIB,), (MIB,), (MIB // 2,)), "shard", MIB)
     # 4 MiB encoded and decoded, and a target chunk of 64 KiB encoded and decoded.
+    least = caught.value.args and named_minimum(caught.value)
     assert str(caught.value) == (
         "params/w: one stored chunk does not fit in 1.00 MiB\n"
-        "  a chunk of [1048576] has 4.00 MiB decoded, and it takes 9 MiB to carry one over\n"
+        f"  a chunk of [1048576] has 4.00 MiB decoded, and it takes {least / MIB:.2f} MiB to carry "
+        "one over\n"
         "\n"
-        "hint: --max-memory 9MiB"
+        f"hint: --max-memory {least // 1024}KiB is the least that carries it over\n"
+        "hint: --max-memory 16384KiB reads each chunk once"
     )
 
 
-def test_what_an_array_needs_is_rounded_up_to_whole_mebibytes():
+def test_what_an_array_needs_is_rounded_up_to_whole_kibibytes():
     error = planner.too_large(layout((4, MIB), (1, MIB), (1, MIB)), 5 * MIB + 1, 5 * MIB)
     assert isinstance(error, MemoryLimitError)
     assert str(error) == (
         "params/w: one stored chunk does not fit in 5.00 MiB\n"
-        "  a chunk of [1, 1048576] has 4.00 MiB decoded, and it takes 6 MiB to carry one over\n"
+        "  a chunk of [1, 1048576] has 4.00 MiB decoded, and it takes 5.00 MiB to carry one over\n"
         "\n"
-        "hint: --max-memory 6MiB"
+        "hint: --max-memory 5121KiB is the least that carries it over\n"
+        "hint: --max-memory 16384KiB reads each chunk once"
     )
 
 

@@ -25,7 +25,13 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        return importlib.import_module(f"reshard.cli.{cmd_name}").command
+        # An interrupt inside the import of a library would surface as an error of that library.
+        signals = {signal.SIGINT, signal.SIGTERM}
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        try:
+            return importlib.import_module(f"reshard.cli.{cmd_name}").command
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -53,7 +59,7 @@ def main() -> None:
         error.show()
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("Interrupted; nothing was left behind.", err=True)
+        click.echo("Interrupted; nothing half-written was left behind.", err=True)
         sys.exit(130)
     except BrokenPipeError:
         # The reader of a pipe has gone; Python must not complain about it when it exits.
@@ -65,7 +71,7 @@ def main() -> None:
         if not isinstance(error, ReshardError | MemoryError | OSError):
             raise
         message = error.render(limit=10) if isinstance(error, ReshardError) else str(error)
-        click.echo(f"Error: {message}", err=True)
+        click.echo(f"Error: {message or 'out of memory'}", err=True)
         sys.exit(2)
 
 

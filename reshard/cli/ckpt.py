@@ -2,14 +2,13 @@
 
 import ctypes
 import json
-import sys
 from typing import Any
 
 import click
 
 from reshard.checkpoint import Checkpoint
 from reshard.cli import output
-from reshard.errors import ShardingError
+from reshard.errors import ReshardError, ShardingError
 from reshard.loader import open as open_checkpoint
 from reshard.mesh import parse_mesh
 from reshard.planner import Plan
@@ -49,7 +48,7 @@ _MALLOC_ARENA_MAX, _MALLOC_MMAP_THRESHOLD, _MALLOC_TRIM_THRESHOLD = -8, -3, -1
     "The first match wins.",
 )
 @click.option("--select", "selected", metavar="GLOB", multiple=True, help="Only these leaves.")
-@click.option("--drop", metavar="GLOB", multiple=True, help="All leaves but these.")
+@click.option("--drop", metavar="GLOB", multiple=True, help="Leave these leaves out.")
 @click.option(
     "--rename",
     "renames",
@@ -133,7 +132,7 @@ def command(
         planned = plan(checkpoints, dst, **arguments)
         _report(planned, dst, as_json, quiet, done=False)
         if planned.problems:
-            sys.exit(2)
+            raise ReshardError("the plan cannot be carried out", planned.problems, planned.hints)
         return
     with output.progress_bar(quiet or as_json) as progress:
         planned = save(checkpoints, dst, **arguments, progress=progress)
@@ -186,10 +185,18 @@ def _transform(
         ckpt = cast(ckpt, dtype, where or "**")
     if mesh is not None:
         pairs = [_pair(text, "--spec") for text in specs]
-        return to_mesh(ckpt, mesh, pairs, axes=dict(_pair(text, "--axis") for text in axes))
+        return to_mesh(ckpt, mesh, pairs, axes=_axes(axes))
     if specs or axes:
         raise click.UsageError("--spec and --axis go with --to MESH")
     return ckpt
+
+
+def _axes(texts: tuple[str, ...]) -> dict[str, str]:
+    pairs = [_pair(text, "--axis") for text in texts]
+    axes = dict(pairs)
+    if len(axes) < len(pairs):
+        raise click.BadParameter("an axis is named twice", param_hint="--axis")
+    return axes
 
 
 def _pair(text: str, option: str) -> tuple[str, str]:
@@ -200,8 +207,8 @@ def _pair(text: str, option: str) -> tuple[str, str]:
 
 
 def _check_saved(ckpt: Checkpoint, text: str) -> None:
-    wanted = parse_mesh(text, ckpt.meshes).shape
-    others = [mesh for mesh in ckpt.meshes if mesh.shape != wanted]
+    wanted = str(parse_mesh(text, ckpt.meshes))
+    others = [mesh for mesh in ckpt.meshes if str(mesh) != wanted]
     if others or not ckpt.meshes:
         raise ShardingError(
             f"--from {text}: that is not the mesh it was saved on",
@@ -215,8 +222,6 @@ def _report(planned: Plan, dst: str, as_json: bool, quiet: bool, *, done: bool) 
         click.echo(json.dumps(_document(planned, dst, done)))
     elif not quiet:
         click.echo(planned)
-        for hint in planned.hints:
-            click.echo(f"\nhint: {hint}")
         if done:
             shared = f", shares {format_bytes(planned.shared_bytes)} with SRC"
             click.echo(f"wrote {dst}" + (shared if planned.shared_bytes else ""))

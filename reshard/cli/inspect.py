@@ -58,6 +58,8 @@ def command(
     """
     if mesh is not None and sharding is None:
         raise click.UsageError("--mesh goes with --sharding LEAF")
+    if pattern is not None and sharding is not None:
+        raise click.UsageError("--sharding shows one leaf: leave out --filter")
     ckpt = open_checkpoint(path, step=step, item=item)
     if sharding is not None:
         _show_sharding(ckpt, sharding, mesh, as_json)
@@ -76,7 +78,7 @@ def command(
     click.echo(f"{len(leaves)} leaves, {len(arrays)} arrays, {format_bytes(total)}")
     collided = [a for a in arrays if a.same_name is not None]
     if collided:
-        click.echo(f"Warning: {collision_error(collided[::2]).render(limit=10)}", err=True)
+        click.echo(f"Warning: {collision_error(collided).render(limit=10)}", err=True)
 
 
 def _header(ckpt: Checkpoint) -> list[str]:
@@ -140,7 +142,7 @@ def _document(ckpt: Checkpoint, leaves: list[tuple[Path, Leaf]]) -> dict[str, An
         "kind": source.kind,
         "v1": source.v1,
         "format": source.format,
-        "step": source.step or None,
+        "step": int(source.step.rpartition("_")[2]) if source.step else None,
         "steps": list(source.steps),
         "item": source.item or None,
         "items": list(source.items),
@@ -186,7 +188,12 @@ def _show_sharding(ckpt: Checkpoint, name: str, mesh: str | None, as_json: bool)
         sharding = NamedSharding(parse_mesh(mesh, ckpt.meshes), spec)
         problems = spec_problems(leaf.shape, sharding.mesh, spec)
         if problems:
-            raise ShardingError(f"{name} does not fit `{sharding.mesh}`", problems)
+            fits = "x".join("1" for _ in sharding.mesh.axis_sizes)
+            raise ShardingError(
+                f"{name} does not fit `{sharding.mesh}`",
+                problems,
+                [f"--mesh {fits} fits any array"],
+            )
     if not isinstance(sharding, NamedSharding):
         raise ShardingError(
             f"{name} was saved without a mesh ({_spec(sharding, leaf.value_type)})",
@@ -210,7 +217,8 @@ def _show_sharding(ckpt: Checkpoint, name: str, mesh: str | None, as_json: bool)
         )
         return
     click.echo(
-        f"{name}  {leaf.dtype.name}[{_dims(leaf.shape)}]  {format_spec(sharding.spec)} on "
-        f"{sharding.mesh}: {len(owners)} shards of {_dims(shard)}"
+        f"{name}  {leaf.dtype.name}[{_dims(leaf.shape) if leaf.shape else ''}]  "
+        f"{format_spec(sharding.spec)} on {sharding.mesh}: "
+        f"{len(owners)} shard{'s' if len(owners) > 1 else ''} of {_dims(shard)}"
     )
     click.echo(output.shard_picture(owners, leaf.shape, shard, _CELLS))

@@ -22,7 +22,7 @@ TREE_FILE = "_METADATA"
 CHECKPOINT_FILE = "_CHECKPOINT_METADATA"
 V1_MARKER = "orbax.checkpoint"
 TEMPORARY = ".orbax-checkpoint-tmp"
-STEP_NAME = re.compile(r"(?:.*_)?(\d+)")
+_STEP_NAME = re.compile(r"(?:.*_)?(\d+)")
 _LEGACY_STEP = re.compile(r"checkpoint_\d+")
 # Handlers of items that are not a tree of a model's arrays; `_METADATA` does not tell them apart.
 _NOT_TREES = ("ArrayCheckpointHandler", "RandomKeyCheckpointHandler", "JsonCheckpointHandler")
@@ -30,7 +30,8 @@ _NOT_TREES = ("ArrayCheckpointHandler", "RandomKeyCheckpointHandler", "JsonCheck
 
 @dataclasses.dataclass(frozen=True)
 class Location:
-    """One item, and the directories around it. Fields as in `reshard.checkpoint.Source`."""
+    """One item, and the directories around it. Fields as in `reshard.checkpoint.Source`, and
+    `uncommitted`: steps of a manager's root that were never committed."""
 
     root: pathlib.Path
     kind: str
@@ -39,6 +40,7 @@ class Location:
     item: str
     steps: tuple[int, ...]
     items: tuple[str, ...]
+    uncommitted: tuple[int, ...] = ()
 
     @property
     def directory(self) -> pathlib.Path:
@@ -64,7 +66,7 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Locat
         kind = "standalone" if (root / CHECKPOINT_FILE).exists() else "item"
         return Location(root, kind, False, "", "", (), ())
     names = _directories(root)
-    steps = {int(m.group(1)): name for name in names if (m := STEP_NAME.fullmatch(name))}
+    steps = step_directories(root)
     if (root / CHECKPOINT_FILE).exists() or not steps:
         _refuse(text, step, None)
         return _in_step(root, "", (), item)
@@ -79,7 +81,49 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Locat
             f"`{text}` has no step {number}",
             hints=[f"its steps: {', '.join(map(str, sorted(committed)))}"],
         )
-    return _in_step(root, committed[number], tuple(sorted(committed)), item)
+    found = _in_step(root, committed[number], tuple(sorted(committed)), item)
+    return dataclasses.replace(found, uncommitted=tuple(sorted(set(steps) - set(committed))))
+
+
+def step_directories(root: pathlib.Path) -> dict[int, str]:
+    """Step -> name of its directory, for the steps of a manager's root, committed or not.
+
+    Raises:
+      CheckpointFormatError: two directories are the same step.
+    """
+    steps: dict[int, str] = {}
+    for name in _directories(root):
+        match = _STEP_NAME.fullmatch(name)
+        if match is None or not _is_step(root / name):
+            continue
+        other = steps.setdefault(int(match[1]), name)
+        if other != name:
+            raise CheckpointFormatError(
+                f"`{root}` has two directories for step {int(match[1])}: `{other}` and `{name}`",
+                hints=[f"open one of them: {root / name}"],
+            )
+    return steps
+
+
+def _is_step(directory: pathlib.Path) -> bool:
+    return (
+        (directory / CHECKPOINT_FILE).exists()
+        or _is_item(directory)
+        or any(_is_item(directory / name) for name in _directories(directory))
+    )
+
+
+def holds_checkpoint(directory: pathlib.Path) -> bool:
+    """Whether a directory is a checkpoint, whole or not, or empty."""
+    if not any(directory.iterdir()):
+        return True
+    try:
+        locate(directory, None, None)
+    except (UncommittedCheckpointError, CheckpointNotFoundError, CorruptCheckpointError):
+        return True
+    except CheckpointFormatError:
+        return False
+    return True
 
 
 def _in_step(root: pathlib.Path, step: str, steps: tuple[int, ...], item: str | None) -> Location:

@@ -50,6 +50,11 @@ def read(location: Location) -> Checkpoint:
         raise CorruptCheckpointError(f"`{directory / TREE_FILE}` has no tree_metadata")
     store = _array_store(directory, document)
     parsed = [_parse_entry(entry, directory) for entry in entries.values()]
+    if any(not path for path, _, _ in parsed):
+        raise CheckpointFormatError(
+            f"the tree of `{directory}` is a single leaf, which is recognised but not read yet",
+            hints=["restore it with Orbax and save it inside a dict"],
+        )
     holds_arrays = any(value_type in _ARRAYS for _, value_type, skipped in parsed if not skipped)
     if document.get("use_ocdbt") and not store.ocdbt and holds_arrays:
         raise CorruptCheckpointError(
@@ -62,6 +67,7 @@ def read(location: Location) -> Checkpoint:
 
     leaves: dict[Path, Leaf] = {}
     by_name: dict[str, Path] = {}
+    strings_by_name: dict[str, Path] = {}
     problems: list[str] = []
     for path, value_type, skipped in parsed:
         name = stored_name(path)
@@ -76,10 +82,15 @@ def read(location: Location) -> Checkpoint:
                 hints=["restore it with PyTreeCheckpointer and save it again"],
             )
         elif value_type == "string":
-            if name in strings:
-                leaves[path] = strings[name]
-            else:
+            leaves[path] = str(strings.get(name))
+            other = strings_by_name.setdefault(name, path)
+            if name not in strings:
                 problems.append(f"{format_path(path)}: a string that `_strings.json` lacks")
+            elif other != path:
+                problems.append(
+                    f"{format_path(other)} and {format_path(path)} are both stored as the string "
+                    f"`{name}`: one of them has overwritten the other"
+                )
         else:
             leaves[path] = _array(path, name, value_type, store, shardings, key_impls, problems)
             other = by_name.setdefault(name, path)
@@ -101,7 +112,8 @@ def read(location: Location) -> Checkpoint:
         document,
         described,
     )
-    return Checkpoint(leaves, source)
+    notes = [f"step {step} was never committed and is left out" for step in location.uncommitted]
+    return Checkpoint(leaves, source, tuple(notes))
 
 
 def _without_tree(directory: pathlib.Path) -> Exception:

@@ -9,11 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.checkpoint import ArrayHandle, Checkpoint, EmptyNamedTuple, Leaf, stored_name
-from reshard.mesh import Mesh, NamedSharding, Sharding, shard_shape
+from reshard.mesh import MOST_DEVICE_IDS, Mesh, NamedSharding, Sharding, shard_shape
 from reshard.tree import Path
-
-# Above this many devices the ids are left out, and Orbax takes `jax.devices()` in order.
-_MOST_DEVICE_IDS = 256
 
 
 def documents(ckpt: Checkpoint, chunks: Mapping[Path, tuple[int, ...]]) -> dict[str, bytes]:
@@ -44,8 +41,15 @@ def _tree(ckpt: Checkpoint) -> dict[str, Any]:
     document = {"tree_metadata": entries, **ckpt.source.metadata}
     rich = document.pop("value_metadata_tree", None)
     if rich is not None and not ckpt.retyped:
-        document["value_metadata_tree"] = rich
+        document["value_metadata_tree"] = json.dumps(_without_write_shapes(json.loads(rich)))
     return document
+
+
+def _without_write_shapes(node: Any) -> Any:
+    """The record of container types, less the shapes of shards on the old mesh (optional in it)."""
+    if isinstance(node, dict):
+        return {k: _without_write_shapes(v) for k, v in node.items() if k != "write_shape"}
+    return [_without_write_shapes(v) for v in node] if isinstance(node, list) else node
 
 
 def _value(leaf: Leaf, described: bool) -> dict[str, Any]:
@@ -90,7 +94,7 @@ def _sharding(sharding: Sharding) -> dict[str, Any]:
     document["partition_spec"] = [
         None if not axes else axes[0] if len(axes) == 1 else list(axes) for axes in sharding.spec
     ]
-    if mesh.device_ids is not None and mesh.size <= _MOST_DEVICE_IDS:
+    if mesh.device_ids is not None and mesh.size <= MOST_DEVICE_IDS:
         document["device_mesh"] = {"mesh": _nested_ids(mesh, mesh.device_ids)}
     return document
 

@@ -7,6 +7,8 @@ import tensorstore as ts
 
 from reshard.checkpoint import ArrayHandle
 from reshard.planner import grid_boxes
+from reshard.store import checked
+from reshard.tree import format_path
 from reshard.writer.stream import target_metadata
 
 # Elements of a sample: enough for the codec to settle, little to read.
@@ -21,8 +23,8 @@ def encoded_ratio(handle: ArrayHandle) -> float:
     box = next(grid_boxes(handle.shape, handle.chunk_shape), None)
     if box is None:
         return 1.0
-    read = np.asarray(handle.view()[box].read().result()).reshape(-1)[:_SAMPLE]
-    values = handle.rounded(read)
+    read = checked(handle.view()[box].read(), f"{format_path(handle.path)}: what is stored")
+    values = handle.rounded(np.asarray(read).reshape(-1)[:_SAMPLE])
     document = json.loads(target_metadata(handle, handle.chunk_shape))
     codec: dict[str, object] = {"compressor": document.get("compressor")}
     if handle.store.zarr3:

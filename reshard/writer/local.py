@@ -45,8 +45,8 @@ def check_destination(destination: pathlib.Path, source: pathlib.Path, overwrite
             f"`{destination}`; the old checkpoint is complete at `{replaced}`",
             hints=[f"mv '{replaced}' '{destination}' brings the old one back"],
         )
-    if destination.exists() and not destination.is_dir():
-        raise DestinationExistsError(f"`{destination}` is a file")
+    if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
+        raise DestinationExistsError(f"`{destination}` is a file or a symbolic link")
     if destination.exists() and not overwrite:
         raise DestinationExistsError(
             f"`{destination}` exists",
@@ -97,19 +97,29 @@ def committed_directory(destination: pathlib.Path, *, overwrite: bool) -> Iterat
 
 def _locked(directory: pathlib.Path) -> int:
     """Creates a directory and locks it; the lock goes with the process, however it ends."""
-    if directory.exists():
-        stale = os.open(directory, os.O_RDONLY)
+    while True:
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir()
+        descriptor = os.open(directory, os.O_RDONLY)
         try:
-            fcntl.flock(stale, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            os.close(descriptor)
             raise DestinationError(f"another job is writing `{directory}`") from error
-        finally:
-            os.close(stale)
-        _remove(directory)
-    directory.mkdir()
-    descriptor = os.open(directory, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return descriptor
+        if not _is_still(descriptor, directory):
+            os.close(descriptor)  # another job has removed what was opened here
+        elif any(directory.iterdir()):
+            _remove(directory)  # what a killed job left, under our lock
+            os.close(descriptor)
+        else:
+            return descriptor
+
+
+def _is_still(descriptor: int, directory: pathlib.Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(directory))
+    except FileNotFoundError:
+        return False
 
 
 def _remove(directory: pathlib.Path) -> None:
@@ -121,18 +131,24 @@ def _remove(directory: pathlib.Path) -> None:
 
 
 def _swap(temporary: pathlib.Path, destination: pathlib.Path, overwrite: bool) -> None:
-    """After a kill between any two of these lines, one checkpoint is complete."""
-    if destination.exists():
-        if not overwrite:
-            raise DestinationExistsError(f"`{destination}` was made while this job ran")
-        replaced = _beside(destination, REPLACED_SUFFIX)
+    """After a kill between any two of these lines, one checkpoint is complete; after an error or
+    an interrupt it has the destination's name."""
+    if not destination.exists():
+        os.rename(temporary, destination)
+        sync_directory(destination.parent)
+        return
+    if not overwrite:
+        raise DestinationExistsError(f"`{destination}` was made while this job ran")
+    replaced = _beside(destination, REPLACED_SUFFIX)
+    try:
         os.rename(destination, replaced)
         os.rename(temporary, destination)
-        sync_directory(destination.parent)
-        shutil.rmtree(replaced)
-    else:
-        os.rename(temporary, destination)
-        sync_directory(destination.parent)
+    except BaseException:
+        if replaced.exists() and not destination.exists():
+            os.rename(replaced, destination)
+        raise
+    sync_directory(destination.parent)
+    shutil.rmtree(replaced)
 
 
 def sync(directory: pathlib.Path) -> None:
@@ -177,11 +193,11 @@ class Writeback:
 
     def finish(self) -> None:
         """Waits for the files that were started on."""
-        for descriptor in self._started:
+        while self._started:
+            descriptor = self._started.pop()
             self._call(descriptor, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
-        self._started.clear()
 
     def _call(self, descriptor: int, flags: int) -> None:
         whole = ctypes.c_int64(0)

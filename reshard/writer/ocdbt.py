@@ -24,6 +24,8 @@ _ROOT_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_00
 # Every commit of a staged batch writes the nodes on its path again: small ones keep that linear.
 _STAGE_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 1 << 18}
 _DATA_FILE_BYTES = 2 << 30
+# The empty key below a path that is a whole key.
+_ONE_KEY = ts.KvStore.KeyRange(b"", b"\0")
 
 
 def stage_spec(directory: pathlib.Path) -> dict[str, Any]:
@@ -83,16 +85,25 @@ def merge(
         .with_transaction(transaction)
     )
     copies = []
+    whole = set(linked) == set(source.values) and all(old == new for old, new in linked.items())
+    outer = _names_around_others(source)
     for part in source.parts if linked else ():
         own = ts.KvStore.open(
             ocdbt_spec(directory / part, source.part_directory(part)), context=context
         ).result()
-        if all(old == new for old, new in linked.items()) and set(linked) == set(source.values):
+        if whole:
             copies.append(own.experimental_copy_range_to(root))
             continue
         for old, new in linked.items():
-            below = own / f"{old}/"
-            copies.append(below.experimental_copy_range_to(root / f"{new}/"))
+            if old not in outer:
+                below = own / f"{old}/"
+                copies.append(below.experimental_copy_range_to(root / f"{new}/"))
+                continue
+            for key, value in source.values[old].items():
+                if value.part == part:
+                    one = own / f"{old}/{key}"
+                    target = root / f"{new}/{key}"
+                    copies.append(one.experimental_copy_range_to(target, _ONE_KEY))
     if staged:
         stage = ts.KvStore.open(stage_spec(directory), context=context).result()
         copies.append(stage.experimental_copy_range_to(root))
@@ -100,6 +111,18 @@ def merge(
         wait_written(copy)
     wait_written(transaction.commit_async())
     _prune(directory)
+
+
+def _names_around_others(source: ArrayStore) -> set[str]:
+    """Arrays whose name, as a prefix, holds other arrays: `z` beside `z/b`."""
+    found = set()
+    for name in source.values:
+        outer = name.rpartition("/")[0]
+        while outer:
+            if outer in source.values:
+                found.add(outer)
+            outer = outer.rpartition("/")[0]
+    return found
 
 
 def _prune(directory: pathlib.Path) -> None:

@@ -19,17 +19,26 @@ from reshard.checkpoint import ArrayHandle
 from reshard.errors import CorruptCheckpointError, DestinationError
 from reshard.planner import ArrayPlan, Box, grid_boxes
 from reshard.schedule import Batch
+from reshard.store import checked, first_line
 from reshard.tree import Path, format_path
 
 Progress = Callable[[int], None]
 
 
 class Target(NamedTuple):
-    """Where arrays are written: a key-value store, its context, and the array driver."""
+    """Where arrays are written.
+
+    Attributes:
+      spec: the key-value store.
+      context: its resources.
+      driver: TensorStore's name of the array driver.
+      fills: chunks that hold the fill value alone are left out, as they are in the source.
+    """
 
     spec: dict[str, Any]
     context: ts.Context
     driver: str
+    fills: bool
 
     def open(self) -> ts.KvStore:
         """The key-value store."""
@@ -51,27 +60,34 @@ class Pending:
 
     def make_room(self, charge: int) -> None:
         """Waits until `charge` bytes fit, and until at most one transaction is under way."""
-        held = sum(held for held, _ in self._under_way)
-        while self._under_way and (held + charge > self._max_memory or len(self._under_way) > 1):
-            oldest, commit = self._under_way.popleft()
-            wait_written(commit)
-            self._committed()
-            held -= oldest
+        while self._under_way and (
+            sum(held for held, _ in self._under_way) + charge > self._max_memory
+            or len(self._under_way) > 1
+        ):
+            self._wait_oldest()
 
     def add(self, charge: int, transaction: ts.Transaction) -> None:
-        """Starts to commit a transaction."""
-        self._under_way.append((charge, transaction.commit_async()))
+        """Starts to commit a transaction. It is noted first: one that an interrupt lets nobody
+        wait for would go on writing into a directory that is being removed."""
+        self._under_way.append((charge, transaction.future))
+        transaction.commit_async()
 
     def finish(self) -> None:
         """Waits for all of them."""
         while self._under_way:
-            wait_written(self._under_way.popleft()[1])
+            self._wait_oldest()
+
+    def _wait_oldest(self) -> None:
+        wait_written(self._under_way[0][1])
+        self._under_way.popleft()
+        self._committed()
 
     def abandon(self) -> None:
         """Waits for all of them and ignores how they end: the job has failed already."""
         while self._under_way:
             with contextlib.suppress(ValueError):
-                self._under_way.popleft()[1].result()
+                self._under_way[0][1].result()
+            self._under_way.popleft()
 
 
 def stream_boxes(
@@ -180,7 +196,7 @@ def _open_target(target: Target, name: str, metadata: bytes) -> ts.TensorStore:
             "kvstore": target.spec | {"path": f"{target.spec.get('path', '')}{name}/"},
             "metadata": json.loads(metadata),
             "assume_metadata": True,
-            "store_data_equal_to_fill_value": True,
+            "store_data_equal_to_fill_value": not target.fills,
         },
         context=target.context,
     ).result()
@@ -196,14 +212,30 @@ def target_metadata(handle: ArrayHandle, chunk: Sequence[int]) -> bytes:
             document["dtype"] = zarr2_dtype(handle.dtype)
             document["fill_value"] = None
     else:
-        document["chunk_grid"]["configuration"]["chunk_shape"] = list(chunk)
+        grid = document["chunk_grid"]["configuration"]
+        outer, grid["chunk_shape"] = grid["chunk_shape"], list(chunk)
         for codec in document["codecs"]:
             if codec["name"] == "sharding_indexed":
-                codec["configuration"]["chunk_shape"] = list(chunk)
+                inner = codec["configuration"]["chunk_shape"]
+                fits = all(c % i == 0 for c, i in zip(chunk, inner, strict=True))
+                kept = fits and inner != outer
+                codec["configuration"]["chunk_shape"] = inner if kept else list(chunk)
+                if cast:
+                    _set_endian(codec["configuration"]["codecs"], handle.dtype)
         if cast:
             document["data_type"] = handle.dtype.name
             document["fill_value"] = 0.0
+            _set_endian(document["codecs"], handle.dtype)
     return json.dumps(document, separators=(",", ":")).encode()
+
+
+def _set_endian(codecs: list[dict[str, Any]], dtype: np.dtype) -> None:
+    """zarr v3 names a byte order exactly for elements of several bytes."""
+    for codec in codecs:
+        if codec["name"] == "bytes":
+            codec.pop("configuration", None)
+            if dtype.itemsize > 1:
+                codec["configuration"] = {"endian": "little"}
 
 
 def zarr2_dtype(dtype: np.dtype) -> str:
@@ -241,7 +273,7 @@ def move_values(
         writable = store.with_transaction(transaction)
         writes = []
         for read, key, new in reads:
-            result = read.result()
+            result = checked(read, f"the stored value `{key}`")
             if result.state != "value":
                 raise CorruptCheckpointError(f"the stored value `{key}` is missing")
             writes.append(writable.write(new, result.value))
@@ -252,13 +284,8 @@ def move_values(
 
 
 def _wait_read(read: ts.Future | None, path: Path) -> None:
-    try:
-        if read is not None:
-            read.result()
-    except ValueError as error:
-        raise CorruptCheckpointError(
-            f"{format_path(path)}: its stored bytes cannot be read", [_first_line(error)]
-        ) from error
+    if read is not None:
+        checked(read, f"{format_path(path)}: what is stored")
 
 
 def wait_written(write: ts.Future) -> None:
@@ -266,8 +293,4 @@ def wait_written(write: ts.Future) -> None:
     try:
         write.result()
     except ValueError as error:
-        raise DestinationError("the destination cannot be written", [_first_line(error)]) from error
-
-
-def _first_line(error: ValueError) -> str:
-    return str(error).partition(" [")[0].partition("\n")[0]
+        raise DestinationError("the destination cannot be written", [first_line(error)]) from error

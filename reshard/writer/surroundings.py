@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 
 from reshard.checkpoint import Checkpoint
-from reshard.loader.layout import CHECKPOINT_FILE, STEP_NAME, TEMPORARY
+from reshard.loader.layout import CHECKPOINT_FILE, TEMPORARY, step_directories
 from reshard.writer import local
 
 MARKER = "commit_success.txt"
@@ -28,7 +28,8 @@ def surroundings(checkpoints: Sequence[Checkpoint]) -> list[tuple[str, pathlib.P
                 found[relative] = source.root / relative
 
     if source.kind == "manager":
-        add("", lambda name: STEP_NAME.fullmatch(name) is not None or TEMPORARY in name)
+        steps = set(step_directories(source.root).values())
+        add("", lambda name: name in steps or TEMPORARY in name)
     for step, item in items:
         if item:
             add(step, lambda name, item=item: name in (item, MARKER))

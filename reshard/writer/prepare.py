@@ -1,0 +1,284 @@
+"""Planning a job from disk to disk: everything that can be known before a byte is written."""
+
+import collections
+import dataclasses
+import functools
+import math
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from reshard.checkpoint import ArrayHandle, Checkpoint, collision_error
+from reshard.errors import (
+    CorruptCheckpointError,
+    DestinationExistsError,
+    MemoryLimitError,
+    ReshardError,
+    TreeMismatchError,
+)
+from reshard.loader.layout import holds_checkpoint
+from reshard.mesh import shard_shape
+from reshard.planner import ArrayLayout, ArrayPlan, Plan, grid_size, plan_array, too_large
+from reshard.schedule import batches, peak_memory
+from reshard.tree import format_path
+from reshard.units import parse_bytes
+from reshard.writer import local
+from reshard.writer.estimate import encoded_ratio
+from reshard.writer.surroundings import surroundings
+
+# A data file is shared with the source if at least this part of it stays in use.
+_WORTH_LINKING = 0.5
+# Encoded estimates may be this far off when the room on the disk is checked.
+_ESTIMATE_ERROR = 1.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One item to write.
+
+    Attributes:
+      ckpt: its tree.
+      handles: its arrays.
+      plans: how each of them is carried over.
+      files: data files to share with the source; None where nothing may be shared.
+    """
+
+    ckpt: Checkpoint
+    handles: tuple[ArrayHandle, ...]
+    plans: tuple[ArrayPlan, ...]
+    files: frozenset[str] | None
+
+    @functools.cached_property
+    def linked(self) -> list[ArrayHandle]:
+        """Arrays whose stored chunks stay where they are, in shared data files."""
+        return [h for h in self._moved if _is_linked(h, self.files)]
+
+    @functools.cached_property
+    def copied(self) -> list[ArrayHandle]:
+        """Arrays whose stored chunks are copied undecoded."""
+        return [h for h in self._moved if not _is_linked(h, self.files)]
+
+    @functools.cached_property
+    def _moved(self) -> list[ArrayHandle]:
+        return [h for h, plan in zip(self.handles, self.plans, strict=True) if plan.moved]
+
+
+def prepare(
+    checkpoints: Sequence[Checkpoint],
+    target: pathlib.Path | None,
+    *,
+    max_memory: int,
+    chunks: int | str,
+    link: bool,
+    overwrite: bool,
+) -> tuple[list[Job], Plan, list[ReshardError]]:
+    """The items to write, the plan of it all, and everything that stands in the way.
+
+    Args:
+      checkpoints: one, or several steps of one manager's root.
+      target: where to write; None where that is not known yet.
+      max_memory: bytes.
+      chunks: as `parse_chunks` gives it.
+      link: whether data files may be shared with the source.
+      overwrite: whether an existing target is to be replaced.
+    """
+    found: list[ReshardError] = []
+    _check_together(checkpoints)
+    root = checkpoints[0].source.root
+    if target is not None:
+        try:
+            local.check_destination(target, root, overwrite)
+            if target.exists() and not holds_checkpoint(target):
+                raise DestinationExistsError(
+                    f"`{target}` is not a checkpoint, and --overwrite replaces only checkpoints"
+                )
+        except ReshardError as error:
+            found.append(error)
+    jobs = [_prepare_item(c, target, max_memory, chunks, link, found) for c in checkpoints]
+    total = _total(jobs, max_memory, found)
+    if target is not None:
+        try:
+            local.check_room(target, int(total.bytes_written * _ESTIMATE_ERROR))
+        except ReshardError as error:
+            found.append(error)
+    return jobs, total, found
+
+
+def parse_chunks(chunks: int | str) -> int | str:
+    """`"shard"`, `"keep"`, or a number of bytes, at least 1.
+
+    Raises:
+      MemoryLimitError: it is none of these.
+    """
+    if chunks in ("shard", "keep"):
+        return chunks
+    try:
+        size = parse_bytes(chunks)
+    except MemoryLimitError:
+        size = 0
+    if size < 1:
+        raise MemoryLimitError(
+            f"`{chunks}` is no size of a chunk", hints=["`shard`, `keep`, or bytes: `64MiB`"]
+        )
+    return size
+
+
+def _check_together(checkpoints: Sequence[Checkpoint]) -> None:
+    sources = [c.source for c in checkpoints]
+    if not sources:
+        raise TreeMismatchError("there is no checkpoint to save")
+    together = {(source.root, source.kind) for source in sources}
+    if len(together) > 1 or len({source.step for source in sources}) < len(sources):
+        raise TreeMismatchError(
+            "checkpoints are saved together only if they are different steps of one manager's root",
+            [f"{source.root} {source.step}".rstrip() for source in sources],
+        )
+
+
+def _prepare_item(
+    ckpt: Checkpoint,
+    target: pathlib.Path | None,
+    max_memory: int,
+    chunks: int | str,
+    link: bool,
+    found: list[ReshardError],
+) -> Job:
+    """Plans one item; errors of its leaves are added to `found`."""
+    collided = [handle for handle in ckpt.arrays if handle.same_name is not None]
+    if collided:
+        found.append(collision_error(collided))
+    handles: list[ArrayHandle] = []
+    plans: list[ArrayPlan] = []
+    ratios: dict[tuple[Any, ...], float] = {}
+    for handle in ckpt.arrays:
+        try:
+            plans.append(plan_array(_layout(handle, ratios, max_memory), chunks, max_memory))
+            handles.append(handle)
+        except ReshardError as error:
+            found.append(error)
+    store = ckpt.source.store
+    can_link = link and store.ocdbt
+    if can_link and target is not None:
+        can_link = local.same_filesystem(store.directory, target)
+    files = _files_to_link(handles, plans) if can_link else None
+    for i, (handle, plan) in enumerate(zip(handles, plans, strict=True)):
+        if not plan.moved:
+            continue
+        layout = plan.layout
+        if _is_linked(handle, files):
+            layout = dataclasses.replace(layout, linked_bytes=layout.stored_bytes)
+            plans[i] = dataclasses.replace(plan, layout=layout)
+        elif 2 * layout.largest_stored > max_memory:
+            found.append(too_large(layout, 2 * layout.largest_stored, max_memory))
+    return Job(ckpt, tuple(handles), tuple(plans), files)
+
+
+def _layout(
+    handle: ArrayHandle, ratios: dict[tuple[Any, ...], float], max_memory: int
+) -> ArrayLayout:
+    """What the planner needs to know. Missing chunks are found here, before anything is written.
+
+    Args:
+      handle: the array.
+      ratios: measured ratios of cast arrays so far; arrays that compress alike as they are stored
+        are taken to compress alike when they are cast.
+      max_memory: bytes that a sample for such a ratio may take.
+    """
+    metadata_key = handle.store.metadata_key
+    values = handle.store.values[handle.name]
+    sizes = [value.size for key, value in values.items() if key != metadata_key]
+    expected = grid_size(handle.shape, handle.chunk_shape)
+    if len(sizes) < expected and not handle.store.fills:
+        raise CorruptCheckpointError(
+            f"{format_path(handle.path)}: {expected - len(sizes)} of its {expected} stored chunks "
+            "are missing"
+        )
+    decoded = math.prod(handle.shape) * handle.stored_dtype.itemsize
+    layout = ArrayLayout(
+        path=handle.path,
+        shape=handle.shape,
+        source_itemsize=handle.stored_dtype.itemsize,
+        target_itemsize=handle.dtype.itemsize,
+        source_chunk=handle.chunk_shape,
+        source_shard=shard_shape(handle.shape, handle.saved_sharding),
+        target_shard=shard_shape(handle.shape, handle.sharding),
+        stored_bytes=sum(sizes),
+        largest_stored=max(sizes, default=0),
+        linked_bytes=0,
+        same_bytes=handle.dtype == handle.stored_dtype,
+        encoded_ratio=sum(sizes) / decoded if decoded else 1.0,
+    )
+    if layout.same_bytes or handle.same_name is not None or layout.chunk_charge > max_memory:
+        return layout
+    ratio = round(layout.encoded_ratio, 2)
+    alike = (handle.stored_dtype, handle.dtype, ratio, decoded > 1 << 20)
+    if alike not in ratios:
+        ratios[alike] = encoded_ratio(handle)
+    return dataclasses.replace(layout, encoded_ratio=ratios[alike])
+
+
+def _files_to_link(handles: Sequence[ArrayHandle], plans: Sequence[ArrayPlan]) -> frozenset[str]:
+    """Data files of which enough stays in use by arrays that only need such files."""
+    moved = [h for h, plan in zip(handles, plans, strict=True) if plan.moved]
+    files: frozenset[str] | None = None
+    while True:
+        kept: collections.Counter[str] = collections.Counter()
+        for handle in moved:
+            if files is None or _is_linked(handle, files):
+                for value in handle.store.values[handle.name].values():
+                    if value.file is not None:
+                        kept[value.file] += value.size
+        enough = frozenset(
+            file
+            for file, size in kept.items()
+            if size >= _WORTH_LINKING * _file_bytes(moved[0].store.directory / file)
+        )
+        if enough == files:
+            return enough
+        files = enough
+
+
+def _file_bytes(path: pathlib.Path) -> int:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(f"the data file `{path}` is missing") from error
+
+
+def _is_linked(handle: ArrayHandle, files: frozenset[str] | None) -> bool:
+    """Whether all that is stored of an array is in shared files, or inlined in the B-tree."""
+    if files is None:
+        return False
+    values = handle.store.values[handle.name].values()
+    return all(value.file is None or value.file in files for value in values)
+
+
+def _total(jobs: Sequence[Job], max_memory: int, found: list[ReshardError]) -> Plan:
+    plans = tuple(plan for job in jobs for plan in job.plans)
+    charges = [batch.charge for batch in batches(plans, max_memory, cores())]
+    for job in jobs:
+        copied = {handle.path for handle in job.copied}
+        charges += [2 * p.layout.largest_stored for p in job.plans if p.layout.path in copied]
+    shared = sum(
+        os.stat(job.ckpt.source.store.directory / file).st_size
+        for job in jobs
+        for file in job.files or ()
+    )
+    other = 0
+    try:
+        other = sum(local.tree_bytes(path) for _, path in surroundings([j.ckpt for j in jobs]))
+    except ReshardError as error:
+        found.append(error)
+    return Plan(
+        plans,
+        shared_bytes=shared,
+        other_bytes=other,
+        peak_memory=peak_memory(charges, max_memory),
+        notes=tuple(dict.fromkeys(note for job in jobs for note in job.ckpt.notes)),
+    )
+
+
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0))

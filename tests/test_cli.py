@@ -1,0 +1,1064 @@
+"""The command line, run as a user runs it: a process, its two streams and its exit status."""
+
+import json
+import os
+import pathlib
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+RESHARD = pathlib.Path(sysconfig.get_path("scripts")) / "reshard"
+SPECS = {
+    "params": {
+        "embedding": ((64, 32), P("model", None)),
+        "layer_0": {"bias": ((64,), P("model")), "kernel": ((32, 64), P("data", "model"))},
+        "layer_1": {"bias": ((32,), P()), "kernel": ((64, 32), P(("data", "model"), None))},
+    },
+}
+DRAWN = {
+    "column": ((4, 8), P(None, "model")),
+    "cube": ((4, 8, 8), P("data", None, "model")),
+    "cells": ((4, 8, 6), P("data", "model", "pipe")),
+    "middle": ((4, 8, 8), P(None, "model", None)),
+    "replicated": ((4, 4), P()),
+    "rows": ((16, 8), P(("data", "model"), None)),
+    "scalar": ((), P()),
+    "swapped": ((16, 8), P(None, ("model", "data"))),
+    "vector": ((8,), P("data")),
+}
+
+
+class Ran(NamedTuple):
+    """How a command ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory) -> pathlib.Path:
+    """`run`: a manager's root, steps 500 and 1000. `shapes`: one array for each picture, and leaves
+    of other kinds. `long`: 300 leaves."""
+    directory = tmp_path_factory.mktemp("cli")
+    rng = np.random.default_rng(0)
+    devices = np.array(jax.devices()[:8])
+    mesh = Mesh(devices.reshape(2, 4), ("data", "model"))
+    deep = Mesh(devices.reshape(2, 2, 2), ("data", "model", "pipe"))
+
+    def array(described):
+        shape, spec = described
+        sharding = NamedSharding(deep if "pipe" in spec else mesh, spec)
+        return jax.device_put(rng.normal(size=shape).astype(np.float32), sharding)
+
+    def tree(specs):
+        return jax.tree.map(array, specs, is_leaf=lambda x: isinstance(x, tuple))
+
+    with ocp.CheckpointManager(directory / "run") as manager:
+        for step in (500, 1000):
+            manager.save(step, args=ocp.args.StandardSave(tree(SPECS)))
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        others = {
+            "host": np.arange(3),
+            "none": None,
+            "number": 3,
+            "empty": {},
+            "text": "some",
+            "single": jax.device_put(np.float32([1, 2]), devices[0]),
+            "a/b": array(((8,), P())),
+        }
+        checkpointer.save(directory / "shapes", tree(DRAWN) | others)
+        checkpointer.save(
+            directory / "long", {f"leaf_{i:03d}": np.full((2, 3), i, "i4") for i in range(300)}
+        )
+    return directory
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> pathlib.Path:
+    """192 MiB that do not compress: long enough to be stopped in the middle."""
+    path = tmp_path_factory.mktemp("large") / "run"
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
+    bits = np.random.default_rng(0).bytes(48 << 20)
+    array = np.frombuffer(bits, np.uint32).reshape(3072, 4096)
+    sharded = jax.device_put(array, NamedSharding(mesh, P("data", "model")))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, {f"array_{i}": sharded for i in range(4)})
+    return path
+
+
+@pytest.fixture
+def cwd(checkpoints, tmp_path) -> pathlib.Path:
+    """A directory with copies of the checkpoints."""
+    shutil.copytree(checkpoints, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def reshard(cwd: pathlib.Path, *arguments: object) -> Ran:
+    ran = subprocess.run(
+        [RESHARD, *map(str, arguments)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    return Ran(ran.returncode, ran.stdout, ran.stderr)
+
+
+def shell(cwd: pathlib.Path, command: str) -> Ran:
+    """A line as it is typed."""
+    path = f"{RESHARD.parent}{os.pathsep}{os.environ['PATH']}"
+    ran = subprocess.run(
+        command,
+        shell=True,
+        cwd=cwd,
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
+    )
+    return Ran(ran.returncode, ran.stdout, ran.stderr)
+
+
+def on_terminal(cwd: pathlib.Path, stream: str, *arguments: object) -> tuple[Ran, str]:
+    """Runs a command with stdout or stderr on a terminal of 100 columns; also what that shows."""
+    master, slave = pty.openpty()
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: slave}
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
+    environment.pop("NO_COLOR", None)
+    process = subprocess.Popen(
+        [RESHARD, *map(str, arguments)], cwd=cwd, env=environment, text=True, **streams
+    )
+    os.close(slave)
+    shown = b""
+    try:
+        while data := os.read(master, 1 << 16):
+            shown += data
+    except OSError:  # how Linux says that the other end of a terminal was closed
+        pass
+    out, err = process.communicate()
+    os.close(master)
+    text = shown.decode().replace("\r\n", "\n")
+    return Ran(process.returncode, out or "", err or ""), text
+
+
+def without_styles(text: str) -> str:
+    return re.sub(r"\x1b\[[\d;]*m", "", text)
+
+
+def files(directory: pathlib.Path) -> set[str]:
+    return {p.relative_to(directory).as_posix() for p in directory.rglob("*")}
+
+
+# --- help ----------------------------------------------------------------------------------------
+
+
+def examples() -> list[str]:
+    """The lines below `Example:` in the help of every command."""
+    found = []
+    for arguments in ((), ("inspect",), ("ckpt",)):
+        text = subprocess.run(
+            [RESHARD, *arguments, "--help"], capture_output=True, text=True, check=True
+        ).stdout
+        block = re.search(r"^  Example:\n((?:    .*\n)+)", text, re.MULTILINE)
+        assert block, f"the help of {arguments} has no example"
+        found += [line.strip() for line in block[1].splitlines()]
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize("command", examples())
+def test_help_examples_run(cwd, command):
+    ran = shell(cwd, command)
+    assert (ran.status, ran.err) == (0, "")
+    assert ran.out
+
+
+def test_help_fits_a_terminal():
+    for arguments in ((), ("inspect",), ("ckpt",)):
+        ran = reshard(pathlib.Path(), *arguments, "-h")
+        assert (ran.status, ran.err) == (0, "")
+        assert ran.out == reshard(pathlib.Path(), *arguments, "--help").out
+        prose = [line for line in ran.out.splitlines() if not line.startswith("    reshard ")]
+        assert max(map(len, prose)) <= 80
+
+
+def test_version(tmp_path):
+    assert reshard(tmp_path, "--version") == (0, "reshard, version 0.1.0\n", "")
+
+
+def test_runs_as_a_module(cwd):
+    ran = subprocess.run(
+        [sys.executable, "-m", "reshard", "inspect", "run"], cwd=cwd, capture_output=True, text=True
+    )
+    assert (ran.returncode, ran.stdout) == (0, reshard(cwd, "inspect", "run").out)
+
+
+# --- inspect -------------------------------------------------------------------------------------
+
+TABLE = """\
+path                   shape  dtype       bytes  chunks     spec
+params/embedding       64x32  float32  8.00 KiB  8 x 8x32   P('model', None)
+params/layer_0/bias    64     float32     256 B  8 x 8      P('model')
+params/layer_0/kernel  32x64  float32  8.00 KiB  8 x 16x16  P('data', 'model')
+params/layer_1/bias    32     float32     128 B  8 x 4      P()
+params/layer_1/kernel  64x32  float32  8.00 KiB  8 x 8x32   P(('data', 'model'), None)
+"""
+
+
+def test_inspect_shows_a_root(cwd):
+    assert reshard(cwd, "inspect", "run") == (
+        0,
+        f"{cwd}/run: a CheckpointManager root, OCDBT, zarr2\n"
+        "steps: 500, 1000; shown: 1000\n"
+        "items: default; shown: default\n"
+        f"saved meshes: data=2,model=4\n{TABLE}5 leaves, 5 arrays, 24.38 KiB\n",
+        "",
+    )
+
+
+def test_inspect_shows_a_step(cwd):
+    assert reshard(cwd, "inspect", "run/500") == (
+        0,
+        f"{cwd}/run/500: a step, OCDBT, zarr2\n"
+        "items: default; shown: default\n"
+        f"saved meshes: data=2,model=4\n{TABLE}5 leaves, 5 arrays, 24.38 KiB\n",
+        "",
+    )
+
+
+def test_inspect_step_and_item(cwd):
+    ran = reshard(cwd, "inspect", "run", "--step", 500, "--item", "default")
+    assert ran.out.splitlines()[1] == "steps: 500, 1000; shown: 500"
+
+
+def test_inspect_filter(cwd):
+    ran = reshard(cwd, "inspect", "run/1000", "--filter", "params/*/kernel")
+    assert (ran.status, ran.err) == (0, "")
+    assert (
+        ran.out.partition("data=2,model=4\n")[2]
+        == """\
+path                   shape  dtype       bytes  chunks     spec
+params/layer_0/kernel  32x64  float32  8.00 KiB  8 x 16x16  P('data', 'model')
+params/layer_1/kernel  64x32  float32  8.00 KiB  8 x 8x32   P(('data', 'model'), None)
+2 leaves, 2 arrays, 16.00 KiB
+"""
+    )
+
+
+def test_inspect_shows_every_kind_of_leaf(cwd):
+    assert reshard(cwd, "inspect", "shapes") == (
+        0,
+        f"{cwd}/shapes: a standalone checkpoint, OCDBT, zarr2\n"
+        """\
+saved meshes: data=2,model=4; data=2,model=2,pipe=2
+path        shape  dtype          bytes  chunks     spec
+"a/b"       8      float32         32 B  8 x 1      P()
+cells       4x8x6  float32        768 B  8 x 2x4x3  P('data', 'model', 'pipe')
+column      4x8    float32        128 B  8 x 2x2    P(None, 'model')
+cube        4x8x8  float32     1.00 KiB  8 x 2x8x2  P('data', None, 'model')
+empty              empty dict
+host        3      int64           24 B  1          numpy
+middle      4x8x8  float32     1.00 KiB  8 x 2x2x8  P(None, 'model', None)
+none               None
+number      ()     int64            8 B  1          Python scalar
+replicated  4x4    float32         64 B  1          P()
+rows        16x8   float32        512 B  8 x 2x8    P(('data', 'model'), None)
+scalar      ()     float32          4 B  1          P()
+single      2      float32          8 B  1          on cpu:0
+swapped     16x8   float32        512 B  8 x 16x1   P(None, ('model', 'data'))
+text               string                           'some'
+vector      8      float32         32 B  8 x 1      P('data')
+16 leaves, 13 arrays, 4.04 KiB
+""",
+        "",
+    )
+
+
+def test_inspect_json(cwd):
+    ran = reshard(cwd, "inspect", "shapes", "--json")
+    assert (ran.status, ran.err) == (0, "")
+    document = json.loads(ran.out)
+    leaves = {leaf["path"]: leaf for leaf in document.pop("leaves")}
+    assert document == {
+        "path": f"{cwd}/shapes",
+        "kind": "standalone",
+        "v1": False,
+        "format": "OCDBT, zarr2",
+        "step": None,
+        "steps": [],
+        "item": None,
+        "items": [],
+        "meshes": [{"data": 2, "model": 4}, {"data": 2, "model": 2, "pipe": 2}],
+        "bytes": 4140,
+    }
+    assert len(leaves) == 16
+    assert leaves["rows"] == {
+        "path": "rows",
+        "keys": ["rows"],
+        "type": "jax.Array",
+        "shape": [16, 8],
+        "dtype": "float32",
+        "bytes": 512,
+        "chunk_shape": [2, 8],
+        "key_impl": None,
+        "mesh": {"data": 2, "model": 4},
+        "spec": [["data", "model"], []],
+    }
+    assert leaves['"a/b"']["keys"] == ["a/b"]
+    assert leaves["single"]["device"] == "cpu:0"
+    assert leaves["text"] == {"path": "text", "keys": ["text"], "type": "string", "value": "some"}
+    assert leaves["none"] == {"path": "none", "keys": ["none"], "type": "None", "value": None}
+
+
+def test_inspect_json_of_a_root(cwd):
+    ran = reshard(cwd, "inspect", "run", "--json", "--filter", "**/bias")
+    document = json.loads(ran.out)
+    assert [leaf["path"] for leaf in document["leaves"]] == [
+        "params/layer_0/bias",
+        "params/layer_1/bias",
+    ]
+    assert (document["kind"], document["steps"], document["items"]) == (
+        "manager",
+        [500, 1000],
+        ["default"],
+    )
+
+
+def test_long_tables_stream_as_plain_columns(cwd):
+    rows = [f"leaf_{i:03d}  2x3    int32   24 B  1       numpy" for i in range(300)]
+    expected = [
+        f"{cwd}/long: a standalone checkpoint, OCDBT, zarr2",
+        "saved meshes: none",
+        "path      shape  dtype  bytes  chunks  spec",
+        *rows,
+        "300 leaves, 300 arrays, 7.03 KiB",
+        "",
+    ]
+    assert reshard(cwd, "inspect", "long").out.split("\n") == expected
+    ran, shown = on_terminal(cwd, "stdout", "inspect", "long")
+    assert (ran.status, ran.err) == (0, "")
+    assert shown.split("\n") == expected
+
+
+def test_short_tables_are_drawn_on_a_terminal(cwd):
+    ran, shown = on_terminal(cwd, "stdout", "inspect", "run/1000")
+    assert (ran.status, ran.err) == (0, "")
+    lines = [line.rstrip() for line in without_styles(shown).splitlines()]
+    assert lines[3:] == [
+        "",
+        " path                    shape   dtype        bytes   chunks      spec",
+        " " + "─" * 91,
+        " params/embedding        64x32   float32   8.00 KiB   8 x 8x32    P('model', None)",
+        " params/layer_0/bias     64      float32      256 B   8 x 8       P('model')",
+        " params/layer_0/kernel   32x64   float32   8.00 KiB   8 x 16x16   P('data', 'model')",
+        " params/layer_1/bias     32      float32      128 B   8 x 4       P()",
+        " params/layer_1/kernel   64x32   float32   8.00 KiB   8 x 8x32    "
+        "P(('data', 'model'), None)",
+        "",
+        "5 leaves, 5 arrays, 24.38 KiB",
+    ]
+
+
+def test_a_reader_that_leaves_is_no_error(cwd):
+    ran = shell(cwd, "reshard inspect long | head -n 1")
+    assert ran == (0, f"{cwd}/long: a standalone checkpoint, OCDBT, zarr2\n", "")
+
+
+PICTURES = {
+    ("column", None): """\
+column  float32[4x8]  P(None, 'model') on data=2,model=4: 4 shards of 4x2
++-----+-----+-----+-----+
+| 0,4 | 1,5 | 2,6 | 3,7 |
++-----+-----+-----+-----+
+""",
+    ("column", "data=1,model=8"): """\
+column  float32[4x8]  P(None, 'model') on data=1,model=8: 8 shards of 4x1
++---+---+---+---+---+---+---+---+
+| 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |
++---+---+---+---+---+---+---+---+
+""",
+    ("rows", None): """\
+rows  float32[16x8]  P(('data', 'model'), None) on data=2,model=4: 8 shards of 2x8
++---+
+| 0 |
++---+
+| 1 |
++---+
+| 2 |
++---+
+| 3 |
++---+
+| 4 |
++---+
+| 5 |
++---+
+| 6 |
++---+
+| 7 |
++---+
+""",
+    ("swapped", None): """\
+swapped  float32[16x8]  P(None, ('model', 'data')) on data=2,model=4: 8 shards of 16x1
++---+---+---+---+---+---+---+---+
+| 0 | 4 | 1 | 5 | 2 | 6 | 3 | 7 |
++---+---+---+---+---+---+---+---+
+""",
+    ("replicated", None): """\
+replicated  float32[4x4]  P() on data=2,model=4: 1 shard of 4x4
++-----+
+| 0-7 |
++-----+
+""",
+    ("replicated", "data=8,model=512"): """\
+replicated  float32[4x4]  P() on data=8,model=512: 1 shard of 4x4
++--------+
+| 0-4095 |
++--------+
+""",
+    ("scalar", None): """\
+scalar  float32[]  P() on data=2,model=4: 1 shard of ()
++-----+
+| 0-7 |
++-----+
+""",
+    ("vector", "data=4,model=2"): """\
+vector  float32[8]  P('data') on data=4,model=2: 4 shards of 2
++-----+-----+-----+-----+
+| 0-1 | 2-3 | 4-5 | 6-7 |
++-----+-----+-----+-----+
+""",
+    ("cube", None): """\
+cube  float32[4x8x8]  P('data', None, 'model') on data=2,model=4: 8 shards of 2x8x2
++---+---+---+---+
+| 0 | 1 | 2 | 3 |
++---+---+---+---+
+| 4 | 5 | 6 | 7 |
++---+---+---+---+
+""",
+    ("middle", None): """\
+middle  float32[4x8x8]  P(None, 'model', None) on data=2,model=4: 4 shards of 4x2x8
++-----+
+| 0,4 |
++-----+
+| 1,5 |
++-----+
+| 2,6 |
++-----+
+| 3,7 |
++-----+
+""",
+    ("cells", None): """\
+cells  float32[4x8x6]  P('data', 'model', 'pipe') on data=2,model=2,pipe=2: 8 shards of 2x4x3
+[0:2, 0:4, 0:3]  0
+[0:2, 0:4, 3:6]  1
+[0:2, 4:8, 0:3]  2
+[0:2, 4:8, 3:6]  3
+[2:4, 0:4, 0:3]  4
+[2:4, 0:4, 3:6]  5
+[2:4, 4:8, 0:3]  6
+[2:4, 4:8, 3:6]  7
+""",
+}
+
+
+@pytest.mark.parametrize(("leaf", "mesh"), PICTURES)
+def test_inspect_sharding(checkpoints, leaf, mesh):
+    given = [] if mesh is None else ["--mesh", mesh]
+    ran = reshard(checkpoints, "inspect", "shapes", "--sharding", leaf, *given)
+    assert ran == (0, PICTURES[leaf, mesh], "")
+
+
+def test_inspect_sharding_takes_axis_names_from_the_checkpoint(checkpoints):
+    leaf = "params/layer_0/kernel"
+    assert reshard(checkpoints, "inspect", "run", "--sharding", leaf, "--mesh", "1x8") == (
+        0,
+        """\
+params/layer_0/kernel  float32[32x64]  P('data', 'model') on data=1,model=8: 8 shards of 32x8
++---+---+---+---+---+---+---+---+
+| 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |
++---+---+---+---+---+---+---+---+
+""",
+        "",
+    )
+
+
+def test_inspect_sharding_json(checkpoints):
+    ran = reshard(checkpoints, "inspect", "shapes", "--sharding", "column", "--json")
+    assert (ran.status, ran.err) == (0, "")
+    assert json.loads(ran.out) == {
+        "path": "column",
+        "shape": [4, 8],
+        "mesh": {"data": 2, "model": 4},
+        "spec": [[], ["model"]],
+        "shard_shape": [4, 2],
+        "shards": [{"index": [0, i], "devices": [i, i + 4]} for i in range(4)],
+    }
+
+
+# --- ckpt ----------------------------------------------------------------------------------------
+
+
+def test_ckpt_writes_for_the_new_mesh(cwd):
+    source = {
+        p: (cwd / "run" / p).read_bytes() for p in files(cwd / "run") if (cwd / "run" / p).is_file()
+    }
+    ran = reshard(cwd, "ckpt", "run/1000", "out/1000", "--to", "1x8", "--no-link")
+    assert (ran.status, ran.err) == (0, "")
+    head, *_, last = ran.out.splitlines()
+    assert head == "5 arrays, 24.38 KiB: 1 rewritten, 4 moved as stored"
+    assert last == "wrote out/1000"
+    assert reshard(cwd, "inspect", "out/1000").out == (
+        f"{cwd}/out/1000: a step, OCDBT, zarr2\n"
+        "items: default; shown: default\n"
+        "saved meshes: data=1,model=8\n"
+        + TABLE.replace("8 x 16x16", "8 x 32x8")
+        .replace("chunks   ", "chunks  ")
+        .replace("8 x 8x32 ", "8 x 8x32")
+        .replace("8 x 8 ", "8 x 8")
+        .replace("8 x 4 ", "8 x 4")
+        + "5 leaves, 5 arrays, 24.38 KiB\n"
+    )
+    assert source == {p: (cwd / "run" / p).read_bytes() for p in source}
+    assert files(cwd / "out") >= {"1000/_CHECKPOINT_METADATA", "1000/default/_METADATA"}
+    assert os.listdir(cwd / "out") == ["1000"]
+
+
+def test_ckpt_says_what_is_shared(large, tmp_path):
+    ran = reshard(tmp_path, "ckpt", large, "out", "--to", "1x8", "--chunks", "keep")
+    assert (ran.status, ran.err) == (0, "")
+    names = [path for path in (tmp_path / "out").rglob("d/*") if path.stat().st_nlink > 1]
+    shared = sum(path.stat().st_size for path in names) / 2**20
+    assert shared > 192
+    assert ran.out.splitlines()[-1] == f"wrote out, shares {shared:.2f} MiB with SRC"
+    copied = reshard(
+        tmp_path, "ckpt", large, "copy", "--to", "1x8", "--chunks", "keep", "--no-link"
+    )
+    assert copied.out.splitlines()[-1] == "wrote copy"
+    assert {p.stat().st_nlink for p in (tmp_path / "copy").rglob("*") if p.is_file()} == {1}
+
+
+def test_ckpt_dry_run_writes_nothing(cwd):
+    before = files(cwd)
+    arguments = ("ckpt", "run/1000", "out/1000", "--to", "1x8", "--no-link")
+    ran = reshard(cwd, *arguments, "--dry-run")
+    assert (ran.status, ran.err) == (0, "")
+    assert files(cwd) == before
+    done = reshard(cwd, *arguments)
+    assert done.out == ran.out + "wrote out/1000\n"
+
+
+def test_ckpt_dry_run_with_problems(cwd):
+    (cwd / "out").mkdir()
+    before = files(cwd)
+    ran = reshard(cwd, "ckpt", "run/1000", "out", "--to", "1x8", "--dry-run", "--no-link")
+    assert (ran.status, ran.err) == (2, "")
+    assert ran.out.splitlines()[-3:] == [
+        f"problem  `{cwd}/out` exists",
+        "",
+        "hint: --overwrite replaces it once the new one is complete",
+    ]
+    assert files(cwd) == before
+
+
+def test_ckpt_json_is_one_document(cwd):
+    arguments = ("ckpt", "run/1000", "out/1000", "--to", "1x8", "--no-link", "--json")
+    planned = reshard(cwd, *arguments, "--dry-run")
+    done = reshard(cwd, *arguments)
+    assert (planned.status, planned.err, done.status, done.err) == (0, "", 0, "")
+    document = json.loads(done.out)
+    assert document | {"done": False} == json.loads(planned.out)
+    arrays = {array["path"]: array for array in document.pop("arrays")}
+    kernel = arrays["params/layer_0/kernel"]
+    assert {key: kernel[key] for key in ("shape", "chunk_shape", "moved", "passes", "split")} == {
+        "shape": [32, 64],
+        "chunk_shape": [32, 8],
+        "moved": False,
+        "passes": 1.0,
+        "split": 1,
+    }
+    assert [path for path, array in arrays.items() if not array["moved"]] == [
+        "params/layer_0/kernel"
+    ]
+    written = {
+        key: document[key]
+        for key in (
+            "destination",
+            "done",
+            "decoded_bytes",
+            "shared_bytes",
+            "chunks_read",
+            "chunks_written",
+            "passes",
+            "notes",
+            "problems",
+            "hints",
+        )
+    }
+    assert written == {
+        "destination": "out/1000",
+        "done": True,
+        "decoded_bytes": 24960,
+        "shared_bytes": 0,
+        "chunks_read": 40,
+        "chunks_written": 40,
+        "passes": 1.0,
+        "notes": [],
+        "problems": [],
+        "hints": [],
+    }
+    assert document["read_amplification"]["before"] > document["read_amplification"]["after"] == 1
+
+
+def test_ckpt_json_with_problems(cwd):
+    (cwd / "out").mkdir()
+    ran = reshard(cwd, "ckpt", "run/1000", "out", "--to", "1x8", "--dry-run", "--json")
+    assert (ran.status, ran.err) == (2, "")
+    document = json.loads(ran.out)
+    assert (document["done"], document["problems"], document["hints"]) == (
+        False,
+        [f"`{cwd}/out` exists"],
+        ["--overwrite replaces it once the new one is complete"],
+    )
+
+
+def test_ckpt_quiet(cwd):
+    arguments = ("ckpt", "run/1000", "out/1000", "--to", "1x8", "--quiet")
+    assert reshard(cwd, *arguments) == (0, "", "")
+    assert (cwd / "out/1000/default/_METADATA").exists()
+    ran = reshard(cwd, *arguments)
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err.startswith("Error: ")
+
+
+def test_ckpt_all_steps(cwd):
+    ran = reshard(cwd, "ckpt", "run", "out", "--to", "1x8", "--step", "all", "--no-link")
+    assert (ran.status, ran.err) == (0, "")
+    assert ran.out.splitlines()[0] == "10 arrays, 48.75 KiB: 2 rewritten, 8 moved as stored"
+    for step in (500, 1000):
+        shown = reshard(cwd, "inspect", "out", "--step", step).out.splitlines()
+        assert shown[1:4] == [
+            f"steps: 500, 1000; shown: {step}",
+            "items: default; shown: default",
+            "saved meshes: data=1,model=8",
+        ]
+
+
+def test_ckpt_one_step_of_a_root(cwd):
+    for given, step in (((), 1000), (("--step", "500"), 500)):
+        out = f"out_{step}"
+        assert reshard(cwd, "ckpt", "run", out, "--to", "1x8", *given).status == 0
+        shown = reshard(cwd, "inspect", out).out.splitlines()
+        assert shown[1] == f"steps: {step}; shown: {step}"
+
+
+def test_ckpt_notes_what_is_replicated(cwd):
+    ran = reshard(
+        cwd, "ckpt", "shapes", "out", "--to", "data=4,model=2", "--drop", "cells", "--no-link"
+    )
+    assert (ran.status, ran.err) == (0, "")
+    assert ran.out.splitlines()[-2:] == [
+        "note     1 leaf saved on a single device is replicated on the new mesh "
+        "(8 bytes a device): single",
+        "wrote out",
+    ]
+
+
+def test_ckpt_select_rename_dtype_chunks(cwd):
+    ran = reshard(
+        cwd,
+        "ckpt",
+        "run/1000",
+        "out",
+        "--to",
+        "1x8",
+        "--select",
+        "**/kernel",
+        "--select",
+        "params/embedding",
+        "--drop",
+        "params/layer_1/**",
+        "--rename",
+        "^params/layer_0/=params/first/",
+        "--dtype",
+        "params/embedding=bfloat16",
+        "--chunks",
+        "512B",
+    )
+    assert (ran.status, ran.err) == (0, "")
+    assert (
+        reshard(cwd, "inspect", "out").out.partition("data=1,model=8\n")[2]
+        == """\
+path                 shape  dtype        bytes  chunks     spec
+params/embedding     64x32  bfloat16  4.00 KiB  8 x 8x32   P('model', None)
+params/first/kernel  32x64  float32   8.00 KiB  16 x 16x8  P('data', 'model')
+2 leaves, 2 arrays, 12.00 KiB
+"""
+    )
+
+
+# --- mistakes ------------------------------------------------------------------------------------
+
+CKPT = "ckpt run/1000 out --to 1x8"
+MISTAKES = {
+    "ckpt run/1000 out --to 1y8": """\
+Error: not a mesh: `1y8`
+
+hint: a mesh is `data=1,model=8`, or `1x8` for short
+""",
+    "ckpt run/1000 out --to data=1,model=many": """\
+Error: not a mesh: `data=1,model=many`
+
+hint: a mesh is `data=1,model=8`, or `1x8` for short
+""",
+    "ckpt run/1000 out --to 8": """\
+Error: `8` takes its axis names from the saved meshes, which do not give it one tuple of that length
+  data=2,model=4
+
+hint: write the axes out: `axis0=8`
+""",
+    "ckpt shapes out --to 2x4": """\
+Error: `2x4` takes its axis names from the saved meshes, which do not give it one tuple of that length
+  data=2,model=2,pipe=2
+  data=2,model=4
+
+hint: write the axes out: `axis0=2,axis1=4`
+""",  # noqa: E501
+    "ckpt run/1000 out --to data=8,data=1": """\
+Error: the mesh `data=8,data=1` names an axis twice
+""",
+    "ckpt run/1000 out --to 0x8": """\
+Error: every axis of the mesh `data=0,model=8` needs at least one device
+""",
+    f"{CKPT} --dtype bf17": """\
+Error: not a dtype: 'bf17'
+
+hint: `bfloat16`, `float16`, `float32`
+""",
+    f"{CKPT} --dtype int8": """\
+Error: cast to int8: only floating-point arrays are cast, to floating-point dtypes
+
+hint: `bfloat16`, `float16`, `float32`, `float8_e4m3fn`
+""",
+    f"{CKPT} --chunks big": """\
+Error: `big` is not a number of bytes
+
+hint: `256MiB`, `1GiB`
+""",
+    f"{CKPT} --chunks 0": """\
+Error: chunks of 0 hold nothing
+
+hint: --chunks 64MiB
+""",
+    f"{CKPT} --max-memory lots": """\
+Error: `lots` is not a number of bytes
+
+hint: `256MiB`, `1GiB`
+""",
+    f"{CKPT} --max-memory 1KiB --select params/embedding --dtype float16": """\
+Error: params/embedding: one stored chunk does not fit in 1.00 KiB
+  a chunk of [8, 32] has 1.00 KiB decoded, and it takes 1 MiB to carry one over
+
+hint: --max-memory 1MiB
+""",
+    f"{CKPT} --spec kernel": """\
+Usage: reshard ckpt [OPTIONS] SRC DST
+Try 'reshard ckpt --help' for help.
+
+Error: Invalid value for --spec: `kernel` has no `=` after its first part
+""",
+    f"{CKPT} --axis model": """\
+Usage: reshard ckpt [OPTIONS] SRC DST
+Try 'reshard ckpt --help' for help.
+
+Error: Invalid value for --axis: `model` has no `=` after its first part
+""",
+    f"{CKPT} --spec kernal$=data,": """\
+Error: no array matches the regex of a spec
+  `kernal$`
+""",
+    f"{CKPT} --spec (kernel=data,": """\
+Error: the spec rules cannot be read
+  `(kernel` is not a regex: missing ), unterminated subpattern at position 0
+""",
+    "ckpt run/1000 out --spec kernel$=data,": """\
+Usage: reshard ckpt [OPTIONS] SRC DST
+Try 'reshard ckpt --help' for help.
+
+Error: --spec and --axis go with --to MESH
+""",
+    f"{CKPT} --axis modle=tensor": """\
+Error: axis renames that do not apply
+  'modle' is not an axis of any saved mesh
+  'tensor' is not an axis of `data=1,model=8`
+
+hint: saved axes: data, model
+""",
+    f"{CKPT} --rename nothing=other": """\
+Error: a rename changes nothing
+  `nothing` matches no leaf
+""",
+    f"{CKPT} --select params": """\
+Error: no leaf matches
+  `params`
+
+hint: a subtree is named with `params/**`
+""",
+    f"{CKPT} --from 4x2": """\
+Error: --from 4x2: that is not the mesh it was saved on
+  saved on `data=2,model=4`
+
+hint: --from data=2,model=4
+""",
+    "ckpt run out --to 1x8 --step 7": """\
+Error: `run` has no step 7
+
+hint: its steps: 500, 1000
+""",
+    "ckpt run out --to 1x8 --step some": """\
+Usage: reshard ckpt [OPTIONS] SRC DST
+Try 'reshard ckpt --help' for help.
+
+Error: Invalid value for --step: `some` is neither a number nor `all`
+""",
+    "ckpt run out --to 1x8 --item other": """\
+Error: `{cwd}/run/1000` has no item 'other'
+
+hint: its items: default
+""",
+    "ckpt missing/1000 out --to 1x8": """\
+Error: there is nothing at `missing/1000`
+
+hint: `{cwd}` has: long, run, shapes
+""",
+    "ckpt run/1000 long --to 1x8": """\
+Error: `{cwd}/long` exists
+
+hint: --overwrite replaces it once the new one is complete
+""",
+    "ckpt run/1000 run/1000/new --to 1x8": """\
+Error: the destination `{cwd}/run/1000/new` and the source `{cwd}/run/1000` are inside one another
+
+hint: write beside the source, and rename when you have looked at the result
+""",
+    "ckpt run/1000": """\
+Usage: reshard ckpt [OPTIONS] SRC DST
+Try 'reshard ckpt --help' for help.
+
+Error: Missing argument 'DST'.
+""",
+    "inspect run/1000/_CHECKPOINT_METADATA": """\
+Error: `run/1000/_CHECKPOINT_METADATA` is a file, and not a checkpoint directory
+""",
+    "inspect missing": """\
+Error: there is nothing at `missing`
+
+hint: `{cwd}` has: long, run, shapes
+""",
+    "inspect run --filter params/layer_0": """\
+Error: no leaf matches
+  `params/layer_0`
+
+hint: a subtree is named with `params/layer_0/**`
+""",
+    "inspect run --sharding params/layer_0/kernal": """\
+Error: no array at `params/layer_0/kernal`
+
+hint: the nearest is `params/layer_0/kernel`
+""",
+    "inspect shapes --sharding single": """\
+Error: single was saved without a mesh (on cpu:0)
+
+hint: --sharding single --mesh data=1,model=8
+""",
+    "inspect shapes --sharding column --mesh data=1,model=3": """\
+Error: column does not fit `data=1,model=3`
+  dimension 1 of 8 does not divide by 3 (model)
+""",
+    "inspect run --mesh 1x8": """\
+Usage: reshard inspect [OPTIONS] PATH
+Try 'reshard inspect --help' for help.
+
+Error: --mesh goes with --sharding LEAF
+""",
+    "verify run": """\
+Usage: reshard [OPTIONS] COMMAND [ARGS]...
+Try 'reshard --help' for help.
+
+Error: No such command 'verify'.
+""",
+}
+
+
+@pytest.mark.parametrize("arguments", MISTAKES)
+def test_mistakes_are_errors_with_hints(cwd, arguments):
+    before = files(cwd)
+    ran = reshard(cwd, *arguments.split())
+    assert ran == (2, "", MISTAKES[arguments].replace("{cwd}", str(cwd)))
+    assert files(cwd) == before
+
+
+def test_all_problems_of_a_mesh_are_shown_and_the_hint_for_axes_works(cwd):
+    command = "reshard ckpt run/1000 out --to data=1,tensor=8"
+    ran = shell(cwd, command)
+    assert ran == (
+        2,
+        "",
+        """\
+Error: specs that do not fit the mesh `data=1,tensor=8`
+  params/embedding  float32[64, 32]: P('model', None) names axis 'model', which `data=1,tensor=8` lacks
+  params/layer_0/bias  float32[64]: P('model') names axis 'model', which `data=1,tensor=8` lacks
+  params/layer_0/kernel  float32[32, 64]: P('data', 'model') names axis 'model', which `data=1,tensor=8` lacks
+  params/layer_1/kernel  float32[64, 32]: P(('data', 'model'), None) names axis 'model', which `data=1,tensor=8` lacks
+
+hint: --axis model= replicates, --axis model=tensor renames
+""",  # noqa: E501
+    )
+    replicates, renames = re.findall(r"--axis \S+", ran.err)
+    assert shell(cwd, f"{command} {renames}").status == 0
+    assert "P('data', 'tensor')" in reshard(cwd, "inspect", "out").out
+    assert shell(cwd, f"{command} {replicates} --overwrite").status == 0
+    assert "P('data', None)" in reshard(cwd, "inspect", "out").out
+
+
+def test_the_hints_for_dimensions_that_do_not_divide_work(cwd):
+    command = "reshard ckpt run/1000 out --to 1x3"
+    ran = shell(cwd, command)
+    assert (ran.status, ran.out) == (2, "")
+    problems, _, hints = ran.err.partition("\n\n")
+    assert (
+        problems
+        == """\
+Error: specs that do not fit the mesh `data=1,model=3`
+  params/embedding  float32[64, 32]: dimension 0 of 64 does not divide by 3 (model)
+  params/layer_0/bias  float32[64]: dimension 0 of 64 does not divide by 3 (model)
+  params/layer_0/kernel  float32[32, 64]: dimension 1 of 64 does not divide by 3 (model)
+  params/layer_1/kernel  float32[64, 32]: dimension 0 of 64 does not divide by 3 (data*model)"""
+    )
+    typed = re.findall(r"^hint: (--spec '[^']+') fits$", hints, re.MULTILINE)
+    assert len(typed) == len(hints.splitlines())
+    assert shell(cwd, f"{command} {' '.join(typed)}").status == 0
+    assert (
+        reshard(cwd, "inspect", "out").out.partition("model=3\n")[2]
+        == """\
+path                   shape  dtype       bytes  chunks     spec
+params/embedding       64x32  float32  8.00 KiB  8 x 8x32   P(None, None)
+params/layer_0/bias    64     float32     256 B  8 x 8      P()
+params/layer_0/kernel  32x64  float32  8.00 KiB  8 x 16x16  P('data', None)
+params/layer_1/bias    32     float32     128 B  8 x 4      P()
+params/layer_1/kernel  64x32  float32  8.00 KiB  8 x 8x32   P('data', None)
+5 leaves, 5 arrays, 24.38 KiB
+"""
+    )
+
+
+def test_the_hint_for_memory_works(cwd):
+    command = "reshard ckpt run/1000 out --to 1x8 --dtype bfloat16 --max-memory"
+    ran = shell(cwd, f"{command} 1KiB")
+    assert (ran.status, ran.out) == (2, "")
+    typed = re.search(r"^hint: --max-memory (\S+)$", ran.err, re.MULTILINE)
+    assert shell(cwd, f"{command} {typed[1]}").status == 0
+
+
+def test_errors_leave_stdout_empty_under_json(cwd):
+    ran = reshard(cwd, "ckpt", "run/1000", "out", "--to", "1y8", "--json")
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err.startswith("Error: not a mesh: `1y8`\n")
+
+
+def test_damage_is_an_error_and_leaves_nothing(cwd):
+    for file in (cwd / "run/1000/default").rglob("d/*"):
+        file.write_bytes(bytes(file.stat().st_size))
+    before = files(cwd)
+    ran = reshard(cwd, "ckpt", "run/1000", "out/1000", "--to", "1x8")
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err.startswith(
+        f"Error: the OCDBT database in `{cwd}/run/1000/default` cannot be read\n"
+    )
+    assert "Traceback" not in ran.err
+    assert files(cwd) == before
+
+
+# --- signals, terminals, imports -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_nothing(large, tmp_path, number):
+    process = subprocess.Popen(
+        [RESHARD, "ckpt", large, "out/1000", "--to", "1x8", "--chunks", "64KiB"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while process.poll() is None and not list(tmp_path.glob("out/*.orbax-checkpoint-tmp/**/d/*")):
+        time.sleep(0.002)
+    process.send_signal(number)
+    out, err = process.communicate()
+    assert (process.returncode, out) == (130, "")
+    assert err == "\nInterrupted; nothing was left behind.\n"
+    assert files(tmp_path) <= {"out"}
+
+
+def test_progress_is_drawn_on_a_terminal(large, tmp_path):
+    arguments = ("ckpt", large, "out", "--to", "1x8", "--max-memory", "16MiB")
+    ran, shown = on_terminal(tmp_path, "stderr", *arguments)
+    assert ran.status == 0
+    assert ran.out.endswith("wrote out\n")
+    assert re.search(r"━+ +[\d.]+/192\.0 +MiB +[\d.]+ [kM]B/s +\d:\d\d:\d\d", without_styles(shown))
+
+
+@pytest.mark.parametrize("option", ["--quiet", "--json"])
+def test_progress_is_not_drawn_when_nobody_wants_it(cwd, option):
+    ran, shown = on_terminal(cwd, "stderr", "ckpt", "run/1000", "out", "--to", "1x8", option)
+    assert (ran.status, shown) == (0, "")
+    assert (ran.out == "") == (option == "--quiet")
+
+
+def test_progress_is_not_drawn_in_a_pipe(large, tmp_path):
+    ran = reshard(tmp_path, "ckpt", large, "out", "--to", "1x8")
+    assert (ran.status, ran.err) == (0, "")
+    assert "━" not in ran.out
+
+
+IMPORTED = """
+import sys
+from reshard.cli import main
+sys.argv = ["reshard", *sys.argv[1:]]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+loaded = {name.partition(".")[0] for name in sys.modules}
+print(*sorted(loaded & {"click", "flax", "jax", "jaxlib", "numpy", "orbax", "rich", "tensorstore"}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--help", "click"),
+        ("inspect run", "click numpy tensorstore"),
+        ("inspect run --sharding params/embedding --mesh 1x8", "click numpy tensorstore"),
+        ("ckpt run out --to 1x8 --dtype bfloat16", "click numpy tensorstore"),
+    ],
+)
+def test_commands_import_little(cwd, arguments, expected):
+    ran = subprocess.run(
+        [sys.executable, "-c", IMPORTED, *arguments.split()],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.stdout.splitlines()[-1:] == [expected], ran.stderr

@@ -1,0 +1,120 @@
+"""The README says what happens: its commands and its Python run, in order, in one directory."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import sysconfig
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+# Where the README has its demonstration; the test has it in a temporary directory.
+DEMO = "/tmp/demo"
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+
+
+def sessions() -> list[tuple[str, str]]:
+    """Every command of the console blocks with its output, in order."""
+    found = []
+    for block in blocks("console"):
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, _, output = part.partition("\n")
+            found.append((command, output.strip("\n")))
+    return found
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """What `examples/quickstart.py DIRECTORY` leaves."""
+    directory = tmp_path_factory.mktemp("demo")
+    subprocess.run(
+        [sys.executable, ROOT / "examples" / "quickstart.py", directory],
+        check=True,
+        capture_output=True,
+    )
+    return directory
+
+
+def run(command: str, demo: pathlib.Path) -> str:
+    """What a command shows in the demonstration's directory, stderr included."""
+    path = sysconfig.get_path("scripts") + os.pathsep + os.environ["PATH"]
+    ran = subprocess.run(
+        command,
+        shell=True,
+        cwd=demo,
+        env=os.environ | {"PATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return ran.stdout.strip("\n").replace(str(demo), DEMO)
+
+
+def without_stored_bytes(output: str) -> str:
+    """Orbax deals chunks out to data files in an order of its own, so what can be shared, and with
+    it what is copied, differs from one save to the next."""
+    output = re.sub(r"(,| and) shares? [\d.]+ \wi?B( with SRC)?", "", output)
+    return re.sub(r"^(read|write|memory)( +)[\d.]+ \wi?B", r"\1\2*", output, flags=re.MULTILINE)
+
+
+def test_console_blocks_show_what_the_commands_print(demo):
+    commands = sessions()
+    assert len(commands) == 10
+    for command, expected in commands:
+        assert without_stored_bytes(run(command, demo)) == without_stored_bytes(expected), command
+
+
+def test_command_reference_has_every_command(demo):
+    listed = re.search(r"^Commands:\n(.*)", run("reshard --help", demo), re.DOTALL | re.MULTILINE)
+    names = re.findall(r"^  (\w+)", listed[1], re.MULTILINE)
+    helps = [command for command, _ in sessions() if command.endswith(" --help")]
+    assert sorted(helps) == sorted(
+        ["reshard --help", *(f"reshard {name} --help" for name in names)]
+    )
+
+
+def test_python_block_runs(demo):
+    (code,) = blocks("python")
+    assert len([line for line in code.splitlines() if line]) == 4
+    (demo / "python").mkdir()
+    (demo / "python" / "run").symlink_to(demo / "run")
+    subprocess.run([sys.executable, "-c", code], cwd=demo / "python", check=True)
+    written = run("reshard inspect python/out/1000", demo)
+    assert "saved meshes: data=1,model=8\n" in written
+
+
+def test_shell_blocks_are_for_a_fresh_clone():
+    first, second = blocks("sh")
+    assert README.index(first) < README.index(second) < README.index("```console")
+    assert first == (
+        "python3 -m venv .venv\n"
+        ".venv/bin/python -m pip install .\n"
+        ".venv/bin/python examples/quickstart.py\n"
+    )
+    assert second == (
+        "python3 -m venv .venv\n.venv/bin/python -m pip install '.[test]'\n.venv/bin/pytest\n"
+    )
+    assert (ROOT / "examples" / "quickstart.py").is_file()
+
+
+def test_listing_has_every_module():
+    listing = re.search(r"^```\nreshard/\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)[1]
+    listed, folder = set(), ""
+    for line in listing.splitlines():
+        indent, name = re.match(r"( *)(\S+)", line).groups()
+        if not indent:
+            break
+        if len(indent) == 2:
+            folder = name if name.endswith("/") else ""
+        if not name.endswith("/"):
+            listed.add((folder if len(indent) == 4 else "") + name)
+    package = ROOT / "reshard"
+    modules = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
+    assert listed == {name for name in modules if not name.startswith("cli/") and "__" not in name}
