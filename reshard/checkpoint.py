@@ -22,7 +22,7 @@ from reshard.mesh import (
 )
 from reshard.rounding import round_once, rounds_twice
 from reshard.store import ArrayStore
-from reshard.tree import Path, format_path
+from reshard.tree import Path, format_path, shell_quoted
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -226,7 +226,10 @@ def collision_error(handles: Sequence[ArrayHandle]) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         "two leaves were saved under one name, so one of them has overwritten the other",
         [f"{one} and {other} are both stored as `{name}`" for one, other, name in names],
-        [f"drop both: --drop '{one}' --drop '{other}'" for one, other, _ in names],
+        [
+            f"drop both: --drop {shell_quoted(one)} --drop {shell_quoted(other)}"
+            for one, other, _ in names
+        ],
     )
 
 

@@ -64,7 +64,21 @@ class ShardingError(ReshardError, ValueError):
 
 
 class MemoryLimitError(ReshardError, ValueError):
-    """The job cannot run within `max_memory`; the message names the least that would do."""
+    """The job cannot run within `max_memory`; the message names the least that would do.
+
+    Attributes:
+      least: bytes that would do, 0 where that is not the question.
+    """
+
+    def __init__(
+        self,
+        summary: str,
+        problems: Sequence[str] = (),
+        hints: Sequence[str] = (),
+        least: int = 0,
+    ):
+        super().__init__(summary, problems, hints)
+        self.least = least
 
 
 class DestinationError(ReshardError, OSError):

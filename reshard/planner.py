@@ -315,6 +315,7 @@ def too_large(array: ArrayLayout, needed: int, max_memory: int) -> MemoryLimitEr
             f"takes {format_bytes(needed)} to carry one over"
         ],
         hints,
+        needed,
     )
 
 

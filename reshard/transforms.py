@@ -44,6 +44,7 @@ def select(
 
     Raises:
       TreeMismatchError: a glob matches nothing, nothing is left, or a list would lose positions.
+      CorruptCheckpointError: one of two leaves stored under one name would be left.
     """
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
     drop = [drop] if isinstance(drop, str) else list(drop)
@@ -57,7 +58,7 @@ def select(
     halves = [
         leaf
         for leaf in leaves.values()
-        if isinstance(leaf, ArrayHandle) and leaf.same_name and leaf.same_name not in leaves
+        if isinstance(leaf, ArrayHandle) and leaf.same_name in dropped
     ]
     if halves:
         raise collision_error(halves)
@@ -193,7 +194,7 @@ def to_mesh(
             f"specs that do not fit the mesh `{target}`",
             problems,
             _spec_hints(ckpt, misfits, target)
-            + [f"--spec '^{re.escape(format_path(a.path))}$=' replicates it" for a in unknown],
+            + [f"{_spec_option(a.path, '')} replicates it" for a in unknown],
         )
     notes = []
     if replicated:
@@ -258,10 +259,15 @@ def _spec_hints(
         by_key.setdefault(_last_key(array.path), set()).add(fitting.get(array.path))
     for path, text in fitting.items():
         key = _last_key(path)
-        whole = len(by_key[key]) > 1
-        regex = f"^{re.escape(format_path(path))}$" if whole else f"(^|/){re.escape(key)}$"
-        hints.append(f"--spec '{regex}={text}' fits")
+        shared = len(by_key[key]) == 1
+        option = tree.shell_quoted(f"(^|/){re.escape(key)}$={text}")
+        hints.append(f"{f'--spec {option}' if shared else _spec_option(path, text)} fits")
     return hints
+
+
+def _spec_option(path: Path, text: str) -> str:
+    """What to type to give one leaf a spec."""
+    return "--spec " + tree.shell_quoted(f"^{re.escape(format_path(path))}$={text}")
 
 
 def _last_key(path: Path) -> str:

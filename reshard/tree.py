@@ -111,6 +111,11 @@ def nearest(name: str, paths: Iterable[Path]) -> list[str]:
     return difflib.get_close_matches(name, texts, n=3, cutoff=0.5)
 
 
+def shell_quoted(text: str) -> str:
+    """Text as it is typed into a shell, always in quotes."""
+    return "'" + text.replace("'", "'\"'\"'") + "'"
+
+
 def rename_paths(paths: Sequence[Path], rules: Sequence[tuple[str, str]]) -> dict[Path, Path]:
     """Old path -> new path, each rule applied in order as `re.sub` on the printed path.
 

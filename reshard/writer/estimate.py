@@ -23,7 +23,7 @@ def encoded_ratio(handle: ArrayHandle) -> float:
     box = next(grid_boxes(handle.shape, handle.chunk_shape), None)
     if box is None:
         return 1.0
-    read = checked(handle.view()[box].read(), f"{format_path(handle.path)}: what is stored")
+    read = checked(handle.view()[box].read(), f"{format_path(handle.path)}: its stored bytes")
     values = handle.rounded(np.asarray(read).reshape(-1)[:_SAMPLE])
     document = json.loads(target_metadata(handle, handle.chunk_shape))
     codec: dict[str, object] = {"compressor": document.get("compressor")}

@@ -85,7 +85,10 @@ def merge(
         .with_transaction(transaction)
     )
     copies = []
-    whole = set(linked) == set(source.values) and all(old == new for old, new in linked.items())
+    # Databases that were never merged may hold the same key: only the listed one is linked.
+    merged = len(source.parts) == 1
+    same = all(old == new for old, new in linked.items())
+    whole = merged and same and set(linked) == set(source.values)
     outer = _names_around_others(source)
     for part in source.parts if linked else ():
         own = ts.KvStore.open(
@@ -95,7 +98,7 @@ def merge(
             copies.append(own.experimental_copy_range_to(root))
             continue
         for old, new in linked.items():
-            if old not in outer:
+            if merged and old not in outer:
                 below = own / f"{old}/"
                 copies.append(below.experimental_copy_range_to(root / f"{new}/"))
                 continue

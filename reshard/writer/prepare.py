@@ -102,7 +102,19 @@ def prepare(
             local.check_room(target, int(total.bytes_written * _ESTIMATE_ERROR))
         except ReshardError as error:
             found.append(error)
-    return jobs, total, found
+    return jobs, total, _one_memory_error(found)
+
+
+def _one_memory_error(found: list[ReshardError]) -> list[ReshardError]:
+    """The same errors, with those about memory as one, whose hints are enough for all of them."""
+    memory = [error for error in found if isinstance(error, MemoryLimitError)]
+    if len(memory) < 2:
+        return found
+    largest = max(memory, key=lambda error: error.least)
+    problems = [line for error in memory for line in (error.summary, *error.problems)]
+    summary = f"{len(memory)} arrays do not fit into memory"
+    one = MemoryLimitError(summary, problems, largest.hints, largest.least)
+    return [error for error in found if error not in memory] + [one]
 
 
 def parse_chunks(chunks: int | str) -> int | str:

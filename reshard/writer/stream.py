@@ -285,7 +285,7 @@ def move_values(
 
 def _wait_read(read: ts.Future | None, path: Path) -> None:
     if read is not None:
-        checked(read, f"{format_path(path)}: what is stored")
+        checked(read, f"{format_path(path)}: its stored bytes")
 
 
 def wait_written(write: ts.Future) -> None:

@@ -1,0 +1,522 @@
+"""Whole or not at all: what is at the destination, and at the source, however a job ends."""
+
+import errno
+import fcntl
+import os
+import pathlib
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+
+import layouts
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import PartitionSpec as P
+from layouts import bits, hashes
+
+import reshard
+
+TEMPORARY = ".reshard.orbax-checkpoint-tmp"
+REPLACED = ".replaced-by-reshard"
+LAYOUTS = ["standalone", "zarr2-files", "items"]
+
+
+def open_on(source, mesh="1x8"):
+    return reshard.to_mesh(reshard.open(source.path, **source.open), mesh)
+
+
+def values(path, **kwargs):
+    ckpt = reshard.open(path, **kwargs)
+    return {h.path: bits(h.view().read().result()) for h in ckpt.arrays}
+
+
+def meshes(path, **kwargs):
+    return [str(mesh) for mesh in reshard.open(path, **kwargs).meshes]
+
+
+@pytest.fixture(params=LAYOUTS)
+def source(request, saved):
+    """A checkpoint that must be the same when the test ends."""
+    made = saved(request.param)
+    before = hashes(made.path)
+    yield made
+    assert hashes(made.path) == before
+
+
+@pytest.fixture
+def one(saved):
+    """The same, of one layout."""
+    made = saved("standalone")
+    before = hashes(made.path)
+    yield made
+    assert hashes(made.path) == before
+
+
+def refused(error, text, ckpt, out, **kwargs):
+    with pytest.raises(error) as caught:
+        reshard.save(ckpt, out, **kwargs)
+    assert isinstance(caught.value, OSError)
+    assert str(caught.value) == text
+
+
+# Before anything is written.
+
+
+def test_an_existing_destination(source, tmp_path):
+    out = tmp_path / "out"
+    reshard.save(open_on(source), out)
+    before = hashes(out)
+    text = f"`{out}` exists\n\nhint: --overwrite replaces it once the new one is complete"
+    refused(reshard.DestinationExistsError, text, open_on(source, "1x4"), out)
+    assert reshard.plan(open_on(source, "2x4"), out).problems == (f"`{out}` exists",)
+    assert hashes(out) == before
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_an_existing_directory_and_file(one, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("kept")
+    hint = "hint: --overwrite replaces it once the new one is complete"
+    out = tmp_path / "empty"
+    refused(reshard.DestinationExistsError, f"`{out}` exists\n\n{hint}", open_on(one), out)
+    out = tmp_path / "file"
+    for overwrite in (False, True):
+        refused(
+            reshard.DestinationExistsError,
+            f"`{out}` is a file or a symbolic link",
+            open_on(one),
+            out,
+            overwrite=overwrite,
+        )
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_overwrite(source, tmp_path):
+    out = tmp_path / "out"
+    reshard.save(open_on(source), out)
+    (out / "left over").write_text("")
+    expected = values(source.path, **source.open)
+    reshard.save(open_on(source, "1x4"), out, overwrite=True)
+    assert meshes(out, **source.open) == ["data=1,model=4"]
+    assert values(out, **source.open) == expected
+    assert not (out / "left over").exists()
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_overwrite_where_nothing_is(one, tmp_path):
+    reshard.save(open_on(one), tmp_path / "out", overwrite=True)
+    assert values(tmp_path / "out") == values(one.path)
+
+
+def test_source_and_destination_inside_one_another(saved, tmp_path):
+    whole = saved("items")
+    before = hashes(whole.path)
+    (tmp_path / "alias").symlink_to(whole.path)
+    step, alias = whole.path / "3", tmp_path / "alias"
+    cases = [
+        (whole.path, whole.path),
+        (whole.path, whole.path / "4"),
+        (whole.path, step),
+        (whole.path, alias / "new"),
+        (whole.path, whole.path / "3" / ".." / "4"),
+        (step, whole.path),
+        (step, step / "state" / "new"),
+        (whole.path, whole.path.parent),
+    ]
+    for path, out in cases:
+        out = pathlib.Path(os.path.abspath(out))
+        text = (
+            f"the destination `{out}` and the source `{path}` are inside one another\n\n"
+            "hint: write beside the source, and rename when you have looked at the result"
+        )
+        for overwrite in (False, True):
+            refused(reshard.DestinationError, text, reshard.open(path), out, overwrite=overwrite)
+    assert hashes(whole.path) == before
+
+
+def test_a_name_that_only_begins_like_the_source(one):
+    out = one.path.with_name(one.path.name + "-2")
+    reshard.save(open_on(one), out)
+    assert values(out) == values(one.path)
+    shutil.rmtree(out)
+
+
+def test_too_little_room(source, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 3000, 3000))
+    with pytest.raises(reshard.DestinationError) as caught:
+        reshard.save(open_on(source), tmp_path / "deep" / "out")
+    summary, problem = str(caught.value).split("\n")
+    assert summary == f"not enough room for `{tmp_path}/deep/out`"
+    assert problem.startswith("  needed ") and problem.endswith(" KiB, free 2.93 KiB")
+    assert os.listdir(tmp_path) == []
+
+
+def test_parents_are_made(one, tmp_path):
+    reshard.save(open_on(one), tmp_path / "a" / "b" / "out")
+    assert os.listdir(tmp_path / "a" / "b") == ["out"]
+    assert values(tmp_path / "a" / "b" / "out") == values(one.path)
+
+
+def test_a_parent_that_cannot_be_written(source, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+
+    def denied(path, *_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "mkdir", denied)
+    text = f"`{out}` cannot be written: Permission denied\n  {out}{TEMPORARY}"
+    refused(reshard.DestinationError, text, open_on(source), out)
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_parent_that_is_a_file(one, tmp_path):
+    (tmp_path / "file").write_text("kept")
+    for out in (tmp_path / "file" / "out", tmp_path / "file" / "deep" / "out"):
+        with pytest.raises(reshard.DestinationError) as caught:
+            reshard.save(open_on(one), out)
+        assert str(caught.value).startswith(f"`{out}` cannot be written: ")
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+# While it runs.
+
+
+class StopError(Exception):
+    """What the tests throw into a running job."""
+
+
+def test_another_job(source, tmp_path):
+    out = tmp_path / "out"
+    calls = []
+
+    def busy(*_):
+        text = f"another job is writing `{out}{TEMPORARY}`"
+        for overwrite in (False, True):
+            refused(
+                reshard.DestinationError, text, open_on(source, "1x4"), out, overwrite=overwrite
+            )
+        calls.append(text)
+
+    reshard.save(open_on(source), out, progress=busy)
+    assert calls
+    assert os.listdir(tmp_path) == ["out"]
+    assert values(out, **source.open) == values(source.path, **source.open)
+
+
+def test_a_destination_made_meanwhile(source, tmp_path):
+    out = tmp_path / "out"
+
+    def make(*_):
+        out.mkdir(exist_ok=True)
+        (out / "theirs").write_text("kept")
+
+    refused(
+        reshard.DestinationExistsError,
+        f"`{out}` was made while this job ran",
+        open_on(source),
+        out,
+        progress=make,
+    )
+    assert hashes(tmp_path).keys() == {"out", "out/theirs"}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, StopError])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_interrupt_leaves_nothing(source, tmp_path, error, overwrite):
+    out = tmp_path / "out"
+    if overwrite:
+        reshard.save(open_on(source, "1x4"), out)
+    before = hashes(tmp_path)
+
+    def interrupt(*_):
+        raise error
+
+    with pytest.raises(error):
+        reshard.save(open_on(source), out, overwrite=overwrite, progress=interrupt)
+    assert hashes(tmp_path) == before
+
+
+@pytest.mark.parametrize("step", ["sync", "write_durably", "copy_tree", "sync_directory"])
+def test_an_io_error_leaves_nothing(saved, tmp_path, monkeypatch, step):
+    source = saved("items")
+    out = tmp_path / "out"
+    before = hashes(source.path)
+
+    def full(path, *_):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(reshard.writer.local, step, full)
+    with pytest.raises(reshard.DestinationError) as caught:
+        reshard.save(open_on(source), out)
+    lines = str(caught.value).split("\n")
+    assert lines[0] == f"`{out}` cannot be written: No space left on device"
+    assert len(lines) == 2
+    assert os.listdir(tmp_path) == []
+    assert hashes(source.path) == before
+
+
+@pytest.mark.parametrize("layout", ["standalone", "zarr2-files", "zarr3-ocdbt", "zarr3-files"])
+def test_a_failing_write_leaves_nothing(big, tmp_path, layout):
+    """A limit on the size of files makes the file system refuse a write in the middle."""
+    path = big(layout)
+    before = hashes(path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ckpt = reshard.to_mesh(reshard.open(path), "1x8")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(reshard.DestinationError) as caught:
+            reshard.save(ckpt, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(caught.value).startswith("the destination cannot be written\n  ")
+    assert os.listdir(tmp_path) == []
+    assert hashes(path) == before
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory):
+    """A checkpoint of 16 MiB in each format."""
+    made = {}
+    flags = {
+        "standalone": {},
+        "zarr2-files": {"use_ocdbt": False},
+        "zarr3-ocdbt": {"use_zarr3": True},
+        "zarr3-files": {"use_ocdbt": False, "use_zarr3": True},
+    }
+
+    def get(layout):
+        if layout not in made:
+            path = tmp_path_factory.mktemp("big") / "saved"
+            specs = {f"w{i}": P("data", "model") for i in range(4)}
+            tree = layouts.small_tree(layouts.mesh((2, 4)), specs, (1024, 1024))
+            with ocp.PyTreeCheckpointer(**flags[layout]) as checkpointer:
+                checkpointer.save(path, tree)
+            made[layout] = path
+        return made[layout]
+
+    return get
+
+
+# A source that is not whole.
+
+
+@pytest.mark.parametrize("layout", ["standalone", "zarr3-ocdbt"])
+def test_data_that_was_cut_off(big, tmp_path, layout):
+    copy = shutil.copytree(big(layout), tmp_path / "copy")
+    for file in (copy / "ocdbt.process_0" / "d").iterdir():
+        size = file.stat().st_size
+        if size > 1 << 20:
+            os.truncate(file, size // 2)
+    with pytest.raises(reshard.CorruptCheckpointError) as caught:
+        reshard.save(reshard.to_mesh(reshard.open(copy), "1x8"), tmp_path / "out")
+    assert caught.value.summary in {f"w{i}: its stored bytes cannot be read" for i in range(4)}
+    assert os.listdir(tmp_path) == ["copy"]
+
+
+@pytest.mark.parametrize("layout", ["zarr2-files", "zarr3-files"])
+def test_chunks_that_are_missing(big, tmp_path, layout):
+    copy = shutil.copytree(big(layout), tmp_path / "copy")
+    chunks = {"zarr2-files": ["0.1", "1.3"], "zarr3-files": ["c/0/1", "c/1/3"]}[layout]
+    for chunk in chunks:
+        (copy / "w1" / chunk).unlink()
+    ckpt = reshard.to_mesh(reshard.open(copy), "1x8")
+    text = "w1: 2 of its 8 stored chunks are missing"
+    for grid in ("shard", "keep"):
+        with pytest.raises(reshard.CorruptCheckpointError) as caught:
+            reshard.save(ckpt, tmp_path / "out", chunks=grid)
+        assert str(caught.value) == text
+        assert reshard.plan(ckpt, chunks=grid).problems == (text,)
+    assert os.listdir(tmp_path) == ["copy"]
+
+
+@pytest.mark.parametrize("layout", ["zarr2-files", "zarr3-files"])
+def test_a_chunk_that_does_not_decode(big, tmp_path, layout):
+    copy = shutil.copytree(big(layout), tmp_path / "copy")
+    (copy / "w1" / ("0.1" if layout == "zarr2-files" else "c/0/1")).write_bytes(b"not zstd")
+    ckpt = reshard.to_mesh(reshard.open(copy), "1x8")
+    with pytest.raises(reshard.CorruptCheckpointError, match="w1: its stored bytes cannot be read"):
+        reshard.save(ckpt, tmp_path / "out")
+    assert os.listdir(tmp_path) == ["copy"]
+
+
+def test_a_link_among_the_other_items(saved, tmp_path):
+    copy = shutil.copytree(saved("items").path, tmp_path / "copy")
+    (copy / "3" / "extra").symlink_to("/nowhere")
+    with pytest.raises(reshard.CheckpointFormatError) as caught:
+        reshard.save(reshard.open(copy), tmp_path / "out")
+    assert str(caught.value) == (
+        f"`{copy}/3/extra` is neither a file nor a directory\n\n"
+        "hint: replace a symbolic link by what it points to"
+    )
+    assert os.listdir(tmp_path) == ["copy"]
+
+
+# Killed jobs.
+
+
+def test_what_a_killed_job_left_is_replaced(source, tmp_path):
+    out = tmp_path / "out"
+    stale = tmp_path / f"out{TEMPORARY}"
+    shutil.copytree(source.path, stale)
+    (stale / "junk").write_text("half")
+    (stale / "d").mkdir(exist_ok=True)
+    (stale / "d" / "junk").write_text("half")
+    reshard.save(open_on(source), out)
+    assert os.listdir(tmp_path) == ["out"]
+    assert not list(out.rglob("junk"))
+    assert values(out, **source.open) == values(source.path, **source.open)
+
+
+def test_what_a_running_job_holds_is_not(one, tmp_path):
+    held = tmp_path / f"out{TEMPORARY}"
+    held.mkdir()
+    (held / "theirs").write_text("kept")
+    descriptor = os.open(held, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    text = f"another job is writing `{held}`"
+    refused(reshard.DestinationError, text, open_on(one), tmp_path / "out")
+    assert hashes(tmp_path).keys() == {held.name, f"{held.name}/theirs"}
+    os.close(descriptor)
+    reshard.save(open_on(one), tmp_path / "out")
+    assert os.listdir(tmp_path) == ["out"]
+
+
+# Kills itself at the call that its arguments name.
+KILLED = """
+import os, shutil, signal, sys
+import reshard
+from reshard.writer import local
+
+source, out, name, count = sys.argv[1:]
+ckpt = reshard.to_mesh(reshard.open(source), "1x8")
+left = [int(count)]
+module = shutil if name == "rmtree" else os
+original = getattr(module, name)
+
+def die(path, *args, **kwargs):
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(path, *args, **kwargs)
+
+setattr(module, name, die)
+reshard.save(ckpt, out, overwrite=True)
+"""
+
+
+def run_killed(*arguments):
+    """Runs a job that kills itself."""
+    result = subprocess.run(
+        [sys.executable, "-c", KILLED, *map(str, arguments)], capture_output=True, check=False
+    )
+    assert result.returncode == -signal.SIGKILL, result.stderr
+
+
+def test_killed_before_the_old_one_is_moved(one, tmp_path):
+    out = tmp_path / "out"
+    reshard.save(open_on(one, "1x4"), out)
+    before = hashes(out)
+    run_killed(one.path, out, "rename", 1)
+    assert sorted(os.listdir(tmp_path)) == ["out", f"out{TEMPORARY}"]
+    assert hashes(out) == before
+    reshard.save(open_on(one), out, overwrite=True)
+    assert os.listdir(tmp_path) == ["out"]
+    assert (meshes(out), values(out)) == (["data=1,model=8"], values(one.path))
+
+
+def test_killed_between_the_two_renames(one, tmp_path):
+    out, replaced = tmp_path / "out", tmp_path / f"out{REPLACED}"
+    reshard.save(open_on(one, "1x4"), out)
+    before = hashes(out)
+    run_killed(one.path, out, "rename", 2)
+    assert sorted(os.listdir(tmp_path)) == [f"out{REPLACED}", f"out{TEMPORARY}"]
+    assert hashes(replaced) == before
+    text = (
+        f"an earlier run with --overwrite was stopped before it moved its result to `{out}`; "
+        f"the old checkpoint is complete at `{replaced}`\n\n"
+        f"hint: mv '{replaced}' '{out}' brings the old one back"
+    )
+    for overwrite in (False, True):
+        refused(reshard.DestinationExistsError, text, open_on(one), out, overwrite=overwrite)
+    assert (meshes(replaced), values(replaced)) == (["data=1,model=4"], values(one.path))
+    subprocess.run(["sh", "-c", f"mv '{replaced}' '{out}'"], check=True)
+    assert hashes(out) == before
+    reshard.save(open_on(one), out, overwrite=True)
+    assert os.listdir(tmp_path) == ["out"]
+    assert (meshes(out), values(out)) == (["data=1,model=8"], values(one.path))
+
+
+def test_killed_before_the_old_one_is_deleted(one, tmp_path):
+    out, replaced = tmp_path / "out", tmp_path / f"out{REPLACED}"
+    reshard.save(open_on(one, "1x4"), out)
+    before = hashes(out)
+    run_killed(one.path, out, "rmtree", 1)
+    assert sorted(os.listdir(tmp_path)) == ["out", f"out{REPLACED}"]
+    assert hashes(replaced) == before
+    assert (meshes(out), values(out)) == (["data=1,model=8"], values(one.path))
+    text = (
+        f"`{out}` is complete; an earlier run with --overwrite was stopped before it deleted the "
+        f"old checkpoint, `{replaced}`\n\nhint: rm -r '{replaced}' deletes the old one"
+    )
+    for overwrite in (False, True):
+        refused(reshard.DestinationExistsError, text, open_on(one), out, overwrite=overwrite)
+    subprocess.run(["sh", "-c", f"rm -r '{replaced}'"], check=True)
+    reshard.save(open_on(one, "1x4"), out, overwrite=True)
+    assert os.listdir(tmp_path) == ["out"]
+    assert (meshes(out), values(out)) == (["data=1,model=4"], values(one.path))
+
+
+SAVES = """
+import sys, time
+import reshard
+
+source, out = sys.argv[1:]
+ckpt = reshard.to_mesh(reshard.open(source), "1x8")
+print("ready", flush=True)
+start = time.perf_counter()
+reshard.save(ckpt, out, max_memory="16MiB")
+print(time.perf_counter() - start, flush=True)
+"""
+
+
+@pytest.mark.parametrize("layout", ["standalone", "zarr2-files"])
+def test_killed_at_any_moment(big, tmp_path, layout):
+    source = big(layout)
+    before, expected = hashes(source), values(source)
+
+    def start(out):
+        command = [sys.executable, "-c", SAVES, str(source), str(out)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    whole = start(tmp_path / "whole")
+    seconds = float(whole.communicate()[0])
+    rng = random.Random(0)
+    for i in range(5):
+        out = tmp_path / f"out{i}"
+        process = start(out)
+        time.sleep(rng.uniform(0, 1.1 * seconds))
+        process.kill()
+        process.communicate()
+        assert hashes(source) == before
+        assert set(os.listdir(tmp_path)) - {"whole"} <= {out.name, out.name + TEMPORARY}
+        if out.exists():
+            assert (meshes(out), values(out)) == (["data=1,model=8"], expected)
+            with ocp.PyTreeCheckpointer() as checkpointer:
+                restored = checkpointer.restore(out)
+            found = {(name,): bits(np.asarray(leaf)) for name, leaf in restored.items()}
+            assert found == expected
+        reshard.save(reshard.to_mesh(reshard.open(source), "1x8"), out, overwrite=True)
+        assert values(out) == expected
+        shutil.rmtree(out)
+        assert os.listdir(tmp_path) == ["whole"]
+    assert hashes(source) == before

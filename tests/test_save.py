@@ -1,0 +1,861 @@
+"""What is saved, as Orbax itself reads it: every layout, every transition, every option."""
+
+import base64
+import itertools
+import json
+import os
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import layouts
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+from layouts import LAYOUTS, READERS, STEPS, bits, flat, hashes, metrics
+
+import reshard
+
+
+@pytest.fixture
+def save(tmp_path):
+    """`reshard.save` into a new directory; the source must be the same afterwards."""
+    count = itertools.count()
+
+    def run(ckpt, **kwargs):
+        out = tmp_path / f"out{next(count)}"
+        source = (ckpt if isinstance(ckpt, reshard.Checkpoint) else ckpt[0]).source.root
+        before = hashes(source)
+        run.plan = reshard.save(ckpt, out, **kwargs)
+        assert hashes(source) == before
+        return out
+
+    return run
+
+
+def read_values(path, **kwargs):
+    """Every array that `reshard` reads at `path`: path -> bits."""
+    ckpt = reshard.open(path, **kwargs)
+    return {h.path: bits(h.view().read().result()) for h in ckpt.arrays}
+
+
+def shardings(tree):
+    return {path: getattr(leaf, "sharding", None) for path, leaf in flat(tree).items()}
+
+
+def chunk_grid(path):
+    return {h.path: h.chunk_shape for h in reshard.open(path).arrays}
+
+
+# The oracle: every layout, every reader of Orbax.
+
+
+@pytest.fixture(scope="module")
+def resharded(saved, tmp_path_factory):
+    """The checkpoint of a layout and its copy for a 1x8 mesh, made once."""
+    made = {}
+
+    def get(layout):
+        if layout not in made:
+            source = saved(layout)
+            out = tmp_path_factory.mktemp("resharded") / "out"
+            before = hashes(source.path)
+            ckpt = reshard.to_mesh(reshard.open(source.path, **source.open), "1x8")
+            reshard.save(ckpt, out)
+            assert hashes(source.path) == before
+            made[layout] = source, out
+        return made[layout]
+
+    return get
+
+
+ORACLES = [
+    (layout, reader)
+    for layout in LAYOUTS
+    for reader in READERS
+    if not (reader == "manager" and layout not in ("manager", "items"))
+    and not (reader == "v1" and layout == "bare")  # which v1 does not read
+]
+
+
+@pytest.mark.parametrize(("layout", "reader"), ORACLES)
+def test_orbax_reads_it_without_a_target(resharded, layout, reader):
+    source, out = resharded(layout)
+    assert reader in source.readers
+    expected = READERS[reader](source, source.path)
+    got = READERS[reader](source, out)
+    layouts.assert_same_tree(got, expected)
+    layouts.assert_laid_out(got, expected, layouts.mesh((1, 8)))
+
+
+@pytest.mark.parametrize(("layout", "reader"), ORACLES)
+def test_orbax_reads_it_with_a_target(resharded, layout, reader):
+    source, out = resharded(layout)
+    if reader not in source.target_readers:  # strings: only a target without them is taken
+        assert source.tree["text"]
+        return
+    on = layouts.mesh((1, 8))
+    target = layouts.abstract(source.tree, on)
+    expected = layouts.plain_scalars(source.tree)
+    layouts.assert_same_tree(READERS[reader](source, source.path, target), expected)
+    got = READERS[reader](source, out, target)
+    layouts.assert_same_tree(got, expected)
+    layouts.assert_laid_out(got, expected, on)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_orbax_reads_it_on_the_old_mesh_and_on_another(resharded, layout):
+    source, out = resharded(layout)
+    for sizes in ((2, 4), (1, 2)):
+        on = layouts.mesh(sizes)
+        target = layouts.abstract(source.tree, on)
+        got = layouts.read_pytree(source, out, target)
+        layouts.assert_same_tree(got, layouts.plain_scalars(source.tree))
+        layouts.assert_laid_out(got, source.tree, on)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_is_laid_out_on_disk_as_its_source(resharded, layout):
+    source, out = resharded(layout)
+    one = reshard.open(source.path, **source.open)
+    two = reshard.open(out, **source.open)
+    assert list(two) == list(one)
+    for ckpt in (one, two):  # shapes of shards on a mesh, which are optional there
+        rich = ckpt.source.metadata.pop("value_metadata_tree", "null")
+        shapes = r', "write_shape": \[[^]]*\]'
+        ckpt.source.metadata["rich"] = re.sub(shapes, "", rich)
+    for name in ("kind", "format", "v1", "step", "item", "items", "metadata", "described"):
+        assert getattr(two.source, name) == getattr(one.source, name), name
+    assert two.source.steps == one.source.steps[-1:]
+    names = {path.name for path in source.directory.iterdir()} - {"d"}
+    assert {path.name for path in (out / source.inner).iterdir()} - {"d"} == names
+    # Saved again on its own mesh, it is the same documents.
+    for handle in two.arrays:
+        assert handle.key_impl == one[handle.path].key_impl
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_codec_and_level_are_the_source_s(resharded, layout):
+    source, out = resharded(layout)
+    one = reshard.open(source.path, **source.open)
+    two = reshard.open(out, **source.open)
+
+    def without_chunks(handle):
+        document = json.loads(handle.metadata)
+        document.pop("chunks", None)
+        document.pop("chunk_grid", None)
+        for codec in document.get("codecs", ()):
+            codec["configuration"].pop("chunk_shape", None)
+        return document
+
+    assert {h.path: without_chunks(h) for h in two.arrays} == {
+        h.path: without_chunks(h) for h in one.arrays
+    }
+
+
+# The documents, against the ones that Orbax writes for the same arrays on the new mesh.
+
+
+def parsed_shardings(path):
+    document = json.loads((path / "_sharding").read_text())
+    found = {base64.urlsafe_b64decode(k).decode(): json.loads(v) for k, v in document.items()}
+    for sharding in found.values():  # P() and P(None) are the same spec
+        while sharding.get("partition_spec") and sharding["partition_spec"][-1] is None:
+            sharding["partition_spec"].pop()
+    return found
+
+
+def without_write_shape(document):
+    for entry in document["tree_metadata"].values():
+        entry["value_metadata"].pop("write_shape", None)
+    return document
+
+
+def array_metadatas(path):
+    document = json.loads((path / "array_metadatas/process_0").read_text())
+    entries = [entry["array_metadata"] for entry in document["array_metadatas"]]
+    return {entry["param_name"]: entry for entry in entries}
+
+
+@pytest.mark.parametrize("layout", ["standalone", "zarr2-files", "zarr3-ocdbt", "zarr3-files"])
+def test_documents_are_those_of_orbax(resharded, tmp_path, layout):
+    source, out = resharded(layout)
+    on = layouts.mesh((1, 8))
+    tree = jax.tree.map(
+        lambda x: jax.device_put(x, layouts.projected(x, on)) if isinstance(x, jax.Array) else x,
+        source.tree,
+    )
+    flags = {"use_ocdbt": "files" not in layout, "use_zarr3": "zarr3" in layout}
+    with ocp.PyTreeCheckpointer(**flags) as checkpointer:
+        checkpointer.save(tmp_path / "theirs", tree)
+    theirs = tmp_path / "theirs"
+
+    assert parsed_shardings(out) == parsed_shardings(theirs)
+    ours_tree, their_tree = (json.loads((p / "_METADATA").read_text()) for p in (out, theirs))
+    assert list(ours_tree["tree_metadata"]) == list(their_tree["tree_metadata"])
+    shards = {
+        ".".join(map(str, path)): leaf
+        for path, leaf in layouts.saved_leaves(tree).items()
+        if isinstance(leaf, jax.Array)
+    }
+    for name, entry in ours_tree["tree_metadata"].items():
+        path = [key["key"] for key in entry["key_metadata"]]
+        if ".".join(path) in shards:
+            expected = shard_shape(shards[".".join(path)])
+            assert entry["value_metadata"]["write_shape"] == expected, name
+    assert without_write_shape(ours_tree) == without_write_shape(their_tree)
+
+    ours, others = array_metadatas(out), array_metadatas(theirs)
+    assert set(ours) == set(others)
+    chunks = {handle.name: list(handle.chunk_shape) for handle in reshard.open(out).arrays}
+    for name, entry in ours.items():
+        shard = shard_shape(shards[name])
+        # Orbax divides replicated arrays among their replicas; nothing reads that back.
+        if shards[name].sharding.is_fully_replicated:
+            others[name]["write_shape"] = shard
+        assert entry == others[name] | {"chunk_shape": chunks[name]}
+
+
+def shard_shape(array):
+    shard = list(array.sharding.shard_shape(array.shape))
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        shard += jax.random.key_data(array).shape[array.ndim :]
+    return shard
+
+
+def test_strings_and_their_file(resharded):
+    source, out = resharded("standalone")
+    ours, theirs = (json.loads((p / "_strings.json").read_text()) for p in (out, source.path))
+    assert ours == theirs
+
+
+# What surrounds the tree.
+
+
+def test_a_step_s_other_items(resharded):
+    source, out = resharded("items")
+    for name in ("array", "config", "key"):
+        assert hashes(out / "3" / name) == hashes(source.path / "3" / name)
+    for path in (source.path, out):
+        with ocp.CheckpointManager(path) as manager:
+            restored = manager.restore(
+                3,
+                args=ocp.args.Composite(
+                    config=ocp.args.JsonRestore(),
+                    key=ocp.args.JaxRandomKeyRestore(),
+                    array=ocp.args.ArrayRestore(),
+                ),
+            )
+        assert restored["config"] == {"width": 3}
+        assert bits(restored["key"]) == bits(jax.random.key(1))
+        assert bits(restored["array"]) == bits(jnp.arange(6))
+
+
+def test_metrics_and_custom_metadata(resharded):
+    source, out = resharded("manager")
+    for path in (source.path, out):
+        with layouts.open_manager(path) as manager:
+            assert manager.metadata().custom_metadata == {"root": "kept"}
+            assert manager.best_step() == 20
+            assert manager.metadata(20).custom_metadata == layouts.CUSTOM
+            assert manager.metrics(20) == metrics(20)
+    name = "20/_CHECKPOINT_METADATA"
+    assert (out / name).read_bytes() == (source.path / name).read_bytes()
+    assert sorted(p.name for p in out.iterdir()) == ["20", "metadata"]
+
+
+def test_custom_metadata_of_one_tree(resharded):
+    source, out = resharded("standard")
+    for path in (source.path, out):
+        with ocp.StandardCheckpointer() as checkpointer:
+            assert checkpointer.metadata(path).custom_metadata == layouts.CUSTOM
+
+
+def test_every_step(saved, save):
+    source = saved("manager")
+    steps = [reshard.open(source.path, step=step) for step in STEPS]
+    out = save([reshard.to_mesh(ckpt, "1x8") for ckpt in steps])
+    assert reshard.open(out).source.steps == STEPS
+    on = layouts.mesh((1, 8))
+    for path in (source.path, out):
+        with layouts.open_manager(path) as manager:
+            assert manager.all_steps() == list(STEPS)
+            assert [manager.metrics(step) for step in STEPS] == [metrics(step) for step in STEPS]
+    with ocp.CheckpointManager(source.path) as one, ocp.CheckpointManager(out) as two:
+        for step in STEPS:
+            expected = one.restore(step, args=ocp.args.StandardRestore())
+            got = two.restore(step, args=ocp.args.StandardRestore())
+            layouts.assert_same_tree(got, expected)
+            layouts.assert_laid_out(got, expected, on)
+    with ocp.CheckpointManager(out) as manager:
+        manager.save(30, args=ocp.args.StandardSave({"a": jnp.arange(3)}))
+        assert manager.all_steps() == [*STEPS, 30]
+
+
+# Transitions.
+
+ROW, COLUMN, BOTH = P("data"), P(None, "model"), P("data", "model")
+SPECS = {
+    "row": ROW,
+    "column": COLUMN,
+    "both": BOTH,
+    "whole": P(),
+    "swapped": P("model", "data"),
+    "joined": P(("data", "model"), None),
+}
+FOUR = ("replica", "data", "fsdp", "model")
+SPECS4 = {
+    "one": P("fsdp", ("data", "model")),
+    "two": P(("replica", "fsdp"), "data"),
+    "three": P("model"),
+    "four": P(None, ("fsdp", "replica")),
+    "whole": P(),
+}
+FLAGS = {
+    "zarr2-ocdbt": {},
+    "zarr3-ocdbt": {"use_zarr3": True},
+    "zarr2-files": {"use_ocdbt": False},
+    "zarr3-files": {"use_zarr3": True, "use_ocdbt": False},
+}
+UNEVEN = (48, 80)
+TRANSITIONS = [
+    ((2, 4), (1, 8), None),
+    ((8, 1), (2, 4), None),
+    ((8, 1), (1, 8), None),
+    ((1, 1), (1, 8), None),
+    ((1, 1), (8, 1), None),
+    ((1, 8), (1, 1), None),
+    ((8, 1), (1, 1), None),
+    ((2, 4), (2, 4), None),
+    ((2, 4), (1, 4), None),
+    ((2, 4), (2, 2), None),
+    ((2, 4), (4, 4), None),
+    ((2, 4), (1, 16), None),
+    ((2, 4), (16, 1), None),
+    ((4, 4), (2, 2), None),
+    ((2, 3), (1, 6), None),
+    ((6, 1), (2, 5), None),
+    ((2, 2, 2, 1), (1, 2, 1, 4), FOUR),
+    ((1, 2, 1, 4), (2, 2, 2, 1), FOUR),
+]
+
+
+def transition(tmp_path, save, old, new, names, flags, shape, **kwargs):
+    specs = SPECS if names is None else SPECS4
+    names = names or ("data", "model")
+    source, target = layouts.mesh(old, names), layouts.mesh(new, names)
+    tree = layouts.small_tree(source, specs, shape)
+    path = tmp_path / "saved"
+    with ocp.PyTreeCheckpointer(**flags) as checkpointer:
+        checkpointer.save(path, tree)
+    ckpt = reshard.to_mesh(reshard.open(path), dict(zip(names, new, strict=True)))
+    out = save(ckpt, **kwargs)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        got = checkpointer.restore(out)
+    layouts.assert_same_tree(got, tree)
+    layouts.assert_laid_out(got, tree, target)
+    with ocp.StandardCheckpointer() as checkpointer:
+        got = checkpointer.restore(out, layouts.abstract(tree, target))
+    layouts.assert_same_tree(got, tree)
+    layouts.assert_laid_out(got, tree, target)
+    planned = {a.layout.path: a.chunk for a in save.plan.arrays}
+    assert chunk_grid(out) == planned
+    return tree, path, out
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "names"),
+    TRANSITIONS,
+    ids=[f"{'x'.join(map(str, a))}->{'x'.join(map(str, b))}" for a, b, _ in TRANSITIONS],
+)
+def test_transitions(tmp_path, save, old, new, names):
+    transition(tmp_path, save, old, new, names, {}, (60, 120) if 6 in old + new else UNEVEN)
+
+
+@pytest.mark.parametrize("flags", list(FLAGS)[1:])
+@pytest.mark.parametrize(("old", "new"), [((2, 4), (1, 8)), ((2, 4), (16, 1)), ((8, 1), (1, 1))])
+def test_transitions_of_other_formats(tmp_path, save, flags, old, new):
+    transition(tmp_path, save, old, new, None, FLAGS[flags], UNEVEN)
+
+
+def test_shards_become_chunks(tmp_path, save):
+    tree, _, out = transition(tmp_path, save, (2, 4), (1, 8), None, {}, UNEVEN)
+    # Of the source's chunks, those stay that divide the new shards.
+    assert chunk_grid(out) == {
+        ("row",): (6, 80),
+        ("column",): (48, 10),
+        ("both",): (48, 10),
+        ("whole",): (6, 80),
+        ("swapped",): (6, 80),
+        ("joined",): (6, 80),
+    } | {("column",): (48, 10)}
+    assert set(tree) == set(SPECS)
+
+
+def test_a_mesh_of_jax(saved, save):
+    source = saved("standalone")
+    ckpt = reshard.open(source.path)
+    on = jax.sharding.Mesh(np.array(jax.devices()[15:7:-1]).reshape(4, 2), ("model", "data"))
+    out = save(reshard.to_mesh(ckpt, on))
+    expected = layouts.read_pytree(source, source.path)
+    got = layouts.read_pytree(source, out)
+    layouts.assert_same_tree(got, expected)
+    layouts.assert_laid_out(got, expected, on)
+
+
+def test_specs_axes_and_host_arrays(saved, save):
+    source = saved("standalone")
+    ckpt = reshard.to_mesh(
+        reshard.open(source.path),
+        "x=2,y=4",
+        specs=[(r"^params/embed$", P(None, ("x", "y"))), (r"^host$", P()), (r"^params/u", P("x"))],
+        axes={"data": "x", "model": ""},
+    )
+    out = save(ckpt)
+    on = layouts.mesh((2, 4), ("x", "y"))
+    expected = layouts.read_pytree(source, source.path)
+    got = layouts.read_pytree(source, out)
+    host = got["host"]
+    assert isinstance(host, jax.Array) and host.sharding == NamedSharding(on, P())
+    got["host"] = np.asarray(host)
+    assert host.dtype == "float32"  # jax without x64
+    expected["host"] = expected["host"].astype("float32")
+    layouts.assert_same_tree(got, expected)
+    params = got["params"]
+    assert params["embed"].sharding == NamedSharding(on, P(None, ("x", "y")))
+    assert params["uneven"].sharding == NamedSharding(on, P("x"))
+    assert params["mlp/linear"]["w.0"].sharding.is_equivalent_to(NamedSharding(on, P(None, "x")), 2)
+    assert params["column"].sharding.is_equivalent_to(NamedSharding(on, P()), 2)
+
+
+@pytest.mark.parametrize(("devices", "ids"), [(4096, False), (512, False), (256, True)])
+def test_a_mesh_larger_than_this_machine(tmp_path, save, devices, ids):
+    source = layouts.mesh((2, 4))
+    tree = layouts.small_tree(source, {"both": BOTH, "row": ROW, "whole": P()}, (64, 128))
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", tree)
+    ckpt = reshard.to_mesh(reshard.open(tmp_path / "saved"), f"data=32,model={devices // 32}")
+    out = save(ckpt)
+    document = parsed_shardings(out)
+    for name, spec in {"both": ["data", "model"], "row": ["data"], "whole": []}.items():
+        mesh = document[name].pop("device_mesh", None)
+        assert document[name] == {
+            "sharding_type": "NamedSharding",
+            "shape": [32, devices // 32],
+            "axis_names": ["data", "model"],
+            "axis_types": ["AxisType.Auto"] * 2,
+            "partition_spec": spec,
+        }
+        if ids:
+            rows = np.arange(devices).reshape(32, -1)
+            assert mesh == {"mesh": [[{"id": int(i)} for i in row] for row in rows]}
+        else:
+            assert mesh is None
+    assert chunk_grid(out)["both",] == (2, 128 * 32 // devices)
+    with ocp.StandardCheckpointer() as checkpointer:
+        got = checkpointer.restore(out, layouts.abstract(tree, source))
+    layouts.assert_same_tree(got, tree)
+
+
+# Memory and chunks.
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """Arrays of 1 MiB that are split or read in several passes when memory is short."""
+    made = {}
+
+    def get(flags="zarr2-ocdbt", old=(8, 1)):
+        if (flags, old) not in made:
+            path = tmp_path_factory.mktemp("large") / "saved"
+            specs = {"row": P("data"), "both": P("data", "model"), "whole": P()}
+            tree = layouts.small_tree(layouts.mesh(old), specs, (256, 1024))
+            tree["odd"] = layouts.small_tree(layouts.mesh(old), {"x": P("data")}, (8, 9973))["x"]
+            with ocp.PyTreeCheckpointer(**FLAGS[flags]) as checkpointer:
+                checkpointer.save(path, tree)
+            made[flags, old] = path, tree
+        return made[flags, old]
+
+    return get
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize(
+    ("old", "memory", "splits", "passes"),
+    [
+        ((8, 1), "64MiB", False, False),
+        ((8, 1), "2MiB", True, False),
+        ((1, 1), "3MiB", False, True),
+        ((8, 1), "600KiB", False, True),
+        ((8, 1), "420KiB", True, True),
+    ],
+)
+def test_short_memory(large, save, flags, old, memory, splits, passes):
+    path, tree = large(flags, old)
+    # No dimension of `odd` divides by 8 but the first.
+    ckpt = reshard.to_mesh(reshard.open(path), "1x8", specs=[("^(row|both)$", P(None, "model"))])
+    out = save(ckpt, max_memory=memory)
+    arrays = {a.layout.path[0]: a for a in save.plan.arrays}
+    assert (arrays["row"].split > 1) == splits
+    assert (save.plan.passes > 1) == passes
+    assert save.plan.peak_memory <= reshard.writer.job.parse_bytes(memory)
+    assert chunk_grid(out) == {a.layout.path: a.chunk for a in save.plan.arrays}
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        layouts.assert_same_tree(checkpointer.restore(out), tree)
+
+
+def test_too_little_memory(large, tmp_path):
+    path, _ = large(old=(1, 1))
+    ckpt = reshard.to_mesh(reshard.open(path), "1x8", specs=[("^(row|both)$", P(None, "model"))])
+    with pytest.raises(reshard.MemoryLimitError) as caught:
+        reshard.save(ckpt, tmp_path / "out", max_memory="100KiB")
+    hint = caught.value.hints[-1]
+    assert "does not fit in 100.00 KiB" in str(caught.value)
+    assert hint.startswith("--max-memory ")
+    assert not (tmp_path / "out").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_chunks_of_a_size(large, save, flags):
+    path, tree = large(flags)
+    ckpt = reshard.to_mesh(reshard.open(path), "2x4")
+    out = save(ckpt, chunks="70KiB")
+    grid = chunk_grid(out)
+    assert grid == {a.layout.path: a.chunk for a in save.plan.arrays}
+    assert max(int(np.prod(chunk)) * 4 for chunk in grid.values()) <= 70 << 10
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        layouts.assert_same_tree(checkpointer.restore(out), tree)
+
+
+def test_progress(large, save):
+    path, _ = large()
+    calls = []
+    ckpt = reshard.to_mesh(reshard.open(path), "1x8")
+    save(ckpt, max_memory="2MiB", progress=lambda *call: calls.append(call))
+    assert len(calls) > 1
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+    assert calls[-1] == (calls[0][1],) * 2
+
+
+# Chunks that stay.
+
+
+def arrays_of(path, **kwargs):
+    """Path -> stored bytes of each key of each array, chunk shape included."""
+    ckpt = reshard.open(path, **kwargs)
+    return {
+        (h.path, key): h.store.kvstore(h.name).read(key).result().value
+        for h in ckpt.arrays
+        for key in h.store.values[h.name]
+    }
+
+
+@pytest.mark.parametrize("relabel", [False, True], ids=["identity", "relabel"])
+@pytest.mark.parametrize("layout", ["standalone", "zarr3-ocdbt", "manager", "items", "v1"])
+def test_kept_chunks_are_linked(saved, save, layout, relabel):
+    source = saved(layout)
+    ckpt = reshard.open(source.path, **source.open)
+    out = save(reshard.to_mesh(ckpt, "1x8") if relabel else ckpt, chunks="keep")
+    assert all(array.moved for array in save.plan.arrays)
+    ours, theirs = layouts.data_inodes(out / source.inner), layouts.data_inodes(source.directory)
+    linked = {inode: path for inode, path in ours.items() if inode in theirs}
+    assert linked and {theirs[inode]: inode for inode in linked} == {
+        path: inode for inode, path in linked.items()
+    }
+    # What is not linked is B-tree nodes: no value is in it.
+    values = {
+        v.file
+        for by in reshard.open(out, **source.open).source.store.values.values()
+        for v in by.values()
+    } - {None}
+    assert values and values <= set(linked.values())
+    assert save.plan.shared_bytes == sum(
+        os.stat(source.directory / path).st_size for path in values
+    )
+    assert arrays_of(out, **source.open) == arrays_of(source.path, **source.open)
+    expected = layouts.read_pytree(source, source.path)
+    got = layouts.read_pytree(source, out)
+    layouts.assert_same_tree(got, expected)
+    if relabel:
+        layouts.assert_laid_out(got, expected, layouts.mesh((1, 8)))
+    else:
+        assert shardings(got) == shardings(expected)
+
+
+@pytest.mark.parametrize("layout", ["standalone", "zarr2-files", "zarr3-files", "v1"])
+def test_kept_chunks_are_copied_without_links(saved, save, layout):
+    source = saved(layout)
+    out = save(reshard.open(source.path), chunks="keep", link=False)
+    assert save.plan.shared_bytes == 0
+    assert all(array.moved for array in save.plan.arrays)
+    inodes = {os.stat(p).st_ino for p in source.path.rglob("*") if p.is_file()}
+    assert not inodes & {os.stat(p).st_ino for p in out.rglob("*") if p.is_file()}
+    assert arrays_of(out) == arrays_of(source.path)
+    layouts.assert_same_tree(
+        layouts.read_pytree(source, out), layouts.read_pytree(source, source.path)
+    )
+
+
+def test_links_that_the_file_system_forbids(saved, save, monkeypatch):
+    source = saved("standalone")
+
+    def forbidden(*_, **__):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", forbidden)
+    out = save(reshard.open(source.path), chunks="keep")
+    assert save.plan.shared_bytes == 0
+    assert arrays_of(out) == arrays_of(source.path)
+    layouts.assert_same_tree(
+        layouts.read_pytree(source, out), layouts.read_pytree(source, source.path)
+    )
+
+
+@pytest.mark.parametrize("layout", ["standalone", "zarr3-ocdbt", "zarr2-files"])
+def test_the_source_can_be_deleted(saved, save, tmp_path, layout):
+    source = saved(layout)
+    copy = shutil.copytree(source.path, tmp_path / "copy")
+    again = save(reshard.open(copy), chunks="keep")
+    shutil.rmtree(copy)
+    expected = layouts.read_pytree(source, source.path)
+    layouts.assert_same_tree(layouts.read_pytree(source, again), expected)
+    # Saved again from what shares its files, and again without them.
+    third = save(reshard.to_mesh(reshard.open(again), "1x8"), chunks="keep")
+    shutil.rmtree(again)
+    layouts.assert_same_tree(layouts.read_pytree(source, third), expected)
+
+
+def test_a_link_is_never_written_through(saved, save, tmp_path):
+    """Neither Orbax in the destination's place nor TensorStore in it touches the source."""
+    source = saved("standalone")
+    copy = shutil.copytree(source.path, tmp_path / "copy")
+    before = hashes(copy)
+    out = save(reshard.open(copy), chunks="keep")
+    store = ts.KvStore.open(
+        {"driver": "ocdbt", "base": {"driver": "file", "path": f"{out}/"}}
+    ).result()
+    store.write("one_device/0.0", b"x" * 5000).result()
+    store.delete_range(ts.KvStore.KeyRange("params", "paramt")).result()
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(out, {"a": jnp.arange(9)}, force=True)
+    assert hashes(copy) == before
+
+
+def test_few_kept_leaves_are_copied(saved, save):
+    source = saved("standalone")
+    ckpt = reshard.select(reshard.open(source.path), ["params/uneven", "params/column"])
+    out = save(ckpt, chunks="keep")
+    assert all(array.moved for array in save.plan.arrays)
+    assert save.plan.shared_bytes == 0
+    assert not layouts.data_inodes(out).keys() & layouts.data_inodes(source.path).keys()
+    size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+    assert size < sum(f.stat().st_size for f in source.path.rglob("*") if f.is_file()) / 2
+    got = layouts.read_pytree(source, out)
+    expected = {name: source.tree["params"][name] for name in ("column", "uneven")}
+    layouts.assert_same_tree(got, {"params": expected})
+
+
+# Casts.
+
+
+def rounding_cases(source, target):
+    """Values of `source` around every boundary between two values of `target`, and random ones."""
+    width = np.dtype(target).itemsize * 8
+    pattern = np.arange(1 << width, dtype=f"uint{width}").view(target).astype("float64")
+    finite = np.unique(pattern[np.isfinite(pattern)])
+    if width == 16:
+        finite = np.concatenate(
+            [
+                finite[::97],
+                finite[-40:],
+                finite[:40],
+                finite[np.abs(finite) < np.abs(finite[finite != 0]).min() * 40],
+            ]
+        )
+        finite = np.unique(finite)
+    middle = (finite[1:] + finite[:-1]) / 2
+    beyond = 2 * finite[-1] - middle[-1]  # half a step above the largest
+    exact = np.concatenate([finite, middle, [beyond, -beyond, 1e30, -1e30]])
+    with np.errstate(all="ignore"):
+        values = exact.astype(source)
+        tiny = np.nextafter(np.zeros(1, source), np.ones(1, source))
+        up = np.nextafter(values, np.asarray(np.inf, source))
+        down = np.nextafter(values, np.asarray(-np.inf, source))
+    special = np.array([0.0, -0.0, np.inf, -np.inf], source)
+    rng = np.random.default_rng(0)
+    width = np.dtype(source).itemsize * 8
+    noise = rng.integers(0, 1 << width, 4096, dtype=f"uint{width}").view(source)
+    return np.concatenate([values, up, down, special, tiny, -tiny, 3 * tiny, noise])
+
+
+TARGETS = [
+    "bfloat16",
+    "float16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e3m4",
+]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_casts_are_those_of_jax(tmp_path, save, target):
+    target = jnp.dtype(target)
+    sources = [jnp.dtype(name) for name in ("float32", "bfloat16", "float16")]
+    values = {source.name: rounding_cases(source, target) for source in sources if source != target}
+    tree = {name: jnp.asarray(value) for name, value in values.items()}
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", tree)
+    out = save(reshard.cast(reshard.open(tmp_path / "saved"), target))
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        got = {name: np.asarray(value) for name, value in checkpointer.restore(out).items()}
+    for name, value in values.items():
+        nan = np.isnan(value.astype("float32"))
+        expected = np.asarray(jnp.asarray(value).astype(target))
+        assert got[name].dtype == target
+        assert np.isnan(got[name][nan].astype("float32")).all()
+        differ = got[name][~nan].view(np.uint8) != expected[~nan].view(np.uint8)
+        assert not differ.any(), (
+            name,
+            value[~nan].repeat(target.itemsize)[differ][:5],
+            got[name][~nan].repeat(target.itemsize)[differ][:5],
+            expected[~nan].repeat(target.itemsize)[differ][:5],
+        )
+
+
+def test_float64_is_rounded_once(tmp_path, save):
+    rng = np.random.default_rng(0)
+    bf16 = rng.integers(0x3000, 0x4F00, 500).astype(np.uint16)
+    middle = ((bf16.astype(np.uint32) << 16) | 0x8000).view(np.float32).astype(np.float64)
+    value = np.concatenate([middle, middle * (1 + 2.0**-40), middle * (1 - 2.0**-40)])
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", {"a": value})
+    out = save(reshard.cast(reshard.open(tmp_path / "saved"), "bfloat16"))
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        got = checkpointer.restore(out)["a"].view(np.uint16)
+    even = bf16 + (bf16 & 1)
+    assert got.tolist() == np.concatenate([even, bf16 + 1, bf16]).tolist()
+
+
+def test_a_cast_leaves_the_rest(saved, save):
+    source = saved("standalone")
+    ckpt = reshard.to_mesh(reshard.cast(reshard.open(source.path), "bfloat16", "params/**"), "1x8")
+    out = save(ckpt)
+    expected = layouts.read_pytree(source, source.path)
+    with jax.debug_nans(False):
+        params = jax.tree.map(lambda x: x.astype("bfloat16"), expected["params"])
+    got = layouts.read_pytree(source, out)
+    layouts.assert_laid_out(got, expected, layouts.mesh((1, 8)))
+    found, wanted = flat(got.pop("params")), flat(params)
+    expected.pop("params")
+    layouts.assert_same_tree(got, expected)
+    assert {p: x.dtype for p, x in found.items()} == dict.fromkeys(wanted, "bfloat16")
+    for path, leaf in wanted.items():
+        one, two = np.asarray(found[path]), np.asarray(leaf)
+        nan = np.isnan(two.astype("float32"))
+        assert np.array_equal(np.isnan(one.astype("float32")), nan), path
+        assert one[~nan].tobytes() == two[~nan].tobytes(), path
+
+
+def test_a_cast_of_every_kind_of_leaf(saved, save):
+    """Floating-point arrays change, integers, complex numbers, keys and Python scalars do not."""
+    source = saved("standalone")
+    out = save(reshard.cast(reshard.open(source.path), "float32"))
+    one, two = reshard.open(source.path), reshard.open(out)
+    for handle in one.arrays:
+        floating = jnp.issubdtype(handle.dtype, jnp.floating) and handle.value_type != "scalar"
+        assert two[handle.path].dtype == ("float32" if floating else handle.dtype), handle
+    names = ("int4", "uint32", "complex64", "bool", "float32")
+    stored = {path: read for path, read in read_values(out).items() if path[-1] in names}
+    assert stored == {p: read for p, read in read_values(source.path).items() if p in stored}
+
+
+# Selecting, dropping and renaming.
+
+
+@pytest.mark.parametrize("layout", ["standalone", "zarr3-files", "manager", "items", "v1"])
+@pytest.mark.parametrize("chunks", ["shard", "keep"])
+def test_select_drop_and_rename(saved, save, layout, chunks):
+    source = saved(layout)
+    ckpt = reshard.open(source.path, **source.open)
+    ckpt = reshard.select(
+        ckpt,
+        ["params/**", "keys/*", "list/**", "empty/dict"],
+        drop=["params/two words/**".replace("two words", '"two words"'), "keys/rbg"],
+    )
+    ckpt = reshard.rename(ckpt, [("^params/", "model/"), (r'"mlp/linear"/w\.0', "mlp/w")])
+    out = save(reshard.to_mesh(ckpt, "1x8"), chunks=chunks)
+    whole = layouts.read_pytree(source, source.path)
+    params = whole["params"]
+    expected = {
+        "model": {
+            "embed": params["embed"],
+            "uneven": params["uneven"],
+            "column": params["column"],
+            "replicated": params["replicated"],
+            "mlp": {"w": params["mlp/linear"]["w.0"]},
+            "mlp/linear": {"b": params["mlp/linear"]["b"]},
+        },
+        "keys": {"one": whole["keys"]["one"], "sharded": whole["keys"]["sharded"]},
+        "list": whole["list"],
+        "empty": {"dict": {}},
+    }
+    on = layouts.mesh((1, 8))
+    for reader in source.readers:
+        got = READERS[reader](source, out)
+        layouts.assert_same_tree(got, expected)
+        layouts.assert_laid_out(got, expected, on)
+        target = layouts.abstract(expected, on)
+        layouts.assert_same_tree(READERS[reader](source, out, target), expected)
+    names = {".".join(map(str, path)) for path in layouts.saved_leaves(expected)}
+    store = reshard.open(out, **source.open).source.store
+    assert set(store.values) == names - {"list.2", "empty.dict"}
+
+
+@pytest.mark.parametrize("layout", ["standalone", "zarr2-files", "zarr3-ocdbt"])
+def test_a_rename_into_the_names_of_others(saved, save, layout):
+    """Two leaves swap their names, whose chunks are moved as they are stored."""
+    source = saved(layout)
+    rules = [
+        ("^params/embed$", "tmp"),
+        ("^params/uneven$", "params/embed"),
+        ("^tmp$", "params/uneven"),
+    ]
+    out = save(reshard.rename(reshard.open(source.path), rules), chunks="keep")
+    expected = layouts.read_pytree(source, source.path)
+    params = expected["params"]
+    params["embed"], params["uneven"] = params["uneven"], params["embed"]
+    layouts.assert_same_tree(layouts.read_pytree(source, out), expected)
+
+
+def test_leaves_of_a_single_device_are_replicated(saved):
+    source = saved("standalone")
+    ckpt = reshard.to_mesh(reshard.open(source.path), "1x8")
+    single = [
+        p
+        for p, x in layouts.saved_leaves(source.tree).items()
+        if isinstance(x, jax.Array) and isinstance(x.sharding, SingleDeviceSharding)
+    ]
+    assert ("one_device",) in single
+    (note,) = ckpt.notes
+    assert note.startswith(
+        f"{len(single)} leaves saved on a single device are replicated on the new mesh"
+    )
+    assert all(ckpt[path].sharding.spec == () for path in single)
+
+
+def test_a_plan_of_what_is_saved(saved, tmp_path):
+    ckpt = reshard.to_mesh(reshard.open(saved("items").path), "1x8")
+    for chunks in ("shard", "keep", "1KiB"):
+        out = tmp_path / chunks
+        planned = reshard.plan(ckpt, out, chunks=chunks)
+        assert not out.exists()
+        assert planned == reshard.save(ckpt, out, chunks=chunks)
+        assert planned.problems == ()
