@@ -221,8 +221,11 @@ def describe(leaf: Leaf) -> str:
 
 def collision_error(handles: Sequence[ArrayHandle]) -> CorruptCheckpointError:
     """The error for leaves whose stored array may belong to another leaf."""
-    pairs = {frozenset((h.path, h.same_name or ())): h for h in handles}
-    names = [(format_path(h.path), format_path(h.same_name or ()), h.name) for h in pairs.values()]
+    pairs = {frozenset((h.path, h.same_name or ())): h for h in reversed(handles)}
+    names = [
+        (format_path(h.path), format_path(h.same_name or ()), h.name)
+        for h in reversed(pairs.values())
+    ]
     return CorruptCheckpointError(
         "two leaves were saved under one name, so one of them has overwritten the other",
         [f"{one} and {other} are both stored as `{name}`" for one, other, name in names],

@@ -575,7 +575,10 @@ def test_two_leaves_under_one_name(collided, tmp_path):
             text.replace("a.b/c", "a/b.c")
         )
         assert not (tmp_path / "out").exists()
-    assert reshard.plan(collided).problems == ("a/b.c and a.b/c are both stored as `a.b.c`",)
+    assert reshard.plan(collided).problems == (
+        "two leaves were saved under one name, so one of them has overwritten the other",
+        "a/b.c and a.b/c are both stored as `a.b.c`",
+    )
 
 
 def test_neither_of_two_leaves_under_one_name(collided, tmp_path):
