@@ -1,13 +1,16 @@
 """In what order boxes are carried over, and how many of them at once. Pure, as the planner is."""
 
+import collections
 import dataclasses
-import itertools
 from collections.abc import Iterator, Sequence
 
 from reshard.planner import ArrayPlan, Box
 
 # Beyond this, more bytes in flight make no core busier; they only touch more memory.
-IN_FLIGHT_PER_CORE = 64 << 20
+IN_FLIGHT_PER_CORE = 128 << 20
+# Batches in memory together: one is read while the ones before it are encoded and written. With
+# fewer, cores wait for the last chunk of a batch; with more, batches are too small.
+WINDOW = 4
 # What handling a box takes beside its bytes: it matters for checkpoints of many small arrays.
 BOX_OVERHEAD = 1 << 14
 
@@ -25,9 +28,15 @@ class Batch:
     charge: int
 
 
+def room(max_memory: int) -> int:
+    """Bytes of `max_memory` that several batches may hold together; one batch may hold it all. The
+    rest is for what the allocator keeps of memory that was freed."""
+    return max_memory - max_memory // 4
+
+
 def batches(arrays: Sequence[ArrayPlan], max_memory: int, cores: int) -> Iterator[Batch]:
-    """All boxes in order, in batches that fit into memory two at a time where they can."""
-    limit = min(max_memory, IN_FLIGHT_PER_CORE * cores) // 2
+    """All boxes in order, in batches of which `WINDOW` fit into memory where they can."""
+    limit = min(room(max_memory), IN_FLIGHT_PER_CORE * cores) // WINDOW
     boxes: list[tuple[ArrayPlan, Box]] = []
     charge = 0
     for array in arrays:
@@ -43,9 +52,15 @@ def batches(arrays: Sequence[ArrayPlan], max_memory: int, cores: int) -> Iterato
 
 
 def peak_memory(charges: Sequence[int], max_memory: int) -> int:
-    """Most bytes in flight: one batch is read while the one before it is written, if both fit."""
-    peak = max(charges, default=0)
-    for one, other in itertools.pairwise(charges):
-        if one + other <= max_memory:
-            peak = max(peak, one + other)
+    """Most bytes in flight, for batches of these charges: each is begun when, with what is still
+    under way of the ones before it, it is within `room(max_memory)` and within `WINDOW` batches."""
+    limit = room(max_memory)
+    under_way: collections.deque[int] = collections.deque()
+    held = peak = 0
+    for charge in charges:
+        while under_way and (held + charge > limit or len(under_way) >= WINDOW):
+            held -= under_way.popleft()
+        under_way.append(charge)
+        held += charge
+        peak = max(peak, held)
     return peak

@@ -22,11 +22,15 @@ BTREE_CACHE = "cache_pool#ocdbt"
 BTREE_CACHE_BYTES = 100_000_000
 
 
-def new_context() -> ts.Context:
-    """Shared resources for one job. Files are synced once, before the commit, and not at each
-    write."""
+def new_context(btree_cache_bytes: int = BTREE_CACHE_BYTES) -> ts.Context:
+    """Shared resources of stores. Files are synced once, before the commit, and not at each
+    write.
+
+    Args:
+      btree_cache_bytes: decoded B-tree nodes that are kept at most.
+    """
     return ts.Context(
-        {BTREE_CACHE: {"total_bytes_limit": BTREE_CACHE_BYTES}, "file_io_sync": False}
+        {BTREE_CACHE: {"total_bytes_limit": btree_cache_bytes}, "file_io_sync": False}
     )
 
 

@@ -5,7 +5,6 @@ The brute force labels each element of an array with the chunk that it is in. Ev
 """
 
 import dataclasses
-import itertools
 import math
 import re
 import sys
@@ -507,23 +506,24 @@ def test_batches_hold_all_boxes_once_in_order(drawn, cores):
     held = [pair for batch in batches for pair in batch.boxes]
     assert held == [(plan, box) for plan in plans for box in plan.boxes()]
     assert all(batch.boxes for batch in batches)
-    half = min(memory, schedule.IN_FLIGHT_PER_CORE * cores) // 2
+    part = min(schedule.room(memory), schedule.IN_FLIGHT_PER_CORE * cores) // schedule.WINDOW
     for batch in batches:
         charges = [memory_of(plan, box) for plan, box in batch.boxes]
         assert batch.charge == sum(charges) + schedule.BOX_OVERHEAD * (len(charges) - 1)
-        assert batch.charge <= (memory if len(charges) == 1 else half)
+        assert batch.charge <= (memory if len(charges) == 1 else part)
     peak = schedule.peak_memory([batch.charge for batch in batches], memory)
     assert max((batch.charge for batch in batches), default=0) <= peak <= memory
 
 
-def test_batches_are_cut_at_half_the_memory():
+def test_batches_are_cut_so_that_a_window_of_them_fits():
     small = plan_array(layout((40, 1024), (1, 1024), (1, 1024)), "shard", 1 << 20)
     array = dataclasses.replace(small, box=(1, 1024))
     charge = 16 * 1024
-    batches = list(schedule.batches([array], 256 << 10, 1))
-    # A box of 16 KiB counts 16 KiB more for being one: four to a batch of 128 KiB.
-    each = 4 * charge + 3 * schedule.BOX_OVERHEAD
-    assert [(len(b.boxes), b.charge) for b in batches] == [(4, each)] * 10
+    assert (schedule.WINDOW, schedule.room(512 << 10)) == (4, 384 << 10)
+    batches = list(schedule.batches([array], 512 << 10, 1))
+    # A box of 16 KiB counts 16 KiB more for not being the first: three to a batch of 96 KiB.
+    each = 3 * charge + 2 * schedule.BOX_OVERHEAD
+    assert [(len(b.boxes), b.charge) for b in batches] == [(3, each)] * 13 + [(1, charge)]
 
 
 def test_a_box_that_is_read_in_several_passes_starts_a_batch():
@@ -536,18 +536,25 @@ def test_a_box_that_is_read_in_several_passes_starts_a_batch():
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 100), max_size=8), st.integers(1, 150))
-def test_peak_memory_is_one_batch_or_two_that_fit(charges, memory):
-    under_way = [one + other for one, other in itertools.pairwise(charges) if one + other <= memory]
-    assert schedule.peak_memory(charges, memory) == max([0, *charges, *under_way])
+@given(st.lists(st.integers(0, 100), max_size=12), st.integers(1, 300))
+def test_peak_memory_is_of_batches_under_way_together(charges, memory):
+    first, peak = 0, 0
+    for last in range(len(charges)):  # what was waited for once never comes back
+        while first < last and (
+            sum(charges[first : last + 1]) > schedule.room(memory)
+            or last - first >= schedule.WINDOW
+        ):
+            first += 1
+        peak = max(peak, sum(charges[first : last + 1]))
+    assert schedule.peak_memory(charges, memory) == peak
 
 
 def test_peak_memory():
     assert schedule.peak_memory([], 10) == 0
-    assert schedule.peak_memory([7], 10) == 7
-    assert schedule.peak_memory([7, 5, 4, 6], 10) == 10
-    assert schedule.peak_memory([7, 5, 6], 10) == 7
-    assert schedule.peak_memory([7, 1, 3, 1], 10) == 8
+    assert schedule.peak_memory([7], 4) == 7
+    assert schedule.peak_memory([7, 5, 4, 6], 12) == 9
+    assert schedule.peak_memory([1, 1, 1, 1, 1, 1], 100) == 4
+    assert schedule.peak_memory([7, 1, 3, 1], 12) == 8
 
 
 # Totals

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from reshard.checkpoint import Checkpoint, stored_name
 from reshard.errors import ReshardError
 from reshard.planner import Plan
-from reshard.schedule import IN_FLIGHT_PER_CORE, batches
+from reshard.schedule import IN_FLIGHT_PER_CORE, WINDOW, batches
 from reshard.store import file_spec, new_context
 from reshard.units import parse_bytes
 from reshard.writer import local, ocdbt
@@ -172,7 +172,8 @@ def _write_item(
     store = job.ckpt.source.store
     writeback = local.Writeback(directory / ocdbt.STAGE / "d")
     spec = ocdbt.stage_spec(directory) if store.ocdbt else file_spec(directory)
-    target = Target(spec, new_context(), store.driver, store.fills)
+    context = new_context(ocdbt.STAGE_CACHE_BYTES)
+    target = Target(spec, context, store.driver, store.fills)
     sources = {handle.path: handle for handle in job.handles}
     names = {path: stored_name(path) for path in sources}
     pending = Pending(memory, writeback.advance)
@@ -183,7 +184,13 @@ def _write_item(
         for key, value in store.values[h.name].items()
     ]
     try:
-        move_values(values, target, min(memory, IN_FLIGHT_PER_CORE * cores()) // 4, pending, report)
+        move_values(
+            values,
+            target,
+            min(memory, IN_FLIGHT_PER_CORE * cores()) // (2 * WINDOW),
+            pending,
+            report,
+        )
         stream_boxes(batches(job.plans, memory, cores()), sources, target, names, pending, report)
         pending.finish()
     finally:
@@ -192,7 +199,7 @@ def _write_item(
     if store.ocdbt and job.plans:
         linked = {h.name: names[h.path] for h in job.linked}
         staged = bool(values) or any(not a.moved for a in job.plans)
-        ocdbt.merge(store, directory, target.context, linked, staged)
+        ocdbt.merge(store, directory, linked, staged)
     chunks = {a.layout.path: a.chunk for a in job.plans}
     for name, data in documents(job.ckpt, chunks).items():
         (directory / name).parent.mkdir(exist_ok=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorstore as ts
 
-from reshard.store import ArrayStore, data_files, ocdbt_spec
+from reshard.store import ArrayStore, data_files, new_context, ocdbt_spec
 from reshard.writer import local
 from reshard.writer.stream import wait_written
 
@@ -24,6 +24,8 @@ _ROOT_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_00
 # Every commit of a staged batch writes the nodes on its path again: small ones keep that linear.
 _STAGE_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 1 << 18}
 _DATA_FILE_BYTES = 2 << 30
+# Each commit makes nodes that no later one reads: a large cache would only fill up with them.
+STAGE_CACHE_BYTES = 4 << 20
 # The empty key below a path that is a whole key.
 _ONE_KEY = ts.KvStore.KeyRange(b"", b"\0")
 
@@ -64,7 +66,6 @@ def link_data_files(source: ArrayStore, directory: pathlib.Path, files: Iterable
 def merge(
     source: ArrayStore,
     directory: pathlib.Path,
-    context: ts.Context,
     linked: Mapping[str, str],
     staged: bool,
 ) -> None:
@@ -73,11 +74,11 @@ def merge(
     Args:
       source: the source's arrays.
       directory: the destination's item.
-      context: the one that the staged writes used.
       linked: names of arrays whose data files were linked, as in the source -> as in the
         destination.
       staged: there are staged writes.
     """
+    context = new_context()
     transaction = ts.Transaction(atomic=True)
     root = (
         ts.KvStore.open(_writable(ocdbt_spec(directory), _ROOT_CONFIG), context=context)

@@ -1,8 +1,8 @@
 """Array bytes from the source to the destination, batch by batch, in bounded memory.
 
-While one batch is written (encoded, and committed in one transaction), the next one is read. That
-keeps the cores busy with two batches in memory; the planner has sized them for that. One commit
-for many chunks matters for OCDBT: each commit writes the B-tree again.
+While batches are written (encoded, and committed in one transaction each), the next one is read.
+That keeps the cores busy with a few batches in memory, sized for that by `reshard.schedule`. One
+commit for many chunks matters for OCDBT: each commit writes the B-tree again.
 """
 
 import collections
@@ -18,7 +18,7 @@ import tensorstore as ts
 from reshard.checkpoint import ArrayHandle
 from reshard.errors import CorruptCheckpointError, DestinationError
 from reshard.planner import ArrayPlan, Box, grid_boxes
-from reshard.schedule import Batch
+from reshard.schedule import WINDOW, Batch, room
 from reshard.store import checked, first_line
 from reshard.tree import Path, format_path
 
@@ -49,20 +49,20 @@ class Pending:
     """Transactions under way, oldest first, and the memory that they hold.
 
     Args:
-      max_memory: bytes that they may hold together.
+      max_memory: bytes that the job may take.
       committed: called after one has been committed.
     """
 
     def __init__(self, max_memory: int, committed: Callable[[], None]):
-        self._max_memory = max_memory
+        self._room = room(max_memory)
         self._committed = committed
         self._under_way: collections.deque[tuple[int, ts.Future]] = collections.deque()
 
     def make_room(self, charge: int) -> None:
-        """Waits until `charge` bytes fit, and until at most one transaction is under way."""
+        """Waits until `charge` bytes fit, and until another batch is within the window."""
         while self._under_way and (
-            sum(held for held, _ in self._under_way) + charge > self._max_memory
-            or len(self._under_way) > 1
+            sum(held for held, _ in self._under_way) + charge > self._room
+            or len(self._under_way) >= WINDOW
         ):
             self._wait_oldest()
 
@@ -140,15 +140,8 @@ def stream_boxes(
                 key = f"{names[path]}/{sources[path].store.metadata_key}"
                 copies.append(writable.write(key, metadata))
             array_target = targets[path].with_transaction(transaction)
-            for part in grid_boxes(buffer.shape, array.chunk):
-                place = tuple(
-                    slice(p.start + b.start, p.stop + b.start)
-                    for p, b in zip(part, box, strict=True)
-                )
-                write = array_target[place].write(
-                    buffer[part], can_reference_source_data_indefinitely=True
-                )
-                copies.append(write.copy)
+            write = array_target[box].write(buffer, can_reference_source_data_indefinitely=True)
+            copies.append(write.copy)
         for copy in copies:
             wait_written(copy)
         pending.add(batch.charge, transaction)
