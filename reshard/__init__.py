@@ -1,4 +1,4 @@
-"""JAX checkpoints on another mesh or in another Flax API: on disk, or inside a program."""
+"""JAX checkpoints on another mesh: opened, planned and rewritten on disk, without devices."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -57,4 +57,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_MODULE_OF]
+    return sorted(_MODULE_OF)

@@ -4,6 +4,7 @@ A mesh here is names and sizes (and the device ids, where they are known); a par
 tuple with, for each dimension, the tuple of mesh axes that split it, major axis first.
 """
 
+import ast
 import dataclasses
 import math
 import numbers
@@ -128,12 +129,19 @@ def _short_form(text: str, saved: list[Mesh]) -> Mesh:
     names = {mesh.axis_names for mesh in saved}
     if len(names) == 1 and len(next(iter(names))) == len(sizes):
         return _checked(Mesh(next(iter(names)), sizes))
-    written = ",".join(f"axis{i}={size}" for i, size in enumerate(sizes))
+    if not names:
+        reason = "and none was saved"
+    elif len(names) > 1:
+        reason = "and they do not agree on them"
+    else:
+        reason = f"which have {len(next(iter(names)))}, not {len(sizes)}"
+    known = next(iter(names)) if len(names) == 1 else ()
+    filled = dict(zip(known, (1,) * max(len(known) - len(sizes), 0) + sizes, strict=False))
+    filled |= {f"axis{i}": size for i, size in enumerate(sizes) if i >= len(known)}
     raise ShardingError(
-        f"`{text}` takes its axis names from the saved meshes, "
-        + ("but none was saved" if not saved else "which do not give it one tuple of that length"),
+        f"`{text}` takes its axis names from the saved meshes, {reason}",
         sorted({str(mesh) for mesh in saved}),
-        [f"write the axes out: `{written}`"],
+        [f"write the axes out: `{','.join(f'{n}={s}' for n, s in filled.items())}`"],
     )
 
 
@@ -158,6 +166,8 @@ def normalize_spec(spec: Any) -> Spec:
     if isinstance(spec, str):
         if not spec.strip():
             return ()
+        if spec.startswith("P(") and spec.endswith(")"):
+            return normalize_spec(_literal(spec))
         dims = [part.strip() for part in spec.split(",")]
         return tuple(
             tuple(a.strip() for a in dim.split("+")) if dim not in ("", "None") else ()
@@ -176,6 +186,15 @@ def normalize_spec(spec: Any) -> Spec:
         else:
             raise ShardingError(f"not a partition spec: {spec!r}")
     return tuple(result)
+
+
+def _literal(text: str) -> tuple[Any, ...]:
+    """`P(None, 'model')`, as specs are printed."""
+    try:
+        inside = text[2:-1].strip()
+        return ast.literal_eval(f"({inside},)") if inside else ()
+    except (ValueError, SyntaxError) as error:
+        raise ShardingError(f"not a partition spec: {text}") from error
 
 
 def format_spec(spec: Spec) -> str:

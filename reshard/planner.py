@@ -306,7 +306,7 @@ def too_large(array: ArrayLayout, needed: int, max_memory: int) -> MemoryLimitEr
     decoded = math.prod(array.source_chunk) * array.source_itemsize
     one_pass = 2 * (decoded + math.prod(array.source_chunk) * array.target_itemsize)
     hints = [f"--max-memory {math.ceil(needed / 2**10)}KiB is the least that carries it over"]
-    if one_pass > needed:
+    if one_pass // 2**10 > needed // 2**10:
         hints.append(f"--max-memory {math.ceil(one_pass / 2**10)}KiB reads each chunk once")
     return MemoryLimitError(
         f"{format_path(array.path)}: one stored chunk does not fit in {format_bytes(max_memory)}",
@@ -404,7 +404,8 @@ class Plan:
             f"write    {format_bytes(self.bytes_written)} in {self.chunks_written} chunks"
             + (f", and share {format_bytes(self.shared_bytes)}" if self.shared_bytes else ""),
             f"memory   {format_bytes(self.peak_memory)} in flight at most",
-            f"load     the target mesh decodes {before:.2f} bytes a byte now, {after:.2f} after",
+            f"load     {before:.2f} bytes decoded for each byte that the new mesh wants, "
+            f"{after:.2f} after",
         ]
         split = [a for a in self.arrays if not a.moved and (a.split > 1 or a.passes > 1)]
         for a in split[:_SHOWN_SPLITS]:

@@ -39,7 +39,14 @@ def match_specs(paths: Iterable[Path], rules: Sequence[tuple[str, Any]]) -> dict
     for i, (pattern, _) in enumerate(rules):
         if i not in matched:
             problems.append(f"`{pattern}`")
-            hints += [f"the nearest leaf is `{name}`" for name in nearest(pattern, paths)[:1]]
+            hints += [
+                f"the nearest leaf is `{name}`" for name in nearest(_plain(pattern), paths)[:1]
+            ]
     if problems:
         raise ShardingError("no array matches the regex of a spec", problems, hints)
     return chosen
+
+
+def _plain(pattern: str) -> str:
+    """A regex less its operators, to look for what it resembles."""
+    return re.sub(r"[\\^$.*+?()|\[\]{}]", "", pattern)

@@ -68,14 +68,15 @@ def select(
     return ckpt.replace(leaves, retyped=len(leaves) < len(ckpt))
 
 
-def rename(ckpt: Checkpoint, rules: Sequence[tuple[str, str]]) -> Checkpoint:
+def rename(ckpt: Checkpoint, rules: Sequence[tuple[str, str]] | Mapping[str, str]) -> Checkpoint:
     """Leaves under new paths: (regex, replacement) pairs applied in order to the printed path.
 
     Raises:
       TreeMismatchError: see `reshard.tree.rename_paths`; also two arrays that would be stored
         under one name.
     """
-    new_paths = tree.rename_paths(tuple(ckpt), rules)
+    pairs = list(rules.items()) if isinstance(rules, Mapping) else rules
+    new_paths = tree.rename_paths(tuple(ckpt), pairs)
     leaves: dict[Path, Leaf] = {}
     for old, leaf in ckpt.items():
         new = new_paths[old]
@@ -138,7 +139,7 @@ def is_floating(dtype: np.dtype) -> bool:
 def to_mesh(
     ckpt: Checkpoint,
     mesh: Any,
-    specs: Sequence[tuple[str, Any]] | None = None,
+    specs: Sequence[tuple[str, Any]] | Mapping[str, Any] | None = None,
     *,
     axes: Mapping[str, str] | None = None,
 ) -> Checkpoint:
@@ -165,7 +166,8 @@ def to_mesh(
     axes = dict(axes or {})
     _check_axes(axes, target, ckpt.meshes)
     candidates = [a.path for a in ckpt.arrays if a.value_type != "scalar"]
-    chosen = match_specs(candidates, list(specs or ()))
+    rules = specs.items() if isinstance(specs, Mapping) else specs or ()
+    chosen = match_specs(candidates, list(rules))
     leaves = dict(ckpt)
     problems, misfits, replicated, unknown = [], [], [], []
     for array in ckpt.arrays:
@@ -241,14 +243,21 @@ def _spec_hints(
     """What to type: for axes that the mesh lacks, and specs that fit, one for each last key if all
     its leaves agree, else one for each leaf."""
     axes = {axis for _, spec in misfits for entry in spec for axis in entry}
+    saved = list(dict.fromkeys(axis for mesh in ckpt.meshes for axis in mesh.axis_names))
     lacking = sorted(axes - set(target.axis_names))
-    saved = {axis for mesh in ckpt.meshes for axis in mesh.axis_names}
-    new = next((name for name in target.axis_names if name not in saved), "NEW")
+    renamed = [axis for axis in saved if axis in lacking]
+    new = [name for name in target.axis_names if name not in saved]
+    new += ["NEW"] * (len(renamed) - len(new))
     hints = [
-        f"--axis {axis}= replicates, --axis {axis}={new} renames"
-        for axis in lacking
-        if axis in saved
+        f"--axis {axis}={name} renames, --axis {axis}= replicates"
+        for axis, name in zip(renamed, new, strict=False)
     ]
+    if not lacking:
+        hints += [
+            f"--axis {axis}= replicates what is split over it"
+            for axis in saved
+            if axis in axes and target.shape[axis] > 1
+        ]
     fitting = {
         array.path: spec_text(fitting_spec(array.shape, target, spec))
         for array, spec in misfits

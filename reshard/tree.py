@@ -108,7 +108,11 @@ def nearest(name: str, paths: Iterable[Path]) -> list[str]:
     Looks at the first ten thousand paths only: a hint must not take longer than the answer.
     """
     texts = [format_path(path) for path in itertools.islice(paths, 10_000)]
-    return difflib.get_close_matches(name, texts, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(name, texts, n=3, cutoff=0.5)
+    if not close and "/" not in name:  # the name of one key, perhaps
+        keys = {text.rpartition("/")[2]: text for text in texts}
+        close = [keys[key] for key in difflib.get_close_matches(name, keys, n=3, cutoff=0.6)]
+    return close
 
 
 def shell_quoted(text: str) -> str:

@@ -727,18 +727,18 @@ Error: not a mesh: `data=1,model=many`
 hint: a mesh is `data=1,model=8`, or `1x8` for short
 """,
     "ckpt run/1000 out --to 8": """\
-Error: `8` takes its axis names from the saved meshes, which do not give it one tuple of that length
+Error: `8` takes its axis names from the saved meshes, which have 2, not 1
   data=2,model=4
 
-hint: write the axes out: `axis0=8`
+hint: write the axes out: `data=1,model=8`
 """,
     "ckpt shapes out --to 2x4": """\
-Error: `2x4` takes its axis names from the saved meshes, which do not give it one tuple of that length
+Error: `2x4` takes its axis names from the saved meshes, and they do not agree on them
   data=2,model=2,pipe=2
   data=2,model=4
 
 hint: write the axes out: `axis0=2,axis1=4`
-""",  # noqa: E501
+""",
     "ckpt run/1000 out --to data=8,data=1": """\
 Error: the mesh `data=8,data=1` names an axis twice
 """,
@@ -791,6 +791,8 @@ Error: Invalid value for --axis: `model` has no `=` after its first part
     f"{CKPT} --spec kernal$=data,": """\
 Error: no array matches the regex of a spec
   `kernal$`
+
+hint: the nearest leaf is `params/layer_1/kernel`
 """,
     f"{CKPT} --spec (kernel=data,": """\
 Error: the spec rules cannot be read
@@ -928,10 +930,10 @@ Error: specs that do not fit the mesh `data=1,tensor=8`
   params/layer_0/kernel  float32[32, 64]: P('data', 'model') names axis 'model', which `data=1,tensor=8` lacks
   params/layer_1/kernel  float32[64, 32]: P(('data', 'model'), None) names axis 'model', which `data=1,tensor=8` lacks
 
-hint: --axis model= replicates, --axis model=tensor renames
+hint: --axis model=tensor renames, --axis model= replicates
 """,  # noqa: E501
     )
-    replicates, renames = re.findall(r"--axis \S+", ran.err)
+    renames, replicates = re.findall(r"--axis \S+", ran.err)
     assert shell(cwd, f"{command} {renames}").status == 0
     assert "P('data', 'tensor')" in reshard(cwd, "inspect", "out").out
     assert shell(cwd, f"{command} {replicates} --overwrite").status == 0
@@ -952,8 +954,11 @@ Error: specs that do not fit the mesh `data=1,model=3`
   params/layer_0/kernel  float32[32, 64]: dimension 1 of 64 does not divide by 3 (model)
   params/layer_1/kernel  float32[64, 32]: dimension 0 of 64 does not divide by 3 (data*model)"""
     )
+    first, *rest = hints.splitlines()
+    assert first == "hint: --axis model= replicates what is split over it"
+    assert shell(cwd, f"{command} --dry-run --axis model=").status == 0
     typed = re.findall(r"^hint: (--spec '[^']+') fits$", hints, re.MULTILINE)
-    assert len(typed) == len(hints.splitlines())
+    assert len(typed) == len(rest)
     assert shell(cwd, f"{command} {' '.join(typed)}").status == 0
     assert (
         reshard(cwd, "inspect", "out").out.partition("model=3\n")[2]

@@ -109,6 +109,63 @@ def test_overwrite(source, tmp_path):
     assert os.listdir(tmp_path) == ["out"]
 
 
+def make_project(path, source):
+    """A folder with a checkpoint in it, among other things."""
+    shutil.copytree(source.path, path / "best")
+    (path / "thesis.tex").write_text("years")
+
+
+def make_files(path, source):
+    path.mkdir()
+    (path / "notes").write_text("x")
+
+
+def make_run(path, source):
+    for step in (10, 20):
+        shutil.copytree(source.path, path / str(step))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (make_project, "it is not a checkpoint"),
+        (make_files, "it is not a checkpoint"),
+        (make_run, "it is a manager's root, the new one a single checkpoint"),
+    ],
+)
+def test_overwrite_deletes_nothing_but_what_it_replaces(one, tmp_path, make, reason):
+    out = tmp_path / "out"
+    make(out, one)
+    before = hashes(out)
+    refused(
+        reshard.DestinationExistsError,
+        f"`{out}` would be deleted by --overwrite: {reason}\n\n"
+        "hint: name a new destination, or move what is there out of the way",
+        open_on(one),
+        out,
+        overwrite=True,
+    )
+    assert hashes(out) == before
+    plan = reshard.plan(open_on(one), out, overwrite=True)
+    assert plan.problems == (f"`{out}` would be deleted by --overwrite: {reason}",)
+
+
+def test_overwrite_loses_no_step(saved, tmp_path):
+    source = saved("manager")
+    root = reshard.open(source.path)
+    out = tmp_path / "out"
+    every = [reshard.open(source.path, step=step) for step in root.source.steps]
+    reshard.save(every, out)
+    before = hashes(out)
+    lost = ", ".join(map(str, root.source.steps[:-1]))
+    with pytest.raises(reshard.DestinationExistsError, match=f"its steps {lost} would be lost"):
+        reshard.save(root, out, overwrite=True)
+    assert hashes(out) == before
+    plan = reshard.save([reshard.to_mesh(c, "1x8") for c in every], out, overwrite=True)
+    assert f"`{out}` is replaced once the new checkpoint is complete" in plan.notes
+    assert meshes(out) == ["data=1,model=8"]
+
+
 def test_overwrite_where_nothing_is(one, tmp_path):
     reshard.save(open_on(one), tmp_path / "out", overwrite=True)
     assert values(tmp_path / "out") == values(one.path)

@@ -130,22 +130,27 @@ def test_an_abstract_mesh_has_no_device_ids():
         (
             "1x8",
             [],
-            "`1x8` takes its axis names from the saved meshes, but none was saved\n\n"
+            "`1x8` takes its axis names from the saved meshes, and none was saved\n\n"
             "hint: write the axes out: `axis0=1,axis1=8`",
         ),
         (
             "8",
             [SAVED],
-            "`8` takes its axis names from the saved meshes, which do not give it one tuple of "
-            "that length\n"
+            "`8` takes its axis names from the saved meshes, which have 2, not 1\n"
             "  data=2,model=4\n\n"
-            "hint: write the axes out: `axis0=8`",
+            "hint: write the axes out: `data=1,model=8`",
+        ),
+        (
+            "2x2x2",
+            [SAVED],
+            "`2x2x2` takes its axis names from the saved meshes, which have 2, not 3\n"
+            "  data=2,model=4\n\n"
+            "hint: write the axes out: `data=2,model=2,axis2=2`",
         ),
         (
             "1x8",
             [SAVED, Mesh(("x", "y"), (4, 2)), EIGHT],
-            "`1x8` takes its axis names from the saved meshes, which do not give it one tuple of "
-            "that length\n"
+            "`1x8` takes its axis names from the saved meshes, and they do not agree on them\n"
             "  data=1,model=8\n"
             "  data=2,model=4\n"
             "  x=4,y=2\n\n"
@@ -177,6 +182,9 @@ SPECS = st.lists(st.lists(AXES, max_size=3, unique=True).map(tuple), max_size=4)
         (None, ()),
         ((), ()),
         ("", ()),
+        ("P()", ()),
+        ("P('data', None, ('x', 'y'))", (("data",), (), ("x", "y"))),
+        ("P('model')", (("model",),)),
         ("  ", ()),
         (P(), ()),
         (P("data"), (("data",),)),

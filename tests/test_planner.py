@@ -613,7 +613,7 @@ def test_the_plan_is_worth_printing():
         "read     16.01 MiB in 14 chunks, 3.99 times on average\n"
         "write    4.01 MiB in 20 chunks, and share 2.00 KiB\n"
         "memory   10.00 MiB in flight at most\n"
-        "load     the target mesh decodes 2.02 bytes a byte now, 1.00 after\n"
+        "load     2.02 bytes decoded for each byte that the new mesh wants, 1.00 after\n"
         'split    c/"d/e": 2 chunks a shard, [1024, 256] each, read 4.00 times\n'
         "note     1 leaf is replicated\n"
         "problem  the destination exists"
@@ -639,7 +639,7 @@ def test_a_plan_of_nothing():
         "read     0 B in 0 chunks\n"
         "write    0 B in 0 chunks\n"
         "memory   0 B in flight at most\n"
-        "load     the target mesh decodes 1.00 bytes a byte now, 1.00 after"
+        "load     1.00 bytes decoded for each byte that the new mesh wants, 1.00 after"
     )
 
 

@@ -90,7 +90,8 @@ def test_every_regex_that_matches_nothing_is_named():
         "  `xyzzy`\n"
         "  `bais$`\n"
         "\n"
-        "hint: the nearest leaf is `params/dense/kernel`"
+        "hint: the nearest leaf is `params/dense/kernel`\n"
+        "hint: the nearest leaf is `params/dense/bias`"
     )
 
 

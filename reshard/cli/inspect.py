@@ -12,6 +12,7 @@ from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, collision_error
 from reshard.cli import output
 from reshard.errors import ShardingError, TreeMismatchError
 from reshard.loader import open as open_checkpoint
+from reshard.loader.layout import step_number
 from reshard.mesh import (
     NamedSharding,
     Sharding,
@@ -142,7 +143,7 @@ def _document(ckpt: Checkpoint, leaves: list[tuple[Path, Leaf]]) -> dict[str, An
         "kind": source.kind,
         "v1": source.v1,
         "format": source.format,
-        "step": int(source.step.rpartition("_")[2]) if source.step else None,
+        "step": step_number(source.step) if source.step else None,
         "steps": list(source.steps),
         "item": source.item or None,
         "items": list(source.items),

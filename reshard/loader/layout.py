@@ -105,6 +105,11 @@ def step_directories(root: pathlib.Path) -> dict[int, str]:
     return steps
 
 
+def step_number(name: str) -> int:
+    """The step of a step's directory: 100 for `100` and for `ckpt_100`."""
+    return int(name.rpartition("_")[2])
+
+
 def _is_step(directory: pathlib.Path) -> bool:
     return (
         (directory / CHECKPOINT_FILE).exists()
@@ -113,17 +118,24 @@ def _is_step(directory: pathlib.Path) -> bool:
     )
 
 
-def holds_checkpoint(directory: pathlib.Path) -> bool:
-    """Whether a directory is a checkpoint, whole or not, or empty."""
+def why_not_replaceable(directory: pathlib.Path, steps: set[int] | None) -> str | None:
+    """Why a new checkpoint may not take the place of what is in a directory; None if it may.
+
+    Args:
+      directory: what would be deleted.
+      steps: the steps of the new checkpoint if it is a manager's root, else None.
+    """
     if not any(directory.iterdir()):
-        return True
-    try:
-        locate(directory, None, None)
-    except (UncommittedCheckpointError, CheckpointNotFoundError, CorruptCheckpointError):
-        return True
-    except CheckpointFormatError:
-        return False
-    return True
+        return None
+    if (directory / TREE_FILE).exists() or (directory / CHECKPOINT_FILE).exists():
+        return None if steps is None else "it is one checkpoint, the new one a manager's root"
+    found = step_directories(directory)
+    if not found:
+        return "it is not a checkpoint"
+    if steps is None:
+        return "it is a manager's root, the new one a single checkpoint"
+    lost = sorted(set(found) - steps)
+    return f"its steps {', '.join(map(str, lost))} would be lost" if lost else None
 
 
 def _in_step(root: pathlib.Path, step: str, steps: tuple[int, ...], item: str | None) -> Location:

@@ -17,7 +17,7 @@ from reshard.errors import (
     ReshardError,
     TreeMismatchError,
 )
-from reshard.loader.layout import holds_checkpoint
+from reshard.loader.layout import step_number, why_not_replaceable
 from reshard.mesh import shard_shape
 from reshard.planner import ArrayLayout, ArrayPlan, Plan, grid_size, plan_array, too_large
 from reshard.schedule import batches, peak_memory
@@ -86,23 +86,39 @@ def prepare(
     found: list[ReshardError] = []
     _check_together(checkpoints)
     root = checkpoints[0].source.root
+    replaced = False
     if target is not None:
         try:
             local.check_destination(target, root, overwrite)
-            if target.exists() and not holds_checkpoint(target):
-                raise DestinationExistsError(
-                    f"`{target}` is not a checkpoint, and --overwrite replaces only checkpoints"
-                )
+            replaced = _check_replaced(target, checkpoints)
         except ReshardError as error:
             found.append(error)
     jobs = [_prepare_item(c, target, max_memory, chunks, link, found) for c in checkpoints]
     total = _total(jobs, max_memory, found)
+    if replaced:
+        note = f"`{target}` is replaced once the new checkpoint is complete"
+        total = dataclasses.replace(total, notes=(*total.notes, note))
     if target is not None:
         try:
             local.check_room(target, int(total.bytes_written * _ESTIMATE_ERROR))
         except ReshardError as error:
             found.append(error)
     return jobs, total, _one_memory_error(found)
+
+
+def _check_replaced(target: pathlib.Path, checkpoints: Sequence[Checkpoint]) -> bool:
+    """Whether there is something to replace; raises DestinationExistsError if that may not be."""
+    if not target.exists():
+        return False
+    manager = checkpoints[0].source.kind == "manager"
+    steps = {step_number(c.source.step) for c in checkpoints} if manager else None
+    reason = why_not_replaceable(target, steps)
+    if reason is not None:
+        raise DestinationExistsError(
+            f"`{target}` would be deleted by --overwrite: {reason}",
+            hints=["name a new destination, or move what is there out of the way"],
+        )
+    return True
 
 
 def _one_memory_error(found: list[ReshardError]) -> list[ReshardError]:
