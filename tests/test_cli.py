@@ -637,6 +637,26 @@ def test_ckpt_json_with_problems(cwd):
     )
 
 
+def test_ckpt_json_of_specs_that_do_not_fit(cwd):
+    arguments = ("ckpt", "run/1000", "out", "--to", "1x3", "--select", "params/embedding")
+    ran = reshard(cwd, *arguments, "--dry-run", "--json")
+    assert ran.status == 2
+    assert json.loads(ran.out) == {
+        "destination": "out",
+        "done": False,
+        "problems": [
+            "specs that do not fit the mesh `data=1,model=3`",
+            "params/embedding  float32[64, 32]: dimension 0 of 64 does not divide by 3 (model)",
+        ],
+        "hints": [
+            "--axis model= replicates what is split over it",
+            "--spec '(^|/)embedding$=,' fits",
+        ],
+    }
+    assert ran.err.startswith("Error: specs that do not fit the mesh `data=1,model=3`\n")
+    assert reshard(cwd, *arguments, "--json") == (2, "", ran.err)
+
+
 def test_ckpt_quiet(cwd):
     arguments = ("ckpt", "run/1000", "out/1000", "--to", "1x8", "--quiet")
     assert reshard(cwd, *arguments) == (0, "", "")

@@ -60,7 +60,7 @@ def run(command: str, demo: pathlib.Path) -> str:
 def without_stored_bytes(output: str) -> str:
     """Orbax deals chunks out to data files in an order of its own, so what can be shared, and with
     it what is copied, differs from one save to the next."""
-    output = re.sub(r"(,| and) shares? [\d.]+ \wi?B( with SRC)?", "", output)
+    output = re.sub(r"(, and|,| and) shares? [\d.]+ \wi?B( with SRC)?", "", output)
     return re.sub(r"^(read|write|memory)( +)[\d.]+ \wi?B", r"\1\2*", output, flags=re.MULTILINE)
 
 

@@ -117,11 +117,15 @@ def command(
       reshard ckpt run/1000 out/1000 --to 1x8 --spec 'embedding$=model,' --dtype bfloat16
     """
     _tune_malloc()
-    checkpoints = _open(src, step, item)
-    checkpoints = [
-        _transform(c, mesh, saved, axes, specs, selected, drop, renames, dtypes)
-        for c in checkpoints
-    ]
+    try:
+        checkpoints = [
+            _transform(c, mesh, saved, axes, specs, selected, drop, renames, dtypes)
+            for c in _open(src, step, item)
+        ]
+    except ReshardError as error:
+        if dry_run and as_json:
+            click.echo(json.dumps(_refusal(error, dst)))
+        raise
     arguments: dict[str, Any] = {
         "max_memory": max_memory,
         "chunks": chunks,
@@ -225,6 +229,16 @@ def _report(planned: Plan, dst: str, as_json: bool, quiet: bool, *, done: bool) 
         if done:
             shared = f", shares {format_bytes(planned.shared_bytes)} with SRC"
             click.echo(f"wrote {dst}" + (shared if planned.shared_bytes else ""))
+
+
+def _refusal(error: ReshardError, dst: str) -> dict[str, Any]:
+    """The document of a plan that could not be made at all."""
+    return {
+        "destination": dst,
+        "done": False,
+        "problems": [error.summary, *error.problems],
+        "hints": list(error.hints),
+    }
 
 
 def _document(planned: Plan, dst: str, done: bool) -> dict[str, Any]:
