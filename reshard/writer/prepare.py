@@ -6,7 +6,7 @@ import functools
 import math
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from reshard.checkpoint import ArrayHandle, Checkpoint, collision_error
@@ -21,6 +21,7 @@ from reshard.loader.layout import step_number, why_not_replaceable
 from reshard.mesh import shard_shape
 from reshard.planner import ArrayLayout, ArrayPlan, Plan, grid_size, plan_array, too_large
 from reshard.schedule import batches, peak_memory
+from reshard.store import StoredValue
 from reshard.tree import format_path
 from reshard.units import parse_bytes
 from reshard.writer import local
@@ -247,24 +248,37 @@ def _layout(
 
 
 def _files_to_link(handles: Sequence[ArrayHandle], plans: Sequence[ArrayPlan]) -> frozenset[str]:
-    """Data files of which enough stays in use by arrays that only need such files."""
+    """Data files of which enough stays in use, by arrays that only need such files.
+
+    Enough is a good part of the file, or all of it that the source itself uses.
+    """
     moved = [h for h, plan in zip(handles, plans, strict=True) if plan.moved]
+    if not moved:
+        return frozenset()
+    store = moved[0].store
+    used = _bytes_by_file(store.values.values())
     files: frozenset[str] | None = None
     while True:
-        kept: collections.Counter[str] = collections.Counter()
-        for handle in moved:
-            if files is None or _is_linked(handle, files):
-                for value in handle.store.values[handle.name].values():
-                    if value.file is not None:
-                        kept[value.file] += value.size
+        linked = [h for h in moved if files is None or _is_linked(h, files)]
+        kept = _bytes_by_file(store.values[h.name] for h in linked)
         enough = frozenset(
             file
             for file, size in kept.items()
-            if size >= _WORTH_LINKING * _file_bytes(moved[0].store.directory / file)
+            if size == used[file] or size >= _WORTH_LINKING * _file_bytes(store.directory / file)
         )
         if enough == files:
             return enough
         files = enough
+
+
+def _bytes_by_file(arrays: Iterable[Mapping[str, StoredValue]]) -> collections.Counter[str]:
+    """Data file -> bytes of stored values in it."""
+    found: collections.Counter[str] = collections.Counter()
+    for values in arrays:
+        for value in values.values():
+            if value.file is not None:
+                found[value.file] += value.size
+    return found
 
 
 def _file_bytes(path: pathlib.Path) -> int:
