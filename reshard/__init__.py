@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from reshard.errors import UncommittedCheckpointError as UncommittedCheckpointError
     from reshard.loader import open as open
     from reshard.planner import Plan as Plan
+    from reshard.restorer import restore as restore
+    from reshard.targets import coverage as coverage
+    from reshard.targets import target as target
     from reshard.transforms import cast as cast
     from reshard.transforms import rename as rename
     from reshard.transforms import select as select
@@ -42,6 +45,8 @@ _HOMES = {
     ),
     "reshard.loader": ("open",),
     "reshard.planner": ("Plan",),
+    "reshard.restorer": ("restore",),
+    "reshard.targets": ("coverage", "target"),
     "reshard.transforms": ("cast", "rename", "select", "to_mesh"),
     "reshard.writer": ("plan", "save"),
 }

@@ -65,6 +65,24 @@ class ArrayHandle:
         """Decoded bytes of the whole array."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def stored_sizes(self) -> list[int]:
+        """Stored bytes of each chunk that is there.
+
+        Raises:
+          CorruptCheckpointError: chunks are missing that do not stand for a fill value.
+        """
+        metadata_key = self.store.metadata_key
+        values = self.store.values[self.name]
+        sizes = [value.size for key, value in values.items() if key != metadata_key]
+        pairs = zip(self.shape, self.chunk_shape, strict=True)
+        expected = math.prod(math.ceil(size / chunk) for size, chunk in pairs)
+        if len(sizes) < expected and not self.store.fills:
+            raise CorruptCheckpointError(
+                f"{format_path(self.path)}: {expected - len(sizes)} of its {expected} stored "
+                "chunks are missing"
+            )
+        return sizes
+
     @property
     def read_dtype(self) -> np.dtype:
         """The dtype of `view`: `dtype`, or float64 where TensorStore would round a cast twice."""

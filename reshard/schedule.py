@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 
 from reshard.planner import ArrayPlan, Box
@@ -26,6 +27,11 @@ class Batch:
 
     boxes: tuple[tuple[ArrayPlan, Box], ...]
     charge: int
+
+
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def room(max_memory: int) -> int:

@@ -20,11 +20,19 @@ LAYERS = [
     "tree",
     "mesh",
     "rules",
+    "boxes",
+    "moments",
+    "annotations",
     "checkpoint",
     "loader",
+    "states",
+    "matching",
     "transforms",
     "planner",
     "schedule",
+    "landing",
+    "targets",
+    "restorer",
     "writer",
     "cli",
     "__main__",
@@ -117,7 +125,7 @@ def test_the_layers_that_stand_alone():
 
 
 def test_the_arithmetic_needs_only_the_standard_library():
-    for name in ("errors", "tree", "mesh", "rules", "planner"):
+    for name in ("errors", "tree", "mesh", "rules", "boxes", "moments", "annotations", "planner"):
         outside = {
             imported
             for imported in imports(modules()[f"reshard.{name}"])

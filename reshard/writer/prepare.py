@@ -19,10 +19,9 @@ from reshard.errors import (
 )
 from reshard.loader.layout import step_number, why_not_replaceable
 from reshard.mesh import shard_shape
-from reshard.planner import ArrayLayout, ArrayPlan, Plan, grid_size, plan_array, too_large
-from reshard.schedule import batches, peak_memory
+from reshard.planner import ArrayLayout, ArrayPlan, Plan, plan_array, too_large
+from reshard.schedule import batches, cores, peak_memory
 from reshard.store import StoredValue
-from reshard.tree import format_path
 from reshard.units import parse_bytes
 from reshard.writer import local
 from reshard.writer.estimate import encoded_ratio
@@ -214,15 +213,7 @@ def _layout(
         are taken to compress alike when they are cast.
       max_memory: bytes that a sample for such a ratio may take.
     """
-    metadata_key = handle.store.metadata_key
-    values = handle.store.values[handle.name]
-    sizes = [value.size for key, value in values.items() if key != metadata_key]
-    expected = grid_size(handle.shape, handle.chunk_shape)
-    if len(sizes) < expected and not handle.store.fills:
-        raise CorruptCheckpointError(
-            f"{format_path(handle.path)}: {expected - len(sizes)} of its {expected} stored chunks "
-            "are missing"
-        )
+    sizes = handle.stored_sizes()
     decoded = math.prod(handle.shape) * handle.stored_dtype.itemsize
     layout = ArrayLayout(
         path=handle.path,
@@ -319,8 +310,3 @@ def _total(jobs: Sequence[Job], max_memory: int, found: list[ReshardError]) -> P
         peak_memory=peak_memory(charges, max_memory),
         notes=tuple(dict.fromkeys(note for job in jobs for note in job.ckpt.notes)),
     )
-
-
-def cores() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0))

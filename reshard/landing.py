@@ -1,0 +1,375 @@
+"""Stored chunks into the shards of arrays on devices, each chunk fetched and decoded once.
+
+    stored chunks            shards of this process          devices
+    +-----+-----+            +---+---+---+---+               replicas share
+    |     |     |   -read->  |   |   |   |   |   -alias->    one buffer
+    +-----+-----+            +---+---+---+---+
+
+Each distinct shard of an array gets one buffer, and all that is read of a chunk is read in one
+TensorStore batch: such reads share its decode. On CPU devices the JAX arrays are these buffers, for
+every replica; to accelerators they are transferred while the next batch is read.
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorstore as ts
+
+from reshard import boxes
+from reshard.boxes import Box, Shape
+from reshard.checkpoint import ArrayHandle
+from reshard.errors import CorruptCheckpointError, MemoryLimitError, ReshardError, TreeMismatchError
+from reshard.planner import grid_boxes
+from reshard.schedule import BOX_OVERHEAD, IN_FLIGHT_PER_CORE, WINDOW, cores, room
+from reshard.store import checked
+from reshard.tree import format_path
+from reshard.units import format_bytes
+
+if TYPE_CHECKING:
+    import jax
+
+# JAX uses a buffer of the host as a CPU array if it is aligned to this many bytes.
+ALIGNMENT = 64
+# Arrays up to this size (decoded bytes) are read whole, and cut into shards in memory: cheaper than
+# a read for each shard.
+READ_WHOLE = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One array to read.
+
+    Attributes:
+      handle: the saved array; `handle.dtype` is the one that is wanted where floats are cast.
+      dtype: the dtype that is wanted: the handle's, or another integer dtype.
+      sharding: where it goes; None for a numpy array on the host.
+    """
+
+    handle: ArrayHandle
+    dtype: np.dtype
+    sharding: "jax.sharding.Sharding | None"
+
+
+def read_arrays(
+    requests: Sequence[Request],
+    max_memory: int | None,
+    progress: Callable[[int], None] = lambda count: None,
+) -> list[Any]:
+    """The arrays, on their devices, in the order of the requests.
+
+    Args:
+      requests: what to read. Each process reads what its own devices hold.
+      max_memory: bytes in flight at most beyond the results: chunks, stored and decoded, and what
+        is on its way to an accelerator. None for as much as keeps all cores busy.
+      progress: called with numbers of decoded bytes.
+
+    Raises:
+      MemoryLimitError: one stored chunk does not fit into `max_memory`; all such arrays are named.
+      CorruptCheckpointError: chunks are missing, or stored bytes do not decode.
+      TreeMismatchError: an integer does not fit the dtype that is wanted.
+    """
+    landings, found = [], []
+    for request in requests:
+        try:
+            landings.append(_Landing(request))
+        except ReshardError as error:
+            found.append(error)
+    if found:
+        raise CorruptCheckpointError("stored chunks are missing", [str(error) for error in found])
+    largest = max((landing.chunk_charge for landing in landings), default=0)
+    if max_memory is None:
+        limit = max(IN_FLIGHT_PER_CORE * cores(), (cores() + 1) * largest)
+    else:
+        limit = min(room(max_memory), IN_FLIGHT_PER_CORE * cores())
+        _check_memory(landings, max_memory)
+    window = _Window(limit, progress)
+    for landing in landings:
+        landing.cut(limit // WINDOW)
+        for box in landing.boxes:
+            window.add(landing, box)
+    window.finish()
+    return [landing.result for landing in landings]
+
+
+def _check_memory(landings: "Sequence[_Landing]", max_memory: int) -> None:
+    large = [landing for landing in landings if landing.chunk_charge > max_memory]
+    if large:
+        least = max(landing.chunk_charge for landing in large)
+        raise MemoryLimitError(
+            f"one stored chunk does not fit in {format_bytes(max_memory)}",
+            [
+                f"{format_path(landing.handle.path)}: a chunk of {list(landing.handle.chunk_shape)}"
+                f" takes {format_bytes(landing.chunk_charge)}, stored and decoded"
+                for landing in large
+            ],
+            [f'max_memory="{math.ceil(least / 2**10)}KiB" is the least that restores it'],
+            least,
+        )
+
+
+class _Landing:
+    """The shards of one array, as they are filled.
+
+    Attributes:
+      handle: the saved array.
+      chunk_charge: bytes that one stored chunk takes, stored and decoded.
+      boxes: what is read at once; whole chunks, or all of the array that this process needs.
+      staging: bytes of the shards' buffers if they are not the result themselves, else 0.
+      result: the array, once all boxes have landed.
+    """
+
+    def __init__(self, request: Request):
+        self.handle = handle = request.handle
+        self._dtype = request.dtype
+        self._sharding = request.sharding
+        decoded = math.prod(handle.chunk_shape) * handle.stored_dtype.itemsize
+        self.chunk_charge = max(handle.stored_sizes(), default=0) + decoded
+        self._shards = _local_shards(handle.shape, request.sharding)
+        self._converts = handle.read_dtype != handle.dtype or handle.dtype != request.dtype
+        nbytes = math.prod(handle.shape) * request.dtype.itemsize
+        self._staged = self._converts or (nbytes <= READ_WHOLE and len(self._shards) > 1)
+        held = sum(math.prod(boxes.shape_of(box)) for box in self._shards.values())
+        self.staging = 0 if _aliases(request.sharding) else held * request.dtype.itemsize
+        self.boxes: list[Box] = []
+        self.result: Any = None
+        self._buffers: dict[Shape, np.ndarray] = {}
+        self._on_devices: _DeviceShards | None = None
+        self._left = 0
+
+    def cut(self, limit: int) -> None:
+        """Decides what is read at once: everything, or boxes of whole chunks that take no more
+        than `limit` bytes, and at least one chunk."""
+        shape, chunk = self.handle.shape, self.handle.chunk_shape
+        if not self._shards:
+            self.boxes = []
+        elif self.charge(needed := boxes.around(list(self._shards.values()))) <= limit:
+            self.boxes = [needed]
+        else:
+            count = max(1, limit // (self.chunk_charge * (2 if self._staged else 1)))
+            grid = grid_boxes(shape, boxes.chunks_together(shape, chunk, count))
+            self.boxes = [box for box in grid if self._parts(box)]
+        if self.staging > 2 * limit:
+            self._on_devices = _DeviceShards(self.handle.shape, self._dtype, self._sharding)
+            self._staged, self.staging = True, 0
+        self._left = len(self.boxes)
+        if not self.boxes:
+            self._finish()
+
+    def charge(self, box: Box) -> int:
+        """Bytes that reading a box takes: the chunks it touches, and what is cut up afterwards."""
+        pairs = zip(box, self.handle.chunk_shape, strict=True)
+        chunks = math.prod(math.ceil(part.stop / c) - part.start // c for part, c in pairs)
+        temporary = math.prod(boxes.shape_of(box)) * self.handle.read_dtype.itemsize
+        return chunks * self.chunk_charge + temporary * self._staged + BOX_OVERHEAD
+
+    def read(self, box: Box, batch: ts.Batch) -> tuple[list[ts.Future], np.ndarray | None]:
+        """Starts to read a box. The second part is what it is read into, if not into the shards."""
+        view = self._view
+        if self._staged:
+            values = np.empty(boxes.shape_of(box), self.handle.read_dtype)
+            return [ts.array(values, copy=False).write(view[box], batch=batch).commit], values
+        reads = []
+        for start, common, inside in self._parts(box):
+            part = ts.array(self._buffer(start)[(*inside, ...)], copy=False)
+            reads.append(part.write(view[common], batch=batch).commit)
+        return reads, None
+
+    def land(self, box: Box, values: np.ndarray | None) -> None:
+        """Takes what was read of a box; with the last one the array is made."""
+        if values is not None:
+            values = self._converted(values)
+            if self._on_devices is not None:
+                self._on_devices.put(box, values)
+            else:
+                for start, common, inside in self._parts(box):
+                    self._buffer(start)[inside] = values[boxes.inside(common, box)]
+        self._left -= 1
+        if not self._left:
+            self._finish()
+
+    def _parts(self, box: Box) -> list[tuple[Shape, Box, Box]]:
+        """Where a box meets shards: the shard's start, what they share, and that in the shard."""
+        found = []
+        for start, shard in self._shards.items():
+            common = boxes.common_part(shard, box)
+            if common is not None:
+                found.append((start, common, boxes.inside(common, shard)))
+        return found
+
+    def _buffer(self, start: Shape) -> np.ndarray:
+        if not self._buffers:
+            self._buffers = _aligned_buffers(self._shards, self._dtype)
+        return self._buffers[start]
+
+    @functools.cached_property
+    def _view(self) -> ts.TensorStore:
+        return self.handle.view()
+
+    def _converted(self, values: np.ndarray) -> np.ndarray:
+        values = self.handle.rounded(values)
+        if values.dtype == self._dtype:
+            return values
+        fitting = values.astype(self._dtype)
+        if not np.array_equal(fitting, values):
+            raise TreeMismatchError(
+                f"{format_path(self.handle.path)}: its values do not fit {self._dtype.name}",
+                [f"from {values.min()} to {values.max()}, saved as {values.dtype.name}"],
+            )
+        return fitting
+
+    def _finish(self) -> None:
+        import jax
+
+        shape, sharding = self.handle.shape, self._sharding
+        if sharding is None:
+            self.result = self._buffer((0,) * len(shape))
+        elif self._on_devices is not None:
+            self.result = self._on_devices.array()
+        else:
+            self.result = jax.make_array_from_callback(
+                shape,
+                sharding,
+                lambda index: self._buffer(boxes.start_of(boxes.from_index(index or (), shape))),
+                dtype=self._dtype,
+            )
+        self.__dict__.pop("_view", None)
+        self._buffers = {}
+
+
+class _Window:
+    """Batches of reads under way, oldest first, and the memory that they hold.
+
+    Args:
+      limit: bytes that they may hold together; a single batch may hold more.
+      progress: called with the decoded bytes of each batch that has landed.
+    """
+
+    def __init__(self, limit: int, progress: Callable[[int], None]):
+        self._limit = limit
+        self._progress = progress
+        self._next: list[tuple[_Landing, Box]] = []
+        self._charge = 0
+        self._under_way: collections.deque[tuple[int, list[Any]]] = collections.deque()
+        self._staging: dict[_Landing, int] = {}
+
+    def add(self, landing: _Landing, box: Box) -> None:
+        """Reads a box, with those after it that fit into one batch."""
+        charge = landing.charge(box)
+        if self._next and self._charge + charge > self._limit // WINDOW:
+            self._start()
+        self._next.append((landing, box))
+        self._charge += charge
+
+    def finish(self) -> None:
+        """Waits for everything."""
+        if self._next:
+            self._start()
+        while self._under_way:
+            self._wait_oldest()
+
+    def _start(self) -> None:
+        new = {landing: landing.staging for landing, _ in self._next}
+        self._make_room(self._charge + sum(v for k, v in new.items() if k not in self._staging))
+        self._staging |= {landing: size for landing, size in new.items() if size}
+        with ts.Batch() as batch:
+            reads = [(landing, box, *landing.read(box, batch)) for landing, box in self._next]
+        self._under_way.append((self._charge, reads))
+        self._next, self._charge = [], 0
+
+    def _make_room(self, charge: int) -> None:
+        while self._under_way and (
+            len(self._under_way) >= WINDOW
+            or sum(held for held, _ in self._under_way) + sum(self._staging.values()) + charge
+            > self._limit
+        ):
+            self._wait_oldest()
+        for landing in [x for x in self._staging if x.result is not None]:
+            landing.result.block_until_ready()
+            del self._staging[landing]
+
+    def _wait_oldest(self) -> None:
+        _, reads = self._under_way.popleft()
+        for landing, box, futures, values in reads:
+            for future in futures:
+                checked(future, f"{format_path(landing.handle.path)}: its stored bytes")
+            landing.land(box, values)
+        self._progress(sum(_nbytes(landing, box) for landing, box, _, _ in reads))
+
+
+class _DeviceShards:
+    """The shards of an array on accelerators, filled piece by piece.
+
+    For arrays whose host buffers would take more memory than there may be in flight.
+    """
+
+    def __init__(self, shape: Shape, dtype: np.dtype, sharding: Any):
+        import jax
+        import jax.numpy as jnp
+
+        self._shape = shape
+        self._sharding = sharding
+        places = sharding.addressable_devices_indices_map(shape)
+        self._boxes = {device: boxes.from_index(index, shape) for device, index in places.items()}
+        self._shards = {
+            device: jnp.zeros(boxes.shape_of(box), dtype, device=device)
+            for device, box in self._boxes.items()
+        }
+        self._update = jax.jit(jax.lax.dynamic_update_slice, donate_argnums=0)
+
+    def put(self, box: Box, values: np.ndarray) -> None:
+        """Transfers a box of values to all devices that hold a part of it."""
+        import jax
+
+        for device, shard in self._boxes.items():
+            common = boxes.common_part(shard, box)
+            if common is not None:
+                part = jax.device_put(values[boxes.inside(common, box)], device, may_alias=False)
+                start = boxes.start_of(boxes.inside(common, shard))
+                self._shards[device] = self._update(self._shards[device], part, start)
+        jax.block_until_ready(list(self._shards.values()))
+
+    def array(self) -> "jax.Array":
+        """The whole array."""
+        import jax
+
+        return jax.make_array_from_single_device_arrays(
+            self._shape, self._sharding, list(self._shards.values())
+        )
+
+
+def _aliases(sharding: Any) -> bool:
+    """Whether JAX arrays can be the host's buffers."""
+    if sharding is None:
+        return True
+    return all(device.platform == "cpu" for device in sharding.addressable_devices)
+
+
+def _local_shards(shape: Shape, sharding: Any) -> dict[Shape, Box]:
+    """The distinct shards that devices of this process hold, by their first element."""
+    if sharding is None:
+        return {(0,) * len(shape): tuple(slice(0, size) for size in shape)}
+    places = sharding.addressable_devices_indices_map(shape).values()
+    shards = [boxes.from_index(index, shape) for index in places]
+    return {boxes.start_of(box): box for box in shards}
+
+
+def _aligned_buffers(shards: Mapping[Shape, Box], dtype: np.dtype) -> dict[Shape, np.ndarray]:
+    """An uninitialised array for each box, all of them in one allocation."""
+    sizes = [math.prod(boxes.shape_of(box)) * dtype.itemsize for box in shards.values()]
+    steps = [math.ceil(size / ALIGNMENT) * ALIGNMENT for size in sizes]
+    memory = np.empty(sum(steps) + ALIGNMENT, np.uint8)
+    position = -memory.ctypes.data % ALIGNMENT
+    buffers = {}
+    for (start, box), size, step in zip(shards.items(), sizes, steps, strict=True):
+        buffers[start] = memory[position : position + size].view(dtype).reshape(boxes.shape_of(box))
+        position += step
+    return buffers
+
+
+def _nbytes(landing: _Landing, box: Box) -> int:
+    return math.prod(boxes.shape_of(box)) * landing.handle.dtype.itemsize

@@ -1,0 +1,293 @@
+"""Which saved leaf is which leaf of a target, and everything that stands against it. Pure.
+
+A saved path is a leaf's own path, give or take levels named `value` that hold nothing else: Orbax
+writes one for each of Linen's boxes and NNX's variables, and none for raw arrays.
+"""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf
+from reshard.errors import TreeMismatchError
+from reshard.tree import Path, format_path, nearest
+
+# Kinds of a wanted leaf that are no arrays, and the kinds of dtype that fit them.
+_SCALARS = {"int": "iu", "float": "f", "bool": "b"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wanted:
+    """A leaf of a target.
+
+    Attributes:
+      path: its path.
+      kind: `"array"`, `"key"` (typed PRNG keys), or the name of a Python type: `"int"`, `"float"`,
+        `"bool"`, `"str"`.
+      shape: its shape, for arrays and keys.
+      dtype: its dtype; of the data, for keys.
+      key_impl: the PRNG implementation, for keys.
+      weak: an array that stands for a Python scalar (`weak_type`).
+      aliases: other paths of the same leaf, where a module holds it in several places.
+    """
+
+    path: Path
+    kind: str
+    shape: tuple[int, ...] = ()
+    dtype: np.dtype | None = None
+    key_impl: str | None = None
+    weak: bool = False
+    aliases: tuple[Path, ...] = ()
+
+    def __str__(self) -> str:
+        if self.kind == "key":
+            return f"{self.key_impl} keys{list(self.shape)}"
+        if self.kind == "array" and self.dtype is not None:
+            return f"{self.dtype.name}{list(self.shape)}"
+        return f"a Python {self.kind}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mismatch:
+    """What stands against restoring, of one kind.
+
+    Attributes:
+      what: the kind: `"missing"`, `"unexpected"`, `"shape"`, `"dtype"`, `"kind"`, `"tied"`.
+      text: the problem.
+      path: the leaf, as the target calls it (as the checkpoint does, if it is unexpected).
+      renamed: for a missing leaf, the path of the saved leaf that it may be, without levels named
+        `value`; for a tied one, the path of its second copy.
+    """
+
+    what: str
+    text: str
+    path: Path
+    renamed: Path | None = None
+
+
+def match(
+    wanted: Sequence[Wanted], ckpt: Checkpoint, *, cast: bool | str = False, ignore: bool = False
+) -> tuple[list[Path | None], list[Mismatch]]:
+    """The saved path of each wanted leaf, None where it is missing, and all mismatches.
+
+    Args:
+      wanted: the leaves of the target, all of them.
+      ckpt: the checkpoint.
+      cast: False for equal dtypes; True also for those that keep every value; `"lossy"` also for
+        any other floating-point dtype.
+      ignore: leave saved leaves out that the target lacks.
+    """
+    saved = _by_canonical_path(ckpt)
+    canonical = _canonical([leaf.path for leaf in wanted])
+    found: list[Path | None] = []
+    problems: list[Mismatch] = []
+    for leaf in wanted:
+        places = [leaf.path, *leaf.aliases]
+        hits = [_find(path, canonical.get(path, path), ckpt, saved) for path in places]
+        present = list(dict.fromkeys(hit for hit in hits if hit is not None))
+        if len(present) > 1:
+            names = " and ".join(map(format_path, present))
+            text = f"{format_path(leaf.path)}: one leaf of the target, saved as {names}"
+            problems.append(Mismatch("tied", text, leaf.path, present[-1]))
+        found.append(present[0] if present else None)
+    used = set(found)
+    left = [path for path, value in ckpt.items() if path not in used and not _is_empty(value)]
+    problems += _missing(wanted, found, ckpt, left)
+    for leaf, path in zip(wanted, found, strict=True):
+        if path is not None:
+            problems += _compare(leaf, ckpt[path], cast)
+    explained = {problem.renamed for problem in problems if problem.what == "tied"}
+    for path in left:
+        if not ignore and path not in explained:
+            text = f"{format_path(path)}  {_describe(ckpt[path])}: not in the target"
+            problems.append(Mismatch("unexpected", text, path))
+    return found, problems
+
+
+def _canonical(paths: Iterable[Path]) -> dict[Path, Path]:
+    """Each path less its levels named `value` that are the only child of their container; keys are
+    text, since Orbax stores int keys of dicts as text."""
+    texts = {path: tuple(map(str, path)) for path in paths}
+    children: dict[tuple[str, ...], set[str]] = collections.defaultdict(set)
+    for text in texts.values():
+        for depth, key in enumerate(text):
+            children[text[:depth]].add(key)
+    return {
+        path: tuple(key for depth, key in enumerate(text) if children[text[:depth]] != {"value"})
+        for path, text in texts.items()
+    }
+
+
+def _by_canonical_path(ckpt: Checkpoint) -> dict[Path, Path]:
+    """Saved paths, as text and canonical. Leaving such levels out makes no two paths equal."""
+    exact: dict[Path, Path] = {tuple(map(str, path)): path for path in ckpt}
+    return {new: old for old, new in _canonical(ckpt).items()} | exact
+
+
+def _find(
+    path: Path, canonical: Path, ckpt: Mapping[Path, Leaf], saved: Mapping[Path, Path]
+) -> Path | None:
+    for text in (tuple(map(str, path)), canonical):
+        hit = saved.get(text)
+        if hit is not None and not _is_empty(ckpt[hit]):
+            return hit
+    return None
+
+
+def _is_empty(value: Leaf) -> bool:
+    """None and empty containers hold nothing that could be lost or missed."""
+    return not isinstance(value, ArrayHandle | str)
+
+
+def _missing(
+    wanted: Sequence[Wanted], found: Sequence[Path | None], ckpt: Checkpoint, left: Sequence[Path]
+) -> list[Mismatch]:
+    problems = []
+    canonical = _canonical(ckpt)
+    containers = {tuple(map(str, path[:end])) for path in ckpt for end in range(len(path))}
+    by_type = collections.defaultdict(list)
+    for path in left:
+        by_type[_type_of(ckpt[path])].append(path)
+    for leaf, path in zip(wanted, found, strict=True):
+        if path is not None:
+            continue
+        text = f"{format_path(leaf.path)}  {leaf}: "
+        alike = by_type[(leaf.shape, leaf.dtype)]
+        near = nearest(format_path(leaf.path), alike) or _same_ending(leaf.path, alike)
+        if tuple(map(str, leaf.path)) in containers:
+            text += "the checkpoint has a container there"
+        else:
+            text += "missing"
+        if near:
+            text += f"; the nearest is {near[0]}"
+        by_name = {format_path(path): canonical[path] for path in alike}
+        problems.append(Mismatch("missing", text, leaf.path, by_name[near[0]] if near else None))
+    return problems
+
+
+def _type_of(value: Leaf) -> Any:
+    return (value.shape, value.dtype) if isinstance(value, ArrayHandle) else None
+
+
+def _same_ending(path: Path, candidates: Collection[Path]) -> list[str]:
+    """The saved leaf whose last key is the same, if there is only one."""
+    found = [c for c in candidates if c and path and str(c[-1]) == str(path[-1])]
+    return [format_path(found[0])] if len(found) == 1 else []
+
+
+def _describe(value: Leaf) -> str:
+    if not isinstance(value, ArrayHandle):
+        return repr(value)
+    if value.value_type == "scalar":
+        return f"a Python scalar ({value.dtype.name})"
+    if value.key_impl is not None:
+        return f"{value.key_impl} keys{list(value.shape[:-1])}"
+    return f"{value.dtype.name}{list(value.shape)}"
+
+
+def _compare(leaf: Wanted, value: Leaf, cast: bool | str) -> list[Mismatch]:
+    """Why a saved leaf cannot become the wanted one."""
+    where = f"{format_path(leaf.path)}: "
+    sides = f"the target has {leaf}, the checkpoint {_describe(value)}"
+    if leaf.kind == "str" or not isinstance(value, ArrayHandle):
+        fits = leaf.kind == "str" and isinstance(value, str)
+        return [] if fits else [Mismatch("kind", where + sides, leaf.path)]
+    if leaf.kind in _SCALARS:
+        fits = value.shape == () and _dtype_kind(value.dtype) in _SCALARS[leaf.kind]
+        return [] if fits else [Mismatch("kind", where + sides, leaf.path)]
+    if (leaf.kind == "key") != (value.key_impl is not None):
+        return [Mismatch("kind", where + sides, leaf.path)]
+    if leaf.kind == "key":
+        fits = leaf.key_impl == value.key_impl and (*leaf.shape,) == value.shape[:-1]
+        return [] if fits else [Mismatch("kind", where + sides, leaf.path)]
+    if leaf.shape != value.shape:
+        return [Mismatch("shape", where + sides, leaf.path)]
+    if leaf.dtype is not None and not _fits(leaf, value, leaf.dtype, cast):
+        return [Mismatch("dtype", where + sides, leaf.path)]
+    return []
+
+
+def _fits(leaf: Wanted, value: ArrayHandle, dtype: np.dtype, cast: bool | str) -> bool:
+    """Whether values may become the wanted dtype. Integers are checked one by one as they are
+    read; a Python scalar has no dtype of its own."""
+    old, new = _dtype_kind(value.dtype), _dtype_kind(dtype)
+    if value.dtype == dtype:
+        return True
+    if value.value_type == "scalar" and old in "iu" and new in "iu":
+        return True
+    if value.value_type == "scalar" and old == new == "f" and leaf.weak:
+        return True
+    if not cast:
+        return False
+    if old in "iu" and new in "iu":
+        return True
+    return old == new == "f" and (cast == "lossy" or keeps_values(value.dtype, dtype))
+
+
+def keeps_values(old: np.dtype, new: np.dtype) -> bool:
+    """Whether every value of one floating-point dtype is a value of another."""
+    import ml_dtypes
+
+    a, b = ml_dtypes.finfo(old), ml_dtypes.finfo(new)
+    return (
+        a.nmant <= b.nmant
+        and float(a.max) <= float(b.max)
+        and float(a.smallest_subnormal) >= float(b.smallest_subnormal)
+    )
+
+
+def _dtype_kind(dtype: np.dtype) -> str:
+    """`f` and `i` also for JAX's own dtypes."""
+    if dtype.name.startswith(("bfloat", "float")):
+        return "f"
+    if dtype.name.startswith(("int", "uint")):
+        return "i" if dtype.name.startswith("int") else "u"
+    return dtype.kind
+
+
+def mismatch_error(
+    where: str, problems: Sequence[Mismatch], hints: Sequence[str]
+) -> TreeMismatchError:
+    """All mismatches as one error, in the order of their kinds."""
+    words = {
+        "missing": "missing from it",
+        "unexpected": "that the target lacks",
+        "tied": "tied in the target only",
+        "kind": "of another kind",
+        "shape": "of another shape",
+        "dtype": "of another dtype",
+        "sharding": "without a place to go",
+    }
+    count = collections.Counter(problem.what for problem in problems)
+    parts = [f"{count[what]} {text}" for what, text in words.items() if count[what]]
+    ordered = [p.text for what in words for p in problems if p.what == what]
+    return TreeMismatchError(
+        f"{where} does not match the target: {', '.join(parts)}", ordered, hints
+    )
+
+
+def likely_renames(problems: Sequence[Mismatch]) -> list[tuple[str, str]]:
+    """Renames (regex, replacement) that would bring saved leaves where missing ones are wanted."""
+    pairs = []
+    for problem in problems:
+        if problem.what == "missing" and problem.renamed is not None:
+            old, new = _differing(problem.renamed, problem.path)
+            pairs.append(("^" + re.escape(old), new.replace("\\", r"\\")))
+    return list(dict.fromkeys(pairs))
+
+
+def _differing(old: Path, new: Path) -> tuple[str, str]:
+    """The printed beginnings of two paths, up to where they end alike."""
+    ending = 0
+    while ending < min(len(old), len(new)) and str(old[-1 - ending]) == str(new[-1 - ending]):
+        ending += 1
+
+    def beginning(path: Path) -> str:
+        text = format_path(path[: len(path) - ending]) if len(path) > ending else ""
+        return f"{text}/" if text and ending else text
+
+    return beginning(old), beginning(new)

@@ -1,0 +1,97 @@
+"""Optimizer state follows its parameters: which parameter a leaf belongs to, and which part of the
+parameter's partition spec is its own. Pure arithmetic on paths and shapes.
+
+No name that an optimizer gives to its state is looked for. A leaf belongs to the parameter whose
+path it ends with: `opt_state/0/mu/Dense_0/kernel` to `params/Dense_0/kernel`.
+"""
+
+import itertools
+from collections.abc import Iterable
+
+from reshard.mesh import Spec
+from reshard.tree import Path
+
+Shape = tuple[int, ...]
+
+
+class Parameters:
+    """The parameters of a state, found by how paths end.
+
+    Args:
+      paths: the paths of the parameters.
+    """
+
+    def __init__(self, paths: Iterable[Path]):
+        self._by_ending: dict[tuple[str, ...], list[Path]] = {}
+        for path in paths:
+            keys = tuple(map(str, path))
+            for start in range(len(keys)):
+                self._by_ending.setdefault(keys[start:], []).append(path)
+
+    def followed_by(self, path: Path) -> Path | None:
+        """The parameter that shares the longest ending with `path`, of several the one with the
+        shortest path (the others would share more); None if there is none, or no single one."""
+        keys = tuple(map(str, path))
+        for start in range(len(keys)):
+            found = self._by_ending.get(keys[start:])
+            if found:
+                shortest = min(map(len, found))
+                nearest = [parameter for parameter in found if len(parameter) == shortest]
+                return nearest[0] if len(nearest) == 1 else None
+        return None
+
+
+def matching_part(path: Path, shape: Shape, parameter: Shape, spec: Spec) -> Spec | str:
+    """The part of a parameter's spec that fits a leaf that belongs to it, or why there is none.
+
+    The leaf may have the parameter's shape; that shape behind further axes (a history of updates);
+    that shape with some dimensions of size 1 (a sum that keeps them); some of its dimensions (a
+    factored moment); or a single element.
+
+    Args:
+      path: the leaf's path. Where the parameter has two dimensions of one size, the names of
+        adafactor's factors (`v_row`, `v_col` of `optax.scale_by_factored_rms`) tell which is kept.
+      shape: the leaf's shape.
+      parameter: the parameter's shape.
+      spec: the parameter's spec.
+    """
+    if shape == parameter:
+        return spec
+    full = spec + ((),) * (len(parameter) - len(spec))
+    ahead = len(shape) - len(parameter)
+    if ahead >= 0 and shape[ahead:] == parameter:
+        return ((),) * ahead + full
+    if all(size == 1 for size in shape):
+        return ()
+    if ahead == 0 and all(a in (b, 1) for a, b in zip(shape, parameter, strict=True)):
+        pairs = zip(shape, parameter, full, strict=True)
+        return tuple(entry if a == b else () for a, b, entry in pairs)
+    kept = [
+        dims
+        for dims in itertools.combinations(range(len(parameter)), len(shape))
+        if tuple(parameter[dim] for dim in dims) == shape
+    ]
+    parts = {tuple(full[dim] for dim in dims) for dims in kept}
+    if len(parts) > 1:
+        named = _factor_dims(path, parameter)
+        if named in kept:
+            parts = {tuple(full[dim] for dim in named)}
+    if len(parts) == 1:
+        return parts.pop()
+    if not parts:
+        return f"its shape is no part of the parameter's, {list(parameter)}"
+    choices = " or ".join(sorted(map(str, kept)))
+    return f"it may be over dimensions {choices} of the parameter's {list(parameter)}"
+
+
+def _factor_dims(path: Path, parameter: Shape) -> tuple[int, ...] | None:
+    """The dimensions that adafactor's `v_row` and `v_col` keep: all but the largest, and all but
+    the second largest, of equal ones the later being the larger."""
+    if len(parameter) < 2:
+        return None
+    second, largest = sorted(range(len(parameter)), key=lambda dim: parameter[dim])[-2:]
+    dropped = {"v_row": largest, "v_col": second}
+    found = [dropped[key] for key in path if key in dropped]
+    if len(found) != 1:
+        return None
+    return tuple(dim for dim in range(len(parameter)) if dim != found[0])

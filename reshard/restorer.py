@@ -1,0 +1,309 @@
+"""The restorer: a checkpoint and a target -> live arrays in the target's own containers."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from reshard.checkpoint import ArrayHandle, Checkpoint, collision_error
+from reshard.errors import ShardingError, TreeMismatchError
+from reshard.landing import Request, read_arrays
+from reshard.loader import open as open_checkpoint
+from reshard.matching import Mismatch, Wanted, likely_renames, match, mismatch_error
+from reshard.mesh import NamedSharding, normalize_spec, parse_mesh, spec_problems
+from reshard.states import StateLeaf, take_apart
+from reshard.transforms import is_floating, to_mesh
+from reshard.tree import Path, format_path, match_globs
+from reshard.units import parse_bytes
+
+Progress = Callable[[int], None]
+
+
+def restore(
+    checkpoint: Checkpoint | str | os.PathLike,
+    target: Any,
+    *,
+    cast: bool | str = False,
+    keep: str | Sequence[str] = (),
+    unexpected: str = "error",
+    max_memory: int | str | None = None,
+    progress: Progress | None = None,
+) -> Any:
+    """A checkpoint's values as live arrays, in the containers and with the shardings of a target.
+
+    Every mismatch is found before an array is read. Each process reads what its own devices hold,
+    each stored chunk once; CPU arrays are the buffers that were read into.
+
+    Args:
+      checkpoint: a checkpoint, or the path of one.
+      target: an abstract state, as `reshard.target` builds it; or a real one, whose shardings are
+        taken: pytrees come back as new ones, NNX modules are updated in place once every read has
+        succeeded; or a `jax.sharding.Mesh` alone, for nested dicts and lists of arrays on the
+        saved specs projected to that mesh.
+      cast: False for equal dtypes; True also for casts that keep every value (wider floats,
+        integers that fit); `"lossy"` also for floats rounded to nearest even.
+      keep: globs of leaves of a real target that keep their own values.
+      unexpected: `"error"`, or `"ignore"` to leave out what the target lacks.
+      max_memory: bytes in flight at most beyond the result, a number or text (`"256MiB"`); by
+        default as much as keeps all cores busy.
+      progress: called with numbers of decoded bytes.
+
+    Returns:
+      The target's structure with `jax.Array`s on the target's shardings. Numpy arrays, Python
+      scalars and strings of the target come back as such.
+
+    Raises:
+      TreeMismatchError: leaves that are missing, unexpected, or of another shape, dtype or kind,
+        and leaves of the target without a usable sharding: all of them.
+      ShardingError: saved specs that do not fit a bare mesh.
+      MemoryLimitError: one stored chunk does not fit into `max_memory`.
+      CorruptCheckpointError: stored bytes are missing or do not decode.
+      CheckpointNotFoundError, CheckpointFormatError: as `reshard.open`.
+    """
+    import jax
+
+    _check_choice("cast", cast, (False, True, "lossy"))
+    _check_choice("unexpected", unexpected, ("error", "ignore"))
+    ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    budget = None if max_memory is None else parse_bytes(max_memory)
+    report: Progress = progress or (lambda count: None)
+    if isinstance(target, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+        if cast or keep or unexpected != "error":
+            raise TreeMismatchError(
+                "cast, keep and unexpected compare with a state, and a mesh alone has none",
+                hints=['reshard.cast(ckpt, "bfloat16")', 'reshard.select(ckpt, "params/**")'],
+            )
+        return _restore_raw(ckpt, target, budget, report)
+
+    state = take_apart(target)
+    leaves = state.leaves
+    patterns = [keep] if isinstance(keep, str) else list(keep)
+    kept = match_globs([leaf.path for leaf in leaves], patterns)
+    wanted = [_wanted(leaf) for leaf in leaves]
+    found, problems = match(wanted, ckpt, cast=cast, ignore=unexpected == "ignore")
+    problems = [problem for problem in problems if problem.path not in kept]
+    for leaf, want in zip(leaves, wanted, strict=True):
+        problems += _unusable(leaf, want, leaf.path in kept)
+    if problems:
+        hints = _hints(problems, leaves, cast)
+        raise mismatch_error(f"`{ckpt.source.root}`", problems, hints)
+
+    values: list[Any] = [leaf.value for leaf in leaves]
+    restored = [i for i, leaf in enumerate(leaves) if leaf.path not in kept]
+    handles = {i: ckpt[path] for i in restored if (path := found[i]) is not None}
+    for i, handle in handles.items():
+        if isinstance(handle, str):
+            values[i] = handle
+    arrays = {i: handle for i, handle in handles.items() if isinstance(handle, ArrayHandle)}
+    _check_names(list(arrays.values()))
+    requests = [_request(leaves[i], wanted[i], handle) for i, handle in arrays.items()]
+    for i, value in zip(arrays, read_arrays(requests, budget, report), strict=True):
+        values[i] = _as_wanted(value, leaves[i], wanted[i])
+    if any(leaf.abstract for leaf in leaves):
+        return state.rebuild(values)
+    return state.update(values)
+
+
+def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if value not in choices:
+        raise TreeMismatchError(
+            f"{name}={value!r} is not known", hints=[f"{name}={choice!r}" for choice in choices]
+        )
+
+
+def _check_names(handles: Sequence[ArrayHandle]) -> None:
+    collided = [handle for handle in handles if handle.same_name is not None]
+    if collided:
+        raise collision_error(collided)
+
+
+def _wanted(leaf: StateLeaf) -> Wanted:
+    """What a checkpoint has to have for a leaf."""
+    import jax
+
+    value = leaf.value
+    if not leaf.is_array:
+        return Wanted(leaf.path, type(value).__name__, aliases=leaf.aliases)
+    shape = tuple(value.shape)
+    if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return Wanted(leaf.path, "key", shape, key_impl=_key_impl(value), aliases=leaf.aliases)
+    weak = bool(getattr(value, "weak_type", False))
+    return Wanted(leaf.path, "array", shape, np.dtype(value.dtype), weak=weak, aliases=leaf.aliases)
+
+
+def _key_impl(value: Any) -> str:
+    """The name of the PRNG implementation of keys, abstract or real."""
+    import jax
+
+    for name in ("threefry2x32", "rbg", "unsafe_rbg"):
+        keys = jax.eval_shape(lambda name=name: jax.random.key(0, impl=name))
+        if keys.dtype == value.dtype:
+            return name
+    return str(value.dtype)
+
+
+def _unusable(leaf: StateLeaf, wanted: Wanted, kept: bool) -> list[Mismatch]:
+    """Why a leaf of the target cannot be filled, whatever the checkpoint has."""
+    import jax
+
+    def problem(text: str) -> list[Mismatch]:
+        return [Mismatch("sharding", f"{format_path(leaf.path)}: {text}", leaf.path)]
+
+    if kept:
+        return problem("it is kept, and has no value of its own") if leaf.abstract else []
+    if not isinstance(leaf.value, jax.Array | jax.ShapeDtypeStruct):
+        return []
+    if wanted.dtype is not None and _narrowed(wanted.dtype):
+        return problem(f"JAX makes no {wanted.dtype.name} arrays without jax_enable_x64")
+    try:
+        sharding = _on_devices(leaf.value.sharding)
+        if sharding is None:
+            return problem("it has no sharding")
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            shape, spec = tuple(leaf.value.shape), normalize_spec(sharding.spec)
+            found = spec_problems(shape, parse_mesh(sharding.mesh), spec)
+            return [mismatch for text in found for mismatch in problem(text)]
+    except ShardingError as error:
+        return problem(error.summary)
+    return []
+
+
+def _narrowed(dtype: np.dtype) -> bool:
+    """Whether JAX would silently make arrays of a narrower dtype."""
+    import jax
+
+    return jax.dtypes.canonicalize_dtype(dtype) != dtype
+
+
+def _on_devices(sharding: Any) -> Any:
+    """A sharding on devices: for an `AbstractMesh`, on the mesh that is in context if that is it.
+
+    Raises:
+      ShardingError: it is on an abstract mesh, and no such mesh is in context.
+    """
+    import jax
+
+    mesh = getattr(sharding, "mesh", None)
+    if not isinstance(mesh, jax.sharding.AbstractMesh):
+        return sharding
+    concrete = jax.sharding.get_mesh()
+    if not concrete.empty and concrete.abstract_mesh == mesh:
+        return jax.sharding.NamedSharding(concrete, sharding.spec)
+    raise ShardingError("its sharding is on an AbstractMesh, which has no devices")
+
+
+def _hints(
+    problems: Sequence[Mismatch], leaves: Sequence[StateLeaf], cast: bool | str
+) -> list[str]:
+    kinds = {problem.what for problem in problems}
+    hints = [
+        f'reshard.rename(ckpt, [(r"{old}", r"{new}")]) of `reshard.open(path)`'
+        for old, new in likely_renames(problems)
+    ]
+    if "unexpected" in kinds:
+        hints.append('unexpected="ignore" restores the rest')
+    if "missing" in kinds and not any(leaf.abstract for leaf in leaves):
+        path = next(problem.path for problem in problems if problem.what == "missing")
+        hints.append(f'keep=("{format_path(path)}",) leaves it as it is; globs work')
+    if "tied" in kinds:
+        path = next(p.renamed for p in problems if p.what == "tied" and p.renamed is not None)
+        hints.append(f'reshard.select(ckpt, drop="{format_path(path)}") if they are equal')
+    if "dtype" in kinds and cast != "lossy":
+        hints.append('cast=True for casts that keep every value, cast="lossy" for all of floats')
+    if "sharding" in kinds:
+        hints.append("reshard.target(state, mesh=mesh, ...) gives every leaf a sharding")
+    return hints
+
+
+def _request(leaf: StateLeaf, wanted: Wanted, handle: ArrayHandle) -> Request:
+    """What to read for a leaf, and where to."""
+    import jax
+
+    sharding = None
+    if isinstance(leaf.value, jax.Array | jax.ShapeDtypeStruct) and not _floats(leaf.value):
+        sharding = _on_devices(leaf.value.sharding)
+        if wanted.kind == "key" and isinstance(sharding, jax.sharding.NamedSharding):
+            entries = [*sharding.spec, *[None] * (len(wanted.shape) - len(sharding.spec)), None]
+            sharding = jax.sharding.NamedSharding(
+                sharding.mesh,
+                jax.sharding.PartitionSpec(*entries),
+                memory_kind=sharding.memory_kind,
+            )
+    dtype = handle.dtype if wanted.dtype is None else wanted.dtype
+    if is_floating(dtype):
+        handle = dataclasses.replace(handle, dtype=dtype)
+    return Request(handle, dtype, sharding)
+
+
+def _floats(value: Any) -> bool:
+    """Whether an array is bound to no device, so that computations may move it: it stays so."""
+    return not getattr(value, "committed", True)
+
+
+def _as_wanted(value: Any, leaf: StateLeaf, wanted: Wanted) -> Any:
+    """What was read, as the kind of leaf that the target has."""
+    import jax
+
+    if wanted.kind == "key":
+        keys = jax.random.wrap_key_data(value, impl=wanted.key_impl)
+        sharding = _on_devices(leaf.value.sharding)
+        return keys if keys.sharding == sharding else jax.device_put(keys, sharding)
+    if wanted.kind in ("int", "float", "bool"):
+        return value.item()
+    if isinstance(leaf.value, jax.Array) and _floats(leaf.value):
+        return jax.device_put(value, may_alias=True)
+    return value[()] if isinstance(leaf.value, np.generic) else value
+
+
+def _restore_raw(ckpt: Checkpoint, mesh: Any, budget: int | None, report: Progress) -> Any:
+    """Nested dicts and lists of what was saved, device arrays on a mesh."""
+    import jax
+
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        raise ShardingError(
+            "an AbstractMesh has no devices to restore to", hints=["jax.make_mesh((1, 8), names)"]
+        )
+    ckpt = to_mesh(ckpt, mesh)
+    _check_names(ckpt.arrays)
+    requests, wide = [], []
+    for handle in ckpt.arrays:
+        sharding = None
+        if isinstance(handle.sharding, NamedSharding):
+            spec = handle.sharding.spec + ((),) * (len(handle.shape) - len(handle.sharding.spec))
+            entries = [axes[0] if len(axes) == 1 else axes or None for axes in spec]
+            sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*entries))
+            if _narrowed(handle.dtype):
+                wide.append(f"{format_path(handle.path)}  {handle.dtype.name}{list(handle.shape)}")
+        requests.append(Request(handle, handle.dtype, sharding))
+    if wide:
+        raise TreeMismatchError(
+            "JAX makes no arrays of these dtypes without jax_enable_x64",
+            wide,
+            ['jax.config.update("jax_enable_x64", True)'],
+        )
+    leaves: dict[Path, Any] = dict(ckpt)
+    for handle, value in zip(ckpt.arrays, read_arrays(requests, budget, report), strict=True):
+        if handle.key_impl is not None and isinstance(value, jax.Array):
+            value = jax.random.wrap_key_data(value, impl=handle.key_impl)
+        leaves[handle.path] = value.item() if handle.value_type == "scalar" else value
+    return _nested(leaves)
+
+
+def _nested(leaves: dict[Path, Any]) -> Any:
+    """Containers around leaves: a list for positions, a dict for other keys."""
+    children: dict[Path, dict[Any, Any]] = {}
+    for path in leaves:
+        for end in range(len(path)):
+            children.setdefault(path[:end], {})[path[end]] = path[: end + 1]
+
+    def build(path: Path) -> Any:
+        if path not in children:
+            return leaves[path]
+        inside = children[path]
+        if all(isinstance(key, int) for key in inside):
+            return [build(inside[key]) for key in sorted(inside)]
+        return {key: build(below) for key, below in inside.items()}
+
+    return build(())

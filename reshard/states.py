@@ -1,0 +1,221 @@
+"""The containers of a user's state: taken apart into leaves with tuple paths, and put together.
+
+A state is any pytree of JAX: dicts, `TrainState`, optax's namedtuples, Linen's boxes, `nnx.State`.
+NNX modules and optimizers are graphs (a variable may be in several places); they are split first,
+all of one state together, so that what they share stays shared.
+
+Two kinds of container hold one value and describe its axes, and have no key of their own in the
+path of a leaf: Linen's boxes (`Partitioned` and any other `AxisMetadata`) and NNX's `Variable`s.
+Orbax saves both as a level named `value`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from reshard.rules import Names
+from reshard.tree import Path
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StateLeaf:
+    """A leaf of a state.
+
+    Attributes:
+      path: where it is, without the levels of boxes and variables.
+      value: an array, a `jax.ShapeDtypeStruct`, a numpy array, a Python scalar or a string.
+      holder: the box or the variable that it is in, if any.
+      aliases: other paths of the same leaf, where a module holds it in several places.
+    """
+
+    path: Path
+    value: Any
+    holder: Any = None
+    aliases: tuple[Path, ...] = ()
+
+    @property
+    def is_array(self) -> bool:
+        """Whether it is an array of any kind, abstract or real."""
+        return hasattr(self.value, "shape") and hasattr(self.value, "dtype")
+
+    @property
+    def abstract(self) -> bool:
+        """Whether it has no value."""
+        import jax
+
+        return isinstance(self.value, jax.ShapeDtypeStruct)
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """A state, taken apart.
+
+    Attributes:
+      leaves: its leaves, in the order of the pytree, those of modules last.
+      rebuild: the same containers around other values, which are given in the order of `leaves`.
+        Modules are new ones.
+      update: the same, but the modules that were given are updated in place.
+    """
+
+    leaves: tuple[StateLeaf, ...]
+    rebuild: Callable[[Sequence[Any]], Any]
+    update: Callable[[Sequence[Any]], Any]
+
+
+def take_apart(state: Any) -> State:
+    """The leaves of a state, and how to put others in their places."""
+    import jax
+    from flax import nnx
+
+    places, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_held_or_module)
+    plain = [(key_path(keys), value) for keys, value in places if not isinstance(value, nnx.Pytree)]
+    modules = [(key_path(keys), value) for keys, value in places if isinstance(value, nnx.Pytree)]
+    graphdef: Any = None
+    aliases, graph_state = {}, ()
+    if modules:
+        together = tuple(module for _, module in modules)
+        graphdef, graph_state = nnx.split(together)
+        aliases = _aliases(nnx.find_duplicates(together))
+    inner, inner_def = jax.tree_util.tree_flatten_with_path(graph_state, is_leaf=_is_held_or_module)
+
+    leaves: list[StateLeaf] = []
+    cells = []
+    for path, value in plain:
+        cells.append(_open(path, value, (), leaves))
+    for keys, value in inner:
+        (number, *rest) = key_path(keys)
+        roots = [path for path, _ in modules]
+        others = [
+            (*roots[int(index)], *tail)
+            for index, *tail in _other_paths(aliases, (number, *map(str, rest)))
+        ]
+        cells.append(_open((*roots[int(number)], *rest), value, tuple(others), leaves))
+
+    def contents(values: Sequence[Any]) -> tuple[list[Any], Any]:
+        held, position = [], 0
+        for count, close in cells:
+            held.append(close(values[position : position + count]))
+            position += count
+        return held[: len(plain)], jax.tree.unflatten(inner_def, held[len(plain) :])
+
+    def assemble(outer: Sequence[Any], made: Sequence[Any]) -> Any:
+        sources = iter(outer), iter(made)
+        return jax.tree.unflatten(
+            treedef, [next(sources[isinstance(value, nnx.Pytree)]) for _, value in places]
+        )
+
+    def rebuild(values: Sequence[Any]) -> Any:
+        outer, inside = contents(values)
+        return assemble(outer, nnx.merge(graphdef, inside) if modules else ())
+
+    def update(values: Sequence[Any]) -> Any:
+        outer, inside = contents(values)
+        if modules:
+            nnx.update(tuple(module for _, module in modules), inside)
+        return assemble(outer, [module for _, module in modules])
+
+    return State(tuple(leaves), rebuild, update)
+
+
+def is_held(value: Any) -> bool:
+    """Whether it is a box of Linen's or a variable of NNX's."""
+    from flax import nnx
+    from flax.core import meta
+
+    return isinstance(value, meta.AxisMetadata | nnx.Variable)
+
+
+def _is_held_or_module(value: Any) -> bool:
+    from flax import nnx
+
+    return is_held(value) or isinstance(value, nnx.Pytree)
+
+
+def _open(
+    path: Path, value: Any, aliases: tuple[Path, ...], leaves: list[StateLeaf]
+) -> tuple[int, Callable[[Sequence[Any]], Any]]:
+    """Adds the leaves of one place to `leaves`; how many there are, and how to close it again."""
+    import jax
+
+    found, treedef = jax.tree_util.tree_flatten_with_path(value)
+    holder = value if is_held(value) else None
+    for keys, leaf in found:
+        below = key_path(keys[1:] if holder is not None else keys)
+        others = tuple((*alias, *below) for alias in aliases)
+        leaves.append(StateLeaf((*path, *below), leaf, holder, others))
+    return len(found), treedef.unflatten
+
+
+def key_path(keys: Sequence[Any]) -> Path:
+    """A path of JAX's keys as Orbax names it: positions are ints, everything else is text."""
+    import jax
+
+    path = []
+    for key in keys:
+        if isinstance(key, jax.tree_util.SequenceKey):
+            path.append(key.idx)
+        else:
+            name = getattr(key, "name", getattr(key, "key", key))
+            path.append(str(name))
+    return tuple(path)
+
+
+def _aliases(duplicates: Sequence[Sequence[Sequence[Any]]]) -> dict[Path, list[Path]]:
+    """Path of a shared node or variable -> all its paths."""
+    groups: list[list[Path]] = [[tuple(map(str, p)) for p in group] for group in duplicates]
+    return {path: group for group in groups for path in group}
+
+
+def _other_paths(aliases: dict[Path, list[Path]], path: Path) -> list[Path]:
+    """All other paths of a leaf, of which a part may lead through shared nodes."""
+    found, todo = {path}, [path]
+    while todo:
+        current = todo.pop()
+        for end in range(1, len(current) + 1):
+            for other in aliases.get(current[:end], ()):
+                new = (*other, *current[end:])
+                around = other[:end] == current[:end]  # a cycle of the graph
+                if new not in found and not around:
+                    found.add(new)
+                    todo.append(new)
+    return sorted(found - {path})
+
+
+def axis_names(leaf: StateLeaf) -> Names | None:
+    """The names of a leaf's axes, as its box or variable gives them; None without an annotation."""
+    from flax import nnx
+    from flax.core import meta
+
+    holder = leaf.holder
+    if isinstance(holder, nnx.Variable):
+        metadata = holder.get_metadata()
+        found = [metadata.get(key) for key in ("out_sharding", "sharding_names", "sharding")]
+        names = next((names for names in found if names is not None), None)
+        return _names(getattr(names, "spec", names))
+    if isinstance(holder, meta.AxisMetadata):
+        if isinstance(holder, meta.Partitioned):
+            return _names(holder.names)
+        return _names(getattr(holder, "get_partition_spec", lambda: None)())
+    return None
+
+
+def _names(names: Any) -> Names | None:
+    if names is None:
+        return None
+    return tuple(tuple(name) if isinstance(name, list | tuple) else name for name in names)
+
+
+def own_rules(leaf: StateLeaf) -> Any:
+    """The logical axis rules that a box or variable carries itself."""
+    from flax import nnx
+
+    if isinstance(leaf.holder, nnx.Variable):
+        return leaf.holder.get_metadata().get("sharding_rules")
+    return getattr(leaf.holder, "rules", None)
+
+
+def is_numpy(value: Any) -> bool:
+    """Whether a leaf lives on the host as a numpy array."""
+    return isinstance(value, np.ndarray | np.generic)
