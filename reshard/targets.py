@@ -183,7 +183,8 @@ def _state_of(model: Any, mesh: Any, inputs: Sequence[Any]) -> Any:
     if isinstance(model, type) and issubclass(model, nnx.Pytree) and not inputs:
         wanted = inspect.signature(model.__init__).parameters.get("rngs")
         if wanted is not None and wanted.default is inspect.Parameter.empty:
-            return _evaluated(lambda: model(**{"rngs": nnx.Rngs(0)}), (), mesh)
+            constructor: Any = model
+            return _evaluated(lambda: constructor(rngs=nnx.Rngs(0)), (), mesh)
     if callable(model) and not isinstance(model, nnx.Pytree):
         return _evaluated(model, inputs, mesh)
     if inputs:
