@@ -13,7 +13,7 @@ from reshard.landing import Request, read_arrays
 from reshard.loader import open as open_checkpoint
 from reshard.matching import Mismatch, Wanted, likely_renames, match, mismatch_error
 from reshard.mesh import NamedSharding, normalize_spec, parse_mesh, spec_problems
-from reshard.states import StateLeaf, take_apart
+from reshard.states import StateLeaf, take_apart, wanted_leaf
 from reshard.transforms import is_floating, to_mesh
 from reshard.tree import Path, format_path, match_globs
 from reshard.units import parse_bytes
@@ -81,7 +81,7 @@ def restore(
     leaves = state.leaves
     patterns = [keep] if isinstance(keep, str) else list(keep)
     kept = match_globs([leaf.path for leaf in leaves], patterns)
-    wanted = [_wanted(leaf) for leaf in leaves]
+    wanted = [wanted_leaf(leaf) for leaf in leaves]
     found, problems = match(wanted, ckpt, cast=cast, ignore=unexpected == "ignore")
     problems = [problem for problem in problems if problem.path not in kept]
     for leaf, want in zip(leaves, wanted, strict=True):
@@ -117,31 +117,6 @@ def _check_names(handles: Sequence[ArrayHandle]) -> None:
     collided = [handle for handle in handles if handle.same_name is not None]
     if collided:
         raise collision_error(collided)
-
-
-def _wanted(leaf: StateLeaf) -> Wanted:
-    """What a checkpoint has to have for a leaf."""
-    import jax
-
-    value = leaf.value
-    if not leaf.is_array:
-        return Wanted(leaf.path, type(value).__name__, aliases=leaf.aliases)
-    shape = tuple(value.shape)
-    if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return Wanted(leaf.path, "key", shape, key_impl=_key_impl(value), aliases=leaf.aliases)
-    weak = bool(getattr(value, "weak_type", False))
-    return Wanted(leaf.path, "array", shape, np.dtype(value.dtype), weak=weak, aliases=leaf.aliases)
-
-
-def _key_impl(value: Any) -> str:
-    """The name of the PRNG implementation of keys, abstract or real."""
-    import jax
-
-    for name in ("threefry2x32", "rbg", "unsafe_rbg"):
-        keys = jax.eval_shape(lambda name=name: jax.random.key(0, impl=name))
-        if keys.dtype == value.dtype:
-            return name
-    return str(value.dtype)
 
 
 def _unusable(leaf: StateLeaf, wanted: Wanted, kept: bool) -> list[Mismatch]:

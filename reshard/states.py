@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard.matching import Wanted
 from reshard.rules import Names
 from reshard.tree import Path
 
@@ -216,6 +217,26 @@ def own_rules(leaf: StateLeaf) -> Any:
     return getattr(leaf.holder, "rules", None)
 
 
-def is_numpy(value: Any) -> bool:
-    """Whether a leaf lives on the host as a numpy array."""
-    return isinstance(value, np.ndarray | np.generic)
+def wanted_leaf(leaf: StateLeaf) -> Wanted:
+    """What a checkpoint has to have for a leaf."""
+    import jax
+
+    value = leaf.value
+    if not leaf.is_array:
+        return Wanted(leaf.path, type(value).__name__, aliases=leaf.aliases)
+    shape = tuple(value.shape)
+    if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return Wanted(leaf.path, "key", shape, key_impl=_key_impl(value), aliases=leaf.aliases)
+    weak = bool(getattr(value, "weak_type", False))
+    return Wanted(leaf.path, "array", shape, np.dtype(value.dtype), weak=weak, aliases=leaf.aliases)
+
+
+def _key_impl(value: Any) -> str:
+    """The name of the PRNG implementation of keys, abstract or real."""
+    import jax
+
+    for name in ("threefry2x32", "rbg", "unsafe_rbg"):
+        keys = jax.eval_shape(lambda name=name: jax.random.key(0, impl=name))
+        if keys.dtype == value.dtype:
+            return name
+    return str(value.dtype)

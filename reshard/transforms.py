@@ -21,6 +21,7 @@ from reshard.checkpoint import (
     stored_name,
 )
 from reshard.errors import ShardingError, TreeMismatchError
+from reshard.matching import Mismatch, Wanted, likely_renames, match, mismatch_error
 from reshard.mesh import (
     MOST_DEVICE_IDS,
     Mesh,
@@ -28,6 +29,7 @@ from reshard.mesh import (
     SingleDeviceSharding,
     Spec,
     fitting_spec,
+    normalize_spec,
     parse_mesh,
     rename_axes,
     spec_problems,
@@ -142,6 +144,7 @@ def to_mesh(
     specs: Sequence[tuple[str, Any]] | Mapping[str, Any] | None = None,
     *,
     axes: Mapping[str, str] | None = None,
+    target: Any = None,
 ) -> Checkpoint:
     """Every device array laid out on `mesh`.
 
@@ -154,20 +157,25 @@ def to_mesh(
       specs: ordered (path regex, partition spec) pairs that override the saved specs; the first
         match wins.
       axes: saved axis name -> axis of `mesh`, or `""` to replicate.
+      target: an abstract state on `mesh`, as `reshard.target` builds it. Its specs take the place
+        of the saved ones, and its leaves must be those of the checkpoint.
 
     Raises:
       ShardingError: every leaf whose spec does not fit, with what to type for each.
+      TreeMismatchError: every leaf in which the checkpoint and `target` differ.
     """
-    target = parse_mesh(mesh, ckpt.meshes)
-    if target.device_ids is None and target.size <= MOST_DEVICE_IDS:
-        target = dataclasses.replace(target, device_ids=tuple(range(target.size)))
-    if target.axis_types is None:
-        target = dataclasses.replace(target, axis_types=_carried_types(target, ckpt.meshes))
+    new_mesh = parse_mesh(mesh, ckpt.meshes)
+    if new_mesh.device_ids is None and new_mesh.size <= MOST_DEVICE_IDS:
+        new_mesh = dataclasses.replace(new_mesh, device_ids=tuple(range(new_mesh.size)))
+    if new_mesh.axis_types is None:
+        new_mesh = dataclasses.replace(new_mesh, axis_types=_carried_types(new_mesh, ckpt.meshes))
     axes = dict(axes or {})
-    _check_axes(axes, target, ckpt.meshes)
+    _check_axes(axes, new_mesh, ckpt.meshes)
     candidates = [a.path for a in ckpt.arrays if a.value_type != "scalar"]
     rules = specs.items() if isinstance(specs, Mapping) else specs or ()
     chosen = match_specs(candidates, list(rules))
+    if target is not None:
+        chosen = _target_specs(ckpt, new_mesh, target) | chosen
     leaves = dict(ckpt)
     problems, misfits, replicated, unknown = [], [], [], []
     for array in ckpt.arrays:
@@ -184,18 +192,18 @@ def to_mesh(
             spec = rename_axes(saved.spec, axes) if isinstance(saved, NamedSharding) else ()
             if isinstance(saved, SingleDeviceSharding):
                 replicated.append(array)
-        found = spec_problems(array.shape, target, spec)
+        found = spec_problems(array.shape, new_mesh, spec)
         problems += [text + problem for problem in found]
         if found:
             misfits.append((array, spec))
         leaves[array.path] = dataclasses.replace(
-            array, sharding=NamedSharding(target, spec), value_type="jax.Array"
+            array, sharding=NamedSharding(new_mesh, spec), value_type="jax.Array"
         )
     if problems:
         raise ShardingError(
-            f"specs that do not fit the mesh `{target}`",
+            f"specs that do not fit the mesh `{new_mesh}`",
             problems,
-            _spec_hints(ckpt, misfits, target)
+            _spec_hints(ckpt, misfits, new_mesh)
             + [f"{_spec_option(a.path, '')} replicates it" for a in unknown],
         )
     notes = []
@@ -211,6 +219,53 @@ def to_mesh(
         )
     retyped = any(a.value_type != "jax.Array" for a in ckpt.arrays if a.path in chosen)
     return ckpt.replace(leaves, notes=notes, retyped=retyped)
+
+
+def _target_specs(ckpt: Checkpoint, mesh: Mesh, target: Any) -> dict[Path, Spec]:
+    """Saved path -> the spec that the target has for it; Python scalars have none.
+
+    Raises:
+      TreeMismatchError: the leaves of the two differ.
+      ShardingError: the target is on another mesh.
+    """
+    from reshard.states import take_apart, wanted_leaf
+
+    leaves = take_apart(target).leaves
+    wanted = [wanted_leaf(leaf) for leaf in leaves]
+    found, problems = match(wanted, ckpt)
+    if problems:
+        raise mismatch_error(f"`{ckpt.source.root}`", problems, _match_hints(problems, wanted))
+    specs: dict[Path, Spec] = {}
+    for leaf, path in zip(leaves, found, strict=True):
+        sharding: Any = getattr(leaf.value, "sharding", None)
+        handle = None if path is None else ckpt[path]
+        if not isinstance(handle, ArrayHandle) or not hasattr(sharding, "spec"):
+            continue
+        if parse_mesh(sharding.mesh).shape != mesh.shape:
+            raise ShardingError(
+                f"the target is on `{parse_mesh(sharding.mesh)}`, not on `{mesh}`",
+                hints=["build it with `reshard.target(model, mesh=...)` for the same mesh"],
+            )
+        if handle.value_type != "scalar":
+            specs[handle.path] = normalize_spec(sharding.spec)
+    return specs
+
+
+def _match_hints(problems: Sequence[Mismatch], wanted: Sequence[Wanted]) -> list[str]:
+    """What to type to give a checkpoint the leaves of a target."""
+    hints = [
+        f"--rename {tree.shell_quoted(f'{old}={new}')}" for old, new in likely_renames(problems)
+    ]
+    unexpected = [problem.path for problem in problems if problem.what == "unexpected"]
+    used = {tuple(map(str, w.path[:end])) for w in wanted for end in range(len(w.path) + 1)}
+    for path in unexpected:
+        ends = range(1, len(path))
+        top = next((e for e in ends if tuple(map(str, path[:e])) not in used), len(path))
+        pattern = format_path(path[:top]) + ("/**" if top < len(path) else "")
+        hints.append(f"--drop {tree.shell_quoted(pattern)}")
+    if any(problem.what == "dtype" for problem in problems):
+        hints.append("--dtype 'GLOB=DTYPE' casts")
+    return hints
 
 
 def _carried_types(target: Mesh, saved: Sequence[Mesh]) -> tuple[str, ...] | None:

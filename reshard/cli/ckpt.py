@@ -8,6 +8,7 @@ import click
 
 from reshard.checkpoint import Checkpoint
 from reshard.cli import output
+from reshard.cli.model import build_target, read_rules
 from reshard.errors import ReshardError, ShardingError
 from reshard.loader import open as open_checkpoint
 from reshard.mesh import parse_mesh
@@ -46,6 +47,19 @@ _MALLOC_ARENA_MAX, _MALLOC_MMAP_THRESHOLD, _MALLOC_TRIM_THRESHOLD = -8, -3, -1
     help="Partition spec of the leaves whose path matches: one entry a dimension, "
     "`,` between dimensions, `+` between axes of one: 'kernel$=data,model'. "
     "The first match wins.",
+)
+@click.option(
+    "--model",
+    metavar="MODULE:NAME",
+    help="Lay the checkpoint out as this model is, after checking that it has the model's leaves. "
+    "NAME is called for the model's state: this runs the code of MODULE.",
+)
+@click.option(
+    "--rules",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False),
+    help="TOML with `rules` from the model's logical axis names to mesh axes, and `specs` from "
+    "path regexes to partition specs.",
 )
 @click.option("--select", "selected", metavar="GLOB", multiple=True, help="Only these leaves.")
 @click.option("--drop", metavar="GLOB", multiple=True, help="Leave these leaves out.")
@@ -91,6 +105,8 @@ def command(
     saved: str | None,
     axes: tuple[str, ...],
     specs: tuple[str, ...],
+    model: str | None,
+    rules: str | None,
     selected: tuple[str, ...],
     drop: tuple[str, ...],
     renames: tuple[str, ...],
@@ -119,7 +135,7 @@ def command(
     _tune_malloc()
     try:
         checkpoints = [
-            _transform(c, mesh, saved, axes, specs, selected, drop, renames, dtypes)
+            _transform(c, mesh, saved, axes, specs, model, rules, selected, drop, renames, dtypes)
             for c in _open(src, step, item)
         ]
     except ReshardError as error:
@@ -173,6 +189,8 @@ def _transform(
     saved: str | None,
     axes: tuple[str, ...],
     specs: tuple[str, ...],
+    model: str | None,
+    rules: str | None,
     selected: tuple[str, ...],
     drop: tuple[str, ...],
     renames: tuple[str, ...],
@@ -188,11 +206,31 @@ def _transform(
         where, _, dtype = text.rpartition("=")
         ckpt = cast(ckpt, dtype, where or "**")
     if mesh is not None:
-        pairs = [_pair(text, "--spec") for text in specs]
-        return to_mesh(ckpt, mesh, pairs, axes=_axes(axes))
-    if specs or axes:
-        raise click.UsageError("--spec and --axis go with --to MESH")
+        return _lay_out(ckpt, mesh, specs, axes, model, rules)
+    if specs or axes or model or rules:
+        raise click.UsageError("--spec, --axis, --model and --rules go with --to MESH")
     return ckpt
+
+
+def _lay_out(
+    ckpt: Checkpoint,
+    mesh: str,
+    specs: tuple[str, ...],
+    axes: tuple[str, ...],
+    model: str | None,
+    rules: str | None,
+) -> Checkpoint:
+    """On the new mesh, as the model says if there is one, else as saved."""
+    pairs = tuple(_pair(text, "--spec") for text in specs)
+    named, more = (None, ()) if rules is None else read_rules(rules)
+    if model is None:
+        if named is not None:
+            raise click.UsageError("`rules` are for the axes of a model: give --model MODULE:NAME")
+        return to_mesh(ckpt, mesh, pairs + more, axes=_axes(axes))
+    if axes:
+        raise click.UsageError("--axis renames saved specs, and with --model none of them counts")
+    new_mesh = parse_mesh(mesh, ckpt.meshes)
+    return to_mesh(ckpt, new_mesh, target=build_target(model, named, pairs + more, new_mesh))
 
 
 def _axes(texts: tuple[str, ...]) -> dict[str, str]:

@@ -1,0 +1,130 @@
+"""`--model` and `--rules`: the user's own model, and the file of rules for its axes."""
+
+import functools
+import importlib
+import os
+import sys
+import tomllib
+from typing import Any
+
+from reshard.errors import ReshardError, ShardingError
+from reshard.mesh import Mesh
+
+_EXAMPLE = [
+    'rules = [["embed", "data"], ["vocab", ["data", "model"]], ["kv", []]]',
+    'specs = [["kernel$", ["data", []]]]',
+]
+Pairs = tuple[tuple[str, Any], ...]
+
+
+@functools.lru_cache(maxsize=1)
+def build_target(model: str, rules: Pairs | None, specs: Pairs, mesh: Mesh) -> Any:
+    """The abstract state of a model on a mesh. Runs the model's code, on the CPU.
+
+    Args:
+      model: `package.module:name`, looked for in the current directory too.
+      rules: from `read_rules`.
+      specs: path regexes with partition specs.
+      mesh: the mesh; no devices are needed.
+
+    Raises:
+      ReshardError: the model cannot be imported, or its code fails.
+      ShardingError: as `reshard.target`.
+    """
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import jax
+
+    from reshard.targets import target
+
+    abstract = jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names)
+    loaded = _load(model)
+    try:
+        return target(loaded, mesh=abstract, rules=rules, specs=specs)
+    except ReshardError:
+        raise
+    except Exception as error:
+        raise ReshardError(
+            f"--model {model}: its code raised {type(error).__name__}", [str(error)]
+        ) from error
+
+
+def _load(model: str) -> Any:
+    module, colon, name = model.partition(":")
+    if not colon or not module or not name:
+        raise ReshardError(
+            f"--model {model}: that is not `package.module:callable`",
+            hints=["--model my_project.model:create_train_state"],
+        )
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ReshardError(
+            f"--model {model}: it cannot be imported",
+            [str(error)],
+            ["modules are looked for in the current directory and on PYTHONPATH"],
+        ) from error
+    except Exception as error:
+        raise ReshardError(
+            f"--model {model}: importing it raised {type(error).__name__}", [str(error)]
+        ) from error
+    return found
+
+
+def read_rules(path: str) -> tuple[Pairs | None, Pairs]:
+    """The `rules` and the `specs` of a file; None for rules that it does not have.
+
+    Raises:
+      ShardingError: it is not such a file; all that is wrong with its entries.
+    """
+    try:
+        with open(path, "rb") as file:
+            document = tomllib.load(file)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ShardingError(f"--rules {path}: it cannot be read", [str(error)], _EXAMPLE) from error
+    problems = [f"{key}: not known" for key in document if key not in ("rules", "specs")]
+    rules, specs = document.get("rules"), document.get("specs", [])
+    problems += [f"rules: {entry!r}" for entry in _wrong(rules or [], _is_axes)]
+    problems += [f"specs: {entry!r}" for entry in _wrong(specs, _is_spec)]
+    if problems:
+        raise ShardingError(f"--rules {path}: it has entries that are no rules", problems, _EXAMPLE)
+    return None if rules is None else _frozen(rules), _frozen(specs)
+
+
+def _wrong(entries: Any, fits: Any) -> list[Any]:
+    if not isinstance(entries, list):
+        return [entries]
+    return [
+        entry
+        for entry in entries
+        if not (
+            isinstance(entry, list)
+            and len(entry) == 2
+            and isinstance(entry[0], str)
+            and fits(entry[1])
+        )
+    ]
+
+
+def _is_axes(value: Any) -> bool:
+    """A mesh axis, or a list of them."""
+    return isinstance(value, str) or (
+        isinstance(value, list) and all(isinstance(axis, str) for axis in value)
+    )
+
+
+def _is_spec(value: Any) -> bool:
+    """A list with axes for each dimension, or text as `--spec` takes it."""
+    return isinstance(value, str) or (isinstance(value, list) and all(map(_is_axes, value)))
+
+
+def _frozen(entries: list[list[Any]]) -> Pairs:
+    """Pairs of tuples, to be compared and kept."""
+    return tuple((name, _tuples(value)) for name, value in entries)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
