@@ -14,8 +14,8 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import tensorstore as ts
@@ -132,9 +132,9 @@ class _Landing:
         self._shards = _local_shards(handle.shape, request.sharding)
         self._converts = handle.read_dtype != handle.dtype or handle.dtype != request.dtype
         nbytes = math.prod(handle.shape) * request.dtype.itemsize
-        self._staged = self._converts or (nbytes <= READ_WHOLE and len(self._shards) > 1)
-        held = sum(math.prod(boxes.shape_of(box)) for box in self._shards.values())
-        self.staging = 0 if _aliases(request.sharding) else held * request.dtype.itemsize
+        self._staged = self._converts or (nbytes <= READ_WHOLE and len(self._shards.boxes) > 1)
+        held = sum(map(math.prod, self._shards.shapes)) * request.dtype.itemsize
+        self.staging = 0 if _aliases(request.sharding) else held
         self.boxes: list[Box] = []
         self.result: Any = None
         self._buffers: dict[Shape, np.ndarray] = {}
@@ -145,14 +145,14 @@ class _Landing:
         """Decides what is read at once: everything, or boxes of whole chunks that take no more
         than `limit` bytes, and at least one chunk."""
         shape, chunk = self.handle.shape, self.handle.chunk_shape
-        if not self._shards:
+        if not self._shards.boxes:
             self.boxes = []
-        elif self.charge(needed := boxes.around(list(self._shards.values()))) <= limit:
-            self.boxes = [needed]
+        elif self.charge(self._shards.around) <= limit:
+            self.boxes = [self._shards.around]
         else:
             count = max(1, limit // (self.chunk_charge * (2 if self._staged else 1)))
             grid = grid_boxes(shape, boxes.chunks_together(shape, chunk, count))
-            self.boxes = [box for box in grid if self._parts(box)]
+            self.boxes = [box for box in grid if self._shards.parts(box)]
         if self.staging > 2 * limit:
             self._on_devices = _DeviceShards(self.handle.shape, self._dtype, self._sharding)
             self._staged, self.staging = True, 0
@@ -174,9 +174,10 @@ class _Landing:
             values = np.empty(boxes.shape_of(box), self.handle.read_dtype)
             return [ts.array(values, copy=False).write(view[box], batch=batch).commit], values
         reads = []
-        for start, common, inside in self._parts(box):
-            part = ts.array(self._buffer(start)[(*inside, ...)], copy=False)
-            reads.append(part.write(view[common], batch=batch).commit)
+        for part in self._shards.parts(box):
+            buffer = self._buffer(part.start)[(*part.in_shard, ...)]
+            write = ts.array(buffer, copy=False).write(view[part.common], batch=batch)
+            reads.append(write.commit)
         return reads, None
 
     def land(self, box: Box, values: np.ndarray | None) -> None:
@@ -186,24 +187,15 @@ class _Landing:
             if self._on_devices is not None:
                 self._on_devices.put(box, values)
             else:
-                for start, common, inside in self._parts(box):
-                    self._buffer(start)[inside] = values[boxes.inside(common, box)]
+                for part in self._shards.parts(box):
+                    self._buffer(part.start)[part.in_shard] = values[part.in_box]
         self._left -= 1
         if not self._left:
             self._finish()
 
-    def _parts(self, box: Box) -> list[tuple[Shape, Box, Box]]:
-        """Where a box meets shards: the shard's start, what they share, and that in the shard."""
-        found = []
-        for start, shard in self._shards.items():
-            common = boxes.common_part(shard, box)
-            if common is not None:
-                found.append((start, common, boxes.inside(common, shard)))
-        return found
-
     def _buffer(self, start: Shape) -> np.ndarray:
         if not self._buffers:
-            self._buffers = _aligned_buffers(self._shards, self._dtype)
+            self._buffers = self._shards.buffers(self._dtype)
         return self._buffers[start]
 
     @functools.cached_property
@@ -234,7 +226,7 @@ class _Landing:
             self.result = jax.make_array_from_callback(
                 shape,
                 sharding,
-                lambda index: self._buffer(boxes.start_of(boxes.from_index(index or (), shape))),
+                lambda index: self._buffer(tuple(part.start or 0 for part in index or ())),
                 dtype=self._dtype,
             )
         self.__dict__.pop("_view", None)
@@ -349,26 +341,68 @@ def _aliases(sharding: Any) -> bool:
     return all(device.platform == "cpu" for device in sharding.addressable_devices)
 
 
-def _local_shards(shape: Shape, sharding: Any) -> dict[Shape, Box]:
-    """The distinct shards that devices of this process hold, by their first element."""
+class _Part(NamedTuple):
+    """Where a box meets a shard.
+
+    Attributes:
+      start: the shard's first element.
+      common: what the two share.
+      in_shard: that, as seen from the shard.
+      in_box: that, as seen from the box.
+    """
+
+    start: Shape
+    common: Box
+    in_shard: Box
+    in_box: Box
+
+
+class _Shards:
+    """The distinct shards of an array that devices of this process hold.
+
+    Attributes:
+      boxes: where they are, by their first element.
+      shapes: their shapes.
+      around: the smallest box that holds them all.
+    """
+
+    def __init__(self, shards: Sequence[Box]):
+        self.boxes = {boxes.start_of(box): box for box in shards}
+        self.shapes = [boxes.shape_of(box) for box in self.boxes.values()]
+        self.around = boxes.around(list(self.boxes.values())) if self.boxes else ()
+        self._parts_of_all = list(self._find_parts(self.around))
+
+    def parts(self, box: Box) -> list[_Part]:
+        """Where a box meets the shards."""
+        return self._parts_of_all if box is self.around else list(self._find_parts(box))
+
+    def _find_parts(self, box: Box) -> Iterator[_Part]:
+        for start, shard in self.boxes.items():
+            common = boxes.common_part(shard, box)
+            if common is not None:
+                in_shard, in_box = boxes.inside(common, shard), boxes.inside(common, box)
+                yield _Part(start, common, in_shard, in_box)
+
+    def buffers(self, dtype: np.dtype) -> dict[Shape, np.ndarray]:
+        """An uninitialised array for each shard, all of them in one allocation."""
+        sizes = [math.prod(shape) * dtype.itemsize for shape in self.shapes]
+        steps = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+        memory = np.empty(sum(steps) + ALIGNMENT, np.uint8)
+        position = -memory.ctypes.data % ALIGNMENT
+        found = {}
+        for start, shape, size, step in zip(self.boxes, self.shapes, sizes, steps, strict=True):
+            found[start] = memory[position : position + size].view(dtype).reshape(shape)
+            position += step
+        return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _local_shards(shape: Shape, sharding: Any) -> _Shards:
+    """The shards of one array; models have few shapes and many arrays of each."""
     if sharding is None:
-        return {(0,) * len(shape): tuple(slice(0, size) for size in shape)}
+        return _Shards([tuple(slice(0, size) for size in shape)])
     places = sharding.addressable_devices_indices_map(shape).values()
-    shards = [boxes.from_index(index, shape) for index in places]
-    return {boxes.start_of(box): box for box in shards}
-
-
-def _aligned_buffers(shards: Mapping[Shape, Box], dtype: np.dtype) -> dict[Shape, np.ndarray]:
-    """An uninitialised array for each box, all of them in one allocation."""
-    sizes = [math.prod(boxes.shape_of(box)) * dtype.itemsize for box in shards.values()]
-    steps = [math.ceil(size / ALIGNMENT) * ALIGNMENT for size in sizes]
-    memory = np.empty(sum(steps) + ALIGNMENT, np.uint8)
-    position = -memory.ctypes.data % ALIGNMENT
-    buffers = {}
-    for (start, box), size, step in zip(shards.items(), sizes, steps, strict=True):
-        buffers[start] = memory[position : position + size].view(dtype).reshape(boxes.shape_of(box))
-        position += step
-    return buffers
+    return _Shards([boxes.from_index(index, shape) for index in places])
 
 
 def _nbytes(landing: _Landing, box: Box) -> int:
