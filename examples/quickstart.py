@@ -3,16 +3,17 @@
     python examples/quickstart.py [DIRECTORY]
 
 Eight devices are simulated on the CPU. The checkpoints stay in DIRECTORY, if one is given: the
-source in `run/1000`, the result in `run_1x8/1000`.
+source in `run/1000`, the result in `run_1x8/1000`. So do the model, `mlp.py`, and `rules.toml`,
+which says how its axes are split.
 """
 
 import os
 import pathlib
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
-from typing import Any
 
 # Before jax is imported, which reads them once.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
@@ -20,41 +21,16 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
+import mlp
 import numpy as np
 import orbax.checkpoint as ocp
+from flax.linen.spmd import logical_to_mesh_sharding
 from jax.sharding import Mesh, NamedSharding
 
-STEP, LAYERS, DEPTH = 1000, 4, 512
+STEP = 1000
 AXES = ("data", "model")
+RULES = [("hidden", "model")]
 KERNEL = "params/DotReluDot_0/Dense_0/kernel"
-
-
-class DotReluDot(nn.Module):
-    """Two products with a relu between them; both weights are split over the `model` axis."""
-
-    depth: int
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        init = nn.initializers.xavier_normal()
-        kernel_init = nn.with_partitioning(init, (None, "model"))
-        y = nn.relu(nn.Dense(self.depth, kernel_init=kernel_init, use_bias=False)(x))
-        w2_init: Any = nn.with_partitioning(init, ("model", None))
-        return y @ self.param("W2", w2_init, (self.depth, x.shape[-1]))
-
-
-class MLP(nn.Module):
-    """DotReluDot layers, one after another."""
-
-    layers: int
-    depth: int
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for _ in range(self.layers):
-            x = DotReluDot(self.depth)(x)
-        return x
 
 
 def main() -> None:
@@ -72,8 +48,10 @@ def main() -> None:
 
 def quickstart(directory: pathlib.Path) -> None:
     """The whole example, below `directory`."""
-    variables, specs = make_model()
-    saved = place(variables, specs, mesh_of(2, 4))
+    shutil.copy(mlp.__file__, directory / "mlp.py")
+    (directory / "rules.toml").write_text('rules = [["embed", "data"], ["hidden", "model"]]\n')
+    boxed = mlp.variables()
+    saved = jax.device_put(nn.unbox(boxed), shardings(boxed, mesh_of(2, 4)))
     with ocp.CheckpointManager(directory / "run") as manager:
         manager.save(STEP, args=ocp.args.StandardSave(saved))
     print(f"Orbax saved {len(jax.tree.leaves(saved))} arrays on a 2x4 mesh.\n")
@@ -83,9 +61,9 @@ def quickstart(directory: pathlib.Path) -> None:
     reshard(directory, "inspect", f"run_1x8/{STEP}", "--sharding", KERNEL)
 
     # From here on there is nothing but Orbax, which reads the result as its own.
-    on_1x8 = jax.tree.map(lambda spec: NamedSharding(mesh_of(1, 8), spec), specs)
+    on_1x8 = shardings(boxed, mesh_of(1, 8))
     target = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), variables, on_1x8
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), saved, on_1x8
     )
     with ocp.CheckpointManager(directory / "run_1x8") as manager:
         with_target = manager.restore(STEP, args=ocp.args.StandardRestore(target))
@@ -95,23 +73,14 @@ def quickstart(directory: pathlib.Path) -> None:
     print(f"Orbax restored {count} arrays on 1x8, with a target and without: every bit is equal.")
 
 
-def make_model():
-    """Random weights as raw arrays, and the partition spec of each."""
-    model, x = MLP(LAYERS, DEPTH), jnp.ones((8, DEPTH))
-    boxed = model.init(jax.random.key(0), x)
-    return nn.unbox(boxed), nn.get_partition_spec(boxed)
-
-
 def mesh_of(data: int, model: int) -> Mesh:
     """The eight devices as a data x model mesh."""
     return Mesh(np.array(jax.devices()).reshape(data, model), AXES)
 
 
-def place(variables, specs, mesh: Mesh):
-    """The arrays, each on `mesh` as its spec says."""
-    return jax.tree.map(
-        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), variables, specs
-    )
+def shardings(boxed, mesh: Mesh):
+    """Where each of the model's weights goes on `mesh`."""
+    return logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, RULES)
 
 
 def compare(restored, saved, shardings) -> int:

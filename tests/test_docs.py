@@ -66,7 +66,7 @@ def without_stored_bytes(output: str) -> str:
 
 def test_console_blocks_show_what_the_commands_print(demo):
     commands = sessions()
-    assert len(commands) == 10
+    assert len(commands) == 11
     for command, expected in commands:
         assert without_stored_bytes(run(command, demo)) == without_stored_bytes(expected), command
 
@@ -80,14 +80,42 @@ def test_command_reference_has_every_command(demo):
     )
 
 
-def test_python_block_runs(demo):
-    (code,) = blocks("python")
+def test_python_block_reshards(demo):
+    code, _ = blocks("python")
     assert len([line for line in code.splitlines() if line]) == 4
     (demo / "python").mkdir()
     (demo / "python" / "run").symlink_to(demo / "run")
     subprocess.run([sys.executable, "-c", code], cwd=demo / "python", check=True)
     written = run("reshard inspect python/out/1000", demo)
     assert "saved meshes: data=1,model=8\n" in written
+
+
+def test_python_block_restores_and_prints_what_follows_it(demo):
+    _, code = blocks("python")
+    after = README.partition(code)[2].partition("```\n")[2]
+    printed = re.search(r"^```\n(.*?)^```$", after, re.DOTALL | re.MULTILINE)[1]
+    check = (
+        "import numpy as np\n"
+        "from flax import linen as nn\n"
+        "for new, old in zip(*map(jax.tree.leaves, (state, nn.unbox(variables())))):\n"
+        "    assert np.asarray(new).tobytes() == np.asarray(old).tobytes()\n"
+        "    assert len(new.sharding.device_set) == 8\n"
+        "assert jax.tree.structure(state) == jax.tree.structure(variables())\n"
+    )
+    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    ran = subprocess.run(
+        [sys.executable, "-c", code + check],
+        cwd=demo,
+        env=os.environ | devices,
+        capture_output=True,
+        text=True,
+    )
+    assert (ran.returncode, ran.stdout) == (0, printed), ran.stderr
+
+
+def test_the_rules_are_those_of_the_demonstration(demo):
+    (text,) = blocks("toml")
+    assert (demo / "rules.toml").read_text() == text
 
 
 def test_shell_blocks_are_for_a_fresh_clone():
