@@ -6,8 +6,9 @@ writes one for each of Linen's boxes and NNX's variables, and none for raw array
 
 import collections
 import dataclasses
+import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf
 from reshard.errors import TreeMismatchError
 from reshard.tree import Path, format_path, nearest
 
+# Missing leaves for which a similar saved leaf is looked for: a hint must not take long.
+_MOST_HINTED = 20
 # Kinds of a wanted leaf that are no arrays, and the kinds of dtype that fit them.
 _SCALARS = {"int": "iu", "float": "f", "bool": "b"}
 
@@ -146,37 +149,52 @@ def _is_empty(value: Leaf) -> bool:
 def _missing(
     wanted: Sequence[Wanted], found: Sequence[Path | None], ckpt: Checkpoint, left: Sequence[Path]
 ) -> list[Mismatch]:
-    problems = []
-    canonical = _canonical(ckpt)
+    lacking = [leaf for leaf, path in zip(wanted, found, strict=True) if path is None]
     containers = {tuple(map(str, path[:end])) for path in ckpt for end in range(len(path))}
-    by_type = collections.defaultdict(list)
-    for path in left:
-        by_type[_type_of(ckpt[path])].append(path)
-    for leaf, path in zip(wanted, found, strict=True):
-        if path is not None:
-            continue
-        text = f"{format_path(leaf.path)}  {leaf}: "
-        alike = by_type[(leaf.shape, leaf.dtype)]
-        near = nearest(format_path(leaf.path), alike) or _same_ending(leaf.path, alike)
-        if tuple(map(str, leaf.path)) in containers:
-            text += "the checkpoint has a container there"
-        else:
-            text += "missing"
-        if near:
-            text += f"; the nearest is {near[0]}"
-        by_name = {format_path(path): canonical[path] for path in alike}
-        problems.append(Mismatch("missing", text, leaf.path, by_name[near[0]] if near else None))
+    canonical = _canonical(ckpt) if lacking else {}
+    near = _nearest_of_type(lacking[:_MOST_HINTED], ckpt, left)
+    problems = []
+    for leaf in lacking:
+        container = tuple(map(str, leaf.path)) in containers
+        text = "the checkpoint has a container there" if container else "missing"
+        other = near.get(leaf.path)
+        if other is not None:
+            text += f"; the nearest is {format_path(other)}"
+        text = f"{format_path(leaf.path)}  {leaf}: {text}"
+        renamed = None if other is None else canonical[other]
+        problems.append(Mismatch("missing", text, leaf.path, renamed))
     return problems
+
+
+def _nearest_of_type(
+    lacking: Sequence[Wanted], ckpt: Checkpoint, left: Sequence[Path]
+) -> dict[Path, Path]:
+    """For missing leaves, the saved leaf of equal shape and dtype with the most similar path; each
+    saved leaf for one of them only."""
+    by_type = collections.defaultdict(dict)
+    for path in left:
+        by_type[_type_of(ckpt[path])][format_path(path)] = path
+    scores = []
+    for leaf in lacking:
+        alike = by_type[(leaf.shape, leaf.dtype)]
+        for name in nearest(format_path(leaf.path), alike.values()):
+            ratio = difflib.SequenceMatcher(None, format_path(leaf.path), name).ratio()
+            scores.append((ratio, leaf.path, alike[name]))
+        last = [path for path in alike.values() if _last(path) == _last(leaf.path)]
+        scores += [(0.0, leaf.path, path) for path in last[:1] if len(last) == 1]
+    chosen: dict[Path, Path] = {}
+    for _, path, saved in sorted(scores, key=lambda score: -score[0]):
+        if path not in chosen and saved not in chosen.values():
+            chosen[path] = saved
+    return chosen
+
+
+def _last(path: Path) -> str:
+    return str(path[-1]) if path else ""
 
 
 def _type_of(value: Leaf) -> Any:
     return (value.shape, value.dtype) if isinstance(value, ArrayHandle) else None
-
-
-def _same_ending(path: Path, candidates: Collection[Path]) -> list[str]:
-    """The saved leaf whose last key is the same, if there is only one."""
-    found = [c for c in candidates if c and path and str(c[-1]) == str(path[-1])]
-    return [format_path(found[0])] if len(found) == 1 else []
 
 
 def _describe(value: Leaf) -> str:

@@ -1,0 +1,262 @@
+"""`reshard ckpt --model --rules`: a checkpoint laid out as the user's own model is, on disk."""
+
+import pathlib
+import subprocess
+import sys
+import sysconfig
+
+import jax
+import layouts
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import linen as nn
+from jax.sharding import PartitionSpec as P
+
+import reshard
+
+RESHARD = pathlib.Path(sysconfig.get_path("scripts")) / "reshard"
+MODEL = """
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from flax.training import train_state
+
+class Layer(nn.Module):
+    width: int
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_logical_partitioning(nn.initializers.normal(), ("embed", "mlp"))
+        return nn.Dense(self.width, kernel_init=init)(x)
+
+def state(width=16):
+    model = Layer(width)
+    params = model.init(jax.random.key(0), jnp.ones((1, 8)))["params"]
+    return train_state.TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+
+def narrow():
+    return state(8)
+
+def fails():
+    raise RuntimeError("no weights today")
+
+number = 3
+"""
+RULES = (
+    'rules = [["embed", "data"], ["mlp", ["model"]], ["kv", []]]\nspecs = [["bias$", ["model"]]]\n'
+)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> pathlib.Path:
+    """The working directory: `mine.py`, `rules.toml`, and `run`, saved by Orbax on 2x4."""
+    (tmp_path / "mine.py").write_text(MODEL)
+    (tmp_path / "rules.toml").write_text(RULES)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    import mine
+
+    rng = np.random.default_rng(0)
+    real = nn.meta.unbox(mine.state())
+    on = layouts.mesh((2, 4))
+    tree = jax.tree.map(
+        lambda x: jax.device_put(
+            layouts.random_array(rng, np.shape(x), np.asarray(x).dtype),
+            jax.sharding.NamedSharding(on, P()),
+        ),
+        real.replace(step=np.int32(0)),
+    )
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "run", tree)
+    return tmp_path
+
+
+def run(folder: pathlib.Path, *arguments: str) -> tuple[int, str, str]:
+    """Status, stdout and stderr of `reshard ckpt run out ARGUMENTS` in the folder."""
+    ran = subprocess.run(
+        [RESHARD, "ckpt", "run", "out", *arguments], cwd=folder, capture_output=True, text=True
+    )
+    return ran.returncode, ran.stdout, ran.stderr
+
+
+def specs(path: pathlib.Path) -> dict[str, P]:
+    """Printed path -> saved spec, of every array."""
+    return {
+        reshard.tree.format_path(array.path): P(*(axes or None for axes in array.sharding.spec))
+        for array in reshard.open(path).arrays
+    }
+
+
+def test_the_models_specs_are_written_and_optimizer_state_follows(folder):
+    status, _, errors = run(
+        folder, "--to", "data=2,model=2", "--model", "mine:state", "--rules", "rules.toml"
+    )
+    assert (status, errors) == (0, "")
+    kernel, bias = P(("data",), ("model",)), P(("model",))
+    assert specs(folder / "out") == {
+        "step": P(),
+        "params/Dense_0/bias": bias,
+        "params/Dense_0/kernel": kernel,
+        "opt_state/0/count": P(),
+        "opt_state/0/mu/Dense_0/bias": bias,
+        "opt_state/0/mu/Dense_0/kernel": kernel,
+        "opt_state/0/nu/Dense_0/bias": bias,
+        "opt_state/0/nu/Dense_0/kernel": kernel,
+    }
+    with ocp.StandardCheckpointer() as checkpointer:
+        layouts.assert_same_tree(
+            checkpointer.restore(folder / "out"), checkpointer.restore(folder / "run")
+        )
+
+
+def test_a_spec_on_the_command_line_comes_before_those_of_the_file(folder):
+    status, _, errors = run(
+        folder,
+        *("--to", "2x2", "--model", "mine:state", "--rules", "rules.toml"),
+        *("--spec", "bias$=data"),
+    )
+    assert (status, errors) == (0, "")
+    assert specs(folder / "out")["opt_state/0/mu/Dense_0/bias"] == P(("data",))
+
+
+def test_specs_of_a_file_need_no_model(folder):
+    (folder / "specs.toml").write_text('specs = [["kernel$", [["data", "model"], []]]]\n')
+    assert run(folder, "--to", "2x2", "--rules", "specs.toml")[0] == 0
+    found = specs(folder / "out")
+    assert found["params/Dense_0/kernel"] == P(("data", "model"), None)
+    assert found["params/Dense_0/bias"] == P()
+
+
+def test_a_model_with_other_leaves_is_refused(folder):
+    status, _, errors = run(
+        folder, "--to", "2x2", "--model", "mine:narrow", "--rules", "rules.toml"
+    )
+    assert status == 2
+    assert errors == (
+        f"Error: `{folder / 'run'}` does not match the target: 6 of another shape\n"
+        + "".join(
+            f"  {head}/Dense_0/bias: the target has float32[8], the checkpoint float32[16]\n"
+            f"  {head}/Dense_0/kernel: the target has float32[8, 8], the checkpoint "
+            "float32[8, 16]\n"
+            for head in ("params", "opt_state/0/mu", "opt_state/0/nu")
+        )
+    )
+    assert not (folder / "out").exists()
+
+
+def test_a_checkpoint_without_some_leaves_is_refused(folder):
+    status, _, errors = run(
+        folder,
+        *("--to", "2x2", "--model", "mine:state", "--rules", "rules.toml"),
+        *("--drop", "opt_state/0/nu/**", "--rename", "^params/Dense_0/=params/Dense_9/"),
+    )
+    assert status == 2
+    assert errors == (
+        f"Error: `{folder / 'run'}` does not match the target: 4 missing from it, 2 that the "
+        "target lacks\n"
+        "  params/Dense_0/bias  float32[16]: missing; the nearest is params/Dense_9/bias\n"
+        "  params/Dense_0/kernel  float32[8, 16]: missing; the nearest is params/Dense_9/kernel\n"
+        "  opt_state/0/nu/Dense_0/bias  float32[16]: missing\n"
+        "  opt_state/0/nu/Dense_0/kernel  float32[8, 16]: missing\n"
+        "  params/Dense_9/bias  float32[16]: not in the target\n"
+        "  params/Dense_9/kernel  float32[8, 16]: not in the target\n"
+        "\n"
+        "hint: --rename '^params/Dense_9/=params/Dense_0/'\n"
+        "hint: --drop 'params/Dense_9/**'\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--model", "mine:fails"),
+            "Error: --model mine:fails: its code raised RuntimeError\n  no weights today\n",
+        ),
+        (
+            ("--model", "mine:absent"),
+            "Error: --model mine:absent: it cannot be imported\n"
+            "  module 'mine' has no attribute 'absent'\n\n"
+            "hint: modules are looked for in the current directory and on PYTHONPATH\n",
+        ),
+        (
+            ("--model", "nowhere:state"),
+            "Error: --model nowhere:state: it cannot be imported\n"
+            "  No module named 'nowhere'\n\n"
+            "hint: modules are looked for in the current directory and on PYTHONPATH\n",
+        ),
+        (
+            ("--model", "mine.state"),
+            "Error: --model mine.state: that is not `package.module:callable`\n\n"
+            "hint: --model my_project.model:create_train_state\n",
+        ),
+        (
+            ("--rules", "rules.toml"),
+            "Usage: reshard ckpt [OPTIONS] SRC DST\nTry 'reshard ckpt --help' for help.\n\n"
+            "Error: `rules` are for the axes of a model: give --model MODULE:NAME\n",
+        ),
+        (
+            ("--model", "mine:state", "--rules", "rules.toml", "--axis", "data=x"),
+            "Usage: reshard ckpt [OPTIONS] SRC DST\nTry 'reshard ckpt --help' for help.\n\n"
+            "Error: --axis renames saved specs, and with --model none of them counts\n",
+        ),
+        (
+            ("--rules", "wrong.toml"),
+            "Error: --rules wrong.toml: it has entries that are no rules\n"
+            "  more: not known\n"
+            "  rules: [1, 'data']\n"
+            "  rules: ['embed', 'data', 'model']\n"
+            "  specs: ['kernel$', [3]]\n\n"
+            'hint: rules = [["embed", "data"], ["vocab", ["data", "model"]], ["kv", []]]\n'
+            'hint: specs = [["kernel$", ["data", []]]]\n',
+        ),
+        (
+            ("--rules", "broken.toml"),
+            "Error: --rules broken.toml: it cannot be read\n"
+            "  Invalid value (at end of document)\n\n"
+            'hint: rules = [["embed", "data"], ["vocab", ["data", "model"]], ["kv", []]]\n'
+            'hint: specs = [["kernel$", ["data", []]]]\n',
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_said(folder, arguments, message):
+    (folder / "wrong.toml").write_text(
+        'rules = [[1, "data"], ["embed", "data", "model"], ["mlp", []]]\n'
+        'specs = [["kernel$", [3]], ["bias$", "model,"]]\nmore = 1\n'
+    )
+    (folder / "broken.toml").write_text("rules = ")
+    assert run(folder, "--to", "2x2", *arguments) == (2, "", message)
+    assert not (folder / "out").exists()
+
+
+def test_model_and_rules_go_with_a_mesh(folder):
+    status, _, errors = run(folder, "--model", "mine:state")
+    assert status == 2
+    assert errors.endswith("Error: --spec, --axis, --model and --rules go with --to MESH\n")
+
+
+def test_to_mesh_takes_a_target_in_python(folder):
+    import mine
+
+    mesh = layouts.mesh((4, 2))
+    target = reshard.target(mine.state, mesh=mesh, rules=[("mlp", "model")])
+    ckpt = reshard.to_mesh(reshard.open(folder / "run"), mesh, target=target)
+    reshard.save(ckpt, folder / "out")
+    assert specs(folder / "out")["opt_state/0/nu/Dense_0/kernel"] == P(None, ("model",))
+    layouts.assert_same_tree(
+        reshard.restore(folder / "out", target), reshard.restore(folder / "run", target)
+    )
+
+
+def test_to_mesh_refuses_a_target_on_another_mesh(folder):
+    import mine
+
+    target = reshard.target(mine.state, mesh=layouts.mesh((4, 2)), rules=[])
+    with pytest.raises(reshard.ShardingError) as error:
+        reshard.to_mesh(reshard.open(folder / "run"), "2x4", target=target)
+    assert str(error.value) == (
+        "the target is on `data=4,model=2`, not on `data=2,model=4`\n\n"
+        "hint: build it with `reshard.target(model, mesh=...)` for the same mesh"
+    )
