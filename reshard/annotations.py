@@ -204,27 +204,34 @@ class _Cover:
 
     def run(self, matched: Mapping[Path, Spec]) -> Coverage:
         """Parameters first: optimizer state needs their specs."""
-        parameters = Parameters(leaf.path for leaf in self.leaves if leaf.parameter)
         by_path = {leaf.path: leaf for leaf in self.leaves}
+        marked = {leaf.path for leaf in self.leaves if leaf.parameter}
+        others = [path for path in by_path if path not in marked]
+        parameters = Parameters((path for path in by_path if path in marked), others)
         done: dict[Path, LeafCoverage] = {}
-        for leaf in sorted(self.leaves, key=lambda leaf: not leaf.parameter):
+        problems: dict[Path, list[str]] = {}
+        for leaf in sorted(self.leaves, key=lambda leaf: leaf.path not in marked):
+            self.problems = problems[leaf.path] = []
             spec, source, used = matched.get(leaf.path), "specs", ()
-            follows = None if leaf.parameter else parameters.followed_by(leaf.path)
-            if spec is None and follows is not None and self._is_as(leaf, by_path[follows]):
-                spec, source = self._follow(leaf, by_path[follows], done[follows].spec)
-                used = done[follows].rules if spec else ()
+            if spec is None and leaf.path not in marked:
+                found = [done[path] for path in parameters.followed_by(leaf.path)]
+                owner = self._owner(leaf, found)
+                if owner is not None and self._is_as(leaf, by_path[owner.path]):
+                    spec, source = self._follow(leaf, owner)
+                    used = owner.rules if spec else ()
             if spec is None and leaf.names is not None:
                 spec, used = self._by_names(leaf)
                 source = "names"
             if spec is None:
                 spec, source = (leaf.saved, "sharding") if leaf.saved is not None else ((), "none")
             done[leaf.path] = self._covered(leaf, spec, source, used)
+        in_order = [text for leaf in self.leaves for text in problems[leaf.path]]
         return Coverage(
             self.mesh,
             self.rules,
             tuple(done[leaf.path] for leaf in self.leaves),
             {name: tuple(paths) for name, paths in self.unmatched.items()},
-            tuple(dict.fromkeys(self.problems)),
+            tuple(dict.fromkeys(in_order)),
             tuple(dict.fromkeys(self.hints)),
         )
 
@@ -235,20 +242,32 @@ class _Cover:
             return leaf.names == parameter.names or len(leaf.names) > len(leaf.shape)
         return leaf.saved is None or leaf.saved == parameter.saved
 
-    def _follow(
-        self, leaf: AnnotatedLeaf, parameter: AnnotatedLeaf, spec: Spec
-    ) -> tuple[Spec | None, str]:
-        part = matching_part(leaf.path, leaf.shape, parameter.shape, spec)
+    def _owner(self, leaf: AnnotatedLeaf, found: list[LeafCoverage]) -> LeafCoverage | None:
+        """The parameter that a leaf belongs to, of those that its path fits; any of them if they
+        are split alike."""
+        if len({(owner.shape, owner.spec) for owner in found}) == 1:
+            return found[0]
+        if found and leaf.names is None and all(owner.shape == leaf.shape for owner in found):
+            names = " or ".join(format_path(owner.path) for owner in found)
+            self._ambiguous(leaf, f"it may belong to {names}, which are split otherwise")
+        return None
+
+    def _ambiguous(self, leaf: AnnotatedLeaf, text: str) -> None:
+        where = format_path(leaf.path)
+        self.problems.append(f"{where}  {list(leaf.shape)}: {text}")
+        self.hints.append(f'specs=[(r"^{re.escape(where)}$", P(...))] says how to split it')
+
+    def _follow(self, leaf: AnnotatedLeaf, owner: LeafCoverage) -> tuple[Spec | None, str]:
+        spec = owner.spec
+        part = matching_part(leaf.path, leaf.shape, owner.shape, spec)
         if not isinstance(part, str):
             return part, "optimizer"
         if leaf.names is None and leaf.saved is None and not any(spec):
             return (), "optimizer"
-        text = format_path(leaf.path)
-        self.problems.append(
-            f"{text}  {list(leaf.shape)}: it belongs to {format_path(parameter.path)}, which is "
-            f"{format_spec(spec)}, and {part}"
+        self._ambiguous(
+            leaf,
+            f"it belongs to {format_path(owner.path)}, which is {format_spec(spec)}, and {part}",
         )
-        self.hints.append(f'specs=[(r"^{re.escape(text)}$", P(...))] says how to split it')
         return (), "optimizer"
 
     def _by_names(self, leaf: AnnotatedLeaf) -> tuple[Spec, tuple[int, ...]]:

@@ -176,7 +176,7 @@ def _nearest_of_type(
         by_type[_type_of(ckpt[path])][format_path(path)] = path
     scores = []
     for leaf in lacking:
-        alike = by_type[(leaf.shape, leaf.dtype)]
+        alike = by_type[(leaf.key_impl, leaf.shape, leaf.dtype)]
         for name in nearest(format_path(leaf.path), alike.values()):
             ratio = difflib.SequenceMatcher(None, format_path(leaf.path), name).ratio()
             scores.append((ratio, leaf.path, alike[name]))
@@ -194,7 +194,11 @@ def _last(path: Path) -> str:
 
 
 def _type_of(value: Leaf) -> Any:
-    return (value.shape, value.dtype) if isinstance(value, ArrayHandle) else None
+    if not isinstance(value, ArrayHandle):
+        return None
+    if value.key_impl is not None:
+        return value.key_impl, value.shape[:-1], None
+    return None, value.shape, value.dtype
 
 
 def _describe(value: Leaf) -> str:

@@ -5,6 +5,7 @@ No name that an optimizer gives to its state is looked for. A leaf belongs to th
 path it ends with: `opt_state/0/mu/Dense_0/kernel` to `params/Dense_0/kernel`.
 """
 
+import collections
 import itertools
 from collections.abc import Iterable
 
@@ -17,28 +18,38 @@ Shape = tuple[int, ...]
 class Parameters:
     """The parameters of a state, found by how paths end.
 
+    A path may end like several parameters (`mu/w` like `params/w`, and like `params/mu/w` if there
+    is such a module). Then what counts is below which prefix the most leaves end like parameters:
+    optimizer state is a tree, or several, of the parameters' structure.
+
     Args:
       paths: the paths of the parameters.
+      others: the paths of the leaves that may belong to them.
     """
 
-    def __init__(self, paths: Iterable[Path]):
+    def __init__(self, paths: Iterable[Path], others: Iterable[Path]):
         self._by_ending: dict[tuple[str, ...], list[Path]] = {}
         for path in paths:
             keys = tuple(map(str, path))
             for start in range(len(keys)):
                 self._by_ending.setdefault(keys[start:], []).append(path)
+        self._below: collections.Counter[tuple[str, ...]] = collections.Counter()
+        for path in others:
+            keys = tuple(map(str, path))
+            starts = range(len(keys))
+            self._below.update(keys[:start] for start in starts if keys[start:] in self._by_ending)
 
-    def followed_by(self, path: Path) -> Path | None:
-        """The parameter that shares the longest ending with `path`, of several the one with the
-        shortest path (the others would share more); None if there is none, or no single one."""
+    def followed_by(self, path: Path) -> list[Path]:
+        """The parameters that share an ending with `path`, of those that do the ones with the
+        shortest path (the others would share more). Several if nothing tells them apart."""
         keys = tuple(map(str, path))
-        for start in range(len(keys)):
-            found = self._by_ending.get(keys[start:])
-            if found:
-                shortest = min(map(len, found))
-                nearest = [parameter for parameter in found if len(parameter) == shortest]
-                return nearest[0] if len(nearest) == 1 else None
-        return None
+        starts = [start for start in range(len(keys)) if keys[start:] in self._by_ending]
+        if not starts:
+            return []
+        start = max(starts, key=lambda start: (self._below[keys[:start]], -start))
+        found = self._by_ending[keys[start:]]
+        shortest = min(map(len, found))
+        return [parameter for parameter in found if len(parameter) == shortest]
 
 
 def matching_part(path: Path, shape: Shape, parameter: Shape, spec: Spec) -> Spec | str:

@@ -174,17 +174,18 @@ def _hints(
 ) -> list[str]:
     kinds = {problem.what for problem in problems}
     hints = [
-        f'reshard.rename(ckpt, [(r"{old}", r"{new}")]) of `reshard.open(path)`'
+        f'ckpt = reshard.rename(reshard.open(path), [(r"{old}", r"{new}")])'
         for old, new in likely_renames(problems)
     ]
-    if "unexpected" in kinds:
+    if "unexpected" in kinds and "missing" not in kinds:
         hints.append('unexpected="ignore" restores the rest')
     if "missing" in kinds and not any(leaf.abstract for leaf in leaves):
         path = next(problem.path for problem in problems if problem.what == "missing")
         hints.append(f'keep=("{format_path(path)}",) leaves it as it is; globs work')
-    if "tied" in kinds:
-        path = next(p.renamed for p in problems if p.what == "tied" and p.renamed is not None)
-        hints.append(f'reshard.select(ckpt, drop="{format_path(path)}") if they are equal')
+    tied = [format_path(p.renamed) for p in problems if p.what == "tied" and p.renamed]
+    if tied:
+        dropped = ", ".join(f'"{path}"' for path in tied)
+        hints.append(f"ckpt = reshard.select(reshard.open(path), drop=[{dropped}])")
     if "dtype" in kinds and cast != "lossy":
         hints.append('cast=True for casts that keep every value, cast="lossy" for all of floats')
     if "sharding" in kinds:

@@ -37,7 +37,8 @@ def target(
         an NNX module, optimizer or state; or any pytree of arrays or `jax.ShapeDtypeStruct`s.
       mesh: the mesh.
       rules: logical axis names to mesh axes: ordered pairs, a dict, or a callable (`MeshRules`); a
-        value is a mesh axis, a tuple of axes, or None. Without rules, names are mesh axes.
+        value is a mesh axis, a tuple of axes, or None. Without rules, the names in NNX and in
+        `Partitioned` are mesh axes.
       specs: for leaves without annotations, and before all annotations: ordered (path regex,
         partition spec) pairs or a dict of them, the first match wins; or a pytree of
         `PartitionSpec`s with the structure of the state, as `flax.linen.get_partition_spec` gives
@@ -58,7 +59,7 @@ def target(
     state, found = _covered(model, mesh, rules, specs, semantics, inputs)
     if found.problems:
         raise ShardingError(
-            f"{len(found.problems)} problems with the specs of the model on `{found.mesh}`",
+            f"the model does not fit the mesh `{found.mesh}`",
             found.problems,
             found.hints,
         )
@@ -90,14 +91,67 @@ def coverage(
 def _covered(
     model: Any, mesh: Any, rules: Any, specs: Any, semantics: str | None, inputs: Sequence[Any]
 ) -> tuple[State, Coverage]:
-    plain_mesh = parse_mesh(mesh)
-    state = take_apart(_state_of(model, mesh, inputs))
-    paths = {leaf.path for leaf in state.leaves if leaf.is_array}
-    tree = _spec_tree(specs, paths)
-    leaves = [_annotated(leaf, tree.get(leaf.path)) for leaf in state.leaves if leaf.is_array]
-    pairs: Any = () if tree or specs is None else specs
-    pairs = list(pairs.items()) if isinstance(pairs, Mapping) else list(pairs)
-    return state, cover(leaves, plain_mesh, rules, pairs, semantics)
+    import jax
+
+    if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+        raise ShardingError(
+            f"a target needs a mesh of JAX's, not {mesh!r}",
+            hints=['jax.make_mesh((1, 8), ("data", "model"))', "jax.sharding.AbstractMesh(...)"],
+        )
+    made = _state_of(model, mesh, inputs)
+    state = take_apart(made)
+    arrays = [leaf for leaf in state.leaves if leaf.is_array]
+    tree = _spec_tree(specs, {leaf.path for leaf in arrays})
+    parameters = _parameters(made, arrays)
+    leaves = [_annotated(x, tree.get(x.path), x.path in parameters) for x in arrays]
+    return state, cover(leaves, parse_mesh(mesh), rules, () if tree else _pairs(specs), semantics)
+
+
+def _pairs(specs: Any) -> list[tuple[str, Any]]:
+    """Pairs of a path regex and a spec, from a sequence or a mapping of them."""
+    entries = list(specs.items()) if isinstance(specs, Mapping) else specs
+    if entries is None:
+        return []
+    if not isinstance(entries, list | tuple) or not all(
+        isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[0], str)
+        for entry in entries
+    ):
+        raise ShardingError(
+            f"`specs` are pairs of a path regex and a partition spec, not {specs!r}",
+            hints=['specs=[("kernel$", P("data", "model"))]'],
+        )
+    return [(regex, spec) for regex, spec in entries]
+
+
+def _parameters(state: Any, leaves: Sequence[StateLeaf]) -> set[Path]:
+    """Paths of the parameters, which optimizer state follows.
+
+    They are NNX's `Param`s, or variables of other types that an NNX optimizer has state for; what
+    is below the key `params` closest to the root; or else, beside optax's states, which are
+    namedtuples, everything else.
+    """
+    import jax
+    from flax import nnx
+
+    held = [leaf for leaf in leaves if isinstance(leaf.holder, nnx.Variable)]
+    found = {leaf.path for leaf in held if isinstance(leaf.holder, nnx.Param)}
+    if not found and any(isinstance(leaf.holder, nnx.OptState) for leaf in held):
+        kinds = (nnx.OptState, nnx.RngState)
+        found = {leaf.path for leaf in held if not isinstance(leaf.holder, kinds)}
+    rest = [leaf.path for leaf in leaves if not isinstance(leaf.holder, nnx.Variable)]
+    named = [path.index("params") for path in rest if "params" in path]
+    if named:
+        depth = min(named)
+        found |= {path for path in rest if path[depth : depth + 1] == ("params",)}
+    if found:
+        return found
+
+    def is_named(node: Any) -> bool:
+        return isinstance(node, tuple) and hasattr(node, "_fields")
+
+    nodes, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_named)
+    optimizers = {key_path(keys)[:1] for keys, node in nodes if is_named(node)}
+    return {path for path in rest if path[:1] not in optimizers} if optimizers else set()
 
 
 def _spec_tree(specs: Any, paths: set[Path]) -> dict[Path, Spec]:
@@ -109,6 +163,8 @@ def _spec_tree(specs: Any, paths: set[Path]) -> dict[Path, Spec]:
     if not all(isinstance(leaf, kinds) for _, leaf in found):
         return {}
     tree = {key_path(keys): normalize_spec(getattr(leaf, "spec", leaf)) for keys, leaf in found}
+    # Flax keeps the variables around the specs of an NNX state.
+    tree = {p[:-1] if p[-1:] == ("value",) and p not in paths else p: x for p, x in tree.items()}
     unknown = [path for path in tree if path not in paths]
     if unknown and isinstance(specs, Mapping) and not any(len(path) > 1 for path in tree):
         return {}
@@ -122,7 +178,7 @@ def _spec_tree(specs: Any, paths: set[Path]) -> dict[Path, Spec]:
     return tree
 
 
-def _annotated(leaf: StateLeaf, spec: Spec | None) -> AnnotatedLeaf:
+def _annotated(leaf: StateLeaf, spec: Spec | None, parameter: bool) -> AnnotatedLeaf:
     """What is known of a leaf; `spec` takes the place of the names of its axes, if there is one."""
     import jax
     from flax import linen, nnx
@@ -134,11 +190,13 @@ def _annotated(leaf: StateLeaf, spec: Spec | None) -> AnnotatedLeaf:
     elif isinstance(holder, linen.LogicallyPartitioned):
         kind = "logical"
     names = axis_names(leaf) if spec is None else tuple(_entry(axes) for axes in spec)
+    if not all(_is_name(name) for name in names or ()):
+        raise ShardingError(
+            f"{format_path(leaf.path)}: the names of its axes are {names!r}",
+            hints=["the name of an axis is text, None, or a tuple of mesh axes"],
+        )
     sharding = getattr(leaf.value, "sharding", None)
     named = isinstance(sharding, jax.sharding.NamedSharding)
-    parameter = isinstance(holder, nnx.Param) or (
-        not isinstance(holder, nnx.Variable) and "params" in leaf.path[:2]
-    )
     return AnnotatedLeaf(
         path=leaf.path,
         shape=tuple(leaf.value.shape),
@@ -149,6 +207,12 @@ def _annotated(leaf: StateLeaf, spec: Spec | None) -> AnnotatedLeaf:
         saved=normalize_spec(sharding.spec) if named else None,
         parameter=parameter,
     )
+
+
+def _is_name(name: Any) -> bool:
+    if isinstance(name, tuple):
+        return all(isinstance(axis, str) for axis in name)
+    return name is None or isinstance(name, str)
 
 
 def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
@@ -197,7 +261,8 @@ def _evaluated(function: Any, inputs: Sequence[Any], mesh: Any) -> Any:
 
     First with no mesh in context: within one, flax applies annotations right away, which fails
     where they do not fit or where axes are Explicit. A model that constrains values by bare
-    partition specs needs a mesh; it gets the one that the target is for.
+    partition specs needs a mesh; it gets the one that the target is for, and if it is not written
+    for Explicit axes, the same with Auto axes.
     """
     import jax
     from flax import nnx
@@ -212,17 +277,19 @@ def _evaluated(function: Any, inputs: Sequence[Any], mesh: Any) -> Any:
 
     arrays = [leaf for leaf, trace in zip(leaves, traced, strict=True) if trace]
     eager = nnx.using_eager_sharding()
-    none = jax.sharding.AbstractMesh((), ())
     given = mesh if isinstance(mesh, jax.sharding.AbstractMesh) else mesh.abstract_mesh
+    auto = (jax.sharding.AxisType.Auto,) * len(given.axis_names)
+    contexts = [jax.sharding.AbstractMesh((), ()), given, given.update(axis_types=auto)]
+    made = None
     with nnx.use_eager_sharding(False):
-        try:
-            with jax.sharding.use_abstract_mesh(none):
-                made = nnx.eval_shape(call, *arrays)
-        except Exception:
-            made = None
-        if made is None:
-            with jax.sharding.use_abstract_mesh(given):
-                made = nnx.eval_shape(call, *arrays)
+        for context in contexts:
+            try:
+                with jax.sharding.use_abstract_mesh(context):
+                    made = nnx.eval_shape(call, *arrays)
+                break
+            except Exception:
+                if context is contexts[-1]:
+                    raise
     if eager:
         _restore_eager_sharding(made)
     return made

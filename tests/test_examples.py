@@ -1,23 +1,37 @@
 """The examples run, each in a process of its own."""
 
+import functools
+import importlib
+import os
 import pathlib
+import re
 import subprocess
 import sys
+from typing import Any
+
+import optax
+import pytest
+
+import reshard
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+MESHES = pytest.mark.parametrize(("first", "second"), [("2x4", "1x8"), ("8x1", "2x2")])
 
 
-def run_quickstart(*arguments: str, cwd: pathlib.Path) -> subprocess.CompletedProcess[str]:
+def run(name: str, *arguments: str, cwd: pathlib.Path) -> subprocess.CompletedProcess[str]:
+    """An example as a user runs it, without what `conftest.py` has set."""
+    ours = ("XLA_FLAGS", "JAX_PLATFORMS")
     return subprocess.run(
-        [sys.executable, EXAMPLES / "quickstart.py", *arguments],
+        [sys.executable, EXAMPLES / f"{name}.py", *arguments],
         cwd=cwd,
+        env={key: value for key, value in os.environ.items() if key not in ours},
         capture_output=True,
         text=True,
     )
 
 
 def test_quickstart_restores_every_bit(tmp_path):
-    ran = run_quickstart(cwd=tmp_path)
+    ran = run("quickstart", cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     first, *_, last = ran.stdout.splitlines()
     assert first == "Orbax saved 8 arrays on a 2x4 mesh."
@@ -45,6 +59,73 @@ def test_quickstart_restores_every_bit(tmp_path):
 
 def test_quickstart_keeps_a_directory_that_is_in_use(tmp_path):
     (tmp_path / "notes").write_text("mine")
-    ran = run_quickstart(str(tmp_path), cwd=tmp_path)
+    ran = run("quickstart", str(tmp_path), cwd=tmp_path)
     assert (ran.returncode, ran.stdout, ran.stderr) == (1, "", f"{tmp_path} is not empty\n")
     assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+
+
+# What the examples of a model of one's own print
+
+
+def ran_on(name: str, first: str, second: str, cwd: pathlib.Path) -> str:
+    """What it printed, less the difference that another order of sums makes."""
+    given = () if (first, second) == ("2x4", "1x8") else (first, second)
+    ran = run(name, *given, cwd=cwd)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert list(cwd.iterdir()) == []
+    pattern = r"(?<=stayed on its mesh is )\S+"
+    assert all(float(found) < 1e-6 for found in re.findall(pattern, ran.stdout))
+    return re.sub(pattern, "TINY", ran.stdout)
+
+
+def example(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module(name)
+
+
+DIFFERENCES = """the largest difference to the run that
+  was moved in memory is 0
+  stayed on its mesh is TINY
+"""
+
+
+@MESHES
+def test_linen_train_state_goes_on(first, second, tmp_path, monkeypatch):
+    module = example("linen_train_state", monkeypatch)
+
+    def of(kind: str, scanned: bool) -> str:
+        model = module.MLP(module.LAYERS, module.DEPTH, scanned)
+        create = functools.partial(module.create_state, model, optax.adam(1e-3))
+        found = reshard.coverage(create, mesh=module.mesh_of(second))
+        title = f"{kind} layers, from {first} to {second}:"
+        return f"{title}\n\n{found}\n\nAfter step 6, {DIFFERENCES}\n"
+
+    printed = ran_on("linen_train_state", first, second, tmp_path)
+    assert printed == of("Looped", False) + of("Scanned", True)
+
+
+@MESHES
+def test_linen_logical_axes_go_on(first, second, tmp_path, monkeypatch):
+    module = example("linen_logical_axes", monkeypatch)
+    model = module.MLP(module.LAYERS, module.DEPTH, scanned=True)
+    create = functools.partial(module.create_state, model, optax.adam(1e-3))
+
+    def of(name: str) -> str:
+        found = reshard.coverage(create, mesh=module.mesh_of(second), rules=module.RULES[name])
+        return f"Restored as {name}, on {second}:\n\n{found}\n\nAfter step 6, {DIFFERENCES}\n"
+
+    printed = ran_on("linen_logical_axes", first, second, tmp_path)
+    title = f"Saved after step 3, tensor parallel, on {first}.\n\n"
+    assert printed == title + of("tensor parallel") + of("fully sharded")
+
+
+@MESHES
+@pytest.mark.parametrize(
+    ("name", "create"), [("nnx_own_optimizer", "create_model"), ("nnx_optimizer", "create")]
+)
+def test_nnx_goes_on(name, create, first, second, tmp_path, monkeypatch):
+    module = example(name, monkeypatch)
+    found = reshard.coverage(getattr(module, create), mesh=module.mesh_of(second))
+    assert ran_on(name, first, second, tmp_path) == (
+        f"{found}\n\nThree steps on {first}, three on {second}: {DIFFERENCES}"
+    )

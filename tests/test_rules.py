@@ -1,14 +1,20 @@
-"""Ordered (path regex, spec) pairs."""
+"""Ordered (path regex, spec) pairs, and logical names through rules, as Flax resolves them."""
 
+import dataclasses
 import re
 
+import jax.numpy as jnp
 import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.core.spmd import from_sharding_rules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from reshard.errors import ShardingError
-from reshard.rules import match_specs
+from reshard.mesh import normalize_spec
+from reshard.rules import SEMANTICS, match_specs, parse_rules, resolve_names
 from reshard.tree import format_path
 
 LEAVES = [
@@ -109,3 +115,262 @@ def test_a_spec_that_is_none():
     with pytest.raises(ShardingError) as caught:
         match_specs(LEAVES, [("kernel", ["data", 3])])
     assert str(caught.value) == "not a partition spec: ['data', 3]"
+
+
+# Logical names: the forms of rules.
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class MeshRules:
+    """The dataclass of the NNX sharding guides."""
+
+    embed: str | None = None
+    mlp: str | None = None
+    vocab: tuple[str, ...] | None = None
+
+    def __call__(self, *keys):
+        return tuple(getattr(self, key) for key in keys)
+
+
+PARSED = (("embed", ()), ("mlp", ("model",)), ("vocab", ("data", "model")))
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [("embed", None), ("mlp", "model"), ("vocab", ("data", "model"))],
+        (("embed", ()), ("mlp", ("model",)), ("vocab", ("data", "model"))),
+        [["embed", []], ["mlp", "model"], ["vocab", ["data", "model"]]],
+        iter([("embed", None), ("mlp", "model"), ("vocab", ("data", "model"))]),
+        {"embed": None, "mlp": "model", "vocab": ("data", "model")},
+        MeshRules(mlp="model", vocab=("data", "model")),
+        lambda name: {"embed": None, "mlp": "model", "vocab": ("data", "model")}[name],
+        lambda name: {"embed": [], "mlp": ["model"], "vocab": ["data", "model"]}[name],
+    ],
+)
+def test_every_form_of_rules_means_the_same(rules):
+    assert parse_rules(rules, iter(["embed", "mlp", "vocab"])) == PARSED
+
+
+def test_pairs_keep_their_order_and_every_pair():
+    pairs = [("mlp", "model"), ("embed", "data"), ("mlp", None), ("unused", "x"), ("mlp", "model")]
+    assert parse_rules(pairs, ["embed"]) == (
+        ("mlp", ("model",)),
+        ("embed", ("data",)),
+        ("mlp", ()),
+        ("unused", ("x",)),
+        ("mlp", ("model",)),
+    )
+
+
+def test_no_rules_are_no_rules():
+    assert parse_rules([], ["embed"]) == ()
+    assert parse_rules({}, ["embed"]) == ()
+    assert parse_rules(MeshRules(mlp="model"), []) == ()
+
+
+def test_a_callable_is_asked_once_about_each_name_that_is_in_use():
+    asked = []
+
+    def rules(name):
+        asked.append(name)
+        return "model"
+
+    found = parse_rules(rules, ["mlp", "embed", "mlp", "embed"])
+    assert found == (("mlp", ("model",)), ("embed", ("model",)))
+    assert asked == ["mlp", "embed"]
+
+
+@pytest.mark.parametrize("error", [AttributeError, KeyError, ValueError])
+def test_a_name_that_a_callable_refuses_has_no_rule(error):
+    def rules(name):
+        if name == "other":
+            raise error(name)
+        return name.upper()
+
+    assert parse_rules(rules, ["a", "other", "b"]) == (("a", ("A",)), ("b", ("B",)))
+
+
+def test_other_errors_of_a_callable_are_its_own():
+    with pytest.raises(ZeroDivisionError):
+        parse_rules(lambda name: 1 / 0, ["a"])
+
+
+HINT = 'hint: rules=[("embed", "data"), ("vocab", ("data", "model")), ("kv", None)]'
+
+
+@pytest.mark.parametrize(
+    ("rules", "named"),
+    [
+        ("embed", ["'embed'"]),
+        ("", ["''"]),
+        (3, ["3"]),
+        (("embed", "data"), ["'embed'", "'data'"]),
+        ([("embed",), ("mlp", "model"), ("a", "b", "c")], ["('embed',)", "('a', 'b', 'c')"]),
+        (
+            [(1, "data"), ("embed", 1), ("mlp", ("data", 1))],
+            ["(1, 'data')", "('embed', 1)", "('mlp', ('data', 1))"],
+        ),
+        ([("embed", ("data", None))], ["('embed', ('data', None))"]),
+        ({"embed": 1, "mlp": "model", None: "x"}, ["('embed', 1)", "(None, 'x')"]),
+        (lambda name: 7, ["('embed', 7)"]),
+        (["ab"], ["'ab'"]),
+    ],
+)
+def test_every_rule_that_is_none_is_named(rules, named):
+    with pytest.raises(ShardingError) as caught:
+        parse_rules(rules, ["embed"])
+    lines = "".join(f"  {name}\n" for name in named)
+    assert str(caught.value) == (
+        f"a rule is a logical name with a mesh axis, several, or None\n{lines}\n{HINT}"
+    )
+
+
+# Logical names: what rules make of them, against Flax.
+
+NAMES = st.sampled_from(["embed", "mlp", "heads", "kv", "x", "y"])
+AXES = st.sampled_from(["x", "y", "z", "w"])
+VALUES = st.one_of(st.none(), AXES, st.lists(AXES, max_size=3, unique=True).map(tuple))
+RULES = st.lists(st.tuples(NAMES, VALUES), max_size=9)
+# No name twice, which Linen refuses.
+ENTRIES = st.one_of(
+    NAMES, st.none(), st.lists(AXES, min_size=1, max_size=2, unique=True).map(tuple)
+)
+UNIQUE = st.lists(ENTRIES, max_size=5, unique_by=lambda n: n if isinstance(n, str) else object())
+ANY = st.lists(ENTRIES, max_size=5)
+
+
+def without_rule(names, rules):
+    known = {name for name, _ in rules}
+    return [name for name in names if isinstance(name, str) and name not in known]
+
+
+@settings(deadline=None, max_examples=400)
+@given(UNIQUE.map(tuple), RULES)
+def test_linen_is_logical_to_mesh_axes(names, rules):
+    found = resolve_names(names, parse_rules(rules, ()), "linen", passes=False)
+    assert found.spec == normalize_spec(nn.logical_to_mesh_axes(names, tuple(rules)))
+    assert found.unmatched == tuple(without_rule(names, rules))
+
+
+@settings(deadline=None, max_examples=200)
+@given(UNIQUE.map(tuple), RULES)
+def test_linen_names_that_are_mesh_axes_take_them_first(names, rules):
+    found = resolve_names(names, parse_rules(rules, ()), "linen", passes=True)
+    missing = without_rule(names, rules)
+    axes = tuple((name,) if name in missing else name for name in names)
+    assert found.spec == normalize_spec(nn.logical_to_mesh_axes(axes, tuple(rules)))
+    assert found.unmatched == tuple(missing)
+
+
+@settings(deadline=None, max_examples=200)
+@given(UNIQUE.map(tuple), RULES)
+def test_the_rules_that_linen_used_are_the_first_ones_that_decide(names, rules):
+    """The spec is made with the rules that were used, and with no fewer of the first."""
+    parsed = parse_rules(rules, ())
+    found = resolve_names(names, parsed, "linen", passes=False)
+    known = {name for name, _ in rules}
+    dims = [dim for dim, name in enumerate(names) if name in known]
+    by_name = {parsed[position][0]: position for position in found.used}
+    assert len(by_name) == len(found.used)
+    assert [parsed[position][0] for position in found.used] == [
+        names[dim] for dim in dims if names[dim] in by_name
+    ]
+    for dim in dims:
+        if names[dim] not in by_name:  # every rule of the name has an axis that is taken
+            assert found.spec[dim] == ()
+            continue
+        position = by_name[names[dim]]
+        assert parsed[position][1] == found.spec[dim]
+        fewer = nn.logical_to_mesh_axes(names, tuple(rules[:position]))
+        assert fewer[dim] is None
+        enough = nn.logical_to_mesh_axes(names, tuple(rules[: position + 1]))
+        assert normalize_spec([enough[dim]]) == (found.spec[dim],)
+
+
+@settings(deadline=None, max_examples=400)
+@given(ANY.map(tuple), RULES)
+def test_nnx_is_get_partition_spec(names, rules):
+    found = resolve_names(names, parse_rules(rules, ()), "nnx", passes=True)
+    with nnx.use_eager_sharding(False):
+        variable = nnx.Param(jnp.zeros(()), out_sharding=names, sharding_rules=tuple(rules))
+    assert found.spec == normalize_spec(nnx.get_partition_spec(variable).get_value())
+    assert found.spec == normalize_spec(from_sharding_rules(names, rules))
+    assert found.unmatched == tuple(dict.fromkeys(without_rule(names, rules)))
+
+
+@settings(deadline=None, max_examples=200)
+@given(ANY.map(tuple), RULES)
+def test_the_rules_that_nnx_used_are_the_last_of_each_name(names, rules):
+    found = resolve_names(names, parse_rules(rules, ()), "nnx", passes=True)
+    last = {name: position for position, (name, _) in enumerate(rules)}
+    assert found.used == tuple(last[name] for name in names if name in last)
+
+
+@settings(deadline=None, max_examples=200)
+@given(ANY.map(tuple), RULES)
+def test_nnx_names_without_a_rule_may_be_replicated(names, rules):
+    found = resolve_names(names, parse_rules(rules, ()), "nnx", passes=False)
+    missing = without_rule(names, rules)
+    kept = tuple(None if name in missing else name for name in names)
+    assert found.spec == normalize_spec(from_sharding_rules(kept, rules))
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(NAMES, max_size=5, unique=True).map(tuple), st.dictionaries(NAMES, AXES))
+def test_the_two_readings_agree_where_nothing_occurs_twice(names, rules):
+    parsed = parse_rules(rules, ())
+    linen, other = (resolve_names(names, parsed, semantics, False) for semantics in SEMANTICS)
+    axes = [axis for entry in other.spec for axis in entry]
+    assert (linen == other) == (len(set(axes)) == len(axes))
+
+
+@pytest.mark.parametrize(
+    ("names", "rules", "linen", "passed_on"),
+    [
+        (
+            ("embed", "mlp"),
+            [("embed", "model"), ("mlp", "model")],
+            ((("model",), ()), (0,), ()),
+            ((("model",), ("model",)), (0, 1), ()),
+        ),
+        (
+            ("mlp", "embed"),
+            [("embed", "model"), ("mlp", "model")],
+            (((), ("model",)), (0,), ()),
+            ((("model",), ("model",)), (1, 0), ()),
+        ),
+        (
+            ("embed", "mlp"),
+            [("embed", "data"), ("embed", None)],
+            ((("data",), ()), (0,), ("mlp",)),
+            (((), ("mlp",)), (1,), ("mlp",)),
+        ),
+        (
+            ("mlp", "embed"),
+            [("mlp", "data"), ("embed", "data"), ("embed", ("x", "y"))],
+            ((("data",), ("x", "y")), (0, 2), ()),
+            ((("data",), ("x", "y")), (0, 2), ()),
+        ),
+        (
+            ("mlp", None, ("x", "data"), "embed"),
+            [("mlp", ("data", "model")), ("mlp", "model"), ("embed", None), ("embed", "y")],
+            ((("model",), (), ("x", "data"), ()), (1, 2), ()),
+            ((("model",), (), ("x", "data"), ("y",)), (1, 3), ()),
+        ),
+    ],
+)
+def test_where_the_two_readings_differ(names, rules, linen, passed_on):
+    parsed = parse_rules(rules, ())
+    assert resolve_names(names, parsed, "linen", passes=False) == linen
+    assert resolve_names(names, parsed, "nnx", passes=True) == passed_on
+
+
+def test_a_name_that_is_there_twice():
+    """Linen refuses it; one dimension takes a rule each, as the caller is told of it anyhow."""
+    rules = parse_rules([("a", "x"), ("a", "y"), ("b", "z")], ())
+    names = ("a", "b", "a")
+    with pytest.raises(ValueError, match="occur more than once"):
+        nn.logical_to_mesh_axes(names, rules)
+    assert resolve_names(names, rules, "linen", False) == ((("x",), ("z",), ("y",)), (0, 2, 1), ())
+    assert resolve_names(names, rules, "nnx", True) == ((("y",), ("z",), ("y",)), (1, 2, 1), ())

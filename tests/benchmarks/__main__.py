@@ -1,4 +1,9 @@
-"""Measures `reshard ckpt` and prints a table: `python -m tests.benchmarks`, at the root."""
+"""Measures `reshard ckpt` and `reshard.restore`, and prints a table.
+
+    python -m tests.benchmarks
+
+Run at the root of the repository.
+"""
 
 import argparse
 import functools
@@ -12,13 +17,18 @@ from rich.table import Table
 
 from tests.benchmarks.bench import Bench, FailedError
 from tests.benchmarks.machine import describe
-from tests.benchmarks.sections import SECTIONS, Row
+from tests.benchmarks.restore_sections import RESTORE_SECTIONS
+from tests.benchmarks.sections import CKPT_SECTIONS, Row
+
+SECTIONS = {**CKPT_SECTIONS, **RESTORE_SECTIONS}
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tests.benchmarks",
-        description="Measure `reshard ckpt` from 2x4 to 1x8 against Orbax, `cp` and the bound.",
+        description="Measure `reshard ckpt` from 2x4 to 1x8 against Orbax, `cp` and the bound, and "
+        "`reshard.restore` into live arrays on several meshes against Orbax and decoding alone; of "
+        "a restore only the call is timed, not the imports before it.",
         epilog="sections: "
         + " ".join(f"{name}: {section.__doc__}" for name, section in SECTIONS.items()),
     )

@@ -5,7 +5,8 @@
 Array by array, the stored bytes are put into TensorStore's in-memory store, read back, and
 written, in chunks that are the shards of the target mesh, to another in-memory store. Only the
 reading and the writing are timed, with every core at TensorStore's disposal, and an array's memory
-is dropped before the next one. Prints one JSON object.
+is dropped before the next one. Prints one JSON object. With `--decode-only` nothing is written:
+what no restore avoids, whatever its mesh.
 
 An array is read into memory that TensorStore allocates, which charges the first touch of a whole
 array to the bound; a program that streams through memory it has used before can beat that. With
@@ -101,8 +102,8 @@ def _encode(values: np.ndarray, metadata: dict[str, Any]) -> float:
     return time.perf_counter() - start
 
 
-def bound(path: Path, warm: bool) -> dict[str, float]:
-    """Seconds to decode and to encode a whole checkpoint, and their sum."""
+def bound(path: Path, *, warm: bool = False, decode_only: bool = False) -> dict[str, float]:
+    """Seconds to decode and, unless left out, to encode a whole checkpoint, and their sum."""
     stored, specs = _store(path), _specs(path)
     arrays = {name: json.loads(stored[f"{name}/.zarray"]) for name in specs}
     buffer = None
@@ -113,7 +114,8 @@ def bound(path: Path, warm: bool) -> dict[str, float]:
         metadata = arrays[name]
         values, seconds = _decode(name, stored, buffer)
         decode += seconds
-        encode += _encode(values, {**metadata, "chunks": _shard(metadata["shape"], spec)})
+        if not decode_only:
+            encode += _encode(values, {**metadata, "chunks": _shard(metadata["shape"], spec)})
         del values
     return {"decode": decode, "encode": encode, "seconds": decode + encode}
 
@@ -122,8 +124,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time decoding and encoding in memory.")
     parser.add_argument("source", type=Path)
     parser.add_argument("--warm", action="store_true", help="read into memory touched before")
+    parser.add_argument("--decode-only", action="store_true", help="encode nothing")
     arguments = parser.parse_args()
-    print(json.dumps(bound(arguments.source.absolute(), arguments.warm)))
+    seconds = bound(
+        arguments.source.absolute(), warm=arguments.warm, decode_only=arguments.decode_only
+    )
+    print(json.dumps(seconds))
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def _rss(process: psutil.Process) -> int:
         return 0
 
 
-def _read_bytes(pid: int) -> int:
+def read_bytes(pid: int) -> int:
     """Bytes a process has asked the kernel for, from the page cache or not."""
     try:
         lines = Path(f"/proc/{pid}/io").read_text().splitlines()
@@ -107,7 +107,7 @@ def run(command: Sequence[str | Path]) -> Run:
             raise
         seconds = time.perf_counter() - start
         sampled = sampler.stop()
-        read = _read_bytes(child.pid)
+        read = read_bytes(child.pid)
         _, status, usage = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
         texts = []

@@ -11,7 +11,7 @@ import argparse
 import os
 from pathlib import Path
 
-from tests.benchmarks.workloads import TARGET, WORKLOADS, Leaf, shardings, simulate_devices
+from tests.benchmarks.workloads import TARGET, WORKLOADS, abstract, simulate_devices
 
 
 def reshard(name: str, source: Path, destination: Path) -> None:
@@ -21,13 +21,7 @@ def reshard(name: str, source: Path, destination: Path) -> None:
     import orbax.checkpoint as ocp
 
     workload = WORKLOADS[name]
-    dtype = jax.numpy.dtype(workload.dtype)
-
-    def abstract(leaf: Leaf, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
-
-    tree = workload.tree()
-    target = jax.tree.map(abstract, tree, shardings(TARGET, tree))
+    target = abstract(workload, TARGET)
     checkpointer = ocp.PyTreeCheckpointer(use_compression=workload.compress)
     restore_args = ocp.checkpoint_utils.construct_restore_args(target)
     arrays = checkpointer.restore(source, item=target, restore_args=restore_args)

@@ -1,4 +1,4 @@
-"""What is measured, section by section, each against the figure to reach."""
+"""What is measured of `reshard ckpt`, section by section, each against the figure to reach."""
 
 import json
 import statistics
@@ -48,8 +48,14 @@ def _peak(result: Result, start: Baseline) -> float:
     return (result.peak_bytes - start.resident_bytes) / MIB
 
 
-def _times(slow: float, fast: float) -> str:
+def times(slow: float, fast: float) -> str:
+    """How many times longer the slow one takes, and both times in seconds, the slow one's first."""
     return f"{slow / fast:.2f}x ({slow:.2f} s to {fast:.2f} s)"
+
+
+def rate(other: float, ours: float) -> str:
+    """Our rate as a part of another's, and both times in seconds, ours first."""
+    return f"{other / ours:.2f} ({ours:.2f} s to {other:.2f} s)"
 
 
 def _bound_seconds(result: Result) -> float:
@@ -72,9 +78,9 @@ def disk(bench: Bench) -> Iterator[Row]:
         )
         for memory, least in (("fresh", fresh), ("warm", warm)):
             measure = f"{name}: time, of the bound's in {memory} memory"
-            measured = _times(ours.seconds, _bound_seconds(least))
+            measured = times(ours.seconds, _bound_seconds(least))
             yield Row(measure, "1.6x", "1.25x", measured)
-        speed = _times(theirs.seconds, ours.seconds)
+        speed = times(theirs.seconds, ours.seconds)
         yield Row(f"{name}: faster than Orbax", "1.8x", "3x", speed)
         size = ours.output_bytes / theirs.output_bytes
         yield Row(f"{name}: bytes written, of Orbax's", "1.02x", "", f"{size:.3f}x")
@@ -87,8 +93,8 @@ def raw(bench: Bench) -> Iterator[Row]:
     ours, theirs = bench.compare(
         "raw", reshard(source, "--to", "1x8"), Program("cp; sync", source, copy)
     )
-    rate = f"{theirs.seconds / ours.seconds:.2f} ({ours.seconds:.2f} s to {theirs.seconds:.2f} s)"
-    yield Row("W1 uncompressed: rate, of `cp -r; sync`'s", "0.6", "0.8", rate)
+    measured = rate(theirs.seconds, ours.seconds)
+    yield Row("W1 uncompressed: rate, of `cp -r; sync`'s", "0.6", "0.8", measured)
 
 
 def small(bench: Bench) -> Iterator[Row]:
@@ -97,7 +103,7 @@ def small(bench: Bench) -> Iterator[Row]:
     ours, theirs = bench.compare(
         "small", reshard(source, "--to", "1x8"), _orbax("W4", source, rounds=2)
     )
-    speed = _times(theirs.seconds, ours.seconds)
+    speed = times(theirs.seconds, ours.seconds)
     size = ours.output_bytes / theirs.output_bytes
     yield Row("W4: faster than Orbax", "8x", "12x", speed)
     yield Row("W4: bytes written, of Orbax's", "1.02x", "", f"{size:.3f}x")
@@ -179,6 +185,6 @@ def start(bench: Bench) -> Iterator[Row]:
     yield Row("`reshard --help`", "0.3 s", "0.15 s", f"{ours.seconds:.2f} s")
 
 
-SECTIONS: dict[str, Callable[[Bench], Iterator[Row]]] = {
+CKPT_SECTIONS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     section.__name__: section for section in (disk, raw, small, memory, large, big, keep, start)
 }

@@ -112,6 +112,25 @@ def shardings(mesh_shape: tuple[int, int], tree: Tree) -> Any:
     return jax.tree.map(lambda leaf: NamedSharding(mesh, PartitionSpec(*leaf.spec)), tree)
 
 
+def abstract(workload: Workload, mesh_shape: tuple[int, int], *, replicated: bool = False) -> Any:
+    """The tree as a training script that knows its model has it before a restore.
+
+    Each leaf is a `jax.ShapeDtypeStruct`, sharded on a mesh of that shape by the spec it was saved
+    with, or `replicated` on every device of it.
+    """
+    import jax
+
+    dtype = jax.numpy.dtype(workload.dtype)
+
+    def struct(leaf: Leaf, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
+
+    tree = workload.tree()
+    if replicated:
+        tree = jax.tree.map(lambda leaf: Leaf(leaf.shape, ()), tree)
+    return jax.tree.map(struct, tree, shardings(mesh_shape, tree))
+
+
 def make(name: str, path: Path) -> None:
     """Saves the workload at `path`, which must not exist."""
     simulate_devices()

@@ -1,0 +1,171 @@
+"""One restore into live arrays on eight simulated devices, measured from inside its process.
+
+    python -m tests.benchmarks.restore reshard W1 SRC 1x8 --max-memory 256MiB
+
+Only the call is measured, until every array is there: the imports, jax's start and the abstract
+target are a training script's own, and come before. Afterwards the tree is checked for shapes,
+dtypes and shardings, and the checkpoint is opened once more, to know what of the bytes read went
+to metadata. Prints one JSON object.
+"""
+
+import argparse
+import functools
+import importlib
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.measure import read_bytes
+from tests.benchmarks.workloads import TARGET, WORKLOADS, abstract, simulate_devices
+
+TOOLS = ("reshard", "orbax")
+MESHES = {"1x8": TARGET, "8x1": (8, 1), "replicated": TARGET}
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What one restore took.
+
+    Attributes:
+      seconds: from the call until every array is ready.
+      before_bytes: RSS right before the call.
+      peak_bytes: peak RSS during the call, all that was there before it included.
+      result_bytes: memory of the result, once where devices share it.
+      read_bytes: asked of the kernel during the call, from the page cache or not.
+      open_bytes: asked of the kernel by `reshard.open`, which reads metadata only.
+      stored_bytes: stored size of the chunks of every array in the tree.
+    """
+
+    seconds: float
+    before_bytes: int
+    peak_bytes: int
+    result_bytes: int
+    read_bytes: int
+    open_bytes: int
+    stored_bytes: int
+
+    @property
+    def extra_bytes(self) -> int:
+        """Peak RSS beyond what was there before and what the result needs."""
+        return self.peak_bytes - self.before_bytes - self.result_bytes
+
+    @property
+    def fetched(self) -> float:
+        """Bytes read beyond what opening reads, for each byte of the stored chunks."""
+        return (self.read_bytes - self.open_bytes) / self.stored_bytes
+
+
+def _status(field: str) -> int:
+    """One of this process's sizes in `/proc/self/status`, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+def _restorer(tool: str, max_memory: str | None) -> Callable[[Path, Any], Any]:
+    """The function to measure, ready to be called with a path and a target.
+
+    Flax, which `reshard` imports at the first state that it sees, is there in a training script.
+    """
+    importlib.import_module("flax.nnx")
+    if tool == "orbax":
+        import orbax.checkpoint as ocp
+
+        return ocp.StandardCheckpointer().restore
+    import reshard
+
+    return functools.partial(reshard.restore, max_memory=max_memory)
+
+
+def _check(tree: Any, target: Any) -> None:
+    """Raises `RuntimeError` unless the tree holds arrays such as the target asks for."""
+    import jax
+
+    def differs(array: Any, want: jax.ShapeDtypeStruct) -> bool:
+        if not isinstance(array, jax.Array) or want.sharding is None:
+            return True
+        same = array.shape == want.shape and array.dtype == want.dtype
+        return not (same and array.sharding.is_equivalent_to(want.sharding, array.ndim))
+
+    # Trees of different structure raise a `ValueError` of jax's.
+    wrong = sum(jax.tree.leaves(jax.tree.map(differs, tree, target)))
+    if wrong:
+        raise RuntimeError(f"{wrong} leaves are not what the target asks for")
+
+
+def _memory(tree: Any) -> int:
+    """Bytes of the arrays' buffers, each buffer once however many devices share it."""
+    import jax
+
+    shards = (shard.data for array in jax.tree.leaves(tree) for shard in array.addressable_shards)
+    return sum({data.unsafe_buffer_pointer(): data.nbytes for data in shards}.values())
+
+
+def _opened(source: Path) -> tuple[int, int]:
+    """Bytes that opening the checkpoint reads, and bytes of the chunks of all its arrays."""
+    import reshard
+
+    start = read_bytes(os.getpid())
+    arrays = reshard.open(source).arrays
+    read = read_bytes(os.getpid()) - start
+    return read, sum(
+        value.size
+        for array in arrays
+        for key, value in array.store.values[array.name].items()
+        if key != array.store.metadata_key
+    )
+
+
+def restore(
+    tool: str, name: str, source: Path, mesh: str, max_memory: str | None = None
+) -> Restored:
+    """Restores a workload once.
+
+    Args:
+      tool: `"reshard"` or `"orbax"`.
+      name: the workload.
+      source: where it is saved.
+      mesh: a key of `MESHES`.
+      max_memory: `reshard`'s limit.
+    """
+    simulate_devices()
+    import jax
+
+    call = _restorer(tool, max_memory)
+    target = abstract(WORKLOADS[name], MESHES[mesh], replicated=mesh == "replicated")
+    # From here on, the kernel's record of the peak is this restore's.
+    Path("/proc/self/clear_refs").write_text("5")
+    before, start_read = _status("VmRSS"), read_bytes(os.getpid())
+    start = time.perf_counter()
+    tree = jax.block_until_ready(call(source, target))
+    seconds = time.perf_counter() - start
+    read, peak = read_bytes(os.getpid()) - start_read, _status("VmHWM")
+    _check(tree, target)
+    return Restored(seconds, before, peak, _memory(tree), read, *_opened(source))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure one restore of a workload.")
+    parser.add_argument("tool", choices=TOOLS)
+    parser.add_argument("name", choices=WORKLOADS)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("mesh", choices=MESHES)
+    parser.add_argument("--max-memory", metavar="SIZE", help="of `reshard`; no limit by default")
+    arguments = parser.parse_args()
+    if arguments.tool == "orbax" and arguments.max_memory:
+        parser.error("--max-memory is for `reshard`")
+    restored = restore(
+        arguments.tool,
+        arguments.name,
+        arguments.source.absolute(),
+        arguments.mesh,
+        arguments.max_memory,
+    )
+    print(json.dumps(asdict(restored)))
+
+
+if __name__ == "__main__":
+    main()

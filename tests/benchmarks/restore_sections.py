@@ -1,0 +1,119 @@
+"""What is measured of `reshard.restore`, section by section, each against the figure to reach.
+
+The seconds are those of the call alone, which `restore.py` takes inside the measured process.
+They are said once the rounds are over; what each round says is of the whole process, start-up
+included.
+"""
+
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tests.benchmarks.bench import Bench, Program, Result, module
+from tests.benchmarks.restore import MESHES, TOOLS, Restored
+from tests.benchmarks.sections import MIB, Row, rate, times
+
+
+def _program(bench: Bench, tool: str, name: str, mesh: str, *flags: str, **options: Any) -> Program:
+    """`restore.py` with these flags; `options` are the `Program`'s."""
+    source = bench.source(name)
+    command = module("restore", tool, name, source, mesh, *flags)
+    return Program(" ".join((tool, mesh, *flags)), source, command, **options)
+
+
+def _compare(bench: Bench, section: str, *programs: Program) -> list[Result]:
+    """`Bench.compare`, and says what each program timed itself."""
+    results = bench.compare(section, *programs)
+    for program, result in zip(programs, results, strict=True):
+        seconds = ", ".join(f"{seconds:.2f} s" for seconds in _timed(result))
+        bench.say(f"{section}: {program.source.name} {program.label}: timed itself: {seconds}")
+    return results
+
+
+def _timed(result: Result) -> list[float]:
+    return [json.loads(run.stdout)["seconds"] for run in result.runs]
+
+
+def _seconds(result: Result) -> float:
+    return statistics.median(_timed(result))
+
+
+def _restored(result: Result) -> list[Restored]:
+    return [Restored(**json.loads(run.stdout)) for run in result.runs]
+
+
+def _extra(result: Result) -> str:
+    """Peak RSS beyond what was there before and the result."""
+    extra = statistics.median(run.extra_bytes for run in _restored(result))
+    return f"{extra / MIB:.0f} MiB"
+
+
+def _fetched(what: str, result: Result) -> Row:
+    """The row for bytes read, of those stored; not less than once, and not more."""
+    fetched = statistics.median(run.fetched for run in _restored(result))
+    return Row(f"{what}: bytes fetched, of those stored", "1.0x", "1.0x", f"{fetched:.3f}x")
+
+
+def restore(bench: Bench) -> Iterator[Row]:
+    """W1 and W2 from 2x4 into live arrays, on 1x8 (columns) and 8x1 (rows): against Orbax, and
+    against decoding every chunk once in memory.
+    """
+    meshes = ("1x8", "8x1")
+    for name in ("W1", "W2"):
+        source = bench.source(name)
+        tools = [_program(bench, tool, name, mesh) for mesh in meshes for tool in TOOLS]
+        bound = Program("decode bound", source, module("bound", source, "--decode-only"))
+        results = _compare(bench, "restore", *tools, bound)
+        decode = _seconds(results.pop())
+        for mesh, ours, theirs in zip(meshes, results[::2], results[1::2], strict=True):
+            what, seconds = f"{name} restored on {mesh}", _seconds(ours)
+            yield Row(f"{what}: rate, of decoding's", "0.7", "0.85", rate(decode, seconds))
+            faster = times(_seconds(theirs), seconds)
+            yield Row(f"{what}: faster than Orbax", "1.6x", "2.5x", faster)
+            yield _fetched(what, ours)
+
+
+def restore_replicated(bench: Bench) -> Iterator[Row]:
+    """W1 on each of the eight devices, against Orbax, which runs twice and fills eight copies;
+    `reshard`'s devices, all of them simulated in one memory, share one.
+    """
+    ours, theirs = _compare(
+        bench,
+        "restore_replicated",
+        _program(bench, "reshard", "W1", "replicated"),
+        _program(bench, "orbax", "W1", "replicated", rounds=2),
+    )
+    what = "W1 restored, replicated"
+    yield Row(f"{what}: faster than Orbax", "8x", "15x", times(_seconds(theirs), _seconds(ours)))
+    yield _fetched(what, ours)
+
+
+def restore_small(bench: Bench) -> Iterator[Row]:
+    """W4, 5,000 small arrays, on 1x8, against Orbax, which runs twice."""
+    ours, theirs = _compare(
+        bench,
+        "restore_small",
+        _program(bench, "reshard", "W4", "1x8"),
+        _program(bench, "orbax", "W4", "1x8", rounds=2),
+    )
+    faster = times(_seconds(theirs), _seconds(ours))
+    yield Row("W4 restored on 1x8: faster than Orbax", "3x", "6x", faster)
+
+
+def restore_memory(bench: Bench) -> Iterator[Row]:
+    """W1 at 256 MiB on every mesh: peak RSS beyond the result, and bytes fetched."""
+    flags = ("--max-memory", "256MiB")
+    programs = [_program(bench, "reshard", "W1", mesh, *flags) for mesh in MESHES]
+    results = _compare(bench, "restore_memory", *programs)
+    for mesh, ours in zip(MESHES, results, strict=True):
+        what = f"W1 restored on {mesh} at 256 MiB".replace("on replicated", "replicated")
+        floor, reach = ("320 MiB", "256 MiB") if mesh == "1x8" else ("", "")
+        yield Row(f"{what}: peak RSS beyond the result", floor, reach, _extra(ours))
+        yield _fetched(what, ours)
+
+
+RESTORE_SECTIONS: dict[str, Callable[[Bench], Iterator[Row]]] = {
+    section.__name__: section
+    for section in (restore, restore_replicated, restore_small, restore_memory)
+}

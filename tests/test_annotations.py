@@ -1,0 +1,592 @@
+"""What becomes of annotated leaves: where a spec comes from, what does not fit, and the report."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from reshard.annotations import AnnotatedLeaf, LeafCoverage, cover
+from reshard.errors import ShardingError
+from reshard.mesh import Mesh, spec_problems
+from reshard.tree import format_path, split_path
+
+MESH = Mesh(("data", "model"), (2, 4))
+RULES = [("embed", "data"), ("mlp", "model")]
+
+
+def leaf(path, shape, names=None, kind="", **kwargs):
+    parameter = path.startswith("params/")
+    if names is not None:
+        kind = kind or "logical"
+    arguments = {"path": split_path(path), "shape": shape, "itemsize": 4, "names": names}
+    return AnnotatedLeaf(**{**arguments, "kind": kind, "parameter": parameter, **kwargs})
+
+
+def specs_of(found):
+    return {format_path(leaf.path): leaf.spec for leaf in found.leaves}
+
+
+def sources_of(found):
+    return {format_path(leaf.path): (leaf.spec, leaf.source, leaf.rules) for leaf in found.leaves}
+
+
+def run(leaves, rules=RULES, specs=(), semantics=None, mesh=MESH):
+    return cover(leaves, mesh, rules, specs, semantics)
+
+
+# Where a spec comes from
+
+
+def test_each_source_in_its_turn():
+    embed = ("embed", "mlp")
+    saved = (("model",), ())
+    leaves = [
+        leaf("opt/mu/all", (8, 8), embed, saved=saved),
+        leaf("opt/mu/named", (8, 8), embed, saved=saved),
+        leaf("opt/mu/bare", (8, 8)),
+        leaf("opt/mu/laid_out", (8, 8), saved=saved),
+        leaf("opt/mu/nothing", (8, 8)),
+        leaf("params/all", (8, 8), embed, saved=saved),
+        leaf("params/named", (8, 8), embed, saved=saved),
+        leaf("params/bare", (8, 8)),
+        leaf("params/laid_out", (8, 8), saved=saved),
+        leaf("params/nothing", (8, 8)),
+        leaf("batch_stats/named", (8, 8), ("mlp", None), saved=saved),
+        leaf("batch_stats/other", (8,), saved=(("data",),)),
+        leaf("step", ()),
+    ]
+    found = run(leaves, specs=[("params/(all|bare)", P("data")), ("^opt/mu/all", "model,data")])
+    data_model = (("data",), ("model",))
+    assert found.problems == found.hints == ()
+    assert sources_of(found) == {
+        "opt/mu/all": ((("model",), ("data",)), "specs", ()),
+        "opt/mu/named": (data_model, "optimizer", (0, 1)),
+        "opt/mu/bare": ((("data",),), "optimizer", ()),
+        "opt/mu/laid_out": (saved, "optimizer", ()),
+        "opt/mu/nothing": ((), "optimizer", ()),
+        "params/all": ((("data",),), "specs", ()),
+        "params/named": (data_model, "names", (0, 1)),
+        "params/bare": ((("data",),), "specs", ()),
+        "params/laid_out": (saved, "sharding", ()),
+        "params/nothing": ((), "none", ()),
+        "batch_stats/named": ((("model",), ()), "names", (1,)),
+        "batch_stats/other": ((("data",),), "sharding", ()),
+        "step": ((), "none", ()),
+    }
+
+
+def test_a_moment_that_says_something_else_keeps_it():
+    leaves = [
+        leaf("params/w", (8, 8), ("embed", "mlp")),
+        leaf("params/v", (8, 8), saved=(("data",),)),
+        leaf("opt/same/w", (8, 8), ("embed", "mlp")),
+        leaf("opt/other/w", (8, 8), ("mlp", "embed")),
+        leaf("opt/none/w", (8, 8)),
+        leaf("opt/laid_out/w", (8, 8), saved=(("model",),)),
+        leaf("opt/same/v", (8, 8), saved=(("data",),)),
+        leaf("opt/other/v", (8, 8), saved=(("model",),)),
+    ]
+    assert sources_of(run(leaves)) == {
+        "params/w": ((("data",), ("model",)), "names", (0, 1)),
+        "params/v": ((("data",),), "sharding", ()),
+        "opt/same/w": ((("data",), ("model",)), "optimizer", (0, 1)),
+        "opt/other/w": ((("model",), ("data",)), "names", (1, 0)),
+        "opt/none/w": ((("data",), ("model",)), "optimizer", (0, 1)),
+        "opt/laid_out/w": ((("model",),), "sharding", ()),
+        "opt/same/v": ((("data",),), "optimizer", ()),
+        "opt/other/v": ((("model",),), "sharding", ()),
+    }
+
+
+def test_moments_of_fewer_dimensions_take_their_part_of_the_names():
+    """Flax copies the names of a parameter to whatever optax makes of it."""
+    names = ("embed", "mlp")
+    leaves = [
+        leaf("opt/v_row/w", (8,), names),
+        leaf("opt/v_col/w", (12,), names),
+        leaf("opt/v/w", (1,), names),
+        leaf("opt/history/w", (3, 8, 12), names),
+        leaf("params/w", (8, 12), names),
+    ]
+    found = run(leaves)
+    assert found.problems == ()
+    assert sources_of(found) == {
+        "opt/v_row/w": ((("data",),), "optimizer", (0, 1)),
+        "opt/v_col/w": ((("model",),), "optimizer", (0, 1)),
+        "opt/v/w": ((), "optimizer", ()),
+        "opt/history/w": (((), ("data",), ("model",)), "optimizer", (0, 1)),
+        "params/w": ((("data",), ("model",)), "names", (0, 1)),
+    }
+
+
+def test_moments_follow_a_parameter_wherever_its_spec_is_from():
+    leaves = [
+        leaf("params/a/w", (8, 8), ("embed", "mlp")),
+        leaf("params/b/w", (8, 8)),
+        leaf("params/c/w", (8, 8), saved=((), ("model",))),
+        *(leaf(f"opt/0/mu/{name}/w", (8, 8)) for name in "abc"),
+        *(leaf(f"opt/0/v_row/{name}/w", (8,)) for name in "abc"),
+    ]
+    found = run(leaves, specs=[("params/[ab]", P("model", "data"))])
+    assert found.problems == ()
+    assert specs_of(found) == {
+        "params/a/w": (("model",), ("data",)),
+        "params/b/w": (("model",), ("data",)),
+        "params/c/w": ((), ("model",)),
+        "opt/0/mu/a/w": (("model",), ("data",)),
+        "opt/0/mu/b/w": (("model",), ("data",)),
+        "opt/0/mu/c/w": ((), ("model",)),
+        "opt/0/v_row/a/w": (("model",),),
+        "opt/0/v_row/b/w": (("model",),),
+        "opt/0/v_row/c/w": ((),),
+    }
+
+
+def test_a_module_that_is_called_as_a_moment_is():
+    """What mirrors the parameters is below `opt/0/mu`, not below `opt/0`."""
+    leaves = [
+        leaf("params/w", (8,), ("embed",)),
+        leaf("params/mu/w", (8,), ("mlp",)),
+        leaf("params/nu/w", (8,), (None,)),
+        *(
+            leaf(f"opt/0/{moment}/{name}", (8,))
+            for moment in ("mu", "nu")
+            for name in ("w", "mu/w", "nu/w")
+        ),
+    ]
+    assert specs_of(run(leaves)) == {
+        "params/w": (("data",),),
+        "params/mu/w": (("model",),),
+        "params/nu/w": ((),),
+        "opt/0/mu/w": (("data",),),
+        "opt/0/mu/mu/w": (("model",),),
+        "opt/0/mu/nu/w": ((),),
+        "opt/0/nu/w": (("data",),),
+        "opt/0/nu/mu/w": (("model",),),
+        "opt/0/nu/nu/w": ((),),
+    }
+
+
+def test_a_moment_that_cannot_be_told_apart_is_a_problem():
+    leaves = [
+        leaf("params/square", (8, 8), ("embed", "mlp")),
+        leaf("params/free", (8, 8)),
+        leaf("opt/v/square", (8,), ("embed", "mlp")),
+        leaf("opt/w/square", (8,)),
+        leaf("opt/w.1/square", (3, 3)),
+        leaf("opt/v/free", (8,)),
+        leaf("opt/w/free", (3, 3)),
+    ]
+    found = run(leaves)
+    where = "it belongs to params/square, which is P('data', 'model'), and"
+    may = "it may be over dimensions (0,) or (1,) of the parameter's [8, 8]"
+    assert found.problems == (
+        f"opt/v/square  [8]: {where} {may}",
+        f"opt/w/square  [8]: {where} {may}",
+        f"opt/w.1/square  [3, 3]: {where} its shape is no part of the parameter's, [8, 8]",
+    )
+    assert found.hints == (
+        'specs=[(r"^opt/v/square$", P(...))] says how to split it',
+        'specs=[(r"^opt/w/square$", P(...))] says how to split it',
+        r'specs=[(r"^opt/w\.1/square$", P(...))] says how to split it',
+    )
+    said = run(
+        leaves,
+        specs=[("^opt/v/square$", "model"), ("^opt/w/square$", ""), (r"^opt/w\.1/square$", "")],
+    )
+    assert said.problems == said.hints == ()
+    assert specs_of(said) == {
+        "params/square": (("data",), ("model",)),
+        "params/free": (),
+        "opt/v/square": (("model",),),
+        "opt/w/square": (),
+        "opt/w.1/square": (),
+        "opt/v/free": ((),),
+        "opt/w/free": (),
+    }
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("kind", "semantics", "spec", "unmatched"),
+    [
+        ("logical", None, (("data",), (), ()), {"kv": (("params", "w"),)}),
+        ("logical", "linen", (("data",), (), ()), {"kv": (("params", "w"),)}),
+        ("logical", "nnx", (("model",), ("data",), ("kv",)), {}),
+        ("nnx", None, (("model",), ("data",), ("kv",)), {}),
+        ("nnx", "nnx", (("model",), ("data",), ("kv",)), {}),
+        ("nnx", "linen", (("data",), (), ()), {"kv": (("params", "w"),)}),
+        ("mesh", None, (("data",), (), ("kv",)), {}),
+        ("mesh", "linen", (("data",), (), ("kv",)), {}),
+        ("mesh", "nnx", (("model",), ("data",), ("kv",)), {}),
+    ],
+)
+def test_names_are_read_as_their_api_does_or_as_the_caller_says(kind, semantics, spec, unmatched):
+    """A mesh axis that is used once only; the first or the last rule; a name without a rule."""
+    rules = [("embed", "data"), ("embed", "model"), ("mlp", "data")]
+    mesh = Mesh(("data", "model", "kv"), (2, 4, 1))
+    found = run(
+        [leaf("params/w", (8, 8, 8), ("embed", "mlp", "kv"), kind)], rules, (), semantics, mesh
+    )
+    if unmatched:
+        problem = (
+            "params/w: no rule has the logical name 'kv', which is also an axis of "
+            "`data=2,model=4,kv=1`"
+        )
+        assert found.problems == (problem,)
+        assert found.hints == ('the rule ("kv", "kv") splits over it, ("kv", None) replicates',)
+    else:
+        assert found.problems == found.hints == ()
+    assert specs_of(found) == {"params/w": spec}
+    assert found.unmatched == unmatched
+
+
+@pytest.mark.parametrize("kind", ["mesh", "nnx"])
+@pytest.mark.parametrize("rules", [None, [], {}])
+def test_without_rules_names_are_mesh_axes(kind, rules):
+    names = ("model", None, ("data",), "data")
+    found = run([leaf("params/w", (8, 3, 2), names[:3], kind)], rules)
+    assert found.problems == found.hints == ()
+    assert found.unmatched == {}
+    assert specs_of(found) == {"params/w": (("model",), (), ("data",))}
+
+
+def test_logical_names_without_rules_are_a_problem():
+    leaves = [
+        leaf("params/a", (8, 8), ("embed", "mlp")),
+        leaf("params/b", (8,), ("embed",)),
+        leaf("params/c", (8,), (None,)),
+        leaf("params/d", (8, 8), ("data", "embed")),
+    ]
+    found = run(leaves, rules=None)
+    assert found.problems == (
+        "params/a: its axes have logical names ('embed', 'mlp'), and no rules",
+        "params/b: its axes have logical names ('embed',), and no rules",
+        "params/d: no rule has the logical name 'data', which is also an axis of `data=2,model=4`",
+        "params/d: its axes have logical names ('data', 'embed'), and no rules",
+    )
+    assert found.hints == (
+        'rules=[("embed", "data"), ...] gives them, rules=[] replicates',
+        'the rule ("data", "data") splits over it, ("data", None) replicates',
+    )
+    assert found.unmatched == {
+        "embed": (("params", "a"), ("params", "b"), ("params", "d")),
+        "mlp": (("params", "a"),),
+        "data": (("params", "d"),),
+    }
+    nothing = run(leaves[:3], rules=[])
+    assert nothing.problems == nothing.hints == ()
+    assert nothing.unmatched == {
+        "embed": (("params", "a"), ("params", "b")),
+        "mlp": (("params", "a"),),
+    }
+    assert specs_of(nothing) == {"params/a": ((), ()), "params/b": ((),), "params/c": ((),)}
+
+
+def test_names_that_are_also_mesh_axes_need_a_rule():
+    leaves = [leaf("params/a", (8, 8), ("data", "mlp")), leaf("params/b", (8,), ("model",))]
+    assert run(leaves).problems == (
+        "params/a: no rule has the logical name 'data', which is also an axis of `data=2,model=4`",
+        "params/b: no rule has the logical name 'model', which is also an axis of `data=2,model=4`",
+    )
+    said = run(leaves, [*RULES, ("data", None), ("model", "model")])
+    assert said.problems == said.hints == ()
+    assert specs_of(said) == {"params/a": ((), ("model",)), "params/b": (("model",),)}
+
+
+@pytest.mark.parametrize("kind", ["mesh", "nnx"])
+def test_names_that_are_neither_rules_nor_mesh_axes(kind):
+    leaves = [
+        leaf("params/a", (8, 8), ("embed", "heads"), kind),
+        leaf("params/b", (8,), ("heads",), kind),
+    ]
+    found = run(leaves)
+    assert found.problems == (
+        "params/a  [8, 8] ('embed', 'heads'): P('data', 'heads') names axis 'heads', which "
+        "`data=2,model=4` lacks",
+        "params/b  [8] ('heads',): P('heads') names axis 'heads', which `data=2,model=4` lacks",
+    )
+    assert found.hints == ("the rule (\"heads\", None) replicates what is named 'heads'",)
+    assert found.unmatched == {"heads": (("params", "a"), ("params", "b"))}
+    said = run(leaves, [*RULES, ("heads", None)])
+    assert said.problems == said.hints == ()
+    assert specs_of(said) == {"params/a": (("data",), ()), "params/b": ((),)}
+
+
+def test_a_name_or_an_axis_that_is_there_twice():
+    leaves = [
+        leaf("params/linen", (8, 8), ("embed", "embed")),
+        leaf("params/nnx", (8, 8), ("embed", "embed"), "nnx"),
+        leaf("params/one", (8, 8), ("embed", "mlp"), "nnx"),
+        leaf("params/mesh", (8, 8), ("data", "data"), "mesh"),
+        leaf("params/mixed", (8, 8), ("embed", ("data", "model")), "mesh"),
+        leaf("params/none", (8, 8), (None, None)),
+    ]
+    found = run(leaves, [("embed", "data"), ("mlp", "data")])
+    assert found.problems == (
+        "params/linen: its names ('embed', 'embed') have 'embed' twice",
+        "params/nnx  [8, 8] ('embed', 'embed'): P('data', 'data') uses axis 'data' 2 times",
+        "params/one  [8, 8] ('embed', 'mlp'): P('data', 'data') uses axis 'data' 2 times",
+        "params/mesh  [8, 8] ('data', 'data'): P('data', 'data') uses axis 'data' 2 times",
+    )
+    assert specs_of(found)["params/mixed"] == ((), ("data", "model"))
+
+
+def test_rules_of_an_annotation_come_after_those_of_the_caller():
+    own = (("embed", "model"), ("mlp", "model"), ("heads", "data"))
+    leaves = [
+        leaf("params/a", (8, 8, 8), ("embed", "mlp", "heads"), own_rules=own),
+        leaf("params/b", (8, 8), ("embed", "heads"), "nnx", own_rules=dict(own)),
+        leaf("params/c", (8, 8), ("embed", "heads")),
+    ]
+    found = run(leaves, [("embed", None)])
+    assert found.problems == found.hints == ()
+    assert sources_of(found) == {
+        "params/a": (((), ("model",), ("data",)), "names", (0,)),
+        "params/b": (((), ("data",)), "names", (0,)),
+        "params/c": (((), ()), "names", (0,)),
+    }
+    assert found.unmatched == {"heads": (("params", "c"),)}
+    alone = run(leaves[:2], None)
+    assert alone.problems == alone.hints == ()
+    assert sources_of(alone) == {
+        "params/a": ((("model",), (), ("data",)), "names", ()),
+        "params/b": ((("model",), ("data",)), "names", ()),
+    }
+
+
+def test_a_callable_is_asked_about_the_names_of_all_leaves():
+    asked = []
+
+    def rules(name):
+        asked.append(name)
+        return {"embed": "data", "mlp": ("model",)}[name]
+
+    leaves = [
+        leaf("params/a", (8, 8), ("mlp", None)),
+        leaf("params/b", (8, 8, 8), ("embed", "mlp", ("x", "y"))),
+        leaf("params/c", (8,), ("heads",)),
+    ]
+    found = run(leaves, rules)
+    assert asked == ["mlp", "embed", "heads"]
+    assert found.rules == (("mlp", ("model",)), ("embed", ("data",)))
+    assert found.reached == ((("params", "a"), ("params", "b")), (("params", "b"),))
+    assert found.unmatched == {"heads": (("params", "c"),)}
+
+
+def test_names_that_a_regex_overrides_are_not_looked_at():
+    leaves = [leaf("params/a", (8, 8), ("embed", "heads"), "nnx")]
+    found = run(leaves, None, [("a$", P(None, "model"))])
+    assert found.problems == found.hints == ()
+    assert found.unmatched == {}
+    assert specs_of(found) == {"params/a": ((), ("model",))}
+
+
+# Problems
+
+
+def test_all_problems_are_there_in_the_order_of_the_tree():
+    leaves = [
+        leaf("params/a", (7, 6), ("embed", "mlp")),
+        leaf("params/b", (8, 8, 8), ("data", "x", "embed"), "mesh"),
+        leaf("params/c", (), ("mlp",)),
+        leaf("params/d", (3,)),
+        leaf("params/e", (8, 8), saved=(("y",),)),
+        leaf("params/f", (8,), ("mlp", "embed")),
+    ]
+    found = run(leaves, specs=[("d$", ["model", "model"])])
+    assert found.problems == (
+        "params/a  [7, 6] ('embed', 'mlp'): dimension 0 of 7 does not divide by 2 (data)",
+        "params/a  [7, 6] ('embed', 'mlp'): dimension 1 of 6 does not divide by 4 (model)",
+        "params/b  [8, 8, 8] ('data', 'x', 'embed'): P('data', 'x', None) names axis 'x', which "
+        "`data=2,model=4` lacks",
+        "params/c  [] ('mlp',): P('model') has 1 dimensions, the array 0",
+        "params/d  [3]: P('model', 'model') has 2 dimensions, the array 1",
+        "params/d  [3]: P('model', 'model') uses axis 'model' 2 times",
+        "params/d  [3]: dimension 0 of 3 does not divide by 4 (model)",
+        "params/e  [8, 8]: P('y') names axis 'y', which `data=2,model=4` lacks",
+        "params/f  [8] ('mlp', 'embed'): P('model', 'data') has 2 dimensions, the array 1",
+    )
+    assert found.hints == ("the rule (\"x\", None) replicates what is named 'x'",)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"semantics": "flax"},
+            "semantics='flax' is not known\n\nhint: semantics='linen'\nhint: semantics='nnx'",
+        ),
+        (
+            {"rules": [("embed", 1)]},
+            "a rule is a logical name with a mesh axis, several, or None\n  ('embed', 1)\n\n"
+            'hint: rules=[("embed", "data"), ("vocab", ("data", "model")), ("kv", None)]',
+        ),
+        (
+            {"specs": [("kernel$", "data"), ("params/b", "data")]},
+            "no array matches the regex of a spec\n  `kernel$`\n  `params/b`\n\n"
+            "hint: the nearest leaf is `params/a`",
+        ),
+        (
+            {"specs": [("(", "data")]},
+            "the spec rules cannot be read\n"
+            "  `(` is not a regex: missing ), unterminated subpattern at position 0",
+        ),
+        ({"specs": [("a", [1])]}, "not a partition spec: [1]"),
+    ],
+)
+def test_what_cannot_be_read_is_raised(arguments, message):
+    with pytest.raises(ShardingError) as caught:
+        run([leaf("params/a", (8,), ("embed",))], **arguments)
+    assert str(caught.value) == message
+
+
+# The report
+
+
+def everything():
+    leaves = [
+        leaf("params/embed", (8, 12), ("embed", "mlp")),
+        leaf("params/bias", (12,), ("mlp",), itemsize=2),
+        leaf("params/norm", (1024,), ("norm",)),
+        leaf("params/head", (8, 300), ("embed", None)),
+        leaf("params/free", (100, 3)),
+        leaf("opt/mu/embed", (8, 12), ("embed", "mlp")),
+        leaf("opt/mu/free", (100, 3)),
+        leaf("opt/count", (), itemsize=8),
+        leaf("stats", (6, 4), saved=(("data",),)),
+        leaf("table", (16, 4)),
+    ]
+    rules = [*RULES, ("unused", ("data", "model")), ("kv", None)]
+    return run(leaves, rules, [("^table$", P(("data", "model")))])
+
+
+def test_the_report_is_whole():
+    found = everything()
+    data, model = ("data",), ("model",)
+
+    def was(path, shape, names, spec, source, rules, nbytes, replicated=False):
+        return LeafCoverage(split_path(path), shape, names, spec, source, rules, nbytes, replicated)
+
+    assert found.leaves == (
+        was("params/embed", (8, 12), ("embed", "mlp"), (data, model), "names", (0, 1), 48),
+        was("params/bias", (12,), ("mlp",), (model,), "names", (1,), 6),
+        was("params/norm", (1024,), ("norm",), ((),), "names", (), 4096, True),
+        was("params/head", (8, 300), ("embed", None), (data, ()), "names", (0,), 4800),
+        was("params/free", (100, 3), None, (), "none", (), 1200, True),
+        was("opt/mu/embed", (8, 12), ("embed", "mlp"), (data, model), "optimizer", (0, 1), 48),
+        was("opt/mu/free", (100, 3), None, (), "optimizer", (), 1200, True),
+        was("opt/count", (), None, (), "none", (), 8, True),
+        was("stats", (6, 4), None, (data,), "sharding", (), 48),
+        was("table", (16, 4), None, (("data", "model"),), "specs", (), 32),
+    )
+    assert found.mesh == MESH
+    assert found.rules == (
+        ("embed", data),
+        ("mlp", model),
+        ("unused", ("data", "model")),
+        ("kv", ()),
+    )
+    assert found.reached == (
+        (("params", "embed"), ("params", "head"), ("opt", "mu", "embed")),
+        (("params", "embed"), ("params", "bias"), ("opt", "mu", "embed")),
+        (),
+        (),
+    )
+    assert found.unmatched == {"norm": (("params", "norm"),)}
+    assert [format_path(leaf.path) for leaf in found.replicated] == [
+        "params/norm",
+        "params/free",
+        "opt/mu/free",
+        "opt/count",
+    ]
+    assert (found.replicated_bytes, found.device_bytes) == (6504, 11486)
+    assert found.problems == found.hints == ()
+
+
+def test_the_report_prints():
+    assert repr(everything()) == (
+        "10 array leaves on `data=2,model=4`, 11.22 KiB a device: 1 by the given specs, "
+        "4 by the names of their axes, 1 by the sharding they have, "
+        "2 as the parameter they belong to, 2 by nothing\n"
+        "rule        embed -> data: 3 leaves, params/embed the first\n"
+        "rule        mlp -> model: 3 leaves, params/embed the first\n"
+        "rule        unused -> data, model: 0 leaves\n"
+        "rule        kv -> replicated: 0 leaves\n"
+        "no rule     norm: 1 leaves, params/norm the first\n"
+        "replicated  4 leaves, 6.35 KiB a device\n"
+        "            4.00 KiB  params/norm  [1024]\n"
+        "            1.17 KiB  params/free  [100, 3]\n"
+        "            1.17 KiB  opt/mu/free  [100, 3]\n"
+        "            8 B  opt/count  []"
+    )
+
+
+def test_the_printed_report_is_short_and_ends_with_what_is_wrong():
+    leaves = [leaf(f"params/a{i}", (i,)) for i in range(1, 13)]
+    found = run([*leaves, leaf("params/w", (100,), ("x",), "nnx")], None)
+    largest = "".join(f"            {4 * i} B  params/a{i}  [{i}]\n" for i in range(12, 3, -1))
+    assert repr(found) == (
+        "13 array leaves on `data=2,model=4`, 712 B a device: 1 by the names of their axes, "
+        "12 by nothing\n"
+        "no rule     x: 1 leaves, params/w the first\n"
+        "replicated  13 leaves, 712 B a device\n"
+        "            400 B  params/w  [100]\n"
+        f"{largest}"
+        "            ... and 3 more\n"
+        "problem     params/w  [100] ('x',): P('x') names axis 'x', which `data=2,model=4` lacks\n"
+        "hint        the rule (\"x\", None) replicates what is named 'x'"
+    )
+
+
+def test_of_no_leaves():
+    found = run([])
+    assert (found.leaves, found.replicated, found.reached) == ((), (), ((), ()))
+    assert (found.replicated_bytes, found.device_bytes) == (0, 0)
+    assert repr(found) == (
+        "0 array leaves on `data=2,model=4`, 0 B a device: \n"
+        "rule        embed -> data: 0 leaves\n"
+        "rule        mlp -> model: 0 leaves\n"
+        "replicated  0 leaves, 0 B a device"
+    )
+
+
+def test_on_one_device_nothing_is_replicated():
+    found = run([leaf("params/a", (8, 8), ("embed", "mlp")), leaf("step", ())], mesh=ONE)
+    assert specs_of(found) == {"params/a": (("data",), ("model",)), "step": ()}
+    assert (found.replicated, found.device_bytes, found.problems) == ((), 260, ())
+
+
+ONE = Mesh(("data", "model"), (1, 1))
+SPEC = st.lists(
+    st.lists(st.sampled_from(["data", "model", "x"]), max_size=2).map(tuple), max_size=3
+).map(tuple)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.lists(st.integers(0, 16), max_size=3).map(tuple), SPEC), max_size=4))
+def test_bytes_and_replicas_are_jax_s_own(cases):
+    """A leaf is replicated if every shard is all of it, and costs what a shard of JAX's does."""
+    leaves = [leaf(f"params/a{i}", shape) for i, (shape, _) in enumerate(cases)]
+    specs = [(f"/a{i}$", spec) for i, (_, spec) in enumerate(cases)]
+    found = run(leaves, specs=specs)
+    assert [leaf.spec for leaf in found.leaves] == [spec for _, spec in cases]
+    wrong = [spec_problems(shape, MESH, spec) for shape, spec in cases]
+    assert list(found.problems) == [
+        f"params/a{i}  {list(shape)}: {problem}"
+        for i, (shape, _) in enumerate(cases)
+        for problem in wrong[i]
+    ]
+    on = AbstractMesh((2, 4), ("data", "model"))
+    for entry, (shape, spec), problems in zip(found.leaves, cases, wrong, strict=True):
+        if problems:
+            continue
+        sharding = NamedSharding(on, P(*spec))
+        shard = sharding.shard_shape(shape)
+        assert entry.device_bytes == 4 * math.prod(shard)
+        assert entry.replicated == sharding.is_fully_replicated

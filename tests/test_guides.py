@@ -1,0 +1,439 @@
+"""The examples, which are Flax's guides to sharding: what they save comes back as it was, on other
+meshes, in its boxes and variables, and training goes on as if nothing had happened.
+
+Where an array belongs is Flax's word: `nn.get_sharding`, `nn.logical_to_mesh_sharding` and
+`nnx.get_named_sharding`.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import layouts
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from flax.core import freeze, meta
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
+from layouts import assert_same_tree, flat
+
+import reshard
+from reshard.errors import ShardingError
+
+EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+# The mesh that is saved on, and the one that is restored on: all devices along one axis, other
+# sizes of both axes, fewer devices, more devices.
+PAIRS = [("2x4", "1x8"), ("1x8", "4x2"), ("2x4", "2x2"), ("4x2", "2x8")]
+# All devices along the other axis, and nothing changes.
+FURTHER = [("2x4", "8x1"), ("2x4", "2x4")]
+BEFORE, AFTER = range(3), range(3, 6)
+
+
+def load(name: str) -> Any:
+    """An example as a module."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+linen_train_state = load("linen_train_state")
+linen_logical_axes = load("linen_logical_axes")
+nnx_own_optimizer = load("nnx_own_optimizer")
+nnx_optimizer = load("nnx_optimizer")
+
+
+def mesh_of(text):
+    return layouts.mesh([int(size) for size in text.split("x")])
+
+
+# The examples, all in one form
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Guide:
+    """An example as the tests drive it. A state is a `TrainState`, or what holds NNX modules.
+
+    Attributes:
+      create: what makes a fresh state, as `reshard.target` takes it.
+      start: a mesh and rules -> a fresh state on that mesh, as the example makes it.
+      train: a state, a mesh, rules and the numbers of steps -> the state after them.
+      save: a path and a state: saves its raw arrays.
+      shardings: a mesh and rules -> Flax's own sharding of each raw array, in its place.
+      rules: the rules that it is saved under, and those that it is restored under.
+    """
+
+    create: Callable
+    start: Callable
+    train: Callable
+    save: Callable
+    shardings: Callable
+    rules: tuple[Any, Any] = (None, None)
+
+
+def linen_guide(scanned, frozen=False):
+    example = linen_train_state
+    model = example.MLP(3, 64, scanned)
+    create = functools.partial(example.create_state, model, optax.adam(1e-3))
+    if frozen:
+        create = functools.partial(create_frozen, create)
+
+    def shardings(mesh, rules):
+        with jax.set_mesh(mesh):
+            return nn.get_sharding(jax.eval_shape(create), mesh)
+
+    return Guide(
+        create,
+        start=lambda mesh, rules: example.create_on(mesh, create),
+        train=lambda state, mesh, rules, steps: example.train(state, mesh, steps),
+        save=example.save,
+        shardings=shardings,
+    )
+
+
+def create_frozen(create):
+    """The state as it was when `init` returned a `FrozenDict`."""
+    state = create()
+    return TrainState.create(apply_fn=state.apply_fn, params=freeze(state.params), tx=state.tx)
+
+
+def logical_guide(scanned, saved_as, restored_as):
+    example = linen_logical_axes
+    model = example.MLP(3, 64, scanned)
+    create = functools.partial(example.create_state, model, optax.adam(1e-3))
+
+    def shardings(mesh, rules):
+        specs = nn.get_partition_spec(jax.eval_shape(create))
+        return nn.logical_to_mesh_sharding(specs, mesh, rules)
+
+    return Guide(
+        create,
+        start=lambda mesh, rules: example.create_on(mesh, rules, create),
+        train=example.train,
+        save=example.save,
+        shardings=shardings,
+        rules=(example.RULES[saved_as], example.RULES[restored_as]),
+    )
+
+
+def nnx_guide(save, create, create_sharded, train):
+    def start(mesh, rules):
+        with jax.set_mesh(mesh):
+            return create_sharded()
+
+    def shardings(mesh, rules):
+        with jax.set_mesh(mesh):
+            state = nnx.state(nnx.eval_shape(create))
+        return nnx.to_pure_dict(nnx.get_named_sharding(state, mesh))
+
+    return Guide(
+        create,
+        start,
+        train=lambda state, mesh, rules, steps: train(state, mesh, steps),
+        save=save,
+        shardings=shardings,
+    )
+
+
+def create_both():
+    """A model in its optimizer."""
+    model = nnx_optimizer.MLP(2, 64, rngs=nnx.Rngs(0))
+    return nnx.ModelAndOptimizer(model, nnx_optimizer.ADAM, wrt=nnx.Param)
+
+
+@nnx.jit
+def create_both_sharded():
+    both = create_both()
+    state = nnx.state(both)
+    nnx.update(both, jax.lax.with_sharding_constraint(state, nnx.get_partition_spec(state)))
+    return both
+
+
+@nnx.jit
+def step_both(both, x, y):
+    both.update(nnx.grad(lambda model: jnp.mean((model(x) - y) ** 2))(both.model))
+
+
+def train_both(both, mesh, steps):
+    with jax.set_mesh(mesh):
+        for number in steps:
+            x = jax.random.normal(jax.random.key(number), (16, 64))
+            step_both(both, jax.device_put(x, P("data", None)), jnp.sin(x))
+    return both
+
+
+own, stock = nnx_own_optimizer, nnx_optimizer
+GUIDES = {
+    "linen looped": linen_guide(scanned=False),
+    "linen scanned": linen_guide(scanned=True),
+    "linen frozen": linen_guide(scanned=True, frozen=True),
+    "logical looped": logical_guide(False, "tensor parallel", "fully sharded"),
+    "logical scanned": logical_guide(True, "tensor parallel", "fully sharded"),
+    "logical scanned back": logical_guide(True, "fully sharded", "tensor parallel"),
+    "nnx own optimizer": nnx_guide(own.save, own.create_model, own.create_model, own.train),
+    "nnx optimizer": nnx_guide(stock.save, stock.create, stock.create_sharded, stock.train),
+    "nnx both": nnx_guide(stock.save, create_both, create_both_sharded, train_both),
+}
+
+
+@pytest.fixture(params=GUIDES, ids=lambda name: name.replace(" ", "-"))
+def guide(request):
+    return GUIDES[request.param]
+
+
+def is_linen(state):
+    return isinstance(state, TrainState)
+
+
+def whole(state):
+    """A state as a pytree that says all of it: NNX modules with their graph."""
+    return state if is_linen(state) else nnx.split(state)
+
+
+def raw(state):
+    """The values alone, in the places that the raw arrays have."""
+    return meta.unbox(state) if is_linen(state) else nnx.to_pure_dict(nnx.state(state))
+
+
+def shardings_of(state):
+    return {path: leaf.sharding for path, leaf in flat(raw(state)).items()}
+
+
+def with_values(state, values):
+    """The same boxes and variables around other values."""
+    if is_linen(state):
+        return jax.tree.unflatten(jax.tree.structure(state), values)
+    graph, inside = nnx.split(state)
+    return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(inside), values))
+
+
+def put(state, shardings):
+    """A copy that is moved in memory."""
+    pairs = zip(jax.tree.leaves(raw(state)), jax.tree.leaves(shardings), strict=True)
+    return with_values(state, [jax.device_put(leaf, sharding) for leaf, sharding in pairs])
+
+
+def annotations(state):
+    """Path -> the type of the box or the variable, and all that it says beside its value."""
+    if is_linen(state):
+        found, _ = jax.tree_util.tree_flatten_with_path(
+            state, is_leaf=lambda node: isinstance(node, meta.AxisMetadata)
+        )
+        return {
+            jax.tree_util.keystr(path): (type(box), vars(box) | {"value": None})
+            for path, box in found
+            if isinstance(box, meta.AxisMetadata)
+        }
+    return {
+        path: (type(variable), variable.get_metadata())
+        for path, variable in nnx.to_flat_state(nnx.state(state))
+    }
+
+
+def randomized(state, seed):
+    """Any bits in every leaf: after training, many leaves are equal."""
+    rng = np.random.default_rng(seed)
+
+    def value(leaf):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            data = jax.random.key_data(leaf)
+            return jax.random.wrap_key_data(layouts.random_array(rng, data.shape, data.dtype))
+        return jnp.asarray(layouts.random_array(rng, leaf.shape, leaf.dtype))
+
+    return with_values(state, [value(leaf) for leaf in jax.tree.leaves(raw(state))])
+
+
+def assert_close(got, expected):
+    """The same training on another mesh: sums of floats may have another order."""
+    for one, other in zip(jax.tree.leaves(raw(got)), jax.tree.leaves(raw(expected)), strict=True):
+        if jnp.issubdtype(one.dtype, jnp.floating):
+            np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-6)
+        else:
+            assert layouts.bits(one) == layouts.bits(other)
+
+
+@functools.cache
+def fresh(guide):
+    """A fresh state on 2x4, made once."""
+    return guide.start(mesh_of("2x4"), guide.rules[0])
+
+
+@functools.cache
+def trained(guide, first):
+    """The state after the first steps on a mesh, and what it is without interruption."""
+    mesh, rules = mesh_of(first), guide.rules[0]
+    shardings = guide.shardings(mesh, rules)
+    state = guide.train(put(fresh(guide), shardings), mesh, rules, BEFORE)
+    return state, guide.train(put(state, shardings), mesh, rules, AFTER)
+
+
+# What comes back
+
+
+@pytest.mark.parametrize(("first", "second"), [*PAIRS, *FURTHER])
+def test_every_bit_comes_back_in_its_box_and_where_flax_puts_it(guide, first, second, tmp_path):
+    saved_rules, rules = guide.rules
+    state = put(randomized(fresh(guide), seed=0), guide.shardings(mesh_of(first), saved_rules))
+    guide.save(tmp_path / "saved", state)
+    mesh = mesh_of(second)
+    flax_shardings = flat(guide.shardings(mesh, rules))
+
+    target = reshard.target(guide.create, mesh=mesh, rules=rules)
+    assert {type(leaf) for leaf in flat(raw(target)).values()} == {jax.ShapeDtypeStruct}
+    assert shardings_of(target) == flax_shardings
+    assert annotations(target) == annotations(state)
+
+    restored = reshard.restore(tmp_path / "saved", target)
+    assert shardings_of(restored) == flax_shardings
+    assert annotations(restored) == annotations(state)
+    assert_same_tree(whole(restored), whole(state))
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_training_goes_on(guide, first, second, tmp_path):
+    mesh, rules = mesh_of(second), guide.rules[1]
+    state, uninterrupted = trained(guide, first)
+    guide.save(tmp_path / "saved", state)
+    moved = put(state, guide.shardings(mesh, rules))
+
+    target = reshard.target(guide.create, mesh=mesh, rules=rules)
+    restored = reshard.restore(tmp_path / "saved", target)
+    restored = guide.train(restored, mesh, rules, AFTER)
+
+    moved = guide.train(moved, mesh, rules, AFTER)
+    assert_same_tree(whole(restored), whole(moved))
+    assert shardings_of(restored) == shardings_of(moved)
+    assert_close(restored, uninterrupted)
+    with pytest.raises(AssertionError):
+        assert_close(restored, state)
+
+
+def test_training_goes_on_to_the_bit_where_it_was(guide, tmp_path):
+    mesh, rules = mesh_of("2x4"), guide.rules[0]
+    state, uninterrupted = trained(guide, "2x4")
+    guide.save(tmp_path / "saved", state)
+    target = reshard.target(guide.create, mesh=mesh, rules=rules)
+    restored = reshard.restore(tmp_path / "saved", target)
+    restored = guide.train(restored, mesh, rules, AFTER)
+    assert_same_tree(whole(restored), whole(uninterrupted))
+    assert shardings_of(restored) == shardings_of(uninterrupted)
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+def test_what_is_saved_are_raw_arrays(guide, tmp_path):
+    state = randomized(fresh(guide), seed=2)
+    guide.save(tmp_path / "saved", state)
+    found, _ = jax.tree_util.tree_flatten_with_path(raw(state))
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        saved, _ = jax.tree_util.tree_flatten_with_path(checkpointer.restore(tmp_path / "saved"))
+    assert {names_of(path): layouts.bits(leaf) for path, leaf in saved} == {
+        names_of(path): layouts.bits(leaf) for path, leaf in found
+    }
+
+
+def names_of(keys):
+    return tuple(str(getattr(k, "name", getattr(k, "key", getattr(k, "idx", None)))) for k in keys)
+
+
+def test_a_state_that_is_there_already_is_filled(guide, tmp_path):
+    """NNX modules in place; a `TrainState` is a new one."""
+    state = randomized(fresh(guide), seed=1)
+    guide.save(tmp_path / "saved", state)
+    shardings = guide.shardings(mesh_of("1x8"), guide.rules[1])
+    there = put(fresh(guide), shardings)
+    before = whole(there)
+
+    restored = reshard.restore(tmp_path / "saved", there)
+    assert_same_tree(whole(restored), whole(state))
+    assert shardings_of(restored) == flat(shardings)
+    assert annotations(restored) == annotations(state)
+    if is_linen(there):
+        assert_same_tree(there, before)
+    else:
+        assert_same_tree(whole(there), whole(state))
+
+
+def test_within_a_mesh_it_is_the_same(guide, tmp_path):
+    """Where Flax applies shardings itself, as soon as it sees a box or a variable."""
+    mesh, rules = mesh_of("4x2"), guide.rules[1]
+    state = randomized(fresh(guide), seed=3)
+    guide.save(tmp_path / "saved", state)
+    with jax.set_mesh(mesh):
+        target = reshard.target(guide.create, mesh=mesh, rules=rules)
+        restored = reshard.restore(tmp_path / "saved", target)
+    flax_shardings = flat(guide.shardings(mesh, rules))
+    assert shardings_of(target) == shardings_of(restored) == flax_shardings
+    assert annotations(target) == annotations(restored) == annotations(state)
+    assert_same_tree(whole(restored), whole(state))
+
+
+# What is particular to one guide
+
+
+def test_the_optimizer_of_ones_own_holds_the_variables_of_the_model(tmp_path):
+    """Its parameters are the model's, saved once; its momentum has a type of its own."""
+    guide = GUIDES["nnx own optimizer"]
+    guide.save(tmp_path / "saved", fresh(guide))
+    target = reshard.target(guide.create, mesh=mesh_of("1x8"))
+    restored = reshard.restore(tmp_path / "saved", target)
+    names = ["b1", "w1", "w2"]
+    model, optimizer = restored["model"], restored["optimizer"]
+    assert list(optimizer.params) == list(optimizer.momentum) == names
+    assert all(optimizer.params[name] is getattr(model, name) for name in names)
+    assert {type(optimizer.momentum[name]) for name in names} == {own.Momentum}
+    assert (optimizer.rate, optimizer.decay) == (0.1, 0.9)
+
+
+@pytest.mark.parametrize("second", ["1x8", "4x2", "2x8"])
+def test_mesh_rules_may_be_the_targets_instead_of_the_constructors(second):
+    """The model keeps its logical names, and the rules are given to `reshard.target`."""
+    mesh = mesh_of(second)
+
+    def create():
+        return own.MLP(64, lambda *names: names, rngs=nnx.Rngs(0))
+
+    target = reshard.target(create, mesh=mesh, rules=own.RULES)
+    with nnx.use_eager_sharding(False):
+        abstract = nnx.state(nnx.eval_shape(create))
+    with nnx.logical_axis_rules([("embed", None), ("mlp", "model")]):
+        expected = nnx.to_pure_dict(nnx.get_named_sharding(abstract, mesh))
+    assert shardings_of(target) == flat(expected)
+    assert {
+        path: metadata["out_sharding"] for path, (_, metadata) in annotations(target).items()
+    } == {
+        ("b1",): ("mlp",),
+        ("w1",): ("embed", "mlp"),
+        ("w2",): ("mlp", "embed"),
+    }
+
+
+def test_an_annotation_that_does_not_divide_is_named():
+    """The guide itself splits the one column of `w2`, in the model and in the momentum."""
+
+    class AsWritten(own.MLP):
+        def __init__(self):
+            super().__init__(64, lambda *names: names, rngs=nnx.Rngs(0))
+            self.w2.set_metadata(out_sharding=("embed", "mlp"))
+
+    def create():
+        model = AsWritten()
+        return {"model": model, "optimizer": own.SGD(nnx.state(model, nnx.Param), 0.1)}
+
+    with pytest.raises(ShardingError) as error:
+        reshard.target(create, mesh=mesh_of("2x4"), rules=own.RULES)
+    assert str(error.value) == (
+        "the model does not fit the mesh `data=2,model=4`\n"
+        "  model/w2  [64, 1] ('embed', 'mlp'): dimension 1 of 1 does not divide by 4 (model)\n"
+        "  optimizer/momentum/w2  [64, 1]: dimension 1 of 1 does not divide by 4 (model)"
+    )

@@ -1,0 +1,561 @@
+"""Stored chunks into the shards of arrays: every grid of chunks, every sharding, little memory."""
+
+import contextlib
+import dataclasses
+import math
+import pathlib
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import layouts
+import numpy as np
+import pytest
+import tensorstore as ts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+from layouts import bits
+
+import reshard
+from reshard import landing
+from reshard.checkpoint import ArrayHandle
+from reshard.landing import Request, read_arrays
+from reshard.store import ArrayStore
+
+FOUR = ("a", "b", "c", "d")
+DTYPES = ["float32", "bfloat16", "int8", "int4", "bool", "uint16", "complex64"]
+
+
+def stored_array(folder: pathlib.Path, values, chunk, *, zarr3=False, dtype=None) -> ArrayHandle:
+    """An array on disk in chunks of any shape, all of them stored."""
+    name = f"array{len(list(folder.iterdir()))}"
+    array = ts.open(
+        {
+            "driver": "zarr3" if zarr3 else "zarr",
+            "kvstore": f"file://{folder}/{name}/",
+            "store_data_equal_to_fill_value": True,
+        },
+        create=True,
+        dtype=values.dtype,
+        shape=values.shape,
+        chunk_layout=ts.ChunkLayout(chunk_shape=chunk) if values.ndim else None,
+    ).result()
+    array.write(values).result()
+    store = ArrayStore(folder, (), zarr3, fills=False)
+    return ArrayHandle(
+        path=(name,),
+        shape=values.shape,
+        dtype=values.dtype if dtype is None else jnp.dtype(dtype),
+        chunk_shape=tuple(chunk),
+        sharding=None,
+        saved_sharding=None,
+        value_type="jax.Array",
+        key_impl=None,
+        stored_dtype=values.dtype,
+        store=store,
+        name=name,
+        metadata=(folder / name / store.metadata_key).read_bytes(),
+    )
+
+
+def random(shape, dtype="float32", seed=0):
+    return layouts.random_array(np.random.default_rng(seed), shape, dtype)
+
+
+def chunk_charge(handle):
+    """Bytes that its largest chunk takes, stored and decoded, and once more to be cut up."""
+    decoded = math.prod(handle.chunk_shape) * handle.stored_dtype.itemsize
+    return max(handle.stored_sizes()) + 2 * decoded
+
+
+def bytes_read():
+    """Bytes that TensorStore has read from files so far."""
+    metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(value["value"] for metric in metrics for value in metric["values"])
+
+
+@contextlib.contextmanager
+def each_chunk_read_once(*handles):
+    """Stored bytes are read neither twice nor in vain."""
+    before = bytes_read()
+    yield
+    assert bytes_read() - before == sum(sum(handle.stored_sizes()) for handle in handles)
+
+
+def assert_on_devices(array, sharding, values):
+    """The array is what it should be, and each device holds its own part of it."""
+    assert array.sharding == sharding and array.committed
+    assert bits(array) == bits(jnp.asarray(values))
+    for shard in array.addressable_shards:
+        assert bits(np.asarray(shard.data)) == bits(np.asarray(values[shard.index]))
+
+
+# Against the values themselves.
+
+
+class Case(NamedTuple):
+    shape: tuple
+    chunk: tuple
+    sizes: tuple
+    spec: tuple
+    dtype: str
+    zarr3: bool
+
+
+@st.composite
+def cases(draw):
+    """An array of up to a few thousand elements in any chunks, and a sharding that divides it."""
+    sizes = [1, 1, 1, 1]
+    for axis in draw(st.permutations(range(4))):
+        sizes[axis] = draw(st.sampled_from([n for n in (1, 2, 3, 4) if math.prod(sizes) * n <= 16]))
+    rank = draw(st.integers(0, 3))
+    spec = [[] for _ in range(draw(st.integers(0, rank)))]
+    for axis in draw(st.permutations(range(4))):
+        dim = draw(st.integers(-1, len(spec) - 1))
+        if dim >= 0:
+            spec[dim].append(axis)
+    parts = [math.prod(sizes[axis] for axis in entry) for entry in spec] + [1] * (rank - len(spec))
+    shape = tuple(part * draw(st.integers(1, 24 // part)) for part in parts)
+    chunk = tuple(draw(st.integers(1, size + 1)) for size in shape)
+    if math.prod(math.ceil(s / c) for s, c in zip(shape, chunk, strict=True)) > 100:
+        chunk = tuple(math.ceil(size / 4) for size in shape)
+    spec = tuple(tuple(FOUR[axis] for axis in entry) or None for entry in spec)
+    dtype, zarr3 = draw(st.sampled_from(DTYPES)), draw(st.booleans())
+    return Case(shape, chunk, tuple(sizes), spec, dtype, zarr3)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    cases(),
+    st.integers(0, 1 << 30),
+    st.sampled_from([None, 1, 2, 10]),
+    st.sampled_from([0, 1 << 20]),
+    st.booleans(),
+)
+def test_any_chunks_into_any_shards(tmp_path_factory, case, seed, chunks, whole, aliases):
+    """With memory for some chunks, whether arrays are cut up in memory or read shard by shard."""
+    values = random(case.shape, case.dtype, seed)
+    handle = stored_array(tmp_path_factory.mktemp("any"), values, case.chunk, zarr3=case.zarr3)
+    sharding = NamedSharding(layouts.mesh(case.sizes, FOUR), P(*case.spec))
+    memory = None if chunks is None else chunks * chunk_charge(handle)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(landing, "READ_WHOLE", whole)
+        if not aliases:
+            patch.setattr(landing, "_aliases", lambda sharding: sharding is None)
+        with each_chunk_read_once(handle):
+            (array,) = read_arrays([Request(handle, handle.dtype, sharding)], memory)
+        with each_chunk_read_once(handle):
+            (host,) = read_arrays([Request(handle, handle.dtype, None)], memory)
+    assert_on_devices(array, sharding, values)
+    assert bits(host) == bits(values)
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    st.lists(cases(), min_size=2, max_size=12),
+    st.integers(0, 1 << 30),
+    st.sampled_from([None, 1, 3, 50]),
+    st.booleans(),
+)
+def test_many_arrays_at_once(tmp_path_factory, some, seed, chunks, aliases):
+    folder = tmp_path_factory.mktemp("many")
+    values = [random(case.shape, case.dtype, seed + i) for i, case in enumerate(some)]
+    handles = [
+        stored_array(folder, value, case.chunk, zarr3=case.zarr3)
+        for value, case in zip(values, some, strict=True)
+    ]
+    shardings = [NamedSharding(layouts.mesh(case.sizes, FOUR), P(*case.spec)) for case in some]
+    requests = [Request(h, h.dtype, s) for h, s in zip(handles, shardings, strict=True)]
+    memory = None if chunks is None else chunks * max(map(chunk_charge, handles))
+    with pytest.MonkeyPatch.context() as patch:
+        if not aliases:
+            patch.setattr(landing, "_aliases", lambda sharding: sharding is None)
+        with each_chunk_read_once(*handles):
+            arrays = read_arrays(requests, memory)
+    for array, sharding, value in zip(arrays, shardings, values, strict=True):
+        assert_on_devices(array, sharding, value)
+
+
+@pytest.mark.parametrize("chunks", [None, 1])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e5m2", "float8_e3m4", "float32"])
+def test_every_nan_comes_through_an_accelerator(tmp_path, monkeypatch, dtype, chunks):
+    """XLA may compute narrow floats in wider ones, and NaNs lose their payloads on the way."""
+    monkeypatch.setattr(landing, "_aliases", lambda sharding: sharding is None)
+    values = random((64, 40), dtype)
+    handle = stored_array(tmp_path, values, (24, 40))
+    sharding = NamedSharding(layouts.mesh((2, 1)), P("data", "model"))
+    memory = None if chunks is None else chunks * chunk_charge(handle)
+    (array,) = read_arrays([Request(handle, handle.dtype, sharding)], memory)
+    assert_on_devices(array, sharding, values)
+
+
+def explicit(sizes, names):
+    return Mesh(layouts.mesh(sizes, names).devices, names, axis_types=(AxisType.Explicit,) * 2)
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        lambda: SingleDeviceSharding(jax.devices()[11]),
+        lambda: NamedSharding(explicit((2, 4), ("x", "y")), P("y", "x")),
+        lambda: NamedSharding(Mesh(np.array(jax.devices()[::-1]), "x"), P("x")),
+        lambda: NamedSharding(layouts.mesh((2, 4)), P(("model", "data"))),
+        lambda: NamedSharding(layouts.mesh((2, 4)), P(None, "model"), memory_kind="pinned_host"),
+        lambda: NamedSharding(layouts.mesh((2, 4)), P("data"), memory_kind="unpinned_host"),
+    ],
+)
+@pytest.mark.parametrize("chunks", [None, 2])
+def test_other_shardings(tmp_path, sharding, chunks):
+    values = random((48, 16))
+    handle = stored_array(tmp_path, values, (7, 5))
+    memory = None if chunks is None else chunks * chunk_charge(handle)
+    with each_chunk_read_once(handle):
+        (array,) = read_arrays([Request(handle, handle.dtype, sharding())], memory)
+    assert_on_devices(array, sharding(), values)
+
+
+@pytest.mark.parametrize("memory", [None, 1 << 12])
+@pytest.mark.parametrize("aliases", [True, False])
+@pytest.mark.parametrize("shape", [(0,), (0, 8), (8, 0, 4)])
+def test_arrays_without_elements(tmp_path, monkeypatch, shape, aliases, memory):
+    if not aliases:
+        monkeypatch.setattr(landing, "_aliases", lambda sharding: sharding is None)
+    values = random(shape)
+    handle = stored_array(tmp_path, values, tuple(max(size, 1) for size in shape))
+    for spec in (P(), P("data"), P(None, "model")[: len(shape)]):
+        sharding = NamedSharding(layouts.mesh((2, 4)), P(*spec))
+        array, host = read_arrays(
+            [Request(handle, handle.dtype, sharding), Request(handle, handle.dtype, None)], memory
+        )
+        assert_on_devices(array, sharding, values)
+        assert bits(host) == bits(values)
+
+
+def test_nothing_to_read():
+    assert read_arrays([], None) == []
+    assert read_arrays([], 1) == []
+
+
+# Buffers.
+
+EIGHT = (2, 4)
+
+
+def pointers(array):
+    return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
+
+
+@pytest.mark.parametrize("nbytes", [1 << 12, 3 << 20])
+@pytest.mark.parametrize(
+    ("spec", "distinct"),
+    [(P(), 1), (P("data"), 2), (P(None, "model"), 4), (P("model", "data"), 8)],
+)
+@pytest.mark.parametrize("memory", [None, 1 << 20])
+def test_replicas_share_a_buffer(tmp_path, spec, distinct, nbytes, memory):
+    values = random((8, nbytes // 32))
+    handle = stored_array(tmp_path, values, (2, nbytes // 64))
+    sharding = NamedSharding(layouts.mesh(EIGHT), spec)
+    (array,) = read_arrays([Request(handle, handle.dtype, sharding)], memory)
+    by_shard = {}
+    for shard, pointer in zip(array.addressable_shards, pointers(array), strict=True):
+        by_shard.setdefault(str(shard.index), set()).add(pointer)
+    assert [len(found) for found in by_shard.values()] == [1] * distinct
+    assert len(set(pointers(array))) == distinct
+    assert [pointer % landing.ALIGNMENT for pointer in pointers(array)] == [0] * 8
+    assert_on_devices(array, sharding, values)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (5, 7), (8, 1), (16, 3)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
+def test_small_odd_shards_are_aligned_too(tmp_path, shape, dtype):
+    values = random(shape, dtype)
+    handle = stored_array(tmp_path, values, shape)
+    spec = P("model") if shape and shape[0] % 4 == 0 else P()
+    sharding = NamedSharding(layouts.mesh(EIGHT), spec)
+    (array,) = read_arrays([Request(handle, handle.dtype, sharding)], None)
+    assert [pointer % landing.ALIGNMENT for pointer in pointers(array)] == [0] * 8
+    assert len(set(pointers(array))) == (4 if spec else 1)
+
+
+def test_the_buffers_outlive_what_was_read_with_them(tmp_path):
+    """Arrays keep the memory that they share, and nothing else does."""
+    values = random((64, 64))
+    handle = stored_array(tmp_path, values, (16, 64))
+    sharding = NamedSharding(layouts.mesh(EIGHT), P("data"))
+    (array,) = read_arrays([Request(handle, handle.dtype, sharding)], None)
+    shards = [shard.data for shard in array.addressable_shards]
+    expected = [bits(np.asarray(values[shard.index])) for shard in array.addressable_shards]
+    del array
+    read_arrays([Request(handle, handle.dtype, sharding)] * 5, None)
+    assert [bits(np.asarray(shard)) for shard in shards] == expected
+
+
+@pytest.mark.parametrize("spec", [P(), P("data"), P(None, "model")])
+def test_donation_overwrites_no_replica(tmp_path, spec):
+    """Replicas share a buffer, so a step that would overwrite one of them must not do it."""
+    values = random((64, 64), "uint16").astype("float32")
+    handle = stored_array(tmp_path, values, (16, 64))
+    sharding = NamedSharding(layouts.mesh(EIGHT), spec)
+    request = Request(handle, handle.dtype, sharding)
+    array, other = read_arrays([request, request], None)
+    step = jax.jit(lambda x: x + 1, donate_argnums=0, out_shardings=sharding)
+    for count in range(1, 4):
+        array = step(array)
+        assert_on_devices(array, sharding, values + count)
+    # In parts, by device: no step of one device is seen by another.
+    assert_on_devices(other, sharding, values)
+    parts = [shard.data for shard in other.addressable_shards]
+    indexes = [shard.index for shard in other.addressable_shards]
+    moved = jax.jit(lambda x: x * 2, donate_argnums=0)(parts[0])
+    assert bits(np.asarray(moved)) == bits(values[indexes[0]] * 2)
+    for part, index in zip(parts[1:], indexes[1:], strict=True):
+        assert bits(np.asarray(part)) == bits(np.asarray(values[index]))
+
+
+# Memory.
+
+
+class Watched:
+    """What is in flight while arrays are read: the memory of boxes that have not landed, and of
+    buffers that are not the result."""
+
+    def __init__(self, patch):
+        self.boxes: dict = {}
+        self.staged: dict = {}
+        self.peak = 0
+        read, land = landing._Landing.read, landing._Landing.land
+
+        def watched_read(this, box, batch):
+            self.boxes[this, str(box)] = this.charge(box) - landing.BOX_OVERHEAD
+            self.staged[this] = this.staging
+            self.peak = max(self.peak, sum(self.boxes.values()) + sum(self.staged.values()))
+            return read(this, box, batch)
+
+        def watched_land(this, box, values):
+            land(this, box, values)
+            del self.boxes[this, str(box)]
+            if this.result is not None:
+                del self.staged[this]
+
+        patch.setattr(landing._Landing, "read", watched_read)
+        patch.setattr(landing._Landing, "land", watched_land)
+
+
+SPECS = {"row": P("data"), "column": P(None, "model"), "both": P("data", "model"), "whole": P()}
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """Four arrays of 2 MiB in chunks of 64 KiB."""
+    folder = tmp_path_factory.mktemp("large")
+    values = {name: random((512, 1024), seed=i) for i, name in enumerate(SPECS)}
+    return {name: (stored_array(folder, x, (16, 1024)), x) for name, x in values.items()}
+
+
+def requests_of(large, dtype="float32"):
+    handles = [dataclasses.replace(handle, dtype=jnp.dtype(dtype)) for handle, _ in large.values()]
+    on = layouts.mesh(EIGHT)
+    shardings = [NamedSharding(on, SPECS[name]) for name in large]
+    return [Request(h, h.dtype, s) for h, s in zip(handles, shardings, strict=True)]
+
+
+@pytest.mark.parametrize("aliases", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("memory", [140 << 10, 300 << 10, 1 << 20, 4 << 20, 64 << 20])
+def test_arrays_larger_than_the_memory(large, monkeypatch, dtype, memory, aliases):
+    if not aliases:
+        monkeypatch.setattr(landing, "_aliases", lambda sharding: sharding is None)
+    requests = requests_of(large, dtype)
+    watched = Watched(monkeypatch)
+    try:
+        with each_chunk_read_once(*[handle for handle, _ in large.values()]):
+            arrays = read_arrays(requests, memory)
+    except reshard.MemoryLimitError as error:  # for a chunk, stored and decoded, and what is made
+        memory = error.least
+        assert memory <= 200 << 10
+        arrays = read_arrays(requests, memory)
+    assert (watched.boxes, watched.staged) == ({}, {})
+    for array, request, (_, values) in zip(arrays, requests, large.values(), strict=True):
+        assert array.sharding == request.sharding
+        with np.errstate(invalid="ignore"):
+            expected = values.astype(jnp.dtype(dtype))
+        assert_equal_or_nan(array, expected)
+    assert watched.peak <= memory
+
+
+def assert_equal_or_nan(array, expected):
+    """Bit for bit, but for the payloads of NaNs, which a cast does not keep."""
+    one, other = np.asarray(array), np.asarray(expected)
+    nan = np.isnan(other.astype("float32"))
+    assert one.dtype == other.dtype
+    assert np.array_equal(np.isnan(one.astype("float32")), nan)
+    assert one[~nan].tobytes() == other[~nan].tobytes()
+
+
+def test_a_chunk_larger_than_the_memory(tmp_path):
+    small = stored_array(tmp_path, random((8, 8)), (8, 8))
+    one = stored_array(tmp_path, random((1024, 512), seed=1), (256, 512))
+    two = stored_array(tmp_path, random((2048, 512), seed=2), (256, 512), zarr3=True)
+    sharding = NamedSharding(layouts.mesh(EIGHT), P("data"))
+    requests = [Request(handle, handle.dtype, sharding) for handle in (small, one, two)]
+    charges = [max(handle.stored_sizes()) + 256 * 512 * 4 for handle in (one, two)]
+
+    def text(nbytes):
+        return f"{nbytes / 1024:.2f} KiB" if nbytes < 1 << 20 else f"{nbytes / 2**20:.2f} MiB"
+
+    with pytest.raises(reshard.MemoryLimitError) as caught:
+        read_arrays(requests, 100 << 10)
+    least = max(charges)
+    assert str(caught.value) == (
+        "one stored chunk does not fit in 100.00 KiB\n"
+        f"  array1: a chunk of [256, 512] takes {text(charges[0])}, stored and decoded\n"
+        f"  array2: a chunk of [256, 512] takes {text(charges[1])}, stored and decoded\n\n"
+        f'hint: max_memory="{math.ceil(least / 1024)}KiB" is the least that restores it'
+    )
+    assert caught.value.least == least
+    with pytest.raises(reshard.MemoryLimitError):
+        read_arrays(requests, least - 1)
+    arrays = read_arrays(requests, least)
+    for array, handle in zip(arrays, (small, one, two), strict=True):
+        assert bits(array) == bits(jnp.asarray(handle.view().read().result()))
+    assert read_arrays(requests[:1], 100 << 10)[0].sharding == sharding
+
+
+@pytest.mark.parametrize("memory", [None, 300 << 10])
+@pytest.mark.parametrize("aliases", [True, False])
+def test_progress_counts_decoded_bytes(large, monkeypatch, memory, aliases):
+    if not aliases:
+        monkeypatch.setattr(landing, "_aliases", lambda sharding: sharding is None)
+    counts = []
+    read_arrays(requests_of(large), memory, counts.append)
+    assert sum(counts) == 4 * (2 << 20)
+    assert len(counts) >= (1 if memory is None else 20)
+    assert all(count > 0 for count in counts)
+
+
+# Casts.
+
+
+def cast_cases(source, count=4096, seed=0):
+    rng = np.random.default_rng(seed)
+    values = layouts.random_array(rng, (count,), source)
+    small = rng.standard_normal(count).astype(jnp.dtype(source))
+    return np.concatenate([values, small]).reshape(64, -1)
+
+
+FLOATS = ["bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "float8_e3m4"]
+
+
+@pytest.mark.parametrize("memory", [None, 40 << 10])
+@pytest.mark.parametrize("target", FLOATS)
+@pytest.mark.parametrize("source", ["bfloat16", "float16", "float32"])
+def test_floats_are_cast_as_jax_does(tmp_path, source, target, memory):
+    values = cast_cases(source)
+    handle = stored_array(tmp_path, values, (7, 33), dtype=target)
+    sharding = NamedSharding(layouts.mesh(EIGHT), P("data", "model"))
+    (array,) = read_arrays([Request(handle, handle.dtype, sharding)], memory)
+    assert array.sharding == sharding
+    assert_equal_or_nan(array, jnp.asarray(values).astype(target))
+
+
+@pytest.mark.parametrize("spec", [P(), P("data"), P("data", "model")])
+def test_float64_is_rounded_once(tmp_path, spec):
+    rng = np.random.default_rng(0)
+    bf16 = rng.integers(0x3000, 0x4F00, 512).astype(np.uint16)
+    middle = ((bf16.astype(np.uint32) << 16) | 0x8000).view(np.float32).astype(np.float64)
+    values = np.stack([middle, middle * (1 + 2.0**-40), middle * (1 - 2.0**-40), -middle])
+    handle = stored_array(tmp_path, values, (2, 100), dtype="bfloat16")
+    sharding = NamedSharding(layouts.mesh(EIGHT), spec)
+    (array,) = read_arrays([Request(handle, handle.dtype, sharding)], None)
+    even = bf16 + (bf16 & 1)
+    expected = np.stack([even, bf16 + 1, bf16, even | 0x8000])
+    assert np.asarray(array).view(np.uint16).tolist() == expected.tolist()
+
+
+INTS = ["int4", "int8", "int16", "int32", "uint8", "uint16", "uint32"]
+
+
+@pytest.mark.parametrize("target", INTS)
+@pytest.mark.parametrize("source", [*INTS, "int64", "uint64"])
+def test_integers_that_fit_and_that_do_not(tmp_path, source, target):
+    """The whole common range fits, and one step beyond it does not."""
+    low, high = (
+        f(
+            int(jnp.iinfo(source).__getattribute__(end)),
+            int(jnp.iinfo(target).__getattribute__(end)),
+        )
+        for f, end in ((max, "min"), (min, "max"))
+    )
+    fitting = np.array([low, high, 0, 1, high // 2, low // 2, 0, high], "object")
+    sharding = NamedSharding(layouts.mesh(EIGHT), P("data"))
+    handle = stored_array(tmp_path, fitting.astype(jnp.dtype(source)), (3,))
+    (array,) = read_arrays([Request(handle, jnp.dtype(target), sharding)], None)
+    assert_on_devices(array, sharding, fitting.astype(jnp.dtype(target)))
+    for value in (low - 1, high + 1):
+        info = jnp.iinfo(source)
+        if not int(info.min) <= value <= int(info.max):
+            continue
+        values = np.array([0, 1, value, 1, 0, 0, 1, 1], "object").astype(jnp.dtype(source))
+        handle = stored_array(tmp_path, values, (8,))
+        with pytest.raises(reshard.TreeMismatchError) as caught:
+            read_arrays([Request(handle, jnp.dtype(target), sharding)], None)
+        assert str(caught.value) == (
+            f"{handle.name}: its values do not fit {target}\n"
+            f"  from {min(value, 0)} to {max(value, 1)}, saved as {source}"
+        )
+
+
+# What is broken.
+
+
+def test_chunks_that_are_missing(tmp_path):
+    handles = [stored_array(tmp_path, random((8, 8), seed=i), (4, 4)) for i in range(3)]
+    (tmp_path / "array0" / "0.1").unlink()
+    for name in ("0.0", "1.1"):
+        (tmp_path / "array2" / name).unlink()
+    sharding = NamedSharding(layouts.mesh(EIGHT), P("data"))
+    with pytest.raises(reshard.CorruptCheckpointError) as caught:
+        read_arrays([Request(handle, handle.dtype, sharding) for handle in handles], None)
+    assert str(caught.value) == (
+        "stored chunks are missing\n"
+        "  array0: 1 of its 4 stored chunks are missing\n"
+        "  array2: 2 of its 4 stored chunks are missing"
+    )
+
+
+@pytest.mark.parametrize("memory", [None, 1 << 20])
+@pytest.mark.parametrize("aliases", [True, False])
+def test_a_chunk_that_does_not_decode(tmp_path, monkeypatch, aliases, memory):
+    if not aliases:
+        monkeypatch.setattr(landing, "_aliases", lambda sharding: sharding is None)
+    handles = [stored_array(tmp_path, random((64, 64), seed=i), (16, 64)) for i in range(6)]
+    sizes = handles[4].stored_sizes()
+    (tmp_path / "array4" / "2.0").write_bytes(b"\x55" * sizes[2])
+    sharding = NamedSharding(layouts.mesh(EIGHT), P("data"))
+    with pytest.raises(reshard.CorruptCheckpointError) as caught:
+        read_arrays([Request(handle, handle.dtype, sharding) for handle in handles], memory)
+    assert str(caught.value) == (
+        "array4: its stored bytes cannot be read\n"
+        f'  FAILED_PRECONDITION: Error reading local file "{tmp_path}/array4/2.0": '
+        "Invalid blosc-compressed data; at byte 0"
+    )
+    # The others are read as before.
+    rest = [handle for handle in handles if handle.name != "array4"]
+    arrays = read_arrays([Request(handle, handle.dtype, sharding) for handle in rest], memory)
+    for array, handle in zip(arrays, rest, strict=True):
+        assert bits(array) == bits(jnp.asarray(handle.view().read().result()))
+
+
+def test_chunks_that_stand_for_a_fill_value(tmp_path):
+    """Where the store says that what is absent is zero."""
+    values = random((8, 8), "uint16")
+    handle = stored_array(tmp_path, values, (4, 4))
+    (tmp_path / handle.name / "1.0").unlink()
+    handle = dataclasses.replace(handle, store=ArrayStore(tmp_path, (), False, fills=True))
+    expected = values.copy()
+    expected[4:, :4] = 0
+    sharding = NamedSharding(layouts.mesh(EIGHT), P("data"))
+    (array,) = read_arrays([Request(handle, handle.dtype, sharding)], None)
+    assert_on_devices(array, sharding, expected)

@@ -1,0 +1,547 @@
+"""Which saved leaf is which leaf of a target: pure, on checkpoints that are on no disk."""
+
+import pathlib
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import reshard
+from reshard import matching
+from reshard.checkpoint import ArrayHandle, Checkpoint, Source
+from reshard.matching import Mismatch, Wanted, match
+
+STORE: Any = None  # which nothing here reads
+SOURCE = Source(pathlib.Path("run"), "item", False, "", "", (), (), STORE, {}, True)
+
+
+def handle(path, shape=(), dtype="float32", value_type="jax.Array", key_impl=None):
+    dtype = jnp.dtype(dtype)
+    return ArrayHandle(
+        path, shape, dtype, shape, None, None, value_type, key_impl, dtype, STORE, "", b""
+    )
+
+
+def saved(leaves):
+    """A checkpoint of (shape, dtype, ...) tuples, and of leaves that are no arrays."""
+    return Checkpoint(
+        {
+            path: handle(path, *leaf) if isinstance(leaf, tuple) and leaf else leaf
+            for path, leaf in leaves.items()
+        },
+        SOURCE,
+    )
+
+
+def array(path, shape=(), dtype="float32", **kwargs):
+    return Wanted(path, "array", shape, jnp.dtype(dtype), **kwargs)
+
+
+# Levels named `value`.
+
+KEYS = st.sampled_from(["a", "b", "value", "1", 0])
+TREES = st.recursive(
+    st.just(None),
+    lambda inner: st.dictionaries(KEYS, inner, min_size=1, max_size=3),
+    max_leaves=8,
+).filter(lambda tree: tree is not None)
+
+
+def paths_of(tree, path=()):
+    """The paths of a tree's leaves, in order."""
+    if tree is None:
+        return [path]
+    return [p for key, below in tree.items() for p in paths_of(below, (*path, key))]
+
+
+def with_levels(tree, draw):
+    """The tree with levels named `value` put above some of its nodes."""
+    if tree is not None:
+        tree = {key: with_levels(below, draw) for key, below in tree.items()}
+    for _ in range(draw(st.sampled_from([0, 0, 1, 2]))):
+        tree = {"value": tree}
+    return tree
+
+
+def boxed(tree, draw):
+    """The tree with a level named `value` above some of its leaves, as Orbax saves boxes."""
+    if tree is not None:
+        return {key: boxed(below, draw) for key, below in tree.items()}
+    return {"value": None} if draw(st.booleans()) else None
+
+
+@settings(deadline=None, max_examples=300)
+@given(TREES)
+def test_leaving_levels_out_makes_no_two_paths_equal(tree):
+    paths = paths_of(tree)
+    canonical = matching._canonical(paths)
+    assert list(canonical) == paths
+    assert len(set(canonical.values())) == len(paths)
+    # Whatever is left out is named `value`, and nothing else is.
+    for path, left in canonical.items():
+        rest = iter(map(str, path))
+        assert all(key in rest for key in left)
+        assert [k for k in left if k != "value"] == [str(k) for k in path if k != "value"]
+
+
+@settings(deadline=None, max_examples=300)
+@given(TREES)
+def test_leaving_levels_out_twice_changes_nothing_more(tree):
+    once = list(matching._canonical(paths_of(tree)).values())
+    assert list(matching._canonical(once).values()) == once
+
+
+@settings(deadline=None, max_examples=300)
+@given(TREES, st.data())
+def test_levels_put_in_are_left_out_again(tree, data):
+    plain = matching._canonical(paths_of(tree))
+    more = matching._canonical(paths_of(with_levels(tree, data.draw)))
+    assert list(more.values()) == list(plain.values())
+
+
+def matched(wanted, present, **kwargs):
+    """What `match` finds for paths, whose leaves all have one shape and dtype."""
+    ckpt = saved(dict.fromkeys(present, ((3,), "float32")))
+    return match([array(path, (3,)) for path in wanted], ckpt, **kwargs)
+
+
+@settings(deadline=None, max_examples=400)
+@given(TREES, st.data())
+def test_trees_match_whatever_levels_either_has(tree, data):
+    one, other = (paths_of(with_levels(tree, data.draw)) for _ in range(2))
+    assert matched(one, other) == (other, [])
+
+
+@settings(deadline=None, max_examples=400)
+@given(TREES, st.data())
+def test_trees_match_whatever_is_boxed_in_either(tree, data):
+    one, other = (paths_of(boxed(tree, data.draw)) for _ in range(2))
+    assert matched(one, other) == (other, [])
+
+
+@settings(deadline=None, max_examples=200)
+@given(TREES)
+def test_a_tree_matches_itself(tree):
+    paths = paths_of(tree)
+    assert matched(paths, paths) == (paths, [])
+
+
+@settings(deadline=None, max_examples=200)
+@given(TREES, st.data())
+def test_a_part_of_a_tree_matches_that_part(tree, data):
+    paths = paths_of(tree)
+    part = [path for path in paths if data.draw(st.booleans())]
+    assume(part)
+    assert matched(part, paths, ignore=True) == (part, [])
+
+
+@settings(deadline=None, max_examples=400)
+@given(TREES, st.data())
+def test_a_part_of_a_tree_matches_that_part_of_a_boxed_tree(tree, data):
+    """`value` may be the name of a module (of attention), and its siblings not wanted."""
+    one, other = paths_of(tree), paths_of(boxed(tree, data.draw))
+    chosen = [i for i in range(len(one)) if data.draw(st.booleans())]
+    assume(chosen)
+    part = [other[i] for i in chosen]
+    assert matched([one[i] for i in chosen], other, ignore=True) == (part, [])
+
+
+@settings(deadline=None, max_examples=400)
+@given(TREES, TREES)
+def test_no_two_leaves_get_one_saved_leaf(tree, other):
+    found, problems = matched(paths_of(tree), paths_of(other))
+    hits = [path for path in found if path is not None]
+    assert len(set(hits)) == len(hits)
+    # Everything is matched, missing or unexpected.
+    missing = [problem.path for problem in problems if problem.what == "missing"]
+    unexpected = [problem.path for problem in problems if problem.what == "unexpected"]
+    pairs = zip(paths_of(tree), found, strict=True)
+    assert missing == [path for path, hit in pairs if hit is None]
+    assert unexpected == [path for path in paths_of(other) if path not in hits]
+    assert len(problems) == len(missing) + len(unexpected)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "present", "expected"),
+    [
+        # A box or a variable on either side.
+        ([("a",)], [("a", "value")], [("a", "value")]),
+        ([("a", "value")], [("a",)], [("a",)]),
+        ([("a", "value")], [("a", "value", "value")], [("a", "value", "value")]),
+        # A pytree in a box.
+        (
+            [("a", "x"), ("a", "y")],
+            [("a", "value", "x"), ("a", "value", "y")],
+            [("a", "value", "x"), ("a", "value", "y")],
+        ),
+        # A natural key named `value`, alone and with siblings, boxed and not.
+        ([("a", "value")], [("a", "value")], [("a", "value")]),
+        ([("a", "value"), ("a", "b")], [("a", "value"), ("a", "b")], None),
+        (
+            [("a", "value"), ("a", "b")],
+            [("a", "value", "value"), ("a", "b", "value")],
+            [("a", "value", "value"), ("a", "b", "value")],
+        ),
+        (
+            [("a", "value", "value"), ("a", "b", "value")],
+            [("a", "value"), ("a", "b")],
+            [("a", "value"), ("a", "b")],
+        ),
+        ([("a", "value", "value")], [("a", "value")], [("a", "value")]),
+        # The root.
+        ([()], [()], [()]),
+        ([()], [("value",)], [("value",)]),
+        ([("value",)], [()], [()]),
+        # Positions, and keys of digits.
+        ([("a", 0), ("a", 1)], [("a", "0"), ("a", "1")], [("a", "0"), ("a", "1")]),
+        ([("a", "0", "value")], [("a", 0)], [("a", 0)]),
+    ],
+)
+def test_levels_named_value(wanted, present, expected):
+    assert matched(wanted, present) == (expected or present, [])
+
+
+def test_a_sibling_keeps_a_level_named_value():
+    """`value` beside other keys is no level of a box, so it is not left out."""
+    found, problems = matched([("a",)], [("a", "value"), ("a", "b")])
+    assert found == [None]
+    assert [(p.what, p.text, p.path) for p in problems] == [
+        (
+            "missing",
+            "a  float32[3]: the checkpoint has a container there; the nearest is a/b",
+            ("a",),
+        ),
+        ("unexpected", "a/value  float32[3]: not in the target", ("a", "value")),
+        ("unexpected", "a/b  float32[3]: not in the target", ("a", "b")),
+    ]
+
+
+@pytest.mark.parametrize("leaf", [None, {}, [], ()])
+def test_what_is_empty_is_neither_missing_nor_unexpected(leaf):
+    ckpt = saved({("a",): ((3,), "float32"), ("b",): leaf, ("c", "value"): leaf})
+    assert match([array(("a",), (3,))], ckpt) == ([("a",)], [])
+
+
+@pytest.mark.parametrize("leaf", [None, {}, [], ()])
+def test_what_is_empty_is_no_array(leaf):
+    ckpt = saved({("a",): leaf})
+    found, problems = match([array(("a",), (3,))], ckpt)
+    assert (found, problems) == (
+        [None],
+        [Mismatch("missing", "a  float32[3]: missing", ("a",))],
+    )
+
+
+# Kinds of leaves.
+
+FLOATS = [
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e3m4",
+    "float8_e8m0fnu",
+    "float4_e2m1fn",
+]
+INTS = ["int2", "int4", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+
+
+def patterns(dtype):
+    """Every value of a narrow dtype; of a wide one those that show its precision and range."""
+    dtype = jnp.dtype(dtype)
+    width = {"float4_e2m1fn": 4}.get(dtype.name, dtype.itemsize * 8)
+    if width <= 16:
+        storage = np.arange(1 << width).astype(f"uint{max(width, 8)}")
+        return storage.view(dtype)
+    info = ml_dtypes.finfo(dtype)
+    exact = [info.max, info.min, info.tiny, info.smallest_subnormal, 1 + info.eps, 0, 1 / 3]
+    return np.array([*exact, np.inf, -np.inf, np.nan], dtype)
+
+
+@pytest.mark.parametrize("new", FLOATS)
+@pytest.mark.parametrize("old", FLOATS)
+def test_a_dtype_keeps_values_if_every_value_survives_there_and_back(old, new):
+    values = patterns(old)
+    with np.errstate(all="ignore"):
+        exact = values.astype("float64")
+        back = exact.astype(jnp.dtype(new)).astype("float64")
+    survive = np.array_equal(exact, back, equal_nan=True)
+    assert matching.keeps_values(jnp.dtype(old), jnp.dtype(new)) == survive
+
+
+@pytest.mark.parametrize("cast", [False, True, "lossy"])
+@pytest.mark.parametrize("new", [*FLOATS, *INTS, "bool", "complex64"])
+@pytest.mark.parametrize("old", [*FLOATS, *INTS, "bool", "complex64"])
+def test_which_dtypes_fit(old, new, cast):
+    if old == new:
+        fits = True
+    elif old in FLOATS and new in FLOATS:
+        keeps = matching.keeps_values(jnp.dtype(old), jnp.dtype(new))
+        fits = cast == "lossy" or (cast is True and keeps)
+    else:
+        fits = bool(cast) and old in INTS and new in INTS
+    found, problems = match([array(("a",), (3,), new)], saved({("a",): ((3,), old)}), cast=cast)
+    text = f"a: the target has {new}[3], the checkpoint {old}[3]"
+    assert (found, problems) == (
+        [("a",)],
+        [] if fits else [Mismatch("dtype", text, ("a",))],
+    )
+
+
+@pytest.mark.parametrize("cast", [False, True, "lossy"])
+def test_python_scalars_have_no_dtype_of_their_own(cast):
+    ckpt = saved(
+        {
+            ("step",): ((), "int64", "scalar"),
+            ("lr",): ((), "float64", "scalar"),
+            ("flag",): ((), "bool", "scalar"),
+        }
+    )
+    wanted = [
+        array(("step",), dtype="int32"),
+        array(("lr",), weak=True),
+        array(("flag",), dtype="bool"),
+    ]
+    paths = [("step",), ("lr",), ("flag",)]
+    assert match(wanted, ckpt, cast=cast) == (paths, [])
+    wanted = [Wanted(("step",), "int"), Wanted(("lr",), "float"), Wanted(("flag",), "bool")]
+    assert match(wanted, ckpt, cast=cast) == (paths, [])
+    arrays = saved({("step",): ((), "uint32"), ("lr",): ((), "bfloat16"), ("flag",): ((), "bool")})
+    assert match(wanted, arrays, cast=cast) == (paths, [])
+
+
+SCALAR = "a Python scalar"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "leaf", "what", "sides"),
+    [
+        (array(("a",), (3,)), ((4,), "float32"), "shape", ("float32[3]", "float32[4]")),
+        (array(("a",), (3,)), ((3, 1), "int8"), "shape", ("float32[3]", "int8[3, 1]")),
+        (array(("a",)), ((1,), "float32"), "shape", ("float32[]", "float32[1]")),
+        (array(("a",)), ((), "float64", "scalar"), "dtype", ("float32[]", f"{SCALAR} (float64)")),
+        (
+            array(("a",), dtype="int32", weak=True),
+            ((), "float64", "scalar"),
+            "dtype",
+            ("int32[]", f"{SCALAR} (float64)"),
+        ),
+        (array(("a",), (3,)), "text", "kind", ("float32[3]", "'text'")),
+        (Wanted(("a",), "str"), ((), "float32"), "kind", ("a Python str", "float32[]")),
+        (
+            Wanted(("a",), "int"),
+            ((), "float64", "scalar"),
+            "kind",
+            ("a Python int", f"{SCALAR} (float64)"),
+        ),
+        (Wanted(("a",), "int"), ((), "bool"), "kind", ("a Python int", "bool[]")),
+        (Wanted(("a",), "bool"), ((), "int32"), "kind", ("a Python bool", "int32[]")),
+        (Wanted(("a",), "float"), ((), "int32"), "kind", ("a Python float", "int32[]")),
+        (Wanted(("a",), "float"), ((1,), "float32"), "kind", ("a Python float", "float32[1]")),
+        (Wanted(("a",), "int"), "7", "kind", ("a Python int", "'7'")),
+        (
+            Wanted(("a",), "key", (), key_impl="threefry2x32"),
+            ((2,), "uint32"),
+            "kind",
+            ("threefry2x32 keys[]", "uint32[2]"),
+        ),
+        (
+            Wanted(("a",), "key", (8,), key_impl="rbg"),
+            ((8, 4), "uint32", "jax.Array", "threefry2x32"),
+            "kind",
+            ("rbg keys[8]", "threefry2x32 keys[8]"),
+        ),
+        (
+            Wanted(("a",), "key", (8,), key_impl="rbg"),
+            ((4, 4), "uint32", "jax.Array", "rbg"),
+            "kind",
+            ("rbg keys[8]", "rbg keys[4]"),
+        ),
+        (
+            array(("a",), (2,), "uint32"),
+            ((2,), "uint32", "jax.Array", "threefry2x32"),
+            "kind",
+            ("uint32[2]", "threefry2x32 keys[]"),
+        ),
+    ],
+)
+@pytest.mark.parametrize("cast", [False, "lossy"])
+def test_what_does_not_fit(wanted, leaf, what, sides, cast):
+    floats = "scalar" in leaf and what == "dtype" and wanted.dtype == "float32"
+    text = f"a: the target has {sides[0]}, the checkpoint {sides[1]}"
+    expected = [] if cast and floats else [Mismatch(what, text, ("a",))]
+    assert match([wanted], saved({("a",): leaf}), cast=cast) == ([("a",)], expected)
+
+
+def test_kinds_that_fit():
+    ckpt = saved(
+        {
+            ("one",): ((2,), "uint32", "jax.Array", "threefry2x32"),
+            ("many",): ((8, 4), "uint32", "jax.Array", "rbg"),
+            ("name",): "text",
+            ("host",): ((3,), "float64", "np.ndarray"),
+        }
+    )
+    wanted = [
+        Wanted(("host",), "array", (3,), np.dtype("float64")),
+        Wanted(("name",), "str"),
+        Wanted(("many",), "key", (8,), key_impl="rbg"),
+        Wanted(("one",), "key", (), key_impl="threefry2x32"),
+    ]
+    assert match(wanted, ckpt) == ([("host",), ("name",), ("many",), ("one",)], [])
+
+
+# Leaves in several places.
+
+
+def tied(path, *aliases, shape=(3,)):
+    return array(path, shape, aliases=aliases)
+
+
+@pytest.mark.parametrize("place", [("a",), ("b", "x"), ("c",)])
+@pytest.mark.parametrize("level", [(), ("value",)])
+def test_a_tied_leaf_is_found_in_any_of_its_places(place, level):
+    wanted = [tied(("a",), ("b", "x"), ("c",)), array(("other",), (3,))]
+    paths = [(*place, *level), ("other", *level)]
+    ckpt = saved(dict.fromkeys(paths, ((3,), "float32")))
+    assert match(wanted, ckpt) == (paths, [])
+
+
+@pytest.mark.parametrize("ignore", [False, True])
+def test_a_tied_leaf_that_was_saved_twice(ignore):
+    ckpt = saved({("a",): ((3,), "float32"), ("b", "value"): ((3,), "float32")})
+    text = "a: one leaf of the target, saved as a and b/value"
+    assert match([tied(("a",), ("b",))], ckpt, ignore=ignore) == (
+        [("a",)],
+        [Mismatch("tied", text, ("a",), ("b", "value"))],
+    )
+
+
+# Hints.
+
+
+@pytest.mark.parametrize(
+    ("wanted", "present", "renames"),
+    [
+        # A level more, a level less, another name, deep and at the top.
+        ([("model", "a", "w")], [("a", "w")], [("^a/", "model/a/")]),
+        ([("params", "head", "kernel")], [("params", "lm_head", "kernel")], None),
+        (
+            [("a", "head", "w"), ("a", "head", "b")],
+            [("a", "top", "w"), ("a", "top", "b")],
+            [("^a/top/", "a/head/")],
+        ),
+        ([("a", "weight")], [("a", "weights", "value")], [("^a/weights", "a/weight")]),
+    ],
+)
+def test_renames_that_are_likely_bring_leaves_where_they_are_wanted(wanted, present, renames):
+    _, problems = matched(wanted, present)
+    found = matching.likely_renames(problems)
+    assert renames is None or found == renames
+    ckpt = reshard.rename(saved(dict.fromkeys(present, ((3,), "float32"))), found)
+    assert match([array(path, (3,)) for path in wanted], ckpt)[1] == []
+
+
+NAMES = st.sampled_from(["a", "b", "kernel", "x.y", "a b", "a/b", "1", 'q"', "[0]", "ab"])
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(NAMES, min_size=1, max_size=4), st.lists(NAMES, min_size=1, max_size=4))
+def test_a_likely_rename_of_one_leaf_can_be_typed(one, other):
+    wanted, present = [tuple(one)], [tuple(other)]
+    _, problems = matched(wanted, present)
+    renames = matching.likely_renames(problems)
+    if renames:
+        ckpt = reshard.rename(saved(dict.fromkeys(present, ((3,), "float32"))), renames)
+        assert match([array(path, (3,)) for path in wanted], ckpt)[1] == []
+
+
+def test_the_nearest_leaf_has_the_same_shape_and_dtype():
+    ckpt = saved(
+        {
+            ("head", "kernel"): ((4,), "float32"),
+            ("lm_head", "kernel"): ((3,), "float32"),
+            ("heads", "kernel"): ((3,), "bfloat16"),
+        }
+    )
+    _, problems = match([array(("head", "kernels"), (3,))], ckpt, ignore=True)
+    assert problems == [
+        Mismatch(
+            "missing",
+            "head/kernels  float32[3]: missing; the nearest is lm_head/kernel",
+            ("head", "kernels"),
+            ("lm_head", "kernel"),
+        )
+    ]
+
+
+# All of it as one error.
+
+
+def test_all_mismatches_are_one_error():
+    ckpt = saved(
+        {
+            ("a",): ((3,), "float32"),
+            ("b",): ((3,), "bfloat16"),
+            ("c",): ((2,), "uint32", "jax.Array", "threefry2x32"),
+            ("e", "kernels"): ((5, 5), "float32"),
+            ("f",): "text",
+            ("t", "one"): ((7,), "float32"),
+            ("t", "two"): ((7,), "float32"),
+        }
+    )
+    wanted = [
+        array(("b",), (3,)),
+        array(("a",), (4,)),
+        array(("c",), (2,), "uint32"),
+        array(("e", "kernel"), (5, 5)),
+        tied(("t", "one"), ("t", "two"), shape=(7,)),
+    ]
+    found, problems = match(wanted, ckpt)
+    assert found == [("b",), ("a",), ("c",), None, ("t", "one")]
+    error = matching.mismatch_error("`run`", problems, ["do this"])
+    assert isinstance(error, reshard.TreeMismatchError)
+    assert str(error) == (
+        "`run` does not match the target: 1 missing from it, 2 that the target lacks, "
+        "1 tied in the target only, 1 of another kind, 1 of another shape, 1 of another dtype\n"
+        "  e/kernel  float32[5, 5]: missing; the nearest is e/kernels\n"
+        "  e/kernels  float32[5, 5]: not in the target\n"
+        "  f  'text': not in the target\n"
+        "  t/one: one leaf of the target, saved as t/one and t/two\n"
+        "  c: the target has uint32[2], the checkpoint threefry2x32 keys[]\n"
+        "  a: the target has float32[4], the checkpoint float32[3]\n"
+        "  b: the target has float32[3], the checkpoint bfloat16[3]\n\n"
+        "hint: do this"
+    )
+
+
+def test_matching_grows_with_the_leaves():
+    """Twenty thousand leaves, none of which is where it is wanted, boxed on one side."""
+    present = [("params", f"layer_{i}", "kernel", "value") for i in range(20_000)]
+    wanted = [path[:-1] for path in present]
+    assert matched(wanted, present) == (present, [])
+
+
+def test_every_missing_leaf_is_named_and_the_first_ones_have_a_hint():
+    """Three thousand leaves under other names, each of which resembles all others."""
+    count = 3000
+    present = [("params", f"layer_{i}", "kernel") for i in range(count)]
+    wanted = [("model", "layers", i, "kernel") for i in range(count)]
+    found, problems = matched(wanted, present)
+    assert found == [None] * count
+    missing, unexpected = problems[:count], problems[count:]
+    assert [problem.path for problem in missing] == wanted
+    assert [problem.text for problem in unexpected] == [
+        f"params/layer_{i}/kernel  float32[3]: not in the target" for i in range(count)
+    ]
+    near = [problem.renamed for problem in missing if problem.renamed is not None]
+    assert 1 <= len(near) == len(set(near)) < 100  # more would take longer than the answer

@@ -1,0 +1,2031 @@
+"""Checkpoints restored into targets: what was saved, and what Orbax restores with the same target.
+
+Every layout on every mesh, every container, what is refused and what is left untouched, casts,
+what is read how often, threads.
+"""
+
+import collections
+import json
+import logging
+import shutil
+import threading
+import warnings
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import layouts
+import ml_dtypes
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as v1
+import pytest
+import tensorstore as ts
+from flax import linen as nn
+from flax import nnx
+from flax.core import FrozenDict, meta
+from flax.training.train_state import TrainState
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+from layouts import LAYOUTS, bits, flat
+
+import reshard
+from reshard import landing
+
+LITTLE = "24KiB"  # for a chunk, and not for two
+Point = collections.namedtuple("Point", ("x", "y"))
+
+
+@flax.struct.dataclass
+class Node:
+    left: Any
+    right: Any
+    static: str = flax.struct.field(pytree_node=False, default="kept")
+
+
+# Targets.
+
+
+def some_sharding(shape, on, rng, shorter=True):
+    """Any sharding of an array of this shape: axes of the mesh in dimensions that they divide.
+
+    Its spec may be shorter than the rank, which JAX itself does not keep for typed keys.
+    """
+    spec: list[list[str]] = [[] for _ in shape]
+    parts = [1] * len(shape)
+    for axis in rng.permutation(on.axis_names):
+        dim = int(rng.integers(-1, len(shape)))
+        if dim >= 0 and shape[dim] % (parts[dim] * on.shape[axis]) == 0:
+            spec[dim].append(str(axis))
+            parts[dim] *= on.shape[axis]
+    entries: list[Any] = [tuple(axes) if len(axes) > 1 else (*axes, None)[0] for axes in spec]
+    while shorter and entries and entries[-1] is None and rng.integers(2):
+        entries.pop()
+    return NamedSharding(on, P(*entries))
+
+
+def is_key(leaf):
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def abstract(tree, on, seed=0):
+    """The tree with its device arrays abstract, on shardings of `on` that have nothing to do with
+    the ones that they were saved with."""
+    rng = np.random.default_rng(seed)
+
+    def target(leaf):
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        sharding = some_sharding(leaf.shape, on, rng, shorter=not is_key(leaf))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(target, tree)
+
+
+def shardings(tree):
+    return {path: getattr(leaf, "sharding", None) for path, leaf in flat(tree).items()}
+
+
+def assert_restored(got, target, expected):
+    """The target's containers and shardings, and what was saved in them."""
+    layouts.assert_same_tree(got, expected)
+    assert shardings(got) == shardings(target)
+    devices = [leaf for leaf in jax.tree.leaves(got) if isinstance(leaf, jax.Array)]
+    assert all(leaf.committed for leaf in devices)
+
+
+def reordered():
+    devices = np.array(jax.devices()[15:7:-1]).reshape(2, 4)
+    return Mesh(devices, ("model", "data"), axis_types=(AxisType.Explicit, AxisType.Auto))
+
+
+MESHES = {
+    "1x8": lambda: layouts.mesh((1, 8)),
+    "8x1": lambda: layouts.mesh((8, 1)),
+    "4x2": lambda: layouts.mesh((4, 2)),
+    "2x2x2": lambda: layouts.mesh((2, 2, 2), ("x", "y", "z")),
+    "1x1": lambda: layouts.mesh((1, 1)),
+    "2x8": lambda: layouts.mesh((2, 8)),
+    "16": lambda: layouts.mesh((16,), ("all",)),
+    "2x4 in another order": reordered,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet():
+    """Orbax warns of what it is told to do here."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("memory", [None, LITTLE])
+@pytest.mark.parametrize("on", MESHES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_on_every_mesh(saved, layout, on, memory):
+    source = saved(layout)
+    target = abstract(layouts.plain_scalars(source.tree), MESHES[on](), seed=len(layout + on))
+    ckpt = reshard.open(source.path, **source.open)
+    got = reshard.restore(ckpt, target, max_memory=memory)
+    assert_restored(got, target, layouts.plain_scalars(source.tree))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_as_orbax_restores_it(saved, layout):
+    source = saved(layout)
+    ckpt = reshard.open(source.path, **source.open)
+    for on in ("1x8", "2x2x2", "2x4 in another order"):
+        target = abstract(layouts.plain_scalars(source.tree), MESHES[on](), seed=len(on))
+        got = reshard.restore(ckpt, target)
+        for reader in ("pytree", "v1") if "v1" in source.target_readers else ("pytree",):
+            theirs = layouts.READERS[reader](source, source.path, target)
+            layouts.assert_same_tree(got, theirs)
+            keys = [path for path in shardings(got) if "keys" in path]
+            others = shardings(theirs) | {path: shardings(target)[path] for path in keys}
+            assert shardings(got) == others
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("aliases", [True, False])
+def test_as_on_an_accelerator(saved, monkeypatch, layout, aliases):
+    """Devices with memory of their own: what is read is transferred, in one piece or in many."""
+    if not aliases:
+        monkeypatch.setattr(landing, "_aliases", lambda sharding: sharding is None)
+    source = saved(layout)
+    target = abstract(layouts.plain_scalars(source.tree), layouts.mesh((2, 2)))
+    ckpt = reshard.open(source.path, **source.open)
+    for memory in (None, "1MiB", LITTLE):
+        got = reshard.restore(ckpt, target, max_memory=memory)
+        assert_restored(got, target, layouts.plain_scalars(source.tree))
+
+
+@pytest.mark.parametrize("layout", ["standalone", "zarr3-ocdbt", "v1"])
+def test_paths_and_checkpoints(saved, layout):
+    source = saved(layout)
+    target = abstract(layouts.plain_scalars(source.tree), layouts.mesh((1, 8)))
+    for form in (source.path, str(source.path), f"file://{source.path}", reshard.open(source.path)):
+        assert_restored(reshard.restore(form, target), target, layouts.plain_scalars(source.tree))
+
+
+def test_steps_and_items(saved):
+    items, manager = saved("items"), saved("manager")
+    first = reshard.restore(reshard.open(manager.path, step=layouts.STEPS[0]), layouts.mesh((1, 8)))
+    latest = reshard.restore(manager.path, layouts.mesh((1, 8)))
+    assert bits(first["params"]["embed"]) != bits(latest["params"]["embed"])
+    assert bits(latest["params"]["embed"]) == bits(manager.tree["params"]["embed"])
+    state = reshard.restore(items.path, layouts.mesh((1, 8)))
+    assert bits(state["params"]["embed"]) == bits(items.tree["params"]["embed"])
+
+
+# A bare mesh.
+
+
+@pytest.mark.parametrize("memory", [None, LITTLE])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_bare_mesh(saved, layout, memory):
+    """Nested dicts and lists, as Orbax gives them back without a target."""
+    source = saved(layout)
+    on = layouts.mesh((1, 8))
+    got = reshard.restore(reshard.open(source.path, **source.open), on, max_memory=memory)
+    with warnings.catch_warnings(action="ignore"):
+        expected = layouts.read_pytree(source, source.path)
+    if layout == "rich":  # which keeps named tuples, and empty ones too
+        got["opt"][0] = got["opt"][1][1] = None
+    layouts.assert_same_tree(got, expected)
+    layouts.assert_laid_out(got, expected, on)
+
+
+@pytest.mark.parametrize("sizes", [(8, 1), (2, 4), (1, 1), (1, 4), (4, 2)])
+def test_a_bare_mesh_of_other_sizes(saved, sizes):
+    source = saved("standalone")
+    on = layouts.mesh(sizes)
+    ckpt = reshard.select(
+        reshard.open(source.path),
+        drop=["params/uneven", 'params/"two words"/**', "layers/2", "list/**"],
+    )
+    got = reshard.restore(reshard.rename(ckpt, [("^layers/10$", "ten")]), on)
+    for name in ("embed", "replicated", "column"):
+        assert got["params"][name].sharding == layouts.projected(source.tree["params"][name], on)
+        assert bits(got["params"][name]) == bits(source.tree["params"][name])
+    assert bits(got["ten"]) == bits(source.tree["layers"][10])
+    assert bits(got["keys"]["sharded"]) == bits(source.tree["keys"]["sharded"])
+    assert got["keys"]["sharded"].sharding == NamedSharding(on, P("model"))
+
+
+def test_a_bare_mesh_after_transforms(saved):
+    source = saved("standalone")
+    on = layouts.mesh((4, 2), ("x", "y"))
+    ckpt = reshard.select(reshard.open(source.path), "params/**")
+    ckpt = reshard.to_mesh(ckpt, on, axes={"data": "y", "model": "x"})
+    ckpt = reshard.cast(ckpt, "float32", "params/column")
+    got = reshard.restore(ckpt, on)
+    assert got["params"]["embed"].sharding == NamedSharding(on, P("y", "x"))
+    column = source.tree["params"]["column"].astype("float32")
+    assert np.array_equal(got["params"]["column"], column, equal_nan=True)
+
+
+def test_a_bare_mesh_that_the_saved_specs_do_not_fit(saved):
+    source = saved("standalone")
+    with pytest.raises(reshard.ShardingError) as caught:
+        reshard.restore(reshard.select(reshard.open(source.path), "params/*"), layouts.mesh((4, 2)))
+    assert str(caught.value) == (
+        "specs that do not fit the mesh `data=4,model=2`\n"
+        "  params/uneven  float32[6, 40]: dimension 0 of 6 does not divide by 4 (data)\n\n"
+        "hint: --axis data= replicates what is split over it\n"
+        "hint: --axis model= replicates what is split over it\n"
+        "hint: --spec '(^|/)uneven$=,model' fits"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "target"),
+    [
+        ({"cast": True}, layouts.mesh),
+        ({"keep": "params/**"}, layouts.mesh),
+        ({"unexpected": "ignore"}, layouts.mesh),
+        ({"cast": "lossy"}, lambda sizes: AbstractMesh(sizes, ("data", "model"))),
+    ],
+)
+def test_a_bare_mesh_has_nothing_to_compare_with(saved, kwargs, target):
+    with pytest.raises(reshard.TreeMismatchError) as caught:
+        reshard.restore(saved("standalone").path, target((1, 8)), **kwargs)
+    assert str(caught.value) == (
+        "cast, keep and unexpected compare with a state, and a mesh alone has none\n\n"
+        'hint: reshard.cast(ckpt, "bfloat16")\n'
+        'hint: reshard.select(ckpt, "params/**")'
+    )
+
+
+def test_an_abstract_mesh_alone(saved):
+    with pytest.raises(reshard.ShardingError) as caught:
+        reshard.restore(saved("standalone").path, AbstractMesh((1, 8), ("data", "model")))
+    assert str(caught.value) == (
+        "an AbstractMesh has no devices to restore to\n\nhint: jax.make_mesh((1, 8), names)"
+    )
+
+
+# Real states.
+
+
+def real(tree, on, seed=0):
+    """The tree with zeros on devices of `on`, and other values everywhere else."""
+    target = abstract(tree, on, seed)
+
+    def made(leaf):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            if is_key(leaf):
+                impl = next(
+                    name
+                    for name in ("threefry2x32", "rbg", "unsafe_rbg")
+                    if key_dtype(name) == leaf.dtype
+                )
+                keys = jax.random.key(0, impl=impl)
+                return jax.device_put(jnp.broadcast_to(keys, leaf.shape), leaf.sharding)
+            return jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
+        if isinstance(leaf, np.ndarray | np.generic):
+            return np.zeros_like(leaf)[()] if leaf.ndim == 0 else np.zeros_like(leaf)
+        return type(leaf)()
+
+    return jax.tree.map(made, target)
+
+
+def key_dtype(impl):
+    return jax.random.key(0, impl=impl).dtype
+
+
+@pytest.mark.parametrize("on", ["1x8", "2x2x2", "16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_real_state(saved, layout, on):
+    """Its shardings are taken, and it stays as it is."""
+    source = saved(layout)
+    target = real(source.tree, MESHES[on](), seed=len(layout))
+    before = {path: bits(leaf) for path, leaf in flat(target).items()}
+    got = reshard.restore(reshard.open(source.path, **source.open), target)
+    assert_restored(got, target, source.tree)
+    assert {path: bits(leaf) for path, leaf in flat(target).items()} == before
+    kinds = {path: type(leaf) for path, leaf in flat(got).items()}
+    assert kinds == {path: type(leaf) for path, leaf in flat(source.tree).items()}
+
+
+def test_a_real_state_whose_buffers_were_donated(saved):
+    source = saved("standard")
+    target = real(source.tree["params"], layouts.mesh((1, 8)))
+    jax.tree.map(lambda leaf: leaf.delete(), target)
+    ckpt = reshard.select(reshard.open(source.path), "params/**")
+    got = reshard.restore(ckpt, {"params": target})
+    layouts.assert_same_tree(got, {"params": source.tree["params"]})
+    assert shardings(got["params"]) == shardings(target)
+
+
+def test_real_and_abstract_leaves_together(saved):
+    source = saved("standard")
+    on = layouts.mesh((2, 4))
+    target = abstract(source.tree["params"], on)
+    target["embed"] = real(source.tree["params"], on)["embed"]
+    ckpt = reshard.select(reshard.open(source.path), "params/**")
+    got = reshard.restore(ckpt, {"params": target})
+    assert_restored(got, {"params": target}, {"params": source.tree["params"]})
+
+
+ADAM = optax.adam(1e-2)
+
+
+def loss_step(state, x):
+    def loss(params):
+        return jnp.mean((x @ params["w"] + params["b"] - 1) ** 2)
+
+    return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+
+def new_state(on, seed=0):
+    """A TrainState as it is made eagerly: parameters sharded, and what optax adds to them on one
+    device, where it is bound to none."""
+    rng = np.random.default_rng(seed)
+    shape = {"w": ((16, 8), P(None, "model")), "b": ((8,), P("model"))}
+    params = {
+        name: jax.device_put(rng.standard_normal(size).astype("float32"), NamedSharding(on, spec))
+        for name, (size, spec) in shape.items()
+    }
+    return TrainState.create(apply_fn=None, params=params, tx=ADAM)
+
+
+@pytest.mark.parametrize("save", ["v0", "v1"])
+def test_uncommitted_leaves_stay_so_and_training_goes_on(tmp_path, save):
+    """A jitted step takes the restored state: what was bound to no device may still be moved."""
+    step = jax.jit(loss_step, donate_argnums=0)
+    x = np.random.default_rng(1).standard_normal((4, 16)).astype("float32")
+    state = new_state(layouts.mesh((2, 4)))
+    for _ in range(3):
+        state = step(state, x)
+    SAVE[save](tmp_path / "saved", state)
+    expected = jax.device_get(state)
+    fresh = new_state(layouts.mesh((1, 8)), seed=5)
+    got = reshard.restore(tmp_path / "saved", fresh)
+    layouts.assert_same_tree(jax.device_get(got), expected.replace(step=3))
+    assert type(got.step) is int
+    arrays = jax.tree.leaves(got)[1:], jax.tree.leaves(fresh)[1:]
+    assert [a.committed for a in arrays[0]] == [a.committed for a in arrays[1]]
+    assert False in [a.committed for a in arrays[0]]
+    assert shardings(got) == shardings(fresh)
+    for _ in range(2):
+        state, got = step(state, x), step(got, x)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(state), strict=True):
+        assert np.allclose(one, other, rtol=1e-5, atol=1e-6)
+    assert got.params["w"].sharding == fresh.params["w"].sharding
+
+
+def test_donated_states_do_not_change_later_ones(saved):
+    """The same checkpoint again, after steps that overwrote what was restored first."""
+    source = saved("standard")
+    ckpt = reshard.select(reshard.open(source.path), "params/**")
+    target = {"params": abstract(source.tree["params"], layouts.mesh((2, 4)))}
+    negate = jax.jit(lambda tree: jax.tree.map(jnp.negative, tree), donate_argnums=0)
+    first, second = reshard.restore(ckpt, target), reshard.restore(ckpt, target)
+    expected = jax.tree.map(lambda x: jax.device_put(-np.asarray(x), x.sharding), first)
+    layouts.assert_same_tree(negate(first), expected)
+    for got in (second, reshard.restore(ckpt, target)):
+        assert_restored(got, target, {"params": source.tree["params"]})
+
+
+# Old checkpoints, and ones from other devices.
+
+OLD_LAYOUTS = ["default", "ocdbt_True", "ocdbt_False"]
+OLD = {
+    "bf": np.ones(4, "bfloat16"),
+    "emptyd": {},
+    "list": [np.ones(2, "float32")],
+    "lr": 0.5,
+    "name": "abc",
+    "none": None,
+    "np": np.arange(3),
+    "opt": optax.adam(1e-3).init({"k": np.zeros(2, "float32")}),
+    "params": {
+        "dense": {
+            "bias": np.zeros(4, "float32"),
+            "kernel": np.arange(512, dtype="float32").reshape(16, 32),
+        }
+    },
+    "step": 3,
+    "tup": (np.ones(2, "float32"),),
+}
+
+
+@pytest.mark.parametrize("sizes", [(1, 8), (4, 2)])
+@pytest.mark.parametrize(
+    "name", [f"orbax-0.4.4/{name}" for name in OLD_LAYOUTS] + ["orbax-0.4.4-b/ocdbt_False"]
+)
+def test_orbax_0_4_4(data, name, sizes):
+    on = layouts.mesh(sizes)
+    tree = OLD | {"np": OLD["np"], "opt": jax.tree.map(np.asarray, OLD["opt"])}
+
+    def on_mesh(path, leaf):
+        if not isinstance(leaf, np.ndarray) or path[0].key == "np":
+            return leaf
+        spec = P("data", "model") if leaf.ndim == 2 else P()
+        return jax.device_put(leaf, NamedSharding(on, spec))
+
+    expected = jax.tree_util.tree_map_with_path(on_mesh, tree)
+    target = jax.tree.map(
+        lambda x: (
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+            if isinstance(x, jax.Array)
+            else x
+        ),
+        expected,
+    )
+    assert_restored(reshard.restore(data / name, target), target, expected)
+    bare = reshard.restore(data / name, on)
+    assert bare["params"]["dense"]["kernel"].sharding == NamedSharding(on, P("data", "model"))
+    assert bits(bare["params"]["dense"]["kernel"]) == bits(expected["params"]["dense"]["kernel"])
+    assert bare["opt"][0]["mu"]["k"].sharding == NamedSharding(on, P())
+    assert (bare["step"], bare["lr"], bare["name"], bare["none"]) == (3, 0.5, "abc", None)
+
+
+def edited(source, folder, edit):
+    """A copy of a checkpoint whose record of shardings is another one."""
+    path = shutil.copytree(source.path, folder / "copy")
+    file = path / source.inner / "_sharding"
+    document = json.loads(file.read_text())
+    file.write_text(json.dumps({k: json.dumps(edit(json.loads(v))) for k, v in document.items()}))
+    return path
+
+
+def gpus(sharding):
+    if sharding["sharding_type"] == "SingleDeviceSharding":
+        return sharding | {"device_str": "cuda:3"}
+    ids = (10 + np.arange(8).reshape(2, 4)).tolist()
+    return sharding | {"device_mesh": {"mesh": [[{"id": i} for i in row] for row in ids]}}
+
+
+def tpus(sharding):
+    if sharding["sharding_type"] == "SingleDeviceSharding":
+        return sharding | {"device_str": "TPU_0(process=0,(0,0,0,0))"}
+    sharding = sharding | {"shape": [16, 16]}
+    sharding.pop("device_mesh", None)
+    return sharding
+
+
+@pytest.mark.parametrize("edit", [gpus, tpus])
+@pytest.mark.parametrize("layout", ["standalone", "zarr3-files", "v1", "items"])
+def test_saved_on_other_devices(saved, tmp_path, layout, edit):
+    source = saved(layout)
+    path = edited(source, tmp_path, edit)
+    target = abstract(layouts.plain_scalars(source.tree), layouts.mesh((1, 8)))
+    got = reshard.restore(reshard.open(path, **source.open), target)
+    assert_restored(got, target, layouts.plain_scalars(source.tree))
+    on = layouts.mesh((1, 8))
+    bare = reshard.restore(reshard.open(path, **source.open), on)
+    assert bits(bare["params"]["embed"]) == bits(source.tree["params"]["embed"])
+    assert bare["params"]["embed"].sharding == NamedSharding(on, P("data", "model"))
+    assert bits(bare["one_device"]) == bits(source.tree["one_device"])
+
+
+def test_saved_without_shardings(saved, tmp_path):
+    source = saved("standard")
+    path = shutil.copytree(source.path, tmp_path / "copy")
+    (path / "_sharding").unlink()
+    target = abstract(layouts.plain_scalars(source.tree), layouts.mesh((1, 8)))
+    got = reshard.restore(path, target)
+    assert_restored(got, target, layouts.plain_scalars(source.tree))
+    with pytest.raises(reshard.ShardingError) as caught:
+        reshard.restore(reshard.select(reshard.open(path), "params/embed"), layouts.mesh((1, 8)))
+    assert str(caught.value) == (
+        "specs that do not fit the mesh `data=1,model=8`\n"
+        "  params/embed  float32[64, 96]: it was saved without a sharding\n\n"
+        "hint: --spec '^params/embed$=' replicates it"
+    )
+
+
+# Containers.
+
+
+def save_v0(path, tree):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, tree)
+
+
+def save_pytree(path, tree):
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(path, tree)
+
+
+SAVE = {"v0": save_v0, "pytree": save_pytree, "v1": v1.save}
+every_api = pytest.mark.parametrize("save", SAVE)
+
+
+def arrays(*shapes, dtype="float32", seed=0):
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(layouts.random_array(rng, shape, dtype)) for shape in shapes]
+
+
+def variety():
+    a, b, c, d, e, f, g, h = arrays((8,), (4, 6), (3,), (2, 8), (), (5,), (16,), (8, 8))
+    adam = optax.adam(1e-3).init({"w": h})
+    return {
+        "fields": Point(a, [b, Point(c, 3)]),
+        "node": Node({"a": d}, e),
+        "frozen": FrozenDict({"x": {"y": f}}),
+        "optax": (optax.EmptyState(), jax.tree.map(lambda x: x + 3, adam)),
+        "masked": {"on": g, "off": optax.MaskedNode()},
+        "none": [None, a, None],
+        "empty": {"dict": {}, "list": [], "frozen": FrozenDict({})},
+        "ints": {3: b, 20: {1: c}, 100: [d]},
+        "deep": [[[e], f], {"x": [g]}],
+        "python": {"int": 7, "float": 0.1, "yes": True, "no": False, "negative": -(2**40)},
+        "host": np.arange(6.0).reshape(2, 3),
+        "keys": {
+            "one": jax.random.key(1),
+            "rbg": jax.random.key(2, impl="rbg"),
+            "unsafe": jax.random.key(2, impl="unsafe_rbg"),
+            "many": jax.random.split(jax.random.key(3), 8),
+            "grid": jax.random.split(jax.random.key(4, impl="rbg"), (4, 2)),
+        },
+        "with.dot/and slash": {'"quoted"': h},
+    }
+
+
+@every_api
+@pytest.mark.parametrize("on", ["1x8", "2x2x2"])
+def test_every_container(tmp_path, save, on):
+    tree = variety()
+    SAVE[save](tmp_path / "saved", tree)
+    target = abstract(tree, MESHES[on]())
+    got = reshard.restore(tmp_path / "saved", target)
+    assert_restored(got, target, tree)
+    fresh = real(tree, MESHES[on](), seed=3)
+    got = reshard.restore(tmp_path / "saved", fresh)
+    assert_restored(got, fresh, tree)
+    assert got["ints"].keys() == {3, 20, 100} and list(got["ints"][20]) == [1]
+
+
+@every_api
+def test_sharded_keys(tmp_path, save):
+    old, new = layouts.mesh((2, 4)), layouts.mesh((1, 8))
+    tree = {
+        name: jax.device_put(
+            jax.random.split(jax.random.key(i, impl=impl), shape), NamedSharding(old, spec)
+        )
+        for i, (name, impl, shape, spec) in enumerate(
+            [
+                ("a", "threefry2x32", (8,), P("model")),
+                ("b", "rbg", (8,), P(("data", "model"))),
+                ("c", "threefry2x32", (8, 3), P("data", None)),
+                ("d", "unsafe_rbg", (2, 8), P(None, "model")),
+                ("e", "rbg", (), P()),
+            ]
+        )
+    }
+    SAVE[save](tmp_path / "saved", tree)
+    target = abstract(tree, new, seed=2)
+    got = reshard.restore(tmp_path / "saved", target)
+    assert_restored(got, target, tree)
+    bare = reshard.restore(tmp_path / "saved", new)
+    layouts.assert_same_tree(bare, tree)
+    assert {name: keys.sharding for name, keys in bare.items()} == {
+        name: NamedSharding(new, keys.sharding.spec) for name, keys in tree.items()
+    }
+    # Keys draw what the saved ones draw.
+    draw = jax.vmap(lambda key: jax.random.uniform(key, (3,)))
+    assert np.array_equal(draw(got["a"]), draw(tree["a"]))
+
+
+@every_api
+def test_strings(tmp_path, save):
+    tree = {"a": "größe", "b": {"c/d": ""}, "w": jnp.ones(3)}
+    try:
+        SAVE[save](tmp_path / "saved", tree)
+    except ValueError:
+        assert save != "pytree"  # the only one that is bound to take them
+        return
+    got = reshard.restore(tmp_path / "saved", {"a": "", "b": {"c/d": "old"}, "w": jnp.zeros(3)})
+    layouts.assert_same_tree(got, tree)
+    bare = reshard.restore(tmp_path / "saved", layouts.mesh((1, 8)))
+    layouts.assert_same_tree(bare, tree)
+
+
+def one_device():
+    return SingleDeviceSharding(jax.devices()[0])
+
+
+def struct(shape, dtype, **kwargs):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=one_device(), **kwargs)
+
+
+def on_device(value, dtype):
+    return jax.device_put(np.asarray(value, dtype), jax.devices()[0])
+
+
+@pytest.mark.parametrize(
+    ("leaf", "target", "expected"),
+    [
+        (7, 0, 7),
+        (-(2**40), 0, -(2**40)),
+        (7, jnp.int32(0), jnp.int32(7)),
+        (7, struct((), "int32"), on_device(7, "int32")),
+        (7, struct((), "int32", weak_type=True), on_device(7, "int32")),
+        (7, struct((), "uint8"), on_device(7, "uint8")),
+        (7, np.int64(0), np.int64(7)),
+        (7, np.uint16(0), np.uint16(7)),
+        (7, np.zeros((), "int8"), np.asarray(7, "int8")),
+        (0.1, 0.0, 0.1),
+        (0.1, np.float64(0), np.float64(0.1)),
+        (0.1, np.zeros(()), np.asarray(0.1)),
+        (0.1, jnp.asarray(0.0), jnp.float32(0.1)),
+        (0.1, struct((), "float32", weak_type=True), on_device(0.1, "float32")),
+        (True, False, True),
+        (False, True, False),
+        (True, np.bool_(False), np.bool_(True)),
+        (True, struct((), "bool"), on_device(True, "bool")),
+        (np.float32(0.1), 0.0, float(np.float32(0.1))),
+        (np.float32(0.1), np.float32(0), np.float32(0.1)),
+        (np.int16(7), 0, 7),
+        (np.int16(7), np.int16(0), np.int16(7)),
+        (jnp.int32(7), 0, 7),
+        (jnp.uint32(7), 0, 7),
+        (jnp.float32(0.1), 0.0, float(np.float32(0.1))),
+        (jnp.bfloat16(0.1), 0.0, float(jnp.bfloat16(0.1))),
+        (jnp.bool_(True), False, True),
+        (jnp.int32(7), np.int32(0), np.int32(7)),
+        (jnp.ones(3), np.zeros(3, "float32"), np.ones(3, "float32")),
+        (np.ones(3, "float32"), struct((3,), "float32"), on_device(np.ones(3), "float32")),
+        (np.ones(3, "float32"), jnp.zeros(3), jnp.ones(3)),
+    ],
+)
+@every_api
+def test_scalars_and_host_arrays_on_either_side(tmp_path, save, leaf, target, expected):
+    if save == "v1" and isinstance(leaf, np.generic):
+        leaf = np.asarray(leaf)  # it does not take numpy scalars
+    SAVE[save](tmp_path / "saved", {"a": leaf})
+    got = reshard.restore(tmp_path / "saved", {"a": target})
+    layouts.assert_same_tree(got, {"a": expected})
+    if isinstance(target, jax.Array):
+        assert got["a"].committed == target.committed
+
+
+@pytest.mark.parametrize(
+    ("leaf", "target", "what"),
+    [
+        (
+            7,
+            0.0,
+            "kind\n  a: the target has a Python float, the checkpoint a Python scalar (int64)",
+        ),
+        (
+            7,
+            False,
+            "kind\n  a: the target has a Python bool, the checkpoint a Python scalar (int64)",
+        ),
+        (
+            0.5,
+            0,
+            "kind\n  a: the target has a Python int, the checkpoint a Python scalar (float64)",
+        ),
+        (True, 0, "kind\n  a: the target has a Python int, the checkpoint a Python scalar (bool)"),
+        (
+            True,
+            "x",
+            "kind\n  a: the target has a Python str, the checkpoint a Python scalar (bool)",
+        ),
+        (
+            7,
+            jnp.float32(0),
+            "dtype\n  a: the target has float32[], the checkpoint a Python scalar (int64)",
+        ),
+        (
+            0.5,
+            jnp.float32(0),
+            "dtype\n  a: the target has float32[], the checkpoint a Python scalar (float64)",
+        ),
+        (
+            True,
+            jnp.int32(0),
+            "dtype\n  a: the target has int32[], the checkpoint a Python scalar (bool)",
+        ),
+        (
+            7,
+            np.zeros(1),
+            "shape\n  a: the target has float64[1], the checkpoint a Python scalar (int64)",
+        ),
+        (np.ones(1), 0.0, "kind\n  a: the target has a Python float, the checkpoint float64[1]"),
+    ],
+)
+def test_scalars_that_do_not_fit(tmp_path, leaf, target, what):
+    save_pytree(tmp_path / "saved", {"a": leaf})
+    text = mismatch(tmp_path / "saved", {"a": target})
+    hint = (
+        '\n\nhint: cast=True for casts that keep every value, cast="lossy" for all of floats'
+        if what.startswith("dtype")
+        else ""
+    )
+    assert text == f"`{tmp_path}/saved` does not match the target: 1 of another {what}{hint}"
+
+
+def mismatch(path, target, **kwargs):
+    with pytest.raises(reshard.TreeMismatchError) as caught:
+        reshard.restore(path, target, **kwargs)
+    return str(caught.value)
+
+
+# Boxes and levels named `value`.
+
+
+@flax.struct.dataclass
+class Named(meta.AxisMetadata[Any]):
+    """A box of the user's own."""
+
+    value: Any
+    names: tuple = flax.struct.field(pytree_node=False)
+
+    def unbox(self):
+        return self.value
+
+    def replace_boxed(self, val):
+        return self.replace(value=val)
+
+    def add_axis(self, index, params):
+        return self
+
+    def remove_axis(self, index, params):
+        return self
+
+
+def boxed_tree(on=None):
+    """Leaves in boxes of every kind, and without; on a mesh if there is one."""
+    on = on or layouts.mesh((2, 4))
+    rng = np.random.default_rng(0)
+
+    def put(shape, *spec):
+        return jax.device_put(layouts.random_array(rng, shape), NamedSharding(on, P(*spec)))
+
+    rules = (("embed", "data"), ("mlp", "model"))
+    return {
+        "plain": put((8, 4), "data"),
+        "kernel": nn.Partitioned(put((4, 16), None, "model"), (None, "model")),
+        "in": {
+            "logical": nn.LogicallyPartitioned(
+                put((8, 8), "data", "model"), ("embed", "mlp"), rules=rules
+            ),
+            "own": Named(put((16,), "model"), ("x",)),
+        },
+        "tree": nn.Partitioned({"a": put((8,)), "b": [put((4,), "model")]}, ("model",)),
+        "layers": [nn.Partitioned(put((8,), "data"), ("data",)), put((4,))],
+    }
+
+
+def unboxed(tree):
+    return jax.tree.map(
+        lambda x: x.value if isinstance(x, meta.AxisMetadata) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, meta.AxisMetadata),
+    )
+
+
+def all_levels(tree):
+    """A level named `value` above every leaf."""
+    return jax.tree.map(lambda leaf: {"value": leaf}, unboxed(tree))
+
+
+FORMS = {"boxed": lambda tree: tree, "raw": unboxed, "levels": all_levels}
+
+
+@every_api
+@pytest.mark.parametrize("old", FORMS)
+@pytest.mark.parametrize("new", FORMS)
+def test_boxed_or_not_on_either_side(tmp_path, save, old, new):
+    tree = boxed_tree()
+    SAVE[save](tmp_path / "saved", FORMS[old](tree))
+    expected = FORMS[new](tree)
+    for on in ("1x8", "2x2x2"):
+        target = abstract(expected, MESHES[on](), seed=3)
+        assert_restored(reshard.restore(tmp_path / "saved", target), target, expected)
+        fresh = real(expected, MESHES[on](), seed=4)
+        assert_restored(reshard.restore(tmp_path / "saved", fresh), fresh, expected)
+
+
+def test_boxes_as_orbax_restores_them(tmp_path):
+    tree = boxed_tree()
+    save_v0(tmp_path / "saved", tree)
+    target = abstract(tree, layouts.mesh((1, 8)))
+    with ocp.StandardCheckpointer() as checkpointer:
+        theirs = checkpointer.restore(tmp_path / "saved", target)
+    got = reshard.restore(tmp_path / "saved", target)
+    layouts.assert_same_tree(got, theirs)
+    assert shardings(got) == shardings(theirs)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_boxes_in_the_context_of_a_mesh(tmp_path, explicit):
+    """Within one, flax unboxes with a constraint, which abstract values do not take."""
+    tree = boxed_tree()
+    save_v0(tmp_path / "saved", unboxed(tree))
+    on = layouts.mesh((1, 8))
+    if explicit:
+        on = Mesh(on.devices, on.axis_names, axis_types=(AxisType.Explicit,) * 2)
+    target = abstract(tree, on)
+    with jax.set_mesh(on):
+        got = reshard.restore(tmp_path / "saved", target)
+    assert_restored(got, target, tree)
+
+
+def test_a_scanned_model_in_a_train_state(tmp_path):
+    """Boxes with an axis that `nn.scan` added, in parameters and in adam's moments."""
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+            return nn.Dense(16, kernel_init=init)(x), None
+
+    class Scanned(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            scan = nn.scan(
+                Layer,
+                length=3,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                metadata_params={nn.PARTITION_NAME: "data"},
+            )
+            return scan()(x)[0]
+
+    model = Scanned()
+    masked = optax.masked(optax.adam(1e-3), lambda tree: jax.tree.map(lambda x: x.ndim > 2, tree))
+    tx = optax.chain(optax.clip(1.0), masked)
+
+    def init():
+        variables = model.init(jax.random.key(0), jnp.ones((2, 16)))
+        return TrainState.create(apply_fn=model.apply, params=variables["params"], tx=tx)
+
+    rng = np.random.default_rng(0)
+    state = init().replace(step=jnp.int32(0))
+    state = jax.tree.map(lambda x: jnp.asarray(layouts.random_array(rng, x.shape, x.dtype)), state)
+    assert isinstance(state.params["ScanLayer_0"]["Dense_0"]["kernel"], nn.Partitioned)
+    on = layouts.mesh((1, 8))
+    for name, tree in {"boxed": state, "raw": unboxed(state)}.items():
+        save_v0(tmp_path / name, tree)
+        target = abstract(state, on)
+        got = reshard.restore(tmp_path / name, target)
+        assert_restored(got, target, state)
+        assert got.apply_fn == model.apply
+        assert got.params["ScanLayer_0"]["Dense_0"]["kernel"].names == ("data", None, "model")
+
+
+NATURAL = {
+    "alone": {"a": {"value": (8,)}, "b": (3,)},
+    "with siblings": {"a": {"value": (8,), "other": (8,)}, "b": (3,)},
+    "twice": {"a": {"value": {"value": (8,)}}, "b": (3,)},
+    "at the top": {"value": {"a": (8,), "b": (8,)}},
+    "alone at the top": {"value": (8,)},
+    "beside": {"value": (8,), "a": {"b": (8,)}},
+    "of attention": {
+        "attention": {
+            name: {"kernel": (8,), "bias": (3,)} for name in ("query", "key", "value", "out")
+        }
+    },
+}
+
+
+@every_api
+@pytest.mark.parametrize("boxes", [False, True])
+@pytest.mark.parametrize("name", NATURAL)
+def test_a_key_that_is_named_value(tmp_path, save, name, boxes):
+    """Every leaf has the same shape as others, so that nothing but its place tells it from them."""
+    rng = np.random.default_rng(0)
+    tree = jax.tree.map(
+        lambda shape: jnp.asarray(layouts.random_array(rng, shape)),
+        NATURAL[name],
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    boxed = jax.tree.map(lambda x: nn.Partitioned(x, ("model",)), tree)
+    SAVE[save](tmp_path / "saved", boxed if boxes else tree)
+    for expected in (tree, boxed):
+        target = abstract(expected, layouts.mesh((2, 4)))
+        assert_restored(reshard.restore(tmp_path / "saved", target), target, expected)
+
+
+@pytest.mark.parametrize("boxes", [False, True])
+def test_a_part_that_is_named_value(tmp_path, boxes):
+    """The value projections of an attention alone."""
+    rng = np.random.default_rng(0)
+    attention = {
+        name: {"kernel": jnp.asarray(layouts.random_array(rng, (8, 8)))}
+        for name in ("query", "key", "value", "out")
+    }
+    tree = {"layer": {"attention": attention}}
+    boxed = jax.tree.map(lambda x: nn.Partitioned(x, ("model",)), tree)
+    save_v0(tmp_path / "saved", boxed if boxes else tree)
+    part = {"layer": {"attention": {"value": attention["value"]}}}
+    target = abstract(part, layouts.mesh((2, 4)))
+    got = reshard.restore(tmp_path / "saved", target, unexpected="ignore")
+    assert_restored(got, target, part)
+
+
+# NNX.
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        names = {"out_sharding": (None, "model"), "note": "kept"}
+        self.linear = nnx.Linear(4, 8, rngs=rngs, kernel_metadata=names)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+
+
+class Model(nnx.Module):
+    """Every kind of attribute; `tied` adds a weight and a module that are in two places."""
+
+    def __init__(self, rngs, tied=True):
+        self.embed = nnx.Embed(16, 4, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs), Block(rngs)])
+        self.by_name = nnx.Dict(a=nnx.Param(jnp.ones(8)))
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.buffer = nnx.data(jnp.arange(3))
+        self.pair = nnx.Param({"x": jnp.ones(8), "y": jnp.zeros(1)})
+        self.width = 5
+        if tied:
+            self.tied = self.embed.embedding
+            self.zlast = self.blocks[1]
+
+
+class SGDState(nnx.Variable):
+    pass
+
+
+class SGD(nnx.Object):
+    """The optimizer of the sharding guides: it holds the model's variables and its own."""
+
+    def __init__(self, params, lr):
+        def momentum(variable):
+            return SGDState(jax.tree.map(jnp.zeros_like, variable.get_value()))
+
+        self.lr = lr
+        self.params = nnx.data(params)
+        self.momentum = nnx.data(
+            jax.tree.map(momentum, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        )
+
+
+def lazy(make):
+    """A module without a mesh for its annotations."""
+    with nnx.use_eager_sharding(False):
+        return make()
+
+
+def model(tied=True):
+    return Model(nnx.Rngs(0), tied)
+
+
+def model_and_sgd():
+    one = model()
+    return one, SGD(nnx.variables(one, nnx.Param), 0.1)
+
+
+def adam():
+    return optax.chain(optax.clip(1.0), optax.adam(1e-3))
+
+
+def one_model_twice():
+    one = model()
+    return one, nnx.ModelAndOptimizer(one, adam())
+
+
+NNX = {
+    "module": model,
+    "optimizer": lambda: nnx.Optimizer(model(), adam(), wrt=nnx.Param),
+    "model and optimizer": lambda: nnx.ModelAndOptimizer(model(), adam()),
+    "own optimizer": lambda: SGD(nnx.variables(model(), nnx.Param), 0.1),
+    "both": model_and_sgd,
+    "both that share": one_model_twice,
+    "factored": lambda: nnx.ModelAndOptimizer(
+        model(), optax.adafactor(1e-3, min_dim_size_to_factor=2)
+    ),
+    "rngs": lambda: nnx.Rngs(params=0, dropout=1),
+}
+
+
+def randomized(state, seed=0):
+    rng = np.random.default_rng(seed)
+
+    def other(leaf):
+        if is_key(leaf):
+            return jax.random.key(int(rng.integers(1 << 20)))
+        return jnp.asarray(layouts.random_array(rng, leaf.shape, leaf.dtype))
+
+    return jax.tree.map(other, state)
+
+
+def put(module, on, seed=0):
+    """Moves the values of a module to a mesh, each to a sharding of its own."""
+    state = nnx.state(module)
+    target = abstract(state, on, seed)
+    nnx.update(module, jax.tree.map(lambda x, t: jax.device_put(x, t.sharding), state, target))
+    return module
+
+
+def variables(module):
+    return {path: x for path, x in nnx.iter_graph(module) if isinstance(x, nnx.Variable)}
+
+
+def metadata(module):
+    return {path: variable.get_metadata() for path, variable in variables(module).items()}
+
+
+@pytest.fixture(scope="module")
+def nnx_saved(tmp_path_factory):
+    """An NNX state that was saved as a state or as a pure dict, and what it holds."""
+    made: dict = {}
+
+    def get(name, form, save):
+        if (name, form, save) not in made:
+            state = randomized(nnx.state(lazy(NNX[name])), seed=len(name))
+            path = tmp_path_factory.mktemp("nnx") / "saved"
+            SAVE[save](path, nnx.to_pure_dict(state) if form == "pure" else state)
+            made[name, form, save] = path, state
+        return made[name, form, save]
+
+    return get
+
+
+every_form = pytest.mark.parametrize("form", ["state", "pure"])
+every_nnx = pytest.mark.parametrize("name", NNX)
+
+
+@pytest.mark.parametrize("save", ["v0", "v1"])
+@every_form
+@every_nnx
+def test_an_abstract_nnx_state(nnx_saved, name, form, save):
+    path, state = nnx_saved(name, form, save)
+    for expected in (state, nnx.to_pure_dict(state)):
+        target = abstract(expected, layouts.mesh((1, 8)), seed=7)
+        assert_restored(reshard.restore(path, target), target, expected)
+        fresh = real(expected, layouts.mesh((2, 2, 2), ("x", "y", "z")), seed=8)
+        assert_restored(reshard.restore(path, fresh), fresh, expected)
+
+
+@pytest.mark.parametrize("save", ["v0", "v1"])
+@every_form
+@every_nnx
+def test_a_real_module(nnx_saved, name, form, save):
+    """It is updated in place: the same module, with the same variables, which know the same."""
+    path, state = nnx_saved(name, form, save)
+    module = put(lazy(NNX[name]), layouts.mesh((1, 8)), seed=3)
+    held, known, laid_out = variables(module), metadata(module), shardings(nnx.state(module))
+    got = reshard.restore(path, module)
+    assert got is module or all(a is b for a, b in zip(got, module, strict=True))
+    layouts.assert_same_tree(nnx.state(module), state)
+    assert shardings(nnx.state(module)) == laid_out
+    now = variables(module)
+    assert now.keys() == held.keys() and all(now[key] is held[key] for key in held)
+    assert metadata(module) == known
+
+
+@every_form
+@every_nnx
+def test_an_abstract_module(nnx_saved, name, form):
+    """A new module comes back, filled, that shares what the old one shared."""
+    path, state = nnx_saved(name, form, "v0")
+    module = nnx.eval_shape(lambda: lazy(NNX[name]))
+    graphdef, empty = nnx.split(module)
+    module = nnx.merge(graphdef, abstract_again(empty, layouts.mesh((1, 8))))
+    got = reshard.restore(path, module)
+    assert type(got) is type(module)
+    assert nnx.graphdef(got) == graphdef
+    target = abstract_again(empty, layouts.mesh((1, 8)))
+    assert_restored(nnx.state(got), target, state)
+    # The given one is as abstract as before.
+    assert shardings(nnx.state(module)) == shardings(target)
+    kinds = {type(leaf) for leaf in jax.tree.leaves(nnx.state(module))}
+    assert kinds == {jax.ShapeDtypeStruct}
+
+
+def abstract_again(state, on, seed=0):
+    rng = np.random.default_rng(seed)
+
+    def laid_out(leaf):
+        sharding = some_sharding(leaf.shape, on, rng, shorter=not is_key(leaf))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(laid_out, state)
+
+
+def test_what_two_modules_share(nnx_saved):
+    for name in ("both", "both that share"):
+        path, _ = nnx_saved(name, "state", "v0")
+        one, other = put(lazy(NNX[name]), layouts.mesh((1, 8)))
+        got, optimizer = reshard.restore(path, (one, other))
+        assert got.tied is got.embed.embedding and got.zlast is got.blocks[1]
+        if name == "both":
+            assert optimizer.params["embed"]["embedding"] is got.embed.embedding
+        else:
+            assert optimizer.model is got
+
+
+def test_a_real_module_beside_an_abstract_state(tmp_path):
+    """It is updated in place here too."""
+    module = lazy(lambda: Block(nnx.Rngs(0)))
+    state = {"model": randomized(nnx.state(module)), "ema": jnp.arange(8.0)}
+    save_v0(tmp_path / "saved", state)
+    sharding = NamedSharding(layouts.mesh((1, 8)), P("model"))
+    target = {"model": module, "ema": jax.ShapeDtypeStruct((8,), "float32", sharding=sharding)}
+    got = reshard.restore(tmp_path / "saved", target)
+    assert got["model"] is module and got["ema"].sharding == sharding
+    layouts.assert_same_tree(nnx.state(module), state["model"])
+    layouts.assert_same_tree(got["ema"], state["ema"])
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_modules_in_the_context_of_a_mesh(nnx_saved, axis_type):
+    path, state = nnx_saved("module", "state", "v0")
+    on = layouts.mesh((1, 8))
+    on = Mesh(on.devices, on.axis_names, axis_types=(axis_type,) * 2)
+    module = put(lazy(model), on)
+    laid_out = shardings(nnx.state(module))
+    graphdef, empty = nnx.split(nnx.eval_shape(lambda: lazy(model)))
+    target = abstract_again(empty, on)
+    with jax.set_mesh(on):
+        reshard.restore(path, module)
+        got = reshard.restore(path, nnx.merge(graphdef, target))
+    layouts.assert_same_tree(nnx.state(module), state)
+    assert shardings(nnx.state(module)) == laid_out
+    assert_restored(nnx.state(got), target, state)
+
+
+def test_modules_among_other_things(tmp_path):
+    """A module, arrays and counters in one dict, saved as their states."""
+    module = lazy(lambda: Block(nnx.Rngs(0)))
+    state = {"model": nnx.state(module), "step": 7, "ema": jnp.arange(8.0), "none": None}
+    state["model"] = randomized(state["model"])
+    save_v0(tmp_path / "saved", state)
+    target = {"model": module, "step": 0, "ema": jnp.zeros(8), "none": None}
+    got = reshard.restore(tmp_path / "saved", target)
+    assert got["model"] is module and got["step"] == 7 and target["step"] == 0
+    layouts.assert_same_tree(nnx.state(module), state["model"])
+    layouts.assert_same_tree(got["ema"], state["ema"])
+    layouts.assert_same_tree(target["ema"], jnp.zeros(8))
+
+
+@pytest.mark.parametrize("level", [False, True])
+@pytest.mark.parametrize("name", ["embed/embedding", "tied"])
+def test_a_tied_weight_is_found_under_either_name(tmp_path, name, level):
+    module = lazy(model)
+    pure = nnx.to_pure_dict(randomized(nnx.state(module)))
+    weight = pure["embed"].pop("embedding")
+    stored = {"value": weight} if level else weight
+    if name == "tied":
+        del pure["embed"]
+        saved_tree = pure | {"tied": stored}
+    else:
+        saved_tree = pure | {"embed": {"embedding": stored}}
+    save_v0(tmp_path / "saved", saved_tree)
+    assert reshard.restore(tmp_path / "saved", module) is module
+    assert bits(module.tied[...]) == bits(weight) == bits(module.embed.embedding[...])
+    assert module.tied is module.embed.embedding
+
+
+def test_a_shared_module_is_found_under_either_name(tmp_path):
+    module = lazy(model)
+    pure = nnx.to_pure_dict(randomized(nnx.state(module)))
+    pure["zlast"] = pure["blocks"].pop(1)
+    save_v0(tmp_path / "saved", pure)
+    reshard.restore(tmp_path / "saved", module)
+    assert bits(module.blocks[1].linear.kernel[...]) == bits(pure["zlast"]["linear"]["kernel"])
+    assert module.zlast is module.blocks[1]
+
+
+def test_a_module_that_was_saved_itself(tmp_path):
+    """Not its state: Orbax then goes through its attributes, and some levels more."""
+    module = lazy(lambda: model(tied=False))
+    nnx.update(module, randomized(nnx.state(module)))
+    expected = nnx.state(module)
+    save_v0(tmp_path / "saved", module)
+    fresh = put(lazy(lambda: model(tied=False)), layouts.mesh((1, 8)))
+    assert reshard.restore(tmp_path / "saved", fresh) is fresh
+    layouts.assert_same_tree(nnx.state(fresh), expected)
+
+
+def test_a_module_that_was_saved_itself_with_tied_weights(tmp_path):
+    """They are stored twice then, and only the caller knows that the two are equal."""
+    module = lazy(lambda: Model(nnx.Rngs(0)))
+    nnx.update(module, randomized(nnx.state(module)))
+    save_v0(tmp_path / "saved", module)
+    text = mismatch(tmp_path / "saved", module)
+    places = [f"blocks/1/{name}" for name in BLOCK] + ["embed/embedding"]
+    twice = [f"zlast/{name}" for name in BLOCK] + ["tied"]
+    assert text == "\n".join(
+        [
+            f"`{tmp_path}/saved` does not match the target: 7 tied in the target only",
+            *[
+                f"  {one}: one leaf of the target, saved as {one}/value and {other}/value"
+                for one, other in zip(places, twice, strict=True)
+            ],
+            "",
+            'hint: reshard.select(ckpt, drop="zlast/linear/bias/value") if they are equal',
+        ]
+    )
+    ckpt = reshard.select(
+        reshard.open(tmp_path / "saved"), drop=[f"{name}/value" for name in twice]
+    )
+    fresh = lazy(lambda: Model(nnx.Rngs(5)))
+    reshard.restore(ckpt, fresh)
+    layouts.assert_same_tree(nnx.state(fresh), nnx.state(module))
+
+
+BLOCK = ["linear/bias", "linear/kernel", "norm/bias", "norm/mean", "norm/scale", "norm/var"]
+
+
+def test_linen_boxes_into_nnx_variables(tmp_path):
+    """The same names and shapes: what is boxed in one is a variable in the other."""
+    block = lazy(lambda: Block(nnx.Rngs(0)))
+    state = randomized(nnx.state(block))
+    pure = nnx.to_pure_dict(state)
+    boxes = jax.tree.map(lambda x: nn.Partitioned(x, ("model",)), pure)
+    save_v0(tmp_path / "boxes", boxes)
+    save_v0(tmp_path / "state", state)
+    reshard.restore(tmp_path / "boxes", block)
+    layouts.assert_same_tree(nnx.state(block), state)
+    target = abstract(boxes, layouts.mesh((1, 8)))
+    assert_restored(reshard.restore(tmp_path / "state", target), target, boxes)
+
+
+def test_a_module_goes_on_training_where_it_stopped(tmp_path):
+    """On another mesh, with its optimizer; the same as without the stop."""
+
+    def make(on, seed):
+        with nnx.use_eager_sharding(False):
+            made = nnx.ModelAndOptimizer(nnx.Linear(8, 16, rngs=nnx.Rngs(seed)), optax.adam(1e-2))
+        return put(made, on)
+
+    @nnx.jit
+    def train(both, x):
+        def loss(module):
+            return jnp.mean((module(x) - 1) ** 2)
+
+        both.update(nnx.grad(loss)(both.model))
+
+    def batch(on):
+        x = np.random.default_rng(1).standard_normal((4, 8)).astype("float32")
+        return jax.device_put(x, NamedSharding(on, P()))
+
+    old, new = layouts.mesh((2, 4)), layouts.mesh((1, 8))
+    one = make(old, 0)
+    for _ in range(3):
+        train(one, batch(old))
+    save_v0(tmp_path / "saved", nnx.state(one))
+    other = reshard.restore(tmp_path / "saved", make(new, 5))
+    for _ in range(2):
+        train(one, batch(old))
+        train(other, batch(new))
+    for a, b in zip(
+        jax.tree.leaves(nnx.state(one)), jax.tree.leaves(nnx.state(other)), strict=True
+    ):
+        assert np.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+# What is refused, and what is left as it is.
+
+
+def simple(on=None):
+    on = on or layouts.mesh((2, 4))
+    rng = np.random.default_rng(0)
+
+    def put(shape, dtype="float32", *spec):
+        return jax.device_put(layouts.random_array(rng, shape, dtype), NamedSharding(on, P(*spec)))
+
+    return {
+        "params": {
+            "layer_0": {"kernel": put((8, 16), "float32", None, "model"), "bias": put((16,))},
+            "layer_1": {"kernel": put((8, 16)), "bias": put((16,))},
+            "head": {"kernel": put((16, 32)), "bias": put((32,), "bfloat16")},
+        },
+        "step": 7,
+        "rng": jax.random.key(1),
+        "ema": put((5, 7)),
+        "name": "run",
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A small checkpoint with a leaf of every kind: path, tree."""
+    path = tmp_path_factory.mktemp("plain") / "saved"
+    tree = simple()
+    save_pytree(path, tree)
+    return path, tree
+
+
+@pytest.fixture
+def target(plain):
+    """An abstract state for it, to be changed."""
+    return abstract(plain[1], layouts.mesh((1, 8)))
+
+
+HEAD = "does not match the target"
+CAST_HINT = 'hint: cast=True for casts that keep every value, cast="lossy" for all of floats'
+IGNORE_HINT = 'hint: unexpected="ignore" restores the rest'
+TARGET_HINT = "hint: reshard.target(state, mesh=mesh, ...) gives every leaf a sharding"
+
+
+def laid_out(shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(layouts.mesh((1, 8)), P()))
+
+
+def test_missing_leaves(plain, target):
+    path, _ = plain
+    target["params"]["layer_2"] = {"kernel": laid_out((8, 16)), "bias": laid_out((3,))}
+    target["extra"] = 1
+    target["note"] = ""
+    assert mismatch(path, target) == (
+        f"`{path}` {HEAD}: 4 missing from it\n"
+        "  extra  a Python int: missing\n"
+        "  note  a Python str: missing\n"
+        "  params/layer_2/bias  float32[3]: missing\n"
+        "  params/layer_2/kernel  float32[8, 16]: missing"
+    )
+
+
+def test_unexpected_leaves(plain, target):
+    path, _ = plain
+    for name in ("ema", "name", "rng", "step"):
+        del target[name]
+    del target["params"]["head"]["bias"]
+    assert mismatch(path, target) == (
+        f"`{path}` {HEAD}: 5 that the target lacks\n"
+        "  ema  float32[5, 7]: not in the target\n"
+        "  name  'run': not in the target\n"
+        "  params/head/bias  bfloat16[32]: not in the target\n"
+        "  rng  threefry2x32 keys[]: not in the target\n"
+        "  step  a Python scalar (int64): not in the target\n\n" + IGNORE_HINT
+    )
+    assert_restored(
+        reshard.restore(path, target, unexpected="ignore"),
+        target,
+        {
+            "params": {
+                **plain[1]["params"],
+                "head": {"kernel": plain[1]["params"]["head"]["kernel"]},
+            }
+        },
+    )
+
+
+def test_renamed_leaves_and_the_hint_that_brings_them_back(plain, target):
+    path, tree = plain
+    target["model"] = {"params": target.pop("params")}
+    text = mismatch(path, target)
+    names = [
+        ("head/bias", "bfloat16[32]"),
+        ("head/kernel", "float32[16, 32]"),
+        ("layer_0/bias", "float32[16]"),
+        ("layer_0/kernel", "float32[8, 16]"),
+        ("layer_1/bias", "float32[16]"),
+        ("layer_1/kernel", "float32[8, 16]"),
+    ]
+    assert text == "\n".join(
+        [
+            f"`{path}` {HEAD}: 6 missing from it, 6 that the target lacks",
+            *[
+                f"  model/params/{n}  {kind}: missing; the nearest is params/{n}"
+                for n, kind in names
+            ],
+            *[f"  params/{n}  {kind}: not in the target" for n, kind in names],
+            "",
+            'hint: reshard.rename(ckpt, [(r"^params/", r"model/params/")]) of `reshard.open(path)`',
+            IGNORE_HINT,
+        ]
+    )
+    ckpt = reshard.rename(reshard.open(path), [(r"^params/", r"model/params/")])
+    rest = {name: leaf for name, leaf in tree.items() if name != "params"}
+    expected = {**rest, "model": {"params": tree["params"]}}
+    assert_restored(reshard.restore(ckpt, target), target, expected)
+
+
+def test_shapes(plain, target):
+    path, _ = plain
+    target["params"]["head"]["kernel"] = laid_out((16, 33))
+    target["params"]["head"]["bias"] = laid_out((1, 32), "bfloat16")
+    target["ema"] = laid_out((5, 7, 1), "bfloat16")
+    for cast in (False, True, "lossy"):
+        assert mismatch(path, target, cast=cast) == (
+            f"`{path}` {HEAD}: 3 of another shape\n"
+            "  ema: the target has bfloat16[5, 7, 1], the checkpoint float32[5, 7]\n"
+            "  params/head/bias: the target has bfloat16[1, 32], the checkpoint bfloat16[32]\n"
+            "  params/head/kernel: the target has float32[16, 33], the checkpoint float32[16, 32]"
+        )
+
+
+def test_dtypes(plain, target):
+    path, _ = plain
+    target["params"]["head"]["kernel"] = laid_out((16, 32), "bfloat16")
+    target["params"]["head"]["bias"] = laid_out((32,), "float32")
+    target["ema"] = laid_out((5, 7), "int32")
+    ema = "  ema: the target has int32[5, 7], the checkpoint float32[5, 7]\n"
+    bias = "  params/head/bias: the target has float32[32], the checkpoint bfloat16[32]\n"
+    kernel = (
+        "  params/head/kernel: the target has bfloat16[16, 32], the checkpoint float32[16, 32]\n"
+    )
+    start = f"`{path}` {HEAD}: "
+    end = "\n" + CAST_HINT
+    assert mismatch(path, target) == f"{start}3 of another dtype\n{ema}{bias}{kernel}{end}"
+    assert mismatch(path, target, cast=True) == f"{start}2 of another dtype\n{ema}{kernel}{end}"
+    assert mismatch(path, target, cast="lossy") == f"{start}1 of another dtype\n{ema}".rstrip()
+
+
+def test_kinds(plain, target):
+    path, _ = plain
+    target["step"] = laid_out((3,), "int32")
+    target["rng"] = laid_out((2,), "uint32")
+    target["name"] = 3
+    target["ema"] = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), (5, 7)))
+    target["params"]["head"]["bias"] = "text"
+    target["params"]["layer_1"] = laid_out((8, 16))
+    assert mismatch(path, target) == (
+        f"`{path}` {HEAD}: 1 missing from it, 2 that the target lacks, 4 of another kind, "
+        "1 of another shape, 1 without a place to go\n"
+        "  params/layer_1  float32[8, 16]: the checkpoint has a container there; "
+        "the nearest is params/layer_1/kernel\n"
+        "  params/layer_1/bias  float32[16]: not in the target\n"
+        "  params/layer_1/kernel  float32[8, 16]: not in the target\n"
+        "  ema: the target has threefry2x32 keys[5, 7], the checkpoint float32[5, 7]\n"
+        "  name: the target has a Python int, the checkpoint 'run'\n"
+        "  params/head/bias: the target has a Python str, the checkpoint bfloat16[32]\n"
+        "  rng: the target has uint32[2], the checkpoint threefry2x32 keys[]\n"
+        "  step: the target has int32[3], the checkpoint a Python scalar (int64)\n"
+        "  ema: it has no sharding\n\n"
+        'hint: reshard.rename(ckpt, [(r"^params/layer_1/kernel", r"params/layer_1")]) of '
+        "`reshard.open(path)`\n" + IGNORE_HINT + "\n" + TARGET_HINT
+    )
+
+
+def test_shardings_that_lead_nowhere(plain, target):
+    path, _ = plain
+    on = layouts.mesh((2, 4))
+    abstract_mesh = AbstractMesh((2, 4), ("data", "model"))
+
+    def with_spec(mesh, *spec):
+        return jax.ShapeDtypeStruct((5, 7), "float32", sharding=NamedSharding(mesh, P(*spec)))
+
+    target["params"]["layer_0"]["kernel"] = jax.ShapeDtypeStruct((8, 16), "float32")
+    target["params"]["layer_0"]["bias"] = jax.ShapeDtypeStruct(
+        (16,), "float32", sharding=NamedSharding(abstract_mesh, P("model"))
+    )
+    target["params"]["head"]["bias"] = jax.ShapeDtypeStruct((32,), "bfloat16")
+    target["ema"] = with_spec(on, "data", "model")
+    assert mismatch(path, target) == (
+        f"`{path}` {HEAD}: 5 without a place to go\n"
+        "  ema: dimension 0 of 5 does not divide by 2 (data)\n"
+        "  ema: dimension 1 of 7 does not divide by 4 (model)\n"
+        "  params/head/bias: it has no sharding\n"
+        "  params/layer_0/bias: its sharding is on an AbstractMesh, which has no devices\n"
+        "  params/layer_0/kernel: it has no sharding\n\n" + TARGET_HINT
+    )
+
+
+def test_everything_at_once(plain, target):
+    """All of it in one error, before anything is read."""
+    path, _ = plain
+    params = target["params"]
+    target["parameters"] = {"head": params.pop("head")}
+    params["layer_0"]["kernel"] = laid_out((8, 16), "bfloat16")
+    params["layer_0"]["bias"] = laid_out((17,))
+    params["layer_1"]["bias"] = jax.ShapeDtypeStruct((16,), "float32")
+    target["step"] = 0.5
+    del target["name"]
+    assert mismatch(path, target) == (
+        f"`{path}` {HEAD}: 2 missing from it, 3 that the target lacks, 1 of another kind, "
+        "1 of another shape, 1 of another dtype, 1 without a place to go\n"
+        "  parameters/head/bias  bfloat16[32]: missing; the nearest is params/head/bias\n"
+        "  parameters/head/kernel  float32[16, 32]: missing; the nearest is params/head/kernel\n"
+        "  name  'run': not in the target\n"
+        "  params/head/bias  bfloat16[32]: not in the target\n"
+        "  params/head/kernel  float32[16, 32]: not in the target\n"
+        "  step: the target has a Python float, the checkpoint a Python scalar (int64)\n"
+        "  params/layer_0/bias: the target has float32[17], the checkpoint float32[16]\n"
+        "  params/layer_0/kernel: the target has bfloat16[8, 16], the checkpoint float32[8, 16]\n"
+        "  params/layer_1/bias: it has no sharding\n\n"
+        'hint: reshard.rename(ckpt, [(r"^params/", r"parameters/")]) of `reshard.open(path)`\n'
+        + "\n".join([IGNORE_HINT, CAST_HINT, TARGET_HINT])
+    )
+    ckpt = reshard.open(path)
+    before = bytes_read()
+    mismatch(ckpt, target)
+    assert bytes_read() == before
+
+
+def bytes_read():
+    """Bytes that TensorStore has read from files so far."""
+    metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(value["value"] for metric in metrics for value in metric["values"])
+
+
+def test_a_real_state_may_keep_what_is_missing(plain):
+    path, tree = plain
+    target = real(tree, layouts.mesh((1, 8)))
+    target["params"]["lora"] = {"a": jnp.ones(3), "b": jnp.zeros((2, 2))}
+    assert mismatch(path, target) == (
+        f"`{path}` {HEAD}: 2 missing from it\n"
+        "  params/lora/a  float32[3]: missing\n"
+        "  params/lora/b  float32[2, 2]: missing\n\n"
+        'hint: keep=("params/lora/a",) leaves it as it is; globs work'
+    )
+    got = reshard.restore(path, target, keep="params/lora/*")
+    own = target["params"]["lora"]
+    assert got["params"]["lora"]["a"] is own["a"] and got["params"]["lora"]["b"] is own["b"]
+    del got["params"]["lora"]
+    layouts.assert_same_tree(got, tree)
+
+
+def test_keep(plain):
+    """What is kept is not read, whether it fits or not, and keeps its value."""
+    path, tree = plain
+    on = layouts.mesh((1, 8))
+    target = real(tree, on)
+    target["params"]["head"] = {
+        "kernel": jax.device_put(np.ones((16, 99), "float32"), NamedSharding(on, P())),
+        "bias": jnp.ones(5, "int32"),
+    }
+    target["step"] = 1.5
+    target["name"] = "mine"
+    keep = ("params/head/**", "step", "na*", "**/layer_1/bias")
+    got = reshard.restore(path, target, keep=keep)
+    kept = {
+        "head": (got["params"]["head"], target["params"]["head"]),
+        "bias": (got["params"]["layer_1"]["bias"], target["params"]["layer_1"]["bias"]),
+    }
+    for one, other in kept.values():
+        assert all(
+            a is b for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+        )
+    expected = {
+        **tree,
+        "params": {
+            "layer_0": tree["params"]["layer_0"],
+            "layer_1": {"kernel": tree["params"]["layer_1"]["kernel"], "bias": jnp.zeros(16)},
+            "head": target["params"]["head"],
+        },
+        "step": 1.5,
+        "name": "mine",
+    }
+    layouts.assert_same_tree(got, expected)
+
+
+def test_keep_of_what_is_not_there(plain):
+    path, tree = plain
+    assert mismatch(path, real(tree, layouts.mesh((1, 8))), keep=["params/hed/**", "step"]) == (
+        "no leaf matches\n  `params/hed/**`\n\nhint: the nearest leaf is `params/head/bias`"
+    )
+
+
+def test_keep_of_what_has_no_value(plain, target):
+    """Nothing abstract is ever returned."""
+    path, tree = plain
+    assert mismatch(path, target, keep=("params/head/*", "step")) == (
+        f"`{path}` {HEAD}: 2 without a place to go\n"
+        "  params/head/bias: it is kept, and has no value of its own\n"
+        "  params/head/kernel: it is kept, and has no value of its own\n\n" + TARGET_HINT
+    )
+    target["params"]["head"] = real(tree["params"]["head"], layouts.mesh((1, 8)))
+    got = reshard.restore(path, target, keep=("params/head/*", "step"))
+    assert not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(got))
+    assert got["params"]["head"]["kernel"] is target["params"]["head"]["kernel"]
+
+
+def test_keep_in_a_module(nnx_saved):
+    """LoRA's own variables beside restored ones."""
+    path, state = nnx_saved("module", "state", "v0")
+    module = put(lazy(model), layouts.mesh((1, 8)))
+    module.blocks[0].lora = nnx.LoRA(4, 2, 8, rngs=nnx.Rngs(0))
+    lora = nnx.state(module.blocks[0].lora)
+    own = module.blocks[0].lora.lora_a[...]
+    reshard.restore(path, module, keep="**/lora_?")
+    assert module.blocks[0].lora.lora_a[...] is own
+    layouts.assert_same_tree(nnx.state(module.blocks[0].lora), lora)
+    del module.blocks[0].lora
+    layouts.assert_same_tree(nnx.state(module), state)
+
+
+def test_keep_by_another_name_of_a_tied_weight(nnx_saved):
+    path, _ = nnx_saved("module", "state", "v0")
+    module = put(lazy(model), layouts.mesh((1, 8)))
+    own = module.tied[...]
+    reshard.restore(path, module, keep=("tied",))
+    assert module.tied[...] is own and module.embed.embedding[...] is own
+
+
+@pytest.mark.parametrize("layout", ["zarr2-files", "zarr3-files"])
+def test_a_part_of_a_checkpoint(saved, layout):
+    """Nothing else is read."""
+    source = saved(layout)
+    ckpt = reshard.open(source.path)
+    names = ["embed", "column"]
+    expected = {"params": {name: source.tree["params"][name] for name in names}}
+    target = abstract(expected, layouts.mesh((4, 2)))
+    stored = sum(sum(ckpt["params", name].stored_sizes()) for name in names)
+    before = bytes_read()
+    got = reshard.restore(ckpt, target, unexpected="ignore")
+    assert bytes_read() - before == stored
+    assert_restored(got, target, expected)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "text"),
+    [
+        (
+            {"cast": "yes"},
+            "cast='yes' is not known\n\nhint: cast=False\nhint: cast=True\nhint: cast='lossy'",
+        ),
+        (
+            {"unexpected": "skip"},
+            "unexpected='skip' is not known\n\nhint: unexpected='error'\nhint: unexpected='ignore'",
+        ),
+    ],
+)
+def test_options_that_are_unknown(plain, target, kwargs, text):
+    assert mismatch(plain[0], target, **kwargs) == text
+
+
+def test_no_checkpoint(tmp_path):
+    with pytest.raises(reshard.CheckpointNotFoundError):
+        reshard.restore(tmp_path / "none", layouts.mesh((1, 8)))
+
+
+def frozen(module):
+    """The very arrays of a module and what is known of them, to see whether it is untouched."""
+    return {
+        path: ([id(leaf) for leaf in jax.tree.leaves(x.get_value())], x.get_metadata())
+        for path, x in variables(module).items()
+    }
+
+
+def corrupt(path, name):
+    """Overwrites a stored chunk; a file of a layout of plain files."""
+    (file,) = [f for f in sorted((path / name).rglob("*")) if f.is_file() and f.name[0] != "."][:1]
+    file.write_bytes(b"\x55" * file.stat().st_size)
+    return file
+
+
+@pytest.mark.parametrize("memory", [None, "20KiB"])
+@pytest.mark.parametrize(
+    "name", ["opt_state.1.0.nu.pair.value.y", "model.blocks.0.linear.bias.value"]
+)
+def test_a_module_is_untouched_where_reading_stops_half_way(tmp_path, name, memory):
+    module = put(lazy(NNX["model and optimizer"]), layouts.mesh((1, 8)))
+    state = randomized(nnx.state(module))
+    with ocp.PyTreeCheckpointer(use_ocdbt=False) as checkpointer:
+        checkpointer.save(tmp_path / "saved", state)
+    file = corrupt(tmp_path / "saved", name)
+    before, values = frozen(module), jax.tree.map(np.asarray, keyless(nnx.state(module)))
+    with pytest.raises(reshard.CorruptCheckpointError) as caught:
+        reshard.restore(tmp_path / "saved", module, max_memory=memory)
+    assert str(caught.value) == (
+        f"{name.replace('.', '/')}: its stored bytes cannot be read\n"
+        f'  FAILED_PRECONDITION: Error reading local file "{file}": '
+        "ZSTD_decompressStream() failed: Unknown frame descriptor; at byte 0; "
+        "at uncompressed byte 0"
+    )
+    assert frozen(module) == before
+    layouts.assert_same_tree(jax.tree.map(np.asarray, keyless(nnx.state(module))), values)
+
+
+def keyless(state):
+    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, state)
+
+
+def test_a_module_is_untouched_where_a_value_does_not_fit(tmp_path):
+    module = nnx.Dict(a=nnx.Param(jnp.ones(3)), b=nnx.Variable(jnp.zeros((), "int8")))
+    save_v0(tmp_path / "saved", {"a": jnp.zeros(3), "b": jnp.int32(1000)})
+    before = frozen(module)
+    assert mismatch(tmp_path / "saved", module, cast=True) == (
+        "b: its values do not fit int8\n  from 1000 to 1000, saved as int32"
+    )
+    assert frozen(module) == before
+    assert (module.b[...], module.a[...].tolist()) == (0, [1, 1, 1])
+
+
+def test_a_module_is_untouched_by_a_mismatch(nnx_saved):
+    path, _ = nnx_saved("module", "state", "v0")
+    module = put(lazy(model), layouts.mesh((1, 8)))
+    module.more = nnx.Param(jnp.ones(3))
+    before = frozen(module)
+    mismatch(path, module)
+    assert frozen(module) == before
+
+
+def test_chunks_that_are_missing(saved, tmp_path):
+    source = saved("zarr2-files")
+    path = shutil.copytree(source.path, tmp_path / "copy")
+    (path / "params.embed" / "0.1").unlink()
+    (path / "one_device" / "0.0").unlink()
+    target = abstract(layouts.plain_scalars(source.tree), layouts.mesh((1, 8)))
+    with pytest.raises(reshard.CorruptCheckpointError) as caught:
+        reshard.restore(path, target)
+    assert str(caught.value) == (
+        "stored chunks are missing\n"
+        "  one_device: 1 of its 1 stored chunks are missing\n"
+        "  params/embed: 1 of its 8 stored chunks are missing"
+    )
+
+
+def test_two_leaves_under_one_name(tmp_path):
+    save_pytree(tmp_path / "saved", {"a": {"b.c": np.ones(3)}, "a.b": {"c": np.ones(3)}, "d": 1})
+    target = {"a": {"b.c": np.zeros(3)}, "a.b": {"c": np.zeros(3)}, "d": 0}
+    with pytest.raises(reshard.CorruptCheckpointError):
+        reshard.restore(tmp_path / "saved", target)
+    assert reshard.restore(tmp_path / "saved", {"d": 0}, unexpected="ignore") == {"d": 1}
+
+
+# Casts.
+
+
+def assert_equal_or_nan(got, expected):
+    """Bit for bit, but for the payloads of NaNs, which a cast does not keep."""
+    one, other = np.asarray(got), np.asarray(expected)
+    nan = np.isnan(other.astype("float32"))
+    assert one.dtype == other.dtype
+    assert np.array_equal(np.isnan(one.astype("float32")), nan)
+    assert one[~nan].tobytes() == other[~nan].tobytes()
+
+
+@pytest.mark.parametrize("memory", [None, LITTLE])
+@pytest.mark.parametrize("real_target", [False, True])
+@pytest.mark.parametrize("new", ["bfloat16", "float16", "float32", "float8_e4m3fn"])
+@pytest.mark.parametrize("old", ["bfloat16", "float16", "float32"])
+def test_floats(tmp_path, old, new, real_target, memory):
+    """A cast that keeps every value, and one that does not; as JAX casts."""
+    value = layouts.random_array(np.random.default_rng(0), (48, 32), old)
+    tree = {"a": jax.device_put(value, NamedSharding(layouts.mesh((2, 4)), P("data", "model")))}
+    save_v0(tmp_path / "saved", tree)
+    make = real if real_target else abstract
+    target = make({"a": tree["a"].astype(new)}, layouts.mesh((1, 8)))
+    keeps = old == new or (new == "float32")
+    if old != new:
+        text = (
+            f"`{tmp_path}/saved` {HEAD}: 1 of another dtype\n"
+            f"  a: the target has {new}[48, 32], the checkpoint {old}[48, 32]\n\n{CAST_HINT}"
+        )
+        assert mismatch(tmp_path / "saved", target) == text
+        if not keeps:
+            assert mismatch(tmp_path / "saved", target, cast=True) == text
+    for cast in (True, "lossy") if keeps else ("lossy",):
+        got = reshard.restore(tmp_path / "saved", target, cast=cast, max_memory=memory)
+        assert shardings(got) == shardings(target)
+        assert_equal_or_nan(got["a"], tree["a"].astype(new))
+
+
+@pytest.mark.parametrize("memory", [None, "64KiB"])
+def test_float64_is_rounded_once(tmp_path, memory):
+    """As reshard.cast rounds it, and never by way of float32."""
+    rng = np.random.default_rng(0)
+    bf16 = rng.integers(0x3000, 0x4F00, 500).astype(np.uint16)
+    middle = ((bf16.astype(np.uint32) << 16) | 0x8000).view(np.float32).astype(np.float64)
+    value = np.concatenate([middle, middle * (1 + 2.0**-40), middle * (1 - 2.0**-40)])
+    save_pytree(tmp_path / "saved", {"a": value})
+    on = NamedSharding(layouts.mesh((1, 4)), P("model"))
+    target = {"a": jax.ShapeDtypeStruct(value.shape, "bfloat16", sharding=on)}
+    got = reshard.restore(tmp_path / "saved", target, cast="lossy", max_memory=memory)
+    even = bf16 + (bf16 & 1)
+    expected = np.concatenate([even, bf16 + 1, bf16])
+    assert np.asarray(got["a"]).view(np.uint16).tolist() == expected.tolist()
+    host = reshard.restore(
+        tmp_path / "saved", {"a": value.astype(ml_dtypes.bfloat16)}, cast="lossy"
+    )
+    assert host["a"].view(np.uint16).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("value", "old", "new", "fits"),
+    [
+        (7, "int64", "int32", True),
+        (-(2**31), "int64", "int32", True),
+        (2**31, "int64", "int32", False),
+        (7, "uint32", "int32", True),
+        (2**31, "uint32", "int32", False),
+        (-1, "int32", "uint32", False),
+        (255, "int32", "uint8", True),
+        (256, "int32", "uint8", False),
+        (7, "int8", "int32", True),
+    ],
+)
+def test_integers(tmp_path, value, old, new, fits):
+    """A step that was saved as int64, and others: each value is looked at."""
+    save_pytree(
+        tmp_path / "saved", {"step": np.asarray(value, old), "w": np.asarray([0, value], old)}
+    )
+    sharding = one_device()
+    target = {
+        "step": jax.ShapeDtypeStruct((), new, sharding=sharding),
+        "w": jax.ShapeDtypeStruct((2,), new, sharding=sharding),
+    }
+    assert mismatch(tmp_path / "saved", target) == (
+        f"`{tmp_path}/saved` {HEAD}: 2 of another dtype\n"
+        f"  step: the target has {new}[], the checkpoint {old}[]\n"
+        f"  w: the target has {new}[2], the checkpoint {old}[2]\n\n{CAST_HINT}"
+    )
+    if fits:
+        got = reshard.restore(tmp_path / "saved", target, cast=True)
+        expected = {"step": jnp.asarray(value, new), "w": jnp.asarray([0, value], new)}
+        assert_restored(got, target, jax.device_put(expected, sharding))
+    else:
+        assert mismatch(tmp_path / "saved", target, cast="lossy") == (
+            f"step: its values do not fit {new}\n  from {value} to {value}, saved as {old}"
+        )
+
+
+def test_a_step_that_was_saved_as_another_integer(tmp_path):
+    """int64 from numpy and from Python, int32, uint32: the same Python int."""
+    for i, step in enumerate([7, np.int64(7), np.int32(7), jnp.int32(7), jnp.uint32(7)]):
+        save_pytree(tmp_path / str(i), {"step": step})
+        assert reshard.restore(tmp_path / str(i), {"step": 0}) == {"step": 7}
+        array = reshard.restore(tmp_path / str(i), {"step": jnp.int32(0)}, cast=True)
+        layouts.assert_same_tree(array, {"step": jnp.int32(7)})
+
+
+def test_a_cast_of_the_checkpoint(plain):
+    """What `reshard.cast` says is what is restored, and is no mismatch."""
+    path, tree = plain
+    ckpt = reshard.cast(reshard.open(path), "bfloat16", "params/**")
+    expected = dict(tree)
+    expected["params"] = jax.tree.map(lambda x: x.astype("bfloat16"), tree["params"])
+    target = abstract(expected, layouts.mesh((1, 8)))
+    got = reshard.restore(ckpt, target)
+    assert shardings(got) == shardings(target)
+    for one, other in zip(
+        jax.tree.leaves(got["params"]), jax.tree.leaves(expected["params"]), strict=True
+    ):
+        assert_equal_or_nan(one, other)
+    del got["params"], expected["params"]
+    layouts.assert_same_tree(got, expected)
+
+
+# Without 64 bits, and on meshes without devices.
+
+
+def test_dtypes_that_jax_makes_narrower(tmp_path):
+    tree = {"a": np.arange(8.0), "b": np.arange(8), "c": np.arange(8, dtype="complex128")}
+    save_pytree(tmp_path / "saved", tree)
+    target = {
+        name: jax.ShapeDtypeStruct((8,), value.dtype, sharding=one_device())
+        for name, value in tree.items()
+    }
+    assert mismatch(tmp_path / "saved", target) == (
+        f"`{tmp_path}/saved` {HEAD}: 3 without a place to go\n"
+        "  a: JAX makes no float64 arrays without jax_enable_x64\n"
+        "  b: JAX makes no int64 arrays without jax_enable_x64\n"
+        "  c: JAX makes no complex128 arrays without jax_enable_x64\n\n" + TARGET_HINT
+    )
+    with jax.enable_x64(True):
+        got = reshard.restore(tmp_path / "saved", target)
+        assert_restored(got, target, jax.tree.map(jnp.asarray, tree))
+    # Host arrays are as wide as they were saved.
+    layouts.assert_same_tree(
+        reshard.restore(tmp_path / "saved", jax.tree.map(np.zeros_like, tree)), tree
+    )
+
+
+def test_a_bare_mesh_and_dtypes_that_jax_makes_narrower(tmp_path):
+    on = layouts.mesh((1, 8))
+    with jax.enable_x64(True):
+        tree = jax.device_put(
+            {"a": np.arange(8.0), "b": np.arange(16), "c": np.ones(8, "float32")},
+            NamedSharding(layouts.mesh((2, 4)), P("model")),
+        )
+        save_pytree(tmp_path / "saved", tree)
+    assert mismatch(tmp_path / "saved", on) == (
+        "JAX makes no arrays of these dtypes without jax_enable_x64\n"
+        "  a  float64[8]\n  b  int64[16]\n\n"
+        'hint: jax.config.update("jax_enable_x64", True)'
+    )
+    with jax.enable_x64(True):
+        got = reshard.restore(tmp_path / "saved", on)
+        layouts.assert_same_tree(got, tree)
+        layouts.assert_laid_out(got, tree, on)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_an_abstract_mesh_is_the_one_in_context(plain, explicit):
+    path, tree = plain
+    on = layouts.mesh((1, 8))
+    if explicit:
+        on = Mesh(on.devices, on.axis_names, axis_types=(AxisType.Explicit,) * 2)
+    target = abstract(tree, on.abstract_mesh)
+    arrays = [x for x in jax.tree.leaves(target) if isinstance(x, jax.ShapeDtypeStruct)]
+    assert len(arrays) == 8
+    text = mismatch(path, target)
+    assert text.startswith(f"`{path}` {HEAD}: 8 without a place to go\n")
+    assert text.count("its sharding is on an AbstractMesh, which has no devices") == 8
+    with jax.set_mesh(on):
+        got = reshard.restore(path, target)
+    expected = abstract(tree, on)
+    assert_restored(got, expected, tree)
+    # Another mesh in context is no help.
+    with jax.set_mesh(layouts.mesh((2, 4))):
+        assert mismatch(path, target) == text
+
+
+# What is read, and in how much memory.
+
+
+@pytest.mark.parametrize("memory", [None, "1MiB", LITTLE])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_stored_bytes_are_read_once(saved, layout, memory):
+    """All of them for plain files; for a database also the nodes of its tree, once."""
+    source = saved(layout)
+    ckpt = reshard.open(source.path, **source.open)
+    target = abstract(layouts.plain_scalars(source.tree), layouts.mesh((2, 8)))
+    stored = sum(sum(handle.stored_sizes()) for handle in ckpt.arrays)
+    before = bytes_read()
+    reshard.restore(ckpt, target, max_memory=memory)
+    read = bytes_read() - before
+    if "files" in layout:
+        assert read == stored
+    else:
+        nodes = [f for f in source.directory.rglob("*") if f.parent.name == "d"]
+        nodes += list(source.directory.rglob("manifest.ocdbt"))
+        assert read <= sum(file.stat().st_size for file in nodes)
+
+
+@pytest.mark.parametrize("layout", ["standard", "zarr3-files", "v1"])
+def test_progress_counts_all_decoded_bytes(saved, layout):
+    source = saved(layout)
+    ckpt = reshard.open(source.path, **source.open)
+    target = abstract(layouts.plain_scalars(source.tree), layouts.mesh((1, 8)))
+    for memory in (None, LITTLE):
+        counts = []
+        reshard.restore(ckpt, target, max_memory=memory, progress=counts.append)
+        assert sum(counts) == ckpt.nbytes
+    counts = []
+    reshard.restore(ckpt, layouts.mesh((1, 8)), progress=counts.append)
+    assert sum(counts) == ckpt.nbytes
+
+
+@pytest.mark.parametrize("form", [1 << 20, "1MiB", "0.5 MiB", "1048576"])
+def test_forms_of_a_memory_limit(plain, target, form):
+    assert_restored(reshard.restore(plain[0], target, max_memory=form), target, plain[1])
+
+
+def test_a_chunk_that_does_not_fit(tmp_path):
+    tree = layouts.small_tree(layouts.mesh((1, 1)), {"a": P(), "b": P()}, (1200, 512))
+    tree["c"] = jnp.ones(3)
+    save_v0(tmp_path / "saved", tree)
+    target = abstract(tree, layouts.mesh((1, 8)))
+    with pytest.raises(reshard.MemoryLimitError) as caught:
+        reshard.restore(tmp_path / "saved", target, max_memory="1MiB")
+    charges = {
+        h.path[0]: max(h.stored_sizes()) + h.nbytes for h in reshard.open(tmp_path / "saved").arrays
+    }
+    least = max(charges.values())
+    assert str(caught.value) == (
+        "one stored chunk does not fit in 1.00 MiB\n"
+        f"  a: a chunk of [1200, 512] takes {charges['a'] / 2**20:.2f} MiB, stored and decoded\n"
+        f"  b: a chunk of [1200, 512] takes {charges['b'] / 2**20:.2f} MiB, stored and decoded\n\n"
+        f'hint: max_memory="{-(-least // 1024)}KiB" is the least that restores it'
+    )
+    assert caught.value.least == least
+    for enough in (least, f"{-(-least // 1024)}KiB"):
+        got = reshard.restore(tmp_path / "saved", target, max_memory=enough)
+        assert_restored(got, target, tree)
+    on = layouts.mesh((1, 8))
+    with pytest.raises(reshard.MemoryLimitError):
+        reshard.restore(tmp_path / "saved", on, max_memory="1MiB")
+
+
+# Threads.
+
+
+def test_threads_restore_at_once(saved, nnx_saved):
+    """Several user threads, each with a checkpoint, a target and a limit of its own; two of them
+    share an open checkpoint."""
+    shared = reshard.open(saved("standard").path)
+    jobs: list = []
+    for i, layout in enumerate(["standalone", "zarr3-files", "v1", "standard", "standard"]):
+        source = saved(layout)
+        expected = layouts.plain_scalars(source.tree)
+        ckpt = shared if layout == "standard" else reshard.open(source.path, **source.open)
+        on = [layouts.mesh((1, 8)), layouts.mesh((2, 2, 2), ("x", "y", "z")), layouts.mesh((16, 1))]
+        jobs.append((ckpt, abstract(expected, on[i % 3], seed=i), expected, [None, LITTLE][i % 2]))
+    path, state = nnx_saved("module", "state", "v0")
+    modules = [put(lazy(model), layouts.mesh((1, 8)), seed=i) for i in range(2)]
+    jobs += [(path, module, state, None) for module in modules]
+    start = threading.Barrier(len(jobs))
+    results: dict = {}
+
+    def run(number):
+        ckpt, target, _, memory = jobs[number]
+        start.wait()
+        try:
+            results[number] = [reshard.restore(ckpt, target, max_memory=memory) for _ in range(3)]
+        except BaseException as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, (_, target, expected, _) in enumerate(jobs):
+        for got in results[number]:
+            if isinstance(target, nnx.Module):
+                assert got is target
+                layouts.assert_same_tree(nnx.state(got), expected)
+            else:
+                assert_restored(got, target, expected)

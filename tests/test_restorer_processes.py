@@ -1,0 +1,316 @@
+"""The restorer in processes of its own: what they read, what interrupts them, and two at once."""
+
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+
+import distributed_worker
+import jax
+import layouts
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+HERE = pathlib.Path(__file__).parent
+TIMEOUT = 300  # seconds, after which a process hangs
+
+
+def environment(**variables):
+    """That of this process, less what conftest sets for it."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    paths = [str(HERE.parent), str(HERE), *filter(None, [kept.get("PYTHONPATH")])]
+    return kept | {"PYTHONPATH": os.pathsep.join(paths)} | variables
+
+
+def start(script, *arguments):
+    """A Python process of eight devices that runs a script, given as text."""
+    flags = "--xla_force_host_platform_device_count=8"
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
+        env=environment(XLA_FLAGS=flags, JAX_PLATFORMS="cpu"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process):
+    try:
+        return process.communicate(timeout=TIMEOUT)
+    finally:
+        process.kill()
+
+
+def run(script, *arguments):
+    process = start(script, *arguments)
+    output, errors = finish(process)
+    assert process.returncode == 0, errors
+    return output
+
+
+# What is read.
+
+READS = """
+    import json, sys
+    import jax, numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+    import reshard
+
+    def count():
+        with open("/proc/self/io") as file:
+            return int(next(line for line in file if line.startswith("rchar")).split()[1])
+
+    def target(sizes, *spec):
+        mesh = Mesh(np.array(jax.devices()).reshape(sizes), ("data", "model"))
+        sharding = NamedSharding(mesh, P(*spec))
+        return {
+            handle.path[0]: jax.ShapeDtypeStruct(handle.shape, handle.dtype, sharding=sharding)
+            for handle in ckpt.arrays
+        }
+
+    ckpt = reshard.open(sys.argv[1])
+    stored = sum(sum(handle.stored_sizes()) for handle in ckpt.arrays)
+    targets = {
+        "column": target((1, 8), None, "model"),
+        "row": target((8, 1), "data"),
+        "both": target((2, 4), "model", "data"),
+        "replicated": target((1, 8)),
+    }
+    jax.block_until_ready(reshard.restore(ckpt, targets["row"]))  # what is imported on the way
+    ratios = {}
+    for memory in (None, "3MiB", "20MiB"):
+        for name, wanted in targets.items():
+            before = count()
+            jax.block_until_ready(reshard.restore(ckpt, wanted, max_memory=memory))
+            ratios[f"{name} {memory}"] = (count() - before) / stored
+    print(json.dumps(ratios))
+"""
+
+FLAGS = {
+    "zarr2-files": {"use_ocdbt": False},
+    "zarr3-files": {"use_ocdbt": False, "use_zarr3": True},
+    "zarr2-ocdbt": {},
+    "zarr3-ocdbt": {"use_zarr3": True},
+}
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="the system does not count reads")
+@pytest.mark.parametrize("flags", FLAGS)
+def test_a_process_reads_each_stored_byte_once(tmp_path, flags):
+    """Column, row and replicated shards, with and without a limit that is smaller than an array:
+    nothing is read twice, but for a few per cent of file names, metadata and B-tree nodes."""
+    rng = np.random.default_rng(0)
+    on = layouts.mesh((2, 4))
+    specs = {"both": P("data", "model"), "row": P("data"), "column": P(None, "model"), "whole": P()}
+    tree = {
+        name: jax.device_put(layouts.random_array(rng, (1024, 1024)), NamedSharding(on, spec))
+        for name, spec in specs.items()
+    }
+    with ocp.PyTreeCheckpointer(**FLAGS[flags]) as checkpointer:
+        checkpointer.save(tmp_path / "saved", tree)
+    ratios = json.loads(run(READS, tmp_path / "saved"))
+    assert len(ratios) == 12
+    assert {name: ratio for name, ratio in ratios.items() if not 1 <= ratio < 1.03} == {}
+
+
+# Ctrl-C.
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A checkpoint of 192 MiB."""
+    path = tmp_path_factory.mktemp("large") / "saved"
+    on = layouts.mesh((2, 4))
+    tree = {f"w{i}": P("data", "model") for i in range(12)}
+    tree = layouts.small_tree(on, tree, (2048, 2048))
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(path, tree)
+    return path
+
+
+FOREVER = """
+    import sys
+    import jax, numpy as np
+    from jax.sharding import Mesh
+    import reshard
+
+    mesh = Mesh(np.array(jax.devices()).reshape(1, 8), ("data", "model"))
+    ckpt = reshard.open(sys.argv[1])
+    while True:
+        memory = None if sys.argv[2] == "None" else sys.argv[2]
+        state = reshard.restore(
+            ckpt, mesh, max_memory=memory, progress=lambda count: print(count, flush=True)
+        )
+        del state
+"""
+
+
+@pytest.mark.parametrize("memory", [None, "64MiB"])
+@pytest.mark.parametrize("lines", [1, 3, 20])
+def test_an_interrupt_ends_a_process_that_restores(large, memory, lines):
+    """As it ends any other Python program, wherever it falls."""
+    process = start(FOREVER, large, memory)
+    try:
+        for _ in range(lines):
+            assert int(process.stdout.readline()) > 0
+        process.send_signal(signal.SIGINT)
+        _, errors = finish(process)
+    finally:
+        process.kill()
+    assert process.returncode == -signal.SIGINT, errors
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+
+
+INTERRUPTED = """
+    import signal, sys
+    import jax, numpy as np
+    from flax import nnx
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+    import reshard
+
+    mesh = Mesh(np.array(jax.devices()).reshape(1, 8), ("data", "model"))
+    ckpt = reshard.open(sys.argv[1])
+    zeros = jax.device_put(np.zeros((2048, 2048), "float32"), NamedSharding(mesh, P(None, "model")))
+    module = nnx.Dict({handle.path[0]: nnx.Param(zeros) for handle in ckpt.arrays})
+    expected = {handle.path[0]: handle.view().read().result() for handle in ckpt.arrays}
+
+    for turn in range(1, 8, 2):
+        calls = []
+
+        def progress(count):
+            calls.append(count)
+            if len(calls) == turn:
+                signal.raise_signal(signal.SIGINT)
+
+        try:
+            reshard.restore(ckpt, module, max_memory="40MiB", progress=progress)
+        except KeyboardInterrupt:
+            pass
+        else:
+            raise SystemExit("not interrupted")
+        assert len(calls) == turn
+        assert all(module[name][...] is zeros for name in expected)
+    assert reshard.restore(ckpt, module) is module
+    for name, value in expected.items():
+        assert np.asarray(module[name][...]).tobytes() == value.tobytes()
+    print("right")
+"""
+
+
+def test_a_program_may_go_on_after_an_interrupt(large):
+    """The module that was to be filled is untouched, and is filled by the next call."""
+    assert run(INTERRUPTED, large) == "right\n"
+
+
+# Two processes.
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """What each of two processes found that restored one checkpoint together."""
+    folder = tmp_path_factory.mktemp("distributed")
+    rng = np.random.default_rng(0)
+    on = layouts.mesh((2, 4))
+    values = {
+        name: rng.integers(0, 1 << 32, (256, 512), dtype=np.uint32)
+        for name in distributed_worker.SPECS
+    }
+    keys = jax.random.split(jax.random.key(3), 16)
+    saved_specs = {"whole": P(), "row": P("data"), "interleaved": P(("data", "model"))}
+    tree = {
+        "arrays": {
+            name: jax.device_put(
+                value, NamedSharding(on, saved_specs.get(name, P("data", "model")))
+            )
+            for name, value in values.items()
+        },
+        "keys": jax.device_put(keys, NamedSharding(on, P("model"))),
+        "step": 7,
+        "host": np.arange(3.0),
+        "name": "run",
+    }
+    with ocp.PyTreeCheckpointer(use_ocdbt=False) as checkpointer:
+        checkpointer.save(folder / "saved", tree)
+    np.savez(folder / "values.npz", keys=np.asarray(jax.random.key_data(keys)), **values)
+    coordinator = f"127.0.0.1:{free_port()}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, HERE / "distributed_worker.py", coordinator, "2", str(i), folder],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=TIMEOUT)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output
+    drawn = float(jax.random.uniform(keys[9]))
+    found = [json.loads((folder / f"report_{i}.json").read_text()) for i in range(2)]
+    return found, drawn
+
+
+CASES = [f"{mesh} {memory}" for mesh in distributed_worker.MESHES for memory in (None, "200KiB")]
+
+
+def test_two_processes_see_each_other(reports):
+    found, _ = reports
+    assert [report["devices"] for report in found] == [[4, 8], [4, 8]]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_process_restores_its_own_shards(reports, case):
+    """Bit for bit, as part of one global array on which a jitted function computes."""
+    for report in reports[0]:
+        arrays = {name: report[case][name] for name in distributed_worker.SPECS}
+        assert {name: (a["right"], a["sharding"]) for name, a in arrays.items()} == dict.fromkeys(
+            arrays, (True, True)
+        )
+        assert {n: a["sum"] for n, a in arrays.items()} == {
+            n: a["expected"] for n, a in arrays.items()
+        }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_process_reads_what_its_own_shards_need(reports, case):
+    """The chunks that they touch, each of them once."""
+    for report in reports[0]:
+        arrays = {name: report[case][name] for name in distributed_worker.SPECS}
+        assert {n: a["read"] for n, a in arrays.items()} == {
+            n: a["needed"] for n, a in arrays.items()
+        }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_restore_whole_states_and_bare_meshes(reports, case):
+    found, drawn = reports
+    for report in found:
+        for which in ("state", "bare"):
+            assert report[case][which] == dict.fromkeys(distributed_worker.SPECS, True) | {
+                "keys": True,
+                "rest": [7, [0.0, 1.0, 2.0], "run"],
+                "drawn": drawn,
+            }
+
+
+@pytest.mark.parametrize("mesh", distributed_worker.MESHES)
+def test_two_processes_update_a_module_in_place(reports, mesh):
+    assert [report[f"{mesh} module"] for report in reports[0]] == [True, True]

@@ -1,0 +1,491 @@
+"""A user's state taken apart into leaves with paths, and put together again."""
+
+import collections
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import layouts
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.core import FrozenDict, meta
+from flax.training.train_state import TrainState
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from reshard import states
+from reshard.matching import Wanted
+from reshard.states import take_apart
+
+Point = collections.namedtuple("Point", ("x", "y"))
+
+
+@flax.struct.dataclass
+class Named(meta.AxisMetadata[Any]):
+    """A box of the user's own."""
+
+    value: Any
+    names: tuple = flax.struct.field(pytree_node=False)
+
+    def unbox(self):
+        return self.value
+
+    def replace_boxed(self, val):
+        return self.replace(value=val)
+
+    def add_axis(self, index, params):
+        return self
+
+    def remove_axis(self, index, params):
+        return self
+
+
+@flax.struct.dataclass
+class Specified(Named):
+    """One that says how it is to be laid out."""
+
+    def get_partition_spec(self):
+        return P(*self.names)
+
+
+@flax.struct.dataclass
+class Node:
+    left: Any
+    right: Any
+    static: str = flax.struct.field(pytree_node=False, default="kept")
+
+
+def paths(state):
+    """The path of each leaf, and the type of its holder."""
+    return {leaf.path: type(leaf.holder) for leaf in take_apart(state).leaves}
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(2, 3, rngs=rngs)
+        self.norm = nnx.BatchNorm(3, rngs=rngs)
+
+
+class Model(nnx.Module):
+    """Every kind of attribute, a tied weight and a shared module."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(5, 2, rngs=rngs)
+        self.tied = self.embed.embedding
+        self.blocks = nnx.List([Block(rngs), Block(rngs)])
+        self.again = self.blocks[1]
+        self.by_name = nnx.Dict(a=nnx.Param(jnp.ones(2)))
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.buffer = nnx.data(jnp.arange(3))
+        self.count = nnx.data(3)
+        self.pair = nnx.Param({"x": jnp.ones(2), "y": jnp.zeros(1)})
+        self.width = 5
+
+
+MODEL = {
+    ("again", "linear", "bias"): nnx.Param,
+    ("again", "linear", "kernel"): nnx.Param,
+    ("again", "norm", "bias"): nnx.Param,
+    ("again", "norm", "mean"): nnx.BatchStat,
+    ("again", "norm", "scale"): nnx.Param,
+    ("again", "norm", "var"): nnx.BatchStat,
+    ("blocks", "0", "linear", "bias"): nnx.Param,
+    ("blocks", "0", "linear", "kernel"): nnx.Param,
+    ("blocks", "0", "norm", "bias"): nnx.Param,
+    ("blocks", "0", "norm", "mean"): nnx.BatchStat,
+    ("blocks", "0", "norm", "scale"): nnx.Param,
+    ("blocks", "0", "norm", "var"): nnx.BatchStat,
+    ("buffer",): type(None),
+    ("by_name", "a"): nnx.Param,
+    ("count",): type(None),
+    ("dropout", "rngs", "count"): nnx.RngCount,
+    ("dropout", "rngs", "key"): nnx.RngKey,
+    ("embed", "embedding"): nnx.Param,
+    ("pair", "x"): nnx.Param,
+    ("pair", "y"): nnx.Param,
+}
+TIED = {("embed", "embedding"): (("tied",),)} | {
+    path: (("blocks", "1", *path[1:]),) for path in MODEL if path[0] == "again"
+}
+
+
+def aliases(state):
+    return {leaf.path: leaf.aliases for leaf in take_apart(state).leaves if leaf.aliases}
+
+
+# Paths.
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        (jnp.ones(3), {(): type(None)}),
+        (7, {(): type(None)}),
+        (None, {}),
+        ({}, {}),
+        ([], {}),
+        (optax.EmptyState(), {}),
+        (optax.MaskedNode(), {}),
+        ({"a": None, "b": optax.MaskedNode(), "c": (), "d": {}, "e": 1}, {("e",): type(None)}),
+        ({"b": 1, "a": [2, (3, {"c": 4})]}, dict.fromkeys([
+            ("a", 0), ("a", 1, 0), ("a", 1, 1, "c"), ("b",)
+        ], type(None))),
+        ({1: 1, 10: 2, 9: 3}, dict.fromkeys([("1",), ("9",), ("10",)], type(None))),
+        ({"a/b": {"c.d": "text"}}, {("a/b", "c.d"): type(None)}),
+        (Point(1, [2.5]), dict.fromkeys([("x",), ("y", 0)], type(None))),
+        (Node({"a": 1}, True), dict.fromkeys([("left", "a"), ("right",)], type(None))),
+        (FrozenDict({"a": {"b": 1}}), {("a", "b"): type(None)}),
+        (nn.Partitioned(1, ("x",)), {(): nn.Partitioned}),
+        ({"a": nn.Partitioned(1, ())}, {("a",): nn.Partitioned}),
+        ({"a": nn.LogicallyPartitioned(1, ())}, {("a",): nn.LogicallyPartitioned}),
+        ({"a": Named(1, ())}, {("a",): Named}),
+        (
+            {"a": nn.Partitioned({"x": 1, "y": [2]}, ())},
+            dict.fromkeys([("a", "x"), ("a", "y", 0)], nn.Partitioned),
+        ),
+        ({"value": nn.Partitioned(1, ())}, {("value",): nn.Partitioned}),
+        ({"value": {"value": 1}}, {("value", "value"): type(None)}),
+        (nnx.Param(jnp.ones(2)), {(): nnx.Param}),
+        ([nnx.Param(jnp.ones(2)), nnx.Variable(3.0)], {(0,): nnx.Param, (1,): nnx.Variable}),
+        (nnx.Rngs(0), {("default", "count"): nnx.RngCount, ("default", "key"): nnx.RngKey}),
+    ],
+)  # fmt: skip
+def test_paths(state, expected):
+    assert paths(state) == expected
+    assert list(paths(state)) == list(expected)
+
+
+def test_paths_of_a_train_state():
+    params = FrozenDict({"w": nn.Partitioned(jnp.ones((2, 3)), (None, "model")), "b": jnp.ones(3)})
+    mask = {"w": True, "b": False}
+    state = TrainState.create(
+        apply_fn=None,
+        params=params,
+        tx=optax.chain(optax.clip(1.0), optax.masked(optax.adam(1e-3), FrozenDict(mask))),
+    )
+    boxed = nn.Partitioned
+    assert paths(state) == {
+        ("step",): type(None),
+        ("params", "b"): type(None),
+        ("params", "w"): boxed,
+        ("opt_state", 1, "inner_state", 0, "count"): type(None),
+        ("opt_state", 1, "inner_state", 0, "mu", "w"): boxed,
+        ("opt_state", 1, "inner_state", 0, "nu", "w"): boxed,
+    }
+
+
+def test_paths_of_modules_and_of_what_they_share():
+    with nnx.use_eager_sharding(False):
+        model = Model(nnx.Rngs(0))
+    assert paths(model) == MODEL
+    assert paths(nnx.state(model)) == MODEL
+    assert paths(nnx.to_pure_dict(nnx.state(model))) == dict.fromkeys(MODEL, type(None))
+    assert paths([{"model": model}]) == {(0, "model", *path): kind for path, kind in MODEL.items()}
+    assert aliases(model) == TIED
+    assert aliases(nnx.state(model)) == {}
+    assert aliases([{"model": model}]) == {
+        (0, "model", *path): tuple((0, "model", *other) for other in others)
+        for path, others in TIED.items()
+    }
+
+
+def test_paths_of_optimizers():
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    adam = {
+        ("opt_state", "0", "count"): nnx.training.optimizer.OptArray,
+        ("opt_state", "0", "mu", "bias"): nnx.training.optimizer.OptVariable,
+        ("opt_state", "0", "mu", "kernel"): nnx.training.optimizer.OptVariable,
+        ("opt_state", "0", "nu", "bias"): nnx.training.optimizer.OptVariable,
+        ("opt_state", "0", "nu", "kernel"): nnx.training.optimizer.OptVariable,
+        ("step",): nnx.training.optimizer.OptState,
+    }
+    tx = optax.adam(1e-3)
+    assert paths(nnx.Optimizer(model, tx, wrt=nnx.Param)) == adam
+    both = nnx.ModelAndOptimizer(model, tx)
+    inside = {("model", "bias"): nnx.Param, ("model", "kernel"): nnx.Param}
+    assert paths(both) == inside | adam
+    # What two modules share is in both places; the state holds it once.
+    assert paths((model, both)) == {
+        (0, "bias"): nnx.Param,
+        (0, "kernel"): nnx.Param,
+        **{(1, *path): kind for path, kind in adam.items()},
+    }
+    assert aliases((model, both)) == {
+        (0, "bias"): ((1, "model", "bias"),),
+        (0, "kernel"): ((1, "model", "kernel"),),
+    }
+
+
+def test_plain_leaves_come_before_those_of_modules():
+    model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+    state = {"a": model, "b": 1, "c": [model, 2]}
+    assert list(paths(state)) == [("b",), ("c", 1), ("a", "bias"), ("a", "kernel")]
+    assert aliases(state) == {
+        ("a", "bias"): (("c", 0, "bias"),),
+        ("a", "kernel"): (("c", 0, "kernel"),),
+    }
+
+
+def test_a_module_that_holds_itself():
+    model = Block(nnx.Rngs(0))
+    model.itself = model
+    model.linear.parent = model
+    found = take_apart(model)
+    plain = paths(Block(nnx.Rngs(0)))
+    assert paths(model) == plain
+    # Every alias leads to the variable.
+    for leaf in found.leaves:
+        for path in (leaf.path, *leaf.aliases):
+            node = model
+            for key in path:
+                node = getattr(node, key)
+            assert node is leaf.holder or node[...] is leaf.value
+    again = found.rebuild([leaf.value for leaf in found.leaves])
+    assert again.itself is again and again.linear.parent is again
+
+
+def test_aliases_lead_through_several_shared_nodes():
+    model = Model(nnx.Rngs(0))
+    outer = nnx.Dict(one=model, two=model, part=model.blocks[1].linear)
+    found = aliases(outer)
+    kernel = ("one", "again", "linear", "kernel")
+    everywhere = {
+        ("part", "kernel"),
+        *[
+            (*top, *below, "linear", "kernel")
+            for top in (("one",), ("two",))
+            for below in (("again",), ("blocks", "1"))
+        ],
+    }
+    assert {kernel, *found[kernel]} == everywhere
+
+
+# Together again.
+
+LEAVES = st.one_of(
+    st.integers(),
+    st.booleans(),
+    st.floats(allow_nan=False),
+    st.text(max_size=3),
+    st.builds(lambda n: np.arange(n), st.integers(0, 3)),
+    st.none(),
+    st.just(optax.EmptyState()),
+    st.just(optax.MaskedNode()),
+)
+KEYS = st.sampled_from(["a", "b", "value", "a/b", "x.y"])
+
+
+def containers(inner):
+    return st.one_of(
+        st.dictionaries(KEYS, inner, max_size=3),
+        st.dictionaries(st.integers(0, 20), inner, max_size=3),
+        st.dictionaries(KEYS, inner, max_size=3).map(FrozenDict),
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.builds(Point, inner, inner),
+        st.builds(Node, inner, inner),
+        inner.map(lambda value: nn.Partitioned(value, ("x",))),
+        inner.map(lambda value: Named(value, ("x",))),
+    )
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.recursive(LEAVES, containers, max_leaves=10))
+def test_pytrees_come_back_as_they_were(state):
+    found = take_apart(state)
+    values = [leaf.value for leaf in found.leaves]
+    leaves, structure = jax.tree.flatten(state)
+    assert all(a is b for a, b in zip(values, leaves, strict=True))
+    assert len({leaf.path for leaf in found.leaves}) == len(values)
+    for again in (found.rebuild(values), found.update(values)):
+        assert jax.tree.structure(again) == structure
+        assert all(a is b for a, b in zip(jax.tree.leaves(again), leaves, strict=True))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.recursive(LEAVES, containers, max_leaves=10))
+def test_other_values_come_in_their_places(state):
+    found = take_apart(state)
+    numbers = list(range(len(found.leaves)))
+    again = found.rebuild(numbers)
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+    assert jax.tree.leaves(again) == numbers
+    assert [leaf.path for leaf in take_apart(again).leaves] == [x.path for x in found.leaves]
+
+
+def randomized(found, seed=0):
+    """Random values in the kinds of the old ones."""
+    rng = np.random.default_rng(seed)
+
+    def other(leaf):
+        if not leaf.is_array:
+            return int(rng.integers(100))
+        if jnp.issubdtype(leaf.value.dtype, jax.dtypes.prng_key):
+            return jax.random.key(int(rng.integers(100)))
+        return jnp.asarray(layouts.random_array(rng, leaf.value.shape, leaf.value.dtype))
+
+    return [other(leaf) for leaf in found.leaves]
+
+
+def variables(module):
+    return {path: v for path, v in nnx.iter_graph(module) if isinstance(v, nnx.Variable)}
+
+
+def test_modules_are_rebuilt_as_new_ones_that_share_what_they_shared():
+    model = Model(nnx.Rngs(0))
+    before = jax.tree.map(lambda x: x, nnx.state(model))
+    found = take_apart({"model": model, "step": 1})
+    values = randomized(found)
+    again = found.rebuild(values)
+    assert list(again) == ["model", "step"]
+    new = again["model"]
+    assert type(new) is Model and new is not model and new.width == 5
+    assert new.tied is new.embed.embedding and new.again is new.blocks[1]
+    assert nnx.graphdef(new) == nnx.graphdef(model)
+    assert [x.value for x in take_apart(again).leaves] == values
+    layouts.assert_same_tree(nnx.state(model), before)
+
+
+def test_modules_are_updated_in_place():
+    with nnx.use_eager_sharding(False):
+        model = nnx.Linear(
+            2, 3, rngs=nnx.Rngs(0), kernel_metadata={"out_sharding": (None, "model"), "note": "x"}
+        )
+        both = nnx.ModelAndOptimizer(model, optax.adam(1e-3))
+    held = variables((model, both))
+    metadata = {path: variable.get_metadata() for path, variable in held.items()}
+    found = take_apart((model, both, {"step": 1}))
+    values = randomized(found)
+    again = found.update(values)
+    assert again[0] is model and again[1] is both and both.model is model
+    now = variables((model, both))
+    assert now.keys() == held.keys()
+    assert all(now[path] is variable for path, variable in held.items())
+    assert {path: variable.get_metadata() for path, variable in now.items()} == metadata
+    layouts.assert_same_tree([leaf.value for leaf in take_apart(again).leaves], values)
+
+
+def test_boxes_keep_what_they_say_of_axes():
+    rules = (("x", "data"),)
+    state = {
+        "a": nn.Partitioned(jnp.ones(2), ("x",)),
+        "b": nn.LogicallyPartitioned(jnp.ones(2), ("x",), rules=rules),
+        "c": Named(jnp.ones(2), ("x",)),
+    }
+    assert take_apart(state).rebuild([1, 2, 3]) == {
+        "a": nn.Partitioned(1, ("x",)),
+        "b": nn.LogicallyPartitioned(2, ("x",), rules=rules),
+        "c": Named(3, ("x",)),
+    }
+
+
+def test_abstract_boxes_are_rebuilt_in_the_context_of_a_mesh():
+    state = {"a": nn.Partitioned(jax.ShapeDtypeStruct((8,), "float32"), ("model",))}
+    with jax.set_mesh(layouts.mesh((1, 8))):
+        assert take_apart(state).rebuild([1]) == {"a": nn.Partitioned(1, ("model",))}
+
+
+# Annotations.
+
+
+def only(state):
+    (leaf,) = take_apart(state).leaves
+    return leaf
+
+
+def variable(**metadata):
+    with nnx.use_eager_sharding(False):
+        return nnx.Param(jnp.ones((2, 3)), **metadata)
+
+
+RULES = (("x", "data"),)
+
+
+@pytest.mark.parametrize(
+    ("state", "names", "rules"),
+    [
+        (jnp.ones(2), None, None),
+        (nn.Partitioned(jnp.ones(2), ("x", None)), ("x", None), None),
+        (nn.Partitioned(jnp.ones(2), (("x", "y"), None)), (("x", "y"), None), None),
+        (nn.Partitioned(jnp.ones(2), (["x", "y"],)), (("x", "y"),), None),
+        (nn.LogicallyPartitioned(jnp.ones(2), ("x",), rules=RULES), ("x",), RULES),
+        (Named(jnp.ones(2), ("x",)), None, None),
+        (Specified(jnp.ones(2), ("x", ("y", "z"))), ("x", ("y", "z")), None),
+        (variable(), None, None),
+        (variable(out_sharding=("x", None)), ("x", None), None),
+        (variable(out_sharding=P("x", ("y", "z"))), ("x", ("y", "z")), None),
+        (variable(sharding_names=("x",)), ("x",), None),
+        (variable(sharding=("x",)), ("x",), None),
+        (variable(out_sharding=("x",), sharding_rules=RULES), ("x",), RULES),
+    ],
+)
+def test_names_of_axes(state, names, rules):
+    assert states.axis_names(only(state)) == names
+    assert states.own_rules(only(state)) == rules
+
+
+def test_names_of_a_sharding():
+    sharding = jax.sharding.NamedSharding(layouts.mesh((2, 4)), P("data", "model"))
+    with jax.set_mesh(layouts.mesh((2, 4))):
+        leaf = only(variable(sharding=sharding))
+    assert states.axis_names(leaf) == ("data", "model")
+
+
+# What a checkpoint has to have.
+
+
+def key(impl, count=None):
+    made = jax.random.key(0, impl=impl)
+    return made if count is None else jax.random.split(made, count)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (True, Wanted((), "bool")),
+        (1, Wanted((), "int")),
+        (1.5, Wanted((), "float")),
+        ("text", Wanted((), "str")),
+        (np.float64(1), Wanted((), "array", (), np.dtype("float64"))),
+        (np.zeros((2, 0), "int8"), Wanted((), "array", (2, 0), np.dtype("int8"))),
+        (jnp.zeros(3, "bfloat16"), Wanted((), "array", (3,), jnp.dtype("bfloat16"))),
+        (jnp.asarray(1.0), Wanted((), "array", (), np.dtype("float32"), weak=True)),
+        (jnp.float32(1.0), Wanted((), "array", (), np.dtype("float32"))),
+        (
+            jax.ShapeDtypeStruct((4, 2), "int4"),
+            Wanted((), "array", (4, 2), jnp.dtype("int4")),
+        ),
+        (
+            jax.ShapeDtypeStruct((), "float32", weak_type=True),
+            Wanted((), "array", (), np.dtype("float32"), weak=True),
+        ),
+        (key("threefry2x32"), Wanted((), "key", (), key_impl="threefry2x32")),
+        (key("rbg", 3), Wanted((), "key", (3,), key_impl="rbg")),
+        (key("unsafe_rbg", (2, 2)), Wanted((), "key", (2, 2), key_impl="unsafe_rbg")),
+    ],
+)
+def test_what_is_wanted(value, expected):
+    assert states.wanted_leaf(only(value)) == expected
+    if isinstance(value, jax.Array):
+        abstract = jax.eval_shape(lambda: value)
+        assert states.wanted_leaf(only({"a": abstract})).path == ("a",)
+        found = states.wanted_leaf(only(abstract))
+        assert (found.kind, found.shape, found.dtype, found.key_impl) == (
+            expected.kind,
+            expected.shape,
+            expected.dtype,
+            expected.key_impl,
+        )
+
+
+def test_what_is_wanted_has_its_place_and_aliases():
+    model = nnx.Dict(a=nnx.Param(jnp.ones(2)))
+    model.b = model.a
+    assert [states.wanted_leaf(leaf) for leaf in take_apart([model]).leaves] == [
+        Wanted((0, "a"), "array", (2,), np.dtype("float32"), aliases=((0, "b"),))
+    ]

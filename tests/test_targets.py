@@ -1,0 +1,1777 @@
+"""The target builder against Flax: what it lays out, for every kind of model, mesh and rules."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import itertools
+import threading
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import layouts
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.core.spmd import from_sharding_rules, logical_axis_rules
+from flax.training.train_state import TrainState
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import reshard
+from reshard.annotations import LeafCoverage
+from reshard.errors import ShardingError
+from reshard.mesh import Mesh
+from reshard.states import take_apart
+
+MESH = layouts.mesh((2, 4))
+KINDS = {
+    "Auto": layouts.mesh((2, 4)),
+    "Explicit": jax.sharding.Mesh(
+        MESH.devices, MESH.axis_names, axis_types=(AxisType.Explicit,) * 2
+    ),
+    "AbstractMesh": AbstractMesh((2, 4), ("data", "model")),
+    "Explicit AbstractMesh": AbstractMesh(
+        (2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2
+    ),
+}
+X = jnp.ones((8, 16))
+KEY = jax.random.key(0)
+RULES = (("batch", "data"), ("hidden", "model"), ("embed", "data"), ("layers", None))
+
+
+# Linen models
+
+
+class DotReluDot(nn.Module):
+    """The layer of the Linen sharding guides; `axes` says how its parameters are annotated."""
+
+    depth: int
+    axes: str
+
+    def named(self, init, *names):
+        if self.axes == "logical":
+            return nn.with_logical_partitioning(init, names)
+        axes = {"embed": "data", "hidden": "model"}
+        if self.axes == "mesh":
+            return nn.with_partitioning(init, tuple(axes[name] for name in names))
+        return init
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.xavier_normal()
+        y = nn.Dense(self.depth, kernel_init=self.named(init, "embed", "hidden"))(x)
+        w2 = self.param("W2", self.named(init, "hidden", "embed"), (self.depth, x.shape[-1]))
+        return nn.relu(y) @ w2, None
+
+
+class MLP(nn.Module):
+    """Layers of `DotReluDot`, looped or scanned, and a norm with statistics."""
+
+    axes: str = "mesh"
+    scan: bool = False
+    layers: int = 2
+
+    @nn.compact
+    def __call__(self, x):
+        if self.scan:
+            x, _ = nn.scan(
+                DotReluDot,
+                length=self.layers,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                metadata_params={nn.PARTITION_NAME: "layers" if self.axes == "logical" else None},
+            )(24, self.axes)(x)
+        else:
+            for _ in range(self.layers):
+                x, _ = DotReluDot(24, self.axes)(x)
+        return nn.BatchNorm(use_running_average=True)(x)
+
+
+class State(TrainState):
+    """A train state with statistics."""
+
+    batch_stats: Any
+
+
+def train_state(model, tx, key=KEY, x=X):
+    variables = model.init(key, x)
+    return State.create(apply_fn=None, tx=tx, **variables)
+
+
+def decayed(params):
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+def labels(params):
+    return jax.tree.map(lambda leaf: "matrix" if leaf.ndim > 1 else "vector", params)
+
+
+OPTIMIZERS = {
+    "adam": optax.adam(1e-3),
+    "adamw": optax.adamw(1e-3, mask=decayed),
+    "sgd": optax.sgd(1e-3, momentum=0.9),
+    "lion": optax.lion(1e-3),
+    "chain": optax.chain(optax.clip(1.0), optax.adam(optax.linear_schedule(1.0, 0.0, 9))),
+    "MultiSteps": optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
+    "masked": optax.masked(optax.adam(1e-3), decayed),
+    "multi_transform": optax.multi_transform(
+        {"matrix": optax.adam(1e-3), "vector": optax.sgd(1e-3, momentum=0.9)}, labels
+    ),
+}
+# Whose state has not the shapes of the parameters: Flax's own functions fail on these.
+RESHAPING = {
+    "adafactor": optax.adafactor(1e-3, min_dim_size_to_factor=2, momentum=0.9),
+    "lbfgs": optax.scale_by_lbfgs(memory_size=3),
+    "accumulated adafactor": optax.MultiSteps(
+        optax.adafactor(1e-3, min_dim_size_to_factor=2), 2
+    ).gradient_transformation(),
+    "some adafactor": optax.multi_transform(
+        {"matrix": optax.adafactor(1e-3, min_dim_size_to_factor=2), "vector": optax.adam(1e-3)},
+        labels,
+    ),
+}
+
+
+def shardings(tree):
+    """Printed path -> sharding, boxes and variables left out of the path."""
+    found = layouts.flat(nn.meta.unbox(tree) if not isinstance(tree, nnx.State) else tree)
+    return {path: getattr(leaf, "sharding", leaf) for path, leaf in found.items()}
+
+
+def assert_abstract_as(got, expected):
+    """The same containers, metadata of boxes and variables included, around the same shapes."""
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    one, other = (
+        {
+            path: (leaf.shape, leaf.dtype, bool(getattr(leaf, "weak_type", False)))
+            if hasattr(leaf, "shape")
+            else leaf
+            for path, leaf in layouts.flat(tree).items()
+        }
+        for tree in (got, expected)
+    )
+    assert one == other
+    for leaf in jax.tree.leaves(got):
+        assert isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def flax_shardings(abstract, mesh, rules=None):
+    """What Flax makes of the annotations of a Linen state; it also has some for empty boxes."""
+    if rules is None:
+        found = layouts.flat(nn.get_sharding(abstract, mesh))
+    else:
+        logical = nn.get_partition_spec(abstract)
+        found = layouts.flat(nn.logical_to_mesh_sharding(logical, mesh, rules))
+    return {path: found[path] for path in layouts.flat(nn.meta.unbox(abstract))}
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_linen_train_state_of_mesh_axes_is_get_sharding(optimizer, scan):
+    make = functools.partial(train_state, MLP("mesh", scan), OPTIMIZERS[optimizer])
+    abstract = jax.eval_shape(make)
+    got = reshard.target(make, mesh=MESH)
+    assert_abstract_as(got, abstract)
+    assert shardings(got) == flax_shardings(abstract, MESH)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_linen_train_state_of_logical_axes_is_logical_to_mesh_sharding(optimizer, scan):
+    make = functools.partial(train_state, MLP("logical", scan), OPTIMIZERS[optimizer])
+    abstract = jax.eval_shape(make)
+    got = reshard.target(make, mesh=MESH, rules=RULES)
+    assert_abstract_as(got, abstract)
+    assert shardings(got) == flax_shardings(abstract, MESH, RULES)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *RESHAPING])
+def test_annotations_regexes_and_a_tree_of_specs_say_the_same(optimizer, scan):
+    tx = {**OPTIMIZERS, **RESHAPING}[optimizer]
+    layers = (None,) * scan
+    regexes = [
+        ("^params/.*/kernel$", P(*layers, "data", "model")),
+        ("^params/.*/W2$", P(*layers, "model", "data")),
+    ]
+    boxed = functools.partial(train_state, MLP("mesh", scan), tx)
+    logical = functools.partial(train_state, MLP("logical", scan), tx)
+    bare = functools.partial(train_state, MLP("none", scan), tx)
+    abstract = jax.eval_shape(bare)
+    expected = shardings(reshard.target(boxed, mesh=MESH))
+    params = [path for path, leaf in expected.items() if leaf.spec == P(*layers, "data", "model")]
+    assert len(params) >= (1 if scan else 2)
+    assert shardings(reshard.target(logical, mesh=MESH, rules=RULES)) == expected
+    for model, specs in itertools.product((bare, abstract), (regexes, dict(regexes))):
+        got = reshard.target(model, mesh=MESH, specs=specs)
+        assert_abstract_as(got, abstract)
+        assert shardings(got) == expected
+    # In place of the boxes, and in the places of bare leaves.
+    in_boxes = nn.get_partition_spec(jax.eval_shape(boxed).params)
+    for model in (boxed, bare):
+        got = reshard.target(model, mesh=MESH, specs={"params": in_boxes})
+        assert shardings(got) == expected
+
+
+# A parameter, its logical axes, and those of adafactor's two factors of it (None where optax keeps
+# the whole moment).
+FACTORED = {
+    "square": ((16, 16), ("embed", "hidden"), (P("data"), P("model"))),
+    "wide": ((16, 24), ("embed", "hidden"), (P("data"), P("model"))),
+    "tall": ((24, 16), ("hidden", "embed"), (P("data"), P("model"))),
+    "stack": ((4, 16, 24), ("layers", "embed", "hidden"), (P(None, "data"), P(None, "model"))),
+    "tall_stack": ((4, 24, 16), (None, "hidden", "embed"), (P(None, "data"), P(None, "model"))),
+    "cube": ((8, 8, 8), ("layers", "embed", "hidden"), (P(None, "data"), P(None, "model"))),
+    "over_layers": (
+        (64, 16, 32),
+        ("layers", "embed", "hidden"),
+        (P("data", "model"), P(None, "data")),
+    ),
+    "bias": ((24,), ("hidden",), None),
+    "scale": ((), (), (P(None), P(None))),
+}
+
+
+class Table(nnx.Module):
+    """The parameters of `FACTORED` and no others."""
+
+    def __init__(self, named):
+        for name, (shape, axes, _) in FACTORED.items():
+            metadata = {"out_sharding": axes} if named and axes else {}
+            setattr(self, name, nnx.Param(jnp.ones(shape), **metadata))
+
+
+def boxed_table(tx, named):
+    params = {
+        name: nn.LogicallyPartitioned(jnp.ones(shape), axes) if named and axes else jnp.ones(shape)
+        for name, (shape, axes, _) in FACTORED.items()
+    }
+    return TrainState.create(apply_fn=None, params=params, tx=tx)
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(
+    "make",
+    [
+        boxed_table,
+        lambda tx, named: nnx.ModelAndOptimizer(Table(named), tx),
+        lambda tx, named: [model := Table(named), nnx.Optimizer(model, tx, wrt=nnx.Param)],
+    ],
+)
+def test_a_factored_moment_gets_the_part_of_the_spec_that_it_keeps(make, named):
+    tx = optax.chain(optax.clip(1.0), optax.adafactor(1e-3, min_dim_size_to_factor=2, momentum=0.9))
+    rules = dict(RULES)
+    whole = {name: P(*map(rules.get, axes)) for name, (_, axes, _) in FACTORED.items()}
+    expected = {("params", name): spec for name, spec in whole.items()}
+    for name, (_, _, factors) in FACTORED.items():
+        rows, columns = factors or (P(), P())
+        expected |= {
+            ("ema", name): whole[name],
+            ("v", name): P() if factors else whole[name],
+            ("v_row", name): rows,
+            ("v_col", name): columns,
+        }
+    specs = [(f"^((params|model|0)/)?{name}$", spec) for name, spec in whole.items()]
+    got = reshard.target(
+        lambda: make(tx, named), mesh=MESH, **({"rules": RULES} if named else {"specs": specs})
+    )
+    found = {}
+    for leaf in take_apart(got).leaves:
+        if leaf.path[-1] in FACTORED:
+            kind = leaf.path[-2] if len(leaf.path) > 2 else "params"
+            found[kind, leaf.path[-1]] = leaf.value.sharding
+    assert {key: sharding.spec for key, sharding in found.items()} == expected
+    others = [leaf.value for leaf in take_apart(got).leaves if leaf.path[-1] not in FACTORED]
+    assert {leaf.sharding for leaf in others} == {NamedSharding(MESH, P())}
+    for leaf in take_apart(got).leaves:
+        leaf.value.sharding.shard_shape(leaf.value.shape)
+
+
+def test_a_history_of_updates_is_whole_over_time():
+    make = functools.partial(train_state, MLP("mesh", scan=True), optax.scale_by_lbfgs(3))
+    got = reshard.target(make, mesh=MESH)
+    layer = got.params["ScanDotReluDot_0"]
+    history = nn.meta.unbox(got.opt_state.diff_params_memory)["ScanDotReluDot_0"]
+    assert nn.meta.unbox(layer)["W2"].sharding.spec == P(None, "model", "data")
+    assert history["W2"].shape == (3, 2, 24, 16)
+    assert history["W2"].sharding.spec == P(None, None, "model", "data")
+    assert history["Dense_0"]["kernel"].sharding.spec == P(None, None, "data", "model")
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_parameters_and_optimizer_state_in_a_tuple(named):
+    """As `params, tx.init(params)` are kept where there is no `TrainState`."""
+    tx = optax.adafactor(1e-3, min_dim_size_to_factor=2, momentum=0.9)
+
+    def make():
+        init = nn.initializers.ones
+        kernel = nn.with_logical_partitioning(init, ("embed", "hidden")) if named else init
+        params = nn.Dense(24, kernel_init=kernel).init(KEY, X)["params"]
+        return params, tx.init(params)
+
+    arguments = {"rules": RULES} if named else {"specs": [("^0/kernel$", P("data", "model"))]}
+    params, state = nn.meta.unbox(reshard.target(make, mesh=MESH, **arguments))
+    factors = state[0]
+    moments = next(entry.ema for entry in state if hasattr(entry, "ema"))
+    assert {
+        "params": params["kernel"].sharding.spec,
+        "ema": moments["kernel"].sharding.spec,
+        "v_row": factors.v_row["kernel"].sharding.spec,
+        "v_col": factors.v_col["kernel"].sharding.spec,
+    } == {
+        "params": P("data", "model"),
+        "ema": P("data", "model"),
+        "v_row": P("data"),
+        "v_col": P("model"),
+    }
+
+
+def lookahead():
+    """Two copies of the parameters, and one optimizer state that could be of either."""
+    tx = optax.lookahead(optax.adam(1e-3), sync_period=5, slow_step_size=0.5)
+    params = optax.LookaheadParams.init_synced({"w": jnp.ones((8, 8))})
+    return {"params": params, "opt_state": tx.init(params)}
+
+
+def test_of_two_parameters_that_are_split_alike_either_is_followed():
+    got = reshard.target(lookahead, mesh=MESH, specs=[("^params/", P("data", "model"))])
+    moments = got["opt_state"].fast_state[0]
+    assert {
+        leaf.sharding.spec for leaf in jax.tree.leaves((got["params"], moments.mu, moments.nu))
+    } == {P("data", "model")}
+
+
+def test_of_two_parameters_that_are_split_otherwise_the_caller_chooses():
+    specs = [("^params/fast", P("data", "model")), ("^params/slow", P("model", "data"))]
+    report = reshard.coverage(lookahead, mesh=MESH, specs=specs)
+    assert [problem.split()[0].rstrip(":") for problem in report.problems] == [
+        "opt_state/fast_state/0/mu/w",
+        "opt_state/fast_state/0/nu/w",
+    ]
+    said = [*specs, ("^opt_state/.*/w$", P("data"))]
+    got = reshard.target(lookahead, mesh=MESH, specs=said)
+    moments = got["opt_state"].fast_state[0]
+    assert {leaf.sharding.spec for leaf in jax.tree.leaves((moments.mu, moments.nu))} == {P("data")}
+
+
+def test_variables_of_the_user_s_own_type_are_parameters_of_their_optimizer():
+    class Weight(nnx.Variable):
+        pass
+
+    class Own(nnx.Module):
+        def __init__(self):
+            self.w = Weight(jnp.ones((8, 8)))
+
+    def make():
+        model = Own()
+        return {"model": model, "optimizer": nnx.Optimizer(model, optax.adam(1e-3), wrt=Weight)}
+
+    got = reshard.target(make, mesh=MESH, specs=[("^model/w$", P("data", "model"))])
+    moments = got["optimizer"].opt_state[0]
+    variables = (got["model"].w, moments.mu["w"], moments.nu["w"])
+    assert {variable.get_value().sharding.spec for variable in variables} == {P("data", "model")}
+
+
+def test_averages_of_parameters_follow_them_too():
+    class Averaged(TrainState):
+        averages: Any
+
+    def make():
+        params = MLP("none").init(KEY, X)["params"]
+        tx = OPTIMIZERS["adam"]
+        return Averaged.create(apply_fn=None, params=params, tx=tx, averages=params)
+
+    specs = [("^params/.*/kernel$", P("data", "model")), ("^params/.*/W2$", P("model", "data"))]
+    got = reshard.target(make, mesh=MESH, specs=specs)
+    expected = jax.tree.map(lambda leaf: leaf.sharding, got.params)
+    assert {sharding.spec for sharding in jax.tree.leaves(expected)} == {
+        P("data", "model"),
+        P("model", "data"),
+        P(),
+    }
+    for tree in (got.averages, got.opt_state[0].mu, got.opt_state[0].nu):
+        assert jax.tree.map(lambda leaf: leaf.sharding, tree) == expected
+
+
+@pytest.mark.parametrize("optimizer", ["accumulated adafactor", "lbfgs"])
+def test_jax_makes_the_state_with_these_shardings(optimizer):
+    make = functools.partial(train_state, MLP("mesh", scan=True), RESHAPING[optimizer])
+    got = reshard.target(make, mesh=MESH)
+    state = jax.jit(make, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, got))()
+    layouts.assert_laid_out(state, state, MESH)
+    assert shardings(state) == shardings(got)
+    shards = [leaf.addressable_shards[0].data for leaf in jax.tree.leaves(state)]
+    report = reshard.coverage(make, mesh=MESH)
+    assert report.device_bytes == sum(shard.size * shard.dtype.itemsize for shard in shards)
+    assert report.replicated_bytes == sum(
+        leaf.size * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(state)
+        if leaf.sharding.is_fully_replicated
+    )
+
+
+# Forms of a Linen model
+
+
+FORMS = {
+    "a module": lambda model: (model, (X,)),
+    "a module and abstract inputs": lambda model: (
+        model,
+        [jax.ShapeDtypeStruct((8, 16), "float32")],
+    ),
+    "a callable": lambda model: (lambda: model.init(KEY, X), ()),
+    "a callable with inputs": lambda model: (model.init, (KEY, X)),
+    "a callable that takes the module": lambda model: (
+        lambda key, x, m, name: getattr(m, name)(key, x),
+        (KEY, np.ones((8, 16), "float32"), model, "init"),
+    ),
+    "an abstract tree": lambda model: (jax.eval_shape(model.init, KEY, X), ()),
+    "variables": lambda model: (jax.jit(model.init)(KEY, X), ()),
+    "frozen": lambda model: (lambda: flax.core.freeze(model.init(KEY, X)), ()),
+    "frozen variables": lambda model: (flax.core.freeze(jax.jit(model.init)(KEY, X)), ()),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("axes", ["mesh", "logical"])
+def test_every_form_of_a_linen_model_is_the_same_state(form, scan, axes):
+    model = MLP(axes, scan)
+    rules = RULES if axes == "logical" else None
+    abstract = jax.eval_shape(model.init, KEY, X)
+    if "frozen" in form:
+        abstract = flax.core.freeze(abstract)
+    given_model, inputs = FORMS[form](model)
+    before = jax.tree.leaves(given_model)
+    got = reshard.target(given_model, mesh=MESH, rules=rules, inputs=inputs)
+    assert_abstract_as(got, abstract)
+    assert shardings(got) == flax_shardings(abstract, MESH, rules)
+    after = jax.tree.leaves(given_model)
+    assert len(after) == len(before)
+    assert all(one is other for one, other in zip(before, after, strict=True))
+
+
+def test_a_train_state_that_is_real_keeps_its_scalars():
+    state = train_state(MLP("mesh"), optax.adam(1e-3))
+    assert type(state.step) is int
+    got = reshard.target(state, mesh=MESH)
+    assert (type(got.step), got.step) == (int, 0)
+    abstract = jax.eval_shape(lambda: state)
+    assert shardings(got.replace(step=jnp.array(0))) == {
+        **flax_shardings(abstract, MESH),
+        ".step": jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+    }
+
+
+def test_leaves_that_are_no_arrays_stay_as_they_are():
+    got = reshard.target(
+        {
+            "w": np.ones((8, 8), "float16"),
+            "scalar": np.float32(3),
+            "step": 7,
+            "rate": 0.5,
+            "flag": True,
+            "name": "text",
+            "none": None,
+            "empty": optax.EmptyState(),
+            "masked": optax.MaskedNode(),
+            "key": jax.random.key(1),
+            "keys": jax.random.split(jax.random.key(1), 8),
+            "layers": [{1: jnp.ones((4, 4), "bfloat16")}, (), []],
+        },
+        mesh=MESH,
+        specs=[("^w$", "data,model"), ("^keys", "model"), ("^layers/0/1$", ",model")],
+    )
+
+    def on(shape, dtype, *spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(MESH, P(*spec)))
+
+    key = jax.random.key(1).dtype
+    expected = {
+        "w": on((8, 8), "float16", "data", "model"),
+        "scalar": on((), "float32"),
+        "step": 7,
+        "rate": 0.5,
+        "flag": True,
+        "name": "text",
+        "none": None,
+        "empty": optax.EmptyState(),
+        "masked": optax.MaskedNode(),
+        "key": on((), key),
+        "keys": on((8,), key, "model"),
+        "layers": [{1: on((4, 4), "bfloat16", None, "model")}, (), []],
+    }
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    assert jax.tree.leaves(got) == jax.tree.leaves(expected)
+    assert type(got["flag"]) is bool
+
+
+def test_specs_that_are_shorter_than_the_rank():
+    """Flax's `DenseGeneral` makes a kernel flat and annotates that, whatever its own rank is."""
+    init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "heads"))
+    model = nn.DenseGeneral((4, 6), kernel_init=init)
+    abstract = jax.eval_shape(model.init, KEY, X)
+    assert abstract["params"]["kernel"].names == ("embed", "heads")
+    rules = [("embed", "data"), ("heads", "model")]
+    got = reshard.target(model, mesh=MESH, rules=rules, inputs=(X,))
+    assert_abstract_as(got, abstract)
+    assert shardings(got) == flax_shardings(abstract, MESH, rules)
+    assert got["params"]["kernel"].value.sharding.spec == P("data", "model")
+
+
+def test_the_axis_of_scanned_layers_has_a_name_too():
+    model = MLP("logical", scan=True, layers=4)
+    rules = [("layers", "model"), ("hidden", ("model", "data")), ("embed", "data")]
+    got = reshard.target(model, mesh=MESH, rules=rules, inputs=(X,))
+    abstract = jax.eval_shape(model.init, KEY, X)
+    assert shardings(got) == flax_shardings(abstract, MESH, rules)
+    layer = nn.meta.unbox(got)["params"]["ScanDotReluDot_0"]
+    assert layer["W2"].sharding.spec == P("model", None, "data")
+    assert got["params"]["ScanDotReluDot_0"]["W2"].names == ("layers", "hidden", "embed")
+
+
+def test_a_state_that_is_laid_out_keeps_its_specs_on_another_mesh():
+    rng = np.random.default_rng(0)
+    spec = {"a": P("data", "model"), "b": P(("model", "data")), "c": P(), "d": P(None, "model")}
+    tree = {
+        name: jax.device_put(
+            layouts.random_array(rng, (8, 16)), NamedSharding(layouts.mesh((2, 2)), spec[name])
+        )
+        for name in spec
+    }
+    tree["here"] = jnp.ones((3,))
+    for model in (tree, layouts.abstract(tree, layouts.mesh((4, 2)))):
+        got = reshard.target(model, mesh=MESH)
+        assert {name: leaf.sharding for name, leaf in got.items()} == {
+            name: NamedSharding(MESH, spec) for name, spec in {**spec, "here": P()}.items()
+        }
+    with pytest.raises(ShardingError) as caught:
+        reshard.target(tree, mesh=layouts.mesh((8,), ("x",)))
+    assert str(caught.value) == (
+        "the model does not fit the mesh `x=8`\n"
+        "  a  [8, 16]: P('data', 'model') names axis 'data', which `x=8` lacks\n"
+        "  a  [8, 16]: P('data', 'model') names axis 'model', which `x=8` lacks\n"
+        "  b  [8, 16]: P(('model', 'data')) names axis 'model', which `x=8` lacks\n"
+        "  b  [8, 16]: P(('model', 'data')) names axis 'data', which `x=8` lacks\n"
+        "  d  [8, 16]: P(None, 'model') names axis 'model', which `x=8` lacks"
+    )
+
+
+def test_a_box_of_the_user_s_own_has_a_spec_or_none():
+    @flax.struct.dataclass
+    class Own(nn.meta.AxisMetadata):
+        value: Any
+        axis: str = flax.struct.field(pytree_node=False)
+
+        def unbox(self):
+            return self.value
+
+        def replace_boxed(self, value):
+            return self.replace(value=value)
+
+        def add_axis(self, index, params):
+            return self
+
+        def remove_axis(self, index, params):
+            return self
+
+    @flax.struct.dataclass
+    class Spec(Own):
+        def get_partition_spec(self):
+            return P(None, self.axis)
+
+    tree = {"own": Own(jnp.ones((8, 8)), "model"), "spec": Spec(jnp.ones((8, 8)), "model")}
+    got = reshard.target(tree, mesh=MESH)
+    assert jax.tree.structure(got) == jax.tree.structure(tree)
+    assert got["own"].value.sharding == NamedSharding(MESH, P())
+    assert got["spec"].value.sharding == NamedSharding(MESH, P(None, "model"))
+
+
+def test_a_box_that_has_a_mesh_of_its_own_keeps_it():
+    own = layouts.mesh((4, 2))
+    init = nn.with_partitioning(nn.initializers.ones, ("data", "model"), mesh=own)
+    got = reshard.target(nn.Dense(24, kernel_init=init), mesh=MESH, inputs=(X,))
+    kernel = got["params"]["kernel"]
+    assert kernel.mesh == own
+    assert kernel.value.sharding == NamedSharding(MESH, P("data", "model"))
+
+
+# Any names and rules, against Flax
+
+NAMES = st.sampled_from(["embed", "mlp", "heads", "kv"])
+VALUES = st.one_of(
+    st.none(),
+    st.sampled_from(["data", "model"]),
+    st.permutations(["data", "model"]).flatmap(
+        lambda axes: st.integers(0, 2).map(lambda count: tuple(axes[:count]))
+    ),
+)
+RULE_LISTS = st.lists(st.tuples(NAMES, VALUES), max_size=6).map(tuple)
+LEAVES = st.lists(st.tuples(st.sampled_from([1, 4, 8, 16]), st.none() | NAMES), max_size=4)
+
+
+def fits(sharding, shape):
+    try:
+        sharding.check_compatible_aval(shape)
+        sharding.shard_shape(shape)
+    except Exception:  # not all of them are ValueErrors
+        return False
+    return True
+
+
+def assert_target_is(make, rules, expected, shapes):
+    """`expected`: a function that makes the shardings, which may fail. All leaves fit, and the
+    target has just these, or there is an error."""
+    try:
+        found = expected()
+        fit = all(fits(sharding, shape) for sharding, shape in zip(found, shapes, strict=True))
+    except Exception:  # not all of them are ValueErrors
+        fit = False
+    if fit:
+        got = reshard.target(make(), mesh=MESH, rules=rules)
+        assert [leaf.sharding for leaf in jax.tree.leaves(got)] == found
+    else:
+        with pytest.raises(ShardingError):
+            reshard.target(make(), mesh=MESH, rules=rules)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(LEAVES, min_size=1, max_size=3), RULE_LISTS)
+def test_any_linen_boxes_are_laid_out_as_flax_does(leaves, rules):
+    shapes = [tuple(size for size, _ in leaf) for leaf in leaves]
+    names = [tuple(name for _, name in leaf) for leaf in leaves]
+
+    def make():
+        return [
+            nn.LogicallyPartitioned(jax.ShapeDtypeStruct(shape, "float32"), axes)
+            for shape, axes in zip(shapes, names, strict=True)
+        ]
+
+    def expected():
+        specs = nn.get_partition_spec(make())
+        return jax.tree.leaves(nn.logical_to_mesh_sharding(specs, MESH, rules))
+
+    assert_target_is(make, rules, expected, shapes)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(LEAVES, min_size=1, max_size=3), RULE_LISTS, st.booleans())
+def test_any_nnx_variables_are_laid_out_as_flax_does(leaves, rules, brought_along):
+    shapes = [tuple(size for size, _ in leaf) for leaf in leaves]
+    names = [tuple(name for _, name in leaf) for leaf in leaves]
+    metadata = {"sharding_rules": rules} if brought_along else {}
+
+    def make():
+        with nnx.use_eager_sharding(False):
+            variables = {
+                i: nnx.Param(jax.ShapeDtypeStruct(shape, "float32"), out_sharding=axes, **metadata)
+                for i, (shape, axes) in enumerate(zip(shapes, names, strict=True))
+            }
+        return nnx.State(variables)
+
+    def expected():
+        with logical_axis_rules(() if brought_along else rules):
+            return jax.tree.leaves(nnx.get_named_sharding(make(), MESH))
+
+    assert_target_is(make, None if brought_along else rules, expected, shapes)
+
+
+# NNX models
+
+
+class SGDState(nnx.Variable):
+    """The momentum of the optimizer of the NNX sharding guides."""
+
+
+class SGD(nnx.Object):
+    """The optimizer of the NNX sharding guides."""
+
+    def __init__(self, params, lr, decay=0.9):
+        def momentum(variable):
+            return SGDState(jnp.zeros_like(variable.get_value()), **variable.get_metadata())
+
+        def is_variable(value):
+            return isinstance(value, nnx.Variable)
+
+        self.lr = lr
+        self.params = nnx.data(params)
+        self.momentum = nnx.data(jax.tree.map(momentum, params, is_leaf=is_variable))
+        self.decay = decay
+
+
+def to_mesh_axes(*names):
+    return tuple({"embed": "data", "hidden": "model"}.get(name) for name in names)
+
+
+def logical_axes(*names):
+    return names
+
+
+class Net(nnx.Module):
+    """Variables of several types, annotated under each key, shared, listed and scanned."""
+
+    def __init__(self, rngs, axes=to_mesh_axes, key="out_sharding"):
+        self.embed = nnx.Embed(
+            16, 8, rngs=rngs, embedding_metadata={"out_sharding": axes("hidden", None)}
+        )
+        self.head = self.embed
+        self.tied = self.embed.embedding
+        self.blocks = nnx.List(
+            [
+                nnx.Linear(
+                    8,
+                    24,
+                    rngs=rngs,
+                    kernel_metadata={"out_sharding": axes("embed", "hidden")},
+                    bias_metadata={"out_sharding": axes("hidden")},
+                ),
+                nnx.LayerNorm(24, rngs=rngs),
+            ]
+        )
+        self.w = nnx.Param(jnp.ones((24, 8)), **{key: axes("hidden", "embed")})
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.table = nnx.Variable(jnp.zeros((3, 5)))
+        self.stacked = stacked_linear(rngs, axes)
+        self.rate = 0.5
+
+
+def stacked_linear(rngs, axes):
+    @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: axes("layers")[0]})
+    def make(rngs):
+        return nnx.Linear(
+            8, 24, rngs=rngs, kernel_metadata={"out_sharding": axes("embed", "hidden")}
+        )
+
+    return make(rngs.split(3))
+
+
+NNX_STATES = {
+    "module": lambda net, tx: net,
+    "Optimizer": lambda net, tx: nnx.Optimizer(net, tx, wrt=nnx.Param),
+    "ModelAndOptimizer": lambda net, tx: nnx.ModelAndOptimizer(net, tx),
+    "model and optimizer": lambda net, tx: (net, nnx.Optimizer(net, tx, wrt=nnx.Param)),
+    "in a dict": lambda net, tx: {
+        "model": net,
+        "optimizers": [nnx.Optimizer(net, tx, wrt=nnx.Param), None],
+    },
+    "own SGD": lambda net, tx: SGD(nnx.variables(net, nnx.Param), 0.1),
+    "model and own SGD": lambda net, tx: (net, SGD(nnx.variables(net, nnx.Param), 0.1)),
+}
+
+
+def nnx_shardings(make, mesh, rules=()):
+    """What Flax makes of the annotations of an NNX state; it also has some for empty variables."""
+    with nnx.use_eager_sharding(False), logical_axis_rules(rules):
+        state = nnx.state(nnx.eval_shape(make))
+        found = layouts.flat(nnx.get_named_sharding(state, mesh))
+        paths, _ = jax.tree_util.tree_flatten_with_path(state)
+        return {path: found[path] for path in (jax.tree_util.keystr(keys) for keys, _ in paths)}
+
+
+def variables_of(tree):
+    leaves = jax.tree.leaves(nnx.state(tree), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return [leaf for leaf in leaves if isinstance(leaf, nnx.Variable)]
+
+
+def assert_specs(got, expected):
+    """The leaves of an NNX state have these shardings: printed path -> sharding."""
+    found = layouts.flat(nnx.state(got))
+    assert {path: leaf.sharding for path, leaf in found.items()} == expected
+
+
+def assert_nnx_as(got, real):
+    """The same graph around abstract leaves of the same shapes, metadata included."""
+    one, other = nnx.split(got), nnx.split(real)
+    assert one[0] == other[0]
+    assert jax.tree.structure(one[1]) == jax.tree.structure(other[1])
+    leaves = zip(jax.tree.leaves(one[1]), jax.tree.leaves(other[1]), strict=True)
+    for leaf, value in leaves:
+        assert isinstance(leaf, jax.ShapeDtypeStruct)
+        assert (leaf.shape, leaf.dtype) == (value.shape, value.dtype)
+
+
+@pytest.mark.parametrize("axes", [to_mesh_axes, logical_axes])
+@pytest.mark.parametrize("form", NNX_STATES)
+def test_an_nnx_state_is_get_named_sharding_and_the_real_model(form, axes):
+    def make():
+        return NNX_STATES[form](Net(nnx.Rngs(0), axes), tx)
+
+    tx = OPTIMIZERS["adam"]
+    rules = RULES if axes is logical_axes else ()
+    got = reshard.target(make, mesh=MESH, rules=rules or None)
+    assert_specs(got, nnx_shardings(make, MESH, rules))
+    with jax.set_mesh(MESH), logical_axis_rules(rules):
+        assert_nnx_as(got, make())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_nnx_optimizers_are_laid_out_as_their_variables_say(optimizer):
+    def make():
+        net = Net(nnx.Rngs(0), logical_axes)
+        return net, nnx.Optimizer(net, OPTIMIZERS[optimizer], wrt=nnx.Param)
+
+    got = reshard.target(make, mesh=MESH, rules=RULES)
+    assert_specs(got, nnx_shardings(make, MESH, RULES))
+    with jax.set_mesh(MESH), logical_axis_rules(RULES):
+        assert_nnx_as(got, make())
+
+
+@pytest.mark.parametrize("optimizer", RESHAPING)
+def test_nnx_optimizers_that_flax_cannot_lay_out(optimizer):
+    """The variables have names for more dimensions than they have, which Flax cannot apply."""
+
+    def make():
+        net = Net(nnx.Rngs(0), logical_axes)
+        return net, nnx.Optimizer(net, RESHAPING[optimizer], wrt=nnx.Param)
+
+    with jax.set_mesh(MESH), logical_axis_rules(RULES), pytest.raises(ValueError):
+        make()
+    with nnx.use_eager_sharding(False):
+        got = reshard.target(make, mesh=MESH, rules=RULES)
+        assert_nnx_as(got, make())
+    net, moments = got
+    assert_specs(net, nnx_shardings(lambda: make()[0], MESH, RULES))
+    for leaf in take_apart(moments).leaves:
+        leaf.value.sharding.shard_shape(leaf.value.shape)
+
+
+def test_a_class_a_constructor_and_arguments_are_the_same_module():
+    expected = nnx_shardings(lambda: Net(nnx.Rngs(0)), MESH)
+    rngs = nnx.Rngs(0)
+    before = nnx.state(rngs)
+    modules = [
+        reshard.target(Net, mesh=MESH),
+        reshard.target(lambda: Net(nnx.Rngs(0)), mesh=MESH),
+        reshard.target(lambda: Net(rngs=nnx.Rngs(7)), mesh=MESH),
+        reshard.target(Net, mesh=MESH, inputs=(rngs,)),
+        reshard.target(Net, mesh=MESH, inputs=(rngs, to_mesh_axes, "out_sharding")),
+        reshard.target(lambda seed: Net(nnx.Rngs(seed)), mesh=MESH, inputs=(3,)),
+        reshard.target(lambda key: Net(nnx.Rngs(key)), mesh=MESH, inputs=(jax.random.key(0),)),
+    ]
+    for module in modules:
+        assert type(module) is Net
+        assert_specs(module, expected)
+    layouts.assert_same_tree(nnx.state(rngs), before)
+    with jax.set_mesh(MESH):
+        assert_nnx_as(modules[0], Net(nnx.Rngs(0)))
+
+
+def test_a_class_that_needs_no_rngs_is_called_without():
+    class Fixed(nnx.Module):
+        def __init__(self, size=8, rngs=None):
+            assert rngs is None
+            self.w = nnx.Param(jnp.ones((size, size)), out_sharding=(None, "model"))
+
+    class Keyword(nnx.Module):
+        def __init__(self, *, rngs):
+            self.w = nnx.Param(rngs.params.uniform((8, 8)), out_sharding=(None, "model"))
+
+    for model in (Fixed, Keyword):
+        got = reshard.target(model, mesh=MESH)
+        assert type(got) is model
+        assert got.w.get_value().sharding == NamedSharding(MESH, P(None, "model"))
+
+
+def test_a_class_that_needs_more_is_called_by_the_user():
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'size'"):
+
+        class Sized(nnx.Module):
+            def __init__(self, size, rngs):
+                self.w = nnx.Param(jnp.ones((size, size)))
+
+        reshard.target(Sized, mesh=MESH)
+
+
+@pytest.mark.parametrize("key", ["out_sharding", "sharding_names", "sharding"])
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+def test_every_key_of_the_metadata_names_axes(key):
+    got = reshard.target(lambda: Net(nnx.Rngs(0), key=key), mesh=MESH)
+    assert_specs(got, nnx_shardings(lambda: Net(nnx.Rngs(0)), MESH))
+    assert got.w.get_value().sharding == NamedSharding(MESH, P("model", "data"))
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        ("model", None),
+        ["model", None],
+        P("model", None),
+        NamedSharding(MESH, P("model", None)),
+        (("model",), None),
+    ],
+)
+def test_axes_may_be_a_spec_or_a_sharding(axes):
+    with nnx.use_eager_sharding(False):
+        variable = nnx.Param(jnp.ones((8, 8)), out_sharding=axes)
+    got = reshard.target(nnx.State({"w": variable}), mesh=layouts.mesh((1, 8)))
+    assert got["w"].get_value().sharding == NamedSharding(layouts.mesh((1, 8)), P("model", None))
+    assert got["w"].get_metadata() == variable.get_metadata()
+    assert variable.get_value().sharding == jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+
+def test_rules_of_the_metadata_are_used_and_the_caller_s_come_first():
+    class Own(nnx.Module):
+        def __init__(self):
+            rules = (("a", "data"), ("b", "model"))
+            self.w = nnx.Param(jnp.ones((8, 8)), out_sharding=("a", "b"), sharding_rules=rules)
+            self.v = nnx.Param(jnp.ones((8,)), out_sharding=("model",))
+
+    got = reshard.target(Own, mesh=MESH)
+    assert_specs(got, nnx_shardings(Own, MESH))
+    assert (got.w.get_value().sharding.spec, got.v.get_value().sharding.spec) == (
+        P("data", "model"),
+        P("model"),
+    )
+    with jax.set_mesh(MESH):
+        assert_nnx_as(got, Own())
+    other = reshard.target(Own, mesh=MESH, rules={"a": None})
+    assert other.w.get_value().sharding.spec == P(None, "model")
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class MeshRules:
+    """The rules of the NNX sharding guides."""
+
+    embed: str | None = None
+    hidden: str | tuple[str, ...] | None = None
+    layers: str | None = None
+
+    def __call__(self, *keys):
+        return tuple(getattr(self, key) for key in keys)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        MeshRules(hidden=("data", "model")),
+        {"embed": None, "hidden": ("data", "model"), "layers": None},
+        [("embed", ()), ("hidden", ["data", "model"]), ("layers", None)],
+        (("embed", None), ("hidden", ("data", "model")), ("layers", ())),
+    ],
+)
+def test_every_form_of_rules(rules):
+    pairs = (("embed", None), ("hidden", ("data", "model")), ("layers", None))
+    got = reshard.target(lambda: Net(nnx.Rngs(0), logical_axes), mesh=MESH, rules=rules)
+    expected = nnx_shardings(lambda: Net(nnx.Rngs(0), logical_axes), MESH, pairs)
+    assert_specs(got, expected)
+    model = MLP("logical", scan=True)
+    abstract = jax.eval_shape(model.init, KEY, X)
+    assert shardings(reshard.target(model, mesh=MESH, rules=rules, inputs=(X,))) == flax_shardings(
+        abstract, MESH, pairs
+    )
+
+
+def test_rules_that_annotate_the_model_itself():
+    """As in the guide, where `MeshRules` give the mesh axes to the constructor."""
+    rules = MeshRules(hidden="model")
+
+    def make():
+        return Net(nnx.Rngs(0), lambda *names: rules(*(name or "embed" for name in names)))
+
+    assert_specs(reshard.target(make, mesh=MESH), nnx_shardings(make, MESH))
+
+
+def test_shared_variables_and_modules_stay_shared():
+    net, optimizer = reshard.target(
+        lambda: NNX_STATES["model and own SGD"](Net(nnx.Rngs(0)), None), mesh=MESH
+    )
+    assert net.head is net.embed
+    assert net.tied is net.embed.embedding
+    assert optimizer.params["w"] is net.w
+    assert optimizer.params["blocks"][0]["kernel"] is net.blocks[0].kernel
+    assert optimizer.momentum["w"] is not net.w
+    assert type(optimizer.momentum["w"]) is SGDState
+    both = reshard.target(
+        lambda: {"a": (first := Net(nnx.Rngs(0))), "b": [first, first.w]}, mesh=MESH
+    )
+    assert both["b"][0] is both["a"]
+
+
+def test_a_graph_with_a_cycle():
+    class Child(nnx.Module):
+        def __init__(self, parent):
+            self.parent = parent
+            self.w = nnx.Param(jnp.ones((8, 8)), out_sharding=("data", "model"))
+
+    class Parent(nnx.Module):
+        def __init__(self):
+            self.children_ = nnx.List([Child(self), Child(self)])
+
+    got = reshard.target(Parent, mesh=MESH)
+    assert all(child.parent is got for child in got.children_)
+    assert {child.w.get_value().sharding for child in got.children_} == {
+        NamedSharding(MESH, P("data", "model"))
+    }
+
+
+def test_a_module_an_optimizer_and_a_state_that_are_real():
+    with jax.set_mesh(layouts.mesh((4, 2))):
+        net = Net(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(net, OPTIMIZERS["adam"], wrt=nnx.Param)
+    given_models = [net, optimizer, (net, optimizer), nnx.state(net), nnx.state((net, optimizer))]
+    for given_model in given_models:
+        graph, state = nnx.split(given_model)
+        leaves = jax.tree.leaves(state)
+        metadata = [dict(v.get_metadata()) for v in variables_of(state)]
+        expected = nnx.get_named_sharding(state, MESH)
+        got = reshard.target(given_model, mesh=MESH)
+        assert_nnx_as(got, given_model)
+        assert_specs(got, layouts.flat(expected))
+        # The user's own is as it was.
+        after_graph, after = nnx.split(given_model)
+        assert after_graph == graph
+        assert all(a is b for a, b in zip(jax.tree.leaves(after), leaves, strict=True))
+        assert [v.get_metadata() for v in variables_of(after)] == metadata
+        mine = set(map(id, variables_of(given_model)))
+        assert not mine & set(map(id, variables_of(got)))
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_module_that_is_abstract_already(kind):
+    """Where a mesh is set, Flax gives it shardings on that mesh."""
+    with jax.set_mesh(KINDS[kind]), nnx.use_eager_sharding(False):
+        abstract = nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
+    mesh = layouts.mesh((1, 8))
+    got = reshard.target(abstract, mesh=mesh)
+    assert nnx.graphdef(got) == nnx.graphdef(abstract)
+    expected = nnx_shardings(lambda: Net(nnx.Rngs(0)), mesh)
+    leaves = layouts.flat(nnx.state(got))
+    assert list(leaves) == list(expected)
+    for path, leaf in leaves.items():
+        assert leaf.sharding.mesh == mesh
+        assert leaf.sharding.is_equivalent_to(expected[path], leaf.ndim), path
+
+
+def test_a_model_that_a_callable_only_returns_is_not_changed():
+    with nnx.use_eager_sharding(False):
+        net = Net(nnx.Rngs(0))
+    before = nnx.split(net)
+    got = reshard.target(lambda: net, mesh=MESH)
+    after = nnx.split(net)
+    assert after[0] == before[0]
+    assert jax.tree.structure(after[1]) == jax.tree.structure(before[1])
+    layouts.assert_same_tree(after[1], before[1])
+    assert got is not net
+    assert_specs(got, nnx_shardings(lambda: Net(nnx.Rngs(0)), MESH))
+
+
+def test_specs_are_overrides_of_annotations_and_optimizer_state_follows_them():
+    def make():
+        net = Net(nnx.Rngs(0))
+        return net, nnx.Optimizer(net, OPTIMIZERS["adam"], wrt=nnx.Param)
+
+    specs = [("^0/w$", P(None, ("data", "model"))), ("^0/blocks/0/", "")]
+    got = reshard.target(make, mesh=MESH, specs=specs)
+    expected = nnx_shardings(make, MESH)
+    changed = {"['w']": P(None, ("data", "model")), "['blocks'][0]": P()}
+    for path in expected:
+        for part, spec in changed.items():
+            if part in path:
+                expected[path] = NamedSharding(MESH, spec)
+    assert_specs(got, expected)
+
+
+@pytest.mark.parametrize(
+    "tree", [nnx.get_partition_spec, lambda s: nnx.get_named_sharding(s, MESH)]
+)
+def test_the_specs_that_flax_gives_of_an_nnx_state_are_taken(tree):
+    def bare():
+        return Net(nnx.Rngs(0), lambda *names: (None,) * len(names))
+
+    with nnx.use_eager_sharding(False):
+        specs = tree(nnx.state(nnx.eval_shape(lambda: Net(nnx.Rngs(0)))))
+    got = reshard.target(bare, mesh=MESH, specs=specs)
+    assert_specs(got, nnx_shardings(lambda: Net(nnx.Rngs(0)), MESH))
+
+
+def test_the_specs_that_flax_gives_of_a_train_state_are_taken():
+    logical = functools.partial(train_state, MLP("logical"), OPTIMIZERS["adam"])
+    bare = functools.partial(train_state, MLP("none"), OPTIMIZERS["adam"])
+    specs = nn.get_partition_spec(jax.eval_shape(logical))
+    expected = flax_shardings(jax.eval_shape(logical), MESH, RULES)
+    for model in (logical, bare, jax.eval_shape(bare)):
+        got = reshard.target(model, mesh=MESH, rules=RULES, specs=specs)
+        assert shardings(got) == expected
+    on_mesh = nn.logical_to_mesh_sharding(specs, MESH, RULES)
+    assert shardings(reshard.target(bare, mesh=MESH, specs=on_mesh)) == expected
+
+
+def test_linen_in_nnx_and_nnx_in_linen():
+    def in_nnx(axes):
+        return nnx.bridge.lazy_init(nnx.bridge.ToNNX(MLP(axes), rngs=nnx.Rngs(0)), X)
+
+    for axes, rules in (("mesh", ()), ("logical", RULES)):
+        make = functools.partial(in_nnx, axes)
+        got = reshard.target(make, mesh=MESH, rules=rules or None)
+        assert_specs(got, nnx_shardings(make, MESH, rules))
+
+    in_linen = nnx.bridge.to_linen(
+        nnx.Linear, 16, 24, kernel_metadata={"out_sharding": ("data", "model")}
+    )
+    with nnx.use_eager_sharding(False):
+        abstract = jax.eval_shape(in_linen.init, KEY, X)
+    got = reshard.target(in_linen, mesh=MESH, inputs=(X,))
+    assert shardings(got) == flax_shardings(abstract, MESH)
+
+
+# Meshes and contexts
+
+
+class Constrained(nn.Module):
+    """Constrains values as the guides do: by bare partition specs, or on a mesh of its own."""
+
+    mesh: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_partitioning(nn.initializers.ones, ("data", "model"))
+        y = nn.Dense(24, kernel_init=init)(x)
+        spec = P("data", "model")
+        where = spec if self.mesh is None else NamedSharding(self.mesh, spec)
+        return jax.lax.with_sharding_constraint(y, where)
+
+
+class ConstrainedNet(nnx.Module):
+    def __init__(self, rngs):
+        spec = P("data", "model")
+        kernel = jax.lax.with_sharding_constraint(rngs.params.uniform((8, 24)), spec)
+        self.w = nnx.Param(kernel, out_sharding=spec)
+        self.v = nnx.Param(jnp.ones((24,)), out_sharding=("model",))
+
+
+def nnx_pair(axes):
+    net = Net(nnx.Rngs(0), axes)
+    return net, nnx.Optimizer(net, OPTIMIZERS["adam"], wrt=nnx.Param)
+
+
+MODELS = {
+    "Linen, mesh axes": (functools.partial(train_state, MLP(), OPTIMIZERS["adam"]), None),
+    "Linen, logical axes": (
+        functools.partial(train_state, MLP("logical", scan=True), OPTIMIZERS["adam"]),
+        RULES,
+    ),
+    "NNX, mesh axes": (functools.partial(nnx_pair, to_mesh_axes), None),
+    "NNX, logical axes": (functools.partial(nnx_pair, logical_axes), RULES),
+    "Linen, constrained": (lambda: Constrained().init(KEY, X), None),
+    "Linen, constrained on a mesh": (lambda: Constrained(layouts.mesh((4, 2))).init(KEY, X), None),
+    "NNX, constrained": (ConstrainedNet, None),
+}
+CONTEXTS = {
+    "nothing": contextlib.nullcontext,
+    "set_mesh": lambda: jax.set_mesh(KINDS["Auto"]),
+    "set_mesh, Explicit": lambda: jax.set_mesh(KINDS["Explicit"]),
+    "set_mesh, other sizes": lambda: jax.set_mesh(layouts.mesh((4, 2))),
+    "set_mesh, other names": lambda: jax.set_mesh(layouts.mesh((8,), ("x",))),
+    "with mesh": lambda: KINDS["Auto"],
+    "with mesh, other sizes": lambda: layouts.mesh((4, 2)),
+    "with mesh, other names": lambda: layouts.mesh((8,), ("x",)),
+    "use_abstract_mesh": lambda: jax.sharding.use_abstract_mesh(KINDS["AbstractMesh"]),
+    "rules": lambda: logical_axis_rules((("embed", "model"), ("hidden", None))),
+}
+
+
+def global_state():
+    """What Flax and JAX keep for a thread, and for all."""
+    return (
+        nnx.using_eager_sharding(),
+        jax.sharding.get_abstract_mesh(),
+        flax.core.meta.get_global_mesh(),
+        flax.core.spmd.get_logical_axis_rules(),
+        dict(jax.config.values),
+    )
+
+
+def plain(tree):
+    """All of a target that can be compared, whatever mesh is set."""
+    found = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Pytree))
+    graph = None
+    if any(isinstance(leaf, nnx.Pytree) for leaf in found):
+        graph, tree = nnx.split(tree)
+    leaves = [
+        (leaf.shape, leaf.dtype, leaf.sharding, leaf.weak_type) for leaf in jax.tree.leaves(tree)
+    ]
+    assert leaves
+    return graph, jax.tree.structure(tree), leaves
+
+
+@functools.cache
+def outside(model):
+    """The target on a mesh of Auto axes where nothing is set."""
+    make, rules = MODELS[model]
+    return plain(reshard.target(make, mesh=MESH, rules=rules))
+
+
+@pytest.mark.filterwarnings("ignore:.*with mesh.*:DeprecationWarning")
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", MODELS)
+def test_neither_the_kind_of_mesh_nor_what_is_set_changes_the_result(model, kind, context):
+    make, rules = MODELS[model]
+    mesh = KINDS[kind]
+    graph, treedef, leaves = outside(model)
+    moved = [
+        (shape, dtype, NamedSharding(mesh, sharding.spec), weak)
+        for shape, dtype, sharding, weak in leaves
+    ]
+    with CONTEXTS[context]():
+        before = global_state()
+        got = plain(reshard.target(make, mesh=mesh, rules=rules))
+        assert global_state() == before
+    assert got == (graph, treedef, moved)
+
+
+@pytest.mark.filterwarnings("ignore:.*with mesh.*:DeprecationWarning")
+@pytest.mark.parametrize("model", MODELS)
+def test_neither_changes_the_report(model):
+    make, rules = MODELS[model]
+    expected = reshard.coverage(make, mesh=MESH, rules=rules)
+    assert (expected.problems, expected.hints) == ((), ())
+    for kind, context in zip(itertools.cycle(KINDS), CONTEXTS, strict=False):
+        with CONTEXTS[context]():
+            before = global_state()
+            got = reshard.coverage(make, mesh=KINDS[kind], rules=rules)
+            assert global_state() == before
+        assert (got.leaves, repr(got)) == (expected.leaves, repr(expected))
+
+
+@pytest.mark.filterwarnings("ignore:.*with mesh.*:DeprecationWarning")
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_trees_and_modules_that_exist_are_taken_in_any_context(context):
+    linen = jax.eval_shape(MODELS["Linen, logical axes"][0])
+    with nnx.use_eager_sharding(False):
+        net = nnx_pair(logical_axes)
+    expected = [plain(reshard.target(x, mesh=MESH, rules=RULES)) for x in (linen, net)]
+    with CONTEXTS[context]():
+        before = global_state()
+        got = [plain(reshard.target(x, mesh=MESH, rules=RULES)) for x in (linen, net)]
+        assert global_state() == before
+    assert got == expected
+
+
+def test_what_is_made_and_its_target_differ_in_the_mesh_alone():
+    """On a mesh of any form, and with more axes than are used."""
+    make = functools.partial(nnx_pair, to_mesh_axes)
+    for sizes in ((1, 8), (8, 1), (2, 2), (1, 1), (4, 4)):
+        assert_specs(
+            reshard.target(make, mesh=layouts.mesh(sizes)), nnx_shardings(make, layouts.mesh(sizes))
+        )
+    cube = layouts.mesh((2, 2, 4), ("data", "other", "model"))
+    assert_specs(reshard.target(make, mesh=cube), nnx_shardings(make, cube))
+
+
+@pytest.mark.parametrize("kind", ["Explicit", "Explicit AbstractMesh"])
+@pytest.mark.parametrize("context", ["nothing", "set_mesh", "set_mesh, Explicit"])
+def test_a_model_for_explicit_axes(kind, context):
+    class Resharded(nnx.Module):
+        def __init__(self, rngs):
+            spec = P("data", "model")
+            kernel = jax.sharding.reshard(rngs.params.uniform((8, 24)), spec)
+            self.w = nnx.Param(kernel, out_sharding=spec)
+            self.v = nnx.Param(jnp.einsum("ij->j", kernel, out_sharding=P("model")))
+
+    with CONTEXTS[context]():
+        got = reshard.target(Resharded, mesh=KINDS[kind], specs={"^v$": P("model")})
+    assert got.w.get_value().sharding == NamedSharding(KINDS[kind], P("data", "model"))
+    assert got.v.get_value().sharding == NamedSharding(KINDS[kind], P("model"))
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_eager_sharding_is_as_it_was_and_so_are_the_variables(eager):
+    make = functools.partial(nnx_pair, to_mesh_axes)
+    with nnx.use_eager_sharding(eager):
+        got = reshard.target(make, mesh=MESH)
+        assert nnx.using_eager_sharding() is eager
+        with jax.set_mesh(MESH):
+            assert_nnx_as(got, make())
+    assert nnx.using_eager_sharding() is True
+
+
+@pytest.mark.filterwarnings("ignore:.*with mesh.*:DeprecationWarning")
+def test_a_model_that_fails_leaves_nothing_behind():
+    def fails():
+        Net(nnx.Rngs(0))
+        raise RuntimeError("no such model")
+
+    for context in CONTEXTS.values():
+        with context():
+            before = global_state()
+            with pytest.raises(RuntimeError, match="no such model"):
+                reshard.target(fails, mesh=MESH)
+            with pytest.raises(ShardingError):
+                reshard.target(Net, mesh=layouts.mesh((3, 5)))
+            assert global_state() == before
+
+
+def test_other_threads_see_nothing_of_it():
+    inside, checked = threading.Event(), threading.Event()
+
+    def make():
+        inside.set()
+        assert checked.wait(60)
+        return Net(nnx.Rngs(0))
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        before = global_state()
+        future = pool.submit(reshard.target, make, mesh=MESH)
+        assert inside.wait(60)
+        assert global_state() == before
+        mine = reshard.target(Net, mesh=MESH)
+        checked.set()
+        assert plain(future.result(60)) == plain(mine)
+
+
+def test_nothing_is_computed_and_no_device_is_needed():
+    """A model that no machine could hold, on a mesh that no machine has."""
+    mesh = AbstractMesh((64, 64), ("data", "model"))
+    init = nn.with_partitioning(nn.initializers.normal(), ("data", "model"))
+    model = nn.Dense(1 << 22, kernel_init=init)
+    x = jax.ShapeDtypeStruct((1, 1 << 20), "bfloat16")
+    before = len(jax.live_arrays())
+    got = reshard.target(model, mesh=mesh, inputs=(x,))
+    assert len(jax.live_arrays()) == before
+    kernel = got["params"]["kernel"].value
+    assert (kernel.shape, kernel.sharding) == (
+        (1 << 20, 1 << 22),
+        NamedSharding(mesh, P("data", "model")),
+    )
+
+
+# Semantics
+
+
+def test_semantics_say_how_rules_are_read_whatever_the_api():
+    rules = [("embed", "model"), ("hidden", "model"), ("embed", "data"), ("hidden", None)]
+
+    def linen():
+        return {"w": nn.LogicallyPartitioned(jnp.ones((8, 16)), ("embed", "hidden"))}
+
+    def in_nnx():
+        return nnx.State({"w": nnx.Param(jnp.ones((8, 16)), out_sharding=("embed", "hidden"))})
+
+    first = nn.logical_to_mesh_axes(("embed", "hidden"), rules)
+    last = P(*from_sharding_rules(("embed", "hidden"), rules))
+    assert (first, last) == (P("model", None), P("data", None))
+    for make, own in ((linen, first), (in_nnx, last)):
+        for semantics, spec in ((None, own), ("linen", first), ("nnx", last)):
+            got = reshard.target(make, mesh=MESH, rules=rules, semantics=semantics)
+            assert [leaf.sharding.spec for leaf in jax.tree.leaves(got)] == [spec]
+
+
+def test_where_a_mesh_axis_would_be_used_twice():
+    rules = [("embed", "model"), ("hidden", "model")]
+
+    def make():
+        return nnx.State({"w": nnx.Param(jnp.ones((8, 16)), out_sharding=("embed", "hidden"))})
+
+    with pytest.raises(ShardingError) as caught:
+        reshard.target(make, mesh=MESH, rules=rules)
+    assert str(caught.value) == (
+        "the model does not fit the mesh `data=2,model=4`\n"
+        "  w  [8, 16] ('embed', 'hidden'): P('model', 'model') uses axis 'model' 2 times"
+    )
+    got = reshard.target(make, mesh=MESH, rules=rules, semantics="linen")
+    assert got["w"].get_value().sharding.spec == P("model", None)
+
+
+def test_a_name_without_a_rule_is_replicated_in_linen_and_an_error_in_nnx():
+    rules = [("embed", "data")]
+    linen = {"w": nn.LogicallyPartitioned(jnp.ones((8, 16)), ("embed", "hidden"))}
+    with nnx.use_eager_sharding(False):
+        variable = nnx.Param(jnp.ones((8, 16)), out_sharding=("embed", "hidden"))
+    message = (
+        "the model does not fit the mesh `data=2,model=4`\n"
+        "  w  [8, 16] ('embed', 'hidden'): P('data', 'hidden') names axis 'hidden', which "
+        "`data=2,model=4` lacks\n\n"
+        "hint: the rule (\"hidden\", None) replicates what is named 'hidden'"
+    )
+    for state in (linen, nnx.State({"w": variable})):
+        got = reshard.target(state, mesh=MESH, rules=rules, semantics="linen")
+        assert [leaf.sharding.spec for leaf in jax.tree.leaves(got)] == [P("data", None)]
+        with pytest.raises(ShardingError) as caught:
+            reshard.target(state, mesh=MESH, rules=rules, semantics="nnx")
+        assert str(caught.value) == message
+    assert reshard.coverage(linen, mesh=MESH, rules=rules).unmatched == {"hidden": (("w",),)}
+
+
+# Errors
+
+
+def raised(*args, **kwargs):
+    with pytest.raises(ShardingError) as caught:
+        reshard.target(*args, **kwargs)
+    return str(caught.value)
+
+
+def test_all_problems_of_a_train_state_at_once():
+    class Wrong(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            init = nn.initializers.ones
+            self.param("odd", nn.with_logical_partitioning(init, ("embed", "hidden")), (7, 6))
+            self.param("twice", nn.with_logical_partitioning(init, ("embed", "embed")), (8, 8))
+            self.param("axis", nn.with_partitioning(init, ("data", "expert")), (8, 8))
+            self.param("both", nn.with_partitioning(init, ("model", "model")), (8, 8))
+            self.param("mixed", nn.with_logical_partitioning(init, ("model", None)), (8, 8))
+            self.param("free", nn.with_logical_partitioning(init, ("vocab", None)), (7, 7))
+            self.param("long", nn.with_logical_partitioning(init, ("hidden", "embed")), (4,))
+            self.param("right", nn.with_logical_partitioning(init, ("embed", "hidden")), (8, 8))
+            return x
+
+    def make():
+        params = Wrong().init(KEY, X)["params"]
+        return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
+
+    expected = (
+        "the model does not fit the mesh `data=2,model=4`\n"
+        "  params/axis  [8, 8] ('data', 'expert'): P('data', 'expert') names axis 'expert', "
+        "which `data=2,model=4` lacks\n"
+        "  params/both  [8, 8] ('model', 'model'): P('model', 'model') uses axis 'model' 2 times\n"
+        "  params/long  [4] ('hidden', 'embed'): P('model', 'data') has 2 dimensions, the array 1\n"
+        "  params/mixed: no rule has the logical name 'model', which is also an axis of "
+        "`data=2,model=4`\n"
+        "  params/odd  [7, 6] ('embed', 'hidden'): dimension 0 of 7 does not divide by 2 (data)\n"
+        "  params/odd  [7, 6] ('embed', 'hidden'): dimension 1 of 6 does not divide by 4 (model)\n"
+        "  params/twice: its names ('embed', 'embed') have 'embed' twice\n\n"
+        "hint: the rule (\"expert\", None) replicates what is named 'expert'\n"
+        'hint: the rule ("model", "model") splits over it, ("model", None) replicates'
+    )
+    assert raised(make, mesh=MESH, rules=RULES) == expected
+    report = reshard.coverage(make, mesh=MESH, rules=RULES)
+    with pytest.raises(ShardingError) as caught:
+        reshard.target(make, mesh=MESH, rules=RULES)
+    assert (caught.value.problems, caught.value.hints) == (report.problems, report.hints)
+    assert report.unmatched == {
+        "expert": (("params", "axis"),),
+        "vocab": (("params", "free"),),
+        "model": (("params", "mixed"),),
+    }
+
+
+def test_all_problems_of_an_nnx_state_at_once():
+    class Wrong(nnx.Module):
+        def __init__(self):
+            self.odd = nnx.Param(jnp.ones((7, 6)), out_sharding=("embed", "hidden"))
+            self.axis = nnx.Param(jnp.ones((8, 8)), out_sharding=("data", "expert"))
+            self.twice = nnx.Param(jnp.ones((8, 8)), out_sharding=("embed", "data"))
+            self.long = nnx.Variable(jnp.ones(()), out_sharding=("hidden",))
+            self.right = nnx.Param(jnp.ones((8, 8)), out_sharding=("model", "embed"))
+
+    def make():
+        return nnx.ModelAndOptimizer(Wrong(), optax.adam(1e-3))
+
+    moments = [
+        "".join(
+            f"  opt_state/0/{moment}/{problem}\n"
+            for problem in (
+                "axis  [8, 8]: P('data', 'expert') names axis 'expert', which "
+                "`data=2,model=4` lacks",
+                "odd  [7, 6]: dimension 0 of 7 does not divide by 2 (data)",
+                "odd  [7, 6]: dimension 1 of 6 does not divide by 4 (model)",
+                "twice  [8, 8]: P('data', 'data') uses axis 'data' 2 times",
+            )
+        )
+        for moment in ("mu", "nu")
+    ]
+    assert raised(make, mesh=MESH, rules=RULES) == (
+        "the model does not fit the mesh `data=2,model=4`\n"
+        "  model/axis  [8, 8] ('data', 'expert'): P('data', 'expert') names axis 'expert', which "
+        "`data=2,model=4` lacks\n"
+        "  model/long  [] ('hidden',): P('model') has 1 dimensions, the array 0\n"
+        "  model/odd  [7, 6] ('embed', 'hidden'): dimension 0 of 7 does not divide by 2 (data)\n"
+        "  model/odd  [7, 6] ('embed', 'hidden'): dimension 1 of 6 does not divide by 4 (model)\n"
+        "  model/twice  [8, 8] ('embed', 'data'): P('data', 'data') uses axis 'data' 2 times\n"
+        f"{''.join(moments)}\n"
+        "hint: the rule (\"expert\", None) replicates what is named 'expert'"
+    )
+
+
+def test_logical_names_without_rules():
+    assert raised(MLP("logical"), mesh=MESH, inputs=(X,)) == (
+        "the model does not fit the mesh `data=2,model=4`\n"
+        "  params/DotReluDot_0/Dense_0/kernel: its axes have logical names ('embed', 'hidden'), "
+        "and no rules\n"
+        "  params/DotReluDot_0/W2: its axes have logical names ('hidden', 'embed'), and no rules\n"
+        "  params/DotReluDot_1/Dense_0/kernel: its axes have logical names ('embed', 'hidden'), "
+        "and no rules\n"
+        "  params/DotReluDot_1/W2: its axes have logical names ('hidden', 'embed'), and no rules\n"
+        "\n"
+        'hint: rules=[("embed", "data"), ...] gives them, rules=[] replicates'
+    )
+    got = reshard.target(MLP("logical"), mesh=MESH, rules=[], inputs=(X,))
+    assert {leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(got)} == {True}
+
+
+def test_moments_that_cannot_be_told_apart():
+    """An optimizer of the user's own, which keeps the sums of rows of a square matrix."""
+
+    def init(params):
+        return {"sums": jax.tree.map(lambda leaf: leaf.sum(1), params)}
+
+    tx = optax.GradientTransformation(init, None)
+
+    def make():
+        params = {"square": jnp.ones((8, 8)), "wide": jnp.ones((8, 16)), "free": jnp.ones((4, 4))}
+        return TrainState.create(apply_fn=None, params=params, tx=tx)
+
+    specs = [("^params/(square|wide)$", P("data", "model"))]
+    assert raised(make, mesh=MESH, specs=specs) == (
+        "the model does not fit the mesh `data=2,model=4`\n"
+        "  opt_state/sums/square  [8]: it belongs to params/square, which is "
+        "P('data', 'model'), and it may be over dimensions (0,) or (1,) of the parameter's "
+        "[8, 8]\n\n"
+        'hint: specs=[(r"^opt_state/sums/square$", P(...))] says how to split it'
+    )
+    said = [*specs, (r"^opt_state/sums/square$", P("data"))]
+    got = reshard.target(make, mesh=MESH, specs=said)
+    assert {name: leaf.sharding.spec for name, leaf in got.opt_state["sums"].items()} == {
+        "square": P("data"),
+        "wide": P("data"),
+        "free": P(None),
+    }
+
+
+TREE = {"w": jnp.ones((8, 8)), "layer": {"b": jnp.ones((8,))}}
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "message"),
+    [
+        (
+            nn.Dense(3),
+            {},
+            "the Linen module Dense has no variables without inputs\n\n"
+            "hint: target(model, inputs=(x,), ...)\n"
+            "hint: or a callable that returns variables",
+        ),
+        (TREE, {"inputs": (X,)}, "`inputs` are for a module or a callable, not dict"),
+        (
+            nnx.State({}),
+            {"inputs": (X,)},
+            "`inputs` are for a module or a callable, not State",
+        ),
+        (
+            TREE,
+            {"semantics": "NNX"},
+            "semantics='NNX' is not known\n\nhint: semantics='linen'\nhint: semantics='nnx'",
+        ),
+        (
+            TREE,
+            {"rules": [("embed", 1), ("mlp", "model"), "x"]},
+            "a rule is a logical name with a mesh axis, several, or None\n"
+            "  ('embed', 1)\n"
+            "  'x'\n\n"
+            'hint: rules=[("embed", "data"), ("vocab", ("data", "model")), ("kv", None)]',
+        ),
+        (
+            TREE,
+            {"specs": [("w", "data"), ("^layers/b", "data"), ("xyzzy", None)]},
+            "no array matches the regex of a spec\n"
+            "  `^layers/b`\n"
+            "  `xyzzy`\n\n"
+            "hint: the nearest leaf is `layer/b`",
+        ),
+        (
+            TREE,
+            {"specs": {"[": "data"}},
+            "the spec rules cannot be read\n"
+            "  `[` is not a regex: unterminated character set at position 0",
+        ),
+        (
+            TREE,
+            {"specs": {"w": P("data"), "layers": {"b": P("data"), "c": P()}}},
+            "the tree of specs has leaves that the model lacks\n"
+            "  layers/b\n"
+            "  layers/c\n\n"
+            "hint: the model has `layer/b`",
+        ),
+        (
+            TREE,
+            {"specs": [("w", P("data", "model", None)), ("b$", P("x"))]},
+            "the model does not fit the mesh `data=2,model=4`\n"
+            "  layer/b  [8]: P('x') names axis 'x', which `data=2,model=4` lacks\n"
+            "  w  [8, 8]: P('data', 'model', None) has 3 dimensions, the array 2",
+        ),
+        (
+            TREE,
+            {"mesh": None},
+            "a target needs a mesh of JAX's, not None\n\n"
+            'hint: jax.make_mesh((1, 8), ("data", "model"))\n'
+            "hint: jax.sharding.AbstractMesh(...)",
+        ),
+        (
+            TREE,
+            {"specs": [("w", P(P.UNCONSTRAINED))]},
+            f"not a partition spec: {P(P.UNCONSTRAINED)!r}",
+        ),
+    ],
+)
+def test_what_cannot_be(model, arguments, message):
+    assert raised(model, **{"mesh": MESH, **arguments}) == message
+    if "does not fit the mesh" not in message:
+        with pytest.raises(ShardingError) as caught:
+            reshard.coverage(model, **{"mesh": MESH, **arguments})
+        assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"mesh": "data=2,model=4"},
+        {"mesh": {"data": 2, "model": 4}},
+        {"specs": "data"},
+        {"specs": 3},
+        {"specs": [("w",)]},
+        {"specs": ("w", "data")},
+        {"specs": [(3, "data")]},
+        {"model": {"w": nn.Partitioned(jnp.ones((8, 8)), (P.UNCONSTRAINED, None))}},
+        {"model": {"w": nn.Partitioned(jnp.ones((8, 8)), (3, None))}},
+    ],
+)
+def test_mistakes_are_named_and_do_not_end_in_the_words_of_python(arguments):
+    with pytest.raises(ShardingError):
+        reshard.target(**{"model": lambda: TREE, "mesh": MESH, **arguments})
+
+
+# The report
+
+
+def test_the_report_of_a_train_state_is_whole():
+    class Small(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            init = nn.with_logical_partitioning(nn.initializers.ones, ("embed", "hidden"))
+            y = nn.Dense(24, kernel_init=init)(x)
+            self.param("extra", nn.with_logical_partitioning(nn.initializers.ones, ("kv",)), (5,))
+            return nn.BatchNorm(use_running_average=True, use_bias=False, use_scale=False)(y)
+
+    def make():
+        variables = Small().init(KEY, X)
+        return State.create(apply_fn=None, tx=optax.sgd(1.0, momentum=0.9), **variables)
+
+    rules = {"embed": "data", "hidden": "model", "unused": None}
+    report = reshard.coverage(
+        make, mesh=MESH, rules=rules, specs=[("^batch_stats/.*/var$", "model")]
+    )
+    kernel, bias, extra = ("Dense_0", "kernel"), ("Dense_0", "bias"), ("extra",)
+    trace = ("opt_state", 0, "trace")
+    stats = ("batch_stats", "BatchNorm_0")
+    split = (("data",), ("model",))
+    names = ("embed", "hidden")
+    assert {leaf.path: leaf for leaf in report.leaves} == {
+        leaf.path: leaf
+        for leaf in (
+            LeafCoverage(("step",), (), None, (), "none", (), 4, True),
+            LeafCoverage(("params", *bias), (24,), None, (), "none", (), 96, True),
+            LeafCoverage(("params", *kernel), (16, 24), names, split, "names", (0, 1), 192, False),
+            LeafCoverage(("params", *extra), (5,), ("kv",), ((),), "names", (), 20, True),
+            LeafCoverage((*trace, *bias), (24,), None, (), "optimizer", (), 96, True),
+            LeafCoverage(
+                (*trace, *kernel), (16, 24), names, split, "optimizer", (0, 1), 192, False
+            ),
+            LeafCoverage((*trace, *extra), (5,), ("kv",), ((),), "optimizer", (), 20, True),
+            LeafCoverage((*stats, "mean"), (24,), None, (), "none", (), 96, True),
+            LeafCoverage((*stats, "var"), (24,), None, (("model",),), "specs", (), 24, False),
+        )
+    }
+    assert [leaf.path for leaf in report.leaves] == [
+        leaf.path for leaf in take_apart(jax.eval_shape(make)).leaves
+    ]
+    assert report.mesh == Mesh(("data", "model"), (2, 4), ("Auto", "Auto"), tuple(range(8)))
+    assert report.rules == (("embed", ("data",)), ("hidden", ("model",)), ("unused", ()))
+    both = {("params", *kernel), (*trace, *kernel)}
+    assert [set(paths) for paths in report.reached] == [both, both, set()]
+    assert report.unmatched == {"kv": (("params", *extra),)}
+    assert {leaf.path for leaf in report.replicated} == {
+        leaf.path for leaf in report.leaves if leaf.spec in ((), ((),))
+    }
+    assert (report.replicated_bytes, report.device_bytes) == (332, 740)
+    assert (report.problems, report.hints) == ((), ())
+    assert repr(report) == (
+        "9 array leaves on `data=2,model=4`, 740 B a device: 1 by the given specs, "
+        "2 by the names of their axes, 3 as the parameter they belong to, 3 by nothing\n"
+        "rule        embed -> data: 2 leaves, params/Dense_0/kernel the first\n"
+        "rule        hidden -> model: 2 leaves, params/Dense_0/kernel the first\n"
+        "rule        unused -> replicated: 0 leaves\n"
+        "no rule     kv: 1 leaves, params/extra the first\n"
+        "replicated  6 leaves, 332 B a device\n"
+        "            96 B  params/Dense_0/bias  [24]\n"
+        "            96 B  opt_state/0/trace/Dense_0/bias  [24]\n"
+        "            96 B  batch_stats/BatchNorm_0/mean  [24]\n"
+        "            20 B  params/extra  [5]\n"
+        "            20 B  opt_state/0/trace/extra  [5]\n"
+        "            4 B  step  []"
+    )
+
+
+def test_the_report_of_an_nnx_optimizer():
+    class Small(nnx.Module):
+        def __init__(self, rngs):
+            self.w = nnx.Param(jnp.ones((8, 16)), out_sharding=("embed", "hidden"))
+            self.b = nnx.Param(jnp.ones((6,), "bfloat16"), out_sharding=("hidden",))
+            self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    report = reshard.coverage(
+        lambda: nnx.ModelAndOptimizer(Small(nnx.Rngs(0)), optax.lion(1.0)),
+        mesh=MESH,
+        rules=MeshRules(hidden="model"),
+    )
+    assert repr(report) == (
+        "8 array leaves on `data=2,model=4`, 282 B a device: 2 by the names of their axes, "
+        "2 as the parameter they belong to, 4 by nothing\n"
+        "rule        hidden -> model: 4 leaves, model/b the first\n"
+        "rule        embed -> replicated: 2 leaves, model/w the first\n"
+        "replicated  4 leaves, 20 B a device\n"
+        "            8 B  model/dropout/rngs/key  []\n"
+        "            4 B  model/dropout/rngs/count  []\n"
+        "            4 B  opt_state/0/count  []\n"
+        "            4 B  step  []\n"
+        "problem     model/b  [6] ('hidden',): dimension 0 of 6 does not divide by 4 (model)\n"
+        "problem     opt_state/0/mu/b  [6]: dimension 0 of 6 does not divide by 4 (model)"
+    )
+
+
+def test_the_bytes_of_a_report_are_those_that_a_device_holds():
+    with jax.set_mesh(MESH):
+        net, optimizer = nnx_pair(to_mesh_axes)
+    held = 0
+    for leaf in jax.tree.leaves(nnx.state((net, optimizer))):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        shard = leaf.addressable_shards[0].data
+        held += shard.size * shard.dtype.itemsize
+    report = reshard.coverage(functools.partial(nnx_pair, to_mesh_axes), mesh=MESH)
+    assert report.device_bytes == held
+    assert report.replicated_bytes == sum(
+        leaf.device_bytes for leaf in report.leaves if not any(leaf.spec)
+    )
+
+
+def test_a_state_on_its_target_is_a_fixed_point():
+    """What is laid out as a target says gives that target, without rules or specs."""
+    rng = np.random.default_rng(0)
+    make = functools.partial(train_state, MLP("none", scan=True), RESHAPING["adafactor"])
+    specs = {"/kernel$": P(None, "data", "model"), "/W2$": P(None, "model", "data")}
+    params = {f"^params/.*{name}": spec for name, spec in specs.items()}
+    got = reshard.target(make, mesh=MESH, specs=params)
+    state = jax.tree.map(
+        lambda leaf: jax.device_put(
+            layouts.random_array(rng, leaf.shape, leaf.dtype), leaf.sharding
+        ),
+        got,
+    )
+    again = reshard.target(state, mesh=MESH)
+    assert jax.tree.structure(again) == jax.tree.structure(got)
+    assert shardings(again) == shardings(got)
+    assert {leaf.source for leaf in reshard.coverage(state, mesh=MESH).leaves} <= {
+        "sharding",
+        "optimizer",
+    }
