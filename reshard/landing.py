@@ -14,8 +14,8 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorstore as ts
@@ -26,18 +26,21 @@ from reshard.checkpoint import ArrayHandle
 from reshard.errors import CorruptCheckpointError, MemoryLimitError, ReshardError, TreeMismatchError
 from reshard.planner import grid_boxes
 from reshard.schedule import BOX_OVERHEAD, IN_FLIGHT_PER_CORE, WINDOW, cores, room
+from reshard.shards import local_shards
 from reshard.store import checked
+from reshard.transforms import is_floating
 from reshard.tree import format_path
 from reshard.units import format_bytes
 
 if TYPE_CHECKING:
     import jax
 
-# JAX uses a buffer of the host as a CPU array if it is aligned to this many bytes.
-ALIGNMENT = 64
 # Arrays up to this size (decoded bytes) are read whole, and cut into shards in memory: cheaper than
 # a read for each shard.
 READ_WHOLE = 1 << 20
+
+
+_UNSIGNED = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,25 +89,32 @@ def read_arrays(
         limit = max(IN_FLIGHT_PER_CORE * cores(), (cores() + 1) * largest)
     else:
         limit = min(room(max_memory), IN_FLIGHT_PER_CORE * cores())
-        _check_memory(landings, max_memory)
-    window = _Window(limit, progress)
     for landing in landings:
         landing.cut(limit // WINDOW)
+    if max_memory is not None:
+        _check_memory(landings, max_memory)
+    # A B-tree stays in memory as long as its store is open.
+    stores = {id(x.handle.store): x.handle.store.kvstore(x.handle.name) for x in landings}
+    window = _Window(limit, progress)
+    for landing in landings:
+        if not landing.boxes:
+            landing.finish()
         for box in landing.boxes:
             window.add(landing, box)
     window.finish()
+    stores.clear()
     return [landing.result for landing in landings]
 
 
 def _check_memory(landings: "Sequence[_Landing]", max_memory: int) -> None:
-    large = [landing for landing in landings if landing.chunk_charge > max_memory]
+    large = [landing for landing in landings if landing.least > max_memory]
     if large:
-        least = max(landing.chunk_charge for landing in large)
+        least = max(landing.least for landing in large)
         raise MemoryLimitError(
             f"one stored chunk does not fit in {format_bytes(max_memory)}",
             [
                 f"{format_path(landing.handle.path)}: a chunk of {list(landing.handle.chunk_shape)}"
-                f" takes {format_bytes(landing.chunk_charge)}, stored and decoded"
+                f" takes {format_bytes(landing.least)}, stored and decoded"
                 for landing in large
             ],
             [f'max_memory="{math.ceil(least / 2**10)}KiB" is the least that restores it'],
@@ -129,15 +139,16 @@ class _Landing:
         self._sharding = request.sharding
         decoded = math.prod(handle.chunk_shape) * handle.stored_dtype.itemsize
         self.chunk_charge = max(handle.stored_sizes(), default=0) + decoded
-        self._shards = _local_shards(handle.shape, request.sharding)
+        self._shards = local_shards(handle.shape, request.sharding)
         self._converts = handle.read_dtype != handle.dtype or handle.dtype != request.dtype
-        nbytes = math.prod(handle.shape) * request.dtype.itemsize
-        self._staged = self._converts or (nbytes <= READ_WHOLE and len(self._shards.boxes) > 1)
         held = sum(map(math.prod, self._shards.shapes)) * request.dtype.itemsize
+        small = held <= READ_WHOLE and self._shards.fill_around and len(self._shards.boxes) > 1
+        self._staged = self._converts or small
         self.staging = 0 if _aliases(request.sharding) else held
         self.boxes: list[Box] = []
         self.result: Any = None
         self._buffers: dict[Shape, np.ndarray] = {}
+        self._piecewise = False
         self._on_devices: _DeviceShards | None = None
         self._left = 0
 
@@ -145,27 +156,37 @@ class _Landing:
         """Decides what is read at once: everything, or boxes of whole chunks that take no more
         than `limit` bytes, and at least one chunk."""
         shape, chunk = self.handle.shape, self.handle.chunk_shape
+        if self.staging > 2 * limit:
+            self._piecewise, self._staged, self.staging = True, True, 0
         if not self._shards.boxes:
             self.boxes = []
         elif self.charge(self._shards.around) <= limit:
             self.boxes = [self._shards.around]
         else:
-            count = max(1, limit // (self.chunk_charge * (2 if self._staged else 1)))
+            self._staged = self._converts or self._piecewise
+            count = max(1, limit // self.least)
             grid = grid_boxes(shape, boxes.chunks_together(shape, chunk, count))
             self.boxes = [box for box in grid if self._shards.parts(box)]
-        if self.staging > 2 * limit:
-            self._on_devices = _DeviceShards(self.handle.shape, self._dtype, self._sharding)
-            self._staged, self.staging = True, 0
         self._left = len(self.boxes)
-        if not self.boxes:
-            self._finish()
+
+    @property
+    def least(self) -> int:
+        """Bytes that reading a single chunk takes."""
+        return self.chunk_charge + math.prod(self.handle.chunk_shape) * self._temporary
+
+    @property
+    def _temporary(self) -> int:
+        """Bytes an element that is not read into its shards right away: converting takes copies."""
+        if not self._staged:
+            return 0
+        return self.handle.read_dtype.itemsize * (3 if self._converts else 1)
 
     def charge(self, box: Box) -> int:
         """Bytes that reading a box takes: the chunks it touches, and what is cut up afterwards."""
         pairs = zip(box, self.handle.chunk_shape, strict=True)
         chunks = math.prod(math.ceil(part.stop / c) - part.start // c for part, c in pairs)
-        temporary = math.prod(boxes.shape_of(box)) * self.handle.read_dtype.itemsize
-        return chunks * self.chunk_charge + temporary * self._staged + BOX_OVERHEAD
+        elements = math.prod(boxes.shape_of(box))
+        return chunks * self.chunk_charge + elements * self._temporary + BOX_OVERHEAD
 
     def read(self, box: Box, batch: ts.Batch) -> tuple[list[ts.Future], np.ndarray | None]:
         """Starts to read a box. The second part is what it is read into, if not into the shards."""
@@ -184,14 +205,17 @@ class _Landing:
         """Takes what was read of a box; with the last one the array is made."""
         if values is not None:
             values = self._converted(values)
-            if self._on_devices is not None:
+            if self._piecewise:
+                if self._on_devices is None:
+                    shape, sharding = self.handle.shape, self._sharding
+                    self._on_devices = _DeviceShards(shape, self._dtype, sharding)
                 self._on_devices.put(box, values)
             else:
                 for part in self._shards.parts(box):
                     self._buffer(part.start)[part.in_shard] = values[part.in_box]
         self._left -= 1
         if not self._left:
-            self._finish()
+            self.finish()
 
     def _buffer(self, start: Shape) -> np.ndarray:
         if not self._buffers:
@@ -214,7 +238,8 @@ class _Landing:
             )
         return fitting
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Makes the array."""
         import jax
 
         shape, sharding = self.handle.shape, self._sharding
@@ -296,7 +321,8 @@ class _Window:
 class _DeviceShards:
     """The shards of an array on accelerators, filled piece by piece.
 
-    For arrays whose host buffers would take more memory than there may be in flight.
+    For arrays whose host buffers would take more memory than there may be in flight. Floats travel
+    as integers of their width: computations may change the bits of a NaN.
     """
 
     def __init__(self, shape: Shape, dtype: np.dtype, sharding: Any):
@@ -304,13 +330,15 @@ class _DeviceShards:
         import jax.numpy as jnp
 
         self._shape = shape
+        self._dtype = dtype
         self._sharding = sharding
+        self._bits = _UNSIGNED.get(dtype.itemsize, dtype) if is_floating(dtype) else dtype
         places = sharding.addressable_devices_indices_map(shape)
-        self._boxes = {device: boxes.from_index(index, shape) for device, index in places.items()}
-        self._shards = {
-            device: jnp.zeros(boxes.shape_of(box), dtype, device=device)
-            for device, box in self._boxes.items()
-        }
+        self._boxes = {d: boxes.from_index(index, shape) for d, index in places.items()}
+        self._shards = {}
+        for device, box in self._boxes.items():
+            with _alone(device):
+                self._shards[device] = jnp.zeros(boxes.shape_of(box), self._bits, device=device)
         self._update = jax.jit(jax.lax.dynamic_update_slice, donate_argnums=0)
 
     def put(self, box: Box, values: np.ndarray) -> None:
@@ -320,18 +348,34 @@ class _DeviceShards:
         for device, shard in self._boxes.items():
             common = boxes.common_part(shard, box)
             if common is not None:
-                part = jax.device_put(values[boxes.inside(common, box)], device, may_alias=False)
+                piece = values[boxes.inside(common, box)].view(self._bits)
                 start = boxes.start_of(boxes.inside(common, shard))
-                self._shards[device] = self._update(self._shards[device], part, start)
+                with _alone(device):
+                    part = jax.device_put(piece, device, may_alias=False)
+                    self._shards[device] = self._update(self._shards[device], part, start)
         jax.block_until_ready(list(self._shards.values()))
 
     def array(self) -> "jax.Array":
         """The whole array."""
         import jax
 
-        return jax.make_array_from_single_device_arrays(
-            self._shape, self._sharding, list(self._shards.values())
-        )
+        convert = jax.jit(jax.lax.bitcast_convert_type, static_argnums=1)
+        shards = []
+        for device, shard in self._shards.items():
+            with _alone(device):
+                shards.append(shard if self._bits == self._dtype else convert(shard, self._dtype))
+        kind, sharding = self._sharding.memory_kind, self._sharding
+        if kind is not None:  # computed in the memory of the device, and moved from there
+            sharding = sharding.with_memory_kind(shards[0].sharding.memory_kind)
+        made = jax.make_array_from_single_device_arrays(self._shape, sharding, shards)
+        return made if kind is None else jax.device_put(made, self._sharding)
+
+
+def _alone(device: Any) -> Any:
+    """A context for computations on one device, whatever mesh the user has set."""
+    import jax
+
+    return jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("_",)))
 
 
 def _aliases(sharding: Any) -> bool:
@@ -339,70 +383,6 @@ def _aliases(sharding: Any) -> bool:
     if sharding is None:
         return True
     return all(device.platform == "cpu" for device in sharding.addressable_devices)
-
-
-class _Part(NamedTuple):
-    """Where a box meets a shard.
-
-    Attributes:
-      start: the shard's first element.
-      common: what the two share.
-      in_shard: that, as seen from the shard.
-      in_box: that, as seen from the box.
-    """
-
-    start: Shape
-    common: Box
-    in_shard: Box
-    in_box: Box
-
-
-class _Shards:
-    """The distinct shards of an array that devices of this process hold.
-
-    Attributes:
-      boxes: where they are, by their first element.
-      shapes: their shapes.
-      around: the smallest box that holds them all.
-    """
-
-    def __init__(self, shards: Sequence[Box]):
-        self.boxes = {boxes.start_of(box): box for box in shards}
-        self.shapes = [boxes.shape_of(box) for box in self.boxes.values()]
-        self.around = boxes.around(list(self.boxes.values())) if self.boxes else ()
-        self._parts_of_all = list(self._find_parts(self.around))
-
-    def parts(self, box: Box) -> list[_Part]:
-        """Where a box meets the shards."""
-        return self._parts_of_all if box is self.around else list(self._find_parts(box))
-
-    def _find_parts(self, box: Box) -> Iterator[_Part]:
-        for start, shard in self.boxes.items():
-            common = boxes.common_part(shard, box)
-            if common is not None:
-                in_shard, in_box = boxes.inside(common, shard), boxes.inside(common, box)
-                yield _Part(start, common, in_shard, in_box)
-
-    def buffers(self, dtype: np.dtype) -> dict[Shape, np.ndarray]:
-        """An uninitialised array for each shard, all of them in one allocation."""
-        sizes = [math.prod(shape) * dtype.itemsize for shape in self.shapes]
-        steps = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
-        memory = np.empty(sum(steps) + ALIGNMENT, np.uint8)
-        position = -memory.ctypes.data % ALIGNMENT
-        found = {}
-        for start, shape, size, step in zip(self.boxes, self.shapes, sizes, steps, strict=True):
-            found[start] = memory[position : position + size].view(dtype).reshape(shape)
-            position += step
-        return found
-
-
-@functools.lru_cache(maxsize=1024)
-def _local_shards(shape: Shape, sharding: Any) -> _Shards:
-    """The shards of one array; models have few shapes and many arrays of each."""
-    if sharding is None:
-        return _Shards([tuple(slice(0, size) for size in shape)])
-    places = sharding.addressable_devices_indices_map(shape).values()
-    return _Shards([boxes.from_index(index, shape) for index in places])
 
 
 def _nbytes(landing: _Landing, box: Box) -> int:

@@ -7,10 +7,12 @@ writes one for each of Linen's boxes and NNX's variables, and none for raw array
 import collections
 import dataclasses
 import difflib
+import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf
@@ -18,7 +20,7 @@ from reshard.errors import TreeMismatchError
 from reshard.tree import Path, format_path, nearest
 
 # Missing leaves for which a similar saved leaf is looked for: a hint must not take long.
-_MOST_HINTED = 20
+_MOST_HINTED, _MOST_COMPARED = 20, 2000
 # Kinds of a wanted leaf that are no arrays, and the kinds of dtype that fit them.
 _SCALARS = {"int": "iu", "float": "f", "bool": "b"}
 
@@ -84,14 +86,15 @@ def match(
         any other floating-point dtype.
       ignore: leave saved leaves out that the target lacks.
     """
-    saved = _by_canonical_path(ckpt)
-    canonical = _canonical([leaf.path for leaf in wanted])
+    find = _finder(wanted, ckpt)
+    taken: set[Path] = set()
     found: list[Path | None] = []
     problems: list[Mismatch] = []
     for leaf in wanted:
         places = [leaf.path, *leaf.aliases]
-        hits = [_find(path, canonical.get(path, path), ckpt, saved) for path in places]
-        present = list(dict.fromkeys(hit for hit in hits if hit is not None))
+        hits = [find(path) for path in places]
+        present = list(dict.fromkeys(hit for hit in hits if hit is not None and hit not in taken))
+        taken.update(present)
         if len(present) > 1:
             names = " and ".join(map(format_path, present))
             text = f"{format_path(leaf.path)}: one leaf of the target, saved as {names}"
@@ -115,30 +118,50 @@ def _canonical(paths: Iterable[Path]) -> dict[Path, Path]:
     """Each path less its levels named `value` that are the only child of their container; keys are
     text, since Orbax stores int keys of dicts as text."""
     texts = {path: tuple(map(str, path)) for path in paths}
-    children: dict[tuple[str, ...], set[str]] = collections.defaultdict(set)
-    for text in texts.values():
-        for depth, key in enumerate(text):
-            children[text[:depth]].add(key)
+    children = _children(texts.values())
     return {
         path: tuple(key for depth, key in enumerate(text) if children[text[:depth]] != {"value"})
         for path, text in texts.items()
     }
 
 
-def _by_canonical_path(ckpt: Checkpoint) -> dict[Path, Path]:
-    """Saved paths, as text and canonical. Leaving such levels out makes no two paths equal."""
-    exact: dict[Path, Path] = {tuple(map(str, path)): path for path in ckpt}
-    return {new: old for old, new in _canonical(ckpt).items()} | exact
+def _children(texts: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], set[str]]:
+    """The keys in each container."""
+    children: dict[tuple[str, ...], set[str]] = collections.defaultdict(set)
+    for text in texts:
+        for depth, key in enumerate(text):
+            children[text[:depth]].add(key)
+    return children
 
 
-def _find(
-    path: Path, canonical: Path, ckpt: Mapping[Path, Leaf], saved: Mapping[Path, Path]
-) -> Path | None:
-    for text in (tuple(map(str, path)), canonical):
-        hit = saved.get(text)
-        if hit is not None and not _is_empty(ckpt[hit]):
-            return hit
-    return None
+def _finder(wanted: Sequence[Wanted], ckpt: Checkpoint) -> Callable[[Path], Path | None]:
+    """Finds the saved path of a wanted one.
+
+    Trees of the same leaves are compared less all levels that may be a box's, which is one to one.
+    A part of a tree has fewer siblings to tell such a level by: there a leaf is looked for as it
+    is, then in a box, then less all such levels.
+    """
+    present = [path for path, value in ckpt.items() if not _is_empty(value)]
+    plain: dict[Path, Path] = {tuple(map(str, path)): path for path in present}
+    children = _children(plain)
+    boxed = {
+        text[:-1]: path
+        for text, path in plain.items()
+        if text[-1:] == ("value",) and children[text[:-1]] == {"value"}
+    }
+    short = {new: old for old, new in _canonical(ckpt).items() if not _is_empty(ckpt[old])}
+    canonical = _canonical([leaf.path for leaf in wanted])
+    same = set(canonical.values()) == set(short)
+
+    def find(path: Path) -> Path | None:
+        text = tuple(map(str, path))
+        if same and path in canonical:
+            return short[canonical[path]]
+        own = canonical.get(path, text)
+        lookups = ((plain, text), (boxed, text), (short, text), (short, own))
+        return next((places[key] for places, key in lookups if key in places), None)
+
+    return find
 
 
 def _is_empty(value: Leaf) -> bool:
@@ -177,7 +200,8 @@ def _nearest_of_type(
     scores = []
     for leaf in lacking:
         alike = by_type[(leaf.key_impl, leaf.shape, leaf.dtype)]
-        for name in nearest(format_path(leaf.path), alike.values()):
+        likely = sorted(alike.values(), key=lambda path: _last(path) != _last(leaf.path))
+        for name in nearest(format_path(leaf.path), likely[: _MOST_COMPARED // len(lacking)]):
             ratio = difflib.SequenceMatcher(None, format_path(leaf.path), name).ratio()
             scores.append((ratio, leaf.path, alike[name]))
         last = [path for path in alike.values() if _last(path) == _last(leaf.path)]
@@ -223,6 +247,8 @@ def _compare(leaf: Wanted, value: Leaf, cast: bool | str) -> list[Mismatch]:
         return [] if fits else [Mismatch("kind", where + sides, leaf.path)]
     if (leaf.kind == "key") != (value.key_impl is not None):
         return [Mismatch("kind", where + sides, leaf.path)]
+    if leaf.kind not in ("array", "key"):
+        return [Mismatch("kind", where + sides, leaf.path)]
     if leaf.kind == "key":
         fits = leaf.key_impl == value.key_impl and (*leaf.shape,) == value.shape[:-1]
         return [] if fits else [Mismatch("kind", where + sides, leaf.path)]
@@ -239,6 +265,8 @@ def _fits(leaf: Wanted, value: ArrayHandle, dtype: np.dtype, cast: bool | str) -
     old, new = _dtype_kind(value.dtype), _dtype_kind(dtype)
     if value.dtype == dtype:
         return True
+    if value.dtype != value.stored_dtype:  # a cast by the user, which another would undo
+        return False
     if value.value_type == "scalar" and old in "iu" and new in "iu":
         return True
     if value.value_type == "scalar" and old == new == "f" and leaf.weak:
@@ -250,16 +278,25 @@ def _fits(leaf: Wanted, value: ArrayHandle, dtype: np.dtype, cast: bool | str) -
     return old == new == "f" and (cast == "lossy" or keeps_values(value.dtype, dtype))
 
 
+@functools.lru_cache
 def keeps_values(old: np.dtype, new: np.dtype) -> bool:
-    """Whether every value of one floating-point dtype is a value of another."""
-    import ml_dtypes
-
-    a, b = ml_dtypes.finfo(old), ml_dtypes.finfo(new)
-    return (
-        a.nmant <= b.nmant
-        and float(a.max) <= float(b.max)
-        and float(a.smallest_subnormal) >= float(b.smallest_subnormal)
-    )
+    """Whether every value of one floating-point dtype is a value of another: there and back. Bits
+    of a NaN do not count."""
+    if old == new or (old == np.float32 and new == np.float64):
+        return True
+    if old.itemsize > 2:
+        return False
+    values = np.arange(1 << (8 * old.itemsize)).astype(f"u{old.itemsize}").view(old)
+    with np.errstate(all="ignore"):
+        if ml_dtypes.finfo(old).bits < 8:
+            values = values[: 1 << ml_dtypes.finfo(old).bits]
+        try:
+            back = values.astype(new).astype(old)
+        except TypeError:  # numpy has no such cast
+            return False
+        bits = f"u{old.itemsize}"
+        same = back.view(bits) == values.view(bits)
+        return bool(np.all(same | (np.isnan(values) & np.isnan(back))))
 
 
 def _dtype_kind(dtype: np.dtype) -> str:
@@ -283,6 +320,7 @@ def mismatch_error(
         "shape": "of another shape",
         "dtype": "of another dtype",
         "sharding": "without a place to go",
+        "x64": "wider than JAX makes arrays",
     }
     count = collections.Counter(problem.what for problem in problems)
     parts = [f"{count[what]} {text}" for what, text in words.items() if count[what]]
@@ -297,19 +335,18 @@ def likely_renames(problems: Sequence[Mismatch]) -> list[tuple[str, str]]:
     pairs = []
     for problem in problems:
         if problem.what == "missing" and problem.renamed is not None:
-            old, new = _differing(problem.renamed, problem.path)
-            pairs.append(("^" + re.escape(old), new.replace("\\", r"\\")))
+            old, new, whole = _differing(problem.renamed, problem.path)
+            pairs.append((f"^{re.escape(old)}{'(?=/|$)' * whole}", new.replace("\\", r"\\")))
     return list(dict.fromkeys(pairs))
 
 
-def _differing(old: Path, new: Path) -> tuple[str, str]:
-    """The printed beginnings of two paths, up to where they end alike."""
-    ending = 0
-    while ending < min(len(old), len(new)) and str(old[-1 - ending]) == str(new[-1 - ending]):
+def _differing(old: Path, new: Path) -> tuple[str, str, bool]:
+    """The printed beginnings of two paths up to where they end alike, neither of them empty, and
+    whether that is all there is."""
+    ending, most = 0, min(len(old), len(new)) - 1
+    while ending < most and str(old[-1 - ending]) == str(new[-1 - ending]):
         ending += 1
-
-    def beginning(path: Path) -> str:
-        text = format_path(path[: len(path) - ending]) if len(path) > ending else ""
-        return f"{text}/" if text and ending else text
-
-    return beginning(old), beginning(new)
+    beginnings = [
+        format_path(path[: len(path) - ending]) + "/" * (ending > 0) for path in (old, new)
+    ]
+    return beginnings[0], beginnings[1], ending == 0

@@ -13,6 +13,8 @@ from reshard.mesh import Spec
 from reshard.tree import Path
 
 Shape = tuple[int, ...]
+# Among more parameters than this that a leaf may belong to, none is looked for.
+_MOST_OWNERS = 8
 
 
 class Parameters:
@@ -32,7 +34,11 @@ class Parameters:
         for path in paths:
             keys = tuple(map(str, path))
             for start in range(len(keys)):
-                self._by_ending.setdefault(keys[start:], []).append(path)
+                found = self._by_ending.setdefault(keys[start:], [])
+                if found and len(path) < len(found[0]):
+                    found.clear()
+                if not found or (len(path) == len(found[0]) and len(found) <= _MOST_OWNERS):
+                    found.append(path)
         self._below: collections.Counter[tuple[str, ...]] = collections.Counter()
         for path in others:
             keys = tuple(map(str, path))
@@ -48,8 +54,7 @@ class Parameters:
             return []
         start = max(starts, key=lambda start: (self._below[keys[:start]], -start))
         found = self._by_ending[keys[start:]]
-        shortest = min(map(len, found))
-        return [parameter for parameter in found if len(parameter) == shortest]
+        return found if len(found) <= _MOST_OWNERS else []
 
 
 def matching_part(path: Path, shape: Shape, parameter: Shape, spec: Spec) -> Spec | str:

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from reshard.checkpoint import ArrayHandle, Checkpoint, collision_error
-from reshard.errors import ShardingError, TreeMismatchError
+from reshard.errors import MemoryLimitError, ShardingError, TreeMismatchError
 from reshard.landing import Request, read_arrays
 from reshard.loader import open as open_checkpoint
 from reshard.matching import Mismatch, Wanted, likely_renames, match, mismatch_error
-from reshard.mesh import NamedSharding, normalize_spec, parse_mesh, spec_problems
+from reshard.mesh import NamedSharding, Spec, normalize_spec, parse_mesh, spec_problems
 from reshard.states import StateLeaf, take_apart, wanted_leaf
 from reshard.transforms import is_floating, to_mesh
 from reshard.tree import Path, format_path, match_globs
@@ -68,6 +68,10 @@ def restore(
     _check_choice("unexpected", unexpected, ("error", "ignore"))
     ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     budget = None if max_memory is None else parse_bytes(max_memory)
+    if budget is not None and budget < 1:
+        raise MemoryLimitError(
+            f"max_memory={max_memory!r} leaves no room", hints=["`256MiB`, `1GiB`"]
+        )
     report: Progress = progress or (lambda count: None)
     if isinstance(target, jax.sharding.Mesh | jax.sharding.AbstractMesh):
         if cast or keep or unexpected != "error":
@@ -80,7 +84,10 @@ def restore(
     state = take_apart(target)
     leaves = state.leaves
     patterns = [keep] if isinstance(keep, str) else list(keep)
-    kept = match_globs([leaf.path for leaf in leaves], patterns)
+    for pattern in patterns:
+        _check_choice("keep", type(pattern), (str,))
+    names = {name: leaf.path for leaf in leaves for name in (leaf.path, *leaf.aliases)}
+    kept = {names[name] for name in match_globs(names, patterns)}
     wanted = [wanted_leaf(leaf) for leaf in leaves]
     found, problems = match(wanted, ckpt, cast=cast, ignore=unexpected == "ignore")
     problems = [problem for problem in problems if problem.path not in kept]
@@ -101,9 +108,7 @@ def restore(
     requests = [_request(leaves[i], wanted[i], handle) for i, handle in arrays.items()]
     for i, value in zip(arrays, read_arrays(requests, budget, report), strict=True):
         values[i] = _as_wanted(value, leaves[i], wanted[i])
-    if any(leaf.abstract for leaf in leaves):
-        return state.rebuild(values)
-    return state.update(values)
+    return state.fill(values)
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
@@ -126,18 +131,23 @@ def _unusable(leaf: StateLeaf, wanted: Wanted, kept: bool) -> list[Mismatch]:
     def problem(text: str) -> list[Mismatch]:
         return [Mismatch("sharding", f"{format_path(leaf.path)}: {text}", leaf.path)]
 
+    value = leaf.value
     if kept:
-        return problem("it is kept, and has no value of its own") if leaf.abstract else []
-    if not isinstance(leaf.value, jax.Array | jax.ShapeDtypeStruct):
+        gone = leaf.abstract or (isinstance(value, jax.Array) and value.is_deleted())
+        return problem("it is kept, and has no value of its own") if gone else []
+    if not leaf.abstract and not isinstance(value, jax.Array):
         return []
+    if not hasattr(value, "sharding"):
+        return problem("it has no sharding")
     if wanted.dtype is not None and _narrowed(wanted.dtype):
-        return problem(f"JAX makes no {wanted.dtype.name} arrays without jax_enable_x64")
+        text = f"{format_path(leaf.path)}: JAX makes no {wanted.dtype.name} arrays by default"
+        return [Mismatch("x64", text, leaf.path)]
     try:
-        sharding = _on_devices(leaf.value.sharding)
+        sharding = _on_devices(value.sharding)
         if sharding is None:
             return problem("it has no sharding")
         if isinstance(sharding, jax.sharding.NamedSharding):
-            shape, spec = tuple(leaf.value.shape), normalize_spec(sharding.spec)
+            shape, spec = tuple(value.shape), normalize_spec(sharding.spec)
             found = spec_problems(shape, parse_mesh(sharding.mesh), spec)
             return [mismatch for text in found for mismatch in problem(text)]
     except ShardingError as error:
@@ -165,7 +175,8 @@ def _on_devices(sharding: Any) -> Any:
         return sharding
     concrete = jax.sharding.get_mesh()
     if not concrete.empty and concrete.abstract_mesh == mesh:
-        return jax.sharding.NamedSharding(concrete, sharding.spec)
+        kind = sharding.memory_kind
+        return jax.sharding.NamedSharding(concrete, sharding.spec, memory_kind=kind)
     raise ShardingError("its sharding is on an AbstractMesh, which has no devices")
 
 
@@ -188,6 +199,8 @@ def _hints(
         hints.append(f"ckpt = reshard.select(reshard.open(path), drop=[{dropped}])")
     if "dtype" in kinds and cast != "lossy":
         hints.append('cast=True for casts that keep every value, cast="lossy" for all of floats')
+    if "x64" in kinds:
+        hints.append('jax.config.update("jax_enable_x64", True)')
     if "sharding" in kinds:
         hints.append("reshard.target(state, mesh=mesh, ...) gives every leaf a sharding")
     return hints
@@ -223,14 +236,21 @@ def _as_wanted(value: Any, leaf: StateLeaf, wanted: Wanted) -> Any:
     import jax
 
     if wanted.kind == "key":
-        keys = jax.random.wrap_key_data(value, impl=wanted.key_impl)
-        sharding = _on_devices(leaf.value.sharding)
-        return keys if keys.sharding == sharding else jax.device_put(keys, sharding)
+        return _as_keys(value, wanted.key_impl, _on_devices(leaf.value.sharding))
     if wanted.kind in ("int", "float", "bool"):
         return value.item()
     if isinstance(leaf.value, jax.Array) and _floats(leaf.value):
-        return jax.device_put(value, may_alias=True)
+        with jax.default_device(next(iter(leaf.value.devices()))):
+            return jax.device_put(value, may_alias=True)
     return value[()] if isinstance(leaf.value, np.generic) else value
+
+
+def _as_keys(data: Any, impl: str | None, sharding: Any) -> Any:
+    """Typed PRNG keys with exactly that sharding."""
+    import jax
+
+    keys = jax.random.wrap_key_data(data, impl=impl)
+    return keys if keys.sharding == sharding else jax.device_put(keys, sharding)
 
 
 def _restore_raw(ckpt: Checkpoint, mesh: Any, budget: int | None, report: Progress) -> Any:
@@ -247,9 +267,7 @@ def _restore_raw(ckpt: Checkpoint, mesh: Any, budget: int | None, report: Progre
     for handle in ckpt.arrays:
         sharding = None
         if isinstance(handle.sharding, NamedSharding):
-            spec = handle.sharding.spec + ((),) * (len(handle.shape) - len(handle.sharding.spec))
-            entries = [axes[0] if len(axes) == 1 else axes or None for axes in spec]
-            sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*entries))
+            sharding = _named(mesh, handle.sharding.spec)
             if _narrowed(handle.dtype):
                 wide.append(f"{format_path(handle.path)}  {handle.dtype.name}{list(handle.shape)}")
         requests.append(Request(handle, handle.dtype, sharding))
@@ -262,9 +280,19 @@ def _restore_raw(ckpt: Checkpoint, mesh: Any, budget: int | None, report: Progre
     leaves: dict[Path, Any] = dict(ckpt)
     for handle, value in zip(ckpt.arrays, read_arrays(requests, budget, report), strict=True):
         if handle.key_impl is not None and isinstance(value, jax.Array):
-            value = jax.random.wrap_key_data(value, impl=handle.key_impl)
+            assert isinstance(handle.sharding, NamedSharding)
+            sharding = _named(mesh, handle.sharding.spec[: value.ndim - 1])
+            value = _as_keys(value, handle.key_impl, sharding)
         leaves[handle.path] = value.item() if handle.value_type == "scalar" else value
     return _nested(leaves)
+
+
+def _named(mesh: Any, spec: Spec) -> Any:
+    """A sharding of JAX's."""
+    import jax
+
+    entries = [axes[0] if len(axes) == 1 else axes or None for axes in spec]
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*entries))
 
 
 def _nested(leaves: dict[Path, Any]) -> Any:

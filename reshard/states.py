@@ -10,6 +10,7 @@ Orbax saves both as a level named `value`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,7 +47,8 @@ class StateLeaf:
         """Whether it has no value."""
         import jax
 
-        return isinstance(self.value, jax.ShapeDtypeStruct)
+        real = jax.Array | np.ndarray | np.generic
+        return self.is_array and not isinstance(self.value, real)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +59,12 @@ class State:
       leaves: its leaves, in the order of the pytree, those of modules last.
       rebuild: the same containers around other values, which are given in the order of `leaves`.
         Modules are new ones.
-      update: the same, but the modules that were given are updated in place.
+      fill: the same, but modules that are real are updated in place.
     """
 
     leaves: tuple[StateLeaf, ...]
     rebuild: Callable[[Sequence[Any]], Any]
-    update: Callable[[Sequence[Any]], Any]
+    fill: Callable[[Sequence[Any]], Any]
 
 
 def take_apart(state: Any) -> State:
@@ -71,8 +73,11 @@ def take_apart(state: Any) -> State:
     from flax import nnx
 
     places, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_held_or_module)
-    plain = [(key_path(keys), value) for keys, value in places if not isinstance(value, nnx.Pytree)]
-    modules = [(key_path(keys), value) for keys, value in places if isinstance(value, nnx.Pytree)]
+    shared = nnx.Pytree
+    if any(isinstance(value, nnx.Pytree) for _, value in places):
+        shared = nnx.Pytree | nnx.Variable  # variables beside modules may be theirs
+    plain = [(key_path(keys), value) for keys, value in places if not isinstance(value, shared)]
+    modules = [(key_path(keys), value) for keys, value in places if isinstance(value, shared)]
     graphdef: Any = None
     aliases, graph_state = {}, ()
     if modules:
@@ -85,6 +90,7 @@ def take_apart(state: Any) -> State:
     cells = []
     for path, value in plain:
         cells.append(_open(path, value, (), leaves))
+    in_plain = len(leaves)
     for keys, value in inner:
         (number, *rest) = key_path(keys)
         roots = [path for path, _ in modules]
@@ -104,20 +110,22 @@ def take_apart(state: Any) -> State:
     def assemble(outer: Sequence[Any], made: Sequence[Any]) -> Any:
         sources = iter(outer), iter(made)
         return jax.tree.unflatten(
-            treedef, [next(sources[isinstance(value, nnx.Pytree)]) for _, value in places]
+            treedef, [next(sources[isinstance(value, shared)]) for _, value in places]
         )
 
     def rebuild(values: Sequence[Any]) -> Any:
         outer, inside = contents(values)
         return assemble(outer, nnx.merge(graphdef, inside) if modules else ())
 
-    def update(values: Sequence[Any]) -> Any:
+    def fill(values: Sequence[Any]) -> Any:
+        if any(leaf.abstract for leaf in leaves[in_plain:]):
+            return rebuild(values)
         outer, inside = contents(values)
         if modules:
             nnx.update(tuple(module for _, module in modules), inside)
         return assemble(outer, [module for _, module in modules])
 
-    return State(tuple(leaves), rebuild, update)
+    return State(tuple(leaves), rebuild, fill)
 
 
 def is_held(value: Any) -> bool:
@@ -233,10 +241,13 @@ def wanted_leaf(leaf: StateLeaf) -> Wanted:
 
 def _key_impl(value: Any) -> str:
     """The name of the PRNG implementation of keys, abstract or real."""
+    return _key_impls().get(value.dtype, str(value.dtype))
+
+
+@functools.cache
+def _key_impls() -> dict[Any, str]:
+    """The dtype of keys -> the implementation, for those that JAX has."""
     import jax
 
-    for name in ("threefry2x32", "rbg", "unsafe_rbg"):
-        keys = jax.eval_shape(lambda name=name: jax.random.key(0, impl=name))
-        if keys.dtype == value.dtype:
-            return name
-    return str(value.dtype)
+    names = ("threefry2x32", "rbg", "unsafe_rbg")
+    return {jax.eval_shape(lambda n=n: jax.random.key(0, impl=n)).dtype: n for n in names}

@@ -166,8 +166,8 @@ def _spec_tree(specs: Any, paths: set[Path]) -> dict[Path, Spec]:
     # Flax keeps the variables around the specs of an NNX state.
     tree = {p[:-1] if p[-1:] == ("value",) and p not in paths else p: x for p, x in tree.items()}
     unknown = [path for path in tree if path not in paths]
-    if unknown and isinstance(specs, Mapping) and not any(len(path) > 1 for path in tree):
-        return {}
+    if isinstance(specs, Mapping) and all(len(path) == 1 for path in tree) and set(tree) != paths:
+        return {}  # a dict of regexes
     if unknown:
         near = nearest(format_path(unknown[0]), paths)
         raise ShardingError(

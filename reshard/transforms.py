@@ -66,7 +66,7 @@ def select(
         raise collision_error(halves)
     if not leaves:
         raise TreeMismatchError("no leaf is left", [f"`{p}` is dropped" for p in drop])
-    tree.check_lists(leaves)
+    tree.check_lists(leaves, ckpt)
     return ckpt.replace(leaves, retyped=len(leaves) < len(ckpt))
 
 
@@ -85,7 +85,7 @@ def rename(ckpt: Checkpoint, rules: Sequence[tuple[str, str]] | Mapping[str, str
         if isinstance(leaf, ArrayHandle) and new != old:
             leaf = dataclasses.replace(leaf, path=new)
         leaves[new] = leaf
-    tree.check_lists(leaves)
+    tree.check_lists(leaves, ckpt)
     names: dict[str, Path] = {}
     problems = []
     for path in leaves:

@@ -188,18 +188,22 @@ def _check_tree(renamed: dict[Path, Path]) -> None:
         raise TreeMismatchError("leaves would meet in one place after renaming", problems)
 
 
-def check_lists(paths: Iterable[Path]) -> None:
+def check_lists(paths: Iterable[Path], before: Iterable[Path] = ()) -> None:
     """Every list must keep its positions 0..n-1: a gap would silently shift what follows.
+
+    Args:
+      paths: the leaves as they are now.
+      before: the leaves as they were saved; containers that have kept all their keys are not looked
+        at.
 
     Raises:
       TreeMismatchError: lists with gaps, or containers that are both a list and a dict.
     """
-    children: dict[Path, set[Key]] = {}
-    for path in paths:
-        for depth, key in enumerate(path):
-            children.setdefault(path[:depth], set()).add(key)
+    children, old = _children(paths), _children(before)
     problems = []
     for container, keys in children.items():
+        if keys == old.get(container):
+            continue
         positions = sorted(key for key in keys if isinstance(key, int))
         if positions and len(positions) < len(keys):
             names = ", ".join(sorted(format_key(k) for k in keys if isinstance(k, str))[:3])
@@ -215,3 +219,12 @@ def check_lists(paths: Iterable[Path]) -> None:
             problems,
             ["drop the whole list, or keep all of it"],
         )
+
+
+def _children(paths: Iterable[Path]) -> dict[Path, set[Key]]:
+    """The keys of every container."""
+    children: dict[Path, set[Key]] = {}
+    for path in paths:
+        for depth, key in enumerate(path):
+            children.setdefault(path[:depth], set()).add(key)
+    return children

@@ -30,6 +30,7 @@ LAYERS = [
     "transforms",
     "planner",
     "schedule",
+    "shards",
     "landing",
     "targets",
     "restorer",

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from layouts import bits
 
 import reshard
-from reshard import landing
+from reshard import landing, shards
 from reshard.checkpoint import ArrayHandle
 from reshard.landing import Request, read_arrays
 from reshard.store import ArrayStore
@@ -263,7 +263,7 @@ def test_replicas_share_a_buffer(tmp_path, spec, distinct, nbytes, memory):
         by_shard.setdefault(str(shard.index), set()).add(pointer)
     assert [len(found) for found in by_shard.values()] == [1] * distinct
     assert len(set(pointers(array))) == distinct
-    assert [pointer % landing.ALIGNMENT for pointer in pointers(array)] == [0] * 8
+    assert [pointer % shards.ALIGNMENT for pointer in pointers(array)] == [0] * 8
     assert_on_devices(array, sharding, values)
 
 
@@ -275,7 +275,7 @@ def test_small_odd_shards_are_aligned_too(tmp_path, shape, dtype):
     spec = P("model") if shape and shape[0] % 4 == 0 else P()
     sharding = NamedSharding(layouts.mesh(EIGHT), spec)
     (array,) = read_arrays([Request(handle, handle.dtype, sharding)], None)
-    assert [pointer % landing.ALIGNMENT for pointer in pointers(array)] == [0] * 8
+    assert [pointer % shards.ALIGNMENT for pointer in pointers(array)] == [0] * 8
     assert len(set(pointers(array))) == (4 if spec else 1)
 
 

@@ -274,7 +274,10 @@ def test_a_dtype_keeps_values_if_every_value_survives_there_and_back(old, new):
     with np.errstate(all="ignore"):
         exact = values.astype("float64")
         back = exact.astype(jnp.dtype(new)).astype("float64")
-    survive = np.array_equal(exact, back, equal_nan=True)
+    number = ~np.isnan(exact)  # a zero has a sign
+    survive = np.array_equal(exact, back, equal_nan=True) and np.array_equal(
+        np.signbit(exact[number]), np.signbit(back[number])
+    )
     assert matching.keeps_values(jnp.dtype(old), jnp.dtype(new)) == survive
 
 
@@ -440,7 +443,7 @@ def test_a_tied_leaf_that_was_saved_twice(ignore):
             [("a", "top", "w"), ("a", "top", "b")],
             [("^a/top/", "a/head/")],
         ),
-        ([("a", "weight")], [("a", "weights", "value")], [("^a/weights", "a/weight")]),
+        ([("a", "weight")], [("a", "weights", "value")], [("^a/weights(?=/|$)", "a/weight")]),
     ],
 )
 def test_renames_that_are_likely_bring_leaves_where_they_are_wanted(wanted, present, renames):

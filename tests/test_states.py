@@ -302,7 +302,7 @@ def test_pytrees_come_back_as_they_were(state):
     leaves, structure = jax.tree.flatten(state)
     assert all(a is b for a, b in zip(values, leaves, strict=True))
     assert len({leaf.path for leaf in found.leaves}) == len(values)
-    for again in (found.rebuild(values), found.update(values)):
+    for again in (found.rebuild(values), found.fill(values)):
         assert jax.tree.structure(again) == structure
         assert all(a is b for a, b in zip(jax.tree.leaves(again), leaves, strict=True))
 
@@ -361,7 +361,7 @@ def test_modules_are_updated_in_place():
     metadata = {path: variable.get_metadata() for path, variable in held.items()}
     found = take_apart((model, both, {"step": 1}))
     values = randomized(found)
-    again = found.update(values)
+    again = found.fill(values)
     assert again[0] is model and again[1] is both and both.model is model
     now = variables((model, both))
     assert now.keys() == held.keys()

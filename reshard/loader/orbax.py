@@ -82,9 +82,10 @@ def read(location: Location) -> Checkpoint:
                 hints=["restore it with PyTreeCheckpointer and save it again"],
             )
         elif value_type == "string":
-            leaves[path] = str(strings.get(name))
+            text = functools.reduce(_below, name.split("/"), strings)
+            leaves[path] = str(text)
             other = strings_by_name.setdefault(name, path)
-            if name not in strings:
+            if not isinstance(text, str):
                 problems.append(f"{format_path(path)}: a string that `_strings.json` lacks")
             elif other != path:
                 problems.append(
@@ -114,6 +115,11 @@ def read(location: Location) -> Checkpoint:
     )
     notes = [f"step {step} was never committed and is left out" for step in location.uncommitted]
     return Checkpoint(leaves, source, tuple(notes))
+
+
+def _below(node: Any, key: str) -> Any:
+    """Orbax nests the strings' names at each slash."""
+    return node.get(key) if isinstance(node, dict) else None
 
 
 def _without_tree(directory: pathlib.Path) -> Exception:

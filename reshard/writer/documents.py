@@ -20,7 +20,7 @@ def documents(ckpt: Checkpoint, chunks: Mapping[Path, tuple[int, ...]]) -> dict[
       ckpt: the tree as it is to be.
       chunks: chunk shape of each array in the destination.
     """
-    strings = {stored_name(path): leaf for path, leaf in ckpt.items() if isinstance(leaf, str)}
+    strings = _nested({stored_name(p): leaf for p, leaf in ckpt.items() if isinstance(leaf, str)})
     result = {"_METADATA": _tree(ckpt), "_sharding": _shardings(ckpt)}
     if ckpt.source.described:
         result["array_metadatas/process_0"] = _array_metadatas(ckpt, chunks)
@@ -123,3 +123,15 @@ def _array_metadatas(ckpt: Checkpoint, chunks: Mapping[Path, tuple[int, ...]]) -
             if array.value_type == "jax.Array"
         ]
     }
+
+
+def _nested(strings: dict[str, str]) -> dict[str, Any]:
+    """Orbax nests the strings' names at each slash."""
+    document: dict[str, Any] = {}
+    for name, text in strings.items():
+        *above, last = name.split("/")
+        node = document
+        for key in above:
+            node = node.setdefault(key, {})
+        node[last] = text
+    return document
