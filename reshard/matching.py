@@ -17,7 +17,7 @@ import numpy as np
 
 from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf
 from reshard.errors import TreeMismatchError
-from reshard.tree import Path, format_path, nearest
+from reshard.tree import Key, Path, format_path, nearest
 
 # Missing leaves for which a similar saved leaf is looked for: a hint must not take long.
 _MOST_HINTED, _MOST_COMPARED = 20, 2000
@@ -117,7 +117,7 @@ def match(
 def _canonical(paths: Iterable[Path]) -> dict[Path, Path]:
     """Each path less its levels named `value` that are the only child of their container; keys are
     text, since Orbax stores int keys of dicts as text."""
-    texts = {path: tuple(map(str, path)) for path in paths}
+    texts: dict[Path, Path] = {path: tuple(map(str, path)) for path in paths}
     children = _children(texts.values())
     return {
         path: tuple(key for depth, key in enumerate(text) if children[text[:depth]] != {"value"})
@@ -125,9 +125,9 @@ def _canonical(paths: Iterable[Path]) -> dict[Path, Path]:
     }
 
 
-def _children(texts: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], set[str]]:
+def _children(texts: Iterable[Path]) -> dict[Path, set[Key]]:
     """The keys in each container."""
-    children: dict[tuple[str, ...], set[str]] = collections.defaultdict(set)
+    children: dict[Path, set[Key]] = collections.defaultdict(set)
     for text in texts:
         for depth, key in enumerate(text):
             children[text[:depth]].add(key)

@@ -5,8 +5,8 @@
 Array by array, the stored bytes are put into TensorStore's in-memory store, read back, and
 written, in chunks that are the shards of the target mesh, to another in-memory store. Only the
 reading and the writing are timed, with every core at TensorStore's disposal, and an array's memory
-is dropped before the next one. Prints one JSON object. With `--decode-only` nothing is written:
-what no restore avoids, whatever its mesh.
+is dropped before the next one. Prints one JSON object. With `--decode-only` nothing is written and
+all arrays are kept, as a restore keeps them: what no restore avoids, whatever its mesh.
 
 An array is read into memory that TensorStore allocates, which charges the first touch of a whole
 array to the bound; a program that streams through memory it has used before can beat that. With
@@ -110,11 +110,14 @@ def bound(path: Path, *, warm: bool = False, decode_only: bool = False) -> dict[
     if warm:
         buffer = np.full(max(map(_decoded_bytes, arrays.values())), 1, np.uint8)
     decode = encode = 0.0
+    kept = []
     for name, spec in specs.items():
         metadata = arrays[name]
         values, seconds = _decode(name, stored, buffer)
         decode += seconds
-        if not decode_only:
+        if decode_only:
+            kept.append(values)
+        else:
             encode += _encode(values, {**metadata, "chunks": _shard(metadata["shape"], spec)})
         del values
     return {"decode": decode, "encode": encode, "seconds": decode + encode}
