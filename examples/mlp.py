@@ -1,4 +1,4 @@
-"""A small Flax model whose axes have logical names; the other files here and README.md use it."""
+"""A small Flax model whose axes have logical names, for `quickstart.py` and README.md."""
 
 from typing import Any
 
