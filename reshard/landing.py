@@ -94,7 +94,8 @@ def read_arrays(
     if max_memory is not None:
         _check_memory(landings, max_memory)
     # A B-tree stays in memory as long as its store is open.
-    stores = {id(x.handle.store): x.handle.store.kvstore(x.handle.name) for x in landings}
+    one_of_each = {id(landing.handle.store): landing.handle for landing in landings}
+    stores = [handle.store.kvstore(handle.name) for handle in one_of_each.values()]
     window = _Window(limit, progress)
     for landing in landings:
         if not landing.boxes:
