@@ -319,6 +319,7 @@ def mismatch_error(
         "kind": "of another kind",
         "shape": "of another shape",
         "dtype": "of another dtype",
+        "kept": "kept without a value",
         "sharding": "without a place to go",
         "x64": "wider than JAX makes arrays",
     }
@@ -341,12 +342,15 @@ def likely_renames(problems: Sequence[Mismatch]) -> list[tuple[str, str]]:
 
 
 def _differing(old: Path, new: Path) -> tuple[str, str, bool]:
-    """The printed beginnings of two paths up to where they end alike, neither of them empty, and
-    whether that is all there is."""
-    ending, most = 0, min(len(old), len(new)) - 1
-    while ending < most and str(old[-1 - ending]) == str(new[-1 - ending]):
+    """The printed beginnings of two paths up to where they end alike, the first of them not empty,
+    and whether that is all there is."""
+    ending = 0
+    while ending < min(len(old) - 1, len(new)) and str(old[-1 - ending]) == str(new[-1 - ending]):
         ending += 1
-    beginnings = [
-        format_path(path[: len(path) - ending]) + "/" * (ending > 0) for path in (old, new)
-    ]
-    return beginnings[0], beginnings[1], ending == 0
+
+    def beginning(path: Path) -> str:
+        if len(path) == ending:
+            return ""
+        return format_path(path[: len(path) - ending]) + "/" * (ending > 0)
+
+    return beginning(old), beginning(new), ending == 0

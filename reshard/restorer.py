@@ -134,7 +134,8 @@ def _unusable(leaf: StateLeaf, wanted: Wanted, kept: bool) -> list[Mismatch]:
     value = leaf.value
     if kept:
         gone = leaf.abstract or (isinstance(value, jax.Array) and value.is_deleted())
-        return problem("it is kept, and has no value of its own") if gone else []
+        text = f"{format_path(leaf.path)}: it is kept, and has no value of its own"
+        return [Mismatch("kept", text, leaf.path)] if gone else []
     if not leaf.abstract and not isinstance(value, jax.Array):
         return []
     if not hasattr(value, "sharding"):
@@ -184,10 +185,8 @@ def _hints(
     problems: Sequence[Mismatch], leaves: Sequence[StateLeaf], cast: bool | str
 ) -> list[str]:
     kinds = {problem.what for problem in problems}
-    hints = [
-        f'ckpt = reshard.rename(reshard.open(path), [(r"{old}", r"{new}")])'
-        for old, new in likely_renames(problems)
-    ]
+    renames = ", ".join(f'(r"{old}", r"{new}")' for old, new in likely_renames(problems))
+    hints = [f"ckpt = reshard.rename(reshard.open(path), [{renames}])"] if renames else []
     if "unexpected" in kinds and "missing" not in kinds:
         hints.append('unexpected="ignore" restores the rest')
     if "missing" in kinds and not any(leaf.abstract for leaf in leaves):
@@ -199,6 +198,8 @@ def _hints(
         hints.append(f"ckpt = reshard.select(reshard.open(path), drop=[{dropped}])")
     if "dtype" in kinds and cast != "lossy":
         hints.append('cast=True for casts that keep every value, cast="lossy" for all of floats')
+    if "kept" in kinds:
+        hints.append("a target whose kept leaves are initialised arrays, not abstract ones")
     if "x64" in kinds:
         hints.append('jax.config.update("jax_enable_x64", True)')
     if "sharding" in kinds:

@@ -822,7 +822,7 @@ Error: the spec rules cannot be read
 Usage: reshard ckpt [OPTIONS] SRC DST
 Try 'reshard ckpt --help' for help.
 
-Error: --spec and --axis go with --to MESH
+Error: --spec, --axis, --model and --rules go with --to MESH
 """,
     f"{CKPT} --axis modle=tensor": """\
 Error: axis renames that do not apply

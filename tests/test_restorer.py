@@ -1325,6 +1325,7 @@ def target(plain):
 HEAD = "does not match the target"
 CAST_HINT = 'hint: cast=True for casts that keep every value, cast="lossy" for all of floats'
 IGNORE_HINT = 'hint: unexpected="ignore" restores the rest'
+KEPT_HINT = "hint: a target whose kept leaves are initialised arrays, not abstract ones"
 TARGET_HINT = "hint: reshard.target(state, mesh=mesh, ...) gives every leaf a sharding"
 
 
@@ -1581,9 +1582,9 @@ def test_keep_of_what_has_no_value(plain, target):
     """Nothing abstract is ever returned."""
     path, tree = plain
     assert mismatch(path, target, keep=("params/head/*", "step")) == (
-        f"`{path}` {HEAD}: 2 without a place to go\n"
+        f"`{path}` {HEAD}: 2 kept without a value\n"
         "  params/head/bias: it is kept, and has no value of its own\n"
-        "  params/head/kernel: it is kept, and has no value of its own\n\n" + TARGET_HINT
+        "  params/head/kernel: it is kept, and has no value of its own\n\n" + KEPT_HINT
     )
     target["params"]["head"] = real(tree["params"]["head"], layouts.mesh((1, 8)))
     got = reshard.restore(path, target, keep=("params/head/*", "step"))
