@@ -1,6 +1,12 @@
 """Sixteen simulated devices for every test, and the checkpoints that the tests share."""
 
 import os
+import signal
+
+# A shell that runs the tests in the background has them, and the processes they start, ignore
+# interrupts; some of those are to be interrupted.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Both must be set before jax is imported, which no test module has done yet.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=16"
