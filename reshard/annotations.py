@@ -217,7 +217,7 @@ class _Cover:
                 found = [done[path] for path in parameters.followed_by(leaf.path)]
                 owner = self._owner(leaf, found)
                 if owner is not None and self._is_as(leaf, by_path[owner.path]):
-                    spec, source = self._follow(leaf, owner)
+                    spec, source = self._follow(leaf, owner), "optimizer"
                     used = owner.rules if spec else ()
             if spec is None and leaf.names is not None:
                 spec, used = self._by_names(leaf)
@@ -257,18 +257,18 @@ class _Cover:
         self.problems.append(f"{where}  {list(leaf.shape)}: {text}")
         self.hints.append(f'specs=[(r"^{re.escape(where)}$", P(...))] says how to split it')
 
-    def _follow(self, leaf: AnnotatedLeaf, owner: LeafCoverage) -> tuple[Spec | None, str]:
+    def _follow(self, leaf: AnnotatedLeaf, owner: LeafCoverage) -> Spec | None:
         spec = owner.spec
         part = matching_part(leaf.path, leaf.shape, owner.shape, spec)
         if not isinstance(part, str):
-            return part, "optimizer"
+            return part
         if leaf.names is None and leaf.saved is None and not any(spec):
-            return (), "optimizer"
+            return ()
         self._ambiguous(
             leaf,
             f"it belongs to {format_path(owner.path)}, which is {format_spec(spec)}, and {part}",
         )
-        return (), "optimizer"
+        return ()
 
     def _by_names(self, leaf: AnnotatedLeaf) -> tuple[Spec, tuple[int, ...]]:
         names = leaf.names or ()

@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf
+from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, is_floating
 from reshard.errors import TreeMismatchError
 from reshard.tree import Key, Path, format_path, nearest
 
@@ -61,7 +61,8 @@ class Mismatch:
     """What stands against restoring, of one kind.
 
     Attributes:
-      what: the kind: `"missing"`, `"unexpected"`, `"shape"`, `"dtype"`, `"kind"`, `"tied"`.
+      what: the kind: `"missing"`, `"unexpected"`, `"shape"`, `"dtype"`, `"kind"`, `"tied"`; of the
+        target alone, `"kept"`, `"sharding"`, `"x64"`.
       text: the problem.
       path: the leaf, as the target calls it (as the checkpoint does, if it is unexpected).
       renamed: for a missing leaf, the path of the saved leaf that it may be, without levels named
@@ -86,7 +87,8 @@ def match(
         any other floating-point dtype.
       ignore: leave saved leaves out that the target lacks.
     """
-    find = _finder(wanted, ckpt)
+    saved = _canonical(ckpt)
+    find = _finder(wanted, ckpt, saved)
     taken: set[Path] = set()
     found: list[Path | None] = []
     problems: list[Mismatch] = []
@@ -102,7 +104,9 @@ def match(
         found.append(present[0] if present else None)
     used = set(found)
     left = [path for path, value in ckpt.items() if path not in used and not _is_empty(value)]
-    problems += _missing(wanted, found, ckpt, left)
+    lacking = [leaf for leaf, path in zip(wanted, found, strict=True) if path is None]
+    if lacking:
+        problems += _missing(lacking, ckpt, saved, left)
     for leaf, path in zip(wanted, found, strict=True):
         if path is not None:
             problems += _compare(leaf, ckpt[path], cast)
@@ -134,8 +138,10 @@ def _children(texts: Iterable[Path]) -> dict[Path, set[Key]]:
     return children
 
 
-def _finder(wanted: Sequence[Wanted], ckpt: Checkpoint) -> Callable[[Path], Path | None]:
-    """Finds the saved path of a wanted one.
+def _finder(
+    wanted: Sequence[Wanted], ckpt: Checkpoint, saved: dict[Path, Path]
+) -> Callable[[Path], Path | None]:
+    """Finds the saved path of a wanted one; `saved` are the canonical paths of all saved ones.
 
     Trees of the same leaves are compared less all levels that may be a box's, which is one to one.
     A part of a tree has fewer siblings to tell such a level by: there a leaf is looked for as it
@@ -149,7 +155,7 @@ def _finder(wanted: Sequence[Wanted], ckpt: Checkpoint) -> Callable[[Path], Path
         for text, path in plain.items()
         if text[-1:] == ("value",) and children[text[:-1]] == {"value"}
     }
-    short = {new: old for old, new in _canonical(ckpt).items() if not _is_empty(ckpt[old])}
+    short = {saved[path]: path for path in present}
     canonical = _canonical([leaf.path for leaf in wanted])
     same = set(canonical.values()) == set(short)
 
@@ -170,11 +176,9 @@ def _is_empty(value: Leaf) -> bool:
 
 
 def _missing(
-    wanted: Sequence[Wanted], found: Sequence[Path | None], ckpt: Checkpoint, left: Sequence[Path]
+    lacking: Sequence[Wanted], ckpt: Checkpoint, saved: dict[Path, Path], left: Sequence[Path]
 ) -> list[Mismatch]:
-    lacking = [leaf for leaf, path in zip(wanted, found, strict=True) if path is None]
     containers = {tuple(map(str, path[:end])) for path in ckpt for end in range(len(path))}
-    canonical = _canonical(ckpt) if lacking else {}
     near = _nearest_of_type(lacking[:_MOST_HINTED], ckpt, left)
     problems = []
     for leaf in lacking:
@@ -184,7 +188,7 @@ def _missing(
         if other is not None:
             text += f"; the nearest is {format_path(other)}"
         text = f"{format_path(leaf.path)}  {leaf}: {text}"
-        renamed = None if other is None else canonical[other]
+        renamed = None if other is None else saved[other]
         problems.append(Mismatch("missing", text, leaf.path, renamed))
     return problems
 
@@ -301,7 +305,7 @@ def keeps_values(old: np.dtype, new: np.dtype) -> bool:
 
 def _dtype_kind(dtype: np.dtype) -> str:
     """`f` and `i` also for JAX's own dtypes."""
-    if dtype.name.startswith(("bfloat", "float")):
+    if is_floating(dtype):
         return "f"
     if dtype.name.startswith(("int", "uint")):
         return "i" if dtype.name.startswith("int") else "u"

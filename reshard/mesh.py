@@ -197,12 +197,14 @@ def _literal(text: str) -> tuple[Any, ...]:
         raise ShardingError(f"not a partition spec: {text}") from error
 
 
+def spec_entries(spec: Spec) -> tuple[str | tuple[str, ...] | None, ...]:
+    """The arguments of `jax.sharding.PartitionSpec`: None, one axis, or a tuple of several."""
+    return tuple(axes[0] if len(axes) == 1 else axes or None for axes in spec)
+
+
 def format_spec(spec: Spec) -> str:
     """A spec in the notation of `jax.sharding.PartitionSpec`: `P('data', ('x', 'y'), None)`."""
-    entries = [
-        "None" if not axes else repr(axes[0]) if len(axes) == 1 else repr(axes) for axes in spec
-    ]
-    return f"P({', '.join(entries)})"
+    return f"P({', '.join(map(repr, spec_entries(spec)))})"
 
 
 def spec_text(spec: Spec) -> str:

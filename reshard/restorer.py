@@ -1,20 +1,22 @@
 """The restorer: a checkpoint and a target -> live arrays in the target's own containers."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from reshard.checkpoint import ArrayHandle, Checkpoint, collision_error
+from reshard.checkpoint import ArrayHandle, Checkpoint, collision_error, is_floating
 from reshard.errors import MemoryLimitError, ShardingError, TreeMismatchError
 from reshard.landing import Request, read_arrays
 from reshard.loader import open as open_checkpoint
 from reshard.matching import Mismatch, Wanted, likely_renames, match, mismatch_error
-from reshard.mesh import NamedSharding, Spec, normalize_spec, parse_mesh, spec_problems
+from reshard.mesh import Mesh, NamedSharding, normalize_spec, parse_mesh, spec_problems
+from reshard.shards import named_sharding
 from reshard.states import StateLeaf, take_apart, wanted_leaf
-from reshard.transforms import is_floating, to_mesh
+from reshard.transforms import to_mesh
 from reshard.tree import Path, format_path, match_globs
 from reshard.units import parse_bytes
 
@@ -91,8 +93,9 @@ def restore(
     wanted = [wanted_leaf(leaf) for leaf in leaves]
     found, problems = match(wanted, ckpt, cast=cast, ignore=unexpected == "ignore")
     problems = [problem for problem in problems if problem.path not in kept]
+    parsed = functools.cache(parse_mesh)
     for leaf, want in zip(leaves, wanted, strict=True):
-        problems += _unusable(leaf, want, leaf.path in kept)
+        problems += _unusable(leaf, want, leaf.path in kept, parsed)
     if problems:
         hints = _hints(problems, leaves, cast)
         raise mismatch_error(f"`{ckpt.source.root}`", problems, hints)
@@ -124,35 +127,35 @@ def _check_names(handles: Sequence[ArrayHandle]) -> None:
         raise collision_error(collided)
 
 
-def _unusable(leaf: StateLeaf, wanted: Wanted, kept: bool) -> list[Mismatch]:
-    """Why a leaf of the target cannot be filled, whatever the checkpoint has."""
+def _unusable(
+    leaf: StateLeaf, wanted: Wanted, kept: bool, parsed: Callable[[Any], Mesh]
+) -> list[Mismatch]:
+    """Why a leaf of the target cannot be filled, whatever the checkpoint has; `parsed` is
+    `parse_mesh`, which goes over all devices, for the leaves of one target."""
     import jax
 
-    def problem(text: str) -> list[Mismatch]:
-        return [Mismatch("sharding", f"{format_path(leaf.path)}: {text}", leaf.path)]
+    def problem(text: str, what: str = "sharding") -> Mismatch:
+        return Mismatch(what, f"{format_path(leaf.path)}: {text}", leaf.path)
 
     value = leaf.value
     if kept:
         gone = leaf.abstract or (isinstance(value, jax.Array) and value.is_deleted())
-        text = f"{format_path(leaf.path)}: it is kept, and has no value of its own"
-        return [Mismatch("kept", text, leaf.path)] if gone else []
+        return [problem("it is kept, and has no value of its own", "kept")] if gone else []
     if not leaf.abstract and not isinstance(value, jax.Array):
         return []
     if not hasattr(value, "sharding"):
-        return problem("it has no sharding")
+        return [problem("it has no sharding")]
     if wanted.dtype is not None and _narrowed(wanted.dtype):
-        text = f"{format_path(leaf.path)}: JAX makes no {wanted.dtype.name} arrays by default"
-        return [Mismatch("x64", text, leaf.path)]
+        return [problem(f"JAX makes no {wanted.dtype.name} arrays by default", "x64")]
     try:
         sharding = _on_devices(value.sharding)
         if sharding is None:
-            return problem("it has no sharding")
+            return [problem("it has no sharding")]
         if isinstance(sharding, jax.sharding.NamedSharding):
             shape, spec = tuple(value.shape), normalize_spec(sharding.spec)
-            found = spec_problems(shape, parse_mesh(sharding.mesh), spec)
-            return [mismatch for text in found for mismatch in problem(text)]
+            return [problem(text) for text in spec_problems(shape, parsed(sharding.mesh), spec)]
     except ShardingError as error:
-        return problem(error.summary)
+        return [problem(error.summary)]
     return []
 
 
@@ -212,7 +215,7 @@ def _request(leaf: StateLeaf, wanted: Wanted, handle: ArrayHandle) -> Request:
     import jax
 
     sharding = None
-    if isinstance(leaf.value, jax.Array | jax.ShapeDtypeStruct) and not _floats(leaf.value):
+    if isinstance(leaf.value, jax.Array | jax.ShapeDtypeStruct) and not _uncommitted(leaf.value):
         sharding = _on_devices(leaf.value.sharding)
         if wanted.kind == "key" and isinstance(sharding, jax.sharding.NamedSharding):
             entries = [*sharding.spec, *[None] * (len(wanted.shape) - len(sharding.spec)), None]
@@ -227,7 +230,7 @@ def _request(leaf: StateLeaf, wanted: Wanted, handle: ArrayHandle) -> Request:
     return Request(handle, dtype, sharding)
 
 
-def _floats(value: Any) -> bool:
+def _uncommitted(value: Any) -> bool:
     """Whether an array is bound to no device, so that computations may move it: it stays so."""
     return not getattr(value, "committed", True)
 
@@ -240,7 +243,7 @@ def _as_wanted(value: Any, leaf: StateLeaf, wanted: Wanted) -> Any:
         return _as_keys(value, wanted.key_impl, _on_devices(leaf.value.sharding))
     if wanted.kind in ("int", "float", "bool"):
         return value.item()
-    if isinstance(leaf.value, jax.Array) and _floats(leaf.value):
+    if isinstance(leaf.value, jax.Array) and _uncommitted(leaf.value):
         with jax.default_device(next(iter(leaf.value.devices()))):
             return jax.device_put(value, may_alias=True)
     return value[()] if isinstance(leaf.value, np.generic) else value
@@ -268,7 +271,7 @@ def _restore_raw(ckpt: Checkpoint, mesh: Any, budget: int | None, report: Progre
     for handle in ckpt.arrays:
         sharding = None
         if isinstance(handle.sharding, NamedSharding):
-            sharding = _named(mesh, handle.sharding.spec)
+            sharding = named_sharding(mesh, handle.sharding.spec)
             if _narrowed(handle.dtype):
                 wide.append(f"{format_path(handle.path)}  {handle.dtype.name}{list(handle.shape)}")
         requests.append(Request(handle, handle.dtype, sharding))
@@ -282,18 +285,10 @@ def _restore_raw(ckpt: Checkpoint, mesh: Any, budget: int | None, report: Progre
     for handle, value in zip(ckpt.arrays, read_arrays(requests, budget, report), strict=True):
         if handle.key_impl is not None and isinstance(value, jax.Array):
             assert isinstance(handle.sharding, NamedSharding)
-            sharding = _named(mesh, handle.sharding.spec[: value.ndim - 1])
+            sharding = named_sharding(mesh, handle.sharding.spec[: value.ndim - 1])
             value = _as_keys(value, handle.key_impl, sharding)
         leaves[handle.path] = value.item() if handle.value_type == "scalar" else value
     return _nested(leaves)
-
-
-def _named(mesh: Any, spec: Spec) -> Any:
-    """A sharding of JAX's."""
-    import jax
-
-    entries = [axes[0] if len(axes) == 1 else axes or None for axes in spec]
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*entries))
 
 
 def _nested(leaves: dict[Path, Any]) -> Any:

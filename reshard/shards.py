@@ -1,4 +1,4 @@
-"""The shards of an array that devices of this process hold, and the buffers they are read into."""
+"""JAX's shardings: made of specs, and taken apart into shards of this process and their buffers."""
 
 import functools
 import math
@@ -9,9 +9,17 @@ import numpy as np
 
 from reshard import boxes
 from reshard.boxes import Box, Shape
+from reshard.mesh import Spec, spec_entries
 
 # JAX uses a buffer of the host as a CPU array if it is aligned to this many bytes.
 ALIGNMENT = 64
+
+
+def named_sharding(mesh: Any, spec: Spec) -> Any:
+    """A `jax.sharding.NamedSharding` of `spec` on a mesh of JAX's."""
+    import jax
+
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec_entries(spec)))
 
 
 class Part(NamedTuple):

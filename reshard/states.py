@@ -91,9 +91,9 @@ def take_apart(state: Any) -> State:
     for path, value in plain:
         cells.append(_open(path, value, (), leaves))
     in_plain = len(leaves)
+    roots = [path for path, _ in modules]
     for keys, value in inner:
         (number, *rest) = key_path(keys)
-        roots = [path for path, _ in modules]
         others = [
             (*roots[int(index)], *tail)
             for index, *tail in _other_paths(aliases, (number, *map(str, rest)))

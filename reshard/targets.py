@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.annotations import AnnotatedLeaf, Coverage, cover
 from reshard.errors import ShardingError
-from reshard.mesh import Spec, normalize_spec, parse_mesh
+from reshard.mesh import Spec, normalize_spec, parse_mesh, spec_entries
+from reshard.shards import named_sharding
 from reshard.states import State, StateLeaf, axis_names, key_path, own_rules, take_apart
 from reshard.tree import Path, format_path, nearest
 
@@ -165,9 +166,9 @@ def _spec_tree(specs: Any, paths: set[Path]) -> dict[Path, Spec]:
     tree = {key_path(keys): normalize_spec(getattr(leaf, "spec", leaf)) for keys, leaf in found}
     # Flax keeps the variables around the specs of an NNX state.
     tree = {p[:-1] if p[-1:] == ("value",) and p not in paths else p: x for p, x in tree.items()}
-    unknown = [path for path in tree if path not in paths]
     if isinstance(specs, Mapping) and all(len(path) == 1 for path in tree) and set(tree) != paths:
         return {}  # a dict of regexes
+    unknown = [path for path in tree if path not in paths]
     if unknown:
         near = nearest(format_path(unknown[0]), paths)
         raise ShardingError(
@@ -189,7 +190,7 @@ def _annotated(leaf: StateLeaf, spec: Spec | None, parameter: bool) -> Annotated
         kind = "nnx"
     elif isinstance(holder, linen.LogicallyPartitioned):
         kind = "logical"
-    names = axis_names(leaf) if spec is None else tuple(_entry(axes) for axes in spec)
+    names = axis_names(leaf) if spec is None else spec_entries(spec)
     if not all(_is_name(name) for name in names or ()):
         raise ShardingError(
             f"{format_path(leaf.path)}: the names of its axes are {names!r}",
@@ -215,19 +216,13 @@ def _is_name(name: Any) -> bool:
     return name is None or isinstance(name, str)
 
 
-def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
-    """One dimension of a spec, as the names of axes are written."""
-    return axes[0] if len(axes) == 1 else axes or None
-
-
 def _abstract(leaf: StateLeaf, mesh: Any, spec: Spec) -> Any:
     import jax
 
-    entries = [_entry(axes) for axes in spec]
     return jax.ShapeDtypeStruct(
         leaf.value.shape,
         leaf.value.dtype,
-        sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*entries)),
+        sharding=named_sharding(mesh, spec),
         weak_type=getattr(leaf.value, "weak_type", False),
     )
 

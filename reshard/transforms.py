@@ -5,11 +5,10 @@ array; the planner and the writer carry it out.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from reshard import tree
 from reshard.checkpoint import (
@@ -17,6 +16,7 @@ from reshard.checkpoint import (
     Checkpoint,
     Leaf,
     collision_error,
+    is_floating,
     parse_dtype,
     stored_name,
 )
@@ -133,11 +133,6 @@ def cast(ckpt: Checkpoint, dtype: Any, where: str | Sequence[str] = "**") -> Che
     return ckpt.replace(leaves)
 
 
-def is_floating(dtype: np.dtype) -> bool:
-    """Whether a dtype is floating-point, JAX's own included."""
-    return dtype.kind == "f" or dtype.name.startswith(("bfloat", "float"))
-
-
 def to_mesh(
     ckpt: Checkpoint,
     mesh: Any,
@@ -235,15 +230,16 @@ def _target_specs(ckpt: Checkpoint, mesh: Mesh, target: Any) -> dict[Path, Spec]
     found, problems = match(wanted, ckpt)
     if problems:
         raise mismatch_error(f"`{ckpt.source.root}`", problems, _match_hints(problems, wanted))
+    parsed = functools.cache(parse_mesh)
     specs: dict[Path, Spec] = {}
     for leaf, path in zip(leaves, found, strict=True):
         sharding: Any = getattr(leaf.value, "sharding", None)
         handle = None if path is None else ckpt[path]
         if not isinstance(handle, ArrayHandle) or not hasattr(sharding, "spec"):
             continue
-        if parse_mesh(sharding.mesh).shape != mesh.shape:
+        if parsed(sharding.mesh).shape != mesh.shape:
             raise ShardingError(
-                f"the target is on `{parse_mesh(sharding.mesh)}`, not on `{mesh}`",
+                f"the target is on `{parsed(sharding.mesh)}`, not on `{mesh}`",
                 hints=["build it with `reshard.target(model, mesh=...)` for the same mesh"],
             )
         if handle.value_type != "scalar":

@@ -1,4 +1,4 @@
-"""Random trees on a simulated mesh, and every layout in which Orbax saves them."""
+"""Random trees on a simulated mesh, every layout in which Orbax saves them, and a box."""
 
 import dataclasses
 import hashlib
@@ -7,12 +7,14 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import orbax.checkpoint.experimental.v1 as v1
+from flax.core import meta
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint._src.metadata.pytree_metadata_options import PyTreeMetadataOptions
@@ -42,6 +44,26 @@ DTYPES = (
 )
 CUSTOM = {"note": "keep me", "n": [1, 2]}
 STEPS = (3, 20)
+
+
+@flax.struct.dataclass
+class Named(meta.AxisMetadata[Any]):
+    """A box of the user's own."""
+
+    value: Any
+    names: tuple = flax.struct.field(pytree_node=False)
+
+    def unbox(self):
+        return self.value
+
+    def replace_boxed(self, val):
+        return self.replace(value=val)
+
+    def add_axis(self, index, params):
+        return self
+
+    def remove_axis(self, index, params):
+        return self
 
 
 def mesh(sizes: Sequence[int], names: Sequence[str] = ("data", "model")) -> Mesh:

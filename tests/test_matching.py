@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from layouts import DTYPES
 
 import reshard
 from reshard import matching
@@ -238,21 +239,8 @@ def test_what_is_empty_is_no_array(leaf):
 
 # Kinds of leaves.
 
-FLOATS = [
-    "float64",
-    "float32",
-    "float16",
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "float8_e4m3b11fnuz",
-    "float8_e4m3fnuz",
-    "float8_e5m2fnuz",
-    "float8_e3m4",
-    "float8_e8m0fnu",
-    "float4_e2m1fn",
-]
-INTS = ["int2", "int4", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+FLOATS = ["float64", *(name for name in DTYPES if "float" in name)]
+INTS = ["int64", "uint64", *(name for name in DTYPES if "int" in name)]
 
 
 def patterns(dtype):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import layouts
 import numpy as np
 import optax
+import optimizers
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,32 +16,11 @@ from reshard.moments import Parameters, matching_part
 
 # Whose a leaf is
 
-
-def decayed(params):
-    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
-
-
-def labels(params):
-    return jax.tree.map(lambda leaf: "matrix" if leaf.ndim > 1 else "vector", params)
-
-
 OPTIMIZERS = {
-    "adam": optax.adam(1e-3),
-    "adamw": optax.adamw(1e-3, mask=decayed),
-    "sgd": optax.sgd(1e-3, momentum=0.9),
-    "lion": optax.lion(1e-3),
+    **optimizers.OPTIMIZERS,
+    **optimizers.RESHAPING,
     "rmsprop": optax.rmsprop(1e-3, momentum=0.9, centered=True),
-    "adafactor": optax.adafactor(1e-3, min_dim_size_to_factor=2, momentum=0.9),
     "amsgrad": optax.amsgrad(1e-3),
-    "lbfgs": optax.scale_by_lbfgs(memory_size=3),
-    "schedules": optax.chain(optax.clip(1.0), optax.adam(optax.linear_schedule(1.0, 0.0, 9))),
-    "MultiSteps": optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(),
-    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
-    "masked": optax.masked(optax.adam(1e-3), decayed),
-    "multi_transform": optax.multi_transform(
-        {"matrix": optax.adafactor(1e-3, min_dim_size_to_factor=2), "vector": optax.lion(1e-3)},
-        labels,
-    ),
     "ema": optax.chain(optax.adam(1e-3), optax.ema(0.9)),
 }
 MATRIX, VECTOR = (4, 6), (6,)

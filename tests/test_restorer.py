@@ -30,7 +30,7 @@ from flax.core import FrozenDict, meta
 from flax.training.train_state import TrainState
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from layouts import LAYOUTS, bits, flat
+from layouts import LAYOUTS, Named, bits, flat
 
 import reshard
 from reshard import landing
@@ -730,26 +730,6 @@ def mismatch(path, target, **kwargs):
 
 
 # Boxes and levels named `value`.
-
-
-@flax.struct.dataclass
-class Named(meta.AxisMetadata[Any]):
-    """A box of the user's own."""
-
-    value: Any
-    names: tuple = flax.struct.field(pytree_node=False)
-
-    def unbox(self):
-        return self.value
-
-    def replace_boxed(self, val):
-        return self.replace(value=val)
-
-    def add_axis(self, index, params):
-        return self
-
-    def remove_axis(self, index, params):
-        return self
 
 
 def boxed_tree(on=None):

@@ -12,37 +12,18 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from flax.core import FrozenDict, meta
+from flax.core import FrozenDict
 from flax.training.train_state import TrainState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from layouts import Named
 
 from reshard import states
 from reshard.matching import Wanted
 from reshard.states import take_apart
 
 Point = collections.namedtuple("Point", ("x", "y"))
-
-
-@flax.struct.dataclass
-class Named(meta.AxisMetadata[Any]):
-    """A box of the user's own."""
-
-    value: Any
-    names: tuple = flax.struct.field(pytree_node=False)
-
-    def unbox(self):
-        return self.value
-
-    def replace_boxed(self, val):
-        return self.replace(value=val)
-
-    def add_axis(self, index, params):
-        return self
-
-    def remove_axis(self, index, params):
-        return self
 
 
 @flax.struct.dataclass

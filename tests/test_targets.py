@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from optimizers import OPTIMIZERS, RESHAPING
 
 import reshard
 from reshard.annotations import LeafCoverage
@@ -103,41 +104,6 @@ class State(TrainState):
 def train_state(model, tx, key=KEY, x=X):
     variables = model.init(key, x)
     return State.create(apply_fn=None, tx=tx, **variables)
-
-
-def decayed(params):
-    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
-
-
-def labels(params):
-    return jax.tree.map(lambda leaf: "matrix" if leaf.ndim > 1 else "vector", params)
-
-
-OPTIMIZERS = {
-    "adam": optax.adam(1e-3),
-    "adamw": optax.adamw(1e-3, mask=decayed),
-    "sgd": optax.sgd(1e-3, momentum=0.9),
-    "lion": optax.lion(1e-3),
-    "chain": optax.chain(optax.clip(1.0), optax.adam(optax.linear_schedule(1.0, 0.0, 9))),
-    "MultiSteps": optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(),
-    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
-    "masked": optax.masked(optax.adam(1e-3), decayed),
-    "multi_transform": optax.multi_transform(
-        {"matrix": optax.adam(1e-3), "vector": optax.sgd(1e-3, momentum=0.9)}, labels
-    ),
-}
-# Whose state has not the shapes of the parameters: Flax's own functions fail on these.
-RESHAPING = {
-    "adafactor": optax.adafactor(1e-3, min_dim_size_to_factor=2, momentum=0.9),
-    "lbfgs": optax.scale_by_lbfgs(memory_size=3),
-    "accumulated adafactor": optax.MultiSteps(
-        optax.adafactor(1e-3, min_dim_size_to_factor=2), 2
-    ).gradient_transformation(),
-    "some adafactor": optax.multi_transform(
-        {"matrix": optax.adafactor(1e-3, min_dim_size_to_factor=2), "vector": optax.adam(1e-3)},
-        labels,
-    ),
-}
 
 
 def shardings(tree):
