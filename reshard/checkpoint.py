@@ -20,14 +20,39 @@ from reshard.mesh import (
     Sharding,
     format_spec,
 )
+from reshard.operations import Operation
 from reshard.rounding import round_once, rounds_twice
 from reshard.store import ArrayStore
 from reshard.tree import Path, format_path, shell_quoted
 
 
+@dataclasses.dataclass(frozen=True)
+class Formed:
+    """What arrays are made of that are not stored as they are: the outputs of one operation.
+
+    Attributes:
+      operation: the operation.
+      inputs: the arrays that it takes, stored or formed themselves.
+    """
+
+    operation: Operation
+    inputs: "tuple[ArrayHandle, ...]"
+
+    @functools.cached_property
+    def views(self) -> list[ts.TensorStore]:
+        """Views of the outputs, of the dtype on disk."""
+        return self.operation.views([handle.stored_view() for handle in self.inputs])
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each output."""
+        shapes = self.operation.shapes([handle.shape for handle in self.inputs])
+        return tuple(map(math.prod, shapes))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArrayHandle:
-    """One saved array, not read yet.
+    """One array, saved or formed of saved ones, not read yet.
 
     Attributes:
       path: where it is in the tree.
@@ -44,6 +69,10 @@ class ArrayHandle:
       metadata: its zarr metadata, as stored.
       same_name: the path of another leaf stored under the same name, if there is one: then what
         is stored belongs to one of the two, and nothing says to which.
+      formed: what it is made of, if it is not stored as it is. Then `chunk_shape` is a grid whose
+        boxes cut no stored chunk, and `store`, `name` and `metadata` are those of an array that
+        it is stored like.
+      part: which output of `formed.operation` it is.
     """
 
     path: Path
@@ -59,6 +88,8 @@ class ArrayHandle:
     name: str
     metadata: bytes
     same_name: Path | None = None
+    formed: Formed | None = None
+    part: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -66,11 +97,13 @@ class ArrayHandle:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def stored_sizes(self) -> list[int]:
-        """Stored bytes of each chunk that is there.
+        """Stored bytes of each chunk that is there; of a formed array, of all that it is made of.
 
         Raises:
           CorruptCheckpointError: chunks are missing that do not stand for a fill value.
         """
+        if self.formed is not None:
+            return [size for handle in self.formed.inputs for size in handle.stored_sizes()]
         metadata_key = self.store.metadata_key
         values = self.store.values[self.name]
         sizes = [value.size for key, value in values.items() if key != metadata_key]
@@ -101,8 +134,14 @@ class ArrayHandle:
         """
         if self.same_name is not None:
             raise collision_error([self])
-        array = self.store.open_array(self.name, json.loads(self.metadata))
+        array = self.stored_view()
         return array if self.read_dtype == self.stored_dtype else ts.cast(array, self.read_dtype)
+
+    def stored_view(self) -> ts.TensorStore:
+        """A view of `stored_dtype`."""
+        if self.formed is not None:
+            return self.formed.views[self.part]
+        return self.store.open_array(self.name, json.loads(self.metadata))
 
     def __repr__(self) -> str:
         return f"<{format_path(self.path)}: {describe(self)}>"
@@ -269,3 +308,8 @@ def parse_dtype(dtype: Any) -> np.dtype:
         raise TreeMismatchError(
             f"not a dtype: {dtype!r}", hints=["`bfloat16`, `float16`, `float32`"]
         ) from error
+
+
+def is_floating(dtype: np.dtype) -> bool:
+    """Whether a dtype is floating-point, JAX's own included."""
+    return dtype.kind == "f" or dtype.name.startswith(("bfloat", "float"))

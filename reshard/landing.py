@@ -14,7 +14,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,13 +22,13 @@ import tensorstore as ts
 
 from reshard import boxes
 from reshard.boxes import Box, Shape
-from reshard.checkpoint import ArrayHandle
+from reshard.checkpoint import ArrayHandle, is_floating
 from reshard.errors import CorruptCheckpointError, MemoryLimitError, ReshardError, TreeMismatchError
+from reshard.formed import family
 from reshard.planner import grid_boxes
 from reshard.schedule import BOX_OVERHEAD, IN_FLIGHT_PER_CORE, WINDOW, cores, room
 from reshard.shards import local_shards
 from reshard.store import checked
-from reshard.transforms import is_floating
 from reshard.tree import format_path
 from reshard.units import format_bytes
 
@@ -100,11 +100,24 @@ def read_arrays(
     for landing in landings:
         if not landing.boxes:
             landing.finish()
-        for box in landing.boxes:
-            window.add(landing, box)
+    for together in _together(landings):
+        for boxes_there in zip(*(landing.boxes for landing in together), strict=True):
+            for landing, box in zip(together, boxes_there, strict=True):
+                window.add(landing, box)
     window.finish()
     stores.clear()
     return [landing.result for landing in landings]
+
+
+def _together(landings: "Sequence[_Landing]") -> "list[list[_Landing]]":
+    """Arrays that share stored chunks, to be read box by box together; all others on their own."""
+    groups: dict[Hashable, list[_Landing]] = {}
+    for number, landing in enumerate(landings):
+        shared = family(landing.handle)
+        starts = tuple(map(boxes.start_of, landing.boxes))
+        key = number if shared is None else (shared.key, starts)
+        groups.setdefault(key, []).append(landing)
+    return list(groups.values())
 
 
 def _check_memory(landings: "Sequence[_Landing]", max_memory: int) -> None:

@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 from reshard.errors import MemoryLimitError
 from reshard.tree import Path, format_path
@@ -54,6 +54,11 @@ class ArrayLayout:
       linked_bytes: of these, the bytes in data files that are shared with the source.
       same_bytes: stored chunks can be moved as they are (same dtype and codec).
       encoded_ratio: estimated encoded bytes for each decoded byte of the target.
+      family: the same for arrays whose boxes are read together, since they share source chunks;
+        None for an array on its own.
+      together: how many such arrays there are.
+      rereads: how often a source chunk is read because arrays that share it cannot be read
+        together.
     """
 
     path: Path
@@ -68,6 +73,9 @@ class ArrayLayout:
     linked_bytes: int
     same_bytes: bool
     encoded_ratio: float
+    family: Hashable = None
+    together: int = 1
+    rereads: int = 1
 
     @property
     def chunk_charge(self) -> int:
@@ -188,7 +196,7 @@ def plan_array(array: ArrayLayout, chunks: int | str, max_memory: int) -> ArrayP
     if array.same_bytes and chosen.chunk == array.source_chunk:
         return ArrayPlan(array, chosen.chunk, None, False, 1.0, chosen.split, (before, before))
     after = read_amplification(array.shape, chosen.chunk, array.target_shard)
-    passes = _passes(array, chosen.box) if serial else 1.0
+    passes = array.rereads * (_passes(array, chosen.box) * array.together if serial else 1.0)
     return ArrayPlan(array, chosen.chunk, chosen.box, serial, passes, chosen.split, (before, after))
 
 
@@ -279,7 +287,7 @@ def _choose(
     """
     kept = [_candidate(array, array.source_chunk, 1)]
     candidates = kept if keeps else _splits(array, most)
-    itemsizes = 2 * (array.source_itemsize + array.target_itemsize)
+    itemsizes = 2 * (array.source_itemsize + array.target_itemsize) * array.together
     for limit in (max_memory // 2, max_memory):
         for candidate in candidates:
             if math.prod(candidate.box) * itemsizes <= limit:

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 from reshard.planner import ArrayPlan, Box
 
@@ -41,20 +41,36 @@ def room(max_memory: int) -> int:
 
 
 def batches(arrays: Sequence[ArrayPlan], max_memory: int, cores: int) -> Iterator[Batch]:
-    """All boxes in order, in batches of which `WINDOW` fit into memory where they can."""
+    """All boxes in order, in batches of which `WINDOW` fit into memory where they can.
+
+    Boxes of arrays that share source chunks are in one batch, which decodes such a chunk once.
+    """
     limit = min(room(max_memory), IN_FLIGHT_PER_CORE * cores) // WINDOW
     boxes: list[tuple[ArrayPlan, Box]] = []
     charge = 0
-    for array in arrays:
-        for box in array.boxes():
-            cost = array.box_charge(box)
-            if boxes and (charge + BOX_OVERHEAD + cost > limit or array.serial):
+    for group in families(arrays):
+        for together in zip(*(array.boxes() for array in group), strict=True):
+            pairs = list(zip(group, together, strict=True))
+            cost = sum(array.box_charge(box) + BOX_OVERHEAD for array, box in pairs) - BOX_OVERHEAD
+            if boxes and (charge + BOX_OVERHEAD + cost > limit or group[0].serial):
                 yield Batch(tuple(boxes), charge)
                 boxes, charge = [], 0
-            boxes.append((array, box))
+            boxes += pairs
             charge += cost + (BOX_OVERHEAD if charge else 0)
     if boxes:
         yield Batch(tuple(boxes), charge)
+
+
+def families(arrays: Sequence[ArrayPlan]) -> list[list[ArrayPlan]]:
+    """Arrays that are read box by box together, in the place of the first of them; all others, and
+    those whose boxes are not in the same places, on their own."""
+    groups: dict[Hashable, list[ArrayPlan]] = {}
+    for number, array in enumerate(arrays):
+        layout = array.layout
+        shared = layout.family is not None and not array.serial
+        key = (layout.family, layout.shape, array.box) if shared else number
+        groups.setdefault(key, []).append(array)
+    return list(groups.values())
 
 
 def peak_memory(charges: Sequence[int], max_memory: int) -> int:

@@ -1,12 +1,14 @@
 """Jobs from disk to disk: carry a plan out and commit the result."""
 
 import dataclasses
+import functools
 import os
 import pathlib
 from collections.abc import Callable, Sequence
 
 from reshard.checkpoint import Checkpoint, stored_name
 from reshard.errors import ReshardError
+from reshard.formed import stored_chunks
 from reshard.planner import Plan
 from reshard.schedule import IN_FLIGHT_PER_CORE, WINDOW, batches
 from reshard.store import file_spec, new_context
@@ -14,7 +16,14 @@ from reshard.units import parse_bytes
 from reshard.writer import local, ocdbt
 from reshard.writer.documents import documents
 from reshard.writer.prepare import Job, cores, parse_chunks, prepare
-from reshard.writer.stream import Pending, Target, move_values, stream_boxes
+from reshard.writer.stream import (
+    Pending,
+    Target,
+    move_values,
+    stream_boxes,
+    target_metadata,
+    write_values,
+)
 from reshard.writer.surroundings import copy_surroundings, write_markers
 
 Checkpoints = Checkpoint | Sequence[Checkpoint]
@@ -177,13 +186,19 @@ def _write_item(
     sources = {handle.path: handle for handle in job.handles}
     names = {path: stored_name(path) for path in sources}
     pending = Pending(memory, writeback.advance)
+    stores = functools.cache(store.kvstore)
     values = [
-        (stored, key, f"{names[h.path]}/{key}", value.size)
+        (stores(chunk.name), chunk.key, f"{names[h.path]}/{chunk.new_key}", chunk.value.size)
         for h in job.copied
-        for stored in [store.kvstore(h.name)]
-        for key, value in store.values[h.name].items()
+        for chunk in stored_chunks(h) or ()
     ]
+    regridded = {
+        f"{names[h.path]}/{store.metadata_key}": target_metadata(h, h.chunk_shape)
+        for h in (*job.linked, *job.copied)
+        if h.formed is not None
+    }
     try:
+        write_values(regridded, target)
         move_values(
             values,
             target,
@@ -197,8 +212,8 @@ def _write_item(
         pending.abandon()
         writeback.finish()
     if store.ocdbt and job.plans:
-        linked = {h.name: names[h.path] for h in job.linked}
-        staged = bool(values) or any(not a.moved for a in job.plans)
+        linked = {names[h.path]: h for h in job.linked}
+        staged = bool(values or regridded) or any(not a.moved for a in job.plans)
         ocdbt.merge(store, directory, linked, staged)
     chunks = {a.layout.path: a.chunk for a in job.plans}
     for name, data in documents(job.ckpt, chunks).items():

@@ -14,6 +14,8 @@ from typing import Any
 
 import tensorstore as ts
 
+from reshard.checkpoint import ArrayHandle
+from reshard.formed import stored_chunks
 from reshard.store import ArrayStore, data_files, new_context, ocdbt_spec
 from reshard.writer import local
 from reshard.writer.stream import wait_written
@@ -66,7 +68,7 @@ def link_data_files(source: ArrayStore, directory: pathlib.Path, files: Iterable
 def merge(
     source: ArrayStore,
     directory: pathlib.Path,
-    linked: Mapping[str, str],
+    linked: Mapping[str, ArrayHandle],
     staged: bool,
 ) -> None:
     """Writes the root database of a destination, in one commit.
@@ -74,8 +76,7 @@ def merge(
     Args:
       source: the source's arrays.
       directory: the destination's item.
-      linked: names of arrays whose data files were linked, as in the source -> as in the
-        destination.
+      linked: the arrays whose data files were linked, by their names in the destination.
       staged: there are staged writes.
     """
     context = new_context()
@@ -88,8 +89,9 @@ def merge(
     copies = []
     # Databases that were never merged may hold the same key: only the listed one is linked.
     merged = len(source.parts) == 1
-    same = all(old == new for old, new in linked.items())
-    whole = merged and same and set(linked) == set(source.values)
+    alone = {new: h.name for new, h in linked.items() if h.formed is None}
+    same = all(old == new for new, old in alone.items())
+    whole = merged and same and set(alone) == set(source.values)
     outer = _names_around_others(source)
     for part in source.parts if linked else ():
         own = ts.KvStore.open(
@@ -98,15 +100,16 @@ def merge(
         if whole:
             copies.append(own.experimental_copy_range_to(root))
             continue
-        for old, new in linked.items():
-            if merged and old not in outer:
+        for new, handle in linked.items():
+            old = alone.get(new)
+            if merged and old is not None and old not in outer:
                 below = own / f"{old}/"
                 copies.append(below.experimental_copy_range_to(root / f"{new}/"))
                 continue
-            for key, value in source.values[old].items():
-                if value.part == part:
-                    one = own / f"{old}/{key}"
-                    target = root / f"{new}/{key}"
+            for chunk in stored_chunks(handle) or ():
+                if chunk.value.part == part:
+                    one = own / f"{chunk.name}/{chunk.key}"
+                    target = root / f"{new}/{chunk.new_key}"
                     copies.append(one.experimental_copy_range_to(target, _ONE_KEY))
     if staged:
         stage = ts.KvStore.open(stage_spec(directory), context=context).result()

@@ -6,7 +6,7 @@ import functools
 import math
 import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from reshard.checkpoint import ArrayHandle, Checkpoint, collision_error
@@ -17,6 +17,7 @@ from reshard.errors import (
     ReshardError,
     TreeMismatchError,
 )
+from reshard.formed import family, rereads, stored_chunks, stored_share
 from reshard.loader.layout import step_number, why_not_replaceable
 from reshard.mesh import shard_shape
 from reshard.planner import ArrayLayout, ArrayPlan, Plan, plan_array, too_large
@@ -214,7 +215,9 @@ def _layout(
       max_memory: bytes that a sample for such a ratio may take.
     """
     sizes = handle.stored_sizes()
+    stored = stored_share(handle)
     decoded = math.prod(handle.shape) * handle.stored_dtype.itemsize
+    shares = family(handle)
     layout = ArrayLayout(
         path=handle.path,
         shape=handle.shape,
@@ -223,13 +226,17 @@ def _layout(
         source_chunk=handle.chunk_shape,
         source_shard=shard_shape(handle.shape, handle.saved_sharding),
         target_shard=shard_shape(handle.shape, handle.sharding),
-        stored_bytes=sum(sizes),
+        stored_bytes=stored,
         largest_stored=max(sizes, default=0),
         linked_bytes=0,
-        same_bytes=handle.dtype == handle.stored_dtype,
-        encoded_ratio=sum(sizes) / decoded if decoded else 1.0,
+        same_bytes=stored_chunks(handle) is not None,
+        encoded_ratio=stored / decoded if decoded and sizes else 1.0,
+        family=shares and shares.key,
+        together=shares.count if shares else 1,
+        rereads=rereads(handle),
     )
-    if layout.same_bytes or handle.same_name is not None or layout.chunk_charge > max_memory:
+    same_dtype = handle.dtype == handle.stored_dtype
+    if same_dtype or handle.same_name is not None or layout.chunk_charge > max_memory:
         return layout
     ratio = round(layout.encoded_ratio, 2)
     alike = (handle.stored_dtype, handle.dtype, ratio, decoded > 1 << 20)
@@ -247,11 +254,11 @@ def _files_to_link(handles: Sequence[ArrayHandle], plans: Sequence[ArrayPlan]) -
     if not moved:
         return frozenset()
     store = moved[0].store
-    used = _bytes_by_file(store.values.values())
+    used = _bytes_by_file(values.values() for values in store.values.values())
     files: frozenset[str] | None = None
     while True:
         linked = [h for h in moved if files is None or _is_linked(h, files)]
-        kept = _bytes_by_file(store.values[h.name] for h in linked)
+        kept = _bytes_by_file(_values(h) for h in linked)
         enough = frozenset(
             file
             for file, size in kept.items()
@@ -262,11 +269,15 @@ def _files_to_link(handles: Sequence[ArrayHandle], plans: Sequence[ArrayPlan]) -
         files = enough
 
 
-def _bytes_by_file(arrays: Iterable[Mapping[str, StoredValue]]) -> collections.Counter[str]:
+def _values(handle: ArrayHandle) -> list[StoredValue]:
+    return [chunk.value for chunk in stored_chunks(handle) or ()]
+
+
+def _bytes_by_file(arrays: Iterable[Iterable[StoredValue]]) -> collections.Counter[str]:
     """Data file -> bytes of stored values in it."""
     found: collections.Counter[str] = collections.Counter()
     for values in arrays:
-        for value in values.values():
+        for value in values:
             if value.file is not None:
                 found[value.file] += value.size
     return found
@@ -283,8 +294,7 @@ def _is_linked(handle: ArrayHandle, files: frozenset[str] | None) -> bool:
     """Whether all that is stored of an array is in shared files, or inlined in the B-tree."""
     if files is None:
         return False
-    values = handle.store.values[handle.name].values()
-    return all(value.file is None or value.file in files for value in values)
+    return all(value.file is None or value.file in files for value in _values(handle))
 
 
 def _total(jobs: Sequence[Job], max_memory: int, found: list[ReshardError]) -> Plan:

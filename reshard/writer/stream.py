@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorstore as ts
 
+from reshard import zarr
 from reshard.checkpoint import ArrayHandle
 from reshard.errors import CorruptCheckpointError, DestinationError
 from reshard.planner import ArrayPlan, Box, grid_boxes
@@ -122,11 +123,13 @@ def stream_boxes(
             for path in [path for path in cache if path not in wanted]:
                 del cache[path]
         reads = []
-        for array, box in batch.boxes:
-            path = array.layout.path
-            if path not in views:
-                views[path] = sources[path].view()
-            reads.append(_start_read(array, box, views[path], sources[path].read_dtype))
+        with ts.Batch() as together:
+            for array, box in batch.boxes:
+                path = array.layout.path
+                if path not in views:
+                    views[path] = sources[path].view()
+                dtype = sources[path].read_dtype
+                reads.append(_start_read(array, box, views[path], dtype, together))
         transaction = ts.Transaction()
         writable = store.with_transaction(transaction)
         copies = []
@@ -154,13 +157,16 @@ def stream_boxes(
 
 
 def _start_read(
-    array: ArrayPlan, box: Box, view: ts.TensorStore, dtype: np.dtype
+    array: ArrayPlan, box: Box, view: ts.TensorStore, dtype: np.dtype, batch: ts.Batch
 ) -> tuple[np.ndarray, ts.Future | None]:
-    """A buffer, and the read that fills it. Where the array is read in several passes, its source
-    chunks are read into the box one after another, to hold one of them at a time."""
+    """A buffer, and the read that fills it; reads of one batch share what they decode.
+
+    Where the array is read in several passes, its source chunks are read into the box one after
+    another, to hold one of them at a time.
+    """
     buffer = np.empty([part.stop - part.start for part in box], dtype)
     if not array.serial:
-        return buffer, ts.array(buffer, copy=False).write(view[box]).commit
+        return buffer, ts.array(buffer, copy=False).write(view[box], batch=batch).commit
     for piece in _source_pieces(array, box):
         inside = tuple(
             slice(p.start - b.start, p.stop - b.start) for p, b in zip(piece, box, strict=True)
@@ -197,43 +203,10 @@ def _open_target(target: Target, name: str, metadata: bytes) -> ts.TensorStore:
 
 def target_metadata(handle: ArrayHandle, chunk: Sequence[int]) -> bytes:
     """The source's zarr metadata with another chunk shape and, for a cast, another dtype."""
-    document: dict[str, Any] = json.loads(handle.metadata)
-    cast = handle.dtype != handle.stored_dtype
-    if document["zarr_format"] == 2:
-        document["chunks"] = list(chunk)
-        if cast:
-            document["dtype"] = zarr2_dtype(handle.dtype)
-            document["fill_value"] = None
-    else:
-        grid = document["chunk_grid"]["configuration"]
-        outer, grid["chunk_shape"] = grid["chunk_shape"], list(chunk)
-        for codec in document["codecs"]:
-            if codec["name"] == "sharding_indexed":
-                inner = codec["configuration"]["chunk_shape"]
-                fits = all(c % i == 0 for c, i in zip(chunk, inner, strict=True))
-                kept = fits and inner != outer
-                codec["configuration"]["chunk_shape"] = inner if kept else list(chunk)
-                if cast:
-                    _set_endian(codec["configuration"]["codecs"], handle.dtype)
-        if cast:
-            document["data_type"] = handle.dtype.name
-            document["fill_value"] = 0.0
-            _set_endian(document["codecs"], handle.dtype)
-    return json.dumps(document, separators=(",", ":")).encode()
-
-
-def _set_endian(codecs: list[dict[str, Any]], dtype: np.dtype) -> None:
-    """zarr v3 names a byte order exactly for elements of several bytes."""
-    for codec in codecs:
-        if codec["name"] == "bytes":
-            codec.pop("configuration", None)
-            if dtype.itemsize > 1:
-                codec["configuration"] = {"endian": "little"}
-
-
-def zarr2_dtype(dtype: np.dtype) -> str:
-    """A dtype as zarr v2 writes it; TensorStore writes JAX's own dtypes by name."""
-    return dtype.str if dtype.isbuiltin == 1 else dtype.name
+    document = zarr.with_chunks(json.loads(handle.metadata), chunk)
+    if handle.dtype != handle.stored_dtype:
+        document = zarr.with_dtype(document, handle.dtype)
+    return zarr.dump(document)
 
 
 def move_values(
@@ -274,6 +247,16 @@ def move_values(
             wait_written(write)
         pending.add(2 * size, transaction)
         progress(size)
+
+
+def write_values(values: Mapping[str, bytes], target: Target) -> None:
+    """Writes small values, in one transaction."""
+    if values:
+        transaction = ts.Transaction()
+        store = target.open().with_transaction(transaction)
+        for write in [store.write(key, value) for key, value in values.items()]:
+            wait_written(write)
+        wait_written(transaction.commit_async())
 
 
 def _wait_read(read: ts.Future | None, path: Path) -> None:
