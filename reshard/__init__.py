@@ -6,6 +6,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from reshard.checkpoint import ArrayHandle as ArrayHandle
     from reshard.checkpoint import Checkpoint as Checkpoint
+    from reshard.convert.conversion import to_linen as to_linen
+    from reshard.convert.conversion import to_nnx as to_nnx
+    from reshard.convert.stacking import stack as stack
+    from reshard.convert.stacking import unstack as unstack
     from reshard.errors import CheckpointFormatError as CheckpointFormatError
     from reshard.errors import CheckpointNotFoundError as CheckpointNotFoundError
     from reshard.errors import CorruptCheckpointError as CorruptCheckpointError
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
 # Modules are imported when a name of theirs is first used: `reshard --help` needs none of them.
 _HOMES = {
     "reshard.checkpoint": ("ArrayHandle", "Checkpoint"),
+    "reshard.convert.conversion": ("to_linen", "to_nnx"),
+    "reshard.convert.stacking": ("stack", "unstack"),
     "reshard.errors": (
         "CheckpointFormatError",
         "CheckpointNotFoundError",

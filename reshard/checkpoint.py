@@ -258,6 +258,11 @@ class Checkpoint(Mapping[Path, Leaf]):
             )
         return Checkpoint(leaves, self.source, (*self.notes, *notes), self.retyped or retyped)
 
+    def with_metadata(self, entries: Mapping[str, Any]) -> "Checkpoint":
+        """The same checkpoint with other entries in its `_METADATA` document."""
+        source = dataclasses.replace(self.source, metadata={**self.source.metadata, **entries})
+        return Checkpoint(self._leaves, source, self.notes, self.retyped)
+
     def __repr__(self) -> str:
         shown = list(self.items())[:_SHOWN]
         lines = [f"Checkpoint({self.source.root}, {len(self)} leaves, {self.nbytes} bytes)"]

@@ -11,7 +11,7 @@ Orbax saves both as a level named `value`.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -126,6 +126,33 @@ def take_apart(state: Any) -> State:
         return assemble(outer, [module for _, module in modules])
 
     return State(tuple(leaves), rebuild, fill)
+
+
+def saved_form(state: Any) -> dict[Path, StateLeaf | None | dict | list | tuple]:
+    """The leaves of a state under the paths that Orbax gives them, empty containers among them.
+
+    Boxes and variables are a level named `value`. What Orbax takes for empty is kept as it is: None,
+    empty dicts, lists and tuples; namedtuples without fields (optax's `EmptyState`) are None.
+    """
+    import jax
+
+    found: dict[Path, Any] = {}
+    for leaf in take_apart(state).leaves:
+        level = () if leaf.holder is None else ("value",)
+        found[leaf.path + level] = leaf
+
+    def is_empty(node: Any) -> bool:
+        return not jax.tree.leaves(node, is_leaf=lambda inner: inner is not node)
+
+    nodes, _ = jax.tree_util.tree_flatten_with_path(
+        state, is_leaf=lambda node: _is_held_or_module(node) or is_empty(node)
+    )
+    for keys, node in nodes:
+        if _is_held_or_module(node) or not is_empty(node):
+            continue
+        mapping = {} if isinstance(node, Mapping) else None
+        found[key_path(keys)] = type(node)() if type(node) in (list, tuple) else mapping
+    return found
 
 
 def is_held(value: Any) -> bool:

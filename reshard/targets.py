@@ -5,7 +5,7 @@ each leaf. This module gets the state out of whatever the user has, and puts the
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from reshard.annotations import AnnotatedLeaf, Coverage, cover
@@ -99,7 +99,7 @@ def _covered(
             f"a target needs a mesh of JAX's, not {mesh!r}",
             hints=['jax.make_mesh((1, 8), ("data", "model"))', "jax.sharding.AbstractMesh(...)"],
         )
-    made = _state_of(model, mesh, inputs)
+    made = state_of(model, mesh, inputs)
     state = take_apart(made)
     arrays = [leaf for leaf in state.leaves if leaf.is_array]
     tree = _spec_tree(specs, {leaf.path for leaf in arrays})
@@ -227,8 +227,20 @@ def _abstract(leaf: StateLeaf, mesh: Any, spec: Spec) -> Any:
     )
 
 
-def _state_of(model: Any, mesh: Any, inputs: Sequence[Any]) -> Any:
-    """The state that a model is of: abstract where it had to be made, else as it was given."""
+def state_of(model: Any, mesh: Any = None, inputs: Sequence[Any] = ()) -> Any:
+    """The state that a model is of: abstract where it had to be made, else as it was given.
+
+    Args:
+      model: as for `target`.
+      mesh: the mesh to be in where the model cannot do without one.
+      inputs: as for `target`.
+    """
+    make = maker(model, inputs)
+    return model if make is None else _evaluated(make, inputs, mesh)
+
+
+def maker(model: Any, inputs: Sequence[Any] = ()) -> Callable[..., Any] | None:
+    """What makes the state of a model, called with `inputs`; None if the model is a state."""
     import jax
     from flax import linen, nnx
 
@@ -238,17 +250,17 @@ def _state_of(model: Any, mesh: Any, inputs: Sequence[Any]) -> Any:
                 f"the Linen module {type(model).__name__} has no variables without inputs",
                 hints=["target(model, inputs=(x,), ...)", "or a callable that returns variables"],
             )
-        return _evaluated(lambda *args: model.init(jax.random.key(0), *args), inputs, mesh)
+        return lambda *args: model.init(jax.random.key(0), *args)
     if isinstance(model, type) and issubclass(model, nnx.Pytree) and not inputs:
         wanted = inspect.signature(model.__init__).parameters.get("rngs")
         if wanted is not None and wanted.default is inspect.Parameter.empty:
             constructor: Any = model
-            return _evaluated(lambda: constructor(rngs=nnx.Rngs(0)), (), mesh)
+            return lambda: constructor(rngs=nnx.Rngs(0))
     if callable(model) and not isinstance(model, nnx.Pytree):
-        return _evaluated(model, inputs, mesh)
+        return model
     if inputs:
         raise ShardingError(f"`inputs` are for a module or a callable, not {type(model).__name__}")
-    return model
+    return None
 
 
 def _evaluated(function: Any, inputs: Sequence[Any], mesh: Any) -> Any:
@@ -272,9 +284,11 @@ def _evaluated(function: Any, inputs: Sequence[Any], mesh: Any) -> Any:
 
     arrays = [leaf for leaf, trace in zip(leaves, traced, strict=True) if trace]
     eager = nnx.using_eager_sharding()
-    given = mesh if isinstance(mesh, jax.sharding.AbstractMesh) else mesh.abstract_mesh
-    auto = (jax.sharding.AxisType.Auto,) * len(given.axis_names)
-    contexts = [jax.sharding.AbstractMesh((), ()), given, given.update(axis_types=auto)]
+    contexts = [jax.sharding.AbstractMesh((), ())]
+    if mesh is not None:
+        given = mesh if isinstance(mesh, jax.sharding.AbstractMesh) else mesh.abstract_mesh
+        auto = (jax.sharding.AxisType.Auto,) * len(given.axis_names)
+        contexts += [given, given.update(axis_types=auto)]
     made = None
     with nnx.use_eager_sharding(False):
         for context in contexts:

@@ -12,6 +12,7 @@ import click
 
 _COMMANDS = {
     "ckpt": "Rewrite a checkpoint for another mesh.",
+    "convert": "Convert a Linen checkpoint to NNX, or back.",
     "inspect": "Show the tree, the format, the steps and the saved meshes.",
 }
 
@@ -41,12 +42,13 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="reshard")
 def command() -> None:
-    """JAX checkpoints on another mesh, without devices and in bounded memory.
+    """JAX checkpoints on another mesh or in Flax's other API, in bounded memory.
 
     \b
     Example:
       reshard inspect run/1000
       reshard ckpt run/1000 out/1000 --to 1x8
+      reshard convert run/1000 out/1000 --to nnx --model my_project.model:Transformer
     """
 
 

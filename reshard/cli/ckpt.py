@@ -1,24 +1,10 @@
 """`reshard ckpt`: a checkpoint rewritten for another mesh."""
 
-import ctypes
-import json
 from typing import Any
 
 import click
 
-from reshard.checkpoint import Checkpoint
-from reshard.cli import output
-from reshard.cli.model import build_target, read_rules
-from reshard.errors import ReshardError, ShardingError
-from reshard.loader import open as open_checkpoint
-from reshard.mesh import parse_mesh
-from reshard.planner import Plan
-from reshard.transforms import cast, rename, select, to_mesh
-from reshard.tree import format_path
-from reshard.units import format_bytes
-from reshard.writer import plan, save
-
-_MALLOC_ARENA_MAX, _MALLOC_MMAP_THRESHOLD, _MALLOC_TRIM_THRESHOLD = -8, -3, -1
+from reshard.cli.job import job_options, laid_out, prepared, run
 
 
 @click.command("ckpt")
@@ -31,96 +17,14 @@ _MALLOC_ARENA_MAX, _MALLOC_MMAP_THRESHOLD, _MALLOC_TRIM_THRESHOLD = -8, -3, -1
     metavar="MESH",
     help="The new mesh: 1x8, or data=1,model=8. Without it, the saved one stays.",
 )
-@click.option("--from", "saved", metavar="MESH", help="Fail unless it was saved on this mesh.")
-@click.option(
-    "--axis",
-    "axes",
-    metavar="OLD=NEW",
-    multiple=True,
-    help="Use mesh axis NEW where OLD was saved; `OLD=` replicates.",
-)
-@click.option(
-    "--spec",
-    "specs",
-    metavar="REGEX=AXES",
-    multiple=True,
-    help="Partition spec of the leaves whose path matches: one entry a dimension, "
-    "`,` between dimensions, `+` between axes of one: 'kernel$=data,model'. "
-    "The first match wins.",
-)
 @click.option(
     "--model",
     metavar="MODULE:NAME",
     help="Lay the checkpoint out as this model is, after checking that it has the model's leaves. "
     "NAME is called for the model's state: this runs the code of MODULE.",
 )
-@click.option(
-    "--rules",
-    metavar="FILE",
-    type=click.Path(exists=True, dir_okay=False),
-    help="TOML with `rules` from the model's logical axis names to mesh axes, and `specs` from "
-    "path regexes to partition specs.",
-)
-@click.option("--select", "selected", metavar="GLOB", multiple=True, help="Only these leaves.")
-@click.option("--drop", metavar="GLOB", multiple=True, help="Leave these leaves out.")
-@click.option(
-    "--rename",
-    "renames",
-    metavar="REGEX=REPL",
-    multiple=True,
-    help="Rename leaves: re.sub on the printed path, in order.",
-)
-@click.option(
-    "--dtype",
-    "dtypes",
-    metavar="[GLOB=]DTYPE",
-    multiple=True,
-    help="Cast floating-point arrays, rounding to nearest even.",
-)
-@click.option("--step", metavar="N|all", help="Step of a manager's root; the latest by default.")
-@click.option("--item", help="Item of a step that has several.")
-@click.option(
-    "--chunks",
-    default="shard",
-    metavar="shard|keep|SIZE",
-    show_default=True,
-    help="One chunk a shard, the source's chunks, or chunks of at most SIZE.",
-)
-@click.option(
-    "--max-memory",
-    default="1GiB",
-    metavar="SIZE",
-    show_default=True,
-    help="Bytes in flight at most.",
-)
-@click.option("--no-link", is_flag=True, help="Copy data files that stay; do not share them.")
-@click.option("--overwrite", is_flag=True, help="Replace DST once the new checkpoint is complete.")
-@click.option("--dry-run", is_flag=True, help="Show the plan and stop.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document.")
-@click.option("--quiet", is_flag=True, help="Print nothing but errors.")
-def command(
-    src: str,
-    dst: str,
-    mesh: str | None,
-    saved: str | None,
-    axes: tuple[str, ...],
-    specs: tuple[str, ...],
-    model: str | None,
-    rules: str | None,
-    selected: tuple[str, ...],
-    drop: tuple[str, ...],
-    renames: tuple[str, ...],
-    dtypes: tuple[str, ...],
-    step: str | None,
-    item: str | None,
-    chunks: str,
-    max_memory: str,
-    no_link: bool,
-    overwrite: bool,
-    dry_run: bool,
-    as_json: bool,
-    quiet: bool,
-) -> None:
+@job_options
+def command(src: str, dst: str, mesh: str | None, model: str | None, **flags: Any) -> None:
     """Rewrite checkpoint SRC as DST for another mesh.
 
     Streams in bounded memory, needs no devices, never touches SRC, and leaves DST complete or
@@ -132,181 +36,4 @@ def command(
       reshard ckpt run/1000 out/1000 --from 2x4 --to data=1,model=8 --dry-run
       reshard ckpt run/1000 out/1000 --to 1x8 --spec 'embedding$=model,' --dtype bfloat16
     """
-    _tune_malloc()
-    try:
-        checkpoints = [
-            _transform(c, mesh, saved, axes, specs, model, rules, selected, drop, renames, dtypes)
-            for c in _open(src, step, item)
-        ]
-    except ReshardError as error:
-        if dry_run and as_json:
-            click.echo(json.dumps(_refusal(error, dst)))
-        raise
-    arguments: dict[str, Any] = {
-        "max_memory": max_memory,
-        "chunks": chunks,
-        "link": not no_link,
-        "overwrite": overwrite,
-    }
-    if dry_run:
-        planned = plan(checkpoints, dst, **arguments)
-        _report(planned, dst, as_json, quiet, done=False)
-        if planned.problems:
-            raise ReshardError("the plan cannot be carried out", planned.problems, planned.hints)
-        return
-    with output.progress_bar(quiet or as_json) as progress:
-        planned = save(checkpoints, dst, **arguments, progress=progress)
-    _report(planned, dst, as_json, quiet, done=True)
-
-
-def _tune_malloc() -> None:
-    """One arena, and freed memory is kept and used again: on glibc, the difference between the
-    budget and twice the budget. For the process of this command only, never for a library's user.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return
-    mallopt(_MALLOC_ARENA_MAX, 1)
-    mallopt(_MALLOC_MMAP_THRESHOLD, 32 << 20)
-    mallopt(_MALLOC_TRIM_THRESHOLD, 64 << 20)
-
-
-def _open(src: str, step: str | None, item: str | None) -> list[Checkpoint]:
-    if step == "all":
-        first = open_checkpoint(src, item=item)
-        return [open_checkpoint(src, step=number, item=item) for number in first.source.steps] or [
-            first
-        ]
-    if step is not None and not step.isdecimal():
-        raise click.BadParameter(f"`{step}` is neither a number nor `all`", param_hint="--step")
-    return [open_checkpoint(src, step=None if step is None else int(step), item=item)]
-
-
-def _transform(
-    ckpt: Checkpoint,
-    mesh: str | None,
-    saved: str | None,
-    axes: tuple[str, ...],
-    specs: tuple[str, ...],
-    model: str | None,
-    rules: str | None,
-    selected: tuple[str, ...],
-    drop: tuple[str, ...],
-    renames: tuple[str, ...],
-    dtypes: tuple[str, ...],
-) -> Checkpoint:
-    if saved is not None:
-        _check_saved(ckpt, saved)
-    if selected or drop:
-        ckpt = select(ckpt, selected or "**", drop=drop)
-    if renames:
-        ckpt = rename(ckpt, [_pair(text, "--rename") for text in renames])
-    for text in dtypes:
-        where, _, dtype = text.rpartition("=")
-        ckpt = cast(ckpt, dtype, where or "**")
-    if mesh is not None:
-        return _lay_out(ckpt, mesh, specs, axes, model, rules)
-    if specs or axes or model or rules:
-        raise click.UsageError("--spec, --axis, --model and --rules go with --to MESH")
-    return ckpt
-
-
-def _lay_out(
-    ckpt: Checkpoint,
-    mesh: str,
-    specs: tuple[str, ...],
-    axes: tuple[str, ...],
-    model: str | None,
-    rules: str | None,
-) -> Checkpoint:
-    """On the new mesh, as the model says if there is one, else as saved."""
-    pairs = tuple(_pair(text, "--spec") for text in specs)
-    named, more = (None, ()) if rules is None else read_rules(rules)
-    if model is None:
-        if named is not None:
-            raise click.UsageError("`rules` are for the axes of a model: give --model MODULE:NAME")
-        return to_mesh(ckpt, mesh, pairs + more, axes=_axes(axes))
-    if axes:
-        raise click.UsageError("--axis renames saved specs, and with --model none of them counts")
-    new_mesh = parse_mesh(mesh, ckpt.meshes)
-    return to_mesh(ckpt, new_mesh, target=build_target(model, named, pairs + more, new_mesh))
-
-
-def _axes(texts: tuple[str, ...]) -> dict[str, str]:
-    pairs = [_pair(text, "--axis") for text in texts]
-    axes = dict(pairs)
-    if len(axes) < len(pairs):
-        raise click.BadParameter("an axis is named twice", param_hint="--axis")
-    return axes
-
-
-def _pair(text: str, option: str) -> tuple[str, str]:
-    left, equals, right = text.rpartition("=")
-    if not equals or not left:
-        raise click.BadParameter(f"`{text}` has no `=` after its first part", param_hint=option)
-    return left, right
-
-
-def _check_saved(ckpt: Checkpoint, text: str) -> None:
-    wanted = str(parse_mesh(text, ckpt.meshes))
-    others = [mesh for mesh in ckpt.meshes if str(mesh) != wanted]
-    if others or not ckpt.meshes:
-        raise ShardingError(
-            f"--from {text}: that is not the mesh it was saved on",
-            [f"saved on `{mesh}`" for mesh in others] or ["no leaf was saved on a mesh"],
-            [f"--from {mesh}" for mesh in ckpt.meshes[:1]],
-        )
-
-
-def _report(planned: Plan, dst: str, as_json: bool, quiet: bool, *, done: bool) -> None:
-    if as_json:
-        click.echo(json.dumps(_document(planned, dst, done)))
-    elif not quiet:
-        click.echo(planned)
-        if done:
-            shared = f", shares {format_bytes(planned.shared_bytes)} with SRC"
-            click.echo(f"wrote {dst}" + (shared if planned.shared_bytes else ""))
-
-
-def _refusal(error: ReshardError, dst: str) -> dict[str, Any]:
-    """The document of a plan that could not be made at all."""
-    return {
-        "destination": dst,
-        "done": False,
-        "problems": [error.summary, *error.problems],
-        "hints": list(error.hints),
-    }
-
-
-def _document(planned: Plan, dst: str, done: bool) -> dict[str, Any]:
-    before, after = planned.amplification
-    return {
-        "destination": dst,
-        "done": done,
-        "bytes_read": planned.bytes_read,
-        "bytes_written": planned.bytes_written,
-        "decoded_bytes": planned.decoded_bytes,
-        "shared_bytes": planned.shared_bytes,
-        "chunks_read": planned.chunks_read,
-        "chunks_written": planned.chunks_written,
-        "passes": planned.passes,
-        "read_amplification": {"before": before, "after": after},
-        "peak_memory": planned.peak_memory,
-        "notes": list(planned.notes),
-        "problems": list(planned.problems),
-        "hints": list(planned.hints),
-        "arrays": [
-            {
-                "path": format_path(a.layout.path),
-                "shape": list(a.layout.shape),
-                "chunk_shape": list(a.chunk),
-                "moved": a.moved,
-                "passes": a.passes,
-                "split": a.split,
-                "bytes_read": a.bytes_read,
-                "bytes_written": a.bytes_written,
-            }
-            for a in planned.arrays
-        ],
-    }
+    run(src, dst, lambda ckpt: laid_out(prepared(ckpt, flags), mesh, model, flags, "--to"), flags)

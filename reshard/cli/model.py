@@ -1,10 +1,12 @@
 """`--model` and `--rules`: the user's own model, and the file of rules for its axes."""
 
+import contextlib
 import functools
 import importlib
 import os
 import sys
 import tomllib
+from collections.abc import Iterator
 from typing import Any
 
 from reshard.errors import ReshardError, ShardingError
@@ -37,23 +39,37 @@ def build_target(model: str, rules: Pairs | None, specs: Pairs, mesh: Mesh) -> A
     from reshard.targets import target
 
     abstract = jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names)
-    loaded = _load(model)
+    with model_errors("--model", model):
+        return target(load_model(model, "--model"), mesh=abstract, rules=rules, specs=specs)
+
+
+@contextlib.contextmanager
+def model_errors(option: str, model: str | None) -> Iterator[None]:
+    """Errors of the model's own code as errors of the option that named it."""
     try:
-        return target(loaded, mesh=abstract, rules=rules, specs=specs)
-    except ReshardError:
+        yield
+    except (ReshardError, OSError, MemoryError):
         raise
     except Exception as error:
+        if model is None:
+            raise
         raise ReshardError(
-            f"--model {model}: its code raised {type(error).__name__}", [str(error)]
+            f"{option} {model}: its code raised {type(error).__name__}", [str(error)]
         ) from error
 
 
-def _load(model: str) -> Any:
+def load_model(model: str, option: str) -> Any:
+    """What `package.module:name` names, looked for in the current directory too. Runs its code.
+
+    Raises:
+      ReshardError: it cannot be imported.
+    """
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     module, colon, name = model.partition(":")
     if not colon or not module or not name:
         raise ReshardError(
-            f"--model {model}: that is not `package.module:callable`",
-            hints=["--model my_project.model:create_train_state"],
+            f"{option} {model}: that is not `package.module:callable`",
+            hints=[f"{option} my_project.model:create_train_state"],
         )
     if "" not in sys.path:
         sys.path.insert(0, "")
@@ -63,13 +79,13 @@ def _load(model: str) -> Any:
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise ReshardError(
-            f"--model {model}: it cannot be imported",
+            f"{option} {model}: it cannot be imported",
             [str(error)],
             ["modules are looked for in the current directory and on PYTHONPATH"],
         ) from error
     except Exception as error:
         raise ReshardError(
-            f"--model {model}: importing it raised {type(error).__name__}", [str(error)]
+            f"{option} {model}: importing it raised {type(error).__name__}", [str(error)]
         ) from error
     return found
 

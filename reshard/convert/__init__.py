@@ -1,0 +1,1 @@
+"""Between Flax's two APIs: layouts, maps of paths, layers, optimizer state."""

@@ -1,0 +1,107 @@
+"""What an alignment of two models answers, leaves open, and finds at odds. Pure."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from reshard.boxes import Shape
+from reshard.convert.outline import Leaf
+from reshard.convert.steps import Step
+from reshard.tree import Path, format_path
+
+# Where one side has an array for each layer, and the other has one for all of them.
+STACKED = "one side is stacked and the other is not"
+_MOST_LISTED = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Abstention:
+    """What structure does not decide.
+
+    Attributes:
+      linen: paths on Linen's side: of modules, without a collection, or of leaves.
+      nnx: paths of what they may be in NNX.
+      reason: why it is not decided.
+      hint: what may help, where that is known.
+    """
+
+    linen: tuple[Path, ...]
+    nnx: tuple[Path, ...]
+    reason: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        candidates = f", perhaps {listed(self.nnx)}" if self.nnx else ""
+        return f"{listed(self.linen)}{candidates}: {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Leaves that should be one by their names, and cannot be.
+
+    Attributes:
+      linen: Linen's: one, or those that would be joined.
+      nnx: NNX's.
+      reason: what stands against it.
+    """
+
+    linen: tuple[Leaf, ...]
+    nnx: Leaf
+    reason: str
+
+    def __str__(self) -> str:
+        inputs = " + ".join(format_path(leaf.path) for leaf in self.linen)
+        return f"{inputs} and {format_path(self.nnx.path)}: {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Alignment:
+    """What is known of a conversion.
+
+    Attributes:
+      steps: from Linen's leaves to NNX's.
+      must_be_zero: leaves of Linen's without a place in NNX, which have no effect if they are zero.
+      abstentions: what is left open.
+      mismatches: leaves that should be one and differ in shape or collection.
+    """
+
+    steps: tuple[Step, ...]
+    must_be_zero: tuple[Path, ...]
+    abstentions: tuple[Abstention, ...]
+    mismatches: tuple[Mismatch, ...]
+
+
+def listed(paths: Sequence[Path]) -> str:
+    """Paths as text, of many the first and the last."""
+    texts = [format_path(path) for path in paths]
+    if len(texts) > _MOST_LISTED:
+        return f"{', '.join(texts[: _MOST_LISTED - 1])}, ... {texts[-1]} ({len(texts)})"
+    return " and ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]]))
+
+
+def stack_hint(apart: Path, together: Path) -> str:
+    """How to stack layers of Linen's. `{}` in `apart` is the number of a layer."""
+    return f'reshard.stack(ckpt, "{format_path(apart)}", into="{format_path(together)}")'
+
+
+def unstack_hint(together: Path, apart: Path) -> str:
+    """How to unstack layers of Linen's. `{}` in `apart` is the number of a layer."""
+    return f'reshard.unstack(ckpt, "{format_path(together)}", into="{format_path(apart)}")'
+
+
+def difference(linen: Shape, nnx: Shape) -> str:
+    """How two shapes differ, and what they look like."""
+    text = f"{list(linen)} in Linen, {list(nnx)} in NNX"
+    if linen == nnx[::-1]:
+        return f"{text}: transposed"
+    if sorted(linen) == sorted(nnx):
+        return f"{text}: its axes are in another order"
+    more, less = sorted((linen, nnx), key=len, reverse=True)
+    if len(more) == len(less) + 1:
+        for axis, size in enumerate(more):
+            if more[:axis] + more[axis + 1 :] == less:
+                side = "Linen" if more is linen else "NNX"
+                return f"{text}: {side} has a stack of {size} along axis {axis}"
+    if math.prod(linen) == math.prod(nnx):
+        return f"{text}: reshaped"
+    return text

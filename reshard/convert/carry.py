@@ -1,0 +1,154 @@
+"""A conversion carried out on the leaves of a checkpoint.
+
+What only changes its path is moved; what an operation changes goes in under its path relative to
+the model, through the steps, and out under its path in the other tree.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from reshard.boxes import Shape
+from reshard.checkpoint import ArrayHandle, Leaf
+from reshard.convert.steps import Step, backwards
+from reshard.formed import constant, form
+from reshard.store import checked
+from reshard.tree import Path, format_path
+
+Zeros = Mapping[Path, tuple[Shape, np.dtype]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """How the leaves of one tree become those of another.
+
+    Attributes:
+      moved: leaves that only change their path: before -> after.
+      enter: leaves that the steps take: path before -> path in the steps.
+      steps: the steps, in order.
+      leave: leaves that the steps make: path in the steps -> path after.
+      vanish: leaves before that have no place after and hold nothing but zeros.
+      appear: leaves after that have none before and hold nothing but zeros.
+    """
+
+    moved: dict[Path, Path]
+    enter: dict[Path, Path]
+    steps: tuple[Step, ...]
+    leave: dict[Path, Path]
+    vanish: Zeros
+    appear: Zeros
+
+    def carried(self, leaves: Mapping[Path, Leaf]) -> dict[Path, Leaf]:
+        """The leaves of the other tree. Reads nothing; see `not_zero`."""
+        made = {new: _renamed(leaves[old], new) for old, new in self.moved.items()}
+        held = {new: _renamed(leaves[old], new) for old, new in self.enter.items()}
+        for step in self.steps:
+            inputs = [held.pop(path) for path in step.inputs]
+            if step.operation is None:
+                held[step.outputs[0]] = _renamed(inputs[0], step.outputs[0])
+                continue
+            arrays = [leaf for leaf in inputs if isinstance(leaf, ArrayHandle)]
+            outputs = form(step.operation, arrays, step.outputs)
+            held.update(zip(step.outputs, outputs, strict=True))
+        made.update({new: _renamed(held[path], new) for path, new in self.leave.items()})
+        near = {path: leaves[path] for path in self.vanish} or leaves
+        for path, (shape, dtype) in self.appear.items():
+            like = an_array(near)
+            zeros = constant(path, np.zeros(shape, dtype), like)
+            value_type = "np.ndarray" if like.value_type == "scalar" else like.value_type
+            made[path] = dataclasses.replace(zeros, value_type=value_type)
+        return made
+
+    def not_zero(self, leaves: Mapping[Path, Leaf]) -> list[Path]:
+        """Of the leaves that vanish, those that hold something else than zeros. Reads them."""
+        found = []
+        for path in self.vanish:
+            leaf = leaves[path]
+            if isinstance(leaf, ArrayHandle):
+                values = checked(leaf.view().read(), f"{format_path(path)}: its stored bytes")
+                if np.ascontiguousarray(values).view(np.uint8).any():
+                    found.append(path)
+        return found
+
+    def backwards(self, shapes: Mapping[Path, Shape]) -> "Route":
+        """The way back.
+
+        Args:
+          shapes: shapes of the leaves before.
+
+        Raises:
+          TreeMismatchError: an operation has no inverse.
+        """
+        inside = {new: shapes[old] for old, new in self.enter.items()}
+        return Route(
+            _swapped(self.moved),
+            _swapped(self.leave),
+            tuple(backwards(self.steps, inside)),
+            _swapped(self.enter),
+            self.appear,
+            self.vanish,
+        )
+
+
+def route(
+    steps: Sequence[Step],
+    before: Mapping[Path, Path],
+    after: Mapping[Path, Path],
+    vanish: Zeros,
+    appear: Zeros,
+) -> Route:
+    """A route from steps on relative paths.
+
+    Args:
+      steps: the steps.
+      before: relative path -> path in the tree before, of the leaves that the steps take.
+      after: relative path -> path in the tree after, of those that they make.
+      vanish: as in `Route`.
+      appear: as in `Route`.
+    """
+    origins: dict[Path, Path | None] = {path: path for path in before}
+    changed: set[Path | None] = set()
+    for step in steps:
+        inputs = [origins.pop(path) for path in step.inputs]
+        if step.operation is None:
+            origins[step.outputs[0]] = inputs[0]
+        else:
+            changed.update(inputs)
+            origins.update(dict.fromkeys(step.outputs))
+    moved = {old: new for new, old in origins.items() if old is not None and old not in changed}
+    taken = [path for path in before if path in changed]
+    return Route(
+        {before[old]: after[new] for old, new in moved.items()},
+        {before[path]: path for path in taken},
+        tuple(_reached(steps, taken)),
+        {path: after[path] for path, origin in origins.items() if origin is None},
+        vanish,
+        appear,
+    )
+
+
+def an_array(leaves: Mapping[Path, Leaf]) -> ArrayHandle:
+    """A leaf that others are stored like: a device array if there is one."""
+    arrays = [leaf for leaf in leaves.values() if isinstance(leaf, ArrayHandle)]
+    return min(arrays, key=lambda leaf: (leaf.value_type != "jax.Array", leaf.key_impl is not None))
+
+
+def _reached(steps: Sequence[Step], taken: Iterable[Path]) -> list[Step]:
+    """The steps that leaves of these paths go through."""
+    reached = set(taken)
+    needed = []
+    for step in steps:
+        if any(path in reached for path in step.inputs):
+            needed.append(step)
+            reached.difference_update(step.inputs)
+            reached.update(step.outputs)
+    return needed
+
+
+def _swapped(paths: Mapping[Path, Path]) -> dict[Path, Path]:
+    return {new: old for old, new in paths.items()}
+
+
+def _renamed(leaf: Leaf, path: Path) -> Leaf:
+    return dataclasses.replace(leaf, path=path) if isinstance(leaf, ArrayHandle) else leaf

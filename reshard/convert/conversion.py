@@ -1,0 +1,249 @@
+"""Linen checkpoints as NNX ones, and back: `to_nnx` and `to_linen`.
+
+    source tree -> layout -> map file -> alignment with the model -> optimizer -> target tree
+
+Everything is decided on paths, shapes and dtypes, and every problem is reported, before an array is
+read. What comes out is a `Checkpoint` whose leaves are formed of those of the source when they are
+written or restored.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from reshard.boxes import Shape
+from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, describe
+from reshard.convert.carry import an_array
+from reshard.convert.decision import Decision, decide
+from reshard.convert.goal import Goal, goal_of, initial_values
+from reshard.convert.layout import Layout, detect
+from reshard.convert.mapwriter import write_map
+from reshard.convert.record import from_record, has_record, recorded
+from reshard.convert.steps import Step
+from reshard.errors import TreeMismatchError
+from reshard.formed import constant
+from reshard.loader import open as open_checkpoint
+from reshard.store import checked
+from reshard.transforms import select
+from reshard.tree import Path, check_lists, format_path
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """A conversion that has been decided. `print()` shows the map, leaf by leaf.
+
+    Attributes:
+      checkpoint: the converted checkpoint.
+      layout: what the source is.
+      steps: the map of the model's leaves, from the source to the result.
+      dropped: leaves of the source that the map drops.
+      initial: paths in the model of leaves that keep the model's own initial value.
+      shapes: the model's leaves in the source, with their shapes.
+      to: the API that it is converted to, `"nnx"` or `"linen"`.
+    """
+
+    checkpoint: Checkpoint
+    layout: Layout
+    steps: tuple[Step, ...]
+    dropped: tuple[Path, ...]
+    initial: tuple[Path, ...]
+    shapes: dict[Path, Shape]
+    to: str
+
+    def map_text(self) -> str:
+        """The whole map as the text of a map file."""
+        globs = [format_path(path) for path in self.initial]
+        return write_map(self.steps, self.dropped, globs, self.shapes, self.to)
+
+    def __repr__(self) -> str:
+        lines = [f"{self.layout.kind}: {reason}" for reason in self.layout.why]
+        lines += [f"{step.origin:<9} {step}" for step in self.steps]
+        lines += [f"dropped   {format_path(path)}" for path in self.dropped]
+        lines += [f"initial   {format_path(path)}" for path in self.initial]
+        return "\n".join(lines)
+
+
+def to_nnx(
+    checkpoint: Checkpoint | str | os.PathLike,
+    model: Any = None,
+    *,
+    map_file: str | os.PathLike | None = None,
+    drop: str | Sequence[str] = (),
+    init: str | Sequence[str] = (),
+    layout: str | None = None,
+) -> Checkpoint:
+    """A Linen checkpoint as the checkpoint of an NNX model. Reads no array (but see `init`).
+
+    Args:
+      checkpoint: a checkpoint, or the path of one.
+      model: the NNX model, as `reshard.target` takes it: its class, a function that returns it (or
+        a dict or tuple of it and its optimizer), or abstract or real instances. Without it the map
+        alone decides, and only the source is checked.
+      map_file: path of a map file; see `reshard.convert.mapfile`. Leaves that it leaves alone are found
+        by their paths, or by the order of modules of one class.
+      drop: globs of leaves of the source that are left out.
+      init: globs of leaves of the target that keep the model's own initial value, which is
+        computed: state of random numbers, constants that the model owns.
+      layout: what the source is, one of `reshard.convert.layout.KINDS`, instead of being found out.
+
+    Returns:
+      A checkpoint in the form that Orbax gives `nnx.state(model)`. Optimizer state comes along; if
+      the model is a module alone, the two are below the keys `model` and `optimizer`.
+
+    Raises:
+      TreeMismatchError: leaves of the source without a place, leaves of the target without a
+        source, shapes, dtypes and collections that differ, optimizer state that cannot follow:
+        all of them.
+    """
+    return conversion(
+        checkpoint, "nnx", model, map_file=map_file, drop=drop, init=init, layout=layout
+    ).checkpoint
+
+
+def to_linen(
+    checkpoint: Checkpoint | str | os.PathLike,
+    model: Any = None,
+    *,
+    map_file: str | os.PathLike | None = None,
+    drop: str | Sequence[str] = (),
+    init: str | Sequence[str] = (),
+    layout: str | None = None,
+    source: Any = None,
+) -> Checkpoint:
+    """An NNX checkpoint as that of a Linen model: the inverse of `to_nnx`.
+
+    A checkpoint that `to_nnx` made goes back to exactly what it was made of, without a model; one
+    that was trained on since then needs the Linen model.
+
+    Args:
+      checkpoint: as for `to_nnx`.
+      model: the Linen model: a function that returns its variables or its `TrainState`, or such a
+        state, abstract or real.
+      map_file: as for `to_nnx`; a map that was made for the way to NNX is run backwards.
+      drop: as for `to_nnx`.
+      init: as for `to_nnx`.
+      layout: as for `to_nnx`.
+      source: the NNX model that the checkpoint is of, whose classes and definition order its paths
+        do not say.
+
+    Raises:
+      TreeMismatchError: as for `to_nnx`.
+    """
+    return conversion(
+        checkpoint,
+        "linen",
+        model,
+        map_file=map_file,
+        drop=drop,
+        init=init,
+        layout=layout,
+        source=source,
+    ).checkpoint
+
+
+def conversion(
+    checkpoint: Checkpoint | str | os.PathLike,
+    to: str,
+    model: Any = None,
+    *,
+    map_file: str | os.PathLike | None = None,
+    drop: str | Sequence[str] = (),
+    init: str | Sequence[str] = (),
+    layout: str | None = None,
+    source: Any = None,
+) -> Conversion:
+    """What `to_nnx` (`to="nnx"`) and `to_linen` (`to="linen"`) do, with the map that they found.
+
+    Raises:
+      TreeMismatchError: as for `to_nnx`.
+    """
+    ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    dropped = [drop] if isinstance(drop, str) else list(drop)
+    if dropped:
+        ckpt = select(ckpt, drop=dropped)
+    found = detect(ckpt, layout)
+    if found.api == to:
+        raise TreeMismatchError(
+            f"`{ckpt.source.root}` is {found.kind} already",
+            found.why,
+            ["--layout says otherwise, if that is wrong"],
+        )
+    if to == "linen" and model is None and map_file is None:
+        if not has_record(ckpt):
+            raise TreeMismatchError(
+                f"`{ckpt.source.root}` has no record of a conversion from Linen: it was not made "
+                "by one, or was trained on since then",
+                hints=["--model MODULE:NAME, the Linen model"],
+            )
+        return Conversion(from_record(ckpt), found, (), (), (), {}, to)
+    if model is None and map_file is None:
+        raise TreeMismatchError(
+            "there is neither a model nor a map to convert by",
+            hints=["--model MODULE:NAME", "--map FILE"],
+        )
+    goal = None if model is None else goal_of(model, to)
+    other = None if source is None else goal_of(source, found.api)
+    decided = decide(
+        ckpt, found, to, goal, map_file, [init] if isinstance(init, str) else init, other
+    )
+    return _made(ckpt, found, to, goal, decided)
+
+
+def _made(
+    ckpt: Checkpoint, layout: Layout, to: str, goal: Goal | None, decided: Decision
+) -> Conversion:
+    """The conversion that has been decided."""
+    way = decided.way
+    not_zero = way.not_zero(ckpt)
+    if not_zero:
+        raise TreeMismatchError(
+            "leaves that have no place in the result are not zero",
+            [f"{format_path(path)}  {describe(ckpt[path])}" for path in not_zero],
+            ["NNX's GRUCell has no bias in its recurrent part: use one of your own with it"],
+        )
+    made = way.carried(ckpt)
+    for path, (dtype, value_type) in decided.counters.items():
+        made[path] = _counter(made[path], dtype, value_type)
+    if decided.initial and goal is not None:
+        like = an_array(ckpt)
+        for path, (values, impl) in initial_values(goal.model, decided.initial).items():
+            place = decided.prefix + path
+            made[place] = constant(place, values, like, impl)
+    made |= decided.empty
+    order = list(made) if goal is None else sorted(made, key=_order(goal, decided.prefix))
+    check_lists(made)
+    result = ckpt.replace({path: made[path] for path in order}, notes=decided.notes, retyped=True)
+    if layout.api == "linen":
+        kept = {path: leaf for path, leaf in ckpt.items() if path not in decided.dropped_saved}
+        own = [decided.prefix + path for path in decided.initial]
+        result = recorded(result, kept, ckpt.source.metadata, way, own)
+    arrays = {leaf.path: leaf for leaf in ckpt.arrays}
+    return Conversion(
+        result,
+        layout,
+        decided.steps,
+        decided.dropped,
+        decided.initial_names,
+        {path: arrays[saved].shape for path, saved in layout.model.items()},
+        to,
+    )
+
+
+def _order(goal: Goal, prefix: Path) -> Callable[[Path], int]:
+    """The place of a leaf in the tree of the model; leaves beside it come last."""
+    places = {prefix + path: place for place, path in enumerate(goal.leaves)}
+    return lambda path: places.get(path, len(places))
+
+
+def _counter(leaf: Leaf, dtype: np.dtype, value_type: str) -> Leaf:
+    """A step counter in another integer dtype, which must hold its value."""
+    assert isinstance(leaf, ArrayHandle)
+    value = np.asarray(checked(leaf.view().read(), f"{format_path(leaf.path)}: its stored bytes"))
+    if int(value) != int(value.astype(dtype)):
+        raise TreeMismatchError(
+            f"{format_path(leaf.path)}: the step {int(value)} does not fit {dtype.name}"
+        )
+    return dataclasses.replace(leaf, dtype=dtype, value_type=value_type)

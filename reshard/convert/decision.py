@@ -1,0 +1,476 @@
+"""What becomes of every leaf in a conversion: decided, and checked, as a whole.
+
+A total map: every leaf of the source is used or dropped by name, every leaf of the target is filled
+or left to the model's own initial value by name. What does not fit is collected and reported
+together. Paths here are relative to the model, or to the optimizer's state, until `Decision.way`.
+"""
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from reshard.boxes import Shape
+from reshard.checkpoint import ArrayHandle, Checkpoint, describe
+from reshard.checkpoint import Leaf as SavedLeaf
+from reshard.convert.align import align
+from reshard.convert.carry import Route, route
+from reshard.convert.differences import differences
+from reshard.convert.goal import Goal
+from reshard.convert.layout import Layout
+from reshard.convert.mapfile import read_map
+from reshard.convert.mapped import apply_map
+from reshard.convert.maprules import Map, inverse
+from reshard.convert.optimizer import mirrored, optimizer_steps
+from reshard.convert.outline import Leaf, linen_outline, path_outline, without
+from reshard.convert.steps import Step, backwards, carried_out
+from reshard.errors import TreeMismatchError
+from reshard.states import StateLeaf, wanted_leaf
+from reshard.tree import (
+    Path,
+    compile_glob,
+    format_path,
+    glob_text,
+    match_globs,
+    shell_quoted,
+)
+
+# Where a module and its optimizer are put that a Linen train state has as one.
+_MODEL, _OPTIMIZER = ("model",), ("optimizer",)
+_NAMES = {"nnx": "NNX", "linen": "Linen"}
+_MODEL_HINT = "--model MODULE:NAME"
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """A conversion.
+
+    Attributes:
+      way: from the saved leaves of the source to those of the target.
+      steps: the map of the model's leaves.
+      dropped: paths of leaves that the map drops.
+      dropped_saved: the same and what belongs to them in the optimizer's state, as saved.
+      initial: saved paths of leaves of the target that keep the model's own initial value.
+      initial_names: the same, as the map names them.
+      counters: saved paths of step counters of the target -> their dtype and how they are saved.
+      empty: leaves of the target that are empty containers.
+      prefix: what the target has ahead of the model's own tree.
+      notes: what the user should know.
+    """
+
+    way: Route
+    steps: tuple[Step, ...]
+    dropped: tuple[Path, ...]
+    dropped_saved: frozenset[Path]
+    initial: tuple[Path, ...]
+    initial_names: tuple[Path, ...]
+    counters: dict[Path, tuple[np.dtype, str]]
+    empty: dict[Path, SavedLeaf]
+    prefix: Path
+    notes: tuple[str, ...]
+
+
+def decide(
+    ckpt: Checkpoint,
+    layout: Layout,
+    to: str,
+    goal: Goal | None,
+    map_file: str | os.PathLike | None,
+    init: Sequence[str],
+    other: Goal | None,
+) -> Decision:
+    """Decides a conversion.
+
+    Args:
+      ckpt: the source.
+      layout: what it is.
+      to: the API that it is converted to.
+      goal: the tree that is to be made, if there is a model.
+      map_file: path of a map file.
+      init: globs of leaves of that tree.
+      other: the tree of the model that the source is of, if that is known.
+
+    Raises:
+      TreeMismatchError: all that stands against it.
+    """
+    return _Work(ckpt, layout, to, goal, other).decided(map_file, init)
+
+
+@dataclasses.dataclass
+class _Part:
+    """What becomes of the model's leaves, or of the optimizer's.
+
+    Attributes:
+      steps: from the source to the target.
+      made: leaves after the steps, with their shapes.
+      dropped: leaves of the source that are dropped.
+      vanish: leaves of the source that must be zeros and have no place.
+      appear: leaves of the target that are zeros and have no source.
+    """
+
+    steps: list[Step]
+    made: dict[Path, Shape]
+    dropped: list[Path]
+    vanish: list[Path]
+    appear: dict[Path, tuple[Shape, np.dtype]]
+
+
+class _Work:
+    """A conversion while it is being decided: what is known, and what has been found against it."""
+
+    def __init__(
+        self, ckpt: Checkpoint, layout: Layout, to: str, goal: Goal | None, other: Goal | None
+    ):
+        self._ckpt = ckpt
+        self._layout = layout
+        self._to = to
+        self._goal = goal
+        self._other = other
+        self._problems: list[str] = []
+        self._hints: list[str] = []
+        self._arrays: dict[Path, ArrayHandle] = {leaf.path: leaf for leaf in ckpt.arrays}
+        self._shapes: dict[Path, Shape] = {
+            path: self._arrays[saved].shape for path, saved in layout.model.items()
+        }
+        training = bool(layout.optimizer) or layout.step is not None
+        alone = goal is None or (not goal.layout.optimizer and goal.layout.step is None)
+        self._prefix = _MODEL if to == "nnx" and training and alone else ()
+
+    def decided(self, map_file: str | os.PathLike | None, init: Sequence[str]) -> Decision:
+        """Decides everything, then raises what has been found, or puts it together."""
+        model, initial = self._model(map_file, init)
+        optimizer = self._optimizer(model)
+        self._check(model, optimizer, initial)
+        if self._problems:
+            raise TreeMismatchError(
+                f"`{self._ckpt.source.root}` does not become the {_NAMES[self._to]} model",
+                self._problems,
+                self._hints,
+            )
+        return self._decision(model, optimizer, initial)
+
+    def _problem(self, text: str) -> None:
+        self._problems.append(text)
+
+    def _model(
+        self, map_file: str | os.PathLike | None, init: Sequence[str]
+    ) -> tuple[_Part, set[Path]]:
+        """What becomes of the model's leaves, and the saved paths of those that keep their initial
+        value."""
+        steps, dropped, final, globs = self._by_map(map_file)
+        initial = self._initial([*globs, *init])
+        zeros: list[Path] = []
+        if self._goal is not None:
+            touched = {path for step in steps for path in step.outputs}
+            more, zeros = self._by_model(final, touched, initial)
+            steps = [*steps, *more]
+        vanish = zeros if self._to == "nnx" else []
+        gone = {*dropped, *vanish}
+        made = carried_out(steps, {p: s for p, s in self._shapes.items() if p not in gone})
+        appear = {}
+        if self._goal is not None and self._to == "linen":
+            for path in zeros:
+                leaf = self._goal.leaves[self._goal.layout.model[path]]
+                appear[path] = tuple(leaf.value.shape), np.dtype(leaf.value.dtype)
+        return _Part(steps, made, dropped, vanish, appear), initial
+
+    def _by_map(
+        self, map_file: str | os.PathLike | None
+    ) -> tuple[list[Step], list[Path], dict[Path, Shape], tuple[str, ...]]:
+        """What the map file says: steps, dropped leaves, all leaves after it, and globs of leaves
+        that keep their initial value."""
+        if map_file is None:
+            return [], [], dict(self._shapes), ()
+        rules = read_map(map_file)
+        if rules.to not in (None, self._to):
+            if self._goal is not None:
+                return self._by_map_backwards(rules, self._goal)
+            rules = inverse(rules)
+        mapped = apply_map(rules, self._shapes)
+        if self._goal is None:
+            for path in mapped.untouched:
+                self._problem(f"{format_path(path)}: no rule of the map applies to it")
+        return mapped.steps, mapped.dropped, mapped.final, mapped.initial
+
+    def _by_map_backwards(
+        self, rules: Map, goal: Goal
+    ) -> tuple[list[Step], list[Path], dict[Path, Shape], tuple[str, ...]]:
+        """The same for a map that was made for the opposite direction: its rules are applied to the
+        target's leaves, and its steps run backwards."""
+        shapes = goal.shapes()
+        mapped = apply_map(rules, shapes)
+        globs = tuple(format_path(path) for path in mapped.dropped)
+        own = [path for path in self._shapes if _matches(path, mapped.initial)]
+        used = {path: shape for path, shape in shapes.items() if path not in mapped.dropped}
+        steps = backwards(mapped.steps, used)
+        untouched = set(mapped.untouched)
+        reached = {path: shape for path, shape in mapped.final.items() if path not in untouched}
+        for path in reached:
+            if path not in self._shapes:
+                self._problem(f"{format_path(path)}: the map needs it, and the checkpoint lacks it")
+        left = {p: s for p, s in self._shapes.items() if p not in reached and p not in own}
+        made = {path: shapes[path] for path in used if path not in untouched}
+        return steps, own, left | made, globs
+
+    def _initial(self, globs: Sequence[str]) -> set[Path]:
+        """Saved paths of the leaves of the target that globs name, by their path in the model or in
+        the whole tree."""
+        if not globs:
+            return set()
+        if self._goal is None:
+            raise TreeMismatchError(
+                "only a model has initial values", [f"`{glob}`" for glob in globs], [_MODEL_HINT]
+            )
+        names: dict[Path, Path] = {}
+        for saved, leaf in self._goal.leaves.items():
+            if isinstance(leaf, StateLeaf):
+                names[leaf.path] = saved
+        names |= self._goal.layout.model
+        return {names[name] for name in match_globs(names, globs)}
+
+    def _by_model(
+        self, final: Mapping[Path, Shape], touched: set[Path], initial: set[Path]
+    ) -> tuple[list[Step], list[Path]]:
+        """Steps for what the map leaves open, from the alignment with the model; and the leaves on
+        Linen's side that have to be zeros."""
+        goal = self._goal
+        assert goal is not None
+        there = goal.layout.model
+        filled = {path for path in touched if path in there}
+        filled |= {path for path, saved in there.items() if saved in initial}
+        rest = {
+            path: Leaf(tuple(map(str, path)), shape, np.dtype(np.float32), "")
+            for path, shape in final.items()
+            if path not in touched or path not in there
+        }
+        known = None if self._other is None else self._other.outline
+        if self._to == "nnx":
+            linen = linen_outline(rest) if known is None else without(known, set(final) - set(rest))
+            found = align(linen, without(goal.outline, filled))
+            steps = list(found.steps)
+        else:
+            nnx = path_outline(rest) if known is None else without(known, set(final) - set(rest))
+            found = align(without(goal.outline, filled), nnx)
+            shapes = {path: shape for path, shape in goal.shapes().items() if path not in filled}
+            taken = {path: shapes[path] for step in found.steps for path in step.inputs}
+            steps = backwards(found.steps, taken)
+        self._problems += map(str, (*found.mismatches, *found.abstentions))
+        self._hints += [entry.hint for entry in found.abstentions if entry.hint]
+        if found.abstentions:
+            if self._to == "linen" and self._other is None:
+                self._hints.append("--source-model MODULE:NAME, the NNX model, tells the classes")
+            self._hints.append("--map FILE decides: `[[rule]]`, `from = '^REGEX'`, `to = 'PATH'`")
+        return steps, list(found.must_be_zero)
+
+    def _optimizer(self, model: _Part) -> _Part:
+        """What becomes of the optimizer's leaves: they follow the model's."""
+        leaves = {
+            path: (self._arrays[saved].shape, self._arrays[saved].dtype)
+            if saved in self._arrays
+            else None
+            for path, saved in self._layout.optimizer.items()
+        }
+        parameters = self._parameters(self._shapes, self._layout.api)
+        owners = {path: owner for path, owner, _ in mirrored(parameters, leaves)}
+        dropped = [path for path, owner in owners.items() if owner in set(model.dropped)]
+        vanish = [path for path, owner in owners.items() if owner in set(model.vanish)]
+        rest = {p: leaf for p, leaf in leaves.items() if p not in {*dropped, *vanish}}
+        kept = {p: s for p, s in parameters.items() if p not in {*model.dropped, *model.vanish}}
+        followed = optimizer_steps(model.steps, kept, rest, self._ahead())
+        self._problems += [f"opt_state/{text}" for text in followed.problems]
+        vanish += followed.vanish
+        arrays = {p: leaf[0] for p, leaf in rest.items() if leaf and p not in followed.vanish}
+        made = {}
+        if not followed.problems:
+            made = carried_out(followed.steps, arrays)
+        appear = dict(followed.appear)
+        if model.appear and self._goal is not None:
+            there = self._goal.layout.optimizer
+            known = self._parameters(self._goal.shapes(), self._to)
+            for path, owner, _ in mirrored(known, there):
+                leaf = self._goal.leaves[there[path]]
+                if owner in model.appear and isinstance(leaf, StateLeaf) and leaf.is_array:
+                    appear[path] = tuple(leaf.value.shape), np.dtype(leaf.value.dtype)
+        return _Part(list(followed.steps), made, dropped, vanish, appear)
+
+    def _ahead(self) -> Path:
+        """The collection of the parameters, if the model's optimizer has state without that key."""
+        if self._goal is None or self._to == "nnx":
+            return ()
+        known = self._parameters(self._goal.shapes(), "linen")
+        found = mirrored(known, self._goal.layout.optimizer)
+        without = [path for path, owner, root in found if len(path) - len(root) < len(owner)]
+        return ("params",) if without else ()
+
+    def _parameters(self, shapes: Mapping[Path, Shape], api: str) -> dict[Path, Shape]:
+        """Of the model's leaves those that an optimizer may have state for."""
+        named = {p: s for p, s in shapes.items() if p[0] == "params"} if api == "linen" else {}
+        return named or dict(shapes)
+
+    def _place(self, path: Path) -> Path | None:
+        """Where a leaf of the model is saved in the target; None if there is no place for it."""
+        if self._goal is not None:
+            saved = self._goal.layout.model.get(path)
+            return None if saved is None else self._prefix + saved
+        return (*self._prefix, *path, "value") if self._to == "nnx" else path
+
+    def _optimizer_place(self, path: Path) -> Path | None:
+        """The same for a leaf of the optimizer's state."""
+        if self._goal is not None and self._goal.layout.optimizer:
+            return self._goal.layout.optimizer.get(path)
+        return (*_OPTIMIZER, "opt_state", *path, "value") if self._to == "nnx" else None
+
+    def _step_place(self) -> tuple[Path, np.dtype, str] | None:
+        """Where the step counter is saved in the target, its dtype and how it is saved."""
+        if self._goal is None or self._prefix:
+            place = (*_OPTIMIZER, "step", "value")
+            return (place, np.dtype(np.uint32), "jax.Array") if self._to == "nnx" else None
+        saved = self._goal.layout.step
+        if saved is None:
+            return None
+        leaf = self._goal.leaves[saved]
+        if leaf.is_array:
+            return saved, np.dtype(leaf.value.dtype), "jax.Array"
+        return saved, np.dtype(np.int64), "scalar"
+
+    def _check(self, model: _Part, optimizer: _Part, initial: set[Path]) -> None:
+        """Adds what has no place, no source, or another shape or dtype. Of optimizer state that
+        follows leaves which are told already, nothing is added."""
+        lost = {path for path in model.made if self._place(path) is None}
+        for path in model.made:
+            if path in lost:
+                self._lost(self._layout.model.get(path), path)
+        homeless = [path for path in optimizer.made if self._optimizer_place(path) is None]
+        told = _mirrors(homeless, lost)
+        for path in homeless:
+            if path not in told:
+                self._lost(self._layout.optimizer.get(path), ("opt_state", *path))
+        if self._layout.step is not None and self._step_place() is None:
+            self._lost(self._layout.step, ("step",))
+        for saved in self._layout.rest:
+            if isinstance(self._ckpt[saved], ArrayHandle | str):
+                self._lost(saved, saved)
+        if self._goal is None:
+            return
+        filled = {self._place(path) for path in (*model.made, *model.appear)}
+        filled |= {self._optimizer_place(path) for path in (*optimizer.made, *optimizer.appear)}
+        step = self._step_place()
+        if step is not None and self._layout.step is not None:
+            filled.add(step[0])
+        there = self._goal.layout
+        empty = [
+            saved
+            for saved, leaf in self._goal.leaves.items()
+            if isinstance(leaf, StateLeaf) and self._prefix + saved not in filled
+        ]
+        unfilled = {path for path, saved in there.model.items() if saved in {*empty} - initial}
+        below = {path: saved for path, saved in there.optimizer.items() if saved in {*empty}}
+        told = {below[path] for path in _mirrors(below, unfilled)}
+        for saved in empty:
+            if saved not in initial and saved not in told:
+                self._empty(self._goal.leaves[saved])
+        for saved in initial - {*empty}:
+            name = format_path(self._goal.leaves[saved].path)
+            self._problem(f"{name}: it has a source, and is to keep its initial value")
+        sides = (
+            (model, self._layout.model, self._goal.layout.model),
+            (optimizer, self._layout.optimizer, self._goal.layout.optimizer),
+        )
+        for part, before, after in sides:
+            sources = {
+                p: self._arrays[saved] for p, saved in before.items() if saved in self._arrays
+            }
+            targets = {path: self._goal.leaves[saved] for path, saved in after.items()}
+            for text, hint in differences(part.steps, part.made, sources, targets):
+                self._problem(text)
+                self._hints += [hint] if hint else []
+
+    def _lost(self, saved: Path | None, path: Path) -> None:
+        """A leaf of the source, or what the map has made of some, has no place in the target."""
+        leaf = "" if saved is None else f"  {describe(self._ckpt[saved])}"
+        self._problem(f"{format_path(path)}{leaf}: it goes nowhere")
+        if saved is not None:
+            self._hints.append(f"--drop {shell_quoted(format_path(saved))}")
+
+    def _empty(self, leaf: StateLeaf) -> None:
+        """A leaf of the target has no source."""
+        self._problem(f"{format_path(leaf.path)}  {wanted_leaf(leaf)}: nothing goes there")
+        random = "rngs" in leaf.path
+        glob = "**/rngs/**" if random else format_path(leaf.path)
+        self._hints.append(f"--init {shell_quoted(glob)} keeps the model's own initial value")
+
+    def _decision(self, model: _Part, optimizer: _Part, initial: set[Path]) -> Decision:
+        """What has been decided, put together."""
+        before: dict[Path, Path] = {}
+        after: dict[Path, Path] = {}
+        vanish: dict[Path, tuple[Shape, np.dtype]] = {}
+        appear: dict[Path, tuple[Shape, np.dtype]] = {}
+        steps: list[Step] = []
+        gone: list[Path] = []
+        sides = (
+            ("model", model, self._layout.model, self._place),
+            ("optimizer", optimizer, self._layout.optimizer, self._optimizer_place),
+        )
+        for name, part, saved, place in sides:
+            unused = {*part.dropped, *part.vanish}
+            gone += [saved[path] for path in part.dropped]
+            vanish |= {
+                saved[p]: (self._arrays[saved[p]].shape, self._arrays[saved[p]].dtype)
+                for p in part.vanish
+            }
+            before |= {
+                (name, *path): where
+                for path, where in saved.items()
+                if where in self._arrays and path not in unused
+            }
+            after |= {(name, *path): where for path in part.made if (where := place(path))}
+            appear |= {where: part.appear[path] for path in part.appear if (where := place(path))}
+            steps += [
+                dataclasses.replace(
+                    step,
+                    inputs=tuple((name, *path) for path in step.inputs),
+                    outputs=tuple((name, *path) for path in step.outputs),
+                )
+                for step in part.steps
+            ]
+        counters = {}
+        step_place = self._step_place()
+        if self._layout.step is not None and step_place is not None:
+            place, dtype, value_type = step_place
+            before["step",], after["step",] = self._layout.step, place
+            counters[place] = (dtype, value_type)
+        goal = self._goal
+        leaves = {} if goal is None else goal.leaves
+        names = {} if goal is None else {saved: p for p, saved in goal.layout.model.items()}
+        notes = []
+        if goal is None:
+            notes.append("the map alone decided: only the source was checked")
+        return Decision(
+            way=route(steps, before, after, vanish, appear),
+            steps=tuple(model.steps),
+            dropped=tuple(model.dropped),
+            dropped_saved=frozenset(gone),
+            initial=tuple(saved for saved in leaves if saved in initial),
+            initial_names=tuple(
+                names.get(saved) or leaves[saved].path for saved in leaves if saved in initial
+            ),
+            counters=counters,
+            empty={
+                self._prefix + path: leaf
+                for path, leaf in leaves.items()
+                if not isinstance(leaf, StateLeaf)
+            },
+            prefix=self._prefix,
+            notes=tuple(notes),
+        )
+
+
+def _mirrors(leaves: Iterable[Path], parameters: Iterable[Path]) -> set[Path]:
+    """The leaves of an optimizer's state that follow some of these parameters."""
+    found = mirrored(dict.fromkeys(parameters, ()), dict.fromkeys(leaves))
+    return {path for path, _, _ in found}
+
+
+def _matches(path: Path, globs: Sequence[str]) -> bool:
+    return any(compile_glob(glob).fullmatch(glob_text(path)) for glob in globs)

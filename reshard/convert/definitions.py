@@ -1,0 +1,223 @@
+"""What models say of themselves: classes, and the order in which they define their submodules.
+
+Flax sorts the attributes of an NNX module whenever it takes a model apart and puts it together
+again, which `nnx.eval_shape`, `nnx.jit`, `nnx.vmap` and `nnx.merge` all do. The order in which a
+constructor defined them is seen only when it ran. `definition_orders` watches constructors run;
+where nothing was watched, a module that no transform has rebuilt still tells its own.
+"""
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from reshard.convert.outline import Leaf, Module, natural, outline_below, path_outline
+from reshard.errors import TreeMismatchError
+from reshard.states import StateLeaf, key_path, take_apart
+from reshard.tree import Path, format_path
+
+# Class -> the names of attributes as constructors left them, in every order that was seen.
+Orders = Mapping[type, Collection[tuple[str, ...]]]
+# What NNX itself notes in a module. Constructors leave the notes first and in this order; rebuilt
+# modules have all attributes sorted.
+_NOTES = ("_pytree__state", "_pytree__nodes")
+
+
+@contextlib.contextmanager
+def definition_orders() -> Iterator[Orders]:
+    """Notes in which order the constructors of NNX modules define attributes that run meanwhile.
+
+    Empty where this version of flax does not construct modules in the way that is known: then no
+    order is known either.
+    """
+    from flax import nnx
+
+    orders: dict[type, set[tuple[str, ...]]] = {}
+    meta: Any = type(nnx.Pytree)
+    construct = getattr(meta, "_pytree_meta_construct", None)
+    if construct is None:
+        yield orders
+        return
+
+    def noting(cls: type, node: Any, *args: Any, **kwargs: Any) -> None:
+        construct(cls, node, *args, **kwargs)
+        orders.setdefault(cls, set()).add(tuple(vars(node)))
+
+    meta._pytree_meta_construct = noting
+    try:
+        yield orders
+    finally:
+        meta._pytree_meta_construct = construct
+
+
+@contextlib.contextmanager
+def linen_classes() -> Iterator[dict[tuple[str, ...], str]]:
+    """Notes path and class of every Linen module that runs meanwhile, in `init` for instance."""
+    from flax import linen
+
+    classes: dict[tuple[str, ...], str] = {}
+
+    def note(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        # What comes first at a path is the module. Lifted classes follow, without a path of theirs.
+        if context.module.scope is not None:
+            classes.setdefault(tuple(context.module.path), type(context.module).__name__)
+        return method(*args, **kwargs)
+
+    with linen.intercept_methods(note):
+        yield classes
+
+
+def nnx_outline(state: Any, orders: Orders | None = None) -> tuple[Path, Module]:
+    """The outline of the NNX model in a state.
+
+    Args:
+      state: an NNX module, abstract or real, alone, in a `ModelAndOptimizer`, or beside optimizers
+        in a dict or tuple; or a state without modules, of which only the paths are known.
+      orders: as `definition_orders` noted them while the state was made.
+
+    Returns:
+      The path of the model in the state, and its outline, with paths relative to that.
+
+    Raises:
+      TreeMismatchError: there are several models in it, or none beside an optimizer.
+    """
+    from flax import nnx
+
+    places = _modules(state)
+    leaves = take_apart(state).leaves
+    if not places:
+        return (), path_outline({leaf.path: leaf.value for leaf in leaves if leaf.is_array})
+    found = []
+    for path, module in places:
+        if not isinstance(module, nnx.Optimizer):
+            found.append((path, module))
+        elif isinstance(module, nnx.ModelAndOptimizer):
+            found.append(((*path, "model"), module.model))
+    models = {id(model): (path, model) for path, model in reversed(found)}
+    if len(models) != 1:
+        what = ", ".join(f"{format_path(p)} ({type(m).__name__})" for p, m in places)
+        raise TreeMismatchError(
+            f"one NNX model is needed, not {len(models)}: {what}",
+            hints=['give the model alone, or `{"model": model, "optimizer": optimizer}`'],
+        )
+    ((place, model),) = models.values()
+    prefix = tuple(map(str, place))
+    return place, _Walk(leaves, prefix, orders or {}).visit(model, ())
+
+
+def _modules(state: Any) -> list[tuple[Path, Any]]:
+    """The NNX modules and optimizers in a pytree, with their paths."""
+    import jax
+    from flax import nnx
+
+    nodes, _ = jax.tree_util.tree_flatten_with_path(
+        state, is_leaf=lambda node: isinstance(node, nnx.Pytree | nnx.Variable)
+    )
+    return [(key_path(keys), node) for keys, node in nodes if _is_module(node)]
+
+
+class _Walk:
+    """A walk through the modules of a model, which visits each of them once."""
+
+    def __init__(self, leaves: Sequence[StateLeaf], prefix: tuple[str, ...], orders: Orders):
+        self._leaves: dict[tuple[str, ...], Leaf] = {}
+        for leaf in leaves:
+            paths = [tuple(map(str, path)) for path in (leaf.path, *leaf.aliases)]
+            inside = [path[len(prefix) :] for path in paths if path[: len(prefix)] == prefix]
+            if leaf.is_array and inside:
+                kind = "" if leaf.holder is None else type(leaf.holder).__name__
+                made = Leaf(inside[0], tuple(leaf.value.shape), leaf.value.dtype, kind)
+                self._leaves.update(dict.fromkeys(inside, made))
+        self._orders = orders
+        self._made: dict[int, Module] = {}
+        self._around: set[int] = set()
+
+    def visit(self, node: Any, path: tuple[str, ...]) -> Module:
+        """The outline of a module or a container, and of what is in it."""
+        names, ordered = self._definition(node)
+        children: dict[str, Module] = {}
+        leaves: dict[str, tuple[Leaf, ...]] = {}
+        repeated = set()
+        self._around.add(id(node))
+        for name, value in _items(node, names):
+            here = (*path, name)
+            if not _is_node(value):
+                held = self._held(value, here)
+                if isinstance(held, Module):
+                    children[name] = held
+                elif held is not None:
+                    leaves[name] = (held,)
+            elif id(value) not in self._around:  # or it is a cycle
+                seen = self._made.get(id(value))
+                child = seen or self.visit(value, here)
+                if _is_module(value) or child.children or child.leaves:
+                    children[name] = child
+                    repeated |= {name} if seen else set()
+        self._around.remove(id(node))
+        made = Module(
+            path=path,
+            kind=type(node).__name__,
+            children=children,
+            leaves=leaves,
+            ordered=ordered,
+            repeated=frozenset(repeated),
+        )
+        self._made[id(node)] = made
+        return made
+
+    def _definition(self, node: Any) -> tuple[Sequence[Any], bool]:
+        """Names of what is in a module or container, and whether in the order of its definition."""
+        from flax import nnx
+
+        if isinstance(node, list | tuple):
+            return range(len(node)), True
+        if not _is_module(node):
+            return list(node), False  # flax sorts dicts, and leaves no mark
+        names = [name for name in vars(node) if name not in _NOTES]
+        if isinstance(node, nnx.List):
+            return sorted(names, key=lambda name: natural((name,))), True
+        if tuple(name for name in vars(node) if name in _NOTES) == _NOTES:
+            return names, True
+        inner = {name for name in names if _is_node(vars(node)[name])}
+        seen = {
+            tuple(name for name in noted if name in inner)
+            for noted in self._orders.get(type(node), ())
+            if inner <= set(noted)
+        }
+        if len(seen) != 1:
+            return names, False
+        return [*seen.pop(), *(name for name in names if name not in inner)], True
+
+    def _held(self, value: Any, path: tuple[str, ...]) -> Leaf | Module | None:
+        """The leaf that a variable or an array is; the leaves of one that is a pytree."""
+        import jax
+        from flax import nnx
+
+        if path in self._leaves:
+            return self._leaves[path]
+        if isinstance(value, jax.ShapeDtypeStruct):
+            # An array without a variable, in a module that flax takes apart without it.
+            return Leaf(path, tuple(value.shape), value.dtype, "")
+        found, _ = jax.tree_util.tree_flatten_with_path(value)
+        cut = 1 if isinstance(value, nnx.Variable) else 0
+        inner = [tuple(map(str, key_path(keys[cut:]))) for keys, _ in found]
+        leaves = {
+            keys: self._leaves[*path, *keys] for keys in inner if (*path, *keys) in self._leaves
+        }
+        return outline_below(path, leaves) if leaves else None
+
+
+def _is_module(value: Any) -> bool:
+    from flax import nnx
+
+    return isinstance(value, nnx.Pytree)
+
+
+def _is_node(value: Any) -> bool:
+    """Whether it is a module, or a container that may hold modules."""
+    return _is_module(value) or isinstance(value, list | tuple | Mapping)
+
+
+def _items(node: Any, names: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    held = vars(node) if _is_module(node) else node
+    for name in names:
+        yield str(name), held[name]

@@ -1,0 +1,47 @@
+"""Leaves that a conversion makes, compared with those that the model has."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from reshard.boxes import Shape
+from reshard.checkpoint import ArrayHandle
+from reshard.convert.steps import Step
+from reshard.states import StateLeaf, wanted_leaf
+from reshard.tree import Path, format_path, shell_quoted
+
+
+def differences(
+    steps: Iterable[Step],
+    made: Mapping[Path, Shape],
+    sources: Mapping[Path, ArrayHandle],
+    targets: Mapping[Path, Any],
+) -> Iterator[tuple[str, str]]:
+    """What differs, in words, each with a hint or nothing.
+
+    Args:
+      steps: from the sources to what is made.
+      made: path -> shape of what is made.
+      sources: the arrays of the source.
+      targets: the leaves of the model.
+    """
+    origins = dict(sources)
+    for step in steps:
+        first = origins[step.inputs[0]]
+        for path in step.inputs:
+            del origins[path]
+        origins.update(dict.fromkeys(step.outputs, first))
+    for path, shape in made.items():
+        leaf, source = targets.get(path), origins[path]
+        if not isinstance(leaf, StateLeaf) or not leaf.is_array:
+            continue
+        wanted, name = wanted_leaf(leaf), format_path(source.path)
+        both = f"{name} -> {format_path(path)}"
+        if wanted.kind == "key":
+            if source.key_impl != wanted.key_impl:
+                keys = f"{source.key_impl} keys" if source.key_impl else source.dtype.name
+                yield f"{both}: {keys}, the model has {wanted}", ""
+        elif tuple(shape) != wanted.shape:
+            yield f"{both}: shape {list(shape)}, the model has {list(wanted.shape)}", ""
+        elif source.dtype != wanted.dtype:
+            hint = f"--dtype {shell_quoted(f'{name}={wanted.dtype}')}"
+            yield f"{both}: dtype {source.dtype.name}, the model has {wanted.dtype}", hint

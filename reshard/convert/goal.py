@@ -1,0 +1,120 @@
+"""The tree that a conversion is to make: what Orbax would save of the user's own model."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from reshard.boxes import Shape
+from reshard.convert.definitions import definition_orders, linen_classes, nnx_outline
+from reshard.convert.layout import Layout, detect
+from reshard.convert.outline import Module, linen_outline
+from reshard.errors import TreeMismatchError
+from reshard.matching import Wanted
+from reshard.states import StateLeaf, saved_form, wanted_leaf
+from reshard.targets import maker, state_of
+from reshard.tree import Path, format_path
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """The tree of a model.
+
+    Attributes:
+      model: the model, as `reshard.target` takes it.
+      leaves: saved path -> leaf, or the empty container that is saved there.
+      layout: what is where in it.
+      outline: its modules.
+    """
+
+    model: Any
+    leaves: dict[Path, Any]
+    layout: Layout
+    outline: Module
+
+    def shapes(self) -> dict[Path, Shape]:
+        """Path in the model -> shape."""
+        return {
+            path: tuple(self.leaves[saved].value.shape) for path, saved in self.layout.model.items()
+        }
+
+    def wanted(self, saved: Path) -> Wanted | None:
+        """What is to be in a place; None for an empty container."""
+        leaf = self.leaves[saved]
+        return wanted_leaf(leaf) if isinstance(leaf, StateLeaf) else None
+
+
+def goal_of(model: Any, api: str) -> Goal:
+    """The tree that a model of an API saves. Nothing is computed."""
+    with definition_orders() as orders, linen_classes() as classes:
+        state = state_of(model)
+    leaves = saved_form(state)
+    values = {
+        path: leaf.value if isinstance(leaf, StateLeaf) else leaf for path, leaf in leaves.items()
+    }
+    if api == "linen":
+        layout = detect(values, _linen_kind(values))
+        arrays = {path: values[saved] for path, saved in layout.model.items()}
+        return Goal(model, leaves, layout, linen_outline(arrays, classes))
+    place, outline = nnx_outline(state, orders)
+    return Goal(model, leaves, detect(values, _nnx_kind(values, place)), outline)
+
+
+def _linen_kind(leaves: Mapping[Path, Any]) -> str:
+    top = {str(path[0]) for path in leaves if path}
+    if "params" not in top:
+        return "linen-params"
+    return "linen-train-state" if top & {"opt_state", "step"} else "linen-variables"
+
+
+def _nnx_kind(leaves: Mapping[Path, Any], place: Path) -> str:
+    top = {str(path[0]) for path in leaves if path}
+    if place == ("model",):
+        return "nnx-model-and-optimizer" if "opt_state" in top else "nnx-model"
+    if place:
+        raise TreeMismatchError(
+            f"the NNX model is at `{format_path(place)}`",
+            hints=['give the model alone, or `{"model": model, "optimizer": optimizer}`'],
+        )
+    held = all(path[-1:] == ("value",) for path in leaves)
+    return "nnx-state" if held else "nnx-pure-dict"
+
+
+def initial_values(model: Any, paths: Iterable[Path]) -> dict[Path, tuple[np.ndarray, str | None]]:
+    """The values that a model has when it is made, of leaves under these saved paths; with the
+    PRNG implementation where they are typed keys, of which the data are given.
+
+    Only what these leaves need is computed.
+
+    Raises:
+      TreeMismatchError: the model is an abstract state, which has none.
+    """
+    import jax
+
+    wanted = list(paths)
+    make = maker(model)
+
+    def chosen(state: Any) -> list[Any]:
+        leaves: Any = saved_form(state)
+        return [leaves[path].value for path in wanted]
+
+    if make is None:
+        found = saved_form(model)
+        abstract = [path for path in wanted if getattr(found[path], "abstract", False)]
+        if abstract:
+            raise TreeMismatchError(
+                "an abstract model has no initial values",
+                [format_path(path) for path in abstract],
+                ["give what makes the model: its class, or a function that returns it"],
+            )
+        values = chosen(model)
+    else:
+        values = jax.jit(lambda: chosen(make()))()
+    result = {}
+    for path, value in zip(wanted, values, strict=True):
+        impl = None
+        if jax.numpy.issubdtype(getattr(value, "dtype", np.int64), jax.dtypes.prng_key):
+            impl, value = str(jax.random.key_impl(value)), jax.random.key_data(value)
+        result[path] = (np.asarray(value), impl)
+    return result

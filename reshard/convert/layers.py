@@ -1,0 +1,326 @@
+"""The standard layers of Flax's two APIs: which class is which, and what their leaves become. Pure.
+
+| Linen                                        | NNX                           |                   |
+|----------------------------------------------|-------------------------------|-------------------|
+| `Dense`, `DenseGeneral`                      | `Linear`, `LinearGeneral`     | the same leaves   |
+| `MultiHeadDotProductAttention` and its kinds | `MultiHeadAttention`          | the same leaves   |
+| most others, and classes of the user's       | of the same name              | the same leaves   |
+| `LSTMCell`, `OptimizedLSTMCell`              | `LSTMCell`                    | `if` -> `if_`     |
+| the same                                     | `OptimizedLSTMCell`           | i, f, g, o joined |
+| `GRUCell`                                    | `GRUCell`                     | r, z, n joined    |
+| `SimpleCell`                                 | `SimpleCell`                  | `h` -> `dense_h`  |
+| `WeightNorm`: `"Dense_0/kernel/scale"`       | `scales/('kernel',)`          | names only        |
+| `SpectralNorm`: `"Dense_0/kernel/u"`         | `batch_stats/('kernel', 'u')` | names only        |
+| `layers_0`, `d_a`, `n_0_1`                   | `layers/0`, `d/a`, `n/0/1`    | lists and dicts   |
+
+A collection and the class of a variable are two words for one thing, so merging the collections of
+a module needs no step. `MGUCell`, `ConvLSTMCell` and `ConvLocal` are not in NNX.
+"""
+
+import ast
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from reshard.boxes import Shape
+from reshard.convert.outline import Leaf, Module, unlifted
+from reshard.operations import Concat
+from reshard.tree import Path
+
+_LSTM = ("LSTMCell", "OptimizedLSTMCell")
+# Class in Linen -> classes in NNX, where they are not called the same.
+_COUNTERPARTS = {
+    "Dense": ("Linear",),
+    "DenseGeneral": ("LinearGeneral",),
+    "MultiHeadDotProductAttention": ("MultiHeadAttention",),
+    "SelfAttention": ("MultiHeadAttention",),
+    "LSTMCell": _LSTM,
+    "OptimizedLSTMCell": _LSTM,
+    "MGUCell": (),
+    "ConvLSTMCell": (),
+    "ConvLocal": (),
+}
+# Class in NNX -> the attributes that it holds other modules in. In a compact method of Linen's
+# these are made beside such a module, not in it.
+WRAPPERS = {
+    "Sequential": ("layers",),
+    "RNN": ("cell",),
+    "Bidirectional": ("forward_rnn", "backward_rnn"),
+    "WeightNorm": ("layer_instance",),
+    "SpectralNorm": ("layer_instance",),
+}
+LISTS = ("List", "list", "tuple")
+DICTS = ("Dict", "dict")
+# Class of a variable -> the collection.
+_COLLECTIONS = {
+    "Param": "params",
+    "BatchStat": "batch_stats",
+    "Cache": "cache",
+    "Intermediate": "intermediates",
+    "Perturbation": "perturbations",
+}
+# Cell in NNX -> the gates in Linen, in the order in which they are joined.
+_GATES = {"OptimizedLSTMCell": "ifgo", "GRUCell": "rzn", "SimpleCell": ("",), "LSTMCell": "ifgo"}
+# Class in NNX -> where its own leaves are, and what the last key of their name is if not their own.
+_NORM_KEYS = {"WeightNorm": ("scales", ("scale",)), "SpectralNorm": ("batch_stats", ())}
+# Axes that the leaves of a layer always have; one more is an axis of a stack.
+_RANKS = {
+    "Dense": {"kernel": 2, "bias": 1},
+    "Linear": {"kernel": 2, "bias": 1},
+    "Embed": {"embedding": 2},
+    "BatchNorm": {"scale": 1, "bias": 1, "mean": 1, "var": 1},
+    "GroupNorm": {"scale": 1, "bias": 1},
+}
+_ATTENTION = ("MultiHeadDotProductAttention", "SelfAttention", "MultiHeadAttention")
+_STACKING = ("Scan", "Vmap", "Remat_scan")
+# Layers whose leaves have one axis or more.
+_NORMS = ("LayerNorm", "RMSNorm", "InstanceNorm")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Match:
+    """Leaves of Linen's and the leaf of NNX's that they become.
+
+    Attributes:
+      inputs: Linen's.
+      output: NNX's.
+      join: how several become one.
+    """
+
+    inputs: tuple[Leaf, ...]
+    output: Leaf
+    join: Concat | None = None
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of what is made of the inputs."""
+        shapes = [leaf.shape for leaf in self.inputs]
+        return shapes[0] if self.join is None else self.join.shapes(shapes)[0]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cell:
+    """A recurrent cell.
+
+    Attributes:
+      matches: what its leaves become.
+      zeros: leaves of Linen's that have no place in NNX, which is right only if they are zero.
+    """
+
+    matches: tuple[Match, ...]
+    zeros: tuple[Leaf, ...] = ()
+
+
+def counterparts(kind: str) -> list[tuple[str, ...]]:
+    """Classes in NNX that a class in Linen may be, the likeliest first; each entry is a set of
+    classes with the same leaves. The class may be lifted: `CheckpointBlock` is `Block`."""
+    found = [_COUNTERPARTS.get(base, (base,)) for base, _ in unlifted(kind) if base]
+    return [classes for classes in found if classes]
+
+
+def in_collection(linen: Leaf, nnx: Leaf) -> bool:
+    """Whether a leaf of Linen's is in the collection for a variable of NNX's, as far as the class
+    of the variable says so."""
+    wanted = _COLLECTIONS.get(nnx.kind)
+    if wanted is None or wanted == linen.kind:
+        return True
+    # A collection of the user's own may be any variable but a parameter.
+    return wanted != "params" and linen.kind not in _COLLECTIONS.values()
+
+
+def is_parameter(leaf: Leaf) -> bool:
+    """Whether a leaf of either API is a parameter for certain."""
+    return leaf.kind in ("params", "Param")
+
+
+def is_container(module: Module) -> bool:
+    """Whether it is a list or a dict, or may be one where classes are not known."""
+    return module.kind in LISTS + DICTS or (not module.kind and not module.leaves)
+
+
+def contents(module: Module) -> Iterator[tuple[str, Module | Leaf]]:
+    """What is in the lists and dicts of a module of NNX's, under the names that Linen gives it:
+    `layers_0` for `layers/0`."""
+    for name, child in module.children.items():
+        if module.kind in LISTS:  # the list of a Sequential, by itself
+            yield f"layers_{name}", child
+        if child.kind == "Sequential" and "layers" in child.children:
+            yield from _named(child.children["layers"], name)
+        elif is_container(child):
+            yield from _named(child, name)
+
+
+def _named(container: Module, prefix: str) -> Iterator[tuple[str, Module | Leaf]]:
+    for name, child in container.children.items():
+        yield f"{prefix}_{name}", child
+        if is_container(child):
+            yield from _named(child, f"{prefix}_{name}")
+    for name, (leaf, *_) in container.leaves.items():
+        yield f"{prefix}_{name}", leaf
+
+
+def is_stack(linen: Module, nnx: Module) -> bool:
+    """Whether what is in two modules that are one is stacked along axes of a scan or a vmap."""
+    found = {_stacked(linen), _stacked(nnx)}
+    return False not in found and (bool(_stacking(linen)) or True in found)
+
+
+def may_lie_elsewhere(linen: Module) -> bool:
+    """Whether the axis of a stack is one that Linen's user chose. `remat_scan` has the first."""
+    return bool(_stacking(linen)) and "Remat_scan" not in _stacking(linen)
+
+
+def _stacking(linen: Module) -> set[str]:
+    """The transforms that stack weights, as the name of a module has them."""
+    return {lift for _, lifts in unlifted(linen.kind) for lift in lifts} & {*_STACKING}
+
+
+def may_be_stack(module: Module) -> bool:
+    """Whether a module of either API has several layers in one array each."""
+    return bool(_stacking(module) or _stacked(module))
+
+
+def _stacked(module: Module, attention: bool = False) -> bool | None:
+    """Whether all layers of a known rank have more axes than that; None if there are none.
+
+    Args:
+      module: a module of either API.
+      attention: whether it is one of the projections of an attention layer.
+    """
+    found = None
+    *_, (kind, _) = unlifted(module.kind)
+    ranks = {"kernel": 3} if attention else _RANKS.get(kind, {})
+    for name, (leaf, *_) in module.leaves.items():
+        rank, least = len(leaf.shape), ranks.get(name)
+        if (least is not None and rank <= least) or (kind in _NORMS and rank <= 1):
+            return False
+        found = found or least is not None or None
+    for child in module.children.values():
+        below = _stacked(child, kind in _ATTENTION)
+        if below is False:
+            return False
+        found = found or below
+    return found
+
+
+def cell(linen: Module, nnx: Module) -> Cell | None:
+    """What becomes of the leaves of a recurrent cell.
+
+    Args:
+      linen: a module of Linen's.
+      nnx: the module of NNX's that it is to be.
+
+    Returns:
+      None if these two are no cell, or not the same one, as far as classes are known and by the
+      names of the gates.
+    """
+    kinds = [base for base, _ in unlifted(linen.kind)]
+    for kind, gates in _GATES.items():
+        if nnx.kind not in ("", kind) or linen.parts != _gate_names(gates):
+            continue
+        if linen.kind and not any(kind in _COUNTERPARTS.get(base, (base,)) for base in kinds):
+            continue
+        if kind == "LSTMCell":
+            return _renamed(linen, nnx)
+        # The gates of a SimpleCell are called `h` and `i`, which may be anything.
+        if {"dense_i", "dense_h"} <= nnx.parts and (nnx.kind or linen.kind or gates != ("",)):
+            return _joined(linen, nnx, gates)
+    return None
+
+
+def is_cell(nnx: Module) -> bool:
+    """Whether a module is of a class that `cell` knows."""
+    return nnx.kind in _GATES
+
+
+def _gate_names(gates: Sequence[str]) -> set[str]:
+    return {part + gate for part in "ih" for gate in gates}
+
+
+def _renamed(linen: Module, nnx: Module) -> Cell | None:
+    """The same gates, one of which has a name that Python keeps for itself."""
+    matches = []
+    for gate, module in linen.children.items():
+        counterpart = nnx.children.get("if_" if gate == "if" else gate)
+        if counterpart is None or module.parts != counterpart.parts:
+            return None
+        matches += [
+            Match((leaf,), counterpart.leaves[name][0]) for name, (leaf,) in module.leaves.items()
+        ]
+    return Cell(tuple(matches))
+
+
+def _joined(linen: Module, nnx: Module, gates: Sequence[str]) -> Cell | None:
+    """The kernels of all gates, and their biases, side by side."""
+    matches, zeros = [], []
+    for part in "ih":
+        inside = [linen.children[part + gate].leaves for gate in gates]
+        outside = dict(nnx.children[f"dense_{part}"].leaves)
+        for name in dict.fromkeys(itertools.chain(*inside)):
+            leaves = tuple(leaf for held in inside for leaf in held.get(name, ()))
+            output = outside.pop(name, None)
+            if output is None and name == "bias" and gates == "rzn":
+                # Linen's GRUCell adds it before the product with r. NNX's has no such term.
+                zeros += leaves
+            elif output is None or len(leaves) != len(gates) or len({x.shape for x in leaves}) > 1:
+                return None
+            else:
+                matches.append(Match(leaves, output[0], Concat(-1) if len(gates) > 1 else None))
+        if outside:
+            return None
+    return Cell(tuple(matches), tuple(zeros))
+
+
+def is_norm(nnx: Module) -> bool:
+    """Whether it is a WeightNorm or SpectralNorm of NNX's, as far as its leaves tell."""
+    return nnx.kind in ("", *_NORM_KEYS) and bool(_norm_leaves(nnx))
+
+
+def normed(linen: Module, nnx: Module, sources: Mapping[Path, Path]) -> list[Match]:
+    """The matches of the leaves that a WeightNorm or SpectralNorm has for those of another layer.
+
+    Both sides name them by the leaf that they are for: Linen from the scope that the layer is in,
+    NNX from the layer.
+
+    Args:
+      linen: the module of Linen's.
+      nnx: the module of NNX's.
+      sources: for leaves of NNX's the leaves of Linen's that they come from.
+    """
+    matches = []
+    for output, inner, suffix in _norm_leaves(nnx):
+        leaf = _leaf_at(nnx.children["layer_instance"], inner)
+        source = sources.get(leaf.path, ()) if leaf is not None else ()
+        # The layer is in the module itself, or beside it.
+        for depth in (len(linen.path), len(linen.path) - 1):
+            if depth >= 0 and source[1 : depth + 1] == linen.path[:depth]:
+                name = "/".join(map(str, (*source[depth + 1 :], suffix)))
+                matches += [Match((leaf,), output) for leaf in linen.leaves.get(name, ())]
+    return matches
+
+
+def _norm_leaves(nnx: Module) -> list[tuple[Leaf, tuple[str, ...], str]]:
+    """Leaves of a norm, each with the path in `layer_instance` that it is for, and what it is."""
+    found = []
+    for kind, (attribute, own) in _NORM_KEYS.items():
+        if nnx.kind not in ("", kind) or not {"layer_instance", attribute} <= nnx.children.keys():
+            continue
+        for name, (leaf, *_) in nnx.children[attribute].leaves.items():
+            try:
+                key = ast.literal_eval(name)
+            except (ValueError, SyntaxError):
+                return []
+            if not isinstance(key, tuple) or len(key) < 2 - len(own):
+                return []
+            keys = (*map(str, key), *own)
+            found.append((leaf, keys[:-1], keys[-1]))
+    return found
+
+
+def _leaf_at(module: Module, path: Sequence[str]) -> Leaf | None:
+    *way, name = path
+    for key in way:
+        if key not in module.children:
+            return None
+        module = module.children[key]
+    return next(iter(module.leaves.get(name, ())), None)

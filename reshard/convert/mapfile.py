@@ -1,0 +1,322 @@
+"""The map file: a conversion as TOML to be read, reviewed, edited and used again.
+
+    to = 'nnx'                                 # or 'linen': for the other it is run backwards
+    init = ['rngs/**', '**/dropout/rngs/**']   # globs: the target's own initial value stays
+
+    [[rule]]                                   # every leaf, one rule after another, as `re.sub`
+    from = '^params/layer_(\\d+)/'
+    to = 'layers/\\1/'
+
+    [[rule]]
+    from = '^(.*)/mlp/gating_einsum$'
+    unstack = { axis = 0, into = ['\\1/mlp/gate_proj/kernel', '\\1/mlp/up_proj/kernel'] }
+
+A rule has the key `from`, a regex that is searched for in printed paths (for `concat` and `stack`
+it may be a list of them), and some of these, which are done in this order:
+
+    drop = true                                         the leaf is left out; nothing else then
+    transpose = [1, 0]                                  axis i of the result is this axis
+    reshape = [8, -1]                                   the same elements in another shape
+    reshape = { from = [8, 2, 4], to = [8, 8] }         ... of leaves that have the first
+    pad = { widths = [[0, 0], [0, 64]], fill = 0.0 }    more before and after along each axis
+    crop = { widths = [[0, 0], [0, 64]] }               less
+    split = { axis = 0, sizes = [8, 4], into = [...] }  parts along an axis; without sizes, equal
+    unstack = { axis = 0, into = [...] }                the parts of an axis, without it
+    concat = { axis = -1, by = 1, order = ['i', 'f'] }  leaves of the same `to`, along an axis
+    stack = { axis = 0, by = 1 }                        leaves of the same `to`, along a new axis
+    to = 'layers/\\1/'                                  what takes the place of each match
+
+`into` is a replacement for each part, or one for all of them in which `{}` is the position. `by`
+says which piece of the whole a leaf is: a group of the regex, or a replacement; what it gives is a
+number from 0, or a text of `order`. Where `from` is a list, that is the order of the pieces.
+`sizes` of `concat` are what the pieces must have, `names` of `stack` the mesh axes over its axis.
+
+In replacements, braces hold arithmetic: `'stages/{\\1 // 4}/{\\1 % 4}/'`. For uneven groups,
+`nest = { sizes = [3, 4, 6, 3], flat = 1 }` gives it the names `outer` and `inner`: the group that a
+number is in, and the place there. `nest = { sizes = [3, 4, 6, 3], outer = 1, inner = 2 }` gives it
+`flat`.
+"""
+
+import os
+import tomllib
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal
+
+from reshard.convert.maprules import Divided, Gathered, Map, Nest, Reshaped, Rule
+from reshard.convert.patterns import Pattern, Replacement, parse_pattern, parse_replacement
+from reshard.errors import TreeMismatchError
+from reshard.operations import Crop, Pad, Transpose
+from reshard.tree import split_path
+
+_EXAMPLE = "\n      ".join(["[[rule]]", r"from = '^params/layer_(\d+)/'", r"to = 'layers/\1/'"])
+_REGROUP = ("split", "unstack", "concat", "stack")
+_EACH = ("transpose", "reshape", "pad", "crop")
+Form = tuple[Callable[[Any], bool], str]
+
+
+def read_map(path: str | os.PathLike[str]) -> Map:
+    """The rules of a map file.
+
+    Raises:
+      TreeMismatchError: it is no such file; all that is wrong with its rules.
+    """
+    try:
+        with open(path, "rb") as file:
+            document = tomllib.load(file)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise TreeMismatchError(f"{path}: it cannot be read", [str(error)], [_EXAMPLE]) from error
+    problems: list[str] = []
+    top = _Table("the file", document, problems)
+    initial = top.take("init", _TEXTS) or []
+    for glob in initial:
+        try:
+            split_path(glob)
+        except TreeMismatchError as error:
+            problems.append(f"`init`: {error.summary}")
+    to = top.take("to", _API)
+    tables = top.take("rule", _TABLES) or []
+    top.nothing_else()
+    rules = [_rule(number, table, problems) for number, table in enumerate(tables, 1)]
+    if problems:
+        raise TreeMismatchError(f"{path}: its rules cannot be read", problems, [_EXAMPLE])
+    return Map(os.fspath(path), tuple(rules), tuple(initial), to=to)
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int
+
+
+def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(fits, value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+_API: Form = (lambda value: value in ("nnx", "linen"), "`nnx` or `linen`")
+_INT: Form = (_is_int, "a whole number")
+_INTS: Form = (_list_of(_is_int), "a list of whole numbers")
+_SIZES: Form = (_list_of(lambda v: _is_int(v) and v >= 0), "a list of sizes")
+_NUMBER: Form = (lambda value: type(value) in (int, float), "a number")
+_WIDTHS: Form = (
+    _list_of(lambda value: _SIZES[0](value) and len(value) == 2),
+    "a list of two sizes for each axis",
+)
+_TRUE: Form = (lambda value: value is True, "true")
+_TEXT: Form = (_is_text, "a text")
+_TEXTS: Form = (_list_of(_is_text), "a list of texts")
+_ONE_OR_MORE: Form = (
+    lambda v: _is_text(v) or (_TEXTS[0](v) and v != []),
+    "a text or a list of them",
+)
+_GROUP: Form = (lambda v: (_is_int(v) and v >= 0) or _is_text(v), "a group or a text")
+_TABLE: Form = (lambda value: isinstance(value, dict), "a table")
+_TABLES: Form = (_list_of(_TABLE[0]), "a list of tables")
+_NEW_SHAPE: Form = (
+    lambda v: _INTS[0](v) and v.count(-1) <= 1 and all(size >= -1 for size in v),
+    "a list of sizes, of which one may be -1",
+)
+_RESHAPE: Form = (
+    lambda v: _TABLE[0](v) or _NEW_SHAPE[0](v),
+    "a list of sizes, of which one may be -1, or `{ from = [...], to = [...] }`",
+)
+
+
+class _Table:
+    """A table of the file, whose keys are taken one by one; what is wrong is put on a list."""
+
+    def __init__(self, label: str, table: dict[str, Any], problems: list[str]):
+        self.label = label
+        self.table = dict(table)
+        self.problems = problems
+
+    def take(self, key: str, form: Form, needed: bool = False) -> Any:
+        """The value of a key; None if it has none, or not of this form."""
+        value = self.table.pop(key, None)
+        fits, words = form
+        if value is None:
+            if needed:
+                self.wrong(f"`{key}` is missing")
+        elif not fits(value):
+            self.wrong(f"`{key}` is not {words}: {value!r}")
+            value = None
+        return value
+
+    def inner(self, key: str) -> "_Table | None":
+        """The table of a key, if it has one."""
+        table = self.take(key, _TABLE)
+        return None if table is None else _Table(f"{self.label}: `{key}`", table, self.problems)
+
+    def nothing_else(self) -> None:
+        """All keys must have been taken."""
+        for key in self.table:
+            first = ": it goes before the first rule" if key in ("init", "to") else ""
+            self.wrong(f"`{key}` is not known{first}")
+
+    def wrong(self, text: str) -> None:
+        self.problems.append(f"{self.label}: {text}")
+
+
+def _rule(number: int, table: dict[str, Any], problems: list[str]) -> Rule:
+    entry = _Table(f"rule {number}", table, problems)
+    source = entry.take("from", _ONE_OR_MORE, needed=True)
+    texts: list[str] = source if isinstance(source, list) else [] if source is None else [source]
+    patterns = []
+    for text in texts:
+        try:
+            patterns.append(parse_pattern(text))
+        except ValueError as error:
+            entry.wrong(str(error))
+    if len(patterns) == len(texts) > 0:
+        entry.label = f"rule {number}, {' + '.join(f'`{text}`' for text in texts)}"
+    _check_keys(entry, isinstance(source, list))
+    drop = entry.take("drop", _TRUE) is True
+    nest = _nest(entry, patterns)
+    names = ["outer", "inner"] if nest and nest.flat else ["flat"] if nest else []
+    to = _replacement(entry, "to", entry.take("to", _TEXT), patterns, names)
+    each = _each(entry)
+    regroup = None
+    for kind in ("split", "unstack"):
+        regroup = _divided(kind, entry.inner(kind), patterns, names) or regroup
+    for kind in ("concat", "stack"):
+        regroup = _gathered(kind, entry.inner(kind), patterns, names) or regroup
+    entry.nothing_else()
+    return Rule(number, tuple(patterns), to, drop, each, regroup, nest)
+
+
+def _check_keys(entry: _Table, several: bool) -> None:
+    """Says which keys of a rule do not go together, or are missing."""
+    keys = set(entry.table)
+    regroups = [key for key in _REGROUP if key in keys]
+    if "drop" in keys:
+        if keys & {"to", "nest", *_EACH, *_REGROUP}:
+            entry.wrong("`drop` stands alone")
+    elif not keys & {"to", *_EACH, *_REGROUP}:
+        entry.wrong("it does nothing; give it `to`, an operation or `drop = true`")
+    if len(regroups) > 1:
+        entry.wrong(f"{' and '.join(f'`{key}`' for key in regroups)} are for two rules")
+    elif regroups and regroups[0] in ("split", "unstack"):
+        if "to" in keys:
+            entry.wrong("`to` is of no use, as `into` has the new paths")
+    elif regroups and "to" not in keys:
+        entry.wrong("`to` is missing, the path of the whole")
+    if several and not keys & {"concat", "stack"}:
+        entry.wrong("several regexes are for `concat` and `stack`")
+    for key in regroups:
+        by = isinstance(entry.table[key], dict) and "by" in entry.table[key]
+        if key in ("concat", "stack") and by == several:
+            entry.wrong(
+                f"`{key}`: `by` is of no use, as the order of `from` is that of the pieces"
+                if several
+                else f"`{key}`: `by` is missing, the group that says which piece a leaf is"
+            )
+
+
+def _replacement(
+    entry: _Table,
+    key: str,
+    value: str | int | None,
+    patterns: Sequence[Pattern],
+    names: Collection[str],
+) -> Replacement | None:
+    """A replacement, or the group of a number."""
+    if value is None:
+        return None
+    text = f"\\g<{value}>" if isinstance(value, int) else value
+    try:
+        return parse_replacement(text, patterns, names)
+    except ValueError as error:
+        entry.wrong(f"`{key}`: {error}")
+        return None
+
+
+def _nest(entry: _Table, patterns: Sequence[Pattern]) -> Nest | None:
+    parts = ["i"] if entry.table.keys() & {"split", "unstack"} else []
+    table = entry.inner("nest")
+    if table is None:
+        return None
+    sizes = table.take("sizes", _SIZES, needed=True) or []
+    keys = table.table.keys() & {"flat", "outer", "inner"}
+    if keys not in ({"flat"}, {"outer", "inner"}):
+        table.wrong("it has either `flat`, or `outer` and `inner`")
+    flat, outer, inner = (
+        _replacement(table, key, table.take(key, _GROUP), patterns, parts)
+        for key in ("flat", "outer", "inner")
+    )
+    table.nothing_else()
+    return Nest(tuple(sizes), flat, outer, inner)
+
+
+def _each(entry: _Table) -> tuple[Transpose | Reshaped | Pad | Crop, ...]:
+    each: list[Transpose | Reshaped | Pad | Crop] = []
+    axes = entry.take("transpose", _INTS)
+    if axes is not None:
+        each.append(Transpose(tuple(axes)))
+    shape = entry.take("reshape", _RESHAPE)
+    if isinstance(shape, list):
+        each.append(Reshaped(tuple(shape), None))
+    elif shape is not None:
+        table = _Table(f"{entry.label}: `reshape`", shape, entry.problems)
+        before = table.take("from", _SIZES, needed=True) or []
+        each.append(Reshaped(tuple(table.take("to", _NEW_SHAPE, True) or []), tuple(before)))
+        table.nothing_else()
+    for key in ("pad", "crop"):
+        table = entry.inner(key)
+        if table is not None:
+            widths = tuple((a, b) for a, b in table.take("widths", _WIDTHS, needed=True) or [])
+            fill = table.take("fill", _NUMBER, needed=True) if key == "pad" else None
+            each.append(Crop(widths) if fill is None else Pad(widths, fill))
+            table.nothing_else()
+    return tuple(each)
+
+
+def _divided(
+    kind: Literal["split", "unstack"],
+    table: _Table | None,
+    patterns: Sequence[Pattern],
+    names: Collection[str],
+) -> Divided | None:
+    if table is None:
+        return None
+    axis = table.take("axis", _INT, needed=True) or 0
+    sizes = table.take("sizes", _SIZES) if kind == "split" else None
+    value = table.take("into", _ONE_OR_MORE, needed=True)
+    texts = value if isinstance(value, list) else [value]
+    into = [_replacement(table, "into", text, patterns, {"i", *names}) for text in texts]
+    if kind == "split" and isinstance(value, str) and sizes is None:
+        table.wrong("`sizes` is missing, as `into` does not say how many parts there are")
+    if isinstance(value, list) and sizes is not None and len(sizes) != len(value):
+        table.wrong(f"`sizes` has {len(sizes)}, `into` has {len(value)}")
+    table.nothing_else()
+    parts = tuple(replacement for replacement in into if replacement is not None)
+    one = isinstance(value, str) and len(parts) == 1
+    return Divided(kind, axis, None if sizes is None else tuple(sizes), parts[0] if one else parts)
+
+
+def _gathered(
+    kind: Literal["concat", "stack"],
+    table: _Table | None,
+    patterns: Sequence[Pattern],
+    names: Collection[str],
+) -> Gathered | None:
+    if table is None:
+        return None
+    axis = table.take("axis", _INT, needed=True) or 0
+    by = _replacement(table, "by", table.take("by", _GROUP), patterns, names)
+    order = table.take("order", _TEXTS)
+    if order is not None and len(set(order)) < len(order):
+        table.wrong("`order` has a piece twice")
+    if order is not None and by is None:
+        table.wrong("`order` goes with `by`")
+    sizes = table.take("sizes", _SIZES) if kind == "concat" else None
+    axes = table.take("names", _TEXTS) if kind == "stack" else None
+    table.nothing_else()
+    return Gathered(
+        kind,
+        axis,
+        by,
+        None if order is None else tuple(order),
+        None if sizes is None else tuple(sizes),
+        tuple(axes or ()),
+    )

@@ -1,0 +1,294 @@
+"""The rules of a map between two trees of leaves, and their operations for given shapes. Pure."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from reshard.boxes import Shape
+from reshard.convert.patterns import (
+    Pattern,
+    Replacement,
+    literal_replacement,
+    number,
+    whole_path,
+)
+from reshard.errors import TreeMismatchError
+from reshard.operations import Concat, Crop, Pad, Reshape, Split, Stack, Transpose, Unstack
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reshaped:
+    """A new shape for a leaf.
+
+    Attributes:
+      to: the sizes; one may be -1.
+      before: the shape that the leaf must have; None for any.
+    """
+
+    to: Shape
+    before: Shape | None
+
+    def operation(self, shape: Shape) -> Reshape:
+        """For a leaf of this shape."""
+        if self.before is not None and self.before != shape:
+            raise TreeMismatchError(f"it is {list(shape)}, not {list(self.before)}")
+        rest = math.prod(size for size in self.to if size >= 0)
+        if -1 in self.to and (rest == 0 or math.prod(shape) % rest):
+            raise TreeMismatchError(f"{list(shape)} cannot be reshaped to {list(self.to)}")
+        return Reshape(tuple(math.prod(shape) // rest if size < 0 else size for size in self.to))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Divided:
+    """One leaf becomes several.
+
+    Attributes:
+      kind: whether the axis stays or goes.
+      axis: the axis.
+      sizes: of the parts, for `split`; None for equal ones.
+      into: a path for each part, or one for all of them in which `{}` is the position.
+    """
+
+    kind: Literal["split", "unstack"]
+    axis: int
+    sizes: tuple[int, ...] | None
+    into: tuple[Replacement, ...] | Replacement
+
+    def operation(self, shape: Shape) -> Split | Unstack:
+        """For a leaf of this shape."""
+        if not -len(shape) <= self.axis < len(shape):
+            raise TreeMismatchError(f"{list(shape)} has no axis {self.axis}")
+        size = shape[self.axis]
+        if self.kind == "unstack" and not size:
+            raise TreeMismatchError(f"axis {self.axis} of {list(shape)} has no parts")
+        if self.kind == "unstack":
+            return Unstack(self.axis, len(self.into) if isinstance(self.into, tuple) else size)
+        if self.sizes is not None:
+            return Split(self.axis, self.sizes)
+        count = len(self.into) if isinstance(self.into, tuple) else 1
+        if size % count:
+            raise TreeMismatchError(
+                f"axis {self.axis} of {list(shape)} has no {count} equal parts; give `sizes`"
+            )
+        return Split(self.axis, (size // count,) * count)
+
+    def replacements(self, count: int) -> list[Replacement]:
+        """One for each of so many parts."""
+        return list(self.into) if isinstance(self.into, tuple) else [self.into] * count
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gathered:
+    """All leaves that would get the same path become one.
+
+    Attributes:
+      kind: along an axis that they have, or along a new one.
+      axis: the axis.
+      by: which piece a leaf is: its number from 0, or a text of `order`; None if the position of
+        the pattern says so.
+      order: the pieces.
+      sizes: of the pieces along the axis, for `concat`; None for any.
+      names: of the mesh axes that a new axis is partitioned over, for `stack`.
+    """
+
+    kind: Literal["concat", "stack"]
+    axis: int
+    by: Replacement | None = None
+    order: tuple[str, ...] | None = None
+    sizes: tuple[int, ...] | None = None
+    names: tuple[str, ...] = ()
+
+    def operation(self, shapes: Sequence[Shape]) -> Concat | Stack:
+        """For leaves of these shapes."""
+        if self.kind == "stack":
+            return Stack(self.axis, self.names)
+        concat = Concat(self.axis)
+        concat.shapes(shapes)
+        sizes = tuple(shape[self.axis] for shape in shapes)
+        if self.sizes is not None and self.sizes != sizes:
+            raise TreeMismatchError(f"its pieces have the sizes {list(sizes)}, not `sizes`")
+        return concat
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Nest:
+    """Numbers that count through groups of these sizes, and numbers of groups and within them.
+
+    Attributes:
+      sizes: of the groups.
+      flat: the number that counts through; it gives the names `outer` and `inner`.
+      outer: the number of the group; with `inner` it gives the name `flat`.
+      inner: the number within the group.
+    """
+
+    sizes: tuple[int, ...]
+    flat: Replacement | None
+    outer: Replacement | None
+    inner: Replacement | None
+
+    def names(self, number_of: Callable[[Replacement], int]) -> dict[str, int]:
+        """The names that it gives for a match.
+
+        Raises:
+          ValueError: there is no such group, or it is not as large.
+        """
+        if self.flat is not None:
+            inner = flat = number_of(self.flat)
+            for outer, size in enumerate(self.sizes):
+                if inner < size:
+                    return {"outer": outer, "inner": inner}
+                inner -= size
+            raise ValueError(f"number {flat} is in none of groups of {list(self.sizes)}")
+        assert self.outer is not None and self.inner is not None
+        outer, inner = number_of(self.outer), number_of(self.inner)
+        if outer >= len(self.sizes) or inner >= self.sizes[outer]:
+            raise ValueError(f"groups of {list(self.sizes)} have no number {inner} in {outer}")
+        return {"flat": sum(self.sizes[:outer]) + inner}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule.
+
+    Attributes:
+      number: its place in the file, from 1.
+      patterns: which leaves; several for the pieces that are gathered, in their order.
+      to: their new paths; None where they keep them, and where `regroup` has them.
+      drop: whether they are dropped; then there is nothing else.
+      each: what is done to each of them, in this order.
+      regroup: what is done to them then.
+      nest: names for arithmetic.
+    """
+
+    number: int
+    patterns: tuple[Pattern, ...]
+    to: Replacement | None = None
+    drop: bool = False
+    each: tuple[Transpose | Reshaped | Pad | Crop, ...] = ()
+    regroup: Divided | Gathered | None = None
+    nest: Nest | None = None
+
+    def names(self, match: re.Match[str], position: int | None = None) -> dict[str, int]:
+        """The names for arithmetic in the replacement of a match, by a part at a position.
+
+        Raises:
+          ValueError: `nest` has none for it.
+        """
+        names = {} if position is None else {"i": position}
+        if self.nest is not None:
+            names |= self.nest.names(lambda text: number(text.expanded(match, names)))
+        return names
+
+    def __str__(self) -> str:
+        return f"rule {self.number}, {' + '.join(f'`{p.text}`' for p in self.patterns)}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Map:
+    """The rules of a file.
+
+    Attributes:
+      name: of the file.
+      rules: in order.
+      initial: globs of leaves of the target that keep the model's own initial value.
+      ignored: globs of leaves of the source that are dropped if they are there: what is initial
+        in the opposite direction.
+      to: the API that it converts to, if it says so: `"nnx"` or `"linen"`.
+    """
+
+    name: str
+    rules: tuple[Rule, ...]
+    initial: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    to: str | None = None
+
+
+def inverse(rules: Map) -> Map:
+    """The map in the opposite direction. What is dropped here is initial there, and what is initial
+    here is dropped there, if it is there.
+
+    Raises:
+      TreeMismatchError: rules that are not for whole literal paths, or that do not say what they
+        undo: all of them.
+    """
+    undone: list[Rule] = []
+    initial, problems = list(rules.ignored), []
+    for rule in reversed(rules.rules):
+        try:
+            sources = _literals(rule.patterns)
+            if rule.drop:
+                initial += sources
+            else:
+                undone += _undone(rule, sources)
+        except TreeMismatchError as error:
+            problems.append(f"{rule}: {error.summary}")
+    if problems:
+        raise TreeMismatchError(
+            f"{rules.name}: the map cannot be used in the opposite direction",
+            problems[::-1],
+            ["a map that a conversion has written, of whole paths, can be"],
+        )
+    to = {"nnx": "linen", "linen": "nnx"}.get(rules.to or "")
+    return Map(rules.name, tuple(undone), tuple(initial[::-1]), rules.initial, to)
+
+
+def _undone(rule: Rule, sources: Sequence[str]) -> list[Rule]:
+    """The rules that undo one for whole paths."""
+    each = tuple(_undone_each(kind) for kind in reversed(rule.each))
+    patterns = tuple(map(whole_path, sources))
+    regroup = rule.regroup
+    if regroup is None:
+        target = sources[0] if rule.to is None else _constant(rule.to)
+        to = literal_replacement(sources[0])
+        return [Rule(rule.number, (whole_path(target),), to, each=each)]
+    if isinstance(regroup, Divided):
+        if not isinstance(regroup.into, tuple):
+            raise TreeMismatchError("`into` is not a list of whole paths")
+        parts = tuple(whole_path(_constant(part)) for part in regroup.into)
+        kind = "concat" if regroup.kind == "split" else "stack"
+        gathered = Gathered(kind, regroup.axis, sizes=regroup.sizes)
+        first = Rule(rule.number, parts, literal_replacement(sources[0]), regroup=gathered)
+    else:
+        if regroup.by is not None:
+            raise TreeMismatchError("its pieces are not named as a list of whole paths")
+        if regroup.kind == "concat" and regroup.sizes is None:
+            raise TreeMismatchError("`concat` does not say the `sizes` of the pieces")
+        assert rule.to is not None
+        kind = "split" if regroup.kind == "concat" else "unstack"
+        into = tuple(map(literal_replacement, sources))
+        divided = Divided(kind, regroup.axis, regroup.sizes, into)
+        first = Rule(rule.number, (whole_path(_constant(rule.to)),), regroup=divided)
+    return [first, *(Rule(rule.number, (p,), each=each) for p in patterns if each)]
+
+
+def _undone_each(
+    kind: Transpose | Reshaped | Pad | Crop,
+) -> Transpose | Reshaped | Pad | Crop:
+    if isinstance(kind, Reshaped):
+        if kind.before is None:
+            raise TreeMismatchError("`reshape` does not say the shape that it is `from`")
+        return Reshaped(kind.before, kind.operation(kind.before).shape)
+    if isinstance(kind, Transpose):
+        axes = kind.axes
+        if sorted(axes) != list(range(len(axes))):
+            raise TreeMismatchError(f"axes {list(axes)} are no order of axes")
+        return Transpose(tuple(axes.index(axis) for axis in range(len(axes))))
+    if isinstance(kind, Pad):
+        return Crop(kind.widths)
+    raise TreeMismatchError("a crop cannot be undone: what it cuts off is gone")
+
+
+def _literals(patterns: Sequence[Pattern]) -> list[str]:
+    """The whole paths that patterns match."""
+    literals = [pattern.literal for pattern in patterns if pattern.literal is not None]
+    if len(literals) < len(patterns):
+        raise TreeMismatchError("it is not for a whole path, `^...$` without wildcards")
+    return literals
+
+
+def _constant(replacement: Replacement) -> str:
+    if replacement.constant is None:
+        raise TreeMismatchError(f"`{replacement.text}` is no whole path")
+    return replacement.constant

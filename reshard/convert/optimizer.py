@@ -1,0 +1,439 @@
+"""Optimizer state goes where its parameters go: the steps for every subtree that mirrors them.
+
+No name that an optimizer gives to its state is looked for (see `reshard.moments`). Operations that
+move elements are linear, so they hold for moments as they do for parameters. Where a moment has
+another shape than its parameter, they are adapted to the axes that it has, or refused.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from reshard.boxes import Shape
+from reshard.convert.steps import Step
+from reshard.errors import TreeMismatchError
+from reshard.mesh import Spec
+from reshard.moments import Parameters, matching_part
+from reshard.operations import Operation, Pad, Stack, Transpose, Unstack
+from reshard.tree import Path, format_path
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerSteps:
+    """What becomes of optimizer state.
+
+    Attributes:
+      steps: steps on paths below the optimizer state. A path with an empty key is one where a leaf
+        waits until its place is free.
+      placeholders: leaves without a value (of parameters that a part of the optimizer does not
+        see), path after -> paths before.
+      vanish: leaves before that have no place after, which is right only if they are zeros.
+      appear: leaves after that are zeros, with their shapes and dtypes.
+      problems: what cannot be carried along, and why.
+    """
+
+    steps: tuple[Step, ...]
+    placeholders: dict[Path, tuple[Path, ...]]
+    vanish: tuple[Path, ...]
+    appear: dict[Path, tuple[Shape, np.dtype]]
+    problems: tuple[str, ...]
+
+
+Leaves = Mapping[Path, tuple[Shape, np.dtype] | None]
+
+# What adafactor has in the place of a moment that it does not keep.
+_UNUSED = (1,)
+# Adafactor's `min_dim_size_to_factor`, unless it has factored less. Then nothing is known of it but
+# what it has not factored.
+_LEAST_FACTORED = 128
+
+
+def optimizer_steps(
+    steps: Sequence[Step], parameters: Mapping[Path, Shape], leaves: Leaves, ahead: Path = ()
+) -> OptimizerSteps:
+    """The steps of optimizer state that follow from those of the parameters.
+
+    Args:
+      steps: what becomes of the parameters, in order. They can be carried out.
+      parameters: all parameters before, with the collection ahead (or no collection).
+      leaves: optimizer state before: path below it -> shape and dtype, None for a leaf without a
+        value.
+      ahead: what the parameters' paths begin with after the steps, and the subtrees' do not.
+    """
+    subtrees: dict[Path, dict[Path, Path]] = {}
+    for path, parameter, root in mirrored(parameters, leaves):
+        subtrees.setdefault(root, {})[parameter] = path
+    for root, members in list(subtrees.items()):
+        if _by_chance(root, members, parameters, leaves):
+            del subtrees[root]
+    factoring = _factoring(subtrees, parameters, leaves)
+    made = _Followed()
+    made.problems += _strays(steps, parameters, leaves, subtrees)
+    for root, members in subtrees.items():
+        subtree = _Subtree(root, members, parameters, leaves, factoring[root[:-1]], made, ahead)
+        for step in steps:
+            subtree.follow(step)
+        subtree.finish()
+    return OptimizerSteps(
+        tuple(made.steps),
+        made.placeholders,
+        tuple(made.vanish),
+        made.appear,
+        tuple(made.problems),
+    )
+
+
+def mirrored(
+    parameters: Mapping[Path, Shape], leaves: Mapping[Path, object]
+) -> list[tuple[Path, Path, Path]]:
+    """The leaves that mirror a parameter: their paths, the parameter's, and what is ahead of the
+    part that both have. A mirror has the whole path of the parameter, less at most what the paths
+    of all parameters begin with."""
+    known = Parameters(parameters, leaves)
+    shared = _shared(parameters)
+    found = []
+    for path in leaves:
+        owners = known.followed_by(path)
+        if len(owners) != 1:
+            continue
+        (parameter,) = owners
+        shorter = min(len(path), len(parameter))
+        pairs = zip(reversed(path), reversed(parameter), strict=False)
+        common = next((i for i, (a, b) in enumerate(pairs) if str(a) != str(b)), shorter)
+        if common >= max(len(parameter) - shared, 1):
+            found.append((path, parameter, path[: len(path) - common]))
+    return found
+
+
+def _shared(parameters: Collection[Path]) -> int:
+    """How many keys the paths of all parameters begin with."""
+    paths = [tuple(map(str, path)) for path in parameters]
+    pairs = zip(min(paths, default=()), max(paths, default=()), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _by_chance(
+    root: Path, members: Mapping[Path, Path], parameters: Mapping[Path, Shape], leaves: Leaves
+) -> bool:
+    """Whether leaves are only called as parameters are, like a counter beside a parameter `count`:
+    scalars directly below the root, which not all parameters have, or not of their shapes."""
+    shapes = {parameter: (leaves[path] or (None,))[0] for parameter, path in members.items()}
+    unlike = any(parameters[parameter] != shape for parameter, shape in shapes.items())
+    return (
+        all(len(path) == len(root) + 1 for path in members.values())
+        and all(shape == () for shape in shapes.values())
+        and (len(members) < len(parameters) or unlike)
+    )
+
+
+def _strays(
+    steps: Sequence[Step],
+    parameters: Collection[Path],
+    leaves: Leaves,
+    subtrees: Mapping[Path, Mapping[Path, Path]],
+) -> Iterator[str]:
+    """Problems with what is near the place of a parameter that changes, and not at it: a list in
+    place of a moment, or a moment that is boxed where its parameter is not."""
+    shared = _shared(parameters)
+    changed = {path for step in steps for path in step.inputs if path in parameters}
+    ends = {tuple(map(str, path[min(shared, len(path) - 1) :])): path for path in changed}
+    followed = {path for members in subtrees.values() for path in members.values()}
+    for path, leaf in leaves.items():
+        if leaf is None or path in followed:
+            continue
+        keys = (*map(str, path), "value")
+        parts = itertools.combinations(range(len(path) + 2), 2)
+        near = (ends.get(keys[a:b]) for a, b in parts if a < len(path) != b)
+        parameter = next((found for found in near if found is not None), None)
+        if parameter is not None:
+            yield f"{format_path(path)}: it is not in the place of {format_path(parameter)}"
+
+
+class _Factoring(NamedTuple):
+    """What the moments of one transformation tell of adafactor.
+
+    Attributes:
+      whole: parameters that it keeps a whole moment of.
+      least: from which size of the second largest dimension on it may factor others.
+    """
+
+    whole: frozenset[Path]
+    least: int
+
+
+def _factoring(
+    subtrees: Mapping[Path, Mapping[Path, Path]], parameters: Mapping[Path, Shape], leaves: Leaves
+) -> dict[Path, _Factoring]:
+    """What is ahead of the last key of subtrees' roots -> what these tell of adafactor."""
+    kinds: dict[Path, dict[Path, set[str]]] = {}
+    for root, members in subtrees.items():
+        found = kinds.setdefault(root[:-1], {})
+        for parameter, path in members.items():
+            leaf, shape = leaves[path], parameters[parameter]
+            if leaf is not None:
+                kind = "whole" if leaf[0] == shape else "unused" if leaf[0] == _UNUSED else "part"
+                found.setdefault(parameter, set()).add(kind)
+    result = {}
+    for parent, found in kinds.items():
+        whole, part = (
+            [parameter for parameter, has in found.items() if {"unused", kind} <= has]
+            for kind in ("whole", "part")
+        )
+        above = max((_second_size(parameters[path]) for path in whole), default=0)
+        below = min((_second_size(parameters[path]) for path in part), default=_LEAST_FACTORED)
+        least = above + 1 if below < _LEAST_FACTORED else max(above + 1, _LEAST_FACTORED)
+        result[parent] = _Factoring(frozenset(whole), least)
+    return result
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """What a subtree has for a parameter.
+
+    Attributes:
+      paths: where it is; of leaves without a value, all that have become it; none for the zeros
+        that have taken the place of unused ones.
+      shape: its shape; None without a value.
+      dtype: its dtype.
+      least: from which size on adafactor may factor its parameter; None if it is not adafactor's,
+        or a factor.
+      origin: of the last step that it went through, if any.
+    """
+
+    paths: tuple[Path, ...]
+    shape: Shape | None = None
+    dtype: np.dtype | None = None
+    least: int | None = None
+    origin: str | None = None
+
+
+@dataclasses.dataclass
+class _Followed:
+    """What has been found so far."""
+
+    steps: list[Step] = dataclasses.field(default_factory=list)
+    placeholders: dict[Path, tuple[Path, ...]] = dataclasses.field(default_factory=dict)
+    vanish: list[Path] = dataclasses.field(default_factory=list)
+    appear: dict[Path, tuple[Shape, np.dtype]] = dataclasses.field(default_factory=dict)
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+
+class _Subtree:
+    """One subtree, while the parameters' steps are carried out on it.
+
+    Args:
+      root: where it is.
+      members: parameter -> its mirror in the subtree.
+      parameters: shapes of the parameters.
+      leaves: shapes and dtypes of the mirrors.
+      factoring: what is known of adafactor.
+      made: what is found is added here.
+      ahead: as for `optimizer_steps`.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        members: Mapping[Path, Path],
+        parameters: Mapping[Path, Shape],
+        leaves: Leaves,
+        factoring: _Factoring,
+        made: _Followed,
+        ahead: Path,
+    ):
+        parameter, path = next(iter(members.items()))
+        self._root = root
+        self._ahead = (parameter[: len(parameter) - (len(path) - len(root))], ahead)
+        self._made = made
+        self._shapes: dict[Path, Shape] = dict(parameters)
+        self._held: dict[Path, _Held] = {}
+        for parameter, path in members.items():
+            leaf = leaves[path]
+            shape, dtype = leaf or (None, None)
+            unfactored = parameter in factoring.whole and shape == parameters[parameter]
+            least = factoring.least if unfactored else None
+            self._held[parameter] = _Held((path,), shape, dtype, least)
+        self._occupied = set(members.values())
+        self._given_up: set[Path] = set()
+
+    def follow(self, step: Step) -> None:
+        """Goes on with the next step of the parameters."""
+        before = [self._shapes.pop(path) for path in step.inputs if path in self._shapes]
+        if len(before) == len(step.inputs):
+            after = before if step.operation is None else step.operation.shapes(before)
+            self._shapes.update(zip(step.outputs, after, strict=True))
+        names = [self._name(path) for path in step.inputs]
+        have = [self._held.pop(path, None) for path in step.inputs]
+        if not self._given_up.isdisjoint(step.inputs):
+            self._given_up.update(step.outputs)
+        elif any(have):
+            found = self._become(step, have, before)
+            if isinstance(found, str):
+                text = " + ".join(map(format_path, names))
+                self._made.problems.append(f"{text}: {found}")
+                self._given_up.update(step.outputs)
+            else:
+                self._held.update(zip(step.outputs, found, strict=True))
+
+    def finish(self) -> None:
+        """Puts everything in its place."""
+        for path, held in self._held.items():
+            place = self._inside(path)
+            if held.origin is None:
+                continue
+            if held.shape is None:
+                self._made.placeholders[place] = held.paths
+            elif held.dtype is not None and not held.paths:
+                self._made.appear[place] = (held.shape, held.dtype)
+            elif held.paths != (place,):
+                self._made.steps.append(Step(held.paths, (place,), None, held.origin))
+
+    def _inside(self, path: Path) -> Path:
+        """The place in the subtree of what the parameters have at a path."""
+        known = (len(keys) for keys in self._ahead if keys and path[: len(keys)] == keys)
+        return self._root + path[next(known, 0) :]
+
+    def _name(self, path: Path) -> Path:
+        """What the subtree has for a parameter, as it is told of."""
+        held = self._held.get(path)
+        return self._inside(path) if held is None or held.origin is not None else held.paths[0]
+
+    def _become(
+        self, step: Step, have: Sequence[_Held | None], before: Sequence[Shape]
+    ) -> list[_Held] | str:
+        """What leaves become in a step, or why they cannot."""
+        pairs = list(zip(step.inputs, have, strict=True))
+        valued = [held for held in have if held is not None and held.shape is not None]
+        absent = [path for path, held in pairs if held is None or (valued and held.shape is None)]
+        if absent:
+            names = [format_path(self._inside(path)) for path in absent]
+            verb = "has" if len(names) == 1 else "have"
+            return f"they become one, but {' and '.join(names)} {verb} no value"
+        first, *_ = there = [held for held in have if held is not None]
+        if not valued:
+            paths = tuple(path for held in there for path in held.paths)
+            return [_Held(paths, origin=step.origin)] * len(step.outputs)
+        moments = [held.shape for held in valued if held.shape is not None]
+        if step.operation is not None or not first.paths:
+            unused = [
+                not held.paths or self._is_unused(held, shape)
+                for held, shape in zip(there, before, strict=True)
+            ]
+            if all(unused):
+                self._made.vanish += [path for held in there for path in held.paths]
+                zeros = _Held((), _UNUSED, first.dtype, origin=step.origin)
+                return [zeros] * len(step.outputs)
+            if any(unused):
+                return "a moment is kept of some of them, and not of others"
+        paths = tuple(path for held in there for path in held.paths)
+        adapted = _adapted(step.operation, moments, before, paths)
+        if isinstance(adapted, str):
+            return adapted
+        try:
+            after = moments if adapted is None else adapted.shapes(moments)
+        except TreeMismatchError as error:
+            return error.summary
+        if step.operation is not None and first.least is not None:
+            factored = [shape for shape in after if _second_size(shape) >= first.least]
+            if factored:
+                return f"adafactor may factor a parameter of the shape {list(factored[0])}"
+        self._occupied.difference_update(paths)
+        places = tuple(map(self._free, map(self._inside, step.outputs)))
+        self._occupied.update(places)
+        if adapted is not None or paths != places:
+            self._made.steps.append(Step(paths, places, adapted, step.origin))
+        return [
+            _Held((place,), shape, first.dtype, first.least, step.origin)
+            for place, shape in zip(places, after, strict=True)
+        ]
+
+    def _is_unused(self, held: _Held, parameter: Shape) -> bool:
+        """Whether a leaf is only there in the place of a moment. Of a parameter of one element that
+        is told by the names of adafactor's factors, which it has none of."""
+        factor = "v_row" in self._root or "v_col" in self._root
+        return held.shape == _UNUSED and (parameter != _UNUSED or factor)
+
+    def _free(self, place: Path) -> Path:
+        """The place, or where to wait until it is free."""
+        root = self._root
+        return (*root, "", *place[len(root) :]) if place in self._occupied else place
+
+
+def _adapted(
+    operation: Operation | None,
+    shapes: Sequence[Shape],
+    parameters: Sequence[Shape],
+    paths: Sequence[Path],
+) -> Operation | str | None:
+    """An operation on parameters as one on their moments, or why there is none.
+
+    Args:
+      operation: what is done to the parameters.
+      shapes: shapes of the moments.
+      parameters: shapes of the parameters.
+      paths: paths of the moments.
+    """
+    if operation is None:
+        return None
+    if list(shapes) == list(parameters):
+        if isinstance(operation, Pad) and operation.fill != 0:
+            return f"a moment cannot be padded with {operation.fill}: that is no linear operation"
+        return operation
+    found = list(map(_kept_axes, paths, shapes, parameters))
+    reasons = [kept for kept in found if isinstance(kept, str)]
+    if reasons:
+        return reasons[0]
+    kept = found[0]
+    if isinstance(kept, str) or any(other != kept for other in found):
+        return "they have different parts of their parameters"
+    shape = parameters[0]
+    factored = [axis for axis in range(len(shape)) if axis not in kept]
+    if len(factored) == 1 and _largest(shape).issuperset(factored):
+        if isinstance(operation, Transpose):
+            if _tied(shape):
+                return "it is a part of a parameter that has several largest dimensions"
+            order = [axis for axis in operation.axes if axis in kept]
+            return Transpose(tuple(kept.index(axis) for axis in order))
+        if isinstance(operation, Stack):
+            stacked = operation.shapes(parameters)[0]
+            axis = operation.axis % len(stacked)
+            if axis in _largest(stacked):
+                return f"the layers, axis {axis} of {list(stacked)}, would be factored over"
+            return Stack(sum(place < axis for place in kept), operation.names)
+        if isinstance(operation, Unstack):
+            axis = operation.axis % len(shape)
+            if axis in _largest(shape):
+                return f"it is factored over the layers, axis {axis} of {list(shape)}"
+            return Unstack(kept.index(axis), operation.count)
+    return (
+        f"it has {list(shapes[0])} of its parameter's {list(shape)}, and "
+        f"{type(operation).__name__.lower()} cannot be carried over to a part"
+    )
+
+
+def _kept_axes(path: Path, shape: Shape, parameter: Shape) -> list[int] | str:
+    """Which axes of its parameter a reduced moment has, or why that is not known."""
+    tags: Spec = tuple((str(axis),) for axis in range(len(parameter)))
+    part = matching_part(path, shape, parameter, tags)
+    if isinstance(part, str):
+        return part
+    if len(part) != len(shape) or not all(part):
+        return f"its shape is {list(shape)} and its parameter's {list(parameter)}"
+    return [int(tag) for (tag,) in part]
+
+
+def _second_size(shape: Shape) -> int:
+    """The size of the second largest dimension; 0 if there is none."""
+    return sorted((0, 0, *shape))[-2]
+
+
+def _largest(shape: Shape) -> set[int]:
+    """The axes that adafactor may factor over: the two largest, and those of equal size."""
+    return {axis for axis, size in enumerate(shape) if size >= _second_size(shape)}
+
+
+def _tied(shape: Shape) -> bool:
+    return len(_largest(shape)) > 2 or len({*sorted(shape)[-2:]}) < 2

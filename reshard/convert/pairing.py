@@ -1,0 +1,166 @@
+"""What comes of pairing modules: matches of leaves, and what stands against them. Pure."""
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from reshard.convert import layers
+from reshard.convert.answers import Abstention, Mismatch, difference
+from reshard.convert.axes import Move, moves
+from reshard.convert.layers import Match
+from reshard.convert.outline import Leaf, Module
+from reshard.convert.steps import Step
+from reshard.operations import Transpose
+from reshard.tree import Path
+
+_NO_MOVE = Move(0, 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Found:
+    """A match of leaves.
+
+    Attributes:
+      match: the match.
+      origin: what says so: `"path"` or `"structure"`.
+      move: the axis that moves.
+    """
+
+    match: Match
+    origin: str
+    move: Move = _NO_MOVE
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Pairing:
+    """What comes of pairing two modules.
+
+    Attributes:
+      found: matches of leaves.
+      zeros: leaves that must be zero.
+      norms: modules whose leaves are named after those of other modules, to be matched last.
+      abstentions: what is open.
+      mismatches: leaves that should be one and cannot be.
+      rest: how many more parameters of a name and shape are open in Linen than in NNX.
+      misfit: why the two modules themselves, apart from what is in them, are not the same.
+    """
+
+    found: list[Found] = dataclasses.field(default_factory=list)
+    zeros: list[Leaf] = dataclasses.field(default_factory=list)
+    norms: list[tuple[Module, Module, str]] = dataclasses.field(default_factory=list)
+    abstentions: list[Abstention] = dataclasses.field(default_factory=list)
+    mismatches: list[Mismatch] = dataclasses.field(default_factory=list)
+    rest: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    misfit: str = ""
+
+    def include(self, other: "Pairing") -> None:
+        """Takes over what comes of two modules inside."""
+        self.found += other.found
+        self.zeros += other.zeros
+        self.norms += other.norms
+        self.abstentions += other.abstentions
+        self.mismatches += other.mismatches
+        self.rest.update(other.rest)
+
+    def count(self, leaves: Iterable[Leaf], sign: int) -> None:
+        """Counts leaves that are open, with 1 for Linen's and -1 for NNX's."""
+        for leaf in leaves:
+            if layers.is_parameter(leaf):
+                self.rest[leaf.path[-1], leaf.shape] += sign
+
+
+def steps_of(found: Found) -> list[Step]:
+    """The steps that carry a match out."""
+    match = found.match
+    inputs, output = tuple(leaf.path for leaf in match.inputs), (match.output.path,)
+    order = found.move.order(len(match.shape))
+    transpose = None if order == tuple(range(len(order))) else Transpose(order)
+    if match.join is None:
+        return [Step(inputs, output, transpose, found.origin)]
+    joined = [Step(inputs, output, match.join, found.origin)]
+    return joined + ([Step(output, output, transpose, found.origin)] if transpose else [])
+
+
+def place_axes(pairing: Pairing, linen: Module, nnx: Module) -> None:
+    """Finds which axis moves in a stack, the same one for all leaves of a collection.
+
+    Args:
+      pairing: what is known below two modules that are a stack. Matches whose axes are not clear
+        are taken out.
+      linen: Linen's module.
+      nnx: NNX's module.
+    """
+    by_collection: dict[str, list[Found]] = {}
+    for found in pairing.found:
+        by_collection.setdefault(found.match.inputs[0].kind, []).append(found)
+    pairing.found = []
+    for kind, group in by_collection.items():
+        pairs = [(found.match.shape, found.match.output.shape) for found in group]
+        candidates = moves(pairs)
+        if all(before == after for before, after in pairs):
+            # With as many layers as features the axis may be another one than NNX's all the same.
+            others = [m for m in candidates if m.before != m.after and 0 in (m.before, m.after)]
+            candidates = [_NO_MOVE, *(others if layers.may_lie_elsewhere(linen) else ())]
+        if len(candidates) == 1:
+            pairing.found += [dataclasses.replace(found, move=candidates[0]) for found in group]
+            continue
+        if candidates:
+            choices = " or ".join(map(str, candidates))
+            reason = f"the axis of the layers in {kind} is not known: {choices}"
+        else:
+            reason = f"no axis of the layers fits all leaves in {kind}"
+            for found in group:
+                if found.match.shape != found.match.output.shape:
+                    pairing.mismatches.append(mismatch_of(found.match))
+        pairing.abstentions.append(Abstention((linen.path,), (nnx.path,), reason))
+        pairing.misfit = pairing.misfit or reason
+
+
+def mismatch_of(match: Match) -> Mismatch:
+    """What to say of leaves whose shapes differ."""
+    return Mismatch(match.inputs, match.output, difference(match.shape, match.output.shape))
+
+
+def unlike(made: Sequence[Pairing]) -> str:
+    """Why modules that class and order pair are not the same; empty if they are."""
+    for pairing in made:
+        if pairing.misfit:
+            return pairing.misfit
+    if len(made) > 1:
+        for pairing in made:
+            for mismatch in pairing.mismatches:
+                if layers.is_parameter(mismatch.nnx):
+                    return str(mismatch)
+            for (name, shape), more in pairing.rest.items():
+                if more:
+                    side, other = ("Linen", "NNX") if more > 0 else ("NNX", "Linen")
+                    return f"one in {side} has a {name} {list(shape)} that none in {other} has"
+    if not any(pairing.found or pairing.norms for pairing in made):
+        return "nothing in them has the same name"
+    return ""
+
+
+def match_norms(pairing: Pairing) -> None:
+    """Matches the leaves that norms have for those of other layers, now that those are known."""
+    sources: dict[Path, Path] = {
+        found.match.output.path: found.match.inputs[0].path
+        for found in pairing.found
+        if found.match.join is None and found.move == _NO_MOVE
+    }
+    for linen, nnx, origin in pairing.norms:
+        matched = set()
+        for match in layers.normed(linen, nnx, sources):
+            matched.add(match.inputs[0].path)
+            if match.shape == match.output.shape:
+                pairing.found.append(Found(match, origin))
+            else:
+                pairing.mismatches.append(mismatch_of(match))
+        rest = [
+            leaf.path
+            for name, held in linen.leaves.items()
+            for leaf in held
+            if "/" in name and leaf.path not in matched
+        ]
+        if rest:
+            reason = "the leaves that they are for have no counterparts"
+            pairing.abstentions.append(Abstention(tuple(rest), (nnx.path,), reason))

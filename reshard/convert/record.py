@@ -1,0 +1,172 @@
+"""What NNX cannot hold of a Linen checkpoint, as a note in the checkpoint's custom metadata.
+
+With it a converted checkpoint goes back to exactly the tree that it was made of: its paths (boxes
+are levels of them), its leaves without a value, the dtype of its step counter, what was zero and is
+left out. Orbax keeps custom metadata with a checkpoint and ignores them; a program that loads,
+trains and saves again does not carry them on.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from reshard.checkpoint import ArrayHandle, Checkpoint, EmptyNamedTuple, Leaf, parse_dtype
+from reshard.convert.carry import Route, Zeros
+from reshard.convert.steps import Step
+from reshard.errors import TreeMismatchError
+from reshard.operations import Concat, Pad, Reshape, Split, Stack, Transpose, Unstack
+from reshard.tree import Path, format_path
+
+KEY = "reshard.linen"
+_VERSION = 1
+_OPERATIONS = (Transpose, Reshape, Split, Concat, Stack, Unstack, Pad)
+_EMPTY: dict[str, Leaf] = {
+    "None": None,
+    "Dict": {},
+    "List": [],
+    "Tuple": (),
+    "NamedTuple": EmptyNamedTuple(),
+}
+
+
+def recorded(
+    ckpt: Checkpoint,
+    linen: Mapping[Path, Leaf],
+    metadata: Mapping[str, Any],
+    way: Route,
+    own: list[Path],
+) -> Checkpoint:
+    """A converted checkpoint with the record of what it was made of.
+
+    Args:
+      ckpt: the NNX checkpoint.
+      linen: the leaves of the Linen checkpoint, without those that were dropped.
+      metadata: its `_METADATA` document.
+      way: how it became the NNX one.
+      own: leaves of the NNX one that the Linen one has nothing of.
+    """
+    document = {
+        "version": _VERSION,
+        "leaves": [[list(path), _kind(leaf)] for path, leaf in linen.items()],
+        "route": _route_json(way),
+        "own": [list(path) for path in own],
+        "containers": metadata.get("value_metadata_tree"),
+    }
+    custom = dict(ckpt.source.metadata.get("custom_metadata") or {})
+    return ckpt.with_metadata({"custom_metadata": custom | {KEY: document}})
+
+
+def has_record(ckpt: Checkpoint) -> bool:
+    """Whether a checkpoint has such a record."""
+    return KEY in (ckpt.source.metadata.get("custom_metadata") or {})
+
+
+def from_record(ckpt: Checkpoint) -> Checkpoint:
+    """The Linen checkpoint that an NNX one was made of.
+
+    Raises:
+      TreeMismatchError: the record cannot be read, or its leaves are not those of the checkpoint.
+    """
+    custom = dict(ckpt.source.metadata["custom_metadata"])
+    document = custom.pop(KEY)
+    try:
+        if document["version"] != _VERSION:
+            raise ValueError(f"its version is {document['version']}, not {_VERSION}")
+        way = _route(document["route"])
+        own = {tuple(path) for path in document["own"]}
+        leaves = [(tuple(path), kind) for path, kind in document["leaves"]]
+        shapes = {path: kind["shape"] for path, kind in leaves if isinstance(kind, dict)}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise TreeMismatchError(
+            "the record of the conversion from Linen cannot be read", [str(error)], [_HINT]
+        ) from error
+    back = way.backwards({path: tuple(shape) for path, shape in shapes.items()})
+    expected = {*back.moved, *back.enter, *back.vanish, *own}
+    problems = [
+        f"{format_path(path)}: not in the checkpoint" for path in expected if path not in ckpt
+    ]
+    problems += [f"{format_path(path)}: not in the record" for path in ckpt if path not in expected]
+    if problems:
+        raise TreeMismatchError(
+            "the record of the conversion from Linen does not fit the checkpoint",
+            problems,
+            [_HINT],
+        )
+    made = back.carried(ckpt)
+    whole: dict[Path, Leaf] = {}
+    for path, kind in leaves:
+        whole[path] = _as_recorded(made[path], kind) if isinstance(kind, dict) else _EMPTY[kind]
+    metadata: dict[str, Any] = {"custom_metadata": custom or None}
+    if document.get("containers"):
+        metadata["value_metadata_tree"] = document["containers"]
+    return ckpt.replace(whole, retyped=False).with_metadata(metadata)
+
+
+_HINT = "--model MODULE:NAME, the Linen model, converts without the record"
+
+
+def _kind(leaf: Leaf) -> dict[str, Any] | str:
+    if isinstance(leaf, ArrayHandle):
+        return {
+            "shape": list(leaf.shape),
+            "dtype": leaf.dtype.name,
+            "type": leaf.value_type,
+            "keys": leaf.key_impl,
+        }
+    return next(name for name, value in _EMPTY.items() if type(value) is type(leaf))
+
+
+def _as_recorded(leaf: Leaf, kind: Mapping[str, Any]) -> Leaf:
+    if not isinstance(leaf, ArrayHandle):
+        return leaf
+    dtype = parse_dtype(kind["dtype"])
+    return dataclasses.replace(leaf, dtype=dtype, value_type=kind["type"], key_impl=kind["keys"])
+
+
+def _route_json(way: Route) -> dict[str, Any]:
+    pairs = {
+        name: [[list(old), list(new)] for old, new in getattr(way, name).items()]
+        for name in ("moved", "enter", "leave")
+    }
+    zeros = {
+        name: [[list(path), list(shape), dtype.name] for path, (shape, dtype) in found.items()]
+        for name, found in (("vanish", way.vanish), ("appear", way.appear))
+    }
+    return {**pairs, **zeros, "steps": [_step_json(step) for step in way.steps]}
+
+
+def _step_json(step: Step) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "from": [list(path) for path in step.inputs],
+        "to": [list(path) for path in step.outputs],
+    }
+    if step.operation is not None:
+        document[type(step.operation).__name__] = dataclasses.asdict(step.operation)
+    return document
+
+
+def _route(document: Mapping[str, Any]) -> Route:
+    """The inverse of `_route_json`; raises KeyError, TypeError or ValueError for anything else."""
+    moved, enter, leave = (
+        {tuple(old): tuple(new) for old, new in document[name]}
+        for name in ("moved", "enter", "leave")
+    )
+    vanish, appear = (_zeros(document[name]) for name in ("vanish", "appear"))
+    return Route(moved, enter, tuple(map(_step, document["steps"])), leave, vanish, appear)
+
+
+def _zeros(entries: list[Any]) -> Zeros:
+    return {tuple(path): (tuple(shape), parse_dtype(dtype)) for path, shape, dtype in entries}
+
+
+def _step(document: Mapping[str, Any]) -> Step:
+    inputs, outputs = (tuple(map(tuple, document[name])) for name in ("from", "to"))
+    for operation in _OPERATIONS:
+        if operation.__name__ in document:
+            fields = {key: _tuples(value) for key, value in document[operation.__name__].items()}
+            return Step(inputs, outputs, operation(**fields))
+    return Step(inputs, outputs)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -1,0 +1,346 @@
+"""Layers on their own, and layers in one array: what `nn.scan` and `nnx.vmap` make, and back."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, stored_name
+from reshard.convert.carry import route
+from reshard.convert.optimizer import OptimizerSteps, optimizer_steps
+from reshard.convert.steps import Step, carried_out
+from reshard.errors import ShardingError, TreeMismatchError
+from reshard.mesh import NamedSharding, spec_problems
+from reshard.operations import Stack, Unstack
+from reshard.tree import Key, Path, check_lists, format_path, nearest, split_path
+
+_HINT = "`params/layer_{}` stands for params/layer_0, params/layer_1 and so on; `*` for any key"
+# Keys of containers of parameters, whose optimizer state is beside them; and where there are none
+# of these, keys of optimizer state.
+_COLLECTIONS = frozenset(("params", "model"))
+_OPTIMIZERS = frozenset(("opt_state", "optimizer", "opt", "optimizer_state"))
+
+
+def stack(
+    ckpt: Checkpoint,
+    layers: str,
+    into: str,
+    axis: int = 0,
+    *,
+    indices: Sequence[int] | None = None,
+    names: str | Sequence[str] = (),
+) -> Checkpoint:
+    """Layers with arrays of their own as one array each, with the layers along a new axis.
+
+    Optimizer state follows its parameters: what is beside the `params` or `model` that they are in.
+
+    Args:
+      ckpt: the checkpoint.
+      layers: the path of a layer, `{}` for its number: `params/layer_{}`. `*` stands for any text
+        within a key: what it stands for makes groups, each of which is stacked on its own.
+      into: the path of the stacked layers, with the `*` of `layers` in their order.
+      axis: where the new axis is in each array.
+      indices: numbers of the layers, in order; by default all of them, which are then 0, 1, ...
+      names: mesh axes that the new axis is partitioned over.
+
+    Raises:
+      TreeMismatchError: no layer matches, layers differ in their leaves or shapes, a number is
+        missing, paths collide, or optimizer state cannot follow: all that is found.
+      ShardingError: the new axis cannot be partitioned over `names`.
+    """
+    _check_patterns(layers, into, indices)
+    mesh_axes = (names,) if isinstance(names, str) else tuple(names)
+    _check_names(ckpt, mesh_axes)
+    groups: dict[Path, dict[int, dict[Path, Path]]] = {}
+    problems = []
+    for path in ckpt:
+        hit = _match(layers, path)
+        if hit is not None and (indices is None or hit[1] in indices):
+            stars, number, rest = hit
+            other = groups.setdefault(stars, {}).setdefault(number, {}).setdefault(rest, path)
+            if other != path:
+                problems.append(f"{format_path(other)} and {format_path(path)} are both {number}")
+    if not groups:
+        near = [f"the nearest leaf is `{n}`" for n in nearest(layers.replace("{}", "0"), ckpt)[:1]]
+        raise TreeMismatchError(f"no layer matches `{layers}`", hints=[*near, _HINT])
+    steps, small, hints = [], {}, []
+    for stars, members in groups.items():
+        order = list(indices) if indices is not None else list(range(len(members)))
+        lacking = [number for number in order if number not in members]
+        if lacking:
+            have, gone = (", ".join(map(str, numbers)) for numbers in (sorted(members), lacking))
+            target = format_path(_filled(into, stars))
+            problems.append(f"{target}: there is no layer {gone}, only {have}")
+            hints.append(f"indices={sorted(members)}")
+            continue
+        for rest in dict.fromkeys(rest for number in order for rest in members[number]):
+            inputs = [members[number][rest] for number in order if rest in members[number]]
+            target = _like(_filled(into, stars) + rest, inputs[0])
+            without = [str(number) for number in order if rest not in members[number]]
+            kinds = dict.fromkeys(_kind(ckpt[path]) for path in inputs)
+            if without:
+                problems.append(f"{format_path(target)}: layer {', '.join(without)} has none")
+            elif len(kinds) > 1:
+                problems.append(f"{format_path(target)}: it is {' or '.join(kinds)}")
+            elif isinstance(ckpt[inputs[0]], ArrayHandle):
+                steps.append(Step(tuple(inputs), (target,), Stack(axis, mesh_axes)))
+            else:
+                small[target] = inputs
+    if problems:
+        raise TreeMismatchError("the layers are not alike", problems, hints)
+    return _carried(ckpt, steps, small)
+
+
+def unstack(
+    ckpt: Checkpoint,
+    stacked: str,
+    into: str,
+    axis: int = 0,
+    *,
+    indices: Sequence[int] | None = None,
+) -> Checkpoint:
+    """Stacked layers as layers with arrays of their own: undoes `stack`.
+
+    Args:
+      ckpt: the checkpoint.
+      stacked: the path of the stacked layers: `params/layers`, with `*` as in `stack`.
+      into: the path of a layer, `{}` for its number, with the `*` of `stacked` in their order.
+      axis: the axis of the layers in each array.
+      indices: numbers of the layers, in order; 0, 1, ... by default.
+
+    Raises:
+      TreeMismatchError: as `stack`; also where arrays of one group have different numbers of
+        layers.
+    """
+    _check_patterns(into, stacked, indices)
+    groups: dict[Path, dict[Path, Path]] = {}
+    for path in ckpt:
+        hit = _match(stacked, path)
+        if hit is not None:
+            groups.setdefault(hit[0], {})[hit[2]] = path
+    if not groups:
+        near = [f"the nearest leaf is `{name}`" for name in nearest(stacked, ckpt)[:1]]
+        raise TreeMismatchError(f"no leaf is below `{stacked}`", hints=near)
+    steps, small, problems = [], {}, []
+    for stars, members in groups.items():
+        counts: dict[int | None, Path] = {}
+        for path in members.values():
+            leaf = ckpt[path]
+            if isinstance(leaf, ArrayHandle):
+                inside = -len(leaf.shape) <= axis < len(leaf.shape)
+                counts.setdefault(leaf.shape[axis] if inside else None, path)
+        count, *_ = (*counts, None)
+        if len(counts) != 1 or count is None or count != len(indices or range(count)):
+            texts = {n: "no such axis" if n is None else f"{n} layers" for n in counts}
+            problems += [f"{format_path(path)}: {texts[n]}" for n, path in counts.items()]
+            problems += [f"{format_path(_filled(stacked, stars))}: no array"] * (not counts)
+            continue
+        for rest, path in members.items():
+            numbers = range(count) if indices is None else indices
+            outputs = [_like(_filled(into, stars, n) + rest, path) for n in numbers]
+            if isinstance(ckpt[path], ArrayHandle):
+                steps.append(Step((path,), tuple(outputs), Unstack(axis, count)))
+            else:
+                small.update({output: [path] for output in outputs})
+    if problems:
+        number = "" if indices is None else f" {len(indices)}"
+        raise TreeMismatchError(
+            f"axis {axis} is not that of the{number} layers in all arrays", problems
+        )
+    return _carried(ckpt, steps, small)
+
+
+def _check_patterns(layers: str, stacked: str, indices: Sequence[int] | None) -> None:
+    problems = []
+    if layers.count("{}") != 1:
+        problems.append(f"`{layers}` must have one `{{}}`, for the number of a layer")
+    if "{}" in stacked:
+        problems.append(f"`{stacked}` must have no `{{}}`: it is all layers")
+    if layers.count("*") != stacked.count("*"):
+        problems.append(f"`{layers}` and `{stacked}` must have as many `*`")
+    if indices is not None and (len(set(indices)) < len(indices) or min(indices, default=-1) < 0):
+        problems.append(f"indices {list(indices)} must be numbers of layers, each once")
+    if problems:
+        raise TreeMismatchError("that does not say which layers", problems, [_HINT])
+
+
+def _check_names(ckpt: Checkpoint, names: Sequence[str]) -> None:
+    """The mesh must have the axes of the new axis."""
+    lacking = [f"`{mesh}` has no {n}" for mesh in ckpt.meshes for n in names if n not in mesh.shape]
+    if lacking or (names and not ckpt.meshes):
+        raise ShardingError(
+            f"the layers cannot be partitioned over {' and '.join(names)}",
+            lacking or ["the checkpoint was saved on no mesh"],
+            ['put it on a mesh that has them: `to_mesh(ckpt, "stage=2,model=4")`'],
+        )
+
+
+def _kind(leaf: Leaf) -> str:
+    """What the leaves of a stack must have in common."""
+    if not isinstance(leaf, ArrayHandle):
+        return repr(leaf)
+    kind = leaf.value_type if leaf.key_impl is None else f"{leaf.key_impl} key"
+    return f"{kind} {leaf.dtype.name}{list(leaf.shape)}"
+
+
+def _match(pattern: str, path: Path) -> tuple[Path, int, Path] | None:
+    """What the stars and the number of a pattern stand for, and the keys after it."""
+    keys = split_path(pattern)
+    if len(path) < len(keys):
+        return None
+    stars: list[Key] = []
+    number = -1
+    for key, given in zip(keys, path, strict=False):
+        regex = re.escape(key).replace(r"\*", "(.*)").replace(r"\{\}", "(?P<number>[0-9]+)")
+        hit = re.fullmatch(regex, str(given), re.DOTALL)
+        if hit is None:
+            return None
+        named = hit.groupdict().get("number")
+        groups: list[Key] = list(hit.groups())
+        if named is not None:
+            number = int(named)
+            groups.pop(hit.re.groupindex["number"] - 1)
+        stars += [given] if key == "*" else groups
+    return tuple(stars), number, path[len(keys) :]
+
+
+def _filled(pattern: str, stars: Path, number: int | None = None) -> Path:
+    """The path that a pattern stands for. A key that is a star is what the star stands for, which
+    may be a list position."""
+    left = list(stars)
+    keys: list[Key] = []
+    for key in split_path(pattern):
+        if key == "*":
+            keys.append(left.pop(0))
+            continue
+        text = re.sub(r"\*", lambda _: str(left.pop(0)), key)
+        keys.append(text if number is None else text.replace("{}", str(number)))
+    return tuple(keys)
+
+
+def _like(path: Path, other: Path) -> Path:
+    """The path, with the list positions of another as far as both are the same."""
+    pairs = zip(path, other, strict=False)
+    same = next((i for i, (a, b) in enumerate(pairs) if str(a) != str(b)), len(path))
+    return other[:same] + path[same:]
+
+
+def _carried(
+    ckpt: Checkpoint, steps: Sequence[Step], small: Mapping[Path, Sequence[Path]]
+) -> Checkpoint:
+    """The checkpoint after steps on parameters, which its optimizer state follows.
+
+    Args:
+      ckpt: the checkpoint.
+      steps: the steps.
+      small: leaves without a value: path after -> paths before.
+    """
+    arrays = {leaf.path: leaf for leaf in ckpt.arrays}
+    shapes = {path: leaf.shape for path, leaf in arrays.items()}
+    taken = {path for step in steps for path in step.inputs}
+    carried_out(steps, {path: shapes[path] for path in arrays if path in taken})
+    followed = list(_followed(ckpt, steps, arrays))
+    problems = [problem for part in followed for problem in part.problems]
+    if problems:
+        raise TreeMismatchError(
+            "optimizer state that cannot follow its parameters",
+            problems,
+            ["drop it, and initialise it when restoring: `select(ckpt, drop=...)`"],
+        )
+    every = [*steps, *(step for part in followed for step in part.steps)]
+    without = dict(small)
+    vanish, appear = {}, {}
+    for part in followed:
+        without |= part.placeholders
+        vanish |= {path: (arrays[path].shape, arrays[path].dtype) for path in part.vanish}
+        appear |= part.appear
+    before = {path for step in every for path in step.inputs if path in arrays}
+    made = carried_out(every, {path: shapes[path] for path in arrays if path in before})
+    found = route(every, {p: p for p in before}, {path: path for path in made}, vanish, appear)
+    not_zero = found.not_zero(ckpt)
+    if not_zero:
+        raise TreeMismatchError(
+            "placeholders that hold values", [format_path(path) for path in not_zero]
+        )
+    carried: dict[Path, Leaf] = found.carried(ckpt)
+    misfits = [text for leaf in carried.values() for text in _misfits(leaf)]
+    if misfits:
+        raise ShardingError("the layers cannot be partitioned so", misfits)
+    carried |= {path: ckpt[sources[0]] for path, sources in without.items()}
+    gone = before.union(vanish, *without.values())
+    kept = {path: leaf for path, leaf in ckpt.items() if path not in gone}
+    collisions = list(_collisions(carried, kept))
+    if collisions:
+        raise TreeMismatchError("there are leaves in these places already", collisions)
+    leaves = kept | carried
+    check_lists(leaves, ckpt)
+    return ckpt.replace(leaves, retyped=True)
+
+
+def _followed(
+    ckpt: Checkpoint, steps: Sequence[Step], arrays: Mapping[Path, ArrayHandle]
+) -> Iterator[OptimizerSteps]:
+    """The steps of optimizer state: for each collection of parameters, of what is beside it."""
+    taken = {path for step in steps for path in step.inputs}
+    parts: dict[Path, list[Step]] = {}
+    for step in steps:
+        parts.setdefault(_collection(step), []).append(step)
+    if len(parts) > 1:  # statistics, stacked together with parameters: no optimizer has these
+        parts.pop((), None)
+    for root, own in parts.items():
+        parameters, others = {}, {}
+        for path, leaf in ckpt.items():
+            inside = path[: len(root)] == root if root else str(path[0]) not in _OPTIMIZERS
+            if inside and path in arrays:
+                parameters[path] = arrays[path].shape
+            elif not inside and path not in taken and path[: len(root[:-1])] == root[:-1]:
+                if isinstance(leaf, ArrayHandle):
+                    others[path] = leaf.shape, leaf.dtype
+                elif not isinstance(leaf, str):
+                    others[path] = None
+        yield optimizer_steps(own, parameters, others)
+
+
+def _collection(step: Step) -> Path:
+    """The path of the collection that all inputs are in; the root if it has no name known."""
+    first = step.inputs[0]
+    for depth, key in enumerate(first[:-1]):
+        root = first[: depth + 1]
+        if str(key) in _COLLECTIONS and all(path[: depth + 1] == root for path in step.inputs):
+            return root
+    return ()
+
+
+def _misfits(leaf: Leaf) -> list[str]:
+    """Why the new axis of stacked layers cannot be partitioned as it is to be."""
+    if not isinstance(leaf, ArrayHandle) or leaf.formed is None:
+        return []
+    operation, inputs = leaf.formed.operation, leaf.formed.inputs
+    if not isinstance(operation, Stack) or not operation.names:
+        return []
+    sharding, named = leaf.sharding, [array.sharding for array in inputs]
+    specs = [each.spec for each in named if isinstance(each, NamedSharding)]
+    if not isinstance(sharding, NamedSharding) or len(specs) < len(inputs):
+        return [f"{format_path(leaf.path)}: not all layers are on one mesh"]
+    (spec,) = operation.specs(specs, [array.shape for array in inputs])
+    return [
+        f"{format_path(leaf.path)}  {leaf.dtype.name}{list(leaf.shape)}: {problem}"
+        for problem in spec_problems(leaf.shape, sharding.mesh, spec)
+    ]
+
+
+def _collisions(made: Mapping[Path, Leaf], kept: Mapping[Path, Leaf]) -> Iterator[str]:
+    """What stands against new leaves beside those that are kept."""
+    new, old = ({tuple(map(str, path)): path for path in leaves} for leaves in (made, kept))
+    names = {stored_name(path): path for path in kept}
+    for keys, path in new.items():
+        if keys in old:
+            yield format_path(path)
+            continue
+        name = stored_name(path)
+        other = names.setdefault(name, path)
+        if other != path:
+            yield f"{format_path(path)}, stored as `{name}`, as {format_path(other)} is"
+    for keys, path in (new | old).items():
+        for depth in range(1, len(keys)):
+            above = new.get(keys[:depth], old.get(keys[:depth]))
+            if above is not None and (keys in new or keys[:depth] in new):
+                yield f"{format_path(path)}, below the leaf {format_path(above)}"
