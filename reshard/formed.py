@@ -9,16 +9,16 @@ import dataclasses
 import json
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from reshard import zarr
 from reshard.boxes import Shape
-from reshard.checkpoint import ArrayHandle, Formed, describe
+from reshard.checkpoint import ArrayHandle, Formed, collision_error, describe, is_floating
 from reshard.errors import TreeMismatchError
 from reshard.mesh import NamedSharding, Sharding, fitting_spec
-from reshard.operations import Constant, Operation, Split, Stack, Unstack
+from reshard.operations import Constant, Crop, Operation, Pad, Split, Stack, Unstack
 from reshard.store import StoredValue
 from reshard.tree import Path, format_path
 
@@ -34,17 +34,39 @@ def form(
       outputs: paths of what it makes.
 
     Raises:
-      TreeMismatchError: the operation does not apply to them, or they are of different kinds.
+      TreeMismatchError: the operation does not apply to them, they are of different kinds, or what
+        it makes cannot be stored.
+      CorruptCheckpointError: another leaf is stored under the name of an input.
     """
     first = inputs[0]
     shapes = [handle.shape for handle in inputs]
     made = operation.shapes(shapes)
+    collided = [handle for handle in inputs if handle.same_name is not None]
+    if collided:
+        raise collision_error(collided)
     for what in ("dtype", "stored_dtype", "value_type", "key_impl"):
         if len({getattr(handle, what) for handle in inputs}) > 1:
-            texts = [f"{format_path(h.path)}  {describe(h)} {h.value_type}" for h in inputs]
-            raise TreeMismatchError("arrays of different kinds cannot become one", texts)
+            raise TreeMismatchError(
+                "arrays of different kinds cannot become one",
+                [
+                    f"{format_path(h.path)}  {describe(h)} {h.value_type}"
+                    + (f", stored as {h.stored_dtype.name}" if h.dtype != h.stored_dtype else "")
+                    for h in inputs
+                ],
+            )
     if first.key_impl is not None:
         raise TreeMismatchError(f"{format_path(first.path)}: PRNG keys are only moved as they are")
+    empty = [
+        f"{format_path(path)}  {first.dtype.name}{list(shape)}"
+        for path, shape in zip(outputs, made, strict=True)
+        if 0 in shape
+    ]
+    if empty:
+        raise TreeMismatchError("Orbax stores no arrays without elements", empty)
+    if isinstance(operation, Pad) and not _has_value(first.stored_dtype, operation.fill):
+        raise TreeMismatchError(
+            f"{format_path(first.path)}: {first.stored_dtype.name} has no value {operation.fill}"
+        )
     formed = Formed(operation, tuple(inputs))
     chunks = operation.chunks([handle.chunk_shape for handle in inputs], shapes)
     now = _shardings(operation, [handle.sharding for handle in inputs], shapes, made)
@@ -57,6 +79,7 @@ def form(
             chunk_shape=chunks[part],
             sharding=now[part],
             saved_sharding=saved[part],
+            value_type="np.ndarray" if first.value_type == "scalar" and shape else first.value_type,
             metadata=zarr.dump(zarr.with_shape(json.loads(first.metadata), shape, chunks[part])),
             formed=formed,
             part=part,
@@ -65,30 +88,48 @@ def form(
     ]
 
 
-def constant(path: Path, values: np.ndarray, like: ArrayHandle, **kind: Any) -> ArrayHandle:
+def constant(
+    path: Path, values: np.ndarray, like: ArrayHandle, key_impl: str | None = None
+) -> ArrayHandle:
     """An array of values that are in memory, to be stored as another one is.
 
     Args:
       path: its path.
       values: its values.
-      like: an array from whose store and codec it takes its own.
-      kind: other fields of the handle: `sharding`, `value_type`, `key_impl`.
+      like: an array from which it takes its store, its codec, and its mesh, on which it is
+        replicated.
+      key_impl: the PRNG implementation, if the values are the data of typed PRNG keys.
     """
     chunk = tuple(max(size, 1) for size in values.shape)
     document = zarr.with_shape(json.loads(like.metadata), values.shape, chunk)
+    sharding = like.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, ())
     return dataclasses.replace(
         like,
         path=path,
         shape=values.shape,
+        sharding=sharding,
+        saved_sharding=sharding,
         dtype=values.dtype,
         stored_dtype=values.dtype,
         chunk_shape=chunk,
         metadata=zarr.dump(zarr.with_dtype(document, values.dtype)),
+        value_type="jax.Array",
+        key_impl=key_impl,
         same_name=None,
         formed=Formed(Constant(values), ()),
         part=0,
-        **kind,
     )
+
+
+def _has_value(dtype: np.dtype, value: float) -> bool:
+    """Whether a dtype has a value, rounded if it is a float: but neither infinite nor NaN."""
+    with np.errstate(all="ignore"):
+        held = float(np.real(np.asarray(value, np.float64).astype(dtype)))
+    if is_floating(dtype) or dtype.kind == "c":
+        return math.isinf(held) == math.isinf(value) and math.isnan(held) == math.isnan(value)
+    return held == value
 
 
 def _shardings(
@@ -151,27 +192,54 @@ def _shares(operation: Split, source: ArrayHandle) -> bool:
     return len(set(operation.sizes)) == 1 and operation.sizes[0] % chunk != 0
 
 
-def rereads(handle: ArrayHandle) -> int:
-    """How often the stored chunks of an array are read for it and for the other parts of what it is
-    a part of, where these cannot be read together: parts of different sizes."""
+def amplification(handle: ArrayHandle) -> float:
+    """Elements that are decoded for each element of an array that is read on its own, at most: more
+    than 1 where stored chunks hold something of other parts too."""
+    if handle.formed is None or not handle.formed.inputs:
+        return 1.0
+    inputs = handle.formed.inputs
+    decoded = max(map(amplification, inputs))
+    for axis, start, stop in _taken(handle.formed, handle.part):
+        size, chunk = inputs[0].shape[axis], inputs[0].chunk_shape[axis]
+        touched = min(math.ceil(stop / chunk) * chunk, size) - start // chunk * chunk
+        decoded = decoded * touched / (stop - start)
+    return decoded
+
+
+def largest_stored(handle: ArrayHandle) -> int:
+    """Stored bytes that one box of an array's grid is decoded from, at most: where that is several
+    chunks, taken to be as many as their decoded bytes."""
+    largest = max(handle.stored_sizes(), default=0)
     if handle.formed is None:
-        return 1
-    operation, inputs = handle.formed.operation, handle.formed.inputs
-    times = max(map(rereads, inputs), default=1)
+        return largest
+    elements = math.ceil(math.prod(handle.chunk_shape) * amplification(handle))
+    return max(largest, elements * handle.stored_dtype.itemsize)
+
+
+def _taken(formed: Formed, part: int) -> list[tuple[int, int, int]]:
+    """Of which axes of its input an output takes only a stretch: axis, start, stop."""
+    operation = formed.operation
+    if isinstance(operation, Crop):
+        pairs = zip(formed.inputs[0].shape, operation.widths, strict=True)
+        return [(axis, a, size - b) for axis, (size, (a, b)) in enumerate(pairs)]
+    if isinstance(operation, Unstack):
+        return [(operation.axis, part, part + 1)]
     if isinstance(operation, Split):
-        chunk = inputs[0].chunk_shape[operation.axis]
-        if len(set(operation.sizes)) > 1 and any(size % chunk for size in operation.sizes):
-            times *= len(operation.sizes)
-    return times
+        start = sum(operation.sizes[:part])
+        return [(operation.axis, start, start + operation.sizes[part])]
+    return []
 
 
 def stored_share(handle: ArrayHandle) -> int:
     """Stored bytes that belong to an array: of what it shares with others, by its elements."""
     if handle.formed is None:
         return sum(handle.stored_sizes())
-    total = sum(handle.formed.sizes)
+    own = handle.formed.sizes[handle.part]
     whole = sum(map(stored_share, handle.formed.inputs))
-    return whole * handle.formed.sizes[handle.part] // total if total else 0
+    of = sum(handle.formed.sizes)
+    if isinstance(handle.formed.operation, Crop):
+        of = math.prod(handle.formed.inputs[0].shape)
+    return whole * own // of if of else 0
 
 
 class StoredChunk(NamedTuple):
@@ -202,8 +270,10 @@ def stored_chunks(handle: ArrayHandle) -> list[StoredChunk] | None:
         (zarr.encoding(json.loads(root.metadata)), math.prod(root.chunk_shape))
         for root in _roots(handle)
     }
+    if len(kinds) != 1 or None in dict(kinds):
+        return None
     placed = _placed(handle)
-    if placed is None or len(kinds) != 1 or None in dict(kinds):
+    if placed is None:
         return None
     document = json.loads(handle.metadata)
     return [

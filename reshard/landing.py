@@ -24,7 +24,7 @@ from reshard import boxes
 from reshard.boxes import Box, Shape
 from reshard.checkpoint import ArrayHandle, is_floating
 from reshard.errors import CorruptCheckpointError, MemoryLimitError, ReshardError, TreeMismatchError
-from reshard.formed import family
+from reshard.formed import amplification, family, largest_stored
 from reshard.planner import grid_boxes
 from reshard.schedule import BOX_OVERHEAD, IN_FLIGHT_PER_CORE, WINDOW, cores, room
 from reshard.shards import local_shards
@@ -89,8 +89,7 @@ def read_arrays(
         limit = max(IN_FLIGHT_PER_CORE * cores(), (cores() + 1) * largest)
     else:
         limit = min(room(max_memory), IN_FLIGHT_PER_CORE * cores())
-    for landing in landings:
-        landing.cut(limit // WINDOW)
+    groups = _arranged(landings, limit // WINDOW, max_memory)
     if max_memory is not None:
         _check_memory(landings, max_memory)
     # A B-tree stays in memory as long as its store is open.
@@ -100,17 +99,37 @@ def read_arrays(
     for landing in landings:
         if not landing.boxes:
             landing.finish()
-    for together in _together(landings):
-        for boxes_there in zip(*(landing.boxes for landing in together), strict=True):
-            for landing, box in zip(together, boxes_there, strict=True):
-                window.add(landing, box)
+    for group in groups:
+        for together in zip(*(landing.boxes for landing in group), strict=True):
+            window.add(list(zip(group, together, strict=True)))
     window.finish()
     stores.clear()
     return [landing.result for landing in landings]
 
 
+def _arranged(
+    landings: "Sequence[_Landing]", limit: int, max_memory: int | None
+) -> "list[list[_Landing]]":
+    """Arrays that are read box by box together, since they share stored chunks and memory has room
+    for a box of each; all others on their own. All of them are cut into boxes."""
+    for group in _together(landings):
+        for landing in group:
+            landing.cut(limit // len(group), len(group))
+    groups = []
+    for group in _together(landings):
+        for landing in group:
+            landing.together = len(group)
+        if max_memory is None or sum(landing.least for landing in group) <= max_memory:
+            groups.append(group)
+            continue
+        for landing in group:
+            landing.cut(limit, 1)
+            groups.append([landing])
+    return groups
+
+
 def _together(landings: "Sequence[_Landing]") -> "list[list[_Landing]]":
-    """Arrays that share stored chunks, to be read box by box together; all others on their own."""
+    """Arrays that share stored chunks and whose boxes, if there are any, are in the same places."""
     groups: dict[Hashable, list[_Landing]] = {}
     for number, landing in enumerate(landings):
         shared = family(landing.handle)
@@ -141,7 +160,7 @@ class _Landing:
 
     Attributes:
       handle: the saved array.
-      chunk_charge: bytes that one stored chunk takes, stored and decoded.
+      together: arrays that share stored chunks and are read together with it, itself among them.
       boxes: what is read at once; whole chunks, or all of the array that this process needs.
       staging: bytes of the shards' buffers if they are not the result themselves, else 0.
       result: the array, once all boxes have landed.
@@ -151,8 +170,11 @@ class _Landing:
         self.handle = handle = request.handle
         self._dtype = request.dtype
         self._sharding = request.sharding
+        self.together = 1
+        shared, self._amplified = family(handle), amplification(handle)
+        self._relatives = shared.count if shared else 1
         decoded = math.prod(handle.chunk_shape) * handle.stored_dtype.itemsize
-        self.chunk_charge = max(handle.stored_sizes(), default=0) + decoded
+        self._chunk_charge = largest_stored(handle) + math.ceil(decoded * self._amplified)
         self._shards = local_shards(handle.shape, request.sharding)
         self._converts = handle.read_dtype != handle.dtype or handle.dtype != request.dtype
         held = sum(map(math.prod, self._shards.shapes)) * request.dtype.itemsize
@@ -166,9 +188,15 @@ class _Landing:
         self._on_devices: _DeviceShards | None = None
         self._left = 0
 
-    def cut(self, limit: int) -> None:
+    def cut(self, limit: int, together: int) -> None:
         """Decides what is read at once: everything, or boxes of whole chunks that take no more
-        than `limit` bytes, and at least one chunk."""
+        than `limit` bytes, and at least one chunk.
+
+        Args:
+          limit: bytes.
+          together: as the attribute.
+        """
+        self.together = together
         shape, chunk = self.handle.shape, self.handle.chunk_shape
         if self.staging > 2 * limit:
             self._piecewise, self._staged, self.staging = True, True, 0
@@ -182,6 +210,15 @@ class _Landing:
             grid = grid_boxes(shape, boxes.chunks_together(shape, chunk, count))
             self.boxes = [box for box in grid if self._shards.parts(box)]
         self._left = len(self.boxes)
+
+    @property
+    def chunk_charge(self) -> int:
+        """Bytes that one stored chunk takes, stored and decoded; of chunks that others share, this
+        array's part."""
+        if self.together == 1:
+            return self._chunk_charge
+        part = self._relatives / (self.together * self._amplified)
+        return math.ceil(self._chunk_charge * min(part, 1))
 
     @property
     def least(self) -> int:
@@ -288,12 +325,12 @@ class _Window:
         self._under_way: collections.deque[tuple[int, list[Any]]] = collections.deque()
         self._staging: dict[_Landing, int] = {}
 
-    def add(self, landing: _Landing, box: Box) -> None:
-        """Reads a box, with those after it that fit into one batch."""
-        charge = landing.charge(box)
+    def add(self, together: list[tuple[_Landing, Box]]) -> None:
+        """Reads boxes in one batch, with those after them that fit into it."""
+        charge = sum(landing.charge(box) for landing, box in together)
         if self._next and self._charge + charge > self._limit // WINDOW:
             self._start()
-        self._next.append((landing, box))
+        self._next += together
         self._charge += charge
 
     def finish(self) -> None:

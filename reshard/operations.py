@@ -73,7 +73,7 @@ class Reshape:
     def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
         """As `Transpose.shapes`."""
         (shape,) = _count(inputs, 1)
-        if math.prod(shape) != math.prod(self.shape):
+        if math.prod(shape) != math.prod(self.shape) or min(self.shape, default=0) < 0:
             raise TreeMismatchError(f"{list(shape)} cannot be reshaped to {list(self.shape)}")
         return [self.shape]
 
@@ -106,7 +106,7 @@ class Split:
         """As `Transpose.shapes`."""
         (shape,) = _count(inputs, 1)
         axis = _axis(self.axis, shape)
-        if shape[axis] != sum(self.sizes):
+        if shape[axis] != sum(self.sizes) or min(self.sizes, default=0) < 0:
             raise TreeMismatchError(
                 f"axis {self.axis} of {list(shape)} cannot be split into {list(self.sizes)}"
             )
@@ -124,8 +124,8 @@ class Split:
         """As `Transpose.chunks`."""
         axis = _axis(self.axis, inputs[0])
         chunk = chunks[0][axis]
-        aligned = all(size % chunk == 0 for size in self.sizes)
-        return [_with(chunks[0], axis, chunk if aligned else size) for size in self.sizes]
+        aligned = all(size % chunk == 0 for size in self.sizes[:-1])
+        return [_with(chunks[0], axis, chunk if aligned else max(size, 1)) for size in self.sizes]
 
     def views(self, views: Views) -> Views:
         """As `Transpose.views`."""
@@ -165,8 +165,8 @@ class Concat:
         axis = _axis(self.axis, inputs[0])
         together = _common_multiple(chunks, self.shapes(inputs)[0])
         own = {chunk[axis] for chunk in chunks}
-        aligned = len(own) == 1 and all(shape[axis] % min(own) == 0 for shape in inputs)
-        whole = sum(shape[axis] for shape in inputs)
+        aligned = len(own) == 1 and all(shape[axis] % min(own) == 0 for shape in inputs[:-1])
+        whole = max(sum(shape[axis] for shape in inputs), 1)
         return [_with(together, axis, min(own) if aligned else whole)]
 
     def views(self, views: Views) -> Views:
@@ -303,7 +303,7 @@ class Crop:
         """As `Transpose.shapes`."""
         (shape,) = _count(inputs, 1)
         if len(shape) != len(self.widths) or any(
-            size < a + b for size, (a, b) in zip(shape, self.widths, strict=True)
+            min(a, b) < 0 or size < a + b for size, (a, b) in zip(shape, self.widths, strict=True)
         ):
             raise TreeMismatchError(f"{list(shape)} is not padded by {list(self.widths)}")
         return [tuple(size - a - b for size, (a, b) in zip(shape, self.widths, strict=True))]

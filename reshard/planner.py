@@ -30,6 +30,8 @@ Box = tuple[slice, ...]
 
 # An array whose boxes would take no more than this together is one box: fewer, larger reads.
 WHOLE_ARRAY = 1 << 22
+# What handling a box takes beside its bytes: it matters for checkpoints of many small arrays.
+BOX_OVERHEAD = 1 << 14
 # Chunks are not split below this (decoded bytes): small chunks cost more than reading twice.
 SMALLEST_CHUNK = 1 << 16
 # A grid that divides the new shards evenly is left alone up to this many chunks a shard.
@@ -57,8 +59,8 @@ class ArrayLayout:
       family: the same for arrays whose boxes are read together, since they share source chunks;
         None for an array on its own.
       together: how many such arrays there are.
-      rereads: how often a source chunk is read because arrays that share it cannot be read
-        together.
+      amplified: elements decoded for each of its own when it is read alone: more than 1 where its
+        source chunks hold something of others too.
     """
 
     path: Path
@@ -75,12 +77,13 @@ class ArrayLayout:
     encoded_ratio: float
     family: Hashable = None
     together: int = 1
-    rereads: int = 1
+    amplified: float = 1.0
 
     @property
     def chunk_charge(self) -> int:
         """Bytes of memory that one source chunk takes, encoded and decoded."""
-        return self.largest_stored + math.prod(self.source_chunk) * self.source_itemsize
+        elements = math.ceil(math.prod(self.source_chunk) * self.amplified)
+        return self.largest_stored + elements * self.source_itemsize
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,7 +139,7 @@ class ArrayPlan:
         elements = math.prod(part.stop - part.start for part in box)
         source, target = self.layout.source_itemsize, self.layout.target_itemsize
         if not self.serial:
-            return elements * 2 * (source + target)
+            return 2 * (math.ceil(elements * self.layout.amplified) * source + elements * target)
         return self.layout.chunk_charge + elements * 2 * target
 
     def boxes(self) -> Iterator[Box]:
@@ -196,7 +199,7 @@ def plan_array(array: ArrayLayout, chunks: int | str, max_memory: int) -> ArrayP
     if array.same_bytes and chosen.chunk == array.source_chunk:
         return ArrayPlan(array, chosen.chunk, None, False, 1.0, chosen.split, (before, before))
     after = read_amplification(array.shape, chosen.chunk, array.target_shard)
-    passes = array.rereads * (_passes(array, chosen.box) * array.together if serial else 1.0)
+    passes = array.amplified * (_passes(array, chosen.box) if serial else 1.0)
     return ArrayPlan(array, chosen.chunk, chosen.box, serial, passes, chosen.split, (before, after))
 
 
@@ -287,15 +290,14 @@ def _choose(
     """
     kept = [_candidate(array, array.source_chunk, 1)]
     candidates = kept if keeps else _splits(array, most)
-    itemsizes = 2 * (array.source_itemsize + array.target_itemsize) * array.together
     for limit in (max_memory // 2, max_memory):
         for candidate in candidates:
-            if math.prod(candidate.box) * itemsizes <= limit:
-                if math.prod(array.shape) * itemsizes <= min(WHOLE_ARRAY, limit):
+            if _one_pass(array, candidate.box) <= limit:
+                if _one_pass(array, array.shape) <= min(WHOLE_ARRAY, limit):
                     candidate = dataclasses.replace(candidate, box=array.shape)
                 return candidate, False
     if keeps:
-        raise too_large(array, math.prod(kept[0].box) * itemsizes, max_memory)
+        raise too_large(array, _one_pass(array, kept[0].box), max_memory)
     room = (max_memory - array.chunk_charge) // 2
     smallest = min(
         SMALLEST_CHUNK,
@@ -309,10 +311,18 @@ def _choose(
     raise too_large(array, array.chunk_charge + 2 * smallest, max_memory)
 
 
+def _one_pass(array: ArrayLayout, box: Shape) -> int:
+    """Bytes of memory that a box takes, with the boxes that are read together with it."""
+    elements = math.prod(box)
+    decoded = math.ceil(elements * max(array.together, array.amplified)) * array.source_itemsize
+    made = elements * array.together * array.target_itemsize
+    return 2 * (decoded + made) + (array.together - 1) * BOX_OVERHEAD
+
+
 def too_large(array: ArrayLayout, needed: int, max_memory: int) -> MemoryLimitError:
     """The error for an array of which one stored chunk takes `needed` bytes to carry over."""
     decoded = math.prod(array.source_chunk) * array.source_itemsize
-    one_pass = 2 * (decoded + math.prod(array.source_chunk) * array.target_itemsize)
+    one_pass = _one_pass(array, array.source_chunk)
     hints = [f"--max-memory {math.ceil(needed / 2**10)}KiB is the least that carries it over"]
     if one_pass // 2**10 > needed // 2**10:
         hints.append(f"--max-memory {math.ceil(one_pass / 2**10)}KiB reads each chunk once")

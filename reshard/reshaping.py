@@ -14,6 +14,8 @@ from reshard.mesh import Spec
 def reshaped_spec(spec: Spec, old: Shape, new: Shape) -> Spec:
     """A partition spec, of full rank, after a reshape: of dimensions that are merged or split the
     first one keeps its mesh axes."""
+    if 0 in old:
+        return ((),) * len(new)
     entries: list[tuple[str, ...]] = []
     for before, after in _groups(old, new):
         first = spec[before.start] if len(before) else ()
@@ -23,6 +25,8 @@ def reshaped_spec(spec: Spec, old: Shape, new: Shape) -> Spec:
 
 def reshaped_chunk(chunk: Shape, old: Shape, new: Shape) -> Shape:
     """A grid over the new shape that cuts no chunk."""
+    if 0 in old:
+        return tuple(max(size, 1) for size in new)
     sizes: list[int] = []
     for before, after in _groups(old, new):
         part = slice(before.start, before.stop)
@@ -69,7 +73,7 @@ def _divide(view: ts.TensorStore, axis: int, count: int) -> ts.TensorStore:
 
 def _groups(old: Shape, new: Shape) -> list[tuple[range, range]]:
     """The smallest groups of neighbouring dimensions that hold the same number of elements before
-    and after a reshape. Dimensions of size 1 make groups of their own where they can."""
+    and after a reshape; none is 0. Those of size 1 make groups of their own where they can."""
     groups, i, j = [], 0, 0
     while i < len(old) or j < len(new):
         first = i, j

@@ -2,18 +2,18 @@
 
 import collections
 import dataclasses
+import math
 import os
 from collections.abc import Hashable, Iterator, Sequence
 
-from reshard.planner import ArrayPlan, Box
+from reshard.planner import BOX_OVERHEAD, ArrayPlan, Box
+from reshard.tree import Path
 
 # Beyond this, more bytes in flight make no core busier; they only touch more memory.
 IN_FLIGHT_PER_CORE = 128 << 20
 # Batches in memory together: one is read while the ones before it are encoded and written. With
 # fewer, cores wait for the last chunk of a batch; with more, batches are too small.
 WINDOW = 4
-# What handling a box takes beside its bytes: it matters for checkpoints of many small arrays.
-BOX_OVERHEAD = 1 << 14
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def batches(arrays: Sequence[ArrayPlan], max_memory: int, cores: int) -> Iterato
     for group in families(arrays):
         for together in zip(*(array.boxes() for array in group), strict=True):
             pairs = list(zip(group, together, strict=True))
-            cost = sum(array.box_charge(box) + BOX_OVERHEAD for array, box in pairs) - BOX_OVERHEAD
+            cost = _charge(pairs)
             if boxes and (charge + BOX_OVERHEAD + cost > limit or group[0].serial):
                 yield Batch(tuple(boxes), charge)
                 boxes, charge = [], 0
@@ -59,6 +59,31 @@ def batches(arrays: Sequence[ArrayPlan], max_memory: int, cores: int) -> Iterato
             charge += cost + (BOX_OVERHEAD if charge else 0)
     if boxes:
         yield Batch(tuple(boxes), charge)
+
+
+def _charge(pairs: Sequence[tuple[ArrayPlan, Box]]) -> int:
+    """Bytes of memory that boxes take which are read together: what they share is decoded once."""
+    charge = sum(array.box_charge(box) for array, box in pairs) + BOX_OVERHEAD * (len(pairs) - 1)
+    if len(pairs) == 1:
+        return charge
+    (array, box), *_ = pairs
+    elements = math.prod(part.stop - part.start for part in box)
+    alone = sum(math.ceil(elements * other.layout.amplified) for other, _ in pairs)
+    twice = max(alone - elements * array.layout.together, 0)
+    return charge - 2 * twice * array.layout.source_itemsize
+
+
+def shared_passes(arrays: Sequence[ArrayPlan]) -> list[ArrayPlan]:
+    """The same plans. Of arrays that are read together, each reads its part of what they share."""
+    passes: dict[Path, float] = {}
+    for group in families(arrays):
+        if len(group) > 1 and not group[0].moved:
+            each = group[0].layout.together / len(group)
+            passes |= {array.layout.path: min(array.passes, each) for array in group}
+    return [
+        dataclasses.replace(array, passes=passes.get(array.layout.path, array.passes))
+        for array in arrays
+    ]
 
 
 def families(arrays: Sequence[ArrayPlan]) -> list[list[ArrayPlan]]:

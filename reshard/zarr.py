@@ -51,8 +51,8 @@ def with_dtype(document: Document, dtype: np.dtype) -> Document:
     for codec in _sharding_codecs(document):
         _set_endian(codec["codecs"], dtype)
     _set_endian(document["codecs"], dtype)
-    fill: Any = 0.0 if dtype.kind not in "biu" else False if dtype.kind == "b" else 0
-    return document | {"data_type": dtype.name, "fill_value": fill}
+    zero: Any = 0 if "int" in dtype.name else {"b": False, "c": [0.0, 0.0]}.get(dtype.kind, 0.0)
+    return document | {"data_type": dtype.name, "fill_value": zero}
 
 
 def _sharding_codecs(document: Document) -> list[Document]:

@@ -10,6 +10,7 @@ from reshard.cli.job import job_options, laid_out, prepared, run
 from reshard.cli.model import load_model, model_errors
 from reshard.convert.conversion import Conversion, conversion
 from reshard.convert.layout import KINDS
+from reshard.convert.steps import condensed
 from reshard.errors import DestinationExistsError
 from reshard.tree import format_path
 
@@ -50,7 +51,12 @@ from reshard.tree import format_path
     multiple=True,
     help="Leaves of the model that keep its own initial value, which is computed.",
 )
-@click.option("--layout", type=click.Choice(list(KINDS)), help="What SRC is, if it is not seen.")
+@click.option(
+    "--layout",
+    type=click.Choice(list(KINDS)),
+    metavar="KIND",
+    help=f"What SRC is, if that is not seen: {', '.join(KINDS)}.",
+)
 @click.option("--mesh", metavar="MESH", help="A new mesh, too: 1x8, or data=1,model=8.")
 @job_options
 def command(
@@ -114,7 +120,7 @@ def command(
                     "operation": None if step.operation is None else str(step.operation),
                     "origin": step.origin,
                 }
-                for step in made.steps
+                for step in condensed(made.steps)
             ],
             "dropped": [format_path(path) for path in made.dropped],
             "initial": [format_path(path) for path in made.initial],

@@ -1,4 +1,4 @@
-"""What the commands that write a checkpoint share: their options, and how a job runs and reports."""
+"""What the commands that write share: their options, and how a job runs and reports."""
 
 import ctypes
 import json

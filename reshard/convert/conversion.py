@@ -22,7 +22,7 @@ from reshard.convert.goal import Goal, goal_of, initial_values
 from reshard.convert.layout import Layout, detect
 from reshard.convert.mapwriter import write_map
 from reshard.convert.record import from_record, has_record, recorded
-from reshard.convert.steps import Step
+from reshard.convert.steps import Step, condensed
 from reshard.errors import TreeMismatchError
 from reshard.formed import constant
 from reshard.loader import open as open_checkpoint
@@ -60,7 +60,9 @@ class Conversion:
 
     def __repr__(self) -> str:
         lines = [f"{self.layout.kind}: {reason}" for reason in self.layout.why]
-        lines += [f"{step.origin:<9} {step}" for step in self.steps]
+        steps = condensed(self.steps)
+        width = max((len(step.origin) for step in steps), default=0)
+        lines += [f"{step.origin:<{max(width, 9)}} {step}" for step in steps]
         lines += [f"dropped   {format_path(path)}" for path in self.dropped]
         lines += [f"initial   {format_path(path)}" for path in self.initial]
         return "\n".join(lines)
@@ -82,8 +84,8 @@ def to_nnx(
       model: the NNX model, as `reshard.target` takes it: its class, a function that returns it (or
         a dict or tuple of it and its optimizer), or abstract or real instances. Without it the map
         alone decides, and only the source is checked.
-      map_file: path of a map file; see `reshard.convert.mapfile`. Leaves that it leaves alone are found
-        by their paths, or by the order of modules of one class.
+      map_file: path of a map file; see `reshard.convert.mapfile`. Leaves that it leaves alone are
+        found by their paths, or by the order of modules of one class.
       drop: globs of leaves of the source that are left out.
       init: globs of leaves of the target that keep the model's own initial value, which is
         computed: state of random numbers, constants that the model owns.

@@ -15,13 +15,11 @@ from reshard.boxes import Shape
 from reshard.checkpoint import ArrayHandle, Checkpoint, describe
 from reshard.checkpoint import Leaf as SavedLeaf
 from reshard.convert.align import align
+from reshard.convert.by_map import by_map
 from reshard.convert.carry import Route, route
 from reshard.convert.differences import differences
 from reshard.convert.goal import Goal
 from reshard.convert.layout import Layout
-from reshard.convert.mapfile import read_map
-from reshard.convert.mapped import apply_map
-from reshard.convert.maprules import Map, inverse
 from reshard.convert.optimizer import mirrored, optimizer_steps
 from reshard.convert.outline import Leaf, linen_outline, path_outline, without
 from reshard.convert.steps import Step, backwards, carried_out
@@ -29,9 +27,7 @@ from reshard.errors import TreeMismatchError
 from reshard.states import StateLeaf, wanted_leaf
 from reshard.tree import (
     Path,
-    compile_glob,
     format_path,
-    glob_text,
     match_globs,
     shell_quoted,
 )
@@ -129,6 +125,7 @@ class _Work:
         self._other = other
         self._problems: list[str] = []
         self._hints: list[str] = []
+        self._open: list[Path] = []
         self._arrays: dict[Path, ArrayHandle] = {leaf.path: leaf for leaf in ckpt.arrays}
         self._shapes: dict[Path, Shape] = {
             path: self._arrays[saved].shape for path, saved in layout.model.items()
@@ -158,8 +155,10 @@ class _Work:
     ) -> tuple[_Part, set[Path]]:
         """What becomes of the model's leaves, and the saved paths of those that keep their initial
         value."""
-        steps, dropped, final, globs = self._by_map(map_file)
-        initial = self._initial([*globs, *init])
+        said = by_map(map_file, self._to, self._goal, self._shapes)
+        self._problems += said.problems
+        steps, dropped, final = said.steps, said.dropped, said.final
+        initial = self._initial([*said.initial, *init])
         zeros: list[Path] = []
         if self._goal is not None:
             touched = {path for step in steps for path in step.outputs}
@@ -174,44 +173,6 @@ class _Work:
                 leaf = self._goal.leaves[self._goal.layout.model[path]]
                 appear[path] = tuple(leaf.value.shape), np.dtype(leaf.value.dtype)
         return _Part(steps, made, dropped, vanish, appear), initial
-
-    def _by_map(
-        self, map_file: str | os.PathLike | None
-    ) -> tuple[list[Step], list[Path], dict[Path, Shape], tuple[str, ...]]:
-        """What the map file says: steps, dropped leaves, all leaves after it, and globs of leaves
-        that keep their initial value."""
-        if map_file is None:
-            return [], [], dict(self._shapes), ()
-        rules = read_map(map_file)
-        if rules.to not in (None, self._to):
-            if self._goal is not None:
-                return self._by_map_backwards(rules, self._goal)
-            rules = inverse(rules)
-        mapped = apply_map(rules, self._shapes)
-        if self._goal is None:
-            for path in mapped.untouched:
-                self._problem(f"{format_path(path)}: no rule of the map applies to it")
-        return mapped.steps, mapped.dropped, mapped.final, mapped.initial
-
-    def _by_map_backwards(
-        self, rules: Map, goal: Goal
-    ) -> tuple[list[Step], list[Path], dict[Path, Shape], tuple[str, ...]]:
-        """The same for a map that was made for the opposite direction: its rules are applied to the
-        target's leaves, and its steps run backwards."""
-        shapes = goal.shapes()
-        mapped = apply_map(rules, shapes)
-        globs = tuple(format_path(path) for path in mapped.dropped)
-        own = [path for path in self._shapes if _matches(path, mapped.initial)]
-        used = {path: shape for path, shape in shapes.items() if path not in mapped.dropped}
-        steps = backwards(mapped.steps, used)
-        untouched = set(mapped.untouched)
-        reached = {path: shape for path, shape in mapped.final.items() if path not in untouched}
-        for path in reached:
-            if path not in self._shapes:
-                self._problem(f"{format_path(path)}: the map needs it, and the checkpoint lacks it")
-        left = {p: s for p, s in self._shapes.items() if p not in reached and p not in own}
-        made = {path: shapes[path] for path in used if path not in untouched}
-        return steps, own, left | made, globs
 
     def _initial(self, globs: Sequence[str]) -> set[Path]:
         """Saved paths of the leaves of the target that globs name, by their path in the model or in
@@ -256,6 +217,8 @@ class _Work:
             taken = {path: shapes[path] for step in found.steps for path in step.inputs}
             steps = backwards(found.steps, taken)
         self._problems += map(str, (*found.mismatches, *found.abstentions))
+        for entry in found.abstentions:
+            self._open += [*entry.linen, *entry.nnx]
         self._hints += [entry.hint for entry in found.abstentions if entry.hint]
         if found.abstentions:
             if self._to == "linen" and self._other is None:
@@ -339,7 +302,7 @@ class _Work:
         follows leaves which are told already, nothing is added."""
         lost = {path for path in model.made if self._place(path) is None}
         for path in model.made:
-            if path in lost:
+            if path in lost and not self._is_open(path):
                 self._lost(self._layout.model.get(path), path)
         homeless = [path for path in optimizer.made if self._optimizer_place(path) is None]
         told = _mirrors(homeless, lost)
@@ -367,9 +330,12 @@ class _Work:
         unfilled = {path for path, saved in there.model.items() if saved in {*empty} - initial}
         below = {path: saved for path, saved in there.optimizer.items() if saved in {*empty}}
         told = {below[path] for path in _mirrors(below, unfilled)}
+        names = {saved: path for path, saved in there.model.items()}
         for saved in empty:
-            if saved not in initial and saved not in told:
-                self._empty(self._goal.leaves[saved])
+            leaf = self._goal.leaves[saved]
+            shown = _is_random(leaf) or not self._is_open(names.get(saved))
+            if saved not in initial and saved not in told and shown:
+                self._empty(leaf)
         for saved in initial - {*empty}:
             name = format_path(self._goal.leaves[saved].path)
             self._problem(f"{name}: it has a source, and is to keep its initial value")
@@ -386,17 +352,24 @@ class _Work:
                 self._problem(text)
                 self._hints += [hint] if hint else []
 
+    def _is_open(self, path: Path | None) -> bool:
+        """Whether a leaf of the model is in what structure does not decide, which is told."""
+        if path is None:
+            return False
+        places = (path, path[1:])  # modules of Linen's are named without the collection
+        return any(place[: len(entry)] == entry for place in places for entry in self._open)
+
     def _lost(self, saved: Path | None, path: Path) -> None:
         """A leaf of the source, or what the map has made of some, has no place in the target."""
         leaf = "" if saved is None else f"  {describe(self._ckpt[saved])}"
         self._problem(f"{format_path(path)}{leaf}: it goes nowhere")
-        if saved is not None:
-            self._hints.append(f"--drop {shell_quoted(format_path(saved))}")
+        if saved is not None and not any(hint.startswith("--drop") for hint in self._hints):
+            self._hints.append(f"--drop {shell_quoted(format_path(saved))} leaves it out")
 
     def _empty(self, leaf: StateLeaf) -> None:
         """A leaf of the target has no source."""
         self._problem(f"{format_path(leaf.path)}  {wanted_leaf(leaf)}: nothing goes there")
-        random = "rngs" in leaf.path
+        random = _is_random(leaf) and "rngs" in leaf.path
         glob = "**/rngs/**" if random else format_path(leaf.path)
         self._hints.append(f"--init {shell_quoted(glob)} keeps the model's own initial value")
 
@@ -466,11 +439,12 @@ class _Work:
         )
 
 
+def _is_random(leaf: StateLeaf) -> bool:
+    """Whether it is the state of random numbers."""
+    return any(base.__name__ == "RngState" for base in type(leaf.holder).__mro__)
+
+
 def _mirrors(leaves: Iterable[Path], parameters: Iterable[Path]) -> set[Path]:
     """The leaves of an optimizer's state that follow some of these parameters."""
     found = mirrored(dict.fromkeys(parameters, ()), dict.fromkeys(leaves))
     return {path for path, _, _ in found}
-
-
-def _matches(path: Path, globs: Sequence[str]) -> bool:
-    return any(compile_glob(glob).fullmatch(glob_text(path)) for glob in globs)

@@ -198,13 +198,14 @@ def _decide_optimizer(top: Node, beside: Training) -> tuple[str, list[str]]:
     marks = Marks()
     add_training_marks(beside, marks)
     others = _others(top, beside)
-    if others:
+    if not others:
+        _check_top(top, ("opt_state",))
+    if top.keys() - {"opt_state", "step"}:
         raise TreeMismatchError(
             "there is the state of an optimizer, but neither `params` nor `model`",
-            [f"{named((key,))} is beside {_names(beside)}" for key in others],
+            [f"at the top there is {named(*((key,) for key in top))}"],
             [_rename(key, "model/" if marks.maybe_nnx else "params/") for key in others],
         )
-    _check_top(top, ("opt_state",))
     if marks.linen:
         optimizer = _reading("nnx-optimizer", marks.for_nnx)
         raise _ambiguous([("a Linen train state without `params`", marks.linen, ""), optimizer])
@@ -338,7 +339,11 @@ def _objections(
     more = [(key,) for key in top if key not in ("opt_state", "step")]
     params, model = is_mapping(top.get("params")), isinstance(top.get("model"), dict)
     checks = (
-        ("linen-", modules, f"{named(*modules[:1])} is a module of NNX that was saved itself"),
+        (
+            ("linen-", "maxtext"),
+            modules,
+            f"{named(*modules[:1])} is a module of NNX that was saved itself",
+        ),
         ("linen-params", params, "`params` is a collection at the top"),
         ("linen-params", "opt_state" in top, "`opt_state` is at the top"),
         ("linen-variables", beside.root, f"{named(beside.root or ())} is at the top"),

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from reshard.boxes import Shape
 from reshard.convert.maprules import Divided, Gathered, Map, Reshaped, Rule
 from reshard.convert.ordering import Change, Value, in_order
-from reshard.convert.patterns import Pattern, Replacement, number
+from reshard.convert.patterns import Pattern, Replacement
 from reshard.convert.steps import Step
 from reshard.errors import TreeMismatchError
 from reshard.operations import Operation
@@ -161,7 +161,8 @@ class _Tree:
             moves = self.gathered(rule, rule.regroup, found)
         else:
             moves = [move for leaf in found[0] if (move := self.alone(rule, leaf)) is not None]
-            found = [moves]
+            if found[0] and not moves:
+                self.problems.append(f"{rule}: every path stays as it is")
         for pattern, hits in zip(rule.patterns, found, strict=True):
             if not hits:
                 self.matches_nothing(rule, pattern)
@@ -250,14 +251,14 @@ class _Tree:
                     if leaf in seen:
                         raise ValueError("more than one of the regexes match it")
                     seen.add(leaf)
-                    text, piece = self.piece(rule, gathered, position, leaf.text)
+                    text, piece = rule.piece(gathered, position, leaf.text)
                     groups.setdefault(text, {}).setdefault(piece, []).append(leaf)
                 except ValueError as error:
                     self.problem(rule, leaf.text, str(error))
                     self.incomplete = True
         moves = []
         for text, pieces in groups.items():
-            wrong = self.wrong_pieces(rule, gathered, pieces, found)
+            wrong = self.wrong_pieces(rule, pieces, found)
             for problem in wrong:
                 self.problem(rule, text, problem)
             before = [leaf.text for piece in sorted(pieces) for leaf in pieces[piece]]
@@ -275,47 +276,27 @@ class _Tree:
         return moves
 
     @staticmethod
-    def piece(rule: Rule, gathered: Gathered, position: int, text: str) -> tuple[str, int]:
-        """The path that a leaf becomes a part of, and which part."""
-        assert rule.to is not None
-        pattern = rule.patterns[position]
-        target = rule.to.replaced(pattern, text, rule.names)
-        if gathered.by is None:
-            return target, position
-        first, *more = pattern.regex.finditer(text)
-        if more:
-            raise ValueError("the regex matches more than once in it; anchor it with `^` and `$`")
-        name = gathered.by.expanded(first, rule.names(first))
-        if gathered.order is None:
-            return target, number(name)
-        if name not in gathered.order:
-            raise ValueError(f"`{name}` is not in `order`")
-        return target, gathered.order.index(name)
-
-    @staticmethod
     def wrong_pieces(
-        rule: Rule,
-        gathered: Gathered,
-        pieces: Mapping[int, Sequence[_Leaf]],
-        found: Sequence[Sequence[_Leaf]],
+        rule: Rule, pieces: Mapping[int, Sequence[_Leaf]], found: Sequence[Sequence[_Leaf]]
     ) -> list[str]:
-        """What keeps pieces from being a whole."""
+        """What keeps pieces from being a whole. A regex that matches nothing at all is told of
+        elsewhere."""
         wrong = [
             f"{' and '.join(leaf.text for leaf in leaves)} would both be its piece {piece}"
             for piece, leaves in sorted(pieces.items())
             if len(leaves) > 1
         ]
-        if gathered.by is not None and gathered.order is None:
+        needed = rule.pieces()
+        if needed is None:
             if set(pieces) != set(range(len(pieces))):
                 numbers = ", ".join(map(str, sorted(pieces)))
                 wrong.append(f"its pieces have the numbers {numbers}, not 0 to {len(pieces) - 1}")
             return wrong
-        names = gathered.order or [pattern.text for pattern in rule.patterns]
-        unmatched = [len(hits) == 0 for hits in found] if gathered.by is None else []
-        for piece, name in enumerate(names):
-            if piece not in pieces and not (unmatched and unmatched[piece]):
-                wrong.append(f"there is no piece for `{name}`")
-        return wrong
+        return wrong + [
+            f"there is no piece for `{name}`"
+            for piece, name in enumerate(needed)
+            if piece not in pieces and (len(found) == 1 or found[piece])
+        ]
 
     def carry_out(self, rule: Rule, moves: Sequence[_Move]) -> None:
         """Moves leaves, all at once."""
@@ -395,7 +376,8 @@ class _Tree:
             if leaf.source is not None and leaf.first:
                 change = Change([self.value(leaf, values)], [Value(path)], None)
                 keyed.append(((leaf.first, leaf.place, 0), change))
-        self.check_tree(last, paths)
+        if not self.incomplete:
+            self.check_tree(last, paths)
         for leaf, glob in self.under(rules.initial):
             if leaf.last is not None:
                 self.problem(leaf.last, leaf.text, f"`init` has `{glob}`, but it is made here")

@@ -33,7 +33,7 @@ class Reshaped:
     def operation(self, shape: Shape) -> Reshape:
         """For a leaf of this shape."""
         if self.before is not None and self.before != shape:
-            raise TreeMismatchError(f"it is {list(shape)}, not {list(self.before)}")
+            raise TreeMismatchError(f"its shape is {list(shape)}, not {list(self.before)}")
         rest = math.prod(size for size in self.to if size >= 0)
         if -1 in self.to and (rest == 0 or math.prod(shape) % rest):
             raise TreeMismatchError(f"{list(shape)} cannot be reshaped to {list(self.to)}")
@@ -108,7 +108,9 @@ class Gathered:
         concat.shapes(shapes)
         sizes = tuple(shape[self.axis] for shape in shapes)
         if self.sizes is not None and self.sizes != sizes:
-            raise TreeMismatchError(f"its pieces have the sizes {list(sizes)}, not `sizes`")
+            raise TreeMismatchError(
+                f"its pieces have the sizes {list(sizes)}, not {list(self.sizes)}"
+            )
         return concat
 
 
@@ -181,6 +183,38 @@ class Rule:
             names |= self.nest.names(lambda text: number(text.expanded(match, names)))
         return names
 
+    def piece(self, gathered: Gathered, position: int, text: str) -> tuple[str, int]:
+        """The path that a leaf under a printed path becomes a piece of, and which piece.
+
+        Args:
+          gathered: `regroup`.
+          position: of the pattern that matches.
+          text: the printed path.
+
+        Raises:
+          ValueError: nothing says which.
+        """
+        assert self.to is not None
+        pattern = self.patterns[position]
+        target = self.to.replaced(pattern, text, self.names)
+        if gathered.by is None:
+            return target, position
+        first, *more = pattern.regex.finditer(text)
+        if more:
+            raise ValueError("the regex matches more than once in it; anchor it with `^` and `$`")
+        name = gathered.by.expanded(first, self.names(first))
+        if gathered.order is None:
+            return target, number(name)
+        if name not in gathered.order:
+            raise ValueError(f"`{name}` is not in `order`")
+        return target, gathered.order.index(name)
+
+    def pieces(self) -> Sequence[str] | None:
+        """What says which pieces a whole has; None if that is a number."""
+        if isinstance(self.regroup, Gathered) and self.regroup.by is not None:
+            return self.regroup.order
+        return [pattern.text for pattern in self.patterns]
+
     def __str__(self) -> str:
         return f"rule {self.number}, {' + '.join(f'`{p.text}`' for p in self.patterns)}"
 
@@ -214,12 +248,13 @@ def inverse(rules: Map) -> Map:
         undo: all of them.
     """
     undone: list[Rule] = []
-    initial, problems = list(rules.ignored), []
+    dropped: list[str] = []
+    problems: list[str] = []
     for rule in reversed(rules.rules):
         try:
             sources = _literals(rule.patterns)
             if rule.drop:
-                initial += sources
+                dropped += sources
             else:
                 undone += _undone(rule, sources)
         except TreeMismatchError as error:
@@ -231,7 +266,8 @@ def inverse(rules: Map) -> Map:
             ["a map that a conversion has written, of whole paths, can be"],
         )
     to = {"nnx": "linen", "linen": "nnx"}.get(rules.to or "")
-    return Map(rules.name, tuple(undone), tuple(initial[::-1]), rules.initial, to)
+    initial = (*rules.ignored, *dropped[::-1])
+    return Map(rules.name, tuple(undone), initial, rules.initial, to)
 
 
 def _undone(rule: Rule, sources: Sequence[str]) -> list[Rule]:

@@ -139,7 +139,8 @@ def _strays(
     place of a moment, or a moment that is boxed where its parameter is not."""
     shared = _shared(parameters)
     changed = {path for step in steps for path in step.inputs if path in parameters}
-    ends = {tuple(map(str, path[min(shared, len(path) - 1) :])): path for path in changed}
+    ends = {tuple(map(str, path[min(shared, max(len(path) - 2, 1)) :])): path for path in changed}
+    ends = {keys: path for keys, path in ends.items() if len(keys) > 1}  # one is often a name too
     followed = {path for members in subtrees.values() for path in members.values()}
     for path, leaf in leaves.items():
         if leaf is None or path in followed:

@@ -43,16 +43,25 @@ def in_order(changes: Sequence[Change], others: Iterable[Path], origin: str) -> 
       others: the leaves that no change touches.
       origin: of the steps.
     """
-    return _Order(changes, others, origin).steps
+    order = _Order(changes, others)
+    order.carry_out_all()
+    return [
+        Step(
+            tuple(value.path for value in change.inputs),
+            tuple(value.path for value in change.outputs),
+            change.operation,
+            origin,
+        )
+        for change in order.ordered
+    ]
 
 
 class _Order:
     """Changes while they are put into order. They are numbered, and tried in that order."""
 
-    def __init__(self, changes: Sequence[Change], others: Iterable[Path], origin: str):
+    def __init__(self, changes: Sequence[Change], others: Iterable[Path]):
         self.changes = list(changes)
-        self.origin = origin
-        self.steps: list[Step] = []
+        self.ordered: list[Change] = []
         self.consumer = {v: n for n, change in enumerate(changes) for v in change.inputs}
         made = {v for change in changes for v in change.outputs}
         self.missing = [sum(v in made for v in change.inputs) for change in changes]
@@ -63,9 +72,13 @@ class _Order:
         self.done: set[int] = set()
         self.open: set[int] = set()
         self.waiting: dict[Path, list[int]] = {}
-        for n, change in enumerate(changes):
-            self.part(n, change.outputs)
         self.ready = [(n, n) for n, count in enumerate(self.missing) if not count]  # is a heap
+
+    def carry_out_all(self) -> None:
+        """Puts all changes into order."""
+        count = len(self.changes)
+        for n in range(count):
+            self.part(n)
         stuck: list[tuple[int, int]] = []
         while self.ready or stuck:
             forced = not self.ready
@@ -76,17 +89,18 @@ class _Order:
             blocked = self.blocked(n)
             if blocked and not forced and not self.leads_back(n):
                 self.waiting.setdefault(blocked[0].path, []).append(n)
-                heapq.heappush(stuck, entry)
+                if n < count:  # what has been moved aside is not moved aside again
+                    heapq.heappush(stuck, entry)
                 continue
             for value in blocked:
                 self.move_aside(n, value)
             self.carry_out(n)
 
-    def part(self, n: int, outputs: Sequence[Value]) -> None:
-        """Gives outputs of one change that share a path, as one of them moves on first, paths of
-        their own."""
+    def part(self, n: int) -> None:
+        """Gives outputs of one change paths of their own. (They may share one, if one of them has
+        moved on before another gets there.)"""
         seen: set[Path] = set()
-        for value in sorted(outputs, key=lambda value: value in self.consumer):
+        for value in sorted(self.changes[n].outputs, key=lambda value: value in self.consumer):
             if value.path in seen:
                 self.move_aside(n, value)
             seen.add(value.path)
@@ -97,20 +111,18 @@ class _Order:
         return [v for v in self.changes[n].outputs if v.path in self.here and v.path not in own]
 
     def leads_back(self, n: int) -> bool:
-        """Whether a change waits for one that waits for ... it."""
-        seen: list[int] = []
+        """Whether a change waits for one that waits for one that ... waits for it."""
+        seen: set[int] = set()
         at = n
-        while at not in self.open and not self.missing[at]:
+        while at >= 0 and at not in self.open and not self.missing[at]:
+            seen.add(at)
             blocked = self.blocked(at)
-            if not blocked:
-                break
-            seen.append(at)
-            at = self.here[blocked[0].path]
+            at = self.here[blocked[0].path] if blocked else -1
             if at == n:
                 return True
-            if at < 0 or at in seen[-1:]:
+            if at in seen:
                 break
-        self.open.update(seen)
+        self.open |= seen
         return False
 
     def move_aside(self, n: int, value: Value) -> None:
@@ -132,9 +144,9 @@ class _Order:
 
     def carry_out(self, n: int) -> None:
         change = self.changes[n]
-        before, after = (tuple(v.path for v in side) for side in (change.inputs, change.outputs))
-        self.steps.append(Step(before, after, change.operation, self.origin))
+        self.ordered.append(change)
         self.done.add(n)
+        before = [value.path for value in change.inputs]
         for path in before:
             del self.here[path]
         for value in change.outputs:

@@ -70,14 +70,28 @@ Node = dict[str, Any]  # of further ones, and a SavedLeaf at the end of each pat
 
 
 def nested(ckpt: Mapping[Path, Any]) -> tuple[Node, list[SavedLeaf]]:
-    """The tree as nested dicts, and its leaves in order."""
+    """The tree as nested dicts, and its leaves in order.
+
+    Raises:
+      TreeMismatchError: a list position and a key that is printed as it is are in one place.
+    """
     root: Node = {}
+    problems = []
     texts = [tuple(map(str, path)) for path in ckpt]
     for keys in texts:
         node = root
         for key in keys[:-1]:
             node = node.setdefault(key, {})
-        node[keys[-1]] = None
+            if node is None:  # a leaf
+                break
+        if node is None or keys[-1] in node:
+            problems.append(named(keys))
+        else:
+            node[keys[-1]] = None
+    if problems:
+        raise TreeMismatchError(
+            "a list position and a key of the same name are in one place", problems
+        )
     leaves = []
     for keys, (path, value) in zip(texts, ckpt.items(), strict=True):
         node, lone = root, None
@@ -226,12 +240,7 @@ def _is_collection(node: Node, params: Any, trained: bool) -> bool:
     """Whether a container beside `params` is a collection of the user's own: of arrays, which are
     no copy of the parameters; in a train state, of the same modules as the parameters."""
     leaves = list(leaves_of(node))
-    arrays = [leaf.value for leaf in leaves if leaf.is_array]
-    if not leaves or len(arrays) < len(leaves) or isinstance(leaves[0].path[1], int):
-        return False
-    if any(getattr(array, "value_type", "") == "scalar" for array in arrays):
-        return False
-    if any(getattr(array, "key_impl", None) is not None for array in arrays):
+    if not leaves or isinstance(leaves[0].path[1], int) or not all(map(_may_vary, leaves)):
         return False
     modules = params if isinstance(params, dict) else {}
     return (not trained or node.keys() <= modules.keys()) and not _same_leaves(node, modules)

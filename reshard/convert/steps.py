@@ -87,3 +87,36 @@ def backwards(steps: Sequence[Step], shapes: Mapping[Path, Shape]) -> list[Step]
         leaves.update(zip(step.outputs, made, strict=True))
         undone.append(Step(step.outputs, step.inputs, inverse, step.origin))
     return undone[::-1]
+
+
+def condensed(steps: Iterable[Step]) -> list[Step]:
+    """The same conversion in fewer steps, to be read: what is only renamed on its way to or from an
+    operation, or several times, is one step."""
+    made: list[tuple[list[Path], list[Path], Step, str]] = []
+    by_output: dict[Path, tuple[int, int]] = {}
+    for step in steps:
+        origins = [step.origin]
+        inputs = []
+        for path in step.inputs:
+            number, place = by_output.get(path, (-1, 0))
+            before = made[number] if number >= 0 else None
+            if before is not None and before[2].operation is None:
+                inputs.append(before[0][0])
+                origins.insert(0, before[3])
+                made[number] = ([], [], before[2], "")
+            elif before is not None and step.operation is None:
+                before[1][place] = step.outputs[0]
+                by_output[step.outputs[0]] = (number, place)
+                inputs = []
+                break
+            else:
+                inputs.append(path)
+        else:
+            origin = ", ".join(dict.fromkeys(o for text in origins for o in text.split(", ")))
+            by_output.update((path, (len(made), i)) for i, path in enumerate(step.outputs))
+            made.append((inputs, list(step.outputs), step, origin))
+    return [
+        Step(tuple(inputs), tuple(outputs), step.operation, origin)
+        for inputs, outputs, step, origin in made
+        if outputs
+    ]

@@ -92,6 +92,7 @@ def merge(
     alone = {new: h.name for new, h in linked.items() if h.formed is None}
     same = all(old == new for new, old in alone.items())
     whole = merged and same and set(alone) == set(source.values)
+    one_by_one = {new: h for new, h in linked.items() if not whole or h.formed is not None}
     outer = _names_around_others(source)
     for part in source.parts if linked else ():
         own = ts.KvStore.open(
@@ -99,8 +100,7 @@ def merge(
         ).result()
         if whole:
             copies.append(own.experimental_copy_range_to(root))
-            continue
-        for new, handle in linked.items():
+        for new, handle in one_by_one.items():
             old = alone.get(new)
             if merged and old is not None and old not in outer:
                 below = own / f"{old}/"

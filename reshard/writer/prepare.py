@@ -17,11 +17,17 @@ from reshard.errors import (
     ReshardError,
     TreeMismatchError,
 )
-from reshard.formed import family, rereads, stored_chunks, stored_share
+from reshard.formed import (
+    amplification,
+    family,
+    largest_stored,
+    stored_chunks,
+    stored_share,
+)
 from reshard.loader.layout import step_number, why_not_replaceable
 from reshard.mesh import shard_shape
 from reshard.planner import ArrayLayout, ArrayPlan, Plan, plan_array, too_large
-from reshard.schedule import batches, cores, peak_memory
+from reshard.schedule import batches, cores, peak_memory, shared_passes
 from reshard.store import StoredValue
 from reshard.units import parse_bytes
 from reshard.writer import local
@@ -186,6 +192,7 @@ def _prepare_item(
             handles.append(handle)
         except ReshardError as error:
             found.append(error)
+    plans = shared_passes(plans)
     store = ckpt.source.store
     can_link = link and store.ocdbt
     if can_link and target is not None:
@@ -215,7 +222,10 @@ def _layout(
       max_memory: bytes that a sample for such a ratio may take.
     """
     sizes = handle.stored_sizes()
+    moved = stored_chunks(handle)
     stored = stored_share(handle)
+    if handle.formed is not None and moved is not None:
+        stored = sum(chunk.value.size for chunk in moved)
     decoded = math.prod(handle.shape) * handle.stored_dtype.itemsize
     shares = family(handle)
     layout = ArrayLayout(
@@ -227,13 +237,13 @@ def _layout(
         source_shard=shard_shape(handle.shape, handle.saved_sharding),
         target_shard=shard_shape(handle.shape, handle.sharding),
         stored_bytes=stored,
-        largest_stored=max(sizes, default=0),
+        largest_stored=largest_stored(handle) if moved is None else max(sizes, default=0),
         linked_bytes=0,
-        same_bytes=stored_chunks(handle) is not None,
+        same_bytes=moved is not None,
         encoded_ratio=stored / decoded if decoded and sizes else 1.0,
         family=shares and shares.key,
         together=shares.count if shares else 1,
-        rereads=rereads(handle),
+        amplified=amplification(handle),
     )
     same_dtype = handle.dtype == handle.stored_dtype
     if same_dtype or handle.same_name is not None or layout.chunk_charge > max_memory:
@@ -262,7 +272,7 @@ def _files_to_link(handles: Sequence[ArrayHandle], plans: Sequence[ArrayPlan]) -
         enough = frozenset(
             file
             for file, size in kept.items()
-            if size == used[file] or size >= _WORTH_LINKING * _file_bytes(store.directory / file)
+            if size >= used[file] or size >= _WORTH_LINKING * _file_bytes(store.directory / file)
         )
         if enough == files:
             return enough
