@@ -11,8 +11,9 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-# Where the README has its demonstration; the test has it in a temporary directory.
-DEMO = "/tmp/demo"
+# Where the README has its demonstrations, and what leaves them there; the tests have them in
+# temporary directories.
+DEMOS = {"/tmp/demo": "quickstart", "/tmp/lm": "linen_to_nnx"}
 
 
 def blocks(language: str) -> list[str]:
@@ -20,30 +21,41 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 
 
-def sessions() -> list[tuple[str, str]]:
-    """Every command of the console blocks with its output, in order."""
+def sessions() -> list[tuple[str, str, str]]:
+    """Every command of the console blocks with its output, in order, after the directory that it
+    is typed in: the one that its section names, or the first."""
     found = []
-    for block in blocks("console"):
-        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-            command, _, output = part.partition("\n")
-            found.append((command, output.strip("\n")))
+    for section in re.split(r"^## ", README, flags=re.MULTILINE):
+        named = re.findall(r"examples/\w+\.py (/tmp/\w+)", section)
+        place = named[-1] if named else next(iter(DEMOS))
+        for block in re.findall(r"^```console\n(.*?)^```$", section, re.DOTALL | re.MULTILINE):
+            for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+                command, _, output = part.partition("\n")
+                found.append((place, command, output.strip("\n")))
     return found
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def demos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
+    """What the examples leave: the README's directory -> the test's."""
+    directories = {place: tmp_path_factory.mktemp(name) for place, name in DEMOS.items()}
+    for place, name in DEMOS.items():
+        subprocess.run(
+            [sys.executable, ROOT / "examples" / f"{name}.py", directories[place]],
+            check=True,
+            capture_output=True,
+        )
+    return directories
+
+
+@pytest.fixture(scope="module")
+def demo(demos: dict[str, pathlib.Path]) -> pathlib.Path:
     """What `examples/quickstart.py DIRECTORY` leaves."""
-    directory = tmp_path_factory.mktemp("demo")
-    subprocess.run(
-        [sys.executable, ROOT / "examples" / "quickstart.py", directory],
-        check=True,
-        capture_output=True,
-    )
-    return directory
+    return demos["/tmp/demo"]
 
 
-def run(command: str, demo: pathlib.Path) -> str:
-    """What a command shows in the demonstration's directory, stderr included."""
+def run(command: str, demo: pathlib.Path, place: str = "/tmp/demo") -> str:
+    """What a command shows in a demonstration's directory, stderr included."""
     path = sysconfig.get_path("scripts") + os.pathsep + os.environ["PATH"]
     ran = subprocess.run(
         command,
@@ -54,7 +66,7 @@ def run(command: str, demo: pathlib.Path) -> str:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    return ran.stdout.strip("\n").replace(str(demo), DEMO)
+    return ran.stdout.strip("\n").replace(str(demo), place)
 
 
 def without_stored_bytes(output: str) -> str:
@@ -64,24 +76,25 @@ def without_stored_bytes(output: str) -> str:
     return re.sub(r"^(read|write|memory)( +)[\d.]+ \wi?B", r"\1\2*", output, flags=re.MULTILINE)
 
 
-def test_console_blocks_show_what_the_commands_print(demo):
+def test_console_blocks_show_what_the_commands_print(demos):
     commands = sessions()
-    assert len(commands) == 11
-    for command, expected in commands:
-        assert without_stored_bytes(run(command, demo)) == without_stored_bytes(expected), command
+    assert len(commands) == 16
+    for place, command, expected in commands:
+        printed = run(command, demos[place], place)
+        assert without_stored_bytes(printed) == without_stored_bytes(expected), command
 
 
 def test_command_reference_has_every_command(demo):
     listed = re.search(r"^Commands:\n(.*)", run("reshard --help", demo), re.DOTALL | re.MULTILINE)
     names = re.findall(r"^  (\w+)", listed[1], re.MULTILINE)
-    helps = [command for command, _ in sessions() if command.endswith(" --help")]
+    helps = [command for _, command, _ in sessions() if command.endswith(" --help")]
     assert sorted(helps) == sorted(
         ["reshard --help", *(f"reshard {name} --help" for name in names)]
     )
 
 
 def test_python_block_reshards(demo):
-    code, _ = blocks("python")
+    code, *_ = blocks("python")
     assert len([line for line in code.splitlines() if line]) == 4
     (demo / "python").mkdir()
     (demo / "python" / "run").symlink_to(demo / "run")
@@ -91,7 +104,7 @@ def test_python_block_reshards(demo):
 
 
 def test_python_block_restores_and_prints_what_follows_it(demo):
-    _, code = blocks("python")
+    _, code, _ = blocks("python")
     after = README.partition(code)[2].partition("```\n")[2]
     printed = re.search(r"^```\n(.*?)^```$", after, re.DOTALL | re.MULTILINE)[1]
     check = (
@@ -114,8 +127,37 @@ def test_python_block_restores_and_prints_what_follows_it(demo):
 
 
 def test_the_rules_are_those_of_the_demonstration(demo):
-    (text,) = blocks("toml")
+    text, _ = blocks("toml")
     assert (demo / "rules.toml").read_text() == text
+
+
+def test_the_map_is_that_of_the_demonstration(demos):
+    _, text = blocks("toml")
+    assert (demos["/tmp/lm"] / "map.toml").read_text() == text
+
+
+def test_python_block_converts(demos):
+    *_, code = blocks("python")
+    check = (
+        "import numpy as np\n"
+        "saved = reshard.open('linen/10')\n"
+        "for i, name in enumerate(('gate_proj', 'up_proj')):\n"
+        "    for path, leaf in (\n"
+        "        ('params', getattr(state['model'].layers[1].mlp, name).kernel),\n"
+        "        ('opt_state/0/nu', state['optimizer'].opt_state[0].nu.layers[1].mlp[name].kernel),\n"
+        "    ):\n"
+        "        fused = saved[path + '/layer_1/mlp/gating_einsum'].view().read().result()\n"
+        "        assert np.asarray(leaf[...]).tobytes() == fused[i].tobytes()\n"
+        "assert state['optimizer'].step[...] == 10\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code + check],
+        cwd=demos["/tmp/lm"],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_shell_blocks_are_for_a_fresh_clone():

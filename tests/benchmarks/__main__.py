@@ -1,4 +1,4 @@
-"""Measures `reshard ckpt` and `reshard.restore`, and prints a table.
+"""Measures `reshard ckpt`, `reshard.restore` and `reshard convert`, and prints a table.
 
     python -m tests.benchmarks
 
@@ -16,11 +16,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from tests.benchmarks.bench import Bench, FailedError
+from tests.benchmarks.convert_sections import CONVERT_SECTIONS
 from tests.benchmarks.machine import describe
 from tests.benchmarks.restore_sections import RESTORE_SECTIONS
 from tests.benchmarks.sections import CKPT_SECTIONS, Row
 
-SECTIONS = {**CKPT_SECTIONS, **RESTORE_SECTIONS}
+SECTIONS = {**CKPT_SECTIONS, **RESTORE_SECTIONS, **CONVERT_SECTIONS}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -28,7 +29,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m tests.benchmarks",
         description="Measure `reshard ckpt` from 2x4 to 1x8 against Orbax, `cp` and the bound, and "
         "`reshard.restore` into live arrays on several meshes against Orbax and decoding alone; of "
-        "a restore only the call is timed, not the imports before it.",
+        "a restore only the call is timed, not the imports before it; and `reshard convert`.",
         epilog="sections: "
         + " ".join(f"{name}: {section.__doc__}" for name, section in SECTIONS.items()),
     )

@@ -43,7 +43,7 @@ def _orbax(name: str, source: Path, rounds: int | None = None) -> Program:
     return Program("orbax", source, module("orbax_reshard", name, source, DST), rounds)
 
 
-def _peak(result: Result, start: Baseline) -> float:
+def peak_mib(result: Result, start: Baseline) -> float:
     """Peak RSS above the imports, in MiB."""
     return (result.peak_bytes - start.resident_bytes) / MIB
 
@@ -58,7 +58,7 @@ def rate(other: float, ours: float) -> str:
     return f"{other / ours:.2f} ({ours:.2f} s to {other:.2f} s)"
 
 
-def _bound_seconds(result: Result) -> float:
+def bound_seconds(result: Result) -> float:
     return statistics.median(json.loads(run.stdout)["seconds"] for run in result.runs)
 
 
@@ -78,7 +78,7 @@ def disk(bench: Bench) -> Iterator[Row]:
         )
         for memory, least in (("fresh", fresh), ("warm", warm)):
             measure = f"{name}: time, of the bound's in {memory} memory"
-            measured = times(ours.seconds, _bound_seconds(least))
+            measured = times(ours.seconds, bound_seconds(least))
             yield Row(measure, "1.6x", "1.25x", measured)
         speed = times(theirs.seconds, ours.seconds)
         yield Row(f"{name}: faster than Orbax", "1.8x", "3x", speed)
@@ -114,7 +114,7 @@ def memory(bench: Bench) -> Iterator[Row]:
     for name in ("W1", "W1-opt"):
         flags = ("--to", "1x8", "--max-memory", "256MiB")
         (ours,) = bench.compare("memory", reshard(bench.source(name), *flags))
-        peak = f"{_peak(ours, bench.baseline()):.0f} MiB"
+        peak = f"{peak_mib(ours, bench.baseline()):.0f} MiB"
         yield Row(f"{name} at 256 MiB: peak RSS", "320 MiB", "256 MiB", peak)
 
 
@@ -125,11 +125,11 @@ def large(bench: Bench) -> Iterator[Row]:
     whole = reshard(source, *flags, "1GiB", label="1GiB")
     tight = reshard(source, *flags, "256MiB", label="256MiB", rounds=1, refuses=True)
     ours, less = bench.compare("large", whole, tight)
-    peak = _peak(ours, bench.baseline()) / 1024
+    peak = peak_mib(ours, bench.baseline()) / 1024
     yield Row("W2 at 1 GiB: peak RSS, of the budget", "1.25x", "1x", f"{peak:.2f}x")
     last = less.runs[-1]
     bench.say(f"W2 at 256 MiB says:\n{last.stdout}{last.stderr}")
-    peak = f"peak {_peak(less, bench.baseline()):.0f} MiB, {less.seconds:.2f} s"
+    peak = f"peak {peak_mib(less, bench.baseline()):.0f} MiB, {less.seconds:.2f} s"
     answer = problem(last) if last.status else f"done: {peak}"
     yield Row("W2 at 256 MiB", "refused or subdivided, and why", "", answer)
 
@@ -151,7 +151,7 @@ def big(bench: Bench) -> Iterator[Row]:
     )
     start = bench.baseline()
     for mesh, ours in zip(meshes, results, strict=True):
-        peak = f"{_peak(ours, start):.0f} MiB"
+        peak = f"{peak_mib(ours, start):.0f} MiB"
         read = (ours.read_bytes - start.read_bytes) / stored_bytes(source)
         what = f"2 GiB array to {mesh} at 64 MiB"
         yield Row(f"{what}: peak RSS", "160 MiB", "96 MiB", peak)
