@@ -6,6 +6,7 @@ tuple with, for each dimension, the tuple of mesh axes that split it, major axis
 
 import ast
 import dataclasses
+import functools
 import math
 import numbers
 import re
@@ -42,7 +43,7 @@ class Mesh:
         """Number of devices."""
         return math.prod(self.axis_sizes)
 
-    @property
+    @functools.cached_property
     def shape(self) -> dict[str, int]:
         """Axis name -> devices along it."""
         return dict(zip(self.axis_names, self.axis_sizes, strict=True))

@@ -12,6 +12,7 @@ are equal never pairs anything; that they differ keeps things apart.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Collection, Iterator, Sequence
 
@@ -93,7 +94,7 @@ class _Level:
 
     def __init__(self, linen: Module, nnx: Module, origin: str, stacked: bool):
         self._linen, self._nnx, self._origin, self._stacked = linen, nnx, origin, stacked
-        self._made = Pairing()
+        self._made = Pairing(stacked=stacked)
         self._elsewhere: dict[str, list[Module | Leaf]] = {}
         for name, held in layers.contents(nnx):
             self._elsewhere.setdefault(name, []).append(held)
@@ -127,9 +128,15 @@ class _Level:
         return self._made
 
     def _add(self, match: Match) -> None:
-        """Adds a match if shapes agree; in a stack, up to the order of the axes."""
+        """Adds a match if shapes agree; in a stack, where the axis of the layers is still open, as
+        far as that can be seen."""
         before, after = match.shape, match.output.shape
-        if before == after or (self._stacked and sorted(before) == sorted(after)):
+        same = before == after
+        if self._stacked and match.join is None:
+            same = sorted(before) == sorted(after)
+        elif self._stacked:
+            same = math.prod(before) == math.prod(after) and len(before) == len(after)
+        if same:
             self._made.found.append(Found(match, self._origin))
         else:
             self._clash(mismatch_of(match))
@@ -248,6 +255,9 @@ class _Level:
             reason = group.reason or unlike(made)
             if reason:
                 self._undecided.append(dataclasses.replace(group, reason=reason))
+                # Only two modules can be these: all that stands against it is of use.
+                inside = made[0].mismatches if len(made) == 1 else []
+                self._made.mismatches += [x for x in inside if str(x) != reason]
             else:
                 decided.append((group, made))
         # What is not decided may hold the counterparts of what is.

@@ -134,6 +134,11 @@ def an_array(leaves: Mapping[Path, Leaf]) -> ArrayHandle:
     return min(arrays, key=lambda leaf: (leaf.value_type != "jax.Array", leaf.key_impl is not None))
 
 
+def on_host(leaf: ArrayHandle) -> ArrayHandle:
+    """A leaf that is no device array, and so has no place on devices."""
+    return dataclasses.replace(leaf, sharding=None, saved_sharding=None)
+
+
 def _reached(steps: Sequence[Step], taken: Iterable[Path]) -> list[Step]:
     """The steps that leaves of these paths go through."""
     reached = set(taken)

@@ -111,9 +111,11 @@ class Loose:
     def doubt(self, group: Group) -> str:
         """Why the order in a group does not decide; empty if it does."""
         known = {module.parts for module in group.linen}
+        layered = any(module.children for module in group.linen)
         found = [self._linen[kind] for kind in group.kinds if kind in self._linen]
         for parts, module in self._parts.items():
-            if any(parts <= other or other <= parts for other in known):
+            # Two layers without a bias may be of one class, and two modules that differ inside.
+            if any(parts <= x or x <= parts or (layered and parts & x) for x in known):
                 found.append(module)
         if found:
             return f"{format_path(found[0].path)} in Linen may be, or hold, one of them"

@@ -16,16 +16,17 @@ import numpy as np
 
 from reshard.boxes import Shape
 from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, describe
-from reshard.convert.carry import an_array
+from reshard.convert.carry import an_array, on_host
 from reshard.convert.decision import Decision, decide
 from reshard.convert.goal import Goal, goal_of, initial_values
 from reshard.convert.layout import Layout, detect
 from reshard.convert.mapwriter import write_map
-from reshard.convert.record import from_record, has_record, recorded
+from reshard.convert.record import from_record, has_record, recorded, recorded_kind
 from reshard.convert.steps import Step, condensed
 from reshard.errors import TreeMismatchError
 from reshard.formed import constant
 from reshard.loader import open as open_checkpoint
+from reshard.mesh import NamedSharding, SingleDeviceSharding
 from reshard.store import checked
 from reshard.transforms import select
 from reshard.tree import Path, check_lists, format_path
@@ -61,10 +62,11 @@ class Conversion:
     def __repr__(self) -> str:
         lines = [f"{self.layout.kind}: {reason}" for reason in self.layout.why]
         steps = condensed(self.steps)
-        width = max((len(step.origin) for step in steps), default=0)
-        lines += [f"{step.origin:<{max(width, 9)}} {step}" for step in steps]
-        lines += [f"dropped   {format_path(path)}" for path in self.dropped]
-        lines += [f"initial   {format_path(path)}" for path in self.initial]
+        rows = [(step.origin, str(step)) for step in steps]
+        rows += [("dropped", format_path(path)) for path in self.dropped]
+        rows += [("initial", format_path(path)) for path in self.initial]
+        width = max((len(origin) for origin, _ in rows), default=0)
+        lines += [f"{origin:<{width}}  {text}" for origin, text in rows]
         return "\n".join(lines)
 
 
@@ -166,7 +168,10 @@ def conversion(
     dropped = [drop] if isinstance(drop, str) else list(drop)
     if dropped:
         ckpt = select(ckpt, drop=dropped)
-    found = detect(ckpt, layout)
+    known = recorded_kind(ckpt) if layout is None else None
+    found = detect(ckpt, layout or known)
+    if known is not None:
+        found = dataclasses.replace(found, why=("the record of its conversion says so",))
     if found.api == to:
         raise TreeMismatchError(
             f"`{ckpt.source.root}` is {found.kind} already",
@@ -207,21 +212,26 @@ def _made(
             ["NNX's GRUCell has no bias in its recurrent part: use one of your own with it"],
         )
     made = way.carried(ckpt)
+    like = an_array(ckpt)
     for path, (dtype, value_type) in decided.counters.items():
-        made[path] = _counter(made[path], dtype, value_type)
+        made[path] = _counter(made[path], dtype, value_type, like)
     if decided.initial and goal is not None:
-        like = an_array(ckpt)
         for path, (values, impl) in initial_values(goal.model, decided.initial).items():
             place = decided.prefix + path
-            made[place] = constant(place, values, like, impl)
+            made[place] = _beside(constant(place, values, like, impl), like)
     made |= decided.empty
     order = list(made) if goal is None else sorted(made, key=_order(goal, decided.prefix))
     check_lists(made)
     result = ckpt.replace({path: made[path] for path in order}, notes=decided.notes, retyped=True)
+    if any(leaf.key_impl for leaf in result.arrays):
+        source = dataclasses.replace(result.source, described=True)
+        result = Checkpoint(result, source, result.notes, result.retyped)
     if layout.api == "linen":
         kept = {path: leaf for path, leaf in ckpt.items() if path not in decided.dropped_saved}
-        own = [decided.prefix + path for path in decided.initial]
-        result = recorded(result, kept, ckpt.source.metadata, way, own)
+        own = [*(decided.prefix + path for path in decided.initial), *decided.empty]
+        kind = "nnx-state" if goal is None else goal.layout.kind
+        kind = "nnx-model" if decided.prefix else kind
+        result = recorded(result, kept, ckpt.source.metadata, way, own, kind)
     arrays = {leaf.path: leaf for leaf in ckpt.arrays}
     return Conversion(
         result,
@@ -240,7 +250,7 @@ def _order(goal: Goal, prefix: Path) -> Callable[[Path], int]:
     return lambda path: places.get(path, len(places))
 
 
-def _counter(leaf: Leaf, dtype: np.dtype, value_type: str) -> Leaf:
+def _counter(leaf: Leaf, dtype: np.dtype, value_type: str, like: ArrayHandle) -> Leaf:
     """A step counter in another integer dtype, which must hold its value."""
     assert isinstance(leaf, ArrayHandle)
     value = np.asarray(checked(leaf.view().read(), f"{format_path(leaf.path)}: its stored bytes"))
@@ -248,4 +258,23 @@ def _counter(leaf: Leaf, dtype: np.dtype, value_type: str) -> Leaf:
         raise TreeMismatchError(
             f"{format_path(leaf.path)}: the step {int(value)} does not fit {dtype.name}"
         )
-    return dataclasses.replace(leaf, dtype=dtype, value_type=value_type)
+    made = dataclasses.replace(leaf, dtype=dtype, value_type=value_type)
+    if value_type == "scalar":
+        return on_host(made)
+    return _beside(made, like) if made.sharding is None else made
+
+
+def _beside(leaf: ArrayHandle, like: ArrayHandle) -> ArrayHandle:
+    """A leaf that is new among device arrays: replicated on the devices of one of them. Beside host
+    values it is one, too; but Orbax takes only device arrays for PRNG keys."""
+    sharding, kind = like.sharding, like.value_type
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, ())
+    if kind != "jax.Array" and leaf.key_impl is not None:
+        import jax
+
+        sharding, kind = SingleDeviceSharding(str(jax.local_devices()[0])), "jax.Array"
+    value_type = kind if kind == "jax.Array" else "np.ndarray"
+    return dataclasses.replace(
+        leaf, value_type=value_type, sharding=sharding, saved_sharding=sharding
+    )

@@ -22,6 +22,7 @@ from reshard.convert.goal import Goal
 from reshard.convert.layout import Layout
 from reshard.convert.optimizer import mirrored, optimizer_steps
 from reshard.convert.outline import Leaf, linen_outline, path_outline, without
+from reshard.convert.places import Places
 from reshard.convert.steps import Step, backwards, carried_out
 from reshard.errors import TreeMismatchError
 from reshard.states import StateLeaf, wanted_leaf
@@ -32,8 +33,6 @@ from reshard.tree import (
     shell_quoted,
 )
 
-# Where a module and its optimizer are put that a Linen train state has as one.
-_MODEL, _OPTIMIZER = ("model",), ("optimizer",)
 _NAMES = {"nnx": "NNX", "linen": "Linen"}
 _MODEL_HINT = "--model MODULE:NAME"
 
@@ -103,6 +102,7 @@ class _Part:
       dropped: leaves of the source that are dropped.
       vanish: leaves of the source that must be zeros and have no place.
       appear: leaves of the target that are zeros and have no source.
+      masked: leaves of the target without a value.
     """
 
     steps: list[Step]
@@ -110,6 +110,7 @@ class _Part:
     dropped: list[Path]
     vanish: list[Path]
     appear: dict[Path, tuple[Shape, np.dtype]]
+    masked: Sequence[Path] = ()
 
 
 class _Work:
@@ -126,13 +127,12 @@ class _Work:
         self._problems: list[str] = []
         self._hints: list[str] = []
         self._open: list[Path] = []
+        self._stuck = False  # the optimizer's state cannot be carried along
         self._arrays: dict[Path, ArrayHandle] = {leaf.path: leaf for leaf in ckpt.arrays}
         self._shapes: dict[Path, Shape] = {
             path: self._arrays[saved].shape for path, saved in layout.model.items()
         }
-        training = bool(layout.optimizer) or layout.step is not None
-        alone = goal is None or (not goal.layout.optimizer and goal.layout.step is None)
-        self._prefix = _MODEL if to == "nnx" and training and alone else ()
+        self._places = Places(layout, to, goal)
 
     def decided(self, map_file: str | os.PathLike | None, init: Sequence[str]) -> Decision:
         """Decides everything, then raises what has been found, or puts it together."""
@@ -205,13 +205,23 @@ class _Work:
             for path, shape in final.items()
             if path not in touched or path not in there
         }
-        known = None if self._other is None else self._other.outline
+        known, used = None, set(self._shapes) - set(rest)
+        if self._other is not None and used.union(rest) == set(self._shapes):
+            known = self._other.outline
         if self._to == "nnx":
-            linen = linen_outline(rest) if known is None else without(known, set(final) - set(rest))
+            linen = (
+                linen_outline(rest)
+                if known is None
+                else without(known, set(self._shapes) - set(rest))
+            )
             found = align(linen, without(goal.outline, filled))
             steps = list(found.steps)
         else:
-            nnx = path_outline(rest) if known is None else without(known, set(final) - set(rest))
+            nnx = (
+                path_outline(rest)
+                if known is None
+                else without(known, set(self._shapes) - set(rest))
+            )
             found = align(without(goal.outline, filled), nnx)
             shapes = {path: shape for path, shape in goal.shapes().items() if path not in filled}
             taken = {path: shapes[path] for step in found.steps for path in step.inputs}
@@ -219,10 +229,12 @@ class _Work:
         self._problems += map(str, (*found.mismatches, *found.abstentions))
         for entry in found.abstentions:
             self._open += [*entry.linen, *entry.nnx]
+        for entry in found.mismatches:
+            self._open += [*(leaf.path for leaf in entry.linen), entry.nnx.path]
         self._hints += [entry.hint for entry in found.abstentions if entry.hint]
-        if found.abstentions:
-            if self._to == "linen" and self._other is None:
-                self._hints.append("--source-model MODULE:NAME, the NNX model, tells the classes")
+        if found.abstentions and self._to == "linen" and self._other is None:
+            self._hints.append("--source-model MODULE:NAME, the NNX model, tells the classes")
+        if found.abstentions or found.mismatches:
             self._hints.append("--map FILE decides: `[[rule]]`, `from = '^REGEX'`, `to = 'PATH'`")
         return steps, list(found.must_be_zero)
 
@@ -242,6 +254,7 @@ class _Work:
         kept = {p: s for p, s in parameters.items() if p not in {*model.dropped, *model.vanish}}
         followed = optimizer_steps(model.steps, kept, rest, self._ahead())
         self._problems += [f"opt_state/{text}" for text in followed.problems]
+        self._stuck = bool(followed.problems)
         vanish += followed.vanish
         arrays = {p: leaf[0] for p, leaf in rest.items() if leaf and p not in followed.vanish}
         made = {}
@@ -255,7 +268,9 @@ class _Work:
                 leaf = self._goal.leaves[there[path]]
                 if owner in model.appear and isinstance(leaf, StateLeaf) and leaf.is_array:
                     appear[path] = tuple(leaf.value.shape), np.dtype(leaf.value.dtype)
-        return _Part(list(followed.steps), made, dropped, vanish, appear)
+        return _Part(
+            list(followed.steps), made, dropped, vanish, appear, list(followed.placeholders)
+        )
 
     def _ahead(self) -> Path:
         """The collection of the parameters, if the model's optimizer has state without that key."""
@@ -271,65 +286,39 @@ class _Work:
         named = {p: s for p, s in shapes.items() if p[0] == "params"} if api == "linen" else {}
         return named or dict(shapes)
 
-    def _place(self, path: Path) -> Path | None:
-        """Where a leaf of the model is saved in the target; None if there is no place for it."""
-        if self._goal is not None:
-            saved = self._goal.layout.model.get(path)
-            return None if saved is None else self._prefix + saved
-        return (*self._prefix, *path, "value") if self._to == "nnx" else path
-
-    def _optimizer_place(self, path: Path) -> Path | None:
-        """The same for a leaf of the optimizer's state."""
-        if self._goal is not None and self._goal.layout.optimizer:
-            return self._goal.layout.optimizer.get(path)
-        return (*_OPTIMIZER, "opt_state", *path, "value") if self._to == "nnx" else None
-
-    def _step_place(self) -> tuple[Path, np.dtype, str] | None:
-        """Where the step counter is saved in the target, its dtype and how it is saved."""
-        if self._goal is None or self._prefix:
-            place = (*_OPTIMIZER, "step", "value")
-            return (place, np.dtype(np.uint32), "jax.Array") if self._to == "nnx" else None
-        saved = self._goal.layout.step
-        if saved is None:
-            return None
-        leaf = self._goal.leaves[saved]
-        if leaf.is_array:
-            return saved, np.dtype(leaf.value.dtype), "jax.Array"
-        return saved, np.dtype(np.int64), "scalar"
-
     def _check(self, model: _Part, optimizer: _Part, initial: set[Path]) -> None:
         """Adds what has no place, no source, or another shape or dtype. Of optimizer state that
         follows leaves which are told already, nothing is added."""
-        lost = {path for path in model.made if self._place(path) is None}
+        lost = {path for path in model.made if self._places.model(path) is None}
         for path in model.made:
             if path in lost and not self._is_open(path):
                 self._lost(self._layout.model.get(path), path)
-        homeless = [path for path in optimizer.made if self._optimizer_place(path) is None]
+        homeless = [path for path in optimizer.made if self._places.optimizer(path) is None]
         told = _mirrors(homeless, lost)
         for path in homeless:
             if path not in told:
                 self._lost(self._layout.optimizer.get(path), ("opt_state", *path))
-        if self._layout.step is not None and self._step_place() is None:
+        if self._layout.step is not None and self._places.step() is None:
             self._lost(self._layout.step, ("step",))
         for saved in self._layout.rest:
             if isinstance(self._ckpt[saved], ArrayHandle | str):
                 self._lost(saved, saved)
         if self._goal is None:
             return
-        filled = {self._place(path) for path in (*model.made, *model.appear)}
-        filled |= {self._optimizer_place(path) for path in (*optimizer.made, *optimizer.appear)}
-        step = self._step_place()
+        filled = {self._places.model(path) for path in (*model.made, *model.appear)}
+        filled |= {self._places.optimizer(path) for path in (*optimizer.made, *optimizer.appear)}
+        step = self._places.step()
         if step is not None and self._layout.step is not None:
             filled.add(step[0])
         there = self._goal.layout
         empty = [
             saved
             for saved, leaf in self._goal.leaves.items()
-            if isinstance(leaf, StateLeaf) and self._prefix + saved not in filled
+            if isinstance(leaf, StateLeaf) and self._places.prefix + saved not in filled
         ]
         unfilled = {path for path, saved in there.model.items() if saved in {*empty} - initial}
         below = {path: saved for path, saved in there.optimizer.items() if saved in {*empty}}
-        told = {below[path] for path in _mirrors(below, unfilled)}
+        told = {below[path] for path in (below if self._stuck else _mirrors(below, unfilled))}
         names = {saved: path for path, saved in there.model.items()}
         for saved in empty:
             leaf = self._goal.leaves[saved]
@@ -340,15 +329,15 @@ class _Work:
             name = format_path(self._goal.leaves[saved].path)
             self._problem(f"{name}: it has a source, and is to keep its initial value")
         sides = (
-            (model, self._layout.model, self._goal.layout.model),
-            (optimizer, self._layout.optimizer, self._goal.layout.optimizer),
+            (model, self._layout.model, self._goal.layout.model, ()),
+            (optimizer, self._layout.optimizer, self._goal.layout.optimizer, ("opt_state",)),
         )
-        for part, before, after in sides:
+        for part, before, after, above in sides:
             sources = {
                 p: self._arrays[saved] for p, saved in before.items() if saved in self._arrays
             }
             targets = {path: self._goal.leaves[saved] for path, saved in after.items()}
-            for text, hint in differences(part.steps, part.made, sources, targets):
+            for text, hint in differences(part.steps, part.made, sources, targets, above):
                 self._problem(text)
                 self._hints += [hint] if hint else []
 
@@ -382,8 +371,8 @@ class _Work:
         steps: list[Step] = []
         gone: list[Path] = []
         sides = (
-            ("model", model, self._layout.model, self._place),
-            ("optimizer", optimizer, self._layout.optimizer, self._optimizer_place),
+            ("model", model, self._layout.model, self._places.model),
+            ("optimizer", optimizer, self._layout.optimizer, self._places.optimizer),
         )
         for name, part, saved, place in sides:
             unused = {*part.dropped, *part.vanish}
@@ -408,7 +397,7 @@ class _Work:
                 for step in part.steps
             ]
         counters = {}
-        step_place = self._step_place()
+        step_place = self._places.step()
         if self._layout.step is not None and step_place is not None:
             place, dtype, value_type = step_place
             before["step",], after["step",] = self._layout.step, place
@@ -430,11 +419,12 @@ class _Work:
             ),
             counters=counters,
             empty={
-                self._prefix + path: leaf
+                self._places.prefix + path: leaf
                 for path, leaf in leaves.items()
                 if not isinstance(leaf, StateLeaf)
-            },
-            prefix=self._prefix,
+            }
+            | {place: None for path in optimizer.masked if (place := self._places.masked(path))},
+            prefix=self._places.prefix,
             notes=tuple(notes),
         )
 

@@ -15,6 +15,7 @@ def differences(
     made: Mapping[Path, Shape],
     sources: Mapping[Path, ArrayHandle],
     targets: Mapping[Path, Any],
+    above: Path = (),
 ) -> Iterator[tuple[str, str]]:
     """What differs, in words, each with a hint or nothing.
 
@@ -23,6 +24,7 @@ def differences(
       made: path -> shape of what is made.
       sources: the arrays of the source.
       targets: the leaves of the model.
+      above: what paths of the result are below, as they are told of.
     """
     origins = dict(sources)
     for step in steps:
@@ -35,7 +37,7 @@ def differences(
         if not isinstance(leaf, StateLeaf) or not leaf.is_array:
             continue
         wanted, name = wanted_leaf(leaf), format_path(source.path)
-        both = f"{name} -> {format_path(path)}"
+        both = f"{name} -> {format_path((*above, *path))}"
         if wanted.kind == "key":
             if source.key_impl != wanted.key_impl:
                 keys = f"{source.key_impl} keys" if source.key_impl else source.dtype.name

@@ -36,7 +36,7 @@ class Goal:
     def shapes(self) -> dict[Path, Shape]:
         """Path in the model -> shape."""
         return {
-            path: tuple(self.leaves[saved].value.shape) for path, saved in self.layout.model.items()
+            path: np.shape(self.leaves[saved].value) for path, saved in self.layout.model.items()
         }
 
     def wanted(self, saved: Path) -> Wanted | None:
@@ -50,15 +50,19 @@ def goal_of(model: Any, api: str) -> Goal:
     with definition_orders() as orders, linen_classes() as classes:
         state = state_of(model)
     leaves = saved_form(state)
-    values = {
-        path: leaf.value if isinstance(leaf, StateLeaf) else leaf for path, leaf in leaves.items()
-    }
+    values = {path: _as_saved(leaf) for path, leaf in leaves.items()}
     if api == "linen":
         layout = detect(values, _linen_kind(values))
         arrays = {path: values[saved] for path, saved in layout.model.items()}
         return Goal(model, leaves, layout, linen_outline(arrays, classes))
     place, outline = nnx_outline(state, orders)
     return Goal(model, leaves, detect(values, _nnx_kind(values, place)), outline)
+
+
+def _as_saved(leaf: Any) -> Any:
+    """A leaf as it is in a checkpoint, where numbers are arrays."""
+    value = leaf.value if isinstance(leaf, StateLeaf) else leaf
+    return np.asarray(value) if isinstance(value, int | float) else value
 
 
 def _linen_kind(leaves: Mapping[Path, Any]) -> str:
@@ -77,7 +81,7 @@ def _nnx_kind(leaves: Mapping[Path, Any], place: Path) -> str:
             f"the NNX model is at `{format_path(place)}`",
             hints=['give the model alone, or `{"model": model, "optimizer": optimizer}`'],
         )
-    held = all(path[-1:] == ("value",) for path in leaves)
+    held = any(path[-1:] == ("value",) for path in leaves)
     return "nnx-state" if held else "nnx-pure-dict"
 
 

@@ -160,24 +160,30 @@ def _named(container: Module, prefix: str) -> Iterator[tuple[str, Module | Leaf]
 
 
 def is_stack(linen: Module, nnx: Module) -> bool:
-    """Whether what is in two modules that are one is stacked along axes of a scan or a vmap."""
+    """Whether what is in two modules that are one is stacked along axes of a scan or a vmap.
+
+    A stack begins where a name of Linen's says so. If none does, it is as large as may be.
+    """
     found = {_stacked(linen), _stacked(nnx)}
-    return False not in found and (bool(_stacking(linen)) or True in found)
+    if False in found or _stacking(linen.kind):
+        return False not in found
+    begins_below = any(map(_stacking, linen.kinds)) or (len(linen.parts) == 1 and not linen.leaves)
+    return True in found and not begins_below
 
 
 def may_lie_elsewhere(linen: Module) -> bool:
     """Whether the axis of a stack is one that Linen's user chose. `remat_scan` has the first."""
-    return bool(_stacking(linen)) and "Remat_scan" not in _stacking(linen)
+    return bool(_stacking(linen.kind)) and "Remat_scan" not in _stacking(linen.kind)
 
 
-def _stacking(linen: Module) -> set[str]:
-    """The transforms that stack weights, as the name of a module has them."""
-    return {lift for _, lifts in unlifted(linen.kind) for lift in lifts} & {*_STACKING}
+def _stacking(kind: str) -> set[str]:
+    """The transforms that stack weights, as the name of a class has them."""
+    return {lift for _, lifts in unlifted(kind) for lift in lifts} & {*_STACKING}
 
 
 def may_be_stack(module: Module) -> bool:
     """Whether a module of either API has several layers in one array each."""
-    return bool(_stacking(module) or _stacked(module))
+    return bool(_stacking(module.kind) or _stacked(module))
 
 
 def _stacked(module: Module, attention: bool = False) -> bool | None:

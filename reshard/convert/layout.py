@@ -124,7 +124,7 @@ def _decide(
         return _decide_model(model, top, beside)
     if trained or (list(top) == ["step"] and dtype_name(top["step"]) == "uint32"):
         return _decide_optimizer(top, beside)
-    if top.keys() <= COLLECTIONS:
+    if all(key in COLLECTIONS and is_mapping(node) for key, node in top.items()):
         return _decide_linen(top, beside, leaves)
     marks = model_marks(top)
     _check_top(top, ("opt_state",) if marks.proof else ("opt_state", "params"))
@@ -161,13 +161,15 @@ def _decide_linen(
     why = [reason, *marks.linen]
     if not marks.maybe_nnx:
         return kind, why
-    kinds = _nnx_kinds(leaves)
+    readings = [_reading(kind, why)]
     if kind == "linen-variables":
-        others = [_reading(kind, marks.for_nnx) for kind in kinds]
-        raise _ambiguous([_reading(kind, why), *others])
-    below = format_path(at)
-    hint = f"--select '{below}/**' --rename '^{below}/=' --layout {kinds[0]}"
-    raise _ambiguous([_reading(kind, why), (f"{kinds[0]} below `{below}`", marks.for_nnx, hint)])
+        readings += [_reading(other, marks.for_nnx) for other in _nnx_kinds(leaves)]
+    else:
+        below, inside = format_path(at), [leaf for leaf in leaves if leaf.keys[: len(at)] == at]
+        for other in _nnx_kinds(inside):
+            hint = f"--select '{below}/**' --rename '^{below}/=' --layout {other}"
+            readings.append((f"{other} below `{below}`", marks.for_nnx, hint))
+    raise _ambiguous(readings)
 
 
 def _decide_model(model: Node, top: Node, beside: Training) -> tuple[str, list[str]]:

@@ -119,7 +119,7 @@ _NEW_SHAPE: Form = (
 )
 _RESHAPE: Form = (
     lambda v: _TABLE[0](v) or _NEW_SHAPE[0](v),
-    "a list of sizes, of which one may be -1, or `{ from = [...], to = [...] }`",
+    "a list of sizes, of which one may be -1, or a table",
 )
 
 
@@ -303,11 +303,12 @@ def _gathered(
     if table is None:
         return None
     axis = table.take("axis", _INT, needed=True) or 0
-    by = _replacement(table, "by", table.take("by", _GROUP), patterns, names)
+    given = table.take("by", _GROUP)
+    by = _replacement(table, "by", given, patterns, names)
     order = table.take("order", _TEXTS)
     if order is not None and len(set(order)) < len(order):
         table.wrong("`order` has a piece twice")
-    if order is not None and by is None:
+    if order is not None and given is None:
         table.wrong("`order` goes with `by`")
     sizes = table.take("sizes", _SIZES) if kind == "concat" else None
     axes = table.take("names", _TEXTS) if kind == "stack" else None

@@ -42,7 +42,8 @@ def write_map(
     leaves: Mapping[Path, Shape],
     to: str | None = None,
 ) -> str:
-    """The text of a map file that `read_map` and `apply_map` make the same steps of.
+    """The text of a map file that `read_map` and `apply_map` make the same steps of. (Where leaves
+    change places, they may move out of each other's way in another order.)
 
     Args:
       steps: the conversion, in order. A leaf that is renamed twice will be renamed once.

@@ -52,7 +52,10 @@ _LEAST_FACTORED = 128
 
 
 def optimizer_steps(
-    steps: Sequence[Step], parameters: Mapping[Path, Shape], leaves: Leaves, ahead: Path = ()
+    steps: Sequence[Step],
+    parameters: Mapping[Path, Shape],
+    leaves: Leaves,
+    ahead: Path | None = None,
 ) -> OptimizerSteps:
     """The steps of optimizer state that follow from those of the parameters.
 
@@ -61,7 +64,8 @@ def optimizer_steps(
       parameters: all parameters before, with the collection ahead (or no collection).
       leaves: optimizer state before: path below it -> shape and dtype, None for a leaf without a
         value.
-      ahead: what the parameters' paths begin with after the steps, and the subtrees' do not.
+      ahead: what the parameters' paths begin with after the steps, and the subtrees' do not; by
+        default what it is before them.
     """
     subtrees: dict[Path, dict[Path, Path]] = {}
     for path, parameter, root in mirrored(parameters, leaves):
@@ -138,12 +142,14 @@ def _strays(
     """Problems with what is near the place of a parameter that changes, and not at it: a list in
     place of a moment, or a moment that is boxed where its parameter is not."""
     shared = _shared(parameters)
-    changed = {path for step in steps for path in step.inputs if path in parameters}
-    ends = {tuple(map(str, path[min(shared, max(len(path) - 2, 1)) :])): path for path in changed}
-    ends = {keys: path for keys, path in ends.items() if len(keys) > 1}  # one is often a name too
+    ends: dict[Path, Path] = {}
+    for path in (path for step in steps for path in step.inputs if path in parameters):
+        keys = tuple(map(str, path[min(shared, max(len(path) - 2, 1)) :]))
+        if len(keys) > 1:  # one is often the name of something else too
+            ends[keys] = path
     followed = {path for members in subtrees.values() for path in members.values()}
     for path, leaf in leaves.items():
-        if leaf is None or path in followed:
+        if leaf is None or leaf[0] == () or path in followed:  # counters, for one
             continue
         keys = (*map(str, path), "value")
         parts = itertools.combinations(range(len(path) + 2), 2)
@@ -243,11 +249,12 @@ class _Subtree:
         leaves: Leaves,
         factoring: _Factoring,
         made: _Followed,
-        ahead: Path,
+        ahead: Path | None,
     ):
         parameter, path = next(iter(members.items()))
         self._root = root
-        self._ahead = (parameter[: len(parameter) - (len(path) - len(root))], ahead)
+        self._before = parameter[: len(parameter) - (len(path) - len(root))]
+        self._ahead = self._before if ahead is None else ahead
         self._made = made
         self._shapes: dict[Path, Shape] = dict(parameters)
         self._held: dict[Path, _Held] = {}
@@ -293,14 +300,16 @@ class _Subtree:
                 self._made.steps.append(Step(held.paths, (place,), None, held.origin))
 
     def _inside(self, path: Path) -> Path:
-        """The place in the subtree of what the parameters have at a path."""
-        known = (len(keys) for keys in self._ahead if keys and path[: len(keys)] == keys)
-        return self._root + path[next(known, 0) :]
+        """The place in the subtree of what the parameters have at a path after a step."""
+        start = len(self._ahead)
+        return self._root + (path[start:] if path[:start] == self._ahead else path)
 
     def _name(self, path: Path) -> Path:
-        """What the subtree has for a parameter, as it is told of."""
-        held = self._held.get(path)
-        return self._inside(path) if held is None or held.origin is not None else held.paths[0]
+        """What the subtree has, or lacks, for a parameter, as it is told of."""
+        held, start = self._held.get(path), len(self._before)
+        if held is not None and held.origin is None:
+            return held.paths[0]
+        return self._root + path[start:] if path[:start] == self._before else self._inside(path)
 
     def _become(
         self, step: Step, have: Sequence[_Held | None], before: Sequence[Shape]
@@ -310,7 +319,7 @@ class _Subtree:
         valued = [held for held in have if held is not None and held.shape is not None]
         absent = [path for path, held in pairs if held is None or (valued and held.shape is None)]
         if absent:
-            names = [format_path(self._inside(path)) for path in absent]
+            names = [format_path(self._name(path)) for path in absent]
             verb = "has" if len(names) == 1 else "have"
             return f"they become one, but {' and '.join(names)} {verb} no value"
         first, *_ = there = [held for held in have if held is not None]
@@ -393,16 +402,17 @@ def _adapted(
     shape = parameters[0]
     factored = [axis for axis in range(len(shape)) if axis not in kept]
     if len(factored) == 1 and _largest(shape).issuperset(factored):
+        whole = operation.shapes(parameters)[0] if isinstance(operation, Stack) else shape
+        # The sort by which adafactor tells equal sizes apart is a stable one up to three of them.
+        if _tied(whole) and (isinstance(operation, Transpose) or len(whole) > 3):
+            return "it is a part of a parameter that has several largest dimensions"
         if isinstance(operation, Transpose):
-            if _tied(shape):
-                return "it is a part of a parameter that has several largest dimensions"
             order = [axis for axis in operation.axes if axis in kept]
             return Transpose(tuple(kept.index(axis) for axis in order))
         if isinstance(operation, Stack):
-            stacked = operation.shapes(parameters)[0]
-            axis = operation.axis % len(stacked)
-            if axis in _largest(stacked):
-                return f"the layers, axis {axis} of {list(stacked)}, would be factored over"
+            axis = operation.axis % len(whole)
+            if axis in _largest(whole):
+                return f"the layers, axis {axis} of {list(whole)}, would be factored over"
             return Stack(sum(place < axis for place in kept), operation.names)
         if isinstance(operation, Unstack):
             axis = operation.axis % len(shape)

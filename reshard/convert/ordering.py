@@ -35,7 +35,8 @@ def in_order(changes: Sequence[Change], others: Iterable[Path], origin: str) -> 
     """Steps that make the changes one after another, each when its inputs are there and the paths
     of its outputs are free.
 
-    Where leaves change places, one of them is moved out of the way first, to a path with `~`.
+    Where leaves change places, one of them is moved out of the way first, to a path with `~`. The
+    paths of values between changes may be changed in the same way.
 
     Args:
       changes: in the order that is kept where it can be. No two leaves that are there in the

@@ -6,14 +6,12 @@ from collections.abc import Iterable, Sequence
 
 from reshard.convert import layers
 from reshard.convert.answers import Abstention, Mismatch, difference
-from reshard.convert.axes import Move, moves
+from reshard.convert.axes import NO_MOVE, Move, Placed, moves
 from reshard.convert.layers import Match
 from reshard.convert.outline import Leaf, Module
 from reshard.convert.steps import Step
-from reshard.operations import Transpose
+from reshard.operations import Concat, Transpose
 from reshard.tree import Path
-
-_NO_MOVE = Move(0, 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,7 +26,7 @@ class Found:
 
     match: Match
     origin: str
-    move: Move = _NO_MOVE
+    move: Move = NO_MOVE
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -43,6 +41,7 @@ class Pairing:
       mismatches: leaves that should be one and cannot be.
       rest: how many more parameters of a name and shape are open in Linen than in NNX.
       misfit: why the two modules themselves, apart from what is in them, are not the same.
+      stacked: whether shapes may differ in the order of axes.
     """
 
     found: list[Found] = dataclasses.field(default_factory=list)
@@ -52,6 +51,7 @@ class Pairing:
     mismatches: list[Mismatch] = dataclasses.field(default_factory=list)
     rest: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     misfit: str = ""
+    stacked: bool = False
 
     def include(self, other: "Pairing") -> None:
         """Takes over what comes of two modules inside."""
@@ -66,7 +66,8 @@ class Pairing:
         """Counts leaves that are open, with 1 for Linen's and -1 for NNX's."""
         for leaf in leaves:
             if layers.is_parameter(leaf):
-                self.rest[leaf.path[-1], leaf.shape] += sign
+                shape = tuple(sorted(leaf.shape)) if self.stacked else leaf.shape
+                self.rest[leaf.path[-1], shape] += sign
 
 
 def steps_of(found: Found) -> list[Step]:
@@ -95,14 +96,23 @@ def place_axes(pairing: Pairing, linen: Module, nnx: Module) -> None:
         by_collection.setdefault(found.match.inputs[0].kind, []).append(found)
     pairing.found = []
     for kind, group in by_collection.items():
-        pairs = [(found.match.shape, found.match.output.shape) for found in group]
-        candidates = moves(pairs)
-        if all(before == after for before, after in pairs):
+        weights = [
+            Placed(x.match.inputs[0].shape, x.match.output.shape, len(x.match.inputs))
+            for x in group
+        ]
+        candidates = moves(weights)
+        if all(x.match.shape == x.match.output.shape for x in group):
             # With as many layers as features the axis may be another one than NNX's all the same.
             others = [m for m in candidates if m.before != m.after and 0 in (m.before, m.after)]
-            candidates = [_NO_MOVE, *(others if layers.may_lie_elsewhere(linen) else ())]
+            candidates = [NO_MOVE, *(others if layers.may_lie_elsewhere(linen) else ())]
+        if candidates == [NO_MOVE]:
+            pairing.found += group
+            continue
         if len(candidates) == 1:
-            pairing.found += [dataclasses.replace(found, move=candidates[0]) for found in group]
+            for found, weight in zip(group, weights, strict=True):
+                join = Concat(weight.joined_at(candidates[0])) if found.match.join else None
+                match = dataclasses.replace(found.match, join=join)
+                pairing.found.append(Found(match, found.origin, candidates[0]))
             continue
         if candidates:
             choices = " or ".join(map(str, candidates))
@@ -126,15 +136,14 @@ def unlike(made: Sequence[Pairing]) -> str:
     for pairing in made:
         if pairing.misfit:
             return pairing.misfit
-    if len(made) > 1:
-        for pairing in made:
-            for mismatch in pairing.mismatches:
-                if layers.is_parameter(mismatch.nnx):
-                    return str(mismatch)
-            for (name, shape), more in pairing.rest.items():
-                if more:
-                    side, other = ("Linen", "NNX") if more > 0 else ("NNX", "Linen")
-                    return f"one in {side} has a {name} {list(shape)} that none in {other} has"
+    for pairing in made:
+        for mismatch in pairing.mismatches:
+            if layers.is_parameter(mismatch.nnx):
+                return str(mismatch)
+        for (name, shape), more in pairing.rest.items():
+            if more:
+                side, other = ("Linen", "NNX") if more > 0 else ("NNX", "Linen")
+                return f"in {side} there is a {name} {list(shape)} more than in {other}"
     if not any(pairing.found or pairing.norms for pairing in made):
         return "nothing in them has the same name"
     return ""
@@ -145,7 +154,7 @@ def match_norms(pairing: Pairing) -> None:
     sources: dict[Path, Path] = {
         found.match.output.path: found.match.inputs[0].path
         for found in pairing.found
-        if found.match.join is None and found.move == _NO_MOVE
+        if found.match.join is None and found.move == NO_MOVE
     }
     for linen, nnx, origin in pairing.norms:
         matched = set()

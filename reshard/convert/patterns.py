@@ -197,8 +197,9 @@ def _check_arithmetic(
             if name in names:
                 return
             if name == group:
-                known = " and ".join(f"`{known}`" for known in sorted(names)) or "none"
-                raise ValueError(f"`{{{text}}}`: there is no name `{name}` here; there is {known}")
+                known = " and ".join(f"`{known}`" for known in sorted(names))
+                others = f"; there is {known}" if names else ""
+                raise ValueError(f"`{{{text}}}`: there is no name `{name}` here{others}")
             for regex in regexes:
                 if group not in regex.groupindex and not (
                     group.isdigit() and int(group) <= regex.groups

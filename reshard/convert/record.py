@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.checkpoint import ArrayHandle, Checkpoint, EmptyNamedTuple, Leaf, parse_dtype
-from reshard.convert.carry import Route, Zeros
+from reshard.convert.carry import Route, Zeros, on_host
+from reshard.convert.layout import KINDS
 from reshard.convert.steps import Step
 from reshard.errors import TreeMismatchError
 from reshard.operations import Concat, Pad, Reshape, Split, Stack, Transpose, Unstack
@@ -35,6 +36,7 @@ def recorded(
     metadata: Mapping[str, Any],
     way: Route,
     own: list[Path],
+    kind: str,
 ) -> Checkpoint:
     """A converted checkpoint with the record of what it was made of.
 
@@ -44,9 +46,11 @@ def recorded(
       metadata: its `_METADATA` document.
       way: how it became the NNX one.
       own: leaves of the NNX one that the Linen one has nothing of.
+      kind: what the NNX one is, one of `reshard.convert.layout.KINDS`.
     """
     document = {
         "version": _VERSION,
+        "layout": kind,
         "leaves": [[list(path), _kind(leaf)] for path, leaf in linen.items()],
         "route": _route_json(way),
         "own": [list(path) for path in own],
@@ -61,6 +65,13 @@ def has_record(ckpt: Checkpoint) -> bool:
     return KEY in (ckpt.source.metadata.get("custom_metadata") or {})
 
 
+def recorded_kind(ckpt: Checkpoint) -> str | None:
+    """What a checkpoint with such a record is, which its paths alone may not tell."""
+    document = (ckpt.source.metadata.get("custom_metadata") or {}).get(KEY)
+    kind = document.get("layout") if isinstance(document, dict) else None
+    return kind if isinstance(kind, str) and kind in KINDS else None
+
+
 def from_record(ckpt: Checkpoint) -> Checkpoint:
     """The Linen checkpoint that an NNX one was made of.
 
@@ -73,7 +84,7 @@ def from_record(ckpt: Checkpoint) -> Checkpoint:
         if document["version"] != _VERSION:
             raise ValueError(f"its version is {document['version']}, not {_VERSION}")
         way = _route(document["route"])
-        own = {tuple(path) for path in document["own"]}
+        own = [tuple(path) for path in document["own"]]
         leaves = [(tuple(path), kind) for path, kind in document["leaves"]]
         shapes = {path: kind["shape"] for path, kind in leaves if isinstance(kind, dict)}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -81,7 +92,7 @@ def from_record(ckpt: Checkpoint) -> Checkpoint:
             "the record of the conversion from Linen cannot be read", [str(error)], [_HINT]
         ) from error
     back = way.backwards({path: tuple(shape) for path, shape in shapes.items()})
-    expected = {*back.moved, *back.enter, *back.vanish, *own}
+    expected = dict.fromkeys((*back.moved, *back.enter, *back.vanish, *own))
     problems = [
         f"{format_path(path)}: not in the checkpoint" for path in expected if path not in ckpt
     ]
@@ -120,7 +131,8 @@ def _as_recorded(leaf: Leaf, kind: Mapping[str, Any]) -> Leaf:
     if not isinstance(leaf, ArrayHandle):
         return leaf
     dtype = parse_dtype(kind["dtype"])
-    return dataclasses.replace(leaf, dtype=dtype, value_type=kind["type"], key_impl=kind["keys"])
+    leaf = dataclasses.replace(leaf, dtype=dtype, value_type=kind["type"], key_impl=kind["keys"])
+    return leaf if kind["type"] == "jax.Array" else on_host(leaf)
 
 
 def _route_json(way: Route) -> dict[str, Any]:

@@ -71,13 +71,15 @@ def _value(leaf: Leaf, described: bool) -> dict[str, Any]:
 
 
 def _shardings(ckpt: Checkpoint) -> dict[str, str]:
-    return {
-        base64.urlsafe_b64encode(stored_name(array.path).encode()).decode(): json.dumps(
-            _sharding(array.sharding)
-        )
-        for array in ckpt.arrays
-        if array.sharding is not None
-    }
+    texts: dict[int, str] = {}  # leaves share their shardings
+    found = {}
+    for array in ckpt.arrays:
+        if array.sharding is not None:
+            if id(array.sharding) not in texts:
+                texts[id(array.sharding)] = json.dumps(_sharding(array.sharding))
+            name = base64.urlsafe_b64encode(stored_name(array.path).encode()).decode()
+            found[name] = texts[id(array.sharding)]
+    return found
 
 
 def _sharding(sharding: Sharding) -> dict[str, Any]:

@@ -1,0 +1,65 @@
+"""Where leaves are saved in the tree that a conversion makes."""
+
+import numpy as np
+
+from reshard.convert.goal import Goal
+from reshard.convert.layout import Layout
+from reshard.states import StateLeaf
+from reshard.tree import Path
+
+# Where a module and its optimizer are put that a Linen train state has as one.
+_MODEL, _OPTIMIZER = ("model",), ("optimizer",)
+
+
+class Places:
+    """Where leaves are saved.
+
+    Args:
+      layout: what the source is.
+      to: the API that it is converted to.
+      goal: the tree that is to be made, if there is a model.
+
+    Attributes:
+      prefix: what is ahead of the model's own tree, to make place for an optimizer beside it.
+    """
+
+    def __init__(self, layout: Layout, to: str, goal: Goal | None):
+        self._to = to
+        self._goal = goal
+        training = bool(layout.optimizer) or layout.step is not None
+        alone = goal is None or (not goal.layout.optimizer and goal.layout.step is None)
+        self.prefix: Path = _MODEL if to == "nnx" and training and alone else ()
+
+    def model(self, path: Path) -> Path | None:
+        """Where a leaf of the model is saved in the target; None if there is no place for it."""
+        if self._goal is not None:
+            saved = self._goal.layout.model.get(path)
+            return None if saved is None else self.prefix + saved
+        return (*self.prefix, *path, "value") if self._to == "nnx" else path
+
+    def optimizer(self, path: Path) -> Path | None:
+        """The same for a leaf of the optimizer's state."""
+        if self._goal is not None and not self.prefix:
+            saved = self._goal.layout.optimizer.get(path)
+            return saved if saved and isinstance(self._goal.leaves[saved], StateLeaf) else None
+        return (*_OPTIMIZER, "opt_state", *path, "value") if self._to == "nnx" else None
+
+    def masked(self, path: Path) -> Path | None:
+        """The same for one without a value, which only NNX has a variable for."""
+        root = (*_OPTIMIZER, "opt_state")
+        if self._goal is not None and not self.prefix:
+            root = None if path in self._goal.layout.optimizer else self._goal.layout.optimizer_root
+        return None if root is None or self._to == "linen" else (*root, *path, "value")
+
+    def step(self) -> tuple[Path, np.dtype, str] | None:
+        """Where the step counter is saved in the target, its dtype and how it is saved."""
+        if self._goal is None or self.prefix:
+            place = (*_OPTIMIZER, "step", "value")
+            return (place, np.dtype(np.uint32), "jax.Array") if self._to == "nnx" else None
+        saved = self._goal.layout.step
+        if saved is None:
+            return None
+        leaf = self._goal.leaves[saved]
+        if leaf.is_array:
+            return saved, np.dtype(leaf.value.dtype), "jax.Array"
+        return saved, np.dtype(np.int64), "scalar"
