@@ -158,16 +158,18 @@ class Family(NamedTuple):
     Attributes:
       key: the same for all of them.
       count: how many there are.
+      decoded: elements that are decoded for all of them, for each element of one.
     """
 
     key: Hashable
     count: int
+    decoded: float
 
 
 def family(handle: ArrayHandle) -> Family | None:
     """The arrays that are to be read together with this one; None where it shares no chunk."""
     levels: list[Hashable] = []
-    together = 1
+    together, apart = 1, 1.0
     while handle.formed is not None and len(handle.formed.inputs) == 1:
         operation, source = handle.formed.operation, handle.formed.inputs[0]
         group: Hashable = handle.part
@@ -178,12 +180,14 @@ def family(handle: ArrayHandle) -> Family | None:
         elif isinstance(operation, Split) and _shares(operation, source):
             group = None
             together *= len(operation.sizes)
+        else:
+            apart *= _touched(handle)
         levels.append((operation, group))
         handle = source
     if together == 1:
         return None
     root = id(handle.formed) if handle.formed is not None else (id(handle.store), handle.name)
-    return Family((root, *levels), together)
+    return Family((root, *levels), together, together * apart * amplification(handle))
 
 
 def _shares(operation: Split, source: ArrayHandle) -> bool:
@@ -197,13 +201,7 @@ def amplification(handle: ArrayHandle) -> float:
     than 1 where stored chunks hold something of other parts too."""
     if handle.formed is None or not handle.formed.inputs:
         return 1.0
-    inputs = handle.formed.inputs
-    decoded = max(map(amplification, inputs))
-    for axis, start, stop in _taken(handle.formed, handle.part):
-        size, chunk = inputs[0].shape[axis], inputs[0].chunk_shape[axis]
-        touched = min(math.ceil(stop / chunk) * chunk, size) - start // chunk * chunk
-        decoded = decoded * touched / (stop - start)
-    return decoded
+    return max(map(amplification, handle.formed.inputs)) * _touched(handle)
 
 
 def largest_stored(handle: ArrayHandle) -> int:
@@ -214,6 +212,18 @@ def largest_stored(handle: ArrayHandle) -> int:
         return largest
     elements = math.ceil(math.prod(handle.chunk_shape) * amplification(handle))
     return max(largest, elements * handle.stored_dtype.itemsize)
+
+
+def _touched(handle: ArrayHandle) -> float:
+    """Elements in the boxes of its input's grid that an array touches, for each of its own."""
+    if handle.formed is None:
+        return 1.0
+    times, source = 1.0, handle.formed.inputs[0]
+    for axis, start, stop in _taken(handle.formed, handle.part):
+        size, chunk = source.shape[axis], source.chunk_shape[axis]
+        touched = min(math.ceil(stop / chunk) * chunk, size) - start // chunk * chunk
+        times = times * touched / (stop - start)
+    return times
 
 
 def _taken(formed: Formed, part: int) -> list[tuple[int, int, int]]:
@@ -256,6 +266,14 @@ class StoredChunk(NamedTuple):
     key: str
     new_key: str
     value: StoredValue
+
+
+def stored_values(handle: ArrayHandle) -> list[StoredValue] | None:
+    """The values of `stored_chunks`."""
+    if handle.formed is None and handle.dtype == handle.stored_dtype:
+        return list(handle.store.values[handle.name].values())
+    chunks = stored_chunks(handle)
+    return None if chunks is None else [chunk.value for chunk in chunks]
 
 
 def stored_chunks(handle: ArrayHandle) -> list[StoredChunk] | None:

@@ -172,7 +172,7 @@ class _Landing:
         self._sharding = request.sharding
         self.together = 1
         shared, self._amplified = family(handle), amplification(handle)
-        self._relatives = shared.count if shared else 1
+        self._decoded_together = shared.decoded if shared else self._amplified
         decoded = math.prod(handle.chunk_shape) * handle.stored_dtype.itemsize
         self._chunk_charge = largest_stored(handle) + math.ceil(decoded * self._amplified)
         self._shards = local_shards(handle.shape, request.sharding)
@@ -217,7 +217,7 @@ class _Landing:
         array's part."""
         if self.together == 1:
             return self._chunk_charge
-        part = self._relatives / (self.together * self._amplified)
+        part = self._decoded_together / (self.together * self._amplified)
         return math.ceil(self._chunk_charge * min(part, 1))
 
     @property

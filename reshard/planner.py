@@ -61,6 +61,7 @@ class ArrayLayout:
       together: how many such arrays there are.
       amplified: elements decoded for each of its own when it is read alone: more than 1 where its
         source chunks hold something of others too.
+      decoded: elements decoded for each of its own when all of its family are read together.
     """
 
     path: Path
@@ -78,6 +79,7 @@ class ArrayLayout:
     family: Hashable = None
     together: int = 1
     amplified: float = 1.0
+    decoded: float = 1.0
 
     @property
     def chunk_charge(self) -> int:
@@ -314,7 +316,7 @@ def _choose(
 def _one_pass(array: ArrayLayout, box: Shape) -> int:
     """Bytes of memory that a box takes, with the boxes that are read together with it."""
     elements = math.prod(box)
-    decoded = math.ceil(elements * max(array.together, array.amplified)) * array.source_itemsize
+    decoded = math.ceil(elements * array.decoded) * array.source_itemsize
     made = elements * array.together * array.target_itemsize
     return 2 * (decoded + made) + (array.together - 1) * BOX_OVERHEAD
 

@@ -69,7 +69,7 @@ def _charge(pairs: Sequence[tuple[ArrayPlan, Box]]) -> int:
     (array, box), *_ = pairs
     elements = math.prod(part.stop - part.start for part in box)
     alone = sum(math.ceil(elements * other.layout.amplified) for other, _ in pairs)
-    twice = max(alone - elements * array.layout.together, 0)
+    twice = max(alone - math.ceil(elements * array.layout.decoded), 0)
     return charge - 2 * twice * array.layout.source_itemsize
 
 
@@ -78,7 +78,7 @@ def shared_passes(arrays: Sequence[ArrayPlan]) -> list[ArrayPlan]:
     passes: dict[Path, float] = {}
     for group in families(arrays):
         if len(group) > 1 and not group[0].moved:
-            each = group[0].layout.together / len(group)
+            each = group[0].layout.decoded / len(group)
             passes |= {array.layout.path: min(array.passes, each) for array in group}
     return [
         dataclasses.replace(array, passes=passes.get(array.layout.path, array.passes))
@@ -95,7 +95,12 @@ def families(arrays: Sequence[ArrayPlan]) -> list[list[ArrayPlan]]:
         shared = layout.family is not None and not array.serial
         key = (layout.family, layout.shape, array.box) if shared else number
         groups.setdefault(key, []).append(array)
-    return list(groups.values())
+    # Parts that are there twice are read twice: memory is planned for a family at a time.
+    return [
+        group[start : start + group[0].layout.together]
+        for group in groups.values()
+        for start in range(0, len(group), group[0].layout.together)
+    ]
 
 
 def peak_memory(charges: Sequence[int], max_memory: int) -> int:

@@ -128,11 +128,11 @@ def take_apart(state: Any) -> State:
     return State(tuple(leaves), rebuild, fill)
 
 
-def saved_form(state: Any) -> dict[Path, StateLeaf | None | dict | list | tuple]:
+def saved_form(state: Any) -> dict[Path, StateLeaf | dict | list | tuple | None]:
     """The leaves of a state under the paths that Orbax gives them, empty containers among them.
 
-    Boxes and variables are a level named `value`. What Orbax takes for empty is kept as it is: None,
-    empty dicts, lists and tuples; namedtuples without fields (optax's `EmptyState`) are None.
+    Boxes and variables are a level named `value`. What Orbax takes for empty is kept as it is:
+    None, empty dicts, lists and tuples; namedtuples without fields (`EmptyState`) are None.
     """
     import jax
 

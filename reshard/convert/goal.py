@@ -95,6 +95,7 @@ def initial_values(model: Any, paths: Iterable[Path]) -> dict[Path, tuple[np.nda
       TreeMismatchError: the model is an abstract state, which has none.
     """
     import jax
+    from flax import nnx
 
     wanted = list(paths)
     make = maker(model)
@@ -114,7 +115,8 @@ def initial_values(model: Any, paths: Iterable[Path]) -> dict[Path, tuple[np.nda
             )
         values = chosen(model)
     else:
-        values = jax.jit(lambda: chosen(make()))()
+        with nnx.use_eager_sharding(False):  # or an annotated model asks for a mesh
+            values = jax.jit(lambda: chosen(make()))()
     result = {}
     for path, value in zip(wanted, values, strict=True):
         impl = None

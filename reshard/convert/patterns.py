@@ -111,6 +111,8 @@ class Replacement:
         """
         if pattern.literal is not None and self.constant is not None:
             return self.constant
+        if len(self.parts) == 1 and isinstance(self.parts[0], str):
+            return pattern.regex.sub(self.parts[0], text)  # which parses the template only once
         return pattern.regex.sub(lambda match: self.expanded(match, names(match)), text)
 
 

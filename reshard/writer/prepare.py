@@ -21,8 +21,8 @@ from reshard.formed import (
     amplification,
     family,
     largest_stored,
-    stored_chunks,
     stored_share,
+    stored_values,
 )
 from reshard.loader.layout import step_number, why_not_replaceable
 from reshard.mesh import shard_shape
@@ -222,12 +222,12 @@ def _layout(
       max_memory: bytes that a sample for such a ratio may take.
     """
     sizes = handle.stored_sizes()
-    moved = stored_chunks(handle)
+    moved = stored_values(handle)
     stored = stored_share(handle)
     if handle.formed is not None and moved is not None:
-        stored = sum(chunk.value.size for chunk in moved)
+        stored = sum(value.size for value in moved)
     decoded = math.prod(handle.shape) * handle.stored_dtype.itemsize
-    shares = family(handle)
+    shares, amplified = family(handle), amplification(handle)
     layout = ArrayLayout(
         path=handle.path,
         shape=handle.shape,
@@ -243,7 +243,8 @@ def _layout(
         encoded_ratio=stored / decoded if decoded and sizes else 1.0,
         family=shares and shares.key,
         together=shares.count if shares else 1,
-        amplified=amplification(handle),
+        amplified=amplified,
+        decoded=shares.decoded if shares else amplified,
     )
     same_dtype = handle.dtype == handle.stored_dtype
     if same_dtype or handle.same_name is not None or layout.chunk_charge > max_memory:
@@ -268,7 +269,7 @@ def _files_to_link(handles: Sequence[ArrayHandle], plans: Sequence[ArrayPlan]) -
     files: frozenset[str] | None = None
     while True:
         linked = [h for h in moved if files is None or _is_linked(h, files)]
-        kept = _bytes_by_file(_values(h) for h in linked)
+        kept = _bytes_by_file(stored_values(h) or () for h in linked)
         enough = frozenset(
             file
             for file, size in kept.items()
@@ -277,10 +278,6 @@ def _files_to_link(handles: Sequence[ArrayHandle], plans: Sequence[ArrayPlan]) -
         if enough == files:
             return enough
         files = enough
-
-
-def _values(handle: ArrayHandle) -> list[StoredValue]:
-    return [chunk.value for chunk in stored_chunks(handle) or ()]
 
 
 def _bytes_by_file(arrays: Iterable[Iterable[StoredValue]]) -> collections.Counter[str]:
@@ -304,7 +301,7 @@ def _is_linked(handle: ArrayHandle, files: frozenset[str] | None) -> bool:
     """Whether all that is stored of an array is in shared files, or inlined in the B-tree."""
     if files is None:
         return False
-    return all(value.file is None or value.file in files for value in _values(handle))
+    return all(value.file is None or value.file in files for value in stored_values(handle) or ())
 
 
 def _total(jobs: Sequence[Job], max_memory: int, found: list[ReshardError]) -> Plan:
