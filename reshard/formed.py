@@ -288,7 +288,8 @@ def stored_chunks(handle: ArrayHandle) -> list[StoredChunk] | None:
         (zarr.encoding(json.loads(root.metadata)), math.prod(root.chunk_shape))
         for root in _roots(handle)
     }
-    if len(kinds) != 1 or None in dict(kinds):
+    own = math.prod(handle.chunk_shape)
+    if len(kinds) != 1 or None in dict(kinds) or own not in {size for _, size in kinds}:
         return None
     placed = _placed(handle)
     if placed is None:

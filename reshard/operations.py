@@ -264,7 +264,7 @@ class Pad:
 
     def inverse(self, inputs: Sequence[Shape]) -> "Operation":
         """As `Transpose.inverse`."""
-        return Crop(self.widths)
+        return Crop(self.widths, self.fill)
 
     def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
         """As `Transpose.specs`."""
@@ -295,9 +295,15 @@ class Pad:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Crop:
-    """Without the outermost elements: what undoes `Pad`. It has no inverse of its own."""
+    """Without the outermost elements: what undoes `Pad`. It has no inverse of its own.
+
+    Attributes:
+      widths: as for `Pad`.
+      fill: what is cut off is to hold nothing else, as `Pad` made it; None for anything.
+    """
 
     widths: tuple[tuple[int, int], ...]
+    fill: float | None = None
 
     def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
         """As `Transpose.shapes`."""

@@ -102,8 +102,6 @@ def command(
                 source=None if source_model is None else load_model(source_model, "--source-model"),
             )
         found.append(made)
-        if emit_map is not None and len(found) == 1:
-            pathlib.Path(emit_map).write_text(made.map_text())
         if flags["dry_run"] and not flags["quiet"] and not flags["as_json"]:
             click.echo(made)
         return laid_out(made.checkpoint, mesh, model if flags["rules"] else None, flags, "--mesh")
@@ -127,3 +125,5 @@ def command(
         }
 
     run(src, dst, change, flags, answer=answer)
+    if emit_map is not None:
+        pathlib.Path(emit_map).write_text(found[0].map_text())

@@ -66,7 +66,8 @@ def _backwards(rules: Map, targets: Mapping[Path, Shape], shapes: Mapping[Path, 
     steps are run backwards."""
     mapped = apply_map(rules, targets)
     dropped = [path for path in shapes if _matches(path, mapped.initial)]
-    used = {path: shape for path, shape in targets.items() if path not in set(mapped.dropped)}
+    unused = set(mapped.dropped)
+    used = {path: shape for path, shape in targets.items() if path not in unused}
     untouched = set(mapped.untouched)
     needed = [path for path in mapped.final if path not in untouched]
     lacking = [format_path(path) for path in needed if path not in shapes]

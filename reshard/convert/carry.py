@@ -12,7 +12,9 @@ import numpy as np
 from reshard.boxes import Shape
 from reshard.checkpoint import ArrayHandle, Leaf
 from reshard.convert.steps import Step, backwards
+from reshard.errors import TreeMismatchError
 from reshard.formed import constant, form
+from reshard.operations import Crop
 from reshard.store import checked
 from reshard.tree import Path, format_path
 
@@ -40,7 +42,11 @@ class Route:
     appear: Zeros
 
     def carried(self, leaves: Mapping[Path, Leaf]) -> dict[Path, Leaf]:
-        """The leaves of the other tree. Reads nothing; see `not_zero`."""
+        """The leaves of the other tree. Reads nothing but what padding has added; see `not_zero`.
+
+        Raises:
+          TreeMismatchError: arrays that cannot become one, or padding that is no padding any more.
+        """
         made = {new: _renamed(leaves[old], new) for old, new in self.moved.items()}
         held = {new: _renamed(leaves[old], new) for old, new in self.enter.items()}
         for step in self.steps:
@@ -49,6 +55,8 @@ class Route:
                 held[step.outputs[0]] = _renamed(inputs[0], step.outputs[0])
                 continue
             arrays = [leaf for leaf in inputs if isinstance(leaf, ArrayHandle)]
+            if isinstance(step.operation, Crop):
+                _check_cut(arrays[0], step.operation)
             outputs = form(step.operation, arrays, step.outputs)
             held.update(zip(step.outputs, outputs, strict=True))
         made.update({new: _renamed(held[path], new) for path, new in self.leave.items()})
@@ -126,6 +134,24 @@ def route(
         vanish,
         appear,
     )
+
+
+def _check_cut(handle: ArrayHandle, crop: Crop) -> None:
+    """Raises TreeMismatchError if what padding has added is not what it was any more."""
+    if crop.fill is None:
+        return
+    view = handle.view()
+    for axis, (before, after) in enumerate(crop.widths):
+        size = handle.shape[axis]
+        for part in (slice(0, before), slice(size - after, size)):
+            read = view[(*[slice(None)] * axis, part)].read()
+            values = np.asarray(checked(read, f"{format_path(handle.path)}: its stored bytes"))
+            if values.size and (values != np.array(crop.fill, values.dtype)).any():
+                raise TreeMismatchError(
+                    f"{format_path(handle.path)}: it was padded with {crop.fill}, and holds other "
+                    "values there now",
+                    hints=["a map to linen with `crop` cuts them off"],
+                )
 
 
 def an_array(leaves: Mapping[Path, Leaf]) -> ArrayHandle:

@@ -21,12 +21,19 @@ from reshard.convert.decision import Decision, decide
 from reshard.convert.goal import Goal, goal_of, initial_values
 from reshard.convert.layout import Layout, detect
 from reshard.convert.mapwriter import write_map
-from reshard.convert.record import from_record, has_record, recorded, recorded_kind
+from reshard.convert.record import (
+    from_record,
+    has_record,
+    recorded,
+    recorded_kind,
+    without_record,
+)
 from reshard.convert.steps import Step, condensed
 from reshard.errors import TreeMismatchError
 from reshard.formed import constant
 from reshard.loader import open as open_checkpoint
 from reshard.mesh import NamedSharding, SingleDeviceSharding
+from reshard.operations import Crop
 from reshard.store import checked
 from reshard.transforms import select
 from reshard.tree import Path, check_lists, format_path
@@ -166,6 +173,7 @@ def conversion(
     """
     ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     dropped = [drop] if isinstance(drop, str) else list(drop)
+    whole = ckpt
     if dropped:
         ckpt = select(ckpt, drop=dropped)
     known = recorded_kind(ckpt) if layout is None else None
@@ -179,6 +187,13 @@ def conversion(
             ["--layout says otherwise, if that is wrong"],
         )
     if to == "linen" and model is None and map_file is None:
+        if init:
+            globs = [init] if isinstance(init, str) else init
+            raise TreeMismatchError(
+                "only a model has initial values",
+                [f"`{glob}`" for glob in globs],
+                ["--model MODULE:NAME"],
+            )
         if not has_record(ckpt):
             raise TreeMismatchError(
                 f"`{ckpt.source.root}` has no record of a conversion from Linen: it was not made "
@@ -196,7 +211,20 @@ def conversion(
     decided = decide(
         ckpt, found, to, goal, map_file, [init] if isinstance(init, str) else init, other
     )
-    return _made(ckpt, found, to, goal, decided)
+    made = _made(ckpt, found, to, goal, decided)
+    return made if whole is ckpt else _with_dropped(made, whole, layout)
+
+
+def _with_dropped(made: Conversion, whole: Checkpoint, layout: str | None) -> Conversion:
+    """With the leaves of the model that `drop` has left out, for the map."""
+    try:
+        before = detect(whole, layout)
+    except TreeMismatchError:  # what was dropped was in the way of knowing what it is
+        return made
+    arrays = {leaf.path: leaf for leaf in whole.arrays}
+    shapes = {path: arrays[saved].shape for path, saved in before.model.items()}
+    dropped = [path for path in shapes if path not in made.shapes]
+    return dataclasses.replace(made, dropped=(*dropped, *made.dropped), shapes=shapes)
 
 
 def _made(
@@ -226,7 +254,9 @@ def _made(
     if any(leaf.key_impl for leaf in result.arrays):
         source = dataclasses.replace(result.source, described=True)
         result = Checkpoint(result, source, result.notes, result.retyped)
-    if layout.api == "linen":
+    if layout.api == "nnx":
+        result = without_record(result)
+    elif not any(isinstance(step.operation, Crop) for step in way.steps):
         kept = {path: leaf for path, leaf in ckpt.items() if path not in decided.dropped_saved}
         own = [*(decided.prefix + path for path in decided.initial), *decided.empty]
         kind = "nnx-state" if goal is None else goal.layout.kind

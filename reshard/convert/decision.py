@@ -126,7 +126,7 @@ class _Work:
         self._other = other
         self._problems: list[str] = []
         self._hints: list[str] = []
-        self._open: list[Path] = []
+        self._open: set[Path] = set()
         self._stuck = False  # the optimizer's state cannot be carried along
         self._arrays: dict[Path, ArrayHandle] = {leaf.path: leaf for leaf in ckpt.arrays}
         self._shapes: dict[Path, Shape] = {
@@ -228,9 +228,9 @@ class _Work:
             steps = backwards(found.steps, taken)
         self._problems += map(str, (*found.mismatches, *found.abstentions))
         for entry in found.abstentions:
-            self._open += [*entry.linen, *entry.nnx]
+            self._open.update(entry.linen, entry.nnx)
         for entry in found.mismatches:
-            self._open += [*(leaf.path for leaf in entry.linen), entry.nnx.path]
+            self._open.update((leaf.path for leaf in entry.linen), [entry.nnx.path])
         self._hints += [entry.hint for entry in found.abstentions if entry.hint]
         if found.abstentions and self._to == "linen" and self._other is None:
             self._hints.append("--source-model MODULE:NAME, the NNX model, tells the classes")
@@ -248,15 +248,20 @@ class _Work:
         }
         parameters = self._parameters(self._shapes, self._layout.api)
         owners = {path: owner for path, owner, _ in mirrored(parameters, leaves)}
-        dropped = [path for path, owner in owners.items() if owner in set(model.dropped)]
-        vanish = [path for path, owner in owners.items() if owner in set(model.vanish)]
-        rest = {p: leaf for p, leaf in leaves.items() if p not in {*dropped, *vanish}}
-        kept = {p: s for p, s in parameters.items() if p not in {*model.dropped, *model.vanish}}
+        gone = {*model.dropped, *model.vanish}
+        unused = set(model.dropped)
+        dropped = [path for path, owner in owners.items() if owner in unused]
+        vanish = [path for path, owner in owners.items() if owner in model.vanish]
+        rest = {path: leaf for path, leaf in leaves.items() if owners.get(path) not in gone}
+        kept = {path: shape for path, shape in parameters.items() if path not in gone}
         followed = optimizer_steps(model.steps, kept, rest, self._ahead())
         self._problems += [f"opt_state/{text}" for text in followed.problems]
         self._stuck = bool(followed.problems)
+        if followed.problems:
+            self._hints.append("--drop GLOB with --init GLOB starts that state anew")
         vanish += followed.vanish
-        arrays = {p: leaf[0] for p, leaf in rest.items() if leaf and p not in followed.vanish}
+        zeros = set(followed.vanish)
+        arrays = {path: leaf[0] for path, leaf in rest.items() if leaf and path not in zeros}
         made = {}
         if not followed.problems:
             made = carried_out(followed.steps, arrays)
@@ -300,6 +305,9 @@ class _Work:
                 self._lost(self._layout.optimizer.get(path), ("opt_state", *path))
         if self._layout.step is not None and self._places.step() is None:
             self._lost(self._layout.step, ("step",))
+        if self._layout.step is not None and self._arrays[self._layout.step].shape:
+            leaf = describe(self._arrays[self._layout.step])
+            self._problem(f"{format_path(self._layout.step)}  {leaf}: a step counter is one number")
         for saved in self._layout.rest:
             if isinstance(self._ckpt[saved], ArrayHandle | str):
                 self._lost(saved, saved)
@@ -316,8 +324,9 @@ class _Work:
             for saved, leaf in self._goal.leaves.items()
             if isinstance(leaf, StateLeaf) and self._places.prefix + saved not in filled
         ]
-        unfilled = {path for path, saved in there.model.items() if saved in {*empty} - initial}
-        below = {path: saved for path, saved in there.optimizer.items() if saved in {*empty}}
+        missing = {*empty} - initial
+        unfilled = {path for path, saved in there.model.items() if saved in missing}
+        below = {path: saved for path, saved in there.optimizer.items() if saved in missing}
         told = {below[path] for path in (below if self._stuck else _mirrors(below, unfilled))}
         names = {saved: path for path, saved in there.model.items()}
         for saved in empty:
@@ -346,7 +355,7 @@ class _Work:
         if path is None:
             return False
         places = (path, path[1:])  # modules of Linen's are named without the collection
-        return any(place[: len(entry)] == entry for place in places for entry in self._open)
+        return any(place[:end] in self._open for place in places for end in range(len(place) + 1))
 
     def _lost(self, saved: Path | None, path: Path) -> None:
         """A leaf of the source, or what the map has made of some, has no place in the target."""

@@ -7,6 +7,7 @@ where nothing was watched, a module that no transform has rebuilt still tells it
 """
 
 import contextlib
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ Orders = Mapping[type, Collection[tuple[str, ...]]]
 # modules have all attributes sorted.
 _NOTES = ("_pytree__state", "_pytree__nodes")
 
+# Watching replaces a method of flax's; one thread does so at a time.
+_WATCHING = threading.RLock()
+
 
 @contextlib.contextmanager
 def definition_orders() -> Iterator[Orders]:
@@ -33,7 +37,7 @@ def definition_orders() -> Iterator[Orders]:
 
     orders: dict[type, set[tuple[str, ...]]] = {}
     meta: Any = type(nnx.Pytree)
-    construct = getattr(meta, "_pytree_meta_construct", None)
+    construct: Any = getattr(meta, "_pytree_meta_construct", None)
     if construct is None:
         yield orders
         return
@@ -42,11 +46,13 @@ def definition_orders() -> Iterator[Orders]:
         construct(cls, node, *args, **kwargs)
         orders.setdefault(cls, set()).add(tuple(vars(node)))
 
-    meta._pytree_meta_construct = noting
-    try:
-        yield orders
-    finally:
-        meta._pytree_meta_construct = construct
+    with _WATCHING:
+        construct = meta._pytree_meta_construct
+        meta._pytree_meta_construct = noting
+        try:
+            yield orders
+        finally:
+            meta._pytree_meta_construct = construct
 
 
 @contextlib.contextmanager

@@ -30,7 +30,10 @@ def differences(
     for step in steps:
         first = origins[step.inputs[0]]
         for path in step.inputs:
-            del origins[path]
+            other = origins.pop(path)
+            if other.dtype != first.dtype:
+                pair = f"{format_path(first.path)} and {format_path(other.path)}"
+                yield f"{pair}: {first.dtype.name} and {other.dtype.name} cannot become one", ""
         origins.update(dict.fromkeys(step.outputs, first))
     for path, shape in made.items():
         leaf, source = targets.get(path), origins[path]

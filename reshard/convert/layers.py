@@ -172,8 +172,9 @@ def is_stack(linen: Module, nnx: Module) -> bool:
 
 
 def may_lie_elsewhere(linen: Module) -> bool:
-    """Whether the axis of a stack is one that Linen's user chose. `remat_scan` has the first."""
-    return bool(_stacking(linen.kind)) and "Remat_scan" not in _stacking(linen.kind)
+    """Whether the axis of a stack may be one that a user chose. `remat_scan` has the first."""
+    stacking = _stacking(linen.kind)
+    return not linen.kind or (bool(stacking) and "Remat_scan" not in stacking)
 
 
 def _stacking(kind: str) -> set[str]:

@@ -7,10 +7,17 @@ trains and saves again does not carry them on.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from reshard.checkpoint import ArrayHandle, Checkpoint, EmptyNamedTuple, Leaf, parse_dtype
+from reshard.checkpoint import (
+    ArrayHandle,
+    Checkpoint,
+    EmptyNamedTuple,
+    Leaf,
+    is_floating,
+    parse_dtype,
+)
 from reshard.convert.carry import Route, Zeros, on_host
 from reshard.convert.layout import KINDS
 from reshard.convert.steps import Step
@@ -72,6 +79,14 @@ def recorded_kind(ckpt: Checkpoint) -> str | None:
     return kind if isinstance(kind, str) and kind in KINDS else None
 
 
+def without_record(ckpt: Checkpoint) -> Checkpoint:
+    """A checkpoint less such a record, which describes another tree."""
+    if not has_record(ckpt):
+        return ckpt
+    custom = {k: v for k, v in ckpt.source.metadata["custom_metadata"].items() if k != KEY}
+    return ckpt.with_metadata({"custom_metadata": custom or None})
+
+
 def from_record(ckpt: Checkpoint) -> Checkpoint:
     """The Linen checkpoint that an NNX one was made of.
 
@@ -104,6 +119,13 @@ def from_record(ckpt: Checkpoint) -> Checkpoint:
             [_HINT],
         )
     made = back.carried(ckpt)
+    kinds = {path: kind for path, kind in leaves if isinstance(kind, dict)}
+    problems = [text for path, kind in kinds.items() for text in _unlike(made[path], kind)]
+    problems += [f"{format_path(path)}: it was zero, and is not" for path in back.not_zero(ckpt)]
+    if problems:
+        raise TreeMismatchError(
+            "the checkpoint is not what the conversion from Linen made any more", problems, [_HINT]
+        )
     whole: dict[Path, Leaf] = {}
     for path, kind in leaves:
         whole[path] = _as_recorded(made[path], kind) if isinstance(kind, dict) else _EMPTY[kind]
@@ -125,6 +147,17 @@ def _kind(leaf: Leaf) -> dict[str, Any] | str:
             "keys": leaf.key_impl,
         }
     return next(name for name, value in _EMPTY.items() if type(value) is type(leaf))
+
+
+def _unlike(leaf: Leaf, kind: Mapping[str, Any]) -> Iterator[str]:
+    """Why a leaf cannot be the one that was recorded. Counters have another dtype in NNX."""
+    if not isinstance(leaf, ArrayHandle):
+        return
+    name, dtype = format_path(leaf.path), parse_dtype(kind["dtype"])
+    if list(leaf.shape) != list(kind["shape"]):
+        yield f"{name}: shape {list(leaf.shape)}, it was {kind['shape']}"
+    elif leaf.dtype != dtype and (leaf.shape or is_floating(dtype)):
+        yield f"{name}: dtype {leaf.dtype.name}, it was {dtype.name}"
 
 
 def _as_recorded(leaf: Leaf, kind: Mapping[str, Any]) -> Leaf:
@@ -177,6 +210,8 @@ def _step(document: Mapping[str, Any]) -> Step:
         if operation.__name__ in document:
             fields = {key: _tuples(value) for key, value in document[operation.__name__].items()}
             return Step(inputs, outputs, operation(**fields))
+    if document.keys() != {"from", "to"}:
+        raise ValueError(f"there is no operation {', '.join(document.keys() - {'from', 'to'})}")
     return Step(inputs, outputs)
 
 
