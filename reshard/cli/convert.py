@@ -11,7 +11,7 @@ from reshard.cli.model import load_model, model_errors
 from reshard.convert.conversion import Conversion, conversion
 from reshard.convert.layout import KINDS
 from reshard.convert.steps import condensed
-from reshard.errors import DestinationExistsError
+from reshard.errors import DestinationExistsError, ReshardError
 from reshard.tree import format_path
 
 
@@ -100,6 +100,12 @@ def command(
                 init=init,
                 layout=layout,
                 source=None if source_model is None else load_model(source_model, "--source-model"),
+            )
+        if emit_map is not None and not made.steps:
+            raise ReshardError(
+                f"--emit-map {emit_map}: there is no map, as the record of the conversion from "
+                "Linen is followed",
+                hints=["--model MODULE:NAME, the Linen model"],
             )
         found.append(made)
         if flags["dry_run"] and not flags["quiet"] and not flags["as_json"]:

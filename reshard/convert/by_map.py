@@ -4,11 +4,15 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from reshard.boxes import Shape
+from reshard.convert.align import Alignment, align
 from reshard.convert.goal import Goal
 from reshard.convert.mapfile import read_map
 from reshard.convert.mapped import apply_map
 from reshard.convert.maprules import Map, inverse
+from reshard.convert.outline import Leaf, Module, linen_outline, path_outline, without
 from reshard.convert.steps import Step, backwards
 from reshard.tree import Path, compile_glob, format_path, glob_text
 
@@ -23,6 +27,8 @@ class ByMap:
       final: all leaves after the steps, with their shapes.
       initial: globs of leaves of the target that keep the model's own initial value.
       problems: what stands against it.
+      found: what was found by structure already, where a map is run backwards.
+      zeros: leaves of the target that hold nothing but zeros, then.
     """
 
     steps: list[Step]
@@ -30,10 +36,16 @@ class ByMap:
     final: dict[Path, Shape]
     initial: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    found: Alignment | None = None
+    zeros: tuple[Path, ...] = ()
 
 
 def by_map(
-    map_file: str | os.PathLike | None, to: str, goal: Goal | None, shapes: Mapping[Path, Shape]
+    map_file: str | os.PathLike | None,
+    to: str,
+    goal: Goal | None,
+    shapes: Mapping[Path, Shape],
+    known: Module | None,
 ) -> ByMap:
     """What a map file says about leaves.
 
@@ -42,6 +54,7 @@ def by_map(
       to: the API that is converted to. A map for the other one is run backwards.
       goal: the tree that is to be made, if there is a model.
       shapes: the model's leaves in the source.
+      known: the outline of the model that the source is of, if that is known.
 
     Raises:
       TreeMismatchError: the file is no map, or its rules do not apply.
@@ -51,7 +64,7 @@ def by_map(
     rules = read_map(map_file)
     if rules.to not in (None, to):
         if goal is not None:
-            return _backwards(rules, goal.shapes(), shapes)
+            return _backwards(rules, goal.shapes(), shapes, known)
         rules = inverse(rules)
     mapped = apply_map(rules, shapes)
     problems = []
@@ -61,26 +74,62 @@ def by_map(
     return ByMap(mapped.steps, mapped.dropped, mapped.final, mapped.initial, tuple(problems))
 
 
-def _backwards(rules: Map, targets: Mapping[Path, Shape], shapes: Mapping[Path, Shape]) -> ByMap:
-    """Of a map for the opposite direction: its rules are applied to the target's leaves, and its
-    steps are run backwards."""
+def _backwards(
+    rules: Map, targets: Mapping[Path, Shape], shapes: Mapping[Path, Shape], known: Module | None
+) -> ByMap:
+    """Of a map for the opposite direction: its rules are applied to the target's leaves, what they
+    leave open is aligned with the source, and all steps are run backwards."""
     mapped = apply_map(rules, targets)
     dropped = [path for path in shapes if _matches(path, mapped.initial)]
     unused = set(mapped.dropped)
     used = {path: shape for path, shape in targets.items() if path not in unused}
-    untouched = set(mapped.untouched)
-    needed = [path for path in mapped.final if path not in untouched]
-    lacking = [format_path(path) for path in needed if path not in shapes]
-    gone = {*needed, *dropped}
-    left = {path: shape for path, shape in shapes.items() if path not in gone}
-    made = {path: shape for path, shape in used.items() if path not in untouched}
+    touched = {path for path in mapped.final if path not in set(mapped.untouched)}
+    hits = {path for path in touched if path in shapes}
+    collections = {path[0] for path in targets}
+    lacking = [path for path in touched - hits if path[0] not in collections]
+    rest = {
+        path: Leaf(tuple(map(str, path)), shape, np.dtype(np.float32), "")
+        for path, shape in mapped.final.items()
+        if path not in hits and path[0] in collections
+    }
+    left = {
+        path: Leaf(tuple(map(str, path)), shape, np.dtype(np.float32), "")
+        for path, shape in shapes.items()
+        if path not in hits and path not in set(dropped)
+    }
+    nnx = path_outline(left) if known is None else without(known, {*hits, *dropped})
+    found = align(linen_outline(rest), nnx)
+    renamed = {s.outputs[0]: s.inputs[0] for s in mapped.steps if s.operation is None}
+    zeros = [renamed.get(path, path) for path in found.must_be_zero]
+    steps = [*mapped.steps, *found.steps]
+    reached = {path for step in found.steps for path in step.inputs}
+    done = [path for path in mapped.final if path in hits or path in reached]
+    begun = _begun(steps, done)
     return ByMap(
-        backwards(mapped.steps, used),
+        backwards(
+            begun, {path: used[path] for step in begun for path in step.inputs if path in used}
+        ),
         dropped,
-        left | made,
+        {},
         tuple(map(format_path, mapped.dropped)),
-        tuple(f"{path}: the map needs it, and the checkpoint lacks it" for path in lacking),
+        tuple(
+            f"{format_path(path)}: the map needs it, and the checkpoint lacks it"
+            for path in lacking
+        ),
+        found,
+        tuple(zeros),
     )
+
+
+def _begun(steps: Sequence[Step], done: Sequence[Path]) -> list[Step]:
+    """The steps without those that only lead to leaves which are not among `done`."""
+    wanted = {*done}
+    needed = []
+    for step in reversed(steps):
+        if step.origin != "map" or wanted.intersection(step.outputs):
+            needed.append(step)
+            wanted.update(step.inputs)
+    return needed[::-1]
 
 
 def _matches(path: Path, globs: Sequence[str]) -> bool:

@@ -99,6 +99,35 @@ class Route:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """A conversion.
+
+    Attributes:
+      way: from the saved leaves of the source to those of the target.
+      steps: the map of the model's leaves.
+      dropped: paths of leaves that the map drops.
+      dropped_saved: the same and what belongs to them in the optimizer's state, as saved.
+      initial: saved paths of leaves of the target that keep the model's own initial value.
+      initial_names: the same, as the map names them.
+      counters: saved paths of step counters of the target -> their dtype and how they are saved.
+      empty: leaves of the target that are empty containers.
+      prefix: what the target has ahead of the model's own tree.
+      notes: what the user should know.
+    """
+
+    way: Route
+    steps: tuple[Step, ...]
+    dropped: tuple[Path, ...]
+    dropped_saved: frozenset[Path]
+    initial: tuple[Path, ...]
+    initial_names: tuple[Path, ...]
+    counters: dict[Path, tuple[np.dtype, str]]
+    empty: dict[Path, Leaf]
+    prefix: Path
+    notes: tuple[str, ...]
+
+
 def route(
     steps: Sequence[Step],
     before: Mapping[Path, Path],

@@ -16,8 +16,8 @@ import numpy as np
 
 from reshard.boxes import Shape
 from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, describe
-from reshard.convert.carry import an_array, on_host
-from reshard.convert.decision import Decision, decide
+from reshard.convert.carry import Decision, an_array, on_host
+from reshard.convert.decision import decide
 from reshard.convert.goal import Goal, goal_of, initial_values
 from reshard.convert.layout import Layout, detect
 from reshard.convert.mapwriter import write_map

@@ -13,10 +13,9 @@ import numpy as np
 
 from reshard.boxes import Shape
 from reshard.checkpoint import ArrayHandle, Checkpoint, describe
-from reshard.checkpoint import Leaf as SavedLeaf
-from reshard.convert.align import align
+from reshard.convert.align import Alignment, align
 from reshard.convert.by_map import by_map
-from reshard.convert.carry import Route, route
+from reshard.convert.carry import Decision, route
 from reshard.convert.differences import differences
 from reshard.convert.goal import Goal
 from reshard.convert.layout import Layout
@@ -35,35 +34,6 @@ from reshard.tree import (
 
 _NAMES = {"nnx": "NNX", "linen": "Linen"}
 _MODEL_HINT = "--model MODULE:NAME"
-
-
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """A conversion.
-
-    Attributes:
-      way: from the saved leaves of the source to those of the target.
-      steps: the map of the model's leaves.
-      dropped: paths of leaves that the map drops.
-      dropped_saved: the same and what belongs to them in the optimizer's state, as saved.
-      initial: saved paths of leaves of the target that keep the model's own initial value.
-      initial_names: the same, as the map names them.
-      counters: saved paths of step counters of the target -> their dtype and how they are saved.
-      empty: leaves of the target that are empty containers.
-      prefix: what the target has ahead of the model's own tree.
-      notes: what the user should know.
-    """
-
-    way: Route
-    steps: tuple[Step, ...]
-    dropped: tuple[Path, ...]
-    dropped_saved: frozenset[Path]
-    initial: tuple[Path, ...]
-    initial_names: tuple[Path, ...]
-    counters: dict[Path, tuple[np.dtype, str]]
-    empty: dict[Path, SavedLeaf]
-    prefix: Path
-    notes: tuple[str, ...]
 
 
 def decide(
@@ -155,12 +125,15 @@ class _Work:
     ) -> tuple[_Part, set[Path]]:
         """What becomes of the model's leaves, and the saved paths of those that keep their initial
         value."""
-        said = by_map(map_file, self._to, self._goal, self._shapes)
+        known = None if self._other is None else self._other.outline
+        said = by_map(map_file, self._to, self._goal, self._shapes, known)
         self._problems += said.problems
         steps, dropped, final = said.steps, said.dropped, said.final
         initial = self._initial([*said.initial, *init])
-        zeros: list[Path] = []
-        if self._goal is not None:
+        zeros = list(said.zeros)
+        if said.found is not None:
+            self._report(said.found)
+        elif self._goal is not None:
             touched = {path for step in steps for path in step.outputs}
             more, zeros = self._by_model(final, touched, initial)
             steps = [*steps, *more]
@@ -226,6 +199,11 @@ class _Work:
             shapes = {path: shape for path, shape in goal.shapes().items() if path not in filled}
             taken = {path: shapes[path] for step in found.steps for path in step.inputs}
             steps = backwards(found.steps, taken)
+        self._report(found)
+        return steps, list(found.must_be_zero)
+
+    def _report(self, found: Alignment) -> None:
+        """Adds what structure does not decide."""
         self._problems += map(str, (*found.mismatches, *found.abstentions))
         for entry in found.abstentions:
             self._open.update(entry.linen, entry.nnx)
@@ -236,7 +214,6 @@ class _Work:
             self._hints.append("--source-model MODULE:NAME, the NNX model, tells the classes")
         if found.abstentions or found.mismatches:
             self._hints.append("--map FILE decides: `[[rule]]`, `from = '^REGEX'`, `to = 'PATH'`")
-        return steps, list(found.must_be_zero)
 
     def _optimizer(self, model: _Part) -> _Part:
         """What becomes of the optimizer's leaves: they follow the model's."""
@@ -417,6 +394,12 @@ class _Work:
         notes = []
         if goal is None:
             notes.append("the map alone decided: only the source was checked")
+        ordered = sum(step.origin == "structure" for step in model.steps)
+        if ordered:
+            notes.append(
+                f"{ordered} leaves went by the order of modules of one class: look at --dry-run, "
+                "and compare outputs once"
+            )
         return Decision(
             way=route(steps, before, after, vanish, appear),
             steps=tuple(model.steps),
