@@ -28,8 +28,7 @@ class OptimizerSteps:
     Attributes:
       steps: steps on paths below the optimizer state. A path with an empty key is one where a leaf
         waits until its place is free.
-      placeholders: leaves without a value (of parameters that a part of the optimizer does not
-        see), path after -> paths before.
+      placeholders: leaves without a value (optax's `MaskedNode`), path after -> paths before.
       vanish: leaves before that have no place after, which is right only if they are zeros.
       appear: leaves after that are zeros, with their shapes and dtypes.
       problems: what cannot be carried along, and why.
