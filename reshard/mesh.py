@@ -238,14 +238,14 @@ def spec_problems(shape: Sequence[int], mesh: Mesh, spec: Spec) -> list[str]:
 
 
 def fitting_spec(shape: Sequence[int], mesh: Mesh, spec: Spec) -> Spec:
-    """`spec` less the axes that do not divide their dimension or are used already."""
+    """`spec` less the axes that the mesh lacks, that do not divide, or that are used already."""
     used: set[str] = set()
     result = []
     for size, entry in zip(shape, spec, strict=False):
         kept: list[str] = []
         for axis in entry:
-            parts = math.prod(mesh.shape[a] for a in (*kept, axis))
-            if axis not in used and size % parts == 0:
+            parts = math.prod(mesh.shape.get(a, 1) for a in (*kept, axis))
+            if axis in mesh.shape and axis not in used and size % parts == 0:
                 kept.append(axis)
                 used.add(axis)
         result.append(tuple(kept))

@@ -105,6 +105,8 @@ def _factor_dims(path: Path, parameter: Shape) -> tuple[int, ...] | None:
     the second largest, of equal ones the later being the larger."""
     if len(parameter) < 2:
         return None
+    if len(parameter) > 3 and len(set(parameter)) < len(parameter):
+        return None  # optax's sort is not stable then, on some processors
     second, largest = sorted(range(len(parameter)), key=lambda dim: parameter[dim])[-2:]
     dropped = {"v_row": largest, "v_col": second}
     found = [dropped[key] for key in path if key in dropped]

@@ -1,0 +1,130 @@
+"""Linen models carried over to NNX by what an alignment says, on real arrays with random leaves."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorstore as ts
+from flax import linen as nn
+from flax import nnx
+
+from reshard.convert.align import align
+from reshard.convert.answers import Alignment
+from reshard.convert.definitions import definition_orders, linen_classes, nnx_outline
+from reshard.convert.outline import Module, linen_outline
+from reshard.states import take_apart
+from reshard.targets import state_of
+
+Path = tuple[str, ...]
+
+
+def random_variables(module: nn.Module, *inputs: Any, seed: int = 0, **kwargs: Any) -> Any:
+    """What `init` returns, every leaf random; the counter of a cache counts one."""
+    rng = np.random.default_rng(seed)
+    init = functools.partial(module.init, **kwargs)
+    made = nn.meta.unbox(jax.eval_shape(init, jax.random.key(0), *inputs))
+
+    def value(leaf):
+        if jnp.issubdtype(leaf.dtype, jnp.integer):
+            return jnp.ones(leaf.shape, leaf.dtype)
+        return jnp.asarray(rng.uniform(0.2, 1.0, leaf.shape) * rng.choice([-1, 1]), leaf.dtype)
+
+    made = jax.tree.map(value, made)
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, leaf: jnp.abs(leaf) if keys[-1].key == "var" else leaf, made
+    )
+
+
+def zeroed(variables: Any, paths: Any) -> Any:
+    """Variables with zeros in some leaves."""
+    wanted = set(paths)
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, leaf: jnp.zeros_like(leaf) if path_of(keys) in wanted else leaf, variables
+    )
+
+
+def path_of(keys: Any) -> Path:
+    """A JAX key path through dicts."""
+    return tuple(str(key.key) for key in keys)
+
+
+def linen_leaves(variables: Any) -> dict[Path, Any]:
+    """Path -> leaf of Linen variables."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(variables)
+    return {path_of(keys): leaf for keys, leaf in leaves}
+
+
+def classes_of(module: nn.Module, *inputs: Any, **kwargs: Any) -> dict[Path, str]:
+    """The classes of the modules in a Linen module."""
+    with linen_classes() as classes:
+        jax.eval_shape(functools.partial(module.init, **kwargs), jax.random.key(0), *inputs)
+    return classes
+
+
+def outline_of(make: Callable[[], Any]) -> Module:
+    """The outline of the NNX model that a function makes."""
+    with definition_orders() as orders:
+        state = state_of(make)
+    return nnx_outline(state, orders)[1]
+
+
+def carried(alignment: Alignment, leaves: Mapping[Path, Any]) -> dict[Path, np.ndarray]:
+    """What the steps make of arrays."""
+    held = {path: ts.array(np.asarray(leaf)) for path, leaf in leaves.items()}
+    made = set()
+    for step in alignment.steps:
+        views = [held.pop(path) for path in step.inputs]
+        if step.operation is not None:
+            views = step.operation.views(views)
+        held.update(zip(step.outputs, views, strict=True))
+        made.update(step.outputs)
+    return {path: held[path].read().result() for path in made}
+
+
+@dataclasses.dataclass(frozen=True)
+class Converted:
+    """An NNX model with Linen's values.
+
+    Attributes:
+      model: the model.
+      alignment: what said so.
+      lost: leaves of Linen's that were not used.
+      unfilled: leaves of the model that were not filled, other than random numbers.
+    """
+
+    model: Any
+    alignment: Alignment
+    lost: set[Path]
+    unfilled: set[Path]
+
+
+def convert(
+    variables: Any, make: Callable[[], Any], classes: Mapping[Path, str] | None = None
+) -> Converted:
+    """Aligns Linen variables with the NNX model that a function makes, and fills it with them."""
+    leaves = linen_leaves(variables)
+    alignment = align(linen_outline(leaves, classes), outline_of(make))
+    values = carried(alignment, leaves)
+    model = make()
+    parts = take_apart(model)
+    filled = []
+    for leaf in parts.leaves:
+        value = values.pop(leaf.path, None)
+        assert value is None or (value.shape, value.dtype) == (leaf.value.shape, leaf.value.dtype)
+        filled.append(leaf.value if value is None else jnp.asarray(value))
+    assert not values, "the model has other leaves than its outline"
+    outputs = {path for step in alignment.steps for path in step.outputs}
+    return Converted(
+        parts.fill(filled),
+        alignment,
+        set(leaves) - {p for step in alignment.steps for p in step.inputs},
+        {
+            leaf.path
+            for leaf in parts.leaves
+            if leaf.path not in outputs and not isinstance(leaf.holder, nnx.RngState)
+        },
+    )

@@ -1,0 +1,1654 @@
+"""Map files: reading, applying, writing, the opposite direction. What rules do is compared with a
+plain reading of them, by `re.sub` and numpy."""
+
+import contextlib
+import json
+import re
+import tomllib
+
+import layouts
+import numpy as np
+import pytest
+import tensorstore as ts
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from reshard.convert.mapfile import read_map
+from reshard.convert.mapped import apply_map
+from reshard.convert.maprules import inverse
+from reshard.convert.mapwriter import write_map
+from reshard.convert.ordering import Change, Value, in_order
+from reshard.convert.patterns import parse_pattern, parse_replacement, whole_path
+from reshard.convert.steps import Step, backwards, carried_out
+from reshard.errors import TreeMismatchError
+from reshard.operations import (
+    Concat,
+    Constant,
+    Crop,
+    Pad,
+    Reshape,
+    Split,
+    Stack,
+    Transpose,
+    Unstack,
+)
+from reshard.tree import format_path, split_path
+
+EXAMPLE = """
+
+hint: [[rule]]
+      from = '^params/layer_(\\d+)/'
+      to = 'layers/\\1/'"""
+KEYS = st.text(min_size=1, max_size=4) | st.text("ab/\"'\\{}^$.1 ", min_size=1, max_size=3)
+PATHS = st.lists(KEYS, min_size=1, max_size=3).map(tuple)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path_factory, monkeypatch):
+    """Each test writes to `map.toml` in a directory of its own."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("map"))
+
+
+def read(text):
+    with open("map.toml", "w", encoding="utf-8") as file:
+        file.write(text)
+    return read_map("map.toml")
+
+
+def tree(shapes):
+    return {split_path(text): tuple(shape) for text, shape in shapes.items()}
+
+
+def printed(shapes):
+    return {format_path(path): shape for path, shape in shapes.items()}
+
+
+def apply(text, shapes):
+    return apply_map(read(text), tree(shapes))
+
+
+def step(before, after, operation=None, origin="map"):
+    """A step of printed paths, a text or a list of them."""
+    sides = [[side] if isinstance(side, str) else side for side in (before, after)]
+    inputs, outputs = (tuple(map(split_path, side)) for side in sides)
+    return Step(inputs, outputs, operation, origin)
+
+
+def problem(text, shapes):
+    with pytest.raises(TreeMismatchError) as error:
+        apply(text, shapes)
+    return str(error.value)
+
+
+def unreadable(text):
+    with pytest.raises(TreeMismatchError) as error:
+        read(text)
+    return str(error.value)
+
+
+def arrays_of(leaves, seed=0):
+    rng = np.random.default_rng(seed)
+    return {path: layouts.random_array(rng, shape) for path, shape in leaves.items()}
+
+
+def done(steps, arrays):
+    """What steps make of arrays, by the views of their operations."""
+    views = {path: ts.array(array) for path, array in arrays.items()}
+    for one in steps:
+        inputs = [views.pop(path) for path in one.inputs]
+        outputs = inputs if one.operation is None else one.operation.views(inputs)
+        for path, view in zip(one.outputs, outputs, strict=True):
+            assert path not in views
+            views[path] = view
+    return {path: np.asarray(view.read().result()) for path, view in views.items()}
+
+
+def bits(arrays):
+    return {path: (a.dtype, a.shape, a.tobytes()) for path, a in sorted(arrays.items())}
+
+
+# What rules do
+
+
+def test_the_rules_of_an_example():
+    mapped = apply(
+        r"""
+        [[rule]]
+        from = '^params/layer_(\d+)/'
+        to = 'layers/\1/'
+
+        [[rule]]
+        from = '^(.*)/mlp/gating_einsum$'
+        unstack = { axis = 0, into = ['\1/mlp/gate_proj/kernel', '\1/mlp/up_proj/kernel'] }
+
+        [[rule]]
+        from = '^params/pos_table$'
+        drop = true
+        """,
+        {
+            "params/layer_0/mlp/gating_einsum": (2, 8, 16),
+            "params/layer_0/norm/scale": (8,),
+            "params/layer_1/mlp/gating_einsum": (2, 8, 16),
+            "params/layer_1/norm/scale": (8,),
+            "params/pos_table": (32, 8),
+            "params/head": (8, 3),
+        },
+    )
+    gates = ["gate_proj/kernel", "up_proj/kernel"]
+    assert mapped.steps == [
+        step(
+            "params/layer_0/mlp/gating_einsum", [f"layers/0/mlp/{g}" for g in gates], Unstack(0, 2)
+        ),
+        step("params/layer_0/norm/scale", "layers/0/norm/scale"),
+        step(
+            "params/layer_1/mlp/gating_einsum", [f"layers/1/mlp/{g}" for g in gates], Unstack(0, 2)
+        ),
+        step("params/layer_1/norm/scale", "layers/1/norm/scale"),
+    ]
+    assert mapped.dropped == [("params", "pos_table")]
+    assert mapped.untouched == [("params", "head")]
+    assert mapped.initial == ()
+    assert printed(mapped.final) == {
+        "layers/0/mlp/gate_proj/kernel": (8, 16),
+        "layers/0/mlp/up_proj/kernel": (8, 16),
+        "layers/0/norm/scale": (8,),
+        "layers/1/mlp/gate_proj/kernel": (8, 16),
+        "layers/1/mlp/up_proj/kernel": (8, 16),
+        "layers/1/norm/scale": (8,),
+        "params/head": (8, 3),
+    }
+
+
+CASES = {
+    "transpose in place": (
+        r"from = 'w$'" "\n" "transpose = [2, 0, 1]",
+        {"a/w": (2, 3, 4), "b/w": (3, 4, 5), "b/v": (3,)},
+        [step("a/w", "a/w", Transpose((2, 0, 1))), step("b/w", "b/w", Transpose((2, 0, 1)))],
+    ),
+    "transpose with a new path": (
+        r"from = 'kernel$'" "\n" "transpose = [1, 0]\n" "to = 'weight'",
+        {"a/kernel": (2, 3)},
+        [step("a/kernel", "a/weight", Transpose((1, 0)))],
+    ),
+    "reshape": (
+        r"from = '^(q|k)$'" "\n" "reshape = [4, -1]\n" r"to = 'x/\1'",
+        {"q": (4, 3, 2), "k": (8, 5)},
+        [step("q", "x/q", Reshape((4, 6))), step("k", "x/k", Reshape((4, 10)))],
+    ),
+    "reshape to no axes": (
+        "from = '^a$'\nreshape = []",
+        {"a": (1, 1)},
+        [step("a", "a", Reshape(()))],
+    ),
+    "reshape from one shape": (
+        "from = '^a$'\nreshape = { from = [4, 3, 2], to = [12, -1] }",
+        {"a": (4, 3, 2)},
+        [step("a", "a", Reshape((12, 2)))],
+    ),
+    "pad": (
+        "from = '^a$'\npad = { widths = [[0, 0], [1, 64]], fill = -0.5 }\nto = 'b'",
+        {"a": (2, 3)},
+        [step("a", "b", Pad(((0, 0), (1, 64)), -0.5))],
+    ),
+    "crop": (
+        "from = '^a$'\ncrop = { widths = [[0, 0], [1, 1]] }",
+        {"a": (2, 3)},
+        [step("a", "a", Crop(((0, 0), (1, 1))))],
+    ),
+    "split into equal parts": (
+        r"from = '^(.*)/qkv$'" "\n" r"split = { axis = -1, into = ['\1/q', '\1/k', '\1/v'] }",
+        {"a/qkv": (2, 6), "b/qkv": (9,)},
+        [
+            step("a/qkv", ["a/q", "a/k", "a/v"], Split(-1, (2, 2, 2))),
+            step("b/qkv", ["b/q", "b/k", "b/v"], Split(-1, (3, 3, 3))),
+        ],
+    ),
+    "split by sizes": (
+        "from = 'qkv$'\nsplit = { axis = 0, sizes = [4, 1], into = ['q', 'kv'] }",
+        {"a/qkv": (5, 6)},
+        [step("a/qkv", ["a/q", "a/kv"], Split(0, (4, 1)))],
+    ),
+    "split into numbered parts": (
+        "from = 'experts$'\nsplit = { axis = 0, sizes = [1, 2], into = 'expert_{}' }",
+        {"a/experts": (3, 6)},
+        [step("a/experts", ["a/expert_0", "a/expert_1"], Split(0, (1, 2)))],
+    ),
+    "unstack all": (
+        r"from = '^blocks/(.*)$'" "\n" r"unstack = { axis = 1, into = 'layers/{}/\1' }",
+        {"blocks/w": (4, 2), "blocks/v": (4, 3, 5)},
+        [
+            step("blocks/w", ["layers/0/w", "layers/1/w"], Unstack(1, 2)),
+            step("blocks/v", ["layers/0/v", "layers/1/v", "layers/2/v"], Unstack(1, 3)),
+        ],
+    ),
+    "unstack with arithmetic": (
+        "from = '^w$'\nunstack = { axis = 0, into = '{i // 2}/{i % 2}/w' }",
+        {"w": (3,)},
+        [step("w", ["0/0/w", "0/1/w", "1/0/w"], Unstack(0, 3))],
+    ),
+    "unstack into uneven groups": (
+        "from = '^w$'\nunstack = { axis = 0, into = '{outer}/{inner}/w' }\n"
+        "nest = { sizes = [1, 2], flat = '{}' }",
+        {"w": (3,)},
+        [step("w", ["0/0/w", "1/0/w", "1/1/w"], Unstack(0, 3))],
+    ),
+    "stack": (
+        r"from = '^layer_(\d+)/(.*)$'"
+        "\n"
+        r"stack = { axis = 0, by = 1 }"
+        "\n"
+        r"to = 'layers/\2'",
+        {
+            **{f"layer_{n}/w": (2, 3) for n in (10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0)},
+            "layer_0/b": (3,),
+            "layer_1/b": (3,),
+        },
+        [
+            step([f"layer_{n}/w" for n in range(11)], "layers/w", Stack(0)),
+            step(["layer_0/b", "layer_1/b"], "layers/b", Stack(0)),
+        ],
+    ),
+    "stack by arithmetic, over a mesh axis": (
+        r"from = '^(?P<stage>\d)/(\d)$'"
+        "\n"
+        r"stack = { axis = -1, by = '{\g<stage> * 2 + \2}', names = ['stage'] }"
+        "\nto = 'w'",
+        {"1/0": (2,), "1/1": (2,), "0/0": (2,), "0/1": (2,)},
+        [step(["0/0", "0/1", "1/0", "1/1"], "w", Stack(-1, ("stage",)))],
+    ),
+    "stack of uneven groups": (
+        r"from = '^(\d)/(\d)/'"
+        "\nstack = { axis = 0, by = '{flat}' }\nto = ''\n"
+        "nest = { sizes = [1, 2], outer = 1, inner = 2 }",
+        {"1/1/w": (2,), "1/0/w": (2,), "0/0/w": (2,)},
+        [step(["0/0/w", "1/0/w", "1/1/w"], "w", Stack(0))],
+    ),
+    "stack in a stated order": (
+        r"from = '_(\w+)$'" "\nstack = { axis = 0, by = 1, order = ['8', '2', 'x'] }\nto = ''",
+        {"w_2": (2,), "w_8": (2,), "w_x": (2,)},
+        [step(["w_8", "w_2", "w_x"], "w", Stack(0))],
+    ),
+    "concat by a group": (
+        r"from = '^(.*)/i([ifgo])/kernel$'"
+        "\n"
+        r"concat = { axis = -1, by = 2, order = ['i', 'f', 'g', 'o'] }"
+        "\n"
+        r"to = '\1/dense_i/kernel'",
+        {f"{cell}/i{gate}/kernel": (2, 4) for cell in ("a", "b") for gate in "fgio"},
+        [
+            step([f"{c}/i{g}/kernel" for g in "ifgo"], f"{c}/dense_i/kernel", Concat(-1))
+            for c in ("a", "b")
+        ],
+    ),
+    "concat of a list": (
+        r"from = ['^(.*)/gate$', '^(.*)/up$']"
+        "\n"
+        r"concat = { axis = 0, sizes = [2, 3] }"
+        "\n"
+        r"to = '\1/fused'",
+        {"a/up": (3, 4), "a/gate": (2, 4), "b/up": (3, 4), "b/gate": (2, 4)},
+        [step([f"{x}/gate", f"{x}/up"], f"{x}/fused", Concat(0)) for x in ("a", "b")],
+    ),
+    "several operations": (
+        r"from = '^(\d)/w$'"
+        "\nstack = { axis = 0, by = 1 }\nto = 'w'\n"
+        "pad = { widths = [[1, 0], [0, 0]], fill = 1 }\ntranspose = [1, 0, 2]\nreshape = [3, -1]",
+        {"0/w": (2, 3, 2), "1/w": (2, 3, 2)},
+        [
+            step("0/w", "0/w", Transpose((1, 0, 2))),
+            step("0/w", "0/w", Reshape((3, 4))),
+            step("0/w", "0/w", Pad(((1, 0), (0, 0)), 1)),
+            step("1/w", "1/w", Transpose((1, 0, 2))),
+            step("1/w", "1/w", Reshape((3, 4))),
+            step("1/w", "1/w", Pad(((1, 0), (0, 0)), 1)),
+            step(["0/w", "1/w"], "w", Stack(0)),
+        ],
+    ),
+    "drop": ("from = '^cache/'\ndrop = true", {"cache/a": (), "cache/b": (2,), "a": ()}, []),
+    "a whole path that stays": ("from = '^a$'\nto = 'a'", {"a": (2,)}, [step("a", "a")]),
+    "braces and backslashes": (
+        r"from = '^a$'" "\n" r"to = '{{\\1}}'",
+        {"a": (2,)},
+        [step("a", r"{\1}")],
+    ),
+    "flags of a regex": ("from = '(?i)DENSE'\nto = 'x'", {"Dense_0": ()}, [step("Dense_0", "x_0")]),
+    "keys with slashes": (
+        "from = '^\"mlp/linear\"/'\nto = 'mlp/linear/'",
+        {'"mlp/linear"/w': (2,)},
+        [Step((("mlp/linear", "w"),), (("mlp", "linear", "w"),))],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_operation(case):
+    rule, shapes, steps = CASES[case]
+    mapped = apply(f"[[rule]]\n{rule}", shapes)
+    assert mapped.steps == steps
+    left = {path: shape for path, shape in tree(shapes).items() if path not in mapped.dropped}
+    assert mapped.final == carried_out(mapped.steps, left)
+    touched = {path for one in mapped.steps for path in one.inputs} | set(mapped.dropped)
+    assert mapped.untouched == [path for path in tree(shapes) if path not in touched]
+
+
+def test_later_rules_see_what_earlier_ones_left_and_renames_become_one_step():
+    mapped = apply(
+        r"""
+        [[rule]]
+        from = '^params/'
+        to = ''
+
+        [[rule]]
+        from = '^(.*)/qkv/kernel$'
+        split = { axis = 0, into = ['\1/q', '\1/k'] }
+
+        [[rule]]
+        from = '/([qk])$'
+        to = '/attention/\1'
+
+        [[rule]]
+        from = 'attention/k$'
+        transpose = [1, 0]
+
+        [[rule]]
+        from = '^(.*)/attention/(.*)$'
+        to = '\1/self/\2'
+        """,
+        {"params/a/qkv/kernel": (4, 3), "params/norm": (3,)},
+    )
+    assert mapped.steps == [
+        step("params/a/qkv/kernel", ["a/self/q", "a/attention/k"], Split(0, (2, 2))),
+        step("params/norm", "norm"),
+        step("a/attention/k", "a/self/k", Transpose((1, 0))),
+    ]
+
+
+def test_initial_leaves_are_passed_on():
+    rules = read("init = ['rngs/**', 'dropout/\"a/b\"/key']")
+    mapped = apply_map(rules, {("w",): (2,)})
+    assert mapped.initial == ("rngs/**", 'dropout/"a/b"/key')
+    assert mapped.untouched == [("w",)]
+    assert mapped.steps == []
+
+
+def test_an_empty_map():
+    mapped = apply_map(read(""), {})
+    assert (mapped.steps, mapped.dropped, mapped.initial) == ([], [], ())
+    assert (mapped.untouched, mapped.final) == ([], {})
+
+
+# Numbers of layers
+
+
+def test_flat_blocks_in_equal_stages_and_back():
+    flat = {f"params/block_{n}/w": (n,) for n in range(12)}
+    there = apply(
+        r"""
+        [[rule]]
+        from = '^params/block_(\d+)/'
+        to = 'stages/{\1 // 4}/blocks/{\1 % 4}/'
+        """,
+        flat,
+    )
+    assert printed(there.final) == {f"stages/{n // 4}/blocks/{n % 4}/w": (n,) for n in range(12)}
+    back = apply(
+        r"""
+        [[rule]]
+        from = '^stages/(\d+)/blocks/(\d+)/'
+        to = 'params/block_{4 * \1 + \2}/'
+        """,
+        printed(there.final),
+    )
+    assert printed(back.final) == flat
+
+
+def test_flat_blocks_in_uneven_stages_and_back():
+    sizes = [3, 4, 6, 3]
+    places = [(outer, inner) for outer, size in enumerate(sizes) for inner in range(size)]
+    flat = {f"params/block_{n}/w": (n,) for n in range(16)}
+    there = apply(
+        r"""
+        [[rule]]
+        from = '^params/block_(\d+)/'
+        to = 'stages/{outer}/blocks/{inner + 1}/'
+        nest = { sizes = [3, 4, 6, 3], flat = 1 }
+        """,
+        flat,
+    )
+    assert printed(there.final) == {
+        f"stages/{outer}/blocks/{inner + 1}/w": (n,) for n, (outer, inner) in enumerate(places)
+    }
+    back = apply(
+        r"""
+        [[rule]]
+        from = '^stages/(\d+)/blocks/(?P<block>\d+)/'
+        to = 'params/block_{flat}/'
+        nest = { sizes = [3, 4, 6, 3], outer = 1, inner = '{\g<block> - 1}' }
+        """,
+        printed(there.final),
+    )
+    assert printed(back.final) == flat
+
+
+def test_numbers_that_move_on_and_change_places():
+    mapped = apply(
+        r"""
+        [[rule]]
+        from = '^layer_(\d+)$'
+        to = 'layer_{\1 + 1}'
+
+        [[rule]]
+        from = '^x(\d)$'
+        to = 'x{1 - \1}'
+        """,
+        {"layer_0": (0,), "layer_1": (1,), "layer_2": (2,), "x0": (3,), "x1": (4,), "x1~": (5,)},
+    )
+    assert mapped.steps == [
+        step("layer_2", "layer_3"),
+        step("layer_1", "layer_2"),
+        step("layer_0", "layer_1"),
+        step("x0", "x1~~"),
+        step("x1", "x0"),
+        step("x1~~", "x1"),
+    ]
+    assert printed(mapped.final) == {
+        "layer_1": (0,),
+        "layer_2": (1,),
+        "layer_3": (2,),
+        "x1": (3,),
+        "x0": (4,),
+        "x1~": (5,),
+    }
+
+
+EXPRESSIONS = st.recursive(
+    st.integers(0, 20).map(str) | st.sampled_from([r"\1", r"\g<2>", r"\g<n>", "i"]),
+    lambda inner: (
+        st.tuples(inner, st.sampled_from([" + ", "-", "*", "//", "% "]), inner).map("".join)
+        | inner.map(lambda text: f"({text})")
+        | inner.map(lambda text: f"-{text}")
+    ),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(EXPRESSIONS, st.integers(0, 9), st.integers(0, 99), st.integers(0, 3))
+def test_arithmetic_is_that_of_python(text, one, two, i):
+    pattern = parse_pattern(r"^(\d+)/(?P<n>\d+)$")
+    plain = re.sub(r"\\1", str(one), re.sub(r"\\g<\w>", str(two), text))
+    try:
+        answer = eval(plain, {"i": i})
+    except ZeroDivisionError:
+        answer = None
+    replacement = parse_replacement(f"a{{{text}}}b", [pattern], ["i"])
+
+    def replaced():
+        return replacement.replaced(pattern, f"{one}/{two}", lambda match: {"i": i})
+
+    if answer is not None and answer >= 0:
+        assert replaced() == f"a{answer}b"
+    else:
+        with pytest.raises(ValueError):
+            replaced()
+
+
+# Real models
+
+
+def pair(data, name):
+    return json.loads((data / "pairs" / f"{name}.json").read_text())
+
+
+def rules_text(rules):
+    return "".join(
+        f"[[rule]]\nfrom = '{pattern}'\nto = '{replacement}'\n" for pattern, replacement in rules
+    )
+
+
+@pytest.mark.parametrize("name", ["lm1b", "vit_bigvision_bonsai"])
+def test_every_leaf_of_a_public_pair_lands_where_the_true_map_says(name, data):
+    models = pair(data, name)
+    shapes = {text: tuple(shape) for text, (shape, *_) in models["linen"].items()}
+    mapped = apply(rules_text([("^params/", ""), *models["rules"]]), shapes)
+    assert mapped.steps == [step(text, models["map"][text]) for text in shapes]
+    assert printed(mapped.final) == {models["map"][text]: s for text, s in shapes.items()}
+    assert set(printed(mapped.final)) == set(models["nnx"])
+    assert (mapped.dropped, mapped.untouched) == ([], [])
+
+    again = apply(write_map(mapped.steps, [], [], tree(shapes)), shapes)
+    assert again == mapped
+    back = apply_map(inverse(read_map("map.toml")), mapped.final)
+    assert printed(back.final) == shapes
+
+
+def test_a_scanned_model_and_its_longer_positions(data):
+    models, looped = (pair(data, f"vit_{scan}bigvision_bonsai") for scan in ("scan_", ""))
+    shapes = {text: tuple(shape) for text, (shape, *_) in models["linen"].items()}
+    rules = looped["rules"][1:]  # the first is for blocks in a loop
+    mapped = apply(
+        r"""
+        [[rule]]
+        from = '^params/'
+        to = ''
+
+        [[rule]]
+        from = '^Transformer/encoderblock/'
+        unstack = { axis = 0, into = 'layers/{}/' }
+
+        [[rule]]
+        from = '^pos_embedding$'
+        pad = { widths = [[0, 0], [1, 0], [0, 0]], fill = 0.0 }
+        """
+        + rules_text(rules),
+        shapes,
+    )
+    expected = {text: tuple(shape) for text, (shape, *_) in models["nnx"].items()}
+    assert printed(mapped.final) == expected
+
+    arrays = arrays_of(tree(shapes))
+    values = {format_path(path): value for path, value in done(mapped.steps, arrays).items()}
+    true = {new: old for old, new in looped["map"].items()}
+    for text, value in values.items():
+        old = true[text]
+        layer = re.search(r"encoderblock_(\d)", old)
+        source = arrays[split_path(re.sub(r"(encoderblock)_\d", r"\1", old))]
+        wanted = source if layer is None else source[int(layer[1])]
+        if text == "pos_embeddings/pos_embeddings":
+            assert not value[:, 0].any()
+            value = value[:, 1:]
+        assert value.tobytes() == wanted.tobytes(), text
+
+    back = done(backwards(mapped.steps, tree(shapes)), done(mapped.steps, arrays))
+    assert bits(back) == bits(arrays)
+
+
+STRIP = ("^[a-z_]+/", "")
+GATES = """
+[[rule]]
+from = '^(.*cell/|)i([ifgo])/(kernel)$'
+concat = { axis = -1, by = 2, order = ['i', 'f', 'g', 'o'] }
+to = '\\1dense_i/\\3'
+
+[[rule]]
+from = '^(.*cell/|)h([ifgo])/(kernel|bias)$'
+concat = { axis = -1, by = 2, order = ['i', 'f', 'g', 'o'] }
+to = '\\1dense_h/\\3'
+"""
+RESETS = """
+[[rule]]
+from = 'hn/bias$'
+drop = true
+
+[[rule]]
+from = '^(.*/|)([ih])([rzn])/(kernel|bias)$'
+concat = { axis = -1, by = 3, order = ['r', 'z', 'n'] }
+to = '\\1dense_\\2/\\4'
+"""
+LAYERS = {
+    "Dense": rules_text([STRIP]),
+    "BatchNorm": rules_text([STRIP]),
+    "MHA decode": rules_text([STRIP]),
+    "LSTMCell": rules_text([STRIP, ("^if/", "if_/")]),
+    "RNN(LSTM)": "init = ['rngs/**']\n" + rules_text([STRIP, ("/if/", "/if_/")]),
+    "OptLSTM": rules_text([STRIP]) + GATES,
+    "GRU": rules_text([STRIP]) + RESETS,
+    "Bidirectional": "init = ['**/rngs/*']\n" + rules_text([STRIP]) + RESETS,
+    "SimpleCell": rules_text([STRIP, ("^([hi])/", r"dense_\1/")]),
+    "Sequential": rules_text([STRIP, (r"^layers_(\d+)/", r"layers/\1/")]),
+    "Dropout": "init = ['rngs/*']",
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_leaf_of_a_standard_layer_lands(name, data):
+    layer = pair(data, "layers")[name]
+
+    def shapes(side):
+        return {
+            text: tuple(map(int, re.findall(r"\d+", entry.partition(":")[0])))
+            for text, entry in layer[side].items()
+        }
+
+    mapped = apply(LAYERS[name], shapes("linen"))
+    owned = {text for text, entry in layer["nnx"].items() if "<Rng" in entry}
+    assert printed(mapped.final) == {
+        text: shape for text, shape in shapes("nnx").items() if text not in owned
+    }
+    assert mapped.untouched == []
+    assert {format_path(path).rpartition("/")[2] for path in mapped.dropped} <= {"bias"}
+    assert bool(mapped.initial) == bool(owned)
+
+
+# Random maps
+
+
+class FailsError(Exception):
+    """What the plain reading below says of a map that does not fit."""
+
+
+def plainly(rules, leaves):
+    """What rules make of arrays, read as plainly as can be: printed path -> (array, whether an
+    operation made it)."""
+    for rule in rules:
+        patterns = rule["from"] if isinstance(rule["from"], list) else [rule["from"]]
+        matches = [[t for t in leaves if re.search(pattern, t)] for pattern in patterns]
+        if not all(matches):
+            raise FailsError(rule)
+        made = []
+        taken = [text for texts in matches for text in texts]
+        kind = next((k for k in ("concat", "stack", "split", "unstack") if k in rule), None)
+        if kind in ("concat", "stack"):
+            groups = {}
+            for n, pattern in enumerate(patterns):
+                for text in matches[n]:
+                    found = re.search(pattern, text)
+                    by = rule[kind].get("by")
+                    order = rule[kind].get("order")
+                    piece = n if by is None else order.index(found[by]) if order else int(found[by])
+                    group = groups.setdefault(substituted(pattern, rule["to"], text), {})
+                    if piece in group:
+                        raise FailsError(rule)
+                    group[piece] = changed(rule, leaves[text][0])
+            for text, group in groups.items():
+                count = len(rule[kind].get("order", patterns if len(patterns) > 1 else group))
+                if sorted(group) != list(range(count)):
+                    raise FailsError(rule)
+                join = np.stack if kind == "stack" else np.concatenate
+                made.append(
+                    (text, called(join, [group[n] for n in range(count)], rule[kind]["axis"]))
+                )
+        elif kind is not None:
+            for text in taken:
+                value, into = changed(rule, leaves[text][0]), rule[kind]["into"]
+                parts = called(parted, value, rule[kind], kind == "unstack")
+                names = [into] * len(parts) if isinstance(into, str) else into
+                if len(names) != len(parts):
+                    raise FailsError(rule)
+                made += [
+                    (substituted(patterns[0], name, text, n), part)
+                    for n, (name, part) in enumerate(zip(names, parts, strict=True))
+                ]
+        elif "drop" in rule:
+            if any(leaves[text][1] for text in taken):
+                raise FailsError(rule)
+        else:
+            to = {text: text for text in taken}
+            if "to" in rule:
+                to = {text: substituted(patterns[0], rule["to"], text) for text in taken}
+            operated = rule.keys() & {"transpose", "reshape", "pad"}
+            if not operated and all(old == new for old, new in to.items()):
+                raise FailsError(rule)
+            for old, new in to.items():
+                value = called(changed, rule, leaves[old][0]) if operated else leaves[old][0]
+                made.append((new, value, bool(operated) or leaves[old][1]))
+        leaves = {text: leaf for text, leaf in leaves.items() if text not in taken}
+        for text, value, *flag in made:
+            if text in leaves:
+                raise FailsError(rule)
+            leaves[text] = value, (flag or [True])[0]
+    return leaves
+
+
+def is_nested(leaves):
+    return any(other.startswith(f"{text}/") for text in leaves for other in leaves)
+
+
+def called(function, *arguments):
+    try:
+        return function(*arguments)
+    except (ValueError, IndexError) as error:  # numpy's words for shapes that do not fit
+        raise FailsError from error
+
+
+def changed(rule, value):
+    if "transpose" in rule:
+        value = called(np.transpose, value, rule["transpose"])
+    if "reshape" in rule:
+        value = called(np.reshape, value, rule["reshape"])
+    if "pad" in rule:
+        widths, fill = rule["pad"]["widths"], rule["pad"]["fill"]
+        if len(widths) != value.ndim:
+            raise FailsError
+        value = np.pad(value, widths, constant_values=fill)
+    return value
+
+
+def parted(value, how, unstack):
+    axis = how["axis"]
+    if unstack:
+        return [np.take(value, n, axis) for n in range(value.shape[axis])]
+    sizes = how.get("sizes")
+    if sizes is None:
+        return np.split(value, len(how["into"]), axis)
+    if sum(sizes) != value.shape[axis]:
+        raise FailsError
+    return np.split(value, np.cumsum(sizes)[:-1], axis)
+
+
+def substituted(pattern, to, text, n=None):
+    def one(found):
+        filled = to.replace("{}", str(n))
+        filled = re.sub(r"\\(\d)", lambda group: found[int(group[1])], filled)
+        return re.sub(r"\{([^}]*)\}", lambda braces: str(eval(braces[1])), filled)
+
+    return re.sub(pattern, one, text)
+
+
+RULES = [
+    r"{from = '^params/', to = ''}",
+    r"{from = 'layer_(\d+)/', to = 'layers/\1/'}",
+    r"{from = 'layer_(\d+)/', to = 'stages/{\1 // 2}/{\1 % 2}/'}",
+    r"{from = 'layer_(\d+)/', to = 'layer_{(\1 + 1) % 3}/'}",
+    r"{from = 'mlp/', to = 'x/'}",
+    r"{from = 'attn/', to = 'mlp/'}",
+    r"{from = '^(.*)x/', to = '\1attn/'}",
+    r"{from = 'kernel$', transpose = [1, 0]}",
+    r"{from = 'kernel$', transpose = [1, 0, 2], to = 'turned'}",
+    r"{from = '(kernel|bias)$', reshape = [2, -1]}",
+    r"{from = 'kernel$', reshape = [-1], transpose = [1, 0], to = 'flat'}",
+    r"{from = '^(.*)kernel$', split = {axis = -1, into = ['\1a', '\1b']}}",
+    r"{from = 'kernel$', split = {axis = 0, sizes = [1, 3], into = 'kernel_{}'}}",
+    r"{from = 'bias$', unstack = {axis = 0, into = 'bias_{}'}}",
+    r"{from = 'kernel$', unstack = {axis = -1, into = ['one', 'two', 'three', 'four']}}",
+    r"{from = '(bias|kernel)_(\d+)$', stack = {axis = 0, by = 2}, to = '\1'}",
+    r"{from = '^params/layer_(\d+)/', stack = {axis = 1, by = 1}, to = 'params/layers/'}",
+    r"{from = 'layer_(\d+)/(\w+)/', stack = {axis = 0, by = 1}, to = '\2/'}",
+    r"{from = '/([ab])$', concat = {axis = -1, by = 1, order = ['b', 'a']}, to = '/kernel'}",
+    r"{from = ['mlp/kernel$', 'attn/kernel$'], concat = {axis = 0}, to = 'both/kernel'}",
+    r"{from = ['mlp/bias$', 'attn/bias$'], reshape = [1, -1], concat = {axis = 0}, to = 'both'}",
+    r"{from = 'kernel$', pad = {widths = [[0, 1], [2, 0]], fill = 7.0}}",
+    r"{from = 'bias$', drop = true}",
+]
+LEAVES = ["kernel", "bias", "a", "b", "kernel_0", "kernel_1"]
+LAYERED = st.builds(
+    lambda layers, modules, leaves, prefix: {
+        f"{prefix}layer_{n}/{module}/{leaf}": shape
+        for n in range(layers)
+        for module in modules
+        for leaf, shape in leaves.items()
+    },
+    st.integers(1, 3),
+    st.sampled_from([["attn", "mlp"], ["mlp", "attn"], ["mlp"], ["x"]]),
+    st.dictionaries(
+        st.sampled_from(LEAVES), st.sampled_from([(4,), (4, 4), (2, 4), (2, 3, 4)]), min_size=1
+    ),
+    st.sampled_from(["params/", ""]),
+)
+
+
+@st.composite
+def layered_maps(draw):
+    """A tree, rules most of which fit, and what they make of its arrays; None if they do not."""
+    arrays = arrays_of(tree(draw(LAYERED)), draw(st.integers(0, 99)))
+    leaves = {format_path(path): (value, False) for path, value in arrays.items()}
+    chosen, made = [], leaves
+    for _ in range(draw(st.integers(1, 5))):
+        results = {}
+        for rule in RULES:
+            with contextlib.suppress(FailsError):
+                results[rule] = plainly(tomllib.loads(f"rule = [{rule}]")["rule"], made)
+        if not results:
+            break
+        chosen.append(draw(st.sampled_from(sorted(results))))
+        made = results[chosen[-1]]
+    if draw(st.integers(0, 3)) == 0:
+        chosen.append(draw(st.sampled_from(RULES)))
+        try:
+            made = plainly(tomllib.loads(f"rule = [{chosen[-1]}]")["rule"], made)
+        except FailsError:
+            made = None
+    if made is not None and is_nested(made):
+        made = None
+    return (
+        arrays,
+        chosen,
+        None if made is None else {text: value for text, (value, _) in made.items()},
+    )
+
+
+@settings(deadline=None, max_examples=400)
+@given(layered_maps())
+def test_rules_do_to_arrays_what_they_say_and_can_be_undone(case):
+    arrays, rules, expected = case
+    shapes = printed({path: value.shape for path, value in arrays.items()})
+    text = "".join(f"    {rule},\n" for rule in rules)
+    text = f"rule = [\n{text}]\n"
+    if expected is None:
+        with pytest.raises(TreeMismatchError):
+            apply(text, shapes)
+        return
+    mapped = apply(text, shapes)
+    kept = {path: shape for path, shape in tree(shapes).items() if path not in mapped.dropped}
+    made = done(mapped.steps, {path: arrays[path] for path in kept})
+    assert bits({format_path(path): value for path, value in made.items()}) == bits(expected)
+    assert mapped.final == {path: value.shape for path, value in made.items()}
+    assert carried_out(mapped.steps, kept) == mapped.final
+
+    undone = done(backwards(mapped.steps, kept), made)
+    assert bits(undone) == bits({path: arrays[path] for path in kept})
+
+    written = write_map(mapped.steps, mapped.dropped, mapped.initial, tree(shapes))
+    again = apply(written, shapes)
+    assert again.final == mapped.final
+    if not any(key.endswith("~") for one in mapped.steps for path in one.outputs for key in path):
+        assert again.steps == mapped.steps  # no leaf is out of the way of others
+    assert bits(done(again.steps, {path: arrays[path] for path in kept})) == bits(made)
+    back = apply_map(inverse(read_map("map.toml")), mapped.final)
+    assert bits(done(back.steps, made)) == bits(undone)
+    assert set(back.initial) == set(map(format_path, mapped.dropped))
+
+
+# Whole maps
+
+
+def test_the_text_of_a_whole_map():
+    leaves = tree(
+        {
+            "params/Dense_0/kernel": (8, 2, 4),
+            "params/Dense_0/bias": (3,),
+            "params/cell/ii/kernel": (2, 4),
+            "params/cell/if/kernel": (2, 3),
+            "params/layer_0/w": (2,),
+            "params/layer_1/w": (2,),
+            "params/qkv": (6, 2),
+            "params/it's": (2, 3),
+            "params/table": (5,),
+            "cache/index": (),
+        }
+    )
+    kernels = ["params/cell/ii/kernel", "params/cell/if/kernel"]
+    long = [f"blocks/with/a/rather/long/name/of/which/there/are/{n}/w" for n in range(2)]
+    steps = [
+        step("params/Dense_0/kernel", "linear/kernel", Reshape((8, 8)), "path"),
+        step("params/Dense_0/bias", "linear/bias", Pad(((0, 2),), 0.0)),
+        step(kernels, "cell/dense_i/kernel", Concat(-1), "structure"),
+        step(["params/layer_0/w", "params/layer_1/w"], "layers/w", Stack(0, ("stage",))),
+        step("params/qkv", ["q", "{kv}"], Split(0, (2, 4))),
+        step("{kv}", "kv", Transpose((1, 0))),
+        step("layers/w", long, Unstack(0, 2)),
+        step("params/it's", "it's", Crop(((0, 0), (1, 0)))),
+    ]
+    dropped = [("cache", "index")]
+    text = write_map(steps, dropped, ["rngs/**", "**/count"], leaves)
+    assert text == (
+        r"""
+# A whole map between the leaves of two checkpoints. Each rule is for one leaf, or for leaves that
+# are joined, and sees what the rules before it have left. Any of it can be edited: `from` is a
+# regex that is searched for in printed paths, `to` a replacement as `re.sub` takes it. As long as
+# every `from` is a whole path, the map can be used in the opposite direction, too.
+# Behind `[[rule]]` is what it was found by: equal paths after the standard conversions (path), or
+# the order of modules of one class (structure).
+
+init = ['rngs/**', '**/count']
+
+[[rule]]
+from = '^cache/index$'
+drop = true
+
+[[rule]]  # path
+from = '^params/Dense_0/kernel$'
+reshape = { from = [8, 2, 4], to = [8, 8] }
+to = 'linear/kernel'
+
+[[rule]]
+from = '^params/Dense_0/bias$'
+pad = { widths = [[0, 2]], fill = 0.0 }
+to = 'linear/bias'
+
+[[rule]]  # structure
+from = ['^params/cell/ii/kernel$', '^params/cell/if/kernel$']
+concat = { axis = -1, sizes = [4, 3] }
+to = 'cell/dense_i/kernel'
+
+[[rule]]
+from = ['^params/layer_0/w$', '^params/layer_1/w$']
+stack = { axis = 0, names = ['stage'] }
+to = 'layers/w'
+
+[[rule]]
+from = '^params/qkv$'
+split = { axis = 0, sizes = [2, 4], into = ['q', '{{kv}}'] }
+
+[[rule]]
+from = '^\{kv\}$'
+transpose = [1, 0]
+to = 'kv'
+
+[[rule]]
+from = '^layers/w$'
+unstack = { axis = 0, into = [
+    'blocks/with/a/rather/long/name/of/which/there/are/0/w',
+    'blocks/with/a/rather/long/name/of/which/there/are/1/w',
+] }
+
+[[rule]]
+from = "^params/it's$"
+crop = { widths = [[0, 0], [1, 0]] }
+to = "it's"
+""".lstrip()
+    )
+    mapped = apply_map(read(text), leaves)
+    # A rule may rename what another has made, but then that is made under the new path.
+    assert mapped.steps == [Step(one.inputs, one.outputs, one.operation) for one in steps]
+    assert mapped.dropped == dropped
+    assert mapped.initial == ("rngs/**", "**/count")
+    assert mapped.untouched == [("params", "table")]
+
+
+def test_values_that_were_given_have_no_place_in_a_map():
+    steps = [Step((), (("scale",),), Constant(np.ones(3)))]
+    with pytest.raises(TreeMismatchError) as error:
+        write_map(steps, [], [], {})
+    assert str(error.value) == "no map can hold the values of scale"
+
+
+def apart(path, others):
+    """Whether no path is another or below it."""
+    return all(path[: len(other)] != other and other[: len(path)] != path for other in others)
+
+
+@st.composite
+def conversions(draw):
+    """Leaves, and steps on them of which none could be left out: a leaf is renamed at most once."""
+    leaves, used = {}, []
+
+    def fresh():
+        path = draw(PATHS.filter(lambda path: apart(path, used)))
+        used.append(path)
+        return path
+
+    for _ in range(draw(st.integers(1, 4))):
+        leaves[fresh()] = tuple(draw(st.lists(st.integers(1, 3), max_size=3)))
+    now, sources, fixed, steps = dict(leaves), set(leaves), set(), []
+    for _ in range(draw(st.integers(0, 5))):
+        paths = [path for path in now if path not in fixed]
+        if not paths:
+            break
+        first = draw(st.sampled_from(paths))
+        shape = now[first]
+        count = draw(st.integers(1, 3))
+        axis = draw(st.integers(-len(shape), len(shape) - 1)) if shape else None
+        kinds = ["transpose", "reshape", "pad", "stack"] + ["split", "unstack", "concat"] * bool(
+            shape
+        )
+        kind = draw(st.sampled_from(kinds + ["rename"] * (first in sources)))
+        inputs, outputs = [first], 1
+        if kind == "rename":
+            operation = None
+        elif kind == "transpose":
+            operation = Transpose(tuple(draw(st.permutations(range(len(shape))))))
+        elif kind == "reshape":
+            sizes = draw(st.permutations([*shape, 1]))
+            operation = Reshape((*sizes[:-2], int(np.prod(sizes[-2:]))))
+        elif kind == "pad":
+            width = st.tuples(st.integers(0, 2), st.integers(0, 2))
+            widths = tuple(draw(width) for _ in shape)
+            operation = Pad(widths, draw(st.floats(-9, 9, width=32) | st.integers(0, 3)))
+        elif kind == "split":
+            at = draw(st.integers(0, shape[axis]))
+            operation, outputs = Split(axis, (at, shape[axis] - at)), 2
+        elif kind == "unstack" and shape[axis]:
+            operation, outputs = Unstack(axis, shape[axis]), shape[axis]
+        elif kind == "stack":
+            inputs = [path for path in draw(st.permutations(paths)) if now[path] == shape][:count]
+            names = draw(st.sampled_from([(), ("data", "model")]))
+            operation = Stack(draw(st.integers(-len(shape) - 1, len(shape))), names)
+        else:
+            other = [path for path in draw(st.permutations(paths)) if len(now[path]) == len(shape)]
+            inputs = []
+            for path in other[:count]:
+                if all(
+                    a == b or n == axis % len(shape)
+                    for n, (a, b) in enumerate(zip(now[path], shape, strict=True))
+                ):
+                    inputs.append(path)
+            inputs = inputs or [first]
+            operation = Concat(axis)
+        shapes = [now.pop(path) for path in inputs]
+        sources -= set(inputs)
+        if operation is not None:
+            shapes = operation.shapes(shapes)
+        free = [path for path in used if path not in now]
+        places = [path if draw(st.booleans()) else fresh() for path in draw(st.permutations(free))][
+            :outputs
+        ]
+        places += [fresh() for _ in range(outputs - len(places))]
+        if operation is None:
+            fixed.add(places[0])
+        now.update(zip(places, shapes, strict=True))
+        steps.append(Step(tuple(inputs), tuple(places), operation, draw(ORIGINS)))
+    named = {path for one in steps for path in one.inputs + one.outputs}
+    dropped = [path for path in leaves if path not in named and draw(st.booleans())]
+    return leaves, steps, dropped
+
+
+ORIGINS = st.sampled_from(["map", "path", "structure"])
+
+
+@settings(deadline=None, max_examples=300)
+@given(conversions(), st.lists(PATHS.map(lambda path: format_path(("rngs", *path))), max_size=2))
+def test_a_whole_map_reads_back_and_works_in_both_directions(conversion, initial):
+    leaves, steps, dropped = conversion
+    rules = read(write_map(steps, dropped, initial, leaves))
+    mapped = apply_map(rules, leaves)
+    kept = {path: shape for path, shape in leaves.items() if path not in dropped}
+    assert mapped.steps == [Step(one.inputs, one.outputs, one.operation) for one in steps]
+    assert (mapped.dropped, mapped.initial) == (dropped, tuple(initial))
+    assert mapped.final == carried_out(steps, kept)
+    used = {path for one in steps for path in one.inputs}
+    assert mapped.untouched == [path for path in kept if path not in used]
+
+    back = apply_map(inverse(rules), mapped.final)
+    assert back.final == kept
+    assert back.initial == tuple(map(format_path, dropped))
+    arrays = arrays_of(kept)
+    assert bits(done(back.steps, done(steps, arrays))) == bits(arrays)
+
+
+def test_the_opposite_direction_of_what_stays_out():
+    text = r"""
+    init = ['rngs/**', 'count', 'mask']
+
+    [[rule]]
+    from = '^params/w$'
+    to = 'w'
+
+    [[rule]]
+    from = '^params/table$'
+    drop = true
+    """
+    rules = read(text)
+    back = inverse(rules)
+    mapped = apply_map(
+        back, tree({"w": (2,), "rngs/key": (), "rngs/a/b": (), "count": (), "x": ()})
+    )
+    assert mapped.steps == [step("w", "params/w")]
+    assert printed(mapped.final) == {"params/w": (2,), "x": ()}
+    assert mapped.dropped == [("rngs", "key"), ("rngs", "a", "b"), ("count",)]
+    assert mapped.initial == ("params/table",)
+    assert mapped.untouched == [("x",)]
+    forth = apply_map(inverse(back), tree({"params/w": (2,), "params/table": (3,)}))
+    assert (forth.dropped, forth.initial) == ([("params", "table")], rules.initial)
+    assert printed(forth.final) == {"w": (2,)}
+
+
+def test_rules_with_several_operations_in_the_opposite_direction():
+    shapes = {"a": (2, 6), "b": (2, 6), "qkv": (4, 3)}
+    rules = read(
+        r"""
+        [[rule]]
+        from = ['^a$', '^b$']
+        transpose = [1, 0]
+        reshape = { from = [6, 2], to = [3, -1] }
+        pad = { widths = [[1, 0], [0, 0]], fill = 0 }
+        concat = { axis = 0, sizes = [4, 4] }
+        to = 'ab'
+
+        [[rule]]
+        from = '^qkv$'
+        transpose = [1, 0]
+        split = { axis = 1, into = ['q', 'kv'] }
+
+        [[rule]]
+        from = '^q$'
+        pad = { widths = [[0, 0], [1, 1]], fill = 1 }
+        """
+    )
+    mapped = apply_map(rules, tree(shapes))
+    assert printed(mapped.final) == {"ab": (8, 4), "q": (3, 4), "kv": (3, 2)}
+    back = apply_map(inverse(rules), mapped.final)
+    assert back.steps == [
+        step("q", "q", Crop(((0, 0), (1, 1)))),
+        step(["q", "kv"], "qkv", Concat(1)),
+        step("qkv", "qkv", Transpose((1, 0))),
+        step("ab", ["a", "b"], Split(0, (4, 4))),
+        step("a", "a", Crop(((1, 0), (0, 0)))),
+        step("a", "a", Reshape((6, 2))),
+        step("a", "a", Transpose((1, 0))),
+        step("b", "b", Crop(((1, 0), (0, 0)))),
+        step("b", "b", Reshape((6, 2))),
+        step("b", "b", Transpose((1, 0))),
+    ]
+    assert printed(back.final) == shapes
+    arrays = arrays_of(tree(shapes))
+    assert bits(done(back.steps, done(mapped.steps, arrays))) == bits(arrays)
+
+
+def test_rules_that_have_no_opposite_direction():
+    rules = read(
+        r"""
+        [[rule]]
+        from = '^params/'
+        to = ''
+
+        [[rule]]
+        from = '^a$'
+        to = 'b'
+
+        [[rule]]
+        from = '^a$'
+        to = '\g<0>/b'
+
+        [[rule]]
+        from = '^cache/.*$'
+        drop = true
+
+        [[rule]]
+        from = '^a$'
+        reshape = [2, -1]
+
+        [[rule]]
+        from = '^a$'
+        crop = { widths = [[0, 1]] }
+
+        [[rule]]
+        from = '^a$'
+        transpose = [1, 1]
+
+        [[rule]]
+        from = ['^a$', '^b$']
+        concat = { axis = 0 }
+        to = 'c'
+
+        [[rule]]
+        from = '^a$'
+        stack = { axis = 0, by = 0, order = ['a'] }
+        to = 'c'
+
+        [[rule]]
+        from = '^a$'
+        unstack = { axis = 0, into = 'a/{}' }
+
+        [[rule]]
+        from = '^a$'
+        unstack = { axis = 0, into = ['b', '{1 + 1}'] }
+        """
+    )
+    with pytest.raises(TreeMismatchError) as error:
+        inverse(rules)
+    assert (
+        str(error.value)
+        == r"""
+map.toml: the map cannot be used in the opposite direction
+  rule 1, `^params/`: it is not for a whole path, `^...$` without wildcards
+  rule 3, `^a$`: `\g<0>/b` is no whole path
+  rule 4, `^cache/.*$`: it is not for a whole path, `^...$` without wildcards
+  rule 5, `^a$`: `reshape` does not say the shape that it is `from`
+  rule 6, `^a$`: a crop cannot be undone: what it cuts off is gone
+  rule 7, `^a$`: axes [1, 1] are no order of axes
+  rule 8, `^a$` + `^b$`: `concat` does not say the `sizes` of the pieces
+  rule 9, `^a$`: its pieces are not named as a list of whole paths
+  rule 10, `^a$`: `into` is not a list of whole paths
+  rule 11, `^a$`: `{1 + 1}` is no whole path
+
+hint: a map that a conversion has written, of whole paths, can be
+""".strip("\n")
+    )
+
+
+def test_maps_of_many_leaves():
+    """Rules for whole paths are looked up: tried on every leaf, they would take minutes."""
+    names = [(f"layer_{n}", f"w_{k}") for n in range(200) for k in range(100)]
+    leaves = {("params", *name): (2,) for name in names}
+    steps = [Step((("params", *name),), (("net", *name),)) for name in reversed(names)]
+    rules = read(write_map(steps, [], ["rngs/**"], leaves))
+    mapped = apply_map(rules, leaves)
+    assert mapped.steps == steps
+    assert apply_map(inverse(rules), mapped.final).final == leaves
+
+
+@settings(deadline=None, max_examples=300)
+@given(PATHS, PATHS)
+@example(("a\\",), ("a",))
+@example(("$",), ("^",))
+@example(("it's",), ('"',))
+@example(("\x7f\x00\x85\u2028", "é"), ("a",))
+def test_a_whole_path_matches_itself_alone(path, other):
+    text = format_path(path)
+    pattern = whole_path(text)
+    assert pattern == parse_pattern(pattern.text)
+    assert pattern.literal == text
+    assert pattern.regex.search(text)
+    assert bool(pattern.regex.search(format_path(other))) == (path == other)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a",
+        "^a",
+        "a$",
+        "^a.b$",
+        "^a|b$",
+        "^(a)$",
+        "^a*$",
+        r"^\d$",
+        r"^a\$",
+        "^[a]$",
+        "^a{2}$",
+        "^a$b$",
+    ],
+)
+def test_regexes_that_are_no_whole_path(text):
+    assert parse_pattern(text).literal is None
+
+
+# Order
+
+
+PLACES = st.integers(0, 9).map(lambda key: (str(key),))
+
+
+@st.composite
+def rearrangements(draw):
+    """Changes from some places to others, of several leaves at once and one after another, and the
+    leaves that stay."""
+    sources = [Value(path) for path in draw(st.lists(PLACES, min_size=1, max_size=7, unique=True))]
+    values, changes = list(sources), []
+    for _ in range(draw(st.integers(1, 7))):
+        count = min(draw(st.integers(1, 2)), len(values))
+        inputs = [values.pop(draw(st.integers(0, len(values) - 1))) for _ in range(count)]
+        outputs = [Value(draw(PLACES)) for _ in range(draw(st.integers(1, 2)))]
+        renamed = len(inputs) == len(outputs) == 1 and draw(st.booleans())
+        # An operation that is never carried out, but can be told from others.
+        changes.append(Change(inputs, outputs, None if renamed else Transpose((len(changes),))))
+        values += outputs
+    stay = [value for value in values if value in sources]
+    free = draw(st.permutations([(str(key),) for key in range(20)]))
+    free = [path for path in free if path not in [value.path for value in stay]]
+    for value, path in zip(values, free, strict=False):
+        if value not in stay:
+            value.path = path
+    return sources, changes, values, [value.path for value in stay]
+
+
+def results(operation, inputs, count):
+    return inputs if operation is None else [(operation, n, *inputs) for n in range(count)]
+
+
+@settings(deadline=None, max_examples=500)
+@given(rearrangements())
+def test_changes_are_put_into_an_order_in_which_no_place_is_taken_twice(rearrangement):
+    sources, changes, values, stay = rearrangement
+    here = {value.path: value.path for value in sources}
+    known = {value: value.path for value in sources}
+    for change in changes:
+        inputs = [known[value] for value in change.inputs]
+        made = results(change.operation, inputs, len(change.outputs))
+        known.update(zip(change.outputs, made, strict=True))
+    expected = {value.path: known[value] for value in values}
+    steps = in_order(changes, stay, "path")
+    for one in steps:
+        inputs = [here.pop(path) for path in one.inputs]
+        made = results(one.operation, inputs, len(one.outputs))
+        for path, result in zip(one.outputs, made, strict=True):
+            assert path not in here
+            here[path] = result
+    assert here == expected
+    assert {one.origin for one in steps} == {"path"}
+    moved = len(steps) - len(changes)
+    assert 0 <= moved <= sum(path[0].endswith("~") for one in steps for path in one.outputs)
+
+
+# What is wrong
+
+
+def test_what_cannot_be_read():
+    text = r"""
+    x = 1
+    init = ['a//b']
+    to = 'keras'
+    rule = [
+        { from = 3 },
+        { from = 'x(' , to = 'y' },
+        {},
+        { from = [], to = 'x' },
+        { from = 'a', too = 'x' },
+        { from = 'a', to = 7 },
+        { from = 'a', to = '\1' },
+        { from = 'a', to = '\g<x>' },
+        { from = 'a', to = '{x}' },
+        { from = 'a', to = '{\1}' },
+        { from = 'a', to = '{1 ** 2}' },
+        { from = 'a', to = '{f(1)}' },
+        { from = 'a', to = '{1 +}' },
+        { from = 'a', to = '{True}' },
+        { from = 'a', to = '{' },
+        { from = 'a', to = 'b}' },
+        { from = 'a', drop = false },
+        { from = 'a', drop = true, to = 'x' },
+        { from = 'a', to = 'x', init = ['a'] },
+        { from = ['a', 'b'], to = 'x' },
+        { from = 'a', transpose = 1, reshape = [-1, -1], pad = 3 },
+        { from = 'a', reshape = { to = [-2], of = 1 } },
+        { from = 'a', pad = { widths = [[1]] }, crop = { widths = [[-1, 0]], fill = 1 } },
+        { from = 'a', split = { axis = 0.5, into = 'x{}' } },
+        { from = 'a', split = { axis = 0, sizes = [1, 2], into = ['b'] }, to = 'x' },
+        { from = 'a', split = { axis = 0, into = ['a'] }, unstack = { axis = 0, into = [] } },
+        { from = 'a', unstack = { axis = 0, into = ['{j}', '{'], sizes = [1] } },
+        { from = '(a)', stack = { axis = 0 }, to = 'x' },
+        { from = '(a)', stack = { axis = 0, by = 2, order = ['x', 'x'] } },
+        { from = ['a', 'b'], concat = { by = 0, names = ['x'], sizes = [-1] }, to = '\1' },
+        { from = ['a', 'b'], concat = { axis = 0, order = ['a'] }, to = 'x' },
+        { from = '(a)', to = '{inner}', nest = { sizes = 4, flat = 1, inner = 2 } },
+        { from = '(a)', to = '{inner}', nest = { sizes = [4], outer = '\1', inner = '{i}' } },
+    ]
+    """
+    assert (
+        unreadable(text)
+        == r"""
+map.toml: its rules cannot be read
+  `init`: `a//b` is not a path: a key is empty or its quotes do not close
+  the file: `to` is not `nnx` or `linen`: 'keras'
+  the file: `x` is not known
+  rule 1: `from` is not a text or a list of them: 3
+  rule 1: it does nothing; give it `to`, an operation or `drop = true`
+  rule 2: `x(` is no regex: missing ), unterminated subpattern at position 1
+  rule 3: `from` is missing
+  rule 3: it does nothing; give it `to`, an operation or `drop = true`
+  rule 4: `from` is not a text or a list of them: []
+  rule 5, `a`: it does nothing; give it `to`, an operation or `drop = true`
+  rule 5, `a`: `too` is not known
+  rule 6, `a`: `to` is not a text: 7
+  rule 7, `a`: `to`: invalid group reference 1 at position 1
+  rule 8, `a`: `to`: unknown group name 'x'
+  rule 9, `a`: `to`: `{x}`: there is no name `x` here
+  rule 10, `a`: `to`: `{\1}`: the regex has no group `1`
+  rule 11, `a`: `to`: `{1 ** 2}` is no arithmetic: `+ - * // %` and parentheses are all
+  rule 12, `a`: `to`: `{f(1)}` is no arithmetic: `+ - * // %` and parentheses are all
+  rule 13, `a`: `to`: `{1 +}` is no arithmetic
+  rule 14, `a`: `to`: `{True}` is no arithmetic: `+ - * // %` and parentheses are all
+  rule 15, `a`: `to`: `{` has no partner; doubled it is the character
+  rule 16, `a`: `to`: `}` has no partner; doubled it is the character
+  rule 17, `a`: `drop` is not true: False
+  rule 18, `a`: `drop` stands alone
+  rule 19, `a`: `init` is not known: it goes before the first rule
+  rule 20, `a` + `b`: several regexes are for `concat` and `stack`
+  rule 21, `a`: `transpose` is not a list of whole numbers: 1
+  rule 21, `a`: `reshape` is not a list of sizes, of which one may be -1, or a table: [-1, -1]
+  rule 21, `a`: `pad` is not a table: 3
+  rule 22, `a`: `reshape`: `from` is missing
+  rule 22, `a`: `reshape`: `to` is not a list of sizes, of which one may be -1: [-2]
+  rule 22, `a`: `reshape`: `of` is not known
+  rule 23, `a`: `pad`: `widths` is not a list of two sizes for each axis: [[1]]
+  rule 23, `a`: `pad`: `fill` is missing
+  rule 23, `a`: `crop`: `widths` is not a list of two sizes for each axis: [[-1, 0]]
+  rule 23, `a`: `crop`: `fill` is not known
+  rule 24, `a`: `split`: `axis` is not a whole number: 0.5
+  rule 24, `a`: `split`: `sizes` is missing, as `into` does not say how many parts there are
+  rule 25, `a`: `to` is of no use, as `into` has the new paths
+  rule 25, `a`: `split`: `sizes` has 2, `into` has 1
+  rule 26, `a`: `split` and `unstack` are for two rules
+  rule 26, `a`: `unstack`: `into` is not a text or a list of them: []
+  rule 27, `a`: `unstack`: `into`: `{j}`: there is no name `j` here; there is `i`
+  rule 27, `a`: `unstack`: `into`: `{` has no partner; doubled it is the character
+  rule 27, `a`: `unstack`: `sizes` is not known
+  rule 28, `(a)`: `stack`: `by` is missing, the group that says which piece a leaf is
+  rule 29, `(a)`: `to` is missing, the path of the whole
+  rule 29, `(a)`: `stack`: `by`: invalid group reference 2 at position 3
+  rule 29, `(a)`: `stack`: `order` has a piece twice
+  rule 30, `a` + `b`: `concat`: `by` is of no use, as the order of `from` is that of the pieces
+  rule 30, `a` + `b`: `to`: invalid group reference 1 at position 1
+  rule 30, `a` + `b`: `concat`: `axis` is missing
+  rule 30, `a` + `b`: `concat`: `sizes` is not a list of sizes: [-1]
+  rule 30, `a` + `b`: `concat`: `names` is not known
+  rule 31, `a` + `b`: `concat`: `order` goes with `by`
+  rule 32, `(a)`: `nest`: `sizes` is not a list of sizes: 4
+  rule 32, `(a)`: `nest`: it has either `flat`, or `outer` and `inner`
+  rule 32, `(a)`: `nest`: `inner`: invalid group reference 2 at position 3
+  rule 33, `(a)`: `nest`: `inner`: `{i}`: there is no name `i` here
+  rule 33, `(a)`: `to`: `{inner}`: there is no name `inner` here; there is `flat`
+""".strip("\n")
+        + EXAMPLE
+    )
+
+
+def test_files_that_cannot_be_read():
+    assert unreadable("x = [") == (
+        "map.toml: it cannot be read\n  Invalid value (at end of document)" + EXAMPLE
+    )
+    with open("map.toml", "wb") as file:
+        file.write(b"\xff")
+    with pytest.raises(TreeMismatchError) as error:
+        read_map("map.toml")
+    assert str(error.value) == (
+        "map.toml: it cannot be read\n"
+        "  'utf-8' codec can't decode byte 0xff in position 0: invalid start byte" + EXAMPLE
+    )
+    with pytest.raises(TreeMismatchError) as error:
+        read_map("none.toml")
+    assert str(error.value) == (
+        "none.toml: it cannot be read\n  [Errno 2] No such file or directory: 'none.toml'" + EXAMPLE
+    )
+
+
+WRONG = {
+    "nothing matches": (
+        r"""
+        { from = '^params/', to = '' },
+        { from = 'nowhere/w$', to = 'x' },
+        { from = '^params/a/w$', drop = true },
+        { from = ['^a/w$', '^a/w2$'], concat = { axis = 0 }, to = 'ab' },
+        { from = 'v$', to = 'v' },
+        { from = '^c$', to = 'c' },
+        """,
+        {"params/a/w": (2,), "params/b/v": (2,), "params/c": (2,)},
+        """
+  rule 2, `nowhere/w$`: matches no leaf
+  rule 3, `^params/a/w$`: matches no leaf
+  rule 4, `^a/w$` + `^a/w2$`: `^a/w2$`: matches no leaf
+  rule 5, `v$`: every path stays as it is
+
+hint: `params/a/w` is `a/w` by rule 3
+hint: the nearest leaf to `^a/w2$` is `a/w`
+""",
+    ),
+    "leaves meet": (
+        r"""
+        { from = '^[ab]/w$', to = 'w' },
+        { from = '^c$', to = 'd' },
+        { from = '^(e|f)$', stack = { axis = 0, by = 1, order = ['f', 'e'] }, to = 'd' },
+        { from = '^g$', unstack = { axis = 0, into = ['h', 'd', 'h'] } },
+        """,
+        {"a/w": (2,), "b/w": (2,), "c": (), "d": (), "e": (), "f": (), "g": (3,)},
+        """
+  rule 1, `^[ab]/w$`: a/w and b/w -> w
+  rule 2, `^c$`: c -> d: there is such a leaf already
+  rule 3, `^(e|f)$`: f + e -> d: there is such a leaf already
+  rule 4, `^g$`: g -> d: there is such a leaf already
+  rule 4, `^g$`: g and g -> h
+""",
+    ),
+    "leaves below others": (
+        r"""{ from = '^a/w$', to = 'c/w' }, { from = '^d$', to = 'e' },""",
+        {"a/w": (2,), "c": (), "d": (), "e/x/y": ()},
+        """
+  rule 1, `^a/w$`: c/w would be below the leaf c
+  rule 2, `^d$`: e/x/y would be below the leaf e
+""",
+    ),
+    "no paths": (
+        r"""
+        { from = '/w$', to = '/' },
+        { from = '^c$', transpose = [0], to = 'a//b' },
+        { from = '^a//b$', reshape = [2, 1], to = '"' },
+        """,
+        {"a/w": (2,), "b/w": (2,), "c": (2,)},
+        """
+  rule 2, `^c$`: `a//b` is not a path: a key is empty or its quotes do not close
+  rule 3, `^a//b$`: `"` is not a path: a key is empty or its quotes do not close
+  rule 1, `/w$`: `a/` is not a path: a key is empty or its quotes do not close
+  rule 1, `/w$`: `b/` is not a path: a key is empty or its quotes do not close
+""",
+    ),
+    "one path twice, with quotes and without": (
+        r"""{ from = '^a/w$', to = '"b"/w' },""",
+        {"a/w": (2,), "b/w": (2,)},
+        """
+  rule 1, `^a/w$`: "b"/w and b/w are one path
+""",
+    ),
+    "numbers": (
+        r"""
+        { from = '^(a)/', to = '{\1}' },
+        { from = '^c$', to = 'c{1 - 2}' },
+        { from = '(d)', to = '{1 // 0}' },
+        { from = '(e)', to = '{1 % (2 - 2)}' },
+        { from = '^(x)?f', to = '{\1}' },
+        { from = '^g$', unstack = { axis = 0, into = '{1 - i}' } },
+        { from = '^(\d)$', to = '{outer}', nest = { sizes = [1, 2], flat = 1 } },
+        { from = '^(\d)/(\d)$', to = '{flat}', nest = { sizes = [1, 2], outer = 1, inner = 2 } },
+        """,
+        {
+            "a/w": (),
+            "c": (),
+            "d": (),
+            "e": (),
+            "f": (),
+            "g": (3,),
+            "0": (),
+            "5": (),
+            "0/1": (),
+            "2/0": (),
+        },
+        """
+  rule 1, `^(a)/`: a/w: `a` is no number
+  rule 2, `^c$`: c: `c{1 - 2}` makes a number below zero, -1
+  rule 3, `(d)`: d: a division by zero
+  rule 4, `(e)`: e: a division by zero
+  rule 5, `^(x)?f`: f: `` is no number
+  rule 6, `^g$`: g: `{1 - i}` makes a number below zero, -1
+  rule 6, `^g$`: g -> 0: there is such a leaf already
+  rule 7, `^(\\d)$`: 5: number 5 is in none of groups of [1, 2]
+  rule 8, `^(\\d)/(\\d)$`: 0/1: groups of [1, 2] have no number 1 in 0
+  rule 8, `^(\\d)/(\\d)$`: 2/0: groups of [1, 2] have no number 0 in 2
+""",
+    ),
+    "operations on one leaf": (
+        r"""
+        { from = '^a/w$', transpose = [0] },
+        { from = '^b/w$', reshape = [3, -1] },
+        { from = '^c$', reshape = { from = [5], to = [5, 1] } },
+        { from = 'd', reshape = [0, -1] },
+        { from = 'e', pad = { widths = [[1, 0]], fill = 0 }, to = 'f' },
+        { from = 'f', crop = { widths = [[0, 0], [2, 2]] } },
+        { from = 'g', crop = { widths = [[0, 0], [2, 2]] } },
+        """,
+        {"a/w": (2, 3), "b/w": (2, 4), "c": (6,), "d": (0,), "e": (2, 2), "g": (2, 2)},
+        """
+  rule 1, `^a/w$`: a/w: axes [0] do not reorder [2, 3]
+  rule 2, `^b/w$`: b/w: [2, 4] cannot be reshaped to [3, -1]
+  rule 3, `^c$`: c: its shape is [6], not [5]
+  rule 4, `d`: d: [0] cannot be reshaped to [0, -1]
+  rule 5, `e`: e: [(1, 0)] are no widths to pad [2, 2] with
+  rule 7, `g`: g: [2, 2] is not padded by [(0, 0), (2, 2)]
+""",
+    ),
+    "parts": (
+        r"""
+        { from = '^a$', split = { axis = 1, into = ['aa', 'ab'] } },
+        { from = '^b$', split = { axis = 1, sizes = [1, 2], into = 'b{}' } },
+        { from = '^c$', split = { axis = 1, into = ['d'] } },
+        { from = '^e$', unstack = { axis = 1, into = ['ea', 'eb'] } },
+        { from = '^f$', unstack = { axis = 0, into = 'f{}' } },
+        { from = '^f0$', to = 'f' },
+        """,
+        {"a": (2, 3), "b": (2, 4), "c": (6,), "e": (2, 3), "f": (0, 3)},
+        """
+  rule 1, `^a$`: a: axis 1 of [2, 3] has no 2 equal parts; give `sizes`
+  rule 2, `^b$`: b: axis 1 of [2, 4] cannot be split into [1, 2]
+  rule 3, `^c$`: c: [6] has no axis 1
+  rule 4, `^e$`: e: axis 1 of [2, 3] does not have 2 parts
+  rule 5, `^f$`: f: axis 0 of [0, 3] has no parts
+""",
+    ),
+    "pieces": (
+        r"""
+        { from = '^(.)/w$', stack = { axis = 0, by = 1 }, to = 'w' },
+        { from = '^layer_(\d)/', stack = { axis = 0, by = 1 }, to = 'layers/' },
+        { from = '^l_(\d)/', stack = { axis = 7, by = 1 }, to = 'l/' },
+        { from = '_(\d)', stack = { axis = 0, by = 1 }, to = '' },
+        { from = '^n(\d)(.)$', stack = { axis = 0, by = 1 }, to = 'n' },
+        """,
+        {
+            "a/w": (),
+            "layer_1/a": (2,),
+            "layer_2/a": (2,),
+            "layer_0/b": (2,),
+            "layer_1/b": (3,),
+            "l_0/x": (2,),
+            "m_0_0": (),
+            "n0x": (),
+            "n0y": (),
+            "n1x": (),
+        },
+        """
+  rule 1, `^(.)/w$`: a/w: `a` is no number
+  rule 2, `^layer_(\\d)/`: layers/a: its pieces have the numbers 1, 2, not 0 to 1
+  rule 2, `^layer_(\\d)/`: layers/b: [2] and [3] cannot be stacked
+  rule 3, `^l_(\\d)/`: l/x: [2, 1] has no axis 7
+  rule 4, `_(\\d)`: m_0_0: the regex matches more than once in it; anchor it with `^` and `$`
+  rule 5, `^n(\\d)(.)$`: n: n0x and n0y would both be its piece 0
+""",
+    ),
+    "named pieces": (
+        r"""
+        { from = '^([abx])/w$', concat = { axis = 0, by = 1, order = ['a', 'b', 'c'] }, to = 'w' },
+        { from = ['^c', 'c$'], concat = { axis = 0 }, to = 'v' },
+        { from = ['^g/(.)', '^h/(.)'], concat = { axis = 0 }, to = '\1' },
+        { from = ['^i$', '^j$'], concat = { axis = 0, sizes = [1, 4] }, to = 'ij' },
+        { from = '^ij$', drop = true },
+        """,
+        {
+            "a/w": (2, 3),
+            "b/w": (2, 4),
+            "x/w": (3,),
+            "c": (3,),
+            "g/1": (3,),
+            "h/1": (3,),
+            "h/2": (3,),
+            "i": (2,),
+            "j": (3,),
+        },
+        """
+  rule 1, `^([abx])/w$`: x/w: `x` is not in `order`
+  rule 1, `^([abx])/w$`: w: there is no piece for `c`
+  rule 2, `^c` + `c$`: c: more than one of the regexes match it
+  rule 2, `^c` + `c$`: v: there is no piece for `c$`
+  rule 3, `^g/(.)` + `^h/(.)`: 2: there is no piece for `^g/(.)`
+  rule 4, `^i$` + `^j$`: ij: its pieces have the sizes [2, 3], not [1, 4]
+  rule 5, `^ij$`: ij: an operation made it; drop what it is made of
+""",
+    ),
+    "what is initial is made": (
+        r"""
+        { from = 'a', to = 'b' },
+        { from = '^c$', transpose = [0] },
+        """,
+        {"a/w": (2,), "c": (2,), "d/v": (2,)},
+        """
+  rule 1, `a`: b/w: `init` has `*/w`, but it is made here
+  rule 2, `^c$`: c: `init` has `c`, but it is made here
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit(case):
+    rules, shapes, problems = WRONG[case]
+    top = "init = ['c', '*/w', 'd/**']" if case == "what is initial is made" else ""
+    assert problem(f"{top}\nrule = [{rules}]", shapes) == (
+        "map.toml: the map does not fit the leaves\n" + problems.strip("\n")
+    )
+
+
+def test_the_direction_of_a_map():
+    text = write_map([step("params/w", "w")], [], ["rngs/*"], tree({"params/w": ()}), "nnx")
+    assert text.endswith(
+        "\n\nto = 'nnx'\ninit = ['rngs/*']\n\n[[rule]]\nfrom = '^params/w$'\nto = 'w'\n"
+    )
+    rules = read(text)
+    assert (rules.to, inverse(rules).to) == ("nnx", "linen")
+    assert read("").to is inverse(read("")).to is None

@@ -1,0 +1,949 @@
+"""Optimizer state that follows its parameters, against what optax makes of parameters that are as
+they are afterwards."""
+
+import dataclasses
+import functools
+
+import jax
+import layouts
+import numpy as np
+import optax
+import pytest
+import tensorstore as ts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reshard.convert.optimizer import mirrored, optimizer_steps
+from reshard.convert.steps import Step, backwards, carried_out
+from reshard.operations import (
+    Concat,
+    Constant,
+    Crop,
+    Pad,
+    Reshape,
+    Split,
+    Stack,
+    Transpose,
+    Unstack,
+)
+
+F32 = np.dtype("float32")
+
+
+def is_kernel(path, _):
+    return path[-1].key == "kernel"
+
+
+def kernels(params):
+    return jax.tree_util.tree_map_with_path(is_kernel, params)
+
+
+def labels(params):
+    return jax.tree.map(lambda kernel: "kernel" if kernel else "other", kernels(params))
+
+
+# Masks and labels go by names: those that go by rank change when layers are stacked.
+OPTIMIZERS = {
+    "adam": optax.adam(1e-3),
+    "adamw": optax.adamw(1e-3, mask=kernels),
+    "momentum": optax.sgd(optax.linear_schedule(1.0, 0.0, 9), momentum=0.9),
+    "lion": optax.lion(1e-3),
+    "rmsprop": optax.rmsprop(1e-3, momentum=0.9, centered=True),
+    "chain": optax.chain(optax.clip(1.0), optax.adam(1e-3), optax.ema(0.9)),
+    "MultiSteps": optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
+    "masked": optax.masked(optax.adam(1e-3), kernels),
+    "multi_transform": optax.multi_transform(
+        {"kernel": optax.adam(1e-3), "other": optax.sgd(1e-3, momentum=0.9)}, labels
+    ),
+    "adafactor": optax.adafactor(1e-3, momentum=0.9),
+    "accumulated adafactor": optax.MultiSteps(optax.adafactor(1e-3), 2).gradient_transformation(),
+}
+EACH = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+def nested(shapes):
+    """A tree of abstract parameters from their paths."""
+    tree = {}
+    for path, shape in shapes.items():
+        node = functools.reduce(lambda node, key: node.setdefault(key, {}), path[:-1], tree)
+        node[path[-1]] = jax.ShapeDtypeStruct(shape, F32)
+    return tree
+
+
+def state_of(tx, shapes):
+    """What optax makes of parameters: path below the state -> shape and dtype, None without one."""
+    leaves = layouts.saved_leaves(jax.eval_shape(tx.init, nested(shapes)))
+    return {
+        path: (leaf.shape, np.dtype(leaf.dtype)) if hasattr(leaf, "shape") else None
+        for path, leaf in leaves.items()
+    }
+
+
+def below(shapes, *root):
+    return {(*root, *path): shape for path, shape in shapes.items()}
+
+
+def carried(found, leaves):
+    """The optimizer state after its steps, as `state_of` gives it."""
+    arrays = {path: leaf[0] for path, leaf in leaves.items() if leaf and path not in found.vanish}
+    made = carried_out(found.steps, arrays)
+    dtypes = {path: leaf[1] for path, leaf in leaves.items() if leaf}
+    for step in found.steps:
+        (dtype,) = {dtypes.pop(path) for path in step.inputs}
+        dtypes.update(dict.fromkeys(step.outputs, dtype))
+    gone = {path for sources in found.placeholders.values() for path in sources}
+    empty = dict.fromkeys(path for path, leaf in leaves.items() if not leaf and path not in gone)
+    return {
+        **{path: (shape, dtypes[path]) for path, shape in made.items()},
+        **empty,
+        **found.appear,
+        **dict.fromkeys(found.placeholders),
+    }
+
+
+def applied(operation, *arrays):
+    """What an operation makes of arrays."""
+    views = operation.views([ts.array(np.ascontiguousarray(array)) for array in arrays])
+    return [np.asarray(view.read().result()) for view in views]
+
+
+def followed(steps, shapes, tx, after):
+    """The steps of a state of optax's, which must become the state of the parameters afterwards."""
+    leaves = state_of(tx, shapes)
+    found = optimizer_steps(steps, below(shapes, "params"), leaves)
+    assert found.problems == ()
+    assert carried(found, leaves) == state_of(tx, after)
+    return found
+
+
+def one(operation, before, after):
+    """A step from `params/old`, or several, to `new`, or several."""
+    inputs = tuple(("params", f"old_{i}", "kernel") for i in range(before))
+    return Step(inputs, tuple((f"new_{i}", "kernel") for i in range(after)), operation)
+
+
+def at(name, shapes):
+    return {(f"{name}_{i}", "kernel"): shape for i, shape in enumerate(shapes)}
+
+
+# Moments of full shape
+
+NAMES = {
+    ("Dense_0", "kernel"): (4, 6),
+    ("Dense_0", "bias"): (6,),
+    ("Block_0", "Dense_0", "kernel"): (6, 4),
+    ("Block_0", "scale"): (),
+    ("embedding",): (7, 4),
+}
+RENAMED = {
+    ("Dense_0", "kernel"): ("linear", "kernel"),
+    ("Dense_0", "bias"): ("linear", "bias"),
+    ("Block_0", "Dense_0", "kernel"): ("block", "inner", "0", "kernel"),
+    ("Block_0", "scale"): ("block", "scale"),
+    ("embedding",): ("embedding",),
+}
+
+
+@EACH
+@pytest.mark.parametrize("collection", [("params",), ("params", "params"), ()])
+def test_renamed_parameters_take_their_state_along(name, collection):
+    steps = [Step(((*collection, *old),), (new,), None, "path") for old, new in RENAMED.items()]
+    leaves = state_of(OPTIMIZERS[name], NAMES)
+    found = optimizer_steps(steps, below(NAMES, *collection), leaves)
+    after = {new: NAMES[old] for old, new in RENAMED.items()}
+    assert found.problems == found.vanish == ()
+    assert carried(found, leaves) == state_of(OPTIMIZERS[name], after)
+    assert {step.origin for step in found.steps} == {"path"}
+
+
+@EACH
+def test_the_collection_may_be_a_level_of_the_state_too(name):
+    """`TrainState(params=variables)`, as MaxText has it."""
+    inner = below(NAMES, "params")
+    steps = [Step((("params", "params", *old),), (new,)) for old, new in RENAMED.items()]
+    leaves = state_of(OPTIMIZERS[name], inner)
+    found = optimizer_steps(steps, below(inner, "params"), leaves)
+    after = {new: NAMES[old] for old, new in RENAMED.items()}
+    assert found.problems == ()
+    assert carried(found, leaves) == state_of(OPTIMIZERS[name], after)
+
+
+FULL = [
+    (Transpose((1, 0)), [(4, 6)]),
+    (Transpose((2, 0, 1)), [(4, 6, 2)]),
+    (Reshape((4, 3, 2)), [(4, 6)]),
+    (Reshape((24,)), [(4, 6)]),
+    (Split(1, (2, 4)), [(4, 6)]),
+    (Split(-1, (3, 3)), [(4, 6)]),
+    (Concat(0), [(4, 6), (2, 6)]),
+    (Concat(-1), [(6,), (5,), (6,)]),
+    (Stack(0), [(4, 6)] * 3),
+    (Stack(1), [(4, 6)] * 3),
+    (Stack(-1), [(4,)] * 3),
+    (Stack(0), [()] * 3),
+    (Unstack(0, 3), [(3, 4, 6)]),
+    (Unstack(-1, 6), [(4, 6)]),
+    (Pad(((0, 2), (1, 0)), 0), [(4, 6)]),
+    (Pad(((0, 2),), -0.0), [(4,)]),
+    (Crop(((0, 2), (1, 0))), [(4, 6)]),
+    # Adafactor has a leaf of shape (1,) where it keeps no moment. Here it is one.
+    (Stack(0), [(1,)] * 3),
+    (Unstack(0, 3), [(3, 1)]),
+    (Concat(0), [(1,), (1,)]),
+    (Split(0, (1, 1)), [(2,)]),
+]
+
+
+@EACH
+@pytest.mark.parametrize(("operation", "shapes"), FULL, ids=[f"{o} {s[0]}" for o, s in FULL])
+def test_an_operation_on_parameters_is_done_to_their_moments(name, operation, shapes):
+    made = operation.shapes(shapes)
+    step = one(operation, len(shapes), len(made))
+    found = followed([step], at("old", shapes), OPTIMIZERS[name], at("new", made))
+    assert {(each.operation, each.origin) for each in found.steps} == {(operation, "map")}
+
+
+@EACH
+def test_steps_that_go_on_from_others(name):
+    """Gates are joined and transposed, and then moved; a part of what was split is left."""
+    shapes = {
+        **{("cell", gate, "kernel"): (4, 6) for gate in "ifgo"},
+        ("qkv", "kernel"): (12, 5),
+        ("qkv", "bias"): (12,),
+    }
+    gates = tuple(("params", "cell", gate, "kernel") for gate in "ifgo")
+    whole = ("params", "qkv", "kernel")
+    parts = tuple((part, "kernel") for part in "qkv")
+    steps = [
+        Step(gates, (("dense", "kernel"),), Concat(-1)),
+        Step((("dense", "kernel"),), (("dense", "kernel"),), Transpose((1, 0))),
+        Step((("dense", "kernel"),), (("lstm", "dense", "kernel"),)),
+        Step((whole,), parts, Split(0, (4, 4, 4))),
+        Step(parts[:1], (("q", "w", "kernel"),)),
+        Step((("params", "qkv", "bias"),), (("qkv", "bias"),)),
+    ]
+    after = {
+        ("lstm", "dense", "kernel"): (24, 4),
+        ("q", "w", "kernel"): (4, 5),
+        ("k", "kernel"): (4, 5),
+        ("v", "kernel"): (4, 5),
+        ("qkv", "bias"): (12,),
+    }
+    followed(steps, shapes, OPTIMIZERS[name], after)
+
+
+@EACH
+def test_names_may_change_places(name):
+    """What has a name before may be another's afterwards."""
+    shapes = {
+        ("a", "kernel"): (4, 6),
+        ("b", "kernel"): (3, 2),
+        ("c", "kernel"): (5, 5),
+        ("d", "bias"): (6,),
+        ("e", "bias"): (2,),
+    }
+    steps = [
+        Step((("params", "a", "kernel"),), (("b", "kernel"),)),
+        Step((("params", "b", "kernel"),), (("c", "kernel"),), Transpose((1, 0))),
+        Step((("params", "c", "kernel"),), (("a", "kernel"),)),
+        Step((("params", "d", "bias"),), (("e", "bias"),), Pad(((0, 1),), 0)),
+        Step((("params", "e", "bias"),), (("d", "bias"),)),
+        Step((("c", "kernel"),), (("c", "kernel"),), Transpose((1, 0))),
+    ]
+    after = {
+        ("b", "kernel"): (4, 6),
+        ("c", "kernel"): (3, 2),
+        ("a", "kernel"): (5, 5),
+        ("e", "bias"): (7,),
+        ("d", "bias"): (2,),
+    }
+    followed(steps, shapes, OPTIMIZERS[name], after)
+
+
+def test_steps_say_what_becomes_of_what_and_who_said_so():
+    shapes = {("params", "a"): (4, 6), ("params", "b"): (6,), ("params", "c"): (6,)}
+    steps = [
+        Step((("params", "a"),), (("x", "a"),), Transpose((1, 0)), "structure"),
+        Step((("params", "b"),), (("c",),), None, "path"),
+        Step((("params", "c"),), (("b",),), None, "map"),
+    ]
+    mu = {("0", "mu", key): ((4, 6) if key == "a" else (6,), F32) for key in "abc"}
+    found = optimizer_steps(steps, shapes, {**mu, ("0", "count"): ((), np.dtype("int32"))})
+    assert found == dataclasses.replace(
+        found,
+        steps=(
+            Step((("0", "mu", "a"),), (("0", "mu", "x", "a"),), Transpose((1, 0)), "structure"),
+            Step((("0", "mu", "b"),), (("0", "mu", "", "c"),), None, "path"),
+            Step((("0", "mu", "c"),), (("0", "mu", "b"),), None, "map"),
+            Step((("0", "mu", "", "c"),), (("0", "mu", "c"),), None, "path"),
+        ),
+        placeholders={},
+        vanish=(),
+        appear={},
+        problems=(),
+    )
+
+
+def test_placeholders_know_what_they_were():
+    shapes = {("params", f"layer_{i}", key): (4,) for i in range(2) for key in "wb"}
+    inputs = {key: tuple(("params", f"layer_{i}", key) for i in range(2)) for key in "wb"}
+    steps = [
+        Step(inputs["w"], (("layers", "w"),), Stack(0)),
+        Step(inputs["b"], (("both", "b"),), Concat(0)),
+        Step((("both", "b"),), (("one", "b"), ("other", "b")), Split(0, (2, 6))),
+    ]
+    leaves = {
+        ("0", "mu", f"layer_{i}", key): None if key == "b" else ((4,), F32)
+        for i in range(2)
+        for key in "wb"
+    }
+    found = optimizer_steps(steps, shapes, leaves)
+    sources = (("0", "mu", "layer_0", "b"), ("0", "mu", "layer_1", "b"))
+    assert found.placeholders == {
+        ("0", "mu", "one", "b"): sources,
+        ("0", "mu", "other", "b"): sources,
+    }
+    assert carried(found, leaves) == {
+        ("0", "mu", "layers", "w"): ((2, 4), F32),
+        ("0", "mu", "one", "b"): None,
+        ("0", "mu", "other", "b"): None,
+    }
+
+
+def test_without_optimizer_state_there_is_nothing_to_do():
+    steps = [Step((("params", "a"),), (("x",),), Transpose((1, 0)))]
+    for parameters in ({("params", "a"): (2, 3)}, {}):
+        found = optimizer_steps(steps, parameters, {})
+        assert dataclasses.astuple(found) == ((), {}, (), {}, ())
+
+
+def test_what_is_neither_changed_nor_a_mirror_is_left_alone():
+    shapes = below(NAMES, "params")
+    leaves = {
+        **state_of(OPTIMIZERS["inject_hyperparams"], NAMES),
+        ("extra", "kernel"): ((4, 6), F32),
+        ("extra", "loss_scale"): ((), F32),
+        ("history", "Dense_1", "kernel"): ((4, 6), F32),
+        ("nothing",): None,
+    }
+    step = Step((("params", "Dense_0", "kernel"),), (("linear", "kernel"),))
+    found = optimizer_steps([step], shapes, leaves)
+    assert found.steps == tuple(
+        Step(
+            (("inner_state", 0, moment, "Dense_0", "kernel"),),
+            (("inner_state", 0, moment, "linear", "kernel"),),
+        )
+        for moment in ("mu", "nu")
+    )
+    assert dataclasses.astuple(found)[1:] == ({}, (), {}, ())
+
+
+@EACH
+def test_what_is_ahead_of_parameters_is_not_the_same_before_and_after(name):
+    """Linen's parameters are below a collection that optimizer state may lack, NNX's are not, and
+    may be below an attribute of the same name."""
+    renamed = {old: ("params", *new) for old, new in RENAMED.items()}
+    steps = [Step((("params", *old),), (new,)) for old, new in renamed.items()]
+    linen, nnx = NAMES, {new: NAMES[old] for old, new in renamed.items()}
+    leaves = state_of(OPTIMIZERS[name], linen)
+    found = optimizer_steps(steps, below(linen, "params"), leaves, ())
+    assert found.problems == ()
+    made = carried(found, leaves)
+    assert made == state_of(OPTIMIZERS[name], nnx)
+    back = optimizer_steps(backwards(steps, below(linen, "params")), nnx, made, ("params",))
+    assert back.problems == ()
+    assert carried(back, made) == leaves
+    inside = optimizer_steps(backwards(steps, below(linen, "params")), nnx, made)
+    assert carried(inside, made) == state_of(OPTIMIZERS[name], below(linen, "params"))
+
+
+# Whose a leaf is
+
+
+def test_modules_that_are_called_as_moments_are():
+    shapes = {
+        ("mu", "kernel"): (4, 6),
+        ("mu", "nu"): (6,),
+        ("nu", "mu", "kernel"): (6, 4),
+        ("kernel",): (2, 2),
+        ("v_row", "v"): (3,),
+    }
+    names = {path: ("m", *(f"{key}_x" for key in path)) for path in shapes}
+    steps = [Step((("params", *old),), (new,)) for old, new in names.items()]
+    after = {names[path]: shape for path, shape in shapes.items()}
+    for name in ("adam", "momentum", "adafactor", "MultiSteps", "chain"):
+        followed(steps, shapes, OPTIMIZERS[name], after)
+
+
+def test_counters_and_hyperparameters_are_nobodys():
+    """Parameters may be called like them."""
+    shapes = {("count",): (), ("b1",): (6,), ("w1",): (4, 6), ("b2",): (5,), ("scale",): ()}
+    steps = [Step((("params", *path),), ((f"{path[0]}_x",),)) for path in shapes]
+    after = {(f"{path[0]}_x",): shape for path, shape in shapes.items()}
+    for name in ("adam", "momentum", "inject_hyperparams", "MultiSteps", "multi_transform"):
+        followed(steps, shapes, OPTIMIZERS[name], after)
+
+
+def test_a_scalar_of_every_parameter_follows_under_a_new_name():
+    shapes = {("params", "a"): (4, 6), ("params", "b"): ()}
+    leaves = {("scales", "x", key): ((), F32) for key in "ab"}
+    steps = [Step((("params", key),), (("x", key, "w"),)) for key in "ab"]
+    inside = {("params", "x", *path[1:]): shape for path, shape in shapes.items()}
+    steps = [Step((path,), (("y", path[-1]),)) for path in inside]
+    found = optimizer_steps(steps, inside, leaves)
+    assert carried(found, leaves) == {("scales", "y", key): ((), F32) for key in "ab"}
+
+
+def test_what_mirrors_what():
+    parameters = {
+        ("params", "encoder", "layer", "w"): (2,),
+        ("params", "decoder", "layer", "w"): (2,),
+        ("params", "w"): (2,),
+    }
+    leaves = dict.fromkeys(
+        [
+            (0, "mu", "encoder", "layer", "w"),
+            (0, "mu", "decoder", "layer", "w"),
+            (0, "mu", "w"),
+            (0, "other", "layer", "w"),
+            (0, "count"),
+            ("ema", "params", "encoder", "layer", "w"),
+        ]
+    )
+    assert mirrored(parameters, leaves) == [
+        (
+            (0, "mu", "encoder", "layer", "w"),
+            ("params", "encoder", "layer", "w"),
+            (0, "mu"),
+        ),
+        (
+            (0, "mu", "decoder", "layer", "w"),
+            ("params", "decoder", "layer", "w"),
+            (0, "mu"),
+        ),
+        ((0, "mu", "w"), ("params", "w"), (0, "mu")),
+        (
+            ("ema", "params", "encoder", "layer", "w"),
+            ("params", "encoder", "layer", "w"),
+            ("ema",),
+        ),
+    ]
+
+
+def test_one_parameter_has_its_mirrors():
+    parameters = {("params", "Dense_0", "kernel"): (2, 3)}
+    leaves = state_of(optax.adam(1e-3), {("Dense_0", "kernel"): (2, 3)})
+    step = Step((("params", "Dense_0", "kernel"),), (("linear", "kernel"),), Transpose((1, 0)))
+    found = optimizer_steps([step], parameters, leaves)
+    assert carried(found, leaves) == state_of(optax.adam(1e-3), {("linear", "kernel"): (3, 2)})
+
+
+# Moments of a part of the shape
+
+MOMENTS = ("v_row", "v_col", "v")
+
+
+@jax.jit
+def moments(gradient):
+    tx = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
+    params = {"a": gradient}
+    _, state = tx.update(params, tx.init(params), params)
+    return [getattr(state, name)["a"] for name in MOMENTS]
+
+
+def factors(gradient):
+    """Adafactor's moments of one parameter, after a step with a gradient."""
+    return dict(zip(MOMENTS, map(np.asarray, moments(gradient)), strict=True))
+
+
+def check_factors(operation, gradients):
+    """What becomes of the moments of parameters is what optax has of what becomes of the gradients;
+    or the problems, if there are some."""
+    before = [factors(gradient) for gradient in gradients]
+    made = applied(operation, *gradients)
+    after = [factors(gradient) for gradient in made]
+    parameters = {("params", f"old_{i}", "w"): g.shape for i, g in enumerate(gradients)}
+    step = Step(tuple(parameters), tuple((f"new_{i}", "w") for i in range(len(made))), operation)
+    leaves = {
+        ("0", name, f"old_{i}", "w"): moments[name]
+        for name in MOMENTS
+        for i, moments in enumerate(before)
+    }
+    described = {path: (leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
+    found = optimizer_steps([step], parameters, described)
+    if found.problems:
+        return found.problems
+    values = dict(leaves)
+    assert not any(values.pop(path).any() for path in found.vanish)
+    for each in found.steps:
+        inputs = [values.pop(path) for path in each.inputs]
+        outputs = inputs if each.operation is None else applied(each.operation, *inputs)
+        values.update(zip(each.outputs, outputs, strict=True))
+    values |= {path: np.zeros(shape, dtype) for path, (shape, dtype) in found.appear.items()}
+    expected = {
+        ("0", name, f"new_{i}", "w"): moments[name]
+        for name in MOMENTS
+        for i, moments in enumerate(after)
+    }
+    assert {path: leaf.shape for path, leaf in values.items()} == {
+        path: leaf.shape for path, leaf in expected.items()
+    }
+    for path, leaf in expected.items():
+        np.testing.assert_allclose(values[path], leaf, rtol=1e-5, err_msg=str(path))
+    return ()
+
+
+def random(rng, shape):
+    return rng.uniform(0.5, 2.0, shape).astype(F32)
+
+
+@st.composite
+def part_cases(draw):
+    """Shapes that adafactor factors, and an operation that can be done to factors."""
+    kind = draw(st.sampled_from(["transpose", "stack", "unstack"]))
+    rank = draw(st.integers(3 if kind == "unstack" else 2, 4 if kind == "unstack" else 3))
+    shape = tuple(draw(st.lists(st.sampled_from([2, 3, 5]), min_size=rank, max_size=rank)))
+    if kind == "transpose":
+        return Transpose(tuple(draw(st.permutations(range(rank))))), [shape]
+    axis = draw(st.integers(-rank, rank - 1))
+    if kind == "unstack":
+        return Unstack(axis, shape[axis]), [shape]
+    return Stack(axis), [shape] * draw(st.sampled_from([1, 2, 4]))
+
+
+@settings(deadline=None, max_examples=40)
+@given(part_cases(), st.integers(0, 99))
+def test_factors_become_what_optax_has_of_the_whole(case, seed):
+    operation, shapes = case
+    rng = np.random.default_rng(seed)
+    problems = check_factors(operation, [random(rng, shape) for shape in shapes])
+    whole = operation.shapes(shapes)[0] if isinstance(operation, Stack) else shapes[0]
+    last, two, *rest = (*sorted(whole)[::-1], 0)
+    tied = two in (last, rest[0])
+    if isinstance(operation, Transpose):
+        assert bool(problems) == tied
+    else:
+        assert bool(problems) == (whole[operation.axis] >= two or (tied and len(whole) > 3))
+
+
+SEVERAL = "it is a part of a parameter that has several largest dimensions"
+
+
+@pytest.mark.parametrize(
+    ("operation", "shapes", "reason"),
+    [
+        (Transpose((1, 0)), [(6, 6)], SEVERAL),
+        (Transpose((1, 2, 0)), [(3, 6, 3)], SEVERAL),
+        # Of four sizes and more, which of equal ones comes last differs between processors.
+        (Stack(0), [(4, 4, 3)] * 2, SEVERAL),
+        (Unstack(3, 2), [(5, 3, 3, 2)], SEVERAL),
+        (Stack(0), [(3, 6)] * 3, "the layers, axis 0 of [3, 3, 6], would be factored over"),
+        (Stack(-1), [(3, 6)] * 7, "the layers, axis 2 of [3, 6, 7], would be factored over"),
+        (Unstack(0, 5), [(5, 4, 6)], "it is factored over the layers, axis 0 of [5, 4, 6]"),
+        (Unstack(-2, 4), [(4, 4, 6)], "it is factored over the layers, axis 1 of [4, 4, 6]"),
+    ],
+)
+def test_factors_that_would_not_be_those_of_the_new_parameter(operation, shapes, reason):
+    rng = np.random.default_rng(0)
+    names = range(len(shapes))
+    assert check_factors(operation, [random(rng, shape) for shape in shapes]) == tuple(
+        " + ".join(f"0/{name}/old_{i}/w" for i in names) + f": {reason}"
+        for name in ("v_row", "v_col")
+    )
+
+
+@pytest.mark.parametrize(
+    ("operation", "shapes", "name"),
+    [
+        (Reshape((24,)), [(4, 6)], "reshape"),
+        (Pad(((0, 2), (0, 0)), 0), [(4, 6)], "pad"),
+        (Crop(((0, 2), (1, 0))), [(4, 6)], "crop"),
+        (Split(0, (2, 2)), [(4, 6)], "split"),
+        (Concat(1), [(4, 6), (4, 5)], "concat"),
+    ],
+)
+def test_operations_that_cannot_be_done_to_factors(operation, shapes, name):
+    rng = np.random.default_rng(0)
+    names = range(len(shapes))
+    assert check_factors(operation, [random(rng, shape) for shape in shapes]) == tuple(
+        " + ".join(f"0/{moment}/old_{i}/w" for i in names)
+        + f": it has {part} of its parameter's [4, 6], and {name} cannot be carried over to a part"
+        for moment, part in (("v_row", [4]), ("v_col", [6]))
+    )
+
+
+def test_what_is_factored_cannot_become_one_with_what_is_not():
+    rng = np.random.default_rng(0)
+    gradients = [random(rng, (2, 6)), random(rng, (1, 6))]
+    assert check_factors(Concat(0), gradients) == tuple(
+        f"0/{name}/old_0/w + 0/{name}/old_1/w: a moment is kept of some of them, and not of others"
+        for name in MOMENTS
+    )
+
+
+@EACH
+def test_factors_are_renamed_as_they_are(name):
+    tx = optax.chain(OPTIMIZERS[name], optax.adafactor(1e-3, min_dim_size_to_factor=2))
+    steps = [Step((("params", *old),), (new,)) for old, new in RENAMED.items()]
+    found = followed(steps, NAMES, tx, {new: NAMES[old] for old, new in RENAMED.items()})
+    assert found.vanish == ()
+    assert found.appear == {}
+
+
+def test_the_zeros_that_adafactor_has_instead_of_moments_stay_what_they_are():
+    """They are not stacked; what is there of them afterwards has no other source."""
+    shapes = {(f"layer_{i}", "w"): (200, 150) for i in range(2)}
+    steps = [
+        Step(tuple(("params", *path) for path in shapes), (("both", "w"),), Stack(0)),
+        Step((("both", "w"),), (("layers", "w"),), Transpose((0, 2, 1))),
+    ]
+    leaves = state_of(optax.scale_by_factored_rms(), shapes)
+    found = optimizer_steps(steps, below(shapes, "params"), leaves)
+    assert dataclasses.astuple(found)[1:] == (
+        {},
+        (("v", "layer_0", "w"), ("v", "layer_1", "w")),
+        {("v", "layers", "w"): ((1,), F32)},
+        (),
+    )
+    assert [step.operation for step in found.steps] == [
+        Stack(0),
+        Transpose((0, 1)),
+        Stack(0),
+        Transpose((0, 1)),
+    ]
+    after = {("layers", "w"): (2, 150, 200)}
+    assert carried(found, leaves) == state_of(optax.scale_by_factored_rms(), after)
+
+
+@pytest.mark.parametrize(
+    ("tx", "others", "operation", "shapes", "shape"),
+    [
+        # By default from 128 on, and every parameter here is smaller or larger than that.
+        (optax.adafactor(1e-3), [], Stack(0), [(200,)] * 128, [128, 200]),
+        (optax.adafactor(1e-3), [(128, 130)], Stack(0), [(200,)] * 128, [128, 200]),
+        (optax.adafactor(1e-3), [(127, 500)], Reshape((128, 128)), [(16384,)], [128, 128]),
+        (optax.adafactor(1e-3), [], Concat(0), [(64, 256), (64, 256)], [128, 256]),
+        (optax.adafactor(1e-3), [], Pad(((0, 28), (0, 0)), 0), [(100, 200)], [128, 200]),
+        # It has factored less, and whether it would the others is not known.
+        (optax.adafactor(1e-3, min_dim_size_to_factor=4), [(4, 6)], Stack(0), [(9,)] * 3, [3, 9]),
+        (
+            optax.adafactor(1e-3, min_dim_size_to_factor=4),
+            [(4, 6), (2, 8)],
+            Stack(1),
+            [(9,)] * 3,
+            [9, 3],
+        ),
+        # It has not factored these, so perhaps it does so from 301 on.
+        (optax.adafactor(1e-3, factored=False), [(300, 400)], Stack(0), [(999,)] * 301, [301, 999]),
+    ],
+)
+def test_what_adafactor_may_factor_is_not_carried_along_whole(tx, others, operation, shapes, shape):
+    before = at("old", shapes) | at("other", others)
+    step = one(operation, len(shapes), 1)
+    found = optimizer_steps([step], below(before, "params"), state_of(tx, before))
+    names = " + ".join(f"0/v/old_{i}/kernel" for i in range(len(shapes)))
+    text = f"{names}: adafactor may factor a parameter of the shape {shape}"
+    assert found.problems == (text,)
+
+
+@pytest.mark.parametrize(
+    ("tx", "others", "operation", "shapes"),
+    [
+        (optax.adafactor(1e-3), [], Stack(0), [(200,)] * 127),
+        (optax.adafactor(1e-3), [(128, 130)], Stack(0), [(200,)] * 127),
+        (optax.adafactor(1e-3), [(127, 500)], Reshape((127, 128)), [(16256,)]),
+        (optax.adafactor(1e-3, min_dim_size_to_factor=4), [(4, 6), (3, 8)], Stack(0), [(9,)] * 3),
+        (optax.adafactor(1e-3, factored=False), [(300, 400)], Stack(0), [(999,)] * 300),
+        # Moments of full shape are what they are.
+        (optax.adam(1e-3), [], Stack(0), [(200,)] * 300),
+    ],
+)
+def test_what_adafactor_does_not_factor_is_carried_along_whole(tx, others, operation, shapes):
+    before = at("old", shapes) | at("other", others)
+    made = operation.shapes(shapes)
+    step = one(operation, len(shapes), 1)
+    same = [Step((("params", *path),), (path,)) for path in at("other", others)]
+    followed([step, *same], before, tx, at("new", made) | at("other", others))
+
+
+# What cannot be carried along
+
+PAIR = {("params", "a"): (4, 6), ("params", "b"): (4, 6)}
+BOTH = Step(tuple(PAIR), (("layers", "w"),), Stack(0))
+FULL_LEAF = ((4, 6), F32)
+
+
+@pytest.mark.parametrize(
+    ("steps", "parameters", "leaves", "problems"),
+    [
+        (
+            [BOTH],
+            PAIR,
+            {("mu", "a"): FULL_LEAF, ("mu", "b"): None},
+            ["mu/a + mu/b: they become one, but mu/b has no value"],
+        ),
+        (
+            [BOTH],
+            PAIR,
+            {("mu", "a"): None, ("mu", "b"): FULL_LEAF, ("nu", "a"): FULL_LEAF},
+            [
+                "mu/a + mu/b: they become one, but mu/a has no value",
+                "nu/a + nu/b: they become one, but nu/b has no value",
+            ],
+        ),
+        (
+            [BOTH],
+            PAIR,
+            {("mu", "a"): None},
+            ["mu/a + mu/b: they become one, but mu/b has no value"],
+        ),
+        (
+            [Step((*PAIR, ("params", "c")), (("layers", "w"),), Stack(0))],
+            {**PAIR, ("params", "c"): (4, 6)},
+            {("mu", "a"): None, ("mu", "b"): FULL_LEAF},
+            ["mu/a + mu/b + mu/c: they become one, but mu/a and mu/c have no value"],
+        ),
+        (
+            [
+                Step((), (("params", "c"),), Constant(np.ones((1, 6), F32))),
+                Step((("params", "a"), ("params", "c")), (("w",),), Concat(0)),
+            ],
+            PAIR,
+            {("mu", "a"): FULL_LEAF, ("mu", "b"): FULL_LEAF},
+            ["mu/a + mu/c: they become one, but mu/c has no value"],
+        ),
+        (
+            [Step((("params", "a"), ("batch_stats", "m")), (("w",),), Concat(0))],
+            PAIR,
+            {("mu", "a"): FULL_LEAF, ("mu", "b"): FULL_LEAF},
+            ["mu/a + mu/batch_stats/m: they become one, but mu/batch_stats/m has no value"],
+        ),
+        (
+            [Step((("params", "a"),), (("w",),), Pad(((0, 0), (1, 0)), 1.5))],
+            PAIR,
+            {("mu", "a"): FULL_LEAF, ("mu", "b"): FULL_LEAF},
+            ["mu/a: a moment cannot be padded with 1.5: that is no linear operation"],
+        ),
+        (
+            [Step((("params", "a"),), (("w",),), Pad(((0, 0), (1, 0)), float("nan")))],
+            PAIR,
+            {("mu", "a"): FULL_LEAF, ("mu", "b"): FULL_LEAF},
+            ["mu/a: a moment cannot be padded with nan: that is no linear operation"],
+        ),
+        # Shapes that no optimizer of optax has, or that are not alike.
+        (
+            [BOTH],
+            PAIR,
+            {("mu", "a"): FULL_LEAF, ("mu", "b"): ((4,), F32)},
+            ["mu/a + mu/b: they have different parts of their parameters"],
+        ),
+        (
+            [Step(tuple(PAIR), (("w",),), Concat(0))],
+            PAIR,
+            {("mu", "a"): ((4,), F32), ("mu", "b"): ((6,), F32)},
+            ["mu/a + mu/b: they have different parts of their parameters"],
+        ),
+        (
+            [Step((("params", "m", "a"),), (("w",), ("b",)), Split(0, (1, 3)))],
+            {("params", "m", "a"): (4, 6), ("params", "b"): (4,)},
+            {("scale", "m", "a"): ((), F32)},
+            [
+                "scale/m/a: it has [] of its parameter's [4, 6], and split cannot be carried "
+                "over to a part"
+            ],
+        ),
+        (
+            [BOTH],
+            PAIR,
+            {("mu", "a"): ((5, 4, 6), F32), ("mu", "b"): ((5, 4, 6), F32)},
+            ["mu/a + mu/b: its shape is [5, 4, 6] and its parameter's [4, 6]"],
+        ),
+        (
+            [Step((("params", "a"),), (("w",),), Transpose((1, 0)))],
+            PAIR,
+            {("mu", "a"): ((4, 1), F32), ("mu", "b"): ((4, 1), F32)},
+            ["mu/a: its shape is [4, 1] and its parameter's [4, 6]"],
+        ),
+        (
+            [Step((("params", "a"),), (("w",),), Transpose((1, 0)))],
+            PAIR,
+            {("mu", "a"): ((5,), F32), ("mu", "b"): ((5,), F32)},
+            ["mu/a: its shape is no part of the parameter's, [4, 6]"],
+        ),
+        (
+            [Step((("params", "a"),), (("w",),), Transpose((1, 0, 2)))],
+            {("params", "a"): (6, 6, 4), ("params", "b"): (4,)},
+            {("mu", "a"): ((6, 4), F32), ("mu", "b"): ((4,), F32)},
+            ["mu/a: it may be over dimensions (0, 2) or (1, 2) of the parameter's [6, 6, 4]"],
+        ),
+        # A moment without an axis that is not one of the two largest.
+        (
+            [Step((("params", "a"),), (("w",),), Transpose((2, 1, 0)))],
+            {("params", "a"): (2, 6, 4), ("params", "b"): (4,)},
+            {("mu", "a"): ((6, 4), F32), ("mu", "b"): ((4,), F32)},
+            [
+                "mu/a: it has [6, 4] of its parameter's [2, 6, 4], and transpose cannot be "
+                "carried over to a part"
+            ],
+        ),
+        # What comes of something that is told of is not told of again.
+        (
+            [
+                BOTH,
+                Step((("layers", "w"),), (("x",), ("y",)), Split(0, (1, 1))),
+                Step((("x",), ("params", "c")), (("z",),), Concat(0)),
+                Step((("y",),), (("params", "b"),), Reshape((4, 6))),
+                Step((("params", "b"),), (("v",),), Transpose((1, 0))),
+                Step((("params", "d"),), (("w",),), Pad(((1, 0),), 1.0)),
+            ],
+            {**PAIR, ("params", "c"): (3, 4, 6), ("params", "d"): (2,)},
+            {
+                ("mu", "a"): FULL_LEAF,
+                ("mu", "b"): None,
+                ("mu", "c"): ((3, 4, 6), F32),
+                ("mu", "d"): ((2,), F32),
+            },
+            [
+                "mu/a + mu/b: they become one, but mu/b has no value",
+                "mu/d: a moment cannot be padded with 1.0: that is no linear operation",
+            ],
+        ),
+    ],
+)
+def test_why_state_cannot_follow(steps, parameters, leaves, problems):
+    assert list(optimizer_steps(steps, parameters, leaves).problems) == problems
+
+
+def test_state_near_the_place_of_a_parameter_is_not_left_behind():
+    """A list in place of each moment, and moments that are boxed where parameters are not."""
+    shapes = {("block", "w"): (4, 6), ("block", "b"): (6,), ("head", "w"): (6,)}
+    leaves = {
+        **state_of(optax.sm3(1e-3), shapes),
+        ("ema", "block", "w", "value"): ((4, 6), F32),
+        ("ema", "block", "b", "value"): None,
+        ("ema", "head", "w", "value"): ((6,), F32),
+    }
+    step = Step((("params", "block", "w"),), (("layer", "kernel"),))
+    found = optimizer_steps([step], below(shapes, "params"), leaves)
+    assert found.problems == (
+        "0/mu/block/w/0: it is not in the place of params/block/w",
+        "0/mu/block/w/1: it is not in the place of params/block/w",
+        "ema/block/w/value: it is not in the place of params/block/w",
+    )
+    boxed = {(*path, "value"): shape for path, shape in below(shapes, "params").items()}
+    step = Step((("params", "block", "w", "value"),), (("layer", "kernel"),))
+    leaves = state_of(optax.lion(1e-3), shapes)
+    assert optimizer_steps([step], boxed, leaves).problems == (
+        "0/mu/block/w: it is not in the place of params/block/w/value",
+    )
+
+
+# There and back
+
+KEYS = st.sampled_from(["w", "kernel", "mu", "nu", "v", "layer_0", "layers", "a.b", "c/d", "0"])
+
+
+@st.composite
+def trees(draw):
+    """Shapes of parameters in random modules."""
+    paths = draw(
+        st.lists(st.lists(KEYS, min_size=1, max_size=3).map(tuple), min_size=1, max_size=7)
+    )
+    shapes = {}
+    for path in paths:
+        related = [o for o in shapes if o[: len(path)] == path or path[: len(o)] == o]
+        if not related:
+            sizes = st.sampled_from([2, 3, 4, 5, 6, 12])
+            shapes[path] = tuple(draw(st.lists(sizes, max_size=3)))
+    return shapes
+
+
+def operations_on(shape, count):
+    """Operations that can be done to one array, or to `count` of a shape."""
+    yield None
+    if len(shape) > 1:
+        yield Transpose((*range(1, len(shape)), 0))
+    yield Reshape((*shape, 1)[::-1])
+    yield Pad(((1, 2),) * len(shape), 0)
+    for axis, size in enumerate(shape):
+        yield Split(axis, (1, size - 1))
+        yield Unstack(axis - len(shape), size)
+    if count > 1:
+        yield from (Stack(axis) for axis in range(len(shape) + 1))
+        yield from (Concat(axis) for axis in range(len(shape)))
+
+
+@st.composite
+def maps(draw):
+    """Parameters and steps that make others of them."""
+    shapes = draw(trees())
+    steps, left, held = [], list(shapes), {}
+    while left:
+        path = left.pop(0)
+        alike = [other for other in left if shapes[other] == shapes[path]]
+        operation = draw(st.sampled_from([*operations_on(shapes[path], 1 + len(alike))]))
+        inputs = (path, *alike) if isinstance(operation, Stack | Concat) else (path,)
+        left = [other for other in left if other not in inputs]
+        before = [shapes[each] for each in inputs]
+        made = before if operation is None else operation.shapes(before)
+        number = len(steps)
+        outputs = tuple((f"m{number}", str(part), "w") for part in range(len(made)))
+        steps.append(Step(tuple(("params", *each) for each in inputs), outputs, operation))
+        held.update(zip(outputs, made, strict=True))
+    names = dict(zip(draw(st.permutations(list(held))), held, strict=True))
+    return shapes, steps, names, {names[path]: shape for path, shape in held.items()}
+
+
+# Whose state is the same whatever parameters are called.
+CHAINS = st.lists(
+    st.sampled_from(["adam", "momentum", "lion", "rmsprop", "MultiSteps", "inject_hyperparams"]),
+    min_size=1,
+    max_size=2,
+    unique=True,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(maps(), CHAINS)
+def test_any_map_gives_optax_state_of_the_new_parameters_and_back(case, names):
+    """Step by step, and then the names of all that is made are mixed up."""
+    shapes, steps, renamed, after = case
+    tx = optax.chain(*(OPTIMIZERS[name] for name in names))
+    steps = [*steps, *(Step((old,), (("new", *old),)) for old in renamed)]
+    steps += [Step((("new", *old),), (new,)) for old, new in renamed.items()]
+    parameters = below(shapes, "params")
+    assert carried_out(steps, parameters) == after
+    found = followed(steps, shapes, tx, after)
+    leaves = {path: leaf[0] for path, leaf in state_of(tx, shapes).items() if leaf}
+    undone = backwards(found.steps, leaves)
+    assert carried_out(undone, carried_out(found.steps, leaves)) == leaves
+
+
+def test_a_hundred_thousand_leaves():
+    count = 25_000
+    keys = [(f"layer_{i}", "mlp", key) for i in range(count) for key in ("kernel", "bias")]
+    shapes = {path: (4, 6) if path[-1] == "kernel" else (6,) for path in keys}
+    leaves = {
+        (0, moment, *path): (shape, F32)
+        for moment in ("mu", "nu")
+        for path, shape in shapes.items()
+    }
+    parameters = below(shapes, "params")
+    steps = [
+        Step(
+            tuple(("params", f"layer_{i}", "mlp", key) for i in range(first, first + 10)),
+            ((f"group_{first}", key),),
+            Stack(0),
+        )
+        for first in range(0, count, 10)
+        for key in ("kernel", "bias")
+    ]
+    found = optimizer_steps(steps, parameters, leaves)
+    assert found.problems == ()
+    assert carried(found, leaves) == {
+        (0, moment, f"group_{first}", key): ((10, 4, 6) if key == "kernel" else (10, 6), F32)
+        for moment in ("mu", "nu")
+        for first in range(0, count, 10)
+        for key in ("kernel", "bias")
+    }

@@ -1,0 +1,534 @@
+"""Operations on whole arrays, against numpy: values, shapes, inverses, specs and grids."""
+
+import itertools
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import layouts
+import numpy as np
+import pytest
+import tensorstore as ts
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from reshard.errors import TreeMismatchError
+from reshard.operations import (
+    Concat,
+    Constant,
+    Crop,
+    Operation,
+    Pad,
+    Reshape,
+    Split,
+    Stack,
+    Transpose,
+    Unstack,
+)
+
+KINDS = ("transpose", "reshape", "split", "concat", "stack", "unstack", "pad", "crop")
+
+
+class Case(NamedTuple):
+    """An operation, the shapes that it takes, and the same in numpy."""
+
+    operation: Operation
+    shapes: list
+    numpy: object
+
+    def outputs(self, arrays):
+        made = self.numpy(*arrays)
+        return made if isinstance(made, list) else [made]
+
+
+@st.composite
+def factors(draw, count):
+    """Up to five sizes whose product is `count`, ones among them."""
+    sizes = []
+    while count > 1 and len(sizes) < 2:
+        sizes.append(draw(st.sampled_from([n for n in range(2, count + 1) if count % n == 0])))
+        count //= sizes[-1]
+    sizes += [count] * (count > 1)
+    return tuple(draw(st.permutations([*sizes, *[1] * draw(st.integers(0, 2))])))
+
+
+@st.composite
+def sums(draw, total, least=0):
+    """Sizes that are `total` together."""
+    if least and not total:
+        return ()
+    cuts = draw(st.sets(st.integers(1, max(total - 1, 1)), max_size=3)) if total > 1 else set()
+    ends = [0, *sorted(cuts), total]
+    sizes = [b - a for a, b in itertools.pairwise(ends)]
+    if not least and draw(st.booleans()):
+        sizes.insert(draw(st.integers(0, len(sizes))), 0)
+    return tuple(sizes)
+
+
+@st.composite
+def cases(draw, kinds=KINDS, least=0, sizes=(1, 2, 3, 4, 6, 8), shape=None):
+    """Any operation on arrays of up to a few hundred elements; axes counted from either end.
+
+    Args:
+      draw: of hypothesis.
+      kinds: which operations.
+      least: 0 where sizes of 0 are wanted too.
+      sizes: what sizes are drawn from.
+      shape: the shape of all that it takes; any without it.
+    """
+    given_shape = shape is not None
+    axial = ("split", "concat", "unstack")
+    kind = draw(st.sampled_from([k for k in kinds if shape != () or k not in axial]))
+    some = st.sampled_from((*sizes, 0) if not least else sizes)
+    if shape is None:
+        shape = tuple(draw(st.lists(some, min_size=1 if kind in axial else 0, max_size=3)))
+    rank = len(shape)
+    among = rank + 1 if kind == "stack" else rank
+    axis = draw(st.integers(-among, among - 1)) if among else 0
+    if kind == "transpose":
+        axes = tuple(draw(st.permutations(range(rank))))
+        return Case(Transpose(axes), [shape], lambda x: np.transpose(x, axes))
+    if kind == "reshape":
+        count = math.prod(shape)
+        new = draw(factors(count)) if count else (*draw(factors(4)), 0)
+        new = tuple(draw(st.permutations(new)))
+        return Case(Reshape(new), [shape], lambda x: x.reshape(new))
+    if kind == "split":
+        parts = draw(sums(shape[axis], least)) or (0,)
+        ends = list(itertools.accumulate(parts))[:-1]
+        return Case(Split(axis, parts), [shape], lambda x: np.split(x, ends, axis))
+    if kind == "concat":
+        lengths = [shape[axis]] * 2 if given_shape else draw(st.lists(some, min_size=1, max_size=3))
+        shapes = [list(shape) for _ in lengths]
+        for one, length in zip(shapes, lengths, strict=True):
+            one[axis] = length
+        return Case(Concat(axis), list(map(tuple, shapes)), lambda *xs: np.concatenate(xs, axis))
+    if kind == "stack":
+        names = draw(st.sampled_from([(), ("layers",)]))
+        count = draw(st.integers(1, 3))
+        return Case(Stack(axis, names), [shape] * count, lambda *xs: np.stack(xs, axis))
+    if kind == "unstack":
+        return Case(
+            Unstack(axis, shape[axis]),
+            [shape],
+            lambda x: [np.take(x, i, axis) for i in range(shape[axis])],
+        )
+    widest = 3 if rank < 4 else 1
+    most = [widest if kind == "pad" or not given_shape else (n - least) // 2 for n in shape]
+    widths = tuple(draw(st.tuples(st.integers(0, n), st.integers(0, n))) for n in most)
+    if kind == "pad":
+        sizes = tuple(a + size + b for size, (a, b) in zip(shape, widths, strict=True))
+        inner = tuple(slice(a, a + size) for size, (a, _) in zip(shape, widths, strict=True))
+
+        def padded(x):
+            made = np.full(sizes, np.array(1, x.dtype), x.dtype)
+            made[inner] = x
+            return made
+
+        return Case(Pad(widths, 1), [shape], padded)
+    if not given_shape:
+        shape = tuple(size + a + b for size, (a, b) in zip(shape, widths, strict=True))
+    inner = tuple(slice(a, size - b) for size, (a, b) in zip(shape, widths, strict=True))
+    return Case(Crop(widths), [shape], lambda x: x[inner])
+
+
+def numbered(shapes):
+    """Arrays whose elements are all different."""
+    ends = list(itertools.accumulate(map(math.prod, shapes), initial=1000))
+    return [
+        np.arange(start, start + math.prod(shape)).reshape(shape)
+        for start, shape in zip(ends, shapes, strict=False)
+    ]
+
+
+def read(view):
+    """A view's values; views count from 0, as arrays do."""
+    assert tuple(view.domain.origin) == (0,) * view.rank
+    return np.asarray(view.read().result())
+
+
+def assert_equal(got, expected):
+    assert [(x.shape, x.dtype, x.tobytes()) for x in got] == [
+        (x.shape, x.dtype, np.ascontiguousarray(x).tobytes()) for x in expected
+    ]
+
+
+# Values, shapes, inverses.
+
+
+@settings(deadline=None, max_examples=300)
+@given(cases(), st.sampled_from(["float32", "bfloat16", "int8", "int4", "bool", "complex64"]))
+def test_shapes_and_views_are_those_of_numpy(case, dtype):
+    rng = np.random.default_rng(math.prod(case.shapes[0]))
+    arrays = [layouts.random_array(rng, shape, dtype) for shape in case.shapes]
+    expected = case.outputs(arrays)
+    assert case.operation.shapes(case.shapes) == [x.shape for x in expected]
+    views = case.operation.views([ts.array(x) for x in arrays])
+    assert_equal(map(read, views), expected)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_views_of_views(data):
+    """Several operations after one another, on the first of what each has made."""
+    arrays = numbered([data.draw(st.sampled_from([(), (4,), (6, 8), (2, 3, 4)]))])
+    views = [ts.array(x) for x in arrays]
+    for _ in range(3):
+        place = data.draw(st.integers(0, len(arrays) - 1))
+        case = data.draw(cases(least=1, shape=arrays[place].shape))
+        count = len(case.shapes)
+        arrays, views = (
+            case.outputs([arrays[place]] * count),
+            case.operation.views([views[place]] * count),
+        )
+        assert_equal(map(read, views), arrays)
+
+
+@settings(deadline=None, max_examples=300)
+@given(cases(kinds=[kind for kind in KINDS if kind != "crop"]))
+def test_the_inverse_undoes_an_operation(case):
+    arrays = numbered(case.shapes)
+    there = case.outputs(arrays)
+    inverse = case.operation.inverse(case.shapes)
+    assume(there)  # of nothing, there is no way back
+    assert inverse.shapes([x.shape for x in there]) == case.shapes
+    assert_equal(map(read, inverse.views([ts.array(x) for x in there])), arrays)
+    if not isinstance(case.operation, Stack | Pad):  # names and the fill are not in the inverse
+        again = inverse.inverse([x.shape for x in there])
+        assert again.shapes(case.shapes) == [x.shape for x in there]
+
+
+@pytest.mark.parametrize("value", [0, 1, -2.5, float("inf"), float("nan"), True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_any_fill(value, dtype):
+    x = np.arange(6).reshape(2, 3).astype(jnp.dtype(dtype))
+    (view,) = Pad(((1, 0), (0, 2)), value).views([ts.array(x)])
+    expected = np.full((3, 5), np.array(value, x.dtype), x.dtype)
+    expected[1:, :3] = x
+    assert_equal([read(view)], [expected])
+
+
+def test_a_constant():
+    values = np.arange(12, dtype="uint16").reshape(3, 4).T
+    one = Constant(values)
+    assert one.shapes([]) == [(4, 3)]
+    assert one.specs([], []) == [((), ())]
+    assert one.chunks([], []) == [(4, 3)]
+    assert_equal(map(read, one.views([])), [values])
+    assert one == one and one != Constant(values)
+    assert Constant(np.zeros((0, 2))).chunks([], []) == [(1, 2)]
+    assert Constant(np.float32(3.0)).chunks([], []) == [()]
+
+
+def test_operations_are_values():
+    """So that arrays with the same history can be told."""
+    assert Split(1, (2, 3)) == Split(1, (2, 3)) != Split(1, (3, 2))
+    assert len({Stack(0), Stack(0, ("x",)), Stack(0), Unstack(0, 2)}) == 3
+
+
+# Specs.
+
+
+def tagged(case):
+    """For each output and each dimension of an input: the place along it that each element has
+    there; -1 for elements of other inputs and for what is new."""
+    outputs = []
+    for which, shape in enumerate(case.shapes):
+        for dim in range(len(shape)):
+            places = [np.full(other, -1) for other in case.shapes]
+            along = np.arange(shape[dim]).reshape([-1] + [1] * (len(shape) - dim - 1))
+            places[which] = np.broadcast_to(along, shape)
+            made = case.operation.views([ts.array(np.ascontiguousarray(p)) for p in places])
+            outputs.append((which, dim, [read(view) for view in made]))
+    return outputs
+
+
+def is_that_dimension(places, dim, size):
+    """Whether a dimension of an output is, from end to end, one of an input."""
+    if places.ndim <= dim or places.shape[dim] != size:
+        return False
+    along = np.arange(size).reshape([-1] + [1] * (places.ndim - dim - 1))
+    return bool((places == along).all())
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.data(),
+    cases(least=1, sizes=(2, 3, 4, 6), kinds=[kind for kind in KINDS if kind != "pad"]),
+)
+def test_mesh_axes_stay_with_their_dimensions(data, case):
+    """A dimension that comes through whole keeps its axes; no axes are on a dimension along which
+    their elements do not move; and where the axes of a merged or split dimension still divide
+    it, all devices have the elements they had."""
+    sizes = {"a": 2, "b": 3, "c": 2}
+    spec = [()] * len(case.shapes[0])
+    for axis in data.draw(st.permutations(list(sizes))):
+        dim = data.draw(st.integers(-1, len(spec) - 1))
+        if dim >= 0:
+            parts = math.prod(sizes[other] for other in (*spec[dim], axis))
+            if all(shape[dim] % parts == 0 for shape in case.shapes):
+                spec[dim] = (*spec[dim], axis)
+    short = tuple(spec)
+    while short and not short[-1] and data.draw(st.booleans()):
+        short = short[:-1]
+    given_specs = [data.draw(st.sampled_from([tuple(spec), short])) for _ in case.shapes]
+    specs = case.operation.specs(given_specs, case.shapes)
+    shapes = case.operation.shapes(case.shapes)
+    assert [len(s) for s in specs] == [len(shape) for shape in shapes]
+    for part, new in enumerate(specs):
+        found = set()
+        for which, dim, made in tagged(case):
+            places = made[part]
+            for to, entry in enumerate(new):
+                if len(case.shapes) == 1 and is_that_dimension(places, to, case.shapes[which][dim]):
+                    assert entry == spec[dim]
+                if not entry or entry != spec[dim]:
+                    continue
+                if shapes[part][to] == 1 or np.diff(places, axis=to).any():
+                    found.add(to)
+                parts = math.prod(sizes[axis] for axis in entry)
+                if isinstance(case.operation, Reshape) and not shapes[part][to] % parts:
+                    before = places // (case.shapes[which][dim] // parts)
+                    along = np.arange(shapes[part][to]) // (shapes[part][to] // parts)
+                    along = along.reshape([-1] + [1] * (places.ndim - to - 1))
+                    assert (before == along).all()
+        new_axis = None
+        if isinstance(case.operation, Stack):
+            new_axis = case.operation.axis % len(new)
+            assert new[new_axis] == case.operation.names
+        assert {to for to, entry in enumerate(new) if entry} - {new_axis} == found - {new_axis}
+
+
+SPECS = [
+    (Transpose((2, 0, 1)), [(2, 4, 8)], ["a", "b", ""], [",a,b"]),
+    (Reshape((8, 8)), [(2, 4, 8)], ["a", "b", "c"], ["a,c"]),
+    (Reshape((2, 4, 8)), [(8, 8)], ["a", "b"], ["a,,b"]),
+    (Reshape((8, 4, 2)), [(8, 8)], ["a+b", "c"], ["a+b,c,"]),
+    (Reshape((64,)), [(8, 8)], ["", "c"], [""]),
+    (Reshape((1, 8, 1, 8)), [(8, 8)], ["a", "b"], [",a,,b"]),
+    (Reshape((8, 8)), [(1, 8, 1, 8)], ["", "a", "", "b"], ["a,b"]),
+    (Reshape((1, 1)), [()], [], [","]),
+    (Reshape(()), [(1, 1)], ["", ""], [None]),
+    (Split(1, (2, 6)), [(4, 8)], ["a", "b"], ["a,b", "a,b"]),
+    (Split(-1, (8,)), [(4, 8)], ["a"], ["a,"]),
+    (Unstack(1, 2), [(4, 2, 8)], ["a", "", "b"], ["a,b", "a,b"]),
+    (Unstack(0, 1), [(1, 8)], ["a", "b"], ["b"]),
+    (Pad(((0, 1), (2, 0)), 0), [(4, 8)], ["a"], ["a,"]),
+    (Crop(((0, 1), (2, 0))), [(4, 8)], ["a", "b"], ["a,b"]),
+]
+
+
+def spec(entries):
+    """`["a", "b+c", ""]` as a spec."""
+    return tuple(tuple(entry.split("+")) if entry else () for entry in entries)
+
+
+@pytest.mark.parametrize(("operation", "shapes", "before", "after"), SPECS)
+def test_specs_of_one_array(operation, shapes, before, after):
+    expected = [() if text is None else spec(text.split(",")) for text in after]
+    assert operation.specs([spec(before)], shapes) == expected
+
+
+@pytest.mark.parametrize(
+    ("operation", "before", "after"),
+    [
+        (Concat(0), ["a,b", "a,b"], "a,b"),
+        (Concat(0), ["a,b", "a"], "a,"),
+        (Concat(1), ["a,b", ",b"], ",b"),
+        (Stack(0), ["a,b", "a,b"], ",a,b"),
+        (Stack(0, ("layers",)), ["a,b", "b,a"], "layers,,"),
+        (Stack(-1, ("x", "y")), ["a,b", "a,b"], "a,b,x+y"),
+        (Stack(1), ["a", "a"], "a,,"),
+    ],
+)
+def test_specs_of_several_arrays(operation, before, after):
+    specs = [spec(text.split(",")) for text in before]
+    assert operation.specs(specs, [(4, 4), (4, 4)]) == [spec(after.split(","))]
+
+
+# Grids.
+
+
+def labels(shape, chunk, first=0):
+    """For each element, the number of the chunk that holds it."""
+    result = np.zeros(shape, int)
+    for dim, (size, step) in enumerate(zip(shape, chunk, strict=True)):
+        along = (np.arange(size) // step).reshape([-1] + [1] * (len(shape) - dim - 1))
+        result = result * math.ceil(size / step) + along
+    return result + first
+
+
+def assert_no_chunk_is_cut(operation, shapes, chunks):
+    """The grids of the outputs, none of whose boxes shares a chunk with another."""
+    inside = [
+        labels(shape, chunk, 10_000 * (i + 1))
+        for i, (shape, chunk) in enumerate(zip(shapes, chunks, strict=True))
+    ]
+    grids = operation.chunks(chunks, shapes)
+    made = [read(view) for view in operation.views([ts.array(x) for x in inside])]
+    for output, grid in zip(made, grids, strict=True):
+        assert len(grid) == output.ndim and min(grid, default=1) >= 1
+        boxes = labels(output.shape, grid).reshape(-1)
+        pairs = {(chunk, box) for chunk, box in zip(output.reshape(-1), boxes, strict=True)}
+        held = [chunk for chunk, _ in pairs if chunk >= 10_000]  # less is what pads
+        assert len(held) == len(set(held))
+    return grids
+
+
+@settings(deadline=None, max_examples=800)
+@given(st.data(), cases())
+def test_no_box_cuts_a_chunk(data, case):
+    chunks = [tuple(data.draw(st.integers(1, size + 1)) for size in s) for s in case.shapes]
+    if data.draw(st.booleans()):
+        chunks = [chunks[0]] * len(chunks)
+    assert_no_chunk_is_cut(case.operation, case.shapes, chunks)
+
+
+# Of grids in which no chunk is cut, fine ones take less memory: layers apart, heads apart.
+GRIDS = [
+    # Grids go with their dimensions.
+    (Transpose((2, 0, 1)), [(6, 16, 24)], [(1, 8, 6)], [(6, 1, 8)]),
+    (Transpose(()), [()], [()], [()]),
+    # (D, H * h) <-> (D, H, h): whole heads, parts of a head, neither.
+    (Reshape((16, 4, 8)), [(16, 32)], [(4, 16)], [(4, 2, 8)]),
+    (Reshape((16, 4, 8)), [(16, 32)], [(4, 8)], [(4, 1, 8)]),
+    (Reshape((16, 4, 8)), [(16, 32)], [(4, 4)], [(4, 1, 4)]),
+    (Reshape((16, 4, 8)), [(16, 32)], [(4, 12)], [(4, 4, 8)]),
+    (Reshape((16, 32)), [(16, 4, 8)], [(4, 2, 8)], [(4, 16)]),
+    (Reshape((16, 32)), [(16, 4, 8)], [(4, 1, 4)], [(4, 4)]),
+    (Reshape((16, 32)), [(16, 4, 8)], [(4, 2, 4)], [(4, 32)]),
+    (Reshape((16, 32)), [(16, 4, 8)], [(4, 3, 8)], [(4, 32)]),
+    # (H, h, D) <-> (H * h, D), and all in one.
+    (Reshape((32, 16)), [(4, 8, 16)], [(1, 8, 2)], [(8, 2)]),
+    (Reshape((4, 8, 16)), [(32, 16)], [(8, 2)], [(1, 8, 2)]),
+    (Reshape((512,)), [(4, 8, 16)], [(1, 2, 16)], [(32,)]),
+    (Reshape((4, 8, 16)), [(512,)], [(32,)], [(1, 2, 16)]),
+    (Reshape((8, 6)), [(48,)], [(9,)], [(8, 6)]),
+    (Reshape((8, 6)), [(4, 12)], [(1, 12)], [(2, 6)]),
+    # Sizes of 1 come and go.
+    (Reshape((1, 6, 1, 4)), [(6, 4)], [(2, 3)], [(1, 2, 1, 3)]),
+    (Reshape((6, 4)), [(1, 6, 1, 4)], [(1, 2, 1, 3)], [(2, 3)]),
+    (Reshape((1,)), [()], [()], [(1,)]),
+    # Layers.
+    (Stack(0), [(16, 24)] * 3, [(8, 6)] * 3, [(1, 8, 6)]),
+    (Stack(-1), [(16, 24)] * 3, [(8, 6)] * 3, [(8, 6, 1)]),
+    (Stack(1), [(16, 24)] * 2, [(8, 6), (4, 12)], [(8, 1, 12)]),
+    (Stack(0), [(10,)] * 2, [(4,), (3,)], [(1, 10)]),
+    (Stack(0), [()] * 2, [()] * 2, [(1,)]),
+    (Unstack(0, 6), [(6, 16, 24)], [(1, 8, 6)], [(8, 6)] * 6),
+    (Unstack(1, 6), [(16, 6, 24)], [(8, 4, 6)], [(8, 6)] * 6),
+    (Unstack(0, 2), [(2,)], [(1,)], [()] * 2),
+    # Parts at the edges of chunks, and elsewhere.
+    (Split(1, (8, 8, 16)), [(16, 32)], [(4, 8)], [(4, 8)] * 3),
+    (Split(1, (8, 8, 14)), [(16, 30)], [(4, 8)], [(4, 8)] * 3),
+    (Split(1, (16, 16)), [(16, 32)], [(4, 32)], [(4, 16)] * 2),
+    (Split(0, (12, 4)), [(16, 32)], [(8, 4)], [(12, 4), (4, 4)]),
+    (Concat(1), [(16, 8), (16, 24)], [(4, 8)] * 2, [(4, 8)]),
+    (Concat(1), [(16, 8), (16, 22)], [(4, 8)] * 2, [(4, 8)]),
+    (Concat(1), [(16, 22), (16, 8)], [(4, 8)] * 2, [(4, 30)]),
+    (Concat(1), [(16, 8), (16, 16)], [(4, 8), (8, 16)], [(8, 24)]),
+    # Edges.
+    (Pad(((0, 3), (8, 1)), 0), [(16, 32)], [(8, 4)], [(8, 4)]),
+    (Pad(((2, 0), (0, 0)), 0), [(16, 32)], [(8, 4)], [(18, 4)]),
+    (Crop(((0, 3), (8, 1))), [(16, 32)], [(8, 4)], [(8, 4)]),
+    (Crop(((2, 0), (0, 0))), [(16, 32)], [(8, 4)], [(14, 4)]),
+]
+
+
+@pytest.mark.parametrize(("operation", "shapes", "chunks", "grids"), GRIDS)
+def test_grids(operation, shapes, chunks, grids):
+    assert assert_no_chunk_is_cut(operation, shapes, chunks) == grids
+
+
+# Nothing at all.
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((0, 3), (3, 0)),
+        ((0, 3), (0,)),
+        ((0,), (0, 3)),
+        ((2, 0, 3), (0, 6)),
+        ((4, 0), (2, 2, 0)),
+        ((0, 1), (1, 0, 5)),
+    ],
+)
+def test_reshapes_of_nothing(before, after):
+    one = Reshape(after)
+    x = np.zeros(before, "int16")
+    assert_equal(map(read, one.views([ts.array(x)])), [x.reshape(after)])
+    assert one.chunks([(1,) * len(before)], [before]) == [tuple(max(n, 1) for n in after)]
+    (new,) = one.specs([(("a",),)], [before])
+    assert len(new) == len(after)
+    assert one.inverse([before]) == Reshape(before)
+
+
+def test_parts_of_nothing():
+    assert Split(0, (0, 3, 1)).chunks([(2,)], [(4,)]) == [(1,), (3,), (1,)]
+    assert Split(0, (0, 0)).chunks([(2,)], [(0,)]) == [(2,), (2,)]
+    assert Concat(0).chunks([(1,), (2,)], [(0,), (0,)]) == [(1,)]
+    assert Unstack(0, 0).shapes([(0, 3)]) == []
+    assert Unstack(0, 0).views([ts.array(np.zeros((0, 3)))]) == []
+
+
+# Errors.
+
+ERRORS = [
+    (Transpose((1, 0)), [(2, 3, 4)], "axes [1, 0] do not reorder [2, 3, 4]"),
+    (Transpose((0, 0)), [(2, 3)], "axes [0, 0] do not reorder [2, 3]"),
+    (Transpose((0, -1)), [(2, 3)], "axes [0, -1] do not reorder [2, 3]"),
+    (Transpose((1, 0)), [], "0 arrays where 1 is needed"),
+    (Transpose((0,)), [(2,), (2,)], "2 arrays where 1 is needed"),
+    (Reshape((4, 2)), [(3, 3)], "[3, 3] cannot be reshaped to [4, 2]"),
+    (Reshape((-3, -3)), [(3, 3)], "[3, 3] cannot be reshaped to [-3, -3]"),
+    (Reshape((9,)), [(3, 3), (9,)], "2 arrays where 1 is needed"),
+    (Split(1, (2, 2)), [(4, 5)], "axis 1 of [4, 5] cannot be split into [2, 2]"),
+    (Split(0, (-1, 5)), [(4,)], "axis 0 of [4] cannot be split into [-1, 5]"),
+    (Split(-1, ()), [(4, 5)], "axis -1 of [4, 5] cannot be split into []"),
+    (Split(2, (4,)), [(4, 5)], "[4, 5] has no axis 2"),
+    (Split(0, (1,)), [()], "[] has no axis 0"),
+    (Split(0, (4,)), [(4,), (4,)], "2 arrays where 1 is needed"),
+    (Concat(0), [(2, 3), (2, 4)], "[2, 3] and [2, 4] cannot be joined along axis 0"),
+    (Concat(-1), [(2, 3), (2, 3, 1)], "[2, 3] and [2, 3, 1] cannot be joined along axis -1"),
+    (Concat(0), [(2,), (2, 3), (2,)], "[2] and [2, 3] cannot be joined along axis 0"),
+    (Concat(2), [(2, 3), (2, 3)], "[2, 3] has no axis 2"),
+    (Concat(0), [(), ()], "[] has no axis 0"),
+    (Stack(0), [(2, 3), (3, 2), (2, 3)], "[2, 3] and [3, 2] cannot be stacked"),
+    (Stack(3), [(2, 3), (2, 3)], "[2, 3, 1] has no axis 3"),
+    (Unstack(0, 3), [(2, 3)], "axis 0 of [2, 3] does not have 3 parts"),
+    (Unstack(-3, 3), [(2, 3)], "[2, 3] has no axis -3"),
+    (Unstack(0, 1), [()], "[] has no axis 0"),
+    (Unstack(0, 2), [(2,), (2,)], "2 arrays where 1 is needed"),
+    (Pad(((1, 1),), 0), [(2, 3)], "[(1, 1)] are no widths to pad [2, 3] with"),
+    (Pad(((1, -1), (0, 0)), 0), [(2, 3)], "[(1, -1), (0, 0)] are no widths to pad [2, 3] with"),
+    (Pad((), 0), [(), ()], "2 arrays where 1 is needed"),
+    (Crop(((1, 2),)), [(2,)], "[2] is not padded by [(1, 2)]"),
+    (Crop(((1, 0),)), [(2, 3)], "[2, 3] is not padded by [(1, 0)]"),
+    (Crop(((-1, 0),)), [(2,)], "[2] is not padded by [(-1, 0)]"),
+    (Constant(np.zeros(3)), [(3,)], "1 arrays where 0 is needed"),
+]
+
+
+@pytest.mark.parametrize(("operation", "shapes", "text"), ERRORS)
+def test_operations_that_do_not_apply(operation, shapes, text):
+    with pytest.raises(TreeMismatchError) as error:
+        operation.shapes(shapes)
+    assert str(error.value) == text
+
+
+@pytest.mark.parametrize(
+    ("operation", "shapes", "text"),
+    [
+        (
+            Crop(((1, 2),)),
+            [(5,)],
+            "a crop cannot be run backwards: what it cuts off is gone",
+        ),
+        (Constant(np.zeros(3)), [], "values that were given cannot be run backwards"),
+    ],
+)
+def test_operations_without_an_inverse(operation, shapes, text):
+    with pytest.raises(TreeMismatchError) as error:
+        operation.inverse(shapes)
+    assert str(error.value) == text

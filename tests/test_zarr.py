@@ -1,0 +1,315 @@
+"""zarr metadata documents, against TensorStore and Orbax, which write them and read by them."""
+
+import itertools
+import json
+
+import jax.numpy as jnp
+import layouts
+import numpy as np
+import pytest
+import tensorstore as ts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layouts import DTYPES
+
+import reshard
+from reshard import zarr
+
+BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
+ZSTD = {"name": "zstd", "configuration": {"level": 1}}
+CRC = {"name": "crc32c"}
+
+
+def sharded(*inner, codecs=(BYTES, ZSTD)):
+    """A codec of zarr v3 that cuts a chunk up."""
+    return {
+        "name": "sharding_indexed",
+        "configuration": {
+            "chunk_shape": list(inner),
+            "codecs": list(codecs),
+            "index_codecs": [BYTES, CRC],
+            "index_location": "end",
+        },
+    }
+
+
+def zarr2(shape, chunks, **fields):
+    """A document of zarr v2, as TensorStore writes it."""
+    return {
+        "chunks": list(chunks),
+        "compressor": {"id": "zstd", "level": 1},
+        "dimension_separator": ".",
+        "dtype": "<f4",
+        "fill_value": None,
+        "filters": None,
+        "order": "C",
+        "shape": list(shape),
+        "zarr_format": 2,
+    } | fields
+
+
+def zarr3(shape, chunks, *codecs, **fields):
+    """A document of zarr v3, as TensorStore writes it."""
+    return {
+        "chunk_grid": {"configuration": {"chunk_shape": list(chunks)}, "name": "regular"},
+        "chunk_key_encoding": {"name": "default"},
+        "codecs": list(codecs) or [BYTES, ZSTD],
+        "data_type": "float32",
+        "fill_value": 0.0,
+        "node_type": "array",
+        "shape": list(shape),
+        "zarr_format": 3,
+    } | fields
+
+
+class Memory:
+    """Arrays in memory, by name."""
+
+    def __init__(self):
+        self.context = ts.Context()
+        self.store = ts.KvStore.open("memory://", context=self.context).result()
+
+    def open(self, document, name="x"):
+        """The array of a document, as the writer opens it."""
+        return ts.open(
+            {
+                "driver": "zarr" if document["zarr_format"] == 2 else "zarr3",
+                "kvstore": f"memory://{name}/",
+                "metadata": document,
+                "assume_metadata": True,
+                "store_data_equal_to_fill_value": True,
+            },
+            context=self.context,
+        ).result()
+
+    def chunks(self, name="x"):
+        """Key below a name -> stored bytes."""
+        keys = [key.decode() for key in self.store.list().result()]
+        own = [key.removeprefix(f"{name}/") for key in keys if key.startswith(f"{name}/")]
+        return {key: self.store.read(f"{name}/{key}").result().value for key in own}
+
+
+def random(shape, dtype="float32", seed=0):
+    return layouts.random_array(np.random.default_rng(seed), shape, dtype)
+
+
+def copy(document):
+    return json.loads(zarr.dump(document))
+
+
+def assert_holds(document, values):
+    """An array of that document takes these values and gives them back."""
+    array = Memory().open(document)
+    assert (array.shape, array.dtype.numpy_dtype) == (values.shape, values.dtype)
+    v2 = document["zarr_format"] == 2
+    grid = document["chunks"] if v2 else document["chunk_grid"]["configuration"]["chunk_shape"]
+    assert list(array.chunk_layout.write_chunk.shape or ()) == list(grid)
+    array.write(values).result()
+    assert layouts.bits(np.asarray(array.read().result())) == layouts.bits(values)
+
+
+def test_a_document_as_it_is_stored():
+    document = zarr2((6, 4), (3, 4))
+    assert json.loads(zarr.dump(document)) == document
+    assert b" " not in zarr.dump(document)
+
+
+# Other grids and shapes.
+
+
+def test_other_chunks_of_zarr2():
+    document = zarr.with_chunks(zarr2((6, 4), (3, 4)), (2, 2))
+    assert document == zarr2((6, 4), (2, 2))
+    assert_holds(document, random((6, 4)))
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "chunk", "kept"),
+    [
+        ((6, 8), (3, 4), (6, 4), (3, 4)),  # they divide the new chunks
+        ((6, 8), (3, 4), (4, 8), (4, 8)),  # they do not
+        ((6, 8), (6, 8), (12, 8), (12, 8)),  # they were whole chunks
+        ((6, 8), (3, 4), (3, 4), (3, 4)),
+    ],
+)
+def test_inner_chunks_of_zarr3(outer, inner, chunk, kept):
+    document = zarr.with_chunks(zarr3((12, 8), outer, sharded(*inner)), chunk)
+    assert document == zarr3((12, 8), chunk, sharded(*kept))
+    assert_holds(document, random((12, 8)))
+
+
+def test_other_chunks_of_zarr3_without_inner_ones():
+    document = zarr.with_chunks(zarr3((12, 8), (6, 8)), (12, 4))
+    assert document == zarr3((12, 8), (12, 4))
+    assert_holds(document, random((12, 8)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunk"), [((), ()), ((5,), (2,)), ((2, 3, 4), (1, 3, 4)), ((12, 8), (4, 4))]
+)
+@pytest.mark.parametrize(
+    "document",
+    [
+        zarr2((12, 8), (6, 8)),
+        zarr2((), ()),
+        zarr3((12, 8), (6, 8), dimension_names=["a", "b"]),
+        zarr3((12, 8), (6, 8), sharded(3, 4)),
+        zarr3((12, 8), (6, 8), sharded(6, 8), dimension_names=[None, "b"]),
+        zarr3((), (), sharded()),
+    ],
+)
+def test_another_shape(document, shape, chunk):
+    """Names of dimensions go, and inner chunks are whole ones."""
+    new = zarr.with_shape(copy(document), shape, chunk)
+    expected = zarr2(shape, chunk)
+    if document["zarr_format"] == 3:
+        inner = "sharding_indexed" in str(document)
+        expected = zarr3(shape, chunk, *([sharded(*chunk)] if inner else []))
+    assert new == expected
+    assert_holds(new, random(shape))
+
+
+# Other dtypes.
+
+
+@pytest.mark.parametrize("layout", ["standalone", "zarr3-ocdbt", "zarr3-files"])
+def test_another_dtype_is_as_orbax_writes_it(saved, layout):
+    """From the document of an array of any dtype to that of any other one."""
+    ckpt = reshard.open(saved(layout).path)
+    handles = {name: ckpt["dtypes", name] for name in DTYPES}
+    for one, other in itertools.product(handles.values(), handles.values()):
+        document = json.loads(one.metadata)
+        expected = zarr.with_chunks(json.loads(other.metadata), one.chunk_shape)
+        made = zarr.with_dtype(document, other.dtype)
+        assert json.dumps(made, sort_keys=True) == json.dumps(expected, sort_keys=True)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float64", "int64", "uint64"])
+@pytest.mark.parametrize(
+    "document",
+    [zarr2((4, 6), (2, 6)), zarr3((4, 6), (4, 6)), zarr3((4, 6), (4, 6), sharded(2, 3))],
+)
+def test_arrays_of_every_dtype(document, dtype):
+    values = random((4, 6), dtype)
+    assert_holds(zarr.with_dtype(copy(document), values.dtype), values)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float64", "int64"])
+def test_dtypes_of_zarr2(dtype):
+    """The same as TensorStore's own."""
+    new = {"driver": "zarr", "kvstore": "memory://"}
+    made = ts.open(new, create=True, dtype=jnp.dtype(dtype), shape=[2]).result()
+    assert zarr.zarr2_dtype(jnp.dtype(dtype)) == made.spec().to_json()["metadata"]["dtype"]
+
+
+# Whether chunks can be moved.
+
+TRANSPOSED = {"name": "transpose", "configuration": {"order": [1, 0]}}
+MOVABLE = [
+    zarr2((6, 4), (3, 4)),
+    zarr2((6, 4), (3, 4), compressor=None),
+    zarr2((6, 4), (3, 4), dtype="bfloat16"),
+    zarr2((6, 4), (3, 4), dimension_separator="/"),
+    zarr2((6, 4), (3, 4), fill_value=0.0),
+    zarr2((6, 4), (3, 4), compressor={"id": "zstd", "level": 2}),
+    zarr3((6, 4), (3, 4)),
+    zarr3((6, 4), (3, 4), BYTES),
+    zarr3((6, 4), (3, 4), {"name": "bytes", "configuration": {"endian": "big"}}),
+    zarr3((6, 4), (3, 4), sharded(3, 4)),
+    zarr3((6, 4), (3, 4), sharded(3, 4, codecs=[BYTES])),
+    zarr3((6, 4), (3, 4), data_type="uint32", fill_value=0),
+    zarr3((6, 4), (3, 4), fill_value=1.0),
+    zarr3(
+        (6, 4),
+        (3, 4),
+        chunk_key_encoding={"name": "default", "configuration": {"separator": "."}},
+    ),
+]
+UNMOVABLE = [
+    zarr2((6, 4), (3, 4), order="F"),
+    zarr2((6, 4), (3, 4), filters=[{"id": "delta", "dtype": "<f4"}]),
+    zarr3((6, 4), (3, 4), sharded(3, 2)),
+    zarr3((6, 4), (3, 4), TRANSPOSED, BYTES),
+    zarr3((6, 4), (3, 4), sharded(3, 4, codecs=[TRANSPOSED, BYTES])),
+    zarr3((6, 4), (3, 4), chunk_key_encoding={"name": "v2"}),
+]
+
+
+def test_what_arrays_must_share_for_chunks_to_move():
+    encodings = [zarr.encoding(document) for document in MOVABLE]
+    assert None not in encodings and len(set(encodings)) == len(MOVABLE)
+    assert [zarr.encoding(document) for document in UNMOVABLE] == [None] * len(UNMOVABLE)
+
+
+@pytest.mark.parametrize("document", MOVABLE)
+def test_shape_grid_and_names_of_dimensions_may_differ(document):
+    encoding = zarr.encoding(copy(document))
+    other = zarr.with_shape(copy(document), (2, 9), (1, 5))
+    assert zarr.encoding(other) == encoding
+    assert zarr.encoding(dict(reversed(copy(document).items()))) == encoding
+    if document["zarr_format"] == 3:
+        assert zarr.encoding(copy(document) | {"dimension_names": ["a", None]}) == encoding
+
+
+def test_it_is_not_changed_by_asking():
+    for document in MOVABLE + UNMOVABLE:
+        before = copy(document)
+        zarr.encoding(document)
+        assert document == before
+
+
+@pytest.mark.parametrize("document", MOVABLE)
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_chunks_moved_below_another_axis(document, axis):
+    """What arrays of one encoding share is enough: two of them, stacked by moving stored chunks,
+    hold what they held, and so do the parts of the stack."""
+    dtype = jnp.dtype(document.get("data_type") or document["dtype"].removeprefix("<"))
+    memory = Memory()
+    values = [random((6, 4), dtype, seed) for seed in range(2)]
+    shape, chunk = [6, 4], [3, 4]
+    shape.insert(axis, 2)
+    chunk.insert(axis, 1)
+    stacked = zarr.with_shape(copy(document), tuple(shape), tuple(chunk))
+    for i, value in enumerate(values):
+        memory.open(document, f"part{i}").write(value).result()
+        chunks = memory.chunks(f"part{i}")
+        assert len(chunks) == 2
+        for key, stored in chunks.items():
+            index = zarr.chunk_index(document, key)
+            new = zarr.chunk_key(stacked, (*index[:axis], i, *index[axis:]))
+            memory.store.write(f"stack/{new}", stored).result()
+    whole = np.asarray(memory.open(stacked, "stack").read().result())
+    assert layouts.bits(whole) == layouts.bits(np.stack(values, axis))
+    memory.open(stacked, "made").write(np.stack(values, axis)).result()
+    assert set(memory.chunks("made")) == set(memory.chunks("stack"))
+
+
+# Keys.
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data(), st.sampled_from(["2.", "2/", "3", "3.", "3/"]))
+def test_keys_are_those_of_tensorstore(data, kind):
+    shape = tuple(data.draw(st.lists(st.integers(1, 12), max_size=3)))
+    chunk = tuple(data.draw(st.integers(max(1, size // 3), size)) for size in shape)
+    if kind.startswith("2"):
+        document = zarr2(shape, chunk, dimension_separator=kind[1])
+    else:
+        document = zarr3(shape, chunk)
+        if kind[1:]:
+            document["chunk_key_encoding"]["configuration"] = {"separator": kind[1:]}
+    memory = Memory()
+    memory.open(document).write(random(shape)).result()
+    grid = [range(-(-size // step)) for size, step in zip(shape, chunk, strict=True)]
+    places = list(itertools.product(*grid))
+    keys = [zarr.chunk_key(document, place) for place in places]
+    assert set(keys) == set(memory.chunks())
+    assert [zarr.chunk_index(document, key) for key in keys] == places
+
+
+def test_a_document_without_a_separator():
+    """zarr v2 arrays of other writers leave it out."""
+    document = zarr2((4, 4), (2, 2))
+    del document["dimension_separator"]
+    assert zarr.chunk_key(document, (0, 1)) == "0.1"
+    assert zarr.chunk_index(document, "1.0") == (1, 0)
