@@ -141,10 +141,11 @@ def test_python_block_converts(demos):
     check = (
         "import numpy as np\n"
         "saved = reshard.open('linen/10')\n"
+        "nu = state['optimizer'].opt_state[0].nu\n"
         "for i, name in enumerate(('gate_proj', 'up_proj')):\n"
         "    for path, leaf in (\n"
         "        ('params', getattr(state['model'].layers[1].mlp, name).kernel),\n"
-        "        ('opt_state/0/nu', state['optimizer'].opt_state[0].nu.layers[1].mlp[name].kernel),\n"
+        "        ('opt_state/0/nu', nu.layers[1].mlp[name].kernel),\n"
         "    ):\n"
         "        fused = saved[path + '/layer_1/mlp/gating_einsum'].view().read().result()\n"
         "        assert np.asarray(leaf[...]).tobytes() == fused[i].tobytes()\n"

@@ -48,7 +48,6 @@ def command() -> None:
     Example:
       reshard inspect run/1000
       reshard ckpt run/1000 out/1000 --to 1x8
-      reshard convert run/1000 out/1000 --to nnx --model my_project.model:Transformer
     """
 
 

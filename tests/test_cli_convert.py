@@ -1,0 +1,896 @@
+"""`reshard convert`, as a user runs it: what it prints, how it ends, and what it leaves."""
+
+import json
+import pathlib
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import layouts
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import reshard
+import reshard.cli
+from reshard.tree import format_path
+
+RESHARD = pathlib.Path(sysconfig.get_path("scripts")) / "reshard"
+MODELS = '''
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from flax import nnx
+from flax.training import train_state
+
+OPTIMIZER = optax.adam(1e-3)
+
+
+class Mlp(nn.Module):
+    """In Linen."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Dense(16)(x))
+        x = nn.Dropout(0.1, deterministic=True)(x)
+        return nn.Dense(4)(x)
+
+
+def linen():
+    params = Mlp().init(jax.random.key(0), jnp.ones((1, 8)))["params"]
+    return train_state.TrainState.create(apply_fn=None, params=params, tx=OPTIMIZER)
+
+
+class Net(nnx.Module):
+    """In NNX."""
+
+    def __init__(self, rngs):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
+        self.inner = nnx.Linear(8, 16, kernel_init=init, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.outer = nnx.Linear(16, 4, kernel_init=init, rngs=rngs)
+
+    def __call__(self, x):
+        return self.outer(self.dropout(nnx.relu(self.inner(x)), deterministic=True))
+
+
+def training():
+    model = Net(nnx.Rngs(0))
+    return {"model": model, "optimizer": nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)}
+
+
+class Inner:
+    Net = Net
+
+
+class Halves(nnx.Module):
+    """Another model, for which a map is needed."""
+
+    def __init__(self, rngs):
+        self.left = nnx.Param(jnp.zeros((8, 8)))
+        self.right = nnx.Param(jnp.zeros((8, 8)))
+        self.bias = nnx.Param(jnp.zeros(16))
+        self.outer = nnx.Linear(16, 4, rngs=rngs)
+
+
+def fails():
+    raise ValueError("no weights today")
+
+
+def wants(width):
+    return Net(nnx.Rngs(width))
+
+
+number = 3
+'''
+MAP = r"""
+[[rule]]
+from = '^params/Dense_0/kernel$'
+split = { axis = 1, into = ['left', 'right'] }
+
+[[rule]]
+from = '^params/Dense_0/bias$'
+to = 'bias'
+
+[[rule]]
+from = '^params/Dense_1/'
+to = 'outer/'
+"""
+SPECS = {"kernel": P("data", "model"), "bias": P("model")}
+
+
+class Ran(NamedTuple):
+    """How a command ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+def filled(tree, on):
+    """Every leaf random, on a mesh."""
+    rng = np.random.default_rng(0)
+
+    def value(keys, leaf):
+        if jnp.issubdtype(leaf.dtype, jnp.integer):
+            return jnp.asarray(rng.integers(1, 99, leaf.shape), leaf.dtype)
+        spec = SPECS[keys[-1].key]
+        return jax.device_put(
+            rng.normal(size=leaf.shape).astype("float32"), NamedSharding(on, spec)
+        )
+
+    return jax.tree_util.tree_map_with_path(value, tree)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """`models.py`, `map.toml`; `run`, steps 1 and 2 of a manager; `again`, what it becomes, loaded
+    and saved by Orbax."""
+    folder = tmp_path_factory.mktemp("convert")
+    (folder / "models.py").write_text(MODELS)
+    (folder / "map.toml").write_text(MAP)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        import models
+
+        abstract = jax.eval_shape(models.linen)
+        sys.modules.pop("models")
+    linen = filled(abstract.replace(step=jnp.int32(5)), layouts.mesh((2, 4)))
+    with ocp.CheckpointManager(folder / "run") as manager:
+        for step in (1, 2):
+            manager.save(step, args=ocp.args.StandardSave(linen.replace(step=jnp.int32(step))))
+    return folder
+
+
+@pytest.fixture
+def folder(checkpoints, tmp_path, monkeypatch):
+    """The working directory, with copies of them."""
+    shutil.copytree(checkpoints, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def run(folder, monkeypatch, capsys):
+    """Runs `reshard ARGUMENTS` in the working directory."""
+    import reshard.cli.job
+    import reshard.cli.model
+
+    monkeypatch.setattr(reshard.cli.job, "_tune_malloc", lambda: None)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    terminate = signal.getsignal(signal.SIGTERM)
+
+    def call(*arguments):
+        reshard.cli.model.build_target.cache_clear()
+        sys.modules.pop("models", None)
+        monkeypatch.setattr(sys, "argv", ["reshard", *map(str, arguments)])
+        capsys.readouterr()
+        status = 0
+        try:
+            reshard.cli.main()
+        except SystemExit as ended:
+            status = ended.code
+        return Ran(status, *capsys.readouterr())
+
+    yield call
+    signal.signal(signal.SIGTERM, terminate)
+    sys.modules.pop("models", None)
+
+
+def convert(run, *arguments, model="models:training"):
+    """`reshard convert run/1 out ...` to NNX, with all that it needs."""
+    options = ("--to", "nnx", "--model", model, "--init", "**/rngs/**")
+    return run("convert", "run/1", "out", *options, *arguments)
+
+
+def load(path, target=None):
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(pathlib.Path(path).absolute(), target)
+
+
+def by_path(tree):
+    """Printed path -> all there is to each leaf."""
+    return {format_path(p): layouts.bits(x) for p, x in layouts.saved_leaves(tree).items()}
+
+
+def files(folder):
+    found = {p.relative_to(folder).as_posix() for p in folder.rglob("*")}
+    return {name for name in found if "__pycache__" not in name}
+
+
+def masked(text):
+    """Without the numbers of bytes, which depend on how Orbax has stored them."""
+    return re.sub(r"[\d.]+ (B|KiB)\b", "#", text)
+
+
+def moved(linen):
+    """The leaves of a train state under the names that they have in `training`, by hand."""
+    names = {"Dense_0": "inner", "Dense_1": "outer"}
+    found = {"optimizer/step/value": layouts.bits(jnp.uint32(linen["step"]))}
+    found["optimizer/opt_state/0/count/value"] = layouts.bits(linen["opt_state"][0]["count"])
+    for place, tree in (
+        ("model", linen["params"]),
+        ("optimizer/opt_state/0/mu", linen["opt_state"][0]["mu"]),
+        ("optimizer/opt_state/0/nu", linen["opt_state"][0]["nu"]),
+    ):
+        for layer, leaves in tree.items():
+            for name, leaf in leaves.items():
+                found[f"{place}/{names[layer]}/{name}/value"] = layouts.bits(leaf)
+    return found
+
+
+def without_random(tree):
+    return {path: leaf for path, leaf in by_path(tree).items() if "/rngs/" not in path}
+
+
+NOTE = (
+    "4 leaves went by the order of modules of one class: look at --dry-run, and compare outputs "
+    "once"
+)
+PLAN = f"""\
+16 arrays, #: 3 rewritten, 13 moved as stored
+read     # in 88 chunks
+write    # in 88 chunks
+memory   # in flight at most
+load     1.00 bytes decoded for each byte that the new mesh wants, 1.00 after
+note     {NOTE}
+"""
+SHOWN = """\
+linen-train-state: `params` is beside `opt_state`, `step`
+linen-train-state: `params/Dense_0` has a name as Linen gives them
+linen-train-state: `opt_state` has list positions, as optax's tuples are saved
+structure  params/Dense_0/bias -> inner/bias
+structure  params/Dense_0/kernel -> inner/kernel
+structure  params/Dense_1/bias -> outer/bias
+structure  params/Dense_1/kernel -> outer/kernel
+initial    dropout/rngs/count
+initial    dropout/rngs/key
+"""
+EMITTED = """\
+# A whole map between the leaves of two checkpoints. Each rule is for one leaf, or for leaves that
+# are joined, and sees what the rules before it have left. Any of it can be edited: `from` is a
+# regex that is searched for in printed paths, `to` a replacement as `re.sub` takes it. As long as
+# every `from` is a whole path, the map can be used in the opposite direction, too.
+# Behind `[[rule]]` is what it was found by: equal paths after the standard conversions (path), or
+# the order of modules of one class (structure).
+
+to = 'nnx'
+init = ['dropout/rngs/count', 'dropout/rngs/key']
+
+[[rule]]  # structure
+from = '^params/Dense_0/bias$'
+to = 'inner/bias'
+
+[[rule]]  # structure
+from = '^params/Dense_0/kernel$'
+to = 'inner/kernel'
+
+[[rule]]  # structure
+from = '^params/Dense_1/bias$'
+to = 'outer/bias'
+
+[[rule]]  # structure
+from = '^params/Dense_1/kernel$'
+to = 'outer/kernel'
+"""
+
+
+# What it prints and writes
+
+
+def test_to_nnx_and_back(run, folder):
+    ran = convert(run)
+    assert (ran.status, masked(ran.out), ran.err) == (0, f"{PLAN}wrote out\n", "")
+    linen, made = load("run/1/default"), load("out/default")
+    assert without_random(made) == moved(linen)
+    rngs = made["model"]["dropout"]["rngs"]
+    assert (rngs["key"]["value"].dtype, rngs["count"]["value"]) == (jax.random.key(0).dtype, 0)
+    ran = run("convert", "out", "back", "--to", "linen")
+    assert (ran.status, ran.err) == (0, "")
+    assert masked(ran.out) == (
+        "14 arrays, #: 1 rewritten, 13 moved as stored\n"
+        "read     # in 86 chunks\n"
+        "write    # in 86 chunks\n"
+        "memory   # in flight at most\n"
+        "load     1.00 bytes decoded for each byte that the new mesh wants, 1.00 after\n"
+        "wrote back\n"
+    )
+    layouts.assert_same_tree(load("back/default"), linen)
+
+
+def test_a_dry_run_shows_the_map_and_the_plan_and_writes_nothing(run, folder):
+    before = files(folder)
+    ran = convert(run, "--dry-run")
+    assert (ran.status, masked(ran.out), ran.err) == (0, SHOWN + PLAN, "")
+    ran = convert(run, "--dry-run", "--quiet")
+    assert ran == (0, "", "")
+    assert files(folder) == before
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_json(dry, run, folder):
+    ran = convert(run, "--json", *["--dry-run"] * dry)
+    assert (ran.status, ran.err) == (0, "")
+    document = json.loads(ran.out)
+    arrays = document.pop("arrays")
+    assert {a["path"]: (a["shape"], a["moved"]) for a in arrays} == {
+        f"{place}/{name}/value": (shape, place != "optimizer" and "rngs" not in place)
+        for place, leaves in {
+            "model/dropout/rngs": {"count": [], "key": [2]},
+            "optimizer": {"step": []},
+            "optimizer/opt_state/0": {"count": []},
+            **{
+                f"{above}/{layer}": leaves
+                for above in ("model", "optimizer/opt_state/0/mu", "optimizer/opt_state/0/nu")
+                for layer, leaves in {
+                    "inner": {"bias": [16], "kernel": [8, 16]},
+                    "outer": {"bias": [4], "kernel": [16, 4]},
+                }.items()
+            },
+        }.items()
+        for name, shape in leaves.items()
+    }
+    numbers = ("bytes_read", "bytes_written", "decoded_bytes", "shared_bytes", "peak_memory")
+    assert all(isinstance(document.pop(name), int) for name in numbers)
+    assert document == {
+        "destination": "out",
+        "done": not dry,
+        "chunks_read": 88,
+        "chunks_written": 88,
+        "passes": 1.0,
+        "read_amplification": {"before": 1.0, "after": 1.0},
+        "notes": [NOTE],
+        "problems": [],
+        "hints": [],
+        "layout": "linen-train-state",
+        "why": [
+            "`params` is beside `opt_state`, `step`",
+            "`params/Dense_0` has a name as Linen gives them",
+            "`opt_state` has list positions, as optax's tuples are saved",
+        ],
+        "map": [
+            {
+                "from": [f"params/{before}/{name}"],
+                "to": [f"{after}/{name}"],
+                "operation": None,
+                "origin": "structure",
+            }
+            for before, after in (("Dense_0", "inner"), ("Dense_1", "outer"))
+            for name in ("bias", "kernel")
+        ],
+        "dropped": [],
+        "initial": ["dropout/rngs/count", "dropout/rngs/key"],
+    }
+
+
+def test_json_of_a_refusal(run, folder):
+    ran = run(
+        *("convert", "run/1", "out", "--to", "nnx", "--model", "models:Net"),
+        *("--dry-run", "--json"),
+    )
+    assert (ran.status, json.loads(ran.out)) == (
+        2,
+        {
+            "destination": "out",
+            "done": False,
+            "problems": [
+                f"`{folder}/run/1` does not become the NNX model",
+                "dropout/rngs/count  uint32[]: nothing goes there",
+                "dropout/rngs/key  threefry2x32 keys[]: nothing goes there",
+            ],
+            "hints": ["--init '**/rngs/**' keeps the model's own initial value"],
+        },
+    )
+
+
+# Maps
+
+
+def test_an_emitted_map_says_the_same_again(run, folder):
+    """With a model and without; forwards, and backwards."""
+    assert convert(run, "--emit-map", "whole.toml").status == 0
+    assert (folder / "whole.toml").read_text() == EMITTED
+    ran = convert(run, "--emit-map", "whole.toml", "--overwrite")
+    assert ran == (2, "", "Error: --emit-map whole.toml: it exists\n")
+    whole = ("--map", "whole.toml")
+    ran = run("convert", "run/1", "again", "--to", "nnx", "--model", "models:training", *whole)
+    assert (ran.status, ran.err) == (0, "")
+    assert by_path(load("again/default")) == by_path(load("out/default"))
+    (folder / "alone.toml").write_text(re.sub("init = .*\n", "", EMITTED))
+    ran = run("convert", "run/1", "alone", "--to", "nnx", "--map", "alone.toml")
+    assert (ran.status, ran.err) == (0, "")
+    assert ran.out.splitlines()[-2:] == [
+        "note     the map alone decided: only the source was checked",
+        "wrote alone",
+    ]
+    assert by_path(load("alone/default")) == without_random(load("out/default"))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "trained", load("out/default"))
+    ran = run("convert", "trained", "back", "--to", "linen", "--model", "models:linen", *whole)
+    assert (ran.status, ran.err) == (0, "")
+    layouts.assert_same_tree(load("back"), load("run/1/default"))
+
+
+def test_a_map_is_emitted_by_a_dry_run_and_not_for_a_refusal(run, folder):
+    assert convert(run, "--emit-map", "dry.toml", "--dry-run").status == 0
+    assert (folder / "dry.toml").read_text() == EMITTED
+    ran = convert(run, "--emit-map", "refused.toml", "--drop", "params/Dense_1/bias")
+    assert ran.status == 2
+    assert convert(run).status == 0
+    assert run("convert", "out", "back", "--to", "linen", "--emit-map", "record.toml") == (
+        2,
+        "",
+        "Error: --emit-map record.toml: there is no map, as the record of the conversion from "
+        "Linen is followed\n"
+        "\n"
+        "hint: --model MODULE:NAME, the Linen model\n",
+    )
+    assert {name for name in files(folder) if name.endswith("toml")} == {"map.toml", "dry.toml"}
+
+
+def test_a_map_with_operations(run, folder):
+    options = ("--to", "nnx", "--model", "models:Halves", "--map", "map.toml")
+    ran = run("convert", "run/1", "out", *options, "--emit-map", "whole.toml", "--dry-run")
+    assert (ran.status, ran.err) == (0, "")
+    shown = """\
+linen-train-state: `params` is beside `opt_state`, `step`
+linen-train-state: `params/Dense_0` has a name as Linen gives them
+linen-train-state: `opt_state` has list positions, as optax's tuples are saved
+map  params/Dense_0/bias -> bias
+map  params/Dense_0/kernel -> left + right  Split(axis=1, sizes=(8, 8))
+map  params/Dense_1/bias -> outer/bias
+map  params/Dense_1/kernel -> outer/kernel
+"""
+    assert sorted(ran.out.splitlines()[:7]) == sorted(shown.splitlines())
+    assert run("convert", "run/1", "out", *options).status == 0
+    linen, made = load("run/1/default"), load("out/default")
+    for place, tree in (
+        (made["model"], linen["params"]),
+        (made["optimizer"]["opt_state"]["0"]["mu"], linen["opt_state"][0]["mu"]),
+        (made["optimizer"]["opt_state"]["0"]["nu"], linen["opt_state"][0]["nu"]),
+    ):
+        left, right = np.split(np.asarray(tree["Dense_0"]["kernel"]), 2, axis=1)
+        outer = {name: {"value": leaf} for name, leaf in tree["Dense_1"].items()}
+        assert by_path(jax.device_get(place)) == by_path(
+            jax.device_get(
+                {
+                    "bias": {"value": tree["Dense_0"]["bias"]},
+                    "left": {"value": np.ascontiguousarray(left)},
+                    "right": {"value": np.ascontiguousarray(right)},
+                    "outer": outer,
+                }
+            )
+        )
+    assert run("convert", "out", "back", "--to", "linen").status == 0
+    layouts.assert_same_tree(load("back/default"), linen)
+
+
+# Options
+
+
+def test_models_are_found_in_the_current_directory_by_any_name_in_them(run, folder):
+    assert convert(run, model="models:Inner.Net").status == 0
+    assert without_random(load("out/default")) == moved(load("run/1/default"))
+
+
+def test_the_model_of_the_source_tells_its_order(run, folder):
+    assert convert(run).status == 0
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "trained", load("out/default"))
+    options = ("--to", "linen", "--model", "models:linen", "--drop", "model/**/rngs/**")
+    ran = run("convert", "trained", "back", *options)
+    assert ran == (
+        2,
+        "",
+        f"Error: `{folder}/trained` does not become the Linen model\n"
+        "  Dense_0 and Dense_1, perhaps inner and outer: no name and no class tells which\n"
+        "\n"
+        "hint: --source-model MODULE:NAME, the NNX model, tells the classes\n"
+        "hint: --map FILE decides: `[[rule]]`, `from = '^REGEX'`, `to = 'PATH'`\n",
+    )
+    ran = run("convert", "trained", "back", *options, "--source-model", "models:training")
+    assert (ran.status, ran.err) == (0, "")
+    layouts.assert_same_tree(load("back"), load("run/1/default"))
+    ran = run("convert", "trained", "back", "--to", "linen")
+    assert ran == (
+        2,
+        "",
+        f"Error: `{folder}/trained` has no record of a conversion from Linen: it was not made by "
+        "one, or was trained on since then\n"
+        "\n"
+        "hint: --model MODULE:NAME, the Linen model\n",
+    )
+
+
+def test_what_the_hints_say_can_be_typed(run, folder):
+    typed = []
+    while (ran := run("convert", "run/1", "out", "--to", "nnx", *typed)).status:
+        told = re.findall(r"^hint: (--(?:model|drop|init)) (\S+)", ran.err, re.MULTILINE)
+        assert told and len(typed) < 20, ran.err
+        for option, value in told:
+            value = "models:Net" if option == "--model" else shlex.split(value)[0]
+            typed += [option, value]
+    assert typed == ["--model", "models:Net", "--init", "**/rngs/**"]
+    assert without_random(load("out/default")) == moved(load("run/1/default"))
+
+
+def test_what_is_selected_dropped_renamed_and_cast_is_the_source(run, folder):
+    (folder / "renamed.toml").write_text("[[rule]]\nfrom = '^params/first/kernel$'\nto = 'w'\n")
+    ran = run(
+        *("convert", "run/1", "out", "--to", "nnx", "--map", "renamed.toml"),
+        *("--select", "params/**", "--drop", "**/bias", "--rename", "Dense_0=first"),
+        *("--drop", "params/Dense_1/**", "--dtype", "params/first/*=bfloat16"),
+    )
+    assert (ran.status, ran.err) == (0, "")
+    kernel = load("run/1/default")["params"]["Dense_0"]["kernel"].astype("bfloat16")
+    assert by_path(load("out/default")) == {"w/value": layouts.bits(kernel)}
+
+
+def specs(path):
+    """Printed path -> mesh and spec of what was saved, less random numbers."""
+    found = {
+        format_path(array.path): (str(array.sharding.mesh), array.sharding.spec)
+        for array in reshard.open(path).arrays
+        if isinstance(array.sharding, reshard.mesh.NamedSharding)
+    }
+    return {path: spec for path, spec in found.items() if "/rngs/" not in path}
+
+
+def all_leaves(kernel, bias):
+    """The same for specs by the last key."""
+    tree = {"inner": {"kernel": kernel, "bias": bias}, "outer": {"kernel": kernel, "bias": bias}}
+    return {
+        f"{place}/{layer}/{name}/value": spec
+        for place in ("model", "optimizer/opt_state/0/mu", "optimizer/opt_state/0/nu")
+        for layer, leaves in tree.items()
+        for name, spec in leaves.items()
+    }
+
+
+def kernels_and_biases(found):
+    return {
+        path: spec for path, spec in found.items() if path.endswith(("kernel/value", "bias/value"))
+    }
+
+
+def test_a_new_mesh_in_the_same_pass(run, folder):
+    ran = convert(run, "--mesh", "4x2")
+    assert (ran.status, ran.err) == (0, "")
+    assert kernels_and_biases(specs("out")) == all_leaves(
+        ("data=4,model=2", (("data",), ("model",))), ("data=4,model=2", (("model",),))
+    )
+    assert without_random(load("out/default")) == moved(load("run/1/default"))
+
+
+def test_specs_are_for_the_paths_of_the_result(run, folder):
+    options = ("--mesh", "2x2", "--spec", "inner/bias/value$=", "--spec", "kernel/value$=,data")
+    ran = convert(run, *options, "--axis", "model=data")
+    assert (ran.status, ran.err) == (0, "")
+    expected = all_leaves(("data=2,model=2", ((), ("data",))), ("data=2,model=2", (("data",),)))
+    expected |= {path: ("data=2,model=2", ()) for path in expected if "inner/bias" in path}
+    assert kernels_and_biases(specs("out")) == expected
+
+
+def test_rules_for_the_axes_of_the_model(run, folder):
+    (folder / "rules.toml").write_text('rules = [["embed", "model"], ["mlp", ["data"]]]\n')
+    ran = convert(run, "--mesh", "2x4", "--rules", "rules.toml")
+    assert (ran.status, ran.err) == (0, "")
+    assert kernels_and_biases(specs("out")) == all_leaves(
+        ("data=2,model=4", (("model",), ("data",))), ("data=2,model=4", ())
+    )
+
+
+def test_every_step(run, folder):
+    ran = run(
+        *("convert", "run", "out", "--to", "nnx", "--model", "models:training"),
+        *("--init", "**/rngs/**", "--step", "all", "--emit-map", "whole.toml"),
+    )
+    assert (ran.status, ran.err) == (0, "")
+    assert (folder / "whole.toml").read_text() == EMITTED
+    with ocp.CheckpointManager(folder / "out") as manager:
+        assert manager.all_steps() == [1, 2]
+    for step in (1, 2):
+        made = load(f"out/{step}/default")
+        assert made["optimizer"]["step"]["value"] == step
+        assert without_random(made) == moved(load(f"run/{step}/default"))
+    ran = run("convert", "out", "back", "--to", "linen", "--step", "all")
+    assert (ran.status, ran.err) == (0, "")
+    for step in (1, 2):
+        layouts.assert_same_tree(load(f"back/{step}/default"), load(f"run/{step}/default"))
+
+
+def test_the_latest_step_by_default(run, folder):
+    ran = run(
+        *("convert", "run", "out", "--to", "nnx", "--model", "models:training"),
+        *("--init", "**/rngs/**"),
+    )
+    assert (ran.status, ran.err) == (0, "")
+    assert load("out/2/default")["optimizer"]["step"]["value"] == 2
+    assert not (folder / "out/1").exists()
+
+
+def test_a_layout_that_is_not_seen(run, folder):
+    tree = {"a": jnp.arange(3.0), "b": {"c": jnp.arange(4.0)}}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "bare", tree)
+    (folder / "bare.toml").write_text("[[rule]]\nfrom = '^params/'\nto = ''\n")
+    options = ("convert", "bare", "out", "--to", "nnx", "--map", "bare.toml")
+    assert run(*options) == (
+        2,
+        "",
+        "Error: the tree can be read as linen-params or as nnx-pure-dict\n"
+        "  linen-params: nothing against it\n"
+        "  nnx-pure-dict: nothing against it\n"
+        "\n"
+        "hint: --layout linen-params\n"
+        "hint: --layout nnx-pure-dict\n",
+    )
+    ran = run(*options, "--layout", "linen-params")
+    assert (ran.status, ran.err) == (0, "")
+    assert by_path(load("out")) == {
+        "a/value": layouts.bits(tree["a"]),
+        "b/c/value": layouts.bits(tree["b"]["c"]),
+    }
+
+
+# Mistakes
+
+
+TO_NNX = ("run/1", "out", "--to", "nnx")
+MISTAKES = {
+    "neither model nor map": (
+        TO_NNX,
+        "there is neither a model nor a map to convert by\n"
+        "\n"
+        "hint: --model MODULE:NAME\n"
+        "hint: --map FILE",
+    ),
+    "no such source": (
+        ("nope", "out", "--to", "nnx", "--model", "models:Net"),
+        "there is nothing at `nope`\n\nhint: `FOLDER` has: run",
+    ),
+    "Linen already": (
+        ("run/1", "out", "--to", "linen"),
+        "`FOLDER/run/1` is linen-train-state already\n"
+        "  `params` is beside `opt_state`, `step`\n"
+        "  `params/Dense_0` has a name as Linen gives them\n"
+        "  `opt_state` has list positions, as optax's tuples are saved\n"
+        "\n"
+        "hint: --layout says otherwise, if that is wrong",
+    ),
+    "another layout": (
+        (*TO_NNX, "--model", "models:Net", "--layout", "nnx-state"),
+        "the tree cannot be nnx-state\n  no array is in a `value` level",
+    ),
+    "no module": (
+        (*TO_NNX, "--model", "models"),
+        "--model models: that is not `package.module:callable`\n"
+        "\n"
+        "hint: --model my_project.model:create_train_state",
+    ),
+    "unknown module": (
+        (*TO_NNX, "--model", "models:Net", "--source-model", "nowhere:Mlp"),
+        "--source-model nowhere:Mlp: it cannot be imported\n"
+        "  No module named 'nowhere'\n"
+        "\n"
+        "hint: modules are looked for in the current directory and on PYTHONPATH",
+    ),
+    "unknown name": (
+        (*TO_NNX, "--model", "models:Inner.Mlp"),
+        "--model models:Inner.Mlp: it cannot be imported\n"
+        "  type object 'Inner' has no attribute 'Mlp'\n"
+        "\n"
+        "hint: modules are looked for in the current directory and on PYTHONPATH",
+    ),
+    "code that raises": (
+        (*TO_NNX, "--model", "models:fails"),
+        "--model models:fails: its code raised ValueError\n  no weights today",
+    ),
+    "arguments": (
+        (*TO_NNX, "--model", "models:wants"),
+        "--model models:wants: its code raised TypeError\n"
+        "  wants() missing 1 required positional argument: 'width'",
+    ),
+    "code that raises when it is imported": (
+        (*TO_NNX, "--model", "broken:Net"),
+        "--model broken:Net: importing it raised ZeroDivisionError\n  division by zero",
+    ),
+    "no model": (
+        (*TO_NNX, "--model", "models:number"),
+        "the tree has no array below a key, so nothing of a model",
+    ),
+    "initial values without a model": (
+        (*TO_NNX, "--map", "map.toml", "--init", "left"),
+        "only a model has initial values\n  `left`\n\nhint: --model MODULE:NAME",
+    ),
+    "a map that does not fit": (
+        (*TO_NNX, "--map", "map.toml", "--drop", "params/Dense_1/**"),
+        "map.toml: the map does not fit the leaves\n  rule 3, `^params/Dense_1/`: matches no leaf",
+    ),
+    "no map": (
+        (*TO_NNX, "--map", "models.py"),
+        "models.py: it cannot be read\n"
+        "  Expected '=' after a key in a key/value pair (at line 2, column 8)\n"
+        "\n"
+        "hint: [[rule]]\n"
+        "      from = '^params/layer_(\\d+)/'\n"
+        "      to = 'layers/\\1/'",
+    ),
+    "leaves on both sides": (
+        (*TO_NNX, "--model", "models:Halves"),
+        "`FOLDER/run/1` does not become the NNX model\n"
+        "  Dense_0 and Dense_1, perhaps outer: 2 in Linen, 1 in NNX\n"
+        "  bias  float32[16]: nothing goes there\n"
+        "  left  float32[8, 8]: nothing goes there\n"
+        "  right  float32[8, 8]: nothing goes there\n"
+        "\n"
+        "hint: --map FILE decides: `[[rule]]`, `from = '^REGEX'`, `to = 'PATH'`\n"
+        "hint: --init 'bias' keeps the model's own initial value\n"
+        "hint: --init 'left' keeps the model's own initial value\n"
+        "hint: --init 'right' keeps the model's own initial value",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes(name, run, folder):
+    """With `hint:` for what to type; and nothing is written."""
+    arguments, error = MISTAKES[name]
+    (folder / "broken.py").write_text("1 / 0\n")
+    before = files(folder)
+    ran = run("convert", *arguments)
+    assert ran == (2, "", f"Error: {error.replace('FOLDER', str(folder))}\n")
+    assert files(folder) == before
+
+
+def test_a_destination_that_exists(run, folder):
+    (folder / "out").mkdir()
+    ran = convert(run)
+    hint = "hint: --overwrite replaces it once the new one is complete"
+    assert ran == (2, "", f"Error: `{folder}/out` exists\n\n{hint}\n")
+    assert convert(run, "--overwrite").status == 0
+    assert without_random(load("out/default")) == moved(load("run/1/default"))
+
+
+def test_long_lists_are_cut_on_the_terminal(run, folder):
+    ran = convert(run, "--drop", "opt_state/**", "--drop", "step")
+    lines = ran.err.splitlines()
+    assert ran.status == 2
+    assert lines[0] == f"Error: `{folder}/run/1` does not become the NNX model"
+    assert lines[10] == "  optimizer/step  uint32[]: nothing goes there"
+    ran = convert(run, "--dtype", "bfloat16")
+    assert ran.status == 2
+    assert [line for line in ran.err.splitlines() if "more" in line] == ["  ... and 2 more"] * 2
+
+
+USAGE = {
+    "no direction": (("run/1", "out"), "Missing option '--to'. Choose from:\n\tnnx,\n\tlinen"),
+    "another direction": (
+        ("run/1", "out", "--to", "flax"),
+        "Invalid value for '--to': 'flax' is not one of 'nnx', 'linen'.",
+    ),
+    "another layout": (
+        (*TO_NNX, "--layout", "flax"),
+        "Invalid value for '--layout': 'flax' is not one of 'linen-variables', 'linen-params', "
+        "'linen-train-state', 'maxtext', 'nnx-state', 'nnx-pure-dict', 'nnx-optimizer', "
+        "'nnx-model-and-optimizer', 'nnx-model'.",
+    ),
+    "no map": (
+        (*TO_NNX, "--map", "nope.toml"),
+        "Invalid value for '--map': File 'nope.toml' does not exist.",
+    ),
+    "specs without a mesh": (
+        (*TO_NNX, "--model", "models:Net", "--init", "**/rngs/**", "--spec", "kernel$=model"),
+        "--spec, --axis, --model and --rules go with --mesh MESH",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", USAGE)
+def test_mistakes_of_usage(name, run, folder):
+    arguments, error = USAGE[name]
+    before = files(folder)
+    ran = run("convert", *arguments)
+    usage = r"Usage: .* convert \[OPTIONS\] SRC DST\nTry '.* convert --help' for help\.\n\n"
+    assert (ran.status, ran.out, re.sub(usage, "", ran.err)) == (2, "", f"Error: {error}\n")
+    assert files(folder) == before
+
+
+def test_the_examples_of_the_help(run, folder):
+    """The first shows what is missing; the second gives it, and the third goes back."""
+    text = run("convert", "--help").out
+    prose = [line for line in text.splitlines() if not line.startswith("    reshard ")]
+    assert max(map(len, prose)) <= 80
+    block = re.search(r"^  Example:\n((?:    .*\n)+)", text, re.MULTILINE)[1]
+    examples = [shlex.split(line) for line in re.sub(r"\\\n", "", block).splitlines()]
+    (folder / "my_project").mkdir()
+    (folder / "my_project/model.py").write_text(MODELS.replace("Net", "Transformer"))
+    (folder / "map.toml").write_text("[[rule]]\nfrom = '^params/Dense_0/'\nto = 'inner/'\n")
+    linen = load("run/1/default")
+    tree = {"params": jax.tree.map(jnp.asarray, jax.device_get(linen["params"]))}
+    on = layouts.mesh((2, 4))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "run/1000", jax.device_put(tree, NamedSharding(on, P())))
+    assert [example[0] for example in examples] == ["reshard"] * 3
+    ran = [run(*example[1:]) for example in examples]
+    assert [(status, err) for status, _, err in ran] == [
+        (
+            2,
+            f"Error: `{folder}/run/1000` does not become the NNX model\n"
+            "  dropout/rngs/count  uint32[]: nothing goes there\n"
+            "  dropout/rngs/key  threefry2x32 keys[]: nothing goes there\n"
+            "\n"
+            "hint: --init '**/rngs/**' keeps the model's own initial value\n",
+        ),
+        (0, ""),
+        (0, ""),
+    ]
+    layouts.assert_same_tree(load("back/1000"), load("run/1000"))
+
+
+# As a process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_nothing(number, large, tmp_path):
+    (tmp_path / "map.toml").write_text(
+        "[[rule]]\nfrom = '^params/'\ntranspose = [1, 0]\nto = 'layers/'\n"
+    )
+    arguments = ("--to", "nnx", "--map", "map.toml", "--chunks", "64KiB")
+    process = subprocess.Popen(
+        [RESHARD, "convert", large, "out/1", *arguments],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while process.poll() is None and not list(tmp_path.glob("out/*.orbax-checkpoint-tmp/**/d/*")):
+        time.sleep(0.002)
+    process.send_signal(number)
+    out, err = process.communicate()
+    assert (process.returncode, out) == (130, "")
+    assert err == "\nInterrupted; nothing half-written was left behind.\n"
+    assert files(tmp_path) <= {"out", "map.toml"}
+
+
+def test_a_signal_while_the_model_is_made(folder):
+    (folder / "slow.py").write_text(
+        "import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(600)\n"
+    )
+    before = files(folder)
+    process = subprocess.Popen(
+        [RESHARD, "convert", *TO_NNX, "--model", "slow:Net"],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while process.poll() is None and not (folder / "begun").exists():
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    assert (process.returncode, out) == (130, "")
+    assert err == "\nInterrupted; nothing half-written was left behind.\n"
+    assert files(folder) == before | {"begun"}
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """96 MiB that do not compress: long enough to be stopped in the middle."""
+    path = tmp_path_factory.mktemp("large") / "run"
+    rng = np.random.default_rng(0)
+    with ocp.StandardCheckpointer() as checkpointer:
+        arrays = {f"{i}": rng.integers(0, 1 << 32, (3072, 4096), np.uint32) for i in range(2)}
+        checkpointer.save(path, {"params": jax.tree.map(jnp.asarray, arrays)})
+    return path

@@ -1,0 +1,1702 @@
+"""Whole checkpoints converted between Linen and NNX, as users call it: what is refused, what is
+made, and that it is what Orbax and Flax alone would have made."""
+
+import dataclasses
+import functools
+import json
+import os
+import re
+import shlex
+import shutil
+
+import flax
+import jax
+import jax.numpy as jnp
+import layouts
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as v1
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training import train_state
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from optimizers import OPTIMIZERS, RESHAPING
+from orbax.checkpoint._src.metadata.pytree_metadata_options import PyTreeMetadataOptions
+
+import reshard
+from reshard.convert.conversion import conversion
+from reshard.tree import format_path
+
+RANDOM = "**/rngs/**"
+CUSTOM = {"note": "keep me", "n": [1, 2]}
+INPUTS = np.random.default_rng(0).normal(size=(7, 4)).astype("float32")
+
+
+# Models
+
+
+class TrainState(train_state.TrainState):
+    batch_stats: dict
+
+
+class Mlp(nn.Module):
+    """Classes and order tell which layer is which. `boxed`: with names for some axes."""
+
+    boxed: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        kernel, bias = nn.initializers.lecun_normal(), nn.initializers.zeros
+        if self.boxed:
+            kernel = nn.with_partitioning(kernel, ("data", "model"))
+            bias = nn.with_partitioning(bias, ("model",))
+        x = nn.relu(nn.Dense(6, kernel_init=kernel)(x))
+        x = nn.BatchNorm(use_running_average=True, bias_init=bias)(x)
+        x = nn.Dropout(0.1, deterministic=True)(x)
+        return nn.Dense(2, kernel_init=kernel)(x)
+
+
+class Twin(nnx.Module):
+    """The same in NNX."""
+
+    def __init__(self, rngs, boxed=False):
+        kernel, bias = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
+        if boxed:
+            kernel = nnx.with_partitioning(kernel, ("data", "model"))
+            bias = nnx.with_partitioning(bias, ("model",))
+        self.first = nnx.Linear(4, 6, kernel_init=kernel, rngs=rngs)
+        self.norm = nnx.BatchNorm(6, use_running_average=True, bias_init=bias, rngs=rngs)
+        self.drop = nnx.Dropout(0.1, deterministic=True, rngs=rngs)
+        self.second = nnx.Linear(6, 2, kernel_init=kernel, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(self.drop(self.norm(nnx.relu(self.first(x)))))
+
+
+NAMES = {"Dense_0": "first", "BatchNorm_0": "norm", "Dense_1": "second"}
+# The classes of streams of random numbers, which only NNX has.
+STREAM = ("drop", "rngs")
+
+
+@functools.cache
+def variables(boxed=False):
+    """Abstract ones."""
+    return jax.eval_shape(Mlp(boxed).init, jax.random.key(0), INPUTS)
+
+
+def train(tx, boxed=False):
+    """A train state as users make it, but abstract."""
+    made = functools.partial(TrainState.create, apply_fn=None, tx=tx)
+    return jax.eval_shape(lambda parts: made(**parts), dict(variables(boxed)))
+
+
+def twin(seed=1):
+    return Twin(nnx.Rngs(seed))
+
+
+@functools.cache
+def drawn(seed=1):
+    """A model to be looked at only."""
+    return twin(seed)
+
+
+def training(tx, seed=1):
+    """What users save of NNX: the model beside its optimizer."""
+    model = twin(seed)
+    return {"model": model, "optimizer": nnx.Optimizer(model, tx, wrt=nnx.Param)}
+
+
+def saved_by_nnx(made):
+    return {key: nnx.state(value) for key, value in made.items()}
+
+
+class Parts(nnx.Module):
+    """Attributes have the names that the Linen tree has."""
+
+    def __init__(self, rngs):
+        self.a = nnx.Linear(4, 5, rngs=rngs)
+        self.b = nnx.Linear(3, 2, param_dtype=jnp.bfloat16, rngs=rngs)
+        self.c = nnx.Param(jnp.zeros((2, 3)))
+        self.d = nnx.BatchStat(jnp.zeros(4))
+        self.f = nnx.Param(jnp.zeros(3))
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+
+# Trees
+
+
+def some(*shape, dtype="float32", seed=0):
+    return jnp.asarray(layouts.random_array(np.random.default_rng([seed, *shape]), shape, dtype))
+
+
+def filled(tree, seed=0, bits=True):
+    """Every leaf random: any bits at all, or numbers that a model can calculate with."""
+    rng = np.random.default_rng(seed)
+
+    def value(leaf):
+        shape, dtype = np.shape(leaf), jnp.result_type(leaf)
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            return jax.random.key(int(rng.integers(1 << 30)))
+        if jnp.issubdtype(dtype, jnp.integer):
+            return jnp.asarray(rng.integers(1, 100, shape), dtype)
+        if bits:
+            return jnp.asarray(layouts.random_array(rng, shape, dtype))
+        return jnp.asarray(rng.uniform(0.2, 1.0, shape), dtype)
+
+    return jax.tree.map(value, tree)
+
+
+def state(tx, *, boxed=False, step=None, seed=0, bits=True):
+    """A train state with random leaves."""
+    made = filled(train(tx, boxed), seed, bits)
+    return made.replace(step=jnp.int32(9) if step is None else step)
+
+
+def save(path, tree):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, tree)
+    return path
+
+
+def save_any(path, tree):
+    """With leaves that `StandardCheckpointer` does not take."""
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(path, tree)
+    return path
+
+
+def save_described(path, tree):
+    """With metadata of the user's, of the checkpoint and of the tree."""
+    arguments = ocp.args.PyTreeSave(tree, custom_metadata=CUSTOM)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(path, arguments, custom_metadata={"of": "the checkpoint"})
+    return path
+
+
+def described(path):
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        found = checkpointer.metadata(path)
+    return found.custom_metadata, found.item_metadata.custom_metadata
+
+
+def load(path, target=None):
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path, target)
+
+
+def load_any(path):
+    """With its own types of containers, where they are recorded."""
+    options = PyTreeMetadataOptions(support_rich_types=True)
+    handler = ocp.PyTreeCheckpointHandler(pytree_metadata_options=options)
+    with ocp.Checkpointer(handler) as checkpointer:
+        return checkpointer.restore(path)
+
+
+def by_path(tree):
+    """Printed path -> all there is to each leaf, as Orbax gives it back."""
+    return {format_path(p): layouts.bits(x) for p, x in layouts.saved_leaves(tree).items()}
+
+
+def values(tree):
+    """Printed path -> array."""
+    return {format_path(p): np.asarray(x) for p, x in layouts.saved_leaves(tree).items()}
+
+
+def paths(ckpt):
+    return [format_path(path) for path in ckpt]
+
+
+def leaves_of(tree):
+    """Path -> leaf, by JAX; a masked leaf is None."""
+    is_masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
+    pairs, _ = jax.tree_util.tree_flatten_with_path(nn.unbox(tree), is_leaf=is_masked)
+
+    def text(key):
+        return str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", None))))
+
+    return {tuple(map(text, keys)): None if is_masked(leaf) else leaf for keys, leaf in pairs}
+
+
+def moved(linen, random=None):
+    """What `training` is to be saved as, by hand: the leaves of variables or of a train state under
+    their names in `Twin`. `random`: the model whose random numbers are expected."""
+    whole = hasattr(linen, "opt_state")
+    parts = linen if not whole else {"params": linen.params}
+    if hasattr(linen, "batch_stats"):
+        parts |= {"batch_stats": linen.batch_stats}
+    parts = parts["params"] if "params" in parts["params"] else parts
+    above = ("model",) if whole else ()
+    made = {}
+    for path, leaf in leaves_of(dict(parts)).items():
+        made[*above, *(NAMES.get(key, key) for key in path[1:]), "value"] = leaf
+    for path, leaf in leaves_of(linen.opt_state).items() if whole else ():
+        keys = [NAMES.get(key, key) for key in path if key != "params"]
+        if leaf is not None or not NAMES.keys().isdisjoint(path):
+            made["optimizer", "opt_state", *keys, "value"] = leaf
+    if whole:
+        made["optimizer", "step", "value"] = jnp.uint32(linen.step)
+    for name in ("key", "count") if random is not None else ():
+        made[*above, *STREAM, name, "value"] = getattr(random.drop.rngs, name)[...]
+    return {format_path(path): layouts.bits(leaf) for path, leaf in made.items()}
+
+
+def held(tree):
+    """The same of a state of NNX, whose variables Orbax saves as a level of their own."""
+    return {f"{path}/value": leaf for path, leaf in by_path(tree).items()}
+
+
+def pure_of(made):
+    """The leaves of modules in a dict."""
+    return {key: nnx.to_pure_dict(nnx.state(value)) for key, value in made.items()}
+
+
+def toml(text):
+    """A text as TOML."""
+    return json.dumps(text)
+
+
+def named(**shapes):
+    """An NNX model with one parameter under each name."""
+    made = nnx.Module()
+    for name, shape in shapes.items():
+        setattr(made, name, nnx.Param(jnp.zeros(shape)))
+    return made
+
+
+def beside_optimizer(tx, **shapes):
+    model = named(**shapes)
+    return {"model": model, "optimizer": nnx.Optimizer(model, tx, wrt=nnx.Param)}
+
+
+def train_state_of(params, tx):
+    """A train state of Flax's own, with random moments."""
+    moments = filled(jax.eval_shape(tx.init, params))
+    return train_state.TrainState(jnp.int32(7), None, params, tx, moments)
+
+
+def restored(ckpt, folder):
+    """What Orbax gives back of a checkpoint that is not saved yet."""
+    path = folder / f"restored_{len(list(folder.iterdir()))}"
+    reshard.save(ckpt, path)
+    return load(path)
+
+
+def refusal(call, *arguments, **keywords):
+    with pytest.raises(reshard.TreeMismatchError) as error:
+        call(*arguments, **keywords)
+    return str(error.value)
+
+
+def typed(error):
+    """The options that the hints of an error say."""
+    found = [re.match(r"--(drop|init|dtype) ('[^']*'|\S+)", hint) for hint in error.hints]
+    return [(match[1], shlex.split(match[2])[0]) for match in found if match]
+
+
+# What does not fit
+
+
+def test_all_that_stands_against_nnx_is_told_at_once_and_before_anything_is_read(tmp_path):
+    params = {
+        "a": {"kernel": some(4, 5), "bias": some(5)},
+        "b": {"kernel": some(3, 2), "bias": some(2)},
+        "c": some(3, 2),
+        "d": some(4),
+        "e": some(3),
+    }
+    tree = {
+        "params": params,
+        "opt_state": optax.sgd(0.1, momentum=0.9).init(params),
+        "step": jnp.int32(4),
+        "ema": some(3),
+        "name": "mine",
+    }
+    ckpt = reshard.open(save_any(tmp_path / "linen", tree))
+    shutil.rmtree(tmp_path / "linen")
+
+    def model():
+        made = Parts(nnx.Rngs(0))
+        return {"model": made, "optimizer": nnx.Optimizer(made, optax.adam(0.1), wrt=nnx.Param)}
+
+    assert (
+        refusal(reshard.to_nnx, ckpt, model)
+        == f"""\
+`{tmp_path}/linen` does not become the NNX model
+  params/c and c: [3, 2] in Linen, [2, 3] in NNX: transposed
+  params/d and d: params in Linen, BatchStat in NNX
+  params/e, perhaps c, d and f: no name and no class tells which
+  opt_state/0/trace/a/bias  float32[5]: it goes nowhere
+  opt_state/0/trace/a/kernel  float32[4,5]: it goes nowhere
+  opt_state/0/trace/b/bias  float32[2]: it goes nowhere
+  opt_state/0/trace/b/kernel  float32[3,2]: it goes nowhere
+  ema  float32[3]: it goes nowhere
+  name  'mine': it goes nowhere
+  model/drop/rngs/count  uint32[]: nothing goes there
+  model/drop/rngs/key  threefry2x32 keys[]: nothing goes there
+  optimizer/opt_state/0/count  int32[]: nothing goes there
+  optimizer/opt_state/0/mu/a/bias  float32[5]: nothing goes there
+  optimizer/opt_state/0/mu/a/kernel  float32[4, 5]: nothing goes there
+  optimizer/opt_state/0/mu/b/bias  bfloat16[2]: nothing goes there
+  optimizer/opt_state/0/mu/b/kernel  bfloat16[3, 2]: nothing goes there
+  optimizer/opt_state/0/nu/a/bias  float32[5]: nothing goes there
+  optimizer/opt_state/0/nu/a/kernel  float32[4, 5]: nothing goes there
+  optimizer/opt_state/0/nu/b/bias  bfloat16[2]: nothing goes there
+  optimizer/opt_state/0/nu/b/kernel  bfloat16[3, 2]: nothing goes there
+  params/b/bias -> b/bias: dtype float32, the model has bfloat16
+  params/b/kernel -> b/kernel: dtype float32, the model has bfloat16
+
+hint: --map FILE decides: `[[rule]]`, `from = '^REGEX'`, `to = 'PATH'`
+hint: --drop 'opt_state/0/trace/a/bias' leaves it out
+hint: --init '**/rngs/**' keeps the model's own initial value
+hint: --init 'optimizer/opt_state/0/count' keeps the model's own initial value
+hint: --init 'optimizer/opt_state/0/mu/a/bias' keeps the model's own initial value
+hint: --init 'optimizer/opt_state/0/mu/a/kernel' keeps the model's own initial value
+hint: --init 'optimizer/opt_state/0/mu/b/bias' keeps the model's own initial value
+hint: --init 'optimizer/opt_state/0/mu/b/kernel' keeps the model's own initial value
+hint: --init 'optimizer/opt_state/0/nu/a/bias' keeps the model's own initial value
+hint: --init 'optimizer/opt_state/0/nu/a/kernel' keeps the model's own initial value
+hint: --init 'optimizer/opt_state/0/nu/b/bias' keeps the model's own initial value
+hint: --init 'optimizer/opt_state/0/nu/b/kernel' keeps the model's own initial value
+hint: --dtype 'params/b/bias=bfloat16'
+hint: --dtype 'params/b/kernel=bfloat16'"""
+    )
+
+
+def test_all_that_stands_against_linen_is_told_at_once_and_before_anything_is_read(tmp_path):
+    model = Parts(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    tree = {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}
+    ckpt = reshard.open(save(tmp_path / "nnx", tree))
+    shutil.rmtree(tmp_path / "nnx")
+
+    def linen():
+        params = {
+            "a": {"kernel": some(4, 5), "bias": some(6)},
+            "b": {"kernel": some(3, 2), "bias": some(2)},
+            "c": some(2, 3),
+            "e": some(3),
+        }
+        return {"params": params, "opt_state": optax.sgd(0.1, momentum=0.9).init(params)}
+
+    assert (
+        refusal(reshard.to_linen, ckpt, linen, source=Parts)
+        == f"""\
+`{tmp_path}/nnx` does not become the Linen model
+  params/a/bias and a/bias: [6] in Linen, [5] in NNX
+  params/e, perhaps d and f: no name and no class tells which
+  drop/rngs/count  uint32[]: it goes nowhere
+  drop/rngs/key  uint32[2]: it goes nowhere
+  opt_state/0/count  int32[]: it goes nowhere
+  opt_state/0/mu/a/kernel  float32[4,5]: it goes nowhere
+  opt_state/0/mu/b/bias  bfloat16[2]: it goes nowhere
+  opt_state/0/mu/b/kernel  bfloat16[3,2]: it goes nowhere
+  opt_state/0/mu/c  float32[2,3]: it goes nowhere
+  opt_state/0/nu/a/kernel  float32[4,5]: it goes nowhere
+  opt_state/0/nu/b/bias  bfloat16[2]: it goes nowhere
+  opt_state/0/nu/b/kernel  bfloat16[3,2]: it goes nowhere
+  opt_state/0/nu/c  float32[2,3]: it goes nowhere
+  step  uint32[]: it goes nowhere
+  opt_state/0/trace/a/kernel  float32[4, 5]: nothing goes there
+  opt_state/0/trace/b/bias  float32[2]: nothing goes there
+  opt_state/0/trace/b/kernel  float32[3, 2]: nothing goes there
+  opt_state/0/trace/c  float32[2, 3]: nothing goes there
+  model/b/kernel/value -> params/b/kernel: dtype bfloat16, the model has float32
+  model/b/bias/value -> params/b/bias: dtype bfloat16, the model has float32
+
+hint: --map FILE decides: `[[rule]]`, `from = '^REGEX'`, `to = 'PATH'`
+hint: --drop 'model/drop/rngs/count/value' leaves it out
+hint: --init 'opt_state/0/trace/a/kernel' keeps the model's own initial value
+hint: --init 'opt_state/0/trace/b/bias' keeps the model's own initial value
+hint: --init 'opt_state/0/trace/b/kernel' keeps the model's own initial value
+hint: --init 'opt_state/0/trace/c' keeps the model's own initial value
+hint: --dtype 'model/b/kernel/value=float32'
+hint: --dtype 'model/b/bias/value=float32'"""
+    )
+
+
+def test_what_the_hints_say_can_be_typed(tmp_path):
+    tree = {
+        "params": {
+            "a": {"kernel": some(4, 5), "bias": some(5)},
+            "b": {"kernel": some(3, 2), "bias": some(2)},
+        },
+        "ema": some(3),
+    }
+    ckpt = reshard.open(save(tmp_path / "linen", tree))
+    told = {"drop": [], "init": []}
+    for _ in range(3):
+        try:
+            made = reshard.to_nnx(ckpt, Parts, **told)
+            break
+        except reshard.TreeMismatchError as error:
+            for option, value in typed(error):
+                if option == "dtype":
+                    where, _, dtype = value.rpartition("=")
+                    ckpt = reshard.cast(ckpt, dtype, where)
+                else:
+                    told[option].append(value)
+    assert told == {"drop": ["ema"], "init": ["c", "d", RANDOM, "f"]}
+    reshard.save(made, tmp_path / "nnx")
+    model = Parts(nnx.Rngs(0))
+    rngs = model.drop.rngs
+    expected = {
+        "a": tree["params"]["a"],
+        "b": jax.tree.map(lambda x: x.astype("bfloat16"), tree["params"]["b"]),
+        **{name: getattr(model, name)[...] for name in "cdf"},
+        "drop": {"rngs": {"key": rngs.key[...], "count": rngs.count[...]}},
+    }
+    assert by_path(load(tmp_path / "nnx")) == held(expected)
+
+
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_the_state_of_another_optimizer_has_no_place(momentum, tmp_path):
+    path = save(tmp_path / "linen", train_state_of({"a": some(3)}, optax.lion(0.1)))
+    tx = optax.sgd(0.1, momentum=momentum)
+    problems = [
+        "opt_state/0/count  int32[]: it goes nowhere",
+        "opt_state/0/mu/a  float32[3]: it goes nowhere",
+    ]
+    hints = ["--drop 'opt_state/0/count' leaves it out"]
+    if momentum:
+        problems.append("optimizer/opt_state/0/trace/a  float32[3]: nothing goes there")
+        hints.append("--init 'optimizer/opt_state/0/trace/a' keeps the model's own initial value")
+    with pytest.raises(reshard.TreeMismatchError) as error:
+        reshard.to_nnx(path, lambda: beside_optimizer(tx, a=(3,)))
+    assert (error.value.summary, error.value.problems, error.value.hints) == (
+        f"`{path}` does not become the NNX model",
+        tuple(problems),
+        tuple(hints),
+    )
+
+
+def test_a_moment_does_not_go_where_the_model_masks_it(tmp_path):
+    """The trees of the two optimizers differ in one leaf, which one of them has as None."""
+    both, one = (
+        optax.masked(optax.sgd(0.1, momentum=0.9), {"a": True, "b": mask}) for mask in (True, False)
+    )
+    params = {"a": some(3), "b": some(2)}
+    path = save(tmp_path / "linen", train_state_of(params, both))
+    reshard.save(reshard.to_nnx(path, lambda: named(a=(3,), b=(2,))), tmp_path / "nnx")
+    assert (
+        refusal(reshard.to_linen, tmp_path / "nnx", lambda: train_state_of(params, one))
+        == f"""\
+`{tmp_path}/nnx` does not become the Linen model
+  opt_state/inner_state/0/trace/b  float32[2]: it goes nowhere
+
+hint: --drop 'optimizer/opt_state/inner_state/0/trace/b/value' leaves it out"""
+    )
+
+
+def test_factored_moments_that_cannot_follow_are_told_beside_all_else(tmp_path):
+    params = {"q": some(4, 6), "k": some(4, 6), "left": some(2)}
+    tx = optax.adafactor(1e-3, min_dim_size_to_factor=2)
+    path = save(tmp_path / "linen", train_state_of(params, tx))
+    (tmp_path / "map.toml").write_text(
+        """
+        [[rule]]
+        from = ['^params/q$', '^params/k$']
+        concat = { axis = 1 }
+        to = 'qk'
+        """
+    )
+    told = refusal(reshard.to_nnx, path, lambda: named(qk=(4, 12)), map_file=tmp_path / "map.toml")
+    assert (
+        told
+        == f"""\
+`{path}` does not become the NNX model
+  params/left: NNX has nothing for it
+  opt_state/0/v_row/q + 0/v_row/k: it has [4] of its parameter's [4, 6], and concat cannot be \
+carried over to a part
+  opt_state/0/v_col/q + 0/v_col/k: it has [6] of its parameter's [4, 6], and concat cannot be \
+carried over to a part
+
+hint: --map FILE decides: `[[rule]]`, `from = '^REGEX'`, `to = 'PATH'`
+hint: --drop GLOB with --init GLOB starts that state anew"""
+    )
+
+
+def test_what_cannot_be_a_conversion_is_refused(tmp_path):
+    linen, nnx_path = save(tmp_path / "linen", {"params": {"a": some(3)}}), tmp_path / "nnx"
+    model = functools.partial(named, a=(3,))
+    assert (
+        refusal(reshard.to_nnx, linen)
+        == """\
+there is neither a model nor a map to convert by
+
+hint: --model MODULE:NAME
+hint: --map FILE"""
+    )
+    assert (
+        refusal(reshard.to_linen, linen)
+        == f"""\
+`{linen}` is linen-variables already
+  collections are at the top: `params`
+
+hint: --layout says otherwise, if that is wrong"""
+    )
+    reshard.save(reshard.to_nnx(linen, model), nnx_path)
+    assert (
+        refusal(reshard.to_nnx, nnx_path, model)
+        == f"""\
+`{nnx_path}` is nnx-state already
+  the record of its conversion says so
+
+hint: --layout says otherwise, if that is wrong"""
+    )
+    assert (
+        refusal(reshard.to_nnx, linen, model, layout="flax")
+        == """\
+there is no layout `flax`; there are
+  linen-variables: collections at the top: `params`, `batch_stats`, ...
+  linen-params: the contents of `params` alone
+  linen-train-state: `params` beside `opt_state` or `step`, or all variables below `params`
+  maxtext: a train state, and below `nnx_aux` what only NNX has
+  nnx-state: `nnx.state(model)`, or a module: a `value` level under each variable
+  nnx-pure-dict: `nnx.to_pure_dict(nnx.state(model))`
+  nnx-optimizer: `nnx.Optimizer`: `opt_state` and `step`
+  nnx-model-and-optimizer: `nnx.ModelAndOptimizer`: `model`, `opt_state` and `step`
+  nnx-model: a state below `model`, perhaps beside `optimizer`"""
+    )
+
+
+def test_a_tree_that_can_be_read_in_two_ways_is_read_as_it_is_said(tmp_path):
+    tree = {"a": {"kernel": some(4, 5), "bias": some(5)}, "b": some(2)}
+    path = save(tmp_path / "linen", tree)
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.a = nnx.Linear(4, 5, rngs=nnx.Rngs(0))
+            self.b = nnx.Param(jnp.zeros(2))
+
+    assert (
+        refusal(reshard.to_nnx, path, Model)
+        == """\
+the tree can be read as linen-params or as nnx-pure-dict
+  linen-params: nothing against it
+  nnx-pure-dict: nothing against it
+
+hint: --layout linen-params
+hint: --layout nnx-pure-dict"""
+    )
+    reshard.save(reshard.to_nnx(path, Model, layout="linen-params"), tmp_path / "nnx")
+    assert by_path(load(tmp_path / "nnx")) == held(tree)
+    layouts.assert_same_tree(restored(reshard.to_linen(tmp_path / "nnx"), tmp_path), tree)
+    reshard.save(
+        reshard.to_linen(path, lambda: {"params": tree}, layout="nnx-pure-dict", source=Model),
+        tmp_path / "params",
+    )
+    layouts.assert_same_tree(load(tmp_path / "params"), {"params": tree})
+
+
+# What is left out, and what keeps its initial value
+
+
+def test_what_is_dropped_is_left_out(tmp_path):
+    params = {"a": some(3), "old": {"b": some(2), "c": some(4)}}
+    linen = train_state_of(params, optax.adam(0.1))
+    path = save(tmp_path / "linen", linen)
+    model = functools.partial(beside_optimizer, optax.adam(0.1), a=(3,))
+    assert (
+        refusal(reshard.to_nnx, path, model, drop="params/old/*")
+        == f"""\
+`{path}` does not become the NNX model
+  opt_state/0/mu/old/b  float32[2]: it goes nowhere
+  opt_state/0/mu/old/c  float32[4]: it goes nowhere
+  opt_state/0/nu/old/b  float32[2]: it goes nowhere
+  opt_state/0/nu/old/c  float32[4]: it goes nowhere
+
+hint: --drop 'opt_state/0/mu/old/b' leaves it out"""
+    )
+    ckpt = reshard.to_nnx(path, model, drop=["params/old/b", "**/old/c", "opt_state/0/*/old/b"])
+    count, mu, nu = linen.opt_state[0]
+    moments = {"count": count, "mu": {"a": mu["a"]}, "nu": {"a": nu["a"]}}
+    optimizer = {"opt_state": {"0": moments}, "step": jnp.uint32(7)}
+    expected = held({"model": {"a": params["a"]}, "optimizer": optimizer})
+    assert by_path(restored(ckpt, tmp_path)) == expected
+    assert (
+        refusal(reshard.to_nnx, path, model, drop="params/missing")
+        == """\
+no leaf matches
+  `params/missing`
+
+hint: the nearest leaf is `params/a`"""
+    )
+
+
+@pytest.mark.parametrize(
+    "globs",
+    [
+        RANDOM,
+        ["drop/rngs/*"],
+        ["model/drop/rngs/key", "drop/rngs/count"],
+        ["model/**/key", "*/*/rngs/count"],
+    ],
+)
+def test_initial_values_are_those_of_the_constructor(globs, tmp_path):
+    """Typed keys and counts, too."""
+    linen = state(optax.sgd(0.1))
+    ckpt = reshard.to_nnx(
+        save(tmp_path / "linen", linen), lambda: training(optax.sgd(0.1), seed=3), init=globs
+    )
+    reshard.save(ckpt, tmp_path / "nnx")
+    assert by_path(load(tmp_path / "nnx")) == moved(linen, drawn(3))
+
+
+def test_a_class_is_called_with_the_first_seed(tmp_path):
+    linen = state(optax.sgd(0.1))
+    ckpt = reshard.to_nnx(save(tmp_path / "linen", linen), Twin, init="drop/**")
+    reshard.save(ckpt, tmp_path / "nnx")
+    assert by_path(load(tmp_path / "nnx")) == moved(linen, drawn(0))
+
+
+def test_a_real_model_gives_the_values_that_it_has(tmp_path):
+    model = training(optax.sgd(0.1))
+    model["model"].drop.rngs.key[...] = jax.random.key(71, impl="threefry2x32")
+    model["model"].drop.rngs.count[...] = jnp.uint32(13)
+    linen = state(optax.sgd(0.1))
+    ckpt = reshard.to_nnx(save(tmp_path / "linen", linen), model, init=RANDOM)
+    reshard.save(ckpt, tmp_path / "nnx")
+    assert by_path(load(tmp_path / "nnx")) == moved(linen, model["model"])
+
+
+def test_linen_has_initial_values_too(tmp_path):
+    path = save(tmp_path / "nnx", nnx.state(named(a=(3,))))
+    params = {"a": some(3), "b": some(2), "c": {"d": some(5)}}
+    ckpt = reshard.to_linen(
+        path, lambda: {"params": params}, init=["params/b", "**/d"], layout="nnx-state"
+    )
+    expected = {"params": params | {"a": jnp.zeros(3)}}
+    layouts.assert_same_tree(restored(ckpt, tmp_path), expected)
+
+
+def test_initial_values_that_there_are_not(tmp_path):
+    path = save(tmp_path / "linen", {"params": {"a": some(3)}})
+    model = functools.partial(named, a=(3,), b=(2,))
+    assert (
+        refusal(reshard.to_nnx, path, nnx.eval_shape(model), init="b")
+        == """\
+an abstract model has no initial values
+  b/value
+
+hint: give what makes the model: its class, or a function that returns it"""
+    )
+    assert (
+        refusal(reshard.to_nnx, path, model, init="c")
+        == """\
+no leaf matches
+  `c`"""
+    )
+    (tmp_path / "map.toml").write_text("[[rule]]\nfrom = '^params/'\nto = ''\n")
+    told = functools.partial(reshard.to_nnx, path, map_file=tmp_path / "map.toml")
+    assert (
+        refusal(told, init="b")
+        == """\
+only a model has initial values
+  `b`
+
+hint: --model MODULE:NAME"""
+    )
+    reshard.save(reshard.to_nnx(path, functools.partial(named, a=(3,))), tmp_path / "nnx")
+    assert (
+        refusal(reshard.to_linen, tmp_path / "nnx", init="params/b")
+        == """\
+only a model has initial values
+  `params/b`
+
+hint: --model MODULE:NAME"""
+    )
+    assert (
+        refusal(told, model, init=["a", "b"])
+        == f"""\
+`{path}` does not become the NNX model
+  a: it has a source, and is to keep its initial value"""
+    )
+    assert (
+        refusal(reshard.to_nnx, path, model, init=["a", "b"])
+        == f"""\
+`{path}` does not become the NNX model
+  params/a: NNX has nothing for it
+
+hint: --map FILE decides: `[[rule]]`, `from = '^REGEX'`, `to = 'PATH'`"""
+    )
+
+
+# Map files
+
+
+MAP = r"""
+to = 'nnx'
+
+[[rule]]
+from = '^params/layer_(\d+)/'
+to = 'layers/\1/'
+
+[[rule]]
+from = '/fused$'
+split = { axis = -1, sizes = [2, 4], into = ['/query', '/key'] }
+
+[[rule]]
+from = '/w$'
+transpose = [1, 0]
+to = '/kernel'
+
+[[rule]]
+from = '^params/expert_(\d+)$'
+stack = { axis = 1, by = 1 }
+to = 'experts'
+
+[[rule]]
+from = '^params/gate_and_up$'
+unstack = { axis = 0, into = ['gate', 'up'] }
+
+[[rule]]
+from = '^params/table$'
+drop = true
+"""
+ADAM = optax.adam(1e-3)
+
+
+class Layer(nnx.Module):
+    def __init__(self):
+        self.query = nnx.Param(jnp.zeros((3, 2)))
+        self.key = nnx.Param(jnp.zeros((3, 4)))
+        self.kernel = nnx.Param(jnp.zeros((5, 3)))
+
+
+class Mapped(nnx.Module):
+    def __init__(self):
+        self.layers = nnx.List([Layer(), Layer()])
+        self.experts = nnx.Param(jnp.zeros((4, 3, 2)))
+        self.gate = nnx.Param(jnp.zeros((5, 3)))
+        self.up = nnx.Param(jnp.zeros((5, 3)))
+
+
+def mapped_training():
+    model = Mapped()
+    return {"model": model, "optimizer": nnx.Optimizer(model, ADAM, wrt=nnx.Param)}
+
+
+def to_map():
+    """A train state for `MAP`."""
+    layer = {"fused": some(3, 6), "w": some(3, 5)}
+    params = {f"layer_{i}": filled(layer, i) for i in range(2)}
+    params |= {f"expert_{i}": some(4, 2, seed=i) for i in range(3)}
+    return train_state_of(params | {"gate_and_up": some(2, 5, 3), "table": some(7)}, ADAM)
+
+
+def map_by_hand(tree):
+    """What `MAP` says of parameters, or of their moments."""
+    layers = {}
+    for i in range(2):
+        query, key = jnp.split(tree[f"layer_{i}"]["fused"], [2], axis=1)
+        layers[str(i)] = {"query": query, "key": key, "kernel": tree[f"layer_{i}"]["w"].T}
+    gate, up = tree["gate_and_up"]
+    experts = jnp.stack([tree[f"expert_{i}"] for i in range(3)], axis=1)
+    return {"layers": layers, "experts": experts, "gate": gate, "up": up}
+
+
+def mapped_by_hand(linen):
+    count, mu, nu = linen.opt_state[0]
+    moments = {"count": count, "mu": map_by_hand(mu), "nu": map_by_hand(nu)}
+    optimizer = {"opt_state": {"0": moments}, "step": jnp.uint32(linen.step)}
+    return held({"model": map_by_hand(linen.params), "optimizer": optimizer})
+
+
+@pytest.fixture(scope="module")
+def mapped(tmp_path_factory):
+    """A folder with the map, a checkpoint, what it becomes, and that saved by Orbax once more."""
+    folder = tmp_path_factory.mktemp("mapped")
+    (folder / "map.toml").write_text(MAP)
+    save(folder / "linen", to_map())
+    reshard.save(
+        reshard.to_nnx(folder / "linen", mapped_training, map_file=folder / "map.toml"),
+        folder / "nnx",
+    )
+    save(folder / "saved_again", load(folder / "nnx"))
+    return folder
+
+
+@pytest.mark.parametrize("model", [None, Mapped, mapped_training])
+def test_moments_follow_the_operations_of_a_map(model, mapped, tmp_path):
+    ckpt = reshard.to_nnx(mapped / "linen", model, map_file=mapped / "map.toml")
+    assert by_path(restored(ckpt, tmp_path)) == mapped_by_hand(to_map())
+    text = "the map alone decided: only the source was checked"
+    assert ckpt.notes == ((text,) if model is None else ())
+
+
+def test_what_a_map_drops_comes_back_from_the_initial_values(mapped, tmp_path):
+    """A map that was made for the way to NNX, run backwards."""
+    linen = to_map()
+    again = dataclasses.replace(linen, opt_state=ADAM.init(linen.params), step=0)
+    told = {"map_file": mapped / "map.toml", "init": "opt_state/0/*/table"}
+    ckpt = reshard.to_linen(mapped / "saved_again", again, **told)
+    count, mu, nu = linen.opt_state[0]
+    lost = {"table": jnp.zeros(7)}
+    expected = linen.replace(
+        opt_state=(optax.ScaleByAdamState(count, mu | lost, nu | lost), linen.opt_state[1]),
+        step=7,
+    )
+    layouts.assert_same_tree(reshard.restore(ckpt, expected), expected)
+    save_any(tmp_path / "expected", expected)
+    layouts.assert_same_tree(restored(ckpt, tmp_path), load(tmp_path / "expected"))
+
+
+def test_a_map_drops_for_the_record_too(mapped, tmp_path):
+    """Without a model everything but what was dropped comes back."""
+    linen = to_map()
+    for tree in (linen.params, linen.opt_state[0].mu, linen.opt_state[0].nu):
+        del tree["table"]
+    save(tmp_path / "expected", linen)
+    got = restored(reshard.to_linen(mapped / "nnx"), tmp_path)
+    layouts.assert_same_tree(got, load(tmp_path / "expected"))
+
+
+def test_a_written_map_says_it_all(mapped, tmp_path):
+    """Forwards without a model, and backwards with one."""
+    decided = conversion(mapped / "linen", "nnx", mapped_training, map_file=mapped / "map.toml")
+    (tmp_path / "written.toml").write_text(decided.map_text())
+    again = conversion(mapped / "linen", "nnx", map_file=tmp_path / "written.toml")
+    assert (again.steps, again.dropped) == (decided.steps, decided.dropped)
+    assert by_path(restored(again.checkpoint, tmp_path)) == mapped_by_hand(to_map())
+    assert again.map_text() == decided.map_text()
+    back = [
+        restored(
+            reshard.to_linen(
+                mapped / "saved_again", to_map, map_file=file, init="opt_state/0/*/table"
+            ),
+            tmp_path,
+        )
+        for file in (tmp_path / "written.toml", mapped / "map.toml")
+    ]
+    layouts.assert_same_tree(*back)
+
+
+def test_a_map_of_whole_paths_goes_back_without_a_model(tmp_path):
+    tree = {"params": {"q": some(4, 3), "k": some(4, 2)}, "batch_stats": {"m": some(5, 2)}}
+    linen = save(tmp_path / "linen", tree)
+    (tmp_path / "map.toml").write_text(
+        """
+        to = 'nnx'
+
+        [[rule]]
+        from = ['^params/q$', '^params/k$']
+        concat = { axis = 1, sizes = [3, 2] }
+        to = 'qk/kernel'
+
+        [[rule]]
+        from = '^batch_stats/m$'
+        transpose = [1, 0]
+        to = 'norm/mean'
+        """
+    )
+    made = restored(reshard.to_nnx(linen, map_file=tmp_path / "map.toml"), tmp_path)
+    kernel = jnp.concatenate([tree["params"]["q"], tree["params"]["k"]], axis=1)
+    expected = {"qk": {"kernel": kernel}, "norm": {"mean": tree["batch_stats"]["m"].T}}
+    assert by_path(made) == held(expected)
+    back = reshard.to_linen(
+        save(tmp_path / "again", made), map_file=tmp_path / "map.toml", layout="nnx-state"
+    )
+    layouts.assert_same_tree(restored(back, tmp_path), tree)
+
+
+def test_without_a_model_a_map_must_reach_every_leaf(tmp_path):
+    tree = {"params": {"a": some(3), "b": some(2)}, "batch_stats": {"c": some(2)}, "other": some(1)}
+    path = save(tmp_path / "linen", tree)
+    (tmp_path / "map.toml").write_text("[[rule]]\nfrom = '^params/a$'\nto = 'a'\n")
+    assert (
+        refusal(reshard.to_nnx, path, map_file=tmp_path / "map.toml")
+        == f"""\
+`{path}` does not become the NNX model
+  params/b: no rule of the map applies to it
+  batch_stats/c: no rule of the map applies to it
+  other  float32[1]: it goes nowhere
+
+hint: --drop 'other' leaves it out"""
+    )
+
+
+def test_a_map_with_patterns_is_not_turned_around_without_a_model(mapped):
+    told = refusal(reshard.to_linen, mapped / "saved_again", map_file=mapped / "map.toml")
+    assert (
+        told
+        == f"""\
+{mapped}/map.toml: the map cannot be used in the opposite direction
+  rule 1, `^params/layer_(\\d+)/`: it is not for a whole path, `^...$` without wildcards
+  rule 2, `/fused$`: it is not for a whole path, `^...$` without wildcards
+  rule 3, `/w$`: it is not for a whole path, `^...$` without wildcards
+  rule 4, `^params/expert_(\\d+)$`: it is not for a whole path, `^...$` without wildcards
+
+hint: a map that a conversion has written, of whole paths, can be"""
+    )
+
+
+# Layouts and optimizers
+
+
+OPTIMIZERS = OPTIMIZERS | {name: tx for name, tx in RESHAPING.items() if name != "lbfgs"}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_comes_along(name, tmp_path):
+    tx = OPTIMIZERS[name]
+    linen = state(tx)
+    source = save(tmp_path / "linen", linen)
+    ckpt = reshard.to_nnx(source, lambda: training(tx), init=RANDOM)
+    reshard.save(ckpt, tmp_path / "nnx")
+    assert by_path(load(tmp_path / "nnx")) == moved(linen, drawn())
+    # Orbax and Flax alone: what they load for their own optimizer, they save again.
+    loaded = load(tmp_path / "nnx", saved_by_nnx(training(tx, seed=5)))
+    save(tmp_path / "again", loaded)
+    assert by_path(load(tmp_path / "again")) == moved(linen, drawn())
+    layouts.assert_same_tree(restored(reshard.to_linen(tmp_path / "nnx"), tmp_path), load(source))
+    if name in ("adamw", "MultiSteps", "multi_transform", "some adafactor"):
+        told = {"source": Twin, "drop": f"model/{RANDOM}"}
+        back = reshard.to_linen(tmp_path / "again", linen, **told)
+        layouts.assert_same_tree(restored(back, tmp_path), load(source))
+
+
+@pytest.mark.parametrize("name", ["sgd", "chain", "masked", "adafactor"])
+def test_a_module_alone_takes_the_optimizer_along(name, tmp_path):
+    """Below `model` and `optimizer`, as a dict of the two is saved."""
+    tx = OPTIMIZERS[name]
+    linen = state(tx)
+    ckpt = reshard.to_nnx(save(tmp_path / "linen", linen), twin, init=RANDOM)
+    assert by_path(restored(ckpt, tmp_path)) == moved(linen, drawn())
+    load(tmp_path / "restored_1", saved_by_nnx(training(tx)))
+
+
+def steps():
+    """A step as users have it, and what Orbax says it is."""
+    return [7, np.int32(7), np.int64(7), np.asarray(7), jnp.int32(7), jnp.uint32(7), jnp.int16(7)]
+
+
+@pytest.mark.parametrize("host", [False, True], ids=["device", "host"])
+@pytest.mark.parametrize("step", steps(), ids=lambda step: type(step).__name__ + repr(step)[:7])
+def test_steps_and_host_values(step, host, tmp_path):
+    """NNX counts in uint32. Linen's counter, and what was on the host, comes back as it was."""
+    linen = state(optax.sgd(0.1), step=step)
+    linen = jax.device_get(linen) if host else linen
+    source = save_any(tmp_path / "linen", linen)
+    ckpt = reshard.to_nnx(source, lambda: training(optax.sgd(0.1)), init=RANDOM)
+    reshard.save(ckpt, tmp_path / "nnx")
+    kind = np.ndarray if host else jax.Array
+    got, expected = by_path(load(tmp_path / "nnx")), moved(linen, drawn())
+    key = got.pop("model/drop/rngs/key/value")
+    assert key == expected.pop("model/drop/rngs/key/value")
+    assert got == {path: (kind, *leaf[1:]) for path, leaf in expected.items()}
+    back = restored(reshard.to_mesh(reshard.to_linen(tmp_path / "nnx"), "data=2"), tmp_path)
+    layouts.assert_same_tree(back, load(source))
+
+
+def test_the_step_must_fit(tmp_path):
+    def path(number):
+        return save_any(tmp_path / f"{number}", state(optax.sgd(0.1), step=np.int64(number)))
+
+    for number in (-1, 1 << 32):
+        told = refusal(reshard.to_nnx, path(number), twin, init=RANDOM)
+        assert told == f"optimizer/step/value: the step {number} does not fit uint32"
+    reshard.save(reshard.to_nnx(path((1 << 32) - 1), twin, init=RANDOM), tmp_path / "nnx")
+    assert int(load(tmp_path / "nnx")["optimizer"]["step"]["value"]) == (1 << 32) - 1
+    told = {"source": Twin, "drop": f"model/{RANDOM}"}
+    model = state(optax.sgd(0.1))
+    assert refusal(reshard.to_linen, tmp_path / "nnx", model, **told) == (
+        "step: the step 4294967295 does not fit int32"
+    )
+
+
+def frozen(linen):
+    """With Flax's older containers."""
+    return train_state_of(flax.core.freeze(linen.params), ADAM).replace(step=jnp.int32(3))
+
+
+def maxtext(linen):
+    """As MaxText has it, all variables below `params`."""
+    params = {"params": linen.params, "batch_stats": linen.batch_stats}
+    mask = {"params": True, "batch_stats": False}
+    return train_state_of(params, optax.masked(ADAM, mask))
+
+
+TREES = {
+    "variables": lambda: filled(variables()),
+    "boxed variables": lambda: filled(variables(boxed=True)),
+    "frozen variables": lambda: flax.core.freeze(filled(variables(boxed=True))),
+    "state": lambda: state(ADAM),
+    "boxed state": lambda: state(OPTIMIZERS["masked"], boxed=True),
+    "frozen state": lambda: state(ADAM).replace(params=flax.core.freeze(state(ADAM).params)),
+    "maxtext": lambda: maxtext(state(ADAM)),
+    "boxed maxtext": lambda: maxtext(state(ADAM, boxed=True)),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_linen_trees_come_back_as_they_were(name, tmp_path):
+    """Boxes, empty containers and the user's own metadata, too; through another mesh."""
+    tree = TREES[name]()
+    source = save_described(tmp_path / "linen", tree)
+    reshard.save(reshard.to_nnx(source, twin, init=RANDOM), tmp_path / "nnx")
+    assert by_path(load(tmp_path / "nnx")) == moved(tree, drawn())
+    elsewhere = reshard.to_mesh(reshard.open(tmp_path / "nnx"), "data=2,model=4")
+    reshard.save(elsewhere, tmp_path / "elsewhere")
+    whole, own = described(tmp_path / "elsewhere")
+    assert own.pop("reshard.linen") and (whole, own) == described(source)
+    reshard.save(reshard.to_linen(tmp_path / "elsewhere"), tmp_path / "back")
+    layouts.assert_same_tree(load(tmp_path / "back"), load(source))
+    layouts.assert_same_tree(reshard.restore(tmp_path / "back", tree), tree)
+    assert described(tmp_path / "back") == ({"of": "the checkpoint"}, CUSTOM)
+
+
+def save_as(kind, path, tree):
+    """In one of Orbax's formats."""
+    if kind == "v1":
+        v1.save(path, tree)
+        return path
+    options = PyTreeMetadataOptions(support_rich_types=kind == "rich")
+    handler = ocp.PyTreeCheckpointHandler(
+        use_ocdbt="files" not in kind,
+        use_zarr3="zarr3" in kind,
+        pytree_metadata_options=options,
+    )
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(path, tree)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["zarr2 files", "zarr3", "zarr3 files", "rich", "v1"])
+def test_every_format_comes_back_as_it_was(kind, tmp_path):
+    """Its record of the types of containers, too, where it has one."""
+    linen = state(OPTIMIZERS["chain"])
+    source = save_as(kind, tmp_path / "linen", linen)
+    reshard.save(reshard.to_nnx(source, twin, init=RANDOM), tmp_path / "nnx")
+    reshard.save(reshard.to_linen(tmp_path / "nnx"), tmp_path / "back")
+    read = v1.load if kind == "v1" else load_any
+    assert by_path(read(tmp_path / "nnx")) == moved(linen, drawn())
+    layouts.assert_same_tree(read(tmp_path / "back"), read(source))
+
+
+class Two(nnx.Module):
+    def __init__(self, rngs):
+        self.one, self.other = nnx.Linear(4, 5, rngs=rngs), nnx.Linear(5, 3, rngs=rngs)
+
+
+def two():
+    """Bare parameters for it."""
+    return {
+        "Dense_0": {"kernel": some(4, 5), "bias": some(5)},
+        "Dense_1": {"kernel": some(5, 3), "bias": some(3)},
+    }
+
+
+def two_by_hand():
+    return {"one": two()["Dense_0"], "other": two()["Dense_1"]}
+
+
+TARGETS = {
+    "class": Two,
+    "function": lambda: Two(nnx.Rngs(1)),
+    "instance": Two(nnx.Rngs(1)),
+    "below model": lambda: {"model": Two(nnx.Rngs(1))},
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_bare_parameters(name, tmp_path):
+    source = save(tmp_path / "linen", two())
+    reshard.save(reshard.to_nnx(source, TARGETS[name]), tmp_path / "nnx")
+    made = {"model": two_by_hand()} if name == "below model" else two_by_hand()
+    assert by_path(load(tmp_path / "nnx")) == held(made)
+    layouts.assert_same_tree(restored(reshard.to_linen(tmp_path / "nnx"), tmp_path), two())
+
+
+def model_and_optimizer():
+    return nnx.ModelAndOptimizer(twin(), ADAM, wrt=nnx.Param)
+
+
+GOALS = {
+    "state": twin,
+    "model": lambda: {"model": twin()},
+    "training": lambda: training(ADAM),
+    "ModelAndOptimizer": model_and_optimizer,
+}
+
+
+def saved_of(made):
+    """What Orbax is given of modules, alone or in a dict."""
+    return saved_by_nnx(made) if isinstance(made, dict) else nnx.state(made)
+
+
+@pytest.mark.parametrize("name", GOALS)
+def test_nnx_trees_come_back_from_linen(name, tmp_path):
+    """By the models of both sides. Streams of random numbers are those of the model."""
+    goal = GOALS[name]
+    tree = filled(saved_of(goal()))
+    source = save(tmp_path / "nnx", tree)
+    trained = "optimizer" in tree or "opt_state" in tree
+    model = filled(train(ADAM) if trained else variables())
+    ckpt = reshard.to_linen(source, model, source=goal, drop=RANDOM)
+    linen = save(tmp_path / "linen", reshard.restore(ckpt, model))
+    layouts.assert_same_tree(restored(ckpt, tmp_path), load(linen))
+    random = by_path(load(save(tmp_path / "model", saved_of(goal()))))
+    expected = by_path(load(source))
+    expected |= {path: leaf for path, leaf in random.items() if "/rngs/" in path}
+    assert by_path(restored(reshard.to_nnx(linen, goal, init=RANDOM), tmp_path)) == expected
+
+
+def test_what_orbax_saves_again_has_lost_the_record(tmp_path):
+    source = save(tmp_path / "linen", state(ADAM, boxed=True))
+    reshard.save(reshard.to_nnx(source, twin, init=RANDOM), tmp_path / "nnx")
+    target = saved_by_nnx(training(ADAM))
+    again = save(tmp_path / "again", load(tmp_path / "nnx", target))
+    assert (
+        refusal(reshard.to_linen, again)
+        == f"""\
+`{again}` has no record of a conversion from Linen: it was not made by one, or was trained on \
+since then
+
+hint: --model MODULE:NAME, the Linen model"""
+    )
+    ckpt = reshard.to_linen(again, state(ADAM, boxed=True), source=Twin, drop=f"model/{RANDOM}")
+    layouts.assert_same_tree(restored(ckpt, tmp_path), load(source))
+
+
+def exact():
+    """A model whose attributes have the names of the Linen tree."""
+    made = nnx.Module()
+    made.a, made.b = nnx.Linear(4, 5, rngs=nnx.Rngs(0)), nnx.Param(jnp.zeros(2))
+    return made
+
+
+def pure(made):
+    return nnx.to_pure_dict(nnx.state(made))
+
+
+STATES = {
+    "state": lambda: nnx.state(exact()),
+    "abstract state": lambda: nnx.eval_shape(lambda: nnx.state(exact())),
+    "abstract module": lambda: nnx.eval_shape(exact),
+    "pure dict": lambda: pure(exact()),
+}
+
+
+@pytest.mark.parametrize("called", [False, True], ids=["itself", "called"])
+@pytest.mark.parametrize("name", STATES)
+def test_states_say_the_paths(name, called, tmp_path):
+    """Where names are equal, no class and no order is needed."""
+    params = {"a": {"kernel": some(4, 5), "bias": some(5)}, "b": some(2)}
+    source = save(tmp_path / "linen", {"params": params})
+    model = STATES[name] if called else STATES[name]()
+    reshard.save(reshard.to_nnx(source, model), tmp_path / "nnx")
+    expected = by_path(params) if name == "pure dict" else held(params)
+    assert by_path(load(tmp_path / "nnx")) == expected
+    layouts.assert_same_tree(
+        restored(reshard.to_linen(tmp_path / "nnx"), tmp_path), {"params": params}
+    )
+
+
+def test_a_record_that_does_not_fit_is_an_error(tmp_path):
+    source = save(tmp_path / "linen", two())
+    ckpt = reshard.to_nnx(source, Two)
+    ckpt = reshard.rename(reshard.select(ckpt, drop="one/bias/*"), [("^other/", "second/")])
+    reshard.save(ckpt, tmp_path / "nnx")
+    assert (
+        refusal(reshard.to_linen, tmp_path / "nnx")
+        == """\
+the record of the conversion from Linen does not fit the checkpoint
+  one/bias/value: not in the checkpoint
+  other/bias/value: not in the checkpoint
+  other/kernel/value: not in the checkpoint
+  second/bias/value: not in the record
+  second/kernel/value: not in the record
+
+hint: --model MODULE:NAME, the Linen model, converts without the record"""
+    )
+
+
+def test_a_record_that_cannot_be_read_is_an_error(tmp_path):
+    ckpt = reshard.to_nnx(save(tmp_path / "linen", two()), Two)
+    custom = ckpt.source.metadata["custom_metadata"]
+    record = custom["reshard.linen"]
+    for broken in (record | {"version": 2}, record | {"route": {}}, {}, 3, None):
+        changed = ckpt.with_metadata({"custom_metadata": custom | {"reshard.linen": broken}})
+        reshard.save(changed, tmp_path / "nnx", overwrite=True)
+        told = refusal(reshard.to_linen, tmp_path / "nnx", layout="nnx-state").splitlines()
+        assert (told[0], told[-2:]) == (
+            "the record of the conversion from Linen cannot be read",
+            ["", "hint: --model MODULE:NAME, the Linen model, converts without the record"],
+        )
+
+
+# What NNX has no place for
+
+
+class Recurrent(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2)(nn.RNN(nn.GRUCell(5))(x))
+
+
+class RecurrentTwin(nnx.Module):
+    def __init__(self, rngs):
+        self.rnn = nnx.RNN(nnx.GRUCell(4, 5, rngs=rngs), rngs=rngs)
+        self.head = nnx.Linear(5, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.rnn(x))
+
+
+def recurrent(zero=("params", "mu", "nu")):
+    """A train state; `zero`: where the bias of the recurrent part is zero, and not random."""
+    params = jax.eval_shape(Recurrent().init, jax.random.key(0), INPUTS[None])["params"]
+    made = filled(train_state_of(params, ADAM), bits=False)
+
+    def bias(tree, name):
+        if name in zero:
+            cell = tree["GRUCell_0"]
+            tree = tree | {"GRUCell_0": cell | {"hn": {**cell["hn"], "bias": jnp.zeros(5)}}}
+        return tree
+
+    count, mu, nu = made.opt_state[0]
+    moments = optax.ScaleByAdamState(count, bias(mu, "mu"), bias(nu, "nu"))
+    return made.replace(
+        params=bias(made.params, "params"), opt_state=(moments, *made.opt_state[1:])
+    )
+
+
+def recurrent_training():
+    model = RecurrentTwin(nnx.Rngs(0))
+    return {"model": model, "optimizer": nnx.Optimizer(model, ADAM, wrt=nnx.Param)}
+
+
+@pytest.mark.parametrize("zero", [("mu", "nu"), ("params", "nu"), ()])
+def test_a_bias_without_a_place_is_refused_unless_it_is_zero(zero, tmp_path):
+    path = save(tmp_path / "linen", recurrent(zero))
+    places = {"params": "params", "mu": "opt_state/0/mu", "nu": "opt_state/0/nu"}
+    problems = [
+        f"  {place}/GRUCell_0/hn/bias  float32[5]\n"
+        for name, place in places.items()
+        if name not in zero
+    ]
+    assert refusal(reshard.to_nnx, path, recurrent_training, init=RANDOM) == (
+        "leaves that have no place in the result are not zero\n"
+        + "".join(problems)
+        + "\nhint: NNX's GRUCell has no bias in its recurrent part: use one of your own with it"
+    )
+
+
+@pytest.mark.parametrize("goal", [recurrent_training, RecurrentTwin])
+def test_a_bias_of_zeros_comes_back(goal, tmp_path):
+    linen = recurrent()
+    path = save(tmp_path / "linen", linen)
+    reshard.save(reshard.to_nnx(path, goal, init=RANDOM), tmp_path / "nnx")
+    got = load(tmp_path / "nnx", saved_by_nnx(recurrent_training()))
+    model = RecurrentTwin(nnx.Rngs(5))
+    nnx.update(model, got["model"])
+    np.testing.assert_allclose(
+        model(INPUTS[None]),
+        Recurrent().apply({"params": linen.params}, INPUTS[None]),
+        rtol=1e-5,
+    )
+    layouts.assert_same_tree(restored(reshard.to_linen(tmp_path / "nnx"), tmp_path), load(path))
+    again = save(tmp_path / "again", got)
+    ckpt = reshard.to_linen(again, linen, source=RecurrentTwin, drop=f"model/{RANDOM}")
+    layouts.assert_same_tree(restored(ckpt, tmp_path), load(path))
+
+
+def test_a_moment_of_an_operation_that_is_not_linear_is_refused(tmp_path):
+    linen = train_state_of({"table": some(3, 4)}, ADAM)
+    path = save(tmp_path / "linen", linen)
+    rule = """
+        [[rule]]
+        from = '^params/table$'
+        pad = { widths = [[0, 2], [0, 0]], fill = FILL }
+        to = 'table'
+        """
+    (tmp_path / "map.toml").write_text(rule.replace("FILL", "1.5"))
+    model = functools.partial(beside_optimizer, ADAM, table=(5, 4))
+    assert (
+        refusal(reshard.to_nnx, path, model, map_file=tmp_path / "map.toml")
+        == f"""\
+`{path}` does not become the NNX model
+  opt_state/0/mu/table: a moment cannot be padded with 1.5: that is no linear operation
+  opt_state/0/nu/table: a moment cannot be padded with 1.5: that is no linear operation
+
+hint: --drop GLOB with --init GLOB starts that state anew"""
+    )
+    anew = {"drop": "opt_state/0/*/table", "init": "optimizer/opt_state/0/*/table"}
+    ckpt = reshard.to_nnx(path, model, map_file=tmp_path / "map.toml", **anew)
+    made = restored(ckpt, tmp_path)
+    table = jnp.pad(linen.params["table"], ((0, 2), (0, 0)), constant_values=1.5)
+    assert by_path(made["model"]) == held({"table": table})
+    assert not np.any(made["optimizer"]["opt_state"]["0"]["mu"]["table"]["value"])
+    (tmp_path / "map.toml").write_text(rule.replace("FILL", "0.0"))
+    count, mu, nu = linen.opt_state[0]
+    table, mu, nu = (jnp.pad(tree["table"], ((0, 2), (0, 0))) for tree in (linen.params, mu, nu))
+    moments = {"count": count, "mu": {"table": mu}, "nu": {"table": nu}}
+    optimizer = {"opt_state": {"0": moments}, "step": jnp.uint32(7)}
+    ckpt = reshard.to_nnx(path, model, map_file=tmp_path / "map.toml")
+    expected = held({"model": {"table": table}, "optimizer": optimizer})
+    assert by_path(restored(ckpt, tmp_path)) == expected
+    back = reshard.to_linen(tmp_path / "restored_3")
+    layouts.assert_same_tree(restored(back, tmp_path), load(path))
+
+
+# One pass
+
+
+def sharded(tree, specs, on):
+    """A tree on a mesh: specs by the last key, for arrays that have as many dimensions."""
+
+    def place(keys, leaf):
+        spec = specs.get(getattr(keys[-1], "key", None), P())
+        spec = spec if leaf.ndim >= len(spec) else P()
+        return jax.device_put(leaf, NamedSharding(on, spec))
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
+class Big(nnx.Module):
+    """Large enough that its arrays are in files of their own."""
+
+    def __init__(self, rngs):
+        self.one, self.other = nnx.Linear(64, 96, rngs=rngs), nnx.Linear(96, 32, rngs=rngs)
+        self.drop = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.other(self.drop(nnx.relu(self.one(x)), deterministic=True))
+
+
+class BigLinen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Dense(96)(x))
+        return nn.Dense(32)(x)
+
+
+def big_state():
+    params = jax.eval_shape(BigLinen().init, jax.random.key(0), jnp.ones((1, 64)))["params"]
+    linen = train_state_of(filled(params, bits=False), ADAM)
+    return sharded(linen, {"kernel": P("data", "model"), "bias": P("model")}, layouts.mesh((2, 4)))
+
+
+def big_training():
+    model = Big(nnx.Rngs(3))
+    return {"model": model, "optimizer": nnx.Optimizer(model, ADAM, wrt=nnx.Param)}
+
+
+READERS = {
+    "StandardCheckpointer": load,
+    "PyTreeCheckpointer": lambda path, target: layouts.read_pytree(
+        layouts.Saved(path, None, None), path, target
+    ),
+    "v1": v1.load,
+}
+
+
+@pytest.fixture(scope="module")
+def renamed(tmp_path_factory):
+    """A converted checkpoint whose source is gone: what was saved, the plan, the inodes that both
+    had, and the new path."""
+    folder = tmp_path_factory.mktemp("renamed")
+    linen = big_state()
+    source = save(folder / "linen", linen)
+    ckpt = reshard.to_nnx(source, big_training, init=RANDOM)
+    planned = reshard.plan(ckpt, folder / "nnx")
+    reshard.save(ckpt, folder / "nnx")
+    shared = layouts.data_inodes(source).keys() & layouts.data_inodes(folder / "nnx").keys()
+    sizes = [os.stat(file).st_size for file in (folder / "nnx").rglob("d/*")]
+    linked = [
+        os.stat(file).st_size
+        for file in (folder / "nnx").rglob("d/*")
+        if os.stat(file).st_ino in shared
+    ]
+    shutil.rmtree(source)
+    return linen, planned, sum(linked), sum(sizes), folder / "nnx"
+
+
+def test_where_only_paths_change_no_array_is_decoded_or_copied(renamed):
+    linen, planned, linked, written, _ = renamed
+    others = {format_path(a.layout.path) for a in planned.arrays if not a.moved}
+    assert others == {
+        "model/drop/rngs/count/value",
+        "model/drop/rngs/key/value",
+        "optimizer/step/value",
+    }
+    arrays = sum(leaf.nbytes for leaf in jax.tree.leaves((linen.params, linen.opt_state)))
+    assert planned.bytes_read < 1000 < arrays
+    assert planned.shared_bytes == linked
+    assert written - linked < 10_000 < linked
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_orbax_and_flax_alone_load_it_after_the_source_is_gone(reader, renamed):
+    linen, *_, path = renamed
+    made = big_training()
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), saved_by_nnx(made)
+    )
+    state = READERS[reader](path, abstract)
+    model = nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: Big(nnx.Rngs(0)))), state["model"])
+    x = np.random.default_rng(0).normal(size=(3, 64)).astype("float32")
+    expected = BigLinen().apply({"params": jax.device_get(linen.params)}, x)
+    np.testing.assert_allclose(model(x), expected, rtol=1e-4, atol=1e-4)
+    nnx.update(made["optimizer"], state["optimizer"])
+    got = nnx.to_pure_dict(nnx.state(made["optimizer"]))
+    assert int(got["step"]) == 7
+    for name in ("mu", "nu"):
+        theirs = jax.device_get(getattr(linen.opt_state[0], name))
+        expected = {"one": theirs["Dense_0"], "other": theirs["Dense_1"]}
+        assert by_path(jax.device_get(got["opt_state"][0][name])) == by_path(expected)
+
+
+class Blocks(nnx.Module):
+    def __init__(self):
+        self.kernel = nnx.Param(jnp.zeros((4, 16, 32), jnp.bfloat16))
+        self.bias = nnx.Param(jnp.zeros((4, 32), jnp.bfloat16))
+
+
+class Fused(nnx.Module):
+    def __init__(self):
+        self.layers = Blocks()
+        self.embed = nnx.Param(jnp.zeros((16, 24), jnp.bfloat16))
+
+
+def fused_training():
+    model = Fused()
+    return {"model": model, "optimizer": nnx.Optimizer(model, ADAM, wrt=nnx.Param)}
+
+
+@pytest.mark.parametrize("max_memory", ["8KiB", "1GiB"])
+def test_all_of_it_in_one_pass(max_memory, tmp_path):
+    """Selection, casts, a stack, a map, the conversion and a new mesh, as Orbax and JAX do it."""
+    layer = {"kernel": some(16, 32), "bias": some(32)}
+    params = {f"layer_{i}": layer for i in range(4)} | {"extra": some(8), "embed": some(24, 16)}
+    linen = filled(train_state_of(params, ADAM), bits=False).replace(step=jnp.int32(7))
+    specs = {"kernel": P("data", "model"), "bias": P("model"), "embed": P("model", "data")}
+    linen = sharded(linen, specs, layouts.mesh((2, 4)))
+    source = save(tmp_path / "linen", linen)
+    (tmp_path / "map.toml").write_text(
+        "[[rule]]\nfrom = '^params/embed$'\ntranspose = [1, 0]\nto = 'embed'\n"
+    )
+    ckpt = reshard.select(reshard.open(source), drop="**/extra")
+    ckpt = reshard.cast(ckpt, "bfloat16")
+    ckpt = reshard.stack(ckpt, "params/layer_{}", into="params/layers")
+    ckpt = reshard.to_nnx(ckpt, fused_training, map_file=tmp_path / "map.toml")
+    ckpt = reshard.to_mesh(ckpt, "data=4,model=2")
+    reshard.save(ckpt, tmp_path / "nnx", max_memory=max_memory)
+
+    def by_jax(tree):
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *(tree[f"layer_{i}"] for i in range(4)))
+        made = {"layers": stacked, "embed": tree["embed"].T}
+        return jax.tree.map(lambda x: x.astype("bfloat16"), made)
+
+    loaded = jax.tree.map(jnp.asarray, jax.device_get(load(source)))
+    moments = loaded["opt_state"][0]
+    moments = {name: by_jax(moments[name]) for name in ("mu", "nu")} | {"count": moments["count"]}
+    optimizer = {"opt_state": {"0": moments}, "step": jnp.uint32(7)}
+    expected = {"model": by_jax(loaded["params"]), "optimizer": optimizer}
+    got = load(tmp_path / "nnx")
+    assert by_path(got) == held(expected)
+    specs = {
+        "kernel": P(None, "data", "model"),
+        "bias": P(None, "model"),
+        "embed": P("data", "model"),
+    }
+    on = layouts.mesh((4, 2))
+    placed = layouts.saved_leaves(got)
+    assert {path: leaf.sharding for path, leaf in placed.items()} == {
+        path: NamedSharding(on, specs.get(path[-2], P())) for path in placed
+    }
+
+
+def test_dtypes_of_moments_are_told(tmp_path):
+    path = save(tmp_path / "linen", train_state_of({"a": some(3)}, ADAM))
+    ckpt = reshard.cast(reshard.open(path), "bfloat16", "opt_state/0/mu/**")
+    with pytest.raises(reshard.TreeMismatchError) as error:
+        reshard.to_nnx(ckpt, lambda: beside_optimizer(ADAM, a=(3,)))
+    assert error.value.problems == (
+        "opt_state/0/mu/a -> opt_state/0/mu/a: dtype bfloat16, the model has float32",
+    )
+    ((_, hint),) = typed(error.value)
+    where, _, dtype = hint.rpartition("=")
+    made = reshard.to_nnx(reshard.cast(ckpt, dtype, where), lambda: beside_optimizer(ADAM, a=(3,)))
+    assert {leaf.dtype.name for leaf in made.arrays} == {"float32", "int32", "uint32"}
+
+
+# Into memory
+
+
+class Boxed(Twin):
+    """With names for some axes."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs, boxed=True)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 2)])
+def test_a_linen_checkpoint_is_restored_into_nnx(sizes, tmp_path):
+    on = layouts.mesh(sizes)
+    linen = state(ADAM, boxed=True)
+    ckpt = reshard.to_nnx(save(tmp_path / "linen", linen), lambda: training(ADAM), init=RANDOM)
+
+    def model():
+        made = Boxed(nnx.Rngs(9))
+        return {"model": made, "optimizer": nnx.Optimizer(made, ADAM, wrt=nnx.Param)}
+
+    expected = moved(linen, drawn())
+    made = reshard.restore(ckpt, reshard.target(model, mesh=on))
+    assert held(pure_of(made)) == expected
+    kernel = made["optimizer"].opt_state[0].mu["first"]["kernel"][...]
+    assert kernel.sharding == NamedSharding(on, P("data", "model"))
+    assert made["model"].second.kernel[...].sharding == kernel.sharding
+    assert made["model"].second.bias[...].sharding == NamedSharding(on, P())
+    # In place, where it is real already.
+    with jax.set_mesh(on):
+        real = model()
+    kept = real["model"].first.kernel
+    assert reshard.restore(ckpt, real)["model"] is real["model"]
+    assert held(pure_of(real)) == expected
+    assert real["model"].first.kernel is kept
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 2)])
+def test_an_nnx_checkpoint_is_restored_into_linen(sizes, tmp_path):
+    on = layouts.mesh(sizes)
+    linen = state(ADAM, boxed=True)
+    source = save(tmp_path / "linen", linen)
+    reshard.save(reshard.to_nnx(source, twin, init=RANDOM), tmp_path / "nnx")
+    again = save(tmp_path / "again", load(tmp_path / "nnx"))
+    target = reshard.target(linen, mesh=on)
+    for ckpt in (
+        reshard.to_linen(tmp_path / "nnx"),
+        reshard.to_linen(again, target, source=Twin, drop=f"model/{RANDOM}"),
+    ):
+        made = reshard.restore(ckpt, target)
+        layouts.assert_same_tree(made, linen)
+        kernel = made.opt_state[0].nu["Dense_0"]["kernel"]
+        assert isinstance(kernel, nn.Partitioned)
+        assert kernel.value.sharding == NamedSharding(on, P("data", "model"))
+
+
+# Where it is
+
+
+def test_saved_specs_are_those_of_the_models(tmp_path):
+    """What Linen's model says of its axes, NNX's model says of the converted leaves."""
+    on = layouts.mesh((2, 2))
+    linen = state(ADAM, boxed=True)
+    placed = jax.tree.map(
+        lambda leaf, like: jax.device_put(leaf, like.sharding),
+        linen,
+        reshard.target(linen, mesh=on),
+    )
+
+    def model():
+        made = Boxed(nnx.Rngs(0))
+        return {"model": made, "optimizer": nnx.Optimizer(made, ADAM, wrt=nnx.Param)}
+
+    source = save(tmp_path / "linen", placed)
+    reshard.save(reshard.to_nnx(source, model, init=RANDOM), tmp_path / "nnx")
+    wanted = pure_of(reshard.target(model, mesh=on))
+    found = layouts.saved_leaves(load(tmp_path / "nnx"))
+    assert {format_path(path[:-1]): leaf.sharding for path, leaf in found.items()} == {
+        format_path(tuple(map(str, path))): leaf.sharding
+        for path, leaf in layouts.saved_leaves(wanted).items()
+    }
+    back = restored(reshard.to_linen(tmp_path / "nnx"), tmp_path)
+    layouts.assert_laid_out(back, load(source), on)
+
+
+def test_specs_follow_operations(tmp_path):
+    params = {"a": some(4, 8), "q": some(8, 4), "k": some(8, 4), "0": some(8), "1": some(8)}
+    specs = {
+        "a": P("data", "model"),
+        "q": P("model", "data"),
+        "k": P("model", "data"),
+        "0": P("model"),
+        "1": P("model"),
+    }
+    on = layouts.mesh((2, 4))
+    source = save(tmp_path / "linen", sharded({"params": params}, specs, on))
+    (tmp_path / "map.toml").write_text(
+        r"""
+        [[rule]]
+        from = '^params/a$'
+        transpose = [1, 0]
+        to = 'a'
+
+        [[rule]]
+        from = ['^params/q$', '^params/k$']
+        concat = { axis = 1, sizes = [4, 4] }
+        to = 'qk'
+
+        [[rule]]
+        from = '^params/(\d)$'
+        stack = { axis = 1, by = 1 }
+        to = 'layers'
+        """
+    )
+    made = restored(reshard.to_nnx(source, map_file=tmp_path / "map.toml"), tmp_path)
+    assert {path[0]: leaf.sharding for path, leaf in layouts.saved_leaves(made).items()} == {
+        "a": NamedSharding(on, P("model", "data")),
+        "qk": NamedSharding(on, P("model", "data")),
+        "layers": NamedSharding(on, P("model", None)),
+    }
+
+
+# Any tree
+
+
+KEYS = st.sampled_from(["a", "b_1", "c", "Dense_0", "x.y", "two words", "w"])
+TREES_OF_NAMES = st.recursive(
+    st.sampled_from([(), (3,), (2, 3)]),
+    lambda inner: st.dictionaries(KEYS, inner, min_size=1, max_size=3),
+    max_leaves=5,
+).filter(lambda tree: isinstance(tree, dict))
+
+
+def shapes_of(tree, path=()):
+    if not isinstance(tree, dict):
+        return {path: tree}
+    return {p: s for key, below in tree.items() for p, s in shapes_of(below, (*path, key)).items()}
+
+
+@given(
+    collections=st.dictionaries(
+        st.sampled_from(["params", "batch_stats", "cache"]), TREES_OF_NAMES, min_size=1
+    ),
+    data=st.data(),
+)
+@settings(deadline=None, max_examples=15)
+def test_any_tree_goes_there_and_back(collections, data, tmp_path_factory):
+    """With a map of other names, lists among them: without a model, by the record, and by the map
+    backwards."""
+    folder = tmp_path_factory.mktemp("tree")
+    shapes = shapes_of(collections | {"params": collections.get("params", {"p": (2,)})})
+    rng = np.random.default_rng(0)
+    tree, names, rules = {}, {}, ["to = 'nnx'"]
+    order = data.draw(st.permutations(list(shapes)))
+    lists = data.draw(st.integers(0, len(order)))
+    for number, path in enumerate(order):
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = jnp.asarray(layouts.random_array(rng, shapes[path]))
+        name = ("items", str(number), "w") if number < lists else ("m", *path[::-1])
+        names[path] = name
+        source, to = re.escape(format_path(path)), format_path(name).replace("\\", r"\\")
+        rules.append(f"[[rule]]\nfrom = {toml(f'^{source}$')}\nto = {toml(to)}")
+    (folder / "map.toml").write_text("\n".join(rules))
+    source = save(folder / "linen", tree)
+    reshard.save(reshard.to_nnx(source, map_file=folder / "map.toml"), folder / "nnx")
+    leaves, made = layouts.saved_leaves(tree), layouts.saved_leaves(load(folder / "nnx"))
+    assert {path: layouts.bits(leaf) for path, leaf in made.items()} == {
+        (*name, "value"): layouts.bits(leaves[path]) for path, name in names.items()
+    }
+    layouts.assert_same_tree(restored(reshard.to_linen(folder / "nnx"), folder), tree)
+    again = save(folder / "again", load(folder / "nnx"))
+    back = reshard.to_linen(again, map_file=folder / "map.toml", layout="nnx-state")
+    layouts.assert_same_tree(restored(back, folder), tree)

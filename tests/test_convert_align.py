@@ -1,0 +1,1495 @@
+"""Which leaf is which: right where structure decides, and nothing where it does not."""
+
+import dataclasses
+import itertools
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from converted import convert, linen_leaves, outline_of, random_variables, zeroed
+from flax import linen as nn
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reshard.convert.align import align
+from reshard.convert.axes import Move, Placed, moves
+from reshard.convert.definitions import nnx_outline
+from reshard.convert.outline import Leaf, Module, linen_outline, path_outline, without
+from reshard.convert.steps import carried_out
+from reshard.operations import Concat, Transpose
+from reshard.tree import format_path
+
+PAIRS = pathlib.Path(__file__).parent / "data/pairs"
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def rngs():
+    return nnx.Rngs(0)
+
+
+def linear(before, after, **kwargs):
+    return nnx.Linear(before, after, rngs=rngs(), **kwargs)
+
+
+def norm(size, **kwargs):
+    return nnx.LayerNorm(size, rngs=rngs(), **kwargs)
+
+
+def some(*shape, seed=1):
+    return np.random.default_rng(seed).normal(size=shape).astype("float32")
+
+
+class Compact(nn.Module):
+    """A compact method that is given, whose modules have names of Linen's."""
+
+    function: Callable[..., Any]
+
+    @nn.compact
+    def __call__(self, *inputs):
+        return self.function(*inputs)
+
+
+class Made(nnx.Module):
+    """A module with the attributes that a function sets."""
+
+    def __init__(self, define, call=None):
+        define(self)
+        self.call = nnx.static(call)
+
+    def __call__(self, *inputs):
+        return self.call(self, *inputs)
+
+
+def made(**attributes):
+    """Makes a module with attributes in this order, each made by a function without arguments."""
+
+    def define(module):
+        for name, make in attributes.items():
+            setattr(module, name, make())
+
+    return lambda: Made(define)
+
+
+def named(kind, **attributes):
+    """The same, of a class of this name."""
+
+    cls = type(kind, (Made,), {})
+
+    def define(module):
+        for name, make in attributes.items():
+            setattr(module, name, make())
+
+    return lambda: cls(define)
+
+
+def printed(alignment):
+    """Steps, abstentions and mismatches as text."""
+    return (
+        sorted(map(str, alignment.steps)),
+        list(map(str, alignment.abstentions)),
+        list(map(str, alignment.mismatches)),
+    )
+
+
+def pairs_of(alignment):
+    """Printed path in Linen -> in NNX, of leaves that only change their path."""
+    assert all(step.operation is None for step in alignment.steps)
+    return {format_path(step.inputs[0]): format_path(step.outputs[0]) for step in alignment.steps}
+
+
+def arrays(**shapes):
+    """Linen leaves: `Dense_0__kernel=(2, 3)` is `params/Dense_0/kernel`."""
+    return {
+        ("params", *name.split("__")): np.zeros(shape, "float32") for name, shape in shapes.items()
+    }
+
+
+def dense(name, before=4, after=4, bias=True):
+    """The leaves of a layer as `arrays` takes them."""
+    found = {f"{name}__kernel": (before, after)}
+    return found | ({f"{name}__bias": (after,)} if bias else {})
+
+
+def layer_norm(name, size=4):
+    return {f"{name}__scale": (size,), f"{name}__bias": (size,)}
+
+
+def assert_same_output(got, call, function, variables, *inputs):
+    """What a call of the model gives is what the Linen module gives."""
+    module = function if isinstance(function, nn.Module) else Compact(function)
+    expected = jax.jit(module.apply)(variables, *inputs)
+    found = nnx.jit(lambda model, *inputs: call(model, *inputs))(got.model, *inputs)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, **CLOSE)
+
+
+def assert_all_found(converted):
+    assert converted.alignment.abstentions == ()
+    assert converted.alignment.mismatches == ()
+    zeros = set(converted.alignment.must_be_zero)
+    assert (converted.lost, converted.unfilled) == (zeros, set())
+
+
+# Nested models, on real arrays
+
+
+class LinenBlock(nn.Module):
+    width: int = 6
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        y = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(2, qkv_features=8)(y)
+        y = nn.LayerNorm()(x)
+        y = nn.Dense(7)(y)
+        return x + nn.Dense(self.width)(nn.gelu(y)), None
+
+
+LinenBlock.__name__ = "Block"
+
+
+class Block(nnx.Module):
+    """Attributes against the alphabet."""
+
+    def __init__(self, width=6, *, rngs):
+        self.pre = nnx.LayerNorm(width, rngs=rngs)
+        self.mix = nnx.MultiHeadAttention(2, width, 8, decode=False, rngs=rngs)
+        self.post = nnx.LayerNorm(width, rngs=rngs)
+        self.up = nnx.Linear(width, 7, rngs=rngs)
+        self.down = nnx.Linear(7, width, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.mix(self.pre(x))
+        return x + self.down(nnx.gelu(self.up(self.post(x))))
+
+
+def through(blocks, x):
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+def scanned(model, x):
+    return nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, model)
+
+
+def stack_of(make, count, axis=0):
+    """`count` modules in one, by `vmap`."""
+    axes = nnx.StateAxes({nnx.RngState: 0, ...: axis})
+
+    @nnx.split_rngs(splits=count)
+    @nnx.vmap(out_axes=axes)
+    def stack(rngs):
+        return make(rngs=rngs)
+
+    return stack(rngs())
+
+
+def scan(block, axis, length=3, **kwargs):
+    axes = {"params": axis}
+    return nn.scan(block, axes, split_rngs={"params": True}, length=length, **kwargs)
+
+
+INPUT = some(2, 5, 6)
+
+
+@pytest.mark.parametrize("lift", [lambda block: block, nn.remat, nn.jit, nn.fold_rngs])
+def test_blocks_of_a_loop_are_the_members_of_a_list(lift):
+    def function(x):
+        for _ in range(3):
+            x, _ = lift(LinenBlock)()(x)
+        return x
+
+    variables = random_variables(Compact(function), INPUT)
+    got = convert(variables, made(blocks=lambda: nnx.List([Block(rngs=rngs()) for _ in "abc"])))
+    assert_all_found(got)
+    assert {step.origin for step in got.alignment.steps} == {"structure"}
+    assert_same_output(got, lambda model, x: through(model.blocks, x), function, variables, INPUT)
+
+
+def test_more_than_ten_are_in_the_order_of_their_numbers():
+    leaves = arrays(**{k: v for i in range(12) for k, v in dense(f"Dense_{i}").items()})
+    model = outline_of(made(x=lambda: nnx.List([linear(4, 4) for _ in range(12)])))
+    assert pairs_of(align(linen_outline(leaves), model)) == {
+        f"params/Dense_{i}/{leaf}": f"x/{i}/{leaf}"
+        for i in range(12)
+        for leaf in ("kernel", "bias")
+    }
+
+
+@pytest.mark.parametrize(
+    "axis, remat, name",
+    [
+        (0, False, None),
+        (0, True, "layers"),
+        (1, True, None),
+        (1, False, "layers"),
+        (-1, True, None),
+    ],
+)
+def test_a_scan_on_any_axis_is_a_stack_on_the_first(axis, remat, name):
+    def function(x):
+        block = nn.remat(LinenBlock) if remat else LinenBlock
+        return scan(block, axis)(name=name)(x, None)[0]
+
+    variables = random_variables(Compact(function), INPUT)
+    got = convert(variables, made(layers=lambda: stack_of(Block, 3)))
+    assert_all_found(got)
+    assert {step.origin for step in got.alignment.steps} == {"structure"}
+    assert_same_output(got, lambda model, x: scanned(model.layers, x), function, variables, INPUT)
+
+
+def test_a_remat_scan_has_two_axes_of_layers():
+    class Step(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return LinenBlock()(x)[0]
+
+    class Twin(nnx.Module):
+        def __init__(self, *, rngs):
+            self.block = Block(rngs=rngs)
+
+        def __call__(self, x):
+            return self.block(x)
+
+    Twin.__name__ = "Step"
+    for lengths in ((2, 3), (2, 2)):
+
+        def function(x, lengths=lengths):
+            return nn.remat_scan(Step, lengths=lengths)()(x)
+
+        def stack(*, rngs, lengths=lengths):
+            return stack_of(Twin, lengths[1])
+
+        variables = random_variables(Compact(function), INPUT)
+        got = convert(variables, made(x=lambda stack=stack, n=lengths[0]: stack_of(stack, n)))
+        assert_all_found(got)
+        outer = nnx.scan(
+            lambda x, inner: scanned(inner, x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
+        )
+        if lengths == (2, 3):
+            assert_same_output(
+                got, lambda model, x, outer=outer: outer(x, model.x), function, variables, INPUT
+            )
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_gates_of_cells_are_joined_in_a_stack(axis):
+    cell = nn.vmap(
+        nn.OptimizedLSTMCell,
+        variable_axes={"params": axis},
+        split_rngs={"params": True},
+        axis_size=3,
+        in_axes=(0, 0),
+    )
+
+    def function(carry, x):
+        return cell(4)(carry, x)
+
+    inputs = ((some(3, 2, 4), some(3, 2, 4, seed=2)), some(3, 2, 6))
+    variables = random_variables(Compact(function), *inputs)
+
+    def make(*, rngs):
+        return nnx.OptimizedLSTMCell(6, 4, rngs=rngs)
+
+    got = convert(variables, made(cells=lambda: stack_of(make, 3)))
+    assert_all_found(got)
+    kinds = {type(step.operation) for step in got.alignment.steps}
+    assert kinds == ({Concat, Transpose} if axis else {Concat})
+    apply = nnx.vmap(lambda cell, carry, x: cell(carry, x))
+    assert_same_output(
+        got, lambda model, *inputs: apply(model.cells, *inputs), function, variables, *inputs
+    )
+
+
+def test_lists_and_dicts_of_setup():
+    class Model(nn.Module):
+        def setup(self):
+            self.layers = [nn.Dense(5), nn.Dense(6), nn.Dense(5)]
+            self.d = {"a": nn.Dense(6), "b": {"c": nn.Dense(6)}}
+            self.n = [[nn.LayerNorm(), nn.Dense(6)], [nn.Dense(6)]]
+            self.seq = nn.Sequential([nn.Dense(7), nn.relu, nn.Dense(6)])
+            self.rnn = nn.RNN(nn.LSTMCell(6))
+
+        def __call__(self, x):
+            x = through([*self.layers, self.d["a"], self.d["b"]["c"], *self.n[0]], x)
+            return self.rnn(self.seq(self.n[1][0](x)))
+
+    class Twin(nnx.Module):
+        def __init__(self):
+            self.seq = nnx.Sequential(linear(6, 7), nnx.relu, linear(7, 6))
+            self.n = nnx.data([[norm(5 + 1), linear(6, 6)], [linear(6, 6)]])
+            self.d = nnx.Dict(a=linear(5, 6), b=nnx.data({"c": linear(6, 6)}))
+            self.layers = nnx.List([linear(6, 5), linear(5, 6), linear(6, 5)])
+            self.rnn = nnx.RNN(nnx.LSTMCell(6, 6, rngs=rngs()))
+
+        def __call__(self, x):
+            x = through([*self.layers, self.d["a"], self.d["b"]["c"], *self.n[0]], x)
+            return self.rnn(self.seq(self.n[1][0](x)))
+
+    variables = random_variables(Model(), INPUT)
+    got = convert(variables, Twin)
+    assert_all_found(got)
+    assert {step.origin for step in got.alignment.steps} == {"path"}
+    assert_same_output(got, Twin.__call__, Model(), variables, INPUT)
+    # Paths say it too.
+    leaves = linen_leaves(variables)
+    others = {p: x for step in got.alignment.steps for p, x in ((step.outputs[0], step.inputs[0]),)}
+    found = align(
+        linen_outline(leaves), path_outline({p: leaves[source] for p, source in others.items()})
+    )
+    assert set(found.steps) == set(got.alignment.steps)
+
+
+def test_a_list_of_one_api_is_a_sequential_of_the_other():
+    leaves = arrays(**dense("blocks_0", 2, 3), **dense("blocks_2", 3, 4), **dense("q__layers_1"))
+    model = outline_of(
+        made(
+            blocks=lambda: nnx.Sequential(linear(2, 3), nnx.relu, linear(3, 4)),
+            q=lambda: nnx.List([nnx.relu, linear(4, 4)]),
+        )
+    )
+    assert pairs_of(align(linen_outline(leaves), model)) == {
+        "params/blocks_0/kernel": "blocks/layers/0/kernel",
+        "params/blocks_0/bias": "blocks/layers/0/bias",
+        "params/blocks_2/kernel": "blocks/layers/2/kernel",
+        "params/blocks_2/bias": "blocks/layers/2/bias",
+        "params/q/layers_1/kernel": "q/1/kernel",
+        "params/q/layers_1/bias": "q/1/bias",
+    }
+
+
+def test_what_a_compact_method_makes_beside_a_wrapper():
+    def function(x):
+        x = nn.Sequential([nn.Dense(7), nn.relu, nn.Dense(6)])(x)
+        x = nn.Bidirectional(nn.RNN(nn.LSTMCell(3)), nn.RNN(nn.LSTMCell(3)))(x)
+        x = nn.RNN(nn.LSTMCell(5))(x)
+        return nn.Dense(4)(nn.RNN(nn.GRUCell(3))(x))
+
+    class Twin(nnx.Module):
+        def __init__(self):
+            self.z = nnx.Sequential(linear(6, 7), nnx.relu, linear(7, 6))
+            cells = [nnx.LSTMCell(6, 3, rngs=rngs()) for _ in range(2)]
+            self.y = nnx.Bidirectional(*map(nnx.RNN, cells), rngs=rngs())
+            self.x = nnx.RNN(nnx.OptimizedLSTMCell(6, 5, rngs=rngs()))
+            self.w = nnx.RNN(nnx.GRUCell(5, 3, rngs=rngs()))
+            self.head = linear(3, 4)
+
+        def __call__(self, x):
+            return through([self.z, self.y, self.x, self.w, self.head], x)
+
+    variables = random_variables(Compact(function), INPUT)
+    assert sorted(variables["params"]) == [
+        *("Dense_0", "Dense_1", "Dense_2", "GRUCell_0", "LSTMCell_0", "LSTMCell_1", "LSTMCell_2")
+    ]
+    bias = [("params", "GRUCell_0", "hn", "bias")]
+    variables = zeroed(variables, bias)
+    got = convert(variables, Twin)
+    assert_all_found(got)
+    assert got.alignment.must_be_zero == tuple(bias)
+    assert_same_output(got, Twin.__call__, function, variables, INPUT)
+
+
+def test_shared_modules_and_tied_embeddings():
+    class Head(nn.Module):
+        embed: nn.Module
+
+        @nn.compact
+        def __call__(self, x):
+            return self.embed.attend(nn.LayerNorm()(x))
+
+    class Model(nn.Module):
+        def setup(self):
+            self.shared = nn.Dense(6)
+            self.token = nn.Embed(9, 6)
+            self.head = Head(self.token)
+
+        def __call__(self, x):
+            return self.head(self.shared(nn.relu(self.shared(self.token(x)))))
+
+    class HeadTwin(nnx.Module):
+        def __init__(self, embed):
+            self.embed = embed
+            self.norm = norm(6)
+
+        def __call__(self, x):
+            return self.embed.attend(self.norm(x))
+
+    class Twin(nnx.Module):
+        def __init__(self):
+            self.token = nnx.Embed(9, 6, rngs=rngs())
+            self.head = HeadTwin(self.token)
+            self.shared = linear(6, 6)
+            self.again = self.shared
+
+        def __call__(self, x):
+            return self.head(self.again(nnx.relu(self.shared(self.token(x)))))
+
+    inputs = np.array([[3, 8], [1, 0]])
+    variables = random_variables(Model(), inputs)
+    got = convert(variables, Twin)
+    assert_all_found(got)
+    assert pairs_of(got.alignment) == {
+        "params/head/LayerNorm_0/bias": "head/norm/bias",
+        "params/head/LayerNorm_0/scale": "head/norm/scale",
+        "params/shared/bias": "again/bias",
+        "params/shared/kernel": "again/kernel",
+        "params/token/embedding": "head/embed/embedding",
+    }
+    assert_same_output(got, Twin.__call__, Model(), variables, inputs)
+
+
+def test_copies_that_nnx_has_once_are_left_open():
+    class Twin(nnx.Module):
+        def __init__(self):
+            self.one = linear(4, 4)
+            self.two = self.one
+
+    leaves = arrays(**dense("one"), **dense("two"))
+    steps, abstentions, _ = printed(align(linen_outline(leaves), outline_of(Twin)))
+    assert steps == []
+    assert sorted(abstentions) == [
+        "params/one/bias and params/two/bias, perhaps one/bias: NNX has one leaf for them",
+        "params/one/kernel and params/two/kernel, perhaps one/kernel: NNX has one leaf for them",
+    ]
+
+
+def test_a_shared_module_counts_once():
+    def make(first):
+        def define(module):
+            shared = linear(4, 4)
+            if first:
+                module.z = shared
+            module.inner = nnx.Dict(other=shared)
+            module.own = linear(4, 4)
+            module.last = shared
+
+        return lambda: Made(define)
+
+    leaves = arrays(**dense("Dense_0"), **dense("Dense_1"))
+    assert pairs_of(align(linen_outline(leaves), outline_of(make(True)))) == {
+        "params/Dense_0/bias": "inner/other/bias",
+        "params/Dense_0/kernel": "inner/other/kernel",
+        "params/Dense_1/bias": "own/bias",
+        "params/Dense_1/kernel": "own/kernel",
+    }
+    # Now it is first met in a container: whether it or the other was made first is not known.
+    assert printed(align(linen_outline(leaves), outline_of(make(False))))[:2] == (
+        [],
+        [
+            "Dense_0 and Dense_1, perhaps inner/other and own: "
+            "which of them was made first is not known: they are not in one list"
+        ],
+    )
+
+
+def test_convolutions_and_batch_norms():
+    def function(x):
+        for features in (5, 6):
+            x = nn.Conv(features, (2, 3), use_bias=False)(x)
+            x = nn.relu(nn.BatchNorm(use_running_average=True)(x))
+        return nn.Dense(4)(x.mean((1, 2)))
+
+    class Twin(nnx.Module):
+        def __init__(self):
+            conv = nnx.Conv(3, 5, (2, 3), use_bias=False, rngs=rngs())
+            self.stem = nnx.Sequential(conv, nnx.BatchNorm(5, rngs=rngs()), nnx.relu)
+            self.body = nnx.Conv(5, 6, (2, 3), use_bias=False, rngs=rngs())
+            self.body_norm = nnx.BatchNorm(6, rngs=rngs())
+            self.head = linear(6, 4)
+
+        def __call__(self, x):
+            x = nnx.relu(self.body_norm(self.body(self.stem(x))))
+            return self.head(x.mean((1, 2)))
+
+    inputs = some(2, 6, 6, 3)
+    variables = random_variables(Compact(function), inputs)
+    got = convert(variables, Twin)
+    assert_all_found(got)
+    got.model.eval()
+    assert_same_output(got, Twin.__call__, function, variables, inputs)
+
+
+def test_parameters_without_statistics_are_paired_all_the_same():
+    leaves = arrays(**layer_norm("BatchNorm_0"), **layer_norm("BatchNorm_1", 5))
+    model = outline_of(
+        made(b=lambda: nnx.BatchNorm(4, rngs=rngs()), a=lambda: nnx.BatchNorm(5, rngs=rngs()))
+    )
+    assert pairs_of(align(linen_outline(leaves), model)) == {
+        "params/BatchNorm_0/bias": "b/bias",
+        "params/BatchNorm_0/scale": "b/scale",
+        "params/BatchNorm_1/bias": "a/bias",
+        "params/BatchNorm_1/scale": "a/scale",
+    }
+
+
+# Public pairs
+
+
+def read_pair(name):
+    """The leaves of both sides, and the map."""
+    pair = json.loads((PAIRS / f"{name}.json").read_text())
+    for side in ("linen", "linen_decode", "nnx"):
+        pair[side] = {
+            tuple(path.split("/")): np.zeros(leaf[0], leaf[1])
+            for path, leaf in pair.get(side, {}).items()
+        }
+    return pair
+
+
+class MlpBlock(nnx.Module):
+    def __init__(self, *, rngs):
+        self.linear1 = nnx.Linear(16, 32, rngs=rngs)
+        self.linear2 = nnx.Linear(32, 16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+
+class EncoderDecoder1DBlock(nnx.Module):
+    def __init__(self, decode, *, rngs):
+        self.ln1 = nnx.LayerNorm(16, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 16, use_bias=False, decode=decode, rngs=rngs)
+        self.ln2 = nnx.LayerNorm(16, rngs=rngs)
+        self.mlp = MlpBlock(rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        if decode:
+            self.attention.init_cache((1, 8, 16))
+
+
+class AddPositionEmbs(nnx.Module):
+    def __init__(self, decode):
+        if decode:
+            self.cache_index = nnx.Cache(jnp.zeros((), "uint32"))
+
+
+class Decoder(nnx.Module):
+    def __init__(self, decode, *, rngs):
+        self.output_embed = nnx.Embed(32, 16, rngs=rngs)
+        self.posembed_output = AddPositionEmbs(decode)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        for layer in range(2):
+            block = EncoderDecoder1DBlock(decode, rngs=rngs)
+            setattr(self, f"encoderdecoderblock_{layer}", block)
+        self.encoderdecoder_norm = nnx.LayerNorm(16, rngs=rngs)
+        self.logitdense = nnx.Linear(16, 32, rngs=rngs)
+
+
+class TransformerLM(nnx.Module):
+    def __init__(self, decode=False, *, rngs):
+        self.decoder = Decoder(decode, rngs=rngs)
+
+
+def shapes_in(outline):
+    """Path -> shape and dtype of what an outline has, random numbers left out."""
+    return {
+        leaf.path: (leaf.shape, np.dtype(leaf.dtype))
+        for leaf in outline.all_leaves()
+        if not leaf.kind.startswith("Rng")
+    }
+
+
+def test_lm1b_is_solved():
+    pair = read_pair("lm1b")
+    model = outline_of(TransformerLM)
+    assert shapes_in(model) == {p: (x.shape, x.dtype) for p, x in pair["nnx"].items()}
+    found = align(linen_outline(pair["linen"]), model)
+    assert (found.abstentions, found.mismatches, found.must_be_zero) == ((), (), ())
+    assert pairs_of(found) == pair["map"]
+    assert len(found.steps) == 29
+
+
+def test_lm1b_is_solved_while_it_decodes():
+    pair = read_pair("lm1b")
+    model = outline_of(lambda: TransformerLM(True, rngs=rngs()))
+    found = align(linen_outline(pair["linen_decode"]), model)
+    assert (found.abstentions, found.mismatches, found.must_be_zero) == ((), (), ())
+    attention = "decoder/encoderdecoderblock_{0}/{1}/{2}"
+    cache = {
+        "cache/" + attention.format(i, "MultiHeadDotProductAttention_0", name): attention.format(
+            i, "attention", name
+        )
+        for i in range(2)
+        for name in ("cached_key", "cached_value", "cache_index")
+    }
+    position = "decoder/posembed_output/cache_index"
+    assert pairs_of(found) == pair["map"] | cache | {f"cache/{position}": position}
+
+
+class VitBlock(nnx.Module):
+    def __init__(self, *, rngs):
+        self.layernorm_before = nnx.LayerNorm(16, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs)
+        self.layernorm_after = nnx.LayerNorm(16, rngs=rngs)
+        self.linear1 = nnx.Linear(16, 32, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.linear2 = nnx.Linear(32, 16, rngs=rngs)
+
+
+class Embeddings(nnx.Module):
+    def __init__(self, *, rngs):
+        self.projection = nnx.Conv(3, 16, (4, 4), rngs=rngs)
+        self.cls_token = nnx.Param(jnp.zeros((1, 1, 16)))
+        self.pos_embeddings = nnx.Param(jnp.zeros((1, 5, 16)))
+
+
+class Vit(nnx.Module):
+    def __init__(self, block=VitBlock, *, rngs):
+        self.pos_embeddings = Embeddings(rngs=rngs)
+        self.layers = nnx.List([block(rngs=rngs) for _ in range(2)])
+        self.ln = nnx.LayerNorm(16, rngs=rngs)
+        self.classifier = nnx.Linear(16, 5, rngs=rngs)
+
+
+VIT_CLASSES = {
+    (): "_Model",
+    ("embedding",): "Conv",
+    ("Transformer",): "Encoder",
+    ("Transformer", "encoderblock"): "Encoder1DBlock",
+    ("Transformer", "encoderblock_0"): "Encoder1DBlock",
+    ("Transformer", "encoderblock_1"): "Encoder1DBlock",
+    ("Transformer", "encoder_norm"): "LayerNorm",
+    ("head",): "Dense",
+}
+
+
+@pytest.mark.parametrize("block", ["VitBlock", "Encoder1DBlock"])
+@pytest.mark.parametrize("classes", [None, VIT_CLASSES])
+@pytest.mark.parametrize("name", ["vit_bigvision_bonsai", "vit_scan_bigvision_bonsai"])
+def test_every_answer_for_a_vit_is_right(name, classes, block):
+    pair = read_pair(name)
+    truth = read_pair("vit_bigvision_bonsai")["map"]
+    kind = type(block, (VitBlock,), {})
+    model = outline_of(lambda: Vit(kind, rngs=rngs()))
+    assert shapes_in(model) == {p: (x.shape, x.dtype) for p, x in pair["nnx"].items()}
+    found = align(linen_outline(pair["linen"], classes), model)
+    assert pairs_of(found).items() <= truth.items()
+    assert found.mismatches == ()
+    # Nothing is passed over in silence.
+    told = {path for entry in found.abstentions for path in entry.linen}
+    taken = {path for step in found.steps for path in step.inputs}
+    assert all(
+        path in taken | told or any(path[1 : len(p) + 1] == p for p in told)
+        for path in pair["linen"]
+    )
+
+
+@pytest.mark.parametrize("name", ["vit_bigvision_bonsai", "vit_scan_bigvision_bonsai"])
+def test_paths_alone_answer_nothing_for_a_vit(name):
+    pair = read_pair(name)
+    assert align(linen_outline(pair["linen"]), path_outline(pair["nnx"])).steps == ()
+
+
+def test_a_vit_is_solved_where_the_map_moves_modules():
+    """With the modules that NNX has elsewhere at their places, classes and order do the rest."""
+    pair = read_pair("vit_bigvision_bonsai")
+    moved, truth = {}, {}
+    for path, leaf in pair["linen"].items():
+        text = format_path(path)
+        new = text.replace("params/Transformer/encoderblock_", "params/layers_")
+        new = new.replace("MlpBlock_0/", "").replace("Transformer/encoder_norm", "ln")
+        if text.startswith("params/embedding"):
+            new = text.replace("embedding", "pos_embeddings/projection")
+        moved[tuple(new.split("/"))] = leaf
+        truth[new] = pair["map"][text]
+    found = align(linen_outline(moved), outline_of(Vit))
+    answers = pairs_of(found)
+    assert answers == {path: truth[path] for path in answers}
+    assert set(truth) - set(answers) == {
+        "params/cls",
+        "params/pos_embedding",
+        "params/head/bias",
+        "params/head/kernel",
+    }
+
+
+# What structure does not decide
+
+
+UNDECIDED = {
+    "fewer in Linen": (
+        layer_norm("LayerNorm_0") | layer_norm("LayerNorm_1"),
+        {"a": lambda: norm(4), "b": lambda: norm(4), "c": lambda: norm(4)},
+        ["LayerNorm_0 and LayerNorm_1, perhaps a, b and c: 2 in Linen, 3 in NNX"],
+    ),
+    "fewer in NNX": (
+        dense("Dense_0") | dense("Dense_1"),
+        {"a": lambda: linear(4, 4)},
+        ["Dense_0 and Dense_1, perhaps a: 2 in Linen, 1 in NNX"],
+    ),
+    "one of Linen's is missing": (
+        dense("Dense_0") | dense("Dense_2"),
+        {"a": lambda: linear(4, 4), "b": lambda: linear(4, 4)},
+        [
+            "Dense_0 and Dense_2, perhaps a and b: "
+            "in Linen they are numbered 0, 2, in NNX those with leaves are 0, 1"
+        ],
+    ),
+    "shapes in another order": (
+        dense("Dense_0", 4, 7, bias=False) | dense("Dense_1", 7, 4, bias=False),
+        {
+            "b": lambda: linear(7, 4, use_bias=False),
+            "a": lambda: linear(4, 7, use_bias=False),
+        },
+        [
+            "Dense_0 and Dense_1, perhaps b and a: params/Dense_0/kernel and b/kernel: "
+            "[4, 7] in Linen, [7, 4] in NNX: transposed"
+        ],
+    ),
+    "a bias more": (
+        dense("Dense_0") | dense("Dense_1", bias=False),
+        {"b": lambda: linear(4, 4, use_bias=False), "a": lambda: linear(4, 4)},
+        ["Dense_0 and Dense_1, perhaps b and a: b has no bias"],
+    ),
+    "a bias less": (
+        dense("Dense_0", bias=False),
+        {"a": lambda: linear(4, 4)},
+        ["Dense_0, perhaps a: Dense_0 has no bias"],
+    ),
+    "two kinds of attention": (
+        {
+            f"{name}__{part}__kernel": (4, 2, 3)
+            for name in ("SelfAttention_0", "MultiHeadDotProductAttention_0")
+            for part in ("key", "query", "value")
+        },
+        {
+            "a": lambda: nnx.MultiHeadAttention(2, 4, 6, decode=False, rngs=rngs()),
+            "b": lambda: nnx.MultiHeadAttention(2, 4, 6, decode=False, rngs=rngs()),
+        },
+        [
+            "MultiHeadDotProductAttention_0 and SelfAttention_0, perhaps a and b: which of "
+            "MultiHeadDotProductAttention_0 and SelfAttention_0 was made first is not known"
+        ],
+    ),
+    "with a transform and without": (
+        dense("Dense_0") | dense("JitDense_0"),
+        {"a": lambda: linear(4, 4), "b": lambda: linear(4, 4)},
+        [
+            "Dense_0 and JitDense_0, perhaps a and b: "
+            "which of Dense_0 and JitDense_0 was made first is not known"
+        ],
+    ),
+    "in two lists": (
+        dense("Dense_0") | dense("Dense_1"),
+        {"a": lambda: nnx.List([linear(4, 4)]), "b": lambda: nnx.List([linear(4, 4)])},
+        [
+            "Dense_0 and Dense_1, perhaps a/0 and b/0: "
+            "which of them was made first is not known: they are not in one list"
+        ],
+    ),
+    "in a list and beside it": (
+        dense("Dense_0") | dense("Dense_1"),
+        {"a": lambda: nnx.List([linear(4, 4)]), "b": lambda: linear(4, 4)},
+        [
+            "Dense_0 and Dense_1, perhaps a/0 and b: "
+            "which of them was made first is not known: they are not in one list"
+        ],
+    ),
+    "in a list of lists": (
+        dense("Dense_0") | dense("Dense_1"),
+        {"a": lambda: nnx.List([nnx.List([linear(4, 4)]), nnx.List([linear(4, 4)])])},
+        [
+            "Dense_0 and Dense_1, perhaps a/0/0 and a/1/0: "
+            "which of them was made first is not known: they are not in one list"
+        ],
+    ),
+    "in a dict": (
+        dense("Dense_0") | dense("Dense_1"),
+        {"a": lambda: nnx.data({"y": linear(4, 4), "x": linear(4, 4)})},
+        [
+            "Dense_0 and Dense_1, perhaps a/x and a/y: "
+            "the order in which NNX defines them is not known"
+        ],
+    ),
+    "another that may be one of them": (
+        dense("Dense_0") | dense("head"),
+        {"a": lambda: linear(4, 4)},
+        [
+            "Dense_0, perhaps a: head in Linen may be, or hold, one of them",
+            "head: NNX has nothing for it",
+        ],
+    ),
+    "another that may hold one of them": (
+        dense("Dense_0") | dense("Mlp_0__Dense_0"),
+        {"a": lambda: linear(4, 4)},
+        [
+            "Dense_0, perhaps a: Mlp_0 in Linen may be, or hold, one of them",
+            "Mlp_0: NNX has nothing for it",
+        ],
+    ),
+    "one in a module of NNX's": (
+        dense("Dense_0"),
+        {"a": lambda: linear(4, 4), "b": named("Mlp", c=lambda: linear(4, 4))},
+        ["Dense_0, perhaps a: b in NNX may hold one of them"],
+    ),
+    "flattened": (
+        dense("MlpBlock_0__Dense_0") | dense("MlpBlock_0__Dense_1"),
+        {"linear1": lambda: linear(4, 4), "linear2": lambda: linear(4, 4)},
+        ["MlpBlock_0, perhaps linear1 and linear2: no name and no class tells which"],
+    ),
+    "classes of other names": (
+        dense("Block_0__Dense_0"),
+        {"a": named("Layer", b=lambda: linear(4, 4))},
+        ["Block_0, perhaps a: no name and no class tells which"],
+    ),
+    "a class that holds something else": (
+        dense("Mlp_0__gate") | dense("Mlp_0__up"),
+        {"a": named("Mlp", gate_up=lambda: linear(4, 8))},
+        ["Mlp_0, perhaps a: in NNX there is a bias [8] more than in Linen"],
+    ),
+    "blocks that differ inside": (
+        dense("Block_0__Dense_0", 4, 4) | dense("Block_1__Dense_0", 4, 5),
+        {"x": named("Block", d=lambda: linear(4, 4)), "y": named("Block", d=lambda: linear(4, 6))},
+        [
+            "Block_0 and Block_1, perhaps x and y: "
+            "params/Block_1/Dense_0/kernel and y/d/kernel: [4, 5] in Linen, [4, 6] in NNX"
+        ],
+    ),
+    "a leaf of another name": (
+        {"pos_embedding": (3, 4)},
+        {"pos_embeddings": lambda: nnx.Param(jnp.zeros((3, 4)))},
+        ["params/pos_embedding, perhaps pos_embeddings: no name and no class tells which"],
+    ),
+    "the same name twice": (
+        dense("a_0"),
+        {"a": lambda: nnx.List([linear(4, 4)]), "a_0": lambda: linear(4, 4)},
+        ["a_0, perhaps a_0 and a/0: the same name for several"],
+    ),
+    "the same name twice, of leaves": (
+        {"a_0": (4,)},
+        {"a": lambda: nnx.List([nnx.Param(jnp.zeros(4))]), "a_0": lambda: nnx.Param(jnp.zeros(4))},
+        ["params/a_0, perhaps a_0 and a/0: the same name for several"],
+    ),
+    "nothing there": (dense("head"), {}, ["head: NNX has nothing for it"]),
+}
+
+
+@pytest.mark.parametrize("name", UNDECIDED)
+def test_what_is_not_decided_is_left_open(name):
+    linen, attributes, expected = UNDECIDED[name]
+    found = align(linen_outline(arrays(**linen)), outline_of(made(**attributes)))
+    steps, abstentions, mismatches = printed(found)
+    assert (steps, abstentions, mismatches) == ([], expected, [])
+
+
+def test_what_else_a_model_needs_does_not_hinder():
+    """Modules in which only random numbers are, or nothing, are no candidates and leave no gap."""
+
+    class Twin(nnx.Module):
+        def __init__(self):
+            self.dropout = nnx.Dropout(0.1, rngs=rngs())
+            self.bare = norm(4, use_bias=False, use_scale=False)
+            self.full = norm(4)
+            self.act = nnx.relu
+
+    leaves = arrays(**layer_norm("LayerNorm_1"))
+    found = align(linen_outline(leaves), outline_of(Twin))
+    assert pairs_of(found) == {
+        "params/LayerNorm_1/bias": "full/bias",
+        "params/LayerNorm_1/scale": "full/scale",
+    }
+    assert found.abstentions == ()
+    steps, abstentions, _ = printed(
+        align(linen_outline(arrays(**layer_norm("LayerNorm_0"))), outline_of(Twin))
+    )
+    assert (steps, abstentions) == (
+        [],
+        ["LayerNorm_0, perhaps full: in Linen they are numbered 0, in NNX those with leaves are 1"],
+    )
+
+
+@pytest.mark.parametrize("rebuilt", [False, True])
+def test_order_decides_only_where_it_is_known(rebuilt):
+    class Twin(nnx.Module):
+        def __init__(self):
+            self.post = norm(4)
+            self.ante = norm(4)
+            self.head = linear(4, 5)
+
+    leaves = arrays(
+        **layer_norm("LayerNorm_0"), **layer_norm("LayerNorm_1"), **dense("Dense_0", 4, 5)
+    )
+    model = nnx.merge(*nnx.split(Twin())) if rebuilt else Twin()
+    found = align(linen_outline(leaves), nnx_outline(model)[1])
+    alone = {"params/Dense_0/bias": "head/bias", "params/Dense_0/kernel": "head/kernel"}
+    if rebuilt:
+        assert pairs_of(found) == alone
+        assert list(map(str, found.abstentions)) == [
+            "LayerNorm_0 and LayerNorm_1, perhaps ante and post: "
+            "the order in which NNX defines them is not known"
+        ]
+    else:
+        norms = {
+            f"params/LayerNorm_{i}/{leaf}": f"{name}/{leaf}"
+            for i, name in enumerate(("post", "ante"))
+            for leaf in ("scale", "bias")
+        }
+        assert pairs_of(found) == alone | norms
+        assert found.abstentions == ()
+
+
+def test_the_order_of_a_list_is_known_in_a_module_of_which_it_is_not():
+    def define(module):
+        module.norms = nnx.List([norm(4), norm(4)])
+        module.b = linear(4, 4)
+        module.a = linear(4, 4)
+
+    leaves = arrays(
+        **layer_norm("LayerNorm_0"),
+        **layer_norm("LayerNorm_1"),
+        **dense("Dense_0"),
+        **dense("Dense_1"),
+    )
+    model = nnx.merge(*nnx.split(Made(define)))
+    found = align(linen_outline(leaves), nnx_outline(model)[1])
+    assert pairs_of(found) == {
+        f"params/LayerNorm_{i}/{leaf}": f"norms/{i}/{leaf}"
+        for i in range(2)
+        for leaf in ("scale", "bias")
+    }
+
+
+def test_blocks_are_paired_although_something_in_them_is_open():
+    block = {}
+    for i in range(2):
+        block |= layer_norm(f"Block_{i}__LayerNorm_0", 4 + i) | dense(f"Block_{i}__Mlp_0__Dense_0")
+
+    def twin(size):
+        return named("Block", linear=lambda: linear(4, 4), ln=lambda: norm(size))()
+
+    model = outline_of(made(blocks=lambda: nnx.List([twin(4), twin(5)])))
+    steps, abstentions, _ = printed(align(linen_outline(arrays(**block)), model))
+    assert steps == [
+        f"params/Block_{i}/LayerNorm_0/{leaf} -> blocks/{i}/ln/{leaf}"
+        for i in range(2)
+        for leaf in ("bias", "scale")
+    ]
+    assert abstentions == [
+        f"Block_{i}/Mlp_0, perhaps blocks/{i}/linear: no name and no class tells which"
+        for i in range(2)
+    ]
+
+
+def test_leaves_that_a_map_has_taken_no_longer_count():
+    class Twin(nnx.Module):
+        def __init__(self):
+            self.one = linear(4, 4)
+            self.fused = linear(4, 8)
+            self.two = linear(4, 4)
+
+    leaves = arrays(**dense("Dense_0"), **dense("gate"), **dense("up"), **dense("Dense_1"))
+    linen, model = linen_outline(leaves), outline_of(Twin)
+    assert align(linen, model).steps == ()
+    taken = [("params", name, leaf) for name in ("gate", "up") for leaf in ("kernel", "bias")]
+    filled = [("fused", "kernel"), ("fused", "bias")]
+    found = align(without(linen, taken), without(model, filled))
+    # The place of `fused` stays: what has it in Linen has another name.
+    assert found.steps == ()
+    named_ones = {p: leaf for p, leaf in leaves.items() if p not in taken}
+    renamed = {("params", "Dense_2", p[2]) if "_1" in p[1] else p: x for p, x in named_ones.items()}
+    found = align(linen_outline(renamed), without(model, filled))
+    assert pairs_of(found) == {
+        "params/Dense_0/bias": "one/bias",
+        "params/Dense_0/kernel": "one/kernel",
+        "params/Dense_2/bias": "two/bias",
+        "params/Dense_2/kernel": "two/kernel",
+    }
+
+
+class TestClasses:
+    """Linen modules with names of their own, whose classes are known."""
+
+    def test_one_of_a_class(self):
+        leaves = arrays(**dense("out", 4, 5), **layer_norm("ln"))
+        classes = {("out",): "Dense", ("ln",): "LayerNorm"}
+        model = outline_of(made(norm=lambda: norm(4), head=lambda: linear(4, 5)))
+        assert align(linen_outline(leaves), model).steps == ()
+        assert pairs_of(align(linen_outline(leaves, classes), model)) == {
+            "params/ln/bias": "norm/bias",
+            "params/ln/scale": "norm/scale",
+            "params/out/bias": "head/bias",
+            "params/out/kernel": "head/kernel",
+        }
+
+    def test_names_of_their_own_have_no_order(self):
+        leaves = arrays(**dense("query"), **dense("value"))
+        classes = {("query",): "Dense", ("value",): "Dense"}
+        model = outline_of(made(v=lambda: linear(4, 4), q=lambda: linear(4, 4)))
+        assert printed(align(linen_outline(leaves, classes), model))[:2] == (
+            [],
+            ["query and value, perhaps v and q: they have names of their own"],
+        )
+
+    @pytest.mark.parametrize("listed", [True, False])
+    def test_numbered_names_are_the_members_of_a_list(self, listed):
+        leaves = arrays(**{k: v for i in range(11) for k, v in dense(f"block_{i}").items()})
+        classes = {(f"block_{i}",): "Dense" for i in range(11)}
+        if listed:
+            make = made(layers=lambda: nnx.List([linear(4, 4) for _ in range(11)]))
+        else:
+            make = made(**{f"x{i}": lambda: linear(4, 4) for i in range(11)})
+        found = align(linen_outline(leaves, classes), outline_of(make))
+        if listed:
+            assert pairs_of(found) == {
+                f"params/block_{i}/{leaf}": f"layers/{i}/{leaf}"
+                for i in range(11)
+                for leaf in ("kernel", "bias")
+            }
+        else:
+            assert printed(found)[:2] == (
+                [],
+                [
+                    "block_0, block_1, block_2, ... block_10 (11), "
+                    "perhaps x0, x1, x2, ... x10 (11): they have names of their own"
+                ],
+            )
+
+    def test_names_of_linen_beside_names_that_were_given(self):
+        leaves = arrays(**dense("Dense_0"), **dense("out"))
+        model = outline_of(made(a=lambda: linear(4, 4), b=lambda: linear(4, 4)))
+        assert printed(align(linen_outline(leaves, {("out",): "Dense"}), model))[:2] == (
+            [],
+            ["Dense_0 and out, perhaps a and b: they have names of their own"],
+        )
+
+
+class TestStacks:
+    """Layers in one array each."""
+
+    def test_each_collection_has_an_axis_of_its_own(self):
+        leaves = {
+            ("params", "ScanBlock_0", "BatchNorm_0", "scale"): np.zeros((4, 3)),
+            ("params", "ScanBlock_0", "BatchNorm_0", "bias"): np.zeros((4, 3)),
+            ("batch_stats", "ScanBlock_0", "BatchNorm_0", "mean"): np.zeros((3, 4)),
+            ("batch_stats", "ScanBlock_0", "BatchNorm_0", "var"): np.zeros((3, 4)),
+        }
+
+        class Inner(nnx.Module):
+            def __init__(self, *, rngs):
+                self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+        Inner.__name__ = "Block"
+        model = outline_of(made(blocks=lambda: stack_of(Inner, 3)))
+        found = align(linen_outline(leaves), model)
+        assert {step.inputs[0][0]: step.operation for step in found.steps} == {
+            "params": Transpose((1, 0)),
+            "batch_stats": None,
+        }
+        assert len(found.steps) == 4
+
+    @pytest.mark.parametrize("name", ["ScanDense_0", "layers"])
+    def test_an_axis_that_shapes_do_not_tell(self, name):
+        """Three layers of three features."""
+        leaves = arrays(**{f"{name}__kernel": (3, 3, 3), f"{name}__bias": (3, 3)})
+
+        def make(*, rngs):
+            return nnx.Linear(3, 3, rngs=rngs)
+
+        model = outline_of(made(layers=lambda: stack_of(make, 3)))
+        found = align(linen_outline(leaves), model)
+        candidates = "axis 0 to 0 or axis 0 to 1 or axis 0 to -2 or axis 0 to -1 or axis -1 to 0"
+        assert printed(found) == (
+            [],
+            [
+                f"{name}, perhaps layers: the axis of the layers in params is not known: "
+                f"{candidates}"
+            ],
+            [],
+        )
+
+    def test_two_axes_that_fit(self):
+        leaves = arrays(VmapEinsum_0__kernel=(2, 5, 2))
+        leaf = Leaf(("e", "kernel"), (2, 2, 5), np.dtype("float32"), "Param")
+        einsum = Module(("e",), "Einsum", leaves={"kernel": (leaf,)}, ordered=True)
+        model = Module((), "Twin", children={"e": einsum}, ordered=True)
+        assert printed(align(linen_outline(leaves), model)) == (
+            [],
+            [
+                "VmapEinsum_0, perhaps e: the axis of the layers in params is not known: "
+                "axis 1 to 2 or axis 2 to 0"
+            ],
+            [],
+        )
+
+    def test_no_axis_fits(self):
+        leaves = arrays(layers__kernel=(3, 5, 4), layers__bias=(3, 5))
+
+        def make(*, rngs):
+            return nnx.Linear(4, 5, rngs=rngs)
+
+        model = outline_of(made(layers=lambda: stack_of(make, 3)))
+        whole = align(linen_outline(leaves), model)
+        assert [str(step) for step in whole.steps] == []
+        assert printed(whole)[1:] == (
+            ["layers, perhaps layers: no axis of the layers fits all leaves in params"],
+            [
+                "params/layers/kernel and layers/kernel: [3, 5, 4] in Linen, [3, 4, 5] in NNX: "
+                "its axes are in another order"
+            ],
+        )
+
+    def test_a_transposed_kernel_is_no_stack(self):
+        leaves = arrays(**dense("a", 3, 5, bias=False))
+        model = outline_of(made(a=lambda: linear(5, 3, use_bias=False)))
+        assert printed(align(linen_outline(leaves), model)) == (
+            [],
+            [],
+            ["params/a/kernel and a/kernel: [3, 5] in Linen, [5, 3] in NNX: transposed"],
+        )
+
+    def test_a_scan_that_stacks_nothing(self):
+        """Of a cell over time, whose parameters are broadcast."""
+        leaves = arrays(
+            **{f"ScanLSTMCell_0__h{gate}__kernel": (4, 4) for gate in "ifgo"},
+            **{f"ScanLSTMCell_0__h{gate}__bias": (4,) for gate in "ifgo"},
+            **{f"ScanLSTMCell_0__i{gate}__kernel": (4, 4) for gate in "ifgo"},
+        )
+        model = outline_of(made(cell=lambda: nnx.LSTMCell(4, 4, rngs=rngs())))
+        found = align(linen_outline(leaves), model)
+        assert (len(found.steps), found.abstentions) == (12, ())
+        assert {step.operation for step in found.steps} == {None}
+
+    UNROLLED = (
+        (
+            {"ScanBlock_0__Dense_0__kernel": (2, 4, 4)},
+            {"blocks": lambda: nnx.List([TestStacks.block(), TestStacks.block()])},
+            "ScanBlock_0, perhaps blocks/0 and blocks/1",
+            'reshard.unstack(ckpt, "params/ScanBlock_0", into="params/Block_{}")',
+        ),
+        (
+            {"a__blocks__Dense_0__kernel": (2, 4, 4)},
+            {"a": lambda: nnx.Dict(blocks=nnx.List([TestStacks.block(), TestStacks.block()]))},
+            "a/blocks, perhaps a/blocks",
+            'reshard.unstack(ckpt, "params/a/blocks", into="params/a/blocks_{}")',
+        ),
+        (
+            {"Block_0__Dense_0__kernel": (4, 4), "Block_1__Dense_0__kernel": (4, 4)},
+            {"blocks": lambda: stack_of(lambda rngs: TestStacks.block(), 2)},
+            "Block_0 and Block_1, perhaps blocks",
+            'reshard.stack(ckpt, "params/Block_{}", into="params/ScanBlock_0")',
+        ),
+        (
+            {"a__blocks_0__Dense_0__kernel": (4, 4), "a__blocks_1__Dense_0__kernel": (4, 4)},
+            {"a": lambda: nnx.Dict(blocks=stack_of(lambda rngs: TestStacks.block(), 2))},
+            "a/blocks_0 and a/blocks_1, perhaps a/blocks",
+            'reshard.stack(ckpt, "params/a/blocks_{}", into="params/a/blocks")',
+        ),
+    )
+
+    @staticmethod
+    def block():
+        return named("Block", dense=lambda: linear(4, 4, use_bias=False))()
+
+    @pytest.mark.parametrize("linen, attributes, text, hint", UNROLLED)
+    def test_a_stack_on_one_side_only(self, linen, attributes, text, hint):
+        found = align(linen_outline(arrays(**linen)), outline_of(made(**attributes)))
+        assert found.steps == ()
+        assert printed(found)[1:] == (
+            [f"{text}: one side is stacked and the other is not"],
+            [],
+        )
+        assert [entry.hint for entry in found.abstentions] == [hint]
+
+
+def test_all_shapes_that_differ_in_the_only_module_of_a_class_are_reported():
+    leaves = arrays(
+        **dense("Net_0__one", 4, 5), **dense("Net_0__two", 4, 6, bias=False), **layer_norm("ln")
+    )
+
+    def net():
+        return named("Net", one=lambda: linear(4, 7), two=lambda: linear(4, 8, use_bias=False))()
+
+    found = align(linen_outline(leaves), outline_of(made(net=net, ln=lambda: norm(4))))
+    assert printed(found) == (
+        ["params/ln/bias -> ln/bias", "params/ln/scale -> ln/scale"],
+        ["Net_0, perhaps net: params/Net_0/one/bias and net/one/bias: [5] in Linen, [7] in NNX"],
+        [
+            "params/Net_0/one/kernel and net/one/kernel: [4, 5] in Linen, [4, 7] in NNX",
+            "params/Net_0/two/kernel and net/two/kernel: [4, 6] in Linen, [4, 8] in NNX",
+        ],
+    )
+
+
+MISMATCHES = {
+    "another size": ((5, 4), (5, 6), ""),
+    "transposed": ((5, 4), (4, 5), ": transposed"),
+    "permuted": ((2, 3, 4), (3, 2, 4), ": its axes are in another order"),
+    "stacked in Linen": ((3, 5, 4), (5, 4), ": Linen has a stack of 3 along axis 0"),
+    "stacked in NNX": ((5, 4), (5, 2, 4), ": NNX has a stack of 2 along axis 1"),
+    "reshaped": ((5, 2, 3), (5, 6), ": reshaped"),
+    "another rank": ((5, 2, 3), (7,), ""),
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_shapes_that_differ_although_names_agree_are_reported(name):
+    before, after, hint = MISMATCHES[name]
+    leaves = arrays(a__w=before, a__v=(3,))
+
+    class Own(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.zeros(after))
+            self.v = nnx.Param(jnp.zeros(3))
+
+    found = align(linen_outline(leaves), outline_of(made(a=Own)))
+    assert printed(found) == (
+        ["params/a/v -> a/v"],
+        [],
+        [f"params/a/w and a/w: {list(before)} in Linen, {list(after)} in NNX{hint}"],
+    )
+
+
+def test_the_size_of_a_cache_says_nothing_of_the_module():
+    leaves = arrays(
+        **{
+            f"MultiHeadDotProductAttention_0__{part}__kernel": (4, 2, 3)
+            for part in ("query", "key", "value")
+        }
+    )
+    leaves["params", "MultiHeadDotProductAttention_0", "out", "kernel"] = np.zeros((2, 3, 4))
+    leaves["cache", "MultiHeadDotProductAttention_0", "cached_key"] = np.zeros((7, 5, 2, 3))
+
+    def make():
+        layer = nnx.MultiHeadAttention(2, 4, 6, use_bias=False, decode=True, rngs=rngs())
+        layer.init_cache((1, 5, 4))
+        return layer
+
+    found = align(linen_outline(leaves), outline_of(made(mix=make)))
+    assert len(found.steps) == 4
+    assert list(map(str, found.mismatches)) == [
+        "cache/MultiHeadDotProductAttention_0/cached_key and mix/cached_key: "
+        "[7, 5, 2, 3] in Linen, [1, 5, 2, 3] in NNX"
+    ]
+
+
+# Properties
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """A model of which both outlines are made: a class, its leaves, and modules in order."""
+
+    kind: str
+    leaves: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    children: tuple["Tree", ...] = ()
+
+
+LEAVES = st.builds(
+    Tree,
+    st.just("Dense"),
+    st.tuples(
+        st.tuples(st.just("kernel"), st.tuples(*[st.sampled_from([2, 3])] * 2)),
+        st.tuples(st.just("bias"), st.tuples(st.sampled_from([2, 3]))),
+    ),
+) | st.builds(
+    Tree, st.just("RMSNorm"), st.tuples(st.tuples(st.just("scale"), st.tuples(st.just(3))))
+)
+
+
+def modules(children):
+    return st.builds(
+        Tree,
+        st.sampled_from(["Block", "Mlp"]),
+        st.sampled_from([(), (("w", (4,)),)]),
+        st.lists(children, min_size=1, max_size=4).map(tuple),
+    )
+
+
+TREES = st.builds(
+    Tree,
+    st.just("Model"),
+    st.just(()),
+    st.lists(st.recursive(LEAVES, modules, max_leaves=5), min_size=1, max_size=5).map(tuple),
+)
+NNX_KINDS = {"Dense": "Linear"}
+
+
+@dataclasses.dataclass
+class Twins:
+    """Both outlines of a tree, and the map between them, as they are made.
+
+    Each module may be changed on one side: `changes` is asked what to do with it.
+    """
+
+    change: Callable[[], str]
+    linen: dict[tuple[str, ...], np.ndarray] = dataclasses.field(default_factory=dict)
+    truth: dict[tuple[str, ...], tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    count: int = 0
+
+    def build(self, tree, linen, nnx):
+        """NNX's outline of a tree that is at these paths. Linen's leaves are added to `linen`; no
+        path (None) leaves a side out."""
+        numbers: dict[str, int] = {}
+        children = {}
+        for child in tree.children:
+            self.count += 1
+            name = f"{'zyxw'[self.count % 4]}{self.count}"
+            change = self.change()
+            inner = None
+            if linen is not None and change != "not in Linen":
+                automatic = numbers.setdefault(child.kind, 0)
+                numbers[child.kind] += 1
+                below = f"{child.kind}_{automatic}"
+                if change == "named":
+                    numbers[child.kind] -= 1
+                    below = f"own{self.count}"
+                inner = (*linen, below)
+                if change == "wrapped in Linen":
+                    numbers[child.kind] -= 1
+                    inner = (*linen, f"Wrap_{self.count}", f"{child.kind}_0")
+            if nnx is None or change == "not in NNX":
+                self.build(child, inner, None)
+            elif change == "wrapped in NNX":
+                path = (*nnx, name)
+                made = self.build(child, inner, (*path, "inner"))
+                wrap = f"Wrap{self.count}"
+                children[name] = Module(path, wrap, children={"inner": made}, ordered=True)
+            else:
+                children[name] = self.build(child, inner, (*nnx, name))
+        leaves = {}
+        for name, shape in tree.leaves:
+            if linen is not None:
+                self.linen["params", *linen, name] = np.zeros(shape, "float32")
+            if nnx is not None:
+                leaf = Leaf((*nnx, name), shape, np.dtype("float32"), "Param")
+                leaves[name] = (leaf,)
+                if linen is not None:
+                    self.truth["params", *linen, name] = leaf.path
+        kind = NNX_KINDS.get(tree.kind, tree.kind)
+        return Module(nnx or (), kind, children=children, leaves=leaves, ordered=True)
+
+
+def answers(alignment):
+    return {step.inputs[0]: step.outputs[0] for step in alignment.steps}
+
+
+@settings(deadline=None, max_examples=150)
+@given(TREES, st.randoms(use_true_random=False))
+def test_models_that_correspond_are_solved_whatever_the_order_of_leaves(tree, rng):
+    twins = Twins(lambda: "")
+    model = twins.build(tree, (), ())
+    paths = list(twins.linen)
+    rng.shuffle(paths)
+    found = align(linen_outline({path: twins.linen[path] for path in paths}), model)
+    assert answers(found) == twins.truth
+    assert (found.abstentions, found.mismatches) == ((), ())
+    assert align(linen_outline(twins.linen), model) == found
+    shapes = {path: leaf.shape for path, leaf in twins.linen.items()}
+    assert carried_out(found.steps, shapes) == {
+        leaf.path: leaf.shape for leaf in model.all_leaves()
+    }
+
+
+# What may be done to modules and still leave a trace on one of the sides.
+CHANGES = {
+    "Linen": ["not in Linen", "named", "wrapped in Linen"],
+    "NNX": ["not in NNX", "wrapped in NNX"],
+    "names and NNX": ["named", "not in NNX", "wrapped in NNX"],
+    "both wrapped": ["wrapped in Linen", "wrapped in NNX"],
+}
+
+
+@settings(deadline=None, max_examples=400)
+@given(TREES, st.sampled_from(sorted(CHANGES)), st.data())
+def test_where_sides_differ_no_answer_is_wrong(tree, side, data):
+    choices = ["", "", "", *CHANGES[side]]
+    twins = Twins(lambda: data.draw(st.sampled_from(choices)))
+    model = twins.build(tree, (), ())
+    found = align(linen_outline(twins.linen), model)
+    wrong = {p: q for p, q in answers(found).items() if twins.truth.get(p) != q}
+    assert wrong == {}
+    # What has no answer is told.
+    told = {path for entry in found.abstentions for path in entry.linen}
+    told |= {leaf.path for entry in found.mismatches for leaf in entry.linen}
+    for path in twins.linen.keys() - answers(found).keys():
+        assert path in told or any(path[1 : len(p) + 1] == p for p in told)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(LEAVES, min_size=2, max_size=4), st.randoms(use_true_random=False))
+def test_an_order_that_shapes_contradict_is_not_followed(layers, rng):
+    tree = Tree("Model", (), tuple(layers))
+    twins = Twins(lambda: "")
+    model = twins.build(tree, (), ())
+    items = list(model.children.items())
+    rng.shuffle(items)
+    turned = dataclasses.replace(model, children=dict(items))
+    found = align(linen_outline(twins.linen), turned)
+    shapes = {leaf.path: leaf.shape for leaf in turned.all_leaves()}
+    for kind in ("Dense", "RMSNorm"):
+        before = [shape for tree in layers if tree.kind == kind for _, shape in tree.leaves]
+        nnx = [child for _, child in items if child.kind == NNX_KINDS.get(kind, kind)]
+        after = [x.shape for child in nnx for held in child.leaves.values() for x in held]
+        taken = {p: q for p, q in answers(found).items() if p[1].startswith(kind)}
+        assert len(taken) == (len(before) if before == after else 0)
+        assert all(twins.linen[p].shape == shapes[q] for p, q in taken.items())
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(st.lists(st.integers(2, 4), min_size=1, max_size=3), min_size=1, max_size=3),
+    st.integers(2, 5),
+    st.data(),
+)
+def test_moves_are_all_that_make_the_shapes(shapes, length, data):
+    rank = min(len(shape) for shape in shapes) + 1
+    places = [
+        (one, other)
+        for one, other in itertools.product(range(-rank, rank), repeat=2)
+        if 0 in (one, other) or min(one, other) > 0
+    ]
+    before, after = data.draw(st.sampled_from(places))
+    arrays = []
+    for shape in shapes:
+        weight = np.arange(length * np.prod(shape)).reshape((length, *shape))
+        arrays.append((np.moveaxis(weight, 0, before), np.moveaxis(weight, 0, after)))
+
+    def moved(one, other):
+        return tuple(np.moveaxis(weight, one, other).tobytes() for weight, _ in arrays)
+
+    expected = {
+        moved(one, other)
+        for one, other in places
+        if len({weight.shape[one] for weight, _ in arrays}) == 1
+        if all(np.moveaxis(a, one, other).shape == b.shape for a, b in arrays)
+    }
+    assert tuple(weight.tobytes() for _, weight in arrays) in expected
+    found = moves([Placed(a.shape, b.shape) for a, b in arrays])
+    assert [moved(move.before, move.after) for move in found] == list(
+        dict.fromkeys(moved(move.before, move.after) for move in found)
+    )
+    assert {moved(move.before, move.after) for move in found} == expected
+    for move in found:
+        for weight, _ in arrays:
+            got = np.transpose(weight, move.order(weight.ndim))
+            np.testing.assert_array_equal(got, np.moveaxis(weight, move.before, move.after))
+
+
+@pytest.mark.parametrize("before, after", [(0, 0), (1, 0), (-1, 0), (0, -1), (1, 1), (0, 1)])
+def test_parts_are_joined_along_an_axis_of_theirs(before, after):
+    """Five layers, of a kernel and a bias in four parts."""
+    parts = [np.random.default_rng(i).normal(size=(5, 2, 3)) for i in range(4)]
+    biases = [np.random.default_rng(i).normal(size=(5, 3)) for i in range(4)]
+    weights = []
+    for several in (parts, biases):
+        whole = np.concatenate(several, -1)
+        weights.append(
+            Placed(np.moveaxis(several[0], 0, before).shape, np.moveaxis(whole, 0, after).shape, 4)
+        )
+    (move,) = moves(weights)
+    for several, weight in zip((parts, biases), weights, strict=True):
+        joined = np.concatenate(
+            [np.moveaxis(part, 0, before) for part in several], weight.joined_at(move)
+        )
+        got = np.transpose(joined, move.order(joined.ndim))
+        expected = np.moveaxis(np.concatenate(several, -1), 0, after)
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_a_scalar_has_no_axis_of_layers():
+    assert moves([Placed((), (3,)), Placed((3, 4), (4, 3))]) == []
+    assert Move(0, 0).order(0) == ()

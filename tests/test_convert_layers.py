@@ -1,0 +1,510 @@
+"""Every standard layer, in Linen and in NNX, with random leaves: the same outputs."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import converted
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from converted import convert, linen_leaves, random_variables
+from flax import linen as nn
+from flax import nnx
+
+from reshard.convert.align import align
+from reshard.convert.outline import linen_outline, path_outline
+from reshard.states import take_apart
+from reshard.tree import format_path
+
+LAYERS = json.loads((pathlib.Path(__file__).parent / "data/pairs/layers.json").read_text())
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def rngs():
+    return nnx.Rngs(0)
+
+
+def some(*shape, seed=1):
+    return np.random.default_rng(seed).normal(size=shape).astype("float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A layer in both APIs.
+
+    Attributes:
+      linen: the Linen module.
+      nnx: makes the NNX module.
+      inputs: what both take.
+      kwargs: what Linen's module is called with besides.
+      apply: calls the NNX module.
+    """
+
+    linen: nn.Module
+    nnx: Callable[[], Any]
+    inputs: tuple[Any, ...]
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    apply: Callable[..., Any] = lambda layer, *inputs: layer(*inputs)
+
+
+def cell_inputs(*carry):
+    return (carry if len(carry) > 1 else carry[0], some(2, 8))
+
+
+def attention(**kwargs):
+    return nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs(), **kwargs)
+
+
+LSTM_CARRY = (some(2, 4, seed=2), some(2, 4, seed=3))
+TABLE = {
+    "Dense": Layer(nn.Dense(16), lambda: nnx.Linear(8, 16, rngs=rngs()), (some(3, 8),)),
+    "DenseGeneral(2,4)": Layer(
+        nn.DenseGeneral((2, 4)),
+        lambda: nnx.LinearGeneral(8, (2, 4), rngs=rngs()),
+        (some(3, 8),),
+    ),
+    "DenseGeneral axis(-2,-1)": Layer(
+        nn.DenseGeneral(5, axis=(-2, -1)),
+        lambda: nnx.LinearGeneral((3, 8), 5, axis=(-2, -1), rngs=rngs()),
+        (some(2, 3, 8),),
+    ),
+    "DenseGeneral batch_dims": Layer(
+        nn.DenseGeneral(5, batch_dims=(0,)),
+        lambda: nnx.LinearGeneral(8, 5, batch_axis={0: 2}, rngs=rngs()),
+        (some(2, 3, 8),),
+    ),
+    "Einsum": Layer(
+        nn.Einsum((8, 2, 4), "bd,dhk->bhk"),
+        lambda: nnx.Einsum("bd,dhk->bhk", (8, 2, 4), (2, 4), rngs=rngs()),
+        (some(3, 8),),
+    ),
+    "Embed": Layer(
+        nn.Embed(10, 8), lambda: nnx.Embed(10, 8, rngs=rngs()), (np.array([[3, 9], [0, 4]]),)
+    ),
+    "LayerNorm": Layer(nn.LayerNorm(), lambda: nnx.LayerNorm(8, rngs=rngs()), (some(3, 8),)),
+    "RMSNorm": Layer(nn.RMSNorm(), lambda: nnx.RMSNorm(8, rngs=rngs()), (some(3, 8),)),
+    "GroupNorm": Layer(
+        nn.GroupNorm(4), lambda: nnx.GroupNorm(8, num_groups=4, rngs=rngs()), (some(3, 5, 8),)
+    ),
+    "InstanceNorm": Layer(
+        nn.InstanceNorm(), lambda: nnx.InstanceNorm(8, rngs=rngs()), (some(3, 5, 8),)
+    ),
+    "BatchNorm": Layer(
+        nn.BatchNorm(),
+        lambda: nnx.BatchNorm(8, use_running_average=True, rngs=rngs()),
+        (some(3, 8),),
+        {"use_running_average": True},
+    ),
+    "WeightNorm": Layer(
+        nn.WeightNorm(nn.Dense(4)),
+        lambda: nnx.WeightNorm(nnx.Linear(8, 4, rngs=rngs()), rngs=rngs()),
+        (some(3, 8),),
+    ),
+    "SpectralNorm": Layer(
+        nn.SpectralNorm(nn.Dense(4)),
+        lambda: nnx.SpectralNorm(nnx.Linear(8, 4, rngs=rngs()), update_stats=False, rngs=rngs()),
+        (some(3, 8),),
+        {"update_stats": False},
+    ),
+    "Conv": Layer(
+        nn.Conv(4, (3, 3)), lambda: nnx.Conv(3, 4, (3, 3), rngs=rngs()), (some(2, 8, 8, 3),)
+    ),
+    "Conv groups": Layer(
+        nn.Conv(6, (3, 3), feature_group_count=3),
+        lambda: nnx.Conv(3, 6, (3, 3), feature_group_count=3, rngs=rngs()),
+        (some(2, 8, 8, 3),),
+    ),
+    "ConvTranspose": Layer(
+        nn.ConvTranspose(4, (3, 3)),
+        lambda: nnx.ConvTranspose(3, 4, (3, 3), rngs=rngs()),
+        (some(2, 8, 8, 3),),
+    ),
+    "ConvTranspose tk": Layer(
+        nn.ConvTranspose(4, (3, 3), transpose_kernel=True),
+        lambda: nnx.ConvTranspose(3, 4, (3, 3), transpose_kernel=True, rngs=rngs()),
+        (some(2, 8, 8, 3),),
+    ),
+    "MHDPA": Layer(nn.MultiHeadDotProductAttention(2), attention, (some(2, 3, 8), some(2, 5, 8))),
+    "MHA qk norm": Layer(
+        nn.MultiHeadDotProductAttention(2, normalize_qk=True),
+        lambda: attention(normalize_qk=True),
+        (some(2, 3, 8), some(2, 5, 8)),
+    ),
+    "SelfAttention": Layer(nn.SelfAttention(2), attention, (some(2, 3, 8),)),
+    "LSTMCell": Layer(
+        nn.LSTMCell(4), lambda: nnx.LSTMCell(8, 4, rngs=rngs()), cell_inputs(*LSTM_CARRY)
+    ),
+    "OptLSTM": Layer(
+        nn.OptimizedLSTMCell(4),
+        lambda: nnx.OptimizedLSTMCell(8, 4, rngs=rngs()),
+        cell_inputs(*LSTM_CARRY),
+    ),
+    "GRU": Layer(nn.GRUCell(4), lambda: nnx.GRUCell(8, 4, rngs=rngs()), cell_inputs(some(2, 4))),
+    "SimpleCell": Layer(
+        nn.SimpleCell(4), lambda: nnx.SimpleCell(8, 4, rngs=rngs()), cell_inputs(some(2, 4))
+    ),
+    "RNN(LSTM)": Layer(
+        nn.RNN(nn.LSTMCell(4)),
+        lambda: nnx.RNN(nnx.LSTMCell(8, 4, rngs=rngs())),
+        (some(2, 5, 8),),
+    ),
+    "Bidirectional": Layer(
+        nn.Bidirectional(nn.RNN(nn.GRUCell(4)), nn.RNN(nn.GRUCell(4))),
+        lambda: nnx.Bidirectional(
+            *(nnx.RNN(nnx.GRUCell(8, 4, rngs=rngs())) for _ in range(2)), rngs=rngs()
+        ),
+        (some(2, 5, 8),),
+    ),
+    "PReLU": Layer(nn.PReLU(), nnx.PReLU, (some(3, 8),)),
+    "Sequential": Layer(
+        nn.Sequential([nn.Dense(4), nn.relu, nn.Dense(2)]),
+        lambda: nnx.Sequential(
+            nnx.Linear(8, 4, rngs=rngs()), nnx.relu, nnx.Linear(4, 2, rngs=rngs())
+        ),
+        (some(3, 8),),
+    ),
+}
+TABLE["Dropout"] = Layer(
+    nn.Dropout(0.5, deterministic=True),
+    lambda: nnx.Dropout(0.5, deterministic=True, rngs=rngs()),
+    (some(3, 8),),
+)
+# Layers that one of the two APIs does not have.
+ONE_SIDED = {"LoRA", "MGU", "ConvLSTM", "ConvLocal"}
+# Leaves without a place in NNX.
+ZEROS = {
+    "GRU": [("params", "hn", "bias")],
+    "Bidirectional": [
+        ("params", "backward_rnn", "cell", "hn", "bias"),
+        ("params", "forward_rnn", "cell", "hn", "bias"),
+    ],
+}
+
+
+def assert_same_outputs(got, expected):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, **CLOSE)
+
+
+def variables_of(layer, zeros=()):
+    variables = random_variables(layer.linen, *layer.inputs, **layer.kwargs)
+    return converted.zeroed(variables, zeros)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_layer_gives_the_same_in_nnx(name):
+    layer, zeros = TABLE[name], ZEROS.get(name, [])
+    variables = variables_of(layer, zeros)
+    made = convert(variables, layer.nnx)
+    assert (made.lost, made.unfilled) == (set(zeros), set())
+    assert made.alignment.must_be_zero == tuple(zeros)
+    assert made.alignment.abstentions == ()
+    assert made.alignment.mismatches == ()
+    assert {step.origin for step in made.alignment.steps} <= {"path"}
+    expected = layer.linen.apply(variables, *layer.inputs, **layer.kwargs)
+    assert_same_outputs(made.model(*layer.inputs), expected)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_layer_that_a_model_holds_gives_the_same_in_nnx(name):
+    layer = TABLE[name]
+
+    class Held(nn.Module):
+        layer: nn.Module
+
+        def __call__(self, *inputs):
+            return self.layer(*inputs, **layer_kwargs)
+
+    class Holder(nnx.Module):
+        def __init__(self):
+            self.layer = layer.nnx()
+
+    layer_kwargs = layer.kwargs
+    zeros = [("params", "layer", *path[1:]) for path in ZEROS.get(name, [])]
+    held = Held(layer.linen.clone(parent=None))
+    variables = converted.zeroed(random_variables(held, *layer.inputs), zeros)
+    made = convert(variables, Holder)
+    assert (made.lost, made.unfilled) == (set(zeros), set())
+    assert made.alignment.must_be_zero == tuple(zeros)
+    expected = held.apply(variables, *layer.inputs)
+    assert_same_outputs(made.model.layer(*layer.inputs), expected)
+
+
+def test_the_table_has_every_layer():
+    assert {*TABLE, "MHA decode"} | ONE_SIDED == set(LAYERS)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_layers_have_the_leaves_that_are_on_record(name):
+    layer = TABLE[name]
+    found = {"linen": {}, "nnx": {}}
+    for path, leaf in linen_leaves(variables_of(layer)).items():
+        found["linen"]["/".join(path)] = f"{leaf.shape}:{leaf.dtype}"
+    for leaf in take_apart(layer.nnx()).leaves:
+        if leaf.holder is not None and "rngs" not in leaf.path:  # the record has variables only
+            kind = type(leaf.holder).__name__
+            found["nnx"]["/".join(leaf.path)] = f"{leaf.value.shape}:{leaf.value.dtype} <{kind}>"
+    for side, leaves in LAYERS[name].items():
+        record = {path: text for path, text in leaves.items() if "rngs/" not in path}
+        assert found[side] == record
+
+
+@pytest.mark.parametrize("name", sorted(set(TABLE) - {"SimpleCell"}))
+def test_the_paths_of_both_sides_are_enough_where_no_class_is_known(name):
+    layer, zeros = TABLE[name], ZEROS.get(name, [])
+    leaves = linen_leaves(variables_of(layer))
+    others = {leaf.path: leaf.value for leaf in take_apart(layer.nnx()).leaves}
+    random = {path for path in others if "rngs" in path}
+    found = align(linen_outline(leaves), path_outline(others))
+    assert {p for step in found.steps for p in step.inputs} == set(leaves) - set(zeros)
+    assert {p for step in found.steps for p in step.outputs} == set(others) - random
+    known = convert(variables_of(layer), layer.nnx).alignment
+    assert set(found.steps) == set(known.steps)
+
+
+def test_a_simple_cell_is_not_taken_for_one_by_its_names_alone():
+    layer = TABLE["SimpleCell"]
+    leaves = linen_leaves(variables_of(layer))
+    others = {leaf.path: leaf.value for leaf in take_apart(layer.nnx()).leaves}
+    found = align(linen_outline(leaves), path_outline(others))
+    assert found.steps == ()
+    assert list(map(str, found.abstentions)) == [
+        "h and i, perhaps dense_h and dense_i: no name and no class tells which"
+    ]
+
+
+@pytest.mark.parametrize("batch_axes", [(2,), (2, 3)])
+def test_attention_decodes_on_from_a_cache(batch_axes):
+    linen = nn.MultiHeadDotProductAttention(2, decode=True)
+    whole, token = some(*batch_axes, 5, 8), some(*batch_axes, 1, 8)
+    variables = random_variables(linen, whole)
+    variables["cache"]["cache_index"] = jnp.int32(3)
+
+    def make():
+        layer = nnx.MultiHeadAttention(2, 8, decode=True, rngs=rngs())
+        layer.init_cache(whole.shape)
+        return layer
+
+    made = convert(variables, make)
+    assert (made.lost, made.unfilled) == (set(), set())
+    for _ in range(2):
+        expected, changed = linen.apply(variables, token, mutable=["cache"])
+        variables = {**variables, **changed}
+        assert_same_outputs(made.model(token), expected)
+        for name, leaf in variables["cache"].items():
+            assert_same_outputs(getattr(made.model, name)[...], leaf)
+
+
+@pytest.mark.parametrize("linen", [nn.LSTMCell(4), nn.OptimizedLSTMCell(4)])
+@pytest.mark.parametrize("kind", [nnx.LSTMCell, nnx.OptimizedLSTMCell])
+def test_each_lstm_of_linen_is_each_of_nnx(linen, kind):
+    inputs = cell_inputs(*LSTM_CARRY)
+    variables = random_variables(linen, *inputs)
+    made = convert(variables, lambda: kind(8, 4, rngs=rngs()))
+    assert (made.lost, made.unfilled) == (set(), set())
+    assert_same_outputs(made.model(*inputs), linen.apply(variables, *inputs))
+
+
+def test_the_bias_that_a_gru_of_nnx_does_not_have_matters():
+    layer = TABLE["GRU"]
+    variables = variables_of(layer)
+    made = convert(variables, layer.nnx)
+    assert made.alignment.must_be_zero == (("params", "hn", "bias"),)
+    got, _ = made.model(*layer.inputs)
+    expected, _ = layer.linen.apply(variables, *layer.inputs)
+    assert np.abs(got - expected).max() > 0.01
+
+
+ONLY_LINEN = {
+    "MGU": (nn.MGUCell, (4,), cell_inputs(some(2, 4))),
+    "ConvLSTM": (nn.ConvLSTMCell, (4, (3, 3)), ((some(2, 8, 8, 4),) * 2, some(2, 8, 8, 3))),
+    "ConvLocal": (nn.ConvLocal, (4, (3, 3)), (some(2, 8, 8, 3),)),
+}
+
+
+class Compact(nn.Module):
+    """A compact method that is given, whose modules have names of Linen's."""
+
+    function: Callable[..., Any]
+
+    @nn.compact
+    def __call__(self, *inputs):
+        return self.function(*inputs)
+
+
+@pytest.mark.parametrize("name", ONLY_LINEN)
+@pytest.mark.parametrize("named", [True, False])
+def test_a_layer_that_nnx_lacks_becomes_no_other(name, named):
+    kind, arguments, inputs = ONLY_LINEN[name]
+    path = ("layer",) if named else (f"{kind.__name__}_0",)
+
+    def function(*inputs):
+        return kind(*arguments, name="layer" if named else None)(*inputs)
+
+    variables = random_variables(Compact(function), *inputs)
+    others = (
+        lambda: nnx.GRUCell(8, 4, rngs=rngs()),
+        lambda: nnx.LSTMCell(8, 4, rngs=rngs()),
+        lambda: nnx.SimpleCell(8, 4, rngs=rngs()),
+    )
+    for make in others:
+        found = convert(variables, lambda make=make: nnx.Dict(layer=make()))
+        assert found.alignment.steps == ()
+        assert [entry.linen for entry in found.alignment.abstentions] == [(path,)]
+
+
+def test_a_cell_with_gates_of_its_own_is_no_gru():
+    class MyGRUCell(nnx.Module):
+        """Its gates may be in any order."""
+
+        def __init__(self):
+            self.dense_i = nnx.Linear(8, 12, rngs=rngs())
+            self.dense_h = nnx.Linear(4, 12, use_bias=False, rngs=rngs())
+
+    variables = variables_of(TABLE["GRU"])
+    found = convert(variables, MyGRUCell).alignment
+    assert (found.steps, found.must_be_zero) == ((), ())
+    assert list(map(str, found.abstentions)) == [
+        "hn, hr, hz, ... iz (6), perhaps dense_i and dense_h: no name and no class tells which"
+    ]
+
+
+def test_gates_that_differ_in_size_are_not_joined():
+    leaves = linen_leaves(variables_of(TABLE["GRU"]))
+    leaves["params", "ir", "kernel"] = np.zeros((8, 5))
+    found = align(linen_outline(leaves), converted.outline_of(TABLE["GRU"].nnx))
+    assert found.steps == ()
+    assert list(map(str, found.abstentions)) == [
+        "., perhaps .: they are not the same recurrent cell"
+    ]
+
+
+def test_leaves_of_another_collection_are_refused():
+    leaves = linen_leaves(variables_of(TABLE["BatchNorm"]))
+    moved = {path: leaf for path, leaf in leaves.items() if path[-1] in ("scale", "bias")}
+    moved["params", "mean"] = leaves["batch_stats", "mean"]
+    moved["statistics", "var"] = leaves["batch_stats", "var"]
+    moved["batch_stats", "scale"] = moved.pop(("params", "scale"))
+    found = align(linen_outline(moved), converted.outline_of(TABLE["BatchNorm"].nnx))
+    assert {format_path(path) for step in found.steps for path in step.inputs} == {
+        "params/bias",
+        "statistics/var",  # a name of the user's own
+    }
+    assert sorted(map(str, found.mismatches)) == [
+        "batch_stats/scale and scale: batch_stats in Linen, Param in NNX",
+        "params/mean and mean: params in Linen, BatchStat in NNX",
+    ]
+
+
+def test_a_name_in_two_collections_goes_by_the_class_of_the_variable():
+    class Scaled(nnx.Module):
+        def __init__(self):
+            self.scale = nnx.BatchStat(jnp.zeros(3))
+
+    leaves = {("params", "scale"): some(3), ("batch_stats", "scale"): some(3, seed=2)}
+    found = align(linen_outline(leaves), converted.outline_of(Scaled))
+    assert list(map(str, found.steps)) == ["batch_stats/scale -> scale"]
+    assert list(map(str, found.abstentions)) == ["params/scale: NNX has nothing for it"]
+    found = align(linen_outline(leaves), path_outline({("scale",): some(3)}))
+    assert found.steps == ()
+    assert list(map(str, found.abstentions)) == [
+        "batch_stats/scale and params/scale, perhaps scale: the same name in several collections"
+    ]
+
+
+class TestNorms:
+    """Layers that name their own leaves after those of other layers."""
+
+    @staticmethod
+    def linear(features=4):
+        return nnx.Linear(8, features, rngs=rngs())
+
+    def test_beside_what_they_wrap_in_a_compact_method(self):
+        def function(x):
+            # The outer layer is made first.
+            return nn.Dense(3)(nn.WeightNorm(nn.Dense(4))(nn.WeightNorm(nn.Dense(8))(x)))
+
+        class Twin(nnx.Module):
+            def __init__(self):
+                self.last = nnx.Linear(4, 3, rngs=rngs())
+                self.second = nnx.WeightNorm(nnx.Linear(8, 4, rngs=rngs()), rngs=rngs())
+                self.first = nnx.WeightNorm(nnx.Linear(8, 8, rngs=rngs()), rngs=rngs())
+
+        inputs = (some(5, 8),)
+        variables = random_variables(Compact(function), *inputs)
+        assert ("params", "WeightNorm_0", "Dense_1/kernel/scale") in linen_leaves(variables)
+        made = convert(variables, Twin)
+        assert (made.lost, made.unfilled) == (set(), set())
+        assert {step.origin for step in made.alignment.steps} == {"structure"}
+        model = made.model
+        expected = Compact(function).apply(variables, *inputs)
+        assert_same_outputs(model.last(model.second(model.first(*inputs))), expected)
+
+    @pytest.mark.parametrize("kind", ["WeightNorm", "SpectralNorm"])
+    def test_of_a_layer_that_the_model_has_too(self, kind):
+        class Linen(nn.Module):
+            def setup(self):
+                self.dense = nn.Dense(4)
+                self.normed = getattr(nn, kind)(self.dense)
+
+            def __call__(self, x):
+                return self.normed(x, **({} if kind == "WeightNorm" else {"update_stats": False}))
+
+        class Twin(nnx.Module):
+            def __init__(self):
+                self.normed = getattr(nnx, kind)(TestNorms.linear(), rngs=rngs())
+                self.dense = self.normed.layer_instance
+
+        inputs = (some(5, 8),)
+        variables = random_variables(Linen(), *inputs)
+        made = convert(variables, Twin)
+        assert (made.lost, made.unfilled) == (set(), set())
+        made.model.eval()
+        assert_same_outputs(made.model.normed(*inputs), Linen().apply(variables, *inputs))
+
+    def test_of_a_module_with_several_layers(self):
+        class Inner(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(3)(nn.tanh(nn.Dense(8, name="deep")(x)))
+
+        class InnerTwin(nnx.Module):
+            def __init__(self):
+                self.deep = TestNorms.linear(8)
+                self.out = TestNorms.linear(3)
+
+            def __call__(self, x):
+                return self.out(nnx.tanh(self.deep(x)))
+
+        InnerTwin.__name__ = "Inner"
+
+        def function(x):
+            return nn.SpectralNorm(Inner())(x, update_stats=False)
+
+        inputs = (some(5, 8),)
+        variables = random_variables(Compact(function), *inputs)
+        assert ("batch_stats", "SpectralNorm_0", "Inner_0/Dense_0/kernel/u") in linen_leaves(
+            variables
+        )
+        made = convert(
+            variables,
+            lambda: nnx.Dict(n=nnx.SpectralNorm(InnerTwin(), update_stats=False, rngs=rngs())),
+        )
+        assert (made.lost, made.unfilled) == (set(), set())
+        expected = Compact(function).apply(variables, *inputs)
+        assert_same_outputs(made.model["n"](*inputs), expected)
+
+    def test_without_the_layer_that_they_are_for(self):
+        leaves = linen_leaves(variables_of(TABLE["WeightNorm"]))
+        del leaves["params", "layer_instance", "kernel"]
+        found = align(linen_outline(leaves), converted.outline_of(TABLE["WeightNorm"].nnx))
+        assert list(map(str, found.steps)) == ["params/layer_instance/bias -> layer_instance/bias"]
+        assert list(map(str, found.abstentions)) == [
+            'params/"layer_instance/kernel/scale", perhaps .: '
+            "the leaves that they are for have no counterparts"
+        ]

@@ -1,0 +1,554 @@
+"""Outlines of models: modules, classes and definition order, from paths and from Flax itself."""
+
+import random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reshard.convert.definitions import definition_orders, linen_classes, nnx_outline
+from reshard.convert.outline import (
+    Leaf,
+    linen_outline,
+    natural,
+    path_outline,
+    unlifted,
+    without,
+)
+from reshard.errors import TreeMismatchError
+from reshard.states import take_apart
+from reshard.targets import state_of
+
+
+def array(*shape, dtype="float32"):
+    return np.zeros(shape, dtype)
+
+
+def classes(module):
+    """Nested dicts of the names in a module, each with its class; leaves left out."""
+    return {
+        (name, child.kind) if child.index is None else (name, child.kind, child.index): classes(
+            child
+        )
+        for name, child in module.children.items()
+    }
+
+
+def leaves(module):
+    """Printed path in the outline -> leaf."""
+    found = dict(module.leaves)
+    for name, child in module.children.items():
+        found |= {f"{name}/{inner}": leaf for inner, leaf in leaves(child).items()}
+    return found
+
+
+def variables_of(module, *inputs):
+    """Path -> abstract leaf of what `init` returns."""
+    made = jax.eval_shape(module.init, jax.random.key(0), *inputs)
+    found, _ = jax.tree_util.tree_flatten_with_path(nn.meta.unbox(made))
+    return {tuple(key.key for key in keys): leaf for keys, leaf in found}
+
+
+class TestLinen:
+    """Outlines of Linen models."""
+
+    def test_collections_meet_in_their_module(self):
+        made = linen_outline(
+            {
+                ("params", "BatchNorm_0", "scale"): array(3),
+                ("batch_stats", "BatchNorm_0", "mean"): array(3, dtype="float64"),
+                ("batch_stats", "BatchNorm_0", "scale"): array(4),
+                ("params", "w"): array(2, 5),
+            }
+        )
+        assert classes(made) == {("BatchNorm_0", "BatchNorm", 0): {}}
+        assert made.children["BatchNorm_0"].path == ("BatchNorm_0",)
+        assert leaves(made) == {
+            "w": (Leaf(("params", "w"), (2, 5), np.dtype("float32"), "params"),),
+            "BatchNorm_0/mean": (
+                Leaf(
+                    ("batch_stats", "BatchNorm_0", "mean"),
+                    (3,),
+                    np.dtype("float64"),
+                    "batch_stats",
+                ),
+            ),
+            "BatchNorm_0/scale": (
+                Leaf(
+                    ("batch_stats", "BatchNorm_0", "scale"),
+                    (4,),
+                    np.dtype("float32"),
+                    "batch_stats",
+                ),
+                Leaf(("params", "BatchNorm_0", "scale"), (3,), np.dtype("float32"), "params"),
+            ),
+        }
+
+    @pytest.mark.parametrize(
+        "name, kind, index",
+        [
+            ("Dense_0", "Dense", 0),
+            ("Dense_12", "Dense", 12),
+            ("ScanCheckpointBlock_0", "ScanCheckpointBlock", 0),
+            ("Remat_scanBlock_3", "Remat_scanBlock", 3),
+            ("_Private_1", "_Private", 1),
+            ("Block2_0", "Block2", 0),
+            ("layers_0", "", None),
+            ("encoderblock_1", "", None),
+            ("Transformer", "", None),
+            ("head", "", None),
+            ("Dense_x", "", None),
+        ],
+    )
+    def test_a_name_that_linen_gave_says_class_and_order(self, name, kind, index):
+        made = linen_outline({("params", name, "kernel"): array(2)}).children[name]
+        assert (made.kind, made.index) == (kind, index)
+
+    def test_names_and_order_do_not_depend_on_the_order_of_leaves(self):
+        names = [f"Dense_{i}" for i in range(12)] + ["head", "b_2", "b_10"]
+        paths = [("params", name, leaf) for name in names for leaf in ("kernel", "bias")]
+        random.Random(3).shuffle(paths)
+        made = linen_outline({path: array(2) for path in paths})
+        assert list(made.children) == [f"Dense_{i}" for i in range(12)] + ["b_2", "b_10", "head"]
+
+    def test_a_leaf_and_a_module_of_one_name(self):
+        made = linen_outline({("params", "a"): array(2), ("cache", "a", "b"): array(3)})
+        assert {name: [x.shape for x in held] for name, held in leaves(made).items()} == {
+            "a": [(2,)],
+            "a/b": [(3,)],
+        }
+
+    def test_classes_of_names_that_were_given_come_from_the_module(self):
+        class Block(nn.Module):
+            def setup(self):
+                self.norm = nn.LayerNorm()
+                self.dense = [nn.Dense(3), nn.Dense(3)]
+
+            def __call__(self, x, _=None):
+                x = self.norm(x)
+                for layer in self.dense:
+                    x = layer(x)
+                return x, None
+
+        class Model(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                x, _ = nn.remat(Block)(name="first")(x)
+                x, _ = Block()(x)
+                kwargs = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+                x, _ = nn.scan(nn.remat(Block), length=2, **kwargs)()(x, None)
+                x, _ = nn.scan(Block, length=2, **kwargs)(name="stack")(x, None)
+                x = nn.RNN(nn.LSTMCell(3))(x)
+                x = nn.RNN(nn.GRUCell(3), name="rnn")(x)
+                return nn.Dense(3, name="LayerNorm_7")(x)
+
+        inputs = (array(2, 4, 3),)
+        with linen_classes() as noted:
+            variables = variables_of(Model(), *inputs)
+        variables = {path: leaf for path, leaf in variables.items() if "Cell_0" not in path[1]}
+        block = {("dense_0", "Dense"): {}, ("dense_1", "Dense"): {}, ("norm", "LayerNorm"): {}}
+        assert noted[()] == "Model"
+        assert classes(linen_outline(variables, noted)) == {
+            ("Block_0", "Block", 0): block,
+            # A name like one of Linen's own, given to something else.
+            ("LayerNorm_7", "Dense"): {},
+            ("ScanCheckpointBlock_0", "ScanCheckpointBlock", 0): block,
+            ("first", "Block"): block,
+            ("stack", "Block"): block,
+        }
+        assert classes(linen_outline(variables))["first", ""] == {
+            ("dense_0", ""): {},
+            ("dense_1", ""): {},
+            ("norm", ""): {},
+        }
+
+    @pytest.mark.parametrize(
+        "kind, found",
+        [
+            ("Dense", [("Dense", ())]),
+            ("ScanBlock", [("ScanBlock", ()), ("Block", ("Scan",))]),
+            (
+                "ScanCheckpointBlock",
+                [
+                    ("ScanCheckpointBlock", ()),
+                    ("CheckpointBlock", ("Scan",)),
+                    ("Block", ("Scan", "Checkpoint")),
+                ],
+            ),
+            ("Remat_scan_Block", [("Remat_scan_Block", ()), ("_Block", ("Remat_scan",))]),
+            ("Scanner", [("Scanner", ())]),
+            # What is stored need not be what the class uses.
+            ("Map_variablesDense", [("Map_variablesDense", ())]),
+            ("", [("", ())]),
+        ],
+    )
+    def test_transforms_in_the_name_of_a_class(self, kind, found):
+        assert list(unlifted(kind)) == found
+
+    @pytest.mark.parametrize(
+        "transform, kind",
+        [
+            (nn.remat, "CheckpointDense"),
+            (nn.jit, "JitDense"),
+            (nn.fold_rngs, "Fold_rngsDense"),
+            (
+                lambda dense: nn.vmap(
+                    dense, variable_axes={"params": 0}, split_rngs={"params": True}, axis_size=2
+                ),
+                "VmapDense",
+            ),
+            (lambda dense: nn.remat_scan(dense, lengths=(2, 3)), "Remat_scanDense"),
+        ],
+    )
+    def test_names_of_lifted_classes_are_as_flax_makes_them(self, transform, kind):
+        class Model(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return transform(nn.Dense)(3)(x)
+
+        made = linen_outline(variables_of(Model(), array(2, 3)))
+        assert classes(made) == {(f"{kind}_0", kind, 0): {}}
+        assert unlifted(kind)[-1][0] == "Dense"
+
+
+class Inner(nnx.Module):
+    """Attributes against the alphabet."""
+
+    def __init__(self, *, rngs):
+        self.size = 3
+        self.second = nnx.LayerNorm(3, rngs=rngs)
+        self.mode = "x"
+        self.first = nnx.LayerNorm(3, rngs=rngs)
+
+
+class Model(nnx.Module):
+    """Of every container."""
+
+    def __init__(self, *, rngs):
+        self.head = nnx.Linear(3, 2, use_bias=False, rngs=rngs)
+        self.blocks = nnx.List([Inner(rngs=rngs), nnx.relu, Inner(rngs=rngs)])
+        self.by_name = nnx.Dict(z=nnx.Linear(3, 1, rngs=rngs), a=nnx.Linear(3, 1, rngs=rngs))
+        self.chain = nnx.Sequential(nnx.BatchNorm(3, rngs=rngs), nnx.relu)
+        self.plain = nnx.data([{"q": nnx.Param(jnp.zeros((4, 5)))}, nnx.Linear(3, 1, rngs=rngs)])
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.bare = nnx.LayerNorm(3, use_bias=False, use_scale=False, rngs=rngs)
+        self.table = nnx.Param(jnp.zeros((7, 2)))
+
+
+INNER = {("second", "LayerNorm"): {}, ("first", "LayerNorm"): {}}
+MODEL = {
+    ("head", "Linear"): {},
+    ("blocks", "List"): {("0", "Inner"): INNER, ("2", "Inner"): INNER},
+    ("by_name", "Dict"): {("z", "Linear"): {}, ("a", "Linear"): {}},
+    ("chain", "Sequential"): {("layers", "List"): {("0", "BatchNorm"): {}}},
+    ("plain", "list"): {("0", "dict"): {}, ("1", "Linear"): {}},
+    ("dropout", "Dropout"): {("rngs", "RngStream"): {}},
+    ("bare", "LayerNorm"): {},
+}
+
+
+def watched(make):
+    """State and outline of what a function makes."""
+    with definition_orders() as orders:
+        state = state_of(make)
+    return state, *nnx_outline(state, orders)
+
+
+def unordered(module):
+    """Paths of modules whose order is not known, of those with several children."""
+    found = [] if module.ordered or len(module.children) < 2 else [module.path]
+    return found + [path for child in module.children.values() for path in unordered(child)]
+
+
+class TestNnx:
+    """Outlines of NNX models."""
+
+    @pytest.mark.parametrize("form", ["class", "constructor", "real"])
+    def test_attributes_are_in_definition_order(self, form):
+        model: Any = {
+            "class": Model,
+            "constructor": lambda: Model(rngs=nnx.Rngs(0)),
+            "real": Model(rngs=nnx.Rngs(0)),
+        }[form]
+        _, prefix, made = watched(model)
+        assert prefix == ()
+        assert made.kind == "Model"
+        assert classes(made) == MODEL
+        assert str(list(classes(made))) == str(list(MODEL))
+        assert str(classes(made)) == str(MODEL)
+        assert unordered(made) == []
+
+    def test_leaves_are_those_of_the_state(self):
+        state, _, made = watched(Model)
+        expected = {}
+        for leaf in take_apart(state).leaves:
+            kind = type(leaf.holder).__name__
+            expected["/".join(leaf.path)] = (
+                Leaf(leaf.path, leaf.value.shape, leaf.value.dtype, kind),
+            )
+        assert leaves(made) == expected
+        assert made.leaves["table"][0].shape == (7, 2)
+        assert made.children["head"].leaves["kernel"][0].kind == "Param"
+        assert not made.children["dropout"].filled
+        assert not made.children["bare"].filled
+
+    @pytest.mark.parametrize(
+        "rebuild",
+        [
+            lambda model: nnx.merge(*nnx.split(model)),
+            lambda model: nnx.eval_shape(lambda: Model(rngs=nnx.Rngs(0))),
+            nnx.clone,
+        ],
+        ids=["merge", "eval_shape", "clone"],
+    )
+    def test_the_order_in_a_module_that_flax_has_rebuilt_is_not_known(self, rebuild):
+        made = nnx_outline(rebuild(Model(rngs=nnx.Rngs(0))))[1]
+        assert unordered(made) == [
+            (),
+            ("blocks", "0"),
+            ("blocks", "2"),
+            ("by_name",),
+        ]
+        assert {str(name): value for name, value in sorted(classes(made).items())} == {
+            str(name): value for name, value in sorted(MODEL.items())
+        }
+
+    def test_an_attribute_of_a_rebuilt_module_that_is_set_again_tells_nothing(self):
+        model = nnx.merge(*nnx.split(Inner(rngs=nnx.Rngs(0))))
+        for name in ("second", "first"):
+            delattr(model, name)
+            setattr(model, name, nnx.LayerNorm(3, rngs=nnx.Rngs(0)))
+        assert unordered(nnx_outline(model)[1]) == [()]
+
+    def test_the_order_in_stacks_is_that_of_their_constructor(self):
+        class Stack(nnx.Module):
+            def __init__(self, *, rngs):
+                @nnx.split_rngs(splits=4)
+                @nnx.vmap
+                def stack(rngs):
+                    return Inner(rngs=rngs)
+
+                self.layers = stack(rngs)
+
+        _, _, made = watched(Stack)
+        assert str(classes(made)) == str({("layers", "Inner"): INNER})
+        assert unordered(made) == []
+        assert made.children["layers"].children["first"].leaves["scale"][0].shape == (4, 3)
+        alone = nnx_outline(Stack(rngs=nnx.Rngs(0)))[1]
+        assert unordered(alone) == [("layers",)]
+
+    def test_two_orders_of_one_class_are_none(self):
+        class Either(nnx.Module):
+            def __init__(self, turned):
+                names = ("b", "a") if turned else ("a", "b")
+                for name in names:
+                    setattr(self, name, nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+
+        def pair(*turned):
+            return lambda: nnx.Dict(x=Either(turned[0]), y=Either(turned[1]))
+
+        assert unordered(watched(pair(True, True))[2]) == []
+        assert unordered(watched(pair(True, False))[2]) == [("x",), ("y",)]
+
+    def test_an_order_is_known_where_other_instances_have_more(self):
+        class Some(nnx.Module):
+            def __init__(self, *names):
+                for name in names:
+                    setattr(self, name, nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+
+        def make(*names):
+            return lambda: nnx.Dict(x=Some("c", "b", "a"), y=Some(*names))
+
+        assert unordered(watched(make("c", "a"))[2]) == []
+        assert unordered(watched(make("a", "c"))[2]) == [("y",)]
+
+    def test_watching_leaves_flax_as_it_was(self):
+        construct = type(nnx.Module)._pytree_meta_construct
+        with pytest.raises(ValueError, match="wrong"), definition_orders():
+            raise ValueError("wrong")
+        assert type(nnx.Module)._pytree_meta_construct is construct
+
+    def test_without_a_constructor_that_can_be_watched_no_order_is_known(self, monkeypatch):
+        monkeypatch.delattr(type(nnx.Pytree), "_pytree_meta_construct")
+        with definition_orders() as orders:
+            assert orders == {}
+
+    def test_a_shared_module_is_where_it_was_defined_first_and_found_by_every_name(self):
+        class Shared(nnx.Module):
+            def __init__(self, *, rngs):
+                self.z = nnx.Linear(2, 3, rngs=rngs)
+                self.a = nnx.Dict(inner=self.z)
+                self.tied = self.a["inner"].kernel
+                self.own = nnx.Linear(3, 3, rngs=rngs)
+                self.again = self.z
+
+        state, _, made = watched(Shared)
+        primary = {leaf.path for leaf in take_apart(state).leaves}
+        assert ("a", "inner", "kernel") in primary
+        (kernel,) = made.children["z"].leaves["kernel"]
+        assert kernel.path == ("a", "inner", "kernel")
+        assert made.leaves["tied"] == (kernel,)
+        assert made.children["a"].children["inner"] is made.children["z"]
+        assert made.children["again"] is made.children["z"]
+        assert made.repeated == {"again"}
+        assert made.children["a"].repeated == {"inner"}
+        assert made.children["z"].path == ("z",)
+
+    def test_a_module_that_holds_the_one_it_is_in(self):
+        class Child(nnx.Module):
+            def __init__(self, parent):
+                self.parent = parent
+                self.w = nnx.Param(jnp.zeros(2))
+
+        class Parent(nnx.Module):
+            def __init__(self):
+                self.child = Child(self)
+
+        made = nnx_outline(Parent())[1]
+        assert classes(made) == {("child", "Child"): {}}
+        assert list(leaves(made)) == ["child/w"]
+
+    def test_a_variable_may_hold_a_tree(self):
+        class Tree(nnx.Module):
+            def __init__(self):
+                self.w = nnx.Param({"u": jnp.zeros(2), "v": [jnp.zeros(3)]})
+
+        for state in (Tree(), watched(Tree)[0]):
+            made = nnx_outline(state)[1]
+            assert {path: held[0].path for path, held in leaves(made).items()} == {
+                "w/u": ("w", "u"),
+                "w/v/0": ("w", "v", "0"),
+            }
+
+    def test_arrays_without_a_variable(self):
+        def make():
+            return nnx.WeightNorm(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
+
+        for state in (make(), watched(make)[0]):
+            made = nnx_outline(state)[1]
+            (scale,) = made.children["scales"].leaves["('kernel',)"]
+            assert (scale.path, scale.shape) == (("scales", "('kernel',)"), (2,))
+            assert scale.kind == ""
+
+    @pytest.mark.parametrize(
+        "wrap, prefix",
+        [
+            (lambda model, tx: model, ()),
+            (lambda model, tx: nnx.ModelAndOptimizer(model, tx), ("model",)),
+            (
+                lambda model, tx: {
+                    "model": model,
+                    "optimizer": nnx.Optimizer(model, tx, wrt=nnx.Param),
+                },
+                ("model",),
+            ),
+            (
+                lambda model, tx: {"a": nnx.ModelAndOptimizer(model, tx), "step": 3},
+                ("a", "model"),
+            ),
+            (lambda model, tx: (nnx.Optimizer(model, tx, wrt=nnx.Param), model), (1,)),
+            (
+                lambda model, tx: {"net": model, "all": nnx.ModelAndOptimizer(model, tx)},
+                ("all", "model"),
+            ),
+        ],
+    )
+    def test_a_model_beside_an_optimizer(self, wrap, prefix):
+        def make():
+            return wrap(Model(rngs=nnx.Rngs(0)), optax.adam(1e-3))
+
+        alone = nnx_outline(Model(rngs=nnx.Rngs(0)))[1]
+        for state, found, made in (watched(make), (make(), *nnx_outline(make()))):
+            assert found == prefix
+            assert str(classes(made)) == str(MODEL)
+            assert leaves(made) == leaves(alone)
+            paths = {leaf.path for leaf in take_apart(state).leaves}
+            assert {(*prefix, *held[0].path) for held in leaves(made).values()} <= paths
+
+    def test_no_model_or_several(self):
+        model = Inner(rngs=nnx.Rngs(0))
+        other = Inner(rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        hint = 'hint: give the model alone, or `{"model": model, "optimizer": optimizer}`'
+        with pytest.raises(TreeMismatchError) as error:
+            nnx_outline({"a": model, "b": other})
+        expected = "one NNX model is needed, not 2: a (Inner), b (Inner)"
+        assert str(error.value) == f"{expected}\n\n{hint}"
+        with pytest.raises(TreeMismatchError) as error:
+            nnx_outline({"b": optimizer})
+        assert str(error.value) == f"one NNX model is needed, not 0: b (Optimizer)\n\n{hint}"
+
+    @pytest.mark.parametrize("pure", [True, False])
+    def test_a_state_has_paths_only(self, pure):
+        model = Model(rngs=nnx.Rngs(0))
+        state = nnx.state(model)
+        state = nnx.to_pure_dict(state) if pure else state
+        prefix, made = nnx_outline(state)
+        assert prefix == ()
+        assert {name: held[0].shape for name, held in leaves(made).items()} == {
+            name: held[0].shape for name, held in leaves(nnx_outline(model)[1]).items()
+        }
+        assert {kind for _, kind in classes(made)} == {""}
+        assert not made.ordered
+
+
+KEYS = st.text("ab_10", min_size=1, max_size=4)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sets(st.lists(KEYS, min_size=2, max_size=5).map(tuple), max_size=12), st.randoms())
+def test_every_leaf_is_in_the_outline_once(paths, rng):
+    paths = {p for p in paths if not any(q != p and q[: len(p)] == p for q in paths)}
+    shuffled = sorted(paths)
+    rng.shuffle(shuffled)
+    tree = {path: array(*range(len(path))) for path in shuffled}
+    for made, cut in ((linen_outline(tree), 1), (path_outline(tree), 0)):
+        found = list(made.all_leaves())
+        assert sorted(leaf.path for leaf in found) == sorted(paths)
+        assert all(leaf.shape == tuple(range(len(leaf.path))) for leaf in found)
+        assert made.filled == bool(paths)
+        for leaf in found:
+            module = made
+            for key in leaf.path[cut:-1]:
+                module = module.children[key]
+            assert leaf in module.leaves[leaf.path[-1]]
+            assert module.path == leaf.path[cut:-1]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sets(st.lists(KEYS, min_size=1, max_size=4).map(tuple), max_size=12), st.randoms())
+def test_what_is_taken_out_of_an_outline_is_gone_and_its_modules_stay(paths, rng):
+    paths = {p for p in paths if not any(q != p and q[: len(p)] == p for q in paths)}
+    gone = {path for path in paths if rng.random() < 0.5}
+    whole = path_outline({path: array(1) for path in paths})
+    less = without(whole, gone)
+    assert {leaf.path for leaf in less.all_leaves()} == paths - gone
+    assert {leaf.path for leaf in whole.all_leaves()} == paths
+    assert str(classes(less)) == str(classes(whole))
+    assert less.filled == bool(paths - gone)
+
+
+def test_what_is_taken_out_of_a_shared_module_is_gone_everywhere():
+    class Shared(nnx.Module):
+        def __init__(self):
+            self.a = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+            self.b = self.a
+
+    made = without(nnx_outline(Shared())[1], [("a", "kernel")])
+    assert made.children["a"] is made.children["b"]
+    assert list(made.children["b"].leaves) == ["bias"]
+    assert made.repeated == {"b"}
+
+
+@given(st.lists(st.lists(KEYS, max_size=4).map(tuple), max_size=8))
+def test_numbers_in_paths_sort_by_their_value(paths):
+    assert sorted(map(natural, paths)) == sorted(natural(path) for path in reversed(paths))
+    assert natural(("layer_9", "x")) < natural(("layer_10",)) < natural(("layer_10", "a"))
+    assert natural(("b",)) < natural(("b1",)) < natural(("b1a",)) < natural(("b2",))

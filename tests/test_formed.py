@@ -1,0 +1,1705 @@
+"""Arrays formed of stored ones: on real checkpoints, against numpy, as Orbax itself reads them."""
+
+import dataclasses
+import itertools
+import json
+import math
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import layouts
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from layouts import bits
+
+import reshard
+from reshard import formed, landing, planner, schedule, store, units, zarr
+from reshard.formed import constant, form
+from reshard.landing import Request, read_arrays
+from reshard.mesh import Mesh, fitting_spec
+from reshard.operations import (
+    Concat,
+    Constant,
+    Crop,
+    Pad,
+    Reshape,
+    Split,
+    Stack,
+    Transpose,
+    Unstack,
+)
+from reshard.planner import ArrayLayout, plan_array
+from reshard.schedule import BOX_OVERHEAD, WINDOW, batches, families
+
+FORMATS = {
+    "zarr2": {},
+    "zarr3": {"use_zarr3": True},
+    "files": {"use_ocdbt": False},
+    "files3": {"use_ocdbt": False, "use_zarr3": True},
+}
+LAYERS = 6
+# name -> shape, spec, dtype. On 2x4 devices a chunk is a shard: layers in one chunk, in two, in one
+# each; parts of a projection in one chunk.
+ARRAYS = {
+    "together": ((LAYERS, 16, 24), P(None, "data", "model"), "float32"),
+    "halves": ((LAYERS, 16, 24), P("data", None, "model"), "float32"),
+    "each": ((8, 16, 24), P(("data", "model")), "float32"),
+    "inner": ((16, LAYERS, 24), P("data", None, "model"), "bfloat16"),
+    "nested": ((2, 3, 8, 16), P(None, None, "data", "model"), "bfloat16"),
+    "qkv": ((16, 36), P("data"), "float32"),
+    "glu": ((16, 64), P("data", "model"), "bfloat16"),
+    "heads": ((16, 4, 8), P("data", "model"), "float16"),
+    "rows": ((4, 8, 16), P("model"), "int8"),
+    "bias": ((36,), P("model"), "float32"),
+    "odd": ((5, 7), P(), "uint32"),
+    **{f"layer_{i}": ((32, 96), P("data", "model"), "float32") for i in range(4)},
+    **{f"norm_{i}": ((24,), P("model"), "bfloat16") for i in range(3)},
+    **{f"flag_{i}": ((), P(), "bool") for i in range(2)},
+}
+
+
+def random(shape, dtype="float32", seed=0):
+    return layouts.random_array(np.random.default_rng(seed), shape, dtype)
+
+
+def put(values, spec, sizes=(2, 4)):
+    return jax.device_put(values, NamedSharding(layouts.mesh(sizes), spec))
+
+
+def write(path, tree, **kwargs):
+    """Saves a tree with Orbax, and opens it."""
+    with ocp.PyTreeCheckpointer(**kwargs) as checkpointer:
+        checkpointer.save(path, tree)
+    return reshard.open(path)
+
+
+def load(path):
+    """What Orbax reads: path -> leaf."""
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        return layouts.saved_leaves(checkpointer.restore(path))
+
+
+def values_of(tree):
+    """Path -> dtype, shape and every bit."""
+    return {path: bits(np.asarray(leaf))[1:] for path, leaf in tree.items()}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A checkpoint of `ARRAYS` in a format, saved when it is first asked for, and its values."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            values = {
+                key: random(shape, dtype, seed)
+                for seed, (key, (shape, _, dtype)) in enumerate(ARRAYS.items())
+            }
+            tree = {key: put(values[key], spec) for key, (_, spec, _) in ARRAYS.items()}
+            path = tmp_path_factory.mktemp(name) / "saved"
+            made[name] = write(path, tree, **FORMATS[name]), values
+        return made[name]
+
+    return get
+
+
+def in_numpy(operation, arrays):
+    """An operation, by numpy."""
+    one = arrays[0] if arrays else None
+    match operation:
+        case Transpose(axes):
+            return [np.transpose(one, axes)]
+        case Reshape(shape):
+            return [one.reshape(shape)]
+        case Split(axis, sizes):
+            return np.split(one, list(itertools.accumulate(sizes))[:-1], axis)
+        case Concat(axis):
+            return [np.concatenate(arrays, axis)]
+        case Stack(axis):
+            return [np.stack(arrays, axis)]
+        case Unstack(axis, count):
+            return [np.take(one, i, axis) for i in range(count)]
+        case Pad(widths, fill):
+            sizes = [a + n + b for n, (a, b) in zip(one.shape, widths, strict=True)]
+            whole = np.full(sizes, np.array(fill, one.dtype), one.dtype)
+            whole[tuple(slice(a, n - b) for n, (a, b) in zip(sizes, widths, strict=True))] = one
+            return [whole]
+        case Crop(widths):
+            inside = (slice(a, n - b) for n, (a, b) in zip(one.shape, widths, strict=True))
+            return [one[tuple(inside)]]
+        case Constant(values):
+            return [values]
+
+
+class Forming:
+    """A tree of handles and the same in numpy, changed side by side.
+
+    Args:
+      ckpt: the checkpoint.
+      values: its values by their only key.
+    """
+
+    def __init__(self, ckpt, values):
+        self.ckpt = ckpt
+        self.handles = {path[0]: ckpt[path] for path in ckpt}
+        self.values = dict(values)
+
+    def step(self, operation, inputs, outputs, keep=False):
+        """Forms arrays; what they are formed of leaves the tree."""
+        handles = [self.handles[name] for name in inputs]
+        arrays = [self.values[name] for name in inputs]
+        for name in () if keep else set(inputs):
+            del self.handles[name], self.values[name]
+        made = form(operation, handles, [(name,) for name in outputs])
+        assert [handle.path for handle in made] == [(name,) for name in outputs]
+        self.handles.update(zip(outputs, made, strict=True))
+        self.values.update(zip(outputs, in_numpy(operation, arrays), strict=True))
+        return self
+
+    def only(self, *names):
+        """Without all others."""
+        self.handles = {name: self.handles[name] for name in names}
+        self.values = {name: self.values[name] for name in names}
+        return self
+
+    def checkpoint(self, sizes=None):
+        """The tree as a checkpoint, on another mesh if `sizes` are given."""
+        leaves = {handle.path: handle for handle in self.handles.values()}
+        ckpt = self.ckpt.replace(leaves, retyped=True)
+        return ckpt if sizes is None else on_mesh(ckpt, sizes)
+
+    @property
+    def expected(self):
+        return values_of({(name,): value for name, value in self.values.items()})
+
+
+def on_mesh(ckpt, sizes):
+    """On another mesh, less the axes that do not fit there."""
+    new = Mesh(("data", "model"), sizes)
+    specs = [
+        (f"^{re.escape(str(handle.path[0]))}$", fitting_spec(handle.shape, new, h.spec))
+        for handle in ckpt.arrays
+        if (h := handle.sharding) is not None
+    ]
+    return reshard.to_mesh(ckpt, layouts.mesh(sizes), specs)
+
+
+def assert_formed(forming, out, sizes=None, **kwargs):
+    """Saved, it is what numpy makes, as Orbax loads it, on the shardings that were planned; and so
+    is what `restore` makes of it without saving. Returns the plan."""
+    ckpt = forming.checkpoint(sizes)
+    planned = reshard.plan(ckpt, out, **kwargs)
+    assert planned.problems == ()
+    done = reshard.save(ckpt, out, **kwargs)
+    assert done.arrays == planned.arrays
+    loaded = load(out)
+    assert values_of(loaded) == forming.expected
+    for path, leaf in loaded.items():
+        on = NamedSharding(layouts.mesh(sizes or (2, 4)), P())
+        entries = [entry or None for entry in ckpt[path].sharding.spec]
+        assert leaf.sharding == NamedSharding(on.mesh, P(*entries)), path
+    assert json.loads((out / "_METADATA").read_text())["tree_metadata"].keys() == {
+        str((name,)) for name in forming.values
+    }
+    live = reshard.restore(ckpt, layouts.mesh(sizes or (2, 4)))
+    assert values_of(layouts.saved_leaves(live)) == forming.expected
+    again = reshard.restore(out, layouts.mesh(sizes or (2, 4)))
+    assert values_of(layouts.saved_leaves(again)) == forming.expected
+    return done
+
+
+def plans_of(plan):
+    return {array.layout.path[0]: array for array in plan.arrays}
+
+
+# Every operation, and chains of them.
+
+
+def names(prefix, count):
+    return [f"{prefix}{i}" for i in range(count)]
+
+
+def unstack(name, axis=0, count=LAYERS):
+    return Unstack(axis, count), [name], names(f"{name}_", count)
+
+
+RECIPES = {
+    "transpose": [(Transpose((2, 0, 1)), ["together"], ["t"]), (Transpose((1, 0)), ["odd"], ["o"])],
+    "reshape": [
+        (Reshape((16, 32)), ["heads"], ["merged"]),
+        (Reshape((16, 4, 9)), ["qkv"], ["divided"]),
+        (Reshape((1, 4, 9)), ["bias"], ["one"]),
+    ],
+    "split": [
+        (Split(1, (18, 18)), ["qkv"], ["q", "kv"]),
+        (Split(-1, (32, 32)), ["glu"], ["gate", "up"]),
+        (Split(0, (4, 8, 24)), ["bias"], ["b0", "b1", "b2"]),
+    ],
+    "concat": [
+        (Concat(1), ["layer_0", "layer_1", "layer_2"], ["joined"]),
+        (Concat(0), ["norm_1", "norm_0"], ["norms"]),
+    ],
+    "stack": [
+        (Stack(0), ["layer_0", "layer_1", "layer_2"], ["s"]),
+        (Stack(-1), ["norm_0", "norm_2"], ["n"]),
+        (Stack(0), ["flag_0", "flag_1"], ["f"]),
+    ],
+    "unstack": [unstack("together"), unstack("halves"), unstack("each", count=8)],
+    "unstack inner": [unstack("inner", 1), unstack("odd", -1, 7)],
+    "pad": [
+        (Pad(((0, 4), (2, 0)), -1.0), ["qkv"], ["padded"]),
+        (Pad(((1, 3), (0, 0), (0, 8)), -7), ["rows"], ["more"]),
+    ],
+    "crop": [
+        (Crop(((0, 4), (2, 2))), ["qkv"], ["cropped"]),
+        (Crop(((1, 1), (0, 0), (8, 0))), ["rows"], ["less"]),
+    ],
+    "unstack then transpose": [
+        unstack("together"),
+        *[(Transpose((1, 0)), [f"together_{i}"], [f"t{i}"]) for i in range(LAYERS)],
+    ],
+    "stack of splits": [
+        *[(Split(0, (16, 16)), [f"layer_{i}"], [f"a{i}", f"b{i}"]) for i in range(3)],
+        (Stack(0), names("a", 3), ["a"]),
+        (Stack(1), names("b", 3), ["b"]),
+    ],
+    "reshape of concat": [
+        (Concat(1), ["layer_0", "layer_1"], ["joined"]),
+        (Reshape((32, 24, 8)), ["joined"], ["divided"]),
+    ],
+    "nested unstack": [
+        (Unstack(0, 2), ["nested"], ["n0", "n1"]),
+        *[(Unstack(0, 3), [f"n{i}"], names(f"n{i}_", 3)) for i in range(2)],
+    ],
+    "unstack of a reshape": [
+        (Reshape((6, 8, 16)), ["nested"], ["flat"]),
+        unstack("flat"),
+    ],
+    "layers of a fused projection": [
+        unstack("together"),
+        *[(Split(1, (12, 12)), [f"together_{i}"], [f"g{i}", f"u{i}"]) for i in range(LAYERS)],
+        *[(Transpose((1, 0)), [f"u{i}"], [f"ut{i}"]) for i in range(LAYERS)],
+    ],
+    "there and back": [
+        unstack("halves"),
+        (Stack(2), names("halves_", LAYERS), ["moved"]),
+        (Transpose((2, 0, 1)), ["moved"], ["back"]),
+    ],
+    "pad then split": [
+        (Pad(((0, 0), (0, 4)), 0), ["qkv"], ["wide"]),
+        (Split(1, (20, 20)), ["wide"], ["l", "r"]),
+        (Crop(((0, 0), (0, 4))), ["r"], ["cropped"]),
+    ],
+    "one array twice": [
+        (Stack(0), ["layer_0", "layer_0"], ["twice"]),
+        (Concat(0), ["norm_0", "norm_0"], ["again"]),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_orbax_loads_what_was_formed(source, tmp_path, name, recipe):
+    forming = Forming(*source(name))
+    for operation, inputs, outputs in RECIPES[recipe]:
+        forming.step(operation, inputs, outputs)
+    as_it_is = next(key for key in forming.handles if key in ARRAYS)
+    forming.only(as_it_is, *(key for key in forming.handles if key not in ARRAYS))
+    before = layouts.hashes(forming.ckpt.source.root)
+    assert_formed(forming, tmp_path / "out", (1, 8))
+    assert layouts.hashes(forming.ckpt.source.root) == before
+
+
+@st.composite
+def steps(draw, shapes, crops=True):
+    """Up to four operations, and for each whether what it takes also stays in the tree as it is.
+
+    Args:
+      draw: of hypothesis.
+      shapes: name -> shape, dtype of the arrays that there are.
+      crops: with crops, whose last boxes may hold less than is decoded for them.
+    """
+    there, made = dict(shapes), []
+    for number in range(draw(st.integers(1, 4))):
+        name = draw(st.sampled_from(sorted(there)))
+        shape, dtype = there[name]
+        rank, inputs = len(shape), [name]
+        axis = draw(st.integers(-rank, rank - 1)) if rank else 0
+        kinds = ["transpose", "reshape", "stack", "pad", *["crop"] * crops]
+        kinds += ["split", "concat", *(["unstack"] if shape[axis] <= 8 else [])] if rank else []
+        kind = draw(st.sampled_from(kinds))
+        if kind in ("stack", "concat"):
+            alike = sorted(other for other, it in there.items() if it == there[name])
+            inputs = draw(st.lists(st.sampled_from(alike), min_size=1, max_size=3))
+        if kind == "transpose":
+            operation = Transpose(tuple(draw(st.permutations(range(rank)))))
+        elif kind == "reshape":
+            count = math.prod(shape)
+            first = draw(st.sampled_from([n for n in range(1, count + 1) if count % n == 0]))
+            operation = Reshape((first, *[1] * draw(st.integers(0, 1)), count // first))
+        elif kind == "split":
+            size = shape[axis]
+            parts = draw(st.sampled_from([n for n in (1, 2, 3) if n <= size]))
+            sizes = (size // parts,) * (parts - 1)
+            operation = Split(axis, (*sizes, size - sum(sizes)))
+        elif kind == "unstack":
+            operation = Unstack(axis, shape[axis])
+        elif kind in ("stack", "concat"):
+            operation = Stack(axis) if kind == "stack" else Concat(axis)
+        else:
+            widths = tuple(
+                (draw(st.integers(0, 2)), draw(st.integers(0, 2)))
+                if kind == "pad" or size > 4
+                else (0, 0)
+                for size in shape
+            )
+            operation = Pad(widths, 1) if kind == "pad" else Crop(widths)
+        new = operation.shapes([there[other][0] for other in inputs])
+        outputs = [f"made{number}_{i}" for i in range(len(new))]
+        keep = draw(st.booleans())
+        if not keep:
+            for other in set(inputs):
+                del there[other]
+        there.update({out: (s, dtype) for out, s in zip(outputs, new, strict=True)})
+        made.append((operation, inputs, outputs, keep))
+    return made
+
+
+@settings(
+    deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    steps({name: (shape, dtype) for name, (shape, _, dtype) in ARRAYS.items()}),
+    st.sampled_from(list(FORMATS)),
+    st.sampled_from([(1, 8), (8, 1), (4, 2), (2, 4), (1, 1)]),
+    st.sampled_from(["shard", "keep", 512]),
+    st.sampled_from(["1GiB", "1MiB"]),
+    st.booleans(),
+)
+def test_any_steps(source, tmp_path_factory, made, name, sizes, chunks, memory, link):
+    forming = Forming(*source(name))
+    for step in made:
+        forming.step(*step)
+    kept = {key for _, inputs, _, keep in made for key in inputs if keep}
+    forming.only(*(key for key in forming.handles if key in kept or key not in ARRAYS))
+    out = tmp_path_factory.mktemp("any") / "out"
+    plan = assert_formed(forming, out, sizes, chunks=chunks, max_memory=memory, link=link)
+    assert plan.peak_memory <= (1 << 30 if memory == "1GiB" else 1 << 20)
+    shutil.rmtree(out)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_shardings_follow_their_dimensions(source, name):
+    ckpt, values = source(name)
+    forming = Forming(ckpt, values)
+    for step in [
+        unstack("together"),
+        (Stack(0, ("data",)), ["norm_0", "norm_1"], ["norms"]),
+        (Stack(0, ("data",)), ["layer_0", "layer_1"], ["layers"]),
+        (Stack(0, ("data",)), ["norm_2"], ["norm"]),
+        (Reshape((16, 32)), ["heads"], ["merged"]),
+        (Concat(1), ["layer_2", "layer_3"], ["joined"]),
+        (Split(0, (6, 30)), ["bias"], ["b0", "b1"]),
+    ]:
+        forming.step(*step)
+    mesh = ckpt["together"].sharding.mesh
+    specs = {
+        "together_3": (("data",), ("model",)),
+        "norms": (("data",), ("model",)),
+        "layers": (("data",), (), ("model",)),  # an axis splits one dimension, the first
+        "norm": ((), ("model",)),  # 1 does not divide by 2
+        "merged": (("data",), ("model",)),
+        "joined": (("data",), ("model",)),
+        "b0": ((),),  # 6 does not divide by 4
+        "b1": ((),),
+    }
+    for key, spec in specs.items():
+        handle = forming.handles[key]
+        assert (handle.sharding.mesh, handle.sharding.spec) == (mesh, spec), key
+        assert handle.saved_sharding == handle.sharding
+
+
+def test_host_values_and_single_devices(tmp_path):
+    """Numpy arrays stay on the host; scalars that become an array are one on the host."""
+    tree = {
+        "host": {"a": random((6, 4), "float64"), "b": random((6, 4), "float64", 1)},
+        "count": {"a": 3, "b": 1 << 40},
+        "rate": [0.5, 0.25],
+        "single": {"a": jnp.asarray(random((4, 6))), "b": jnp.asarray(random((4, 6), seed=1))},
+    }
+    ckpt = write(tmp_path / "in", tree)
+    leaves = [
+        *form(Stack(0), [ckpt["host", "a"], ckpt["host", "b"]], [("host",)]),
+        *form(Unstack(1, 4), [ckpt["host", "a"]], [("part", i) for i in range(4)]),
+        *form(Stack(0), [ckpt["count", "a"], ckpt["count", "b"]], [("counts",)]),
+        *form(Reshape((1,)), [ckpt["rate", 0]], [("rate",)]),
+        *form(Reshape(()), [ckpt["rate", 1]], [("scalar",)]),
+        *form(Concat(0), [ckpt["single", "a"], ckpt["single", "b"]], [("single",)]),
+    ]
+    new = ckpt.replace({leaf.path: leaf for leaf in leaves}, retyped=True)
+    assert [leaf.value_type for leaf in leaves] == ["np.ndarray"] * 7 + ["scalar", "jax.Array"]
+    reshard.save(new, tmp_path / "out")
+    got = load(tmp_path / "out")
+    a, b = tree["host"].values()
+    expected = {
+        ("host",): np.stack([a, b]),
+        **{("part", i): a[:, i] for i in range(4)},
+        ("counts",): np.array([3, 1 << 40]),
+        ("rate",): np.array([0.5]),
+        ("single",): np.concatenate([tree["single"]["a"], tree["single"]["b"]]),
+    }
+    assert got.pop(("scalar",)) == 0.25
+    assert values_of(got) == values_of(expected)
+    assert {path: isinstance(leaf, jax.Array) for path, leaf in got.items()} == {
+        path: path == ("single",) for path in expected
+    }
+    assert got["single",].sharding == tree["single"]["a"].sharding
+    live = reshard.restore(new, layouts.mesh((1, 8)))
+    assert live.pop("scalar") == 0.25
+    assert values_of(layouts.saved_leaves(live)) == values_of(expected)
+
+
+# Chunks that stay as they are.
+
+MOVES = {
+    "stack": [
+        (Stack(0), names("layer_", 4), ["s"]),
+        (Stack(1), names("norm_", 3), ["n"]),
+        (Stack(0), ["flag_0", "flag_1"], ["f"]),
+    ],
+    "unstack": [unstack("each", count=8)],
+    "unstack and stack again": [
+        unstack("each", count=8),
+        (Stack(2), ["each_7", "each_3", "each_0"], ["some"]),
+    ],
+    "nested": [
+        (Stack(0), ["layer_0", "layer_1"], ["a"]),
+        (Stack(0), ["layer_2", "layer_3"], ["b"]),
+        (Stack(1), ["a", "b"], ["both"]),
+    ],
+    "there and back": [
+        (Stack(0), names("layer_", 4), ["s"]),
+        (Unstack(0, 4), ["s"], names("again_", 4)),
+    ],
+}
+
+
+def places(steps, forming):
+    """For each array the stored chunks that it is made of: place in its grid -> name, place in the
+    grid of the stored one. By numpy, from grids of chunks."""
+    grids = {}
+    for path, handle in ((handle.path[0], handle) for handle in forming.ckpt.arrays):
+        grid = [math.ceil(n / c) for n, c in zip(handle.shape, handle.chunk_shape, strict=True)]
+        array = np.empty(grid, object)
+        for place in np.ndindex(*grid):
+            array[place] = (path, place)
+        grids[path] = array
+    for operation, inputs, outputs in steps:
+        made = [grids.pop(name) for name in inputs]
+        if isinstance(operation, Stack):
+            grids[outputs[0]] = np.stack(made, operation.axis)
+        else:
+            parts = np.moveaxis(made[0], operation.axis, 0)
+            for i, output in enumerate(outputs):
+                part = np.empty(parts.shape[1:], object)
+                part[...] = parts[i]
+                grids[output] = part
+    return {name: dict(np.ndenumerate(grids[name])) for name in forming.handles}
+
+
+def stored(ckpt, name):
+    """Place in the grid -> stored bytes of a chunk, of an array that is stored as it is."""
+    handle = ckpt[name]
+    document = json.loads(handle.metadata)
+    below = handle.store.kvstore(handle.name)
+    return {
+        zarr.chunk_index(document, key): below.read(key).result().value
+        for key in handle.store.values[handle.name]
+        if key != handle.store.metadata_key
+    }
+
+
+@pytest.fixture
+def undecoded(monkeypatch):
+    """Nothing may be read as an array."""
+
+    def opened(*args):
+        raise AssertionError("an array was opened")
+
+    monkeypatch.setattr(store.ArrayStore, "open_array", opened)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("link", [True, False])
+@pytest.mark.parametrize("moves", MOVES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_whole_chunks_are_moved_undecoded(source, tmp_path, undecoded, name, moves, link):
+    original, values = source(name)
+    copy = tmp_path / "copy"
+    shutil.copytree(original.source.root, copy)
+    forming = Forming(reshard.open(copy), values)
+    for operation, inputs, outputs in MOVES[moves]:
+        forming.step(operation, inputs, outputs)
+    ckpt = forming.checkpoint()
+    plan = reshard.save(ckpt, tmp_path / "out", link=link)
+    assert all(array.moved for array in plan.arrays)
+    assert {array.passes for array in plan.arrays} == {1.0}
+    links = link and original.source.store.ocdbt
+    whole = {key: stored(original, key) for key in ARRAYS}
+    expected = {
+        key: {place: whole[old][there] for place, (old, there) in made.items()}
+        for key, made in places(MOVES[moves], forming).items()
+    }
+    moved = sum(len(chunk) for chunks in expected.values() for chunk in chunks.values())
+    expected_bytes = (0 if links else moved) + plan.other_bytes
+    assert (plan.bytes_read, plan.bytes_written) == (expected_bytes, expected_bytes)
+    inodes = layouts.data_inodes(copy), layouts.data_inodes(tmp_path / "out")
+    assert bool(set(inodes[0]) & set(inodes[1])) == links
+    if links:  # what is new holds no chunk
+        new = set(inodes[1]) - set(inodes[0])
+        fresh = b"".join((tmp_path / "out" / inodes[1][inode]).read_bytes() for inode in new)
+        held = [chunk for chunks in expected.values() for chunk in chunks.values()]
+        chunks = [chunk for chunk in held if len(chunk) > 1024]  # less is inside the B-tree
+        assert chunks and not any(chunk in fresh for chunk in chunks)
+    shutil.rmtree(copy)
+    out = reshard.open(tmp_path / "out")
+    assert {key: stored(out, key) for key in forming.handles} == expected
+    assert values_of(load(tmp_path / "out")) == forming.expected
+    undecoded.undo()
+    for handle in out.arrays:
+        assert bits(np.asarray(handle.view().read().result()))[1:] == forming.expected[handle.path]
+
+
+def test_the_bytes_that_are_moved_are_counted_exactly(tmp_path):
+    """Layers that compress differently."""
+    values = random((4, 64, 64))
+    values[1:3] = np.arange(3 * 64, dtype="float32").reshape(3, 1, 64)[1:]
+    ckpt = write(tmp_path / "in", {"w": put(values, P("model"))}, use_ocdbt=False)
+    forming = Forming(ckpt, {"w": values}).step(*unstack("w", count=4))
+    plan = reshard.save(forming.checkpoint(), tmp_path / "out")
+    sizes = [
+        sum(len(chunk) for place, chunk in stored(ckpt, "w").items() if place[0] == i)
+        for i in range(4)
+    ]
+    assert [array.bytes_written for array in plan.arrays] == sizes
+    assert sizes[1] * 10 < sizes[0]
+
+
+@pytest.mark.parametrize("link", [True, False])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_stack_beside_what_it_is_made_of(source, tmp_path, undecoded, name, link):
+    """All arrays of the source are kept as they are, and their chunks are in another one too."""
+    forming = Forming(*source(name))
+    forming.step(Stack(0), names("layer_", 4), ["s"], keep=True)
+    plan = reshard.save(forming.checkpoint(), tmp_path / "out", link=link)
+    assert all(array.moved for array in plan.arrays)
+    assert values_of(load(tmp_path / "out")) == forming.expected
+
+
+def test_only_some_of_the_chunks_are_linked(source, tmp_path, undecoded):
+    """Where little of a data file stays in use it is not shared."""
+    ckpt, values = source("zarr2")
+    forming = Forming(ckpt, values).step(*unstack("each", count=8)).only("each_5")
+    plan = reshard.save(forming.checkpoint(), tmp_path / "out")
+    (array,) = plan.arrays
+    assert array.moved and array.bytes_written == len(stored(ckpt, "each")[5, 0, 0])
+    assert not set(layouts.data_inodes(ckpt.source.root)) & set(
+        layouts.data_inodes(tmp_path / "out")
+    )
+    assert values_of(load(tmp_path / "out")) == forming.expected
+
+
+@pytest.mark.parametrize("link", [True, False])
+@pytest.mark.parametrize("name", ["zarr2", "zarr3"])
+def test_chunks_of_databases_that_were_never_merged(source, tmp_path, undecoded, name, link):
+    """Each of three processes has its own, with every third chunk of each array."""
+    merged, values = source(name)
+    path = tmp_path / "unmerged"
+    ignored = shutil.ignore_patterns("d", "manifest.ocdbt", "ocdbt.process_*")
+    shutil.copytree(merged.source.root, path, ignore=ignored)
+
+    def database(directory):
+        base = {"driver": "file", "path": f"{directory}/"}
+        return ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
+
+    whole = database(merged.source.root)
+    parts = [database(path / f"ocdbt.process_{i}") for i in range(3)]
+    with ts.Transaction() as together:
+        for number, key in enumerate(sorted(whole.list().result())):
+            value = whole.read(key).result().value
+            for part in parts if key.endswith((b".zarray", b".json")) else [parts[number % 3]]:
+                part.with_transaction(together).write(key, value).result()
+    forming = Forming(reshard.open(path), values)
+    assert len(forming.ckpt.source.store.parts) == 3
+    for operation, inputs, outputs in MOVES["stack"] + MOVES["unstack"]:
+        forming.step(operation, inputs, outputs)
+    plan = reshard.save(forming.checkpoint(), tmp_path / "out", link=link)
+    assert all(array.moved for array in plan.arrays)
+    moved = 0 if link else sum(array.layout.stored_bytes for array in plan.arrays)
+    assert plan.bytes_written == moved + plan.other_bytes
+    shutil.rmtree(path)
+    assert values_of(load(tmp_path / "out")) == forming.expected
+
+
+def test_whole_chunks_are_rewritten_where_the_mesh_asks_for_it(source, tmp_path):
+    """A step's chunks may be moved in one array and decoded in another of the same stored one."""
+    forming = Forming(*source("zarr2"))
+    forming.step(*unstack("each", count=8)).step(Transpose((1, 0)), ["each_1"], ["t"])
+    specs = [("each_[0-3]", "model"), ("t", "")]
+    ckpt = reshard.to_mesh(forming.checkpoint(), "data=1,model=8", [*specs, (".*", "")])
+    plan = reshard.save(ckpt, tmp_path / "out")
+    moved = {name for name, array in plans_of(plan).items() if array.moved}
+    assert {"each_4", "each_7"} <= moved and not {"each_0", "each_2", "t"} & moved
+    assert values_of(load(tmp_path / "out")) == forming.expected
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_operations_that_need_decoding(source, keep):
+    """Only stacks and parts of whole chunks are moved."""
+    forming = Forming(*source("zarr2"))
+    for step in [
+        (Transpose((1, 0)), ["layer_0"], ["transposed"]),
+        (Concat(0), ["layer_1", "layer_2"], ["joined"]),
+        (Split(0, (16, 16)), ["layer_3"], ["a", "b"]),
+        (Reshape((16, 2, 32)), ["glu"], ["divided"]),
+        (Pad(((0, 8), (0, 0)), 0), ["qkv"], ["padded"]),
+        (Crop(((0, 2), (0, 0))), ["odd"], ["cropped"]),
+        unstack("together"),
+    ]:
+        forming.step(*step)
+    made = {key for key, handle in forming.handles.items() if handle.formed is not None}
+    plan = reshard.plan(forming.checkpoint(), chunks="keep" if keep else "shard")
+    assert made == {key for key, array in plans_of(plan).items() if not array.moved}
+
+
+# Arrays of different kinds.
+
+
+def rewritten(path, name, **metadata):
+    """Writes an array of a plain checkpoint anew, with the same values and another encoding."""
+    ckpt = reshard.open(path)
+    handle = ckpt[name]
+    values = np.asarray(handle.view().read().result())
+    document = json.loads(handle.metadata) | metadata
+    shutil.rmtree(path / name)
+    array = ts.open(
+        {
+            "driver": handle.store.driver,
+            "kvstore": f"file://{path}/{name}/",
+            "metadata": document,
+            "store_data_equal_to_fill_value": True,
+        },
+        create=True,
+    ).result()
+    array.write(values).result()
+
+
+ENCODINGS = {
+    "files": [
+        {"compressor": {"id": "zstd", "level": 5}},
+        {"compressor": None},
+        {"order": "F"},
+        {"dimension_separator": "/"},
+        {"fill_value": 1.5},
+        {"chunks": [8, 24]},
+        {"chunks": [12, 64]},
+    ],
+    "files3": [
+        {"codecs": [{"name": "bytes", "configuration": {"endian": "little"}}]},
+        {"codecs": [{"name": "bytes", "configuration": {"endian": "big"}}]},
+        {"chunk_key_encoding": {"name": "v2"}},
+        {"fill_value": 1.5},
+        {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [16, 12]}}},
+    ],
+}
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize(
+    ("name", "encoding"), [(name, e) for name, some in ENCODINGS.items() for e in some]
+)
+def test_arrays_that_are_encoded_differently(source, tmp_path, name, encoding, count):
+    """They are decoded to become one; as long as all of them are stored alike, chunks may move."""
+    original, values = source(name)
+    path = tmp_path / "in"
+    shutil.copytree(original.source.root, path)
+    if "chunk_grid" in encoding:  # inner chunks have to fit
+        bare = {"codecs": [{"name": "bytes", "configuration": {"endian": "little"}}]}
+        encoding = encoding | bare
+    for i in range(count):
+        rewritten(path, f"layer_{i}", **encoding)
+    forming = Forming(reshard.open(path), values)
+    forming.step(Stack(0), names("layer_", 4), ["s"])
+    alike = count == 4 and zarr.encoding(json.loads(forming.handles["s"].metadata)) is not None
+    plan = assert_formed(forming, tmp_path / "out", chunks="keep")
+    assert plans_of(plan)["s"].moved == alike
+
+
+def test_inner_chunks_are_not_moved(tmp_path):
+    """A shard of zarr v3 that holds several chunks is another thing with an axis more."""
+    tree = {f"l_{i}": put(random((16, 64), seed=i), P("data")) for i in range(3)}
+    some = {key: ocp.SaveArgs(chunk_byte_size=512) for key in tree}
+    arguments = ocp.args.PyTreeSave(tree, save_args=some)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_zarr3=True)) as checkpointer:
+        checkpointer.save(tmp_path / "in", arguments)
+    for name in tree:
+        rechunked(tmp_path / "in", name)
+    values = {key: np.asarray(value) for key, value in tree.items()}
+    forming = Forming(reshard.open(tmp_path / "in"), values)
+    forming.step(Stack(0), list(tree), ["s"])
+    plan = assert_formed(forming, tmp_path / "out", chunks="keep")
+    assert not plans_of(plan)["s"].moved
+
+
+def rechunked(path, name):
+    """Gives an array of an OCDBT checkpoint shards of two chunks each."""
+    ckpt = reshard.open(path)
+    handle = ckpt[name]
+    values = np.asarray(handle.view().read().result())
+    document = json.loads(handle.metadata)
+    document["chunk_grid"]["configuration"]["chunk_shape"] = [8, 64]
+    (codec,) = document["codecs"]
+    codec["configuration"]["chunk_shape"] = [4, 64]
+    base = {"driver": "ocdbt", "base": f"file://{path}/", "path": f"{name}/"}
+    ts.KvStore.open(base).result().delete_range(ts.KvStore.KeyRange()).result()
+    spec = {"driver": "zarr3", "kvstore": base, "metadata": document}
+    ts.open(spec, create=True).result().write(values).result()
+    assert zarr.encoding(document) is None
+
+
+def mismatch(operation, handles, outputs=1):
+    with pytest.raises(reshard.TreeMismatchError) as error:
+        form(operation, handles, [("made", i) for i in range(outputs)])
+    return str(error.value)
+
+
+def test_arrays_of_different_dtypes_are_refused(source):
+    ckpt, _ = source("zarr2")
+    narrow = reshard.cast(ckpt, "bfloat16", "layer_1")
+    assert mismatch(Stack(0), [ckpt["layer_0"], narrow["layer_1"]]) == (
+        "arrays of different kinds cannot become one\n"
+        "  layer_0  float32[32,96] P('data', 'model') jax.Array\n"
+        "  layer_1  bfloat16[32,96] P('data', 'model') jax.Array, stored as float32"
+    )
+    assert mismatch(Concat(0), [ckpt["norm_0"], narrow["bias"]]) == (
+        "arrays of different kinds cannot become one\n"
+        "  norm_0  bfloat16[24] P('model') jax.Array\n"
+        "  bias  float32[36] P('model') jax.Array"
+    )
+
+
+def test_arrays_that_are_stored_in_different_dtypes_are_refused(source):
+    """Though they are read as one dtype."""
+    ckpt, _ = source("zarr2")
+    cast = reshard.cast(ckpt, "bfloat16", "bias")
+    assert mismatch(Concat(0), [ckpt["norm_0"], cast["bias"]]) == (
+        "arrays of different kinds cannot become one\n"
+        "  norm_0  bfloat16[24] P('model') jax.Array\n"
+        "  bias  bfloat16[36] P('model') jax.Array, stored as float32"
+    )
+
+
+def test_leaves_of_different_kinds_are_refused(tmp_path):
+    tree = {"a": random((4,)), "b": put(random((4,)), P()), "n": 3, "f": 0.5}
+    ckpt = write(tmp_path / "in", tree)
+    assert mismatch(Stack(0), [ckpt["a"], ckpt["b"]]) == (
+        "arrays of different kinds cannot become one\n"
+        "  a  float32[4] np.ndarray\n"
+        "  b  float32[4] P() jax.Array"
+    )
+    assert mismatch(Stack(0), [ckpt["n"], ckpt["f"]]) == (
+        "arrays of different kinds cannot become one\n  n  int64[] scalar\n  f  float64[] scalar"
+    )
+
+
+def test_what_does_not_apply_is_refused(source):
+    ckpt, _ = source("zarr2")
+    assert (
+        mismatch(Transpose((1, 0)), [ckpt["together"]]) == "axes [1, 0] do not reorder [6, 16, 24]"
+    )
+    assert mismatch(Stack(0), [ckpt["layer_0"], ckpt["qkv"]]) == (
+        "[32, 96] and [16, 36] cannot be stacked"
+    )
+
+
+def test_keys_are_refused(tmp_path):
+    keys = jax.random.split(jax.random.key(3), 4)
+    ckpt = write(tmp_path / "in", {"rng": {"keys": keys}, "w": jnp.ones((4, 2))})
+    for operation, count in [(Unstack(0, 4), 4), (Transpose((1, 0)), 1), (Stack(0), 1)]:
+        assert mismatch(operation, [ckpt["rng", "keys"]], count) == (
+            "rng/keys: PRNG keys are only moved as they are"
+        )
+
+
+def test_arrays_without_elements_are_refused(source):
+    """Orbax neither saves nor loads them."""
+    ckpt, _ = source("zarr2")
+    assert mismatch(Split(0, (0, 36, 0)), [ckpt["bias"]], 3) == (
+        "Orbax stores no arrays without elements\n  made/0  float32[0]\n  made/2  float32[0]"
+    )
+    assert mismatch(Crop(((16, 16), (0, 0))), [ckpt["layer_0"]]) == (
+        "Orbax stores no arrays without elements\n  made/0  float32[0, 96]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "fill", "text"),
+    [
+        ("rows", "int8", 0.5, "rows: int8 has no value 0.5"),
+        ("rows", "int8", 200, "rows: int8 has no value 200"),
+        ("odd", "uint32", -1, "odd: uint32 has no value -1"),
+        ("odd", "uint32", float("nan"), "odd: uint32 has no value nan"),
+        ("flag_0", "bool", 2, "flag_0: bool has no value 2"),
+        ("heads", "float16", 1e6, "heads: float16 has no value 1000000.0"),
+        ("heads", "float16", 0.1, None),
+        ("heads", "float16", float("-inf"), None),
+        ("norm_0", "bfloat16", float("nan"), None),
+        ("rows", "int8", -128, None),
+        ("flag_0", "bool", True, None),
+    ],
+)
+def test_fills(source, tmp_path, name, dtype, fill, text):
+    forming = Forming(*source("zarr3"))
+    operation = Pad(((0, 0),) * len(ARRAYS[name][0]), fill)
+    if text is not None:
+        assert mismatch(operation, [forming.ckpt[name]]) == text
+        return
+    widths = ((1, 0),) * len(ARRAYS[name][0])
+    forming.step(Pad(widths, fill), [name], ["padded"]).only("padded")
+    assert_formed(forming, tmp_path / "out")
+
+
+def test_fills_of_every_dtype(tmp_path):
+    values = {name: random((2, 3), name, 5) for name in layouts.DTYPES}
+    ckpt = write(tmp_path / "in", {name: put(x, P()) for name, x in values.items()})
+    forming = Forming(ckpt, values)
+    for name in values:
+        forming.step(Pad(((0, 1), (1, 0)), 1), [name], [f"{name}_padded"])
+    assert_formed(forming, tmp_path / "out")
+
+
+COLLISION = (
+    "two leaves were saved under one name, so one of them has overwritten the other\n"
+    "  a/b.c and a.b/c are both stored as `a.b.c`\n\n"
+    "hint: drop both: --drop 'a/b.c' --drop 'a.b/c'"
+)
+
+
+@pytest.mark.parametrize("places", [(0,), (1, 0), (0, 1, 2)])
+def test_leaves_that_were_saved_under_one_name_are_refused(tmp_path, places):
+    """Wherever they are among the inputs."""
+    tree = {"a": {"b.c": random((4,))}, "a.b": {"c": random((4,), seed=1)}, "d": random((4,))}
+    ckpt = write(tmp_path / "in", tree)
+    one, *others = ckpt["a", "b.c"], ckpt["d"], ckpt["d"]
+    handles = [one if place == max(places) else others[0] for place in places]
+    with pytest.raises(reshard.CorruptCheckpointError) as error:
+        form(Concat(0), handles, [("made",)])
+    assert str(error.value) == COLLISION
+
+
+# Chunks that are not there.
+
+
+@pytest.fixture
+def sparse(source, tmp_path):
+    """A checkpoint in which absent chunks hold the fill value, and some are absent."""
+
+    def get(name, fills=True):
+        original, values = source(name)
+        path = tmp_path / "sparse"
+        shutil.copytree(original.source.root, path)
+        document = json.loads((path / "_METADATA").read_text())
+        document["store_array_data_equal_to_fill_value"] = not fills
+        (path / "_METADATA").write_text(json.dumps(document))
+        values = {key: value.copy() for key, value in values.items()}
+        handles = {handle.path[0]: handle for handle in original.arrays}
+        absent = [("layer_1", (0, 2)), ("layer_2", (1, 0)), ("each", (3, 0, 0)), ("norm_2", (1,))]
+        absent += [("together", (0, 1, 1)), ("qkv", (3, 0)), ("flag_1", ())]
+        for key, place in absent:
+            document = json.loads(handles[key].metadata)
+            (path / key / zarr.chunk_key(document, place)).unlink()
+            chunk = handles[key].chunk_shape
+            box = tuple(slice(i * c, (i + 1) * c) for i, c in zip(place, chunk, strict=True))
+            values[key][box] = np.zeros((), values[key].dtype)
+        return Forming(reshard.open(path), values)
+
+    return get
+
+
+@pytest.mark.parametrize("name", ["files", "files3"])
+def test_absent_chunks_stay_the_fill_value(sparse, tmp_path, name):
+    forming = sparse(name)
+    chunks = [
+        sum(len(forming.ckpt.source.store.values[key]) - 1 for key in made)
+        for made in (names("layer_", 4), ["each"])
+    ]
+    for step in [
+        (Stack(0), names("layer_", 4), ["s"]),
+        (Stack(1), names("norm_", 3), ["n"]),
+        (Stack(0), ["flag_0", "flag_1"], ["f"]),
+        unstack("each", count=8),
+        unstack("together"),
+        (Split(1, (20, 16)), ["qkv"], ["q", "kv"]),
+        (Transpose((1, 0)), ["q"], ["qt"]),
+    ]:
+        forming.step(*step)
+    plan = assert_formed(forming, tmp_path / "out")
+    by_name = plans_of(plan)
+    assert all(by_name[key].moved for key in ("s", "n", "f", *names("each_", 8)))
+    values = reshard.open(tmp_path / "out").source.store.values
+    assert len(values["s"]) - 1 == chunks[0] == 4 * 8 - 2
+    assert sum(len(values[key]) - 1 for key in names("each_", 8)) == chunks[1] == 7
+
+
+def test_missing_chunks_are_found_before_anything_is_written(sparse, tmp_path):
+    """Where they do not stand for a fill value."""
+    forming = sparse("files", fills=False)
+    forming.step(Stack(0), names("layer_", 4), ["s"]).step(*unstack("together"))
+    forming.step(Transpose((1, 0)), ["qkv"], ["t"])
+    forming.only("s", "together_0", "t")
+    with pytest.raises(reshard.CorruptCheckpointError) as error:
+        reshard.save(forming.checkpoint(), tmp_path / "out")
+    assert str(error.value) == (
+        "3 problems\n"
+        "  layer_1: 1 of its 8 stored chunks are missing\n"
+        "  together: 1 of its 8 stored chunks are missing\n"
+        "  qkv: 1 of its 8 stored chunks are missing"
+    )
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(reshard.CorruptCheckpointError) as error:
+        reshard.restore(forming.checkpoint(), layouts.mesh((1, 8)))
+    assert str(error.value) == (
+        "stored chunks are missing\n"
+        "  layer_1: 1 of its 8 stored chunks are missing\n"
+        "  together: 1 of its 8 stored chunks are missing\n"
+        "  qkv: 1 of its 8 stored chunks are missing"
+    )
+
+
+# Values in memory.
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("like", ["layer_0", "odd", "flag_0", "stacked"])
+def test_constants(source, tmp_path, name, like):
+    """Of every dtype and rank, stored as any other array is."""
+    forming = Forming(*source(name)).step(Stack(0), ["norm_0", "norm_1"], ["stacked"])
+    given_values = {
+        **{f"{dtype}_": random((3, 5), dtype) for dtype in layouts.DTYPES},
+        "none": np.zeros((4, 2), "float32"),
+        "scalar": np.asarray(np.float32(2.5)),
+        "turned": np.arange(12, dtype="int16").reshape(3, 4).T,
+    }
+    for key, values in given_values.items():
+        forming.handles[key] = constant((key,), values, forming.handles[like])
+        forming.values[key] = values
+    forming.only("odd", *given_values)
+    out = tmp_path / "out"
+    plan = assert_formed(forming, out, (1, 8))
+    assert {array.layout.stored_bytes for array in plans_of(plan).values()} == {
+        0,
+        plans_of(plan)["odd"].layout.stored_bytes,
+    }
+
+
+def test_a_constant_of_keys(source, tmp_path):
+    ckpt, _ = source("zarr2")
+    keys = jax.random.split(jax.random.key(7), 3)
+    data = np.asarray(jax.random.key_data(keys))
+    made = constant(("rng",), data, ckpt["layer_0"], key_impl="threefry2x32")
+    new = reshard.to_mesh(ckpt.replace({made.path: made}, retyped=True), "data=1,model=8")
+    reshard.save(new, tmp_path / "out")
+    assert bits(load(tmp_path / "out")["rng",]) == bits(keys)
+    assert bits(reshard.restore(new, layouts.mesh((1, 8)))["rng"]) == bits(keys)
+
+
+# Casts.
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("name", FORMATS)
+def test_casts_before_and_after(source, tmp_path, name, first):
+    """Whatever order they are in, values are moved and rounded once."""
+    ckpt, values = source(name)
+    cast = reshard.cast(ckpt, "bfloat16", ["**"]) if first else ckpt
+    forming = Forming(cast, values)
+    for step in [
+        unstack("together"),
+        (Transpose((1, 0)), ["together_2"], ["t"]),
+        (Stack(0), names("layer_", 4), ["s"]),
+        (Split(1, (20, 16)), ["qkv"], ["q", "kv"]),
+        (Pad(((0, 4),), 0.1), ["bias"], ["padded"]),
+        unstack("each", count=8),
+    ]:
+        forming.step(*step)
+    new = forming.checkpoint((1, 8))
+    new = new if first else reshard.cast(new, "bfloat16", "**")
+    plan = reshard.save(new, tmp_path / "out")
+    for key, array in plans_of(plan).items():
+        assert not (array.moved and forming.values[key].dtype in (np.float32, np.float16))
+    live = layouts.saved_leaves(reshard.restore(new, layouts.mesh((1, 8))))
+    for got in (load(tmp_path / "out"), live):
+        for path, leaf in got.items():
+            expected = forming.values[path[0]]
+            if expected.dtype in (np.float32, np.float16):
+                with np.errstate(invalid="ignore", over="ignore"):
+                    expected = expected.astype(jnp.bfloat16)
+            one, other = np.asarray(leaf), np.asarray(expected)
+            assert one.dtype == other.dtype
+            if one.dtype == jnp.bfloat16:
+                nan = np.isnan(other)
+                assert (np.isnan(one) == nan).all()
+                one, other = one[~nan], other[~nan]
+            assert one.tobytes() == other.tobytes(), path
+
+
+def test_float64_is_rounded_once(tmp_path):
+    """To the nearest bfloat16; by way of float32 these would become ties, and go to even."""
+    tie = 1 + 2.0**-8  # between 1 and 1 + 2**-7
+    above, below = tie + 2.0**-40, tie - 2.0**-40
+    odd = tie + 2.0**-7  # between 1 + 2**-7 and 1 + 2**-6
+    values = np.array([[above, below, tie], [-above, odd - 2.0**-40, odd]])
+    step = 2.0**-7
+    rounded = np.array([[1 + step, 1, 1], [-1 - step, 1 + step, 1 + 2 * step]])
+    ckpt = write(tmp_path / "in", {"a": values, "b": values * 2})
+    for first in (True, False):
+        cast = reshard.cast(ckpt, "bfloat16") if first else ckpt
+        leaves = [
+            *form(Stack(0), [cast["a"], cast["b"]], [("s",)]),
+            *form(Transpose((1, 0)), [cast["a"]], [("t",)]),
+            *form(Unstack(1, 3), [cast["b"]], [("u", i) for i in range(3)]),
+        ]
+        new = cast.replace({leaf.path: leaf for leaf in leaves}, retyped=True)
+        new = new if first else reshard.cast(new, "bfloat16")
+        out = tmp_path / f"out{first}"
+        reshard.save(new, out)
+        expected = {
+            ("s",): np.stack([rounded, rounded * 2]),
+            ("t",): rounded.T,
+            **{("u", i): rounded[:, i] * 2 for i in range(3)},
+        }
+        expected = {path: x.astype(jnp.bfloat16) for path, x in expected.items()}
+        assert values_of(load(out)) == values_of(expected)
+        live = reshard.restore(new, layouts.mesh((1, 8)))
+        assert values_of(layouts.saved_leaves(live)) == values_of(expected)
+
+
+# Each chunk once, and in how much memory.
+
+LARGE = {
+    "together": ((8, 64, 64), P(None, "data", "model")),
+    "halves": ((8, 64, 64), P("data", None, "model")),
+    "qkv": ((64, 192), P("data", "model")),
+    "qkv3": ((4, 64, 32), P(None, "data", "model")),
+    "layer_0": ((64, 64), P("data", "model")),
+    "layer_1": ((64, 64), P("data", "model")),
+}
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A checkpoint whose chunks do not compress: stored bytes go by elements."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            values = {
+                key: random(shape, "float32", seed)
+                for seed, (key, (shape, _)) in enumerate(LARGE.items())
+            }
+            tree = {key: put(values[key], spec) for key, (_, spec) in LARGE.items()}
+            path = tmp_path_factory.mktemp(f"large_{name}") / "saved"
+            made[name] = write(path, tree, **FORMATS[name]), values
+        return made[name]
+
+    return get
+
+
+def bytes_read():
+    """Bytes that TensorStore has read from files so far."""
+    metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(value["value"] for metric in metrics for value in metric["values"])
+
+
+class Chunks:
+    """By numpy: for each element of formed arrays the stored chunk that holds it.
+
+    Attributes:
+      elements: elements of each chunk.
+    """
+
+    def __init__(self):
+        self.elements = []
+        self._of = {}
+
+    def of(self, handle):
+        """An array of the numbers of chunks, -1 for what is in none."""
+        key = handle.name if handle.formed is None else (id(handle.formed), handle.part)
+        if key in self._of:
+            return self._of[key]
+        if handle.formed is None:
+            result = np.empty(handle.shape, int)
+            for box in planner.grid_boxes(handle.shape, handle.chunk_shape):
+                result[box] = len(self.elements)
+                self.elements.append(result[box].size)
+        else:
+            operation = handle.formed.operation
+            if isinstance(operation, Pad):
+                operation = dataclasses.replace(operation, fill=-1)
+            if isinstance(operation, Constant):
+                operation = Constant(np.full(handle.shape, -1))
+            result = in_numpy(operation, list(map(self.of, handle.formed.inputs)))[handle.part]
+        self._of[key] = result
+        return result
+
+    def touched(self, pairs):
+        """Elements of all the chunks that boxes of arrays touch."""
+        found = {n for handle, box in pairs for n in np.unique(self.of(handle)[box])} - {-1}
+        return sum(self.elements[n] for n in found)
+
+
+ONCE = {
+    "layers in one chunk": [unstack("together", count=8)],
+    "layers in two chunks": [unstack("halves", count=8)],
+    "turned layers": [
+        unstack("halves", count=8),
+        *[(Transpose((1, 0)), [f"halves_{i}"], [f"t{i}"]) for i in range(8)],
+    ],
+    "two halves": [(Split(1, (96, 96)), ["qkv"], ["gate", "up"])],
+    "three parts": [(Split(1, (64, 64, 64)), ["qkv"], ["q", "k", "v"])],
+    "parts of layers": [
+        unstack("together", count=8),
+        *[(Split(1, (32, 32)), [f"together_{i}"], [f"g{i}", f"u{i}"]) for i in range(8)],
+    ],
+    "layers of parts": [
+        (Split(2, (32, 32)), ["halves"], ["g", "u"]),
+        unstack("g", count=8),
+        unstack("u", count=8),
+    ],
+    "a part at edges of chunks": [(Split(1, (48, 144)), ["qkv"], ["a", "b"])],
+    "all in one again": [
+        (Reshape((64, 3, 64)), ["qkv"], ["r"]),
+        (Transpose((1, 0, 2)), ["r"], ["t"]),
+    ],
+    "joined": [
+        (Concat(1), ["layer_0", "layer_1"], ["j"]),
+        (Pad(((0, 0), (0, 1)), 0), ["j"], ["p"]),
+    ],
+}
+# What cannot be read together, or is not all there, is read several times, and the plan says so.
+AGAIN = {
+    "unequal parts of layers": (
+        [
+            unstack("qkv3", 0, 4),
+            *[(Split(1, (20, 12)), [f"qkv3_{i}"], [f"q{i}", f"k{i}"]) for i in range(4)],
+        ],
+        (24 + 16) / 32,
+    ),
+    "unequal parts": ([(Split(1, (128, 32, 32)), ["qkv"], ["q", "k", "v"])], 6 / 4),
+    "some layers": (
+        [unstack("together", count=8)],
+        8 / 3,
+        "together_0",
+        "together_5",
+        "together_6",
+    ),
+    "one layer of each half": ([unstack("halves", count=8)], 4, "halves_1", "halves_7"),
+    "one of three parts": ([(Split(1, (64, 64, 64)), ["qkv"], ["q", "k", "v"])], 1.5, "k"),
+    "layers that differ": (
+        [
+            unstack("together", count=8),
+            *[(Transpose((1, 0)), [f"together_{i}"], [f"t{i}"]) for i in range(4)],
+        ],
+        2,
+    ),
+}
+
+
+def formed_of(source, steps, *kept):
+    """The arrays that some steps make, or those that are `kept`."""
+    forming = Forming(*source)
+    for operation, inputs, outputs in steps:
+        forming.step(operation, inputs, outputs)
+    return forming.only(*(kept or (key for key in forming.handles if key not in LARGE)))
+
+
+def read_by_save(ckpt, out, **kwargs):
+    """Bytes that a job reads of chunks, and its plan: less what planning reads."""
+    start = bytes_read()
+    reshard.plan(ckpt, out, **kwargs)
+    planned = bytes_read()
+    plan = reshard.save(ckpt, out, **kwargs)
+    return bytes_read() - planned - (planned - start), plan
+
+
+def stored_bytes(forming):
+    """Bytes of all stored arrays that some are formed of."""
+    found = {}
+
+    def collect(handle):
+        if handle.formed is None:
+            found[handle.name] = sum(handle.stored_sizes())
+        for source in handle.formed.inputs if handle.formed else ():
+            collect(source)
+
+    for handle in forming.handles.values():
+        collect(handle)
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("memory", ["1GiB", "1MiB", "600KiB"])
+@pytest.mark.parametrize("name", ["files", "files3"])
+@pytest.mark.parametrize("case", ONCE)
+def test_a_job_reads_each_chunk_once(large, tmp_path, case, name, memory):
+    forming = formed_of(large(name), ONCE[case])
+    ckpt = forming.checkpoint((1, 8))
+    count, plan = read_by_save(ckpt, tmp_path / "out", max_memory=memory)
+    assert {array.passes for array in plan.arrays} == {1.0} and plan.passes == 1
+    assert count == stored_bytes(forming)
+    assert count - len(plan.arrays) <= plan.bytes_read - plan.other_bytes <= count
+    assert plan.peak_memory <= units.parse_bytes(memory)
+    assert values_of(load(tmp_path / "out")) == forming.expected
+
+
+@pytest.mark.parametrize("name", ["zarr2", "zarr3"])
+@pytest.mark.parametrize("case", ["layers in two chunks", "three parts", "parts of layers"])
+def test_a_job_reads_each_chunk_of_a_database_once(large, tmp_path, case, name):
+    """With the nodes of B-trees, which are small."""
+    forming = formed_of(large(name), ONCE[case])
+    count, _ = read_by_save(forming.checkpoint((1, 8)), tmp_path / "out")
+    assert stored_bytes(forming) <= count < 1.5 * stored_bytes(forming)
+
+
+@pytest.mark.parametrize("name", ["files", "files3"])
+@pytest.mark.parametrize("case", AGAIN)
+def test_a_job_says_how_often_it_reads(large, tmp_path, case, name):
+    steps, times, *kept = AGAIN[case]
+    forming = formed_of(large(name), steps, *kept)
+    ckpt = forming.checkpoint((1, 8))
+    count, plan = read_by_save(ckpt, tmp_path / "out", max_memory="600KiB")
+    assert plan.passes == pytest.approx(times, rel=0.01)
+    assert plan.bytes_read - plan.other_bytes == pytest.approx(count, rel=0.01)
+    assert values_of(load(tmp_path / "out")) == forming.expected
+
+
+def grouped(pairs, group_of):
+    """Boxes of arrays by what they are read with: lists of (handle, box)."""
+    groups = {}
+    for key, handle, box in pairs:
+        groups.setdefault(group_of[key], []).append((handle, box))
+    return list(groups.values())
+
+
+def count_elements(pairs):
+    return sum(math.prod(part.stop - part.start for part in box) for _, box in pairs)
+
+
+@settings(
+    deadline=None, max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    steps({name: (shape, "float32") for name, (shape, _) in LARGE.items()}, crops=False),
+    st.sampled_from([(1, 8), (8, 1), (2, 4), (1, 1)]),
+    st.sampled_from(["shard", "keep", 4096]),
+    st.sampled_from([100 << 10, 200 << 10, 400 << 10, 1 << 20, 4 << 20]),
+    st.booleans(),
+)
+def test_plans_charge_for_all_that_is_decoded(large, made, sizes, chunks, memory, narrow):
+    """Counted chunk by chunk: a batch takes its stored chunks, as they are and decoded, and what
+    is made of them, decoded and encoded."""
+    forming = Forming(*large("files"))
+    for operation, inputs, outputs, _ in made:
+        forming.step(operation, inputs, outputs, keep=True)
+    forming.only(*(key for key in forming.handles if key not in LARGE))
+    ckpt = forming.checkpoint(sizes)
+    ckpt = reshard.cast(ckpt, "bfloat16") if narrow else ckpt
+    plan = reshard.plan(ckpt, chunks=chunks, max_memory=memory)
+    if plan.problems:
+        (least,) = re.findall(r"^--max-memory (\d+)KiB is the least", "\n".join(plan.hints))
+        memory = int(least) << 10
+        plan = reshard.plan(ckpt, chunks=chunks, max_memory=memory)
+    assert plan.problems == () and plan.peak_memory <= memory
+    inside, itemsize, made_of = Chunks(), 4, 2 if narrow else 4
+    together = {
+        array.layout.path: i for i, group in enumerate(families(plan.arrays)) for array in group
+    }
+    read = 0
+    for batch in batches(plan.arrays, memory, schedule.cores()):
+        pairs = [(array.layout.path, ckpt[array.layout.path], box) for array, box in batch.boxes]
+        (first, box), *_ = batch.boxes
+        if first.serial:
+            assert len(batch.boxes) == 1
+            pieces = [
+                inside.touched([(ckpt[first.layout.path], piece)])
+                for piece in source_pieces(first, box)
+            ]
+            touched = max(pieces)
+            read += sum(pieces)
+        else:
+            touched = sum(map(inside.touched, grouped(pairs, together)))
+            read += touched
+        elements = count_elements([(handle, box) for _, handle, box in pairs])
+        assert batch.charge >= 2 * (touched * itemsize + elements * made_of)
+    # Chunks at edges count as others do, and padding as values.
+    padded = any(isinstance(operation, Pad) for operation, *_ in made)
+    if not padded and not any(array.serial for array in plan.arrays):
+        wanted = sum(array.bytes_read for array in plan.arrays if not array.moved)
+        assert read * itemsize <= wanted * 1.01 + 100 * len(plan.arrays)
+
+
+def source_pieces(plan, box):
+    """The parts of a box in each box of the source's grid, as they are read one after another."""
+    whole = [
+        [
+            slice(max(start, part.start), min(start + c, part.stop))
+            for start in range(part.start // c * c, part.stop, c)
+        ]
+        for part, c in zip(box, plan.layout.source_chunk, strict=True)
+    ]
+    return list(itertools.product(*whole))
+
+
+CASES = ONCE | {key: steps for key, (steps, *_) in AGAIN.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("narrow", [True, False])
+def test_the_least_memory_is_enough(large, tmp_path, case, narrow):
+    """A budget that is too small is refused, with one that is enough to carry the job out; and so
+    is every larger one."""
+    forming = formed_of(large("files"), CASES[case])
+    ckpt = forming.checkpoint((1, 8))
+    if narrow:
+        ckpt = reshard.cast(ckpt, "bfloat16")
+    with pytest.raises(reshard.MemoryLimitError) as error:
+        reshard.save(ckpt, tmp_path / "out", max_memory=1000)
+    (least,) = re.findall(r"^--max-memory (\d+)KiB is the least", "\n".join(error.value.hints))
+    count, plan = read_by_save(ckpt, tmp_path / "out", max_memory=f"{least}KiB")
+    assert plan.peak_memory <= int(least) << 10
+    assert count <= (plan.bytes_read - plan.other_bytes) * 1.01 + 100
+    if not narrow:
+        assert values_of(load(tmp_path / "out")) == forming.expected
+    for more in range(int(least), 8 * int(least), int(least) // 3):
+        plan = reshard.plan(ckpt, max_memory=f"{more}KiB")
+        assert plan.problems == () and plan.peak_memory <= more << 10
+
+
+def test_the_memory_for_reading_each_chunk_once(large, tmp_path):
+    """Of all that is read together."""
+    forming = formed_of(large("files"), ONCE["layers in one chunk"])
+    ckpt = forming.checkpoint((1, 8))
+    problem = reshard.plan(ckpt, max_memory=1000)
+    found = re.findall(r"--max-memory (\d+)KiB reads each chunk once", "\n".join(problem.hints))
+    once = int(found[0])
+    assert reshard.plan(ckpt, max_memory=f"{once}KiB").passes == 1.0
+    less = reshard.plan(ckpt, max_memory=f"{once - 120}KiB")
+    assert less.problems == () and less.passes > 1
+    assert all(array.serial for array in less.arrays)
+
+
+# Restoring.
+
+
+def requests_of(forming, on=None):
+    """What to read, in the order of the tree: to the host, or to devices."""
+    handles = list(forming.handles.values())
+    if on is None:
+        return [Request(handle, handle.dtype, None) for handle in handles]
+    entries = [[entry or None for entry in handle.sharding.spec] for handle in handles]
+    return [
+        Request(handle, handle.dtype, NamedSharding(on, P(*spec)))
+        for handle, spec in zip(handles, entries, strict=True)
+    ]
+
+
+def watched(requests, memory):
+    """What `read_arrays` gives; its batches must charge for all that they decode, results aside,
+    and take no more than the memory."""
+    taken, groups = [], []
+    start, arranged = landing._Window._start, landing._arranged
+
+    def started(window):
+        group_of = {one: i for i, group in enumerate(groups) for one in group}
+        pairs = [(one, one.handle, box) for one, box in window._next]
+        taken.append((window._charge, grouped(pairs, group_of)))
+        start(window)
+
+    def arrange(*args):
+        groups[:] = arranged(*args)
+        return groups
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(landing._Window, "_start", started)
+        patch.setattr(landing, "_arranged", arrange)
+        arrays = read_arrays(requests, memory)
+    inside = Chunks()
+    for charge, boxes in taken:
+        charge -= landing.BOX_OVERHEAD * sum(map(len, boxes))
+        assert charge >= 2 * 4 * sum(map(inside.touched, boxes))
+        assert memory is None or charge <= memory
+    assert taken
+    return arrays
+
+
+def assert_read(forming, requests, memory):
+    for name, array in zip(forming.handles, watched(requests, memory), strict=True):
+        assert bits(np.asarray(array))[1:] == forming.expected[name,], name
+
+
+@pytest.mark.parametrize("on", [None, (2, 4)])
+@pytest.mark.parametrize("memory", [None, 4 << 20, 600 << 10])
+@pytest.mark.parametrize("case", ONCE)
+def test_a_restore_reads_each_chunk_once(large, case, memory, on):
+    forming = formed_of(large("files"), ONCE[case])
+    requests = requests_of(forming, on and layouts.mesh(on))
+    before = bytes_read()
+    assert_read(forming, requests, memory)
+    assert bytes_read() - before == stored_bytes(forming)
+
+
+@pytest.mark.parametrize("case", ONCE)
+def test_parts_of_arrays_larger_than_the_memory(large, monkeypatch, case):
+    """They are read box by box, all that share a chunk at once, to accelerators as well."""
+    monkeypatch.setattr(landing, "_aliases", lambda sharding: sharding is None)
+    monkeypatch.setattr(landing, "READ_WHOLE", 0)
+    forming = formed_of(large("files"), ONCE[case])
+    requests = requests_of(forming, layouts.mesh((2, 4)))
+    before = bytes_read()
+    assert_read(forming, requests, 500 << 10)
+    assert bytes_read() - before == stored_bytes(forming)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_restore_in_the_least_memory(large, case):
+    """What cannot be read together for want of memory is read on its own."""
+    forming = formed_of(large("files"), CASES[case])
+    requests = requests_of(forming)
+    with pytest.raises(reshard.MemoryLimitError) as error:
+        read_arrays(requests, 1000)
+    (least,) = re.findall(r'max_memory="(\d+)KiB" is the least that restores it', str(error.value))
+    with pytest.raises(reshard.MemoryLimitError):
+        read_arrays(requests, (int(least) - 1) << 10)
+    assert_read(forming, requests, int(least) << 10)
+
+
+@settings(
+    deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    steps({name: (shape, "float32") for name, (shape, _) in LARGE.items()}, crops=False),
+    st.sampled_from([100 << 10, 200 << 10, 400 << 10, 1 << 20, 4 << 20]),
+    st.booleans(),
+)
+def test_a_restore_charges_for_all_that_is_decoded(large, made, memory, narrow):
+    forming = Forming(*large("files"))
+    for operation, inputs, outputs, _ in made:
+        forming.step(operation, inputs, outputs, keep=True)
+    forming.only(*(key for key in forming.handles if key not in LARGE))
+    ckpt = forming.checkpoint()
+    ckpt = reshard.cast(ckpt, "bfloat16") if narrow else ckpt
+    requests = [Request(handle, handle.dtype, None) for handle in ckpt.arrays]
+    try:
+        arrays = watched(requests, memory)
+    except reshard.MemoryLimitError as error:
+        arrays = watched(requests, error.least)
+    assert [array.shape for array in arrays] == [handle.shape for handle in ckpt.arrays]
+
+
+# What is read together. Pure.
+
+
+def array_plan(
+    name, family=None, *, shape=(8, 8), chunk=None, shard=None, memory=1 << 30, moved=False
+):
+    """A plan for a float32 array, in one chunk and one shard unless they are given; `family` is a
+    pair of a key and how many share it. Where `memory` is not enough it is what would be."""
+    key, together = family or (None, 1)
+    layout = ArrayLayout(
+        path=(name,),
+        shape=shape,
+        source_itemsize=4,
+        target_itemsize=4,
+        source_chunk=chunk or shape,
+        source_shard=shape,
+        target_shard=shard or shape,
+        stored_bytes=math.prod(shape) * 4,
+        largest_stored=math.prod(chunk or shape) * 4,
+        linked_bytes=0,
+        same_bytes=moved,
+        encoded_ratio=1.0,
+        family=key,
+        together=together,
+        amplified=float(together),
+        decoded=float(together),
+    )
+    try:
+        return plan_array(layout, "shard", memory)
+    except reshard.MemoryLimitError as error:
+        return plan_array(layout, "shard", error.least)
+
+
+def paths(groups):
+    return [[plan.layout.path[0] for plan in group] for group in groups]
+
+
+def test_families_are_in_the_place_of_their_first():
+    a, b = ("a", 2), ("b", 3)
+    arrays = [
+        array_plan("w"),
+        array_plan("b0", b),
+        array_plan("a0", a),
+        array_plan("v"),
+        array_plan("b1", b),
+        array_plan("a1", a),
+        array_plan("b2", b),
+    ]
+    assert paths(families(arrays)) == [["w"], ["b0", "b1", "b2"], ["a0", "a1"], ["v"]]
+    assert families([]) == []
+
+
+def test_parts_that_are_there_twice():
+    """They are read a family at a time, as memory is planned for."""
+    arrays = [array_plan(f"a{i}", ("a", 2)) for i in range(5)]
+    assert paths(families(arrays)) == [["a0", "a1"], ["a2", "a3"], ["a4"]]
+    assert [array.passes for array in schedule.shared_passes(arrays)] == [1.0] * 4 + [2.0]
+
+
+def test_boxes_in_other_places_are_not_read_together():
+    """The mesh asks for other boxes, or parts of another shape."""
+    key, shape, chunk = ("a", 5), (1024, 1024), (256, 1024)
+    arrays = [
+        array_plan("whole", key, shape=shape, chunk=chunk),
+        array_plan("rows", key, shape=shape, chunk=chunk, shard=chunk),
+        array_plan("small", key),
+        array_plan("also whole", key, shape=shape, chunk=chunk),
+        array_plan("also rows", key, shape=shape, chunk=chunk, shard=chunk),
+    ]
+    assert [array.box for array in arrays] == [shape, chunk, (8, 8), shape, chunk]
+    assert paths(families(arrays)) == [
+        ["whole", "also whole"],
+        ["rows", "also rows"],
+        ["small"],
+    ]
+    assert [array.passes for array in schedule.shared_passes(arrays)] == [2.5, 2.5, 5.0, 2.5, 2.5]
+
+
+def test_arrays_that_are_read_a_chunk_at_a_time_are_on_their_own():
+    """For want of memory: a chunk takes 16 KiB twice, and what is made of it as much again."""
+    some = [array_plan(f"a{i}", ("a", 4), shape=(64, 64)) for i in range(4)]
+    assert paths(families(some)) == [["a0", "a1", "a2", "a3"]]
+    assert [array.passes for array in schedule.shared_passes(some)] == [1.0] * 4
+    little = [
+        array_plan(f"a{i}", ("a", 4), shape=(64, 64), memory=150 << 10, shard=(16, 64))
+        for i in range(4)
+    ]
+    assert all(array.serial for array in little)
+    assert paths(families(little)) == [["a0"], ["a1"], ["a2"], ["a3"]]
+    each = [array.passes for array in little]
+    assert [array.passes for array in schedule.shared_passes(little)] == each
+    assert min(each) >= 4
+
+
+@pytest.mark.parametrize(("present", "times"), [(1, 6.0), (2, 3.0), (4, 1.5), (6, 1.0)])
+def test_those_that_are_there_read_for_those_that_are_not(present, times):
+    some = [array_plan(f"a{i}", ("a", 6)) for i in range(present)]
+    other = array_plan("other")
+    plans = schedule.shared_passes([*some, other])
+    assert [plan.passes for plan in plans] == [times] * present + [1.0]
+    (batch,) = batches(some, 1 << 30, 2)
+    source = 6 * 64 * 4  # decoded for all, whoever is there
+    made = present * 64 * 4
+    assert batch.charge == 2 * (source + made) + (present - 1) * BOX_OVERHEAD
+
+
+def test_moved_arrays_share_nothing():
+    some = [array_plan(f"a{i}", ("a", 3), moved=True) for i in range(3)]
+    assert all(array.moved for array in some)
+    assert [array.passes for array in schedule.shared_passes(some)] == [1.0] * 3
+    assert list(batches(some, 1 << 30, 2)) == []
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(1, 5), st.sampled_from([(8, 8), (64, 64)])),
+        max_size=12,
+    ),
+    st.integers(1 << 18, 1 << 22),
+)
+def test_a_family_is_in_one_batch(some, memory):
+    """Each box once, in batches of which `WINDOW` fit into memory unless they are one group's."""
+    arrays = [
+        array_plan(f"{i}", (key, 5) if count > 1 else None, shape=shape, memory=memory)
+        for i, (key, count, shape) in enumerate(some)
+    ]
+    made = list(batches(arrays, memory, 2))
+    done = [(array.layout.path, str(box)) for batch in made for array, box in batch.boxes]
+    assert sorted(done) == sorted((a.layout.path, str(box)) for a in arrays for box in a.boxes())
+    for group in families(arrays):
+        for boxes in zip(*(array.boxes() for array in group), strict=True):
+            homes = {
+                i
+                for i, batch in enumerate(made)
+                for array, box in zip(group, boxes, strict=True)
+                if (array, box) in batch.boxes
+            }
+            assert len(homes) == 1
+    for batch in made:
+        group = {id(array) for array, _ in batch.boxes}
+        alone = any(group <= {id(array) for array in other} for other in families(arrays))
+        assert alone or batch.charge <= schedule.room(memory) // WINDOW
+    charges = [batch.charge for batch in made]
+    assert schedule.peak_memory(charges, memory) <= max(charges, default=0) + memory
+
+
+def families_of(forming):
+    """Names of arrays that share chunks, and how many the chunks are shared by."""
+    found = {}
+    for name, handle in forming.handles.items():
+        if (shared := formed.family(handle)) is not None:
+            found.setdefault(shared.key, (shared.count, []))[1].append(name)
+    return sorted(found.values())
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        (ONCE["layers in one chunk"], [(8, names("together_", 8))]),
+        (
+            ONCE["layers in two chunks"],
+            [(4, names("halves_", 8)[:4]), (4, names("halves_", 8)[4:])],
+        ),
+        (ONCE["turned layers"], [(4, names("t", 8)[:4]), (4, names("t", 8)[4:])]),
+        (ONCE["two halves"], []),
+        (ONCE["three parts"], [(3, ["q", "k", "v"])]),
+        (ONCE["a part at edges of chunks"], []),
+        (ONCE["joined"], []),
+        (AGAIN["unequal parts"][0], []),
+        (AGAIN["layers that differ"][0], [(8, names("t", 4)), (8, names("together_", 8)[4:])]),
+    ],
+)
+def test_which_arrays_share_chunks(large, steps, expected):
+    assert families_of(formed_of(large("files"), steps)) == expected
+
+
+def test_a_last_chunk_that_is_not_full(tmp_path):
+    """Seven layers by threes: the last is in a chunk of its own."""
+    values = random((7, 16, 16))
+    path = tmp_path / "in"
+    write(path, {"w": put(values, P())}, use_ocdbt=False)
+    rewritten(path, "w", chunks=[3, 16, 16])
+    forming = Forming(reshard.open(path), {"w": values}).step(*unstack("w", count=7))
+    assert families_of(forming) == [(3, names("w_", 3)), (3, ["w_3", "w_4", "w_5"])]
+    amplified = [formed.amplification(forming.handles[name]) for name in names("w_", 7)]
+    assert amplified == [3.0] * 6 + [1.0]
+    count, plan = read_by_save(forming.checkpoint((1, 8)), tmp_path / "out")
+    assert count == stored_bytes(forming) and plan.passes == 1
+    assert values_of(load(tmp_path / "out")) == forming.expected
