@@ -7,12 +7,13 @@ import json
 import math
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 import tensorstore as ts
 
+from reshard import zarr
 from reshard.errors import CorruptCheckpointError, TreeMismatchError
 from reshard.mesh import (
     Mesh,
@@ -20,10 +21,26 @@ from reshard.mesh import (
     Sharding,
     format_spec,
 )
-from reshard.operations import Operation
+from reshard.operations import Operation, Stack, Unstack
 from reshard.rounding import round_once, rounds_twice
-from reshard.store import ArrayStore
+from reshard.store import ArrayStore, StoredValue
 from reshard.tree import Path, format_path, shell_quoted
+
+
+class PlacedChunk(NamedTuple):
+    """A stored chunk that is a chunk of an array as it is.
+
+    Attributes:
+      root: the stored array that it belongs to.
+      key: its key below that array's name.
+      value: where it is.
+      index: its place in the grid of the array.
+    """
+
+    root: "ArrayHandle"
+    key: str
+    value: StoredValue
+    index: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +59,36 @@ class Formed:
     def views(self) -> list[ts.TensorStore]:
         """Views of the outputs, of the dtype on disk."""
         return self.operation.views([handle.stored_view() for handle in self.inputs])
+
+    @functools.cached_property
+    def placed(self) -> "list[list[PlacedChunk]] | None":
+        """The stored chunks that each output consists of: by stacks and unstacks of whole chunks
+        alone, None for all else."""
+        operation = self.operation
+        if isinstance(operation, Stack):
+            parts = [handle.placed_chunks() for handle in self.inputs]
+            if None in parts or len({handle.chunk_shape for handle in self.inputs}) > 1:
+                return None
+            axis = operation.axis % (len(self.inputs[0].shape) + 1)
+            return [
+                [
+                    chunk._replace(index=(*chunk.index[:axis], place, *chunk.index[axis:]))
+                    for place, part in enumerate(parts)
+                    for chunk in part or ()
+                ]
+            ]
+        if isinstance(operation, Unstack):
+            (source,) = self.inputs
+            chunks = source.placed_chunks() if source.chunk_shape[operation.axis] == 1 else None
+            if chunks is None:
+                return None
+            axis = operation.axis % len(source.shape)
+            layers: list[list[PlacedChunk]] = [[] for _ in range(operation.count)]
+            for chunk in chunks:
+                index = chunk.index[:axis] + chunk.index[axis + 1 :]
+                layers[chunk.index[axis]].append(chunk._replace(index=index))
+            return layers
+        return None
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -143,6 +190,18 @@ class ArrayHandle:
             return self.formed.views[self.part]
         return self.store.open_array(self.name, json.loads(self.metadata))
 
+    def placed_chunks(self) -> list[PlacedChunk] | None:
+        """The stored chunks that it consists of as they are, without its metadata; None where it
+        has to be decoded to be formed."""
+        if self.formed is not None:
+            return None if self.formed.placed is None else self.formed.placed[self.part]
+        document = json.loads(self.metadata)
+        return [
+            PlacedChunk(self, key, value, zarr.chunk_index(document, key))
+            for key, value in self.store.values[self.name].items()
+            if key != self.store.metadata_key
+        ]
+
     def __repr__(self) -> str:
         return f"<{format_path(self.path)}: {describe(self)}>"
 
@@ -153,6 +212,16 @@ EmptyNamedTuple = collections.namedtuple("EmptyNamedTuple", ())
 _SHOWN = 200
 
 Leaf = ArrayHandle | str | dict | list | tuple | None
+
+# What Orbax calls leaves without a value -> the leaf.
+EMPTY_LEAVES: dict[str, Leaf] = {
+    "None": None,
+    "Dict": {},
+    "List": [],
+    "Tuple": (),
+    "NamedTuple": EmptyNamedTuple(),
+}
+_EMPTY_NAMES = {type(leaf): name for name, leaf in EMPTY_LEAVES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,7 +329,11 @@ class Checkpoint(Mapping[Path, Leaf]):
 
     def with_metadata(self, entries: Mapping[str, Any]) -> "Checkpoint":
         """The same checkpoint with other entries in its `_METADATA` document."""
-        source = dataclasses.replace(self.source, metadata={**self.source.metadata, **entries})
+        return self.with_source(metadata={**self.source.metadata, **entries})
+
+    def with_source(self, **changes: Any) -> "Checkpoint":
+        """The same checkpoint with other attributes of its source."""
+        source = dataclasses.replace(self.source, **changes)
         return Checkpoint(self._leaves, source, self.notes, self.retyped)
 
     def __repr__(self) -> str:
@@ -296,6 +369,11 @@ def collision_error(handles: Sequence[ArrayHandle]) -> CorruptCheckpointError:
             for one, other, _ in names
         ],
     )
+
+
+def empty_name(leaf: Leaf) -> str:
+    """What Orbax calls a leaf without a value."""
+    return _EMPTY_NAMES[type(leaf)]
 
 
 def stored_name(path: Path) -> str:

@@ -17,8 +17,8 @@ from reshard import zarr
 from reshard.boxes import Shape
 from reshard.checkpoint import ArrayHandle, Formed, collision_error, describe, is_floating
 from reshard.errors import TreeMismatchError
-from reshard.mesh import NamedSharding, Sharding, fitting_spec
-from reshard.operations import Constant, Crop, Operation, Pad, Split, Stack, Unstack
+from reshard.mesh import NamedSharding, Sharding, fitting_spec, replicated
+from reshard.operations import Constant, Crop, Operation, Pad, Split, Unstack
 from reshard.store import StoredValue
 from reshard.tree import Path, format_path
 
@@ -102,9 +102,7 @@ def constant(
     """
     chunk = tuple(max(size, 1) for size in values.shape)
     document = zarr.with_shape(json.loads(like.metadata), values.shape, chunk)
-    sharding = like.sharding
-    if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, ())
+    sharding = replicated(like.sharding)
     return dataclasses.replace(
         like,
         path=path,
@@ -142,9 +140,7 @@ def _shardings(
     named = [sharding for sharding in inputs if isinstance(sharding, NamedSharding)]
     if len(named) < len(inputs) or len({sharding.mesh for sharding in named}) > 1:
         return [inputs[0]] * len(made) if len(set(inputs)) == 1 else [None] * len(made)
-    mesh = named[0].mesh if named else None
-    if mesh is None:
-        return [None] * len(made)
+    mesh = named[0].mesh
     specs = operation.specs([sharding.spec for sharding in named], shapes)
     return [
         NamedSharding(mesh, fitting_spec(shape, mesh, spec))
@@ -291,7 +287,7 @@ def stored_chunks(handle: ArrayHandle) -> list[StoredChunk] | None:
     own = math.prod(handle.chunk_shape)
     if len(kinds) != 1 or None in dict(kinds) or own not in {size for _, size in kinds}:
         return None
-    placed = _placed(handle)
+    placed = handle.placed_chunks()
     if placed is None:
         return None
     document = json.loads(handle.metadata)
@@ -307,38 +303,3 @@ def _roots(handle: ArrayHandle) -> Iterator[ArrayHandle]:
         return
     for source in handle.formed.inputs:
         yield from _roots(source)
-
-
-def _placed(
-    handle: ArrayHandle,
-) -> list[tuple[ArrayHandle, str, StoredValue, tuple[int, ...]]] | None:
-    """The stored chunks that an array consists of, with their places in its grid: by stacks and
-    unstacks of whole chunks alone."""
-    formed = handle.formed
-    if formed is None:
-        document = json.loads(handle.metadata)
-        return [
-            (handle, key, value, zarr.chunk_index(document, key))
-            for key, value in handle.store.values[handle.name].items()
-            if key != handle.store.metadata_key
-        ]
-    parts = [_placed(source) for source in formed.inputs]
-    operation = formed.operation
-    if any(part is None for part in parts):
-        return None
-    if isinstance(operation, Stack) and len({h.chunk_shape for h in formed.inputs}) == 1:
-        axis = operation.axis % len(handle.shape)
-        return [
-            (root, key, value, (*index[:axis], place, *index[axis:]))
-            for place, part in enumerate(parts)
-            for root, key, value, index in part or ()
-        ]
-    if isinstance(operation, Unstack):
-        axis = operation.axis % len(formed.inputs[0].shape)
-        if formed.inputs[0].chunk_shape[axis] == 1:
-            return [
-                (root, key, value, index[:axis] + index[axis + 1 :])
-                for root, key, value, index in parts[0] or ()
-                if index[axis] == handle.part
-            ]
-    return None

@@ -132,7 +132,7 @@ def _together(landings: "Sequence[_Landing]") -> "list[list[_Landing]]":
     """Arrays that share stored chunks and whose boxes, if there are any, are in the same places."""
     groups: dict[Hashable, list[_Landing]] = {}
     for number, landing in enumerate(landings):
-        shared = family(landing.handle)
+        shared = landing.family
         starts = tuple(map(boxes.start_of, landing.boxes))
         key = number if shared is None else (shared.key, starts)
         groups.setdefault(key, []).append(landing)
@@ -160,6 +160,7 @@ class _Landing:
 
     Attributes:
       handle: the saved array.
+      family: the arrays that share stored chunks with it, if there are any.
       together: arrays that share stored chunks and are read together with it, itself among them.
       boxes: what is read at once; whole chunks, or all of the array that this process needs.
       staging: bytes of the shards' buffers if they are not the result themselves, else 0.
@@ -171,8 +172,8 @@ class _Landing:
         self._dtype = request.dtype
         self._sharding = request.sharding
         self.together = 1
-        shared, self._amplified = family(handle), amplification(handle)
-        self._decoded_together = shared.decoded if shared else self._amplified
+        self.family, self._amplified = family(handle), amplification(handle)
+        self._decoded_together = self.family.decoded if self.family else self._amplified
         decoded = math.prod(handle.chunk_shape) * handle.stored_dtype.itemsize
         self._chunk_charge = largest_stored(handle) + math.ceil(decoded * self._amplified)
         self._shards = local_shards(handle.shape, request.sharding)

@@ -252,6 +252,13 @@ def fitting_spec(shape: Sequence[int], mesh: Mesh, spec: Spec) -> Spec:
     return tuple(result)
 
 
+def replicated(sharding: Sharding | None) -> Sharding | None:
+    """On the same devices, in full on each of them."""
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, ())
+    return sharding
+
+
 def shard_shape(shape: Sequence[int], sharding: Sharding | None) -> tuple[int, ...]:
     """The shape of one device's part of an array; the array's own without a sharding."""
     if not isinstance(sharding, NamedSharding):

@@ -4,15 +4,13 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from reshard.boxes import Shape
 from reshard.convert.align import Alignment, align
 from reshard.convert.goal import Goal
 from reshard.convert.mapfile import read_map
 from reshard.convert.mapped import apply_map
 from reshard.convert.maprules import Map, inverse
-from reshard.convert.outline import Leaf, Module, linen_outline, path_outline, without
+from reshard.convert.outline import Module, bare_leaves, linen_outline, path_outline, without
 from reshard.convert.steps import Step, backwards
 from reshard.tree import Path, compile_glob, format_path, glob_text
 
@@ -80,41 +78,36 @@ def _backwards(
     """Of a map for the opposite direction: its rules are applied to the target's leaves, what they
     leave open is aligned with the source, and all steps are run backwards."""
     mapped = apply_map(rules, targets)
-    dropped = [path for path in shapes if _matches(path, mapped.initial)]
+    globs = [compile_glob(glob) for glob in mapped.initial]
+    dropped = [path for path in shapes if any(g.fullmatch(glob_text(path)) for g in globs)]
     unused = set(mapped.dropped)
     used = {path: shape for path, shape in targets.items() if path not in unused}
-    touched = {path for path in mapped.final if path not in set(mapped.untouched)}
+    touched = set(mapped.final).difference(mapped.untouched)
     hits = {path for path in touched if path in shapes}
     collections = {path[0] for path in targets}
-    lacking = [path for path in touched - hits if path[0] not in collections]
-    rest = {
-        path: Leaf(tuple(map(str, path)), shape, np.dtype(np.float32), "")
-        for path, shape in mapped.final.items()
-        if path not in hits and path[0] in collections
-    }
-    left = {
-        path: Leaf(tuple(map(str, path)), shape, np.dtype(np.float32), "")
-        for path, shape in shapes.items()
-        if path not in hits and path not in set(dropped)
-    }
-    nnx = path_outline(left) if known is None else without(known, {*hits, *dropped})
-    found = align(linen_outline(rest), nnx)
+    lost = {path for path in touched - hits if path[0] not in collections}
+    final = mapped.final.items()
+    rest = {p: s for p, s in final if p not in hits and p[0] in collections}
+    gone = {*hits, *dropped}
+    left = {path: shape for path, shape in shapes.items() if path not in gone}
+    nnx = path_outline(bare_leaves(left)) if known is None else without(known, gone)
+    found = align(linen_outline(bare_leaves(rest)), nnx)
     renamed = {s.outputs[0]: s.inputs[0] for s in mapped.steps if s.operation is None}
     zeros = [renamed.get(path, path) for path in found.must_be_zero]
     steps = [*mapped.steps, *found.steps]
     reached = {path for step in found.steps for path in step.inputs}
     done = [path for path in mapped.final if path in hits or path in reached]
     begun = _begun(steps, done)
+    taken = {path for step in begun for path in step.inputs}
     return ByMap(
-        backwards(
-            begun, {path: used[path] for step in begun for path in step.inputs if path in used}
-        ),
+        backwards(begun, {path: shape for path, shape in used.items() if path in taken}),
         dropped,
         {},
         tuple(map(format_path, mapped.dropped)),
         tuple(
             f"{format_path(path)}: the map needs it, and the checkpoint lacks it"
-            for path in lacking
+            for path in mapped.final
+            if path in lost
         ),
         found,
         tuple(zeros),
@@ -130,7 +123,3 @@ def _begun(steps: Sequence[Step], done: Sequence[Path]) -> list[Step]:
             needed.append(step)
             wanted.update(step.inputs)
     return needed[::-1]
-
-
-def _matches(path: Path, globs: Sequence[str]) -> bool:
-    return any(compile_glob(glob).fullmatch(glob_text(path)) for glob in globs)

@@ -32,7 +32,7 @@ from reshard.convert.steps import Step, condensed
 from reshard.errors import TreeMismatchError
 from reshard.formed import constant
 from reshard.loader import open as open_checkpoint
-from reshard.mesh import NamedSharding, SingleDeviceSharding
+from reshard.mesh import SingleDeviceSharding, replicated
 from reshard.operations import Crop
 from reshard.store import checked
 from reshard.transforms import select
@@ -221,8 +221,7 @@ def _with_dropped(made: Conversion, whole: Checkpoint, layout: str | None) -> Co
         before = detect(whole, layout)
     except TreeMismatchError:  # what was dropped was in the way of knowing what it is
         return made
-    arrays = {leaf.path: leaf for leaf in whole.arrays}
-    shapes = {path: arrays[saved].shape for path, saved in before.model.items()}
+    shapes = before.shapes(whole)
     dropped = [path for path in shapes if path not in made.shapes]
     return dataclasses.replace(made, dropped=(*dropped, *made.dropped), shapes=shapes)
 
@@ -252,8 +251,7 @@ def _made(
     check_lists(made)
     result = ckpt.replace({path: made[path] for path in order}, notes=decided.notes, retyped=True)
     if any(leaf.key_impl for leaf in result.arrays):
-        source = dataclasses.replace(result.source, described=True)
-        result = Checkpoint(result, source, result.notes, result.retyped)
+        result = result.with_source(described=True)
     if layout.api == "nnx":
         result = without_record(result)
     elif not any(isinstance(step.operation, Crop) for step in way.steps):
@@ -262,14 +260,13 @@ def _made(
         kind = "nnx-state" if goal is None else goal.layout.kind
         kind = "nnx-model" if decided.prefix else kind
         result = recorded(result, kept, ckpt.source.metadata, way, own, kind)
-    arrays = {leaf.path: leaf for leaf in ckpt.arrays}
     return Conversion(
         result,
         layout,
         decided.steps,
         decided.dropped,
         decided.initial_names,
-        {path: arrays[saved].shape for path, saved in layout.model.items()},
+        layout.shapes(ckpt),
         to,
     )
 
@@ -297,9 +294,7 @@ def _counter(leaf: Leaf, dtype: np.dtype, value_type: str, like: ArrayHandle) ->
 def _beside(leaf: ArrayHandle, like: ArrayHandle) -> ArrayHandle:
     """A leaf that is new among device arrays: replicated on the devices of one of them. Beside host
     values it is one, too; but Orbax takes only device arrays for PRNG keys."""
-    sharding, kind = like.sharding, like.value_type
-    if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, ())
+    sharding, kind = replicated(like.sharding), like.value_type
     if kind != "jax.Array" and leaf.key_impl is not None:
         import jax
 

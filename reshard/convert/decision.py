@@ -20,7 +20,7 @@ from reshard.convert.differences import differences
 from reshard.convert.goal import Goal
 from reshard.convert.layout import Layout
 from reshard.convert.optimizer import mirrored, optimizer_steps
-from reshard.convert.outline import Leaf, linen_outline, path_outline, without
+from reshard.convert.outline import bare_leaves, linen_outline, path_outline, without
 from reshard.convert.places import Places
 from reshard.convert.steps import Step, backwards, carried_out
 from reshard.errors import TreeMismatchError
@@ -99,9 +99,7 @@ class _Work:
         self._open: set[Path] = set()
         self._stuck = False  # the optimizer's state cannot be carried along
         self._arrays: dict[Path, ArrayHandle] = {leaf.path: leaf for leaf in ckpt.arrays}
-        self._shapes: dict[Path, Shape] = {
-            path: self._arrays[saved].shape for path, saved in layout.model.items()
-        }
+        self._shapes = layout.shapes(ckpt)
         self._places = Places(layout, to, goal)
 
     def decided(self, map_file: str | os.PathLike | None, init: Sequence[str]) -> Decision:
@@ -173,32 +171,19 @@ class _Work:
         there = goal.layout.model
         filled = {path for path in touched if path in there}
         filled |= {path for path, saved in there.items() if saved in initial}
-        rest = {
-            path: Leaf(tuple(map(str, path)), shape, np.dtype(np.float32), "")
-            for path, shape in final.items()
-            if path not in touched or path not in there
-        }
-        known, used = None, set(self._shapes) - set(rest)
-        if self._other is not None and used.union(rest) == set(self._shapes):
-            known = self._other.outline
+        rest = bare_leaves({p: s for p, s in final.items() if p not in touched or p not in there})
+        if self._other is not None and set(rest) <= set(self._shapes):
+            source = without(self._other.outline, set(self._shapes) - set(rest))
+        else:
+            source = linen_outline(rest) if self._to == "nnx" else path_outline(rest)
+        target = without(goal.outline, filled)
         if self._to == "nnx":
-            linen = (
-                linen_outline(rest)
-                if known is None
-                else without(known, set(self._shapes) - set(rest))
-            )
-            found = align(linen, without(goal.outline, filled))
+            found = align(source, target)
             steps = list(found.steps)
         else:
-            nnx = (
-                path_outline(rest)
-                if known is None
-                else without(known, set(self._shapes) - set(rest))
-            )
-            found = align(without(goal.outline, filled), nnx)
-            shapes = {path: shape for path, shape in goal.shapes().items() if path not in filled}
-            taken = {path: shapes[path] for step in found.steps for path in step.inputs}
-            steps = backwards(found.steps, taken)
+            found = align(target, source)
+            taken = {path for step in found.steps for path in step.inputs}
+            steps = backwards(found.steps, {p: s for p, s in goal.shapes().items() if p in taken})
         self._report(found)
         return steps, list(found.must_be_zero)
 
@@ -225,10 +210,10 @@ class _Work:
         }
         parameters = self._parameters(self._shapes, self._layout.api)
         owners = {path: owner for path, owner, _ in mirrored(parameters, leaves)}
-        gone = {*model.dropped, *model.vanish}
-        unused = set(model.dropped)
+        unused, zero = set(model.dropped), set(model.vanish)
+        gone = unused | zero
         dropped = [path for path, owner in owners.items() if owner in unused]
-        vanish = [path for path, owner in owners.items() if owner in model.vanish]
+        vanish = [path for path, owner in owners.items() if owner in zero]
         rest = {path: leaf for path, leaf in leaves.items() if owners.get(path) not in gone}
         kept = {path: shape for path, shape in parameters.items() if path not in gone}
         followed = optimizer_steps(model.steps, kept, rest, self._ahead())

@@ -11,8 +11,7 @@ from reshard.convert.definitions import definition_orders, linen_classes, nnx_ou
 from reshard.convert.layout import Layout, detect
 from reshard.convert.outline import Module, linen_outline
 from reshard.errors import TreeMismatchError
-from reshard.matching import Wanted
-from reshard.states import StateLeaf, saved_form, wanted_leaf
+from reshard.states import StateLeaf, saved_form
 from reshard.targets import maker, state_of
 from reshard.tree import Path, format_path
 
@@ -38,11 +37,6 @@ class Goal:
         return {
             path: np.shape(self.leaves[saved].value) for path, saved in self.layout.model.items()
         }
-
-    def wanted(self, saved: Path) -> Wanted | None:
-        """What is to be in a place; None for an empty container."""
-        leaf = self.leaves[saved]
-        return wanted_leaf(leaf) if isinstance(leaf, StateLeaf) else None
 
 
 def goal_of(model: Any, api: str) -> Goal:

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from reshard.boxes import Shape
 from reshard.convert.levels import Boxes, in_variables
 from reshard.convert.marks import Marks, add_training_marks, is_stream, model_marks
 from reshard.convert.saved import (
@@ -79,6 +80,10 @@ class Layout:
     rest: tuple[Path, ...]
     roots: dict[Path, Path]
     optimizer_root: Path | None
+
+    def shapes(self, leaves: Mapping[Path, Any]) -> dict[Path, Shape]:
+        """Path in the model -> shape, in the tree that this is the layout of."""
+        return {path: leaves[saved].shape for path, saved in self.model.items()}
 
 
 def detect(ckpt: Mapping[Path, Any], layout: str | None = None) -> Layout:

@@ -128,6 +128,11 @@ def linen_outline(
     return _module((), _nested(entries), describe)
 
 
+def bare_leaves(shapes: Mapping[Path, Shape]) -> dict[Path, Leaf]:
+    """Leaves of which nothing but paths and shapes is known."""
+    return {path: Leaf(tuple(map(str, path)), shape, None, "") for path, shape in shapes.items()}
+
+
 def path_outline(leaves: Mapping[Path, Any]) -> Module:
     """The outline of an NNX model of which only the paths are known.
 

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from reshard.checkpoint import (
+    EMPTY_LEAVES,
     ArrayHandle,
     Checkpoint,
-    EmptyNamedTuple,
     Leaf,
+    empty_name,
     is_floating,
     parse_dtype,
 )
@@ -28,13 +29,6 @@ from reshard.tree import Path, format_path
 KEY = "reshard.linen"
 _VERSION = 1
 _OPERATIONS = (Transpose, Reshape, Split, Concat, Stack, Unstack, Pad)
-_EMPTY: dict[str, Leaf] = {
-    "None": None,
-    "Dict": {},
-    "List": [],
-    "Tuple": (),
-    "NamedTuple": EmptyNamedTuple(),
-}
 
 
 def recorded(
@@ -63,18 +57,21 @@ def recorded(
         "own": [list(path) for path in own],
         "containers": metadata.get("value_metadata_tree"),
     }
-    custom = dict(ckpt.source.metadata.get("custom_metadata") or {})
-    return ckpt.with_metadata({"custom_metadata": custom | {KEY: document}})
+    return ckpt.with_metadata({"custom_metadata": _custom(ckpt) | {KEY: document}})
+
+
+def _custom(ckpt: Checkpoint) -> dict[str, Any]:
+    return ckpt.source.metadata.get("custom_metadata") or {}
 
 
 def has_record(ckpt: Checkpoint) -> bool:
     """Whether a checkpoint has such a record."""
-    return KEY in (ckpt.source.metadata.get("custom_metadata") or {})
+    return KEY in _custom(ckpt)
 
 
 def recorded_kind(ckpt: Checkpoint) -> str | None:
     """What a checkpoint with such a record is, which its paths alone may not tell."""
-    document = (ckpt.source.metadata.get("custom_metadata") or {}).get(KEY)
+    document = _custom(ckpt).get(KEY)
     kind = document.get("layout") if isinstance(document, dict) else None
     return kind if isinstance(kind, str) and kind in KINDS else None
 
@@ -83,7 +80,7 @@ def without_record(ckpt: Checkpoint) -> Checkpoint:
     """A checkpoint less such a record, which describes another tree."""
     if not has_record(ckpt):
         return ckpt
-    custom = {k: v for k, v in ckpt.source.metadata["custom_metadata"].items() if k != KEY}
+    custom = {key: value for key, value in _custom(ckpt).items() if key != KEY}
     return ckpt.with_metadata({"custom_metadata": custom or None})
 
 
@@ -93,8 +90,7 @@ def from_record(ckpt: Checkpoint) -> Checkpoint:
     Raises:
       TreeMismatchError: the record cannot be read, or its leaves are not those of the checkpoint.
     """
-    custom = dict(ckpt.source.metadata["custom_metadata"])
-    document = custom.pop(KEY)
+    document = _custom(ckpt)[KEY]
     try:
         if document["version"] != _VERSION:
             raise ValueError(f"its version is {document['version']}, not {_VERSION}")
@@ -128,11 +124,12 @@ def from_record(ckpt: Checkpoint) -> Checkpoint:
         )
     whole: dict[Path, Leaf] = {}
     for path, kind in leaves:
-        whole[path] = _as_recorded(made[path], kind) if isinstance(kind, dict) else _EMPTY[kind]
-    metadata: dict[str, Any] = {"custom_metadata": custom or None}
-    if document.get("containers"):
-        metadata["value_metadata_tree"] = document["containers"]
-    return ckpt.replace(whole, retyped=False).with_metadata(metadata)
+        whole[path] = (
+            _as_recorded(made[path], kind) if isinstance(kind, dict) else EMPTY_LEAVES[kind]
+        )
+    made_of = without_record(ckpt).replace(whole, retyped=False)
+    containers = document.get("containers")
+    return made_of.with_metadata({"value_metadata_tree": containers}) if containers else made_of
 
 
 _HINT = "--model MODULE:NAME, the Linen model, converts without the record"
@@ -146,7 +143,7 @@ def _kind(leaf: Leaf) -> dict[str, Any] | str:
             "type": leaf.value_type,
             "keys": leaf.key_impl,
         }
-    return next(name for name, value in _EMPTY.items() if type(value) is type(leaf))
+    return empty_name(leaf)
 
 
 def _unlike(leaf: Leaf, kind: Mapping[str, Any]) -> Iterator[str]:

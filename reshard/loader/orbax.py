@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from reshard.checkpoint import (
+    EMPTY_LEAVES,
     ArrayHandle,
     Checkpoint,
-    EmptyNamedTuple,
     Leaf,
     Source,
     parse_dtype,
@@ -29,13 +29,6 @@ from reshard.mesh import Mesh, NamedSharding, Sharding, SingleDeviceSharding, no
 from reshard.store import ArrayStore
 from reshard.tree import Path, format_path
 
-_EMPTY: dict[str, Leaf] = {
-    "None": None,
-    "Dict": {},
-    "List": [],
-    "Tuple": (),
-    "NamedTuple": EmptyNamedTuple(),
-}
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 
 
@@ -71,8 +64,8 @@ def read(location: Location) -> Checkpoint:
     problems: list[str] = []
     for path, value_type, skipped in parsed:
         name = stored_name(path)
-        if value_type in _EMPTY:
-            leaves[path] = _EMPTY[value_type]
+        if value_type in EMPTY_LEAVES:
+            leaves[path] = EMPTY_LEAVES[value_type]
         elif value_type not in (*_ARRAYS, "string"):
             problems.append(f"{format_path(path)}: unknown value type {value_type!r}")
         elif skipped:

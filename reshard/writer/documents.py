@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.checkpoint import ArrayHandle, Checkpoint, EmptyNamedTuple, Leaf, stored_name
+from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, empty_name, stored_name
 from reshard.mesh import MOST_DEVICE_IDS, Mesh, NamedSharding, Sharding, shard_shape
 from reshard.tree import Path
 
@@ -60,14 +60,7 @@ def _value(leaf: Leaf, described: bool) -> dict[str, Any]:
         return value
     if isinstance(leaf, str):
         return {"value_type": "string", "skip_deserialize": False}
-    names = {
-        dict: "Dict",
-        list: "List",
-        tuple: "Tuple",
-        type(None): "None",
-        EmptyNamedTuple: "NamedTuple",
-    }
-    return {"value_type": names[type(leaf)], "skip_deserialize": True}
+    return {"value_type": empty_name(leaf), "skip_deserialize": True}
 
 
 def _shardings(ckpt: Checkpoint) -> dict[str, str]:
