@@ -190,6 +190,7 @@ def _hints(
     kinds = {problem.what for problem in problems}
     renames = ", ".join(f'(r"{old}", r"{new}")' for old, new in likely_renames(problems))
     hints = [f"ckpt = reshard.rename(reshard.open(path), [{renames}])"] if renames else []
+    hints += _other_api(problems, leaves)
     if "unexpected" in kinds and "missing" not in kinds:
         hints.append('unexpected="ignore" restores the rest')
     if "missing" in kinds and not any(leaf.abstract for leaf in leaves):
@@ -208,6 +209,23 @@ def _hints(
     if "sharding" in kinds:
         hints.append("reshard.target(state, mesh=mesh, ...) gives every leaf a sharding")
     return hints
+
+
+def _other_api(problems: Sequence[Mismatch], leaves: Sequence[StateLeaf]) -> list[str]:
+    """A hint where the checkpoint seems to be of the other API of Flax's: one side has a collection
+    `params`, and the other does not."""
+    from flax import nnx
+
+    missing, unexpected = (
+        {str(problem.path[0]) for problem in problems if problem.what == what and problem.path}
+        for what in ("missing", "unexpected")
+    )
+    of_nnx = any(isinstance(leaf.holder, nnx.Variable) for leaf in leaves)
+    if of_nnx and missing and "params" in unexpected - missing:
+        return ["reshard.restore(reshard.to_nnx(path, model), target), if it is Linen's"]
+    if not of_nnx and unexpected and "params" in missing - unexpected:
+        return ["reshard.restore(reshard.to_linen(path, model), target), if it is NNX's"]
+    return []
 
 
 def _request(leaf: StateLeaf, wanted: Wanted, handle: ArrayHandle) -> Request:

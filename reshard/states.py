@@ -11,7 +11,7 @@ Orbax saves both as a level named `value`.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,12 +57,14 @@ class State:
 
     Attributes:
       leaves: its leaves, in the order of the pytree, those of modules last.
+      hollow: paths of boxes and variables without a leaf, which hold optax's `MaskedNode`.
       rebuild: the same containers around other values, which are given in the order of `leaves`.
         Modules are new ones.
       fill: the same, but modules that are real are updated in place.
     """
 
     leaves: tuple[StateLeaf, ...]
+    hollow: tuple[Path, ...]
     rebuild: Callable[[Sequence[Any]], Any]
     fill: Callable[[Sequence[Any]], Any]
 
@@ -87,25 +89,34 @@ def take_apart(state: Any) -> State:
     inner, inner_def = jax.tree_util.tree_flatten_with_path(graph_state, is_leaf=_is_held_or_module)
 
     leaves: list[StateLeaf] = []
+    hollow: list[Path] = []
     cells = []
+
+    def add(path: Path, value: Any, others: Sequence[Path] = ()) -> None:
+        cells.append(_open(path, value, others, leaves))
+        if not cells[-1][0] and is_held(value):
+            hollow.append(path)
+
     for path, value in plain:
-        cells.append(_open(path, value, (), leaves))
+        add(path, value)
     in_plain = len(leaves)
     roots = [path for path, _ in modules]
-    for keys, value in inner:
-        (number, *rest) = key_path(keys)
+    held = [(key_path(keys), value) for keys, value in inner]
+    bare = _bare(tuple(module for _, module in modules), {path for path, _ in held})
+    for (number, *rest), value in (*held, *((tuple(map(str, path)), x) for path, x in bare)):
         others = [
             (*roots[int(index)], *tail)
             for index, *tail in _other_paths(aliases, (number, *map(str, rest)))
         ]
-        cells.append(_open((*roots[int(number)], *rest), value, tuple(others), leaves))
+        add((*roots[int(number)], *rest), value, others)
 
-    def contents(values: Sequence[Any]) -> tuple[list[Any], Any]:
-        held, position = [], 0
+    def contents(values: Sequence[Any]) -> tuple[list[Any], Any, list[Any]]:
+        closed, position = [], 0
         for count, close in cells:
-            held.append(close(values[position : position + count]))
+            closed.append(close(values[position : position + count]))
             position += count
-        return held[: len(plain)], jax.tree.unflatten(inner_def, held[len(plain) :])
+        outer, inside = closed[: len(plain)], closed[len(plain) : len(plain) + len(inner)]
+        return outer, jax.tree.unflatten(inner_def, inside), closed[len(plain) + len(inner) :]
 
     def assemble(outer: Sequence[Any], made: Sequence[Any]) -> Any:
         sources = iter(outer), iter(made)
@@ -114,30 +125,57 @@ def take_apart(state: Any) -> State:
         )
 
     def rebuild(values: Sequence[Any]) -> Any:
-        outer, inside = contents(values)
-        return assemble(outer, nnx.merge(graphdef, inside) if modules else ())
+        outer, inside, loose = contents(values)
+        made = nnx.merge(graphdef, inside) if modules else ()
+        for (path, _), value in zip(bare, loose, strict=True):
+            _put(made, path, value)
+        return assemble(outer, made)
 
     def fill(values: Sequence[Any]) -> Any:
         if any(leaf.abstract for leaf in leaves[in_plain:]):
             return rebuild(values)
-        outer, inside = contents(values)
+        outer, inside, _ = contents(values)
         if modules:
             nnx.update(tuple(module for _, module in modules), inside)
         return assemble(outer, [module for _, module in modules])
 
-    return State(tuple(leaves), rebuild, fill)
+    return State(tuple(leaves), tuple(hollow), rebuild, fill)
+
+
+def _bare(modules: tuple[Any, ...], known: Collection[Path]) -> list[tuple[tuple, Any]]:
+    """Abstract arrays in modules that flax takes for part of their structure: those that are in a
+    container of a module's and in no variable, such as the scales of an `nnx.WeightNorm`. What is
+    there, with its path in the graph."""
+    import jax
+    from flax import nnx
+
+    return [
+        (path, value)
+        for path, value in (nnx.iter_graph(modules) if modules else ())
+        if isinstance(value, jax.ShapeDtypeStruct) and tuple(map(str, path)) not in known
+    ]
+
+
+def _put(node: Any, path: tuple, value: Any) -> None:
+    """Sets a value in a container below modules."""
+    *above, last = path
+    for key in above:
+        node = node[key] if isinstance(node, Mapping | list | tuple) else getattr(node, str(key))
+    node[last] = value
 
 
 def saved_form(state: Any) -> dict[Path, StateLeaf | dict | list | tuple | None]:
     """The leaves of a state under the paths that Orbax gives them, empty containers among them.
 
-    Boxes and variables are a level named `value`. What Orbax takes for empty is kept as it is:
-    None, empty dicts, lists and tuples; namedtuples without fields (`EmptyState`) are None.
+    Boxes and variables are a level named `value`, which is None where they hold no array. What
+    Orbax takes for empty is kept as it is: None, empty dicts, lists and tuples; namedtuples without
+    fields (`EmptyState`) are None.
     """
     import jax
 
-    found: dict[Path, Any] = {}
-    for leaf in take_apart(state).leaves:
+    apart = take_apart(state)
+    found: dict[Path, Any] = {(*path, "value"): None for path in apart.hollow}
+    for leaf in apart.leaves:
         level = () if leaf.holder is None else ("value",)
         found[leaf.path + level] = leaf
 
@@ -170,7 +208,7 @@ def _is_held_or_module(value: Any) -> bool:
 
 
 def _open(
-    path: Path, value: Any, aliases: tuple[Path, ...], leaves: list[StateLeaf]
+    path: Path, value: Any, aliases: Sequence[Path], leaves: list[StateLeaf]
 ) -> tuple[int, Callable[[Sequence[Any]], Any]]:
     """Adds the leaves of one place to `leaves`; how many there are, and how to close it again."""
     import jax

@@ -257,10 +257,28 @@ def maker(model: Any, inputs: Sequence[Any] = ()) -> Callable[..., Any] | None:
             constructor: Any = model
             return lambda: constructor(rngs=nnx.Rngs(0))
     if callable(model) and not isinstance(model, nnx.Pytree):
+        _check_call(model, inputs)
         return model
     if inputs:
         raise ShardingError(f"`inputs` are for a module or a callable, not {type(model).__name__}")
     return None
+
+
+def _check_call(function: Callable[..., Any], inputs: Sequence[Any]) -> None:
+    """Raises ShardingError if a function does not take these inputs."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # one of C's, perhaps, which tells nothing
+        return
+    try:
+        signature.bind(*inputs)
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        given = f"{len(inputs)} inputs" if inputs else "no inputs"
+        raise ShardingError(
+            f"`{name}` cannot be called with {given}: {error}",
+            hints=["a function without arguments, which calls it with all that it needs"],
+        ) from error
 
 
 def _evaluated(function: Any, inputs: Sequence[Any], mesh: Any) -> Any:

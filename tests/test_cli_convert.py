@@ -509,7 +509,9 @@ def test_the_model_of_the_source_tells_its_order(run, folder):
         f"Error: `{folder}/trained` has no record of a conversion from Linen: it was not made by "
         "one, or was trained on since then\n"
         "\n"
-        "hint: --model MODULE:NAME, the Linen model\n",
+        "hint: --model MODULE:NAME, the Linen model; --source-model tells the classes of the NNX "
+        "one\n"
+        "hint: --map FILE, the map that --emit-map wrote on the way to NNX\n",
     )
 
 
@@ -648,6 +650,7 @@ def test_a_layout_that_is_not_seen(run, folder):
 
 
 TO_NNX = ("run/1", "out", "--to", "nnx")
+FAILS_AT = MODELS[: MODELS.index("no weights today")].count("\n") + 1
 MISTAKES = {
     "neither model nor map": (
         TO_NNX,
@@ -667,6 +670,7 @@ MISTAKES = {
         "  `params/Dense_0` has a name as Linen gives them\n"
         "  `opt_state` has list positions, as optax's tuples are saved\n"
         "\n"
+        "hint: --to nnx converts it\n"
         "hint: --layout says otherwise, if that is wrong",
     ),
     "another layout": (
@@ -695,12 +699,15 @@ MISTAKES = {
     ),
     "code that raises": (
         (*TO_NNX, "--model", "models:fails"),
-        "--model models:fails: its code raised ValueError\n  no weights today",
+        "--model models:fails: its code raised ValueError\n"
+        "  no weights today\n"
+        f"  in FOLDER/models.py, line {FAILS_AT}",
     ),
     "arguments": (
         (*TO_NNX, "--model", "models:wants"),
-        "--model models:wants: its code raised TypeError\n"
-        "  wants() missing 1 required positional argument: 'width'",
+        "`wants` cannot be called with no inputs: missing a required argument: 'width'\n"
+        "\n"
+        "hint: a function without arguments, which calls it with all that it needs",
     ),
     "code that raises when it is imported": (
         (*TO_NNX, "--model", "broken:Net"),

@@ -44,6 +44,7 @@ def fails():
 
 number = 3
 """
+FAILS_AT = MODEL[: MODEL.index("no weights today")].count("\n") + 1
 RULES = (
     'rules = [["embed", "data"], ["mlp", ["model"]], ["kv", []]]\nspecs = [["bias$", ["model"]]]\n'
 )
@@ -173,7 +174,9 @@ def test_a_checkpoint_without_some_leaves_is_refused(folder):
     [
         (
             ("--model", "mine:fails"),
-            "Error: --model mine:fails: its code raised RuntimeError\n  no weights today\n",
+            "Error: --model mine:fails: its code raised RuntimeError\n"
+            "  no weights today\n"
+            f"  in FOLDER/mine.py, line {FAILS_AT}\n",
         ),
         (
             ("--model", "mine:absent"),
@@ -227,6 +230,7 @@ def test_what_cannot_be_used_is_said(folder, arguments, message):
         'specs = [["kernel$", [3]], ["bias$", "model,"]]\nmore = 1\n'
     )
     (folder / "broken.toml").write_text("rules = ")
+    message = message.replace("FOLDER", str(folder))
     assert run(folder, "--to", "2x2", *arguments) == (2, "", message)
     assert not (folder / "out").exists()
 

@@ -351,7 +351,7 @@ def test_all_that_stands_against_nnx_is_told_at_once_and_before_anything_is_read
   params/b/kernel -> b/kernel: dtype float32, the model has bfloat16
 
 hint: --map FILE decides: `[[rule]]`, `from = '^REGEX'`, `to = 'PATH'`
-hint: --drop 'opt_state/0/trace/a/bias' leaves it out
+hint: --drop 'opt_state/0/trace/a/bias' leaves it out; globs work
 hint: --init '**/rngs/**' keeps the model's own initial value
 hint: --init 'optimizer/opt_state/0/count' keeps the model's own initial value
 hint: --init 'optimizer/opt_state/0/mu/a/bias' keeps the model's own initial value
@@ -409,7 +409,8 @@ def test_all_that_stands_against_linen_is_told_at_once_and_before_anything_is_re
   model/b/bias/value -> params/b/bias: dtype bfloat16, the model has float32
 
 hint: --map FILE decides: `[[rule]]`, `from = '^REGEX'`, `to = 'PATH'`
-hint: --drop 'model/drop/rngs/count/value' leaves it out
+hint: --drop '**/rngs/**' leaves the state of random numbers out
+hint: --drop 'optimizer/opt_state/0/count/value' leaves it out; globs work
 hint: --init 'opt_state/0/trace/a/kernel' keeps the model's own initial value
 hint: --init 'opt_state/0/trace/b/bias' keeps the model's own initial value
 hint: --init 'opt_state/0/trace/b/kernel' keeps the model's own initial value
@@ -461,7 +462,7 @@ def test_the_state_of_another_optimizer_has_no_place(momentum, tmp_path):
         "opt_state/0/count  int32[]: it goes nowhere",
         "opt_state/0/mu/a  float32[3]: it goes nowhere",
     ]
-    hints = ["--drop 'opt_state/0/count' leaves it out"]
+    hints = ["--drop 'opt_state/0/count' leaves it out; globs work"]
     if momentum:
         problems.append("optimizer/opt_state/0/trace/a  float32[3]: nothing goes there")
         hints.append("--init 'optimizer/opt_state/0/trace/a' keeps the model's own initial value")
@@ -488,7 +489,7 @@ def test_a_moment_does_not_go_where_the_model_masks_it(tmp_path):
 `{tmp_path}/nnx` does not become the Linen model
   opt_state/inner_state/0/trace/b  float32[2]: it goes nowhere
 
-hint: --drop 'optimizer/opt_state/inner_state/0/trace/b/value' leaves it out"""
+hint: --drop 'optimizer/opt_state/inner_state/0/trace/b/value' leaves it out; globs work"""
     )
 
 
@@ -537,6 +538,7 @@ hint: --map FILE"""
 `{linen}` is linen-variables already
   collections are at the top: `params`
 
+hint: --to nnx converts it
 hint: --layout says otherwise, if that is wrong"""
     )
     reshard.save(reshard.to_nnx(linen, model), nnx_path)
@@ -546,6 +548,7 @@ hint: --layout says otherwise, if that is wrong"""
 `{nnx_path}` is nnx-state already
   the record of its conversion says so
 
+hint: --to linen converts it
 hint: --layout says otherwise, if that is wrong"""
     )
     assert (
@@ -561,6 +564,46 @@ there is no layout `flax`; there are
   nnx-optimizer: `nnx.Optimizer`: `opt_state` and `step`
   nnx-model-and-optimizer: `nnx.ModelAndOptimizer`: `model`, `opt_state` and `step`
   nnx-model: a state below `model`, perhaps beside `optimizer`"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("to", "model", "what"),
+    [
+        ("nnx", Mlp, "the Linen module Mlp"),
+        ("nnx", Mlp(), "the Linen module Mlp"),
+        ("nnx", lambda: Mlp().init(jax.random.key(0), INPUTS), "a state of Linen's"),
+        ("nnx", variables(boxed=True), "a state of Linen's"),
+        ("nnx", train(optax.sgd(0.1)), "a state of Linen's"),
+        ("linen", Twin, "a state of NNX's"),
+        ("linen", lambda: nnx.state(twin()), "a state of NNX's"),
+        ("linen", lambda: training(optax.sgd(0.1)), "a state of NNX's"),
+    ],
+)
+def test_a_model_of_the_other_api_is_refused(to, model, what, tmp_path):
+    linen = save(tmp_path / "linen", state(optax.sgd(0.1)))
+    nnx_path = save(tmp_path / "nnx", nnx.state(twin()))
+    call, source = (reshard.to_nnx, linen) if to == "nnx" else (reshard.to_linen, nnx_path)
+    wanted, other = ("NNX", "linen") if to == "nnx" else ("Linen", "nnx")
+    assert (
+        refusal(call, source, model)
+        == f"""\
+the model to convert to is {what}
+
+hint: the {wanted} model is needed for --to {to}
+hint: --to {other} converts to this one
+hint: --source-model takes the model that the checkpoint is of"""
+    )
+
+
+def test_a_linen_module_is_no_state(tmp_path):
+    source = save(tmp_path / "nnx", nnx.state(twin()))
+    assert (
+        refusal(reshard.to_linen, source, Mlp())
+        == """\
+the Linen module Mlp has no variables without inputs
+
+hint: a function that returns its variables, `model.init(key, x)`, or a TrainState"""
     )
 
 
@@ -610,7 +653,7 @@ def test_what_is_dropped_is_left_out(tmp_path):
   opt_state/0/nu/old/b  float32[2]: it goes nowhere
   opt_state/0/nu/old/c  float32[4]: it goes nowhere
 
-hint: --drop 'opt_state/0/mu/old/b' leaves it out"""
+hint: --drop 'opt_state/0/mu/old/b' leaves it out; globs work"""
     )
     ckpt = reshard.to_nnx(path, model, drop=["params/old/b", "**/old/c", "opt_state/0/*/old/b"])
     count, mu, nu = linen.opt_state[0]
@@ -916,7 +959,7 @@ def test_without_a_model_a_map_must_reach_every_leaf(tmp_path):
   batch_stats/c: no rule of the map applies to it
   other  float32[1]: it goes nowhere
 
-hint: --drop 'other' leaves it out"""
+hint: --drop 'other' leaves it out; globs work"""
     )
 
 
@@ -968,6 +1011,43 @@ def test_a_module_alone_takes_the_optimizer_along(name, tmp_path):
     ckpt = reshard.to_nnx(save(tmp_path / "linen", linen), twin, init=RANDOM)
     assert by_path(restored(ckpt, tmp_path)) == moved(linen, drawn())
     load(tmp_path / "restored_1", saved_by_nnx(training(tx)))
+
+
+@pytest.mark.parametrize(
+    "model", [twin, lambda: training(RESHAPING["lbfgs"])], ids=["alone", "beside"]
+)
+def test_a_name_of_the_optimizers_is_no_collection(model, tmp_path):
+    """`lbfgs` keeps a copy of the parameters, called `params`."""
+    tx = RESHAPING["lbfgs"]
+    linen = state(tx)
+    reshard.save(
+        reshard.to_nnx(save(tmp_path / "linen", linen), model, init=RANDOM), tmp_path / "nnx"
+    )
+    loaded = load(tmp_path / "nnx", saved_by_nnx(training(tx)))["optimizer"]["opt_state"]
+    for name in ("params", "updates", "diff_params_memory", "diff_updates_memory"):
+        before, after = getattr(linen.opt_state, name), loaded[name]
+        for old, new in (("Dense_0", "first"), ("BatchNorm_0", "norm"), ("Dense_1", "second")):
+            got = {leaf: layouts.bits(value[...]) for leaf, value in after[new].items()}
+            assert got == {leaf: layouts.bits(value) for leaf, value in before[old].items()}
+    back = reshard.to_linen(tmp_path / "nnx", linen, source=Twin, drop=f"model/{RANDOM}")
+    layouts.assert_same_tree(restored(back, tmp_path), load(tmp_path / "linen"))
+
+
+def test_a_map_alone_has_no_place_for_an_optimizer_of_linens(tmp_path):
+    """Which containers it has, and which of them are empty, only the model says."""
+    made = beside_optimizer(optax.sgd(0.1, momentum=0.9), a=(3,))
+    source = save(tmp_path / "nnx", saved_by_nnx(made))
+    (tmp_path / "map.toml").write_text("[[rule]]\nfrom = '^a$'\nto = 'params/x/a'\n")
+    assert (
+        refusal(reshard.to_linen, source, map_file=tmp_path / "map.toml")
+        == f"""\
+`{source}` does not become the Linen model
+  opt_state/0/trace/params/x/a: it goes nowhere
+  step  uint32[]: it goes nowhere
+
+hint: --model MODULE:NAME, the `TrainState`, has places for an optimizer
+hint: --drop 'optimizer/step/value' leaves it out; globs work"""
+    )
 
 
 def steps():
@@ -1157,7 +1237,8 @@ def test_what_orbax_saves_again_has_lost_the_record(tmp_path):
 `{again}` has no record of a conversion from Linen: it was not made by one, or was trained on \
 since then
 
-hint: --model MODULE:NAME, the Linen model"""
+hint: --model MODULE:NAME, the Linen model; --source-model tells the classes of the NNX one
+hint: --map FILE, the map that --emit-map wrote on the way to NNX"""
     )
     ckpt = reshard.to_linen(again, state(ADAM, boxed=True), source=Twin, drop=f"model/{RANDOM}")
     layouts.assert_same_tree(restored(ckpt, tmp_path), load(source))
@@ -1579,6 +1660,46 @@ def test_an_nnx_checkpoint_is_restored_into_linen(sizes, tmp_path):
         kernel = made.opt_state[0].nu["Dense_0"]["kernel"]
         assert isinstance(kernel, nn.Partitioned)
         assert kernel.value.sharding == NamedSharding(on, P("data", "model"))
+
+
+def test_a_checkpoint_of_the_other_api_is_told_in_a_restore(tmp_path):
+    linen = save(tmp_path / "linen", {"params": {"Dense_0": {"bias": jnp.ones(3)}}})
+    hint = "hint: reshard.restore(reshard.to_nnx(path, model), target), if it is Linen's"
+    assert hint in refusal(reshard.restore, linen, named(bias=(3,))).splitlines()
+    of_nnx = save(tmp_path / "nnx", nnx.state(named(bias=(3,))))
+    hint = "hint: reshard.restore(reshard.to_linen(path, model), target), if it is NNX's"
+    target = {"params": {"Dense_0": {"bias": jnp.ones(3)}}}
+    assert hint in refusal(reshard.restore, of_nnx, target).splitlines()
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.WeightNorm(nn.Dense(3))(x)
+
+
+class NormedTwin(nnx.Module):
+    def __init__(self, rngs):
+        dense = nnx.Linear(4, 3, rngs=rngs)
+        self.normed = nnx.WeightNorm(dense, rngs=rngs)
+
+    def __call__(self, x):
+        return self.normed(x)
+
+
+def test_scales_that_are_in_no_variable_are_converted_and_restored(tmp_path):
+    linen = filled(Normed().init(jax.random.key(0), INPUTS), bits=False)
+    ckpt = reshard.to_nnx(save(tmp_path / "linen", linen), NormedTwin)
+    reshard.save(ckpt, tmp_path / "nnx")
+    expected = Normed().apply(linen, INPUTS)
+    real = reshard.restore(tmp_path / "nnx", NormedTwin(nnx.Rngs(3)))
+    mesh = layouts.mesh((1, 2))
+    made = reshard.restore(tmp_path / "nnx", reshard.target(NormedTwin, mesh=mesh))
+    again = save(tmp_path / "again", nnx.state(made))
+    for model in (real, made):  # a call changes the kernels in place
+        np.testing.assert_array_equal(model(INPUTS), expected)
+    back = reshard.to_linen(again, linen, source=NormedTwin)
+    layouts.assert_same_tree(restored(back, tmp_path), load(tmp_path / "linen"))
 
 
 # Where it is

@@ -426,7 +426,7 @@ def test_what_mirrors_what():
         (
             ("ema", "params", "encoder", "layer", "w"),
             ("params", "encoder", "layer", "w"),
-            ("ema",),
+            ("ema", "params"),  # the others lack the collection: the name is the optimizer's
         ),
     ]
 

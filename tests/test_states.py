@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import layouts
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from layouts import Named
 
+import reshard
 from reshard import states
 from reshard.matching import Wanted
 from reshard.states import take_apart
@@ -330,6 +332,39 @@ def test_modules_are_rebuilt_as_new_ones_that_share_what_they_shared():
     assert nnx.graphdef(new) == nnx.graphdef(model)
     assert [x.value for x in take_apart(again).leaves] == values
     layouts.assert_same_tree(nnx.state(model), before)
+
+
+def test_arrays_that_flax_takes_for_structure_are_leaves_of_abstract_modules_too():
+    """The scales of a `WeightNorm` are in a dict, and in no variable."""
+
+    def make():
+        return {"a": nnx.WeightNorm(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))}
+
+    real, found = make(), take_apart(nnx.eval_shape(make))
+    held = {leaf.path: leaf.value for leaf in take_apart(real).leaves}
+    assert {leaf.path: leaf.value.shape for leaf in found.leaves} == {
+        path: value.shape for path, value in held.items()
+    }
+    values = randomized(found)
+    made = found.rebuild(values)["a"]
+    again = {leaf.path: leaf.value for leaf in take_apart({"a": made}).leaves}
+    layouts.assert_same_tree(again, dict(zip((x.path for x in found.leaves), values, strict=True)))
+    assert nnx.graphdef(made) == nnx.graphdef(real["a"])
+
+
+@pytest.mark.parametrize("hold", [lambda x: x, nnx.state], ids=["module", "state"])
+def test_variables_without_a_value_are_saved_as_such(hold, tmp_path):
+    model = Block(nnx.Rngs(0))
+    tx = optax.masked(optax.trace(0.9), lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", nnx.state(optimizer))
+    form = states.saved_form(hold(optimizer))
+    saved = reshard.open(tmp_path / "saved")
+    assert {tuple(map(str, p)): x is None for p, x in form.items()} == {
+        tuple(map(str, path)): leaf is None for path, leaf in saved.items()
+    }
+    assert sum(leaf is None for leaf in saved.values()) == 3
 
 
 def test_modules_are_updated_in_place():

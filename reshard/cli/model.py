@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 import tomllib
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,16 +46,22 @@ def build_target(model: str, rules: Pairs | None, specs: Pairs, mesh: Mesh) -> A
 
 @contextlib.contextmanager
 def model_errors(option: str, model: str | None) -> Iterator[None]:
-    """Errors of the model's own code as errors of the option that named it."""
+    """Errors of the model's own code as errors of the option that named it, with its line."""
     try:
         yield
     except (ReshardError, OSError, MemoryError):
         raise
     except Exception as error:
-        if model is None:
+        package = "" if model is None else model.partition(":")[0].partition(".")[0]
+        lines = [
+            f"in {frame.f_code.co_filename}, line {number}"
+            for frame, number in traceback.walk_tb(error.__traceback__)
+            if frame.f_globals.get("__name__", "").partition(".")[0] == package
+        ]
+        if not lines:  # an error of another's, to be seen as it is
             raise
         raise ReshardError(
-            f"{option} {model}: its code raised {type(error).__name__}", [str(error)]
+            f"{option} {model}: its code raised {type(error).__name__}", [str(error), lines[-1]]
         ) from error
 
 

@@ -184,7 +184,10 @@ def conversion(
         raise TreeMismatchError(
             f"`{ckpt.source.root}` is {found.kind} already",
             found.why,
-            ["--layout says otherwise, if that is wrong"],
+            [
+                f"--to {'linen' if to == 'nnx' else 'nnx'} converts it",
+                "--layout says otherwise, if that is wrong",
+            ],
         )
     if to == "linen" and model is None and map_file is None:
         if init:
@@ -198,7 +201,11 @@ def conversion(
             raise TreeMismatchError(
                 f"`{ckpt.source.root}` has no record of a conversion from Linen: it was not made "
                 "by one, or was trained on since then",
-                hints=["--model MODULE:NAME, the Linen model"],
+                hints=[
+                    "--model MODULE:NAME, the Linen model; --source-model tells the classes of "
+                    "the NNX one",
+                    "--map FILE, the map that --emit-map wrote on the way to NNX",
+                ],
             )
         return Conversion(from_record(ckpt), found, (), (), (), {}, to)
     if model is None and map_file is None:

@@ -34,6 +34,7 @@ from reshard.tree import (
 
 _NAMES = {"nnx": "NNX", "linen": "Linen"}
 _MODEL_HINT = "--model MODULE:NAME"
+_DROPPED = "leaves it out; globs work"
 
 
 def decide(
@@ -323,8 +324,13 @@ class _Work:
         """A leaf of the source, or what the map has made of some, has no place in the target."""
         leaf = "" if saved is None else f"  {describe(self._ckpt[saved])}"
         self._problem(f"{format_path(path)}{leaf}: it goes nowhere")
-        if saved is not None and not any(hint.startswith("--drop") for hint in self._hints):
-            self._hints.append(f"--drop {shell_quoted(format_path(saved))} leaves it out")
+        if self._goal is None and path[0] in ("opt_state", "step"):
+            self._hints.append(f"{_MODEL_HINT}, the `TrainState`, has places for an optimizer")
+        random = saved is not None and "rngs" in saved
+        if random:
+            self._hints.append("--drop '**/rngs/**' leaves the state of random numbers out")
+        elif saved is not None and not any(hint.endswith(_DROPPED) for hint in self._hints):
+            self._hints.append(f"--drop {shell_quoted(format_path(saved))} {_DROPPED}")
 
     def _empty(self, leaf: StateLeaf) -> None:
         """A leaf of the target has no source."""

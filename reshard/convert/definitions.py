@@ -200,9 +200,6 @@ class _Walk:
 
         if path in self._leaves:
             return self._leaves[path]
-        if isinstance(value, jax.ShapeDtypeStruct):
-            # An array without a variable, in a module that flax takes apart without it.
-            return Leaf(path, tuple(value.shape), value.dtype, "")
         found, _ = jax.tree_util.tree_flatten_with_path(value)
         cut = 1 if isinstance(value, nnx.Variable) else 0
         inner = [tuple(map(str, key_path(keys[cut:]))) for keys, _ in found]

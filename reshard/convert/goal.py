@@ -40,9 +40,15 @@ class Goal:
 
 
 def goal_of(model: Any, api: str) -> Goal:
-    """The tree that a model of an API saves. Nothing is computed."""
+    """The tree that a model of an API saves. Nothing is computed.
+
+    Raises:
+      TreeMismatchError: the model is one of the other API, or has no tree.
+    """
+    _check_module(model, api)
     with definition_orders() as orders, linen_classes() as classes:
         state = state_of(model)
+    _check_api(state, api, ran_linen=bool(classes))
     leaves = saved_form(state)
     values = {path: _as_saved(leaf) for path, leaf in leaves.items()}
     if api == "linen":
@@ -51,6 +57,53 @@ def goal_of(model: Any, api: str) -> Goal:
         return Goal(model, leaves, layout, linen_outline(arrays, classes))
     place, outline = nnx_outline(state, orders)
     return Goal(model, leaves, detect(values, _nnx_kind(values, place)), outline)
+
+
+def _check_module(model: Any, api: str) -> None:
+    """Raises TreeMismatchError for a Linen module, which is no state and makes none by itself."""
+    from flax import linen
+
+    cls = model if isinstance(model, type) else type(model)
+    if not issubclass(cls, linen.Module):
+        return
+    if api == "nnx":
+        raise _other_api(f"the Linen module {cls.__name__}", api)
+    raise TreeMismatchError(
+        f"the Linen module {cls.__name__} has no variables without inputs",
+        hints=["a function that returns its variables, `model.init(key, x)`, or a TrainState"],
+    )
+
+
+def _check_api(state: Any, api: str, ran_linen: bool) -> None:
+    """Raises TreeMismatchError if a state is plainly one of the other API."""
+    import jax
+    from flax import nnx
+    from flax.core import meta
+    from flax.training.train_state import TrainState
+
+    nnxs = (nnx.Pytree, nnx.Variable, nnx.State)
+    nodes = jax.tree.leaves(
+        state, is_leaf=lambda node: isinstance(node, (meta.AxisMetadata, *nnxs))
+    )
+    of_nnx = any(isinstance(node, nnxs) for node in nodes)
+    boxed = any(isinstance(node, meta.AxisMetadata) for node in nodes)
+    of_linen = ran_linen or boxed or isinstance(state, TrainState)
+    if api == "nnx" and of_linen and not of_nnx:
+        raise _other_api("a state of Linen's", api)
+    if api == "linen" and of_nnx and not of_linen:
+        raise _other_api("a state of NNX's", api)
+
+
+def _other_api(what: str, api: str) -> TreeMismatchError:
+    other = "linen" if api == "nnx" else "nnx"
+    return TreeMismatchError(
+        f"the model to convert to is {what}",
+        hints=[
+            f"the {'NNX' if api == 'nnx' else 'Linen'} model is needed for --to {api}",
+            f"--to {other} converts to this one",
+            "--source-model takes the model that the checkpoint is of",
+        ],
+    )
 
 
 def _as_saved(leaf: Any) -> Any:

@@ -94,7 +94,11 @@ def mirrored(
 ) -> list[tuple[Path, Path, Path]]:
     """The leaves that mirror a parameter: their paths, the parameter's, and what is ahead of the
     part that both have. A mirror has the whole path of the parameter, less at most what the paths
-    of all parameters begin with."""
+    of all parameters begin with.
+
+    Where one mirror lacks the collection, none has it: all were made of the same tree. Then a
+    `params` ahead is a name of the optimizer's (the copy that `lbfgs` keeps).
+    """
     known = Parameters(parameters, leaves)
     shared = _shared(parameters)
     found = []
@@ -107,8 +111,10 @@ def mirrored(
         pairs = zip(reversed(path), reversed(parameter), strict=False)
         common = next((i for i, (a, b) in enumerate(pairs) if str(a) != str(b)), shorter)
         if common >= max(len(parameter) - shared, 1):
-            found.append((path, parameter, path[: len(path) - common]))
-    return found
+            found.append((path, parameter, common))
+    if any(common < len(parameter) for _, parameter, common in found):
+        found = [(p, o, min(common, len(o) - (o[0] == "params"))) for p, o, common in found]
+    return [(path, parameter, path[: len(path) - common]) for path, parameter, common in found]
 
 
 def _shared(parameters: Collection[Path]) -> int:

@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
         "--scratch",
         type=Path,
         default=Path("build/benchmarks"),
-        help="holds the workloads (10 GB, made once) and one output at a time; default %(default)s",
+        help="holds the workloads (14 GB, made once) and one output at a time; default %(default)s",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure here")
     return parser

@@ -1,5 +1,6 @@
 """Interleaved rounds: every program once, then every program again, from the same cache state."""
 
+import json
 import os
 import shutil
 import statistics
@@ -169,3 +170,21 @@ class Bench:
             f"output {output_bytes / 2**20:.0f} MiB"
             + (f", {problem(result)}" if result.status else "")
         )
+
+
+def compare_timed(bench: Bench, section: str, *programs: Program) -> list[Result]:
+    """`Bench.compare` of programs that time their own work and print it, and says these times."""
+    results = bench.compare(section, *programs)
+    for program, result in zip(programs, results, strict=True):
+        seconds = ", ".join(f"{seconds:.3f} s" for seconds in _timed(result))
+        bench.say(f"{section}: {program.source.name} {program.label}: timed itself: {seconds}")
+    return results
+
+
+def timed_seconds(result: Result) -> float:
+    """The median of what a program timed itself."""
+    return statistics.median(_timed(result))
+
+
+def _timed(result: Result) -> list[float]:
+    return [json.loads(run.stdout)["seconds"] for run in result.runs]

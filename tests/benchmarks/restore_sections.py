@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.benchmarks.bench import Bench, Program, Result, module
+from tests.benchmarks.bench import Bench, Program, Result, compare_timed, module, timed_seconds
 from tests.benchmarks.restore import MESHES, TOOLS, Restored
 from tests.benchmarks.sections import MIB, Row, rate, times
 
@@ -20,23 +20,6 @@ def _program(bench: Bench, tool: str, name: str, mesh: str, *flags: str, **optio
     source = bench.source(name)
     command = module("restore", tool, name, source, mesh, *flags)
     return Program(" ".join((tool, mesh, *flags)), source, command, **options)
-
-
-def _compare(bench: Bench, section: str, *programs: Program) -> list[Result]:
-    """`Bench.compare`, and says what each program timed itself."""
-    results = bench.compare(section, *programs)
-    for program, result in zip(programs, results, strict=True):
-        seconds = ", ".join(f"{seconds:.2f} s" for seconds in _timed(result))
-        bench.say(f"{section}: {program.source.name} {program.label}: timed itself: {seconds}")
-    return results
-
-
-def _timed(result: Result) -> list[float]:
-    return [json.loads(run.stdout)["seconds"] for run in result.runs]
-
-
-def _seconds(result: Result) -> float:
-    return statistics.median(_timed(result))
 
 
 def _restored(result: Result) -> list[Restored]:
@@ -64,12 +47,12 @@ def restore(bench: Bench) -> Iterator[Row]:
         source = bench.source(name)
         tools = [_program(bench, tool, name, mesh) for mesh in meshes for tool in TOOLS]
         bound = Program("decode bound", source, module("bound", source, "--decode-only"))
-        results = _compare(bench, "restore", *tools, bound)
-        decode = _seconds(results.pop())
+        results = compare_timed(bench, "restore", *tools, bound)
+        decode = timed_seconds(results.pop())
         for mesh, ours, theirs in zip(meshes, results[::2], results[1::2], strict=True):
-            what, seconds = f"{name} restored on {mesh}", _seconds(ours)
+            what, seconds = f"{name} restored on {mesh}", timed_seconds(ours)
             yield Row(f"{what}: rate, of decoding's", "0.7", "0.85", rate(decode, seconds))
-            faster = times(_seconds(theirs), seconds)
+            faster = times(timed_seconds(theirs), seconds)
             yield Row(f"{what}: faster than Orbax", "1.6x", "2.5x", faster)
             yield _fetched(what, ours)
 
@@ -78,26 +61,28 @@ def restore_replicated(bench: Bench) -> Iterator[Row]:
     """W1 on each of the eight devices, against Orbax, which runs twice and fills eight copies;
     `reshard`'s devices, all of them simulated in one memory, share one.
     """
-    ours, theirs = _compare(
+    ours, theirs = compare_timed(
         bench,
         "restore_replicated",
         _program(bench, "reshard", "W1", "replicated"),
         _program(bench, "orbax", "W1", "replicated", rounds=2),
     )
     what = "W1 restored, replicated"
-    yield Row(f"{what}: faster than Orbax", "8x", "15x", times(_seconds(theirs), _seconds(ours)))
+    yield Row(
+        f"{what}: faster than Orbax", "8x", "15x", times(timed_seconds(theirs), timed_seconds(ours))
+    )
     yield _fetched(what, ours)
 
 
 def restore_small(bench: Bench) -> Iterator[Row]:
     """W4, 5,000 small arrays, on 1x8, against Orbax, which runs twice."""
-    ours, theirs = _compare(
+    ours, theirs = compare_timed(
         bench,
         "restore_small",
         _program(bench, "reshard", "W4", "1x8"),
         _program(bench, "orbax", "W4", "1x8", rounds=2),
     )
-    faster = times(_seconds(theirs), _seconds(ours))
+    faster = times(timed_seconds(theirs), timed_seconds(ours))
     yield Row("W4 restored on 1x8: faster than Orbax", "3x", "6x", faster)
 
 
@@ -105,7 +90,7 @@ def restore_memory(bench: Bench) -> Iterator[Row]:
     """W1 at 256 MiB on every mesh: peak RSS beyond the result, and bytes fetched."""
     flags = ("--max-memory", "256MiB")
     programs = [_program(bench, "reshard", "W1", mesh, *flags) for mesh in MESHES]
-    results = _compare(bench, "restore_memory", *programs)
+    results = compare_timed(bench, "restore_memory", *programs)
     for mesh, ours in zip(MESHES, results, strict=True):
         what = f"W1 restored on {mesh} at 256 MiB".replace("on replicated", "replicated")
         floor, reach = ("320 MiB", "256 MiB") if mesh == "1x8" else ("", "")

@@ -73,6 +73,10 @@ def _with_moments() -> Tree:
     return {name: _quarter_llama()["params"] for name in ("params", "mu", "nu")}
 
 
+def _half_llama() -> Tree:
+    return {"params": llama(d=2048, ff=7168, kv=512, vocab=32064, layers=16)}
+
+
 def _two_layers() -> Tree:
     return {"params": llama(d=4096, ff=14336, kv=1024, vocab=128256, layers=2)}
 
@@ -90,6 +94,7 @@ WORKLOADS = {
     "W1": Workload(_quarter_llama),  # Llama-3-8B divided by 4: 147 arrays, 1.1 GB
     "W1-opt": Workload(_with_moments),  # with adam's moments: 441 arrays, 3.4 GB
     "W1-raw": Workload(_quarter_llama, compress=False),
+    "W1-4GB": Workload(_half_llama),  # the arrays of W1 in other sizes: 147 arrays, 4.0 GB
     "W2": Workload(_two_layers, dtype="bfloat16"),  # true 8B shapes, two layers of them: 3 GB
     "W4": Workload(_many),  # 5,000 arrays of 4 to 64 KiB
     "BIG": Workload(_one, chunk_bytes=16 << 20),  # 2 GiB in one array, in 16 MiB chunks
