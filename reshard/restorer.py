@@ -9,7 +9,12 @@ from typing import Any
 import numpy as np
 
 from reshard.checkpoint import ArrayHandle, Checkpoint, collision_error, is_floating
-from reshard.errors import MemoryLimitError, ShardingError, TreeMismatchError
+from reshard.errors import (
+    CorruptCheckpointError,
+    MemoryLimitError,
+    ShardingError,
+    TreeMismatchError,
+)
 from reshard.landing import Request, read_arrays
 from reshard.loader import open as open_checkpoint
 from reshard.matching import Mismatch, Wanted, likely_renames, match, mismatch_error
@@ -97,7 +102,8 @@ def restore(
     for leaf, want in zip(leaves, wanted, strict=True):
         problems += _unusable(leaf, want, leaf.path in kept, parsed)
     if problems:
-        hints = _hints(problems, leaves, cast)
+        opened = checkpoint is ckpt
+        hints = _hints(problems, leaves, cast, "ckpt" if opened else "reshard.open(path)")
         raise mismatch_error(f"`{ckpt.source.root}`", problems, hints)
 
     values: list[Any] = [leaf.value for leaf in leaves]
@@ -185,11 +191,12 @@ def _on_devices(sharding: Any) -> Any:
 
 
 def _hints(
-    problems: Sequence[Mismatch], leaves: Sequence[StateLeaf], cast: bool | str
+    problems: Sequence[Mismatch], leaves: Sequence[StateLeaf], cast: bool | str, ckpt: str
 ) -> list[str]:
+    """What to type; `ckpt` is how the caller has the checkpoint."""
     kinds = {problem.what for problem in problems}
     renames = ", ".join(f'(r"{old}", r"{new}")' for old, new in likely_renames(problems))
-    hints = [f"ckpt = reshard.rename(reshard.open(path), [{renames}])"] if renames else []
+    hints = [f"ckpt = reshard.rename({ckpt}, [{renames}])"] if renames else []
     hints += _other_api(problems, leaves)
     if "unexpected" in kinds and "missing" not in kinds:
         hints.append('unexpected="ignore" restores the rest')
@@ -199,7 +206,7 @@ def _hints(
     tied = [format_path(p.renamed) for p in problems if p.what == "tied" and p.renamed]
     if tied:
         dropped = ", ".join(f'"{path}"' for path in tied)
-        hints.append(f"ckpt = reshard.select(reshard.open(path), drop=[{dropped}])")
+        hints.append(f"ckpt = reshard.select({ckpt}, drop=[{dropped}])")
     if "dtype" in kinds and cast != "lossy":
         hints.append('cast=True for casts that keep every value, cast="lossy" for all of floats')
     if "kept" in kinds:
@@ -271,7 +278,13 @@ def _as_keys(data: Any, impl: str | None, sharding: Any) -> Any:
     """Typed PRNG keys with exactly that sharding."""
     import jax
 
-    keys = jax.random.wrap_key_data(data, impl=impl)
+    try:
+        keys = jax.random.wrap_key_data(data, impl=impl)
+    except (ValueError, TypeError) as error:
+        raise CorruptCheckpointError(
+            f"{list(data.shape)} is no data of PRNG keys `{impl}`, as the checkpoint says",
+            [str(error)],
+        ) from error
     return keys if keys.sharding == sharding else jax.device_put(keys, sharding)
 
 

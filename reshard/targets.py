@@ -255,6 +255,7 @@ def maker(model: Any, inputs: Sequence[Any] = ()) -> Callable[..., Any] | None:
         wanted = inspect.signature(model.__init__).parameters.get("rngs")
         if wanted is not None and wanted.default is inspect.Parameter.empty:
             constructor: Any = model
+            _check_call(model, (), {"rngs": nnx.Rngs(0)})
             return lambda: constructor(rngs=nnx.Rngs(0))
     if callable(model) and not isinstance(model, nnx.Pytree):
         _check_call(model, inputs)
@@ -264,20 +265,26 @@ def maker(model: Any, inputs: Sequence[Any] = ()) -> Callable[..., Any] | None:
     return None
 
 
-def _check_call(function: Callable[..., Any], inputs: Sequence[Any]) -> None:
-    """Raises ShardingError if a function does not take these inputs."""
+def _check_call(
+    function: Callable[..., Any], inputs: Sequence[Any], keywords: Mapping[str, Any] | None = None
+) -> None:
+    """Raises ShardingError if a function does not take these arguments."""
+    # What a class is called with is said by its constructor: Flax's metaclasses take anything.
+    called: Any = function.__init__ if isinstance(function, type) else function
+    inputs = (function, *inputs) if isinstance(function, type) else inputs
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(called)
     except (TypeError, ValueError):  # one of C's, perhaps, which tells nothing
         return
     try:
-        signature.bind(*inputs)
+        signature.bind(*inputs, **(keywords or {}))
     except TypeError as error:
         name = getattr(function, "__name__", type(function).__name__)
-        given = f"{len(inputs)} inputs" if inputs else "no inputs"
+        given = [f"{len(inputs)} inputs"] if inputs and called is function else []
+        given += [f"`{key}=`" for key in keywords or {}]
         raise ShardingError(
-            f"`{name}` cannot be called with {given}: {error}",
-            hints=["a function without arguments, which calls it with all that it needs"],
+            f"`{name}` cannot be called with {' and '.join(given) or 'nothing'}: {error}",
+            hints=[f"a function that does: `def make(): return {name}(...)`"],
         ) from error
 
 
@@ -298,7 +305,9 @@ def _evaluated(function: Any, inputs: Sequence[Any], mesh: Any) -> Any:
     def call(*arrays: Any) -> Any:
         rest = iter(arrays)
         mixed = [next(rest) if trace else x for x, trace in zip(leaves, traced, strict=True)]
-        return function(*treedef.unflatten(mixed))
+        made = function(*treedef.unflatten(mixed))
+        _check_made(function, made)
+        return made
 
     arrays = [leaf for leaf, trace in zip(leaves, traced, strict=True) if trace]
     eager = nnx.using_eager_sharding()
@@ -320,6 +329,24 @@ def _evaluated(function: Any, inputs: Sequence[Any], mesh: Any) -> Any:
     if eager:
         _restore_eager_sharding(made)
     return made
+
+
+def _check_made(function: Callable[..., Any], made: Any) -> None:
+    """Raises ShardingError if a function has returned nothing, or a module without variables."""
+    import jax
+    from flax import linen, nnx
+
+    name = getattr(function, "__name__", type(function).__name__)
+    leaves = jax.tree.leaves(made, is_leaf=lambda node: isinstance(node, nnx.Pytree))
+    modules = [leaf for leaf in leaves if isinstance(leaf, linen.Module)]
+    if modules:
+        kind = type(modules[0]).__name__
+        raise ShardingError(
+            f"`{name}` returned the Linen module {kind}, which holds no variables",
+            hints=[f"return the variables: `{kind}(...).init(jax.random.key(0), x)`"],
+        )
+    if made is None:
+        raise ShardingError(f"`{name}` returned None")
 
 
 def _restore_eager_sharding(made: Any) -> None:

@@ -497,7 +497,7 @@ def test_the_model_of_the_source_tells_its_order(run, folder):
         "  Dense_0 and Dense_1, perhaps inner and outer: no name and no class tells which\n"
         "\n"
         "hint: --source-model MODULE:NAME, the NNX model, tells the classes\n"
-        "hint: --map FILE decides: `[[rule]]`, `from = '^REGEX'`, `to = 'PATH'`\n",
+        "hint: --map FILE decides, by rules such as: from = '^inner/', to = 'params/Dense_0/'\n",
     )
     ran = run("convert", "trained", "back", *options, "--source-model", "models:training")
     assert (ran.status, ran.err) == (0, "")
@@ -705,9 +705,9 @@ MISTAKES = {
     ),
     "arguments": (
         (*TO_NNX, "--model", "models:wants"),
-        "`wants` cannot be called with no inputs: missing a required argument: 'width'\n"
+        "`wants` cannot be called with nothing: missing a required argument: 'width'\n"
         "\n"
-        "hint: a function without arguments, which calls it with all that it needs",
+        "hint: a function that does: `def make(): return wants(...)`",
     ),
     "code that raises when it is imported": (
         (*TO_NNX, "--model", "broken:Net"),
@@ -742,10 +742,9 @@ MISTAKES = {
         "  left  float32[8, 8]: nothing goes there\n"
         "  right  float32[8, 8]: nothing goes there\n"
         "\n"
-        "hint: --map FILE decides: `[[rule]]`, `from = '^REGEX'`, `to = 'PATH'`\n"
-        "hint: --init 'bias' keeps the model's own initial value\n"
-        "hint: --init 'left' keeps the model's own initial value\n"
-        "hint: --init 'right' keeps the model's own initial value",
+        "hint: --source-model MODULE:NAME, the Linen model, tells the classes\n"
+        "hint: --map FILE decides, by rules such as: from = '^params/Dense_0/', "
+        "to = 'params/outer/'",
     ),
 }
 

@@ -350,18 +350,9 @@ def test_all_that_stands_against_nnx_is_told_at_once_and_before_anything_is_read
   params/b/bias -> b/bias: dtype float32, the model has bfloat16
   params/b/kernel -> b/kernel: dtype float32, the model has bfloat16
 
-hint: --map FILE decides: `[[rule]]`, `from = '^REGEX'`, `to = 'PATH'`
+hint: --map FILE decides, by rules such as: from = '^params/e$', to = 'c'
 hint: --drop 'opt_state/0/trace/a/bias' leaves it out; globs work
 hint: --init '**/rngs/**' keeps the model's own initial value
-hint: --init 'optimizer/opt_state/0/count' keeps the model's own initial value
-hint: --init 'optimizer/opt_state/0/mu/a/bias' keeps the model's own initial value
-hint: --init 'optimizer/opt_state/0/mu/a/kernel' keeps the model's own initial value
-hint: --init 'optimizer/opt_state/0/mu/b/bias' keeps the model's own initial value
-hint: --init 'optimizer/opt_state/0/mu/b/kernel' keeps the model's own initial value
-hint: --init 'optimizer/opt_state/0/nu/a/bias' keeps the model's own initial value
-hint: --init 'optimizer/opt_state/0/nu/a/kernel' keeps the model's own initial value
-hint: --init 'optimizer/opt_state/0/nu/b/bias' keeps the model's own initial value
-hint: --init 'optimizer/opt_state/0/nu/b/kernel' keeps the model's own initial value
 hint: --dtype 'params/b/bias=bfloat16'
 hint: --dtype 'params/b/kernel=bfloat16'"""
     )
@@ -408,13 +399,9 @@ def test_all_that_stands_against_linen_is_told_at_once_and_before_anything_is_re
   model/b/kernel/value -> params/b/kernel: dtype bfloat16, the model has float32
   model/b/bias/value -> params/b/bias: dtype bfloat16, the model has float32
 
-hint: --map FILE decides: `[[rule]]`, `from = '^REGEX'`, `to = 'PATH'`
+hint: --map FILE decides, by rules such as: from = '^d$', to = 'params/e'
 hint: --drop '**/rngs/**' leaves the state of random numbers out
 hint: --drop 'optimizer/opt_state/0/count/value' leaves it out; globs work
-hint: --init 'opt_state/0/trace/a/kernel' keeps the model's own initial value
-hint: --init 'opt_state/0/trace/b/bias' keeps the model's own initial value
-hint: --init 'opt_state/0/trace/b/kernel' keeps the model's own initial value
-hint: --init 'opt_state/0/trace/c' keeps the model's own initial value
 hint: --dtype 'model/b/kernel/value=float32'
 hint: --dtype 'model/b/bias/value=float32'"""
     )
@@ -516,7 +503,7 @@ carried over to a part
   opt_state/0/v_col/q + 0/v_col/k: it has [6] of its parameter's [4, 6], and concat cannot be \
 carried over to a part
 
-hint: --map FILE decides: `[[rule]]`, `from = '^REGEX'`, `to = 'PATH'`
+hint: --map FILE decides, by rules such as: from = '^params/left$', to = 'NAME'
 hint: --drop GLOB with --init GLOB starts that state anew"""
     )
 
@@ -590,9 +577,9 @@ def test_a_model_of_the_other_api_is_refused(to, model, what, tmp_path):
         == f"""\
 the model to convert to is {what}
 
-hint: the {wanted} model is needed for --to {to}
-hint: --to {other} converts to this one
-hint: --source-model takes the model that the checkpoint is of"""
+hint: it must be {wanted}'s: --model is what is converted to, --source-model what the checkpoint \
+is of
+hint: --to {other}, if the other way is meant"""
     )
 
 
@@ -765,7 +752,7 @@ hint: --model MODULE:NAME"""
 `{path}` does not become the NNX model
   params/a: NNX has nothing for it
 
-hint: --map FILE decides: `[[rule]]`, `from = '^REGEX'`, `to = 'PATH'`"""
+hint: --map FILE decides, by rules such as: from = '^params/a$', to = 'NAME'"""
     )
 
 
@@ -1605,6 +1592,156 @@ def test_dtypes_of_moments_are_told(tmp_path):
     where, _, dtype = hint.rpartition("=")
     made = reshard.to_nnx(reshard.cast(ckpt, dtype, where), lambda: beside_optimizer(ADAM, a=(3,)))
     assert {leaf.dtype.name for leaf in made.arrays} == {"float32", "int32", "uint32"}
+
+
+# Maps and order
+
+
+class Residual(nn.Module):
+    """The shortcut comes last."""
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.LayerNorm()(nn.Dense(4)(x))
+        y = nn.LayerNorm()(nn.Dense(4)(nn.relu(y)))
+        return y + nn.LayerNorm()(nn.Dense(4)(x))
+
+
+class ResidualTwin(nnx.Module):
+    """The shortcut comes first."""
+
+    def __init__(self, rngs):
+        self.short, self.short_norm = nnx.Linear(4, 4, rngs=rngs), nnx.LayerNorm(4, rngs=rngs)
+        self.a, self.a_norm = nnx.Linear(4, 4, rngs=rngs), nnx.LayerNorm(4, rngs=rngs)
+        self.b, self.b_norm = nnx.Linear(4, 4, rngs=rngs), nnx.LayerNorm(4, rngs=rngs)
+
+
+LAYERS = [("Dense_2", "short"), ("Dense_0", "a"), ("Dense_1", "b")]
+NORMS = [("LayerNorm_2", "short_norm"), ("LayerNorm_0", "a_norm"), ("LayerNorm_1", "b_norm")]
+
+
+def rules(pairs, form="[[rule]]\nfrom = '^params/{}/'\nto = '{}/'\n"):
+    return "".join(form.format(*pair) for pair in pairs)
+
+
+def test_an_order_that_a_map_contradicts_decides_nothing(tmp_path):
+    linen = filled(Residual().init(jax.random.key(0), INPUTS))
+    source = save(tmp_path / "linen", linen)
+    file = tmp_path / "map.toml"
+    file.write_text(rules(LAYERS))
+    assert (
+        refusal(reshard.to_nnx, source, ResidualTwin, map_file=file)
+        == f"""\
+`{source}` does not become the NNX model
+  LayerNorm_0, LayerNorm_1 and LayerNorm_2, perhaps short_norm, a_norm and b_norm: the map has \
+others beside them in another order than NNX defines them in
+
+hint: --source-model MODULE:NAME, the Linen model, tells the classes
+hint: --map FILE decides, by rules such as: from = '^params/LayerNorm_0/', \
+to = 'params/short_norm/'"""
+    )
+    file.write_text(rules(LAYERS + NORMS))
+    made = reshard.restore(
+        reshard.to_nnx(source, ResidualTwin, map_file=file), ResidualTwin(nnx.Rngs(1))
+    )
+    for before, after in LAYERS + NORMS:
+        leaves = linen["params"][before].items()
+        got = {name: layouts.bits(getattr(getattr(made, after), name)[...]) for name, _ in leaves}
+        assert got == {name: layouts.bits(leaf) for name, leaf in leaves}
+    # The other way: with the NNX model's own order, and a map of the layers alone.
+    again = save(tmp_path / "again", nnx.state(made))
+    file.write_text(
+        rules([pair[::-1] for pair in LAYERS], "[[rule]]\nfrom = '^{}/'\nto = 'params/{}/'\n")
+    )
+    known = {"map_file": file, "source": ResidualTwin, "layout": "nnx-state"}
+    text = refusal(reshard.to_linen, again, linen, **known)
+    assert text.splitlines()[1] == (
+        "  LayerNorm_0, LayerNorm_1 and LayerNorm_2, perhaps short_norm, a_norm and b_norm: the "
+        "map has others beside them in another order than NNX defines them in"
+    )
+    file.write_text('to = "nnx"\n' + rules(LAYERS))
+    assert refusal(reshard.to_linen, again, linen, **known).splitlines()[1] == text.splitlines()[1]
+    file.write_text('to = "nnx"\n' + rules(LAYERS + NORMS))
+    back = reshard.to_linen(again, linen, **known)
+    layouts.assert_same_tree(restored(back, tmp_path), load(source))
+
+
+def test_a_map_that_agrees_with_the_order_leaves_the_rest_to_it(tmp_path):
+    linen = filled(Residual().init(jax.random.key(0), INPUTS))
+    source = save(tmp_path / "linen", linen)
+    (tmp_path / "map.toml").write_text(rules([("Dense_0", "short"), ("Dense_1", "a")]))
+    ckpt = reshard.to_nnx(source, ResidualTwin, map_file=tmp_path / "map.toml")
+    made = reshard.restore(ckpt, ResidualTwin(nnx.Rngs(1)))
+    assert layouts.bits(made.b_norm.scale[...]) == layouts.bits(
+        linen["params"]["LayerNorm_2"]["scale"]
+    )
+
+
+def test_a_map_says_where_its_rules_lead_to_nothing(tmp_path):
+    source = save(tmp_path / "linen", {"params": {"Dense_0": {"kernel": some(4, 5)}}})
+    (tmp_path / "map.toml").write_text(rules([("Dense_0", "Inner/x")]))
+    model = lambda: {"model": named(kernel=(4, 5))}  # noqa: E731
+    assert (
+        refusal(reshard.to_nnx, source, model, map_file=tmp_path / "map.toml")
+        == f"""\
+`{source}` does not become the NNX model
+  Inner/x/kernel: the model has no such leaf; the nearest is kernel
+  model/kernel  float32[4, 5]: nothing goes there
+
+hint: `to = 'params/NAME/'` gives a module another name on Linen's side, and leaves it to the \
+standard conversions"""
+    )
+
+
+def test_a_map_for_the_other_way_is_told(tmp_path):
+    source = save(tmp_path / "nnx", nnx.state(named(kernel=(4, 5))))
+    (tmp_path / "map.toml").write_text(rules([("Dense_0", ".")]))
+    linen = {"params": {"Dense_0": {"kernel": some(4, 5)}}}
+    text = refusal(
+        reshard.to_linen, source, linen, map_file=tmp_path / "map.toml", layout="nnx-state"
+    )
+    assert text.splitlines()[3] == (
+        'hint: `to = "nnx"` above the rules, if it was written for that: it runs backwards'
+    )
+
+
+def test_a_step_alone_is_no_optimizer(tmp_path):
+    source = save(tmp_path / "linen", state(optax.sgd(0.1, momentum=0.9)))
+    options = {"init": RANDOM, "drop": ["opt_state/**"]}
+    text = refusal(reshard.to_nnx, source, twin, **options)
+    assert text.splitlines()[1:] == [
+        "  step  int32[]: it goes nowhere",
+        "",
+        "hint: --drop 'step' leaves it out; globs work",
+    ]
+    options["drop"].append("step")
+    made = restored(reshard.to_nnx(source, twin, **options), tmp_path)
+    assert list(made) == ["drop", "first", "norm", "second"]
+
+
+class Own(nn.Module):
+    """A name of its own."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(6, name="mine")(x)
+
+
+def test_the_model_of_the_source_tells_its_classes(tmp_path):
+    linen = filled(Own().init(jax.random.key(0), INPUTS))
+    source = save(tmp_path / "linen", linen)
+
+    def model():
+        made = nnx.Module()
+        made.linear = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
+        return made
+
+    assert "mine, perhaps linear: no name and no class tells which" in refusal(
+        reshard.to_nnx, source, model
+    )
+    ckpt = reshard.to_nnx(source, model, source=lambda: Own().init(jax.random.key(0), INPUTS))
+    made = reshard.restore(ckpt, model())
+    assert layouts.bits(made.linear.kernel[...]) == layouts.bits(linen["params"]["mine"]["kernel"])
 
 
 # Into memory

@@ -9,6 +9,9 @@ import sysconfig
 
 import pytest
 
+from reshard.convert.mapfile import read_map
+from reshard.convert.mapped import apply_map
+
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 # Where the README has its demonstrations, and what leaves them there; the tests have them in
@@ -104,7 +107,7 @@ def test_python_block_reshards(demo):
 
 
 def test_python_block_restores_and_prints_what_follows_it(demo):
-    _, code, _ = blocks("python")
+    _, code, *_ = blocks("python")
     after = README.partition(code)[2].partition("```\n")[2]
     printed = re.search(r"^```\n(.*?)^```$", after, re.DOTALL | re.MULTILINE)[1]
     check = (
@@ -127,18 +130,35 @@ def test_python_block_restores_and_prints_what_follows_it(demo):
 
 
 def test_the_rules_are_those_of_the_demonstration(demo):
-    text, _ = blocks("toml")
+    text, *_ = blocks("toml")
     assert (demo / "rules.toml").read_text() == text
 
 
 def test_the_map_is_that_of_the_demonstration(demos):
-    _, text = blocks("toml")
+    _, text, _ = blocks("toml")
     assert (demos["/tmp/lm"] / "map.toml").read_text() == text
 
 
-def test_python_block_converts(demos):
-    *_, code = blocks("python")
+def test_the_rules_for_whole_modules_are_some(tmp_path):
+    *_, text = blocks("toml")
+    (tmp_path / "map.toml").write_text(text)
+    leaves = {("params", "ConvBlock_0", "x"): (2,), ("batch_stats", "ConvBlock_0", "x"): (3,)}
+    mapped = apply_map(
+        read_map(tmp_path / "map.toml"), leaves | {("params", "blocks", "a", "w"): (2, 5)}
+    )
+    assert mapped.final == {
+        ("params", "block1", "x"): (2,),
+        ("batch_stats", "block1", "x"): (3,),
+        ("params", "layers_0", "a", "w"): (5,),
+        ("params", "layers_1", "a", "w"): (5,),
+    }
+
+
+def test_python_blocks_convert(demos):
+    *_, code, plain = blocks("python")
+    assert "reshard" not in plain
     check = (
+        "import jax\n"
         "import numpy as np\n"
         "saved = reshard.open('linen/10')\n"
         "nu = state['optimizer'].opt_state[0].nu\n"
@@ -150,9 +170,15 @@ def test_python_block_converts(demos):
         "        fused = saved[path + '/layer_1/mlp/gating_einsum'].view().read().result()\n"
         "        assert np.asarray(leaf[...]).tobytes() == fused[i].tobytes()\n"
         "assert state['optimizer'].step[...] == 10\n"
+        "def same(a, b):\n"
+        "    pairs = [jax.tree.leaves(nnx.state(x, nnx.Param)) for x in (a, b)]\n"
+        "    return [np.testing.assert_array_equal(x, y) for x, y in zip(*pairs)]\n"
+        "assert len(same(model, state['model'])) > 9\n"
+        "same(made['model'], state['model'])\n"
+        "assert made['optimizer'].step[...] == 10\n"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", code + check],
+        [sys.executable, "-c", code + plain + check],
         cwd=demos["/tmp/lm"],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,

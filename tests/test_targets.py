@@ -848,13 +848,41 @@ def test_a_class_that_needs_no_rngs_is_called_without():
 
 
 def test_a_class_that_needs_more_is_called_by_the_user():
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'size'"):
+    class Sized(nnx.Module):
+        def __init__(self, size, rngs):
+            self.w = nnx.Param(jnp.ones((size, size)))
 
-        class Sized(nnx.Module):
-            def __init__(self, size, rngs):
-                self.w = nnx.Param(jnp.ones((size, size)))
-
+    with pytest.raises(reshard.ShardingError) as error:
         reshard.target(Sized, mesh=MESH)
+    assert str(error.value) == (
+        "`Sized` cannot be called with `rngs=`: missing a required argument: 'size'\n"
+        "\n"
+        "hint: a function that does: `def make(): return Sized(...)`"
+    )
+    with pytest.raises(reshard.ShardingError) as error:
+        reshard.target(lambda x, y: x, mesh=MESH, inputs=(jnp.ones(2),))
+    assert error.value.summary == (
+        "`<lambda>` cannot be called with 1 inputs: missing a required argument: 'y'"
+    )
+
+
+def test_what_holds_no_variables_is_no_state():
+    def module():
+        return [nn.Dense(3)]
+
+    def nothing():
+        return None
+
+    with pytest.raises(reshard.ShardingError) as error:
+        reshard.target(module, mesh=MESH)
+    assert str(error.value) == (
+        "`module` returned the Linen module Dense, which holds no variables\n"
+        "\n"
+        "hint: return the variables: `Dense(...).init(jax.random.key(0), x)`"
+    )
+    with pytest.raises(reshard.ShardingError) as error:
+        reshard.target(nothing, mesh=MESH)
+    assert str(error.value) == "`nothing` returned None"
 
 
 @pytest.mark.parametrize("key", ["out_sharding", "sharding_names", "sharding"])

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from reshard.boxes import Shape
 from reshard.convert.outline import Leaf
@@ -87,6 +87,32 @@ def stack_hint(apart: Path, together: Path) -> str:
 def unstack_hint(together: Path, apart: Path) -> str:
     """How to unstack layers of Linen's. `{}` in `apart` is the number of a layer."""
     return f'reshard.unstack(ckpt, "{format_path(together)}", into="{format_path(apart)}")'
+
+
+def rule_hint(abstentions: Sequence[Abstention], leaves: Iterable[Path], to: str) -> str:
+    """What a map is to decide one of several abstentions; the candidate is any of those there are.
+
+    Args:
+      abstentions: what is open.
+      leaves: the leaves of the source.
+      to: the API that is converted to.
+    """
+    entry = next((entry for entry in abstentions if entry.nnx), abstentions[0])
+    linen, nnx = entry.linen[0], (*entry.nnx, ("NAME",))[0]
+    known = set(leaves)
+    inside = sorted({str(path[0]) for path in known if path[1 : len(linen) + 1] == linen})
+    before, after = format_path(linen), format_path(nnx)
+    if to == "linen":
+        before, after = (
+            (f"{after}$", before) if nnx in known else (f"{after}/", f"params/{before}/")
+        )
+    elif len(inside) > 1:
+        before, after = f"({'|'.join(inside)})/{before}/", f"\\1/{after}/"
+    elif inside:
+        before, after = f"{inside[0]}/{before}/", f"{inside[0]}/{after}/"
+    else:  # it is a leaf
+        before += "$"
+    return f"--map FILE decides, by rules such as: from = '^{before}', to = '{after}'"
 
 
 def difference(linen: Shape, nnx: Shape) -> str:

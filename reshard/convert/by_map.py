@@ -2,17 +2,25 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from reshard.boxes import Shape
 from reshard.convert.align import Alignment, align
+from reshard.convert.contradictions import ordered
 from reshard.convert.goal import Goal
 from reshard.convert.mapfile import read_map
-from reshard.convert.mapped import apply_map
+from reshard.convert.mapped import Mapped, apply_map
 from reshard.convert.maprules import Map, inverse
 from reshard.convert.outline import Module, bare_leaves, linen_outline, path_outline, without
+from reshard.convert.saved import COLLECTIONS
 from reshard.convert.steps import Step, backwards
-from reshard.tree import Path, compile_glob, format_path, glob_text
+from reshard.errors import TreeMismatchError
+from reshard.tree import Key, Path, compile_glob, format_path, glob_text, nearest
+
+_RENAMES = (
+    "`to = 'params/NAME/'` gives a module another name on Linen's side, and leaves it to the "
+    "standard conversions"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +33,8 @@ class ByMap:
       final: all leaves after the steps, with their shapes.
       initial: globs of leaves of the target that keep the model's own initial value.
       problems: what stands against it.
+      hints: what may help.
+      strays: leaves that it puts where the model has none, and no conversion goes on from.
       found: what was found by structure already, where a map is run backwards.
       zeros: leaves of the target that hold nothing but zeros, then.
     """
@@ -34,6 +44,8 @@ class ByMap:
     final: dict[Path, Shape]
     initial: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
+    strays: frozenset[Path] = frozenset()
     found: Alignment | None = None
     zeros: tuple[Path, ...] = ()
 
@@ -64,12 +76,50 @@ def by_map(
         if goal is not None:
             return _backwards(rules, goal.shapes(), shapes, known)
         rules = inverse(rules)
-    mapped = apply_map(rules, shapes)
-    problems = []
+    try:
+        mapped = apply_map(rules, shapes)
+    except TreeMismatchError as error:
+        unmatched = [text for text in error.problems if text.endswith("matches no leaf")]
+        if rules.to is not None or len(unmatched) < len(rules.rules):
+            raise
+        other = "linen" if to == "nnx" else "nnx"
+        hint = f'`to = "{other}"` above the rules, if it was written for that: it runs backwards'
+        raise TreeMismatchError(error.summary, error.problems, [hint, *error.hints]) from error
     if goal is None:
-        untouched = map(format_path, mapped.untouched)
-        problems = [f"{path}: no rule of the map applies to it" for path in untouched]
-    return ByMap(mapped.steps, mapped.dropped, mapped.final, mapped.initial, tuple(problems))
+        problems = [
+            f"{format_path(path)}: no rule of the map applies to it" for path in mapped.untouched
+        ]
+        return ByMap(mapped.steps, mapped.dropped, mapped.final, mapped.initial, tuple(problems))
+    there = goal.layout.model
+    linen = shapes if to == "nnx" else there
+    strays = _strays(mapped, there, COLLECTIONS.union(path[0] for path in linen), to)
+    problems = []
+    for path in strays:
+        near = nearest(format_path(path), there)[:1]
+        told = f"; the nearest is {near[0]}" if near else ""
+        problems.append(f"{format_path(path)}: the model has no such leaf{told}")
+    return ByMap(
+        mapped.steps,
+        mapped.dropped,
+        {path: shape for path, shape in mapped.final.items() if path not in strays},
+        mapped.initial,
+        tuple(problems),
+        (_RENAMES,) if strays and to == "nnx" else (),
+        frozenset(strays),
+    )
+
+
+def _strays(
+    mapped: Mapped, there: Collection[Path], collections: Collection[Key], to: str
+) -> list[Path]:
+    """Where rules lead that is no leaf of the model, and no path of the other side's: on Linen's
+    side paths begin with a collection."""
+    touched = set(mapped.final).difference(mapped.untouched)
+    return [
+        path
+        for path in mapped.final
+        if path in touched and path not in there and (path[0] in collections) == (to == "linen")
+    ]
 
 
 def _backwards(
@@ -91,7 +141,7 @@ def _backwards(
     gone = {*hits, *dropped}
     left = {path: shape for path, shape in shapes.items() if path not in gone}
     nnx = path_outline(bare_leaves(left)) if known is None else without(known, gone)
-    found = align(linen_outline(bare_leaves(rest)), nnx)
+    found = ordered(mapped.steps, align(linen_outline(bare_leaves(rest)), nnx), nnx)
     renamed = {s.outputs[0]: s.inputs[0] for s in mapped.steps if s.operation is None}
     zeros = [renamed.get(path, path) for path in found.must_be_zero]
     steps = [*mapped.steps, *found.steps]
@@ -109,8 +159,8 @@ def _backwards(
             for path in mapped.final
             if path in lost
         ),
-        found,
-        tuple(zeros),
+        found=found,
+        zeros=tuple(zeros),
     )
 
 

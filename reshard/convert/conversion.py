@@ -85,6 +85,7 @@ def to_nnx(
     drop: str | Sequence[str] = (),
     init: str | Sequence[str] = (),
     layout: str | None = None,
+    source: Any = None,
 ) -> Checkpoint:
     """A Linen checkpoint as the checkpoint of an NNX model. Reads no array (but see `init`).
 
@@ -99,6 +100,8 @@ def to_nnx(
       init: globs of leaves of the target that keep the model's own initial value, which is
         computed: state of random numbers, constants that the model owns.
       layout: what the source is, one of `reshard.convert.layout.KINDS`, instead of being found out.
+      source: the Linen model that the checkpoint is of, for the classes of modules with names of
+        their own, which its paths do not say.
 
     Returns:
       A checkpoint in the form that Orbax gives `nnx.state(model)`. Optimizer state comes along; if
@@ -110,7 +113,14 @@ def to_nnx(
         all of them.
     """
     return conversion(
-        checkpoint, "nnx", model, map_file=map_file, drop=drop, init=init, layout=layout
+        checkpoint,
+        "nnx",
+        model,
+        map_file=map_file,
+        drop=drop,
+        init=init,
+        layout=layout,
+        source=source,
     ).checkpoint
 
 
@@ -214,7 +224,7 @@ def conversion(
             hints=["--model MODULE:NAME", "--map FILE"],
         )
     goal = None if model is None else goal_of(model, to)
-    other = None if source is None else goal_of(source, found.api)
+    other = None if source is None else goal_of(source, found.api, "the model of the source")
     decided = decide(
         ckpt, found, to, goal, map_file, [init] if isinstance(init, str) else init, other
     )

@@ -14,14 +14,17 @@ import numpy as np
 from reshard.boxes import Shape
 from reshard.checkpoint import ArrayHandle, Checkpoint, describe
 from reshard.convert.align import Alignment, align
+from reshard.convert.answers import rule_hint
 from reshard.convert.by_map import by_map
 from reshard.convert.carry import Decision, route
+from reshard.convert.contradictions import ordered
 from reshard.convert.differences import differences
 from reshard.convert.goal import Goal
 from reshard.convert.layout import Layout
 from reshard.convert.optimizer import mirrored, optimizer_steps
 from reshard.convert.outline import bare_leaves, linen_outline, path_outline, without
 from reshard.convert.places import Places
+from reshard.convert.saved import COLLECTIONS
 from reshard.convert.steps import Step, backwards, carried_out
 from reshard.errors import TreeMismatchError
 from reshard.states import StateLeaf, wanted_leaf
@@ -127,14 +130,16 @@ class _Work:
         known = None if self._other is None else self._other.outline
         said = by_map(map_file, self._to, self._goal, self._shapes, known)
         self._problems += said.problems
+        self._hints += said.hints
+        self._open |= said.strays
         steps, dropped, final = said.steps, said.dropped, said.final
         initial = self._initial([*said.initial, *init])
         zeros = list(said.zeros)
         if said.found is not None:
-            self._report(said.found)
+            self._report(said.found, self._shapes)
         elif self._goal is not None:
             touched = {path for step in steps for path in step.outputs}
-            more, zeros = self._by_model(final, touched, initial)
+            more, zeros = self._by_model(steps, final, touched, initial)
             steps = [*steps, *more]
         vanish = zeros if self._to == "nnx" else []
         gone = {*dropped, *vanish}
@@ -163,7 +168,11 @@ class _Work:
         return {names[name] for name in match_globs(names, globs)}
 
     def _by_model(
-        self, final: Mapping[Path, Shape], touched: set[Path], initial: set[Path]
+        self,
+        said: Sequence[Step],
+        final: Mapping[Path, Shape],
+        touched: set[Path],
+        initial: set[Path],
     ) -> tuple[list[Step], list[Path]]:
         """Steps for what the map leaves open, from the alignment with the model; and the leaves on
         Linen's side that have to be zeros."""
@@ -179,27 +188,31 @@ class _Work:
             source = linen_outline(rest) if self._to == "nnx" else path_outline(rest)
         target = without(goal.outline, filled)
         if self._to == "nnx":
-            found = align(source, target)
+            found = ordered(said, align(source, target), goal.outline)
             steps = list(found.steps)
         else:
-            found = align(target, source)
+            model = source if self._other is None else self._other.outline
+            found = ordered(said, align(target, source), model, to="linen")
             taken = {path for step in found.steps for path in step.inputs}
             steps = backwards(found.steps, {p: s for p, s in goal.shapes().items() if p in taken})
-        self._report(found)
+        self._report(found, final)
         return steps, list(found.must_be_zero)
 
-    def _report(self, found: Alignment) -> None:
-        """Adds what structure does not decide."""
+    def _report(self, found: Alignment, leaves: Iterable[Path]) -> None:
+        """Adds what structure does not decide of leaves."""
         self._problems += map(str, (*found.mismatches, *found.abstentions))
         for entry in found.abstentions:
             self._open.update(entry.linen, entry.nnx)
         for entry in found.mismatches:
             self._open.update((leaf.path for leaf in entry.linen), [entry.nnx.path])
-        self._hints += [entry.hint for entry in found.abstentions if entry.hint]
-        if found.abstentions and self._to == "linen" and self._other is None:
-            self._hints.append("--source-model MODULE:NAME, the NNX model, tells the classes")
-        if found.abstentions or found.mismatches:
-            self._hints.append("--map FILE decides: `[[rule]]`, `from = '^REGEX'`, `to = 'PATH'`")
+        if self._to == "nnx":
+            self._hints += [entry.hint for entry in found.abstentions if entry.hint]
+        modules = [entry for entry in found.abstentions if entry.linen[0][0] not in COLLECTIONS]
+        if modules and self._other is None:
+            api = "Linen" if self._to == "nnx" else "NNX"
+            self._hints.append(f"--source-model MODULE:NAME, the {api} model, tells the classes")
+        if found.abstentions:
+            self._hints.append(rule_hint(found.abstentions, leaves, self._to))
 
     def _optimizer(self, model: _Part) -> _Part:
         """What becomes of the optimizer's leaves: they follow the model's."""
@@ -262,7 +275,7 @@ class _Work:
             if path in lost and not self._is_open(path):
                 self._lost(self._layout.model.get(path), path)
         homeless = [path for path in optimizer.made if self._places.optimizer(path) is None]
-        told = _mirrors(homeless, lost)
+        told = _mirrors(homeless, self._parameters(dict.fromkeys(lost, ()), self._layout.api))
         for path in homeless:
             if path not in told:
                 self._lost(self._layout.optimizer.get(path), ("opt_state", *path))
@@ -292,11 +305,12 @@ class _Work:
         below = {path: saved for path, saved in there.optimizer.items() if saved in missing}
         told = {below[path] for path in (below if self._stuck else _mirrors(below, unfilled))}
         names = {saved: path for path, saved in there.model.items()}
+        spare = bool(lost or self._open)
         for saved in empty:
             leaf = self._goal.leaves[saved]
             shown = _is_random(leaf) or not self._is_open(names.get(saved))
             if saved not in initial and saved not in told and shown:
-                self._empty(leaf)
+                self._empty(leaf, spare)
         for saved in initial - {*empty}:
             name = format_path(self._goal.leaves[saved].path)
             self._problem(f"{name}: it has a source, and is to keep its initial value")
@@ -332,12 +346,14 @@ class _Work:
         elif saved is not None and not any(hint.endswith(_DROPPED) for hint in self._hints):
             self._hints.append(f"--drop {shell_quoted(format_path(saved))} {_DROPPED}")
 
-    def _empty(self, leaf: StateLeaf) -> None:
-        """A leaf of the target has no source."""
+    def _empty(self, leaf: StateLeaf, spare: bool) -> None:
+        """A leaf of the target has no source. Where something of the source is still to be placed,
+        it is likely to belong there: nobody is told to reset it."""
         self._problem(f"{format_path(leaf.path)}  {wanted_leaf(leaf)}: nothing goes there")
-        random = _is_random(leaf) and "rngs" in leaf.path
-        glob = "**/rngs/**" if random else format_path(leaf.path)
-        self._hints.append(f"--init {shell_quoted(glob)} keeps the model's own initial value")
+        random = _is_random(leaf)
+        if random or not spare:
+            glob = "**/rngs/**" if random and "rngs" in leaf.path else format_path(leaf.path)
+            self._hints.append(f"--init {shell_quoted(glob)} keeps the model's own initial value")
 
     def _decision(self, model: _Part, optimizer: _Part, initial: set[Path]) -> Decision:
         """What has been decided, put together."""

@@ -39,16 +39,21 @@ class Goal:
         }
 
 
-def goal_of(model: Any, api: str) -> Goal:
+def goal_of(model: Any, api: str, role: str = "the model to convert to") -> Goal:
     """The tree that a model of an API saves. Nothing is computed.
+
+    Args:
+      model: the model.
+      api: the API.
+      role: what the model is, in errors.
 
     Raises:
       TreeMismatchError: the model is one of the other API, or has no tree.
     """
-    _check_module(model, api)
+    _check_module(model, api, role)
     with definition_orders() as orders, linen_classes() as classes:
         state = state_of(model)
-    _check_api(state, api, ran_linen=bool(classes))
+    _check_api(state, api, role, ran_linen=bool(classes))
     leaves = saved_form(state)
     values = {path: _as_saved(leaf) for path, leaf in leaves.items()}
     if api == "linen":
@@ -59,7 +64,7 @@ def goal_of(model: Any, api: str) -> Goal:
     return Goal(model, leaves, detect(values, _nnx_kind(values, place)), outline)
 
 
-def _check_module(model: Any, api: str) -> None:
+def _check_module(model: Any, api: str, role: str) -> None:
     """Raises TreeMismatchError for a Linen module, which is no state and makes none by itself."""
     from flax import linen
 
@@ -67,14 +72,14 @@ def _check_module(model: Any, api: str) -> None:
     if not issubclass(cls, linen.Module):
         return
     if api == "nnx":
-        raise _other_api(f"the Linen module {cls.__name__}", api)
+        raise _other_api(f"{role} is the Linen module {cls.__name__}", api)
     raise TreeMismatchError(
         f"the Linen module {cls.__name__} has no variables without inputs",
         hints=["a function that returns its variables, `model.init(key, x)`, or a TrainState"],
     )
 
 
-def _check_api(state: Any, api: str, ran_linen: bool) -> None:
+def _check_api(state: Any, api: str, role: str, ran_linen: bool) -> None:
     """Raises TreeMismatchError if a state is plainly one of the other API."""
     import jax
     from flax import nnx
@@ -89,19 +94,19 @@ def _check_api(state: Any, api: str, ran_linen: bool) -> None:
     boxed = any(isinstance(node, meta.AxisMetadata) for node in nodes)
     of_linen = ran_linen or boxed or isinstance(state, TrainState)
     if api == "nnx" and of_linen and not of_nnx:
-        raise _other_api("a state of Linen's", api)
+        raise _other_api(f"{role} is a state of Linen's", api)
     if api == "linen" and of_nnx and not of_linen:
-        raise _other_api("a state of NNX's", api)
+        raise _other_api(f"{role} is a state of NNX's", api)
 
 
-def _other_api(what: str, api: str) -> TreeMismatchError:
-    other = "linen" if api == "nnx" else "nnx"
+def _other_api(text: str, api: str) -> TreeMismatchError:
+    other, needed = ("linen", "NNX") if api == "nnx" else ("nnx", "Linen")
     return TreeMismatchError(
-        f"the model to convert to is {what}",
+        text,
         hints=[
-            f"the {'NNX' if api == 'nnx' else 'Linen'} model is needed for --to {api}",
-            f"--to {other} converts to this one",
-            "--source-model takes the model that the checkpoint is of",
+            f"it must be {needed}'s: --model is what is converted to, --source-model what the "
+            "checkpoint is of",
+            f"--to {other}, if the other way is meant",
         ],
     )
 

@@ -26,7 +26,7 @@ class Places:
     def __init__(self, layout: Layout, to: str, goal: Goal | None):
         self._to = to
         self._goal = goal
-        training = bool(layout.optimizer) or layout.step is not None
+        training = bool(layout.optimizer)  # a step alone is no optimizer
         alone = goal is None or (not goal.layout.optimizer and goal.layout.step is None)
         self.prefix: Path = _MODEL if to == "nnx" and training and alone else ()
 
@@ -55,7 +55,8 @@ class Places:
         """Where the step counter is saved in the target, its dtype and how it is saved."""
         if self._goal is None or self.prefix:
             place = (*_OPTIMIZER, "step", "value")
-            return (place, np.dtype(np.uint32), "jax.Array") if self._to == "nnx" else None
+            training = self._to == "nnx" and self.prefix
+            return (place, np.dtype(np.uint32), "jax.Array") if training else None
         saved = self._goal.layout.step
         if saved is None:
             return None
