@@ -77,20 +77,24 @@ def shared_passes(arrays: Sequence[ArrayPlan]) -> list[ArrayPlan]:
     """The same plans. Of arrays that are read together, each reads its part of what they share."""
     passes: dict[Path, float] = {}
     for group in families(arrays):
-        if len(group) > 1 and not group[0].moved:
+        if len(group) > 1:
             each = group[0].layout.decoded / len(group)
             passes |= {array.layout.path: min(array.passes, each) for array in group}
     return [
-        dataclasses.replace(array, passes=passes.get(array.layout.path, array.passes))
+        dataclasses.replace(array, passes=passes[array.layout.path])
+        if array.layout.path in passes
+        else array
         for array in arrays
     ]
 
 
 def families(arrays: Sequence[ArrayPlan]) -> list[list[ArrayPlan]]:
     """Arrays that are read box by box together, in the place of the first of them; all others, and
-    those whose boxes are not in the same places, on their own."""
+    those whose boxes are not in the same places, on their own. Without those that are moved."""
     groups: dict[Hashable, list[ArrayPlan]] = {}
     for number, array in enumerate(arrays):
+        if array.moved:
+            continue
         layout = array.layout
         shared = layout.family is not None and not array.serial
         key = (layout.family, layout.shape, array.box) if shared else number

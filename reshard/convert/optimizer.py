@@ -13,11 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard.boxes import Shape
+from reshard.convert.parts import adapted, second_size
 from reshard.convert.steps import Step
 from reshard.errors import TreeMismatchError
-from reshard.mesh import Spec
-from reshard.moments import Parameters, matching_part
-from reshard.operations import Operation, Pad, Stack, Transpose, Unstack
+from reshard.moments import Parameters
 from reshard.tree import Path, format_path
 
 
@@ -99,6 +98,8 @@ def mirrored(
     Where one mirror lacks the collection, none has it: all were made of the same tree. Then a
     `params` ahead is a name of the optimizer's (the copy that `lbfgs` keeps).
     """
+    if not leaves:  # many parameters take long
+        return []
     known = Parameters(parameters, leaves)
     shared = _shared(parameters)
     found = []
@@ -194,8 +195,8 @@ def _factoring(
             [parameter for parameter, has in found.items() if {"unused", kind} <= has]
             for kind in ("whole", "part")
         )
-        above = max((_second_size(parameters[path]) for path in whole), default=0)
-        below = min((_second_size(parameters[path]) for path in part), default=_LEAST_FACTORED)
+        above = max((second_size(parameters[path]) for path in whole), default=0)
+        below = min((second_size(parameters[path]) for path in part), default=_LEAST_FACTORED)
         least = above + 1 if below < _LEAST_FACTORED else max(above + 1, _LEAST_FACTORED)
         result[parent] = _Factoring(frozenset(whole), least)
     return result
@@ -344,22 +345,22 @@ class _Subtree:
             if any(unused):
                 return "a moment is kept of some of them, and not of others"
         paths = tuple(path for held in there for path in held.paths)
-        adapted = _adapted(step.operation, moments, before, paths)
-        if isinstance(adapted, str):
-            return adapted
+        follows = adapted(step.operation, moments, before, paths)
+        if isinstance(follows, str):
+            return follows
         try:
-            after = moments if adapted is None else adapted.shapes(moments)
+            after = moments if follows is None else follows.shapes(moments)
         except TreeMismatchError as error:
             return error.summary
         if step.operation is not None and first.least is not None:
-            factored = [shape for shape in after if _second_size(shape) >= first.least]
+            factored = [shape for shape in after if second_size(shape) >= first.least]
             if factored:
                 return f"adafactor may factor a parameter of the shape {list(factored[0])}"
         self._occupied.difference_update(paths)
         places = tuple(map(self._free, map(self._inside, step.outputs)))
         self._occupied.update(places)
-        if adapted is not None or paths != places:
-            self._made.steps.append(Step(paths, places, adapted, step.origin))
+        if follows is not None or paths != places:
+            self._made.steps.append(Step(paths, places, follows, step.origin))
         return [
             _Held((place,), shape, first.dtype, first.least, step.origin)
             for place, shape in zip(places, after, strict=True)
@@ -375,81 +376,3 @@ class _Subtree:
         """The place, or where to wait until it is free."""
         root = self._root
         return (*root, "", *place[len(root) :]) if place in self._occupied else place
-
-
-def _adapted(
-    operation: Operation | None,
-    shapes: Sequence[Shape],
-    parameters: Sequence[Shape],
-    paths: Sequence[Path],
-) -> Operation | str | None:
-    """An operation on parameters as one on their moments, or why there is none.
-
-    Args:
-      operation: what is done to the parameters.
-      shapes: shapes of the moments.
-      parameters: shapes of the parameters.
-      paths: paths of the moments.
-    """
-    if operation is None:
-        return None
-    if list(shapes) == list(parameters):
-        if isinstance(operation, Pad) and operation.fill != 0:
-            return f"a moment cannot be padded with {operation.fill}: that is no linear operation"
-        return operation
-    found = list(map(_kept_axes, paths, shapes, parameters))
-    reasons = [kept for kept in found if isinstance(kept, str)]
-    if reasons:
-        return reasons[0]
-    kept = found[0]
-    if isinstance(kept, str) or any(other != kept for other in found):
-        return "they have different parts of their parameters"
-    shape = parameters[0]
-    factored = [axis for axis in range(len(shape)) if axis not in kept]
-    if len(factored) == 1 and _largest(shape).issuperset(factored):
-        whole = operation.shapes(parameters)[0] if isinstance(operation, Stack) else shape
-        # The sort by which adafactor tells equal sizes apart is a stable one up to three of them.
-        if _tied(whole) and (isinstance(operation, Transpose) or len(whole) > 3):
-            return "it is a part of a parameter that has several largest dimensions"
-        if isinstance(operation, Transpose):
-            order = [axis for axis in operation.axes if axis in kept]
-            return Transpose(tuple(kept.index(axis) for axis in order))
-        if isinstance(operation, Stack):
-            axis = operation.axis % len(whole)
-            if axis in _largest(whole):
-                return f"the layers, axis {axis} of {list(whole)}, would be factored over"
-            return Stack(sum(place < axis for place in kept), operation.names)
-        if isinstance(operation, Unstack):
-            axis = operation.axis % len(shape)
-            if axis in _largest(shape):
-                return f"it is factored over the layers, axis {axis} of {list(shape)}"
-            return Unstack(kept.index(axis), operation.count)
-    return (
-        f"it has {list(shapes[0])} of its parameter's {list(shape)}, and "
-        f"{type(operation).__name__.lower()} cannot be carried over to a part"
-    )
-
-
-def _kept_axes(path: Path, shape: Shape, parameter: Shape) -> list[int] | str:
-    """Which axes of its parameter a reduced moment has, or why that is not known."""
-    tags: Spec = tuple((str(axis),) for axis in range(len(parameter)))
-    part = matching_part(path, shape, parameter, tags)
-    if isinstance(part, str):
-        return part
-    if len(part) != len(shape) or not all(part):
-        return f"its shape is {list(shape)} and its parameter's {list(parameter)}"
-    return [int(tag) for (tag,) in part]
-
-
-def _second_size(shape: Shape) -> int:
-    """The size of the second largest dimension; 0 if there is none."""
-    return sorted((0, 0, *shape))[-2]
-
-
-def _largest(shape: Shape) -> set[int]:
-    """The axes that adafactor may factor over: the two largest, and those of equal size."""
-    return {axis for axis, size in enumerate(shape) if size >= _second_size(shape)}
-
-
-def _tied(shape: Shape) -> bool:
-    return len(_largest(shape)) > 2 or len({*sorted(shape)[-2:]}) < 2

@@ -7,8 +7,11 @@ trains and saves again does not carry them on.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+import numpy as np
 
 from reshard.checkpoint import (
     EMPTY_LEAVES,
@@ -139,11 +142,17 @@ def _kind(leaf: Leaf) -> dict[str, Any] | str:
     if isinstance(leaf, ArrayHandle):
         return {
             "shape": list(leaf.shape),
-            "dtype": leaf.dtype.name,
+            "dtype": _dtype_name(leaf.dtype),
             "type": leaf.value_type,
             "keys": leaf.key_impl,
         }
     return empty_name(leaf)
+
+
+@functools.cache
+def _dtype_name(dtype: np.dtype) -> str:
+    """The name, which NumPy puts together each time that it is asked."""
+    return dtype.name
 
 
 def _unlike(leaf: Leaf, kind: Mapping[str, Any]) -> Iterator[str]:

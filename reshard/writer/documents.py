@@ -21,12 +21,16 @@ def documents(ckpt: Checkpoint, chunks: Mapping[Path, tuple[int, ...]]) -> dict[
       chunks: chunk shape of each array in the destination.
     """
     strings = _nested({stored_name(p): leaf for p, leaf in ckpt.items() if isinstance(leaf, str)})
-    result = {"_METADATA": _tree(ckpt), "_sharding": _shardings(ckpt)}
+    result = {"_METADATA": _dump(_tree(ckpt)), "_sharding": _dump(_shardings(ckpt))}
     if ckpt.source.described:
-        result["array_metadatas/process_0"] = _array_metadatas(ckpt, chunks)
+        result["array_metadatas/process_0"] = _dump(_array_metadatas(ckpt, chunks))
     if strings:
-        result["_strings.json"] = strings
-    return {name: json.dumps(document).encode() for name, document in result.items()}
+        result["_strings.json"] = _dump(strings)
+    return result
+
+
+def _dump(document: dict[str, Any]) -> bytes:
+    return json.dumps(document).encode()
 
 
 def _tree(ckpt: Checkpoint) -> dict[str, Any]:

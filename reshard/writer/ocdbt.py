@@ -7,6 +7,7 @@ That takes the same `ts.Context` on both sides, and a source database whose base
 target's: the source is opened with the destination's files and its own manifest.
 """
 
+import itertools
 import os
 import pathlib
 from collections.abc import Iterable, Mapping
@@ -15,8 +16,8 @@ from typing import Any
 import tensorstore as ts
 
 from reshard.checkpoint import ArrayHandle
-from reshard.formed import stored_chunks
-from reshard.store import ArrayStore, data_files, new_context, ocdbt_spec
+from reshard.formed import stored_chunks, stored_values
+from reshard.store import ArrayStore, new_context, node_files, ocdbt_spec, value_files
 from reshard.writer import local
 from reshard.writer.stream import wait_written
 
@@ -28,6 +29,8 @@ _STAGE_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 1 << 
 _DATA_FILE_BYTES = 2 << 30
 # Each commit makes nodes that no later one reads: a large cache would only fill up with them.
 STAGE_CACHE_BYTES = 4 << 20
+# Arrays whose entries are copied to small nodes at once.
+_PIECE = 10_000
 # The empty key below a path that is a whole key.
 _ONE_KEY = ts.KvStore.KeyRange(b"", b"\0")
 
@@ -53,7 +56,7 @@ def link_data_files(source: ArrayStore, directory: pathlib.Path, files: Iterable
     nodes = {
         str(pathlib.PurePath(part) / file)
         for part in source.parts
-        for file in data_files(source.part_directory(part), values=False)
+        for file in node_files(source.part_directory(part))
     }
     linked = []
     for file in sorted({*files, *nodes}):
@@ -71,7 +74,8 @@ def merge(
     linked: Mapping[str, ArrayHandle],
     staged: bool,
 ) -> None:
-    """Writes the root database of a destination, in one commit.
+    """Writes the root database of a destination, in one commit; in the place of one that an earlier
+    run may have left, which was not known to be complete.
 
     Args:
       source: the source's arrays.
@@ -79,6 +83,7 @@ def merge(
       linked: the arrays whose data files were linked, by their names in the destination.
       staged: there are staged writes.
     """
+    (directory / "manifest.ocdbt").unlink(missing_ok=True)
     context = new_context()
     transaction = ts.Transaction(atomic=True)
     root = (
@@ -100,6 +105,8 @@ def merge(
         ).result()
         if whole:
             copies.append(own.experimental_copy_range_to(root))
+        if one_by_one:
+            own = _in_small_nodes(own, directory / part, part, context, source.values)
         for new, handle in one_by_one.items():
             old = alone.get(new)
             if merged and old is not None and old not in outer:
@@ -117,7 +124,27 @@ def merge(
     for copy in copies:
         wait_written(copy)
     wait_written(transaction.commit_async())
-    _prune(directory)
+
+
+def _in_small_nodes(
+    database: ts.KvStore,
+    directory: pathlib.Path,
+    part: str,
+    context: ts.Context,
+    names: Iterable[str],
+) -> ts.KvStore:
+    """The same content in a B-tree of small nodes, whose manifest is in memory: for many ranges,
+    each of which takes as long as the node that it is in is large.
+
+    It is copied piece by piece, between some of the names: all of it at once takes much memory.
+    """
+    spec = _writable(ocdbt_spec(directory), _STAGE_CONFIG)
+    spec["manifest"] = {"driver": "memory", "path": f"{part}/"}
+    small = ts.KvStore.open(spec, context=context).result()
+    keys = sorted(name.encode(errors="surrogateescape") for name in names)
+    for begin, end in itertools.pairwise([b"", *keys[_PIECE::_PIECE], b""]):
+        wait_written(database.experimental_copy_range_to(small, ts.KvStore.KeyRange(begin, end)))
+    return small
 
 
 def _names_around_others(source: ArrayStore) -> set[str]:
@@ -132,10 +159,22 @@ def _names_around_others(source: ArrayStore) -> set[str]:
     return found
 
 
-def _prune(directory: pathlib.Path) -> None:
+def prune(
+    directory: pathlib.Path, linked: Mapping[str, ArrayHandle], staged: bool, again: bool
+) -> None:
     """Deletes what the root database does not refer to: staged B-tree nodes, the staged manifest,
-    linked files that only led to what was linked."""
-    needed = data_files(directory)
+    linked files that only led to what was linked.
+
+    Args:
+      directory, linked, staged: as for `merge`.
+      again: an earlier run may have been stopped while it did this.
+    """
+    values = {v.file for h in linked.values() for v in stored_values(h) or () if v.file is not None}
+    if again:  # which takes longer
+        values = set(value_files(directory))
+    elif staged:
+        values.update(f"{STAGE}/{file}" for file in value_files(directory / STAGE))
+    needed = {*values, *node_files(directory)}
     for part in ("d", *(path.name for path in directory.glob("ocdbt.process_*"))):
         for folder, _, names in os.walk(directory / part, topdown=False):
             for name in names:
