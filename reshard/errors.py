@@ -30,7 +30,24 @@ class ReshardError(Exception):
         lines = [self.summary, *_capped(self.problems, limit, "  ")]
         if self.hints:
             lines += ["", *_capped(self.hints, limit, "hint: ")]
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
+
+
+def printable(text: str) -> str:
+    """Text with what a terminal would act on, or could not show, as escapes: names in a checkpoint
+    may be anybody's. Lines stay lines."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else _escape(c) for c in text)
+
+
+def _escape(character: str) -> str:
+    """As in a JSON string."""
+    code = ord(character)
+    if code > 0xFFFF:
+        code -= 0x10000
+        return f"\\u{0xD800 | code >> 10:04x}\\u{0xDC00 | code & 0x3FF:04x}"
+    return f"\\u{code:04x}"
 
 
 def _capped(lines: Sequence[str], limit: int | None, prefix: str) -> list[str]:

@@ -271,7 +271,12 @@ class _Landing:
 
     def _buffer(self, start: Shape) -> np.ndarray:
         if not self._buffers:
-            self._buffers = self._shards.buffers(self._dtype)
+            try:
+                self._buffers = self._shards.buffers(self._dtype)
+            except MemoryError as error:
+                size = format_bytes(self.handle.nbytes)
+                path = format_path(self.handle.path)
+                raise MemoryLimitError(f"{path}: there is no memory for its {size}") from error
         return self._buffers[start]
 
     @functools.cached_property

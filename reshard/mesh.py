@@ -19,7 +19,7 @@ Spec = tuple[tuple[str, ...], ...]
 
 # Above this many devices their ids are not written down: readers then take them in order.
 MOST_DEVICE_IDS = 256
-_MOST_DEVICES = 1 << 24
+_MOST_DEVICES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)

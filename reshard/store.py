@@ -8,18 +8,28 @@ import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import tensorstore as ts
 from tensorstore import ocdbt
 
-from reshard.errors import CorruptCheckpointError
+from reshard.btree import decoded_bytes
+from reshard.errors import CheckpointFormatError, CorruptCheckpointError, ReshardError
+from reshard.units import format_bytes
 
 # Orbax writes root nodes of up to 100 MB; the pool must hold one, or each read decodes it again.
 # Array data is never cached: no array driver is given this pool.
 BTREE_CACHE = "cache_pool#ocdbt"
 BTREE_CACHE_BYTES = 100_000_000
+# Bytes of a JSON document (of a tree of half a million leaves) or of a node of a B-tree, of a whole
+# decoded B-tree (of millions of chunks), and of one array's metadata. Larger ones are not read.
+_LARGEST_DOCUMENT = 1 << 28
+_LARGEST_BTREE = 1 << 30
+_LARGEST_METADATA = 1 << 16
+# Bytes of an array's name: what a path of a file may have.
+_LONGEST_NAME = 4096
 
 
 def new_context(btree_cache_bytes: int = BTREE_CACHE_BYTES) -> ts.Context:
@@ -61,10 +71,59 @@ def first_line(error: ValueError) -> str:
 
 
 def read_small(path: pathlib.Path) -> bytes | None:
-    """A small file whole, or None where there is none."""
+    """A small file whole, or None where there is none.
+
+    Raises:
+      CorruptCheckpointError: it cannot be read, or it is not small.
+      CheckpointFormatError: it is something else than a file.
+    """
+    size = file_bytes(path)
+    if size is None:
+        return None
+    if size > _LARGEST_DOCUMENT:
+        raise CorruptCheckpointError(f"`{path}` has {format_bytes(size)}: no checkpoint's has")
     read = ts.KvStore.open(file_spec(path.parent)).result().read(path.name)
     result = checked(read, f"`{path}`")
     return result.value if result.state == "value" else None
+
+
+def file_bytes(path: pathlib.Path | str) -> int | None:
+    """Bytes of a file, or None where there is none.
+
+    Raises:
+      CheckpointFormatError: it is something else. What a symbolic link points to may be outside of
+        the checkpoint, and a pipe may never end.
+    """
+    try:
+        found = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if stat.S_ISREG(found.st_mode):
+        return found.st_size
+    if stat.S_ISDIR(found.st_mode):
+        raise CheckpointFormatError(f"`{path}` is a directory, and not a file")
+    raise not_a_file(path)
+
+
+def not_a_file(path: pathlib.Path | str) -> CheckpointFormatError:
+    """The error for what is neither a file nor a directory."""
+    return CheckpointFormatError(
+        f"`{path}` is neither a file nor a directory",
+        hints=["replace a symbolic link by what it points to"],
+    )
+
+
+def name_problem(name: str) -> str | None:
+    """Why nothing may be stored under a name; None if it may.
+
+    Names are paths below the checkpoint, for some readers if not for all.
+    """
+    if "\0" in name:
+        return "its name holds a NUL"
+    if name.startswith("/") or ".." in name.split("/"):
+        return "its name leads out of the checkpoint"
+    length = len(name.encode(errors="replace"))
+    return f"its name has {length} bytes" if length > _LONGEST_NAME else None
 
 
 class StoredValue(NamedTuple):
@@ -143,8 +202,17 @@ class ArrayStore:
         value = self.values.get(name, {}).get(self.metadata_key)
         if value is None or value.inline is not None:
             return None if value is None else value.inline
+        if value.size > _LARGEST_METADATA:
+            raise CorruptCheckpointError(f"the metadata of `{name}` has {format_bytes(value.size)}")
         read = self.kvstore(name).read(self.metadata_key)
         return checked(read, f"the metadata of `{name}`").value
+
+    def keep(self, name: str, wanted: Callable[[str], bool]) -> None:
+        """Leaves out all that is stored below an array's name but its metadata and what is wanted:
+        what no reader asks for is no part of the array."""
+        values = self.values[name]
+        for key in [key for key in values if key != self.metadata_key and not wanted(key)]:
+            del values[key]
 
     def kvstore_spec(self, name: str) -> dict[str, Any]:
         """The key-value store below one array's name."""
@@ -190,19 +258,27 @@ class ArrayStore:
 
 
 def _list_files(directory: pathlib.Path) -> Iterator[tuple[str, StoredValue]]:
-    for folder, _, names in os.walk(directory):
-        prefix = os.path.relpath(folder, directory) + "/"
-        if prefix == "./":
-            continue  # the item's own small files
-        for name in names:
-            key = prefix + name
-            yield key, StoredValue(os.lstat(os.path.join(folder, name)).st_size, file=key)
+    """Every file below the folders of a directory. Not recursive: folders may be nested deeper than
+    Python's stack."""
+    folders = [""]
+    while folders:
+        prefix = folders.pop()
+        with os.scandir(directory / prefix) as entries:
+            for entry in entries:
+                key = prefix + entry.name
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(f"{key}/")
+                elif prefix:  # and not one of the item's own small files
+                    if not entry.is_file(follow_symlinks=False):
+                        raise not_a_file(entry.path)
+                    yield key, StoredValue(entry.stat(follow_symlinks=False).st_size, file=key)
 
 
 def _walk_btree(
     directory: pathlib.Path, part: str, metadata_key: str
 ) -> Iterator[tuple[str, StoredValue]]:
     """Every key of an OCDBT database with where its value is, from its B-tree nodes alone."""
+    check_file = functools.cache(functools.partial(_check_data_file, directory))
     for _, prefix, node in _btree_nodes(directory):
         if node["height"]:
             continue
@@ -214,16 +290,21 @@ def _walk_btree(
                 yield key, StoredValue(len(inline), part, None, kept)
             else:
                 file, size = _split_location(entry["indirect_value"])
+                check_file(file)
                 yield key, StoredValue(size, part, os.path.join(part, file))
 
 
-def data_files(directory: pathlib.Path, *, values: bool = True) -> set[str]:
-    """Files below `directory` that its OCDBT database refers to: B-tree nodes and, unless they are
-    left out, values."""
+def node_files(directory: pathlib.Path) -> set[str]:
+    """Files below `directory` that hold the nodes of its OCDBT database."""
+    nodes = _btree_nodes(directory, lowest=1)
+    return {_split_location(location)[0] for location, _, _ in nodes}
+
+
+def value_files(directory: pathlib.Path) -> set[str]:
+    """Files below `directory` that hold values of its OCDBT database."""
     files = set()
-    for location, _, node in _btree_nodes(directory, lowest=0 if values else 1):
-        files.add(_split_location(location)[0])
-        if values and not node["height"]:
+    for _, _, node in _btree_nodes(directory):
+        if not node["height"]:
             places = (entry.get("indirect_value") for entry in node["entries"])
             files.update(_split_location(place)[0] for place in places if place)
     return files
@@ -237,16 +318,34 @@ def _btree_nodes(
     Nodes below height `lowest` are located but not read: their content is empty.
     """
     base = ts.KvStore.open(file_spec(directory)).result()
+    seen = set()
+    taken = 0
+
+    def check_size(data: bytes) -> None:
+        nonlocal taken
+        taken += decoded_bytes(data)
+        if taken > _LARGEST_BTREE:
+            raise ValueError("its B-tree decodes to more than any checkpoint's")
+
     try:
+        check_size(read_small(directory / "manifest.ocdbt") or b"")
         version = ocdbt.dump(base).result()["versions"][-1]
         nodes = [(version["root"].get("location"), version["root_height"], b"")]
         while nodes:
             location, height, prefix = nodes.pop()
             if location is None:  # an empty database
                 continue
+            file, size = _split_location(location)
+            _check_data_file(directory, file)
             if height < lowest:
                 yield location, prefix, {}
                 continue
+            if location in seen:
+                raise ValueError(f"several nodes refer to node {location}")
+            seen.add(location)
+            if size > _LARGEST_DOCUMENT:
+                raise ValueError(f"a node of its B-tree has {format_bytes(size)}")
+            check_size(ocdbt.dump(base, f"value:{location.partition(':')[2]}").result())
             node = ocdbt.dump(base, location).result()
             if node["height"] != height:
                 raise ValueError(f"node {location} is at height {node['height']}, not {height}")
@@ -256,10 +355,29 @@ def _btree_nodes(
                     for entry in node["entries"]
                 ]
             yield location, prefix, node
+            # TensorStore 0.1.86 leaks what is in the values of a document's entries.
+            node["entries"].clear()
+    except ReshardError:
+        raise
     except (ValueError, KeyError, IndexError) as error:
         raise CorruptCheckpointError(
             f"the OCDBT database in `{directory}` cannot be read", [str(error)]
         ) from error
+
+
+def _check_data_file(directory: pathlib.Path, file: str) -> None:
+    """Raises an error for a data file that is not a file inside the database's directory."""
+    names = file.split("/")
+    if not {"", ".", ".."}.isdisjoint(names) or "\0" in file:
+        raise CorruptCheckpointError(
+            f"the OCDBT database in `{directory}` refers to `{file}`, which is no name inside it"
+        )
+    path = os.fspath(directory)
+    for name in names:
+        path = os.path.join(path, name)
+        if os.path.islink(path):
+            raise not_a_file(path)
+    file_bytes(path)
 
 
 def _split_location(location: str) -> tuple[str, int]:
@@ -275,7 +393,7 @@ def _group_by_array(
     ending = f"/{metadata_key}"
     arrays = {key.removesuffix(ending): {} for key in found if key.endswith(ending)}
     for key, value in found.items():
-        name = key
+        name = key.rpartition("/")[0]
         while name and name not in arrays:
             name = name.rpartition("/")[0]
         if name:

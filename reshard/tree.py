@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 
-from reshard.errors import TreeMismatchError
+from reshard.errors import TreeMismatchError, printable
 
 Key = str | int
 Path = tuple[Key, ...]
@@ -21,9 +21,12 @@ _COMPONENT = re.compile(r'"(?:[^"\\]|\\.)*"|[^/"]*')
 
 
 def format_key(key: Key) -> str:
-    """A key as it is printed: bare, or as a JSON string where it holds `/`, quotes or spaces."""
+    """A key as it is printed: bare, or as a JSON string where it holds `/`, quotes, spaces or what
+    cannot be seen."""
     text = str(key)
-    return text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
+    if _PLAIN.fullmatch(text) and text.isprintable():
+        return text
+    return printable(json.dumps(text, ensure_ascii=False))
 
 
 def format_path(path: Path) -> str:
@@ -37,6 +40,8 @@ def split_path(text: str) -> tuple[str, ...]:
     Raises:
       TreeMismatchError: a component is empty, or its quotes do not close.
     """
+    if '"' not in text and all(plain := text.split("/")):
+        return tuple(plain)
     keys, position = [], 0
     while position <= len(text):
         match = _COMPONENT.match(text, position)
@@ -199,7 +204,7 @@ def check_lists(paths: Iterable[Path], before: Iterable[Path] = ()) -> None:
     Raises:
       TreeMismatchError: lists with gaps, or containers that are both a list and a dict.
     """
-    children, old = _children(paths), _children(before)
+    children, old = _children_of_lists(list(paths)), _children_of_lists(list(before))
     problems = []
     for container, keys in children.items():
         if keys == old.get(container):
@@ -221,10 +226,16 @@ def check_lists(paths: Iterable[Path], before: Iterable[Path] = ()) -> None:
         )
 
 
-def _children(paths: Iterable[Path]) -> dict[Path, set[Key]]:
-    """The keys of every container."""
-    children: dict[Path, set[Key]] = {}
-    for path in paths:
+def _children_of_lists(paths: Sequence[Path]) -> dict[Path, set[Key]]:
+    """The keys of every container that has positions."""
+    children: dict[Path, set[Key]] = {
+        path[:depth]: set()
+        for path in paths
+        for depth, key in enumerate(path)
+        if isinstance(key, int)
+    }
+    for path in paths if children else ():
         for depth, key in enumerate(path):
-            children.setdefault(path[:depth], set()).add(key)
+            if path[:depth] in children:
+                children[path[:depth]].add(key)
     return children

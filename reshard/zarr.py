@@ -1,7 +1,8 @@
 """zarr metadata documents, v2 and v3: the same array with another shape, grid or dtype."""
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,49 @@ Document = dict[str, Any]
 
 # Codecs of zarr v3 whose bytes do not depend on axes of size 1.
 _PLAIN_CODECS = {"bytes", "zstd", "gzip", "blosc", "crc32c", "sharding_indexed"}
+
+
+def check(document: Any) -> None:
+    """Raises ValueError for a document that has not the form in which Orbax writes it: readers of
+    zarr take abbreviations, which nothing here knows."""
+    if not isinstance(document, dict) or document.get("zarr_format") not in (2, 3):
+        raise ValueError("it is no zarr metadata")
+    if document["zarr_format"] == 2:
+        if not isinstance(document.get("dtype"), str):
+            raise ValueError("its dtype has no name")
+        compressor = document.get("compressor")
+        _check_bounded([compressor.get("id") if isinstance(compressor, dict) else None])
+        return
+    codecs = _checked_codecs(document.get("codecs"))
+    _check_bounded([codec["name"] for codec in codecs])
+    if len(codecs) > 1 and "sharding_indexed" in {codec["name"] for codec in codecs}:
+        raise ValueError("its sharding codec is not the only codec")
+    for codec in codecs:
+        if codec["name"] == "sharding_indexed":
+            inside = codec.get("configuration")
+            if not isinstance(inside, dict) or not isinstance(inside.get("chunk_shape"), list):
+                raise ValueError("its sharding codec has no shape of inner chunks")
+            names = {inner["name"] for inner in _checked_codecs(inside.get("codecs"))}
+            _check_bounded(names)
+            if "sharding_indexed" in names:
+                raise ValueError("its inner chunks have inner chunks")
+    keys = document.get("chunk_key_encoding")
+    if not isinstance(keys, dict) or keys.get("name") not in ("default", "v2"):
+        raise ValueError("its chunks have keys of an unknown form")
+
+
+def _check_bounded(codecs: Iterable[Any]) -> None:
+    """All codecs but one stop where a chunk is full. Orbax has never written that one."""
+    if "blosc" in codecs:
+        raise ValueError("it is compressed with blosc, whose chunks decode to 2 GiB if they say so")
+
+
+def _checked_codecs(codecs: Any) -> list[Document]:
+    if not isinstance(codecs, list) or not codecs:
+        raise ValueError("it has no list of codecs")
+    if not all(isinstance(codec, dict) and isinstance(codec.get("name"), str) for codec in codecs):
+        raise ValueError("it has a codec without a name")
+    return codecs
 
 
 def dump(document: Document) -> bytes:
@@ -106,10 +150,19 @@ def chunk_index(document: Document, key: str) -> Shape:
     return tuple(map(int, key.split(_separator(document))[-rank:])) if rank else ()
 
 
+def chunk_keys(document: Document) -> re.Pattern[str]:
+    """A pattern of the keys of chunks, with a group for each place of `chunk_index`."""
+    separator = re.escape(_separator(document))
+    places = separator.join([r"(0|[1-9]\d{0,18})"] * len(document["shape"]))
+    if _has_v2_keys(document):
+        return re.compile(places or "0", re.ASCII)
+    return re.compile(f"c{separator}{places}" if places else "c", re.ASCII)
+
+
 def chunk_key(document: Document, index: Shape) -> str:
     """The key of a chunk, from its place."""
     texts = list(map(str, index))
-    if document["zarr_format"] == 2:
+    if _has_v2_keys(document):
         return _separator(document).join(texts) or "0"
     return _separator(document).join(["c", *texts])
 
@@ -117,4 +170,10 @@ def chunk_key(document: Document, index: Shape) -> str:
 def _separator(document: Document) -> str:
     if document["zarr_format"] == 2:
         return document.get("dimension_separator", ".")
-    return document["chunk_key_encoding"].get("configuration", {}).get("separator", "/")
+    default = "." if _has_v2_keys(document) else "/"
+    return document["chunk_key_encoding"].get("configuration", {}).get("separator", default)
+
+
+def _has_v2_keys(document: Document) -> bool:
+    """Whether keys of chunks are as in zarr v2, which arrays of v3 may have as well."""
+    return document["zarr_format"] == 2 or document["chunk_key_encoding"]["name"] == "v2"

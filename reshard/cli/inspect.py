@@ -10,7 +10,7 @@ import click
 from reshard import tree
 from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, collision_error
 from reshard.cli import output
-from reshard.errors import ShardingError, TreeMismatchError
+from reshard.errors import ShardingError, TreeMismatchError, printable
 from reshard.loader import open as open_checkpoint
 from reshard.loader.layout import step_number
 from reshard.mesh import (
@@ -71,7 +71,7 @@ def command(
         click.echo(json.dumps(_document(ckpt, leaves)))
         return
     for line in _header(ckpt):
-        click.echo(line)
+        click.echo(printable(line))
     columns = ("path", "shape", "dtype", "bytes", "chunks", "spec")
     output.table(columns, [_row(p, leaf) for p, leaf in leaves], right=(3,))
     arrays = [leaf for _, leaf in leaves if isinstance(leaf, ArrayHandle)]
@@ -187,18 +187,18 @@ def _show_sharding(ckpt: Checkpoint, name: str, mesh: str | None, as_json: bool)
     if mesh is not None:
         spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
         sharding = NamedSharding(parse_mesh(mesh, ckpt.meshes), spec)
-        problems = spec_problems(leaf.shape, sharding.mesh, spec)
-        if problems:
-            fits = "x".join("1" for _ in sharding.mesh.axis_sizes)
-            raise ShardingError(
-                f"{name} does not fit `{sharding.mesh}`",
-                problems,
-                [f"--mesh {fits} fits any array"],
-            )
     if not isinstance(sharding, NamedSharding):
         raise ShardingError(
             f"{name} was saved without a mesh ({_spec(sharding, leaf.value_type)})",
             hints=[f"--sharding {name} --mesh data=1,model=8"],
+        )
+    problems = spec_problems(leaf.shape, sharding.mesh, sharding.spec)
+    if problems:
+        fits = "x".join("1" for _ in sharding.mesh.axis_sizes)
+        raise ShardingError(
+            f"{name} does not fit `{sharding.mesh}`",
+            problems,
+            [f"--mesh {fits} fits any array"],
         )
     owners = shard_owners(leaf.shape, sharding)
     shard = shard_shape(leaf.shape, sharding)

@@ -9,12 +9,16 @@ import click
 
 # rich lays a whole table out before it prints: past this it takes seconds, so columns are streamed.
 _RICH_ROWS = 200
+# Cells longer than this stand out: padding all rows to one of them takes memory for nothing.
+_WIDEST = 200
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
     """A table on stdout; plain aligned columns where it is long or piped."""
     if len(rows) > _RICH_ROWS or not sys.stdout.isatty():
-        widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+        widths = [
+            min(max(map(len, column)), _WIDEST) for column in zip(columns, *rows, strict=True)
+        ]
         lines = []
         for row in (columns, *rows):
             cells = [

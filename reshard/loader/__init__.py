@@ -3,6 +3,7 @@
 import os
 
 from reshard.checkpoint import Checkpoint
+from reshard.errors import CorruptCheckpointError, ReshardError
 from reshard.loader import layout, orbax
 
 
@@ -23,4 +24,14 @@ def open(
       CheckpointFormatError: it is something else; the message says what.
       CorruptCheckpointError: its parts contradict each other.
     """
-    return orbax.read(layout.locate(path, step, item))
+    try:
+        location = layout.locate(path, step, item)
+        layout.check_inside(location)
+        return orbax.read(location)
+    except ReshardError:
+        raise
+    except OSError as error:
+        raise CorruptCheckpointError(
+            f"`{os.fspath(path)}` cannot be read: {error.strerror}",
+            [f"{error.filename!s:.200}"] if error.filename else [],
+        ) from error

@@ -4,19 +4,16 @@ Facts about names on disk are those of orbax-checkpoint 0.4.4 to 0.12.8.
 """
 
 import dataclasses
-import json
 import os
 import pathlib
 import re
-from typing import Any
 
 from reshard.errors import (
     CheckpointFormatError,
     CheckpointNotFoundError,
-    CorruptCheckpointError,
     UncommittedCheckpointError,
 )
-from reshard.store import read_small
+from reshard.loader.documents import read_json
 
 TREE_FILE = "_METADATA"
 CHECKPOINT_FILE = "_CHECKPOINT_METADATA"
@@ -58,7 +55,7 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Locat
     root = pathlib.Path(os.path.abspath(text.removeprefix("file://")))
     if not root.exists():
         raise CheckpointNotFoundError(f"there is nothing at `{text}`", hints=_siblings(root))
-    if root.is_file():
+    if not root.is_dir():
         raise CheckpointFormatError(f"`{text}` is {_describe_file(root)}")
     check_committed(root)
     if _is_item(root):
@@ -83,6 +80,18 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Locat
         )
     found = _in_step(root, committed[number], tuple(sorted(committed)), item)
     return dataclasses.replace(found, uncommitted=tuple(sorted(set(steps) - set(committed))))
+
+
+def check_inside(location: Location) -> None:
+    """Raises CheckpointFormatError where a step or an item is a symbolic link: it may lead out of
+    what was opened."""
+    source = location.root / location.step
+    for directory in (source, source / location.item):
+        if directory != location.root and directory.is_symlink():
+            raise CheckpointFormatError(
+                f"`{directory}` is a symbolic link",
+                hints=[f"open what it points to: {os.path.realpath(directory)}"],
+            )
 
 
 def step_directories(root: pathlib.Path) -> dict[int, str]:
@@ -252,24 +261,6 @@ def check_committed(directory: pathlib.Path) -> None:
         )
 
 
-def read_json(path: pathlib.Path) -> dict[str, Any] | None:
-    """A JSON object, or None where there is no file.
-
-    Raises:
-      CorruptCheckpointError: the file is not a JSON object.
-    """
-    data = read_small(path)
-    if data is None:
-        return None
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"`{path}` is not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise CorruptCheckpointError(f"`{path}` is not a JSON object")
-    return document
-
-
 def _unrecognised(directory: pathlib.Path, names: list[str] | tuple[str, ...]) -> Exception:
     legacy = [e.name for e in os.scandir(directory) if _LEGACY_STEP.fullmatch(e.name)]
     files = [name for name in legacy if (directory / name).is_file()]
@@ -296,8 +287,10 @@ def _unrecognised(directory: pathlib.Path, names: list[str] | tuple[str, ...]) -
 
 
 def _describe_file(path: pathlib.Path) -> str:
-    with path.open("rb") as file:
-        start = file.read(1)
+    start = b""
+    if path.is_file():  # and not a pipe, which may never say anything
+        with path.open("rb") as file:
+            start = file.read(1)
     # A msgpack map: fixmap, map16 or map32.
     if start and (0x80 <= start[0] <= 0x8F or start[0] in (0xDE, 0xDF)):
         return "a Flax msgpack checkpoint, which is recognised but not read yet"

@@ -7,9 +7,9 @@ orbax-checkpoint 0.4.4 to 0.12.8.
 import base64
 import dataclasses
 import functools
-import json
 import os
 import pathlib
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -20,16 +20,19 @@ from reshard.checkpoint import (
     Checkpoint,
     Leaf,
     Source,
-    parse_dtype,
     stored_name,
 )
 from reshard.errors import CheckpointFormatError, CorruptCheckpointError
-from reshard.loader.layout import TREE_FILE, Location, read_json
-from reshard.mesh import Mesh, NamedSharding, Sharding, SingleDeviceSharding, normalize_spec
-from reshard.store import ArrayStore
+from reshard.loader.arrays import parse_sharding, parse_zarr
+from reshard.loader.documents import parse_json, read_json
+from reshard.loader.layout import TREE_FILE, Location
+from reshard.store import ArrayStore, name_problem, not_a_file
 from reshard.tree import Path, format_path
+from reshard.units import format_bytes
 
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
+# Keys of a path: whoever walks a tree deeper than this runs out of stack.
+_MOST_KEYS = 100
 
 
 def read(location: Location) -> Checkpoint:
@@ -43,6 +46,8 @@ def read(location: Location) -> Checkpoint:
         raise CorruptCheckpointError(f"`{directory / TREE_FILE}` has no tree_metadata")
     store = _array_store(directory, document)
     parsed = [_parse_entry(entry, directory) for entry in entries.values()]
+    _check_tree([path for path, _, _ in parsed], directory)
+    _check_container_types(document, directory)
     if any(not path for path, _, _ in parsed):
         raise CheckpointFormatError(
             f"the tree of `{directory}` is a single leaf, which is recognised but not read yet",
@@ -67,7 +72,7 @@ def read(location: Location) -> Checkpoint:
         if value_type in EMPTY_LEAVES:
             leaves[path] = EMPTY_LEAVES[value_type]
         elif value_type not in (*_ARRAYS, "string"):
-            problems.append(f"{format_path(path)}: unknown value type {value_type!r}")
+            problems.append(f"{format_path(path)}: unknown value type {value_type!r:.40}")
         elif skipped:
             raise CheckpointFormatError(
                 f"`{directory}` was saved with aggregate=True: its values are inside the msgpack "
@@ -76,7 +81,7 @@ def read(location: Location) -> Checkpoint:
             )
         elif value_type == "string":
             text = functools.reduce(_below, name.split("/"), strings)
-            leaves[path] = str(text)
+            leaves[path] = text if isinstance(text, str) else ""
             other = strings_by_name.setdefault(name, path)
             if not isinstance(text, str):
                 problems.append(f"{format_path(path)}: a string that `_strings.json` lacks")
@@ -117,7 +122,7 @@ def _below(node: Any, key: str) -> Any:
 
 def _without_tree(directory: pathlib.Path) -> Exception:
     legacy = directory / "checkpoint"
-    if legacy.is_file() and b"PLACEHOLDER://" in legacy.read_bytes()[: 1 << 20]:
+    if legacy.is_file() and b"PLACEHOLDER://" in _start(legacy):
         return CheckpointFormatError(
             f"`{directory}` was written by Orbax 0.2 (no {TREE_FILE}; its tree is the msgpack file "
             "`checkpoint`), which is recognised but not read yet",
@@ -130,6 +135,11 @@ def _without_tree(directory: pathlib.Path) -> Exception:
             hints=["restore it with PyTreeCheckpointer and save it again"],
         )
     return CorruptCheckpointError(f"`{directory}` has no {TREE_FILE}: it was half written")
+
+
+def _start(file: pathlib.Path) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read(1 << 20)
 
 
 def _array_store(directory: pathlib.Path, document: dict[str, Any]) -> ArrayStore:
@@ -146,6 +156,8 @@ def _array_store(directory: pathlib.Path, document: dict[str, Any]) -> ArrayStor
 def _array_metadatas(directory: pathlib.Path) -> tuple[bool, dict[str, str]]:
     """Whether there are any, and the PRNG implementation by name of the array."""
     folder = directory / "array_metadatas"
+    if folder.is_symlink():
+        raise not_a_file(folder)
     names = sorted(e.name for e in os.scandir(folder)) if folder.is_dir() else []
     impls = {}
     for name in names:
@@ -155,23 +167,76 @@ def _array_metadatas(directory: pathlib.Path) -> tuple[bool, dict[str, str]]:
                 metadata = entry["array_metadata"]
                 impl = (metadata.get("ext_metadata") or {}).get("random_key_impl")
                 if impl:
+                    if not isinstance(impl, str) or not impl.isprintable():
+                        raise TypeError(impl)
                     impls[metadata["param_name"]] = impl
         except (TypeError, KeyError, AttributeError) as error:
-            raise CorruptCheckpointError(f"`{folder / name}` cannot be read: {error!r}") from error
+            raise CorruptCheckpointError(f"`{folder / name}` describes no arrays") from error
     return bool(names), impls
 
 
 def _parse_entry(entry: Any, directory: pathlib.Path) -> tuple[Path, str, bool]:
     try:
-        path = tuple(
-            int(key["key"]) if key["key_type"] == 1 else str(key["key"])
-            for key in entry["key_metadata"]
-        )
+        path = tuple(_parse_key(key["key"], key["key_type"]) for key in entry["key_metadata"])
         value = entry["value_metadata"]
         return path, str(value["value_type"]), bool(value.get("skip_deserialize"))
-    except (TypeError, KeyError, ValueError) as error:
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise CorruptCheckpointError(
             f"`{directory / TREE_FILE}` has an entry that cannot be read", [repr(entry)[:200]]
+        ) from error
+
+
+def _parse_key(key: Any, key_type: Any) -> str | int:
+    if not isinstance(key, str | int):
+        raise TypeError(f"not a key: {key!r:.80}")
+    if key_type != 1:
+        return str(key)
+    position = int(key)
+    if position < 0 or str(position) != str(key):
+        raise ValueError(f"not a position in a list: {key!r}")
+    return position
+
+
+def _check_tree(paths: Iterable[Path], directory: pathlib.Path) -> None:
+    """Raises CorruptCheckpointError unless the paths are those of the leaves of one tree."""
+    containers: dict[tuple[str, ...], Path] = {}
+    seen: dict[tuple[str, ...], Path] = {}
+    problems = []
+    for path in paths:
+        if len(path) > _MOST_KEYS:
+            problems.append(f"{format_path(path)[:80]}...: it is {len(path)} levels deep")
+            continue
+        problem = name_problem(stored_name(path))
+        if problem:
+            problems.append(f"{format_path(path):.80}: {problem}")
+        texts = tuple(map(str, path))
+        if texts in seen:
+            problems.append(f"{format_path(path):.80}: it is there twice")
+        seen[texts] = path
+        for end in range(len(texts) - 1, -1, -1):
+            if texts[:end] in containers:
+                break
+            containers[texts[:end]] = path
+    problems += [
+        f"{format_path(path):.80}: it is a leaf, and {format_path(containers[texts]):.80} below it"
+        for texts, path in seen.items()
+        if texts in containers
+    ]
+    if problems:
+        raise CorruptCheckpointError(f"`{directory / TREE_FILE}` describes no tree", problems)
+
+
+def _check_container_types(document: dict[str, Any], directory: pathlib.Path) -> None:
+    """The record of container types is a JSON document of its own, inside a string."""
+    record = document.get("value_metadata_tree")
+    try:
+        if record is not None:
+            if not isinstance(record, str):
+                raise ValueError("it is not text")
+            parse_json(record)
+    except ValueError as error:
+        raise CorruptCheckpointError(
+            f"`{directory / TREE_FILE}`: its value_metadata_tree cannot be read: {error}"
         ) from error
 
 
@@ -189,25 +254,38 @@ def _array(
         problems.append(f"{format_path(path)}: there is no array `{name}`")
         return None
     encoded = shardings.get(base64.urlsafe_b64encode(name.encode()).decode())
+    key_impl = key_impls.get(name)
     try:
-        shape, chunks, dtype = _parse_zarr(metadata)
-        sharding = None if encoded is None else _parse_sharding(encoded)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        problems.append(f"{format_path(path)}: its metadata cannot be read: {error!r}")
+        array = parse_zarr(metadata, store.driver)
+        sharding = None if encoded is None else parse_sharding(encoded, array.shape)
+    except ValueError as error:
+        problems.append(f"{format_path(path)}: its metadata cannot be read: {error}")
+        return None
+    store.keep(name, array.has_chunk)
+    wrong = [
+        f"{format_path(path)}: its chunk `{key}` has {format_bytes(value.size)}, more than any of "
+        f"{list(array.chunks)} can have"
+        for key, value in store.values[name].items()
+        if value.size > array.largest_chunk
+    ]
+    if key_impl is not None and (array.dtype != np.uint32 or not array.shape):
+        wrong.append(f"{format_path(path)}: it is {array.dtype.name}, which no PRNG keys are")
+    if wrong:
+        problems += wrong
         return None
     return ArrayHandle(
         path=path,
-        shape=shape,
-        dtype=dtype,
-        chunk_shape=chunks,
+        shape=array.shape,
+        dtype=array.dtype,
+        chunk_shape=array.chunks,
         sharding=sharding,
         saved_sharding=sharding,
         value_type=value_type,
-        key_impl=key_impls.get(name),
-        stored_dtype=dtype,
+        key_impl=key_impl,
+        stored_dtype=array.dtype,
         store=store,
         name=name,
-        metadata=metadata,
+        metadata=array.metadata,
     )
 
 
@@ -216,40 +294,3 @@ def _mark_collision(leaves: dict[Path, Leaf], one: Path, other: Path) -> None:
         handle = leaves[path]
         if isinstance(handle, ArrayHandle):
             leaves[path] = dataclasses.replace(handle, same_name=same)
-
-
-@functools.lru_cache(maxsize=4096)
-def _parse_zarr(metadata: bytes) -> tuple[tuple[int, ...], tuple[int, ...], np.dtype]:
-    """Shape, chunk shape and dtype. Equal documents share their result: checkpoints repeat."""
-    document = json.loads(metadata)
-    if document["zarr_format"] == 2:
-        chunks, dtype = document["chunks"], document["dtype"]
-    else:
-        chunks = document["chunk_grid"]["configuration"]["chunk_shape"]
-        dtype = document["data_type"]
-    return tuple(document["shape"]), tuple(chunks), parse_dtype(dtype)
-
-
-@functools.lru_cache(maxsize=4096)
-def _parse_sharding(encoded: str) -> Sharding | None:
-    """A sharding as Orbax writes it: a JSON document inside a JSON string."""
-    document = json.loads(encoded)
-    if document["sharding_type"] == "SingleDeviceSharding":
-        return SingleDeviceSharding(document["device_str"])
-    if document["sharding_type"] != "NamedSharding":
-        return None
-    types = document.get("axis_types")
-    devices = document.get("device_mesh")
-    mesh = Mesh(
-        tuple(document["axis_names"]),
-        tuple(document["shape"]),
-        tuple(text.rpartition(".")[2] for text in types) if types else None,
-        tuple(_device_ids(devices["mesh"])) if devices else None,
-    )
-    return NamedSharding(mesh, normalize_spec(document["partition_spec"]))
-
-
-def _device_ids(nested: Any) -> list[int]:
-    if isinstance(nested, dict):
-        return [nested["id"]]
-    return [device for part in nested for device in _device_ids(part)]

@@ -1,0 +1,547 @@
+"""Random damage to genuine checkpoints: of their documents, of any byte, of what files are.
+
+    python -m tests.fuzz --seconds 600
+
+runs until the time is up, in a process of its own with limited memory, and prints the damage that
+made `reshard` do anything else than succeed or raise a `ReshardError`. `test_hostile.py` runs a
+short version of it.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import random
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=16")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import numpy as np
+import tensorstore as ts
+from hypothesis import strategies as st
+from tensorstore import ocdbt
+
+import reshard
+
+# Each with the keyword arguments of `PyTreeCheckpointer`, and whether its B-tree nodes are stored
+# without compression: damage to them then goes deeper than their codec.
+FORMATS = {
+    "zarr2-ocdbt": ({}, False),
+    "zarr2-nodes": ({}, True),
+    "zarr3-ocdbt": ({"use_zarr3": True}, False),
+    "zarr3-nodes": ({"use_zarr3": True}, True),
+    "zarr2-files": ({"use_ocdbt": False}, False),
+    "zarr3-files": ({"use_ocdbt": False, "use_zarr3": True}, False),
+}
+# Values that somebody might put where another one is expected.
+NASTY: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    3,
+    2**31,
+    2**62,
+    2**64,
+    10**30,
+    0.5,
+    -0.0,
+    float("nan"),
+    float("inf"),
+    "",
+    "0",
+    "..",
+    "../../x",
+    "/abs",
+    "a/b",
+    "a\0b",
+    "\ud800",
+    "\u202e\x1b[2J",
+    "x" * 300,
+    "|O",
+    "bfloat16",
+    ">f8",
+    "<M8[s]",
+    "jax.Array",
+    "string",
+    "None",
+    "P(" + "(" * 500,
+    [],
+    {},
+    [[]],
+    [0],
+    [-1],
+    [2**40],
+    [2**31, 2**31],
+    [1] * 40,
+    {"a": {"b": 1}},
+    {"id": "zstd", "level": 99},
+    {"name": "sharding_indexed"},
+]
+LIMIT_SECONDS = 20
+
+
+def make_base(folder: pathlib.Path, form: str) -> pathlib.Path:
+    """A small genuine checkpoint, with every kind of leaf."""
+    import jax
+    import orbax.checkpoint as ocp
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    arguments, plain_nodes = FORMATS[form]
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    rng = np.random.default_rng(list(FORMATS).index(form))
+
+    def put(shape: tuple[int, ...], *spec: Any) -> jax.Array:
+        values = rng.standard_normal(shape).astype("float32")
+        return jax.device_put(values, NamedSharding(mesh, P(*spec)))
+
+    tree = {
+        "w": put((8, 12), "data", "model"),
+        "large": put((64, 32), "data"),
+        "layers": [put((4,), "model"), put((), *())],
+        "key": jax.random.key(3),
+        "a/b": put((6,), "data"),
+        "host": rng.integers(0, 9, (3, 5)),
+        "step": 7,
+        "name": "text",
+        "none": None,
+        "empty": {},
+    }
+    path = folder / form
+    with ocp.PyTreeCheckpointer(**arguments) as checkpointer:
+        checkpointer.save(path, tree, custom_metadata={"note": "kept"})
+    if plain_nodes:
+        _rewrite_database(path)
+    return path
+
+
+def _rewrite_database(path: pathlib.Path) -> None:
+    """The same database with several small B-tree nodes, uncompressed."""
+    values = database(path)
+    stored = {key: values.read(key).result().value for key in values.list().result()}
+    shutil.rmtree(path / "d")
+    shutil.rmtree(path / "ocdbt.process_0")
+    (path / "manifest.ocdbt").unlink()
+    config = {"compression": None, "max_decoded_node_bytes": 1000, "max_inline_value_bytes": 100}
+    again = database(path, config=config)
+    with ts.Transaction(atomic=True) as transaction:
+        for key, value in stored.items():
+            again.with_transaction(transaction).write(key, value)
+
+
+def database(path: pathlib.Path, **spec: Any) -> ts.KvStore:
+    """The OCDBT database in a directory."""
+    base = {"driver": "file", "path": f"{path}/"}
+    return ts.KvStore.open({"driver": "ocdbt", "base": base, **spec}).result()
+
+
+def crc32c(data: bytes) -> int:
+    """The checksum of nodes and manifests."""
+    value = 0xFFFFFFFF
+    for byte in data:
+        value = _CRC[(value ^ byte) & 0xFF] ^ value >> 8
+    return value ^ 0xFFFFFFFF
+
+
+def _crc_table() -> list[int]:
+    table = []
+    for byte in range(256):
+        for _ in range(8):
+            byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
+        table.append(byte)
+    return table
+
+
+_CRC = _crc_table()
+
+
+def sealed(data: bytes) -> bytes:
+    """A node or a manifest with the length and the checksum that its content asks for."""
+    data = data[:4] + struct.pack("<Q", len(data)) + data[12:-4]
+    return data + struct.pack("<I", crc32c(data))
+
+
+@dataclasses.dataclass(frozen=True)
+class Damage:
+    """One change. What the numbers mean is up to the kind; they may be anything.
+
+    Attributes:
+      kind: a function of this module, `damage_<kind>`.
+      numbers: which file, which place, which value.
+    """
+
+    kind: str
+    numbers: tuple[int, ...]
+
+
+def damage_flip(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
+    """A bit of a file."""
+    file = _pick(_files(path), numbers[0])
+    data = bytearray(file.read_bytes())
+    if data:
+        data[numbers[1] % len(data)] ^= 1 << numbers[2] % 8
+        file.write_bytes(data)
+
+
+def damage_truncate(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
+    """The end of a file."""
+    file = _pick(_files(path), numbers[0])
+    data = file.read_bytes()
+    file.write_bytes(data[: numbers[1] % (len(data) + 1)])
+
+
+def damage_insert(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
+    """Bytes in the middle of a file."""
+    file = _pick(_files(path), numbers[0])
+    data = file.read_bytes()
+    at = numbers[1] % (len(data) + 1)
+    more = random.Random(numbers[2]).randbytes(1 + numbers[3] % 40)
+    file.write_bytes(data[:at] + more + data[at:])
+
+
+def damage_swap(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
+    """Two files with one another."""
+    files = _files(path)
+    one, other = _pick(files, numbers[0]), _pick(files, numbers[1])
+    data = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(data)
+
+
+def damage_replace(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
+    """A file by something else."""
+    file = _pick(_files(path), numbers[0])
+    file.unlink()
+    what = numbers[1] % 6
+    if what == 0:
+        file.mkdir()
+    elif what == 1:
+        os.mkfifo(file)
+    elif what == 2:
+        file.symlink_to("/etc/hostname")
+    elif what == 3:
+        file.symlink_to(file)
+    elif what == 4:
+        file.write_bytes(b"")
+
+
+def damage_directory(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
+    """A directory that is gone, elsewhere, or a file."""
+    folders = sorted(f for f in path.rglob("*") if f.is_dir() and not f.is_symlink())
+    if not folders:
+        return
+    folder = _pick(folders, numbers[0])
+    elsewhere = path.parent / f"{path.name}-elsewhere"
+    if numbers[1] % 3 == 1 and not elsewhere.exists():
+        folder.rename(elsewhere)
+        folder.symlink_to(elsewhere)
+        return
+    shutil.rmtree(folder)
+    if numbers[1] % 3 == 2:
+        folder.write_bytes(b"x")
+
+
+def damage_document(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
+    """A value, a key or a list of a JSON document, of zarr metadata or of a sharding."""
+    documents = list(_documents(path))
+    if not documents:
+        return
+    read, write = documents[numbers[0] % len(documents)]
+    with contextlib.suppress(ValueError, TypeError, LookupError):  # it was damaged before
+        write(_text(_changed(json.loads(read()), numbers[1:])))
+
+
+def damage_node(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
+    """Bytes of a B-tree node or a manifest, with a checksum that fits again."""
+    nodes = list(_nodes(path))
+    if not nodes:
+        return
+    file, offset, size = nodes[numbers[0] % len(nodes)]
+    data = file.read_bytes()
+    node = bytearray(data[offset : offset + size])
+    if len(node) < 20:
+        return
+    for at, value in zip(numbers[1::2], numbers[2::2], strict=False):
+        node[12 + at % (len(node) - 16)] = value % 256
+    file.write_bytes(data[:offset] + sealed(bytes(node)) + data[offset + size :])
+
+
+KINDS = {
+    name.removeprefix("damage_"): function
+    for name, function in list(globals().items())
+    if name.startswith("damage_")
+}
+
+
+def _text(document: Any) -> bytes:
+    return json.dumps(document).encode()
+
+
+def _pick(items: list[Any], number: int) -> Any:
+    return items[number % len(items)]
+
+
+def _files(path: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(f for f in path.rglob("*") if f.is_file() and not f.is_symlink())
+
+
+def _documents(path: pathlib.Path) -> Iterator[tuple[Callable[[], Any], Callable[[bytes], Any]]]:
+    """How to read and how to write each JSON document of a checkpoint."""
+    for file in _files(path):
+        if file.name in (".zarray", "zarr.json", "_METADATA", "_CHECKPOINT_METADATA") or (
+            file.name in ("_strings.json", "_sharding") or file.parent.name == "array_metadatas"
+        ):
+            yield file.read_bytes, file.write_bytes
+    if (path / "_sharding").is_file():
+        with contextlib.suppress(ValueError, AttributeError):
+            for name in sorted(json.loads((path / "_sharding").read_bytes())):
+                yield _inside(path / "_sharding", name)
+    if _has_database(path):
+        with contextlib.suppress(ValueError):
+            store = database(path)
+            for key in sorted(store.list().result()):
+                if key.endswith((b".zarray", b"zarr.json")):
+                    yield (
+                        lambda key=key, store=store: store.read(key).result().value,
+                        lambda data, key=key, store=store: store.write(key, data).result(),
+                    )
+
+
+def _has_database(path: pathlib.Path) -> bool:
+    """Whether there is one that TensorStore can read: it would wait for a pipe."""
+    whole = all(f.is_file() or f.is_dir() for f in path.rglob("*") if not f.is_symlink())
+    return whole and (path / "manifest.ocdbt").is_file()
+
+
+def _inside(file: pathlib.Path, name: str) -> tuple[Callable[[], Any], Callable[[bytes], Any]]:
+    """A document inside a string of another one."""
+
+    def write(data: bytes) -> None:
+        outer = json.loads(file.read_bytes())
+        file.write_bytes(_text(outer | {name: data.decode()}))
+
+    return lambda: json.loads(file.read_bytes())[name], write
+
+
+def _changed(node: Any, numbers: tuple[int, ...]) -> Any:
+    """A document with one change, some levels below its top."""
+    down, rest = (numbers[0], numbers[1:]) if len(numbers) > 1 else (0, numbers)
+    if isinstance(node, dict | list) and node and len(rest) > 1 and down % 8:
+        keys = list(node) if isinstance(node, dict) else range(len(node))
+        key = keys[down // 8 % len(keys)]
+        if isinstance(node, dict):
+            return node | {key: _changed(node[key], rest)}
+        return [*node[:key], _changed(node[key], rest), *node[key + 1 :]]
+    value = NASTY[rest[0] % len(NASTY)]
+    if isinstance(node, list) and node:
+        return [[*node, value], node[1:], node * 2, value][down // 8 % 4]
+    if isinstance(node, dict) and node:
+        first = next(iter(node))
+        without = {key: inner for key, inner in node.items() if key != first}
+        added = node | {str(value): node[first]}
+        return [added, without, without | {str(value): node[first]}, value][down // 8 % 4]
+    return value
+
+
+def _nodes(path: pathlib.Path) -> Iterator[tuple[pathlib.Path, int, int]]:
+    """File, offset and length of each B-tree node and manifest."""
+    if not _has_database(path):
+        return
+    yield path / "manifest.ocdbt", 0, (path / "manifest.ocdbt").stat().st_size
+    base = ts.KvStore.open({"driver": "file", "path": f"{path}/"}).result()
+    with contextlib.suppress(ValueError, KeyError, IndexError, OSError):
+        places = [ocdbt.dump(base).result()["versions"][-1]["root"]["location"]]
+        for _ in range(100):
+            if not places:
+                return
+            place = places.pop()
+            start, offset, size = place.rsplit(":", 2)
+            yield path / "".join(start.split(":")[1:]), int(offset), int(size)
+            node = ocdbt.dump(base, place).result()
+            places += [entry["location"] for entry in node["entries"]] if node["height"] else []
+
+
+def cases() -> st.SearchStrategy[tuple[str, list[Damage]]]:
+    """A format, and some damage to a checkpoint of it."""
+    numbers = st.lists(st.integers(0, 1 << 16), min_size=8, max_size=8).map(tuple)
+    damage = st.builds(Damage, st.sampled_from([*KINDS, "document", "document", "node"]), numbers)
+    return st.tuples(st.sampled_from(list(FORMATS)), st.lists(damage, min_size=1, max_size=3))
+
+
+class _TooSlow(BaseException):
+    """Not an Exception: nothing may take it for an error of the checkpoint."""
+
+
+def _stop(number: int, frame: Any) -> None:
+    raise _TooSlow
+
+
+def check(base: pathlib.Path, damages: list[Damage], folder: pathlib.Path) -> list[str]:
+    """What `reshard` says about a damaged copy of a checkpoint, job by job: "done", or the error.
+
+    Raises AssertionError for all else: another exception, a write outside of the destination, a
+    changed source, or a job that takes longer than `LIMIT_SECONDS`.
+
+    Args:
+      base: a genuine checkpoint.
+      damages: the damage.
+      folder: an empty directory.
+    """
+    source, out = folder / "source", folder / "out"
+    shutil.copytree(base, source)
+    out.mkdir()
+    for damage in damages:
+        # Damage may find nothing left to damage.
+        with contextlib.suppress(OSError):
+            KINDS[damage.kind](source, damage.numbers)
+    before = snapshot(folder)
+    said = []
+    previous = signal.signal(signal.SIGALRM, _stop)
+    signal.alarm(LIMIT_SECONDS)
+    try:
+        said = [_outcome(job, source, out) for job in (_look, _carry_over, _reshape)]
+    except _TooSlow as error:
+        raise AssertionError(f"more than {LIMIT_SECONDS} s") from error
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+    for left in ("moved", "reshaped"):
+        shutil.rmtree(out / left, ignore_errors=True)
+    assert snapshot(folder) == before, "files outside of the destination were changed"
+    return said
+
+
+def _outcome(job: Callable[[pathlib.Path, pathlib.Path], None], *places: pathlib.Path) -> str:
+    try:
+        job(*places)
+    except reshard.ReshardError as error:
+        str(error).encode()
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+def _look(source: pathlib.Path, out: pathlib.Path) -> None:
+    repr(reshard.open(source)).encode(errors="surrogateescape")
+
+
+def _carry_over(source: pathlib.Path, out: pathlib.Path) -> None:
+    ckpt = reshard.open(source)
+    reshard.plan(ckpt, out / "moved")
+    reshard.save(ckpt, out / "moved")
+    reshard.open(out / "moved")
+
+
+def _reshape(source: pathlib.Path, out: pathlib.Path) -> None:
+    ckpt = reshard.to_mesh(reshard.open(source), "data=1,model=4")
+    repr(reshard.plan(ckpt, out / "reshaped"))
+    reshard.save(ckpt, out / "reshaped", max_memory="64MiB")
+    reshard.open(out / "reshaped")
+
+
+def snapshot(folder: pathlib.Path) -> dict[str, str]:
+    """What everything below a directory is, as far as paths reach; nothing is followed. Of large
+    files, which are sparse, only the size is looked at."""
+    found, folders = {}, [os.fspath(folder)]
+    while folders:
+        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    found[entry.path] = f"link to {os.readlink(entry.path)}"
+                elif entry.is_dir():
+                    found[entry.path] = "directory"
+                    folders.append(entry.path)
+                elif entry.is_file() and entry.stat().st_size < 1 << 26:
+                    data = pathlib.Path(entry.path).read_bytes()
+                    found[entry.path] = hashlib.sha256(data).hexdigest()
+                else:
+                    found[entry.path] = f"something of {entry.stat().st_size} bytes"
+    return found
+
+
+def main() -> None:
+    """Runs until the time is up; exits with 1 if there were findings."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=int, default=600)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--memory", type=int, default=16, help="GiB of address space")
+    parser.add_argument("--worker", type=pathlib.Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        _work(arguments)
+        return
+    end = time.monotonic() + arguments.seconds
+    findings, count, seed = 0, 0, arguments.seed
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        while (left := end - time.monotonic()) > 1:
+            command = [sys.executable, "-m", "tests.fuzz", "--worker", folder]
+            options = {"--seconds": int(left), "--seed": seed, "--memory": arguments.memory}
+            command += [str(part) for pair in options.items() for part in pair]
+            output = folder / "output"
+            with output.open("w") as file:
+                try:
+                    ran = subprocess.run(
+                        list(map(str, command)), stdout=file, timeout=left + 3 * LIMIT_SECONDS
+                    )
+                    end_of_it = f"ended with {ran.returncode}" if ran.returncode else None
+                except subprocess.TimeoutExpired:
+                    end_of_it = "does not end"
+            lines = output.read_text().strip().split("\n")
+            found = [line for line in lines if not line.startswith("CASE")]
+            if end_of_it:
+                found.append(f"FOUND: the process {end_of_it} in {lines[-1]}")
+            findings += sum(line.startswith("FOUND") for line in found)
+            count += len(lines) - len(found)
+            seed += 1
+            if found:
+                print("\n".join(found), flush=True)
+    print(f"{count} cases of seeds {arguments.seed} to {seed - 1}, {findings} findings")
+    sys.exit(bool(findings))
+
+
+def _work(arguments: argparse.Namespace) -> None:
+    """Cases of one seed. A crash of the process is a finding of the one that it printed last."""
+    bases = {}
+    for form in FORMATS:
+        bases[form] = arguments.worker / form
+        if not bases[form].exists():
+            make_base(arguments.worker, form)
+    limit = arguments.memory << 30
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    end = time.monotonic() + arguments.seconds
+    draw = random.Random(arguments.seed)
+    weights = [*KINDS, "document", "document", "document", "node", "node"]
+    for _ in range(2000):
+        if time.monotonic() > end:
+            return
+        form = draw.choice(list(FORMATS))
+        damages = [
+            Damage(draw.choice(weights), tuple(draw.randrange(1 << 16) for _ in range(8)))
+            for _ in range(draw.choice((1, 1, 2, 3)))
+        ]
+        print(f"CASE {form} {damages}", flush=True)
+        with tempfile.TemporaryDirectory() as name:
+            try:
+                check(bases[form], damages, pathlib.Path(name))
+            except Exception:
+                print(f"FOUND: {form} {damages}\n{traceback.format_exc()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

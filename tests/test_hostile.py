@@ -1,0 +1,1271 @@
+"""Checkpoints from strangers: whatever is in them, a clear error, and nothing else."""
+
+import ast
+import json
+import os
+import pathlib
+import shutil
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import fuzz
+import layouts
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tensorstore import ocdbt
+
+import reshard
+from reshard import cli, zarr
+from reshard.btree import decoded_bytes
+
+Json = dict[str, Any]
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory):
+    """A small checkpoint of each of `fuzz.FORMATS`, made when it is first asked for."""
+    folder, made = tmp_path_factory.mktemp("base"), {}
+
+    def get(form: str) -> pathlib.Path:
+        if form not in made:
+            made[form] = fuzz.make_base(folder, form)
+        return made[form]
+
+    return get
+
+
+def edit(file: pathlib.Path, change: Callable[[Json], Any]) -> None:
+    """A JSON document, changed in place."""
+    document = json.loads(file.read_bytes())
+    change(document)
+    file.write_bytes(json.dumps(document).encode())
+
+
+def edit_text(file: pathlib.Path, old: str, new: str | bytes) -> None:
+    """The first such text of a file."""
+    new = new if isinstance(new, bytes) else new.encode()
+    data = file.read_bytes()
+    assert old.encode() in data
+    file.write_bytes(data.replace(old.encode(), new, 1))
+
+
+def put_in(path: pathlib.Path, text: str) -> None:
+    """One more value in the document of the tree."""
+    edit_text(path / "_METADATA", '"use_ocdbt"', f'"note": {text}, "use_ocdbt"')
+
+
+def array_file(path: pathlib.Path, name: str) -> pathlib.Path:
+    """The metadata file of an array among plain files."""
+    zarr3 = path / name / "zarr.json"
+    return zarr3 if zarr3.exists() else path / name / ".zarray"
+
+
+def edit_array(path: pathlib.Path, name: str, **entries: Any) -> None:
+    """The zarr metadata of an array, in plain files or in a database."""
+    if not (path / "manifest.ocdbt").exists():
+        edit(array_file(path, name), lambda document: document.update(entries))
+        return
+    store = fuzz.database(path)
+    (key,) = (k for k in store.list().result() if k in metadata_keys(name))
+    document = json.loads(store.read(key).result().value) | entries
+    store.write(key, json.dumps(document)).result()
+
+
+def metadata_keys(name: str) -> tuple[bytes, bytes]:
+    return f"{name}/.zarray".encode(), f"{name}/zarr.json".encode()
+
+
+def edit_sharding(path: pathlib.Path, **entries: Any) -> None:
+    """The sharding of the array `w`."""
+
+    def change(document: Json) -> None:
+        document["dw=="] = json.dumps(json.loads(document["dw=="]) | entries)
+
+    edit(path / "_sharding", change)
+
+
+def add_leaf(path: pathlib.Path, *keys: str | int, kind: str = "None", name: str = "hostile"):
+    """One more leaf in the tree."""
+    entry = {
+        "key_metadata": [
+            {"key": str(key), "key_type": 1 if isinstance(key, int) else 2} for key in keys
+        ],
+        "value_metadata": {"value_type": kind, "skip_deserialize": kind == "None"},
+    }
+    edit(path / "_METADATA", lambda document: document["tree_metadata"].update({name: entry}))
+
+
+def varint(number: int) -> bytes:
+    found = bytearray()
+    while number >= 128:
+        found.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*found, number])
+
+
+def varints(numbers: Sequence[int]) -> bytes:
+    return b"".join(map(varint, numbers))
+
+
+def node(height: int, body: bytes, *, compression: int = 0) -> bytes:
+    """A B-tree node."""
+    content = body if compression else bytes([height]) + body
+    data = struct.pack(">IQ", 0x0CDB20DE, 0) + varint(0) + varint(compression) + content
+    return fuzz.sealed(data + bytes(4))
+
+
+def file_table(files: Sequence[str]) -> bytes:
+    names = [file.encode() for file in files]
+    lengths = varints([0] * (len(names) - 1)) + varints(list(map(len, names)))
+    return varint(len(names)) + lengths + varints([0] * len(names)) + b"".join(names)
+
+
+class Place(NamedTuple):
+    """Where a value or a node is: number of its file, offset and length."""
+
+    file: int
+    offset: int
+    length: int
+
+
+def leaf(files: Sequence[str], values: dict[bytes, bytes | Place]) -> bytes:
+    """A leaf node: keys, and values that are inlined or elsewhere."""
+    keys = sorted(values)
+    found = [values[key] for key in keys]
+    places = [value for value in found if isinstance(value, Place)]
+    body = file_table(files) + varint(len(keys)) + varints([0] * (len(keys) - 1))
+    body += varints(list(map(len, keys))) + b"".join(keys)
+    body += varints([v.length if isinstance(v, Place) else len(v) for v in found])
+    body += bytes(isinstance(value, Place) for value in found)
+    body += varints([p.file for p in places]) + varints([p.offset for p in places])
+    return node(0, body + b"".join(value for value in found if isinstance(value, bytes)))
+
+
+def inner(height: int, files: Sequence[str], children: Sequence[tuple[bytes, Place]]) -> bytes:
+    """A node of nodes: the first key of each child, and where it is."""
+    keys, places = [key for key, _ in children], [place for _, place in children]
+    count = len(children)
+    body = file_table(files) + varint(count) + varints([0] * (count - 1))
+    body += varints(list(map(len, keys))) + varints([0] * count) + b"".join(keys)
+    for field in range(3):
+        body += varints([place[field] for place in places])
+    return node(height, body + varints([1] * 3 * count))
+
+
+def plant(path: pathlib.Path, nodes: Sequence[bytes], height: int, file: str = "d/nodes") -> None:
+    """Makes the last of some nodes the root of a checkpoint's database; they are in one file."""
+    (path / file).write_bytes(b"".join(nodes))
+    base = ts.KvStore.open({"driver": "file", "path": f"{path}/"}).result()
+    manifest = ocdbt.dump(base).result()
+    version = manifest["versions"][-1]
+    offset = sum(map(len, nodes[:-1]))
+    version["root"]["location"] = f"btreenode::{file}:{offset}:{len(nodes[-1])}"
+    version["root_height"] = height
+    (path / "manifest.ocdbt").write_bytes(ocdbt.undump_manifest(manifest))
+
+
+def stored(path: pathlib.Path) -> dict[bytes, bytes]:
+    """Everything in a checkpoint's database."""
+    store = fuzz.database(path)
+    return {key: store.read(key).result().value for key in store.list().result()}
+
+
+def plant_place(path: pathlib.Path, key: bytes, file: str, place: Place) -> None:
+    """A database that is as it was, but for one value, which is elsewhere."""
+    plant(path, [leaf([file], {**stored(path), key: place})], 0)
+
+
+def zstd_zeros(total: int) -> bytes:
+    """A zstd frame that decodes to many zeros."""
+    count = total >> 17
+    blocks = [(i == count - 1) | 2 | 1 << 20 for i in range(count)]
+    frame = b"".join(struct.pack("<I", block)[:3] + b"\0" for block in blocks)
+    return b"\x28\xb5\x2f\xfd\x00\x58" + frame
+
+
+def long_keys(count: int) -> bytes:
+    """A leaf node of keys of 60 kB, each of which shares all but its end with the one before."""
+    shared = 60_000
+    body = varint(0) + varint(count) + varints([0] + [shared] * (count - 2))
+    body += varints([1, shared + 3] + [3] * (count - 2))
+    body += b"A" + b"a" * shared + b"".join(struct.pack(">I", i)[1:] for i in range(count - 1))
+    return node(0, body + varint(1) * count + bytes(count) + b"x" * count)
+
+
+class Fault(NamedTuple):
+    """One kind of bad input.
+
+    Attributes:
+      form: the checkpoint that it is done to, one of `fuzz.FORMATS`.
+      damage: what is done.
+      error: what opening it raises.
+      text: the whole message; `PATH` stands for the checkpoint.
+    """
+
+    form: str
+    damage: Callable[[pathlib.Path], Any]
+    error: type[reshard.ReshardError]
+    text: str
+
+
+def replace_by_link(file: pathlib.Path) -> None:
+    target = file.parents[1] / "elsewhere"
+    file.rename(target)
+    file.symlink_to(target)
+
+
+def replace_by_pipe(file: pathlib.Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def replace_by_directory(file: pathlib.Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def outside(path: pathlib.Path) -> pathlib.Path:
+    """A file of somebody's, beside the checkpoint."""
+    secret = path.parent / "secret"
+    secret.write_bytes(b"s" * 4096)
+    return secret
+
+
+def deep_directories(path: pathlib.Path, levels: int) -> None:
+    """Directories inside one another, more than a path can name."""
+    path.mkdir(exist_ok=True)
+    here = os.open(path, os.O_RDONLY)
+    for _ in range(levels):
+        os.mkdir("deep", dir_fd=here)
+        inside = os.open("deep", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = inside
+    os.close(here)
+
+
+def truncate(file: pathlib.Path) -> None:
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def child(key: bytes, place: int, part: bytes) -> tuple[bytes, Place]:
+    return key, Place(0, place, len(part))
+
+
+def plant_shared_node(path: pathlib.Path) -> None:
+    """Two children that are one node: 2^height leaves of a few hundred bytes."""
+    nodes, at = [leaf([], {b"w/.zarray": b"{}"})], 0
+    for height in range(1, 40):
+        part = nodes[-1]
+        nodes.append(inner(height, ["d/nodes"], [child(b"", at, part), child(b"z", at, part)]))
+        at += len(part)
+    plant(path, nodes, 39)
+
+
+def plant_cycle(path: pathlib.Path) -> None:
+    """A node whose child is itself."""
+    length = len(inner(1, ["d/nodes"], [(b"", Place(0, 0, 100))]))
+    plant(path, [inner(1, ["d/nodes"], [(b"", Place(0, 0, length))])], 1)
+
+
+Corrupt, Format = reshard.CorruptCheckpointError, reshard.CheckpointFormatError
+TREE = "_METADATA"
+WHOLE = "`PATH` is not whole: leaves of its tree cannot be found or read\n  w: "
+UNREADABLE = (
+    "`PATH` is not whole: leaves of its tree cannot be found or read\n"
+    "  w: its metadata cannot be read: "
+)
+NO_TREE = "`PATH/_METADATA` describes no tree\n  "
+NOT_JSON = "`PATH/_METADATA` is not JSON: "
+DATABASE = "the OCDBT database in `PATH` cannot be read\n  "
+NO_ENTRY = "`PATH/_METADATA` has an entry that cannot be read\n  "
+NOT_A_FILE = (
+    "` is neither a file nor a directory\n\nhint: replace a symbolic link by what it points to"
+)
+
+FAULTS: dict[str, Fault] = {
+    "a truncated document": Fault(
+        "zarr2-ocdbt",
+        lambda p: truncate(p / TREE),
+        Corrupt,
+        NOT_JSON + "expecting property name enclosed in double quotes at character 100",
+    ),
+    "garbage for a document": Fault(
+        "zarr2-ocdbt",
+        lambda p: (p / TREE).write_bytes(b"\x80\x04\x95garbage"),
+        Corrupt,
+        (NOT_JSON + "it holds text that is not Unicode"),
+    ),
+    "text that is not UTF-8": Fault(
+        "zarr2-ocdbt",
+        lambda p: edit_text(p / TREE, '"host"', b'"h\xffst"'),
+        Corrupt,
+        (NOT_JSON + "it holds text that is not Unicode"),
+    ),
+    "half a surrogate pair": Fault(
+        "zarr2-ocdbt",
+        lambda p: edit_text(p / TREE, '"host"', r'"h\ud800st"'),
+        Corrupt,
+        (NOT_JSON + "it holds text that is not Unicode"),
+    ),
+    "deep nesting": Fault(
+        "zarr2-ocdbt",
+        lambda p: put_in(p, "[" * 100_000),
+        Corrupt,
+        (NOT_JSON + "it is nested too deeply"),
+    ),
+    "nesting that Python takes": Fault(
+        "zarr2-ocdbt",
+        lambda p: put_in(p, "[" * 300 + "]" * 300),
+        Corrupt,
+        (NOT_JSON + "it is nested more than 100 levels deep"),
+    ),
+    "a key that is there twice": Fault(
+        "zarr2-ocdbt",
+        lambda p: edit_text(p / TREE, '"use_ocdbt"', '"use_zarr3"'),
+        Corrupt,
+        (NOT_JSON + 'the key "use_zarr3" is there twice'),
+    ),
+    "a number of many digits": Fault(
+        "zarr2-ocdbt",
+        lambda p: put_in(p, "9" * 100_000),
+        Corrupt,
+        NOT_JSON + "it holds a number of 100000 digits",
+    ),
+    "a huge document": Fault(
+        "zarr2-ocdbt",
+        lambda p: os.truncate(p / TREE, 1 << 40),
+        Corrupt,
+        ("`PATH/_METADATA` has 1.00 TiB: no checkpoint's has"),
+    ),
+    "a document that is a directory": Fault(
+        "zarr2-ocdbt",
+        lambda p: replace_by_directory(p / TREE),
+        Format,
+        ("`PATH/_METADATA` is a directory, and not a file"),
+    ),
+    "a document that is a pipe": Fault(
+        "zarr2-ocdbt",
+        lambda p: replace_by_pipe(p / "_sharding"),
+        Format,
+        ("`PATH/_sharding" + NOT_A_FILE),
+    ),
+    "a document that is a symbolic link": Fault(
+        "zarr2-ocdbt",
+        lambda p: replace_by_link(p / "_sharding"),
+        Format,
+        ("`PATH/_sharding" + NOT_A_FILE),
+    ),
+    "a record of container types that is none": Fault(
+        "zarr2-ocdbt",
+        lambda p: edit(p / TREE, lambda d: d.update(value_metadata_tree="[" * 1000)),
+        Corrupt,
+        ("`PATH/_METADATA`: its value_metadata_tree cannot be read: it is nested too deeply"),
+    ),
+    "a tree that is a list": Fault(
+        "zarr2-ocdbt",
+        lambda p: edit(p / TREE, lambda d: d.update(tree_metadata=[])),
+        Corrupt,
+        ("`PATH/_METADATA` has no tree_metadata"),
+    ),
+    "a leaf that is a number": Fault(
+        "zarr2-ocdbt",
+        lambda p: edit(p / TREE, lambda d: d["tree_metadata"].update(x=3)),
+        Corrupt,
+        (NO_ENTRY + "3"),
+    ),
+    "a name that climbs": Fault(
+        "zarr2-ocdbt",
+        lambda p: add_leaf(p, "../../evil"),
+        Corrupt,
+        (NO_TREE + '"../../evil": its name leads out of the checkpoint'),
+    ),
+    "a name that climbs, among plain files": Fault(
+        "zarr2-files",
+        lambda p: add_leaf(p, "a/..", "/../evil", kind="jax.Array"),
+        Corrupt,
+        (NO_TREE + '"a/.."/"/../evil": its name leads out of the checkpoint'),
+    ),
+    "an absolute name": Fault(
+        "zarr3-files",
+        lambda p: add_leaf(p, "/tmp/evil"),
+        Corrupt,
+        (NO_TREE + '"/tmp/evil": its name leads out of the checkpoint'),
+    ),
+    "a name with a NUL": Fault(
+        "zarr3-ocdbt",
+        lambda p: add_leaf(p, "a\0b"),
+        Corrupt,
+        (NO_TREE + '"a\\u0000b": its name holds a NUL'),
+    ),
+    "a very long name": Fault(
+        "zarr2-ocdbt",
+        lambda p: add_leaf(p, "x" * 100_000),
+        Corrupt,
+        (
+            NO_TREE
+            + (
+                "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"
+                "xxxxxxxxxx: its name has 100000 bytes"
+            )
+        ),
+    ),
+    "a path of many keys": Fault(
+        "zarr2-ocdbt",
+        lambda p: add_leaf(p, *"x" * 5000),
+        Corrupt,
+        (
+            NO_TREE
+            + (
+                "x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/"
+                "x/x/x/x/x/...: it is 5000 levels deep"
+            )
+        ),
+    ),
+    "a path that is there twice": Fault(
+        "zarr2-ocdbt",
+        lambda p: add_leaf(p, "w"),
+        Corrupt,
+        (NO_TREE + "w: it is there twice"),
+    ),
+    "a leaf below a leaf": Fault(
+        "zarr2-ocdbt",
+        lambda p: add_leaf(p, "w", "x"),
+        Corrupt,
+        (NO_TREE + "w: it is a leaf, and w/x below it"),
+    ),
+    "a negative position": Fault(
+        "zarr2-ocdbt",
+        lambda p: add_leaf(p, "layers", -1),
+        Corrupt,
+        (
+            NO_ENTRY
+            + (
+                "{'key_metadata': [{'key': 'layers', 'key_type': 2}, {'key': '-1', "
+                "'key_type': 1}], 'value_metadata': {'value_type': 'None', "
+                "'skip_deserialize': True}}"
+            )
+        ),
+    ),
+    "a shape that overflows": Fault(
+        "zarr2-files",
+        lambda p: edit_array(p, "w", shape=[2**62, 2**62]),
+        Corrupt,
+        (
+            UNREADABLE
+            + (
+                'Error opening "zarr" driver: Cannot create using specified "metadata" '
+                "and schema: domain must be specified"
+            )
+        ),
+    ),
+    "a shape beyond 64 bits": Fault(
+        "zarr2-ocdbt",
+        lambda p: edit_array(p, "w", shape=[2**70, 12]),
+        Corrupt,
+        (UNREADABLE + "it holds a number that is too large"),
+    ),
+    "a gigantic array": Fault(
+        "zarr2-ocdbt",
+        lambda p: edit_array(p, "w", shape=[2**40, 2**20]),
+        Corrupt,
+        (
+            UNREADABLE
+            + ("an array of [1099511627776, 1048576] has 4611686018427387904 bytes: no model does")
+        ),
+    ),
+    "a gigantic array of zarr v3": Fault(
+        "zarr3-ocdbt",
+        lambda p: edit_array(p, "w", shape=[2**40, 2**20]),
+        Corrupt,
+        (
+            UNREADABLE
+            + ("an array of [1099511627776, 1048576] has 4611686018427387904 bytes: no model does")
+        ),
+    ),
+    "millions of chunks": Fault(
+        "zarr3-ocdbt",
+        lambda p: edit_array(p, "w", shape=[2**20, 2**20]),
+        Corrupt,
+        (
+            UNREADABLE
+            + ("an array of [1048576, 1048576] in chunks of [4, 6] has 45813071872 of them")
+        ),
+    ),
+    "a gigantic chunk": Fault(
+        "zarr2-files",
+        lambda p: edit_array(p, "w", chunks=[2**20, 2**20]),
+        Corrupt,
+        (UNREADABLE + "chunks of [1048576, 1048576] are larger than the array, [8, 12]"),
+    ),
+    "a chunk of nothing": Fault(
+        "zarr2-files",
+        lambda p: edit_array(p, "w", chunks=[0, 6]),
+        Corrupt,
+        (
+            UNREADABLE
+            + (
+                'Error parsing object member "metadata": Error parsing object member '
+                '"chunks": Error parsing value at position 0: Expected integer in the '
+                "range"
+            )
+        ),
+    ),
+    "a shape of another rank": Fault(
+        "zarr3-files",
+        lambda p: edit_array(p, "w", shape=[8]),
+        Corrupt,
+        (
+            UNREADABLE
+            + (
+                'Error parsing object member "metadata": Error parsing object member '
+                '"chunk_grid": Error parsing object member "configuration": Error '
+                'parsing object member "chunk_shape": Array has length 2 but should '
+                "have length 1"
+            )
+        ),
+    ),
+    "a negative shape": Fault(
+        "zarr3-files",
+        lambda p: edit_array(p, "w", shape=[-8, 12]),
+        Corrupt,
+        (
+            UNREADABLE
+            + (
+                'Error parsing object member "metadata": Error parsing object member '
+                '"shape": Error parsing value at position 0: Expected integer in the '
+                "range"
+            )
+        ),
+    ),
+    "objects for numbers": Fault(
+        "zarr2-files",
+        lambda p: edit_array(p, "w", dtype="|O", filters=[{"id": "pickle"}]),
+        Corrupt,
+        (
+            UNREADABLE
+            + (
+                'Error parsing object member "metadata": Error parsing object member '
+                '"dtype": Unsupported zarr dtype: "|O"'
+            )
+        ),
+    ),
+    "a structured dtype": Fault(
+        "zarr2-files",
+        lambda p: edit_array(p, "w", dtype=[["a", "<f4"]]),
+        Corrupt,
+        (UNREADABLE + "its dtype has no name"),
+    ),
+    "characters for numbers": Fault(
+        "zarr2-files",
+        lambda p: edit_array(p, "w", dtype="|S4"),
+        Corrupt,
+        (UNREADABLE + "char is no dtype of arrays of numbers"),
+    ),
+    "an unknown codec": Fault(
+        "zarr2-ocdbt",
+        lambda p: edit_array(p, "w", compressor={"id": "pickle"}),
+        Corrupt,
+        (
+            UNREADABLE
+            + (
+                'Error parsing object member "metadata": Error parsing object member '
+                '"compressor": Error parsing object member "id": "pickle" is not '
+                "registered"
+            )
+        ),
+    ),
+    "an abbreviated codec": Fault(
+        "zarr3-ocdbt",
+        lambda p: edit_array(p, "w", codecs=["bytes"]),
+        Corrupt,
+        (UNREADABLE + "it has a codec without a name"),
+    ),
+    "a codec without bounds": Fault(
+        "zarr2-ocdbt",
+        lambda p: edit_array(p, "w", compressor={"id": "blosc"}),
+        Corrupt,
+        (UNREADABLE + ("it is compressed with blosc, whose chunks decode to 2 GiB if they say so")),
+    ),
+    "a codec without bounds, of zarr v3": Fault(
+        "zarr3-files",
+        lambda p: edit_array(p, "w", codecs=[{"name": "blosc"}]),
+        Corrupt,
+        (UNREADABLE + ("it is compressed with blosc, whose chunks decode to 2 GiB if they say so")),
+    ),
+    "zarr metadata that is not JSON": Fault(
+        "zarr2-files",
+        lambda p: truncate(p / "w" / ".zarray"),
+        Corrupt,
+        UNREADABLE + "unterminated string starting at character 93",
+    ),
+    "huge zarr metadata": Fault(
+        "zarr2-files",
+        lambda p: os.truncate(p / "w" / ".zarray", 1 << 40),
+        Corrupt,
+        ("the metadata of `w` has 1.00 TiB"),
+    ),
+    "a sharding of another rank": Fault(
+        "zarr2-ocdbt",
+        lambda p: edit_sharding(p, partition_spec=["data", "model", None]),
+        Corrupt,
+        (UNREADABLE + "P('data', 'model', None) has 3 dimensions, the array 2"),
+    ),
+    "a sharding on an axis that is not there": Fault(
+        "zarr2-ocdbt",
+        lambda p: edit_sharding(p, partition_spec=["data", "x"]),
+        Corrupt,
+        (UNREADABLE + "P('data', 'x') names axis 'x', which `data=2,model=2` lacks"),
+    ),
+    "a mesh of more devices than there are": Fault(
+        "zarr2-ocdbt",
+        lambda p: edit_sharding(p, shape=[2**40, 2**40]),
+        Corrupt,
+        (
+            UNREADABLE
+            + (
+                "the mesh `data=1099511627776,model=1099511627776` has "
+                "1208925819614629174706176 devices: no machine does"
+            )
+        ),
+    ),
+    "a mesh of other devices": Fault(
+        "zarr2-ocdbt",
+        lambda p: edit_sharding(p, shape=[2, 4]),
+        Corrupt,
+        (UNREADABLE + "a mesh `data=2,model=4` of 4 devices"),
+    ),
+    "devices without end": Fault(
+        "zarr2-ocdbt",
+        lambda p: edit_sharding(p, device_mesh={"mesh": "abc"}),
+        Corrupt,
+        (UNREADABLE + "not devices: 'abc'"),
+    ),
+    "a spec that is an expression": Fault(
+        "zarr2-ocdbt",
+        lambda p: edit_sharding(p, partition_spec="P(" + "(" * 100_000 + ")"),
+        Corrupt,
+        (
+            UNREADABLE
+            + (
+                "not a partition spec: "
+                "'P(((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((("
+                "(((((((((("
+            )
+        ),
+    ),
+    "an axis name with escapes": Fault(
+        "zarr2-ocdbt",
+        lambda p: edit_sharding(p, axis_names=["data", "\x1b[2J"]),
+        Corrupt,
+        (UNREADABLE + "not a name: '\\x1b[2J'"),
+    ),
+    "keys of a wrong dtype": Fault(
+        "zarr2-ocdbt",
+        lambda p: edit_text(
+            p / "array_metadatas/process_0", '"param_name": "key"', '"param_name": "w"'
+        ),
+        Corrupt,
+        (WHOLE + "it is float32, which no PRNG keys are"),
+    ),
+    "a description of arrays that is none": Fault(
+        "zarr2-ocdbt",
+        lambda p: edit(p / "array_metadatas/process_0", lambda d: d["array_metadatas"].append("w")),
+        Corrupt,
+        "`PATH/array_metadatas/process_0` describes no arrays",
+    ),
+    "a chunk that is a symbolic link": Fault(
+        "zarr2-files",
+        lambda p: replace_by_link(p / "w" / "0.0"),
+        Format,
+        ("`PATH/w/0.0" + NOT_A_FILE),
+    ),
+    "a chunk that is a pipe": Fault(
+        "zarr3-files",
+        lambda p: replace_by_pipe(p / "w" / "c" / "0" / "0"),
+        Format,
+        ("`PATH/w/c/0/0" + NOT_A_FILE),
+    ),
+    "an array that is a symbolic link": Fault(
+        "zarr2-files",
+        lambda p: replace_by_link(p / "w"),
+        Corrupt,
+        (WHOLE + "there is no array `w`"),
+    ),
+    "a huge chunk": Fault(
+        "zarr2-files",
+        lambda p: os.truncate(p / "w" / "0.0", 1 << 40),
+        Corrupt,
+        (WHOLE + "its chunk `0.0` has 1.00 TiB, more than any of [4, 6] can have"),
+    ),
+    "a database in a symbolic link": Fault(
+        "zarr2-ocdbt",
+        lambda p: replace_by_link(p / "ocdbt.process_0"),
+        Format,
+        ("`PATH/ocdbt.process_0" + NOT_A_FILE),
+    ),
+    "a data file that is a pipe": Fault(
+        "zarr2-nodes",
+        lambda p: (
+            os.mkfifo(p / "d" / "pipe"),
+            plant_place(p, b"w/0.0", "d/pipe", Place(0, 0, 96)),
+        ),
+        Format,
+        ("`PATH/d/pipe" + NOT_A_FILE),
+    ),
+    "a manifest that is a symbolic link": Fault(
+        "zarr2-ocdbt",
+        lambda p: replace_by_link(p / "manifest.ocdbt"),
+        Format,
+        ("`PATH/manifest.ocdbt" + NOT_A_FILE),
+    ),
+    "a manifest of garbage": Fault(
+        "zarr2-ocdbt",
+        lambda p: (p / "manifest.ocdbt").write_bytes(bytes(1000)),
+        Corrupt,
+        (DATABASE + "it is no node of a B-tree"),
+    ),
+    "a database that refers to a file outside": Fault(
+        "zarr2-nodes",
+        lambda p: plant_place(p, b"w/0.0", f"../{outside(p).name}", Place(0, 0, 96)),
+        Corrupt,
+        ("the OCDBT database in `PATH` refers to `../secret`, which is no name inside it"),
+    ),
+    "a database that refers to a file by its absolute name": Fault(
+        "zarr2-nodes",
+        lambda p: plant_place(p, b"w/0.0", str(outside(p)), Place(0, 0, 96)),
+        Corrupt,
+        ("the OCDBT database in `PATH` refers to `PARENT/secret`, which is no name inside it"),
+    ),
+    "a database that refers to a symbolic link": Fault(
+        "zarr2-nodes",
+        lambda p: (
+            (p / "d" / "link").symlink_to(outside(p)),
+            plant_place(p, b"w/0.0", "d/link", Place(0, 0, 96)),
+        ),
+        Format,
+        ("`PATH/d/link" + NOT_A_FILE),
+    ),
+    "a value beyond the end of what fits": Fault(
+        "zarr2-nodes",
+        lambda p: plant_place(p, b"w/0.0", "d/nodes", Place(0, 5, 1 << 60)),
+        Corrupt,
+        (WHOLE + "its chunk `0.0` has 1048576.00 TiB, more than any of [4, 6] can have"),
+    ),
+    "a node that is its own child": Fault(
+        "zarr2-nodes",
+        plant_cycle,
+        Corrupt,
+        (DATABASE + "several nodes refer to node btreenode::d/nodes:0:38"),
+    ),
+    "nodes that share their children": Fault(
+        "zarr2-nodes",
+        plant_shared_node,
+        Corrupt,
+        (DATABASE + "several nodes refer to node btreenode::d/nodes:0:35"),
+    ),
+    "a node that is somewhere else": Fault(
+        "zarr2-nodes",
+        lambda p: plant(p, [inner(1, ["d/none"], [(b"", Place(0, 7, 500))])], 1),
+        Corrupt,
+        (DATABASE + ('NOT_FOUND: Error reading Byte range [7, 507) of local file "PATH/d/none"')),
+    ),
+    "a node of too many long keys": Fault(
+        "zarr2-nodes",
+        lambda p: plant(p, [long_keys(50_000)], 0),
+        Corrupt,
+        (DATABASE + "its B-tree decodes to more than any checkpoint's"),
+    ),
+    "a node that is a zip bomb": Fault(
+        "zarr2-nodes",
+        lambda p: plant(p, [node(0, zstd_zeros(8 << 30), compression=1)], 0),
+        Corrupt,
+        (DATABASE + "its B-tree decodes to more than any checkpoint's"),
+    ),
+}
+
+
+def broken(path: pathlib.Path, fault: Fault, base) -> str:
+    """A checkpoint with a fault at a path; returns the message that it deserves."""
+    shutil.copytree(base(fault.form), path)
+    fault.damage(path)
+    return fault.text.replace("PATH", str(path)).replace("PARENT", str(path.parent))
+
+
+def refused(job: Callable[[], Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(reshard.ReshardError) as caught:
+        job()
+    assert (type(caught.value), str(caught.value)) == (error, text)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults(tmp_path, base, name):
+    """Opening says what is wrong; nothing is written, nor are what was opened and what is beside
+    it changed."""
+    fault, path = FAULTS[name], tmp_path / "saved"
+    text = broken(path, fault, base)
+    before = fuzz.snapshot(tmp_path)
+    refused(lambda: reshard.open(path), fault.error, text)
+    refused(lambda: reshard.restore(path, layouts.mesh((1, 4))), fault.error, text)
+    assert fuzz.snapshot(tmp_path) == before
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs the command line in this process; returns its exit status and stderr."""
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def run(*arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["reshard", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        assert isinstance(caught.value.code, int)
+        return caught.value.code, capsys.readouterr().err
+
+    yield run
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_on_the_command_line(tmp_path, base, command, name):
+    path = tmp_path / "saved"
+    text = broken(path, FAULTS[name], base)
+    before = fuzz.snapshot(tmp_path)
+    assert command("inspect", path) == (2, f"Error: {text}\n")
+    assert command("ckpt", path, tmp_path / "out", "--to", "1x4") == (2, f"Error: {text}\n")
+    assert fuzz.snapshot(tmp_path) == before
+
+
+def copied(base, form: str, path: pathlib.Path) -> pathlib.Path:
+    return shutil.copytree(base(form), path)
+
+
+def both_ways(path: pathlib.Path, out: pathlib.Path, error: type[Exception], text: str) -> None:
+    """A checkpoint that opens, and whose arrays can be neither saved nor restored."""
+    before = fuzz.snapshot(path.parent)
+    for job in (
+        lambda: reshard.save(reshard.to_mesh(reshard.open(path), "1x4"), out),
+        lambda: reshard.restore(path, layouts.mesh((1, 4))),
+    ):
+        refused(job, error, text)
+    assert fuzz.snapshot(path.parent) == before
+
+
+ZEROS = bytes(4 * 6 * 4)
+CHUNKS = {
+    "shorter": (zlib.compress(ZEROS[:-1]), "Not enough data"),
+    "longer": (zlib.compress(ZEROS + b"\0"), "End of data expected"),
+    "much longer": (zlib.compress(bytes(1 << 20)), "End of data expected"),
+    "truncated": (zlib.compress(os.urandom(96))[:-10], "Not enough data"),
+    "garbage": (b"\x80\x04\x95garbage", "failed"),
+    "empty": (b"", "Not enough data"),
+}
+
+
+@pytest.mark.parametrize("kind", CHUNKS)
+def test_chunks_that_decode_to_something_else(tmp_path, base, kind):
+    path = copied(base, "zarr2-files", tmp_path / "saved")
+    edit_array(path, "w", compressor={"id": "zlib", "level": 1})
+    data, words = CHUNKS[kind]
+    for file in (path / "w").iterdir():
+        if file.name != ".zarray":
+            file.write_bytes(zlib.compress(ZEROS))
+    (path / "w" / "1.1").write_bytes(data)
+    before = fuzz.snapshot(tmp_path)
+    jobs = [
+        lambda: reshard.save(reshard.to_mesh(reshard.open(path), "1x4"), tmp_path / "out"),
+        lambda: reshard.restore(path, layouts.mesh((1, 4))),
+    ]
+    for job in jobs:
+        with pytest.raises(reshard.CorruptCheckpointError) as caught:
+            job()
+        assert caught.value.summary == "w: its stored bytes cannot be read"
+        (problem,) = caught.value.problems
+        assert words in problem and f'"{path}/w/1.1"' in problem
+    assert fuzz.snapshot(tmp_path) == before
+
+
+def test_a_sharding_that_does_not_divide(tmp_path, base, command):
+    """It is no matter to who lays the array out anew."""
+    path = copied(base, "zarr2-ocdbt", tmp_path / "saved")
+    edit_sharding(path, shape=[16, 1], device_mesh=None)
+    ckpt, out = reshard.open(path), tmp_path / "out"
+    text = (
+        "w does not fit `data=16,model=1`\n  dimension 0 of 8 does not divide by 16 (data)\n\n"
+        "hint: "
+    )
+    error = reshard.ShardingError
+    refused(lambda: reshard.save(ckpt, out), error, text + "--to data=1,model=1 fits any array")
+    inspected = command("inspect", path, "--sharding", "w")
+    assert inspected == (2, f"Error: {text}--mesh 1x1 fits any array\n")
+    assert not out.exists()
+    reshard.save(reshard.to_mesh(ckpt, "data=1,model=4"), out)
+    reshard.open(out)
+
+
+def test_keys_of_an_unknown_kind(tmp_path, base):
+    path = copied(base, "zarr2-ocdbt", tmp_path / "saved")
+    edit_text(path / "array_metadatas/process_0", '"threefry2x32"', '"os.system"')
+    reshard.save(reshard.open(path), tmp_path / "out")  # it is only text
+    with pytest.raises(reshard.CorruptCheckpointError) as caught:
+        reshard.restore(path, layouts.mesh((1, 4)))
+    assert caught.value.summary == (
+        "[2] is no data of PRNG keys `os.system`, as the checkpoint says"
+    )
+
+
+def test_arrays_of_absent_chunks_that_nothing_could_hold(tmp_path, base):
+    """A chunk that is absent holds zeros in some checkpoints: then nothing speaks against tebibytes
+    of them but the room that they need."""
+    path = copied(base, "zarr2-files", tmp_path / "saved")
+    edit(path / TREE, lambda document: document.update(store_array_data_equal_to_fill_value=False))
+    shutil.rmtree(path / "large")
+    (path / "large").mkdir()
+    shape, chunk = [1 << 20, 1 << 22], [1 << 12, 1 << 12]
+    document = json.loads((path / "w" / ".zarray").read_bytes())
+    document |= {"shape": shape, "chunks": chunk}
+    (path / "large" / ".zarray").write_text(json.dumps(document))
+    ckpt = reshard.open(path)
+    assert ckpt["large"].nbytes == 1 << 44
+    out = tmp_path / "out"
+    with pytest.raises(reshard.DestinationError) as caught:
+        reshard.save(reshard.to_mesh(ckpt, "1x4"), out)
+    assert caught.value.summary == f"not enough room for `{out}`"
+    with pytest.raises(reshard.MemoryLimitError) as limited:
+        reshard.restore(path, layouts.mesh((1, 4)))
+    assert str(limited.value) == "large: there is no memory for its 16.00 TiB"
+
+
+def test_what_is_beside_the_arrays_and_no_file(tmp_path, base, command):
+    """Links, pipes and endless directories are not copied."""
+    for name, add in {
+        "link": lambda path: path.symlink_to("/etc/hostname"),
+        "pipe": os.mkfifo,
+        "dangling": lambda path: path.symlink_to("nowhere"),
+    }.items():
+        path = copied(base, "zarr2-ocdbt", tmp_path / name)
+        (path / "assets").mkdir()
+        add(path / "assets" / name)
+        text = (
+            f"`{path}/assets/{name}` is neither a file nor a directory\n\n"
+            "hint: replace a symbolic link by what it points to"
+        )
+        ckpt = reshard.open(path)
+        out = tmp_path / "out"
+        refused(lambda ckpt=ckpt, out=out: reshard.save(ckpt, out), Format, text)
+        assert list(reshard.plan(ckpt, out).problems) == [text.partition("\n")[0]]
+        assert command("ckpt", path, out) == (2, f"Error: {text}\n")
+        assert not out.exists()
+
+
+@pytest.mark.parametrize("levels", [150, 1500, 3000])
+def test_endless_directories(tmp_path, base, levels):
+    """More than anybody means, than Python's stack holds, than a path can name."""
+    path = copied(base, "zarr2-files", tmp_path / "saved")
+    out = tmp_path / "out"
+    try:
+        deep_directories(path / "assets", levels)
+        if levels < 1000:
+            ckpt = reshard.open(path)
+            text = f"directories below `{path}/assets` are nested too deep"
+            refused(lambda: reshard.save(ckpt, out), Format, text)
+        else:
+            with pytest.raises(reshard.CorruptCheckpointError) as caught:
+                reshard.open(path)
+            assert caught.value.summary == f"`{path}` cannot be read: File name too long"
+        assert not out.exists()
+    finally:  # pytest's own removal is recursive
+        subprocess.run(["rm", "-r", path], check=True)
+
+
+@pytest.mark.parametrize("level", ["7", "7/default"])
+def test_steps_and_items_that_are_symbolic_links(tmp_path, base, level):
+    root = tmp_path / "root"
+    copied(base, "zarr2-ocdbt", root / "7" / "default")
+    copied(base, "zarr2-ocdbt", root / "3" / "default")
+    replace_by_link(root / level)
+    target = os.path.realpath(root / level)
+    text = f"`{root}/{level}` is a symbolic link\n\nhint: open what it points to: {target}"
+    refused(lambda: reshard.open(root), Format, text)
+    assert reshard.open(root, step=3).source.step == "3"
+
+
+def test_opening_a_symbolic_link(tmp_path, base):
+    (tmp_path / "latest").symlink_to(copied(base, "zarr2-ocdbt", tmp_path / "saved"))
+    reshard.save(reshard.open(tmp_path / "latest"), tmp_path / "out")
+    assert list(reshard.open(tmp_path / "out")) == list(reshard.open(tmp_path / "saved"))
+
+
+@pytest.mark.parametrize("what", ["pipe", "socket"])
+def test_opening_what_is_no_directory(tmp_path, what):
+    path = tmp_path / what
+    os.mknod(path, (stat.S_IFIFO if what == "pipe" else stat.S_IFSOCK) | 0o600)
+    text = f"`{path}` is a file, and not a checkpoint directory"
+    refused(lambda: reshard.open(path), Format, text)
+
+
+def test_files_that_are_no_chunks_are_left_out(tmp_path, base):
+    """Nobody reads them, so they neither stand for a missing chunk nor are carried over."""
+    for form, chunk in (("zarr2-files", "1.1"), ("zarr3-files", "c/1/1")):
+        path = copied(base, form, tmp_path / form)
+        expected = reshard.open(base(form))["w"].view().read().result()
+        for stray in (".DS_Store", "0.0.0", "2.0", "00.1", "-1.0", "c/2/0", "c/0/x"):
+            (path / "w" / stray).parent.mkdir(exist_ok=True, parents=True)
+            (path / "w" / stray).write_bytes(b"stray")
+        ckpt = reshard.open(path)
+        assert len(ckpt["w"].stored_sizes()) == 4
+        for i, job in enumerate((ckpt, reshard.to_mesh(ckpt, "1x4"))):
+            out = tmp_path / f"{form}{i}"
+            reshard.save(job, out)
+            strays = {f.name for f in (out / "w").rglob("*") if f.is_file()}
+            assert not strays & {".DS_Store", "0.0.0", "2.0", "00.1", "-1.0", "x"}
+            assert np.array_equal(reshard.open(out)["w"].view().read().result(), expected)
+        (path / "w" / chunk).unlink()
+        text = "w: 1 of its 4 stored chunks are missing"
+        refused(lambda path=path: reshard.save(reshard.open(path), tmp_path / "o"), Corrupt, text)
+
+
+@pytest.mark.parametrize("form", ["zarr", "zarr slash", "zarr3", "zarr3 dot", "zarr3 v2"])
+@pytest.mark.parametrize("shape", [(), (5,), (4, 12)])
+def test_keys_of_chunks(form, shape):
+    """Those that TensorStore writes, and only those, are keys of chunks."""
+    driver, _, keys = form.partition(" ")
+    metadata: Json = {"dimension_separator": "/"} if keys == "slash" else {}
+    if keys in ("dot", "v2"):
+        name = "default" if keys == "dot" else "v2"
+        metadata = {"chunk_key_encoding": {"name": name, "configuration": {"separator": "."}}}
+    context = ts.Context()
+    array = ts.open(
+        {"driver": driver, "kvstore": "memory://", "metadata": metadata},
+        create=True,
+        dtype=ts.int8,
+        shape=shape,
+        chunk_layout=ts.ChunkLayout(chunk_shape=[1] * len(shape)) if shape else None,
+        context=context,
+    ).result()
+    array.write(np.ones(shape, np.int8)).result()
+    store = ts.KvStore.open("memory://", context=context).result()
+    found = {key.decode(): store.read(key).result().value for key in store.list().result()}
+    (name,) = {".zarray", "zarr.json"} & set(found)
+    document = json.loads(found.pop(name))
+    pattern = zarr.chunk_keys(document)
+    indices = {tuple(map(int, pattern.fullmatch(key).groups())) for key in found}
+    assert indices == set(np.ndindex(*shape))
+    assert {zarr.chunk_key(document, index) for index in indices} == set(found)
+    assert {zarr.chunk_index(document, key) for key in found} == indices
+    for key in ("", "x", "c/x", ".zarray", "-1", "0.0.__lock", "1e0", "٣"):
+        assert pattern.fullmatch(key) is None
+
+
+def test_an_array_named_like_a_chunk_of_another(tmp_path):
+    tree = {"a": np.arange(5), "a/0": np.arange(7)}
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", tree)
+    for link in (True, False):
+        out = tmp_path / f"out{link}"
+        reshard.save(reshard.open(tmp_path / "saved"), out, link=link)
+        got = reshard.open(out)
+        for name, values in tree.items():
+            assert np.array_equal(got[(name,)].view().read().result(), values)
+
+
+def test_renaming_out_of_the_destination(tmp_path, base):
+    for form in ("zarr2-ocdbt", "zarr2-files"):
+        ckpt = reshard.rename(reshard.open(base(form)), [(r"^w$", '"../../evil"')])
+        refused(
+            lambda ckpt=ckpt: reshard.save(ckpt, tmp_path / "out"),
+            reshard.TreeMismatchError,
+            "nothing can be stored under some names\n"
+            '  "../../evil": its name leads out of the checkpoint',
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_that_a_terminal_would_act_on(tmp_path, base, command):
+    path = copied(base, "zarr2-ocdbt", tmp_path / "saved")
+    add_leaf(path, "\x1b[2J\x9b\u202e\U000e0001")
+    assert '"\\u001b[2J\\u009b\\u202e\\udb40\\udc01"' in repr(reshard.open(path))
+    nowhere = tmp_path / os.fsdecode(b"\x1b]0;\xff")
+    code, error = command("inspect", nowhere)
+    assert (code, error.split("\n")[0]) == (
+        2,
+        f"Error: there is nothing at `{tmp_path}/\\u001b]0;\\udcff`",
+    )
+
+
+def test_a_long_name_does_not_pad_the_table(tmp_path, base, capsys, monkeypatch):
+    path = copied(base, "zarr2-ocdbt", tmp_path / "saved")
+    add_leaf(path, "x" * 4000)
+    monkeypatch.setattr(sys, "argv", ["reshard", "inspect", str(path)])
+    cli.main()
+    lengths = sorted(map(len, capsys.readouterr().out.split("\n")))
+    assert lengths[-1] > 4000 and lengths[-2] < 400
+
+
+BOMBS: dict[str, Callable[[pathlib.Path], Any]] = {
+    "long keys": lambda p: plant(p, [long_keys(100_000)], 0),
+    "a node": lambda p: plant(p, [node(0, zstd_zeros(64 << 30), compression=1)], 0),
+    "a sparse document": lambda p: os.truncate(p / TREE, 1 << 40),
+    "a sparse manifest": lambda p: os.truncate(p / "manifest.ocdbt", 1 << 40),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_memory_of_bombs(tmp_path, base, name):
+    path = copied(base, "zarr2-nodes", tmp_path / "saved")
+    BOMBS[name](path)
+    assert ends_within(1 << 30, "inspect", path) == 2
+
+
+@pytest.mark.parametrize("form", ["zarr2-files", "zarr3-files"])
+def test_memory_of_chunks_that_are_zip_bombs(tmp_path, base, form):
+    path = copied(base, form, tmp_path / "saved")
+    chunk = path / "w" / ("0.0" if form == "zarr2-files" else "c/0/0")
+    if form == "zarr3-files":
+        bytes_codec = {"name": "bytes", "configuration": {"endian": "little"}}
+        edit_array(path, "w", codecs=[bytes_codec, {"name": "zstd", "configuration": {}}])
+    chunk.write_bytes(zstd_zeros(1 << 25))
+    assert ends_within(1 << 30, "ckpt", path, tmp_path / "out", "--to", "1x4") == 2
+    chunk.write_bytes(zstd_zeros(64 << 30)[:4000])
+    assert ends_within(1 << 30, "ckpt", path, tmp_path / "out", "--to", "1x4") == 2
+    assert not (tmp_path / "out").exists()
+
+
+def ends_within(memory: int, *arguments: object) -> int:
+    """The exit status of a command that takes at most so much more memory than `--help` does."""
+    code = (
+        "import resource, sys\n"
+        "from reshard import cli, checkpoint, loader, writer\n"
+        "before = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "limit = before + int(sys.argv.pop(1))\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+        "cli.main()\n"
+    )
+    command = [sys.executable, "-c", code, str(memory), *map(str, arguments)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ran.stderr.startswith("Error: ") and "Traceback" not in ran.stderr, ran.stderr
+    return ran.returncode
+
+
+def test_no_code_is_run(tmp_path, base):
+    """Of a checkpoint with a pickle wherever a file can be, nothing is unpickled or run."""
+    path = copied(base, "zarr2-files", tmp_path / "saved")
+    payload = b"cos\nsystem\n(S'touch " + os.fsencode(tmp_path / "owned") + b"'\ntR."
+    for name in ("checkpoint", "__init__.py", "sitecustomize.py", "state.pkl", "reshard.py"):
+        (path / name).write_bytes(payload)
+    (path / "w" / "0.0").write_bytes(payload)
+    code = (
+        "import sys\n"
+        "import reshard, reshard.cli.inspect, reshard.writer\n"
+        "seen = []\n"
+        "def hook(event, arguments):\n"
+        "    if event in ('pickle.find_class', 'os.system', 'os.exec', 'subprocess.Popen'):\n"
+        "        seen.append(event)\n"
+        "sys.addaudithook(hook)\n"
+        "ckpt = reshard.open('saved')\n"
+        "reshard.save(ckpt, 'moved')\n"
+        "try:\n"
+        "    reshard.save(reshard.to_mesh(ckpt, '1x4'), 'reshaped')\n"
+        "except reshard.CorruptCheckpointError:\n"
+        "    print(seen)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert (ran.stdout, ran.stderr) == ("[]\n", "")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["moved", "saved"]
+
+
+def test_nothing_unpickles_or_evaluates():
+    """No module of the package has the means."""
+    root = pathlib.Path(reshard.__file__).parent
+    banned = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+    for file in root.rglob("*.py"):
+        for part in ast.walk(ast.parse(file.read_text())):
+            if isinstance(part, ast.Import | ast.ImportFrom):
+                names = {alias.name for alias in part.names} | {getattr(part, "module", None)}
+                assert not {str(name).partition(".")[0] for name in names} & banned, file
+            if isinstance(part, ast.Call) and isinstance(part.func, ast.Name):
+                assert part.func.id not in ("eval", "exec", "compile", "__import__"), file
+            if isinstance(part, ast.keyword) and part.arg == "allow_pickle":
+                raise AssertionError(file)
+
+
+@given(
+    st.dictionaries(st.binary(max_size=40), st.binary(max_size=60), min_size=1, max_size=60),
+    st.sampled_from([{"id": "zstd"}, None]),
+    st.sampled_from([500, 100_000_000]),
+)
+@settings(max_examples=30, deadline=None)
+def test_what_a_node_takes_is_bounded(values, compression, node_bytes):
+    """The bound holds for genuine databases, and is not far off."""
+    context = ts.Context()
+    base = {"driver": "memory", "path": "saved/"}
+    config = {"compression": compression, "max_decoded_node_bytes": node_bytes}
+    store = ts.KvStore.open(
+        {"driver": "ocdbt", "base": base, "config": config}, context=context
+    ).result()
+    with ts.Transaction(atomic=True) as transaction:
+        for key, value in values.items():
+            store.with_transaction(transaction).write(key, value)
+    files = ts.KvStore.open(base, context=context).result()
+    manifest = ocdbt.dump(files).result()
+    assert 0 < decoded_bytes(files.read("manifest.ocdbt").result().value) < 5000
+    places, keys, bound, count = [manifest["versions"][-1]["root"]["location"]], 0, 0, 0
+    while places:
+        place = places.pop()
+        data = ocdbt.dump(files, f"value:{place.partition(':')[2]}").result()
+        bound += decoded_bytes(data)
+        count += 1
+        found = ocdbt.dump(files, place).result()
+        if found["height"]:
+            places += [entry["location"] for entry in found["entries"]]
+        else:
+            keys += sum(len(entry["key"]) for entry in found["entries"])
+    assert keys <= bound < 300_000 * count
+
+
+@pytest.mark.parametrize("data", [b"", b"\0", bytes(100), b"\x0c\xdb\x20\xde" + b"\xff" * 60])
+def test_what_is_no_node(data):
+    with pytest.raises(ValueError, match="node of"):
+        decoded_bytes(data)
+
+
+@pytest.mark.parametrize("instead", [pathlib.Path.unlink, replace_by_directory])
+def test_data_files_that_are_gone(tmp_path, base, instead):
+    """Found by fuzzing: the size of a data file that is to be shared was taken for granted."""
+    path = copied(base, "zarr2-ocdbt", tmp_path / "saved")
+    ckpt = reshard.open(path)
+    (file,) = {value.file for value in ckpt.source.store.values["large"].values() if value.file}
+    instead(path / file)
+    text = f"the data file `{path}/{file}` is missing"
+    if (path / file).exists():
+        text = f"`{path}/{file}` is a directory, and not a file"
+    for job in (reshard.plan, lambda ckpt: reshard.save(ckpt, tmp_path / "out")):
+        with pytest.raises(reshard.ReshardError) as caught:
+            job(reshard.open(path))
+        assert str(caught.value) == text
+    assert not (tmp_path / "out").exists()
+
+
+@given(fuzz.cases())
+@settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+def test_random_damage(base, case):
+    form, damages = case
+    with tempfile.TemporaryDirectory() as name:
+        fuzz.check(base(form), damages, pathlib.Path(name))
