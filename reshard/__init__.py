@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from reshard.checkpoint import ArrayHandle as ArrayHandle
     from reshard.checkpoint import Checkpoint as Checkpoint
+    from reshard.comparison import diff as diff
     from reshard.convert.conversion import to_linen as to_linen
     from reshard.convert.conversion import to_nnx as to_nnx
     from reshard.convert.stacking import stack as stack
     from reshard.convert.stacking import unstack as unstack
+    from reshard.differences import Diff as Diff
     from reshard.errors import CheckpointFormatError as CheckpointFormatError
     from reshard.errors import CheckpointNotFoundError as CheckpointNotFoundError
     from reshard.errors import CorruptCheckpointError as CorruptCheckpointError
@@ -29,14 +31,19 @@ if TYPE_CHECKING:
     from reshard.transforms import rename as rename
     from reshard.transforms import select as select
     from reshard.transforms import to_mesh as to_mesh
+    from reshard.verification import Verification as Verification
+    from reshard.verification import digest as digest
+    from reshard.verification import verify as verify
     from reshard.writer import plan as plan
     from reshard.writer import save as save
 
 # Modules are imported when a name of theirs is first used: `reshard --help` needs none of them.
 _HOMES = {
     "reshard.checkpoint": ("ArrayHandle", "Checkpoint"),
+    "reshard.comparison": ("diff",),
     "reshard.convert.conversion": ("to_linen", "to_nnx"),
     "reshard.convert.stacking": ("stack", "unstack"),
+    "reshard.differences": ("Diff",),
     "reshard.errors": (
         "CheckpointFormatError",
         "CheckpointNotFoundError",
@@ -54,6 +61,7 @@ _HOMES = {
     "reshard.restorer": ("restore",),
     "reshard.targets": ("coverage", "target"),
     "reshard.transforms": ("cast", "rename", "select", "to_mesh"),
+    "reshard.verification": ("Verification", "digest", "verify"),
     "reshard.writer": ("plan", "save"),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}

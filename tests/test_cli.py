@@ -920,11 +920,11 @@ Try 'reshard inspect --help' for help.
 
 Error: --mesh goes with --sharding LEAF
 """,
-    "verify run": """\
+    "shard run": """\
 Usage: reshard [OPTIONS] COMMAND [ARGS]...
 Try 'reshard --help' for help.
 
-Error: No such command 'verify'.
+Error: No such command 'shard'.
 """,
 }
 

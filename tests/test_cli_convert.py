@@ -167,7 +167,7 @@ def run(folder, monkeypatch, capsys):
     import reshard.cli.job
     import reshard.cli.model
 
-    monkeypatch.setattr(reshard.cli.job, "_tune_malloc", lambda: None)
+    monkeypatch.setattr(reshard.cli.job, "tune_memory", lambda: None)
     monkeypatch.setattr(sys, "path", list(sys.path))
     terminate = signal.getsignal(signal.SIGTERM)
 

@@ -1,5 +1,6 @@
 """Whole or not at all: what is at the destination, and at the source, however a job ends."""
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections import namedtuple
 
@@ -22,6 +24,7 @@ from layouts import bits, hashes
 
 import reshard
 
+RESHARD = pathlib.Path(sysconfig.get_path("scripts")) / "reshard"
 TEMPORARY = ".reshard.orbax-checkpoint-tmp"
 REPLACED = ".replaced-by-reshard"
 LAYOUTS = ["standalone", "zarr2-files", "items"]
@@ -338,6 +341,68 @@ def test_a_failing_write_leaves_nothing(big, tmp_path, layout):
     assert hashes(path) == before
 
 
+def test_a_document_that_does_not_fit_leaves_nothing(tmp_path):
+    """Python does not say which file it is that cannot be written."""
+    path, out = tmp_path / "source", tmp_path / "new" / "out"
+    with ocp.PyTreeCheckpointer(use_ocdbt=False) as checkpointer:
+        checkpointer.save(path, {f"leaf{i}": np.arange(i, i + 4) for i in range(200)})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ckpt = reshard.open(path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16_000, limits[1]))
+    try:
+        refused(reshard.DestinationError, f"`{out}` cannot be written: File too large", ckpt, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert os.listdir(out.parent) == []
+
+
+def without_override():
+    """Root may write anywhere, unless it gives that up."""
+    drop_from_bounding_set, override = 24, 1
+    ctypes.CDLL(None).prctl(drop_from_bounding_set, override, 0, 0, 0)
+
+
+@pytest.mark.parametrize("options", [(), ("--overwrite",), ("--resume",)])
+def test_a_destination_that_is_read_only(one, tmp_path, options):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    if "--overwrite" in options:
+        reshard.save(open_on(one, "1x4"), folder / "out")
+    before = hashes(tmp_path)
+    folder.chmod(0o555)
+    arguments = ("ckpt", one.path, folder / "out", "--to", "1x8", *options)
+    result = subprocess.run(
+        [RESHARD, *arguments],
+        preexec_fn=without_override,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    folder.chmod(0o755)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        f"Error: `{folder}/out` cannot be written: Permission denied\n  {folder}/out{TEMPORARY}\n"
+    )
+    assert hashes(tmp_path) == before
+
+
+@pytest.mark.parametrize("layout", ["standalone", "zarr2-files"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_temporary_directory_that_is_removed_meanwhile(big, tmp_path, layout, resume):
+    """A manager of checkpoints sweeps such directories away when it starts."""
+    out = tmp_path / "out"
+    swept = []
+
+    def sweep(done, whole):
+        if done > whole // 2 and not swept:
+            swept.append(shutil.rmtree(tmp_path / f"out{TEMPORARY}", ignore_errors=True))
+
+    ckpt = reshard.to_mesh(reshard.open(big(layout)), "1x8")
+    with pytest.raises(reshard.DestinationError):
+        reshard.save(ckpt, out, max_memory="16MiB", progress=sweep, resume=resume)
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.fixture(scope="module")
 def big(tmp_path_factory):
     """A checkpoint of 16 MiB in each format."""
@@ -363,6 +428,66 @@ def big(tmp_path_factory):
 
 
 # A source that is not whole.
+
+
+def touch(path, file):
+    os.utime(file)
+
+
+def shorten(path, file):
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def remove(path, file):
+    file.unlink()
+
+
+def add(path, file):
+    (file.parent / "another").write_text("")
+
+
+def remove_all(path, file):
+    shutil.rmtree(path)
+
+
+def move_away(path, file):
+    path.rename(path.with_name("moved"))
+
+
+@pytest.mark.parametrize("layout", ["standalone", "zarr2-files", "zarr3-ocdbt", "zarr3-files"])
+@pytest.mark.parametrize("change", [touch, shorten, remove, add, remove_all, move_away])
+def test_a_source_that_changes_meanwhile(big, tmp_path, layout, change):
+    copy = shutil.copytree(big(layout), tmp_path / "source" / "copy")
+    file = max(copy.glob("**/*/*"), key=lambda file: (file.stat().st_size, file))
+    out = tmp_path / "new" / "out"
+    changed = []
+
+    def progress(*_):
+        if not changed:
+            changed.append(file)
+            change(copy, file)
+
+    ckpt = reshard.to_mesh(reshard.open(copy), "1x8")
+    with pytest.raises(reshard.CorruptCheckpointError) as caught:
+        reshard.save(ckpt, out, max_memory="16MiB", progress=progress)
+    assert str(caught.value) == f"the source changed while it was read\n  `{copy}`"
+    assert os.listdir(out.parent) == []
+
+
+def test_an_item_that_vanishes_meanwhile(saved, tmp_path, monkeypatch):
+    copy = shutil.copytree(saved("items").path, tmp_path / "copy")
+    out = tmp_path / "new" / "out"
+    original = reshard.writer.local.copy_tree
+
+    def vanish(source, destination):
+        shutil.rmtree(copy / "3" / "config", ignore_errors=True)
+        original(source, destination)
+
+    monkeypatch.setattr(reshard.writer.local, "copy_tree", vanish)
+    with pytest.raises(reshard.CorruptCheckpointError) as caught:
+        reshard.save(reshard.open(copy, item="state"), out)
+    assert str(caught.value) == f"the source changed while it was read\n  `{copy}/3/config`"
+    assert os.listdir(out.parent) == []
 
 
 @pytest.mark.parametrize("layout", ["standalone", "zarr3-ocdbt"])
@@ -444,6 +569,53 @@ def test_what_a_running_job_holds_is_not(one, tmp_path):
     os.close(descriptor)
     reshard.save(open_on(one), tmp_path / "out")
     assert os.listdir(tmp_path) == ["out"]
+
+
+WAITS = """
+import sys
+import reshard
+
+source, out = sys.argv[1:]
+ckpt = reshard.to_mesh(reshard.open(source), "1x8")
+
+def wait(done, whole, waited=[]):
+    if not waited:
+        waited.append(True)
+        print("in the middle", flush=True)
+        sys.stdin.readline()
+
+reshard.save(ckpt, out, progress=wait)
+"""
+
+
+@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("option", ["--overwrite", "--resume"])
+def test_two_processes_that_write_one_destination(one, tmp_path, option, dies):
+    out = tmp_path / "out"
+    command = [RESHARD, "ckpt", one.path, out, "--to", "1x4", "--quiet", option]
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITS, one.path, out],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as first:
+        assert first.stdout.readline() == "in the middle\n"
+        second = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (second.returncode, second.stdout) == (2, "")
+        assert second.stderr == f"Error: another job is writing `{out}{TEMPORARY}`\n"
+        if dies:
+            first.kill()
+        else:
+            first.stdin.write("\n")
+            first.stdin.flush()
+        assert first.wait() == (-signal.SIGKILL if dies else 0)
+    if dies:
+        subprocess.run(command, check=True)
+    assert os.listdir(tmp_path) == ["out"]
+    assert (meshes(out), values(out)) == (
+        ["data=1,model=4"] if dies else ["data=1,model=8"],
+        values(one.path),
+    )
 
 
 # Kills itself at the call that its arguments name.

@@ -81,7 +81,7 @@ def without_stored_bytes(output: str) -> str:
 
 def test_console_blocks_show_what_the_commands_print(demos):
     commands = sessions()
-    assert len(commands) == 16
+    assert len(commands) == 23
     for place, command, expected in commands:
         printed = run(command, demos[place], place)
         assert without_stored_bytes(printed) == without_stored_bytes(expected), command

@@ -13,7 +13,10 @@ import click
 _COMMANDS = {
     "ckpt": "Rewrite a checkpoint for another mesh.",
     "convert": "Convert a Linen checkpoint to NNX, or back.",
+    "diff": "Compare two checkpoints.",
+    "digest": "Show the digest of every array, and record them.",
     "inspect": "Show the tree, the format, the steps and the saved meshes.",
+    "verify": "Read all of a checkpoint: is it whole, is it the same.",
 }
 
 
@@ -59,8 +62,9 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(2)
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("Interrupted; nothing half-written was left behind.", err=True)
+    except (click.Abort, KeyboardInterrupt) as error:
+        kept = _notes(error) or "nothing half-written was left behind."
+        click.echo(f"Interrupted; {kept}", err=True)
         sys.exit(130)
     except BrokenPipeError:
         # The reader of a pipe has gone; Python must not complain about it when it exits.
@@ -73,7 +77,16 @@ def main() -> None:
             raise
         message = error.render(limit=10) if isinstance(error, ReshardError) else str(error)
         click.echo(f"Error: {message or 'out of memory'}", err=True)
+        if kept := _notes(error):
+            click.echo(kept, err=True)
         sys.exit(2)
+
+
+def _notes(error: BaseException) -> str:
+    """What a job has noted in an error on its way, or in the one that it stands for: JAX notes
+    things, too."""
+    notes = [*getattr(error, "__notes__", ()), *getattr(error.__cause__, "__notes__", ())]
+    return "\n".join(note for note in notes if "--resume" in note)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -1,6 +1,5 @@
 """What the commands that write share: their options, and how a job runs and reports."""
 
-import ctypes
 import json
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,6 +8,7 @@ import click
 
 from reshard.checkpoint import Checkpoint
 from reshard.cli import output
+from reshard.cli.memory import tune_memory
 from reshard.cli.model import build_target, read_rules
 from reshard.errors import ReshardError, ShardingError
 from reshard.loader import open as open_checkpoint
@@ -20,7 +20,6 @@ from reshard.units import format_bytes
 from reshard.writer import plan, save
 
 F = TypeVar("F", bound=Callable[..., Any])
-_MALLOC_ARENA_MAX, _MALLOC_MMAP_THRESHOLD, _MALLOC_TRIM_THRESHOLD = -8, -3, -1
 
 _OPTIONS = [
     click.option("--from", "saved", metavar="MESH", help="Fail unless it was saved on this mesh."),
@@ -85,6 +84,17 @@ _OPTIONS = [
     click.option(
         "--overwrite", is_flag=True, help="Replace DST once the new checkpoint is complete."
     ),
+    click.option(
+        "--verify", is_flag=True, help="Read back all that was written, before the commit."
+    ),
+    click.option(
+        "--digest", is_flag=True, help="Also read what is moved undecoded, to record its digests."
+    ),
+    click.option(
+        "--resume",
+        is_flag=True,
+        help="Keep what is written if the job is stopped, and go on with what an earlier run kept.",
+    ),
     click.option("--dry-run", is_flag=True, help="Show the plan and stop."),
     click.option("--json", "as_json", is_flag=True, help="One JSON document."),
     click.option("--quiet", is_flag=True, help="Print nothing but errors."),
@@ -115,7 +125,7 @@ def run(
       flags: the values of `job_options`.
       answer: called after `change`, for further entries of the JSON document.
     """
-    _tune_malloc()
+    tune_memory()
     dry_run, as_json, quiet = flags["dry_run"], flags["as_json"], flags["quiet"]
     try:
         checkpoints = [change(ckpt) for ckpt in _open(src, flags["step"], flags["item"])]
@@ -135,8 +145,9 @@ def run(
         if planned.problems:
             raise ReshardError("the plan cannot be carried out", planned.problems, planned.hints)
         return
+    checks = {name: flags[name] for name in ("verify", "digest", "resume")}
     with output.progress_bar(quiet or as_json) as progress:
-        planned = save(checkpoints, dst, **arguments, progress=progress)
+        planned = save(checkpoints, dst, **arguments, **checks, progress=progress)
     _report(planned, dst, as_json, quiet, answer(), done=True)
 
 
@@ -181,19 +192,6 @@ def laid_out(
         raise click.UsageError("--axis renames saved specs, and with --model none of them counts")
     new_mesh = parse_mesh(mesh, ckpt.meshes)
     return to_mesh(ckpt, new_mesh, target=build_target(model, named, pairs + more, new_mesh))
-
-
-def _tune_malloc() -> None:
-    """One arena, and freed memory is kept and used again: on glibc, the difference between the
-    budget and twice the budget. For the process of this command only, never for a library's user.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return
-    mallopt(_MALLOC_ARENA_MAX, 1)
-    mallopt(_MALLOC_MMAP_THRESHOLD, 32 << 20)
-    mallopt(_MALLOC_TRIM_THRESHOLD, 64 << 20)
 
 
 def _open(src: str, step: str | None, item: str | None) -> list[Checkpoint]:

@@ -1,21 +1,31 @@
 """Jobs from disk to disk: carry a plan out and commit the result."""
 
+import contextlib
 import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from reshard import verification
 from reshard.checkpoint import Checkpoint, stored_name
-from reshard.errors import ReshardError
+from reshard.digests import Digest
+from reshard.errors import CorruptCheckpointError, ReshardError
 from reshard.formed import stored_chunks
+from reshard.loader import orbax
+from reshard.loader.layout import Location
 from reshard.planner import Plan
+from reshard.records import FILE, ArrayRecord, record_of
 from reshard.schedule import IN_FLIGHT_PER_CORE, WINDOW, batches
 from reshard.store import file_spec, new_context
+from reshard.tree import Path
 from reshard.units import parse_bytes
 from reshard.writer import local, ocdbt
 from reshard.writer.documents import documents
+from reshard.writer.journal import Journal, fingerprint, is_unfinished, source_state
 from reshard.writer.prepare import Job, cores, parse_chunks, prepare
+from reshard.writer.progress import ItemProgress
+from reshard.writer.recording import known_arrays, new_digests, records
 from reshard.writer.stream import (
     Pending,
     Target,
@@ -75,6 +85,9 @@ def save(
     chunks: int | str = "shard",
     link: bool = True,
     overwrite: bool = False,
+    digest: bool = False,
+    verify: bool = False,
+    resume: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
     """Writes a checkpoint, in the layout that its source has; whole or not at all.
@@ -85,6 +98,9 @@ def save(
     shared with the source by hard links, which is safe: Orbax and TensorStore never write to a
     data file again.
 
+    Digests of the values are recorded beside the arrays (see `reshard.digests`), and where the
+    source has some, what is read is compared with them.
+
     Args:
       ckpt: the checkpoint, or several steps of one manager's root.
       destination: a local path; nothing may be there unless `overwrite`.
@@ -93,6 +109,10 @@ def save(
         `"keep"` for the source's chunks, or the most decoded bytes of a chunk.
       link: share data files where that is possible; otherwise stored chunks are copied.
       overwrite: replace what is there, once the new checkpoint is complete.
+      digest: also read arrays that are moved undecoded, if they have no digest on record.
+      verify: read back all that was written, before the commit.
+      resume: if the job is stopped, what is written stays in its temporary directory; and the job
+        goes on with what an earlier run of it has left there. Without it that is removed.
       progress: called with (bytes done, bytes in all) after each batch.
 
     Returns:
@@ -101,7 +121,8 @@ def save(
     Raises:
       DestinationError: the destination exists, is being written, or cannot be written.
       MemoryLimitError: a stored chunk does not fit in `max_memory`.
-      CorruptCheckpointError: stored data is missing, does not decode, or belongs to two leaves.
+      CorruptCheckpointError: stored data is missing, does not decode, belongs to two leaves, or
+        is not what the source's digests were recorded of; or what was written reads differently.
     """
     target = _absolute(destination)
     checkpoints = _as_list(ckpt)
@@ -116,16 +137,37 @@ def save(
         return jobs, total
 
     jobs, total = prepared(link)
-    with local.committed_directory(target, overwrite=overwrite) as directory:
-        copy_surroundings(checkpoints, directory)
-        linked = [_link(job, directory) for job in jobs]
-        if not all(linked):
-            jobs, total = prepared(link=False)  # the file system forbids links
-        report = _reporter(total, progress)
-        for job in jobs:
-            _write_item(job, _item_directory(job, directory), memory, report)
+    known = [known_arrays(job) for job in jobs]
+    before = [list(source_state(job.ckpt.source.store.directory)) for job in jobs]
+    same = fingerprint(jobs, memory) if resume else ""
+    kept = functools.partial(is_unfinished, fingerprint=same) if resume else lambda directory: False
+    with local.committed_directory(target, overwrite=overwrite, unfinished=kept) as directory:
+        journal = Journal(directory, same, cores(), len(jobs), resume)
+        with _unchanged(jobs, before, journal):
+            if not journal.resumed:
+                copy_surroundings(checkpoints, directory)
+            for job in jobs:
+                _item_directory(job, directory).mkdir(parents=True, exist_ok=True)
+                local.remove_locks(_item_directory(job, directory))
+            if not (journal.links and all(_link(job, directory) for job in jobs)):
+                jobs, total = prepared(link=False)  # the file system forbids links
+                journal.without_links()
+            journal.begin()
+            report = _reporter(total, progress)
+            for job, on_record, so_far in zip(jobs, known, journal.items, strict=True):
+                digests = _write_item(
+                    job, _item_directory(job, directory), memory, so_far, journal, report
+                )
+                with _correct(journal):
+                    arrays = records(job, on_record, digests, digest, memory)
+                    _record(job, directory, arrays)
+                    if journal.resumed:
+                        _check_whole(job, directory)
+                    if verify:
+                        _read_back(job, directory, memory)
         local.sync(directory)
         write_markers(checkpoints, directory, target)
+        journal.close()
     return total
 
 
@@ -153,11 +195,49 @@ def _item_directory(job: Job, directory: pathlib.Path) -> pathlib.Path:
 
 
 def _link(job: Job, directory: pathlib.Path) -> bool:
-    """Makes the directory of an item and shares data files with it; False if that is forbidden."""
-    item = _item_directory(job, directory)
-    item.mkdir(parents=True, exist_ok=True)
-    store = job.ckpt.source.store
+    """Shares data files with the directory of an item; False if that is forbidden."""
+    store, item = job.ckpt.source.store, _item_directory(job, directory)
     return not job.linked or ocdbt.link_data_files(store, item, job.files or ())
+
+
+def _record(job: Job, directory: pathlib.Path, arrays: Mapping[str, ArrayRecord]) -> None:
+    """Writes the record of an item."""
+    record = record_of(job.ckpt.source, directory, arrays)
+    (_item_directory(job, directory) / FILE).write_bytes(record.dump())
+
+
+def _read_back(job: Job, directory: pathlib.Path, memory: int) -> None:
+    """Reads back what was written of an item; raises CorruptCheckpointError if it differs."""
+    found = verification.verify(_written(job, directory), max_memory=memory)
+    if not found.ok:
+        raise CorruptCheckpointError("what was written is not what is read back", found.problems)
+
+
+def _check_whole(job: Job, directory: pathlib.Path) -> None:
+    """Raises CorruptCheckpointError if something is gone of what an earlier run had written."""
+    for handle in _written(job, directory).arrays:
+        handle.stored_sizes()
+        files = {value.file for value in handle.store.values[handle.name].values()}
+        for file in sorted(file for file in files if file is not None):
+            if not (handle.store.directory / file).exists():
+                raise CorruptCheckpointError(f"the data file `{file}` is gone from `{directory}`")
+
+
+def _written(job: Job, directory: pathlib.Path) -> Checkpoint:
+    """What was written of an item."""
+    source = job.ckpt.source
+    location = Location(directory, source.kind, source.v1, source.step, source.item, (), ())
+    return orbax.read(location)
+
+
+@contextlib.contextmanager
+def _correct(journal: Journal) -> Iterator[None]:
+    """Where what was read or written turns out to be wrong, no later run may go on with it."""
+    try:
+        yield
+    except CorruptCheckpointError:
+        journal.forget()
+        raise
 
 
 def _reporter(total: Plan, progress: Progress | None) -> Callable[[int], None]:
@@ -175,9 +255,39 @@ def _reporter(total: Plan, progress: Progress | None) -> Callable[[int], None]:
     return report
 
 
+@contextlib.contextmanager
+def _unchanged(
+    jobs: Sequence[Job], before: Sequence[list[str]], journal: Journal
+) -> Iterator[None]:
+    """Raises CorruptCheckpointError if files of a source have changed since they were listed: in
+    the place of errors that this has led to."""
+    error = None
+    try:
+        yield
+    except (ReshardError, OSError) as caught:
+        error = caught
+    directories = [job.ckpt.source.store.directory for job in jobs]
+    now = [list(source_state(directory)) for directory in directories]
+    changed = [f"`{d}`" for d, a, b in zip(directories, before, now, strict=True) if a != b]
+    gone = error.filename if isinstance(error, FileNotFoundError) else None
+    if not changed and gone and jobs[0].ckpt.source.root in pathlib.Path(gone).parents:
+        changed = [f"`{gone}`"]
+    if changed:
+        journal.forget()
+        raise CorruptCheckpointError("the source changed while it was read", changed) from error
+    if error is not None:
+        raise error
+
+
 def _write_item(
-    job: Job, directory: pathlib.Path, memory: int, report: Callable[[int], None]
-) -> None:
+    job: Job,
+    directory: pathlib.Path,
+    memory: int,
+    so_far: ItemProgress,
+    journal: Journal,
+    report: Callable[[int], None],
+) -> dict[Path, Digest]:
+    """Writes the arrays and the documents of an item. The digests of the arrays that it decoded."""
     store = job.ckpt.source.store
     writeback = local.Writeback(directory / ocdbt.STAGE / "d")
     spec = ocdbt.stage_spec(directory) if store.ocdbt else file_spec(directory)
@@ -185,7 +295,14 @@ def _write_item(
     target = Target(spec, context, store.driver, store.fills)
     sources = {handle.path: handle for handle in job.handles}
     names = {path: stored_name(path) for path in sources}
-    pending = Pending(memory, writeback.advance)
+    digests = new_digests(job)
+    so_far.go_on(digests)
+
+    def committed() -> None:
+        writeback.advance()
+        journal.advance()
+
+    pending = Pending(memory, committed)
     stores = functools.cache(store.kvstore)
     values = [
         (stores(chunk.name), chunk.key, f"{names[h.path]}/{chunk.new_key}", chunk.value.size)
@@ -198,15 +315,12 @@ def _write_item(
         if h.formed is not None
     }
     try:
-        write_values(regridded, target)
-        move_values(
-            values,
-            target,
-            min(memory, IN_FLIGHT_PER_CORE * cores()) // (2 * WINDOW),
-            pending,
-            report,
-        )
-        stream_boxes(batches(job.plans, memory, cores()), sources, target, names, pending, report)
+        if not so_far.merged:
+            write_values(regridded, target)
+        batch_bytes = min(memory, IN_FLIGHT_PER_CORE * journal.cores) // (2 * WINDOW)
+        move_values(values, target, batch_bytes, so_far, pending, report)
+        todo = batches(job.plans, memory, journal.cores)
+        stream_boxes(todo, sources, target, names, digests, so_far, pending, report)
         pending.finish()
     finally:
         pending.abandon()
@@ -214,8 +328,14 @@ def _write_item(
     if store.ocdbt and job.plans:
         linked = {names[h.path]: h for h in job.linked}
         staged = bool(values or regridded) or any(not a.moved for a in job.plans)
-        ocdbt.merge(store, directory, linked, staged)
+        again = so_far.merged
+        if not again:
+            ocdbt.merge(store, directory, linked, staged)
+            so_far.merged = True
+            journal.write()
+        ocdbt.prune(directory, linked, staged, again)
     chunks = {a.layout.path: a.chunk for a in job.plans}
     for name, data in documents(job.ckpt, chunks).items():
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_bytes(data)
+    return digests

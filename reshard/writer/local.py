@@ -8,15 +8,25 @@ import os
 import pathlib
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from reshard.errors import CheckpointFormatError, DestinationError, DestinationExistsError
+from reshard.errors import (
+    CheckpointFormatError,
+    DestinationError,
+    DestinationExistsError,
+    ReshardError,
+)
+from reshard.store import not_a_file
 from reshard.units import format_bytes
 
 # Orbax ignores, and its CheckpointManager removes, what carries this in its name.
 TEMPORARY_SUFFIX = ".reshard.orbax-checkpoint-tmp"
 # Not a name of a step, and not temporary: an old checkpoint must not be swept away by a manager.
 REPLACED_SUFFIX = ".replaced-by-reshard"
+# Directories inside one another that are copied: deleting more could run out of stack.
+_MOST_LEVELS = 100
+# Errors of writing to a file that is open, which do not name it.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Flags of sync_file_range.
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 
@@ -57,11 +67,23 @@ def check_destination(destination: pathlib.Path, source: pathlib.Path, overwrite
 def check_room(destination: pathlib.Path, nbytes: int) -> None:
     """Raises DestinationError if the destination's disk has less than `nbytes` free."""
     free = shutil.disk_usage(_existing_parent(destination)).free
+    free += _own_bytes(_beside(destination, TEMPORARY_SUFFIX))  # gone on with, or removed
     if free < nbytes:
         raise DestinationError(
             f"not enough room for `{destination}`",
             [f"needed {format_bytes(nbytes)}, free {format_bytes(free)}"],
         )
+
+
+def _own_bytes(directory: pathlib.Path) -> int:
+    """Bytes that would be free without a directory."""
+    found = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # it may be a running job's
+                status = os.lstat(os.path.join(folder, name))
+                found += status.st_blocks * 512 if status.st_nlink == 1 else 0
+    return found
 
 
 def same_filesystem(source: pathlib.Path, destination: pathlib.Path) -> bool:
@@ -70,16 +92,25 @@ def same_filesystem(source: pathlib.Path, destination: pathlib.Path) -> bool:
 
 
 @contextlib.contextmanager
-def committed_directory(destination: pathlib.Path, *, overwrite: bool) -> Iterator[pathlib.Path]:
+def committed_directory(
+    destination: pathlib.Path, *, overwrite: bool, unfinished: Callable[[pathlib.Path], bool]
+) -> Iterator[pathlib.Path]:
     """A temporary directory that becomes `destination` if the block succeeds, and vanishes if not.
 
-    The block must call `sync` before it writes its commit marker. A directory that a killed job
-    left is removed first; one that a running job holds is an error.
+    The block must call `sync` before it writes its commit marker. A directory that a running job
+    holds is an error.
+
+    Args:
+      destination: what is to be there in the end.
+      overwrite: whether there may be something already.
+      unfinished: whether the directory holds what a later run goes on with: then what a job left is
+        not removed at the beginning, and not at the end where this one fails, which is noted in its
+        error. It may raise.
     """
     temporary = _beside(destination, TEMPORARY_SUFFIX)
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
-        lock = _locked(temporary)
+        lock = _locked(temporary, unfinished)
     except OSError as error:
         raise _destination_error(destination, error) from error
     try:
@@ -87,15 +118,21 @@ def committed_directory(destination: pathlib.Path, *, overwrite: bool) -> Iterat
             yield temporary
             _swap(temporary, destination, overwrite)
         except OSError as error:
-            if isinstance(error, DestinationError) or error.filename is None:
+            nameless = error.filename is None and error.errno not in _FULL
+            if isinstance(error, ReshardError) or nameless:
                 raise
             raise _destination_error(destination, error) from error
+    except BaseException as error:
+        if unfinished(temporary):
+            error.add_note(f"`{temporary}` is kept: the same command with --resume goes on with it")
+        else:
+            _remove(temporary)
+        raise
     finally:
-        _remove(temporary)
         os.close(lock)
 
 
-def _locked(directory: pathlib.Path) -> int:
+def _locked(directory: pathlib.Path, unfinished: Callable[[pathlib.Path], bool]) -> int:
     """Creates a directory and locks it; the lock goes with the process, however it ends."""
     while True:
         with contextlib.suppress(FileExistsError):
@@ -106,13 +143,17 @@ def _locked(directory: pathlib.Path) -> int:
         except BlockingIOError as error:
             os.close(descriptor)
             raise DestinationError(f"another job is writing `{directory}`") from error
-        if not _is_still(descriptor, directory):
-            os.close(descriptor)  # another job has removed what was opened here
-        elif any(directory.iterdir()):
-            _remove(directory)  # what a killed job left, under our lock
+        try:
+            if not _is_still(descriptor, directory):
+                pass  # another job has removed what was opened here
+            elif not any(directory.iterdir()) or unfinished(directory):
+                return descriptor
+            else:
+                _remove(directory)  # what a killed job left, under our lock
+        except BaseException:
             os.close(descriptor)
-        else:
-            return descriptor
+            raise
+        os.close(descriptor)
 
 
 def _is_still(descriptor: int, directory: pathlib.Path) -> bool:
@@ -214,8 +255,8 @@ def sync_directory(directory: pathlib.Path) -> None:
 
 
 def write_durably(path: pathlib.Path, data: bytes) -> None:
-    """A new small file, on the disk when this returns."""
-    with path.open("xb") as file:
+    """A small file, on the disk when this returns."""
+    with path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -227,6 +268,9 @@ def link(source: pathlib.Path, destination: pathlib.Path) -> bool:
     destination.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, destination, follow_symlinks=False)
+    except FileExistsError:  # from an earlier run of the same job
+        destination.unlink()
+        return link(source, destination)
     except OSError as error:
         if error.errno in (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP):
             return False
@@ -234,36 +278,52 @@ def link(source: pathlib.Path, destination: pathlib.Path) -> bool:
     return True
 
 
+def remove_locks(directory: pathlib.Path) -> None:
+    """Deletes what TensorStore had begun to write when it was killed."""
+    for path in directory.rglob("*.__lock"):
+        if path.is_file():
+            path.unlink()
+
+
 def copy_tree(source: pathlib.Path, destination: pathlib.Path) -> None:
     """Copies a file or a directory byte for byte.
 
     Raises:
-      CheckpointFormatError: there is something else than files and directories in it.
+      CheckpointFormatError: there is something else than files and directories in it, or they are
+        nested too deep.
     """
-    mode = os.lstat(source).st_mode
-    if stat.S_ISDIR(mode):
-        destination.mkdir(parents=True, exist_ok=True)
-        for name in sorted(os.listdir(source)):
-            copy_tree(source / name, destination / name)
-    elif stat.S_ISREG(mode):
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, destination)
-    else:
-        raise CheckpointFormatError(
-            f"`{source}` is neither a file nor a directory",
-            hints=["replace a symbolic link by what it points to"],
-        )
+    for path, found in _tree(source):
+        copy = destination / os.path.relpath(path, source)
+        if stat.S_ISDIR(found.st_mode):
+            copy.mkdir(parents=True, exist_ok=True)
+        else:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy, follow_symlinks=False)
 
 
 def tree_bytes(path: pathlib.Path) -> int:
-    """Bytes of a file, or of all files below a directory."""
-    if not path.is_dir():
-        return os.lstat(path).st_size
-    return sum(
-        os.lstat(os.path.join(folder, name)).st_size
-        for folder, _, names in os.walk(path)
-        for name in names
-    )
+    """Bytes of a file, or of all files below a directory.
+
+    Raises:
+      CheckpointFormatError: as `copy_tree`.
+    """
+    return sum(found.st_size for _, found in _tree(path) if stat.S_ISREG(found.st_mode))
+
+
+def _tree(source: pathlib.Path) -> Iterator[tuple[str, os.stat_result]]:
+    """A file, or a directory and all that is below it."""
+    paths = [(str(source), 0)]
+    while paths:
+        path, level = paths.pop()
+        if level > _MOST_LEVELS:
+            raise CheckpointFormatError(f"directories below `{source}` are nested too deep")
+        found = os.lstat(path)
+        if stat.S_ISDIR(found.st_mode):
+            names = sorted(os.listdir(path))
+            paths += [(os.path.join(path, name), level + 1) for name in names]
+        elif not stat.S_ISREG(found.st_mode):
+            raise not_a_file(path)
+        yield path, found
 
 
 def _beside(path: pathlib.Path, suffix: str) -> pathlib.Path:

@@ -9,12 +9,13 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from reshard.checkpoint import ArrayHandle, Checkpoint, collision_error
+from reshard.checkpoint import ArrayHandle, Checkpoint, collision_error, stored_name
 from reshard.errors import (
     CorruptCheckpointError,
     DestinationExistsError,
     MemoryLimitError,
     ReshardError,
+    ShardingError,
     TreeMismatchError,
 )
 from reshard.formed import (
@@ -25,10 +26,11 @@ from reshard.formed import (
     stored_values,
 )
 from reshard.loader.layout import step_number, why_not_replaceable
-from reshard.mesh import shard_shape
+from reshard.mesh import NamedSharding, shard_shape, spec_problems
 from reshard.planner import ArrayLayout, ArrayPlan, Plan, plan_array, too_large
 from reshard.schedule import batches, cores, peak_memory, shared_passes
-from reshard.store import StoredValue
+from reshard.store import StoredValue, name_problem
+from reshard.tree import format_path
 from reshard.units import parse_bytes
 from reshard.writer import local
 from reshard.writer.estimate import encoded_ratio
@@ -183,6 +185,10 @@ def _prepare_item(
     collided = [handle for handle in ckpt.arrays if handle.same_name is not None]
     if collided:
         found.append(collision_error(collided))
+    named = [(format_path(path), name_problem(stored_name(path))) for path in ckpt]
+    unusable = [f"{text:.80}: {problem}" for text, problem in named if problem]
+    if unusable:
+        found.append(TreeMismatchError("nothing can be stored under some names", unusable))
     handles: list[ArrayHandle] = []
     plans: list[ArrayPlan] = []
     ratios: dict[tuple[Any, ...], float] = {}
@@ -221,6 +227,7 @@ def _layout(
         are taken to compress alike when they are cast.
       max_memory: bytes that a sample for such a ratio may take.
     """
+    _check_fits(handle)
     sizes = handle.stored_sizes()
     moved = stored_values(handle)
     stored = stored_share(handle)
@@ -254,6 +261,20 @@ def _layout(
     if alike not in ratios:
         ratios[alike] = encoded_ratio(handle)
     return dataclasses.replace(layout, encoded_ratio=ratios[alike])
+
+
+def _check_fits(handle: ArrayHandle) -> None:
+    """Raises ShardingError where an array keeps a saved sharding that cannot be its own."""
+    if isinstance(handle.sharding, NamedSharding):
+        mesh = handle.sharding.mesh
+        problems = spec_problems(handle.shape, mesh, handle.sharding.spec)
+        if problems:
+            fits = ",".join(f"{name}=1" for name in mesh.axis_names)
+            raise ShardingError(
+                f"{format_path(handle.path)} does not fit `{mesh}`",
+                problems,
+                [f"--to {fits} fits any array"],
+            )
 
 
 def _files_to_link(handles: Sequence[ArrayHandle], plans: Sequence[ArrayPlan]) -> frozenset[str]:
@@ -293,7 +314,7 @@ def _bytes_by_file(arrays: Iterable[Iterable[StoredValue]]) -> collections.Count
 def _file_bytes(path: pathlib.Path) -> int:
     try:
         return os.stat(path).st_size
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CorruptCheckpointError(f"the data file `{path}` is missing") from error
 
 
@@ -311,7 +332,7 @@ def _total(jobs: Sequence[Job], max_memory: int, found: list[ReshardError]) -> P
         copied = {handle.path for handle in job.copied}
         charges += [2 * p.layout.largest_stored for p in job.plans if p.layout.path in copied]
     shared = sum(
-        os.stat(job.ckpt.source.store.directory / file).st_size
+        _file_bytes(job.ckpt.source.store.directory / file)
         for job in jobs
         for file in job.files or ()
     )

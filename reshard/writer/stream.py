@@ -7,6 +7,7 @@ commit for many chunks matters for OCDBT: each commit writes the B-tree again.
 
 import collections
 import contextlib
+import functools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,14 +17,18 @@ import numpy as np
 import tensorstore as ts
 
 from reshard import zarr
+from reshard.boxes import shape_of
 from reshard.checkpoint import ArrayHandle
+from reshard.digests import Digest
 from reshard.errors import CorruptCheckpointError, DestinationError
 from reshard.planner import ArrayPlan, Box, grid_boxes
 from reshard.schedule import WINDOW, Batch, room
 from reshard.store import checked, first_line
 from reshard.tree import Path, format_path
+from reshard.writer.progress import ItemProgress
 
 Progress = Callable[[int], None]
+Done = Callable[[], None]
 
 
 class Target(NamedTuple):
@@ -51,26 +56,27 @@ class Pending:
 
     Args:
       max_memory: bytes that the job may take.
-      committed: called after one has been committed.
+      committed: called after one has been committed, and all before it.
     """
 
     def __init__(self, max_memory: int, committed: Callable[[], None]):
         self._room = room(max_memory)
         self._committed = committed
-        self._under_way: collections.deque[tuple[int, ts.Future]] = collections.deque()
+        self._under_way: collections.deque[tuple[int, ts.Future, Done]] = collections.deque()
 
     def make_room(self, charge: int) -> None:
         """Waits until `charge` bytes fit, and until another batch is within the window."""
         while self._under_way and (
-            sum(held for held, _ in self._under_way) + charge > self._room
+            sum(held for held, _, _ in self._under_way) + charge > self._room
             or len(self._under_way) >= WINDOW
         ):
             self._wait_oldest()
 
-    def add(self, charge: int, transaction: ts.Transaction) -> None:
-        """Starts to commit a transaction. It is noted first: one that an interrupt lets nobody
-        wait for would go on writing into a directory that is being removed."""
-        self._under_way.append((charge, transaction.future))
+    def add(self, charge: int, transaction: ts.Transaction, done: Done) -> None:
+        """Starts to commit a transaction; `done` is called when it and all before it are. It is
+        noted first: one that an interrupt lets nobody wait for would go on writing into a directory
+        that is being removed."""
+        self._under_way.append((charge, transaction.future, done))
         transaction.commit_async()
 
     def finish(self) -> None:
@@ -80,7 +86,8 @@ class Pending:
 
     def _wait_oldest(self) -> None:
         wait_written(self._under_way[0][1])
-        self._under_way.popleft()
+        _, _, done = self._under_way.popleft()
+        done()
         self._committed()
 
     def abandon(self) -> None:
@@ -96,16 +103,20 @@ def stream_boxes(
     sources: Mapping[Path, ArrayHandle],
     target: Target,
     names: Mapping[Path, str],
+    digests: Mapping[Path, Digest],
+    so_far: ItemProgress,
     pending: Pending,
     progress: Progress,
 ) -> None:
-    """Reads, casts and writes all boxes.
+    """Reads, casts and writes all boxes, and takes the digests of what is written.
 
     Args:
       batches: what to do, from `reshard.schedule.batches`.
       sources: the arrays to read, by path.
       target: where to write. The arrays' metadata are written with their first box.
       names: the arrays' names in the target.
+      digests: for each array the digest that its values are added to.
+      so_far: what has been committed already, and is left out.
       pending: transactions under way.
       progress: called with the number of decoded bytes of each batch that was handed over.
 
@@ -116,7 +127,10 @@ def stream_boxes(
     store = target.open()
     views: dict[Path, ts.TensorStore] = {}
     targets: dict[Path, ts.TensorStore] = {}
-    for batch in batches:
+    for number, batch in enumerate(batches, 1):
+        if number <= so_far.batches:
+            progress(sum(_decoded(array, box) for array, box in batch.boxes))
+            continue
         pending.make_room(batch.charge)
         wanted = {array.layout.path for array, _ in batch.boxes}
         for cache in (views, targets):
@@ -145,15 +159,18 @@ def stream_boxes(
             array_target = targets[path].with_transaction(transaction)
             write = array_target[box].write(buffer, can_reference_source_data_indefinitely=True)
             copies.append(write.copy)
+            digests[path].add(box, buffer)
         for copy in copies:
             wait_written(copy)
-        pending.add(batch.charge, transaction)
-        done = sum(
-            math.prod(buffer.shape) * array.layout.target_itemsize
-            for (array, _), (buffer, _) in zip(batch.boxes, reads, strict=True)
-        )
+        states = {path: digests[path].state for path in wanted}
+        pending.add(batch.charge, transaction, functools.partial(so_far.box_batch, number, states))
         del reads, buffer  # only the transaction holds the buffers now, until it is committed
-        progress(done)
+        progress(sum(_decoded(array, box) for array, box in batch.boxes))
+
+
+def _decoded(array: ArrayPlan, box: Box) -> int:
+    """Decoded bytes of a box as it is written."""
+    return math.prod(shape_of(box)) * array.layout.target_itemsize
 
 
 def _start_read(
@@ -213,6 +230,7 @@ def move_values(
     values: Sequence[tuple[ts.KvStore, str, str, int]],
     target: Target,
     batch_bytes: int,
+    so_far: ItemProgress,
     pending: Pending,
     progress: Progress,
 ) -> None:
@@ -222,11 +240,13 @@ def move_values(
       values: for each, where to read, its key there, its key in the target, and its stored bytes.
       target: where to write.
       batch_bytes: bytes for a transaction.
+      so_far: what has been committed already, and is left out.
       pending: transactions under way.
       progress: called with the number of bytes of each batch.
     """
     store = target.open()
-    position = 0
+    position = so_far.values
+    progress(sum(size for _, _, _, size in values[:position]))
     while position < len(values):
         batch, size = [], 0
         while position < len(values) and (not batch or size + values[position][3] <= batch_bytes):
@@ -245,7 +265,7 @@ def move_values(
             writes.append(writable.write(new, result.value))
         for write in writes:
             wait_written(write)
-        pending.add(2 * size, transaction)
+        pending.add(2 * size, transaction, functools.partial(so_far.value_batch, position))
         progress(size)
 
 

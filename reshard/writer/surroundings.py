@@ -4,6 +4,7 @@ import os
 import pathlib
 from collections.abc import Callable, Sequence
 
+from reshard import records
 from reshard.checkpoint import Checkpoint
 from reshard.loader.layout import CHECKPOINT_FILE, TEMPORARY, step_directories
 from reshard.writer import local
@@ -23,7 +24,7 @@ def surroundings(checkpoints: Sequence[Checkpoint]) -> list[tuple[str, pathlib.P
 
     def add(folder: str, skip: Callable[[str], bool]) -> None:
         for name in sorted(os.listdir(source.root / folder)):
-            if not skip(name):
+            if not skip(name) and name != records.PROGRESS_FILE:
                 relative = os.path.join(folder, name)
                 found[relative] = source.root / relative
 
@@ -48,6 +49,8 @@ def _is_written(ckpt: Checkpoint) -> Callable[[str], bool]:
         "manifest.ocdbt",
         "d",
         MARKER,
+        records.FILE,
+        records.TEMPORARY,
     }
     if ckpt.retyped:
         own.add("checkpoint")  # an older Orbax's copy of the tree, which is no longer true

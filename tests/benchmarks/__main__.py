@@ -1,4 +1,4 @@
-"""Measures `reshard ckpt`, `reshard.restore` and `reshard convert`, and prints a table.
+"""Measures `reshard ckpt`, `restore`, `convert` and `verify`, and prints a table.
 
     python -m tests.benchmarks
 
@@ -20,8 +20,9 @@ from tests.benchmarks.convert_sections import CONVERT_SECTIONS
 from tests.benchmarks.machine import describe
 from tests.benchmarks.restore_sections import RESTORE_SECTIONS
 from tests.benchmarks.sections import CKPT_SECTIONS, Row
+from tests.benchmarks.trust_sections import TRUST_SECTIONS
 
-SECTIONS = {**CKPT_SECTIONS, **RESTORE_SECTIONS, **CONVERT_SECTIONS}
+SECTIONS = {**CKPT_SECTIONS, **RESTORE_SECTIONS, **CONVERT_SECTIONS, **TRUST_SECTIONS}
 
 
 def _parser() -> argparse.ArgumentParser:

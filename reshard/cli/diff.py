@@ -1,0 +1,88 @@
+"""`reshard diff`: in what two checkpoints differ."""
+
+import json
+import sys
+
+import click
+
+from reshard.cli import output
+from reshard.cli.memory import tune_memory
+from reshard.comparison import diff
+from reshard.loader import open as open_checkpoint
+
+
+@click.command("diff")
+@click.argument("a", type=click.Path())
+@click.argument("b", type=click.Path())
+@click.option("--values", is_flag=True, help="Read and compare the contents of arrays.")
+@click.option(
+    "--rtol",
+    type=click.FloatRange(min=0),
+    metavar="X",
+    help="With --values: floating-point elements are equal if |A - B| <= atol + rtol * |B|.",
+)
+@click.option("--atol", type=click.FloatRange(min=0), metavar="X", help="See --rtol.")
+@click.option("--layout", is_flag=True, help="Also compare specs, meshes, chunks and formats.")
+@click.option("--select", "selected", metavar="GLOB", multiple=True, help="Only these leaves.")
+@click.option("--drop", metavar="GLOB", multiple=True, help="Leave these leaves out.")
+@click.option("--step", type=int, help="Step of both managers' roots; the latest by default.")
+@click.option("--item", help="Item of both, where a step has several.")
+@click.option(
+    "--max-memory",
+    default="1GiB",
+    metavar="SIZE",
+    show_default=True,
+    help="Bytes in flight at most.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON document.")
+@click.option("--quiet", is_flag=True, help="Print nothing but errors: the exit status tells.")
+def command(
+    a: str,
+    b: str,
+    values: bool,
+    rtol: float | None,
+    atol: float | None,
+    layout: bool,
+    selected: tuple[str, ...],
+    drop: tuple[str, ...],
+    step: int | None,
+    item: str | None,
+    max_memory: str,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Compare checkpoints A and B, whatever the mesh, chunks or format of either.
+
+    Tells leaves that were added, removed or moved, and other shapes, dtypes and strings. With
+    --values also contents: bit for bit, or within a tolerance, in which NaN equals NaN. Without it
+    arrays are compared by their recorded digests, where both have them. Exits with 0 if no
+    difference was found, with 1 otherwise.
+
+    \b
+    Example:
+      reshard diff run/1000 out/1000 --values
+      reshard diff run/1000 run/2000 --select 'params/**' --values --rtol 1e-3
+      reshard diff run/1000 out/1000 --layout
+    """
+    if not values and (rtol is not None or atol is not None):
+        raise click.UsageError("--rtol and --atol go with --values")
+    tune_memory()
+    checkpoints = [open_checkpoint(path, step=step, item=item) for path in (a, b)]
+    with output.progress_bar(quiet or as_json) as progress:
+        found = diff(
+            *checkpoints,
+            values=values,
+            rtol=rtol or 0.0,
+            atol=atol or 0.0,
+            layout=layout,
+            select=selected or "**",
+            drop=drop,
+            max_memory=max_memory,
+            progress=progress,
+        )
+    if as_json:
+        click.echo(json.dumps(found.document()))
+    elif not quiet:
+        click.echo(found.report())
+    if not found.equal:
+        sys.exit(1)

@@ -1,0 +1,165 @@
+"""Recorded digests: a file in an item's directory, which Orbax does not look at.
+
+    {"version": 1,
+     "arrays": {"params.Dense_0.kernel": {"dtype": "float32", "shape": [8, 4], "digest": "..."}},
+     "files": {"_METADATA": "..."},
+     "beside": {"metrics/metrics": "..."}}
+
+Arrays go by their names in the store, which no transform changes; a digest that was not computed is
+null. Files are told by SHA-256: those in the item's own directory, and under `beside` those of the
+step around it.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from reshard.boxes import Shape
+from reshard.checkpoint import Source
+from reshard.errors import CorruptCheckpointError
+from reshard.store import ArrayStore, read_small
+from reshard.tree import shell_quoted
+
+FILE = "reshard_digests.json"
+_VERSION = 1
+_DIGEST, _SHA256 = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{64}")
+# Where a job is, while it runs: see `reshard.writer.journal`.
+PROGRESS_FILE = "reshard_progress.json"
+# What becomes `FILE` once it is complete.
+TEMPORARY = f"{FILE}.tmp"
+# Files that tell where a checkpoint is, or that it is complete.
+_NOT_RECORDED = (FILE, TEMPORARY, PROGRESS_FILE, "commit_success.txt")
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayRecord:
+    """What is on record of one array; `digest` is None where it was not computed."""
+
+    dtype: str
+    shape: Shape
+    digest: str | None
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What is on record of one item.
+
+    Attributes:
+      arrays: name in the store -> what is known of the array.
+      files: path below the item's directory -> SHA-256.
+      beside: path below the step's directory -> SHA-256.
+    """
+
+    arrays: Mapping[str, ArrayRecord]
+    files: Mapping[str, str]
+    beside: Mapping[str, str]
+
+    def dump(self) -> bytes:
+        """The content of the file."""
+        arrays = {name: vars(entry) for name, entry in self.arrays.items()}
+        files = {"files": dict(self.files), "beside": dict(self.beside)}
+        return json.dumps({"version": _VERSION, "arrays": arrays, **files}).encode()
+
+
+def read_record(path: pathlib.Path) -> Record | None:
+    """The record in a file, or None where there is none.
+
+    Raises:
+      CorruptCheckpointError: it is no such record.
+    """
+    data = read_small(path)
+    if data is None:
+        return None
+    try:
+        document = json.loads(data)
+        if document["version"] != _VERSION:
+            raise ValueError(f"version {document['version']!r}, and {_VERSION} is known")
+        arrays = {name: _array(entry) for name, entry in document["arrays"].items()}
+        files, beside = (_hashes(document[key]) for key in ("files", "beside"))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"`{path}` is no record of digests",
+            [f"{type(error).__name__}: {error}"],
+            [f"rm {shell_quoted(str(path))} forgets what was recorded"],
+        ) from error
+    return Record(arrays, files, beside)
+
+
+def _array(entry: Any) -> ArrayRecord:
+    dtype, shape, digest = entry["dtype"], entry["shape"], entry["digest"]
+    if not isinstance(dtype, str) or not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"an array of {dtype!r} {shape!r}")
+    if digest is not None and not _DIGEST.fullmatch(digest):
+        raise ValueError(f"the digest {digest!r}")
+    return ArrayRecord(dtype, tuple(shape), digest)
+
+
+def _hashes(entries: Any) -> dict[str, str]:
+    """Paths and hashes. A path that leaves the directory is no path of a record."""
+    for path, digest in entries.items():
+        parts = path.split("/")
+        if path.startswith("/") or "\0" in path or not {"", ".", ".."}.isdisjoint(parts):
+            raise ValueError(f"the path {path!r}")
+        if not _SHA256.fullmatch(digest):
+            raise ValueError(f"the hash {digest!r}")
+    return dict(entries)
+
+
+def record_of(source: Source, directory: pathlib.Path, arrays: Mapping[str, ArrayRecord]) -> Record:
+    """The record of an item: its arrays, and the hashes of all files beside their bytes.
+
+    Args:
+      source: what is around the item.
+      directory: what stands for `source.root`: where it is, or is being written.
+      arrays: what is known of the arrays.
+    """
+    step = directory / source.step
+    item = step / source.item
+    files = _hashes_below(item, _is_array_file(source.store, arrays))
+    beside = {}
+    if source.item:
+        beside = _hashes_below(step, lambda path: path.split("/")[0] == source.item)
+    return Record(arrays, files, beside)
+
+
+def _is_array_file(store: ArrayStore, names: Iterable[str]) -> Callable[[str], bool]:
+    """Whether a file below an item's directory holds bytes of arrays, or the B-tree of them."""
+    own = {"d", "manifest.ocdbt"}
+    if not store.ocdbt:
+        own = {name.partition("/")[0] for name in (*names, *store.values)}
+
+    def check(path: str) -> bool:
+        first = path.partition("/")[0]
+        return first in own or (store.ocdbt and first.startswith("ocdbt.process_"))
+
+    return check
+
+
+def _hashes_below(directory: pathlib.Path, skip: Callable[[str], bool]) -> dict[str, str]:
+    return {path: file_hash(directory / path) for path in _files(directory, "") if not skip(path)}
+
+
+def _files(directory: pathlib.Path, prefix: str) -> Iterator[str]:
+    """Files below a directory, in order, less those that are never recorded."""
+    with os.scandir(directory / prefix) as entries:
+        found = sorted(entries, key=lambda entry: entry.name)
+    for entry in found:
+        path = f"{prefix}{entry.name}"
+        if entry.is_dir(follow_symlinks=False):
+            yield from _files(directory, f"{path}/")
+        elif entry.is_file(follow_symlinks=False) and entry.name not in _NOT_RECORDED:
+            yield path
+
+
+def file_hash(path: pathlib.Path) -> str:
+    """The SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

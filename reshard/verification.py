@@ -1,0 +1,299 @@
+"""Whether a checkpoint is whole, readable, and what its digests were recorded of."""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, Source
+from reshard.errors import CorruptCheckpointError, DestinationError, ReshardError, printable
+from reshard.loader import open as open_checkpoint
+from reshard.reading import read_digests
+from reshard.records import (
+    FILE,
+    TEMPORARY,
+    ArrayRecord,
+    Record,
+    file_hash,
+    read_record,
+    record_of,
+)
+from reshard.tree import Path, format_path
+from reshard.units import parse_bytes
+
+Progress = Callable[[int, int], None]
+# What a leaf's digest is to be, and what is said where it is another one.
+_Expected = tuple[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """What `verify` found. `print()` shows it.
+
+    Attributes:
+      root: the checkpoint.
+      problems: what is wrong, a line each, in the order of the tree.
+      digests: path -> digest of each array that could be read.
+      compared: how many of these there was something to compare with.
+    """
+
+    root: pathlib.Path
+    problems: tuple[str, ...]
+    digests: Mapping[Path, str]
+    compared: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    def __repr__(self) -> str:
+        counts = f"{len(self.digests)} arrays read, {self.compared} compared with digests"
+        verdict = "nothing is wrong" if self.ok else f"{len(self.problems)} problems"
+        lines = [f"`{self.root}`: {counts}, {verdict}"]
+        return "\n".join(map(printable, [*lines, *(f"  {line}" for line in self.problems)]))
+
+
+def verify(
+    checkpoint: Checkpoint | str | os.PathLike,
+    against: Checkpoint | str | os.PathLike | None = None,
+    *,
+    max_memory: int | str = "1GiB",
+    progress: Progress | None = None,
+) -> Verification:
+    """Reads all of a checkpoint: whether every leaf is there, every chunk decodes, and the values
+    are those that digests were recorded of.
+
+    Args:
+      checkpoint: a checkpoint, or the path of one.
+      against: what its values are to be: a checkpoint with the same tree, on any mesh and in any
+        format (`to_nnx`, `rename` and others make the tree the same), or the path of one; or the
+        path of a record of digests.
+      max_memory: bytes in flight at most.
+      progress: called with (bytes done, bytes in all).
+
+    Raises:
+      CheckpointNotFoundError, CheckpointFormatError, CorruptCheckpointError: it cannot be opened.
+      MemoryLimitError: one stored chunk does not fit into `max_memory`.
+    """
+    ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    memory = parse_bytes(max_memory)
+    other, given = _other(against)
+    report = _reporter([*ckpt.arrays, *(other.arrays if other is not None else ())], progress)
+    found = _Findings()
+    expected: dict[Path, list[_Expected]] = {}
+    try:
+        own = read_record(ckpt.source.store.directory / FILE)
+    except ReshardError as error:
+        own = None
+        found.of_files += [error.summary, *error.problems]
+    if own is not None:
+        _expect(ckpt, own, "on record", expected, found)
+        found.of_files += changed_files(ckpt.source, own)
+    if given is not None:
+        _expect(ckpt, given, f"of `{against}`", expected, found)
+        for leaf in ckpt.arrays:
+            if leaf.formed is not None or leaf.name not in given.arrays:
+                found.add(leaf.path, f"`{against}` does not have it")
+    if other is not None:
+        root = f"`{other.source.root}`"
+        same = _compare_trees(ckpt, other, found)
+        theirs, failed = read_digests(other.arrays, memory, report)
+        for path, text in theirs.items():
+            if path in same:
+                expected.setdefault(same[path], []).append((text, f"of {root}"))
+        for path, error in failed.items():
+            found.add(same.get(path, path), f"in {root}, {_reason(error, path)}")
+    digests, failed = read_digests(ckpt.arrays, memory, report)
+    for path, error in failed.items():
+        found.add(path, _reason(error, path))
+    for path, text in digests.items():
+        for wanted, where in expected.get(path, ()):
+            if wanted != text:
+                found.add(path, f"its values are not those {where}")
+    compared = sum(path in expected for path in digests)
+    return Verification(ckpt.source.root, tuple(found.lines(ckpt)), digests, compared)
+
+
+def digest(
+    checkpoint: Checkpoint | str | os.PathLike,
+    *,
+    write: bool = False,
+    max_memory: int | str = "1GiB",
+    progress: Progress | None = None,
+) -> dict[Path, str]:
+    """The digest of every array, which does not depend on how it is stored: see `reshard.digests`.
+
+    Args:
+      checkpoint: a checkpoint, or the path of one.
+      write: record them beside the arrays, with hashes of all other files; in the place of a record
+        that is there.
+      max_memory: bytes in flight at most.
+      progress: called with (bytes done, bytes in all).
+
+    Raises:
+      CorruptCheckpointError: arrays that cannot be read, or are not what is on record: all of them.
+      DestinationError: the record cannot be written.
+      MemoryLimitError: one stored chunk does not fit into `max_memory`.
+    """
+    ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    checked = verify(ckpt, max_memory=max_memory, progress=progress)
+    if not checked.ok:
+        raise corrupt(checked)
+    if write:
+        arrays = {
+            leaf.name: stored_record(leaf, checked.digests[leaf.path])
+            for leaf in ckpt.arrays
+            if leaf.formed is None and leaf.dtype == leaf.stored_dtype
+        }
+        record = record_of(ckpt.source, ckpt.source.root, arrays)
+        _write(ckpt.source.store.directory / FILE, record.dump())
+    return dict(checked.digests)
+
+
+def corrupt(found: Verification) -> CorruptCheckpointError:
+    """What was found, as an error."""
+    return CorruptCheckpointError(f"`{found.root}` is not whole", found.problems)
+
+
+class _Findings:
+    """What is wrong, by leaf."""
+
+    def __init__(self) -> None:
+        self._by_leaf: dict[Path, list[str]] = {}
+        self.of_files: list[str] = []
+
+    def add(self, path: Path, text: str) -> None:
+        """Adds what is wrong with a leaf."""
+        self._by_leaf.setdefault(path, []).append(text)
+
+    def lines(self, ckpt: Checkpoint) -> Iterator[str]:
+        """All of it, in the order of the tree."""
+        order = [path for path in ckpt if path in self._by_leaf]
+        order += [path for path in self._by_leaf if path not in ckpt]
+        for path in order:
+            for text in self._by_leaf[path]:
+                yield f"{format_path(path)}: {text}"
+        yield from self.of_files
+
+
+def _other(against: Any) -> tuple[Checkpoint | None, Record | None]:
+    """What to compare with: a checkpoint, or a record."""
+    if against is None or isinstance(against, Checkpoint):
+        return against, None
+    file = pathlib.Path(os.fspath(against))
+    if file.is_file():
+        return None, read_record(file)
+    return open_checkpoint(against), None
+
+
+def _expect(
+    ckpt: Checkpoint,
+    record: Record,
+    where: str,
+    expected: dict[Path, list[_Expected]],
+    found: _Findings,
+) -> None:
+    """Adds what a record says of the arrays of a checkpoint."""
+    names = {leaf.name: leaf for leaf in ckpt.arrays if leaf.formed is None}
+    for name, entry in record.arrays.items():
+        leaf = names.get(name)
+        if leaf is None:
+            if name not in ckpt.source.store.values:
+                found.of_files.append(f"the array `{name}`: {where}, and not there")
+        elif str(entry) != str(stored := stored_record(leaf)):
+            found.add(leaf.path, f"it is {stored}, and {entry} {where}")
+        elif entry.digest is not None and leaf.dtype == leaf.stored_dtype:
+            expected.setdefault(leaf.path, []).append((entry.digest, where))
+
+
+def stored_record(handle: ArrayHandle, digest: str | None = None) -> ArrayRecord:
+    """What there is to record of a stored array."""
+    return ArrayRecord(handle.stored_dtype.name, handle.shape, digest)
+
+
+def changed_files(source: Source, record: Record) -> Iterator[str]:
+    """Files that are not what they were when they were recorded, a line each.
+
+    An item beside this one that has a record of its own may have been written since.
+    """
+    step = source.root / source.step
+    files = [source.store.directory / path for path in record.files]
+    hashes = [*record.files.values()]
+    if source.item:  # a step was opened, not the item alone
+        for path, known in record.beside.items():
+            if not (step / path.partition("/")[0] / FILE).exists():
+                files.append(step / path)
+                hashes.append(known)
+    for file, known in zip(files, hashes, strict=True):
+        try:
+            if not file.is_file():
+                yield f"the file `{file}`: on record, and not there"
+            elif file_hash(file) != known:
+                yield f"the file `{file}`: it is not the one on record"
+        except OSError as error:
+            yield f"the file `{file}`: it cannot be read: {error.strerror}"
+
+
+def _compare_trees(ckpt: Checkpoint, other: Checkpoint, found: _Findings) -> dict[Path, Path]:
+    """Adds leaves that only one side has, and those that are not of one kind. Path in the other
+    checkpoint -> path in this one, of those that are."""
+    own, theirs = (
+        {tuple(map(str, path)): (path, leaf) for path, leaf in each.items()}
+        for each in (ckpt, other)
+    )
+    root = f"`{other.source.root}`"
+    same = {}
+    for keys, (path, leaf) in own.items():
+        if keys not in theirs:
+            found.add(path, f"{root} does not have it")
+        elif _kind(leaf) != _kind(theirs[keys][1]):
+            found.add(path, f"it is {_kind(leaf)}, in {root} {_kind(theirs[keys][1])}")
+        else:
+            same[theirs[keys][0]] = path
+    for keys, (path, _) in theirs.items():
+        if keys not in own:
+            found.add(path, f"only {root} has it")
+    return same
+
+
+def _kind(leaf: Leaf) -> str:
+    if not isinstance(leaf, ArrayHandle):
+        return repr(leaf)
+    keys = f", {leaf.key_impl} keys" if leaf.key_impl else ""
+    return f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]{keys}"
+
+
+def _reason(error: ReshardError, path: Path) -> str:
+    return " ".join((error.summary.removeprefix(f"{format_path(path)}: "), *error.problems))
+
+
+def _reporter(leaves: Iterable[ArrayHandle], progress: Progress | None) -> Callable[[int], None]:
+    whole = sum(leaf.nbytes for leaf in leaves)
+    done = 0
+
+    def report(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(min(done, whole), whole)  # what is cast may be read as wider numbers
+
+    return report
+
+
+def _write(path: pathlib.Path, data: bytes) -> None:
+    """A whole file or none, durably."""
+    temporary = path.with_name(TEMPORARY)
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise DestinationError(f"`{path}` cannot be written: {error.strerror}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()

@@ -1,0 +1,208 @@
+"""What of a job is durable, in a file of its temporary directory: for a later run to go on from.
+
+A job is the same one if its fingerprint is: the source's files, the arrays as they are to be, the
+grids and boxes of the plan, and its memory. Then its batches are the same, and those that were
+committed and synced are not carried over again.
+"""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from reshard.checkpoint import ArrayHandle
+from reshard.digests import digest_of
+from reshard.errors import DestinationError
+from reshard.operations import Constant
+from reshard.records import PROGRESS_FILE
+from reshard.writer import local
+from reshard.writer.prepare import Job
+from reshard.writer.progress import ItemProgress
+
+# What is not synced is redone by the next run; to sync more often would keep the cores waiting.
+_SYNC_SECONDS = 1.0
+# At most this part of the time is for it.
+_SYNC_SHARE = 0.05
+
+
+_ANEW = "without --resume the job begins anew"
+
+
+class Journal:
+    """The progress of a job's items, and its file.
+
+    Args:
+      directory: the job's temporary directory.
+      fingerprint: of the job.
+      cores: how many a new job is cut into batches for.
+      items: how many items it has.
+      keeps: whether a later run may go on with it; if not, the file is empty. It is there in any
+        case: if it is gone at the end, so are others, as when a manager of checkpoints has swept
+        the directory away.
+
+    Attributes:
+      cores: how many this job is cut into batches for.
+      links: whether it shares data files with the source, if it is to.
+      items: progress of each item.
+      resumed: an earlier run of the job has begun it.
+    """
+
+    def __init__(
+        self, directory: pathlib.Path, fingerprint: str, cores: int, items: int, keeps: bool
+    ):
+        self._directory = directory
+        self._file = directory / PROGRESS_FILE
+        self._fingerprint = fingerprint
+        self._keeps = keeps
+        self._next = time.monotonic() + _SYNC_SECONDS
+        self.cores = cores
+        self.links = True
+        self.items = [ItemProgress() for _ in range(items)]
+        document = _read(self._file) if keeps else None
+        self.resumed = document is not None
+        if document is not None:
+            self.cores = document["cores"]
+            self.links = document["links"]
+            self.items = [ItemProgress.parse(item) for item in document["items"]]
+
+    def without_links(self) -> None:
+        """Notes that data files cannot be shared: what was done with those that were does not
+        count."""
+        if self.links:
+            self.links = False
+            self.items = [ItemProgress() for _ in self.items]
+
+    def begin(self) -> None:
+        """Writes the file, all that a run begins with being there."""
+        if self._keeps:
+            self._write()
+        else:
+            self._file.touch()
+
+    def advance(self) -> None:
+        """Writes what is durable by now, if that has not been done for a while."""
+        if self._keeps and time.monotonic() > self._next:
+            self.write()
+
+    def write(self) -> None:
+        """Makes all that was committed durable, then says so."""
+        if self._keeps:
+            self._check_there()
+            self._write()
+
+    def _write(self) -> None:
+        begin = time.monotonic()
+        document = {
+            "fingerprint": self._fingerprint,
+            "cores": self.cores,
+            "links": self.links,
+            "items": [item.document() for item in self.items],
+        }
+        text = json.dumps(document)
+        whole = f'{{"sha256": "{_hash(text)}", "job": {text}}}'
+        local.sync(self._directory)
+        temporary = self._file.with_name(f"{PROGRESS_FILE}.new")
+        local.write_durably(temporary, whole.encode())
+        os.replace(temporary, self._file)
+        end = time.monotonic()
+        self._next = end + max(_SYNC_SECONDS, (end - begin) / _SYNC_SHARE)
+
+    def close(self) -> None:
+        """Removes the file: the job is complete."""
+        self._check_there()
+        self._file.unlink()
+
+    def forget(self) -> None:
+        """Removes the file: nothing may be gone on with."""
+        self._file.unlink(missing_ok=True)
+
+    def _check_there(self) -> None:
+        if not self._file.exists():
+            raise DestinationError(f"`{self._directory}` was removed while it was written")
+
+
+def is_unfinished(temporary: pathlib.Path, fingerprint: str) -> bool:
+    """Whether a directory holds a job that can be gone on with.
+
+    Raises:
+      DestinationError: it is another job, or nothing says how far it is.
+    """
+    document = _read(temporary / PROGRESS_FILE)
+    if document is not None and document["fingerprint"] != fingerprint:
+        raise DestinationError(
+            f"the unfinished job in `{temporary}` had other arguments, or another source",
+            hints=["the arguments that it had", _ANEW],
+        )
+    return document is not None
+
+
+def _read(path: pathlib.Path) -> dict[str, Any] | None:
+    try:
+        data = path.read_bytes()
+        if not data:
+            return None
+        whole = json.loads(data)
+        if whole["sha256"] == _hash(json.dumps(whole["job"])):
+            return whole["job"]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise DestinationError(
+        f"`{path}` is damaged: nothing says how far the unfinished job is", hints=[_ANEW]
+    )
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def fingerprint(jobs: Iterable[Job], max_memory: int) -> str:
+    """What makes a job the same job."""
+    found = hashlib.sha256()
+    found.update(repr((importlib.metadata.version("reshard"), max_memory)).encode())
+    for job in jobs:
+        for line in _lines(job):
+            found.update(line.encode(errors="surrogateescape"))
+            found.update(b"\n")
+    return found.hexdigest()
+
+
+def _lines(job: Job) -> Iterator[str]:
+    source = job.ckpt.source
+    linked = None if job.files is None else sorted(job.files)
+    yield repr((str(source.root), source.step, source.item, linked, job.ckpt.retyped))
+    yield json.dumps(source.metadata, sort_keys=True)
+    yield from source_state(source.store.directory)
+    for path, leaf in job.ckpt.items():
+        yield repr(path) if isinstance(leaf, ArrayHandle) else repr((path, leaf))
+    for handle, plan in zip(job.handles, job.plans, strict=True):
+        yield from _described(handle)
+        yield repr((plan.chunk, plan.box, plan.serial))
+
+
+def _described(handle: ArrayHandle) -> Iterator[str]:
+    """All there is to an array, and to those that it is formed of."""
+    yield repr((handle.path, handle.name, handle.dtype, handle.shape, handle.sharding, handle.part))
+    yield repr((handle.value_type, handle.key_impl, handle.metadata))
+    if handle.formed is not None:
+        operation = handle.formed.operation
+        values = isinstance(operation, Constant)
+        yield digest_of(operation.values) if values else repr(operation)
+        for other in handle.formed.inputs:
+            yield from _described(other)
+
+
+def source_state(directory: pathlib.Path) -> Iterator[str]:
+    """Every file of an item, with its size and when it was last changed."""
+    for folder, folders, names in os.walk(directory):
+        folders.sort()
+        for name in sorted(names):
+            with contextlib.suppress(FileNotFoundError):  # it is not there any more
+                found = os.lstat(os.path.join(folder, name))
+                yield repr((os.path.join(folder, name), found.st_size, found.st_mtime_ns))

@@ -1,0 +1,50 @@
+"""How far the writing of an item is."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reshard.digests import Digest
+from reshard.tree import Path
+
+
+@dataclasses.dataclass
+class ItemProgress:
+    """What of an item has been committed.
+
+    Attributes:
+      values: stored values that were moved, of all in order.
+      batches: batches of boxes that were carried over, of all in order.
+      digests: for each array the state of its digest after these.
+      merged: the item's root database is complete.
+    """
+
+    values: int = 0
+    batches: int = 0
+    digests: dict[Path, Sequence[int]] = dataclasses.field(default_factory=dict)
+    merged: bool = False
+
+    def value_batch(self, values: int) -> None:
+        """Notes that so many values have been moved."""
+        self.values = values
+
+    def box_batch(self, batches: int, digests: Mapping[Path, Sequence[int]]) -> None:
+        """Notes that so many batches have been carried over, with the digests of the last one."""
+        self.batches = batches
+        self.digests |= digests
+
+    def go_on(self, digests: Mapping[Path, Digest]) -> None:
+        """Sets digests to where they were."""
+        for path, state in self.digests.items():
+            digests[path].go_on(state)
+
+    def document(self) -> dict[str, Any]:
+        """It as JSON."""
+        digests = [[list(path), list(state)] for path, state in self.digests.items()]
+        return dataclasses.asdict(self) | {"digests": digests}
+
+    @staticmethod
+    def parse(document: Mapping[str, Any]) -> "ItemProgress":
+        """What `document` gave."""
+        digests = {tuple(path): state for path, state in document["digests"]}
+        return ItemProgress(**{**document, "digests": digests})

@@ -1,0 +1,915 @@
+"""`diff`: every kind of difference, contents against numpy, and the command."""
+
+import cmath
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import pty
+import shutil
+import subprocess
+import sysconfig
+
+import jax
+import jax.numpy as jnp
+import layouts
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import reshard
+from reshard.digests import digest_of
+from reshard.elementwise import ElementComparison
+from reshard.records import FILE, ArrayRecord, Record
+
+RESHARD = pathlib.Path(sysconfig.get_path("scripts")) / "reshard"
+DTYPES = (*layouts.DTYPES, "float64", "int64", "uint64", "complex128", "uint4")
+SPECIAL = (0.0, -0.0, 1.0, math.nan, math.inf, -math.inf)
+
+
+def save(path, tree, **kwargs):
+    """A checkpoint of a tree, in Orbax's plain layout."""
+    with ocp.PyTreeCheckpointer(**kwargs) as checkpointer:
+        checkpointer.save(path, tree)
+    return path
+
+
+def record(path, tree, **digests):
+    """Records the digests of a flat tree's arrays beside them; `digests` are others than theirs."""
+    arrays = {
+        name: ArrayRecord(leaf.dtype.name, leaf.shape, digests.get(name, digest_of(leaf)))
+        for name, leaf in tree.items()
+    }
+    (path / FILE).write_bytes(Record(arrays, {}, {}).dump())
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Saves two trees, A and B, and gives their paths."""
+
+    def make(a, b, **kwargs):
+        return save(tmp_path / "a", a, **kwargs), save(tmp_path / "b", b, **kwargs)
+
+    return make
+
+
+def found(diff, *what):
+    """The differences of some kinds, without how many elements differ."""
+    return [(d.what, d.path, d.a, d.b) for d in diff.of(*what)]
+
+
+# Layouts are no difference.
+
+
+@pytest.mark.parametrize("layout", ["standalone", "zarr2-files", "zarr3-ocdbt", "zarr3-files"])
+def test_other_meshes_chunks_and_formats_are_equal(layout, tmp_path):
+    make = layouts.LAYOUTS[layout]
+    a = layouts.LAYOUTS["standalone"](tmp_path / "a", layouts.mesh((2, 4)), 7)
+    b = make(tmp_path / "b", layouts.mesh((1, 8)), 7)
+    arrays = len(reshard.open(a.path).arrays)
+    diff = reshard.diff(a.path, b.path, values=True)
+    assert diff.equal
+    assert (diff.differences, diff.compared, diff.not_compared) == ((), arrays, 0)
+    assert repr(diff) == (
+        f"A: {a.path}\nB: {b.path}\nno differences\n{arrays} arrays compared: bit for bit"
+    )
+    asked = reshard.diff(a.path, b.path, layout=True)
+    assert {d.what for d in asked.differences} == (
+        {"sharding", "chunks"} if layout == "standalone" else {"sharding", "chunks", "format"}
+    )
+
+
+def test_items_and_steps_of_managers_are_compared(tmp_path):
+    on = layouts.mesh((2, 4))
+    a = layouts.LAYOUTS["items"](tmp_path / "a", on, 5)
+    b = layouts.LAYOUTS["standard"](tmp_path / "b", layouts.mesh((1, 8)), 5)
+    one = reshard.open(a.path, **a.open)
+    diff = reshard.diff(one, b.path, values=True)
+    assert (diff.equal, diff.compared) == (True, len(one.arrays))
+    assert (diff.a, diff.b) == (f"{a.path}/{layouts.STEPS[0]}, item state", str(b.path))
+
+
+def test_the_layout_is_compared_if_it_is_asked_for(tmp_path):
+    def tree(sizes, names=("data", "model")):
+        on = layouts.mesh(sizes, names)
+
+        def put(*spec):
+            return jax.device_put(np.zeros((8, 16), "f4"), NamedSharding(on, P(*spec)))
+
+        return {"kernel": put("data", "model"), "trailing": put(), "same": np.zeros(3, "f4")}
+
+    a = save(tmp_path / "a", tree((2, 4)) | {"step": 3, "host": np.zeros(3)})
+    b = save(
+        tmp_path / "b",
+        tree((1, 8)) | {"step": np.zeros((), np.asarray(3).dtype) + 3, "host": jnp.zeros(3)},
+        use_zarr3=True,
+        use_ocdbt=False,
+    )
+    assert reshard.diff(a, b, drop="host").equal
+    assert reshard.diff(a, b, layout=True, drop=["host", "step"]).report() == (
+        f"A: {a}\n"
+        f"B: {b}\n"
+        "format            .         A: OCDBT, zarr2  B: plain files, zarr3\n"
+        "sharding, chunks  kernel    A: P('data', 'model') on data=2,model=4, [4,4]  "
+        "B: P('data', 'model') on data=1,model=8, [8,2]\n"
+        "sharding          trailing  A: P() on data=2,model=4  B: P() on data=1,model=8\n"
+        "4 differences: 1 format, 2 sharding, 1 chunks\n"
+        "no arrays compared by recorded digests, 3 not compared\n"
+        "hint: --values compares contents, and finds leaves that have moved"
+    )
+    assert found(reshard.diff(a, b, layout=True, select="host"), "sharding", "dtype") == [
+        ("dtype", ("host",), "float64", "float32"),
+        ("sharding", ("host",), "numpy", "on cpu:0"),
+    ]
+
+
+def test_entries_of_a_spec_that_split_nothing_are_no_difference(two):
+    on = layouts.mesh((2, 4))
+    zeros = np.zeros((8, 16), "f4")
+    a, b = two(
+        {"w": jax.device_put(zeros, NamedSharding(on, P("data")))},
+        {"w": jax.device_put(zeros, NamedSharding(on, P("data", None)))},
+    )
+    assert reshard.diff(a, b, layout=True).equal
+
+
+# Trees.
+
+
+@pytest.fixture
+def trees(two):
+    """Two checkpoints that differ in everything but layout."""
+    ones = np.ones((2, 3), "f4")
+    same = {"same": ones, "text": "same", "none": None, "empty": {"dict": {}, "list": []}}
+    a = {
+        "shape": ones,
+        "dtype": ones,
+        "both": ones,
+        "list": [ones, ones],
+        "key": jax.random.key(0),
+        "impl": jax.random.key(0),
+        "kind": {"array": ones, "string": "text", "none": None, "dict": {}, "list": []},
+        "string": 'größe "1"',
+        "removed": {"array": ones[:1], "string": "x" * 99, "empty": {}, "a/b": 1},
+    }
+    b = {
+        "shape": ones[:1],
+        "dtype": ones.astype("f8"),
+        "both": ones[:1].astype("i4"),
+        "list": {"0": ones, "1": ones},
+        "key": np.zeros(2, "u4"),
+        "impl": jax.random.key(0, impl="rbg"),
+        "kind": {"array": "text", "string": None, "none": ones, "dict": [], "list": ()},
+        "string": "größe 1",
+        "added": {"array": jnp.ones((4,), "bfloat16"), "key": jax.random.key(1), "none": None},
+    }
+    return two(same | a, same | b)
+
+
+def test_every_kind_of_difference_between_trees(trees):
+    a, b = trees
+    rows = [
+        "shape, dtype  both            A: [2,3], float32  B: [1,3], int32",
+        "dtype         dtype           A: float32  B: float64",
+        "key, shape    impl            A: threefry2x32, [2]  B: rbg, [4]",
+        "key           key             A: threefry2x32  B: no key",
+        "kind          kind/array      A: float32[2,3]  B: 'text'",
+        "kind          kind/dict       A: {}  B: []",
+        "kind          kind/list       A: []  B: ()",
+        "kind          kind/none       A: None  B: float32[2,3]",
+        "kind          kind/string     A: 'text'  B: None",
+        "position      list/0          A: list/[0]  B: list/0",
+        "position      list/1          A: list/[1]  B: list/1",
+        'removed       removed/"a/b"   A: int64[]',
+        "removed       removed/array   A: float32[1,3]",
+        "removed       removed/empty   A: {}",
+        f"removed       removed/string  A: '{'x' * 59}...",
+        "shape         shape           A: [2,3]  B: [1,3]",
+        "string        string          A: 'größe \"1\"'  B: 'größe 1'",
+        "added         added/array     B: bfloat16[4]",
+        "added         added/key       B: key<threefry2x32> uint32[2]",
+        "added         added/none      B: None",
+    ]
+    counts = "3 shape, 2 dtype, 2 key, 5 kind, 2 position, 4 removed, 1 string, 3 added"
+    diff = reshard.diff(a, b)
+    assert diff.report() == "\n".join(
+        [
+            f"A: {a}",
+            f"B: {b}",
+            *rows,
+            f"22 differences: {counts}",
+            "no arrays compared by recorded digests, 4 not compared",
+            "hint: --values compares contents, and finds leaves that have moved",
+        ]
+    )
+    assert reshard.diff(a, b, values=True).report() == "\n".join(
+        [
+            f"A: {a}",
+            f"B: {b}",
+            *rows,
+            f"22 differences: {counts}",
+            "5 arrays compared: bit for bit, as numbers where dtypes differ",
+        ]
+    )
+    assert diff.report(2) == "\n".join(
+        [
+            f"A: {a}",
+            f"B: {b}",
+            "shape, dtype  both   A: [2,3], float32  B: [1,3], int32",
+            "dtype         dtype  A: float32  B: float64",
+            "... and 18 more leaves",
+            f"22 differences: {counts}",
+            "no arrays compared by recorded digests, 4 not compared",
+            "hint: --values compares contents, and finds leaves that have moved",
+        ]
+    )
+    assert not diff.equal
+    assert reshard.diff(a, a, values=True).equal
+
+
+def test_the_document_has_both_sides_of_every_difference(trees):
+    a, b = trees
+    diff = reshard.diff(a, b, select=["both", "string", "removed/*", "list/1"])
+    document = json.loads(json.dumps(diff.document()))
+    assert document == {
+        "a": str(a),
+        "b": str(b),
+        "equal": False,
+        "values": False,
+        "rtol": 0.0,
+        "atol": 0.0,
+        "compared": 0,
+        "not_compared": 1,
+        "differences": [
+            {"what": what, "path": path, "keys": keys, "a": one, "b": other}
+            for what, path, keys, one, other in [
+                ("shape", "both", ["both"], [2, 3], [1, 3]),
+                ("dtype", "both", ["both"], "float32", "int32"),
+                ("position", "list/1", ["list", 1], "list/[1]", "list/1"),
+                ("removed", 'removed/"a/b"', ["removed", "a/b"], "int64[]", None),
+                ("removed", "removed/array", ["removed", "array"], "float32[1,3]", None),
+                ("removed", "removed/empty", ["removed", "empty"], "{}", None),
+                ("removed", "removed/string", ["removed", "string"], f"'{'x' * 99}'", None),
+                ("string", "string", ["string"], 'größe "1"', "größe 1"),
+            ]
+        ],
+    }
+
+
+def test_a_result_does_not_change(trees):
+    diff = reshard.diff(*trees)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        diff.differences = ()
+
+
+# Which leaves.
+
+
+def test_globs_may_match_leaves_of_either_side(two):
+    ones = np.ones(3, "f4")
+    a, b = two({"x": ones, "old": ones, "y": ones}, {"x": ones, "new": ones, "y": ones[:1]})
+    assert reshard.diff(a, b, select="x").equal
+    assert found(reshard.diff(a, b, select=["x", "new"]), "added", "removed", "shape") == [
+        ("added", ("new",), None, "float32[3]")
+    ]
+    assert reshard.diff(a, b, drop=["old", "new", "y"]).equal
+
+
+def test_globs_that_match_nothing_are_told_together(two):
+    a, b = two({"x": np.ones(3)}, {"x": np.ones(3), "params": {"new": np.ones(3)}})
+    with pytest.raises(reshard.TreeMismatchError) as error:
+        reshard.diff(a, b, select=["params", "x", "nothing"])
+    assert str(error.value) == (
+        "no leaf matches\n  `params`\n  `nothing`\n\nhint: a subtree is named with `params/**`"
+    )
+    with pytest.raises(reshard.TreeMismatchError) as error:
+        reshard.diff(a, b, drop="**")
+    assert str(error.value) == "no leaf is left\n  `**` is dropped"
+
+
+# Contents.
+
+
+def test_differing_values_are_told_with_their_place_and_size(two):
+    one = {
+        "float": np.array([[1.5, 2, 3], [4, 5, 6]], "f4"),
+        "zero": np.array([0, 1], "f4"),
+        "int": np.array([7, -(2**63)], "i8"),
+        "bool": np.array([True, False]),
+        "half": jnp.array([1, 2, 3], "bfloat16"),
+        "complex": np.array([3 + 4j, 0], "c8"),
+        "nan": np.array([1, math.nan, math.inf, 2], "f4"),
+        "payload": np.array([0x7FC00000, 0x7FC00000], "u4").view("f4"),
+        "scalar": 3,
+        "same": np.array([math.nan, -0.0, math.inf], "f4"),
+    }
+    two_ = {
+        "float": np.array([[1.5, 2, 4], [4, 5, 5]], "f4"),
+        "zero": np.array([-0.0, 1], "f4"),
+        "int": np.array([7, 2**63 - 1], "i8"),
+        "bool": np.array([False, False]),
+        "half": jnp.array([1, 2, 3.5], "bfloat16"),
+        "complex": np.array([0, 0], "c8"),
+        "nan": np.array([1, 5, -math.inf, 4], "f4"),
+        "payload": np.array([0x7FC00000, 0x7FC00001], "u4").view("f4"),
+        "scalar": 4,
+        "same": np.array([math.nan, -0.0, math.inf], "f4"),
+    }
+    a, b = two(one, two_)
+    diff = reshard.diff(a, b, values=True)
+    smallest, largest = -(2**63), 2**63 - 1
+    assert diff.report() == "\n".join(
+        [
+            f"A: {a}",
+            f"B: {b}",
+            "values  bool     A: True  B: False  "
+            "1 of 2 elements, the first at [0]; max abs 1, max rel inf",
+            "values  complex  A: (3+4j)  B: 0j  "
+            "1 of 2 elements, the first at [0]; max abs 5, max rel inf",
+            "values  float    A: 3.0  B: 4.0  "
+            "2 of 6 elements, the first at [0,2]; max abs 1, max rel 0.25",
+            "values  half     A: 3  B: 3.5  "
+            "1 of 3 elements, the first at [2]; max abs 0.5, max rel 0.142857",
+            f"values  int      A: {smallest}  B: {largest}  "
+            f"1 of 2 elements, the first at [1]; max abs {2**64 - 1}, max rel 2",
+            "values  nan      A: nan  B: 5.0  "
+            "3 of 4 elements, the first at [1]; max abs 2, max rel 0.5; 2 NaN or infinite",
+            "values  payload  A: nan (0x7fc00000)  B: nan (0x7fc00001)  "
+            "1 of 2 elements, the first at [1]; 1 NaN or infinite",
+            "values  scalar   A: 3  B: 4  "
+            "1 of 1 elements, the first at []; max abs 1, max rel 0.25",
+            "values  zero     A: 0.0  B: -0.0  "
+            "1 of 2 elements, the first at [0]; max abs 0, max rel 0",
+            "9 differences: 9 values",
+            "10 arrays compared: bit for bit",
+        ]
+    )
+    document = json.loads(json.dumps(diff.document()), parse_constant=lambda name: 1 / 0)
+    by_path = {entry.pop("path"): entry for entry in document["differences"]}
+    assert by_path["float"] == {
+        "what": "values",
+        "keys": ["float"],
+        "a": 3.0,
+        "b": 4.0,
+        "index": [0, 2],
+        "count": 2,
+        "size": 6,
+        "non_finite": 0,
+        "max_abs": 1.0,
+        "max_rel": 0.25,
+    }
+    assert [by_path["complex"][key] for key in ("a", "b", "max_rel")] == ["(3+4j)", "0j", "inf"]
+    assert [by_path["nan"][key] for key in ("a", "b", "non_finite")] == ["nan", 5.0, 2]
+    assert [by_path["payload"][key] for key in ("a", "max_abs")] == ["nan (0x7fc00000)", None]
+    assert [by_path["int"][key] for key in ("a", "max_abs")] == [smallest, 2**64 - 1]
+    assert not reshard.diff(a, b, select=["payload", "zero"], values=True).equal
+    assert reshard.diff(a, b, select=["payload", "zero"], values=True, atol=1e-9).equal
+
+
+def test_tolerances_are_for_floating_point_and_complex_arrays(two):
+    one = {"f": np.float32([1, 100]), "c": np.complex64([1 + 1j]), "i": np.int32([100])}
+    other = {"f": np.float32([1.5, 101]), "c": np.complex64([1 + 1.5j]), "i": np.int32([101])}
+    a, b = two(one, other)
+    diff = reshard.diff(a, b, values=True, atol=0.5, rtol=0.01)
+    assert diff.report() == (
+        f"A: {a}\n"
+        f"B: {b}\n"
+        "values  i  A: 100  B: 101  1 of 1 elements, the first at [0]; max abs 1, "
+        "max rel 0.00990099\n"
+        "1 difference: 1 values\n"
+        "3 arrays compared: |A - B| <= 0.5 + 0.01 * |B|, integers exactly"
+    )
+    assert found(reshard.diff(a, b, values=True, atol=0.49), "values") == [
+        ("values", ("c",), 1 + 1j, 1 + 1.5j),
+        ("values", ("f",), 1.0, 1.5),
+        ("values", ("i",), 100, 101),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tolerances", "text"),
+    [
+        ({"values": True, "rtol": -1.0}, "a tolerance is a finite number, 0 or more\n  rtol=-1.0"),
+        (
+            {"values": True, "rtol": math.nan, "atol": math.inf},
+            "a tolerance is a finite number, 0 or more\n  rtol=nan\n  atol=inf",
+        ),
+        ({"rtol": 0.1}, "tolerances are for values\n\nhint: add `values=True`"),
+    ],
+)
+def test_tolerances_that_make_no_sense(tolerances, text, tmp_path):
+    with pytest.raises(reshard.ReshardError) as error:
+        reshard.diff(tmp_path, tmp_path, **tolerances)
+    assert str(error.value) == text
+
+
+def test_arrays_of_other_dtypes_are_compared_as_numbers(two):
+    numbers = [0.0, 1.0, -3.0, 96.0]
+    one = {name: np.array(numbers, "f4") for name in ("equal", "int", "third")}
+    other = {
+        "equal": jnp.array(numbers, "bfloat16"),
+        "int": np.array([0, 1, -3, 95], "i2"),
+        "third": np.array([0, 1, -3, 96.5], "f8"),
+    }
+    a, b = two(one | {"big": np.array([2**62 + 1], "i8")}, other | {"big": np.uint32([1])})
+    diff = reshard.diff(a, b, values=True)
+    assert found(diff, "dtype", "values") == [
+        ("dtype", ("big",), "int64", "uint32"),
+        ("values", ("big",), 2**62 + 1, 1),
+        ("dtype", ("equal",), "float32", "bfloat16"),
+        ("dtype", ("int",), "float32", "int16"),
+        ("values", ("int",), 96.0, 95),
+        ("dtype", ("third",), "float32", "float64"),
+        ("values", ("third",), 96.0, 96.5),
+    ]
+    assert [d.elements.max_abs for d in diff.of("values")] == [2**62, 1.0, 0.5]
+    assert found(reshard.diff(a, b, values=True, rtol=0.01), "values") == [
+        ("values", ("big",), 2**62 + 1, 1),
+        ("values", ("int",), 96.0, 95),
+    ]
+    assert found(reshard.diff(a, b, values=True, rtol=0.011), "values") == [
+        ("values", ("big",), 2**62 + 1, 1)
+    ]
+
+
+# Element by element, against a plain walk through the elements.
+
+
+def oracle(a, b, rtol, atol):
+    """Differing indices, and of the finite ones the largest absolute and relative difference."""
+    exact = a.dtype == b.dtype and not ((rtol or atol) and inexact(a.dtype))
+    places, sizes, ratios = [], [], []
+    for index in np.ndindex(a.shape):
+        x, y = number(a[index]), number(b[index])
+        finite = cmath.isfinite(x) and cmath.isfinite(y)
+        gap = distance(x, y) if finite else None
+        if exact or (a[index].tobytes() == b[index].tobytes() and a.dtype == b.dtype):
+            differs = a[index].tobytes() != b[index].tobytes()
+        elif finite:
+            differs = gap > (atol + rtol * abs(y) if inexact(a.dtype) or inexact(b.dtype) else 0)
+        else:
+            differs = not all(
+                p == q or (math.isnan(p) and math.isnan(q))
+                for p, q in zip((x.real, x.imag), (y.real, y.imag), strict=True)
+            )
+        if differs:
+            places.append(index)
+            if finite:
+                sizes.append(gap)
+                ratios.append(0.0 if gap == 0 else ratio(gap, abs(y)))
+    return places, max(sizes, default=None), max(ratios, default=None)
+
+
+def inexact(dtype):
+    return dtype.kind in "fc" or dtype.name.startswith(("bfloat", "float"))
+
+
+def number(element):
+    """As a Python number, exactly."""
+    if element.dtype.kind == "c":
+        return complex(element)
+    return float(element) if inexact(element.dtype) else int(element)
+
+
+def distance(x, y):
+    try:
+        return abs(x - y)
+    except OverflowError:
+        return math.inf
+
+
+def ratio(gap, size):
+    with np.errstate(all="ignore"):
+        return float(np.float64(gap) / np.float64(size))
+
+
+@st.composite
+def pairs(draw):
+    """Two arrays that agree in most elements, and boxes of a grid over them."""
+    name = draw(st.sampled_from(DTYPES))
+    dtype = np.dtype(getattr(ml_dtypes, name, name))
+    shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    a = sample(rng, shape, dtype)
+    b = np.where(
+        rng.random(shape) < draw(st.sampled_from([0.0, 0.1, 1.0])), sample(rng, shape, dtype), a
+    )
+    grid = [draw(st.integers(1, max(size, 1))) for size in shape]
+    return a, b.astype(dtype).reshape(shape), grid
+
+
+def sample(rng, shape, dtype):
+    """Random bits, and among them few values that are close to each other, and special ones."""
+    name = dtype.name
+    if dtype.itemsize >= 8 and dtype.kind != "c":
+        raw = rng.integers(0, 256, (*shape, dtype.itemsize)).astype(np.uint8)
+        values = raw.view(dtype)[..., 0]
+    elif name == "uint4":
+        values = rng.integers(0, 16, shape).astype(np.uint8).astype(dtype)
+    elif name == "complex128":
+        values = rng.standard_normal(shape) + 1j * rng.standard_normal(shape)
+    else:
+        values = layouts.random_array(rng, shape, dtype)
+    small = rng.integers(0, 4, shape).astype(np.float64)
+    with np.errstate(all="ignore"):
+        if dtype.kind in "fc" or dtype == ml_dtypes.bfloat16:
+            special = np.array(SPECIAL).astype(dtype)[rng.integers(0, len(SPECIAL), shape)]
+            values = np.where(rng.random(shape) < 0.3, special, values)
+        values = np.where(rng.random(shape) < 0.4, small.astype(dtype), values)
+    return np.asarray(values).astype(dtype).reshape(shape)
+
+
+def compared(a, b, grid, rtol, atol):
+    comparison = ElementComparison(a.shape, rtol, atol)
+    boxes = [()]
+    for size, step in zip(a.shape, grid, strict=True):
+        starts = range(0, size, step)
+        boxes = [(*box, slice(i, min(i + step, size))) for box in boxes for i in starts]
+    for box in boxes:
+        comparison.add(box, a[box], b[box])
+    return comparison.difference()
+
+
+def check(a, b, grid, rtol, atol):
+    got = compared(a, b, grid, rtol, atol)
+    places, max_abs, max_rel = oracle(a, b, rtol, atol)
+    if not places:
+        assert got is None
+        return
+    assert (got.count, got.size, got.index) == (len(places), a.size, places[0])
+    assert (got.a.tobytes(), got.b.tobytes()) == (a[places[0]].tobytes(), b[places[0]].tobytes())
+    assert (got.a.dtype, got.b.dtype) == (a.dtype, b.dtype)
+    finite = [i for i in places if np.isfinite(number(a[i])) and np.isfinite(number(b[i]))]
+    assert got.non_finite == len(places) - len(finite)
+    if max_abs is None:
+        assert (got.max_abs, got.max_rel) == (None, None)
+    else:
+        assert got.max_abs == pytest.approx(max_abs, rel=1e-15)
+        assert got.max_rel == pytest.approx(max_rel, rel=1e-15)
+
+
+@settings(deadline=None, max_examples=300)
+@given(pairs(), st.sampled_from([0.0, 1e-3, 0.5]), st.sampled_from([0.0, 1.0]))
+def test_elements_are_compared_as_a_plain_walk_does(pair, rtol, atol):
+    check(*pair, rtol, atol)
+
+
+@settings(deadline=None, max_examples=150)
+@given(pairs(), st.sampled_from(DTYPES), st.sampled_from([0.0, 1e-3]))
+def test_elements_of_two_dtypes_are_compared_as_a_plain_walk_does(pair, name, rtol):
+    a, b, grid = pair
+    dtype = np.dtype(getattr(ml_dtypes, name, name))
+    # float64, which a test may take for the numbers themselves, does not hold all 64-bit integers.
+    assume(dtype != a.dtype and {a.dtype.name, name}.isdisjoint({"int64", "uint64"}))
+    with np.errstate(all="ignore"):
+        other = b.real if b.dtype.kind == "c" else b.astype(np.float64)
+        other = np.asarray(other).astype(dtype)
+    check(a, other, grid, rtol, 0.0)
+
+
+def test_long_arrays_are_looked_at_in_parts():
+    a = np.zeros((3, 50_000), np.float32)
+    b = a.copy()
+    b[1, 49_999] = 2
+    b[2, 7] = -3
+    box = tuple(slice(0, size) for size in a.shape)
+    comparison = ElementComparison(a.shape, 0.0, 0.0)
+    comparison.add(box, a, b)
+    got = comparison.difference()
+    assert (got.count, got.index, got.max_abs, got.max_rel) == (2, (1, 49_999), 3.0, 1.0)
+
+
+# Stored arrays.
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.integers(0, 2**32), st.sampled_from(["48KiB", "80KiB", "1MiB"]))
+def test_uneven_chunk_grids_in_little_memory(tmp_path_factory, seed, max_memory):
+    tmp_path = tmp_path_factory.mktemp("grids")
+    rng = np.random.default_rng(seed)
+    shape = (60, 84)
+    a = layouts.random_array(rng, shape)
+    b = a.copy()
+    for _ in range(int(rng.integers(0, 4))):
+        place = tuple(rng.integers(0, size) for size in shape)
+        b[place] = rng.standard_normal()
+    on, other = layouts.mesh((2, 4)), layouts.mesh((3, 4))
+    one = save(tmp_path / "a", {"w": jax.device_put(a, NamedSharding(on, P("data", "model")))})
+    two_ = save(tmp_path / "b", {"w": jax.device_put(b, NamedSharding(other, P("model", "data")))})
+    done = []
+    diff = reshard.diff(
+        one, two_, values=True, max_memory=max_memory, progress=lambda *now: done.append(now)
+    )
+    places = np.argwhere(a.view("u4") != b.view("u4"))
+    assert diff.equal == (not len(places))
+    for difference in diff.differences:
+        first = tuple(places[0])
+        assert (difference.elements.count, difference.elements.index) == (len(places), first)
+        assert difference.a.tobytes() == a[first].tobytes()
+        assert difference.b.tobytes() == b[first].tobytes()
+    assert done[-1] == (2 * a.nbytes, 2 * a.nbytes)
+    assert [before for before, _ in done] == sorted(before for before, _ in done)
+
+
+def test_chunks_that_do_not_fit_into_memory(two):
+    a, b = two({"w": np.zeros((64, 64), "f4")}, {"w": np.zeros((64, 64), "f4")})
+    with pytest.raises(reshard.MemoryLimitError) as error:
+        reshard.diff(a, b, values=True, max_memory="20KiB")
+    assert str(error.value) == (
+        "one chunk, encoded and decoded, does not fit into 20.00 KiB\n"
+        "  w: 80.00 KiB\n\nhint: --max-memory 1MiB"
+    )
+
+
+def test_transformed_checkpoints_are_compared_as_they_would_be_saved(two):
+    rng = np.random.default_rng(3)
+    layers = {f"layer_{i}": layouts.random_array(rng, (8, 4)) for i in range(3)}
+    double = rng.standard_normal((8, 4))
+    a, b = two(
+        {"params": layers, "double": double},
+        {"params": {"layers": np.stack(list(layers.values()))}, "double": double},
+    )
+    stacked = reshard.stack(reshard.open(a), "params/layer_{}", into="params/layers", axis=0)
+    assert reshard.diff(stacked, b, values=True).equal
+    for dtype in ("bfloat16", "float32"):
+        one, other = (reshard.cast(reshard.open(path), dtype) for path in (a, b))
+        saved = save(b.with_name(dtype), {"double": double.astype(jnp.dtype(dtype))})
+        assert reshard.diff(one, saved, select="double", values=True).equal
+        assert reshard.diff(other, saved, select="double", values=True).equal
+    renamed = reshard.rename(reshard.open(a), [("^double$", "moved/double")])
+    assert found(reshard.diff(a, renamed, values=True), "moved") == [
+        ("moved", ("double",), "double", "moved/double")
+    ]
+
+
+# Leaves that have moved.
+
+
+def test_moved_leaves_are_known_by_their_contents(two):
+    rng = np.random.default_rng(0)
+    kernel, head = layouts.random_array(rng, (4, 6)), layouts.random_array(rng, (4, 6))
+    a, b = two(
+        {"old": {"kernel": kernel, "head": head}, "keys": {"a": jax.random.key(3)}},
+        {"new": {"kernel": kernel, "head": head + 1}, "keys": {"b": jax.random.key(3)}},
+    )
+    assert reshard.diff(a, b, values=True).report() == (
+        f"A: {a}\n"
+        f"B: {b}\n"
+        "moved    keys/a      B: keys/b\n"
+        "removed  old/head    A: float32[4,6]\n"
+        "moved    old/kernel  B: new/kernel\n"
+        "added    new/head    B: float32[4,6]\n"
+        "4 differences: 2 moved, 1 removed, 1 added\n"
+        "no arrays compared: bit for bit"
+    )
+    # Nothing is known of contents: never by shape alone.
+    assert found(reshard.diff(a, b), "moved") == []
+    assert len(reshard.diff(a, b).of("added", "removed")) == 6
+
+
+def test_keys_do_not_move_to_plain_arrays(two):
+    key = jax.random.key(3)
+    a, b = two({"key": key}, {"data": jax.random.key_data(key)})
+    assert [d.what for d in reshard.diff(a, b, values=True).differences] == ["removed", "added"]
+
+
+def test_leaves_of_the_same_contents_move_only_if_that_is_unambiguous(two):
+    rng = np.random.default_rng(1)
+    zeros = np.zeros(4, "f4")
+
+    def tree(names):
+        return {
+            group: {
+                name: {"kernel": kernels[group, i], "bias": zeros} for i, name in enumerate(names)
+            }
+            for group in ("params", "mu")
+        }
+
+    kernels = {(g, i): layouts.random_array(rng, (4, 4)) for g in ("params", "mu") for i in (0, 1)}
+    one = tree(["block_0", "block_1"]) | {"x": {"a": zeros, "b": zeros}}
+    other = tree(["layer_0", "layer_1"]) | {"y": {"c": zeros}}
+    a, b = two(one, other)
+    diff = reshard.diff(a, b, values=True)
+    assert {(d.a, d.b) for d in diff.of("moved")} == {
+        (f"{group}/block_{i}/{leaf}", f"{group}/layer_{i}/{leaf}")
+        for group in ("params", "mu")
+        for leaf in ("kernel", "bias")
+        for i in (0, 1)
+    }
+    assert {d.path for d in diff.of("removed", "added")} == {("x", "a"), ("x", "b"), ("y", "c")}
+
+
+def test_two_leaves_that_would_move_to_one_have_not_moved(two):
+    rng = np.random.default_rng(1)
+    one, other = layouts.random_array(rng, (4,)), layouts.random_array(rng, (4,))
+    zeros = np.zeros(4, "f4")
+    a, b = two(
+        {"a": {"k": one, "z": zeros}, "b": {"k": other, "z": zeros}},
+        {"c": {"k": one, "j": other, "z": zeros}},
+    )
+    moved = {(d.a, d.b) for d in reshard.diff(a, b, values=True).of("moved")}
+    assert moved == {("a/k", "c/k"), ("b/k", "c/j"), ("a/z", "c/z")}
+
+
+# Digests on record.
+
+
+def test_recorded_digests_stand_for_values_and_tell_what_has_moved(two):
+    one = {"equal": np.arange(4), "other": np.arange(6), "cast": np.arange(3.0), "old": np.ones(9)}
+    new = {"equal": np.arange(4), "other": np.arange(6) + 1, "cast": np.float32([0, 1, 2])}
+    new |= {"new": np.ones(9)}
+    a, b = two(one | {"bare": np.ones(2)}, new | {"bare": np.ones(2)})
+    assert reshard.diff(a, b).not_compared == 3
+    record(a, one)
+    assert reshard.diff(a, b).not_compared == 3
+    record(b, new)
+    old_digest, new_digest = digest_of(one["other"]), digest_of(new["other"])
+    assert reshard.diff(a, b).report() == (
+        f"A: {a}\n"
+        f"B: {b}\n"
+        "dtype   cast   A: float64  B: float32\n"
+        "moved   old    B: new\n"
+        f"values  other  A: digest {old_digest}  B: digest {new_digest}\n"
+        "3 differences: 1 dtype, 1 moved, 1 values\n"
+        "2 arrays compared by recorded digests, 1 not compared\n"
+        "hint: --values compares contents, and finds leaves that have moved"
+    )
+    entry = reshard.diff(a, b, select="other").document()["differences"]
+    assert entry == [
+        {
+            "what": "values",
+            "path": "other",
+            "keys": ["other"],
+            "a": f"digest {old_digest}",
+            "b": f"digest {new_digest}",
+        }
+    ]
+    # A cast array is not what the digest was recorded of.
+    assert reshard.diff(*(reshard.cast(reshard.open(p), "float32") for p in (a, b))).compared == 2
+
+
+def test_digests_that_were_not_computed_or_are_of_another_array_say_nothing(two):
+    arrays = {"null": np.arange(4), "other": np.arange(6)}
+    a, b = two(arrays, arrays)
+    record(a, arrays)
+    known = {
+        "null": ArrayRecord("int64", (4,), None),
+        "other": ArrayRecord("int64", (3, 2), digest_of(arrays["other"])),
+    }
+    (b / FILE).write_bytes(Record(known, {}, {}).dump())
+    diff = reshard.diff(a, b)
+    assert (diff.equal, diff.compared, diff.not_compared) == (True, 0, 2)
+
+
+def test_values_are_compared_whatever_is_on_record(two):
+    arrays = {"w": np.arange(4)}
+    a, b = two(arrays, {"w": np.arange(4) + 1})
+    record(a, arrays)
+    record(b, arrays)
+    assert reshard.diff(a, b).equal
+    assert not reshard.diff(a, b, values=True).equal
+    (b / FILE).write_text("{")
+    with pytest.raises(reshard.CorruptCheckpointError) as error:
+        reshard.diff(a, b)
+    assert error.value.summary == f"`{b / FILE}` is no record of digests"
+
+
+# What cannot be read.
+
+
+def test_arrays_that_cannot_be_read_are_told_together_with_their_side(two):
+    tree = {name: np.arange(8, dtype="f4") + i for i, name in enumerate(("x", "y", "z", "same"))}
+    a, b = two(tree, tree, use_ocdbt=False)
+    moved = {"new": tree["z"]}
+    b = save(b.with_name("c"), {k: v for k, v in tree.items() if k != "z"} | moved, use_ocdbt=False)
+    for path in (a / "x" / "0", b / "x" / "0", b / "y" / "0", b / "new" / "0"):
+        path.write_bytes(b"garbage")
+    with pytest.raises(reshard.CorruptCheckpointError) as error:
+        reshard.diff(a, b, values=True)
+    assert error.value.summary == f"arrays cannot be read; A is `{a}`, B is `{b}`"
+    starts = [problem.partition(" cannot be read: ")[0] for problem in error.value.problems]
+    assert starts == [
+        "A: x: its stored bytes",
+        "B: x: its stored bytes",
+        "B: y: its stored bytes",
+        "B: new: its stored bytes",
+    ]
+    assert reshard.diff(a, b, values=True, select="same").equal
+
+
+def test_two_leaves_under_one_name_are_refused_if_their_values_count(two):
+    tree = {"a": {"b": np.ones(3)}, "a.b": np.zeros(3), "c": np.ones(3)}
+    a, b = two(tree, {"c": np.ones(3), "a.b": np.zeros(3), "a": {"b": np.ones(3)}})
+    assert reshard.diff(a, b).equal
+    with pytest.raises(reshard.CorruptCheckpointError) as error:
+        reshard.diff(a, b, values=True)
+    assert error.value.summary == (
+        "two leaves were saved under one name, so one of them has overwritten the other"
+    )
+    assert reshard.diff(a, b, values=True, drop=["a.b", "a/b"]).equal
+
+
+# The command.
+
+
+def command(*arguments):
+    """Exit status, stdout and stderr."""
+    ran = subprocess.run(
+        [RESHARD, "diff", *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+    return ran.returncode, ran.stdout, ran.stderr
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """`run`: a manager's root with steps 1 and 2; `copy`: step 1 in another format."""
+    directory = tmp_path_factory.mktemp("runs")
+    trees = [{"w": np.float32([[1, 2], [3, n]]), "n": np.int32([n])} for n in (4, 5)]
+    with ocp.CheckpointManager(directory / "run") as manager:
+        for step, tree in enumerate(trees, 1):
+            manager.save(step, args=ocp.args.StandardSave(tree))
+    save(directory / "copy", trees[0], use_zarr3=True)
+    save(directory / "last", trees[1], use_zarr3=True)
+    shutil.copytree(directory / "copy", directory / "broken")
+    for file in (directory / "broken" / "d").iterdir():
+        file.write_bytes(bytes(len(file.read_bytes())))
+    return directory
+
+
+def test_the_command_exits_with_0_where_all_is_equal(runs):
+    a, b = runs / "run" / "1", runs / "copy"
+    assert command(a, b) == (
+        0,
+        f"A: {a}\nB: {b}\nno differences\n"
+        "no arrays compared by recorded digests, 2 not compared\n"
+        "hint: --values compares contents, and finds leaves that have moved\n",
+        "",
+    )
+    equal = f"B: {b}\nno differences\n2 arrays compared: bit for bit\n"
+    assert command(a, b, "--values") == (0, f"A: {a}\n{equal}", "")
+    assert command(runs / "run", b, "--values", "--step", 1)[0] == 2  # `copy` has no steps
+    assert command(runs / "run", runs / "last", "--values")[0] == 0
+    assert command(runs / "run", runs / "run", "--step", 1, "--item", "default")[0] == 0
+
+
+def test_the_command_exits_with_1_where_something_differs(runs):
+    a, b = runs / "run" / "1", runs / "run"
+    report = (
+        f"A: {a}\nB: {b}/2\n"
+        "values  n  A: 4  B: 5  1 of 1 elements, the first at [0]; max abs 1, max rel 0.2\n"
+        "values  w  A: 4.0  B: 5.0  1 of 4 elements, the first at [1,1]; max abs 1, max rel 0.2\n"
+        "2 differences: 2 values\n"
+        "2 arrays compared: bit for bit\n"
+    )
+    assert command(a, b, "--values") == (1, report, "")
+    assert command(a, b, "--values", "--quiet") == (1, "", "")
+    assert command(a, b, "--values", "--rtol", "0.2", "--drop", "n")[0] == 0
+    assert command(a, b, "--values", "--atol", "0.9", "--select", "w")[0] == 1
+    assert command(a, runs / "copy", "--layout")[0] == 1
+    status, out, err = command(a, b, "--values", "--json")
+    assert (status, err) == (1, "")
+    assert json.loads(out) == reshard.diff(a, b, values=True).document()
+
+
+def test_the_command_exits_with_2_where_it_cannot_compare(runs):
+    a = runs / "run" / "1"
+    usage = "Usage: reshard diff [OPTIONS] A B\nTry 'reshard diff --help' for help.\n\n"
+    together = f"{usage}Error: --rtol and --atol go with --values\n"
+    assert command(a, a, "--rtol", "0.1") == (2, "", together)
+    assert command(a, a, "--atol", "0", "--json") == (2, "", together)
+    assert command(a, a, "--values", "--rtol", "nan") == (
+        2,
+        "",
+        "Error: a tolerance is a finite number, 0 or more\n  rtol=nan\n",
+    )
+    status, out, err = command(a, runs / "nothing")
+    assert (status, out) == (2, "")
+    assert err.startswith(f"Error: there is nothing at `{runs / 'nothing'}`\n")
+    status, out, err = command(a, runs / "broken", "--values")
+    assert (status, out) == (2, "")
+    assert err.startswith("Error: ")
+    assert command(a, runs / "copy", "--values", "--max-memory", "1KiB")[0] == 2
+
+
+def test_progress_is_drawn_on_a_terminal_only(runs):
+    master, slave = pty.openpty()
+    ran = subprocess.run(
+        [RESHARD, "diff", runs / "run" / "1", runs / "copy", "--values"],
+        stdout=subprocess.PIPE,
+        stderr=slave,
+        env=os.environ | {"TERM": "xterm", "COLUMNS": "100"},
+        text=True,
+        check=False,
+    )
+    os.close(slave)
+    drawn = os.read(master, 1 << 16).decode()
+    os.close(master)
+    assert ran.returncode == 0
+    assert ran.stdout.endswith("2 arrays compared: bit for bit\n")
+    assert "bytes" in drawn

@@ -1,0 +1,347 @@
+"""Digests against a walk in plain Python integers: any order of boxes, and every kind of fault."""
+
+import hashlib
+import itertools
+import json
+
+import layouts
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reshard.digests import Digest, digest_of
+
+DTYPES = (*layouts.DTYPES, "float64", "int64", "uint64", "complex128", "uint4", "uint2")
+# The first digits of pi, as in Blowfish.
+ROWS, WORDS = 0x243F6A8885A308D3, 0x13198A2E03707344
+# Faults of each kind, in arrays of each size of element.
+FAULTS = 150
+
+
+def dtype_of(name):
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def random_array(rng, shape, name="float32"):
+    """Any bytes that an element of this dtype may hold."""
+    if name in ("uint2", "uint4"):
+        return rng.integers(0, 4, shape).astype(np.uint8).astype(dtype_of(name))
+    if name == "bool":
+        return rng.integers(0, 2, shape).astype(np.bool_)
+    dtype = dtype_of(name)
+    raw = rng.integers(0, 256, (*shape, dtype.itemsize)).astype(np.uint8)
+    return raw.view(dtype)[..., 0]
+
+
+def whole(shape):
+    return tuple(slice(0, size) for size in shape)
+
+
+# What a digest is.
+
+
+def weight(seed, number):
+    """Output `number` of splitmix64, made odd."""
+    mask = 2**64 - 1
+    x = seed + (number + 1) * 0x9E3779B97F4A7C15 & mask
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
+    return (x ^ x >> 31) | 1
+
+
+def plain_digest(array):
+    """The digest by its definition, a word at a time."""
+    axes = array.shape or (1,)
+    rows = array.reshape(-1, axes[-1]) if array.size else []
+    columns = [weight(WORDS, c) for c in range(-(-axes[-1] * array.dtype.itemsize // 8))]
+    low = high = 0
+    for number, row in enumerate(rows):
+        data = row.tobytes()
+        data += bytes(-len(data) % 8)
+        words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
+        own = weight(ROWS, number)
+        low += own * sum(c * x for c, x in zip(columns, words, strict=True))
+        high += own * sum(c * (x >> 32) for c, x in zip(columns, words, strict=True))
+    known = json.dumps([array.dtype.name, list(array.shape), low % 2**64, high % 2**64])
+    return hashlib.blake2b(known.encode(), digest_size=16).hexdigest()
+
+
+def parts(rng, box, pieces):
+    """Boxes that have each element of a box once, cut at random."""
+    lengths = [part.stop - part.start for part in box]
+    axes = [axis for axis, length in enumerate(lengths) if length > 1]
+    if pieces < 2 or not axes:
+        return [box]
+    axis = int(rng.choice(axes))
+    at = box[axis].start + int(rng.integers(1, lengths[axis]))
+    first = int(rng.integers(1, pieces))
+    cuts = (slice(box[axis].start, at), first), (slice(at, box[axis].stop), pieces - first)
+    return [
+        part
+        for cut, count in cuts
+        for part in parts(rng, (*box[:axis], cut, *box[axis + 1 :]), count)
+    ]
+
+
+def by_boxes(rng, array, pieces):
+    """The digest of an array whose boxes come in any order."""
+    boxes = parts(rng, whole(array.shape), pieces)
+    digest = Digest(array.shape, array.dtype)
+    for number in rng.permutation(len(boxes)):
+        assert not digest.complete
+        digest.add(boxes[number], array[boxes[number]])
+    assert digest.complete
+    return digest.text()
+
+
+@settings(deadline=None, max_examples=250)
+@given(
+    st.sampled_from(DTYPES),
+    st.lists(st.integers(1, 9), max_size=4),
+    st.integers(1, 20),
+    st.integers(0, 2**32),
+)
+def test_any_boxes_in_any_order_give_what_a_plain_walk_does(name, shape, pieces, seed):
+    rng = np.random.default_rng(seed)
+    array = random_array(rng, shape, name)
+    expected = plain_digest(array)
+    assert digest_of(array) == expected
+    assert by_boxes(rng, array, pieces) == expected
+
+
+# Slabs have 16,384 words: rows longer than one, more rows than one, and ends inside of one.
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("float32", (3, 40_001)),
+        ("uint8", (2, 140_003)),
+        ("bool", (1, 131_073)),
+        ("complex128", (2, 9_001)),
+        ("bfloat16", (70_001,)),
+        ("int8", (33_000, 1)),
+        ("float16", (17, 1_000, 3)),
+        ("float64", (16_385, 1)),
+        ("float32", (40, 1_025)),
+    ],
+)
+def test_arrays_larger_than_a_slab(name, shape):
+    rng = np.random.default_rng(0)
+    array = random_array(rng, shape, name)
+    expected = plain_digest(array)
+    assert digest_of(array) == expected
+    for pieces in (2, 7, 30):
+        assert by_boxes(rng, array, pieces) == expected
+
+
+def test_arrays_that_are_not_contiguous():
+    array = random_array(np.random.default_rng(0), (24, 20, 16))
+    assert digest_of(array.T) == plain_digest(np.ascontiguousarray(array.T))
+    assert digest_of(array[::-2, 1:, ::3]) == plain_digest(array[::-2, 1:, ::3].copy())
+
+
+@pytest.mark.parametrize("name", ["float32", "int8", "complex128"])
+def test_scalars_and_arrays_without_elements(name):
+    arrays = [random_array(np.random.default_rng(0), s, name) for s in ((), (1,), (0,), (3, 0))]
+    texts = [digest_of(array) for array in arrays]
+    assert texts == [plain_digest(array) for array in arrays]
+    assert len(set(texts)) == 4
+    empty = Digest((3, 0), dtype_of(name))
+    assert empty.complete
+    assert empty.text() == texts[3]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 2**32), st.integers(2, 20))
+def test_a_digest_goes_on_from_an_earlier_state(seed, pieces):
+    rng = np.random.default_rng(seed)
+    array = random_array(rng, (12, 14))
+    boxes = parts(rng, whole(array.shape), pieces)
+    digest = Digest(array.shape, array.dtype)
+    for box in boxes:
+        state = json.loads(json.dumps(digest.state))
+        digest = Digest(array.shape, array.dtype)
+        digest.go_on(state)
+        digest.add(box, array[box])
+    assert digest.text() == plain_digest(array)
+
+
+def test_an_incomplete_digest_is_none():
+    digest = Digest((4, 6), np.dtype(np.float32))
+    digest.add((slice(0, 3), slice(0, 6)), np.zeros((3, 6), np.float32))
+    assert (digest.complete, digest.elements) == (False, 18)
+    with pytest.raises(AssertionError):
+        digest.text()
+
+
+# What it tells apart.
+
+
+def test_dtypes_and_shapes_of_the_same_bytes():
+    data = np.random.default_rng(0).bytes(48)
+    names = ("uint8", "int8", "uint16", "float16", "bfloat16", "float32", "int32", "float64")
+    flat = [np.frombuffer(data, dtype_of(name)) for name in names]
+    shapes = [
+        flat[5].reshape(shape)
+        for shape in ((1, 12), (12, 1), (2, 6), (6, 2), (3, 4), (4, 3), (2, 2, 3), (1, 1, 12))
+    ]
+    texts = [digest_of(array) for array in (*flat, *shapes)]
+    assert len(set(texts)) == len(texts)
+
+
+def test_zeros_of_any_shape_and_dtype():
+    shapes = [(), (1,), (2,), (64,), (8, 8), (1, 64), (64, 1)]
+    names = ("float32", "int32", "uint8", "bool")
+    texts = {digest_of(np.zeros(shape, name)) for shape in shapes for name in names}
+    assert len(texts) == len(shapes) * len(names)
+
+
+def test_signs_of_zero_and_payloads_of_nan():
+    bits = np.uint32([0, 1 << 31, 0x7FC00000, 0x7FC00001, 0xFFC00000])
+    assert len({digest_of(x.reshape(1).view(np.float32)) for x in bits}) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("uint8", (3, 11)), ("bfloat16", (4, 7)), ("float32", (5, 3)), ("complex128", (2, 3))],
+)
+def test_every_single_bit(name, shape):
+    array = random_array(np.random.default_rng(1), shape, name)
+    texts = {digest_of(array)}
+    for bit in range(8 * array.nbytes):
+        texts.add(digest_of(flipped(array, bit)))
+    assert len(texts) == 1 + 8 * array.nbytes
+
+
+@pytest.mark.parametrize(("name", "shape"), [("uint8", (2, 24)), ("float32", (2, 6))])
+def test_every_pair_of_bits(name, shape):
+    """Of top bits of two words the first sum alone finds none: each adds 2^63."""
+    array = random_array(np.random.default_rng(1), shape, name)
+    own = digest_of(array)
+    top = [bit for bit in range(8 * array.nbytes) if bit % 64 == 63 or bit % 32 == 31]
+    for one, other in itertools.combinations(top, 2):
+        assert digest_of(flipped(flipped(array, one), other)) != own
+    last = [bit for bit in top if bit % 64 == 63]
+    for count in range(1, len(last) + 1):
+        for bits in itertools.combinations(last, count):
+            changed = array
+            for bit in bits:
+                changed = flipped(changed, bit)
+            assert digest_of(changed) != own
+
+
+def flipped(array, bit):
+    """A copy with one other bit."""
+    changed = array.copy()
+    changed.reshape(-1).view(np.uint8)[bit // 8] ^= 1 << bit % 8
+    return changed
+
+
+def flip_one(rng, array):
+    return flipped(array, int(rng.integers(8 * array.nbytes)))
+
+
+def flip_several(rng, array):
+    for _ in range(int(rng.integers(2, 6))):
+        array = flip_one(rng, array)
+    return array
+
+
+def flip_top_bits(rng, array):
+    tops = range(63, 8 * array.nbytes, 64)
+    for bit in rng.choice(tops, min(int(rng.integers(2, 5)), len(tops)), replace=False):
+        array = flipped(array, int(bit))
+    return array
+
+
+def exchange(rng, array, axis):
+    changed = array.copy()
+    one, other = rng.integers(array.shape[axis], size=2)
+    places = [[slice(None)] * array.ndim for _ in range(2)]
+    places[0][axis], places[1][axis] = one, other
+    changed[tuple(places[0])], changed[tuple(places[1])] = (
+        array[tuple(places[1])],
+        array[tuple(places[0])],
+    )
+    return changed
+
+
+def swap_rows(rng, array):
+    return exchange(rng, array, 0)
+
+
+def swap_columns(rng, array):
+    return exchange(rng, array, -1)
+
+
+def swap_blocks(rng, array):
+    """Two boxes of one shape, as chunks are that were written to each other's places."""
+    shape = [int(rng.integers(1, size // 2 + 1)) for size in array.shape]
+    grids = [size // part for size, part in zip(array.shape, shape, strict=True)]
+    boxes = [
+        tuple(
+            slice(i * part, (i + 1) * part)
+            for i, part in zip(rng.integers(grids), shape, strict=True)
+        )
+        for _ in range(2)
+    ]
+    changed = array.copy()
+    changed[boxes[0]], changed[boxes[1]] = array[boxes[1]], array[boxes[0]]
+    return changed
+
+
+def exchange_values(rng, array):
+    flat = array.copy().reshape(-1)
+    one, other = rng.integers(flat.size, size=2)
+    flat[one], flat[other] = flat[other].copy(), flat[one].copy()
+    return flat.reshape(array.shape)
+
+
+def roll(rng, array):
+    return np.roll(array, int(rng.integers(1, array.size)))
+
+
+def zero_a_block(rng, array):
+    changed = array.copy()
+    box = tuple(
+        slice(start, start + int(rng.integers(1, size)))
+        for size, start in ((size, int(rng.integers(size))) for size in array.shape)
+    )
+    changed[box] = np.zeros((), array.dtype)
+    return changed
+
+
+def another(rng, array):
+    """An array of the same kind, in its place."""
+    return random_array(rng, array.shape, array.dtype.name)
+
+
+KINDS = (
+    flip_one,
+    flip_several,
+    flip_top_bits,
+    swap_rows,
+    swap_columns,
+    swap_blocks,
+    exchange_values,
+    roll,
+    zero_a_block,
+    another,
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["uint8", "bfloat16", "float32", "float64", "complex128"])
+def test_random_faults(name, kind):
+    seed = [KINDS.index(kind), dtype_of(name).itemsize]
+    rng = np.random.default_rng(seed)
+    found = 0
+    while found < FAULTS:
+        shape = tuple(map(int, rng.integers(2, 14, int(rng.integers(1, 4)))))
+        array = random_array(rng, shape, name)
+        changed = kind(rng, array)
+        if changed.tobytes() == array.tobytes():
+            continue  # two rows, or a block and itself: nothing is different
+        assert digest_of(changed) != digest_of(array), (shape, found)
+        found += 1

@@ -1,0 +1,624 @@
+"""The record of digests: what is in it, who writes it, and that Orbax does not look at it."""
+
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import layouts
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as v1
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from layouts import LAYOUTS, READERS, STEPS
+
+import reshard
+from reshard.digests import digest_of
+from reshard.records import FILE, ArrayRecord, Record, read_record
+
+TEMPORARY = "reshard_digests.json.tmp"
+
+
+def values_of(leaf, dtype):
+    """A leaf as it is stored: the data of keys, numbers as arrays."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf, dtype if isinstance(leaf, int | float) else None)
+
+
+def expected_arrays(tree, record):
+    """What is to be on record of a tree, from its leaves in memory."""
+    found = {}
+    for path, leaf in layouts.saved_leaves(tree).items():
+        if leaf is None or isinstance(leaf, str | dict | list | tuple):
+            continue
+        name = ".".join(map(str, path))
+        dtype = record.arrays[name].dtype
+        values = values_of(leaf, np.dtype(getattr(ml_dtypes, dtype, dtype)))
+        found[name] = ArrayRecord(values.dtype.name, values.shape, digest_of(values))
+    return found
+
+
+def expected_hashes(directory, skip):
+    """Path -> SHA-256 of the files below a directory but those that are skipped."""
+    found = {}
+    for file in sorted(directory.rglob("*")):
+        path = file.relative_to(directory)
+        if file.is_file() and path.name not in (FILE, "commit_success.txt") and not skip(path):
+            found[str(path)] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return found
+
+
+def holds_arrays(directory):
+    """Whether a file below an item's directory has bytes of arrays in it, or of the B-tree."""
+
+    def check(path):
+        first = directory / path.parts[0]
+        zarr = any(first.rglob(".zarray")) or any(first.rglob("zarr.json"))
+        ocdbt = path.parts[0] in ("d", "manifest.ocdbt") or first.name.startswith("ocdbt.process_")
+        return zarr or ocdbt
+
+    return check
+
+
+def check_hashes(record, directory, step):
+    """The files of a record are all that there are around its arrays."""
+    assert record.files == expected_hashes(directory, holds_arrays(directory))
+    assert "_METADATA" in record.files
+    beside = {}
+    if directory != step:
+        beside = expected_hashes(step, lambda path: path.parts[0] == directory.name)
+    assert record.beside == beside
+
+
+@pytest.fixture(scope="module")
+def digested(saved, tmp_path_factory):
+    """A copy of the checkpoint of a layout, with its digests recorded; and what was returned."""
+    made = {}
+
+    def get(layout):
+        if layout not in made:
+            source = saved(layout)
+            path = tmp_path_factory.mktemp("digested") / source.path.name
+            shutil.copytree(source.path, path)
+            made[layout] = path, reshard.digest(reshard.open(path, **source.open), write=True)
+        return made[layout]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def resharded(saved, tmp_path_factory):
+    """The checkpoint of a layout for a 1x8 mesh."""
+    made = {}
+
+    def get(layout):
+        if layout not in made:
+            source = saved(layout)
+            made[layout] = tmp_path_factory.mktemp("resharded") / "out"
+            ckpt = reshard.to_mesh(reshard.open(source.path, **source.open), "1x8")
+            reshard.save(ckpt, made[layout], digest=True, verify=True)
+        return made[layout]
+
+    return get
+
+
+def where(saved, path):
+    """The item's directory and the step's."""
+    item = path / saved.inner
+    return item, item.parent if saved.step or saved.inner in ("state", "default") else item
+
+
+# What is in it.
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_record_has_every_array_and_every_file_around_them(saved, digested, layout):
+    source = saved(layout)
+    path, texts = digested(layout)
+    item, step = where(source, path)
+    record = read_record(item / FILE)
+    assert record.arrays == expected_arrays(source.tree, record)
+    assert {".".join(map(str, p)): text for p, text in texts.items()} == {
+        name: entry.digest for name, entry in record.arrays.items()
+    }
+    check_hashes(record, item, step)
+    assert not list(path.rglob(TEMPORARY))
+    assert [file.parent for file in path.rglob(FILE)] == [item]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_job_records_the_same_on_another_mesh(saved, digested, resharded, layout):
+    source = saved(layout)
+    out = resharded(layout)
+    item, step = where(source, out)
+    record = read_record(item / FILE)
+    assert record.arrays == read_record(where(source, digested(layout)[0])[0] / FILE).arrays
+    check_hashes(record, item, step)
+    assert [file.parent for file in out.rglob(FILE)] == [item]
+
+
+def test_formats_do_not_matter(tmp_path):
+    on = layouts.mesh((2, 4))
+    names = ("standalone", "zarr2-files", "zarr3-ocdbt", "zarr3-files", "rich")
+    paths = [LAYOUTS[name](tmp_path / name, on, 7).path for name in names]
+    texts = [reshard.digest(path) for path in paths]
+    assert all(text == texts[0] for text in texts)
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path):
+    arrays = {
+        "a/b.größe": ArrayRecord("bfloat16", (3, 0, 5), "0f" * 16),
+        "\udcff \x1b": ArrayRecord("float32", (), None),
+    }
+    record = Record(arrays, {"_METADATA": "ab" * 32, "\udcff/ü": "01" * 32}, {"x/y": "ff" * 32})
+    (tmp_path / FILE).write_bytes(record.dump())
+    assert read_record(tmp_path / FILE) == record
+    assert read_record(tmp_path / "nothing" / FILE) is None
+
+
+def dumped(**changes):
+    """A record with other parts; those that are None are left out."""
+    document = {"version": 1, "arrays": {}, "files": {}, "beside": {}} | changes
+    return json.dumps({k: v for k, v in document.items() if v is not None}).encode()
+
+
+def one_array(**changes):
+    entry = {"dtype": "float32", "shape": [2], "digest": "0" * 32} | changes
+    return dumped(arrays={"a": entry})
+
+
+GARBAGE = [
+    (b"", "JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
+    (b"\xff\xfe\xff", None),
+    (b"[" * 200_000, None),
+    (b"[]", "TypeError: list indices must be integers or slices, not str"),
+    (b"1" * 5000, None),
+    (dumped(version=None), "KeyError: 'version'"),
+    (dumped(version=2), "ValueError: version 2, and 1 is known"),
+    (dumped(arrays=None), "KeyError: 'arrays'"),
+    (dumped(arrays=[]), "AttributeError: 'list' object has no attribute 'items'"),
+    (dumped(arrays={"a": 3}), "TypeError: 'int' object is not subscriptable"),
+    (dumped(files=3), "AttributeError: 'int' object has no attribute 'items'"),
+    (one_array(dtype=3), "ValueError: an array of 3 [2]"),
+    (one_array(shape=[-1]), "ValueError: an array of 'float32' [-1]"),
+    (one_array(shape=[True]), "ValueError: an array of 'float32' [True]"),
+    (one_array(shape="12"), "ValueError: an array of 'float32' '12'"),
+    (one_array(shape=None), "TypeError: 'NoneType' object is not iterable"),
+    (one_array(digest="0" * 31), f"ValueError: the digest '{'0' * 31}'"),
+    (one_array(digest=f"{'0' * 32}\n"), f"ValueError: the digest '{'0' * 32}\\n'"),
+    (one_array(digest=5), "TypeError: expected string or bytes-like object, got 'int'"),
+    *(
+        (dumped(files={path: "0" * 64}), f"ValueError: the path {path!r}")
+        for path in ("", "/etc/passwd", "../x", "a/../../x", "a//b", "./a", "a/", "a\0b")
+    ),
+    (dumped(beside={"../x": "0" * 64}), "ValueError: the path '../x'"),
+    (dumped(files={"a": "0" * 32}), f"ValueError: the hash '{'0' * 32}'"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(GARBAGE)))
+def test_garbage_is_no_record(tmp_path, number):
+    data, problem = GARBAGE[number]
+    file = tmp_path / FILE
+    file.write_bytes(data)
+    with pytest.raises(reshard.CorruptCheckpointError) as error:
+        read_record(file)
+    summary, told, *rest = str(error.value).split("\n")
+    assert summary == f"`{file}` is no record of digests"
+    assert rest == ["", f"hint: rm '{file}' forgets what was recorded"]
+    if problem is None:  # Python's own words
+        assert told.startswith("  ")
+    else:
+        assert told == f"  {problem}"
+
+
+# Orbax does not look at it.
+
+ORACLES = [
+    (layout, reader)
+    for layout in LAYOUTS
+    for reader in READERS
+    if not (reader == "manager" and layout not in ("manager", "items"))
+    and not (reader == "v1" and layout == "bare")  # which v1 does not read
+]
+
+
+@pytest.mark.parametrize(("layout", "reader"), ORACLES)
+def test_orbax_reads_what_has_a_record(saved, digested, layout, reader):
+    source = saved(layout)
+    expected = READERS[reader](source, source.path)
+    layouts.assert_same_tree(READERS[reader](source, digested(layout)[0]), expected)
+
+
+def described(source, path):
+    """All that Orbax says about a checkpoint without reading it."""
+    found = {}
+    with ocp.PyTreeCheckpointer() as one, ocp.StandardCheckpointer() as other:
+        for name, checkpointer in (("pytree", one), ("standard", other)):
+            metadata = checkpointer.metadata(path / source.inner)
+            found[name] = metadata.item_metadata.tree, metadata.custom_metadata
+    for function in (v1.metadata, v1.checkpointables_metadata) * ("v1" in source.readers):
+        try:
+            metadata = function(path / source.step)
+            found[function] = metadata.metadata, metadata.custom_metadata
+        except (TypeError, ValueError) as error:  # no Python bools; no items in a bare tree
+            found[function] = error
+    if "manager" in source.readers:
+        with ocp.CheckpointManager(path) as manager:
+            step = manager.latest_step()
+            found["manager"] = manager.all_steps(), manager.item_metadata(step)
+    return repr(found).replace(str(path), "PATH")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_orbax_describes_it_as_before(saved, digested, resharded, layout):
+    source = saved(layout)
+    path, _ = digested(layout)
+    expected = described(source, source.path)
+    assert len(expected) > 1000
+    assert described(source, path) == expected
+    out = resharded(layout)
+    item, _ = where(source, out)
+    own = described(source, out)
+    record = (item / FILE).read_bytes()
+    (item / FILE).unlink()
+    assert described(source, out) == own
+    (item / FILE).write_bytes(record)
+
+
+def test_a_manager_goes_on_and_deletes_steps_with_a_record(saved, tmp_path):
+    source = saved("manager")
+    out = tmp_path / "out"
+    steps = [reshard.open(source.path, step=step) for step in STEPS]
+    reshard.save([reshard.to_mesh(ckpt, "1x8") for ckpt in steps], out)
+    records = [out / str(step) / "default" / FILE for step in STEPS]
+    assert all(record.exists() for record in records)
+    with layouts.open_manager(out) as manager:
+        assert manager.all_steps() == list(STEPS)
+        assert (manager.latest_step(), manager.best_step()) == (20, 20)
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    with ocp.CheckpointManager(out, options=options) as manager:
+        got = manager.restore(20, args=ocp.args.StandardRestore())
+        layouts.assert_same_tree(got, layouts.read_manager(source, source.path))
+        manager.save(30, args=ocp.args.StandardSave({"a": jnp.arange(3)}))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [20, 30]
+    assert sorted(p.name for p in out.iterdir() if p.name.isdecimal()) == ["20", "30"]
+    assert [record.exists() for record in records] == [False, True]
+    assert reshard.verify(reshard.open(out, step=20)).ok
+
+
+# Who writes what.
+
+
+def digests_in(path, item=""):
+    """Name -> digest on record."""
+    record = read_record(pathlib.Path(path) / item / FILE)
+    return {name: entry.digest for name, entry in record.arrays.items()}
+
+
+@pytest.fixture
+def plain(tmp_path):
+    """A checkpoint without a record, on a 2x4 mesh; and its values."""
+    on = layouts.mesh((2, 4))
+    rng = np.random.default_rng(0)
+    shapes = {
+        "w": ((16, 24), P("data", "model")),
+        "v": ((8, 32), P("model", "data")),
+        "b": ((24,), P()),
+        "s": ((), P()),
+    }
+    tree = {
+        name: jax.device_put(rng.normal(size=shape).astype("f4"), NamedSharding(on, spec))
+        for name, (shape, spec) in shapes.items()
+    }
+    path = tmp_path / "plain"
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(path, tree)
+    return path, {name: np.asarray(leaf) for name, leaf in tree.items()}
+
+
+def moved(plan):
+    return {a.layout.path[0] for a in plan.arrays if a.moved}
+
+
+def test_what_is_decoded_is_recorded_and_what_is_moved_is_not(plain, tmp_path):
+    path, values = plain
+    texts = {name: digest_of(array) for name, array in values.items()}
+    plan = reshard.save(reshard.to_mesh(reshard.open(path), "1x8"), tmp_path / "out")
+    assert moved(plan) == {"b", "s"}
+    assert digests_in(tmp_path / "out") == texts | {"b": None, "s": None}
+    found = reshard.verify(tmp_path / "out")
+    assert (found.ok, found.compared, len(found.digests)) == (True, 2, 4)
+
+
+@pytest.mark.parametrize("link", [True, False])
+@pytest.mark.parametrize("chunks", ["keep", "shard"])
+def test_what_is_moved_undecoded_is_recorded_if_it_is_asked_for(plain, tmp_path, link, chunks):
+    path, values = plain
+    texts = {name: digest_of(array) for name, array in values.items()}
+    out = tmp_path / "out"
+    plan = reshard.save(reshard.open(path), out, chunks=chunks, link=link)
+    assert moved(plan) == set(values)
+    assert digests_in(out) == dict.fromkeys(values)
+    asked = tmp_path / "asked"
+    reshard.save(reshard.open(path), asked, chunks=chunks, link=link, digest=True)
+    assert digests_in(asked) == texts
+    # From then on it is carried along, whatever is decoded.
+    last = tmp_path / "last"
+    plan = reshard.save(reshard.open(asked), last, chunks=chunks, link=link, verify=True)
+    assert moved(plan) == set(values)
+    assert digests_in(last) == texts
+    assert reshard.verify(last).compared == 4
+
+
+def test_a_digest_is_carried_along_under_the_new_name(plain, tmp_path):
+    path, values = plain
+    reshard.digest(path, write=True)
+    ckpt = reshard.select(reshard.open(path), ["w", "b"])
+    ckpt = reshard.rename(ckpt, {"^w$": "new/kernel", "^b$": "w"})
+    for chunks, mesh in (("keep", None), ("shard", "1x8")):
+        out = tmp_path / chunks
+        changed = ckpt if mesh is None else reshard.to_mesh(ckpt, mesh)
+        reshard.save(changed, out, chunks=chunks, verify=True)
+        assert digests_in(out) == {
+            "new.kernel": digest_of(values["w"]),
+            "w": digest_of(values["b"]),
+        }
+        assert reshard.verify(out).compared == 2
+
+
+def test_what_is_cast_is_recorded_as_it_is_written(plain, tmp_path):
+    path, values = plain
+    for record in (False, True):
+        if record:
+            reshard.digest(path, write=True)
+        out = tmp_path / f"out{record}"
+        reshard.save(reshard.cast(reshard.open(path), "bfloat16", ["w", "s"]), out, verify=True)
+        cast = {n: digest_of(values[n].astype(ml_dtypes.bfloat16)) for n in ("w", "s")}
+        kept = {n: digest_of(values[n]) if record else None for n in ("v", "b")}
+        assert digests_in(out) == cast | kept
+        assert read_record(out / FILE).arrays["w"].dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("form", [{}, {"use_ocdbt": False}, {"use_zarr3": True}])
+def test_layers_that_are_stacked_and_taken_apart(tmp_path, form):
+    rng = np.random.default_rng(0)
+    on = layouts.mesh((2, 4))
+    layers = [rng.normal(size=(8, 16)).astype("f4") for _ in range(3)]
+    tree = {
+        "params": {
+            f"layer_{i}": {"w": jax.device_put(x, NamedSharding(on, P("data", "model")))}
+            for i, x in enumerate(layers)
+        }
+    }
+    with ocp.PyTreeCheckpointer(**form) as checkpointer:
+        checkpointer.save(tmp_path / "apart", tree)
+    whole = digest_of(np.stack(layers))
+    parts = {f"params.layer_{i}.w": digest_of(x) for i, x in enumerate(layers)}
+
+    def stacked(path):
+        return reshard.stack(reshard.open(path), "params/layer_{}", "params/layers")
+
+    def written(ckpt, name, **kwargs):
+        plan = reshard.save(ckpt, tmp_path / name, verify=True, **kwargs)
+        return digests_in(tmp_path / name), {a.moved for a in plan.arrays}
+
+    name = "params.layers.w"
+    kept = written(stacked(tmp_path / "apart"), "undecoded", chunks="keep")
+    assert kept == ({name: None}, {True})
+    together = tmp_path / "together"
+    assert written(stacked(tmp_path / "apart"), "together", chunks="keep", digest=True) == (
+        {name: whole},
+        {True},
+    )
+    again = reshard.to_mesh(stacked(tmp_path / "apart"), "1x8")
+    assert written(again, "again") == ({name: whole}, {False})
+    assert reshard.digest(together, write=True) == {("params", "layers", "w"): whole}
+    apart = reshard.unstack(reshard.open(together), "params/layers", "params/layer_{}")
+    assert written(reshard.to_mesh(apart, "8x1"), "parts") == (parts, {False})
+
+
+def test_chunks_that_are_left_out_count_as_what_they_stand_for(tmp_path):
+    """An older checkpoint's: chunks that hold the fill value alone are not stored."""
+    path = tmp_path / "old"
+    values = np.zeros((8, 16), np.float32)
+    values[5, 3] = 2
+    on = layouts.mesh((2, 4))
+    with ocp.PyTreeCheckpointer(use_ocdbt=False, use_zarr3=True) as checkpointer:
+        sharded = jax.device_put(values, NamedSharding(on, P("data", "model")))
+        checkpointer.save(path, {"w": sharded, "zeros": np.zeros(3)})
+    document = json.loads((path / "_METADATA").read_text())
+    document["store_array_data_equal_to_fill_value"] = False
+    (path / "_METADATA").write_text(json.dumps(document))
+    for file in [*path.glob("w/c/?/?"), path / "zeros" / "c" / "0"]:
+        if file != path / "w" / "c" / "1" / "0":
+            file.unlink()
+    texts = {("w",): digest_of(values), ("zeros",): digest_of(np.zeros(3))}
+    assert reshard.digest(path, write=True) == texts
+    out = tmp_path / "out"
+    reshard.save(reshard.to_mesh(reshard.open(path), "8x1"), out, verify=True)
+    assert [*out.glob("w/c/?/?"), *out.glob("zeros/c/?")] == [out / "w" / "c" / "5" / "0"]
+    assert digests_in(out) == {"w": texts["w",], "zeros": texts["zeros",]}
+    assert reshard.verify(out, path).ok
+    (path / "w" / "c" / "1" / "0").unlink()
+    found = reshard.verify(path)
+    assert found.problems == ("w: its values are not those on record",)
+
+
+def test_databases_that_were_never_merged(saved, tmp_path):
+    source = saved("standalone")
+    path = tmp_path / "never"
+    shutil.copytree(source.path, path)
+    (path / "manifest.ocdbt").unlink()
+    shutil.rmtree(path / "d")
+    assert reshard.open(path).source.format == "OCDBT, never merged, zarr2"
+    assert reshard.digest(path, write=True) == reshard.digest(source.path)
+    record = read_record(path / FILE)
+    check_hashes(record, path, path)
+    out = tmp_path / "out"
+    reshard.save(reshard.to_mesh(reshard.open(path), "1x8"), out, verify=True)
+    assert read_record(out / FILE).arrays == record.arrays
+    assert reshard.verify(out).compared == len(record.arrays)
+
+
+def test_every_step_has_a_record_of_its_own(saved, tmp_path):
+    source = saved("manager")
+    out = tmp_path / "out"
+    steps = [reshard.open(source.path, step=step) for step in STEPS]
+    reshard.save([reshard.to_mesh(c, "1x8") for c in steps], out, digest=True, verify=True)
+    for step, ckpt in zip(STEPS, steps, strict=True):
+        texts = {ckpt[path].name: text for path, text in reshard.digest(ckpt).items()}
+        assert digests_in(out, f"{step}/default") == texts
+        check_hashes(
+            read_record(out / f"{step}/default" / FILE), out / f"{step}/default", out / str(step)
+        )
+        assert reshard.verify(reshard.open(out, step=step)).compared == len(texts)
+    one, other = (digests_in(out, f"{step}/default") for step in STEPS)
+    assert one != other
+
+
+def test_items_that_are_written_one_after_another(tmp_path):
+    """The record of one says nothing of the other once that has a record of its own."""
+    on = layouts.mesh((2, 4))
+    trees = {
+        name: {"w": jax.device_put(np.arange(64.0).reshape(8, 8), NamedSharding(on, P("data")))}
+        for name in ("one", "two")
+    }
+    path = tmp_path / "run"
+    with ocp.CheckpointManager(path, item_names=("one", "two", "config")) as manager:
+        items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
+        config = ocp.args.JsonSave({"width": 3})
+        manager.save(0, args=ocp.args.Composite(**items, config=config))
+
+    def write(source, item, mesh, name):
+        ckpt = reshard.to_mesh(reshard.open(source, item=item), mesh)
+        reshard.save(ckpt, tmp_path / name, digest=True, verify=True)
+        return tmp_path / name
+
+    first = write(path, "one", "1x8", "first")
+    record = read_record(first / "0" / "one" / FILE)
+    assert {name.split("/")[0] for name in record.beside} == {
+        "_CHECKPOINT_METADATA",
+        "config",
+        "two",
+    }
+    assert any(name.startswith("two/d/") for name in record.beside)
+    assert "two/manifest.ocdbt" in record.beside
+    both = write(first, "two", "1x8", "both")
+    for item in ("one", "two"):
+        found = reshard.verify(reshard.open(both, item=item))
+        assert (found.problems, found.compared) == ((), 1)
+    last = write(both, "one", "8x1", "last")
+    assert reshard.verify(reshard.open(last, item="two")).ok
+    (last / "0" / "config" / "metadata").write_text('{"width": 4}')
+    for item in ("one", "two"):
+        assert reshard.verify(reshard.open(last, item=item)).problems == (
+            f"the file `{last}/0/config/metadata`: it is not the one on record",
+        )
+
+
+# `reshard.digest`.
+
+
+def test_digests_of_some_leaves(plain):
+    path, values = plain
+    some = reshard.select(reshard.open(path), ["w", "s"])
+    texts = {(name,): digest_of(values[name]) for name in ("w", "s")}
+    assert reshard.digest(some) == texts
+    assert not (path / FILE).exists()
+    assert reshard.digest(reshard.rename(some, {"^w$": "x/y"}), write=True) == {
+        ("x", "y"): texts["w",],
+        ("s",): texts["s",],
+    }
+    record = read_record(path / FILE)
+    assert {name: entry.digest for name, entry in record.arrays.items()} == {
+        name: text for (name,), text in texts.items()
+    }
+    found = reshard.verify(path)
+    assert (found.ok, found.compared, len(found.digests)) == (True, 2, 4)
+
+
+def test_files_of_leaves_without_a_digest_are_no_files_of_the_item(tmp_path):
+    with ocp.PyTreeCheckpointer(use_ocdbt=False) as checkpointer:
+        checkpointer.save(tmp_path / "a", {"w": np.zeros(3), "v": np.zeros(3)})
+    reshard.digest(reshard.select(reshard.open(tmp_path / "a"), "w"), write=True)
+    record = read_record(tmp_path / "a" / FILE)
+    assert set(record.arrays) == {"w"}
+    check_hashes(record, tmp_path / "a", tmp_path / "a")
+
+
+def test_casts_have_digests_and_no_record(plain):
+    path, values = plain
+    cast = reshard.cast(reshard.open(path), "bfloat16", "w")
+    text = digest_of(values["w"].astype(ml_dtypes.bfloat16))
+    assert reshard.digest(cast, write=True)["w",] == text
+    assert set(read_record(path / FILE).arrays) == {"v", "b", "s"}
+
+
+def test_an_earlier_record_is_checked_and_replaced(plain):
+    path, _ = plain
+    reshard.digest(path, write=True)
+    once = (path / FILE).read_bytes()
+    (path / TEMPORARY).write_bytes(b"half a rec")  # of a command that was killed
+    reshard.digest(path, write=True)
+    assert (path / FILE).read_bytes() == once
+    assert not (path / TEMPORARY).exists()
+    document = json.loads(once)
+    document["arrays"]["w"]["digest"] = "0" * 32
+    (path / FILE).write_text(json.dumps(document))
+    with pytest.raises(reshard.CorruptCheckpointError) as error:
+        reshard.digest(path, write=True)
+    assert str(error.value) == f"`{path}` is not whole\n  w: its values are not those on record"
+    assert json.loads((path / FILE).read_text()) == document
+
+
+def test_a_record_that_cannot_be_written(plain, monkeypatch):
+    path, _ = plain
+    before = layouts.hashes(path)
+
+    def full(descriptor):
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(reshard.DestinationError) as error:
+        reshard.digest(path, write=True)
+    assert str(error.value) == f"`{path / FILE}` cannot be written: No space left on device"
+    monkeypatch.undo()
+
+    def read_only(self, *args, **kwargs):
+        raise OSError(30, os.strerror(30))
+
+    monkeypatch.setattr(pathlib.Path, "open", read_only)
+    with pytest.raises(reshard.DestinationError) as error:
+        reshard.digest(path, write=True)
+    assert str(error.value) == f"`{path / FILE}` cannot be written: Read-only file system"
+    monkeypatch.undo()
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        reshard.digest(path, write=True)
+    assert layouts.hashes(path) == before
+
+
+def test_no_digest_of_what_does_not_fit_into_memory(plain):
+    path, _ = plain
+    with pytest.raises(reshard.MemoryLimitError) as error:
+        reshard.digest(path, max_memory="16KiB")
+    assert str(error.value) == (
+        "one chunk, encoded and decoded, does not fit into 16.00 KiB\n"
+        "  b: 16.02 KiB\n  s: 16.01 KiB\n  v: 16.25 KiB\n  w: 16.38 KiB\n\n"
+        "hint: --max-memory 1MiB"
+    )
+    assert error.value.least == 2 * 4 * 8 * 6 + (1 << 14)
+    assert not (path / FILE).exists()

@@ -1,0 +1,1012 @@
+"""Killed and stopped jobs: what they leave, and what a later run with `resume` makes of it."""
+
+import contextlib
+import fcntl
+import functools
+import inspect
+import json
+import os
+import pathlib
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+
+import jax
+import layouts
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from layouts import bits, hashes
+
+import reshard
+from reshard.store import node_files, value_files
+from reshard.writer import journal, stream
+
+RESHARD = pathlib.Path(sysconfig.get_path("scripts")) / "reshard"
+TEMPORARY = ".reshard.orbax-checkpoint-tmp"
+PROGRESS = "reshard_progress.json"
+RECORD = "reshard_digests.json"
+MARKER = "commit_success.txt"
+MEMORY = "3MiB"
+ANEW = "hint: without --resume the job begins anew"
+FORMATS = {
+    "zarr2": {},
+    "zarr2-files": {"use_ocdbt": False},
+    "zarr3": {"use_zarr3": True},
+    "zarr3-files": {"use_ocdbt": False, "use_zarr3": True},
+}
+# Split projections, the layers of a scanned block (two of which share a chunk), a stack of layers.
+MAP = r"""
+to = 'nnx'
+
+[[rule]]
+from = '^params/fused_(\d+)/kernel$'
+split = { axis = 1, into = ['fused/\1/left', 'fused/\1/right'] }
+
+[[rule]]
+from = '^params/scanned/(\w+)$'
+unstack = { axis = 0, into = 'layers/{}/\1' }
+
+[[rule]]
+from = '^params/block_(\d+)/kernel$'
+stack = { axis = 0, by = 1 }
+to = 'blocks/kernel'
+
+[[rule]]
+from = '^params/plain_'
+to = 'plain/'
+"""
+
+
+# Sources.
+
+
+def put(rng, shape, *spec):
+    sharding = NamedSharding(layouts.mesh((2, 4)), P(*spec))
+    return jax.device_put(layouts.random_array(rng, shape), sharding)
+
+
+def plain_tree(seed, count):
+    """Arrays that are rewritten, kept, and read in several passes; and leaves of other kinds."""
+    rng = np.random.default_rng(seed)
+    shape = (512, 512)
+    alone = [jax.device_put(layouts.random_array(rng, shape), jax.devices()[0]) for _ in range(2)]
+    return {
+        "params": {
+            **{f"w{i}": put(rng, shape, "data", "model") for i in range(count)},
+            **{f"kept{i}": put(rng, shape, None, None) for i in range(count)},
+            **{f"serial{i}": alone[i] for i in range(2)},
+            "small": {name: put(rng, (64,), "model") for name in ("a", "b.c/d")},
+        },
+        "text": "ü",
+        "number": 3,
+        "none": None,
+    }
+
+
+def linen_tree(seed, count):
+    """What `MAP` is for."""
+    rng = np.random.default_rng(seed)
+
+    def kernels(name, count, side):
+        return {
+            f"{name}_{i}": {"kernel": put(rng, (side, side), "data", "model")} for i in range(count)
+        }
+
+    scanned = {
+        "kernel": put(rng, (8, 256, 256), "data", None, "model"),
+        "bias": put(rng, (8, 64), None, "model"),
+    }
+    return {
+        "params": {
+            "scanned": scanned,
+            **kernels("fused", count, 512),
+            **kernels("block", count, 256),
+            **kernels("plain", count, 512),
+        }
+    }
+
+
+def make(path, kind, count):
+    """Saves a source: `ckpt zarr2`, `ckpt manager`, `convert zarr3-files`, ..."""
+    api, layout = kind.split()
+    if layout == "manager":
+        with ocp.CheckpointManager(path) as manager:
+            for step in (1, 2):
+                tree = {"params": plain_tree(step, count // 2)["params"]}
+                manager.save(step, args=ocp.args.StandardSave(tree), metrics={"loss": step})
+        return path
+    tree = (plain_tree if api == "ckpt" else linen_tree)(0, count)
+    with ocp.PyTreeCheckpointer(**FORMATS[layout]) as checkpointer:
+        checkpointer.save(path, tree)
+    if api == "convert":
+        path.with_name("map.toml").write_text(MAP)
+    return path
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Sources by kind and size, made once: `ckpt zarr2`, ... A job of a large one takes half a
+    second."""
+    made = {}
+    before = {}
+
+    def get(kind, size="small"):
+        if (kind, size) not in made:
+            path = tmp_path_factory.mktemp(kind.replace(" ", "-")) / "source"
+            made[kind, size] = make(path, kind, {"large": 12, "small": 6, "tiny": 2}[size])
+            before[path] = hashes(path)
+        return made[kind, size]
+
+    yield get
+    for path in made.values():
+        assert hashes(path) == before[path]
+
+
+def changed(source):
+    """What is saved."""
+    source = pathlib.Path(source)
+    map_file = source.with_name("map.toml")
+    if map_file.exists():
+        return [reshard.to_mesh(reshard.to_nnx(source, map_file=map_file), "1x4")]
+    steps = reshard.open(source).source.steps or (None,)
+    opened = [reshard.open(source, step=step) for step in steps]
+    return [reshard.to_mesh(ckpt, "1x8", [("serial", ("model", None))]) for ckpt in opened]
+
+
+def save(source, out, **options):
+    return reshard.save(changed(source), out, **{"max_memory": "3MiB"} | options)
+
+
+# Starts a process for each line that it reads; each has all imports behind it.
+STARTER = f"""
+import importlib
+import json
+import os
+import pathlib
+import signal
+import sys
+import traceback
+
+import reshard
+import reshard.convert.conversion
+import reshard.loader
+import reshard.transforms
+import reshard.writer
+from reshard.writer import journal
+
+
+{inspect.getsource(changed)}
+
+{inspect.getsource(save)}
+"""
+STARTER += '''
+def deadly(original, count, after):
+    """A function, the call of which with this number kills the process."""
+    calls = 0
+
+    def called(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == count and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = original(*args, **kwargs)
+        if calls == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    return called
+
+
+def run(source, out, resume, dies=None):
+    if dies:
+        module, name, count, after = dies
+        *owner, name = name.split(".")
+        holder = importlib.import_module(module)
+        for attribute in owner:
+            holder = getattr(holder, attribute)
+        setattr(holder, name, deadly(getattr(holder, name), count, after))
+    journal._SYNC_SECONDS, journal._SYNC_SHARE = 0, 0.5
+    save(source, out, resume=resume)
+
+
+print("ready", flush=True)
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        try:
+            run(**json.loads(line))
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    print(child, flush=True)
+    _, status = os.waitpid(child, 0)
+    print(os.waitstatus_to_exitcode(status), flush=True)
+'''
+
+
+class Started:
+    """One job in a process of its own."""
+
+    def __init__(self, starter, **arguments):
+        self._starter = starter
+        starter.stdin.write(json.dumps(arguments, default=str) + "\n")
+        starter.stdin.flush()
+        self._child = int(starter.stdout.readline())
+        self._begin = time.perf_counter()
+
+    def kill(self, seconds):
+        """Kills it so long after its start."""
+        time.sleep(max(self._begin + seconds - time.perf_counter(), 0))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._child, signal.SIGKILL)
+        return self.wait()
+
+    def wait(self):
+        """Its exit status, and how long it ran."""
+        status = int(self._starter.stdout.readline())
+        self.seconds = time.perf_counter() - self._begin
+        return status
+
+
+@pytest.fixture(scope="module")
+def start():
+    """Starts jobs: `start(source=..., out=..., resume=...)`."""
+    command = [sys.executable, "-c", STARTER]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as starter:
+        assert starter.stdout.readline() == "ready\n"
+        yield functools.partial(Started, starter)
+        starter.stdin.close()
+
+
+# What is to be there.
+
+
+def files(path):
+    """Every file, less those of B-trees and of arrays in OCDBT, and what tells of their packing."""
+    found = {}
+    for name, digest in hashes(path).items():
+        parts = name.split("/")
+        if "d" in parts or parts[-1] in ("manifest.ocdbt", "ocdbt.process_0"):
+            continue
+        if parts[-1] == MARKER:
+            digest = "the commit marker"
+        if parts[-1] == RECORD:
+            digest = json.loads((path / name).read_bytes())
+            digest["files"].pop("manifest.ocdbt", None)
+        found[name] = digest
+    return found
+
+
+def opened(path):
+    steps = reshard.open(path).source.steps or (None,)
+    return [reshard.open(path, step=step) for step in steps]
+
+
+def values(path):
+    return [{h.path: bits(h.view().read().result()) for h in ckpt.arrays} for ckpt in opened(path)]
+
+
+def restored(path):
+    """What Orbax reads."""
+    items = [path / ckpt.source.step / ckpt.source.item for ckpt in opened(path)]
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        found = [layouts.flat(checkpointer.restore(item)) for item in items]
+    return [{name: bits(leaf) for name, leaf in tree.items()} for tree in found]
+
+
+def assert_pruned(path):
+    """Every file of every OCDBT database is in use."""
+    for ckpt in opened(path):
+        if ckpt.source.store.ocdbt:
+            item = ckpt.source.store.directory
+            data = [*item.glob("d/**/*"), *item.glob("ocdbt.process_*/**/*")]
+            found = {str(file.relative_to(item)) for file in data if file.is_file()}
+            assert found == node_files(item) | value_files(item)
+
+
+@pytest.fixture(scope="module")
+def expected(sources, tmp_path_factory):
+    """What an uninterrupted job makes of a source: kind -> its path, values, and what Orbax reads
+    of it."""
+    made = {}
+
+    def get(kind, size="small"):
+        if (kind, size) not in made:
+            path = tmp_path_factory.mktemp("whole") / "out"
+            save(sources(kind, size), path)
+            assert_pruned(path)
+            made[kind, size] = path, values(path), restored(path)
+        return made[kind, size]
+
+    return get
+
+
+def assert_same(out, expected):
+    """The destination is what an uninterrupted job makes, and nothing else is beside it."""
+    path, arrays, _ = expected
+    assert os.listdir(out.parent) == [out.name]
+    assert files(out) == files(path)
+    assert values(out) == arrays
+    assert_pruned(out)
+
+
+def assert_whole(out, expected):
+    """And Orbax reads it."""
+    assert_same(out, expected)
+    assert restored(out) == expected[2]
+
+
+def assert_absent(out):
+    """Nothing is there that could be opened."""
+    assert set(os.listdir(out.parent)) <= {out.name + TEMPORARY}
+    with pytest.raises(reshard.CheckpointNotFoundError):
+        reshard.open(out)
+    temporary = out.with_name(out.name + TEMPORARY)
+    if temporary.exists():
+        with pytest.raises(reshard.UncommittedCheckpointError):
+            reshard.open(temporary)
+        with pytest.raises(ValueError, match="incomplete checkpoint"):
+            ocp.PyTreeCheckpointer().restore(temporary)
+
+
+def status_of(path):
+    """Enough of each file to know that nobody has written to it."""
+    found = {file: os.stat(file) for file in path.rglob("*") if file.is_file()}
+    return {file: (s.st_size, s.st_mtime_ns, s.st_ino) for file, s in found.items()}
+
+
+# SIGKILL at random moments.
+
+KINDS = [f"ckpt {name}" for name in (*FORMATS, "manager")] + [f"convert {name}" for name in FORMATS]
+# 50 for each command and mode.
+KILLS = {"ckpt": 10, "convert": 13}
+
+
+def usual_seconds(start, source, out, resume):
+    """How long a job takes that nobody kills."""
+    taken = []
+    for _ in range(2):
+        job = start(source=source, out=out, resume=resume)
+        assert job.wait() == 0
+        taken.append(job.seconds)
+        shutil.rmtree(out)
+    return min(taken)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_at_random_moments(sources, expected, start, tmp_path, kind):
+    source, whole = sources(kind, "large"), expected(kind, "large")
+    before = status_of(source)
+    out = tmp_path / "out"
+    seconds = usual_seconds(start, source, out, False)
+    rng = random.Random(kind)
+    for _ in range(KILLS[kind.split()[0]]):
+        start(source=source, out=out, resume=False).kill(rng.uniform(0, 1.1 * seconds))
+        assert status_of(source) == before
+        if out.exists():
+            assert_whole(out, whole)
+            shutil.rmtree(out)
+        else:
+            assert_absent(out)
+    assert start(source=source, out=out, resume=False).wait() == 0
+    assert_whole(out, whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_again_and_again_and_resumed(sources, expected, start, tmp_path, kind):
+    source, whole = sources(kind, "large"), expected(kind, "large")
+    before = status_of(source)
+    out = tmp_path / "out"
+    seconds = usual_seconds(start, source, out, True)
+    rng = random.Random(kind)
+    kills = 0
+    while kills < KILLS[kind.split()[0]] or not out.exists():
+        if out.exists():
+            shutil.rmtree(out)
+        job = start(source=source, out=out, resume=True)
+        status = job.kill(rng.uniform(0, 0.8 * seconds))
+        assert status in (0, -signal.SIGKILL)
+        kills += status != 0
+        assert status_of(source) == before
+        if out.exists():
+            assert_whole(out, whole)
+        else:
+            assert_absent(out)
+
+
+# SIGKILL at moments of interest.
+
+# Which call of what, and whether after it rather than before.
+MOMENTS = [
+    ("reshard.writer.surroundings", "local.copy_tree", 1, True),
+    ("reshard.writer.ocdbt", "local.link", 2, False),
+    ("reshard.writer.local", "write_durably", 1, False),
+    ("os", "replace", 1, False),
+    ("os", "replace", 1, True),
+    ("os", "replace", 4, False),
+    ("reshard.writer.stream", "Pending.add", 3, True),
+    ("reshard.writer.progress", "ItemProgress.value_batch", 1, True),
+    ("reshard.writer.progress", "ItemProgress.box_batch", 5, False),
+    ("reshard.writer.ocdbt", "merge", 1, False),
+    ("reshard.writer.ocdbt", "merge", 1, True),
+    ("reshard.writer.ocdbt", "prune", 1, False),
+    ("os", "unlink", 2, True),
+    ("os", "unlink", 7, True),
+    ("reshard.writer.ocdbt", "prune", 1, True),
+    ("reshard.writer.job", "documents", 1, True),
+    ("reshard.writer.job", "records", 1, True),
+    ("reshard.writer.job", "records", 2, False),
+    ("reshard.writer.job", "write_markers", 1, True),
+    ("reshard.writer.journal", "Journal.close", 1, False),
+    ("reshard.writer.journal", "Journal.close", 1, True),
+    ("os", "rename", 1, True),
+]
+
+
+@pytest.mark.parametrize("kind", ["ckpt manager", "convert zarr3-files"])
+def test_killed_at_a_moment_of_interest(sources, expected, start, tmp_path, kind):
+    source, whole = sources(kind, "tiny"), expected(kind, "tiny")
+    out = tmp_path / "out"
+    killed = 0
+    for moment in MOMENTS:
+        # Twice at the same place, unless it is done by then.
+        for _ in range(2):
+            status = start(source=source, out=out, resume=True, dies=moment).wait()
+            assert status in (0, -signal.SIGKILL)
+            killed += status != 0
+            if out.exists():
+                break
+            assert_absent(out)
+        else:
+            assert start(source=source, out=out, resume=True).wait() == 0
+        assert_same(out, whole)
+        shutil.rmtree(out)
+    assert killed > len(MOMENTS) // 2
+
+
+# Stopped in this process.
+
+
+class StopError(Exception):
+    """What the tests throw into a running job."""
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Every batch is made durable."""
+    monkeypatch.setattr(journal, "_SYNC_SECONDS", -1)
+    monkeypatch.setattr(journal, "_SYNC_SHARE", float("inf"))
+
+
+def stop_at(part):
+    """A callback for progress that raises an error once this part is done."""
+
+    def progress(done, whole):
+        if done >= part * whole:
+            raise StopError
+
+    return progress
+
+
+def stopped(source, out, part=0.6, **options):
+    """A job that is stopped in the middle; its temporary directory."""
+    with pytest.raises(StopError) as caught:
+        save(source, out, resume=True, progress=stop_at(part), **options)
+    temporary = out.with_name(out.name + TEMPORARY)
+    assert caught.value.__notes__ == [
+        f"`{temporary}` is kept: the same command with --resume goes on with it"
+    ]
+    assert os.listdir(out.parent) == [temporary.name]
+    return temporary
+
+
+def progress_of(temporary):
+    """How far the first item is: values, batches, merged."""
+    item = json.loads((temporary / PROGRESS).read_bytes())["job"]["items"][0]
+    return item["values"], item["batches"], item["merged"]
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("kind", ["ckpt zarr2", "ckpt zarr2-files", "convert zarr3"])
+def test_stopped_again_and_again(sources, expected, tmp_path, kind):
+    out = tmp_path / "out"
+    far = [progress_of(stopped(sources(kind), out, part / 16)) for part in range(17)]
+    assert far == sorted(far) and len(set(far)) > 8
+    save(sources(kind), out, resume=True)
+    assert_whole(out, expected(kind))
+
+
+@pytest.mark.usefixtures("always")
+def test_only_what_was_in_flight_is_done_again(sources, expected, tmp_path, monkeypatch):
+    kind, out = "ckpt zarr2-files", tmp_path / "out"
+    reads = []
+    original = stream._start_read
+    monkeypatch.setattr(
+        stream, "_start_read", lambda array, *rest: reads.append(array) or original(array, *rest)
+    )
+    save(sources(kind), out)
+    every = len(reads)
+    shutil.rmtree(out)
+    reads.clear()
+    stopped(sources(kind), out)
+    first = len(reads)
+    reads.clear()
+    save(sources(kind), out, resume=True)
+    assert 4 < first < every
+    assert every <= first + len(reads) <= every + stream.WINDOW
+    assert_whole(out, expected(kind))
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize(("before", "after"), [(1, 16), (16, 1)])
+def test_another_number_of_cores(sources, tmp_path, monkeypatch, before, after):
+    source, path, out = sources("ckpt zarr2"), tmp_path / "whole", tmp_path / "new" / "out"
+    save(source, path, max_memory="64MiB")
+    for module in (reshard.writer.job, reshard.schedule):
+        monkeypatch.setattr(module, "IN_FLIGHT_PER_CORE", 4 << 20)
+    monkeypatch.setattr(reshard.writer.job, "cores", lambda: before)
+    stopped(source, out, 0.8, max_memory="64MiB")
+    monkeypatch.setattr(reshard.writer.job, "cores", lambda: after)
+    save(source, out, resume=True, max_memory="64MiB")
+    assert_whole(out, (path, values(path), restored(path)))
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True), (False, False)])
+def test_links_that_are_forbidden_at_times(sources, tmp_path, monkeypatch, before, after):
+    source, out = sources("ckpt zarr3"), tmp_path / "out"
+    save(source, tmp_path / "whole" / "out")
+    path = tmp_path / "whole" / "out"
+    whole = path, values(path), restored(path)
+    real = os.link
+
+    def links(allowed):
+        def link(*args, **kwargs):
+            if not allowed:
+                raise PermissionError(1, "Operation not permitted")
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(os, "link", link)
+
+    out = tmp_path / "new" / "out"
+    links(before)
+    stopped(source, out)
+    links(after)
+    save(source, out, resume=True)
+    assert_whole(out, whole)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_other_checks_and_overwrite_are_no_other_job(sources, expected, tmp_path, overwrite):
+    kind, out = "ckpt zarr2", tmp_path / "out"
+    temporary = stopped(sources(kind), out)
+    far = progress_of(temporary)
+    if overwrite:
+        save(sources("ckpt zarr3"), tmp_path / "old")
+        (tmp_path / "old").rename(out)
+    seen = []
+    save(
+        sources(kind),
+        out,
+        resume=True,
+        overwrite=overwrite,
+        verify=True,
+        progress=lambda *_: seen.append(progress_of(temporary)),
+    )
+    assert seen[0] >= far > (0, 0, False)
+    assert_whole(out, expected(kind))
+
+
+@pytest.mark.usefixtures("always")
+def test_an_old_destination_stays_until_the_new_one_is_complete(sources, expected, tmp_path):
+    kind, out = "ckpt zarr2", tmp_path / "out"
+    save(sources("ckpt zarr3"), out)
+    before = hashes(out)
+    for _ in range(2):
+        with pytest.raises(StopError):
+            save(sources(kind), out, resume=True, overwrite=True, progress=stop_at(0.6))
+        assert hashes(out) == before
+        assert sorted(os.listdir(tmp_path)) == ["out", f"out{TEMPORARY}"]
+    save(sources(kind), out, resume=True, overwrite=True)
+    assert_whole(out, expected(kind))
+
+
+# Nothing to go on with.
+
+
+def test_resume_where_nothing_is(sources, expected, tmp_path):
+    save(sources("ckpt zarr2"), tmp_path / "out", resume=True)
+    assert_whole(tmp_path / "out", expected("ckpt zarr2"))
+
+
+def test_what_a_job_without_resume_left_is_removed(sources, expected, start, tmp_path):
+    kind, out = "ckpt zarr2-files", tmp_path / "out"
+    dies = ("reshard.writer.job", "documents", 1, False)
+    assert start(source=sources(kind), out=out, resume=False, dies=dies).wait() == -signal.SIGKILL
+    junk = tmp_path / f"out{TEMPORARY}" / "junk"
+    junk.write_text("half")
+    save(sources(kind), out, resume=True)
+    assert_whole(out, expected(kind))
+
+
+def test_without_resume_what_was_kept_is_removed(sources, expected, tmp_path):
+    kind, out = "ckpt zarr2-files", tmp_path / "out"
+    junk = stopped(sources(kind), out) / "junk"
+    junk.write_text("half")
+    save(sources(kind), out)
+    assert_whole(out, expected(kind))
+
+
+def test_stopped_before_anything_is_written(sources, tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise StopError
+
+    monkeypatch.setattr(reshard.writer.job, "copy_surroundings", interrupt)
+    with pytest.raises(StopError) as caught:
+        save(sources("ckpt zarr2"), tmp_path / "out", resume=True)
+    assert not hasattr(caught.value, "__notes__")
+    assert os.listdir(tmp_path) == []
+
+
+def test_half_written_files(sources, expected, tmp_path):
+    kind, out = "ckpt zarr2-files", tmp_path / "out"
+    temporary = stopped(sources(kind), out)
+    (temporary / f"{PROGRESS}.new").write_text("{")
+    for name in ("params.kept0", "params.w5"):
+        (temporary / name).mkdir(exist_ok=True)
+        (temporary / name / "0.0.__lock").write_bytes(b"half a chunk" * 100_000)
+    save(sources(kind), out, resume=True)
+    assert_whole(out, expected(kind))
+
+
+def test_a_source_that_holds_a_progress_file(sources, expected, tmp_path):
+    source = shutil.copytree(sources("ckpt zarr2"), tmp_path / "source")
+    (source / PROGRESS).write_text("{}")
+    out = tmp_path / "new" / "out"
+    stopped(source, out)
+    save(source, out, resume=True)
+    assert_whole(out, expected("ckpt zarr2"))
+
+
+# Refusals.
+
+
+def refused(text, source, out, **options):
+    with pytest.raises(reshard.DestinationError) as caught:
+        save(source, out, **{"resume": True} | options)
+    assert str(caught.value) == text
+    assert not hasattr(caught.value, "__notes__")
+
+
+def other_job(temporary):
+    return (
+        f"the unfinished job in `{temporary}` had other arguments, or another source\n\n"
+        f"hint: the arguments that it had\n{ANEW}"
+    )
+
+
+ARGUMENTS = {
+    "mesh": lambda c: (reshard.to_mesh(c, "1x4", [("serial", ("model", None))]), {}),
+    "dtype": lambda c: (reshard.cast(c, "bfloat16"), {}),
+    "dtype of one": lambda c: (reshard.cast(c, "bfloat16", "params/kept0"), {}),
+    "select": lambda c: (reshard.select(c, "params/**"), {}),
+    "drop": lambda c: (reshard.select(c, drop="none"), {}),
+    "rename": lambda c: (reshard.rename(c, [("w0", "u0")]), {}),
+    "spec": lambda c: (reshard.to_mesh(c, "1x8", [("w0", ("model",))]), {}),
+    "memory": lambda c: (c, {"max_memory": "4MiB"}),
+    "much memory": lambda c: (c, {"max_memory": "1GiB"}),
+    "chunks": lambda c: (c, {"chunks": "64KiB"}),
+    "kept chunks": lambda c: (c, {"chunks": "keep"}),
+}
+
+
+def test_other_arguments(sources, expected, tmp_path):
+    kind, out = "ckpt zarr2", tmp_path / "out"
+    temporary = stopped(sources(kind), out)
+    before = hashes(temporary)
+    for change in ARGUMENTS.values():
+        (ckpt,) = changed(sources(kind))
+        ckpt, options = change(ckpt)
+        with pytest.raises(reshard.DestinationError) as caught:
+            reshard.save(ckpt, out, resume=True, **{"max_memory": MEMORY} | options)
+        assert str(caught.value) == other_job(temporary)
+        assert hashes(temporary) == before
+    # In the same process: each refusal has given its lock back.
+    save(sources(kind), out, resume=True)
+    assert_whole(out, expected(kind))
+
+
+def test_other_memory_for_the_same_plan(sources, tmp_path):
+    """The batches are others."""
+    out = tmp_path / "out"
+    (ckpt,) = changed(sources("convert zarr2"))
+    plans = [reshard.plan(ckpt, max_memory=memory).arrays for memory in (MEMORY, "3200KiB")]
+    assert repr(plans[0]) == repr(plans[1])
+    temporary = stopped(sources("convert zarr2"), out)
+    refused(other_job(temporary), sources("convert zarr2"), out, max_memory="3200KiB")
+
+
+@pytest.mark.parametrize("chunks", ["shard", "64KiB"])
+def test_without_links_is_another_job(sources, tmp_path, chunks):
+    """Also where only what is in the B-tree itself stays in its place."""
+    source, out = sources("ckpt zarr2"), tmp_path / "out"
+    temporary = stopped(source, out, chunks=chunks)
+    refused(other_job(temporary), source, out, chunks=chunks, link=False)
+    save(source, out, chunks=chunks, resume=True)
+
+
+def test_other_steps(sources, tmp_path):
+    source, out = sources("ckpt manager"), tmp_path / "out"
+    temporary = stopped(source, out)
+    for ckpts in (changed(source)[:1], changed(source)[1:], changed(source)[::-1]):
+        with pytest.raises(reshard.DestinationError) as caught:
+            reshard.save(ckpts, out, max_memory=MEMORY, resume=True)
+        assert str(caught.value) == other_job(temporary)
+
+
+def test_another_conversion(sources, tmp_path):
+    source = shutil.copytree(sources("convert zarr2"), tmp_path / "source")
+    out = tmp_path / "new" / "out"
+    (tmp_path / "map.toml").write_text(MAP)
+    temporary = stopped(source, out)
+    (tmp_path / "map.toml").write_text(MAP.replace("'left', 'right'", "'right', 'left'"))
+    with pytest.raises(reshard.TreeMismatchError):
+        (tmp_path / "map.toml").write_text(MAP.replace("left", "right"))
+        save(source, out, resume=True)
+    swapped = MAP.replace("left", "middle").replace("right", "left").replace("middle", "right")
+    (tmp_path / "map.toml").write_text(swapped)
+    refused(other_job(temporary), source, out)
+
+
+def touched(file):
+    os.utime(file, ns=(file.stat().st_mtime_ns, file.stat().st_mtime_ns + 1))
+
+
+def grown(file):
+    times = (file.stat().st_atime_ns, file.stat().st_mtime_ns)
+    with file.open("ab") as stream:
+        stream.write(b"\0")
+    os.utime(file, ns=times)
+
+
+def replaced(file):
+    data = file.read_bytes()
+    file.unlink()
+    file.write_bytes(data)
+
+
+def gone_beside(file):
+    touched(file)
+    (file.parent / "another").write_text("")
+
+
+@pytest.mark.parametrize("kind", ["ckpt zarr3", "ckpt zarr2-files"])
+@pytest.mark.parametrize("change", [touched, grown, replaced, gone_beside])
+def test_another_source(sources, expected, tmp_path, kind, change):
+    source = shutil.copytree(sources(kind), tmp_path / "source")
+    out = tmp_path / "new" / "out"
+    temporary = stopped(source, out)
+    data = sorted(file for file in source.glob("**/*") if file.is_file() and file.parent != source)
+    change(data[-1])
+    refused(other_job(temporary), source, out)
+    if change in (touched, replaced):
+        save(source, out)
+        assert_whole(out, expected(kind))
+
+
+GARBAGE = [
+    b"{",
+    b"[]",
+    b"{}",
+    b"null",
+    b"\xff\xfe" * 100,
+    b"\0" * 4096,
+    b"[" * 100_000,
+    b'{"sha256": "", "job": {}}',
+    b'{"sha256": 3, "job": null}',
+]
+
+
+def test_a_damaged_progress_file(sources, expected, tmp_path):
+    kind, out = "ckpt zarr2-files", tmp_path / "out"
+    temporary = stopped(sources(kind), out)
+    genuine = (temporary / PROGRESS).read_bytes()
+    rng = random.Random(0)
+    flipped = []
+    for _ in range(20):
+        place = rng.randrange(len(genuine))
+        changed = bytes([genuine[place] ^ 1 << rng.randrange(7)])
+        flipped.append(genuine[:place] + changed + genuine[place + 1 :])
+    text = f"`{temporary / PROGRESS}` is damaged: nothing says how far the unfinished job is"
+    cut = [genuine[: len(genuine) // 2], genuine[:-1]]
+    for garbage in (*GARBAGE, *cut, *flipped):
+        if garbage.translate(None, b" \n\t\r") == genuine.translate(None, b" \n\t\r"):
+            continue
+        (temporary / PROGRESS).write_bytes(garbage)
+        refused(f"{text}\n\n{ANEW}", sources(kind), out)
+    save(sources(kind), out)
+    assert_whole(out, expected(kind))
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("kind", ["ckpt zarr2", "ckpt zarr2-files"])
+def test_progress_that_is_ahead_of_the_data(sources, expected, tmp_path, kind):
+    """As after a disk that lied about what is durable."""
+    out = tmp_path / "out"
+    temporary = stopped(sources(kind), out, 0.8)
+    for file in [*temporary.glob("ocdbt.process_0/d/*"), *temporary.glob("params.w*/0.*")]:
+        if file.stat().st_nlink == 1:
+            file.unlink()
+    with pytest.raises(reshard.ReshardError) as caught:
+        save(sources(kind), out, resume=True)
+    assert not out.exists()
+    if isinstance(caught.value, reshard.CorruptCheckpointError):
+        assert os.listdir(tmp_path) == []
+    save(sources(kind), out)
+    assert_whole(out, expected(kind))
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("kind", ["ckpt zarr2", "ckpt zarr2-files"])
+def test_progress_that_is_behind_the_data(sources, expected, tmp_path, kind):
+    out = tmp_path / "out"
+    temporary = stopped(sources(kind), out, 0.4)
+    early = (temporary / PROGRESS).read_bytes()
+    stopped(sources(kind), out, 0.8)
+    (temporary / PROGRESS).write_bytes(early)
+    save(sources(kind), out, resume=True)
+    assert_whole(out, expected(kind))
+
+
+# Faults of the disk and of the source.
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("kind", ["ckpt zarr2", "ckpt zarr2-files", "convert zarr3"])
+def test_a_full_disk_and_room_again(sources, expected, tmp_path, kind):
+    """A limit on the size of files makes the file system refuse writes from the middle on."""
+    source, out = sources(kind), tmp_path / "out"
+    temporary = tmp_path / f"out{TEMPORARY}"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(done, whole):
+        if done > whole // 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+
+    before = status_of(source)
+    try:
+        with pytest.raises(reshard.DestinationError) as caught:
+            save(source, out, resume=True, progress=fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(caught.value).startswith(
+        ("the destination cannot be written\n  ", f"`{out}` cannot be written: File too large")
+    )
+    assert caught.value.__notes__ == [
+        f"`{temporary}` is kept: the same command with --resume goes on with it"
+    ]
+    assert status_of(source) == before
+    assert_absent(out)
+    far = progress_of(temporary)
+    assert far > (0, 0, False)
+    save(source, out, resume=True)
+    assert_whole(out, expected(kind))
+
+
+def test_what_was_kept_takes_no_room_twice(sources, expected, tmp_path, monkeypatch):
+    kind, out = "ckpt zarr2-files", tmp_path / "out"
+    temporary = stopped(sources(kind), out, 0.8)
+    kept = sum(file.stat().st_size for file in temporary.rglob("*") if file.is_file())
+    (ckpt,) = changed(sources(kind))
+    needed = int(reshard.plan(ckpt, max_memory=MEMORY).bytes_written * 1.1)
+    assert kept > needed // 4
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - kept // 2))
+    save(sources(kind), out, resume=True)
+    assert_whole(out, expected(kind))
+
+
+def test_a_source_that_changes_is_nothing_to_go_on_with(sources, tmp_path):
+    source = shutil.copytree(sources("ckpt zarr2-files"), tmp_path / "source")
+    out = tmp_path / "new" / "out"
+
+    def change(done, whole):
+        if done > whole // 2:
+            touched(source / "params.w0" / "0.0")
+
+    with pytest.raises(reshard.CorruptCheckpointError) as caught:
+        save(source, out, resume=True, progress=change)
+    assert str(caught.value) == f"the source changed while it was read\n  `{source}`"
+    assert not hasattr(caught.value, "__notes__")
+    assert os.listdir(out.parent) == []
+
+
+@pytest.mark.usefixtures("always")
+def test_values_that_are_not_those_on_record_are_nothing_to_go_on_with(sources, tmp_path):
+    source = tmp_path / "source"
+    save(sources("ckpt zarr2-files"), source)
+    record = json.loads((source / RECORD).read_bytes())
+    record["arrays"]["params.w0"]["digest"] = "0" * 32
+    (source / RECORD).write_text(json.dumps(record))
+    out = tmp_path / "new" / "out"
+    with pytest.raises(reshard.CorruptCheckpointError, match="not those its digests"):
+        save(source, out, resume=True, chunks="64KiB")
+    assert os.listdir(out.parent) == []
+
+
+def test_another_job_holds_it(sources, expected, tmp_path):
+    kind, out = "ckpt zarr2", tmp_path / "out"
+    temporary = stopped(sources(kind), out)
+    descriptor = os.open(temporary, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    for resume in (True, False):
+        refused(f"another job is writing `{temporary}`", sources(kind), out, resume=resume)
+    os.close(descriptor)
+    save(sources(kind), out, resume=True)
+    assert_whole(out, expected(kind))
+
+
+# The command line.
+
+
+TO = ("--to", "1x8", "--spec", "serial=model,")
+
+
+def command(kind, source, *options):
+    if kind == "ckpt":
+        return [RESHARD, "ckpt", source, "out/1", *TO, "--max-memory", MEMORY, *options]
+    arguments = ("--to", "nnx", "--map", source.with_name("map.toml"), "--mesh", "1x4")
+    return [RESHARD, "convert", source, "out/1", *arguments, "--max-memory", MEMORY, *options]
+
+
+def interrupted(arguments, cwd, number):
+    """How a command ends that gets a signal as soon as some of its batches are on the disk."""
+    process = subprocess.Popen(
+        arguments, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    temporary = cwd / "out" / f"1{TEMPORARY}"
+    # The first progress file says nothing yet: what is written after it can be seen.
+    while process.poll() is None and not [
+        *temporary.glob("params.w1*/*"),
+        *temporary.glob("plain.1*/*"),
+        *temporary.glob("ocdbt.process_0/manifest.ocdbt"),
+    ]:
+        time.sleep(0.001)
+    process.send_signal(number)
+    out, err = process.communicate()
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("kind", ["ckpt zarr2", "convert zarr2-files"])
+def test_a_signal_keeps_what_is_written(sources, expected, tmp_path, kind, number):
+    source = sources(kind, "large")
+    api, _ = kind.split()
+    kept = f"{tmp_path}/out/1{TEMPORARY}"
+    ended = interrupted(command(api, source, "--resume"), tmp_path, number)
+    text = f"`{kept}` is kept: the same command with --resume goes on with it"
+    assert ended == (130, "", f"\nInterrupted; {text}\n")
+    assert os.listdir(tmp_path / "out") == [f"1{TEMPORARY}"]
+    other = subprocess.run(
+        [*command(api, source, "--resume"), "--chunks", "64KiB"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (other.returncode, other.stdout) == (2, "")
+    assert other.stderr == f"Error: {other_job(kept)}\n"
+    subprocess.run(command(api, source, "--resume", "--quiet"), cwd=tmp_path, check=True)
+    assert os.listdir(tmp_path / "out") == ["1"]
+    assert_whole(tmp_path / "out" / "1", expected(kind, "large"))

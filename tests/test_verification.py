@@ -1,0 +1,840 @@
+"""`verify`: every fault is found, in words; `save` passes none on; the two commands."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sysconfig
+import time
+
+import jax
+import jax.numpy as jnp
+import layouts
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from layouts import LAYOUTS
+
+import reshard
+from reshard.digests import digest_of
+from reshard.records import FILE, ArrayRecord, Record
+
+RESHARD = pathlib.Path(sysconfig.get_path("scripts")) / "reshard"
+FORMS = {
+    f"{version}-{store}-{codec}": {
+        "use_zarr3": version == "zarr3",
+        "use_ocdbt": store == "ocdbt",
+        "use_compression": codec == "zstd",
+    }
+    for version in ("zarr2", "zarr3")
+    for store in ("files", "ocdbt")
+    for codec in ("raw", "zstd")
+}
+SPECS = {
+    "b": ((64, 8), P("data", "model"), "int32"),
+    "e": ((48, 32), P("model", "data"), "bfloat16"),
+    "w": ((64, 96), P("data", "model"), "float32"),
+}
+
+
+def save(path, tree, **form):
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**form)) as checkpointer:
+        checkpointer.save(path, tree)
+    return path
+
+
+def sharded(seed=0, sizes=(2, 4)):
+    """Random arrays on a mesh."""
+    rng = np.random.default_rng(seed)
+    on = layouts.mesh(sizes)
+    return {
+        name: jax.device_put(layouts.random_array(rng, shape, dtype), NamedSharding(on, spec))
+        for name, (shape, spec, dtype) in SPECS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Form -> a checkpoint of `sharded()` with its digests recorded, never to be written to."""
+    paths = {}
+
+    def get(form):
+        if form not in paths:
+            path = tmp_path_factory.mktemp("made") / form
+            save(path, sharded(), **FORMS[form])
+            reshard.digest(path, write=True)
+            paths[form] = path
+        return paths[form]
+
+    return get
+
+
+@pytest.fixture
+def copied(made, tmp_path):
+    """A copy of such a checkpoint."""
+
+    def get(form, name="saved"):
+        return pathlib.Path(shutil.copytree(made(form), tmp_path / name))
+
+    return get
+
+
+# Nothing is wrong.
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout(saved, tmp_path, layout):
+    source = saved(layout)
+    ckpt = reshard.open(source.path, **source.open)
+    count = len(ckpt.arrays)
+    before = layouts.hashes(source.path)
+    found = reshard.verify(ckpt)
+    assert repr(found) == (
+        f"`{source.path}`: {count} arrays read, 0 compared with digests, nothing is wrong"
+    )
+    assert found.ok
+    assert layouts.hashes(source.path) == before
+    out = tmp_path / "out"
+    reshard.save(reshard.to_mesh(ckpt, "1x8"), out, digest=True)
+    again = reshard.open(out, **source.open)
+    assert repr(reshard.verify(again, ckpt)) == (
+        f"`{out}`: {count} arrays read, {count} compared with digests, nothing is wrong"
+    )
+    assert reshard.verify(again).digests == found.digests
+    assert reshard.verify(ckpt, again).ok
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_against_every_other(made, form):
+    path = made(form)
+    expected = {(name,): digest_of(np.asarray(leaf)) for name, leaf in sharded().items()}
+    assert reshard.verify(path).digests == expected
+    for other in ("zarr2-ocdbt-zstd", "zarr3-files-raw"):
+        found = reshard.verify(path, made(other))
+        assert (found.ok, found.compared) == (True, 3)
+        found = reshard.verify(str(path), str(made(other) / FILE))
+        assert (found.ok, found.compared) == (True, 3)
+
+
+def test_progress_and_memory(made):
+    path = made("zarr2-files-raw")
+    calls = []
+    reshard.verify(path, max_memory="64KiB", progress=lambda *call: calls.append(call))
+    whole = sum(np.asarray(leaf).nbytes for leaf in sharded().values())
+    assert {total for _, total in calls} == {whole}
+    done = [part for part, _ in calls]
+    assert done == sorted(done)
+    assert (len(done) > 3, done[-1]) == (True, whole)
+    calls.clear()
+    reshard.verify(path, path, progress=lambda *call: calls.append(call))
+    assert calls[-1] == (2 * whole, 2 * whole)
+    calls.clear()
+    cast = reshard.cast(reshard.open(path), "float16", "e")  # which is read as float32 first
+    reshard.verify(cast, progress=lambda *call: calls.append(call))
+    assert calls[-1] == (whole, whole)
+    with pytest.raises(reshard.MemoryLimitError):
+        reshard.verify(path, max_memory="16KiB")
+
+
+# Something is, and all of it is told.
+
+
+def test_chunks_that_are_missing(copied):
+    path = copied("zarr2-files-zstd")
+    (path / "w" / "1.2").unlink()
+    (path / "w" / "0.0").unlink()
+    (path / "b" / "1.0").unlink()
+    assert repr(reshard.verify(path)) == (
+        f"`{path}`: 1 arrays read, 1 compared with digests, 2 problems\n"
+        "  b: 1 of its 8 stored chunks are missing\n"
+        "  w: 2 of its 8 stored chunks are missing"
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_files_that_were_cut_off_or_are_missing(copied, form):
+    path = copied(form)
+    ocdbt = "ocdbt" in form
+    key = {"zarr2": "1.2", "zarr3": "c/1/2"}[form[:5]]
+    file = stored_files(path, form)[0] if ocdbt else path / "w" / key
+    size = file.stat().st_size // 2 if ocdbt else file.stat().st_size - 1
+    for damage in (lambda: os.truncate(file, size), file.unlink):
+        damage()
+        found = reshard.verify(path)
+        leaves = [line.partition(": ")[0] for line in found.problems]
+        assert leaves == [path[0] for path in reshard.open(path) if path not in found.digests]
+        assert "w" in leaves or ocdbt
+        assert all("cannot be read" in line or "missing" in line for line in found.problems)
+
+
+def test_a_tree_or_a_database_that_cannot_be_opened(copied):
+    for number, name in enumerate(("_METADATA", "manifest.ocdbt")):
+        path = copied("zarr2-ocdbt-zstd", f"saved{number}")
+        os.truncate(path / name, 20)
+        with pytest.raises(reshard.CorruptCheckpointError):
+            reshard.verify(path)
+    path = copied("zarr2-files-zstd")
+    shutil.rmtree(path / "e")
+    with pytest.raises(reshard.CorruptCheckpointError) as error:
+        reshard.verify(path)
+    assert str(error.value) == (
+        f"`{path}` is not whole: leaves of its tree cannot be found or read\n"
+        "  e: there is no array `e`"
+    )
+
+
+def test_a_checkpoint_that_was_never_committed(copied):
+    path = copied("zarr2-ocdbt-zstd", "saved.orbax-checkpoint-tmp")
+    with pytest.raises(reshard.UncommittedCheckpointError):
+        reshard.verify(path)
+
+
+def test_chunks_in_each_other_s_place(copied):
+    path = copied("zarr2-files-raw")
+    one, other = path / "w" / "0.1", path / "w" / "1.3"
+    data = one.read_bytes(), other.read_bytes()
+    one.write_bytes(data[1])
+    other.write_bytes(data[0])
+    assert repr(reshard.verify(path)) == (
+        f"`{path}`: 3 arrays read, 3 compared with digests, 1 problems\n"
+        "  w: its values are not those on record"
+    )
+
+
+def test_arrays_in_each_other_s_place(tmp_path):
+    rng = np.random.default_rng(0)
+    tree = {name: rng.normal(size=(8, 8)).astype("f4") for name in ("a", "b", "c")}
+    path = save(tmp_path / "saved", tree, use_ocdbt=False)
+    reshard.digest(path, write=True)
+    (path / "a").rename(path / "x")
+    (path / "b").rename(path / "a")
+    (path / "x").rename(path / "b")
+    assert reshard.verify(path).problems == (
+        "a: its values are not those on record",
+        "b: its values are not those on record",
+    )
+
+
+def test_files_around_the_arrays(saved, tmp_path):
+    source = saved("manager")
+    path = shutil.copytree(source.path, tmp_path / "run")
+    item = path / "20" / "default"
+    reshard.digest(path, write=True)
+    assert reshard.verify(path).ok
+    sharding = item / "_sharding"
+    sharding.write_bytes(sharding.read_bytes().replace(b"data", b"dota"))
+    (item / "array_metadatas" / "process_0").unlink()
+    metrics = path / "20" / "metrics" / "metrics"
+    metrics.write_text('{"loss": 0.0}')
+    (path / "20" / "_CHECKPOINT_METADATA").unlink()
+    (item / "new.txt").write_text("what was added later is nobody's business")
+    assert set(reshard.verify(path).problems) == {
+        f"the file `{sharding}`: it is not the one on record",
+        f"the file `{item}/array_metadatas/process_0`: on record, and not there",
+        f"the file `{metrics}`: it is not the one on record",
+        f"the file `{path}/20/_CHECKPOINT_METADATA`: on record, and not there",
+    }
+    # The item alone has no step around it.
+    assert len(reshard.verify(item).problems) == 2
+
+
+def write_record(path, arrays, files=None, beside=None):
+    (path / FILE).write_bytes(Record(arrays, files or {}, beside or {}).dump())
+
+
+def test_records_of_something_else(copied, tmp_path):
+    path = copied("zarr2-files-zstd")
+    text = "0" * 32
+    arrays = {
+        "b": ArrayRecord("int64", (64, 8), text),
+        "e": ArrayRecord("bfloat16", (48, 32), None),
+        "w": ArrayRecord("float32", (96, 64), text),
+        "gone\x1b": ArrayRecord("float32", (), text),
+    }
+    files = {"x" * 300: "0" * 64, "nothing/here": "0" * 64}
+    write_record(path, arrays, files)
+    found = reshard.verify(path)
+    assert repr(found) == (
+        f"`{path}`: 3 arrays read, 0 compared with digests, 5 problems\n"
+        "  b: it is int32[64,8], and int64[64,8] on record\n"
+        "  w: it is float32[64,96], and float32[96,64] on record\n"
+        "  the array `gone\\u001b`: on record, and not there\n"
+        f"  the file `{path}/{'x' * 300}`: it cannot be read: File name too long\n"
+        f"  the file `{path}/nothing/here`: on record, and not there"
+    )
+    (path / FILE).write_text("{")
+    found = reshard.verify(path)
+    assert repr(found) == (
+        f"`{path}`: 3 arrays read, 0 compared with digests, 2 problems\n"
+        f"  `{path / FILE}` is no record of digests\n"
+        "  JSONDecodeError: Expecting property name enclosed in double quotes: "
+        "line 1 column 2 (char 1)"
+    )
+    shutil.rmtree(path / FILE, ignore_errors=True)
+    (path / FILE).unlink()
+    (path / FILE).mkdir()
+    assert reshard.verify(path).problems == (f"`{path / FILE}` is a directory, and not a file",)
+
+
+def test_every_kind_of_fault_at_once(copied):
+    path = copied("zarr2-files-raw")
+    (path / "b" / "0.0").unlink()
+    os.truncate(path / "e" / "0.0", 5)
+    chunk = path / "w" / "0.0"
+    chunk.write_bytes(bytes(len(chunk.read_bytes())))
+    (path / "_sharding").unlink()
+    problems = reshard.verify(path).problems
+    assert problems[0] == "b: 1 of its 8 stored chunks are missing"
+    assert problems[1].startswith("e: its stored bytes cannot be read ")
+    assert problems[2:] == (
+        "w: its values are not those on record",
+        f"the file `{path}/_sharding`: on record, and not there",
+    )
+
+
+# Single bits.
+
+
+def stored_files(path, form):
+    """The files that hold bytes of arrays, or of the B-tree that leads to them; largest first."""
+    if "ocdbt" in form:
+        found = [*path.glob("d/*"), *path.glob("ocdbt.process_0/d/*"), path / "manifest.ocdbt"]
+    else:
+        found = [file for name in SPECS for file in (path / name).rglob("*") if file.is_file()]
+    return sorted(found, key=lambda file: (-file.stat().st_size, str(file)))
+
+
+def values_in(path, form):
+    """The bytes of every array, read by TensorStore alone; None where it cannot."""
+    base = f"file://{path}/"
+    kvstore = {"driver": "ocdbt", "base": base} if "ocdbt" in form else base
+    found = {}
+    for name in SPECS:
+        store = kvstore | {"path": f"{name}/"} if "ocdbt" in form else f"{base}{name}/"
+        driver = "zarr3" if "zarr3" in form else "zarr"
+        try:
+            array = ts.open(
+                {"driver": driver, "kvstore": store, "fill_missing_data_reads": False}
+            ).result()
+            values = array.read().result()
+            found[name] = values.dtype, values.shape, values.tobytes()
+        except ValueError:
+            found[name] = None
+    return found
+
+
+def problems_of(path):
+    """What `verify` says, whichever way."""
+    try:
+        return reshard.verify(path).problems
+    except (reshard.CorruptCheckpointError, reshard.CheckpointFormatError) as error:
+        return (error.summary, *error.problems)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_single_bits_are_found_and_not_passed_on(copied, tmp_path, form):
+    """25 places in each of 8 forms."""
+    path, out = copied(form), tmp_path / "out"
+    expected = values_in(path, form)
+    assert None not in expected.values()
+    files = stored_files(path, form)
+    sizes = [file.stat().st_size for file in files]
+    rng = np.random.default_rng(list(FORMS).index(form))
+    changed = 0
+    for number in range(25):
+        place = int(rng.integers(8 * sum(sizes)))
+        which = int(np.searchsorted(np.cumsum(sizes), place // 8, "right"))
+        file, place = files[which], place - 8 * sum(sizes[:which])
+        before = file.read_bytes()
+        data = bytearray(before)
+        data[place // 8] ^= 1 << place % 8
+        file.write_bytes(data)
+        where = form, number, file.name, place
+        if values_in(path, form) != expected:
+            changed += 1
+            assert problems_of(path), where
+            with pytest.raises(reshard.ReshardError):
+                reshard.save(reshard.to_mesh(reshard.open(path), "8x1"), out)
+            assert os.listdir(tmp_path) == ["saved"], where
+        file.write_bytes(before)
+    assert changed >= 12
+    plan = reshard.save(reshard.to_mesh(reshard.open(path), "8x1"), out)
+    assert not any(array.moved for array in plan.arrays)
+    assert reshard.verify(out, path).ok
+
+
+@pytest.mark.parametrize("form", ["zarr2-files-raw", "zarr2-ocdbt-zstd"])
+def test_single_bits_of_the_record_itself(copied, tmp_path, form):
+    path = copied(form)
+    whole = (path / FILE).read_bytes()
+    rng = np.random.default_rng(0)
+    for place in map(int, rng.integers(8 * len(whole), size=40)):
+        data = bytearray(whole)
+        data[place // 8] ^= 1 << place % 8
+        (path / FILE).write_bytes(data)
+        assert reshard.verify(path).problems, place
+        with pytest.raises(reshard.CorruptCheckpointError):
+            reshard.save(reshard.to_mesh(reshard.open(path), "8x1"), tmp_path / "out")
+        assert os.listdir(tmp_path) == ["saved"]
+
+
+# `save` compares what it reads with what is on record.
+
+
+def corrupt(path, name="w", chunk="0.0"):
+    """One other bit in an uncompressed chunk."""
+    file = path / name / chunk
+    data = bytearray(file.read_bytes())
+    data[17] ^= 4
+    file.write_bytes(data)
+
+
+def refusal(ckpt, out, **kwargs):
+    """The words of the refusal to write it; nothing is left."""
+    before = os.listdir(out.parent)
+    with pytest.raises(reshard.CorruptCheckpointError) as error:
+        reshard.save(ckpt, out, **kwargs)
+    assert os.listdir(out.parent) == before
+    return str(error.value)
+
+
+def words(path, *leaves):
+    lines = "\n".join(f"  {leaf}" for leaf in leaves)
+    return (
+        f"values were read from `{path}` that are not those its digests were recorded of\n"
+        f"{lines}\n\nhint: reshard verify '{path}'"
+    )
+
+
+def test_values_that_are_not_those_on_record_are_not_passed_on(copied, tmp_path):
+    path, out = copied("zarr2-files-raw"), tmp_path / "out"
+    corrupt(path)
+    corrupt(path, "e")
+    ckpt = reshard.open(path)
+    e, w = "e  bfloat16[48,32]", "w  float32[64,96]"
+    assert refusal(reshard.to_mesh(ckpt, "8x1"), out) == words(path, e, w)
+    some = reshard.select(ckpt, ["w", "b"])
+    assert refusal(reshard.to_mesh(some, "8x1"), out) == words(path, w)
+    renamed = reshard.rename(some, {"^w$": "x", "^b$": "w"})
+    assert refusal(reshard.to_mesh(renamed, "8x1"), out) == words(path, w.replace("w", "x", 1))
+    assert refusal(reshard.cast(some, "float16", "w"), out) == words(path, w)
+    reshard.save(reshard.to_mesh(reshard.select(ckpt, "b"), "8x1"), out)
+    assert reshard.verify(out).compared == 1
+
+
+def test_leaves_that_are_moved_undecoded_are_found_when_they_are_read_back(copied, tmp_path):
+    path, out = copied("zarr2-files-raw"), tmp_path / "out"
+    corrupt(path)
+    ckpt = reshard.open(path)
+    assert refusal(ckpt, out, chunks="keep", verify=True) == (
+        "what was written is not what is read back\n  w: its values are not those on record"
+    )
+    # Without that nobody reads them: the digest that is carried along still tells.
+    reshard.save(ckpt, out, chunks="keep")
+    assert reshard.verify(out).problems == ("w: its values are not those on record",)
+
+
+@pytest.mark.parametrize("mesh", [None, "8x1"])
+def test_what_stacked_arrays_are_made_of(tmp_path, mesh):
+    rng = np.random.default_rng(0)
+    on = layouts.mesh((2, 4))
+    tree = {
+        f"layer_{i}": {
+            "w": jax.device_put(
+                rng.normal(size=(16, 16)).astype("f4"), NamedSharding(on, P("data", "model"))
+            )
+        }
+        for i in range(3)
+    }
+    path = save(tmp_path / "saved", {"params": tree}, use_ocdbt=False, use_compression=False)
+    reshard.digest(path, write=True)
+    corrupt(path, "params.layer_1.w", "1.2")
+    ckpt = reshard.stack(reshard.open(path), "params/layer_{}", "params/layers")
+    options = {"chunks": "keep", "digest": True} if mesh is None else {}
+    ckpt = ckpt if mesh is None else reshard.to_mesh(ckpt, mesh)
+    assert refusal(ckpt, tmp_path / "out", **options) == words(
+        path, "params/layer_1/w  float32[16,16]"
+    )
+
+
+def test_records_of_something_else_are_found_before_a_byte_is_written(
+    copied, tmp_path, monkeypatch
+):
+    path = copied("zarr2-files-raw")
+
+    def nothing(*args, **kwargs):
+        raise AssertionError("the destination is made")
+
+    monkeypatch.setattr("reshard.writer.job.local.committed_directory", nothing)
+    arrays = {
+        "b": ArrayRecord("int64", (64, 8), None),
+        "w": ArrayRecord("float32", (96, 64), "0" * 32),
+        "x": ArrayRecord("float32", (), "0" * 32),
+    }
+    write_record(path, arrays, {"_sharding": "0" * 64, "gone": "0" * 64})
+    ckpt = reshard.to_mesh(reshard.cast(reshard.open(path), "float16", "w"), "8x1")
+    files = (
+        "  the array `x`: on record, and not there\n"
+        f"  the file `{path}/_sharding`: it is not the one on record\n"
+        f"  the file `{path}/gone`: on record, and not there\n\n"
+        f"hint: reshard verify '{path}'"
+    )
+    summary = f"`{path}` is not what its digests were recorded of\n"
+    assert refusal(ckpt, tmp_path / "out") == (
+        f"{summary}  b: it is int32[64,8], and int64[64,8] on record\n"
+        f"  w: it is float32[64,96], and float32[96,64] on record\n{files}"
+    )
+    assert refusal(reshard.select(ckpt, "e"), tmp_path / "out") == f"{summary}{files}"
+    (path / FILE).write_text("[]")
+    assert refusal(ckpt, tmp_path / "out") == (
+        f"`{path / FILE}` is no record of digests\n"
+        "  TypeError: list indices must be integers or slices, not str\n\n"
+        f"hint: rm '{path / FILE}' forgets what was recorded"
+    )
+
+
+def test_what_is_written_is_read_back(copied, tmp_path, monkeypatch):
+    from reshard.writer import job
+
+    path, out = copied("zarr2-files-raw"), tmp_path / "out"
+    record = job._record
+
+    def and_a_bit_flips(item, directory, *arguments):
+        record(item, directory, *arguments)
+        file = sorted((directory / "w").glob("?.?"))[0]
+        data = bytearray(file.read_bytes())
+        data[5] ^= 1
+        file.write_bytes(data)
+
+    monkeypatch.setattr(job, "_record", and_a_bit_flips)
+    ckpt = reshard.to_mesh(reshard.open(path), "8x1")
+    assert refusal(ckpt, out, verify=True) == (
+        "what was written is not what is read back\n  w: its values are not those on record"
+    )
+    reshard.save(ckpt, out)
+    assert not reshard.verify(out).ok
+
+
+@pytest.mark.parametrize("where", ["known_arrays", "records", "_read_back"])
+def test_an_interrupt_leaves_nothing(copied, tmp_path, monkeypatch, where):
+    path, out = copied("zarr2-ocdbt-zstd"), tmp_path / "out"
+
+    def interrupted(*arguments, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"reshard.writer.job.{where}", interrupted)
+    before = layouts.hashes(path)
+    with pytest.raises(KeyboardInterrupt):
+        reshard.save(reshard.to_mesh(reshard.open(path), "8x1"), out, verify=True)
+    assert os.listdir(tmp_path) == ["saved"]
+    assert layouts.hashes(path) == before
+
+
+# Against another checkpoint.
+
+
+def test_differences_from_another_checkpoint(tmp_path):
+    rng = np.random.default_rng(0)
+    same = {name: rng.normal(size=(4, 6)).astype("f4") for name in ("a", "b")}
+    one = save(
+        tmp_path / "one",
+        same
+        | {
+            "dtype": np.zeros(3, "i4"),
+            "key": jax.random.key(0),
+            "kind": "text",
+            "layers": [np.zeros(2), np.ones(2)],
+            "mine": np.zeros(3),
+            "shape": np.zeros((2, 3)),
+            "text": "some",
+        },
+    )
+    other = save(
+        tmp_path / "other",
+        {
+            "a": same["a"],
+            "b": same["b"] + np.float32(1e-6),
+            "dtype": np.zeros(3, "u4"),
+            "key": jax.random.key_data(jax.random.key(0)),
+            "kind": np.zeros(1),
+            "layers": {"0": np.zeros(2), "1": np.zeros(2)},
+            "shape": np.zeros((3, 2)),
+            "text": "other",
+            "yours": np.zeros(3),
+        },
+        use_zarr3=True,
+        use_ocdbt=False,
+    )
+    found = reshard.verify(one, other)
+    assert repr(found) == (
+        f"`{one}`: 8 arrays read, 4 compared with digests, 9 problems\n"
+        f"  b: its values are not those of `{other}`\n"
+        f"  dtype: it is int32[3], in `{other}` uint32[3]\n"
+        f"  key: it is uint32[2], threefry2x32 keys, in `{other}` uint32[2]\n"
+        f"  kind: it is 'text', in `{other}` float64[1]\n"
+        f"  layers/1: its values are not those of `{other}`\n"
+        f"  mine: `{other}` does not have it\n"
+        f"  shape: it is float64[2,3], in `{other}` float64[3,2]\n"
+        f"  text: it is 'some', in `{other}` 'other'\n"
+        f"  yours: only `{other}` has it"
+    )
+    chunk = next((other / "a").rglob("c/0/0"))
+    os.truncate(chunk, 3)
+    problems = reshard.verify(one, other).problems
+    assert problems[0].startswith(f"a: in `{other}`, its stored bytes cannot be read ")
+    assert problems[1:] == found.problems
+
+
+def test_against_a_record(copied, tmp_path):
+    path = copied("zarr2-files-raw")
+    file = tmp_path / "known.json"
+    known = json.loads((path / FILE).read_text())
+    del known["arrays"]["b"]
+    known["arrays"]["e"]["digest"] = "0" * 32
+    known["arrays"]["x"] = known["arrays"]["w"]
+    file.write_text(json.dumps(known))
+    assert repr(reshard.verify(path, file)) == (
+        f"`{path}`: 3 arrays read, 3 compared with digests, 3 problems\n"
+        f"  b: `{file}` does not have it\n"
+        f"  e: its values are not those of `{file}`\n"
+        f"  the array `x`: of `{file}`, and not there"
+    )
+    file.write_text("{}")
+    with pytest.raises(reshard.CorruptCheckpointError) as error:
+        reshard.verify(path, file)
+    assert str(error.value).startswith(f"`{file}` is no record of digests\n")
+
+
+# The commands.
+
+
+def run(*arguments, cwd=None):
+    """Exit status, stdout and stderr."""
+    ran = subprocess.run(
+        [RESHARD, *map(str, arguments)], capture_output=True, text=True, check=False, cwd=cwd
+    )
+    return ran.returncode, ran.stdout, ran.stderr
+
+
+def test_the_command_exits_with_0_where_nothing_is_wrong(made):
+    path, other = made("zarr2-ocdbt-zstd"), made("zarr3-files-raw")
+    text = f"`{path}`: 3 arrays read, 3 compared with digests, nothing is wrong\n"
+    assert run("verify", path) == (0, text, "")
+    assert run("verify", path, "--against", other, "--quiet") == (0, "", "")
+    status, out, err = run("verify", path, "--against", other / FILE, "--json")
+    assert (status, err) == (0, "")
+    digests = {name: digest_of(np.asarray(leaf)) for name, leaf in sharded().items()}
+    assert json.loads(out) == {
+        "path": str(path),
+        "ok": True,
+        "problems": [],
+        "digests": digests,
+        "compared": 3,
+    }
+
+
+def test_the_command_exits_with_1_where_something_is(copied, made):
+    path = copied("zarr2-files-raw")
+    corrupt(path)
+    problem = "w: its values are not those on record"
+    assert run("verify", path) == (
+        1,
+        f"`{path}`: 3 arrays read, 3 compared with digests, 1 problems\n  {problem}\n",
+        "",
+    )
+    assert run("verify", path, "--quiet") == (1, "", "")
+    status, out, err = run("verify", path, "--against", made("zarr2-ocdbt-raw"), "--json")
+    document = json.loads(out)
+    assert (status, err, document["ok"]) == (1, "", False)
+    assert document["problems"] == [
+        problem,
+        f"w: its values are not those of `{made('zarr2-ocdbt-raw')}`",
+    ]
+    (path / "_METADATA").write_text("{")
+    status, out, err = run("verify", path, "--json")
+    assert (status, err) == (1, "")
+    assert json.loads(out) == {
+        "path": str(path),
+        "ok": False,
+        "problems": [
+            f"`{path}/_METADATA` is not JSON: "
+            "expecting property name enclosed in double quotes at character 1"
+        ],
+    }
+    path.rename(path.with_name("saved.orbax-checkpoint-tmp"))
+    status, out, err = run("verify", path.with_name("saved.orbax-checkpoint-tmp"))
+    assert (status, err) == (1, "")
+    assert out.startswith(f"`{path}.orbax-checkpoint-tmp` was never committed: ")
+
+
+def test_the_command_exits_with_2_where_it_cannot_tell(made, tmp_path):
+    path = made("zarr2-ocdbt-zstd")
+    status, out, err = run("verify", tmp_path / "nothing")
+    assert (status, out) == (2, "")
+    assert err.startswith(f"Error: there is nothing at `{tmp_path}/nothing`\n")
+    status, out, err = run("verify", path, "--max-memory", "1KiB", "--json")
+    assert (status, out) == (2, "")
+    assert err.startswith("Error: one chunk, encoded and decoded, does not fit into 1.00 KiB\n")
+    status, out, err = run("verify", path, "--against", tmp_path / "nothing")
+    assert (status, out) == (2, "")
+    (tmp_path / "map.toml").touch()
+    assert run("verify", path, "--map", tmp_path / "map.toml") == (
+        2,
+        "",
+        "Usage: reshard verify [OPTIONS] PATH\nTry 'reshard verify --help' for help.\n\n"
+        "Error: --map goes with --against OTHER\n",
+    )
+
+
+def test_steps_and_items(saved, tmp_path):
+    path = shutil.copytree(saved("manager").path, tmp_path / "run")
+    count = len(reshard.open(path).arrays)
+    assert run("digest", path, "--step", 3, "--write", "--quiet") == (0, "", "")
+    text = f"`{path}`: {count} arrays read, {count} compared with digests, nothing is wrong\n"
+    assert run("verify", path, "--step", 3) == (0, text, "")
+    status, out, err = run("verify", path, "--against", path / "3")
+    assert (status, err) == (1, "")
+    assert out.startswith(f"`{path}`: {count} arrays read, {count} compared with digests, ")
+    items = saved("items")
+    assert run("verify", items.path, "--item", "state")[0] == 0
+    assert run("verify", items.path, "--item", "config")[0] == 2
+
+
+def test_digests_are_shown_and_written(made, tmp_path):
+    path = shutil.copytree(made("zarr3-ocdbt-zstd"), tmp_path / "saved")
+    (path / FILE).unlink()
+    texts = {name: digest_of(np.asarray(leaf)) for name, leaf in sharded().items()}
+    table = (
+        "path  array                                 digest\n"
+        f"b     int32[64,8] P('data', 'model')        {texts['b']}\n"
+        f"e     bfloat16[48,32] P('model', 'data')    {texts['e']}\n"
+        f"w     float32[64,96] P('data', 'model')     {texts['w']}\n"
+    )
+    status, out, err = run("digest", path)
+    assert (status, err) == (0, "")
+    assert [line.split() for line in out.splitlines()] == [
+        line.split() for line in table.splitlines()
+    ]
+    assert not (path / FILE).exists()
+    status, out, err = run("digest", path, "--json", "--write")
+    assert (status, json.loads(out), err) == (0, texts, "")
+    assert reshard.verify(path).compared == 3
+    (path / "_sharding").unlink()
+    assert run("digest", path, "--write") == (
+        2,
+        "",
+        f"Error: `{path}` is not whole\n  the file `{path}/_sharding`: on record, and not there\n",
+    )
+
+
+def test_a_job_records_and_reads_back(copied, tmp_path):
+    path, out = copied("zarr2-files-raw"), tmp_path / "out"
+    (path / FILE).unlink()
+    arguments = ("ckpt", path, out, "--chunks", "keep", "--quiet")
+    assert run(*arguments, "--digest", "--verify") == (0, "", "")
+    assert reshard.verify(out).compared == 3
+    shutil.rmtree(out)
+    reshard.digest(path, write=True)
+    corrupt(path)
+    assert run(*arguments, "--verify") == (
+        2,
+        "",
+        "Error: what was written is not what is read back\n"
+        "  w: its values are not those on record\n",
+    )
+    assert run("ckpt", path, out, "--to", "8x1") == (
+        2,
+        "",
+        f"Error: {words(path, 'w  float32[64,96]')}\n",
+    )
+    assert os.listdir(tmp_path) == ["saved"]
+
+
+MAP = r"""
+to = 'nnx'
+
+[[rule]]
+from = '^params/Dense_0/kernel$'
+split = { axis = 1, into = ['left', 'right'] }
+
+[[rule]]
+from = '^params/Dense_0/bias$'
+to = 'bias'
+
+[[rule]]
+from = '^params/Dense_1/kernel$'
+to = 'outer/kernel'
+
+[[rule]]
+from = '^params/Dense_1/bias$'
+to = 'outer/bias'
+"""
+
+
+def test_against_the_other_api(tmp_path):
+    rng = np.random.default_rng(0)
+    on = layouts.mesh((2, 4))
+
+    def dense(inputs, outputs):
+        kernel = rng.normal(size=(inputs, outputs)).astype("f4")
+        return {
+            "kernel": jax.device_put(kernel, NamedSharding(on, P("data", "model"))),
+            "bias": jnp.asarray(rng.normal(size=outputs), jnp.float32),
+        }
+
+    linen = save(tmp_path / "linen", {"params": {"Dense_0": dense(8, 16), "Dense_1": dense(16, 4)}})
+    file = tmp_path / "map.toml"
+    file.write_text(MAP)
+    arguments = ("--to", "nnx", "--map", file, "--mesh", "4x2", "--verify", "--quiet")
+    assert run("convert", linen, tmp_path / "nnx", *arguments) == (0, "", "")
+    nnx = tmp_path / "nnx"
+    for path, other, count in ((nnx, linen, 5), (linen, nnx, 4)):
+        found = run("verify", path, "--against", other, "--map", file)
+        assert found[0] == 0, found
+        assert f"`{path}`: {count} arrays read, {count} compared with digests" in found[1]
+    # Linen's second kernel, with which nothing else is compared, in the place of the first.
+    tree = ocp.PyTreeCheckpointer().restore(linen)
+    tree["params"]["Dense_0"]["kernel"] = tree["params"]["Dense_0"]["kernel"] * 2
+    save(tmp_path / "other", tree)
+    assert run("verify", nnx, "--against", tmp_path / "other", "--map", file) == (
+        1,
+        f"`{nnx}`: 5 arrays read, 5 compared with digests, 2 problems\n"
+        f"  left/value: its values are not those of `{tmp_path}/other`\n"
+        f"  right/value: its values are not those of `{tmp_path}/other`\n",
+        "",
+    )
+
+
+@pytest.mark.parametrize("command", [("verify",), ("digest", "--write")])
+def test_an_interrupted_command_leaves_nothing(tmp_path, command):
+    bits = np.random.default_rng(0).bytes(32 << 20)
+    array = np.frombuffer(bits, np.uint32).reshape(2048, 4096)
+    path = save(tmp_path / "large", {f"array_{i}": array for i in range(4)}, use_ocdbt=False)
+    before = layouts.hashes(tmp_path)
+    process = subprocess.Popen(
+        [RESHARD, *command, path, "--max-memory", "68MiB"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while process.poll() is None and not has_open(process.pid, path):
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    assert (process.returncode, out) == (130, "")
+    assert err == "\nInterrupted; nothing half-written was left behind.\n"
+    assert layouts.hashes(tmp_path) == before
+
+
+def has_open(pid, path):
+    """Whether a process reads chunks below a directory."""
+    try:
+        links = [os.readlink(entry) for entry in os.scandir(f"/proc/{pid}/fd")]
+    except OSError:
+        return False
+    return any(link.startswith(f"{path}/array_") for link in links)
