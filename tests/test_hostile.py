@@ -850,17 +850,6 @@ def copied(base, form: str, path: pathlib.Path) -> pathlib.Path:
     return shutil.copytree(base(form), path)
 
 
-def both_ways(path: pathlib.Path, out: pathlib.Path, error: type[Exception], text: str) -> None:
-    """A checkpoint that opens, and whose arrays can be neither saved nor restored."""
-    before = fuzz.snapshot(path.parent)
-    for job in (
-        lambda: reshard.save(reshard.to_mesh(reshard.open(path), "1x4"), out),
-        lambda: reshard.restore(path, layouts.mesh((1, 4))),
-    ):
-        refused(job, error, text)
-    assert fuzz.snapshot(path.parent) == before
-
-
 ZEROS = bytes(4 * 6 * 4)
 CHUNKS = {
     "shorter": (zlib.compress(ZEROS[:-1]), "Not enough data"),
