@@ -146,7 +146,7 @@ def stream_boxes(
                 reads.append(_start_read(array, box, views[path], dtype, together))
         transaction = ts.Transaction()
         writable = store.with_transaction(transaction)
-        copies = []
+        copies, written = [], []
         for (array, box), (buffer, read) in zip(batch.boxes, reads, strict=True):
             path = array.layout.path
             _wait_read(read, path)
@@ -159,12 +159,19 @@ def stream_boxes(
             array_target = targets[path].with_transaction(transaction)
             write = array_target[box].write(buffer, can_reference_source_data_indefinitely=True)
             copies.append(write.copy)
-            digests[path].add(box, buffer)
+            written.append((path, box, buffer))
         for copy in copies:
             wait_written(copy)
-        states = {path: digests[path].state for path in wanted}
+        states: dict[Path, Sequence[int]] = {}
         pending.add(batch.charge, transaction, functools.partial(so_far.box_batch, number, states))
-        del reads, buffer  # only the transaction holds the buffers now, until it is committed
+        for path, box, buffer in written:  # while other threads encode what is committed
+            digests[path].add(box, buffer)
+        states |= {path: digests[path].state for path in wanted}
+        del (
+            reads,
+            written,
+            buffer,
+        )  # only the transaction holds the buffers now, until it is committed
         progress(sum(_decoded(array, box) for array, box in batch.boxes))
 
 
