@@ -5,9 +5,6 @@ import math
 import pathlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-import numpy as np
-import tensorstore as ts
-
 from reshard.checkpoint import ArrayHandle, Leaf, collision_error
 from reshard.differences import Difference
 from reshard.digests import Digest
@@ -114,8 +111,7 @@ def read_contents(
         if error is not None:
             failed[group] = error
             continue
-        as_read = map(_as_read, groups[group], values)
-        takers[group].add(box, *as_read)
+        takers[group].add(box, *values)
     if failed:
         wrong = [(sides[group], groups[group], error) for group, error in failed.items()]
         raise _unreadable(wrong, names, max_memory)
@@ -189,13 +185,6 @@ def _counted(groups: Sequence[Group], progress: Progress | None) -> Callable[[in
             progress(done, whole)
 
     return count
-
-
-def _as_read(handle: ArrayHandle, values: np.ndarray) -> np.ndarray:
-    """Stored values as `handle.view()` would give them."""
-    if values.dtype != handle.read_dtype:
-        values = np.asarray(ts.cast(ts.array(values), handle.read_dtype).read().result())
-    return handle.rounded(values)
 
 
 def _unreadable(

@@ -28,8 +28,6 @@ from reshard.writer.progress import ItemProgress
 _SYNC_SECONDS = 1.0
 # At most this part of the time is for it.
 _SYNC_SHARE = 0.05
-
-
 _ANEW = "without --resume the job begins anew"
 
 

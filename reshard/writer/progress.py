@@ -41,7 +41,7 @@ class ItemProgress:
     def document(self) -> dict[str, Any]:
         """It as JSON."""
         digests = [[list(path), list(state)] for path, state in self.digests.items()]
-        return dataclasses.asdict(self) | {"digests": digests}
+        return {**vars(self), "digests": digests}
 
     @staticmethod
     def parse(document: Mapping[str, Any]) -> "ItemProgress":
