@@ -1,7 +1,6 @@
 """What is known of the contents of the leaves of two checkpoints: by digests on record, or read."""
 
 import dataclasses
-import math
 import pathlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
@@ -10,7 +9,7 @@ from reshard.differences import Difference
 from reshard.digests import Digest
 from reshard.elementwise import ElementComparison
 from reshard.errors import CorruptCheckpointError, ReshardError
-from reshard.reading import Group, read_boxes
+from reshard.reading import Group, counted, read_boxes
 from reshard.records import FILE, Record, read_record
 from reshard.tree import Path
 
@@ -107,7 +106,8 @@ def read_contents(
     digests = [Digest(handle.shape, handle.dtype) for handle in (left | right).values()]
     takers = [*comparisons.values(), *digests]
     failed: dict[int, ReshardError] = {}
-    for group, box, values, error in read_boxes(groups, max_memory, _counted(groups, progress)):
+    count = counted((handle for group in groups for handle in group), progress)
+    for group, box, values, error in read_boxes(groups, max_memory, count):
         if error is not None:
             failed[group] = error
             continue
@@ -171,20 +171,6 @@ class _Records:
         if known is None or (known.dtype, known.shape) != (handle.dtype.name, handle.shape):
             return None
         return known.digest
-
-
-def _counted(groups: Sequence[Group], progress: Progress | None) -> Callable[[int], None]:
-    """Reports of parts as reports of how much is done of all."""
-    whole = sum(math.prod(h.shape) * h.stored_dtype.itemsize for group in groups for h in group)
-    done = 0
-
-    def count(part: int) -> None:
-        nonlocal done
-        done += part
-        if progress is not None:
-            progress(done, whole)
-
-    return count
 
 
 def _unreadable(

@@ -79,6 +79,22 @@ def read_boxes(
         yield from _finished(groups, under_way.popleft(), failed, progress)
 
 
+def counted(
+    handles: Iterable[ArrayHandle], progress: Callable[[int, int], None] | None
+) -> Callable[[int], None]:
+    """What takes numbers of bytes that were read, and tells how much is done of all of these."""
+    whole = sum(math.prod(h.shape) * h.read_dtype.itemsize for h in handles)
+    done = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, whole)
+
+    return count
+
+
 def read_digests(
     leaves: Iterable[ArrayHandle], max_memory: int, progress: Callable[[int], None]
 ) -> tuple[dict[Path, str], dict[Path, ReshardError]]:

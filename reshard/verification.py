@@ -4,13 +4,13 @@ import contextlib
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, Source
 from reshard.errors import CorruptCheckpointError, DestinationError, ReshardError, printable
 from reshard.loader import open as open_checkpoint
-from reshard.reading import read_digests
+from reshard.reading import counted, read_digests
 from reshard.records import (
     FILE,
     TEMPORARY,
@@ -81,7 +81,7 @@ def verify(
     ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     memory = parse_bytes(max_memory)
     other, given = _other(against)
-    report = _reporter([*ckpt.arrays, *(other.arrays if other is not None else ())], progress)
+    report = counted([*ckpt.arrays, *(other.arrays if other is not None else ())], progress)
     found = _Findings()
     expected: dict[Path, list[_Expected]] = {}
     try:
@@ -268,19 +268,6 @@ def _kind(leaf: Leaf) -> str:
 
 def _reason(error: ReshardError, path: Path) -> str:
     return " ".join((error.summary.removeprefix(f"{format_path(path)}: "), *error.problems))
-
-
-def _reporter(leaves: Iterable[ArrayHandle], progress: Progress | None) -> Callable[[int], None]:
-    whole = sum(leaf.nbytes for leaf in leaves)
-    done = 0
-
-    def report(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress(min(done, whole), whole)  # what is cast may be read as wider numbers
-
-    return report
 
 
 def _write(path: pathlib.Path, data: bytes) -> None:
