@@ -56,19 +56,8 @@ def read_boxes(
     """
     limit = min(room(max_memory), IN_FLIGHT_PER_CORE * cores()) // WINDOW
     grids = [_grid(group, limit) for group in groups]
-    too_large = [
-        f"{format_path(group[0].path)}: {format_bytes(_charge(group, grid))}"
-        for group, grid in zip(groups, grids, strict=True)
-        if _charge(group, grid) > max_memory
-    ]
-    if too_large:
-        least = max(_charge(group, grid) for group, grid in zip(groups, grids, strict=True))
-        raise MemoryLimitError(
-            f"one chunk, encoded and decoded, does not fit into {format_bytes(max_memory)}",
-            too_large,
-            [f"--max-memory {math.ceil(least / 2**20)}MiB"],
-            least,
-        )
+    boxes = zip(groups, grids, strict=True)
+    check_fits(((group[0].path, grid, _itemsize(group)) for group, grid in boxes), max_memory)
     failed: dict[int, ReshardError] = {}
     under_way: collections.deque[list[_Started]] = collections.deque()
     for batch in _batches(groups, grids, limit):
@@ -79,11 +68,35 @@ def read_boxes(
         yield from _finished(groups, under_way.popleft(), failed, progress)
 
 
+def check_fits(boxes: Iterable[tuple[Path, Shape, int]], max_memory: int) -> None:
+    """Raises MemoryLimitError for boxes of one chunk that cannot be read: all of them.
+
+    Args:
+      boxes: for each a path, its shape and the bytes of an element.
+      max_memory: bytes in flight at most.
+    """
+    charges = [(path, _charge(shape, itemsize)) for path, shape, itemsize in boxes]
+    too_large = [(path, charge) for path, charge in charges if charge > max_memory]
+    if too_large:
+        least = max(charge for _, charge in too_large)
+        raise MemoryLimitError(
+            f"one chunk, encoded and decoded, does not fit into {format_bytes(max_memory)}",
+            [f"{format_path(path)}: {format_bytes(charge)}" for path, charge in too_large],
+            [f"--max-memory {math.ceil(least / 2**20)}MiB"],
+            least,
+        )
+
+
+def nbytes(handles: Iterable[ArrayHandle]) -> int:
+    """Bytes of what arrays are decoded into."""
+    return sum(math.prod(h.shape) * h.read_dtype.itemsize for h in handles)
+
+
 def counted(
     handles: Iterable[ArrayHandle], progress: Callable[[int, int], None] | None
 ) -> Callable[[int], None]:
     """What takes numbers of bytes that were read, and tells how much is done of all of these."""
-    whole = sum(math.prod(h.shape) * h.read_dtype.itemsize for h in handles)
+    whole = nbytes(handles)
     done = 0
 
     def count(nbytes: int) -> None:
@@ -142,13 +155,18 @@ def _grid(group: Group, limit: int) -> Shape:
     for other in group[1:]:
         pairs = zip(chunk, other.chunk_shape, first.shape, strict=True)
         together = tuple(max(min(math.lcm(a, b), size), 1) for a, b, size in pairs)
-        chunk = together if _charge(group, together) <= limit else chunk
-    return chunks_together(first.shape, chunk, max(limit // max(_charge(group, chunk), 1), 1))
+        chunk = together if _charge(together, _itemsize(group)) <= limit else chunk
+    count = limit // _charge(chunk, _itemsize(group))
+    return chunks_together(first.shape, chunk, max(count, 1))
 
 
-def _charge(group: Group, box: Shape) -> int:
+def _itemsize(group: Group) -> int:
+    return sum(handle.stored_dtype.itemsize for handle in group)
+
+
+def _charge(box: Shape, itemsize: int) -> int:
     """Bytes of memory for one box: chunks, and what they are decoded into."""
-    return 2 * math.prod(box) * sum(h.stored_dtype.itemsize for h in group) + _BOX_OVERHEAD
+    return 2 * math.prod(box) * itemsize + _BOX_OVERHEAD
 
 
 def _batches(
@@ -159,7 +177,7 @@ def _batches(
     held = 0
     for number, (group, grid) in enumerate(zip(groups, grids, strict=True)):
         for box in grid_boxes(group[0].shape, grid):
-            charge = _charge(group, shape_of(box))
+            charge = _charge(shape_of(box), _itemsize(group))
             if batch and held + charge > limit:
                 yield batch
                 batch, held = [], 0

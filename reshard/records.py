@@ -22,6 +22,7 @@ from typing import Any
 from reshard.boxes import Shape
 from reshard.checkpoint import Source
 from reshard.errors import CorruptCheckpointError
+from reshard.loader.documents import unique_keys
 from reshard.store import ArrayStore, read_small
 from reshard.tree import shell_quoted
 
@@ -79,7 +80,7 @@ def read_record(path: pathlib.Path) -> Record | None:
     if data is None:
         return None
     try:
-        document = json.loads(data)
+        document = json.loads(data, object_pairs_hook=unique_keys)
         if document["version"] != _VERSION:
             raise ValueError(f"version {document['version']!r}, and {_VERSION} is known")
         arrays = {name: _array(entry) for name, entry in document["arrays"].items()}

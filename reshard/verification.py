@@ -1,12 +1,12 @@
 """Whether a checkpoint is whole, readable, and what its digests were recorded of."""
 
-import contextlib
 import dataclasses
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from reshard import durable
 from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, Source
 from reshard.errors import CorruptCheckpointError, DestinationError, ReshardError, printable
 from reshard.loader import open as open_checkpoint
@@ -105,10 +105,10 @@ def verify(
             if path in same:
                 expected.setdefault(same[path], []).append((text, f"of {root}"))
         for path, error in failed.items():
-            found.add(same.get(path, path), f"in {root}, {_reason(error, path)}")
+            found.add(same.get(path, path), f"in {root}, {reason(error, path)}")
     digests, failed = read_digests(ckpt.arrays, memory, report)
     for path, error in failed.items():
-        found.add(path, _reason(error, path))
+        found.add(path, reason(error, path))
     for path, text in digests.items():
         for wanted, where in expected.get(path, ()):
             if wanted != text:
@@ -149,7 +149,11 @@ def digest(
             if leaf.formed is None and leaf.dtype == leaf.stored_dtype
         }
         record = record_of(ckpt.source, ckpt.source.root, arrays)
-        _write(ckpt.source.store.directory / FILE, record.dump())
+        file = ckpt.source.store.directory / FILE
+        try:
+            durable.replace(file, record.dump(), file.with_name(TEMPORARY))
+        except OSError as error:
+            raise DestinationError(f"`{file}` cannot be written: {error.strerror}") from error
     return dict(checked.digests)
 
 
@@ -266,21 +270,6 @@ def _kind(leaf: Leaf) -> str:
     return f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]{keys}"
 
 
-def _reason(error: ReshardError, path: Path) -> str:
+def reason(error: ReshardError, path: Path) -> str:
+    """Why an array cannot be read, in a line that its path stands before."""
     return " ".join((error.summary.removeprefix(f"{format_path(path)}: "), *error.problems))
-
-
-def _write(path: pathlib.Path, data: bytes) -> None:
-    """A whole file or none, durably."""
-    temporary = path.with_name(TEMPORARY)
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise DestinationError(f"`{path}` cannot be written: {error.strerror}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()

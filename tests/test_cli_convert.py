@@ -900,3 +900,93 @@ def large(tmp_path_factory):
         arrays = {f"{i}": rng.integers(0, 1 << 32, (3072, 4096), np.uint32) for i in range(2)}
         checkpointer.save(path, {"params": jax.tree.map(jnp.asarray, arrays)})
     return path
+
+
+TRAINING = ("--model", "models:training", "--init", "**/rngs/**")
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["paths", "operations"])
+def test_verified_against_what_it_was_made_of(run, folder, split):
+    """By its record, by a map alone or by the model; and by the model again once it has none."""
+    made_by = ("--map", "map.toml", "--model", "models:Halves") if split else TRAINING
+    dropped = ("--drop", "opt_state/**", "--drop", "step") if split else ()
+    assert run("convert", "run/2", "out", "--to", "nnx", *made_by, *dropped, "--quiet").status == 0
+    made, source = len(reshard.open("out").arrays), len(reshard.open("run/2").arrays)
+    if split:
+        selected = ("--select", "params/**", "--quiet", "--to", "2x4")
+        assert run("ckpt", "run/2", "params", *selected).status == 0
+    linen = "params" if split else "run/2"
+    same = f"`{folder}/out`: {made} arrays read, {made} compared with digests, nothing is wrong\n"
+    for how in ((), made_by):
+        assert run("verify", "out", "--against", linen, *how) == (0, same, "")
+    back = len(reshard.open(linen).arrays)
+    assert run("verify", linen, "--against", "out") == (
+        0,
+        f"`{folder}/{linen}`: {back} arrays read, {back} compared with digests, nothing is wrong\n",
+        "",
+    )
+    # The step before it has another counter, and Orbax's own copy has no record.
+    if not split:
+        assert source == back
+        assert run("verify", "out", "--against", "run/1") == (
+            1,
+            f"`{folder}/out`: 16 arrays read, 16 compared with digests, 1 problems\n"
+            f"  optimizer/step/value: its values are not those of `{folder}/run/1`\n",
+            "",
+        )
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(folder / "again", checkpointer.restore(folder / "out/default"))
+        assert run("verify", "again", "--against", "run/2", *made_by) == (
+            0,
+            same.replace("/out`", "/again`"),
+            "",
+        )
+
+
+def test_verified_against_something_else_in_the_other_api(run, folder):
+    assert run("convert", "run/2", "out", "--to", "nnx", *TRAINING, "--quiet").status == 0
+    assert run("ckpt", "run/2", "less", "--to", "2x4", "--drop", "**/bias", "--quiet").status == 0
+    assert run("verify", "out", "--against", "less") == (
+        2,
+        "",
+        f"Error: `{folder}/less` is not like what `{folder}/out` was made of\n"
+        "  params/Dense_0/bias: only in the record\n"
+        "  params/Dense_1/bias: only in the record\n"
+        "  opt_state/0/mu/Dense_0/bias: only in the record\n"
+        "  opt_state/0/mu/Dense_1/bias: only in the record\n"
+        "  opt_state/0/nu/Dense_0/bias: only in the record\n"
+        "  opt_state/0/nu/Dense_1/bias: only in the record\n"
+        "\n"
+        "hint: --model MODULE:NAME, the NNX model, converts without the record\n",
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda record: record.update(version=2),
+        lambda record: record.pop("own"),
+        lambda record: record["leaves"][0].append(1),
+        lambda record: record.update(leaves=[[["params"], {"shape": [1]}]]),
+        lambda record: record["route"].update(steps=[{"from": [["a"]], "to": [["b"]]}]),
+        lambda record: record["route"].update(moved=7),
+    ],
+)
+def test_a_record_that_is_none(run, folder, change):
+    assert run("convert", "run/2", "out", "--to", "nnx", *TRAINING, "--quiet").status == 0
+    file = folder / "out/default/_METADATA"
+    document = json.loads(file.read_text())
+    change(document["custom_metadata"]["reshard.linen"])
+    file.write_text(json.dumps(document))
+    for model, *arguments in (
+        ("Linen", "convert", "out", "back", "--to", "linen"),
+        ("NNX", "verify", "out", "--against", "run/2"),
+        ("Linen", "verify", "run/2", "--against", "out"),
+    ):
+        ran = run(*arguments)
+        assert (ran.status, ran.out) == (2, ""), arguments
+        assert "record" in ran.err.splitlines()[0]
+        assert ran.err.endswith(
+            f"hint: --model MODULE:NAME, the {model} model, converts without the record\n"
+        )
+    assert not (folder / "back").exists()

@@ -304,7 +304,9 @@ def test_an_interrupt_leaves_nothing(source, tmp_path, error, overwrite):
     assert hashes(tmp_path) == before
 
 
-@pytest.mark.parametrize("step", ["sync", "write_durably", "copy_tree", "sync_directory"])
+@pytest.mark.parametrize(
+    "step", ["local.sync", "durable.write", "local.copy_tree", "durable.sync_directory"]
+)
 def test_an_io_error_leaves_nothing(saved, tmp_path, monkeypatch, step):
     source = saved("items")
     out = tmp_path / "out"
@@ -313,7 +315,9 @@ def test_an_io_error_leaves_nothing(saved, tmp_path, monkeypatch, step):
     def full(path, *_):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(reshard.writer.local, step, full)
+    modules = {"local": reshard.writer.local, "durable": reshard.durable}
+    module, _, name = step.partition(".")
+    monkeypatch.setattr(modules[module], name, full)
     with pytest.raises(reshard.DestinationError) as caught:
         reshard.save(open_on(source), out)
     lines = str(caught.value).split("\n")

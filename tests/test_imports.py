@@ -17,6 +17,7 @@ LAYERS = [
     "units",
     "rounding",
     "btree",
+    "durable",
     "store",
     "tree",
     "mesh",

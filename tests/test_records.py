@@ -180,6 +180,7 @@ GARBAGE = [
     (b"[" * 200_000, None),
     (b"[]", "TypeError: list indices must be integers or slices, not str"),
     (b"1" * 5000, None),
+    (b'{"version": 1, "version": 1}', 'ValueError: the key "version" is there twice'),
     (dumped(version=None), "KeyError: 'version'"),
     (dumped(version=2), "ValueError: version 2, and 1 is known"),
     (dumped(arrays=None), "KeyError: 'arrays'"),

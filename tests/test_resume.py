@@ -430,7 +430,7 @@ def test_killed_again_and_again_and_resumed(sources, expected, start, tmp_path, 
 MOMENTS = [
     ("reshard.writer.surroundings", "local.copy_tree", 1, True),
     ("reshard.writer.ocdbt", "local.link", 2, False),
-    ("reshard.writer.local", "write_durably", 1, False),
+    ("reshard.durable", "replace", 1, False),
     ("os", "replace", 1, False),
     ("os", "replace", 1, True),
     ("os", "replace", 4, False),

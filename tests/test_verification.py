@@ -687,7 +687,7 @@ def test_the_command_exits_with_2_where_it_cannot_tell(made, tmp_path):
         2,
         "",
         "Usage: reshard verify [OPTIONS] PATH\nTry 'reshard verify --help' for help.\n\n"
-        "Error: --map goes with --against OTHER\n",
+        "Error: --map, --model and the like go with --against OTHER\n",
     )
 
 
@@ -797,6 +797,7 @@ def test_against_the_other_api(tmp_path):
         found = run("verify", path, "--against", other, "--map", file)
         assert found[0] == 0, found
         assert f"`{path}`: {count} arrays read, {count} compared with digests" in found[1]
+        assert run("verify", path, "--against", other) == found
     # Linen's second kernel, with which nothing else is compared, in the place of the first.
     tree = ocp.PyTreeCheckpointer().restore(linen)
     tree["params"]["Dense_0"]["kernel"] = tree["params"]["Dense_0"]["kernel"] * 2

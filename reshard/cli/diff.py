@@ -7,6 +7,7 @@ import click
 
 from reshard.cli import output
 from reshard.cli.memory import tune_memory
+from reshard.cli.options import reading_options
 from reshard.comparison import diff
 from reshard.loader import open as open_checkpoint
 
@@ -25,17 +26,7 @@ from reshard.loader import open as open_checkpoint
 @click.option("--layout", is_flag=True, help="Also compare specs, meshes, chunks and formats.")
 @click.option("--select", "selected", metavar="GLOB", multiple=True, help="Only these leaves.")
 @click.option("--drop", metavar="GLOB", multiple=True, help="Leave these leaves out.")
-@click.option("--step", type=int, help="Step of both managers' roots; the latest by default.")
-@click.option("--item", help="Item of both, where a step has several.")
-@click.option(
-    "--max-memory",
-    default="1GiB",
-    metavar="SIZE",
-    show_default=True,
-    help="Bytes in flight at most.",
-)
-@click.option("--json", "as_json", is_flag=True, help="One JSON document.")
-@click.option("--quiet", is_flag=True, help="Print nothing but errors: the exit status tells.")
+@reading_options
 def command(
     a: str,
     b: str,

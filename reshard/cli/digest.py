@@ -7,6 +7,7 @@ import click
 from reshard.checkpoint import ArrayHandle, describe
 from reshard.cli import output
 from reshard.cli.memory import tune_memory
+from reshard.cli.options import reading_options
 from reshard.loader import open as open_checkpoint
 from reshard.tree import format_path
 from reshard.verification import digest
@@ -15,17 +16,7 @@ from reshard.verification import digest
 @click.command("digest")
 @click.argument("path", type=click.Path())
 @click.option("--write", is_flag=True, help="Record the digests beside the arrays.")
-@click.option("--step", type=int, help="Step of a manager's root; the latest by default.")
-@click.option("--item", help="Item of a step that has several.")
-@click.option(
-    "--max-memory",
-    default="1GiB",
-    metavar="SIZE",
-    show_default=True,
-    help="Bytes in flight at most.",
-)
-@click.option("--json", "as_json", is_flag=True, help="One JSON document.")
-@click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+@reading_options
 def command(
     path: str,
     write: bool,

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -10,6 +10,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.cli import output
 from reshard.cli.memory import tune_memory
 from reshard.cli.model import build_target, read_rules
+from reshard.cli.options import AS_JSON, ITEM, MAX_MEMORY, QUIET, options
 from reshard.errors import ReshardError, ShardingError
 from reshard.loader import open as open_checkpoint
 from reshard.mesh import parse_mesh
@@ -19,9 +20,7 @@ from reshard.tree import format_path
 from reshard.units import format_bytes
 from reshard.writer import plan, save
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-_OPTIONS = [
+_OPTIONS = (
     click.option("--from", "saved", metavar="MESH", help="Fail unless it was saved on this mesh."),
     click.option(
         "--axis",
@@ -65,7 +64,7 @@ _OPTIONS = [
     click.option(
         "--step", metavar="N|all", help="Step of a manager's root; the latest by default."
     ),
-    click.option("--item", help="Item of a step that has several."),
+    ITEM,
     click.option(
         "--chunks",
         default="shard",
@@ -73,13 +72,7 @@ _OPTIONS = [
         show_default=True,
         help="One chunk a shard, the source's chunks, or chunks of at most SIZE.",
     ),
-    click.option(
-        "--max-memory",
-        default="1GiB",
-        metavar="SIZE",
-        show_default=True,
-        help="Bytes in flight at most.",
-    ),
+    MAX_MEMORY,
     click.option("--no-link", is_flag=True, help="Copy data files that stay; do not share them."),
     click.option(
         "--overwrite", is_flag=True, help="Replace DST once the new checkpoint is complete."
@@ -96,16 +89,10 @@ _OPTIONS = [
         help="Keep what is written if the job is stopped, and go on with what an earlier run kept.",
     ),
     click.option("--dry-run", is_flag=True, help="Show the plan and stop."),
-    click.option("--json", "as_json", is_flag=True, help="One JSON document."),
-    click.option("--quiet", is_flag=True, help="Print nothing but errors."),
-]
-
-
-def job_options(command: F) -> F:
-    """Adds the options that all such commands have."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+    AS_JSON,
+    QUIET,
+)
+job_options = options(_OPTIONS)
 
 
 def run(

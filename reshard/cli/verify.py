@@ -1,6 +1,7 @@
 """`reshard verify`: whether a checkpoint is whole, and what it was recorded to be."""
 
 import json
+import pathlib
 import sys
 from typing import Any
 
@@ -8,8 +9,14 @@ import click
 
 from reshard.checkpoint import Checkpoint
 from reshard.cli import output
+from reshard.cli.conversion import conversion_options, converted
 from reshard.cli.memory import tune_memory
-from reshard.errors import CorruptCheckpointError, UncommittedCheckpointError
+from reshard.cli.options import reading_options
+from reshard.errors import (
+    CorruptCheckpointError,
+    TreeMismatchError,
+    UncommittedCheckpointError,
+)
 from reshard.loader import open as open_checkpoint
 from reshard.tree import format_path
 from reshard.verification import Verification, verify
@@ -22,38 +29,24 @@ from reshard.verification import Verification, verify
     metavar="OTHER",
     help="Compare with another checkpoint, on any mesh and in any format, or a file of digests.",
 )
-@click.option(
-    "--map",
-    "map_file",
-    metavar="FILE",
-    type=click.Path(exists=True, dir_okay=False),
-    help="With --against: OTHER is of Flax's other API, and becomes PATH's by this map.",
-)
-@click.option("--step", type=int, help="Step of a manager's root; the latest by default.")
-@click.option("--item", help="Item of a step that has several.")
-@click.option(
-    "--max-memory",
-    default="1GiB",
-    metavar="SIZE",
-    show_default=True,
-    help="Bytes in flight at most.",
-)
-@click.option("--json", "as_json", is_flag=True, help="One JSON document.")
-@click.option("--quiet", is_flag=True, help="Print nothing but errors: the exit status tells.")
+@conversion_options
+@reading_options
 def command(
     path: str,
     against: str | None,
-    map_file: str | None,
     step: int | None,
     item: str | None,
     max_memory: str,
     as_json: bool,
     quiet: bool,
+    **flags: Any,
 ) -> None:
     """Read all of a checkpoint: is it committed and whole, does every chunk decode, and are the
     values those that its digests were recorded of.
 
-    Exits with 0 if nothing is wrong, and with 1, after a list of what is, otherwise.
+    OTHER may be of Flax's other API: it is converted as `reshard convert` has noted it in the NNX
+    one of the two, or as --map, --model and the other options of `reshard convert` say. Exits with
+    0 if nothing is wrong, and with 1, after a list of what is, otherwise.
 
     \b
     Example:
@@ -61,29 +54,42 @@ def command(
       reshard verify out/1000 --against run/1000
       reshard verify nnx/1000 --against linen/1000 --map map.toml
     """
-    if map_file is not None and against is None:
-        raise click.UsageError("--map goes with --against OTHER")
+    asked = any(flags.values())
+    if asked and against is None:
+        raise click.UsageError("--map, --model and the like go with --against OTHER")
     tune_memory()
     try:
         ckpt = open_checkpoint(path, step=step, item=item)
     except (UncommittedCheckpointError, CorruptCheckpointError) as error:
         _answer(path, False, [error.summary, *error.problems], as_json, quiet, str(error))
         return
-    other = against if map_file is None else _converted(ckpt, str(against), map_file)
+    other: Checkpoint | str | None = against
+    if against is not None and not pathlib.Path(against).is_file():
+        other = _in_one_api(ckpt, open_checkpoint(against), flags if asked else None)
     with output.progress_bar(quiet or as_json) as progress:
         found = verify(ckpt, other, max_memory=max_memory, progress=progress)
     _answer(path, found.ok, list(found.problems), as_json, quiet, repr(found), found)
 
 
-def _converted(ckpt: Checkpoint, against: str, map_file: str) -> Checkpoint:
-    """A checkpoint of the other API in the API of this one."""
+def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | None) -> Checkpoint:
+    """The other checkpoint in the API of this one: as the user says, or the record of a conversion
+    of one of them; as it is, where there is neither."""
     # Which takes as long to import as a small checkpoint takes to read.
-    from reshard.convert.conversion import to_linen, to_nnx
     from reshard.convert.layout import detect
-    from reshard.convert.record import recorded_kind
+    from reshard.convert.record import from_record, has_record, like_recorded, recorded_kind
 
-    convert = to_nnx if detect(ckpt, recorded_kind(ckpt)).api == "nnx" else to_linen
-    return convert(against, map_file=map_file)
+    if flags is not None:
+        api = detect(ckpt, recorded_kind(ckpt)).api
+        return converted(other, api, flags).checkpoint
+    if has_record(ckpt) == has_record(other):
+        return other
+    linen, nnx = (other, ckpt) if has_record(ckpt) else (ckpt, other)
+    try:
+        if detect(linen).api != "linen":
+            return other
+    except TreeMismatchError:  # it is not known, and so compared as it is
+        return other
+    return like_recorded(other, ckpt) if nnx is ckpt else from_record(other)
 
 
 def _answer(

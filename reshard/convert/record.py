@@ -6,6 +6,7 @@ left out. Orbax keeps custom metadata with a checkpoint and ignores them; a prog
 trains and saves again does not carry them on.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
@@ -23,9 +24,9 @@ from reshard.checkpoint import (
     parse_dtype,
 )
 from reshard.convert.carry import Route, Zeros, on_host
-from reshard.convert.layout import KINDS
+from reshard.convert.kinds import KINDS
 from reshard.convert.steps import Step
-from reshard.errors import TreeMismatchError
+from reshard.errors import ReshardError, TreeMismatchError
 from reshard.operations import Concat, Pad, Reshape, Split, Stack, Transpose, Unstack
 from reshard.tree import Path, format_path
 
@@ -93,49 +94,115 @@ def from_record(ckpt: Checkpoint) -> Checkpoint:
     Raises:
       TreeMismatchError: the record cannot be read, or its leaves are not those of the checkpoint.
     """
-    document = _custom(ckpt)[KEY]
-    try:
-        if document["version"] != _VERSION:
-            raise ValueError(f"its version is {document['version']}, not {_VERSION}")
-        way = _route(document["route"])
-        own = [tuple(path) for path in document["own"]]
-        leaves = [(tuple(path), kind) for path, kind in document["leaves"]]
-        shapes = {path: kind["shape"] for path, kind in leaves if isinstance(kind, dict)}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise TreeMismatchError(
-            "the record of the conversion from Linen cannot be read", [str(error)], [_HINT]
-        ) from error
-    back = way.backwards({path: tuple(shape) for path, shape in shapes.items()})
-    expected = dict.fromkeys((*back.moved, *back.enter, *back.vanish, *own))
-    problems = [
-        f"{format_path(path)}: not in the checkpoint" for path in expected if path not in ckpt
-    ]
-    problems += [f"{format_path(path)}: not in the record" for path in ckpt if path not in expected]
-    if problems:
-        raise TreeMismatchError(
-            "the record of the conversion from Linen does not fit the checkpoint",
-            problems,
-            [_HINT],
-        )
-    made = back.carried(ckpt)
-    kinds = {path: kind for path, kind in leaves if isinstance(kind, dict)}
-    problems = [text for path, kind in kinds.items() for text in _unlike(made[path], kind)]
-    problems += [f"{format_path(path)}: it was zero, and is not" for path in back.not_zero(ckpt)]
-    if problems:
-        raise TreeMismatchError(
-            "the checkpoint is not what the conversion from Linen made any more", problems, [_HINT]
-        )
-    whole: dict[Path, Leaf] = {}
-    for path, kind in leaves:
-        whole[path] = (
-            _as_recorded(made[path], kind) if isinstance(kind, dict) else EMPTY_LEAVES[kind]
-        )
+    with _readable(_LINEN):
+        way, own, leaves = _read(ckpt)
+        kinds = {path: kind for path, kind in leaves if isinstance(kind, dict)}
+        back = way.backwards({path: tuple(kind["shape"]) for path, kind in kinds.items()})
+        expected = dict.fromkeys((*back.moved, *back.enter, *back.vanish, *own))
+        problems = [
+            f"{format_path(path)}: not in the checkpoint" for path in expected if path not in ckpt
+        ]
+        problems += [
+            f"{format_path(path)}: not in the record" for path in ckpt if path not in expected
+        ]
+        if problems:
+            raise TreeMismatchError(
+                "the record of the conversion from Linen does not fit the checkpoint",
+                problems,
+                [_LINEN],
+            )
+        made = back.carried(ckpt)
+        problems = [text for path, kind in kinds.items() for text in _unlike(made[path], kind)]
+        problems += [
+            f"{format_path(path)}: it was zero, and is not" for path in back.not_zero(ckpt)
+        ]
+        if problems:
+            raise TreeMismatchError(
+                "the checkpoint is not what the conversion from Linen made any more",
+                problems,
+                [_LINEN],
+            )
+        whole = {
+            path: _as_recorded(made[path], kind) if isinstance(kind, dict) else EMPTY_LEAVES[kind]
+            for path, kind in leaves
+        }
     made_of = without_record(ckpt).replace(whole, retyped=False)
-    containers = document.get("containers")
+    containers = _custom(ckpt)[KEY].get("containers")
     return made_of.with_metadata({"value_metadata_tree": containers}) if containers else made_of
 
 
-_HINT = "--model MODULE:NAME, the Linen model, converts without the record"
+def like_recorded(linen: Checkpoint, ckpt: Checkpoint) -> Checkpoint:
+    """A Linen checkpoint as the NNX checkpoint that another one like it has become.
+
+    Args:
+      linen: the Linen checkpoint.
+      ckpt: the NNX one, with its record. What the Linen one has nothing of is taken from it.
+
+    Raises:
+      TreeMismatchError: the record cannot be read, or its leaves are not those of the Linen
+        checkpoint.
+    """
+    with _readable(_NNX):
+        way, own, leaves = _read(ckpt)
+        kinds = dict(leaves)
+        problems = [
+            f"{format_path(path)}: only in the record" for path in kinds if path not in linen
+        ]
+        for path, leaf in linen.items():
+            kind = kinds.get(path)
+            if kind is None:
+                problems.append(f"{format_path(path)}: not in the record")
+            elif isinstance(kind, dict):
+                problems += _unlike(leaf, kind)
+        problems = problems or [
+            f"{format_path(path)}: it was zero, and is not" for path in way.not_zero(linen)
+        ]
+        if problems:
+            raise TreeMismatchError(
+                f"`{linen.source.root}` is not like what `{ckpt.source.root}` was made of",
+                problems,
+                [_NNX],
+            )
+        made = way.carried(linen)
+    made |= {path: ckpt[path] for path in own if path in ckpt}
+    return linen.replace(
+        {path: _counted_as(leaf, ckpt.get(path)) for path, leaf in made.items()}, retyped=True
+    )
+
+
+def _counted_as(leaf: Leaf, like: Leaf) -> Leaf:
+    """A step counter in the dtype that it has in NNX."""
+    if not isinstance(leaf, ArrayHandle) or not isinstance(like, ArrayHandle):
+        return leaf
+    counter = not leaf.shape and leaf.dtype.kind in "iu" and like.dtype.kind in "iu"
+    return dataclasses.replace(leaf, dtype=like.dtype) if counter else leaf
+
+
+def _read(ckpt: Checkpoint) -> tuple[Route, list[Path], list[tuple[Path, dict[str, Any] | str]]]:
+    """A record: the way to NNX, NNX's own leaves, and the leaves of the Linen checkpoint."""
+    document = _custom(ckpt)[KEY]
+    if document["version"] != _VERSION:
+        raise ValueError(f"its version is {document['version']}, not {_VERSION}")
+    own = [tuple(path) for path in document["own"]]
+    leaves = [(tuple(path), kind) for path, kind in document["leaves"]]
+    return _route(document["route"]), own, leaves
+
+
+@contextlib.contextmanager
+def _readable(hint: str) -> Iterator[None]:
+    """Whatever a record makes of the checkpoint if it is not one that was written here."""
+    try:
+        yield
+    except ReshardError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
+        raise TreeMismatchError(
+            "the record of the conversion from Linen cannot be read", [str(error)], [hint]
+        ) from error
+
+
+_HINT = "--model MODULE:NAME, the {} model, converts without the record"
+_LINEN, _NNX = _HINT.format("Linen"), _HINT.format("NNX")
 
 
 def _kind(leaf: Leaf) -> dict[str, Any] | str:

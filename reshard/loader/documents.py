@@ -51,7 +51,7 @@ def parse_json(data: bytes | str) -> Any:
     if isinstance(data, str):
         data = data.encode()
     try:
-        document = json.loads(data, object_pairs_hook=_object, parse_int=_integer)
+        document = json.loads(data, object_pairs_hook=unique_keys, parse_int=_integer)
         if _SURROGATE.search(data):
             json.dumps(document, ensure_ascii=False).encode()
     except UnicodeError as error:
@@ -65,7 +65,8 @@ def parse_json(data: bytes | str) -> Any:
     return document
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; raises ValueError if a key is there twice."""
     result = dict(pairs)
     if len(result) < len(pairs):
         seen: set[str] = set()

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from reshard.formed import stored_chunks
 from reshard.loader import orbax
 from reshard.loader.layout import Location
 from reshard.planner import Plan
+from reshard.reading import check_fits, nbytes
 from reshard.records import FILE, ArrayRecord, record_of
 from reshard.schedule import IN_FLIGHT_PER_CORE, WINDOW, batches
 from reshard.store import file_spec, new_context
@@ -25,7 +27,7 @@ from reshard.writer.documents import documents
 from reshard.writer.journal import Journal, fingerprint, is_unfinished, source_state
 from reshard.writer.prepare import Job, cores, parse_chunks, prepare
 from reshard.writer.progress import ItemProgress
-from reshard.writer.recording import known_arrays, new_digests, records
+from reshard.writer.recording import ReadAgain, known_arrays, new_digests, read_again, records
 from reshard.writer.stream import (
     Pending,
     Target,
@@ -62,7 +64,7 @@ def plan(
     Returns:
       The plan; what would make `save` raise is in its `problems`.
     """
-    _, result, found = prepare(
+    jobs, result, found = prepare(
         _as_list(ckpt),
         None if destination is None else _absolute(destination),
         max_memory=parse_bytes(max_memory),
@@ -70,6 +72,11 @@ def plan(
         link=link,
         overwrite=overwrite,
     )
+    for job in jobs:
+        try:
+            known_arrays(job)
+        except CorruptCheckpointError as error:
+            found.append(error)
     return dataclasses.replace(
         result,
         problems=tuple(line for error in found for line in (error.summary, *error.problems)),
@@ -138,6 +145,8 @@ def save(
 
     jobs, total = prepared(link)
     known = [known_arrays(job) for job in jobs]
+    for job, on_record in zip(jobs, known, strict=True):
+        check_fits(_chunks_read(job, read_again(job, on_record, digest), verify), memory)
     before = [list(source_state(job.ckpt.source.store.directory)) for job in jobs]
     same = fingerprint(jobs, memory) if resume else ""
     kept = functools.partial(is_unfinished, fingerprint=same) if resume else lambda directory: False
@@ -153,18 +162,19 @@ def save(
                 jobs, total = prepared(link=False)  # the file system forbids links
                 journal.without_links()
             journal.begin()
-            report = _reporter(total, progress)
-            for job, on_record, so_far in zip(jobs, known, journal.items, strict=True):
+            again = [read_again(job, known, digest) for job, known in zip(jobs, known, strict=True)]
+            report = _reporter(total, _bytes_read(jobs, again, verify), progress)
+            for job, on_record, more, so_far in zip(jobs, known, again, journal.items, strict=True):
                 digests = _write_item(
                     job, _item_directory(job, directory), memory, so_far, journal, report
                 )
                 with _correct(journal):
-                    arrays = records(job, on_record, digests, digest, memory)
+                    arrays = records(job, on_record, digests, more, memory, report)
                     _record(job, directory, arrays)
                     if journal.resumed:
                         _check_whole(job, directory)
                     if verify:
-                        _read_back(job, directory, memory)
+                        _read_back(job, directory, memory, report)
         local.sync(directory)
         write_markers(checkpoints, directory, target)
         journal.close()
@@ -206,9 +216,37 @@ def _record(job: Job, directory: pathlib.Path, arrays: Mapping[str, ArrayRecord]
     (_item_directory(job, directory) / FILE).write_bytes(record.dump())
 
 
-def _read_back(job: Job, directory: pathlib.Path, memory: int) -> None:
+def _chunks_read(
+    job: Job, again: ReadAgain, verify: bool
+) -> Iterator[tuple[Path, tuple[int, ...], int]]:
+    """Path, chunk shape and bytes of an element of all that is read beside what is copied."""
+    for handle in (*again.sources, *again.moved):
+        yield handle.path, handle.chunk_shape, handle.stored_dtype.itemsize
+    for handle, plan in zip(job.handles, job.plans, strict=True):
+        if verify:
+            yield handle.path, plan.chunk, handle.dtype.itemsize
+
+
+def _bytes_read(jobs: Sequence[Job], again: Sequence[ReadAgain], verify: bool) -> int:
+    """Decoded bytes of all that is read beside what is copied."""
+    more = [handle for each in again for handle in (*each.sources, *each.moved)]
+    written = [handle for job in jobs for handle in job.handles if verify]
+    return nbytes(more) + sum(math.prod(h.shape) * h.dtype.itemsize for h in written)
+
+
+def _read_back(
+    job: Job, directory: pathlib.Path, memory: int, report: Callable[[int], None]
+) -> None:
     """Reads back what was written of an item; raises CorruptCheckpointError if it differs."""
-    found = verification.verify(_written(job, directory), max_memory=memory)
+    done = 0
+
+    def progress(now: int, whole: int) -> None:
+        nonlocal done
+        report(now - done)
+        done = now
+
+    written = _written(job, directory)
+    found = verification.verify(written, max_memory=memory, progress=progress)
     if not found.ok:
         raise CorruptCheckpointError("what was written is not what is read back", found.problems)
 
@@ -240,9 +278,11 @@ def _correct(journal: Journal) -> Iterator[None]:
         raise
 
 
-def _reporter(total: Plan, progress: Progress | None) -> Callable[[int], None]:
-    whole = sum(a.decoded_bytes for a in total.arrays if not a.moved) + sum(
-        a.bytes_written for a in total.arrays if a.moved
+def _reporter(total: Plan, more: int, progress: Progress | None) -> Callable[[int], None]:
+    whole = (
+        more
+        + sum(a.decoded_bytes for a in total.arrays if not a.moved)
+        + sum(a.bytes_written for a in total.arrays if a.moved)
     )
     done = 0
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from reshard import durable
 from reshard.checkpoint import ArrayHandle
 from reshard.digests import digest_of
 from reshard.errors import DestinationError
@@ -104,9 +105,7 @@ class Journal:
         text = json.dumps(document)
         whole = f'{{"sha256": "{_hash(text)}", "job": {text}}}'
         local.sync(self._directory)
-        temporary = self._file.with_name(f"{PROGRESS_FILE}.new")
-        local.write_durably(temporary, whole.encode())
-        os.replace(temporary, self._file)
+        durable.replace(self._file, whole.encode(), self._file.with_name(f"{PROGRESS_FILE}.new"))
         end = time.monotonic()
         self._next = end + max(_SYNC_SECONDS, (end - begin) / _SYNC_SHARE)
 

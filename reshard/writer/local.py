@@ -10,6 +10,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 
+from reshard import durable
 from reshard.errors import (
     CheckpointFormatError,
     DestinationError,
@@ -176,7 +177,7 @@ def _swap(temporary: pathlib.Path, destination: pathlib.Path, overwrite: bool) -
     an interrupt it has the destination's name."""
     if not destination.exists():
         os.rename(temporary, destination)
-        sync_directory(destination.parent)
+        durable.sync_directory(destination.parent)
         return
     if not overwrite:
         raise DestinationExistsError(f"`{destination}` was made while this job ran")
@@ -188,7 +189,7 @@ def _swap(temporary: pathlib.Path, destination: pathlib.Path, overwrite: bool) -
         if replaced.exists() and not destination.exists():
             os.rename(replaced, destination)
         raise
-    sync_directory(destination.parent)
+    durable.sync_directory(destination.parent)
     shutil.rmtree(replaced)
 
 
@@ -243,24 +244,6 @@ class Writeback:
     def _call(self, descriptor: int, flags: int) -> None:
         whole = ctypes.c_int64(0)
         self._libc.sync_file_range(descriptor, whole, whole, flags)
-
-
-def sync_directory(directory: pathlib.Path) -> None:
-    """Makes the names in a directory durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_durably(path: pathlib.Path, data: bytes) -> None:
-    """A small file, on the disk when this returns."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_directory(path.parent)
 
 
 def link(source: pathlib.Path, destination: pathlib.Path) -> bool:

@@ -1,7 +1,8 @@
 """Digests of what a job writes, and of what it reads where those are on record."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from reshard.checkpoint import ArrayHandle, stored_name
 from reshard.digests import Digest
@@ -9,7 +10,7 @@ from reshard.errors import CorruptCheckpointError
 from reshard.reading import read_digests
 from reshard.records import FILE, ArrayRecord, read_record
 from reshard.tree import Path, format_path, shell_quoted
-from reshard.verification import changed_files, stored_record
+from reshard.verification import changed_files, reason, stored_record
 from reshard.writer.prepare import Job
 
 Known = Mapping[str, ArrayRecord]
@@ -43,46 +44,71 @@ def known_arrays(job: Job) -> Known:
 
 def new_digests(job: Job) -> dict[Path, Digest]:
     """A digest for each array that is decoded, to which its values are to be added."""
-    plans = zip(job.handles, job.plans, strict=True)
-    return {h.path: Digest(h.shape, h.dtype) for h, plan in plans if not plan.moved}
+    return {h.path: Digest(h.shape, h.dtype) for h in _decoded(job)}
+
+
+class ReadAgain(NamedTuple):
+    """What is read beside what is copied, for its digests.
+
+    Attributes:
+      sources: arrays on record that cast or formed arrays are made of; these are not written as
+        they were read.
+      moved: arrays that are moved undecoded and have no digest.
+    """
+
+    sources: list[ArrayHandle]
+    moved: list[ArrayHandle]
+
+
+def read_again(job: Job, known: Known, moved_too: bool) -> ReadAgain:
+    """What of an item is to be read beside what is copied.
+
+    Args:
+      job: the item.
+      known: what is on record of the source.
+      moved_too: whether arrays that are moved undecoded are to get a digest.
+    """
+    decoded = _decoded(job)
+    straight = {h.name for h in decoded if _is_stored(h)}
+    moved = [h for h in job.linked + job.copied if moved_too and _carried(known, h) is None]
+    made = _stored(h for h in decoded + moved if not _is_stored(h))
+    return ReadAgain([h for h in made if h.name not in straight and _digest(known, h)], moved)
 
 
 def records(
     job: Job,
     known: Known,
     digests: Mapping[Path, Digest],
-    moved_too: bool,
+    again: ReadAgain,
     max_memory: int,
+    report: Callable[[int], None],
 ) -> dict[str, ArrayRecord]:
     """What is to be recorded of the arrays that were written, by their names in the destination.
-
-    What is on record of the source is compared with what was read of it. Arrays that are cast or
-    formed of others are not written as they were read: what they are made of is read once more.
+    What is on record of the source is compared with what was read of it.
 
     Args:
       job: the item.
       known: what is on record of the source.
       digests: complete ones of all arrays that were decoded.
-      moved_too: arrays that were moved undecoded, and are not on record, are read for their digest.
+      again: what is read now.
       max_memory: bytes in flight at most, for what is read.
+      report: called with numbers of bytes that were read.
 
     Raises:
-      CorruptCheckpointError: arrays whose values are not those on record: all of them.
+      CorruptCheckpointError: arrays that cannot be read, or whose values are not those on record:
+        all of them.
     """
     texts = {path: digest.text() for path, digest in digests.items()}
-    carried = {h.path: _digest(known, h) for h in job.handles if _is_stored(h)}
-    bare = [h for h in job.handles if h.path not in texts and carried.get(h.path) is None]
-    decoded = [h for h in job.handles if h.path in digests]
-    straight = [h for h in decoded if _is_stored(h)]
-    wrong = [h for h in straight if _differs(texts[h.path], known.get(h.name))]
-    read = {h.name for h in straight}
-    others = [
-        h
-        for h in _stored(h for h in decoded + bare * moved_too if not _is_stored(h))
-        if h.name not in read and _digest(known, h) is not None
-    ]
-    by_name = _read((replace(h, path=(h.name,), dtype=h.stored_dtype) for h in others), max_memory)
-    wrong += [h for h in others if _differs(by_name[h.name,], known.get(h.name))]
+    by_name = {(h.name,): replace(h, path=(h.name,), dtype=h.stored_dtype) for h in again.sources}
+    read, failed = read_digests([*by_name.values(), *again.moved], max_memory, report)
+    if failed:
+        raise CorruptCheckpointError(
+            f"arrays of `{job.ckpt.source.root}` cannot be read",
+            [f"{format_path(path)}: {reason(error, path)}" for path, error in failed.items()],
+            _hints(job),
+        )
+    wrong = [h for h in _decoded(job) if _is_stored(h) and _differs(texts[h.path], known, h)]
+    wrong += [h for h in again.sources if _differs(read[h.name,], known, h)]
     if wrong:
         raise CorruptCheckpointError(
             f"values were read from `{job.ckpt.source.root}` that are not those its digests were "
@@ -90,22 +116,17 @@ def records(
             [f"{format_path(h.path)}  {stored_record(h)}" for h in wrong],
             _hints(job),
         )
-    if moved_too:
-        texts |= _read(bare, max_memory)
+    texts |= {h.path: read[h.path] for h in again.moved}
     return {
         stored_name(h.path): ArrayRecord(
-            h.dtype.name, h.shape, texts.get(h.path, carried.get(h.path))
+            h.dtype.name, h.shape, texts.get(h.path, _carried(known, h))
         )
         for h in job.handles
     }
 
 
-def _read(handles: Iterable[ArrayHandle], max_memory: int) -> dict[Path, str]:
-    """Digests of arrays that must be readable."""
-    digests, failed = read_digests(handles, max_memory, lambda count: None)
-    for error in failed.values():
-        raise error
-    return digests
+def _decoded(job: Job) -> list[ArrayHandle]:
+    return [h for h, plan in zip(job.handles, job.plans, strict=True) if not plan.moved]
 
 
 def _hints(job: Job) -> list[str]:
@@ -134,5 +155,10 @@ def _digest(known: Known, handle: ArrayHandle) -> str | None:
     return known[handle.name].digest if handle.name in known else None
 
 
-def _differs(text: str, entry: ArrayRecord | None) -> bool:
-    return entry is not None and entry.digest is not None and entry.digest != text
+def _carried(known: Known, handle: ArrayHandle) -> str | None:
+    """The digest on record of what an array is moved from undecoded."""
+    return _digest(known, handle) if _is_stored(handle) else None
+
+
+def _differs(text: str, known: Known, handle: ArrayHandle) -> bool:
+    return _digest(known, handle) not in (None, text)

@@ -4,7 +4,7 @@ import os
 import pathlib
 from collections.abc import Callable, Sequence
 
-from reshard import records
+from reshard import durable, records
 from reshard.checkpoint import Checkpoint
 from reshard.loader.layout import CHECKPOINT_FILE, TEMPORARY, step_directories
 from reshard.writer import local
@@ -76,4 +76,4 @@ def write_markers(
             marked = (source.root / folder / MARKER).exists()
             if marked or (source.root / folder / CHECKPOINT_FILE).exists():
                 text = f"Checkpoint commit was successful to {target / folder}"
-                local.write_durably(directory / folder / MARKER, text.encode())
+                durable.write(directory / folder / MARKER, text.encode())

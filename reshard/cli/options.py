@@ -1,0 +1,40 @@
+"""Options that several commands have."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+ITEM = click.option("--item", help="Item of a step that has several.")
+MAX_MEMORY = click.option(
+    "--max-memory",
+    default="1GiB",
+    metavar="SIZE",
+    show_default=True,
+    help="Bytes in flight at most.",
+)
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON document.")
+QUIET = click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+_READING = (
+    click.option("--step", type=int, help="Step of a manager's root; the latest by default."),
+    ITEM,
+    MAX_MEMORY,
+    AS_JSON,
+    QUIET,
+)
+
+
+def options(of: Sequence[Callable[[F], F]]) -> Callable[[F], F]:
+    """Adds options to a command, in this order."""
+
+    def add(command: F) -> F:
+        for option in reversed(of):
+            command = option(command)
+        return command
+
+    return add
+
+
+reading_options = options(_READING)
