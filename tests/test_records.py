@@ -623,3 +623,56 @@ def test_no_digest_of_what_does_not_fit_into_memory(plain):
     )
     assert error.value.least == 2 * 4 * 8 * 6 + (1 << 14)
     assert not (path / FILE).exists()
+
+
+@pytest.mark.parametrize("flag", ["digest", "verify"])
+def test_a_job_that_cannot_read_for_its_digests_writes_nothing(tmp_path, monkeypatch, flag):
+    path, out = tmp_path / "plain", tmp_path / "out"
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(path, {"large": np.ones((1024, 1024), "f4"), "small": np.ones(3)})
+    reshard.save(reshard.open(path), out, max_memory="2MiB")  # undecoded, it fits
+
+    def begun(*arguments, **kwargs):
+        raise AssertionError("something is written")
+
+    monkeypatch.setattr(reshard.writer.local, "committed_directory", begun)
+    with pytest.raises(reshard.MemoryLimitError) as error:
+        reshard.save(reshard.open(path), tmp_path / "more", max_memory="2MiB", **{flag: True})
+    assert str(error.value) == (
+        "one chunk, encoded and decoded, does not fit into 2.00 MiB\n"
+        "  large: 8.02 MiB\n\n"
+        "hint: --max-memory 9MiB"
+    )
+
+
+@pytest.mark.parametrize("flags", [{}, {"digest": True}, {"verify": True}])
+def test_what_is_read_for_digests_counts_as_progress(plain, tmp_path, flags):
+    path, values = plain
+    ckpt = reshard.cast(reshard.to_mesh(reshard.open(path), "1x8"), "bfloat16", "v")
+    told = []
+    reshard.save(ckpt, tmp_path / "out", progress=lambda *now: told.append(now), **flags)
+    done, whole = zip(*told, strict=True)
+    assert list(done) == sorted(done)
+    assert set(whole) == {done[-1]}
+    sizes = {name: array.nbytes // (1 + (name == "v")) for name, array in values.items()}
+    without = reshard.save(ckpt, tmp_path / "again")
+    copied = sum(a.bytes_written if a.moved else a.decoded_bytes for a in without.arrays)
+    more = {"digest": sizes["b"] + sizes["s"], "verify": sum(sizes.values())}
+    assert done[-1] == copied + sum(more[flag] for flag in flags)
+
+
+def test_a_plan_tells_that_the_source_is_not_the_one_on_record(plain, tmp_path):
+    path, _ = plain
+    reshard.digest(path, write=True)
+    assert reshard.plan(reshard.open(path), tmp_path / "out").problems == ()
+    document = json.loads((path / FILE).read_text())
+    document["arrays"]["w"]["shape"] = [24, 16]
+    (path / FILE).write_text(json.dumps(document))
+    (path / "_sharding").write_bytes(b" " + (path / "_sharding").read_bytes())
+    planned = reshard.plan(reshard.select(reshard.open(path), "w"), tmp_path / "out")
+    assert planned.problems == (
+        f"`{path}` is not what its digests were recorded of",
+        "w: it is float32[16,24], and float32[24,16] on record",
+        f"the file `{path}/_sharding`: it is not the one on record",
+    )
+    assert planned.hints == (f"reshard verify '{path}'",)
