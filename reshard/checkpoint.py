@@ -143,6 +143,11 @@ class ArrayHandle:
         """Decoded bytes of the whole array."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether its values are those that are stored under its name: neither formed nor cast."""
+        return self.formed is None and self.dtype == self.stored_dtype
+
     def stored_sizes(self) -> list[int]:
         """Stored bytes of each chunk that is there; of a formed array, of all that it is made of.
 
@@ -344,11 +349,16 @@ class Checkpoint(Mapping[Path, Leaf]):
         return "\n".join(lines + [f"  ... and {more} more"] * (more > 0))
 
 
+def array_text(dtype: str, shape: tuple[int, ...]) -> str:
+    """`float32[16,24]`."""
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
 def describe(leaf: Leaf) -> str:
     """A leaf in a few words: `float32[16,24] P('data', None)`, `'text'`, `{}`."""
     if not isinstance(leaf, ArrayHandle):
         return repr(leaf)
-    text = f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]"
+    text = array_text(leaf.dtype.name, leaf.shape)
     if isinstance(leaf.sharding, NamedSharding):
         text += f" {format_spec(leaf.sharding.spec)}"
     return text

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from reshard import tree
-from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf
+from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, array_text
 from reshard.contents import Progress, read_contents, recorded_contents
 from reshard.differences import Diff, Difference
 from reshard.errors import ReshardError, TreeMismatchError
@@ -197,6 +197,6 @@ def _laid_out(handle: ArrayHandle) -> str:
 def _described(leaf: Leaf) -> str:
     """A leaf without its layout: `float32[8,4]`, `key<rbg> uint32[4]`, `'text'`, `{}`."""
     if isinstance(leaf, ArrayHandle):
-        kind = f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]"
+        kind = array_text(leaf.dtype.name, leaf.shape)
         return kind if leaf.key_impl is None else f"key<{leaf.key_impl}> {kind}"
     return repr(leaf)

@@ -160,8 +160,7 @@ class _Records:
 
     def digest(self, handle: ArrayHandle) -> str | None:
         """The digest on record of an array as it is read; None if there is none."""
-        stored = handle.formed is None and handle.dtype == handle.stored_dtype
-        if not stored or handle.same_name is not None:
+        if not handle.is_stored or handle.same_name is not None:
             return None
         path = handle.store.directory / FILE
         if path not in self._read:

@@ -266,7 +266,7 @@ class StoredChunk(NamedTuple):
 
 def stored_values(handle: ArrayHandle) -> list[StoredValue] | None:
     """The values of `stored_chunks`."""
-    if handle.formed is None and handle.dtype == handle.stored_dtype:
+    if handle.is_stored:
         return list(handle.store.values[handle.name].values())
     chunks = stored_chunks(handle)
     return None if chunks is None else [chunk.value for chunk in chunks]

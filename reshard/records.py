@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from reshard.boxes import Shape
-from reshard.checkpoint import Source
+from reshard.checkpoint import Source, array_text
 from reshard.errors import CorruptCheckpointError
 from reshard.loader.documents import unique_keys
 from reshard.store import ArrayStore, read_small
@@ -46,7 +46,7 @@ class ArrayRecord:
     digest: str | None
 
     def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+        return array_text(self.dtype, self.shape)
 
 
 @dataclasses.dataclass(frozen=True)

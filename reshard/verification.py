@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from reshard import durable
-from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, Source
+from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, Source, array_text
 from reshard.errors import CorruptCheckpointError, DestinationError, ReshardError, printable
 from reshard.loader import open as open_checkpoint
 from reshard.reading import counted, read_digests
@@ -146,7 +146,7 @@ def digest(
         arrays = {
             leaf.name: stored_record(leaf, checked.digests[leaf.path])
             for leaf in ckpt.arrays
-            if leaf.formed is None and leaf.dtype == leaf.stored_dtype
+            if leaf.is_stored
         }
         record = record_of(ckpt.source, ckpt.source.root, arrays)
         file = ckpt.source.store.directory / FILE
@@ -267,7 +267,7 @@ def _kind(leaf: Leaf) -> str:
     if not isinstance(leaf, ArrayHandle):
         return repr(leaf)
     keys = f", {leaf.key_impl} keys" if leaf.key_impl else ""
-    return f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]{keys}"
+    return array_text(leaf.dtype.name, leaf.shape) + keys
 
 
 def reason(error: ReshardError, path: Path) -> str:

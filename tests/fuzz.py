@@ -1,5 +1,9 @@
 """Random damage to genuine checkpoints: of their documents, of any byte, of what files are.
 
+Each damaged checkpoint is opened, carried over and reshaped, and put through two of the other jobs:
+restored, verified, compared with what it was, converted, or what a stopped job has left of it gone
+on with.
+
     python -m tests.fuzz --seconds 600
 
 runs until the time is up, in a process of its own with limited memory, and prints the damage that
@@ -10,6 +14,7 @@ short version of it.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -17,28 +22,47 @@ import pathlib
 import random
 import resource
 import shutil
-import signal
 import struct
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=16")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import tensorstore as ts
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from tensorstore import ocdbt
 
 import reshard
+from reshard.convert.record import KEY
+
+sys.path.insert(0, os.path.dirname(__file__))  # for `python -m tests.fuzz`
+from fuzz_jobs import (
+    LEFT,
+    LIMIT_SECONDS,
+    MAP,
+    SECRET,
+    Case,
+    linen_training,
+    mesh,
+    nnx_training,
+    outcome,
+)
 
 # Each with the keyword arguments of `PyTreeCheckpointer`, and whether its B-tree nodes are stored
-# without compression: damage to them then goes deeper than their codec.
+# without compression: damage to them then goes deeper than their codec. `recorded` has digests on
+# record; `linen` and `nnx` are the training of one model, the latter converted from the former,
+# which is on record in it.
 FORMATS = {
     "zarr2-ocdbt": ({}, False),
     "zarr2-nodes": ({}, True),
@@ -46,6 +70,9 @@ FORMATS = {
     "zarr3-nodes": ({"use_zarr3": True}, True),
     "zarr2-files": ({"use_ocdbt": False}, False),
     "zarr3-files": ({"use_ocdbt": False, "use_zarr3": True}, False),
+    "recorded": ({}, False),
+    "linen": ({"use_ocdbt": False}, False),
+    "nnx": ({"use_ocdbt": False}, False),
 }
 # Values that somebody might put where another one is expected.
 NASTY: list[Any] = [
@@ -93,25 +120,34 @@ NASTY: list[Any] = [
     {"id": "zstd", "level": 99},
     {"name": "sharding_indexed"},
 ]
-LIMIT_SECONDS = 20
 
 
 def make_base(folder: pathlib.Path, form: str) -> pathlib.Path:
-    """A small genuine checkpoint, with every kind of leaf."""
-    import jax
-    import orbax.checkpoint as ocp
-    from jax.sharding import Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
-
+    """A small genuine checkpoint, with every kind of leaf or of a model."""
     arguments, plain_nodes = FORMATS[form]
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
-    rng = np.random.default_rng(list(FORMATS).index(form))
+    path = folder / form
+    if form == "nnx":
+        before = make_base(folder / "before", "linen")
+        reshard.save(reshard.to_nnx(before, nnx_training), path, digest=True)
+        return path
+    tree = linen_training() if form == "linen" else _tree(list(FORMATS).index(form))
+    with ocp.PyTreeCheckpointer(**arguments) as checkpointer:
+        checkpointer.save(path, tree, custom_metadata={"note": "kept"})
+    if plain_nodes:
+        _rewrite_database(path)
+    if form == "recorded":
+        reshard.digest(path, write=True)
+    return path
+
+
+def _tree(seed: int) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
 
     def put(shape: tuple[int, ...], *spec: Any) -> jax.Array:
         values = rng.standard_normal(shape).astype("float32")
-        return jax.device_put(values, NamedSharding(mesh, P(*spec)))
+        return jax.device_put(values, NamedSharding(mesh(), P(*spec)))
 
-    tree = {
+    return {
         "w": put((8, 12), "data", "model"),
         "large": put((64, 32), "data"),
         "layers": [put((4,), "model"), put((), *())],
@@ -123,12 +159,6 @@ def make_base(folder: pathlib.Path, form: str) -> pathlib.Path:
         "none": None,
         "empty": {},
     }
-    path = folder / form
-    with ocp.PyTreeCheckpointer(**arguments) as checkpointer:
-        checkpointer.save(path, tree, custom_metadata={"note": "kept"})
-    if plain_nodes:
-        _rewrite_database(path)
-    return path
 
 
 def _rewrite_database(path: pathlib.Path) -> None:
@@ -234,7 +264,9 @@ def damage_replace(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
     elif what == 1:
         os.mkfifo(file)
     elif what == 2:
-        file.symlink_to("/etc/hostname")
+        secret = path.parent / SECRET  # never a file that matters: a job may write to it
+        secret.write_bytes(b"s" * 40)
+        file.symlink_to(secret)
     elif what == 3:
         file.symlink_to(file)
     elif what == 4:
@@ -264,7 +296,7 @@ def damage_document(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
         return
     read, write = documents[numbers[0] % len(documents)]
     with contextlib.suppress(ValueError, TypeError, LookupError):  # it was damaged before
-        write(_text(_changed(json.loads(read()), numbers[1:])))
+        write(_text(changed(json.loads(read()), numbers[1:])))
 
 
 def damage_node(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
@@ -282,10 +314,32 @@ def damage_node(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
     file.write_bytes(data[:offset] + sealed(bytes(node)) + data[offset + size :])
 
 
+def damage_record(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
+    """A value, a key or a list of the record of a conversion, if there is one."""
+    file = path / "_METADATA"
+    with contextlib.suppress(ValueError, TypeError, LookupError):
+        outer = json.loads(file.read_bytes())
+        custom = outer["custom_metadata"]
+        custom[KEY] = changed(custom[KEY], numbers)
+        file.write_bytes(_text(outer))
+
+
 KINDS = {
     name.removeprefix("damage_"): function
     for name, function in list(globals().items())
     if name.startswith("damage_")
+}
+
+
+_DOCUMENTS = {
+    ".zarray",
+    "zarr.json",
+    "_METADATA",
+    "_CHECKPOINT_METADATA",
+    "_strings.json",
+    "_sharding",
+    "reshard_digests.json",
+    "reshard_progress.json",
 }
 
 
@@ -304,9 +358,7 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
 def _documents(path: pathlib.Path) -> Iterator[tuple[Callable[[], Any], Callable[[bytes], Any]]]:
     """How to read and how to write each JSON document of a checkpoint."""
     for file in _files(path):
-        if file.name in (".zarray", "zarr.json", "_METADATA", "_CHECKPOINT_METADATA") or (
-            file.name in ("_strings.json", "_sharding") or file.parent.name == "array_metadatas"
-        ):
+        if file.name in _DOCUMENTS or file.parent.name == "array_metadatas":
             yield file.read_bytes, file.write_bytes
     if (path / "_sharding").is_file():
         with contextlib.suppress(ValueError, AttributeError):
@@ -339,16 +391,16 @@ def _inside(file: pathlib.Path, name: str) -> tuple[Callable[[], Any], Callable[
     return lambda: json.loads(file.read_bytes())[name], write
 
 
-def _changed(node: Any, numbers: tuple[int, ...]) -> Any:
-    """A document with one change, some levels below its top."""
+def changed(node: Any, numbers: tuple[int, ...], nasty: Sequence[Any] = NASTY) -> Any:
+    """A document with one change, some levels below its top: to one of the nasty values."""
     down, rest = (numbers[0], numbers[1:]) if len(numbers) > 1 else (0, numbers)
     if isinstance(node, dict | list) and node and len(rest) > 1 and down % 8:
         keys = list(node) if isinstance(node, dict) else range(len(node))
         key = keys[down // 8 % len(keys)]
         if isinstance(node, dict):
-            return node | {key: _changed(node[key], rest)}
-        return [*node[:key], _changed(node[key], rest), *node[key + 1 :]]
-    value = NASTY[rest[0] % len(NASTY)]
+            return node | {key: changed(node[key], rest, nasty)}
+        return [*node[:key], changed(node[key], rest, nasty), *node[key + 1 :]]
+    value = nasty[rest[0] % len(nasty)]
     if isinstance(node, list) and node:
         return [[*node, value], node[1:], node * 2, value][down // 8 % 4]
     if isinstance(node, dict) and node:
@@ -384,14 +436,6 @@ def cases() -> st.SearchStrategy[tuple[str, list[Damage]]]:
     return st.tuples(st.sampled_from(list(FORMATS)), st.lists(damage, min_size=1, max_size=3))
 
 
-class _TooSlow(BaseException):
-    """Not an Exception: nothing may take it for an error of the checkpoint."""
-
-
-def _stop(number: int, frame: Any) -> None:
-    raise _TooSlow
-
-
 def check(base: pathlib.Path, damages: list[Damage], folder: pathlib.Path) -> list[str]:
     """What `reshard` says about a damaged copy of a checkpoint, job by job: "done", or the error.
 
@@ -403,55 +447,27 @@ def check(base: pathlib.Path, damages: list[Damage], folder: pathlib.Path) -> li
       damages: the damage.
       folder: an empty directory.
     """
-    source, out = folder / "source", folder / "out"
-    shutil.copytree(base, source)
-    out.mkdir()
-    for damage in damages:
-        # Damage may find nothing left to damage.
-        with contextlib.suppress(OSError):
-            KINDS[damage.kind](source, damage.numbers)
-    before = snapshot(folder)
-    said = []
-    previous = signal.signal(signal.SIGALRM, _stop)
-    signal.alarm(LIMIT_SECONDS)
-    try:
-        said = [_outcome(job, source, out) for job in (_look, _carry_over, _reshape)]
-    except _TooSlow as error:
-        raise AssertionError(f"more than {LIMIT_SECONDS} s") from error
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, previous)
-    for left in ("moved", "reshaped"):
-        shutil.rmtree(out / left, ignore_errors=True)
-    assert snapshot(folder) == before, "files outside of the destination were changed"
+
+    def damage(path: pathlib.Path) -> None:
+        for one in damages:
+            # Damage may find nothing left to damage.
+            with contextlib.suppress(OSError):
+                KINDS[one.kind](path, one.numbers)
+
+    case = Case(base, folder, damage)
+    shutil.copytree(base, case.source)
+    case.out.mkdir()
+    case.damage(case.source)
+    (folder / "map.toml").write_text(MAP)
+    jobs = case.jobs(random.Random(repr(damages)))
+    before = snapshot(folder) | snapshot(base)
+    said = [outcome(job.__name__, functools.partial(job, case)) for job in jobs]
+    for left in LEFT:
+        shutil.rmtree(case.out / left, ignore_errors=True)
+    after = snapshot(folder) | snapshot(base)
+    changed = sorted(dict(before.items() ^ after.items()))
+    assert not changed, f"{changed} were changed by {[job.__name__ for job in jobs]}"
     return said
-
-
-def _outcome(job: Callable[[pathlib.Path, pathlib.Path], None], *places: pathlib.Path) -> str:
-    try:
-        job(*places)
-    except reshard.ReshardError as error:
-        str(error).encode()
-        return f"{type(error).__name__}: {error}"
-    return "done"
-
-
-def _look(source: pathlib.Path, out: pathlib.Path) -> None:
-    repr(reshard.open(source)).encode(errors="surrogateescape")
-
-
-def _carry_over(source: pathlib.Path, out: pathlib.Path) -> None:
-    ckpt = reshard.open(source)
-    reshard.plan(ckpt, out / "moved")
-    reshard.save(ckpt, out / "moved")
-    reshard.open(out / "moved")
-
-
-def _reshape(source: pathlib.Path, out: pathlib.Path) -> None:
-    ckpt = reshard.to_mesh(reshard.open(source), "data=1,model=4")
-    repr(reshard.plan(ckpt, out / "reshaped"))
-    reshard.save(ckpt, out / "reshaped", max_memory="64MiB")
-    reshard.open(out / "reshaped")
 
 
 def snapshot(folder: pathlib.Path) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Checkpoints from strangers: whatever is in them, a clear error, and nothing else."""
 
 import ast
+import hashlib
 import json
 import os
 import pathlib
@@ -16,6 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import fuzz
+import fuzz_jobs
+import fuzz_maps
 import layouts
 import numpy as np
 import orbax.checkpoint as ocp
@@ -28,6 +31,7 @@ from tensorstore import ocdbt
 import reshard
 from reshard import cli, zarr
 from reshard.btree import decoded_bytes
+from reshard.cli.model import read_rules
 
 Json = dict[str, Any]
 
@@ -1258,3 +1262,200 @@ def test_random_damage(base, case):
     form, damages = case
     with tempfile.TemporaryDirectory() as name:
         fuzz.check(base(form), damages, pathlib.Path(name))
+
+
+@pytest.fixture(scope="session")
+def conversions(tmp_path_factory):
+    """What `fuzz_maps` converts."""
+    folder = tmp_path_factory.mktemp("conversions")
+    fuzz_maps.make_bases(folder)
+    return folder
+
+
+@given(fuzz_maps.cases())
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+def test_random_maps(conversions, case):
+    fuzz_maps.check(conversions, case)
+
+
+# What the jobs of `fuzz_jobs` and `fuzz_maps` have found.
+
+
+def ours(job: Callable[[], Any], error: type[Exception] = reshard.ReshardError) -> None:
+    """That a job is refused, in a short time."""
+    with fuzz_jobs.limited("it", 5), pytest.raises(error):
+        job()
+
+
+def by_map(base, tmp_path: pathlib.Path, rule: str) -> reshard.Checkpoint:
+    """The array `large`, 64 x 32, by a rule; all others stay as they are."""
+    file = tmp_path / "map.toml"
+    rest = "[[rule]]\nfrom = '^params/'\nto = ''\n"
+    file.write_text(f"[[rule]]\nfrom = '^params/large$'\n{rule}\n{rest}")
+    dropped = ["name", "none", "empty", "key", "layers/**"]
+    return reshard.to_nnx(base("zarr2-files"), map_file=file, layout="linen-params", drop=dropped)
+
+
+@pytest.mark.parametrize("text", ["x = " + "[" * 5000, "x = " + "{ a = " * 5000])
+def test_toml_that_is_nested_too_deeply(tmp_path, base, text):
+    file = tmp_path / "file.toml"
+    file.write_text(text)
+    ours(lambda: reshard.to_nnx(base("linen"), map_file=file), reshard.TreeMismatchError)
+    ours(lambda: read_rules(str(file)), reshard.ShardingError)
+
+
+@pytest.mark.parametrize("text", ["-" * 5000 + "1", "1 + " * 5000 + "1", "(" * 5000 + "1"])
+def test_arithmetic_that_is_nested_too_deeply(tmp_path, base, text):
+    ours(lambda: by_map(base, tmp_path, f"to = '{{{text}}}'"), reshard.TreeMismatchError)
+
+
+@pytest.mark.parametrize("text", ["(" * 5000 + ")" * 5000, "x{9999999999}"])
+def test_regexes_of_specs_that_cannot_be_compiled(base, text):
+    ckpt = reshard.open(base("zarr2-files"))
+    ours(lambda: reshard.to_mesh(ckpt, "1x4", [(text, "data")]), reshard.ShardingError)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "pad = { widths = [[0, 0], [0, 4611686018427387904]], fill = 0 }",
+        "pad = { widths = [[0, 0], [0, 9223372036854775807]], fill = 0 }",
+        f"pad = {{ widths = [[0, 0], [0, 1]], fill = {'9' * 400} }}",
+        f"reshape = [{'1, ' * 32}2048]",
+    ],
+    ids=["sizes", "sizes beyond 64 bits", "a fill beyond floats", "33 axes"],
+)
+def test_rules_that_make_what_no_array_can_be(tmp_path, base, rule):
+    ours(lambda: reshard.save(by_map(base, tmp_path, rule), tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("custom", ["text", 3, 0.5, ["note"], [["note", 1]], True])
+def test_custom_metadata_that_are_none(tmp_path, base, custom):
+    """Of a conversion there is a record in them; what else is there is carried on."""
+    path = copied(base, "linen", tmp_path / "linen")
+    edit(path / TREE, lambda document: document.update(custom_metadata=custom))
+    ours(lambda: reshard.to_nnx(path, fuzz_jobs.nnx_training))
+
+
+def test_zarr_metadata_without_a_chunk_shape(tmp_path, base):
+    """TensorStore makes one up; so the metadata are none that Orbax has written."""
+    path = copied(base, "zarr2-files", tmp_path / "saved")
+    edit(array_file(path, "large"), lambda document: document.pop("chunks"))
+    ours(lambda: reshard.open(path), Corrupt)
+
+
+RECORDED = {
+    "containers": lambda record: record.update(containers={"a": 1}),
+    "containers that are no JSON": lambda record: record.update(containers="x"),
+    "a path with a number that is none": lambda record: record["leaves"][0].__setitem__(0, [0.5]),
+    "a leaf of no kind": lambda record: record["leaves"][0].__setitem__(1, ["x"]),
+    "a leaf of no such type": lambda record: record["leaves"][0][1].update(type="jax.Arrays"),
+    "keys that are floats": lambda record: record["leaves"][-1][1].update(keys="threefry2x32"),
+    "keys of no kind": lambda record: record["leaves"][-1][1].update(keys=7),
+    "a size that is text": lambda record: record["leaves"][-1][1].update(shape="8"),
+    "an operation that is none": lambda record: record["route"]["steps"].append(
+        {"from": [["a"]], "to": [["b"]], "Transpose": {"axes": "x"}}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_records_of_conversions_that_are_none(tmp_path, base, name):
+    """What such a record makes of a checkpoint is either refused or can be opened."""
+    path = copied(base, "nnx", tmp_path / "nnx")
+    (path / "reshard_digests.json").unlink()
+    edit(path / TREE, lambda document: RECORDED[name](document["custom_metadata"]["reshard.linen"]))
+    ours(lambda: reshard.save(reshard.to_linen(path), tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_zeros_of_a_record_that_nothing_could_hold(tmp_path, base):
+    path, shape = copied(base, "nnx", tmp_path / "nnx"), [1 << 40, 1 << 20]
+
+    def change(document: Json) -> None:
+        record = document["custom_metadata"]["reshard.linen"]
+        kind = {"shape": shape, "dtype": "float32", "type": "jax.Array", "keys": None}
+        record["leaves"].append([["params", "zeros"], kind])
+        record["route"]["vanish"].append([["params", "zeros"], shape, "float32"])
+
+    edit(path / TREE, change)
+    ours(lambda: reshard.plan(reshard.to_linen(path), tmp_path / "out"))
+
+
+def test_digests_of_files_with_long_names(tmp_path, base):
+    """They are not there, as files of any other name may be."""
+    path = copied(base, "recorded", tmp_path / "root" / "3" / "default")
+    edit(path / "reshard_digests.json", lambda d: d["beside"].update({"x" * 300 + "/y": "0" * 64}))
+    (problem,) = reshard.verify(tmp_path / "root").problems
+    assert problem.startswith(f"the file `{tmp_path}/root/3/xxx")
+    ours(lambda: reshard.save(reshard.open(tmp_path / "root"), tmp_path / "out"), Corrupt)
+
+
+@pytest.mark.parametrize("what", ["link", "pipe"])
+def test_what_is_where_a_record_is_begun(tmp_path, base, what):
+    """A link in a stranger's checkpoint is not written through, and a pipe not waited for."""
+    path = copied(base, "zarr2-ocdbt", tmp_path / "saved")
+    begun = path / "reshard_digests.json.tmp"
+    secret = outside(path)
+    begun.symlink_to(secret) if what == "link" else os.mkfifo(begun)
+    with fuzz_jobs.limited("it", 5):
+        reshard.digest(path, write=True)
+    assert secret.read_bytes() == b"s" * 4096
+    assert reshard.verify(path).compared == 7
+    assert not begun.exists()
+
+
+def unfinished(base, tmp_path: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
+    """A genuine checkpoint, and what a stopped job that reshapes it has left."""
+    path = base("recorded")
+    left = tmp_path / f"out{fuzz_jobs.TEMPORARY_SUFFIX}"
+    shutil.copytree(fuzz_jobs.unfinished(path), left)
+    return path, left
+
+
+@pytest.mark.parametrize("name", ["reshard_progress.json", "_METADATA", "_sharding"])
+@pytest.mark.parametrize("what", ["link", "pipe"])
+def test_unfinished_jobs_with_links_and_pipes(tmp_path, base, what, name):
+    """Nothing outside is written, and nothing waited for."""
+    path, left = unfinished(base, tmp_path)
+    secret = outside(left)
+    (left / name).unlink()
+    (left / name).symlink_to(secret) if what == "link" else os.mkfifo(left / name)
+    ours(lambda: fuzz_jobs.go_on(path, tmp_path / "out"), reshard.DestinationError)
+    assert secret.read_bytes() == b"s" * 4096
+
+
+def test_progress_that_is_huge(tmp_path, base):
+    path, left = unfinished(base, tmp_path)
+    os.truncate(left / "reshard_progress.json", 1 << 44)
+    ours(lambda: fuzz_jobs.go_on(path, tmp_path / "out"), reshard.DestinationError)
+
+
+PROGRESS: dict[str, Callable[[Json], Any]] = {
+    "cores that are no number": lambda job: job.update(cores="2"),
+    "other items": lambda job: job.update(items=[]),
+    "no items": lambda job: job.pop("items"),
+    "a number below zero": lambda job: job["items"][0].update(batches=-1),
+    "a digest of no array": lambda job: job["items"][0].update(digests=[[["x"], [1, 2, 3]]]),
+    "a digest that is short": lambda job: job["items"][0].update(digests=[[["w"], [1]]]),
+    "an entry more": lambda job: job["items"][0].update(x=1),
+}
+
+
+@pytest.mark.parametrize("name", PROGRESS)
+def test_progress_that_no_job_has_noted(tmp_path, base, name):
+    """Its hash fits: somebody has made it up, or another version has written it."""
+    path, left = unfinished(base, tmp_path)
+    file = left / "reshard_progress.json"
+    job = json.loads(file.read_bytes())["job"]
+    PROGRESS[name](job)
+    text = json.dumps(job)
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    file.write_text(f'{{"sha256": "{sha256}", "job": {text}}}')
+    ours(lambda: fuzz_jobs.go_on(path, tmp_path / "out"), reshard.DestinationError)

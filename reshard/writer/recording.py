@@ -69,9 +69,9 @@ def read_again(job: Job, known: Known, moved_too: bool) -> ReadAgain:
       moved_too: whether arrays that are moved undecoded are to get a digest.
     """
     decoded = _decoded(job)
-    straight = {h.name for h in decoded if _is_stored(h)}
+    straight = {h.name for h in decoded if h.is_stored}
     moved = [h for h in job.linked + job.copied if moved_too and _carried(known, h) is None]
-    made = _stored(h for h in decoded + moved if not _is_stored(h))
+    made = _stored(h for h in decoded + moved if not h.is_stored)
     return ReadAgain([h for h in made if h.name not in straight and _digest(known, h)], moved)
 
 
@@ -107,7 +107,7 @@ def records(
             [f"{format_path(path)}: {reason(error, path)}" for path, error in failed.items()],
             _hints(job),
         )
-    wrong = [h for h in _decoded(job) if _is_stored(h) and _differs(texts[h.path], known, h)]
+    wrong = [h for h in _decoded(job) if h.is_stored and _differs(texts[h.path], known, h)]
     wrong += [h for h in again.sources if _differs(read[h.name,], known, h)]
     if wrong:
         raise CorruptCheckpointError(
@@ -146,18 +146,13 @@ def _stored(handles: Iterable[ArrayHandle]) -> Iterator[ArrayHandle]:
             yield handle
 
 
-def _is_stored(handle: ArrayHandle) -> bool:
-    """Whether an array has the values that are stored under its name."""
-    return handle.formed is None and handle.dtype == handle.stored_dtype
-
-
 def _digest(known: Known, handle: ArrayHandle) -> str | None:
     return known[handle.name].digest if handle.name in known else None
 
 
 def _carried(known: Known, handle: ArrayHandle) -> str | None:
     """The digest on record of what an array is moved from undecoded."""
-    return _digest(known, handle) if _is_stored(handle) else None
+    return _digest(known, handle) if handle.is_stored else None
 
 
 def _differs(text: str, known: Known, handle: ArrayHandle) -> bool:
