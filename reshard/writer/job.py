@@ -27,7 +27,14 @@ from reshard.writer.documents import documents
 from reshard.writer.journal import Journal, fingerprint, is_unfinished, source_state
 from reshard.writer.prepare import Job, cores, parse_chunks, prepare
 from reshard.writer.progress import ItemProgress
-from reshard.writer.recording import ReadAgain, known_arrays, new_digests, read_again, records
+from reshard.writer.recording import (
+    Known,
+    ReadAgain,
+    known_arrays,
+    new_digests,
+    read_again,
+    records,
+)
 from reshard.writer.stream import (
     Pending,
     Target,
@@ -72,11 +79,7 @@ def plan(
         link=link,
         overwrite=overwrite,
     )
-    for job in jobs:
-        try:
-            known_arrays(job)
-        except CorruptCheckpointError as error:
-            found.append(error)
+    found += _known(jobs)[1]
     return dataclasses.replace(
         result,
         problems=tuple(line for error in found for line in (error.summary, *error.problems)),
@@ -144,9 +147,13 @@ def save(
         return jobs, total
 
     jobs, total = prepared(link)
-    known = [known_arrays(job) for job in jobs]
-    for job, on_record in zip(jobs, known, strict=True):
-        check_fits(_chunks_read(job, read_again(job, on_record, digest), verify), memory)
+    known, changed = _known(jobs)
+    _raise_all(changed)
+    again = [read_again(job, on_record, digest) for job, on_record in zip(jobs, known, strict=True)]
+    check_fits(
+        (c for job, more in zip(jobs, again, strict=True) for c in _chunks_read(job, more, verify)),
+        memory,
+    )
     before = [list(source_state(job.ckpt.source.store.directory)) for job in jobs]
     same = fingerprint(jobs, memory) if resume else ""
     kept = functools.partial(is_unfinished, fingerprint=same) if resume else lambda directory: False
@@ -162,7 +169,10 @@ def save(
                 jobs, total = prepared(link=False)  # the file system forbids links
                 journal.without_links()
             journal.begin()
-            again = [read_again(job, known, digest) for job, known in zip(jobs, known, strict=True)]
+            again = [
+                read_again(job, on_record, digest)
+                for job, on_record in zip(jobs, known, strict=True)
+            ]
             report = _reporter(total, _bytes_read(jobs, again, verify), progress)
             for job, on_record, more, so_far in zip(jobs, known, again, journal.items, strict=True):
                 digests = _write_item(
@@ -179,6 +189,18 @@ def save(
         write_markers(checkpoints, directory, target)
         journal.close()
     return total
+
+
+def _known(jobs: Sequence[Job]) -> tuple[list[Known], list[ReshardError]]:
+    """What is on record of each source, and what is wrong with that."""
+    known: list[Known] = []
+    found: list[ReshardError] = []
+    for job in jobs:
+        try:
+            known.append(known_arrays(job))
+        except CorruptCheckpointError as error:
+            found.append(error)
+    return known, found
 
 
 def _raise_all(found: Sequence[ReshardError]) -> None:

@@ -52,7 +52,7 @@ class ReadAgain(NamedTuple):
 
     Attributes:
       sources: arrays on record that cast or formed arrays are made of; these are not written as
-        they were read.
+        they were read, and have no digest that could be carried over.
       moved: arrays that are moved undecoded and have no digest.
     """
 
@@ -71,7 +71,7 @@ def read_again(job: Job, known: Known, moved_too: bool) -> ReadAgain:
     decoded = _decoded(job)
     straight = {h.name for h in decoded if h.is_stored}
     moved = [h for h in job.linked + job.copied if moved_too and _carried(known, h) is None]
-    made = _stored(h for h in decoded + moved if not h.is_stored)
+    made = _stored(h for h in job.handles if not h.is_stored)
     return ReadAgain([h for h in made if h.name not in straight and _digest(known, h)], moved)
 
 
