@@ -152,7 +152,8 @@ class ArrayHandle:
         """Stored bytes of each chunk that is there; of a formed array, of all that it is made of.
 
         Raises:
-          CorruptCheckpointError: chunks are missing that do not stand for a fill value.
+          CorruptCheckpointError: chunks are missing that do not stand for a fill value, or a file
+            is not as long as what it holds.
         """
         if self.formed is not None:
             return [size for handle in self.formed.inputs for size in handle.stored_sizes()]
@@ -166,6 +167,8 @@ class ArrayHandle:
                 f"{format_path(self.path)}: {expected - len(sizes)} of its {expected} stored "
                 "chunks are missing"
             )
+        if cut := self.store.cut_file(self.name):
+            raise CorruptCheckpointError(f"{format_path(self.path)}: its data file {cut}")
         return sizes
 
     @property
@@ -256,6 +259,12 @@ class Source:
     store: ArrayStore
     metadata: dict[str, Any]
     described: bool
+
+    @property
+    def path(self) -> pathlib.Path:
+        """What opens this very tree: the step, and the item of a step that has several."""
+        step = self.root / self.step
+        return step / self.item if len(self.items) > 1 else step
 
     @property
     def format(self) -> str:

@@ -33,8 +33,9 @@ def diff(
     """Compares two checkpoints: their trees and, with `values`, the contents of their arrays.
 
     Meshes, partition specs, chunk grids and formats are no differences unless `layout` asks for
-    them. Without `values` no array is read, and contents are compared by the digests on record.
-    Not compared are what is beside the tree: other items, metrics, custom metadata.
+    them. Without `values` no array is read, and contents are compared by the digests on record; if
+    some have none and nothing else differs, `equal` of the result is None: not known. Not compared
+    are what is beside the tree: other items, metrics, custom metadata.
 
     A leaf has moved if its contents are those of one leaf on the other side alone. Where several
     leaves have the same contents (zeros), those have moved whose paths differ as the paths of a

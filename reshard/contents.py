@@ -112,6 +112,7 @@ def read_contents(
             failed[group] = error
             continue
         takers[group].add(box, *values)
+        del values  # memory is counted without it
     if failed:
         wrong = [(sides[group], groups[group], error) for group, error in failed.items()]
         raise _unreadable(wrong, names, max_memory)

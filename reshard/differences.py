@@ -95,9 +95,16 @@ class Diff:
     not_compared: int
 
     @property
-    def equal(self) -> bool:
-        """Whether no difference was found, which says nothing of what was not compared."""
-        return not self.differences
+    def equal(self) -> bool | None:
+        """Whether A and B are equal; None where that is not known: no difference was found, but
+        contents of arrays were not compared."""
+        if self.differences:
+            return False
+        return None if self.not_compared else True
+
+    def __bool__(self) -> bool:
+        """Whether A and B are known to be equal."""
+        return self.equal is True
 
     def of(self, *what: str) -> tuple[Difference, ...]:
         """The differences of some kinds."""
@@ -122,22 +129,33 @@ class Diff:
             lines.append(f"... and {len(leaves) - len(rows)} more leaves")
         counts = collections.Counter(found.what for found in self.differences)
         kinds = ", ".join(f"{count} {what}" for what, count in counts.items())
-        lines.append(_counted(len(self.differences), "difference") + f": {kinds}" * bool(kinds))
+        if self.equal is None:
+            lines.append(f"no differences found; {self.open_question()}")
+        else:
+            lines.append(_counted(len(self.differences), "difference") + f": {kinds}" * bool(kinds))
         return "\n".join([*lines, *self._how()])
+
+    def open_question(self) -> str:
+        """`the contents of 3 arrays were not compared`."""
+        return f"the contents of {_counted(self.not_compared, 'array')} were not compared"
 
     def _how(self) -> Iterator[str]:
         """How contents were compared, and what to type for more."""
-        arrays = f"{_counted(self.compared, 'array')} compared"
-        if self.values:
-            how = "bit for bit"
-            if self.rtol or self.atol:
-                how = f"|A - B| <= {self.atol:g} + {self.rtol:g} * |B|, integers exactly"
-            mixed = ", as numbers where dtypes differ" if self.of("dtype") else ""
-            yield f"{arrays}: {how}{mixed}"
+        if not self.values:
+            arrays = f"{_counted(self.compared, 'array')} compared"
+            yield f"{arrays} by recorded digests, {self.not_compared} not compared"
+            if self.not_compared or (self.of("removed") and self.of("added")):
+                yield "hint: --values compares contents, and finds leaves that have moved"
             return
-        yield f"{arrays} by recorded digests, {self.not_compared} not compared"
-        if self.not_compared or (self.of("removed") and self.of("added")):
-            yield "hint: --values compares contents, and finds leaves that have moved"
+        moved = self.of("moved")
+        if moved:
+            yield f"{_counted(len(moved), 'moved array')} compared by digests of what was read"
+        arrays = f"{_counted(self.compared, 'other array' if moved else 'array')} compared"
+        how = "bit for bit"
+        if self.rtol or self.atol:
+            how = f"|A - B| <= {self.atol:g} + {self.rtol:g} * |B|, integers exactly"
+        mixed = ", as numbers where dtypes differ" if self.of("dtype") else ""
+        yield arrays + f": {how}{mixed}" * bool(self.compared)
 
     def __repr__(self) -> str:
         return self.report(_SHOWN)

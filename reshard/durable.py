@@ -32,7 +32,8 @@ def sync_directory(directory: pathlib.Path) -> None:
 
 
 def _write(path: pathlib.Path, data: bytes) -> None:
-    with path.open("wb") as file:
+    path.unlink(missing_ok=True)  # nothing is written through a link or into a pipe of others
+    with path.open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -91,14 +91,21 @@ class ElementComparison:
     def _differing(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """The places at which two slabs differ; they are counted, and measured."""
         same_dtype = a.dtype == b.dtype
-        places = _other_bits(a, b) if same_dtype else np.arange(a.size)
+        common = _common(a.dtype, b.dtype)
+        mixed = common.kind == "O"
+        if same_dtype:
+            places = _other_bits(a, b)
+        elif mixed:
+            places = _other_integers(a, b)
+        else:
+            places = np.arange(a.size)
         if not places.size:
             return places
-        common = _common(a.dtype, b.dtype)
         with np.errstate(all="ignore"):
             x, y = a[places].astype(common), b[places].astype(common)
             gap = _gap(x, y)
-            if not same_dtype or (common.kind in "fc" and (self._rtol or self._atol)):
+            close = common.kind in "fc" and (self._rtol or self._atol)
+            if close or not (same_dtype or mixed):
                 apart = self._apart(x, y, gap)
                 places, x, y, gap = places[apart], x[apart], y[apart], gap[apart]
             self._measure(x, y, gap)
@@ -114,13 +121,15 @@ class ElementComparison:
 
     def _measure(self, x: np.ndarray, y: np.ndarray, gap: np.ndarray) -> None:
         self._count += x.size
-        finite = np.isfinite(x) & np.isfinite(y)
-        self._non_finite += x.size - int(np.count_nonzero(finite))
-        y, gap = y[finite], gap[finite]
+        integers = y.dtype.kind in "iuO"
+        if not integers:
+            finite = np.isfinite(x) & np.isfinite(y)
+            self._non_finite += x.size - int(np.count_nonzero(finite))
+            y, gap = y[finite], gap[finite]
         if gap.size:
-            size = np.abs(y.astype(np.float64) if y.dtype.kind in "iu" else y)
-            relative = np.where(gap == 0, 0.0, gap / size)
-            self._max_abs = _larger(self._max_abs, gap.max().item())
+            size = np.abs(y.astype(np.float64) if integers else y)
+            relative = np.where(gap == 0, 0.0, gap.astype(np.float64) / size)
+            self._max_abs = _larger(self._max_abs, gap.max(keepdims=True).item())
             self._max_rel = _larger(self._max_rel, relative.max().item())
 
 
@@ -136,10 +145,21 @@ def _other_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.flatnonzero(other if itemsize <= 8 else other.reshape(a.size, -1).any(axis=1))
 
 
+def _other_integers(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The places at which integers differ, of which one side alone is uint64."""
+    if a.dtype == np.uint64:
+        a, b = b, a
+    signed = a.astype(np.int64)
+    return np.flatnonzero((signed < 0) | (signed.astype(np.uint64) != b))
+
+
 @functools.cache
 def _common(one: np.dtype, other: np.dtype) -> np.dtype:
-    """The dtype in which numbers of two dtypes are compared."""
-    return np.result_type(_widest(one), _widest(other))
+    """The dtype in which numbers of two dtypes are compared; object, which is Python's integers,
+    where no other holds the integers of both."""
+    widest = {_widest(one), _widest(other)}
+    mixed = widest == {np.dtype(np.int64), np.dtype(np.uint64)}
+    return np.dtype(object) if mixed else np.result_type(*widest)
 
 
 def _widest(dtype: np.dtype) -> np.dtype:
@@ -152,7 +172,7 @@ def _widest(dtype: np.dtype) -> np.dtype:
 
 
 def _gap(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """|x - y|; of integers as uint64, which holds them all."""
+    """|x - y|; of integers of one dtype as uint64, which holds them all."""
     if x.dtype.kind in "iu":
         return np.maximum(x, y).astype(np.uint64) - np.minimum(x, y).astype(np.uint64)
     return np.abs(x - y)

@@ -69,6 +69,11 @@ def form(
         )
     formed = Formed(operation, tuple(inputs))
     chunks = operation.chunks([handle.chunk_shape for handle in inputs], shapes)
+    for path, shape, chunk in zip(outputs, made, chunks, strict=True):
+        try:
+            zarr.check_size(shape, chunk, first.dtype.itemsize)
+        except ValueError as error:
+            raise TreeMismatchError(f"{format_path(path)}: {error}") from error
     now = _shardings(operation, [handle.sharding for handle in inputs], shapes, made)
     saved = _shardings(operation, [handle.saved_sharding for handle in inputs], shapes, made)
     return [

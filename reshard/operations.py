@@ -27,6 +27,11 @@ from reshard.errors import TreeMismatchError
 from reshard.mesh import Spec
 from reshard.reshaping import cut, reshaped_chunk, reshaped_spec, reshaped_view
 
+# TensorStore's.
+MOST_AXES = 32
+# Sizes that no model comes near: elements of an array, and parts that it is taken apart into.
+_MOST_ELEMENTS = 1 << 46
+_MOST_PARTS = 1 << 16
 T = TypeVar("T")
 Specs = list[Spec]
 Views = list[ts.TensorStore]
@@ -73,6 +78,7 @@ class Reshape:
     def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
         """As `Transpose.shapes`."""
         (shape,) = _count(inputs, 1)
+        _check_size(self.shape)
         if math.prod(shape) != math.prod(self.shape) or min(self.shape, default=0) < 0:
             raise TreeMismatchError(f"{list(shape)} cannot be reshaped to {list(self.shape)}")
         return [self.shape]
@@ -125,7 +131,8 @@ class Split:
         axis = _axis(self.axis, inputs[0])
         chunk = chunks[0][axis]
         aligned = all(size % chunk == 0 for size in self.sizes[:-1])
-        return [_with(chunks[0], axis, chunk if aligned else max(size, 1)) for size in self.sizes]
+        sizes = [min(chunk, s or chunk) if aligned else max(s, 1) for s in self.sizes]
+        return [_with(chunks[0], axis, size) for size in sizes]
 
     def views(self, views: Views) -> Views:
         """As `Transpose.views`."""
@@ -187,7 +194,9 @@ class Stack:
             raise TreeMismatchError(f"{_texts(inputs)} cannot be stacked")
         shape = inputs[0]
         axis = _axis(self.axis, (*shape, 1))
-        return [(*shape[:axis], len(inputs), *shape[axis:])]
+        made = (*shape[:axis], len(inputs), *shape[axis:])
+        _check_size(made)
+        return [made]
 
     def inverse(self, inputs: Sequence[Shape]) -> "Operation":
         """As `Transpose.inverse`."""
@@ -225,6 +234,11 @@ class Unstack:
             raise TreeMismatchError(
                 f"axis {self.axis} of {list(shape)} does not have {self.count} parts"
             )
+        if self.count > _MOST_PARTS:
+            raise TreeMismatchError(
+                f"axis {self.axis} of {list(shape)} would become {self.count} arrays: no model "
+                "has as many"
+            )
         return [_without(shape, axis)] * self.count
 
     def inverse(self, inputs: Sequence[Shape]) -> "Operation":
@@ -258,9 +272,9 @@ class Pad:
         (shape,) = _count(inputs, 1)
         if len(shape) != len(self.widths) or any(min(pair) < 0 for pair in self.widths):
             raise TreeMismatchError(f"{list(self.widths)} are no widths to pad {list(shape)} with")
-        return [
-            tuple(a + size + b for size, (a, b) in zip(shape, self.widths, strict=True)),
-        ]
+        made = tuple(a + size + b for size, (a, b) in zip(shape, self.widths, strict=True))
+        _check_size(made)
+        return [made]
 
     def inverse(self, inputs: Sequence[Shape]) -> "Operation":
         """As `Transpose.inverse`."""
@@ -326,7 +340,9 @@ class Crop:
         """As `Transpose.chunks`."""
         whole = self.shapes(inputs)[0]
         dims = zip(chunks[0], whole, self.widths, strict=True)
-        return [tuple(c if before % c == 0 else max(size, 1) for c, size, (before, _) in dims)]
+        return [
+            tuple(max(size if before % c else min(c, size), 1) for c, size, (before, _) in dims)
+        ]
 
     def views(self, views: Views) -> Views:
         """As `Transpose.views`."""
@@ -371,6 +387,17 @@ def _count(inputs: Sequence[Shape], count: int) -> Sequence[Shape]:
     if len(inputs) != count:
         raise TreeMismatchError(f"{len(inputs)} arrays where {count} is needed")
     return inputs
+
+
+def _check_size(shape: Shape) -> None:
+    """Raises TreeMismatchError if there can be no such array."""
+    if len(shape) > MOST_AXES:
+        raise TreeMismatchError(f"arrays have {MOST_AXES} axes at most, not {len(shape)}")
+    elements = math.prod(max(size, 1) for size in shape)
+    if elements > _MOST_ELEMENTS:
+        raise TreeMismatchError(
+            f"an array of {list(shape)} would have {elements} elements: no model has as many"
+        )
 
 
 def _axis(axis: int, shape: Shape) -> int:

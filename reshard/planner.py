@@ -36,6 +36,8 @@ BOX_OVERHEAD = 1 << 14
 SMALLEST_CHUNK = 1 << 16
 # A grid that divides the new shards evenly is left alone up to this many chunks a shard.
 MOST_KEPT_CHUNKS = 16
+# Chunks of an array: one of more could not be opened again.
+_MOST_CHUNKS = 1 << 22
 # Split arrays that a printed plan lists.
 _SHOWN_SPLITS = 10
 
@@ -174,9 +176,7 @@ def _dim_amplification(size: int, chunk: int, shard: int) -> float:
     decoded = 0
     for start in range(0, size, shard):
         stop = min(start + shard, size)
-        first = start // chunk * chunk
-        last = min(math.ceil(stop / chunk) * chunk, size)
-        decoded += last - first
+        decoded += min(math.ceil(stop / chunk) * chunk, size) - start // chunk * chunk
     return decoded / size
 
 
@@ -190,7 +190,7 @@ def plan_array(array: ArrayLayout, chunks: int | str, max_memory: int) -> ArrayP
       max_memory: bytes.
 
     Raises:
-      MemoryLimitError: one source chunk cannot be held beside the smallest target chunk.
+      MemoryLimitError: no target chunk fits beside a source chunk, or chunks are too many.
     """
     before = read_amplification(array.shape, array.source_chunk, array.target_shard)
     most = None if isinstance(chunks, str) else chunks
@@ -198,6 +198,10 @@ def plan_array(array: ArrayLayout, chunks: int | str, max_memory: int) -> ArrayP
     if keeps and array.same_bytes:
         return ArrayPlan(array, array.source_chunk, None, False, 1.0, 1, (before, before))
     chosen, serial = _choose(array, most, keeps, max_memory)
+    count = grid_size(array.shape, chosen.chunk)
+    if count > _MOST_CHUNKS:
+        found = f"{format_path(array.path)}: it would be in {count} chunks of {list(chosen.chunk)}"
+        raise MemoryLimitError(found, hints=["--chunks keep leaves the stored grid as it is"])
     if array.same_bytes and chosen.chunk == array.source_chunk:
         return ArrayPlan(array, chosen.chunk, None, False, 1.0, chosen.split, (before, before))
     after = read_amplification(array.shape, chosen.chunk, array.target_shard)

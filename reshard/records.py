@@ -29,6 +29,8 @@ from reshard.tree import shell_quoted
 FILE = "reshard_digests.json"
 _VERSION = 1
 _DIGEST, _SHA256 = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{64}")
+# Where Orbax has the strings of an item's tree.
+STRINGS_FILE = "_strings.json"
 # Where a job is, while it runs: see `reshard.writer.journal`.
 PROGRESS_FILE = "reshard_progress.json"
 # What becomes `FILE` once it is complete.
@@ -70,8 +72,17 @@ class Record:
         return json.dumps({"version": _VERSION, "arrays": arrays, **files}).encode()
 
 
-def read_record(path: pathlib.Path) -> Record | None:
+def forget_hint(path: pathlib.Path) -> str:
+    """What to type where what is on record is not to count any more."""
+    return f"rm {shell_quoted(str(path))} forgets what was recorded"
+
+
+def read_record(path: pathlib.Path, hint: str = "") -> Record | None:
     """The record in a file, or None where there is none.
+
+    Args:
+      path: the file.
+      hint: what to type if it is no record; to remove it, if it is a checkpoint's own.
 
     Raises:
       CorruptCheckpointError: it is no such record.
@@ -81,6 +92,8 @@ def read_record(path: pathlib.Path) -> Record | None:
         return None
     try:
         document = json.loads(data, object_pairs_hook=unique_keys)
+        if not isinstance(document, dict) or "version" not in document:
+            raise ValueError("it is another document")
         if document["version"] != _VERSION:
             raise ValueError(f"version {document['version']!r}, and {_VERSION} is known")
         arrays = {name: _array(entry) for name, entry in document["arrays"].items()}
@@ -89,7 +102,7 @@ def read_record(path: pathlib.Path) -> Record | None:
         raise CorruptCheckpointError(
             f"`{path}` is no record of digests",
             [f"{type(error).__name__}: {error}"],
-            [f"rm {shell_quoted(str(path))} forgets what was recorded"],
+            [hint or forget_hint(path)],
         ) from error
     return Record(arrays, files, beside)
 

@@ -38,14 +38,19 @@ def reshaped_view(view: ts.TensorStore, shape: Shape) -> ts.TensorStore:
     """A view of another shape, by slices along the dimensions that are merged or split."""
     if 0 in shape:
         return ts.array(np.empty(shape, view.dtype.numpy_dtype))
-    axis = 0
-    for before, after in _groups(tuple(view.shape), shape):
+    # All that is merged first, since there are not as many axes as both shapes may have together.
+    groups, axis = _groups(tuple(view.shape), shape), 0
+    for before, after in groups:
         for _ in range(len(before) - 1):
             view = _merge(view, axis)
-        if not len(before):
-            view = view[ts.d[axis][ts.newaxis]]
         if not len(after):
             view = view[ts.d[axis][0]]
+        elif len(before):
+            axis += 1
+    axis = 0
+    for before, after in groups:
+        if not len(before):
+            view = view[ts.d[axis][ts.newaxis]]
         for place in after[:-1]:
             view = _divide(view, axis, shape[place])
             axis += 1

@@ -42,7 +42,7 @@ def match_specs(paths: Iterable[Path], rules: Sequence[tuple[str, Any]]) -> dict
     for pattern, spec in rules:
         try:
             compiled.append((re.compile(pattern), normalize_spec(spec)))
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             problems.append(f"`{pattern}` is not a regex: {error}")
     if problems:
         raise ShardingError("the spec rules cannot be read", problems)

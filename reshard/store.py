@@ -135,12 +135,15 @@ class StoredValue(NamedTuple):
       file: the file that holds it, relative to the item's directory; None where the value is
         inlined in the B-tree.
       inline: the bytes themselves, for zarr metadata that is inlined.
+      cut: bytes that the file has, and bytes that it would have to have to hold this value, where
+        these do not fit; None where they do.
     """
 
     size: int
     part: str = ""
     file: str | None = None
     inline: bytes | None = None
+    cut: tuple[int, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,6 +216,21 @@ class ArrayStore:
         values = self.values[name]
         for key in [key for key in values if key != self.metadata_key and not wanted(key)]:
             del values[key]
+
+    def cut_file(self, name: str) -> str | None:
+        """Which file of an array does not have the bytes that it would have to have, and how many
+        it has; None if all have. Nothing is read to know that."""
+        cut: dict[str, tuple[int, int]] = {}
+        for value in self.values[name].values():
+            if value.cut is not None and value.file is not None:
+                cut[value.file] = max(cut.get(value.file, value.cut), value.cut)
+        if not cut:
+            return None
+        file, (found, needed) = min(cut.items())
+        expected = f"at least {needed}" if found < needed else str(needed)
+        more = f"; {len(cut) - 1} more of its files are not whole" if len(cut) > 1 else ""
+        file = self.directory / file
+        return f"`{file}` has {found} bytes, and would have to have {expected}{more}"
 
     def kvstore_spec(self, name: str) -> dict[str, Any]:
         """The key-value store below one array's name."""
@@ -289,9 +307,10 @@ def _walk_btree(
                 kept = inline if key.endswith(metadata_key) else None
                 yield key, StoredValue(len(inline), part, None, kept)
             else:
-                file, size = _split_location(entry["indirect_value"])
-                check_file(file)
-                yield key, StoredValue(size, part, os.path.join(part, file))
+                file, offset, size = _split_location(entry["indirect_value"])
+                found, needed = check_file(file), offset + size
+                cut = None if found is None or found >= needed else (found, needed)
+                yield key, StoredValue(size, part, os.path.join(part, file), cut=cut)
 
 
 def node_files(directory: pathlib.Path) -> set[str]:
@@ -335,7 +354,7 @@ def _btree_nodes(
             location, height, prefix = nodes.pop()
             if location is None:  # an empty database
                 continue
-            file, size = _split_location(location)
+            file, _, size = _split_location(location)
             _check_data_file(directory, file)
             if height < lowest:
                 yield location, prefix, {}
@@ -365,8 +384,9 @@ def _btree_nodes(
         ) from error
 
 
-def _check_data_file(directory: pathlib.Path, file: str) -> None:
-    """Raises an error for a data file that is not a file inside the database's directory."""
+def _check_data_file(directory: pathlib.Path, file: str) -> int | None:
+    """Bytes of a data file, or None where there is none; raises an error for one that is not a file
+    inside the database's directory."""
     names = file.split("/")
     if not {"", ".", ".."}.isdisjoint(names) or "\0" in file:
         raise CorruptCheckpointError(
@@ -377,14 +397,14 @@ def _check_data_file(directory: pathlib.Path, file: str) -> None:
         path = os.path.join(path, name)
         if os.path.islink(path):
             raise not_a_file(path)
-    file_bytes(path)
+    return file_bytes(path)
 
 
-def _split_location(location: str) -> tuple[str, int]:
-    """File, relative to the database, and bytes of a `KIND:BASE:FILE:OFFSET:SIZE` location."""
-    start, _, size = location.rsplit(":", 2)
+def _split_location(location: str) -> tuple[str, int, int]:
+    """File, relative to the database, offset and bytes of a `KIND:BASE:FILE:OFFSET:SIZE`."""
+    start, offset, size = location.rsplit(":", 2)
     _, base, file = start.split(":", 2)
-    return base + file, int(size)
+    return base + file, int(offset), int(size)
 
 
 def _group_by_array(

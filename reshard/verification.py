@@ -13,14 +13,16 @@ from reshard.loader import open as open_checkpoint
 from reshard.reading import counted, read_digests
 from reshard.records import (
     FILE,
+    STRINGS_FILE,
     TEMPORARY,
     ArrayRecord,
     Record,
     file_hash,
+    forget_hint,
     read_record,
     record_of,
 )
-from reshard.tree import Path, format_path
+from reshard.tree import Path, format_path, shell_quoted
 from reshard.units import parse_bytes
 
 Progress = Callable[[int, int], None]
@@ -33,26 +35,30 @@ class Verification:
     """What `verify` found. `print()` shows it.
 
     Attributes:
-      root: the checkpoint.
+      path: what was read: the step of a root, the item of a step that has several.
       problems: what is wrong, a line each, in the order of the tree.
       digests: path -> digest of each array that could be read.
       compared: how many of these there was something to compare with.
     """
 
-    root: pathlib.Path
+    path: pathlib.Path
     problems: tuple[str, ...]
     digests: Mapping[Path, str]
     compared: int
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether nothing is wrong; so is the truth of it."""
         return not self.problems
+
+    def __bool__(self) -> bool:
+        return self.ok
 
     def __repr__(self) -> str:
         counts = f"{len(self.digests)} arrays read, {self.compared} compared with digests"
-        verdict = "nothing is wrong" if self.ok else f"{len(self.problems)} problems"
-        lines = [f"`{self.root}`: {counts}, {verdict}"]
+        wrong = len(self.problems)
+        verdict = f"{wrong} problem{'s' * (wrong > 1)}" if wrong else "nothing is wrong"
+        lines = [f"`{self.path}`: {counts}, {verdict}"]
         return "\n".join(map(printable, [*lines, *(f"  {line}" for line in self.problems)]))
 
 
@@ -94,11 +100,10 @@ def verify(
         found.of_files += changed_files(ckpt.source, own)
     if given is not None:
         _expect(ckpt, given, f"of `{against}`", expected, found)
-        for leaf in ckpt.arrays:
-            if leaf.formed is not None or leaf.name not in given.arrays:
-                found.add(leaf.path, f"`{against}` does not have it")
+        for path, lacking in _not_in(given, ckpt):
+            found.add(path, f"`{against}` {lacking}")
     if other is not None:
-        root = f"`{other.source.root}`"
+        root = f"`{other.source.path}`"
         same = _compare_trees(ckpt, other, found)
         theirs, failed = read_digests(other.arrays, memory, report)
         for path, text in theirs.items():
@@ -114,7 +119,7 @@ def verify(
             if wanted != text:
                 found.add(path, f"its values are not those {where}")
     compared = sum(path in expected for path in digests)
-    return Verification(ckpt.source.root, tuple(found.lines(ckpt)), digests, compared)
+    return Verification(ckpt.source.path, tuple(found.lines(ckpt)), digests, compared)
 
 
 def digest(
@@ -128,8 +133,8 @@ def digest(
 
     Args:
       checkpoint: a checkpoint, or the path of one.
-      write: record them beside the arrays, with hashes of all other files; in the place of a record
-        that is there.
+      write: record them beside the arrays, with hashes of all other files; arrays that are not in
+        this checkpoint (`select`) stay as they are on record.
       max_memory: bytes in flight at most.
       progress: called with (bytes done, bytes in all).
 
@@ -139,27 +144,36 @@ def digest(
       MemoryLimitError: one stored chunk does not fit into `max_memory`.
     """
     ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    file = ckpt.source.store.directory / FILE
+    known = read_record(file)
     checked = verify(ckpt, max_memory=max_memory, progress=progress)
     if not checked.ok:
-        raise corrupt(checked)
+        changed = [] if known is None else [*changed_files(ckpt.source, known)]
+        hints = [forget_hint(file)] if {*checked.problems} <= {*changed} else []
+        raise CorruptCheckpointError(f"`{checked.path}` is not whole", checked.problems, hints)
     if write:
-        arrays = {
-            leaf.name: stored_record(leaf, checked.digests[leaf.path])
-            for leaf in ckpt.arrays
-            if leaf.is_stored
-        }
-        record = record_of(ckpt.source, ckpt.source.root, arrays)
-        file = ckpt.source.store.directory / FILE
         try:
-            durable.replace(file, record.dump(), file.with_name(TEMPORARY))
+            data = record(ckpt, checked.digests).dump()
+            durable.replace(file, data, file.with_name(TEMPORARY))
         except OSError as error:
             raise DestinationError(f"`{file}` cannot be written: {error.strerror}") from error
     return dict(checked.digests)
 
 
-def corrupt(found: Verification) -> CorruptCheckpointError:
-    """What was found, as an error."""
-    return CorruptCheckpointError(f"`{found.root}` is not whole", found.problems)
+def record(ckpt: Checkpoint, digests: Mapping[Path, str]) -> Record:
+    """The record of a checkpoint: of the arrays that there are digests of, and of those that are on
+    record already.
+
+    Args:
+      ckpt: the checkpoint.
+      digests: path -> digest of its arrays.
+    """
+    known = read_record(ckpt.source.store.directory / FILE)
+    arrays = dict(known.arrays) if known is not None else {}
+    arrays |= {
+        leaf.name: stored_record(leaf, digests[leaf.path]) for leaf in ckpt.arrays if leaf.is_stored
+    }
+    return record_of(ckpt.source, ckpt.source.root, arrays)
 
 
 class _Findings:
@@ -187,9 +201,9 @@ def _other(against: Any) -> tuple[Checkpoint | None, Record | None]:
     """What to compare with: a checkpoint, or a record."""
     if against is None or isinstance(against, Checkpoint):
         return against, None
-    file = pathlib.Path(os.fspath(against))
+    file = pathlib.Path(os.path.abspath(os.fspath(against)))
     if file.is_file():
-        return None, read_record(file)
+        return None, read_record(file, f"reshard digest PATH --json > {shell_quoted(str(file))}")
     return open_checkpoint(against), None
 
 
@@ -213,6 +227,24 @@ def _expect(
             expected.setdefault(leaf.path, []).append((entry.digest, where))
 
 
+def _not_in(record: Record, ckpt: Checkpoint) -> Iterator[tuple[Path, str]]:
+    """Leaves of a checkpoint that a record of another one says nothing of, with what it does not
+    say."""
+    strings = ckpt.source.store.directory / STRINGS_FILE
+    known = record.files.get(STRINGS_FILE)
+    same_strings = known is not None and strings.is_file() and file_hash(strings) == known
+    for path, leaf in ckpt.items():
+        if isinstance(leaf, str) and not same_strings:
+            yield path, f"does not tell its text: `{STRINGS_FILE}` is another one there"
+        if not isinstance(leaf, ArrayHandle):
+            continue
+        entry = record.arrays.get(leaf.name) if leaf.formed is None else None
+        if entry is None:
+            yield path, "does not have it"
+        elif entry.digest is None or not leaf.is_stored:
+            yield path, "has no digest of it"
+
+
 def stored_record(handle: ArrayHandle, digest: str | None = None) -> ArrayRecord:
     """What there is to record of a stored array."""
     return ArrayRecord(handle.stored_dtype.name, handle.shape, digest)
@@ -224,14 +256,12 @@ def changed_files(source: Source, record: Record) -> Iterator[str]:
     An item beside this one that has a record of its own may have been written since.
     """
     step = source.root / source.step
-    files = [source.store.directory / path for path in record.files]
-    hashes = [*record.files.values()]
+    files = {source.store.directory / path: known for path, known in record.files.items()}
     if source.item:  # a step was opened, not the item alone
         for path, known in record.beside.items():
-            if not (step / path.partition("/")[0] / FILE).exists():
-                files.append(step / path)
-                hashes.append(known)
-    for file, known in zip(files, hashes, strict=True):
+            if not os.path.exists(step / path.partition("/")[0] / FILE):
+                files[step / path] = known
+    for file, known in files.items():
         try:
             if not file.is_file():
                 yield f"the file `{file}`: on record, and not there"
@@ -248,7 +278,7 @@ def _compare_trees(ckpt: Checkpoint, other: Checkpoint, found: _Findings) -> dic
         {tuple(map(str, path)): (path, leaf) for path, leaf in each.items()}
         for each in (ckpt, other)
     )
-    root = f"`{other.source.root}`"
+    root = f"`{other.source.path}`"
     same = {}
     for keys, (path, leaf) in own.items():
         if keys not in theirs:

@@ -1,6 +1,7 @@
 """zarr metadata documents, v2 and v3: the same array with another shape, grid or dtype."""
 
 import json
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,6 +14,9 @@ Document = dict[str, Any]
 
 # Codecs of zarr v3 whose bytes do not depend on axes of size 1.
 _PLAIN_CODECS = {"bytes", "zstd", "gzip", "blosc", "crc32c", "sharding_indexed"}
+# Sizes of one array that no model comes near: decoded bytes, and chunks.
+_MOST_BYTES = 1 << 46
+_MOST_CHUNKS = 1 << 22
 
 
 def check(document: Any) -> None:
@@ -20,12 +24,20 @@ def check(document: Any) -> None:
     zarr take abbreviations, which nothing here knows."""
     if not isinstance(document, dict) or document.get("zarr_format") not in (2, 3):
         raise ValueError("it is no zarr metadata")
+    if not isinstance(document.get("shape"), list):
+        raise ValueError("it has no shape")
     if document["zarr_format"] == 2:
+        if not isinstance(document.get("chunks"), list):
+            raise ValueError("it has no shape of chunks")
         if not isinstance(document.get("dtype"), str):
             raise ValueError("its dtype has no name")
         compressor = document.get("compressor")
         _check_bounded([compressor.get("id") if isinstance(compressor, dict) else None])
         return
+    grid = document.get("chunk_grid")
+    regular = grid.get("configuration") if isinstance(grid, dict) else None
+    if not isinstance(regular, dict) or not isinstance(regular.get("chunk_shape"), list):
+        raise ValueError("it has no shape of chunks")
     codecs = _checked_codecs(document.get("codecs"))
     _check_bounded([codec["name"] for codec in codecs])
     if len(codecs) > 1 and "sharding_indexed" in {codec["name"] for codec in codecs}:
@@ -56,6 +68,19 @@ def _checked_codecs(codecs: Any) -> list[Document]:
     if not all(isinstance(codec, dict) and isinstance(codec.get("name"), str) for codec in codecs):
         raise ValueError("it has a codec without a name")
     return codecs
+
+
+def check_size(shape: Shape, chunk: Shape, itemsize: int) -> None:
+    """Raises ValueError for an array that is larger, or in more chunks, than any of a model: loops
+    and numbers elsewhere count on that."""
+    nbytes = math.prod(shape) * itemsize
+    if nbytes > _MOST_BYTES:
+        raise ValueError(f"an array of {list(shape)} has {nbytes} bytes: no model does")
+    count = math.prod(math.ceil(size / c) for size, c in zip(shape, chunk, strict=True))
+    if count > _MOST_CHUNKS:
+        raise ValueError(
+            f"an array of {list(shape)} in chunks of {list(chunk)} has {count} of them"
+        )
 
 
 def dump(document: Document) -> bytes:

@@ -1025,22 +1025,50 @@ def test_damage_is_an_error_and_leaves_nothing(cwd):
 # --- signals, terminals, imports -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_nothing(large, tmp_path, number):
+def running(large, cwd, *around):
+    """A job that has begun to write."""
     process = subprocess.Popen(
-        [RESHARD, "ckpt", large, "out/1000", "--to", "1x8", "--chunks", "64KiB"],
-        cwd=tmp_path,
+        [*around, RESHARD, "ckpt", large, "out/1000", "--to", "1x8", "--chunks", "64KiB"],
+        cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    while process.poll() is None and not list(tmp_path.glob("out/*.orbax-checkpoint-tmp/**/d/*")):
+    while process.poll() is None and not list(cwd.glob("out/*.orbax-checkpoint-tmp/**/d/*")):
         time.sleep(0.002)
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_nothing(large, tmp_path, number):
+    process = running(large, tmp_path)
     process.send_signal(number)
     out, err = process.communicate()
     assert (process.returncode, out) == (130, "")
     assert err == "\nInterrupted; nothing half-written was left behind.\n"
     assert files(tmp_path) <= {"out"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_more_signals_do_not_disturb_the_clean_up(large, tmp_path, number):
+    process = running(large, tmp_path)
+    process.send_signal(number)
+    while process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.001)
+    out, err = process.communicate()
+    assert (process.returncode, out) == (130, "")
+    assert err == "\nInterrupted; nothing half-written was left behind.\n"
+    assert files(tmp_path) <= {"out"}
+
+
+def test_an_interrupt_of_the_terminal_is_none_of_a_job_in_the_background(large, tmp_path):
+    process = running(large, tmp_path, "sh", "-c", 'trap "" INT; exec "$@"', "sh")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+    assert out.endswith("wrote out/1000\n")
 
 
 def test_progress_is_drawn_on_a_terminal(large, tmp_path):

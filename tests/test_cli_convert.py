@@ -930,7 +930,7 @@ def test_verified_against_what_it_was_made_of(run, folder, split):
         assert source == back
         assert run("verify", "out", "--against", "run/1") == (
             1,
-            f"`{folder}/out`: 16 arrays read, 16 compared with digests, 1 problems\n"
+            f"`{folder}/out`: 16 arrays read, 16 compared with digests, 1 problem\n"
             f"  optimizer/step/value: its values are not those of `{folder}/run/1`\n",
             "",
         )

@@ -6,6 +6,7 @@ import fcntl
 import os
 import pathlib
 import random
+import re
 import resource
 import shutil
 import signal
@@ -503,7 +504,15 @@ def test_data_that_was_cut_off(big, tmp_path, layout):
             os.truncate(file, size // 2)
     with pytest.raises(reshard.CorruptCheckpointError) as caught:
         reshard.save(reshard.to_mesh(reshard.open(copy), "1x8"), tmp_path / "out")
-    assert caught.value.summary in {f"w{i}: its stored bytes cannot be read" for i in range(4)}
+    error = caught.value
+    lines = error.problems if error.problems else [error.summary]
+    assert len(lines) == 1 or error.summary == f"{len(lines)} problems"
+    for line in lines:
+        assert re.fullmatch(
+            rf"w[0-3]: its data file `{copy}/ocdbt\.process_0/d/\w+` has \d+ bytes, and would have "
+            r"to have at least \d+(; 1 more of its files are not whole)?",
+            line,
+        )
     assert os.listdir(tmp_path) == ["copy"]
 
 
@@ -573,6 +582,52 @@ def test_what_a_running_job_holds_is_not(one, tmp_path):
     os.close(descriptor)
     reshard.save(open_on(one), tmp_path / "out")
     assert os.listdir(tmp_path) == ["out"]
+
+
+def make_link(path, other):
+    path.symlink_to(other)
+
+
+def make_full_link(path, other):
+    (other / "theirs").write_text("kept")
+    path.symlink_to(other)
+
+
+def make_dangling_link(path, other):
+    path.symlink_to("nowhere")
+
+
+def make_file(path, other):
+    path.write_text("kept")
+
+
+def make_stuck(path, other):
+    path.mkdir()
+    (path / "theirs").write_text("kept")
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize(
+    "make", [make_link, make_full_link, make_dangling_link, make_file, make_stuck]
+)
+def test_what_cannot_be_removed_is_in_the_way(one, tmp_path, monkeypatch, make, resume):
+    other = tmp_path / "other"
+    other.mkdir()
+    path = tmp_path / f"it's out{TEMPORARY}"
+    make(path, other)
+    before = hashes(tmp_path), os.listdir(other), path.is_symlink()
+    text = (
+        f"`{path}` is in the way and cannot be removed\n\n"
+        f"hint: rm -r '{tmp_path}/it'\"'\"'s out{TEMPORARY}'"
+    )
+    ckpt, out = open_on(one), tmp_path / "it's out"
+    with monkeypatch.context() as stuck:
+        stuck.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
+        refused(reshard.DestinationError, text, ckpt, out, resume=resume)
+    assert (hashes(tmp_path), os.listdir(other), path.is_symlink()) == before
+    subprocess.run(["sh", "-c", text.rpartition("hint: ")[2]], check=True)
+    reshard.save(ckpt, out, resume=resume)
+    assert sorted(os.listdir(tmp_path)) == ["it's out", "other"]
 
 
 WAITS = """

@@ -111,7 +111,7 @@ def test_the_layout_is_compared_if_it_is_asked_for(tmp_path):
         use_zarr3=True,
         use_ocdbt=False,
     )
-    assert reshard.diff(a, b, drop="host").equal
+    assert reshard.diff(a, b, drop="host").differences == ()
     assert reshard.diff(a, b, layout=True, drop=["host", "step"]).report() == (
         f"A: {a}\n"
         f"B: {b}\n"
@@ -136,7 +136,7 @@ def test_entries_of_a_spec_that_split_nothing_are_no_difference(two):
         {"w": jax.device_put(zeros, NamedSharding(on, P("data")))},
         {"w": jax.device_put(zeros, NamedSharding(on, P("data", None)))},
     )
-    assert reshard.diff(a, b, layout=True).equal
+    assert reshard.diff(a, b, layout=True).differences == ()
 
 
 # Trees.
@@ -268,17 +268,39 @@ def test_a_result_does_not_change(trees):
         diff.differences = ()
 
 
+def test_two_are_equal_only_if_all_contents_were_compared(two):
+    tree = {"w": np.arange(4), "x": np.arange(3), "text": "same"}
+    a, b = two(tree, tree)
+    arrays = {name: tree[name] for name in ("w", "x")}
+    unknown, known = reshard.diff(a, b), reshard.diff(a, b, values=True)
+    assert (unknown.equal, bool(unknown), unknown.document()["equal"]) == (None, False, None)
+    assert (known.equal, bool(known), known.document()["equal"]) == (True, True, True)
+    assert repr(unknown) == (
+        f"A: {a}\nB: {b}\n"
+        "no differences found; the contents of 2 arrays were not compared\n"
+        "no arrays compared by recorded digests, 2 not compared\n"
+        "hint: --values compares contents, and finds leaves that have moved"
+    )
+    assert reshard.diff(a, b, select="text").equal is True
+    record(a, arrays)
+    record(b, arrays)
+    assert reshard.diff(a, b).equal is True
+    other = save(b.with_name("other"), tree | {"text": "other"})
+    differs = reshard.diff(a, other)
+    assert (differs.equal, bool(differs), differs.not_compared) == (False, False, 2)
+
+
 # Which leaves.
 
 
 def test_globs_may_match_leaves_of_either_side(two):
     ones = np.ones(3, "f4")
     a, b = two({"x": ones, "old": ones, "y": ones}, {"x": ones, "new": ones, "y": ones[:1]})
-    assert reshard.diff(a, b, select="x").equal
+    assert reshard.diff(a, b, select="x").differences == ()
     assert found(reshard.diff(a, b, select=["x", "new"]), "added", "removed", "shape") == [
         ("added", ("new",), None, "float32[3]")
     ]
-    assert reshard.diff(a, b, drop=["old", "new", "y"]).equal
+    assert reshard.diff(a, b, drop=["old", "new", "y"]).differences == ()
 
 
 def test_globs_that_match_nothing_are_told_together(two):
@@ -566,11 +588,29 @@ def test_elements_of_two_dtypes_are_compared_as_a_plain_walk_does(pair, name, rt
     a, b, grid = pair
     dtype = np.dtype(getattr(ml_dtypes, name, name))
     # float64, which a test may take for the numbers themselves, does not hold all 64-bit integers.
-    assume(dtype != a.dtype and {a.dtype.name, name}.isdisjoint({"int64", "uint64"}))
+    integers = not (inexact(a.dtype) or inexact(dtype))
+    assume(dtype != a.dtype)
+    assume(integers or {a.dtype.name, name}.isdisjoint({"int64", "uint64"}))
     with np.errstate(all="ignore"):
-        other = b.real if b.dtype.kind == "c" else b.astype(np.float64)
+        if integers:
+            other = b.astype(np.int64)
+        else:
+            other = b.real if b.dtype.kind == "c" else b.astype(np.float64)
         other = np.asarray(other).astype(dtype)
     check(a, other, grid, rtol, 0.0)
+
+
+def test_integers_of_any_two_dtypes_are_compared_exactly():
+    signed = np.array([2**53 + 1, -1, -(2**63), 5, 2**63 - 1], np.int64)
+    unsigned = np.array([2**53, 2**64 - 1, 2**64 - 1, 5, 2**63], np.uint64)
+    for a, b in ((signed, unsigned), (unsigned, signed)):
+        check(a, b, [2], 0.0, 0.0)
+        check(a, b, [5], 0.5, 0.5)
+    assert compared(signed[:1], unsigned[:1], [1], 0.0, 0.0).max_abs == 1
+    assert compared(signed[2:3], unsigned[2:3], [1], 0.0, 0.0).max_abs == 2**64 + 2**63 - 1
+    assert compared(unsigned[:1] + np.uint64(1), signed[:1], [1], 0.0, 0.0) is None
+    small = np.array([-1, 7]).astype(ml_dtypes.int4)
+    check(small, np.array([2**64 - 1, 7], np.uint64), [2], 0.0, 0.0)
 
 
 def test_long_arrays_are_looked_at_in_parts():
@@ -666,8 +706,15 @@ def test_moved_leaves_are_known_by_their_contents(two):
         "moved    old/kernel  B: new/kernel\n"
         "added    new/head    B: float32[4,6]\n"
         "4 differences: 2 moved, 1 removed, 1 added\n"
-        "no arrays compared: bit for bit"
+        "2 moved arrays compared by digests of what was read\n"
+        "no other arrays compared"
     )
+    c = save(b.with_name("c"), {"same": kernel, "old": head})
+    d = save(b.with_name("d"), {"same": kernel, "new": head})
+    assert reshard.diff(c, d, values=True).report().splitlines()[-2:] == [
+        "1 moved array compared by digests of what was read",
+        "1 other array compared: bit for bit",
+    ]
     # Nothing is known of contents: never by shape alone.
     assert found(reshard.diff(a, b), "moved") == []
     assert len(reshard.diff(a, b).of("added", "removed")) == 6
@@ -717,6 +764,59 @@ def test_two_leaves_that_would_move_to_one_have_not_moved(two):
     assert moved == {("a/k", "c/k"), ("b/k", "c/j"), ("a/z", "c/z")}
 
 
+def test_leaves_of_the_same_contents_move_as_others_do_whose_paths_change_at_both_ends(two):
+    rng = np.random.default_rng(2)
+    zeros = np.zeros(4, "f4")
+
+    def leaves(*path):
+        """Two layers, of which the biases have the same contents, with the moments of both."""
+        return {
+            (*top, *path, layer, name): value
+            for top in ((), ("mu",))
+            for layer, values in layers[top].items()
+            for name, value in values.items()
+        }
+
+    layers = {
+        top: {
+            "fc1": {"kernel": layouts.random_array(rng, (4, 4)), "bias": zeros},
+            "norm": {"scale": layouts.random_array(rng, (4,)), "bias": zeros},
+        }
+        for top in ((), ("mu",))
+    }
+    linen, nnx = leaves("params"), {(*path, "value"): leaf for path, leaf in leaves().items()}
+    a, b = two(nested(linen), nested(nnx))
+    diff = reshard.diff(a, b, values=True)
+    # Below `params` and `mu`: all that decides is how the kernels and scales have moved.
+    assert {(d.a, d.b) for d in diff.differences} == {
+        (f"{before}/{leaf}", f"{after}{leaf}/value")
+        for before, after in (("params", ""), ("mu/params", "mu/"))
+        for leaf in ("fc1/kernel", "fc1/bias", "norm/scale", "norm/bias")
+    }
+    assert {d.what for d in diff.differences} == {"moved"}
+
+
+def test_how_one_leaf_has_moved_says_nothing_of_those_that_move_otherwise(two):
+    kernel, zeros = np.arange(4, dtype="f4"), np.zeros(4, "f4")
+    old = {"params": {"fc1": {"kernel": kernel, "bias": zeros}, "norm": {"bias": zeros}}}
+    new = {"fc1": {"kernel": {"value": kernel}}, "fc2": {"bias": {"value": zeros}}}
+    new |= {"norm": {"bias": {"param": zeros}}}
+    diff = reshard.diff(*two(old, new), values=True)
+    assert [(d.a, d.b) for d in diff.of("moved")] == [("params/fc1/kernel", "fc1/kernel/value")]
+    assert len(diff.of("removed")) == len(diff.of("added")) == 2
+
+
+def nested(leaves):
+    """A tree of dicts, from paths."""
+    tree = {}
+    for path, leaf in leaves.items():
+        at = tree
+        for key in path[:-1]:
+            at = at.setdefault(key, {})
+        at[path[-1]] = leaf
+    return tree
+
+
 # Digests on record.
 
 
@@ -764,7 +864,7 @@ def test_digests_that_were_not_computed_or_are_of_another_array_say_nothing(two)
     }
     (b / FILE).write_bytes(Record(known, {}, {}).dump())
     diff = reshard.diff(a, b)
-    assert (diff.equal, diff.compared, diff.not_compared) == (True, 0, 2)
+    assert (diff.equal, diff.compared, diff.not_compared) == (None, 0, 2)
 
 
 def test_values_are_compared_whatever_is_on_record(two):
@@ -806,7 +906,7 @@ def test_arrays_that_cannot_be_read_are_told_together_with_their_side(two):
 def test_two_leaves_under_one_name_are_refused_if_their_values_count(two):
     tree = {"a": {"b": np.ones(3)}, "a.b": np.zeros(3), "c": np.ones(3)}
     a, b = two(tree, {"c": np.ones(3), "a.b": np.zeros(3), "a": {"b": np.ones(3)}})
-    assert reshard.diff(a, b).equal
+    assert reshard.diff(a, b).differences == ()
     with pytest.raises(reshard.CorruptCheckpointError) as error:
         reshard.diff(a, b, values=True)
     assert error.value.summary == (
@@ -844,16 +944,30 @@ def runs(tmp_path_factory):
 
 def test_the_command_exits_with_0_where_all_is_equal(runs):
     a, b = runs / "run" / "1", runs / "copy"
+    rest = ": --values compares them\n"
+    unknown = "the contents of 2 arrays were not compared" + rest
     assert command(a, b) == (
         0,
-        f"A: {a}\nB: {b}\nno differences\n"
+        f"A: {a}\nB: {b}\n"
+        "no differences found; the contents of 2 arrays were not compared\n"
         "no arrays compared by recorded digests, 2 not compared\n"
         "hint: --values compares contents, and finds leaves that have moved\n",
-        "",
+        unknown,
     )
+    assert command(a, b, "--quiet") == (0, "", unknown)
+    status, out, err = command(a, b, "--select", "w", "--json")
+    assert (status, err) == (0, "the contents of 1 array were not compared" + rest)
+    assert json.loads(out)["equal"] is None
+    assert command(a, b, "--values", "--quiet") == (0, "", "")
     equal = f"B: {b}\nno differences\n2 arrays compared: bit for bit\n"
     assert command(a, b, "--values") == (0, f"A: {a}\n{equal}", "")
-    assert command(runs / "run", b, "--values", "--step", 1)[0] == 2  # `copy` has no steps
+    # The step is that of the first; it counts for the other as far as that has steps.
+    assert command(runs / "run", runs / "run" / "1", "--values", "--step", 1)[0] == 0
+    assert command(runs / "run", b, "--values", "--step", 1)[0] == 0
+    assert command(runs / "run", b, "--values", "--step", 2)[0] == 1
+    status, out, err = command(b, runs / "run", "--step", 1)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"Error: `{b}` is one checkpoint and has no steps\n")
     assert command(runs / "run", runs / "last", "--values")[0] == 0
     assert command(runs / "run", runs / "run", "--step", 1, "--item", "default")[0] == 0
 

@@ -491,6 +491,21 @@ def test_half_written_without_a_manifest(copy):
     )
 
 
+@pytest.mark.parametrize("layout", ["standalone", "zarr3-ocdbt"])
+def test_a_merged_database_without_a_manifest(copy, layout):
+    """Its processes' databases are still there, and Orbax does not read them either."""
+    path = copy(layout)
+    (path / "manifest.ocdbt").unlink()
+    corrupt(
+        f"`{path}` has no manifest.ocdbt, and `{path}/d` holds what it led to: the databases of "
+        "its processes were merged, and the merged one has lost its manifest",
+        path,
+    )
+    shutil.rmtree(path / "d")
+    (path / "d").mkdir()
+    assert reshard.open(path).source.format.startswith("OCDBT, never merged")
+
+
 @pytest.mark.parametrize("layout", ["zarr2-files", "zarr3-files"])
 def test_a_missing_array(copy, layout):
     path = copy(layout)

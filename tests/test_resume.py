@@ -3,11 +3,13 @@
 import contextlib
 import fcntl
 import functools
+import importlib.metadata
 import inspect
 import json
 import os
 import pathlib
 import random
+import re
 import resource
 import shutil
 import signal
@@ -26,7 +28,9 @@ from jax.sharding import PartitionSpec as P
 from layouts import bits, hashes
 
 import reshard
+from reshard import verification
 from reshard.store import node_files, value_files
+from reshard.units import format_bytes, parse_bytes
 from reshard.writer import journal, stream
 
 RESHARD = pathlib.Path(sysconfig.get_path("scripts")) / "reshard"
@@ -689,10 +693,23 @@ def refused(text, source, out, **options):
     assert not hasattr(caught.value, "__notes__")
 
 
-def other_job(temporary):
+def another_job(temporary, *problems):
+    lines = [f"the unfinished job in `{temporary}` is another one", *problems]
+    return "\n  ".join(lines) + f"\n\n{ANEW}"
+
+
+def other_arguments(temporary):
     return (
-        f"the unfinished job in `{temporary}` had other arguments, or another source\n\n"
+        f"the unfinished job in `{temporary}` is another one\n  other arguments\n\n"
         f"hint: the arguments that it had\n{ANEW}"
+    )
+
+
+def other_memory(temporary, now):
+    return (
+        f"the unfinished job in `{temporary}` is another one\n"
+        f"  max_memory: 3.00 MiB then, {now} now; it decides what is carried over together\n\n"
+        f"hint: --max-memory {MEMORY}\n{ANEW}"
     )
 
 
@@ -704,8 +721,6 @@ ARGUMENTS = {
     "drop": lambda c: (reshard.select(c, drop="none"), {}),
     "rename": lambda c: (reshard.rename(c, [("w0", "u0")]), {}),
     "spec": lambda c: (reshard.to_mesh(c, "1x8", [("w0", ("model",))]), {}),
-    "memory": lambda c: (c, {"max_memory": "4MiB"}),
-    "much memory": lambda c: (c, {"max_memory": "1GiB"}),
     "chunks": lambda c: (c, {"chunks": "64KiB"}),
     "kept chunks": lambda c: (c, {"chunks": "keep"}),
 }
@@ -720,11 +735,39 @@ def test_other_arguments(sources, expected, tmp_path):
         ckpt, options = change(ckpt)
         with pytest.raises(reshard.DestinationError) as caught:
             reshard.save(ckpt, out, resume=True, **{"max_memory": MEMORY} | options)
-        assert str(caught.value) == other_job(temporary)
+        assert str(caught.value) == other_arguments(temporary)
         assert hashes(temporary) == before
     # In the same process: each refusal has given its lock back.
     save(sources(kind), out, resume=True)
     assert_whole(out, expected(kind))
+
+
+def test_other_memory(sources, expected, tmp_path):
+    kind, out = "ckpt zarr2", tmp_path / "out"
+    temporary = stopped(sources(kind), out)
+    for memory, text in (("4MiB", "4.00 MiB"), ("1GiB", "1.00 GiB"), (3 << 20 | 1, "3.00 MiB")):
+        refused(other_memory(temporary, text), sources(kind), out, max_memory=memory)
+    # What the hint says.
+    save(sources(kind), out, resume=True, max_memory=MEMORY)
+    assert_whole(out, expected(kind))
+
+
+def test_memory_that_is_no_whole_number_of_units(sources, tmp_path):
+    source, out = sources("ckpt zarr2"), tmp_path / "out"
+    for memory, text in ((3072 << 10 | 1, "3145729"), (3073 << 10, "3073KiB"), ("2GiB", "2GiB")):
+        temporary = stopped(source, out, max_memory=memory)
+        with pytest.raises(reshard.DestinationError) as caught:
+            save(source, out, resume=True)
+        assert caught.value.hints[0] == f"--max-memory {text}"
+        shutil.rmtree(temporary)
+
+
+def test_another_version(sources, tmp_path, monkeypatch):
+    source, out = sources("ckpt zarr2"), tmp_path / "out"
+    temporary = stopped(source, out)
+    now = importlib.metadata.version("reshard")
+    monkeypatch.setattr(journal.importlib.metadata, "version", lambda _: "99.1")
+    refused(another_job(temporary, f"reshard {now} then, 99.1 now"), source, out)
 
 
 def test_other_memory_for_the_same_plan(sources, tmp_path):
@@ -734,7 +777,9 @@ def test_other_memory_for_the_same_plan(sources, tmp_path):
     plans = [reshard.plan(ckpt, max_memory=memory).arrays for memory in (MEMORY, "3200KiB")]
     assert repr(plans[0]) == repr(plans[1])
     temporary = stopped(sources("convert zarr2"), out)
-    refused(other_job(temporary), sources("convert zarr2"), out, max_memory="3200KiB")
+    refused(
+        other_memory(temporary, "3.12 MiB"), sources("convert zarr2"), out, max_memory="3200KiB"
+    )
 
 
 @pytest.mark.parametrize("chunks", ["shard", "64KiB"])
@@ -742,17 +787,20 @@ def test_without_links_is_another_job(sources, tmp_path, chunks):
     """Also where only what is in the B-tree itself stays in its place."""
     source, out = sources("ckpt zarr2"), tmp_path / "out"
     temporary = stopped(source, out, chunks=chunks)
-    refused(other_job(temporary), source, out, chunks=chunks, link=False)
+    refused(other_arguments(temporary), source, out, chunks=chunks, link=False)
     save(source, out, chunks=chunks, resume=True)
 
 
 def test_other_steps(sources, tmp_path):
     source, out = sources("ckpt manager"), tmp_path / "out"
     temporary = stopped(source, out)
-    for ckpts in (changed(source)[:1], changed(source)[1:], changed(source)[::-1]):
+    one, two = (f"`{source}/{step}/default`" for step in (1, 2))
+    for steps, now in (([0], one), ([1], two), ([1, 0], f"{two} and {one}")):
+        ckpts = [changed(source)[step] for step in steps]
         with pytest.raises(reshard.DestinationError) as caught:
             reshard.save(ckpts, out, max_memory=MEMORY, resume=True)
-        assert str(caught.value) == other_job(temporary)
+        problem = f"the source: {one} and {two} then, {now} now"
+        assert str(caught.value) == another_job(temporary, problem)
 
 
 def test_another_conversion(sources, tmp_path):
@@ -766,7 +814,7 @@ def test_another_conversion(sources, tmp_path):
         save(source, out, resume=True)
     swapped = MAP.replace("left", "middle").replace("right", "left").replace("middle", "right")
     (tmp_path / "map.toml").write_text(swapped)
-    refused(other_job(temporary), source, out)
+    refused(other_arguments(temporary), source, out)
 
 
 def touched(file):
@@ -799,10 +847,381 @@ def test_another_source(sources, expected, tmp_path, kind, change):
     temporary = stopped(source, out)
     data = sorted(file for file in source.glob("**/*") if file.is_file() and file.parent != source)
     change(data[-1])
-    refused(other_job(temporary), source, out)
+    refused(another_job(temporary, f"the source has changed since: `{source}`"), source, out)
     if change in (touched, replaced):
         save(source, out)
         assert_whole(out, expected(kind))
+
+
+# What is beside the arrays.
+
+
+@pytest.fixture
+def items(tmp_path):
+    """A manager's root, in a directory of its own, with arrays and something else in each step."""
+    root = tmp_path / "source" / "root"
+    with ocp.CheckpointManager(root, item_names=("state", "cfg")) as manager:
+        for step in (2, 3):
+            tree = plain_tree(step, 4)["params"]
+            cfg = ocp.args.JsonSave({"width": step})
+            both = ocp.args.Composite(state=ocp.args.StandardSave(tree), cfg=cfg)
+            manager.save(step, args=both)
+    (root / "notes").mkdir()
+    (root / "notes" / "today").write_text("rain")
+    return root
+
+
+def save_items(root, out, **options):
+    ckpt = reshard.open(root, item="state")
+    ckpt = reshard.to_mesh(ckpt, "1x8", [("serial", ("model", None))])
+    return reshard.save(ckpt, out, **{"max_memory": MEMORY} | options)
+
+
+def stopped_items(root, out):
+    with pytest.raises(StopError):
+        save_items(root, out, resume=True, progress=stop_at(0.6))
+    return out.with_name(out.name + TEMPORARY)
+
+
+def other_width(root):
+    (root / "3" / "cfg" / "metadata").write_text('{"width": 99}')
+    return "3/cfg"
+
+
+def no_cfg(root):
+    shutil.rmtree(root / "3" / "cfg")
+    return "3/cfg"
+
+
+def more_cfg(root):
+    (root / "3" / "cfg" / "more").write_text("{}")
+    return "3/cfg"
+
+
+def another_item(root):
+    shutil.copytree(root / "3" / "cfg", root / "3" / "config")
+    return "3/config"
+
+
+def no_metadata(root):
+    (root / "3" / "_CHECKPOINT_METADATA").unlink()
+    return "3/_CHECKPOINT_METADATA"
+
+
+def other_notes(root):
+    (root / "notes" / "today").write_text("sunshine")
+    return "notes"
+
+
+BESIDE = [other_width, no_cfg, more_cfg, another_item, no_metadata, other_notes]
+
+
+@pytest.mark.parametrize("change", BESIDE)
+def test_something_else_in_the_source_changed_since(items, tmp_path, change):
+    out = tmp_path / "new" / "out"
+    temporary = stopped_items(items, out)
+    before = hashes(temporary)
+    where = change(items)
+    with pytest.raises(reshard.DestinationError) as caught:
+        save_items(items, out, resume=True)
+    problem = f"the source has changed since: `{items / where}`"
+    assert str(caught.value) == another_job(temporary, problem)
+    assert hashes(temporary) == before
+    save_items(items, out)
+    for folder in ("3/cfg", "notes"):
+        assert (items / folder).exists() == (out / folder).exists()
+        assert not (out / folder).exists() or hashes(items / folder) == hashes(out / folder)
+
+
+def test_all_that_has_changed_is_told(items, tmp_path):
+    out = tmp_path / "new" / "out"
+    temporary = stopped_items(items, out)
+    other_notes(items)
+    other_width(items)
+    touched(items / "3" / "state" / "_METADATA")
+    with pytest.raises(reshard.DestinationError) as caught:
+        save_items(items, out, resume=True, max_memory="4MiB")
+    assert str(caught.value) == another_job(
+        temporary,
+        *(f"the source has changed since: `{items / p}`" for p in ("3/state", "3/cfg", "notes")),
+        "max_memory: 3.00 MiB then, 4.00 MiB now; it decides what is carried over together",
+    )
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("change", BESIDE)
+def test_something_else_in_the_source_changes_meanwhile(items, tmp_path, change, resume):
+    out = tmp_path / "new" / "out"
+    where = []
+
+    def progress(done, whole):
+        if not where:
+            where.append(change(items))
+
+    with pytest.raises(reshard.CorruptCheckpointError) as caught:
+        save_items(items, out, resume=resume, progress=progress)
+    assert str(caught.value) == f"the source changed while it was read\n  `{items / where[0]}`"
+    assert os.listdir(out.parent) == []
+
+
+def test_other_steps_come_and_go(items, tmp_path):
+    save_items(items, tmp_path / "whole")
+    out = tmp_path / "new" / "out"
+    with pytest.raises(StopError):
+        (ckpt,) = [reshard.open(items, step=3, item="state")]
+        reshard.save(ckpt, out, max_memory=MEMORY, resume=True, progress=stop_at(0.6))
+    shutil.rmtree(items / "2")
+    shutil.copytree(items / "3", items / "4")
+    (items / "5.orbax-checkpoint-tmp").mkdir()
+
+    def progress(done, whole):
+        (items / "4" / "cfg" / "metadata").write_text('{"width": 4}')
+        shutil.rmtree(items / "5.orbax-checkpoint-tmp", ignore_errors=True)
+
+    reshard.save(ckpt, out, max_memory=MEMORY, resume=True, progress=progress)
+    assert values_of_item(out) == values_of_item(items, 3)
+
+
+def values_of_item(path, step=None):
+    ckpt = reshard.open(path, step=step, item="state")
+    return {h.path: bits(h.view().read().result()) for h in ckpt.arrays}
+
+
+STAGED = {
+    "another cfg": lambda step: (step / "cfg" / "metadata").write_bytes(b"garbage" * 100),
+    "no cfg": lambda step: shutil.rmtree(step / "cfg"),
+    "a file": lambda step: (shutil.rmtree(step / "cfg"), (step / "cfg").write_text("")),
+    "more in cfg": lambda step: (step / "cfg" / "more").write_text("{}"),
+    "no metadata": lambda step: (step / "_CHECKPOINT_METADATA").unlink(),
+    "a directory": lambda step: (
+        (step / "_CHECKPOINT_METADATA").unlink(),
+        (step / "_CHECKPOINT_METADATA").mkdir(),
+    ),
+}
+
+
+@pytest.mark.parametrize("change", STAGED)
+def test_what_an_earlier_run_has_copied_is_copied_again(items, tmp_path, change):
+    save_items(items, tmp_path / "whole")
+    out = tmp_path / "new" / "out"
+    temporary = stopped_items(items, out)
+    STAGED[change](temporary / "3")
+    save_items(items, out, resume=True)
+    assert files(out) == files(tmp_path / "whole")
+    assert values_of_item(out) == values_of_item(items)
+
+
+@pytest.mark.usefixtures("always")
+def test_an_array_with_the_name_of_what_is_beside_it(sources, tmp_path):
+    """What was staged of it stays, also where absent chunks would be its fill value."""
+    source = shutil.copytree(sources("ckpt zarr2-files"), tmp_path / "source")
+    (source / "taken").mkdir()
+    (source / "taken" / "notes").write_text("rain")
+    (ckpt,) = changed(source)
+    ckpt = reshard.rename(ckpt, [("^params/kept0$", "taken")])
+
+    def saved(out, **options):
+        reshard.save(ckpt, out, max_memory=MEMORY, link=False, **options)
+
+    saved(tmp_path / "whole")
+    out = tmp_path / "new" / "out"
+    with pytest.raises(StopError):
+        saved(out, resume=True, progress=stop_at(0.6))
+    saved(out, resume=True)
+    assert files(out) == files(tmp_path / "whole")
+    assert values(out) == values(tmp_path / "whole")
+
+
+# Digests that are recorded meanwhile.
+
+
+@pytest.mark.parametrize("kind", ["ckpt zarr2", "ckpt zarr2-files", "ckpt manager"])
+def test_digests_are_recorded_while_a_job_reads(sources, expected, tmp_path, kind):
+    source = shutil.copytree(sources(kind), tmp_path / "source")
+    out = tmp_path / "new" / "out"
+    save(source, out, progress=lambda *_: reshard.digest(source, write=True))
+    assert_whole(out, expected(kind))
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("kind", ["ckpt zarr2", "convert zarr2-files"])
+def test_digests_are_recorded_between_two_runs(sources, tmp_path, kind):
+    """The result is that of a job that had them from the beginning."""
+    source = tmp_path / "source" / "saved"
+    shutil.copytree(sources(kind).parent, source.parent)
+    (source.parent / "source").rename(source)
+    out = tmp_path / "new" / "out"
+    stopped(source, out)
+    reshard.digest(source, write=True)
+    seen = []
+    save(source, out, resume=True, progress=lambda done, whole: seen.append(done / whole))
+    assert seen == sorted(seen) and seen[-1] == 1
+    path = tmp_path / "whole" / "out"
+    save(source, path)
+    assert_whole(out, (path, values(path), restored(path)))
+    assert reshard.verify(out).ok
+
+
+@pytest.mark.usefixtures("always")
+def test_wrong_digests_are_recorded_between_two_runs(sources, tmp_path):
+    source = shutil.copytree(sources("ckpt zarr2-files"), tmp_path / "source")
+    out = tmp_path / "new" / "out"
+    temporary = stopped(source, out)
+    begun = json.loads((temporary / PROGRESS).read_bytes())["job"]["items"][0]["digests"]
+    assert ["params", "serial0"] in [path for path, _ in begun]
+    reshard.digest(source, write=True)
+    record = json.loads((source / RECORD).read_bytes())
+    record["arrays"]["params.serial0"]["digest"] = "0" * 32
+    (source / RECORD).write_text(json.dumps(record))
+    with pytest.raises(reshard.CorruptCheckpointError) as caught:
+        save(source, out, resume=True)
+    assert str(caught.value) == (
+        f"values were read from `{source}` that are not those its digests were recorded of\n"
+        f"  params/serial0  float32[512,512]\n\nhint: reshard verify '{source}'"
+    )
+    assert os.listdir(out.parent) == []
+
+
+# What an earlier run has written, and something has changed.
+
+
+def raw(tmp_path):
+    """A source whose stored bytes are its values, so that any others are values as well."""
+    path = tmp_path / "source"
+    with ocp.PyTreeCheckpointer(use_ocdbt=False, use_compression=False) as checkpointer:
+        checkpointer.save(path, plain_tree(0, 6))
+    return path
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_flipped_bit_in_what_an_earlier_run_wrote(tmp_path, verify):
+    source, out = raw(tmp_path), tmp_path / "new" / "out"
+    temporary = stopped(source, out, 0.9)
+    for name in ("params.w0", "params.serial1"):
+        flip(sorted((temporary / name).glob("?.?"))[-1])
+    with pytest.raises(reshard.CorruptCheckpointError) as caught:
+        save(source, out, resume=True, verify=verify)
+    assert str(caught.value) == (
+        "what was written is not what is read back\n"
+        "  params/serial1: its values are not those on record\n"
+        "  params/w0: its values are not those on record"
+    )
+    assert os.listdir(out.parent) == []
+    save(source, out, resume=True)
+    assert reshard.verify(out, changed(source)[0]).ok
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("kind", ["ckpt zarr2", "ckpt zarr3-files"])
+def test_a_damaged_file_that_an_earlier_run_wrote(sources, tmp_path, kind):
+    """Where every array is rewritten."""
+    source, out = sources(kind), tmp_path / "out"
+    temporary = stopped(source, out, 0.9, chunks="64KiB")
+    written = [*temporary.glob("ocdbt.process_0/d/*"), *temporary.glob("params.kept0/c/*/*")]
+    status = {file: file.stat() for file in written}
+    own = [file for file in written if status[file].st_nlink == 1 and status[file].st_size > 40_000]
+    flip(min(own, key=lambda file: status[file].st_mtime_ns))  # what came last is done again
+    with pytest.raises(reshard.CorruptCheckpointError) as caught:
+        save(source, out, resume=True, chunks="64KiB")
+    assert caught.value.summary == "what was written is not what is read back"
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.usefixtures("always")
+def test_a_file_that_an_earlier_run_wrote_is_gone(sources, tmp_path):
+    source, out = sources("ckpt zarr2"), tmp_path / "out"
+    temporary = stopped(source, out, 0.9, chunks="64KiB")
+    status = {file: file.stat() for file in temporary.glob("ocdbt.process_0/d/*")}
+    own = [file for file in status if status[file].st_nlink == 1 and status[file].st_size > 40_000]
+    gone = min(own, key=lambda file: status[file].st_mtime_ns)
+    gone.unlink()
+    with pytest.raises(reshard.CorruptCheckpointError) as caught:
+        save(source, out, resume=True, chunks="64KiB")
+    assert str(caught.value) == (
+        f"the data file `{gone.relative_to(temporary)}` is gone from `{temporary}`\n\n{ANEW}"
+    )
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.usefixtures("always")
+def test_only_what_an_earlier_run_wrote_is_read_back(sources, tmp_path, monkeypatch):
+    source, out = sources("ckpt zarr2"), tmp_path / "out"
+    read = []
+    original = verification.read_digests
+
+    def read_digests(leaves, *rest):
+        read.append([leaf.path for leaf in leaves])
+        return original(leaves, *rest)
+
+    monkeypatch.setattr(verification, "read_digests", read_digests)
+    wholes = []
+    save(source, out, progress=lambda done, whole: wholes.append(whole))
+    shutil.rmtree(out)
+    temporary = stopped(source, out, 0.7)
+    begun = json.loads((temporary / PROGRESS).read_bytes())["job"]["items"][0]["digests"]
+    seen = []
+    save(source, out, resume=True, progress=lambda done, whole: seen.append((done, whole)))
+    assert [sorted(paths) for paths in read] == [sorted(tuple(path) for path, _ in begun)]
+    rewritten = sum(not a.moved for a in reshard.plan(changed(source), max_memory=MEMORY).arrays)
+    assert 1 < len(begun) < rewritten
+    arrays = reshard.open(source).arrays
+    back = sum(h.nbytes for h in arrays if list(h.path) in [path for path, _ in begun])
+    assert seen[-1] == (wholes[-1] + back, wholes[-1] + back)
+    # All of it, once; and nothing where no earlier run was.
+    for options, count in (({"verify": True}, 1), ({}, 0)):
+        read.clear()
+        shutil.rmtree(out)
+        if count:
+            stopped(source, out, 0.4)
+        save(source, out, resume=True, **options)
+        assert [len(paths) for paths in read] == [len(changed(source)[0].arrays)] * count
+
+
+@pytest.mark.usefixtures("always")
+def test_what_does_not_fit_into_memory_is_not_read_back(sources, expected, tmp_path, monkeypatch):
+    """It is not the end of a job that was carried over in this memory."""
+    kind, out = "ckpt zarr2-files", tmp_path / "out"
+    stopped(sources(kind), out)
+
+    def check_fits(boxes, max_memory):
+        for path, _, _ in boxes:
+            if path[-1].startswith("serial"):
+                raise reshard.MemoryLimitError("it does not fit")
+
+    monkeypatch.setattr(reshard.writer.job, "check_fits", check_fits)
+    save(sources(kind), out, resume=True)
+    assert_whole(out, expected(kind))
+
+
+def test_it_is_told_that_a_job_went_on(sources, tmp_path):
+    source, out = sources("ckpt zarr2"), tmp_path / "out"
+    assert save(source, tmp_path / "whole", resume=True).notes == ()
+    shutil.rmtree(tmp_path / "whole")
+    stopped(source, out)
+    planned = save(source, out, resume=True)
+    rewritten = sum(a.decoded_bytes for a in planned.arrays if not a.moved)
+    (note,) = planned.notes
+    told = re.fullmatch(
+        r"went on with what an earlier run had written: (.*) of (.*) to rewrite", note
+    )
+    assert told[2] == format_bytes(rewritten)
+    assert parse_bytes(told[1]) < rewritten
+
+
+def test_it_is_told_that_a_job_went_on_which_rewrites_nothing(sources, tmp_path):
+    source, out = sources("ckpt zarr2-files"), tmp_path / "out"
+    ckpt = reshard.open(source)
+    with pytest.raises(StopError):
+        reshard.save(ckpt, out, resume=True, progress=stop_at(0.6))
+    notes = reshard.save(ckpt, out, resume=True).notes
+    assert notes == ("went on with what an earlier run had written",)
 
 
 GARBAGE = [
@@ -1006,7 +1425,14 @@ def test_a_signal_keeps_what_is_written(sources, expected, tmp_path, kind, numbe
         check=False,
     )
     assert (other.returncode, other.stdout) == (2, "")
-    assert other.stderr == f"Error: {other_job(kept)}\n"
-    subprocess.run(command(api, source, "--resume", "--quiet"), cwd=tmp_path, check=True)
+    assert other.stderr == f"Error: {other_arguments(kept)}\n"
+    went_on = subprocess.run(
+        command(api, source, "--resume"), cwd=tmp_path, check=True, capture_output=True, text=True
+    )
+    (note,) = [line for line in went_on.stdout.splitlines() if line.startswith("note     went on")]
+    assert re.fullmatch(
+        r"note     went on with what an earlier run had written: \S+ \S+ of \S+ MiB to rewrite",
+        note,
+    )
     assert os.listdir(tmp_path / "out") == ["1"]
     assert_whole(tmp_path / "out" / "1", expected(kind, "large"))

@@ -18,6 +18,9 @@ _COMMANDS = {
     "inspect": "Show the tree, the format, the steps and the saved meshes.",
     "verify": "Read all of a checkpoint: is it whole, is it the same.",
 }
+# How the arguments of a command begin that writes a checkpoint.
+_WRITERS = (["ckpt"], ["convert"])
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class _Commands(click.Group):
@@ -30,12 +33,11 @@ class _Commands(click.Group):
         if cmd_name not in _COMMANDS:
             return None
         # An interrupt inside the import of a library would surface as an error of that library.
-        signals = {signal.SIGINT, signal.SIGTERM}
-        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             return importlib.import_module(f"reshard.cli.{cmd_name}").command
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -57,14 +59,20 @@ def command() -> None:
 def main() -> None:
     """The console script. Exits with 0 done, 1 the answer is no, 2 could not do it."""
     signal.signal(signal.SIGTERM, _stop)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in a shell's background
+        signal.signal(signal.SIGINT, _stop)
     try:
         command.main(standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt) as error:
-        kept = _notes(error) or "nothing half-written was left behind."
-        click.echo(f"Interrupted; {kept}", err=True)
+        for each in _SIGNALS:  # what is left of the process takes no notice
+            signal.signal(each, signal.SIG_IGN)
+        left = _notes(error)
+        if not left and sys.argv[1:2] in _WRITERS:
+            left = "nothing half-written was left behind."
+        click.echo(f"Interrupted; {left}" if left else "Interrupted.", err=True)
         sys.exit(130)
     except BrokenPipeError:
         # The reader of a pipe has gone; Python must not complain about it when it exits.
@@ -90,5 +98,11 @@ def _notes(error: BaseException) -> str:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """SIGTERM ends a job as Ctrl-C does: what was begun is removed."""
+    """Ends a job, so that what was begun is removed. More of these signals do not disturb that."""
+    for each in _SIGNALS:
+        signal.signal(each, _pass)
     raise KeyboardInterrupt
+
+
+def _pass(number: int, frame: FrameType | None) -> None:
+    """Not SIG_IGN: Python complains about a signal that comes while that is set."""

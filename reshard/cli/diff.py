@@ -7,7 +7,7 @@ import click
 
 from reshard.cli import output
 from reshard.cli.memory import tune_memory
-from reshard.cli.options import reading_options
+from reshard.cli.options import open_beside, reading_options
 from reshard.comparison import diff
 from reshard.loader import open as open_checkpoint
 
@@ -46,8 +46,8 @@ def command(
 
     Tells leaves that were added, removed or moved, and other shapes, dtypes and strings. With
     --values also contents: bit for bit, or within a tolerance, in which NaN equals NaN. Without it
-    arrays are compared by their recorded digests, where both have them. Exits with 0 if no
-    difference was found, with 1 otherwise.
+    arrays are compared by their recorded digests, where both have them; a line on stderr tells if
+    some do not. Exits with 0 if no difference was found, with 1 otherwise.
 
     \b
     Example:
@@ -58,7 +58,7 @@ def command(
     if not values and (rtol is not None or atol is not None):
         raise click.UsageError("--rtol and --atol go with --values")
     tune_memory()
-    checkpoints = [open_checkpoint(path, step=step, item=item) for path in (a, b)]
+    checkpoints = open_checkpoint(a, step=step, item=item), open_beside(b, step, item)
     with output.progress_bar(quiet or as_json) as progress:
         found = diff(
             *checkpoints,
@@ -75,5 +75,7 @@ def command(
         click.echo(json.dumps(found.document()))
     elif not quiet:
         click.echo(found.report())
-    if not found.equal:
+    if found.equal is None:
+        click.echo(f"{found.open_question()}: --values compares them", err=True)
+    if found.differences:
         sys.exit(1)

@@ -1,7 +1,5 @@
 """`reshard digest`: what the values of a checkpoint are, whatever the mesh, chunks or format."""
 
-import json
-
 import click
 
 from reshard.checkpoint import ArrayHandle, describe
@@ -9,8 +7,9 @@ from reshard.cli import output
 from reshard.cli.memory import tune_memory
 from reshard.cli.options import reading_options
 from reshard.loader import open as open_checkpoint
+from reshard.records import FILE
 from reshard.tree import format_path
-from reshard.verification import digest
+from reshard.verification import digest, record
 
 
 @click.command("digest")
@@ -29,21 +28,26 @@ def command(
     """Read every array and show its digest, which depends on dtype, shape and values alone.
 
     `reshard ckpt` and `convert` record the digests of what they decode; --write does that for a
-    checkpoint made by others. `reshard verify` compares with them, and every later job that reads
-    the checkpoint does.
+    checkpoint made by others, in reshard_digests.json beside the arrays. `reshard verify` compares
+    with them, and so do `ckpt` and `convert` where they read the checkpoint. What --json shows is
+    such a record, too: a file for `reshard verify --against`.
 
     \b
     Example:
       reshard digest run/1000
       reshard digest run/1000 --write
+      reshard digest run/1000 --json > known.json
+      reshard verify out/1000 --against known.json
     """
     tune_memory()
     ckpt = open_checkpoint(path, step=step, item=item)
     with output.progress_bar(quiet or as_json) as progress:
         found = digest(ckpt, write=write, max_memory=max_memory, progress=progress)
     if as_json:
-        click.echo(json.dumps({format_path(path): text for path, text in found.items()}))
+        click.echo(record(ckpt, found).dump())
     elif not quiet:
         leaves = [leaf for leaf in ckpt.values() if isinstance(leaf, ArrayHandle)]
         rows = [(format_path(leaf.path), describe(leaf), found[leaf.path]) for leaf in leaves]
         output.table(("path", "array", "digest"), rows)
+        if write:
+            click.echo(f"wrote {ckpt.source.store.directory / FILE}")

@@ -81,7 +81,9 @@ _OPTIONS = (
         "--verify", is_flag=True, help="Read back all that was written, before the commit."
     ),
     click.option(
-        "--digest", is_flag=True, help="Also read what is moved undecoded, to record its digests."
+        "--digest",
+        is_flag=True,
+        help="Also read arrays that are moved undecoded and have no digest on record, for one.",
     ),
     click.option(
         "--resume",

@@ -5,7 +5,6 @@ import functools
 import importlib
 import os
 import sys
-import tomllib
 import traceback
 from collections.abc import Iterator
 from typing import Any
@@ -103,10 +102,11 @@ def read_rules(path: str) -> tuple[Pairs | None, Pairs]:
     Raises:
       ShardingError: it is not such a file; all that is wrong with its entries.
     """
+    from reshard.convert.mapfile import read_toml
+
     try:
-        with open(path, "rb") as file:
-            document = tomllib.load(file)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        document = read_toml(path)
+    except (OSError, ValueError) as error:
         raise ShardingError(f"--rules {path}: it cannot be read", [str(error)], _EXAMPLE) from error
     problems = [f"{key}: not known" for key in document if key not in ("rules", "specs")]
     rules, specs = document.get("rules"), document.get("specs", [])

@@ -1,9 +1,14 @@
 """Options that several commands have."""
 
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import click
+
+from reshard.checkpoint import Checkpoint
+from reshard.loader import open as open_checkpoint
+from reshard.loader.layout import manager_steps
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -16,7 +21,7 @@ MAX_MEMORY = click.option(
     help="Bytes in flight at most.",
 )
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON document.")
-QUIET = click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+QUIET = click.option("--quiet", is_flag=True, help="Print nothing but errors and warnings.")
 _READING = (
     click.option("--step", type=int, help="Step of a manager's root; the latest by default."),
     ITEM,
@@ -38,3 +43,15 @@ def options(of: Sequence[Callable[[F], F]]) -> Callable[[F], F]:
 
 
 reading_options = options(_READING)
+
+
+def open_beside(path: str, step: int | None, item: str | None) -> Checkpoint:
+    """A checkpoint for which another one's `--step` and `--item` count as far as it has any."""
+    root = pathlib.Path(path)
+    steps = manager_steps(root)
+    inner = root / steps[step] if step in steps else root
+    return open_checkpoint(
+        path,
+        step=step if steps else None,
+        item=item if item is not None and (inner / item).is_dir() else None,
+    )

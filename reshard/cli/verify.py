@@ -11,7 +11,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.cli import output
 from reshard.cli.conversion import conversion_options, converted
 from reshard.cli.memory import tune_memory
-from reshard.cli.options import reading_options
+from reshard.cli.options import open_beside, reading_options
 from reshard.errors import (
     CorruptCheckpointError,
     TreeMismatchError,
@@ -27,7 +27,8 @@ from reshard.verification import Verification, verify
 @click.option(
     "--against",
     metavar="OTHER",
-    help="Compare with another checkpoint, on any mesh and in any format, or a file of digests.",
+    help="Compare with another checkpoint, on any mesh and in any format, or a file of digests: a "
+    "checkpoint's own reshard_digests.json, or what `reshard digest --json` shows.",
 )
 @conversion_options
 @reading_options
@@ -44,9 +45,10 @@ def command(
     """Read all of a checkpoint: is it committed and whole, does every chunk decode, and are the
     values those that its digests were recorded of.
 
-    OTHER may be of Flax's other API: it is converted as `reshard convert` has noted it in the NNX
-    one of the two, or as --map, --model and the other options of `reshard convert` say. Exits with
-    0 if nothing is wrong, and with 1, after a list of what is, otherwise.
+    --step and --item count for OTHER, too, if it has steps and items. It may be of Flax's other
+    API: then it is converted as `reshard convert` has noted it in the NNX one of the two, or as
+    --map, --model and the other options of `reshard convert` say. Exits with 0 if nothing is wrong,
+    and with 1, after a list of what is, otherwise.
 
     \b
     Example:
@@ -65,7 +67,7 @@ def command(
         return
     other: Checkpoint | str | None = against
     if against is not None and not pathlib.Path(against).is_file():
-        other = _in_one_api(ckpt, open_checkpoint(against), flags if asked else None)
+        other = _in_one_api(ckpt, open_beside(against, step, item), flags if asked else None)
     with output.progress_bar(quiet or as_json) as progress:
         found = verify(ckpt, other, max_memory=max_memory, progress=progress)
     _answer(path, found.ok, list(found.problems), as_json, quiet, repr(found), found)
@@ -104,7 +106,7 @@ def _answer(
     document: dict[str, Any] = {"path": path, "ok": ok, "problems": problems}
     if found is not None:
         digests = {format_path(path): digest for path, digest in found.digests.items()}
-        document |= {"digests": digests, "compared": found.compared}
+        document |= {"path": str(found.path), "digests": digests, "compared": found.compared}
     if as_json:
         click.echo(json.dumps(document))
     elif not quiet:

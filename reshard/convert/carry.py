@@ -63,7 +63,8 @@ class Route:
         near = {path: leaves[path] for path in self.vanish} or leaves
         for path, (shape, dtype) in self.appear.items():
             like = an_array(near)
-            zeros = constant(path, np.zeros(shape, dtype), like)
+            # One zero, however many they are.
+            zeros = constant(path, np.broadcast_to(np.zeros((), dtype), shape), like)
             value_type = "np.ndarray" if like.value_type == "scalar" else like.value_type
             made[path] = dataclasses.replace(zeros, value_type=value_type)
         return made

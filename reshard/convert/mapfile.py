@@ -45,13 +45,43 @@ from typing import Any, Literal
 from reshard.convert.maprules import Divided, Gathered, Map, Nest, Reshaped, Rule
 from reshard.convert.patterns import Pattern, Replacement, parse_pattern, parse_replacement
 from reshard.errors import TreeMismatchError
-from reshard.operations import Crop, Pad, Transpose
+from reshard.operations import MOST_AXES, Crop, Pad, Transpose
 from reshard.tree import split_path
 
 _EXAMPLE = "\n      ".join(["[[rule]]", r"from = '^params/layer_(\d+)/'", r"to = 'layers/\1/'"])
 _REGROUP = ("split", "unstack", "concat", "stack")
 _EACH = ("transpose", "reshape", "pad", "crop")
+# Tables and lists inside one another, of which files of rules have six.
+_MOST_LEVELS = 50
+_LARGEST = 1 << 63
 Form = tuple[Callable[[Any], bool], str]
+
+
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A TOML document, in which nothing is too deep or too large to be looked at and shown.
+
+    Raises:
+      OSError: it cannot be read.
+      ValueError: it is no TOML, it is nested too deeply, or a number has more than TOML's 64 bits.
+    """
+    with open(path, "rb") as file:
+        try:
+            document = tomllib.load(file)
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply") from error
+    level: list[Any] = [document]
+    for _ in range(_MOST_LEVELS):
+        level = [
+            value
+            for node in level
+            if isinstance(node, dict | list)
+            for value in (node.values() if isinstance(node, dict) else node)
+        ]
+        if any(isinstance(value, int) and not -_LARGEST <= value < _LARGEST for value in level):
+            raise ValueError("it has a number of more than 64 bits")
+        if not level:
+            return document
+    raise ValueError("it is nested too deeply")
 
 
 def read_map(path: str | os.PathLike[str]) -> Map:
@@ -61,9 +91,8 @@ def read_map(path: str | os.PathLike[str]) -> Map:
       TreeMismatchError: it is no such file; all that is wrong with its rules.
     """
     try:
-        with open(path, "rb") as file:
-            document = tomllib.load(file)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        document = read_toml(path)
+    except (OSError, ValueError) as error:
         raise TreeMismatchError(f"{path}: it cannot be read", [str(error)], [_EXAMPLE]) from error
     problems: list[str] = []
     top = _Table("the file", document, problems)
@@ -268,6 +297,8 @@ def _each(entry: _Table) -> tuple[Transpose | Reshaped | Pad | Crop, ...]:
             fill = table.take("fill", _NUMBER, needed=True) if key == "pad" else None
             each.append(Crop(widths) if fill is None else Pad(widths, fill))
             table.nothing_else()
+    if any(isinstance(kind, Reshaped) and len(kind.to) > MOST_AXES for kind in each):
+        entry.wrong(f"`reshape`: arrays have {MOST_AXES} axes at most")
     return tuple(each)
 
 

@@ -9,30 +9,77 @@ trains and saves again does not carry them on.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
-from typing import Any
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
+import tensorstore as ts
 
+from reshard.boxes import Shape
 from reshard.checkpoint import (
     EMPTY_LEAVES,
     ArrayHandle,
     Checkpoint,
     Leaf,
+    array_text,
     empty_name,
-    is_floating,
-    parse_dtype,
 )
 from reshard.convert.carry import Route, Zeros, on_host
 from reshard.convert.kinds import KINDS
 from reshard.convert.steps import Step
-from reshard.errors import ReshardError, TreeMismatchError
-from reshard.operations import Concat, Pad, Reshape, Split, Stack, Transpose, Unstack
+from reshard.errors import CorruptCheckpointError, ReshardError, TreeMismatchError
+from reshard.loader.documents import parse_json
+from reshard.operations import (
+    MOST_AXES,
+    Concat,
+    Pad,
+    Reshape,
+    Split,
+    Stack,
+    Transpose,
+    Unstack,
+)
 from reshard.tree import Path, format_path
 
 KEY = "reshard.linen"
 _VERSION = 1
 _OPERATIONS = (Transpose, Reshape, Split, Concat, Stack, Unstack, Pad)
+# Their fields that are lists.
+_LISTS = {"axes", "shape", "sizes", "names", "widths"}
+# Keys of a path, as in any checkpoint that is opened.
+_MOST_KEYS = 100
+
+
+class _Array(NamedTuple):
+    """An array of the Linen checkpoint: `type` and `keys` are `value_type` and `key_impl`."""
+
+    shape: Shape
+    dtype: np.dtype
+    type: str
+    keys: str | None
+
+
+class _Record(NamedTuple):
+    """A record.
+
+    Attributes:
+      way: the way to NNX.
+      own: NNX's own leaves.
+      leaves: those of the Linen checkpoint: arrays, and the names of empty ones.
+      containers: Orbax's record of its container types, if it had one.
+    """
+
+    way: Route
+    own: list[Path]
+    leaves: dict[Path, _Array | str]
+    containers: str | None
+
+    @property
+    def arrays(self) -> dict[Path, _Array]:
+        """The leaves that are arrays."""
+        return {path: kind for path, kind in self.leaves.items() if not isinstance(kind, str)}
 
 
 def recorded(
@@ -65,7 +112,13 @@ def recorded(
 
 
 def _custom(ckpt: Checkpoint) -> dict[str, Any]:
-    return ckpt.source.metadata.get("custom_metadata") or {}
+    """A checkpoint's custom metadata; raises CorruptCheckpointError if they are none of Orbax's."""
+    custom = ckpt.source.metadata.get("custom_metadata")
+    if custom is not None and not isinstance(custom, dict):
+        raise CorruptCheckpointError(
+            f"`{ckpt.source.root}`: its custom metadata are no JSON object, but {custom!r:.80}"
+        )
+    return custom or {}
 
 
 def has_record(ckpt: Checkpoint) -> bool:
@@ -95,10 +148,10 @@ def from_record(ckpt: Checkpoint) -> Checkpoint:
       TreeMismatchError: the record cannot be read, or its leaves are not those of the checkpoint.
     """
     with _readable(_LINEN):
-        way, own, leaves = _read(ckpt)
-        kinds = {path: kind for path, kind in leaves if isinstance(kind, dict)}
-        back = way.backwards({path: tuple(kind["shape"]) for path, kind in kinds.items()})
-        expected = dict.fromkeys((*back.moved, *back.enter, *back.vanish, *own))
+        record = _read(ckpt)
+        kinds = record.arrays
+        back = record.way.backwards({path: kind.shape for path, kind in kinds.items()})
+        expected = dict.fromkeys((*back.moved, *back.enter, *back.vanish, *record.own))
         problems = [
             f"{format_path(path)}: not in the checkpoint" for path in expected if path not in ckpt
         ]
@@ -123,12 +176,13 @@ def from_record(ckpt: Checkpoint) -> Checkpoint:
                 [_LINEN],
             )
         whole = {
-            path: _as_recorded(made[path], kind) if isinstance(kind, dict) else EMPTY_LEAVES[kind]
-            for path, kind in leaves
+            path: EMPTY_LEAVES[kind] if isinstance(kind, str) else _as_recorded(made[path], kind)
+            for path, kind in record.leaves.items()
         }
     made_of = without_record(ckpt).replace(whole, retyped=False)
-    containers = _custom(ckpt)[KEY].get("containers")
-    return made_of.with_metadata({"value_metadata_tree": containers}) if containers else made_of
+    if record.containers is None:
+        return made_of
+    return made_of.with_metadata({"value_metadata_tree": record.containers})
 
 
 def like_recorded(linen: Checkpoint, ckpt: Checkpoint) -> Checkpoint:
@@ -143,19 +197,20 @@ def like_recorded(linen: Checkpoint, ckpt: Checkpoint) -> Checkpoint:
         checkpoint.
     """
     with _readable(_NNX):
-        way, own, leaves = _read(ckpt)
-        kinds = dict(leaves)
+        record = _read(ckpt)
         problems = [
-            f"{format_path(path)}: only in the record" for path in kinds if path not in linen
+            f"{format_path(path)}: only in the record"
+            for path in record.leaves
+            if path not in linen
         ]
         for path, leaf in linen.items():
-            kind = kinds.get(path)
+            kind = record.leaves.get(path)
             if kind is None:
                 problems.append(f"{format_path(path)}: not in the record")
-            elif isinstance(kind, dict):
+            elif not isinstance(kind, str):
                 problems += _unlike(leaf, kind)
         problems = problems or [
-            f"{format_path(path)}: it was zero, and is not" for path in way.not_zero(linen)
+            f"{format_path(path)}: it was zero, and is not" for path in record.way.not_zero(linen)
         ]
         if problems:
             raise TreeMismatchError(
@@ -163,8 +218,8 @@ def like_recorded(linen: Checkpoint, ckpt: Checkpoint) -> Checkpoint:
                 problems,
                 [_NNX],
             )
-        made = way.carried(linen)
-    made |= {path: ckpt[path] for path in own if path in ckpt}
+        made = record.way.carried(linen)
+    made |= {path: ckpt[path] for path in record.own if path in ckpt}
     return linen.replace(
         {path: _counted_as(leaf, ckpt.get(path)) for path, leaf in made.items()}, retyped=True
     )
@@ -178,14 +233,83 @@ def _counted_as(leaf: Leaf, like: Leaf) -> Leaf:
     return dataclasses.replace(leaf, dtype=like.dtype) if counter else leaf
 
 
-def _read(ckpt: Checkpoint) -> tuple[Route, list[Path], list[tuple[Path, dict[str, Any] | str]]]:
-    """A record: the way to NNX, NNX's own leaves, and the leaves of the Linen checkpoint."""
+def _read(ckpt: Checkpoint) -> _Record:
+    """The record of a checkpoint; raises KeyError, TypeError or ValueError for what is none."""
     document = _custom(ckpt)[KEY]
     if document["version"] != _VERSION:
         raise ValueError(f"its version is {document['version']}, not {_VERSION}")
-    own = [tuple(path) for path in document["own"]]
-    leaves = [(tuple(path), kind) for path, kind in document["leaves"]]
-    return _route(document["route"]), own, leaves
+    leaves = {_path(path): _recorded_leaf(kind) for path, kind in document["leaves"]}
+    _check_tree(leaves)
+    way = _route(document["route"])
+    _check_zeros((way.vanish, way.appear), ckpt)
+    containers = document.get("containers")
+    if containers is not None:
+        try:
+            parse_json(containers)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"its containers are not JSON: {containers!r:.80}") from error
+    return _Record(way, list(map(_path, document["own"])), leaves, containers)
+
+
+def _recorded_leaf(kind: Any) -> _Array | str:
+    """The inverse of `_kind`."""
+    if isinstance(kind, str) and kind in EMPTY_LEAVES:
+        return kind
+    if not isinstance(kind, dict) or kind.keys() != {"shape", "dtype", "type", "keys"}:
+        raise ValueError(f"there are no such leaves: {kind!r:.80}")
+    shape, dtype = _shape(kind["shape"]), _dtype(kind["dtype"])
+    value_type, keys = kind["type"], kind["keys"]
+    if value_type not in ("jax.Array", "np.ndarray", "scalar"):
+        raise ValueError(f"there are no leaves of type {value_type!r:.80}")
+    named = isinstance(keys, str) and keys.isprintable()
+    if keys is not None and not (named and dtype == np.uint32 and shape):
+        raise ValueError(f"{array_text(dtype.name, shape)} are no PRNG keys, {keys!r:.80}")
+    return _Array(shape, dtype, value_type, keys)
+
+
+def _path(keys: Any) -> Path:
+    if not isinstance(keys, list) or not all(
+        isinstance(key, str) or (type(key) is int and key >= 0) for key in keys
+    ):
+        raise ValueError(f"not a path: {keys!r:.80}")
+    return tuple(keys)
+
+
+def _shape(sizes: Any) -> Shape:
+    if not isinstance(sizes, list) or not all(type(s) is int and s >= 0 for s in sizes):
+        raise ValueError(f"not a shape: {sizes!r:.80}")
+    if len(sizes) > MOST_AXES:
+        raise ValueError(f"arrays have {MOST_AXES} axes at most, not {len(sizes)}")
+    return tuple(sizes)
+
+
+def _dtype(name: Any) -> np.dtype:
+    if not isinstance(name, str):
+        raise ValueError(f"not a dtype: {name!r:.80}")
+    dtype = ts.dtype(name).numpy_dtype
+    if dtype.kind not in "biufc" and not hasattr(ml_dtypes, dtype.name):
+        raise ValueError(f"not a dtype of arrays of numbers: {name!r:.80}")
+    return dtype
+
+
+def _check_tree(paths: Collection[Path]) -> None:
+    """Raises ValueError unless the paths are those of the leaves of one tree."""
+    texts = {tuple(map(str, path)) for path in paths}
+    below = [path for path in texts if any(path[:depth] in texts for depth in range(len(path)))]
+    deep = [path for path in texts if not 0 < len(path) <= _MOST_KEYS]
+    if below or deep or len(texts) < len(paths):
+        places = ", ".join(sorted(map(format_path, below + deep))) or "a path is there twice"
+        raise ValueError(f"its leaves are not those of one tree: {places:.200}")
+
+
+def _check_zeros(found: Iterable[Zeros], ckpt: Checkpoint) -> None:
+    """Raises ValueError for more zeros in one place than any array has elements: they belong to
+    leaves that are there."""
+    largest = max((math.prod(array.shape) for array in ckpt.arrays), default=0)
+    for zeros in found:
+        for path, (shape, _) in zeros.items():
+            if math.prod(shape) > largest:
+                raise ValueError(f"{format_path(path)}: {list(shape)} is larger than all arrays")
 
 
 @contextlib.contextmanager
@@ -195,7 +319,14 @@ def _readable(hint: str) -> Iterator[None]:
         yield
     except ReshardError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        AssertionError,
+        OverflowError,
+    ) as error:
         raise TreeMismatchError(
             "the record of the conversion from Linen cannot be read", [str(error)], [hint]
         ) from error
@@ -222,23 +353,23 @@ def _dtype_name(dtype: np.dtype) -> str:
     return dtype.name
 
 
-def _unlike(leaf: Leaf, kind: Mapping[str, Any]) -> Iterator[str]:
+def _unlike(leaf: Leaf, kind: _Array) -> Iterator[str]:
     """Why a leaf cannot be the one that was recorded. Counters have another dtype in NNX."""
     if not isinstance(leaf, ArrayHandle):
         return
-    name, dtype = format_path(leaf.path), parse_dtype(kind["dtype"])
-    if list(leaf.shape) != list(kind["shape"]):
-        yield f"{name}: shape {list(leaf.shape)}, it was {kind['shape']}"
-    elif leaf.dtype != dtype and (leaf.shape or is_floating(dtype)):
-        yield f"{name}: dtype {leaf.dtype.name}, it was {dtype.name}"
+    name = format_path(leaf.path)
+    counter = not leaf.shape and leaf.dtype.kind in "iu" and kind.dtype.kind in "iu"
+    if leaf.shape != kind.shape:
+        yield f"{name}: shape {list(leaf.shape)}, it was {list(kind.shape)}"
+    elif leaf.dtype != kind.dtype and not counter:
+        yield f"{name}: dtype {leaf.dtype.name}, it was {kind.dtype.name}"
 
 
-def _as_recorded(leaf: Leaf, kind: Mapping[str, Any]) -> Leaf:
+def _as_recorded(leaf: Leaf, kind: _Array) -> Leaf:
     if not isinstance(leaf, ArrayHandle):
         return leaf
-    dtype = parse_dtype(kind["dtype"])
-    leaf = dataclasses.replace(leaf, dtype=dtype, value_type=kind["type"], key_impl=kind["keys"])
-    return leaf if kind["type"] == "jax.Array" else on_host(leaf)
+    leaf = dataclasses.replace(leaf, dtype=kind.dtype, value_type=kind.type, key_impl=kind.keys)
+    return leaf if kind.type == "jax.Array" else on_host(leaf)
 
 
 def _route_json(way: Route) -> dict[str, Any]:
@@ -266,7 +397,7 @@ def _step_json(step: Step) -> dict[str, Any]:
 def _route(document: Mapping[str, Any]) -> Route:
     """The inverse of `_route_json`; raises KeyError, TypeError or ValueError for anything else."""
     moved, enter, leave = (
-        {tuple(old): tuple(new) for old, new in document[name]}
+        {_path(old): _path(new) for old, new in document[name]}
         for name in ("moved", "enter", "leave")
     )
     vanish, appear = (_zeros(document[name]) for name in ("vanish", "appear"))
@@ -274,19 +405,27 @@ def _route(document: Mapping[str, Any]) -> Route:
 
 
 def _zeros(entries: list[Any]) -> Zeros:
-    return {tuple(path): (tuple(shape), parse_dtype(dtype)) for path, shape, dtype in entries}
+    return {_path(path): (_shape(shape), _dtype(dtype)) for path, shape, dtype in entries}
 
 
 def _step(document: Mapping[str, Any]) -> Step:
-    inputs, outputs = (tuple(map(tuple, document[name])) for name in ("from", "to"))
+    inputs, outputs = (tuple(map(_path, document[name])) for name in ("from", "to"))
     for operation in _OPERATIONS:
         if operation.__name__ in document:
-            fields = {key: _tuples(value) for key, value in document[operation.__name__].items()}
+            given = document[operation.__name__]
+            fields = {name: _field(name, value) for name, value in given.items()}
             return Step(inputs, outputs, operation(**fields))
     if document.keys() != {"from", "to"}:
         raise ValueError(f"there is no operation {', '.join(document.keys() - {'from', 'to'})}")
     return Step(inputs, outputs)
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+def _field(name: str, value: Any) -> Any:
+    """The value of a field of an operation."""
+    if name == "widths":
+        return tuple((_field("axis", before), _field("axis", after)) for before, after in value)
+    types = {"names": [str], "fill": [int, float]}.get(name, [int])
+    found = value if name in _LISTS else [value]
+    if not isinstance(found, list) or any(type(entry) not in types for entry in found):
+        raise ValueError(f"`{name}` of an operation is {value!r:.80}")
+    return tuple(found) if name in _LISTS else value

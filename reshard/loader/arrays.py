@@ -27,9 +27,6 @@ from reshard.mesh import (
 )
 from reshard.store import first_line
 
-# Sizes of one array that no model comes near: decoded bytes, and chunks.
-_MOST_BYTES = 1 << 46
-_MOST_CHUNKS = 1 << 22
 _AXIS_TYPES = ("Auto", "Explicit", "Manual")
 
 
@@ -42,6 +39,8 @@ class ZarrArray(NamedTuple):
       dtype: its dtype.
       metadata: the document as it is stored; equal ones are one object.
       largest_chunk: stored bytes that a chunk may have.
+      plain_chunk: stored bytes that each chunk has, where chunks are stored as they are; None where
+        they are encoded.
       keys: a pattern of the keys of chunks, with a group for each place in the grid.
     """
 
@@ -50,6 +49,7 @@ class ZarrArray(NamedTuple):
     dtype: np.dtype
     metadata: bytes
     largest_chunk: int
+    plain_chunk: int | None
     keys: re.Pattern[str]
 
     def has_chunk(self, key: str) -> bool:
@@ -88,22 +88,23 @@ def parse_zarr(metadata: bytes, driver: str) -> ZarrArray:
         raise ValueError(f"{array.dtype.name} is no dtype of arrays of numbers")
     shape = tuple(array.shape)
     chunks = tuple(size or 1 for size in array.chunk_layout.write_chunk.shape or ())
-    nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes > _MOST_BYTES:
-        raise ValueError(f"an array of {list(shape)} has {nbytes} bytes: no model does")
-    pairs = list(zip(shape, chunks, strict=True))
+    zarr.check_size(shape, chunks, dtype.itemsize)
+    pairs = zip(shape, chunks, strict=True)
     if 0 not in shape and any(chunk > size for size, chunk in pairs):
         raise ValueError(f"chunks of {list(chunks)} are larger than the array, {list(shape)}")
-    count = math.prod(math.ceil(size / chunk) for size, chunk in pairs)
-    if count > _MOST_CHUNKS:
-        raise ValueError(
-            f"an array of {list(shape)} in chunks of {list(chunks)} has {count} of them"
-        )
     inner = math.prod(size or 1 for size in array.chunk_layout.read_chunk.shape or ())
     elements = math.prod(chunks)
     # A codec may lengthen what it cannot shorten, and each inner chunk has a place in an index.
     largest = 2 * elements * dtype.itemsize + 64 * (elements // inner) + 4096
-    return ZarrArray(shape, chunks, dtype, metadata, largest, zarr.chunk_keys(document))
+    plain = elements * dtype.itemsize if _is_plain(document) else None
+    return ZarrArray(shape, chunks, dtype, metadata, largest, plain, zarr.chunk_keys(document))
+
+
+def _is_plain(document: dict[str, Any]) -> bool:
+    """Whether chunks are stored as they are, element after element."""
+    if document["zarr_format"] == 2:
+        return document.get("compressor") is None and not document.get("filters")
+    return [codec["name"] for codec in document["codecs"]] == ["bytes"]
 
 
 def parse_sharding(encoded: Any, shape: Shape) -> Sharding | None:

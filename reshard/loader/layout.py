@@ -82,6 +82,13 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Locat
     return dataclasses.replace(found, uncommitted=tuple(sorted(set(steps) - set(committed))))
 
 
+def manager_steps(root: pathlib.Path) -> dict[int, str]:
+    """The steps of a manager's root, as `step_directories` has them; none of anything else."""
+    if not root.is_dir() or _is_item(root) or (root / CHECKPOINT_FILE).exists():
+        return {}
+    return step_directories(root)
+
+
 def check_inside(location: Location) -> None:
     """Raises CheckpointFormatError where a step or an item is a symbolic link: it may lead out of
     what was opened."""

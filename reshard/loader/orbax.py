@@ -26,7 +26,7 @@ from reshard.errors import CheckpointFormatError, CorruptCheckpointError
 from reshard.loader.arrays import parse_sharding, parse_zarr
 from reshard.loader.documents import parse_json, read_json
 from reshard.loader.layout import TREE_FILE, Location
-from reshard.store import ArrayStore, name_problem, not_a_file
+from reshard.store import ArrayStore, StoredValue, name_problem, not_a_file
 from reshard.tree import Path, format_path
 from reshard.units import format_bytes
 
@@ -149,6 +149,12 @@ def _array_store(directory: pathlib.Path, document: dict[str, Any]) -> ArrayStor
     else:
         names = (e.name for e in os.scandir(directory) if e.name.startswith("ocdbt.process_"))
         parts = tuple(sorted(n for n in names if (directory / n / "manifest.ocdbt").exists()))
+        merged = directory / "d"
+        if parts and merged.is_dir() and any(merged.iterdir()):
+            raise CorruptCheckpointError(
+                f"`{directory}` has no manifest.ocdbt, and `{merged}` holds what it led to: the "
+                "databases of its processes were merged, and the merged one has lost its manifest"
+            )
     fills = not document.get("store_array_data_equal_to_fill_value", False)
     return ArrayStore(directory, parts, bool(document.get("use_zarr3", False)), fills)
 
@@ -273,6 +279,8 @@ def _array(
     if wrong:
         problems += wrong
         return None
+    if not store.ocdbt:
+        _mark_cut_files(store.values[name], store.metadata_key, array.plain_chunk)
     return ArrayHandle(
         path=path,
         shape=array.shape,
@@ -287,6 +295,17 @@ def _array(
         name=name,
         metadata=array.metadata,
     )
+
+
+def _mark_cut_files(
+    values: dict[str, StoredValue], metadata_key: str, plain_chunk: int | None
+) -> None:
+    """Marks the files of chunks that cannot be whole: empty ones, and where it is known how many
+    bytes each has, all others that have not."""
+    for key, value in values.items():
+        fits = value.size == plain_chunk if plain_chunk is not None else value.size
+        if key != metadata_key and not fits:
+            values[key] = value._replace(cut=(value.size, plain_chunk or 1))
 
 
 def _mark_collision(leaves: dict[Path, Leaf], one: Path, other: Path) -> None:

@@ -3,20 +3,16 @@
 import contextlib
 import dataclasses
 import functools
-import math
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from reshard import verification
 from reshard.checkpoint import Checkpoint, stored_name
 from reshard.digests import Digest
 from reshard.errors import CorruptCheckpointError, ReshardError
 from reshard.formed import stored_chunks
-from reshard.loader import orbax
-from reshard.loader.layout import Location
 from reshard.planner import Plan
-from reshard.reading import check_fits, nbytes
+from reshard.reading import check_fits
 from reshard.records import FILE, ArrayRecord, record_of
 from reshard.schedule import IN_FLIGHT_PER_CORE, WINDOW, batches
 from reshard.store import file_spec, new_context
@@ -24,12 +20,18 @@ from reshard.tree import Path
 from reshard.units import parse_bytes
 from reshard.writer import local, ocdbt
 from reshard.writer.documents import documents
-from reshard.writer.journal import Journal, fingerprint, is_unfinished, source_state
+from reshard.writer.journal import Journal, fingerprint, is_unfinished, went_on
 from reshard.writer.prepare import Job, cores, parse_chunks, prepare
 from reshard.writer.progress import ItemProgress
+from reshard.writer.readback import (
+    bytes_read,
+    check_whole,
+    chunks_read,
+    read_back,
+    to_read_back,
+)
 from reshard.writer.recording import (
     Known,
-    ReadAgain,
     known_arrays,
     new_digests,
     read_again,
@@ -43,7 +45,12 @@ from reshard.writer.stream import (
     target_metadata,
     write_values,
 )
-from reshard.writer.surroundings import copy_surroundings, write_markers
+from reshard.writer.surroundings import (
+    changed_paths,
+    copy_surroundings,
+    source_state,
+    write_markers,
+)
 
 Checkpoints = Checkpoint | Sequence[Checkpoint]
 Progress = Callable[[int, int], None]
@@ -122,7 +129,8 @@ def save(
       digest: also read arrays that are moved undecoded, if they have no digest on record.
       verify: read back all that was written, before the commit.
       resume: if the job is stopped, what is written stays in its temporary directory; and the job
-        goes on with what an earlier run of it has left there. Without it that is removed.
+        goes on with what an earlier run of it has left there, after which it reads back the arrays
+        that this one had begun to write. Without it that is removed.
       progress: called with (bytes done, bytes in all) after each batch.
 
     Returns:
@@ -151,17 +159,16 @@ def save(
     _raise_all(changed)
     again = [read_again(job, on_record, digest) for job, on_record in zip(jobs, known, strict=True)]
     check_fits(
-        (c for job, more in zip(jobs, again, strict=True) for c in _chunks_read(job, more, verify)),
+        (c for job, more in zip(jobs, again, strict=True) for c in chunks_read(job, more, verify)),
         memory,
     )
-    before = [list(source_state(job.ckpt.source.store.directory)) for job in jobs]
-    same = fingerprint(jobs, memory) if resume else ""
+    before = source_state(checkpoints)
+    same = fingerprint(jobs, memory, before) if resume else {}
     kept = functools.partial(is_unfinished, fingerprint=same) if resume else lambda directory: False
     with local.committed_directory(target, overwrite=overwrite, unfinished=kept) as directory:
         journal = Journal(directory, same, cores(), len(jobs), resume)
-        with _unchanged(jobs, before, journal):
-            if not journal.resumed:
-                copy_surroundings(checkpoints, directory)
+        with _unchanged(checkpoints, before, journal):
+            copy_surroundings(checkpoints, directory)
             for job in jobs:
                 _item_directory(job, directory).mkdir(parents=True, exist_ok=True)
                 local.remove_locks(_item_directory(job, directory))
@@ -173,8 +180,17 @@ def save(
                 read_again(job, on_record, digest)
                 for job, on_record in zip(jobs, known, strict=True)
             ]
-            report = _reporter(total, _bytes_read(jobs, again, verify), progress)
-            for job, on_record, more, so_far in zip(jobs, known, again, journal.items, strict=True):
+            if journal.resumed:
+                note = went_on(jobs, journal.items)
+                total = dataclasses.replace(total, notes=(*total.notes, note))
+            written = [
+                to_read_back(job, so_far, memory, verify)
+                for job, so_far in zip(jobs, journal.items, strict=True)
+            ]
+            report = _reporter(total, bytes_read(again, written), progress)
+            for job, on_record, more, back, so_far in zip(
+                jobs, known, again, written, journal.items, strict=True
+            ):
                 digests = _write_item(
                     job, _item_directory(job, directory), memory, so_far, journal, report
                 )
@@ -182,9 +198,9 @@ def save(
                     arrays = records(job, on_record, digests, more, memory, report)
                     _record(job, directory, arrays)
                     if journal.resumed:
-                        _check_whole(job, directory)
-                    if verify:
-                        _read_back(job, directory, memory, report)
+                        check_whole(job, directory)
+                    if verify or back:
+                        read_back(job, directory, back, memory, report)
         local.sync(directory)
         write_markers(checkpoints, directory, target)
         journal.close()
@@ -238,58 +254,6 @@ def _record(job: Job, directory: pathlib.Path, arrays: Mapping[str, ArrayRecord]
     (_item_directory(job, directory) / FILE).write_bytes(record.dump())
 
 
-def _chunks_read(
-    job: Job, again: ReadAgain, verify: bool
-) -> Iterator[tuple[Path, tuple[int, ...], int]]:
-    """Path, chunk shape and bytes of an element of all that is read beside what is copied."""
-    for handle in (*again.sources, *again.moved):
-        yield handle.path, handle.chunk_shape, handle.stored_dtype.itemsize
-    for handle, plan in zip(job.handles, job.plans, strict=True):
-        if verify:
-            yield handle.path, plan.chunk, handle.dtype.itemsize
-
-
-def _bytes_read(jobs: Sequence[Job], again: Sequence[ReadAgain], verify: bool) -> int:
-    """Decoded bytes of all that is read beside what is copied."""
-    more = [handle for each in again for handle in (*each.sources, *each.moved)]
-    written = [handle for job in jobs for handle in job.handles if verify]
-    return nbytes(more) + sum(math.prod(h.shape) * h.dtype.itemsize for h in written)
-
-
-def _read_back(
-    job: Job, directory: pathlib.Path, memory: int, report: Callable[[int], None]
-) -> None:
-    """Reads back what was written of an item; raises CorruptCheckpointError if it differs."""
-    done = 0
-
-    def progress(now: int, whole: int) -> None:
-        nonlocal done
-        report(now - done)
-        done = now
-
-    written = _written(job, directory)
-    found = verification.verify(written, max_memory=memory, progress=progress)
-    if not found.ok:
-        raise CorruptCheckpointError("what was written is not what is read back", found.problems)
-
-
-def _check_whole(job: Job, directory: pathlib.Path) -> None:
-    """Raises CorruptCheckpointError if something is gone of what an earlier run had written."""
-    for handle in _written(job, directory).arrays:
-        handle.stored_sizes()
-        files = {value.file for value in handle.store.values[handle.name].values()}
-        for file in sorted(file for file in files if file is not None):
-            if not (handle.store.directory / file).exists():
-                raise CorruptCheckpointError(f"the data file `{file}` is gone from `{directory}`")
-
-
-def _written(job: Job, directory: pathlib.Path) -> Checkpoint:
-    """What was written of an item."""
-    source = job.ckpt.source
-    location = Location(directory, source.kind, source.v1, source.step, source.item, (), ())
-    return orbax.read(location)
-
-
 @contextlib.contextmanager
 def _correct(journal: Journal) -> Iterator[None]:
     """Where what was read or written turns out to be wrong, no later run may go on with it."""
@@ -319,20 +283,18 @@ def _reporter(total: Plan, more: int, progress: Progress | None) -> Callable[[in
 
 @contextlib.contextmanager
 def _unchanged(
-    jobs: Sequence[Job], before: Sequence[list[str]], journal: Journal
+    checkpoints: Sequence[Checkpoint], before: Mapping[str, str], journal: Journal
 ) -> Iterator[None]:
-    """Raises CorruptCheckpointError if files of a source have changed since they were listed: in
+    """Raises CorruptCheckpointError if files of the source have changed since they were listed: in
     the place of errors that this has led to."""
     error = None
     try:
         yield
     except (ReshardError, OSError) as caught:
         error = caught
-    directories = [job.ckpt.source.store.directory for job in jobs]
-    now = [list(source_state(directory)) for directory in directories]
-    changed = [f"`{d}`" for d, a, b in zip(directories, before, now, strict=True) if a != b]
+    changed = [f"`{path}`" for path in changed_paths(before, source_state(checkpoints))]
     gone = error.filename if isinstance(error, FileNotFoundError) else None
-    if not changed and gone and jobs[0].ckpt.source.root in pathlib.Path(gone).parents:
+    if not changed and gone and checkpoints[0].source.root in pathlib.Path(gone).parents:
         changed = [f"`{gone}`"]
     if changed:
         journal.forget()

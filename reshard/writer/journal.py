@@ -5,31 +5,35 @@ grids and boxes of the plan, and its memory. Then its batches are the same, and 
 committed and synced are not carried over again.
 """
 
-import contextlib
 import hashlib
 import importlib.metadata
 import json
-import os
 import pathlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard import durable
 from reshard.checkpoint import ArrayHandle
 from reshard.digests import digest_of
-from reshard.errors import DestinationError
+from reshard.errors import CheckpointFormatError, DestinationError, ReshardError
 from reshard.operations import Constant
 from reshard.records import PROGRESS_FILE
+from reshard.store import read_small
+from reshard.units import format_bytes
 from reshard.writer import local
 from reshard.writer.prepare import Job
 from reshard.writer.progress import ItemProgress
+from reshard.writer.surroundings import changed_paths
+
+# What makes a job the same job, as JSON.
+Fingerprint = Mapping[str, Any]
 
 # What is not synced is redone by the next run; to sync more often would keep the cores waiting.
 _SYNC_SECONDS = 1.0
 # At most this part of the time is for it.
 _SYNC_SHARE = 0.05
-_ANEW = "without --resume the job begins anew"
+ANEW = "without --resume the job begins anew"
 
 
 class Journal:
@@ -52,7 +56,12 @@ class Journal:
     """
 
     def __init__(
-        self, directory: pathlib.Path, fingerprint: str, cores: int, items: int, keeps: bool
+        self,
+        directory: pathlib.Path,
+        fingerprint: Fingerprint,
+        cores: int,
+        items: int,
+        keeps: bool,
     ):
         self._directory = directory
         self._file = directory / PROGRESS_FILE
@@ -65,9 +74,7 @@ class Journal:
         document = _read(self._file) if keeps else None
         self.resumed = document is not None
         if document is not None:
-            self.cores = document["cores"]
-            self.links = document["links"]
-            self.items = [ItemProgress.parse(item) for item in document["items"]]
+            self.cores, self.links, self.items = _parsed(document, items, self._file)
 
     def without_links(self) -> None:
         """Notes that data files cannot be shared: what was done with those that were does not
@@ -123,35 +130,99 @@ class Journal:
             raise DestinationError(f"`{self._directory}` was removed while it was written")
 
 
-def is_unfinished(temporary: pathlib.Path, fingerprint: str) -> bool:
+def went_on(jobs: Sequence[Job], items: Sequence[ItemProgress]) -> str:
+    """What the user should know of a job that an earlier run had begun."""
+    done = whole = 0
+    for job, so_far in zip(jobs, items, strict=True):
+        for array in job.plans:
+            if not array.moved:
+                *_, elements = so_far.digests.get(array.layout.path, (0,))
+                done += elements * array.layout.target_itemsize
+                whole += array.decoded_bytes
+    rewritten = f": {format_bytes(done)} of {format_bytes(whole)} to rewrite" if whole else ""
+    return f"went on with what an earlier run had written{rewritten}"
+
+
+def is_unfinished(temporary: pathlib.Path, fingerprint: Fingerprint) -> bool:
     """Whether a directory holds a job that can be gone on with.
 
     Raises:
       DestinationError: it is another job, or nothing says how far it is.
     """
     document = _read(temporary / PROGRESS_FILE)
+    if document is not None:
+        try:
+            local.tree_bytes(temporary)
+        except CheckpointFormatError as error:  # nothing is written through a link
+            raise DestinationError(error.summary, hints=[ANEW]) from error
     if document is not None and document["fingerprint"] != fingerprint:
         raise DestinationError(
-            f"the unfinished job in `{temporary}` had other arguments, or another source",
-            hints=["the arguments that it had", _ANEW],
+            f"the unfinished job in `{temporary}` is another one",
+            *_differences(document["fingerprint"], fingerprint),
         )
     return document is not None
 
 
+def _differences(then: Fingerprint, now: Fingerprint) -> tuple[list[str], list[str]]:
+    """In what a job is another one, and hints. Its plan depends on everything else."""
+    if then["version"] != now["version"]:
+        return [f"reshard {then['version']} then, {now['version']} now"], [ANEW]
+    problems, hints = [], []
+    if then["items"] != now["items"]:
+        sources = [" and ".join(f"`{item}`" for item in job["items"]) for job in (then, now)]
+        problems = [f"the source: {sources[0]} then, {sources[1]} now"]
+    else:
+        changed = changed_paths(then["source"], now["source"])
+        problems = [f"the source has changed since: `{path}`" for path in changed]
+    if then["max_memory"] != now["max_memory"]:
+        hints = [] if problems else [f"--max-memory {_exactly(then['max_memory'])}"]
+        sizes = [format_bytes(job["max_memory"]) for job in (then, now)]
+        problems.append(
+            f"max_memory: {sizes[0]} then, {sizes[1]} now; it decides what is carried over together"
+        )
+    if not problems:
+        problems, hints = ["other arguments"], ["the arguments that it had"]
+    return problems, [*hints, ANEW]
+
+
+def _exactly(nbytes: int) -> str:
+    """A number of bytes as `parse_bytes` takes it, with the largest unit that it is whole in."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes % size == 0:
+            return f"{nbytes // size}{unit}"
+    return str(nbytes)
+
+
 def _read(path: pathlib.Path) -> dict[str, Any] | None:
     try:
-        data = path.read_bytes()
+        data = read_small(path)
         if not data:
             return None
         whole = json.loads(data)
         if whole["sha256"] == _hash(json.dumps(whole["job"])):
             return whole["job"]
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ReshardError, ValueError, KeyError, TypeError, RecursionError):
         pass
-    raise DestinationError(
-        f"`{path}` is damaged: nothing says how far the unfinished job is", hints=[_ANEW]
+    raise _damaged(path)
+
+
+def _parsed(
+    document: dict[str, Any], items: int, path: pathlib.Path
+) -> tuple[int, bool, list[ItemProgress]]:
+    """Cores, links and the progress of each item."""
+    try:
+        cores, links = document["cores"], document["links"]
+        found = [ItemProgress.parse(item) for item in document["items"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(path) from error
+    if type(cores) is not int or cores < 1 or type(links) is not bool or len(found) != items:
+        raise _damaged(path)
+    return cores, links, found
+
+
+def _damaged(path: pathlib.Path) -> DestinationError:
+    return DestinationError(
+        f"`{path}` is damaged: nothing says how far the unfinished job is", hints=[ANEW]
     )
 
 
@@ -159,15 +230,22 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def fingerprint(jobs: Iterable[Job], max_memory: int) -> str:
+def fingerprint(
+    jobs: Sequence[Job], max_memory: int, source_state: Mapping[str, str]
+) -> Fingerprint:
     """What makes a job the same job."""
-    found = hashlib.sha256()
-    found.update(repr((importlib.metadata.version("reshard"), max_memory)).encode())
+    plan = hashlib.sha256()
     for job in jobs:
         for line in _lines(job):
-            found.update(line.encode(errors="surrogateescape"))
-            found.update(b"\n")
-    return found.hexdigest()
+            plan.update(line.encode(errors="surrogateescape"))
+            plan.update(b"\n")
+    return {
+        "version": importlib.metadata.version("reshard"),
+        "max_memory": max_memory,
+        "items": [str(job.ckpt.source.store.directory) for job in jobs],
+        "source": dict(source_state),
+        "plan": plan.hexdigest(),
+    }
 
 
 def _lines(job: Job) -> Iterator[str]:
@@ -175,7 +253,6 @@ def _lines(job: Job) -> Iterator[str]:
     linked = None if job.files is None else sorted(job.files)
     yield repr((str(source.root), source.step, source.item, linked, job.ckpt.retyped))
     yield json.dumps(source.metadata, sort_keys=True)
-    yield from source_state(source.store.directory)
     for path, leaf in job.ckpt.items():
         yield repr(path) if isinstance(leaf, ArrayHandle) else repr((path, leaf))
     for handle, plan in zip(job.handles, job.plans, strict=True):
@@ -193,13 +270,3 @@ def _described(handle: ArrayHandle) -> Iterator[str]:
         yield digest_of(operation.values) if values else repr(operation)
         for other in handle.formed.inputs:
             yield from _described(other)
-
-
-def source_state(directory: pathlib.Path) -> Iterator[str]:
-    """Every file of an item, with its size and when it was last changed."""
-    for folder, folders, names in os.walk(directory):
-        folders.sort()
-        for name in sorted(names):
-            with contextlib.suppress(FileNotFoundError):  # it is not there any more
-                found = os.lstat(os.path.join(folder, name))
-                yield repr((os.path.join(folder, name), found.st_size, found.st_mtime_ns))

@@ -18,6 +18,7 @@ from reshard.errors import (
     ReshardError,
 )
 from reshard.store import not_a_file
+from reshard.tree import shell_quoted
 from reshard.units import format_bytes
 
 # Orbax ignores, and its CheckpointManager removes, what carries this in its name.
@@ -138,7 +139,10 @@ def _locked(directory: pathlib.Path, unfinished: Callable[[pathlib.Path], bool])
     while True:
         with contextlib.suppress(FileExistsError):
             directory.mkdir()
-        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except NotADirectoryError as error:  # a symbolic link is none either
+            raise _in_the_way(directory) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -151,6 +155,8 @@ def _locked(directory: pathlib.Path, unfinished: Callable[[pathlib.Path], bool])
                 return descriptor
             else:
                 _remove(directory)  # what a killed job left, under our lock
+                if _is_still(descriptor, directory):
+                    raise _in_the_way(directory)
         except BaseException:
             os.close(descriptor)
             raise
@@ -159,9 +165,14 @@ def _locked(directory: pathlib.Path, unfinished: Callable[[pathlib.Path], bool])
 
 def _is_still(descriptor: int, directory: pathlib.Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(directory))
+        return os.path.samestat(os.fstat(descriptor), os.lstat(directory))
     except FileNotFoundError:
         return False
+
+
+def _in_the_way(path: pathlib.Path) -> DestinationError:
+    hint = f"rm -r {shell_quoted(str(path))}"
+    return DestinationError(f"`{path}` is in the way and cannot be removed", hints=[hint])
 
 
 def _remove(directory: pathlib.Path) -> None:

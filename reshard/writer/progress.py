@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard.digests import Digest
-from reshard.tree import Path
+from reshard.errors import DestinationError
+from reshard.tree import Path, format_path
 
 
 @dataclasses.dataclass
@@ -34,8 +35,10 @@ class ItemProgress:
         self.digests |= digests
 
     def go_on(self, digests: Mapping[Path, Digest]) -> None:
-        """Sets digests to where they were."""
+        """Sets digests to where they were; raises DestinationError for those of other arrays."""
         for path, state in self.digests.items():
+            if path not in digests:
+                raise DestinationError(f"{format_path(path)}: the unfinished job never wrote it")
             digests[path].go_on(state)
 
     def document(self) -> dict[str, Any]:
@@ -45,6 +48,13 @@ class ItemProgress:
 
     @staticmethod
     def parse(document: Mapping[str, Any]) -> "ItemProgress":
-        """What `document` gave."""
+        """What `document` gave; raises ValueError, KeyError or TypeError for anything else."""
         digests = {tuple(path): state for path, state in document["digests"]}
-        return ItemProgress(**{**document, "digests": digests})
+        found = ItemProgress(**{**document, "digests": digests})
+        parts = [part for state in digests.values() for part in state]
+        counts = [found.values, found.batches, *parts]
+        if type(found.merged) is not bool or any(type(n) is not int or n < 0 for n in counts):
+            raise ValueError("progress that no job has noted")
+        if any(len(state) != 3 for state in digests.values()):
+            raise ValueError("a digest that none has been")
+        return found

@@ -8,7 +8,7 @@ from reshard.checkpoint import ArrayHandle, stored_name
 from reshard.digests import Digest
 from reshard.errors import CorruptCheckpointError
 from reshard.reading import read_digests
-from reshard.records import FILE, ArrayRecord, read_record
+from reshard.records import FILE, ArrayRecord, forget_hint, read_record
 from reshard.tree import Path, format_path, shell_quoted
 from reshard.verification import changed_files, reason, stored_record
 from reshard.writer.prepare import Job
@@ -23,7 +23,8 @@ def known_arrays(job: Job) -> Known:
       CorruptCheckpointError: the record is of other arrays or files than those that are there.
     """
     source = job.ckpt.source
-    record = read_record(source.store.directory / FILE)
+    file = source.store.directory / FILE
+    record = read_record(file)
     if record is None:
         return {}
     problems = []
@@ -34,10 +35,11 @@ def known_arrays(job: Job) -> Known:
     there = source.store.values
     gone = [name for name in record.arrays if name not in there]
     problems += [f"the array `{name}`: on record, and not there" for name in gone]
-    problems += changed_files(source, record)
-    if problems:
+    files = [*changed_files(source, record)]
+    if problems or files:
+        hints = verify_hints(job) if problems else [*verify_hints(job), forget_hint(file)]
         raise CorruptCheckpointError(
-            f"`{source.root}` is not what its digests were recorded of", problems, _hints(job)
+            f"`{source.path}` is not what its digests were recorded of", problems + files, hints
         )
     return record.arrays
 
@@ -103,18 +105,18 @@ def records(
     read, failed = read_digests([*by_name.values(), *again.moved], max_memory, report)
     if failed:
         raise CorruptCheckpointError(
-            f"arrays of `{job.ckpt.source.root}` cannot be read",
+            f"arrays of `{job.ckpt.source.path}` cannot be read",
             [f"{format_path(path)}: {reason(error, path)}" for path, error in failed.items()],
-            _hints(job),
+            verify_hints(job),
         )
     wrong = [h for h in _decoded(job) if h.is_stored and _differs(texts[h.path], known, h)]
     wrong += [h for h in again.sources if _differs(read[h.name,], known, h)]
     if wrong:
         raise CorruptCheckpointError(
-            f"values were read from `{job.ckpt.source.root}` that are not those its digests were "
+            f"values were read from `{job.ckpt.source.path}` that are not those its digests were "
             "recorded of",
             [f"{format_path(h.path)}  {stored_record(h)}" for h in wrong],
-            _hints(job),
+            verify_hints(job),
         )
     texts |= {h.path: read[h.path] for h in again.moved}
     return {
@@ -129,8 +131,11 @@ def _decoded(job: Job) -> list[ArrayHandle]:
     return [h for h, plan in zip(job.handles, job.plans, strict=True) if not plan.moved]
 
 
-def _hints(job: Job) -> list[str]:
-    return [f"reshard verify {shell_quoted(str(job.ckpt.source.root))}"]
+def verify_hints(job: Job) -> list[str]:
+    """What to type to look at the source."""
+    source = job.ckpt.source
+    item = f" --item {shell_quoted(source.item)}" if len(source.items) > 1 else ""
+    return [f"reshard verify {shell_quoted(str(source.root / source.step))}{item}"]
 
 
 def _stored(handles: Iterable[ArrayHandle]) -> Iterator[ArrayHandle]:

@@ -1,0 +1,341 @@
+"""Map files and files of rules that are malformed, or that ask for what cannot be.
+
+    python tests/fuzz_maps.py --seconds 600
+
+runs until the time is up, and prints the smallest files that it found to make `reshard` do anything
+else than succeed or raise a `ReshardError`. `test_hostile.py` runs a short version of it.
+"""
+
+import argparse
+import contextlib
+import functools
+import json
+import pathlib
+import resource
+import shutil
+import sys
+import tempfile
+import time
+import tomllib
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import fuzz
+import hypothesis
+import numpy as np
+import orbax.checkpoint as ocp
+from fuzz_jobs import linen_training, mesh, nnx_training, outcome, saved
+from hypothesis import strategies as st
+
+import reshard
+from reshard.cli.model import read_rules
+from reshard.convert.conversion import conversion
+
+# Every operation, on `the checkpoint `tree``.
+MAP = r"""
+to = 'nnx'
+
+[[rule]]
+from = '^params/layer_(\d+)/kernel$'
+transpose = [1, 0]
+stack = { axis = 0, by = 1, names = ['model'] }
+to = 'layers/kernel'
+
+[[rule]]
+from = '^params/layer_(?P<n>\d+)/bias$'
+concat = { axis = -1, by = 'x\g<n>', order = ['x0', 'x1'], sizes = [6, 6] }
+to = 'layers/bias'
+
+[[rule]]
+from = ['^params/gate$', '^params/up$']
+concat = { axis = 1 }
+to = 'gate_up'
+
+[[rule]]
+from = '^params/qkv$'
+split = { axis = 1, sizes = [4, 2, 2], into = ['q', 'k', 'v'] }
+
+[[rule]]
+from = '^params/experts$'
+unstack = { axis = 0, into = 'experts/{outer}/{inner}/w' }
+nest = { sizes = [1, 2], flat = '{}' }
+
+[[rule]]
+from = '^params/table$'
+reshape = { from = [4, 6], to = [8, -1] }
+pad = { widths = [[0, 0], [1, 3]], fill = 0.5 }
+to = 'table'
+
+[[rule]]
+from = '^params/wide$'
+reshape = [8, -1]
+crop = { widths = [[0, 2], [1, 0]] }
+to = 'wide'
+
+[[rule]]
+from = '^params/block_(\d)/'
+to = 'stages/{\1 // 2}/{\1 % 2}/'
+
+[[rule]]
+from = '^params/old$'
+drop = true
+"""
+RULES = r"""
+rules = [["embed", "data"], ["mlp", ["data", "model"]], ["kv", []]]
+specs = [["first/kernel", [[], "model"]], ["second/kernel", "data,model"], ["bias", []]]
+"""
+NASTY = [
+    *(value for value in fuzz.NASTY if value is not None),
+    "(",
+    "(" * 5000,
+    "(?P<n>.)(?P<n>.)",
+    "^(.*)$",
+    "^params/(.*)$",
+    "^params/(qkv|table)$",
+    "[",
+    "x{9999999999}",
+    "\\1",
+    "\\9",
+    "\\g<n>",
+    "\\g<99999999999999999999>",
+    "\\",
+    "{",
+    "{}",
+    "{{}}",
+    "{i}",
+    "{1 // 0}",
+    "{\\1 // 0}",
+    "{\\1 - 99}",
+    "{\\1 ** 9}",
+    "{\\1 * " + "9" * 4000 + "}",
+    "{" + "9" * 5000 + "}",
+    "{" + "-" * 5000 + "1}",
+    "{" + "(" * 5000 + "1" + ")" * 5000 + "}",
+    "{" + "1 + " * 5000 + "1}",
+    "{_}",
+    "{\\g<²>}",
+    "{x\0}",
+    "{lambda: 1}",
+    "{__import__('os')}",
+    "layers",
+    "layers/kernel/x",
+    "q",
+    "a//b",
+    '"a',
+    '"a/b"',
+    "**",
+    "params/" * 5000,
+    [1, 0],
+    [0, 0],
+    [0, 1, 2],
+    [-1, -1],
+    [2**62, 4],
+    [[0, 0], [0, 2**62]],
+    [[0, 0], [0, 2**70]],
+    [[0, 2**20], [0, 2**30]],
+    {"from": [6, 8], "to": [2**40, -1]},
+    {"axis": 0},
+    {"axis": 2**70, "into": "a{}"},
+    {"axis": -9, "by": 1},
+    {"axis": 0, "into": "same"},
+    {"axis": 0, "sizes": [0, 6], "into": ["a", "b"]},
+    {"axis": 0, "sizes": [2**62, 2**62], "into": ["a", "b"]},
+    {"widths": [[0, 0], [9, 9]]},
+    {"widths": [[0, 0], [0, 0]], "fill": float("nan")},
+    {"widths": [[0, 0], [0, 1]], "fill": 10**400},
+    {"sizes": [0], "flat": 1},
+    {"sizes": [2**70], "outer": 1, "inner": "\\1"},
+]
+
+
+@functools.cache
+def make_bases(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+    """Small checkpoints to convert, by what they are."""
+    rng = np.random.default_rng(0)
+    shapes = {
+        "gate": (4, 6),
+        "up": (4, 6),
+        "qkv": (6, 8),
+        "experts": (3, 4, 5),
+        "table": (4, 6),
+        "wide": (4, 6),
+        "old": (),
+    }
+    tree = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    for i in range(2):
+        tree[f"layer_{i}"] = {"kernel": rng.normal(size=(3, 6)), "bias": rng.normal(size=6)}
+    for i in range(3):
+        tree[f"block_{i}"] = {"w": rng.normal(size=(2, 2))}
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(folder / "tree", {"params": tree})
+    return {
+        "tree": folder / "tree",
+        "linen": fuzz.make_base(folder, "linen"),
+        "nnx": fuzz.make_base(folder, "nnx"),
+    }
+
+
+@functools.cache
+def genuine(folder: pathlib.Path, job: str) -> str:
+    """A file that is in order, for a job."""
+    if job in ("tree", "rules"):
+        return MAP if job == "tree" else RULES
+    return conversion(make_bases(folder)["linen"], "nnx", nnx_training).map_text()
+
+
+def toml(value: Any) -> str:
+    """A value as TOML, as far as it can be: TOML has no surrogates and no null."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {toml(v)}" for key, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value)
+
+
+def document(top: Any) -> bytes:
+    """A whole document."""
+    if not isinstance(top, dict):
+        return toml(top).encode()
+    return "\n".join(f"{json.dumps(key)} = {toml(value)}" for key, value in top.items()).encode()
+
+
+# Documents from nothing.
+
+_TEXTS = st.text("ab/\\{}()^$.*?1+ []\"'", max_size=12) | st.sampled_from(
+    [value for value in NASTY if isinstance(value, str)]
+)
+_NUMBERS = st.integers(-2, 9) | st.sampled_from([2**31, 2**62, 2**70])
+_VALUES = st.sampled_from(NASTY) | st.recursive(
+    _TEXTS | _NUMBERS | st.booleans() | st.floats(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["axis", "by", "into", "order", "sizes", "names", "from", "to"])
+            | st.sampled_from(["widths", "fill", "flat", "outer", "inner"]),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+_FROM = st.sampled_from(["^params/(.*)$", "^params/.*_(\\d)/(.*)$", "^params/(qkv|up)$"]) | _VALUES
+_KEYS = ("to", "drop", "transpose", "reshape", "pad", "crop", "split", "unstack", "concat", "stack")
+_RULE = st.tuples(
+    _FROM, st.dictionaries(st.sampled_from([*_KEYS, "nest", "x"]), _VALUES, max_size=4)
+).map(lambda found: {"from": found[0], **found[1]})
+DOCUMENTS = st.dictionaries(
+    st.sampled_from(["rule", "to", "init", "rules", "specs", "x"]),
+    st.lists(_RULE | _VALUES, max_size=4) | _VALUES,
+    max_size=3,
+)
+
+
+def cases() -> st.SearchStrategy[tuple[str, str, Any]]:
+    """A job, and what its file is to be."""
+    numbers = st.lists(st.integers(0, 1 << 16), min_size=8, max_size=8).map(tuple)
+    return st.tuples(st.sampled_from(list(JOBS)), st.just("changed"), numbers) | st.one_of(
+        st.tuples(st.sampled_from(list(JOBS)), st.just("made"), DOCUMENTS),
+        st.tuples(st.sampled_from(list(JOBS)), st.just("bytes"), numbers),
+    )
+
+
+def content(folder: pathlib.Path, case: tuple[str, str, Any]) -> bytes:
+    """The file of a case."""
+    job, kind, what = case
+    if kind == "made":
+        return document(what)
+    text = genuine(folder, job)
+    if kind == "changed":
+        return document(fuzz.changed(tomllib.loads(text), what, NASTY))
+    data = text.encode()
+    at = what[0] % len(data)
+    more = [b"", b"\xff", b"\0", b"]", b"[" * 5000, b"'", b"\n", bytes([what[2] % 256])]
+    return data[:at] + more[what[1] % len(more)] + data[at + what[3] % 30 :]
+
+
+def check(folder: pathlib.Path, case: tuple[str, str, Any]) -> str:
+    """What `reshard` says about a file: "done", or the error.
+
+    Raises AssertionError for all else, or what was raised.
+
+    Args:
+      folder: where checkpoints are.
+      case: one of `cases()`.
+    """
+    file, out = folder / "file.toml", folder / "out"
+    # What TOML cannot say.
+    with contextlib.suppress(UnicodeEncodeError):
+        file.write_bytes(content(folder, case))
+    try:
+        return outcome(case[0], lambda: JOBS[case[0]](make_bases(folder), file, out))
+    finally:
+        shutil.rmtree(out, ignore_errors=True)
+
+
+def _convert(
+    source: pathlib.Path, to: str, model: Any, file: pathlib.Path, out: pathlib.Path, **options: Any
+) -> None:
+    """Converts and saves; and again by the map that was found, which must do the same."""
+    made = conversion(source, to, model, map_file=file, **options)
+    repr(made)
+    ckpt = made.checkpoint
+    repr(reshard.plan(ckpt, out))
+    saved(ckpt, out, max_memory="64MiB")
+    file.write_text(made.map_text(), encoding="utf-8")
+    again = conversion(source, to, model, map_file=file, **options).checkpoint
+    assert reshard.diff(out, again, values=True).equal, made.map_text()
+
+
+def _lay_out(bases: dict[str, pathlib.Path], file: pathlib.Path, out: pathlib.Path) -> None:
+    rules, specs = read_rules(str(file))
+    reshard.to_mesh(reshard.open(bases["nnx"]), "data=2,model=2", specs)
+    reshard.target(nnx_training, mesh=mesh(), rules=rules, specs=specs)
+
+
+JOBS: dict[str, Callable[[dict[str, pathlib.Path], pathlib.Path, pathlib.Path], None]] = {
+    "tree": lambda bases, file, out: _convert(bases["tree"], "nnx", None, file, out),
+    "to_nnx": lambda bases, file, out: _convert(bases["linen"], "nnx", nnx_training, file, out),
+    "by map alone": lambda bases, file, out: _convert(bases["linen"], "nnx", None, file, out),
+    "back": lambda bases, file, out: _convert(
+        bases["nnx"], "linen", None, file, out, drop="optimizer/**"
+    ),
+    "to_linen": lambda bases, file, out: _convert(bases["nnx"], "linen", linen_training, file, out),
+    "rules": _lay_out,
+}
+
+
+def main() -> None:
+    """Runs until the time is up; exits with 1 if there were findings."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=int, default=600)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--memory", type=int, default=16, help="GiB of address space")
+    arguments = parser.parse_args()
+    end = time.monotonic() + arguments.seconds
+    resource.setrlimit(resource.RLIMIT_AS, (arguments.memory << 30,) * 2)
+    count, findings, seed = 0, 0, arguments.seed
+    with tempfile.TemporaryDirectory() as name:
+
+        @hypothesis.settings(max_examples=300, deadline=None, database=None)
+        @hypothesis.given(cases())
+        def examples(case: tuple[str, str, Any]) -> None:
+            nonlocal count
+            count += 1
+            check(pathlib.Path(name), case)
+
+        while time.monotonic() < end:
+            try:
+                hypothesis.seed(seed)(examples)()
+            except Exception:
+                findings += 1
+                print(f"FOUND with seed {seed}\n{traceback.format_exc()}", flush=True)
+            seed += 1
+    print(f"{count} cases of seeds {arguments.seed} to {seed - 1}, {findings} findings")
+    sys.exit(bool(findings))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Checkpoints of which a part was lost: found before anything is written, without reading it."""
+
+import os
+import pathlib
+import re
+import shutil
+
+import jax
+import layouts
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import reshard
+from reshard.writer import journal
+
+TEMPORARY = ".reshard.orbax-checkpoint-tmp"
+CUT = re.compile(r"(\w+): its data file `(.*)` has (\d+) bytes, and would have to have (.*)")
+
+
+def save(path, names="ab", shape=(256, 256), **form):
+    """A checkpoint of random arrays on a mesh."""
+    rng = np.random.default_rng(0)
+    sharding = NamedSharding(layouts.mesh((2, 4)), P("data", "model"))
+    tree = {name: jax.device_put(layouts.random_array(rng, shape), sharding) for name in names}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**form)) as checkpointer:
+        checkpointer.save(path, tree)
+    return path
+
+
+def jobs(path):
+    """Jobs that move what is stored, and one that decodes it."""
+    ckpt = reshard.open(path)
+    renamed = reshard.rename(ckpt, {"^": "params/"})
+    return [
+        (reshard.to_mesh(ckpt, "2x4"), {}),
+        (reshard.to_mesh(ckpt, "2x4"), {"link": False}),
+        (reshard.to_mesh(ckpt, "1x8"), {"chunks": "keep"}),
+        (renamed, {}),
+        (reshard.to_mesh(ckpt, "1x8"), {}),
+    ]
+
+
+def assert_refused(path, problems):
+    """By every job, and by its plan, without a trace; and `verify` tells the same."""
+    beside = sorted(os.listdir(path.parent))
+    for ckpt, options in jobs(path):
+        out = path.with_name("out")
+        with pytest.raises(reshard.CorruptCheckpointError) as caught:
+            reshard.save(ckpt, out, **options)
+        named = [line.partition(": ")[2] for line in problems]
+        found = [caught.value.summary, *caught.value.problems][len(problems) > 1 :]
+        assert [line.partition(": ")[2] for line in found] == named
+        assert reshard.plan(ckpt, out, **options).problems == tuple(found)
+    assert reshard.verify(path).problems == tuple(problems)
+    assert sorted(os.listdir(path.parent)) == beside
+
+
+def assert_whole(path):
+    for ckpt, options in jobs(path):
+        out = path.with_name("out")
+        reshard.save(ckpt, out, verify=True, **options)
+        shutil.rmtree(out)
+    assert reshard.verify(path).ok
+
+
+@pytest.mark.parametrize("form", [{}, {"use_zarr3": True}])
+def test_a_data_file_that_was_cut_off(tmp_path, form):
+    path = save(tmp_path / "saved", "a", **form)
+    file = max(path.glob("ocdbt.process_0/d/*"), key=lambda file: file.stat().st_size)
+    whole = file.read_bytes()
+    least = len(whole)
+    for size in (0, len(whole) - (16 << 10)):
+        os.truncate(file, size)
+        (problem,) = reshard.verify(path).problems
+        leaf, name, found, needed = CUT.fullmatch(problem).groups()
+        assert (leaf, name, int(found)) == ("a", str(file), size)
+        least = int(needed.removeprefix("at least "))
+        assert size < least <= len(whole)
+        assert_refused(path, [problem])
+    file.write_bytes(whole[: least - 1])
+    text = f"`{file}` has {least - 1} bytes, and would have to have at least {least}"
+    assert_refused(path, [f"a: its data file {text}"])
+    file.write_bytes(whole[:least])
+    assert_whole(path)
+
+
+RAW = {"use_ocdbt": False, "use_compression": False}
+
+
+@pytest.mark.parametrize(
+    ("form", "key", "size", "needed"),
+    [
+        ({"use_ocdbt": False}, "1.2", 0, "at least 1"),
+        ({"use_ocdbt": False, "use_zarr3": True}, "c/1/2", 0, "at least 1"),
+        (RAW, "1.2", 0, "at least 32768"),
+        (RAW, "1.2", 32767, "at least 32768"),
+        (RAW, "1.2", 32769, "32768"),
+    ],
+)
+def test_a_chunk_file_that_cannot_be_whole(tmp_path, form, key, size, needed):
+    path = save(tmp_path / "saved", **form)
+    file = path / "b" / key
+    whole = file.read_bytes()
+    os.truncate(file, size)
+    text = f"`{file}` has {size} bytes, and would have to have {needed}"
+    assert_refused(path, [f"b: its data file {text}"])
+    for other in (path / "a").glob("**/*"):
+        if other.is_file() and other.name not in (".zarray", "zarr.json"):
+            other.write_bytes(b"")
+    first = {"1.2": "0.0", "c/1/2": "c/0/0"}[key]
+    least = needed if form is RAW and size < 32768 else "at least 32768" if form is RAW else needed
+    assert_refused(
+        path,
+        [
+            f"a: its data file `{path}/a/{first}` has 0 bytes, and would have to have {least}; "
+            "7 more of its files are not whole",
+            f"b: its data file {text}",
+        ],
+    )
+    file.write_bytes(whole)
+    picked = reshard.select(reshard.open(path), "b")
+    reshard.save(picked, tmp_path / "out", verify=True)
+
+
+class StopError(Exception):
+    """What the test throws into a running job."""
+
+
+def test_what_was_cut_off_while_a_job_was_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal, "_SYNC_SECONDS", -1)  # every batch is made durable
+    monkeypatch.setattr(journal, "_SYNC_SHARE", float("inf"))
+    path = save(tmp_path / "saved", "abcdefgh", (512, 512))
+    out = tmp_path / "new" / "out"
+
+    def run(progress=None):
+        options = {"chunks": "64KiB", "max_memory": "1MiB", "resume": True}
+        reshard.save(reshard.open(path), out, **options, progress=progress)
+
+    def stop(done, whole):
+        if done >= 0.7 * whole:
+            raise StopError
+
+    with pytest.raises(StopError):
+        run(stop)
+    temporary = out.with_name(out.name + TEMPORARY)
+    kept = pathlib.Path(shutil.copytree(temporary, tmp_path / "kept"))
+    refused = 0
+    for file in sorted(kept.glob("ocdbt.process_0/d/*")):
+        size = file.stat().st_size
+        if size < 100_000:  # only nodes of the B-tree
+            continue
+        shutil.rmtree(out.parent)
+        shutil.copytree(kept, temporary)
+        os.truncate(temporary / file.relative_to(kept), size // 2)
+        try:
+            run()
+        except reshard.CorruptCheckpointError as error:
+            _, name, found, _ = CUT.fullmatch(error.summary).groups()
+            assert (name, int(found)) == (str(temporary / file.relative_to(kept)), size // 2)
+            assert os.listdir(out.parent) == []
+            refused += 1
+        except reshard.DestinationError:  # what is needed to go on was in it
+            assert not out.exists()
+        else:  # it was written again
+            assert reshard.verify(out, path).ok
+    assert refused > 3

@@ -1,0 +1,191 @@
+"""The values of arrays, box by box: what that takes, and how often a stored chunk is read."""
+
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import layouts
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import reshard
+from reshard.digests import digest_of
+
+ROWS, COLUMNS = 64, 1024
+SPECS = {"rows": P("data"), "columns": P(None, "data"), "both": P("data", "model")}
+
+
+@pytest.fixture(scope="module")
+def grids(tmp_path_factory):
+    """One array, 256 KiB, saved in one chunk and in several; its values, and where."""
+    values = np.random.default_rng(0).standard_normal((ROWS, COLUMNS)).astype("f4")
+    directory = tmp_path_factory.mktemp("grids")
+    paths = {name: save(directory / name, {"w": put(values, name)}) for name in SPECS}
+    return values, paths | {"whole": save(directory / "whole", {"w": values})}
+
+
+def put(values, name):
+    on = layouts.mesh((4, 2) if name == "both" else (8, 1))
+    return jax.device_put(values, NamedSharding(on, SPECS[name]))
+
+
+def save(path, tree):
+    with ocp.PyTreeCheckpointer(use_ocdbt=False) as checkpointer:
+        checkpointer.save(path, tree)
+    return path
+
+
+def stored(path):
+    """KiB of all stored chunks."""
+    sizes = [size for handle in reshard.open(path).arrays for size in handle.stored_sizes()]
+    return sum(sizes) / 1024
+
+
+def read_by(call):
+    """What a call gives, and KiB that TensorStore reads from files for it; less a few documents."""
+    before = bytes_read()
+    result = call()
+    return result, (bytes_read() - before) // 4096 * 4
+
+
+def bytes_read():
+    metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(value["value"] for metric in metrics for value in metric["values"])
+
+
+@pytest.mark.parametrize("names", [("rows", "whole"), ("whole", "rows")])
+def test_one_chunk_of_each_of_two_arrays_has_to_fit_whichever_is_which(grids, names):
+    _, paths = grids
+    a, b = (paths[name] for name in names)
+    # 256 KiB and an eighth of that, encoded and decoded, and 16 KiB.
+    with pytest.raises(reshard.MemoryLimitError) as error:
+        reshard.diff(a, b, values=True, max_memory="591KiB")
+    assert str(error.value) == (
+        "one chunk, encoded and decoded, does not fit into 591.00 KiB\n"
+        "  w: 592.00 KiB\n\nhint: --max-memory 1MiB"
+    )
+    assert reshard.diff(a, b, values=True, max_memory="592KiB").differences == ()
+
+
+@pytest.mark.parametrize("names", [("rows", "whole"), ("columns", "rows"), ("both", "columns")])
+def test_where_memory_allows_it_the_chunks_of_both_arrays_are_read_once(grids, names):
+    _, paths = grids
+    a, b = (paths[name] for name in names)
+    # All of both, encoded and decoded, and 16 KiB.
+    found, read = read_by(lambda: reshard.diff(a, b, values=True, max_memory="1040KiB"))
+    assert (found.differences, found.compared) == ((), 1)
+    assert read == pytest.approx(stored(a) + stored(b), abs=4)
+
+
+def test_with_less_memory_chunks_are_shared_by_as_many_boxes_as_fit(grids):
+    _, paths = grids
+    small, big = paths["rows"], paths["whole"]
+    for a, b in ((small, big), (big, small)):
+        # Four small chunks beside the big one.
+        found, read = read_by(
+            lambda a=a, b=b: reshard.diff(a, b, values=True, max_memory=832 << 10)
+        )
+        assert found.differences == ()
+        assert read == pytest.approx(stored(small) + 2 * stored(big), abs=4)
+
+
+@pytest.mark.parametrize("names", [("rows", "columns"), ("columns", "both"), ("whole", "both")])
+@pytest.mark.parametrize("max_memory", ["1KiB", "80KiB", "150KiB", "300KiB", "600KiB", "900KiB"])
+def test_values_are_compared_in_any_memory_that_is_enough(grids, names, max_memory, tmp_path):
+    values, paths = grids
+    changed = values.copy()
+    changed[ROWS - 1, COLUMNS - 1] += 1
+    changed[ROWS // 2, 3] += 1
+    other = save(tmp_path / "b", {"w": put(changed, names[1])})
+    try:
+        diff = reshard.diff(paths[names[0]], other, values=True, max_memory=max_memory)
+    except reshard.MemoryLimitError as error:
+        again = f"{error.least - 1}"
+        with pytest.raises(reshard.MemoryLimitError):
+            reshard.diff(paths[names[0]], other, values=True, max_memory=again)
+        diff = reshard.diff(paths[names[0]], other, values=True, max_memory=f"{error.least}")
+    (found,) = diff.differences
+    assert (found.elements.count, found.elements.index) == (2, (ROWS // 2, 3))
+
+
+def layers_of(path):
+    """The rows of the array as leaves of their own."""
+    ckpt = reshard.rename(reshard.open(path), [("^w$", "layers/w")])
+    return reshard.unstack(ckpt, "layers", into="layer_{}", axis=0)
+
+
+def test_arrays_that_are_parts_of_one_chunk_take_what_it_takes(grids):
+    values, paths = grids
+    layers = layers_of(paths["whole"])
+    expected = {("layer_" + str(i), "w"): digest_of(row) for i, row in enumerate(values)}
+    lines = [f"  layer_{i}/w: 528.00 KiB" for i in range(ROWS)]
+    message = "\n".join(
+        ["one chunk, encoded and decoded, does not fit into 527.00 KiB", *lines, ""]
+    )
+    for call in (
+        lambda: reshard.verify(layers, max_memory="527KiB"),
+        lambda: reshard.digest(layers, max_memory="527KiB"),
+        lambda: reshard.diff(layers, layers_of(paths["rows"]), values=True, max_memory="527KiB"),
+    ):
+        with pytest.raises(reshard.MemoryLimitError) as error:
+            call()
+        text = re.sub("(592|528).00 KiB", "528.00 KiB", str(error.value))
+        assert text == f"{message}\nhint: --max-memory 1MiB"
+    assert reshard.digest(layers, max_memory="528KiB") == expected
+
+
+def test_arrays_that_are_parts_of_one_chunk_are_read_together(grids):
+    values, paths = grids
+    layers = layers_of(paths["whole"])
+    expected = {("layer_" + str(i), "w"): digest_of(row) for i, row in enumerate(values)}
+    got, read = read_by(lambda: reshard.digest(layers, max_memory="4MiB"))
+    assert got == expected
+    assert read == pytest.approx(stored(paths["whole"]), abs=4)
+    # Two of them, in turn in the tree.
+    sides = {"a": layers, "b": layers_of(paths["columns"])}
+    both = layers.replace({(*p, name): sides[name][p] for p in layers for name in sides})
+    found, read = read_by(lambda: reshard.diff(both, both, values=True, max_memory="6MiB"))
+    assert (found.differences, found.compared) == ((), 2 * ROWS)
+    assert read == pytest.approx(stored(paths["whole"]) + stored(paths["columns"]), abs=4)
+
+
+def test_scalars_that_are_parts_of_one_chunk_are_read_together(tmp_path):
+    values = np.random.default_rng(1).standard_normal(1000)
+    path = save(tmp_path / "saved", {"layers": {"w": values}})
+    ckpt = reshard.unstack(reshard.open(path), "layers", into="layer_{}", axis=0)
+    # 16 KiB for each, and 16,000 bytes; one batch may take it all, and a quarter of it not.
+    got, read = read_by(lambda: reshard.digest(ckpt, max_memory="16MiB"))
+    assert got == {(f"layer_{i}", "w"): digest_of(value) for i, value in enumerate(values)}
+    assert read == pytest.approx(stored(path), abs=4)
+
+
+PEAK = """
+import re, sys, reshard, tensorstore
+from reshard.cli.memory import tune_memory
+def status(name):
+    return int(re.search(name + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) << 10
+tune_memory()
+before = status("VmRSS")
+reshard.digest(sys.argv[1], max_memory=sys.argv[2])
+print(status("VmHWM") - before)
+"""
+
+
+def test_large_chunks_are_not_all_in_flight_at_once(tmp_path):
+    rng = np.random.default_rng(0)
+    arrays = {f"w{i}": rng.integers(0, 2**63, 4 << 20) for i in range(4)}
+    path = save(tmp_path / "large", arrays)
+    ran = subprocess.run(
+        [sys.executable, "-c", PEAK, path, "66MiB"],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(ran.stdout) < 100 << 20  # all of them at once take 256 MiB
