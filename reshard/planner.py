@@ -22,6 +22,7 @@ import math
 from collections.abc import Hashable, Iterator
 
 from reshard.errors import MemoryLimitError
+from reshard.splits import few_enough, shrinking_splits, splits_up_to
 from reshard.tree import Path, format_path
 from reshard.units import format_bytes
 
@@ -245,11 +246,11 @@ def _splits(array: ArrayLayout, most: int | None) -> list[_Candidate]:
     elements = math.prod(array.target_shard)
     fewest = 1 if most is None else min(math.ceil(nbytes / most), elements)
     options = [
-        _shrinking_splits(size, a, b) if most is None else _splits_up_to(b, fewest)
+        shrinking_splits(size, a, b) if most is None else splits_up_to(b, fewest)
         for size, a, b in zip(array.shape, array.source_chunk, array.target_shard, strict=True)
     ]
     found = []
-    for parts in itertools.product(*options):
+    for parts in itertools.product(*few_enough(options)):
         split = math.prod(parts)
         if fewest <= split:
             chunk = tuple(b // k for b, k in zip(array.target_shard, parts, strict=True))
@@ -257,33 +258,6 @@ def _splits(array: ArrayLayout, most: int | None) -> list[_Candidate]:
     smallest = min(SMALLEST_CHUNK, most or SMALLEST_CHUNK)
     large = [c for c in found if nbytes // c.split >= smallest]
     return sorted(large or found, key=lambda c: (c.split, math.prod(c.box), max(c.box, default=1)))
-
-
-@functools.lru_cache(maxsize=4096)
-def _shrinking_splits(size: int, source: int, shard: int) -> tuple[int, ...]:
-    """Numbers of parts of one dimension of a shard that give a smaller box than fewer parts do."""
-    splits, smallest = [], math.inf
-    for k in divisors(shard):
-        box = min(math.lcm(source, shard // k), size)
-        if box < smallest:
-            splits.append(k)
-            smallest = box
-    return tuple(splits)
-
-
-@functools.lru_cache(maxsize=4096)
-def _splits_up_to(shard: int, parts: int) -> tuple[int, ...]:
-    """Numbers of parts of one dimension of a shard, up to the first that is `parts` or more."""
-    all_splits = divisors(shard)
-    enough = next((k for k in all_splits if k >= parts), all_splits[-1])
-    return tuple(k for k in all_splits if k <= enough)
-
-
-@functools.lru_cache(maxsize=4096)
-def divisors(number: int) -> tuple[int, ...]:
-    """All divisors of a positive number, ascending."""
-    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return tuple(dict.fromkeys(low + [number // d for d in reversed(low)]))
 
 
 def _choose(

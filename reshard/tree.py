@@ -142,7 +142,7 @@ def rename_paths(paths: Sequence[Path], rules: Sequence[tuple[str, str]]) -> dic
         try:
             regex = re.compile(pattern)
             changed = {path: regex.sub(replacement, text) for path, text in texts.items()}
-        except (re.error, IndexError) as error:
+        except (re.error, IndexError, OverflowError, RecursionError) as error:
             raise TreeMismatchError(f"rename `{pattern}={replacement}`: {error}") from error
         if changed == texts:
             problems.append(f"`{pattern}` matches no leaf")

@@ -38,6 +38,7 @@ LAYERS = [
     "matching",
     "states",
     "transforms",
+    "splits",
     "planner",
     "schedule",
     "records",
@@ -139,7 +140,7 @@ def test_the_layers_that_stand_alone():
     assert layers_below("reshard.store") == {"btree", "errors", "units"}
     assert layers_below("reshard.tree") == {"errors"}
     assert layers_below("reshard.mesh") == {"errors"}
-    assert layers_below("reshard.planner") == {"errors", "tree", "units"}
+    assert layers_below("reshard.planner") == {"errors", "splits", "tree", "units"}
 
 
 def test_the_arithmetic_needs_only_the_standard_library():

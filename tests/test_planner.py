@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard import planner, schedule
+from reshard import planner, schedule, splits
 from reshard.errors import MemoryLimitError
 from reshard.mesh import Mesh, NamedSharding, shard_shape
 from reshard.planner import ArrayLayout, Plan, plan_array
@@ -660,10 +660,21 @@ def test_format_bytes(count, text):
     assert planner.format_bytes(count) == text
 
 
+def test_arrays_of_many_axes_are_split_along_the_first():
+    """Every combination of the divisors of twenty axes could not be tried."""
+    array = layout((4,) * 20, (4,) * 20, (4,) * 20)
+    small = plan_array(array, max_memory=1 << 50, chunks=1 << 32)
+    assert (small.split, sorted(small.chunk[:10]), small.chunk[10:]) == (
+        1024,
+        [1] * 5 + [4] * 5,
+        (4,) * 10,
+    )
+
+
 @settings(deadline=None)
 @given(st.integers(1, 5000))
 def test_divisors(number):
-    assert planner.divisors(number) == tuple(d for d in range(1, number + 1) if number % d == 0)
+    assert splits.divisors(number) == tuple(d for d in range(1, number + 1) if number % d == 0)
 
 
 # Cost
