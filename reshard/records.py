@@ -2,12 +2,13 @@
 
     {"version": 1,
      "arrays": {"params.Dense_0.kernel": {"dtype": "float32", "shape": [8, 4], "digest": "..."}},
+     "strings": {"name": "..."},
      "files": {"_METADATA": "..."},
      "beside": {"metrics/metrics": "..."}}
 
 Arrays go by their names in the store, which no transform changes; a digest that was not computed is
-null. Files are told by SHA-256: those in the item's own directory, and under `beside` those of the
-step around it.
+null. Strings of the tree go by such names as well, and are told by SHA-256; so are files: those in
+the item's own directory, and under `beside` those of the step around it.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from reshard.boxes import Shape
-from reshard.checkpoint import Source, array_text
+from reshard.checkpoint import Checkpoint, array_text, stored_name
 from reshard.errors import CorruptCheckpointError
 from reshard.loader.documents import unique_keys
 from reshard.store import ArrayStore, read_small
@@ -29,8 +30,6 @@ from reshard.tree import shell_quoted
 FILE = "reshard_digests.json"
 _VERSION = 1
 _DIGEST, _SHA256 = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{64}")
-# Where Orbax has the strings of an item's tree.
-STRINGS_FILE = "_strings.json"
 # Where a job is, while it runs: see `reshard.writer.journal`.
 PROGRESS_FILE = "reshard_progress.json"
 # What becomes `FILE` once it is complete.
@@ -57,19 +56,21 @@ class Record:
 
     Attributes:
       arrays: name in the store -> what is known of the array.
+      strings: what would be the name in the store -> SHA-256 of the text.
       files: path below the item's directory -> SHA-256.
       beside: path below the step's directory -> SHA-256.
     """
 
     arrays: Mapping[str, ArrayRecord]
+    strings: Mapping[str, str]
     files: Mapping[str, str]
     beside: Mapping[str, str]
 
     def dump(self) -> bytes:
         """The content of the file."""
         arrays = {name: vars(entry) for name, entry in self.arrays.items()}
-        files = {"files": dict(self.files), "beside": dict(self.beside)}
-        return json.dumps({"version": _VERSION, "arrays": arrays, **files}).encode()
+        hashes = {name: dict(getattr(self, name)) for name in ("strings", "files", "beside")}
+        return json.dumps({"version": _VERSION, "arrays": arrays, **hashes}).encode()
 
 
 def forget_hint(path: pathlib.Path) -> str:
@@ -97,6 +98,7 @@ def read_record(path: pathlib.Path, hint: str = "") -> Record | None:
         if document["version"] != _VERSION:
             raise ValueError(f"version {document['version']!r}, and {_VERSION} is known")
         arrays = {name: _array(entry) for name, entry in document["arrays"].items()}
+        strings = {name: _hash(text) for name, text in document.get("strings", {}).items()}
         files, beside = (_hashes(document[key]) for key in ("files", "beside"))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(
@@ -104,7 +106,7 @@ def read_record(path: pathlib.Path, hint: str = "") -> Record | None:
             [f"{type(error).__name__}: {error}"],
             [hint or forget_hint(path)],
         ) from error
-    return Record(arrays, files, beside)
+    return Record(arrays, strings, files, beside)
 
 
 def _array(entry: Any) -> ArrayRecord:
@@ -122,26 +124,42 @@ def _hashes(entries: Any) -> dict[str, str]:
         parts = path.split("/")
         if path.startswith("/") or "\0" in path or not {"", ".", ".."}.isdisjoint(parts):
             raise ValueError(f"the path {path!r}")
-        if not _SHA256.fullmatch(digest):
-            raise ValueError(f"the hash {digest!r}")
+        _hash(digest)
     return dict(entries)
 
 
-def record_of(source: Source, directory: pathlib.Path, arrays: Mapping[str, ArrayRecord]) -> Record:
-    """The record of an item: its arrays, and the hashes of all files beside their bytes.
+def _hash(text: Any) -> str:
+    if not _SHA256.fullmatch(text):
+        raise ValueError(f"the hash {text!r}")
+    return text
+
+
+def record_of(
+    ckpt: Checkpoint, directory: pathlib.Path, arrays: Mapping[str, ArrayRecord]
+) -> Record:
+    """The record of an item: its arrays, and the hashes of its strings and of all files beside the
+    arrays' bytes.
 
     Args:
-      source: what is around the item.
+      ckpt: its tree, and what is around it.
       directory: what stands for `source.root`: where it is, or is being written.
       arrays: what is known of the arrays.
     """
+    source = ckpt.source
     step = directory / source.step
     item = step / source.item
     files = _hashes_below(item, _is_array_file(source.store, arrays))
     beside = {}
     if source.item:
         beside = _hashes_below(step, lambda path: path.split("/")[0] == source.item)
-    return Record(arrays, files, beside)
+    texts = {stored_name(path): leaf for path, leaf in ckpt.items() if isinstance(leaf, str)}
+    strings = {name: text_hash(text) for name, text in texts.items()}
+    return Record(arrays, strings, files, beside)
+
+
+def text_hash(text: str) -> str:
+    """The SHA-256 of a string."""
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
 def _is_array_file(store: ArrayStore, names: Iterable[str]) -> Callable[[str], bool]:

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from reshard import durable
-from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, Source, array_text
+from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, Source, array_text, stored_name
 from reshard.errors import CorruptCheckpointError, DestinationError, ReshardError, printable
 from reshard.loader import open as open_checkpoint
 from reshard.reading import counted, read_digests
 from reshard.records import (
     FILE,
-    STRINGS_FILE,
     TEMPORARY,
     ArrayRecord,
     Record,
@@ -21,6 +20,7 @@ from reshard.records import (
     forget_hint,
     read_record,
     record_of,
+    text_hash,
 )
 from reshard.tree import Path, format_path, shell_quoted
 from reshard.units import parse_bytes
@@ -173,7 +173,7 @@ def record(ckpt: Checkpoint, digests: Mapping[Path, str]) -> Record:
     arrays |= {
         leaf.name: stored_record(leaf, digests[leaf.path]) for leaf in ckpt.arrays if leaf.is_stored
     }
-    return record_of(ckpt.source, ckpt.source.root, arrays)
+    return record_of(ckpt, ckpt.source.root, arrays)
 
 
 class _Findings:
@@ -230,12 +230,11 @@ def _expect(
 def _not_in(record: Record, ckpt: Checkpoint) -> Iterator[tuple[Path, str]]:
     """Leaves of a checkpoint that a record of another one says nothing of, with what it does not
     say."""
-    strings = ckpt.source.store.directory / STRINGS_FILE
-    known = record.files.get(STRINGS_FILE)
-    same_strings = known is not None and strings.is_file() and file_hash(strings) == known
     for path, leaf in ckpt.items():
-        if isinstance(leaf, str) and not same_strings:
-            yield path, f"does not tell its text: `{STRINGS_FILE}` is another one there"
+        if isinstance(leaf, str):
+            known = record.strings.get(stored_name(path))
+            if known != text_hash(leaf):
+                yield path, "does not have it" if known is None else "has another text"
         if not isinstance(leaf, ArrayHandle):
             continue
         entry = record.arrays.get(leaf.name) if leaf.formed is None else None

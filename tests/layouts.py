@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import os
 import pathlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import orbax.checkpoint.experimental.v1 as v1
+import tensorstore as ts
 from flax.core import meta
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -439,3 +441,18 @@ def hashes(path: pathlib.Path) -> dict[str, str]:
 def data_inodes(path: pathlib.Path) -> dict[int, str]:
     """Inode -> relative path of each OCDBT data file."""
     return {os.stat(file).st_ino: str(file.relative_to(path)) for file in sorted(path.rglob("d/*"))}
+
+
+def bytes_read():
+    """Bytes that TensorStore has read from files so far. It counts a read a moment after it has
+    answered it."""
+    found = None
+    while found != (now := _bytes_counted()):
+        found = now
+        time.sleep(0.02)
+    return now
+
+
+def _bytes_counted():
+    metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(value["value"] for metric in metrics for value in metric["values"])

@@ -46,7 +46,7 @@ def record(path, tree, **digests):
         name: ArrayRecord(leaf.dtype.name, leaf.shape, digests.get(name, digest_of(leaf)))
         for name, leaf in tree.items()
     }
-    (path / FILE).write_bytes(Record(arrays, {}, {}).dump())
+    (path / FILE).write_bytes(Record(arrays, {}, {}, {}).dump())
 
 
 @pytest.fixture
@@ -862,7 +862,7 @@ def test_digests_that_were_not_computed_or_are_of_another_array_say_nothing(two)
         "null": ArrayRecord("int64", (4,), None),
         "other": ArrayRecord("int64", (3, 2), digest_of(arrays["other"])),
     }
-    (b / FILE).write_bytes(Record(known, {}, {}).dump())
+    (b / FILE).write_bytes(Record(known, {}, {}, {}).dump())
     diff = reshard.diff(a, b)
     assert (diff.equal, diff.compared, diff.not_compared) == (None, 0, 2)
 
@@ -961,11 +961,12 @@ def test_the_command_exits_with_0_where_all_is_equal(runs):
     assert command(a, b, "--values", "--quiet") == (0, "", "")
     equal = f"B: {b}\nno differences\n2 arrays compared: bit for bit\n"
     assert command(a, b, "--values") == (0, f"A: {a}\n{equal}", "")
-    # The step is that of the first; it counts for the other as far as that has steps.
+    # The step counts for each as far as it has steps.
     assert command(runs / "run", runs / "run" / "1", "--values", "--step", 1)[0] == 0
     assert command(runs / "run", b, "--values", "--step", 1)[0] == 0
     assert command(runs / "run", b, "--values", "--step", 2)[0] == 1
-    status, out, err = command(b, runs / "run", "--step", 1)
+    assert command(b, runs / "run", "--values", "--step", 1)[0] == 0
+    status, out, err = command(b, runs / "last", "--step", 1)
     assert (status, out) == (2, "")
     assert err.startswith(f"Error: `{b}` is one checkpoint and has no steps\n")
     assert command(runs / "run", runs / "last", "--values")[0] == 0

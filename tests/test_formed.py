@@ -1123,12 +1123,6 @@ def large(tmp_path_factory):
     return get
 
 
-def bytes_read():
-    """Bytes that TensorStore has read from files so far."""
-    metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
-    return sum(value["value"] for metric in metrics for value in metric["values"])
-
-
 class Chunks:
     """By numpy: for each element of formed arrays the stored chunk that holds it.
 
@@ -1233,11 +1227,11 @@ def formed_of(source, steps, *kept):
 
 def read_by_save(ckpt, out, **kwargs):
     """Bytes that a job reads of chunks, and its plan: less what planning reads."""
-    start = bytes_read()
+    start = layouts.bytes_read()
     reshard.plan(ckpt, out, **kwargs)
-    planned = bytes_read()
+    planned = layouts.bytes_read()
     plan = reshard.save(ckpt, out, **kwargs)
-    return bytes_read() - planned - (planned - start), plan
+    return layouts.bytes_read() - planned - (planned - start), plan
 
 
 def stored_bytes(forming):
@@ -1460,9 +1454,9 @@ def assert_read(forming, requests, memory):
 def test_a_restore_reads_each_chunk_once(large, case, memory, on):
     forming = formed_of(large("files"), ONCE[case])
     requests = requests_of(forming, on and layouts.mesh(on))
-    before = bytes_read()
+    before = layouts.bytes_read()
     assert_read(forming, requests, memory)
-    assert bytes_read() - before == stored_bytes(forming)
+    assert layouts.bytes_read() - before == stored_bytes(forming)
 
 
 @pytest.mark.parametrize("case", ONCE)
@@ -1472,9 +1466,9 @@ def test_parts_of_arrays_larger_than_the_memory(large, monkeypatch, case):
     monkeypatch.setattr(landing, "READ_WHOLE", 0)
     forming = formed_of(large("files"), ONCE[case])
     requests = requests_of(forming, layouts.mesh((2, 4)))
-    before = bytes_read()
+    before = layouts.bytes_read()
     assert_read(forming, requests, 500 << 10)
-    assert bytes_read() - before == stored_bytes(forming)
+    assert layouts.bytes_read() - before == stored_bytes(forming)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -70,18 +70,12 @@ def chunk_charge(handle):
     return max(handle.stored_sizes()) + 2 * decoded
 
 
-def bytes_read():
-    """Bytes that TensorStore has read from files so far."""
-    metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
-    return sum(value["value"] for metric in metrics for value in metric["values"])
-
-
 @contextlib.contextmanager
 def each_chunk_read_once(*handles):
     """Stored bytes are read neither twice nor in vain."""
-    before = bytes_read()
+    before = layouts.bytes_read()
     yield
-    assert bytes_read() - before == sum(sum(handle.stored_sizes()) for handle in handles)
+    assert layouts.bytes_read() - before == sum(sum(handle.stored_sizes()) for handle in handles)
 
 
 def assert_on_devices(array, sharding, values):

@@ -10,7 +10,6 @@ import layouts
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import tensorstore as ts
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -49,14 +48,9 @@ def stored(path):
 
 def read_by(call):
     """What a call gives, and KiB that TensorStore reads from files for it; less a few documents."""
-    before = bytes_read()
+    before = layouts.bytes_read()
     result = call()
-    return result, (bytes_read() - before) // 4096 * 4
-
-
-def bytes_read():
-    metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
-    return sum(value["value"] for metric in metrics for value in metric["values"])
+    return result, (layouts.bytes_read() - before) // 4096 * 4
 
 
 @pytest.mark.parametrize("names", [("rows", "whole"), ("whole", "rows")])

@@ -157,7 +157,9 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
         "a/b.größe": ArrayRecord("bfloat16", (3, 0, 5), "0f" * 16),
         "\udcff \x1b": ArrayRecord("float32", (), None),
     }
-    record = Record(arrays, {"_METADATA": "ab" * 32, "\udcff/ü": "01" * 32}, {"x/y": "ff" * 32})
+    strings = {"name": "cd" * 32}
+    files = {"_METADATA": "ab" * 32, "\udcff/ü": "01" * 32}
+    record = Record(arrays, strings, files, {"x/y": "ff" * 32})
     (tmp_path / FILE).write_bytes(record.dump())
     assert read_record(tmp_path / FILE) == record
     assert read_record(tmp_path / "nothing" / FILE) is None
@@ -165,7 +167,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
 
 def dumped(**changes):
     """A record with other parts; those that are None are left out."""
-    document = {"version": 1, "arrays": {}, "files": {}, "beside": {}} | changes
+    document = {"version": 1, "arrays": {}, "strings": {}, "files": {}, "beside": {}} | changes
     return json.dumps({k: v for k, v in document.items() if v is not None}).encode()
 
 
@@ -200,6 +202,7 @@ GARBAGE = [
         for path in ("", "/etc/passwd", "../x", "a/../../x", "a//b", "./a", "a/", "a\0b")
     ),
     (dumped(beside={"../x": "0" * 64}), "ValueError: the path '../x'"),
+    (dumped(strings={"a": "0" * 63}), f"ValueError: the hash '{'0' * 63}'"),
     (dumped(files={"a": "0" * 32}), f"ValueError: the hash '{'0' * 32}'"),
 ]
 

@@ -23,7 +23,6 @@ import optax
 import orbax.checkpoint as ocp
 import orbax.checkpoint.experimental.v1 as v1
 import pytest
-import tensorstore as ts
 from flax import linen as nn
 from flax import nnx
 from flax.core import FrozenDict, meta
@@ -1489,15 +1488,9 @@ def test_everything_at_once(plain, target):
         + "\n".join([CAST_HINT, TARGET_HINT])
     )
     ckpt = reshard.open(path)
-    before = bytes_read()
+    before = layouts.bytes_read()
     mismatch(ckpt, target)
-    assert bytes_read() == before
-
-
-def bytes_read():
-    """Bytes that TensorStore has read from files so far."""
-    metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
-    return sum(value["value"] for metric in metrics for value in metric["values"])
+    assert layouts.bytes_read() == before
 
 
 def test_a_real_state_may_keep_what_is_missing(plain):
@@ -1603,9 +1596,9 @@ def test_a_part_of_a_checkpoint(saved, layout):
     expected = {"params": {name: source.tree["params"][name] for name in names}}
     target = abstract(expected, layouts.mesh((4, 2)))
     stored = sum(sum(ckpt["params", name].stored_sizes()) for name in names)
-    before = bytes_read()
+    before = layouts.bytes_read()
     got = reshard.restore(ckpt, target, unexpected="ignore")
-    assert bytes_read() - before == stored
+    assert layouts.bytes_read() - before == stored
     assert_restored(got, target, expected)
 
 
@@ -1916,9 +1909,9 @@ def test_stored_bytes_are_read_once(saved, layout, memory):
     ckpt = reshard.open(source.path, **source.open)
     target = abstract(layouts.plain_scalars(source.tree), layouts.mesh((2, 8)))
     stored = sum(sum(handle.stored_sizes()) for handle in ckpt.arrays)
-    before = bytes_read()
+    before = layouts.bytes_read()
     reshard.restore(ckpt, target, max_memory=memory)
-    read = bytes_read() - before
+    read = layouts.bytes_read() - before
     if "files" in layout:
         assert read == stored
     else:

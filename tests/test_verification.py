@@ -246,7 +246,7 @@ def test_files_around_the_arrays(saved, tmp_path):
 
 
 def write_record(path, arrays, files=None, beside=None):
-    (path / FILE).write_bytes(Record(arrays, files or {}, beside or {}).dump())
+    (path / FILE).write_bytes(Record(arrays, {}, files or {}, beside or {}).dump())
 
 
 def test_records_of_something_else(copied, tmp_path):
@@ -630,10 +630,14 @@ def test_against_a_record_that_does_not_say_all(tmp_path):
     file.write_bytes((one / FILE).read_bytes())
     assert reshard.verify(one, file)
     found = reshard.verify(other, file)
-    assert (found.problems, bool(found)) == (
-        (f"text: `{file}` does not tell its text: `_strings.json` is another one there",),
-        False,
-    )
+    assert (found.problems, bool(found)) == ((f"text: `{file}` has another text",), False)
+    reshard.save(reshard.open(one), tmp_path / "copy")
+    assert reshard.verify(tmp_path / "copy", file)
+    known = json.loads(file.read_text())
+    del known["strings"]["text"]
+    file.write_text(json.dumps(known))
+    assert reshard.verify(one, file).problems == (f"text: `{file}` does not have it",)
+    file.write_bytes((one / FILE).read_bytes())
     known = json.loads(file.read_text())
     known["arrays"]["a"]["digest"] = None
     file.write_text(json.dumps(known))
@@ -741,6 +745,9 @@ def test_steps_and_items(saved, tmp_path):
     assert out.startswith(f"`{path}/20/default`: {read}")
     items = saved("items")
     found = run("verify", items.path, "--item", "state", "--against", items.path)
+    assert found[0] == 0, found
+    step = items.path / "3"
+    found = run("verify", step, "--step", 3, "--item", "state", "--against", items.path)
     assert found[0] == 0, found
     assert run("verify", items.path, "--item", "config")[0] == 2
 

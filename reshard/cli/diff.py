@@ -7,7 +7,7 @@ import click
 
 from reshard.cli import output
 from reshard.cli.memory import tune_memory
-from reshard.cli.options import open_beside, reading_options
+from reshard.cli.options import places, reading_options
 from reshard.comparison import diff
 from reshard.loader import open as open_checkpoint
 
@@ -58,7 +58,8 @@ def command(
     if not values and (rtol is not None or atol is not None):
         raise click.UsageError("--rtol and --atol go with --values")
     tune_memory()
-    checkpoints = open_checkpoint(a, step=step, item=item), open_beside(b, step, item)
+    one, other = places(a, b, step, item)
+    checkpoints = open_checkpoint(a, **one), open_checkpoint(b, **other)
     with output.progress_bar(quiet or as_json) as progress:
         found = diff(
             *checkpoints,

@@ -6,8 +6,6 @@ from typing import Any, TypeVar
 
 import click
 
-from reshard.checkpoint import Checkpoint
-from reshard.loader import open as open_checkpoint
 from reshard.loader.layout import manager_steps
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -45,13 +43,22 @@ def options(of: Sequence[Callable[[F], F]]) -> Callable[[F], F]:
 reading_options = options(_READING)
 
 
-def open_beside(path: str, step: int | None, item: str | None) -> Checkpoint:
-    """A checkpoint for which another one's `--step` and `--item` count as far as it has any."""
+Place = dict[str, Any]  # `step` and `item`, as `reshard.open` takes them
+
+
+def places(one: str, other: str, step: int | None, item: str | None) -> tuple[Place, Place]:
+    """Of two checkpoints the step and the item that `--step` and `--item` mean: of each as far as
+    it has any, and of the first, which says so, where neither has."""
+    mine, theirs = _own(one, step, item), _own(other, step, item)
+    for name, asked in (("step", step), ("item", item)):
+        if theirs[name] is None and mine[name] is None:
+            mine[name] = asked
+    return mine, theirs
+
+
+def _own(path: str, step: int | None, item: str | None) -> Place:
     root = pathlib.Path(path)
     steps = manager_steps(root)
-    inner = root / steps[step] if step in steps else root
-    return open_checkpoint(
-        path,
-        step=step if steps else None,
-        item=item if item is not None and (inner / item).is_dir() else None,
-    )
+    inner = root / steps[step if step in steps else max(steps)] if steps else root
+    there = item is not None and (inner / item).is_dir()
+    return {"step": step if steps else None, "item": item if there else None}

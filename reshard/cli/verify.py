@@ -11,7 +11,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.cli import output
 from reshard.cli.conversion import conversion_options, converted
 from reshard.cli.memory import tune_memory
-from reshard.cli.options import open_beside, reading_options
+from reshard.cli.options import places, reading_options
 from reshard.errors import (
     CorruptCheckpointError,
     TreeMismatchError,
@@ -60,14 +60,15 @@ def command(
     if asked and against is None:
         raise click.UsageError("--map, --model and the like go with --against OTHER")
     tune_memory()
+    mine, theirs = places(path, against or path, step, item)
     try:
-        ckpt = open_checkpoint(path, step=step, item=item)
+        ckpt = open_checkpoint(path, **mine)
     except (UncommittedCheckpointError, CorruptCheckpointError) as error:
         _answer(path, False, [error.summary, *error.problems], as_json, quiet, str(error))
         return
     other: Checkpoint | str | None = against
     if against is not None and not pathlib.Path(against).is_file():
-        other = _in_one_api(ckpt, open_beside(against, step, item), flags if asked else None)
+        other = _in_one_api(ckpt, open_checkpoint(against, **theirs), flags if asked else None)
     with output.progress_bar(quiet or as_json) as progress:
         found = verify(ckpt, other, max_memory=max_memory, progress=progress)
     _answer(path, found.ok, list(found.problems), as_json, quiet, repr(found), found)
@@ -82,8 +83,14 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
 
     if flags is not None:
         api = detect(ckpt, recorded_kind(ckpt)).api
-        return converted(other, api, flags).checkpoint
+        try:
+            return converted(other, api, flags).checkpoint
+        except TreeMismatchError as error:
+            hints = [hint for hint in error.hints if not hint.startswith(("--to ", "--drop "))]
+            raise TreeMismatchError(error.summary, error.problems, hints) from error
     if has_record(ckpt) == has_record(other):
+        if ckpt.keys().isdisjoint(other.keys()):
+            _check_same_api(ckpt, other)
         return other
     linen, nnx = (other, ckpt) if has_record(ckpt) else (ckpt, other)
     try:
@@ -92,6 +99,23 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
     except TreeMismatchError:  # it is not known, and so compared as it is
         return other
     return like_recorded(other, ckpt) if nnx is ckpt else from_record(other)
+
+
+def _check_same_api(ckpt: Checkpoint, other: Checkpoint) -> None:
+    """Raises TreeMismatchError for checkpoints of two APIs, which have no leaf in common."""
+    from reshard.convert.layout import detect
+    from reshard.convert.record import recorded_kind
+
+    try:
+        one, two = (detect(c, recorded_kind(c)) for c in (ckpt, other))
+    except TreeMismatchError:  # it is not known
+        return
+    if one.api != two.api:
+        raise TreeMismatchError(
+            "they are of two of Flax's APIs, and no leaf has the same path in both",
+            [f"`{c.source.path}` is {found.kind}" for c, found in ((ckpt, one), (other, two))],
+            ["--model MODULE:NAME, the model that PATH is of; --map FILE, if names do not tell"],
+        )
 
 
 def _answer(

@@ -123,12 +123,13 @@ def _custom(ckpt: Checkpoint) -> dict[str, Any]:
 
 def has_record(ckpt: Checkpoint) -> bool:
     """Whether a checkpoint has such a record."""
-    return KEY in _custom(ckpt)
+    custom = ckpt.source.metadata.get("custom_metadata")
+    return isinstance(custom, dict) and KEY in custom
 
 
 def recorded_kind(ckpt: Checkpoint) -> str | None:
     """What a checkpoint with such a record is, which its paths alone may not tell."""
-    document = _custom(ckpt).get(KEY)
+    document = _custom(ckpt)[KEY] if has_record(ckpt) else None
     kind = document.get("layout") if isinstance(document, dict) else None
     return kind if isinstance(kind, str) and kind in KINDS else None
 

@@ -250,7 +250,7 @@ def _link(job: Job, directory: pathlib.Path) -> bool:
 
 def _record(job: Job, directory: pathlib.Path, arrays: Mapping[str, ArrayRecord]) -> None:
     """Writes the record of an item."""
-    record = record_of(job.ckpt.source, directory, arrays)
+    record = record_of(job.ckpt, directory, arrays)
     (_item_directory(job, directory) / FILE).write_bytes(record.dump())
 
 
@@ -259,9 +259,12 @@ def _correct(journal: Journal) -> Iterator[None]:
     """Where what was read or written turns out to be wrong, no later run may go on with it."""
     try:
         yield
-    except CorruptCheckpointError:
+    except CorruptCheckpointError as error:
         journal.forget()
-        raise
+        if not journal.resumed:
+            raise
+        hints = [*error.hints, "the same command begins anew: what was kept is removed"]
+        raise CorruptCheckpointError(error.summary, error.problems, hints) from error
 
 
 def _reporter(total: Plan, more: int, progress: Progress | None) -> Callable[[int], None]:

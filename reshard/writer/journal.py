@@ -165,6 +165,8 @@ def is_unfinished(temporary: pathlib.Path, fingerprint: Fingerprint) -> bool:
 
 def _differences(then: Fingerprint, now: Fingerprint) -> tuple[list[str], list[str]]:
     """In what a job is another one, and hints. Its plan depends on everything else."""
+    if not isinstance(then, dict) or then.keys() != now.keys():
+        return ["another version of reshard has written it"], [ANEW]
     if then["version"] != now["version"]:
         return [f"reshard {then['version']} then, {now['version']} now"], [ANEW]
     problems, hints = [], []

@@ -12,7 +12,6 @@ from reshard.loader import orbax
 from reshard.loader.layout import Location
 from reshard.reading import check_fits, nbytes
 from reshard.tree import Path
-from reshard.writer.journal import ANEW
 from reshard.writer.prepare import Job
 from reshard.writer.progress import ItemProgress
 from reshard.writer.recording import ReadAgain, verify_hints
@@ -84,9 +83,7 @@ def check_whole(job: Job, directory: pathlib.Path) -> None:
         files = {value.file for value in handle.store.values[handle.name].values()}
         for file in sorted(file for file in files if file is not None):
             if not (handle.store.directory / file).exists():
-                raise CorruptCheckpointError(
-                    f"the data file `{file}` is gone from `{directory}`", hints=[ANEW]
-                )
+                raise CorruptCheckpointError(f"the data file `{file}` is gone from `{directory}`")
 
 
 def _written(job: Job, directory: pathlib.Path) -> Checkpoint:

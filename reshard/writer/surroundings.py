@@ -99,7 +99,8 @@ def source_state(checkpoints: Sequence[Checkpoint]) -> dict[str, str]:
         source = checkpoints[0].source
         steps = source.root if source.kind == "manager" else None
         beside = [path for _, path in surroundings(checkpoints) if path.parent != steps]
-    others = [path for path in beside if not any(item in path.parents for item in items)]
+    own = {*items}
+    others = [path for path in beside if own.isdisjoint(path.parents)]
     state = {}
     for path in (*items, *others):
         lines = "".join(f"{line}\n" for line in _listed(path))
