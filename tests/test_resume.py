@@ -40,6 +40,7 @@ RECORD = "reshard_digests.json"
 MARKER = "commit_success.txt"
 MEMORY = "3MiB"
 ANEW = "hint: without --resume the job begins anew"
+REMOVED = "hint: the same command begins anew: what was kept is removed"
 FORMATS = {
     "zarr2": {},
     "zarr2-files": {"use_ocdbt": False},
@@ -1088,7 +1089,7 @@ def test_wrong_digests_are_recorded_between_two_runs(sources, tmp_path):
         save(source, out, resume=True)
     assert str(caught.value) == (
         f"values were read from `{source}` that are not those its digests were recorded of\n"
-        f"  params/serial0  float32[512,512]\n\nhint: reshard verify '{source}'"
+        f"  params/serial0  float32[512,512]\n\nhint: reshard verify '{source}'\n{REMOVED}"
     )
     assert os.listdir(out.parent) == []
 
@@ -1123,7 +1124,7 @@ def test_a_flipped_bit_in_what_an_earlier_run_wrote(tmp_path, verify):
         "what was written is not what is read back\n"
         "  params/serial1: its values are not those on record\n"
         "  params/w0: its values are not those on record\n\n"
-        f"hint: reshard verify '{source}'"
+        f"hint: reshard verify '{source}'\n{REMOVED}"
     )
     assert os.listdir(out.parent) == []
     save(source, out, resume=True)
@@ -1157,7 +1158,7 @@ def test_a_file_that_an_earlier_run_wrote_is_gone(sources, tmp_path):
     with pytest.raises(reshard.CorruptCheckpointError) as caught:
         save(source, out, resume=True, chunks="64KiB")
     assert str(caught.value) == (
-        f"the data file `{gone.relative_to(temporary)}` is gone from `{temporary}`\n\n{ANEW}"
+        f"the data file `{gone.relative_to(temporary)}` is gone from `{temporary}`\n\n{REMOVED}"
     )
     assert os.listdir(tmp_path) == []
 
