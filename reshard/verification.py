@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from reshard import durable
@@ -215,16 +215,34 @@ def _expect(
     found: _Findings,
 ) -> None:
     """Adds what a record says of the arrays of a checkpoint."""
-    names = {leaf.name: leaf for leaf in ckpt.arrays if leaf.formed is None}
-    for name, entry in record.arrays.items():
-        leaf = names.get(name)
-        if leaf is None:
-            if name not in ckpt.source.store.values:
-                found.of_files.append(f"the array `{name}`: {where}, and not there")
-        elif str(entry) != str(stored := stored_record(leaf)):
-            found.add(leaf.path, f"it is {stored}, and {entry} {where}")
-        elif entry.digest is not None and leaf.dtype == leaf.stored_dtype:
+    stored = {leaf.name: leaf for leaf in ckpt.arrays if leaf.formed is None}
+    found.of_files += gone_arrays(ckpt.source, record, where)
+    other_kinds = dict(arrays_of_other_kinds(stored.values(), record, where))
+    for path, text in other_kinds.items():
+        found.add(path, text)
+    for name, leaf in stored.items():
+        entry = record.arrays.get(name)
+        if entry is None or leaf.path in other_kinds or not leaf.is_stored:
+            continue
+        if entry.digest is not None:
             expected.setdefault(leaf.path, []).append((entry.digest, where))
+
+
+def gone_arrays(source: Source, record: Record, where: str) -> Iterator[str]:
+    """Arrays of a record that are not stored, a line each."""
+    for name in record.arrays:
+        if name not in source.store.values:
+            yield f"the array `{name}`: {where}, and not there"
+
+
+def arrays_of_other_kinds(
+    handles: Iterable[ArrayHandle], record: Record, where: str
+) -> Iterator[tuple[Path, str]]:
+    """Stored arrays whose shape or dtype is not that of a record, with both."""
+    for handle in handles:
+        entry, stored = record.arrays.get(handle.name), stored_record(handle)
+        if entry is not None and str(entry) != str(stored):
+            yield handle.path, f"it is {stored}, and {entry} {where}"
 
 
 def _not_in(record: Record, ckpt: Checkpoint) -> Iterator[tuple[Path, str]]:

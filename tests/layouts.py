@@ -356,6 +356,14 @@ READERS = {
     "manager": read_manager,
     "v1": read_v1,
 }
+# Each layout with each of Orbax's readers that reads it.
+ORACLES = [
+    (layout, reader)
+    for layout in LAYOUTS
+    for reader in READERS
+    if not (reader == "manager" and layout not in ("manager", "items"))
+    and not (reader == "v1" and layout == "bare")  # which v1 does not read
+]
 
 
 def projected(leaf: Any, on: Mesh) -> Any:

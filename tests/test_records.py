@@ -225,16 +225,8 @@ def test_garbage_is_no_record(tmp_path, number):
 
 # Orbax does not look at it.
 
-ORACLES = [
-    (layout, reader)
-    for layout in LAYOUTS
-    for reader in READERS
-    if not (reader == "manager" and layout not in ("manager", "items"))
-    and not (reader == "v1" and layout == "bare")  # which v1 does not read
-]
 
-
-@pytest.mark.parametrize(("layout", "reader"), ORACLES)
+@pytest.mark.parametrize(("layout", "reader"), layouts.ORACLES)
 def test_orbax_reads_what_has_a_record(saved, digested, layout, reader):
     source = saved(layout)
     expected = READERS[reader](source, source.path)

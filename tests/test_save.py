@@ -73,16 +73,7 @@ def resharded(saved, tmp_path_factory):
     return get
 
 
-ORACLES = [
-    (layout, reader)
-    for layout in LAYOUTS
-    for reader in READERS
-    if not (reader == "manager" and layout not in ("manager", "items"))
-    and not (reader == "v1" and layout == "bare")  # which v1 does not read
-]
-
-
-@pytest.mark.parametrize(("layout", "reader"), ORACLES)
+@pytest.mark.parametrize(("layout", "reader"), layouts.ORACLES)
 def test_orbax_reads_it_without_a_target(resharded, layout, reader):
     source, out = resharded(layout)
     assert reader in source.readers
@@ -92,7 +83,7 @@ def test_orbax_reads_it_without_a_target(resharded, layout, reader):
     layouts.assert_laid_out(got, expected, layouts.mesh((1, 8)))
 
 
-@pytest.mark.parametrize(("layout", "reader"), ORACLES)
+@pytest.mark.parametrize(("layout", "reader"), layouts.ORACLES)
 def test_orbax_reads_it_with_a_target(resharded, layout, reader):
     source, out = resharded(layout)
     if reader not in source.target_readers:  # strings: only a target without them is taken

@@ -57,6 +57,8 @@ def places(one: str, other: str, step: int | None, item: str | None) -> tuple[Pl
 
 
 def _own(path: str, step: int | None, item: str | None) -> Place:
+    if step is None and item is None:  # then nobody has to look
+        return {"step": None, "item": None}
     root = pathlib.Path(path)
     steps = manager_steps(root)
     inner = root / steps[step if step in steps else max(steps)] if steps else root

@@ -92,13 +92,12 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
         if ckpt.keys().isdisjoint(other.keys()):
             _check_same_api(ckpt, other)
         return other
-    linen, nnx = (other, ckpt) if has_record(ckpt) else (ckpt, other)
     try:
-        if detect(linen).api != "linen":
+        if detect(other if has_record(ckpt) else ckpt).api != "linen":
             return other
     except TreeMismatchError:  # it is not known, and so compared as it is
         return other
-    return like_recorded(other, ckpt) if nnx is ckpt else from_record(other)
+    return like_recorded(other, ckpt) if has_record(ckpt) else from_record(other)
 
 
 def _check_same_api(ckpt: Checkpoint, other: Checkpoint) -> None:

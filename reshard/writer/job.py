@@ -176,10 +176,6 @@ def save(
                 jobs, total = prepared(link=False)  # the file system forbids links
                 journal.without_links()
             journal.begin()
-            again = [
-                read_again(job, on_record, digest)
-                for job, on_record in zip(jobs, known, strict=True)
-            ]
             if journal.resumed:
                 note = went_on(jobs, journal.items)
                 total = dataclasses.replace(total, notes=(*total.notes, note))

@@ -10,7 +10,13 @@ from reshard.errors import CorruptCheckpointError
 from reshard.reading import read_digests
 from reshard.records import FILE, ArrayRecord, forget_hint, read_record
 from reshard.tree import Path, format_path, shell_quoted
-from reshard.verification import changed_files, reason, stored_record
+from reshard.verification import (
+    arrays_of_other_kinds,
+    changed_files,
+    gone_arrays,
+    reason,
+    stored_record,
+)
 from reshard.writer.prepare import Job
 
 Known = Mapping[str, ArrayRecord]
@@ -27,14 +33,9 @@ def known_arrays(job: Job) -> Known:
     record = read_record(file)
     if record is None:
         return {}
-    problems = []
-    for handle in _stored(job.handles):
-        entry, stored = record.arrays.get(handle.name), stored_record(handle)
-        if entry is not None and str(entry) != str(stored):
-            problems.append(f"{format_path(handle.path)}: it is {stored}, and {entry} on record")
-    there = source.store.values
-    gone = [name for name in record.arrays if name not in there]
-    problems += [f"the array `{name}`: on record, and not there" for name in gone]
+    kinds = arrays_of_other_kinds(_stored(job.handles), record, "on record")
+    problems = [f"{format_path(path)}: {text}" for path, text in kinds]
+    problems += gone_arrays(source, record, "on record")
     files = [*changed_files(source, record)]
     if problems or files:
         hints = verify_hints(job) if problems else [*verify_hints(job), forget_hint(file)]
