@@ -1,0 +1,550 @@
+"""What users see, whole, over a corpus of checkpoints, against what is on record in `data/frozen`.
+
+Nothing here goes through a module of the package's own: commands by the entry of the console
+script, and `import reshard`. Where something is to look otherwise, record it anew, and read what
+git shows of it:
+
+    FREEZE=1 .venv/bin/pytest tests/test_frozen.py
+
+Of what varies, placeholders are on record: where the corpus is, hashes of files with a time in
+them, bytes that are shared, as Orbax deals chunks to files as it likes, and the bytes of memory
+that a plan counts, but for `memory-*.json`. A value that is in a file
+already is not there twice: `as in ...` says where. Lists of alike objects are tables.
+"""
+
+import contextlib
+import ctypes
+import difflib
+import gc
+import hashlib
+import inspect
+import io
+import json
+import logging
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import frozen_corpus
+import jax
+import jax.numpy as jnp
+import layouts
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+
+import reshard
+import reshard.cli
+
+FROZEN = pathlib.Path(__file__).parent / "data" / "frozen"
+WIDTH = 240
+COMMANDS = ("ckpt", "convert", "diff", "digest", "inspect", "verify")
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    return frozen_corpus.Corpus(tmp_path_factory.mktemp("frozen").resolve())
+
+
+@pytest.fixture(autouse=True)
+def surroundings(corpus, monkeypatch):
+    """In the corpus's folder, on a terminal of 80 columns; and what the command line does to its
+    own process is not done to this one."""
+
+    class Library(ctypes.CDLL):
+        def __getattr__(self, name):
+            if name == "mallopt":
+                raise AttributeError(name)
+            return super().__getattr__(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", Library)
+    monkeypatch.chdir(corpus.folder)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    thresholds = gc.get_threshold()
+    logging.disable(logging.WARNING)  # Orbax warns of what it is told to do here
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sharding info not provided")
+        yield
+    logging.disable(logging.NOTSET)
+    gc.set_threshold(*thresholds)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+class Record:
+    """What is seen of one part of the corpus, against what is in a file.
+
+    Args:
+      corpus: the corpus.
+      memory: whether numbers of bytes in memory are on record.
+    """
+
+    def __init__(self, corpus: frozen_corpus.Corpus, *, memory: bool = False):
+        self._folder = str(corpus.folder)
+        self._memory = memory
+        self._seen: dict[str, str] = {}
+        self.entries: dict[str, Any] = {}
+
+    def run(self, *arguments: object) -> int:
+        """Runs a command, and records what it shows; gives its exit status."""
+        words = [str(argument) for argument in arguments]
+        out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+        status = 0
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            patch.setattr(sys, "argv", ["reshard", *words])
+            try:
+                reshard.cli.main()
+            except SystemExit as ended:
+                status = ended.code
+        shown: dict[str, Any] = {"status": status}
+        for name, stream in (("out", out), ("err", err)):
+            if text := stream.buffer.getvalue().decode():
+                shown[name] = json.loads(text) if text.startswith("{") else text
+        self.add(shlex.join(words), shown)
+        return status
+
+    def try_(self, name: str, call: Callable[[], Any]) -> None:
+        """Records what a call gives, or the error that it raises."""
+        try:
+            self.add(name, call())
+        except reshard.ReshardError as error:
+            self.add(name, {"raises": type(error).__name__, "says": str(error)})
+
+    def add(self, name: str, value: Any) -> None:
+        """Records a value."""
+        assert name not in self.entries, name
+        self.entries[name] = self._once(self._plain(value), name)
+
+    def check(self, name: str) -> None:
+        """Compares with the file of that name; writes it instead where FREEZE is set."""
+        text = pretty(self.entries) + "\n"
+        path = FROZEN / f"{name}.json"
+        if os.environ.get("FREEZE"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+            return
+        before = path.read_text() if path.exists() else ""
+        if text != before:
+            lines = difflib.unified_diff(
+                before.splitlines(), text.splitlines(), "on record", "now", lineterm=""
+            )
+            pytest.fail(f"{path}\n" + "\n".join(lines), pytrace=False)
+
+    def _plain(self, value: Any, key: str = "") -> Any:
+        """Without what varies; text of several lines as a list of them."""
+        if isinstance(value, dict):
+            return {k: self._plain(v, k) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._plain(item) for item in value]
+        if (key == "peak_memory" and not self._memory) or (key == "shared_bytes" and value):
+            return "BYTES"
+        if isinstance(value, str):
+            value = value.replace(self._folder, "$CORPUS")
+            if key in TIMED:
+                return "HASH"
+            if not self._memory:
+                value = re.sub(
+                    r"^memory   .* in flight", "memory   BYTES in flight", value, flags=re.M
+                )
+            value = re.sub(r"(, and share|, shares) [0-9.]+ \w+", r"\1 BYTES", value)
+            lines = value.splitlines()
+            return lines if len(lines) > 1 else value.removesuffix("\n")
+        return value
+
+    def _once(self, value: Any, where: str) -> Any:
+        """A value that has not been seen, or where it has been."""
+        text = json.dumps(value)
+        if len(text) > WIDTH:
+            if text in self._seen:
+                return f"as in {self._seen[text]}"
+            self._seen[text] = where
+        if isinstance(value, list) and all(isinstance(item, dict) for item in value):
+            columns = {tuple(item) for item in value}
+            if len(columns) == 1 and len(value) > 2:
+                return [*columns, *(list(item.values()) for item in value)]
+        if isinstance(value, dict):
+            return {key: self._once(item, f"{where} | {key}") for key, item in value.items()}
+        return value
+
+
+# Files that hold the time at which they were written.
+TIMED = ("_CHECKPOINT_METADATA",)
+
+
+def pretty(value: Any, indent: str = "") -> str:
+    """JSON, what fits on a line on one."""
+    line = json.dumps(value, ensure_ascii=False)
+    if not value or not isinstance(value, dict | list) or (indent and len(indent + line) <= WIDTH):
+        return line
+    inner = indent + " "
+    if isinstance(value, dict):
+        items = [
+            f"{json.dumps(k, ensure_ascii=False)}: {pretty(v, inner)}" for k, v in value.items()
+        ]
+    else:
+        items = [pretty(item, inner) for item in value]
+    opening, closing = ("{", "}") if isinstance(value, dict) else ("[", "]")
+    return f"{opening}\n{inner}" + f",\n{inner}".join(items) + f"\n{indent}{closing}"
+
+
+# Trees.
+
+
+def described(tree: Any) -> dict[str, str]:
+    """Printed path -> type, dtype, shape, layout and a hash of the value of each leaf."""
+    return {path: _described(leaf) for path, leaf in layouts.flat(tree).items()}
+
+
+def _described(leaf: Any) -> str:
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        return repr(leaf)
+    kind = "" if isinstance(leaf, jax.Array) else f"{type(leaf).__name__} "
+    where = ""
+    if isinstance(leaf, jax.Array):
+        sharding = leaf.sharding
+        if isinstance(sharding, NamedSharding):
+            mesh = ",".join(f"{name}={size}" for name, size in sharding.mesh.shape.items())
+            where = f" {sharding.spec} on {mesh}"
+        else:
+            where = f" on {sorted(device.id for device in sharding.device_set)}"
+    key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    values = np.asarray(jax.random.key_data(leaf) if key else leaf)
+    shape = "x".join(map(str, leaf.shape)) or "()"
+    return f"{kind}{leaf.dtype} {shape}{where} {hashlib.sha256(values.tobytes()).hexdigest()[:12]}"
+
+
+def read_back(saved: layouts.Saved, path: str) -> dict[str, Any]:
+    """What every reader of Orbax's that reads the layout reads at a path, most of them the same."""
+    folder = pathlib.Path(path).resolve()
+    readers = saved.readers or ("pytree",)
+    return {name: described(layouts.READERS[name](saved, folder)) for name in readers}
+
+
+# What is on record.
+
+
+@pytest.mark.parametrize(
+    "name", [*layouts.LAYOUTS, *frozen_corpus.NEVER_MERGED, *frozen_corpus.OLD]
+)
+def test_layouts(corpus, name):
+    saved, src, record = corpus(name), corpus.path(name), Record(corpus)
+    out = f"out/{name}"
+    item = [word for key, value in saved.open.items() for word in (f"--{key}", value)]
+    alike = name in frozen_corpus.ALIKE
+    if alike:
+        record.run("inspect", src, *item)
+    else:
+        record.run("inspect", src, "--json", *item)
+        record.run("digest", src, "--json", *item)
+        record.run("verify", src, "--json", *item)
+        record.run("ckpt", src, out, "--to", "1x8", "--dry-run", "--json", *item)
+    status = record.run("ckpt", src, out, "--to", "1x8", "--dry-run", *item)
+    record.run("ckpt", src, out, "--to", "1x8", "--verify", *(() if alike else ("--json",)), *item)
+    if status == 0:
+        record.add("Orbax reads OUT", read_back(saved, out))
+        record.run("diff", src, out, "--values", "--json", *item)
+        if not alike:
+            record.try_("restore(OUT)", lambda: restored(out, (1, 4), **saved.open))
+            record.run("verify", out, "--against", src, "--json", *item)
+        if name in ("standalone", "v1"):
+            record.run("diff", src, out, "--layout", "--json")
+    record.check(name.replace("/", "-"))
+
+
+def restored(path: str, sizes: tuple[int, int], **kwargs: Any) -> dict[str, str]:
+    return described(reshard.restore(reshard.open(path, **kwargs), layouts.mesh(sizes)))
+
+
+JOBS = {
+    "keep": ("--chunks", "keep"),
+    "1KiB": ("--to", "1x8", "--chunks", "1KiB"),
+    "cast": ("--to", "1x8", "--dtype", "params/**=float16", "--dtype", "host=bfloat16"),
+    "copied": ("--chunks", "keep", "--no-link"),
+    "rename": ("--to", "1x8", "--rename", "^params/=weights/", "--rename", 'w.0"$=w_0"'),
+    "select": ("--to", "1x4", "--select", "params/**", "--drop", "**/uneven"),
+    "spec": ("--to", "a=2,b=3", "--spec", "embed$=a+b,", "--spec", ".*="),
+    "axis": ("--axis", "data=", "--axis", "model=tensor", "--to", "tensor=4"),
+    "digest": ("--digest", "--resume"),
+}
+ON_FILES = ("keep", "1KiB", "cast")
+
+
+@pytest.mark.parametrize("name", ["standalone", "zarr3-files"])
+def test_jobs(corpus, name):
+    saved, src, record = corpus(name), corpus.path(name), Record(corpus)
+    for job in ON_FILES if name == "zarr3-files" else JOBS:
+        options, out = JOBS[job], f"out/jobs/{name}/{job}"
+        record.run("ckpt", src, out, *options, "--dry-run")
+        if record.run("ckpt", src, out, *options, *(("--json",) if job in ON_FILES else ())) == 0:
+            record.add(
+                f"Orbax reads {job}", described(layouts.read_pytree(saved, corpus.folder / out))
+            )
+            record.run("diff", src, out, "--values")
+    record.check(f"jobs-{name}")
+
+
+def test_steps(corpus):
+    saved, src, record = corpus("manager"), corpus.path("manager"), Record(corpus)
+    record.run("inspect", src)
+    record.run("inspect", src, "--step", 3, "--filter", "params/**")
+    record.run("diff", f"{src}/3", f"{src}/20", "--values")
+    record.run("diff", f"{src}/3", f"{src}/20", "--values", "--json", "--select", "params/**")
+    record.run("digest", src, "--step", 3)
+    record.run("ckpt", src, "out/steps", "--step", "all", "--to", "1x8", "--dry-run")
+    record.run("ckpt", src, "out/steps", "--step", "all", "--to", "1x8", "--json")
+    record.add("Orbax reads OUT", read_back(saved, "out/steps"))
+    record.add("files", names("out/steps"))
+    record.run("ckpt", src, "out/steps", "--to", "1x8")
+    record.run("ckpt", src, "out/steps", "--to", "1x8", "--overwrite", "--quiet")
+    record.run("inspect", "out/steps", "--filter", "step")
+    record.run("ckpt", corpus.path("items"), "out/of-items", "--item", "state", "--to", "1x8")
+    record.add("files of a step of several items", names("out/of-items"))
+    record.check("steps")
+
+
+def names(path: str) -> list[str]:
+    """Files below a path, but for OCDBT's own, whose names are random."""
+    found = [p.relative_to(path).as_posix() for p in pathlib.Path(path).rglob("*") if p.is_file()]
+    return sorted(name for name in found if "d" not in name.split("/")[:-1])
+
+
+def test_shown(corpus):
+    """What is read rather than parsed."""
+    src, record = corpus.path("standalone"), Record(corpus)
+    record.run("inspect", src)
+    record.run("inspect", src, "--sharding", "params/embed")
+    record.run("inspect", src, "--sharding", "params/embed", "--mesh", "1x8", "--json")
+    record.run("inspect", corpus.path("dtypes"))
+    record.run("digest", corpus.path("dtypes"))
+    record.run("verify", src)
+    copy = pathlib.Path(shutil.copytree(src, "out/recorded"))
+    record.run("digest", copy, "--write", "--quiet")
+    record.add("on record", json.loads((copy / "reshard_digests.json").read_text()))
+    record.run("verify", copy)
+    record.run("ckpt", copy, "out/of-recorded", "--to", "1x8", "--quiet")
+    record.run("diff", copy, "out/of-recorded")
+    record.run("diff", src, "out/of-recorded")
+    ckpt = reshard.to_mesh(reshard.open(src), "1x8")
+    record.add("repr of a checkpoint", repr(ckpt))
+    record.add("repr of a plan", repr(reshard.plan(ckpt, "out/nowhere")))
+    record.add("repr of a diff", repr(reshard.diff(src, "out/of-recorded", values=True)))
+    record.check("shown")
+
+
+@pytest.mark.parametrize("limit", ["1GiB", "128KiB", "64KiB", "1KiB"])
+def test_memory(corpus, limit):
+    """Numbers of bytes in memory, which are nowhere else on record."""
+    record = Record(corpus, memory=True)
+    for name in ("standalone", "zarr3-files", "dtypes"):
+        job = ("ckpt", corpus.path(name), "out/nowhere", "--dry-run", "--max-memory", limit)
+        record.run(*job, *(() if name == "dtypes" else ("--to", "1x8")))
+    record.check(f"memory-{limit}")
+
+
+STACK = r"""
+[[rule]]
+from = '^params/Block_(\d+)/Dense_0/(.*)$'
+to = 'layers/linear/\2'
+stack = { axis = 0, by = 1 }
+"""
+
+
+def to(api: str, model: str, *options: str) -> tuple[str, ...]:
+    return ("--to", api, "--model", f"frozen_corpus:{model}", *options)
+
+
+INIT, DROP = ("--init", "**/rngs/**"), ("--drop", "**/rngs/**")
+OF_MODEL = ("--source-model", "frozen_corpus:Model")
+CONVERSIONS = {  # name -> source, options there, and back
+    "variables": (
+        "linen-variables-boxed",
+        to("nnx", "Model", *INIT),
+        to("linen", "variables", *OF_MODEL, *DROP),
+    ),
+    "params": ("linen-params", to("nnx", "Model", *INIT), ("--to", "linen")),
+    "train-state": ("linen-train-state", to("nnx", "training", *INIT), ("--to", "linen")),
+    "stack": (
+        "linen-train-state",
+        to("nnx", "stacked_training", "--map", "stack.toml"),
+        ("--to", "linen"),
+    ),
+    "nnx-state": (
+        "nnx-state",
+        to("linen", "variables", *OF_MODEL, *DROP),
+        to("nnx", "Model", *INIT),
+    ),
+    "nnx-pure-dict": (
+        "nnx-pure-dict",
+        to("linen", "variables", *OF_MODEL, *DROP, "--layout", "nnx-pure-dict"),
+        to("nnx", "Model", *INIT),
+    ),
+    "nnx-training": (
+        "nnx-training",
+        to("linen", "train_state", "--source-model", "frozen_corpus:training", *DROP),
+        to("nnx", "training", *INIT),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_conversions(corpus, name):
+    source, there, back = CONVERSIONS[name]
+    src, out, record = corpus.path(source), f"out/convert/{name}/there", Record(corpus)
+    again, emitted = out.replace("there", "back"), f"{out}.toml"
+    pathlib.Path(out).parent.mkdir(parents=True)
+    pathlib.Path("stack.toml").write_text(STACK)
+    record.run("convert", src, out, *there, "--dry-run")
+    record.run("convert", src, out, *there, "--dry-run", "--json")
+    assert record.run("convert", src, out, *there, "--mesh", "1x8", "--emit-map", emitted) == 0
+    record.add("map", pathlib.Path(emitted).read_text())
+    record.add("Orbax reads OUT", read_back(corpus(source), out))
+    if name in ("params", "stack"):  # no leaf was made up or left out
+        record.run("verify", out, "--against", src)
+    assert record.run("convert", out, again, *back) == 0
+    if record.run("diff", src, again, "--values", "--json"):
+        record.add("Orbax reads what came back", read_back(corpus(source), again))
+    record.check(f"convert-{name}")
+
+
+RULES = [("embed", "data"), ("mlp", "model")]
+
+
+def test_restored(corpus):
+    record = Record(corpus)
+    mesh = layouts.mesh((1, 8))
+    models = {
+        "linen-variables-boxed": frozen_corpus.variables,
+        "linen-train-state": frozen_corpus.train_state,
+        "nnx-state": lambda: nnx.state(frozen_corpus.Model(nnx.Rngs(0))),
+        "nnx-training": frozen_corpus.training,
+    }
+    for name, model in models.items():
+        record.add(f"coverage of {name}", repr(reshard.coverage(model, mesh=mesh, rules=RULES)))
+        target = reshard.target(model, mesh=mesh, rules=RULES)
+
+        def restore(name=name, target=target):
+            state = reshard.restore(corpus(name).path, target, max_memory="64KiB")
+            states = nnx.state(state) if isinstance(state, nnx.Module) else state
+            if name == "nnx-training":
+                states = frozen_corpus.states(state)
+            return described(states)
+
+        record.try_(f"restore({name})", restore)
+    path = corpus("linen-params").path
+    target = reshard.target(frozen_corpus.variables, mesh=mesh, rules=RULES)
+    record.try_("restore of another tree", lambda: described(reshard.restore(path, target)))
+    layers = reshard.stack(reshard.open(path), "Block_{}", into="blocks", axis=1)
+    record.add("stack", repr(layers))
+    reshard.save(reshard.to_mesh(layers, "1x8"), "out/stacked")
+    record.add("restore(stacked)", restored("out/stacked", (2, 4)))
+    back = reshard.unstack(reshard.open("out/stacked"), "blocks", into="Block_{}", axis=1)
+    reshard.save(back, "out/unstacked")
+    record.run("diff", corpus.path("linen-params"), "out/unstacked", "--values")
+    record.check("restored")
+
+
+def test_refusals(corpus):
+    """What cannot be done, and what is asked for wrongly."""
+    src, linen, record = corpus.path("standalone"), corpus.path("linen-params"), Record(corpus)
+    manager = corpus.path("manager")
+    for folder in ("occupied", "apart"):
+        pathlib.Path(folder).mkdir()
+    for command in (
+        ("inspect", "apart/nowhere"),
+        ("inspect", "occupied"),
+        ("inspect", src, "--filter", "nothing/**"),
+        ("inspect", src, "--sharding", "params/embe"),
+        ("inspect", src, "--sharding", "params/embed", "--mesh", "3x5"),
+        ("inspect", src, "--mesh", "1x8"),
+        ("inspect", manager, "--step", 4),
+        ("inspect", manager, "--item", "other"),
+        ("ckpt", "apart/nowhere", "out/no", "--to", "1x8"),
+        ("ckpt", src),
+        ("ckpt", src, "occupied", "--to", "1x8"),
+        ("ckpt", src, src, "--to", "1x8", "--overwrite"),
+        ("ckpt", src, f"{src}/inside", "--to", "1x8"),
+        ("ckpt", src, "out/no", "--to", "1x8x2"),
+        ("ckpt", src, "out/no", "--to", "data=1,model=x"),
+        ("ckpt", src, "out/no", "--to", "1x7"),
+        ("ckpt", src, "out/no", "--to", "1x7", "--dry-run", "--json"),
+        ("ckpt", src, "out/no", "--to", "other=8"),
+        ("ckpt", src, "out/no", "--from", "4x2", "--to", "1x8"),
+        ("ckpt", src, "out/no", "--spec", "embed$=model,"),
+        ("ckpt", src, "out/no", "--to", "1x8", "--spec", "nothing$=model"),
+        ("ckpt", src, "out/no", "--select", "nothing"),
+        ("ckpt", src, "out/no", "--rename", "^params/embed$=host"),
+        ("ckpt", src, "out/no", "--rename", "("),
+        ("ckpt", src, "out/no", "--rename", "(=x"),
+        ("ckpt", src, "out/no", "--dtype", "int8"),
+        ("ckpt", src, "out/no", "--dtype", "float12"),
+        ("ckpt", src, "out/no", "--chunks", "many"),
+        ("ckpt", src, "out/no", "--to", "1x8", "--max-memory", "100B"),
+        ("ckpt", src, "out/no", "--to", "1x8", "--max-memory", "lots"),
+        ("ckpt", src, "out/no", "--to", "1x8", "--model", "frozen_corpus:variables"),
+        ("ckpt", src, "out/no", "--to", "1x8", "--model", "frozen_corpus:nothing"),
+        ("ckpt", manager, "out/no", "--step", "last"),
+        ("convert", linen, "out/no", "--to", "torch"),
+        ("convert", corpus.path("nnx-pure-dict"), "out/no", *to("linen", "variables", *DROP)),
+        ("convert", linen, "out/no", "--to", "linen"),
+        ("convert", linen, "out/no", "--to", "nnx", "--model", "frozen_corpus:Model"),
+        ("convert", linen, "out/no", "--to", "nnx", "--model", "frozen_corpus:Stacked"),
+        ("convert", linen, "out/no", *to("nnx", "Stacked"), "--dry-run", "--json"),
+        ("convert", linen, "out/no", *to("nnx", "Model", *INIT), "--map", "nowhere.toml"),
+        ("convert", src, "out/no", *to("nnx", "Model", *INIT)),
+        ("diff", src, "apart/nowhere"),
+        ("diff", src, linen),
+        ("diff", src, corpus.path("standard"), "--json"),
+        ("diff", src, src, "--rtol", "1"),
+        ("verify", "apart/nowhere"),
+        ("verify", src, "--against", linen),
+        ("verify", src, "--map", "nowhere.toml"),
+        ("digest", src, "--max-memory", "100B"),
+        ("digest", src, "--step", "3"),
+        ("frobnicate",),
+    ):
+        record.run(*command)
+    record.add("left behind", [name for name in names("out") if name.startswith("no")])
+    shutil.copytree(src, "damaged")
+    os.remove("damaged/manifest.ocdbt")
+    shutil.copytree(corpus.path("zarr3-files"), "truncated")
+    chunk = pathlib.Path("truncated/host/c/0/0")
+    chunk.write_bytes(chunk.read_bytes()[:-1])
+    for path in ("damaged", "truncated"):
+        record.run("verify", path)
+        record.run("ckpt", path, "out/no", "--to", "1x8")
+    record.check("refusals")
+
+
+def test_surface():
+    """What can be called and typed."""
+    entries: dict[str, Any] = {}
+    for name in sorted(dir(reshard)):
+        value = getattr(reshard, name)
+        parameters = inspect.signature(value).parameters.values()
+        entries[name] = ", ".join(str(p.replace(annotation=p.empty)) for p in parameters)
+        if isinstance(value, type):
+            bases = [base.__name__ for base in value.__mro__[1:-1]]
+            entries[name] = {
+                "arguments": entries[name],
+                "bases": bases,
+                "attributes": [each for each in dir(value) if not each.startswith("_")],
+            }
+    record = Record(frozen_corpus.Corpus(FROZEN))
+    record.add("import reshard", entries)
+    for command in ((), *((name,) for name in COMMANDS)):
+        record.run(*command, "--help")
+    record.check("surface")
