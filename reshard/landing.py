@@ -356,15 +356,24 @@ class _Window:
         self._next, self._charge = [], 0
 
     def _make_room(self, charge: int) -> None:
-        while self._under_way and (
-            len(self._under_way) >= WINDOW
-            or sum(held for held, _ in self._under_way) + sum(self._staging.values()) + charge
-            > self._limit
-        ):
+        """Waits until there is room for as many bytes: for transfers, which began before the reads
+        that are under way, and then for these. Nothing is waited for that there is room beside."""
+        while len(self._under_way) >= WINDOW:
             self._wait_oldest()
-        for landing in [x for x in self._staging if x.result is not None]:
-            landing.result.block_until_ready()
-            del self._staging[landing]
+        while self._held + charge > self._limit:
+            sent = next((x for x in self._staging if x.result is not None), None)
+            if sent is not None:
+                sent.result.block_until_ready()
+                del self._staging[sent]
+            elif self._under_way:
+                self._wait_oldest()
+            else:
+                break
+
+    @property
+    def _held(self) -> int:
+        """Bytes of what is read and of what is being transferred."""
+        return sum(held for held, _ in self._under_way) + sum(self._staging.values())
 
     def _wait_oldest(self) -> None:
         _, reads = self._under_way.popleft()
