@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 # a read for each shard.
 READ_WHOLE = 1 << 20
 
-
 _UNSIGNED = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
 
 
@@ -356,15 +355,19 @@ class _Window:
         self._next, self._charge = [], 0
 
     def _make_room(self, charge: int) -> None:
-        while self._under_way and (
-            len(self._under_way) >= WINDOW
-            or sum(held for held, _ in self._under_way) + sum(self._staging.values()) + charge
-            > self._limit
-        ):
+        """Waits for as much as it takes: for transfers first, which are older than the reads."""
+        reads, staging = self._under_way, self._staging
+        while len(reads) >= WINDOW:
             self._wait_oldest()
-        for landing in [x for x in self._staging if x.result is not None]:
-            landing.result.block_until_ready()
-            del self._staging[landing]
+        while sum(held for held, _ in reads) + sum(staging.values()) + charge > self._limit:
+            sent = next((landing for landing in staging if landing.result is not None), None)
+            if sent is not None:
+                sent.result.block_until_ready()
+                del staging[sent]
+            elif reads:
+                self._wait_oldest()
+            else:
+                break
 
     def _wait_oldest(self) -> None:
         _, reads = self._under_way.popleft()

@@ -20,7 +20,7 @@ from reshard.loader import open as open_checkpoint
 from reshard.matching import Mismatch, Wanted, likely_renames, match, mismatch_error
 from reshard.mesh import Mesh, NamedSharding, normalize_spec, parse_mesh, spec_problems
 from reshard.shards import named_sharding
-from reshard.states import StateLeaf, take_apart, wanted_leaf
+from reshard.states import StateLeaf, is_variable, take_apart, wanted_leaf
 from reshard.transforms import to_mesh
 from reshard.tree import Path, format_path, match_globs
 from reshard.units import parse_bytes
@@ -221,13 +221,11 @@ def _hints(
 def _other_api(problems: Sequence[Mismatch], leaves: Sequence[StateLeaf]) -> list[str]:
     """A hint where the checkpoint seems to be of the other API of Flax's: one side has a collection
     `params`, and the other does not."""
-    from flax import nnx
-
     missing, unexpected = (
         {str(problem.path[0]) for problem in problems if problem.what == what and problem.path}
         for what in ("missing", "unexpected")
     )
-    of_nnx = any(isinstance(leaf.holder, nnx.Variable) for leaf in leaves)
+    of_nnx = any(is_variable(leaf.holder) for leaf in leaves)
     if of_nnx and missing and "params" in unexpected - missing:
         return ["reshard.restore(reshard.to_nnx(path, model), target), if it is Linen's"]
     if not of_nnx and unexpected and "params" in missing - unexpected:

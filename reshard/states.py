@@ -11,6 +11,8 @@ Orbax saves both as a level named `value`.
 
 import dataclasses
 import functools
+import importlib
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -72,11 +74,11 @@ class State:
 def take_apart(state: Any) -> State:
     """The leaves of a state, and how to put others in their places."""
     import jax
-    from flax import nnx
 
+    nnx = imported("flax.nnx")
     places, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_held_or_module)
-    shared = nnx.Pytree
-    if any(isinstance(value, nnx.Pytree) for _, value in places):
+    shared: Any = ()
+    if any(is_module(value) for _, value in places):
         shared = nnx.Pytree | nnx.Variable  # variables beside modules may be theirs
     plain = [(key_path(keys), value) for keys, value in places if not isinstance(value, shared)]
     modules = [(key_path(keys), value) for keys, value in places if isinstance(value, shared)]
@@ -147,11 +149,10 @@ def _bare(modules: tuple[Any, ...], known: Collection[Path]) -> list[tuple[tuple
     container of a module's and in no variable, such as the scales of an `nnx.WeightNorm`. What is
     there, with its path in the graph."""
     import jax
-    from flax import nnx
 
     return [
         (path, value)
-        for path, value in (nnx.iter_graph(modules) if modules else ())
+        for path, value in (imported("flax.nnx").iter_graph(modules) if modules else ())
         if isinstance(value, jax.ShapeDtypeStruct) and tuple(map(str, path)) not in known
     ]
 
@@ -193,18 +194,32 @@ def saved_form(state: Any) -> dict[Path, StateLeaf | dict | list | tuple | None]
     return found
 
 
+def imported(name: str) -> Any:
+    """A module of Flax's if the process has imported it, as it has if any object is of it; else
+    None. It would take half a second, and a plain pytree does without."""
+    return importlib.import_module(name) if name in sys.modules else None
+
+
 def is_held(value: Any) -> bool:
     """Whether it is a box of Linen's or a variable of NNX's."""
-    from flax import nnx
-    from flax.core import meta
+    meta = imported("flax.core.meta")
+    return is_variable(value) or (meta is not None and isinstance(value, meta.AxisMetadata))
 
-    return isinstance(value, meta.AxisMetadata | nnx.Variable)
+
+def is_variable(value: Any) -> bool:
+    """Whether it is a variable of NNX's."""
+    nnx = imported("flax.nnx")
+    return nnx is not None and isinstance(value, nnx.Variable)
+
+
+def is_module(value: Any) -> bool:
+    """Whether it is a module of NNX's, or another of its graphs."""
+    nnx = imported("flax.nnx")
+    return nnx is not None and isinstance(value, nnx.Pytree)
 
 
 def _is_held_or_module(value: Any) -> bool:
-    from flax import nnx
-
-    return is_held(value) or isinstance(value, nnx.Pytree)
+    return is_held(value) or is_module(value)
 
 
 def _open(
@@ -259,20 +274,17 @@ def _other_paths(aliases: dict[Path, list[Path]], path: Path) -> list[Path]:
 
 def axis_names(leaf: StateLeaf) -> Names | None:
     """The names of a leaf's axes, as its box or variable gives them; None without an annotation."""
-    from flax import nnx
-    from flax.core import meta
-
     holder = leaf.holder
-    if isinstance(holder, nnx.Variable):
+    if holder is None:
+        return None
+    if is_variable(holder):
         metadata = holder.get_metadata()
         found = [metadata.get(key) for key in ("out_sharding", "sharding_names", "sharding")]
         names = next((names for names in found if names is not None), None)
         return _names(getattr(names, "spec", names))
-    if isinstance(holder, meta.AxisMetadata):
-        if isinstance(holder, meta.Partitioned):
-            return _names(holder.names)
-        return _names(getattr(holder, "get_partition_spec", lambda: None)())
-    return None
+    if isinstance(holder, imported("flax.core.meta").Partitioned):
+        return _names(holder.names)
+    return _names(getattr(holder, "get_partition_spec", lambda: None)())
 
 
 def _names(names: Any) -> Names | None:
@@ -283,9 +295,7 @@ def _names(names: Any) -> Names | None:
 
 def own_rules(leaf: StateLeaf) -> Any:
     """The logical axis rules that a box or variable carries itself."""
-    from flax import nnx
-
-    if isinstance(leaf.holder, nnx.Variable):
+    if is_variable(leaf.holder):
         return leaf.holder.get_metadata().get("sharding_rules")
     return getattr(leaf.holder, "rules", None)
 

@@ -12,7 +12,17 @@ from reshard.annotations import AnnotatedLeaf, Coverage, cover
 from reshard.errors import ShardingError
 from reshard.mesh import Spec, normalize_spec, parse_mesh, spec_entries
 from reshard.shards import named_sharding
-from reshard.states import State, StateLeaf, axis_names, key_path, own_rules, take_apart
+from reshard.states import (
+    State,
+    StateLeaf,
+    axis_names,
+    imported,
+    is_module,
+    is_variable,
+    key_path,
+    own_rules,
+    take_apart,
+)
 from reshard.tree import Path, format_path, nearest
 
 if TYPE_CHECKING:
@@ -132,14 +142,14 @@ def _parameters(state: Any, leaves: Sequence[StateLeaf]) -> set[Path]:
     namedtuples, everything else.
     """
     import jax
-    from flax import nnx
 
-    held = [leaf for leaf in leaves if isinstance(leaf.holder, nnx.Variable)]
+    nnx = imported("flax.nnx")
+    held = [leaf for leaf in leaves if is_variable(leaf.holder)]
     found = {leaf.path for leaf in held if isinstance(leaf.holder, nnx.Param)}
     if not found and any(isinstance(leaf.holder, nnx.OptState) for leaf in held):
         kinds = (nnx.OptState, nnx.RngState)
         found = {leaf.path for leaf in held if not isinstance(leaf.holder, kinds)}
-    rest = [leaf.path for leaf in leaves if not isinstance(leaf.holder, nnx.Variable)]
+    rest = [leaf.path for leaf in leaves if not is_variable(leaf.holder)]
     named = [path.index("params") for path in rest if "params" in path]
     if named:
         depth = min(named)
@@ -182,13 +192,12 @@ def _spec_tree(specs: Any, paths: set[Path]) -> dict[Path, Spec]:
 def _annotated(leaf: StateLeaf, spec: Spec | None, parameter: bool) -> AnnotatedLeaf:
     """What is known of a leaf; `spec` takes the place of the names of its axes, if there is one."""
     import jax
-    from flax import linen, nnx
 
-    holder = leaf.holder
+    holder, linen = leaf.holder, imported("flax.linen")
     kind = "mesh"
-    if isinstance(holder, nnx.Variable):
+    if is_variable(holder):
         kind = "nnx"
-    elif isinstance(holder, linen.LogicallyPartitioned):
+    elif linen is not None and isinstance(holder, linen.LogicallyPartitioned):
         kind = "logical"
     names = axis_names(leaf) if spec is None else spec_entries(spec)
     if not all(_is_name(name) for name in names or ()):
@@ -242,22 +251,22 @@ def state_of(model: Any, mesh: Any = None, inputs: Sequence[Any] = ()) -> Any:
 def maker(model: Any, inputs: Sequence[Any] = ()) -> Callable[..., Any] | None:
     """What makes the state of a model, called with `inputs`; None if the model is a state."""
     import jax
-    from flax import linen, nnx
 
-    if isinstance(model, linen.Module):
+    linen, nnx = imported("flax.linen"), imported("flax.nnx")
+    if linen is not None and isinstance(model, linen.Module):
         if not inputs:
             raise ShardingError(
                 f"the Linen module {type(model).__name__} has no variables without inputs",
                 hints=["target(model, inputs=(x,), ...)", "or a callable that returns variables"],
             )
         return lambda *args: model.init(jax.random.key(0), *args)
-    if isinstance(model, type) and issubclass(model, nnx.Pytree) and not inputs:
+    if nnx is not None and isinstance(model, type) and issubclass(model, nnx.Pytree) and not inputs:
         wanted = inspect.signature(model.__init__).parameters.get("rngs")
         if wanted is not None and wanted.default is inspect.Parameter.empty:
             constructor: Any = model
             _check_call(model, (), {"rngs": nnx.Rngs(0)})
             return lambda: constructor(rngs=nnx.Rngs(0))
-    if callable(model) and not isinstance(model, nnx.Pytree):
+    if callable(model) and not is_module(model):
         _check_call(model, inputs)
         return model
     if inputs:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -386,6 +386,80 @@ def assert_equal_or_nan(array, expected):
     assert one.dtype == other.dtype
     assert np.array_equal(np.isnan(one.astype("float32")), nan)
     assert one[~nan].tobytes() == other[~nan].tobytes()
+
+
+class Link:
+    """A device with memory of its own, alone in its sharding. A transfer to it takes until somebody
+    waits for it, and reads the host's buffer until then.
+
+    Attributes:
+      reading: arrays of which a read has begun and that are not on their way.
+      under_way: arrays that are being transferred.
+      begun: how many transfers were under way when the first read of each array began.
+      peak: most bytes held at such a moment: what is read, stored, decoded and in its buffer, and
+        the buffers that are being transferred.
+    """
+
+    platform = "gpu"
+    memory_kind = None
+
+    def __init__(self, patch, handles):
+        self.reading, self.under_way, self.begun, self.peak = {}, {}, [], 0
+        self._handles = {bits(handle.view().read().result()): handle for handle in handles}
+        view = ArrayHandle.view
+
+        def watched_view(handle):
+            self.begun.append(len(self.under_way))
+            self.reading[handle.name] = max(handle.stored_sizes()) + 2 * handle.nbytes
+            self.peak = max(self.peak, sum((self.reading | self.under_way).values()))
+            return view(handle)
+
+        patch.setattr(ArrayHandle, "view", watched_view)
+        patch.setattr(jax, "make_array_from_callback", self._transfer)
+
+    @property
+    def addressable_devices(self):
+        return {self}
+
+    def addressable_devices_indices_map(self, shape):
+        return {self: tuple(slice(None) for _ in shape)}
+
+    def _transfer(self, shape, sharding, buffer_of, dtype):
+        assert sharding is self
+        buffer = buffer_of(tuple(slice(None) for _ in shape))
+        name = self._handles[bits(buffer)].name
+        del self.reading[name]
+        self.under_way[name] = buffer.nbytes
+        return Transferred(self, name, buffer)
+
+
+class Transferred:
+    """An array on such a device."""
+
+    def __init__(self, link, name, buffer):
+        self._link, self._name, self._buffer = link, name, buffer
+
+    def block_until_ready(self):
+        if self._buffer is not None:
+            del self._link.under_way[self._name]
+            self.values, self._buffer = self._buffer.copy(), None
+        return self
+
+
+@pytest.mark.parametrize("memory", [3 << 20, 4 << 20, 5 << 20])
+def test_arrays_are_read_while_others_are_transferred(tmp_path, monkeypatch, memory):
+    """With memory for some of them, each a chunk, of which a transfer holds its part until it is
+    done."""
+    values = [random((256, 256), seed=seed) for seed in range(12)]
+    handles = [stored_array(tmp_path, value, value.shape) for value in values]
+    link: Any = Link(monkeypatch, handles)
+    arrays = read_arrays([Request(handle, handle.dtype, link) for handle in handles], memory)
+    assert len(link.begun) == len(handles)
+    assert sum(count > 0 for count in link.begun) > len(handles) // 2
+    assert link.peak <= memory
+    for array, value in zip(arrays, values, strict=True):
+        assert bits(array.block_until_ready().values) == bits(value)
+    assert (link.reading, link.under_way) == ({}, {})
 
 
 def test_a_chunk_larger_than_the_memory(tmp_path):
