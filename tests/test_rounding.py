@@ -48,7 +48,7 @@ def test_what_rounding_once_takes_beside_its_result(dtype, shape):
     most, rounded = peak(lambda: round_once(values, dtype))
     assert (rounded.dtype, rounded.shape) == (dtype, shape)
     assert rounded.tobytes() == once(values, dtype).tobytes()
-    assert most - rounded.nbytes <= BOX_OVERHEAD * 3 // 2
+    assert most - rounded.nbytes <= BOX_OVERHEAD
 
 
 def test_rounding_of_what_is_not_contiguous():

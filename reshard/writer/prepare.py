@@ -307,6 +307,7 @@ def _layout(
         together=shares.count if shares else 1,
         amplified=amplified,
         decoded=shares.decoded if shares else amplified,
+        rounded=handle.read_dtype != handle.dtype,
     )
     same_dtype = handle.dtype == handle.stored_dtype
     if same_dtype or handle.same_name is not None or layout.chunk_charge > max_memory:
