@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -398,6 +398,26 @@ def empty_name(leaf: Leaf) -> str:
 def stored_name(path: Path) -> str:
     """The name that Orbax stores a leaf under: its keys joined with `.`."""
     return ".".join(map(str, path))
+
+
+def name_clashes(
+    paths: Iterable[Path], is_unchanged: Callable[[Path], bool] = lambda path: False
+) -> list[str]:
+    """Leaves that would be stored under one name. Two that are so in the source, unchanged, are not
+    told: see `collision_error`.
+
+    Args:
+      paths: the leaves.
+      is_unchanged: whether a leaf is where it was, and what it was.
+    """
+    first: dict[str, Path] = {}
+    clashes = []
+    for path in paths:
+        name = stored_name(path)
+        other = first.setdefault(name, path)
+        if other != path and not (is_unchanged(other) and is_unchanged(path)):
+            clashes.append(f"{format_path(other)} and {format_path(path)} -> `{name}`")
+    return clashes
 
 
 def parse_dtype(dtype: Any) -> np.dtype:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 
 from reshard.checkpoint import ArrayHandle, Leaf, collision_error
 from reshard.differences import Difference
@@ -105,17 +105,23 @@ def read_contents(
     comparisons = {path: ElementComparison(a.shape, rtol, atol) for path, (a, _) in pairs.items()}
     digests = [Digest(handle.shape, handle.dtype) for handle in (left | right).values()]
     takers = [*comparisons.values(), *digests]
-    failed: dict[int, ReshardError] = {}
+    failed: dict[int, Mapping[int, ReshardError]] = {}
     count = counted((handle for group in groups for handle in group), progress)
-    for group, box, values, error in read_boxes(groups, max_memory, count):
-        if error is not None:
-            failed[group] = error
+    for group, box, values, errors in read_boxes(groups, max_memory, count):
+        if errors:
+            failed[group] = errors
             continue
         takers[group].add(box, *values)
         del values  # memory is counted without it
     if failed:
-        wrong = [(sides[group], groups[group], error) for group, error in failed.items()]
-        raise _unreadable(wrong, names, max_memory)
+        raise CorruptCheckpointError(
+            f"arrays cannot be read; A is `{names[0]}`, B is `{names[1]}`",
+            [
+                ": ".join((sides[group][place], error.summary, *error.problems))
+                for group, errors in failed.items()
+                for place, error in sorted(errors.items())
+            ],
+        )
     differences = {
         path: Difference("values", path, found.a, found.b, found)
         for path, comparison in comparisons.items()
@@ -171,27 +177,3 @@ class _Records:
         if known is None or (known.dtype, known.shape) != (handle.dtype.name, handle.shape):
             return None
         return known.digest
-
-
-def _unreadable(
-    failed: Sequence[tuple[str, Group, ReshardError]], names: tuple[str, str], max_memory: int
-) -> CorruptCheckpointError:
-    """The error for arrays that cannot be read. They are read again one by one, which tells whose
-    they are."""
-    problems = []
-    for sides, group, error in failed:
-        again = [
-            (side, _error_of(handle, max_memory)) for side, handle in zip(sides, group, strict=True)
-        ]
-        found = [(side, error) for side, error in again if error is not None]
-        for side, why in found or [(" or ".join(sides), error)]:
-            problems.append(": ".join((side, why.summary, *why.problems)))
-    return CorruptCheckpointError(
-        f"arrays cannot be read; A is `{names[0]}`, B is `{names[1]}`", problems
-    )
-
-
-def _error_of(handle: ArrayHandle, max_memory: int) -> ReshardError | None:
-    """Why an array cannot be read, if it cannot."""
-    reads = read_boxes([(handle,)], max_memory, lambda _: None)
-    return next((read.error for read in reads if read.error is not None), None)

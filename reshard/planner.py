@@ -65,6 +65,7 @@ class ArrayLayout:
       amplified: elements decoded for each of its own when it is read alone: more than 1 where its
         source chunks hold something of others too.
       decoded: elements decoded for each of its own when all of its family are read together.
+      rounded: a box is read as it is stored, and cast in memory.
     """
 
     path: Path
@@ -83,6 +84,15 @@ class ArrayLayout:
     together: int = 1
     amplified: float = 1.0
     decoded: float = 1.0
+    rounded: bool = False
+
+    @property
+    def box_itemsize(self) -> int:
+        """Bytes of memory for an element of a box whose source chunks are counted on their own:
+        encoded and decoded, or as it is read and as it is cast."""
+        return self.target_itemsize + (
+            self.source_itemsize if self.rounded else self.target_itemsize
+        )
 
     @property
     def chunk_charge(self) -> int:
@@ -145,7 +155,7 @@ class ArrayPlan:
         source, target = self.layout.source_itemsize, self.layout.target_itemsize
         if not self.serial:
             return 2 * (math.ceil(elements * self.layout.amplified) * source + elements * target)
-        return self.layout.chunk_charge + elements * 2 * target
+        return self.layout.chunk_charge + elements * self.layout.box_itemsize
 
     def boxes(self) -> Iterator[Box]:
         """What is read and written at once, in row-major order."""
@@ -278,7 +288,7 @@ def _choose(
                 return candidate, False
     if keeps:
         raise too_large(array, _one_pass(array, kept[0].box), max_memory)
-    room = (max_memory - array.chunk_charge) // 2
+    room = (max_memory - array.chunk_charge) * array.target_itemsize // array.box_itemsize
     smallest = min(
         SMALLEST_CHUNK,
         most or SMALLEST_CHUNK,
@@ -288,7 +298,8 @@ def _choose(
         for candidate in _splits(array, min(room, most or room)):
             if math.prod(candidate.chunk) * array.target_itemsize <= room:
                 return dataclasses.replace(candidate, box=candidate.chunk), True
-    raise too_large(array, array.chunk_charge + 2 * smallest, max_memory)
+    made = -(-smallest * array.box_itemsize // array.target_itemsize)
+    raise too_large(array, array.chunk_charge + made, max_memory)
 
 
 def _one_pass(array: ArrayLayout, box: Shape) -> int:

@@ -4,6 +4,7 @@ import collections
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -33,13 +34,13 @@ class Read(NamedTuple):
       group: its number.
       box: the box.
       values: for each array of the group its values, of its dtype; empty after an error.
-      error: why they could not be read, in this box or an earlier one of the group.
+      errors: place in the group -> why that array could not be read, in this box or an earlier one.
     """
 
     group: int
     box: Box
     values: tuple[np.ndarray, ...]
-    error: ReshardError | None = None
+    errors: Mapping[int, ReshardError] = MappingProxyType({})
 
 
 def read_boxes(
@@ -66,7 +67,7 @@ def read_boxes(
         _grid(group, arrays, limit, max_memory)
         for group, arrays in zip(groups, charged, strict=True)
     ]
-    failed: dict[int, ReshardError] = {}
+    failed: dict[int, dict[int, ReshardError]] = {}
     under_way: collections.deque[_Batch] = collections.deque()
     for boxes, charge in _batches(_in_order(groups, charged, grids), charged, limit, max_memory):
         while under_way and (
@@ -143,9 +144,9 @@ def read_digests(
         except ReshardError as error:
             failed[leaf.path] = error
     made = [Digest(leaf.shape, leaf.dtype) for (leaf,) in groups]
-    for number, box, values, error in read_boxes(groups, max_memory, progress):
-        if error is not None:
-            failed.setdefault(groups[number][0].path, error)
+    for number, box, values, errors in read_boxes(groups, max_memory, progress):
+        if errors:
+            failed.setdefault(groups[number][0].path, errors[0])
         else:
             made[number].add(box, values[0])
         del values  # memory is counted without it
@@ -329,7 +330,9 @@ def _held_with(
 
 
 def _start(
-    groups: Sequence[Group], batch: Sequence[tuple[int, Box]], failed: dict[int, ReshardError]
+    groups: Sequence[Group],
+    batch: Sequence[tuple[int, Box]],
+    failed: dict[int, dict[int, ReshardError]],
 ) -> list[_Started]:
     """Starts the reads of a batch, which share what they decode."""
     started = []
@@ -338,38 +341,47 @@ def _start(
         for number, box in batch:
             group = groups[number]
             buffers, reads = (), ()
+            if number not in failed and number not in views:
+                views[number], errors = _views(group)
+                if errors:
+                    failed[number] = errors
             if number not in failed:
-                try:
-                    if number not in views:
-                        views[number] = tuple(handle.view() for handle in group)
-                    buffers = tuple(np.empty(shape_of(box), h.read_dtype) for h in group)
-                    reads = tuple(
-                        ts.array(buffer, copy=False).write(view[box], batch=together).commit
-                        for buffer, view in zip(buffers, views[number], strict=True)
-                    )
-                except ReshardError as error:
-                    failed[number] = error
-                    buffers = ()
+                buffers = tuple(np.empty(shape_of(box), h.read_dtype) for h in group)
+                reads = tuple(
+                    ts.array(buffer, copy=False).write(view[box], batch=together).commit
+                    for buffer, view in zip(buffers, views[number], strict=True)
+                )
             what = f"{format_path(group[0].path)}: its stored bytes"
             started.append(_Started(number, box, buffers, reads, what))
     return started
 
 
+def _views(group: Group) -> tuple[tuple[ts.TensorStore, ...], dict[int, ReshardError]]:
+    """Views of the arrays of a group that can be opened, and why the others cannot."""
+    views, errors = [], {}
+    for place, handle in enumerate(group):
+        try:
+            views.append(handle.view())
+        except ReshardError as error:
+            errors[place] = error
+    return tuple(views), errors
+
+
 def _finished(
     groups: Sequence[Group],
     batch: Sequence[_Started],
-    failed: dict[int, ReshardError],
+    failed: dict[int, dict[int, ReshardError]],
     progress: Callable[[int], None],
 ) -> Iterator[Read]:
     """What has been read, as soon as it is there."""
     for number, box, buffers, reads, what in batch:
-        for read in reads:
+        for place, read in enumerate(reads):
             try:
                 checked(read, what)
             except ReshardError as error:
-                failed.setdefault(number, error)
-        error = failed.get(number)
-        pairs = zip(groups[number], buffers, strict=True) if error is None else ()
+                failed.setdefault(number, {}).setdefault(place, error)
+        errors = failed.get(number, {})
+        pairs = () if errors else zip(groups[number], buffers, strict=True)
         values = tuple(handle.rounded(buffer) for handle, buffer in pairs)
-        yield Read(number, box, values, error)
+        yield Read(number, box, values, errors)
         progress(sum(buffer.nbytes for buffer in buffers))

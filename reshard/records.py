@@ -176,19 +176,25 @@ def _is_array_file(store: ArrayStore, names: Iterable[str]) -> Callable[[str], b
 
 
 def _hashes_below(directory: pathlib.Path, skip: Callable[[str], bool]) -> dict[str, str]:
-    return {path: file_hash(directory / path) for path in _files(directory, "") if not skip(path)}
+    return {path: file_hash(directory / path) for path in _files(directory) if not skip(path)}
 
 
-def _files(directory: pathlib.Path, prefix: str) -> Iterator[str]:
-    """Files below a directory, in order, less those that are never recorded."""
-    with os.scandir(directory / prefix) as entries:
-        found = sorted(entries, key=lambda entry: entry.name)
-    for entry in found:
-        path = f"{prefix}{entry.name}"
-        if entry.is_dir(follow_symlinks=False):
-            yield from _files(directory, f"{path}/")
-        elif entry.is_file(follow_symlinks=False) and entry.name not in _NOT_RECORDED:
+def _files(directory: pathlib.Path) -> Iterator[str]:
+    """Files below a directory, in order, less those that are never recorded. Not recursive: folders
+    may be nested deeper than Python's stack."""
+    left = [("", True)]
+    while left:
+        path, is_folder = left.pop()
+        if not is_folder:
             yield path
+            continue
+        with os.scandir(directory / path) as entries:
+            found = sorted(entries, key=lambda entry: entry.name, reverse=True)
+        for entry in found:
+            if entry.is_dir(follow_symlinks=False):
+                left.append((f"{path}{entry.name}/", True))
+            elif entry.is_file(follow_symlinks=False) and entry.name not in _NOT_RECORDED:
+                left.append((f"{path}{entry.name}", False))
 
 
 def file_hash(path: pathlib.Path) -> str:

@@ -13,13 +13,30 @@ def rounds_twice(source: np.dtype, target: np.dtype) -> bool:
     return source == np.float64 and target.itemsize < 4
 
 
+# Elements that are rounded at once: what that takes beside the result is within what is charged for
+# any box (`reshard.planner.BOX_OVERHEAD`), and stays in the cache.
+_BLOCK = 1 << 9
+
+
 def round_once(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """float64 `values` as `dtype`, to nearest even. NaN stays NaN, overflow is as in numpy."""
+    """float64 `values` as `dtype`, to nearest even. NaN stays NaN, overflow is as in numpy.
+
+    Takes no memory to speak of beside the values and the result, if the values are contiguous.
+    """
+    flat = values.reshape(-1)
+    rounded = np.empty(flat.shape, dtype)
     with np.errstate(over="ignore", invalid="ignore"):
-        single = values.astype(np.float32)
-        inexact = np.isfinite(single) & (single != values)
-        toward_zero = np.where(
-            np.abs(single) > np.abs(values), np.nextafter(single, np.float32(0)), single
-        )
-        odd = (toward_zero.view(np.uint32) | np.uint32(1)).view(np.float32)
-        return np.where(inexact, odd, single).astype(dtype)
+        for start in range(0, flat.size, _BLOCK):
+            block = slice(start, start + _BLOCK)
+            rounded[block] = _to_odd(flat[block])
+    return rounded.reshape(values.shape)
+
+
+def _to_odd(values: np.ndarray) -> np.ndarray:
+    """float64 values as float32, those in between two of its values as the odd one of the two."""
+    single = values.astype(np.float32)
+    inexact = np.isfinite(single) & (single != values)
+    away = np.abs(single) > np.abs(values)
+    toward_zero = np.where(away, np.nextafter(single, np.float32(0)), single)
+    odd = (toward_zero.view(np.uint32) | np.uint32(1)).view(np.float32)
+    return np.where(inexact, odd, single)

@@ -410,12 +410,18 @@ def _split_location(location: str) -> tuple[str, int, int]:
 def _group_by_array(
     found: dict[str, StoredValue], metadata_key: str
 ) -> dict[str, dict[str, StoredValue]]:
+    """A key below the names of several arrays (`a/c/0` where there are `a` and `a/c`) may be a
+    chunk of any of them: each has it until `ArrayStore.keep`."""
     ending = f"/{metadata_key}"
     arrays = {key.removesuffix(ending): {} for key in found if key.endswith(ending)}
     for key, value in found.items():
-        name = key.rpartition("/")[0]
-        while name and name not in arrays:
-            name = name.rpartition("/")[0]
-        if name:
-            arrays[name][key[len(name) + 1 :]] = value
+        for name in _above(key):
+            if name in arrays:
+                arrays[name][key[len(name) + 1 :]] = value
     return arrays
+
+
+def _above(key: str) -> Iterator[str]:
+    """`a/b` and `a` for the key `a/b/c`."""
+    while key := key.rpartition("/")[0]:
+        yield key

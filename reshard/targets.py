@@ -303,7 +303,8 @@ def _evaluated(function: Any, inputs: Sequence[Any], mesh: Any) -> Any:
     First with no mesh in context: within one, flax applies annotations right away, which fails
     where they do not fit or where axes are Explicit. A model that constrains values by bare
     partition specs needs a mesh; it gets the one that the target is for, and if it is not written
-    for Explicit axes, the same with Auto axes.
+    for Explicit axes, the same with Auto axes. Where all fail, the first failure is raised: what
+    comes after it may be about the context alone.
     """
     import jax
     from flax import nnx
@@ -324,17 +325,19 @@ def _evaluated(function: Any, inputs: Sequence[Any], mesh: Any) -> Any:
     if mesh is not None:
         given = mesh if isinstance(mesh, jax.sharding.AbstractMesh) else mesh.abstract_mesh
         auto = (jax.sharding.AxisType.Auto,) * len(given.axis_names)
-        contexts += [given, given.update(axis_types=auto)]
-    made = None
+        contexts += dict.fromkeys((given, given.update(axis_types=auto)))
+    made, first = None, None
     with nnx.use_eager_sharding(False):
         for context in contexts:
             try:
                 with jax.sharding.use_abstract_mesh(context):
                     made = nnx.eval_shape(call, *arrays)
                 break
-            except Exception:
-                if context is contexts[-1]:
-                    raise
+            except Exception as error:  # anything: it is the user's code
+                first = first or error
+        else:
+            assert first is not None
+            raise first
     if eager:
         _restore_eager_sharding(made)
     return made

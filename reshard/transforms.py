@@ -17,8 +17,8 @@ from reshard.checkpoint import (
     Leaf,
     collision_error,
     is_floating,
+    name_clashes,
     parse_dtype,
-    stored_name,
 )
 from reshard.errors import ShardingError, TreeMismatchError
 from reshard.matching import Mismatch, Wanted, likely_renames, match, mismatch_error
@@ -74,7 +74,7 @@ def rename(ckpt: Checkpoint, rules: Sequence[tuple[str, str]] | Mapping[str, str
     """Leaves under new paths: (regex, replacement) pairs applied in order to the printed path.
 
     Raises:
-      TreeMismatchError: see `reshard.tree.rename_paths`; also two arrays that would be stored
+      TreeMismatchError: see `reshard.tree.rename_paths`; also two leaves that would be stored
         under one name.
     """
     pairs = list(rules.items()) if isinstance(rules, Mapping) else rules
@@ -86,16 +86,9 @@ def rename(ckpt: Checkpoint, rules: Sequence[tuple[str, str]] | Mapping[str, str
             leaf = dataclasses.replace(leaf, path=new)
         leaves[new] = leaf
     tree.check_lists(leaves, ckpt)
-    names: dict[str, Path] = {}
-    problems = []
-    for path in leaves:
-        other = names.setdefault(stored_name(path), path)
-        if other != path and new_paths.get(path) != path:
-            problems.append(
-                f"{format_path(other)} and {format_path(path)} -> `{stored_name(path)}`"
-            )
-    if problems:
-        raise TreeMismatchError("two leaves would be stored under one name", problems)
+    clashes = name_clashes(leaves, lambda path: new_paths.get(path) == path)
+    if clashes:
+        raise TreeMismatchError("two leaves would be stored under one name", clashes)
     return ckpt.replace(leaves, retyped=set(leaves) != set(ckpt))
 
 

@@ -1,5 +1,6 @@
 """zarr metadata documents, v2 and v3: the same array with another shape, grid or dtype."""
 
+import copy
 import json
 import math
 import re
@@ -92,6 +93,7 @@ def with_chunks(document: Document, chunk: Sequence[int]) -> Document:
     """For another chunk shape. Inner chunks that divide it stay, if they were not whole chunks."""
     if document["zarr_format"] == 2:
         return document | {"chunks": list(chunk)}
+    document = copy.deepcopy(document)
     grid = document["chunk_grid"]["configuration"]
     outer, grid["chunk_shape"] = grid["chunk_shape"], list(chunk)
     for codec in _sharding_codecs(document):
@@ -106,6 +108,7 @@ def with_chunks(document: Document, chunk: Sequence[int]) -> Document:
 def with_shape(document: Document, shape: Shape, chunk: Shape) -> Document:
     """For an array of another shape, whose chunks have no inner chunks."""
     if document["zarr_format"] == 3:
+        document = copy.deepcopy(document)
         document.pop("dimension_names", None)
         document["chunk_grid"]["configuration"]["chunk_shape"] = []
         for codec in _sharding_codecs(document):
@@ -117,6 +120,7 @@ def with_dtype(document: Document, dtype: np.dtype) -> Document:
     """For another dtype; the fill value is that of zarrs that Orbax writes."""
     if document["zarr_format"] == 2:
         return document | {"dtype": zarr2_dtype(dtype), "fill_value": None}
+    document = copy.deepcopy(document)
     for codec in _sharding_codecs(document):
         _set_endian(codec["codecs"], dtype)
     _set_endian(document["codecs"], dtype)

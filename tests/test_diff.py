@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import reshard
+from reshard import contents
 from reshard.digests import digest_of
 from reshard.elementwise import ElementComparison
 from reshard.records import FILE, ArrayRecord, Record
@@ -901,6 +902,26 @@ def test_arrays_that_cannot_be_read_are_told_together_with_their_side(two):
         "B: new: its stored bytes",
     ]
     assert reshard.diff(a, b, values=True, select="same").equal
+
+
+@pytest.mark.parametrize("broken", ["A", "B"])
+def test_which_side_cannot_be_read_is_known_without_reading_again(broken, two, monkeypatch):
+    tree = {"x": np.arange(1 << 12, dtype="f4"), "y": np.arange(8, dtype="f4")}
+    a, b = two(tree, tree, use_ocdbt=False)
+    ((a if broken == "A" else b) / "x" / "0").write_bytes(b"garbage")
+    taken = []
+    read = contents.read_boxes
+
+    def counted(groups, *arguments):
+        taken.extend(handle.path for group in groups for handle in group)
+        return read(groups, *arguments)
+
+    monkeypatch.setattr(contents, "read_boxes", counted)
+    with pytest.raises(reshard.CorruptCheckpointError) as error:
+        reshard.diff(a, b, values=True)
+    (problem,) = error.value.problems
+    assert problem.startswith(f"{broken}: x: its stored bytes cannot be read: ")
+    assert sorted(taken) == [("x",), ("x",), ("y",), ("y",)]
 
 
 def test_two_leaves_under_one_name_are_refused_if_their_values_count(two):

@@ -1,10 +1,12 @@
 """The record of digests: what is in it, who writes it, and that Orbax does not look at it."""
 
 import hashlib
+import inspect
 import json
 import os
 import pathlib
 import shutil
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,7 @@ from layouts import LAYOUTS, READERS, STEPS
 
 import reshard
 from reshard.digests import digest_of
-from reshard.records import FILE, ArrayRecord, Record, read_record
+from reshard.records import FILE, ArrayRecord, Record, read_record, record_of
 
 TEMPORARY = "reshard_digests.json.tmp"
 
@@ -681,3 +683,25 @@ def test_a_plan_tells_that_the_source_is_not_the_one_on_record(plain, tmp_path):
         f"the file `{path}/_sharding`: it is not the one on record",
     )
     assert planned.hints == (f"reshard verify '{path}'",)
+
+
+def test_files_in_folders_deeper_than_the_stack_of_python(tmp_path):
+    """In the order of their paths, key by key."""
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", {"w": np.arange(4.0)})
+    ckpt = reshard.open(tmp_path / "saved")
+    deep = "f/" * 300
+    files = ["a", "b/c", f"{deep}a", f"{deep}b", "f/z", "g"]
+    for file in files:
+        path = tmp_path / "saved" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(file)
+    limit, frames = sys.getrecursionlimit(), len(inspect.stack(0))
+    sys.setrecursionlimit(frames + 200)
+    try:
+        found = record_of(ckpt, tmp_path / "saved", {})
+    finally:
+        sys.setrecursionlimit(limit)
+    expected = {file: hashlib.sha256(file.encode()).hexdigest() for file in files}
+    assert [file for file in found.files if file in expected] == files
+    assert {file: found.files[file] for file in files} == expected

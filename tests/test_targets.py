@@ -1305,6 +1305,31 @@ def test_a_model_that_fails_leaves_nothing_behind():
             assert global_state() == before
 
 
+@pytest.mark.parametrize(("kind", "most"), [("Auto", 2), ("Explicit", 3)])
+def test_a_model_that_fails_is_run_once_in_each_context_and_its_first_error_is_told(kind, most):
+    calls = []
+
+    def fails():
+        calls.append(jax.sharding.get_abstract_mesh())
+        raise RuntimeError(f"failure {len(calls)}")
+
+    with pytest.raises(RuntimeError, match="failure 1"):
+        reshard.target(fails, mesh=KINDS[kind])
+    assert len(calls) == most
+    assert len({str(mesh) for mesh in calls}) == most
+
+
+def test_a_model_that_needs_no_mesh_is_run_once():
+    calls = []
+
+    def make():
+        calls.append(1)
+        return Net(nnx.Rngs(0))
+
+    reshard.target(make, mesh=MESH)
+    assert len(calls) == 1
+
+
 def test_other_threads_see_nothing_of_it():
     inside, checked = threading.Event(), threading.Event()
 

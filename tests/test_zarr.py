@@ -169,6 +169,25 @@ def test_another_shape(document, shape, chunk):
     assert_holds(new, random(shape))
 
 
+@pytest.mark.parametrize(
+    "document",
+    [
+        zarr2((12, 8), (6, 8)),
+        zarr3((12, 8), (6, 8), dimension_names=["a", "b"]),
+        zarr3((12, 8), (6, 8), sharded(3, 4)),
+    ],
+)
+def test_a_document_stays_what_it_is(document):
+    before = copy(document)
+    for made in (
+        zarr.with_chunks(document, (3, 4)),
+        zarr.with_shape(document, (5,), (2,)),
+        zarr.with_dtype(document, np.dtype(np.int8)),
+    ):
+        assert made != before
+        assert document == before
+
+
 # Other dtypes.
 
 

@@ -3,13 +3,23 @@
 import collections
 import dataclasses
 import functools
+import itertools
+import json
 import math
 import os
 import pathlib
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from reshard.checkpoint import ArrayHandle, Checkpoint, collision_error, stored_name
+from reshard import zarr
+from reshard.checkpoint import (
+    ArrayHandle,
+    Checkpoint,
+    collision_error,
+    name_clashes,
+    stored_name,
+)
 from reshard.errors import (
     CorruptCheckpointError,
     DestinationExistsError,
@@ -30,7 +40,7 @@ from reshard.mesh import NamedSharding, shard_shape, spec_problems
 from reshard.planner import ArrayLayout, ArrayPlan, Plan, plan_array, too_large
 from reshard.schedule import batches, cores, peak_memory, shared_passes
 from reshard.store import StoredValue, name_problem
-from reshard.tree import format_path
+from reshard.tree import Path, format_path
 from reshard.units import parse_bytes
 from reshard.writer import local
 from reshard.writer.estimate import encoded_ratio
@@ -185,6 +195,9 @@ def _prepare_item(
     collided = [handle for handle in ckpt.arrays if handle.same_name is not None]
     if collided:
         found.append(collision_error(collided))
+    clashes = _name_clashes(ckpt)
+    if clashes:
+        found.append(TreeMismatchError("two leaves would be stored under one name", clashes))
     named = [(format_path(path), name_problem(stored_name(path))) for path in ckpt]
     unusable = [f"{text:.80}: {problem}" for text, problem in named if problem]
     if unusable:
@@ -214,6 +227,48 @@ def _prepare_item(
         elif 2 * layout.largest_stored > max_memory:
             found.append(too_large(layout, 2 * layout.largest_stored, max_memory))
     return Job(ckpt, tuple(handles), tuple(plans), files)
+
+
+def _name_clashes(ckpt: Checkpoint) -> list[str]:
+    """Leaves of which one would overwrite the other, or could not be written beside it."""
+    arrays = {handle.path: handle for handle in ckpt.arrays}
+    strings = [path for path, leaf in ckpt.items() if isinstance(leaf, str)]
+
+    def is_unchanged(path: Path) -> bool:
+        return arrays[path].formed is None and arrays[path].name == stored_name(path)
+
+    clashes = name_clashes(arrays, is_unchanged) + name_clashes(strings)
+    for kind in (arrays, strings):
+        names = {stored_name(path): path for path in kind}
+        for name, path in names.items():
+            for end in [place.start() for place in re.finditer("/", name)]:
+                outer = names.get(name[:end])
+                if outer is None:
+                    continue
+                two = f"{format_path(outer)} and {format_path(path)}"
+                if outer not in arrays:
+                    clashes.append(f"{two}: the string `{name}` would be inside of `{name[:end]}`")
+                elif file := _file_above(arrays[outer], arrays[path], name[end + 1 :]):
+                    clashes.append(f"{two}: `{name[:end]}/{file}` is a file of `{name[:end]}`")
+    return clashes
+
+
+def _file_above(outer: ArrayHandle, inner: ArrayHandle, below: str) -> str | None:
+    """The chunk or metadata of an array that is in the place of what is stored of another, or of a
+    directory that this is in; None if there is none. In an OCDBT database there are no directories.
+
+    Args:
+      outer: the array.
+      inner: the other one.
+      below: its name, below that of the array.
+    """
+    chunks = zarr.chunk_keys(json.loads(outer.metadata))
+    first = zarr.chunk_key(json.loads(inner.metadata), (0,) * len(inner.shape))
+    *directories, whole = itertools.accumulate(f"{below}/{first}".split("/"), "{}/{}".format)
+    for key in [whole] if outer.store.ocdbt else [*directories, whole]:
+        if key == outer.store.metadata_key or chunks.fullmatch(key):
+            return key
+    return None
 
 
 def _layout(
@@ -252,6 +307,7 @@ def _layout(
         together=shares.count if shares else 1,
         amplified=amplified,
         decoded=shares.decoded if shares else amplified,
+        rounded=handle.read_dtype != handle.dtype,
     )
     same_dtype = handle.dtype == handle.stored_dtype
     if same_dtype or handle.same_name is not None or layout.chunk_charge > max_memory:

@@ -1,0 +1,87 @@
+"""Rounding float64 to 8 and 16 bits: the memory that it takes, and what is charged for it."""
+
+import tracemalloc
+
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import reshard
+from reshard.planner import BOX_OVERHEAD
+from reshard.rounding import round_once
+from reshard.writer.job import prepare
+
+TARGETS = [np.dtype(name) for name in ("float16", ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn)]
+
+
+def peak(job):
+    """The most bytes of numpy's that are held while a job runs, and its result."""
+    tracemalloc.start()
+    try:
+        result = job()
+        return tracemalloc.get_traced_memory()[1], result
+    finally:
+        tracemalloc.stop()
+
+
+def once(values, dtype):
+    """Of the two nearest values of a dtype the nearer one, by exact arithmetic in float64."""
+    near = values.astype(np.float32).astype(dtype)
+    bits = near.view(f"uint{8 * dtype.itemsize}").astype(np.int64)
+    found = near.astype(np.float64)
+    chosen = bits.copy()
+    for step in (-1, 1):
+        other = (bits + step).astype(f"uint{8 * dtype.itemsize}")
+        distance = np.abs(other.view(dtype).astype(np.float64) - values)
+        best = np.abs(found - values)
+        better = (distance < best) | ((distance == best) & (other % 2 == 0))
+        chosen = np.where(better, other, chosen)
+        found = np.where(better, other.view(dtype).astype(np.float64), found)
+    return chosen.astype(f"uint{8 * dtype.itemsize}").view(dtype)
+
+
+@pytest.mark.parametrize("dtype", TARGETS, ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (7, 300), (300, 1000), (2, 3, 100_001)], ids=str)
+def test_what_rounding_once_takes_beside_its_result(dtype, shape):
+    values = np.asarray(np.random.default_rng(0).uniform(1, 400, shape))
+    most, rounded = peak(lambda: round_once(values, dtype))
+    assert (rounded.dtype, rounded.shape) == (dtype, shape)
+    assert rounded.tobytes() == once(values, dtype).tobytes()
+    assert most - rounded.nbytes <= BOX_OVERHEAD
+
+
+def test_rounding_of_what_is_not_contiguous():
+    values = np.random.default_rng(0).uniform(1, 400, (90, 50, 30)).transpose(2, 0, 1)[::2, :, 3:]
+    dtype = TARGETS[1]
+    rounded = round_once(values, dtype)
+    np.testing.assert_array_equal(rounded, once(np.ascontiguousarray(values), dtype), strict=True)
+
+
+@pytest.mark.parametrize("memory", ["200KiB", "1GiB"], ids=["serial", "one pass"])
+@pytest.mark.parametrize("dtype", TARGETS, ids=str)
+def test_what_is_charged_for_a_box(dtype, memory, tmp_path):
+    """Its values as they are read and as they are rounded are in memory at once."""
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", {"a": np.random.default_rng(0).random((32, 256))})
+    ckpt = reshard.to_mesh(
+        reshard.cast(reshard.open(tmp_path / "saved"), dtype),
+        "data=1,model=32",
+        [("a", (None, "model"))],
+    )
+    limit = reshard.units.parse_bytes(memory)
+    _, plan, found = prepare(
+        [ckpt], None, max_memory=limit, chunks="shard", link=False, overwrite=False
+    )
+    (array,), (handle,) = plan.arrays, ckpt.arrays
+    assert not found
+    for box in array.boxes():
+        values = handle.stored_view()[box].read().result()
+
+        def rounded(values=values):
+            return handle.rounded(np.array(values))
+
+        most, _ = peak(rounded)
+        chunk = array.layout.chunk_charge if array.serial else 0
+        assert array.box_charge(box) - chunk + BOX_OVERHEAD >= most
+    assert plan.peak_memory <= limit
