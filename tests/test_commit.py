@@ -310,7 +310,7 @@ def test_an_interrupt_leaves_nothing(source, tmp_path, error, overwrite):
 
 
 @pytest.mark.parametrize(
-    "step", ["local.sync", "durable.write", "local.copy_tree", "durable.sync_directory"]
+    "step", ["local.sync", "durable.write", "local.copy_file", "durable.sync_directory"]
 )
 def test_an_io_error_leaves_nothing(saved, tmp_path, monkeypatch, step):
     source = saved("items")
@@ -487,13 +487,13 @@ def test_a_source_that_changes_meanwhile(big, tmp_path, layout, change):
 def test_an_item_that_vanishes_meanwhile(saved, tmp_path, monkeypatch):
     copy = shutil.copytree(saved("items").path, tmp_path / "copy")
     out = tmp_path / "new" / "out"
-    original = reshard.writer.local.copy_tree
+    original = reshard.writer.local.copy_file
 
-    def vanish(source, destination):
+    def vanish(*arguments):
         shutil.rmtree(copy / "3" / "config", ignore_errors=True)
-        original(source, destination)
+        return original(*arguments)
 
-    monkeypatch.setattr(reshard.writer.local, "copy_tree", vanish)
+    monkeypatch.setattr(reshard.writer.local, "copy_file", vanish)
     with pytest.raises(reshard.CorruptCheckpointError) as caught:
         reshard.save(reshard.open(copy, item="state"), out)
     assert str(caught.value) == f"the source changed while it was read\n  `{copy}/3/config`"

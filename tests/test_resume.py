@@ -432,7 +432,7 @@ def test_killed_again_and_again_and_resumed(sources, expected, start, tmp_path, 
 
 # Which call of what, and whether after it rather than before.
 MOMENTS = [
-    ("reshard.writer.surroundings", "local.copy_tree", 1, True),
+    ("reshard.writer.surroundings", "local.copy_file", 1, True),
     ("reshard.writer.ocdbt", "local.link", 2, False),
     ("reshard.durable", "replace", 1, False),
     ("os", "replace", 1, False),
@@ -656,7 +656,7 @@ def test_stopped_before_anything_is_written(sources, tmp_path, monkeypatch):
     def interrupt(*_):
         raise StopError
 
-    monkeypatch.setattr(reshard.writer.job, "copy_surroundings", interrupt)
+    monkeypatch.setattr(reshard.writer.job, "clear", interrupt)
     with pytest.raises(StopError) as caught:
         save(sources("ckpt zarr2"), tmp_path / "out", resume=True)
     assert not hasattr(caught.value, "__notes__")
