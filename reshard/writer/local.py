@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import hashlib
 import os
 import pathlib
 import shutil
@@ -38,6 +39,8 @@ REPLACED_SUFFIX = ".replaced-by-reshard"
 _MOST_LEVELS = 100
 # Errors of writing to a file that is open, which do not name it.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Bytes that are copied at once.
+_BLOCK = 1 << 18
 # Flags of sync_file_range.
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 
@@ -100,7 +103,12 @@ def _own_bytes(directory: pathlib.Path) -> int:
 
 def same_filesystem(source: pathlib.Path, destination: pathlib.Path) -> bool:
     """Whether hard links from one to the other can be tried."""
-    return os.stat(source).st_dev == os.stat(_existing_parent(destination)).st_dev
+    return os.stat(source).st_dev == device(destination)
+
+
+def device(destination: pathlib.Path) -> int:
+    """The file system that a destination is on, or will be."""
+    return os.stat(_existing_parent(destination)).st_dev
 
 
 def unfinished_directory(destination: pathlib.Path) -> pathlib.Path:
@@ -145,7 +153,7 @@ def committed_directory(
         if unfinished(temporary):
             error.add_note(f"`{outer}` is kept: the same command with --resume goes on with it")
         else:
-            _remove(temporary)
+            remove(temporary)
         raise
     finally:
         _release(lock, outer)
@@ -177,7 +185,7 @@ def _locked(
         if kept is not None:
             os.rename(kept, temporary)
         for path in left:
-            _remove(path)
+            remove(path)
             if os.path.lexists(path):
                 raise _in_the_way(outer)
         temporary.mkdir(exist_ok=True)
@@ -214,7 +222,7 @@ def _in_the_way(path: pathlib.Path) -> DestinationError:
     return DestinationError(f"`{path}` is in the way and cannot be removed", hints=[hint])
 
 
-def _remove(path: pathlib.Path) -> None:
+def remove(path: pathlib.Path) -> None:
     """Deletes a file or a tree; twice if need be, for a write in flight may land while it is
     walked."""
     for _ in range(3):
@@ -341,33 +349,46 @@ def remove_locks(directory: pathlib.Path) -> None:
             path.unlink()
 
 
-def copy_tree(source: pathlib.Path, destination: pathlib.Path) -> None:
-    """Copies a file or a directory byte for byte.
+def copy_file(
+    source: pathlib.Path,
+    destination: pathlib.Path | None,
+    report: Callable[[int], None] = lambda nbytes: None,
+) -> str:
+    """Copies a file, or only reads it if there is no destination; the SHA-256 of what was read.
 
-    Raises:
-      CheckpointFormatError: there is something else than files and directories in it, or they are
-        nested too deep.
+    Whatever is at the destination is replaced, and not written to: it may be a link to the source.
     """
-    for path, found in _tree(source):
-        copy = destination / os.path.relpath(path, source)
-        if stat.S_ISDIR(found.st_mode):
-            copy.mkdir(parents=True, exist_ok=True)
-        else:
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, copy, follow_symlinks=False)
+    found = hashlib.sha256()
+    with contextlib.ExitStack() as stack:
+        reader = stack.enter_context(open(os.open(source, os.O_RDONLY | os.O_NOFOLLOW), "rb"))
+        writer = None
+        if destination is not None:
+            destination.unlink(missing_ok=True)
+            writer = stack.enter_context(open(destination, "xb"))
+        while block := reader.read(_BLOCK):
+            found.update(block)
+            if writer is not None:
+                writer.write(block)
+            report(len(block))
+    return found.hexdigest()
 
 
 def tree_bytes(path: pathlib.Path) -> int:
     """Bytes of a file, or of all files below a directory.
 
     Raises:
-      CheckpointFormatError: as `copy_tree`.
+      CheckpointFormatError: as `walk`.
     """
-    return sum(found.st_size for _, found in _tree(path) if stat.S_ISREG(found.st_mode))
+    return sum(found.st_size for _, found in walk(path) if stat.S_ISREG(found.st_mode))
 
 
-def _tree(source: pathlib.Path) -> Iterator[tuple[str, os.stat_result]]:
-    """A file, or a directory and all that is below it."""
+def walk(source: pathlib.Path) -> Iterator[tuple[str, os.stat_result]]:
+    """A file; or a directory and all that is below it, each directory before what is in it.
+
+    Raises:
+      CheckpointFormatError: there is something else than files and directories in it, or they are
+        nested too deep.
+    """
     paths = [(str(source), 0)]
     while paths:
         path, level = paths.pop()

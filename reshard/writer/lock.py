@@ -97,14 +97,14 @@ def _wait_until_free(file: "LockFile", content: bytes, subject: pathlib.Path) ->
         if seen is None:  # released since
             continue
         owner = _parsed(seen)
-        here = bool(owner and owner["machine"]) and owner["machine"] == _machine()
-        changed = first is not None and seen != first
-        if changed or (here and not _has_ended(owner["pid"], owner["started"])):
+        here = owner is not None and owner["machine"] == _machine() != ""
+        ended = owner is not None and here and _has_ended(owner["pid"], owner["started"])
+        if (here and not ended) or (first is not None and seen != first):
             elsewhere = [f"process {owner['pid']} on {owner['host']}"] if owner and not here else []
             raise DestinationError(f"another job is writing `{subject}`", elsewhere)
         if first is None:
             first, since = seen, time.monotonic()
-        if here or time.monotonic() - since > STALE_SECONDS:
+        if ended or time.monotonic() - since > STALE_SECONDS:
             file.remove(seen)
             first = None
         else:
@@ -183,7 +183,7 @@ def _parsed(content: bytes) -> dict[str, Any] | None:
 
 def _token(content: bytes | None) -> str | None:
     owner = None if content is None else _parsed(content)
-    return owner and owner["token"]
+    return None if owner is None else owner["token"]
 
 
 def _machine() -> str:
