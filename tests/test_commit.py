@@ -716,6 +716,7 @@ def test_what_a_killed_job_left_is_replaced(source, tmp_path):
     out = tmp_path / "out"
     stale = unfinished(out) / "1.orbax-checkpoint-tmp"
     shutil.copytree(source.path, stale)
+    (unfinished(out) / "lock.0123").write_text("of a job that was killed as it removed its lock")
     (stale / "junk").write_text("half")
     (stale / "d").mkdir(exist_ok=True)
     (stale / "d" / "junk").write_text("half")

@@ -336,18 +336,24 @@ def expected(sources, tmp_path_factory):
     return get
 
 
-def assert_same(out, expected):
-    """The destination is what an uninterrupted job makes, and nothing else is beside it."""
+def assert_same(out, expected, killed=False):
+    """The destination is what an uninterrupted job makes, and nothing else is beside it: but what
+    may be left of a lock, where the job was killed."""
     path, arrays, _ = expected
-    assert os.listdir(out.parent) == [out.name]
+    left = unfinished(out)
+    if killed and left.exists():
+        assert all(name.startswith("lock") for name in os.listdir(left))
+        assert set(os.listdir(out.parent)) == {out.name, left.name}
+    else:
+        assert os.listdir(out.parent) == [out.name]
     assert files(out) == files(path)
     assert values(out) == arrays
     assert_pruned(out)
 
 
-def assert_whole(out, expected):
+def assert_whole(out, expected, killed=False):
     """And Orbax reads it."""
-    assert_same(out, expected)
+    assert_same(out, expected, killed)
     assert restored(out) == expected[2]
 
 
@@ -398,7 +404,7 @@ def test_killed_at_random_moments(sources, expected, start, tmp_path, kind):
         start(source=source, out=out, resume=False).kill(rng.uniform(0, 1.1 * seconds))
         assert status_of(source) == before
         if out.exists():
-            assert_whole(out, whole)
+            assert_whole(out, whole, killed=True)
             shutil.rmtree(out)
         else:
             assert_absent(out)
@@ -423,7 +429,7 @@ def test_killed_again_and_again_and_resumed(sources, expected, start, tmp_path, 
         kills += status != 0
         assert status_of(source) == before
         if out.exists():
-            assert_whole(out, whole)
+            assert_whole(out, whole, killed=True)
         else:
             assert_absent(out)
 
@@ -473,7 +479,7 @@ def test_killed_at_a_moment_of_interest(sources, expected, start, tmp_path, kind
             assert_absent(out)
         else:
             assert start(source=source, out=out, resume=True).wait() == 0
-        assert_same(out, whole)
+        assert_same(out, whole, killed=True)
         shutil.rmtree(out)
     assert killed > len(MOMENTS) // 2
 

@@ -180,6 +180,8 @@ def _locked(
     try:
         temporary = outer / f"{lock.token}{TEMPORARY}"
         _move_earlier(destination, outer / f"earlier-{temporary.name}")
+        for path in outer.glob(f"{_LOCK}.*"):  # of a job that was killed while it removed its lock
+            remove(path)
         left = sorted(path for path in outer.iterdir() if TEMPORARY in path.name)
         kept = next((path for path in left if unfinished(path)), None)
         if kept is not None:

@@ -162,7 +162,7 @@ class LockFile:
         if LockFile(aside).read() != seen:  # a new owner's
             with contextlib.suppress(OSError):
                 os.link(aside, self._path, follow_symlinks=False)
-        aside.unlink()
+        aside.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Gives up the file that was created."""
