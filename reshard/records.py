@@ -18,6 +18,7 @@ import os
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from reshard.boxes import Shape
@@ -135,7 +136,10 @@ def _hash(text: Any) -> str:
 
 
 def record_of(
-    ckpt: Checkpoint, directory: pathlib.Path, arrays: Mapping[str, ArrayRecord]
+    ckpt: Checkpoint,
+    directory: pathlib.Path,
+    arrays: Mapping[str, ArrayRecord],
+    hashes: Mapping[str, str] = MappingProxyType({}),
 ) -> Record:
     """The record of an item: its arrays, and the hashes of its strings and of all files beside the
     arrays' bytes.
@@ -144,14 +148,19 @@ def record_of(
       ckpt: its tree, and what is around it.
       directory: what stands for `source.root`: where it is, or is being written.
       arrays: what is known of the arrays.
+      hashes: path below the directory -> SHA-256 of files that need not be read for it.
     """
     source = ckpt.source
     step = directory / source.step
     item = step / source.item
-    files = _hashes_below(item, _is_array_file(source.store, arrays))
+
+    def hash_of(file: pathlib.Path) -> str:
+        return hashes.get(os.path.relpath(file, directory)) or file_hash(file)
+
+    files = _hashes_below(item, _is_array_file(source.store, arrays), hash_of)
     beside = {}
     if source.item:
-        beside = _hashes_below(step, lambda path: path.split("/")[0] == source.item)
+        beside = _hashes_below(step, lambda path: path.split("/")[0] == source.item, hash_of)
     texts = {stored_name(path): leaf for path, leaf in ckpt.items() if isinstance(leaf, str)}
     strings = {name: text_hash(text) for name, text in texts.items()}
     return Record(arrays, strings, files, beside)
@@ -175,8 +184,10 @@ def _is_array_file(store: ArrayStore, names: Iterable[str]) -> Callable[[str], b
     return check
 
 
-def _hashes_below(directory: pathlib.Path, skip: Callable[[str], bool]) -> dict[str, str]:
-    return {path: file_hash(directory / path) for path in _files(directory) if not skip(path)}
+def _hashes_below(
+    directory: pathlib.Path, skip: Callable[[str], bool], hash_of: Callable[[pathlib.Path], str]
+) -> dict[str, str]:
+    return {path: hash_of(directory / path) for path in _files(directory) if not skip(path)}
 
 
 def _files(directory: pathlib.Path) -> Iterator[str]:

@@ -267,8 +267,8 @@ def stored_record(handle: ArrayHandle, digest: str | None = None) -> ArrayRecord
     return ArrayRecord(handle.stored_dtype.name, handle.shape, digest)
 
 
-def changed_files(source: Source, record: Record) -> Iterator[str]:
-    """Files that are not what they were when they were recorded, a line each.
+def recorded_files(source: Source, record: Record) -> dict[pathlib.Path, str]:
+    """File -> SHA-256 on record.
 
     An item beside this one that has a record of its own may have been written since.
     """
@@ -278,14 +278,32 @@ def changed_files(source: Source, record: Record) -> Iterator[str]:
         for path, known in record.beside.items():
             if not os.path.exists(step / path.partition("/")[0] / FILE):
                 files[step / path] = known
-    for file, known in files.items():
+    return files
+
+
+def changed_files(
+    source: Source, record: Record, unread: Callable[[pathlib.Path], bool] = lambda file: False
+) -> Iterator[str]:
+    """Files that are not what they were when they were recorded, a line each.
+
+    Args:
+      source: where they are.
+      record: their record.
+      unread: whether it is enough that a file is there.
+    """
+    for file, known in recorded_files(source, record).items():
         try:
             if not file.is_file():
                 yield f"the file `{file}`: on record, and not there"
-            elif file_hash(file) != known:
-                yield f"the file `{file}`: it is not the one on record"
+            elif not unread(file) and file_hash(file) != known:
+                yield changed_file(file)
         except OSError as error:
             yield f"the file `{file}`: it cannot be read: {error.strerror}"
+
+
+def changed_file(file: pathlib.Path) -> str:
+    """The line of a file that is not what it was when it was recorded."""
+    return f"the file `{file}`: it is not the one on record"
 
 
 def _compare_trees(ckpt: Checkpoint, other: Checkpoint, found: _Findings) -> dict[Path, Path]:

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 import reshard
 from reshard.writer import job as writer_job
 from reshard.writer import journal
-from reshard.writer.local import TEMPORARY_SUFFIX
+from reshard.writer.local import unfinished_directory
 
 LIMIT_SECONDS = 20
 # A file beside a damaged directory, which links in it point to.
@@ -43,15 +43,13 @@ from = '^params/'
 to = ''
 """
 # What a case may leave of its jobs.
-_UNFINISHED = f"resumed{TEMPORARY_SUFFIX}"
 LEFT = (
     "moved",
     "reshaped",
     "recorded",
     "converted",
     "resumed",
-    _UNFINISHED,
-    f"{_UNFINISHED}-elsewhere",
+    ".reshard-resumed.unfinished",
 )
 
 
@@ -227,10 +225,11 @@ def _diff_records(case: Case) -> None:
 
 def _resume(case: Case) -> None:
     """The damage is that of what a stopped job of the genuine checkpoint has left."""
-    destination, temporary = case.out / "resumed", case.out / _UNFINISHED
+    destination = case.out / "resumed"
+    temporary = left_of(destination)
     shutil.copytree(unfinished(case.base), temporary)
     case.damage(temporary)
-    secret = case.out / SECRET  # what some of the damage is a link to
+    secret = temporary.parent / SECRET  # what some of the damage is a link to
     before = secret.read_bytes() if secret.exists() else None
     try:
         go_on(case.base, destination, digest=True, verify=True)
@@ -300,13 +299,18 @@ class _StoppedError(Exception):
 def unfinished(base: pathlib.Path) -> pathlib.Path:
     """What a job has left that was stopped before its last step."""
     made = base.parent / f"{base.name}-stopped"
-    left = made.with_name(made.name + TEMPORARY_SUFFIX)
-    if not left.exists():
+    if not unfinished_directory(made).exists():
         notes_all = mock.patch.multiple(journal, _SYNC_SECONDS=0.0, _SYNC_SHARE=1e9)
         stopped = mock.patch.object(writer_job, "write_markers", side_effect=_StoppedError)
         with notes_all, stopped, contextlib.suppress(_StoppedError):
             go_on(base, made)
+    (left,) = unfinished_directory(made).iterdir()
     return left
+
+
+def left_of(destination: pathlib.Path) -> pathlib.Path:
+    """Where a stopped job could have left something."""
+    return unfinished_directory(destination) / "stopped.orbax-checkpoint-tmp"
 
 
 def go_on(base: pathlib.Path, destination: pathlib.Path, **options: Any) -> None:

@@ -464,3 +464,17 @@ def bytes_read():
 def _bytes_counted():
     metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
     return sum(value["value"] for metric in metrics for value in metric["values"])
+
+
+# What a job leaves beside its destination.
+
+
+def unfinished(out: pathlib.Path) -> pathlib.Path:
+    """The directory that jobs of a destination lock."""
+    return out.with_name(f".reshard-{out.name}.unfinished")
+
+
+def kept(out: pathlib.Path) -> pathlib.Path:
+    """The one below it that the last of them writes into."""
+    (found,) = unfinished(out).glob("*.orbax-checkpoint-tmp")
+    return found

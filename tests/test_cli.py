@@ -1034,7 +1034,7 @@ def running(large, cwd, *around):
         stderr=subprocess.PIPE,
         text=True,
     )
-    while process.poll() is None and not list(cwd.glob("out/*.orbax-checkpoint-tmp/**/d/*")):
+    while process.poll() is None and not list(cwd.glob("out/.reshard-*/**/d/*")):
         time.sleep(0.002)
     return process
 

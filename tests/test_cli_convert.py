@@ -861,7 +861,7 @@ def test_a_signal_leaves_nothing(number, large, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     )
-    while process.poll() is None and not list(tmp_path.glob("out/*.orbax-checkpoint-tmp/**/d/*")):
+    while process.poll() is None and not list(tmp_path.glob("out/.reshard-*/**/d/*")):
         time.sleep(0.002)
     process.send_signal(number)
     out, err = process.communicate()

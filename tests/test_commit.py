@@ -3,8 +3,10 @@
 import ctypes
 import errno
 import fcntl
+import json
 import os
 import pathlib
+import platform
 import random
 import re
 import resource
@@ -21,12 +23,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import PartitionSpec as P
-from layouts import bits, hashes
+from layouts import bits, hashes, kept, unfinished
 
 import reshard
+from reshard.cli import command
+from reshard.writer import lock
 
 RESHARD = pathlib.Path(sysconfig.get_path("scripts")) / "reshard"
-TEMPORARY = ".reshard.orbax-checkpoint-tmp"
+EARLIER = ".reshard.orbax-checkpoint-tmp"
 REPLACED = ".replaced-by-reshard"
 LAYOUTS = ["standalone", "zarr2-files", "items"]
 
@@ -232,7 +236,7 @@ def test_a_parent_that_cannot_be_written(source, tmp_path, monkeypatch):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(os, "mkdir", denied)
-    text = f"`{out}` cannot be written: Permission denied\n  {out}{TEMPORARY}"
+    text = f"`{out}` cannot be written: Permission denied\n  {unfinished(out)}"
     refused(reshard.DestinationError, text, open_on(source), out)
     monkeypatch.undo()
     assert os.listdir(tmp_path) == []
@@ -259,7 +263,7 @@ def test_another_job(source, tmp_path):
     calls = []
 
     def busy(*_):
-        text = f"another job is writing `{out}{TEMPORARY}`"
+        text = f"another job is writing `{unfinished(out)}`"
         for overwrite in (False, True):
             refused(
                 reshard.DestinationError, text, open_on(source, "1x4"), out, overwrite=overwrite
@@ -306,7 +310,7 @@ def test_an_interrupt_leaves_nothing(source, tmp_path, error, overwrite):
 
 
 @pytest.mark.parametrize(
-    "step", ["local.sync", "durable.write", "local.copy_tree", "durable.sync_directory"]
+    "step", ["local.sync", "durable.write", "local.copy_file", "durable.sync_directory"]
 )
 def test_an_io_error_leaves_nothing(saved, tmp_path, monkeypatch, step):
     source = saved("items")
@@ -386,7 +390,8 @@ def test_a_destination_that_is_read_only(one, tmp_path, options):
     folder.chmod(0o755)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == (
-        f"Error: `{folder}/out` cannot be written: Permission denied\n  {folder}/out{TEMPORARY}\n"
+        f"Error: `{folder}/out` cannot be written: Permission denied\n"
+        f"  {unfinished(folder / 'out')}\n"
     )
     assert hashes(tmp_path) == before
 
@@ -400,7 +405,7 @@ def test_a_temporary_directory_that_is_removed_meanwhile(big, tmp_path, layout, 
 
     def sweep(done, whole):
         if done > whole // 2 and not swept:
-            swept.append(shutil.rmtree(tmp_path / f"out{TEMPORARY}", ignore_errors=True))
+            swept.append(shutil.rmtree(unfinished(out), ignore_errors=True))
 
     ckpt = reshard.to_mesh(reshard.open(big(layout)), "1x8")
     with pytest.raises(reshard.DestinationError):
@@ -482,13 +487,13 @@ def test_a_source_that_changes_meanwhile(big, tmp_path, layout, change):
 def test_an_item_that_vanishes_meanwhile(saved, tmp_path, monkeypatch):
     copy = shutil.copytree(saved("items").path, tmp_path / "copy")
     out = tmp_path / "new" / "out"
-    original = reshard.writer.local.copy_tree
+    original = reshard.writer.local.copy_file
 
-    def vanish(source, destination):
+    def vanish(*arguments):
         shutil.rmtree(copy / "3" / "config", ignore_errors=True)
-        original(source, destination)
+        return original(*arguments)
 
-    monkeypatch.setattr(reshard.writer.local, "copy_tree", vanish)
+    monkeypatch.setattr(reshard.writer.local, "copy_file", vanish)
     with pytest.raises(reshard.CorruptCheckpointError) as caught:
         reshard.save(reshard.open(copy, item="state"), out)
     assert str(caught.value) == f"the source changed while it was read\n  `{copy}/3/config`"
@@ -554,13 +559,164 @@ def test_a_link_among_the_other_items(saved, tmp_path):
     assert os.listdir(tmp_path) == ["copy"]
 
 
+# Orbax beside a job.
+
+
+@pytest.mark.parametrize("step", ["7", "step_7"])
+def test_a_manager_that_cleans_up_beside_a_job(one, tmp_path, step):
+    """It removes what other writers have begun in its root, but nothing of ours; nor does it take
+    that for a step."""
+    prefix = step.rpartition("_")[0] or None
+    root = tmp_path / "root"
+    options = ocp.CheckpointManagerOptions(cleanup_tmp_directories=True, step_prefix=prefix)
+    with ocp.CheckpointManager(root, options=options) as manager:
+        manager.save(3, args=ocp.args.StandardSave({"a": np.arange(4)}))
+    out = root / step
+    reshard.save(open_on(one, "1x4"), out)
+    swept = root / f"9{EARLIER}"
+    listed = []
+
+    def manage(*_):
+        replaced = root / f"{step}{REPLACED}"
+        shutil.copytree(out, replaced, dirs_exist_ok=True)
+        swept.mkdir(exist_ok=True)
+        with ocp.CheckpointManager(root, options=options) as manager:
+            manager.wait_until_finished()
+            listed.append((sorted(manager.all_steps()), sorted(ocp.utils.checkpoint_steps(root))))
+        listed.append([*reshard.open(root).source.steps])
+        assert (unfinished(out) / "lock").exists()
+        assert (kept(out) / "reshard_progress.json").exists()
+        assert replaced.exists() and not swept.exists()
+        shutil.rmtree(replaced)
+
+    reshard.save(open_on(one), out, overwrite=True, progress=manage)
+    assert [3, 7] in listed and ([3, 7], [3, 7]) in listed
+    assert all(found in ([3, 7], ([3, 7], [3, 7])) for found in listed)
+    assert (meshes(out), values(out)) == (["data=1,model=8"], values(one.path))
+
+
+# The replaced checkpoint.
+
+
+@pytest.fixture
+def stuck(monkeypatch):
+    """A replaced checkpoint that cannot be deleted."""
+    original = shutil.rmtree
+
+    def refuse(path, *args, **kwargs):
+        if str(path).endswith(REPLACED):
+            raise OSError(errno.EBUSY, "Device or resource busy", f"{path}/d/0")
+        original(path, *args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+
+
+def left_of(out):
+    replaced = f"{out}{REPLACED}"
+    return (
+        f"`{out}` is complete, but not all of the checkpoint that it replaces could be deleted: "
+        f"`{replaced}/d/0`: Device or resource busy; rm -r '{replaced}' deletes what is left"
+    )
+
+
+@pytest.mark.usefixtures("stuck")
+def test_a_replaced_checkpoint_that_cannot_be_deleted(one, tmp_path):
+    out = tmp_path / "out"
+    reshard.save(open_on(one, "1x4"), out)
+    before = hashes(out)
+    with pytest.warns(UserWarning) as caught:
+        reshard.save(open_on(one), out, overwrite=True)
+    assert [str(each.message) for each in caught] == [left_of(out)]
+    assert sorted(os.listdir(tmp_path)) == ["out", f"out{REPLACED}"]
+    assert hashes(tmp_path / f"out{REPLACED}") == before
+    assert (meshes(out), values(out)) == (["data=1,model=8"], values(one.path))
+
+
+@pytest.mark.usefixtures("stuck")
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_the_command_that_replaced_it_has_done_its_work(one, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    reshard.save(open_on(one, "1x4"), out)
+    arguments = ["ckpt", str(one.path), str(out), "--to", "1x8", "--overwrite", "--json"]
+    command.main(arguments, standalone_mode=False)
+    found = capsys.readouterr()
+    assert found.err == f"Warning: {left_of(out)}\n"
+    assert json.loads(found.out)["done"] is True
+    assert (meshes(out), values(out)) == (["data=1,model=8"], values(one.path))
+
+
+# Jobs on several hosts.
+
+
+# A job on another host, that is stopped in the middle.
+ELSEWHERE = """
+import sys
+import reshard
+from reshard.writer import lock
+
+lock.BEAT_SECONDS = 0.02
+lock._machine = lambda: "another"
+source, out = sys.argv[1:]
+ckpt = reshard.to_mesh(reshard.open(source), "1x8")
+
+def wait(done, whole, waited=[]):
+    if not waited:
+        waited.append(True)
+        print("in the middle", flush=True)
+        sys.stdin.readline()
+
+try:
+    reshard.save(ckpt, out, progress=wait, max_memory="16MiB", chunks="keep")
+except reshard.DestinationError as error:
+    print(error.summary, flush=True)
+"""
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_job_that_was_suspended_for_long(big, tmp_path, monkeypatch, committed):
+    """It is taken to be dead. When it goes on it writes nothing into what the next job makes, and
+    does not commit."""
+    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(lock, "STALE_SECONDS", 0.3)
+    source, out = big("zarr2-files"), tmp_path / "out"
+    expected = values(source)
+    ckpt = reshard.to_mesh(reshard.open(source), "1x4")
+    with subprocess.Popen(
+        [sys.executable, "-c", ELSEWHERE, source, out],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as late:
+        assert late.stdout.readline() == "in the middle\n"
+        with pytest.raises(reshard.DestinationError) as caught:
+            reshard.save(ckpt, out)
+        assert str(caught.value) == (
+            f"another job is writing `{unfinished(out)}`\n  process {late.pid} on {platform.node()}"
+        )
+        late.send_signal(signal.SIGSTOP)
+        told = []
+
+        def wake(*_):
+            if not told:
+                late.send_signal(signal.SIGCONT)
+                told.append(late.communicate("\n")[0])
+
+        reshard.save(ckpt, out, progress=None if committed else wake)
+        if committed:
+            wake()
+    assert len(told[0].splitlines()) == 1
+    assert (meshes(out), values(out)) == (["data=1,model=4"], expected)
+    assert os.listdir(tmp_path) == ["out"]
+
+
 # Killed jobs.
 
 
 def test_what_a_killed_job_left_is_replaced(source, tmp_path):
     out = tmp_path / "out"
-    stale = tmp_path / f"out{TEMPORARY}"
+    stale = unfinished(out) / "1.orbax-checkpoint-tmp"
     shutil.copytree(source.path, stale)
+    (unfinished(out) / "lock.0123").write_text("of a job that was killed as it removed its lock")
     (stale / "junk").write_text("half")
     (stale / "d").mkdir(exist_ok=True)
     (stale / "d" / "junk").write_text("half")
@@ -571,7 +727,8 @@ def test_what_a_killed_job_left_is_replaced(source, tmp_path):
 
 
 def test_what_a_running_job_holds_is_not(one, tmp_path):
-    held = tmp_path / f"out{TEMPORARY}"
+    """One of an earlier version, which locks the directory itself."""
+    held = tmp_path / f"out{EARLIER}"
     held.mkdir()
     (held / "theirs").write_text("kept")
     descriptor = os.open(held, os.O_RDONLY)
@@ -602,8 +759,8 @@ def make_file(path, other):
 
 
 def make_stuck(path, other):
-    path.mkdir()
-    (path / "theirs").write_text("kept")
+    (path / "1.orbax-checkpoint-tmp").mkdir(parents=True)
+    (path / "1.orbax-checkpoint-tmp" / "theirs").write_text("kept")
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -613,12 +770,12 @@ def make_stuck(path, other):
 def test_what_cannot_be_removed_is_in_the_way(one, tmp_path, monkeypatch, make, resume):
     other = tmp_path / "other"
     other.mkdir()
-    path = tmp_path / f"it's out{TEMPORARY}"
+    path = unfinished(tmp_path / "it's out")
     make(path, other)
     before = hashes(tmp_path), os.listdir(other), path.is_symlink()
     text = (
         f"`{path}` is in the way and cannot be removed\n\n"
-        f"hint: rm -r '{tmp_path}/it'\"'\"'s out{TEMPORARY}'"
+        f"hint: rm -r '{tmp_path}/.reshard-it'\"'\"'s out.unfinished'"
     )
     ckpt, out = open_on(one), tmp_path / "it's out"
     with monkeypatch.context() as stuck:
@@ -661,7 +818,7 @@ def test_two_processes_that_write_one_destination(one, tmp_path, option, dies):
         assert first.stdout.readline() == "in the middle\n"
         second = subprocess.run(command, capture_output=True, text=True, check=False)
         assert (second.returncode, second.stdout) == (2, "")
-        assert second.stderr == f"Error: another job is writing `{out}{TEMPORARY}`\n"
+        assert second.stderr == f"Error: another job is writing `{unfinished(out)}`\n"
         if dies:
             first.kill()
         else:
@@ -713,7 +870,7 @@ def test_killed_before_the_old_one_is_moved(one, tmp_path):
     reshard.save(open_on(one, "1x4"), out)
     before = hashes(out)
     run_killed(one.path, out, "rename", 1)
-    assert sorted(os.listdir(tmp_path)) == ["out", f"out{TEMPORARY}"]
+    assert sorted(os.listdir(tmp_path)) == [unfinished(out).name, "out"]
     assert hashes(out) == before
     reshard.save(open_on(one), out, overwrite=True)
     assert os.listdir(tmp_path) == ["out"]
@@ -725,7 +882,7 @@ def test_killed_between_the_two_renames(one, tmp_path):
     reshard.save(open_on(one, "1x4"), out)
     before = hashes(out)
     run_killed(one.path, out, "rename", 2)
-    assert sorted(os.listdir(tmp_path)) == [f"out{REPLACED}", f"out{TEMPORARY}"]
+    assert sorted(os.listdir(tmp_path)) == [unfinished(out).name, f"out{REPLACED}"]
     assert hashes(replaced) == before
     text = (
         f"an earlier run with --overwrite was stopped before it moved its result to `{out}`; "
@@ -796,7 +953,7 @@ def test_killed_at_any_moment(big, tmp_path, layout):
         process.kill()
         process.communicate()
         assert hashes(source) == before
-        assert set(os.listdir(tmp_path)) - {"whole"} <= {out.name, out.name + TEMPORARY}
+        assert set(os.listdir(tmp_path)) - {"whole"} <= {out.name, unfinished(out).name}
         if out.exists():
             assert (meshes(out), values(out)) == (["data=1,model=8"], expected)
             with ocp.PyTreeCheckpointer() as checkpointer:

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 import reshard
 from reshard.writer import journal
 
-TEMPORARY = ".reshard.orbax-checkpoint-tmp"
 CUT = re.compile(r"(\w+): its data file `(.*)` has (\d+) bytes, and would have to have (.*)")
 
 
@@ -145,7 +144,7 @@ def test_what_was_cut_off_while_a_job_was_stopped(tmp_path, monkeypatch):
 
     with pytest.raises(StopError):
         run(stop)
-    temporary = out.with_name(out.name + TEMPORARY)
+    temporary = layouts.kept(out)
     kept = pathlib.Path(shutil.copytree(temporary, tmp_path / "kept"))
     refused = 0
     for file in sorted(kept.glob("ocdbt.process_0/d/*")):

@@ -1631,7 +1631,7 @@ def test_what_is_where_a_record_is_begun(tmp_path, base, what):
 def unfinished(base, tmp_path: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
     """A genuine checkpoint, and what a stopped job that reshapes it has left."""
     path = base("recorded")
-    left = tmp_path / f"out{fuzz_jobs.TEMPORARY_SUFFIX}"
+    left = fuzz_jobs.left_of(tmp_path / "out")
     shutil.copytree(fuzz_jobs.unfinished(path), left)
     return path, left
 

@@ -664,6 +664,7 @@ def test_what_is_read_for_digests_counts_as_progress(plain, tmp_path, flags):
     sizes = {name: array.nbytes // (1 + (name == "v")) for name, array in values.items()}
     without = reshard.save(ckpt, tmp_path / "again")
     copied = sum(a.bytes_written if a.moved else a.decoded_bytes for a in without.arrays)
+    copied += without.other_bytes
     more = {"digest": sizes["b"] + sizes["s"], "verify": sum(sizes.values())}
     assert done[-1] == copied + sum(more[flag] for flag in flags)
 

@@ -25,7 +25,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from layouts import bits, hashes
+from layouts import bits, hashes, kept, unfinished
 
 import reshard
 from reshard import verification
@@ -34,7 +34,7 @@ from reshard.units import format_bytes, parse_bytes
 from reshard.writer import journal, stream
 
 RESHARD = pathlib.Path(sysconfig.get_path("scripts")) / "reshard"
-TEMPORARY = ".reshard.orbax-checkpoint-tmp"
+EARLIER = ".reshard.orbax-checkpoint-tmp"
 PROGRESS = "reshard_progress.json"
 RECORD = "reshard_digests.json"
 MARKER = "commit_success.txt"
@@ -336,28 +336,33 @@ def expected(sources, tmp_path_factory):
     return get
 
 
-def assert_same(out, expected):
-    """The destination is what an uninterrupted job makes, and nothing else is beside it."""
+def assert_same(out, expected, killed=False):
+    """The destination is what an uninterrupted job makes, and nothing else is beside it: but what
+    may be left of a lock, where the job was killed."""
     path, arrays, _ = expected
-    assert os.listdir(out.parent) == [out.name]
+    left = unfinished(out)
+    if killed and left.exists():
+        assert all(name.startswith("lock") for name in os.listdir(left))
+        assert set(os.listdir(out.parent)) == {out.name, left.name}
+    else:
+        assert os.listdir(out.parent) == [out.name]
     assert files(out) == files(path)
     assert values(out) == arrays
     assert_pruned(out)
 
 
-def assert_whole(out, expected):
+def assert_whole(out, expected, killed=False):
     """And Orbax reads it."""
-    assert_same(out, expected)
+    assert_same(out, expected, killed)
     assert restored(out) == expected[2]
 
 
 def assert_absent(out):
     """Nothing is there that could be opened."""
-    assert set(os.listdir(out.parent)) <= {out.name + TEMPORARY}
+    assert set(os.listdir(out.parent)) <= {unfinished(out).name}
     with pytest.raises(reshard.CheckpointNotFoundError):
         reshard.open(out)
-    temporary = out.with_name(out.name + TEMPORARY)
-    if temporary.exists():
+    for temporary in unfinished(out).glob("*.orbax-checkpoint-tmp"):
         with pytest.raises(reshard.UncommittedCheckpointError):
             reshard.open(temporary)
         with pytest.raises(ValueError, match="incomplete checkpoint"):
@@ -399,7 +404,7 @@ def test_killed_at_random_moments(sources, expected, start, tmp_path, kind):
         start(source=source, out=out, resume=False).kill(rng.uniform(0, 1.1 * seconds))
         assert status_of(source) == before
         if out.exists():
-            assert_whole(out, whole)
+            assert_whole(out, whole, killed=True)
             shutil.rmtree(out)
         else:
             assert_absent(out)
@@ -424,7 +429,7 @@ def test_killed_again_and_again_and_resumed(sources, expected, start, tmp_path, 
         kills += status != 0
         assert status_of(source) == before
         if out.exists():
-            assert_whole(out, whole)
+            assert_whole(out, whole, killed=True)
         else:
             assert_absent(out)
 
@@ -433,7 +438,7 @@ def test_killed_again_and_again_and_resumed(sources, expected, start, tmp_path, 
 
 # Which call of what, and whether after it rather than before.
 MOMENTS = [
-    ("reshard.writer.surroundings", "local.copy_tree", 1, True),
+    ("reshard.writer.surroundings", "local.copy_file", 1, True),
     ("reshard.writer.ocdbt", "local.link", 2, False),
     ("reshard.durable", "replace", 1, False),
     ("os", "replace", 1, False),
@@ -474,7 +479,7 @@ def test_killed_at_a_moment_of_interest(sources, expected, start, tmp_path, kind
             assert_absent(out)
         else:
             assert start(source=source, out=out, resume=True).wait() == 0
-        assert_same(out, whole)
+        assert_same(out, whole, killed=True)
         shutil.rmtree(out)
     assert killed > len(MOMENTS) // 2
 
@@ -507,12 +512,12 @@ def stopped(source, out, part=0.6, **options):
     """A job that is stopped in the middle; its temporary directory."""
     with pytest.raises(StopError) as caught:
         save(source, out, resume=True, progress=stop_at(part), **options)
-    temporary = out.with_name(out.name + TEMPORARY)
     assert caught.value.__notes__ == [
-        f"`{temporary}` is kept: the same command with --resume goes on with it"
+        f"`{unfinished(out)}` is kept: the same command with --resume goes on with it"
     ]
-    assert os.listdir(out.parent) == [temporary.name]
-    return temporary
+    assert os.listdir(out.parent) == [unfinished(out).name]
+    assert os.listdir(unfinished(out)) == [kept(out).name]
+    return kept(out)
 
 
 def progress_of(temporary):
@@ -607,7 +612,7 @@ def test_other_checks_and_overwrite_are_no_other_job(sources, expected, tmp_path
         resume=True,
         overwrite=overwrite,
         verify=True,
-        progress=lambda *_: seen.append(progress_of(temporary)),
+        progress=lambda *_: seen.append(progress_of(kept(out))),
     )
     assert seen[0] >= far > (0, 0, False)
     assert_whole(out, expected(kind))
@@ -622,7 +627,7 @@ def test_an_old_destination_stays_until_the_new_one_is_complete(sources, expecte
         with pytest.raises(StopError):
             save(sources(kind), out, resume=True, overwrite=True, progress=stop_at(0.6))
         assert hashes(out) == before
-        assert sorted(os.listdir(tmp_path)) == ["out", f"out{TEMPORARY}"]
+        assert sorted(os.listdir(tmp_path)) == [unfinished(out).name, "out"]
     save(sources(kind), out, resume=True, overwrite=True)
     assert_whole(out, expected(kind))
 
@@ -639,7 +644,7 @@ def test_what_a_job_without_resume_left_is_removed(sources, expected, start, tmp
     kind, out = "ckpt zarr2-files", tmp_path / "out"
     dies = ("reshard.writer.job", "documents", 1, False)
     assert start(source=sources(kind), out=out, resume=False, dies=dies).wait() == -signal.SIGKILL
-    junk = tmp_path / f"out{TEMPORARY}" / "junk"
+    junk = kept(out) / "junk"
     junk.write_text("half")
     save(sources(kind), out, resume=True)
     assert_whole(out, expected(kind))
@@ -657,7 +662,7 @@ def test_stopped_before_anything_is_written(sources, tmp_path, monkeypatch):
     def interrupt(*_):
         raise StopError
 
-    monkeypatch.setattr(reshard.writer.job, "copy_surroundings", interrupt)
+    monkeypatch.setattr(reshard.writer.job, "clear", interrupt)
     with pytest.raises(StopError) as caught:
         save(sources("ckpt zarr2"), tmp_path / "out", resume=True)
     assert not hasattr(caught.value, "__notes__")
@@ -881,7 +886,7 @@ def save_items(root, out, **options):
 def stopped_items(root, out):
     with pytest.raises(StopError):
         save_items(root, out, resume=True, progress=stop_at(0.6))
-    return out.with_name(out.name + TEMPORARY)
+    return kept(out)
 
 
 def other_width(root):
@@ -1310,7 +1315,6 @@ def test_progress_that_is_behind_the_data(sources, expected, tmp_path, kind):
 def test_a_full_disk_and_room_again(sources, expected, tmp_path, kind):
     """A limit on the size of files makes the file system refuse writes from the middle on."""
     source, out = sources(kind), tmp_path / "out"
-    temporary = tmp_path / f"out{TEMPORARY}"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fill(done, whole):
@@ -1327,12 +1331,11 @@ def test_a_full_disk_and_room_again(sources, expected, tmp_path, kind):
         ("the destination cannot be written\n  ", f"`{out}` cannot be written: File too large")
     )
     assert caught.value.__notes__ == [
-        f"`{temporary}` is kept: the same command with --resume goes on with it"
+        f"`{unfinished(out)}` is kept: the same command with --resume goes on with it"
     ]
     assert status_of(source) == before
     assert_absent(out)
-    far = progress_of(temporary)
-    assert far > (0, 0, False)
+    assert progress_of(kept(out)) > (0, 0, False)
     save(source, out, resume=True)
     assert_whole(out, expected(kind))
 
@@ -1378,9 +1381,31 @@ def test_values_that_are_not_those_on_record_are_nothing_to_go_on_with(sources, 
     assert os.listdir(out.parent) == []
 
 
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("kind", ["ckpt zarr2", "convert zarr2-files"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_what_an_earlier_version_has_left(sources, expected, tmp_path, kind, resume):
+    """It had another name."""
+    out = tmp_path / "out"
+    temporary = stopped(sources(kind), out)
+    far = progress_of(temporary)
+    temporary.rename(tmp_path / f"out{EARLIER}")
+    unfinished(out).rmdir()
+    seen = []
+
+    def progress(*_):
+        if resume:
+            seen.append(progress_of(kept(out)))
+
+    save(sources(kind), out, resume=resume, progress=progress)
+    assert not resume or seen[0] >= far > (0, 0, False)
+    assert_whole(out, expected(kind))
+
+
 def test_another_job_holds_it(sources, expected, tmp_path):
     kind, out = "ckpt zarr2", tmp_path / "out"
-    temporary = stopped(sources(kind), out)
+    """One of an earlier version, which locks the directory itself."""
+    temporary = stopped(sources(kind), out).rename(tmp_path / f"out{EARLIER}")
     descriptor = os.open(temporary, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     for resume in (True, False):
@@ -1408,12 +1433,12 @@ def interrupted(arguments, cwd, number):
     process = subprocess.Popen(
         arguments, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    temporary = cwd / "out" / f"1{TEMPORARY}"
+    temporary = unfinished(cwd / "out" / "1")
     # The first progress file says nothing yet: what is written after it can be seen.
     while process.poll() is None and not [
-        *temporary.glob("params.w1*/*"),
-        *temporary.glob("plain.1*/*"),
-        *temporary.glob("ocdbt.process_0/manifest.ocdbt"),
+        *temporary.glob("*/params.w1*/*"),
+        *temporary.glob("*/plain.1*/*"),
+        *temporary.glob("*/ocdbt.process_0/manifest.ocdbt"),
     ]:
         time.sleep(0.001)
     process.send_signal(number)
@@ -1426,11 +1451,11 @@ def interrupted(arguments, cwd, number):
 def test_a_signal_keeps_what_is_written(sources, expected, tmp_path, kind, number):
     source = sources(kind, "large")
     api, _ = kind.split()
-    kept = f"{tmp_path}/out/1{TEMPORARY}"
+    left = unfinished(tmp_path / "out" / "1")
     ended = interrupted(command(api, source, "--resume"), tmp_path, number)
-    text = f"`{kept}` is kept: the same command with --resume goes on with it"
+    text = f"`{left}` is kept: the same command with --resume goes on with it"
     assert ended == (130, "", f"\nInterrupted; {text}\n")
-    assert os.listdir(tmp_path / "out") == [f"1{TEMPORARY}"]
+    assert os.listdir(tmp_path / "out") == [left.name]
     other = subprocess.run(
         [*command(api, source, "--resume"), "--chunks", "64KiB"],
         cwd=tmp_path,
@@ -1439,7 +1464,7 @@ def test_a_signal_keeps_what_is_written(sources, expected, tmp_path, kind, numbe
         check=False,
     )
     assert (other.returncode, other.stdout) == (2, "")
-    assert other.stderr == f"Error: {other_arguments(kept)}\n"
+    assert other.stderr == f"Error: {other_arguments(kept(tmp_path / 'out' / '1'))}\n"
     went_on = subprocess.run(
         command(api, source, "--resume"), cwd=tmp_path, check=True, capture_output=True, text=True
     )

@@ -526,7 +526,7 @@ def test_what_is_written_is_read_back(copied, tmp_path, monkeypatch):
     assert not reshard.verify(out).ok
 
 
-@pytest.mark.parametrize("where", ["known_arrays", "records", "read_back"])
+@pytest.mark.parametrize("where", ["source_record", "records", "read_back"])
 def test_an_interrupt_leaves_nothing(copied, tmp_path, monkeypatch, where):
     path, out = copied("zarr2-ocdbt-zstd"), tmp_path / "out"
 

@@ -135,7 +135,7 @@ def run(
             raise ReshardError("the plan cannot be carried out", planned.problems, planned.hints)
         return
     checks = {name: flags[name] for name in ("verify", "digest", "resume")}
-    with output.progress_bar(quiet or as_json) as progress:
+    with output.warnings_told(), output.progress_bar(quiet or as_json) as progress:
         planned = save(checkpoints, dst, **arguments, **checks, progress=progress)
     _report(planned, dst, as_json, quiet, answer(), done=True)
 

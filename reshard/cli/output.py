@@ -3,6 +3,7 @@
 import contextlib
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import click
@@ -96,6 +97,14 @@ def _slices(index: Sequence[int], shape: Sequence[int], shard: Sequence[int]) ->
         f"{i * part}:{min((i + 1) * part, size)}"
         for i, size, part in zip(index, shape, shard, strict=True)
     )
+
+
+@contextlib.contextmanager
+def warnings_told() -> Iterator[None]:
+    """Warnings go to stderr as errors do, a line each, without where in the code they are from."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: click.echo(f"Warning: {message}", err=True)
+        yield
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from reshard.errors import CorruptCheckpointError, ReshardError
 from reshard.formed import stored_chunks
 from reshard.planner import Plan
 from reshard.reading import check_fits
-from reshard.records import FILE, ArrayRecord, record_of
+from reshard.records import FILE, ArrayRecord, Record, record_of
 from reshard.schedule import IN_FLIGHT_PER_CORE, WINDOW, batches
 from reshard.store import file_spec, new_context
 from reshard.tree import Path
@@ -31,11 +31,11 @@ from reshard.writer.readback import (
     to_read_back,
 )
 from reshard.writer.recording import (
-    Known,
-    known_arrays,
+    check_copied,
     new_digests,
     read_again,
     records,
+    source_record,
 )
 from reshard.writer.stream import (
     Pending,
@@ -46,8 +46,12 @@ from reshard.writer.stream import (
     write_values,
 )
 from reshard.writer.surroundings import (
+    Sibling,
     changed_paths,
-    copy_surroundings,
+    clear,
+    copy_siblings,
+    link_siblings,
+    siblings,
     source_state,
     write_markers,
 )
@@ -157,7 +161,9 @@ def save(
     jobs, total = prepared(link)
     known, changed = _known(jobs)
     _raise_all(changed)
-    again = [read_again(job, on_record, digest) for job, on_record in zip(jobs, known, strict=True)]
+    again = [
+        read_again(job, record.arrays, digest) for job, record in zip(jobs, known, strict=True)
+    ]
     check_fits(
         (c for job, more in zip(jobs, again, strict=True) for c in chunks_read(job, more, verify)),
         memory,
@@ -168,12 +174,14 @@ def save(
     with local.committed_directory(target, overwrite=overwrite, unfinished=kept) as directory:
         journal = Journal(directory, same, cores(), len(jobs), resume)
         with _unchanged(checkpoints, before, journal):
-            copy_surroundings(checkpoints, directory)
+            others = siblings(checkpoints, target, link and journal.links)
+            clear(checkpoints, others, directory)
             for job in jobs:
                 _item_directory(job, directory).mkdir(parents=True, exist_ok=True)
                 local.remove_locks(_item_directory(job, directory))
-            if not (journal.links and all(_link(job, directory) for job in jobs)):
+            if not (journal.links and _link(jobs, others, directory)):
                 jobs, total = prepared(link=False)  # the file system forbids links
+                others = siblings(checkpoints, target, link=False)
                 journal.without_links()
             journal.begin()
             if journal.resumed:
@@ -183,16 +191,24 @@ def save(
                 to_read_back(job, so_far, memory, verify)
                 for job, so_far in zip(jobs, journal.items, strict=True)
             ]
-            report = _reporter(total, bytes_read(again, written), progress)
-            for job, on_record, more, back, so_far in zip(
+            whole = bytes_read(again, written) + sum(other.nbytes for other in others)
+            report = _reporter(total, whole, progress)
+            copy_siblings(others, directory, journal.copied, journal.advance, report)
+            hashes = {
+                other.path: journal.copied[other.path].sha256 for other in others if other.is_file
+            }
+            with _correct(journal):
+                for job, record in zip(jobs, known, strict=True):
+                    check_copied(job, record, hashes)
+            for job, record, more, back, so_far in zip(
                 jobs, known, again, written, journal.items, strict=True
             ):
                 digests = _write_item(
                     job, _item_directory(job, directory), memory, so_far, journal, report
                 )
                 with _correct(journal):
-                    arrays = records(job, on_record, digests, more, memory, report)
-                    _record(job, directory, arrays)
+                    arrays = records(job, record.arrays, digests, more, memory, report)
+                    _record(job, directory, arrays, hashes)
                     if journal.resumed:
                         check_whole(job, directory)
                     if verify or back:
@@ -203,13 +219,13 @@ def save(
     return total
 
 
-def _known(jobs: Sequence[Job]) -> tuple[list[Known], list[ReshardError]]:
+def _known(jobs: Sequence[Job]) -> tuple[list[Record], list[ReshardError]]:
     """What is on record of each source, and what is wrong with that."""
-    known: list[Known] = []
+    known: list[Record] = []
     found: list[ReshardError] = []
     for job in jobs:
         try:
-            known.append(known_arrays(job))
+            known.append(source_record(job))
         except CorruptCheckpointError as error:
             found.append(error)
     return known, found
@@ -238,15 +254,23 @@ def _item_directory(job: Job, directory: pathlib.Path) -> pathlib.Path:
     return directory / source.step / source.item
 
 
-def _link(job: Job, directory: pathlib.Path) -> bool:
-    """Shares data files with the directory of an item; False if that is forbidden."""
-    store, item = job.ckpt.source.store, _item_directory(job, directory)
-    return not job.linked or ocdbt.link_data_files(store, item, job.files or ())
+def _link(jobs: Sequence[Job], others: Sequence[Sibling], directory: pathlib.Path) -> bool:
+    """Shares data files with the source; False if that is forbidden."""
+    for job in jobs:
+        store, item = job.ckpt.source.store, _item_directory(job, directory)
+        if job.linked and not ocdbt.link_data_files(store, item, job.files or ()):
+            return False
+    return link_siblings(others, directory)
 
 
-def _record(job: Job, directory: pathlib.Path, arrays: Mapping[str, ArrayRecord]) -> None:
+def _record(
+    job: Job,
+    directory: pathlib.Path,
+    arrays: Mapping[str, ArrayRecord],
+    hashes: Mapping[str, str],
+) -> None:
     """Writes the record of an item."""
-    record = record_of(job.ckpt, directory, arrays)
+    record = record_of(job.ckpt, directory, arrays, hashes)
     (_item_directory(job, directory) / FILE).write_bytes(record.dump())
 
 

@@ -23,7 +23,7 @@ from reshard.store import read_small
 from reshard.units import format_bytes
 from reshard.writer import local
 from reshard.writer.prepare import Job
-from reshard.writer.progress import ItemProgress
+from reshard.writer.progress import CopiedFile, ItemProgress
 from reshard.writer.surroundings import changed_paths
 
 # What makes a job the same job, as JSON.
@@ -52,6 +52,7 @@ class Journal:
       cores: how many this job is cut into batches for.
       links: whether it shares data files with the source, if it is to.
       items: progress of each item.
+      copied: files beside the arrays that were copied or shared, by path below the directory.
       resumed: an earlier run of the job has begun it.
     """
 
@@ -71,10 +72,11 @@ class Journal:
         self.cores = cores
         self.links = True
         self.items = [ItemProgress() for _ in range(items)]
+        self.copied: dict[str, CopiedFile] = {}
         document = _read(self._file) if keeps else None
         self.resumed = document is not None
         if document is not None:
-            self.cores, self.links, self.items = _parsed(document, items, self._file)
+            self.cores, self.links, self.items, self.copied = _parsed(document, items, self._file)
 
     def without_links(self) -> None:
         """Notes that data files cannot be shared: what was done with those that were does not
@@ -108,6 +110,7 @@ class Journal:
             "cores": self.cores,
             "links": self.links,
             "items": [item.document() for item in self.items],
+            "copied": self.copied,
         }
         text = json.dumps(document)
         whole = f'{{"sha256": "{_hash(text)}", "job": {text}}}'
@@ -210,16 +213,18 @@ def _read(path: pathlib.Path) -> dict[str, Any] | None:
 
 def _parsed(
     document: dict[str, Any], items: int, path: pathlib.Path
-) -> tuple[int, bool, list[ItemProgress]]:
-    """Cores, links and the progress of each item."""
+) -> tuple[int, bool, list[ItemProgress], dict[str, CopiedFile]]:
+    """Cores, links, the progress of each item, and the files that were copied."""
     try:
         cores, links = document["cores"], document["links"]
         found = [ItemProgress.parse(item) for item in document["items"]]
-    except (ValueError, KeyError, TypeError) as error:
+        files = document.get("copied", {})  # earlier versions copied everything again
+        copied = {path: CopiedFile.parse(entry) for path, entry in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(path) from error
     if type(cores) is not int or cores < 1 or type(links) is not bool or len(found) != items:
         raise _damaged(path)
-    return cores, links, found
+    return cores, links, found, copied
 
 
 def _damaged(path: pathlib.Path) -> DestinationError:

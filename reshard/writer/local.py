@@ -4,10 +4,12 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import hashlib
 import os
 import pathlib
 import shutil
 import stat
+import warnings
 from collections.abc import Callable, Iterator
 
 from reshard import durable
@@ -17,18 +19,28 @@ from reshard.errors import (
     DestinationExistsError,
     ReshardError,
 )
+from reshard.loader.layout import TEMPORARY
 from reshard.store import not_a_file
 from reshard.tree import shell_quoted
 from reshard.units import format_bytes
+from reshard.writer.lock import Lock
 
-# Orbax ignores, and its CheckpointManager removes, what carries this in its name.
-TEMPORARY_SUFFIX = ".reshard.orbax-checkpoint-tmp"
+# What begins so is a job's, beside its destination. Orbax neither lists nor removes it: it would
+# take a name that ends in digits for a step, and its CheckpointManager removes what has Orbax's
+# own temporary suffix.
+UNFINISHED_PREFIX = ".reshard-"
+_UNFINISHED_SUFFIX = ".unfinished"
+_LOCK = "lock"
+# Beside the destination, earlier versions of this program wrote into a directory of this name.
+_EARLIER_SUFFIX = ".reshard.orbax-checkpoint-tmp"
 # Not a name of a step, and not temporary: an old checkpoint must not be swept away by a manager.
 REPLACED_SUFFIX = ".replaced-by-reshard"
 # Directories inside one another that are copied: deleting more could run out of stack.
 _MOST_LEVELS = 100
 # Errors of writing to a file that is open, which do not name it.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Bytes that are copied at once.
+_BLOCK = 1 << 18
 # Flags of sync_file_range.
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 
@@ -69,7 +81,8 @@ def check_destination(destination: pathlib.Path, source: pathlib.Path, overwrite
 def check_room(destination: pathlib.Path, nbytes: int) -> None:
     """Raises DestinationError if the destination's disk has less than `nbytes` free."""
     free = shutil.disk_usage(_existing_parent(destination)).free
-    free += _own_bytes(_beside(destination, TEMPORARY_SUFFIX))  # gone on with, or removed
+    for left in (unfinished_directory(destination), _beside(destination, _EARLIER_SUFFIX)):
+        free += _own_bytes(left)  # gone on with, or removed
     if free < nbytes:
         raise DestinationError(
             f"not enough room for `{destination}`",
@@ -90,7 +103,18 @@ def _own_bytes(directory: pathlib.Path) -> int:
 
 def same_filesystem(source: pathlib.Path, destination: pathlib.Path) -> bool:
     """Whether hard links from one to the other can be tried."""
-    return os.stat(source).st_dev == os.stat(_existing_parent(destination)).st_dev
+    return os.stat(source).st_dev == device(destination)
+
+
+def device(destination: pathlib.Path) -> int:
+    """The file system that a destination is on, or will be."""
+    return os.stat(_existing_parent(destination)).st_dev
+
+
+def unfinished_directory(destination: pathlib.Path) -> pathlib.Path:
+    """Where a job writes until its destination is complete: the lock, and below it a directory of
+    its own for each job that gets the lock."""
+    return destination.with_name(f"{UNFINISHED_PREFIX}{destination.name}{_UNFINISHED_SUFFIX}")
 
 
 @contextlib.contextmanager
@@ -109,16 +133,17 @@ def committed_directory(
         not removed at the beginning, and not at the end where this one fails, which is noted in its
         error. It may raise.
     """
-    temporary = _beside(destination, TEMPORARY_SUFFIX)
+    outer = unfinished_directory(destination)
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
-        lock = _locked(temporary, unfinished)
+        lock, temporary = _locked(destination, outer, unfinished)
     except OSError as error:
         raise _destination_error(destination, error) from error
     try:
         try:
             yield temporary
-            _swap(temporary, destination, overwrite)
+            lock.check()
+            replaced = _swap(temporary, destination, overwrite)
         except OSError as error:
             nameless = error.filename is None and error.errno not in _FULL
             if isinstance(error, ReshardError) or nameless:
@@ -126,48 +151,72 @@ def committed_directory(
             raise _destination_error(destination, error) from error
     except BaseException as error:
         if unfinished(temporary):
-            error.add_note(f"`{temporary}` is kept: the same command with --resume goes on with it")
+            error.add_note(f"`{outer}` is kept: the same command with --resume goes on with it")
         else:
-            _remove(temporary)
+            remove(temporary)
         raise
     finally:
-        os.close(lock)
+        _release(lock, outer)
+    if replaced is not None:
+        _remove_replaced(replaced, destination)
 
 
-def _locked(directory: pathlib.Path, unfinished: Callable[[pathlib.Path], bool]) -> int:
-    """Creates a directory and locks it; the lock goes with the process, however it ends."""
-    while True:
+def _locked(
+    destination: pathlib.Path, outer: pathlib.Path, unfinished: Callable[[pathlib.Path], bool]
+) -> tuple[Lock, pathlib.Path]:
+    """Locks a destination. The lock, and the directory to write into, with what is gone on with.
+
+    Its name is this job's alone: one that has lost its lock, and does not know yet, writes nothing
+    into it.
+    """
+    lock = None
+    while lock is None:
         with contextlib.suppress(FileExistsError):
-            directory.mkdir()
-        try:
-            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except NotADirectoryError as error:  # a symbolic link is none either
-            raise _in_the_way(directory) from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(descriptor)
-            raise DestinationError(f"another job is writing `{directory}`") from error
-        try:
-            if not _is_still(descriptor, directory):
-                pass  # another job has removed what was opened here
-            elif not any(directory.iterdir()) or unfinished(directory):
-                return descriptor
-            else:
-                _remove(directory)  # what a killed job left, under our lock
-                if _is_still(descriptor, directory):
-                    raise _in_the_way(directory)
-        except BaseException:
-            os.close(descriptor)
-            raise
+            outer.mkdir()
+        with contextlib.suppress(FileNotFoundError):  # its last owner has just removed it
+            if not stat.S_ISDIR(os.lstat(outer).st_mode):
+                raise _in_the_way(outer)
+            lock = Lock(outer / _LOCK, outer)
+    try:
+        temporary = outer / f"{lock.token}{TEMPORARY}"
+        _move_earlier(destination, outer / f"earlier-{temporary.name}")
+        for path in outer.glob(f"{_LOCK}.*"):  # of a job that was killed while it removed its lock
+            remove(path)
+        left = sorted(path for path in outer.iterdir() if TEMPORARY in path.name)
+        kept = next((path for path in left if unfinished(path)), None)
+        if kept is not None:
+            os.rename(kept, temporary)
+        for path in left:
+            remove(path)
+            if os.path.lexists(path):
+                raise _in_the_way(outer)
+        temporary.mkdir(exist_ok=True)
+    except BaseException:
+        _release(lock, outer)
+        raise
+    return lock, temporary
+
+
+def _move_earlier(destination: pathlib.Path, path: pathlib.Path) -> None:
+    """Moves what an earlier version of this program has left to where it is looked for."""
+    earlier = _beside(destination, _EARLIER_SUFFIX)
+    try:
+        descriptor = os.open(earlier, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # what that version locked with
+        os.rename(earlier, path)
+    except BlockingIOError as error:
+        raise DestinationError(f"another job is writing `{earlier}`") from error
+    finally:
         os.close(descriptor)
 
 
-def _is_still(descriptor: int, directory: pathlib.Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.lstat(directory))
-    except FileNotFoundError:
-        return False
+def _release(lock: Lock, outer: pathlib.Path) -> None:
+    lock.release()
+    with contextlib.suppress(OSError):  # something is kept, or the next job is there already
+        outer.rmdir()
 
 
 def _in_the_way(path: pathlib.Path) -> DestinationError:
@@ -175,21 +224,31 @@ def _in_the_way(path: pathlib.Path) -> DestinationError:
     return DestinationError(f"`{path}` is in the way and cannot be removed", hints=[hint])
 
 
-def _remove(directory: pathlib.Path) -> None:
-    """Deletes a tree; twice if need be, for a write in flight may land while it is walked."""
+def remove(path: pathlib.Path) -> None:
+    """Deletes a file or a tree; twice if need be, for a write in flight may land while it is
+    walked."""
     for _ in range(3):
-        shutil.rmtree(directory, ignore_errors=True)
-        if not directory.exists():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        if not os.path.lexists(path):
             return
 
 
-def _swap(temporary: pathlib.Path, destination: pathlib.Path, overwrite: bool) -> None:
-    """After a kill between any two of these lines, one checkpoint is complete; after an error or
-    an interrupt it has the destination's name."""
+def _swap(
+    temporary: pathlib.Path, destination: pathlib.Path, overwrite: bool
+) -> pathlib.Path | None:
+    """Gives a directory its name; what was there before, under the name that it has got.
+
+    After a kill between any two of these lines, one checkpoint is complete; after an error or an
+    interrupt it has the destination's name.
+    """
     if not destination.exists():
         os.rename(temporary, destination)
         durable.sync_directory(destination.parent)
-        return
+        return None
     if not overwrite:
         raise DestinationExistsError(f"`{destination}` was made while this job ran")
     replaced = _beside(destination, REPLACED_SUFFIX)
@@ -201,7 +260,20 @@ def _swap(temporary: pathlib.Path, destination: pathlib.Path, overwrite: bool) -
             os.rename(replaced, destination)
         raise
     durable.sync_directory(destination.parent)
-    shutil.rmtree(replaced)
+    return replaced
+
+
+def _remove_replaced(replaced: pathlib.Path, destination: pathlib.Path) -> None:
+    """Deletes what was replaced; only warns where that fails, for the destination is complete."""
+    try:
+        shutil.rmtree(replaced)
+    except OSError as error:
+        warnings.warn(
+            f"`{destination}` is complete, but not all of the checkpoint that it replaces could be "
+            f"deleted: `{error.filename or replaced}`: {error.strerror or error}; "
+            f"rm -r {shell_quoted(str(replaced))} deletes what is left",
+            stacklevel=2,
+        )
 
 
 def sync(directory: pathlib.Path) -> None:
@@ -279,33 +351,46 @@ def remove_locks(directory: pathlib.Path) -> None:
             path.unlink()
 
 
-def copy_tree(source: pathlib.Path, destination: pathlib.Path) -> None:
-    """Copies a file or a directory byte for byte.
+def copy_file(
+    source: pathlib.Path,
+    destination: pathlib.Path | None,
+    report: Callable[[int], None] = lambda nbytes: None,
+) -> str:
+    """Copies a file, or only reads it if there is no destination; the SHA-256 of what was read.
 
-    Raises:
-      CheckpointFormatError: there is something else than files and directories in it, or they are
-        nested too deep.
+    Whatever is at the destination is replaced, and not written to: it may be a link to the source.
     """
-    for path, found in _tree(source):
-        copy = destination / os.path.relpath(path, source)
-        if stat.S_ISDIR(found.st_mode):
-            copy.mkdir(parents=True, exist_ok=True)
-        else:
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, copy, follow_symlinks=False)
+    found = hashlib.sha256()
+    with contextlib.ExitStack() as stack:
+        reader = stack.enter_context(open(os.open(source, os.O_RDONLY | os.O_NOFOLLOW), "rb"))
+        writer = None
+        if destination is not None:
+            destination.unlink(missing_ok=True)
+            writer = stack.enter_context(open(destination, "xb"))
+        while block := reader.read(_BLOCK):
+            found.update(block)
+            if writer is not None:
+                writer.write(block)
+            report(len(block))
+    return found.hexdigest()
 
 
 def tree_bytes(path: pathlib.Path) -> int:
     """Bytes of a file, or of all files below a directory.
 
     Raises:
-      CheckpointFormatError: as `copy_tree`.
+      CheckpointFormatError: as `walk`.
     """
-    return sum(found.st_size for _, found in _tree(path) if stat.S_ISREG(found.st_mode))
+    return sum(found.st_size for _, found in walk(path) if stat.S_ISREG(found.st_mode))
 
 
-def _tree(source: pathlib.Path) -> Iterator[tuple[str, os.stat_result]]:
-    """A file, or a directory and all that is below it."""
+def walk(source: pathlib.Path) -> Iterator[tuple[str, os.stat_result]]:
+    """A file; or a directory and all that is below it, each directory before what is in it.
+
+    Raises:
+      CheckpointFormatError: there is something else than files and directories in it, or they are
+        nested too deep.
+    """
     paths = [(str(source), 0)]
     while paths:
         path, level = paths.pop()

@@ -44,7 +44,7 @@ from reshard.tree import Path, format_path
 from reshard.units import parse_bytes
 from reshard.writer import local
 from reshard.writer.estimate import encoded_ratio
-from reshard.writer.surroundings import surroundings
+from reshard.writer.surroundings import siblings
 
 # A data file is shared with the source if at least this part of it stays in use.
 _WORTH_LINKING = 0.5
@@ -113,7 +113,7 @@ def prepare(
         except ReshardError as error:
             found.append(error)
     jobs = [_prepare_item(c, target, max_memory, chunks, link, found) for c in checkpoints]
-    total = _total(jobs, max_memory, found)
+    total = _total(jobs, target, max_memory, link, found)
     if replaced:
         note = f"`{target}` is replaced once the new checkpoint is complete"
         total = dataclasses.replace(total, notes=(*total.notes, note))
@@ -381,7 +381,13 @@ def _is_linked(handle: ArrayHandle, files: frozenset[str] | None) -> bool:
     return all(value.file is None or value.file in files for value in stored_values(handle) or ())
 
 
-def _total(jobs: Sequence[Job], max_memory: int, found: list[ReshardError]) -> Plan:
+def _total(
+    jobs: Sequence[Job],
+    target: pathlib.Path | None,
+    max_memory: int,
+    link: bool,
+    found: list[ReshardError],
+) -> Plan:
     plans = tuple(plan for job in jobs for plan in job.plans)
     charges = [batch.charge for batch in batches(plans, max_memory, cores())]
     for job in jobs:
@@ -394,7 +400,11 @@ def _total(jobs: Sequence[Job], max_memory: int, found: list[ReshardError]) -> P
     )
     other = 0
     try:
-        other = sum(local.tree_bytes(path) for _, path in surroundings([j.ckpt for j in jobs]))
+        for sibling in siblings([job.ckpt for job in jobs], target, link):
+            if sibling.linked:
+                shared += sibling.nbytes
+            else:
+                other += sibling.nbytes
     except ReshardError as error:
         found.append(error)
     return Plan(

@@ -2,11 +2,30 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.digests import Digest
 from reshard.errors import DestinationError
 from reshard.tree import Path, format_path
+
+
+class CopiedFile(NamedTuple):
+    """A file beside the arrays, as it was when it was copied or shared: bytes, time of its last
+    change, and SHA-256 of what was read."""
+
+    nbytes: int
+    mtime_ns: int
+    sha256: str
+
+    @staticmethod
+    def parse(entry: Sequence[Any]) -> "CopiedFile":
+        """What JSON makes of it; raises ValueError or TypeError for anything else."""
+        found = CopiedFile(*entry)
+        if type(found.nbytes) is not int or type(found.mtime_ns) is not int:
+            raise ValueError("a file that no job has copied")
+        if len(bytes.fromhex(found.sha256)) != 32:
+            raise ValueError("a hash that is none")
+        return found
 
 
 @dataclasses.dataclass

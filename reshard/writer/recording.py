@@ -8,22 +8,28 @@ from reshard.checkpoint import ArrayHandle, stored_name
 from reshard.digests import Digest
 from reshard.errors import CorruptCheckpointError
 from reshard.reading import read_digests
-from reshard.records import FILE, ArrayRecord, forget_hint, read_record
+from reshard.records import FILE, ArrayRecord, Record, forget_hint, read_record
 from reshard.tree import Path, format_path, shell_quoted
 from reshard.verification import (
     arrays_of_other_kinds,
+    changed_file,
     changed_files,
     gone_arrays,
     reason,
+    recorded_files,
     stored_record,
 )
 from reshard.writer.prepare import Job
+from reshard.writer.surroundings import is_sibling
 
 Known = Mapping[str, ArrayRecord]
 
 
-def known_arrays(job: Job) -> Known:
-    """What is on record of the source's arrays, by their names in its store.
+def source_record(job: Job) -> Record:
+    """What is on record of the source, by names in its store.
+
+    The files that are carried over as they are need only be there: they are compared when they are
+    copied, with `check_copied`.
 
     Raises:
       CorruptCheckpointError: the record is of other arrays or files than those that are there.
@@ -32,17 +38,43 @@ def known_arrays(job: Job) -> Known:
     file = source.store.directory / FILE
     record = read_record(file)
     if record is None:
-        return {}
+        return Record({}, {}, {}, {})
     kinds = arrays_of_other_kinds(_stored(job.handles), record, "on record")
     problems = [f"{format_path(path)}: {text}" for path, text in kinds]
     problems += gone_arrays(source, record, "on record")
-    files = [*changed_files(source, record)]
+    files = [*changed_files(source, record, lambda file: is_sibling(job.ckpt, file))]
     if problems or files:
-        hints = verify_hints(job) if problems else [*verify_hints(job), forget_hint(file)]
-        raise CorruptCheckpointError(
-            f"`{source.path}` is not what its digests were recorded of", problems + files, hints
-        )
-    return record.arrays
+        raise _not_as_recorded(job, problems, files)
+    return record
+
+
+def check_copied(job: Job, record: Record, hashes: Mapping[str, str]) -> None:
+    """Raises CorruptCheckpointError unless the files that were carried over as they are have the
+    hashes on record.
+
+    Args:
+      job: the item.
+      record: what `source_record` gave.
+      hashes: path below the source's root -> SHA-256 of what was read.
+    """
+    source = job.ckpt.source
+    read = {source.root / path: sha256 for path, sha256 in hashes.items()}
+    on_record = recorded_files(source, record)
+    files = [
+        changed_file(file) for file, known in on_record.items() if read.get(file, known) != known
+    ]
+    if files:
+        raise _not_as_recorded(job, [], files)
+
+
+def _not_as_recorded(job: Job, problems: list[str], files: list[str]) -> CorruptCheckpointError:
+    source = job.ckpt.source
+    forget = [] if problems else [forget_hint(source.store.directory / FILE)]
+    return CorruptCheckpointError(
+        f"`{source.path}` is not what its digests were recorded of",
+        problems + files,
+        [*verify_hints(job), *forget],
+    )
 
 
 def new_digests(job: Job) -> dict[Path, Digest]:

@@ -1,0 +1,316 @@
+"""Other items of a step, and other files: what is shared, copied, hashed and counted."""
+
+import collections
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+
+import jax
+import layouts
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from layouts import hashes
+
+import reshard
+from reshard import records
+from reshard.writer import journal, local
+
+FILE = "reshard_digests.json"
+FORMATS = {"ocdbt": {}, "zarr3": {"use_zarr3": True}, "files": {"use_ocdbt": False}}
+FORMATS["zarr3-files"] = FORMATS["files"] | FORMATS["zarr3"]
+
+
+def put(rng, shape):
+    sharding = NamedSharding(layouts.mesh((2, 4)), P("data", "model"))
+    return jax.device_put(layouts.random_array(rng, shape), sharding)
+
+
+@pytest.fixture(scope="module")
+def roots(tmp_path_factory):
+    """A manager's root of each format: a step with two trees and a document, and notes."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            rng = np.random.default_rng(len(made))
+            root = tmp_path_factory.mktemp("siblings") / "root"
+            with ocp.CheckpointManager(root, item_names=("state", "ema", "cfg")) as manager:
+                trees = {
+                    item: ocp.args.PyTreeSave({"w": put(rng, (24, 16)), "c": put(rng, (8, 8, 2))})
+                    for item in ("state", "ema")
+                }
+                cfg = ocp.args.JsonSave({"width": 3})
+                manager.save(3, args=ocp.args.Composite(**trees, cfg=cfg))
+            for item in ("state", "ema"):
+                shutil.rmtree(root / "3" / item)
+                with ocp.PyTreeCheckpointer(**FORMATS[name]) as checkpointer:
+                    checkpointer.save(root / "3" / item, trees[item].item)
+            (root / "notes" / "none").mkdir(parents=True)
+            (root / "notes" / "today").write_text("rain")
+            made[name] = root
+        return made[name]
+
+    return get
+
+
+@pytest.fixture
+def root(roots, tmp_path):
+    """One of them, that may be changed."""
+    return pathlib.Path(shutil.copytree(roots("ocdbt"), tmp_path / "source"))
+
+
+def opened(root):
+    return reshard.to_mesh(reshard.open(root, item="state"), "1x8")
+
+
+def inodes(path):
+    return {
+        str(file.relative_to(path)): file.stat().st_ino
+        for file in path.rglob("*")
+        if file.is_file()
+    }
+
+
+def is_data(path):
+    """Files of the other tree that hold values or B-tree nodes."""
+    parts = path.split("/")
+    return parts[:2] == ["3", "ema"] and (
+        "d" in parts or parts[-1].replace(".", "").isdigit() or parts[-1] == "c"
+    )
+
+
+def shared(source, out):
+    """Paths of files that are in both, and one."""
+    ours, theirs = inodes(out), inodes(source)
+    return {path for path in ours if ours[path] == theirs.get(path)}
+
+
+def copies(root):
+    """What is carried over: everything but the marker, and what is written of the item."""
+    kept = "3/state/_CHECKPOINT_METADATA"
+    found = {path for path in inodes(root) if path == kept or not path.startswith("3/state/")}
+    return found - {"3/commit_success.txt"}
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """How often each file is hashed, or copied."""
+    found = collections.Counter()
+    original, hashed = local.copy_file, records.file_hash
+
+    def copy_file(source, *rest):
+        found[str(source)] += 1
+        return original(source, *rest)
+
+    def file_hash(path):
+        found[str(path)] += 1
+        return hashed(path)
+
+    monkeypatch.setattr(local, "copy_file", copy_file)
+    monkeypatch.setattr(records, "file_hash", file_hash)
+    monkeypatch.setattr(reshard.verification, "file_hash", file_hash)
+    return found
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_data_files_of_other_items_are_shared(roots, tmp_path, name):
+    root, out = roots(name), tmp_path / "out"
+    before = hashes(root)
+    planned = reshard.plan(opened(root), out)
+    done = reshard.save(opened(root), out)
+    data = {path for path in copies(root) if is_data(path)}
+    assert data and shared(root, out) == data
+    for path in copies(root):
+        assert (out / path).read_bytes() == (root / path).read_bytes()
+    assert (out / "notes" / "none").is_dir()
+    for plan in (planned, done, reshard.plan(opened(root))):
+        assert plan.shared_bytes == sum((root / path).stat().st_size for path in data)
+        assert plan.other_bytes == sum((root / p).stat().st_size for p in copies(root) - data)
+        own = sum(array.bytes_written for array in plan.arrays)
+        assert plan.bytes_written == own + plan.other_bytes
+    assert hashes(root) == before
+    for item in ("state", "ema"):
+        assert reshard.verify(reshard.open(out, item=item), reshard.open(root, item=item)).ok
+    shutil.copytree(out, tmp_path / "orbax")
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "orbax" / "3" / "ema")
+        expected = checkpointer.restore(root / "3" / "ema")
+    assert {k: layouts.bits(v) for k, v in restored.items()} == {
+        k: layouts.bits(v) for k, v in expected.items()
+    }
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_nothing_is_shared_without_links(roots, tmp_path, monkeypatch, name):
+    root = roots(name)
+
+    def forbidden(*_, **__):
+        raise PermissionError(1, "Operation not permitted")
+
+    ways = {"no": {"link": False}, "forbidden": {}}
+    for way, options in ways.items():
+        with monkeypatch.context() as patched:
+            if way == "forbidden":
+                patched.setattr(os, "link", forbidden)
+            plan = reshard.save(opened(root), tmp_path / way, **options)
+        assert shared(root, tmp_path / way) == set()
+        assert (plan.shared_bytes, plan.other_bytes) == (
+            0,
+            sum((root / path).stat().st_size for path in copies(root)),
+        )
+        for path in copies(root):
+            assert (tmp_path / way / path).read_bytes() == (root / path).read_bytes()
+
+
+def test_what_only_looks_like_a_data_file_is_copied(root, tmp_path):
+    """What is in no tree of arrays may be written to by anybody."""
+    decoys = ["3/extra/d/ab12", "3/extra/manifest.ocdbt", "3/ema/d/README", "3/ema/1", "notes/d/ab"]
+    decoys += ["3/extra/x/.zarray", "3/extra/x/0.0", "3/extra/y/zarr.json", "3/extra/y/c/0"]
+    for path in decoys:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(path)
+    reshard.save(opened(root), tmp_path / "out")
+    assert shared(root, tmp_path / "out").isdisjoint(decoys)
+    for path in decoys:
+        assert (tmp_path / "out" / path).read_text() == path
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("link", [False, True])
+def test_each_is_read_once_and_not_for_a_plan(root, tmp_path, reads, recorded, link):
+    if recorded:
+        reshard.digest(reshard.open(root, item="state"), write=True)
+        reads.clear()
+    reshard.plan(opened(root), tmp_path / "out", link=link)
+    assert not reads.keys() & {f"{root}/{path}" for path in copies(root)}
+    reads.clear()
+    reshard.save(opened(root), tmp_path / "out", link=link)
+    assert {reads[f"{root}/{path}"] for path in copies(root)} == {1}
+    written = {"_METADATA", "_sharding", "array_metadatas/process_0"}
+    again = {f"3/state/{name}" for name in written}
+    assert {path.rpartition("-tmp/")[2] for path in reads if "-tmp/" in path} == again
+    record = json.loads((tmp_path / "out" / "3" / "state" / FILE).read_bytes())
+    assert record["beside"] == {
+        path.removeprefix("3/"): hashlib.sha256((root / path).read_bytes()).hexdigest()
+        for path in copies(root)
+        if path.startswith("3/")
+        and not path.startswith("3/state/")
+        and not path.endswith("commit_success.txt")
+    }
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("link", [False, True])
+def test_one_that_is_not_the_one_on_record(root, tmp_path, link, resume):
+    """Also where it is shared; all of them are told, and nothing is committed or kept."""
+    reshard.digest(reshard.open(root, item="state"), write=True)
+    data = max(path for path in copies(root) if is_data(path))
+    for path in (data, "3/cfg/metadata"):
+        content = bytearray((root / path).read_bytes())
+        content[len(content) // 2] ^= 1
+        (root / path).write_bytes(content)
+    out = tmp_path / "new" / "out"
+    assert reshard.plan(opened(root), out, link=link).problems == ()
+    with pytest.raises(reshard.CorruptCheckpointError) as caught:
+        reshard.save(opened(root), out, link=link, resume=resume)
+    assert str(caught.value) == (
+        f"`{root}/3/state` is not what its digests were recorded of\n"
+        f"  the file `{root}/3/cfg/metadata`: it is not the one on record\n"
+        f"  the file `{root}/{data}`: it is not the one on record\n\n"
+        f"hint: reshard verify '{root}/3' --item 'state'\n"
+        f"hint: rm '{root}/3/state/{FILE}' forgets what was recorded"
+    )
+    assert os.listdir(out.parent) == []
+    (root / data).unlink()
+    assert reshard.plan(opened(root), out).problems == (
+        f"`{root}/3/state` is not what its digests were recorded of",
+        f"the file `{root}/{data}`: on record, and not there",
+    )
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_they_count_as_progress(root, tmp_path, link):
+    told = []
+    progress = lambda *now: told.append(now)  # noqa: E731
+    plan = reshard.save(opened(root), tmp_path / "out", link=link, progress=progress)
+    done, whole = zip(*told, strict=True)
+    others = sum((root / path).stat().st_size for path in copies(root))
+    assert set(whole) == {done[-1]} == {others + sum(a.decoded_bytes for a in plan.arrays)}
+    assert list(done) == sorted(done)
+
+
+class StopError(Exception):
+    """What the tests throw into a running job."""
+
+
+def stopped(root, out, monkeypatch, **options):
+    """A job that has carried all siblings over, and stops."""
+    monkeypatch.setattr(journal, "_SYNC_SECONDS", -1)
+    monkeypatch.setattr(journal, "_SYNC_SHARE", float("inf"))
+    others = sum((root / path).stat().st_size for path in copies(root))
+
+    def stop(done, whole):
+        if done > others:
+            raise StopError
+
+    with pytest.raises(StopError):
+        reshard.save(opened(root), out, resume=True, progress=stop, **options)
+    return layouts.kept(out)
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_a_resumed_job_copies_none_again(root, tmp_path, monkeypatch, reads, link):
+    out = tmp_path / "out"
+    kept = stopped(root, out, monkeypatch, link=link)
+    before = {p: i for p, i in inodes(kept).items() if "state/" not in p and "reshard" not in p}
+    assert before.keys() | {"3/state/_CHECKPOINT_METADATA"} == copies(root)
+    reads.clear()
+    reshard.save(opened(root), out, resume=True, link=link)
+    assert not [path for path in reads if path.startswith(f"{root}/") and "/state/" not in path]
+    after = inodes(out)
+    assert before == {path: after[path] for path in before}
+    assert reshard.verify(reshard.open(out, item="state"), reshard.open(root, item="state")).ok
+
+
+def test_a_copy_that_has_changed_since_is_made_again(root, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    kept = stopped(root, out, monkeypatch, link=False)
+    data = max(path for path in copies(root) if is_data(path))
+    content = bytearray((kept / data).read_bytes())
+    content[len(content) // 2] ^= 1
+    (kept / data).write_bytes(content)
+    (kept / "3/cfg/metadata").unlink()
+    reshard.save(opened(root), out, resume=True, link=False)
+    for path in copies(root):
+        assert (out / path).read_bytes() == (root / path).read_bytes()
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_links_and_copies_in_each_others_place(roots, tmp_path, monkeypatch, link):
+    """What an earlier run with the other flag has left is not written through, and not kept."""
+    root, out = roots("files"), tmp_path / "out"
+    stopped(root, out, monkeypatch, link=not link)
+    before = hashes(root)
+    reshard.save(opened(root), out, resume=True, link=link)
+    assert hashes(root) == before
+    data = {path for path in copies(root) if is_data(path)}
+    assert shared(root, out) == (data if link else set())
+
+
+def test_notes_that_grew_are_copied_again(root, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    stopped(root, out, monkeypatch)
+    (root / "notes" / "today").write_text("rain, then sunshine")
+    reshard.save(opened(root), out, resume=True)
+    assert (out / "notes" / "today").read_text() == "rain, then sunshine"
+
+
+def test_what_other_jobs_have_left_is_not_copied(root, tmp_path):
+    (root / ".reshard-9.unfinished" / "x.orbax-checkpoint-tmp").mkdir(parents=True)
+    reshard.save(opened(root), tmp_path / "out")
+    assert sorted(os.listdir(tmp_path / "out")) == ["3", "notes"]
