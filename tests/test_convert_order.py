@@ -55,7 +55,7 @@ def loaded(ckpt, path):
         return checkpointer.restore(path)
 
 
-def renames(pairs, form="[[rule]]\nfrom = '^{}/'\nto = '{}/'\n"):
+def renames(pairs, form="[[rule]]\nfrom = '^{}(/|$)'\nto = '{}\\1'\n"):
     return "".join(form.format(*pair) for pair in pairs)
 
 
@@ -167,7 +167,11 @@ def residual():
 
 
 def test_statistics_do_not_leave_their_parameters(tmp_path):
-    rules = [(f"params/{one}", other) for one, other in RESIDUAL.items()]
+    rules = [
+        (f"params/{one}/{name}", f"{other}/{name}")
+        for one, other in RESIDUAL.items()
+        for name in (NORM if "Norm" in one else DENSE)
+    ]
     for text in both_ways(residual(), Residual, RESIDUAL, rules, tmp_path):
         assert f"block/BatchNorm_0, perhaps block/shortcut/layers/1: {MOVED} it there" in text
         assert f"block/BatchNorm_2, perhaps block/bn2: {MOVED} it there" in text

@@ -206,9 +206,7 @@ class _Walk:
         if tuple(name for name in vars(node) if name in _NOTES) == _NOTES:
             return names, bool(noted) or inner.isdisjoint(_assigned_again(type(node)))
         seen = {
-            tuple(name for name in order if name in inner)
-            for order in noted
-            if inner <= set(order)
+            tuple(name for name in order if name in inner) for order in noted if inner <= set(order)
         }
         if len(seen) != 1:
             return names, False

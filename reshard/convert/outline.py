@@ -162,6 +162,46 @@ def outline_below(path: tuple[str, ...], leaves: Mapping[tuple[str, ...], Leaf])
     return _module(path, _nested(entries), lambda path: {})
 
 
+def classes_after(
+    module: Module, leaves: Mapping[Path, Collection[Path]]
+) -> dict[tuple[str, ...], str]:
+    """The classes of Linen modules after a map has given leaves other paths, as `linen_outline`
+    takes them.
+
+    Args:
+      module: the outline before.
+      leaves: path of a leaf -> the paths that it comes from. A module is still the same if leaves
+        have the same names in it.
+    """
+    before: dict[tuple[str, ...], str] = {}
+    pending = [module]
+    while pending:
+        at = pending.pop()
+        before[at.path] = at.kind
+        pending += at.children.values()
+    found: dict[tuple[str, ...], str] = {}
+    for path, sources in leaves.items():
+        for source in sources:
+            here, there = tuple(map(str, path[1:])), tuple(map(str, source[1:]))
+            while here and there and here[-1] == there[-1]:
+                here, there = here[:-1], there[:-1]
+                found.setdefault(here, before.get(there, ""))
+    return found
+
+
+def joined(module: Module, other: Module) -> Module:
+    """An NNX outline with what is in another one besides, of which only the paths are known."""
+    children = dict(module.children)
+    for name, child in other.children.items():
+        children[name] = joined(children[name], child) if name in children else child
+    return dataclasses.replace(
+        module,
+        children=children,
+        leaves={**module.leaves, **other.leaves},
+        ordered=module.ordered and len(children) == len(module.children),
+    )
+
+
 def without(module: Module, paths: Collection[Path]) -> Module:
     """An outline less some leaves. Modules stay, and count, even if nothing is left in them.
 
