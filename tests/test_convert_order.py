@@ -335,6 +335,41 @@ def test_a_renamed_module_takes_its_statistics_along(tmp_path):
     assert "BatchNorm_0" in text
 
 
+def test_names_that_a_map_gives_on_linens_side_fix_where_the_rest_goes(tmp_path):
+    class Same(nnx.Module):
+        def __init__(self):
+            self.a, self.b = linear(), linear()
+
+    linen = random_tree({"params/a": DENSE, "params/b": DENSE})
+    source = saved(tmp_path / "linen", linen)
+    rules = [("params/a/kernel", "params/b/kernel"), ("params/b/kernel", "params/a/kernel")]
+    (tmp_path / "map.toml").write_text(
+        renames([(rules[0][0], "params/c/kernel"), rules[1], ("params/c/kernel", rules[0][1])])
+    )
+    text = outcome(
+        lambda: reshard.to_nnx(source, Same, map_file=tmp_path / "map.toml"), {}, tmp_path
+    )
+    assert f"a, perhaps b: {MOVED} it there" in text
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_modules_that_a_map_numbers_anew_go_by_that(whole, tmp_path):
+    linen = pairs()["params"]["Pair_0"]
+    source = saved(tmp_path / "linen", {"params": linen})
+    rules = []
+    for kind in ("Dense", "LayerNorm") if whole else ("Dense",):
+        one, other = f"params/{kind}_0", f"params/{kind}_1"
+        rules += [(one, "params/aside"), (other, one), ("params/aside", other)]
+    (tmp_path / "map.toml").write_text(renames(rules))
+    true = {"Dense_1": "x", "Dense_0": "y", "LayerNorm_1": "x_norm", "LayerNorm_0": "y_norm"}
+    truth = {f"{true[m]}/{n}/value": x for m, held in linen.items() for n, x in held.items()}
+    text = outcome(
+        lambda: reshard.to_nnx(source, Pair, map_file=tmp_path / "map.toml"), truth, tmp_path
+    )
+    assert bool(text) == (not whole)
+    assert whole or f"LayerNorm_0 and LayerNorm_1, perhaps x_norm and y_norm: {OTHER_ORDER}" in text
+
+
 def test_a_table_that_a_map_takes_out_of_a_module_leaves_the_rest_where_it_is(tmp_path):
     class Inner(nnx.Module):
         def __init__(self):

@@ -43,7 +43,9 @@ def ordered(
       nnx: the outline of the NNX model, without the map.
       to: the API that the map's steps lead to.
     """
-    return _Evidence(said, found, linen, nnx, to).kept() if said else found
+    if not said or not found.steps:
+        return found
+    return _Evidence(said, found, linen, nnx, to).kept()
 
 
 class _Evidence:
@@ -60,6 +62,7 @@ class _Evidence:
         before: tuple[dict, dict] = (made, {}) if to == "nnx" else ({}, made)
         # Paths that modules of both sides have without the map, by those that they have now.
         self._was: tuple[dict[Keys, set[Keys]], ...] = ({}, {})
+        self._by_map: list[Pair] = []
         self._by_structure: list[Pair] = []
         reached: set[Path] = set()
         for step in found.steps:
@@ -73,18 +76,24 @@ class _Evidence:
                         ends[side].append(_text(source))
                         now, then = (_text(keys)[1 - side :] for keys in (path, source))
                         _note_modules(now, then, self._was[side])
-            self._by_structure += [(one, other) for one in ends[0] for other in ends[1]]
-        self._by_map: list[Pair] = []
-        # Those of the map by the modules that they are in, of Linen's and of NNX's.
-        self._below: tuple[dict[Keys, list[Pair]], ...] = ({}, {})
+            # The names that a map gives say where leaves go just as well.
+            renamed = (ends[0], ends[1]) != (
+                list(map(_text, step.inputs)),
+                list(map(_text, step.outputs)),
+            )
+            pairs = [(one, other) for one in ends[0] for other in ends[1]]
+            (self._by_map if renamed else self._by_structure).extend(pairs)
         for path, sources in made.items():
             for source in sources if path not in reached else ():
                 ends_of = (source, path) if to == "nnx" else (path, source)
                 pair = (_text(ends_of[0]), _text(ends_of[1]))
                 self._by_map.append(pair)
-                for side, keys in enumerate((pair[0][1:], pair[1])):
-                    for end in range(len(keys)):
-                        self._below[side].setdefault(keys[:end], []).append(pair)
+        # Those of the map by the modules that they are in, of Linen's and of NNX's.
+        self._below: tuple[dict[Keys, list[Pair]], ...] = ({}, {})
+        for pair in self._by_map:
+            for side, keys in enumerate((pair[0][1:], pair[1])):
+                for end in range(len(keys)):
+                    self._below[side].setdefault(keys[:end], []).append(pair)
 
     def kept(self) -> Alignment:
         """What is found and not contradicted."""
@@ -102,6 +111,8 @@ class _Evidence:
             if len(group) < 2 or wrong.isdisjoint(self._parents(group)):
                 continue
             linen, nnx = ([_text(pair[side]) for pair in group] for side in (0, 1))
+            if all(keys not in self._was[0].get(keys, (keys,)) for keys in linen):
+                continue  # the map has numbered them
             if not whole.issuperset(linen):
                 abstentions.append(Abstention(tuple(linen), tuple(nnx), _REASON))
             whole.update(linen)
