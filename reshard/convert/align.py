@@ -66,6 +66,8 @@ def align(linen: Module, nnx: Module) -> Alignment:
         tuple(leaf.path for leaf in pairing.zeros),
         (*pairing.abstentions, *shared),
         tuple(pairing.mismatches),
+        tuple(pairing.modules),
+        tuple(pairing.groups),
     )
 
 
@@ -94,7 +96,7 @@ class _Level:
 
     def __init__(self, linen: Module, nnx: Module, origin: str, stacked: bool):
         self._linen, self._nnx, self._origin, self._stacked = linen, nnx, origin, stacked
-        self._made = Pairing(stacked=stacked)
+        self._made = Pairing(modules=[(linen.path, nnx.path)], stacked=stacked)
         self._elsewhere: dict[str, list[Module | Leaf]] = {}
         for name, held in layers.contents(nnx):
             self._elsewhere.setdefault(name, []).append(held)
@@ -275,6 +277,8 @@ class _Level:
         self._open = [held for held in self._open if id(held) not in paired]
         for group, made in decided:
             self._taken |= {id(module) for module in group.nnx}
+            pairs = zip(group.linen, group.nnx, strict=True)
+            self._made.groups.append(tuple((linen.path, nnx.path) for linen, nnx in pairs))
             for pairing in made:
                 self._made.include(pairing)
 

@@ -63,12 +63,16 @@ class Alignment:
       must_be_zero: leaves of Linen's without a place in NNX, which have no effect if they are zero.
       abstentions: what is left open.
       mismatches: leaves that should be one and differ in shape or collection.
+      modules: paths of the modules of both sides that are one.
+      groups: those of them that class and order have paired, by class.
     """
 
     steps: tuple[Step, ...]
     must_be_zero: tuple[Path, ...]
     abstentions: tuple[Abstention, ...]
     mismatches: tuple[Mismatch, ...]
+    modules: tuple[tuple[Path, Path], ...] = ()
+    groups: tuple[tuple[tuple[Path, Path], ...], ...] = ()
 
 
 def listed(paths: Sequence[Path]) -> str:

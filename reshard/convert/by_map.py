@@ -11,9 +11,16 @@ from reshard.convert.goal import Goal
 from reshard.convert.mapfile import read_map
 from reshard.convert.mapped import Mapped, apply_map
 from reshard.convert.maprules import Map, inverse
-from reshard.convert.outline import Module, bare_leaves, linen_outline, path_outline, without
+from reshard.convert.outline import (
+    Module,
+    bare_leaves,
+    classes_after,
+    linen_outline,
+    path_outline,
+    without,
+)
 from reshard.convert.saved import COLLECTIONS
-from reshard.convert.steps import Step, backwards
+from reshard.convert.steps import Step, backwards, origins
 from reshard.errors import TreeMismatchError
 from reshard.tree import Key, Path, compile_glob, format_path, glob_text, nearest
 
@@ -74,7 +81,7 @@ def by_map(
     rules = read_map(map_file)
     if rules.to not in (None, to):
         if goal is not None:
-            return _backwards(rules, goal.shapes(), shapes, known)
+            return _backwards(rules, goal, shapes, known)
         rules = inverse(rules)
     try:
         mapped = apply_map(rules, shapes)
@@ -122,11 +129,10 @@ def _strays(
     ]
 
 
-def _backwards(
-    rules: Map, targets: Mapping[Path, Shape], shapes: Mapping[Path, Shape], known: Module | None
-) -> ByMap:
+def _backwards(rules: Map, goal: Goal, shapes: Mapping[Path, Shape], known: Module | None) -> ByMap:
     """Of a map for the opposite direction: its rules are applied to the target's leaves, what they
     leave open is aligned with the source, and all steps are run backwards."""
+    targets = goal.shapes()
     mapped = apply_map(rules, targets)
     globs = [compile_glob(glob) for glob in mapped.initial]
     dropped = [path for path in shapes if any(g.fullmatch(glob_text(path)) for g in globs)]
@@ -141,7 +147,11 @@ def _backwards(
     gone = {*hits, *dropped}
     left = {path: shape for path, shape in shapes.items() if path not in gone}
     nnx = path_outline(bare_leaves(left)) if known is None else without(known, gone)
-    found = ordered(mapped.steps, align(linen_outline(bare_leaves(rest)), nnx), nnx)
+    made = origins(mapped.steps)
+    classes = classes_after(goal.outline, {path: made.get(path, (path,)) for path in rest})
+    linen = linen_outline(bare_leaves(rest), classes)
+    whole = path_outline(bare_leaves(shapes)) if known is None else known
+    found = ordered(mapped.steps, align(linen, nnx), goal.outline, whole)
     renamed = {s.outputs[0]: s.inputs[0] for s in mapped.steps if s.operation is None}
     zeros = [renamed.get(path, path) for path in found.must_be_zero]
     steps = [*mapped.steps, *found.steps]

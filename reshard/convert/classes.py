@@ -119,7 +119,8 @@ class Loose:
                 found.append(module)
         if found:
             return f"{format_path(found[0].path)} in Linen may be, or hold, one of them"
-        for kind in group.kinds:
+        kinds = itertools.chain(*(k for m in group.linen for k in layers.counterparts(m.kind)))
+        for kind in dict.fromkeys((*group.kinds, *kinds)):
             if kind in self._nnx:
                 return f"{format_path(self._nnx[kind].path)} in NNX may hold one of them"
         return ""

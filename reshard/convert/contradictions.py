@@ -1,106 +1,259 @@
-"""Where a map contradicts the order of modules, that order decides nothing. Pure.
+"""What a map fixes is evidence for what it leaves open: what contradicts it is not decided. Pure.
 
-The k-th module of a class in Linen is taken for the k-th that NNX defines. A map that puts
-`Conv_2` into what NNX defines before the other convolutions shows that the two sides make their
-modules in different orders; then those of other classes beside them may be in another order too.
+Two things follow from a leaf that a map puts somewhere.
+
+- All leaves of one module, in every collection, have one counterpart. A map that puts the scale of
+  `BatchNorm_0` into `bn2` says where its statistics belong.
+- The k-th module of a class in Linen is taken for the k-th that NNX defines. A map that puts
+  `Conv_2` into what NNX defines before the other convolutions shows that the two sides make their
+  modules in different orders; then those of other classes beside them may be in another order too,
+  there and in modules of the same class.
 """
 
 import dataclasses
+import functools
+import itertools
 import re
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from reshard.convert.answers import Abstention, Alignment
-from reshard.convert.outline import Module
-from reshard.convert.steps import Step
-from reshard.tree import Path
+from reshard.convert.layers import DICTS, LISTS
+from reshard.convert.outline import Module, unlifted
+from reshard.convert.steps import Step, origins
+from reshard.tree import Path, format_path
 
-_AUTOMATIC = re.compile(r"(_*[A-Z]\w*)_(\d+)")
 _REASON = "the map has others beside them in another order than NNX defines them in"
-# A leaf of Linen's, the collection first, and the leaf of NNX's that it is.
-Pair = tuple[Path, Path]
-
+_NUMBER = re.compile(r"\d+")
 
 Keys = tuple[str, ...]
+# A leaf of Linen's, the collection first, and the leaf of NNX's that it is, or is a part of.
+Pair = tuple[Keys, Keys]
 
 
-class _Level(NamedTuple):
-    """Modules of one class, side by side."""
-
-    linen: Keys
-    nnx: Keys
-    kind: str
-
-
-def ordered(said: Iterable[Step], found: Alignment, nnx: Module, to: str = "nnx") -> Alignment:
-    """What was found, less what goes by an order that a map contradicts: that is open.
+def ordered(
+    said: Sequence[Step], found: Alignment, linen: Module, nnx: Module, to: str = "nnx"
+) -> Alignment:
+    """What was found, less what a map contradicts: that is open.
 
     Args:
       said: what the map says.
       found: what structure says of the leaves that it leaves open.
-      nnx: the outline of the NNX model.
+      linen: the outline of the Linen model, without the map.
+      nnx: the outline of the NNX model, without the map.
       to: the API that the map's steps lead to.
     """
-    moved = [(step.inputs[0], step.outputs[0]) for step in said if step.operation is None]
-    pairs = moved if to == "nnx" else [(linen, other) for other, linen in moved]
-    wrong = set(_against_order(pairs, nnx))
-    members: dict[_Level, dict[Keys, Keys]] = {}
-    for step in found.steps:
-        for path in step.inputs if step.origin == "structure" else ():
-            for level, one, other in _levels((path, step.outputs[0])):
-                if level.nnx in wrong:
-                    members.setdefault(level, {})[one] = other
-    doubtful = [group for group in members.values() if len(group) > 1]
-    modules = {one for group in doubtful for one in group}
-    return dataclasses.replace(
-        found,
-        steps=tuple(
-            step
-            for step in found.steps
-            if step.origin != "structure"
-            or not any(path[1:end] in modules for path in step.inputs for end in range(len(path)))
-        ),
-        abstentions=(
-            *found.abstentions,
-            *(Abstention(tuple(group), tuple(group.values()), _REASON) for group in doubtful),
-        ),
-    )
+    if not said or not found.steps:
+        return found
+    return _Evidence(said, found, linen, nnx, to).kept()
 
 
-def _against_order(said: Iterable[Pair], nnx: Module) -> Iterator[Keys]:
-    """Modules of NNX's in which a map has those of one class in another order."""
-    levels: dict[_Level, dict[int, int]] = {}
-    for pair in said:
-        for level, one, other in _levels(pair):
-            place = _place(nnx, other)
-            number = _AUTOMATIC.fullmatch(one[-1])
-            if place is not None and number is not None:
-                levels.setdefault(level, {})[int(number[2])] = place
-    for level, places in levels.items():
-        order = [places[number] for number in sorted(places)]
-        if order != sorted(order):
-            yield level.nnx
+class _Evidence:
+    """What a map says beside what structure says.
+
+    Args:
+      said, found, linen, nnx, to: as for `ordered`.
+    """
+
+    def __init__(self, said: Sequence[Step], found: Alignment, linen: Module, nnx: Module, to: str):
+        self._found = found
+        self._linen, self._nnx = _by_path(linen), _by_path(nnx)
+        made = origins(said)
+        before: tuple[dict, dict] = (made, {}) if to == "nnx" else ({}, made)
+        # Paths that modules of both sides have without the map, by those that they have now.
+        self._was: tuple[dict[Keys, set[Keys]], ...] = ({}, {})
+        self._by_map: list[Pair] = []
+        self._by_structure: list[Pair] = []
+        reached: set[Path] = set()
+        for step in found.steps:
+            if step.inputs == step.outputs:  # what has been joined is transposed
+                continue
+            reached.update(step.inputs if to == "nnx" else step.outputs)
+            ends: list[list[Keys]] = [[], []]
+            for side, paths in enumerate((step.inputs, step.outputs)):
+                for path in paths:
+                    for source in before[side].get(path, (path,)):
+                        ends[side].append(_text(source))
+                        now, then = (_text(keys)[1 - side :] for keys in (path, source))
+                        _note_modules(now, then, self._was[side])
+            # The names that a map gives say where leaves go just as well.
+            renamed = (ends[0], ends[1]) != (
+                list(map(_text, step.inputs)),
+                list(map(_text, step.outputs)),
+            )
+            pairs = [(one, other) for one in ends[0] for other in ends[1]]
+            (self._by_map if renamed else self._by_structure).extend(pairs)
+        for path, sources in made.items():
+            for source in sources if path not in reached else ():
+                ends_of = (source, path) if to == "nnx" else (path, source)
+                pair = (_text(ends_of[0]), _text(ends_of[1]))
+                self._by_map.append(pair)
+        # Those of the map by the modules that they are in, of Linen's and of NNX's.
+        self._below: tuple[dict[Keys, list[Pair]], ...] = ({}, {})
+        for pair in self._by_map:
+            for side, keys in enumerate((pair[0][1:], pair[1])):
+                for end in range(len(keys)):
+                    self._below[side].setdefault(keys[:end], []).append(pair)
+
+    def kept(self) -> Alignment:
+        """What is found and not contradicted."""
+        abstentions: list[Abstention] = []
+        whole: set[Keys] = set()  # modules of Linen's of which nothing is decided
+        own: set[Keys] = set()  # those of which only what is in submodules is
+        by_class = {pair for group in self._found.groups for pair in group}
+        for pair in self._found.modules:
+            doubt = self._doubt(pair, pair in by_class)
+            if doubt is not None:
+                abstentions.append(doubt)
+                (whole if pair in by_class else own).add(_text(pair[0]))
+        wrong = set(self._against_order())
+        for group in self._found.groups:
+            if len(group) < 2 or wrong.isdisjoint(self._parents(group)):
+                continue
+            linen, nnx = ([_text(pair[side]) for pair in group] for side in (0, 1))
+            if all(keys not in self._was[0].get(keys, (keys,)) for keys in linen):
+                continue  # the map has numbered them
+            if not whole.issuperset(linen):
+                abstentions.append(Abstention(tuple(linen), tuple(nnx), _REASON))
+            whole.update(linen)
+
+        def doubtful(path: Keys) -> bool:
+            return path[1:-1] in own or any(path[1:end] in whole for end in range(1, len(path)))
+
+        gone = {
+            path
+            for step in self._found.steps
+            if any(doubtful(_text(path)) for path in step.inputs)
+            for path in step.outputs
+        }
+        return dataclasses.replace(
+            self._found,
+            steps=tuple(step for step in self._found.steps if gone.isdisjoint(step.outputs)),
+            abstentions=(*self._found.abstentions, *abstentions),
+        )
+
+    def _doubt(self, pair: tuple[Path, Path], by_class: bool) -> Abstention | None:
+        """Why two modules that were found to be one are not; None if nothing is against it. Of
+        those that are one by their names only what is directly in them counts."""
+        now = tuple(map(_text, pair))
+        then = [was.get(keys, {keys}) for keys, was in zip(now, self._was, strict=True)]
+        for side, outlines in enumerate((self._nnx, self._linen)):
+            for module in then[side]:
+                for ends in self._below[side].get(module, ()):
+                    here, there = (ends[0][1:], ends[1])[:: 1 - 2 * side]
+                    if not by_class and here[:-1] != module:
+                        continue
+                    for other in then[1 - side]:
+                        place = _like(outlines, other, there[:-1])
+                        if place is not None and not side:
+                            reason = "the map puts other leaves of it there"
+                            return Abstention((now[0],), (place,), reason)
+                        if place is not None:
+                            reason = f"the map puts leaves of {format_path(place)} there"
+                            return Abstention((now[0],), (now[1],), reason)
+        return None
+
+    def _against_order(self) -> Iterator[Any]:
+        """What `_parents` says of modules in which a map has those of one class in another order,
+        for those on both sides."""
+        places = _places(self._nnx)
+        series: dict[Any, dict[int, list[tuple[Keys, bool]]]] = {}
+        for said, pairs in ((True, self._by_map), (False, self._by_structure)):
+            for one, other in pairs:
+                for end in range(2, len(one)):
+                    module = self._linen.get(one[1:end])
+                    if module is None or module.index is None:
+                        continue
+                    key = (one[0], one[1 : end - 1], module.kind, one[end:])
+                    series.setdefault(key, {}).setdefault(module.index, []).append((other, said))
+        for (_, parent, _, _), by_index in series.items():
+            for (_, first), (_, second) in itertools.pairwise(sorted(by_index.items())):
+                if not any(said for held in by_index.values() for _, said in held):
+                    break
+                for (one, _), (other, _) in zip(sorted(first), sorted(second), strict=False):
+                    common = _common(one[:-1], other[:-1])
+                    if places.get(one[:-1], ()) > places.get(other[:-1], ()) and (
+                        self._nnx[common].ordered or self._nnx[common].kind in LISTS
+                    ):
+                        yield 0, _likeness(self._linen, parent)
+                        yield 1, _likeness(self._nnx, common)
+
+    def _parents(self, group: Sequence[tuple[Path, Path]]) -> set[Any]:
+        """What modules are alike to those that a group is in, on both sides."""
+        found = set()
+        for linen, _ in group:
+            for module in self._was[0].get(_text(linen), {_text(linen)}):
+                found.add((0, _likeness(self._linen, module[:-1])))
+        nnx = [_text(other) for _, other in group]
+        then = [module for keys in nnx for module in self._was[1].get(keys, {keys})]
+        found.add((1, _likeness(self._nnx, functools.reduce(_common, then))))
+        return found
 
 
-def _levels(pair: Pair) -> Iterator[tuple[_Level, Keys, Keys]]:
-    """Modules on the ways to two leaves that have as many keys: of each that Linen has named after
-    its class the level, its path, and the path of the module in its place."""
-    linen, nnx = tuple(map(str, pair[0][1:])), tuple(map(str, pair[1]))
-    if len(linen) != len(nnx):
-        return
-    for depth, name in enumerate(linen[:-1]):
-        automatic = _AUTOMATIC.fullmatch(name)
-        if automatic is not None:
-            level = _Level(linen[:depth], nnx[:depth], automatic[1])
-            yield level, linen[: depth + 1], nnx[: depth + 1]
+def _text(path: Path) -> Keys:
+    return tuple(map(str, path))
 
 
-def _place(nnx: Module, path: Keys) -> int | None:
-    """The place of a module among those that are defined beside it, if that is known."""
-    module = nnx
-    for name in path[:-1]:
-        if name not in module.children:
+def _by_path(module: Module) -> dict[Keys, Module]:
+    """The modules in one, by path: every path of those that have several."""
+    found: dict[Keys, Module] = {}
+    pending: list[tuple[Keys, Module]] = [((), module)]
+    while pending:
+        path, at = pending.pop()
+        found[path] = at
+        pending += [((*path, name), child) for name, child in at.children.items()]
+    return found
+
+
+def _note_modules(path: Keys, before: Keys, was: dict[Keys, set[Keys]]) -> None:
+    """Notes which modules a leaf is in, and was in before: the same one as long as what is below
+    has the same names."""
+    while path and before and path[-1] == before[-1]:
+        path, before = path[:-1], before[:-1]
+        was.setdefault(path, set()).add(before)
+
+
+def _like(outline: Mapping[Keys, Module], module: Keys, place: Keys) -> Keys | None:
+    """The module around a place that could be this one as well, by its class or, if that is not
+    known, by what is in it; None if it is the module itself, or none."""
+    this = outline.get(module)
+    if this is None or this.kind in LISTS + DICTS:
+        return None
+    for end in range(len(place), -1, -1):
+        other = outline.get(place[:end])
+        if place[:end] == module:
             return None
-        module = module.children[name]
-    names = list(module.children)
-    return names.index(path[-1]) if module.ordered and path[-1] in names else None
+        if other is None or place[:end] == module[:end] or other.kind != this.kind:
+            continue
+        if this.kind or other.parts == this.parts:
+            return place[:end]
+    return None
+
+
+def _places(outline: Mapping[Keys, Module]) -> dict[Keys, tuple[int, ...]]:
+    """Where modules are defined: numbers that sort in that order."""
+    found: dict[Keys, tuple[int, ...]] = {(): ()}
+    pending: list[Keys] = [()]
+    while pending:
+        path = pending.pop()
+        for place, name in enumerate(outline[path].children):
+            found[*path, name] = (*found[path], place)
+            pending.append((*path, name))
+    return found
+
+
+def _common(one: Keys, other: Keys) -> Keys:
+    """The module that two are in."""
+    end = 0
+    while one[end : end + 1] == other[end : end + 1] and end < min(len(one), len(other)):
+        end += 1
+    return one[:end]
+
+
+def _likeness(outline: Mapping[Keys, Module], path: Keys) -> Any:
+    """What modules have in common whose constructor is the same one: the class; if that is not
+    known, the path, apart from numbers in it."""
+    while path in outline and outline[path].kind in LISTS + DICTS and path:
+        path = path[:-1]
+    kind = outline[path].kind if path in outline else ""
+    return unlifted(kind)[-1][0] or tuple(_NUMBER.sub("", key) for key in path)

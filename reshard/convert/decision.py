@@ -22,10 +22,19 @@ from reshard.convert.differences import differences
 from reshard.convert.goal import Goal
 from reshard.convert.layout import Layout
 from reshard.convert.optimizer import mirrored, optimizer_steps
-from reshard.convert.outline import bare_leaves, linen_outline, path_outline, without
+from reshard.convert.outline import (
+    Leaf,
+    Module,
+    bare_leaves,
+    classes_after,
+    joined,
+    linen_outline,
+    path_outline,
+    without,
+)
 from reshard.convert.places import Places
 from reshard.convert.saved import COLLECTIONS
-from reshard.convert.steps import Step, backwards, carried_out
+from reshard.convert.steps import Step, backwards, carried_out, origins
 from reshard.errors import TreeMismatchError
 from reshard.states import StateLeaf, wanted_leaf
 from reshard.tree import (
@@ -182,21 +191,33 @@ class _Work:
         filled = {path for path in touched if path in there}
         filled |= {path for path, saved in there.items() if saved in initial}
         rest = bare_leaves({p: s for p, s in final.items() if p not in touched or p not in there})
-        if self._other is not None and set(rest) <= set(self._shapes):
-            source = without(self._other.outline, set(self._shapes) - set(rest))
-        else:
-            source = linen_outline(rest) if self._to == "nnx" else path_outline(rest)
+        source = self._source_outline(said, rest)
         target = without(goal.outline, filled)
+        known = None if self._other is None else self._other.outline
         if self._to == "nnx":
-            found = ordered(said, align(source, target), goal.outline)
+            linen = linen_outline(bare_leaves(self._shapes)) if known is None else known
+            found = ordered(said, align(source, target), linen, goal.outline)
             steps = list(found.steps)
         else:
-            model = source if self._other is None else self._other.outline
-            found = ordered(said, align(target, source), model, to="linen")
+            nnx = path_outline(bare_leaves(self._shapes)) if known is None else known
+            found = ordered(said, align(target, source), goal.outline, nnx, to="linen")
             taken = {path for step in found.steps for path in step.inputs}
             steps = backwards(found.steps, {p: s for p, s in goal.shapes().items() if p in taken})
         self._report(found, final)
         return steps, list(found.must_be_zero)
+
+    def _source_outline(self, said: Sequence[Step], rest: Mapping[Path, Leaf]) -> Module:
+        """The outline of leaves of the source, with what its model tells of them, if that is
+        known: by the paths that they had before the map."""
+        if self._other is None:
+            return linen_outline(rest) if self._to == "nnx" else path_outline(rest)
+        known, made = self._other.outline, origins(said)
+        if self._to == "nnx":
+            before = {path: made.get(path, (path,)) for path in rest}
+            return linen_outline(rest, classes_after(known, before))
+        moved = {path: leaf for path, leaf in rest.items() if made.get(path, (path,)) != (path,)}
+        kept = rest.keys() - moved.keys()
+        return joined(without(known, set(self._shapes) - kept), path_outline(moved))
 
     def _report(self, found: Alignment, leaves: Iterable[Path]) -> None:
         """Adds what structure does not decide of leaves."""

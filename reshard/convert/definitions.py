@@ -3,20 +3,24 @@
 Flax sorts the attributes of an NNX module whenever it takes a model apart and puts it together
 again, which `nnx.eval_shape`, `nnx.jit`, `nnx.vmap` and `nnx.merge` all do. The order in which a
 constructor defined them is seen only when it ran. `definition_orders` watches constructors run;
-where nothing was watched, a module that no transform has rebuilt still tells its own.
+where nothing was watched, a module that no transform has rebuilt still tells its own, if no code of
+its class assigns one attribute in two places.
 """
 
 import contextlib
+import dis
+import functools
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from reshard.convert.outline import Leaf, Module, natural, outline_below, path_outline
+from reshard.convert.outline import OWN, Leaf, Module, natural, outline_below, path_outline
 from reshard.errors import TreeMismatchError
 from reshard.states import StateLeaf, key_path, take_apart
 from reshard.tree import Path, format_path
 
-# Class -> the names of attributes as constructors left them, in every order that was seen.
+# Class -> the names of attributes as constructors left them, in every order that was seen; `()` is
+# among them if a module took the place of another, which may be part of it now or not.
 Orders = Mapping[type, Collection[tuple[str, ...]]]
 # What NNX itself notes in a module. Constructors leave the notes first and in this order; rebuilt
 # modules have all attributes sorted.
@@ -30,13 +34,17 @@ _WATCHING = threading.RLock()
 def definition_orders() -> Iterator[Orders]:
     """Notes in which order the constructors of NNX modules define attributes that run meanwhile.
 
+    An attribute counts from when it holds a module: one that was there before, for `None`, moves
+    behind the others.
+
     Empty where this version of flax does not construct modules in the way that is known: then no
     order is known either.
     """
     from flax import nnx
 
     orders: dict[type, set[tuple[str, ...]]] = {}
-    meta: Any = type(nnx.Pytree)
+    base: Any = nnx.Pytree
+    meta: Any = type(base)
     construct: Any = getattr(meta, "_pytree_meta_construct", None)
     if construct is None:
         yield orders
@@ -46,13 +54,23 @@ def definition_orders() -> Iterator[Orders]:
         construct(cls, node, *args, **kwargs)
         orders.setdefault(cls, set()).add(tuple(vars(node)))
 
+    def assigning(node: Any, name: str, value: Any) -> None:
+        held = vars(node)
+        known, before = name in held, held.get(name)
+        assign(node, name, value)
+        if not known or held[name] is before or not _is_node(held[name]):
+            return
+        if _is_node(before) and not (isinstance(before, list | tuple | Mapping) and not before):
+            orders.setdefault(type(node), set()).add(())
+        held[name] = held.pop(name)
+
     with _WATCHING:
-        construct = meta._pytree_meta_construct
-        meta._pytree_meta_construct = noting
+        construct, assign = meta._pytree_meta_construct, base.__setattr__
+        meta._pytree_meta_construct, base.__setattr__ = noting, assigning
         try:
             yield orders
         finally:
-            meta._pytree_meta_construct = construct
+            meta._pytree_meta_construct, base.__setattr__ = construct, assign
 
 
 @contextlib.contextmanager
@@ -65,7 +83,7 @@ def linen_classes() -> Iterator[dict[tuple[str, ...], str]]:
     def note(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
         # What comes first at a path is the module. Lifted classes follow, without a path of theirs.
         if context.module.scope is not None:
-            classes.setdefault(tuple(context.module.path), type(context.module).__name__)
+            classes.setdefault(tuple(context.module.path), _class(type(context.module)))
         return method(*args, **kwargs)
 
     with linen.intercept_methods(note):
@@ -161,7 +179,7 @@ class _Walk:
         self._around.remove(id(node))
         made = Module(
             path=path,
-            kind=type(node).__name__,
+            kind=_class(type(node)),
             children=children,
             leaves=leaves,
             ordered=ordered,
@@ -181,13 +199,14 @@ class _Walk:
         names = [name for name in vars(node) if name not in _NOTES]
         if isinstance(node, nnx.List):
             return sorted(names, key=lambda name: natural((name,))), True
-        if tuple(name for name in vars(node) if name in _NOTES) == _NOTES:
-            return names, True
         inner = {name for name in names if _is_node(vars(node)[name])}
+        noted = self._orders.get(type(node), ())
+        if () in noted:
+            return names, False
+        if tuple(name for name in vars(node) if name in _NOTES) == _NOTES:
+            return names, bool(noted) or inner.isdisjoint(_assigned_again(type(node)))
         seen = {
-            tuple(name for name in noted if name in inner)
-            for noted in self._orders.get(type(node), ())
-            if inner <= set(noted)
+            tuple(name for name in order if name in inner) for order in noted if inner <= set(order)
         }
         if len(seen) != 1:
             return names, False
@@ -207,6 +226,31 @@ class _Walk:
             keys: self._leaves[*path, *keys] for keys in inner if (*path, *keys) in self._leaves
         }
         return outline_below(path, leaves) if leaves else None
+
+
+def _class(kind: type) -> str:
+    """The name of a class, marked if it is the user's own and like that of one in flax."""
+    from flax import linen, nnx
+
+    name = kind.__name__
+    own = kind.__module__.partition(".")[0] not in ("flax", "builtins")
+    return f"{name}{OWN}" if own and (hasattr(linen, name) or hasattr(nnx, name)) else name
+
+
+@functools.lru_cache(maxsize=1024)
+def _assigned_again(kind: type) -> frozenset[str]:
+    """Names of attributes that the code of a class of the user's assigns in several places."""
+    bases = (base for base in kind.__mro__ if base.__module__.partition(".")[0] != "flax")
+    values = [value for base in bases for value in vars(base).values()]
+    codes = [value.__code__ for value in values if hasattr(value, "__code__")]
+    seen: set[str] = set()
+    again: set[str] = set()
+    for code in codes:
+        codes += [constant for constant in code.co_consts if hasattr(constant, "co_code")]
+        for instruction in dis.get_instructions(code):
+            if instruction.opname == "STORE_ATTR":
+                (again if instruction.argval in seen else seen).add(instruction.argval)
+    return frozenset(again)
 
 
 def _is_module(value: Any) -> bool:

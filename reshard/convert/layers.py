@@ -13,6 +13,9 @@
 | `SpectralNorm`: `"Dense_0/kernel/u"`         | `batch_stats/('kernel', 'u')` | names only        |
 | `layers_0`, `d_a`, `n_0_1`                   | `layers/0`, `d/a`, `n/0/1`    | lists and dicts   |
 
+A standard layer is one whose class comes from flax. Of NNX's classes that is known, of Linen's only
+if there is the model: a name like `Dense_0` does not tell.
+
 A collection and the class of a variable are two words for one thing, so merging the collections of
 a module needs no step. `MGUCell`, `ConvLSTMCell` and `ConvLocal` are not in NNX.
 """
@@ -23,7 +26,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from reshard.boxes import Shape
-from reshard.convert.outline import Leaf, Module, unlifted
+from reshard.convert.outline import OWN, Leaf, Module, unlifted
 from reshard.operations import Concat
 from reshard.tree import Path
 
@@ -39,6 +42,9 @@ _COUNTERPARTS = {
     "MGUCell": (),
     "ConvLSTMCell": (),
     "ConvLocal": (),
+    # Linen's users alone have classes of these names.
+    "Linear": (),
+    "LinearGeneral": (),
 }
 # Class in NNX -> the attributes that it holds other modules in. In a compact method of Linen's
 # these are made beside such a module, not in it.
@@ -114,8 +120,10 @@ class Cell:
 def counterparts(kind: str) -> list[tuple[str, ...]]:
     """Classes in NNX that a class in Linen may be, the likeliest first; each entry is a set of
     classes with the same leaves. The class may be lifted: `CheckpointBlock` is `Block`."""
-    found = [_COUNTERPARTS.get(base, (base,)) for base, _ in unlifted(kind) if base]
-    return [classes for classes in found if classes]
+    bases = [base for base, _ in unlifted(kind) if base]
+    found = [_COUNTERPARTS.get(base, (base,)) for base in bases]
+    own = [(f"{base}{OWN}",) for base in bases if not base.endswith(OWN)]
+    return [classes for classes in (*found, *own) if classes]
 
 
 def in_collection(linen: Leaf, nnx: Leaf) -> bool:

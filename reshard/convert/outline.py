@@ -21,6 +21,8 @@ _AUTOMATIC = re.compile(r"(_*[A-Z]\w*)_(\d+)")
 # Transforms that name a class after themselves, as in `ScanCheckpointBlock`. `Map_variables` is not
 # among them: what it stores need not be what the class uses.
 _LIFT = re.compile(r"(Checkpoint|Jit|Vmap|Scan|Remat_scan|Fold_rngs)(?=_*[A-Z])")
+# Ends the name of a class of the user's own that is called like one of flax's.
+OWN = "'"
 # Variables that hold random numbers.
 RNG_KINDS = ("RngState", "RngKey", "RngCount")
 
@@ -52,6 +54,7 @@ class Module:
       path: where it is; without a collection.
       kind: its class, `""` where it is not known. In Linen as a name has it, with the names of
         transforms before it (`ScanBlock`); in NNX also `List`, `list`, `Dict`, `dict`, `tuple`.
+        With `OWN` behind it if it is known to be only called like a class of flax's.
       index: in Linen the counter in an automatic name; None for a name that was given.
       children: what is in it, by name.
       leaves: its own leaves, by name; in Linen one for each collection that has it.
@@ -120,10 +123,12 @@ def linen_outline(
 
     def describe(path: tuple[str, ...]) -> dict[str, Any]:
         automatic = _AUTOMATIC.fullmatch(path[-1]) if path else None
-        named = classes.get(path)
-        if automatic is not None and named in (None, *(base for base, _ in unlifted(automatic[1]))):
-            return {"kind": automatic[1], "index": int(automatic[2])}
-        return {"kind": named or ""}
+        named = classes.get(path, "")
+        if automatic is not None:
+            kind = automatic[1] + (OWN if named.endswith(OWN) else "")
+            if not named or named in (base for base, _ in unlifted(kind)):
+                return {"kind": kind, "index": int(automatic[2])}
+        return {"kind": named}
 
     return _module((), _nested(entries), describe)
 
@@ -155,6 +160,46 @@ def outline_below(path: tuple[str, ...], leaves: Mapping[tuple[str, ...], Leaf])
     """
     entries = {inner: [leaf] for inner, leaf in leaves.items()}
     return _module(path, _nested(entries), lambda path: {})
+
+
+def classes_after(
+    module: Module, leaves: Mapping[Path, Collection[Path]]
+) -> dict[tuple[str, ...], str]:
+    """The classes of Linen modules after a map has given leaves other paths, as `linen_outline`
+    takes them.
+
+    Args:
+      module: the outline before.
+      leaves: path of a leaf -> the paths that it comes from. A module is still the same if leaves
+        have the same names in it.
+    """
+    before: dict[tuple[str, ...], str] = {}
+    pending = [module]
+    while pending:
+        at = pending.pop()
+        before[at.path] = at.kind
+        pending += at.children.values()
+    found: dict[tuple[str, ...], str] = {}
+    for path, sources in leaves.items():
+        for source in sources:
+            here, there = tuple(map(str, path[1:])), tuple(map(str, source[1:]))
+            while here and there and here[-1] == there[-1]:
+                here, there = here[:-1], there[:-1]
+                found.setdefault(here, before.get(there, ""))
+    return found
+
+
+def joined(module: Module, other: Module) -> Module:
+    """An NNX outline with what is in another one besides, of which only the paths are known."""
+    children = dict(module.children)
+    for name, child in other.children.items():
+        children[name] = joined(children[name], child) if name in children else child
+    return dataclasses.replace(
+        module,
+        children=children,
+        leaves={**module.leaves, **other.leaves},
+        ordered=module.ordered and len(children) == len(module.children),
+    )
 
 
 def without(module: Module, paths: Collection[Path]) -> Module:

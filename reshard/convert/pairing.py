@@ -39,6 +39,8 @@ class Pairing:
       norms: modules whose leaves are named after those of other modules, to be matched last.
       abstentions: what is open.
       mismatches: leaves that should be one and cannot be.
+      modules: paths of modules that are one.
+      groups: those of them that class and order have paired, by class.
       rest: how many more parameters of a name and shape are open in Linen than in NNX.
       misfit: why the two modules themselves, apart from what is in them, are not the same.
       stacked: whether shapes may differ in the order of axes.
@@ -49,6 +51,8 @@ class Pairing:
     norms: list[tuple[Module, Module, str]] = dataclasses.field(default_factory=list)
     abstentions: list[Abstention] = dataclasses.field(default_factory=list)
     mismatches: list[Mismatch] = dataclasses.field(default_factory=list)
+    modules: list[tuple[Path, Path]] = dataclasses.field(default_factory=list)
+    groups: list[tuple[tuple[Path, Path], ...]] = dataclasses.field(default_factory=list)
     rest: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     misfit: str = ""
     stacked: bool = False
@@ -60,6 +64,8 @@ class Pairing:
         self.norms += other.norms
         self.abstentions += other.abstentions
         self.mismatches += other.mismatches
+        self.modules += other.modules
+        self.groups += other.groups
         self.rest.update(other.rest)
 
     def count(self, leaves: Iterable[Leaf], sign: int) -> None:

@@ -71,6 +71,15 @@ def carried_out(steps: Iterable[Step], shapes: Mapping[Path, Shape]) -> dict[Pat
     return leaves
 
 
+def origins(steps: Iterable[Step]) -> dict[Path, tuple[Path, ...]]:
+    """The leaves that those which steps make are made of, before all steps."""
+    found: dict[Path, tuple[Path, ...]] = {}
+    for step in steps:
+        sources = [source for path in step.inputs for source in found.pop(path, (path,))]
+        found.update(dict.fromkeys(step.outputs, tuple(sources)))
+    return found
+
+
 def backwards(steps: Sequence[Step], shapes: Mapping[Path, Shape]) -> list[Step]:
     """The steps that undo `steps`, which begin with leaves of these shapes.
 
