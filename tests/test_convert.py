@@ -31,6 +31,7 @@ from orbax.checkpoint._src.metadata.pytree_metadata_options import PyTreeMetadat
 import reshard
 from reshard.convert.conversion import conversion
 from reshard.tree import format_path
+from reshard.units import format_bytes
 
 RANDOM = "**/rngs/**"
 CUSTOM = {"note": "keep me", "n": [1, 2]}
@@ -771,6 +772,43 @@ def test_initial_values_of_linen_are_those_of_an_eager_init(tmp_path):
     ckpt = reshard.to_linen(path, make, init=["params/codes", "constants/**"], layout="nnx-state")
     expected = {"params": own["params"] | {"Dense_0": dense}, "constants": own["constants"]}
     layouts.assert_same_tree(restored(ckpt, tmp_path), expected)
+
+
+def test_what_is_used_elsewhere_in_a_jitted_function_is_compiled_with_that(tmp_path):
+    """Or a float that two leaves share may be rounded in another way."""
+
+    @jax.jit
+    def make():
+        squares = unit(jax.random.key(4)) * 1.7
+        return {"params": {"a": squares + 0.3, "b": squares * squares - 0.1}}
+
+    path = save(tmp_path / "nnx", {"b": {"value": some(150, 48)}})
+    ckpt = reshard.to_linen(path, make, init="params/a", layout="nnx-state")
+    expected = {"params": {"a": make()["params"]["a"], "b": some(150, 48)}}
+    layouts.assert_same_tree(restored(ckpt, tmp_path), expected)
+
+
+def test_what_initial_values_take_is_told_and_limited(tmp_path):
+    class Large(nnx.Module):
+        def __init__(self):
+            self.a = nnx.Param(jnp.zeros(3))
+            self.unused = nnx.Param(jnp.zeros((4096, 4096)))
+            self.table = nnx.Param(sinusoids(512, 1024))
+
+    path = save(tmp_path / "linen", {"params": {"a": some(3)}})
+    make = functools.partial(
+        conversion, path, "nnx", Large, init=["table", "unused"], layout="linen-variables"
+    )
+    with pytest.raises(reshard.MemoryLimitError) as error:
+        make(max_memory="1MiB")
+    least = error.value.least
+    assert 2**26 + 2**21 < least < 2**27
+    assert str(error.value) == (
+        f"initial values of 2 leaves take {format_bytes(least)} to compute, more than 1.00 MiB\n\n"
+        f"hint: --max-memory {-(-least // 2**20)}MiB"
+    )
+    notes = make(max_memory=least).checkpoint.notes
+    assert f"computing initial values takes at most {format_bytes(least)}" in notes
 
 
 def test_initial_values_that_there_are_not(tmp_path):

@@ -63,5 +63,6 @@ def converted(ckpt: Checkpoint, to: str, flags: dict[str, Any]) -> "Conversion":
             map_file=flags["map_file"],
             init=flags["init"],
             layout=flags["layout"],
+            max_memory=flags["max_memory"],
             source=None if source is None else load_model(source, "--source-model"),
         )

@@ -68,7 +68,8 @@ def command(
         return
     other: Checkpoint | str | None = against
     if against is not None and not pathlib.Path(against).is_file():
-        other = _in_one_api(ckpt, open_checkpoint(against, **theirs), flags if asked else None)
+        options = flags | {"max_memory": max_memory} if asked else None
+        other = _in_one_api(ckpt, open_checkpoint(against, **theirs), options)
     with output.progress_bar(quiet or as_json) as progress:
         found = verify(ckpt, other, max_memory=max_memory, progress=progress)
     _answer(path, found.ok, list(found.problems), as_json, quiet, repr(found), found)

@@ -1,7 +1,7 @@
 """The tree that a conversion is to make: what Orbax would save of the user's own model."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from reshard.convert.layout import Layout, detect
 from reshard.convert.outline import Module, linen_outline
 from reshard.errors import TreeMismatchError
 from reshard.states import StateLeaf, saved_form
-from reshard.targets import maker, state_of
+from reshard.targets import state_of
 from reshard.tree import Path, format_path
 
 
@@ -21,13 +21,11 @@ class Goal:
     """The tree of a model.
 
     Attributes:
-      model: the model, as `reshard.target` takes it.
       leaves: saved path -> leaf, or the empty container that is saved there.
       layout: what is where in it.
       outline: its modules.
     """
 
-    model: Any
     leaves: dict[Path, Any]
     layout: Layout
     outline: Module
@@ -59,9 +57,9 @@ def goal_of(model: Any, api: str, role: str = "the model to convert to") -> Goal
     if api == "linen":
         layout = detect(values, _linen_kind(values))
         arrays = {path: values[saved] for path, saved in layout.model.items()}
-        return Goal(model, leaves, layout, linen_outline(arrays, classes))
+        return Goal(leaves, layout, linen_outline(arrays, classes))
     place, outline = nnx_outline(state, orders)
-    return Goal(model, leaves, detect(values, _nnx_kind(values, place)), outline)
+    return Goal(leaves, detect(values, _nnx_kind(values, place)), outline)
 
 
 def _check_module(model: Any, api: str, role: str) -> None:
@@ -135,44 +133,3 @@ def _nnx_kind(leaves: Mapping[Path, Any], place: Path) -> str:
         )
     held = any(path[-1:] == ("value",) for path in leaves)
     return "nnx-state" if held else "nnx-pure-dict"
-
-
-def initial_values(model: Any, paths: Iterable[Path]) -> dict[Path, tuple[np.ndarray, str | None]]:
-    """The values that a model has when it is made, of leaves under these saved paths; with the
-    PRNG implementation where they are typed keys, of which the data are given.
-
-    Only what these leaves need is computed.
-
-    Raises:
-      TreeMismatchError: the model is an abstract state, which has none.
-    """
-    import jax
-    from flax import nnx
-
-    wanted = list(paths)
-    make = maker(model)
-
-    def chosen(state: Any) -> list[Any]:
-        leaves: Any = saved_form(state)
-        return [leaves[path].value for path in wanted]
-
-    if make is None:
-        found = saved_form(model)
-        abstract = [path for path in wanted if getattr(found[path], "abstract", False)]
-        if abstract:
-            raise TreeMismatchError(
-                "an abstract model has no initial values",
-                [format_path(path) for path in abstract],
-                ["give what makes the model: its class, or a function that returns it"],
-            )
-        values = chosen(model)
-    else:
-        with nnx.use_eager_sharding(False):  # or an annotated model asks for a mesh
-            values = jax.jit(lambda: chosen(make()))()
-    result = {}
-    for path, value in zip(wanted, values, strict=True):
-        impl = None
-        if jax.numpy.issubdtype(getattr(value, "dtype", np.int64), jax.dtypes.prng_key):
-            impl, value = str(jax.random.key_impl(value)), jax.random.key_data(value)
-        result[path] = (np.asarray(value), impl)
-    return result
