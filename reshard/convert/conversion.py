@@ -185,8 +185,8 @@ def conversion(
     """What `to_nnx` (`to="nnx"`) and `to_linen` (`to="linen"`) do, with the map that they found.
 
     Args:
-      max_memory: bytes that computing initial values may take, any number of them by default; the
-        rest is as for `to_nnx` and `to_linen`.
+      source: as for `to_nnx` and `to_linen`, or the tree that `goal_of` made of it.
+      max_memory: bytes that computing initial values may take, any number of them by default.
 
     Raises:
       TreeMismatchError: as for `to_nnx`.
@@ -236,7 +236,9 @@ def conversion(
             hints=["--model MODULE:NAME", "--map FILE"],
         )
     goal = None if model is None else goal_of(model, to)
-    other = None if source is None else goal_of(source, found.api, "the model of the source")
+    other = source
+    if source is not None and not isinstance(source, Goal):
+        other = goal_of(source, found.api, "the model of the source")
     decided = decide(
         ckpt, found, to, goal, map_file, [init] if isinstance(init, str) else init, other
     )

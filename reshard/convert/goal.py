@@ -11,30 +11,37 @@ from reshard.convert.definitions import definition_orders, linen_classes, nnx_ou
 from reshard.convert.layout import Layout, detect
 from reshard.convert.outline import Module, linen_outline
 from reshard.errors import TreeMismatchError
-from reshard.states import StateLeaf, saved_form
+from reshard.matching import Wanted
+from reshard.states import StateLeaf, saved_form, wanted_leaf
 from reshard.targets import state_of
 from reshard.tree import Path, format_path
 
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """The tree of a model.
+    """The tree of a model: its structure alone, which can be pickled and read without its classes.
 
     Attributes:
       leaves: saved path -> leaf, or the empty container that is saved there.
+      random: saved paths of the state of random numbers.
       layout: what is where in it.
       outline: its modules.
     """
 
     leaves: dict[Path, Any]
+    random: frozenset[Path]
     layout: Layout
     outline: Module
 
     def shapes(self) -> dict[Path, Shape]:
         """Path in the model -> shape."""
-        return {
-            path: np.shape(self.leaves[saved].value) for path, saved in self.layout.model.items()
-        }
+        return {path: self.leaf(saved).shape for path, saved in self.layout.model.items()}
+
+    def leaf(self, saved: Path) -> Wanted:
+        """The leaf that is saved there."""
+        found = self.leaves[saved]
+        assert isinstance(found, Wanted)
+        return found
 
 
 def goal_of(model: Any, api: str, role: str = "the model to convert to") -> Goal:
@@ -52,14 +59,17 @@ def goal_of(model: Any, api: str, role: str = "the model to convert to") -> Goal
     with definition_orders() as orders, linen_classes() as classes:
         state = state_of(model)
     _check_api(state, api, role, ran_linen=bool(classes))
-    leaves = saved_form(state)
-    values = {path: _as_saved(leaf) for path, leaf in leaves.items()}
+    tree = saved_form(state)
+    values = {path: _as_saved(leaf) for path, leaf in tree.items()}
+    held = {path: leaf for path, leaf in tree.items() if isinstance(leaf, StateLeaf)}
+    leaves = {**tree, **{path: wanted_leaf(leaf) for path, leaf in held.items()}}
+    random = frozenset(path for path, leaf in held.items() if _is_random(leaf))
     if api == "linen":
         layout = detect(values, _linen_kind(values))
         arrays = {path: values[saved] for path, saved in layout.model.items()}
-        return Goal(leaves, layout, linen_outline(arrays, classes))
+        return Goal(leaves, random, layout, linen_outline(arrays, classes))
     place, outline = nnx_outline(state, orders)
-    return Goal(leaves, detect(values, _nnx_kind(values, place)), outline)
+    return Goal(leaves, random, detect(values, _nnx_kind(values, place)), outline)
 
 
 def _check_module(model: Any, api: str, role: str) -> None:
@@ -107,6 +117,11 @@ def _other_api(text: str, api: str) -> TreeMismatchError:
             f"--to {other}, if the other way is meant",
         ],
     )
+
+
+def _is_random(leaf: StateLeaf) -> bool:
+    """Whether it is the state of random numbers."""
+    return any(base.__name__ == "RngState" for base in type(leaf.holder).__mro__)
 
 
 def _as_saved(leaf: Any) -> Any:
