@@ -21,13 +21,14 @@ _OPTIONS = (
         metavar="MODULE:NAME",
         help="The model to convert to: an NNX class or a function that returns the model (or a "
         "dict of `model` and `optimizer`); for Linen, a function that returns variables or a "
-        "TrainState. This runs the code of MODULE.",
+        "TrainState. This runs the code of MODULE, which may be a file: path/to/train.py:NAME, "
+        "with its folder first on the path.",
     ),
     click.option(
         "--source-model",
         metavar="MODULE:NAME",
         help="The model of the checkpoint that is converted, for the classes and the order that "
-        "paths do not tell. This runs the code of MODULE.",
+        "paths do not tell. This runs the code of MODULE, in a process of its own.",
     ),
     click.option(
         "--map",

@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
-import reshard
 from reshard.errors import ReshardError, ShardingError
 from reshard.mesh import Mesh
 
@@ -23,7 +22,7 @@ Pairs = tuple[tuple[str, Any], ...]
 # Where code is that is not the user's; `<` begins what is no file.
 _OTHERS = (
     "<",
-    str(pathlib.Path(reshard.__file__).parent),
+    str(pathlib.Path(__file__).parents[1]),
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
 
