@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+import types
 from typing import NamedTuple
 
 import jax
@@ -171,9 +172,15 @@ def run(folder, monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", list(sys.path))
     terminate = signal.getsignal(signal.SIGTERM)
 
+    def forget():
+        """What the commands have imported."""
+        for name, module in list(sys.modules.items()):
+            if str(getattr(module, "__file__", None)).startswith(f"{folder}/"):
+                del sys.modules[name]
+
     def call(*arguments):
         reshard.cli.model.build_target.cache_clear()
-        sys.modules.pop("models", None)
+        forget()
         monkeypatch.setattr(sys, "argv", ["reshard", *map(str, arguments)])
         capsys.readouterr()
         status = 0
@@ -185,7 +192,7 @@ def run(folder, monkeypatch, capsys):
 
     yield call
     signal.signal(signal.SIGTERM, terminate)
-    sys.modules.pop("models", None)
+    forget()
 
 
 def convert(run, *arguments, model="models:training"):
@@ -515,6 +522,108 @@ def test_the_model_of_the_source_tells_its_order(run, folder):
     )
 
 
+@pytest.fixture
+def migrated(folder):
+    """`old/train.py` and `new/train.py` of a repository that was migrated in place: either has
+    packages `models` and `utils` of its own."""
+    head, _, tail = MODELS.partition("class Mlp")
+    linen, _, rest = tail.partition("class Net")
+    nets, _, _ = rest.partition("class Inner")
+    for name, text in (("old", f"{head}class Mlp{linen}"), ("new", f"{head}class Net{nets}")):
+        for package in ("models", "utils"):
+            (folder / name / package).mkdir(parents=True)
+        (folder / name / "utils/__init__.py").write_text(f"SIZES = {{'{name}': 16}}\n")
+        text = f"from utils import SIZES\n{text}".replace("16", f"SIZES['{name}']")
+        (folder / name / "models/__init__.py").write_text("print('models are made')\n")
+        (folder / name / "models/net.py").write_text(text)
+        (folder / name / "train.py").write_text("from models.net import *\n")
+    return folder
+
+
+IN_PLACE = ("--model", "new/train.py:training", "--source-model", "old/train.py:linen")
+
+
+def test_two_trees_with_packages_of_the_same_names(run, migrated):
+    (migrated / "old" / "models/net.py").open("a").write("assert 'Net' not in globals()\n")
+    ran = run("convert", "run/1", "out", "--to", "nnx", *IN_PLACE, "--init", "**/rngs/**")
+    assert (ran.status, ran.err) == (0, "")
+    assert without_random(load("out/default")) == moved(load("run/1/default"))
+    ran = run("verify", "out", "--against", "run/1", *IN_PLACE, "--init", "**/rngs/**")
+    assert ran.status == 0
+    source = ("--model", "old/train.py:linen", "--source-model", "new/train.py:training")
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(migrated / "trained", load("out/default"))
+    ran = run(
+        *("convert", "trained", "back", "--to", "linen", *source, "--drop", "model/**/rngs/**")
+    )
+    assert ran.status == 0
+    layouts.assert_same_tree(load("back"), load("run/1/default"))
+
+
+FAILS = "def make():\n    inner()\n\ndef inner():\n    raise ValueError('no weights')\n"
+IN_TREE = {
+    "code that raises": (
+        {"old/utils/__init__.py": FAILS, "old/train.py": "from utils import make as linen\n"},
+        "--source-model old/train.py:linen: its code raised ValueError\n"
+        "  no weights\n"
+        "  in FOLDER/old/utils/__init__.py, line 5",
+    ),
+    "files that are not found": (
+        {"new/train.py": "def training():\n    open('weights')\n"},
+        "--model new/train.py:training: its code raised FileNotFoundError\n"
+        "  [Errno 2] No such file or directory: 'weights'\n"
+        "  in FOLDER/new/train.py, line 2",
+    ),
+    "code that raises when it is imported": (
+        {"old/utils/__init__.py": "1 / 0\n"},
+        "--source-model old/train.py:linen: importing it raised ZeroDivisionError\n"
+        "  division by zero\n"
+        "  in FOLDER/old/utils/__init__.py, line 1",
+    ),
+    "code that ends the process": (
+        {"old/utils/__init__.py": "import sys\nsys.exit('usage')\n"},
+        "--source-model old/train.py:linen: importing it raised SystemExit\n"
+        "  usage\n"
+        "  in FOLDER/old/utils/__init__.py, line 2",
+    ),
+    "an import that fails": (
+        {"old/train.py": "import models.nets\n"},
+        "--source-model old/train.py:linen: it cannot be imported\n"
+        "  No module named 'models.nets'\n"
+        "  in FOLDER/old/train.py, line 1\n"
+        "\n"
+        "hint: modules are looked for in FOLDER/old, the current directory and on PYTHONPATH",
+    ),
+    "no such name": (
+        {"old/train.py": ""},
+        "--source-model old/train.py:linen: it cannot be imported\n"
+        "  module 'train' has no attribute 'linen'\n"
+        "\n"
+        "hint: modules are looked for in FOLDER/old, the current directory and on PYTHONPATH",
+    ),
+    "no variables": (
+        {"old/train.py": "def linen():\n    pass\n"},
+        "`linen` returned None",
+    ),
+    "a process that ends": (
+        {"old/train.py": "import os\nos._exit(7)\n"},
+        "--source-model old/train.py:linen: its process ended with status 7",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_TREE)
+def test_mistakes_in_trees_of_their_own(name, run, migrated):
+    changes, error = IN_TREE[name]
+    for file, text in changes.items():
+        (migrated / file).write_text(text)
+    (migrated / "new/models/__init__.py").write_text("")
+    (migrated / "old/models/__init__.py").write_text("")
+    ran = run("convert", "run/1", "out", "--to", "nnx", *IN_PLACE)
+    assert (ran.status, ran.err) == (2, f"Error: {error.replace('FOLDER', str(migrated))}\n")
+    assert not (migrated / "out").exists()
+
+
 def test_what_the_hints_say_can_be_typed(run, folder):
     typed = []
     while (ran := run("convert", "run/1", "out", "--to", "nnx", *typed)).status:
@@ -690,6 +799,17 @@ MISTAKES = {
         "\n"
         "hint: modules are looked for in the current directory and on PYTHONPATH",
     ),
+    "no such file": (
+        (*TO_NNX, "--model", "nowhere/models.py:Net"),
+        "--model nowhere/models.py:Net: there is no such file",
+    ),
+    "a file with the name of another module": (
+        (*TO_NNX, "--model", "types.py:Net"),
+        "--model types.py:Net: another module has the name `types`\n"
+        "  TYPES\n"
+        "\n"
+        "hint: give the file another name",
+    ),
     "unknown name": (
         (*TO_NNX, "--model", "models:Inner.Mlp"),
         "--model models:Inner.Mlp: it cannot be imported\n"
@@ -711,7 +831,8 @@ MISTAKES = {
     ),
     "code that raises when it is imported": (
         (*TO_NNX, "--model", "broken:Net"),
-        "--model broken:Net: importing it raised ZeroDivisionError\n  division by zero",
+        "--model broken:Net: importing it raised ZeroDivisionError\n  division by zero\n"
+        "  in FOLDER/broken.py, line 1",
     ),
     "no model": (
         (*TO_NNX, "--model", "models:number"),
@@ -754,9 +875,11 @@ def test_mistakes(name, run, folder):
     """With `hint:` for what to type; and nothing is written."""
     arguments, error = MISTAKES[name]
     (folder / "broken.py").write_text("1 / 0\n")
+    (folder / "types.py").write_text("Net = None\n")
+    error = error.replace("FOLDER", str(folder)).replace("TYPES", types.__file__)
     before = files(folder)
     ran = run("convert", *arguments)
-    assert ran == (2, "", f"Error: {error.replace('FOLDER', str(folder))}\n")
+    assert ran == (2, "", f"Error: {error}\n")
     assert files(folder) == before
 
 

@@ -31,6 +31,7 @@ from orbax.checkpoint._src.metadata.pytree_metadata_options import PyTreeMetadat
 import reshard
 from reshard.convert.conversion import conversion
 from reshard.tree import format_path
+from reshard.units import format_bytes
 
 RANDOM = "**/rngs/**"
 CUSTOM = {"note": "keep me", "n": [1, 2]}
@@ -702,6 +703,112 @@ def test_linen_has_initial_values_too(tmp_path):
     )
     expected = {"params": params | {"a": jnp.zeros(3)}}
     layouts.assert_same_tree(restored(ckpt, tmp_path), expected)
+
+
+class Owner(nnx.Module):
+    """Has constants of its own; `used` notes when a weight is computed, and not only traced."""
+
+    def __init__(self, rngs, used=None):
+        self.a = nnx.Param(jnp.zeros(3))
+        self.table = nnx.Variable(sinusoids(200, 64))
+        self.codes = nnx.Param(unit(rngs.params()))
+        self.drop = nnx.Dropout(0.1, rngs=rngs)
+        if used is not None:
+            self.weight = nnx.Param(noted(used))
+
+
+def sinusoids(count, width):
+    """A table as Transformers have it. Compiled as a whole it differs in the last bits."""
+    rates = jnp.exp(jnp.arange(0, width, 2) * (-np.log(10000.0) / width))
+    angles = jnp.arange(count)[:, None] * rates
+    made = jnp.zeros((count, width)).at[:, 0::2].set(jnp.sin(angles))
+    return made.at[:, 1::2].set(jnp.cos(angles))
+
+
+def unit(key):
+    """Random rows of length 1. They, too, differ if they are compiled as a whole."""
+    rows = jax.random.normal(key, (150, 48))
+    return rows / jnp.linalg.norm(rows, axis=-1, keepdims=True)
+
+
+def noted(used):
+    def value():
+        used.append("weight")
+        return np.float32(0.5)
+
+    return jnp.full((9, 7), jax.pure_callback(value, jax.ShapeDtypeStruct((), "float32")))
+
+
+@pytest.mark.parametrize("transform", [lambda function: function, nnx.jit], ids=["eager", "jitted"])
+def test_initial_values_are_computed_as_by_the_constructor(transform, tmp_path):
+    """To the bit: one operation at a time, and compiled where the constructor compiles. What is not
+    asked for is not computed."""
+    used = []
+    params = {"a": some(3), "weight": some(9, 7)}
+    ckpt = reshard.to_nnx(
+        save(tmp_path / "linen", {"params": params}),
+        transform(lambda: Owner(nnx.Rngs(5), used)),
+        init=["table", "codes", RANDOM],
+    )
+    assert not used
+    own = nnx.to_pure_dict(nnx.state(transform(lambda: Owner(nnx.Rngs(5)))()))
+    assert by_path(restored(ckpt, tmp_path)) == held(own | params)
+
+
+def test_initial_values_of_linen_are_those_of_an_eager_init(tmp_path):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            table = self.variable("constants", "table", sinusoids, 200, 64)
+            codes = self.param("codes", unit)
+            return x + table.value + nn.Dense(64)(codes @ jnp.ones((48, 64)))[:1]
+
+    def make():
+        return Model().init(jax.random.key(3), INPUTS[:1, :1])
+
+    own = make()
+    dense = filled(own["params"]["Dense_0"])
+    path = save(tmp_path / "nnx", {"Dense_0": {key: {"value": x} for key, x in dense.items()}})
+    ckpt = reshard.to_linen(path, make, init=["params/codes", "constants/**"], layout="nnx-state")
+    expected = {"params": own["params"] | {"Dense_0": dense}, "constants": own["constants"]}
+    layouts.assert_same_tree(restored(ckpt, tmp_path), expected)
+
+
+def test_what_is_used_elsewhere_in_a_jitted_function_is_compiled_with_that(tmp_path):
+    """Or a float that two leaves share may be rounded in another way."""
+
+    @jax.jit
+    def make():
+        squares = unit(jax.random.key(4)) * 1.7
+        return {"params": {"a": squares + 0.3, "b": squares * squares - 0.1}}
+
+    path = save(tmp_path / "nnx", {"b": {"value": some(150, 48)}})
+    ckpt = reshard.to_linen(path, make, init="params/a", layout="nnx-state")
+    expected = {"params": {"a": make()["params"]["a"], "b": some(150, 48)}}
+    layouts.assert_same_tree(restored(ckpt, tmp_path), expected)
+
+
+def test_what_initial_values_take_is_told_and_limited(tmp_path):
+    class Large(nnx.Module):
+        def __init__(self):
+            self.a = nnx.Param(jnp.zeros(3))
+            self.unused = nnx.Param(jnp.zeros((4096, 4096)))
+            self.table = nnx.Param(sinusoids(512, 1024))
+
+    path = save(tmp_path / "linen", {"params": {"a": some(3)}})
+    make = functools.partial(
+        conversion, path, "nnx", Large, init=["table", "unused"], layout="linen-variables"
+    )
+    with pytest.raises(reshard.MemoryLimitError) as error:
+        make(max_memory="1MiB")
+    least = error.value.least
+    assert 2**26 + 2**21 < least < 2**27
+    assert str(error.value) == (
+        f"initial values of 2 leaves take {format_bytes(least)} to compute, more than 1.00 MiB\n\n"
+        f"hint: --max-memory {-(-least // 2**20)}MiB"
+    )
+    notes = make(max_memory=least).checkpoint.notes
+    assert f"computing initial values takes at most {format_bytes(least)}" in notes
 
 
 def test_initial_values_that_there_are_not(tmp_path):

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from reshard.checkpoint import Checkpoint
-from reshard.cli.conversion import conversion_options, converted
+from reshard.cli.conversion import conversion_options, converter
 from reshard.cli.job import job_options, laid_out, prepared, run
 from reshard.convert.conversion import Conversion
 from reshard.convert.steps import condensed
@@ -51,10 +51,11 @@ def command(
     if emit_map is not None and pathlib.Path(emit_map).exists():
         raise DestinationExistsError(f"--emit-map {emit_map}: it exists")
     found: list[Conversion] = []
+    convert = converter(to, flags)
 
     def change(ckpt: Checkpoint) -> Checkpoint:
         ckpt = prepared(ckpt, flags)
-        made = converted(ckpt, to, flags)
+        made = convert(ckpt)
         if emit_map is not None and not made.steps:
             raise ReshardError(
                 f"--emit-map {emit_map}: there is no map, as the record of the conversion from "

@@ -9,7 +9,7 @@ import click
 
 from reshard.checkpoint import Checkpoint
 from reshard.cli import output
-from reshard.cli.conversion import conversion_options, converted
+from reshard.cli.conversion import conversion_options, converter
 from reshard.cli.memory import tune_memory
 from reshard.cli.options import places, reading_options
 from reshard.errors import (
@@ -68,7 +68,8 @@ def command(
         return
     other: Checkpoint | str | None = against
     if against is not None and not pathlib.Path(against).is_file():
-        other = _in_one_api(ckpt, open_checkpoint(against, **theirs), flags if asked else None)
+        options = flags | {"max_memory": max_memory} if asked else None
+        other = _in_one_api(ckpt, open_checkpoint(against, **theirs), options)
     with output.progress_bar(quiet or as_json) as progress:
         found = verify(ckpt, other, max_memory=max_memory, progress=progress)
     _answer(path, found.ok, list(found.problems), as_json, quiet, repr(found), found)
@@ -84,7 +85,7 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
     if flags is not None:
         api = detect(ckpt, recorded_kind(ckpt)).api
         try:
-            return converted(other, api, flags).checkpoint
+            return converter(api, flags)(other).checkpoint
         except TreeMismatchError as error:
             hints = [hint for hint in error.hints if not hint.startswith(("--to ", "--drop "))]
             raise TreeMismatchError(error.summary, error.problems, hints) from error

@@ -18,7 +18,8 @@ from reshard.boxes import Shape
 from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, describe
 from reshard.convert.carry import Decision, an_array, on_host
 from reshard.convert.decision import decide
-from reshard.convert.goal import Goal, goal_of, initial_values
+from reshard.convert.goal import Goal, goal_of
+from reshard.convert.initial import initial_values
 from reshard.convert.layout import Layout, detect
 from reshard.convert.mapwriter import write_map
 from reshard.convert.record import (
@@ -37,6 +38,10 @@ from reshard.operations import Crop
 from reshard.store import checked
 from reshard.transforms import select
 from reshard.tree import Path, check_lists, format_path
+from reshard.units import format_bytes, parse_bytes
+
+# Bytes that initial values may take without a word.
+_TOLD_PEAK = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,12 +180,19 @@ def conversion(
     init: str | Sequence[str] = (),
     layout: str | None = None,
     source: Any = None,
+    max_memory: int | str | None = None,
 ) -> Conversion:
     """What `to_nnx` (`to="nnx"`) and `to_linen` (`to="linen"`) do, with the map that they found.
 
+    Args:
+      source: as for `to_nnx` and `to_linen`, or the tree that `goal_of` made of it.
+      max_memory: bytes that computing initial values may take, any number of them by default.
+
     Raises:
       TreeMismatchError: as for `to_nnx`.
+      MemoryLimitError: initial values take more than `max_memory`.
     """
+    limit = None if max_memory is None else parse_bytes(max_memory)
     ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     dropped = [drop] if isinstance(drop, str) else list(drop)
     whole = ckpt
@@ -224,11 +236,13 @@ def conversion(
             hints=["--model MODULE:NAME", "--map FILE"],
         )
     goal = None if model is None else goal_of(model, to)
-    other = None if source is None else goal_of(source, found.api, "the model of the source")
+    other = source
+    if source is not None and not isinstance(source, Goal):
+        other = goal_of(source, found.api, "the model of the source")
     decided = decide(
         ckpt, found, to, goal, map_file, [init] if isinstance(init, str) else init, other
     )
-    made = _made(ckpt, found, to, goal, decided)
+    made = _made(ckpt, found, to, goal, decided, model, limit)
     return made if whole is ckpt else _with_dropped(made, whole, layout)
 
 
@@ -244,7 +258,13 @@ def _with_dropped(made: Conversion, whole: Checkpoint, layout: str | None) -> Co
 
 
 def _made(
-    ckpt: Checkpoint, layout: Layout, to: str, goal: Goal | None, decided: Decision
+    ckpt: Checkpoint,
+    layout: Layout,
+    to: str,
+    goal: Goal | None,
+    decided: Decision,
+    model: Any,
+    max_memory: int | None,
 ) -> Conversion:
     """The conversion that has been decided."""
     way = decided.way
@@ -259,14 +279,18 @@ def _made(
     like = an_array(ckpt)
     for path, (dtype, value_type) in decided.counters.items():
         made[path] = _counter(made[path], dtype, value_type, like)
-    if decided.initial and goal is not None:
-        for path, (values, impl) in initial_values(goal.model, decided.initial).items():
+    notes = list(decided.notes)
+    if decided.initial:
+        initial = initial_values(model, decided.initial, max_memory)
+        for path, (values, impl) in initial.values.items():
             place = decided.prefix + path
             made[place] = _beside(constant(place, values, like, impl), like)
+        if initial.peak >= _TOLD_PEAK:
+            notes.append(f"computing initial values takes at most {format_bytes(initial.peak)}")
     made |= decided.empty
     order = list(made) if goal is None else sorted(made, key=_order(goal, decided.prefix))
     check_lists(made)
-    result = ckpt.replace({path: made[path] for path in order}, notes=decided.notes, retyped=True)
+    result = ckpt.replace({path: made[path] for path in order}, notes=notes, retyped=True)
     if any(leaf.key_impl for leaf in result.arrays):
         result = result.with_source(described=True)
     if layout.api == "nnx":

@@ -36,7 +36,7 @@ from reshard.convert.places import Places
 from reshard.convert.saved import COLLECTIONS
 from reshard.convert.steps import Step, backwards, carried_out, origins
 from reshard.errors import TreeMismatchError
-from reshard.states import StateLeaf, wanted_leaf
+from reshard.matching import Wanted
 from reshard.tree import (
     Path,
     format_path,
@@ -156,8 +156,9 @@ class _Work:
         appear = {}
         if self._goal is not None and self._to == "linen":
             for path in zeros:
-                leaf = self._goal.leaves[self._goal.layout.model[path]]
-                appear[path] = tuple(leaf.value.shape), np.dtype(leaf.value.dtype)
+                leaf = self._goal.leaf(self._goal.layout.model[path])
+                assert leaf.dtype is not None
+                appear[path] = leaf.shape, leaf.dtype
         return _Part(steps, made, dropped, vanish, appear), initial
 
     def _initial(self, globs: Sequence[str]) -> set[Path]:
@@ -171,7 +172,7 @@ class _Work:
             )
         names: dict[Path, Path] = {}
         for saved, leaf in self._goal.leaves.items():
-            if isinstance(leaf, StateLeaf):
+            if isinstance(leaf, Wanted):
                 names[leaf.path] = saved
         names |= self._goal.layout.model
         return {names[name] for name in match_globs(names, globs)}
@@ -268,8 +269,8 @@ class _Work:
             known = self._parameters(self._goal.shapes(), self._to)
             for path, owner, _ in mirrored(known, there):
                 leaf = self._goal.leaves[there[path]]
-                if owner in model.appear and isinstance(leaf, StateLeaf) and leaf.is_array:
-                    appear[path] = tuple(leaf.value.shape), np.dtype(leaf.value.dtype)
+                if owner in model.appear and isinstance(leaf, Wanted) and leaf.dtype is not None:
+                    appear[path] = leaf.shape, leaf.dtype
         return _Part(
             list(followed.steps), made, dropped, vanish, appear, list(followed.placeholders)
         )
@@ -319,7 +320,7 @@ class _Work:
         empty = [
             saved
             for saved, leaf in self._goal.leaves.items()
-            if isinstance(leaf, StateLeaf) and self._places.prefix + saved not in filled
+            if isinstance(leaf, Wanted) and self._places.prefix + saved not in filled
         ]
         missing = {*empty} - initial
         unfilled = {path for path, saved in there.model.items() if saved in missing}
@@ -328,12 +329,12 @@ class _Work:
         names = {saved: path for path, saved in there.model.items()}
         spare = bool(lost or self._open)
         for saved in empty:
-            leaf = self._goal.leaves[saved]
-            shown = _is_random(leaf) or not self._is_open(names.get(saved))
+            random = saved in self._goal.random
+            shown = random or not self._is_open(names.get(saved))
             if saved not in initial and saved not in told and shown:
-                self._empty(leaf, spare)
+                self._empty(self._goal.leaf(saved), random, spare)
         for saved in initial - {*empty}:
-            name = format_path(self._goal.leaves[saved].path)
+            name = format_path(self._goal.leaf(saved).path)
             self._problem(f"{name}: it has a source, and is to keep its initial value")
         sides = (
             (model, self._layout.model, self._goal.layout.model, ()),
@@ -367,11 +368,10 @@ class _Work:
         elif saved is not None and not any(hint.endswith(_DROPPED) for hint in self._hints):
             self._hints.append(f"--drop {shell_quoted(format_path(saved))} {_DROPPED}")
 
-    def _empty(self, leaf: StateLeaf, spare: bool) -> None:
+    def _empty(self, leaf: Wanted, random: bool, spare: bool) -> None:
         """A leaf of the target has no source. Where something of the source is still to be placed,
         it is likely to belong there: nobody is told to reset it."""
-        self._problem(f"{format_path(leaf.path)}  {wanted_leaf(leaf)}: nothing goes there")
-        random = _is_random(leaf)
+        self._problem(f"{format_path(leaf.path)}  {leaf}: nothing goes there")
         if random or not spare:
             glob = "**/rngs/**" if random and "rngs" in leaf.path else format_path(leaf.path)
             self._hints.append(f"--init {shell_quoted(glob)} keeps the model's own initial value")
@@ -441,17 +441,12 @@ class _Work:
             empty={
                 self._places.prefix + path: leaf
                 for path, leaf in leaves.items()
-                if not isinstance(leaf, StateLeaf)
+                if not isinstance(leaf, Wanted)
             }
             | {place: None for path in optimizer.masked if (place := self._places.masked(path))},
             prefix=self._places.prefix,
             notes=tuple(notes),
         )
-
-
-def _is_random(leaf: StateLeaf) -> bool:
-    """Whether it is the state of random numbers."""
-    return any(base.__name__ == "RngState" for base in type(leaf.holder).__mro__)
 
 
 def _mirrors(leaves: Iterable[Path], parameters: Iterable[Path]) -> set[Path]:

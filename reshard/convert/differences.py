@@ -6,7 +6,7 @@ from typing import Any
 from reshard.boxes import Shape
 from reshard.checkpoint import ArrayHandle
 from reshard.convert.steps import Step
-from reshard.states import StateLeaf, wanted_leaf
+from reshard.matching import Wanted
 from reshard.tree import Path, format_path, shell_quoted
 
 
@@ -36,10 +36,10 @@ def differences(
                 yield f"{pair}: {first.dtype.name} and {other.dtype.name} cannot become one", ""
         origins.update(dict.fromkeys(step.outputs, first))
     for path, shape in made.items():
-        leaf, source = targets.get(path), origins[path]
-        if not isinstance(leaf, StateLeaf) or not leaf.is_array:
+        wanted, source = targets.get(path), origins[path]
+        if not isinstance(wanted, Wanted) or wanted.kind not in ("array", "key"):
             continue
-        wanted, name = wanted_leaf(leaf), format_path(source.path)
+        name = format_path(source.path)
         both = f"{name} -> {format_path((*above, *path))}"
         if wanted.kind == "key":
             if source.key_impl != wanted.key_impl:

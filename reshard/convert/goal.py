@@ -1,7 +1,7 @@
 """The tree that a conversion is to make: what Orbax would save of the user's own model."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,32 +11,37 @@ from reshard.convert.definitions import definition_orders, linen_classes, nnx_ou
 from reshard.convert.layout import Layout, detect
 from reshard.convert.outline import Module, linen_outline
 from reshard.errors import TreeMismatchError
-from reshard.states import StateLeaf, saved_form
-from reshard.targets import maker, state_of
+from reshard.matching import Wanted
+from reshard.states import StateLeaf, saved_form, wanted_leaf
+from reshard.targets import state_of
 from reshard.tree import Path, format_path
 
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """The tree of a model.
+    """The tree of a model: its structure alone, which can be pickled and read without its classes.
 
     Attributes:
-      model: the model, as `reshard.target` takes it.
       leaves: saved path -> leaf, or the empty container that is saved there.
+      random: saved paths of the state of random numbers.
       layout: what is where in it.
       outline: its modules.
     """
 
-    model: Any
     leaves: dict[Path, Any]
+    random: frozenset[Path]
     layout: Layout
     outline: Module
 
     def shapes(self) -> dict[Path, Shape]:
         """Path in the model -> shape."""
-        return {
-            path: np.shape(self.leaves[saved].value) for path, saved in self.layout.model.items()
-        }
+        return {path: self.leaf(saved).shape for path, saved in self.layout.model.items()}
+
+    def leaf(self, saved: Path) -> Wanted:
+        """The leaf that is saved there."""
+        found = self.leaves[saved]
+        assert isinstance(found, Wanted)
+        return found
 
 
 def goal_of(model: Any, api: str, role: str = "the model to convert to") -> Goal:
@@ -54,14 +59,17 @@ def goal_of(model: Any, api: str, role: str = "the model to convert to") -> Goal
     with definition_orders() as orders, linen_classes() as classes:
         state = state_of(model)
     _check_api(state, api, role, ran_linen=bool(classes))
-    leaves = saved_form(state)
-    values = {path: _as_saved(leaf) for path, leaf in leaves.items()}
+    tree = saved_form(state)
+    values = {path: _as_saved(leaf) for path, leaf in tree.items()}
+    held = {path: leaf for path, leaf in tree.items() if isinstance(leaf, StateLeaf)}
+    leaves = {**tree, **{path: wanted_leaf(leaf) for path, leaf in held.items()}}
+    random = frozenset(path for path, leaf in held.items() if _is_random(leaf))
     if api == "linen":
         layout = detect(values, _linen_kind(values))
         arrays = {path: values[saved] for path, saved in layout.model.items()}
-        return Goal(model, leaves, layout, linen_outline(arrays, classes))
+        return Goal(leaves, random, layout, linen_outline(arrays, classes))
     place, outline = nnx_outline(state, orders)
-    return Goal(model, leaves, detect(values, _nnx_kind(values, place)), outline)
+    return Goal(leaves, random, detect(values, _nnx_kind(values, place)), outline)
 
 
 def _check_module(model: Any, api: str, role: str) -> None:
@@ -111,6 +119,11 @@ def _other_api(text: str, api: str) -> TreeMismatchError:
     )
 
 
+def _is_random(leaf: StateLeaf) -> bool:
+    """Whether it is the state of random numbers."""
+    return any(base.__name__ == "RngState" for base in type(leaf.holder).__mro__)
+
+
 def _as_saved(leaf: Any) -> Any:
     """A leaf as it is in a checkpoint, where numbers are arrays."""
     value = leaf.value if isinstance(leaf, StateLeaf) else leaf
@@ -135,44 +148,3 @@ def _nnx_kind(leaves: Mapping[Path, Any], place: Path) -> str:
         )
     held = any(path[-1:] == ("value",) for path in leaves)
     return "nnx-state" if held else "nnx-pure-dict"
-
-
-def initial_values(model: Any, paths: Iterable[Path]) -> dict[Path, tuple[np.ndarray, str | None]]:
-    """The values that a model has when it is made, of leaves under these saved paths; with the
-    PRNG implementation where they are typed keys, of which the data are given.
-
-    Only what these leaves need is computed.
-
-    Raises:
-      TreeMismatchError: the model is an abstract state, which has none.
-    """
-    import jax
-    from flax import nnx
-
-    wanted = list(paths)
-    make = maker(model)
-
-    def chosen(state: Any) -> list[Any]:
-        leaves: Any = saved_form(state)
-        return [leaves[path].value for path in wanted]
-
-    if make is None:
-        found = saved_form(model)
-        abstract = [path for path in wanted if getattr(found[path], "abstract", False)]
-        if abstract:
-            raise TreeMismatchError(
-                "an abstract model has no initial values",
-                [format_path(path) for path in abstract],
-                ["give what makes the model: its class, or a function that returns it"],
-            )
-        values = chosen(model)
-    else:
-        with nnx.use_eager_sharding(False):  # or an annotated model asks for a mesh
-            values = jax.jit(lambda: chosen(make()))()
-    result = {}
-    for path, value in zip(wanted, values, strict=True):
-        impl = None
-        if jax.numpy.issubdtype(getattr(value, "dtype", np.int64), jax.dtypes.prng_key):
-            impl, value = str(jax.random.key_impl(value)), jax.random.key_data(value)
-        result[path] = (np.asarray(value), impl)
-    return result

@@ -4,7 +4,7 @@ import numpy as np
 
 from reshard.convert.goal import Goal
 from reshard.convert.layout import Layout
-from reshard.states import StateLeaf
+from reshard.matching import Wanted
 from reshard.tree import Path
 
 # Where a module and its optimizer are put that a Linen train state has as one.
@@ -41,7 +41,7 @@ class Places:
         """The same for a leaf of the optimizer's state."""
         if self._goal is not None and not self.prefix:
             saved = self._goal.layout.optimizer.get(path)
-            return saved if saved and isinstance(self._goal.leaves[saved], StateLeaf) else None
+            return saved if saved and isinstance(self._goal.leaves[saved], Wanted) else None
         return (*_OPTIMIZER, "opt_state", *path, "value") if self._to == "nnx" else None
 
     def masked(self, path: Path) -> Path | None:
@@ -60,7 +60,7 @@ class Places:
         saved = self._goal.layout.step
         if saved is None:
             return None
-        leaf = self._goal.leaves[saved]
-        if leaf.is_array:
-            return saved, np.dtype(leaf.value.dtype), "jax.Array"
+        leaf = self._goal.leaf(saved)
+        if leaf.dtype is not None:
+            return saved, leaf.dtype, "jax.Array"
         return saved, np.dtype(np.int64), "scalar"
