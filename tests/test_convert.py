@@ -990,6 +990,25 @@ def test_every_optimizer_comes_along(name, tmp_path):
         layouts.assert_same_tree(restored(back, tmp_path), load(source))
 
 
+def listed(path):
+    """The leaves that `_METADATA` lists, in order."""
+    return list(json.loads((path / "_METADATA").read_text())["tree_metadata"])
+
+
+def test_leaves_are_listed_as_orbax_lists_them(tmp_path):
+    """Empty states in their places among others: older Orbax reads lists position by position."""
+    tx = optax.chain(optax.clip(1.0), OPTIMIZERS["masked"], optax.scale(-1.0))
+    linen = save(tmp_path / "linen", state(tx))
+    nnx_own = save(tmp_path / "nnx_own", saved_by_nnx(training(tx)))
+    reshard.save(reshard.to_nnx(linen, lambda: training(tx), init=RANDOM), tmp_path / "nnx")
+    assert listed(tmp_path / "nnx") == listed(nnx_own)
+    reshard.save(reshard.to_linen(tmp_path / "nnx"), tmp_path / "recorded")
+    assert listed(tmp_path / "recorded") == listed(linen)
+    back = reshard.to_linen(nnx_own, train(tx), source=Twin, drop=f"model/{RANDOM}")
+    reshard.save(back, tmp_path / "back")
+    assert listed(tmp_path / "back") == listed(linen)
+
+
 @pytest.mark.parametrize("name", ["sgd", "chain", "masked", "adafactor"])
 def test_a_module_alone_takes_the_optimizer_along(name, tmp_path):
     """Below `model` and `optimizer`, as a dict of the two is saved."""
