@@ -1019,6 +1019,39 @@ def test_a_module_alone_takes_the_optimizer_along(name, tmp_path):
     load(tmp_path / "restored_1", saved_by_nnx(training(tx)))
 
 
+def test_text_in_the_state_of_an_optimizer_is_no_masked_leaf(tmp_path):
+    tx = optax.sgd(0.1, momentum=0.9)
+    linen = state(tx)
+    tree = {
+        "params": linen.params,
+        "opt_state": {"trace": linen.opt_state[0].trace, "schedule": "cosine"},
+    }
+    source = save_any(tmp_path / "linen", {**tree, "batch_stats": linen.batch_stats})
+    assert (
+        refusal(reshard.to_nnx, source, twin, init=RANDOM)
+        == f"""\
+`{source}` does not become the NNX model
+  opt_state/schedule  'cosine': it goes nowhere
+
+hint: --drop 'opt_state/schedule' leaves it out; globs work"""
+    )
+    ckpt = reshard.to_nnx(source, twin, init=RANDOM, drop="opt_state/schedule")
+    assert "optimizer/opt_state/trace/first/kernel/value" in paths(ckpt)
+
+
+def test_state_that_no_optimizer_has_been_given_for_is_told(tmp_path):
+    """Where it is put nothing is known of what it is to be."""
+    linen = state(optax.adam(1e-3))
+    source = save(tmp_path / "linen", linen)
+    note = (
+        "the model has no optimizer: 13 leaves of optimizer state are below `optimizer`, checked "
+        "against nothing"
+    )
+    assert note in reshard.to_nnx(source, twin, init=RANDOM).notes
+    whole = reshard.to_nnx(source, lambda: training(optax.adam(1e-3)), init=RANDOM)
+    assert not [text for text in whole.notes if "optimizer" in text]
+
+
 @pytest.mark.parametrize(
     "model", [twin, lambda: training(RESHAPING["lbfgs"])], ids=["alone", "beside"]
 )
@@ -1298,6 +1331,46 @@ the record of the conversion from Linen does not fit the checkpoint
   other/kernel/value: not in the checkpoint
   second/bias/value: not in the record
   second/kernel/value: not in the record
+
+hint: --model MODULE:NAME, the Linen model, converts without the record"""
+    )
+
+
+def trained_on(path, out, changes):
+    """A converted checkpoint with other values in some leaves, saved by Orbax with the record."""
+    leaves = layouts.saved_leaves(load(path))
+    tree = {}
+    for keys, leaf in (leaves | changes).items():
+        node = functools.reduce(lambda node, key: node.setdefault(key, {}), keys[:-1], tree)
+        node[keys[-1]] = leaf
+    save(out, tree)
+    old, new = (json.loads((each / "_METADATA").read_text()) for each in (path, out))
+    (out / "_METADATA").write_text(json.dumps(new | {"custom_metadata": old["custom_metadata"]}))
+    return out
+
+
+def test_a_record_changes_the_dtype_of_the_step_alone_and_only_if_it_fits(tmp_path):
+    tx = optax.adam(1e-3)
+    linen = state(tx)
+    reshard.save(
+        reshard.to_nnx(save(tmp_path / "linen", linen), lambda: training(tx), init=RANDOM),
+        tmp_path / "nnx",
+    )
+    step = ("optimizer", "step", "value")
+    count = ("optimizer", "opt_state", "0", "count", "value")
+    later = trained_on(tmp_path / "nnx", tmp_path / "later", {step: jnp.uint32((1 << 31) - 1)})
+    expected = linen.replace(step=jnp.int32((1 << 31) - 1))
+    layouts.assert_same_tree(
+        restored(reshard.to_linen(later), tmp_path), load(save(tmp_path / "e", expected))
+    )
+    large = trained_on(tmp_path / "nnx", tmp_path / "large", {step: jnp.uint32(3_000_000_000)})
+    assert refusal(reshard.to_linen, large) == "step: the step 3000000000 does not fit int32"
+    other = trained_on(tmp_path / "nnx", tmp_path / "other", {count: jnp.uint32(3)})
+    assert (
+        refusal(reshard.to_linen, other)
+        == """\
+the checkpoint is not what the conversion from Linen made any more
+  opt_state/0/count: dtype uint32, it was int32
 
 hint: --model MODULE:NAME, the Linen model, converts without the record"""
     )
