@@ -190,6 +190,20 @@ def an_array(leaves: Mapping[Path, Leaf]) -> ArrayHandle:
     return min(arrays, key=lambda leaf: (leaf.value_type != "jax.Array", leaf.key_impl is not None))
 
 
+def recounted(leaf: ArrayHandle, dtype: np.dtype) -> ArrayHandle:
+    """A step counter in another integer dtype.
+
+    Raises:
+      TreeMismatchError: that does not hold its value.
+    """
+    value = np.asarray(checked(leaf.view().read(), f"{format_path(leaf.path)}: its stored bytes"))
+    if int(value) != int(value.astype(dtype)):
+        raise TreeMismatchError(
+            f"{format_path(leaf.path)}: the step {int(value)} does not fit {dtype.name}"
+        )
+    return dataclasses.replace(leaf, dtype=dtype)
+
+
 def on_host(leaf: ArrayHandle) -> ArrayHandle:
     """A leaf that is no device array, and so has no place on devices."""
     return dataclasses.replace(leaf, sharding=None, saved_sharding=None)

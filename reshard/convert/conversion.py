@@ -16,7 +16,7 @@ import numpy as np
 
 from reshard.boxes import Shape
 from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, describe
-from reshard.convert.carry import Decision, an_array, on_host
+from reshard.convert.carry import Decision, an_array, on_host, recounted
 from reshard.convert.decision import decide
 from reshard.convert.goal import Goal, goal_of, initial_values
 from reshard.convert.layout import Layout, detect
@@ -34,7 +34,6 @@ from reshard.formed import constant
 from reshard.loader import open as open_checkpoint
 from reshard.mesh import SingleDeviceSharding, replicated
 from reshard.operations import Crop
-from reshard.store import checked
 from reshard.transforms import select
 from reshard.tree import Path, check_lists, format_path
 
@@ -297,12 +296,7 @@ def _order(goal: Goal, prefix: Path) -> Callable[[Path], int]:
 def _counter(leaf: Leaf, dtype: np.dtype, value_type: str, like: ArrayHandle) -> Leaf:
     """A step counter in another integer dtype, which must hold its value."""
     assert isinstance(leaf, ArrayHandle)
-    value = np.asarray(checked(leaf.view().read(), f"{format_path(leaf.path)}: its stored bytes"))
-    if int(value) != int(value.astype(dtype)):
-        raise TreeMismatchError(
-            f"{format_path(leaf.path)}: the step {int(value)} does not fit {dtype.name}"
-        )
-    made = dataclasses.replace(leaf, dtype=dtype, value_type=value_type)
+    made = dataclasses.replace(recounted(leaf, dtype), value_type=value_type)
     if value_type == "scalar":
         return on_host(made)
     return _beside(made, like) if made.sharding is None else made

@@ -401,6 +401,11 @@ class _Work:
         notes = []
         if goal is None:
             notes.append("the map alone decided: only the source was checked")
+        elif self._places.prefix:
+            notes.append(
+                f"the model has no optimizer: {len(optimizer.made)} leaves of optimizer state are "
+                "below `optimizer`, checked against nothing"
+            )
         ordered = sum(step.origin == "structure" for step in model.steps)
         if ordered:
             notes.append(

@@ -51,8 +51,8 @@ class Layout:
       model: path of an array in the model -> its saved path. In Linen the path begins with the
         collection, in NNX with an attribute. Keys are text; levels of boxes and variables are left
         out. In kind `maxtext`, `nnx_aux` is a collection whose leaves have NNX's paths.
-      optimizer: path below the optimizer's state, in the same form -> saved path, for all leaves:
-        None and empty containers stand for states and masked leaves without a value.
+      optimizer: path below the optimizer's state, in the same form -> saved path, for all leaves
+        but text: None and empty containers stand for states and masked leaves without a value.
       step: saved path of the step counter, if there is one.
       rest: saved paths of all other leaves: arrays that are in none of these, and leaves that are
         no arrays.
@@ -291,7 +291,10 @@ def _read(
             continue
         at = next((begin for n in depths if (begin := leaf.keys[:n]) in roots), None)
         if beside.root and leaf.keys[:size] == beside.root and leaf.keys[-1] != BOOKKEEPING:
-            optimizer.append(leaf)
+            if isinstance(leaf.value, str):  # no state, and no masked leaf either
+                rest.append(leaf.path)
+            else:
+                optimizer.append(leaf)
         elif at is not None and leaf.is_array:
             model[at].append(leaf)
         else:
