@@ -1059,6 +1059,159 @@ def test_state_that_no_optimizer_has_been_given_for_is_told(tmp_path):
     assert not [text for text in whole.notes if "optimizer" in text]
 
 
+def swapped(tmp_path, model, params, tx, rules="^params/a$ b ^params/b$ a"):
+    """A train state of two parameters whose names a map exchanges."""
+    linen = train_state_of(params, tx)
+    pairs = zip(rules.split()[::2], rules.split()[1::2], strict=True)
+    text = "".join(f"[[rule]]\nfrom = '{old}'\nto = '{new}'\n" for old, new in pairs)
+    (tmp_path / "map.toml").write_text(text)
+    source = save(tmp_path / "linen", linen)
+    return linen, reshard.to_nnx(source, model, map_file=tmp_path / "map.toml")
+
+
+@pytest.mark.parametrize("tx", [optax.novograd(1e-3), optax.masked(optax.novograd(1e-3), True)])
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_number_for_each_parameter_follows_it(tx, alone, tmp_path):
+    """Also of parameters that are in no module, where nothing but their names is in the path."""
+    model = (lambda: named(b=(4, 6), a=(3,))) if alone else lambda: beside_optimizer(tx, **SHAPES)
+    linen, ckpt = swapped(tmp_path, model, {"a": some(4, 6), "b": some(3)}, tx)
+    got = values(restored(ckpt, tmp_path))
+    novograd = linen.opt_state.inner_state if hasattr(linen.opt_state, "inner_state") else None
+    novograd = (novograd or linen.opt_state)[0]
+    inner = "inner_state/0" if hasattr(linen.opt_state, "inner_state") else "0"
+    root = f"optimizer/opt_state/{inner}"
+    for moment in ("mu", "nu"):
+        before = getattr(novograd, moment)
+        np.testing.assert_array_equal(got[f"{root}/{moment}/b/value"], before["a"])
+        np.testing.assert_array_equal(got[f"{root}/{moment}/a/value"], before["b"])
+    np.testing.assert_array_equal(got[f"{root}/count/value"], novograd.count)
+
+
+SHAPES = {"b": (4, 6), "a": (3,)}
+
+
+def numbered():
+    """For each parameter a number, and nothing else."""
+    return optax.GradientTransformation(
+        lambda params: {"trust": jax.tree.map(lambda _: jnp.zeros(()), params)},
+        lambda updates, state, params=None: (updates, state),
+    )
+
+
+def test_numbers_that_may_be_of_parameters_or_not_are_told(tmp_path):
+    """From NNX all variables may be parameters, and only two of these three have a number."""
+    made = {"model": Three(), "optimizer": nnx.Optimizer(Three(), numbered(), wrt=nnx.Param)}
+    source = save(tmp_path / "nnx", saved_by_nnx(made))
+    params = {"a": some(3), "b": some(4, 6)}
+    linen = TrainState(
+        jnp.int32(1), None, params, numbered(), numbered().init(params), {"c": some(2)}
+    )
+    rules = ["^a$", "params/b", "^b$", "params/a", "^c$", "batch_stats/c"]
+    text = [
+        f"[[rule]]\nfrom = '{a}'\nto = '{b}'\n"
+        for a, b in zip(rules[::2], rules[1::2], strict=True)
+    ]
+    (tmp_path / "map.toml").write_text("".join(text))
+    assert (
+        refusal(reshard.to_linen, source, linen, map_file=tmp_path / "map.toml")
+        == f"""\
+`{source}` does not become the Linen model
+  opt_state/trust/a: it may be a number of parameter a, or one of the optimizer's own
+  opt_state/trust/b: it may be a number of parameter b, or one of the optimizer's own
+
+hint: --drop GLOB with --init GLOB starts that state anew"""
+    )
+
+
+class Three(nnx.Module):
+    def __init__(self):
+        self.a = nnx.Param(jnp.ones((4, 6)))
+        self.b = nnx.Param(jnp.ones(3))
+        self.c = nnx.BatchStat(jnp.ones(2))
+
+
+FLAT = optax.chain(optax.flatten(optax.adam(1e-3)), optax.scale(-1.0))
+
+
+def flat_refusal(source, moments, api="NNX"):
+    texts = [
+        f"  opt_state/0/0/{name}: float32[{size}] mirrors no parameter, and parameters change their "
+        "order, shape or number"
+        for name, size in moments
+    ]
+    return "\n".join(
+        [
+            f"`{source}` does not become the {api} model",
+            *texts,
+            "",
+            "hint: --drop GLOB with --init GLOB starts that state anew",
+        ]
+    )
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_moments_in_one_vector_are_refused_where_parameters_change_their_order(alone, tmp_path):
+    source = save(tmp_path / "linen", state(FLAT))
+    model = twin if alone else lambda: training(FLAT)
+    told = refusal(reshard.to_nnx, source, model, init=RANDOM)
+    assert told == flat_refusal(source, [("mu", 56), ("nu", 56)])
+    source = save(tmp_path / "nnx", saved_by_nnx(training(FLAT)))
+    options = {"source": Twin, "drop": f"model/{RANDOM}"}
+    told = refusal(reshard.to_linen, source, train(FLAT), **options)
+    assert told == flat_refusal(source, [("mu", 56), ("nu", 56)], "Linen")
+
+
+def test_moments_in_one_vector_are_refused_where_operations_change_parameters(tmp_path):
+    rules = "[[rule]]\nfrom = '^params/b$'\nto = 'b'\ntranspose = [1, 0]\n"
+    (tmp_path / "map.toml").write_text("[[rule]]\nfrom = '^params/a$'\nto = 'a'\n" + rules)
+    linen = train_state_of({"a": some(3), "b": some(4, 6)}, FLAT)
+    source = save(tmp_path / "linen", linen)
+    model = lambda: beside_optimizer(FLAT, a=(3,), b=(6, 4))  # noqa: E731
+    told = refusal(reshard.to_nnx, source, model, map_file=tmp_path / "map.toml")
+    assert told == flat_refusal(source, [("mu", 27), ("nu", 27)])
+
+
+@pytest.mark.parametrize("given", ["rule", "option"])
+def test_moments_in_one_vector_are_refused_where_a_parameter_is_dropped(given, tmp_path):
+    text = "[[rule]]\nfrom = '^params/a$'\nto = 'a'\n[[rule]]\nfrom = '^params/c$'\nto = 'c'\n"
+    options = {"drop": "params/b"}
+    if given == "rule":
+        text, options = text + "[[rule]]\nfrom = '^params/b$'\ndrop = true\n", {}
+    (tmp_path / "map.toml").write_text(text)
+    linen = train_state_of({"a": some(3), "b": some(4, 6), "c": some(5)}, FLAT)
+    source = save(tmp_path / "linen", linen)
+    model = lambda: named(a=(3,), c=(5,))  # noqa: E731
+    told = refusal(reshard.to_nnx, source, model, map_file=tmp_path / "map.toml", **options)
+    assert told == flat_refusal(source, [("mu", 32), ("nu", 32)])
+
+
+def test_moments_in_one_vector_stay_where_parameters_keep_their_order(tmp_path):
+    """Also behind other names."""
+    linen = train_state_of({"a": some(3), "b": some(4, 6)}, FLAT)
+    source = save(tmp_path / "linen", linen)
+    text = "[[rule]]\nfrom = '^params/a$'\nto = 'x'\n[[rule]]\nfrom = '^params/b$'\nto = 'y'\n"
+    (tmp_path / "map.toml").write_text(text)
+    model = lambda: beside_optimizer(FLAT, x=(3,), y=(4, 6))  # noqa: E731
+    ckpt = reshard.to_nnx(source, model, map_file=tmp_path / "map.toml")
+    got = values(restored(ckpt, tmp_path))
+    for name in ("mu", "nu"):
+        before = getattr(linen.opt_state[0][0], name)
+        np.testing.assert_array_equal(got[f"optimizer/opt_state/0/0/{name}/value"], before)
+
+
+def test_ten_layers_in_a_list_are_in_another_order_than_under_names(tmp_path):
+    """NNX sorts positions as numbers, and Linen sorts names."""
+    linen = train_state_of({f"layers_{i}": some(3, seed=i) for i in range(11)}, FLAT)
+    source = save(tmp_path / "linen", linen)
+    (tmp_path / "map.toml").write_text(
+        "[[rule]]\nfrom = '^params/layers_(\\d+)$'\nto = 'layers/\\1'\n"
+    )
+    model = nnx.Module()
+    model.layers = nnx.List([nnx.Param(jnp.zeros(3)) for _ in range(11)])
+    told = refusal(reshard.to_nnx, source, model, map_file=tmp_path / "map.toml")
+    assert told == flat_refusal(source, [("mu", 33), ("nu", 33)])
+
+
 @pytest.mark.parametrize(
     "model", [twin, lambda: training(RESHAPING["lbfgs"])], ids=["alone", "beside"]
 )

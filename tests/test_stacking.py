@@ -1119,6 +1119,26 @@ def test_state_that_cannot_follow(state, problems, tmp_path):
     assert str(error.value) == "\n".join([summary, *problems]) + STATE_HINT
 
 
+def test_moments_in_one_vector_are_refused(tmp_path):
+    """Beside the optimizer's state there may be tables of anything."""
+    params = abstract({"l0": {"w": (2, 3)}, "l1": {"w": (2, 3)}})
+    state = randomized(train_state(params, optax.flatten(optax.adam(1e-3))))
+    tree = {"params": state.params, "table": np.arange(12.0)}
+    ckpt = put(tmp_path / "a", tree | {"opt_state": state.opt_state})
+    with pytest.raises(TreeMismatchError) as error:
+        stack(ckpt, "params/l{}", "params/l")
+    assert str(error.value) == (
+        "optimizer state that cannot follow its parameters\n"
+        + "\n".join(
+            f"  opt_state/0/{name}: float32[12] mirrors no parameter, and parameters change their "
+            "order, shape or number"
+            for name in ("mu", "nu")
+        )
+        + STATE_HINT
+    )
+    assert "table" in stack(put(tmp_path / "b", tree), "params/l{}", "params/l")
+
+
 def test_placeholders_that_are_not_zero(tmp_path):
     """An optimizer may have a number for each parameter, which is of none of the stacked ones."""
     state = {name: {f"l{i}": {"w": np.full(1, i, "f4")} for i in range(2)} for name in ("a", "b")}
