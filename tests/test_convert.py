@@ -1135,8 +1135,8 @@ FLAT = optax.chain(optax.flatten(optax.adam(1e-3)), optax.scale(-1.0))
 
 def flat_refusal(source, moments, api="NNX"):
     texts = [
-        f"  opt_state/0/0/{name}: float32[{size}] mirrors no parameter, and parameters change their "
-        "order, shape or number"
+        f"  opt_state/0/0/{name}: float32[{size}] mirrors no parameter, and parameters change "
+        "their order, shape or number"
         for name, size in moments
     ]
     return "\n".join(

@@ -224,22 +224,31 @@ def conversion(
         )
     goal = None if model is None else goal_of(model, to)
     other = None if source is None else goal_of(source, found.api, "the model of the source")
-    decided = decide(
-        ckpt, found, to, goal, map_file, [init] if isinstance(init, str) else init, other
-    )
+    globs = [init] if isinstance(init, str) else init
+    left_out = {} if whole is ckpt else _left_out(whole, ckpt, found, layout or known)
+    decided = decide(ckpt, found, to, goal, map_file, globs, other, left_out)
     made = _made(ckpt, found, to, goal, decided)
-    return made if whole is ckpt else _with_dropped(made, whole, layout)
+    return dataclasses.replace(
+        made, dropped=(*left_out, *made.dropped), shapes={**left_out, **made.shapes}
+    )
 
 
-def _with_dropped(made: Conversion, whole: Checkpoint, layout: str | None) -> Conversion:
-    """With the leaves of the model that `drop` has left out, for the map."""
+def _left_out(
+    whole: Checkpoint, ckpt: Checkpoint, layout: Layout, said: str | None
+) -> dict[Path, Shape]:
+    """The leaves of the model that `drop` has left out. Where they were in the way of knowing what
+    the whole is, it is all that is in the places of the model."""
     try:
-        before = detect(whole, layout)
-    except TreeMismatchError:  # what was dropped was in the way of knowing what it is
-        return made
-    shapes = before.shapes(whole)
-    dropped = [path for path in shapes if path not in made.shapes]
-    return dataclasses.replace(made, dropped=(*dropped, *made.dropped), shapes=shapes)
+        saved = detect(whole, said).model
+    except TreeMismatchError:
+        saved = {}
+        for path in whole:
+            keys = tuple(map(str, path[:-1] if path[-1] == "value" else path))
+            for begin, root in layout.roots.items():
+                if keys[: len(root)] == root:
+                    saved[begin + keys[len(root) :]] = path
+    gone = {path: whole[at] for path, at in saved.items() if at not in ckpt}
+    return {path: leaf.shape for path, leaf in gone.items() if isinstance(leaf, ArrayHandle)}
 
 
 def _made(

@@ -21,7 +21,7 @@ from reshard.convert.contradictions import ordered
 from reshard.convert.differences import differences
 from reshard.convert.goal import Goal
 from reshard.convert.layout import Layout
-from reshard.convert.optimizer import mirrored, optimizer_steps
+from reshard.convert.optimizer import followers, mirrored, optimizer_steps
 from reshard.convert.outline import bare_leaves, linen_outline, path_outline, without
 from reshard.convert.places import Places
 from reshard.convert.saved import COLLECTIONS
@@ -48,6 +48,7 @@ def decide(
     map_file: str | os.PathLike | None,
     init: Sequence[str],
     other: Goal | None,
+    left_out: Mapping[Path, Shape],
 ) -> Decision:
     """Decides a conversion.
 
@@ -59,11 +60,12 @@ def decide(
       map_file: path of a map file.
       init: globs of leaves of that tree.
       other: the tree of the model that the source is of, if that is known.
+      left_out: leaves of the model that the source does not have any more: dropped before.
 
     Raises:
       TreeMismatchError: all that stands against it.
     """
-    return _Work(ckpt, layout, to, goal, other).decided(map_file, init)
+    return _Work(ckpt, layout, to, goal, other, left_out).decided(map_file, init)
 
 
 @dataclasses.dataclass
@@ -91,13 +93,20 @@ class _Work:
     """A conversion while it is being decided: what is known, and what has been found against it."""
 
     def __init__(
-        self, ckpt: Checkpoint, layout: Layout, to: str, goal: Goal | None, other: Goal | None
+        self,
+        ckpt: Checkpoint,
+        layout: Layout,
+        to: str,
+        goal: Goal | None,
+        other: Goal | None,
+        left_out: Mapping[Path, Shape],
     ):
         self._ckpt = ckpt
         self._layout = layout
         self._to = to
         self._goal = goal
         self._other = other
+        self._left_out = left_out
         self._problems: list[str] = []
         self._hints: list[str] = []
         self._open: set[Path] = set()
@@ -222,15 +231,18 @@ class _Work:
             else None
             for path, saved in self._layout.optimizer.items()
         }
-        parameters = self._parameters(self._shapes, self._layout.api)
-        owners = {path: owner for path, owner, _ in mirrored(parameters, leaves)}
-        unused, zero = set(model.dropped), set(model.vanish)
+        parameters = self._parameters({**self._shapes, **self._left_out}, self._layout.api)
+        owners = followers(parameters, leaves)
+        unused, zero = {*model.dropped, *self._left_out}, set(model.vanish)
         gone = unused | zero
         dropped = [path for path, owner in owners.items() if owner in unused]
         vanish = [path for path, owner in owners.items() if owner in zero]
         rest = {path: leaf for path, leaf in leaves.items() if owners.get(path) not in gone}
         kept = {path: shape for path, shape in parameters.items() if path not in gone}
-        followed = optimizer_steps(model.steps, kept, rest, self._ahead())
+        fewer = not (gone & parameters.keys()) <= _random(gone)
+        followed = optimizer_steps(
+            model.steps, kept, rest, self._ahead(), fewer or self._has_more(model)
+        )
         self._problems += [f"opt_state/{text}" for text in followed.problems]
         self._stuck = bool(followed.problems)
         if followed.problems:
@@ -252,6 +264,13 @@ class _Work:
         return _Part(
             list(followed.steps), made, dropped, vanish, appear, list(followed.placeholders)
         )
+
+    def _has_more(self, model: _Part) -> bool:
+        """Whether the model has parameters that come from none of the source's."""
+        if self._goal is None:
+            return False
+        there = self._parameters(self._goal.shapes(), self._to)
+        return not there.keys() - model.made.keys() <= _random(there)
 
     def _ahead(self) -> Path:
         """The collection of the parameters, if the model's optimizer has state without that key."""
@@ -431,6 +450,11 @@ class _Work:
             prefix=self._places.prefix,
             notes=tuple(notes),
         )
+
+
+def _random(paths: Iterable[Path]) -> set[Path]:
+    """The paths of random numbers' state, by its usual name: no parameters."""
+    return {path for path in paths if "rngs" in path}
 
 
 def _is_random(leaf: StateLeaf) -> bool:

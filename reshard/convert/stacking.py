@@ -296,7 +296,9 @@ def _followed(
                     others[path] = leaf.shape, leaf.dtype
                 elif not isinstance(leaf, str):
                     others[path] = None
-        yield optimizer_steps(own, parameters, others)
+        depth = max(len(root) - 1, 0)
+        beside = {path for path in others if str(path[depth]) not in _OPTIMIZERS}
+        yield optimizer_steps(own, parameters, others, beside=beside)
 
 
 def _collection(step: Step) -> Path:
