@@ -1059,6 +1059,71 @@ def test_state_that_no_optimizer_has_been_given_for_is_told(tmp_path):
     assert not [text for text in whole.notes if "optimizer" in text]
 
 
+@pytest.mark.parametrize("map_drops", [False, True])
+@pytest.mark.parametrize("tx", [optax.adam(1e-3), optax.novograd(1e-3)], ids=["adam", "novograd"])
+def test_moments_go_where_their_parameters_do(tx, map_drops, tmp_path):
+    """Of parameters that are dropped or keep their initial value, one of which is called as the
+    optimizer's counter is."""
+    linen = train_state_of({"a": some(4, 6), "count": some(3), "c": some(5)}, tx)
+    source = save(tmp_path / "linen", linen)
+
+    def model():
+        made = beside_optimizer(tx, a=(4, 6), c=(5,), x=(2,), y=(2, 2))
+        made["optimizer"].opt_state[0].mu["x"][...] = jnp.float32([7, 8])
+        return made
+
+    text = "[[rule]]\nfrom = '^params/a$'\nto = 'a'\n[[rule]]\nfrom = '^params/c$'\nto = 'c'\n"
+    if map_drops:
+        text += "[[rule]]\nfrom = '^params/count$'\ndrop = true\n"
+    (tmp_path / "map.toml").write_text(text)
+    options = {} if map_drops else {"drop": "params/count"}
+    made = conversion(
+        source, "nnx", model, map_file=tmp_path / "map.toml", init=["x", "y"], **options
+    )
+    assert made.checkpoint.notes == (
+        "2 leaves of optimizer state are dropped with their parameters: params/count",
+        "4 leaves of optimizer state keep the model's own initial values with their parameters: "
+        "x and y",
+    )
+    got = values(restored(made.checkpoint, tmp_path))
+    state = linen.opt_state[0]
+    zeros = np.zeros((2, 2), "float32")
+    root = "optimizer/opt_state/0"
+    expected = {f"model/{key}/value": linen.params[key] for key in "ac"}
+    expected |= {"model/x/value": np.zeros(2, "f"), "model/y/value": zeros}
+    expected |= {f"{root}/count/value": state.count, "optimizer/step/value": np.uint32(7)}
+    initial = model()["optimizer"].opt_state[0]
+    for name in ("mu", "nu"):
+        expected |= {f"{root}/{name}/{k}/value": getattr(state, name)[k] for k in "ac"}
+        expected |= {f"{root}/{name}/{k}/value": getattr(initial, name)[k][...] for k in "xy"}
+    assert got.keys() == expected.keys()
+    for path, value in expected.items():
+        np.testing.assert_array_equal(got[path], value, err_msg=path)
+    assert made.initial == (("x",), ("y",))
+    assert made.dropped == (("params", "count"),)
+    # What is written as a map does the same.
+    (tmp_path / "whole.toml").write_text(made.map_text())
+    again = conversion(source, "nnx", model, map_file=tmp_path / "whole.toml")
+    layouts.assert_same_tree(
+        restored(again.checkpoint, tmp_path), restored(made.checkpoint, tmp_path)
+    )
+    reshard.save(made.checkpoint, tmp_path / "nnx")
+    back = by_path(restored(reshard.to_linen(tmp_path / "nnx"), tmp_path))
+    gone = {"params/count", "opt_state/0/mu/count", "opt_state/0/nu/count"}
+    assert back == {path: leaf for path, leaf in by_path(load(source)).items() if path not in gone}
+
+
+def test_a_moment_with_a_source_does_not_keep_its_initial_value(tmp_path):
+    """Its parameter is not in the checkpoint: then nothing says whose it is."""
+    tx = optax.sgd(0.1, momentum=0.9)
+    linen = train_state_of({"a": some(3), "x": some(2)}, tx)
+    tree = {"params": {"a": linen.params["a"]}, "opt_state": linen.opt_state, "step": linen.step}
+    source = save(tmp_path / "linen", tree)
+    model = lambda: beside_optimizer(tx, a=(3,), x=(2,))  # noqa: E731
+    told = refusal(reshard.to_nnx, source, model, init="x")
+    assert "opt_state/0/trace/x: it has a source, and is to keep its initial value" in told
+
+
 def swapped(tmp_path, model, params, tx, rules="^params/a$ b ^params/b$ a"):
     """A train state of two parameters whose names a map exchanges."""
     linen = train_state_of(params, tx)
