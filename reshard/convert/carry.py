@@ -110,7 +110,8 @@ class Decision:
       dropped: paths of leaves that the map drops.
       dropped_saved: the same and what belongs to them in the optimizer's state, as saved.
       initial: saved paths of leaves of the target that keep the model's own initial value.
-      initial_names: the same, as the map names them.
+      initial_names: the same, as the map names them, less optimizer state that does so because its
+        parameters do.
       counters: saved paths of step counters of the target -> their dtype and how they are saved.
       empty: leaves of the target that are empty containers.
       prefix: what the target has ahead of the model's own tree.

@@ -14,7 +14,7 @@ import numpy as np
 from reshard.boxes import Shape
 from reshard.checkpoint import ArrayHandle, Checkpoint, describe
 from reshard.convert.align import Alignment, align
-from reshard.convert.answers import rule_hint
+from reshard.convert.answers import listed, rule_hint
 from reshard.convert.by_map import by_map
 from reshard.convert.carry import Decision, route
 from reshard.convert.contradictions import ordered
@@ -79,6 +79,7 @@ class _Part:
       vanish: leaves of the source that must be zeros and have no place.
       appear: leaves of the target that are zeros and have no source.
       masked: leaves of the target without a value.
+      owners: the parameters that those of `dropped` are optimizer state of.
     """
 
     steps: list[Step]
@@ -87,6 +88,7 @@ class _Part:
     vanish: list[Path]
     appear: dict[Path, tuple[Shape, np.dtype]]
     masked: Sequence[Path] = ()
+    owners: Sequence[Path] = ()
 
 
 class _Work:
@@ -118,15 +120,16 @@ class _Work:
     def decided(self, map_file: str | os.PathLike | None, init: Sequence[str]) -> Decision:
         """Decides everything, then raises what has been found, or puts it together."""
         model, initial = self._model(map_file, init)
+        followed = self._followed(initial)
         optimizer = self._optimizer(model)
-        self._check(model, optimizer, initial)
+        self._check(model, optimizer, {*initial, *followed})
         if self._problems:
             raise TreeMismatchError(
                 f"`{self._ckpt.source.root}` does not become the {_NAMES[self._to]} model",
                 self._problems,
                 self._hints,
             )
-        return self._decision(model, optimizer, initial)
+        return self._decision(model, optimizer, initial, followed)
 
     def _problem(self, text: str) -> None:
         self._problems.append(text)
@@ -175,6 +178,24 @@ class _Work:
                 names[leaf.path] = saved
         names |= self._goal.layout.model
         return {names[name] for name in match_globs(names, globs)}
+
+    def _followed(self, initial: set[Path]) -> dict[Path, Path]:
+        """Of optimizer state in the target what keeps its initial value because its parameters do:
+        saved path -> the parameter."""
+        if not initial or self._goal is None:
+            return {}
+        there, leaves = self._goal.layout, self._goal.leaves
+        state = {
+            path: (tuple(leaf.value.shape), np.dtype(leaf.value.dtype))
+            for path, saved in there.optimizer.items()
+            if isinstance(leaf := leaves[saved], StateLeaf) and leaf.is_array
+        }
+        found = followers(self._parameters(self._goal.shapes(), self._to), state)
+        return {
+            there.optimizer[path]: owner
+            for path, owner in found.items()
+            if there.model[owner] in initial
+        }
 
     def _by_model(
         self,
@@ -262,7 +283,13 @@ class _Work:
                 if owner in model.appear and isinstance(leaf, StateLeaf) and leaf.is_array:
                     appear[path] = tuple(leaf.value.shape), np.dtype(leaf.value.dtype)
         return _Part(
-            list(followed.steps), made, dropped, vanish, appear, list(followed.placeholders)
+            list(followed.steps),
+            made,
+            dropped,
+            vanish,
+            appear,
+            list(followed.placeholders),
+            list(dict.fromkeys(owners[path] for path in dropped)),
         )
 
     def _has_more(self, model: _Part) -> bool:
@@ -374,8 +401,11 @@ class _Work:
             glob = "**/rngs/**" if random and "rngs" in leaf.path else format_path(leaf.path)
             self._hints.append(f"--init {shell_quoted(glob)} keeps the model's own initial value")
 
-    def _decision(self, model: _Part, optimizer: _Part, initial: set[Path]) -> Decision:
+    def _decision(
+        self, model: _Part, optimizer: _Part, chosen: set[Path], followed: Mapping[Path, Path]
+    ) -> Decision:
         """What has been decided, put together."""
+        initial = {*chosen, *followed}
         before: dict[Path, Path] = {}
         after: dict[Path, Path] = {}
         vanish: dict[Path, tuple[Shape, np.dtype]] = {}
@@ -425,6 +455,16 @@ class _Work:
                 f"the model has no optimizer: {len(optimizer.made)} leaves of optimizer state are "
                 "below `optimizer`, checked against nothing"
             )
+        if optimizer.dropped:
+            notes.append(
+                f"{len(optimizer.dropped)} leaves of optimizer state are dropped with their "
+                f"parameters: {listed(optimizer.owners)}"
+            )
+        if followed:
+            notes.append(
+                f"{len(followed)} leaves of optimizer state keep the model's own initial values "
+                f"with their parameters: {listed(list(dict.fromkeys(followed.values())))}"
+            )
         ordered = sum(step.origin == "structure" for step in model.steps)
         if ordered:
             notes.append(
@@ -438,7 +478,7 @@ class _Work:
             dropped_saved=frozenset(gone),
             initial=tuple(saved for saved in leaves if saved in initial),
             initial_names=tuple(
-                names.get(saved) or leaves[saved].path for saved in leaves if saved in initial
+                names.get(saved) or leaves[saved].path for saved in leaves if saved in chosen
             ),
             counters=counters,
             empty={
