@@ -1120,8 +1120,115 @@ def test_a_moment_with_a_source_does_not_keep_its_initial_value(tmp_path):
     tree = {"params": {"a": linen.params["a"]}, "opt_state": linen.opt_state, "step": linen.step}
     source = save(tmp_path / "linen", tree)
     model = lambda: beside_optimizer(tx, a=(3,), x=(2,))  # noqa: E731
-    told = refusal(reshard.to_nnx, source, model, init="x")
-    assert "opt_state/0/trace/x: it has a source, and is to keep its initial value" in told
+    assert (
+        refusal(reshard.to_nnx, source, model, init="x")
+        == f"""\
+`{source}` does not become the NNX model
+  opt_state/0/trace/x: float32[2] mirrors no parameter, and parameters change their order, shape \
+or number
+
+hint: --drop GLOB with --init GLOB starts that state anew"""
+    )
+
+
+class Averaged(TrainState):
+    ema_params: dict
+
+
+def averaged(tx, boxed=False, seed=3):
+    """A train state with an average of the parameters, random."""
+    state = train(tx, boxed)
+    whole = Averaged(
+        **{f.name: getattr(state, f.name) for f in dataclasses.fields(state)},
+        ema_params=state.params,
+    )
+    return filled(whole, seed)
+
+
+def averages(linen):
+    """What becomes of them in NNX."""
+    found = leaves_of(linen.ema_params).items()
+    named = {
+        ("ema_params", *(NAMES.get(key, key) for key in path), "value"): x for path, x in found
+    }
+    return {format_path(path): layouts.bits(leaf) for path, leaf in named.items()}
+
+
+def training_averaged(tx):
+    made = training(tx)
+    return {**made, "ema_params": nnx.state(made["model"], nnx.Param)}
+
+
+FOLLOWS = "`ema_params` follows the parameters: 6 leaves"
+
+
+@pytest.mark.parametrize("boxed", [False, True])
+@pytest.mark.parametrize("goal", ["alone", "beside", "whole"])
+def test_a_copy_of_the_parameters_follows_them(goal, boxed, tmp_path):
+    """As in a stack, and it is told."""
+    tx = optax.sgd(0.1, momentum=0.9)
+    linen = averaged(tx, boxed)
+    source = save(tmp_path / "linen", linen)
+    model = {
+        "alone": twin,
+        "beside": lambda: training(tx),
+        "whole": lambda: training_averaged(tx),
+    }[goal]
+    ckpt = reshard.to_nnx(source, model, init=RANDOM)
+    unchecked = "" if goal == "whole" else ", checked against nothing"
+    assert f"{FOLLOWS}{unchecked}" in ckpt.notes
+    reshard.save(ckpt, tmp_path / "nnx")
+    got = by_path(load(tmp_path / "nnx"))
+    assert got == moved(linen, drawn()) | averages(linen)
+    layouts.assert_same_tree(restored(reshard.to_linen(tmp_path / "nnx"), tmp_path), load(source))
+    again = save(tmp_path / "again", load(tmp_path / "nnx"))
+    back = reshard.to_linen(again, linen, source=model, drop=f"model/{RANDOM}")
+    assert FOLLOWS in back.notes
+    layouts.assert_same_tree(restored(back, tmp_path), load(source))
+
+
+def test_a_copy_of_the_parameters_follows_operations_and_dropped_ones(tmp_path):
+    tree = {
+        "params": {"a": some(4, 6), "b": some(3)},
+        "ema_params": {"a": some(4, 6, seed=1), "b": some(3, seed=1)},
+    }
+    text = "[[rule]]\nfrom = '^params/a$'\nto = 'x'\ntranspose = [1, 0]\n"
+    (tmp_path / "map.toml").write_text(text + "[[rule]]\nfrom = '^params/b$'\ndrop = true\n")
+    source = save(tmp_path / "linen", tree)
+    ckpt = reshard.to_nnx(source, named(x=(6, 4)), map_file=tmp_path / "map.toml")
+    got = values(restored(ckpt, tmp_path))
+    expected = {"model/x/value": tree["params"]["a"].T}
+    expected |= {"ema_params/x/value": tree["ema_params"]["a"].T}
+    assert got.keys() == expected.keys()
+    for path, value in expected.items():
+        np.testing.assert_array_equal(got[path], value)
+
+
+@pytest.mark.parametrize("other", ["another shape", "more beside", "no place in the model"])
+def test_what_is_no_copy_of_the_parameters_is_told(other, tmp_path):
+    tx = optax.sgd(0.1)
+    ema = {"a": some(4), "b": some(5)}
+    tree = {"params": {"a": some(4), "b": some(5)}, "step": jnp.int32(2), "opt_state": tx.init(ema)}
+    model = lambda: beside_optimizer(tx, a=(4,), b=(5,))  # noqa: E731
+    if other == "another shape":
+        ema["b"] = some(6)
+    elif other == "more beside":
+        ema["decay"] = some(2)
+    else:
+        model = lambda: {  # noqa: E731
+            **beside_optimizer(tx, a=(4,), b=(5,)),
+            "ema_params": nnx.state(named(a=(4,)), nnx.Param),
+        }
+    source = save(tmp_path / "linen", {**tree, "ema_params": ema})
+    told = refusal(reshard.to_nnx, source, model)
+    lost = [line for line in told.splitlines() if line.endswith("goes nowhere")]
+    expected = {
+        "another shape": ["a  float32[4] P()", "b  float32[6] P()"],
+        "more beside": ["a", "b", "decay"],
+        "no place in the model": ["b"],
+    }
+    names = [re.match(r"  ema_params/(\w+)", line)[1] for line in lost]
+    assert names == [text.split()[0] for text in expected[other]]
 
 
 def swapped(tmp_path, model, params, tx, rules="^params/a$ b ^params/b$ a"):
