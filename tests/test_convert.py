@@ -1155,8 +1155,7 @@ def averages(linen):
 
 
 def training_averaged(tx):
-    made = training(tx)
-    return {**made, "ema_params": nnx.state(made["model"], nnx.Param)}
+    return {**training(tx), "ema_params": nnx.state(twin(), nnx.Param)}
 
 
 FOLLOWS = "`ema_params` follows the parameters: 6 leaves"

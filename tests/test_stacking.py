@@ -694,7 +694,7 @@ def test_a_copy_of_the_parameters_follows_and_is_told(tmp_path):
     layers = {f"layer_{i}": {"w": (2, 3)} for i in range(2)}
     tree = random_arrays({"params": layers, "ema_params": layers})
     stacked = stack(put(tmp_path / "a", tree), "params/layer_{}", "params/layers")
-    assert stacked.notes == ("`ema_params` follows the parameters: 2 leaves",)
+    assert stacked.notes == ("`ema_params` follows the parameters: 1 leaf",)
     whole = {
         key: {"layers": {"w": np.stack([tree[key][f"layer_{i}"]["w"] for i in range(2)])}}
         for key in tree
@@ -703,7 +703,7 @@ def test_a_copy_of_the_parameters_follows_and_is_told(tmp_path):
         p: x[1:] for p, x in by_path(whole).items()
     }
     back = unstack(stacked, "params/layers", "params/layer_{}")
-    assert back.notes == (*stacked.notes, "`ema_params` follows the parameters: 1 leaf")
+    assert back.notes == (*stacked.notes, "`ema_params` follows the parameters: 2 leaves")
 
 
 def test_text_that_is_called_as_parameters_are_stays(tmp_path):

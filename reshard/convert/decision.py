@@ -5,9 +5,10 @@ or left to the model's own initial value by name. What does not fit is collected
 together. Paths here are relative to the model, or to the optimizer's state, until `Decision.way`.
 """
 
+import collections
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -21,7 +22,13 @@ from reshard.convert.contradictions import ordered
 from reshard.convert.differences import differences
 from reshard.convert.goal import Goal
 from reshard.convert.layout import Layout
-from reshard.convert.optimizer import followers, mirrored, optimizer_steps
+from reshard.convert.optimizer import (
+    Leaves,
+    followers,
+    follows_note,
+    mirrored,
+    optimizer_steps,
+)
 from reshard.convert.outline import bare_leaves, linen_outline, path_outline, without
 from reshard.convert.places import Places
 from reshard.convert.saved import COLLECTIONS
@@ -115,21 +122,23 @@ class _Work:
         self._stuck = False  # the optimizer's state cannot be carried along
         self._arrays: dict[Path, ArrayHandle] = {leaf.path: leaf for leaf in ckpt.arrays}
         self._shapes = layout.shapes(ckpt)
-        self._places = Places(layout, to, goal)
+        self._copies = self._copies_of_parameters()
+        self._places = Places(layout, to, goal, bool(self._copies))
 
     def decided(self, map_file: str | os.PathLike | None, init: Sequence[str]) -> Decision:
         """Decides everything, then raises what has been found, or puts it together."""
         model, initial = self._model(map_file, init)
         followed = self._followed(initial)
         optimizer = self._optimizer(model)
-        self._check(model, optimizer, {*initial, *followed})
+        copies = self._copied(model)
+        self._check(model, optimizer, copies, {*initial, *followed})
         if self._problems:
             raise TreeMismatchError(
                 f"`{self._ckpt.source.root}` does not become the {_NAMES[self._to]} model",
                 self._problems,
                 self._hints,
             )
-        return self._decision(model, optimizer, initial, followed)
+        return self._decision(model, optimizer, copies, initial, followed)
 
     def _problem(self, text: str) -> None:
         self._problems.append(text)
@@ -252,6 +261,29 @@ class _Work:
             else None
             for path, saved in self._layout.optimizer.items()
         }
+        there = {} if self._goal is None else self._goal.layout.optimizer
+        part, problems = self._following(model, leaves, there)
+        self._problems += [f"opt_state/{text}" for text in problems]
+        self._stuck = bool(problems)
+        if problems:
+            self._hints.append("--drop GLOB with --init GLOB starts that state anew")
+        return part
+
+    def _following(
+        self,
+        model: _Part,
+        leaves: Leaves,
+        there: Mapping[Path, Path],
+        beside: Collection[Path] = (),
+    ) -> tuple[_Part, Sequence[str]]:
+        """What becomes of leaves that follow the model's, and why they cannot.
+
+        Args:
+          model: what becomes of the model's.
+          leaves: the leaves, as for `optimizer_steps`.
+          there: their paths in the target -> saved paths.
+          beside: as for `optimizer_steps`.
+        """
         parameters = self._parameters({**self._shapes, **self._left_out}, self._layout.api)
         owners = followers(parameters, leaves)
         unused, zero = {*model.dropped, *self._left_out}, set(model.vanish)
@@ -261,13 +293,9 @@ class _Work:
         rest = {path: leaf for path, leaf in leaves.items() if owners.get(path) not in gone}
         kept = {path: shape for path, shape in parameters.items() if path not in gone}
         fewer = not (gone & parameters.keys()) <= _random(gone)
-        followed = optimizer_steps(
-            model.steps, kept, rest, self._ahead(), fewer or self._has_more(model)
-        )
-        self._problems += [f"opt_state/{text}" for text in followed.problems]
-        self._stuck = bool(followed.problems)
-        if followed.problems:
-            self._hints.append("--drop GLOB with --init GLOB starts that state anew")
+        more = self._has_more(model)
+        ahead = self._ahead(there)
+        followed = optimizer_steps(model.steps, kept, rest, ahead, fewer or more, beside)
         vanish += followed.vanish
         zeros = set(followed.vanish)
         arrays = {path: leaf[0] for path, leaf in rest.items() if leaf and path not in zeros}
@@ -276,13 +304,12 @@ class _Work:
             made = carried_out(followed.steps, arrays)
         appear = dict(followed.appear)
         if model.appear and self._goal is not None:
-            there = self._goal.layout.optimizer
             known = self._parameters(self._goal.shapes(), self._to)
             for path, owner, _ in mirrored(known, there):
                 leaf = self._goal.leaves[there[path]]
                 if owner in model.appear and isinstance(leaf, StateLeaf) and leaf.is_array:
                     appear[path] = tuple(leaf.value.shape), np.dtype(leaf.value.dtype)
-        return _Part(
+        part = _Part(
             list(followed.steps),
             made,
             dropped,
@@ -291,6 +318,32 @@ class _Work:
             list(followed.placeholders),
             list(dict.fromkeys(owners[path] for path in dropped)),
         )
+        return part, followed.problems
+
+    def _copies_of_parameters(self) -> dict[Path, Path]:
+        """Of what is beside the model and the optimizer's state what is the same as parameters all
+        through, like an average of them: path in the tree -> saved path."""
+        parameters = self._parameters({**self._shapes, **self._left_out}, self._layout.api)
+        found: dict[Path, Path] = {}
+        by_key: dict[Path, dict[Path, Path]] = {}
+        for path, saved in self._layout.beside.items():
+            by_key.setdefault(path[:1], {})[path] = saved
+        for leaves in by_key.values():
+            owners = {path: owner for path, owner, _ in mirrored(parameters, leaves)}
+            if owners.keys() == leaves.keys() and all(
+                self._arrays[leaves[path]].shape == parameters[own] for path, own in owners.items()
+            ):
+                found |= leaves
+        return found
+
+    def _copied(self, model: _Part) -> _Part:
+        """What becomes of copies of the parameters: they follow the model's leaves."""
+        arrays = {path: self._arrays[saved] for path, saved in self._copies.items()}
+        leaves = {path: (leaf.shape, leaf.dtype) for path, leaf in arrays.items()}
+        there = {} if self._goal is None else self._goal.layout.beside
+        part, problems = self._following(model, leaves, there, leaves)
+        self._problems += problems
+        return part
 
     def _has_more(self, model: _Part) -> bool:
         """Whether the model has parameters that come from none of the source's."""
@@ -299,21 +352,22 @@ class _Work:
         there = self._parameters(self._goal.shapes(), self._to)
         return not there.keys() - model.made.keys() <= _random(there)
 
-    def _ahead(self) -> Path:
-        """The collection of the parameters, if the model's optimizer has state without that key."""
+    def _ahead(self, there: Mapping[Path, Path]) -> Path:
+        """The collection of the parameters, if what follows them is without that key in the target,
+        where it has these paths. What the target has not is without it."""
         if self._goal is None or self._to == "nnx":
             return ()
         known = self._parameters(self._goal.shapes(), "linen")
-        found = mirrored(known, self._goal.layout.optimizer)
+        found = mirrored(known, there)
         without = [path for path, owner, root in found if len(path) - len(root) < len(owner)]
-        return ("params",) if without else ()
+        return ("params",) if without or not found else ()
 
     def _parameters(self, shapes: Mapping[Path, Shape], api: str) -> dict[Path, Shape]:
         """Of the model's leaves those that an optimizer may have state for."""
         named = {p: s for p, s in shapes.items() if p[0] == "params"} if api == "linen" else {}
         return named or dict(shapes)
 
-    def _check(self, model: _Part, optimizer: _Part, initial: set[Path]) -> None:
+    def _check(self, model: _Part, optimizer: _Part, copies: _Part, initial: set[Path]) -> None:
         """Adds what has no place, no source, or another shape or dtype. Of optimizer state that
         follows leaves which are told already, nothing is added."""
         lost = {path for path in model.made if self._places.model(path) is None}
@@ -330,13 +384,18 @@ class _Work:
         if self._layout.step is not None and self._arrays[self._layout.step].shape:
             leaf = describe(self._arrays[self._layout.step])
             self._problem(f"{format_path(self._layout.step)}  {leaf}: a step counter is one number")
+        for path in copies.made:
+            if self._places.beside(path) is None:
+                self._lost(self._copies.get(path), path)
+        copied = set(self._copies.values())
         for saved in self._layout.rest:
-            if isinstance(self._ckpt[saved], ArrayHandle | str):
+            if saved not in copied and isinstance(self._ckpt[saved], ArrayHandle | str):
                 self._lost(saved, saved)
         if self._goal is None:
             return
         filled = {self._places.model(path) for path in (*model.made, *model.appear)}
         filled |= {self._places.optimizer(path) for path in (*optimizer.made, *optimizer.appear)}
+        filled |= {self._places.beside(path) for path in (*copies.made, *copies.appear)}
         step = self._places.step()
         if step is not None and self._layout.step is not None:
             filled.add(step[0])
@@ -363,6 +422,7 @@ class _Work:
         sides = (
             (model, self._layout.model, self._goal.layout.model, ()),
             (optimizer, self._layout.optimizer, self._goal.layout.optimizer, ("opt_state",)),
+            (copies, self._copies, self._goal.layout.beside, ()),
         )
         for part, before, after, above in sides:
             sources = {
@@ -402,7 +462,12 @@ class _Work:
             self._hints.append(f"--init {shell_quoted(glob)} keeps the model's own initial value")
 
     def _decision(
-        self, model: _Part, optimizer: _Part, chosen: set[Path], followed: Mapping[Path, Path]
+        self,
+        model: _Part,
+        optimizer: _Part,
+        copies: _Part,
+        chosen: set[Path],
+        followed: Mapping[Path, Path],
     ) -> Decision:
         """What has been decided, put together."""
         initial = {*chosen, *followed}
@@ -415,6 +480,7 @@ class _Work:
         sides = (
             ("model", model, self._layout.model, self._places.model),
             ("optimizer", optimizer, self._layout.optimizer, self._places.optimizer),
+            ("beside", copies, self._copies, self._places.beside),
         )
         for name, part, saved, place in sides:
             unused = {*part.dropped, *part.vanish}
@@ -450,11 +516,13 @@ class _Work:
         notes = []
         if goal is None:
             notes.append("the map alone decided: only the source was checked")
-        elif self._places.prefix:
+        elif self._places.prefix and optimizer.made:
             notes.append(
                 f"the model has no optimizer: {len(optimizer.made)} leaves of optimizer state are "
                 "below `optimizer`, checked against nothing"
             )
+        for root, count in collections.Counter(path[:1] for path in copies.made).items():
+            notes.append(follows_note(root, count, self._places.is_checked(root)))
         if optimizer.dropped:
             notes.append(
                 f"{len(optimizer.dropped)} leaves of optimizer state are dropped with their "

@@ -56,6 +56,7 @@ class Layout:
       step: saved path of the step counter, if there is one.
       rest: saved paths of all other leaves: arrays that are in none of these, and leaves that are
         no arrays.
+      beside: path of an array of `rest` in the tree, in the same form -> its saved path.
       roots: beginning of the paths in `model` -> where these leaves are saved.
       optimizer_root: where the optimizer's state is saved, if there is one.
     """
@@ -67,6 +68,7 @@ class Layout:
     optimizer: dict[Path, Path]
     step: Path | None
     rest: tuple[Path, ...]
+    beside: dict[Path, Path]
     roots: dict[Path, Path]
     optimizer_root: Path | None
 
@@ -285,6 +287,7 @@ def _read(
 
     model: dict[Path, list[SavedLeaf]] = {root: [] for root in roots}
     optimizer, rest = [], []
+    others: list[SavedLeaf] = []
     size, depths = len(beside.root or ()), sorted({len(root) for root in roots}, reverse=True)
     for leaf in leaves:
         if leaf is beside.step:
@@ -299,6 +302,7 @@ def _read(
             model[at].append(leaf)
         else:
             rest.append(leaf.path)
+            others += [leaf] if leaf.is_array else []
     if linen:
         own = {root: model[root] for root, begin in roots.items() if begin != ("nnx_aux",)}
         boxes = Boxes(own)
@@ -323,6 +327,7 @@ def _read(
         ),
         step=beside.step.path if beside.step else None,
         rest=tuple(rest),
+        beside=_unique((leaf.below(0, in_model(leaf, 1)), leaf.path) for leaf in others),
         roots={beginning: path for path, beginning in roots.items()},
         optimizer_root=beside.root,
     )

@@ -133,6 +133,20 @@ def _shared(parameters: Collection[Path]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
+def follows_note(root: Path, count: int, checked: bool = True) -> str:
+    """What the user should know of leaves that are no optimizer's, and have followed parameters.
+
+    Args:
+      root: what they are below.
+      count: how many they are.
+      checked: whether they have been compared with what is to be there.
+    """
+    text = (
+        f"`{format_path(root)}` follows the parameters: {count} lea{'f' if count == 1 else 'ves'}"
+    )
+    return text if checked else f"{text}, checked against nothing"
+
+
 def followers(parameters: Mapping[Path, Shape], leaves: Leaves) -> dict[Path, Path]:
     """The leaves that follow a parameter -> the parameter."""
     subtrees, _ = _subtrees(parameters, leaves)
@@ -222,10 +236,11 @@ def _strays(
     """
     shared = _shared(parameters)
     ends: dict[Path, Path] = {}
-    for path in (path for step in steps for path in step.inputs if path in parameters):
+    for path in parameters:
         keys = tuple(map(str, path[min(shared, max(len(path) - 2, 1)) :]))
         if len(keys) > 1:  # one is often the name of something else too
             ends[keys] = path
+    changed = {path for step in steps for path in step.inputs}
     followed = {path for members in subtrees.values() for path in members.values()}
     for path, leaf in leaves.items():
         if leaf is None or leaf[0] == () or path in followed:  # counters, for one
@@ -234,9 +249,13 @@ def _strays(
         parts = itertools.combinations(range(len(path) + 2), 2)
         near = (ends.get(keys[a:b]) for a, b in parts if a < len(path) != b)
         parameter = next((found for found in near if found is not None), None)
-        if parameter is not None:
+        if parameter is not None and parameter in changed:
             yield f"{format_path(path)}: it is not in the place of {format_path(parameter)}"
-        elif path not in beside and not _is_small(path, leaf, parameters, leaves, subtrees):
+        elif (
+            parameter is None
+            and path not in beside
+            and not _is_small(path, leaf, parameters, leaves, subtrees)
+        ):
             yield (
                 f"{format_path(path)}: {array_text(leaf[1].name, leaf[0])} mirrors no parameter, "
                 "and parameters change their order, shape or number"
