@@ -337,7 +337,7 @@ def test_what_is_neither_changed_nor_a_mirror_is_left_alone():
         for moment in ("mu", "nu")
     )
     assert dataclasses.astuple(found)[1:] == ({}, (), {}, ())
-    step = Step((("params", "Dense_0", "kernel"),), (("params", "Last", "kernel"),))
+    step = Step((("params", "Dense_0", "kernel"),), (("params", "last", "kernel"),))
     assert optimizer_steps([step], shapes, leaves).problems == tuple(
         f"{path}: float32[4,6] mirrors no parameter, and parameters change their order, shape or "
         "number"

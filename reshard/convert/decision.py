@@ -294,7 +294,7 @@ class _Work:
         kept = {path: shape for path, shape in parameters.items() if path not in gone}
         fewer = not (gone & parameters.keys()) <= _random(gone)
         more = self._has_more(model)
-        ahead = self._ahead(there)
+        ahead = self._ahead(there, ("params",) if beside else ())
         followed = optimizer_steps(model.steps, kept, rest, ahead, fewer or more, beside)
         vanish += followed.vanish
         zeros = set(followed.vanish)
@@ -352,15 +352,17 @@ class _Work:
         there = self._parameters(self._goal.shapes(), self._to)
         return not there.keys() - model.made.keys() <= _random(there)
 
-    def _ahead(self, there: Mapping[Path, Path]) -> Path:
+    def _ahead(self, there: Mapping[Path, Path], default: Path) -> Path:
         """The collection of the parameters, if what follows them is without that key in the target,
-        where it has these paths. What the target has not is without it."""
-        if self._goal is None or self._to == "nnx":
+        where it has these paths; what is given if the target has none of them."""
+        if self._to == "nnx":
             return ()
+        if self._goal is None:
+            return default
         known = self._parameters(self._goal.shapes(), "linen")
         found = mirrored(known, there)
         without = [path for path, owner, root in found if len(path) - len(root) < len(owner)]
-        return ("params",) if without or not found else ()
+        return ("params",) if without else () if found else default
 
     def _parameters(self, shapes: Mapping[Path, Shape], api: str) -> dict[Path, Shape]:
         """Of the model's leaves those that an optimizer may have state for."""

@@ -56,9 +56,9 @@ class Layout:
       step: saved path of the step counter, if there is one.
       rest: saved paths of all other leaves: arrays that are in none of these, and leaves that are
         no arrays.
-      beside: path of an array of `rest` in the tree, in the same form -> its saved path.
       roots: beginning of the paths in `model` -> where these leaves are saved.
       optimizer_root: where the optimizer's state is saved, if there is one.
+      beside: path of an array of `rest` in the tree, in the same form -> its saved path.
     """
 
     kind: str
@@ -68,9 +68,9 @@ class Layout:
     optimizer: dict[Path, Path]
     step: Path | None
     rest: tuple[Path, ...]
-    beside: dict[Path, Path]
     roots: dict[Path, Path]
     optimizer_root: Path | None
+    beside: dict[Path, Path] = dataclasses.field(default_factory=dict)
 
     def shapes(self, leaves: Mapping[Path, Any]) -> dict[Path, Shape]:
         """Path in the model -> shape, in the tree that this is the layout of."""

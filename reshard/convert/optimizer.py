@@ -77,11 +77,14 @@ def optimizer_steps(
     subtrees, unknown = _subtrees(parameters, leaves)
     factoring = _factoring(subtrees, parameters, leaves)
     made = _Followed()
-    places = _places(steps, parameters)
-    for members in unknown.values():
-        made.problems += _doubts(members, places, ahead)
-    changed = others or places is None or not _keep_order(places)
-    made.problems += _strays(steps, parameters, leaves, subtrees, beside if changed else leaves)
+    near, alone = _strays(steps, parameters, leaves, subtrees)
+    made.problems += near
+    if unknown or not alone.keys() <= {*beside}:
+        places = _places(steps, parameters)
+        for members in unknown.values():
+            made.problems += _doubts(members, places, ahead)
+        if others or places is None or not _keep_order(places):
+            made.problems += [text for path, text in alone.items() if path not in beside]
     for root, members in subtrees.items():
         subtree = _Subtree(root, members, parameters, leaves, factoring[root[:-1]], made, ahead)
         for step in steps:
@@ -228,19 +231,20 @@ def _strays(
     parameters: Mapping[Path, Shape],
     leaves: Leaves,
     subtrees: _Subtrees,
-    beside: Collection[Path],
-) -> Iterator[str]:
+) -> tuple[list[str], dict[Path, str]]:
     """Problems with what is near the place of a parameter that changes, and not at it: a list in
     place of a moment, or a moment that is boxed where its parameter is not. And with arrays that
-    mirror none, and may be all moments in one vector (`optax.flatten`); but for those of `beside`.
-    """
+    are near none, by path: they may be all moments in one vector (`optax.flatten`), which is wrong
+    as soon as parameters change."""
     shared = _shared(parameters)
     ends: dict[Path, Path] = {}
     for path in parameters:
         keys = tuple(map(str, path[min(shared, max(len(path) - 2, 1)) :]))
         if len(keys) > 1:  # one is often the name of something else too
             ends[keys] = path
-    changed = {path for step in steps for path in step.inputs}
+    changed: set[Path | None] = {path for step in steps for path in step.inputs}
+    problems: list[str] = []
+    alone: dict[Path, str] = {}
     followed = {path for members in subtrees.values() for path in members.values()}
     for path, leaf in leaves.items():
         if leaf is None or leaf[0] == () or path in followed:  # counters, for one
@@ -249,17 +253,16 @@ def _strays(
         parts = itertools.combinations(range(len(path) + 2), 2)
         near = (ends.get(keys[a:b]) for a, b in parts if a < len(path) != b)
         parameter = next((found for found in near if found is not None), None)
-        if parameter is not None and parameter in changed:
-            yield f"{format_path(path)}: it is not in the place of {format_path(parameter)}"
-        elif (
-            parameter is None
-            and path not in beside
-            and not _is_small(path, leaf, parameters, leaves, subtrees)
-        ):
-            yield (
+        if parameter in changed:
+            problems.append(
+                f"{format_path(path)}: it is not in the place of {format_path(parameter or ())}"
+            )
+        elif parameter is None and not _is_small(path, leaf, parameters, leaves, subtrees):
+            alone[path] = (
                 f"{format_path(path)}: {array_text(leaf[1].name, leaf[0])} mirrors no parameter, "
                 "and parameters change their order, shape or number"
             )
+    return problems, alone
 
 
 def _is_small(
