@@ -70,7 +70,7 @@ class Layout:
     rest: tuple[Path, ...]
     roots: dict[Path, Path]
     optimizer_root: Path | None
-    beside: dict[Path, Path] = dataclasses.field(default_factory=dict)
+    beside: dict[Path, Path] = dataclasses.field(default_factory=dict, compare=False)  # of `rest`
 
     def shapes(self, leaves: Mapping[Path, Any]) -> dict[Path, Shape]:
         """Path in the model -> shape, in the tree that this is the layout of."""
