@@ -166,7 +166,8 @@ def _put(node: Any, path: tuple, value: Any) -> None:
 
 
 def saved_form(state: Any) -> dict[Path, StateLeaf | dict | list | tuple | None]:
-    """The leaves of a state under the paths that Orbax gives them, empty containers among them.
+    """The leaves of a state under the paths that Orbax gives them, empty containers among them in
+    their places.
 
     Boxes and variables are a level named `value`, which is None where they hold no array. What
     Orbax takes for empty is kept as it is: None, empty dicts, lists and tuples; namedtuples without
@@ -191,7 +192,13 @@ def saved_form(state: Any) -> dict[Path, StateLeaf | dict | list | tuple | None]
             continue
         mapping = {} if isinstance(node, Mapping) else None
         found[key_path(keys)] = type(node)() if type(node) in (list, tuple) else mapping
-    return found
+    places = {key_path(keys): place for place, (keys, _) in enumerate(nodes)}
+
+    def order(path: Path) -> tuple:
+        place = next(places[path[:end]] for end in range(len(path) + 1) if path[:end] in places)
+        return place, [(isinstance(key, str), key) for key in path]  # modules list theirs sorted
+
+    return {path: found[path] for path in sorted(found, key=order)}
 
 
 def imported(name: str) -> Any:

@@ -632,22 +632,13 @@ def test_what_is_dropped_is_left_out(tmp_path):
     linen = train_state_of(params, optax.adam(0.1))
     path = save(tmp_path / "linen", linen)
     model = functools.partial(beside_optimizer, optax.adam(0.1), a=(3,))
-    assert (
-        refusal(reshard.to_nnx, path, model, drop="params/old/*")
-        == f"""\
-`{path}` does not become the NNX model
-  opt_state/0/mu/old/b  float32[2]: it goes nowhere
-  opt_state/0/mu/old/c  float32[4]: it goes nowhere
-  opt_state/0/nu/old/b  float32[2]: it goes nowhere
-  opt_state/0/nu/old/c  float32[4]: it goes nowhere
-
-hint: --drop 'opt_state/0/mu/old/b' leaves it out; globs work"""
-    )
     ckpt = reshard.to_nnx(path, model, drop=["params/old/b", "**/old/c", "opt_state/0/*/old/b"])
     count, mu, nu = linen.opt_state[0]
     moments = {"count": count, "mu": {"a": mu["a"]}, "nu": {"a": nu["a"]}}
     optimizer = {"opt_state": {"0": moments}, "step": jnp.uint32(7)}
     expected = held({"model": {"a": params["a"]}, "optimizer": optimizer})
+    assert by_path(restored(ckpt, tmp_path)) == expected
+    ckpt = reshard.to_nnx(path, model, drop="params/old/*")
     assert by_path(restored(ckpt, tmp_path)) == expected
     assert (
         refusal(reshard.to_nnx, path, model, drop="params/missing")
@@ -962,8 +953,16 @@ def mapped(tmp_path_factory):
 def test_moments_follow_the_operations_of_a_map(model, mapped, tmp_path):
     ckpt = reshard.to_nnx(mapped / "linen", model, map_file=mapped / "map.toml")
     assert by_path(restored(ckpt, tmp_path)) == mapped_by_hand(to_map())
-    text = "the map alone decided: only the source was checked"
-    assert ckpt.notes == ((text,) if model is None else ())
+    notes = {
+        None: ["the map alone decided: only the source was checked"],
+        Mapped: [
+            "the model has no optimizer: 19 leaves of optimizer state are below `optimizer`, "
+            "checked against nothing"
+        ],
+        mapped_training: [],
+    }
+    dropped = "2 leaves of optimizer state are dropped with their parameters: params/table"
+    assert list(ckpt.notes) == [*notes[model], dropped]
 
 
 def test_what_a_map_drops_comes_back_from_the_initial_values(mapped, tmp_path):
@@ -1097,6 +1096,25 @@ def test_every_optimizer_comes_along(name, tmp_path):
         layouts.assert_same_tree(restored(back, tmp_path), load(source))
 
 
+def listed(path):
+    """The leaves that `_METADATA` lists, in order."""
+    return list(json.loads((path / "_METADATA").read_text())["tree_metadata"])
+
+
+def test_leaves_are_listed_as_orbax_lists_them(tmp_path):
+    """Empty states in their places among others: older Orbax reads lists position by position."""
+    tx = optax.chain(optax.clip(1.0), OPTIMIZERS["masked"], optax.scale(-1.0))
+    linen = save(tmp_path / "linen", state(tx))
+    nnx_own = save(tmp_path / "nnx_own", saved_by_nnx(training(tx)))
+    reshard.save(reshard.to_nnx(linen, lambda: training(tx), init=RANDOM), tmp_path / "nnx")
+    assert listed(tmp_path / "nnx") == listed(nnx_own)
+    reshard.save(reshard.to_linen(tmp_path / "nnx"), tmp_path / "recorded")
+    assert listed(tmp_path / "recorded") == listed(linen)
+    back = reshard.to_linen(nnx_own, train(tx), source=Twin, drop=f"model/{RANDOM}")
+    reshard.save(back, tmp_path / "back")
+    assert listed(tmp_path / "back") == listed(linen)
+
+
 @pytest.mark.parametrize("name", ["sgd", "chain", "masked", "adafactor"])
 def test_a_module_alone_takes_the_optimizer_along(name, tmp_path):
     """Below `model` and `optimizer`, as a dict of the two is saved."""
@@ -1105,6 +1123,363 @@ def test_a_module_alone_takes_the_optimizer_along(name, tmp_path):
     ckpt = reshard.to_nnx(save(tmp_path / "linen", linen), twin, init=RANDOM)
     assert by_path(restored(ckpt, tmp_path)) == moved(linen, drawn())
     load(tmp_path / "restored_1", saved_by_nnx(training(tx)))
+
+
+def test_text_in_the_state_of_an_optimizer_is_no_masked_leaf(tmp_path):
+    tx = optax.sgd(0.1, momentum=0.9)
+    linen = state(tx)
+    tree = {
+        "params": linen.params,
+        "opt_state": {"trace": linen.opt_state[0].trace, "schedule": "cosine"},
+    }
+    source = save_any(tmp_path / "linen", {**tree, "batch_stats": linen.batch_stats})
+    assert (
+        refusal(reshard.to_nnx, source, twin, init=RANDOM)
+        == f"""\
+`{source}` does not become the NNX model
+  opt_state/schedule  'cosine': it goes nowhere
+
+hint: --drop 'opt_state/schedule' leaves it out; globs work"""
+    )
+    ckpt = reshard.to_nnx(source, twin, init=RANDOM, drop="opt_state/schedule")
+    assert "optimizer/opt_state/trace/first/kernel/value" in paths(ckpt)
+
+
+def test_state_that_no_optimizer_has_been_given_for_is_told(tmp_path):
+    """Where it is put nothing is known of what it is to be."""
+    linen = state(optax.adam(1e-3))
+    source = save(tmp_path / "linen", linen)
+    note = (
+        "the model has no optimizer: 13 leaves of optimizer state are below `optimizer`, checked "
+        "against nothing"
+    )
+    assert note in reshard.to_nnx(source, twin, init=RANDOM).notes
+    whole = reshard.to_nnx(source, lambda: training(optax.adam(1e-3)), init=RANDOM)
+    assert not [text for text in whole.notes if "optimizer" in text]
+
+
+@pytest.mark.parametrize("map_drops", [False, True])
+@pytest.mark.parametrize("tx", [optax.adam(1e-3), optax.novograd(1e-3)], ids=["adam", "novograd"])
+def test_moments_go_where_their_parameters_do(tx, map_drops, tmp_path):
+    """Of parameters that are dropped or keep their initial value, one of which is called as the
+    optimizer's counter is."""
+    linen = train_state_of({"a": some(4, 6), "count": some(3), "c": some(5)}, tx)
+    source = save(tmp_path / "linen", linen)
+
+    def model():
+        made = beside_optimizer(tx, a=(4, 6), c=(5,), x=(2,), y=(2, 2))
+        made["optimizer"].opt_state[0].mu["x"][...] = jnp.float32([7, 8])
+        return made
+
+    text = "[[rule]]\nfrom = '^params/a$'\nto = 'a'\n[[rule]]\nfrom = '^params/c$'\nto = 'c'\n"
+    if map_drops:
+        text += "[[rule]]\nfrom = '^params/count$'\ndrop = true\n"
+    (tmp_path / "map.toml").write_text(text)
+    options = {} if map_drops else {"drop": "params/count"}
+    made = conversion(
+        source, "nnx", model, map_file=tmp_path / "map.toml", init=["x", "y"], **options
+    )
+    assert made.checkpoint.notes == (
+        "2 leaves of optimizer state are dropped with their parameters: params/count",
+        "4 leaves of optimizer state keep the model's own initial values with their parameters: "
+        "x and y",
+    )
+    got = values(restored(made.checkpoint, tmp_path))
+    state = linen.opt_state[0]
+    zeros = np.zeros((2, 2), "float32")
+    root = "optimizer/opt_state/0"
+    expected = {f"model/{key}/value": linen.params[key] for key in "ac"}
+    expected |= {"model/x/value": np.zeros(2, "f"), "model/y/value": zeros}
+    expected |= {f"{root}/count/value": state.count, "optimizer/step/value": np.uint32(7)}
+    initial = model()["optimizer"].opt_state[0]
+    for name in ("mu", "nu"):
+        expected |= {f"{root}/{name}/{k}/value": getattr(state, name)[k] for k in "ac"}
+        expected |= {f"{root}/{name}/{k}/value": getattr(initial, name)[k][...] for k in "xy"}
+    assert got.keys() == expected.keys()
+    for path, value in expected.items():
+        np.testing.assert_array_equal(got[path], value, err_msg=path)
+    assert made.initial == (("x",), ("y",))
+    assert made.dropped == (("params", "count"),)
+    # What is written as a map does the same.
+    (tmp_path / "whole.toml").write_text(made.map_text())
+    again = conversion(source, "nnx", model, map_file=tmp_path / "whole.toml")
+    layouts.assert_same_tree(
+        restored(again.checkpoint, tmp_path), restored(made.checkpoint, tmp_path)
+    )
+    reshard.save(made.checkpoint, tmp_path / "nnx")
+    back = by_path(restored(reshard.to_linen(tmp_path / "nnx"), tmp_path))
+    gone = {"params/count", "opt_state/0/mu/count", "opt_state/0/nu/count"}
+    assert back == {path: leaf for path, leaf in by_path(load(source)).items() if path not in gone}
+
+
+def test_a_moment_with_a_source_does_not_keep_its_initial_value(tmp_path):
+    """Its parameter is not in the checkpoint: then nothing says whose it is."""
+    tx = optax.sgd(0.1, momentum=0.9)
+    linen = train_state_of({"a": some(3), "x": some(2)}, tx)
+    tree = {"params": {"a": linen.params["a"]}, "opt_state": linen.opt_state, "step": linen.step}
+    source = save(tmp_path / "linen", tree)
+    model = lambda: beside_optimizer(tx, a=(3,), x=(2,))  # noqa: E731
+    assert (
+        refusal(reshard.to_nnx, source, model, init="x")
+        == f"""\
+`{source}` does not become the NNX model
+  opt_state/0/trace/x: float32[2] mirrors no parameter, and parameters change their order, shape \
+or number
+
+hint: --drop GLOB with --init GLOB starts that state anew"""
+    )
+
+
+class Averaged(TrainState):
+    ema_params: dict
+
+
+def averaged(tx, boxed=False, seed=3):
+    """A train state with an average of the parameters, random."""
+    state = train(tx, boxed)
+    whole = Averaged(
+        **{f.name: getattr(state, f.name) for f in dataclasses.fields(state)},
+        ema_params=state.params,
+    )
+    return filled(whole, seed)
+
+
+def averages(linen):
+    """What becomes of them in NNX."""
+    found = leaves_of(linen.ema_params).items()
+    named = {
+        ("ema_params", *(NAMES.get(key, key) for key in path), "value"): x for path, x in found
+    }
+    return {format_path(path): layouts.bits(leaf) for path, leaf in named.items()}
+
+
+def training_averaged(tx):
+    return {**training(tx), "ema_params": nnx.state(twin(), nnx.Param)}
+
+
+FOLLOWS = "`ema_params` follows the parameters: 6 leaves"
+
+
+@pytest.mark.parametrize("boxed", [False, True])
+@pytest.mark.parametrize("goal", ["alone", "beside", "whole"])
+def test_a_copy_of_the_parameters_follows_them(goal, boxed, tmp_path):
+    """As in a stack, and it is told."""
+    tx = optax.sgd(0.1, momentum=0.9)
+    linen = averaged(tx, boxed)
+    source = save(tmp_path / "linen", linen)
+    model = {
+        "alone": twin,
+        "beside": lambda: training(tx),
+        "whole": lambda: training_averaged(tx),
+    }[goal]
+    ckpt = reshard.to_nnx(source, model, init=RANDOM)
+    unchecked = "" if goal == "whole" else ", checked against nothing"
+    assert f"{FOLLOWS}{unchecked}" in ckpt.notes
+    reshard.save(ckpt, tmp_path / "nnx")
+    got = by_path(load(tmp_path / "nnx"))
+    assert got == moved(linen, drawn()) | averages(linen)
+    layouts.assert_same_tree(restored(reshard.to_linen(tmp_path / "nnx"), tmp_path), load(source))
+    again = save(tmp_path / "again", load(tmp_path / "nnx"))
+    back = reshard.to_linen(again, linen, source=model, drop=f"model/{RANDOM}")
+    assert FOLLOWS in back.notes
+    layouts.assert_same_tree(restored(back, tmp_path), load(source))
+
+
+def test_a_copy_of_the_parameters_follows_operations_and_dropped_ones(tmp_path):
+    tree = {
+        "params": {"a": some(4, 6), "b": some(3)},
+        "ema_params": {"a": some(4, 6, seed=1), "b": some(3, seed=1)},
+    }
+    text = "[[rule]]\nfrom = '^params/a$'\nto = 'x'\ntranspose = [1, 0]\n"
+    (tmp_path / "map.toml").write_text(text + "[[rule]]\nfrom = '^params/b$'\ndrop = true\n")
+    source = save(tmp_path / "linen", tree)
+    ckpt = reshard.to_nnx(source, named(x=(6, 4)), map_file=tmp_path / "map.toml")
+    got = values(restored(ckpt, tmp_path))
+    expected = {"model/x/value": tree["params"]["a"].T}
+    expected |= {"ema_params/x/value": tree["ema_params"]["a"].T}
+    assert got.keys() == expected.keys()
+    for path, value in expected.items():
+        np.testing.assert_array_equal(got[path], value)
+
+
+@pytest.mark.parametrize("other", ["another shape", "more beside", "no place in the model"])
+def test_what_is_no_copy_of_the_parameters_is_told(other, tmp_path):
+    tx = optax.sgd(0.1)
+    ema = {"a": some(4), "b": some(5)}
+    tree = {"params": {"a": some(4), "b": some(5)}, "step": jnp.int32(2), "opt_state": tx.init(ema)}
+    model = lambda: beside_optimizer(tx, a=(4,), b=(5,))  # noqa: E731
+    if other == "another shape":
+        ema["b"] = some(6)
+    elif other == "more beside":
+        ema["decay"] = some(2)
+    else:
+        model = lambda: {  # noqa: E731
+            **beside_optimizer(tx, a=(4,), b=(5,)),
+            "ema_params": nnx.state(named(a=(4,)), nnx.Param),
+        }
+    source = save(tmp_path / "linen", {**tree, "ema_params": ema})
+    told = refusal(reshard.to_nnx, source, model)
+    lost = [line for line in told.splitlines() if line.endswith("goes nowhere")]
+    expected = {
+        "another shape": ["a  float32[4] P()", "b  float32[6] P()"],
+        "more beside": ["a", "b", "decay"],
+        "no place in the model": ["b"],
+    }
+    names = [re.match(r"  ema_params/(\w+)", line)[1] for line in lost]
+    assert names == [text.split()[0] for text in expected[other]]
+
+
+def swapped(tmp_path, model, params, tx, rules="^params/a$ b ^params/b$ a"):
+    """A train state of two parameters whose names a map exchanges."""
+    linen = train_state_of(params, tx)
+    pairs = zip(rules.split()[::2], rules.split()[1::2], strict=True)
+    text = "".join(f"[[rule]]\nfrom = '{old}'\nto = '{new}'\n" for old, new in pairs)
+    (tmp_path / "map.toml").write_text(text)
+    source = save(tmp_path / "linen", linen)
+    return linen, reshard.to_nnx(source, model, map_file=tmp_path / "map.toml")
+
+
+@pytest.mark.parametrize("tx", [optax.novograd(1e-3), optax.masked(optax.novograd(1e-3), True)])
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_number_for_each_parameter_follows_it(tx, alone, tmp_path):
+    """Also of parameters that are in no module, where nothing but their names is in the path."""
+    model = (lambda: named(b=(4, 6), a=(3,))) if alone else lambda: beside_optimizer(tx, **SHAPES)
+    linen, ckpt = swapped(tmp_path, model, {"a": some(4, 6), "b": some(3)}, tx)
+    got = values(restored(ckpt, tmp_path))
+    novograd = linen.opt_state.inner_state if hasattr(linen.opt_state, "inner_state") else None
+    novograd = (novograd or linen.opt_state)[0]
+    inner = "inner_state/0" if hasattr(linen.opt_state, "inner_state") else "0"
+    root = f"optimizer/opt_state/{inner}"
+    for moment in ("mu", "nu"):
+        before = getattr(novograd, moment)
+        np.testing.assert_array_equal(got[f"{root}/{moment}/b/value"], before["a"])
+        np.testing.assert_array_equal(got[f"{root}/{moment}/a/value"], before["b"])
+    np.testing.assert_array_equal(got[f"{root}/count/value"], novograd.count)
+
+
+SHAPES = {"b": (4, 6), "a": (3,)}
+
+
+def numbered():
+    """For each parameter a number, and nothing else."""
+    return optax.GradientTransformation(
+        lambda params: {"trust": jax.tree.map(lambda _: jnp.zeros(()), params)},
+        lambda updates, state, params=None: (updates, state),
+    )
+
+
+def test_numbers_that_may_be_of_parameters_or_not_are_told(tmp_path):
+    """From NNX all variables may be parameters, and only two of these three have a number."""
+    made = {"model": Three(), "optimizer": nnx.Optimizer(Three(), numbered(), wrt=nnx.Param)}
+    source = save(tmp_path / "nnx", saved_by_nnx(made))
+    params = {"a": some(3), "b": some(4, 6)}
+    linen = TrainState(
+        jnp.int32(1), None, params, numbered(), numbered().init(params), {"c": some(2)}
+    )
+    rules = ["^a$", "params/b", "^b$", "params/a", "^c$", "batch_stats/c"]
+    text = [
+        f"[[rule]]\nfrom = '{a}'\nto = '{b}'\n"
+        for a, b in zip(rules[::2], rules[1::2], strict=True)
+    ]
+    (tmp_path / "map.toml").write_text("".join(text))
+    assert (
+        refusal(reshard.to_linen, source, linen, map_file=tmp_path / "map.toml")
+        == f"""\
+`{source}` does not become the Linen model
+  opt_state/trust/a: it may be a number of parameter a, or one of the optimizer's own
+  opt_state/trust/b: it may be a number of parameter b, or one of the optimizer's own
+
+hint: --drop GLOB with --init GLOB starts that state anew"""
+    )
+
+
+class Three(nnx.Module):
+    def __init__(self):
+        self.a = nnx.Param(jnp.ones((4, 6)))
+        self.b = nnx.Param(jnp.ones(3))
+        self.c = nnx.BatchStat(jnp.ones(2))
+
+
+FLAT = optax.chain(optax.flatten(optax.adam(1e-3)), optax.scale(-1.0))
+
+
+def flat_refusal(source, moments, api="NNX"):
+    texts = [
+        f"  opt_state/0/0/{name}: float32[{size}] mirrors no parameter, and parameters change "
+        "their order, shape or number"
+        for name, size in moments
+    ]
+    return "\n".join(
+        [
+            f"`{source}` does not become the {api} model",
+            *texts,
+            "",
+            "hint: --drop GLOB with --init GLOB starts that state anew",
+        ]
+    )
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_moments_in_one_vector_are_refused_where_parameters_change_their_order(alone, tmp_path):
+    source = save(tmp_path / "linen", state(FLAT))
+    model = twin if alone else lambda: training(FLAT)
+    told = refusal(reshard.to_nnx, source, model, init=RANDOM)
+    assert told == flat_refusal(source, [("mu", 56), ("nu", 56)])
+    source = save(tmp_path / "nnx", saved_by_nnx(training(FLAT)))
+    options = {"source": Twin, "drop": f"model/{RANDOM}"}
+    told = refusal(reshard.to_linen, source, train(FLAT), **options)
+    assert told == flat_refusal(source, [("mu", 56), ("nu", 56)], "Linen")
+
+
+def test_moments_in_one_vector_are_refused_where_operations_change_parameters(tmp_path):
+    rules = "[[rule]]\nfrom = '^params/b$'\nto = 'b'\ntranspose = [1, 0]\n"
+    (tmp_path / "map.toml").write_text("[[rule]]\nfrom = '^params/a$'\nto = 'a'\n" + rules)
+    linen = train_state_of({"a": some(3), "b": some(4, 6)}, FLAT)
+    source = save(tmp_path / "linen", linen)
+    model = lambda: beside_optimizer(FLAT, a=(3,), b=(6, 4))  # noqa: E731
+    told = refusal(reshard.to_nnx, source, model, map_file=tmp_path / "map.toml")
+    assert told == flat_refusal(source, [("mu", 27), ("nu", 27)])
+
+
+@pytest.mark.parametrize("given", ["rule", "option"])
+def test_moments_in_one_vector_are_refused_where_a_parameter_is_dropped(given, tmp_path):
+    text = "[[rule]]\nfrom = '^params/a$'\nto = 'a'\n[[rule]]\nfrom = '^params/c$'\nto = 'c'\n"
+    options = {"drop": "params/b"}
+    if given == "rule":
+        text, options = text + "[[rule]]\nfrom = '^params/b$'\ndrop = true\n", {}
+    (tmp_path / "map.toml").write_text(text)
+    linen = train_state_of({"a": some(3), "b": some(4, 6), "c": some(5)}, FLAT)
+    source = save(tmp_path / "linen", linen)
+    model = lambda: named(a=(3,), c=(5,))  # noqa: E731
+    told = refusal(reshard.to_nnx, source, model, map_file=tmp_path / "map.toml", **options)
+    assert told == flat_refusal(source, [("mu", 32), ("nu", 32)])
+
+
+def test_moments_in_one_vector_stay_where_parameters_keep_their_order(tmp_path):
+    """Also behind other names."""
+    linen = train_state_of({"a": some(3), "b": some(4, 6)}, FLAT)
+    source = save(tmp_path / "linen", linen)
+    text = "[[rule]]\nfrom = '^params/a$'\nto = 'x'\n[[rule]]\nfrom = '^params/b$'\nto = 'y'\n"
+    (tmp_path / "map.toml").write_text(text)
+    model = lambda: beside_optimizer(FLAT, x=(3,), y=(4, 6))  # noqa: E731
+    ckpt = reshard.to_nnx(source, model, map_file=tmp_path / "map.toml")
+    got = values(restored(ckpt, tmp_path))
+    for name in ("mu", "nu"):
+        before = getattr(linen.opt_state[0][0], name)
+        np.testing.assert_array_equal(got[f"optimizer/opt_state/0/0/{name}/value"], before)
+
+
+def test_ten_layers_in_a_list_are_in_another_order_than_under_names(tmp_path):
+    """NNX sorts positions as numbers, and Linen sorts names."""
+    linen = train_state_of({f"layers_{i}": some(3, seed=i) for i in range(11)}, FLAT)
+    source = save(tmp_path / "linen", linen)
+    (tmp_path / "map.toml").write_text(
+        "[[rule]]\nfrom = '^params/layers_(\\d+)$'\nto = 'layers/\\1'\n"
+    )
+    model = nnx.Module()
+    model.layers = nnx.List([nnx.Param(jnp.zeros(3)) for _ in range(11)])
+    told = refusal(reshard.to_nnx, source, model, map_file=tmp_path / "map.toml")
+    assert told == flat_refusal(source, [("mu", 33), ("nu", 33)])
 
 
 @pytest.mark.parametrize(
@@ -1386,6 +1761,46 @@ the record of the conversion from Linen does not fit the checkpoint
   other/kernel/value: not in the checkpoint
   second/bias/value: not in the record
   second/kernel/value: not in the record
+
+hint: --model MODULE:NAME, the Linen model, converts without the record"""
+    )
+
+
+def trained_on(path, out, changes):
+    """A converted checkpoint with other values in some leaves, saved by Orbax with the record."""
+    leaves = layouts.saved_leaves(load(path))
+    tree = {}
+    for keys, leaf in (leaves | changes).items():
+        node = functools.reduce(lambda node, key: node.setdefault(key, {}), keys[:-1], tree)
+        node[keys[-1]] = leaf
+    save(out, tree)
+    old, new = (json.loads((each / "_METADATA").read_text()) for each in (path, out))
+    (out / "_METADATA").write_text(json.dumps(new | {"custom_metadata": old["custom_metadata"]}))
+    return out
+
+
+def test_a_record_changes_the_dtype_of_the_step_alone_and_only_if_it_fits(tmp_path):
+    tx = optax.adam(1e-3)
+    linen = state(tx)
+    reshard.save(
+        reshard.to_nnx(save(tmp_path / "linen", linen), lambda: training(tx), init=RANDOM),
+        tmp_path / "nnx",
+    )
+    step = ("optimizer", "step", "value")
+    count = ("optimizer", "opt_state", "0", "count", "value")
+    later = trained_on(tmp_path / "nnx", tmp_path / "later", {step: jnp.uint32((1 << 31) - 1)})
+    expected = linen.replace(step=jnp.int32((1 << 31) - 1))
+    layouts.assert_same_tree(
+        restored(reshard.to_linen(later), tmp_path), load(save(tmp_path / "e", expected))
+    )
+    large = trained_on(tmp_path / "nnx", tmp_path / "large", {step: jnp.uint32(3_000_000_000)})
+    assert refusal(reshard.to_linen, large) == "step: the step 3000000000 does not fit int32"
+    other = trained_on(tmp_path / "nnx", tmp_path / "other", {count: jnp.uint32(3)})
+    assert (
+        refusal(reshard.to_linen, other)
+        == """\
+the checkpoint is not what the conversion from Linen made any more
+  opt_state/0/count: dtype uint32, it was int32
 
 hint: --model MODULE:NAME, the Linen model, converts without the record"""
     )

@@ -327,16 +327,22 @@ def test_what_is_neither_changed_nor_a_mirror_is_left_alone():
         ("history", "Dense_1", "kernel"): ((4, 6), F32),
         ("nothing",): None,
     }
-    step = Step((("params", "Dense_0", "kernel"),), (("linear", "kernel"),))
+    step = Step((("params", "Dense_0", "kernel"),), (("params", "Dense_0", "weight"),))
     found = optimizer_steps([step], shapes, leaves)
     assert found.steps == tuple(
         Step(
             (("inner_state", 0, moment, "Dense_0", "kernel"),),
-            (("inner_state", 0, moment, "linear", "kernel"),),
+            (("inner_state", 0, moment, "Dense_0", "weight"),),
         )
         for moment in ("mu", "nu")
     )
     assert dataclasses.astuple(found)[1:] == ({}, (), {}, ())
+    step = Step((("params", "Dense_0", "kernel"),), (("params", "last", "kernel"),))
+    assert optimizer_steps([step], shapes, leaves).problems == tuple(
+        f"{path}: float32[4,6] mirrors no parameter, and parameters change their order, shape or "
+        "number"
+        for path in ("extra/kernel", "history/Dense_1/kernel")
+    )
 
 
 @EACH

@@ -211,6 +211,32 @@ def test_documents_are_those_of_orbax(resharded, tmp_path, layout):
         assert entry == others[name] | {"chunk_shape": chunks[name]}
 
 
+def test_positions_of_lists_ascend_whatever_order_they_were_listed_in(tmp_path):
+    """Older Orbax reads lists position by position; other children keep their order."""
+    tree = {"z": [jnp.ones(3), {}, {"b": [jnp.ones(2), None], "a": jnp.ones(4)}], "y": jnp.ones(5)}
+    tree["z"] += [jnp.ones(2)] * 9
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "ordered", tree)
+        checkpointer.save(tmp_path / "reversed", tree)
+    file = tmp_path / "reversed/_METADATA"
+    document = json.loads(file.read_text())
+    document["tree_metadata"] = dict(reversed(document["tree_metadata"].items()))
+    file.write_text(json.dumps(document))
+    reshard.save(reshard.open(tmp_path / "reversed"), tmp_path / "out")
+    listed = list(json.loads((tmp_path / "out/_METADATA").read_text())["tree_metadata"])
+    assert listed == [
+        "('z', '0')",
+        "('z', '1')",
+        "('z', '2', 'b', '0')",
+        "('z', '2', 'b', '1')",
+        "('z', '2', 'a')",
+        *(f"('z', '{position}')" for position in range(3, 12)),
+        "('y',)",
+    ]
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        layouts.assert_same_tree(checkpointer.restore(tmp_path / "out"), tree)
+
+
 def shard_shape(array):
     shard = list(array.sharding.shard_shape(array.shape))
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):

@@ -690,6 +690,22 @@ def test_state_beside_parameters_that_are_not_in_params(tmp_path):
     ]
 
 
+def test_a_copy_of_the_parameters_follows_and_is_told(tmp_path):
+    layers = {f"layer_{i}": {"w": (2, 3)} for i in range(2)}
+    tree = random_arrays({"params": layers, "ema_params": layers})
+    stacked = stack(put(tmp_path / "a", tree), "params/layer_{}", "params/layers")
+    assert stacked.notes == ("`ema_params` follows the parameters: 1 leaf",)
+    whole = {
+        key: {"layers": {"w": np.stack([tree[key][f"layer_{i}"]["w"] for i in range(2)])}}
+        for key in tree
+    }
+    assert {p: x[1:] for p, x in by_path(got(stacked, tmp_path / "b")).items()} == {
+        p: x[1:] for p, x in by_path(whole).items()
+    }
+    back = unstack(stacked, "params/layers", "params/layer_{}")
+    assert back.notes == (*stacked.notes, "`ema_params` follows the parameters: 2 leaves")
+
+
 def test_text_that_is_called_as_parameters_are_stays(tmp_path):
     tree = {
         "params": {f"layer_{i}": {"w": jnp.ones((2, 3))} for i in range(2)},
@@ -1117,6 +1133,26 @@ def test_state_that_cannot_follow(state, problems, tmp_path):
         stack(ckpt, "params/l{}", "params/l")
     summary = "optimizer state that cannot follow its parameters"
     assert str(error.value) == "\n".join([summary, *problems]) + STATE_HINT
+
+
+def test_moments_in_one_vector_are_refused(tmp_path):
+    """Beside the optimizer's state there may be tables of anything."""
+    params = abstract({"l0": {"w": (2, 3)}, "l1": {"w": (2, 3)}})
+    state = randomized(train_state(params, optax.flatten(optax.adam(1e-3))))
+    tree = {"params": state.params, "table": np.arange(12.0)}
+    ckpt = put(tmp_path / "a", tree | {"opt_state": state.opt_state})
+    with pytest.raises(TreeMismatchError) as error:
+        stack(ckpt, "params/l{}", "params/l")
+    assert str(error.value) == (
+        "optimizer state that cannot follow its parameters\n"
+        + "\n".join(
+            f"  opt_state/0/{name}: float32[12] mirrors no parameter, and parameters change their "
+            "order, shape or number"
+            for name in ("mu", "nu")
+        )
+        + STATE_HINT
+    )
+    assert "table" in stack(put(tmp_path / "b", tree), "params/l{}", "params/l")
 
 
 def test_placeholders_that_are_not_zero(tmp_path):

@@ -110,7 +110,8 @@ class Decision:
       dropped: paths of leaves that the map drops.
       dropped_saved: the same and what belongs to them in the optimizer's state, as saved.
       initial: saved paths of leaves of the target that keep the model's own initial value.
-      initial_names: the same, as the map names them.
+      initial_names: the same, as the map names them, less optimizer state that does so because its
+        parameters do.
       counters: saved paths of step counters of the target -> their dtype and how they are saved.
       empty: leaves of the target that are empty containers.
       prefix: what the target has ahead of the model's own tree.
@@ -188,6 +189,20 @@ def an_array(leaves: Mapping[Path, Leaf]) -> ArrayHandle:
     """A leaf that others are stored like: a device array if there is one."""
     arrays = [leaf for leaf in leaves.values() if isinstance(leaf, ArrayHandle)]
     return min(arrays, key=lambda leaf: (leaf.value_type != "jax.Array", leaf.key_impl is not None))
+
+
+def recounted(leaf: ArrayHandle, dtype: np.dtype) -> ArrayHandle:
+    """A step counter in another integer dtype.
+
+    Raises:
+      TreeMismatchError: that does not hold its value.
+    """
+    value = np.asarray(checked(leaf.view().read(), f"{format_path(leaf.path)}: its stored bytes"))
+    if int(value) != int(value.astype(dtype)):
+        raise TreeMismatchError(
+            f"{format_path(leaf.path)}: the step {int(value)} does not fit {dtype.name}"
+        )
+    return dataclasses.replace(leaf, dtype=dtype)
 
 
 def on_host(leaf: ArrayHandle) -> ArrayHandle:

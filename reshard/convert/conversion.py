@@ -16,7 +16,7 @@ import numpy as np
 
 from reshard.boxes import Shape
 from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, describe
-from reshard.convert.carry import Decision, an_array, on_host
+from reshard.convert.carry import Decision, an_array, on_host, recounted
 from reshard.convert.decision import decide
 from reshard.convert.goal import Goal, goal_of
 from reshard.convert.initial import initial_values
@@ -35,7 +35,6 @@ from reshard.formed import constant
 from reshard.loader import open as open_checkpoint
 from reshard.mesh import SingleDeviceSharding, replicated
 from reshard.operations import Crop
-from reshard.store import checked
 from reshard.transforms import select
 from reshard.tree import Path, check_lists, format_path
 from reshard.units import format_bytes, parse_bytes
@@ -239,22 +238,31 @@ def conversion(
     other = source
     if source is not None and not isinstance(source, Goal):
         other = goal_of(source, found.api, "the model of the source")
-    decided = decide(
-        ckpt, found, to, goal, map_file, [init] if isinstance(init, str) else init, other
-    )
+    globs = [init] if isinstance(init, str) else init
+    left_out = {} if whole is ckpt else _left_out(whole, ckpt, found, layout or known)
+    decided = decide(ckpt, found, to, goal, map_file, globs, other, left_out)
     made = _made(ckpt, found, to, goal, decided, model, limit)
-    return made if whole is ckpt else _with_dropped(made, whole, layout)
+    return dataclasses.replace(
+        made, dropped=(*left_out, *made.dropped), shapes={**left_out, **made.shapes}
+    )
 
 
-def _with_dropped(made: Conversion, whole: Checkpoint, layout: str | None) -> Conversion:
-    """With the leaves of the model that `drop` has left out, for the map."""
+def _left_out(
+    whole: Checkpoint, ckpt: Checkpoint, layout: Layout, said: str | None
+) -> dict[Path, Shape]:
+    """The leaves of the model that `drop` has left out. Where they were in the way of knowing what
+    the whole is, it is all that is in the places of the model."""
     try:
-        before = detect(whole, layout)
-    except TreeMismatchError:  # what was dropped was in the way of knowing what it is
-        return made
-    shapes = before.shapes(whole)
-    dropped = [path for path in shapes if path not in made.shapes]
-    return dataclasses.replace(made, dropped=(*dropped, *made.dropped), shapes=shapes)
+        saved = detect(whole, said).model
+    except TreeMismatchError:
+        saved = {}
+        for path in whole:
+            keys = tuple(map(str, path[:-1] if path[-1] == "value" else path))
+            for begin, root in layout.roots.items():
+                if keys[: len(root)] == root:
+                    saved[begin + keys[len(root) :]] = path
+    gone = {path: whole[at] for path, at in saved.items() if at not in ckpt}
+    return {path: leaf.shape for path, leaf in gone.items() if isinstance(leaf, ArrayHandle)}
 
 
 def _made(
@@ -321,12 +329,7 @@ def _order(goal: Goal, prefix: Path) -> Callable[[Path], int]:
 def _counter(leaf: Leaf, dtype: np.dtype, value_type: str, like: ArrayHandle) -> Leaf:
     """A step counter in another integer dtype, which must hold its value."""
     assert isinstance(leaf, ArrayHandle)
-    value = np.asarray(checked(leaf.view().read(), f"{format_path(leaf.path)}: its stored bytes"))
-    if int(value) != int(value.astype(dtype)):
-        raise TreeMismatchError(
-            f"{format_path(leaf.path)}: the step {int(value)} does not fit {dtype.name}"
-        )
-    made = dataclasses.replace(leaf, dtype=dtype, value_type=value_type)
+    made = dataclasses.replace(recounted(leaf, dtype), value_type=value_type)
     if value_type == "scalar":
         return on_host(made)
     return _beside(made, like) if made.sharding is None else made

@@ -5,23 +5,30 @@ or left to the model's own initial value by name. What does not fit is collected
 together. Paths here are relative to the model, or to the optimizer's state, until `Decision.way`.
 """
 
+import collections
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from reshard.boxes import Shape
 from reshard.checkpoint import ArrayHandle, Checkpoint, describe
 from reshard.convert.align import Alignment, align
-from reshard.convert.answers import rule_hint
+from reshard.convert.answers import listed, rule_hint
 from reshard.convert.by_map import by_map
 from reshard.convert.carry import Decision, route
 from reshard.convert.contradictions import ordered
 from reshard.convert.differences import differences
 from reshard.convert.goal import Goal
 from reshard.convert.layout import Layout
-from reshard.convert.optimizer import mirrored, optimizer_steps
+from reshard.convert.optimizer import (
+    Leaves,
+    followers,
+    follows_note,
+    mirrored,
+    optimizer_steps,
+)
 from reshard.convert.outline import (
     Leaf,
     Module,
@@ -57,6 +64,7 @@ def decide(
     map_file: str | os.PathLike | None,
     init: Sequence[str],
     other: Goal | None,
+    left_out: Mapping[Path, Shape],
 ) -> Decision:
     """Decides a conversion.
 
@@ -68,11 +76,12 @@ def decide(
       map_file: path of a map file.
       init: globs of leaves of that tree.
       other: the tree of the model that the source is of, if that is known.
+      left_out: leaves of the model that the source does not have any more: dropped before.
 
     Raises:
       TreeMismatchError: all that stands against it.
     """
-    return _Work(ckpt, layout, to, goal, other).decided(map_file, init)
+    return _Work(ckpt, layout, to, goal, other, left_out).decided(map_file, init)
 
 
 @dataclasses.dataclass
@@ -86,6 +95,7 @@ class _Part:
       vanish: leaves of the source that must be zeros and have no place.
       appear: leaves of the target that are zeros and have no source.
       masked: leaves of the target without a value.
+      owners: the parameters that those of `dropped` are optimizer state of.
     """
 
     steps: list[Step]
@@ -94,39 +104,50 @@ class _Part:
     vanish: list[Path]
     appear: dict[Path, tuple[Shape, np.dtype]]
     masked: Sequence[Path] = ()
+    owners: Sequence[Path] = ()
 
 
 class _Work:
     """A conversion while it is being decided: what is known, and what has been found against it."""
 
     def __init__(
-        self, ckpt: Checkpoint, layout: Layout, to: str, goal: Goal | None, other: Goal | None
+        self,
+        ckpt: Checkpoint,
+        layout: Layout,
+        to: str,
+        goal: Goal | None,
+        other: Goal | None,
+        left_out: Mapping[Path, Shape],
     ):
         self._ckpt = ckpt
         self._layout = layout
         self._to = to
         self._goal = goal
         self._other = other
+        self._left_out = left_out
         self._problems: list[str] = []
         self._hints: list[str] = []
         self._open: set[Path] = set()
         self._stuck = False  # the optimizer's state cannot be carried along
         self._arrays: dict[Path, ArrayHandle] = {leaf.path: leaf for leaf in ckpt.arrays}
         self._shapes = layout.shapes(ckpt)
-        self._places = Places(layout, to, goal)
+        self._copies = self._copies_of_parameters()
+        self._places = Places(layout, to, goal, bool(self._copies))
 
     def decided(self, map_file: str | os.PathLike | None, init: Sequence[str]) -> Decision:
         """Decides everything, then raises what has been found, or puts it together."""
         model, initial = self._model(map_file, init)
+        followed = self._followed(initial)
         optimizer = self._optimizer(model)
-        self._check(model, optimizer, initial)
+        copies = self._copied(model)
+        self._check(model, optimizer, copies, {*initial, *followed})
         if self._problems:
             raise TreeMismatchError(
                 f"`{self._ckpt.source.root}` does not become the {_NAMES[self._to]} model",
                 self._problems,
                 self._hints,
             )
-        return self._decision(model, optimizer, initial)
+        return self._decision(model, optimizer, copies, initial, followed)
 
     def _problem(self, text: str) -> None:
         self._problems.append(text)
@@ -176,6 +197,24 @@ class _Work:
                 names[leaf.path] = saved
         names |= self._goal.layout.model
         return {names[name] for name in match_globs(names, globs)}
+
+    def _followed(self, initial: set[Path]) -> dict[Path, Path]:
+        """Of optimizer state in the target what keeps its initial value because its parameters do:
+        saved path -> the parameter."""
+        if not initial or self._goal is None:
+            return {}
+        there, leaves = self._goal.layout, self._goal.leaves
+        state = {
+            path: (leaf.shape, leaf.dtype)
+            for path, saved in there.optimizer.items()
+            if isinstance(leaf := leaves[saved], Wanted) and leaf.dtype is not None
+        }
+        found = followers(self._parameters(self._goal.shapes(), self._to), state)
+        return {
+            there.optimizer[path]: owner
+            for path, owner in found.items()
+            if there.model[owner] in initial
+        }
 
     def _by_model(
         self,
@@ -244,19 +283,41 @@ class _Work:
             else None
             for path, saved in self._layout.optimizer.items()
         }
-        parameters = self._parameters(self._shapes, self._layout.api)
-        owners = {path: owner for path, owner, _ in mirrored(parameters, leaves)}
-        unused, zero = set(model.dropped), set(model.vanish)
+        there = {} if self._goal is None else self._goal.layout.optimizer
+        part, problems = self._following(model, leaves, there)
+        self._problems += [f"opt_state/{text}" for text in problems]
+        self._stuck = bool(problems)
+        if problems:
+            self._hints.append("--drop GLOB with --init GLOB starts that state anew")
+        return part
+
+    def _following(
+        self,
+        model: _Part,
+        leaves: Leaves,
+        there: Mapping[Path, Path],
+        beside: Collection[Path] = (),
+    ) -> tuple[_Part, Sequence[str]]:
+        """What becomes of leaves that follow the model's, and why they cannot.
+
+        Args:
+          model: what becomes of the model's.
+          leaves: the leaves, as for `optimizer_steps`.
+          there: their paths in the target -> saved paths.
+          beside: as for `optimizer_steps`.
+        """
+        parameters = self._parameters({**self._shapes, **self._left_out}, self._layout.api)
+        owners = followers(parameters, leaves)
+        unused, zero = {*model.dropped, *self._left_out}, set(model.vanish)
         gone = unused | zero
         dropped = [path for path, owner in owners.items() if owner in unused]
         vanish = [path for path, owner in owners.items() if owner in zero]
         rest = {path: leaf for path, leaf in leaves.items() if owners.get(path) not in gone}
         kept = {path: shape for path, shape in parameters.items() if path not in gone}
-        followed = optimizer_steps(model.steps, kept, rest, self._ahead())
-        self._problems += [f"opt_state/{text}" for text in followed.problems]
-        self._stuck = bool(followed.problems)
-        if followed.problems:
-            self._hints.append("--drop GLOB with --init GLOB starts that state anew")
+        fewer = not (gone & parameters.keys()) <= _random(gone)
+        more = self._has_more(model)
+        ahead = self._ahead(there, ("params",) if beside else ())
+        followed = optimizer_steps(model.steps, kept, rest, ahead, fewer or more, beside)
         vanish += followed.vanish
         zeros = set(followed.vanish)
         arrays = {path: leaf[0] for path, leaf in rest.items() if leaf and path not in zeros}
@@ -265,31 +326,72 @@ class _Work:
             made = carried_out(followed.steps, arrays)
         appear = dict(followed.appear)
         if model.appear and self._goal is not None:
-            there = self._goal.layout.optimizer
             known = self._parameters(self._goal.shapes(), self._to)
             for path, owner, _ in mirrored(known, there):
                 leaf = self._goal.leaves[there[path]]
                 if owner in model.appear and isinstance(leaf, Wanted) and leaf.dtype is not None:
                     appear[path] = leaf.shape, leaf.dtype
-        return _Part(
-            list(followed.steps), made, dropped, vanish, appear, list(followed.placeholders)
+        part = _Part(
+            list(followed.steps),
+            made,
+            dropped,
+            vanish,
+            appear,
+            list(followed.placeholders),
+            list(dict.fromkeys(owners[path] for path in dropped)),
         )
+        return part, followed.problems
 
-    def _ahead(self) -> Path:
-        """The collection of the parameters, if the model's optimizer has state without that key."""
-        if self._goal is None or self._to == "nnx":
+    def _copies_of_parameters(self) -> dict[Path, Path]:
+        """Of what is beside the model and the optimizer's state what is the same as parameters all
+        through, like an average of them: path in the tree -> saved path."""
+        parameters = self._parameters({**self._shapes, **self._left_out}, self._layout.api)
+        found: dict[Path, Path] = {}
+        by_key: dict[Path, dict[Path, Path]] = {}
+        for path, saved in self._layout.beside.items():
+            by_key.setdefault(path[:1], {})[path] = saved
+        for leaves in by_key.values():
+            owners = {path: owner for path, owner, _ in mirrored(parameters, leaves)}
+            if owners.keys() == leaves.keys() and all(
+                self._arrays[leaves[path]].shape == parameters[own] for path, own in owners.items()
+            ):
+                found |= leaves
+        return found
+
+    def _copied(self, model: _Part) -> _Part:
+        """What becomes of copies of the parameters: they follow the model's leaves."""
+        arrays = {path: self._arrays[saved] for path, saved in self._copies.items()}
+        leaves = {path: (leaf.shape, leaf.dtype) for path, leaf in arrays.items()}
+        there = {} if self._goal is None else self._goal.layout.beside
+        part, problems = self._following(model, leaves, there, leaves)
+        self._problems += problems
+        return part
+
+    def _has_more(self, model: _Part) -> bool:
+        """Whether the model has parameters that come from none of the source's."""
+        if self._goal is None:
+            return False
+        there = self._parameters(self._goal.shapes(), self._to)
+        return not there.keys() - model.made.keys() <= _random(there)
+
+    def _ahead(self, there: Mapping[Path, Path], default: Path) -> Path:
+        """The collection of the parameters, if what follows them is without that key in the target,
+        where it has these paths; what is given if the target has none of them."""
+        if self._to == "nnx":
             return ()
+        if self._goal is None:
+            return default
         known = self._parameters(self._goal.shapes(), "linen")
-        found = mirrored(known, self._goal.layout.optimizer)
+        found = mirrored(known, there)
         without = [path for path, owner, root in found if len(path) - len(root) < len(owner)]
-        return ("params",) if without else ()
+        return ("params",) if without else () if found else default
 
     def _parameters(self, shapes: Mapping[Path, Shape], api: str) -> dict[Path, Shape]:
         """Of the model's leaves those that an optimizer may have state for."""
         named = {p: s for p, s in shapes.items() if p[0] == "params"} if api == "linen" else {}
         return named or dict(shapes)
 
-    def _check(self, model: _Part, optimizer: _Part, initial: set[Path]) -> None:
+    def _check(self, model: _Part, optimizer: _Part, copies: _Part, initial: set[Path]) -> None:
         """Adds what has no place, no source, or another shape or dtype. Of optimizer state that
         follows leaves which are told already, nothing is added."""
         lost = {path for path in model.made if self._places.model(path) is None}
@@ -306,13 +408,18 @@ class _Work:
         if self._layout.step is not None and self._arrays[self._layout.step].shape:
             leaf = describe(self._arrays[self._layout.step])
             self._problem(f"{format_path(self._layout.step)}  {leaf}: a step counter is one number")
+        for path in copies.made:
+            if self._places.beside(path) is None:
+                self._lost(self._copies.get(path), path)
+        copied = set(self._copies.values())
         for saved in self._layout.rest:
-            if isinstance(self._ckpt[saved], ArrayHandle | str):
+            if saved not in copied and isinstance(self._ckpt[saved], ArrayHandle | str):
                 self._lost(saved, saved)
         if self._goal is None:
             return
         filled = {self._places.model(path) for path in (*model.made, *model.appear)}
         filled |= {self._places.optimizer(path) for path in (*optimizer.made, *optimizer.appear)}
+        filled |= {self._places.beside(path) for path in (*copies.made, *copies.appear)}
         step = self._places.step()
         if step is not None and self._layout.step is not None:
             filled.add(step[0])
@@ -339,6 +446,7 @@ class _Work:
         sides = (
             (model, self._layout.model, self._goal.layout.model, ()),
             (optimizer, self._layout.optimizer, self._goal.layout.optimizer, ("opt_state",)),
+            (copies, self._copies, self._goal.layout.beside, ()),
         )
         for part, before, after, above in sides:
             sources = {
@@ -376,8 +484,16 @@ class _Work:
             glob = "**/rngs/**" if random and "rngs" in leaf.path else format_path(leaf.path)
             self._hints.append(f"--init {shell_quoted(glob)} keeps the model's own initial value")
 
-    def _decision(self, model: _Part, optimizer: _Part, initial: set[Path]) -> Decision:
+    def _decision(
+        self,
+        model: _Part,
+        optimizer: _Part,
+        copies: _Part,
+        chosen: set[Path],
+        followed: Mapping[Path, Path],
+    ) -> Decision:
         """What has been decided, put together."""
+        initial = {*chosen, *followed}
         before: dict[Path, Path] = {}
         after: dict[Path, Path] = {}
         vanish: dict[Path, tuple[Shape, np.dtype]] = {}
@@ -387,6 +503,7 @@ class _Work:
         sides = (
             ("model", model, self._layout.model, self._places.model),
             ("optimizer", optimizer, self._layout.optimizer, self._places.optimizer),
+            ("beside", copies, self._copies, self._places.beside),
         )
         for name, part, saved, place in sides:
             unused = {*part.dropped, *part.vanish}
@@ -422,6 +539,23 @@ class _Work:
         notes = []
         if goal is None:
             notes.append("the map alone decided: only the source was checked")
+        elif self._places.prefix and optimizer.made:
+            notes.append(
+                f"the model has no optimizer: {len(optimizer.made)} leaves of optimizer state are "
+                "below `optimizer`, checked against nothing"
+            )
+        for root, count in collections.Counter(path[:1] for path in copies.made).items():
+            notes.append(follows_note(root, count, self._places.is_checked(root)))
+        if optimizer.dropped:
+            notes.append(
+                f"{len(optimizer.dropped)} leaves of optimizer state are dropped with their "
+                f"parameters: {listed(optimizer.owners)}"
+            )
+        if followed:
+            notes.append(
+                f"{len(followed)} leaves of optimizer state keep the model's own initial values "
+                f"with their parameters: {listed(list(dict.fromkeys(followed.values())))}"
+            )
         ordered = sum(step.origin == "structure" for step in model.steps)
         if ordered:
             notes.append(
@@ -435,7 +569,7 @@ class _Work:
             dropped_saved=frozenset(gone),
             initial=tuple(saved for saved in leaves if saved in initial),
             initial_names=tuple(
-                names.get(saved) or leaves[saved].path for saved in leaves if saved in initial
+                names.get(saved) or leaves[saved].path for saved in leaves if saved in chosen
             ),
             counters=counters,
             empty={
@@ -447,6 +581,11 @@ class _Work:
             prefix=self._places.prefix,
             notes=tuple(notes),
         )
+
+
+def _random(paths: Iterable[Path]) -> set[Path]:
+    """The paths of random numbers' state, by its usual name: no parameters."""
+    return {path for path in paths if "rngs" in path}
 
 
 def _mirrors(leaves: Iterable[Path], parameters: Iterable[Path]) -> set[Path]:

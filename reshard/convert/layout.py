@@ -51,13 +51,14 @@ class Layout:
       model: path of an array in the model -> its saved path. In Linen the path begins with the
         collection, in NNX with an attribute. Keys are text; levels of boxes and variables are left
         out. In kind `maxtext`, `nnx_aux` is a collection whose leaves have NNX's paths.
-      optimizer: path below the optimizer's state, in the same form -> saved path, for all leaves:
-        None and empty containers stand for states and masked leaves without a value.
+      optimizer: path below the optimizer's state, in the same form -> saved path, for all leaves
+        but text: None and empty containers stand for states and masked leaves without a value.
       step: saved path of the step counter, if there is one.
       rest: saved paths of all other leaves: arrays that are in none of these, and leaves that are
         no arrays.
       roots: beginning of the paths in `model` -> where these leaves are saved.
       optimizer_root: where the optimizer's state is saved, if there is one.
+      beside: path of an array of `rest` in the tree, in the same form -> its saved path.
     """
 
     kind: str
@@ -69,6 +70,7 @@ class Layout:
     rest: tuple[Path, ...]
     roots: dict[Path, Path]
     optimizer_root: Path | None
+    beside: dict[Path, Path] = dataclasses.field(default_factory=dict, compare=False)  # of `rest`
 
     def shapes(self, leaves: Mapping[Path, Any]) -> dict[Path, Shape]:
         """Path in the model -> shape, in the tree that this is the layout of."""
@@ -285,17 +287,22 @@ def _read(
 
     model: dict[Path, list[SavedLeaf]] = {root: [] for root in roots}
     optimizer, rest = [], []
+    others: list[SavedLeaf] = []
     size, depths = len(beside.root or ()), sorted({len(root) for root in roots}, reverse=True)
     for leaf in leaves:
         if leaf is beside.step:
             continue
         at = next((begin for n in depths if (begin := leaf.keys[:n]) in roots), None)
         if beside.root and leaf.keys[:size] == beside.root and leaf.keys[-1] != BOOKKEEPING:
-            optimizer.append(leaf)
+            if isinstance(leaf.value, str):  # no state, and no masked leaf either
+                rest.append(leaf.path)
+            else:
+                optimizer.append(leaf)
         elif at is not None and leaf.is_array:
             model[at].append(leaf)
         else:
             rest.append(leaf.path)
+            others += [leaf] if leaf.is_array else []
     if linen:
         own = {root: model[root] for root, begin in roots.items() if begin != ("nnx_aux",)}
         boxes = Boxes(own)
@@ -320,6 +327,7 @@ def _read(
         ),
         step=beside.step.path if beside.step else None,
         rest=tuple(rest),
+        beside=_unique((leaf.below(0, in_model(leaf, 1)), leaf.path) for leaf in others),
         roots={beginning: path for path, beginning in roots.items()},
         optimizer_root=beside.root,
     )

@@ -7,12 +7,14 @@ another shape than its parameter, they are adapted to the axes that it has, or r
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from reshard.boxes import Shape
+from reshard.checkpoint import array_text
 from reshard.convert.parts import adapted, second_size
 from reshard.convert.steps import Step
 from reshard.errors import TreeMismatchError
@@ -41,12 +43,15 @@ class OptimizerSteps:
 
 
 Leaves = Mapping[Path, tuple[Shape, np.dtype] | None]
+_Subtrees = dict[Path, dict[Path, Path]]
 
 # What adafactor has in the place of a moment that it does not keep.
 _UNUSED = (1,)
 # Adafactor's `min_dim_size_to_factor`, unless it has factored less. Then nothing is known of it but
 # what it has not factored.
 _LEAST_FACTORED = 128
+# Of the data of a PRNG key, `threefry2x32` and `rbg`.
+_KEY_SHAPES = ((2,), (4,))
 
 
 def optimizer_steps(
@@ -54,6 +59,8 @@ def optimizer_steps(
     parameters: Mapping[Path, Shape],
     leaves: Leaves,
     ahead: Path | None = None,
+    others: bool = False,
+    beside: Collection[Path] = (),
 ) -> OptimizerSteps:
     """The steps of optimizer state that follow from those of the parameters.
 
@@ -64,16 +71,20 @@ def optimizer_steps(
         value.
       ahead: what the parameters' paths begin with after the steps, and the subtrees' do not; by
         default what it is before them.
+      others: whether there are more parameters before or after.
+      beside: leaves that may be no optimizer's at all, and follow if they mirror parameters.
     """
-    subtrees: dict[Path, dict[Path, Path]] = {}
-    for path, parameter, root in mirrored(parameters, leaves):
-        subtrees.setdefault(root, {})[parameter] = path
-    for root, members in list(subtrees.items()):
-        if _by_chance(root, members, parameters, leaves):
-            del subtrees[root]
+    subtrees, unknown = _subtrees(parameters, leaves)
     factoring = _factoring(subtrees, parameters, leaves)
     made = _Followed()
-    made.problems += _strays(steps, parameters, leaves, subtrees)
+    near, alone = _strays(steps, parameters, leaves, subtrees)
+    made.problems += near
+    if unknown or not alone.keys() <= {*beside}:
+        places = _places(steps, parameters)
+        for members in unknown.values():
+            made.problems += _doubts(members, places, ahead)
+        if others or places is None or not _keep_order(places):
+            made.problems += [text for path, text in alone.items() if path not in beside]
     for root, members in subtrees.items():
         subtree = _Subtree(root, members, parameters, leaves, factoring[root[:-1]], made, ahead)
         for step in steps:
@@ -125,34 +136,115 @@ def _shared(parameters: Collection[Path]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _by_chance(
-    root: Path, members: Mapping[Path, Path], parameters: Mapping[Path, Shape], leaves: Leaves
-) -> bool:
-    """Whether leaves are only called as parameters are, like a counter beside a parameter `count`:
-    scalars directly below the root, which not all parameters have, or not of their shapes."""
-    shapes = {parameter: (leaves[path] or (None,))[0] for parameter, path in members.items()}
-    unlike = any(parameters[parameter] != shape for parameter, shape in shapes.items())
-    return (
-        all(len(path) == len(root) + 1 for path in members.values())
-        and all(shape == () for shape in shapes.values())
-        and (len(members) < len(parameters) or unlike)
+def follows_note(root: Path, count: int, checked: bool = True) -> str:
+    """What the user should know of leaves that are no optimizer's, and have followed parameters.
+
+    Args:
+      root: what they are below.
+      count: how many they are.
+      checked: whether they have been compared with what is to be there.
+    """
+    text = (
+        f"`{format_path(root)}` follows the parameters: {count} lea{'f' if count == 1 else 'ves'}"
     )
+    return text if checked else f"{text}, checked against nothing"
+
+
+def followers(parameters: Mapping[Path, Shape], leaves: Leaves) -> dict[Path, Path]:
+    """The leaves that follow a parameter -> the parameter."""
+    subtrees, _ = _subtrees(parameters, leaves)
+    return {path: own for members in subtrees.values() for own, path in members.items()}
+
+
+def _subtrees(parameters: Mapping[Path, Shape], leaves: Leaves) -> tuple[_Subtrees, _Subtrees]:
+    """The subtrees that mirror parameters, root -> parameter -> mirror; and those of which that is
+    not known.
+
+    Numbers directly below a root may only be called as parameters are, like a counter beside a
+    parameter `count`. They are of parameters if all parameters have one, or those that have a
+    moment; and of the optimizer's own if there are others beside them, or moments of others.
+    """
+    found: _Subtrees = {}
+    for path, parameter, root in mirrored(parameters, leaves):
+        found.setdefault(root, {})[parameter] = path
+    numbers = [root for root, members in found.items() if _are_numbers(root, members, leaves)]
+    known = {frozenset(members) for root, members in found.items() if root not in numbers}
+    open_: _Subtrees = {}
+    for root in numbers:
+        names = frozenset(found[root])
+        inside = sum(path[: len(root)] == root for path in leaves)
+        if inside == len(names) and (len(names) == len(parameters) or names in known):
+            continue
+        members = found.pop(root)
+        if inside == len(names) and not known:
+            open_[root] = members
+    return found, open_
+
+
+def _are_numbers(root: Path, members: Mapping[Path, Path], leaves: Leaves) -> bool:
+    """Whether leaves are scalars directly below the root; some may have no value."""
+    found = [leaves[path] for path in members.values()]
+    shapes = {None if leaf is None else leaf[0] for leaf in found}
+    return () in shapes <= {(), None} and all(
+        len(path) == len(root) + 1 for path in members.values()
+    )
+
+
+def _places(steps: Sequence[Step], parameters: Collection[Path]) -> dict[Path, Path] | None:
+    """Parameter -> its path after the steps; None if there are operations on parameters."""
+    origins = {path: path for path in parameters}
+    for step in steps:
+        if step.operation is None:
+            (before,), (after,) = step.inputs, step.outputs
+            if before in origins:
+                origins[after] = origins.pop(before)
+        elif not step.inputs or not origins.keys().isdisjoint(step.inputs):
+            return None
+    return {before: after for after, before in origins.items()}
+
+
+def _keep_order(places: Mapping[Path, Path]) -> bool:
+    """Whether parameters are in one order before and after. NNX sorts positions of lists as
+    numbers, and Linen sorts all names as text: which of the two it is does not matter here."""
+    pairs = list(places.items())
+    if all(before[0] != "params" for before, _ in pairs):  # from NNX: what is none in Linen
+        pairs = [pair for pair in pairs if pair[1][0] == "params"] or pairs
+    orders = [
+        [before for before, _ in sorted(pairs, key=lambda pair, side=side: key(pair[side]))]
+        for side in (0, 1)
+        for key in (_as_text, _as_numbers)
+    ]
+    return all(order == orders[0] for order in orders)
+
+
+def _as_text(path: Path) -> list[str]:
+    return list(map(str, path))
+
+
+def _as_numbers(path: Path) -> list[tuple[bool, int, str]]:
+    keys = map(str, path)
+    return [(False, int(key), "") if key.isdecimal() else (True, 0, key) for key in keys]
 
 
 def _strays(
     steps: Sequence[Step],
-    parameters: Collection[Path],
+    parameters: Mapping[Path, Shape],
     leaves: Leaves,
-    subtrees: Mapping[Path, Mapping[Path, Path]],
-) -> Iterator[str]:
+    subtrees: _Subtrees,
+) -> tuple[list[str], dict[Path, str]]:
     """Problems with what is near the place of a parameter that changes, and not at it: a list in
-    place of a moment, or a moment that is boxed where its parameter is not."""
+    place of a moment, or a moment that is boxed where its parameter is not. And with arrays that
+    are near none, by path: they may be all moments in one vector (`optax.flatten`), which is wrong
+    as soon as parameters change."""
     shared = _shared(parameters)
     ends: dict[Path, Path] = {}
-    for path in (path for step in steps for path in step.inputs if path in parameters):
+    for path in parameters:
         keys = tuple(map(str, path[min(shared, max(len(path) - 2, 1)) :]))
         if len(keys) > 1:  # one is often the name of something else too
             ends[keys] = path
+    changed: set[Path | None] = {path for step in steps for path in step.inputs}
+    problems: list[str] = []
+    alone: dict[Path, str] = {}
     followed = {path for members in subtrees.values() for path in members.values()}
     for path, leaf in leaves.items():
         if leaf is None or leaf[0] == () or path in followed:  # counters, for one
@@ -161,8 +253,50 @@ def _strays(
         parts = itertools.combinations(range(len(path) + 2), 2)
         near = (ends.get(keys[a:b]) for a, b in parts if a < len(path) != b)
         parameter = next((found for found in near if found is not None), None)
-        if parameter is not None:
-            yield f"{format_path(path)}: it is not in the place of {format_path(parameter)}"
+        if parameter in changed:
+            problems.append(
+                f"{format_path(path)}: it is not in the place of {format_path(parameter or ())}"
+            )
+        elif parameter is None and not _is_small(path, leaf, parameters, leaves, subtrees):
+            alone[path] = (
+                f"{format_path(path)}: {array_text(leaf[1].name, leaf[0])} mirrors no parameter, "
+                "and parameters change their order, shape or number"
+            )
+    return problems, alone
+
+
+def _is_small(
+    path: Path,
+    leaf: tuple[Shape, np.dtype],
+    parameters: Mapping[Path, Shape],
+    leaves: Leaves,
+    subtrees: _Subtrees,
+) -> bool:
+    """Whether an array that mirrors no parameter has nothing of them in their order: one element,
+    the data of a PRNG key, or a number for each update of a history beside it (`lbfgs`)."""
+    shape, dtype = leaf
+    if math.prod(shape) <= 1 or (dtype == np.uint32 and shape in _KEY_SHAPES):
+        return True
+    histories = (
+        (parameters[own], leaves[mirror])
+        for root, members in subtrees.items()
+        if root[:-1] == path[:-1]
+        for own, mirror in members.items()
+    )
+    return any(found and found[0] == (*shape, *whole) for whole, found in histories)
+
+
+def _doubts(
+    members: Mapping[Path, Path], places: Mapping[Path, Path] | None, ahead: Path | None
+) -> Iterator[str]:
+    """Problems with numbers that may be of parameters which change."""
+    for parameter, path in members.items():
+        start = len(parameter) - 1 if ahead is None else len(ahead)
+        if places is None or places[parameter][start:] != parameter[-1:]:
+            yield (
+                f"{format_path(path)}: it may be a number of parameter {format_path(parameter)}, "
+                "or one of the optimizer's own"
+            )
 
 
 class _Factoring(NamedTuple):
@@ -178,7 +312,7 @@ class _Factoring(NamedTuple):
 
 
 def _factoring(
-    subtrees: Mapping[Path, Mapping[Path, Path]], parameters: Mapping[Path, Shape], leaves: Leaves
+    subtrees: _Subtrees, parameters: Mapping[Path, Shape], leaves: Leaves
 ) -> dict[Path, _Factoring]:
     """What is ahead of the last key of subtrees' roots -> what these tell of adafactor."""
     kinds: dict[Path, dict[Path, set[str]]] = {}

@@ -18,17 +18,21 @@ class Places:
       layout: what the source is.
       to: the API that it is converted to.
       goal: the tree that is to be made, if there is a model.
+      copies: whether copies of the parameters are beside them.
 
     Attributes:
       prefix: what is ahead of the model's own tree, to make place for an optimizer beside it.
     """
 
-    def __init__(self, layout: Layout, to: str, goal: Goal | None):
+    def __init__(self, layout: Layout, to: str, goal: Goal | None, copies: bool):
         self._to = to
         self._goal = goal
-        training = bool(layout.optimizer)  # a step alone is no optimizer
-        alone = goal is None or (not goal.layout.optimizer and goal.layout.step is None)
+        training = bool(layout.optimizer) or copies  # a step alone is no optimizer
+        alone = goal is None or not (
+            goal.layout.optimizer or goal.layout.step or goal.layout.beside
+        )
         self.prefix: Path = _MODEL if to == "nnx" and training and alone else ()
+        self._checked = set() if goal is None else {path[0] for path in goal.layout.beside}
 
     def model(self, path: Path) -> Path | None:
         """Where a leaf of the model is saved in the target; None if there is no place for it."""
@@ -50,6 +54,17 @@ class Places:
         if self._goal is not None and not self.prefix:
             root = None if path in self._goal.layout.optimizer else self._goal.layout.optimizer_root
         return None if root is None or self._to == "linen" else (*root, *path, "value")
+
+    def beside(self, path: Path) -> Path | None:
+        """The same for a leaf of a copy of the parameters, which has a key of its own at the top.
+        If the model has none there, it is under its path in the model."""
+        if self._goal is not None and self.is_checked(path):
+            return self._goal.layout.beside.get(path)
+        return (*path, "value") if self._to == "nnx" else path
+
+    def is_checked(self, path: Path) -> bool:
+        """Whether the model has a copy of the parameters under the same key."""
+        return path[0] in self._checked
 
     def step(self) -> tuple[Path, np.dtype, str] | None:
         """Where the step counter is saved in the target, its dtype and how it is saved."""

@@ -26,7 +26,7 @@ from reshard.checkpoint import (
     array_text,
     empty_name,
 )
-from reshard.convert.carry import Route, Zeros, on_host
+from reshard.convert.carry import Route, Zeros, on_host, recounted
 from reshard.convert.kinds import KINDS
 from reshard.convert.steps import Step
 from reshard.errors import CorruptCheckpointError, ReshardError, TreeMismatchError
@@ -230,8 +230,15 @@ def _counted_as(leaf: Leaf, like: Leaf) -> Leaf:
     """A step counter in the dtype that it has in NNX."""
     if not isinstance(leaf, ArrayHandle) or not isinstance(like, ArrayHandle):
         return leaf
-    counter = not leaf.shape and leaf.dtype.kind in "iu" and like.dtype.kind in "iu"
-    return dataclasses.replace(leaf, dtype=like.dtype) if counter else leaf
+    return recounted(leaf, like.dtype) if _is_step(leaf.path, leaf, like) else leaf
+
+
+def _is_step(path: Path, leaf: ArrayHandle, like: "ArrayHandle | _Array") -> bool:
+    """Whether leaves are the step counter, which has another integer dtype in NNX: `step` at the
+    top, or in an optimizer there. The counts of an optimizer's own have the same in both."""
+    integers = leaf.dtype.kind in "iu" and like.dtype.kind in "iu"
+    keys = [key for key in path if key != "value"]
+    return not leaf.shape and integers and len(keys) <= 2 and keys[-1:] == ["step"]
 
 
 def _read(ckpt: Checkpoint) -> _Record:
@@ -355,21 +362,22 @@ def _dtype_name(dtype: np.dtype) -> str:
 
 
 def _unlike(leaf: Leaf, kind: _Array) -> Iterator[str]:
-    """Why a leaf cannot be the one that was recorded. Counters have another dtype in NNX."""
+    """Why a leaf cannot be the one that was recorded. The step has another dtype in NNX."""
     if not isinstance(leaf, ArrayHandle):
         return
     name = format_path(leaf.path)
-    counter = not leaf.shape and leaf.dtype.kind in "iu" and kind.dtype.kind in "iu"
     if leaf.shape != kind.shape:
         yield f"{name}: shape {list(leaf.shape)}, it was {list(kind.shape)}"
-    elif leaf.dtype != kind.dtype and not counter:
+    elif leaf.dtype != kind.dtype and not _is_step(leaf.path, leaf, kind):
         yield f"{name}: dtype {leaf.dtype.name}, it was {kind.dtype.name}"
 
 
 def _as_recorded(leaf: Leaf, kind: _Array) -> Leaf:
     if not isinstance(leaf, ArrayHandle):
         return leaf
-    leaf = dataclasses.replace(leaf, dtype=kind.dtype, value_type=kind.type, key_impl=kind.keys)
+    if leaf.dtype != kind.dtype:
+        leaf = recounted(leaf, kind.dtype)
+    leaf = dataclasses.replace(leaf, value_type=kind.type, key_impl=kind.keys)
     return leaf if kind.type == "jax.Array" else on_host(leaf)
 
 

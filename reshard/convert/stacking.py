@@ -1,11 +1,12 @@
 """Layers on their own, and layers in one array: what `nn.scan` and `nnx.vmap` make, and back."""
 
+import collections
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, stored_name
 from reshard.convert.carry import route
-from reshard.convert.optimizer import OptimizerSteps, optimizer_steps
+from reshard.convert.optimizer import OptimizerSteps, follows_note, optimizer_steps
 from reshard.convert.steps import Step, carried_out
 from reshard.errors import ShardingError, TreeMismatchError
 from reshard.mesh import NamedSharding, spec_problems
@@ -272,7 +273,20 @@ def _carried(
         raise TreeMismatchError("there are leaves in these places already", collisions)
     leaves = kept | carried
     check_lists(leaves, ckpt)
-    return ckpt.replace(leaves, retyped=True)
+    own = {path for step in steps for path in step.outputs}
+    copies = collections.Counter(
+        _beside(path, next(iter(own)))
+        for path in carried
+        if path not in own and path not in small and _OPTIMIZERS.isdisjoint(map(str, path))
+    )
+    notes = [follows_note(root, count) for root, count in copies.items()]
+    return ckpt.replace(leaves, notes=notes, retyped=True)
+
+
+def _beside(path: Path, other: Path) -> Path:
+    """The part of a path down to where it differs from another."""
+    same = next(i for i, (a, b) in enumerate(zip(path, other, strict=False)) if a != b)
+    return path[: same + 1]
 
 
 def _followed(
@@ -296,7 +310,9 @@ def _followed(
                     others[path] = leaf.shape, leaf.dtype
                 elif not isinstance(leaf, str):
                     others[path] = None
-        yield optimizer_steps(own, parameters, others)
+        depth = max(len(root) - 1, 0)
+        beside = {path for path in others if str(path[depth]) not in _OPTIMIZERS}
+        yield optimizer_steps(own, parameters, others, beside=beside)
 
 
 def _collection(step: Step) -> Path:

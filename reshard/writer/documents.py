@@ -5,12 +5,12 @@ Facts about the documents are those of orbax-checkpoint 0.12.8; older versions r
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, empty_name, stored_name
 from reshard.mesh import MOST_DEVICE_IDS, Mesh, NamedSharding, Sharding, shard_shape
-from reshard.tree import Path
+from reshard.tree import Key, Path
 
 
 def documents(ckpt: Checkpoint, chunks: Mapping[Path, tuple[int, ...]]) -> dict[str, bytes]:
@@ -35,7 +35,8 @@ def _dump(document: dict[str, Any]) -> bytes:
 
 def _tree(ckpt: Checkpoint) -> dict[str, Any]:
     entries = {}
-    for path, leaf in ckpt.items():
+    for path in _in_order(ckpt):
+        leaf = ckpt[path]
         entries[str(tuple(map(str, path)))] = {
             "key_metadata": [
                 {"key": str(key), "key_type": 1 if isinstance(key, int) else 2} for key in path
@@ -47,6 +48,27 @@ def _tree(ckpt: Checkpoint) -> dict[str, Any]:
     if rich is not None and not ckpt.retyped:
         document["value_metadata_tree"] = json.dumps(_without_write_shapes(json.loads(rich)))
     return document
+
+
+def _in_order(paths: Iterable[Path]) -> Iterator[Path]:
+    """The paths with the positions of each list ascending: Orbax before 0.12 appends to lists as it
+    reads, so it fails where a position comes before a smaller one."""
+    root: dict[Key, Any] = {}
+    for path in paths:
+        node = root
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = path
+
+    def below(node: dict[Key, Any]) -> Iterator[Path]:
+        positions = all(isinstance(key, int) for key in node)
+        for key in sorted(node) if positions else node:
+            if isinstance(node[key], dict):
+                yield from below(node[key])
+            else:
+                yield node[key]
+
+    return below(root)
 
 
 def _without_write_shapes(node: Any) -> Any:
