@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from reshard.checkpoint import ArrayHandle as ArrayHandle
     from reshard.checkpoint import Checkpoint as Checkpoint
-    from reshard.comparison import diff as diff
     from reshard.convert.conversion import to_linen as to_linen
     from reshard.convert.conversion import to_nnx as to_nnx
     from reshard.convert.stacking import stack as stack
     from reshard.convert.stacking import unstack as unstack
-    from reshard.differences import Diff as Diff
+    from reshard.engine.plan import Plan as Plan
     from reshard.errors import CheckpointFormatError as CheckpointFormatError
     from reshard.errors import CheckpointNotFoundError as CheckpointNotFoundError
     from reshard.errors import CorruptCheckpointError as CorruptCheckpointError
@@ -23,27 +22,28 @@ if TYPE_CHECKING:
     from reshard.errors import TreeMismatchError as TreeMismatchError
     from reshard.errors import UncommittedCheckpointError as UncommittedCheckpointError
     from reshard.loader import open as open
-    from reshard.planner import Plan as Plan
-    from reshard.restorer import restore as restore
-    from reshard.targets import coverage as coverage
-    from reshard.targets import target as target
+    from reshard.restore.restore import restore as restore
+    from reshard.restore.target import coverage as coverage
+    from reshard.restore.target import target as target
     from reshard.transforms import cast as cast
     from reshard.transforms import rename as rename
     from reshard.transforms import select as select
     from reshard.transforms import to_mesh as to_mesh
-    from reshard.verification import Verification as Verification
-    from reshard.verification import digest as digest
-    from reshard.verification import verify as verify
+    from reshard.verify.comparison import diff as diff
+    from reshard.verify.differences import Diff as Diff
+    from reshard.verify.verification import Verification as Verification
+    from reshard.verify.verification import digest as digest
+    from reshard.verify.verification import verify as verify
     from reshard.writer import plan as plan
     from reshard.writer import save as save
 
 # Modules are imported when a name of theirs is first used: `reshard --help` needs none of them.
 _HOMES = {
     "reshard.checkpoint": ("ArrayHandle", "Checkpoint"),
-    "reshard.comparison": ("diff",),
+    "reshard.verify.comparison": ("diff",),
     "reshard.convert.conversion": ("to_linen", "to_nnx"),
     "reshard.convert.stacking": ("stack", "unstack"),
-    "reshard.differences": ("Diff",),
+    "reshard.verify.differences": ("Diff",),
     "reshard.errors": (
         "CheckpointFormatError",
         "CheckpointNotFoundError",
@@ -57,11 +57,11 @@ _HOMES = {
         "UncommittedCheckpointError",
     ),
     "reshard.loader": ("open",),
-    "reshard.planner": ("Plan",),
-    "reshard.restorer": ("restore",),
-    "reshard.targets": ("coverage", "target"),
+    "reshard.engine.plan": ("Plan",),
+    "reshard.restore.restore": ("restore",),
+    "reshard.restore.target": ("coverage", "target"),
     "reshard.transforms": ("cast", "rename", "select", "to_mesh"),
-    "reshard.verification": ("Verification", "digest", "verify"),
+    "reshard.verify.verification": ("Verification", "digest", "verify"),
     "reshard.writer": ("plan", "save"),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -13,17 +13,17 @@ import ml_dtypes
 import numpy as np
 import tensorstore as ts
 
-from reshard import zarr
+from reshard.arrays import zarr
+from reshard.arrays.operations import Operation, Stack, Unstack
+from reshard.arrays.rounding import round_once, rounds_twice
 from reshard.errors import CorruptCheckpointError, TreeMismatchError
-from reshard.mesh import (
+from reshard.sharding.mesh import (
     Mesh,
     NamedSharding,
     Sharding,
     format_spec,
 )
-from reshard.operations import Operation, Stack, Unstack
-from reshard.rounding import round_once, rounds_twice
-from reshard.store import ArrayStore, StoredValue
+from reshard.storage.array_store import ArrayStore, StoredValue
 from reshard.tree import Path, format_path, shell_quoted
 
 

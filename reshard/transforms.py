@@ -21,8 +21,8 @@ from reshard.checkpoint import (
     parse_dtype,
 )
 from reshard.errors import ShardingError, TreeMismatchError
-from reshard.matching import Mismatch, Wanted, likely_renames, match, mismatch_error
-from reshard.mesh import (
+from reshard.restore.matching import Mismatch, Wanted, likely_renames, match, mismatch_error
+from reshard.sharding.mesh import (
     MOST_DEVICE_IDS,
     Mesh,
     NamedSharding,
@@ -35,7 +35,7 @@ from reshard.mesh import (
     spec_problems,
     spec_text,
 )
-from reshard.rules import match_specs
+from reshard.sharding.rules import match_specs
 from reshard.tree import Path, format_key, format_path
 
 
@@ -141,7 +141,7 @@ def to_mesh(
     unless a spec of `specs` matches them.
 
     Args:
-      mesh: any form that `reshard.mesh.parse_mesh` takes; no devices are needed.
+      mesh: any form that `reshard.sharding.mesh.parse_mesh` takes; no devices are needed.
       specs: ordered (path regex, partition spec) pairs that override the saved specs; the first
         match wins.
       axes: saved axis name -> axis of `mesh`, or `""` to replicate.
@@ -216,7 +216,7 @@ def _target_specs(ckpt: Checkpoint, mesh: Mesh, target: Any) -> dict[Path, Spec]
       TreeMismatchError: the leaves of the two differ.
       ShardingError: the target is on another mesh.
     """
-    from reshard.states import take_apart, wanted_leaf
+    from reshard.restore.pytrees import take_apart, wanted_leaf
 
     leaves = take_apart(target).leaves
     wanted = [wanted_leaf(leaf) for leaf in leaves]

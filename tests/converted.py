@@ -16,8 +16,8 @@ from reshard.convert.align import align
 from reshard.convert.answers import Alignment
 from reshard.convert.definitions import definition_orders, linen_classes, nnx_outline
 from reshard.convert.outline import Module, linen_outline
-from reshard.states import take_apart
-from reshard.targets import state_of
+from reshard.restore.pytrees import take_apart
+from reshard.restore.target import state_of
 
 Path = tuple[str, ...]
 

@@ -29,7 +29,7 @@ from fuzz_jobs import linen_training, mesh, nnx_training, outcome, saved
 from hypothesis import strategies as st
 
 import reshard
-from reshard.cli.model import read_rules
+from reshard.cli.model_argument import read_rules
 from reshard.convert.conversion import conversion
 
 # Every operation, on `the checkpoint `tree``.

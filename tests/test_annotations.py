@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from reshard.annotations import AnnotatedLeaf, LeafCoverage, cover
 from reshard.errors import ShardingError
-from reshard.mesh import Mesh, spec_problems
+from reshard.sharding.annotations import AnnotatedLeaf, LeafCoverage, cover
+from reshard.sharding.mesh import Mesh, spec_problems
 from reshard.tree import format_path, split_path
 
 MESH = Mesh(("data", "model"), (2, 4))

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard import boxes
+from reshard.arrays import boxes
 
 SHAPES = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 

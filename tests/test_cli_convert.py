@@ -166,7 +166,7 @@ def folder(checkpoints, tmp_path, monkeypatch):
 def run(folder, monkeypatch, capsys):
     """Runs `reshard ARGUMENTS` in the working directory."""
     import reshard.cli.job
-    import reshard.cli.model
+    import reshard.cli.model_argument
 
     monkeypatch.setattr(reshard.cli.job, "tune_memory", lambda: None)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -179,7 +179,7 @@ def run(folder, monkeypatch, capsys):
                 del sys.modules[name]
 
     def call(*arguments):
-        reshard.cli.model.build_target.cache_clear()
+        reshard.cli.model_argument.build_target.cache_clear()
         forget()
         monkeypatch.setattr(sys, "argv", ["reshard", *map(str, arguments)])
         capsys.readouterr()
@@ -653,7 +653,7 @@ def specs(path):
     found = {
         format_path(array.path): (str(array.sharding.mesh), array.sharding.spec)
         for array in reshard.open(path).arrays
-        if isinstance(array.sharding, reshard.mesh.NamedSharding)
+        if isinstance(array.sharding, reshard.sharding.mesh.NamedSharding)
     }
     return {path: spec for path, spec in found.items() if "/rngs/" not in path}
 

@@ -320,7 +320,7 @@ def test_an_io_error_leaves_nothing(saved, tmp_path, monkeypatch, step):
     def full(path, *_):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    modules = {"local": reshard.writer.local, "durable": reshard.durable}
+    modules = {"local": reshard.storage.posix, "durable": reshard.storage.durable}
     module, _, name = step.partition(".")
     monkeypatch.setattr(modules[module], name, full)
     with pytest.raises(reshard.DestinationError) as caught:
@@ -487,13 +487,13 @@ def test_a_source_that_changes_meanwhile(big, tmp_path, layout, change):
 def test_an_item_that_vanishes_meanwhile(saved, tmp_path, monkeypatch):
     copy = shutil.copytree(saved("items").path, tmp_path / "copy")
     out = tmp_path / "new" / "out"
-    original = reshard.writer.local.copy_file
+    original = reshard.storage.posix.copy_file
 
     def vanish(*arguments):
         shutil.rmtree(copy / "3" / "config", ignore_errors=True)
         return original(*arguments)
 
-    monkeypatch.setattr(reshard.writer.local, "copy_file", vanish)
+    monkeypatch.setattr(reshard.storage.posix, "copy_file", vanish)
     with pytest.raises(reshard.CorruptCheckpointError) as caught:
         reshard.save(reshard.open(copy, item="state"), out)
     assert str(caught.value) == f"the source changed while it was read\n  `{copy}/3/config`"
@@ -838,7 +838,7 @@ def test_two_processes_that_write_one_destination(one, tmp_path, option, dies):
 KILLED = """
 import os, shutil, signal, sys
 import reshard
-from reshard.writer import local
+from reshard.storage import posix
 
 source, out, name, count = sys.argv[1:]
 ckpt = reshard.to_mesh(reshard.open(source), "1x8")

@@ -17,12 +17,12 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reshard.arrays.operations import Concat, Transpose
 from reshard.convert.align import align
 from reshard.convert.axes import Move, Placed, moves
 from reshard.convert.definitions import nnx_outline
 from reshard.convert.outline import Leaf, Module, linen_outline, path_outline, without
 from reshard.convert.steps import carried_out
-from reshard.operations import Concat, Transpose
 from reshard.tree import format_path
 
 PAIRS = pathlib.Path(__file__).parent / "data/pairs"

@@ -17,7 +17,7 @@ from flax import nnx
 
 from reshard.convert.align import align
 from reshard.convert.outline import linen_outline, path_outline
-from reshard.states import take_apart
+from reshard.restore.pytrees import take_apart
 from reshard.tree import format_path
 
 LAYERS = json.loads((pathlib.Path(__file__).parent / "data/pairs/layers.json").read_text())

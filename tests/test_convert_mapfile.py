@@ -13,15 +13,7 @@ import tensorstore as ts
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from reshard.convert.mapfile import read_map
-from reshard.convert.mapped import apply_map
-from reshard.convert.maprules import inverse
-from reshard.convert.mapwriter import write_map
-from reshard.convert.ordering import Change, Value, in_order
-from reshard.convert.patterns import parse_pattern, parse_replacement, whole_path
-from reshard.convert.steps import Step, backwards, carried_out
-from reshard.errors import TreeMismatchError
-from reshard.operations import (
+from reshard.arrays.operations import (
     Concat,
     Constant,
     Crop,
@@ -32,6 +24,14 @@ from reshard.operations import (
     Transpose,
     Unstack,
 )
+from reshard.convert.mapfile import read_map
+from reshard.convert.mapped import apply_map
+from reshard.convert.maprules import inverse
+from reshard.convert.mapwriter import write_map
+from reshard.convert.ordering import Change, Value, in_order
+from reshard.convert.patterns import parse_pattern, parse_replacement, whole_path
+from reshard.convert.steps import Step, backwards, carried_out
+from reshard.errors import TreeMismatchError
 from reshard.tree import format_path, split_path
 
 EXAMPLE = """

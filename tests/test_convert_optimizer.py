@@ -13,9 +13,7 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.convert.optimizer import mirrored, optimizer_steps
-from reshard.convert.steps import Step, backwards, carried_out
-from reshard.operations import (
+from reshard.arrays.operations import (
     Concat,
     Constant,
     Crop,
@@ -26,6 +24,8 @@ from reshard.operations import (
     Transpose,
     Unstack,
 )
+from reshard.convert.optimizer import mirrored, optimizer_steps
+from reshard.convert.steps import Step, backwards, carried_out
 
 F32 = np.dtype("float32")
 

@@ -23,8 +23,8 @@ from reshard.convert.outline import (
     without,
 )
 from reshard.errors import TreeMismatchError
-from reshard.states import take_apart
-from reshard.targets import state_of
+from reshard.restore.pytrees import take_apart
+from reshard.restore.target import state_of
 
 
 def array(*shape, dtype="float32"):

@@ -24,10 +24,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import reshard
-from reshard import contents
-from reshard.digests import digest_of
-from reshard.elementwise import ElementComparison
-from reshard.records import FILE, ArrayRecord, Record
+from reshard.arrays.digests import digest_of
+from reshard.verify import contents
+from reshard.verify.digest_record import FILE, ArrayRecord, Record
+from reshard.verify.elementwise import ElementComparison
 
 RESHARD = pathlib.Path(sysconfig.get_path("scripts")) / "reshard"
 DTYPES = (*layouts.DTYPES, "float64", "int64", "uint64", "complex128", "uint4")

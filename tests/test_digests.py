@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.digests import Digest, digest_of
+from reshard.arrays.digests import Digest, digest_of
 
 DTYPES = (*layouts.DTYPES, "float64", "int64", "uint64", "complex128", "uint4", "uint2")
 # The first digits of pi, as in Blowfish.

@@ -21,11 +21,10 @@ from jax.sharding import PartitionSpec as P
 from layouts import bits
 
 import reshard
-from reshard import formed, landing, planner, schedule, store, units, zarr
-from reshard.formed import constant, form
-from reshard.landing import Request, read_arrays
-from reshard.mesh import Mesh, fitting_spec
-from reshard.operations import (
+from reshard import units
+from reshard.arrays import derived, zarr
+from reshard.arrays.derived import constant, form
+from reshard.arrays.operations import (
     Concat,
     Constant,
     Crop,
@@ -36,8 +35,14 @@ from reshard.operations import (
     Transpose,
     Unstack,
 )
-from reshard.planner import ArrayLayout, plan_array
-from reshard.schedule import BOX_OVERHEAD, WINDOW, batches, families
+from reshard.engine import batches as schedule
+from reshard.engine import plan as planner
+from reshard.engine.batches import BOX_OVERHEAD, WINDOW, batches, families
+from reshard.engine.plan import ArrayLayout, plan_array
+from reshard.restore import device_reads
+from reshard.restore.device_reads import Request, read_arrays
+from reshard.sharding.mesh import Mesh, fitting_spec
+from reshard.storage import array_store
 
 FORMATS = {
     "zarr2": {},
@@ -534,7 +539,7 @@ def undecoded(monkeypatch):
     def opened(*args):
         raise AssertionError("an array was opened")
 
-    monkeypatch.setattr(store.ArrayStore, "open_array", opened)
+    monkeypatch.setattr(array_store.ArrayStore, "open_array", opened)
     return monkeypatch
 
 
@@ -1418,7 +1423,7 @@ def watched(requests, memory):
     """What `read_arrays` gives; its batches must charge for all that they decode, results aside,
     and take no more than the memory."""
     taken, groups = [], []
-    start, arranged = landing._Window._start, landing._arranged
+    start, arranged = device_reads._Window._start, device_reads._arranged
 
     def started(window):
         group_of = {one: i for i, group in enumerate(groups) for one in group}
@@ -1431,12 +1436,12 @@ def watched(requests, memory):
         return groups
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(landing._Window, "_start", started)
-        patch.setattr(landing, "_arranged", arrange)
+        patch.setattr(device_reads._Window, "_start", started)
+        patch.setattr(device_reads, "_arranged", arrange)
         arrays = read_arrays(requests, memory)
     inside = Chunks()
     for charge, boxes in taken:
-        charge -= landing.BOX_OVERHEAD * sum(map(len, boxes))
+        charge -= device_reads.BOX_OVERHEAD * sum(map(len, boxes))
         assert charge >= 2 * 4 * sum(map(inside.touched, boxes))
         assert memory is None or charge <= memory
     assert taken
@@ -1462,8 +1467,8 @@ def test_a_restore_reads_each_chunk_once(large, case, memory, on):
 @pytest.mark.parametrize("case", ONCE)
 def test_parts_of_arrays_larger_than_the_memory(large, monkeypatch, case):
     """They are read box by box, all that share a chunk at once, to accelerators as well."""
-    monkeypatch.setattr(landing, "_aliases", lambda sharding: sharding is None)
-    monkeypatch.setattr(landing, "READ_WHOLE", 0)
+    monkeypatch.setattr(device_reads, "_aliases", lambda sharding: sharding is None)
+    monkeypatch.setattr(device_reads, "READ_WHOLE", 0)
     forming = formed_of(large("files"), ONCE[case])
     requests = requests_of(forming, layouts.mesh((2, 4)))
     before = layouts.bytes_read()
@@ -1658,7 +1663,7 @@ def families_of(forming):
     """Names of arrays that share chunks, and how many the chunks are shared by."""
     found = {}
     for name, handle in forming.handles.items():
-        if (shared := formed.family(handle)) is not None:
+        if (shared := derived.family(handle)) is not None:
             found.setdefault(shared.key, (shared.count, []))[1].append(name)
     return sorted(found.values())
 
@@ -1692,7 +1697,7 @@ def test_a_last_chunk_that_is_not_full(tmp_path):
     rewritten(path, "w", chunks=[3, 16, 16])
     forming = Forming(reshard.open(path), {"w": values}).step(*unstack("w", count=7))
     assert families_of(forming) == [(3, names("w_", 3)), (3, ["w_3", "w_4", "w_5"])]
-    amplified = [formed.amplification(forming.handles[name]) for name in names("w_", 7)]
+    amplified = [derived.amplification(forming.handles[name]) for name in names("w_", 7)]
     assert amplified == [3.0] * 6 + [1.0]
     count, plan = read_by_save(forming.checkpoint((1, 8)), tmp_path / "out")
     assert count == stored_bytes(forming) and plan.passes == 1

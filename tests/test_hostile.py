@@ -30,11 +30,12 @@ from hypothesis import strategies as st
 from tensorstore import ocdbt
 
 import reshard
-from reshard import cli, zarr
-from reshard.btree import decoded_bytes
-from reshard.cli.model import read_rules
-from reshard.operations import Crop, Split
-from reshard.reshaping import reshaped_view
+from reshard import cli
+from reshard.arrays import zarr
+from reshard.arrays.operations import Crop, Split
+from reshard.arrays.reshaping import reshaped_view
+from reshard.cli.model_argument import read_rules
+from reshard.storage.btree import decoded_bytes
 
 Json = dict[str, Any]
 

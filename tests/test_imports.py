@@ -141,11 +141,11 @@ def layers_below(name):
 
 def test_the_layers_that_stand_alone():
     assert layers_below("reshard.errors") == set()
-    assert layers_below("reshard.btree") == set()
-    assert layers_below("reshard.store") == {"btree", "errors", "units"}
+    assert layers_below("reshard.storage.btree") == set()
+    assert layers_below("reshard.storage.array_store") == {"btree", "errors", "units"}
     assert layers_below("reshard.tree") == {"errors"}
-    assert layers_below("reshard.mesh") == {"errors"}
-    assert layers_below("reshard.planner") == {"errors", "splits", "tree", "units"}
+    assert layers_below("reshard.sharding.mesh") == {"errors"}
+    assert layers_below("reshard.engine.plan") == {"errors", "splits", "tree", "units"}
 
 
 def test_the_arithmetic_needs_only_the_standard_library():

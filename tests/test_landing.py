@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec as P
 from layouts import bits
 
 import reshard
-from reshard import landing, shards
 from reshard.checkpoint import ArrayHandle
-from reshard.landing import Request, read_arrays
-from reshard.store import ArrayStore
+from reshard.restore import device_reads, device_shards
+from reshard.restore.device_reads import Request, read_arrays
+from reshard.storage.array_store import ArrayStore
 
 FOUR = ("a", "b", "c", "d")
 DTYPES = ["float32", "bfloat16", "int8", "int4", "bool", "uint16", "complex64"]
@@ -135,9 +135,9 @@ def test_any_chunks_into_any_shards(tmp_path_factory, case, seed, chunks, whole,
     sharding = NamedSharding(layouts.mesh(case.sizes, FOUR), P(*case.spec))
     memory = None if chunks is None else chunks * chunk_charge(handle)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(landing, "READ_WHOLE", whole)
+        patch.setattr(device_reads, "READ_WHOLE", whole)
         if not aliases:
-            patch.setattr(landing, "_aliases", lambda sharding: sharding is None)
+            patch.setattr(device_reads, "_aliases", lambda sharding: sharding is None)
         with each_chunk_read_once(handle):
             (array,) = read_arrays([Request(handle, handle.dtype, sharding)], memory)
         with each_chunk_read_once(handle):
@@ -165,7 +165,7 @@ def test_many_arrays_at_once(tmp_path_factory, some, seed, chunks, aliases):
     memory = None if chunks is None else chunks * max(map(chunk_charge, handles))
     with pytest.MonkeyPatch.context() as patch:
         if not aliases:
-            patch.setattr(landing, "_aliases", lambda sharding: sharding is None)
+            patch.setattr(device_reads, "_aliases", lambda sharding: sharding is None)
         with each_chunk_read_once(*handles):
             arrays = read_arrays(requests, memory)
     for array, sharding, value in zip(arrays, shardings, values, strict=True):
@@ -176,7 +176,7 @@ def test_many_arrays_at_once(tmp_path_factory, some, seed, chunks, aliases):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e5m2", "float8_e3m4", "float32"])
 def test_every_nan_comes_through_an_accelerator(tmp_path, monkeypatch, dtype, chunks):
     """XLA may compute narrow floats in wider ones, and NaNs lose their payloads on the way."""
-    monkeypatch.setattr(landing, "_aliases", lambda sharding: sharding is None)
+    monkeypatch.setattr(device_reads, "_aliases", lambda sharding: sharding is None)
     values = random((64, 40), dtype)
     handle = stored_array(tmp_path, values, (24, 40))
     sharding = NamedSharding(layouts.mesh((2, 1)), P("data", "model"))
@@ -215,7 +215,7 @@ def test_other_shardings(tmp_path, sharding, chunks):
 @pytest.mark.parametrize("shape", [(0,), (0, 8), (8, 0, 4)])
 def test_arrays_without_elements(tmp_path, monkeypatch, shape, aliases, memory):
     if not aliases:
-        monkeypatch.setattr(landing, "_aliases", lambda sharding: sharding is None)
+        monkeypatch.setattr(device_reads, "_aliases", lambda sharding: sharding is None)
     values = random(shape)
     handle = stored_array(tmp_path, values, tuple(max(size, 1) for size in shape))
     for spec in (P(), P("data"), P(None, "model")[: len(shape)]):
@@ -257,7 +257,7 @@ def test_replicas_share_a_buffer(tmp_path, spec, distinct, nbytes, memory):
         by_shard.setdefault(str(shard.index), set()).add(pointer)
     assert [len(found) for found in by_shard.values()] == [1] * distinct
     assert len(set(pointers(array))) == distinct
-    assert [pointer % shards.ALIGNMENT for pointer in pointers(array)] == [0] * 8
+    assert [pointer % device_shards.ALIGNMENT for pointer in pointers(array)] == [0] * 8
     assert_on_devices(array, sharding, values)
 
 
@@ -269,7 +269,7 @@ def test_small_odd_shards_are_aligned_too(tmp_path, shape, dtype):
     spec = P("model") if shape and shape[0] % 4 == 0 else P()
     sharding = NamedSharding(layouts.mesh(EIGHT), spec)
     (array,) = read_arrays([Request(handle, handle.dtype, sharding)], None)
-    assert [pointer % shards.ALIGNMENT for pointer in pointers(array)] == [0] * 8
+    assert [pointer % device_shards.ALIGNMENT for pointer in pointers(array)] == [0] * 8
     assert len(set(pointers(array))) == (4 if spec else 1)
 
 
@@ -319,10 +319,10 @@ class Watched:
         self.boxes: dict = {}
         self.staged: dict = {}
         self.peak = 0
-        read, land = landing._Landing.read, landing._Landing.land
+        read, land = device_reads._Landing.read, device_reads._Landing.land
 
         def watched_read(this, box, batch):
-            self.boxes[this, str(box)] = this.charge(box) - landing.BOX_OVERHEAD
+            self.boxes[this, str(box)] = this.charge(box) - device_reads.BOX_OVERHEAD
             self.staged[this] = this.staging
             self.peak = max(self.peak, sum(self.boxes.values()) + sum(self.staged.values()))
             return read(this, box, batch)
@@ -333,8 +333,8 @@ class Watched:
             if this.result is not None:
                 del self.staged[this]
 
-        patch.setattr(landing._Landing, "read", watched_read)
-        patch.setattr(landing._Landing, "land", watched_land)
+        patch.setattr(device_reads._Landing, "read", watched_read)
+        patch.setattr(device_reads._Landing, "land", watched_land)
 
 
 SPECS = {"row": P("data"), "column": P(None, "model"), "both": P("data", "model"), "whole": P()}
@@ -360,7 +360,7 @@ def requests_of(large, dtype="float32"):
 @pytest.mark.parametrize("memory", [140 << 10, 300 << 10, 1 << 20, 4 << 20, 64 << 20])
 def test_arrays_larger_than_the_memory(large, monkeypatch, dtype, memory, aliases):
     if not aliases:
-        monkeypatch.setattr(landing, "_aliases", lambda sharding: sharding is None)
+        monkeypatch.setattr(device_reads, "_aliases", lambda sharding: sharding is None)
     requests = requests_of(large, dtype)
     watched = Watched(monkeypatch)
     try:
@@ -495,7 +495,7 @@ def test_a_chunk_larger_than_the_memory(tmp_path):
 @pytest.mark.parametrize("aliases", [True, False])
 def test_progress_counts_decoded_bytes(large, monkeypatch, memory, aliases):
     if not aliases:
-        monkeypatch.setattr(landing, "_aliases", lambda sharding: sharding is None)
+        monkeypatch.setattr(device_reads, "_aliases", lambda sharding: sharding is None)
     counts = []
     read_arrays(requests_of(large), memory, counts.append)
     assert sum(counts) == 4 * (2 << 20)
@@ -597,7 +597,7 @@ def test_chunks_that_are_missing(tmp_path):
 @pytest.mark.parametrize("aliases", [True, False])
 def test_a_chunk_that_does_not_decode(tmp_path, monkeypatch, aliases, memory):
     if not aliases:
-        monkeypatch.setattr(landing, "_aliases", lambda sharding: sharding is None)
+        monkeypatch.setattr(device_reads, "_aliases", lambda sharding: sharding is None)
     handles = [stored_array(tmp_path, random((64, 64), seed=i), (16, 64)) for i in range(6)]
     sizes = handles[4].stored_sizes()
     (tmp_path / "array4" / "2.0").write_bytes(b"\x55" * sizes[2])

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding as JaxNamedSharding
 from layouts import LAYOUTS, STEPS, Saved, bits, saved_leaves
 
 import reshard
-from reshard.mesh import Mesh, NamedSharding, SingleDeviceSharding
+from reshard.sharding.mesh import Mesh, NamedSharding, SingleDeviceSharding
 from reshard.tree import format_path
 
 MESH = Mesh(("data", "model"), (2, 4), ("Auto", "Auto"), tuple(range(8)))

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from layouts import DTYPES
 
 import reshard
-from reshard import matching
 from reshard.checkpoint import ArrayHandle, Checkpoint, Source
-from reshard.matching import Mismatch, Wanted, match
+from reshard.restore import matching
+from reshard.restore.matching import Mismatch, Wanted, match
 
 STORE: Any = None  # which nothing here reads
 SOURCE = Source(pathlib.Path("run"), "item", False, "", "", (), (), STORE, {}, True)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from reshard import mesh as mesh_lib
 from reshard.errors import ShardingError
-from reshard.mesh import Mesh, NamedSharding, SingleDeviceSharding
+from reshard.sharding import mesh as mesh_lib
+from reshard.sharding.mesh import Mesh, NamedSharding, SingleDeviceSharding
 
 SAVED = Mesh(("data", "model"), (2, 4), ("Auto", "Auto"), tuple(range(8)))
 EIGHT = Mesh(("data", "model"), (1, 8))

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.moments import Parameters, matching_part
+from reshard.sharding.optimizer_state import Parameters, matching_part
 
 # Whose a leaf is
 

@@ -12,8 +12,7 @@ import tensorstore as ts
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from reshard.errors import TreeMismatchError
-from reshard.operations import (
+from reshard.arrays.operations import (
     Concat,
     Constant,
     Crop,
@@ -25,6 +24,7 @@ from reshard.operations import (
     Transpose,
     Unstack,
 )
+from reshard.errors import TreeMismatchError
 
 KINDS = ("transpose", "reshape", "split", "concat", "stack", "unstack", "pad", "crop")
 

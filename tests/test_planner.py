@@ -14,11 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard import planner, schedule, splits
+from reshard.engine import batches as schedule
+from reshard.engine import plan as planner
+from reshard.engine import splits
+from reshard.engine.batches import Batch
+from reshard.engine.plan import ArrayLayout, Plan, plan_array
 from reshard.errors import MemoryLimitError
-from reshard.mesh import Mesh, NamedSharding, shard_shape
-from reshard.planner import ArrayLayout, Plan, plan_array
-from reshard.schedule import Batch
+from reshard.sharding.mesh import Mesh, NamedSharding, shard_shape
 from reshard.units import parse_bytes
 
 MIB = 1 << 20

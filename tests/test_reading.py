@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import reshard
-from reshard.digests import digest_of
+from reshard.arrays.digests import digest_of
 
 ROWS, COLUMNS = 64, 1024
 SPECS = {"rows": P("data"), "columns": P(None, "data"), "both": P("data", "model")}

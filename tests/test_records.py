@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 from layouts import LAYOUTS, READERS, STEPS
 
 import reshard
-from reshard.digests import digest_of
-from reshard.records import FILE, ArrayRecord, Record, read_record, record_of
+from reshard.arrays.digests import digest_of
+from reshard.verify.digest_record import FILE, ArrayRecord, Record, read_record, record_of
 
 TEMPORARY = "reshard_digests.json.tmp"
 
@@ -642,7 +642,7 @@ def test_a_job_that_cannot_read_for_its_digests_writes_nothing(tmp_path, monkeyp
     def begun(*arguments, **kwargs):
         raise AssertionError("something is written")
 
-    monkeypatch.setattr(reshard.writer.local, "committed_directory", begun)
+    monkeypatch.setattr(reshard.storage.posix, "committed_directory", begun)
     with pytest.raises(reshard.MemoryLimitError) as error:
         reshard.save(reshard.open(path), tmp_path / "more", max_memory="2MiB", **{flag: True})
     assert str(error.value) == (

@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 from layouts import LAYOUTS, Named, bits, flat
 
 import reshard
-from reshard import landing
+from reshard.restore import device_reads
 
 LITTLE = "24KiB"  # for a chunk, and not for two
 Point = collections.namedtuple("Point", ("x", "y"))
@@ -152,7 +152,7 @@ def test_as_orbax_restores_it(saved, layout):
 def test_as_on_an_accelerator(saved, monkeypatch, layout, aliases):
     """Devices with memory of their own: what is read is transferred, in one piece or in many."""
     if not aliases:
-        monkeypatch.setattr(landing, "_aliases", lambda sharding: sharding is None)
+        monkeypatch.setattr(device_reads, "_aliases", lambda sharding: sharding is None)
     source = saved(layout)
     target = abstract(layouts.plain_scalars(source.tree), layouts.mesh((2, 2)))
     ckpt = reshard.open(source.path, **source.open)
@@ -2014,7 +2014,7 @@ def test_the_accelerators_path_inside_a_mesh_and_into_other_memory(tmp_path, mon
     values = layouts.random_array(rng, (256, 256), "bfloat16")
     tree = {"a": jax.device_put(values, NamedSharding(layouts.mesh((8, 1)), P("data")))}
     save_pytree(tmp_path / "saved", tree)
-    monkeypatch.setattr("reshard.landing._aliases", lambda sharding: sharding is None)
+    monkeypatch.setattr("reshard.restore.device_reads._aliases", lambda sharding: sharding is None)
     for kind in (None, "pinned_host"):
         sharding = NamedSharding(on, P(None, "model"), memory_kind=kind)
         target = {"a": jax.ShapeDtypeStruct((256, 256), "bfloat16", sharding=sharding)}

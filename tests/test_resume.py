@@ -28,9 +28,9 @@ from jax.sharding import PartitionSpec as P
 from layouts import bits, hashes, kept, unfinished
 
 import reshard
-from reshard import verification
-from reshard.store import node_files, value_files
+from reshard.storage.array_store import node_files, value_files
 from reshard.units import format_bytes, parse_bytes
+from reshard.verify import verification
 from reshard.writer import journal, stream
 
 RESHARD = pathlib.Path(sysconfig.get_path("scripts")) / "reshard"
@@ -438,25 +438,25 @@ def test_killed_again_and_again_and_resumed(sources, expected, start, tmp_path, 
 
 # Which call of what, and whether after it rather than before.
 MOMENTS = [
-    ("reshard.writer.surroundings", "local.copy_file", 1, True),
-    ("reshard.writer.ocdbt", "local.link", 2, False),
-    ("reshard.durable", "replace", 1, False),
+    ("reshard.writer.siblings", "local.copy_file", 1, True),
+    ("reshard.writer.database", "local.link", 2, False),
+    ("reshard.storage.durable", "replace", 1, False),
     ("os", "replace", 1, False),
     ("os", "replace", 1, True),
     ("os", "replace", 4, False),
     ("reshard.writer.stream", "Pending.add", 3, True),
-    ("reshard.writer.progress", "ItemProgress.value_batch", 1, True),
-    ("reshard.writer.progress", "ItemProgress.box_batch", 5, False),
-    ("reshard.writer.ocdbt", "merge", 1, False),
-    ("reshard.writer.ocdbt", "merge", 1, True),
-    ("reshard.writer.ocdbt", "prune", 1, False),
+    ("reshard.writer.item_progress", "ItemProgress.value_batch", 1, True),
+    ("reshard.writer.item_progress", "ItemProgress.box_batch", 5, False),
+    ("reshard.writer.database", "merge", 1, False),
+    ("reshard.writer.database", "merge", 1, True),
+    ("reshard.writer.database", "prune", 1, False),
     ("os", "unlink", 2, True),
     ("os", "unlink", 7, True),
-    ("reshard.writer.ocdbt", "prune", 1, True),
-    ("reshard.writer.job", "documents", 1, True),
-    ("reshard.writer.job", "records", 1, True),
-    ("reshard.writer.job", "records", 2, False),
-    ("reshard.writer.job", "write_markers", 1, True),
+    ("reshard.writer.database", "prune", 1, True),
+    ("reshard.writer.save", "documents", 1, True),
+    ("reshard.writer.save", "records", 1, True),
+    ("reshard.writer.save", "records", 2, False),
+    ("reshard.writer.save", "write_markers", 1, True),
     ("reshard.writer.journal", "Journal.close", 1, False),
     ("reshard.writer.journal", "Journal.close", 1, True),
     ("os", "rename", 1, True),
@@ -562,11 +562,11 @@ def test_only_what_was_in_flight_is_done_again(sources, expected, tmp_path, monk
 def test_another_number_of_cores(sources, tmp_path, monkeypatch, before, after):
     source, path, out = sources("ckpt zarr2"), tmp_path / "whole", tmp_path / "new" / "out"
     save(source, path, max_memory="64MiB")
-    for module in (reshard.writer.job, reshard.schedule):
+    for module in (reshard.writer.save, reshard.engine.batches):
         monkeypatch.setattr(module, "IN_FLIGHT_PER_CORE", 4 << 20)
-    monkeypatch.setattr(reshard.writer.job, "cores", lambda: before)
+    monkeypatch.setattr(reshard.writer.save, "cores", lambda: before)
     stopped(source, out, 0.8, max_memory="64MiB")
-    monkeypatch.setattr(reshard.writer.job, "cores", lambda: after)
+    monkeypatch.setattr(reshard.writer.save, "cores", lambda: after)
     save(source, out, resume=True, max_memory="64MiB")
     assert_whole(out, (path, values(path), restored(path)))
 
@@ -642,7 +642,7 @@ def test_resume_where_nothing_is(sources, expected, tmp_path):
 
 def test_what_a_job_without_resume_left_is_removed(sources, expected, start, tmp_path):
     kind, out = "ckpt zarr2-files", tmp_path / "out"
-    dies = ("reshard.writer.job", "documents", 1, False)
+    dies = ("reshard.writer.save", "documents", 1, False)
     assert start(source=sources(kind), out=out, resume=False, dies=dies).wait() == -signal.SIGKILL
     junk = kept(out) / "junk"
     junk.write_text("half")
@@ -662,7 +662,7 @@ def test_stopped_before_anything_is_written(sources, tmp_path, monkeypatch):
     def interrupt(*_):
         raise StopError
 
-    monkeypatch.setattr(reshard.writer.job, "clear", interrupt)
+    monkeypatch.setattr(reshard.writer.save, "clear", interrupt)
     with pytest.raises(StopError) as caught:
         save(sources("ckpt zarr2"), tmp_path / "out", resume=True)
     assert not hasattr(caught.value, "__notes__")
@@ -1213,7 +1213,7 @@ def test_what_does_not_fit_into_memory_is_not_read_back(sources, expected, tmp_p
             if path[-1].startswith("serial"):
                 raise reshard.MemoryLimitError("it does not fit")
 
-    monkeypatch.setattr(reshard.writer.job, "check_fits", check_fits)
+    monkeypatch.setattr(reshard.writer.save, "check_fits", check_fits)
     save(sources(kind), out, resume=True)
     assert_whole(out, expected(kind))
 

@@ -8,9 +8,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 import reshard
-from reshard.planner import BOX_OVERHEAD
-from reshard.rounding import round_once
-from reshard.writer.job import prepare
+from reshard.arrays.rounding import round_once
+from reshard.engine.plan import BOX_OVERHEAD
+from reshard.writer.save import prepare
 
 TARGETS = [np.dtype(name) for name in ("float16", ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn)]
 

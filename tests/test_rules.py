@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from reshard.errors import ShardingError
-from reshard.mesh import normalize_spec
-from reshard.rules import SEMANTICS, match_specs, parse_rules, resolve_names
+from reshard.sharding.mesh import normalize_spec
+from reshard.sharding.rules import SEMANTICS, match_specs, parse_rules, resolve_names
 from reshard.tree import format_path
 
 LEAVES = [

@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 from layouts import hashes
 
 import reshard
-from reshard import records
-from reshard.writer import journal, local
+from reshard.storage import posix
+from reshard.verify import digest_record
+from reshard.writer import journal
 
 FILE = "reshard_digests.json"
 FORMATS = {"ocdbt": {}, "zarr3": {"use_zarr3": True}, "files": {"use_ocdbt": False}}
@@ -101,7 +102,7 @@ def copies(root):
 def reads(monkeypatch):
     """How often each file is hashed, or copied."""
     found = collections.Counter()
-    original, hashed = local.copy_file, records.file_hash
+    original, hashed = posix.copy_file, digest_record.file_hash
 
     def copy_file(source, *rest):
         found[str(source)] += 1
@@ -111,9 +112,9 @@ def reads(monkeypatch):
         found[str(path)] += 1
         return hashed(path)
 
-    monkeypatch.setattr(local, "copy_file", copy_file)
-    monkeypatch.setattr(records, "file_hash", file_hash)
-    monkeypatch.setattr(reshard.verification, "file_hash", file_hash)
+    monkeypatch.setattr(posix, "copy_file", copy_file)
+    monkeypatch.setattr(digest_record, "file_hash", file_hash)
+    monkeypatch.setattr(reshard.verify.verification, "file_hash", file_hash)
     return found
 
 

@@ -20,13 +20,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import reshard
+from reshard.arrays.operations import Concat, Crop, Transpose
 from reshard.checkpoint import ArrayHandle
 from reshard.convert.carry import route
 from reshard.convert.stacking import stack, unstack
 from reshard.convert.steps import Step
 from reshard.errors import ShardingError, TreeMismatchError
-from reshard.operations import Concat, Crop, Transpose
-from reshard.states import StateLeaf, saved_form
+from reshard.restore.pytrees import StateLeaf, saved_form
 
 COUNT = 3
 BLOCK = {"kernel": (6, 5), "bias": (5,), "norm": {"scale": (4,), "shift": ()}}

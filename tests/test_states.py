@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec as P
 from layouts import Named
 
 import reshard
-from reshard import states
-from reshard.matching import Wanted
-from reshard.states import take_apart
+from reshard.restore import pytrees
+from reshard.restore.matching import Wanted
+from reshard.restore.pytrees import take_apart
 
 Point = collections.namedtuple("Point", ("x", "y"))
 
@@ -359,7 +359,7 @@ def test_variables_without_a_value_are_saved_as_such(hold, tmp_path):
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "saved", nnx.state(optimizer))
-    form = states.saved_form(hold(optimizer))
+    form = pytrees.saved_form(hold(optimizer))
     saved = reshard.open(tmp_path / "saved")
     assert {tuple(map(str, p)): x is None for p, x in form.items()} == {
         tuple(map(str, path)): leaf is None for path, leaf in saved.items()
@@ -441,15 +441,15 @@ RULES = (("x", "data"),)
     ],
 )
 def test_names_of_axes(state, names, rules):
-    assert states.axis_names(only(state)) == names
-    assert states.own_rules(only(state)) == rules
+    assert pytrees.axis_names(only(state)) == names
+    assert pytrees.own_rules(only(state)) == rules
 
 
 def test_names_of_a_sharding():
     sharding = jax.sharding.NamedSharding(layouts.mesh((2, 4)), P("data", "model"))
     with jax.set_mesh(layouts.mesh((2, 4))):
         leaf = only(variable(sharding=sharding))
-    assert states.axis_names(leaf) == ("data", "model")
+    assert pytrees.axis_names(leaf) == ("data", "model")
 
 
 # What a checkpoint has to have.
@@ -486,11 +486,11 @@ def key(impl, count=None):
     ],
 )
 def test_what_is_wanted(value, expected):
-    assert states.wanted_leaf(only(value)) == expected
+    assert pytrees.wanted_leaf(only(value)) == expected
     if isinstance(value, jax.Array):
         abstract = jax.eval_shape(lambda: value)
-        assert states.wanted_leaf(only({"a": abstract})).path == ("a",)
-        found = states.wanted_leaf(only(abstract))
+        assert pytrees.wanted_leaf(only({"a": abstract})).path == ("a",)
+        found = pytrees.wanted_leaf(only(abstract))
         assert (found.kind, found.shape, found.dtype, found.key_impl) == (
             expected.kind,
             expected.shape,
@@ -502,6 +502,6 @@ def test_what_is_wanted(value, expected):
 def test_what_is_wanted_has_its_place_and_aliases():
     model = nnx.Dict(a=nnx.Param(jnp.ones(2)))
     model.b = model.a
-    assert [states.wanted_leaf(leaf) for leaf in take_apart([model]).leaves] == [
+    assert [pytrees.wanted_leaf(leaf) for leaf in take_apart([model]).leaves] == [
         Wanted((0, "a"), "array", (2,), np.dtype("float32"), aliases=((0, "b"),))
     ]

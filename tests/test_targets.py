@@ -26,10 +26,10 @@ from jax.sharding import PartitionSpec as P
 from optimizers import OPTIMIZERS, RESHAPING
 
 import reshard
-from reshard.annotations import LeafCoverage
 from reshard.errors import ShardingError
-from reshard.mesh import Mesh
-from reshard.states import take_apart
+from reshard.restore.pytrees import take_apart
+from reshard.sharding.annotations import LeafCoverage
+from reshard.sharding.mesh import Mesh
 
 MESH = layouts.mesh((2, 4))
 KINDS = {

@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 from layouts import LAYOUTS
 
 import reshard
-from reshard.digests import digest_of
-from reshard.records import FILE, ArrayRecord, Record
+from reshard.arrays.digests import digest_of
+from reshard.verify.digest_record import FILE, ArrayRecord, Record
 
 RESHARD = pathlib.Path(sysconfig.get_path("scripts")) / "reshard"
 FORMS = {
@@ -475,7 +475,7 @@ def test_records_of_something_else_are_found_before_a_byte_is_written(
     def nothing(*args, **kwargs):
         raise AssertionError("the destination is made")
 
-    monkeypatch.setattr("reshard.writer.job.local.committed_directory", nothing)
+    monkeypatch.setattr("reshard.writer.save.local.committed_directory", nothing)
     arrays = {
         "b": ArrayRecord("int64", (64, 8), None),
         "w": ArrayRecord("float32", (96, 64), "0" * 32),
@@ -504,10 +504,10 @@ def test_records_of_something_else_are_found_before_a_byte_is_written(
 
 
 def test_what_is_written_is_read_back(copied, tmp_path, monkeypatch):
-    from reshard.writer import job
+    from reshard.writer import save
 
     path, out = copied("zarr2-files-raw"), tmp_path / "out"
-    record = job._record
+    record = save._record
 
     def and_a_bit_flips(item, directory, *arguments):
         record(item, directory, *arguments)
@@ -516,7 +516,7 @@ def test_what_is_written_is_read_back(copied, tmp_path, monkeypatch):
         data[5] ^= 1
         file.write_bytes(data)
 
-    monkeypatch.setattr(job, "_record", and_a_bit_flips)
+    monkeypatch.setattr(save, "_record", and_a_bit_flips)
     ckpt = reshard.to_mesh(reshard.open(path), "8x1")
     assert refusal(ckpt, out, verify=True) == (
         "what was written is not what is read back\n  w: its values are not those on record\n\n"
@@ -533,7 +533,7 @@ def test_an_interrupt_leaves_nothing(copied, tmp_path, monkeypatch, where):
     def interrupted(*arguments, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"reshard.writer.job.{where}", interrupted)
+    monkeypatch.setattr(f"reshard.writer.save.{where}", interrupted)
     before = layouts.hashes(path)
     with pytest.raises(KeyboardInterrupt):
         reshard.save(reshard.to_mesh(reshard.open(path), "8x1"), out, verify=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from layouts import DTYPES
 
 import reshard
-from reshard import zarr
+from reshard.arrays import zarr
 
 BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
 ZSTD = {"name": "zstd", "configuration": {"level": 1}}

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
-from reshard.cli.model import load_model, model_errors
+from reshard.cli.model_argument import load_model, model_errors
 from reshard.convert.goal import Goal, goal_of
 from reshard.errors import ReshardError
 

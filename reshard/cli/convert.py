@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from reshard.checkpoint import Checkpoint
-from reshard.cli.conversion import conversion_options, converter
+from reshard.cli.conversion_options import conversion_options, converter
 from reshard.cli.job import job_options, laid_out, prepared, run
 from reshard.convert.conversion import Conversion
 from reshard.convert.steps import condensed

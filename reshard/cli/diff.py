@@ -8,8 +8,8 @@ import click
 from reshard.cli import output
 from reshard.cli.memory import tune_memory
 from reshard.cli.options import places, reading_options
-from reshard.comparison import diff
 from reshard.loader import open as open_checkpoint
+from reshard.verify.comparison import diff
 
 
 @click.command("diff")

@@ -7,9 +7,9 @@ from reshard.cli import output
 from reshard.cli.memory import tune_memory
 from reshard.cli.options import reading_options
 from reshard.loader import open as open_checkpoint
-from reshard.records import FILE
 from reshard.tree import format_path
-from reshard.verification import digest, record
+from reshard.verify.digest_record import FILE
+from reshard.verify.verification import digest, record
 
 
 @click.command("digest")

@@ -12,8 +12,8 @@ from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, collision_error
 from reshard.cli import output
 from reshard.errors import ShardingError, TreeMismatchError, printable
 from reshard.loader import open as open_checkpoint
-from reshard.loader.layout import step_number
-from reshard.mesh import (
+from reshard.loader.detection import step_number
+from reshard.sharding.mesh import (
     NamedSharding,
     Sharding,
     SingleDeviceSharding,

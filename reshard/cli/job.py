@@ -9,12 +9,12 @@ import click
 from reshard.checkpoint import Checkpoint
 from reshard.cli import output
 from reshard.cli.memory import tune_memory
-from reshard.cli.model import build_target, read_rules
+from reshard.cli.model_argument import build_target, read_rules
 from reshard.cli.options import AS_JSON, ITEM, MAX_MEMORY, QUIET, options
+from reshard.engine.plan import Plan
 from reshard.errors import ReshardError, ShardingError
 from reshard.loader import open as open_checkpoint
-from reshard.mesh import parse_mesh
-from reshard.planner import Plan
+from reshard.sharding.mesh import parse_mesh
 from reshard.transforms import cast, rename, select, to_mesh
 from reshard.tree import format_path
 from reshard.units import format_bytes

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import click
 
-from reshard.loader.layout import manager_steps
+from reshard.loader.detection import manager_steps
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -9,7 +9,7 @@ import click
 
 from reshard.checkpoint import Checkpoint
 from reshard.cli import output
-from reshard.cli.conversion import conversion_options, converter
+from reshard.cli.conversion_options import conversion_options, converter
 from reshard.cli.memory import tune_memory
 from reshard.cli.options import places, reading_options
 from reshard.errors import (
@@ -19,7 +19,7 @@ from reshard.errors import (
 )
 from reshard.loader import open as open_checkpoint
 from reshard.tree import format_path
-from reshard.verification import Verification, verify
+from reshard.verify.verification import Verification, verify
 
 
 @click.command("verify")

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
-from reshard.boxes import Shape
+from reshard.arrays.boxes import Shape
 from reshard.convert.outline import Leaf
 from reshard.convert.steps import Step
 from reshard.tree import Path, format_path

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from reshard.boxes import Shape
+from reshard.arrays.boxes import Shape
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

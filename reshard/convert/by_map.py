@@ -4,7 +4,7 @@ import dataclasses
 import os
 from collections.abc import Collection, Mapping, Sequence
 
-from reshard.boxes import Shape
+from reshard.arrays.boxes import Shape
 from reshard.convert.align import Alignment, align
 from reshard.convert.contradictions import ordered
 from reshard.convert.goal import Goal

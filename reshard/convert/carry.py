@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from reshard.boxes import Shape
+from reshard.arrays.boxes import Shape
+from reshard.arrays.derived import constant, form
+from reshard.arrays.operations import Crop
 from reshard.checkpoint import ArrayHandle, Leaf
 from reshard.convert.steps import Step, backwards
 from reshard.errors import TreeMismatchError
-from reshard.formed import constant, form
-from reshard.operations import Crop
-from reshard.store import checked
+from reshard.storage.array_store import checked
 from reshard.tree import Path, format_path
 
 Zeros = Mapping[Path, tuple[Shape, np.dtype]]

@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from reshard.boxes import Shape
+from reshard.arrays.boxes import Shape
+from reshard.arrays.derived import constant
+from reshard.arrays.operations import Crop
 from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, describe
 from reshard.convert.carry import Decision, an_array, on_host, recounted
 from reshard.convert.decision import decide
@@ -31,10 +33,8 @@ from reshard.convert.record import (
 )
 from reshard.convert.steps import Step, condensed
 from reshard.errors import TreeMismatchError
-from reshard.formed import constant
 from reshard.loader import open as open_checkpoint
-from reshard.mesh import SingleDeviceSharding, replicated
-from reshard.operations import Crop
+from reshard.sharding.mesh import SingleDeviceSharding, replicated
 from reshard.transforms import select
 from reshard.tree import Path, check_lists, format_path
 from reshard.units import format_bytes, parse_bytes

@@ -12,16 +12,16 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from reshard.boxes import Shape
+from reshard.arrays.boxes import Shape
 from reshard.checkpoint import ArrayHandle, Checkpoint, describe
 from reshard.convert.align import Alignment, align
 from reshard.convert.answers import listed, rule_hint
 from reshard.convert.by_map import by_map
 from reshard.convert.carry import Decision, route
 from reshard.convert.contradictions import ordered
-from reshard.convert.differences import differences
 from reshard.convert.goal import Goal
 from reshard.convert.layout import Layout
+from reshard.convert.mismatches import differences
 from reshard.convert.optimizer import (
     Leaves,
     followers,
@@ -43,7 +43,7 @@ from reshard.convert.places import Places
 from reshard.convert.saved import COLLECTIONS
 from reshard.convert.steps import Step, backwards, carried_out, origins
 from reshard.errors import TreeMismatchError
-from reshard.matching import Wanted
+from reshard.restore.matching import Wanted
 from reshard.tree import (
     Path,
     format_path,

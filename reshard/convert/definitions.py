@@ -16,7 +16,7 @@ from typing import Any
 
 from reshard.convert.outline import OWN, Leaf, Module, natural, outline_below, path_outline
 from reshard.errors import TreeMismatchError
-from reshard.states import StateLeaf, key_path, take_apart
+from reshard.restore.pytrees import StateLeaf, key_path, take_apart
 from reshard.tree import Path, format_path
 
 # Class -> the names of attributes as constructors left them, in every order that was seen; `()` is

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from reshard.boxes import Shape
+from reshard.arrays.boxes import Shape
 from reshard.convert.definitions import definition_orders, linen_classes, nnx_outline
 from reshard.convert.layout import Layout, detect
 from reshard.convert.outline import Module, linen_outline
 from reshard.errors import TreeMismatchError
-from reshard.matching import Wanted
-from reshard.states import StateLeaf, saved_form, wanted_leaf
-from reshard.targets import state_of
+from reshard.restore.matching import Wanted
+from reshard.restore.pytrees import StateLeaf, saved_form, wanted_leaf
+from reshard.restore.target import state_of
 from reshard.tree import Path, format_path
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import MemoryLimitError, TreeMismatchError
-from reshard.states import saved_form
-from reshard.targets import maker
+from reshard.restore.pytrees import saved_form
+from reshard.restore.target import maker
 from reshard.tree import Path, format_path
 from reshard.units import format_bytes
 

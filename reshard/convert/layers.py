@@ -25,9 +25,9 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from reshard.boxes import Shape
+from reshard.arrays.boxes import Shape
+from reshard.arrays.operations import Concat
 from reshard.convert.outline import OWN, Leaf, Module, unlifted
-from reshard.operations import Concat
 from reshard.tree import Path
 
 _LSTM = ("LSTMCell", "OptimizedLSTMCell")

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from reshard.boxes import Shape
+from reshard.arrays.boxes import Shape
 from reshard.convert.kinds import KINDS
 from reshard.convert.levels import Boxes, in_variables
 from reshard.convert.marks import Marks, add_training_marks, is_stream, model_marks

@@ -42,10 +42,10 @@ import tomllib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
+from reshard.arrays.operations import MOST_AXES, Crop, Pad, Transpose
 from reshard.convert.maprules import Divided, Gathered, Map, Nest, Reshaped, Rule
 from reshard.convert.patterns import Pattern, Replacement, parse_pattern, parse_replacement
 from reshard.errors import TreeMismatchError
-from reshard.operations import MOST_AXES, Crop, Pad, Transpose
 from reshard.tree import split_path
 
 _EXAMPLE = "\n      ".join(["[[rule]]", r"from = '^params/layer_(\d+)/'", r"to = 'layers/\1/'"])

@@ -8,13 +8,13 @@ rules only rename goes to its last path in one step.
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from reshard.boxes import Shape
+from reshard.arrays.boxes import Shape
+from reshard.arrays.operations import Operation
 from reshard.convert.maprules import Divided, Gathered, Map, Reshaped, Rule
 from reshard.convert.ordering import Change, Value, in_order
 from reshard.convert.patterns import Pattern, Replacement
 from reshard.convert.steps import Step
 from reshard.errors import TreeMismatchError
-from reshard.operations import Operation
 from reshard.tree import Path, compile_glob, format_path, glob_text, nearest, split_path
 
 # Looking for the nearest leaf takes longer than all else: it is done for so many rules.

@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from reshard.boxes import Shape
+from reshard.arrays.boxes import Shape
+from reshard.arrays.operations import Concat, Crop, Pad, Reshape, Split, Stack, Transpose, Unstack
 from reshard.convert.patterns import (
     Pattern,
     Replacement,
@@ -15,7 +16,6 @@ from reshard.convert.patterns import (
     whole_path,
 )
 from reshard.errors import TreeMismatchError
-from reshard.operations import Concat, Crop, Pad, Reshape, Split, Stack, Transpose, Unstack
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

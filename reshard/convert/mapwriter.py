@@ -4,11 +4,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from reshard.boxes import Shape
-from reshard.convert.patterns import literal_replacement, whole_path
-from reshard.convert.steps import Step
-from reshard.errors import TreeMismatchError
-from reshard.operations import (
+from reshard.arrays.boxes import Shape
+from reshard.arrays.operations import (
     Concat,
     Constant,
     Crop,
@@ -20,6 +17,9 @@ from reshard.operations import (
     Transpose,
     Unstack,
 )
+from reshard.convert.patterns import literal_replacement, whole_path
+from reshard.convert.steps import Step
+from reshard.errors import TreeMismatchError
 from reshard.tree import Path, format_path
 
 _HEADER = """\

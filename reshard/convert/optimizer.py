@@ -1,6 +1,6 @@
 """Optimizer state goes where its parameters go: the steps for every subtree that mirrors them.
 
-No name that an optimizer gives to its state is looked for (see `reshard.moments`). Operations that
+No name that an optimizer gives to its state is looked for (see `reshard.sharding.optimizer_state`). Operations that
 move elements are linear, so they hold for moments as they do for parameters. Where a moment has
 another shape than its parameter, they are adapted to the axes that it has, or refused.
 """
@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reshard.boxes import Shape
+from reshard.arrays.boxes import Shape
 from reshard.checkpoint import array_text
 from reshard.convert.parts import adapted, second_size
 from reshard.convert.steps import Step
 from reshard.errors import TreeMismatchError
-from reshard.moments import Parameters
+from reshard.sharding.optimizer_state import Parameters
 from reshard.tree import Path, format_path
 
 

@@ -4,8 +4,8 @@ import dataclasses
 import heapq
 from collections.abc import Iterable, Sequence
 
+from reshard.arrays.operations import Operation
 from reshard.convert.steps import Step
-from reshard.operations import Operation
 from reshard.tree import Path
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from reshard.boxes import Shape
+from reshard.arrays.boxes import Shape
 from reshard.tree import Path
 
 # A name that Linen gives: a class and a counter. Classes begin with a capital: `layers_0` is the
@@ -33,7 +33,7 @@ class Leaf:
 
     Attributes:
       path: its path relative to the model, all text: of several the primary one, as
-        `reshard.states.take_apart` has it. In Linen the collection comes first.
+        `reshard.restore.pytrees.take_apart` has it. In Linen the collection comes first.
       shape: its shape.
       dtype: its dtype.
       kind: its collection in Linen; the class of its variable in NNX, `""` for an array without a

@@ -4,13 +4,13 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from reshard.arrays.operations import Concat, Transpose
 from reshard.convert import layers
 from reshard.convert.answers import Abstention, Mismatch, difference
 from reshard.convert.axes import NO_MOVE, Move, Placed, moves
 from reshard.convert.layers import Match
 from reshard.convert.outline import Leaf, Module
 from reshard.convert.steps import Step
-from reshard.operations import Concat, Transpose
 from reshard.tree import Path
 
 

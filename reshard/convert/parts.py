@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from reshard.boxes import Shape
-from reshard.mesh import Spec
-from reshard.moments import matching_part
-from reshard.operations import Operation, Pad, Stack, Transpose, Unstack
+from reshard.arrays.boxes import Shape
+from reshard.arrays.operations import Operation, Pad, Stack, Transpose, Unstack
+from reshard.sharding.mesh import Spec
+from reshard.sharding.optimizer_state import matching_part
 from reshard.tree import Path
 
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from reshard.convert.goal import Goal
 from reshard.convert.layout import Layout
-from reshard.matching import Wanted
+from reshard.restore.matching import Wanted
 from reshard.tree import Path
 
 # Where a module and its optimizer are put that a Linen train state has as one.

@@ -17,7 +17,17 @@ import ml_dtypes
 import numpy as np
 import tensorstore as ts
 
-from reshard.boxes import Shape
+from reshard.arrays.boxes import Shape
+from reshard.arrays.operations import (
+    MOST_AXES,
+    Concat,
+    Pad,
+    Reshape,
+    Split,
+    Stack,
+    Transpose,
+    Unstack,
+)
 from reshard.checkpoint import (
     EMPTY_LEAVES,
     ArrayHandle,
@@ -30,17 +40,7 @@ from reshard.convert.carry import Route, Zeros, on_host, recounted
 from reshard.convert.kinds import KINDS
 from reshard.convert.steps import Step
 from reshard.errors import CorruptCheckpointError, ReshardError, TreeMismatchError
-from reshard.loader.documents import parse_json
-from reshard.operations import (
-    MOST_AXES,
-    Concat,
-    Pad,
-    Reshape,
-    Split,
-    Stack,
-    Transpose,
-    Unstack,
-)
+from reshard.loader.json_documents import parse_json
 from reshard.tree import Path, format_path
 
 KEY = "reshard.linen"

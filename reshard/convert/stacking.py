@@ -4,13 +4,13 @@ import collections
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from reshard.arrays.operations import Stack, Unstack
 from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, stored_name
 from reshard.convert.carry import route
 from reshard.convert.optimizer import OptimizerSteps, follows_note, optimizer_steps
 from reshard.convert.steps import Step, carried_out
 from reshard.errors import ShardingError, TreeMismatchError
-from reshard.mesh import NamedSharding, spec_problems
-from reshard.operations import Stack, Unstack
+from reshard.sharding.mesh import NamedSharding, spec_problems
 from reshard.tree import Key, Path, check_lists, format_path, nearest, split_path
 
 _HINT = "`params/layer_{}` stands for params/layer_0, params/layer_1 and so on; `*` for any key"

@@ -11,9 +11,9 @@ levels named `value` that Orbax writes for boxes and variables are not part of t
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from reshard.boxes import Shape
+from reshard.arrays.boxes import Shape
+from reshard.arrays.operations import Operation
 from reshard.errors import TreeMismatchError
-from reshard.operations import Operation
 from reshard.tree import Path, format_path
 
 

@@ -4,7 +4,7 @@ import os
 
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CorruptCheckpointError, ReshardError
-from reshard.loader import layout, orbax
+from reshard.loader import detection, orbax
 
 
 def open(
@@ -25,8 +25,8 @@ def open(
       CorruptCheckpointError: its parts contradict each other.
     """
     try:
-        location = layout.locate(path, step, item)
-        layout.check_inside(location)
+        location = detection.locate(path, step, item)
+        detection.check_inside(location)
         return orbax.read(location)
     except ReshardError:
         raise

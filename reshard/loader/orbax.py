@@ -23,10 +23,10 @@ from reshard.checkpoint import (
     stored_name,
 )
 from reshard.errors import CheckpointFormatError, CorruptCheckpointError
-from reshard.loader.arrays import parse_sharding, parse_zarr
-from reshard.loader.documents import parse_json, read_json
-from reshard.loader.layout import TREE_FILE, Location
-from reshard.store import ArrayStore, StoredValue, name_problem, not_a_file
+from reshard.loader.array_metadata import parse_sharding, parse_zarr
+from reshard.loader.detection import TREE_FILE, Location
+from reshard.loader.json_documents import parse_json, read_json
+from reshard.storage.array_store import ArrayStore, StoredValue, name_problem, not_a_file
 from reshard.tree import Path, format_path
 from reshard.units import format_bytes
 

@@ -13,18 +13,17 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from reshard import durable
+from reshard.arrays.digests import digest_of
+from reshard.arrays.operations import Constant
 from reshard.checkpoint import ArrayHandle
-from reshard.digests import digest_of
 from reshard.errors import CheckpointFormatError, DestinationError, ReshardError
-from reshard.operations import Constant
-from reshard.records import PROGRESS_FILE
-from reshard.store import read_small
+from reshard.storage import durable, posix
+from reshard.storage.array_store import read_small
 from reshard.units import format_bytes
-from reshard.writer import local
+from reshard.verify.digest_record import PROGRESS_FILE
+from reshard.writer.item_progress import CopiedFile, ItemProgress
 from reshard.writer.prepare import Job
-from reshard.writer.progress import CopiedFile, ItemProgress
-from reshard.writer.surroundings import changed_paths
+from reshard.writer.siblings import changed_paths
 
 # What makes a job the same job, as JSON.
 Fingerprint = Mapping[str, Any]
@@ -114,7 +113,7 @@ class Journal:
         }
         text = json.dumps(document)
         whole = f'{{"sha256": "{_hash(text)}", "job": {text}}}'
-        local.sync(self._directory)
+        posix.sync(self._directory)
         durable.replace(self._file, whole.encode(), self._file.with_name(f"{PROGRESS_FILE}.new"))
         end = time.monotonic()
         self._next = end + max(_SYNC_SECONDS, (end - begin) / _SYNC_SHARE)
@@ -155,7 +154,7 @@ def is_unfinished(temporary: pathlib.Path, fingerprint: Fingerprint) -> bool:
     document = _read(temporary / PROGRESS_FILE)
     if document is not None:
         try:
-            local.tree_bytes(temporary)
+            posix.tree_bytes(temporary)
         except CheckpointFormatError as error:  # nothing is written through a link
             raise DestinationError(error.summary, hints=[ANEW]) from error
     if document is not None and document["fingerprint"] != fingerprint:

@@ -12,7 +12,14 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from reshard import zarr
+from reshard.arrays import zarr
+from reshard.arrays.derived import (
+    amplification,
+    family,
+    largest_stored,
+    stored_share,
+    stored_values,
+)
 from reshard.checkpoint import (
     ArrayHandle,
     Checkpoint,
@@ -20,6 +27,8 @@ from reshard.checkpoint import (
     name_clashes,
     stored_name,
 )
+from reshard.engine.batches import batches, cores, peak_memory, shared_passes
+from reshard.engine.plan import ArrayLayout, ArrayPlan, Plan, plan_array, too_large
 from reshard.errors import (
     CorruptCheckpointError,
     DestinationExistsError,
@@ -28,23 +37,14 @@ from reshard.errors import (
     ShardingError,
     TreeMismatchError,
 )
-from reshard.formed import (
-    amplification,
-    family,
-    largest_stored,
-    stored_share,
-    stored_values,
-)
-from reshard.loader.layout import step_number, why_not_replaceable
-from reshard.mesh import NamedSharding, shard_shape, spec_problems
-from reshard.planner import ArrayLayout, ArrayPlan, Plan, plan_array, too_large
-from reshard.schedule import batches, cores, peak_memory, shared_passes
-from reshard.store import StoredValue, name_problem
+from reshard.loader.detection import step_number, why_not_replaceable
+from reshard.sharding.mesh import NamedSharding, shard_shape, spec_problems
+from reshard.storage import posix
+from reshard.storage.array_store import StoredValue, name_problem
 from reshard.tree import Path, format_path
 from reshard.units import parse_bytes
-from reshard.writer import local
-from reshard.writer.estimate import encoded_ratio
-from reshard.writer.surroundings import siblings
+from reshard.writer.codec_sample import encoded_ratio
+from reshard.writer.siblings import siblings
 
 # A data file is shared with the source if at least this part of it stays in use.
 _WORTH_LINKING = 0.5
@@ -108,7 +108,7 @@ def prepare(
     replaced = False
     if target is not None:
         try:
-            local.check_destination(target, root, overwrite)
+            posix.check_destination(target, root, overwrite)
             replaced = _check_replaced(target, checkpoints)
         except ReshardError as error:
             found.append(error)
@@ -119,7 +119,7 @@ def prepare(
         total = dataclasses.replace(total, notes=(*total.notes, note))
     if target is not None:
         try:
-            local.check_room(target, int(total.bytes_written * _ESTIMATE_ERROR))
+            posix.check_room(target, int(total.bytes_written * _ESTIMATE_ERROR))
         except ReshardError as error:
             found.append(error)
     return jobs, total, _one_memory_error(found)
@@ -215,7 +215,7 @@ def _prepare_item(
     store = ckpt.source.store
     can_link = link and store.ocdbt
     if can_link and target is not None:
-        can_link = local.same_filesystem(store.directory, target)
+        can_link = posix.same_filesystem(store.directory, target)
     files = _files_to_link(handles, plans) if can_link else None
     for i, (handle, plan) in enumerate(zip(handles, plans, strict=True)):
         if not plan.moved:

@@ -5,15 +5,15 @@ import math
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 
-from reshard import verification
 from reshard.checkpoint import ArrayHandle, Checkpoint, stored_name
+from reshard.engine.read import check_fits, nbytes
 from reshard.errors import CorruptCheckpointError, MemoryLimitError
 from reshard.loader import orbax
-from reshard.loader.layout import Location
-from reshard.reading import check_fits, nbytes
+from reshard.loader.detection import Location
 from reshard.tree import Path
+from reshard.verify import verification
+from reshard.writer.item_progress import ItemProgress
 from reshard.writer.prepare import Job
-from reshard.writer.progress import ItemProgress
 from reshard.writer.recording import ReadAgain, verify_hints
 
 

@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from reshard.arrays.digests import Digest
 from reshard.checkpoint import ArrayHandle, stored_name
-from reshard.digests import Digest
+from reshard.engine.read import read_digests
 from reshard.errors import CorruptCheckpointError
-from reshard.reading import read_digests
-from reshard.records import FILE, ArrayRecord, Record, forget_hint, read_record
 from reshard.tree import Path, format_path, shell_quoted
-from reshard.verification import (
+from reshard.verify.digest_record import FILE, ArrayRecord, Record, forget_hint, read_record
+from reshard.verify.verification import (
     arrays_of_other_kinds,
     changed_file,
     changed_files,
@@ -20,7 +20,7 @@ from reshard.verification import (
     stored_record,
 )
 from reshard.writer.prepare import Job
-from reshard.writer.surroundings import is_sibling
+from reshard.writer.siblings import is_sibling
 
 Known = Mapping[str, ArrayRecord]
 

@@ -1,7 +1,7 @@
 """Array bytes from the source to the destination, batch by batch, in bounded memory.
 
 While batches are written (encoded, and committed in one transaction each), the next one is read.
-That keeps the cores busy with a few batches in memory, sized for that by `reshard.schedule`. One
+That keeps the cores busy with a few batches in memory, sized for that by `reshard.engine.batches`. One
 commit for many chunks matters for OCDBT: each commit writes the B-tree again.
 """
 
@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorstore as ts
 
-from reshard import zarr
-from reshard.boxes import shape_of
+from reshard.arrays import zarr
+from reshard.arrays.boxes import shape_of
+from reshard.arrays.digests import Digest
 from reshard.checkpoint import ArrayHandle
-from reshard.digests import Digest
+from reshard.engine.batches import WINDOW, Batch, room
+from reshard.engine.plan import ArrayPlan, Box, grid_boxes
 from reshard.errors import CorruptCheckpointError, DestinationError
-from reshard.planner import ArrayPlan, Box, grid_boxes
-from reshard.schedule import WINDOW, Batch, room
-from reshard.store import checked, first_line
+from reshard.storage.array_store import checked, first_line
 from reshard.tree import Path, format_path
-from reshard.writer.progress import ItemProgress
+from reshard.writer.item_progress import ItemProgress
 
 Progress = Callable[[int], None]
 Done = Callable[[], None]
@@ -111,7 +111,7 @@ def stream_boxes(
     """Reads, casts and writes all boxes, and takes the digests of what is written.
 
     Args:
-      batches: what to do, from `reshard.schedule.batches`.
+      batches: what to do, from `reshard.engine.batches.batches`.
       sources: the arrays to read, by path.
       target: where to write. The arrays' metadata are written with their first box.
       names: the arrays' names in the target.

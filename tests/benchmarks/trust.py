@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import reshard
+from reshard.arrays.digests import Digest
 from reshard.cli.memory import tune_memory
-from reshard.digests import Digest
 
 
 def _count(self: Digest, box: Any, values: Any) -> None:

@@ -1,0 +1,1 @@
+"""One array: boxes, dtypes, zarr metadata, operations, its handle, its digest."""

@@ -1,0 +1,310 @@
+"""Arrays formed of stored ones: what is known of them before anything is read.
+
+A formed array is read through TensorStore views of what it is made of. Where several are parts of
+one (layers of a scanned block, halves of a fused projection), a stored chunk may hold something of
+each; such arrays are read together, so that it is decoded once.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from reshard.arrays import zarr
+from reshard.arrays.boxes import Shape
+from reshard.arrays.operations import Constant, Crop, Operation, Pad, Split, Unstack
+from reshard.checkpoint import ArrayHandle, Formed, collision_error, describe, is_floating
+from reshard.errors import TreeMismatchError
+from reshard.sharding.mesh import NamedSharding, Sharding, fitting_spec, replicated
+from reshard.storage.array_store import StoredValue
+from reshard.tree import Path, format_path
+
+
+def form(
+    operation: Operation, inputs: Sequence[ArrayHandle], outputs: Sequence[Path]
+) -> list[ArrayHandle]:
+    """The arrays that an operation makes of others.
+
+    Args:
+      operation: the operation.
+      inputs: what it takes, at least one.
+      outputs: paths of what it makes.
+
+    Raises:
+      TreeMismatchError: the operation does not apply to them, they are of different kinds, or what
+        it makes cannot be stored.
+      CorruptCheckpointError: another leaf is stored under the name of an input.
+    """
+    first = inputs[0]
+    shapes = [handle.shape for handle in inputs]
+    made = operation.shapes(shapes)
+    collided = [handle for handle in inputs if handle.same_name is not None]
+    if collided:
+        raise collision_error(collided)
+    for what in ("dtype", "stored_dtype", "value_type", "key_impl"):
+        if len({getattr(handle, what) for handle in inputs}) > 1:
+            raise TreeMismatchError(
+                "arrays of different kinds cannot become one",
+                [
+                    f"{format_path(h.path)}  {describe(h)} {h.value_type}"
+                    + (f", stored as {h.stored_dtype.name}" if h.dtype != h.stored_dtype else "")
+                    for h in inputs
+                ],
+            )
+    if first.key_impl is not None:
+        raise TreeMismatchError(f"{format_path(first.path)}: PRNG keys are only moved as they are")
+    empty = [
+        f"{format_path(path)}  {first.dtype.name}{list(shape)}"
+        for path, shape in zip(outputs, made, strict=True)
+        if 0 in shape
+    ]
+    if empty:
+        raise TreeMismatchError("Orbax stores no arrays without elements", empty)
+    if isinstance(operation, Pad) and not _has_value(first.stored_dtype, operation.fill):
+        raise TreeMismatchError(
+            f"{format_path(first.path)}: {first.stored_dtype.name} has no value {operation.fill}"
+        )
+    formed = Formed(operation, tuple(inputs))
+    chunks = operation.chunks([handle.chunk_shape for handle in inputs], shapes)
+    for path, shape, chunk in zip(outputs, made, chunks, strict=True):
+        try:
+            zarr.check_size(shape, chunk, first.dtype.itemsize)
+        except ValueError as error:
+            raise TreeMismatchError(f"{format_path(path)}: {error}") from error
+    now = _shardings(operation, [handle.sharding for handle in inputs], shapes, made)
+    saved = _shardings(operation, [handle.saved_sharding for handle in inputs], shapes, made)
+    return [
+        dataclasses.replace(
+            first,
+            path=path,
+            shape=shape,
+            chunk_shape=chunks[part],
+            sharding=now[part],
+            saved_sharding=saved[part],
+            value_type="np.ndarray" if first.value_type == "scalar" and shape else first.value_type,
+            metadata=zarr.dump(zarr.with_shape(json.loads(first.metadata), shape, chunks[part])),
+            formed=formed,
+            part=part,
+        )
+        for part, (path, shape) in enumerate(zip(outputs, made, strict=True))
+    ]
+
+
+def constant(
+    path: Path, values: np.ndarray, like: ArrayHandle, key_impl: str | None = None
+) -> ArrayHandle:
+    """An array of values that are in memory, to be stored as another one is.
+
+    Args:
+      path: its path.
+      values: its values.
+      like: an array from which it takes its store, its codec, and its mesh, on which it is
+        replicated.
+      key_impl: the PRNG implementation, if the values are the data of typed PRNG keys.
+    """
+    chunk = tuple(max(size, 1) for size in values.shape)
+    document = zarr.with_shape(json.loads(like.metadata), values.shape, chunk)
+    sharding = replicated(like.sharding)
+    return dataclasses.replace(
+        like,
+        path=path,
+        shape=values.shape,
+        sharding=sharding,
+        saved_sharding=sharding,
+        dtype=values.dtype,
+        stored_dtype=values.dtype,
+        chunk_shape=chunk,
+        metadata=zarr.dump(zarr.with_dtype(document, values.dtype)),
+        value_type="jax.Array",
+        key_impl=key_impl,
+        same_name=None,
+        formed=Formed(Constant(values), ()),
+        part=0,
+    )
+
+
+def _has_value(dtype: np.dtype, value: float) -> bool:
+    """Whether a dtype has a value, rounded if it is a float: but neither infinite nor NaN."""
+    with np.errstate(all="ignore"):
+        held = float(np.real(np.asarray(value, np.float64).astype(dtype)))
+    if is_floating(dtype) or dtype.kind == "c":
+        return math.isinf(held) == math.isinf(value) and math.isnan(held) == math.isnan(value)
+    return held == value
+
+
+def _shardings(
+    operation: Operation,
+    inputs: Sequence[Sharding | None],
+    shapes: Sequence[Shape],
+    made: Sequence[Shape],
+) -> list[Sharding | None]:
+    """Shardings of what an operation makes: on the mesh of its inputs, if they share one."""
+    named = [sharding for sharding in inputs if isinstance(sharding, NamedSharding)]
+    if len(named) < len(inputs) or len({sharding.mesh for sharding in named}) > 1:
+        return [inputs[0]] * len(made) if len(set(inputs)) == 1 else [None] * len(made)
+    mesh = named[0].mesh
+    specs = operation.specs([sharding.spec for sharding in named], shapes)
+    return [
+        NamedSharding(mesh, fitting_spec(shape, mesh, spec))
+        for shape, spec in zip(made, specs, strict=True)
+    ]
+
+
+class Family(NamedTuple):
+    """Arrays that share stored chunks box by box.
+
+    Attributes:
+      key: the same for all of them.
+      count: how many there are.
+      decoded: elements that are decoded for all of them, for each element of one.
+    """
+
+    key: Hashable
+    count: int
+    decoded: float
+
+
+def family(handle: ArrayHandle) -> Family | None:
+    """The arrays that are to be read together with this one; None where it shares no chunk."""
+    levels: list[Hashable] = []
+    together, apart = 1, 1.0
+    while handle.formed is not None and len(handle.formed.inputs) == 1:
+        operation, source = handle.formed.operation, handle.formed.inputs[0]
+        group: Hashable = handle.part
+        if isinstance(operation, Unstack):
+            chunk = source.chunk_shape[operation.axis]
+            group = handle.part // chunk
+            together *= min(chunk, operation.count - group * chunk)
+        elif isinstance(operation, Split) and _shares(operation, source):
+            group = None
+            together *= len(operation.sizes)
+        else:
+            apart *= _touched(handle)
+        levels.append((operation, group))
+        handle = source
+    if together == 1:
+        return None
+    root = id(handle.formed) if handle.formed is not None else (id(handle.store), handle.name)
+    return Family((root, *levels), together, together * apart * amplification(handle))
+
+
+def _shares(operation: Split, source: ArrayHandle) -> bool:
+    """Whether stored chunks hold something of several parts, which are alike."""
+    chunk = source.chunk_shape[operation.axis]
+    return len(set(operation.sizes)) == 1 and operation.sizes[0] % chunk != 0
+
+
+def amplification(handle: ArrayHandle) -> float:
+    """Elements that are decoded for each element of an array that is read on its own, at most: more
+    than 1 where stored chunks hold something of other parts too."""
+    if handle.formed is None or not handle.formed.inputs:
+        return 1.0
+    return max(map(amplification, handle.formed.inputs)) * _touched(handle)
+
+
+def largest_stored(handle: ArrayHandle) -> int:
+    """Stored bytes that one box of an array's grid is decoded from, at most: where that is several
+    chunks, taken to be as many as their decoded bytes."""
+    largest = max(handle.stored_sizes(), default=0)
+    if handle.formed is None:
+        return largest
+    elements = math.ceil(math.prod(handle.chunk_shape) * amplification(handle))
+    return max(largest, elements * handle.stored_dtype.itemsize)
+
+
+def _touched(handle: ArrayHandle) -> float:
+    """Elements in the boxes of its input's grid that an array touches, for each of its own."""
+    if handle.formed is None:
+        return 1.0
+    times, source = 1.0, handle.formed.inputs[0]
+    for axis, start, stop in _taken(handle.formed, handle.part):
+        size, chunk = source.shape[axis], source.chunk_shape[axis]
+        touched = min(math.ceil(stop / chunk) * chunk, size) - start // chunk * chunk
+        times = times * touched / (stop - start)
+    return times
+
+
+def _taken(formed: Formed, part: int) -> list[tuple[int, int, int]]:
+    """Of which axes of its input an output takes only a stretch: axis, start, stop."""
+    operation = formed.operation
+    if isinstance(operation, Crop):
+        pairs = zip(formed.inputs[0].shape, operation.widths, strict=True)
+        return [(axis, a, size - b) for axis, (size, (a, b)) in enumerate(pairs)]
+    if isinstance(operation, Unstack):
+        return [(operation.axis, part, part + 1)]
+    if isinstance(operation, Split):
+        start = sum(operation.sizes[:part])
+        return [(operation.axis, start, start + operation.sizes[part])]
+    return []
+
+
+def stored_share(handle: ArrayHandle) -> int:
+    """Stored bytes that belong to an array: of what it shares with others, by its elements."""
+    if handle.formed is None:
+        return sum(handle.stored_sizes())
+    own = handle.formed.sizes[handle.part]
+    whole = sum(map(stored_share, handle.formed.inputs))
+    of = sum(handle.formed.sizes)
+    if isinstance(handle.formed.operation, Crop):
+        of = math.prod(handle.formed.inputs[0].shape)
+    return whole * own // of if of else 0
+
+
+class StoredChunk(NamedTuple):
+    """A stored value that an array consists of.
+
+    Attributes:
+      name: the name of the stored array that it belongs to.
+      key: its key below that name.
+      new_key: its key below the name of the array that consists of it.
+      value: where it is.
+    """
+
+    name: str
+    key: str
+    new_key: str
+    value: StoredValue
+
+
+def stored_values(handle: ArrayHandle) -> list[StoredValue] | None:
+    """The values of `stored_chunks`."""
+    if handle.is_stored:
+        return list(handle.store.values[handle.name].values())
+    chunks = stored_chunks(handle)
+    return None if chunks is None else [chunk.value for chunk in chunks]
+
+
+def stored_chunks(handle: ArrayHandle) -> list[StoredChunk] | None:
+    """The stored values that an array consists of as they are: chunks, and for arrays that are
+    stored as they are also their metadata. None where it has to be decoded to be formed."""
+    if handle.dtype != handle.stored_dtype:
+        return None
+    if handle.formed is None:
+        values = handle.store.values[handle.name]
+        return [StoredChunk(handle.name, key, key, value) for key, value in values.items()]
+    kinds = {
+        (zarr.encoding(json.loads(root.metadata)), math.prod(root.chunk_shape))
+        for root in _roots(handle)
+    }
+    own = math.prod(handle.chunk_shape)
+    if len(kinds) != 1 or None in dict(kinds) or own not in {size for _, size in kinds}:
+        return None
+    placed = handle.placed_chunks()
+    if placed is None:
+        return None
+    document = json.loads(handle.metadata)
+    return [
+        StoredChunk(root.name, key, zarr.chunk_key(document, index), value)
+        for root, key, value, index in placed
+    ]
+
+
+def _roots(handle: ArrayHandle) -> Iterator[ArrayHandle]:
+    if handle.formed is None:
+        yield handle
+        return
+    for source in handle.formed.inputs:
+        yield from _roots(source)

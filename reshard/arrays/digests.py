@@ -1,0 +1,171 @@
+"""Digests of array values: the same on any mesh, chunk grid, codec and storage format.
+
+An array's last axis is read as 64-bit words, the last one of a row filled up with zeros; the other
+axes, flattened, number the rows. The digest is made of two sums over all words X, modulo 2^64:
+
+    sum of row_weight[row] * word_weight[word] * X,    and the same of X >> 32
+
+The weights are odd and come from splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
+number generators", 2014). Sums can be made box by box, in any order and by several processes: bits
+of one word that are in two boxes add up without a carry.
+
+What it finds: any change of one bit, since an odd number times a power of two below 2^64 is not 0
+modulo 2^64; and, up to an accident of about 2^-64, any other change of values, rows, columns or
+blocks that trade places, and arrays of equal shape that do. The second sum is there for pairs of
+top bits, whose first sum is 2^64. What it does not promise: anything against somebody who makes up
+values to fit a digest. It is no cryptographic hash.
+"""
+
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from reshard.arrays.boxes import Box, Shape
+
+_WORD = np.dtype("<u8")
+_ROWS, _WORDS = np.uint64(0x243F6A8885A308D3), np.uint64(0x13198A2E03707344)  # digits of pi
+# Words that are summed at a time: they and their upper halves stay in a processor's cache, and
+# numpy's calls take little of the time.
+_SLAB_WORDS = 1 << 16
+
+
+class Digest:
+    """The digest of an array, while its values come in.
+
+    Args:
+      shape: the array's shape.
+      dtype: its dtype.
+
+    Attributes:
+      elements: how many have been added.
+    """
+
+    def __init__(self, shape: Shape, dtype: np.dtype):
+        self._shape = tuple(shape)
+        self._dtype = np.dtype(dtype)
+        self._axes = self._shape or (1,)
+        self._sums: tuple[int, int] = (0, 0)
+        self.elements = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether as many elements have been added as there are."""
+        return self.elements == math.prod(self._shape)
+
+    def add(self, box: Box, values: np.ndarray) -> None:
+        """Adds the values of one box, which must be the only one that has them."""
+        assert values.dtype == self._dtype, (values.dtype, self._dtype)
+        self.elements += values.size
+        if not values.size:
+            return
+        *rows, (first, last) = [(part.start, part.stop) for part in box] or [(0, 1)]
+        data = np.ascontiguousarray(values.reshape(-1, last - first)).view(np.uint8)
+        low, high = self._sums
+        for top in range(0, len(data), _SLAB_WORDS):
+            part = data[top : top + _SLAB_WORDS]
+            numbers = _row_numbers(rows, self._axes[:-1], top, top + len(part))
+            more = _sums(part, first * self._dtype.itemsize, _weights(numbers, _ROWS))
+            low, high = low + more[0], high + more[1]
+        self._sums = low % 2**64, high % 2**64
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """What has been added so far, to go on from later."""
+        return (*self._sums, self.elements)
+
+    def go_on(self, state: Sequence[int]) -> None:
+        """Starts from an earlier state of the same array's digest."""
+        low, high, self.elements = state
+        self._sums = low, high
+
+    def text(self) -> str:
+        """32 hexadecimal digits, of shape, dtype and all values."""
+        assert self.complete, (self.elements, self._shape)
+        known = json.dumps([self._dtype.name, list(self._shape), *self._sums])
+        return hashlib.blake2b(known.encode(), digest_size=16).hexdigest()
+
+
+def digest_of(values: np.ndarray) -> str:
+    """The digest of an array in memory."""
+    found = Digest(values.shape, values.dtype)
+    found.add(tuple(slice(0, size) for size in values.shape), values)
+    return found.text()
+
+
+def _row_numbers(
+    rows: Sequence[tuple[int, int]], shape: Sequence[int], start: int, stop: int
+) -> np.ndarray:
+    """The numbers in the whole array of some of a box's rows, in order."""
+    left = np.arange(start, stop, dtype=np.uint64)
+    numbers = np.zeros_like(left)
+    stride = 1
+    for axis in reversed(range(len(shape))):
+        first, last = rows[axis]
+        own, extent = left, np.uint64(last - first)
+        if axis:
+            left = own // extent
+            own = own - left * extent
+        numbers += (own + np.uint64(first)) * np.uint64(stride)
+        stride *= shape[axis]
+    return numbers
+
+
+def _sums(data: np.ndarray, first: int, row_weights: np.ndarray) -> tuple[int, int]:
+    """The two sums of some rows of bytes, a slab at a time.
+
+    Args:
+      data: the bytes.
+      first: the place of the first byte of each in its row of the whole array.
+      row_weights: the weights of the rows.
+    """
+    low = high = 0
+    size = _WORD.itemsize
+    start, stop = first // size, -(-(first + data.shape[1]) // size)
+    width = min(stop - start, _SLAB_WORDS)
+    height = max(_SLAB_WORDS // width, 1)
+    upper = np.empty((height, width), np.uint64)
+    for top in range(0, len(data), height):
+        rows = row_weights[top : top + height]
+        for left in range(start, stop, width):
+            right = min(left + width, stop)
+            slab = _words(data[top : top + height], left * size - first, right * size - first)
+            columns = _word_weights(left, right)
+            shifted = upper[: slab.shape[0], : slab.shape[1]]
+            np.right_shift(slab, np.uint64(32), out=shifted)
+            low += _weighted(slab, columns, rows)
+            high += _weighted(shifted, columns, rows)
+    return low, high
+
+
+def _words(data: np.ndarray, start: int, stop: int) -> np.ndarray:
+    """The words of rows from one byte to another, with zeros where the rows have none."""
+    if start >= 0 and stop <= data.shape[1]:
+        return data[:, start:stop].view(_WORD)
+    filled = np.zeros((len(data), stop - start), np.uint8)
+    found = data[:, max(start, 0) : stop]
+    filled[:, max(-start, 0) :][:, : found.shape[1]] = found
+    return filled.view(_WORD)
+
+
+def _weighted(slab: np.ndarray, columns: np.ndarray, rows: np.ndarray) -> int:
+    """One weighted sum."""
+    return int(np.einsum("r,r->", np.einsum("rw,w->r", slab, columns), rows))
+
+
+@functools.lru_cache(maxsize=16)
+def _word_weights(start: int, stop: int) -> np.ndarray:
+    """The weights of some words of a row, which most slabs share."""
+    return _weights(np.arange(start, stop, dtype=np.uint64), _WORDS)
+
+
+def _weights(numbers: np.ndarray, seed: np.uint64) -> np.ndarray:
+    """The weights with these numbers: splitmix64's outputs, made odd."""
+    with np.errstate(over="ignore"):
+        x = seed + (numbers + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return (x ^ (x >> np.uint64(31))) | np.uint64(1)

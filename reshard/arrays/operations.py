@@ -1,0 +1,439 @@
+"""Operations on whole arrays that change no value: they move elements, join and part arrays. Each
+says what becomes of shapes, of partition specs and of chunks, has an inverse, and makes
+TensorStore views of its inputs. Nothing here reads an array.
+
+    inputs  ->  operation  ->  outputs        inverse(shapes of the inputs)
+    1           Transpose      1              Transpose
+    1           Reshape        1              Reshape
+    1           Split          n              Concat
+    n           Concat         1              Split
+    n           Stack          1              Unstack
+    1           Unstack        n              Stack
+    1           Pad            1              Crop
+    0           Constant       1              none
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+import tensorstore as ts
+
+from reshard.arrays.boxes import Shape
+from reshard.arrays.reshaping import cut, reshaped_chunk, reshaped_spec, reshaped_view
+from reshard.errors import TreeMismatchError
+from reshard.sharding.mesh import Spec
+
+# TensorStore's.
+MOST_AXES = 32
+# Sizes that no model comes near: elements of an array, and parts that it is taken apart into.
+_MOST_ELEMENTS = 1 << 46
+_MOST_PARTS = 1 << 16
+T = TypeVar("T")
+Specs = list[Spec]
+Views = list[ts.TensorStore]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Transpose:
+    """Axes in another order: axis `i` of the output is axis `axes[i]` of the input."""
+
+    axes: tuple[int, ...]
+
+    def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
+        """Shapes of the outputs; raises TreeMismatchError where the operation does not apply."""
+        (shape,) = _count(inputs, 1)
+        if sorted(self.axes) != list(range(len(shape))):
+            raise TreeMismatchError(f"axes {list(self.axes)} do not reorder {list(shape)}")
+        return [tuple(shape[axis] for axis in self.axes)]
+
+    def inverse(self, inputs: Sequence[Shape]) -> "Operation":
+        """The operation that undoes this one on inputs of these shapes."""
+        return Transpose(tuple(self.axes.index(axis) for axis in range(len(self.axes))))
+
+    def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
+        """Partition specs of the outputs, of full rank, from those of the inputs."""
+        full = _full(specs[0], inputs[0])
+        return [tuple(full[axis] for axis in self.axes)]
+
+    def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
+        """For each output the grid whose boxes cut no chunk of an input, if there is one that is
+        finer than the whole."""
+        return self.shapes(chunks)
+
+    def views(self, views: Views) -> Views:
+        """Views of the outputs."""
+        return [views[0][ts.d[self.axes].transpose[:]] if self.axes else views[0]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reshape:
+    """The same elements, in row-major order, in another shape."""
+
+    shape: Shape
+
+    def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
+        """As `Transpose.shapes`."""
+        (shape,) = _count(inputs, 1)
+        _check_size(self.shape)
+        if math.prod(shape) != math.prod(self.shape) or min(self.shape, default=0) < 0:
+            raise TreeMismatchError(f"{list(shape)} cannot be reshaped to {list(self.shape)}")
+        return [self.shape]
+
+    def inverse(self, inputs: Sequence[Shape]) -> "Operation":
+        """As `Transpose.inverse`."""
+        return Reshape(tuple(inputs[0]))
+
+    def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
+        """As `Transpose.specs`. Mesh axes stay with the first of the dimensions that are merged or
+        split; those of further ones are dropped, since no spec can say where they go."""
+        return [reshaped_spec(_full(specs[0], inputs[0]), inputs[0], self.shape)]
+
+    def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
+        """As `Transpose.chunks`."""
+        return [reshaped_chunk(chunks[0], inputs[0], self.shape)]
+
+    def views(self, views: Views) -> Views:
+        """As `Transpose.views`."""
+        return [reshaped_view(views[0], self.shape)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Split:
+    """Parts of these sizes along an axis."""
+
+    axis: int
+    sizes: tuple[int, ...]
+
+    def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
+        """As `Transpose.shapes`."""
+        (shape,) = _count(inputs, 1)
+        axis = _axis(self.axis, shape)
+        if shape[axis] != sum(self.sizes) or min(self.sizes, default=0) < 0:
+            raise TreeMismatchError(
+                f"axis {self.axis} of {list(shape)} cannot be split into {list(self.sizes)}"
+            )
+        return [_with(shape, axis, size) for size in self.sizes]
+
+    def inverse(self, inputs: Sequence[Shape]) -> "Operation":
+        """As `Transpose.inverse`."""
+        return Concat(self.axis)
+
+    def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
+        """As `Transpose.specs`."""
+        return [_full(specs[0], inputs[0])] * len(self.sizes)
+
+    def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
+        """As `Transpose.chunks`."""
+        axis = _axis(self.axis, inputs[0])
+        chunk = chunks[0][axis]
+        aligned = all(size % chunk == 0 for size in self.sizes[:-1])
+        sizes = [min(chunk, s or chunk) if aligned else max(s, 1) for s in self.sizes]
+        return [_with(chunks[0], axis, size) for size in sizes]
+
+    def views(self, views: Views) -> Views:
+        """As `Transpose.views`."""
+        view = views[0]
+        axis = _axis(self.axis, tuple(view.shape))
+        stops = list(itertools.accumulate(self.sizes))
+        return [
+            cut(view, axis, stop - size, stop) for size, stop in zip(self.sizes, stops, strict=True)
+        ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Concat:
+    """Arrays one after another along an axis."""
+
+    axis: int
+
+    def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
+        """As `Transpose.shapes`."""
+        axis = _axis(self.axis, inputs[0])
+        others = {_with(shape, axis, 0) for shape in inputs if len(shape) == len(inputs[0])}
+        if len(others) > 1 or len({len(shape) for shape in inputs}) > 1:
+            raise TreeMismatchError(f"{_texts(inputs)} cannot be joined along axis {self.axis}")
+        return [_with(inputs[0], axis, sum(shape[axis] for shape in inputs))]
+
+    def inverse(self, inputs: Sequence[Shape]) -> "Operation":
+        """As `Transpose.inverse`."""
+        axis = _axis(self.axis, inputs[0])
+        return Split(self.axis, tuple(shape[axis] for shape in inputs))
+
+    def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
+        """As `Transpose.specs`; a dimension in which the inputs differ is not partitioned."""
+        return [_agreed(specs, inputs)]
+
+    def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
+        """As `Transpose.chunks`."""
+        axis = _axis(self.axis, inputs[0])
+        together = _common_multiple(chunks, self.shapes(inputs)[0])
+        own = {chunk[axis] for chunk in chunks}
+        aligned = len(own) == 1 and all(shape[axis] % min(own) == 0 for shape in inputs[:-1])
+        whole = max(sum(shape[axis] for shape in inputs), 1)
+        return [_with(together, axis, min(own) if aligned else whole)]
+
+    def views(self, views: Views) -> Views:
+        """As `Transpose.views`."""
+        return [ts.concat(views, axis=self.axis)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stack:
+    """Arrays of one shape along a new axis, which is partitioned over the mesh axes `names`."""
+
+    axis: int
+    names: tuple[str, ...] = ()
+
+    def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
+        """As `Transpose.shapes`."""
+        if len(set(inputs)) != 1:
+            raise TreeMismatchError(f"{_texts(inputs)} cannot be stacked")
+        shape = inputs[0]
+        axis = _axis(self.axis, (*shape, 1))
+        made = (*shape[:axis], len(inputs), *shape[axis:])
+        _check_size(made)
+        return [made]
+
+    def inverse(self, inputs: Sequence[Shape]) -> "Operation":
+        """As `Transpose.inverse`."""
+        return Unstack(self.axis, len(inputs))
+
+    def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
+        """As `Concat.specs`."""
+        axis = _axis(self.axis, (*inputs[0], 1))
+        agreed = _agreed(specs, inputs)
+        return [(*agreed[:axis], self.names, *agreed[axis:])]
+
+    def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
+        """As `Transpose.chunks`."""
+        axis = _axis(self.axis, (*inputs[0], 1))
+        together = _common_multiple(chunks, inputs[0])
+        return [(*together[:axis], 1, *together[axis:])]
+
+    def views(self, views: Views) -> Views:
+        """As `Transpose.views`."""
+        return [ts.stack(views, axis=self.axis)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unstack:
+    """The `count` parts of an axis, without that axis."""
+
+    axis: int
+    count: int
+
+    def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
+        """As `Transpose.shapes`."""
+        (shape,) = _count(inputs, 1)
+        axis = _axis(self.axis, shape)
+        if shape[axis] != self.count:
+            raise TreeMismatchError(
+                f"axis {self.axis} of {list(shape)} does not have {self.count} parts"
+            )
+        if self.count > _MOST_PARTS:
+            raise TreeMismatchError(
+                f"axis {self.axis} of {list(shape)} would become {self.count} arrays: no model "
+                "has as many"
+            )
+        return [_without(shape, axis)] * self.count
+
+    def inverse(self, inputs: Sequence[Shape]) -> "Operation":
+        """As `Transpose.inverse`."""
+        return Stack(self.axis)
+
+    def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
+        """As `Transpose.specs`."""
+        return [_without(_full(specs[0], inputs[0]), _axis(self.axis, inputs[0]))] * self.count
+
+    def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
+        """As `Transpose.chunks`."""
+        return [_without(chunks[0], _axis(self.axis, inputs[0]))] * self.count
+
+    def views(self, views: Views) -> Views:
+        """As `Transpose.views`."""
+        view = views[0]
+        axis = _axis(self.axis, tuple(view.shape))
+        return [view[ts.d[axis][i]] for i in range(self.count)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pad:
+    """More elements of value `fill`, `widths[i]` of them before and after along axis `i`."""
+
+    widths: tuple[tuple[int, int], ...]
+    fill: float
+
+    def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
+        """As `Transpose.shapes`."""
+        (shape,) = _count(inputs, 1)
+        if len(shape) != len(self.widths) or any(min(pair) < 0 for pair in self.widths):
+            raise TreeMismatchError(f"{list(self.widths)} are no widths to pad {list(shape)} with")
+        made = tuple(a + size + b for size, (a, b) in zip(shape, self.widths, strict=True))
+        _check_size(made)
+        return [made]
+
+    def inverse(self, inputs: Sequence[Shape]) -> "Operation":
+        """As `Transpose.inverse`."""
+        return Crop(self.widths, self.fill)
+
+    def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
+        """As `Transpose.specs`."""
+        return [_full(specs[0], inputs[0])]
+
+    def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
+        """As `Transpose.chunks`."""
+        whole = self.shapes(inputs)[0]
+        dims = zip(chunks[0], whole, self.widths, strict=True)
+        return [tuple(c if before % c == 0 else size for c, size, (before, _) in dims)]
+
+    def views(self, views: Views) -> Views:
+        """As `Transpose.views`."""
+        view = views[0]
+        for axis, widths in enumerate(self.widths):
+            shape = tuple(view.shape)
+            value = np.array(self.fill, view.dtype.numpy_dtype)
+            before, after = (
+                [ts.array(np.broadcast_to(value, _with(shape, axis, width)), copy=False)]
+                if width
+                else []
+                for width in widths
+            )
+            if before or after:
+                view = ts.concat([*before, view, *after], axis=axis)
+        return [view]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Crop:
+    """Without the outermost elements: what undoes `Pad`. It has no inverse of its own.
+
+    Attributes:
+      widths: as for `Pad`.
+      fill: what is cut off is to hold nothing else, as `Pad` made it; None for anything.
+    """
+
+    widths: tuple[tuple[int, int], ...]
+    fill: float | None = None
+
+    def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
+        """As `Transpose.shapes`."""
+        (shape,) = _count(inputs, 1)
+        if len(shape) != len(self.widths) or any(
+            min(a, b) < 0 or size < a + b for size, (a, b) in zip(shape, self.widths, strict=True)
+        ):
+            raise TreeMismatchError(f"{list(shape)} is not padded by {list(self.widths)}")
+        return [tuple(size - a - b for size, (a, b) in zip(shape, self.widths, strict=True))]
+
+    def inverse(self, inputs: Sequence[Shape]) -> "Operation":
+        """Raises TreeMismatchError: what was cut off is gone."""
+        raise TreeMismatchError("a crop cannot be run backwards: what it cuts off is gone")
+
+    def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
+        """As `Transpose.specs`."""
+        return [_full(specs[0], inputs[0])]
+
+    def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
+        """As `Transpose.chunks`."""
+        whole = self.shapes(inputs)[0]
+        dims = zip(chunks[0], whole, self.widths, strict=True)
+        return [
+            tuple(max(size if before % c else min(c, size), 1) for c, size, (before, _) in dims)
+        ]
+
+    def views(self, views: Views) -> Views:
+        """As `Transpose.views`."""
+        view = views[0]
+        for axis, (before, after) in enumerate(self.widths):
+            view = cut(view, axis, before, view.shape[axis] - after)
+        return [view]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Constant:
+    """Values in memory, made of nothing that is stored."""
+
+    values: np.ndarray
+
+    def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
+        """As `Transpose.shapes`."""
+        _count(inputs, 0)
+        return [self.values.shape]
+
+    def inverse(self, inputs: Sequence[Shape]) -> "Operation":
+        """Raises TreeMismatchError: nothing has become these values."""
+        raise TreeMismatchError("values that were given cannot be run backwards")
+
+    def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
+        """As `Transpose.specs`."""
+        return [((),) * self.values.ndim]
+
+    def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
+        """As `Transpose.chunks`."""
+        return [tuple(max(size, 1) for size in self.values.shape)]
+
+    def views(self, views: Views) -> Views:
+        """As `Transpose.views`."""
+        return [ts.array(self.values, copy=False)]
+
+
+Operation = Transpose | Reshape | Split | Concat | Stack | Unstack | Pad | Crop | Constant
+
+
+def _count(inputs: Sequence[Shape], count: int) -> Sequence[Shape]:
+    if len(inputs) != count:
+        raise TreeMismatchError(f"{len(inputs)} arrays where {count} is needed")
+    return inputs
+
+
+def _check_size(shape: Shape) -> None:
+    """Raises TreeMismatchError if there can be no such array."""
+    if len(shape) > MOST_AXES:
+        raise TreeMismatchError(f"arrays have {MOST_AXES} axes at most, not {len(shape)}")
+    elements = math.prod(max(size, 1) for size in shape)
+    if elements > _MOST_ELEMENTS:
+        raise TreeMismatchError(
+            f"an array of {list(shape)} would have {elements} elements: no model has as many"
+        )
+
+
+def _axis(axis: int, shape: Shape) -> int:
+    """An axis, counted from the front."""
+    if not -len(shape) <= axis < len(shape):
+        raise TreeMismatchError(f"{list(shape)} has no axis {axis}")
+    return axis % len(shape)
+
+
+def _texts(shapes: Sequence[Shape]) -> str:
+    return " and ".join(dict.fromkeys(str(list(shape)) for shape in shapes))
+
+
+def _with(shape: Shape, axis: int, size: int) -> Shape:
+    return (*shape[:axis], size, *shape[axis + 1 :])
+
+
+def _without(entries: tuple[T, ...], axis: int) -> tuple[T, ...]:
+    return entries[:axis] + entries[axis + 1 :]
+
+
+def _full(spec: Spec, shape: Shape) -> Spec:
+    return spec + ((),) * (len(shape) - len(spec))
+
+
+def _agreed(specs: Specs, inputs: Sequence[Shape]) -> Spec:
+    """The entries that all specs have in common."""
+    full = [_full(spec, shape) for spec, shape in zip(specs, inputs, strict=True)]
+    return tuple(
+        entries[0] if len(set(entries)) == 1 else () for entries in zip(*full, strict=True)
+    )
+
+
+def _common_multiple(chunks: Sequence[Shape], shape: Shape) -> Shape:
+    """A grid that cuts no chunk of any of several grids over one shape."""
+    dims = zip(*chunks, strict=True)
+    return tuple(
+        max(min(math.lcm(*sizes), size), 1) for sizes, size in zip(dims, shape, strict=True)
+    )

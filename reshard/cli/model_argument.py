@@ -1,0 +1,194 @@
+"""`--model` and `--rules`: the user's own model, and the file of rules for its axes."""
+
+import contextlib
+import functools
+import importlib
+import os
+import pathlib
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+from reshard.errors import ReshardError, ShardingError
+from reshard.sharding.mesh import Mesh
+
+_EXAMPLE = [
+    'rules = [["embed", "data"], ["vocab", ["data", "model"]], ["kv", []]]',
+    'specs = [["kernel$", ["data", []]]]',
+]
+Pairs = tuple[tuple[str, Any], ...]
+# Where code is that is not the user's; `<` begins what is no file.
+_OTHERS = (
+    "<",
+    str(pathlib.Path(__file__).parents[1]),
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
+
+
+@functools.lru_cache(maxsize=1)
+def build_target(model: str, rules: Pairs | None, specs: Pairs, mesh: Mesh) -> Any:
+    """The abstract state of a model on a mesh. Runs the model's code, on the CPU.
+
+    Args:
+      model: as for `load_model`.
+      rules: from `read_rules`.
+      specs: path regexes with partition specs.
+      mesh: the mesh; no devices are needed.
+
+    Raises:
+      ReshardError: the model cannot be imported, or its code fails.
+      ShardingError: as `reshard.target`.
+    """
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import jax
+
+    from reshard.restore.target import target
+
+    abstract = jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names)
+    with model_errors("--model", model):
+        return target(load_model(model, "--model"), mesh=abstract, rules=rules, specs=specs)
+
+
+@contextlib.contextmanager
+def model_errors(option: str, model: str | None) -> Iterator[None]:
+    """Errors of the model's own code as errors of the option that named it, with its line."""
+    try:
+        yield
+    except ReshardError:
+        raise
+    except Exception as error:
+        line = _own_line(error, "" if model is None else _parts(model)[0])
+        if not line:  # an error of another's, to be seen as it is
+            raise
+        raise ReshardError(
+            f"{option} {model}: its code raised {type(error).__name__}", [str(error), *line]
+        ) from error
+
+
+def load_model(model: str, option: str) -> Any:
+    """What `package.module:name` or `path/to/file.py:name` names. Runs its code.
+
+    Modules are looked for in the folder of the file, and in the current directory.
+
+    Raises:
+      ReshardError: it cannot be imported.
+    """
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    module, name = _parts(model)
+    if not module or not name:
+        raise ReshardError(
+            f"{option} {model}: that is not `package.module:callable`",
+            hints=[f"{option} my_project.model:create_train_state"],
+        )
+    file = pathlib.Path(module).absolute() if module.endswith(".py") else None
+    places = "the current directory and on PYTHONPATH"
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    if file is not None:
+        if not file.is_file():
+            raise ReshardError(f"{option} {model}: there is no such file")
+        sys.path.insert(0, str(file.parent))
+        module, places = file.stem, f"{file.parent}, {places}"
+    try:
+        found: Any = importlib.import_module(module)
+        origin = getattr(found, "__file__", None)
+        if file is not None and (origin is None or not file.samefile(origin)):
+            raise ReshardError(
+                f"{option} {model}: another module has the name `{module}`",
+                [origin or "it is built in"],
+                ["give the file another name"],
+            )
+        for part in name.split("."):
+            found = getattr(found, part)
+    except ReshardError:
+        raise
+    except (ImportError, AttributeError) as error:
+        raise ReshardError(
+            f"{option} {model}: it cannot be imported",
+            [str(error), *_own_line(error, module)],
+            [f"modules are looked for in {places}"],
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise ReshardError(
+            f"{option} {model}: importing it raised {type(error).__name__}",
+            [str(error), *_own_line(error, module)],
+        ) from error
+    return found
+
+
+def _parts(model: str) -> tuple[str, str]:
+    """The module, or its file, and the name in it."""
+    module, _, name = model.rpartition(":")
+    return module, name
+
+
+def _own_line(error: BaseException, module: str) -> list[str]:
+    """The last line of the user's own code that an error came through, if any: of the package of a
+    module, or of anything that is neither installed nor of Python itself."""
+    package = module.partition(".")[0]
+    lines = [
+        f"in {frame.f_code.co_filename}, line {number}"
+        for frame, number in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] == package
+        or not frame.f_code.co_filename.startswith(_OTHERS)
+    ]
+    return lines[-1:]
+
+
+def read_rules(path: str) -> tuple[Pairs | None, Pairs]:
+    """The `rules` and the `specs` of a file; None for rules that it does not have.
+
+    Raises:
+      ShardingError: it is not such a file; all that is wrong with its entries.
+    """
+    from reshard.convert.mapfile import read_toml
+
+    try:
+        document = read_toml(path)
+    except (OSError, ValueError) as error:
+        raise ShardingError(f"--rules {path}: it cannot be read", [str(error)], _EXAMPLE) from error
+    problems = [f"{key}: not known" for key in document if key not in ("rules", "specs")]
+    rules, specs = document.get("rules"), document.get("specs", [])
+    problems += [f"rules: {entry!r}" for entry in _wrong(rules or [], _is_axes)]
+    problems += [f"specs: {entry!r}" for entry in _wrong(specs, _is_spec)]
+    if problems:
+        raise ShardingError(f"--rules {path}: it has entries that are no rules", problems, _EXAMPLE)
+    return None if rules is None else _frozen(rules), _frozen(specs)
+
+
+def _wrong(entries: Any, fits: Any) -> list[Any]:
+    if not isinstance(entries, list):
+        return [entries]
+    return [
+        entry
+        for entry in entries
+        if not (
+            isinstance(entry, list)
+            and len(entry) == 2
+            and isinstance(entry[0], str)
+            and fits(entry[1])
+        )
+    ]
+
+
+def _is_axes(value: Any) -> bool:
+    """A mesh axis, or a list of them."""
+    return isinstance(value, str) or (
+        isinstance(value, list) and all(isinstance(axis, str) for axis in value)
+    )
+
+
+def _is_spec(value: Any) -> bool:
+    """A list with axes for each dimension, or text as `--spec` takes it."""
+    return isinstance(value, str) or (isinstance(value, list) and all(map(_is_axes, value)))
+
+
+def _frozen(entries: list[list[Any]]) -> Pairs:
+    """Pairs of tuples, to be compared and kept."""
+    return tuple((name, _tuples(value)) for name, value in entries)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

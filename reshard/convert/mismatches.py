@@ -1,0 +1,52 @@
+"""Leaves that a conversion makes, compared with those that the model has."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from reshard.arrays.boxes import Shape
+from reshard.checkpoint import ArrayHandle
+from reshard.convert.steps import Step
+from reshard.restore.matching import Wanted
+from reshard.tree import Path, format_path, shell_quoted
+
+
+def differences(
+    steps: Iterable[Step],
+    made: Mapping[Path, Shape],
+    sources: Mapping[Path, ArrayHandle],
+    targets: Mapping[Path, Any],
+    above: Path = (),
+) -> Iterator[tuple[str, str]]:
+    """What differs, in words, each with a hint or nothing.
+
+    Args:
+      steps: from the sources to what is made.
+      made: path -> shape of what is made.
+      sources: the arrays of the source.
+      targets: the leaves of the model.
+      above: what paths of the result are below, as they are told of.
+    """
+    origins = dict(sources)
+    for step in steps:
+        first = origins[step.inputs[0]]
+        for path in step.inputs:
+            other = origins.pop(path)
+            if other.dtype != first.dtype:
+                pair = f"{format_path(first.path)} and {format_path(other.path)}"
+                yield f"{pair}: {first.dtype.name} and {other.dtype.name} cannot become one", ""
+        origins.update(dict.fromkeys(step.outputs, first))
+    for path, shape in made.items():
+        wanted, source = targets.get(path), origins[path]
+        if not isinstance(wanted, Wanted) or wanted.kind not in ("array", "key"):
+            continue
+        name = format_path(source.path)
+        both = f"{name} -> {format_path((*above, *path))}"
+        if wanted.kind == "key":
+            if source.key_impl != wanted.key_impl:
+                keys = f"{source.key_impl} keys" if source.key_impl else source.dtype.name
+                yield f"{both}: {keys}, the model has {wanted}", ""
+        elif tuple(shape) != wanted.shape:
+            yield f"{both}: shape {list(shape)}, the model has {list(wanted.shape)}", ""
+        elif source.dtype != wanted.dtype:
+            hint = f"--dtype {shell_quoted(f'{name}={wanted.dtype}')}"
+            yield f"{both}: dtype {source.dtype.name}, the model has {wanted.dtype}", hint

@@ -1,0 +1,1 @@
+"""The arithmetic of a job, and the reading of boxes within a memory budget."""

@@ -1,0 +1,434 @@
+"""The arithmetic of a job: which boxes are read and written, in what order, in how much memory.
+
+Pure: no I/O and no jax. One array is rewritten in boxes:
+
+    source chunks (a)     target shards, split into chunks (c)      one box
+    +-------+-------+     +---+---+---+---+                         +-------+
+    |       |       |     |   |   |   |   |      whole chunks       | a | a |
+    +-------+-------+     |---|---|---|---|      of both grids:     |---+---|
+    |       |       |     |   |   |   |   |      lcm(a, c)          | c | c |
+    +-------+-------+     +---+---+---+---+      in each dimension  +-------+
+
+A box is read once, in one go, so every source chunk in it is decoded once; then its target chunks
+are encoded and written once. A shard that would make the box too large for memory is split evenly
+into smaller chunks. Where even that does not fit in one pass, a box is a single target chunk, its
+source chunks are read one at a time, and chunks that several boxes touch are read several times.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Hashable, Iterator
+
+from reshard.engine.splits import few_enough, shrinking_splits, splits_up_to
+from reshard.errors import MemoryLimitError
+from reshard.tree import Path, format_path
+from reshard.units import format_bytes
+
+Shape = tuple[int, ...]
+Box = tuple[slice, ...]
+
+# An array whose boxes would take no more than this together is one box: fewer, larger reads.
+WHOLE_ARRAY = 1 << 22
+# What handling a box takes beside its bytes: it matters for checkpoints of many small arrays.
+BOX_OVERHEAD = 1 << 14
+# Chunks are not split below this (decoded bytes): small chunks cost more than reading twice.
+SMALLEST_CHUNK = 1 << 16
+# A grid that divides the new shards evenly is left alone up to this many chunks a shard.
+MOST_KEPT_CHUNKS = 16
+# Chunks of an array: one of more could not be opened again.
+_MOST_CHUNKS = 1 << 22
+# Split arrays that a printed plan lists.
+_SHOWN_SPLITS = 10
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ArrayLayout:
+    """What the planner needs to know of one array.
+
+    Attributes:
+      path: its path.
+      shape: its shape.
+      source_itemsize, target_itemsize: decoded bytes of an element, as stored and as written.
+      source_chunk: shape of a stored chunk.
+      source_shard: shape of a shard on the saved mesh.
+      target_shard: shape of a shard on the new mesh.
+      stored_bytes: stored bytes of all its chunks.
+      largest_stored: stored bytes of the largest one.
+      linked_bytes: of these, the bytes in data files that are shared with the source.
+      same_bytes: stored chunks can be moved as they are (same dtype and codec).
+      encoded_ratio: estimated encoded bytes for each decoded byte of the target.
+      family: the same for arrays whose boxes are read together, since they share source chunks;
+        None for an array on its own.
+      together: how many such arrays there are.
+      amplified: elements decoded for each of its own when it is read alone: more than 1 where its
+        source chunks hold something of others too.
+      decoded: elements decoded for each of its own when all of its family are read together.
+      rounded: a box is read as it is stored, and cast in memory.
+    """
+
+    path: Path
+    shape: Shape
+    source_itemsize: int
+    target_itemsize: int
+    source_chunk: Shape
+    source_shard: Shape
+    target_shard: Shape
+    stored_bytes: int
+    largest_stored: int
+    linked_bytes: int
+    same_bytes: bool
+    encoded_ratio: float
+    family: Hashable = None
+    together: int = 1
+    amplified: float = 1.0
+    decoded: float = 1.0
+    rounded: bool = False
+
+    @property
+    def box_itemsize(self) -> int:
+        """Bytes of memory for an element of a box whose source chunks are counted on their own:
+        encoded and decoded, or as it is read and as it is cast."""
+        return self.target_itemsize + (
+            self.source_itemsize if self.rounded else self.target_itemsize
+        )
+
+    @property
+    def chunk_charge(self) -> int:
+        """Bytes of memory that one source chunk takes, encoded and decoded."""
+        elements = math.ceil(math.prod(self.source_chunk) * self.amplified)
+        return self.largest_stored + elements * self.source_itemsize
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ArrayPlan:
+    """How one array is carried over.
+
+    Attributes:
+      layout: the array.
+      chunk: shape of a chunk of the destination.
+      box: shape of what is read and written at once; None where stored chunks are moved.
+      serial: source chunks are read into a box one after another, for want of memory.
+      passes: how often each stored byte is read, 1.0 where one pass fits.
+      split: chunks for each shard, more than 1 where a shard was split.
+      amplification: bytes decoded for each byte wanted, when the target mesh loads the array:
+        from the source and from the destination.
+    """
+
+    layout: ArrayLayout
+    chunk: Shape
+    box: Shape | None
+    serial: bool
+    passes: float
+    split: int
+    amplification: tuple[float, float]
+
+    @property
+    def moved(self) -> bool:
+        """Whether stored chunks are moved undecoded."""
+        return self.box is None
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Decoded bytes of the array in the destination."""
+        return math.prod(self.layout.shape) * self.layout.target_itemsize
+
+    @property
+    def bytes_read(self) -> int:
+        """Stored bytes fetched."""
+        if self.moved:
+            return self.layout.stored_bytes - self.layout.linked_bytes
+        return round(self.layout.stored_bytes * self.passes)
+
+    @property
+    def bytes_written(self) -> int:
+        """Stored bytes written: exact where chunks are moved, an estimate otherwise."""
+        if self.moved:
+            return self.layout.stored_bytes - self.layout.linked_bytes
+        return round(self.decoded_bytes * self.layout.encoded_ratio)
+
+    def box_charge(self, box: Box) -> int:
+        """Bytes of memory that carrying over one box takes: its source chunks and its target
+        chunks, both encoded and decoded."""
+        elements = math.prod(part.stop - part.start for part in box)
+        source, target = self.layout.source_itemsize, self.layout.target_itemsize
+        if not self.serial:
+            return 2 * (math.ceil(elements * self.layout.amplified) * source + elements * target)
+        return self.layout.chunk_charge + elements * self.layout.box_itemsize
+
+    def boxes(self) -> Iterator[Box]:
+        """What is read and written at once, in row-major order."""
+        return grid_boxes(self.layout.shape, self.box) if self.box is not None else iter(())
+
+
+def grid_boxes(shape: Shape, chunk: Shape) -> Iterator[Box]:
+    """The boxes of a regular grid over `shape`, the last ones clipped, in row-major order."""
+    ranges = [
+        [slice(start, min(start + step, size)) for start in range(0, size, step)]
+        for size, step in zip(shape, chunk, strict=True)
+    ]
+    return itertools.product(*ranges)
+
+
+def read_amplification(shape: Shape, chunk: Shape, shard: Shape) -> float:
+    """Elements decoded for each element wanted, when every shard is loaded from whole chunks.
+
+    At least 1; for divisible sizes the product over the dimensions of max(1, chunk / shard).
+    """
+    if 0 in shape:
+        return 1.0
+    dims = zip(shape, chunk, shard, strict=True)
+    return math.prod(_dim_amplification(size, a, b) for size, a, b in dims)
+
+
+@functools.lru_cache(maxsize=4096)
+def _dim_amplification(size: int, chunk: int, shard: int) -> float:
+    decoded = 0
+    for start in range(0, size, shard):
+        stop = min(start + shard, size)
+        decoded += min(math.ceil(stop / chunk) * chunk, size) - start // chunk * chunk
+    return decoded / size
+
+
+def plan_array(array: ArrayLayout, chunks: int | str, max_memory: int) -> ArrayPlan:
+    """How to carry one array over.
+
+    Args:
+      array: the array.
+      chunks: `"shard"` for one chunk a shard, split where memory asks for it; `"keep"` for the
+        source's grid; or the most decoded bytes a chunk may have.
+      max_memory: bytes.
+
+    Raises:
+      MemoryLimitError: no target chunk fits beside a source chunk, or chunks are too many.
+    """
+    before = read_amplification(array.shape, array.source_chunk, array.target_shard)
+    most = None if isinstance(chunks, str) else chunks
+    keeps = chunks == "keep" or 0 in array.shape or _grid_fits(array, most)
+    if keeps and array.same_bytes:
+        return ArrayPlan(array, array.source_chunk, None, False, 1.0, 1, (before, before))
+    chosen, serial = _choose(array, most, keeps, max_memory)
+    count = grid_size(array.shape, chosen.chunk)
+    if count > _MOST_CHUNKS:
+        found = f"{format_path(array.path)}: it would be in {count} chunks of {list(chosen.chunk)}"
+        raise MemoryLimitError(found, hints=["--chunks keep leaves the stored grid as it is"])
+    if array.same_bytes and chosen.chunk == array.source_chunk:
+        return ArrayPlan(array, chosen.chunk, None, False, 1.0, chosen.split, (before, before))
+    after = read_amplification(array.shape, chosen.chunk, array.target_shard)
+    passes = array.amplified * (_passes(array, chosen.box) if serial else 1.0)
+    return ArrayPlan(array, chosen.chunk, chosen.box, serial, passes, chosen.split, (before, after))
+
+
+def _grid_fits(array: ArrayLayout, most: int | None) -> bool:
+    """Whether shards of the new mesh are whole source chunks already, of at most `most` bytes and
+    not too many of them."""
+    if most is not None and math.prod(array.source_chunk) * array.target_itemsize > most:
+        return False
+    pairs = list(zip(array.source_chunk, array.target_shard, strict=True))
+    if any(shard % chunk for chunk, shard in pairs):
+        return False
+    count = math.prod(shard // chunk for chunk, shard in pairs)
+    return count <= MOST_KEPT_CHUNKS or array.source_shard == array.target_shard
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Candidate:
+    chunk: Shape
+    box: Shape
+    split: int
+
+
+def _candidate(array: ArrayLayout, chunk: Shape, split: int) -> _Candidate:
+    dims = zip(array.shape, array.source_chunk, chunk, strict=True)
+    box = tuple(max(min(math.lcm(a, c), size), 1) for size, a, c in dims)
+    return _Candidate(chunk, box, split)
+
+
+def _splits(array: ArrayLayout, most: int | None) -> list[_Candidate]:
+    """Even splits of a shard into chunks, fewest chunks first.
+
+    Args:
+      array: the array.
+      most: decoded bytes of a chunk at most. Without it, only splits that shrink the box are tried.
+    """
+    nbytes = math.prod(array.target_shard) * array.target_itemsize
+    elements = math.prod(array.target_shard)
+    fewest = 1 if most is None else min(math.ceil(nbytes / most), elements)
+    options = [
+        shrinking_splits(size, a, b) if most is None else splits_up_to(b, fewest)
+        for size, a, b in zip(array.shape, array.source_chunk, array.target_shard, strict=True)
+    ]
+    found = []
+    for parts in itertools.product(*few_enough(options)):
+        split = math.prod(parts)
+        if fewest <= split:
+            chunk = tuple(b // k for b, k in zip(array.target_shard, parts, strict=True))
+            found.append(_candidate(array, chunk, split))
+    smallest = min(SMALLEST_CHUNK, most or SMALLEST_CHUNK)
+    large = [c for c in found if nbytes // c.split >= smallest]
+    return sorted(large or found, key=lambda c: (c.split, math.prod(c.box), max(c.box, default=1)))
+
+
+def _choose(
+    array: ArrayLayout, most: int | None, keeps: bool, max_memory: int
+) -> tuple[_Candidate, bool]:
+    """A split, and whether its source chunks must be read one at a time.
+
+    One pass with two boxes in flight, else one pass with one box, else the largest target chunk
+    that fits beside one source chunk. A grid that is to be kept is the only candidate.
+    """
+    kept = [_candidate(array, array.source_chunk, 1)]
+    candidates = kept if keeps else _splits(array, most)
+    for limit in (max_memory // 2, max_memory):
+        for candidate in candidates:
+            if _one_pass(array, candidate.box) <= limit:
+                if _one_pass(array, array.shape) <= min(WHOLE_ARRAY, limit):
+                    candidate = dataclasses.replace(candidate, box=array.shape)
+                return candidate, False
+    if keeps:
+        raise too_large(array, _one_pass(array, kept[0].box), max_memory)
+    room = (max_memory - array.chunk_charge) * array.target_itemsize // array.box_itemsize
+    smallest = min(
+        SMALLEST_CHUNK,
+        most or SMALLEST_CHUNK,
+        math.prod(array.target_shard) * array.target_itemsize,
+    )
+    if room >= smallest:
+        for candidate in _splits(array, min(room, most or room)):
+            if math.prod(candidate.chunk) * array.target_itemsize <= room:
+                return dataclasses.replace(candidate, box=candidate.chunk), True
+    made = -(-smallest * array.box_itemsize // array.target_itemsize)
+    raise too_large(array, array.chunk_charge + made, max_memory)
+
+
+def _one_pass(array: ArrayLayout, box: Shape) -> int:
+    """Bytes of memory that a box takes, with the boxes that are read together with it."""
+    elements = math.prod(box)
+    decoded = math.ceil(elements * array.decoded) * array.source_itemsize
+    made = elements * array.together * array.target_itemsize
+    return 2 * (decoded + made) + (array.together - 1) * BOX_OVERHEAD
+
+
+def too_large(array: ArrayLayout, needed: int, max_memory: int) -> MemoryLimitError:
+    """The error for an array of which one stored chunk takes `needed` bytes to carry over."""
+    decoded = math.prod(array.source_chunk) * array.source_itemsize
+    one_pass = _one_pass(array, array.source_chunk)
+    hints = [f"--max-memory {math.ceil(needed / 2**10)}KiB is the least that carries it over"]
+    if one_pass // 2**10 > needed // 2**10:
+        hints.append(f"--max-memory {math.ceil(one_pass / 2**10)}KiB reads each chunk once")
+    return MemoryLimitError(
+        f"{format_path(array.path)}: one stored chunk does not fit in {format_bytes(max_memory)}",
+        [
+            f"a chunk of {list(array.source_chunk)} has {format_bytes(decoded)} decoded, and it "
+            f"takes {format_bytes(needed)} to carry one over"
+        ],
+        hints,
+        needed,
+    )
+
+
+def _passes(array: ArrayLayout, box: Shape) -> float:
+    """How often a source chunk is read, on average, when each box reads all it touches."""
+    dims = zip(array.shape, array.source_chunk, box, strict=True)
+    return math.prod(
+        sum(math.ceil(min(start + b, size) / a) - start // a for start in range(0, size, b))
+        / math.ceil(size / a)
+        for size, a, b in dims
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A job, counted. `print()` shows it.
+
+    Attributes:
+      arrays: each array's plan, in the order in which they are carried out.
+      shared_bytes: bytes of data files that the destination will share with the source.
+      other_bytes: bytes of what is copied beside the arrays (other items, for one).
+      peak_memory: bytes in flight at most.
+      problems: what stands in the way, all of it; a job with problems is not started.
+      hints: what to type about the problems.
+      notes: what the user should know.
+    """
+
+    arrays: tuple[ArrayPlan, ...]
+    shared_bytes: int = 0
+    other_bytes: int = 0
+    peak_memory: int = 0
+    problems: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def bytes_read(self) -> int:
+        """Stored bytes that will be fetched."""
+        return sum(array.bytes_read for array in self.arrays) + self.other_bytes
+
+    @property
+    def bytes_written(self) -> int:
+        """Stored bytes that will be written (estimated for arrays that are encoded again)."""
+        return sum(array.bytes_written for array in self.arrays) + self.other_bytes
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Decoded bytes of all arrays of the destination."""
+        return sum(array.decoded_bytes for array in self.arrays)
+
+    @property
+    def chunks_read(self) -> int:
+        """Stored chunks decoded or moved; each pass over a chunk counts."""
+        return sum(
+            round(grid_size(a.layout.shape, a.layout.source_chunk) * a.passes) for a in self.arrays
+        )
+
+    @property
+    def chunks_written(self) -> int:
+        """Chunks of the destination."""
+        return sum(grid_size(a.layout.shape, a.chunk) for a in self.arrays)
+
+    @property
+    def amplification(self) -> tuple[float, float]:
+        """Bytes decoded for each byte wanted when the target mesh loads the checkpoint: from the
+        source, and from the destination."""
+        total = self.decoded_bytes or 1
+        before = sum(a.amplification[0] * a.decoded_bytes for a in self.arrays)
+        after = sum(a.amplification[1] * a.decoded_bytes for a in self.arrays)
+        return (before / total, after / total) if self.decoded_bytes else (1.0, 1.0)
+
+    @property
+    def passes(self) -> float:
+        """Stored bytes fetched for each stored byte that is decoded; 1.0 where one pass fits."""
+        stored = sum(a.layout.stored_bytes for a in self.arrays if not a.moved)
+        return sum(a.bytes_read for a in self.arrays if not a.moved) / stored if stored else 1.0
+
+    def __repr__(self) -> str:
+        moved = sum(a.moved for a in self.arrays)
+        before, after = self.amplification
+        lines = [
+            f"{len(self.arrays)} arrays, {format_bytes(self.decoded_bytes)}: "
+            f"{len(self.arrays) - moved} rewritten, {moved} moved as stored",
+            f"read     {format_bytes(self.bytes_read)} in {self.chunks_read} chunks"
+            + (f", {self.passes:.2f} times on average" if self.passes > 1 else ""),
+            f"write    {format_bytes(self.bytes_written)} in {self.chunks_written} chunks"
+            + (f", and share {format_bytes(self.shared_bytes)}" if self.shared_bytes else ""),
+            f"memory   {format_bytes(self.peak_memory)} in flight at most",
+            f"load     {before:.2f} bytes decoded for each byte that the new mesh wants, "
+            f"{after:.2f} after",
+        ]
+        split = [a for a in self.arrays if not a.moved and (a.split > 1 or a.passes > 1)]
+        for a in split[:_SHOWN_SPLITS]:
+            lines.append(
+                f"split    {format_path(a.layout.path)}: {a.split} chunks a shard, "
+                f"{list(a.chunk)} each" + (f", read {a.passes:.2f} times" if a.passes > 1 else "")
+            )
+        if len(split) > _SHOWN_SPLITS:
+            lines.append(f"split    ... and {len(split) - _SHOWN_SPLITS} more")
+        lines += [f"note     {note}" for note in self.notes]
+        lines += [f"problem  {problem}" for problem in self.problems]
+        return "\n".join(lines)
+
+
+def grid_size(shape: Shape, chunk: Shape) -> int:
+    """Number of chunks of a regular grid."""
+    return math.prod(math.ceil(size / c) for size, c in zip(shape, chunk, strict=True))

@@ -1,0 +1,184 @@
+"""What is said of one array: its zarr metadata and its sharding, taken if they make sense.
+
+Both may be anybody's. What passes here is within the bounds that all other modules count on: shapes
+that fit into numbers and loops, chunks within the array, meshes of machines that there can be.
+"""
+
+import functools
+import math
+import re
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import tensorstore as ts
+
+from reshard.arrays import zarr
+from reshard.arrays.boxes import Shape
+from reshard.loader.json_documents import parse_json
+from reshard.sharding.mesh import (
+    Mesh,
+    NamedSharding,
+    Sharding,
+    SingleDeviceSharding,
+    normalize_spec,
+    parse_mesh,
+    spec_problems,
+)
+from reshard.storage.array_store import first_line
+
+_AXIS_TYPES = ("Auto", "Explicit", "Manual")
+
+
+class ZarrArray(NamedTuple):
+    """A zarr metadata document.
+
+    Attributes:
+      shape: the array's shape.
+      chunks: its chunk shape.
+      dtype: its dtype.
+      metadata: the document as it is stored; equal ones are one object.
+      largest_chunk: stored bytes that a chunk may have.
+      plain_chunk: stored bytes that each chunk has, where chunks are stored as they are; None where
+        they are encoded.
+      keys: a pattern of the keys of chunks, with a group for each place in the grid.
+    """
+
+    shape: Shape
+    chunks: Shape
+    dtype: np.dtype
+    metadata: bytes
+    largest_chunk: int
+    plain_chunk: int | None
+    keys: re.Pattern[str]
+
+    def has_chunk(self, key: str) -> bool:
+        """Whether a key below the array's name is that of a chunk in its grid."""
+        match = self.keys.fullmatch(key)
+        return match is not None and all(
+            int(place) * chunk < size
+            for place, size, chunk in zip(match.groups(), self.shape, self.chunks, strict=True)
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def parse_zarr(metadata: bytes, driver: str) -> ZarrArray:
+    """A zarr metadata document. Equal ones share their result: checkpoints repeat.
+
+    TensorStore has the last word on what it means, so that nothing is taken in two ways.
+
+    Args:
+      metadata: the document.
+      driver: TensorStore's name of the array driver.
+
+    Raises:
+      ValueError: it is none that an array can be read with.
+    """
+    document = parse_json(metadata)
+    zarr.check(document)
+    spec = {"driver": driver, "kvstore": "memory://", "metadata": document, "assume_metadata": True}
+    try:
+        array = ts.open(spec).result()
+    except OverflowError as error:
+        raise ValueError("it holds a number that is too large") from error
+    except ValueError as error:
+        raise ValueError(first_line(error)) from error
+    dtype = array.dtype.numpy_dtype
+    if dtype.kind not in "biufc" and not hasattr(ml_dtypes, dtype.name):
+        raise ValueError(f"{array.dtype.name} is no dtype of arrays of numbers")
+    shape = tuple(array.shape)
+    chunks = tuple(size or 1 for size in array.chunk_layout.write_chunk.shape or ())
+    zarr.check_size(shape, chunks, dtype.itemsize)
+    pairs = zip(shape, chunks, strict=True)
+    if 0 not in shape and any(chunk > size for size, chunk in pairs):
+        raise ValueError(f"chunks of {list(chunks)} are larger than the array, {list(shape)}")
+    inner = math.prod(size or 1 for size in array.chunk_layout.read_chunk.shape or ())
+    elements = math.prod(chunks)
+    # A codec may lengthen what it cannot shorten, and each inner chunk has a place in an index.
+    largest = 2 * elements * dtype.itemsize + 64 * (elements // inner) + 4096
+    plain = elements * dtype.itemsize if _is_plain(document) else None
+    return ZarrArray(shape, chunks, dtype, metadata, largest, plain, zarr.chunk_keys(document))
+
+
+def _is_plain(document: dict[str, Any]) -> bool:
+    """Whether chunks are stored as they are, element after element."""
+    if document["zarr_format"] == 2:
+        return document.get("compressor") is None and not document.get("filters")
+    return [codec["name"] for codec in document["codecs"]] == ["bytes"]
+
+
+def parse_sharding(encoded: Any, shape: Shape) -> Sharding | None:
+    """A sharding as Orbax writes it: a JSON document inside a JSON string.
+
+    Whether its mesh divides the array is not looked at: that matters once it is used.
+
+    Args:
+      encoded: the string.
+      shape: the shape of the array that is laid out so.
+
+    Raises:
+      ValueError: it is none, or the array cannot be laid out so.
+    """
+    if not isinstance(encoded, str):
+        raise ValueError("its sharding is not text")
+    sharding = _parse_sharding(encoded)
+    problems = _misfits(encoded, len(shape))
+    if problems:
+        raise ValueError("; ".join(problems))
+    return sharding
+
+
+@functools.lru_cache(maxsize=4096)
+def _misfits(encoded: str, rank: int) -> list[str]:
+    sharding = _parse_sharding(encoded)
+    if not isinstance(sharding, NamedSharding):
+        return []
+    return spec_problems((0,) * rank, sharding.mesh, sharding.spec)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parse_sharding(encoded: str) -> Sharding | None:
+    try:
+        document = parse_json(encoded)
+        if document["sharding_type"] == "SingleDeviceSharding":
+            return SingleDeviceSharding(*_names([document["device_str"]]))
+        if document["sharding_type"] != "NamedSharding":
+            return None
+        names, sizes = _names(document["axis_names"]), document["shape"]
+        if not all(type(size) is int for size in sizes) or len(sizes) != len(names):
+            raise ValueError(f"the axes {list(names)} do not have sizes {sizes!r:.80}")
+        types, devices = document.get("axis_types"), document.get("device_mesh")
+        if types:
+            types = tuple(text.rpartition(".")[2] for text in types)
+            if len(types) != len(names) or not set(types) <= set(_AXIS_TYPES):
+                raise ValueError(f"axis types {list(types)!r:.80}")
+        mesh = parse_mesh(Mesh(names, tuple(sizes), types or None))
+        if devices:
+            ids = tuple(_device_ids(devices["mesh"]))
+            if len(ids) != mesh.size:
+                raise ValueError(f"a mesh `{mesh}` of {len(ids)} devices")
+            mesh = Mesh(names, mesh.axis_sizes, mesh.axis_types, ids)
+        spec = document["partition_spec"]
+        if not isinstance(spec, list):
+            raise ValueError(f"not a partition spec: {spec!r:.80}")
+        return NamedSharding(mesh, normalize_spec(spec))
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"its sharding is malformed: {error!r:.80}") from error
+
+
+def _names(texts: list[Any]) -> tuple[str, ...]:
+    """Names that are shown as they are."""
+    for text in texts:
+        if not isinstance(text, str) or not text.isprintable():
+            raise ValueError(f"not a name: {text!r:.80}")
+    return tuple(texts)
+
+
+def _device_ids(nested: Any) -> list[int]:
+    if isinstance(nested, dict):
+        if type(nested["id"]) is not int:
+            raise ValueError(f"not the id of a device: {nested['id']!r:.80}")
+        return [nested["id"]]
+    if not isinstance(nested, list):
+        raise ValueError(f"not devices: {nested!r:.80}")
+    return [device for part in nested for device in _device_ids(part)]

@@ -1,0 +1,313 @@
+"""What is at a path: an item, a step, a manager's root; committed or not; read or only recognised.
+
+Facts about names on disk are those of orbax-checkpoint 0.4.4 to 0.12.8.
+"""
+
+import dataclasses
+import os
+import pathlib
+import re
+
+from reshard.errors import (
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    UncommittedCheckpointError,
+)
+from reshard.loader.json_documents import read_json
+
+TREE_FILE = "_METADATA"
+CHECKPOINT_FILE = "_CHECKPOINT_METADATA"
+V1_MARKER = "orbax.checkpoint"
+TEMPORARY = ".orbax-checkpoint-tmp"
+_STEP_NAME = re.compile(r"(?:.*_)?(\d+)")
+_LEGACY_STEP = re.compile(r"checkpoint_\d+")
+# Handlers of items that are not a tree of a model's arrays; `_METADATA` does not tell them apart.
+_NOT_TREES = ("ArrayCheckpointHandler", "RandomKeyCheckpointHandler", "JsonCheckpointHandler")
+
+
+@dataclasses.dataclass(frozen=True)
+class Location:
+    """One item, and the directories around it. Fields as in `reshard.checkpoint.Source`, and
+    `uncommitted`: steps of a manager's root that were never committed."""
+
+    root: pathlib.Path
+    kind: str
+    v1: bool
+    step: str
+    item: str
+    steps: tuple[int, ...]
+    items: tuple[str, ...]
+    uncommitted: tuple[int, ...] = ()
+
+    @property
+    def directory(self) -> pathlib.Path:
+        """The item's own directory."""
+        return self.root / self.step / self.item
+
+
+def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Location:
+    """Finds the item to read. See `reshard.open` for the arguments and the errors."""
+    text = os.fspath(path)
+    if re.match(r"[a-z0-9]+://", text) and not text.startswith("file://"):
+        raise CheckpointFormatError(
+            f"`{text}`: only local paths are read", hints=["copy the checkpoint to a local disk"]
+        )
+    root = pathlib.Path(os.path.abspath(text.removeprefix("file://")))
+    if not root.exists():
+        raise CheckpointNotFoundError(f"there is nothing at `{text}`", hints=_siblings(root))
+    if not root.is_dir():
+        raise CheckpointFormatError(f"`{text}` is {_describe_file(root)}")
+    check_committed(root)
+    if _is_item(root):
+        _refuse(text, step, item)
+        kind = "standalone" if (root / CHECKPOINT_FILE).exists() else "item"
+        return Location(root, kind, False, "", "", (), ())
+    names = _directories(root)
+    steps = step_directories(root)
+    if (root / CHECKPOINT_FILE).exists() or not steps:
+        _refuse(text, step, None)
+        return _in_step(root, "", (), item)
+    committed = {number: name for number, name in steps.items() if is_committed(root / name)}
+    if not committed:
+        raise _unrecognised(root, names)
+    number = max(committed) if step is None else step
+    if number in steps and number not in committed:
+        check_committed(root / steps[number])
+    if number not in committed:
+        raise CheckpointNotFoundError(
+            f"`{text}` has no step {number}",
+            hints=[f"its steps: {', '.join(map(str, sorted(committed)))}"],
+        )
+    found = _in_step(root, committed[number], tuple(sorted(committed)), item)
+    return dataclasses.replace(found, uncommitted=tuple(sorted(set(steps) - set(committed))))
+
+
+def manager_steps(root: pathlib.Path) -> dict[int, str]:
+    """The steps of a manager's root, as `step_directories` has them; none of anything else."""
+    if not root.is_dir() or _is_item(root) or (root / CHECKPOINT_FILE).exists():
+        return {}
+    return step_directories(root)
+
+
+def check_inside(location: Location) -> None:
+    """Raises CheckpointFormatError where a step or an item is a symbolic link: it may lead out of
+    what was opened."""
+    source = location.root / location.step
+    for directory in (source, source / location.item):
+        if directory != location.root and directory.is_symlink():
+            raise CheckpointFormatError(
+                f"`{directory}` is a symbolic link",
+                hints=[f"open what it points to: {os.path.realpath(directory)}"],
+            )
+
+
+def step_directories(root: pathlib.Path) -> dict[int, str]:
+    """Step -> name of its directory, for the steps of a manager's root, committed or not.
+
+    Raises:
+      CheckpointFormatError: two directories are the same step.
+    """
+    steps: dict[int, str] = {}
+    for name in _directories(root):
+        match = _STEP_NAME.fullmatch(name)
+        if match is None or not _is_step(root / name):
+            continue
+        other = steps.setdefault(int(match[1]), name)
+        if other != name:
+            raise CheckpointFormatError(
+                f"`{root}` has two directories for step {int(match[1])}: `{other}` and `{name}`",
+                hints=[f"open one of them: {root / name}"],
+            )
+    return steps
+
+
+def step_number(name: str) -> int:
+    """The step of a step's directory: 100 for `100` and for `ckpt_100`."""
+    return int(name.rpartition("_")[2])
+
+
+def _is_step(directory: pathlib.Path) -> bool:
+    return (
+        (directory / CHECKPOINT_FILE).exists()
+        or _is_item(directory)
+        or any(_is_item(directory / name) for name in _directories(directory))
+    )
+
+
+def why_not_replaceable(directory: pathlib.Path, steps: set[int] | None) -> str | None:
+    """Why a new checkpoint may not take the place of what is in a directory; None if it may.
+
+    Args:
+      directory: what would be deleted.
+      steps: the steps of the new checkpoint if it is a manager's root, else None.
+    """
+    if not any(directory.iterdir()):
+        return None
+    if (directory / TREE_FILE).exists() or (directory / CHECKPOINT_FILE).exists():
+        return None if steps is None else "it is one checkpoint, the new one a manager's root"
+    found = step_directories(directory)
+    if not found:
+        return "it is not a checkpoint"
+    if steps is None:
+        return "it is a manager's root, the new one a single checkpoint"
+    lost = sorted(set(found) - steps)
+    return f"its steps {', '.join(map(str, lost))} would be lost" if lost else None
+
+
+def _in_step(root: pathlib.Path, step: str, steps: tuple[int, ...], item: str | None) -> Location:
+    directory = root / step
+    kind = "manager" if step else "step"
+    if step and _is_item(directory):
+        _refuse(str(directory), None, item)
+        return Location(root, kind, False, step, "", steps, ())
+    v1 = (directory / V1_MARKER).exists()
+    items = tuple(name for name in _directories(directory) if not name.startswith("."))
+    for name in items:
+        check_committed(directory / name)
+    handlers = (read_json(directory / CHECKPOINT_FILE) or {}).get("item_handlers")
+    handlers = handlers if isinstance(handlers, dict) else {}
+    trees = [
+        name
+        for name in items
+        if _is_item(directory / name) and not str(handlers.get(name)).endswith(_NOT_TREES)
+    ]
+    if item is not None:
+        if item not in items:
+            raise CheckpointNotFoundError(
+                f"`{directory}` has no item '{item}'", hints=[f"its items: {', '.join(items)}"]
+            )
+        if not _is_item(directory / item):
+            raise CheckpointFormatError(
+                f"item '{item}' of `{directory}` holds no tree of arrays", hints=_choose(trees)
+            )
+        return Location(root, kind, v1, step, item, steps, items)
+    if len(trees) > 1:
+        raise CheckpointNotFoundError(
+            f"`{directory}` has several items", [f"{name}" for name in trees], _choose(trees)
+        )
+    if not trees:
+        raise _unrecognised(directory, items)
+    return Location(root, kind, v1, step, trees[0], steps, items)
+
+
+def _choose(trees: list[str]) -> list[str]:
+    return [f"--item {name}" for name in trees]
+
+
+def _refuse(text: str, step: int | None, item: str | None) -> None:
+    if step is not None:
+        raise CheckpointNotFoundError(
+            f"`{text}` is one checkpoint and has no steps", hints=["leave out --step"]
+        )
+    if item is not None:
+        raise CheckpointNotFoundError(
+            f"`{text}` is one tree and has no items", hints=["leave out --item"]
+        )
+
+
+def _directories(directory: pathlib.Path) -> list[str]:
+    with os.scandir(directory) as entries:
+        return sorted(e.name for e in entries if e.is_dir() and TEMPORARY not in e.name)
+
+
+def _is_item(directory: pathlib.Path) -> bool:
+    if (directory / TREE_FILE).exists() or (directory / "manifest.ocdbt").exists():
+        return True
+    if (directory / CHECKPOINT_FILE).exists() or (directory / V1_MARKER).exists():
+        return False
+    with os.scandir(directory) as entries:
+        return any(
+            (entry.name == "checkpoint" and entry.is_file())
+            or (entry.is_dir() and entry.name.startswith("ocdbt.process_"))
+            or (entry.is_dir() and _is_zarr(pathlib.Path(entry.path)))
+            for entry in entries
+        )
+
+
+def _is_zarr(directory: pathlib.Path) -> bool:
+    return (directory / ".zarray").exists() or (directory / "zarr.json").exists()
+
+
+def is_committed(directory: pathlib.Path) -> bool:
+    """Whether its writer finished."""
+    try:
+        check_committed(directory)
+    except UncommittedCheckpointError:
+        return False
+    return True
+
+
+def check_committed(directory: pathlib.Path) -> None:
+    """Raises UncommittedCheckpointError for a checkpoint whose writer never finished.
+
+    Orbax writes into a directory with a temporary name, and notes the time of the commit last. A
+    missing `commit_success.txt` says nothing on a local disk: before 0.12.3 none was written.
+    """
+    reason = None
+    if TEMPORARY in directory.name:
+        reason = "its name is that of a checkpoint in progress"
+    else:
+        document = read_json(directory / CHECKPOINT_FILE)
+        if (
+            document
+            and document.get("init_timestamp_nsecs")
+            and not document.get("commit_timestamp_nsecs")
+        ):
+            reason = f"its {CHECKPOINT_FILE} has no time of a commit"
+        unfinished = [
+            entry.name
+            for entry in os.scandir(directory)
+            if TEMPORARY in entry.name and (directory / CHECKPOINT_FILE).exists()
+        ]
+        if unfinished:
+            reason = f"its `{unfinished[0]}` was never finished"
+    if reason:
+        raise UncommittedCheckpointError(
+            f"`{directory}` was never committed: {reason}",
+            hints=["use an earlier step: its writer stopped before this one was complete"],
+        )
+
+
+def _unrecognised(directory: pathlib.Path, names: list[str] | tuple[str, ...]) -> Exception:
+    legacy = [e.name for e in os.scandir(directory) if _LEGACY_STEP.fullmatch(e.name)]
+    files = [name for name in legacy if (directory / name).is_file()]
+    if files:
+        return CheckpointFormatError(
+            f"`{directory}` holds Flax msgpack checkpoints, which are recognised but not read yet",
+            files,
+            ["restore it with flax.training.checkpoints and save it with Orbax"],
+        )
+    temporary = [e.name for e in os.scandir(directory) if TEMPORARY in e.name]
+    if temporary:
+        return UncommittedCheckpointError(
+            f"`{directory}` holds only checkpoints that were never committed", sorted(temporary)
+        )
+    unfinished = [name for name in names if not is_committed(directory / name)]
+    if unfinished:
+        return UncommittedCheckpointError(
+            f"`{directory}` holds only checkpoints that were never committed", unfinished
+        )
+    return CheckpointFormatError(
+        f"`{directory}` is not a checkpoint",
+        [f"no {TREE_FILE}, no {CHECKPOINT_FILE}, no step directories, no zarr arrays"],
+    )
+
+
+def _describe_file(path: pathlib.Path) -> str:
+    start = b""
+    if path.is_file():  # and not a pipe, which may never say anything
+        with path.open("rb") as file:
+            start = file.read(1)
+    # A msgpack map: fixmap, map16 or map32.
+    if start and (0x80 <= start[0] <= 0x8F or start[0] in (0xDE, 0xDF)):
+        return "a Flax msgpack checkpoint, which is recognised but not read yet"
+    return "a file, and not a checkpoint directory"
+
+
+def _siblings(path: pathlib.Path) -> list[str]:
+    parent = path.parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        return []
+    return [f"`{parent}` has: {', '.join(_directories(parent)[:5]) or 'no directories'}"]

@@ -1,0 +1,1 @@
+"""Target trees: built, matched, taken apart and filled with arrays on devices."""

@@ -1,0 +1,89 @@
+"""JAX's shardings: made of specs, and taken apart into shards of this process and their buffers."""
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from reshard.arrays import boxes
+from reshard.arrays.boxes import Box, Shape
+from reshard.sharding.mesh import Spec, spec_entries
+
+# JAX uses a buffer of the host as a CPU array if it is aligned to this many bytes.
+ALIGNMENT = 64
+
+
+def named_sharding(mesh: Any, spec: Spec) -> Any:
+    """A `jax.sharding.NamedSharding` of `spec` on a mesh of JAX's."""
+    import jax
+
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec_entries(spec)))
+
+
+class Part(NamedTuple):
+    """Where a box meets a shard.
+
+    Attributes:
+      start: the shard's first element.
+      common: what the two share.
+      in_shard: that, as seen from the shard.
+      in_box: that, as seen from the box.
+    """
+
+    start: Shape
+    common: Box
+    in_shard: Box
+    in_box: Box
+
+
+class Shards:
+    """The distinct shards of an array that devices of this process hold.
+
+    Attributes:
+      boxes: where they are, by their first element.
+      shapes: their shapes.
+      around: the smallest box that holds them all.
+      fill_around: they leave no gaps in it, as they may where there are several processes.
+    """
+
+    def __init__(self, shards: Sequence[Box]):
+        self.boxes = {boxes.start_of(box): box for box in shards}
+        self.shapes = [boxes.shape_of(box) for box in self.boxes.values()]
+        self.around = boxes.around(list(self.boxes.values())) if self.boxes else ()
+        elements = math.prod(boxes.shape_of(self.around))
+        self.fill_around = sum(map(math.prod, self.shapes)) == elements
+        self._parts_of_all = list(self._find_parts(self.around))
+
+    def parts(self, box: Box) -> list[Part]:
+        """Where a box meets the shards."""
+        return self._parts_of_all if box is self.around else list(self._find_parts(box))
+
+    def _find_parts(self, box: Box) -> Iterator[Part]:
+        for start, shard in self.boxes.items():
+            common = boxes.common_part(shard, box)
+            if common is not None:
+                in_shard, in_box = boxes.inside(common, shard), boxes.inside(common, box)
+                yield Part(start, common, in_shard, in_box)
+
+    def buffers(self, dtype: np.dtype) -> dict[Shape, np.ndarray]:
+        """An uninitialised array for each shard, all of them in one allocation."""
+        sizes = [math.prod(shape) * dtype.itemsize for shape in self.shapes]
+        steps = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+        memory = np.empty(sum(steps) + ALIGNMENT, np.uint8)
+        position = -memory.ctypes.data % ALIGNMENT
+        found = {}
+        for start, shape, size, step in zip(self.boxes, self.shapes, sizes, steps, strict=True):
+            found[start] = memory[position : position + size].view(dtype).reshape(shape)
+            position += step
+        return found
+
+
+@functools.lru_cache(maxsize=1024)
+def local_shards(shape: Shape, sharding: Any) -> Shards:
+    """The shards of one array; models have few shapes and many arrays of each."""
+    if sharding is None:
+        return Shards([tuple(slice(0, size) for size in shape)])
+    places = sharding.addressable_devices_indices_map(shape).values()
+    return Shards([boxes.from_index(index, shape) for index in places])

@@ -1,0 +1,338 @@
+"""The restorer: a checkpoint and a target -> live arrays in the target's own containers."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from reshard.checkpoint import ArrayHandle, Checkpoint, collision_error, is_floating
+from reshard.errors import (
+    CorruptCheckpointError,
+    MemoryLimitError,
+    ShardingError,
+    TreeMismatchError,
+)
+from reshard.loader import open as open_checkpoint
+from reshard.restore.device_reads import Request, read_arrays
+from reshard.restore.device_shards import named_sharding
+from reshard.restore.matching import Mismatch, Wanted, likely_renames, match, mismatch_error
+from reshard.restore.pytrees import StateLeaf, is_variable, take_apart, wanted_leaf
+from reshard.sharding.mesh import Mesh, NamedSharding, normalize_spec, parse_mesh, spec_problems
+from reshard.transforms import to_mesh
+from reshard.tree import Path, format_path, match_globs
+from reshard.units import parse_bytes
+
+Progress = Callable[[int], None]
+
+
+def restore(
+    checkpoint: Checkpoint | str | os.PathLike,
+    target: Any,
+    *,
+    cast: bool | str = False,
+    keep: str | Sequence[str] = (),
+    unexpected: str = "error",
+    max_memory: int | str | None = None,
+    progress: Progress | None = None,
+) -> Any:
+    """A checkpoint's values as live arrays, in the containers and with the shardings of a target.
+
+    Every mismatch is found before an array is read. Each process reads what its own devices hold,
+    each stored chunk once; CPU arrays are the buffers that were read into.
+
+    Args:
+      checkpoint: a checkpoint, or the path of one.
+      target: an abstract state, as `reshard.target` builds it; or a real one, whose shardings are
+        taken: pytrees come back as new ones, NNX modules are updated in place once every read has
+        succeeded; or a `jax.sharding.Mesh` alone, for nested dicts and lists of arrays on the
+        saved specs projected to that mesh.
+      cast: False for equal dtypes; True also for casts that keep every value (wider floats,
+        integers that fit); `"lossy"` also for floats rounded to nearest even.
+      keep: globs of leaves of a real target that keep their own values.
+      unexpected: `"error"`, or `"ignore"` to leave out what the target lacks.
+      max_memory: bytes in flight at most beyond the result, a number or text (`"256MiB"`); by
+        default as much as keeps all cores busy.
+      progress: called with numbers of decoded bytes.
+
+    Returns:
+      The target's structure with `jax.Array`s on the target's shardings. Numpy arrays, Python
+      scalars and strings of the target come back as such.
+
+    Raises:
+      TreeMismatchError: leaves that are missing, unexpected, or of another shape, dtype or kind,
+        and leaves of the target without a usable sharding: all of them.
+      ShardingError: saved specs that do not fit a bare mesh.
+      MemoryLimitError: one stored chunk does not fit into `max_memory`.
+      CorruptCheckpointError: stored bytes are missing or do not decode.
+      CheckpointNotFoundError, CheckpointFormatError: as `reshard.open`.
+    """
+    import jax
+
+    _check_choice("cast", cast, (False, True, "lossy"))
+    _check_choice("unexpected", unexpected, ("error", "ignore"))
+    ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    budget = None if max_memory is None else parse_bytes(max_memory)
+    if budget is not None and budget < 1:
+        raise MemoryLimitError(
+            f"max_memory={max_memory!r} leaves no room", hints=["`256MiB`, `1GiB`"]
+        )
+    report: Progress = progress or (lambda count: None)
+    if isinstance(target, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+        if cast or keep or unexpected != "error":
+            raise TreeMismatchError(
+                "cast, keep and unexpected compare with a state, and a mesh alone has none",
+                hints=['reshard.cast(ckpt, "bfloat16")', 'reshard.select(ckpt, "params/**")'],
+            )
+        return _restore_raw(ckpt, target, budget, report)
+
+    state = take_apart(target)
+    leaves = state.leaves
+    patterns = [keep] if isinstance(keep, str) else list(keep)
+    for pattern in patterns:
+        _check_choice("keep", type(pattern), (str,))
+    names = {name: leaf.path for leaf in leaves for name in (leaf.path, *leaf.aliases)}
+    kept = {names[name] for name in match_globs(names, patterns)}
+    wanted = [wanted_leaf(leaf) for leaf in leaves]
+    found, problems = match(wanted, ckpt, cast=cast, ignore=unexpected == "ignore")
+    problems = [problem for problem in problems if problem.path not in kept]
+    parsed = functools.cache(parse_mesh)
+    for leaf, want in zip(leaves, wanted, strict=True):
+        problems += _unusable(leaf, want, leaf.path in kept, parsed)
+    if problems:
+        opened = checkpoint is ckpt
+        hints = _hints(problems, leaves, cast, "ckpt" if opened else "reshard.open(path)")
+        raise mismatch_error(f"`{ckpt.source.root}`", problems, hints)
+
+    values: list[Any] = [leaf.value for leaf in leaves]
+    restored = [i for i, leaf in enumerate(leaves) if leaf.path not in kept]
+    handles = {i: ckpt[path] for i in restored if (path := found[i]) is not None}
+    for i, handle in handles.items():
+        if isinstance(handle, str):
+            values[i] = handle
+    arrays = {i: handle for i, handle in handles.items() if isinstance(handle, ArrayHandle)}
+    _check_names(list(arrays.values()))
+    requests = [_request(leaves[i], wanted[i], handle) for i, handle in arrays.items()]
+    for i, value in zip(arrays, read_arrays(requests, budget, report), strict=True):
+        values[i] = _as_wanted(value, leaves[i], wanted[i])
+    return state.fill(values)
+
+
+def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if value not in choices:
+        raise TreeMismatchError(
+            f"{name}={value!r} is not known", hints=[f"{name}={choice!r}" for choice in choices]
+        )
+
+
+def _check_names(handles: Sequence[ArrayHandle]) -> None:
+    collided = [handle for handle in handles if handle.same_name is not None]
+    if collided:
+        raise collision_error(collided)
+
+
+def _unusable(
+    leaf: StateLeaf, wanted: Wanted, kept: bool, parsed: Callable[[Any], Mesh]
+) -> list[Mismatch]:
+    """Why a leaf of the target cannot be filled, whatever the checkpoint has; `parsed` is
+    `parse_mesh`, which goes over all devices, for the leaves of one target."""
+    import jax
+
+    def problem(text: str, what: str = "sharding") -> Mismatch:
+        return Mismatch(what, f"{format_path(leaf.path)}: {text}", leaf.path)
+
+    value = leaf.value
+    if kept:
+        gone = leaf.abstract or (isinstance(value, jax.Array) and value.is_deleted())
+        return [problem("it is kept, and has no value of its own", "kept")] if gone else []
+    if not leaf.abstract and not isinstance(value, jax.Array):
+        return []
+    if not hasattr(value, "sharding"):
+        return [problem("it has no sharding")]
+    if wanted.dtype is not None and _narrowed(wanted.dtype):
+        return [problem(f"JAX makes no {wanted.dtype.name} arrays by default", "x64")]
+    try:
+        sharding = _on_devices(value.sharding)
+        if sharding is None:
+            return [problem("it has no sharding")]
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            shape, spec = tuple(value.shape), normalize_spec(sharding.spec)
+            return [problem(text) for text in spec_problems(shape, parsed(sharding.mesh), spec)]
+    except ShardingError as error:
+        return [problem(error.summary)]
+    return []
+
+
+def _narrowed(dtype: np.dtype) -> bool:
+    """Whether JAX would silently make arrays of a narrower dtype."""
+    import jax
+
+    return jax.dtypes.canonicalize_dtype(dtype) != dtype
+
+
+def _on_devices(sharding: Any) -> Any:
+    """A sharding on devices: for an `AbstractMesh`, on the mesh that is in context if that is it.
+
+    Raises:
+      ShardingError: it is on an abstract mesh, and no such mesh is in context.
+    """
+    import jax
+
+    mesh = getattr(sharding, "mesh", None)
+    if not isinstance(mesh, jax.sharding.AbstractMesh):
+        return sharding
+    concrete = jax.sharding.get_mesh()
+    if not concrete.empty and concrete.abstract_mesh == mesh:
+        kind = sharding.memory_kind
+        return jax.sharding.NamedSharding(concrete, sharding.spec, memory_kind=kind)
+    raise ShardingError("its sharding is on an AbstractMesh, which has no devices")
+
+
+def _hints(
+    problems: Sequence[Mismatch], leaves: Sequence[StateLeaf], cast: bool | str, ckpt: str
+) -> list[str]:
+    """What to type; `ckpt` is how the caller has the checkpoint."""
+    kinds = {problem.what for problem in problems}
+    renames = ", ".join(f'(r"{old}", r"{new}")' for old, new in likely_renames(problems))
+    hints = [f"ckpt = reshard.rename({ckpt}, [{renames}])"] if renames else []
+    hints += _other_api(problems, leaves)
+    if "unexpected" in kinds and "missing" not in kinds:
+        hints.append('unexpected="ignore" restores the rest')
+    if "missing" in kinds and not any(leaf.abstract for leaf in leaves):
+        path = next(problem.path for problem in problems if problem.what == "missing")
+        hints.append(f'keep=("{format_path(path)}",) leaves it as it is; globs work')
+    tied = [format_path(p.renamed) for p in problems if p.what == "tied" and p.renamed]
+    if tied:
+        dropped = ", ".join(f'"{path}"' for path in tied)
+        hints.append(f"ckpt = reshard.select({ckpt}, drop=[{dropped}])")
+    if "dtype" in kinds and cast != "lossy":
+        hints.append('cast=True for casts that keep every value, cast="lossy" for all of floats')
+    if "kept" in kinds:
+        hints.append("a target whose kept leaves are initialised arrays, not abstract ones")
+    if "x64" in kinds:
+        hints.append('jax.config.update("jax_enable_x64", True)')
+    if "sharding" in kinds:
+        hints.append("reshard.target(state, mesh=mesh, ...) gives every leaf a sharding")
+    return hints
+
+
+def _other_api(problems: Sequence[Mismatch], leaves: Sequence[StateLeaf]) -> list[str]:
+    """A hint where the checkpoint seems to be of the other API of Flax's: one side has a collection
+    `params`, and the other does not."""
+    missing, unexpected = (
+        {str(problem.path[0]) for problem in problems if problem.what == what and problem.path}
+        for what in ("missing", "unexpected")
+    )
+    of_nnx = any(is_variable(leaf.holder) for leaf in leaves)
+    if of_nnx and missing and "params" in unexpected - missing:
+        return ["reshard.restore(reshard.to_nnx(path, model), target), if it is Linen's"]
+    if not of_nnx and unexpected and "params" in missing - unexpected:
+        return ["reshard.restore(reshard.to_linen(path, model), target), if it is NNX's"]
+    return []
+
+
+def _request(leaf: StateLeaf, wanted: Wanted, handle: ArrayHandle) -> Request:
+    """What to read for a leaf, and where to."""
+    import jax
+
+    sharding = None
+    if isinstance(leaf.value, jax.Array | jax.ShapeDtypeStruct) and not _uncommitted(leaf.value):
+        sharding = _on_devices(leaf.value.sharding)
+        if wanted.kind == "key" and isinstance(sharding, jax.sharding.NamedSharding):
+            entries = [*sharding.spec, *[None] * (len(wanted.shape) - len(sharding.spec)), None]
+            sharding = jax.sharding.NamedSharding(
+                sharding.mesh,
+                jax.sharding.PartitionSpec(*entries),
+                memory_kind=sharding.memory_kind,
+            )
+    dtype = handle.dtype if wanted.dtype is None else wanted.dtype
+    if is_floating(dtype):
+        handle = dataclasses.replace(handle, dtype=dtype)
+    return Request(handle, dtype, sharding)
+
+
+def _uncommitted(value: Any) -> bool:
+    """Whether an array is bound to no device, so that computations may move it: it stays so."""
+    return not getattr(value, "committed", True)
+
+
+def _as_wanted(value: Any, leaf: StateLeaf, wanted: Wanted) -> Any:
+    """What was read, as the kind of leaf that the target has."""
+    import jax
+
+    if wanted.kind == "key":
+        return _as_keys(value, wanted.key_impl, _on_devices(leaf.value.sharding))
+    if wanted.kind in ("int", "float", "bool"):
+        return value.item()
+    if isinstance(leaf.value, jax.Array) and _uncommitted(leaf.value):
+        with jax.default_device(next(iter(leaf.value.devices()))):
+            return jax.device_put(value, may_alias=True)
+    return value[()] if isinstance(leaf.value, np.generic) else value
+
+
+def _as_keys(data: Any, impl: str | None, sharding: Any) -> Any:
+    """Typed PRNG keys with exactly that sharding."""
+    import jax
+
+    try:
+        keys = jax.random.wrap_key_data(data, impl=impl)
+    except (ValueError, TypeError) as error:
+        raise CorruptCheckpointError(
+            f"{list(data.shape)} is no data of PRNG keys `{impl}`, as the checkpoint says",
+            [str(error)],
+        ) from error
+    return keys if keys.sharding == sharding else jax.device_put(keys, sharding)
+
+
+def _restore_raw(ckpt: Checkpoint, mesh: Any, budget: int | None, report: Progress) -> Any:
+    """Nested dicts and lists of what was saved, device arrays on a mesh."""
+    import jax
+
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        raise ShardingError(
+            "an AbstractMesh has no devices to restore to", hints=["jax.make_mesh((1, 8), names)"]
+        )
+    ckpt = to_mesh(ckpt, mesh)
+    _check_names(ckpt.arrays)
+    requests, wide = [], []
+    for handle in ckpt.arrays:
+        sharding = None
+        if isinstance(handle.sharding, NamedSharding):
+            sharding = named_sharding(mesh, handle.sharding.spec)
+            if _narrowed(handle.dtype):
+                wide.append(f"{format_path(handle.path)}  {handle.dtype.name}{list(handle.shape)}")
+        requests.append(Request(handle, handle.dtype, sharding))
+    if wide:
+        raise TreeMismatchError(
+            "JAX makes no arrays of these dtypes without jax_enable_x64",
+            wide,
+            ['jax.config.update("jax_enable_x64", True)'],
+        )
+    leaves: dict[Path, Any] = dict(ckpt)
+    for handle, value in zip(ckpt.arrays, read_arrays(requests, budget, report), strict=True):
+        if handle.key_impl is not None and isinstance(value, jax.Array):
+            assert isinstance(handle.sharding, NamedSharding)
+            sharding = named_sharding(mesh, handle.sharding.spec[: value.ndim - 1])
+            value = _as_keys(value, handle.key_impl, sharding)
+        leaves[handle.path] = value.item() if handle.value_type == "scalar" else value
+    return _nested(leaves)
+
+
+def _nested(leaves: dict[Path, Any]) -> Any:
+    """Containers around leaves: a list for positions, a dict for other keys."""
+    children: dict[Path, dict[Any, Any]] = {}
+    for path in leaves:
+        for end in range(len(path)):
+            children.setdefault(path[:end], {})[path[end]] = path[: end + 1]
+
+    def build(path: Path) -> Any:
+        if path not in children:
+            return leaves[path]
+        inside = children[path]
+        if all(isinstance(key, int) for key in inside):
+            return [build(inside[key]) for key in sorted(inside)]
+        return {key: build(below) for key, below in inside.items()}
+
+    return build(())

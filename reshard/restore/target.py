@@ -1,0 +1,376 @@
+"""The target builder: a model, a mesh and rules -> an abstract state with shardings.
+
+Linen and NNX annotate the axes of their parameters; `reshard.sharding.annotations` decides what becomes of
+each leaf. This module gets the state out of whatever the user has, and puts the shardings in.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import ShardingError
+from reshard.restore.device_shards import named_sharding
+from reshard.restore.pytrees import (
+    State,
+    StateLeaf,
+    axis_names,
+    imported,
+    is_module,
+    is_variable,
+    key_path,
+    own_rules,
+    take_apart,
+)
+from reshard.sharding.annotations import AnnotatedLeaf, Coverage, cover
+from reshard.sharding.mesh import Spec, normalize_spec, parse_mesh, spec_entries
+from reshard.tree import Path, format_path, nearest
+
+if TYPE_CHECKING:
+    import jax
+
+
+def target(
+    model: Any,
+    *,
+    mesh: "jax.sharding.Mesh | jax.sharding.AbstractMesh",
+    rules: Any = None,
+    specs: Any = None,
+    semantics: str | None = None,
+    inputs: Sequence[Any] = (),
+) -> Any:
+    """The abstract state of a model, laid out on a mesh. Nothing is computed, no device is used.
+
+    Args:
+      model: what the state is of:
+        a Linen module, with `inputs`, for the variables that its `init` returns;
+        a callable that returns variables, a `TrainState`, an NNX module, or any other pytree;
+        an NNX module class (called with `rngs=nnx.Rngs(0)` if it asks for `rngs`);
+        an NNX module, optimizer or state; or any pytree of arrays or `jax.ShapeDtypeStruct`s.
+      mesh: the mesh.
+      rules: logical axis names to mesh axes: ordered pairs, a dict, or a callable (`MeshRules`); a
+        value is a mesh axis, a tuple of axes, or None. Without rules, the names in NNX and in
+        `Partitioned` are mesh axes.
+      specs: for leaves without annotations, and before all annotations: ordered (path regex,
+        partition spec) pairs or a dict of them, the first match wins; or a pytree of
+        `PartitionSpec`s with the structure of the state, as `flax.linen.get_partition_spec` gives
+        it, whose names go through `rules`.
+      semantics: how `rules` are read where a name or a mesh axis occurs twice, `"linen"` or
+        `"nnx"` (see `reshard.sharding.rules`); by default as the model's API does.
+      inputs: example arguments for a Linen module or a callable. Arrays and
+        `jax.ShapeDtypeStruct`s are traced, everything else is passed on as it is.
+
+    Returns:
+      The state in its own containers, each array leaf a `jax.ShapeDtypeStruct` with a
+      `NamedSharding` on `mesh`: boxes around them, optimizer state sharded as its parameters. An
+      NNX module comes back as a new, abstract module.
+
+    Raises:
+      ShardingError: specs that do not fit: all of them, with what `coverage` would list.
+    """
+    state, found = _covered(model, mesh, rules, specs, semantics, inputs)
+    if found.problems:
+        raise ShardingError(
+            f"the model does not fit the mesh `{found.mesh}`",
+            found.problems,
+            found.hints,
+        )
+    by_path = {leaf.path: leaf.spec for leaf in found.leaves}
+    return state.rebuild(
+        [_abstract(x, mesh, by_path[x.path]) if x.is_array else x.value for x in state.leaves]
+    )
+
+
+def coverage(
+    model: Any,
+    *,
+    mesh: "jax.sharding.Mesh | jax.sharding.AbstractMesh",
+    rules: Any = None,
+    specs: Any = None,
+    semantics: str | None = None,
+    inputs: Sequence[Any] = (),
+) -> Coverage:
+    """What each rule reached, and what is replicated at which cost. Takes what `target` takes.
+
+    Problems that `target` would raise are listed in `Coverage.problems`.
+
+    Raises:
+      ShardingError: rules or specs that cannot be read, or a regex that matches no leaf.
+    """
+    return _covered(model, mesh, rules, specs, semantics, inputs)[1]
+
+
+def _covered(
+    model: Any, mesh: Any, rules: Any, specs: Any, semantics: str | None, inputs: Sequence[Any]
+) -> tuple[State, Coverage]:
+    import jax
+
+    if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+        raise ShardingError(
+            f"a target needs a mesh of JAX's, not {mesh!r}",
+            hints=['jax.make_mesh((1, 8), ("data", "model"))', "jax.sharding.AbstractMesh(...)"],
+        )
+    made = state_of(model, mesh, inputs)
+    state = take_apart(made)
+    arrays = [leaf for leaf in state.leaves if leaf.is_array]
+    tree = _spec_tree(specs, {leaf.path for leaf in arrays})
+    parameters = _parameters(made, arrays)
+    leaves = [_annotated(x, tree.get(x.path), x.path in parameters) for x in arrays]
+    return state, cover(leaves, parse_mesh(mesh), rules, () if tree else _pairs(specs), semantics)
+
+
+def _pairs(specs: Any) -> list[tuple[str, Any]]:
+    """Pairs of a path regex and a spec, from a sequence or a mapping of them."""
+    entries = list(specs.items()) if isinstance(specs, Mapping) else specs
+    if entries is None:
+        return []
+    if not isinstance(entries, list | tuple) or not all(
+        isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[0], str)
+        for entry in entries
+    ):
+        raise ShardingError(
+            f"`specs` are pairs of a path regex and a partition spec, not {specs!r}",
+            hints=['specs=[("kernel$", P("data", "model"))]'],
+        )
+    return [(regex, spec) for regex, spec in entries]
+
+
+def _parameters(state: Any, leaves: Sequence[StateLeaf]) -> set[Path]:
+    """Paths of the parameters, which optimizer state follows.
+
+    They are NNX's `Param`s, or variables of other types that an NNX optimizer has state for; what
+    is below the key `params` closest to the root; or else, beside optax's states, which are
+    namedtuples, everything else.
+    """
+    import jax
+
+    nnx = imported("flax.nnx")
+    held = [leaf for leaf in leaves if is_variable(leaf.holder)]
+    found = {leaf.path for leaf in held if isinstance(leaf.holder, nnx.Param)}
+    if not found and any(isinstance(leaf.holder, nnx.OptState) for leaf in held):
+        kinds = (nnx.OptState, nnx.RngState)
+        found = {leaf.path for leaf in held if not isinstance(leaf.holder, kinds)}
+    rest = [leaf.path for leaf in leaves if not is_variable(leaf.holder)]
+    named = [path.index("params") for path in rest if "params" in path]
+    if named:
+        depth = min(named)
+        found |= {path for path in rest if path[depth : depth + 1] == ("params",)}
+    if found:
+        return found
+
+    def is_named(node: Any) -> bool:
+        return isinstance(node, tuple) and hasattr(node, "_fields")
+
+    nodes, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_named)
+    optimizers = {key_path(keys)[:1] for keys, node in nodes if is_named(node)}
+    return {path for path in rest if path[:1] not in optimizers} if optimizers else set()
+
+
+def _spec_tree(specs: Any, paths: set[Path]) -> dict[Path, Spec]:
+    """`specs` by path if it is a pytree of specs in the places of leaves; empty if it is pairs."""
+    import jax
+
+    kinds = (jax.sharding.PartitionSpec, jax.sharding.NamedSharding)
+    found, _ = jax.tree_util.tree_flatten_with_path(specs, is_leaf=lambda x: isinstance(x, kinds))
+    if not all(isinstance(leaf, kinds) for _, leaf in found):
+        return {}
+    tree = {key_path(keys): normalize_spec(getattr(leaf, "spec", leaf)) for keys, leaf in found}
+    # Flax keeps the variables around the specs of an NNX state.
+    tree = {p[:-1] if p[-1:] == ("value",) and p not in paths else p: x for p, x in tree.items()}
+    if isinstance(specs, Mapping) and all(len(path) == 1 for path in tree) and set(tree) != paths:
+        return {}  # a dict of regexes
+    unknown = [path for path in tree if path not in paths]
+    if unknown:
+        near = nearest(format_path(unknown[0]), paths)
+        raise ShardingError(
+            "the tree of specs has leaves that the model lacks",
+            [format_path(path) for path in unknown],
+            [f"the model has `{name}`" for name in near[:1]],
+        )
+    return tree
+
+
+def _annotated(leaf: StateLeaf, spec: Spec | None, parameter: bool) -> AnnotatedLeaf:
+    """What is known of a leaf; `spec` takes the place of the names of its axes, if there is one."""
+    import jax
+
+    holder, linen = leaf.holder, imported("flax.linen")
+    kind = "mesh"
+    if is_variable(holder):
+        kind = "nnx"
+    elif linen is not None and isinstance(holder, linen.LogicallyPartitioned):
+        kind = "logical"
+    names = axis_names(leaf) if spec is None else spec_entries(spec)
+    if not all(_is_name(name) for name in names or ()):
+        raise ShardingError(
+            f"{format_path(leaf.path)}: the names of its axes are {names!r}",
+            hints=["the name of an axis is text, None, or a tuple of mesh axes"],
+        )
+    sharding = getattr(leaf.value, "sharding", None)
+    named = isinstance(sharding, jax.sharding.NamedSharding)
+    return AnnotatedLeaf(
+        path=leaf.path,
+        shape=tuple(leaf.value.shape),
+        itemsize=leaf.value.dtype.itemsize,
+        names=names,
+        kind=kind if names is not None else "",
+        own_rules=own_rules(leaf),
+        saved=normalize_spec(sharding.spec) if named else None,
+        parameter=parameter,
+    )
+
+
+def _is_name(name: Any) -> bool:
+    if isinstance(name, tuple):
+        return all(isinstance(axis, str) for axis in name)
+    return name is None or isinstance(name, str)
+
+
+def _abstract(leaf: StateLeaf, mesh: Any, spec: Spec) -> Any:
+    import jax
+
+    return jax.ShapeDtypeStruct(
+        leaf.value.shape,
+        leaf.value.dtype,
+        sharding=named_sharding(mesh, spec),
+        weak_type=getattr(leaf.value, "weak_type", False),
+    )
+
+
+def state_of(model: Any, mesh: Any = None, inputs: Sequence[Any] = ()) -> Any:
+    """The state that a model is of: abstract where it had to be made, else as it was given.
+
+    Args:
+      model: as for `target`.
+      mesh: the mesh to be in where the model cannot do without one.
+      inputs: as for `target`.
+    """
+    make = maker(model, inputs)
+    return model if make is None else _evaluated(make, inputs, mesh)
+
+
+def maker(model: Any, inputs: Sequence[Any] = ()) -> Callable[..., Any] | None:
+    """What makes the state of a model, called with `inputs`; None if the model is a state."""
+    import jax
+
+    linen, nnx = imported("flax.linen"), imported("flax.nnx")
+    if linen is not None and isinstance(model, linen.Module):
+        if not inputs:
+            raise ShardingError(
+                f"the Linen module {type(model).__name__} has no variables without inputs",
+                hints=["target(model, inputs=(x,), ...)", "or a callable that returns variables"],
+            )
+        return lambda *args: model.init(jax.random.key(0), *args)
+    if nnx is not None and isinstance(model, type) and issubclass(model, nnx.Pytree) and not inputs:
+        wanted = inspect.signature(model.__init__).parameters.get("rngs")
+        if wanted is not None and wanted.default is inspect.Parameter.empty:
+            constructor: Any = model
+            _check_call(model, (), {"rngs": nnx.Rngs(0)})
+            return lambda: constructor(rngs=nnx.Rngs(0))
+    if callable(model) and not is_module(model):
+        _check_call(model, inputs)
+        return model
+    if inputs:
+        raise ShardingError(f"`inputs` are for a module or a callable, not {type(model).__name__}")
+    return None
+
+
+def _check_call(
+    function: Callable[..., Any], inputs: Sequence[Any], keywords: Mapping[str, Any] | None = None
+) -> None:
+    """Raises ShardingError if a function does not take these arguments."""
+    # What a class is called with is said by its constructor: Flax's metaclasses take anything.
+    called: Any = function.__init__ if isinstance(function, type) else function
+    inputs = (function, *inputs) if isinstance(function, type) else inputs
+    try:
+        signature = inspect.signature(called)
+    except (TypeError, ValueError):  # one of C's, perhaps, which tells nothing
+        return
+    try:
+        signature.bind(*inputs, **(keywords or {}))
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        given = [f"{len(inputs)} inputs"] if inputs and called is function else []
+        given += [f"`{key}=`" for key in keywords or {}]
+        raise ShardingError(
+            f"`{name}` cannot be called with {' and '.join(given) or 'nothing'}: {error}",
+            hints=[f"a function that does: `def make(): return {name}(...)`"],
+        ) from error
+
+
+def _evaluated(function: Any, inputs: Sequence[Any], mesh: Any) -> Any:
+    """What a function returns, abstract: `nnx.eval_shape`, which keeps what modules share.
+
+    First with no mesh in context: within one, flax applies annotations right away, which fails
+    where they do not fit or where axes are Explicit. A model that constrains values by bare
+    partition specs needs a mesh; it gets the one that the target is for, and if it is not written
+    for Explicit axes, the same with Auto axes. Where all fail, the first failure is raised: what
+    comes after it may be about the context alone.
+    """
+    import jax
+    from flax import nnx
+
+    leaves, treedef = jax.tree.flatten(tuple(inputs))
+    traced = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+
+    def call(*arrays: Any) -> Any:
+        rest = iter(arrays)
+        mixed = [next(rest) if trace else x for x, trace in zip(leaves, traced, strict=True)]
+        made = function(*treedef.unflatten(mixed))
+        _check_made(function, made)
+        return made
+
+    arrays = [leaf for leaf, trace in zip(leaves, traced, strict=True) if trace]
+    eager = nnx.using_eager_sharding()
+    contexts = [jax.sharding.AbstractMesh((), ())]
+    if mesh is not None:
+        given = mesh if isinstance(mesh, jax.sharding.AbstractMesh) else mesh.abstract_mesh
+        auto = (jax.sharding.AxisType.Auto,) * len(given.axis_names)
+        contexts += dict.fromkeys((given, given.update(axis_types=auto)))
+    made, first = None, None
+    with nnx.use_eager_sharding(False):
+        for context in contexts:
+            try:
+                with jax.sharding.use_abstract_mesh(context):
+                    made = nnx.eval_shape(call, *arrays)
+                break
+            except Exception as error:  # anything: it is the user's code
+                first = first or error
+        else:
+            assert first is not None
+            raise first
+    if eager:
+        _restore_eager_sharding(made)
+    return made
+
+
+def _check_made(function: Callable[..., Any], made: Any) -> None:
+    """Raises ShardingError if a function has returned nothing, or a module without variables."""
+    import jax
+    from flax import linen, nnx
+
+    name = getattr(function, "__name__", type(function).__name__)
+    leaves = jax.tree.leaves(made, is_leaf=lambda node: isinstance(node, nnx.Pytree))
+    modules = [leaf for leaf in leaves if isinstance(leaf, linen.Module)]
+    if modules:
+        kind = type(modules[0]).__name__
+        raise ShardingError(
+            f"`{name}` returned the Linen module {kind}, which holds no variables",
+            hints=[f"return the variables: `{kind}(...).init(jax.random.key(0), x)`"],
+        )
+    if made is None:
+        raise ShardingError(f"`{name}` returned None")
+
+
+def _restore_eager_sharding(made: Any) -> None:
+    """Variables note whether they were made with eager sharding, and compare by it: the note is
+    set to what it would have been."""
+    import jax
+    from flax import nnx
+
+    for leaf in jax.tree.leaves(made, is_leaf=lambda x: isinstance(x, nnx.Variable | nnx.Pytree)):
+        if isinstance(leaf, nnx.Variable):
+            leaf.set_metadata(eager_sharding=True)
+        elif isinstance(leaf, nnx.Pytree):
+            for _, node in nnx.iter_graph(leaf):
+                if isinstance(node, nnx.Variable):
+                    node.set_metadata(eager_sharding=True)

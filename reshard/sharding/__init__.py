@@ -1,0 +1,1 @@
+"""Which part of an array goes where: meshes, specs and rules, without devices."""

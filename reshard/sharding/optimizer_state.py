@@ -1,0 +1,115 @@
+"""Optimizer state follows its parameters: which parameter a leaf belongs to, and which part of the
+parameter's partition spec is its own. Pure arithmetic on paths and shapes.
+
+No name that an optimizer gives to its state is looked for. A leaf belongs to the parameter whose
+path it ends with: `opt_state/0/mu/Dense_0/kernel` to `params/Dense_0/kernel`.
+"""
+
+import collections
+import itertools
+from collections.abc import Iterable
+
+from reshard.sharding.mesh import Spec
+from reshard.tree import Path
+
+Shape = tuple[int, ...]
+# Among more parameters than this that a leaf may belong to, none is looked for.
+_MOST_OWNERS = 8
+
+
+class Parameters:
+    """The parameters of a state, found by how paths end.
+
+    A path may end like several parameters (`mu/w` like `params/w`, and like `params/mu/w` if there
+    is such a module). Then what counts is below which prefix the most leaves end like parameters:
+    optimizer state is a tree, or several, of the parameters' structure.
+
+    Args:
+      paths: the paths of the parameters.
+      others: the paths of the leaves that may belong to them.
+    """
+
+    def __init__(self, paths: Iterable[Path], others: Iterable[Path]):
+        self._by_ending: dict[tuple[str, ...], list[Path]] = {}
+        for path in paths:
+            keys = tuple(map(str, path))
+            for start in range(len(keys)):
+                found = self._by_ending.setdefault(keys[start:], [])
+                if found and len(path) < len(found[0]):
+                    found.clear()
+                if not found or (len(path) == len(found[0]) and len(found) <= _MOST_OWNERS):
+                    found.append(path)
+        self._below: collections.Counter[tuple[str, ...]] = collections.Counter()
+        for path in others:
+            keys = tuple(map(str, path))
+            starts = range(len(keys))
+            self._below.update(keys[:start] for start in starts if keys[start:] in self._by_ending)
+
+    def followed_by(self, path: Path) -> list[Path]:
+        """The parameters that share an ending with `path`, of those that do the ones with the
+        shortest path (the others would share more). Several if nothing tells them apart."""
+        keys = tuple(map(str, path))
+        starts = [start for start in range(len(keys)) if keys[start:] in self._by_ending]
+        if not starts:
+            return []
+        start = max(starts, key=lambda start: (self._below[keys[:start]], -start))
+        found = self._by_ending[keys[start:]]
+        return found if len(found) <= _MOST_OWNERS else []
+
+
+def matching_part(path: Path, shape: Shape, parameter: Shape, spec: Spec) -> Spec | str:
+    """The part of a parameter's spec that fits a leaf that belongs to it, or why there is none.
+
+    The leaf may have the parameter's shape; that shape behind further axes (a history of updates);
+    that shape with some dimensions of size 1 (a sum that keeps them); some of its dimensions (a
+    factored moment); or a single element.
+
+    Args:
+      path: the leaf's path. Where the parameter has two dimensions of one size, the names of
+        adafactor's factors (`v_row`, `v_col` of `optax.scale_by_factored_rms`) tell which is kept.
+      shape: the leaf's shape.
+      parameter: the parameter's shape.
+      spec: the parameter's spec.
+    """
+    if shape == parameter:
+        return spec
+    full = spec + ((),) * (len(parameter) - len(spec))
+    ahead = len(shape) - len(parameter)
+    if ahead >= 0 and shape[ahead:] == parameter:
+        return ((),) * ahead + full
+    if all(size == 1 for size in shape):
+        return ()
+    if ahead == 0 and all(a in (b, 1) for a, b in zip(shape, parameter, strict=True)):
+        pairs = zip(shape, parameter, full, strict=True)
+        return tuple(entry if a == b else () for a, b, entry in pairs)
+    kept = [
+        dims
+        for dims in itertools.combinations(range(len(parameter)), len(shape))
+        if tuple(parameter[dim] for dim in dims) == shape
+    ]
+    parts = {tuple(full[dim] for dim in dims) for dims in kept}
+    if len(parts) > 1:
+        named = _factor_dims(path, parameter)
+        if named in kept:
+            parts = {tuple(full[dim] for dim in named)}
+    if len(parts) == 1:
+        return parts.pop()
+    if not parts:
+        return f"its shape is no part of the parameter's, {list(parameter)}"
+    choices = " or ".join(sorted(map(str, kept)))
+    return f"it may be over dimensions {choices} of the parameter's {list(parameter)}"
+
+
+def _factor_dims(path: Path, parameter: Shape) -> tuple[int, ...] | None:
+    """The dimensions that adafactor's `v_row` and `v_col` keep: all but the largest, and all but
+    the second largest, of equal ones the later being the larger."""
+    if len(parameter) < 2:
+        return None
+    if len(parameter) > 3 and len(set(parameter)) < len(parameter):
+        return None  # optax's sort is not stable then, on some processors
+    second, largest = sorted(range(len(parameter)), key=lambda dim: parameter[dim])[-2:]
+    dropped = {"v_row": largest, "v_col": second}
+    found = [dropped[key] for key in path if key in dropped]
+    if len(found) != 1:
+        return None
+    return tuple(dim for dim in range(len(parameter)) if dim != found[0])

@@ -1,0 +1,187 @@
+"""Which partition spec a leaf gets, by its path or by the names of its axes.
+
+By path: ordered (regex, spec) pairs, the first match wins. By logical axis names: rules from names
+to mesh axes. Flax reads such a list in two ways, which differ where a name or an axis occurs
+twice; both are here, under the name of the API that they are from:
+
+| names, rules                               | `"linen"`           | `"nnx"`                  |
+|--------------------------------------------|---------------------|--------------------------|
+| `(embed, mlp)`, both -> `model`            | the first rule wins | `P('model', 'model')`    |
+| `embed` -> `data`, later `embed` -> `None` | the first free rule | the last rule            |
+| a name that no rule has                    | replicated          | passed on as a mesh axis |
+
+The Linen column is `flax.linen.logical_to_mesh_axes`, the NNX column `flax.nnx.get_partition_spec`.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from reshard.errors import ShardingError
+from reshard.sharding.mesh import Spec, normalize_spec
+from reshard.tree import Path, format_path, nearest
+
+SEMANTICS = ("linen", "nnx")
+Rule = tuple[str, tuple[str, ...]]
+# One name or several for each dimension, or none.
+Names = tuple[str | tuple[str, ...] | None, ...]
+
+
+def match_specs(paths: Iterable[Path], rules: Sequence[tuple[str, Any]]) -> dict[Path, Spec]:
+    """The spec that the first matching rule gives to each path that any rule matches.
+
+    Args:
+      paths: the leaves that may be sharded.
+      rules: pairs of a regex, searched for in the printed path, and a partition spec.
+
+    Raises:
+      ShardingError: a regex does not compile, or matches no leaf; all are named.
+    """
+    paths = list(paths)
+    compiled, problems, hints = [], [], []
+    for pattern, spec in rules:
+        try:
+            compiled.append((re.compile(pattern), normalize_spec(spec)))
+        except (re.error, OverflowError, RecursionError) as error:
+            problems.append(f"`{pattern}` is not a regex: {error}")
+    if problems:
+        raise ShardingError("the spec rules cannot be read", problems)
+    chosen: dict[Path, Spec] = {}
+    matched = set()
+    for path in paths:
+        text = format_path(path)
+        hits = [i for i, (regex, _) in enumerate(compiled) if regex.search(text)]
+        matched.update(hits)
+        if hits:
+            chosen[path] = compiled[hits[0]][1]
+    for i, (pattern, _) in enumerate(rules):
+        if i not in matched:
+            problems.append(f"`{pattern}`")
+            hints += [
+                f"the nearest leaf is `{name}`" for name in nearest(_plain(pattern), paths)[:1]
+            ]
+    if problems:
+        raise ShardingError("no array matches the regex of a spec", problems, hints)
+    return chosen
+
+
+def _plain(pattern: str) -> str:
+    """A regex less its operators, to look for what it resembles."""
+    return re.sub(r"[\\^$.*+?()|\[\]{}]", "", pattern)
+
+
+def parse_rules(rules: Any, names: Iterable[str]) -> tuple[Rule, ...]:
+    """Rules as ordered pairs of a logical name and mesh axes; no axes replicate.
+
+    Args:
+      rules: pairs, a mapping, or a callable that takes names and returns a mesh axis, several or
+        None for each (the `MeshRules` dataclass of the Flax examples).
+      names: the logical names in use; a callable is asked about these, and a name for which it
+        raises AttributeError, KeyError or ValueError has no rule.
+
+    Raises:
+      ShardingError: it is none of these, or a value is no mesh axis; all such rules are named.
+    """
+    if callable(rules) and not isinstance(rules, Mapping):
+        pairs: list[Any] = _asked(rules, names)
+    elif isinstance(rules, Mapping):
+        pairs = list(rules.items())
+    elif isinstance(rules, Iterable) and not isinstance(rules, str):
+        pairs = list(rules)
+    else:
+        pairs = [rules]
+    parsed, problems = [], []
+    for pair in pairs:
+        axes = _axes(pair)
+        if axes is None:
+            problems.append(repr(pair))
+        else:
+            parsed.append((pair[0], axes))
+    if problems:
+        raise ShardingError(
+            "a rule is a logical name with a mesh axis, several, or None",
+            problems,
+            ['rules=[("embed", "data"), ("vocab", ("data", "model")), ("kv", None)]'],
+        )
+    return tuple(parsed)
+
+
+def _asked(rules: Callable[..., Any], names: Iterable[str]) -> list[tuple[str, Any]]:
+    pairs = []
+    for name in dict.fromkeys(names):
+        try:
+            answer = rules(name)
+        except (AttributeError, KeyError, ValueError):
+            continue
+        one = isinstance(answer, tuple | list) and len(answer) == 1
+        pairs.append((name, answer[0] if one else answer))
+    return pairs
+
+
+def _axes(pair: Any) -> tuple[str, ...] | None:
+    """The mesh axes of a rule, or None if it is no rule."""
+    if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
+        return None
+    value = pair[1]
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, tuple | list) and all(isinstance(axis, str) for axis in value):
+        return tuple(value)
+    return None
+
+
+class Resolved(NamedTuple):
+    """What rules make of the axis names of an array.
+
+    Attributes:
+      spec: the partition spec.
+      used: positions of the rules that decided, in the order of the dimensions.
+      unmatched: names that no rule has.
+    """
+
+    spec: Spec
+    used: tuple[int, ...]
+    unmatched: tuple[str, ...]
+
+
+def resolve_names(names: Names, rules: Sequence[Rule], semantics: str, passes: bool) -> Resolved:
+    """The partition spec of an array whose axes are named.
+
+    Args:
+      names: for each dimension a name, None for an unsharded one, or a tuple of mesh axes.
+      rules: as `parse_rules` gives them.
+      semantics: `"linen"` or `"nnx"`.
+      passes: whether a name that no rule has is a mesh axis; otherwise its dimension is not split.
+    """
+    known = {name for name, _ in rules}
+    spec: list[tuple[str, ...] | None] = []
+    for name in names:
+        if name is None:
+            spec.append(())
+        elif isinstance(name, str):
+            spec.append(None if name in known else (name,) if passes else ())
+        else:
+            spec.append(tuple(name))
+    unmatched = [name for name in names if isinstance(name, str) and name not in known]
+    used: dict[int, int] = {}
+    if semantics == "nnx":
+        last = {name: position for position, (name, _) in enumerate(rules)}
+        for dim, name in enumerate(names):
+            if spec[dim] is None and isinstance(name, str):
+                used[dim] = last[name]
+                spec[dim] = rules[last[name]][1]
+    else:
+        for position, (name, axes) in enumerate(rules):
+            taken = {axis for entry in spec for axis in entry or ()}
+            for dim, other in enumerate(names):
+                if other == name and spec[dim] is None and taken.isdisjoint(axes):
+                    used[dim] = position
+                    spec[dim] = axes
+                    break
+    return Resolved(
+        tuple(entry or () for entry in spec),
+        tuple(used[dim] for dim in sorted(used)),
+        tuple(dict.fromkeys(unmatched)),
+    )

@@ -1,0 +1,1 @@
+"""Comparing: with recorded digests, with another checkpoint, value by value."""

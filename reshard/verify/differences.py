@@ -1,0 +1,206 @@
+"""`Diff`: in what two checkpoints differ, as a report and as JSON. Pure."""
+
+import collections
+import dataclasses
+import itertools
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from reshard.tree import Path, format_path
+from reshard.verify.elementwise import ElementDifference
+
+# Leaves that a repr lists; `Diff.report` lists them all.
+_SHOWN = 200
+# Characters of a string leaf in a report.
+_MOST_TEXT = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """One thing in which A and B differ.
+
+    Attributes:
+      what: `"removed"` (in A alone), `"added"` (in B alone), `"moved"` (the same contents at
+        another path), `"kind"` (array, string, None, empty container), `"position"` (in a list on
+        one side, in a dict on the other), `"key"` (the type of PRNG keys), `"shape"`, `"dtype"`,
+        `"values"`, `"string"`; where it was asked for also `"sharding"`, `"chunks"`, `"format"`.
+      path: the leaf, as A calls it if A has it; `()` for the format.
+      a: what it is in A: text, a list of sizes, or the first element that differs, a numpy scalar;
+        None for what is in B alone.
+      b: what it is in B; the new path of what has moved.
+      elements: how many differ and by how much, of arrays that were read.
+    """
+
+    what: str
+    path: Path
+    a: Any
+    b: Any
+    elements: ElementDifference | None = None
+
+    def texts(self) -> tuple[str, str]:
+        """Both sides as a report has them; elements that are printed alike with their bits."""
+        a, b = _text(self.a), _text(self.b)
+        if self.what == "string":
+            a, b = repr(self.a), repr(self.b)
+        if self.elements is not None and a == b:
+            a, b = f"{a} ({_bits(self.a)})", f"{b} ({_bits(self.b)})"
+        return (a, b) if self.what == "moved" else (_clipped(a), _clipped(b))
+
+    def document(self) -> dict[str, Any]:
+        """What `reshard diff --json` has of it."""
+        known = {"what": self.what, "path": format_path(self.path), "keys": list(self.path)}
+        found = self.elements
+        if found is None:
+            return known | {"a": self.a, "b": self.b}
+        a, b = self.texts()
+        return known | {
+            "a": _number(self.a.item(), a),
+            "b": _number(self.b.item(), b),
+            "index": list(found.index),
+            "count": found.count,
+            "size": found.size,
+            "non_finite": found.non_finite,
+            "max_abs": _number(found.max_abs, str(found.max_abs)),
+            "max_rel": _number(found.max_rel, str(found.max_rel)),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Diff:
+    """In what two checkpoints differ. `print()` shows it, a line a leaf.
+
+    Attributes:
+      a: where A is.
+      b: where B is.
+      differences: in the order of A's tree; what is in B alone comes last.
+      values: whether arrays were read and compared; otherwise digests were, where both sides have
+        them on record.
+      rtol: the relative tolerance.
+      atol: the absolute tolerance.
+      compared: arrays whose contents were compared.
+      not_compared: arrays of equal shape and dtype whose contents were not.
+    """
+
+    a: str
+    b: str
+    differences: tuple[Difference, ...]
+    values: bool
+    rtol: float
+    atol: float
+    compared: int
+    not_compared: int
+
+    @property
+    def equal(self) -> bool | None:
+        """Whether A and B are equal; None where that is not known: no difference was found, but
+        contents of arrays were not compared."""
+        if self.differences:
+            return False
+        return None if self.not_compared else True
+
+    def __bool__(self) -> bool:
+        """Whether A and B are known to be equal."""
+        return self.equal is True
+
+    def of(self, *what: str) -> tuple[Difference, ...]:
+        """The differences of some kinds."""
+        return tuple(found for found in self.differences if found.what in what)
+
+    def document(self) -> dict[str, Any]:
+        """What `reshard diff --json` prints."""
+        fields = ("a", "b", "equal", "values", "rtol", "atol", "compared", "not_compared")
+        known = {name: getattr(self, name) for name in fields}
+        return known | {"differences": [found.document() for found in self.differences]}
+
+    def report(self, limit: int | None = None) -> str:
+        """What differs, a line a leaf, of at most `limit` leaves; and how it was compared."""
+        by_leaf = itertools.groupby(self.differences, key=lambda found: found.path)
+        leaves = [(path, list(found)) for path, found in by_leaf]
+        rows = [_row(path, found) for path, found in leaves[:limit]]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [f"A: {self.a}", f"B: {self.b}"]
+        for what, path, sides in rows:
+            lines.append(f"{what.ljust(widths[0])}  {path.ljust(widths[1])}  {sides}")
+        if len(leaves) > len(rows):
+            lines.append(f"... and {len(leaves) - len(rows)} more leaves")
+        counts = collections.Counter(found.what for found in self.differences)
+        kinds = ", ".join(f"{count} {what}" for what, count in counts.items())
+        if self.equal is None:
+            lines.append(f"no differences found; {self.open_question()}")
+        else:
+            lines.append(_counted(len(self.differences), "difference") + f": {kinds}" * bool(kinds))
+        return "\n".join([*lines, *self._how()])
+
+    def open_question(self) -> str:
+        """`the contents of 3 arrays were not compared`."""
+        return f"the contents of {_counted(self.not_compared, 'array')} were not compared"
+
+    def _how(self) -> Iterator[str]:
+        """How contents were compared, and what to type for more."""
+        if not self.values:
+            arrays = f"{_counted(self.compared, 'array')} compared"
+            yield f"{arrays} by recorded digests, {self.not_compared} not compared"
+            if self.not_compared or (self.of("removed") and self.of("added")):
+                yield "hint: --values compares contents, and finds leaves that have moved"
+            return
+        moved = self.of("moved")
+        if moved:
+            yield f"{_counted(len(moved), 'moved array')} compared by digests of what was read"
+        arrays = f"{_counted(self.compared, 'other array' if moved else 'array')} compared"
+        how = "bit for bit"
+        if self.rtol or self.atol:
+            how = f"|A - B| <= {self.atol:g} + {self.rtol:g} * |B|, integers exactly"
+        mixed = ", as numbers where dtypes differ" if self.of("dtype") else ""
+        yield arrays + f": {how}{mixed}" * bool(self.compared)
+
+    def __repr__(self) -> str:
+        return self.report(_SHOWN)
+
+
+def _row(path: Path, found: Sequence[Difference]) -> tuple[str, str, str]:
+    """What differs in a leaf, its path, and both sides."""
+    pairs = [difference.texts() for difference in found]
+    sides = []
+    if found[0].what not in ("added", "moved"):
+        sides.append("A: " + ", ".join(a for a, _ in pairs))
+    if found[0].what != "removed":
+        sides.append("B: " + ", ".join(b for _, b in pairs))
+    sides += [_measured(d.elements) for d in found if d.elements is not None]
+    return ", ".join(d.what for d in found), format_path(path), "  ".join(sides)
+
+
+def _measured(found: ElementDifference) -> str:
+    """`2 of 32 elements, the first at [0,3]; max abs 0.5, max rel 0.25`."""
+    text = f"{found.count} of {found.size} elements, the first at {_text(list(found.index))}"
+    if found.max_abs is not None and found.max_rel is not None:
+        largest = found.max_abs if isinstance(found.max_abs, int) else f"{found.max_abs:.6g}"
+        text += f"; max abs {largest}, max rel {found.max_rel:.6g}"
+    return text + (f"; {found.non_finite} NaN or infinite" if found.non_finite else "")
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count or 'no'} {noun}{'' if count == 1 else 's'}"
+
+
+def _text(value: Any) -> str:
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + "..."
+
+
+def _bits(value: np.generic) -> str:
+    data = np.asarray(value).tobytes()
+    return f"0x{int.from_bytes(data, sys.byteorder):0{2 * len(data)}x}"
+
+
+def _number(value: Any, text: str) -> Any:
+    """A number as JSON has it; NaN, infinities and complex numbers as text."""
+    if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
+        return text
+    return value

@@ -1,0 +1,214 @@
+"""Recorded digests: a file in an item's directory, which Orbax does not look at.
+
+    {"version": 1,
+     "arrays": {"params.Dense_0.kernel": {"dtype": "float32", "shape": [8, 4], "digest": "..."}},
+     "strings": {"name": "..."},
+     "files": {"_METADATA": "..."},
+     "beside": {"metrics/metrics": "..."}}
+
+Arrays go by their names in the store, which no transform changes; a digest that was not computed is
+null. Strings of the tree go by such names as well, and are told by SHA-256; so are files: those in
+the item's own directory, and under `beside` those of the step around it.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from reshard.arrays.boxes import Shape
+from reshard.checkpoint import Checkpoint, array_text, stored_name
+from reshard.errors import CorruptCheckpointError
+from reshard.loader.json_documents import unique_keys
+from reshard.storage.array_store import ArrayStore, read_small
+from reshard.tree import shell_quoted
+
+FILE = "reshard_digests.json"
+_VERSION = 1
+_DIGEST, _SHA256 = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{64}")
+# Where a job is, while it runs: see `reshard.writer.journal`.
+PROGRESS_FILE = "reshard_progress.json"
+# What becomes `FILE` once it is complete.
+TEMPORARY = f"{FILE}.tmp"
+# Files that tell where a checkpoint is, or that it is complete.
+_NOT_RECORDED = (FILE, TEMPORARY, PROGRESS_FILE, "commit_success.txt")
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayRecord:
+    """What is on record of one array; `digest` is None where it was not computed."""
+
+    dtype: str
+    shape: Shape
+    digest: str | None
+
+    def __str__(self) -> str:
+        return array_text(self.dtype, self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What is on record of one item.
+
+    Attributes:
+      arrays: name in the store -> what is known of the array.
+      strings: what would be the name in the store -> SHA-256 of the text.
+      files: path below the item's directory -> SHA-256.
+      beside: path below the step's directory -> SHA-256.
+    """
+
+    arrays: Mapping[str, ArrayRecord]
+    strings: Mapping[str, str]
+    files: Mapping[str, str]
+    beside: Mapping[str, str]
+
+    def dump(self) -> bytes:
+        """The content of the file."""
+        arrays = {name: vars(entry) for name, entry in self.arrays.items()}
+        hashes = {name: dict(getattr(self, name)) for name in ("strings", "files", "beside")}
+        return json.dumps({"version": _VERSION, "arrays": arrays, **hashes}).encode()
+
+
+def forget_hint(path: pathlib.Path) -> str:
+    """What to type where what is on record is not to count any more."""
+    return f"rm {shell_quoted(str(path))} forgets what was recorded"
+
+
+def read_record(path: pathlib.Path, hint: str = "") -> Record | None:
+    """The record in a file, or None where there is none.
+
+    Args:
+      path: the file.
+      hint: what to type if it is no record; to remove it, if it is a checkpoint's own.
+
+    Raises:
+      CorruptCheckpointError: it is no such record.
+    """
+    data = read_small(path)
+    if data is None:
+        return None
+    try:
+        document = json.loads(data, object_pairs_hook=unique_keys)
+        if not isinstance(document, dict) or "version" not in document:
+            raise ValueError("it is another document")
+        if document["version"] != _VERSION:
+            raise ValueError(f"version {document['version']!r}, and {_VERSION} is known")
+        arrays = {name: _array(entry) for name, entry in document["arrays"].items()}
+        strings = {name: _hash(text) for name, text in document.get("strings", {}).items()}
+        files, beside = (_hashes(document[key]) for key in ("files", "beside"))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"`{path}` is no record of digests",
+            [f"{type(error).__name__}: {error}"],
+            [hint or forget_hint(path)],
+        ) from error
+    return Record(arrays, strings, files, beside)
+
+
+def _array(entry: Any) -> ArrayRecord:
+    dtype, shape, digest = entry["dtype"], entry["shape"], entry["digest"]
+    if not isinstance(dtype, str) or not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"an array of {dtype!r} {shape!r}")
+    if digest is not None and not _DIGEST.fullmatch(digest):
+        raise ValueError(f"the digest {digest!r}")
+    return ArrayRecord(dtype, tuple(shape), digest)
+
+
+def _hashes(entries: Any) -> dict[str, str]:
+    """Paths and hashes. A path that leaves the directory is no path of a record."""
+    for path, digest in entries.items():
+        parts = path.split("/")
+        if path.startswith("/") or "\0" in path or not {"", ".", ".."}.isdisjoint(parts):
+            raise ValueError(f"the path {path!r}")
+        _hash(digest)
+    return dict(entries)
+
+
+def _hash(text: Any) -> str:
+    if not _SHA256.fullmatch(text):
+        raise ValueError(f"the hash {text!r}")
+    return text
+
+
+def record_of(
+    ckpt: Checkpoint,
+    directory: pathlib.Path,
+    arrays: Mapping[str, ArrayRecord],
+    hashes: Mapping[str, str] = MappingProxyType({}),
+) -> Record:
+    """The record of an item: its arrays, and the hashes of its strings and of all files beside the
+    arrays' bytes.
+
+    Args:
+      ckpt: its tree, and what is around it.
+      directory: what stands for `source.root`: where it is, or is being written.
+      arrays: what is known of the arrays.
+      hashes: path below the directory -> SHA-256 of files that need not be read for it.
+    """
+    source = ckpt.source
+    step = directory / source.step
+    item = step / source.item
+
+    def hash_of(file: pathlib.Path) -> str:
+        return hashes.get(os.path.relpath(file, directory)) or file_hash(file)
+
+    files = _hashes_below(item, _is_array_file(source.store, arrays), hash_of)
+    beside = {}
+    if source.item:
+        beside = _hashes_below(step, lambda path: path.split("/")[0] == source.item, hash_of)
+    texts = {stored_name(path): leaf for path, leaf in ckpt.items() if isinstance(leaf, str)}
+    strings = {name: text_hash(text) for name, text in texts.items()}
+    return Record(arrays, strings, files, beside)
+
+
+def text_hash(text: str) -> str:
+    """The SHA-256 of a string."""
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+
+
+def _is_array_file(store: ArrayStore, names: Iterable[str]) -> Callable[[str], bool]:
+    """Whether a file below an item's directory holds bytes of arrays, or the B-tree of them."""
+    own = {"d", "manifest.ocdbt"}
+    if not store.ocdbt:
+        own = {name.partition("/")[0] for name in (*names, *store.values)}
+
+    def check(path: str) -> bool:
+        first = path.partition("/")[0]
+        return first in own or (store.ocdbt and first.startswith("ocdbt.process_"))
+
+    return check
+
+
+def _hashes_below(
+    directory: pathlib.Path, skip: Callable[[str], bool], hash_of: Callable[[pathlib.Path], str]
+) -> dict[str, str]:
+    return {path: hash_of(directory / path) for path in _files(directory) if not skip(path)}
+
+
+def _files(directory: pathlib.Path) -> Iterator[str]:
+    """Files below a directory, in order, less those that are never recorded. Not recursive: folders
+    may be nested deeper than Python's stack."""
+    left = [("", True)]
+    while left:
+        path, is_folder = left.pop()
+        if not is_folder:
+            yield path
+            continue
+        with os.scandir(directory / path) as entries:
+            found = sorted(entries, key=lambda entry: entry.name, reverse=True)
+        for entry in found:
+            if entry.is_dir(follow_symlinks=False):
+                left.append((f"{path}{entry.name}/", True))
+            elif entry.is_file(follow_symlinks=False) and entry.name not in _NOT_RECORDED:
+                left.append((f"{path}{entry.name}", False))
+
+
+def file_hash(path: pathlib.Path) -> str:
+    """The SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

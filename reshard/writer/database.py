@@ -1,0 +1,185 @@
+"""The OCDBT database of a destination: staged writes, shared data files, one merged B-tree.
+
+Orbax's own layout: array bytes in `ocdbt.process_0/d/`, and a root manifest whose B-tree refers to
+them by relative path. Chunks that stay are not copied: the source's data files get a second name
+inside the destination, under the same relative path, and the source's B-tree entries are copied.
+That takes the same `ts.Context` on both sides, and a source database whose base lies inside the
+target's: the source is opened with the destination's files and its own manifest.
+"""
+
+import itertools
+import os
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import tensorstore as ts
+
+from reshard.arrays.derived import stored_chunks, stored_values
+from reshard.checkpoint import ArrayHandle
+from reshard.storage import posix
+from reshard.storage.array_store import ArrayStore, new_context, node_files, ocdbt_spec, value_files
+from reshard.writer.stream import wait_written
+
+STAGE = "ocdbt.process_0"
+# What Orbax gives its root database, so that readers need one read for the whole B-tree.
+_ROOT_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000}
+# Every commit of a staged batch writes the nodes on its path again: small ones keep that linear.
+_STAGE_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 1 << 18}
+_DATA_FILE_BYTES = 2 << 30
+# Each commit makes nodes that no later one reads: a large cache would only fill up with them.
+STAGE_CACHE_BYTES = 4 << 20
+# Arrays whose entries are copied to small nodes at once.
+_PIECE = 10_000
+# The empty key below a path that is a whole key.
+_ONE_KEY = ts.KvStore.KeyRange(b"", b"\0")
+
+
+def stage_spec(directory: pathlib.Path) -> dict[str, Any]:
+    """The database that batches are committed to, one after another."""
+    return _writable(ocdbt_spec(directory / STAGE), _STAGE_CONFIG)
+
+
+def _writable(spec: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    return spec | {
+        "config": {**config, "manifest_kind": "single"},
+        "assume_config": True,
+        "target_data_file_size": _DATA_FILE_BYTES,
+    }
+
+
+def link_data_files(source: ArrayStore, directory: pathlib.Path, files: Iterable[str]) -> bool:
+    """Gives data files, and the B-tree nodes that lead to them, a name in the destination.
+
+    Returns False, with nothing left behind, if a file cannot be linked.
+    """
+    nodes = {
+        str(pathlib.PurePath(part) / file)
+        for part in source.parts
+        for file in node_files(source.part_directory(part))
+    }
+    linked = []
+    for file in sorted({*files, *nodes}):
+        if not posix.link(source.directory / file, directory / file):
+            for done in linked:
+                done.unlink()
+            return False
+        linked.append(directory / file)
+    return True
+
+
+def merge(
+    source: ArrayStore,
+    directory: pathlib.Path,
+    linked: Mapping[str, ArrayHandle],
+    staged: bool,
+) -> None:
+    """Writes the root database of a destination, in one commit; in the place of one that an earlier
+    run may have left, which was not known to be complete.
+
+    Args:
+      source: the source's arrays.
+      directory: the destination's item.
+      linked: the arrays whose data files were linked, by their names in the destination.
+      staged: there are staged writes.
+    """
+    (directory / "manifest.ocdbt").unlink(missing_ok=True)
+    context = new_context()
+    transaction = ts.Transaction(atomic=True)
+    root = (
+        ts.KvStore.open(_writable(ocdbt_spec(directory), _ROOT_CONFIG), context=context)
+        .result()
+        .with_transaction(transaction)
+    )
+    copies = []
+    # Databases that were never merged may hold the same key: only the listed one is linked.
+    merged = len(source.parts) == 1
+    alone = {new: h.name for new, h in linked.items() if h.formed is None}
+    same = all(old == new for new, old in alone.items())
+    whole = merged and same and set(alone) == set(source.values)
+    one_by_one = {new: h for new, h in linked.items() if not whole or h.formed is not None}
+    outer = _names_around_others(source)
+    for part in source.parts if linked else ():
+        own = ts.KvStore.open(
+            ocdbt_spec(directory / part, source.part_directory(part)), context=context
+        ).result()
+        if whole:
+            copies.append(own.experimental_copy_range_to(root))
+        if one_by_one:
+            own = _in_small_nodes(own, directory / part, part, context, source.values)
+        for new, handle in one_by_one.items():
+            old = alone.get(new)
+            if merged and old is not None and old not in outer:
+                below = own / f"{old}/"
+                copies.append(below.experimental_copy_range_to(root / f"{new}/"))
+                continue
+            for chunk in stored_chunks(handle) or ():
+                if chunk.value.part == part:
+                    one = own / f"{chunk.name}/{chunk.key}"
+                    target = root / f"{new}/{chunk.new_key}"
+                    copies.append(one.experimental_copy_range_to(target, _ONE_KEY))
+    if staged:
+        stage = ts.KvStore.open(stage_spec(directory), context=context).result()
+        copies.append(stage.experimental_copy_range_to(root))
+    for copy in copies:
+        wait_written(copy)
+    wait_written(transaction.commit_async())
+
+
+def _in_small_nodes(
+    database: ts.KvStore,
+    directory: pathlib.Path,
+    part: str,
+    context: ts.Context,
+    names: Iterable[str],
+) -> ts.KvStore:
+    """The same content in a B-tree of small nodes, whose manifest is in memory: for many ranges,
+    each of which takes as long as the node that it is in is large.
+
+    It is copied piece by piece, between some of the names: all of it at once takes much memory.
+    """
+    spec = _writable(ocdbt_spec(directory), _STAGE_CONFIG)
+    spec["manifest"] = {"driver": "memory", "path": f"{part}/"}
+    small = ts.KvStore.open(spec, context=context).result()
+    keys = sorted(name.encode(errors="surrogateescape") for name in names)
+    for begin, end in itertools.pairwise([b"", *keys[_PIECE::_PIECE], b""]):
+        wait_written(database.experimental_copy_range_to(small, ts.KvStore.KeyRange(begin, end)))
+    return small
+
+
+def _names_around_others(source: ArrayStore) -> set[str]:
+    """Arrays whose name, as a prefix, holds other arrays: `z` beside `z/b`."""
+    found = set()
+    for name in source.values:
+        outer = name.rpartition("/")[0]
+        while outer:
+            if outer in source.values:
+                found.add(outer)
+            outer = outer.rpartition("/")[0]
+    return found
+
+
+def prune(
+    directory: pathlib.Path, linked: Mapping[str, ArrayHandle], staged: bool, again: bool
+) -> None:
+    """Deletes what the root database does not refer to: staged B-tree nodes, the staged manifest,
+    linked files that only led to what was linked.
+
+    Args:
+      directory, linked, staged: as for `merge`.
+      again: an earlier run may have been stopped while it did this.
+    """
+    values = {v.file for h in linked.values() for v in stored_values(h) or () if v.file is not None}
+    if again:  # which takes longer
+        values = set(value_files(directory))
+    elif staged:
+        values.update(f"{STAGE}/{file}" for file in value_files(directory / STAGE))
+    needed = {*values, *node_files(directory)}
+    for part in ("d", *(path.name for path in directory.glob("ocdbt.process_*"))):
+        for folder, _, names in os.walk(directory / part, topdown=False):
+            for name in names:
+                path = os.path.join(folder, name)
+                if os.path.relpath(path, directory) not in needed:
+                    os.unlink(path)
+            if not os.listdir(folder):
+                os.rmdir(folder)
