@@ -5,23 +5,15 @@ array; the planner and the writer carry it out.
 """
 
 import dataclasses
-import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard import tree
-from reshard.checkpoint import (
-    ArrayHandle,
-    Checkpoint,
-    Leaf,
-    collision_error,
-    is_floating,
-    name_clashes,
-    parse_dtype,
-)
+from reshard.arrays.dtypes import is_floating, parse_dtype
+from reshard.arrays.handle import ArrayHandle, collision_error
+from reshard.checkpoint import Checkpoint, Leaf, name_clashes
 from reshard.errors import ShardingError, TreeMismatchError
-from reshard.restore.matching import Mismatch, Wanted, likely_renames, match, mismatch_error
 from reshard.sharding.mesh import (
     MOST_DEVICE_IDS,
     Mesh,
@@ -29,7 +21,6 @@ from reshard.sharding.mesh import (
     SingleDeviceSharding,
     Spec,
     fitting_spec,
-    normalize_spec,
     parse_mesh,
     rename_axes,
     spec_problems,
@@ -132,7 +123,7 @@ def to_mesh(
     specs: Sequence[tuple[str, Any]] | Mapping[str, Any] | None = None,
     *,
     axes: Mapping[str, str] | None = None,
-    target: Any = None,
+    known: Mapping[Path, Spec] | None = None,
 ) -> Checkpoint:
     """Every device array laid out on `mesh`.
 
@@ -145,12 +136,10 @@ def to_mesh(
       specs: ordered (path regex, partition spec) pairs that override the saved specs; the first
         match wins.
       axes: saved axis name -> axis of `mesh`, or `""` to replicate.
-      target: an abstract state on `mesh`, as `reshard.target` builds it. Its specs take the place
-        of the saved ones, and its leaves must be those of the checkpoint.
+      known: path -> spec, in the place of the saved ones; `specs` override these, too.
 
     Raises:
       ShardingError: every leaf whose spec does not fit, with what to type for each.
-      TreeMismatchError: every leaf in which the checkpoint and `target` differ.
     """
     new_mesh = parse_mesh(mesh, ckpt.meshes)
     if new_mesh.device_ids is None and new_mesh.size <= MOST_DEVICE_IDS:
@@ -161,9 +150,7 @@ def to_mesh(
     _check_axes(axes, new_mesh, ckpt.meshes)
     candidates = [a.path for a in ckpt.arrays if a.value_type != "scalar"]
     rules = specs.items() if isinstance(specs, Mapping) else specs or ()
-    chosen = match_specs(candidates, list(rules))
-    if target is not None:
-        chosen = _target_specs(ckpt, new_mesh, target) | chosen
+    chosen = dict(known or {}) | match_specs(candidates, list(rules))
     leaves = dict(ckpt)
     problems, misfits, replicated, unknown = [], [], [], []
     for array in ckpt.arrays:
@@ -207,54 +194,6 @@ def to_mesh(
         )
     retyped = any(a.value_type != "jax.Array" for a in ckpt.arrays if a.path in chosen)
     return ckpt.replace(leaves, notes=notes, retyped=retyped)
-
-
-def _target_specs(ckpt: Checkpoint, mesh: Mesh, target: Any) -> dict[Path, Spec]:
-    """Saved path -> the spec that the target has for it; Python scalars have none.
-
-    Raises:
-      TreeMismatchError: the leaves of the two differ.
-      ShardingError: the target is on another mesh.
-    """
-    from reshard.restore.pytrees import take_apart, wanted_leaf
-
-    leaves = take_apart(target).leaves
-    wanted = [wanted_leaf(leaf) for leaf in leaves]
-    found, problems = match(wanted, ckpt)
-    if problems:
-        raise mismatch_error(f"`{ckpt.source.root}`", problems, _match_hints(problems, wanted))
-    parsed = functools.cache(parse_mesh)
-    specs: dict[Path, Spec] = {}
-    for leaf, path in zip(leaves, found, strict=True):
-        sharding: Any = getattr(leaf.value, "sharding", None)
-        handle = None if path is None else ckpt[path]
-        if not isinstance(handle, ArrayHandle) or not hasattr(sharding, "spec"):
-            continue
-        if parsed(sharding.mesh).shape != mesh.shape:
-            raise ShardingError(
-                f"the target is on `{parsed(sharding.mesh)}`, not on `{mesh}`",
-                hints=["build it with `reshard.target(model, mesh=...)` for the same mesh"],
-            )
-        if handle.value_type != "scalar":
-            specs[handle.path] = normalize_spec(sharding.spec)
-    return specs
-
-
-def _match_hints(problems: Sequence[Mismatch], wanted: Sequence[Wanted]) -> list[str]:
-    """What to type to give a checkpoint the leaves of a target."""
-    hints = [
-        f"--rename {tree.shell_quoted(f'{old}={new}')}" for old, new in likely_renames(problems)
-    ]
-    unexpected = [problem.path for problem in problems if problem.what == "unexpected"]
-    used = {tuple(map(str, w.path[:end])) for w in wanted for end in range(len(w.path) + 1)}
-    for path in unexpected:
-        ends = range(1, len(path))
-        top = next((e for e in ends if tuple(map(str, path[:e])) not in used), len(path))
-        pattern = format_path(path[:top]) + ("/**" if top < len(path) else "")
-        hints.append(f"--drop {tree.shell_quoted(pattern)}")
-    if any(problem.what == "dtype" for problem in problems):
-        hints.append("--dtype 'GLOB=DTYPE' casts")
-    return hints
 
 
 def _carried_types(target: Mesh, saved: Sequence[Mesh]) -> tuple[str, ...] | None:

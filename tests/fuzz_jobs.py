@@ -22,9 +22,9 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 
 import reshard
-from reshard.storage.posix import unfinished_directory
 from reshard.writer import journal
 from reshard.writer import save as writer_job
+from reshard.writer.commit import unfinished_directory
 
 LIMIT_SECONDS = 20
 # A file beside a damaged directory, which links in it point to.

@@ -27,7 +27,7 @@ from layouts import bits, hashes, kept, unfinished
 
 import reshard
 from reshard.cli import command
-from reshard.writer import lock
+from reshard.storage import lock
 
 RESHARD = pathlib.Path(sysconfig.get_path("scripts")) / "reshard"
 EARLIER = ".reshard.orbax-checkpoint-tmp"
@@ -310,7 +310,7 @@ def test_an_interrupt_leaves_nothing(source, tmp_path, error, overwrite):
 
 
 @pytest.mark.parametrize(
-    "step", ["local.sync", "durable.write", "local.copy_file", "durable.sync_directory"]
+    "step", ["posix.sync", "durable.write", "posix.copy_file", "durable.sync_directory"]
 )
 def test_an_io_error_leaves_nothing(saved, tmp_path, monkeypatch, step):
     source = saved("items")
@@ -320,7 +320,7 @@ def test_an_io_error_leaves_nothing(saved, tmp_path, monkeypatch, step):
     def full(path, *_):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    modules = {"local": reshard.storage.posix, "durable": reshard.storage.durable}
+    modules = {"posix": reshard.storage.posix, "durable": reshard.storage.durable}
     module, _, name = step.partition(".")
     monkeypatch.setattr(modules[module], name, full)
     with pytest.raises(reshard.DestinationError) as caught:
@@ -652,7 +652,7 @@ def test_the_command_that_replaced_it_has_done_its_work(one, tmp_path, capsys, m
 ELSEWHERE = """
 import sys
 import reshard
-from reshard.writer import lock
+from reshard.storage import lock
 
 lock.BEAT_SECONDS = 0.02
 lock._machine = lambda: "another"

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 
 import reshard
 from reshard import TreeMismatchError
-from reshard.checkpoint import ArrayHandle, Checkpoint, Source
+from reshard.arrays.handle import ArrayHandle
+from reshard.checkpoint import Checkpoint, Source
 from reshard.convert.layout import KINDS, Layout, detect
 
 X = jnp.ones((2, 4))

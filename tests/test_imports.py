@@ -16,46 +16,22 @@ import reshard
 ROOT = pathlib.Path(reshard.__file__).parent
 FIXTURE = pathlib.Path(__file__).parent / "data" / "orbax-0.4.4" / "default"
 
-# A layer imports from itself and from those before it, never from one after it.
-LAYERS = [
+# A room imports from itself and from those before it, never from one after it; imports inside of
+# functions count.
+ROOMS = [
     "errors",
     "units",
-    "rounding",
-    "btree",
-    "durable",
-    "store",
     "tree",
-    "mesh",
-    "rules",
-    "boxes",
-    "digests",
-    "elementwise",
-    "differences",
-    "reshaping",
-    "operations",
-    "zarr",
-    "moments",
-    "renames",
-    "annotations",
+    "storage",
+    "sharding",
+    "arrays",
     "checkpoint",
-    "formed",
-    "loader",
-    "matching",
-    "states",
     "transforms",
-    "splits",
-    "planner",
-    "schedule",
-    "records",
-    "reading",
-    "contents",
-    "comparison",
-    "verification",
-    "shards",
-    "landing",
-    "targets",
-    "restorer",
+    "loader",
+    "engine",
+    "verify",
     "writer",
+    "restore",
     "convert",
     "cli",
     "__main__",
@@ -75,7 +51,7 @@ def modules():
 def imports(file, everywhere=True):
     """Dotted names of the modules that a file imports; at its top level, or anywhere.
 
-    `from a.b import c` is `a.b.c`: a name in a module counts as that module in `layer`.
+    `from a.b import c` is `a.b.c`: a name in a module counts as that module in `room`.
     """
     tree = ast.parse(file.read_text())
     names = set()
@@ -99,15 +75,15 @@ def at_import(node):
         yield from at_import(child)
 
 
-def layer(name):
-    """The layer of a dotted name in the package; None for the package itself."""
+def room(name):
+    """The room of a dotted name in the package; None for the package itself."""
     parts = name.split(".")
     return parts[1] if parts[0] == "reshard" and len(parts) > 1 else None
 
 
-def test_every_module_is_in_a_layer():
-    found = {layer(name) for name in modules()} - {None}
-    assert found == set(LAYERS)
+def test_every_module_is_in_a_room():
+    found = {room(name) for name in modules()} - {None}
+    assert found == set(ROOMS)
 
 
 def test_imports_go_one_way():
@@ -117,7 +93,7 @@ def test_imports_go_one_way():
         if name != "reshard"
         for imported in imports(file)
         if imported.split(".")[0] == "reshard"
-        and LAYERS.index(layer(imported)) > LAYERS.index(layer(name))
+        and ROOMS.index(room(imported)) > ROOMS.index(room(name))
     ]
     assert upward == []
 
@@ -128,28 +104,24 @@ def test_no_two_modules_import_each_other():
     for name, file in known.items():
         needed = set()
         for imported in imports(file) if name != "reshard" else ():
-            if layer(imported) is not None:
+            if room(imported) is not None:
                 needed.add(imported if imported in known else imported.rpartition(".")[0])
         graph[name] = needed - {name}
     order = list(graphlib.TopologicalSorter(graph).static_order())
     assert set(order) >= set(known)
 
 
-def layers_below(name):
-    return {layer(imported) for imported in imports(modules()[name])} - {None}
-
-
-def test_the_layers_that_stand_alone():
-    assert layers_below("reshard.errors") == set()
-    assert layers_below("reshard.storage.btree") == set()
-    assert layers_below("reshard.storage.array_store") == {"btree", "errors", "units"}
-    assert layers_below("reshard.tree") == {"errors"}
-    assert layers_below("reshard.sharding.mesh") == {"errors"}
-    assert layers_below("reshard.engine.plan") == {"errors", "splits", "tree", "units"}
-
-
 def test_the_arithmetic_needs_only_the_standard_library():
-    for name in ("errors", "tree", "mesh", "rules", "boxes", "moments", "annotations", "planner"):
+    for name in (
+        "errors",
+        "tree",
+        "sharding.mesh",
+        "sharding.rules",
+        "sharding.optimizer_state",
+        "sharding.annotations",
+        "arrays.boxes",
+        "engine.plan",
+    ):
         outside = {
             imported
             for imported in imports(modules()[f"reshard.{name}"])
@@ -170,14 +142,27 @@ def test_no_module_imports_a_framework_at_import():
 
 def test_the_package_itself_imports_nothing_of_its_own_until_asked():
     names = imports(ROOT / "__init__.py", everywhere=False)
-    assert {name for name in names if layer(name) is not None} == set()
+    assert {name for name in names if room(name) is not None} == set()
+
+
+def test_no_two_files_have_one_name():
+    names = [file.name for file in modules().values() if file.name != "__init__.py"]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_functions_stay_functions_when_the_rooms_of_their_names_are_imported():
+    import reshard.restore.restore
+    import reshard.verify.verification
+
+    assert callable(reshard.restore)
+    assert callable(reshard.verify)
 
 
 def test_only_the_command_line_prints_or_exits():
     found = [
         f"{name}: {ast.unparse(node)}"
         for name, file in modules().items()
-        if layer(name) not in ("cli", "__main__")
+        if room(name) not in ("cli", "__main__")
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Call)
         and ast.unparse(node.func) in ("print", "exit", "quit", "sys.exit", "os._exit")

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from layouts import bits
 
 import reshard
-from reshard.checkpoint import ArrayHandle
+from reshard.arrays.handle import ArrayHandle
 from reshard.restore import device_reads, device_shards
 from reshard.restore.device_reads import Request, read_arrays
 from reshard.storage.array_store import ArrayStore

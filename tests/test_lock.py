@@ -10,8 +10,8 @@ import time
 import pytest
 
 import reshard
-from reshard.writer import lock
-from reshard.writer.lock import Lock, LockFile
+from reshard.storage import lock
+from reshard.storage.lock import Lock, LockFile
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +120,7 @@ def test_the_owner_on_this_machine_is_dead(file, waited):
     """It is known at once: also of a process whose parent has not asked how it ended."""
     code = f"""
 import os, pathlib, signal
-from reshard.writer.lock import Lock
+from reshard.storage.lock import Lock
 Lock(pathlib.Path({str(file)!r}), pathlib.Path("x"))
 print("held", flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -188,7 +188,7 @@ def test_what_has_changed_since_is_not_removed(file):
 def test_the_heartbeat_keeps_no_process_alive(file):
     code = f"""
 import pathlib
-from reshard.writer.lock import Lock
+from reshard.storage.lock import Lock
 Lock(pathlib.Path({str(file)!r}), pathlib.Path("x"))
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -199,7 +199,7 @@ Lock(pathlib.Path({str(file)!r}), pathlib.Path("x"))
 COUNTS = """
 import pathlib, sys, time
 from reshard.errors import DestinationError
-from reshard.writer import lock
+from reshard.storage import lock
 lock.BEAT_SECONDS = 0.01
 path, counter = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
 done = 0
@@ -231,7 +231,7 @@ def test_a_process_that_was_stopped_for_long(file):
     code = f"""
 import pathlib, sys
 from reshard.errors import DestinationError
-from reshard.writer import lock
+from reshard.storage import lock
 lock.BEAT_SECONDS = 0.02
 lock._machine = lambda: "another"
 late = lock.Lock(pathlib.Path({str(file)!r}), pathlib.Path("x"))

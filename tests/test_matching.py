@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from layouts import DTYPES
 
 import reshard
-from reshard.checkpoint import ArrayHandle, Checkpoint, Source
+from reshard.arrays.handle import ArrayHandle
+from reshard.checkpoint import Checkpoint, Source
 from reshard.restore import matching
 from reshard.restore.matching import Mismatch, Wanted, match
 

@@ -438,8 +438,8 @@ def test_killed_again_and_again_and_resumed(sources, expected, start, tmp_path, 
 
 # Which call of what, and whether after it rather than before.
 MOMENTS = [
-    ("reshard.writer.siblings", "local.copy_file", 1, True),
-    ("reshard.writer.database", "local.link", 2, False),
+    ("reshard.writer.siblings", "posix.copy_file", 1, True),
+    ("reshard.writer.database", "posix.link", 2, False),
     ("reshard.storage.durable", "replace", 1, False),
     ("os", "replace", 1, False),
     ("os", "replace", 1, True),

@@ -8,7 +8,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import reshard
-from reshard.arrays.rounding import round_once
+from reshard.arrays.dtypes import round_once
 from reshard.engine.plan import BOX_OVERHEAD
 from reshard.writer.save import prepare
 

@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import reshard
+from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Concat, Crop, Transpose
-from reshard.checkpoint import ArrayHandle
 from reshard.convert.carry import route
 from reshard.convert.stacking import stack, unstack
 from reshard.convert.steps import Step

@@ -15,8 +15,9 @@ import numpy as np
 
 from reshard.arrays import zarr
 from reshard.arrays.boxes import Shape
+from reshard.arrays.dtypes import is_floating
+from reshard.arrays.handle import ArrayHandle, Formed, collision_error
 from reshard.arrays.operations import Constant, Crop, Operation, Pad, Split, Unstack
-from reshard.checkpoint import ArrayHandle, Formed, collision_error, describe, is_floating
 from reshard.errors import TreeMismatchError
 from reshard.sharding.mesh import NamedSharding, Sharding, fitting_spec, replicated
 from reshard.storage.array_store import StoredValue
@@ -49,7 +50,7 @@ def form(
             raise TreeMismatchError(
                 "arrays of different kinds cannot become one",
                 [
-                    f"{format_path(h.path)}  {describe(h)} {h.value_type}"
+                    f"{format_path(h.path)}  {h.describe()} {h.value_type}"
                     + (f", stored as {h.stored_dtype.name}" if h.dtype != h.stored_dtype else "")
                     for h in inputs
                 ],

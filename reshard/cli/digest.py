@@ -2,7 +2,8 @@
 
 import click
 
-from reshard.checkpoint import ArrayHandle, describe
+from reshard.arrays.handle import ArrayHandle
+from reshard.checkpoint import describe
 from reshard.cli import output
 from reshard.cli.memory import tune_memory
 from reshard.cli.options import reading_options

@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from reshard import tree
-from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, collision_error
+from reshard.arrays.handle import ArrayHandle, collision_error
+from reshard.checkpoint import Checkpoint, Leaf
 from reshard.cli import output
 from reshard.errors import ShardingError, TreeMismatchError, printable
 from reshard.loader import open as open_checkpoint

@@ -14,8 +14,9 @@ from reshard.cli.options import AS_JSON, ITEM, MAX_MEMORY, QUIET, options
 from reshard.engine.plan import Plan
 from reshard.errors import ReshardError, ShardingError
 from reshard.loader import open as open_checkpoint
+from reshard.restore.target_mesh import to_mesh
 from reshard.sharding.mesh import parse_mesh
-from reshard.transforms import cast, rename, select, to_mesh
+from reshard.transforms import cast, rename, select
 from reshard.tree import format_path
 from reshard.units import format_bytes
 from reshard.writer import plan, save

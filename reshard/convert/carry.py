@@ -11,8 +11,9 @@ import numpy as np
 
 from reshard.arrays.boxes import Shape
 from reshard.arrays.derived import constant, form
+from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Crop
-from reshard.checkpoint import ArrayHandle, Leaf
+from reshard.checkpoint import Leaf
 from reshard.convert.steps import Step, backwards
 from reshard.errors import TreeMismatchError
 from reshard.storage.array_store import checked

@@ -16,8 +16,9 @@ import numpy as np
 
 from reshard.arrays.boxes import Shape
 from reshard.arrays.derived import constant
+from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Crop
-from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, describe
+from reshard.checkpoint import Checkpoint, Leaf, describe
 from reshard.convert.carry import Decision, an_array, on_host, recounted
 from reshard.convert.decision import decide
 from reshard.convert.goal import Goal, goal_of

@@ -13,7 +13,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 
 from reshard.arrays.boxes import Shape
-from reshard.checkpoint import ArrayHandle, Checkpoint, describe
+from reshard.arrays.handle import ArrayHandle
+from reshard.checkpoint import Checkpoint, describe
 from reshard.convert.align import Alignment, align
 from reshard.convert.answers import listed, rule_hint
 from reshard.convert.by_map import by_map

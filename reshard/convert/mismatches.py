@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from reshard.arrays.boxes import Shape
-from reshard.checkpoint import ArrayHandle
+from reshard.arrays.handle import ArrayHandle
 from reshard.convert.steps import Step
 from reshard.restore.matching import Wanted
 from reshard.tree import Path, format_path, shell_quoted

@@ -1,8 +1,9 @@
 """Optimizer state goes where its parameters go: the steps for every subtree that mirrors them.
 
-No name that an optimizer gives to its state is looked for (see `reshard.sharding.optimizer_state`). Operations that
-move elements are linear, so they hold for moments as they do for parameters. Where a moment has
-another shape than its parameter, they are adapted to the axes that it has, or refused.
+No name that an optimizer gives to its state is looked for (see
+`reshard.sharding.optimizer_state`). Operations that move elements are linear, so they hold for
+moments as they do for parameters. Where a moment has another shape than its parameter, they are
+adapted to the axes that it has, or refused.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard.arrays.boxes import Shape
-from reshard.checkpoint import array_text
+from reshard.arrays.handle import array_text
 from reshard.convert.parts import adapted, second_size
 from reshard.convert.steps import Step
 from reshard.errors import TreeMismatchError

@@ -18,6 +18,7 @@ import numpy as np
 import tensorstore as ts
 
 from reshard.arrays.boxes import Shape
+from reshard.arrays.handle import ArrayHandle, array_text
 from reshard.arrays.operations import (
     MOST_AXES,
     Concat,
@@ -28,14 +29,7 @@ from reshard.arrays.operations import (
     Transpose,
     Unstack,
 )
-from reshard.checkpoint import (
-    EMPTY_LEAVES,
-    ArrayHandle,
-    Checkpoint,
-    Leaf,
-    array_text,
-    empty_name,
-)
+from reshard.checkpoint import EMPTY_LEAVES, Checkpoint, Leaf, empty_name
 from reshard.convert.carry import Route, Zeros, on_host, recounted
 from reshard.convert.kinds import KINDS
 from reshard.convert.steps import Step

@@ -4,8 +4,9 @@ import collections
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.arrays.operations import Stack, Unstack
-from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, stored_name
+from reshard.checkpoint import Checkpoint, Leaf
 from reshard.convert.carry import route
 from reshard.convert.optimizer import OptimizerSteps, follows_note, optimizer_steps
 from reshard.convert.steps import Step, carried_out

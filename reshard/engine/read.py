@@ -13,7 +13,7 @@ import tensorstore as ts
 from reshard.arrays.boxes import Box, Shape, chunks_together, shape_of
 from reshard.arrays.derived import amplification, family
 from reshard.arrays.digests import Digest
-from reshard.checkpoint import ArrayHandle
+from reshard.arrays.handle import ArrayHandle
 from reshard.engine.batches import IN_FLIGHT_PER_CORE, WINDOW, cores, room
 from reshard.engine.plan import grid_boxes
 from reshard.errors import MemoryLimitError, ReshardError

@@ -14,14 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from reshard.checkpoint import (
-    EMPTY_LEAVES,
-    ArrayHandle,
-    Checkpoint,
-    Leaf,
-    Source,
-    stored_name,
-)
+from reshard.arrays.handle import ArrayHandle, stored_name
+from reshard.checkpoint import EMPTY_LEAVES, Checkpoint, Leaf, Source
 from reshard.errors import CheckpointFormatError, CorruptCheckpointError
 from reshard.loader.array_metadata import parse_sharding, parse_zarr
 from reshard.loader.detection import TREE_FILE, Location

@@ -23,7 +23,8 @@ import tensorstore as ts
 from reshard.arrays import boxes
 from reshard.arrays.boxes import Box, Shape
 from reshard.arrays.derived import amplification, family, largest_stored
-from reshard.checkpoint import ArrayHandle, is_floating
+from reshard.arrays.dtypes import is_floating
+from reshard.arrays.handle import ArrayHandle
 from reshard.engine.batches import BOX_OVERHEAD, IN_FLIGHT_PER_CORE, WINDOW, cores, room
 from reshard.engine.plan import grid_boxes
 from reshard.errors import CorruptCheckpointError, MemoryLimitError, ReshardError, TreeMismatchError

@@ -15,7 +15,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, is_floating
+from reshard.arrays.dtypes import is_floating
+from reshard.arrays.handle import ArrayHandle
+from reshard.checkpoint import Checkpoint, Leaf
 from reshard.errors import TreeMismatchError
 from reshard.tree import Key, Path, format_path, nearest
 

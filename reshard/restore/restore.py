@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from reshard.checkpoint import ArrayHandle, Checkpoint, collision_error, is_floating
+from reshard.arrays.dtypes import is_floating
+from reshard.arrays.handle import ArrayHandle, collision_error
+from reshard.checkpoint import Checkpoint
 from reshard.errors import (
     CorruptCheckpointError,
     MemoryLimitError,
@@ -20,8 +22,8 @@ from reshard.restore.device_reads import Request, read_arrays
 from reshard.restore.device_shards import named_sharding
 from reshard.restore.matching import Mismatch, Wanted, likely_renames, match, mismatch_error
 from reshard.restore.pytrees import StateLeaf, is_variable, take_apart, wanted_leaf
+from reshard.restore.target_mesh import to_mesh
 from reshard.sharding.mesh import Mesh, NamedSharding, normalize_spec, parse_mesh, spec_problems
-from reshard.transforms import to_mesh
 from reshard.tree import Path, format_path, match_globs
 from reshard.units import parse_bytes
 

@@ -1,7 +1,8 @@
 """The target builder: a model, a mesh and rules -> an abstract state with shardings.
 
-Linen and NNX annotate the axes of their parameters; `reshard.sharding.annotations` decides what becomes of
-each leaf. This module gets the state out of whatever the user has, and puts the shardings in.
+Linen and NNX annotate the axes of their parameters; `reshard.sharding.annotations` decides what
+becomes of each leaf. This module gets the state out of whatever the user has, and puts the
+shardings in.
 """
 
 import inspect

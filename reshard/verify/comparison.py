@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from reshard import tree
-from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, array_text
+from reshard.arrays.handle import ArrayHandle, array_text
+from reshard.checkpoint import Checkpoint, Leaf
 from reshard.errors import ReshardError, TreeMismatchError
 from reshard.loader import open as open_checkpoint
 from reshard.sharding.mesh import NamedSharding, SingleDeviceSharding, format_spec

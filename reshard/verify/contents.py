@@ -5,7 +5,8 @@ import pathlib
 from collections.abc import Callable, Hashable, Mapping
 
 from reshard.arrays.digests import Digest
-from reshard.checkpoint import ArrayHandle, Leaf, collision_error
+from reshard.arrays.handle import ArrayHandle, collision_error
+from reshard.checkpoint import Leaf
 from reshard.engine.read import Group, counted, read_boxes
 from reshard.errors import CorruptCheckpointError, ReshardError
 from reshard.tree import Path

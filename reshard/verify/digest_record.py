@@ -22,7 +22,8 @@ from types import MappingProxyType
 from typing import Any
 
 from reshard.arrays.boxes import Shape
-from reshard.checkpoint import Checkpoint, array_text, stored_name
+from reshard.arrays.handle import array_text, stored_name
+from reshard.checkpoint import Checkpoint
 from reshard.errors import CorruptCheckpointError
 from reshard.loader.json_documents import unique_keys
 from reshard.storage.array_store import ArrayStore, read_small

@@ -6,7 +6,8 @@ import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, Source, array_text, stored_name
+from reshard.arrays.handle import ArrayHandle, array_text, stored_name
+from reshard.checkpoint import Checkpoint, Leaf, Source
 from reshard.engine.read import counted, read_digests
 from reshard.errors import CorruptCheckpointError, DestinationError, ReshardError, printable
 from reshard.loader import open as open_checkpoint
@@ -129,7 +130,8 @@ def digest(
     max_memory: int | str = "1GiB",
     progress: Progress | None = None,
 ) -> dict[Path, str]:
-    """The digest of every array, which does not depend on how it is stored: see `reshard.arrays.digests`.
+    """The digest of every array, which does not depend on how it is stored: see
+    `reshard.arrays.digests`.
 
     Args:
       checkpoint: a checkpoint, or the path of one.

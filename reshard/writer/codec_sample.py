@@ -5,7 +5,7 @@ import json
 import numpy as np
 import tensorstore as ts
 
-from reshard.checkpoint import ArrayHandle
+from reshard.arrays.handle import ArrayHandle
 from reshard.engine.plan import grid_boxes
 from reshard.storage.array_store import checked
 from reshard.tree import format_path

@@ -16,7 +16,7 @@ from typing import Any
 import tensorstore as ts
 
 from reshard.arrays.derived import stored_chunks, stored_values
-from reshard.checkpoint import ArrayHandle
+from reshard.arrays.handle import ArrayHandle
 from reshard.storage import posix
 from reshard.storage.array_store import ArrayStore, new_context, node_files, ocdbt_spec, value_files
 from reshard.writer.stream import wait_written

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.arrays.digests import digest_of
+from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Constant
-from reshard.checkpoint import ArrayHandle
 from reshard.errors import CheckpointFormatError, DestinationError, ReshardError
 from reshard.storage import durable, posix
 from reshard.storage.array_store import read_small

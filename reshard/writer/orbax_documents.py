@@ -8,7 +8,8 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from reshard.checkpoint import ArrayHandle, Checkpoint, Leaf, empty_name, stored_name
+from reshard.arrays.handle import ArrayHandle, stored_name
+from reshard.checkpoint import Checkpoint, Leaf, empty_name
 from reshard.sharding.mesh import MOST_DEVICE_IDS, Mesh, NamedSharding, Sharding, shard_shape
 from reshard.tree import Key, Path
 

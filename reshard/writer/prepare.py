@@ -20,13 +20,8 @@ from reshard.arrays.derived import (
     stored_share,
     stored_values,
 )
-from reshard.checkpoint import (
-    ArrayHandle,
-    Checkpoint,
-    collision_error,
-    name_clashes,
-    stored_name,
-)
+from reshard.arrays.handle import ArrayHandle, collision_error, stored_name
+from reshard.checkpoint import Checkpoint, name_clashes
 from reshard.engine.batches import batches, cores, peak_memory, shared_passes
 from reshard.engine.plan import ArrayLayout, ArrayPlan, Plan, plan_array, too_large
 from reshard.errors import (
@@ -43,6 +38,7 @@ from reshard.storage import posix
 from reshard.storage.array_store import StoredValue, name_problem
 from reshard.tree import Path, format_path
 from reshard.units import parse_bytes
+from reshard.writer import commit
 from reshard.writer.codec_sample import encoded_ratio
 from reshard.writer.siblings import siblings
 
@@ -108,7 +104,7 @@ def prepare(
     replaced = False
     if target is not None:
         try:
-            posix.check_destination(target, root, overwrite)
+            commit.check_destination(target, root, overwrite)
             replaced = _check_replaced(target, checkpoints)
         except ReshardError as error:
             found.append(error)
@@ -119,7 +115,7 @@ def prepare(
         total = dataclasses.replace(total, notes=(*total.notes, note))
     if target is not None:
         try:
-            posix.check_room(target, int(total.bytes_written * _ESTIMATE_ERROR))
+            commit.check_room(target, int(total.bytes_written * _ESTIMATE_ERROR))
         except ReshardError as error:
             found.append(error)
     return jobs, total, _one_memory_error(found)

@@ -5,7 +5,8 @@ import math
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 
-from reshard.checkpoint import ArrayHandle, Checkpoint, stored_name
+from reshard.arrays.handle import ArrayHandle, stored_name
+from reshard.checkpoint import Checkpoint
 from reshard.engine.read import check_fits, nbytes
 from reshard.errors import CorruptCheckpointError, MemoryLimitError
 from reshard.loader import orbax

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from reshard.arrays.digests import Digest
-from reshard.checkpoint import ArrayHandle, stored_name
+from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.engine.read import read_digests
 from reshard.errors import CorruptCheckpointError
 from reshard.tree import Path, format_path, shell_quoted

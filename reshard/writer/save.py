@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from reshard.arrays.derived import stored_chunks
 from reshard.arrays.digests import Digest
-from reshard.checkpoint import Checkpoint, stored_name
+from reshard.arrays.handle import stored_name
+from reshard.checkpoint import Checkpoint
 from reshard.engine.batches import IN_FLIGHT_PER_CORE, WINDOW, batches
 from reshard.engine.plan import Plan
 from reshard.engine.read import check_fits
@@ -19,7 +20,7 @@ from reshard.storage.array_store import file_spec, new_context
 from reshard.tree import Path
 from reshard.units import parse_bytes
 from reshard.verify.digest_record import FILE, ArrayRecord, Record, record_of
-from reshard.writer import database
+from reshard.writer import commit, database
 from reshard.writer.item_progress import ItemProgress
 from reshard.writer.journal import Journal, fingerprint, is_unfinished, went_on
 from reshard.writer.orbax_documents import documents
@@ -120,8 +121,8 @@ def save(
     shared with the source by hard links, which is safe: Orbax and TensorStore never write to a
     data file again.
 
-    Digests of the values are recorded beside the arrays (see `reshard.arrays.digests`), and where the
-    source has some, what is read is compared with them.
+    Digests of the values are recorded beside the arrays (see `reshard.arrays.digests`), and where
+    the source has some, what is read is compared with them.
 
     Args:
       ckpt: the checkpoint, or several steps of one manager's root.
@@ -172,7 +173,7 @@ def save(
     before = source_state(checkpoints)
     same = fingerprint(jobs, memory, before) if resume else {}
     kept = functools.partial(is_unfinished, fingerprint=same) if resume else lambda directory: False
-    with posix.committed_directory(target, overwrite=overwrite, unfinished=kept) as directory:
+    with commit.committed_directory(target, overwrite=overwrite, unfinished=kept) as directory:
         journal = Journal(directory, same, cores(), len(jobs), resume)
         with _unchanged(checkpoints, before, journal):
             others = siblings(checkpoints, target, link and journal.links)

@@ -11,10 +11,12 @@ import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from reshard.checkpoint import Checkpoint, stored_name
+from reshard.arrays.handle import stored_name
+from reshard.checkpoint import Checkpoint
 from reshard.loader.detection import CHECKPOINT_FILE, TEMPORARY, TREE_FILE, step_directories
 from reshard.storage import durable, posix
 from reshard.verify import digest_record
+from reshard.writer import commit
 from reshard.writer.item_progress import CopiedFile
 
 MARKER = "commit_success.txt"
@@ -107,7 +109,7 @@ def _tops(checkpoints: Sequence[Checkpoint]) -> list[tuple[str, pathlib.Path]]:
     def add(folder: str, skip: Callable[[str], bool]) -> None:
         for name in sorted(os.listdir(source.root / folder)):
             of_a_job = name == digest_record.PROGRESS_FILE or name.startswith(
-                posix.UNFINISHED_PREFIX
+                commit.UNFINISHED_PREFIX
             )
             if not skip(name) and not of_a_job:
                 relative = os.path.join(folder, name)

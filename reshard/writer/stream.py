@@ -1,8 +1,8 @@
 """Array bytes from the source to the destination, batch by batch, in bounded memory.
 
 While batches are written (encoded, and committed in one transaction each), the next one is read.
-That keeps the cores busy with a few batches in memory, sized for that by `reshard.engine.batches`. One
-commit for many chunks matters for OCDBT: each commit writes the B-tree again.
+That keeps the cores busy with a few batches in memory, sized for that by `reshard.engine.batches`.
+One commit for many chunks matters for OCDBT: each commit writes the B-tree again.
 """
 
 import collections
@@ -19,7 +19,7 @@ import tensorstore as ts
 from reshard.arrays import zarr
 from reshard.arrays.boxes import shape_of
 from reshard.arrays.digests import Digest
-from reshard.checkpoint import ArrayHandle
+from reshard.arrays.handle import ArrayHandle
 from reshard.engine.batches import WINDOW, Batch, room
 from reshard.engine.plan import ArrayPlan, Box, grid_boxes
 from reshard.errors import CorruptCheckpointError, DestinationError

@@ -1,11 +1,16 @@
-"""float64 to dtypes narrower than float32, rounded once.
+"""Dtypes: their names, and float64 to those narrower than float32, rounded once.
 
 TensorStore (as most libraries) goes by way of float32 and rounds twice, which differs where the
 first rounding lands on a tie of the second. Rounding to odd on the way makes the second one exact:
 Boldo and Melquiond, "When double rounding is odd", 2005.
 """
 
+from typing import Any
+
+import ml_dtypes
 import numpy as np
+
+from reshard.errors import TreeMismatchError
 
 
 def rounds_twice(source: np.dtype, target: np.dtype) -> bool:
@@ -40,3 +45,20 @@ def _to_odd(values: np.ndarray) -> np.ndarray:
     toward_zero = np.where(away, np.nextafter(single, np.float32(0)), single)
     odd = (toward_zero.view(np.uint32) | np.uint32(1)).view(np.float32)
     return np.where(inexact, odd, single)
+
+
+def parse_dtype(dtype: Any) -> np.dtype:
+    """A numpy dtype from its name; JAX's own (`bfloat16`, `float8_*`, `int4`) among them."""
+    if isinstance(dtype, str) and hasattr(ml_dtypes, dtype):
+        dtype = getattr(ml_dtypes, dtype)
+    try:
+        return np.dtype(dtype)
+    except TypeError as error:
+        raise TreeMismatchError(
+            f"not a dtype: {dtype!r}", hints=["`bfloat16`, `float16`, `float32`"]
+        ) from error
+
+
+def is_floating(dtype: np.dtype) -> bool:
+    """Whether a dtype is floating-point, JAX's own included."""
+    return dtype.kind == "f" or dtype.name.startswith(("bfloat", "float"))

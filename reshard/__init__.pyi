@@ -1,0 +1,34 @@
+"""The public surface: each name, and the module that defines it."""
+
+from reshard.arrays.handle import ArrayHandle as ArrayHandle
+from reshard.checkpoint import Checkpoint as Checkpoint
+from reshard.convert.conversion import to_linen as to_linen
+from reshard.convert.conversion import to_nnx as to_nnx
+from reshard.convert.stacking import stack as stack
+from reshard.convert.stacking import unstack as unstack
+from reshard.engine.plan import Plan as Plan
+from reshard.errors import CheckpointFormatError as CheckpointFormatError
+from reshard.errors import CheckpointNotFoundError as CheckpointNotFoundError
+from reshard.errors import CorruptCheckpointError as CorruptCheckpointError
+from reshard.errors import DestinationError as DestinationError
+from reshard.errors import DestinationExistsError as DestinationExistsError
+from reshard.errors import MemoryLimitError as MemoryLimitError
+from reshard.errors import ReshardError as ReshardError
+from reshard.errors import ShardingError as ShardingError
+from reshard.errors import TreeMismatchError as TreeMismatchError
+from reshard.errors import UncommittedCheckpointError as UncommittedCheckpointError
+from reshard.loader import open as open
+from reshard.restore.restore import restore as restore
+from reshard.restore.target import coverage as coverage
+from reshard.restore.target import target as target
+from reshard.restore.target_mesh import to_mesh as to_mesh
+from reshard.transforms import cast as cast
+from reshard.transforms import rename as rename
+from reshard.transforms import select as select
+from reshard.verify.comparison import diff as diff
+from reshard.verify.differences import Diff as Diff
+from reshard.verify.verification import Verification as Verification
+from reshard.verify.verification import digest as digest
+from reshard.verify.verification import verify as verify
+from reshard.writer import plan as plan
+from reshard.writer import save as save

@@ -1,0 +1,91 @@
+"""`to_mesh`: a checkpoint laid out as the saved specs, rules or a target tree say."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reshard import transforms, tree
+from reshard.arrays.handle import ArrayHandle
+from reshard.checkpoint import Checkpoint
+from reshard.errors import ShardingError
+from reshard.restore.matching import Mismatch, Wanted, likely_renames, match, mismatch_error
+from reshard.restore.pytrees import take_apart, wanted_leaf
+from reshard.sharding.mesh import Mesh, Spec, normalize_spec, parse_mesh
+from reshard.tree import Path, format_path
+
+
+def to_mesh(
+    ckpt: Checkpoint,
+    mesh: Any,
+    specs: Sequence[tuple[str, Any]] | Mapping[str, Any] | None = None,
+    *,
+    axes: Mapping[str, str] | None = None,
+    target: Any = None,
+) -> Checkpoint:
+    """Every device array laid out on `mesh`.
+
+    The saved spec is projected by axis name. Arrays saved from a single device become replicated,
+    and a note says which. Host values stay on the host: Python scalars always, numpy arrays
+    unless a spec of `specs` matches them.
+
+    Args:
+      mesh: any form that `reshard.sharding.mesh.parse_mesh` takes; no devices are needed.
+      specs: ordered (path regex, partition spec) pairs that override the saved specs; the first
+        match wins.
+      axes: saved axis name -> axis of `mesh`, or `""` to replicate.
+      target: an abstract state on `mesh`, as `reshard.target` builds it. Its specs take the place
+        of the saved ones, and its leaves must be those of the checkpoint.
+
+    Raises:
+      ShardingError: every leaf whose spec does not fit, with what to type for each.
+      TreeMismatchError: every leaf in which the checkpoint and `target` differ.
+    """
+    new_mesh = parse_mesh(mesh, ckpt.meshes)
+    known = None if target is None else target_specs(ckpt, new_mesh, target)
+    return transforms.to_mesh(ckpt, new_mesh, specs, axes=axes, known=known)
+
+
+def target_specs(ckpt: Checkpoint, mesh: Mesh, target: Any) -> dict[Path, Spec]:
+    """Saved path -> the spec that the target has for it; Python scalars have none.
+
+    Raises:
+      TreeMismatchError: the leaves of the two differ.
+      ShardingError: the target is on another mesh.
+    """
+    leaves = take_apart(target).leaves
+    wanted = [wanted_leaf(leaf) for leaf in leaves]
+    found, problems = match(wanted, ckpt)
+    if problems:
+        raise mismatch_error(f"`{ckpt.source.root}`", problems, _match_hints(problems, wanted))
+    parsed = functools.cache(parse_mesh)
+    specs: dict[Path, Spec] = {}
+    for leaf, path in zip(leaves, found, strict=True):
+        sharding: Any = getattr(leaf.value, "sharding", None)
+        handle = None if path is None else ckpt[path]
+        if not isinstance(handle, ArrayHandle) or not hasattr(sharding, "spec"):
+            continue
+        if parsed(sharding.mesh).shape != mesh.shape:
+            raise ShardingError(
+                f"the target is on `{parsed(sharding.mesh)}`, not on `{mesh}`",
+                hints=["build it with `reshard.target(model, mesh=...)` for the same mesh"],
+            )
+        if handle.value_type != "scalar":
+            specs[handle.path] = normalize_spec(sharding.spec)
+    return specs
+
+
+def _match_hints(problems: Sequence[Mismatch], wanted: Sequence[Wanted]) -> list[str]:
+    """What to type to give a checkpoint the leaves of a target."""
+    hints = [
+        f"--rename {tree.shell_quoted(f'{old}={new}')}" for old, new in likely_renames(problems)
+    ]
+    unexpected = [problem.path for problem in problems if problem.what == "unexpected"]
+    used = {tuple(map(str, w.path[:end])) for w in wanted for end in range(len(w.path) + 1)}
+    for path in unexpected:
+        ends = range(1, len(path))
+        top = next((e for e in ends if tuple(map(str, path[:e])) not in used), len(path))
+        pattern = format_path(path[:top]) + ("/**" if top < len(path) else "")
+        hints.append(f"--drop {tree.shell_quoted(pattern)}")
+    if any(problem.what == "dtype" for problem in problems):
+        hints.append("--dtype 'GLOB=DTYPE' casts")
+    return hints
