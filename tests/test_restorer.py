@@ -2014,7 +2014,7 @@ def test_the_accelerators_path_inside_a_mesh_and_into_other_memory(tmp_path, mon
     values = layouts.random_array(rng, (256, 256), "bfloat16")
     tree = {"a": jax.device_put(values, NamedSharding(layouts.mesh((8, 1)), P("data")))}
     save_pytree(tmp_path / "saved", tree)
-    monkeypatch.setattr("reshard.restore.device_reads._aliases", lambda sharding: sharding is None)
+    monkeypatch.setattr(device_reads, "_aliases", lambda sharding: sharding is None)
     for kind in (None, "pinned_host"):
         sharding = NamedSharding(on, P(None, "model"), memory_kind=kind)
         target = {"a": jax.ShapeDtypeStruct((256, 256), "bfloat16", sharding=sharding)}

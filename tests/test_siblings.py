@@ -18,7 +18,7 @@ from layouts import hashes
 
 import reshard
 from reshard.storage import posix
-from reshard.verify import digest_record
+from reshard.verify import digest_record, verification
 from reshard.writer import journal
 
 FILE = "reshard_digests.json"
@@ -114,7 +114,7 @@ def reads(monkeypatch):
 
     monkeypatch.setattr(posix, "copy_file", copy_file)
     monkeypatch.setattr(digest_record, "file_hash", file_hash)
-    monkeypatch.setattr(reshard.verify.verification, "file_hash", file_hash)
+    monkeypatch.setattr(verification, "file_hash", file_hash)
     return found
 
 
