@@ -14,10 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.engine import batches as schedule
 from reshard.engine import plan as planner
 from reshard.engine import splits
-from reshard.engine.batches import Batch
+from reshard.engine.budget import READ_OVERHEAD
 from reshard.engine.plan import ArrayLayout, Plan, plan_array
 from reshard.errors import MemoryLimitError
 from reshard.sharding.mesh import Mesh, NamedSharding, shard_shape
@@ -27,8 +26,10 @@ MIB = 1 << 20
 
 
 def layout(shape, source_chunk, target_shard, **fields):
-    """float32 by default; what is stored is as large as what is decoded."""
+    """float32 by default, read alone; what is stored is as large as what is decoded."""
     itemsize = fields.get("source_itemsize", 4)
+    decoded = math.prod(source_chunk) * itemsize
+    chunk_bytes = decoded + fields.get("largest_stored", decoded)
     return ArrayLayout(
         **(
             {
@@ -36,14 +37,20 @@ def layout(shape, source_chunk, target_shard, **fields):
                 "shape": shape,
                 "source_itemsize": 4,
                 "target_itemsize": 4,
+                "read_itemsize": fields.get("target_itemsize", 4),
                 "source_chunk": source_chunk,
                 "source_shard": source_chunk,
                 "target_shard": target_shard,
                 "stored_bytes": math.prod(shape) * itemsize,
-                "largest_stored": math.prod(source_chunk) * itemsize,
+                "largest_stored": decoded,
                 "linked_bytes": 0,
                 "same_bytes": False,
                 "encoded_ratio": 1.0,
+                "chunk_bytes": chunk_bytes,
+                "amplification": 1.0,
+                "group": 0,
+                "co_read": 1,
+                "group_bytes": chunk_bytes,
             }
             | fields
         )
@@ -87,6 +94,7 @@ def layouts(draw, max_rank=3):
         shard,
         source_itemsize=source * unit,
         target_itemsize=target * unit,
+        read_itemsize=draw(st.sampled_from([target, max(source, target)])) * unit,
         source_shard=draw(st.sampled_from([chunk, shard, shape])),
         stored_bytes=stored,
         largest_stored=draw(st.integers(1, math.prod(chunk) * source * unit)),
@@ -98,8 +106,7 @@ def layouts(draw, max_rank=3):
 def jobs(draw, chunks=None):
     """An array, `chunks`, and a `max_memory` from far too little to more than enough."""
     array = draw(layouts())
-    whole = 2 * math.prod(array.shape) * (array.source_itemsize + array.target_itemsize)
-    memory = max(1, whole * draw(st.integers(0, 64)) // 24)
+    memory = max(1, array.one_pass(array.shape) * draw(st.integers(0, 64)) // 24)
     nbytes = math.prod(array.shape) * array.target_itemsize
     if chunks is None:
         bounds = st.integers(array.target_itemsize, 2 * nbytes)
@@ -245,7 +252,7 @@ def test_keep_leaves_the_grid(job):
 def test_a_number_bounds_the_bytes_of_a_chunk(array, data):
     nbytes = math.prod(array.shape) * array.target_itemsize
     most = data.draw(st.integers(array.target_itemsize, 2 * nbytes))
-    whole = 2 * math.prod(array.shape) * (array.source_itemsize + array.target_itemsize)
+    whole = array.one_pass(array.shape)
     plan, _ = plan_within(array, most, max(1, whole * data.draw(st.integers(0, 64)) // 24))
     assert math.prod(plan.chunk) * array.target_itemsize <= most
     assert all(b % c == 0 for b, c in zip(array.target_shard, plan.chunk, strict=True))
@@ -284,12 +291,13 @@ def test_a_number_of_bytes_bounds_chunks_where_memory_is_short_too():
 
 
 def test_keep_with_a_cast_and_too_little_memory_is_an_error():
-    # The grid may not change, and one chunk takes 2 * (4 + 2) MiB in one pass.
+    # The grid may not change: one chunk takes 2 * 4 MiB, its buffer 2 MiB, handling it 16 KiB.
     cast = layout((MIB,), (MIB,), (MIB // 2,), target_itemsize=2)
-    assert plan_array(cast, "keep", 12 * MIB).chunk == (MIB,)
+    least = 10 * MIB + READ_OVERHEAD
+    assert plan_array(cast, "keep", least).chunk == (MIB,)
     with pytest.raises(MemoryLimitError) as caught:
-        plan_array(cast, "keep", 12 * MIB - 1)
-    assert caught.value.hints == ("--max-memory 12288KiB is the least that carries it over",)
+        plan_array(cast, "keep", least - 1)
+    assert caught.value.hints == ("--max-memory 10256KiB is the least that carries it over",)
 
 
 @pytest.mark.parametrize("chunks", ["shard", "keep", 64 << 10])
@@ -298,7 +306,7 @@ def test_rank_0(chunks):
     plan = plan_array(array, chunks, 1 << 20)
     assert (plan.chunk, plan.box, plan.passes, plan.split) == ((), (), 1.0, 1)
     assert list(plan.boxes()) == [()]
-    assert plan.box_charge(()) == 16
+    assert array.one_pass(()) == 4 + 4 + 4 + READ_OVERHEAD
     assert plan.amplification == (1.0, 1.0)
     assert plan_array(dataclasses.replace(array, same_bytes=True), chunks, 1 << 20).moved
 
@@ -338,9 +346,11 @@ def test_a_small_array_is_one_box_where_that_fits():
         1.0,
         [(slice(0, 7), slice(0, 22))],
     )
-    # 16 bytes an element: the array takes 2464, its boxes of 3 rows 1056.
-    assert plan_array(array, "shard", 2 * 2464).box == (7, 22)
-    assert plan_array(array, "shard", 2 * 2464 - 1).box == (3, 22)
+    # 15 chunks of 15 elements, 8 bytes each, and a buffer of 154 elements, 4 bytes each.
+    whole = 15 * 15 * 8 + 154 * 4 + READ_OVERHEAD
+    assert array.one_pass((7, 22)) == whole
+    assert plan_array(array, "shard", 2 * whole).box == (7, 22)
+    assert plan_array(array, "shard", 2 * whole - 1).box == (3, 22)
 
 
 def test_the_picture_of_two_grids():
@@ -348,7 +358,7 @@ def test_the_picture_of_two_grids():
     plan = plan_array(layout((64, 64), (32, 64), (64, 8)), "shard", 1 << 20)
     assert (plan.chunk, plan.box, plan.split) == ((64, 8), (64, 64), 1)
     assert plan.amplification == (8.0, 1.0)
-    assert plan.box_charge(next(plan.boxes())) == 4 * 64 * 64 * 4
+    assert plan.layout.one_pass(plan.box) == 3 * 64 * 64 * 4 + READ_OVERHEAD
 
 
 # Grids that are kept
@@ -391,22 +401,28 @@ def test_what_is_moved_costs_its_stored_bytes_once():
 
 
 def memory_of(plan, box):
-    """Encoded and decoded source chunks and target chunks that are held for one box."""
+    """Bytes for one box: encoded and decoded source chunks and a buffer, while it is read; and what
+    was read or encoded beside what is written, afterwards."""
+    layout = plan.layout
     elements = math.prod(part.stop - part.start for part in box)
-    target = 2 * elements * plan.layout.target_itemsize
+    held = elements * (layout.target_itemsize + max(layout.read_itemsize, layout.target_itemsize))
+    chunk = math.prod(layout.source_chunk) * layout.source_itemsize + layout.largest_stored
     if plan.serial:
-        chunk = math.prod(plan.layout.source_chunk) * plan.layout.source_itemsize
-        return plan.layout.largest_stored + chunk + target
-    return 2 * elements * plan.layout.source_itemsize + target
+        return chunk + held + READ_OVERHEAD
+    count = len(np.unique(labels(layout.shape, layout.source_chunk)[box]))
+    return max(count * chunk + elements * layout.read_itemsize, held) + READ_OVERHEAD
 
 
 @settings(deadline=None, max_examples=500)
 @given(jobs())
 def test_no_box_takes_more_than_max_memory(job):
     plan, memory = plan_within(*job)
-    for box in plan.boxes():
-        assert plan.box_charge(box) == memory_of(plan, box)
-        assert plan.box_charge(box) <= memory
+    if plan.moved:
+        return
+    counted = plan.layout.one_step if plan.serial else plan.layout.one_pass
+    assert counted(plan.box) <= memory
+    charges = [memory_of(plan, box) for box in plan.boxes()]
+    assert max(charges) == counted(plan.box)
 
 
 @settings(deadline=None, max_examples=300)
@@ -427,7 +443,7 @@ def test_the_named_minimum_suffices_and_is_the_least(job):
 def test_a_chunk_that_cannot_fit_names_the_minimum():
     with pytest.raises(MemoryLimitError) as caught:
         plan_array(layout((4 * MIB,), (MIB,), (MIB // 2,)), "shard", MIB)
-    # 4 MiB encoded and decoded, and a target chunk of 64 KiB encoded and decoded.
+    # 4 MiB encoded and decoded, a target chunk of 64 KiB encoded and decoded, and 16 KiB.
     least = caught.value.args and named_minimum(caught.value)
     assert str(caught.value) == (
         "params/w: one stored chunk does not fit in 1.00 MiB\n"
@@ -435,7 +451,7 @@ def test_a_chunk_that_cannot_fit_names_the_minimum():
         "one over\n"
         "\n"
         f"hint: --max-memory {least // 1024}KiB is the least that carries it over\n"
-        "hint: --max-memory 16384KiB reads each chunk once"
+        "hint: --max-memory 12304KiB reads each chunk once"
     )
 
 
@@ -447,7 +463,7 @@ def test_what_an_array_needs_is_rounded_up_to_whole_kibibytes():
         "  a chunk of [1, 1048576] has 4.00 MiB decoded, and it takes 5.00 MiB to carry one over\n"
         "\n"
         "hint: --max-memory 5121KiB is the least that carries it over\n"
-        "hint: --max-memory 16384KiB reads each chunk once"
+        "hint: --max-memory 12304KiB reads each chunk once"
     )
 
 
@@ -456,23 +472,23 @@ def test_a_shard_is_split_until_two_boxes_fit():
     array = layout((8192, 65536), (64, 65536), (2048, 65536))
     plan = plan_array(array, "shard", 128 * MIB)
     assert (plan.chunk, plan.box, plan.passes, plan.split) == ((64, 65536), (64, 65536), 1.0, 32)
-    assert {plan.box_charge(box) for box in plan.boxes()} == {64 * MIB}
+    assert array.one_pass(plan.box) == 48 * MIB + READ_OVERHEAD
 
 
 def test_where_one_pass_does_not_fit_the_factor_is_stated():
-    # Rows to columns: 16 MiB of source chunks, and 8 MiB for all the target chunks they touch.
+    # Rows to columns: 8 MiB for the source chunk, and 4 MiB for all the target chunks it touches.
     array = layout((1024, 1024), (1024, 1024), (1024, 128))
     plan = plan_array(array, "shard", 10 * MIB)
     assert (plan.chunk, plan.box, plan.passes) == ((1024, 128), (1024, 128), 8.0)
     assert plan.bytes_read == 8 * array.stored_bytes
     assert plan.bytes_written == array.stored_bytes
-    assert {plan.box_charge(box) for box in plan.boxes()} == {9 * MIB}
+    assert array.one_step(plan.box) == 9 * MIB + READ_OVERHEAD
 
 
 def test_a_target_chunk_of_several_source_chunks_stays_within_memory():
-    # Chunks of 48 MiB would take 192 MiB in one pass.
+    # Chunks of 48 MiB would take 144 MiB in one pass.
     plan = plan_array(layout((48 << 18,), (1 << 18,), (48 << 18,)), 48 * MIB, 128 * MIB)
-    assert max(plan.box_charge(box) for box in plan.boxes()) <= 128 * MIB
+    assert max(memory_of(plan, box) for box in plan.boxes()) <= 128 * MIB
 
 
 def test_splitting_down_to_the_grid_that_is_there_moves_it():
@@ -480,83 +496,6 @@ def test_splitting_down_to_the_grid_that_is_there_moves_it():
     array = layout((32 * MIB,), (MIB,), (32 * MIB,), same_bytes=True)
     plan = plan_array(array, "shard", 20 * MIB)
     assert (plan.chunk, plan.moved, plan.bytes_read) == ((MIB,), True, array.stored_bytes)
-
-
-# Batches
-
-
-@st.composite
-def many_plans(draw):
-    memory = draw(st.integers(1 << 16, 1 << 24))
-    plans = []
-    for i, array in enumerate(draw(st.lists(layouts(max_rank=2), max_size=5))):
-        try:
-            plan = plan_array(array, draw(st.sampled_from(["shard", 1 << 16])), memory)
-        except MemoryLimitError:
-            continue
-        plan = dataclasses.replace(plan, layout=dataclasses.replace(array, path=("a", i)))
-        if all(memory_of(plan, box) <= memory for box in plan.boxes()):
-            plans.append(plan)
-    return plans, memory
-
-
-@settings(deadline=None, max_examples=300)
-@given(many_plans(), st.integers(1, 64))
-def test_batches_hold_all_boxes_once_in_order(drawn, cores):
-    plans, memory = drawn
-    batches = list(schedule.batches(plans, memory, cores))
-    held = [pair for batch in batches for pair in batch.boxes]
-    assert held == [(plan, box) for plan in plans for box in plan.boxes()]
-    assert all(batch.boxes for batch in batches)
-    part = min(schedule.room(memory), schedule.IN_FLIGHT_PER_CORE * cores) // schedule.WINDOW
-    for batch in batches:
-        charges = [memory_of(plan, box) for plan, box in batch.boxes]
-        assert batch.charge == sum(charges) + schedule.BOX_OVERHEAD * (len(charges) - 1)
-        assert batch.charge <= (memory if len(charges) == 1 else part)
-    peak = schedule.peak_memory([batch.charge for batch in batches], memory)
-    assert max((batch.charge for batch in batches), default=0) <= peak <= memory
-
-
-def test_batches_are_cut_so_that_a_window_of_them_fits():
-    small = plan_array(layout((40, 1024), (1, 1024), (1, 1024)), "shard", 1 << 20)
-    array = dataclasses.replace(small, box=(1, 1024))
-    charge = 16 * 1024
-    assert (schedule.WINDOW, schedule.room(512 << 10)) == (4, 384 << 10)
-    batches = list(schedule.batches([array], 512 << 10, 1))
-    # A box of 16 KiB counts 16 KiB more for not being the first: three to a batch of 96 KiB.
-    each = 3 * charge + 2 * schedule.BOX_OVERHEAD
-    assert [(len(b.boxes), b.charge) for b in batches] == [(3, each)] * 13 + [(1, charge)]
-
-
-def test_a_box_that_is_read_in_several_passes_starts_a_batch():
-    many = plan_array(layout((256, 1024), (256, 1024), (256, 128)), "shard", 3 * MIB)
-    assert many.passes > 1.0
-    small = plan_array(layout((4,), (4,), (2,)), "shard", 3 * MIB)
-    batches = list(schedule.batches([small, many], 1 << 30, 1))
-    assert [len(batch.boxes) for batch in batches] == [1, *[1] * len(list(many.boxes()))]
-    assert batches[0] == Batch(((small, (slice(0, 4),)),), 64)
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 100), max_size=12), st.integers(1, 300))
-def test_peak_memory_is_of_batches_under_way_together(charges, memory):
-    first, peak = 0, 0
-    for last in range(len(charges)):  # what was waited for once never comes back
-        while first < last and (
-            sum(charges[first : last + 1]) > schedule.room(memory)
-            or last - first >= schedule.WINDOW
-        ):
-            first += 1
-        peak = max(peak, sum(charges[first : last + 1]))
-    assert schedule.peak_memory(charges, memory) == peak
-
-
-def test_peak_memory():
-    assert schedule.peak_memory([], 10) == 0
-    assert schedule.peak_memory([7], 4) == 7
-    assert schedule.peak_memory([7, 5, 4, 6], 12) == 9
-    assert schedule.peak_memory([1, 1, 1, 1, 1, 1], 100) == 4
-    assert schedule.peak_memory([7, 1, 3, 1], 12) == 8
 
 
 # Totals
@@ -582,7 +521,9 @@ def plan_of_three():
         1 << 20,
     )
     several = plan_array(
-        layout((1024, 1024), (1024, 1024), (1024, 512), path=("c", "d/e")), "shard", 10 * MIB
+        layout((1024, 1024), (1024, 1024), (1024, 512), path=("c", "d/e")),
+        "shard",
+        10 * MIB + READ_OVERHEAD,
     )
     return Plan(
         (rewritten, moved, several),
@@ -624,7 +565,9 @@ def test_the_plan_is_worth_printing():
 
 def test_a_printed_plan_shows_ten_splits():
     several = plan_array(
-        layout((1024, 1024), (1024, 1024), (1024, 512), path=("w",)), "shard", 10 * MIB
+        layout((1024, 1024), (1024, 1024), (1024, 512), path=("w",)),
+        "shard",
+        10 * MIB + READ_OVERHEAD,
     )
     lines = repr(Plan((several,) * 13)).splitlines()
     split = "split    w: 2 chunks a shard, [1024, 256] each, read 4.00 times"
@@ -707,7 +650,7 @@ def plan_for(mesh, spec, shape, chunks):
     saved = NamedSharding(Mesh(("s",), (64,)), ((), ("s",)))
     array = layout(shape, shard_shape(shape, saved), shard_shape(shape, sharding))
     plan = plan_array(array, chunks, 1 << 30)
-    return plan, len(list(schedule.batches([plan], 1 << 30, 8)))
+    return plan, sum(1 for _ in plan.boxes())
 
 
 @pytest.mark.parametrize("chunks", ["shard", "keep", 1 << 16])

@@ -8,16 +8,16 @@ each; such arrays are read together, so that it is decoded once.
 import dataclasses
 import json
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from reshard.arrays import zarr
-from reshard.arrays.boxes import Shape
+from reshard.arrays.boxes import Box, Shape
 from reshard.arrays.dtypes import is_floating
 from reshard.arrays.handle import ArrayHandle, Formed, collision_error
-from reshard.arrays.operations import Constant, Crop, Operation, Pad, Split, Unstack
+from reshard.arrays.operations import Constant, Crop, Operation, Pad
 from reshard.errors import TreeMismatchError
 from reshard.sharding.mesh import NamedSharding, Sharding, fitting_spec, replicated
 from reshard.storage.array_store import StoredValue
@@ -154,92 +154,15 @@ def _shardings(
     ]
 
 
-class Family(NamedTuple):
-    """Arrays that share stored chunks box by box.
-
-    Attributes:
-      key: the same for all of them.
-      count: how many there are.
-      decoded: elements that are decoded for all of them, for each element of one.
-    """
-
-    key: Hashable
-    count: int
-    decoded: float
-
-
-def family(handle: ArrayHandle) -> Family | None:
-    """The arrays that are to be read together with this one; None where it shares no chunk."""
-    levels: list[Hashable] = []
-    together, apart = 1, 1.0
-    while handle.formed is not None and len(handle.formed.inputs) == 1:
-        operation, source = handle.formed.operation, handle.formed.inputs[0]
-        group: Hashable = handle.part
-        if isinstance(operation, Unstack):
-            chunk = source.chunk_shape[operation.axis]
-            group = handle.part // chunk
-            together *= min(chunk, operation.count - group * chunk)
-        elif isinstance(operation, Split) and _shares(operation, source):
-            group = None
-            together *= len(operation.sizes)
-        else:
-            apart *= _touched(handle)
-        levels.append((operation, group))
-        handle = source
-    if together == 1:
-        return None
-    root = id(handle.formed) if handle.formed is not None else (id(handle.store), handle.name)
-    return Family((root, *levels), together, together * apart * amplification(handle))
-
-
-def _shares(operation: Split, source: ArrayHandle) -> bool:
-    """Whether stored chunks hold something of several parts, which are alike."""
-    chunk = source.chunk_shape[operation.axis]
-    return len(set(operation.sizes)) == 1 and operation.sizes[0] % chunk != 0
-
-
-def amplification(handle: ArrayHandle) -> float:
-    """Elements that are decoded for each element of an array that is read on its own, at most: more
-    than 1 where stored chunks hold something of other parts too."""
-    if handle.formed is None or not handle.formed.inputs:
-        return 1.0
-    return max(map(amplification, handle.formed.inputs)) * _touched(handle)
-
-
-def largest_stored(handle: ArrayHandle) -> int:
-    """Stored bytes that one box of an array's grid is decoded from, at most: where that is several
-    chunks, taken to be as many as their decoded bytes."""
-    largest = max(handle.stored_sizes(), default=0)
+def stored_boxes(handle: ArrayHandle, box: Box) -> Iterator[tuple[ArrayHandle, Box]]:
+    """The boxes of stored arrays that a box of an array is made of."""
     if handle.formed is None:
-        return largest
-    elements = math.ceil(math.prod(handle.chunk_shape) * amplification(handle))
-    return max(largest, elements * handle.stored_dtype.itemsize)
-
-
-def _touched(handle: ArrayHandle) -> float:
-    """Elements in the boxes of its input's grid that an array touches, for each of its own."""
-    if handle.formed is None:
-        return 1.0
-    times, source = 1.0, handle.formed.inputs[0]
-    for axis, start, stop in _taken(handle.formed, handle.part):
-        size, chunk = source.shape[axis], source.chunk_shape[axis]
-        touched = min(math.ceil(stop / chunk) * chunk, size) - start // chunk * chunk
-        times = times * touched / (stop - start)
-    return times
-
-
-def _taken(formed: Formed, part: int) -> list[tuple[int, int, int]]:
-    """Of which axes of its input an output takes only a stretch: axis, start, stop."""
-    operation = formed.operation
-    if isinstance(operation, Crop):
-        pairs = zip(formed.inputs[0].shape, operation.widths, strict=True)
-        return [(axis, a, size - b) for axis, (size, (a, b)) in enumerate(pairs)]
-    if isinstance(operation, Unstack):
-        return [(operation.axis, part, part + 1)]
-    if isinstance(operation, Split):
-        start = sum(operation.sizes[:part])
-        return [(operation.axis, start, start + operation.sizes[part])]
-    return []
+        yield handle, box
+        return
+    inputs = handle.formed.inputs
+    shapes = [source.shape for source in inputs]
+    for number, part in handle.formed.operation.sources(handle.part, box, shapes):
+        yield from stored_boxes(inputs[number], part)
 
 
 def stored_share(handle: ArrayHandle) -> int:

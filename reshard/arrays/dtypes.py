@@ -19,7 +19,7 @@ def rounds_twice(source: np.dtype, target: np.dtype) -> bool:
 
 
 # Elements that are rounded at once: what that takes beside the result is within what is charged for
-# any box (`reshard.engine.plan.BOX_OVERHEAD`), and stays in the cache.
+# any box (`reshard.engine.budget.READ_OVERHEAD`), and stays in the cache.
 _BLOCK = 1 << 9
 
 

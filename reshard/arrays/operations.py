@@ -17,24 +17,32 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TypeVar
 
 import numpy as np
 import tensorstore as ts
 
-from reshard.arrays.boxes import Shape
-from reshard.arrays.reshaping import cut, reshaped_chunk, reshaped_spec, reshaped_view
+from reshard.arrays.axis_tuples import (
+    agreed_spec,
+    check_size,
+    common_multiple,
+    from_front,
+    full_spec,
+    replaced,
+    shape_text,
+    shifted,
+    without,
+)
+from reshard.arrays.boxes import Box, Shape
+from reshard.arrays.reshaping import cut, reshaped_box, reshaped_chunk, reshaped_spec, reshaped_view
 from reshard.errors import TreeMismatchError
 from reshard.sharding.mesh import Spec
 
-# TensorStore's.
-MOST_AXES = 32
-# Sizes that no model comes near: elements of an array, and parts that it is taken apart into.
-_MOST_ELEMENTS = 1 << 46
+# Parts that an array is taken apart into: no model comes near.
 _MOST_PARTS = 1 << 16
-T = TypeVar("T")
+
 Specs = list[Spec]
 Views = list[ts.TensorStore]
+Sources = list[tuple[int, Box]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,13 +64,18 @@ class Transpose:
 
     def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
         """Partition specs of the outputs, of full rank, from those of the inputs."""
-        full = _full(specs[0], inputs[0])
+        full = full_spec(specs[0], inputs[0])
         return [tuple(full[axis] for axis in self.axes)]
 
     def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
         """For each output the grid whose boxes cut no chunk of an input, if there is one that is
         finer than the whole."""
         return self.shapes(chunks)
+
+    def sources(self, part: int, box: Box, inputs: Sequence[Shape]) -> Sources:
+        """The boxes of the inputs that a box of output `part` is made of, each with the number of
+        its input."""
+        return [(0, tuple(box[self.axes.index(axis)] for axis in range(len(self.axes))))]
 
     def views(self, views: Views) -> Views:
         """Views of the outputs."""
@@ -78,7 +91,7 @@ class Reshape:
     def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
         """As `Transpose.shapes`."""
         (shape,) = _count(inputs, 1)
-        _check_size(self.shape)
+        check_size(self.shape)
         if math.prod(shape) != math.prod(self.shape) or min(self.shape, default=0) < 0:
             raise TreeMismatchError(f"{list(shape)} cannot be reshaped to {list(self.shape)}")
         return [self.shape]
@@ -90,11 +103,15 @@ class Reshape:
     def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
         """As `Transpose.specs`. Mesh axes stay with the first of the dimensions that are merged or
         split; those of further ones are dropped, since no spec can say where they go."""
-        return [reshaped_spec(_full(specs[0], inputs[0]), inputs[0], self.shape)]
+        return [reshaped_spec(full_spec(specs[0], inputs[0]), inputs[0], self.shape)]
 
     def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
         """As `Transpose.chunks`."""
         return [reshaped_chunk(chunks[0], inputs[0], self.shape)]
+
+    def sources(self, part: int, box: Box, inputs: Sequence[Shape]) -> Sources:
+        """As `Transpose.sources`."""
+        return [(0, reshaped_box(box, self.shape, inputs[0]))]
 
     def views(self, views: Views) -> Views:
         """As `Transpose.views`."""
@@ -111,12 +128,12 @@ class Split:
     def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
         """As `Transpose.shapes`."""
         (shape,) = _count(inputs, 1)
-        axis = _axis(self.axis, shape)
+        axis = from_front(self.axis, shape)
         if shape[axis] != sum(self.sizes) or min(self.sizes, default=0) < 0:
             raise TreeMismatchError(
                 f"axis {self.axis} of {list(shape)} cannot be split into {list(self.sizes)}"
             )
-        return [_with(shape, axis, size) for size in self.sizes]
+        return [replaced(shape, axis, size) for size in self.sizes]
 
     def inverse(self, inputs: Sequence[Shape]) -> "Operation":
         """As `Transpose.inverse`."""
@@ -124,20 +141,25 @@ class Split:
 
     def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
         """As `Transpose.specs`."""
-        return [_full(specs[0], inputs[0])] * len(self.sizes)
+        return [full_spec(specs[0], inputs[0])] * len(self.sizes)
 
     def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
         """As `Transpose.chunks`."""
-        axis = _axis(self.axis, inputs[0])
+        axis = from_front(self.axis, inputs[0])
         chunk = chunks[0][axis]
         aligned = all(size % chunk == 0 for size in self.sizes[:-1])
         sizes = [min(chunk, s or chunk) if aligned else max(s, 1) for s in self.sizes]
-        return [_with(chunks[0], axis, size) for size in sizes]
+        return [replaced(chunks[0], axis, size) for size in sizes]
+
+    def sources(self, part: int, box: Box, inputs: Sequence[Shape]) -> Sources:
+        """As `Transpose.sources`."""
+        axis = from_front(self.axis, inputs[0])
+        return [(0, replaced(box, axis, shifted(box[axis], sum(self.sizes[:part]))))]
 
     def views(self, views: Views) -> Views:
         """As `Transpose.views`."""
         view = views[0]
-        axis = _axis(self.axis, tuple(view.shape))
+        axis = from_front(self.axis, tuple(view.shape))
         stops = list(itertools.accumulate(self.sizes))
         return [
             cut(view, axis, stop - size, stop) for size, stop in zip(self.sizes, stops, strict=True)
@@ -152,29 +174,40 @@ class Concat:
 
     def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
         """As `Transpose.shapes`."""
-        axis = _axis(self.axis, inputs[0])
-        others = {_with(shape, axis, 0) for shape in inputs if len(shape) == len(inputs[0])}
+        axis = from_front(self.axis, inputs[0])
+        others = {replaced(shape, axis, 0) for shape in inputs if len(shape) == len(inputs[0])}
         if len(others) > 1 or len({len(shape) for shape in inputs}) > 1:
-            raise TreeMismatchError(f"{_texts(inputs)} cannot be joined along axis {self.axis}")
-        return [_with(inputs[0], axis, sum(shape[axis] for shape in inputs))]
+            raise TreeMismatchError(f"{shape_text(inputs)} cannot be joined along axis {self.axis}")
+        return [replaced(inputs[0], axis, sum(shape[axis] for shape in inputs))]
 
     def inverse(self, inputs: Sequence[Shape]) -> "Operation":
         """As `Transpose.inverse`."""
-        axis = _axis(self.axis, inputs[0])
+        axis = from_front(self.axis, inputs[0])
         return Split(self.axis, tuple(shape[axis] for shape in inputs))
 
     def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
         """As `Transpose.specs`; a dimension in which the inputs differ is not partitioned."""
-        return [_agreed(specs, inputs)]
+        return [agreed_spec(specs, inputs)]
 
     def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
         """As `Transpose.chunks`."""
-        axis = _axis(self.axis, inputs[0])
-        together = _common_multiple(chunks, self.shapes(inputs)[0])
+        axis = from_front(self.axis, inputs[0])
+        together = common_multiple(chunks, self.shapes(inputs)[0])
         own = {chunk[axis] for chunk in chunks}
         aligned = len(own) == 1 and all(shape[axis] % min(own) == 0 for shape in inputs[:-1])
         whole = max(sum(shape[axis] for shape in inputs), 1)
-        return [_with(together, axis, min(own) if aligned else whole)]
+        return [replaced(together, axis, min(own) if aligned else whole)]
+
+    def sources(self, part: int, box: Box, inputs: Sequence[Shape]) -> Sources:
+        """As `Transpose.sources`."""
+        axis = from_front(self.axis, inputs[0])
+        found, start = [], 0
+        for number, shape in enumerate(inputs):
+            ends = shifted(box[axis], -start, shape[axis])
+            if ends.start < ends.stop:
+                found.append((number, replaced(box, axis, ends)))
+            start += shape[axis]
+        return found
 
     def views(self, views: Views) -> Views:
         """As `Transpose.views`."""
@@ -191,11 +224,11 @@ class Stack:
     def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
         """As `Transpose.shapes`."""
         if len(set(inputs)) != 1:
-            raise TreeMismatchError(f"{_texts(inputs)} cannot be stacked")
+            raise TreeMismatchError(f"{shape_text(inputs)} cannot be stacked")
         shape = inputs[0]
-        axis = _axis(self.axis, (*shape, 1))
+        axis = from_front(self.axis, (*shape, 1))
         made = (*shape[:axis], len(inputs), *shape[axis:])
-        _check_size(made)
+        check_size(made)
         return [made]
 
     def inverse(self, inputs: Sequence[Shape]) -> "Operation":
@@ -204,15 +237,20 @@ class Stack:
 
     def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
         """As `Concat.specs`."""
-        axis = _axis(self.axis, (*inputs[0], 1))
-        agreed = _agreed(specs, inputs)
+        axis = from_front(self.axis, (*inputs[0], 1))
+        agreed = agreed_spec(specs, inputs)
         return [(*agreed[:axis], self.names, *agreed[axis:])]
 
     def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
         """As `Transpose.chunks`."""
-        axis = _axis(self.axis, (*inputs[0], 1))
-        together = _common_multiple(chunks, inputs[0])
+        axis = from_front(self.axis, (*inputs[0], 1))
+        together = common_multiple(chunks, inputs[0])
         return [(*together[:axis], 1, *together[axis:])]
+
+    def sources(self, part: int, box: Box, inputs: Sequence[Shape]) -> Sources:
+        """As `Transpose.sources`."""
+        axis = from_front(self.axis, (*inputs[0], 1))
+        return [(n, without(box, axis)) for n in range(box[axis].start, box[axis].stop)]
 
     def views(self, views: Views) -> Views:
         """As `Transpose.views`."""
@@ -229,7 +267,7 @@ class Unstack:
     def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
         """As `Transpose.shapes`."""
         (shape,) = _count(inputs, 1)
-        axis = _axis(self.axis, shape)
+        axis = from_front(self.axis, shape)
         if shape[axis] != self.count:
             raise TreeMismatchError(
                 f"axis {self.axis} of {list(shape)} does not have {self.count} parts"
@@ -239,7 +277,7 @@ class Unstack:
                 f"axis {self.axis} of {list(shape)} would become {self.count} arrays: no model "
                 "has as many"
             )
-        return [_without(shape, axis)] * self.count
+        return [without(shape, axis)] * self.count
 
     def inverse(self, inputs: Sequence[Shape]) -> "Operation":
         """As `Transpose.inverse`."""
@@ -247,16 +285,23 @@ class Unstack:
 
     def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
         """As `Transpose.specs`."""
-        return [_without(_full(specs[0], inputs[0]), _axis(self.axis, inputs[0]))] * self.count
+        return [
+            without(full_spec(specs[0], inputs[0]), from_front(self.axis, inputs[0]))
+        ] * self.count
 
     def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
         """As `Transpose.chunks`."""
-        return [_without(chunks[0], _axis(self.axis, inputs[0]))] * self.count
+        return [without(chunks[0], from_front(self.axis, inputs[0]))] * self.count
+
+    def sources(self, part: int, box: Box, inputs: Sequence[Shape]) -> Sources:
+        """As `Transpose.sources`."""
+        axis = from_front(self.axis, inputs[0])
+        return [(0, (*box[:axis], slice(part, part + 1), *box[axis:]))]
 
     def views(self, views: Views) -> Views:
         """As `Transpose.views`."""
         view = views[0]
-        axis = _axis(self.axis, tuple(view.shape))
+        axis = from_front(self.axis, tuple(view.shape))
         return [view[ts.d[axis][i]] for i in range(self.count)]
 
 
@@ -273,7 +318,7 @@ class Pad:
         if len(shape) != len(self.widths) or any(min(pair) < 0 for pair in self.widths):
             raise TreeMismatchError(f"{list(self.widths)} are no widths to pad {list(shape)} with")
         made = tuple(a + size + b for size, (a, b) in zip(shape, self.widths, strict=True))
-        _check_size(made)
+        check_size(made)
         return [made]
 
     def inverse(self, inputs: Sequence[Shape]) -> "Operation":
@@ -282,13 +327,19 @@ class Pad:
 
     def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
         """As `Transpose.specs`."""
-        return [_full(specs[0], inputs[0])]
+        return [full_spec(specs[0], inputs[0])]
 
     def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
         """As `Transpose.chunks`."""
         whole = self.shapes(inputs)[0]
         dims = zip(chunks[0], whole, self.widths, strict=True)
         return [tuple(c if before % c == 0 else size for c, size, (before, _) in dims)]
+
+    def sources(self, part: int, box: Box, inputs: Sequence[Shape]) -> Sources:
+        """As `Transpose.sources`."""
+        dims = zip(box, inputs[0], self.widths, strict=True)
+        found = tuple(shifted(ends, -before, size) for ends, size, (before, _) in dims)
+        return [(0, found)] if all(ends.start < ends.stop for ends in found) else []
 
     def views(self, views: Views) -> Views:
         """As `Transpose.views`."""
@@ -297,7 +348,7 @@ class Pad:
             shape = tuple(view.shape)
             value = np.array(self.fill, view.dtype.numpy_dtype)
             before, after = (
-                [ts.array(np.broadcast_to(value, _with(shape, axis, width)), copy=False)]
+                [ts.array(np.broadcast_to(value, replaced(shape, axis, width)), copy=False)]
                 if width
                 else []
                 for width in widths
@@ -334,7 +385,7 @@ class Crop:
 
     def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
         """As `Transpose.specs`."""
-        return [_full(specs[0], inputs[0])]
+        return [full_spec(specs[0], inputs[0])]
 
     def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
         """As `Transpose.chunks`."""
@@ -343,6 +394,11 @@ class Crop:
         return [
             tuple(max(size if before % c else min(c, size), 1) for c, size, (before, _) in dims)
         ]
+
+    def sources(self, part: int, box: Box, inputs: Sequence[Shape]) -> Sources:
+        """As `Transpose.sources`."""
+        pairs = zip(box, self.widths, strict=True)
+        return [(0, tuple(shifted(ends, before) for ends, (before, _) in pairs))]
 
     def views(self, views: Views) -> Views:
         """As `Transpose.views`."""
@@ -375,6 +431,10 @@ class Constant:
         """As `Transpose.chunks`."""
         return [tuple(max(size, 1) for size in self.values.shape)]
 
+    def sources(self, part: int, box: Box, inputs: Sequence[Shape]) -> Sources:
+        """As `Transpose.sources`."""
+        return []
+
     def views(self, views: Views) -> Views:
         """As `Transpose.views`."""
         return [ts.array(self.values, copy=False)]
@@ -387,53 +447,3 @@ def _count(inputs: Sequence[Shape], count: int) -> Sequence[Shape]:
     if len(inputs) != count:
         raise TreeMismatchError(f"{len(inputs)} arrays where {count} is needed")
     return inputs
-
-
-def _check_size(shape: Shape) -> None:
-    """Raises TreeMismatchError if there can be no such array."""
-    if len(shape) > MOST_AXES:
-        raise TreeMismatchError(f"arrays have {MOST_AXES} axes at most, not {len(shape)}")
-    elements = math.prod(max(size, 1) for size in shape)
-    if elements > _MOST_ELEMENTS:
-        raise TreeMismatchError(
-            f"an array of {list(shape)} would have {elements} elements: no model has as many"
-        )
-
-
-def _axis(axis: int, shape: Shape) -> int:
-    """An axis, counted from the front."""
-    if not -len(shape) <= axis < len(shape):
-        raise TreeMismatchError(f"{list(shape)} has no axis {axis}")
-    return axis % len(shape)
-
-
-def _texts(shapes: Sequence[Shape]) -> str:
-    return " and ".join(dict.fromkeys(str(list(shape)) for shape in shapes))
-
-
-def _with(shape: Shape, axis: int, size: int) -> Shape:
-    return (*shape[:axis], size, *shape[axis + 1 :])
-
-
-def _without(entries: tuple[T, ...], axis: int) -> tuple[T, ...]:
-    return entries[:axis] + entries[axis + 1 :]
-
-
-def _full(spec: Spec, shape: Shape) -> Spec:
-    return spec + ((),) * (len(shape) - len(spec))
-
-
-def _agreed(specs: Specs, inputs: Sequence[Shape]) -> Spec:
-    """The entries that all specs have in common."""
-    full = [_full(spec, shape) for spec, shape in zip(specs, inputs, strict=True)]
-    return tuple(
-        entries[0] if len(set(entries)) == 1 else () for entries in zip(*full, strict=True)
-    )
-
-
-def _common_multiple(chunks: Sequence[Shape], shape: Shape) -> Shape:
-    """A grid that cuts no chunk of any of several grids over one shape."""
-    dims = zip(*chunks, strict=True)
-    return tuple(
-        max(min(math.lcm(*sizes), size), 1) for sizes, size in zip(dims, shape, strict=True)
-    )

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import tensorstore as ts
 
-from reshard.arrays.boxes import Shape
+from reshard.arrays.boxes import Box, Shape
 from reshard.sharding.mesh import Spec
 
 
@@ -32,6 +32,29 @@ def reshaped_chunk(chunk: Shape, old: Shape, new: Shape) -> Shape:
         part = slice(before.start, before.stop)
         sizes += _regrouped(chunk[part], old[part], new[after.start : after.stop])
     return tuple(sizes)
+
+
+def reshaped_box(box: Box, old: Shape, new: Shape) -> Box:
+    """The smallest box over the new shape that holds all elements of a box over the old one."""
+    if 0 in old:
+        return tuple(slice(0, size) for size in new)
+    found: list[slice] = []
+    for before, after in _groups(old, new):
+        if len(before) == len(after) == 1:
+            found.append(box[before.start])
+            continue
+        first = last = 0
+        for axis in before:
+            first = first * old[axis] + box[axis].start
+            last = last * old[axis] + box[axis].stop - 1
+        own: list[slice] = []
+        for axis in reversed(after):
+            first, start = divmod(first, new[axis])
+            last, end = divmod(last, new[axis])
+            # Between two rows of the axes before, this one is passed from end to end.
+            own.append(slice(start, end + 1) if first == last else slice(0, new[axis]))
+        found += own[::-1]
+    return tuple(found)
 
 
 def reshaped_view(view: ts.TensorStore, shape: Shape) -> ts.TensorStore:

@@ -42,7 +42,8 @@ import tomllib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
-from reshard.arrays.operations import MOST_AXES, Crop, Pad, Transpose
+from reshard.arrays.axis_tuples import MOST_AXES
+from reshard.arrays.operations import Crop, Pad, Transpose
 from reshard.convert.maprules import Divided, Gathered, Map, Nest, Reshaped, Rule
 from reshard.convert.patterns import Pattern, Replacement, parse_pattern, parse_replacement
 from reshard.errors import TreeMismatchError

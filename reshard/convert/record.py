@@ -17,10 +17,10 @@ import ml_dtypes
 import numpy as np
 import tensorstore as ts
 
+from reshard.arrays.axis_tuples import MOST_AXES
 from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle, array_text
 from reshard.arrays.operations import (
-    MOST_AXES,
     Concat,
     Pad,
     Reshape,

@@ -19,8 +19,9 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 
+from reshard.engine.budget import READ_OVERHEAD
 from reshard.engine.splits import few_enough, shrinking_splits, splits_up_to
 from reshard.errors import MemoryLimitError
 from reshard.tree import Path, format_path
@@ -31,8 +32,6 @@ Box = tuple[slice, ...]
 
 # An array whose boxes would take no more than this together is one box: fewer, larger reads.
 WHOLE_ARRAY = 1 << 22
-# What handling a box takes beside its bytes: it matters for checkpoints of many small arrays.
-BOX_OVERHEAD = 1 << 14
 # Chunks are not split below this (decoded bytes): small chunks cost more than reading twice.
 SMALLEST_CHUNK = 1 << 16
 # A grid that divides the new shards evenly is left alone up to this many chunks a shard.
@@ -51,27 +50,27 @@ class ArrayLayout:
       path: its path.
       shape: its shape.
       source_itemsize, target_itemsize: decoded bytes of an element, as stored and as written.
+      read_itemsize: bytes of an element as it is read.
       source_chunk: shape of a stored chunk.
       source_shard: shape of a shard on the saved mesh.
       target_shard: shape of a shard on the new mesh.
       stored_bytes: stored bytes of all its chunks.
       largest_stored: stored bytes of the largest one.
       linked_bytes: of these, the bytes in data files that are shared with the source.
-      same_bytes: stored chunks can be moved as they are (same dtype and codec).
+      same_bytes: stored chunks can be copied verbatim (same dtype and codec).
       encoded_ratio: estimated encoded bytes for each decoded byte of the target.
-      family: the same for arrays whose boxes are read together, since they share source chunks;
-        None for an array on its own.
-      together: how many such arrays there are.
-      amplified: elements decoded for each of its own when it is read alone: more than 1 where its
-        source chunks hold something of others too.
-      decoded: elements decoded for each of its own when all of its family are read together.
-      rounded: a box is read as it is stored, and cast in memory.
+      chunk_bytes: bytes that decoding a box of `source_chunk` takes, encoded and decoded.
+      amplification: elements decoded for each of its own, when it is read alone.
+      group: the number of its co-read group.
+      co_read: how many arrays are in it.
+      group_bytes: bytes that decoding a box of each of them takes, all at once.
     """
 
     path: Path
     shape: Shape
     source_itemsize: int
     target_itemsize: int
+    read_itemsize: int
     source_chunk: Shape
     source_shard: Shape
     target_shard: Shape
@@ -80,25 +79,32 @@ class ArrayLayout:
     linked_bytes: int
     same_bytes: bool
     encoded_ratio: float
-    family: Hashable = None
-    together: int = 1
-    amplified: float = 1.0
-    decoded: float = 1.0
-    rounded: bool = False
+    chunk_bytes: int
+    amplification: float
+    group: int
+    co_read: int
+    group_bytes: int
 
-    @property
-    def box_itemsize(self) -> int:
-        """Bytes of memory for an element of a box whose source chunks are counted on their own:
-        encoded and decoded, or as it is read and as it is cast."""
-        return self.target_itemsize + (
-            self.source_itemsize if self.rounded else self.target_itemsize
-        )
+    def one_pass(self, box: Shape) -> int:
+        """Bytes of memory that rewriting one box takes, with those that are read together with it:
+        while it is read, its chunks and a buffer; while it is written, the buffer and what it is
+        encoded to."""
+        elements = self.co_read * self._elements(box)
+        reading = grid_size(box, self.source_chunk) * self.group_bytes
+        buffers = elements * self.read_itemsize
+        return max(reading + buffers, self.held(elements)) + self.co_read * READ_OVERHEAD
 
-    @property
-    def chunk_charge(self) -> int:
-        """Bytes of memory that one source chunk takes, encoded and decoded."""
-        elements = math.ceil(math.prod(self.source_chunk) * self.amplified)
-        return self.largest_stored + elements * self.source_itemsize
+    def one_step(self, box: Shape) -> int:
+        """The same where the chunks of a box are read one after another."""
+        return self.chunk_bytes + self.held(self._elements(box)) + READ_OVERHEAD
+
+    def _elements(self, box: Shape) -> int:
+        return math.prod(map(min, box, self.shape))
+
+    def held(self, elements: int) -> int:
+        """Bytes of memory for elements that were read: as they are written, and encoded; or, before
+        that, as they were read and as they are written."""
+        return elements * (self.target_itemsize + max(self.read_itemsize, self.target_itemsize))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,18 +154,22 @@ class ArrayPlan:
             return self.layout.stored_bytes - self.layout.linked_bytes
         return round(self.decoded_bytes * self.layout.encoded_ratio)
 
-    def box_charge(self, box: Box) -> int:
-        """Bytes of memory that carrying over one box takes: its source chunks and its target
-        chunks, both encoded and decoded."""
-        elements = math.prod(part.stop - part.start for part in box)
-        source, target = self.layout.source_itemsize, self.layout.target_itemsize
-        if not self.serial:
-            return 2 * (math.ceil(elements * self.layout.amplified) * source + elements * target)
-        return self.layout.chunk_charge + elements * self.layout.box_itemsize
-
     def boxes(self) -> Iterator[Box]:
         """What is read and written at once, in row-major order."""
         return grid_boxes(self.layout.shape, self.box) if self.box is not None else iter(())
+
+
+def co_read(arrays: Sequence[ArrayPlan]) -> list[list[ArrayPlan]]:
+    """Arrays that are read box by box together, in the place of the first of them; all others, and
+    those whose boxes are not in the same places, on their own. Without those that are copied
+    verbatim."""
+    groups: dict[Hashable, list[ArrayPlan]] = {}
+    for number, array in enumerate(arrays):
+        if not array.moved:
+            alone = array.serial or array.layout.co_read == 1
+            key = number if alone else (array.layout.group, array.box)
+            groups.setdefault(key, []).append(array)
+    return list(groups.values())
 
 
 def grid_boxes(shape: Shape, chunk: Shape) -> Iterator[Box]:
@@ -216,7 +226,7 @@ def plan_array(array: ArrayLayout, chunks: int | str, max_memory: int) -> ArrayP
     if array.same_bytes and chosen.chunk == array.source_chunk:
         return ArrayPlan(array, chosen.chunk, None, False, 1.0, chosen.split, (before, before))
     after = read_amplification(array.shape, chosen.chunk, array.target_shard)
-    passes = array.amplified * (_passes(array, chosen.box) if serial else 1.0)
+    passes = array.amplification * (_passes(array, chosen.box) if serial else 1.0)
     return ArrayPlan(array, chosen.chunk, chosen.box, serial, passes, chosen.split, (before, after))
 
 
@@ -282,38 +292,32 @@ def _choose(
     candidates = kept if keeps else _splits(array, most)
     for limit in (max_memory // 2, max_memory):
         for candidate in candidates:
-            if _one_pass(array, candidate.box) <= limit:
-                if _one_pass(array, array.shape) <= min(WHOLE_ARRAY, limit):
+            if array.one_pass(candidate.box) <= limit:
+                if array.one_pass(array.shape) <= min(WHOLE_ARRAY, limit):
                     candidate = dataclasses.replace(candidate, box=array.shape)
                 return candidate, False
     if keeps:
-        raise too_large(array, _one_pass(array, kept[0].box), max_memory)
-    room = (max_memory - array.chunk_charge) * array.target_itemsize // array.box_itemsize
+        raise too_large(array, array.one_pass(kept[0].box), max_memory)
+    room = max_memory - array.one_step((0,) * len(array.shape))
     smallest = min(
         SMALLEST_CHUNK,
         most or SMALLEST_CHUNK,
         math.prod(array.target_shard) * array.target_itemsize,
     )
-    if room >= smallest:
-        for candidate in _splits(array, min(room, most or room)):
-            if math.prod(candidate.chunk) * array.target_itemsize <= room:
+    largest = room * array.target_itemsize // array.held(1)
+    if largest >= smallest:
+        for candidate in _splits(array, min(largest, most or largest)):
+            if math.prod(candidate.chunk) * array.target_itemsize <= largest:
                 return dataclasses.replace(candidate, box=candidate.chunk), True
-    made = -(-smallest * array.box_itemsize // array.target_itemsize)
-    raise too_large(array, array.chunk_charge + made, max_memory)
-
-
-def _one_pass(array: ArrayLayout, box: Shape) -> int:
-    """Bytes of memory that a box takes, with the boxes that are read together with it."""
-    elements = math.prod(box)
-    decoded = math.ceil(elements * array.decoded) * array.source_itemsize
-    made = elements * array.together * array.target_itemsize
-    return 2 * (decoded + made) + (array.together - 1) * BOX_OVERHEAD
+    needed = max_memory - room - (-smallest * array.held(1) // array.target_itemsize)
+    needed = min(needed, *(array.one_pass(candidate.box) for candidate in candidates))
+    raise too_large(array, needed, max_memory)
 
 
 def too_large(array: ArrayLayout, needed: int, max_memory: int) -> MemoryLimitError:
     """The error for an array of which one stored chunk takes `needed` bytes to carry over."""
     decoded = math.prod(array.source_chunk) * array.source_itemsize
-    one_pass = _one_pass(array, array.source_chunk)
+    one_pass = array.one_pass(array.source_chunk)
     hints = [f"--max-memory {math.ceil(needed / 2**10)}KiB is the least that carries it over"]
     if one_pass // 2**10 > needed // 2**10:
         hints.append(f"--max-memory {math.ceil(one_pass / 2**10)}KiB reads each chunk once")

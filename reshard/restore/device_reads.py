@@ -5,31 +5,30 @@
     |     |     |   -read->  |   |   |   |   |   -alias->    one buffer
     +-----+-----+            +---+---+---+---+
 
-Each distinct shard of an array gets one buffer, and all that is read of a chunk is read in one
-TensorStore batch: such reads share its decode. On CPU devices the JAX arrays are these buffers, for
-every replica; to accelerators they are transferred while the next batch is read.
+Each distinct shard of an array gets one buffer. On CPU devices the JAX arrays are these buffers,
+for every replica; to accelerators they are transferred while others are read.
 """
 
-import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tensorstore as ts
 
 from reshard.arrays import boxes
 from reshard.arrays.boxes import Box, Shape
-from reshard.arrays.derived import amplification, family, largest_stored
 from reshard.arrays.dtypes import is_floating
 from reshard.arrays.handle import ArrayHandle
-from reshard.engine.batches import BOX_OVERHEAD, IN_FLIGHT_PER_CORE, WINDOW, cores, room
+from reshard.engine.batches import Unit, in_batches
+from reshard.engine.budget import READ_OVERHEAD, WINDOW, Budget, Reservation, cores, in_flight
+from reshard.engine.cost import co_read_groups, decoded_together, first_cell
 from reshard.engine.plan import grid_boxes
+from reshard.engine.read import Destination, Read, read
 from reshard.errors import CorruptCheckpointError, MemoryLimitError, ReshardError, TreeMismatchError
 from reshard.restore.device_shards import local_shards
-from reshard.storage.array_store import checked
 from reshard.tree import format_path
 from reshard.units import format_bytes
 
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
 # Arrays up to this size (decoded bytes) are read whole, and cut into shards in memory: cheaper than
 # a read for each shard.
 READ_WHOLE = 1 << 20
+
 
 _UNSIGNED = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
 
@@ -76,184 +76,179 @@ def read_arrays(
       CorruptCheckpointError: chunks are missing, or stored bytes do not decode.
       TreeMismatchError: an integer does not fit the dtype that is wanted.
     """
-    landings, found = [], []
+    loads, found = [], []
     for request in requests:
         try:
-            landings.append(_Landing(request))
+            loads.append(_Load(request))
         except ReshardError as error:
             found.append(error)
     if found:
         raise CorruptCheckpointError("stored chunks are missing", [str(error) for error in found])
-    largest = max((landing.chunk_charge for landing in landings), default=0)
     if max_memory is None:
-        limit = max(IN_FLIGHT_PER_CORE * cores(), (cores() + 1) * largest)
+        # Every core has a chunk to decode, and one more is under way.
+        limit = max(in_flight(sys.maxsize, cores()), (cores() + 1) * _largest_chunk(loads))
     else:
-        limit = min(room(max_memory), IN_FLIGHT_PER_CORE * cores())
-    groups = _arranged(landings, limit // WINDOW, max_memory)
+        limit = in_flight(max_memory, cores())
+    groups = _arranged(loads, limit // WINDOW, max_memory)
     if max_memory is not None:
-        _check_memory(landings, max_memory)
+        _check_memory(loads, max_memory)
     # A B-tree stays in memory as long as its store is open.
-    one_of_each = {id(landing.handle.store): landing.handle for landing in landings}
+    one_of_each = {id(load.handle.store): load.handle for load in loads}
     stores = [handle.store.kvstore(handle.name) for handle in one_of_each.values()]
-    window = _Window(limit, progress)
-    for landing in landings:
-        if not landing.boxes:
-            landing.finish()
-    for group in groups:
-        for together in zip(*(landing.boxes for landing in group), strict=True):
-            window.add(list(zip(group, together, strict=True)))
-    window.finish()
+    with Budget(limit) as budget:
+        for load in loads:
+            if not load.boxes:
+                load.finish()
+        units = (
+            load.unit(box, budget)
+            for group in groups
+            for together in zip(*(load.boxes for load in group), strict=True)
+            for load, box in zip(group, together, strict=True)
+        )
+        most = limit if max_memory is None else max_memory
+        for filled in read(in_batches(units, limit // WINDOW, most), budget):
+            filled.check()
+            for (_, box, load, _), values in zip(filled.batch.reads, filled.values, strict=True):
+                load.take(box, values)
+            progress(sum(_nbytes(read) for read in filled.batch.reads))
     stores.clear()
-    return [landing.result for landing in landings]
+    return [load.result for load in loads]
 
 
-def _arranged(
-    landings: "Sequence[_Landing]", limit: int, max_memory: int | None
-) -> "list[list[_Landing]]":
+def _largest_chunk(loads: "Sequence[_Load]") -> int:
+    return max((decoded_together([load.handle]).nbytes for load in loads), default=0)
+
+
+def _arranged(loads: "Sequence[_Load]", limit: int, max_memory: int | None) -> "list[list[_Load]]":
     """Arrays that are read box by box together, since they share stored chunks and memory has room
     for a box of each; all others on their own. All of them are cut into boxes."""
-    for group in _together(landings):
-        for landing in group:
-            landing.cut(limit // len(group), len(group))
     groups = []
-    for group in _together(landings):
-        for landing in group:
-            landing.together = len(group)
-        if max_memory is None or sum(landing.least for landing in group) <= max_memory:
-            groups.append(group)
+    for numbers in co_read_groups([load.handle for load in loads]):
+        group = [loads[number] for number in numbers]
+        chunks = decoded_together([load.handle for load in group]).nbytes
+        least = chunks + sum(load.buffers(load.handle.chunk_shape) for load in group)
+        if max_memory is None or least <= max_memory:
+            for load in group:
+                load.cut(limit, chunks, len(group))
+            starts = {tuple(map(boxes.start_of, load.boxes)) for load in group}
+            groups += [group] if len(starts) == 1 else [[load] for load in group]
             continue
-        for landing in group:
-            landing.cut(limit, 1)
-            groups.append([landing])
+        for load in group:
+            load.cut(limit, decoded_together([load.handle]).nbytes, 1)
+            groups.append([load])
     return groups
 
 
-def _together(landings: "Sequence[_Landing]") -> "list[list[_Landing]]":
-    """Arrays that share stored chunks and whose boxes, if there are any, are in the same places."""
-    groups: dict[Hashable, list[_Landing]] = {}
-    for number, landing in enumerate(landings):
-        shared = landing.family
-        starts = tuple(map(boxes.start_of, landing.boxes))
-        key = number if shared is None else (shared.key, starts)
-        groups.setdefault(key, []).append(landing)
-    return list(groups.values())
-
-
-def _check_memory(landings: "Sequence[_Landing]", max_memory: int) -> None:
-    large = [landing for landing in landings if landing.least > max_memory]
+def _check_memory(loads: "Sequence[_Load]", max_memory: int) -> None:
+    large = [(load, load.least) for load in loads if load.least > max_memory]
     if large:
-        least = max(landing.least for landing in large)
+        least = max(needed for _, needed in large)
         raise MemoryLimitError(
             f"one stored chunk does not fit in {format_bytes(max_memory)}",
             [
-                f"{format_path(landing.handle.path)}: a chunk of {list(landing.handle.chunk_shape)}"
-                f" takes {format_bytes(landing.least)}, stored and decoded"
-                for landing in large
+                f"{format_path(load.handle.path)}: a chunk of {list(load.handle.chunk_shape)}"
+                f" takes {format_bytes(needed)}, stored and decoded"
+                for load, needed in large
             ],
             [f'max_memory="{math.ceil(least / 2**10)}KiB" is the least that restores it'],
             least,
         )
 
 
-class _Landing:
-    """The shards of one array, as they are filled.
+class _Load:
+    """One array, as its shards are read.
 
     Attributes:
       handle: the saved array.
-      family: the arrays that share stored chunks with it, if there are any.
-      together: arrays that share stored chunks and are read together with it, itself among them.
       boxes: what is read at once; whole chunks, or all of the array that this process needs.
-      staging: bytes of the shards' buffers if they are not the result themselves, else 0.
-      result: the array, once all boxes have landed.
+      result: the array, once all boxes have been read.
     """
 
     def __init__(self, request: Request):
         self.handle = handle = request.handle
         self._dtype = request.dtype
         self._sharding = request.sharding
-        self.together = 1
-        self.family, self._amplified = family(handle), amplification(handle)
-        self._decoded_together = self.family.decoded if self.family else self._amplified
-        decoded = math.prod(handle.chunk_shape) * handle.stored_dtype.itemsize
-        self._chunk_charge = largest_stored(handle) + math.ceil(decoded * self._amplified)
+        handle.stored_sizes()  # says so if chunks are missing
         self._shards = local_shards(handle.shape, request.sharding)
         self._converts = handle.read_dtype != handle.dtype or handle.dtype != request.dtype
         held = sum(map(math.prod, self._shards.shapes)) * request.dtype.itemsize
         small = held <= READ_WHOLE and self._shards.fill_around and len(self._shards.boxes) > 1
-        self._staged = self._converts or small
-        self.staging = 0 if _aliases(request.sharding) else held
+        # Read into a buffer of its own first, and cut up or converted from there.
+        self._through_buffer = self._converts or small
+        # Bytes of the shards' buffers, if they are not the result themselves.
+        self._staging = 0 if _aliases(request.sharding) else held
         self.boxes: list[Box] = []
         self.result: Any = None
         self._buffers: dict[Shape, np.ndarray] = {}
+        self._reservation: Reservation | None = None
         self._piecewise = False
         self._on_devices: _DeviceShards | None = None
         self._left = 0
 
-    def cut(self, limit: int, together: int) -> None:
+    def cut(self, limit: int, chunk_bytes: int, together: int) -> None:
         """Decides what is read at once: everything, or boxes of whole chunks that take no more
         than `limit` bytes, and at least one chunk.
 
         Args:
           limit: bytes.
-          together: as the attribute.
+          chunk_bytes: bytes that decoding a chunk of its grid takes, with those of all arrays that
+            are read together with it.
+          together: how many these are.
         """
-        self.together = together
         shape, chunk = self.handle.shape, self.handle.chunk_shape
-        if self.staging > 2 * limit:
-            self._piecewise, self._staged, self.staging = True, True, 0
+        one_chunk = chunk_bytes + together * self.buffers(chunk)
+        room = min(2 * limit, WINDOW * limit - one_chunk)
+        if self._staging and self._staging * together > room:
+            self._piecewise, self._through_buffer, self._staging = True, True, 0
+        around = self._shards.around
         if not self._shards.boxes:
             self.boxes = []
-        elif self.charge(self._shards.around) <= limit:
-            self.boxes = [self._shards.around]
+        elif (
+            _chunks(around, chunk) * chunk_bytes + together * self.buffers(boxes.shape_of(around))
+            <= limit
+        ):
+            self.boxes = [around]
         else:
-            self._staged = self._converts or self._piecewise
-            count = max(1, limit // self.least)
+            self._through_buffer = self._converts or self._piecewise
+            count = max(1, limit // (chunk_bytes + together * self.buffers(chunk)))
             grid = grid_boxes(shape, boxes.chunks_together(shape, chunk, count))
             self.boxes = [box for box in grid if self._shards.parts(box)]
         self._left = len(self.boxes)
 
-    @property
-    def chunk_charge(self) -> int:
-        """Bytes that one stored chunk takes, stored and decoded; of chunks that others share, this
-        array's part."""
-        if self.together == 1:
-            return self._chunk_charge
-        part = self._decoded_together / (self.together * self._amplified)
-        return math.ceil(self._chunk_charge * min(part, 1))
+    def buffers(self, shape: Shape) -> int:
+        """Bytes of what a box of this shape is read into, if not into its shards right away."""
+        if not self._through_buffer:
+            return READ_OVERHEAD
+        elements = math.prod(map(min, shape, self.handle.shape))
+        return elements * self.handle.read_dtype.itemsize + READ_OVERHEAD
 
     @property
     def least(self) -> int:
         """Bytes that reading a single chunk takes."""
-        return self.chunk_charge + math.prod(self.handle.chunk_shape) * self._temporary
+        (batch,) = in_batches([self.unit(first_cell(self.handle), None)], 0, 0)
+        chunk_bytes = decoded_together([self.handle]).nbytes
+        return max(chunk_bytes + self.buffers(self.handle.chunk_shape), batch.held)
 
-    @property
-    def _temporary(self) -> int:
-        """Bytes an element that is not read into its shards right away: converting takes copies."""
-        if not self._staged:
-            return 0
-        return self.handle.read_dtype.itemsize * (3 if self._converts else 1)
+    def unit(self, box: Box, budget: Budget | None) -> Unit:
+        """What it takes to read a box; the first one takes the shards' buffers, too."""
+        elements = math.prod(boxes.shape_of(box)) if self._through_buffer else 0
+        buffer = elements * self.handle.read_dtype.itemsize
+        # Rounding and converting take copies.
+        held = 3 * buffer if self._converts else buffer
+        kept = self._staging if self.boxes and box is self.boxes[0] else 0
+        into = functools.partial(self._destinations, box, budget)
+        return Unit([Read(self.handle, box, self, into)], buffer, held, kept)
 
-    def charge(self, box: Box) -> int:
-        """Bytes that reading a box takes: the chunks it touches, and what is cut up afterwards."""
-        pairs = zip(box, self.handle.chunk_shape, strict=True)
-        chunks = math.prod(math.ceil(part.stop / c) - part.start // c for part, c in pairs)
-        elements = math.prod(boxes.shape_of(box))
-        return chunks * self.chunk_charge + elements * self._temporary + BOX_OVERHEAD
+    def _destinations(self, box: Box, budget: Budget | None) -> list[Destination] | None:
+        """Where a box goes, when its read begins: into shards; or None, into a buffer first."""
+        if self._staging and self._reservation is None and budget is not None:
+            self._reservation = budget.reserve(self._staging)
+        if self._through_buffer:
+            return None
+        parts = self._shards.parts(box)
+        return [(part.common, self._buffer(part.start)[(*part.in_shard, ...)]) for part in parts]
 
-    def read(self, box: Box, batch: ts.Batch) -> tuple[list[ts.Future], np.ndarray | None]:
-        """Starts to read a box. The second part is what it is read into, if not into the shards."""
-        view = self._view
-        if self._staged:
-            values = np.empty(boxes.shape_of(box), self.handle.read_dtype)
-            return [ts.array(values, copy=False).write(view[box], batch=batch).commit], values
-        reads = []
-        for part in self._shards.parts(box):
-            buffer = self._buffer(part.start)[(*part.in_shard, ...)]
-            write = ts.array(buffer, copy=False).write(view[part.common], batch=batch)
-            reads.append(write.commit)
-        return reads, None
-
-    def land(self, box: Box, values: np.ndarray | None) -> None:
+    def take(self, box: Box, values: np.ndarray | None) -> None:
         """Takes what was read of a box; with the last one the array is made."""
         if values is not None:
             values = self._converted(values)
@@ -279,12 +274,7 @@ class _Landing:
                 raise MemoryLimitError(f"{path}: there is no memory for its {size}") from error
         return self._buffers[start]
 
-    @functools.cached_property
-    def _view(self) -> ts.TensorStore:
-        return self.handle.view()
-
     def _converted(self, values: np.ndarray) -> np.ndarray:
-        values = self.handle.rounded(values)
         if values.dtype == self._dtype:
             return values
         fitting = values.astype(self._dtype)
@@ -311,72 +301,9 @@ class _Landing:
                 lambda index: self._buffer(tuple(part.start or 0 for part in index or ())),
                 dtype=self._dtype,
             )
-        self.__dict__.pop("_view", None)
         self._buffers = {}
-
-
-class _Window:
-    """Batches of reads under way, oldest first, and the memory that they hold.
-
-    Args:
-      limit: bytes that they may hold together; a single batch may hold more.
-      progress: called with the decoded bytes of each batch that has landed.
-    """
-
-    def __init__(self, limit: int, progress: Callable[[int], None]):
-        self._limit = limit
-        self._progress = progress
-        self._next: list[tuple[_Landing, Box]] = []
-        self._charge = 0
-        self._under_way: collections.deque[tuple[int, list[Any]]] = collections.deque()
-        self._staging: dict[_Landing, int] = {}
-
-    def add(self, together: list[tuple[_Landing, Box]]) -> None:
-        """Reads boxes in one batch, with those after them that fit into it."""
-        charge = sum(landing.charge(box) for landing, box in together)
-        if self._next and self._charge + charge > self._limit // WINDOW:
-            self._start()
-        self._next += together
-        self._charge += charge
-
-    def finish(self) -> None:
-        """Waits for everything."""
-        if self._next:
-            self._start()
-        while self._under_way:
-            self._wait_oldest()
-
-    def _start(self) -> None:
-        new = {landing: landing.staging for landing, _ in self._next}
-        self._make_room(self._charge + sum(v for k, v in new.items() if k not in self._staging))
-        self._staging |= {landing: size for landing, size in new.items() if size}
-        with ts.Batch() as batch:
-            reads = [(landing, box, *landing.read(box, batch)) for landing, box in self._next]
-        self._under_way.append((self._charge, reads))
-        self._next, self._charge = [], 0
-
-    def _make_room(self, charge: int) -> None:
-        """Waits for as much as it takes: for transfers first, which are older than the reads."""
-        reads, staging = self._under_way, self._staging
-        while len(reads) >= WINDOW:
-            self._wait_oldest()
-        while sum(held for held, _ in reads) + sum(staging.values()) + charge > self._limit:
-            sent = next((landing for landing in staging if landing.result is not None), None)
-            if sent is not None:
-                sent.result.block_until_ready()
-                del staging[sent]
-            elif reads:
-                self._wait_oldest()
-            else:
-                break
-
-    def _wait_oldest(self) -> None:
-        _, reads = self._under_way.popleft()
-        for landing, box, futures, values in reads:
-            for future in futures:
-                checked(future, f"{format_path(landing.handle.path)}: its stored bytes")
-            landing.land(box, values)
-        self._progress(sum(_nbytes(landing, box) for landing, box, _, _ in reads))
+        if self._reservation is not None:
+            self._reservation.free_after(self.result.block_until_ready)
 
 
 class _DeviceShards:
@@ -446,5 +373,11 @@ def _aliases(sharding: Any) -> bool:
     return all(device.platform == "cpu" for device in sharding.addressable_devices)
 
 
-def _nbytes(landing: _Landing, box: Box) -> int:
-    return math.prod(boxes.shape_of(box)) * landing.handle.dtype.itemsize
+def _nbytes(read: Read) -> int:
+    return math.prod(boxes.shape_of(read.box)) * read.handle.dtype.itemsize
+
+
+def _chunks(box: Box, chunk: Shape) -> int:
+    """How many chunks of a grid a box touches."""
+    pairs = zip(box, chunk, strict=True)
+    return math.prod(-(-part.stop // c) - part.start // c for part, c in pairs)

@@ -200,6 +200,18 @@ class ArrayStore:
             found |= _walk_btree(self.part_directory(part), part, self.metadata_key)
         return _group_by_array(found, self.metadata_key)
 
+    def largest_chunk(self, name: str) -> int:
+        """Stored bytes of the largest chunk of an array; 0 where none is there."""
+        if name not in self._largest:
+            values = self.values[name].items()
+            sizes = (value.size for key, value in values if key != self.metadata_key)
+            self._largest[name] = max(sizes, default=0)
+        return self._largest[name]
+
+    @functools.cached_property
+    def _largest(self) -> dict[str, int]:
+        return {}
+
     def array_metadata(self, name: str) -> bytes | None:
         """The zarr metadata of one array, or None if the array is not there."""
         value = self.values.get(name, {}).get(self.metadata_key)

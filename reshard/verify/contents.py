@@ -7,12 +7,12 @@ from collections.abc import Callable, Hashable, Mapping
 from reshard.arrays.digests import Digest
 from reshard.arrays.handle import ArrayHandle, collision_error
 from reshard.checkpoint import Leaf
-from reshard.engine.read import Group, counted, read_boxes
 from reshard.errors import CorruptCheckpointError, ReshardError
 from reshard.tree import Path
 from reshard.verify.differences import Difference
 from reshard.verify.digest_record import FILE, Record, read_record
 from reshard.verify.elementwise import ElementComparison
+from reshard.verify.values import Group, counted, read_values
 
 Progress = Callable[[int, int], None]
 Leaves = Mapping[Path, Leaf]
@@ -108,7 +108,7 @@ def read_contents(
     takers = [*comparisons.values(), *digests]
     failed: dict[int, Mapping[int, ReshardError]] = {}
     count = counted((handle for group in groups for handle in group), progress)
-    for group, box, values, errors in read_boxes(groups, max_memory, count):
+    for group, box, values, errors in read_values(groups, max_memory, count):
         if errors:
             failed[group] = errors
             continue

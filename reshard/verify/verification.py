@@ -8,7 +8,6 @@ from typing import Any
 
 from reshard.arrays.handle import ArrayHandle, array_text, stored_name
 from reshard.checkpoint import Checkpoint, Leaf, Source
-from reshard.engine.read import counted, read_digests
 from reshard.errors import CorruptCheckpointError, DestinationError, ReshardError, printable
 from reshard.loader import open as open_checkpoint
 from reshard.storage import durable
@@ -25,6 +24,7 @@ from reshard.verify.digest_record import (
     record_of,
     text_hash,
 )
+from reshard.verify.values import counted, read_digests
 
 Progress = Callable[[int, int], None]
 # What a leaf's digest is to be, and what is said where it is another one.

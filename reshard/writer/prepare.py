@@ -13,17 +13,20 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from reshard.arrays import zarr
-from reshard.arrays.derived import (
-    amplification,
-    family,
-    largest_stored,
-    stored_share,
-    stored_values,
-)
+from reshard.arrays.derived import stored_share, stored_values
 from reshard.arrays.handle import ArrayHandle, collision_error, stored_name
 from reshard.checkpoint import Checkpoint, name_clashes
-from reshard.engine.batches import batches, cores, peak_memory, shared_passes
-from reshard.engine.plan import ArrayLayout, ArrayPlan, Plan, plan_array, too_large
+from reshard.engine.budget import cores, in_flight
+from reshard.engine.cost import Decoded, co_read_groups, decoded_together, first_cell
+from reshard.engine.plan import (
+    ArrayLayout,
+    ArrayPlan,
+    Plan,
+    co_read,
+    grid_size,
+    plan_array,
+    too_large,
+)
 from reshard.errors import (
     CorruptCheckpointError,
     DestinationExistsError,
@@ -201,13 +204,25 @@ def _prepare_item(
     handles: list[ArrayHandle] = []
     plans: list[ArrayPlan] = []
     ratios: dict[tuple[Any, ...], float] = {}
+    whole = []
     for handle in ckpt.arrays:
         try:
-            plans.append(plan_array(_layout(handle, ratios, max_memory), chunks, max_memory))
+            _check_fits(handle)
+            handle.stored_sizes()  # says so if chunks are missing
+            whole.append(handle)
+        except ReshardError as error:
+            found.append(error)
+    groups = [[whole[number] for number in group] for group in co_read_groups(whole)]
+    group_of = {handle.path: number for number, group in enumerate(groups) for handle in group}
+    for handle in whole:
+        try:
+            group = group_of[handle.path]
+            layout = _layout(handle, group, groups[group], ratios, max_memory)
+            plans.append(plan_array(layout, chunks, max_memory))
             handles.append(handle)
         except ReshardError as error:
             found.append(error)
-    plans = shared_passes(plans)
+    plans = with_passes(plans, handles)
     store = ckpt.source.store
     can_link = link and store.ocdbt
     if can_link and target is not None:
@@ -268,51 +283,82 @@ def _file_above(outer: ArrayHandle, inner: ArrayHandle, below: str) -> str | Non
 
 
 def _layout(
-    handle: ArrayHandle, ratios: dict[tuple[Any, ...], float], max_memory: int
+    handle: ArrayHandle,
+    group: int,
+    members: Sequence[ArrayHandle],
+    ratios: dict[tuple[Any, ...], float],
+    max_memory: int,
 ) -> ArrayLayout:
-    """What the planner needs to know. Missing chunks are found here, before anything is written.
+    """What the planner needs to know.
 
     Args:
       handle: the array.
+      group: the number of its co-read group.
+      members: the arrays of this group.
       ratios: measured ratios of cast arrays so far; arrays that compress alike as they are stored
         are taken to compress alike when they are cast.
       max_memory: bytes that a sample for such a ratio may take.
     """
-    _check_fits(handle)
     sizes = handle.stored_sizes()
     moved = stored_values(handle)
     stored = stored_share(handle)
     if handle.formed is not None and moved is not None:
         stored = sum(value.size for value in moved)
     decoded = math.prod(handle.shape) * handle.stored_dtype.itemsize
-    shares, amplified = family(handle), amplification(handle)
+    cell = math.prod(part.stop - part.start for part in first_cell(handle))
+    alone = decoded_together([handle])
+    together = alone if len(members) == 1 else decoded_together(members)
     layout = ArrayLayout(
         path=handle.path,
         shape=handle.shape,
         source_itemsize=handle.stored_dtype.itemsize,
         target_itemsize=handle.dtype.itemsize,
+        read_itemsize=handle.read_dtype.itemsize,
         source_chunk=handle.chunk_shape,
         source_shard=shard_shape(handle.shape, handle.saved_sharding),
         target_shard=shard_shape(handle.shape, handle.sharding),
         stored_bytes=stored,
-        largest_stored=largest_stored(handle) if moved is None else max(sizes, default=0),
+        largest_stored=max(sizes, default=0),
         linked_bytes=0,
         same_bytes=moved is not None,
         encoded_ratio=stored / decoded if decoded and sizes else 1.0,
-        family=shares and shares.key,
-        together=shares.count if shares else 1,
-        amplified=amplified,
-        decoded=shares.decoded if shares else amplified,
-        rounded=handle.read_dtype != handle.dtype,
+        chunk_bytes=alone.nbytes,
+        amplification=_amplification(alone, cell),
+        group=group,
+        co_read=len(members),
+        group_bytes=together.nbytes,
     )
     same_dtype = handle.dtype == handle.stored_dtype
-    if same_dtype or handle.same_name is not None or layout.chunk_charge > max_memory:
+    sample = layout.chunk_bytes + cell * layout.read_itemsize
+    if same_dtype or handle.same_name is not None or sample > max_memory:
         return layout
     ratio = round(layout.encoded_ratio, 2)
     alike = (handle.stored_dtype, handle.dtype, ratio, decoded > 1 << 20)
     if alike not in ratios:
         ratios[alike] = encoded_ratio(handle)
     return dataclasses.replace(layout, encoded_ratio=ratios[alike])
+
+
+def _amplification(decoded: Decoded, elements: int) -> float:
+    """Elements decoded for each of these; of values in memory, none are."""
+    return max(decoded.elements / elements, 1.0) if elements else 1.0
+
+
+def with_passes(plans: Sequence[ArrayPlan], handles: Sequence[ArrayHandle]) -> list[ArrayPlan]:
+    """The plans of some arrays, in which each array of a co-read group reads its part of what they
+    share."""
+    by_path = {handle.path: handle for handle in handles}
+    passes: dict[Path, float] = {}
+    for group in co_read(plans):
+        if not group[0].serial:
+            members = [by_path[array.layout.path] for array in group]
+            cell = math.prod(part.stop - part.start for part in first_cell(members[0]))
+            each = _amplification(decoded_together(members), cell * len(members))
+            passes |= {array.layout.path: each for array in group}
+    return [
+        dataclasses.replace(array, passes=passes.get(array.layout.path, array.passes))
+        for array in plans
+    ]
 
 
 def _check_fits(handle: ArrayHandle) -> None:
@@ -385,10 +431,9 @@ def _total(
     found: list[ReshardError],
 ) -> Plan:
     plans = tuple(plan for job in jobs for plan in job.plans)
-    charges = [batch.charge for batch in batches(plans, max_memory, cores())]
-    for job in jobs:
-        copied = {handle.path for handle in job.copied}
-        charges += [2 * p.layout.largest_stored for p in job.plans if p.layout.path in copied]
+    copied = {handle.path for job in jobs for handle in job.copied}
+    costs = [cost for plan in plans for cost in _costs(plan, plan.layout.path in copied)]
+    limit = max(in_flight(max_memory, cores()), max((cost for cost, _ in costs), default=0))
     shared = sum(
         _file_bytes(job.ckpt.source.store.directory / file)
         for job in jobs
@@ -407,6 +452,21 @@ def _total(
         plans,
         shared_bytes=shared,
         other_bytes=other,
-        peak_memory=peak_memory(charges, max_memory),
+        peak_memory=min(sum(cost * count for cost, count in costs), limit),
         notes=tuple(dict.fromkeys(note for job in jobs for note in job.ckpt.notes)),
     )
+
+
+def _costs(plan: ArrayPlan, copied: bool) -> list[tuple[int, int]]:
+    """Bytes in flight that one step of rewriting or copying an array takes, and how many steps
+    there are; empty where nothing is read."""
+    layout = plan.layout
+    if plan.box is None:
+        return [(2 * layout.largest_stored, grid_size(layout.shape, plan.chunk))] if copied else []
+    cost = layout.one_step(plan.box) if plan.serial else layout.one_pass(plan.box)
+    return [
+        (
+            cost,
+            math.ceil(grid_size(layout.shape, plan.box) / (1 if plan.serial else layout.co_read)),
+        )
+    ]

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint
-from reshard.engine.read import check_fits, nbytes
 from reshard.errors import CorruptCheckpointError, MemoryLimitError
 from reshard.loader import orbax
 from reshard.loader.detection import Location
 from reshard.tree import Path
 from reshard.verify import verification
+from reshard.verify.values import check_fits, nbytes
 from reshard.writer.item_progress import ItemProgress
 from reshard.writer.prepare import Job
 from reshard.writer.recording import ReadAgain, verify_hints

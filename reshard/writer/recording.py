@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from reshard.arrays.digests import Digest
 from reshard.arrays.handle import ArrayHandle, stored_name
-from reshard.engine.read import read_digests
 from reshard.errors import CorruptCheckpointError
 from reshard.tree import Path, format_path, shell_quoted
 from reshard.verify.digest_record import FILE, ArrayRecord, Record, forget_hint, read_record
+from reshard.verify.values import read_digests
 from reshard.verify.verification import (
     arrays_of_other_kinds,
     changed_file,

@@ -11,20 +11,20 @@ from reshard.arrays.derived import stored_chunks
 from reshard.arrays.digests import Digest
 from reshard.arrays.handle import stored_name
 from reshard.checkpoint import Checkpoint
-from reshard.engine.batches import IN_FLIGHT_PER_CORE, WINDOW, batches
+from reshard.engine.budget import Budget, cores, in_flight
 from reshard.engine.plan import Plan
-from reshard.engine.read import check_fits
 from reshard.errors import CorruptCheckpointError, ReshardError
 from reshard.storage import posix
 from reshard.storage.array_store import file_spec, new_context
 from reshard.tree import Path
 from reshard.units import parse_bytes
 from reshard.verify.digest_record import FILE, ArrayRecord, Record, record_of
+from reshard.verify.values import check_fits
 from reshard.writer import commit, database
 from reshard.writer.item_progress import ItemProgress
 from reshard.writer.journal import Journal, fingerprint, is_unfinished, went_on
 from reshard.writer.orbax_documents import documents
-from reshard.writer.prepare import Job, cores, parse_chunks, prepare
+from reshard.writer.prepare import Job, parse_chunks, prepare
 from reshard.writer.readback import (
     bytes_read,
     check_whole,
@@ -50,11 +50,10 @@ from reshard.writer.siblings import (
     write_markers,
 )
 from reshard.writer.stream import (
-    Pending,
     Target,
     move_values,
-    stream_boxes,
     target_metadata,
+    write_boxes,
     write_values,
 )
 
@@ -351,7 +350,6 @@ def _write_item(
         writeback.advance()
         journal.advance()
 
-    pending = Pending(memory, committed)
     stores = functools.cache(store.kvstore)
     values = [
         (stores(chunk.name), chunk.key, f"{names[h.path]}/{chunk.new_key}", chunk.value.size)
@@ -366,13 +364,12 @@ def _write_item(
     try:
         if not so_far.merged:
             write_values(regridded, target)
-        batch_bytes = min(memory, IN_FLIGHT_PER_CORE * journal.cores) // (2 * WINDOW)
-        move_values(values, target, batch_bytes, so_far, pending, report)
-        todo = batches(job.plans, memory, journal.cores)
-        stream_boxes(todo, sources, target, names, digests, so_far, pending, report)
-        pending.finish()
+        with Budget(in_flight(memory, journal.cores)) as budget:
+            move_values(values, target, so_far, budget, committed, report)
+            write_boxes(
+                job.plans, sources, target, names, digests, so_far, budget, committed, report
+            )
     finally:
-        pending.abandon()
         writeback.finish()
     if store.ocdbt and job.plans:
         linked = {names[h.path]: h for h in job.linked}

@@ -1,13 +1,7 @@
-"""Array bytes from the source to the destination, batch by batch, in bounded memory.
+"""Array bytes from the source to the destination, batch by batch, in bounded memory."""
 
-While batches are written (encoded, and committed in one transaction each), the next one is read.
-That keeps the cores busy with a few batches in memory, sized for that by `reshard.engine.batches`.
-One commit for many chunks matters for OCDBT: each commit writes the B-tree again.
-"""
-
-import collections
-import contextlib
 import functools
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,18 +11,19 @@ import numpy as np
 import tensorstore as ts
 
 from reshard.arrays import zarr
-from reshard.arrays.boxes import shape_of
+from reshard.arrays.boxes import Box, inside, shape_of
 from reshard.arrays.digests import Digest
 from reshard.arrays.handle import ArrayHandle
-from reshard.engine.batches import WINDOW, Batch, room
-from reshard.engine.plan import ArrayPlan, Box, grid_boxes
+from reshard.engine.batches import Unit, in_batches
+from reshard.engine.budget import WINDOW, Budget, Reservation
+from reshard.engine.plan import ArrayPlan, co_read, grid_boxes
+from reshard.engine.read import Destination, Read, read
 from reshard.errors import CorruptCheckpointError, DestinationError
 from reshard.storage.array_store import checked, first_line
-from reshard.tree import Path, format_path
+from reshard.tree import Path
 from reshard.writer.item_progress import ItemProgress
 
 Progress = Callable[[int], None]
-Done = Callable[[], None]
 
 
 class Target(NamedTuple):
@@ -51,73 +46,31 @@ class Target(NamedTuple):
         return ts.KvStore.open(self.spec, context=self.context).result()
 
 
-class Pending:
-    """Transactions under way, oldest first, and the memory that they hold.
-
-    Args:
-      max_memory: bytes that the job may take.
-      committed: called after one has been committed, and all before it.
-    """
-
-    def __init__(self, max_memory: int, committed: Callable[[], None]):
-        self._room = room(max_memory)
-        self._committed = committed
-        self._under_way: collections.deque[tuple[int, ts.Future, Done]] = collections.deque()
-
-    def make_room(self, charge: int) -> None:
-        """Waits until `charge` bytes fit, and until another batch is within the window."""
-        while self._under_way and (
-            sum(held for held, _, _ in self._under_way) + charge > self._room
-            or len(self._under_way) >= WINDOW
-        ):
-            self._wait_oldest()
-
-    def add(self, charge: int, transaction: ts.Transaction, done: Done) -> None:
-        """Starts to commit a transaction; `done` is called when it and all before it are. It is
-        noted first: one that an interrupt lets nobody wait for would go on writing into a directory
-        that is being removed."""
-        self._under_way.append((charge, transaction.future, done))
-        transaction.commit_async()
-
-    def finish(self) -> None:
-        """Waits for all of them."""
-        while self._under_way:
-            self._wait_oldest()
-
-    def _wait_oldest(self) -> None:
-        wait_written(self._under_way[0][1])
-        _, _, done = self._under_way.popleft()
-        done()
-        self._committed()
-
-    def abandon(self) -> None:
-        """Waits for all of them and ignores how they end: the job has failed already."""
-        while self._under_way:
-            with contextlib.suppress(ValueError):
-                self._under_way[0][1].result()
-            self._under_way.popleft()
-
-
-def stream_boxes(
-    batches: Iterator[Batch],
+def write_boxes(
+    arrays: Sequence[ArrayPlan],
     sources: Mapping[Path, ArrayHandle],
     target: Target,
     names: Mapping[Path, str],
     digests: Mapping[Path, Digest],
     so_far: ItemProgress,
-    pending: Pending,
+    budget: Budget,
+    committed: Callable[[], None],
     progress: Progress,
 ) -> None:
     """Reads, casts and writes all boxes, and takes the digests of what is written.
 
+    While batches are written (encoded, and committed in one transaction each), others are read.
+    One commit for many chunks matters for OCDBT: each commit writes the B-tree again.
+
     Args:
-      batches: what to do, from `reshard.engine.batches.batches`.
+      arrays: what to do with each array.
       sources: the arrays to read, by path.
       target: where to write. The arrays' metadata are written with their first box.
       names: the arrays' names in the target.
       digests: for each array the digest that its values are added to.
       so_far: what has been committed already, and is left out.
-      pending: transactions under way.
+      budget: what is in flight; the batches are of a size that several fit into it.
+      committed: called after a batch has been committed, and all before it.
       progress: called with the number of decoded bytes of each batch that was handed over.
 
     Raises:
@@ -125,82 +78,156 @@ def stream_boxes(
       DestinationError: a write fails.
     """
     store = target.open()
-    views: dict[Path, ts.TensorStore] = {}
     targets: dict[Path, ts.TensorStore] = {}
-    for number, batch in enumerate(batches, 1):
-        if number <= so_far.batches:
-            progress(sum(_decoded(array, box) for array, box in batch.boxes))
+    begin = so_far.batches
+    todo = in_batches(units(arrays, sources, budget), budget.limit // WINDOW, budget.limit)
+    for batch in itertools.islice(todo, begin):
+        progress(sum(_decoded(read) for read in batch.reads))
+    for number, filled in enumerate(read(todo, budget), begin + 1):
+        filled.check()
+        decoded = sum(_decoded(read) for read in filled.batch.reads)
+        boxes = [
+            box
+            for read, values in zip(filled.batch.reads, filled.values, strict=True)
+            if (box := _whole_box(read, values)) is not None
+        ]
+        if not boxes:
+            progress(decoded)
             continue
-        pending.make_room(batch.charge)
-        wanted = {array.layout.path for array, _ in batch.boxes}
-        for cache in (views, targets):
-            for path in [path for path in cache if path not in wanted]:
-                del cache[path]
-        reads = []
-        with ts.Batch() as together:
-            for array, box in batch.boxes:
-                path = array.layout.path
-                if path not in views:
-                    views[path] = sources[path].view()
-                dtype = sources[path].read_dtype
-                reads.append(_start_read(array, box, views[path], dtype, together))
+        paths = {box.array.layout.path for box in boxes}
+        for path in [path for path in targets if path not in paths]:
+            del targets[path]
         transaction = ts.Transaction()
         writable = store.with_transaction(transaction)
-        copies, written = [], []
-        for (array, box), (buffer, read) in zip(batch.boxes, reads, strict=True):
+        copies = []
+        for array, box, values, _ in boxes:
             path = array.layout.path
-            _wait_read(read, path)
-            buffer = sources[path].rounded(buffer)
             if path not in targets:
                 metadata = target_metadata(sources[path], array.chunk)
                 targets[path] = _open_target(target, names[path], metadata)
                 key = f"{names[path]}/{sources[path].store.metadata_key}"
                 copies.append(writable.write(key, metadata))
             array_target = targets[path].with_transaction(transaction)
-            write = array_target[box].write(buffer, can_reference_source_data_indefinitely=True)
+            write = array_target[box].write(values, can_reference_source_data_indefinitely=True)
             copies.append(write.copy)
-            written.append((path, box, buffer))
         for copy in copies:
             wait_written(copy)
         states: dict[Path, Sequence[int]] = {}
-        pending.add(batch.charge, transaction, functools.partial(so_far.box_batch, number, states))
-        for path, box, buffer in written:  # while other threads encode what is committed
-            digests[path].add(box, buffer)
-        states |= {path: digests[path].state for path in wanted}
-        del (
-            reads,
-            written,
-            buffer,
-        )  # only the transaction holds the buffers now, until it is committed
-        progress(sum(_decoded(array, box) for array, box in batch.boxes))
+        wait = functools.partial(wait_written, transaction.future)
+        done = functools.partial(_box_batch, so_far, number, states, committed)
+        # Noted before it begins: one that an interrupt lets nobody wait for would go on writing
+        # into a directory that is being removed.
+        filled.free_after(wait, done)
+        for box in boxes:
+            if box.kept is not None:
+                box.kept.free_after(wait)
+        transaction.commit_async()
+        for array, box, values, _ in boxes:  # while other threads encode what is committed
+            digests[array.layout.path].add(box, values)
+        states |= {path: digests[path].state for path in paths}
+        progress(decoded)
+        del boxes, values  # only the transaction holds the buffers now, until it is committed
 
 
-def _decoded(array: ArrayPlan, box: Box) -> int:
-    """Decoded bytes of a box as it is written."""
-    return math.prod(shape_of(box)) * array.layout.target_itemsize
+def _box_batch(
+    so_far: ItemProgress,
+    number: int,
+    digests: Mapping[Path, Sequence[int]],
+    committed: Callable[[], None],
+) -> None:
+    so_far.box_batch(number, digests)
+    committed()
 
 
-def _start_read(
-    array: ArrayPlan, box: Box, view: ts.TensorStore, dtype: np.dtype, batch: ts.Batch
-) -> tuple[np.ndarray, ts.Future | None]:
-    """A buffer, and the read that fills it; reads of one batch share what they decode.
+def units(
+    arrays: Sequence[ArrayPlan], sources: Mapping[Path, ArrayHandle], budget: Budget
+) -> Iterator[Unit]:
+    """All boxes in order. Those of arrays that share stored chunks are read together; where an
+    array is read in several passes, the chunks of a box are read one after another.
 
-    Where the array is read in several passes, its source chunks are read into the box one after
-    another, to hold one of them at a time.
+    Args:
+      arrays: what to do with each array.
+      sources: the arrays to read, by path.
+      budget: what buffers are reserved in that several batches fill.
     """
-    buffer = np.empty([part.stop - part.start for part in box], dtype)
-    if not array.serial:
-        return buffer, ts.array(buffer, copy=False).write(view[box], batch=batch).commit
-    for piece in _source_pieces(array, box):
-        inside = tuple(
-            slice(p.start - b.start, p.stop - b.start) for p, b in zip(piece, box, strict=True)
-        )
-        part = ts.array(buffer[inside], copy=False)
-        _wait_read(part.write(view[piece]).commit, array.layout.path)
-    return buffer, None
+    for group in co_read(arrays):
+        for together in zip(*(array.boxes() for array in group), strict=True):
+            pairs = [
+                (array, sources[array.layout.path], box)
+                for array, box in zip(group, together, strict=True)
+            ]
+            if group[0].serial:
+                yield from _PiecewiseBox(*pairs[0], budget).units()
+                continue
+            sizes = [(math.prod(shape_of(box)), array.layout) for array, _, box in pairs]
+            yield Unit(
+                [Read(handle, box, array) for array, handle, box in pairs],
+                sum(elements * layout.read_itemsize for elements, layout in sizes),
+                sum(layout.held(elements) for elements, layout in sizes),
+            )
 
 
-def _source_pieces(array: ArrayPlan, box: Box) -> Iterator[Box]:
+class _Box(NamedTuple):
+    """A box that has been read, of values as they are written; and what its buffer has reserved
+    beyond its batch."""
+
+    array: ArrayPlan
+    box: Box
+    values: np.ndarray
+    kept: Reservation | None = None
+
+
+class _PiecewiseBox:
+    """A box whose stored chunks are read one after another, to hold one of them at a time."""
+
+    def __init__(self, array: ArrayPlan, handle: ArrayHandle, box: Box, budget: Budget):
+        self._array = array
+        self._handle = handle
+        self._box = box
+        self._budget = budget
+        self._buffer: np.ndarray | None = None
+        self._reservation: Reservation | None = None
+        self._left = 0
+
+    def units(self) -> Iterator[Unit]:
+        """What is read of it, in order."""
+        pieces = list(source_pieces(self._array, self._box))
+        self._left = len(pieces)
+        kept = self._array.layout.held(math.prod(shape_of(self._box)))
+        for number, piece in enumerate(pieces):
+            read = Read(self._handle, piece, self, functools.partial(self._destination, piece))
+            yield Unit([read], 0, 0, kept=0 if number else kept, alone=True)
+
+    def _destination(self, piece: Box) -> list[Destination]:
+        if self._buffer is None:
+            self._buffer = np.empty(shape_of(self._box), self._handle.read_dtype)
+            kept = self._array.layout.held(self._buffer.size)
+            self._reservation = self._budget.reserve(kept)
+        return [(piece, self._buffer[inside(piece, self._box)])]
+
+    def read_one(self) -> _Box | None:
+        """Notes that one piece has been read. The box, with the last one."""
+        self._left -= 1
+        if self._left or self._buffer is None:
+            return None
+        values, self._buffer = self._handle.rounded(self._buffer), None
+        return _Box(self._array, self._box, values, self._reservation)
+
+
+def _whole_box(read: Read, values: np.ndarray | None) -> _Box | None:
+    """The box that a read has completed, if it has."""
+    if isinstance(read.owner, _PiecewiseBox):
+        return read.owner.read_one()
+    assert values is not None
+    return _Box(read.owner, read.box, values)
+
+
+def _decoded(read: Read) -> int:
+    """Decoded bytes of what is read, as it is written."""
+    return math.prod(shape_of(read.box)) * read.handle.dtype.itemsize
+
+
+def source_pieces(array: ArrayPlan, box: Box) -> Iterator[Box]:
     """The parts of a box that lie in one source chunk each."""
     chunk = array.layout.source_chunk
     first = [part.start // c * c for part, c in zip(box, chunk, strict=True)]
@@ -236,9 +263,9 @@ def target_metadata(handle: ArrayHandle, chunk: Sequence[int]) -> bytes:
 def move_values(
     values: Sequence[tuple[ts.KvStore, str, str, int]],
     target: Target,
-    batch_bytes: int,
     so_far: ItemProgress,
-    pending: Pending,
+    budget: Budget,
+    committed: Callable[[], None],
     progress: Progress,
 ) -> None:
     """Copies stored values as they are.
@@ -246,12 +273,13 @@ def move_values(
     Args:
       values: for each, where to read, its key there, its key in the target, and its stored bytes.
       target: where to write.
-      batch_bytes: bytes for a transaction.
       so_far: what has been committed already, and is left out.
-      pending: transactions under way.
+      budget: what is in flight.
+      committed: called after a batch has been committed, and all before it.
       progress: called with the number of bytes of each batch.
     """
     store = target.open()
+    batch_bytes = budget.limit // (2 * WINDOW)
     position = so_far.values
     progress(sum(size for _, _, _, size in values[:position]))
     while position < len(values):
@@ -260,20 +288,28 @@ def move_values(
             batch.append(values[position])
             size += values[position][3]
             position += 1
-        pending.make_room(2 * size)
+        budget.make_room(2 * size)
+        reservation = budget.reserve(2 * size)
         reads = [(source.read(key), key, new) for source, key, new, _ in batch]
         transaction = ts.Transaction()
         writable = store.with_transaction(transaction)
         writes = []
-        for read, key, new in reads:
-            result = checked(read, f"the stored value `{key}`")
+        for value, key, new in reads:
+            result = checked(value, f"the stored value `{key}`")
             if result.state != "value":
                 raise CorruptCheckpointError(f"the stored value `{key}` is missing")
             writes.append(writable.write(new, result.value))
         for write in writes:
             wait_written(write)
-        pending.add(2 * size, transaction, functools.partial(so_far.value_batch, position))
+        wait = functools.partial(wait_written, transaction.future)
+        reservation.free_after(wait, functools.partial(_value_batch, so_far, position, committed))
+        transaction.commit_async()
         progress(size)
+
+
+def _value_batch(so_far: ItemProgress, count: int, committed: Callable[[], None]) -> None:
+    so_far.value_batch(count)
+    committed()
 
 
 def write_values(values: Mapping[str, bytes], target: Target) -> None:
@@ -284,11 +320,6 @@ def write_values(values: Mapping[str, bytes], target: Target) -> None:
         for write in [store.write(key, value) for key, value in values.items()]:
             wait_written(write)
         wait_written(transaction.commit_async())
-
-
-def _wait_read(read: ts.Future | None, path: Path) -> None:
-    if read is not None:
-        checked(read, f"{format_path(path)}: its stored bytes")
 
 
 def wait_written(write: ts.Future) -> None:

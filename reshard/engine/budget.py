@@ -1,0 +1,133 @@
+"""The memory of a job: bytes in flight, and what frees them.
+
+Whoever starts something reserves what it takes; a reservation ends when what it waits for has
+ended: a transaction that is committed, an array that is on its device. A single reservation may be
+larger than the limit, when nothing else is in flight.
+"""
+
+import collections
+import contextlib
+import os
+from collections.abc import Callable
+from types import TracebackType
+from typing import NamedTuple
+
+# Beyond this, more bytes in flight make no core busier; they only touch more memory.
+IN_FLIGHT_PER_CORE = 128 << 20
+# Batches that fit into memory together: one is read while others are encoded and written. With
+# fewer, cores wait for the last chunk of a batch; with more, batches are too small.
+WINDOW = 4
+# What handling a box takes beside its bytes: it matters for checkpoints of many small arrays.
+READ_OVERHEAD = 1 << 14
+
+
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def in_flight(max_memory: int, cores: int) -> int:
+    """Bytes that a job of `max_memory` bytes keeps in flight. A quarter is left for what the
+    allocator keeps of memory that was freed."""
+    return min(max_memory - max_memory // 4, IN_FLIGHT_PER_CORE * cores)
+
+
+class Reservation:
+    """Bytes that are in use.
+
+    Attributes:
+      nbytes: how many.
+    """
+
+    def __init__(self, budget: "Budget", nbytes: int):
+        self.nbytes = nbytes
+        self._budget = budget
+
+    def shrink(self, nbytes: int) -> None:
+        """Gives back all but `nbytes` of them."""
+        self._budget.used -= self.nbytes - nbytes
+        self.nbytes = nbytes
+
+    def free(self) -> None:
+        """Gives them back."""
+        self.shrink(0)
+
+    def free_after(
+        self, wait: Callable[[], object], done: Callable[[], object] = lambda: None
+    ) -> None:
+        """Gives them back once `wait`, which blocks, has returned; then calls `done`, unless
+        something has failed before. The thread that runs out of memory calls both, or they are
+        called at the end, in the order of these calls."""
+        self._budget.pending.append(Pending(self, wait, done))
+
+
+class Pending(NamedTuple):
+    """Bytes that are in use until something has ended.
+
+    Attributes:
+      reservation: the bytes.
+      wait: returns when it has ended, or raises why it failed.
+      done: called then, and only if all before it have succeeded.
+    """
+
+    reservation: Reservation
+    wait: Callable[[], object]
+    done: Callable[[], object]
+
+
+class Budget:
+    """The bytes in flight of one job. As a context, it ends when all that was begun has ended; what
+    fails after an error is ignored.
+
+    Args:
+      limit: bytes.
+
+    Attributes:
+      limit: bytes.
+      used: bytes that are reserved.
+      pending: what is waited for, oldest first.
+    """
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self.used = 0
+        self.pending: collections.deque[Pending] = collections.deque()
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether so many more bytes are within the limit."""
+        return self.used + nbytes <= self.limit
+
+    def reserve(self, nbytes: int) -> Reservation:
+        """Counts bytes as used, whether they fit or not."""
+        self.used += nbytes
+        return Reservation(self, nbytes)
+
+    def make_room(self, nbytes: int) -> None:
+        """Waits until so many bytes fit, or nothing is left to wait for."""
+        while self.pending and not self.fits(nbytes):
+            self._wait_oldest()
+
+    def _wait_oldest(self) -> None:
+        reservation, wait, done = self.pending[0]
+        wait()  # an interrupt leaves it here, to be waited for at the end
+        self.pending.popleft()
+        reservation.free()
+        done()
+
+    def __enter__(self) -> "Budget":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            while kind is None and self.pending:
+                self._wait_oldest()
+        finally:
+            while self.pending:
+                with contextlib.suppress(Exception):
+                    self.pending[0].wait()
+                self.pending.popleft()
