@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 # Beyond this, more bytes in flight make no core busier; they only touch more memory.
-IN_FLIGHT_PER_CORE = 128 << 20
+IN_FLIGHT_PER_CORE = 72 << 20
 # Batches that fit into memory together: one is read while others are encoded and written. With
 # fewer, cores wait for the last chunk of a batch; with more, batches are too small.
 WINDOW = 4
@@ -27,9 +27,9 @@ def cores() -> int:
 
 
 def in_flight(max_memory: int, cores: int) -> int:
-    """Bytes that a job of `max_memory` bytes keeps in flight. A quarter is left for what the
-    allocator keeps of memory that was freed."""
-    return min(max_memory - max_memory // 4, IN_FLIGHT_PER_CORE * cores)
+    """Bytes that a job of `max_memory` bytes keeps in flight. More than half is left for what the
+    allocator keeps of memory that was freed, in pieces that fit nothing else."""
+    return min(max_memory * 7 // 16, IN_FLIGHT_PER_CORE * cores)
 
 
 class Reservation:
