@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from layouts import LAYOUTS, READERS, STEPS, bits, flat, hashes, metrics
 
 import reshard
+from reshard.units import parse_bytes
 
 
 @pytest.fixture
@@ -519,7 +520,7 @@ def test_short_memory(large, save, flags, old, memory, splits, passes):
     arrays = {a.layout.path[0]: a for a in save.plan.arrays}
     assert (arrays["row"].split > 1) == splits
     assert (save.plan.passes > 1) == passes
-    assert save.plan.peak_memory <= reshard.writer.save.parse_bytes(memory)
+    assert save.plan.peak_memory <= parse_bytes(memory)
     assert chunk_grid(out) == {a.layout.path: a.chunk for a in save.plan.arrays}
     with ocp.PyTreeCheckpointer() as checkpointer:
         layouts.assert_same_tree(checkpointer.restore(out), tree)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from reshard.engine.budget import READ_OVERHEAD
-from reshard.engine.cost import Chunks, Decoded, chunks_of
+from reshard.engine.cost import Chunks, ChunkUnion, chunks_of, total
 from reshard.engine.read import Batch, Read
 
 
@@ -37,50 +37,52 @@ def in_batches(units: Iterable[Unit], limit: int, most: int) -> Iterator[Batch]:
     """
     open_batch = _OpenBatch()
     for unit in units:
-        chunks: dict[Chunks, Decoded] = {}
-        for read in unit.reads:
-            chunks |= chunks_of(read.handle, read.box)
-        shares = not open_batch.chunks.keys().isdisjoint(chunks)
-        fits = open_batch.bytes_with(unit, chunks) <= (most if shares else limit)
+        chunks = ChunkUnion().add(
+            c for read in unit.reads for c in chunks_of(read.handle, read.box)
+        )
+        new = open_batch.missing(chunks)
+        fits = open_batch.bytes_with(unit, new) <= (most if new != chunks else limit)
         if open_batch.reads and (unit.alone or open_batch.alone or not fits):
             yield open_batch.close()
-            open_batch = _OpenBatch()
-        open_batch.add(unit, chunks)
+            open_batch, new = _OpenBatch(), chunks
+        open_batch.add(unit, new)
     if open_batch.reads:
         yield open_batch.close()
 
 
 class _OpenBatch:
-    """A batch that units are added to. Attributes as of `Unit` and `Batch`, and `chunks`: those
-    that it decodes."""
+    """A batch that units are added to. Attributes as of `Unit` and `Batch`."""
 
     def __init__(self) -> None:
         self.reads: list[Read] = []
-        self.chunks: dict[Chunks, Decoded] = {}
         self.alone = False
+        self._chunks = ChunkUnion()
         self._decoding = self._buffers = self._held = self._kept = 0
 
-    def bytes_with(self, unit: Unit, chunks: dict[Chunks, Decoded]) -> int:
-        """Bytes that it takes with one more unit."""
-        decoding = self._decoding + self._more(unit, chunks)
-        reading = decoding + self._buffers + unit.buffers
+    def missing(self, chunks: Sequence[Chunks]) -> list[Chunks]:
+        """Those of these chunks that it does not decode already."""
+        return [part for each in chunks for part in self._chunks.missing(each)]
+
+    def bytes_with(self, unit: Unit, new: Sequence[Chunks]) -> int:
+        """Bytes that it takes with one more unit, for which it decodes more chunks."""
+        reading = self._decoding + _decoding(unit, new) + self._buffers + unit.buffers
         return max(reading, self._held + unit.held) + self._kept + unit.kept
 
-    def add(self, unit: Unit, chunks: dict[Chunks, Decoded]) -> None:
-        """Adds a unit, which is decoded from these chunks."""
-        self._decoding += self._more(unit, chunks)
-        self.chunks |= chunks
+    def add(self, unit: Unit, new: Sequence[Chunks]) -> None:
+        """Adds a unit, for which it decodes more chunks."""
+        self._decoding += _decoding(unit, new)
+        self._chunks.add(new)
         self.reads += unit.reads
         self.alone = unit.alone
         self._buffers += unit.buffers
         self._held += unit.held
         self._kept += unit.kept
 
-    def _more(self, unit: Unit, chunks: dict[Chunks, Decoded]) -> int:
-        """Bytes for chunks that it does not decode already, and for handling boxes."""
-        new = sum(decoded.nbytes for key, decoded in chunks.items() if key not in self.chunks)
-        return new + READ_OVERHEAD * len(unit.reads)
-
     def close(self) -> Batch:
         """The batch."""
         return Batch(self.reads, self._decoding + self._buffers, self._held, self._kept)
+
+
+def _decoding(unit: Unit, new: Sequence[Chunks]) -> int:
+    """Bytes for chunks, and for handling boxes."""
+    return total(new).nbytes + READ_OVERHEAD * len(unit.reads)

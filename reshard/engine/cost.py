@@ -3,31 +3,21 @@
     a box of a derived array  ->  boxes of stored arrays  ->  ranges of their chunks
     layer_3 [0:16, 0:8]           layers [3:4, 0:16, 0:8]     (0, 1) (0, 1) (0, 2)
 
-Counted per axis, never chunk by chunk. Boxes that are read together count a range of chunks once:
-it is fetched and decoded once. This is the one model of memory; plans, batches, and the refusal of
-what is too large for `max_memory` all ask it.
+Counted per axis, never chunk by chunk. Boxes that are read together count the union of their
+chunks: each is fetched and decoded once. This is the one model of memory; plans, batches, and the
+refusal of what is too large for `max_memory` all ask it.
 """
 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from reshard.arrays.boxes import Box
+from reshard.arrays.boxes import Box, Shape
 from reshard.arrays.derived import stored_boxes
 from reshard.arrays.handle import ArrayHandle
 from reshard.engine.plan import grid_boxes
 
-
-class Chunks(NamedTuple):
-    """A range of the chunks of a stored array.
-
-    Attributes:
-      array: the array, as one store has it.
-      ranges: for each axis the first chunk, and the one after the last.
-    """
-
-    array: Hashable
-    ranges: tuple[tuple[int, int], ...]
+Ranges = tuple[tuple[int, int], ...]
 
 
 class Decoded(NamedTuple):
@@ -42,21 +32,104 @@ class Decoded(NamedTuple):
     elements: int
 
 
-def chunks_of(handle: ArrayHandle, box: Box) -> dict[Chunks, Decoded]:
-    """The stored chunks that a box is decoded from."""
-    found = {}
-    for stored, part in stored_boxes(handle, box):
-        count = elements = 1
-        ranges = []
-        for ends, size, chunk in zip(part, stored.shape, stored.chunk_shape, strict=True):
-            start, stop = ends.start // chunk, -(-ends.stop // chunk)
-            ranges.append((start, stop))
-            count *= stop - start
+class Chunks(NamedTuple):
+    """A range of the chunks of a stored array.
+
+    Attributes:
+      array: the array, as one store has it.
+      ranges: for each axis the first chunk, and the one after the last.
+      shape: shape of the array.
+      chunk_shape: shape of a chunk.
+      chunk_bytes: bytes that one takes, encoded and decoded.
+    """
+
+    array: Hashable
+    ranges: Ranges
+    shape: Shape
+    chunk_shape: Shape
+    chunk_bytes: int
+
+    def decoded(self) -> Decoded:
+        """What decoding them takes."""
+        elements = 1
+        for (start, stop), size, chunk in zip(
+            self.ranges, self.shape, self.chunk_shape, strict=True
+        ):
             elements *= min(stop * chunk, size) - start * chunk
-        decoded = math.prod(stored.chunk_shape) * stored.stored_dtype.itemsize
-        each = decoded + stored.store.largest_chunk(stored.name)
-        found[Chunks((id(stored.store), stored.name), (*ranges,))] = Decoded(count * each, elements)
+        count = math.prod(stop - start for start, stop in self.ranges)
+        return Decoded(count * self.chunk_bytes, elements)
+
+
+class ChunkUnion:
+    """Chunks, each of them once."""
+
+    def __init__(self) -> None:
+        # For each array disjoint ranges, and the smallest one around them.
+        self._known: dict[Hashable, list[Ranges]] = {}
+        self._hulls: dict[Hashable, Ranges] = {}
+
+    def missing(self, chunks: Chunks) -> list[Chunks]:
+        """The part of a range that is not in it, as disjoint ranges."""
+        rest = [chunks.ranges]
+        hull = self._hulls.get(chunks.array)
+        if hull is not None and _meet(hull, chunks.ranges):
+            for known in self._known[chunks.array]:
+                rest = [part for ranges in rest for part in _without(ranges, known)]
+        return [chunks._replace(ranges=ranges) for ranges in rest]
+
+    def add(self, chunks: Iterable[Chunks]) -> list[Chunks]:
+        """Adds ranges; what was not in it."""
+        added = []
+        for each in chunks:
+            new = self.missing(each)
+            self._known.setdefault(each.array, []).extend(part.ranges for part in new)
+            self._hulls[each.array] = _hull(self._hulls.get(each.array, each.ranges), each.ranges)
+            added += new
+        return added
+
+
+def _without(one: Ranges, other: Ranges) -> Iterator[Ranges]:
+    """Disjoint ranges of what is in one, and not in the other."""
+    if not _meet(one, other):
+        yield one
+        return
+    rest = list(one)
+    for axis, ((first, last), (start, stop)) in enumerate(zip(one, other, strict=True)):
+        for part in ((first, start), (stop, last)):
+            if part[0] < part[1]:
+                yield (*rest[:axis], part, *rest[axis + 1 :])
+        rest[axis] = (max(first, start), min(last, stop))
+
+
+def _meet(one: Ranges, other: Ranges) -> bool:
+    return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True))
+
+
+def _hull(one: Ranges, other: Ranges) -> Ranges:
+    return tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+
+
+def chunks_of(handle: ArrayHandle, box: Box) -> list[Chunks]:
+    """The stored chunks that a box is decoded from."""
+    found = []
+    for stored, part in stored_boxes(handle, box):
+        shape, chunk = stored.shape, stored.chunk_shape
+        pairs = zip(part, chunk, strict=True)
+        ranges = tuple((ends.start // c, -(-ends.stop // c)) for ends, c in pairs)
+        decoded = math.prod(chunk) * stored.stored_dtype.itemsize
+        chunk_bytes = decoded + stored.store.largest_chunk(stored.name)
+        found.append(Chunks((id(stored.store), stored.name), ranges, shape, chunk, chunk_bytes))
     return found
+
+
+def total(chunks: Iterable[Chunks]) -> Decoded:
+    """What decoding disjoint ranges takes."""
+    nbytes = elements = 0
+    for each in chunks:
+        decoded = each.decoded()
+        nbytes += decoded.nbytes
+        elements += decoded.elements
+    return Decoded(nbytes, elements)
 
 
 def first_cell(handle: ArrayHandle) -> Box:
@@ -69,17 +142,14 @@ def decoded_together(handles: Sequence[ArrayHandle]) -> Decoded:
     """What decoding one box of each takes at most, where they are read together, in the grid that
     is the same for all of them."""
     if len(handles) == 1 and handles[0].formed is None:
-        return _once([chunks_of(handles[0], first_cell(handles[0]))])
+        return total(chunks_of(handles[0], first_cell(handles[0])))
     # Layers that are stacked may be in chunks of any sizes.
     cells = grid_boxes(handles[0].shape, handles[0].chunk_shape)
-    each = (_once(chunks_of(handle, cell) for handle in handles) for cell in cells)
-    return max(each, default=Decoded(0, 0))
+    return max((_decoded_at(handles, cell) for cell in cells), default=Decoded(0, 0))
 
 
-def _once(parts: Iterable[dict[Chunks, Decoded]]) -> Decoded:
-    """What decoding all of these takes, a range of chunks once."""
-    found = {chunks: decoded for part in parts for chunks, decoded in part.items()}.values()
-    return Decoded(sum(d.nbytes for d in found), sum(d.elements for d in found))
+def _decoded_at(handles: Sequence[ArrayHandle], box: Box) -> Decoded:
+    return total(ChunkUnion().add(c for handle in handles for c in chunks_of(handle, box)))
 
 
 def co_read_groups(handles: Sequence[ArrayHandle]) -> list[list[int]]:
@@ -111,22 +181,13 @@ def _sharing(handles: Sequence[ArrayHandle], numbers: list[int]) -> Iterator[lis
         return
     first = {n: chunks_of(handles[n], first_cell(handles[n])) for n in numbers}
     group: list[int] = []
-    hull: dict[Hashable, list[tuple[int, int]]] = {}
-    for number in sorted(numbers, key=lambda n: [*first[n]]):
-        if not any(_meet(hull.get(array), ranges) for array, ranges in first[number]):
+    hulls: dict[Hashable, Ranges] = {}
+    for number in sorted(numbers, key=lambda n: [(c.array, c.ranges) for c in first[n]]):
+        chunks = first[number]
+        if not any(c.array in hulls and _meet(hulls[c.array], c.ranges) for c in chunks):
             if group:
                 yield sorted(group)
-            group, hull = [], {}
+            group, hulls = [], {}
         group.append(number)
-        for array, ranges in first[number]:
-            known = hull.get(array, ranges)
-            hull[array] = [
-                (min(a, c), max(b, d)) for (a, b), (c, d) in zip(known, ranges, strict=True)
-            ]
+        hulls |= {c.array: _hull(hulls.get(c.array, c.ranges), c.ranges) for c in chunks}
     yield sorted(group)
-
-
-def _meet(one: Sequence[tuple[int, int]] | None, other: Sequence[tuple[int, int]]) -> bool:
-    return one is not None and all(
-        max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True)
-    )
