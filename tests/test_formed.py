@@ -1325,7 +1325,7 @@ def test_plans_charge_for_all_that_is_decoded(large, made, sizes, chunks, memory
     assert plan.problems == () and plan.peak_memory <= memory
     inside, itemsize, made_of = Chunks(), 4, 2 if narrow else 4
     read = 0
-    budget = Budget(in_flight(memory, cores()))
+    budget = Budget(in_flight(memory, cores(), max(array.box_bytes for array in plan.arrays)))
     todo = in_batches(stream.units(plan.arrays, ckpt, budget), budget.limit // WINDOW, budget.limit)
     for batch in todo:
         pairs = [(one.handle, one.box) for one in batch.reads]

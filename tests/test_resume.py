@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import functools
+import importlib
 import importlib.metadata
 import inspect
 import json
@@ -26,12 +27,18 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from layouts import bits, hashes, kept, unfinished
+from watched import Watched
 
 import reshard
+from reshard.engine.budget import WINDOW
+from reshard.engine.read import READ_AHEAD
 from reshard.storage.array_store import node_files, value_files
 from reshard.units import format_bytes, parse_bytes
 from reshard.verify import verification
-from reshard.writer import journal, stream
+from reshard.writer import journal
+
+# A function has its name.
+saving = importlib.import_module("reshard.writer.save")
 
 RESHARD = pathlib.Path(sysconfig.get_path("scripts")) / "reshard"
 EARLIER = ".reshard.orbax-checkpoint-tmp"
@@ -444,7 +451,7 @@ MOMENTS = [
     ("os", "replace", 1, False),
     ("os", "replace", 1, True),
     ("os", "replace", 4, False),
-    ("reshard.writer.stream", "Pending.add", 3, True),
+    ("reshard.engine.budget", "Reservation.free_after", 3, True),
     ("reshard.writer.item_progress", "ItemProgress.value_batch", 1, True),
     ("reshard.writer.item_progress", "ItemProgress.box_batch", 5, False),
     ("reshard.writer.database", "merge", 1, False),
@@ -539,21 +546,16 @@ def test_stopped_again_and_again(sources, expected, tmp_path, kind):
 @pytest.mark.usefixtures("always")
 def test_only_what_was_in_flight_is_done_again(sources, expected, tmp_path, monkeypatch):
     kind, out = "ckpt zarr2-files", tmp_path / "out"
-    reads = []
-    original = stream._start_read
-    monkeypatch.setattr(
-        stream, "_start_read", lambda array, *rest: reads.append(array) or original(array, *rest)
-    )
+    seen = Watched(monkeypatch)
     save(sources(kind), out)
-    every = len(reads)
+    every = len(seen.batches)
     shutil.rmtree(out)
-    reads.clear()
+    seen.batches.clear()
     stopped(sources(kind), out)
-    first = len(reads)
-    reads.clear()
+    first = len(seen.batches)
     save(sources(kind), out, resume=True)
     assert 4 < first < every
-    assert every <= first + len(reads) <= every + stream.WINDOW
+    assert every <= len(seen.batches) <= every + WINDOW + READ_AHEAD
     assert_whole(out, expected(kind))
 
 
@@ -562,11 +564,10 @@ def test_only_what_was_in_flight_is_done_again(sources, expected, tmp_path, monk
 def test_another_number_of_cores(sources, tmp_path, monkeypatch, before, after):
     source, path, out = sources("ckpt zarr2"), tmp_path / "whole", tmp_path / "new" / "out"
     save(source, path, max_memory="64MiB")
-    for module in (reshard.writer.save, reshard.engine.batches):
-        monkeypatch.setattr(module, "IN_FLIGHT_PER_CORE", 4 << 20)
-    monkeypatch.setattr(reshard.writer.save, "cores", lambda: before)
+    monkeypatch.setattr("reshard.engine.budget.IN_FLIGHT_PER_CORE", 4 << 20)
+    monkeypatch.setattr(saving, "cores", lambda: before)
     stopped(source, out, 0.8, max_memory="64MiB")
-    monkeypatch.setattr(reshard.writer.save, "cores", lambda: after)
+    monkeypatch.setattr(saving, "cores", lambda: after)
     save(source, out, resume=True, max_memory="64MiB")
     assert_whole(out, (path, values(path), restored(path)))
 
@@ -662,7 +663,7 @@ def test_stopped_before_anything_is_written(sources, tmp_path, monkeypatch):
     def interrupt(*_):
         raise StopError
 
-    monkeypatch.setattr(reshard.writer.save, "clear", interrupt)
+    monkeypatch.setattr(saving, "clear", interrupt)
     with pytest.raises(StopError) as caught:
         save(sources("ckpt zarr2"), tmp_path / "out", resume=True)
     assert not hasattr(caught.value, "__notes__")
@@ -1213,7 +1214,7 @@ def test_what_does_not_fit_into_memory_is_not_read_back(sources, expected, tmp_p
             if path[-1].startswith("serial"):
                 raise reshard.MemoryLimitError("it does not fit")
 
-    monkeypatch.setattr(reshard.writer.save, "check_fits", check_fits)
+    monkeypatch.setattr(saving, "check_fits", check_fits)
     save(sources(kind), out, resume=True)
     assert_whole(out, expected(kind))
 

@@ -26,10 +26,17 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def in_flight(max_memory: int, cores: int) -> int:
-    """Bytes that a job of `max_memory` bytes keeps in flight. More than half is left for what the
-    allocator keeps of memory that was freed, in pieces that fit nothing else."""
-    return min(max_memory * 7 // 16, IN_FLIGHT_PER_CORE * cores)
+def room(max_memory: int) -> int:
+    """Bytes of `max_memory` that several boxes may take together; one may take it all. Half of it is
+    left for what the allocator keeps of memory that was freed, in pieces that fit nothing else."""
+    return max_memory // 2
+
+
+def in_flight(max_memory: int, cores: int, largest: int) -> int:
+    """Bytes that a job of `max_memory` bytes keeps in flight, of which one box takes `largest` at
+    most: every core has one to decode, and one more is under way."""
+    enough = max(IN_FLIGHT_PER_CORE * cores, (cores + 1) * largest)
+    return min(room(max_memory), enough)
 
 
 class Reservation:

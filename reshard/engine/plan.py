@@ -21,7 +21,7 @@ import itertools
 import math
 from collections.abc import Hashable, Iterator, Sequence
 
-from reshard.engine.budget import READ_OVERHEAD
+from reshard.engine.budget import READ_OVERHEAD, room
 from reshard.engine.splits import few_enough, shrinking_splits, splits_up_to
 from reshard.errors import MemoryLimitError
 from reshard.tree import Path, format_path
@@ -134,6 +134,13 @@ class ArrayPlan:
     def moved(self) -> bool:
         """Whether stored chunks are moved undecoded."""
         return self.box is None
+
+    @property
+    def box_bytes(self) -> int:
+        """Bytes in flight that rewriting one box takes; 0 where stored chunks are moved."""
+        if self.box is None:
+            return 0
+        return self.layout.one_step(self.box) if self.serial else self.layout.one_pass(self.box)
 
     @property
     def decoded_bytes(self) -> int:
@@ -290,7 +297,7 @@ def _choose(
     """
     kept = [_candidate(array, array.source_chunk, 1)]
     candidates = kept if keeps else _splits(array, most)
-    for limit in (max_memory // 2, max_memory):
+    for limit in (room(max_memory) // 2, max_memory):
         for candidate in candidates:
             if array.one_pass(candidate.box) <= limit:
                 if array.one_pass(array.shape) <= min(WHOLE_ARRAY, limit):
@@ -298,18 +305,18 @@ def _choose(
                 return candidate, False
     if keeps:
         raise too_large(array, array.one_pass(kept[0].box), max_memory)
-    room = max_memory - array.one_step((0,) * len(array.shape))
+    left = max_memory - array.one_step((0,) * len(array.shape))
     smallest = min(
         SMALLEST_CHUNK,
         most or SMALLEST_CHUNK,
         math.prod(array.target_shard) * array.target_itemsize,
     )
-    largest = room * array.target_itemsize // array.held(1)
+    largest = left * array.target_itemsize // array.held(1)
     if largest >= smallest:
         for candidate in _splits(array, min(largest, most or largest)):
             if math.prod(candidate.chunk) * array.target_itemsize <= largest:
                 return dataclasses.replace(candidate, box=candidate.chunk), True
-    needed = max_memory - room - (-smallest * array.held(1) // array.target_itemsize)
+    needed = max_memory - left - (-smallest * array.held(1) // array.target_itemsize)
     needed = min(needed, *(array.one_pass(candidate.box) for candidate in candidates))
     raise too_large(array, needed, max_memory)
 

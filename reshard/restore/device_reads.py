@@ -84,11 +84,8 @@ def read_arrays(
             found.append(error)
     if found:
         raise CorruptCheckpointError("stored chunks are missing", [str(error) for error in found])
-    if max_memory is None:
-        # Every core has a chunk to decode, and one more is under way.
-        limit = max(in_flight(sys.maxsize, cores()), (cores() + 1) * _largest_chunk(loads))
-    else:
-        limit = in_flight(max_memory, cores())
+    largest = max((decoded_together([load.handle]).nbytes for load in loads), default=0)
+    limit = in_flight(sys.maxsize if max_memory is None else max_memory, cores(), largest)
     groups = _arranged(loads, limit // WINDOW, max_memory)
     if max_memory is not None:
         _check_memory(loads, max_memory)
@@ -113,10 +110,6 @@ def read_arrays(
             progress(sum(_nbytes(read) for read in filled.batch.reads))
     stores.clear()
     return [load.result for load in loads]
-
-
-def _largest_chunk(loads: "Sequence[_Load]") -> int:
-    return max((decoded_together([load.handle]).nbytes for load in loads), default=0)
 
 
 def _arranged(loads: "Sequence[_Load]", limit: int, max_memory: int | None) -> "list[list[_Load]]":

@@ -54,8 +54,9 @@ def read_values(
     Raises:
       MemoryLimitError: stored chunks that do not fit into `max_memory`: all of them.
     """
-    _refuse(((group[0].path, _least(group)) for group in groups), max_memory)
-    limit = in_flight(max_memory, cores())
+    least = [(group[0].path, _least(group)) for group in groups]
+    _refuse(least, max_memory)
+    limit = in_flight(max_memory, cores(), max((nbytes for _, nbytes in least), default=0))
     failed: set[int] = set()
     units = _units(groups, limit // WINDOW, max_memory, failed)
     with Budget(limit) as budget:

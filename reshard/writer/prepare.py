@@ -433,7 +433,8 @@ def _total(
     plans = tuple(plan for job in jobs for plan in job.plans)
     copied = {handle.path for job in jobs for handle in job.copied}
     costs = [cost for plan in plans for cost in _costs(plan, plan.layout.path in copied)]
-    limit = max(in_flight(max_memory, cores()), max((cost for cost, _ in costs), default=0))
+    largest = max((cost for cost, _ in costs), default=0)
+    limit = max(in_flight(max_memory, cores(), largest), largest)
     shared = sum(
         _file_bytes(job.ckpt.source.store.directory / file)
         for job in jobs
@@ -463,10 +464,9 @@ def _costs(plan: ArrayPlan, copied: bool) -> list[tuple[int, int]]:
     layout = plan.layout
     if plan.box is None:
         return [(2 * layout.largest_stored, grid_size(layout.shape, plan.chunk))] if copied else []
-    cost = layout.one_step(plan.box) if plan.serial else layout.one_pass(plan.box)
     return [
         (
-            cost,
+            plan.box_bytes,
             math.ceil(grid_size(layout.shape, plan.box) / (1 if plan.serial else layout.co_read)),
         )
     ]

@@ -364,7 +364,8 @@ def _write_item(
     try:
         if not so_far.merged:
             write_values(regridded, target)
-        with Budget(in_flight(memory, journal.cores)) as budget:
+        largest = max((plan.box_bytes for plan in job.plans), default=0)
+        with Budget(in_flight(memory, journal.cores, largest)) as budget:
             move_values(values, target, so_far, budget, committed, report)
             write_boxes(
                 job.plans, sources, target, names, digests, so_far, budget, committed, report

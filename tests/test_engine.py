@@ -1,0 +1,499 @@
+"""Boxes that are read within a budget: what that counts, in what order, what a failure leaves."""
+
+import dataclasses
+import gc
+import itertools
+import math
+import threading
+import types
+import weakref
+
+import layouts
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from watched import Watched
+
+import reshard
+from reshard.arrays.handle import ArrayHandle
+from reshard.engine import read as engine
+from reshard.engine.batches import Unit, in_batches
+from reshard.engine.budget import READ_OVERHEAD, Budget
+from reshard.engine.cost import ChunkUnion, chunks_of, decoded_together, total
+from reshard.engine.plan import grid_boxes
+from reshard.engine.read import READ_AHEAD, Batch, Filled, Read, read
+from reshard.errors import CorruptCheckpointError
+from reshard.units import parse_bytes
+from reshard.writer import stream
+
+
+class Views:
+    """A handle whose reads a test lets go on, or fail.
+
+    Attributes:
+      values: the values.
+      gate: what its reads wait for.
+      begun: its reads that have begun.
+    """
+
+    path = ("w",)
+
+    def __init__(self, values, dtype=None):
+        self.values = values
+        self.dtype = np.dtype(dtype or values.dtype)
+        self.read_dtype = values.dtype
+        self.shape = values.shape
+        self.gate = threading.Event()
+        self.gate.set()
+        self.begun = []
+        self.error = None
+
+    def view(self):
+        if isinstance(self.error, reshard.ReshardError):
+            raise self.error
+
+        def fill(domain, array, _):
+            self.begun.append(domain)
+            assert self.gate.wait(20)
+            if self.error is not None:
+                raise self.error
+            array[...] = self.values[domain.index_exp]
+
+        return ts.virtual_chunked(
+            fill,
+            dtype=self.values.dtype,
+            shape=self.shape,
+            chunk_layout=ts.ChunkLayout(chunk_shape=[8]),
+        )
+
+    def rounded(self, values):
+        return values.astype(self.dtype)
+
+
+def batch_of(handle, start, stop, reading=10, held=5, kept=0):
+    return Batch([Read(handle, (slice(start, stop),))], reading, held, kept)
+
+
+@pytest.fixture
+def handle():
+    return Views(np.arange(64, dtype="f8"), "f4")
+
+
+# The budget.
+
+
+def test_reservations_are_waited_for_in_order_and_only_for_want_of_room():
+    budget, ended = Budget(10), []
+    with budget:
+        for size in (4, 3, 2):
+            budget.reserve(size).free_after(
+                lambda size=size: ended.append(size), lambda size=size: ended.append(-size)
+            )
+        budget.make_room(1)
+        assert (budget.used, ended) == (9, [])
+        budget.make_room(4)
+        assert (budget.used, ended) == (5, [4, -4])
+        budget.make_room(100)
+        assert (budget.used, ended) == (0, [4, -4, 3, -3, 2, -2])
+        one = budget.reserve(100)
+        one.shrink(7)
+        assert (budget.used, budget.fits(3), budget.fits(4)) == (7, True, False)
+        one.free()
+        budget.reserve(1).free_after(lambda: ended.append("last"))
+    assert (budget.used, ended[6:]) == (0, ["last"])
+
+
+@pytest.mark.parametrize("raised", [None, ValueError("consumer"), KeyboardInterrupt()])
+@pytest.mark.parametrize("failing", [ValueError("transfer"), KeyboardInterrupt()])
+def test_after_a_failure_all_is_waited_for_and_nothing_is_done(raised, failing):
+    """What was begun after something that failed may have succeeded: it does not count."""
+    ended, done = [], []
+
+    def wait(number):
+        ended.append(number)
+        if number == 1 and ended.count(1) == 1:
+            raise failing
+
+    def job():
+        with Budget(10) as budget:
+            for number in range(4):
+                budget.reserve(1).free_after(
+                    lambda number=number: wait(number), lambda number=number: done.append(number)
+                )
+            if raised is not None:
+                budget.make_room(10)  # waits for the first alone
+                raise raised
+
+    if isinstance(failing, KeyboardInterrupt) and raised is not None:
+        failing = ValueError("transfer")
+    with pytest.raises((ValueError, KeyboardInterrupt)) as caught:
+        job()
+    assert caught.value is failing or caught.value is raised
+    assert (sorted(set(ended)), done) == ([0, 1, 2, 3], [0])
+
+
+# Reading.
+
+
+def test_values_come_in_order_and_rounded(handle):
+    with Budget(100) as budget:
+        batches = [batch_of(handle, 8 * n, 8 * n + 8) for n in range(8)]
+        found = [filled.values[0].copy() for filled in read(batches, budget)]
+        assert budget.used == 0
+    assert np.concatenate(found).tolist() == list(range(64))
+    assert {values.dtype.name for values in found} == {"float32"}
+
+
+def test_the_next_batch_is_read_while_one_is_used(handle, monkeypatch):
+    seen = Watched(monkeypatch)
+    batches = [batch_of(handle, 8 * n, 8 * n + 8) for n in range(8)]
+    with Budget(1000) as budget:
+        for number, filled in enumerate(read(batches, budget)):
+            assert filled.batch == batches[number]
+            begun = min(number + READ_AHEAD, len(batches))
+            assert seen.batches == batches[:begun]
+            assert budget.used == 5 + 10 * (begun - number - 1)
+
+
+def test_what_the_consumer_holds_is_waited_for_before_reads_are(handle):
+    """For want of memory: with its oldest transaction gone, the next batch can be read."""
+    events = []
+    with Budget(25) as budget:
+        for number, filled in enumerate(
+            read((batch_of(handle, 8 * n, 8 * n + 8) for n in range(5)), budget)
+        ):
+            events.append(number)
+            filled.free_after(lambda number=number: events.append(f"free {number}"))
+            assert budget.used <= 25
+    assert events == [0, "free 0", 1, "free 1", 2, 3, 4, "free 2", "free 3", "free 4"]
+
+
+def test_a_batch_larger_than_the_budget_is_read_alone(handle):
+    sizes = [10, 70, 10]
+    with Budget(30) as budget:
+        reads = read((batch_of(handle, 0, 8, size, size // 2) for size in sizes), budget)
+        for size, filled in zip(sizes, reads, strict=True):
+            assert filled.batch.reading == size
+            assert budget.used == (5 if size == 10 else 35)
+            filled.free_after(lambda: None)
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), max_size=12), st.booleans())
+@settings(deadline=None, max_examples=50)
+def test_no_more_is_reserved_than_the_budget_or_one_batch(sizes, holds):
+    one = Views(np.arange(8.0))
+    with pytest.MonkeyPatch.context() as patch:
+        seen = Watched(patch)
+        with Budget(50) as budget:
+            for filled in read((batch_of(one, 0, 8, *size) for size in sizes), budget):
+                if holds:
+                    filled.free_after(lambda: None)
+    assert seen.peak <= max([50, *map(max, sizes)])
+    assert [tuple(batch[1:3]) for batch in seen.batches] == sizes
+    assert seen.used == 0
+
+
+def test_buffers_of_a_batch_are_gone_when_the_next_is_asked_for(handle):
+    with Budget(1000) as budget:
+        reads = read((batch_of(handle, 8 * n, 8 * n + 8) for n in range(3)), budget)
+        first = weakref.ref(next(reads).values[0])
+        assert first() is not None
+        next(reads)
+        gc.collect()
+        assert first() is None
+        reads.close()
+
+
+def test_parts_of_a_box_go_where_they_belong(handle):
+    whole = np.zeros((2, 8))
+
+    def into():
+        return [((slice(0, 8),), whole[0]), ((slice(8, 16),), whole[1])]
+
+    batch = Batch([Read(handle, (slice(0, 16),), "mine", into)], 1, 0)
+    with Budget(1) as budget:
+        (found,) = [(f.values, f.batch.reads[0].owner) for f in map(kept, read([batch], budget))]
+    assert found == ([None], "mine")
+    assert whole.ravel().tolist() == list(range(16))
+
+
+def kept(filled):
+    """What stays of it when the next is asked for."""
+    return types.SimpleNamespace(values=list(filled.values), batch=filled.batch)
+
+
+@pytest.mark.parametrize("when", ["view", "read"])
+def test_an_error_is_that_of_its_read_alone(handle, when):
+    broken = Views(np.arange(8.0))
+    broken.path = ("params", "b")
+    expected = "damaged" if when == "view" else "params/b: its stored bytes cannot be read"
+    broken.error = CorruptCheckpointError("damaged") if when == "view" else ValueError("no")
+    box = (slice(0, 8),)
+    batch = Batch([Read(handle, box), Read(broken, box), Read(handle, box)], 1, 0)
+    with Budget(1) as budget:
+        for filled in read([batch], budget):
+            assert [values is None for values in filled.values] == [False, True, False]
+            assert list(filled.errors) == [1]
+            with pytest.raises(CorruptCheckpointError, match=expected):
+                filled.check()
+    assert budget.used == 0
+
+
+@pytest.mark.parametrize("error", [ValueError("consumer"), KeyboardInterrupt()])
+def test_reads_that_have_begun_are_waited_for(handle, error):
+    """Whoever takes what is read fails; or is interrupted while a read is waited for."""
+    written = np.zeros(24)
+
+    def into(number):
+        return [((slice(8 * number, 8 * number + 8),), written[8 * number : 8 * number + 8])]
+
+    batches = [
+        Batch([Read(handle, (slice(8 * n, 8 * n + 8),), None, lambda n=n: into(n))], 10, 5)
+        for n in range(3)
+    ]
+
+    def consume():
+        with Budget(1000) as budget:
+            for _ in read(batches, budget):
+                handle.gate.clear()
+                threading.Timer(0.1, handle.gate.set).start()
+                raise error
+
+    with pytest.raises(type(error)):
+        consume()
+    handle.gate.clear()
+    assert written[:16].tolist() == list(range(16))
+
+
+def test_an_interrupted_wait_is_waited_for_again(handle, monkeypatch):
+    def interrupted(future, what):
+        raise KeyboardInterrupt
+
+    waited = []
+    monkeypatch.setattr(engine, "checked", interrupted)
+    batches = (batch_of(handle, 0, 8) for _ in range(2))
+    start = engine._start
+
+    def noted(started, views):
+        start(started, views)
+        for part in started.parts:
+            part[:] = [
+                types.SimpleNamespace(exception=lambda future=future: waited.append(future))
+                for future in part
+            ]
+
+    monkeypatch.setattr(engine, "_start", noted)
+    with Budget(100) as budget, pytest.raises(KeyboardInterrupt):
+        list(read(batches, budget))
+    assert len(waited) == 2
+
+
+# What batches decode.
+
+
+def stored(shape, chunk, name="w", encoded=7):
+    """A handle of float32 that nothing is stored of."""
+    return ArrayHandle(
+        path=(name,),
+        shape=shape,
+        dtype=np.dtype("f4"),
+        chunk_shape=chunk,
+        sharding=None,
+        saved_sharding=None,
+        value_type="jax.Array",
+        key_impl=None,
+        stored_dtype=np.dtype("f4"),
+        store=types.SimpleNamespace(largest_chunk=lambda name: encoded),
+        name=name,
+        metadata=b"",
+    )
+
+
+def labels(handle):
+    """For each element, the number of the chunk that holds it; and the elements of each chunk."""
+    result = np.empty(handle.shape, int)
+    sizes = []
+    for number, box in enumerate(grid_boxes(handle.shape, handle.chunk_shape)):
+        result[box] = number
+        sizes.append(result[box].size)
+    return result, np.array(sizes)
+
+
+@st.composite
+def arrays_and_boxes(draw):
+    """Some arrays, and boxes of them that may overlap."""
+    handles = []
+    for number in range(draw(st.integers(1, 2))):
+        shape = tuple(draw(st.lists(st.integers(1, 9), max_size=3)))
+        chunk = tuple(draw(st.integers(1, size + 1)) for size in shape)
+        handles.append(stored(shape, chunk, f"w{number}"))
+    handles = [dataclasses.replace(handle, store=handles[0].store) for handle in handles]
+    found = []
+    for _ in range(draw(st.integers(0, 8))):
+        handle = draw(st.sampled_from(handles))
+        ends = [
+            sorted(draw(st.lists(st.integers(0, n), min_size=2, max_size=2, unique=True)))
+            for n in handle.shape
+        ]
+        found.append((handle, tuple(slice(*pair) for pair in ends)))
+    return found
+
+
+def decoded_by(pairs):
+    """Bytes and elements of the chunks that boxes touch, each once."""
+    touched = {}
+    for handle, box in pairs:
+        touched.setdefault(handle.name, (handle, set()))[1].update(
+            np.unique(labels(handle)[0][box]).tolist()
+        )
+    nbytes = elements = 0
+    for handle, numbers in touched.values():
+        nbytes += len(numbers) * (math.prod(handle.chunk_shape) * 4 + 7)
+        elements += labels(handle)[1][sorted(numbers)].sum()
+    return nbytes, elements
+
+
+@given(arrays_and_boxes())
+@settings(deadline=None, max_examples=300)
+def test_boxes_decode_the_union_of_their_chunks(pairs):
+    union = ChunkUnion()
+    added = [part for handle, box in pairs for part in union.add(chunks_of(handle, box))]
+    assert total(added) == decoded_by(pairs)
+    for handle, box in pairs:
+        assert all(union.missing(chunks) == [] for chunks in chunks_of(handle, box))
+
+
+@given(arrays_and_boxes(), st.integers(0, 4000), st.integers(0, 4000))
+@settings(deadline=None, max_examples=200)
+def test_batches_hold_all_units_in_order(pairs, limit, more):
+    units = [Unit([Read(handle, box)], 3, 5) for handle, box in pairs]
+    batches = list(in_batches(units, limit, limit + more))
+    assert [one for batch in batches for one in batch.reads] == [u.reads[0] for u in units]
+    for batch in batches:
+        count = len(batch.reads)
+        there = [(one.handle, one.box) for one in batch.reads]
+        assert batch.reading == decoded_by(there)[0] + count * (READ_OVERHEAD + 3)
+        assert batch.held == 5 * count
+        assert count == 1 or max(batch.reading, batch.held) <= limit + more
+    for one, other in itertools.pairwise(batches):
+        first = other.reads[0]
+        there = [(r.handle, r.box) for r in (*one.reads, first)]
+        assert decoded_by(there)[0] + len(there) * (READ_OVERHEAD + 3) > limit
+
+
+def test_units_that_are_to_be_alone_are():
+    handle = stored((4,), (1,))
+    units = [Unit([Read(handle, (slice(n, n + 1),))], 1, 1, alone=n in (1, 2)) for n in range(4)]
+    batches = list(in_batches(units, 1 << 30, 1 << 30))
+    assert [[one.box[0].start for one in batch.reads] for batch in batches] == [[0], [1], [2], [3]]
+
+
+def test_reading_one_cell_counts_the_chunk_whole_at_the_edge():
+    handle = stored((5, 7), (4, 8))
+    assert decoded_together([handle]) == (4 * 8 * 4 + 7, 4 * 7)
+    edge = chunks_of(handle, (slice(4, 5), slice(0, 7)))
+    assert total(edge) == (4 * 8 * 4 + 7, 7)
+
+
+# A job.
+
+
+@pytest.fixture(scope="module")
+def columns(tmp_path_factory):
+    """Two arrays of 4 MiB, in 64 chunks of 16 columns, that do not compress."""
+    rng = np.random.default_rng(0)
+    tree = {f"w{n}": layouts.random_array(rng, (1024, 1024), "uint32") for n in range(2)}
+    folder = tmp_path_factory.mktemp("saved")
+    with ocp.PyTreeCheckpointer(use_ocdbt=False) as checkpointer:
+        checkpointer.save(folder / "whole", tree)
+    reshard.save(reshard.open(folder / "whole"), folder / "columns", chunks="64KiB")
+    (chunk,) = {handle.chunk_shape for handle in reshard.open(folder / "columns").arrays}
+    assert chunk == (1024, 16)
+    return folder / "columns", tree
+
+
+# In one pass, and where the chunks of a box are read one after another.
+MEMORY = [("8MiB", False), ("1100KiB", True)]
+
+
+def to_rows(path, memory, serial):
+    """A job that rewrites all of it, and its plan."""
+    ckpt = reshard.to_mesh(reshard.open(path), "model=8", specs=[(".", ("model",))])
+    plan = reshard.plan(ckpt, max_memory=memory)
+    assert plan.problems == ()
+    assert {array.serial for array in plan.arrays} == {serial}
+    return ckpt, plan
+
+
+def assert_saved(out, tree):
+    found = reshard.open(out)
+    for key, values in tree.items():
+        assert np.array_equal(found[key,].view().read().result(), values)
+
+
+@pytest.mark.parametrize(("memory", "serial"), MEMORY)
+def test_a_job_reads_ahead_while_it_writes(columns, tmp_path, monkeypatch, memory, serial):
+    path, tree = columns
+    ckpt, plan = to_rows(path, memory, serial)
+    seen, ahead = Watched(monkeypatch), []
+    taken = stream._whole_box
+
+    def watched(one, values):
+        here = next(n for n, batch in enumerate(seen.batches) if one in batch.reads)
+        ahead.append(len(seen.batches) - 1 - here)
+        return taken(one, values)
+
+    monkeypatch.setattr(stream, "_whole_box", watched)
+    reshard.save(ckpt, tmp_path / "out", max_memory=memory)
+    assert max(ahead) < READ_AHEAD
+    assert sum(count > 0 for count in ahead) > len(ahead) / 2
+    assert seen.peak <= plan.peak_memory <= parse_bytes(memory)
+    assert seen.used == 0
+    assert_saved(tmp_path / "out", tree)
+
+
+@pytest.mark.parametrize(("memory", "serial"), MEMORY)
+def test_progress_counts_each_byte_once(columns, tmp_path, memory, serial):
+    path, _ = columns
+    ckpt, _ = to_rows(path, memory, serial)
+    calls = []
+    reshard.save(ckpt, tmp_path / "out", max_memory=memory, progress=lambda *c: calls.append(c))
+    whole = calls[-1][1]
+    assert whole == 8 << 20
+    assert [done for done, _ in calls] == sorted({done for done, _ in calls})
+    assert calls[-1][0] == whole and max(np.diff([done for done, _ in calls])) < whole / 2
+
+
+@pytest.mark.parametrize(("memory", "serial"), MEMORY)
+@pytest.mark.parametrize("failing", [1, 3])
+def test_what_is_written_after_a_failure_is_no_progress(
+    columns, tmp_path, monkeypatch, memory, serial, failing
+):
+    """A batch that could not be written is written by the job that resumes, although those after it
+    have been."""
+    path, tree = columns
+    ckpt, _ = to_rows(path, memory, serial)
+    wait, free_after = stream.wait_written, Filled.free_after
+    commits = []
+
+    def noted(filled, waits, done):
+        commits.append(waits.args[0])
+        free_after(filled, waits, done)
+
+    def full(future):
+        if len(commits) > failing and future is commits[failing]:
+            raise reshard.DestinationError("the disk is full")
+        wait(future)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Filled, "free_after", noted)
+        patch.setattr(stream, "wait_written", full)
+        with pytest.raises(reshard.DestinationError, match="the disk is full"):
+            reshard.save(ckpt, tmp_path / "out", max_memory=memory, resume=True)
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".reshard") or "tmp" in left.name
+    reshard.save(ckpt, tmp_path / "out", max_memory=memory, resume=True)
+    assert_saved(tmp_path / "out", tree)
