@@ -1,7 +1,6 @@
 """The values of arrays, box by box: what that takes, and how often a stored chunk is read."""
 
 import os
-import re
 import subprocess
 import sys
 
@@ -15,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import reshard
 from reshard.arrays.digests import digest_of
+from reshard.units import format_bytes
 
 ROWS, COLUMNS = 64, 1024
 SPECS = {"rows": P("data"), "columns": P(None, "data"), "both": P("data", "model")}
@@ -57,22 +57,25 @@ def read_by(call):
 def test_one_chunk_of_each_of_two_arrays_has_to_fit_whichever_is_which(grids, names):
     _, paths = grids
     a, b = (paths[name] for name in names)
-    # 256 KiB and an eighth of that, encoded and decoded, and 16 KiB.
+    # 256 KiB and an eighth of that, encoded and decoded; a buffer of each, and twice 16 KiB.
+    encoded = sum(max(handle.stored_sizes()) for x in (a, b) for handle in reshard.open(x).arrays)
+    least = (256 + 32 + 2 * 32 + 2 * 16 << 10) + encoded
     with pytest.raises(reshard.MemoryLimitError) as error:
-        reshard.diff(a, b, values=True, max_memory="591KiB")
+        reshard.diff(a, b, values=True, max_memory=least - 1)
+    assert error.value.least == least
     assert str(error.value) == (
-        "one chunk, encoded and decoded, does not fit into 591.00 KiB\n"
-        "  w: 592.00 KiB\n\nhint: --max-memory 1MiB"
+        f"one chunk, encoded and decoded, does not fit into {format_bytes(least - 1)}\n"
+        f"  w: {format_bytes(least)}\n\nhint: --max-memory 1MiB"
     )
-    assert reshard.diff(a, b, values=True, max_memory="592KiB").differences == ()
+    assert reshard.diff(a, b, values=True, max_memory=least).differences == ()
 
 
 @pytest.mark.parametrize("names", [("rows", "whole"), ("columns", "rows"), ("both", "columns")])
 def test_where_memory_allows_it_the_chunks_of_both_arrays_are_read_once(grids, names):
     _, paths = grids
     a, b = (paths[name] for name in names)
-    # All of both, encoded and decoded, and 16 KiB.
-    found, read = read_by(lambda: reshard.diff(a, b, values=True, max_memory="1040KiB"))
+    # All of both, encoded and decoded, and their buffers.
+    found, read = read_by(lambda: reshard.diff(a, b, values=True, max_memory="1600KiB"))
     assert (found.differences, found.compared) == ((), 1)
     assert read == pytest.approx(stored(a) + stored(b), abs=4)
 
@@ -83,7 +86,7 @@ def test_with_less_memory_chunks_are_shared_by_as_many_boxes_as_fit(grids):
     for a, b in ((small, big), (big, small)):
         # Four small chunks beside the big one.
         found, read = read_by(
-            lambda a=a, b=b: reshard.diff(a, b, values=True, max_memory=832 << 10)
+            lambda a=a, b=b: reshard.diff(a, b, values=True, max_memory=1200 << 10)
         )
         assert found.differences == ()
         assert read == pytest.approx(stored(small) + 2 * stored(big), abs=4)
@@ -118,20 +121,24 @@ def test_arrays_that_are_parts_of_one_chunk_take_what_it_takes(grids):
     values, paths = grids
     layers = layers_of(paths["whole"])
     expected = {("layer_" + str(i), "w"): digest_of(row) for i, row in enumerate(values)}
-    lines = [f"  layer_{i}/w: 528.00 KiB" for i in range(ROWS)]
+    # The chunk that it is in, encoded and decoded, a row, and 16 KiB.
+    encoded = max(next(iter(reshard.open(paths["whole"]).arrays)).stored_sizes())
+    least = (256 + 4 + 16 << 10) + encoded
+    lines = [f"  layer_{i}/w: {format_bytes(least)}" for i in range(ROWS)]
     message = "\n".join(
-        ["one chunk, encoded and decoded, does not fit into 527.00 KiB", *lines, ""]
+        [f"one chunk, encoded and decoded, does not fit into {format_bytes(least - 1)}", *lines, ""]
     )
-    for call in (
-        lambda: reshard.verify(layers, max_memory="527KiB"),
-        lambda: reshard.digest(layers, max_memory="527KiB"),
-        lambda: reshard.diff(layers, layers_of(paths["rows"]), values=True, max_memory="527KiB"),
-    ):
+    for call in (reshard.verify, reshard.digest):
         with pytest.raises(reshard.MemoryLimitError) as error:
-            call()
-        text = re.sub("(592|528).00 KiB", "528.00 KiB", str(error.value))
-        assert text == f"{message}\nhint: --max-memory 1MiB"
-    assert reshard.digest(layers, max_memory="528KiB") == expected
+            call(layers, max_memory=least - 1)
+        assert str(error.value) == f"{message}\nhint: --max-memory 1MiB"
+    assert reshard.digest(layers, max_memory=least) == expected
+    # Beside a chunk of the other.
+    other = layers_of(paths["rows"])
+    with pytest.raises(reshard.MemoryLimitError) as error:
+        reshard.diff(layers, other, values=True, max_memory=least)
+    assert len(error.value.problems) == ROWS
+    assert reshard.diff(layers, other, values=True, max_memory=error.value.least).differences == ()
 
 
 def test_arrays_that_are_parts_of_one_chunk_are_read_together(grids):
@@ -176,10 +183,10 @@ def test_large_chunks_are_not_all_in_flight_at_once(tmp_path):
     arrays = {f"w{i}": rng.integers(0, 2**63, 4 << 20) for i in range(4)}
     path = save(tmp_path / "large", arrays)
     ran = subprocess.run(
-        [sys.executable, "-c", PEAK, path, "66MiB"],
+        [sys.executable, "-c", PEAK, path, "100MiB"],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert int(ran.stdout) < 100 << 20  # all of them at once take 256 MiB
+    assert int(ran.stdout) < 150 << 20  # all of them at once take 384 MiB
