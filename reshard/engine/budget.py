@@ -27,15 +27,15 @@ def cores() -> int:
 
 
 def room(max_memory: int) -> int:
-    """Bytes of `max_memory` that several boxes may take together; one may take it all. Half of it is
-    left for what the allocator keeps of memory that was freed, in pieces that fit nothing else."""
-    return max_memory // 2
+    """Bytes of `max_memory` that several boxes may take together; one may take it all. A quarter is
+    left for what the allocator keeps of memory that was freed."""
+    return max_memory - max_memory // 4
 
 
 def in_flight(max_memory: int, cores: int, largest: int) -> int:
     """Bytes that a job of `max_memory` bytes keeps in flight, of which one box takes `largest` at
-    most: every core has one to decode, and one more is under way."""
-    enough = max(IN_FLIGHT_PER_CORE * cores, (cores + 1) * largest)
+    most: half of them, as much as keeps every core busy, or one such box while another is written."""
+    enough = max(min(IN_FLIGHT_PER_CORE * cores, max_memory // 2), largest + largest // 2)
     return min(room(max_memory), enough)
 
 
