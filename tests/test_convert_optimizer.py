@@ -24,7 +24,8 @@ from reshard.arrays.operations import (
     Transpose,
     Unstack,
 )
-from reshard.convert.optimizer import mirrored, optimizer_steps
+from reshard.convert.mirrors import mirrored
+from reshard.convert.optimizer import optimizer_steps
 from reshard.convert.steps import Step, backwards, carried_out
 
 F32 = np.dtype("float32")
