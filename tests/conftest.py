@@ -33,10 +33,11 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves to the exhaustive run all but a few combinations of a test's parameters, unless it is
-    marked `every_combination`. Property tests are in both runs."""
+    marked `every_combination`. Those that take few examples in the one are in the other too."""
     tests: dict[str, dict[pytest.Item, sampling.Choices]] = {}
     for item in items:
-        if hypothesis.is_hypothesis_test(item.obj) and config.option.markexpr == "exhaustive":
+        sampled = hypothesis.is_hypothesis_test(item.obj) or item.get_closest_marker("sampled")
+        if sampled and config.option.markexpr == "exhaustive":
             item.add_marker("exhaustive")
         if hasattr(item, "callspec") and not item.get_closest_marker("exhaustive"):
             name, _, _ = item.nodeid.partition("[")

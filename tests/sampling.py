@@ -1,7 +1,7 @@
 """What the default run takes of tests with many cases; `-m exhaustive` takes all the others."""
 
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import hypothesis
 import pytest
@@ -9,11 +9,27 @@ import pytest
 # A test's parameters, each with its value's identity; those of one decorator are one choice.
 Choices = frozenset[tuple[str | int, ...]]
 Case = TypeVar("Case")
+EXHAUSTIVE = pytest.mark.exhaustive
 
 
 def examples(count: int) -> int:
     """How many examples a property test takes, of which the exhaustive run takes so many."""
     return max(count * hypothesis.settings.default.max_examples // 100, 5)
+
+
+def some(values: Sequence[Any]) -> Sequence[Any]:
+    """Every fifth of what a test goes through in the exhaustive run."""
+    return values[:: 1 if hypothesis.settings.default.max_examples >= 100 else 5]
+
+
+def few(values: Iterable[Any], *default: Any) -> list[Any]:
+    """The values of a parameter, those that are no default ones for the exhaustive run."""
+    return [
+        value
+        if value in default
+        else pytest.param(*(value if isinstance(value, tuple) else [value]), marks=EXHAUSTIVE)
+        for value in values
+    ]
 
 
 def choices(item: pytest.Item) -> Choices:
