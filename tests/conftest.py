@@ -1,4 +1,6 @@
-"""Sixteen simulated devices for every test, and the checkpoints that the tests share."""
+"""Sixteen simulated devices for every test, the checkpoints that the tests share, and what of the
+tests the default run takes.
+"""
 
 import os
 import signal
@@ -13,8 +15,37 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=16"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import pathlib
+import sys
 
+import hypothesis
 import pytest
+import sampling
+
+hypothesis.settings.register_profile("few", max_examples=10)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Has property tests take few examples in the default run."""
+    if config.option.markexpr == "not exhaustive":
+        hypothesis.settings.load_profile("few")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves to the exhaustive run all but a few combinations of a test's parameters, unless it is
+    marked `every_combination`. Those that take few examples in the one are in the other too."""
+    tests: dict[str, dict[pytest.Item, sampling.Choices]] = {}
+    for item in items:
+        sampled = hypothesis.is_hypothesis_test(item.obj) or item.get_closest_marker("sampled")
+        if sampled and config.option.markexpr == "exhaustive":
+            item.add_marker("exhaustive")
+        if hasattr(item, "callspec") and not item.get_closest_marker("exhaustive"):
+            name, _, _ = item.nodeid.partition("[")
+            tests.setdefault(name, {})[item] = sampling.choices(item)
+    for cases in tests.values():
+        if not next(iter(cases)).get_closest_marker("every_combination"):
+            for item in cases.keys() - sampling.covering(cases):
+                item.add_marker("exhaustive")
 
 
 @pytest.fixture(scope="session")
@@ -30,6 +61,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
         return made[layout]
 
     return get
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forgets():
+    """Lets go of what jax has compiled: a process that keeps it grows to gigabytes."""
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
 
 
 @pytest.fixture

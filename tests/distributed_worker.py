@@ -1,8 +1,8 @@
 """One of several processes that restore a checkpoint together.
 
-    python distributed_worker.py COORDINATOR PROCESSES NUMBER FOLDER
+    python distributed_worker.py COORDINATOR PROCESSES NUMBER FOLDER MESH
 
-Restores `FOLDER/saved` onto meshes over all processes, compares every shard that this process holds
+Restores `FOLDER/saved` onto a mesh over all processes, compares every shard that this process holds
 with `FOLDER/values.npz`, and writes what it found to `FOLDER/report_NUMBER.json`.
 """
 
@@ -127,7 +127,7 @@ def module_is_right(mesh: Any, folder: pathlib.Path, values: Any) -> bool:
     return module.column is variable and shards_are_right(variable[...], values["column"])
 
 
-def main(coordinator: str, processes: int, number: int, folder: pathlib.Path) -> None:
+def main(coordinator: str, processes: int, number: int, folder: pathlib.Path, name: str) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -140,14 +140,12 @@ def main(coordinator: str, processes: int, number: int, folder: pathlib.Path) ->
     values = dict(np.load(folder / "values.npz"))
     checkpoint = reshard.open(folder / "saved")
     found: dict[str, Any] = {"devices": [jax.local_device_count(), jax.device_count()]}
-    for name, sizes in MESHES.items():
-        devices = np.array(jax.devices()).reshape(sizes)
-        mesh = jax.sharding.Mesh(devices, ("data", "model"))
-        for memory in (None, "200KiB"):
-            found[f"{name} {memory}"] = report_of(mesh, checkpoint, values, memory)
-        found[f"{name} module"] = module_is_right(mesh, folder, values)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(MESHES[name]), ("data", "model"))
+    for memory in (None, "200KiB"):
+        found[str(memory)] = report_of(mesh, checkpoint, values, memory)
+    found["module"] = module_is_right(mesh, folder, values)
     (folder / f"report_{number}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), pathlib.Path(sys.argv[4]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), pathlib.Path(sys.argv[4]), sys.argv[5])

@@ -6,6 +6,7 @@ import math
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from reshard.arrays import boxes
 
@@ -68,7 +69,7 @@ def test_around_is_the_smallest_box_that_holds_all(case):
     assert found == tuple(slice(min(dim), max(dim) + 1) for dim in dims)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(shapes_and_boxes(2, empty=True))
 def test_the_common_part_holds_the_common_elements(case):
     shape, (one, other) = case
@@ -100,7 +101,7 @@ def test_boxes_without_dimensions():
     assert boxes.chunks_together((), (), 7) == ()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.data())
 def test_chunks_together_are_the_longest_run_that_is_a_box(data):
     shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple))

@@ -27,6 +27,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from optimizers import OPTIMIZERS, RESHAPING
 from orbax.checkpoint._src.metadata.pytree_metadata_options import PyTreeMetadataOptions
+from sampling import examples
 
 import reshard
 from reshard.convert.conversion import conversion
@@ -2450,7 +2451,7 @@ def shapes_of(tree, path=()):
     ),
     data=st.data(),
 )
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=examples(15))
 def test_any_tree_goes_there_and_back(collections, data, tmp_path_factory):
     """With a map of other names, lists among them: without a model, by the record, and by the map
     backwards."""

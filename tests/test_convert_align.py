@@ -16,6 +16,7 @@ from flax import linen as nn
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from reshard.arrays.operations import Concat, Transpose
 from reshard.convert.align import align
@@ -1367,7 +1368,7 @@ def answers(alignment):
     return {step.inputs[0]: step.outputs[0] for step in alignment.steps}
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(TREES, st.randoms(use_true_random=False))
 def test_models_that_correspond_are_solved_whatever_the_order_of_leaves(tree, rng):
     twins = Twins(lambda: "")
@@ -1393,7 +1394,7 @@ CHANGES = {
 }
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(TREES, st.sampled_from(sorted(CHANGES)), st.data())
 def test_where_sides_differ_no_answer_is_wrong(tree, side, data):
     choices = ["", "", "", *CHANGES[side]]
@@ -1409,7 +1410,7 @@ def test_where_sides_differ_no_answer_is_wrong(tree, side, data):
         assert path in told or any(path[1 : len(p) + 1] == p for p in told)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(st.lists(LEAVES, min_size=2, max_size=4), st.randoms(use_true_random=False))
 def test_an_order_that_shapes_contradict_is_not_followed(layers, rng):
     tree = Tree("Model", (), tuple(layers))
@@ -1429,7 +1430,7 @@ def test_an_order_that_shapes_contradict_is_not_followed(layers, rng):
         assert all(twins.linen[p].shape == shapes[q] for p, q in taken.items())
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(
     st.lists(st.lists(st.integers(2, 4), min_size=1, max_size=3), min_size=1, max_size=3),
     st.integers(2, 5),

@@ -19,6 +19,7 @@ from flax.core import freeze
 from flax.training import train_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 import reshard
 from reshard import TreeMismatchError
@@ -1392,7 +1393,7 @@ def leaves_of(tree, path=()):
     return {path: handle(path, tree) if known else tree}
 
 
-@settings(deadline=None, max_examples=600)
+@settings(deadline=None, max_examples=examples(600))
 @given(TREES, st.sampled_from([None, *KINDS]))
 def test_every_leaf_is_somewhere_once_or_the_tree_is_refused(tree, kind):
     ckpt = Checkpoint(leaves_of(tree), SOURCE)
@@ -1427,7 +1428,7 @@ MODELS = st.dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=examples(120))
 @given(MODELS)
 def test_a_state_is_its_pure_dict_less_the_variables(tree):
     names = list(leaves_of(tree))
@@ -1453,7 +1454,7 @@ PARAMS = st.dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=examples(120))
 @given(PARAMS)
 def test_boxes_are_told_from_modules_where_a_layer_has_one(tree):
     """Some parameters are in boxes, among them one whose name is that of a layer's."""

@@ -12,6 +12,7 @@ import pytest
 import tensorstore as ts
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from reshard.arrays.operations import (
     Concat,
@@ -472,7 +473,7 @@ EXPRESSIONS = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(EXPRESSIONS, st.integers(0, 9), st.integers(0, 99), st.integers(0, 3))
 def test_arithmetic_is_that_of_python(text, one, two, i):
     pattern = parse_pattern(r"^(\d+)/(?P<n>\d+)$")
@@ -807,7 +808,7 @@ def layered_maps(draw):
     )
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(layered_maps())
 def test_rules_do_to_arrays_what_they_say_and_can_be_undone(case):
     arrays, rules, expected = case
@@ -1026,7 +1027,7 @@ def conversions(draw):
 ORIGINS = st.sampled_from(["map", "path", "structure"])
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(conversions(), st.lists(PATHS.map(lambda path: format_path(("rngs", *path))), max_size=2))
 def test_a_whole_map_reads_back_and_works_in_both_directions(conversion, initial):
     leaves, steps, dropped = conversion
@@ -1198,7 +1199,7 @@ def test_maps_of_many_leaves():
     assert apply_map(inverse(rules), mapped.final).final == leaves
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(PATHS, PATHS)
 @example(("a\\",), ("a",))
 @example(("$",), ("^",))
@@ -1267,7 +1268,7 @@ def results(operation, inputs, count):
     return inputs if operation is None else [(operation, n, *inputs) for n in range(count)]
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=examples(500))
 @given(rearrangements())
 def test_changes_are_put_into_an_order_in_which_no_place_is_taken_twice(rearrangement):
     sources, changes, values, stay = rearrangement

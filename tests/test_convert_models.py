@@ -16,11 +16,13 @@ import pytest
 import twins
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
+from sampling import few
 from twins import DECODER, TWINS
 
 import reshard
 
 NAMES = pytest.mark.parametrize("name", TWINS)
+FEW = pytest.mark.parametrize("name", few(TWINS, "scanned", "gru", "gated"))
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
@@ -86,6 +88,7 @@ def test_the_map_of_a_twin_is_total(name):
     assert twin.expected(state_of(name)).keys() == twins.nnx_leaves(twin.blank()).keys()
 
 
+@pytest.mark.exhaustive
 @NAMES
 def test_twins_give_the_same_and_train_alike(name):
     assert_trains_on(name, TWINS[name].filled(state_of(name)))
@@ -97,6 +100,7 @@ def test_the_decoders_give_the_same_token_from_the_same_cache():
     np.testing.assert_allclose(got, DECODER.linen_forward(variables), **CLOSE)
 
 
+@pytest.mark.exhaustive
 @NAMES
 def test_every_leaf_of_a_twin_matters(name):
     """Training changes it: none could be left out, or stay as it was, without a trace."""
@@ -205,7 +209,7 @@ def convert(ckpt, name, folder):
     return reshard.to_nnx(ckpt, TWINS[name].create, **choices(TWINS[name], folder))
 
 
-@NAMES
+@FEW
 def test_a_program_without_reshard_trains_on(name, saved):
     _, converted = saved(name)
     expected = TWINS[name].expected(state_of(name))
@@ -240,7 +244,7 @@ def test_a_linen_checkpoint_is_restored_into_the_nnx_model(name, saved, tmp_path
     assert_holds(training, TWINS[name].expected(state_of(name)))
 
 
-@NAMES
+@FEW
 def test_trained_on_in_nnx_it_goes_back_with_the_linen_model(name, saved, tmp_path):
     """What Orbax saves of a trained model has lost the record of the Linen tree."""
     twin = TWINS[name]

@@ -12,6 +12,7 @@ import pytest
 import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from reshard.arrays.operations import (
     Concat,
@@ -24,7 +25,8 @@ from reshard.arrays.operations import (
     Transpose,
     Unstack,
 )
-from reshard.convert.optimizer import mirrored, optimizer_steps
+from reshard.convert.mirrors import mirrored
+from reshard.convert.optimizer import optimizer_steps
 from reshard.convert.steps import Step, backwards, carried_out
 
 F32 = np.dtype("float32")
@@ -518,7 +520,7 @@ def part_cases(draw):
     return Stack(axis), [shape] * draw(st.sampled_from([1, 2, 4]))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(part_cases(), st.integers(0, 99))
 def test_factors_become_what_optax_has_of_the_whole(case, seed):
     operation, shapes = case
@@ -912,7 +914,7 @@ CHAINS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(maps(), CHAINS)
 def test_any_map_gives_optax_state_of_the_new_parameters_and_back(case, names):
     """Step by step, and then the names of all that is made are mixed up."""

@@ -12,6 +12,7 @@ from flax import linen as nn
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from reshard.convert.definitions import definition_orders, linen_classes, nnx_outline
 from reshard.convert.outline import (
@@ -502,7 +503,7 @@ class TestNnx:
 KEYS = st.text("ab_10", min_size=1, max_size=4)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.sets(st.lists(KEYS, min_size=2, max_size=5).map(tuple), max_size=12), st.randoms())
 def test_every_leaf_is_in_the_outline_once(paths, rng):
     paths = {p for p in paths if not any(q != p and q[: len(p)] == p for q in paths)}
@@ -522,7 +523,7 @@ def test_every_leaf_is_in_the_outline_once(paths, rng):
             assert module.path == leaf.path[cut:-1]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.sets(st.lists(KEYS, min_size=1, max_size=4).map(tuple), max_size=12), st.randoms())
 def test_what_is_taken_out_of_an_outline_is_gone_and_its_modules_stay(paths, rng):
     paths = {p for p in paths if not any(q != p and q[: len(p)] == p for q in paths)}

@@ -22,6 +22,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from sampling import examples
 
 import reshard
 from reshard.arrays.digests import digest_of
@@ -577,13 +578,13 @@ def check(a, b, grid, rtol, atol):
         assert got.max_rel == pytest.approx(max_rel, rel=1e-15)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(pairs(), st.sampled_from([0.0, 1e-3, 0.5]), st.sampled_from([0.0, 1.0]))
 def test_elements_are_compared_as_a_plain_walk_does(pair, rtol, atol):
     check(*pair, rtol, atol)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(pairs(), st.sampled_from(DTYPES), st.sampled_from([0.0, 1e-3]))
 def test_elements_of_two_dtypes_are_compared_as_a_plain_walk_does(pair, name, rtol):
     a, b, grid = pair
@@ -629,7 +630,7 @@ def test_long_arrays_are_looked_at_in_parts():
 # Stored arrays.
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=examples(12))
 @given(st.integers(0, 2**32), st.sampled_from(["48KiB", "80KiB", "1MiB"]))
 def test_uneven_chunk_grids_in_little_memory(tmp_path_factory, seed, max_memory):
     tmp_path = tmp_path_factory.mktemp("grids")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from reshard.arrays.digests import Digest, digest_of
 
@@ -96,7 +97,7 @@ def by_boxes(rng, array, pieces):
     return digest.text()
 
 
-@settings(deadline=None, max_examples=250)
+@settings(deadline=None, max_examples=examples(250))
 @given(
     st.sampled_from(DTYPES),
     st.lists(st.integers(1, 9), max_size=4),
@@ -152,7 +153,7 @@ def test_scalars_and_arrays_without_elements(name):
     assert empty.text() == texts[3]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(st.integers(0, 2**32), st.integers(2, 20))
 def test_a_digest_goes_on_from_an_earlier_state(seed, pieces):
     rng = np.random.default_rng(seed)

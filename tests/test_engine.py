@@ -15,6 +15,7 @@ import pytest
 import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 from watched import Watched
 
 import reshard
@@ -182,7 +183,7 @@ def test_a_batch_larger_than_the_budget_is_read_alone(handle):
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), max_size=12), st.booleans())
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 def test_no_more_is_reserved_than_the_budget_or_one_batch(sizes, holds):
     one = Views(np.arange(8.0))
     with pytest.MonkeyPatch.context() as patch:
@@ -357,7 +358,7 @@ def decoded_by(pairs):
 
 
 @given(arrays_and_boxes())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_boxes_decode_the_union_of_their_chunks(pairs):
     union = ChunkUnion()
     added = [part for handle, box in pairs for part in union.add(chunks_of(handle, box))]
@@ -367,7 +368,7 @@ def test_boxes_decode_the_union_of_their_chunks(pairs):
 
 
 @given(arrays_and_boxes(), st.integers(0, 4000), st.integers(0, 4000))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_batches_hold_all_units_in_order(pairs, limit, more):
     units = [Unit([Read(handle, box)], 3, 5) for handle, box in pairs]
     batches = list(in_batches(units, limit, limit + more))

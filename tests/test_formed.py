@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from layouts import bits
+from sampling import examples
 from watched import Watched
 
 import reshard
@@ -382,7 +383,9 @@ def steps(draw, shapes, crops=True):
 
 
 @settings(
-    deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=examples(30),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     steps({name: (shape, dtype) for name, (shape, _, dtype) in ARRAYS.items()}),
@@ -1299,7 +1302,9 @@ def count_elements(pairs):
 
 
 @settings(
-    deadline=None, max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=examples(120),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     steps({name: (shape, "float32") for name, (shape, _) in LARGE.items()}, crops=False),
@@ -1455,7 +1460,9 @@ def test_a_restore_in_the_least_memory(large, case):
 
 
 @settings(
-    deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=examples(80),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     steps({name: (shape, "float32") for name, (shape, _) in LARGE.items()}, crops=False),

@@ -27,6 +27,7 @@ import pytest
 import tensorstore as ts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sampling import examples
 from tensorstore import ocdbt
 
 import reshard
@@ -1202,7 +1203,7 @@ def test_nothing_unpickles_or_evaluates():
     st.sampled_from([{"id": "zstd"}, None]),
     st.sampled_from([500, 100_000_000]),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_what_a_node_takes_is_bounded(values, compression, node_bytes):
     """The bound holds for genuine databases, and is not far off."""
     context = ts.Context()
@@ -1256,7 +1257,7 @@ def test_data_files_that_are_gone(tmp_path, base, instead):
 
 @given(fuzz.cases())
 @settings(
-    max_examples=100,
+    max_examples=examples(100),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -1277,7 +1278,7 @@ def conversions(tmp_path_factory):
 
 @given(fuzz_maps.cases())
 @settings(
-    max_examples=60,
+    max_examples=examples(60),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from layouts import bits
+from sampling import examples
 from watched import Watched
 
 import reshard
@@ -122,7 +123,7 @@ def cases(draw):
     return Case(shape, chunk, tuple(sizes), spec, dtype, zarr3)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 @given(
     cases(),
     st.integers(0, 1 << 30),
@@ -148,7 +149,7 @@ def test_any_chunks_into_any_shards(tmp_path_factory, case, seed, chunks, whole,
     assert bits(host) == bits(values)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 @given(
     st.lists(cases(), min_size=2, max_size=12),
     st.integers(0, 1 << 30),

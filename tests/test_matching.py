@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from layouts import DTYPES
+from sampling import examples
 
 import reshard
 from reshard.arrays.handle import ArrayHandle
@@ -76,7 +77,7 @@ def boxed(tree, draw):
     return {"value": None} if draw(st.booleans()) else None
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(TREES)
 def test_leaving_levels_out_makes_no_two_paths_equal(tree):
     paths = paths_of(tree)
@@ -90,14 +91,14 @@ def test_leaving_levels_out_makes_no_two_paths_equal(tree):
         assert [k for k in left if k != "value"] == [str(k) for k in path if k != "value"]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(TREES)
 def test_leaving_levels_out_twice_changes_nothing_more(tree):
     once = list(matching._canonical(paths_of(tree)).values())
     assert list(matching._canonical(once).values()) == once
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(TREES, st.data())
 def test_levels_put_in_are_left_out_again(tree, data):
     plain = matching._canonical(paths_of(tree))
@@ -111,28 +112,28 @@ def matched(wanted, present, **kwargs):
     return match([array(path, (3,)) for path in wanted], ckpt, **kwargs)
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(TREES, st.data())
 def test_trees_match_whatever_levels_either_has(tree, data):
     one, other = (paths_of(with_levels(tree, data.draw)) for _ in range(2))
     assert matched(one, other) == (other, [])
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(TREES, st.data())
 def test_trees_match_whatever_is_boxed_in_either(tree, data):
     one, other = (paths_of(boxed(tree, data.draw)) for _ in range(2))
     assert matched(one, other) == (other, [])
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(TREES)
 def test_a_tree_matches_itself(tree):
     paths = paths_of(tree)
     assert matched(paths, paths) == (paths, [])
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(TREES, st.data())
 def test_a_part_of_a_tree_matches_that_part(tree, data):
     paths = paths_of(tree)
@@ -141,7 +142,7 @@ def test_a_part_of_a_tree_matches_that_part(tree, data):
     assert matched(part, paths, ignore=True) == (part, [])
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(TREES, st.data())
 def test_a_part_of_a_tree_matches_that_part_of_a_boxed_tree(tree, data):
     """`value` may be the name of a module (of attention), and its siblings not wanted."""
@@ -152,7 +153,7 @@ def test_a_part_of_a_tree_matches_that_part_of_a_boxed_tree(tree, data):
     assert matched([one[i] for i in chosen], other, ignore=True) == (part, [])
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(TREES, TREES)
 def test_no_two_leaves_get_one_saved_leaf(tree, other):
     found, problems = matched(paths_of(tree), paths_of(other))
@@ -446,7 +447,7 @@ def test_renames_that_are_likely_bring_leaves_where_they_are_wanted(wanted, pres
 NAMES = st.sampled_from(["a", "b", "kernel", "x.y", "a b", "a/b", "1", 'q"', "[0]", "ab"])
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.lists(NAMES, min_size=1, max_size=4), st.lists(NAMES, min_size=1, max_size=4))
 def test_a_likely_rename_of_one_leaf_can_be_typed(one, other):
     wanted, present = [tuple(one)], [tuple(other)]

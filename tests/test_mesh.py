@@ -10,6 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
+from sampling import examples
 
 from reshard.errors import ShardingError
 from reshard.sharding import mesh as mesh_lib
@@ -340,7 +341,7 @@ def cases(draw, most_devices):
     return Case(names, tuple(sizes), tuple(map(tuple, spec)), shape)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(cases(most_devices=4096))
 def test_shard_shape_is_jax_shard_shape(case):
     ours = NamedSharding(Mesh(case.names, case.sizes), case.spec)
@@ -349,7 +350,7 @@ def test_shard_shape_is_jax_shard_shape(case):
     assert mesh_lib.spec_problems(case.shape, ours.mesh, case.spec) == []
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(
     st.lists(st.integers(0, 12), max_size=3).map(tuple),
     st.lists(
@@ -375,7 +376,7 @@ def test_without_a_named_sharding_a_shard_is_the_whole():
     assert mesh_lib.shard_shape([16, 5], NamedSharding(SAVED, (("model",),))) == (4, 5)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(cases(most_devices=8), st.randoms(use_true_random=False))
 def test_shard_owners_are_jax_devices_indices_map(case, random):
     order = list(range(math.prod(case.sizes)))

@@ -8,6 +8,7 @@ import orbax.checkpoint as ocp
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 import reshard
 from reshard.tree import format_path
@@ -236,7 +237,7 @@ def jobs(draw):
 
 
 @settings(
-    max_examples=12,
+    max_examples=examples(12),
     deadline=None,
     phases=[Phase.generate],  # to shrink takes minutes
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

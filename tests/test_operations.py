@@ -11,6 +11,7 @@ import pytest
 import tensorstore as ts
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from reshard.arrays.operations import (
     Concat,
@@ -156,7 +157,7 @@ def assert_equal(got, expected):
 # Values, shapes, inverses.
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(cases(), st.sampled_from(["float32", "bfloat16", "int8", "int4", "bool", "complex64"]))
 def test_shapes_and_views_are_those_of_numpy(case, dtype):
     rng = np.random.default_rng(math.prod(case.shapes[0]))
@@ -167,7 +168,7 @@ def test_shapes_and_views_are_those_of_numpy(case, dtype):
     assert_equal(map(read, views), expected)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(st.data())
 def test_views_of_views(data):
     """Several operations after one another, on the first of what each has made."""
@@ -184,7 +185,7 @@ def test_views_of_views(data):
         assert_equal(map(read, views), arrays)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(cases(kinds=[kind for kind in KINDS if kind != "crop"]))
 def test_the_inverse_undoes_an_operation(case):
     arrays = numbered(case.shapes)
@@ -251,7 +252,7 @@ def is_that_dimension(places, dim, size):
     return bool((places == along).all())
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(
     st.data(),
     cases(least=1, sizes=(2, 3, 4, 6), kinds=[kind for kind in KINDS if kind != "pad"]),
@@ -375,7 +376,7 @@ def assert_no_chunk_is_cut(operation, shapes, chunks):
     return grids
 
 
-@settings(deadline=None, max_examples=800)
+@settings(deadline=None, max_examples=examples(800))
 @given(st.data(), cases())
 def test_no_box_cuts_a_chunk(data, case):
     chunks = [tuple(data.draw(st.integers(1, size + 1)) for size in s) for s in case.shapes]

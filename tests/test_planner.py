@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from reshard.engine import plan as planner
 from reshard.engine import splits
@@ -139,7 +140,7 @@ def named_minimum(error):
 # Boxes
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(jobs())
 def test_boxes_are_whole_target_chunks_and_partition_the_array(job):
     array, chunks, memory = job
@@ -158,7 +159,7 @@ def test_boxes_are_whole_target_chunks_and_partition_the_array(job):
     assert starts == sorted(starts)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(jobs())
 def test_passes_are_how_often_a_source_chunk_is_read(job):
     array, chunks, memory = job
@@ -177,7 +178,7 @@ def test_passes_are_how_often_a_source_chunk_is_read(job):
     assert Plan((plan,)).chunks_read == (len(reads) if plan.moved else reads.sum())
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(jobs())
 def test_amplification_before_and_after(job):
     array, chunks, memory = job
@@ -188,7 +189,7 @@ def test_amplification_before_and_after(job):
     )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(layouts(), st.data())
 def test_read_amplification(array, data):
     chunk = tuple(data.draw(st.integers(1, size)) for size in array.shape)
@@ -205,7 +206,7 @@ def test_read_amplification_of_divisible_sizes_is_chunk_over_shard():
     assert planner.read_amplification((), (), ()) == 1.0
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(st.data(), st.lists(st.integers(1, 9), max_size=3).map(tuple))
 def test_grid_boxes_and_grid_size(data, shape):
     chunk = tuple(data.draw(st.integers(1, size + 3)) for size in shape)
@@ -229,7 +230,7 @@ def test_grid_boxes_clip_the_last_ones():
 # Chunks
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(jobs(chunks="shard"))
 def test_chunks_divide_the_shards_evenly(job):
     plan, _ = plan_within(*job)
@@ -239,7 +240,7 @@ def test_chunks_divide_the_shards_evenly(job):
         assert plan.split == math.prod(shard) // math.prod(plan.chunk)
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(jobs(chunks="keep"))
 def test_keep_leaves_the_grid(job):
     plan, _ = plan_within(*job)
@@ -248,7 +249,7 @@ def test_keep_leaves_the_grid(job):
     assert plan.passes == 1.0
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(layouts(), st.data())
 def test_a_number_bounds_the_bytes_of_a_chunk(array, data):
     nbytes = math.prod(array.shape) * array.target_itemsize
@@ -259,7 +260,7 @@ def test_a_number_bounds_the_bytes_of_a_chunk(array, data):
     assert all(b % c == 0 for b, c in zip(array.target_shard, plan.chunk, strict=True))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(layouts(), st.sampled_from(["shard", "keep"]))
 def test_with_enough_memory_one_pass_and_whole_shards(array, chunks):
     plan = plan_array(array, chunks, 1 << 60)
@@ -267,7 +268,7 @@ def test_with_enough_memory_one_pass_and_whole_shards(array, chunks):
     assert plan.chunk in (array.target_shard, array.source_chunk)
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(jobs())
 def test_chunks_that_stay_are_not_decoded(job):
     plan, _ = plan_within(*job)
@@ -415,7 +416,7 @@ def memory_of(plan, box):
     return max(count * chunk + elements * layout.read_itemsize, held) + READ_OVERHEAD
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=examples(500))
 @given(jobs())
 def test_no_box_takes_more_than_max_memory(job):
     plan, memory = plan_within(*job)
@@ -427,7 +428,7 @@ def test_no_box_takes_more_than_max_memory(job):
     assert max(charges) == counted(plan.box)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(jobs())
 def test_the_named_minimum_suffices_and_is_the_least(job):
     array, chunks, memory = job

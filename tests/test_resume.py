@@ -27,6 +27,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from layouts import bits, hashes, kept, unfinished
+from sampling import examples, few, some
 
 import reshard
 from reshard.engine.budget import WINDOW
@@ -385,7 +386,7 @@ def status_of(path):
 
 KINDS = [f"ckpt {name}" for name in (*FORMATS, "manager")] + [f"convert {name}" for name in FORMATS]
 # 50 for each command and mode.
-KILLS = {"ckpt": 10, "convert": 13}
+KILLS = {"ckpt": examples(10), "convert": examples(13)}
 
 
 def usual_seconds(start, source, out, resume):
@@ -399,7 +400,8 @@ def usual_seconds(start, source, out, resume):
     return min(taken)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled
+@pytest.mark.parametrize("kind", few(KINDS, "ckpt zarr2", "convert zarr3-files"))
 def test_killed_at_random_moments(sources, expected, start, tmp_path, kind):
     source, whole = sources(kind, "large"), expected(kind, "large")
     before = status_of(source)
@@ -418,7 +420,8 @@ def test_killed_at_random_moments(sources, expected, start, tmp_path, kind):
     assert_whole(out, whole)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled
+@pytest.mark.parametrize("kind", few(KINDS, "ckpt zarr3-files", "convert zarr2"))
 def test_killed_again_and_again_and_resumed(sources, expected, start, tmp_path, kind):
     source, whole = sources(kind, "large"), expected(kind, "large")
     before = status_of(source)
@@ -469,12 +472,14 @@ MOMENTS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["ckpt manager", "convert zarr3-files"])
 def test_killed_at_a_moment_of_interest(sources, expected, start, tmp_path, kind):
     source, whole = sources(kind, "tiny"), expected(kind, "tiny")
     out = tmp_path / "out"
     killed = 0
-    for moment in MOMENTS:
+    moments = some(MOMENTS)
+    for moment in moments:
         # Twice at the same place, unless it is done by then.
         for _ in range(2):
             status = start(source=source, out=out, resume=True, dies=moment).wait()
@@ -487,7 +492,7 @@ def test_killed_at_a_moment_of_interest(sources, expected, start, tmp_path, kind
             assert start(source=source, out=out, resume=True).wait() == 0
         assert_same(out, whole, killed=True)
         shutil.rmtree(out)
-    assert killed > len(MOMENTS) // 2
+    assert killed > len(moments) // 2
 
 
 # Stopped in this process.

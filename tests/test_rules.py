@@ -11,6 +11,7 @@ from flax.core.spmd import from_sharding_rules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from sampling import examples
 
 from reshard.errors import ShardingError
 from reshard.sharding.mesh import normalize_spec
@@ -245,7 +246,7 @@ def without_rule(names, rules):
     return [name for name in names if isinstance(name, str) and name not in known]
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(UNIQUE.map(tuple), RULES)
 def test_linen_is_logical_to_mesh_axes(names, rules):
     found = resolve_names(names, parse_rules(rules, ()), "linen", passes=False)
@@ -253,7 +254,7 @@ def test_linen_is_logical_to_mesh_axes(names, rules):
     assert found.unmatched == tuple(without_rule(names, rules))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(UNIQUE.map(tuple), RULES)
 def test_linen_names_that_are_mesh_axes_take_them_first(names, rules):
     found = resolve_names(names, parse_rules(rules, ()), "linen", passes=True)
@@ -263,7 +264,7 @@ def test_linen_names_that_are_mesh_axes_take_them_first(names, rules):
     assert found.unmatched == tuple(missing)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(UNIQUE.map(tuple), RULES)
 def test_the_rules_that_linen_used_are_the_first_ones_that_decide(names, rules):
     """The spec is made with the rules that were used, and with no fewer of the first."""
@@ -288,7 +289,7 @@ def test_the_rules_that_linen_used_are_the_first_ones_that_decide(names, rules):
         assert normalize_spec([enough[dim]]) == (found.spec[dim],)
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(ANY.map(tuple), RULES)
 def test_nnx_is_get_partition_spec(names, rules):
     found = resolve_names(names, parse_rules(rules, ()), "nnx", passes=True)
@@ -299,7 +300,7 @@ def test_nnx_is_get_partition_spec(names, rules):
     assert found.unmatched == tuple(dict.fromkeys(without_rule(names, rules)))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(ANY.map(tuple), RULES)
 def test_the_rules_that_nnx_used_are_the_last_of_each_name(names, rules):
     found = resolve_names(names, parse_rules(rules, ()), "nnx", passes=True)
@@ -307,7 +308,7 @@ def test_the_rules_that_nnx_used_are_the_last_of_each_name(names, rules):
     assert found.used == tuple(last[name] for name in names if name in last)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(ANY.map(tuple), RULES)
 def test_nnx_names_without_a_rule_may_be_replicated(names, rules):
     found = resolve_names(names, parse_rules(rules, ()), "nnx", passes=False)
@@ -316,7 +317,7 @@ def test_nnx_names_without_a_rule_may_be_replicated(names, rules):
     assert found.spec == normalize_spec(from_sharding_rules(kept, rules))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.lists(NAMES, max_size=5, unique=True).map(tuple), st.dictionaries(NAMES, AXES))
 def test_the_two_readings_agree_where_nothing_occurs_twice(names, rules):
     parsed = parse_rules(rules, ())

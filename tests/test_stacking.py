@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from sampling import examples
 
 import reshard
 from reshard.arrays.handle import ArrayHandle
@@ -1254,7 +1255,7 @@ def states(draw):
     return state, axis, form(train_state(abstract(stacked), tx))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 @given(states())
 def test_random_states_become_what_optax_has_of_stacked_layers_and_back(tmp_path_factory, case):
     """Or they are refused since adafactor would look at the layers all together."""

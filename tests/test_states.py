@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from layouts import Named
+from sampling import examples
 
 import reshard
 from reshard.restore import pytrees
@@ -277,7 +278,7 @@ def containers(inner):
     )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.recursive(LEAVES, containers, max_leaves=10))
 def test_pytrees_come_back_as_they_were(state):
     found = take_apart(state)
@@ -290,7 +291,7 @@ def test_pytrees_come_back_as_they_were(state):
         assert all(a is b for a, b in zip(jax.tree.leaves(again), leaves, strict=True))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(st.recursive(LEAVES, containers, max_leaves=10))
 def test_other_values_come_in_their_places(state):
     found = take_apart(state)

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optimizers import OPTIMIZERS, RESHAPING
+from sampling import examples
 
 import reshard
 from reshard.errors import ShardingError
@@ -609,7 +610,7 @@ def assert_target_is(make, rules, expected, shapes):
             reshard.target(make(), mesh=MESH, rules=rules)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(st.lists(LEAVES, min_size=1, max_size=3), RULE_LISTS)
 def test_any_linen_boxes_are_laid_out_as_flax_does(leaves, rules):
     shapes = [tuple(size for size, _ in leaf) for leaf in leaves]
@@ -628,7 +629,7 @@ def test_any_linen_boxes_are_laid_out_as_flax_does(leaves, rules):
     assert_target_is(make, rules, expected, shapes)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(st.lists(LEAVES, min_size=1, max_size=3), RULE_LISTS, st.booleans())
 def test_any_nnx_variables_are_laid_out_as_flax_does(leaves, rules, brought_along):
     shapes = [tuple(size for size, _ in leaf) for leaf in leaves]

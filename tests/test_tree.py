@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from reshard import tree
 from reshard.errors import TreeMismatchError
@@ -37,7 +38,7 @@ def test_format_path(path, text):
         assert tree.split_path(text) == tuple(map(str, path))
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=examples(500))
 @given(PATHS)
 @example(("/",))
 @example(('"',))
@@ -53,7 +54,7 @@ def test_splitting_undoes_formatting(path):
     assert tree.split_path(tree.format_path(path)) == tuple(map(str, path))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(PATHS)
 def test_a_printed_path_has_no_control_characters(path):
     assert not set(tree.format_path(path)) & set(map(chr, range(32)))
@@ -105,7 +106,7 @@ SMALL_PATHS = st.lists(
 ).map(tuple)
 
 
-@settings(deadline=None, max_examples=1000)
+@settings(deadline=None, max_examples=examples(1000))
 @given(st.lists(GLOB_KEYS, min_size=1, max_size=4).map(tuple), SMALL_PATHS)
 @example(("**",), ("a",))
 @example(("a", "**"), ("a",))
@@ -126,7 +127,7 @@ def test_globs_match_as_by_recursion(pattern, path):
     assert matched == glob_matches(pattern, path)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(
     st.lists(SMALL_PATHS, max_size=8, unique=True),
     st.lists(st.lists(GLOB_KEYS, min_size=1, max_size=3).map(tuple), max_size=3),
@@ -238,7 +239,7 @@ def test_rename_without_rules_is_the_identity():
     assert tree.rename_paths(paths, []) == {path: path for path in paths}
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=4).map(tuple))
 def test_rename_of_a_prefix_keeps_the_keys_below_it(keys):
     old = ("root", *keys)

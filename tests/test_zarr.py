@@ -11,6 +11,7 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import DTYPES
+from sampling import examples
 
 import reshard
 from reshard.arrays import zarr
@@ -306,7 +307,7 @@ def test_chunks_moved_below_another_axis(document, axis):
 # Keys.
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.data(), st.sampled_from(["2.", "2/", "3", "3.", "3/"]))
 def test_keys_are_those_of_tensorstore(data, kind):
     shape = tuple(data.draw(st.lists(st.integers(1, 12), max_size=3)))

@@ -101,6 +101,29 @@ class Route:
         )
 
 
+@dataclasses.dataclass
+class Part:
+    """What becomes of the model's leaves, or of the optimizer's.
+
+    Attributes:
+      steps: from the source to the target.
+      made: leaves after the steps, with their shapes.
+      dropped: leaves of the source that are dropped.
+      vanish: leaves of the source that must be zeros and have no place.
+      appear: leaves of the target that are zeros and have no source.
+      masked: leaves of the target without a value.
+      owners: the parameters that those of `dropped` are optimizer state of.
+    """
+
+    steps: list[Step]
+    made: dict[Path, Shape]
+    dropped: list[Path]
+    vanish: list[Path]
+    appear: dict[Path, tuple[Shape, np.dtype]]
+    masked: Sequence[Path] = ()
+    owners: Sequence[Path] = ()
+
+
 @dataclasses.dataclass(frozen=True)
 class Decision:
     """A conversion.

@@ -14,22 +14,17 @@ import numpy as np
 
 from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle
-from reshard.checkpoint import Checkpoint, describe
-from reshard.convert.align import Alignment, align
-from reshard.convert.answers import listed, rule_hint
+from reshard.checkpoint import Checkpoint
+from reshard.convert.align import align
+from reshard.convert.answers import listed
 from reshard.convert.by_map import by_map
-from reshard.convert.carry import Decision, route
+from reshard.convert.carry import Decision, Part, route
 from reshard.convert.contradictions import ordered
 from reshard.convert.goal import Goal
 from reshard.convert.layout import Layout
-from reshard.convert.mismatches import differences
-from reshard.convert.optimizer import (
-    Leaves,
-    followers,
-    follows_note,
-    mirrored,
-    optimizer_steps,
-)
+from reshard.convert.mirrors import Leaves, followers, mirrored, parameters_of
+from reshard.convert.objections import MODEL_HINT, Objections
+from reshard.convert.optimizer import follows_note, optimizer_steps
 from reshard.convert.outline import (
     Leaf,
     Module,
@@ -41,20 +36,15 @@ from reshard.convert.outline import (
     without,
 )
 from reshard.convert.places import Places
-from reshard.convert.saved import COLLECTIONS
 from reshard.convert.steps import Step, backwards, carried_out, origins
 from reshard.errors import TreeMismatchError
 from reshard.restore.matching import Wanted
 from reshard.tree import (
     Path,
-    format_path,
     match_globs,
-    shell_quoted,
 )
 
 _NAMES = {"nnx": "NNX", "linen": "Linen"}
-_MODEL_HINT = "--model MODULE:NAME"
-_DROPPED = "leaves it out; globs work"
 
 
 def decide(
@@ -85,29 +75,6 @@ def decide(
     return _Work(ckpt, layout, to, goal, other, left_out).decided(map_file, init)
 
 
-@dataclasses.dataclass
-class _Part:
-    """What becomes of the model's leaves, or of the optimizer's.
-
-    Attributes:
-      steps: from the source to the target.
-      made: leaves after the steps, with their shapes.
-      dropped: leaves of the source that are dropped.
-      vanish: leaves of the source that must be zeros and have no place.
-      appear: leaves of the target that are zeros and have no source.
-      masked: leaves of the target without a value.
-      owners: the parameters that those of `dropped` are optimizer state of.
-    """
-
-    steps: list[Step]
-    made: dict[Path, Shape]
-    dropped: list[Path]
-    vanish: list[Path]
-    appear: dict[Path, tuple[Shape, np.dtype]]
-    masked: Sequence[Path] = ()
-    owners: Sequence[Path] = ()
-
-
 class _Work:
     """A conversion while it is being decided: what is known, and what has been found against it."""
 
@@ -126,14 +93,11 @@ class _Work:
         self._goal = goal
         self._other = other
         self._left_out = left_out
-        self._problems: list[str] = []
-        self._hints: list[str] = []
-        self._open: set[Path] = set()
-        self._stuck = False  # the optimizer's state cannot be carried along
         self._arrays: dict[Path, ArrayHandle] = {leaf.path: leaf for leaf in ckpt.arrays}
         self._shapes = layout.shapes(ckpt)
         self._copies = self._copies_of_parameters()
         self._places = Places(layout, to, goal, bool(self._copies))
+        self._against = Objections(ckpt, layout, to, goal, other, self._copies, self._places)
 
     def decided(self, map_file: str | os.PathLike | None, init: Sequence[str]) -> Decision:
         """Decides everything, then raises what has been found, or puts it together."""
@@ -141,33 +105,30 @@ class _Work:
         followed = self._followed(initial)
         optimizer = self._optimizer(model)
         copies = self._copied(model)
-        self._check(model, optimizer, copies, {*initial, *followed})
-        if self._problems:
+        self._against.check(model, optimizer, copies, {*initial, *followed})
+        if self._against.problems:
             raise TreeMismatchError(
                 f"`{self._ckpt.source.root}` does not become the {_NAMES[self._to]} model",
-                self._problems,
-                self._hints,
+                self._against.problems,
+                self._against.hints,
             )
         return self._decision(model, optimizer, copies, initial, followed)
 
-    def _problem(self, text: str) -> None:
-        self._problems.append(text)
-
     def _model(
         self, map_file: str | os.PathLike | None, init: Sequence[str]
-    ) -> tuple[_Part, set[Path]]:
+    ) -> tuple[Part, set[Path]]:
         """What becomes of the model's leaves, and the saved paths of those that keep their initial
         value."""
         known = None if self._other is None else self._other.outline
         said = by_map(map_file, self._to, self._goal, self._shapes, known)
-        self._problems += said.problems
-        self._hints += said.hints
-        self._open |= said.strays
+        self._against.problems += said.problems
+        self._against.hints += said.hints
+        self._against.open |= said.strays
         steps, dropped, final = said.steps, said.dropped, said.final
         initial = self._initial([*said.initial, *init])
         zeros = list(said.zeros)
         if said.found is not None:
-            self._report(said.found, self._shapes)
+            self._against.undecided(said.found, self._shapes)
         elif self._goal is not None:
             touched = {path for step in steps for path in step.outputs}
             more, zeros = self._by_model(steps, final, touched, initial)
@@ -181,7 +142,7 @@ class _Work:
                 leaf = self._goal.leaf(self._goal.layout.model[path])
                 assert leaf.dtype is not None
                 appear[path] = leaf.shape, leaf.dtype
-        return _Part(steps, made, dropped, vanish, appear), initial
+        return Part(steps, made, dropped, vanish, appear), initial
 
     def _initial(self, globs: Sequence[str]) -> set[Path]:
         """Saved paths of the leaves of the target that globs name, by their path in the model or in
@@ -190,7 +151,7 @@ class _Work:
             return set()
         if self._goal is None:
             raise TreeMismatchError(
-                "only a model has initial values", [f"`{glob}`" for glob in globs], [_MODEL_HINT]
+                "only a model has initial values", [f"`{glob}`" for glob in globs], [MODEL_HINT]
             )
         names: dict[Path, Path] = {}
         for saved, leaf in self._goal.leaves.items():
@@ -210,7 +171,7 @@ class _Work:
             for path, saved in there.optimizer.items()
             if isinstance(leaf := leaves[saved], Wanted) and leaf.dtype is not None
         }
-        found = followers(self._parameters(self._goal.shapes(), self._to), state)
+        found = followers(parameters_of(self._goal.shapes(), self._to), state)
         return {
             there.optimizer[path]: owner
             for path, owner in found.items()
@@ -244,7 +205,7 @@ class _Work:
             found = ordered(said, align(target, source), goal.outline, nnx, to="linen")
             taken = {path for step in found.steps for path in step.inputs}
             steps = backwards(found.steps, {p: s for p, s in goal.shapes().items() if p in taken})
-        self._report(found, final)
+        self._against.undecided(found, final)
         return steps, list(found.must_be_zero)
 
     def _source_outline(self, said: Sequence[Step], rest: Mapping[Path, Leaf]) -> Module:
@@ -260,23 +221,7 @@ class _Work:
         kept = rest.keys() - moved.keys()
         return joined(without(known, set(self._shapes) - kept), path_outline(moved))
 
-    def _report(self, found: Alignment, leaves: Iterable[Path]) -> None:
-        """Adds what structure does not decide of leaves."""
-        self._problems += map(str, (*found.mismatches, *found.abstentions))
-        for entry in found.abstentions:
-            self._open.update(entry.linen, entry.nnx)
-        for entry in found.mismatches:
-            self._open.update((leaf.path for leaf in entry.linen), [entry.nnx.path])
-        if self._to == "nnx":
-            self._hints += [entry.hint for entry in found.abstentions if entry.hint]
-        modules = [entry for entry in found.abstentions if entry.linen[0][0] not in COLLECTIONS]
-        if modules and self._other is None:
-            api = "Linen" if self._to == "nnx" else "NNX"
-            self._hints.append(f"--source-model MODULE:NAME, the {api} model, tells the classes")
-        if found.abstentions:
-            self._hints.append(rule_hint(found.abstentions, leaves, self._to))
-
-    def _optimizer(self, model: _Part) -> _Part:
+    def _optimizer(self, model: Part) -> Part:
         """What becomes of the optimizer's leaves: they follow the model's."""
         leaves = {
             path: (self._arrays[saved].shape, self._arrays[saved].dtype)
@@ -286,19 +231,19 @@ class _Work:
         }
         there = {} if self._goal is None else self._goal.layout.optimizer
         part, problems = self._following(model, leaves, there)
-        self._problems += [f"opt_state/{text}" for text in problems]
-        self._stuck = bool(problems)
+        self._against.problems += [f"opt_state/{text}" for text in problems]
+        self._against.stuck = bool(problems)
         if problems:
-            self._hints.append("--drop GLOB with --init GLOB starts that state anew")
+            self._against.hints.append("--drop GLOB with --init GLOB starts that state anew")
         return part
 
     def _following(
         self,
-        model: _Part,
+        model: Part,
         leaves: Leaves,
         there: Mapping[Path, Path],
         beside: Collection[Path] = (),
-    ) -> tuple[_Part, Sequence[str]]:
+    ) -> tuple[Part, Sequence[str]]:
         """What becomes of leaves that follow the model's, and why they cannot.
 
         Args:
@@ -307,7 +252,7 @@ class _Work:
           there: their paths in the target -> saved paths.
           beside: as for `optimizer_steps`.
         """
-        parameters = self._parameters({**self._shapes, **self._left_out}, self._layout.api)
+        parameters = parameters_of({**self._shapes, **self._left_out}, self._layout.api)
         owners = followers(parameters, leaves)
         unused, zero = {*model.dropped, *self._left_out}, set(model.vanish)
         gone = unused | zero
@@ -327,12 +272,12 @@ class _Work:
             made = carried_out(followed.steps, arrays)
         appear = dict(followed.appear)
         if model.appear and self._goal is not None:
-            known = self._parameters(self._goal.shapes(), self._to)
+            known = parameters_of(self._goal.shapes(), self._to)
             for path, owner, _ in mirrored(known, there):
                 leaf = self._goal.leaves[there[path]]
                 if owner in model.appear and isinstance(leaf, Wanted) and leaf.dtype is not None:
                     appear[path] = leaf.shape, leaf.dtype
-        part = _Part(
+        part = Part(
             list(followed.steps),
             made,
             dropped,
@@ -346,7 +291,7 @@ class _Work:
     def _copies_of_parameters(self) -> dict[Path, Path]:
         """Of what is beside the model and the optimizer's state what is the same as parameters all
         through, like an average of them: path in the tree -> saved path."""
-        parameters = self._parameters({**self._shapes, **self._left_out}, self._layout.api)
+        parameters = parameters_of({**self._shapes, **self._left_out}, self._layout.api)
         found: dict[Path, Path] = {}
         by_key: dict[Path, dict[Path, Path]] = {}
         for path, saved in self._layout.beside.items():
@@ -359,20 +304,20 @@ class _Work:
                 found |= leaves
         return found
 
-    def _copied(self, model: _Part) -> _Part:
+    def _copied(self, model: Part) -> Part:
         """What becomes of copies of the parameters: they follow the model's leaves."""
         arrays = {path: self._arrays[saved] for path, saved in self._copies.items()}
         leaves = {path: (leaf.shape, leaf.dtype) for path, leaf in arrays.items()}
         there = {} if self._goal is None else self._goal.layout.beside
         part, problems = self._following(model, leaves, there, leaves)
-        self._problems += problems
+        self._against.problems += problems
         return part
 
-    def _has_more(self, model: _Part) -> bool:
+    def _has_more(self, model: Part) -> bool:
         """Whether the model has parameters that come from none of the source's."""
         if self._goal is None:
             return False
-        there = self._parameters(self._goal.shapes(), self._to)
+        there = parameters_of(self._goal.shapes(), self._to)
         return not there.keys() - model.made.keys() <= _random(there)
 
     def _ahead(self, there: Mapping[Path, Path], default: Path) -> Path:
@@ -382,114 +327,16 @@ class _Work:
             return ()
         if self._goal is None:
             return default
-        known = self._parameters(self._goal.shapes(), "linen")
+        known = parameters_of(self._goal.shapes(), "linen")
         found = mirrored(known, there)
         without = [path for path, owner, root in found if len(path) - len(root) < len(owner)]
         return ("params",) if without else () if found else default
 
-    def _parameters(self, shapes: Mapping[Path, Shape], api: str) -> dict[Path, Shape]:
-        """Of the model's leaves those that an optimizer may have state for."""
-        named = {p: s for p, s in shapes.items() if p[0] == "params"} if api == "linen" else {}
-        return named or dict(shapes)
-
-    def _check(self, model: _Part, optimizer: _Part, copies: _Part, initial: set[Path]) -> None:
-        """Adds what has no place, no source, or another shape or dtype. Of optimizer state that
-        follows leaves which are told already, nothing is added."""
-        lost = {path for path in model.made if self._places.model(path) is None}
-        for path in model.made:
-            if path in lost and not self._is_open(path):
-                self._lost(self._layout.model.get(path), path)
-        homeless = [path for path in optimizer.made if self._places.optimizer(path) is None]
-        told = _mirrors(homeless, self._parameters(dict.fromkeys(lost, ()), self._layout.api))
-        for path in homeless:
-            if path not in told:
-                self._lost(self._layout.optimizer.get(path), ("opt_state", *path))
-        if self._layout.step is not None and self._places.step() is None:
-            self._lost(self._layout.step, ("step",))
-        if self._layout.step is not None and self._arrays[self._layout.step].shape:
-            leaf = describe(self._arrays[self._layout.step])
-            self._problem(f"{format_path(self._layout.step)}  {leaf}: a step counter is one number")
-        for path in copies.made:
-            if self._places.beside(path) is None:
-                self._lost(self._copies.get(path), path)
-        copied = set(self._copies.values())
-        for saved in self._layout.rest:
-            if saved not in copied and isinstance(self._ckpt[saved], ArrayHandle | str):
-                self._lost(saved, saved)
-        if self._goal is None:
-            return
-        filled = {self._places.model(path) for path in (*model.made, *model.appear)}
-        filled |= {self._places.optimizer(path) for path in (*optimizer.made, *optimizer.appear)}
-        filled |= {self._places.beside(path) for path in (*copies.made, *copies.appear)}
-        step = self._places.step()
-        if step is not None and self._layout.step is not None:
-            filled.add(step[0])
-        there = self._goal.layout
-        empty = [
-            saved
-            for saved, leaf in self._goal.leaves.items()
-            if isinstance(leaf, Wanted) and self._places.prefix + saved not in filled
-        ]
-        missing = {*empty} - initial
-        unfilled = {path for path, saved in there.model.items() if saved in missing}
-        below = {path: saved for path, saved in there.optimizer.items() if saved in missing}
-        told = {below[path] for path in (below if self._stuck else _mirrors(below, unfilled))}
-        names = {saved: path for path, saved in there.model.items()}
-        spare = bool(lost or self._open)
-        for saved in empty:
-            random = saved in self._goal.random
-            shown = random or not self._is_open(names.get(saved))
-            if saved not in initial and saved not in told and shown:
-                self._empty(self._goal.leaf(saved), random, spare)
-        for saved in initial - {*empty}:
-            name = format_path(self._goal.leaf(saved).path)
-            self._problem(f"{name}: it has a source, and is to keep its initial value")
-        sides = (
-            (model, self._layout.model, self._goal.layout.model, ()),
-            (optimizer, self._layout.optimizer, self._goal.layout.optimizer, ("opt_state",)),
-            (copies, self._copies, self._goal.layout.beside, ()),
-        )
-        for part, before, after, above in sides:
-            sources = {
-                p: self._arrays[saved] for p, saved in before.items() if saved in self._arrays
-            }
-            targets = {path: self._goal.leaves[saved] for path, saved in after.items()}
-            for text, hint in differences(part.steps, part.made, sources, targets, above):
-                self._problem(text)
-                self._hints += [hint] if hint else []
-
-    def _is_open(self, path: Path | None) -> bool:
-        """Whether a leaf of the model is in what structure does not decide, which is told."""
-        if path is None:
-            return False
-        places = (path, path[1:])  # modules of Linen's are named without the collection
-        return any(place[:end] in self._open for place in places for end in range(len(place) + 1))
-
-    def _lost(self, saved: Path | None, path: Path) -> None:
-        """A leaf of the source, or what the map has made of some, has no place in the target."""
-        leaf = "" if saved is None else f"  {describe(self._ckpt[saved])}"
-        self._problem(f"{format_path(path)}{leaf}: it goes nowhere")
-        if self._goal is None and path[0] in ("opt_state", "step"):
-            self._hints.append(f"{_MODEL_HINT}, the `TrainState`, has places for an optimizer")
-        random = saved is not None and "rngs" in saved
-        if random:
-            self._hints.append("--drop '**/rngs/**' leaves the state of random numbers out")
-        elif saved is not None and not any(hint.endswith(_DROPPED) for hint in self._hints):
-            self._hints.append(f"--drop {shell_quoted(format_path(saved))} {_DROPPED}")
-
-    def _empty(self, leaf: Wanted, random: bool, spare: bool) -> None:
-        """A leaf of the target has no source. Where something of the source is still to be placed,
-        it is likely to belong there: nobody is told to reset it."""
-        self._problem(f"{format_path(leaf.path)}  {leaf}: nothing goes there")
-        if random or not spare:
-            glob = "**/rngs/**" if random and "rngs" in leaf.path else format_path(leaf.path)
-            self._hints.append(f"--init {shell_quoted(glob)} keeps the model's own initial value")
-
     def _decision(
         self,
-        model: _Part,
-        optimizer: _Part,
-        copies: _Part,
+        model: Part,
+        optimizer: Part,
+        copies: Part,
         chosen: set[Path],
         followed: Mapping[Path, Path],
     ) -> Decision:
@@ -587,9 +434,3 @@ class _Work:
 def _random(paths: Iterable[Path]) -> set[Path]:
     """The paths of random numbers' state, by its usual name: no parameters."""
     return {path for path in paths if "rngs" in path}
-
-
-def _mirrors(leaves: Iterable[Path], parameters: Iterable[Path]) -> set[Path]:
-    """The leaves of an optimizer's state that follow some of these parameters."""
-    found = mirrored(dict.fromkeys(parameters, ()), dict.fromkeys(leaves))
-    return {path for path, _, _ in found}

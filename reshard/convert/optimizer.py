@@ -1,7 +1,6 @@
 """Optimizer state goes where its parameters go: the steps for every subtree that mirrors them.
 
-No name that an optimizer gives to its state is looked for (see
-`reshard.sharding.optimizer_state`). Operations that move elements are linear, so they hold for
+Operations that move elements are linear, so they hold for
 moments as they do for parameters. Where a moment has another shape than its parameter, they are
 adapted to the axes that it has, or refused.
 """
@@ -16,10 +15,10 @@ import numpy as np
 
 from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import array_text
+from reshard.convert.mirrors import Leaves, Subtrees, mirroring_subtrees, shared_keys
 from reshard.convert.parts import adapted, second_size
 from reshard.convert.steps import Step
 from reshard.errors import TreeMismatchError
-from reshard.sharding.optimizer_state import Parameters
 from reshard.tree import Path, format_path
 
 
@@ -42,9 +41,6 @@ class OptimizerSteps:
     appear: dict[Path, tuple[Shape, np.dtype]]
     problems: tuple[str, ...]
 
-
-Leaves = Mapping[Path, tuple[Shape, np.dtype] | None]
-_Subtrees = dict[Path, dict[Path, Path]]
 
 # What adafactor has in the place of a moment that it does not keep.
 _UNUSED = (1,)
@@ -75,7 +71,7 @@ def optimizer_steps(
       others: whether there are more parameters before or after.
       beside: leaves that may be no optimizer's at all, and follow if they mirror parameters.
     """
-    subtrees, unknown = _subtrees(parameters, leaves)
+    subtrees, unknown = mirroring_subtrees(parameters, leaves)
     factoring = _factoring(subtrees, parameters, leaves)
     made = _Followed()
     near, alone = _strays(steps, parameters, leaves, subtrees)
@@ -100,43 +96,6 @@ def optimizer_steps(
     )
 
 
-def mirrored(
-    parameters: Mapping[Path, Shape], leaves: Mapping[Path, object]
-) -> list[tuple[Path, Path, Path]]:
-    """The leaves that mirror a parameter: their paths, the parameter's, and what is ahead of the
-    part that both have. A mirror has the whole path of the parameter, less at most what the paths
-    of all parameters begin with.
-
-    Where one mirror lacks the collection, none has it: all were made of the same tree. Then a
-    `params` ahead is a name of the optimizer's (the copy that `lbfgs` keeps).
-    """
-    if not leaves:  # many parameters take long
-        return []
-    known = Parameters(parameters, leaves)
-    shared = _shared(parameters)
-    found = []
-    for path in leaves:
-        owners = known.followed_by(path)
-        if len(owners) != 1:
-            continue
-        (parameter,) = owners
-        shorter = min(len(path), len(parameter))
-        pairs = zip(reversed(path), reversed(parameter), strict=False)
-        common = next((i for i, (a, b) in enumerate(pairs) if str(a) != str(b)), shorter)
-        if common >= max(len(parameter) - shared, 1):
-            found.append((path, parameter, common))
-    if any(common < len(parameter) for _, parameter, common in found):
-        found = [(p, o, min(common, len(o) - (o[0] == "params"))) for p, o, common in found]
-    return [(path, parameter, path[: len(path) - common]) for path, parameter, common in found]
-
-
-def _shared(parameters: Collection[Path]) -> int:
-    """How many keys the paths of all parameters begin with."""
-    paths = [tuple(map(str, path)) for path in parameters]
-    pairs = zip(min(paths, default=()), max(paths, default=()), strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
 def follows_note(root: Path, count: int, checked: bool = True) -> str:
     """What the user should know of leaves that are no optimizer's, and have followed parameters.
 
@@ -149,46 +108,6 @@ def follows_note(root: Path, count: int, checked: bool = True) -> str:
         f"`{format_path(root)}` follows the parameters: {count} lea{'f' if count == 1 else 'ves'}"
     )
     return text if checked else f"{text}, checked against nothing"
-
-
-def followers(parameters: Mapping[Path, Shape], leaves: Leaves) -> dict[Path, Path]:
-    """The leaves that follow a parameter -> the parameter."""
-    subtrees, _ = _subtrees(parameters, leaves)
-    return {path: own for members in subtrees.values() for own, path in members.items()}
-
-
-def _subtrees(parameters: Mapping[Path, Shape], leaves: Leaves) -> tuple[_Subtrees, _Subtrees]:
-    """The subtrees that mirror parameters, root -> parameter -> mirror; and those of which that is
-    not known.
-
-    Numbers directly below a root may only be called as parameters are, like a counter beside a
-    parameter `count`. They are of parameters if all parameters have one, or those that have a
-    moment; and of the optimizer's own if there are others beside them, or moments of others.
-    """
-    found: _Subtrees = {}
-    for path, parameter, root in mirrored(parameters, leaves):
-        found.setdefault(root, {})[parameter] = path
-    numbers = [root for root, members in found.items() if _are_numbers(root, members, leaves)]
-    known = {frozenset(members) for root, members in found.items() if root not in numbers}
-    open_: _Subtrees = {}
-    for root in numbers:
-        names = frozenset(found[root])
-        inside = sum(path[: len(root)] == root for path in leaves)
-        if inside == len(names) and (len(names) == len(parameters) or names in known):
-            continue
-        members = found.pop(root)
-        if inside == len(names) and not known:
-            open_[root] = members
-    return found, open_
-
-
-def _are_numbers(root: Path, members: Mapping[Path, Path], leaves: Leaves) -> bool:
-    """Whether leaves are scalars directly below the root; some may have no value."""
-    found = [leaves[path] for path in members.values()]
-    shapes = {None if leaf is None else leaf[0] for leaf in found}
-    return () in shapes <= {(), None} and all(
-        len(path) == len(root) + 1 for path in members.values()
-    )
 
 
 def _places(steps: Sequence[Step], parameters: Collection[Path]) -> dict[Path, Path] | None:
@@ -231,13 +150,13 @@ def _strays(
     steps: Sequence[Step],
     parameters: Mapping[Path, Shape],
     leaves: Leaves,
-    subtrees: _Subtrees,
+    subtrees: Subtrees,
 ) -> tuple[list[str], dict[Path, str]]:
     """Problems with what is near the place of a parameter that changes, and not at it: a list in
     place of a moment, or a moment that is boxed where its parameter is not. And with arrays that
     are near none, by path: they may be all moments in one vector (`optax.flatten`), which is wrong
     as soon as parameters change."""
-    shared = _shared(parameters)
+    shared = shared_keys(parameters)
     ends: dict[Path, Path] = {}
     for path in parameters:
         keys = tuple(map(str, path[min(shared, max(len(path) - 2, 1)) :]))
@@ -271,7 +190,7 @@ def _is_small(
     leaf: tuple[Shape, np.dtype],
     parameters: Mapping[Path, Shape],
     leaves: Leaves,
-    subtrees: _Subtrees,
+    subtrees: Subtrees,
 ) -> bool:
     """Whether an array that mirrors no parameter has nothing of them in their order: one element,
     the data of a PRNG key, or a number for each update of a history beside it (`lbfgs`)."""
@@ -313,7 +232,7 @@ class _Factoring(NamedTuple):
 
 
 def _factoring(
-    subtrees: _Subtrees, parameters: Mapping[Path, Shape], leaves: Leaves
+    subtrees: Subtrees, parameters: Mapping[Path, Shape], leaves: Leaves
 ) -> dict[Path, _Factoring]:
     """What is ahead of the last key of subtrees' roots -> what these tell of adafactor."""
     kinds: dict[Path, dict[Path, set[str]]] = {}

@@ -1,0 +1,173 @@
+"""What stands against a conversion, told together: what structure leaves open, what has no place,
+no source, or another shape or dtype.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from reshard.arrays.handle import ArrayHandle
+from reshard.checkpoint import Checkpoint, describe
+from reshard.convert.align import Alignment
+from reshard.convert.answers import rule_hint
+from reshard.convert.carry import Part
+from reshard.convert.goal import Goal
+from reshard.convert.layout import Layout
+from reshard.convert.mirrors import mirrored, parameters_of
+from reshard.convert.mismatches import differences
+from reshard.convert.places import Places
+from reshard.convert.saved import COLLECTIONS
+from reshard.restore.matching import Wanted
+from reshard.tree import Path, format_path, shell_quoted
+
+MODEL_HINT = "--model MODULE:NAME"
+_DROPPED = "leaves it out; globs work"
+
+
+class Objections:
+    """What stands against a conversion, with hints; empty at first.
+
+    Attributes:
+      problems: what does not fit, in words.
+      hints: what to do about it.
+      open: leaves and modules that structure does not decide.
+      stuck: whether the optimizer's state cannot be carried along.
+    """
+
+    def __init__(
+        self,
+        ckpt: Checkpoint,
+        layout: Layout,
+        to: str,
+        goal: Goal | None,
+        other: Goal | None,
+        copies: Mapping[Path, Path],
+        places: Places,
+    ):
+        self._ckpt = ckpt
+        self._layout = layout
+        self._to = to
+        self._goal = goal
+        self._other = other
+        self._copies = copies
+        self._places = places
+        self._arrays: dict[Path, ArrayHandle] = {leaf.path: leaf for leaf in ckpt.arrays}
+        self.problems: list[str] = []
+        self.hints: list[str] = []
+        self.open: set[Path] = set()
+        self.stuck = False
+
+    def undecided(self, found: Alignment, leaves: Iterable[Path]) -> None:
+        """Adds what structure does not decide of leaves."""
+        self.problems += map(str, (*found.mismatches, *found.abstentions))
+        for entry in found.abstentions:
+            self.open.update(entry.linen, entry.nnx)
+        for entry in found.mismatches:
+            self.open.update((leaf.path for leaf in entry.linen), [entry.nnx.path])
+        if self._to == "nnx":
+            self.hints += [entry.hint for entry in found.abstentions if entry.hint]
+        modules = [entry for entry in found.abstentions if entry.linen[0][0] not in COLLECTIONS]
+        if modules and self._other is None:
+            api = "Linen" if self._to == "nnx" else "NNX"
+            self.hints.append(f"--source-model MODULE:NAME, the {api} model, tells the classes")
+        if found.abstentions:
+            self.hints.append(rule_hint(found.abstentions, leaves, self._to))
+
+    def check(self, model: Part, optimizer: Part, copies: Part, initial: set[Path]) -> None:
+        """Adds what has no place, no source, or another shape or dtype. Of optimizer state that
+        follows leaves which are told already, nothing is added."""
+        lost = {path for path in model.made if self._places.model(path) is None}
+        for path in model.made:
+            if path in lost and not self._is_open(path):
+                self._lost(self._layout.model.get(path), path)
+        homeless = [path for path in optimizer.made if self._places.optimizer(path) is None]
+        told = _mirrors(homeless, parameters_of(dict.fromkeys(lost, ()), self._layout.api))
+        for path in homeless:
+            if path not in told:
+                self._lost(self._layout.optimizer.get(path), ("opt_state", *path))
+        if self._layout.step is not None and self._places.step() is None:
+            self._lost(self._layout.step, ("step",))
+        if self._layout.step is not None and self._arrays[self._layout.step].shape:
+            leaf = describe(self._arrays[self._layout.step])
+            self.problems.append(
+                f"{format_path(self._layout.step)}  {leaf}: a step counter is one number"
+            )
+        for path in copies.made:
+            if self._places.beside(path) is None:
+                self._lost(self._copies.get(path), path)
+        copied = set(self._copies.values())
+        for saved in self._layout.rest:
+            if saved not in copied and isinstance(self._ckpt[saved], ArrayHandle | str):
+                self._lost(saved, saved)
+        if self._goal is None:
+            return
+        filled = {self._places.model(path) for path in (*model.made, *model.appear)}
+        filled |= {self._places.optimizer(path) for path in (*optimizer.made, *optimizer.appear)}
+        filled |= {self._places.beside(path) for path in (*copies.made, *copies.appear)}
+        step = self._places.step()
+        if step is not None and self._layout.step is not None:
+            filled.add(step[0])
+        there = self._goal.layout
+        empty = [
+            saved
+            for saved, leaf in self._goal.leaves.items()
+            if isinstance(leaf, Wanted) and self._places.prefix + saved not in filled
+        ]
+        missing = {*empty} - initial
+        unfilled = {path for path, saved in there.model.items() if saved in missing}
+        below = {path: saved for path, saved in there.optimizer.items() if saved in missing}
+        told = {below[path] for path in (below if self.stuck else _mirrors(below, unfilled))}
+        names = {saved: path for path, saved in there.model.items()}
+        spare = bool(lost or self.open)
+        for saved in empty:
+            random = saved in self._goal.random
+            shown = random or not self._is_open(names.get(saved))
+            if saved not in initial and saved not in told and shown:
+                self._empty(self._goal.leaf(saved), random, spare)
+        for saved in initial - {*empty}:
+            name = format_path(self._goal.leaf(saved).path)
+            self.problems.append(f"{name}: it has a source, and is to keep its initial value")
+        sides = (
+            (model, self._layout.model, self._goal.layout.model, ()),
+            (optimizer, self._layout.optimizer, self._goal.layout.optimizer, ("opt_state",)),
+            (copies, self._copies, self._goal.layout.beside, ()),
+        )
+        for part, before, after, above in sides:
+            sources = {
+                p: self._arrays[saved] for p, saved in before.items() if saved in self._arrays
+            }
+            targets = {path: self._goal.leaves[saved] for path, saved in after.items()}
+            for text, hint in differences(part.steps, part.made, sources, targets, above):
+                self.problems.append(text)
+                self.hints += [hint] if hint else []
+
+    def _is_open(self, path: Path | None) -> bool:
+        """Whether a leaf of the model is in what structure does not decide, which is told."""
+        if path is None:
+            return False
+        places = (path, path[1:])  # modules of Linen's are named without the collection
+        return any(place[:end] in self.open for place in places for end in range(len(place) + 1))
+
+    def _lost(self, saved: Path | None, path: Path) -> None:
+        """A leaf of the source, or what the map has made of some, has no place in the target."""
+        leaf = "" if saved is None else f"  {describe(self._ckpt[saved])}"
+        self.problems.append(f"{format_path(path)}{leaf}: it goes nowhere")
+        if self._goal is None and path[0] in ("opt_state", "step"):
+            self.hints.append(f"{MODEL_HINT}, the `TrainState`, has places for an optimizer")
+        random = saved is not None and "rngs" in saved
+        if random:
+            self.hints.append("--drop '**/rngs/**' leaves the state of random numbers out")
+        elif saved is not None and not any(hint.endswith(_DROPPED) for hint in self.hints):
+            self.hints.append(f"--drop {shell_quoted(format_path(saved))} {_DROPPED}")
+
+    def _empty(self, leaf: Wanted, random: bool, spare: bool) -> None:
+        """A leaf of the target has no source. Where something of the source is still to be placed,
+        it is likely to belong there: nobody is told to reset it."""
+        self.problems.append(f"{format_path(leaf.path)}  {leaf}: nothing goes there")
+        if random or not spare:
+            glob = "**/rngs/**" if random and "rngs" in leaf.path else format_path(leaf.path)
+            self.hints.append(f"--init {shell_quoted(glob)} keeps the model's own initial value")
+
+
+def _mirrors(leaves: Iterable[Path], parameters: Iterable[Path]) -> set[Path]:
+    """The leaves of an optimizer's state that follow some of these parameters."""
+    found = mirrored(dict.fromkeys(parameters, ()), dict.fromkeys(leaves))
+    return {path for path, _, _ in found}

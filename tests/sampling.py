@@ -1,0 +1,54 @@
+"""What the default run takes of tests with many cases; `-m exhaustive` takes all the others."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import hypothesis
+import pytest
+
+# A test's parameters, each with its value's identity; those of one decorator are one choice.
+Choices = frozenset[tuple[str | int, ...]]
+Case = TypeVar("Case")
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
+def examples(count: int) -> int:
+    """How many examples a property test takes, of which the exhaustive run takes so many."""
+    return max(count * hypothesis.settings.default.max_examples // 100, 5)
+
+
+def some(values: Sequence[Any]) -> Sequence[Any]:
+    """Every fifth of what a test goes through in the exhaustive run."""
+    return values[:: 1 if hypothesis.settings.default.max_examples >= 100 else 5]
+
+
+def few(values: Iterable[Any], *default: Any) -> list[Any]:
+    """The values of a parameter, those that are no default ones for the exhaustive run."""
+    return [
+        value
+        if value in default
+        else pytest.param(*(value if isinstance(value, tuple) else [value]), marks=EXHAUSTIVE)
+        for value in values
+    ]
+
+
+def choices(item: pytest.Item) -> Choices:
+    """What has been chosen for the parameters of a test."""
+    values = dict(item.callspec.params)
+    found = []
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0]
+        names = names.replace(",", " ").split() if isinstance(names, str) else names
+        found.append((*names, *(id(values.pop(name, None)) for name in names)))
+    return frozenset([*found, *((name, id(value)) for name, value in values.items())])
+
+
+def covering(cases: Mapping[Case, Choices]) -> set[Case]:
+    """Few cases, in which every choice is made at least once."""
+    left = set().union(*cases.values())
+    found = set()
+    while left:
+        case = max(cases, key=lambda case: len(cases[case] & left))
+        found.add(case)
+        left -= cases[case]
+    return found
