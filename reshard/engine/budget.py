@@ -27,14 +27,14 @@ def cores() -> int:
 
 
 def room(max_memory: int) -> int:
-    """Bytes of `max_memory` that several boxes may take together; one may take it all. A quarter is
-    left for what the allocator keeps of memory that was freed."""
+    """Bytes of `max_memory` that several boxes may take together; one may take it all. A quarter
+    is left for what the allocator keeps of memory that was freed."""
     return max_memory - max_memory // 4
 
 
 def in_flight(max_memory: int, cores: int, largest: int) -> int:
     """Bytes that a job of `max_memory` bytes keeps in flight, of which one box takes `largest` at
-    most: half of them, as much as keeps every core busy, or one such box while another is written."""
+    most: half of them, as much as keeps every core busy, or such a box while another is written."""
     enough = max(min(IN_FLIGHT_PER_CORE * cores, max_memory // 2), largest + largest // 2)
     return min(room(max_memory), enough)
 
