@@ -3,13 +3,13 @@
 import collections
 import dataclasses
 import functools
-import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.sharding.mesh import Mesh, NamedSharding
 from reshard.storage.array_store import ArrayStore
+from reshard.storage.location import Location
 from reshard.tree import Path, format_path
 
 # Orbax keeps a namedtuple without fields as such where it records the types of containers.
@@ -47,7 +47,7 @@ class Source:
       described: the item had per-array metadata files (PRNG key types are in them).
     """
 
-    root: pathlib.Path
+    root: Location
     kind: str
     v1: bool
     step: str
@@ -59,7 +59,7 @@ class Source:
     described: bool
 
     @property
-    def path(self) -> pathlib.Path:
+    def path(self) -> Location:
         """What opens this very tree: the step, and the item of a step that has several."""
         step = self.root / self.step
         return step / self.item if len(self.items) > 1 else step

@@ -32,7 +32,7 @@ from sampling import examples, few, some
 import reshard
 from reshard.engine.budget import WINDOW
 from reshard.engine.read import Filled
-from reshard.storage.array_store import node_files, value_files
+from reshard.storage.ocdbt import node_files, value_files
 from reshard.units import format_bytes, parse_bytes
 from reshard.verify import verification
 from reshard.writer import journal
@@ -321,8 +321,9 @@ def assert_pruned(path):
     for ckpt in opened(path):
         if ckpt.source.store.ocdbt:
             item = ckpt.source.store.directory
-            data = [*item.glob("d/**/*"), *item.glob("ocdbt.process_*/**/*")]
-            found = {str(file.relative_to(item)) for file in data if file.is_file()}
+            top = pathlib.Path(item)
+            data = [*top.glob("d/**/*"), *top.glob("ocdbt.process_*/**/*")]
+            found = {str(file.relative_to(top)) for file in data if file.is_file()}
             assert found == node_files(item) | value_files(item)
 
 
@@ -449,7 +450,7 @@ def test_killed_again_and_again_and_resumed(sources, expected, start, tmp_path, 
 MOMENTS = [
     ("reshard.writer.siblings", "posix.copy_file", 1, True),
     ("reshard.writer.database", "posix.link", 2, False),
-    ("reshard.storage.durable", "replace", 1, False),
+    ("reshard.storage.posix", "replace", 1, False),
     ("os", "replace", 1, False),
     ("os", "replace", 1, True),
     ("os", "replace", 4, False),

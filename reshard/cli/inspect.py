@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from typing import Any
 
 import click
@@ -91,10 +90,7 @@ def _header(ckpt: Checkpoint) -> list[str]:
         "step": "a step",
         "manager": "a CheckpointManager root",
     }
-    lines = [
-        f"{os.fspath(source.root)}: {'v1, ' if source.v1 else ''}{kinds[source.kind]}, "
-        f"{source.format}"
-    ]
+    lines = [f"{source.root}: {'v1, ' if source.v1 else ''}{kinds[source.kind]}, {source.format}"]
     if source.steps:
         steps = ", ".join(map(str, source.steps))
         lines.append(f"steps: {steps}; shown: {source.step}")
@@ -140,7 +136,7 @@ def _document(ckpt: Checkpoint, leaves: list[tuple[Path, Leaf]]) -> dict[str, An
     source = ckpt.source
     arrays = [leaf for _, leaf in leaves if isinstance(leaf, ArrayHandle)]
     return {
-        "path": os.fspath(source.root),
+        "path": str(source.root),
         "kind": source.kind,
         "v1": source.v1,
         "format": source.format,

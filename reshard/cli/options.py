@@ -1,12 +1,12 @@
 """Options that several commands have."""
 
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import click
 
 from reshard.loader.detection import manager_steps
+from reshard.storage.location import parse_location
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -59,7 +59,7 @@ def places(one: str, other: str, step: int | None, item: str | None) -> tuple[Pl
 def _own(path: str, step: int | None, item: str | None) -> Place:
     if step is None and item is None:  # then nobody has to look
         return {"step": None, "item": None}
-    root = pathlib.Path(path)
+    root = parse_location(path)
     steps = manager_steps(root)
     inner = root / steps[step if step in steps else max(steps)] if steps else root
     there = item is not None and (inner / item).is_dir()

@@ -1,7 +1,6 @@
 """`reshard verify`: whether a checkpoint is whole, and what it was recorded to be."""
 
 import json
-import pathlib
 import sys
 from typing import Any
 
@@ -18,6 +17,7 @@ from reshard.errors import (
     UncommittedCheckpointError,
 )
 from reshard.loader import open as open_checkpoint
+from reshard.storage.location import parse_location
 from reshard.tree import format_path
 from reshard.verify.verification import Verification, verify
 
@@ -67,7 +67,7 @@ def command(
         _answer(path, False, [error.summary, *error.problems], as_json, quiet, str(error))
         return
     other: Checkpoint | str | None = against
-    if against is not None and not pathlib.Path(against).is_file():
+    if against is not None and not parse_location(against).is_file():
         options = flags | {"max_memory": max_memory} if asked else None
         other = _in_one_api(ckpt, open_checkpoint(against, **theirs), options)
     with output.progress_bar(quiet or as_json) as progress:

@@ -16,7 +16,7 @@ from reshard.arrays.operations import Crop
 from reshard.checkpoint import Leaf
 from reshard.convert.steps import Step, backwards
 from reshard.errors import TreeMismatchError
-from reshard.storage.array_store import checked
+from reshard.storage.location import checked
 from reshard.tree import Path, format_path
 
 Zeros = Mapping[Path, tuple[Shape, np.dtype]]

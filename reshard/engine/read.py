@@ -19,7 +19,7 @@ from reshard.arrays.boxes import Box, shape_of
 from reshard.arrays.handle import ArrayHandle
 from reshard.engine.budget import Budget, Reservation
 from reshard.errors import ReshardError
-from reshard.storage.array_store import checked
+from reshard.storage.location import checked
 from reshard.tree import format_path
 
 # Batches that are read before the consumer asks for them.

@@ -25,9 +25,9 @@ def open(
       CorruptCheckpointError: its parts contradict each other.
     """
     try:
-        location = detection.locate(path, step, item)
-        detection.check_inside(location)
-        return orbax.read(location)
+        found = detection.locate(path, step, item)
+        detection.check_inside(found)
+        return orbax.read(found)
     except ReshardError:
         raise
     except OSError as error:

@@ -25,7 +25,7 @@ from reshard.sharding.mesh import (
     parse_mesh,
     spec_problems,
 )
-from reshard.storage.array_store import first_line
+from reshard.storage.location import first_line
 
 _AXIS_TYPES = ("Auto", "Explicit", "Manual")
 

@@ -5,7 +5,6 @@ Facts about names on disk are those of orbax-checkpoint 0.4.4 to 0.12.8.
 
 import dataclasses
 import os
-import pathlib
 import re
 
 from reshard.errors import (
@@ -14,6 +13,8 @@ from reshard.errors import (
     UncommittedCheckpointError,
 )
 from reshard.loader.json_documents import read_json
+from reshard.storage.location import Location, parse_location
+from reshard.storage.ocdbt import MANIFEST
 
 TREE_FILE = "_METADATA"
 CHECKPOINT_FILE = "_CHECKPOINT_METADATA"
@@ -26,11 +27,11 @@ _NOT_TREES = ("ArrayCheckpointHandler", "RandomKeyCheckpointHandler", "JsonCheck
 
 
 @dataclasses.dataclass(frozen=True)
-class Location:
+class Item:
     """One item, and the directories around it. Fields as in `reshard.checkpoint.Source`, and
     `uncommitted`: steps of a manager's root that were never committed."""
 
-    root: pathlib.Path
+    root: Location
     kind: str
     v1: bool
     step: str
@@ -40,19 +41,14 @@ class Location:
     uncommitted: tuple[int, ...] = ()
 
     @property
-    def directory(self) -> pathlib.Path:
+    def directory(self) -> Location:
         """The item's own directory."""
         return self.root / self.step / self.item
 
 
-def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Location:
+def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
     """Finds the item to read. See `reshard.open` for the arguments and the errors."""
-    text = os.fspath(path)
-    if re.match(r"[a-z0-9]+://", text) and not text.startswith("file://"):
-        raise CheckpointFormatError(
-            f"`{text}`: only local paths are read", hints=["copy the checkpoint to a local disk"]
-        )
-    root = pathlib.Path(os.path.abspath(text.removeprefix("file://")))
+    text, root = os.fspath(path), parse_location(path)
     if not root.exists():
         raise CheckpointNotFoundError(f"there is nothing at `{text}`", hints=_siblings(root))
     if not root.is_dir():
@@ -61,7 +57,7 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Locat
     if _is_item(root):
         _refuse(text, step, item)
         kind = "standalone" if (root / CHECKPOINT_FILE).exists() else "item"
-        return Location(root, kind, False, "", "", (), ())
+        return Item(root, kind, False, "", "", (), ())
     names = _directories(root)
     steps = step_directories(root)
     if (root / CHECKPOINT_FILE).exists() or not steps:
@@ -82,26 +78,25 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Locat
     return dataclasses.replace(found, uncommitted=tuple(sorted(set(steps) - set(committed))))
 
 
-def manager_steps(root: pathlib.Path) -> dict[int, str]:
+def manager_steps(root: Location) -> dict[int, str]:
     """The steps of a manager's root, as `step_directories` has them; none of anything else."""
     if not root.is_dir() or _is_item(root) or (root / CHECKPOINT_FILE).exists():
         return {}
     return step_directories(root)
 
 
-def check_inside(location: Location) -> None:
+def check_inside(found: Item) -> None:
     """Raises CheckpointFormatError where a step or an item is a symbolic link: it may lead out of
     what was opened."""
-    source = location.root / location.step
-    for directory in (source, source / location.item):
-        if directory != location.root and directory.is_symlink():
+    for directory in (found.root / found.step, found.directory):
+        if directory != found.root and directory.is_symlink():
             raise CheckpointFormatError(
                 f"`{directory}` is a symbolic link",
-                hints=[f"open what it points to: {os.path.realpath(directory)}"],
+                hints=[f"open what it points to: {directory.resolved()}"],
             )
 
 
-def step_directories(root: pathlib.Path) -> dict[int, str]:
+def step_directories(root: Location) -> dict[int, str]:
     """Step -> name of its directory, for the steps of a manager's root, committed or not.
 
     Raises:
@@ -126,7 +121,7 @@ def step_number(name: str) -> int:
     return int(name.rpartition("_")[2])
 
 
-def _is_step(directory: pathlib.Path) -> bool:
+def _is_step(directory: Location) -> bool:
     return (
         (directory / CHECKPOINT_FILE).exists()
         or _is_item(directory)
@@ -134,14 +129,14 @@ def _is_step(directory: pathlib.Path) -> bool:
     )
 
 
-def why_not_replaceable(directory: pathlib.Path, steps: set[int] | None) -> str | None:
+def why_not_replaceable(directory: Location, steps: set[int] | None) -> str | None:
     """Why a new checkpoint may not take the place of what is in a directory; None if it may.
 
     Args:
       directory: what would be deleted.
       steps: the steps of the new checkpoint if it is a manager's root, else None.
     """
-    if not any(directory.iterdir()):
+    if not directory.names():
         return None
     if (directory / TREE_FILE).exists() or (directory / CHECKPOINT_FILE).exists():
         return None if steps is None else "it is one checkpoint, the new one a manager's root"
@@ -154,12 +149,12 @@ def why_not_replaceable(directory: pathlib.Path, steps: set[int] | None) -> str 
     return f"its steps {', '.join(map(str, lost))} would be lost" if lost else None
 
 
-def _in_step(root: pathlib.Path, step: str, steps: tuple[int, ...], item: str | None) -> Location:
+def _in_step(root: Location, step: str, steps: tuple[int, ...], item: str | None) -> Item:
     directory = root / step
     kind = "manager" if step else "step"
     if step and _is_item(directory):
         _refuse(str(directory), None, item)
-        return Location(root, kind, False, step, "", steps, ())
+        return Item(root, kind, False, step, "", steps, ())
     v1 = (directory / V1_MARKER).exists()
     items = tuple(name for name in _directories(directory) if not name.startswith("."))
     for name in items:
@@ -180,14 +175,14 @@ def _in_step(root: pathlib.Path, step: str, steps: tuple[int, ...], item: str | 
             raise CheckpointFormatError(
                 f"item '{item}' of `{directory}` holds no tree of arrays", hints=_choose(trees)
             )
-        return Location(root, kind, v1, step, item, steps, items)
+        return Item(root, kind, v1, step, item, steps, items)
     if len(trees) > 1:
         raise CheckpointNotFoundError(
             f"`{directory}` has several items", [f"{name}" for name in trees], _choose(trees)
         )
     if not trees:
         raise _unrecognised(directory, items)
-    return Location(root, kind, v1, step, trees[0], steps, items)
+    return Item(root, kind, v1, step, trees[0], steps, items)
 
 
 def _choose(trees: list[str]) -> list[str]:
@@ -205,30 +200,26 @@ def _refuse(text: str, step: int | None, item: str | None) -> None:
         )
 
 
-def _directories(directory: pathlib.Path) -> list[str]:
-    with os.scandir(directory) as entries:
-        return sorted(e.name for e in entries if e.is_dir() and TEMPORARY not in e.name)
+def _directories(directory: Location) -> list[str]:
+    return [name for name in directory.directories() if TEMPORARY not in name]
 
 
-def _is_item(directory: pathlib.Path) -> bool:
-    if (directory / TREE_FILE).exists() or (directory / "manifest.ocdbt").exists():
+def _is_item(directory: Location) -> bool:
+    if (directory / TREE_FILE).exists() or (directory / MANIFEST).exists():
         return True
     if (directory / CHECKPOINT_FILE).exists() or (directory / V1_MARKER).exists():
         return False
-    with os.scandir(directory) as entries:
-        return any(
-            (entry.name == "checkpoint" and entry.is_file())
-            or (entry.is_dir() and entry.name.startswith("ocdbt.process_"))
-            or (entry.is_dir() and _is_zarr(pathlib.Path(entry.path)))
-            for entry in entries
-        )
+    return (directory / "checkpoint").is_file() or any(
+        name.startswith("ocdbt.process_") or _is_zarr(directory / name)
+        for name in directory.directories()
+    )
 
 
-def _is_zarr(directory: pathlib.Path) -> bool:
+def _is_zarr(directory: Location) -> bool:
     return (directory / ".zarray").exists() or (directory / "zarr.json").exists()
 
 
-def is_committed(directory: pathlib.Path) -> bool:
+def is_committed(directory: Location) -> bool:
     """Whether its writer finished."""
     try:
         check_committed(directory)
@@ -237,7 +228,7 @@ def is_committed(directory: pathlib.Path) -> bool:
     return True
 
 
-def check_committed(directory: pathlib.Path) -> None:
+def check_committed(directory: Location) -> None:
     """Raises UncommittedCheckpointError for a checkpoint whose writer never finished.
 
     Orbax writes into a directory with a temporary name, and notes the time of the commit last. A
@@ -255,9 +246,9 @@ def check_committed(directory: pathlib.Path) -> None:
         ):
             reason = f"its {CHECKPOINT_FILE} has no time of a commit"
         unfinished = [
-            entry.name
-            for entry in os.scandir(directory)
-            if TEMPORARY in entry.name and (directory / CHECKPOINT_FILE).exists()
+            name
+            for name in directory.names()
+            if TEMPORARY in name and (directory / CHECKPOINT_FILE).exists()
         ]
         if unfinished:
             reason = f"its `{unfinished[0]}` was never finished"
@@ -268,8 +259,8 @@ def check_committed(directory: pathlib.Path) -> None:
         )
 
 
-def _unrecognised(directory: pathlib.Path, names: list[str] | tuple[str, ...]) -> Exception:
-    legacy = [e.name for e in os.scandir(directory) if _LEGACY_STEP.fullmatch(e.name)]
+def _unrecognised(directory: Location, names: list[str] | tuple[str, ...]) -> Exception:
+    legacy = [name for name in directory.names() if _LEGACY_STEP.fullmatch(name)]
     files = [name for name in legacy if (directory / name).is_file()]
     if files:
         return CheckpointFormatError(
@@ -277,10 +268,10 @@ def _unrecognised(directory: pathlib.Path, names: list[str] | tuple[str, ...]) -
             files,
             ["restore it with flax.training.checkpoints and save it with Orbax"],
         )
-    temporary = [e.name for e in os.scandir(directory) if TEMPORARY in e.name]
+    temporary = [name for name in directory.names() if TEMPORARY in name]
     if temporary:
         return UncommittedCheckpointError(
-            f"`{directory}` holds only checkpoints that were never committed", sorted(temporary)
+            f"`{directory}` holds only checkpoints that were never committed", temporary
         )
     unfinished = [name for name in names if not is_committed(directory / name)]
     if unfinished:
@@ -293,18 +284,16 @@ def _unrecognised(directory: pathlib.Path, names: list[str] | tuple[str, ...]) -
     )
 
 
-def _describe_file(path: pathlib.Path) -> str:
-    start = b""
-    if path.is_file():  # and not a pipe, which may never say anything
-        with path.open("rb") as file:
-            start = file.read(1)
+def _describe_file(path: Location) -> str:
+    # Not of a pipe, which may never say anything.
+    start = path.beginning(1) if path.is_file() else b""
     # A msgpack map: fixmap, map16 or map32.
     if start and (0x80 <= start[0] <= 0x8F or start[0] in (0xDE, 0xDF)):
         return "a Flax msgpack checkpoint, which is recognised but not read yet"
     return "a file, and not a checkpoint directory"
 
 
-def _siblings(path: pathlib.Path) -> list[str]:
+def _siblings(path: Location) -> list[str]:
     parent = path.parent
     while not parent.exists():
         parent = parent.parent

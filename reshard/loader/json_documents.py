@@ -6,12 +6,11 @@ deep that whoever walks it runs out of stack.
 """
 
 import json
-import pathlib
 import re
 from typing import Any
 
 from reshard.errors import CorruptCheckpointError
-from reshard.storage.array_store import read_small
+from reshard.storage.location import Location
 
 # Levels of JSON inside one another. Orbax's own documents have less than ten; what users attach to
 # a checkpoint may have more.
@@ -22,14 +21,14 @@ _MOST_DIGITS = 40
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def read_json(path: pathlib.Path) -> dict[str, Any] | None:
+def read_json(path: Location) -> dict[str, Any] | None:
     """A JSON object, or None where there is no file.
 
     Raises:
       CorruptCheckpointError: the file is not a JSON object.
       CheckpointFormatError: it is not a file.
     """
-    data = read_small(path)
+    data = path.read()
     if data is None:
         return None
     try:

@@ -7,8 +7,6 @@ orbax-checkpoint 0.4.4 to 0.12.8.
 import base64
 import dataclasses
 import functools
-import os
-import pathlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,9 +16,11 @@ from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import EMPTY_LEAVES, Checkpoint, Leaf, Source
 from reshard.errors import CheckpointFormatError, CorruptCheckpointError
 from reshard.loader.array_metadata import parse_sharding, parse_zarr
-from reshard.loader.detection import TREE_FILE, Location
+from reshard.loader.detection import TREE_FILE, Item
 from reshard.loader.json_documents import parse_json, read_json
-from reshard.storage.array_store import ArrayStore, StoredValue, name_problem, not_a_file
+from reshard.storage.array_store import ArrayStore, name_problem
+from reshard.storage.location import Location, not_a_file
+from reshard.storage.ocdbt import MANIFEST, StoredValue
 from reshard.tree import Path, format_path
 from reshard.units import format_bytes
 
@@ -29,9 +29,9 @@ _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 _MOST_KEYS = 100
 
 
-def read(location: Location) -> Checkpoint:
-    """The checkpoint at a location; see `reshard.open` for the errors."""
-    directory = location.directory
+def read(item: Item) -> Checkpoint:
+    """The checkpoint of an item; see `reshard.open` for the errors."""
+    directory = item.directory
     document = read_json(directory / TREE_FILE)
     if document is None:
         raise _without_tree(directory)
@@ -94,18 +94,18 @@ def read(location: Location) -> Checkpoint:
             f"`{directory}` is not whole: leaves of its tree cannot be found or read", problems
         )
     source = Source(
-        location.root,
-        location.kind,
-        location.v1,
-        location.step,
-        location.item,
-        location.steps,
-        location.items,
+        item.root,
+        item.kind,
+        item.v1,
+        item.step,
+        item.item,
+        item.steps,
+        item.items,
         store,
         document,
         described,
     )
-    notes = [f"step {step} was never committed and is left out" for step in location.uncommitted]
+    notes = [f"step {step} was never committed and is left out" for step in item.uncommitted]
     return Checkpoint(leaves, source, tuple(notes))
 
 
@@ -114,9 +114,9 @@ def _below(node: Any, key: str) -> Any:
     return node.get(key) if isinstance(node, dict) else None
 
 
-def _without_tree(directory: pathlib.Path) -> Exception:
+def _without_tree(directory: Location) -> Exception:
     legacy = directory / "checkpoint"
-    if legacy.is_file() and b"PLACEHOLDER://" in _start(legacy):
+    if legacy.is_file() and b"PLACEHOLDER://" in legacy.beginning(1 << 20):
         return CheckpointFormatError(
             f"`{directory}` was written by Orbax 0.2 (no {TREE_FILE}; its tree is the msgpack file "
             "`checkpoint`), which is recognised but not read yet",
@@ -131,20 +131,15 @@ def _without_tree(directory: pathlib.Path) -> Exception:
     return CorruptCheckpointError(f"`{directory}` has no {TREE_FILE}: it was half written")
 
 
-def _start(file: pathlib.Path) -> bytes:
-    with file.open("rb") as opened:
-        return opened.read(1 << 20)
-
-
-def _array_store(directory: pathlib.Path, document: dict[str, Any]) -> ArrayStore:
+def _array_store(directory: Location, document: dict[str, Any]) -> ArrayStore:
     parts: tuple[str, ...] = ()
-    if (directory / "manifest.ocdbt").exists():
+    if (directory / MANIFEST).exists():
         parts = ("",)
     else:
-        names = (e.name for e in os.scandir(directory) if e.name.startswith("ocdbt.process_"))
-        parts = tuple(sorted(n for n in names if (directory / n / "manifest.ocdbt").exists()))
+        names = (name for name in directory.names() if name.startswith("ocdbt.process_"))
+        parts = tuple(name for name in names if (directory / name / MANIFEST).exists())
         merged = directory / "d"
-        if parts and merged.is_dir() and any(merged.iterdir()):
+        if parts and merged.is_dir() and merged.names():
             raise CorruptCheckpointError(
                 f"`{directory}` has no manifest.ocdbt, and `{merged}` holds what it led to: the "
                 "databases of its processes were merged, and the merged one has lost its manifest"
@@ -153,12 +148,12 @@ def _array_store(directory: pathlib.Path, document: dict[str, Any]) -> ArrayStor
     return ArrayStore(directory, parts, bool(document.get("use_zarr3", False)), fills)
 
 
-def _array_metadatas(directory: pathlib.Path) -> tuple[bool, dict[str, str]]:
+def _array_metadatas(directory: Location) -> tuple[bool, dict[str, str]]:
     """Whether there are any, and the PRNG implementation by name of the array."""
     folder = directory / "array_metadatas"
     if folder.is_symlink():
         raise not_a_file(folder)
-    names = sorted(e.name for e in os.scandir(folder)) if folder.is_dir() else []
+    names = folder.names() if folder.is_dir() else []
     impls = {}
     for name in names:
         document = read_json(folder / name) or {}
@@ -175,7 +170,7 @@ def _array_metadatas(directory: pathlib.Path) -> tuple[bool, dict[str, str]]:
     return bool(names), impls
 
 
-def _parse_entry(entry: Any, directory: pathlib.Path) -> tuple[Path, str, bool]:
+def _parse_entry(entry: Any, directory: Location) -> tuple[Path, str, bool]:
     try:
         path = tuple(_parse_key(key["key"], key["key_type"]) for key in entry["key_metadata"])
         value = entry["value_metadata"]
@@ -197,7 +192,7 @@ def _parse_key(key: Any, key_type: Any) -> str | int:
     return position
 
 
-def _check_tree(paths: Iterable[Path], directory: pathlib.Path) -> None:
+def _check_tree(paths: Iterable[Path], directory: Location) -> None:
     """Raises CorruptCheckpointError unless the paths are those of the leaves of one tree."""
     containers: dict[tuple[str, ...], Path] = {}
     seen: dict[tuple[str, ...], Path] = {}
@@ -226,7 +221,7 @@ def _check_tree(paths: Iterable[Path], directory: pathlib.Path) -> None:
         raise CorruptCheckpointError(f"`{directory / TREE_FILE}` describes no tree", problems)
 
 
-def _check_container_types(document: dict[str, Any], directory: pathlib.Path) -> None:
+def _check_container_types(document: dict[str, Any], directory: Location) -> None:
     """The record of container types is a JSON document of its own, inside a string."""
     record = document.get("value_metadata_tree")
     try:

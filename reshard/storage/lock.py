@@ -12,7 +12,6 @@ look at it again before it commits, and must never write where the next owner wr
 import contextlib
 import json
 import os
-import pathlib
 import platform
 import secrets
 import threading
@@ -20,11 +19,12 @@ import time
 from typing import Any
 
 from reshard.errors import DestinationError
+from reshard.storage.location import Location
+from reshard.storage.posix import LockFile, kernel_text
 
 # How often an owner changes its lock; and how long it must not have changed to be free.
 BEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0
-_MOST_BYTES = 4096
 
 
 class Lock:
@@ -42,7 +42,7 @@ class Lock:
       FileNotFoundError: the directory is gone.
     """
 
-    def __init__(self, path: pathlib.Path, subject: pathlib.Path):
+    def __init__(self, path: Location, subject: Location):
         self.token = secrets.token_hex(8)
         self._subject = subject
         self._file = LockFile(path)
@@ -89,7 +89,7 @@ class Lock:
         return json.dumps({**self._owner, "beat": f"{self._beats:012}"}).encode()
 
 
-def _wait_until_free(file: "LockFile", content: bytes, subject: pathlib.Path) -> None:
+def _wait_until_free(file: LockFile, content: bytes, subject: Location) -> None:
     """Creates the file, or raises DestinationError as soon as it is seen that its owner lives."""
     first, since = None, 0.0
     while not file.create(content):
@@ -109,64 +109,6 @@ def _wait_until_free(file: "LockFile", content: bytes, subject: pathlib.Path) ->
             first = None
         else:
             time.sleep(BEAT_SECONDS / 4)
-
-
-class LockFile:
-    """What the lock asks of a file system: to create if absent, to read, to overwrite one's own,
-    and to remove what has not changed since it was read. A bucket has all of it in conditional
-    writes."""
-
-    def __init__(self, path: pathlib.Path):
-        self._path = path
-        self._descriptor = -1
-
-    def create(self, data: bytes) -> bool:
-        """Creates the file, which is then one's own; False where there is one."""
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW
-        try:
-            self._descriptor = os.open(self._path, flags, 0o644)
-        except FileExistsError:
-            return False
-        try:
-            self.write(data)
-        except OSError:
-            self.close()
-            self._path.unlink(missing_ok=True)
-            raise
-        return True
-
-    def write(self, data: bytes) -> None:
-        """Overwrites the file that was created, whatever has its name now."""
-        os.pwrite(self._descriptor, data, 0)
-        os.close(os.dup(self._descriptor))  # NFS sends it to the server when a descriptor is closed
-
-    def read(self) -> bytes | None:
-        """Its content; None where there is none."""
-        try:
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-            descriptor = os.open(self._path, flags)
-        except FileNotFoundError:
-            return None
-        try:
-            return os.read(descriptor, _MOST_BYTES)
-        finally:
-            os.close(descriptor)
-
-    def remove(self, seen: bytes) -> None:
-        """Removes the file if its content is what was read."""
-        aside = self._path.with_name(f"{self._path.name}.{secrets.token_hex(8)}")
-        try:
-            os.rename(self._path, aside)
-        except FileNotFoundError:
-            return
-        if LockFile(aside).read() != seen:  # a new owner's
-            with contextlib.suppress(OSError):
-                os.link(aside, self._path, follow_symlinks=False)
-        aside.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Gives up the file that was created."""
-        os.close(self._descriptor)
 
 
 def _parsed(content: bytes) -> dict[str, Any] | None:
@@ -191,11 +133,8 @@ def _machine() -> str:
 
     Not the name of the host: containers on different machines may have the same.
     """
-    try:
-        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
+    boot, ids = kernel_text("sys/kernel/random/boot_id"), kernel_text("self/ns/pid")
+    return f"{boot.strip()} {ids}" if boot and ids else ""
 
 
 def _has_ended(pid: int, started: str) -> bool:
@@ -212,9 +151,5 @@ def _has_ended(pid: int, started: str) -> bool:
 
 def _started(pid: int) -> str:
     """When a process was started, in ticks since boot; empty if unknown."""
-    try:
-        text = pathlib.Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return ""
-    fields = text.rpartition(")")[2].split()
-    return "ended" if fields[0] in "ZX" else fields[19]
+    fields = kernel_text(f"{pid}/stat").rpartition(")")[2].split()
+    return "" if not fields else "ended" if fields[0] in "ZX" else fields[19]

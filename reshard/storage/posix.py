@@ -1,58 +1,306 @@
-"""What only a local disk has: hard links, sync, copies of files. Nothing else may use them."""
+"""Files of a local disk: the only module that touches them; and what no bucket has: links, renames,
+sync, directories.
+
+What only Linux has is used where it is there: elsewhere, work is slower and no less durable.
+"""
 
 import contextlib
 import ctypes
 import errno
+import fcntl
 import hashlib
 import os
-import pathlib
+import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
-from reshard.errors import (
-    CheckpointFormatError,
-)
-from reshard.storage.array_store import not_a_file
+AnyPath = str | os.PathLike[str]
 
-# Directories inside one another that are copied: deleting more could run out of stack.
-_MOST_LEVELS = 100
 # Bytes that are copied at once.
 _BLOCK = 1 << 18
+# Bytes of a lock file that are read.
+_MAX_LOCK_BYTES = 4096
 # Flags of sync_file_range.
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+is_symlink, absolute, real = os.path.islink, os.path.abspath, os.path.realpath
 
 
-def same_filesystem(source: pathlib.Path, destination: pathlib.Path) -> bool:
+class Entry(NamedTuple):
+    """What has a name on a disk; a symbolic link is itself, not what it points to.
+
+    Attributes:
+      path: its path, below where the walk began.
+      is_file: it is a file.
+      is_dir: it is a directory; what is neither is a link, a pipe or the like.
+      nbytes: bytes of a file.
+      modified: when it was last changed, in nanoseconds.
+      file: the same for all names of one file: device and inode.
+      links: how many names it has.
+      allocated: bytes that it takes on the disk.
+    """
+
+    path: str
+    is_file: bool
+    is_dir: bool
+    nbytes: int
+    modified: int
+    file: tuple[int, int]
+    links: int
+    allocated: int
+
+
+def _entry(path: str, found: os.stat_result) -> Entry:
+    return Entry(
+        path,
+        stat.S_ISREG(found.st_mode),
+        stat.S_ISDIR(found.st_mode),
+        found.st_size,
+        found.st_mtime_ns,
+        (found.st_dev, found.st_ino),
+        found.st_nlink,
+        found.st_blocks * 512,
+    )
+
+
+def entry(path: AnyPath) -> Entry | None:
+    """What has a name; None where nothing has."""
+    try:
+        return _entry("", os.lstat(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def exists(path: AnyPath) -> bool:
+    """Whether there is something; of a symbolic link, what it points to."""
+    return _mode(path) is not None
+
+
+def is_file(path: AnyPath) -> bool:
+    """Whether there is a file, or a symbolic link to one."""
+    return stat.S_ISREG(_mode(path) or 0)
+
+
+def is_dir(path: AnyPath) -> bool:
+    """Whether there is a directory, or a symbolic link to one."""
+    return stat.S_ISDIR(_mode(path) or 0)
+
+
+def _mode(path: AnyPath) -> int | None:
+    """None where nothing is. What may not be looked at is an error, and not nothing."""
+    try:
+        return os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return None
+        raise
+
+
+def names(directory: AnyPath) -> list[str]:
+    """Names in a directory, in order."""
+    return sorted(os.listdir(directory))
+
+
+def directories(directory: AnyPath) -> list[str]:
+    """Names of directories in a directory, in order; links to some are among them."""
+    with os.scandir(directory) as found:
+        return sorted(each.name for each in found if each.is_dir())
+
+
+def walk(top: AnyPath) -> Iterator[Entry]:
+    """All that is below a directory, each directory before what is in it, in order. Nothing is
+    followed, and what vanishes meanwhile is left out. Not recursive: directories may be nested
+    deeper than Python's stack."""
+    left = [("", None)]
+    while left:
+        path, found = left.pop()
+        if found is not None:
+            yield found
+        if found is None or found.is_dir:
+            prefix = path and f"{path}/"
+            inside = []
+            with (
+                contextlib.suppress(FileNotFoundError, NotADirectoryError),
+                os.scandir(os.path.join(top, path)) as each,
+            ):
+                for one in each:
+                    with contextlib.suppress(FileNotFoundError):
+                        name = prefix + one.name
+                        inside.append((name, _entry(name, one.stat(follow_symlinks=False))))
+            left += sorted(inside, reverse=True)
+
+
+def beginning(path: AnyPath, nbytes: int) -> bytes:
+    """The first bytes of a file."""
+    with open(path, "rb") as file:
+        return file.read(nbytes)
+
+
+def copy_file(
+    source: AnyPath,
+    destination: AnyPath | None,
+    report: Callable[[int], None] = lambda nbytes: None,
+) -> str:
+    """Copies a file, or only reads it if there is no destination; the SHA-256 of what was read.
+
+    Whatever is at the destination is replaced, and not written to: it may be a link to the source.
+    """
+    found = hashlib.sha256()
+    with contextlib.ExitStack() as stack:
+        reader = stack.enter_context(open(os.open(source, os.O_RDONLY | os.O_NOFOLLOW), "rb"))
+        writer = None
+        if destination is not None:
+            _unlink(destination)
+            writer = stack.enter_context(open(destination, "xb"))
+        while block := reader.read(_BLOCK):
+            found.update(block)
+            if writer is not None:
+                writer.write(block)
+            report(len(block))
+    return found.hexdigest()
+
+
+def write(path: AnyPath, data: bytes, durable: bool = False) -> None:
+    """Writes a file, in the place of what is there: nothing is written through a link or into a
+    pipe of others. If it is to be durable, it is on the disk when the call returns."""
+    _unlink(path)
+    with open(path, "xb") as file:
+        file.write(data)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    if durable:
+        sync_directory(os.path.dirname(path))
+
+
+def replace(path: AnyPath, data: bytes, temporary: AnyPath) -> None:
+    """Writes a durable file that is there whole or not at all, by way of another one beside it."""
+    try:
+        write(temporary, data, durable=True)
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+    sync_directory(os.path.dirname(path))
+
+
+def make_directories(path: AnyPath) -> None:
+    """Makes a directory and those above it, where they are not there."""
+    os.makedirs(path, exist_ok=True)
+
+
+def remove(path: AnyPath) -> bool:
+    """Deletes a file or a tree; several times if need be, for a write in flight may land while it
+    is walked. Whether nothing is left."""
+    for _ in range(3):
+        if is_dir(path) and not is_symlink(path):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        if not os.path.lexists(path):
+            return True
+    return False
+
+
+def rename(path: AnyPath, new: AnyPath) -> None:
+    """Gives a file or a directory another name."""
+    os.rename(path, new)
+
+
+def remove_empty(directory: AnyPath) -> None:
+    """Deletes a directory, if it is empty."""
+    with contextlib.suppress(OSError):
+        os.rmdir(directory)
+
+
+def remove_tree(path: AnyPath) -> None:
+    """Deletes a tree; raises OSError where it cannot."""
+    shutil.rmtree(path)
+
+
+def remove_file(path: AnyPath) -> None:
+    """Deletes a file, if it is there."""
+    _unlink(path)
+
+
+def _unlink(path: AnyPath) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def remove_locks(directory: AnyPath) -> None:
+    """Deletes what TensorStore had begun to write when it was killed."""
+    for found in walk(directory):
+        if found.is_file and found.path.endswith(".__lock"):
+            os.unlink(os.path.join(directory, found.path))
+
+
+def own_bytes(directory: AnyPath) -> int:
+    """Bytes that would be free without a directory."""
+    return sum(found.allocated for found in walk(directory) if found.links == 1)
+
+
+def link(source: AnyPath, destination: AnyPath) -> bool:
+    """A second name for an immutable file; False where the file system or its owner forbids it."""
+    make_directories(os.path.dirname(destination))
+    try:
+        os.link(source, destination, follow_symlinks=False)
+    except FileExistsError:  # from an earlier run of the same job
+        os.unlink(destination)
+        return link(source, destination)
+    except OSError as error:
+        if error.errno in (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP):
+            return False
+        raise
+    return True
+
+
+def device(destination: AnyPath) -> int:
+    """The file system that a destination is on, or will be."""
+    return os.stat(_there(destination)).st_dev
+
+
+def same_filesystem(source: AnyPath, destination: AnyPath) -> bool:
     """Whether hard links from one to the other can be tried."""
     return os.stat(source).st_dev == device(destination)
 
 
-def device(destination: pathlib.Path) -> int:
-    """The file system that a destination is on, or will be."""
-    return os.stat(existing_parent(destination)).st_dev
+def free_bytes(destination: AnyPath) -> int:
+    """Bytes that are free on the file system of a destination."""
+    return shutil.disk_usage(_there(destination)).free
 
 
-def remove(path: pathlib.Path) -> None:
-    """Deletes a file or a tree; twice if need be, for a write in flight may land while it is
-    walked."""
-    for _ in range(3):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):
-                path.unlink()
-        if not os.path.lexists(path):
-            return
+def _there(path: AnyPath) -> str:
+    """The nearest directory above a path that is there."""
+    above = os.path.dirname(path)
+    return above if exists(above) else _there(above)
 
 
-def sync(directory: pathlib.Path) -> None:
+def sync(directory: AnyPath) -> None:
     """Makes everything below `directory` durable: one call for its file system."""
+    if not hasattr(_LIBC, "syncfs"):
+        os.sync()
+        return
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        if ctypes.CDLL(None, use_errno=True).syncfs(descriptor):
+        if _LIBC.syncfs(descriptor):
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code), str(directory))
+    finally:
+        os.close(descriptor)
+
+
+def sync_directory(directory: AnyPath) -> None:
+    """Makes the names in a directory durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -66,23 +314,22 @@ class Writeback:
     the disk has it, to be used for the next ones. Makes nothing durable by itself; see `sync`.
     """
 
-    def __init__(self, directory: pathlib.Path):
+    def __init__(self, directory: AnyPath):
         self._directory = directory
         self._seen: set[str] = set()
         self._started: list[int] = []
-        self._libc = ctypes.CDLL(None)
 
     def advance(self) -> None:
         """Finishes with the files that the last call started on, and starts on new ones."""
         self.finish()
-        if not hasattr(self._libc, "sync_file_range") or not self._directory.exists():
+        if not hasattr(_LIBC, "sync_file_range") or not exists(self._directory):
             return
-        for entry in os.scandir(self._directory):
-            if entry.name in self._seen:
+        for found in os.scandir(self._directory):
+            if found.name in self._seen:
                 continue
-            self._seen.add(entry.name)
+            self._seen.add(found.name)
             with contextlib.suppress(FileNotFoundError):  # a lock file, gone with its writer
-                descriptor = os.open(entry.path, os.O_RDONLY)
+                descriptor = os.open(found.path, os.O_RDONLY)
                 self._call(descriptor, _WRITE)
                 self._started.append(descriptor)
 
@@ -91,89 +338,97 @@ class Writeback:
         while self._started:
             descriptor = self._started.pop()
             self._call(descriptor, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
 
     def _call(self, descriptor: int, flags: int) -> None:
         whole = ctypes.c_int64(0)
-        self._libc.sync_file_range(descriptor, whole, whole, flags)
+        _LIBC.sync_file_range(descriptor, whole, whole, flags)
 
 
-def link(source: pathlib.Path, destination: pathlib.Path) -> bool:
-    """A second name for an immutable file; False where the file system or its owner forbids it."""
-    destination.parent.mkdir(parents=True, exist_ok=True)
+@contextlib.contextmanager
+def locked_directory(directory: AnyPath) -> Iterator[bool]:
+    """Whether there is a directory, while no other process of this host has a lock on it.
+
+    Raises:
+      BlockingIOError: another one has.
+    """
     try:
-        os.link(source, destination, follow_symlinks=False)
-    except FileExistsError:  # from an earlier run of the same job
-        destination.unlink()
-        return link(source, destination)
-    except OSError as error:
-        if error.errno in (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP):
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except (FileNotFoundError, NotADirectoryError):
+        yield False
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield True
+    finally:
+        os.close(descriptor)
+
+
+def kernel_text(name: str) -> str:
+    """What Linux tells in a file or a link below `/proc`; empty where it does not."""
+    try:
+        if is_symlink(f"/proc/{name}"):
+            return os.readlink(f"/proc/{name}")
+        with open(f"/proc/{name}", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+class LockFile:
+    """What the lock asks of a file system: to create if absent, to read, to overwrite one's own,
+    and to remove what has not changed since it was read. A bucket has all of it in conditional
+    writes."""
+
+    def __init__(self, path: AnyPath):
+        self._path = os.fspath(path)
+        self._descriptor = -1
+
+    def create(self, data: bytes) -> bool:
+        """Creates the file, which is then one's own; False where there is one."""
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW
+        try:
+            self._descriptor = os.open(self._path, flags, 0o644)
+        except FileExistsError:
             return False
-        raise
-    return True
+        try:
+            self.write(data)
+        except OSError:
+            self.close()
+            _unlink(self._path)
+            raise
+        return True
 
+    def write(self, data: bytes) -> None:
+        """Overwrites the file that was created, whatever has its name now."""
+        os.pwrite(self._descriptor, data, 0)
+        os.close(os.dup(self._descriptor))  # NFS sends it to the server when a descriptor is closed
 
-def remove_locks(directory: pathlib.Path) -> None:
-    """Deletes what TensorStore had begun to write when it was killed."""
-    for path in directory.rglob("*.__lock"):
-        if path.is_file():
-            path.unlink()
+    def read(self) -> bytes | None:
+        """Its content; None where there is none."""
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return None
+        try:
+            return os.read(descriptor, _MAX_LOCK_BYTES)
+        finally:
+            os.close(descriptor)
 
+    def remove(self, seen: bytes) -> None:
+        """Removes the file if its content is what was read."""
+        aside = f"{self._path}.{secrets.token_hex(8)}"
+        try:
+            os.rename(self._path, aside)
+        except FileNotFoundError:
+            return
+        if LockFile(aside).read() != seen:  # a new owner's
+            with contextlib.suppress(OSError):
+                os.link(aside, self._path, follow_symlinks=False)
+        _unlink(aside)
 
-def copy_file(
-    source: pathlib.Path,
-    destination: pathlib.Path | None,
-    report: Callable[[int], None] = lambda nbytes: None,
-) -> str:
-    """Copies a file, or only reads it if there is no destination; the SHA-256 of what was read.
-
-    Whatever is at the destination is replaced, and not written to: it may be a link to the source.
-    """
-    found = hashlib.sha256()
-    with contextlib.ExitStack() as stack:
-        reader = stack.enter_context(open(os.open(source, os.O_RDONLY | os.O_NOFOLLOW), "rb"))
-        writer = None
-        if destination is not None:
-            destination.unlink(missing_ok=True)
-            writer = stack.enter_context(open(destination, "xb"))
-        while block := reader.read(_BLOCK):
-            found.update(block)
-            if writer is not None:
-                writer.write(block)
-            report(len(block))
-    return found.hexdigest()
-
-
-def tree_bytes(path: pathlib.Path) -> int:
-    """Bytes of a file, or of all files below a directory.
-
-    Raises:
-      CheckpointFormatError: as `walk`.
-    """
-    return sum(found.st_size for _, found in walk(path) if stat.S_ISREG(found.st_mode))
-
-
-def walk(source: pathlib.Path) -> Iterator[tuple[str, os.stat_result]]:
-    """A file; or a directory and all that is below it, each directory before what is in it.
-
-    Raises:
-      CheckpointFormatError: there is something else than files and directories in it, or they are
-        nested too deep.
-    """
-    paths = [(str(source), 0)]
-    while paths:
-        path, level = paths.pop()
-        if level > _MOST_LEVELS:
-            raise CheckpointFormatError(f"directories below `{source}` are nested too deep")
-        found = os.lstat(path)
-        if stat.S_ISDIR(found.st_mode):
-            names = sorted(os.listdir(path))
-            paths += [(os.path.join(path, name), level + 1) for name in names]
-        elif not stat.S_ISREG(found.st_mode):
-            raise not_a_file(path)
-        yield path, found
-
-
-def existing_parent(path: pathlib.Path) -> pathlib.Path:
-    return next(parent for parent in path.parents if parent.exists())
+    def close(self) -> None:
+        """Gives up the file that was created."""
+        os.close(self._descriptor)

@@ -121,7 +121,7 @@ def diff(
 def _name(ckpt: Checkpoint) -> str:
     source = ckpt.source
     item = f", item {source.item}" if len(source.items) > 1 else ""
-    return os.path.join(source.root, source.step).rstrip(os.sep) + item
+    return f"{source.root / source.step}{item}"
 
 
 def _selected(

@@ -1,13 +1,13 @@
 """What is known of the contents of the leaves of two checkpoints: by digests on record, or read."""
 
 import dataclasses
-import pathlib
 from collections.abc import Callable, Hashable, Mapping
 
 from reshard.arrays.digests import Digest
 from reshard.arrays.handle import ArrayHandle, collision_error
 from reshard.checkpoint import Leaf
 from reshard.errors import CorruptCheckpointError, ReshardError
+from reshard.storage.location import Location
 from reshard.tree import Path
 from reshard.verify.differences import Difference
 from reshard.verify.digest_record import FILE, Record, read_record
@@ -164,7 +164,7 @@ class _Records:
     """The records beside arrays, each read once."""
 
     def __init__(self) -> None:
-        self._read: dict[pathlib.Path, Record | None] = {}
+        self._read: dict[Location, Record | None] = {}
 
     def digest(self, handle: ArrayHandle) -> str | None:
         """The digest on record of an array as it is read; None if there is none."""

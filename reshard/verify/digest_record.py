@@ -14,10 +14,8 @@ the item's own directory, and under `beside` those of the step around it.
 import dataclasses
 import hashlib
 import json
-import os
-import pathlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -26,7 +24,9 @@ from reshard.arrays.handle import array_text, stored_name
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CorruptCheckpointError
 from reshard.loader.json_documents import unique_keys
-from reshard.storage.array_store import ArrayStore, read_small
+from reshard.storage.array_store import ArrayStore
+from reshard.storage.location import Location
+from reshard.storage.ocdbt import MANIFEST
 from reshard.tree import shell_quoted
 
 FILE = "reshard_digests.json"
@@ -75,12 +75,12 @@ class Record:
         return json.dumps({"version": _VERSION, "arrays": arrays, **hashes}).encode()
 
 
-def forget_hint(path: pathlib.Path) -> str:
+def forget_hint(path: Location) -> str:
     """What to type where what is on record is not to count any more."""
     return f"rm {shell_quoted(str(path))} forgets what was recorded"
 
 
-def read_record(path: pathlib.Path, hint: str = "") -> Record | None:
+def read_record(path: Location, hint: str = "") -> Record | None:
     """The record in a file, or None where there is none.
 
     Args:
@@ -90,7 +90,7 @@ def read_record(path: pathlib.Path, hint: str = "") -> Record | None:
     Raises:
       CorruptCheckpointError: it is no such record.
     """
-    data = read_small(path)
+    data = path.read()
     if data is None:
         return None
     try:
@@ -138,7 +138,7 @@ def _hash(text: Any) -> str:
 
 def record_of(
     ckpt: Checkpoint,
-    directory: pathlib.Path,
+    directory: Location,
     arrays: Mapping[str, ArrayRecord],
     hashes: Mapping[str, str] = MappingProxyType({}),
 ) -> Record:
@@ -155,8 +155,8 @@ def record_of(
     step = directory / source.step
     item = step / source.item
 
-    def hash_of(file: pathlib.Path) -> str:
-        return hashes.get(os.path.relpath(file, directory)) or file_hash(file)
+    def hash_of(file: Location) -> str:
+        return hashes.get(file.below(directory) or "") or file.sha256()
 
     files = _hashes_below(item, _is_array_file(source.store, arrays), hash_of)
     beside = {}
@@ -174,7 +174,7 @@ def text_hash(text: str) -> str:
 
 def _is_array_file(store: ArrayStore, names: Iterable[str]) -> Callable[[str], bool]:
     """Whether a file below an item's directory holds bytes of arrays, or the B-tree of them."""
-    own = {"d", "manifest.ocdbt"}
+    own = {"d", MANIFEST}
     if not store.ocdbt:
         own = {name.partition("/")[0] for name in (*names, *store.values)}
 
@@ -186,30 +186,13 @@ def _is_array_file(store: ArrayStore, names: Iterable[str]) -> Callable[[str], b
 
 
 def _hashes_below(
-    directory: pathlib.Path, skip: Callable[[str], bool], hash_of: Callable[[pathlib.Path], str]
+    directory: Location, skip: Callable[[str], bool], hash_of: Callable[[Location], str]
 ) -> dict[str, str]:
-    return {path: hash_of(directory / path) for path in _files(directory) if not skip(path)}
-
-
-def _files(directory: pathlib.Path) -> Iterator[str]:
-    """Files below a directory, in order, less those that are never recorded. Not recursive: folders
-    may be nested deeper than Python's stack."""
-    left = [("", True)]
-    while left:
-        path, is_folder = left.pop()
-        if not is_folder:
-            yield path
-            continue
-        with os.scandir(directory / path) as entries:
-            found = sorted(entries, key=lambda entry: entry.name, reverse=True)
-        for entry in found:
-            if entry.is_dir(follow_symlinks=False):
-                left.append((f"{path}{entry.name}/", True))
-            elif entry.is_file(follow_symlinks=False) and entry.name not in _NOT_RECORDED:
-                left.append((f"{path}{entry.name}", False))
-
-
-def file_hash(path: pathlib.Path) -> str:
-    """The SHA-256 of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Path below a directory -> hash, of all files but those that are never recorded."""
+    return {
+        found.path: hash_of(directory / found.path)
+        for found in directory.walk()
+        if found.is_file
+        and found.path.rpartition("/")[2] not in _NOT_RECORDED
+        and not skip(found.path)
+    }

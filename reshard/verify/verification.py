@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ from reshard.arrays.handle import ArrayHandle, array_text, stored_name
 from reshard.checkpoint import Checkpoint, Leaf, Source
 from reshard.errors import CorruptCheckpointError, DestinationError, ReshardError, printable
 from reshard.loader import open as open_checkpoint
-from reshard.storage import durable
+from reshard.storage.location import Location, parse_location
 from reshard.tree import Path, format_path, shell_quoted
 from reshard.units import parse_bytes
 from reshard.verify.digest_record import (
@@ -18,7 +17,6 @@ from reshard.verify.digest_record import (
     TEMPORARY,
     ArrayRecord,
     Record,
-    file_hash,
     forget_hint,
     read_record,
     record_of,
@@ -42,7 +40,7 @@ class Verification:
       compared: how many of these there was something to compare with.
     """
 
-    path: pathlib.Path
+    path: Location
     problems: tuple[str, ...]
     digests: Mapping[Path, str]
     compared: int
@@ -156,7 +154,7 @@ def digest(
     if write:
         try:
             data = record(ckpt, checked.digests).dump()
-            durable.replace(file, data, file.with_name(TEMPORARY))
+            file.replace(data, TEMPORARY)
         except OSError as error:
             raise DestinationError(f"`{file}` cannot be written: {error.strerror}") from error
     return dict(checked.digests)
@@ -203,7 +201,7 @@ def _other(against: Any) -> tuple[Checkpoint | None, Record | None]:
     """What to compare with: a checkpoint, or a record."""
     if against is None or isinstance(against, Checkpoint):
         return against, None
-    file = pathlib.Path(os.path.abspath(os.fspath(against)))
+    file = parse_location(against)
     if file.is_file():
         return None, read_record(file, f"reshard digest PATH --json > {shell_quoted(str(file))}")
     return open_checkpoint(against), None
@@ -269,7 +267,7 @@ def stored_record(handle: ArrayHandle, digest: str | None = None) -> ArrayRecord
     return ArrayRecord(handle.stored_dtype.name, handle.shape, digest)
 
 
-def recorded_files(source: Source, record: Record) -> dict[pathlib.Path, str]:
+def recorded_files(source: Source, record: Record) -> dict[Location, str]:
     """File -> SHA-256 on record.
 
     An item beside this one that has a record of its own may have been written since.
@@ -278,13 +276,13 @@ def recorded_files(source: Source, record: Record) -> dict[pathlib.Path, str]:
     files = {source.store.directory / path: known for path, known in record.files.items()}
     if source.item:  # a step was opened, not the item alone
         for path, known in record.beside.items():
-            if not os.path.exists(step / path.partition("/")[0] / FILE):
+            if not (step / path.partition("/")[0] / FILE).exists():
                 files[step / path] = known
     return files
 
 
 def changed_files(
-    source: Source, record: Record, unread: Callable[[pathlib.Path], bool] = lambda file: False
+    source: Source, record: Record, unread: Callable[[Location], bool] = lambda file: False
 ) -> Iterator[str]:
     """Files that are not what they were when they were recorded, a line each.
 
@@ -297,13 +295,13 @@ def changed_files(
         try:
             if not file.is_file():
                 yield f"the file `{file}`: on record, and not there"
-            elif not unread(file) and file_hash(file) != known:
+            elif not unread(file) and file.sha256() != known:
                 yield changed_file(file)
         except OSError as error:
             yield f"the file `{file}`: it cannot be read: {error.strerror}"
 
 
-def changed_file(file: pathlib.Path) -> str:
+def changed_file(file: Location) -> str:
     """The line of a file that is not what it was when it was recorded."""
     return f"the file `{file}`: it is not the one on record"
 

@@ -7,7 +7,7 @@ import tensorstore as ts
 
 from reshard.arrays.handle import ArrayHandle
 from reshard.engine.plan import grid_boxes
-from reshard.storage.array_store import checked
+from reshard.storage.location import checked
 from reshard.tree import format_path
 from reshard.writer.stream import target_metadata
 

@@ -2,19 +2,14 @@
 
 import contextlib
 import errno
-import fcntl
-import os
-import pathlib
-import shutil
-import stat
 import warnings
 from collections.abc import Callable, Iterator
 
 from reshard.errors import DestinationError, DestinationExistsError, ReshardError
 from reshard.loader.detection import TEMPORARY
-from reshard.storage import durable
+from reshard.storage import posix
+from reshard.storage.location import Location
 from reshard.storage.lock import Lock
-from reshard.storage.posix import existing_parent, remove
 from reshard.tree import shell_quoted
 from reshard.units import format_bytes
 
@@ -32,13 +27,13 @@ REPLACED_SUFFIX = ".replaced-by-reshard"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def check_destination(destination: pathlib.Path, source: pathlib.Path, overwrite: bool) -> None:
+def check_destination(destination: Location, source: Location, overwrite: bool) -> None:
     """Raises DestinationError unless a job may write `destination`.
 
     Also where an earlier job was killed between its two renames, with what recovers from it.
     """
-    real, root = _real(destination), _real(source)
-    if real == root or root in real.parents or real in root.parents:
+    real, root = destination.resolved(), source.resolved()
+    if real.below(root) is not None or root.below(real) is not None:
         raise DestinationError(
             f"the destination `{destination}` and the source `{source}` are inside one another",
             hints=["write beside the source, and rename when you have looked at the result"],
@@ -65,11 +60,11 @@ def check_destination(destination: pathlib.Path, source: pathlib.Path, overwrite
         )
 
 
-def check_room(destination: pathlib.Path, nbytes: int) -> None:
+def check_room(destination: Location, nbytes: int) -> None:
     """Raises DestinationError if the destination's disk has less than `nbytes` free."""
-    free = shutil.disk_usage(existing_parent(destination)).free
+    free = posix.free_bytes(destination)
     for left in (unfinished_directory(destination), _beside(destination, _EARLIER_SUFFIX)):
-        free += _own_bytes(left)  # gone on with, or removed
+        free += posix.own_bytes(left)  # gone on with, or removed
     if free < nbytes:
         raise DestinationError(
             f"not enough room for `{destination}`",
@@ -77,27 +72,16 @@ def check_room(destination: pathlib.Path, nbytes: int) -> None:
         )
 
 
-def _own_bytes(directory: pathlib.Path) -> int:
-    """Bytes that would be free without a directory."""
-    found = 0
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):  # it may be a running job's
-                status = os.lstat(os.path.join(folder, name))
-                found += status.st_blocks * 512 if status.st_nlink == 1 else 0
-    return found
-
-
-def unfinished_directory(destination: pathlib.Path) -> pathlib.Path:
+def unfinished_directory(destination: Location) -> Location:
     """Where a job writes until its destination is complete: the lock, and below it a directory of
     its own for each job that gets the lock."""
-    return destination.with_name(f"{UNFINISHED_PREFIX}{destination.name}{_UNFINISHED_SUFFIX}")
+    return destination.beside(f"{UNFINISHED_PREFIX}{destination.name}{_UNFINISHED_SUFFIX}")
 
 
 @contextlib.contextmanager
 def committed_directory(
-    destination: pathlib.Path, *, overwrite: bool, unfinished: Callable[[pathlib.Path], bool]
-) -> Iterator[pathlib.Path]:
+    destination: Location, *, overwrite: bool, unfinished: Callable[[Location], bool]
+) -> Iterator[Location]:
     """A temporary directory that becomes `destination` if the block succeeds, and vanishes if not.
 
     The block must call `sync` before it writes its commit marker. A directory that a running job
@@ -112,7 +96,7 @@ def committed_directory(
     """
     outer = unfinished_directory(destination)
     try:
-        destination.parent.mkdir(parents=True, exist_ok=True)
+        destination.parent.make_directory()
         lock, temporary = _locked(destination, outer, unfinished)
     except OSError as error:
         raise _destination_error(destination, error) from error
@@ -130,7 +114,7 @@ def committed_directory(
         if unfinished(temporary):
             error.add_note(f"`{outer}` is kept: the same command with --resume goes on with it")
         else:
-            remove(temporary)
+            posix.remove(temporary)
         raise
     finally:
         _release(lock, outer)
@@ -139,8 +123,8 @@ def committed_directory(
 
 
 def _locked(
-    destination: pathlib.Path, outer: pathlib.Path, unfinished: Callable[[pathlib.Path], bool]
-) -> tuple[Lock, pathlib.Path]:
+    destination: Location, outer: Location, unfinished: Callable[[Location], bool]
+) -> tuple[Lock, Location]:
     """Locks a destination. The lock, and the directory to write into, with what is gone on with.
 
     Its name is this job's alone: one that has lost its lock, and does not know yet, writes nothing
@@ -149,88 +133,80 @@ def _locked(
     lock = None
     while lock is None:
         with contextlib.suppress(FileExistsError):
-            outer.mkdir()
+            outer.make_directory()
+        found = outer.entry()
+        if found is not None and not found.is_dir:
+            raise _in_the_way(outer)
         with contextlib.suppress(FileNotFoundError):  # its last owner has just removed it
-            if not stat.S_ISDIR(os.lstat(outer).st_mode):
-                raise _in_the_way(outer)
             lock = Lock(outer / _LOCK, outer)
     try:
         temporary = outer / f"{lock.token}{TEMPORARY}"
         _move_earlier(destination, outer / f"earlier-{temporary.name}")
-        for path in outer.glob(f"{_LOCK}.*"):  # of a job that was killed while it removed its lock
-            remove(path)
-        left = sorted(path for path in outer.iterdir() if TEMPORARY in path.name)
+        names = outer.names()
+        left = [outer / name for name in names if TEMPORARY in name]
         kept = next((path for path in left if unfinished(path)), None)
         if kept is not None:
-            os.rename(kept, temporary)
-        for path in left:
-            remove(path)
-            if os.path.lexists(path):
+            posix.rename(kept, temporary)
+        # The others are of jobs that were killed while they removed their locks.
+        for path in (*left, *(outer / name for name in names if name.startswith(f"{_LOCK}."))):
+            if not posix.remove(path):
                 raise _in_the_way(outer)
-        temporary.mkdir(exist_ok=True)
+        temporary.make_directory()
     except BaseException:
         _release(lock, outer)
         raise
     return lock, temporary
 
 
-def _move_earlier(destination: pathlib.Path, path: pathlib.Path) -> None:
+def _move_earlier(destination: Location, path: Location) -> None:
     """Moves what an earlier version of this program has left to where it is looked for."""
     earlier = _beside(destination, _EARLIER_SUFFIX)
     try:
-        descriptor = os.open(earlier, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # what that version locked with
-        os.rename(earlier, path)
+        with posix.locked_directory(earlier) as there:  # as that version locked it
+            if there:
+                posix.rename(earlier, path)
     except BlockingIOError as error:
         raise DestinationError(f"another job is writing `{earlier}`") from error
-    finally:
-        os.close(descriptor)
 
 
-def _release(lock: Lock, outer: pathlib.Path) -> None:
+def _release(lock: Lock, outer: Location) -> None:
     lock.release()
-    with contextlib.suppress(OSError):  # something is kept, or the next job is there already
-        outer.rmdir()
+    posix.remove_empty(outer)  # unless something is kept, or the next job is there already
 
 
-def _in_the_way(path: pathlib.Path) -> DestinationError:
+def _in_the_way(path: Location) -> DestinationError:
     hint = f"rm -r {shell_quoted(str(path))}"
     return DestinationError(f"`{path}` is in the way and cannot be removed", hints=[hint])
 
 
-def _swap(
-    temporary: pathlib.Path, destination: pathlib.Path, overwrite: bool
-) -> pathlib.Path | None:
+def _swap(temporary: Location, destination: Location, overwrite: bool) -> Location | None:
     """Gives a directory its name; what was there before, under the name that it has got.
 
     After a kill between any two of these lines, one checkpoint is complete; after an error or an
     interrupt it has the destination's name.
     """
     if not destination.exists():
-        os.rename(temporary, destination)
-        durable.sync_directory(destination.parent)
+        posix.rename(temporary, destination)
+        posix.sync_directory(destination.parent)
         return None
     if not overwrite:
         raise DestinationExistsError(f"`{destination}` was made while this job ran")
     replaced = _beside(destination, REPLACED_SUFFIX)
     try:
-        os.rename(destination, replaced)
-        os.rename(temporary, destination)
+        posix.rename(destination, replaced)
+        posix.rename(temporary, destination)
     except BaseException:
         if replaced.exists() and not destination.exists():
-            os.rename(replaced, destination)
+            posix.rename(replaced, destination)
         raise
-    durable.sync_directory(destination.parent)
+    posix.sync_directory(destination.parent)
     return replaced
 
 
-def _remove_replaced(replaced: pathlib.Path, destination: pathlib.Path) -> None:
+def _remove_replaced(replaced: Location, destination: Location) -> None:
     """Deletes what was replaced; only warns where that fails, for the destination is complete."""
     try:
-        shutil.rmtree(replaced)
+        posix.remove_tree(replaced)
     except OSError as error:
         warnings.warn(
             f"`{destination}` is complete, but not all of the checkpoint that it replaces could be "
@@ -240,15 +216,11 @@ def _remove_replaced(replaced: pathlib.Path, destination: pathlib.Path) -> None:
         )
 
 
-def _real(path: pathlib.Path) -> pathlib.Path:
-    return pathlib.Path(os.path.realpath(path))
+def _beside(location: Location, suffix: str) -> Location:
+    return location.beside(location.name + suffix)
 
 
-def _beside(path: pathlib.Path, suffix: str) -> pathlib.Path:
-    return path.with_name(path.name + suffix)
-
-
-def _destination_error(destination: pathlib.Path, error: OSError) -> DestinationError:
+def _destination_error(destination: Location, error: OSError) -> DestinationError:
     if isinstance(error, DestinationError):
         return error
     return DestinationError(

@@ -8,8 +8,6 @@ target's: the source is opened with the destination's files and its own manifest
 """
 
 import itertools
-import os
-import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,7 +16,9 @@ import tensorstore as ts
 from reshard.arrays.derived import stored_chunks, stored_values
 from reshard.arrays.handle import ArrayHandle
 from reshard.storage import posix
-from reshard.storage.array_store import ArrayStore, new_context, node_files, ocdbt_spec, value_files
+from reshard.storage.array_store import ArrayStore
+from reshard.storage.location import Location
+from reshard.storage.ocdbt import MANIFEST, new_context, node_files, ocdbt_spec, value_files
 from reshard.writer.stream import wait_written
 
 STAGE = "ocdbt.process_0"
@@ -35,7 +35,7 @@ _PIECE = 10_000
 _ONE_KEY = ts.KvStore.KeyRange(b"", b"\0")
 
 
-def stage_spec(directory: pathlib.Path) -> dict[str, Any]:
+def stage_spec(directory: Location) -> dict[str, Any]:
     """The database that batches are committed to, one after another."""
     return _writable(ocdbt_spec(directory / STAGE), _STAGE_CONFIG)
 
@@ -48,13 +48,13 @@ def _writable(spec: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def link_data_files(source: ArrayStore, directory: pathlib.Path, files: Iterable[str]) -> bool:
+def link_data_files(source: ArrayStore, directory: Location, files: Iterable[str]) -> bool:
     """Gives data files, and the B-tree nodes that lead to them, a name in the destination.
 
     Returns False, with nothing left behind, if a file cannot be linked.
     """
     nodes = {
-        str(pathlib.PurePath(part) / file)
+        f"{part}/{file}".lstrip("/")
         for part in source.parts
         for file in node_files(source.part_directory(part))
     }
@@ -62,7 +62,7 @@ def link_data_files(source: ArrayStore, directory: pathlib.Path, files: Iterable
     for file in sorted({*files, *nodes}):
         if not posix.link(source.directory / file, directory / file):
             for done in linked:
-                done.unlink()
+                done.remove()
             return False
         linked.append(directory / file)
     return True
@@ -70,7 +70,7 @@ def link_data_files(source: ArrayStore, directory: pathlib.Path, files: Iterable
 
 def merge(
     source: ArrayStore,
-    directory: pathlib.Path,
+    directory: Location,
     linked: Mapping[str, ArrayHandle],
     staged: bool,
 ) -> None:
@@ -83,7 +83,7 @@ def merge(
       linked: the arrays whose data files were linked, by their names in the destination.
       staged: there are staged writes.
     """
-    (directory / "manifest.ocdbt").unlink(missing_ok=True)
+    (directory / MANIFEST).remove()
     context = new_context()
     transaction = ts.Transaction(atomic=True)
     root = (
@@ -128,7 +128,7 @@ def merge(
 
 def _in_small_nodes(
     database: ts.KvStore,
-    directory: pathlib.Path,
+    directory: Location,
     part: str,
     context: ts.Context,
     names: Iterable[str],
@@ -160,7 +160,7 @@ def _names_around_others(source: ArrayStore) -> set[str]:
 
 
 def prune(
-    directory: pathlib.Path, linked: Mapping[str, ArrayHandle], staged: bool, again: bool
+    directory: Location, linked: Mapping[str, ArrayHandle], staged: bool, again: bool
 ) -> None:
     """Deletes what the root database does not refer to: staged B-tree nodes, the staged manifest,
     linked files that only led to what was linked.
@@ -175,11 +175,13 @@ def prune(
     elif staged:
         values.update(f"{STAGE}/{file}" for file in value_files(directory / STAGE))
     needed = {*values, *node_files(directory)}
-    for part in ("d", *(path.name for path in directory.glob("ocdbt.process_*"))):
-        for folder, _, names in os.walk(directory / part, topdown=False):
-            for name in names:
-                path = os.path.join(folder, name)
-                if os.path.relpath(path, directory) not in needed:
-                    os.unlink(path)
-            if not os.listdir(folder):
-                os.rmdir(folder)
+    for part in directory.directories():
+        if part != "d" and not part.startswith("ocdbt.process_"):
+            continue
+        for found in reversed([*(directory / part).walk()]):
+            path = directory / part / found.path
+            if found.is_dir:
+                posix.remove_empty(path)
+            elif f"{part}/{found.path}" not in needed:
+                path.remove()
+        posix.remove_empty(directory / part)

@@ -8,7 +8,6 @@ committed and synced are not carried over again.
 import hashlib
 import importlib.metadata
 import json
-import pathlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,8 +16,8 @@ from reshard.arrays.digests import digest_of
 from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Constant
 from reshard.errors import CheckpointFormatError, DestinationError, ReshardError
-from reshard.storage import durable, posix
-from reshard.storage.array_store import read_small
+from reshard.storage import posix
+from reshard.storage.location import Location
 from reshard.units import format_bytes
 from reshard.verify.digest_record import PROGRESS_FILE
 from reshard.writer.item_progress import CopiedFile, ItemProgress
@@ -57,7 +56,7 @@ class Journal:
 
     def __init__(
         self,
-        directory: pathlib.Path,
+        directory: Location,
         fingerprint: Fingerprint,
         cores: int,
         items: int,
@@ -89,7 +88,7 @@ class Journal:
         if self._keeps:
             self._write()
         else:
-            self._file.touch()
+            self._file.write(b"")
 
     def advance(self) -> None:
         """Writes what is durable by now, if that has not been done for a while."""
@@ -114,18 +113,18 @@ class Journal:
         text = json.dumps(document)
         whole = f'{{"sha256": "{_hash(text)}", "job": {text}}}'
         posix.sync(self._directory)
-        durable.replace(self._file, whole.encode(), self._file.with_name(f"{PROGRESS_FILE}.new"))
+        self._file.replace(whole.encode(), f"{PROGRESS_FILE}.new")
         end = time.monotonic()
         self._next = end + max(_SYNC_SECONDS, (end - begin) / _SYNC_SHARE)
 
     def close(self) -> None:
         """Removes the file: the job is complete."""
         self._check_there()
-        self._file.unlink()
+        self._file.remove()
 
     def forget(self) -> None:
         """Removes the file: nothing may be gone on with."""
-        self._file.unlink(missing_ok=True)
+        self._file.remove()
 
     def _check_there(self) -> None:
         if not self._file.exists():
@@ -145,7 +144,7 @@ def went_on(jobs: Sequence[Job], items: Sequence[ItemProgress]) -> str:
     return f"went on with what an earlier run had written{rewritten}"
 
 
-def is_unfinished(temporary: pathlib.Path, fingerprint: Fingerprint) -> bool:
+def is_unfinished(temporary: Location, fingerprint: Fingerprint) -> bool:
     """Whether a directory holds a job that can be gone on with.
 
     Raises:
@@ -154,7 +153,8 @@ def is_unfinished(temporary: pathlib.Path, fingerprint: Fingerprint) -> bool:
     document = _read(temporary / PROGRESS_FILE)
     if document is not None:
         try:
-            posix.tree_bytes(temporary)
+            for _ in temporary.checked_walk():
+                pass
         except CheckpointFormatError as error:  # nothing is written through a link
             raise DestinationError(error.summary, hints=[ANEW]) from error
     if document is not None and document["fingerprint"] != fingerprint:
@@ -197,9 +197,9 @@ def _exactly(nbytes: int) -> str:
     return str(nbytes)
 
 
-def _read(path: pathlib.Path) -> dict[str, Any] | None:
+def _read(path: Location) -> dict[str, Any] | None:
     try:
-        data = read_small(path)
+        data = path.read()
         if not data:
             return None
         whole = json.loads(data)
@@ -211,7 +211,7 @@ def _read(path: pathlib.Path) -> dict[str, Any] | None:
 
 
 def _parsed(
-    document: dict[str, Any], items: int, path: pathlib.Path
+    document: dict[str, Any], items: int, path: Location
 ) -> tuple[int, bool, list[ItemProgress], dict[str, CopiedFile]]:
     """Cores, links, the progress of each item, and the files that were copied."""
     try:
@@ -226,7 +226,7 @@ def _parsed(
     return cores, links, found, copied
 
 
-def _damaged(path: pathlib.Path) -> DestinationError:
+def _damaged(path: Location) -> DestinationError:
     return DestinationError(
         f"`{path}` is damaged: nothing says how far the unfinished job is", hints=[ANEW]
     )

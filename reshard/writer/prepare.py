@@ -6,8 +6,6 @@ import functools
 import itertools
 import json
 import math
-import os
-import pathlib
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -39,6 +37,7 @@ from reshard.loader.detection import step_number, why_not_replaceable
 from reshard.sharding.mesh import NamedSharding, shard_shape, spec_problems
 from reshard.storage import posix
 from reshard.storage.array_store import StoredValue, name_problem
+from reshard.storage.location import Location
 from reshard.tree import Path, format_path
 from reshard.units import parse_bytes
 from reshard.writer import commit
@@ -84,7 +83,7 @@ class Job:
 
 def prepare(
     checkpoints: Sequence[Checkpoint],
-    target: pathlib.Path | None,
+    target: Location | None,
     *,
     max_memory: int,
     chunks: int | str,
@@ -124,7 +123,7 @@ def prepare(
     return jobs, total, _one_memory_error(found)
 
 
-def _check_replaced(target: pathlib.Path, checkpoints: Sequence[Checkpoint]) -> bool:
+def _check_replaced(target: Location, checkpoints: Sequence[Checkpoint]) -> bool:
     """Whether there is something to replace; raises DestinationExistsError if that may not be."""
     if not target.exists():
         return False
@@ -184,7 +183,7 @@ def _check_together(checkpoints: Sequence[Checkpoint]) -> None:
 
 def _prepare_item(
     ckpt: Checkpoint,
-    target: pathlib.Path | None,
+    target: Location | None,
     max_memory: int,
     chunks: int | str,
     link: bool,
@@ -409,11 +408,11 @@ def _bytes_by_file(arrays: Iterable[Iterable[StoredValue]]) -> collections.Count
     return found
 
 
-def _file_bytes(path: pathlib.Path) -> int:
-    try:
-        return os.stat(path).st_size
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CorruptCheckpointError(f"the data file `{path}` is missing") from error
+def _file_bytes(file: Location) -> int:
+    size = file.file_bytes()
+    if size is None:
+        raise CorruptCheckpointError(f"the data file `{file}` is missing")
+    return size
 
 
 def _is_linked(handle: ArrayHandle, files: frozenset[str] | None) -> bool:
@@ -425,7 +424,7 @@ def _is_linked(handle: ArrayHandle, files: frozenset[str] | None) -> bool:
 
 def _total(
     jobs: Sequence[Job],
-    target: pathlib.Path | None,
+    target: Location | None,
     max_memory: int,
     link: bool,
     found: list[ReshardError],

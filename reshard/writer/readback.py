@@ -2,14 +2,14 @@
 
 import contextlib
 import math
-import pathlib
 from collections.abc import Callable, Iterator, Sequence
 
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CorruptCheckpointError, MemoryLimitError
 from reshard.loader import orbax
-from reshard.loader.detection import Location
+from reshard.loader.detection import Item
+from reshard.storage.location import Location
 from reshard.tree import Path
 from reshard.verify import verification
 from reshard.verify.values import check_fits, nbytes
@@ -53,7 +53,7 @@ def to_read_back(job: Job, so_far: ItemProgress, memory: int, verify: bool) -> l
 
 def read_back(
     job: Job,
-    directory: pathlib.Path,
+    directory: Location,
     handles: Sequence[ArrayHandle],
     memory: int,
     report: Callable[[int], None],
@@ -77,7 +77,7 @@ def read_back(
         )
 
 
-def check_whole(job: Job, directory: pathlib.Path) -> None:
+def check_whole(job: Job, directory: Location) -> None:
     """Raises CorruptCheckpointError if something is gone of what an earlier run had written."""
     for handle in _written(job, directory).arrays:
         handle.stored_sizes()
@@ -87,8 +87,8 @@ def check_whole(job: Job, directory: pathlib.Path) -> None:
                 raise CorruptCheckpointError(f"the data file `{file}` is gone from `{directory}`")
 
 
-def _written(job: Job, directory: pathlib.Path) -> Checkpoint:
+def _written(job: Job, directory: Location) -> Checkpoint:
     """What was written of an item."""
     source = job.ckpt.source
-    location = Location(directory, source.kind, source.v1, source.step, source.item, (), ())
-    return orbax.read(location)
+    item = Item(directory, source.kind, source.v1, source.step, source.item, (), ())
+    return orbax.read(item)

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from reshard.arrays.derived import stored_chunks
@@ -15,7 +14,8 @@ from reshard.engine.budget import Budget, cores, in_flight
 from reshard.engine.plan import Plan
 from reshard.errors import CorruptCheckpointError, ReshardError
 from reshard.storage import posix
-from reshard.storage.array_store import file_spec, new_context
+from reshard.storage.location import Location, parse_location
+from reshard.storage.ocdbt import new_context
 from reshard.tree import Path
 from reshard.units import parse_bytes
 from reshard.verify.digest_record import FILE, ArrayRecord, Record, record_of
@@ -85,7 +85,7 @@ def plan(
     """
     jobs, result, found = prepare(
         _as_list(ckpt),
-        None if destination is None else _absolute(destination),
+        None if destination is None else parse_location(destination),
         max_memory=parse_bytes(max_memory),
         chunks=parse_chunks(chunks),
         link=link,
@@ -147,7 +147,7 @@ def save(
       CorruptCheckpointError: stored data is missing, does not decode, belongs to two leaves, or
         is not what the source's digests were recorded of; or what was written reads differently.
     """
-    target = _absolute(destination)
+    target = parse_location(destination)
     checkpoints = _as_list(ckpt)
     memory = parse_bytes(max_memory)
     grid = parse_chunks(chunks)
@@ -178,7 +178,7 @@ def save(
             others = siblings(checkpoints, target, link and journal.links)
             clear(checkpoints, others, directory)
             for job in jobs:
-                _item_directory(job, directory).mkdir(parents=True, exist_ok=True)
+                _item_directory(job, directory).make_directory()
                 posix.remove_locks(_item_directory(job, directory))
             if not (journal.links and _link(jobs, others, directory)):
                 jobs, total = prepared(link=False)  # the file system forbids links
@@ -246,16 +246,12 @@ def _as_list(ckpt: Checkpoints) -> list[Checkpoint]:
     return [ckpt] if isinstance(ckpt, Checkpoint) else list(ckpt)
 
 
-def _absolute(path: str | os.PathLike) -> pathlib.Path:
-    return pathlib.Path(os.path.abspath(os.fspath(path).removeprefix("file://")))
-
-
-def _item_directory(job: Job, directory: pathlib.Path) -> pathlib.Path:
+def _item_directory(job: Job, directory: Location) -> Location:
     source = job.ckpt.source
     return directory / source.step / source.item
 
 
-def _link(jobs: Sequence[Job], others: Sequence[Sibling], directory: pathlib.Path) -> bool:
+def _link(jobs: Sequence[Job], others: Sequence[Sibling], directory: Location) -> bool:
     """Shares data files with the source; False if that is forbidden."""
     for job in jobs:
         store, item = job.ckpt.source.store, _item_directory(job, directory)
@@ -266,13 +262,13 @@ def _link(jobs: Sequence[Job], others: Sequence[Sibling], directory: pathlib.Pat
 
 def _record(
     job: Job,
-    directory: pathlib.Path,
+    directory: Location,
     arrays: Mapping[str, ArrayRecord],
     hashes: Mapping[str, str],
 ) -> None:
     """Writes the record of an item."""
     record = record_of(job.ckpt, directory, arrays, hashes)
-    (_item_directory(job, directory) / FILE).write_bytes(record.dump())
+    (_item_directory(job, directory) / FILE).write(record.dump())
 
 
 @contextlib.contextmanager
@@ -318,7 +314,7 @@ def _unchanged(
         error = caught
     changed = [f"`{path}`" for path in changed_paths(before, source_state(checkpoints))]
     gone = error.filename if isinstance(error, FileNotFoundError) else None
-    if not changed and gone and checkpoints[0].source.root in pathlib.Path(gone).parents:
+    if not changed and gone and Location(str(gone)).below(checkpoints[0].source.root):
         changed = [f"`{gone}`"]
     if changed:
         journal.forget()
@@ -329,7 +325,7 @@ def _unchanged(
 
 def _write_item(
     job: Job,
-    directory: pathlib.Path,
+    directory: Location,
     memory: int,
     so_far: ItemProgress,
     journal: Journal,
@@ -338,7 +334,7 @@ def _write_item(
     """Writes the arrays and the documents of an item. The digests of the arrays that it decoded."""
     store = job.ckpt.source.store
     writeback = posix.Writeback(directory / database.STAGE / "d")
-    spec = database.stage_spec(directory) if store.ocdbt else file_spec(directory)
+    spec = database.stage_spec(directory) if store.ocdbt else directory.spec
     context = new_context(database.STAGE_CACHE_BYTES)
     target = Target(spec, context, store.driver, store.fills)
     sources = {handle.path: handle for handle in job.handles}
@@ -383,6 +379,6 @@ def _write_item(
         database.prune(directory, linked, staged, again)
     chunks = {a.layout.path: a.chunk for a in job.plans}
     for name, data in documents(job.ckpt, chunks).items():
-        (directory / name).parent.mkdir(exist_ok=True)
-        (directory / name).write_bytes(data)
+        (directory / name).parent.make_directory()
+        (directory / name).write(data)
     return digests

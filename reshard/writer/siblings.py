@@ -4,17 +4,18 @@ whether any of it has changed."""
 import contextlib
 import functools
 import hashlib
-import os
-import pathlib
+import itertools
 import re
-import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard.arrays.handle import stored_name
 from reshard.checkpoint import Checkpoint
 from reshard.loader.detection import CHECKPOINT_FILE, TEMPORARY, TREE_FILE, step_directories
-from reshard.storage import durable, posix
+from reshard.storage import posix
+from reshard.storage.location import Location
+from reshard.storage.ocdbt import MANIFEST
+from reshard.storage.posix import Entry
 from reshard.verify import digest_record
 from reshard.writer import commit
 from reshard.writer.item_progress import CopiedFile
@@ -35,28 +36,28 @@ class Sibling(NamedTuple):
     Attributes:
       path: below the destination, and below the source's root.
       source: in the source.
-      status: of the source, when it was listed.
+      entry: the source, as it was when it was listed.
       linked: whether it is shared with the source by a hard link, or else copied.
     """
 
     path: str
-    source: pathlib.Path
-    status: os.stat_result
+    source: Location
+    entry: Entry
     linked: bool
 
     @property
     def is_file(self) -> bool:
         """Whether it is no directory."""
-        return stat.S_ISREG(self.status.st_mode)
+        return self.entry.is_file
 
     @property
     def nbytes(self) -> int:
         """Bytes of a file."""
-        return self.status.st_size if self.is_file else 0
+        return self.entry.nbytes if self.is_file else 0
 
 
 def siblings(
-    checkpoints: Sequence[Checkpoint], target: pathlib.Path | None, link: bool
+    checkpoints: Sequence[Checkpoint], target: Location | None, link: bool
 ) -> list[Sibling]:
     """All that is carried over as it is, each directory before what is in it.
 
@@ -76,44 +77,44 @@ def siblings(
     device = None if target is None else posix.device(target)
 
     @functools.cache
-    def in_tree(folder: str) -> bool:
+    def in_tree(folder: Location) -> bool:
         """Whether it is an item with a tree of arrays, or below one."""
-        above = os.path.dirname(folder)
-        return os.path.isfile(os.path.join(folder, TREE_FILE)) or (
-            len(above) >= len(str(root)) and in_tree(above)
-        )
+        return (folder / TREE_FILE).is_file() or (folder != root and in_tree(folder.parent))
 
-    def is_shared(path: str, status: os.stat_result) -> bool:
-        if not (link and stat.S_ISREG(status.st_mode) and device in (None, status.st_dev)):
+    def is_shared(file: Location, entry: Entry) -> bool:
+        if not (link and entry.is_file and device in (None, entry.file[0])):
             return False
-        found = ((pattern.fullmatch(path), document) for pattern, document in _IMMUTABLE)
-        return in_tree(os.path.dirname(path)) and any(
-            match is not None and os.path.isfile(os.path.join(match[1], document))
+        found = ((pattern.fullmatch(str(file)), document) for pattern, document in _IMMUTABLE)
+        return in_tree(file.parent) and any(
+            match is not None and (Location(match[1]) / document).is_file()
             for match, document in found
         )
 
+    found = [
+        (root / top / entry.path, entry)
+        for top in _tops(checkpoints)
+        for entry in (root / top).checked_walk()
+    ]
     return [
-        Sibling(os.path.relpath(path, root), pathlib.Path(path), status, is_shared(path, status))
-        for _, top in _tops(checkpoints)
-        for path, status in posix.walk(top)
+        Sibling(path.below(root) or "", path, entry, is_shared(path, entry))
+        for path, entry in found
     ]
 
 
-def _tops(checkpoints: Sequence[Checkpoint]) -> list[tuple[str, pathlib.Path]]:
-    """Path below the destination -> path in the source, of the files and directories that all
+def _tops(checkpoints: Sequence[Checkpoint]) -> list[str]:
+    """Paths, below the source's root and the destination, of the files and directories that all
     siblings are, or are below."""
-    found: dict[str, pathlib.Path] = {}
+    found: set[str] = set()
     source = checkpoints[0].source
     items = {(c.source.step, c.source.item) for c in checkpoints}
 
     def add(folder: str, skip: Callable[[str], bool]) -> None:
-        for name in sorted(os.listdir(source.root / folder)):
+        for name in (source.root / folder).names():
             of_a_job = name == digest_record.PROGRESS_FILE or name.startswith(
                 commit.UNFINISHED_PREFIX
             )
             if not skip(name) and not of_a_job:
-                relative = os.path.join(folder, name)
-                found[relative] = source.root / relative
+                found.add(_joined(folder, name))
 
     if source.kind == "manager":
         steps = set(step_directories(source.root).values())
@@ -122,14 +123,19 @@ def _tops(checkpoints: Sequence[Checkpoint]) -> list[tuple[str, pathlib.Path]]:
         if item:
             add(step, lambda name, item=item: name in (item, MARKER))
     for c in checkpoints:
-        add(os.path.join(c.source.step, c.source.item), _is_written(c))
-    return sorted(found.items())
+        add(_joined(c.source.step, c.source.item), _is_written(c))
+    return sorted(found)
 
 
-def is_sibling(ckpt: Checkpoint, file: pathlib.Path) -> bool:
+def _joined(*parts: str) -> str:
+    """A path of the parts that are not empty."""
+    return "/".join(filter(None, parts))
+
+
+def is_sibling(ckpt: Checkpoint, file: Location) -> bool:
     """Whether a file of the source is carried over as it is."""
-    item = ckpt.source.store.directory
-    return item not in file.parents or not _is_written(ckpt)(file.relative_to(item).parts[0])
+    below = file.below(ckpt.source.store.directory)
+    return below is None or not _is_written(ckpt)(below.partition("/")[0])
 
 
 def _is_written(ckpt: Checkpoint) -> Callable[[str], bool]:
@@ -139,7 +145,7 @@ def _is_written(ckpt: Checkpoint) -> Callable[[str], bool]:
         "_sharding",
         "array_metadatas",
         "_strings.json",
-        "manifest.ocdbt",
+        MANIFEST,
         "d",
         MARKER,
         digest_record.FILE,
@@ -154,40 +160,38 @@ def _is_written(ckpt: Checkpoint) -> Callable[[str], bool]:
     )
 
 
-def clear(
-    checkpoints: Sequence[Checkpoint], found: Sequence[Sibling], directory: pathlib.Path
-) -> None:
+def clear(checkpoints: Sequence[Checkpoint], found: Sequence[Sibling], directory: Location) -> None:
     """Makes the directories of siblings, and removes what else an earlier run may have left there:
     what is no sibling, or is a file in a directory's place."""
     arrays = {
-        os.path.join(c.source.step, c.source.item, stored_name(handle.path).partition("/")[0])
+        _joined(c.source.step, c.source.item, stored_name(handle.path).partition("/")[0])
         for c in checkpoints
         for handle in c.arrays
     }
     wanted = {sibling.path: sibling.is_file for sibling in found}
-    for top, _ in _tops(checkpoints):
+    for top in _tops(checkpoints):
         if top in arrays:  # an array may have got the name of what was beside it
             continue
-        for folder, folders, names in os.walk(directory / top):
-            for name in (*folders, *names):
-                path = pathlib.Path(folder, name)
-                if wanted.get(os.path.relpath(path, directory)) != (name in names):
-                    posix.remove(path)
+        for left in (directory / top).walk():
+            path = f"{top}/{left.path}"
+            if wanted.get(path) != (not left.is_dir):
+                posix.remove(directory / path)
     for sibling in found:
         copy = directory / sibling.path
-        if os.path.lexists(copy) and copy.is_file() != sibling.is_file:
+        left = copy.entry()
+        if left is not None and left.is_file != sibling.is_file:
             posix.remove(copy)
-        (copy.parent if sibling.is_file else copy).mkdir(parents=True, exist_ok=True)
+        (copy.parent if sibling.is_file else copy).make_directory()
 
 
-def link_siblings(found: Sequence[Sibling], directory: pathlib.Path) -> bool:
+def link_siblings(found: Sequence[Sibling], directory: Location) -> bool:
     """Shares files with the source; False if that is forbidden."""
     return all(posix.link(s.source, directory / s.path) for s in found if s.linked)
 
 
 def copy_siblings(
     found: Sequence[Sibling],
-    directory: pathlib.Path,
+    directory: Location,
     copied: dict[str, CopiedFile],
     advance: Callable[[], None],
     report: Callable[[int], None],
@@ -206,7 +210,7 @@ def copy_siblings(
         if not sibling.is_file:
             continue
         then, copy = copied.get(sibling.path), directory / sibling.path
-        size, mtime = sibling.status.st_size, sibling.status.st_mtime_ns
+        size, mtime = sibling.entry.nbytes, sibling.entry.modified
         same = then is not None and (then.nbytes, then.mtime_ns) == (size, mtime)
         if then is not None and same and (sibling.linked or _is_copy(copy, sibling, then.sha256)):
             report(size)
@@ -216,14 +220,12 @@ def copy_siblings(
         advance()
 
 
-def _is_copy(copy: pathlib.Path, sibling: Sibling, sha256: str) -> bool:
+def _is_copy(copy: Location, sibling: Sibling, sha256: str) -> bool:
     """Whether an earlier run's copy is whole, and no link."""
-    try:
-        status = os.lstat(copy)
-    except FileNotFoundError:
+    found = copy.entry()
+    if found is None or found.file == sibling.entry.file or found.nbytes != sibling.nbytes:
         return False
-    linked = os.path.samestat(status, sibling.status)
-    return not linked and status.st_size == sibling.nbytes and posix.copy_file(copy, None) == sha256
+    return copy.sha256() == sha256
 
 
 def source_state(checkpoints: Sequence[Checkpoint]) -> dict[str, str]:
@@ -234,13 +236,13 @@ def source_state(checkpoints: Sequence[Checkpoint]) -> dict[str, str]:
     beside the steps in a manager's root, where a training may be writing its logs.
     """
     items = [checkpoint.source.store.directory for checkpoint in checkpoints]
-    beside: list[pathlib.Path] = []
+    beside: list[Location] = []
     with contextlib.suppress(OSError):  # it is not there any more, and so counts as changed
         source = checkpoints[0].source
         steps = source.root if source.kind == "manager" else None
-        beside = [path for _, path in _tops(checkpoints) if path.parent != steps]
-    own = {*items}
-    others = [path for path in beside if own.isdisjoint(path.parents)]
+        tops = (source.root / top for top in _tops(checkpoints))
+        beside = [path for path in tops if path.parent != steps]
+    others = [path for path in beside if not any(path.below(item) for item in items)]
     state = {}
     for path in (*items, *others):
         lines = "".join(f"{line}\n" for line in _listed(path))
@@ -248,17 +250,13 @@ def source_state(checkpoints: Sequence[Checkpoint]) -> dict[str, str]:
     return state
 
 
-def _listed(path: pathlib.Path) -> Iterator[str]:
+def _listed(top: Location) -> Iterator[str]:
     """A file, or every file below a directory, with its size and when it was last changed."""
-    files = [str(path)] if path.is_file() else []
-    for folder, folders, names in os.walk(path):
-        folders.sort()
-        files += [os.path.join(folder, name) for name in sorted(names)]
-    for file in files:
-        if os.path.basename(file) not in (digest_record.FILE, digest_record.TEMPORARY):
-            with contextlib.suppress(FileNotFoundError):  # it is not there any more
-                status = os.lstat(file)
-                yield repr((file, status.st_size, status.st_mtime_ns))
+    first = top.entry()
+    for found in itertools.chain([first] if first is not None else [], top.walk()):
+        file = top / found.path
+        if not found.is_dir and file.name not in (digest_record.FILE, digest_record.TEMPORARY):
+            yield repr((str(file), found.nbytes, found.modified))
 
 
 def changed_paths(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -266,14 +264,12 @@ def changed_paths(before: Mapping[str, str], now: Mapping[str, str]) -> list[str
     return [path for path in {**before, **now} if before.get(path) != now.get(path)]
 
 
-def write_markers(
-    checkpoints: Sequence[Checkpoint], directory: pathlib.Path, target: pathlib.Path
-) -> None:
+def write_markers(checkpoints: Sequence[Checkpoint], directory: Location, target: Location) -> None:
     """The commit markers, last of all, each on the disk before the directory gets its name."""
     for ckpt in checkpoints:
         source = ckpt.source
-        for folder in dict.fromkeys((os.path.join(source.step, source.item), source.step)):
+        for folder in dict.fromkeys((_joined(source.step, source.item), source.step)):
             marked = (source.root / folder / MARKER).exists()
             if marked or (source.root / folder / CHECKPOINT_FILE).exists():
                 text = f"Checkpoint commit was successful to {target / folder}"
-                durable.write(directory / folder / MARKER, text.encode())
+                (directory / folder / MARKER).write(text.encode(), durable=True)

@@ -19,7 +19,7 @@ from reshard.engine.budget import WINDOW, Budget, Reservation
 from reshard.engine.plan import ArrayPlan, co_read, grid_boxes
 from reshard.engine.read import Destination, Read, read
 from reshard.errors import CorruptCheckpointError, DestinationError
-from reshard.storage.array_store import checked, first_line
+from reshard.storage.location import checked, first_line
 from reshard.tree import Path
 from reshard.writer.item_progress import ItemProgress
 

@@ -1,0 +1,231 @@
+"""Where checkpoints are: URLs and paths, with the key-value store behind each; and all access to
+the files there that needs nothing but what every store has.
+
+What only a local disk has is in `posix`. There are local disks alone so far.
+"""
+
+import dataclasses
+import errno
+import itertools
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import tensorstore as ts
+
+from reshard.errors import CheckpointFormatError, CorruptCheckpointError
+from reshard.storage import posix
+from reshard.storage.posix import Entry
+from reshard.units import format_bytes
+
+# Bytes of a JSON document (of a tree of half a million leaves) or of a node of a B-tree. Larger
+# files are not read whole.
+MAX_DOCUMENT = 1 << 28
+# Directories inside one another that are copied: deleting more could run out of stack.
+_MAX_LEVELS = 100
+
+
+def checked(future: ts.Future, what: str) -> Any:
+    """The result of a read; raises CorruptCheckpointError, about `what`, if it fails."""
+    try:
+        return future.result()
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{what} cannot be read", [first_line(error)]) from error
+
+
+def first_line(error: ValueError) -> str:
+    """What TensorStore says, without the specification that it appends."""
+    return str(error).partition(" [")[0].partition("\n")[0]
+
+
+def not_a_file(location: "Location") -> CheckpointFormatError:
+    """The error for what is neither a file nor a directory."""
+    return CheckpointFormatError(
+        f"`{location}` is neither a file nor a directory",
+        hints=["replace a symbolic link by what it points to"],
+    )
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Location:
+    """A file or a directory, whether it is there or not. `str()` shows it; `/` is what is below.
+
+    Attributes:
+      path: its absolute path.
+    """
+
+    path: str
+
+    def __str__(self) -> str:
+        return self.path
+
+    def __fspath__(self) -> str:
+        return self.path
+
+    def __truediv__(self, below: str) -> "Location":
+        below = below.rstrip("/")
+        return Location(f"{self.path.rstrip('/')}/{below}") if below else self
+
+    @property
+    def name(self) -> str:
+        """The last part of it."""
+        return self.path.rpartition("/")[2]
+
+    @property
+    def parent(self) -> "Location":
+        """What it is in."""
+        return Location(self.path.rpartition("/")[0] or "/")
+
+    def beside(self, name: str) -> "Location":
+        """What has another name in the same directory."""
+        return self.parent / name
+
+    def below(self, outer: "Location") -> str | None:
+        """Its path below another location: empty where both are one, None where it is not below."""
+        prefix = outer.path.rstrip("/")
+        if self == outer:
+            return ""
+        return self.path[len(prefix) + 1 :] if self.path.startswith(f"{prefix}/") else None
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The key-value store of what is below it."""
+        return {"driver": "file", "path": f"{self.path.rstrip('/')}/"}
+
+    def open(self, context: ts.Context | None = None) -> ts.KvStore:
+        """The key-value store of what is below it."""
+        return ts.KvStore.open(self.spec, context=context).result()
+
+    # What is there. Links are followed, but not by `entry` and `walk`.
+
+    def exists(self) -> bool:
+        """Whether there is something."""
+        return posix.exists(self)
+
+    def is_file(self) -> bool:
+        """Whether there is a file."""
+        return posix.is_file(self)
+
+    def is_dir(self) -> bool:
+        """Whether there is a directory."""
+        return posix.is_dir(self)
+
+    def is_symlink(self) -> bool:
+        """Whether it is a symbolic link, which may lead out of a checkpoint."""
+        return posix.is_symlink(self)
+
+    def resolved(self) -> "Location":
+        """It without symbolic links."""
+        return Location(posix.real(self))
+
+    def names(self) -> list[str]:
+        """Names in a directory, in order."""
+        return posix.names(self)
+
+    def directories(self) -> list[str]:
+        """Names of the directories in a directory, in order."""
+        return posix.directories(self)
+
+    def entry(self) -> Entry | None:
+        """What is there; None where nothing is."""
+        return posix.entry(self)
+
+    def walk(self) -> Iterator[Entry]:
+        """All that is below a directory, each directory before what is in it, in order; nothing
+        where there is none."""
+        return posix.walk(self)
+
+    def checked_walk(self) -> Iterator[Entry]:
+        """A file, or a directory and all that is below it, as `walk` has it.
+
+        Raises:
+          FileNotFoundError: there is nothing.
+          CheckpointFormatError: there is something else than files and directories in it, or they
+            are nested too deep.
+        """
+        first = self.entry()
+        if first is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path)
+        for found in itertools.chain([first], self.walk() if first.is_dir else ()):
+            if found.path.count("/") >= _MAX_LEVELS:
+                raise CheckpointFormatError(f"directories below `{self}` are nested too deep")
+            if not (found.is_file or found.is_dir):
+                raise not_a_file(self / found.path)
+            yield found
+
+    def file_bytes(self) -> int | None:
+        """Bytes of a file, or None where there is none.
+
+        Raises:
+          CheckpointFormatError: it is something else. What a symbolic link points to may be outside
+            of the checkpoint, and a pipe may never end.
+        """
+        found = self.entry()
+        if found is None or found.is_file:
+            return None if found is None else found.nbytes
+        if found.is_dir:
+            raise CheckpointFormatError(f"`{self}` is a directory, and not a file")
+        raise not_a_file(self)
+
+    def read(self) -> bytes | None:
+        """A small file whole, or None where there is none.
+
+        Raises:
+          CorruptCheckpointError: it cannot be read, or it is not small.
+          CheckpointFormatError: it is something else than a file.
+        """
+        size = self.file_bytes()
+        if size is None:
+            return None
+        if size > MAX_DOCUMENT:
+            raise CorruptCheckpointError(f"`{self}` has {format_bytes(size)}: no checkpoint's has")
+        result = checked(self.parent.open().read(self.name), f"`{self}`")
+        return result.value if result.state == "value" else None
+
+    def beginning(self, nbytes: int) -> bytes:
+        """The first bytes of a file."""
+        return posix.beginning(self, nbytes)
+
+    def sha256(self) -> str:
+        """The SHA-256 of a file."""
+        return posix.copy_file(self, None)
+
+    def write(self, data: bytes, durable: bool = False) -> None:
+        """Writes a file, in the place of what is there. If it is to be durable, it is when the call
+        returns; others are once `posix.sync` has been called."""
+        posix.write(self, data, durable)
+
+    def replace(self, data: bytes, temporary: str) -> None:
+        """Writes a durable file that is there whole or not at all; `temporary` is another name in
+        the same directory."""
+        posix.replace(self, data, self.beside(temporary))
+
+    def make_directory(self) -> None:
+        """Makes a directory and those above it, where they are not there."""
+        posix.make_directories(self)
+
+    def remove(self) -> None:
+        """Deletes a file, if it is there."""
+        posix.remove_file(self)
+
+
+def parse_location(path: str | os.PathLike) -> Location:
+    """The location of a path or a `file://` URL.
+
+    Raises:
+      CheckpointFormatError: it is in a bucket, or `pathlib` has changed a URL.
+    """
+    text = os.fspath(path)
+    if isinstance(path, Location):
+        return path
+    if re.match(r"[a-z0-9]+://", text) and not text.startswith("file://"):
+        raise CheckpointFormatError(
+            f"`{text}`: only local paths are read", hints=["copy the checkpoint to a local disk"]
+        )
+    if not isinstance(path, str) and re.match(r"[a-z][a-z0-9]+:/(?!/)", text):
+        raise CheckpointFormatError(
+            f"`{text}` was a URL before pathlib made a path of it",
+            hints=[f"give it as text: {text.replace(':/', '://', 1)}"],
+        )
+    return Location(posix.absolute(text.removeprefix("file://")))

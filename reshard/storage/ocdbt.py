@@ -1,0 +1,179 @@
+"""OCDBT databases: their specs, and what their B-trees hold, read without reading an array.
+
+Facts about the B-tree are TensorStore's (`tensorstore.ocdbt.dump`).
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import tensorstore as ts
+from tensorstore import ocdbt
+
+from reshard.errors import CorruptCheckpointError, ReshardError
+from reshard.storage.btree import decoded_bytes
+from reshard.storage.location import MAX_DOCUMENT, Location, not_a_file
+from reshard.units import format_bytes
+
+MANIFEST = "manifest.ocdbt"
+# Orbax writes root nodes of up to 100 MB; the pool must hold one, or each read decodes it again.
+# Array data is never cached: no array driver is given this pool.
+BTREE_CACHE = "cache_pool#ocdbt"
+BTREE_CACHE_BYTES = 100_000_000
+# Bytes of a whole decoded B-tree (of millions of chunks). Larger ones are not read.
+_MAX_BTREE = 1 << 30
+
+
+def new_context(btree_cache_bytes: int = BTREE_CACHE_BYTES) -> ts.Context:
+    """Shared resources of stores. Files are synced once, before the commit, and not at each
+    write.
+
+    Args:
+      btree_cache_bytes: decoded B-tree nodes that are kept at most.
+    """
+    return ts.Context(
+        {BTREE_CACHE: {"total_bytes_limit": btree_cache_bytes}, "file_io_sync": False}
+    )
+
+
+def ocdbt_spec(directory: Location, manifest: Location | None = None) -> dict[str, Any]:
+    """The OCDBT database in a directory; `manifest` if its manifest is in another one."""
+    spec = {"driver": "ocdbt", "base": directory.spec, "cache_pool": BTREE_CACHE}
+    if manifest is not None:
+        spec["manifest"] = manifest.spec
+    return spec
+
+
+class StoredValue(NamedTuple):
+    """One value of a key-value store.
+
+    Attributes:
+      size: stored bytes.
+      part: the OCDBT database whose B-tree lists it, as in `ArrayStore.parts`; "" for plain files.
+      file: the file that holds it, relative to the item's directory; None where the value is
+        inlined in the B-tree.
+      inline: the bytes themselves, for zarr metadata that is inlined.
+      cut: bytes that the file has, and bytes that it would have to have to hold this value, where
+        these do not fit; None where they do.
+    """
+
+    size: int
+    part: str = ""
+    file: str | None = None
+    inline: bytes | None = None
+    cut: tuple[int, int] | None = None
+
+
+def stored_values(
+    directory: Location, part: str, metadata_key: str
+) -> Iterator[tuple[str, StoredValue]]:
+    """Every key of an OCDBT database with where its value is, from its B-tree nodes alone."""
+    check_file = functools.cache(functools.partial(_check_data_file, directory))
+    for _, prefix, node in _btree_nodes(directory):
+        if node["height"]:
+            continue
+        for entry in node["entries"]:
+            key = (prefix + entry["key"]).decode(errors="surrogateescape")
+            inline = entry.get("inline_value")
+            if inline is not None:
+                kept = inline if key.endswith(metadata_key) else None
+                yield key, StoredValue(len(inline), part, None, kept)
+            else:
+                file, offset, size = _split_location(entry["indirect_value"])
+                found, needed = check_file(file), offset + size
+                cut = None if found is None or found >= needed else (found, needed)
+                yield key, StoredValue(size, part, f"{part}/{file}" if part else file, cut=cut)
+
+
+def node_files(directory: Location) -> set[str]:
+    """Files below `directory` that hold the nodes of its OCDBT database."""
+    nodes = _btree_nodes(directory, lowest=1)
+    return {_split_location(location)[0] for location, _, _ in nodes}
+
+
+def value_files(directory: Location) -> set[str]:
+    """Files below `directory` that hold values of its OCDBT database."""
+    files = set()
+    for _, _, node in _btree_nodes(directory):
+        if not node["height"]:
+            places = (entry.get("indirect_value") for entry in node["entries"])
+            files.update(_split_location(place)[0] for place in places if place)
+    return files
+
+
+def _btree_nodes(
+    directory: Location, lowest: int = 0
+) -> Iterator[tuple[str, bytes, dict[str, Any]]]:
+    """Location, key prefix and content of each node of the newest version of a database.
+
+    Nodes below height `lowest` are located but not read: their content is empty.
+    """
+    base = directory.open()
+    seen = set()
+    taken = 0
+
+    def check_size(data: bytes) -> None:
+        nonlocal taken
+        taken += decoded_bytes(data)
+        if taken > _MAX_BTREE:
+            raise ValueError("its B-tree decodes to more than any checkpoint's")
+
+    try:
+        check_size((directory / MANIFEST).read() or b"")
+        version = ocdbt.dump(base).result()["versions"][-1]
+        nodes = [(version["root"].get("location"), version["root_height"], b"")]
+        while nodes:
+            location, height, prefix = nodes.pop()
+            if location is None:  # an empty database
+                continue
+            file, _, size = _split_location(location)
+            _check_data_file(directory, file)
+            if height < lowest:
+                yield location, prefix, {}
+                continue
+            if location in seen:
+                raise ValueError(f"several nodes refer to node {location}")
+            seen.add(location)
+            if size > MAX_DOCUMENT:
+                raise ValueError(f"a node of its B-tree has {format_bytes(size)}")
+            check_size(ocdbt.dump(base, f"value:{location.partition(':')[2]}").result())
+            node = ocdbt.dump(base, location).result()
+            if node["height"] != height:
+                raise ValueError(f"node {location} is at height {node['height']}, not {height}")
+            if height:
+                nodes += [
+                    (entry["location"], height - 1, prefix + entry["subtree_common_prefix"])
+                    for entry in node["entries"]
+                ]
+            yield location, prefix, node
+            # TensorStore 0.1.86 leaks what is in the values of a document's entries.
+            node["entries"].clear()
+    except ReshardError:
+        raise
+    except (ValueError, KeyError, IndexError) as error:
+        raise CorruptCheckpointError(
+            f"the OCDBT database in `{directory}` cannot be read", [str(error)]
+        ) from error
+
+
+def _check_data_file(directory: Location, file: str) -> int | None:
+    """Bytes of a data file, or None where there is none; raises an error for one that is not a file
+    inside the database's directory."""
+    names = file.split("/")
+    if not {"", ".", ".."}.isdisjoint(names) or "\0" in file:
+        raise CorruptCheckpointError(
+            f"the OCDBT database in `{directory}` refers to `{file}`, which is no name inside it"
+        )
+    path = directory
+    for name in names:
+        path /= name
+        if path.is_symlink():
+            raise not_a_file(path)
+    return path.file_bytes()
+
+
+def _split_location(location: str) -> tuple[str, int, int]:
+    """File, relative to the database, offset and bytes of a `KIND:BASE:FILE:OFFSET:SIZE`."""
+    start, offset, size = location.rsplit(":", 2)
+    _, base, file = start.split(":", 2)
+    return base + file, int(offset), int(size)
