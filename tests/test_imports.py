@@ -293,3 +293,38 @@ def test_restoring_into_a_plain_pytree_leaves_flax_alone(plain):
 def test_importing_the_package_is_cheap():
     loaded, _ = loaded_after("import reshard\nreshard.ReshardError")
     assert loaded & (FRAMEWORKS | {"numpy", "tensorstore", "ml_dtypes", "click", "rich"}) == set()
+
+
+# Files of the user that are no checkpoint: maps and models that a command is given; and this
+# package's own.
+OWN_FILES = {
+    "reshard",
+    "reshard.cli.convert",
+    "reshard.cli.model_argument",
+    "reshard.convert.mapfile",
+}
+FILES = {"fcntl", "glob", "io", "mmap", "pathlib", "shutil", "stat", "tempfile"}
+# Of `os`, what touches no file.
+NO_FILES = {"PathLike", "dup", "dup2", "environ", "fdopen", "fspath", "getpid", "kill"} | {
+    "cpu_count",
+    "sched_getaffinity",
+    "strerror",
+}
+
+
+def test_only_one_module_touches_files():
+    found = []
+    for name, file in modules().items():
+        if name in OWN_FILES | {"reshard.storage.posix"}:
+            continue
+        found += [f"{name}: {one}" for one in imports(file) if one.partition(".")[0] in FILES]
+        found += [f"{name}: {one}" for one in imports(file) if one.startswith("os.")]
+        for node in ast.walk(ast.parse(file.read_text())):
+            text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+            if text.startswith("os.") and text.split(".")[1] not in NO_FILES:
+                found.append(f"{name}: {text}")
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "open":
+                defined = "from reshard.loader import open" in file.read_text()
+                if not defined:
+                    found.append(f"{name}: {ast.unparse(node)}")
+    assert found == []
