@@ -4,6 +4,7 @@ tests the default run takes.
 
 import os
 import signal
+import tempfile
 
 # A shell that runs the tests in the background has them, and the processes they start, ignore
 # interrupts; some of those are to be interrupted.
@@ -13,6 +14,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Both must be set before jax is imported, which no test module has done yet.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=16"
 os.environ["JAX_PLATFORMS"] = "cpu"
+
+# Much of what is compiled is compiled again, in another module or process.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _compiled = tempfile.TemporaryDirectory(prefix="compiled-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import pathlib
 import sys
