@@ -30,5 +30,5 @@ from reshard.verify.differences import Diff as Diff
 from reshard.verify.verification import Verification as Verification
 from reshard.verify.verification import digest as digest
 from reshard.verify.verification import verify as verify
-from reshard.writer import plan as plan
-from reshard.writer import save as save
+from reshard.writer.save import plan as plan
+from reshard.writer.save import save as save

@@ -20,11 +20,11 @@ from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh
+from layouts import unfinished as unfinished_directory
 
 import reshard
 from reshard.writer import journal
 from reshard.writer import save as writer_job
-from reshard.writer.commit import unfinished_directory
 
 LIMIT_SECONDS = 20
 # A file beside a damaged directory, which links in it point to.

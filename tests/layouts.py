@@ -436,8 +436,9 @@ def saved_leaves(tree: Any, path: tuple = ()) -> dict[tuple, Any]:
     }
 
 
-def hashes(path: pathlib.Path) -> dict[str, str]:
+def hashes(path: str | os.PathLike) -> dict[str, str]:
     """Relative path -> digest of every file, and of nothing for a directory."""
+    path = pathlib.Path(path)
     return {
         str(file.relative_to(path)): hashlib.sha256(
             file.read_bytes() if file.is_file() else b""

@@ -1,5 +1,1 @@
-"""`Plan` -> a checkpoint on disk, in the source's own layout, that Orbax reads as its own."""
-
-from reshard.writer.save import plan, save
-
-__all__ = ["plan", "save"]
+"""`Plan` to a new checkpoint, whole or not at all; one module for each step on the way."""
