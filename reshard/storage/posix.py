@@ -72,6 +72,10 @@ def entry(path: AnyPath) -> Entry | None:
         return _entry("", os.lstat(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return None
+        raise
 
 
 def exists(path: AnyPath) -> bool:
@@ -96,7 +100,7 @@ def _mode(path: AnyPath) -> int | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        if error.errno == errno.ELOOP:
+        if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):
             return None
         raise
 
