@@ -447,8 +447,9 @@ def hashes(path: str | os.PathLike) -> dict[str, str]:
     }
 
 
-def data_inodes(path: pathlib.Path) -> dict[int, str]:
+def data_inodes(path: str | os.PathLike) -> dict[int, str]:
     """Inode -> relative path of each OCDBT data file."""
+    path = pathlib.Path(path)
     return {os.stat(file).st_ino: str(file.relative_to(path)) for file in sorted(path.rglob("d/*"))}
 
 
