@@ -5,7 +5,7 @@ import functools
 import json
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorstore as ts
@@ -46,6 +46,10 @@ class Formed:
 
     operation: Operation
     inputs: "tuple[ArrayHandle, ...]"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what is open, or found again."""
+        return {"operation": self.operation, "inputs": self.inputs}
 
     @functools.cached_property
     def views(self) -> list[ts.TensorStore]:

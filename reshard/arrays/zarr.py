@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from reshard.arrays.boxes import Shape
@@ -147,7 +148,7 @@ def _set_endian(codecs: list[Document], dtype: np.dtype) -> None:
 
 def zarr2_dtype(dtype: np.dtype) -> str:
     """A dtype as zarr v2 writes it; TensorStore writes JAX's own dtypes by name."""
-    return dtype.str if dtype.isbuiltin == 1 else dtype.name
+    return dtype.name if hasattr(ml_dtypes, dtype.name) else dtype.str
 
 
 def encoding(document: Document) -> bytes | None:

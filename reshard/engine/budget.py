@@ -23,7 +23,9 @@ READ_OVERHEAD = 1 << 14
 
 def cores() -> int:
     """Processors that this process may use."""
-    return len(os.sched_getaffinity(0))
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def room(max_memory: int) -> int:

@@ -1,0 +1,135 @@
+"""Locations: what text and paths become, what is found there, and checkpoints that travel."""
+
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+
+import layouts
+import pytest
+from etils import epath
+
+import reshard
+from reshard.storage import posix
+from reshard.storage.location import Location, parse_location
+
+
+def test_parts_of_a_location():
+    place = parse_location("/runs/a") / "100" / "state/"
+    assert str(place) == os.fspath(place) == "/runs/a/100/state"
+    assert (place.name, str(place.parent), str(place.parent.parent)) == (
+        "state",
+        "/runs/a/100",
+        "/runs/a",
+    )
+    assert place / "" == place
+    assert str(Location("/") / "a") == "/a" and str(Location("/a").parent) == "/"
+    assert place.below(parse_location("/runs")) == "a/100/state"
+    assert place.below(place) == ""
+    assert place.below(Location("/runs/a/10")) is None
+    assert place.below(Location("/")) == "runs/a/100/state"
+    assert str(place.beside("b")) == "/runs/a/100/b"
+    assert place.spec == {"driver": "file", "path": "/runs/a/100/state/"}
+    assert pickle.loads(pickle.dumps(place)) == place and len({place, place / ""}) == 1
+
+
+def test_text_and_paths_become_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    expected = Location(str(tmp_path / "run"))
+    for form in ("run", "./run/", pathlib.Path("run"), f"file://{tmp_path}/run", expected):
+        assert parse_location(form) == expected
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/run", "s3://bucket/run/100", "file:///runs/1"])
+def test_a_url_that_pathlib_has_changed(url, tmp_path):
+    text = url.replace("//", "/").replace("//", "/")
+    message = (
+        f"`{text}` was a URL before pathlib made a path of it\n\n"
+        f"hint: give it as text: {text.replace(':/', '://', 1)}"
+    )
+    for use in (reshard.open, parse_location):
+        with pytest.raises(reshard.CheckpointFormatError) as caught:
+            use(pathlib.Path(url))
+        assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("path", ["gs://bucket/run", epath.Path("gs://bucket/run")])
+def test_a_destination_in_a_bucket_is_refused(saved, path, tmp_path, monkeypatch):
+    """It was once a local directory called `gs:`."""
+    monkeypatch.chdir(tmp_path)
+    ckpt = reshard.open(saved("standalone").path)
+    for use in (reshard.save, reshard.plan):
+        with pytest.raises(reshard.CheckpointFormatError, match=r"^`gs://bucket/run`: only local"):
+            use(ckpt, path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_all_that_is_below_a_directory(tmp_path):
+    for name in ("b/c/d", "a", "b/e", "f"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(name.encode())
+    (tmp_path / "b" / "link").symlink_to(tmp_path / "b")
+    os.link(tmp_path / "a", tmp_path / "same")
+    place = Location(str(tmp_path))
+    found = {entry.path: entry for entry in place.walk()}
+    assert list(found) == ["a", "b", "b/c", "b/c/d", "b/e", "b/link", "f", "same"]
+    files = [path for path, entry in found.items() if entry.is_file]
+    assert files == ["a", "b/c/d", "b/e", "f", "same"]
+    assert [path for path, entry in found.items() if entry.is_dir] == ["b", "b/c"]
+    assert found["b/c/d"].nbytes == len("b/c/d")
+    assert found["a"].file == found["same"].file != found["f"].file
+    assert (found["a"].links, found["f"].links) == (2, 1)
+    with pytest.raises(reshard.CheckpointFormatError, match=r"`.*/b/link` is neither a file nor"):
+        list(place.checked_walk())
+    assert list((place / "none").walk()) == []
+    with pytest.raises(FileNotFoundError):
+        list((place / "none").checked_walk())
+
+
+def test_without_what_only_linux_has(saved, tmp_path, monkeypatch):
+    class Libc:
+        """A library of C without the calls of Linux."""
+
+    monkeypatch.setattr(posix, "_LIBC", Libc())
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.delattr(os, "posix_fadvise")
+    source = saved("standalone")
+    reshard.save(reshard.to_mesh(reshard.open(source.path), "1x8"), tmp_path / "out")
+    assert reshard.diff(source.path, tmp_path / "out", values=True).equal
+
+
+SAVE = """
+import pickle, sys
+import reshard
+with open(sys.argv[1], "rb") as file:
+    ckpt = pickle.load(file)
+reshard.save(ckpt, sys.argv[2])
+assert not {"jax", "flax"} & set(sys.modules)
+"""
+
+
+def transformed(path):
+    """Arrays that are moved, cast, renamed, on another mesh, and made of others."""
+    ckpt = reshard.to_mesh(reshard.open(path), "1x8")
+    ckpt = reshard.cast(ckpt, "float16", where="params/embed")
+    return reshard.rename(ckpt, [("^params/embed$", "params/table")])
+
+
+@pytest.mark.parametrize("layout", ["standalone", "zarr3-files"])
+def test_a_checkpoint_is_the_same_job_in_a_fresh_process(saved, tmp_path, layout):
+    ckpt = transformed(saved(layout).path)
+    for handle in ckpt.arrays:
+        handle.view()  # opens what is not to travel
+    data = pickle.dumps(ckpt)
+    assert b"tensorstore" not in data
+    (tmp_path / "ckpt").write_bytes(data)
+    command = [sys.executable, "-c", SAVE, str(tmp_path / "ckpt"), str(tmp_path / "there")]
+    subprocess.run(command, check=True)
+    reshard.save(ckpt, tmp_path / "here")
+    assert repr(pickle.loads(data)) == repr(ckpt)
+    assert reshard.diff(tmp_path / "here", tmp_path / "there", values=True).equal
+    kept = ["_METADATA", "_sharding", "reshard_digests.json"]
+    here, there = (layouts.hashes(tmp_path / name) for name in ("here", "there"))
+    assert [here[name] for name in kept] == [there[name] for name in kept]
