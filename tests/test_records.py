@@ -22,9 +22,15 @@ from layouts import LAYOUTS, READERS, STEPS
 
 import reshard
 from reshard.arrays.digests import digest_of
-from reshard.verify.digest_record import FILE, ArrayRecord, Record, read_record, record_of
+from reshard.storage.location import parse_location
+from reshard.verify import digest_record
+from reshard.verify.digest_record import FILE, ArrayRecord, Record, record_of
 
 TEMPORARY = "reshard_digests.json.tmp"
+
+
+def read_record(file):
+    return digest_record.read_record(parse_location(file))
 
 
 def values_of(leaf, dtype):

@@ -3,17 +3,13 @@
 import collections
 import dataclasses
 import functools
-import itertools
-import json
 import math
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from reshard.arrays import zarr
 from reshard.arrays.derived import stored_share, stored_values
 from reshard.arrays.handle import ArrayHandle, collision_error, stored_name
-from reshard.checkpoint import Checkpoint, name_clashes
+from reshard.checkpoint import Checkpoint
 from reshard.engine.budget import cores, in_flight
 from reshard.engine.cost import Decoded, co_read_groups, decoded_together, first_cell
 from reshard.engine.plan import (
@@ -43,6 +39,7 @@ from reshard.units import parse_bytes
 from reshard.writer import commit
 from reshard.writer.codec_sample import encoded_ratio
 from reshard.writer.siblings import siblings
+from reshard.writer.stored_names import stored_name_clashes
 
 # A data file is shared with the source if at least this part of it stays in use.
 _WORTH_LINKING = 0.5
@@ -193,7 +190,7 @@ def _prepare_item(
     collided = [handle for handle in ckpt.arrays if handle.same_name is not None]
     if collided:
         found.append(collision_error(collided))
-    clashes = _name_clashes(ckpt)
+    clashes = stored_name_clashes(ckpt)
     if clashes:
         found.append(TreeMismatchError("two leaves would be stored under one name", clashes))
     named = [(format_path(path), name_problem(stored_name(path))) for path in ckpt]
@@ -237,48 +234,6 @@ def _prepare_item(
         elif 2 * layout.largest_stored > max_memory:
             found.append(too_large(layout, 2 * layout.largest_stored, max_memory))
     return Job(ckpt, tuple(handles), tuple(plans), files)
-
-
-def _name_clashes(ckpt: Checkpoint) -> list[str]:
-    """Leaves of which one would overwrite the other, or could not be written beside it."""
-    arrays = {handle.path: handle for handle in ckpt.arrays}
-    strings = [path for path, leaf in ckpt.items() if isinstance(leaf, str)]
-
-    def is_unchanged(path: Path) -> bool:
-        return arrays[path].formed is None and arrays[path].name == stored_name(path)
-
-    clashes = name_clashes(arrays, is_unchanged) + name_clashes(strings)
-    for kind in (arrays, strings):
-        names = {stored_name(path): path for path in kind}
-        for name, path in names.items():
-            for end in [place.start() for place in re.finditer("/", name)]:
-                outer = names.get(name[:end])
-                if outer is None:
-                    continue
-                two = f"{format_path(outer)} and {format_path(path)}"
-                if outer not in arrays:
-                    clashes.append(f"{two}: the string `{name}` would be inside of `{name[:end]}`")
-                elif file := _file_above(arrays[outer], arrays[path], name[end + 1 :]):
-                    clashes.append(f"{two}: `{name[:end]}/{file}` is a file of `{name[:end]}`")
-    return clashes
-
-
-def _file_above(outer: ArrayHandle, inner: ArrayHandle, below: str) -> str | None:
-    """The chunk or metadata of an array that is in the place of what is stored of another, or of a
-    directory that this is in; None if there is none. In an OCDBT database there are no directories.
-
-    Args:
-      outer: the array.
-      inner: the other one.
-      below: its name, below that of the array.
-    """
-    chunks = zarr.chunk_keys(json.loads(outer.metadata))
-    first = zarr.chunk_key(json.loads(inner.metadata), (0,) * len(inner.shape))
-    *directories, whole = itertools.accumulate(f"{below}/{first}".split("/"), "{}/{}".format)
-    for key in [whole] if outer.store.ocdbt else [*directories, whole]:
-        if key == outer.store.metadata_key or chunks.fullmatch(key):
-            return key
-    return None
 
 
 def _layout(
