@@ -792,9 +792,9 @@ hint: `256MiB`, `1GiB`
 """,
     f"{CKPT} --max-memory 1KiB --select params/embedding --dtype float16": """\
 Error: params/embedding: one stored chunk does not fit in 1.00 KiB
-  a chunk of [8, 32] has 1.00 KiB decoded, and it takes 3.00 KiB to carry one over
+  a chunk of [8, 32] has 1.00 KiB decoded, and it takes 18.49 KiB to carry one over
 
-hint: --max-memory 3KiB is the least that carries it over
+hint: --max-memory 19KiB is the least that carries it over
 """,
     f"{CKPT} --spec kernel": """\
 Usage: reshard ckpt [OPTIONS] SRC DST

@@ -26,6 +26,7 @@ from reshard.engine.budget import READ_OVERHEAD
 from reshard.restore import device_reads, device_shards
 from reshard.restore.device_reads import Request, read_arrays
 from reshard.storage.array_store import ArrayStore
+from reshard.storage.location import parse_location
 
 FOUR = ("a", "b", "c", "d")
 DTYPES = ["float32", "bfloat16", "int8", "int4", "bool", "uint16", "complex64"]
@@ -46,7 +47,7 @@ def stored_array(folder: pathlib.Path, values, chunk, *, zarr3=False, dtype=None
         chunk_layout=ts.ChunkLayout(chunk_shape=chunk) if values.ndim else None,
     ).result()
     array.write(values).result()
-    store = ArrayStore(folder, (), zarr3, fills=False)
+    store = ArrayStore(parse_location(folder), (), zarr3, fills=False)
     return ArrayHandle(
         path=(name,),
         shape=values.shape,
@@ -618,7 +619,9 @@ def test_chunks_that_stand_for_a_fill_value(tmp_path):
     values = random((8, 8), "uint16")
     handle = stored_array(tmp_path, values, (4, 4))
     (tmp_path / handle.name / "1.0").unlink()
-    handle = dataclasses.replace(handle, store=ArrayStore(tmp_path, (), False, fills=True))
+    handle = dataclasses.replace(
+        handle, store=ArrayStore(parse_location(tmp_path), (), False, fills=True)
+    )
     expected = values.copy()
     expected[4:, :4] = 0
     sharding = NamedSharding(layouts.mesh(EIGHT), P("data"))

@@ -504,7 +504,7 @@ def test_records_of_something_else_are_found_before_a_byte_is_written(
 
 
 def test_what_is_written_is_read_back(copied, tmp_path, monkeypatch):
-    from reshard.writer.save import save
+    from reshard.writer import save
 
     path, out = copied("zarr2-files-raw"), tmp_path / "out"
     record = save._record
