@@ -1244,7 +1244,8 @@ def test_data_files_that_are_gone(tmp_path, base, instead):
     """Found by fuzzing: the size of a data file that is to be shared was taken for granted."""
     path = copied(base, "zarr2-ocdbt", tmp_path / "saved")
     ckpt = reshard.open(path)
-    (file,) = {value.file for value in ckpt.source.store.values["large"].values() if value.file}
+    # A busy machine writes several.
+    file, *_ = {value.file for value in ckpt.source.store.values["large"].values() if value.file}
     instead(path / file)
     text = f"the data file `{path}/{file}` is missing"
     if (path / file).exists():
