@@ -72,15 +72,16 @@ def entry(path: AnyPath) -> Entry | None:
         return _entry("", os.lstat(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            return None
-        raise
 
 
 def exists(path: AnyPath) -> bool:
     """Whether there is something; of a symbolic link, what it points to."""
-    return _mode(path) is not None
+    try:
+        return _mode(path) is not None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # nothing has such a name
+            return False
+        raise
 
 
 def is_file(path: AnyPath) -> bool:
@@ -100,7 +101,7 @@ def _mode(path: AnyPath) -> int | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):
+        if error.errno == errno.ELOOP:
             return None
         raise
 
