@@ -21,6 +21,7 @@ from watched import Watched
 
 import reshard
 from reshard.arrays.handle import ArrayHandle
+from reshard.engine import cost
 from reshard.engine import read as engine
 from reshard.engine.batches import Unit, in_batches
 from reshard.engine.budget import READ_OVERHEAD, Budget
@@ -398,6 +399,25 @@ def test_reading_one_cell_counts_the_chunk_whole_at_the_edge():
     assert decoded_together([handle]) == (4 * 8 * 4 + 7, 4 * 7)
     edge = chunks_of(handle, (slice(4, 5), slice(0, 7)))
     assert total(edge) == (4 * 8 * 4 + 7, 7)
+
+
+def test_planning_takes_as_much_for_each_layer_however_many_share_a_chunk(tmp_path, monkeypatch):
+    asked, counts = cost.chunks_of, []
+
+    def counted(handle, box):
+        counts[-1] += 1
+        return asked(handle, box)
+
+    monkeypatch.setattr(cost, "chunks_of", counted)
+    for layers in (8, 32):
+        path = tmp_path / f"{layers}"
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            checkpointer.save(path, {"layers": {"w": np.ones((layers, 6, 4), "f4")}})
+        ckpt = reshard.unstack(reshard.open(path), "layers", into="layer_{}", axis=0)
+        counts.append(0)
+        plan = reshard.plan(reshard.to_mesh(ckpt, "x=2", [(".", "x,")]), chunks=16)
+        assert (len(plan.arrays), plan.passes, plan.problems) == (layers, 1.0, ())
+    assert counts[0] >= 8 and counts[1] <= 4 * counts[0]
 
 
 # A job.
