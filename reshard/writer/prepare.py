@@ -208,12 +208,13 @@ def _prepare_item(
             whole.append(handle)
         except ReshardError as error:
             found.append(error)
-    groups = [[whole[number] for number in group] for group in co_read_groups(whole)]
-    group_of = {handle.path: number for number, group in enumerate(groups) for handle in group}
-    for handle in whole:
+    groups: dict[int, tuple[int, int, int]] = {}
+    for group, numbers in enumerate(co_read_groups(whole)):
+        decoded = decoded_together([whole[number] for number in numbers])
+        groups |= dict.fromkeys(numbers, (group, len(numbers), decoded.nbytes))
+    for number, handle in enumerate(whole):
         try:
-            group = group_of[handle.path]
-            layout = _layout(handle, group, groups[group], ratios, max_memory)
+            layout = _layout(handle, *groups[number], ratios, max_memory)
             plans.append(plan_array(layout, chunks, max_memory))
             handles.append(handle)
         except ReshardError as error:
@@ -239,7 +240,8 @@ def _prepare_item(
 def _layout(
     handle: ArrayHandle,
     group: int,
-    members: Sequence[ArrayHandle],
+    co_read: int,
+    group_bytes: int,
     ratios: dict[tuple[Any, ...], float],
     max_memory: int,
 ) -> ArrayLayout:
@@ -247,8 +249,7 @@ def _layout(
 
     Args:
       handle: the array.
-      group: the number of its co-read group.
-      members: the arrays of this group.
+      group, co_read, group_bytes: as of `ArrayLayout`.
       ratios: measured ratios of cast arrays so far; arrays that compress alike as they are stored
         are taken to compress alike when they are cast.
       max_memory: bytes that a sample for such a ratio may take.
@@ -261,7 +262,6 @@ def _layout(
     decoded = math.prod(handle.shape) * handle.stored_dtype.itemsize
     cell = math.prod(part.stop - part.start for part in first_cell(handle))
     alone = decoded_together([handle])
-    together = alone if len(members) == 1 else decoded_together(members)
     layout = ArrayLayout(
         path=handle.path,
         shape=handle.shape,
@@ -279,8 +279,8 @@ def _layout(
         chunk_bytes=alone.nbytes,
         amplification=_amplification(alone, cell),
         group=group,
-        co_read=len(members),
-        group_bytes=together.nbytes,
+        co_read=co_read,
+        group_bytes=group_bytes,
     )
     same_dtype = handle.dtype == handle.stored_dtype
     sample = layout.chunk_bytes + cell * layout.read_itemsize
