@@ -24,7 +24,7 @@ from reshard.arrays.dtypes import is_floating
 from reshard.arrays.handle import ArrayHandle
 from reshard.engine.batches import Unit, in_batches
 from reshard.engine.budget import READ_OVERHEAD, WINDOW, Budget, Reservation, cores, in_flight
-from reshard.engine.cost import co_read_groups, decoded_together, first_cell
+from reshard.engine.cost import co_read_groups, decoded_together
 from reshard.engine.plan import grid_boxes
 from reshard.engine.read import Destination, Read, read
 from reshard.errors import CorruptCheckpointError, MemoryLimitError, ReshardError, TreeMismatchError
@@ -209,32 +209,36 @@ class _Load:
         self._left = len(self.boxes)
 
     def buffers(self, shape: Shape) -> int:
-        """Bytes of what a box of this shape is read into, if not into its shards right away."""
-        if not self._through_buffer:
-            return READ_OVERHEAD
-        elements = math.prod(map(min, shape, self.handle.shape))
-        return elements * self.handle.read_dtype.itemsize + READ_OVERHEAD
+        """Bytes that a box of this shape takes beside its chunks."""
+        return self._buffer_bytes(shape) + READ_OVERHEAD
 
     @property
     def least(self) -> int:
         """Bytes that reading a single chunk takes."""
-        (batch,) = in_batches([self.unit(first_cell(self.handle), None)], 0, 0)
+        chunk = self.handle.chunk_shape
         chunk_bytes = decoded_together([self.handle]).nbytes
-        return max(chunk_bytes + self.buffers(self.handle.chunk_shape), batch.held)
+        return max(chunk_bytes + self.buffers(chunk), self._held(self._buffer_bytes(chunk)))
 
-    def unit(self, box: Box, budget: Budget | None) -> Unit:
+    def unit(self, box: Box, budget: Budget) -> Unit:
         """What it takes to read a box; the first one takes the shards' buffers, too."""
-        elements = math.prod(boxes.shape_of(box)) if self._through_buffer else 0
-        buffer = elements * self.handle.read_dtype.itemsize
-        # Rounding and converting take copies.
-        held = 3 * buffer if self._converts else buffer
-        kept = self._staging if self.boxes and box is self.boxes[0] else 0
+        buffer = self._buffer_bytes(boxes.shape_of(box))
+        kept = self._staging if box is self.boxes[0] else 0
         into = functools.partial(self._destinations, box, budget)
-        return Unit([Read(self.handle, box, self, into)], buffer, held, kept)
+        return Unit([Read(self.handle, box, self, into)], buffer, self._held(buffer), kept)
 
-    def _destinations(self, box: Box, budget: Budget | None) -> list[Destination] | None:
+    def _buffer_bytes(self, shape: Shape) -> int:
+        """Bytes of the values of a box of this shape, if they are not read into its shards."""
+        if not self._through_buffer:
+            return 0
+        return math.prod(map(min, shape, self.handle.shape)) * self.handle.read_dtype.itemsize
+
+    def _held(self, buffer: int) -> int:
+        """Bytes for a buffer that has been read: rounding and converting take copies."""
+        return 3 * buffer if self._converts else buffer
+
+    def _destinations(self, box: Box, budget: Budget) -> list[Destination] | None:
         """Where a box goes, when its read begins: into shards; or None, into a buffer first."""
-        if self._staging and self._reservation is None and budget is not None:
+        if self._staging and self._reservation is None:
             self._reservation = budget.reserve(self._staging)
         if self._through_buffer:
             return None
