@@ -125,17 +125,10 @@ def to_mesh(
     axes: Mapping[str, str] | None = None,
     known: Mapping[Path, Spec] | None = None,
 ) -> Checkpoint:
-    """Every device array laid out on `mesh`.
-
-    The saved spec is projected by axis name. Arrays saved from a single device become replicated,
-    and a note says which. Host values stay on the host: Python scalars always, numpy arrays
-    unless a spec of `specs` matches them.
+    """Every device array laid out on `mesh`: `reshard.to_mesh` without a target.
 
     Args:
-      mesh: any form that `reshard.sharding.mesh.parse_mesh` takes; no devices are needed.
-      specs: ordered (path regex, partition spec) pairs that override the saved specs; the first
-        match wins.
-      axes: saved axis name -> axis of `mesh`, or `""` to replicate.
+      mesh, specs, axes: as of `reshard.to_mesh`.
       known: path -> spec, in the place of the saved ones; `specs` override these, too.
 
     Raises:
