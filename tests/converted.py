@@ -16,7 +16,7 @@ from reshard.convert.align import align
 from reshard.convert.answers import Alignment
 from reshard.convert.definitions import definition_orders, linen_classes, nnx_outline
 from reshard.convert.outline import Module, linen_outline
-from reshard.restore.pytrees import take_apart
+from reshard.restore.pytrees import flatten_state
 from reshard.restore.target import state_of
 
 Path = tuple[str, ...]
@@ -110,7 +110,7 @@ def convert(
     alignment = align(linen_outline(leaves, classes), outline_of(make))
     values = carried(alignment, leaves)
     model = make()
-    parts = take_apart(model)
+    parts = flatten_state(model)
     filled = []
     for leaf in parts.leaves:
         value = values.pop(leaf.path, None)
@@ -125,6 +125,6 @@ def convert(
         {
             leaf.path
             for leaf in parts.leaves
-            if leaf.path not in outputs and not isinstance(leaf.holder, nnx.RngState)
+            if leaf.path not in outputs and not isinstance(leaf.wrapper, nnx.RngState)
         },
     )

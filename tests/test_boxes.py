@@ -63,7 +63,7 @@ def test_the_start_and_the_shape_of_a_box(case):
 @given(st.integers(1, 5).flatmap(shapes_and_boxes))
 def test_around_is_the_smallest_box_that_holds_all(case):
     shape, some = case
-    found = boxes.around(some)
+    found = boxes.bounding_box(some)
     places = [np.unravel_index(e, shape) for box in some for e in elements(shape, box)]
     dims = [list(map(int, dim)) for dim in zip(*places, strict=True)]
     assert found == tuple(slice(min(dim), max(dim) + 1) for dim in dims)
@@ -74,8 +74,8 @@ def test_around_is_the_smallest_box_that_holds_all(case):
 def test_the_common_part_holds_the_common_elements(case):
     shape, (one, other) = case
     expected = elements(shape, one) & elements(shape, other)
-    found = boxes.common_part(one, other)
-    assert found == boxes.common_part(other, one)
+    found = boxes.intersection(one, other)
+    assert found == boxes.intersection(other, one)
     assert (found is None) == (not expected)
     if found is not None:
         assert elements(shape, found) == expected
@@ -85,7 +85,7 @@ def test_the_common_part_holds_the_common_elements(case):
 @given(shapes_and_boxes(2))
 def test_a_box_as_seen_from_another_that_holds_it(case):
     shape, some = case
-    outer, box = boxes.around(some), some[0]
+    outer, box = boxes.bounding_box(some), some[0]
     numbers = np.arange(math.prod(shape)).reshape(shape)
     seen = numbers[outer][boxes.inside(box, outer)]
     assert np.array_equal(seen, numbers[box])
@@ -94,8 +94,8 @@ def test_a_box_as_seen_from_another_that_holds_it(case):
 
 def test_boxes_without_dimensions():
     assert boxes.from_index((), ()) == ()
-    assert boxes.around([(), ()]) == ()
-    assert boxes.common_part((), ()) == ()
+    assert boxes.bounding_box([(), ()]) == ()
+    assert boxes.intersection((), ()) == ()
     assert boxes.inside((), ()) == ()
     assert (boxes.start_of(()), boxes.shape_of(())) == ((), ())
     assert boxes.chunks_together((), (), 7) == ()

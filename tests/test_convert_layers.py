@@ -17,7 +17,7 @@ from flax import nnx
 
 from reshard.convert.align import align
 from reshard.convert.outline import linen_outline, path_outline
-from reshard.restore.pytrees import take_apart
+from reshard.restore.pytrees import flatten_state
 from reshard.tree import format_path
 
 LAYERS = json.loads((pathlib.Path(__file__).parent / "data/pairs/layers.json").read_text())
@@ -245,9 +245,9 @@ def test_layers_have_the_leaves_that_are_on_record(name):
     found = {"linen": {}, "nnx": {}}
     for path, leaf in linen_leaves(variables_of(layer)).items():
         found["linen"]["/".join(path)] = f"{leaf.shape}:{leaf.dtype}"
-    for leaf in take_apart(layer.nnx()).leaves:
-        if leaf.holder is not None and "rngs" not in leaf.path:  # the record has variables only
-            kind = type(leaf.holder).__name__
+    for leaf in flatten_state(layer.nnx()).leaves:
+        if leaf.wrapper is not None and "rngs" not in leaf.path:  # the record has variables only
+            kind = type(leaf.wrapper).__name__
             found["nnx"]["/".join(leaf.path)] = f"{leaf.value.shape}:{leaf.value.dtype} <{kind}>"
     for side, leaves in LAYERS[name].items():
         record = {path: text for path, text in leaves.items() if "rngs/" not in path}
@@ -258,7 +258,7 @@ def test_layers_have_the_leaves_that_are_on_record(name):
 def test_the_paths_of_both_sides_are_enough_where_no_class_is_known(name):
     layer, zeros = TABLE[name], ZEROS.get(name, [])
     leaves = linen_leaves(variables_of(layer))
-    others = {leaf.path: leaf.value for leaf in take_apart(layer.nnx()).leaves}
+    others = {leaf.path: leaf.value for leaf in flatten_state(layer.nnx()).leaves}
     random = {path for path in others if "rngs" in path}
     found = align(linen_outline(leaves), path_outline(others))
     assert {p for step in found.steps for p in step.inputs} == set(leaves) - set(zeros)
@@ -270,7 +270,7 @@ def test_the_paths_of_both_sides_are_enough_where_no_class_is_known(name):
 def test_a_simple_cell_is_not_taken_for_one_by_its_names_alone():
     layer = TABLE["SimpleCell"]
     leaves = linen_leaves(variables_of(layer))
-    others = {leaf.path: leaf.value for leaf in take_apart(layer.nnx()).leaves}
+    others = {leaf.path: leaf.value for leaf in flatten_state(layer.nnx()).leaves}
     found = align(linen_outline(leaves), path_outline(others))
     assert found.steps == ()
     assert list(map(str, found.abstentions)) == [

@@ -24,7 +24,7 @@ from reshard.convert.outline import (
     without,
 )
 from reshard.errors import TreeMismatchError
-from reshard.restore.pytrees import take_apart
+from reshard.restore.pytrees import flatten_state
 from reshard.restore.target import state_of
 
 
@@ -289,8 +289,8 @@ class TestNnx:
     def test_leaves_are_those_of_the_state(self):
         state, _, made = watched(Model)
         expected = {}
-        for leaf in take_apart(state).leaves:
-            kind = type(leaf.holder).__name__
+        for leaf in flatten_state(state).leaves:
+            kind = type(leaf.wrapper).__name__
             expected["/".join(leaf.path)] = (
                 Leaf(leaf.path, leaf.value.shape, leaf.value.dtype, kind),
             )
@@ -301,7 +301,7 @@ class TestNnx:
         assert not made.children["bare"].filled
 
     @pytest.mark.parametrize(
-        "rebuild",
+        "unflatten",
         [
             lambda model: nnx.merge(*nnx.split(model)),
             lambda model: nnx.eval_shape(lambda: Model(rngs=nnx.Rngs(0))),
@@ -309,8 +309,8 @@ class TestNnx:
         ],
         ids=["merge", "eval_shape", "clone"],
     )
-    def test_the_order_in_a_module_that_flax_has_rebuilt_is_not_known(self, rebuild):
-        made = nnx_outline(rebuild(Model(rngs=nnx.Rngs(0))))[1]
+    def test_the_order_in_a_module_that_flax_has_rebuilt_is_not_known(self, unflatten):
+        made = nnx_outline(unflatten(Model(rngs=nnx.Rngs(0))))[1]
         assert unordered(made) == [
             (),
             ("blocks", "0"),
@@ -391,7 +391,7 @@ class TestNnx:
                 self.again = self.z
 
         state, _, made = watched(Shared)
-        primary = {leaf.path for leaf in take_apart(state).leaves}
+        primary = {leaf.path for leaf in flatten_state(state).leaves}
         assert ("a", "inner", "kernel") in primary
         (kernel,) = made.children["z"].leaves["kernel"]
         assert kernel.path == ("a", "inner", "kernel")
@@ -470,7 +470,7 @@ class TestNnx:
             assert found == prefix
             assert str(classes(made)) == str(MODEL)
             assert leaves(made) == leaves(alone)
-            paths = {leaf.path for leaf in take_apart(state).leaves}
+            paths = {leaf.path for leaf in flatten_state(state).leaves}
             assert {(*prefix, *held[0].path) for held in leaves(made).values()} <= paths
 
     def test_no_model_or_several(self):

@@ -17,7 +17,7 @@ import reshard
 from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Checkpoint, Source
 from reshard.restore import matching
-from reshard.restore.matching import Mismatch, Wanted, match
+from reshard.restore.matching import Mismatch, TargetLeaf, match
 
 STORE: Any = None  # which nothing here reads
 SOURCE = Source(pathlib.Path("run"), "item", False, "", "", (), (), STORE, {}, True)
@@ -42,7 +42,7 @@ def saved(leaves):
 
 
 def array(path, shape=(), dtype="float32", **kwargs):
-    return Wanted(path, "array", shape, jnp.dtype(dtype), **kwargs)
+    return TargetLeaf(path, "array", shape, jnp.dtype(dtype), **kwargs)
 
 
 # Levels named `value`.
@@ -305,7 +305,11 @@ def test_python_scalars_have_no_dtype_of_their_own(cast):
     ]
     paths = [("step",), ("lr",), ("flag",)]
     assert match(wanted, ckpt, cast=cast) == (paths, [])
-    wanted = [Wanted(("step",), "int"), Wanted(("lr",), "float"), Wanted(("flag",), "bool")]
+    wanted = [
+        TargetLeaf(("step",), "int"),
+        TargetLeaf(("lr",), "float"),
+        TargetLeaf(("flag",), "bool"),
+    ]
     assert match(wanted, ckpt, cast=cast) == (paths, [])
     arrays = saved({("step",): ((), "uint32"), ("lr",): ((), "bfloat16"), ("flag",): ((), "bool")})
     assert match(wanted, arrays, cast=cast) == (paths, [])
@@ -328,32 +332,32 @@ SCALAR = "a Python scalar"
             ("int32[]", f"{SCALAR} (float64)"),
         ),
         (array(("a",), (3,)), "text", "kind", ("float32[3]", "'text'")),
-        (Wanted(("a",), "str"), ((), "float32"), "kind", ("a Python str", "float32[]")),
+        (TargetLeaf(("a",), "str"), ((), "float32"), "kind", ("a Python str", "float32[]")),
         (
-            Wanted(("a",), "int"),
+            TargetLeaf(("a",), "int"),
             ((), "float64", "scalar"),
             "kind",
             ("a Python int", f"{SCALAR} (float64)"),
         ),
-        (Wanted(("a",), "int"), ((), "bool"), "kind", ("a Python int", "bool[]")),
-        (Wanted(("a",), "bool"), ((), "int32"), "kind", ("a Python bool", "int32[]")),
-        (Wanted(("a",), "float"), ((), "int32"), "kind", ("a Python float", "int32[]")),
-        (Wanted(("a",), "float"), ((1,), "float32"), "kind", ("a Python float", "float32[1]")),
-        (Wanted(("a",), "int"), "7", "kind", ("a Python int", "'7'")),
+        (TargetLeaf(("a",), "int"), ((), "bool"), "kind", ("a Python int", "bool[]")),
+        (TargetLeaf(("a",), "bool"), ((), "int32"), "kind", ("a Python bool", "int32[]")),
+        (TargetLeaf(("a",), "float"), ((), "int32"), "kind", ("a Python float", "int32[]")),
+        (TargetLeaf(("a",), "float"), ((1,), "float32"), "kind", ("a Python float", "float32[1]")),
+        (TargetLeaf(("a",), "int"), "7", "kind", ("a Python int", "'7'")),
         (
-            Wanted(("a",), "key", (), key_impl="threefry2x32"),
+            TargetLeaf(("a",), "key", (), key_impl="threefry2x32"),
             ((2,), "uint32"),
             "kind",
             ("threefry2x32 keys[]", "uint32[2]"),
         ),
         (
-            Wanted(("a",), "key", (8,), key_impl="rbg"),
+            TargetLeaf(("a",), "key", (8,), key_impl="rbg"),
             ((8, 4), "uint32", "jax.Array", "threefry2x32"),
             "kind",
             ("rbg keys[8]", "threefry2x32 keys[8]"),
         ),
         (
-            Wanted(("a",), "key", (8,), key_impl="rbg"),
+            TargetLeaf(("a",), "key", (8,), key_impl="rbg"),
             ((4, 4), "uint32", "jax.Array", "rbg"),
             "kind",
             ("rbg keys[8]", "rbg keys[4]"),
@@ -384,10 +388,10 @@ def test_kinds_that_fit():
         }
     )
     wanted = [
-        Wanted(("host",), "array", (3,), np.dtype("float64")),
-        Wanted(("name",), "str"),
-        Wanted(("many",), "key", (8,), key_impl="rbg"),
-        Wanted(("one",), "key", (), key_impl="threefry2x32"),
+        TargetLeaf(("host",), "array", (3,), np.dtype("float64")),
+        TargetLeaf(("name",), "str"),
+        TargetLeaf(("many",), "key", (8,), key_impl="rbg"),
+        TargetLeaf(("one",), "key", (), key_impl="threefry2x32"),
     ]
     assert match(wanted, ckpt) == ([("host",), ("name",), ("many",), ("one",)], [])
 

@@ -27,7 +27,7 @@ from reshard.convert.carry import route
 from reshard.convert.stacking import stack, unstack
 from reshard.convert.steps import Step
 from reshard.errors import ShardingError, TreeMismatchError
-from reshard.restore.pytrees import StateLeaf, saved_form
+from reshard.restore.pytrees import StateLeaf, saved_tree
 
 COUNT = 3
 BLOCK = {"kernel": (6, 5), "bias": (5,), "norm": {"scale": (4,), "shift": ()}}
@@ -165,7 +165,7 @@ def got(ckpt, path):
 
 def form(state):
     """Path -> shape and dtype, or the empty container, of all that Orbax saves of a state."""
-    return {path: described(leaf) for path, leaf in saved_form(state).items()}
+    return {path: described(leaf) for path, leaf in saved_tree(state).items()}
 
 
 def described(leaf):

@@ -1,4 +1,4 @@
-"""A user's state taken apart into leaves with paths, and put together again."""
+"""A user's state flattened to leaves with paths, and unflattened again."""
 
 import collections
 from typing import Any
@@ -23,8 +23,8 @@ from sampling import examples
 
 import reshard
 from reshard.restore import pytrees
-from reshard.restore.matching import Wanted
-from reshard.restore.pytrees import take_apart
+from reshard.restore.matching import TargetLeaf
+from reshard.restore.pytrees import flatten_state
 
 Point = collections.namedtuple("Point", ("x", "y"))
 
@@ -45,8 +45,8 @@ class Node:
 
 
 def paths(state):
-    """The path of each leaf, and the type of its holder."""
-    return {leaf.path: type(leaf.holder) for leaf in take_apart(state).leaves}
+    """The path of each leaf, and the type of its wrapper."""
+    return {leaf.path: type(leaf.wrapper) for leaf in flatten_state(state).leaves}
 
 
 class Block(nnx.Module):
@@ -99,7 +99,7 @@ TIED = {("embed", "embedding"): (("tied",),)} | {
 
 
 def aliases(state):
-    return {leaf.path: leaf.aliases for leaf in take_apart(state).leaves if leaf.aliases}
+    return {leaf.path: leaf.aliases for leaf in flatten_state(state).leaves if leaf.aliases}
 
 
 # Paths.
@@ -219,7 +219,7 @@ def test_a_module_that_holds_itself():
     model = Block(nnx.Rngs(0))
     model.itself = model
     model.linear.parent = model
-    found = take_apart(model)
+    found = flatten_state(model)
     plain = paths(Block(nnx.Rngs(0)))
     assert paths(model) == plain
     # Every alias leads to the variable.
@@ -228,8 +228,8 @@ def test_a_module_that_holds_itself():
             node = model
             for key in path:
                 node = getattr(node, key)
-            assert node is leaf.holder or node[...] is leaf.value
-    again = found.rebuild([leaf.value for leaf in found.leaves])
+            assert node is leaf.wrapper or node[...] is leaf.value
+    again = found.unflatten([leaf.value for leaf in found.leaves])
     assert again.itself is again and again.linear.parent is again
 
 
@@ -281,12 +281,12 @@ def containers(inner):
 @settings(deadline=None, max_examples=examples(200))
 @given(st.recursive(LEAVES, containers, max_leaves=10))
 def test_pytrees_come_back_as_they_were(state):
-    found = take_apart(state)
+    found = flatten_state(state)
     values = [leaf.value for leaf in found.leaves]
     leaves, structure = jax.tree.flatten(state)
     assert all(a is b for a, b in zip(values, leaves, strict=True))
     assert len({leaf.path for leaf in found.leaves}) == len(values)
-    for again in (found.rebuild(values), found.fill(values)):
+    for again in (found.unflatten(values), found.update(values)):
         assert jax.tree.structure(again) == structure
         assert all(a is b for a, b in zip(jax.tree.leaves(again), leaves, strict=True))
 
@@ -294,12 +294,12 @@ def test_pytrees_come_back_as_they_were(state):
 @settings(deadline=None, max_examples=examples(100))
 @given(st.recursive(LEAVES, containers, max_leaves=10))
 def test_other_values_come_in_their_places(state):
-    found = take_apart(state)
+    found = flatten_state(state)
     numbers = list(range(len(found.leaves)))
-    again = found.rebuild(numbers)
+    again = found.unflatten(numbers)
     assert jax.tree.structure(again) == jax.tree.structure(state)
     assert jax.tree.leaves(again) == numbers
-    assert [leaf.path for leaf in take_apart(again).leaves] == [x.path for x in found.leaves]
+    assert [leaf.path for leaf in flatten_state(again).leaves] == [x.path for x in found.leaves]
 
 
 def randomized(found, seed=0):
@@ -323,15 +323,15 @@ def variables(module):
 def test_modules_are_rebuilt_as_new_ones_that_share_what_they_shared():
     model = Model(nnx.Rngs(0))
     before = jax.tree.map(lambda x: x, nnx.state(model))
-    found = take_apart({"model": model, "step": 1})
+    found = flatten_state({"model": model, "step": 1})
     values = randomized(found)
-    again = found.rebuild(values)
+    again = found.unflatten(values)
     assert list(again) == ["model", "step"]
     new = again["model"]
     assert type(new) is Model and new is not model and new.width == 5
     assert new.tied is new.embed.embedding and new.again is new.blocks[1]
     assert nnx.graphdef(new) == nnx.graphdef(model)
-    assert [x.value for x in take_apart(again).leaves] == values
+    assert [x.value for x in flatten_state(again).leaves] == values
     layouts.assert_same_tree(nnx.state(model), before)
 
 
@@ -341,14 +341,14 @@ def test_arrays_that_flax_takes_for_structure_are_leaves_of_abstract_modules_too
     def make():
         return {"a": nnx.WeightNorm(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))}
 
-    real, found = make(), take_apart(nnx.eval_shape(make))
-    held = {leaf.path: leaf.value for leaf in take_apart(real).leaves}
+    real, found = make(), flatten_state(nnx.eval_shape(make))
+    held = {leaf.path: leaf.value for leaf in flatten_state(real).leaves}
     assert {leaf.path: leaf.value.shape for leaf in found.leaves} == {
         path: value.shape for path, value in held.items()
     }
     values = randomized(found)
-    made = found.rebuild(values)["a"]
-    again = {leaf.path: leaf.value for leaf in take_apart({"a": made}).leaves}
+    made = found.unflatten(values)["a"]
+    again = {leaf.path: leaf.value for leaf in flatten_state({"a": made}).leaves}
     layouts.assert_same_tree(again, dict(zip((x.path for x in found.leaves), values, strict=True)))
     assert nnx.graphdef(made) == nnx.graphdef(real["a"])
 
@@ -360,7 +360,7 @@ def test_variables_without_a_value_are_saved_as_such(hold, tmp_path):
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "saved", nnx.state(optimizer))
-    form = pytrees.saved_form(hold(optimizer))
+    form = pytrees.saved_tree(hold(optimizer))
     saved = reshard.open(tmp_path / "saved")
     assert {tuple(map(str, p)): x is None for p, x in form.items()} == {
         tuple(map(str, path)): leaf is None for path, leaf in saved.items()
@@ -376,15 +376,15 @@ def test_modules_are_updated_in_place():
         both = nnx.ModelAndOptimizer(model, optax.adam(1e-3))
     held = variables((model, both))
     metadata = {path: variable.get_metadata() for path, variable in held.items()}
-    found = take_apart((model, both, {"step": 1}))
+    found = flatten_state((model, both, {"step": 1}))
     values = randomized(found)
-    again = found.fill(values)
+    again = found.update(values)
     assert again[0] is model and again[1] is both and both.model is model
     now = variables((model, both))
     assert now.keys() == held.keys()
     assert all(now[path] is variable for path, variable in held.items())
     assert {path: variable.get_metadata() for path, variable in now.items()} == metadata
-    layouts.assert_same_tree([leaf.value for leaf in take_apart(again).leaves], values)
+    layouts.assert_same_tree([leaf.value for leaf in flatten_state(again).leaves], values)
 
 
 def test_boxes_keep_what_they_say_of_axes():
@@ -394,7 +394,7 @@ def test_boxes_keep_what_they_say_of_axes():
         "b": nn.LogicallyPartitioned(jnp.ones(2), ("x",), rules=rules),
         "c": Named(jnp.ones(2), ("x",)),
     }
-    assert take_apart(state).rebuild([1, 2, 3]) == {
+    assert flatten_state(state).unflatten([1, 2, 3]) == {
         "a": nn.Partitioned(1, ("x",)),
         "b": nn.LogicallyPartitioned(2, ("x",), rules=rules),
         "c": Named(3, ("x",)),
@@ -404,14 +404,14 @@ def test_boxes_keep_what_they_say_of_axes():
 def test_abstract_boxes_are_rebuilt_in_the_context_of_a_mesh():
     state = {"a": nn.Partitioned(jax.ShapeDtypeStruct((8,), "float32"), ("model",))}
     with jax.set_mesh(layouts.mesh((1, 8))):
-        assert take_apart(state).rebuild([1]) == {"a": nn.Partitioned(1, ("model",))}
+        assert flatten_state(state).unflatten([1]) == {"a": nn.Partitioned(1, ("model",))}
 
 
 # Annotations.
 
 
 def only(state):
-    (leaf,) = take_apart(state).leaves
+    (leaf,) = flatten_state(state).leaves
     return leaf
 
 
@@ -464,34 +464,34 @@ def key(impl, count=None):
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (True, Wanted((), "bool")),
-        (1, Wanted((), "int")),
-        (1.5, Wanted((), "float")),
-        ("text", Wanted((), "str")),
-        (np.float64(1), Wanted((), "array", (), np.dtype("float64"))),
-        (np.zeros((2, 0), "int8"), Wanted((), "array", (2, 0), np.dtype("int8"))),
-        (jnp.zeros(3, "bfloat16"), Wanted((), "array", (3,), jnp.dtype("bfloat16"))),
-        (jnp.asarray(1.0), Wanted((), "array", (), np.dtype("float32"), weak=True)),
-        (jnp.float32(1.0), Wanted((), "array", (), np.dtype("float32"))),
+        (True, TargetLeaf((), "bool")),
+        (1, TargetLeaf((), "int")),
+        (1.5, TargetLeaf((), "float")),
+        ("text", TargetLeaf((), "str")),
+        (np.float64(1), TargetLeaf((), "array", (), np.dtype("float64"))),
+        (np.zeros((2, 0), "int8"), TargetLeaf((), "array", (2, 0), np.dtype("int8"))),
+        (jnp.zeros(3, "bfloat16"), TargetLeaf((), "array", (3,), jnp.dtype("bfloat16"))),
+        (jnp.asarray(1.0), TargetLeaf((), "array", (), np.dtype("float32"), weak=True)),
+        (jnp.float32(1.0), TargetLeaf((), "array", (), np.dtype("float32"))),
         (
             jax.ShapeDtypeStruct((4, 2), "int4"),
-            Wanted((), "array", (4, 2), jnp.dtype("int4")),
+            TargetLeaf((), "array", (4, 2), jnp.dtype("int4")),
         ),
         (
             jax.ShapeDtypeStruct((), "float32", weak_type=True),
-            Wanted((), "array", (), np.dtype("float32"), weak=True),
+            TargetLeaf((), "array", (), np.dtype("float32"), weak=True),
         ),
-        (key("threefry2x32"), Wanted((), "key", (), key_impl="threefry2x32")),
-        (key("rbg", 3), Wanted((), "key", (3,), key_impl="rbg")),
-        (key("unsafe_rbg", (2, 2)), Wanted((), "key", (2, 2), key_impl="unsafe_rbg")),
+        (key("threefry2x32"), TargetLeaf((), "key", (), key_impl="threefry2x32")),
+        (key("rbg", 3), TargetLeaf((), "key", (3,), key_impl="rbg")),
+        (key("unsafe_rbg", (2, 2)), TargetLeaf((), "key", (2, 2), key_impl="unsafe_rbg")),
     ],
 )
 def test_what_is_wanted(value, expected):
-    assert pytrees.wanted_leaf(only(value)) == expected
+    assert pytrees.target_leaf(only(value)) == expected
     if isinstance(value, jax.Array):
         abstract = jax.eval_shape(lambda: value)
-        assert pytrees.wanted_leaf(only({"a": abstract})).path == ("a",)
-        found = pytrees.wanted_leaf(only(abstract))
+        assert pytrees.target_leaf(only({"a": abstract})).path == ("a",)
+        found = pytrees.target_leaf(only(abstract))
         assert (found.kind, found.shape, found.dtype, found.key_impl) == (
             expected.kind,
             expected.shape,
@@ -503,6 +503,6 @@ def test_what_is_wanted(value, expected):
 def test_what_is_wanted_has_its_place_and_aliases():
     model = nnx.Dict(a=nnx.Param(jnp.ones(2)))
     model.b = model.a
-    assert [pytrees.wanted_leaf(leaf) for leaf in take_apart([model]).leaves] == [
-        Wanted((0, "a"), "array", (2,), np.dtype("float32"), aliases=((0, "b"),))
+    assert [pytrees.target_leaf(leaf) for leaf in flatten_state([model]).leaves] == [
+        TargetLeaf((0, "a"), "array", (2,), np.dtype("float32"), aliases=((0, "b"),))
     ]

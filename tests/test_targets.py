@@ -28,7 +28,7 @@ from sampling import examples
 
 import reshard
 from reshard.errors import ShardingError
-from reshard.restore.pytrees import take_apart
+from reshard.restore.pytrees import flatten_state
 from reshard.sharding.annotations import LeafCoverage
 from reshard.sharding.mesh import Mesh
 
@@ -251,14 +251,14 @@ def test_a_factored_moment_gets_the_part_of_the_spec_that_it_keeps(make, named):
         lambda: make(tx, named), mesh=MESH, **({"rules": RULES} if named else {"specs": specs})
     )
     found = {}
-    for leaf in take_apart(got).leaves:
+    for leaf in flatten_state(got).leaves:
         if leaf.path[-1] in FACTORED:
             kind = leaf.path[-2] if len(leaf.path) > 2 else "params"
             found[kind, leaf.path[-1]] = leaf.value.sharding
     assert {key: sharding.spec for key, sharding in found.items()} == expected
-    others = [leaf.value for leaf in take_apart(got).leaves if leaf.path[-1] not in FACTORED]
+    others = [leaf.value for leaf in flatten_state(got).leaves if leaf.path[-1] not in FACTORED]
     assert {leaf.sharding for leaf in others} == {NamedSharding(MESH, P())}
-    for leaf in take_apart(got).leaves:
+    for leaf in flatten_state(got).leaves:
         leaf.value.sharding.shard_shape(leaf.value.shape)
 
 
@@ -807,7 +807,7 @@ def test_nnx_optimizers_that_flax_cannot_lay_out(optimizer):
         assert_nnx_as(got, make())
     net, moments = got
     assert_specs(net, nnx_shardings(lambda: make()[0], MESH, RULES))
-    for leaf in take_apart(moments).leaves:
+    for leaf in flatten_state(moments).leaves:
         leaf.value.sharding.shard_shape(leaf.value.shape)
 
 
@@ -1703,7 +1703,7 @@ def test_the_report_of_a_train_state_is_whole():
         )
     }
     assert [leaf.path for leaf in report.leaves] == [
-        leaf.path for leaf in take_apart(jax.eval_shape(make)).leaves
+        leaf.path for leaf in flatten_state(jax.eval_shape(make)).leaves
     ]
     assert report.mesh == Mesh(("data", "model"), (2, 4), ("Auto", "Auto"), tuple(range(8)))
     assert report.rules == (("embed", ("data",)), ("hidden", ("model",)), ("unused", ()))

@@ -35,13 +35,13 @@ def shape_of(box: Box) -> Shape:
     return tuple(part.stop - part.start for part in box)
 
 
-def around(boxes: Sequence[Box]) -> Box:
+def bounding_box(boxes: Sequence[Box]) -> Box:
     """The smallest box that holds all boxes."""
     dims = zip(*boxes, strict=True)
     return tuple(slice(min(p.start for p in d), max(p.stop for p in d)) for d in dims)
 
 
-def common_part(one: Box, other: Box) -> Box | None:
+def intersection(one: Box, other: Box) -> Box | None:
     """What two boxes share; None if that is nothing."""
     pairs = zip(one, other, strict=True)
     common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs)

@@ -38,7 +38,7 @@ from reshard.convert.outline import (
 from reshard.convert.places import Places
 from reshard.convert.steps import Step, backwards, carried_out, origins
 from reshard.errors import TreeMismatchError
-from reshard.restore.matching import Wanted
+from reshard.restore.matching import TargetLeaf
 from reshard.tree import (
     Path,
     match_globs,
@@ -155,7 +155,7 @@ class _Work:
             )
         names: dict[Path, Path] = {}
         for saved, leaf in self._goal.leaves.items():
-            if isinstance(leaf, Wanted):
+            if isinstance(leaf, TargetLeaf):
                 names[leaf.path] = saved
         names |= self._goal.layout.model
         return {names[name] for name in match_globs(names, globs)}
@@ -169,7 +169,7 @@ class _Work:
         state = {
             path: (leaf.shape, leaf.dtype)
             for path, saved in there.optimizer.items()
-            if isinstance(leaf := leaves[saved], Wanted) and leaf.dtype is not None
+            if isinstance(leaf := leaves[saved], TargetLeaf) and leaf.dtype is not None
         }
         found = followers(parameters_of(self._goal.shapes(), self._to), state)
         return {
@@ -275,7 +275,11 @@ class _Work:
             known = parameters_of(self._goal.shapes(), self._to)
             for path, owner, _ in mirrored(known, there):
                 leaf = self._goal.leaves[there[path]]
-                if owner in model.appear and isinstance(leaf, Wanted) and leaf.dtype is not None:
+                if (
+                    owner in model.appear
+                    and isinstance(leaf, TargetLeaf)
+                    and leaf.dtype is not None
+                ):
                     appear[path] = leaf.shape, leaf.dtype
         part = Part(
             list(followed.steps),
@@ -423,7 +427,7 @@ class _Work:
             empty={
                 self._places.prefix + path: leaf
                 for path, leaf in leaves.items()
-                if not isinstance(leaf, Wanted)
+                if not isinstance(leaf, TargetLeaf)
             }
             | {place: None for path in optimizer.masked if (place := self._places.masked(path))},
             prefix=self._places.prefix,

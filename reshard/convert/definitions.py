@@ -16,7 +16,7 @@ from typing import Any
 
 from reshard.convert.outline import OWN, Leaf, Module, natural, outline_below, path_outline
 from reshard.errors import TreeMismatchError
-from reshard.restore.pytrees import StateLeaf, key_path, take_apart
+from reshard.restore.pytrees import StateLeaf, flatten_state, key_path
 from reshard.tree import Path, format_path
 
 # Class -> the names of attributes as constructors left them, in every order that was seen; `()` is
@@ -107,7 +107,7 @@ def nnx_outline(state: Any, orders: Orders | None = None) -> tuple[Path, Module]
     from flax import nnx
 
     places = _modules(state)
-    leaves = take_apart(state).leaves
+    leaves = flatten_state(state).leaves
     if not places:
         return (), path_outline({leaf.path: leaf.value for leaf in leaves if leaf.is_array})
     found = []
@@ -148,7 +148,7 @@ class _Walk:
             paths = [tuple(map(str, path)) for path in (leaf.path, *leaf.aliases)]
             inside = [path[len(prefix) :] for path in paths if path[: len(prefix)] == prefix]
             if leaf.is_array and inside:
-                kind = "" if leaf.holder is None else type(leaf.holder).__name__
+                kind = "" if leaf.wrapper is None else type(leaf.wrapper).__name__
                 made = Leaf(inside[0], tuple(leaf.value.shape), leaf.value.dtype, kind)
                 self._leaves.update(dict.fromkeys(inside, made))
         self._orders = orders

@@ -11,8 +11,8 @@ from reshard.convert.definitions import definition_orders, linen_classes, nnx_ou
 from reshard.convert.layout import Layout, detect
 from reshard.convert.outline import Module, linen_outline
 from reshard.errors import TreeMismatchError
-from reshard.restore.matching import Wanted
-from reshard.restore.pytrees import StateLeaf, saved_form, wanted_leaf
+from reshard.restore.matching import TargetLeaf
+from reshard.restore.pytrees import StateLeaf, saved_tree, target_leaf
 from reshard.restore.target import state_of
 from reshard.tree import Path, format_path
 
@@ -37,10 +37,10 @@ class Goal:
         """Path in the model -> shape."""
         return {path: self.leaf(saved).shape for path, saved in self.layout.model.items()}
 
-    def leaf(self, saved: Path) -> Wanted:
+    def leaf(self, saved: Path) -> TargetLeaf:
         """The leaf that is saved there."""
         found = self.leaves[saved]
-        assert isinstance(found, Wanted)
+        assert isinstance(found, TargetLeaf)
         return found
 
 
@@ -59,10 +59,10 @@ def goal_of(model: Any, api: str, role: str = "the model to convert to") -> Goal
     with definition_orders() as orders, linen_classes() as classes:
         state = state_of(model)
     _check_api(state, api, role, ran_linen=bool(classes))
-    tree = saved_form(state)
+    tree = saved_tree(state)
     values = {path: _as_saved(leaf) for path, leaf in tree.items()}
     held = {path: leaf for path, leaf in tree.items() if isinstance(leaf, StateLeaf)}
-    leaves = {**tree, **{path: wanted_leaf(leaf) for path, leaf in held.items()}}
+    leaves = {**tree, **{path: target_leaf(leaf) for path, leaf in held.items()}}
     random = frozenset(path for path, leaf in held.items() if _is_random(leaf))
     if api == "linen":
         layout = detect(values, _linen_kind(values))
@@ -121,7 +121,7 @@ def _other_api(text: str, api: str) -> TreeMismatchError:
 
 def _is_random(leaf: StateLeaf) -> bool:
     """Whether it is the state of random numbers."""
-    return any(base.__name__ == "RngState" for base in type(leaf.holder).__mro__)
+    return any(base.__name__ == "RngState" for base in type(leaf.wrapper).__mro__)
 
 
 def _as_saved(leaf: Any) -> Any:

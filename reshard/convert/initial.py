@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import MemoryLimitError, TreeMismatchError
-from reshard.restore.pytrees import saved_form
+from reshard.restore.pytrees import saved_tree
 from reshard.restore.target import maker
 from reshard.tree import Path, format_path
 from reshard.units import format_bytes
@@ -55,12 +55,12 @@ def initial_values(model: Any, paths: Iterable[Path], max_memory: int | None = N
     make = maker(model)
 
     def chosen(state: Any) -> list[Any]:
-        leaves: Any = saved_form(state)
+        leaves: Any = saved_tree(state)
         return [leaves[path].value for path in wanted]
 
     peak = 0
     if make is None:
-        found = saved_form(model)
+        found = saved_tree(model)
         abstract = [path for path in wanted if getattr(found[path], "abstract", False)]
         if abstract:
             raise TreeMismatchError(

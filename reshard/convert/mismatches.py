@@ -6,7 +6,7 @@ from typing import Any
 from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle
 from reshard.convert.steps import Step
-from reshard.restore.matching import Wanted
+from reshard.restore.matching import TargetLeaf
 from reshard.tree import Path, format_path, shell_quoted
 
 
@@ -37,7 +37,7 @@ def differences(
         origins.update(dict.fromkeys(step.outputs, first))
     for path, shape in made.items():
         wanted, source = targets.get(path), origins[path]
-        if not isinstance(wanted, Wanted) or wanted.kind not in ("array", "key"):
+        if not isinstance(wanted, TargetLeaf) or wanted.kind not in ("array", "key"):
             continue
         name = format_path(source.path)
         both = f"{name} -> {format_path((*above, *path))}"

@@ -15,7 +15,7 @@ from reshard.convert.mirrors import mirrored, parameters_of
 from reshard.convert.mismatches import differences
 from reshard.convert.places import Places
 from reshard.convert.saved import COLLECTIONS
-from reshard.restore.matching import Wanted
+from reshard.restore.matching import TargetLeaf
 from reshard.tree import Path, format_path, shell_quoted
 
 MODEL_HINT = "--model MODULE:NAME"
@@ -109,7 +109,7 @@ class Objections:
         empty = [
             saved
             for saved, leaf in self._goal.leaves.items()
-            if isinstance(leaf, Wanted) and self._places.prefix + saved not in filled
+            if isinstance(leaf, TargetLeaf) and self._places.prefix + saved not in filled
         ]
         missing = {*empty} - initial
         unfilled = {path for path, saved in there.model.items() if saved in missing}
@@ -158,7 +158,7 @@ class Objections:
         elif saved is not None and not any(hint.endswith(_DROPPED) for hint in self.hints):
             self.hints.append(f"--drop {shell_quoted(format_path(saved))} {_DROPPED}")
 
-    def _empty(self, leaf: Wanted, random: bool, spare: bool) -> None:
+    def _empty(self, leaf: TargetLeaf, random: bool, spare: bool) -> None:
         """A leaf of the target has no source. Where something of the source is still to be placed,
         it is likely to belong there: nobody is told to reset it."""
         self.problems.append(f"{format_path(leaf.path)}  {leaf}: nothing goes there")

@@ -33,7 +33,7 @@ class Leaf:
 
     Attributes:
       path: its path relative to the model, all text: of several the primary one, as
-        `reshard.restore.pytrees.take_apart` has it. In Linen the collection comes first.
+        `reshard.restore.pytrees.flatten_state` has it. In Linen the collection comes first.
       shape: its shape.
       dtype: its dtype.
       kind: its collection in Linen; the class of its variable in NNX, `""` for an array without a

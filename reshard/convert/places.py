@@ -4,7 +4,7 @@ import numpy as np
 
 from reshard.convert.goal import Goal
 from reshard.convert.layout import Layout
-from reshard.restore.matching import Wanted
+from reshard.restore.matching import TargetLeaf
 from reshard.tree import Path
 
 # Where a module and its optimizer are put that a Linen train state has as one.
@@ -45,7 +45,7 @@ class Places:
         """The same for a leaf of the optimizer's state."""
         if self._goal is not None and not self.prefix:
             saved = self._goal.layout.optimizer.get(path)
-            return saved if saved and isinstance(self._goal.leaves[saved], Wanted) else None
+            return saved if saved and isinstance(self._goal.leaves[saved], TargetLeaf) else None
         return (*_OPTIMIZER, "opt_state", *path, "value") if self._to == "nnx" else None
 
     def masked(self, path: Path) -> Path | None:

@@ -1,1 +1,1 @@
-"""Target trees: built, matched, taken apart and filled with arrays on devices."""
+"""Target trees: built, matched, flattened, and restored with arrays on devices."""

@@ -48,8 +48,8 @@ class Request:
     """One array to read.
 
     Attributes:
-      handle: the saved array; `handle.dtype` is the one that is wanted where floats are cast.
-      dtype: the dtype that is wanted: the handle's, or another integer dtype.
+      handle: the saved array; `handle.dtype` is the target's where floats are cast.
+      dtype: the target's: the handle's, or another integer dtype.
       sharding: where it goes; None for a numpy array on the host.
     """
 
@@ -74,7 +74,7 @@ def read_arrays(
     Raises:
       MemoryLimitError: one stored chunk does not fit into `max_memory`; all such arrays are named.
       CorruptCheckpointError: chunks are missing, or stored bytes do not decode.
-      TreeMismatchError: an integer does not fit the dtype that is wanted.
+      TreeMismatchError: an integer does not fit the target's dtype.
     """
     loads, found = [], []
     for request in requests:
@@ -165,7 +165,9 @@ class _Load:
         self._shards = local_shards(handle.shape, request.sharding)
         self._converts = handle.read_dtype != handle.dtype or handle.dtype != request.dtype
         held = sum(map(math.prod, self._shards.shapes)) * request.dtype.itemsize
-        small = held <= READ_WHOLE and self._shards.fill_around and len(self._shards.boxes) > 1
+        small = (
+            held <= READ_WHOLE and self._shards.fills_bounding_box and len(self._shards.boxes) > 1
+        )
         # Read into a buffer of its own first, and cut up or converted from there.
         self._through_buffer = self._converts or small
         # Bytes of the shards' buffers, if they are not the result themselves.
@@ -193,14 +195,15 @@ class _Load:
         room = min(2 * limit, WINDOW * limit - one_chunk)
         if self._staging and self._staging * together > room:
             self._piecewise, self._through_buffer, self._staging = True, True, 0
-        around = self._shards.around
+        bounding_box = self._shards.bounding_box
         if not self._shards.boxes:
             self.boxes = []
         elif (
-            _chunks(around, chunk) * chunk_bytes + together * self.buffers(boxes.shape_of(around))
+            _chunks(bounding_box, chunk) * chunk_bytes
+            + together * self.buffers(boxes.shape_of(bounding_box))
             <= limit
         ):
-            self.boxes = [around]
+            self.boxes = [bounding_box]
         else:
             self._through_buffer = self._converts or self._piecewise
             count = max(1, limit // (chunk_bytes + together * self.buffers(chunk)))
@@ -331,7 +334,7 @@ class _DeviceShards:
         import jax
 
         for device, shard in self._boxes.items():
-            common = boxes.common_part(shard, box)
+            common = boxes.intersection(shard, box)
             if common is not None:
                 piece = values[boxes.inside(common, box)].view(self._bits)
                 start = boxes.start_of(boxes.inside(common, shard))

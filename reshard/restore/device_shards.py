@@ -1,4 +1,4 @@
-"""JAX's shardings: made of specs, and taken apart into shards of this process and their buffers."""
+"""JAX's shardings: made of specs; the shards of this process, and buffers for them."""
 
 import functools
 import math
@@ -44,25 +44,25 @@ class Shards:
     Attributes:
       boxes: where they are, by their first element.
       shapes: their shapes.
-      around: the smallest box that holds them all.
-      fill_around: they leave no gaps in it, as they may where there are several processes.
+      bounding_box: the smallest box that holds them all.
+      fills_bounding_box: they leave no gaps in it, as they may where there are several processes.
     """
 
     def __init__(self, shards: Sequence[Box]):
         self.boxes = {boxes.start_of(box): box for box in shards}
         self.shapes = [boxes.shape_of(box) for box in self.boxes.values()]
-        self.around = boxes.around(list(self.boxes.values())) if self.boxes else ()
-        elements = math.prod(boxes.shape_of(self.around))
-        self.fill_around = sum(map(math.prod, self.shapes)) == elements
-        self._parts_of_all = list(self._find_parts(self.around))
+        self.bounding_box = boxes.bounding_box(list(self.boxes.values())) if self.boxes else ()
+        elements = math.prod(boxes.shape_of(self.bounding_box))
+        self.fills_bounding_box = sum(map(math.prod, self.shapes)) == elements
+        self._parts_of_all = list(self._find_parts(self.bounding_box))
 
     def parts(self, box: Box) -> list[Part]:
         """Where a box meets the shards."""
-        return self._parts_of_all if box is self.around else list(self._find_parts(box))
+        return self._parts_of_all if box is self.bounding_box else list(self._find_parts(box))
 
     def _find_parts(self, box: Box) -> Iterator[Part]:
         for start, shard in self.boxes.items():
-            common = boxes.common_part(shard, box)
+            common = boxes.intersection(shard, box)
             if common is not None:
                 in_shard, in_box = boxes.inside(common, shard), boxes.inside(common, box)
                 yield Part(start, common, in_shard, in_box)

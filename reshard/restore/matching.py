@@ -1,4 +1,4 @@
-"""Which saved leaf is which leaf of a target, and everything that stands against it. Pure.
+"""Which saved leaf is which leaf of a target, and all mismatches. Pure.
 
 A saved path is a leaf's own path, give or take levels named `value` that hold nothing else: Orbax
 writes one for each of Linen's boxes and NNX's variables, and none for raw arrays.
@@ -22,13 +22,13 @@ from reshard.errors import TreeMismatchError
 from reshard.tree import Key, Path, format_path, nearest
 
 # Missing leaves for which a similar saved leaf is looked for: a hint must not take long.
-_MOST_HINTED, _MOST_COMPARED = 20, 2000
-# Kinds of a wanted leaf that are no arrays, and the kinds of dtype that fit them.
+_MAX_HINTED, _MAX_COMPARED = 20, 2000
+# Kinds of a target leaf that are no arrays, and the kinds of dtype that fit them.
 _SCALARS = {"int": "iu", "float": "f", "bool": "b"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Wanted:
+class TargetLeaf:
     """A leaf of a target.
 
     Attributes:
@@ -60,7 +60,7 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True)
 class Mismatch:
-    """What stands against restoring, of one kind.
+    """A reason why a target cannot be restored, of one kind.
 
     Attributes:
       what: the kind: `"missing"`, `"unexpected"`, `"shape"`, `"dtype"`, `"kind"`, `"tied"`; of the
@@ -78,23 +78,27 @@ class Mismatch:
 
 
 def match(
-    wanted: Sequence[Wanted], ckpt: Checkpoint, *, cast: bool | str = False, ignore: bool = False
+    targets: Sequence[TargetLeaf],
+    ckpt: Checkpoint,
+    *,
+    cast: bool | str = False,
+    ignore: bool = False,
 ) -> tuple[list[Path | None], list[Mismatch]]:
-    """The saved path of each wanted leaf, None where it is missing, and all mismatches.
+    """The saved path of each leaf of a target, None where it is missing, and all mismatches.
 
     Args:
-      wanted: the leaves of the target, all of them.
+      targets: the leaves of the target, all of them.
       ckpt: the checkpoint.
       cast: False for equal dtypes; True also for those that keep every value; `"lossy"` also for
         any other floating-point dtype.
       ignore: leave saved leaves out that the target lacks.
     """
     saved = _canonical(ckpt)
-    find = _finder(wanted, ckpt, saved)
+    find = _finder(targets, ckpt, saved)
     taken: set[Path] = set()
     found: list[Path | None] = []
     problems: list[Mismatch] = []
-    for leaf in wanted:
+    for leaf in targets:
         places = [leaf.path, *leaf.aliases]
         hits = [find(path) for path in places]
         present = list(dict.fromkeys(hit for hit in hits if hit is not None and hit not in taken))
@@ -106,10 +110,10 @@ def match(
         found.append(present[0] if present else None)
     used = set(found)
     left = [path for path, value in ckpt.items() if path not in used and not _is_empty(value)]
-    lacking = [leaf for leaf, path in zip(wanted, found, strict=True) if path is None]
+    lacking = [leaf for leaf, path in zip(targets, found, strict=True) if path is None]
     if lacking:
         problems += _missing(lacking, ckpt, saved, left)
-    for leaf, path in zip(wanted, found, strict=True):
+    for leaf, path in zip(targets, found, strict=True):
         if path is not None:
             problems += _compare(leaf, ckpt[path], cast)
     explained = {problem.renamed for problem in problems if problem.what == "tied"}
@@ -141,9 +145,9 @@ def _children(texts: Iterable[Path]) -> dict[Path, set[Key]]:
 
 
 def _finder(
-    wanted: Sequence[Wanted], ckpt: Checkpoint, saved: dict[Path, Path]
+    targets: Sequence[TargetLeaf], ckpt: Checkpoint, saved: dict[Path, Path]
 ) -> Callable[[Path], Path | None]:
-    """Finds the saved path of a wanted one; `saved` are the canonical paths of all saved ones.
+    """Finds the saved path of a target leaf; `saved` are the canonical paths of all saved ones.
 
     Trees of the same leaves are compared less all levels that may be a box's, which is one to one.
     A part of a tree has fewer siblings to tell such a level by: there a leaf is looked for as it
@@ -158,7 +162,7 @@ def _finder(
         if text[-1:] == ("value",) and children[text[:-1]] == {"value"}
     }
     short = {saved[path]: path for path in present}
-    canonical = _canonical([leaf.path for leaf in wanted])
+    canonical = _canonical([leaf.path for leaf in targets])
     same = set(canonical.values()) == set(short)
 
     def find(path: Path) -> Path | None:
@@ -178,10 +182,10 @@ def _is_empty(value: Leaf) -> bool:
 
 
 def _missing(
-    lacking: Sequence[Wanted], ckpt: Checkpoint, saved: dict[Path, Path], left: Sequence[Path]
+    lacking: Sequence[TargetLeaf], ckpt: Checkpoint, saved: dict[Path, Path], left: Sequence[Path]
 ) -> list[Mismatch]:
     containers = {tuple(map(str, path[:end])) for path in ckpt for end in range(len(path))}
-    near = _nearest_of_type(lacking[:_MOST_HINTED], ckpt, left)
+    near = _nearest_of_type(lacking[:_MAX_HINTED], ckpt, left)
     problems = []
     for leaf in lacking:
         container = tuple(map(str, leaf.path)) in containers
@@ -196,7 +200,7 @@ def _missing(
 
 
 def _nearest_of_type(
-    lacking: Sequence[Wanted], ckpt: Checkpoint, left: Sequence[Path]
+    lacking: Sequence[TargetLeaf], ckpt: Checkpoint, left: Sequence[Path]
 ) -> dict[Path, Path]:
     """For missing leaves, the saved leaf of equal shape and dtype with the most similar path; each
     saved leaf for one of them only."""
@@ -207,7 +211,7 @@ def _nearest_of_type(
     for leaf in lacking:
         alike = by_type[(leaf.key_impl, leaf.shape, leaf.dtype)]
         likely = sorted(alike.values(), key=lambda path: _last(path) != _last(leaf.path))
-        for name in nearest(format_path(leaf.path), likely[: _MOST_COMPARED // len(lacking)]):
+        for name in nearest(format_path(leaf.path), likely[: _MAX_COMPARED // len(lacking)]):
             ratio = difflib.SequenceMatcher(None, format_path(leaf.path), name).ratio()
             scores.append((ratio, leaf.path, alike[name]))
         last = [path for path in alike.values() if _last(path) == _last(leaf.path)]
@@ -241,8 +245,8 @@ def _describe(value: Leaf) -> str:
     return f"{value.dtype.name}{list(value.shape)}"
 
 
-def _compare(leaf: Wanted, value: Leaf, cast: bool | str) -> list[Mismatch]:
-    """Why a saved leaf cannot become the wanted one."""
+def _compare(leaf: TargetLeaf, value: Leaf, cast: bool | str) -> list[Mismatch]:
+    """Why a saved leaf cannot become the target's."""
     where = f"{format_path(leaf.path)}: "
     sides = f"the target has {leaf}, the checkpoint {_describe(value)}"
     if leaf.kind == "str" or not isinstance(value, ArrayHandle):
@@ -265,8 +269,8 @@ def _compare(leaf: Wanted, value: Leaf, cast: bool | str) -> list[Mismatch]:
     return []
 
 
-def _fits(leaf: Wanted, value: ArrayHandle, dtype: np.dtype, cast: bool | str) -> bool:
-    """Whether values may become the wanted dtype. Integers are checked one by one as they are
+def _fits(leaf: TargetLeaf, value: ArrayHandle, dtype: np.dtype, cast: bool | str) -> bool:
+    """Whether values may be cast to the target's dtype. Integers are checked one by one as they are
     read; a Python scalar has no dtype of its own."""
     old, new = _dtype_kind(value.dtype), _dtype_kind(dtype)
     if value.dtype == dtype:
@@ -338,7 +342,7 @@ def mismatch_error(
 
 
 def likely_renames(problems: Sequence[Mismatch]) -> list[tuple[str, str]]:
-    """Renames (regex, replacement) that would bring saved leaves where missing ones are wanted."""
+    """Renames (regex, replacement) that would bring saved leaves where missing ones would be."""
     pairs = []
     for problem in problems:
         if problem.what == "missing" and problem.renamed is not None:

@@ -1,4 +1,4 @@
-"""The containers of a user's state: taken apart into leaves with tuple paths, and put together.
+"""The containers of a user's state: flattened to leaves with tuple paths, and unflattened.
 
 A state is any pytree of JAX: dicts, `TrainState`, optax's namedtuples, Linen's boxes, `nnx.State`.
 NNX modules and optimizers are graphs (a variable may be in several places); they are split first,
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from reshard.restore.matching import Wanted
+from reshard.restore.matching import TargetLeaf
 from reshard.sharding.rules import Names
 from reshard.tree import Path
 
@@ -30,13 +30,13 @@ class StateLeaf:
     Attributes:
       path: where it is, without the levels of boxes and variables.
       value: an array, a `jax.ShapeDtypeStruct`, a numpy array, a Python scalar or a string.
-      holder: the box or the variable that it is in, if any.
+      wrapper: the box or the variable that it is in, if any.
       aliases: other paths of the same leaf, where a module holds it in several places.
     """
 
     path: Path
     value: Any
-    holder: Any = None
+    wrapper: Any = None
     aliases: tuple[Path, ...] = ()
 
     @property
@@ -55,28 +55,28 @@ class StateLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """A state, taken apart.
+    """A flattened state.
 
     Attributes:
       leaves: its leaves, in the order of the pytree, those of modules last.
-      hollow: paths of boxes and variables without a leaf, which hold optax's `MaskedNode`.
-      rebuild: the same containers around other values, which are given in the order of `leaves`.
+      masked: paths of boxes and variables without a leaf, which hold optax's `MaskedNode`.
+      unflatten: the same containers around other values, which are given in the order of `leaves`.
         Modules are new ones.
-      fill: the same, but modules that are real are updated in place.
+      update: the same, but modules that are real are updated in place.
     """
 
     leaves: tuple[StateLeaf, ...]
-    hollow: tuple[Path, ...]
-    rebuild: Callable[[Sequence[Any]], Any]
-    fill: Callable[[Sequence[Any]], Any]
+    masked: tuple[Path, ...]
+    unflatten: Callable[[Sequence[Any]], Any]
+    update: Callable[[Sequence[Any]], Any]
 
 
-def take_apart(state: Any) -> State:
+def flatten_state(state: Any) -> State:
     """The leaves of a state, and how to put others in their places."""
     import jax
 
     nnx = imported("flax.nnx")
-    places, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_held_or_module)
+    places, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_wrapper_or_module)
     shared: Any = ()
     if any(is_module(value) for _, value in places):
         shared = nnx.Pytree | nnx.Variable  # variables beside modules may be theirs
@@ -88,16 +88,18 @@ def take_apart(state: Any) -> State:
         together = tuple(module for _, module in modules)
         graphdef, graph_state = nnx.split(together)
         aliases = _aliases(nnx.find_duplicates(together))
-    inner, inner_def = jax.tree_util.tree_flatten_with_path(graph_state, is_leaf=_is_held_or_module)
+    inner, inner_def = jax.tree_util.tree_flatten_with_path(
+        graph_state, is_leaf=_is_wrapper_or_module
+    )
 
     leaves: list[StateLeaf] = []
-    hollow: list[Path] = []
+    masked: list[Path] = []
     cells = []
 
     def add(path: Path, value: Any, others: Sequence[Path] = ()) -> None:
         cells.append(_open(path, value, others, leaves))
-        if not cells[-1][0] and is_held(value):
-            hollow.append(path)
+        if not cells[-1][0] and is_wrapper(value):
+            masked.append(path)
 
     for path, value in plain:
         add(path, value)
@@ -126,22 +128,22 @@ def take_apart(state: Any) -> State:
             treedef, [next(sources[isinstance(value, shared)]) for _, value in places]
         )
 
-    def rebuild(values: Sequence[Any]) -> Any:
+    def unflatten(values: Sequence[Any]) -> Any:
         outer, inside, loose = contents(values)
         made = nnx.merge(graphdef, inside) if modules else ()
         for (path, _), value in zip(bare, loose, strict=True):
             _put(made, path, value)
         return assemble(outer, made)
 
-    def fill(values: Sequence[Any]) -> Any:
+    def update(values: Sequence[Any]) -> Any:
         if any(leaf.abstract for leaf in leaves[in_plain:]):
-            return rebuild(values)
+            return unflatten(values)
         outer, inside, _ = contents(values)
         if modules:
             nnx.update(tuple(module for _, module in modules), inside)
         return assemble(outer, [module for _, module in modules])
 
-    return State(tuple(leaves), tuple(hollow), rebuild, fill)
+    return State(tuple(leaves), tuple(masked), unflatten, update)
 
 
 def _bare(modules: tuple[Any, ...], known: Collection[Path]) -> list[tuple[tuple, Any]]:
@@ -165,7 +167,7 @@ def _put(node: Any, path: tuple, value: Any) -> None:
     node[last] = value
 
 
-def saved_form(state: Any) -> dict[Path, StateLeaf | dict | list | tuple | None]:
+def saved_tree(state: Any) -> dict[Path, StateLeaf | dict | list | tuple | None]:
     """The leaves of a state under the paths that Orbax gives them, empty containers among them in
     their places.
 
@@ -175,20 +177,20 @@ def saved_form(state: Any) -> dict[Path, StateLeaf | dict | list | tuple | None]
     """
     import jax
 
-    apart = take_apart(state)
-    found: dict[Path, Any] = {(*path, "value"): None for path in apart.hollow}
+    apart = flatten_state(state)
+    found: dict[Path, Any] = {(*path, "value"): None for path in apart.masked}
     for leaf in apart.leaves:
-        level = () if leaf.holder is None else ("value",)
+        level = () if leaf.wrapper is None else ("value",)
         found[leaf.path + level] = leaf
 
     def is_empty(node: Any) -> bool:
         return not jax.tree.leaves(node, is_leaf=lambda inner: inner is not node)
 
     nodes, _ = jax.tree_util.tree_flatten_with_path(
-        state, is_leaf=lambda node: _is_held_or_module(node) or is_empty(node)
+        state, is_leaf=lambda node: _is_wrapper_or_module(node) or is_empty(node)
     )
     for keys, node in nodes:
-        if _is_held_or_module(node) or not is_empty(node):
+        if _is_wrapper_or_module(node) or not is_empty(node):
             continue
         mapping = {} if isinstance(node, Mapping) else None
         found[key_path(keys)] = type(node)() if type(node) in (list, tuple) else mapping
@@ -207,7 +209,7 @@ def imported(name: str) -> Any:
     return importlib.import_module(name) if name in sys.modules else None
 
 
-def is_held(value: Any) -> bool:
+def is_wrapper(value: Any) -> bool:
     """Whether it is a box of Linen's or a variable of NNX's."""
     meta = imported("flax.core.meta")
     return is_variable(value) or (meta is not None and isinstance(value, meta.AxisMetadata))
@@ -225,8 +227,8 @@ def is_module(value: Any) -> bool:
     return nnx is not None and isinstance(value, nnx.Pytree)
 
 
-def _is_held_or_module(value: Any) -> bool:
-    return is_held(value) or is_module(value)
+def _is_wrapper_or_module(value: Any) -> bool:
+    return is_wrapper(value) or is_module(value)
 
 
 def _open(
@@ -236,11 +238,11 @@ def _open(
     import jax
 
     found, treedef = jax.tree_util.tree_flatten_with_path(value)
-    holder = value if is_held(value) else None
+    wrapper = value if is_wrapper(value) else None
     for keys, leaf in found:
-        below = key_path(keys[1:] if holder is not None else keys)
+        below = key_path(keys[1:] if wrapper is not None else keys)
         others = tuple((*alias, *below) for alias in aliases)
-        leaves.append(StateLeaf((*path, *below), leaf, holder, others))
+        leaves.append(StateLeaf((*path, *below), leaf, wrapper, others))
     return len(found), treedef.unflatten
 
 
@@ -281,17 +283,17 @@ def _other_paths(aliases: dict[Path, list[Path]], path: Path) -> list[Path]:
 
 def axis_names(leaf: StateLeaf) -> Names | None:
     """The names of a leaf's axes, as its box or variable gives them; None without an annotation."""
-    holder = leaf.holder
-    if holder is None:
+    wrapper = leaf.wrapper
+    if wrapper is None:
         return None
-    if is_variable(holder):
-        metadata = holder.get_metadata()
+    if is_variable(wrapper):
+        metadata = wrapper.get_metadata()
         found = [metadata.get(key) for key in ("out_sharding", "sharding_names", "sharding")]
         names = next((names for names in found if names is not None), None)
         return _names(getattr(names, "spec", names))
-    if isinstance(holder, imported("flax.core.meta").Partitioned):
-        return _names(holder.names)
-    return _names(getattr(holder, "get_partition_spec", lambda: None)())
+    if isinstance(wrapper, imported("flax.core.meta").Partitioned):
+        return _names(wrapper.names)
+    return _names(getattr(wrapper, "get_partition_spec", lambda: None)())
 
 
 def _names(names: Any) -> Names | None:
@@ -302,23 +304,25 @@ def _names(names: Any) -> Names | None:
 
 def own_rules(leaf: StateLeaf) -> Any:
     """The logical axis rules that a box or variable carries itself."""
-    if is_variable(leaf.holder):
-        return leaf.holder.get_metadata().get("sharding_rules")
-    return getattr(leaf.holder, "rules", None)
+    if is_variable(leaf.wrapper):
+        return leaf.wrapper.get_metadata().get("sharding_rules")
+    return getattr(leaf.wrapper, "rules", None)
 
 
-def wanted_leaf(leaf: StateLeaf) -> Wanted:
+def target_leaf(leaf: StateLeaf) -> TargetLeaf:
     """What a checkpoint has to have for a leaf."""
     import jax
 
     value = leaf.value
     if not leaf.is_array:
-        return Wanted(leaf.path, type(value).__name__, aliases=leaf.aliases)
+        return TargetLeaf(leaf.path, type(value).__name__, aliases=leaf.aliases)
     shape = tuple(value.shape)
     if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return Wanted(leaf.path, "key", shape, key_impl=_key_impl(value), aliases=leaf.aliases)
+        return TargetLeaf(leaf.path, "key", shape, key_impl=_key_impl(value), aliases=leaf.aliases)
     weak = bool(getattr(value, "weak_type", False))
-    return Wanted(leaf.path, "array", shape, np.dtype(value.dtype), weak=weak, aliases=leaf.aliases)
+    return TargetLeaf(
+        leaf.path, "array", shape, np.dtype(value.dtype), weak=weak, aliases=leaf.aliases
+    )
 
 
 def _key_impl(value: Any) -> str:

@@ -20,8 +20,8 @@ from reshard.errors import (
 from reshard.loader import open as open_checkpoint
 from reshard.restore.device_reads import Request, read_arrays
 from reshard.restore.device_shards import named_sharding
-from reshard.restore.matching import Mismatch, Wanted, likely_renames, match, mismatch_error
-from reshard.restore.pytrees import StateLeaf, is_variable, take_apart, wanted_leaf
+from reshard.restore.matching import Mismatch, TargetLeaf, likely_renames, match, mismatch_error
+from reshard.restore.pytrees import StateLeaf, flatten_state, is_variable, target_leaf
 from reshard.restore.target_mesh import to_mesh
 from reshard.sharding.mesh import Mesh, NamedSharding, normalize_spec, parse_mesh, spec_problems
 from reshard.tree import Path, format_path, match_globs
@@ -90,19 +90,19 @@ def restore(
             )
         return _restore_raw(ckpt, target, budget, report)
 
-    state = take_apart(target)
+    state = flatten_state(target)
     leaves = state.leaves
     patterns = [keep] if isinstance(keep, str) else list(keep)
     for pattern in patterns:
         _check_choice("keep", type(pattern), (str,))
     names = {name: leaf.path for leaf in leaves for name in (leaf.path, *leaf.aliases)}
     kept = {names[name] for name in match_globs(names, patterns)}
-    wanted = [wanted_leaf(leaf) for leaf in leaves]
-    found, problems = match(wanted, ckpt, cast=cast, ignore=unexpected == "ignore")
+    targets = [target_leaf(leaf) for leaf in leaves]
+    found, problems = match(targets, ckpt, cast=cast, ignore=unexpected == "ignore")
     problems = [problem for problem in problems if problem.path not in kept]
     parsed = functools.cache(parse_mesh)
-    for leaf, want in zip(leaves, wanted, strict=True):
-        problems += _unusable(leaf, want, leaf.path in kept, parsed)
+    for leaf, one in zip(leaves, targets, strict=True):
+        problems += _unusable(leaf, one, leaf.path in kept, parsed)
     if problems:
         opened = checkpoint is ckpt
         hints = _hints(problems, leaves, cast, "ckpt" if opened else "reshard.open(path)")
@@ -116,10 +116,10 @@ def restore(
             values[i] = handle
     arrays = {i: handle for i, handle in handles.items() if isinstance(handle, ArrayHandle)}
     _check_names(list(arrays.values()))
-    requests = [_request(leaves[i], wanted[i], handle) for i, handle in arrays.items()]
+    requests = [_request(leaves[i], targets[i], handle) for i, handle in arrays.items()]
     for i, value in zip(arrays, read_arrays(requests, budget, report), strict=True):
-        values[i] = _as_wanted(value, leaves[i], wanted[i])
-    return state.fill(values)
+        values[i] = _as_target(value, leaves[i], targets[i])
+    return state.update(values)
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
@@ -136,9 +136,9 @@ def _check_names(handles: Sequence[ArrayHandle]) -> None:
 
 
 def _unusable(
-    leaf: StateLeaf, wanted: Wanted, kept: bool, parsed: Callable[[Any], Mesh]
+    leaf: StateLeaf, target: TargetLeaf, kept: bool, parsed: Callable[[Any], Mesh]
 ) -> list[Mismatch]:
-    """Why a leaf of the target cannot be filled, whatever the checkpoint has; `parsed` is
+    """Why a leaf of the target cannot be restored, whatever the checkpoint has; `parsed` is
     `parse_mesh`, which goes over all devices, for the leaves of one target."""
     import jax
 
@@ -153,8 +153,8 @@ def _unusable(
         return []
     if not hasattr(value, "sharding"):
         return [problem("it has no sharding")]
-    if wanted.dtype is not None and _narrowed(wanted.dtype):
-        return [problem(f"JAX makes no {wanted.dtype.name} arrays by default", "x64")]
+    if target.dtype is not None and _narrowed(target.dtype):
+        return [problem(f"JAX makes no {target.dtype.name} arrays by default", "x64")]
     try:
         sharding = _on_devices(value.sharding)
         if sharding is None:
@@ -227,7 +227,7 @@ def _other_api(problems: Sequence[Mismatch], leaves: Sequence[StateLeaf]) -> lis
         {str(problem.path[0]) for problem in problems if problem.what == what and problem.path}
         for what in ("missing", "unexpected")
     )
-    of_nnx = any(is_variable(leaf.holder) for leaf in leaves)
+    of_nnx = any(is_variable(leaf.wrapper) for leaf in leaves)
     if of_nnx and missing and "params" in unexpected - missing:
         return ["reshard.restore(reshard.to_nnx(path, model), target), if it is Linen's"]
     if not of_nnx and unexpected and "params" in missing - unexpected:
@@ -235,21 +235,21 @@ def _other_api(problems: Sequence[Mismatch], leaves: Sequence[StateLeaf]) -> lis
     return []
 
 
-def _request(leaf: StateLeaf, wanted: Wanted, handle: ArrayHandle) -> Request:
+def _request(leaf: StateLeaf, target: TargetLeaf, handle: ArrayHandle) -> Request:
     """What to read for a leaf, and where to."""
     import jax
 
     sharding = None
     if isinstance(leaf.value, jax.Array | jax.ShapeDtypeStruct) and not _uncommitted(leaf.value):
         sharding = _on_devices(leaf.value.sharding)
-        if wanted.kind == "key" and isinstance(sharding, jax.sharding.NamedSharding):
-            entries = [*sharding.spec, *[None] * (len(wanted.shape) - len(sharding.spec)), None]
+        if target.kind == "key" and isinstance(sharding, jax.sharding.NamedSharding):
+            entries = [*sharding.spec, *[None] * (len(target.shape) - len(sharding.spec)), None]
             sharding = jax.sharding.NamedSharding(
                 sharding.mesh,
                 jax.sharding.PartitionSpec(*entries),
                 memory_kind=sharding.memory_kind,
             )
-    dtype = handle.dtype if wanted.dtype is None else wanted.dtype
+    dtype = handle.dtype if target.dtype is None else target.dtype
     if is_floating(dtype):
         handle = dataclasses.replace(handle, dtype=dtype)
     return Request(handle, dtype, sharding)
@@ -260,13 +260,13 @@ def _uncommitted(value: Any) -> bool:
     return not getattr(value, "committed", True)
 
 
-def _as_wanted(value: Any, leaf: StateLeaf, wanted: Wanted) -> Any:
+def _as_target(value: Any, leaf: StateLeaf, target: TargetLeaf) -> Any:
     """What was read, as the kind of leaf that the target has."""
     import jax
 
-    if wanted.kind == "key":
-        return _as_keys(value, wanted.key_impl, _on_devices(leaf.value.sharding))
-    if wanted.kind in ("int", "float", "bool"):
+    if target.kind == "key":
+        return _as_keys(value, target.key_impl, _on_devices(leaf.value.sharding))
+    if target.kind in ("int", "float", "bool"):
         return value.item()
     if isinstance(leaf.value, jax.Array) and _uncommitted(leaf.value):
         with jax.default_device(next(iter(leaf.value.devices()))):

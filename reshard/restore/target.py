@@ -15,12 +15,12 @@ from reshard.restore.pytrees import (
     State,
     StateLeaf,
     axis_names,
+    flatten_state,
     imported,
     is_module,
     is_variable,
     key_path,
     own_rules,
-    take_apart,
 )
 from reshard.sharding.annotations import AnnotatedLeaf, Coverage, cover
 from reshard.sharding.mesh import Spec, normalize_spec, parse_mesh, spec_entries
@@ -76,7 +76,7 @@ def target(
             found.hints,
         )
     by_path = {leaf.path: leaf.spec for leaf in found.leaves}
-    return state.rebuild(
+    return state.unflatten(
         [_abstract(x, mesh, by_path[x.path]) if x.is_array else x.value for x in state.leaves]
     )
 
@@ -111,7 +111,7 @@ def _covered(
             hints=['jax.make_mesh((1, 8), ("data", "model"))', "jax.sharding.AbstractMesh(...)"],
         )
     made = state_of(model, mesh, inputs)
-    state = take_apart(made)
+    state = flatten_state(made)
     arrays = [leaf for leaf in state.leaves if leaf.is_array]
     tree = _spec_tree(specs, {leaf.path for leaf in arrays})
     parameters = _parameters(made, arrays)
@@ -145,12 +145,12 @@ def _parameters(state: Any, leaves: Sequence[StateLeaf]) -> set[Path]:
     import jax
 
     nnx = imported("flax.nnx")
-    held = [leaf for leaf in leaves if is_variable(leaf.holder)]
-    found = {leaf.path for leaf in held if isinstance(leaf.holder, nnx.Param)}
-    if not found and any(isinstance(leaf.holder, nnx.OptState) for leaf in held):
+    held = [leaf for leaf in leaves if is_variable(leaf.wrapper)]
+    found = {leaf.path for leaf in held if isinstance(leaf.wrapper, nnx.Param)}
+    if not found and any(isinstance(leaf.wrapper, nnx.OptState) for leaf in held):
         kinds = (nnx.OptState, nnx.RngState)
-        found = {leaf.path for leaf in held if not isinstance(leaf.holder, kinds)}
-    rest = [leaf.path for leaf in leaves if not is_variable(leaf.holder)]
+        found = {leaf.path for leaf in held if not isinstance(leaf.wrapper, kinds)}
+    rest = [leaf.path for leaf in leaves if not is_variable(leaf.wrapper)]
     named = [path.index("params") for path in rest if "params" in path]
     if named:
         depth = min(named)
@@ -194,11 +194,11 @@ def _annotated(leaf: StateLeaf, spec: Spec | None, parameter: bool) -> Annotated
     """What is known of a leaf; `spec` takes the place of the names of its axes, if there is one."""
     import jax
 
-    holder, linen = leaf.holder, imported("flax.linen")
+    wrapper, linen = leaf.wrapper, imported("flax.linen")
     kind = "mesh"
-    if is_variable(holder):
+    if is_variable(wrapper):
         kind = "nnx"
-    elif linen is not None and isinstance(holder, linen.LogicallyPartitioned):
+    elif linen is not None and isinstance(wrapper, linen.LogicallyPartitioned):
         kind = "logical"
     names = axis_names(leaf) if spec is None else spec_entries(spec)
     if not all(_is_name(name) for name in names or ()):
@@ -262,8 +262,8 @@ def maker(model: Any, inputs: Sequence[Any] = ()) -> Callable[..., Any] | None:
             )
         return lambda *args: model.init(jax.random.key(0), *args)
     if nnx is not None and isinstance(model, type) and issubclass(model, nnx.Pytree) and not inputs:
-        wanted = inspect.signature(model.__init__).parameters.get("rngs")
-        if wanted is not None and wanted.default is inspect.Parameter.empty:
+        parameter = inspect.signature(model.__init__).parameters.get("rngs")
+        if parameter is not None and parameter.default is inspect.Parameter.empty:
             constructor: Any = model
             _check_call(model, (), {"rngs": nnx.Rngs(0)})
             return lambda: constructor(rngs=nnx.Rngs(0))

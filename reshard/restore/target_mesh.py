@@ -8,8 +8,8 @@ from reshard import transforms, tree
 from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Checkpoint
 from reshard.errors import ShardingError
-from reshard.restore.matching import Mismatch, Wanted, likely_renames, match, mismatch_error
-from reshard.restore.pytrees import take_apart, wanted_leaf
+from reshard.restore.matching import Mismatch, TargetLeaf, likely_renames, match, mismatch_error
+from reshard.restore.pytrees import flatten_state, target_leaf
 from reshard.sharding.mesh import Mesh, Spec, normalize_spec, parse_mesh
 from reshard.tree import Path, format_path
 
@@ -52,11 +52,11 @@ def target_specs(ckpt: Checkpoint, mesh: Mesh, target: Any) -> dict[Path, Spec]:
       TreeMismatchError: the leaves of the two differ.
       ShardingError: the target is on another mesh.
     """
-    leaves = take_apart(target).leaves
-    wanted = [wanted_leaf(leaf) for leaf in leaves]
-    found, problems = match(wanted, ckpt)
+    leaves = flatten_state(target).leaves
+    targets = [target_leaf(leaf) for leaf in leaves]
+    found, problems = match(targets, ckpt)
     if problems:
-        raise mismatch_error(f"`{ckpt.source.root}`", problems, _match_hints(problems, wanted))
+        raise mismatch_error(f"`{ckpt.source.root}`", problems, _match_hints(problems, targets))
     parsed = functools.cache(parse_mesh)
     specs: dict[Path, Spec] = {}
     for leaf, path in zip(leaves, found, strict=True):
@@ -74,13 +74,13 @@ def target_specs(ckpt: Checkpoint, mesh: Mesh, target: Any) -> dict[Path, Spec]:
     return specs
 
 
-def _match_hints(problems: Sequence[Mismatch], wanted: Sequence[Wanted]) -> list[str]:
+def _match_hints(problems: Sequence[Mismatch], targets: Sequence[TargetLeaf]) -> list[str]:
     """What to type to give a checkpoint the leaves of a target."""
     hints = [
         f"--rename {tree.shell_quoted(f'{old}={new}')}" for old, new in likely_renames(problems)
     ]
     unexpected = [problem.path for problem in problems if problem.what == "unexpected"]
-    used = {tuple(map(str, w.path[:end])) for w in wanted for end in range(len(w.path) + 1)}
+    used = {tuple(map(str, w.path[:end])) for w in targets for end in range(len(w.path) + 1)}
     for path in unexpected:
         ends = range(1, len(path))
         top = next((e for e in ends if tuple(map(str, path[:e])) not in used), len(path))
