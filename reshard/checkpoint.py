@@ -32,7 +32,7 @@ _EMPTY_NAMES = {type(leaf): name for name, leaf in EMPTY_LEAVES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where a checkpoint was opened, and what surrounds its tree.
+    """Where a checkpoint was opened, and what is saved beside its tree.
 
     Attributes:
       root: the directory that was opened.

@@ -35,7 +35,7 @@ class ReshardError(Exception):
 
 def printable(text: str) -> str:
     """Text with what a terminal would act on, or could not show, as escapes: names in a checkpoint
-    may be anybody's. Lines stay lines."""
+    may be untrusted. Lines stay lines."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else _escape(c) for c in text)

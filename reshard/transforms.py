@@ -1,7 +1,7 @@
 """Lazy transforms: `Checkpoint` -> `Checkpoint`.
 
 A transform changes what a checkpoint says about its leaves (path, dtype, sharding) and reads no
-array; the planner and the writer carry it out.
+array; the planner and the writer execute it.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from reshard.arrays.handle import ArrayHandle, collision_error
 from reshard.checkpoint import Checkpoint, Leaf, name_clashes
 from reshard.errors import ShardingError, TreeMismatchError
 from reshard.sharding.mesh import (
-    MOST_DEVICE_IDS,
+    MAX_DEVICE_IDS,
     Mesh,
     NamedSharding,
     SingleDeviceSharding,
@@ -135,17 +135,19 @@ def to_mesh(
       ShardingError: every leaf whose spec does not fit, with what to type for each.
     """
     new_mesh = parse_mesh(mesh, ckpt.meshes)
-    if new_mesh.device_ids is None and new_mesh.size <= MOST_DEVICE_IDS:
+    if new_mesh.device_ids is None and new_mesh.size <= MAX_DEVICE_IDS:
         new_mesh = dataclasses.replace(new_mesh, device_ids=tuple(range(new_mesh.size)))
     if new_mesh.axis_types is None:
-        new_mesh = dataclasses.replace(new_mesh, axis_types=_carried_types(new_mesh, ckpt.meshes))
+        new_mesh = dataclasses.replace(
+            new_mesh, axis_types=_saved_axis_types(new_mesh, ckpt.meshes)
+        )
     axes = dict(axes or {})
     _check_axes(axes, new_mesh, ckpt.meshes)
     candidates = [a.path for a in ckpt.arrays if a.value_type != "scalar"]
     rules = specs.items() if isinstance(specs, Mapping) else specs or ()
     chosen = dict(known or {}) | match_specs(candidates, list(rules))
     leaves = dict(ckpt)
-    problems, misfits, replicated, unknown = [], [], [], []
+    problems, unfitting, replicated, unknown = [], [], [], []
     for array in ckpt.arrays:
         spec = chosen.get(array.path)
         if spec is None and array.sharding is None and array.value_type != "jax.Array":
@@ -163,7 +165,7 @@ def to_mesh(
         found = spec_problems(array.shape, new_mesh, spec)
         problems += [text + problem for problem in found]
         if found:
-            misfits.append((array, spec))
+            unfitting.append((array, spec))
         leaves[array.path] = dataclasses.replace(
             array, sharding=NamedSharding(new_mesh, spec), value_type="jax.Array"
         )
@@ -171,7 +173,7 @@ def to_mesh(
         raise ShardingError(
             f"specs that do not fit the mesh `{new_mesh}`",
             problems,
-            _spec_hints(ckpt, misfits, new_mesh)
+            _spec_hints(ckpt, unfitting, new_mesh)
             + [f"{_spec_option(a.path, '')} replicates it" for a in unknown],
         )
     notes = []
@@ -189,7 +191,7 @@ def to_mesh(
     return ckpt.replace(leaves, notes=notes, retyped=retyped)
 
 
-def _carried_types(target: Mesh, saved: Sequence[Mesh]) -> tuple[str, ...] | None:
+def _saved_axis_types(target: Mesh, saved: Sequence[Mesh]) -> tuple[str, ...] | None:
     """Axis types of the saved meshes, by axis name; Auto for axes that are new."""
     known: dict[str, str] = {}
     for mesh in saved:
@@ -214,11 +216,11 @@ def _check_axes(axes: Mapping[str, str], target: Mesh, saved: Sequence[Mesh]) ->
 
 
 def _spec_hints(
-    ckpt: Checkpoint, misfits: Sequence[tuple[ArrayHandle, Spec]], target: Mesh
+    ckpt: Checkpoint, unfitting: Sequence[tuple[ArrayHandle, Spec]], target: Mesh
 ) -> list[str]:
     """What to type: for axes that the mesh lacks, and specs that fit, one for each last key if all
     its leaves agree, else one for each leaf."""
-    axes = {axis for _, spec in misfits for entry in spec for axis in entry}
+    axes = {axis for _, spec in unfitting for entry in spec for axis in entry}
     saved = list(dict.fromkeys(axis for mesh in ckpt.meshes for axis in mesh.axis_names))
     lacking = sorted(axes - set(target.axis_names))
     renamed = [axis for axis in saved if axis in lacking]
@@ -236,7 +238,7 @@ def _spec_hints(
         ]
     fitting = {
         array.path: spec_text(fitting_spec(array.shape, target, spec))
-        for array, spec in misfits
+        for array, spec in unfitting
         if not any(axis in lacking for entry in spec for axis in entry)
     }
     by_key: dict[str, set[str | None]] = {}

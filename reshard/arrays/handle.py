@@ -163,8 +163,8 @@ class ArrayHandle:
                 f"{format_path(self.path)}: {expected - len(sizes)} of its {expected} stored "
                 "chunks are missing"
             )
-        if cut := self.store.cut_file(self.name):
-            raise CorruptCheckpointError(f"{format_path(self.path)}: its data file {cut}")
+        if text := self.store.truncated_file(self.name):
+            raise CorruptCheckpointError(f"{format_path(self.path)}: its data file {text}")
         return sizes
 
     @property

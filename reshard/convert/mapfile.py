@@ -53,7 +53,7 @@ _EXAMPLE = "\n      ".join(["[[rule]]", r"from = '^params/layer_(\d+)/'", r"to =
 _REGROUP = ("split", "unstack", "concat", "stack")
 _EACH = ("transpose", "reshape", "pad", "crop")
 # Tables and lists inside one another, of which files of rules have six.
-_MOST_LEVELS = 50
+_MAX_LEVELS = 50
 _LARGEST = 1 << 63
 Form = tuple[Callable[[Any], bool], str]
 
@@ -71,7 +71,7 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
         except RecursionError as error:
             raise ValueError("it is nested too deeply") from error
     level: list[Any] = [document]
-    for _ in range(_MOST_LEVELS):
+    for _ in range(_MAX_LEVELS):
         level = [
             value
             for node in level

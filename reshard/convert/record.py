@@ -43,7 +43,7 @@ _OPERATIONS = (Transpose, Reshape, Split, Concat, Stack, Unstack, Pad)
 # Their fields that are lists.
 _LISTS = {"axes", "shape", "sizes", "names", "widths"}
 # Keys of a path, as in any checkpoint that is opened.
-_MOST_KEYS = 100
+_MAX_KEYS = 100
 
 
 class _Array(NamedTuple):
@@ -298,7 +298,7 @@ def _check_tree(paths: Collection[Path]) -> None:
     """Raises ValueError unless the paths are those of the leaves of one tree."""
     texts = {tuple(map(str, path)) for path in paths}
     below = [path for path in texts if any(path[:depth] in texts for depth in range(len(path)))]
-    deep = [path for path in texts if not 0 < len(path) <= _MOST_KEYS]
+    deep = [path for path in texts if not 0 < len(path) <= _MAX_KEYS]
     if below or deep or len(texts) < len(paths):
         places = ", ".join(sorted(map(format_path, below + deep))) or "a path is there twice"
         raise ValueError(f"its leaves are not those of one tree: {places:.200}")

@@ -1,6 +1,6 @@
 """What is said of one array: its zarr metadata and its sharding, taken if they make sense.
 
-Both may be anybody's. What passes here is within the bounds that all other modules count on: shapes
+Both may be untrusted. What passes here is within the bounds that all other modules count on: shapes
 that fit into numbers and loops, chunks within the array, meshes of machines that there can be.
 """
 
@@ -122,14 +122,14 @@ def parse_sharding(encoded: Any, shape: Shape) -> Sharding | None:
     if not isinstance(encoded, str):
         raise ValueError("its sharding is not text")
     sharding = _parse_sharding(encoded)
-    problems = _misfits(encoded, len(shape))
+    problems = _spec_mismatches(encoded, len(shape))
     if problems:
         raise ValueError("; ".join(problems))
     return sharding
 
 
 @functools.lru_cache(maxsize=4096)
-def _misfits(encoded: str, rank: int) -> list[str]:
+def _spec_mismatches(encoded: str, rank: int) -> list[str]:
     sharding = _parse_sharding(encoded)
     if not isinstance(sharding, NamedSharding):
         return []

@@ -1,4 +1,4 @@
-"""JSON documents of a checkpoint, which may be anybody's: parsed here, and sound from then on.
+"""JSON documents of a checkpoint, which may be untrusted: parsed here, and sound from then on.
 
 What Python's parser lets pass and others trip over is refused: keys given twice, of which each
 reader takes another one; half a surrogate pair, which no file or terminal can hold; and nesting so
@@ -14,9 +14,9 @@ from reshard.storage.location import Location
 
 # Levels of JSON inside one another. Orbax's own documents have less than ten; what users attach to
 # a checkpoint may have more.
-_MOST_LEVELS = 100
+_MAX_LEVELS = 100
 # Digits of a number. The largest that there are, of nanoseconds, have 19.
-_MOST_DIGITS = 40
+_MAX_DIGITS = 40
 # An escape that may be half of a surrogate pair.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -75,14 +75,14 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > _MOST_DIGITS:
+    if len(digits) > _MAX_DIGITS:
         raise ValueError(f"it holds a number of {len(digits)} digits")
     return int(digits)
 
 
 def _check_levels(document: Any) -> None:
     level = [document]
-    for _ in range(_MOST_LEVELS):
+    for _ in range(_MAX_LEVELS):
         level = [
             child
             for node in level
@@ -92,4 +92,4 @@ def _check_levels(document: Any) -> None:
         ]
         if not level:
             return
-    raise ValueError(f"it is nested more than {_MOST_LEVELS} levels deep")
+    raise ValueError(f"it is nested more than {_MAX_LEVELS} levels deep")

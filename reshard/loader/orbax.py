@@ -26,7 +26,7 @@ from reshard.units import format_bytes
 
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 # Keys of a path: whoever walks a tree deeper than this runs out of stack.
-_MOST_KEYS = 100
+_MAX_KEYS = 100
 
 
 def read(item: Item) -> Checkpoint:
@@ -198,7 +198,7 @@ def _check_tree(paths: Iterable[Path], directory: Location) -> None:
     seen: dict[tuple[str, ...], Path] = {}
     problems = []
     for path in paths:
-        if len(path) > _MOST_KEYS:
+        if len(path) > _MAX_KEYS:
             problems.append(f"{format_path(path)[:80]}...: it is {len(path)} levels deep")
             continue
         problem = name_problem(stored_name(path))
@@ -269,7 +269,7 @@ def _array(
         problems += wrong
         return None
     if not store.ocdbt:
-        _mark_cut_files(store.values[name], store.metadata_key, array.plain_chunk)
+        _mark_truncated_files(store.values[name], store.metadata_key, array.plain_chunk)
     return ArrayHandle(
         path=path,
         shape=array.shape,
@@ -286,7 +286,7 @@ def _array(
     )
 
 
-def _mark_cut_files(
+def _mark_truncated_files(
     values: dict[str, StoredValue], metadata_key: str, plain_chunk: int | None
 ) -> None:
     """Marks the files of chunks that cannot be whole: empty ones, and where it is known how many
@@ -294,7 +294,7 @@ def _mark_cut_files(
     for key, value in values.items():
         fits = value.size == plain_chunk if plain_chunk is not None else value.size
         if key != metadata_key and not fits:
-            values[key] = value._replace(cut=(value.size, plain_chunk or 1))
+            values[key] = value._replace(truncated=(value.size, plain_chunk or 1))
 
 
 def _mark_collision(leaves: dict[Path, Leaf], one: Path, other: Path) -> None:

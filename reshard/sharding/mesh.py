@@ -18,8 +18,8 @@ from reshard.errors import ShardingError
 Spec = tuple[tuple[str, ...], ...]
 
 # Above this many devices their ids are not written down: readers then take them in order.
-MOST_DEVICE_IDS = 256
-_MOST_DEVICES = 1 << 20
+MAX_DEVICE_IDS = 256
+_MAX_DEVICES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _checked(mesh: Mesh) -> Mesh:
         raise ShardingError(f"the mesh `{mesh}` names an axis twice")
     if not names or min(sizes) < 1:
         raise ShardingError(f"every axis of the mesh `{mesh}` needs at least one device")
-    if mesh.size > _MOST_DEVICES:
+    if mesh.size > _MAX_DEVICES:
         raise ShardingError(f"the mesh `{mesh}` has {mesh.size} devices: no machine does")
     return mesh
 

@@ -14,7 +14,7 @@ from reshard.tree import Path
 
 Shape = tuple[int, ...]
 # Among more parameters than this that a leaf may belong to, none is looked for.
-_MOST_OWNERS = 8
+_MAX_OWNERS = 8
 
 
 class Parameters:
@@ -37,7 +37,7 @@ class Parameters:
                 found = self._by_ending.setdefault(keys[start:], [])
                 if found and len(path) < len(found[0]):
                     found.clear()
-                if not found or (len(path) == len(found[0]) and len(found) <= _MOST_OWNERS):
+                if not found or (len(path) == len(found[0]) and len(found) <= _MAX_OWNERS):
                     found.append(path)
         self._below: collections.Counter[tuple[str, ...]] = collections.Counter()
         for path in others:
@@ -54,7 +54,7 @@ class Parameters:
             return []
         start = max(starts, key=lambda start: (self._below[keys[:start]], -start))
         found = self._by_ending[keys[start:]]
-        return found if len(found) <= _MOST_OWNERS else []
+        return found if len(found) <= _MAX_OWNERS else []
 
 
 def matching_part(path: Path, shape: Shape, parameter: Shape, spec: Spec) -> Spec | str:

@@ -121,18 +121,22 @@ class ArrayStore:
         for key in [key for key in values if key != self.metadata_key and not wanted(key)]:
             del values[key]
 
-    def cut_file(self, name: str) -> str | None:
+    def truncated_file(self, name: str) -> str | None:
         """Which file of an array does not have the bytes that it would have to have, and how many
         it has; None if all have. Nothing is read to know that."""
-        cut: dict[str, tuple[int, int]] = {}
+        truncated: dict[str, tuple[int, int]] = {}
         for value in self.values[name].values():
-            if value.cut is not None and value.file is not None:
-                cut[value.file] = max(cut.get(value.file, value.cut), value.cut)
-        if not cut:
+            if value.truncated is not None and value.file is not None:
+                truncated[value.file] = max(
+                    truncated.get(value.file, value.truncated), value.truncated
+                )
+        if not truncated:
             return None
-        file, (found, needed) = min(cut.items())
+        file, (found, needed) = min(truncated.items())
         expected = f"at least {needed}" if found < needed else str(needed)
-        more = f"; {len(cut) - 1} more of its files are not whole" if len(cut) > 1 else ""
+        more = (
+            f"; {len(truncated) - 1} more of its files are not whole" if len(truncated) > 1 else ""
+        )
         file = self.directory / file
         return f"`{file}` has {found} bytes, and would have to have {expected}{more}"
 

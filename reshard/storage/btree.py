@@ -17,7 +17,7 @@ _LENGTHS = 1 << 24
 # How a frame of zstd starts, what a block decodes to at most, and blocks that are too many.
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _BLOCK = 1 << 17
-_MOST_BLOCKS = 1 << 16
+_MAX_BLOCKS = 1 << 16
 # Ratio of sizes that TensorStore takes for no bomb.
 _LEAST_RATIO = 100
 # Bytes that an entry takes besides its key.
@@ -127,7 +127,7 @@ def _start(frame: bytes) -> tuple[bytes, int]:
 def _blocks(frame: bytes, position: int) -> tuple[int, int]:
     """Where the last block of a frame is, and a bound on what all of them hold."""
     bound = 0
-    for _ in range(_MOST_BLOCKS):
+    for _ in range(_MAX_BLOCKS):
         header = int.from_bytes(frame[position : position + 3], "little")
         bound += _BLOCK if header >> 1 & 3 == 2 else header >> 3
         if header & 1:

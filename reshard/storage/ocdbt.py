@@ -53,7 +53,7 @@ class StoredValue(NamedTuple):
       file: the file that holds it, relative to the item's directory; None where the value is
         inlined in the B-tree.
       inline: the bytes themselves, for zarr metadata that is inlined.
-      cut: bytes that the file has, and bytes that it would have to have to hold this value, where
+      truncated: bytes that the file has, and bytes that it would have to have to hold this value, where
         these do not fit; None where they do.
     """
 
@@ -61,7 +61,7 @@ class StoredValue(NamedTuple):
     part: str = ""
     file: str | None = None
     inline: bytes | None = None
-    cut: tuple[int, int] | None = None
+    truncated: tuple[int, int] | None = None
 
 
 def stored_values(
@@ -81,8 +81,13 @@ def stored_values(
             else:
                 file, offset, size = _split_location(entry["indirect_value"])
                 found, needed = check_file(file), offset + size
-                cut = None if found is None or found >= needed else (found, needed)
-                yield key, StoredValue(size, part, f"{part}/{file}" if part else file, cut=cut)
+                truncated = None if found is None or found >= needed else (found, needed)
+                yield (
+                    key,
+                    StoredValue(
+                        size, part, f"{part}/{file}" if part else file, truncated=truncated
+                    ),
+                )
 
 
 def node_files(directory: Location) -> set[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint, Leaf, empty_name
-from reshard.sharding.mesh import MOST_DEVICE_IDS, Mesh, NamedSharding, Sharding, shard_shape
+from reshard.sharding.mesh import MAX_DEVICE_IDS, Mesh, NamedSharding, Sharding, shard_shape
 from reshard.tree import Key, Path
 
 
@@ -116,7 +116,7 @@ def _sharding(sharding: Sharding) -> dict[str, Any]:
     document["partition_spec"] = [
         None if not axes else axes[0] if len(axes) == 1 else list(axes) for axes in sharding.spec
     ]
-    if mesh.device_ids is not None and mesh.size <= MOST_DEVICE_IDS:
+    if mesh.device_ids is not None and mesh.size <= MAX_DEVICE_IDS:
         document["device_mesh"] = {"mesh": _nested_ids(mesh, mesh.device_ids)}
     return document
 
