@@ -7,6 +7,7 @@ from reshard.convert.conversion import to_nnx as to_nnx
 from reshard.convert.stacking import stack as stack
 from reshard.convert.stacking import unstack as unstack
 from reshard.engine.plan import Plan as Plan
+from reshard.errors import ArgumentError as ArgumentError
 from reshard.errors import CheckpointFormatError as CheckpointFormatError
 from reshard.errors import CheckpointNotFoundError as CheckpointNotFoundError
 from reshard.errors import CorruptCheckpointError as CorruptCheckpointError

@@ -4,7 +4,7 @@ Each one also inherits the builtin that callers already catch. A message is a su
 one line for each problem (all of them, in the order of the tree), and hints that can be typed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 class ReshardError(Exception):
@@ -25,11 +25,16 @@ class ReshardError(Exception):
     def __str__(self) -> str:
         return self.render(limit=None)
 
-    def render(self, limit: int | None) -> str:
-        """The message, with at most `limit` problems and hints of each kind written out."""
+    def render(self, limit: int | None, phrase: Callable[[str], str] = str) -> str:
+        """The message, with at most `limit` problems and hints of each kind written out.
+
+        Args:
+          limit: None for all of them.
+          phrase: how hints are written: as calls, if nothing else is said.
+        """
         lines = [self.summary, *_capped(self.problems, limit, "  ")]
         if self.hints:
-            lines += ["", *_capped(self.hints, limit, "hint: ")]
+            lines += ["", *_capped([*map(phrase, self.hints)], limit, "hint: ")]
         return "\n".join(map(printable, lines))
 
 
@@ -54,6 +59,10 @@ def _capped(lines: Sequence[str], limit: int | None, prefix: str) -> list[str]:
     shown = lines if limit is None else lines[:limit]
     rest = len(lines) - len(shown)
     return [prefix + line for line in shown] + ([f"  ... and {rest} more"] if rest else [])
+
+
+class ArgumentError(ReshardError, ValueError):
+    """An argument is none that the function takes, whatever the checkpoint."""
 
 
 class CheckpointNotFoundError(ReshardError, FileNotFoundError):

@@ -13,7 +13,8 @@ from reshard import tree
 from reshard.arrays.dtypes import is_floating, parse_dtype
 from reshard.arrays.handle import ArrayHandle, collision_error
 from reshard.checkpoint import Checkpoint, Leaf, name_clashes
-from reshard.errors import ShardingError, TreeMismatchError
+from reshard.errors import ArgumentError, ShardingError, TreeMismatchError
+from reshard.hints import Hint
 from reshard.sharding.mesh import (
     MAX_DEVICE_IDS,
     Mesh,
@@ -92,11 +93,12 @@ def cast(ckpt: Checkpoint, dtype: Any, where: str | Sequence[str] = "**") -> Che
         and Python scalars stay as they are.
 
     Raises:
-      TreeMismatchError: the dtype is not floating-point, or nothing would be cast.
+      ArgumentError: the dtype is not floating-point.
+      TreeMismatchError: nothing would be cast.
     """
     new = parse_dtype(dtype)
     if not is_floating(new):
-        raise TreeMismatchError(
+        raise ArgumentError(
             f"cast to {new.name}: only floating-point arrays are cast, to floating-point dtypes",
             hints=["`bfloat16`, `float16`, `float32`, `float8_e4m3fn`"],
         )
@@ -174,7 +176,7 @@ def to_mesh(
             f"specs that do not fit the mesh `{new_mesh}`",
             problems,
             _spec_hints(ckpt, unfitting, new_mesh)
-            + [f"{_spec_option(a.path, '')} replicates it" for a in unknown],
+            + [Hint(("specs", _regex(a.path), ""), " replicates it") for a in unknown],
         )
     notes = []
     if replicated:
@@ -217,7 +219,7 @@ def _check_axes(axes: Mapping[str, str], target: Mesh, saved: Sequence[Mesh]) ->
 
 def _spec_hints(
     ckpt: Checkpoint, unfitting: Sequence[tuple[ArrayHandle, Spec]], target: Mesh
-) -> list[str]:
+) -> list[Hint]:
     """What to type: for axes that the mesh lacks, and specs that fit, one for each last key if all
     its leaves agree, else one for each leaf."""
     axes = {axis for _, spec in unfitting for entry in spec for axis in entry}
@@ -227,12 +229,12 @@ def _spec_hints(
     new = [name for name in target.axis_names if name not in saved]
     new += ["NEW"] * (len(renamed) - len(new))
     hints = [
-        f"--axis {axis}={name} renames, --axis {axis}= replicates"
+        Hint(("axes", axis, name), " renames, ", ("axes", axis, ""), " replicates")
         for axis, name in zip(renamed, new, strict=False)
     ]
     if not lacking:
         hints += [
-            f"--axis {axis}= replicates what is split over it"
+            Hint(("axes", axis, ""), " replicates what is split over it")
             for axis in saved
             if axis in axes and target.shape[axis] > 1
         ]
@@ -246,15 +248,14 @@ def _spec_hints(
         by_key.setdefault(_last_key(array.path), set()).add(fitting.get(array.path))
     for path, text in fitting.items():
         key = _last_key(path)
-        shared = len(by_key[key]) == 1
-        option = tree.shell_quoted(f"(^|/){re.escape(key)}$={text}")
-        hints.append(f"{f'--spec {option}' if shared else _spec_option(path, text)} fits")
+        shared = f"(^|/){re.escape(key)}$" if len(by_key[key]) == 1 else _regex(path)
+        hints.append(Hint(("specs", shared, text), " fits"))
     return hints
 
 
-def _spec_option(path: Path, text: str) -> str:
-    """What to type to give one leaf a spec."""
-    return "--spec " + tree.shell_quoted(f"^{re.escape(format_path(path))}$={text}")
+def _regex(path: Path) -> str:
+    """A regex that matches one leaf."""
+    return f"^{re.escape(format_path(path))}$"
 
 
 def _last_key(path: Path) -> str:

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 
-from reshard.errors import TreeMismatchError, printable
+from reshard.errors import ArgumentError, TreeMismatchError, printable
 
 Key = str | int
 Path = tuple[Key, ...]
@@ -38,7 +38,7 @@ def split_path(text: str) -> tuple[str, ...]:
     """The keys of a printed path, all as `str`. The inverse of `format_path` up to ints.
 
     Raises:
-      TreeMismatchError: a component is empty, or its quotes do not close.
+      ArgumentError: a component is empty, or its quotes do not close.
     """
     if '"' not in text and all(plain := text.split("/")):
         return tuple(plain)
@@ -52,7 +52,7 @@ def split_path(text: str) -> tuple[str, ...]:
                 raise ValueError("a key is empty or its quotes do not close")
             keys.append(json.loads(token) if token.startswith('"') else token)
         except ValueError as error:
-            raise TreeMismatchError(
+            raise ArgumentError(
                 f"`{text}` is not a path: {error}",
                 hints=['quote a key that holds a slash: `params/"mlp/linear"/w`'],
             ) from error
@@ -132,8 +132,9 @@ def rename_paths(paths: Sequence[Path], rules: Sequence[tuple[str, str]]) -> dic
     other becomes a dict key.
 
     Raises:
-      TreeMismatchError: a rule is not a regex or changes nothing, two leaves would meet in one
-        path, or a leaf would become a container of another.
+      ArgumentError: a rule is not a regex.
+      TreeMismatchError: a rule changes nothing, two leaves would meet in one path, or a leaf would
+        become a container of another.
     """
     printed = {path: format_path(path) for path in paths}
     texts = dict(printed)
@@ -143,7 +144,7 @@ def rename_paths(paths: Sequence[Path], rules: Sequence[tuple[str, str]]) -> dic
             regex = re.compile(pattern)
             changed = {path: regex.sub(replacement, text) for path, text in texts.items()}
         except (re.error, IndexError, OverflowError, RecursionError) as error:
-            raise TreeMismatchError(f"rename `{pattern}={replacement}`: {error}") from error
+            raise ArgumentError(f"rename `{pattern}={replacement}`: {error}") from error
         if changed == texts:
             problems.append(f"`{pattern}` matches no leaf")
         texts = changed

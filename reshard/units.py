@@ -2,7 +2,7 @@
 
 import re
 
-from reshard.errors import MemoryLimitError
+from reshard.errors import ArgumentError
 
 _UNITS = {
     "": 1,
@@ -31,11 +31,11 @@ def parse_bytes(text: float | str) -> int:
     """A number of bytes, or text with a unit: `"256MiB"`, `"1.5GB"`.
 
     Raises:
-      MemoryLimitError: it is neither.
+      ArgumentError: it is neither.
     """
     if isinstance(text, int | float):
         return int(text)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     if match is None or match[2] not in _UNITS:
-        raise MemoryLimitError(f"`{text}` is not a number of bytes", hints=["`256MiB`, `1GiB`"])
+        raise ArgumentError(f"`{text}` is not a number of bytes", hints=["`256MiB`, `1GiB`"])
     return int(float(match[1]) * _UNITS[match[2]])

@@ -80,7 +80,7 @@ def test_an_existing_destination(source, tmp_path):
     out = tmp_path / "out"
     reshard.save(open_on(source), out)
     before = hashes(out)
-    text = f"`{out}` exists\n\nhint: --overwrite replaces it once the new one is complete"
+    text = f"`{out}` exists\n\nhint: overwrite=True replaces it once the new one is complete"
     refused(reshard.DestinationExistsError, text, open_on(source, "1x4"), out)
     assert reshard.plan(open_on(source, "2x4"), out).problems == (f"`{out}` exists",)
     assert hashes(out) == before
@@ -90,7 +90,7 @@ def test_an_existing_destination(source, tmp_path):
 def test_an_existing_directory_and_file(one, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("kept")
-    hint = "hint: --overwrite replaces it once the new one is complete"
+    hint = "hint: overwrite=True replaces it once the new one is complete"
     out = tmp_path / "empty"
     refused(reshard.DestinationExistsError, f"`{out}` exists\n\n{hint}", open_on(one), out)
     out = tmp_path / "file"
@@ -147,7 +147,7 @@ def test_overwrite_deletes_nothing_but_what_it_replaces(one, tmp_path, make, rea
     before = hashes(out)
     refused(
         reshard.DestinationExistsError,
-        f"`{out}` would be deleted by --overwrite: {reason}\n\n"
+        f"`{out}` would be deleted: {reason}\n\n"
         "hint: name a new destination, or move what is there out of the way",
         open_on(one),
         out,
@@ -155,7 +155,7 @@ def test_overwrite_deletes_nothing_but_what_it_replaces(one, tmp_path, make, rea
     )
     assert hashes(out) == before
     plan = reshard.plan(open_on(one), out, overwrite=True)
-    assert plan.problems == (f"`{out}` would be deleted by --overwrite: {reason}",)
+    assert plan.problems == (f"`{out}` would be deleted: {reason}",)
 
 
 def test_overwrite_loses_no_step(saved, tmp_path):
@@ -881,7 +881,7 @@ def test_killed_between_the_two_renames(one, tmp_path):
     assert sorted(os.listdir(tmp_path)) == [unfinished(out).name, f"out{REPLACED}"]
     assert hashes(replaced) == before
     text = (
-        f"an earlier run with --overwrite was stopped before it moved its result to `{out}`; "
+        f"an earlier run was stopped before it moved its result to `{out}`; "
         f"the old checkpoint is complete at `{replaced}`\n\n"
         f"hint: mv '{replaced}' '{out}' brings the old one back"
     )
@@ -904,7 +904,7 @@ def test_killed_before_the_old_one_is_deleted(one, tmp_path):
     assert hashes(replaced) == before
     assert (meshes(out), values(out)) == (["data=1,model=8"], values(one.path))
     text = (
-        f"`{out}` is complete; an earlier run with --overwrite was stopped before it deleted the "
+        f"`{out}` is complete; an earlier run was stopped before it deleted the "
         f"old checkpoint, `{replaced}`\n\nhint: rm -r '{replaced}' deletes the old one"
     )
     for overwrite in (False, True):

@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import re
-import shlex
 import shutil
 
 import flax
@@ -288,16 +287,24 @@ def restored(ckpt, folder):
     return load(path)
 
 
-def refusal(call, *arguments, **keywords):
-    with pytest.raises(reshard.TreeMismatchError) as error:
+def refusal(call, *arguments, of=reshard.TreeMismatchError, **keywords):
+    with pytest.raises(of) as error:
         call(*arguments, **keywords)
     return str(error.value)
 
 
 def typed(error):
-    """The options that the hints of an error say."""
-    found = [re.match(r"--(drop|init|dtype) ('[^']*'|\S+)", hint) for hint in error.hints]
-    return [(match[1], shlex.split(match[2])[0]) for match in found if match]
+    """The arguments that the hints of an error say."""
+    found = [re.match(r"((drop|init)=\[.*?\]) ", hint) for hint in error.hints]
+    return [item for match in found if match for item in eval(f"dict({match[1]})").items()]
+
+
+def recast(ckpt, error):
+    """A checkpoint after the calls that the hints of an error say."""
+    for hint in error.hints:
+        if hint.startswith("reshard.cast("):
+            ckpt = eval(hint, {"reshard": reshard, "ckpt": ckpt})
+    return ckpt
 
 
 # What does not fit
@@ -352,11 +359,11 @@ def test_all_that_stands_against_nnx_is_told_at_once_and_before_anything_is_read
   params/b/bias -> b/bias: dtype float32, the model has bfloat16
   params/b/kernel -> b/kernel: dtype float32, the model has bfloat16
 
-hint: --map FILE decides, by rules such as: from = '^params/e$', to = 'c'
-hint: --drop 'opt_state/0/trace/a/bias' leaves it out; globs work
-hint: --init '**/rngs/**' keeps the model's own initial value
-hint: --dtype 'params/b/bias=bfloat16'
-hint: --dtype 'params/b/kernel=bfloat16'"""
+hint: map_file=... decides, by rules such as: from = '^params/e$', to = 'c'
+hint: drop=["opt_state/0/trace/a/bias"] leaves it out; globs work
+hint: init=["**/rngs/**"] keeps the model's own initial value
+hint: reshard.cast(ckpt, "bfloat16", "params/b/bias")
+hint: reshard.cast(ckpt, "bfloat16", "params/b/kernel")"""
     )
 
 
@@ -401,11 +408,11 @@ def test_all_that_stands_against_linen_is_told_at_once_and_before_anything_is_re
   model/b/kernel/value -> params/b/kernel: dtype bfloat16, the model has float32
   model/b/bias/value -> params/b/bias: dtype bfloat16, the model has float32
 
-hint: --map FILE decides, by rules such as: from = '^d$', to = 'params/e'
-hint: --drop '**/rngs/**' leaves the state of random numbers out
-hint: --drop 'optimizer/opt_state/0/count/value' leaves it out; globs work
-hint: --dtype 'model/b/kernel/value=float32'
-hint: --dtype 'model/b/bias/value=float32'"""
+hint: map_file=... decides, by rules such as: from = '^d$', to = 'params/e'
+hint: drop=["**/rngs/**"] leaves the state of random numbers out
+hint: drop=["optimizer/opt_state/0/count/value"] leaves it out; globs work
+hint: reshard.cast(ckpt, "float32", "model/b/kernel/value")
+hint: reshard.cast(ckpt, "float32", "model/b/bias/value")"""
     )
 
 
@@ -424,12 +431,9 @@ def test_what_the_hints_say_can_be_typed(tmp_path):
             made = reshard.to_nnx(ckpt, Parts, **told)
             break
         except reshard.TreeMismatchError as error:
-            for option, value in typed(error):
-                if option == "dtype":
-                    where, _, dtype = value.rpartition("=")
-                    ckpt = reshard.cast(ckpt, dtype, where)
-                else:
-                    told[option].append(value)
+            ckpt = recast(ckpt, error)
+            for name, globs in typed(error):
+                told[name] += globs
     assert told == {"drop": ["ema"], "init": ["c", "d", RANDOM, "f"]}
     reshard.save(made, tmp_path / "nnx")
     model = Parts(nnx.Rngs(0))
@@ -451,10 +455,11 @@ def test_the_state_of_another_optimizer_has_no_place(momentum, tmp_path):
         "opt_state/0/count  int32[]: it goes nowhere",
         "opt_state/0/mu/a  float32[3]: it goes nowhere",
     ]
-    hints = ["--drop 'opt_state/0/count' leaves it out; globs work"]
+    hints = ['drop=["opt_state/0/count"] leaves it out; globs work']
     if momentum:
         problems.append("optimizer/opt_state/0/trace/a  float32[3]: nothing goes there")
-        hints.append("--init 'optimizer/opt_state/0/trace/a' keeps the model's own initial value")
+        glob = '"optimizer/opt_state/0/trace/a"'
+        hints.append(f"init=[{glob}] keeps the model's own initial value")
     with pytest.raises(reshard.TreeMismatchError) as error:
         reshard.to_nnx(path, lambda: beside_optimizer(tx, a=(3,)))
     assert (error.value.summary, error.value.problems, error.value.hints) == (
@@ -478,7 +483,7 @@ def test_a_moment_does_not_go_where_the_model_masks_it(tmp_path):
 `{tmp_path}/nnx` does not become the Linen model
   opt_state/inner_state/0/trace/b  float32[2]: it goes nowhere
 
-hint: --drop 'optimizer/opt_state/inner_state/0/trace/b/value' leaves it out; globs work"""
+hint: drop=["optimizer/opt_state/inner_state/0/trace/b/value"] leaves it out; globs work"""
     )
 
 
@@ -505,8 +510,8 @@ carried over to a part
   opt_state/0/v_col/q + 0/v_col/k: it has [6] of its parameter's [4, 6], and concat cannot be \
 carried over to a part
 
-hint: --map FILE decides, by rules such as: from = '^params/left$', to = 'NAME'
-hint: --drop GLOB with --init GLOB starts that state anew"""
+hint: map_file=... decides, by rules such as: from = '^params/left$', to = 'NAME'
+hint: drop=[...] with init=[...] starts that state anew"""
     )
 
 
@@ -514,12 +519,12 @@ def test_what_cannot_be_a_conversion_is_refused(tmp_path):
     linen, nnx_path = save(tmp_path / "linen", {"params": {"a": some(3)}}), tmp_path / "nnx"
     model = functools.partial(named, a=(3,))
     assert (
-        refusal(reshard.to_nnx, linen)
+        refusal(reshard.to_nnx, linen, of=reshard.ArgumentError)
         == """\
 there is neither a model nor a map to convert by
 
-hint: --model MODULE:NAME
-hint: --map FILE"""
+hint: model=...
+hint: map_file=..."""
     )
     assert (
         refusal(reshard.to_linen, linen)
@@ -527,8 +532,8 @@ hint: --map FILE"""
 `{linen}` is linen-variables already
   collections are at the top: `params`
 
-hint: --to nnx converts it
-hint: --layout says otherwise, if that is wrong"""
+hint: reshard.to_nnx(ckpt, ...) converts it
+hint: layout=... says otherwise, if that is wrong"""
     )
     reshard.save(reshard.to_nnx(linen, model), nnx_path)
     assert (
@@ -537,11 +542,11 @@ hint: --layout says otherwise, if that is wrong"""
 `{nnx_path}` is nnx-state already
   the record of its conversion says so
 
-hint: --to linen converts it
-hint: --layout says otherwise, if that is wrong"""
+hint: reshard.to_linen(ckpt, ...) converts it
+hint: layout=... says otherwise, if that is wrong"""
     )
     assert (
-        refusal(reshard.to_nnx, linen, model, layout="flax")
+        refusal(reshard.to_nnx, linen, model, of=reshard.ArgumentError, layout="flax")
         == """\
 there is no layout `flax`; there are
   linen-variables: collections at the top: `params`, `batch_stats`, ...
@@ -575,20 +580,20 @@ def test_a_model_of_the_other_api_is_refused(to, model, what, tmp_path):
     call, source = (reshard.to_nnx, linen) if to == "nnx" else (reshard.to_linen, nnx_path)
     wanted, other = ("NNX", "linen") if to == "nnx" else ("Linen", "nnx")
     assert (
-        refusal(call, source, model)
+        refusal(call, source, model, of=reshard.ArgumentError)
         == f"""\
 the model to convert to is {what}
 
-hint: it must be {wanted}'s: --model is what is converted to, --source-model what the checkpoint \
+hint: it must be {wanted}'s: `model` is what is converted to, `source` what the checkpoint \
 is of
-hint: --to {other}, if the other way is meant"""
+hint: reshard.to_{other}(ckpt, ...), if the other way is meant"""
     )
 
 
 def test_a_linen_module_is_no_state(tmp_path):
     source = save(tmp_path / "nnx", nnx.state(twin()))
     assert (
-        refusal(reshard.to_linen, source, Mlp())
+        refusal(reshard.to_linen, source, Mlp(), of=reshard.ArgumentError)
         == """\
 the Linen module Mlp has no variables without inputs
 
@@ -612,8 +617,8 @@ the tree can be read as linen-params or as nnx-pure-dict
   linen-params: nothing against it
   nnx-pure-dict: nothing against it
 
-hint: --layout linen-params
-hint: --layout nnx-pure-dict"""
+hint: layout="linen-params"
+hint: layout="nnx-pure-dict\""""
     )
     reshard.save(reshard.to_nnx(path, Model, layout="linen-params"), tmp_path / "nnx")
     assert by_path(load(tmp_path / "nnx")) == held(tree)
@@ -797,7 +802,7 @@ def test_what_initial_values_take_is_told_and_limited(tmp_path):
     assert 2**26 + 2**21 < least < 2**27
     assert str(error.value) == (
         f"initial values of 2 leaves take {format_bytes(least)} to compute, more than 1.00 MiB\n\n"
-        f"hint: --max-memory {-(-least // 2**20)}MiB"
+        f'hint: max_memory="{-(-least // 2**20)}MiB"'
     )
     notes = make(max_memory=least).checkpoint.notes
     assert f"computing initial values takes at most {format_bytes(least)}" in notes
@@ -807,7 +812,7 @@ def test_initial_values_that_there_are_not(tmp_path):
     path = save(tmp_path / "linen", {"params": {"a": some(3)}})
     model = functools.partial(named, a=(3,), b=(2,))
     assert (
-        refusal(reshard.to_nnx, path, nnx.eval_shape(model), init="b")
+        refusal(reshard.to_nnx, path, nnx.eval_shape(model), of=reshard.ArgumentError, init="b")
         == """\
 an abstract model has no initial values
   b/value
@@ -823,21 +828,21 @@ no leaf matches
     (tmp_path / "map.toml").write_text("[[rule]]\nfrom = '^params/'\nto = ''\n")
     told = functools.partial(reshard.to_nnx, path, map_file=tmp_path / "map.toml")
     assert (
-        refusal(told, init="b")
+        refusal(told, init="b", of=reshard.ArgumentError)
         == """\
 only a model has initial values
   `b`
 
-hint: --model MODULE:NAME"""
+hint: model=..."""
     )
     reshard.save(reshard.to_nnx(path, functools.partial(named, a=(3,))), tmp_path / "nnx")
     assert (
-        refusal(reshard.to_linen, tmp_path / "nnx", init="params/b")
+        refusal(reshard.to_linen, tmp_path / "nnx", init="params/b", of=reshard.ArgumentError)
         == """\
 only a model has initial values
   `params/b`
 
-hint: --model MODULE:NAME"""
+hint: model=..."""
     )
     assert (
         refusal(told, model, init=["a", "b"])
@@ -851,7 +856,7 @@ hint: --model MODULE:NAME"""
 `{path}` does not become the NNX model
   params/a: NNX has nothing for it
 
-hint: --map FILE decides, by rules such as: from = '^params/a$', to = 'NAME'"""
+hint: map_file=... decides, by rules such as: from = '^params/a$', to = 'NAME'"""
     )
 
 
@@ -1053,7 +1058,7 @@ def test_without_a_model_a_map_must_reach_every_leaf(tmp_path):
   batch_stats/c: no rule of the map applies to it
   other  float32[1]: it goes nowhere
 
-hint: --drop 'other' leaves it out; globs work"""
+hint: drop=["other"] leaves it out; globs work"""
     )
 
 
@@ -1140,7 +1145,7 @@ def test_text_in_the_state_of_an_optimizer_is_no_masked_leaf(tmp_path):
 `{source}` does not become the NNX model
   opt_state/schedule  'cosine': it goes nowhere
 
-hint: --drop 'opt_state/schedule' leaves it out; globs work"""
+hint: drop=["opt_state/schedule"] leaves it out; globs work"""
     )
     ckpt = reshard.to_nnx(source, twin, init=RANDOM, drop="opt_state/schedule")
     assert "optimizer/opt_state/trace/first/kernel/value" in paths(ckpt)
@@ -1227,7 +1232,7 @@ def test_a_moment_with_a_source_does_not_keep_its_initial_value(tmp_path):
   opt_state/0/trace/x: float32[2] mirrors no parameter, and parameters change their order, shape \
 or number
 
-hint: --drop GLOB with --init GLOB starts that state anew"""
+hint: drop=[...] with init=[...] starts that state anew"""
     )
 
 
@@ -1390,7 +1395,7 @@ def test_numbers_that_may_be_of_parameters_or_not_are_told(tmp_path):
   opt_state/trust/a: it may be a number of parameter a, or one of the optimizer's own
   opt_state/trust/b: it may be a number of parameter b, or one of the optimizer's own
 
-hint: --drop GLOB with --init GLOB starts that state anew"""
+hint: drop=[...] with init=[...] starts that state anew"""
     )
 
 
@@ -1415,7 +1420,7 @@ def flat_refusal(source, moments, api="NNX"):
             f"`{source}` does not become the {api} model",
             *texts,
             "",
-            "hint: --drop GLOB with --init GLOB starts that state anew",
+            "hint: drop=[...] with init=[...] starts that state anew",
         ]
     )
 
@@ -1515,8 +1520,8 @@ def test_a_map_alone_has_no_place_for_an_optimizer_of_linens(tmp_path):
   opt_state/0/trace/params/x/a: it goes nowhere
   step  uint32[]: it goes nowhere
 
-hint: --model MODULE:NAME, the `TrainState`, has places for an optimizer
-hint: --drop 'optimizer/step/value' leaves it out; globs work"""
+hint: model=..., the `TrainState`, has places for an optimizer
+hint: drop=["optimizer/step/value"] leaves it out; globs work"""
     )
 
 
@@ -1707,8 +1712,8 @@ def test_what_orbax_saves_again_has_lost_the_record(tmp_path):
 `{again}` has no record of a conversion from Linen: it was not made by one, or was trained on \
 since then
 
-hint: --model MODULE:NAME, the Linen model; --source-model tells the classes of the NNX one
-hint: --map FILE, the map that --emit-map wrote on the way to NNX"""
+hint: model=..., the Linen model; `source` tells the classes of the NNX one
+hint: map_file=..., the map that reshard convert wrote on the way to NNX"""
     )
     ckpt = reshard.to_linen(again, state(ADAM, boxed=True), source=Twin, drop=f"model/{RANDOM}")
     layouts.assert_same_tree(restored(ckpt, tmp_path), load(source))
@@ -1763,7 +1768,7 @@ the record of the conversion from Linen does not fit the checkpoint
   second/bias/value: not in the record
   second/kernel/value: not in the record
 
-hint: --model MODULE:NAME, the Linen model, converts without the record"""
+hint: model=..., the Linen model, converts without the record"""
     )
 
 
@@ -1803,7 +1808,7 @@ def test_a_record_changes_the_dtype_of_the_step_alone_and_only_if_it_fits(tmp_pa
 the checkpoint is not what the conversion from Linen made any more
   opt_state/0/count: dtype uint32, it was int32
 
-hint: --model MODULE:NAME, the Linen model, converts without the record"""
+hint: model=..., the Linen model, converts without the record"""
     )
 
 
@@ -1817,7 +1822,7 @@ def test_a_record_that_cannot_be_read_is_an_error(tmp_path):
         told = refusal(reshard.to_linen, tmp_path / "nnx", layout="nnx-state").splitlines()
         assert (told[0], told[-2:]) == (
             "the record of the conversion from Linen cannot be read",
-            ["", "hint: --model MODULE:NAME, the Linen model, converts without the record"],
+            ["", "hint: model=..., the Linen model, converts without the record"],
         )
 
 
@@ -1915,7 +1920,7 @@ def test_a_moment_of_an_operation_that_is_not_linear_is_refused(tmp_path):
   opt_state/0/mu/table: a moment cannot be padded with 1.5: that is no linear operation
   opt_state/0/nu/table: a moment cannot be padded with 1.5: that is no linear operation
 
-hint: --drop GLOB with --init GLOB starts that state anew"""
+hint: drop=[...] with init=[...] starts that state anew"""
     )
     anew = {"drop": "opt_state/0/*/table", "init": "optimizer/opt_state/0/*/table"}
     ckpt = reshard.to_nnx(path, model, map_file=tmp_path / "map.toml", **anew)
@@ -2111,9 +2116,7 @@ def test_dtypes_of_moments_are_told(tmp_path):
     assert error.value.problems == (
         "opt_state/0/mu/a -> opt_state/0/mu/a: dtype bfloat16, the model has float32",
     )
-    ((_, hint),) = typed(error.value)
-    where, _, dtype = hint.rpartition("=")
-    made = reshard.to_nnx(reshard.cast(ckpt, dtype, where), lambda: beside_optimizer(ADAM, a=(3,)))
+    made = reshard.to_nnx(recast(ckpt, error.value), lambda: beside_optimizer(ADAM, a=(3,)))
     assert {leaf.dtype.name for leaf in made.arrays} == {"float32", "int32", "uint32"}
 
 
@@ -2159,8 +2162,8 @@ def test_an_order_that_a_map_contradicts_decides_nothing(tmp_path):
   LayerNorm_0, LayerNorm_1 and LayerNorm_2, perhaps short_norm, a_norm and b_norm: the map has \
 others beside them in another order than NNX defines them in
 
-hint: --source-model MODULE:NAME, the Linen model, tells the classes
-hint: --map FILE decides, by rules such as: from = '^params/LayerNorm_0/', \
+hint: source=..., the Linen model, tells the classes
+hint: map_file=... decides, by rules such as: from = '^params/LayerNorm_0/', \
 to = 'params/short_norm/'"""
     )
     file.write_text(rules(LAYERS + NORMS))
@@ -2235,7 +2238,7 @@ def test_a_step_alone_is_no_optimizer(tmp_path):
     assert text.splitlines()[1:] == [
         "  step  int32[]: it goes nowhere",
         "",
-        "hint: --drop 'step' leaves it out; globs work",
+        'hint: drop=["step"] leaves it out; globs work',
     ]
     options["drop"].append("step")
     made = restored(reshard.to_nnx(source, twin, **options), tmp_path)

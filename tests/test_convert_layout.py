@@ -1006,8 +1006,8 @@ the tree can be read as linen-params or as nnx-pure-dict
   linen-params: nothing against it
   nnx-pure-dict: nothing against it
 
-hint: --layout linen-params
-hint: --layout nnx-pure-dict""",
+hint: layout="linen-params"
+hint: layout="nnx-pure-dict\"""",
         ),
         (
             ("params", "cache"),
@@ -1016,8 +1016,8 @@ the tree can be read as linen-params or as nnx-pure-dict
   linen-params: nothing against it
   nnx-pure-dict: nothing against it
 
-hint: --layout linen-params
-hint: --layout nnx-pure-dict""",
+hint: layout="linen-params"
+hint: layout="nnx-pure-dict\"""",
         ),
         (
             ("encoder/kernel", "decoder/kernel"),
@@ -1026,8 +1026,8 @@ the tree can be read as linen-params or as nnx-pure-dict
   linen-params: nothing against it
   nnx-pure-dict: nothing against it
 
-hint: --layout linen-params
-hint: --layout nnx-pure-dict""",
+hint: layout="linen-params"
+hint: layout="nnx-pure-dict\"""",
         ),
         (
             ("encoder/kernel/value", "encoder/bias/value"),
@@ -1036,8 +1036,8 @@ the tree can be read as linen-params or as nnx-state
   linen-params: nothing against it
   nnx-state: each array is in a `value` level, as NNX's variables are
 
-hint: --layout linen-params
-hint: --layout nnx-state""",
+hint: layout="linen-params"
+hint: layout="nnx-state\"""",
         ),
         (
             ("layers/0/kernel", "layers/1/kernel"),
@@ -1046,8 +1046,8 @@ the tree can be read as linen-params or as nnx-pure-dict
   linen-params: nothing against it
   nnx-pure-dict: `layers` has positions as keys, as `nnx.List` does
 
-hint: --layout linen-params
-hint: --layout nnx-pure-dict""",
+hint: layout="linen-params"
+hint: layout="nnx-pure-dict\"""",
         ),
         (
             ("Norm_0/mean", "Norm_0/var", "Norm_0/scale"),
@@ -1056,8 +1056,8 @@ the tree can be read as linen-params or as nnx-pure-dict
   linen-params: `Norm_0` has a name as Linen gives them
   nnx-pure-dict: `Norm_0` holds parameters and statistics together
 
-hint: --layout linen-params
-hint: --layout nnx-pure-dict""",
+hint: layout="linen-params"
+hint: layout="nnx-pure-dict\"""",
         ),
         (
             ("a/value", "b"),
@@ -1067,9 +1067,9 @@ the tree can be read as linen-params or as nnx-state or as nnx-pure-dict
   nnx-state: nothing against it
   nnx-pure-dict: nothing against it
 
-hint: --layout linen-params
-hint: --layout nnx-state
-hint: --layout nnx-pure-dict""",
+hint: layout="linen-params"
+hint: layout="nnx-state"
+hint: layout="nnx-pure-dict\"""",
         ),
         (
             ("params/0/value", "params/1/value"),
@@ -1079,8 +1079,8 @@ the tree can be read as linen-variables or as nnx-state
   nnx-state: `params` has positions as keys, as `nnx.List` does; each array is in a `value` \
 level, as NNX's variables are
 
-hint: --layout linen-variables
-hint: --layout nnx-state""",
+hint: layout="linen-variables"
+hint: layout="nnx-state\"""",
         ),
         (
             ("params/a/mean", "params/a/var", "params/a/scale", "opt_state/#0/a", "step:int32"),
@@ -1090,8 +1090,9 @@ the tree can be read as linen-train-state or as nnx-pure-dict below `params`
 optax's tuples are saved
   nnx-pure-dict below `params`: `params/a` holds parameters and statistics together
 
-hint: --layout linen-train-state
-hint: --select 'params/**' --rename '^params/=' --layout nnx-pure-dict""",
+hint: layout="linen-train-state"
+hint: reshard.rename(reshard.select(ckpt, "params/**"), [("^params/", "")]) \
+with layout="nnx-pure-dict\"""",
         ),
         (
             ("model/w",),
@@ -1101,9 +1102,9 @@ the tree can be read as nnx-model or as linen-params or as Linen's parameters be
   linen-params: nothing against it
   Linen's parameters below `model`: nothing against it
 
-hint: --layout nnx-model
-hint: --layout linen-params
-hint: --rename '^model/=params/'""",
+hint: layout="nnx-model"
+hint: layout="linen-params"
+hint: reshard.rename(ckpt, [("^model/", "params/")])""",
         ),
         (
             ("model/w", "opt_state/trace/w"),
@@ -1112,8 +1113,8 @@ the tree can be read as nnx-model-and-optimizer or as Linen's parameters below `
   nnx-model-and-optimizer: `model` is beside `opt_state`
   Linen's parameters below `model`: nothing against it
 
-hint: --layout nnx-model-and-optimizer
-hint: --rename '^model/=params/'""",
+hint: layout="nnx-model-and-optimizer"
+hint: reshard.rename(ckpt, [("^model/", "params/")])""",
         ),
         (
             ("model/layers/0/w/value", "lm_head/w/value"),
@@ -1123,8 +1124,8 @@ the tree can be read as nnx-state or as nnx-model
 `value` level, as NNX's variables are
   nnx-model: `model` is at the top
 
-hint: --layout nnx-state
-hint: --layout nnx-model""",
+hint: layout="nnx-state"
+hint: layout="nnx-model\"""",
         ),
         (
             ("model/w", "lm_head/w"),
@@ -1134,9 +1135,9 @@ the tree can be read as linen-params or as nnx-pure-dict or as nnx-model
   nnx-pure-dict: nothing against it
   nnx-model: `model` is at the top
 
-hint: --layout linen-params
-hint: --layout nnx-pure-dict
-hint: --layout nnx-model""",
+hint: layout="linen-params"
+hint: layout="nnx-pure-dict"
+hint: layout="nnx-model\"""",
         ),
         (
             ("opt_state/#0/w", "step:int32"),
@@ -1146,7 +1147,7 @@ the tree can be read as a Linen train state without `params` or as nnx-optimizer
 saved
   nnx-optimizer: nothing against it
 
-hint: --layout nnx-optimizer""",
+hint: layout="nnx-optimizer\"""",
         ),
         (
             ("model/w", "opt_state/#0/w", "step:int32"),
@@ -1154,7 +1155,7 @@ hint: --layout nnx-optimizer""",
 no layout has Linen's parameters below `model`
   `opt_state` has list positions, as optax's tuples are saved
 
-hint: --rename '^model/=params/'""",
+hint: reshard.rename(ckpt, [("^model/", "params/")])""",
         ),
         (
             ("model/params/w", "model/batch_stats/n"),
@@ -1162,7 +1163,7 @@ hint: --rename '^model/=params/'""",
 no layout has Linen's variables below `model`
   `model/params` is a collection
 
-hint: --rename '^model/='""",
+hint: reshard.rename(ckpt, [("^model/", "")])""",
         ),
         (
             ("net.1/w", "opt_state/#0/w", "step:int32"),
@@ -1170,7 +1171,7 @@ hint: --rename '^model/='""",
 there is the state of an optimizer, but neither `params` nor `model`
   at the top there is `net.1`, `opt_state`, `step`
 
-hint: --rename '^net\\.1/=params/'""",
+hint: reshard.rename(ckpt, [(r"^net\\.1/", "params/")])""",
         ),
         (
             ("net/w/value", "optimizer/opt_state/0/w/value", "optimizer/step/value:uint32"),
@@ -1178,7 +1179,7 @@ hint: --rename '^net\\.1/=params/'""",
 there is the state of an optimizer, but neither `params` nor `model`
   at the top there is `net`, `optimizer`
 
-hint: --rename '^net/=model/'""",
+hint: reshard.rename(ckpt, [("^net/", "model/")])""",
         ),
         (
             ("_pytree__state:None", "net/w/value", "optimizer/step/value:uint32"),
@@ -1186,7 +1187,7 @@ hint: --rename '^net/=model/'""",
 there is the state of an optimizer, but neither `params` nor `model`
   at the top there is `net`, `optimizer`
 
-hint: --rename '^net/=model/'""",
+hint: reshard.rename(ckpt, [("^net/", "model/")])""",
         ),
         (
             ("opt/#0/w", "w"),
@@ -1200,7 +1201,7 @@ there is the state of an optimizer, but neither `params` nor `model`
 what looks like a state is not at the top of the tree
   there is `optimizer/opt_state`
 
-hint: --select 'optimizer/**' --rename '^optimizer/='""",
+hint: reshard.rename(reshard.select(ckpt, "optimizer/**"), [("^optimizer/", "")])""",
         ),
         (
             ("actor/params/w", "actor/opt_state/#0/w", "critic/params/Dense_0/w", "note:text"),
@@ -1209,8 +1210,8 @@ what looks like a state is not at the top of the tree
   there is `actor/opt_state`, `actor/params`
   there is `critic/params`
 
-hint: --select 'actor/**' --rename '^actor/='
-hint: --select 'critic/**' --rename '^critic/='""",
+hint: reshard.rename(reshard.select(ckpt, "actor/**"), [("^actor/", "")])
+hint: reshard.rename(reshard.select(ckpt, "critic/**"), [("^critic/", "")])""",
         ),
         (
             ("params/params/w", "params/batch_stats/n", "batch_stats/n"),
@@ -1218,8 +1219,8 @@ hint: --select 'critic/**' --rename '^critic/='""",
 a collection is saved in two places
   `batch_stats`: `params/batch_stats`, `batch_stats`
 
-hint: --drop 'params/batch_stats/**'
-hint: --drop 'batch_stats/**'""",
+hint: drop=["params/batch_stats/**"]
+hint: drop=["batch_stats/**"]""",
         ),
         (
             ("note:text", "none:None"),
@@ -1347,8 +1348,9 @@ the tree can be read as nnx-state below `model` or as nnx-pure-dict below `model
   nnx-state below `model`: nothing against it
   nnx-pure-dict below `model`: nothing against it
 
-hint: --select 'model/**' --rename '^model/=' --layout nnx-state
-hint: --select 'model/**' --rename '^model/=' --layout nnx-pure-dict"""
+hint: reshard.rename(reshard.select(ckpt, "model/**"), [("^model/", "")]) with layout="nnx-state"
+hint: reshard.rename(reshard.select(ckpt, "model/**"), [("^model/", "")]) \
+with layout="nnx-pure-dict\""""
     )
 
 

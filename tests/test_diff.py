@@ -123,7 +123,7 @@ def test_the_layout_is_compared_if_it_is_asked_for(tmp_path):
         "sharding          trailing  A: P() on data=2,model=4  B: P() on data=1,model=8\n"
         "4 differences: 1 format, 2 sharding, 1 chunks\n"
         "no arrays compared by recorded digests, 3 not compared\n"
-        "hint: --values compares contents, and finds leaves that have moved"
+        "hint: values=True compares contents, and finds leaves that have moved"
     )
     assert found(reshard.diff(a, b, layout=True, select="host"), "sharding", "dtype") == [
         ("dtype", ("host",), "float64", "float32"),
@@ -207,7 +207,7 @@ def test_every_kind_of_difference_between_trees(trees):
             *rows,
             f"22 differences: {counts}",
             "no arrays compared by recorded digests, 4 not compared",
-            "hint: --values compares contents, and finds leaves that have moved",
+            "hint: values=True compares contents, and finds leaves that have moved",
         ]
     )
     assert reshard.diff(a, b, values=True).report() == "\n".join(
@@ -228,7 +228,7 @@ def test_every_kind_of_difference_between_trees(trees):
             "... and 18 more leaves",
             f"22 differences: {counts}",
             "no arrays compared by recorded digests, 4 not compared",
-            "hint: --values compares contents, and finds leaves that have moved",
+            "hint: values=True compares contents, and finds leaves that have moved",
         ]
     )
     assert not diff.equal
@@ -281,7 +281,7 @@ def test_two_are_equal_only_if_all_contents_were_compared(two):
         f"A: {a}\nB: {b}\n"
         "no differences found; the contents of 2 arrays were not compared\n"
         "no arrays compared by recorded digests, 2 not compared\n"
-        "hint: --values compares contents, and finds leaves that have moved"
+        "hint: values=True compares contents, and finds leaves that have moved"
     )
     assert reshard.diff(a, b, select="text").equal is True
     record(a, arrays)
@@ -665,7 +665,7 @@ def test_chunks_that_do_not_fit_into_memory(two):
         reshard.diff(a, b, values=True, max_memory="20KiB")
     assert str(error.value) == (
         "one chunk, encoded and decoded, does not fit into 20.00 KiB\n"
-        "  w: 96.04 KiB\n\nhint: --max-memory 1MiB"
+        '  w: 96.04 KiB\n\nhint: max_memory="1MiB"'
     )
 
 
@@ -840,7 +840,7 @@ def test_recorded_digests_stand_for_values_and_tell_what_has_moved(two):
         f"values  other  A: digest {old_digest}  B: digest {new_digest}\n"
         "3 differences: 1 dtype, 1 moved, 1 values\n"
         "2 arrays compared by recorded digests, 1 not compared\n"
-        "hint: --values compares contents, and finds leaves that have moved"
+        "hint: values=True compares contents, and finds leaves that have moved"
     )
     entry = reshard.diff(a, b, select="other").document()["differences"]
     assert entry == [

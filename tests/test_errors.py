@@ -10,6 +10,7 @@ from reshard import errors
 
 # Each error: its parent in the hierarchy, and the builtin that callers catch already.
 HIERARCHY = {
+    "ArgumentError": ("ReshardError", ValueError),
     "CheckpointNotFoundError": ("ReshardError", FileNotFoundError),
     "CheckpointFormatError": ("ReshardError", ValueError),
     "UncommittedCheckpointError": ("CheckpointFormatError", ValueError),

@@ -900,7 +900,7 @@ def test_fills_of_every_dtype(tmp_path):
 COLLISION = (
     "two leaves were saved under one name, so one of them has overwritten the other\n"
     "  a/b.c and a.b/c are both stored as `a.b.c`\n\n"
-    "hint: drop both: --drop 'a/b.c' --drop 'a.b/c'"
+    'hint: drop both: reshard.select(ckpt, drop=["a/b.c", "a.b/c"])'
 )
 
 
@@ -1324,7 +1324,7 @@ def test_plans_charge_for_all_that_is_decoded(large, made, sizes, chunks, memory
     ckpt = reshard.cast(ckpt, "bfloat16") if narrow else ckpt
     plan = reshard.plan(ckpt, chunks=chunks, max_memory=memory)
     if plan.problems:
-        (least,) = re.findall(r"^--max-memory (\d+)KiB is the least", "\n".join(plan.hints))
+        (least,) = re.findall(r'^max_memory="(\d+)KiB" is the least', "\n".join(plan.hints))
         memory = int(least) << 10
         plan = reshard.plan(ckpt, chunks=chunks, max_memory=memory)
     assert plan.problems == () and plan.peak_memory <= memory
@@ -1361,7 +1361,7 @@ def test_the_least_memory_is_enough(large, tmp_path, case, narrow):
         ckpt = reshard.cast(ckpt, "bfloat16")
     with pytest.raises(reshard.MemoryLimitError) as error:
         reshard.save(ckpt, tmp_path / "out", max_memory=1000)
-    (least,) = re.findall(r"^--max-memory (\d+)KiB is the least", "\n".join(error.value.hints))
+    (least,) = re.findall(r'^max_memory="(\d+)KiB" is the least', "\n".join(error.value.hints))
     with pytest.MonkeyPatch.context() as patch:
         seen = Watched(patch)
         count, plan = read_by_save(ckpt, tmp_path / "out", max_memory=f"{least}KiB")
@@ -1380,7 +1380,7 @@ def test_the_memory_for_reading_each_chunk_once(large, tmp_path):
     forming = formed_of(large("files"), ONCE["layers in one chunk"])
     ckpt = forming.checkpoint((1, 8))
     problem = reshard.plan(ckpt, max_memory=1000)
-    found = re.findall(r"--max-memory (\d+)KiB reads each chunk once", "\n".join(problem.hints))
+    found = re.findall(r'max_memory="(\d+)KiB" reads each chunk once', "\n".join(problem.hints))
     once = int(found[0])
     assert reshard.plan(ckpt, max_memory=f"{once}KiB").passes == 1.0
     less = reshard.plan(ckpt, max_memory=f"{once - 120}KiB")

@@ -901,8 +901,8 @@ def test_a_sharding_that_does_not_divide(tmp_path, base, command):
         "w does not fit `data=16,model=1`\n  dimension 0 of 8 does not divide by 16 (data)\n\n"
         "hint: "
     )
-    error = reshard.ShardingError
-    refused(lambda: reshard.save(ckpt, out), error, text + "--to data=1,model=1 fits any array")
+    saves = text + 'reshard.to_mesh(ckpt, "data=1,model=1") fits any array'
+    refused(lambda: reshard.save(ckpt, out), reshard.ShardingError, saves)
     inspected = command("inspect", path, "--sharding", "w")
     assert inspected == (2, f"Error: {text}--mesh 1x1 fits any array\n")
     assert not out.exists()
@@ -1427,7 +1427,7 @@ def test_more_chunks_than_could_be_opened_again(tmp_path, base):
     told = ours(lambda: reshard.save(ckpt, tmp_path / "out", chunks=64), reshard.MemoryLimitError)
     assert told == (
         "large: it would be in 16801801 chunks of [1, 1]\n\n"
-        "hint: --chunks keep leaves the stored grid as it is"
+        'hint: chunks="keep" leaves the stored grid as it is'
     )
     assert reshard.plan(ckpt, chunks="keep").chunks_written == 257 * 129
 
@@ -1568,7 +1568,7 @@ RECORDED: dict[str, tuple[Callable[[Json], Any], str]] = {
 }
 NO_RECORD = (
     "the record of the conversion from Linen cannot be read\n  PROBLEM\n\n"
-    "hint: --model MODULE:NAME, the Linen model, converts without the record"
+    "hint: model=..., the Linen model, converts without the record"
 )
 
 
@@ -1590,7 +1590,7 @@ def test_a_number_that_a_record_gives_another_dtype(tmp_path, base):
     assert told == (
         "the checkpoint is not what the conversion from Linen made any more\n"
         "  step: dtype uint32, it was bool\n\n"
-        "hint: --model MODULE:NAME, the Linen model, converts without the record"
+        "hint: model=..., the Linen model, converts without the record"
     )
 
 

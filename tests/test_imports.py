@@ -20,6 +20,7 @@ FIXTURE = pathlib.Path(__file__).parent / "data" / "orbax-0.4.4" / "default"
 # functions count.
 ROOMS = [
     "errors",
+    "hints",
     "units",
     "tree",
     "storage",

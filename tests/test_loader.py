@@ -266,7 +266,7 @@ def test_several_items(two_trees):
         reshard.open(two_trees)
     assert str(caught.value) == (
         f"`{two_trees}/7` has several items\n  ema\n  params\n\n"
-        "hint: --item ema\nhint: --item params"
+        'hint: item="ema"\nhint: item="params"'
     )
     assert reshard.open(two_trees, item="ema")["w"].shape == (4,)
     assert reshard.open(two_trees / "7", item="params")["w"].shape == (5,)
@@ -304,7 +304,7 @@ def test_unknown_item(two_trees):
     )
     not_a_format(
         f"item 'config' of `{two_trees}/7` holds no tree of arrays\n\n"
-        "hint: --item ema\nhint: --item params",
+        'hint: item="ema"\nhint: item="params"',
         two_trees,
         item="config",
     )
@@ -319,7 +319,7 @@ def test_step_of_what_has_none(saved):
     for layout in ("standalone", "step", "bare", "v1"):
         path = saved(layout).path
         not_found(
-            f"`{path}` is one checkpoint and has no steps\n\nhint: leave out --step", path, step=3
+            f"`{path}` is one checkpoint and has no steps\n\nhint: leave out step=...", path, step=3
         )
 
 
@@ -327,7 +327,9 @@ def test_item_of_what_has_none(saved):
     for layout in ("standalone", "bare"):
         path = saved(layout).path
         not_found(
-            f"`{path}` is one tree and has no items\n\nhint: leave out --item", path, item="params"
+            f"`{path}` is one tree and has no items\n\nhint: leave out item=...",
+            path,
+            item="params",
         )
 
 
@@ -582,7 +584,7 @@ def test_two_leaves_under_one_name(collided, tmp_path):
     text = (
         "two leaves were saved under one name, so one of them has overwritten the other\n"
         "  a/b.c and a.b/c are both stored as `a.b.c`\n\n"
-        "hint: drop both: --drop 'a/b.c' --drop 'a.b/c'"
+        'hint: drop both: reshard.select(ckpt, drop=["a/b.c", "a.b/c"])'
     )
     assert set(collided) == {("a", "b.c"), ("a.b", "c"), ("other",)}
     for job in (

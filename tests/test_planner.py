@@ -128,7 +128,7 @@ def plan_within(array, chunks, memory):
 def named_minimum(error):
     """The bytes of the first hint, which are also those of the message."""
     hint = " is the least that carries it over"
-    hinted = re.fullmatch(rf"--max-memory (\d+)KiB{hint}", error.hints[0])
+    hinted = re.fullmatch(rf'max_memory="(\d+)KiB"{hint}', error.hints[0])
     assert hinted is not None
     least = int(hinted[1]) * 1024
     named = re.search(r"it takes (.*) to carry one over", error.problems[0])
@@ -299,7 +299,7 @@ def test_keep_with_a_cast_and_too_little_memory_is_an_error():
     assert plan_array(cast, "keep", least).chunk == (MIB,)
     with pytest.raises(MemoryLimitError) as caught:
         plan_array(cast, "keep", least - 1)
-    assert caught.value.hints == ("--max-memory 10256KiB is the least that carries it over",)
+    assert caught.value.hints == ('max_memory="10256KiB" is the least that carries it over',)
 
 
 @pytest.mark.parametrize("chunks", ["shard", "keep", 64 << 10])
@@ -453,8 +453,8 @@ def test_a_chunk_that_cannot_fit_names_the_minimum():
         f"  a chunk of [1048576] has 4.00 MiB decoded, and it takes {least / MIB:.2f} MiB to carry "
         "one over\n"
         "\n"
-        f"hint: --max-memory {least // 1024}KiB is the least that carries it over\n"
-        "hint: --max-memory 12304KiB reads each chunk once"
+        f'hint: max_memory="{least // 1024}KiB" is the least that carries it over\n'
+        'hint: max_memory="12304KiB" reads each chunk once'
     )
 
 
@@ -465,8 +465,8 @@ def test_what_an_array_needs_is_rounded_up_to_whole_kibibytes():
         "params/w: one stored chunk does not fit in 5.00 MiB\n"
         "  a chunk of [1, 1048576] has 4.00 MiB decoded, and it takes 5.00 MiB to carry one over\n"
         "\n"
-        "hint: --max-memory 5121KiB is the least that carries it over\n"
-        "hint: --max-memory 12304KiB reads each chunk once"
+        'hint: max_memory="5121KiB" is the least that carries it over\n'
+        'hint: max_memory="12304KiB" reads each chunk once'
     )
 
 

@@ -65,7 +65,7 @@ def test_one_chunk_of_each_of_two_arrays_has_to_fit_whichever_is_which(grids, na
     assert error.value.least == least
     assert str(error.value) == (
         f"one chunk, encoded and decoded, does not fit into {format_bytes(least - 1)}\n"
-        f"  w: {format_bytes(least)}\n\nhint: --max-memory 1MiB"
+        f'  w: {format_bytes(least)}\n\nhint: max_memory="1MiB"'
     )
     assert reshard.diff(a, b, values=True, max_memory=least).differences == ()
 
@@ -131,7 +131,7 @@ def test_arrays_that_are_parts_of_one_chunk_take_what_it_takes(grids):
     for call in (reshard.verify, reshard.digest):
         with pytest.raises(reshard.MemoryLimitError) as error:
             call(layers, max_memory=least - 1)
-        assert str(error.value) == f"{message}\nhint: --max-memory 1MiB"
+        assert str(error.value) == f'{message}\nhint: max_memory="1MiB"'
     assert reshard.digest(layers, max_memory=least) == expected
     # Beside a chunk of the other.
     other = layers_of(paths["rows"])

@@ -46,8 +46,8 @@ PROGRESS = "reshard_progress.json"
 RECORD = "reshard_digests.json"
 MARKER = "commit_success.txt"
 MEMORY = "3MiB"
-ANEW = "hint: without --resume the job begins anew"
-REMOVED = "hint: the same command begins anew: what was kept is removed"
+ANEW = "hint: without resume=True the job begins anew"
+REMOVED = "hint: the same call begins anew: what was kept is removed"
 FORMATS = {
     "zarr2": {},
     "zarr2-files": {"use_ocdbt": False},
@@ -525,7 +525,7 @@ def stopped(source, out, part=0.6, **options):
     with pytest.raises(StopError) as caught:
         save(source, out, resume=True, progress=stop_at(part), **options)
     assert caught.value.__notes__ == [
-        f"`{unfinished(out)}` is kept: the same command with --resume goes on with it"
+        f"`{unfinished(out)}` is kept: the same call with resume=True goes on with it"
     ]
     assert os.listdir(out.parent) == [unfinished(out).name]
     assert os.listdir(unfinished(out)) == [kept(out).name]
@@ -726,7 +726,7 @@ def other_memory(temporary, now):
     return (
         f"the unfinished job in `{temporary}` is another one\n"
         f"  max_memory: 3.00 MiB then, {now} now; it decides what is carried over together\n\n"
-        f"hint: --max-memory {MEMORY}\n{ANEW}"
+        f'hint: max_memory="{MEMORY}"\n{ANEW}'
     )
 
 
@@ -775,7 +775,7 @@ def test_memory_that_is_no_whole_number_of_units(sources, tmp_path):
         temporary = stopped(source, out, max_memory=memory)
         with pytest.raises(reshard.DestinationError) as caught:
             save(source, out, resume=True)
-        assert caught.value.hints[0] == f"--max-memory {text}"
+        assert caught.value.hints[0] == f'max_memory="{text}"'
         shutil.rmtree(temporary)
 
 
@@ -1342,7 +1342,7 @@ def test_a_full_disk_and_room_again(sources, expected, tmp_path, kind):
         ("the destination cannot be written\n  ", f"`{out}` cannot be written: File too large")
     )
     assert caught.value.__notes__ == [
-        f"`{unfinished(out)}` is kept: the same command with --resume goes on with it"
+        f"`{unfinished(out)}` is kept: the same call with resume=True goes on with it"
     ]
     assert status_of(source) == before
     assert_absent(out)

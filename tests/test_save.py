@@ -533,7 +533,7 @@ def test_too_little_memory(large, tmp_path):
         reshard.save(ckpt, tmp_path / "out", max_memory="100KiB")
     hint = caught.value.hints[-1]
     assert "does not fit in 100.00 KiB" in str(caught.value)
-    assert hint.startswith("--max-memory ")
+    assert hint.startswith('max_memory="')
     assert not (tmp_path / "out").exists()
     assert list(tmp_path.iterdir()) == []
 

@@ -216,7 +216,7 @@ def test_one_that_is_not_the_one_on_record(root, tmp_path, link, resume):
         f"`{root}/3/state` is not what its digests were recorded of\n"
         f"  the file `{root}/3/cfg/metadata`: it is not the one on record\n"
         f"  the file `{root}/{data}`: it is not the one on record\n\n"
-        f"hint: reshard verify '{root}/3' --item 'state'\n"
+        f'hint: reshard.verify(reshard.open("{root}/3", item="state"))\n'
         f"hint: rm '{root}/3/state/{FILE}' forgets what was recorded"
     )
     assert os.listdir(out.parent) == []

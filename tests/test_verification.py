@@ -616,7 +616,7 @@ def test_against_a_record(copied, tmp_path):
     assert str(error.value) == (
         f"`{file}` is no record of digests\n"
         "  ValueError: it is another document\n\n"
-        f"hint: reshard digest PATH --json > '{file}'"
+        "hint: reshard.digest(path, write=True)"
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from reshard.errors import TreeMismatchError
+from reshard.errors import ArgumentError
 
 
 def rounds_twice(source: np.dtype, target: np.dtype) -> bool:
@@ -54,7 +54,7 @@ def parse_dtype(dtype: Any) -> np.dtype:
     try:
         return np.dtype(dtype)
     except TypeError as error:
-        raise TreeMismatchError(
+        raise ArgumentError(
             f"not a dtype: {dtype!r}", hints=["`bfloat16`, `float16`, `float32`"]
         ) from error
 

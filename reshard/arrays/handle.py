@@ -14,9 +14,10 @@ from reshard.arrays import zarr
 from reshard.arrays.dtypes import round_once, rounds_twice
 from reshard.arrays.operations import Operation, Stack, Unstack
 from reshard.errors import CorruptCheckpointError
+from reshard.hints import Hint
 from reshard.sharding.mesh import NamedSharding, Sharding, format_spec
 from reshard.storage.array_store import ArrayStore, StoredValue
-from reshard.tree import Path, format_path, shell_quoted
+from reshard.tree import Path, format_path
 
 
 class PlacedChunk(NamedTuple):
@@ -237,8 +238,5 @@ def collision_error(handles: Sequence[ArrayHandle]) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         "two leaves were saved under one name, so one of them has overwritten the other",
         [f"{one} and {other} are both stored as `{name}`" for one, other, name in names],
-        [
-            f"drop both: --drop {shell_quoted(one)} --drop {shell_quoted(other)}"
-            for one, other, _ in names
-        ],
+        [Hint("drop both: ", ("drop_both", one, other)) for one, other, _ in names],
     )

@@ -79,11 +79,12 @@ def main() -> None:
         sys.stdout = None
         sys.exit(141)
     except Exception as error:
+        from reshard.cli.flags import as_flags
         from reshard.errors import ReshardError
 
         if not isinstance(error, ReshardError | MemoryError | OSError):
             raise
-        message = error.render(limit=10) if isinstance(error, ReshardError) else str(error)
+        message = error.render(10, as_flags) if isinstance(error, ReshardError) else str(error)
         click.echo(f"Error: {message or 'out of memory'}", err=True)
         if kept := _notes(error):
             click.echo(kept, err=True)
@@ -94,7 +95,11 @@ def _notes(error: BaseException) -> str:
     """What a job has noted in an error on its way, or in the one that it stands for: JAX notes
     things, too."""
     notes = [*getattr(error, "__notes__", ()), *getattr(error.__cause__, "__notes__", ())]
-    return "\n".join(note for note in notes if "--resume" in note)
+    if not notes:
+        return ""
+    from reshard.cli.flags import as_flags
+
+    return "\n".join(note for note in map(as_flags, notes) if "--resume" in note)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -6,6 +6,7 @@ import sys
 import click
 
 from reshard.cli import output
+from reshard.cli.flags import as_flags
 from reshard.cli.memory import tune_memory
 from reshard.cli.options import places, reading_options
 from reshard.loader import open as open_checkpoint
@@ -75,7 +76,7 @@ def command(
     if as_json:
         click.echo(json.dumps(found.document()))
     elif not quiet:
-        click.echo(found.report())
+        click.echo(found.report(phrase=as_flags))
     if found.equal is None:
         click.echo(f"{found.open_question()}: --values compares them", err=True)
     if found.differences:

@@ -1,5 +1,6 @@
 """What the commands that write share: their options, and how a job runs and reports."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,7 @@ import click
 
 from reshard.checkpoint import Checkpoint
 from reshard.cli import output
+from reshard.cli.flags import as_flags
 from reshard.cli.memory import tune_memory
 from reshard.cli.model_argument import build_target, read_rules
 from reshard.cli.options import AS_JSON, ITEM, MAX_MEMORY, QUIET, options
@@ -224,6 +226,8 @@ def _check_saved(ckpt: Checkpoint, text: str) -> None:
 def _report(
     planned: Plan, dst: str, as_json: bool, quiet: bool, answer: dict[str, Any], *, done: bool
 ) -> None:
+    notes, hints = (tuple(map(as_flags, texts)) for texts in (planned.notes, planned.hints))
+    planned = dataclasses.replace(planned, notes=notes, hints=hints)
     if as_json:
         click.echo(json.dumps(_document(planned, dst, done) | answer))
     elif not quiet:
@@ -239,7 +243,7 @@ def _refusal(error: ReshardError, dst: str) -> dict[str, Any]:
         "destination": dst,
         "done": False,
         "problems": [error.summary, *error.problems],
-        "hints": list(error.hints),
+        "hints": [*map(as_flags, error.hints)],
     }
 
 

@@ -9,9 +9,11 @@ import click
 from reshard.checkpoint import Checkpoint
 from reshard.cli import output
 from reshard.cli.conversion_options import conversion_options, converter
+from reshard.cli.flags import as_flags
 from reshard.cli.memory import tune_memory
 from reshard.cli.options import places, reading_options
 from reshard.errors import (
+    ArgumentError,
     CorruptCheckpointError,
     TreeMismatchError,
     UncommittedCheckpointError,
@@ -64,7 +66,14 @@ def command(
     try:
         ckpt = open_checkpoint(path, **mine)
     except (UncommittedCheckpointError, CorruptCheckpointError) as error:
-        _answer(path, False, [error.summary, *error.problems], as_json, quiet, str(error))
+        _answer(
+            path,
+            False,
+            [error.summary, *error.problems],
+            as_json,
+            quiet,
+            error.render(None, as_flags),
+        )
         return
     other: Checkpoint | str | None = against
     if against is not None and not parse_location(against).is_file():
@@ -86,9 +95,11 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
         api = detect(ckpt, recorded_kind(ckpt)).api
         try:
             return converter(api, flags)(other).checkpoint
-        except TreeMismatchError as error:
-            hints = [hint for hint in error.hints if not hint.startswith(("--to ", "--drop "))]
-            raise TreeMismatchError(error.summary, error.problems, hints) from error
+        except (ArgumentError, TreeMismatchError) as error:
+            hints = [
+                hint for hint in error.hints if not as_flags(hint).startswith(("--to ", "--drop "))
+            ]
+            raise type(error)(error.summary, error.problems, hints) from error
     if has_record(ckpt) == has_record(other):
         if ckpt.keys().isdisjoint(other.keys()):
             _check_same_api(ckpt, other)

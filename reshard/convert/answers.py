@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from reshard.arrays.boxes import Shape
 from reshard.convert.outline import Leaf
 from reshard.convert.steps import Step
+from reshard.hints import Hint
 from reshard.tree import Path, format_path
 
 # Where one side has an array for each layer, and the other has one for all of them.
@@ -116,7 +117,7 @@ def rule_hint(abstentions: Sequence[Abstention], leaves: Iterable[Path], to: str
         before, after = f"{inside[0]}/{before}/", f"{inside[0]}/{after}/"
     else:  # it is a leaf
         before += "$"
-    return f"--map FILE decides, by rules such as: from = '^{before}', to = '{after}'"
+    return Hint(("map_file",), f" decides, by rules such as: from = '^{before}', to = '{after}'")
 
 
 def difference(linen: Shape, nnx: Shape) -> str:

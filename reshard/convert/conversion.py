@@ -33,7 +33,8 @@ from reshard.convert.record import (
     without_record,
 )
 from reshard.convert.steps import Step, condensed
-from reshard.errors import TreeMismatchError
+from reshard.errors import ArgumentError, TreeMismatchError
+from reshard.hints import Hint
 from reshard.loader import open as open_checkpoint
 from reshard.sharding.mesh import SingleDeviceSharding, replicated
 from reshard.transforms import select
@@ -113,6 +114,8 @@ def to_nnx(
       the model is a module alone, the two are below the keys `model` and `optimizer`.
 
     Raises:
+      ArgumentError: the model is one of the other API or makes none, the map cannot be read, or
+        there is neither of the two.
       TreeMismatchError: leaves of the source without a place, leaves of the target without a
         source, shapes, dtypes and collections that differ, optimizer state that cannot follow:
         all of them.
@@ -156,7 +159,7 @@ def to_linen(
         do not say.
 
     Raises:
-      TreeMismatchError: as for `to_nnx`.
+      ArgumentError, TreeMismatchError: as for `to_nnx`.
     """
     return conversion(
         checkpoint,
@@ -189,7 +192,7 @@ def conversion(
       max_memory: bytes that computing initial values may take, any number of them by default.
 
     Raises:
-      TreeMismatchError: as for `to_nnx`.
+      ArgumentError, TreeMismatchError: as for `to_nnx`.
       MemoryLimitError: initial values take more than `max_memory`.
     """
     limit = None if max_memory is None else parse_bytes(max_memory)
@@ -207,33 +210,37 @@ def conversion(
             f"`{ckpt.source.root}` is {found.kind} already",
             found.why,
             [
-                f"--to {'linen' if to == 'nnx' else 'nnx'} converts it",
-                "--layout says otherwise, if that is wrong",
+                Hint(("to_linen" if to == "nnx" else "to_nnx",), " converts it"),
+                Hint(("layout",), " says otherwise, if that is wrong"),
             ],
         )
     if to == "linen" and model is None and map_file is None:
         if init:
             globs = [init] if isinstance(init, str) else init
-            raise TreeMismatchError(
+            raise ArgumentError(
                 "only a model has initial values",
                 [f"`{glob}`" for glob in globs],
-                ["--model MODULE:NAME"],
+                [Hint(("model",))],
             )
         if not has_record(ckpt):
             raise TreeMismatchError(
                 f"`{ckpt.source.root}` has no record of a conversion from Linen: it was not made "
                 "by one, or was trained on since then",
                 hints=[
-                    "--model MODULE:NAME, the Linen model; --source-model tells the classes of "
-                    "the NNX one",
-                    "--map FILE, the map that --emit-map wrote on the way to NNX",
+                    Hint(
+                        *(("model",), ", the Linen model; "),
+                        *(("the_source",), " tells the classes of the NNX one"),
+                    ),
+                    Hint(
+                        ("map_file",), ", the map that ", ("emit_map",), " wrote on the way to NNX"
+                    ),
                 ],
             )
         return Conversion(from_record(ckpt), found, (), (), (), {}, to)
     if model is None and map_file is None:
-        raise TreeMismatchError(
+        raise ArgumentError(
             "there is neither a model nor a map to convert by",
-            hints=["--model MODULE:NAME", "--map FILE"],
+            hints=[Hint(("model",)), Hint(("map_file",))],
         )
     goal = None if model is None else goal_of(model, to)
     other = source

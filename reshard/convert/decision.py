@@ -23,7 +23,7 @@ from reshard.convert.contradictions import ordered
 from reshard.convert.goal import Goal
 from reshard.convert.layout import Layout
 from reshard.convert.mirrors import Leaves, followers, mirrored, parameters_of
-from reshard.convert.objections import MODEL_HINT, Objections
+from reshard.convert.objections import Objections
 from reshard.convert.optimizer import follows_note, optimizer_steps
 from reshard.convert.outline import (
     Leaf,
@@ -37,7 +37,8 @@ from reshard.convert.outline import (
 )
 from reshard.convert.places import Places
 from reshard.convert.steps import Step, backwards, carried_out, origins
-from reshard.errors import TreeMismatchError
+from reshard.errors import ArgumentError, TreeMismatchError
+from reshard.hints import Hint
 from reshard.restore.matching import TargetLeaf
 from reshard.tree import (
     Path,
@@ -150,8 +151,10 @@ class _Work:
         if not globs:
             return set()
         if self._goal is None:
-            raise TreeMismatchError(
-                "only a model has initial values", [f"`{glob}`" for glob in globs], [MODEL_HINT]
+            raise ArgumentError(
+                "only a model has initial values",
+                [f"`{glob}`" for glob in globs],
+                [Hint(("model",))],
             )
         names: dict[Path, Path] = {}
         for saved, leaf in self._goal.leaves.items():
@@ -234,7 +237,8 @@ class _Work:
         self._against.problems += [f"opt_state/{text}" for text in problems]
         self._against.stuck = bool(problems)
         if problems:
-            self._against.hints.append("--drop GLOB with --init GLOB starts that state anew")
+            anew = Hint(("drop",), " with ", ("init",), " starts that state anew")
+            self._against.hints.append(anew)
         return part
 
     def _following(
@@ -411,8 +415,10 @@ class _Work:
         ordered = sum(step.origin == "structure" for step in model.steps)
         if ordered:
             notes.append(
-                f"{ordered} leaves went by the order of modules of one class: look at --dry-run, "
-                "and compare outputs once"
+                Hint(
+                    f"{ordered} leaves went by the order of modules of one class: look at ",
+                    *(("plan",), ", and compare outputs once"),
+                )
             )
         return Decision(
             way=route(steps, before, after, vanish, appear),

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.convert.outline import OWN, Leaf, Module, natural, outline_below, path_outline
-from reshard.errors import TreeMismatchError
+from reshard.errors import ArgumentError
 from reshard.restore.pytrees import StateLeaf, flatten_state, key_path
 from reshard.tree import Path, format_path
 
@@ -102,7 +102,7 @@ def nnx_outline(state: Any, orders: Orders | None = None) -> tuple[Path, Module]
       The path of the model in the state, and its outline, with paths relative to that.
 
     Raises:
-      TreeMismatchError: there are several models in it, or none beside an optimizer.
+      ArgumentError: there are several models in it, or none beside an optimizer.
     """
     from flax import nnx
 
@@ -119,7 +119,7 @@ def nnx_outline(state: Any, orders: Orders | None = None) -> tuple[Path, Module]
     models = {id(model): (path, model) for path, model in reversed(found)}
     if len(models) != 1:
         what = ", ".join(f"{format_path(p)} ({type(m).__name__})" for p, m in places)
-        raise TreeMismatchError(
+        raise ArgumentError(
             f"one NNX model is needed, not {len(models)}: {what}",
             hints=['give the model alone, or `{"model": model, "optimizer": optimizer}`'],
         )

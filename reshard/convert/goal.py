@@ -10,7 +10,8 @@ from reshard.arrays.boxes import Shape
 from reshard.convert.definitions import definition_orders, linen_classes, nnx_outline
 from reshard.convert.layout import Layout, detect
 from reshard.convert.outline import Module, linen_outline
-from reshard.errors import TreeMismatchError
+from reshard.errors import ArgumentError
+from reshard.hints import Hint
 from reshard.restore.matching import TargetLeaf
 from reshard.restore.pytrees import StateLeaf, saved_tree, target_leaf
 from reshard.restore.target import state_of
@@ -53,7 +54,7 @@ def goal_of(model: Any, api: str, role: str = "the model to convert to") -> Goal
       role: what the model is, in errors.
 
     Raises:
-      TreeMismatchError: the model is one of the other API, or has no tree.
+      ArgumentError: the model is one of the other API, or has no tree.
     """
     _check_module(model, api, role)
     with definition_orders() as orders, linen_classes() as classes:
@@ -73,7 +74,7 @@ def goal_of(model: Any, api: str, role: str = "the model to convert to") -> Goal
 
 
 def _check_module(model: Any, api: str, role: str) -> None:
-    """Raises TreeMismatchError for a Linen module, which is no state and makes none by itself."""
+    """Raises ArgumentError for a Linen module, which is no state and makes none by itself."""
     from flax import linen
 
     cls = model if isinstance(model, type) else type(model)
@@ -81,14 +82,14 @@ def _check_module(model: Any, api: str, role: str) -> None:
         return
     if api == "nnx":
         raise _other_api(f"{role} is the Linen module {cls.__name__}", api)
-    raise TreeMismatchError(
+    raise ArgumentError(
         f"the Linen module {cls.__name__} has no variables without inputs",
         hints=["a function that returns its variables, `model.init(key, x)`, or a TrainState"],
     )
 
 
 def _check_api(state: Any, api: str, role: str, ran_linen: bool) -> None:
-    """Raises TreeMismatchError if a state is plainly one of the other API."""
+    """Raises ArgumentError if a state is plainly one of the other API."""
     import jax
     from flax import nnx
     from flax.core import meta
@@ -107,14 +108,16 @@ def _check_api(state: Any, api: str, role: str, ran_linen: bool) -> None:
         raise _other_api(f"{role} is a state of NNX's", api)
 
 
-def _other_api(text: str, api: str) -> TreeMismatchError:
+def _other_api(text: str, api: str) -> ArgumentError:
     other, needed = ("linen", "NNX") if api == "nnx" else ("nnx", "Linen")
-    return TreeMismatchError(
+    return ArgumentError(
         text,
         hints=[
-            f"it must be {needed}'s: --model is what is converted to, --source-model what the "
-            "checkpoint is of",
-            f"--to {other}, if the other way is meant",
+            Hint(
+                *(f"it must be {needed}'s: ", ("the_model",), " is what is converted to, "),
+                *(("the_source",), " what the checkpoint is of"),
+            ),
+            Hint((f"to_{other}",), ", if the other way is meant"),
         ],
     )
 
@@ -142,7 +145,7 @@ def _nnx_kind(leaves: Mapping[Path, Any], place: Path) -> str:
     if place == ("model",):
         return "nnx-model-and-optimizer" if "opt_state" in top else "nnx-model"
     if place:
-        raise TreeMismatchError(
+        raise ArgumentError(
             f"the NNX model is at `{format_path(place)}`",
             hints=['give the model alone, or `{"model": model, "optimizer": optimizer}`'],
         )

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from reshard.errors import MemoryLimitError, TreeMismatchError
+from reshard.errors import ArgumentError, MemoryLimitError
+from reshard.hints import Hint
 from reshard.restore.pytrees import saved_tree
 from reshard.restore.target import maker
 from reshard.tree import Path, format_path
@@ -45,7 +46,7 @@ def initial_values(model: Any, paths: Iterable[Path], max_memory: int | None = N
       max_memory: bytes that may be needed at once; None for any number of them.
 
     Raises:
-      TreeMismatchError: the model is an abstract state, which has none.
+      ArgumentError: the model is an abstract state, which has none.
       MemoryLimitError: they take more than `max_memory`. Nothing has been computed then.
     """
     import jax
@@ -63,7 +64,7 @@ def initial_values(model: Any, paths: Iterable[Path], max_memory: int | None = N
         found = saved_tree(model)
         abstract = [path for path in wanted if getattr(found[path], "abstract", False)]
         if abstract:
-            raise TreeMismatchError(
+            raise ArgumentError(
                 "an abstract model has no initial values",
                 [format_path(path) for path in abstract],
                 ["give what makes the model: its class, or a function that returns it"],
@@ -78,7 +79,7 @@ def initial_values(model: Any, paths: Iterable[Path], max_memory: int | None = N
                 raise MemoryLimitError(
                     f"initial values of {len(wanted)} leaves take {format_bytes(peak)} to compute, "
                     f"more than {format_bytes(max_memory)}",
-                    hints=[f"--max-memory {-(-peak // 2**20)}MiB"],
+                    hints=[Hint(("max_memory", f"{-(-peak // 2**20)}MiB"))],
                     least=peak,
                 )
             values = _evaluated(needed, traced.consts, [])

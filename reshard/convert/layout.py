@@ -34,8 +34,9 @@ from reshard.convert.saved import (
     nested,
     training,
 )
-from reshard.errors import TreeMismatchError
-from reshard.tree import Path, format_key, format_path, shell_quoted
+from reshard.errors import ArgumentError, TreeMismatchError
+from reshard.hints import Hint
+from reshard.tree import Path, format_key, format_path
 
 _WHOLE = ("linen-params", "nnx-state", "nnx-pure-dict")  # the tree is the model
 
@@ -86,12 +87,13 @@ def detect(ckpt: Mapping[Path, Any], layout: str | None = None) -> Layout:
       layout: one of `KINDS`: what the tree is said to be, instead of being found out.
 
     Raises:
-      TreeMismatchError: the tree can be read in several ways or in none, it cannot be what it is
-        said to be, or there is no such kind.
+      TreeMismatchError: the tree can be read in several ways or in none, or it cannot be what it is
+        said to be.
+      ArgumentError: there is no such kind.
     """
     if layout is not None and layout not in KINDS:
         kinds = [f"{kind}: {text}" for kind, text in KINDS.items()]
-        raise TreeMismatchError(f"there is no layout `{layout}`; there are", kinds)
+        raise ArgumentError(f"there is no layout `{layout}`; there are", kinds)
     if not any(path and hasattr(leaf, "dtype") for path, leaf in ckpt.items()):
         raise TreeMismatchError("the tree has no array below a key, so nothing of a model")
     root, leaves = nested(ckpt)
@@ -163,7 +165,7 @@ def _decide_linen(
     else:
         below, inside = format_path(at), [leaf for leaf in leaves if leaf.keys[: len(at)] == at]
         for other in _nnx_kinds(inside):
-            hint = f"--select '{below}/**' --rename '^{below}/=' --layout {other}"
+            hint = _moved_up(below, other)
             readings.append((f"{other} below `{below}`", marks.for_nnx, hint))
     raise _ambiguous(readings)
 
@@ -182,7 +184,7 @@ def _decide_model(model: Node, top: Node, beside: Training) -> tuple[str, list[s
     if marks.api == "nnx":
         return kind, marks.for_nnx
     what, new = ("variables", "") if variables else ("parameters", "params/")
-    hint = f"--rename '^model/={new}'"
+    hint = Hint(("rename", "^model/", new))
     readings = [_reading(kind, marks.for_nnx)] if marks.api is None else []
     if not variables and not beside.names:
         readings.append(_reading("linen-params", marks.linen))
@@ -199,10 +201,11 @@ def _decide_optimizer(top: Node, beside: Training) -> tuple[str, list[str]]:
     if not others:
         _check_top(top, ("opt_state",))
     if top.keys() - {"opt_state", "step"}:
+        above = "model/" if marks.maybe_nnx else "params/"
         raise TreeMismatchError(
             "there is the state of an optimizer, but neither `params` nor `model`",
             [f"at the top there is {named(*((key,) for key in top))}"],
-            [_rename(key, "model/" if marks.maybe_nnx else "params/") for key in others],
+            [Hint(("rename", _beginning(key), above)) for key in others],
         )
     if marks.linen:
         optimizer = _reading("nnx-optimizer", marks.for_nnx)
@@ -222,7 +225,7 @@ def _check_top(top: Node, names: Sequence[str]) -> None:
             "what looks like a state is not at the top of the tree",
             [f"there is {named(*paths)}" for paths in states.values()],
             [
-                f"--select {shell_quoted(format_key(key) + '/**')} {_rename(key, '')}"
+                Hint(("select_rename", format_key(key) + "/**", _beginning(key), ""))
                 for key in states
             ],
         )
@@ -243,17 +246,21 @@ def _nnx_kinds(leaves: Sequence[SavedLeaf]) -> list[str]:
     return ["nnx-state" if held else "nnx-pure-dict" for held in in_variables(leaves)]
 
 
-def _rename(key: str, new: str) -> str:
-    """The option that puts what is below a key below another, or at the top."""
-    old = re.escape(format_key(key))
-    return f"--rename {shell_quoted(f'^{old}/={new}')}"
+def _beginning(key: str) -> str:
+    """A regex of what paths below a key begin with."""
+    return f"^{re.escape(format_key(key))}/"
+
+
+def _moved_up(below: str, kind: str) -> Hint:
+    """How to read what is below a key as a tree of its own."""
+    return Hint(("select_layout", f"{below}/**", f"^{below}/", kind))
 
 
 _Reading = tuple[str, Sequence[str], str]  # its name, what speaks for it, a hint
 
 
 def _reading(kind: str, reasons: Sequence[str]) -> _Reading:
-    return kind, reasons, f"--layout {kind}"
+    return kind, reasons, Hint(("layout", kind))
 
 
 def _ambiguous(readings: Sequence[_Reading]) -> TreeMismatchError:
@@ -370,8 +377,9 @@ def _variables(
     kinds = {"nnx-state": [True], "nnx-pure-dict": [False]}
     in_model = kinds.get(kind) or in_variables(model)
     if len(in_model) > 1:
-        hint = "--select 'model/**' --rename '^model/=' --layout"
-        raise _ambiguous([(f"{kind} below `model`", [], f"{hint} {kind}") for kind in kinds])
+        raise _ambiguous(
+            [(f"{kind} below `model`", [], _moved_up("model", kind)) for kind in kinds]
+        )
     in_optimizer = in_variables(optimizer)
     if len(in_optimizer) > 1:
         in_optimizer = in_model if model else [step is None or step.is_held]

@@ -46,7 +46,7 @@ from reshard.arrays.axis_tuples import MOST_AXES
 from reshard.arrays.operations import Crop, Pad, Transpose
 from reshard.convert.maprules import Divided, Gathered, Map, Nest, Reshaped, Rule
 from reshard.convert.patterns import Pattern, Replacement, parse_pattern, parse_replacement
-from reshard.errors import TreeMismatchError
+from reshard.errors import ArgumentError
 from reshard.tree import split_path
 
 _EXAMPLE = "\n      ".join(["[[rule]]", r"from = '^params/layer_(\d+)/'", r"to = 'layers/\1/'"])
@@ -89,26 +89,26 @@ def read_map(path: str | os.PathLike[str]) -> Map:
     """The rules of a map file.
 
     Raises:
-      TreeMismatchError: it is no such file; all that is wrong with its rules.
+      ArgumentError: it is no such file; all that is wrong with its rules.
     """
     try:
         document = read_toml(path)
     except (OSError, ValueError) as error:
-        raise TreeMismatchError(f"{path}: it cannot be read", [str(error)], [_EXAMPLE]) from error
+        raise ArgumentError(f"{path}: it cannot be read", [str(error)], [_EXAMPLE]) from error
     problems: list[str] = []
     top = _Table("the file", document, problems)
     initial = top.take("init", _TEXTS) or []
     for glob in initial:
         try:
             split_path(glob)
-        except TreeMismatchError as error:
+        except ArgumentError as error:
             problems.append(f"`init`: {error.summary}")
     to = top.take("to", _API)
     tables = top.take("rule", _TABLES) or []
     top.nothing_else()
     rules = [_rule(number, table, problems) for number, table in enumerate(tables, 1)]
     if problems:
-        raise TreeMismatchError(f"{path}: its rules cannot be read", problems, [_EXAMPLE])
+        raise ArgumentError(f"{path}: its rules cannot be read", problems, [_EXAMPLE])
     return Map(os.fspath(path), tuple(rules), tuple(initial), to=to)
 
 

@@ -14,7 +14,7 @@ from reshard.convert.maprules import Divided, Gathered, Map, Reshaped, Rule
 from reshard.convert.ordering import Change, Value, in_order
 from reshard.convert.patterns import Pattern, Replacement
 from reshard.convert.steps import Step
-from reshard.errors import TreeMismatchError
+from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.tree import Path, compile_glob, format_path, glob_text, nearest, split_path
 
 # Looking for the nearest leaf takes longer than all else: it is done for so many rules.
@@ -406,7 +406,7 @@ class _Tree:
             return leaf.source
         try:
             return split_path(leaf.text)
-        except TreeMismatchError as error:
+        except ArgumentError as error:
             problem = f"{leaf.last}: {error.summary}"
             if problem not in self.problems:
                 self.problems.append(problem)

@@ -6,8 +6,9 @@ from typing import Any
 from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle
 from reshard.convert.steps import Step
+from reshard.hints import Hint
 from reshard.restore.matching import TargetLeaf
-from reshard.tree import Path, format_path, shell_quoted
+from reshard.tree import Path, format_path
 
 
 def differences(
@@ -48,5 +49,5 @@ def differences(
         elif tuple(shape) != wanted.shape:
             yield f"{both}: shape {list(shape)}, the model has {list(wanted.shape)}", ""
         elif source.dtype != wanted.dtype:
-            hint = f"--dtype {shell_quoted(f'{name}={wanted.dtype}')}"
+            hint = Hint(("cast", str(wanted.dtype), name))
             yield f"{both}: dtype {source.dtype.name}, the model has {wanted.dtype}", hint

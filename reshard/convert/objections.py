@@ -15,11 +15,11 @@ from reshard.convert.mirrors import mirrored, parameters_of
 from reshard.convert.mismatches import differences
 from reshard.convert.places import Places
 from reshard.convert.saved import COLLECTIONS
+from reshard.hints import Hint
 from reshard.restore.matching import TargetLeaf
-from reshard.tree import Path, format_path, shell_quoted
+from reshard.tree import Path, format_path
 
-MODEL_HINT = "--model MODULE:NAME"
-_DROPPED = "leaves it out; globs work"
+_DROPPED = " leaves it out; globs work"
 
 
 class Objections:
@@ -67,7 +67,7 @@ class Objections:
         modules = [entry for entry in found.abstentions if entry.linen[0][0] not in COLLECTIONS]
         if modules and self._other is None:
             api = "Linen" if self._to == "nnx" else "NNX"
-            self.hints.append(f"--source-model MODULE:NAME, the {api} model, tells the classes")
+            self.hints.append(Hint(("source",), f", the {api} model, tells the classes"))
         if found.abstentions:
             self.hints.append(rule_hint(found.abstentions, leaves, self._to))
 
@@ -151,12 +151,13 @@ class Objections:
         leaf = "" if saved is None else f"  {describe(self._ckpt[saved])}"
         self.problems.append(f"{format_path(path)}{leaf}: it goes nowhere")
         if self._goal is None and path[0] in ("opt_state", "step"):
-            self.hints.append(f"{MODEL_HINT}, the `TrainState`, has places for an optimizer")
+            self.hints.append(Hint(("model",), ", the `TrainState`, has places for an optimizer"))
         random = saved is not None and "rngs" in saved
         if random:
-            self.hints.append("--drop '**/rngs/**' leaves the state of random numbers out")
+            all_random = "drop", "**/rngs/**"
+            self.hints.append(Hint(all_random, " leaves the state of random numbers out"))
         elif saved is not None and not any(hint.endswith(_DROPPED) for hint in self.hints):
-            self.hints.append(f"--drop {shell_quoted(format_path(saved))} {_DROPPED}")
+            self.hints.append(Hint(("drop", format_path(saved)), _DROPPED))
 
     def _empty(self, leaf: TargetLeaf, random: bool, spare: bool) -> None:
         """A leaf of the target has no source. Where something of the source is still to be placed,
@@ -164,7 +165,7 @@ class Objections:
         self.problems.append(f"{format_path(leaf.path)}  {leaf}: nothing goes there")
         if random or not spare:
             glob = "**/rngs/**" if random and "rngs" in leaf.path else format_path(leaf.path)
-            self.hints.append(f"--init {shell_quoted(glob)} keeps the model's own initial value")
+            self.hints.append(Hint(("init", glob), " keeps the model's own initial value"))
 
 
 def _mirrors(leaves: Iterable[Path], parameters: Iterable[Path]) -> set[Path]:

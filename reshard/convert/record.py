@@ -34,6 +34,7 @@ from reshard.convert.carry import Route, Zeros, on_host, recounted
 from reshard.convert.kinds import KINDS
 from reshard.convert.steps import Step
 from reshard.errors import CorruptCheckpointError, ReshardError, TreeMismatchError
+from reshard.hints import Hint
 from reshard.loader.json_documents import parse_json
 from reshard.tree import Path, format_path
 
@@ -334,8 +335,8 @@ def _readable(hint: str) -> Iterator[None]:
         ) from error
 
 
-_HINT = "--model MODULE:NAME, the {} model, converts without the record"
-_LINEN, _NNX = _HINT.format("Linen"), _HINT.format("NNX")
+_LINEN = Hint(("model",), ", the Linen model, converts without the record")
+_NNX = Hint(("model",), ", the NNX model, converts without the record")
 
 
 def _kind(leaf: Leaf) -> dict[str, Any] | str:

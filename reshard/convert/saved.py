@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.errors import TreeMismatchError
-from reshard.tree import Path, format_path, shell_quoted
+from reshard.hints import Hint
+from reshard.tree import Path, format_path
 
 # What a module that is saved itself has beside its attributes.
 BOOKKEEPING = "_pytree__state"
@@ -231,7 +232,7 @@ def collection_roots(top: Node, beside: Training) -> dict[Path, str]:
         raise TreeMismatchError(
             "a collection is saved in two places",
             [f"`{name}`: {named(*paths)}" for name, paths in twice.items()],
-            [f"--drop {shell_quoted(glob)}" for glob in globs],
+            [Hint(("drop", glob)) for glob in globs],
         )
     return roots
 

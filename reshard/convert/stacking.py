@@ -10,7 +10,7 @@ from reshard.checkpoint import Checkpoint, Leaf
 from reshard.convert.carry import route
 from reshard.convert.optimizer import OptimizerSteps, follows_note, optimizer_steps
 from reshard.convert.steps import Step, carried_out
-from reshard.errors import ShardingError, TreeMismatchError
+from reshard.errors import ArgumentError, ShardingError, TreeMismatchError
 from reshard.sharding.mesh import NamedSharding, spec_problems
 from reshard.tree import Key, Path, check_lists, format_path, nearest, split_path
 
@@ -44,6 +44,7 @@ def stack(
       names: mesh axes that the new axis is partitioned over.
 
     Raises:
+      ArgumentError: the arguments do not say which layers.
       TreeMismatchError: no layer matches, layers differ in their leaves or shapes, a number is
         missing, paths collide, or optimizer state cannot follow: all that is found.
       ShardingError: the new axis cannot be partitioned over `names`.
@@ -109,6 +110,7 @@ def unstack(
       indices: numbers of the layers, in order; 0, 1, ... by default.
 
     Raises:
+      ArgumentError: as `stack`.
       TreeMismatchError: as `stack`; also where arrays of one group have different numbers of
         layers.
     """
@@ -161,7 +163,7 @@ def _check_patterns(layers: str, stacked: str, indices: Sequence[int] | None) ->
     if indices is not None and (len(set(indices)) < len(indices) or min(indices, default=-1) < 0):
         problems.append(f"indices {list(indices)} must be numbers of layers, each once")
     if problems:
-        raise TreeMismatchError("that does not say which layers", problems, [_HINT])
+        raise ArgumentError("that does not say which layers", problems, [_HINT])
 
 
 def _check_names(ckpt: Checkpoint, names: Sequence[str]) -> None:

@@ -24,6 +24,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from reshard.engine.budget import READ_OVERHEAD, room
 from reshard.engine.splits import few_enough, shrinking_splits, splits_up_to
 from reshard.errors import MemoryLimitError
+from reshard.hints import Hint
 from reshard.tree import Path, format_path
 from reshard.units import format_bytes
 
@@ -38,6 +39,7 @@ SMALLEST_CHUNK = 1 << 16
 MOST_KEPT_CHUNKS = 16
 # Chunks of an array: one of more could not be opened again.
 _MOST_CHUNKS = 1 << 22
+_KEEP = Hint(("chunks", "keep"), " leaves the stored grid as it is")
 # Split arrays that a printed plan lists.
 _SHOWN_SPLITS = 10
 
@@ -229,7 +231,7 @@ def plan_array(array: ArrayLayout, chunks: int | str, max_memory: int) -> ArrayP
     count = grid_size(array.shape, chosen.chunk)
     if count > _MOST_CHUNKS:
         found = f"{format_path(array.path)}: it would be in {count} chunks of {list(chosen.chunk)}"
-        raise MemoryLimitError(found, hints=["--chunks keep leaves the stored grid as it is"])
+        raise MemoryLimitError(found, hints=[_KEEP])
     if array.same_bytes and chosen.chunk == array.source_chunk:
         return ArrayPlan(array, chosen.chunk, None, False, 1.0, chosen.split, (before, before))
     after = read_amplification(array.shape, chosen.chunk, array.target_shard)
@@ -325,9 +327,9 @@ def too_large(array: ArrayLayout, needed: int, max_memory: int) -> MemoryLimitEr
     """The error for an array of which one stored chunk takes `needed` bytes to carry over."""
     decoded = math.prod(array.source_chunk) * array.source_itemsize
     one_pass = array.one_pass(array.source_chunk)
-    hints = [f"--max-memory {math.ceil(needed / 2**10)}KiB is the least that carries it over"]
+    hints = [Hint(_max_memory(needed), " is the least that carries it over")]
     if one_pass // 2**10 > needed // 2**10:
-        hints.append(f"--max-memory {math.ceil(one_pass / 2**10)}KiB reads each chunk once")
+        hints.append(Hint(_max_memory(one_pass), " reads each chunk once"))
     return MemoryLimitError(
         f"{format_path(array.path)}: one stored chunk does not fit in {format_bytes(max_memory)}",
         [
@@ -337,6 +339,11 @@ def too_large(array: ArrayLayout, needed: int, max_memory: int) -> MemoryLimitEr
         hints,
         needed,
     )
+
+
+def _max_memory(nbytes: int) -> tuple[str, str]:
+    """The argument that allows so much."""
+    return "max_memory", f"{math.ceil(nbytes / 2**10)}KiB"
 
 
 def _passes(array: ArrayLayout, box: Shape) -> float:

@@ -12,6 +12,7 @@ from reshard.errors import (
     CheckpointNotFoundError,
     UncommittedCheckpointError,
 )
+from reshard.hints import Hint
 from reshard.loader.json_documents import read_json
 from reshard.storage.location import Location, parse_location
 from reshard.storage.ocdbt import MANIFEST
@@ -186,17 +187,17 @@ def _in_step(root: Location, step: str, steps: tuple[int, ...], item: str | None
 
 
 def _choose(trees: list[str]) -> list[str]:
-    return [f"--item {name}" for name in trees]
+    return [Hint(("item", name)) for name in trees]
 
 
 def _refuse(text: str, step: int | None, item: str | None) -> None:
     if step is not None:
         raise CheckpointNotFoundError(
-            f"`{text}` is one checkpoint and has no steps", hints=["leave out --step"]
+            f"`{text}` is one checkpoint and has no steps", hints=[Hint("leave out ", ("step",))]
         )
     if item is not None:
         raise CheckpointNotFoundError(
-            f"`{text}` is one tree and has no items", hints=["leave out --item"]
+            f"`{text}` is one tree and has no items", hints=[Hint("leave out ", ("item",))]
         )
 
 

@@ -12,6 +12,7 @@ from reshard.arrays.dtypes import is_floating
 from reshard.arrays.handle import ArrayHandle, collision_error
 from reshard.checkpoint import Checkpoint
 from reshard.errors import (
+    ArgumentError,
     CorruptCheckpointError,
     MemoryLimitError,
     ShardingError,
@@ -64,6 +65,7 @@ def restore(
       scalars and strings of the target come back as such.
 
     Raises:
+      ArgumentError: an argument that is not one of its choices, or not for a bare mesh.
       TreeMismatchError: leaves that are missing, unexpected, or of another shape, dtype or kind,
         and leaves of the target without a usable sharding: all of them.
       ShardingError: saved specs that do not fit a bare mesh.
@@ -84,7 +86,7 @@ def restore(
     report: Progress = progress or (lambda count: None)
     if isinstance(target, jax.sharding.Mesh | jax.sharding.AbstractMesh):
         if cast or keep or unexpected != "error":
-            raise TreeMismatchError(
+            raise ArgumentError(
                 "cast, keep and unexpected compare with a state, and a mesh alone has none",
                 hints=['reshard.cast(ckpt, "bfloat16")', 'reshard.select(ckpt, "params/**")'],
             )
@@ -124,7 +126,7 @@ def restore(
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     if value not in choices:
-        raise TreeMismatchError(
+        raise ArgumentError(
             f"{name}={value!r} is not known", hints=[f"{name}={choice!r}" for choice in choices]
         )
 

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import ShardingError
+from reshard.errors import ArgumentError, ShardingError
 from reshard.restore.device_shards import named_sharding
 from reshard.restore.pytrees import (
     State,
@@ -66,6 +66,7 @@ def target(
       NNX module comes back as a new, abstract module.
 
     Raises:
+      ArgumentError: the model is none, or makes none.
       ShardingError: specs that do not fit: all of them, with what `coverage` would list.
     """
     state, found = _covered(model, mesh, rules, specs, semantics, inputs)
@@ -256,7 +257,7 @@ def maker(model: Any, inputs: Sequence[Any] = ()) -> Callable[..., Any] | None:
     linen, nnx = imported("flax.linen"), imported("flax.nnx")
     if linen is not None and isinstance(model, linen.Module):
         if not inputs:
-            raise ShardingError(
+            raise ArgumentError(
                 f"the Linen module {type(model).__name__} has no variables without inputs",
                 hints=["target(model, inputs=(x,), ...)", "or a callable that returns variables"],
             )
@@ -271,14 +272,14 @@ def maker(model: Any, inputs: Sequence[Any] = ()) -> Callable[..., Any] | None:
         _check_call(model, inputs)
         return model
     if inputs:
-        raise ShardingError(f"`inputs` are for a module or a callable, not {type(model).__name__}")
+        raise ArgumentError(f"`inputs` are for a module or a callable, not {type(model).__name__}")
     return None
 
 
 def _check_call(
     function: Callable[..., Any], inputs: Sequence[Any], keywords: Mapping[str, Any] | None = None
 ) -> None:
-    """Raises ShardingError if a function does not take these arguments."""
+    """Raises ArgumentError if a function does not take these arguments."""
     # What a class is called with is said by its constructor: Flax's metaclasses take anything.
     called: Any = function.__init__ if isinstance(function, type) else function
     inputs = (function, *inputs) if isinstance(function, type) else inputs
@@ -292,7 +293,7 @@ def _check_call(
         name = getattr(function, "__name__", type(function).__name__)
         given = [f"{len(inputs)} inputs"] if inputs and called is function else []
         given += [f"`{key}=`" for key in keywords or {}]
-        raise ShardingError(
+        raise ArgumentError(
             f"`{name}` cannot be called with {' and '.join(given) or 'nothing'}: {error}",
             hints=[f"a function that does: `def make(): return {name}(...)`"],
         ) from error
@@ -345,7 +346,7 @@ def _evaluated(function: Any, inputs: Sequence[Any], mesh: Any) -> Any:
 
 
 def _check_made(function: Callable[..., Any], made: Any) -> None:
-    """Raises ShardingError if a function has returned nothing, or a module without variables."""
+    """Raises ArgumentError if a function has returned nothing, or a module without variables."""
     import jax
     from flax import linen, nnx
 
@@ -354,12 +355,12 @@ def _check_made(function: Callable[..., Any], made: Any) -> None:
     modules = [leaf for leaf in leaves if isinstance(leaf, linen.Module)]
     if modules:
         kind = type(modules[0]).__name__
-        raise ShardingError(
+        raise ArgumentError(
             f"`{name}` returned the Linen module {kind}, which holds no variables",
             hints=[f"return the variables: `{kind}(...).init(jax.random.key(0), x)`"],
         )
     if made is None:
-        raise ShardingError(f"`{name}` returned None")
+        raise ArgumentError(f"`{name}` returned None")
 
 
 def _restore_eager_sharding(made: Any) -> None:

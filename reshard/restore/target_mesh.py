@@ -4,10 +4,11 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reshard import transforms, tree
+from reshard import transforms
 from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Checkpoint
 from reshard.errors import ShardingError
+from reshard.hints import Hint
 from reshard.restore.matching import Mismatch, TargetLeaf, likely_renames, match, mismatch_error
 from reshard.restore.pytrees import flatten_state, target_leaf
 from reshard.sharding.mesh import Mesh, Spec, normalize_spec, parse_mesh
@@ -74,18 +75,16 @@ def target_specs(ckpt: Checkpoint, mesh: Mesh, target: Any) -> dict[Path, Spec]:
     return specs
 
 
-def _match_hints(problems: Sequence[Mismatch], targets: Sequence[TargetLeaf]) -> list[str]:
+def _match_hints(problems: Sequence[Mismatch], targets: Sequence[TargetLeaf]) -> list[Hint]:
     """What to type to give a checkpoint the leaves of a target."""
-    hints = [
-        f"--rename {tree.shell_quoted(f'{old}={new}')}" for old, new in likely_renames(problems)
-    ]
+    hints = [Hint(("rename", old, new)) for old, new in likely_renames(problems)]
     unexpected = [problem.path for problem in problems if problem.what == "unexpected"]
     used = {tuple(map(str, w.path[:end])) for w in targets for end in range(len(w.path) + 1)}
     for path in unexpected:
         ends = range(1, len(path))
         top = next((e for e in ends if tuple(map(str, path[:e])) not in used), len(path))
         pattern = format_path(path[:top]) + ("/**" if top < len(path) else "")
-        hints.append(f"--drop {tree.shell_quoted(pattern)}")
+        hints.append(Hint(("select_drop", pattern)))
     if any(problem.what == "dtype" for problem in problems):
-        hints.append("--dtype 'GLOB=DTYPE' casts")
+        hints.append(Hint(("cast",), " casts"))
     return hints

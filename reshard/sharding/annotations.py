@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reshard.errors import ShardingError
+from reshard.errors import ArgumentError
 from reshard.sharding.mesh import Mesh, Spec, format_spec, spec_problems
 from reshard.sharding.optimizer_state import Parameters, matching_part
 from reshard.sharding.rules import SEMANTICS, Names, Rule, match_specs, parse_rules, resolve_names
@@ -178,7 +178,7 @@ def cover(
         not fit the mesh is not raised: it is in `Coverage.problems`.
     """
     if semantics not in (None, *SEMANTICS):
-        raise ShardingError(
+        raise ArgumentError(
             f"semantics={semantics!r} is not known", hints=[f"semantics={s!r}" for s in SEMANTICS]
         )
     matched = match_specs([leaf.path for leaf in leaves], specs)

@@ -8,7 +8,7 @@ from typing import Any
 from reshard import tree
 from reshard.arrays.handle import ArrayHandle, array_text
 from reshard.checkpoint import Checkpoint, Leaf
-from reshard.errors import ReshardError, TreeMismatchError
+from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.loader import open as open_checkpoint
 from reshard.sharding.mesh import NamedSharding, SingleDeviceSharding, format_spec
 from reshard.tree import Path, format_path
@@ -58,7 +58,7 @@ def diff(
       progress: called with (bytes done, bytes in all).
 
     Raises:
-      ReshardError: a tolerance without `values`, or one that is no finite number from 0.
+      ArgumentError: a tolerance without `values`, or one that is no finite number from 0.
       TreeMismatchError: a glob matches nothing, or nothing is left.
       CorruptCheckpointError: arrays that cannot be read, all of them.
       MemoryLimitError: stored chunks that do not fit into `max_memory`.
@@ -66,9 +66,9 @@ def diff(
     tolerances = {"rtol": rtol, "atol": atol}
     wrong = [f"{name}={value}" for name, value in tolerances.items() if not 0 <= value < math.inf]
     if wrong:
-        raise ReshardError("a tolerance is a finite number, 0 or more", wrong)
+        raise ArgumentError("a tolerance is a finite number, 0 or more", wrong)
     if (rtol or atol) and not values:
-        raise ReshardError("tolerances are for values", hints=["add `values=True`"])
+        raise ArgumentError("tolerances are for values", hints=["values=True"])
     one, other = (c if isinstance(c, Checkpoint) else open_checkpoint(c) for c in (a, b))
     in_a, in_b = _selected(one, other, select, drop)
     partners = _partners(in_a, in_b)

@@ -5,11 +5,12 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from reshard.hints import Hint
 from reshard.tree import Path, format_path
 from reshard.verify.elementwise import ElementDifference
 
@@ -17,6 +18,7 @@ from reshard.verify.elementwise import ElementDifference
 _SHOWN = 200
 # Characters of a string leaf in a report.
 _MOST_TEXT = 60
+_VALUES = Hint(("values", True), " compares contents, and finds leaves that have moved")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +118,9 @@ class Diff:
         known = {name: getattr(self, name) for name in fields}
         return known | {"differences": [found.document() for found in self.differences]}
 
-    def report(self, limit: int | None = None) -> str:
-        """What differs, a line a leaf, of at most `limit` leaves; and how it was compared."""
+    def report(self, limit: int | None = None, phrase: Callable[[str], str] = str) -> str:
+        """What differs, a line a leaf, of at most `limit` leaves; and how it was compared. `phrase`
+        says how a hint is written: as a call, if nothing else is said."""
         by_leaf = itertools.groupby(self.differences, key=lambda found: found.path)
         leaves = [(path, list(found)) for path, found in by_leaf]
         rows = [_row(path, found) for path, found in leaves[:limit]]
@@ -133,19 +136,19 @@ class Diff:
             lines.append(f"no differences found; {self.open_question()}")
         else:
             lines.append(_counted(len(self.differences), "difference") + f": {kinds}" * bool(kinds))
-        return "\n".join([*lines, *self._how()])
+        return "\n".join([*lines, *self._how(phrase)])
 
     def open_question(self) -> str:
         """`the contents of 3 arrays were not compared`."""
         return f"the contents of {_counted(self.not_compared, 'array')} were not compared"
 
-    def _how(self) -> Iterator[str]:
+    def _how(self, phrase: Callable[[str], str]) -> Iterator[str]:
         """How contents were compared, and what to type for more."""
         if not self.values:
             arrays = f"{_counted(self.compared, 'array')} compared"
             yield f"{arrays} by recorded digests, {self.not_compared} not compared"
             if self.not_compared or (self.of("removed") and self.of("added")):
-                yield "hint: --values compares contents, and finds leaves that have moved"
+                yield f"hint: {phrase(_VALUES)}"
             return
         moved = self.of("moved")
         if moved:

@@ -17,6 +17,7 @@ from reshard.engine.cost import co_read_groups, decoded_together
 from reshard.engine.plan import grid_boxes, grid_size
 from reshard.engine.read import Read, read
 from reshard.errors import MemoryLimitError, ReshardError
+from reshard.hints import Hint
 from reshard.tree import Path, format_path
 from reshard.units import format_bytes
 
@@ -149,7 +150,7 @@ def _refuse(charges: Iterable[tuple[Path, int]], max_memory: int) -> None:
         raise MemoryLimitError(
             f"one chunk, encoded and decoded, does not fit into {format_bytes(max_memory)}",
             [f"{format_path(path)}: {format_bytes(charge)}" for path, charge in too_large],
-            [f"--max-memory {math.ceil(least / 2**20)}MiB"],
+            [Hint(("max_memory", f"{math.ceil(least / 2**20)}MiB"))],
             least,
         )
 

@@ -8,9 +8,10 @@ from typing import Any
 from reshard.arrays.handle import ArrayHandle, array_text, stored_name
 from reshard.checkpoint import Checkpoint, Leaf, Source
 from reshard.errors import CorruptCheckpointError, DestinationError, ReshardError, printable
+from reshard.hints import Hint
 from reshard.loader import open as open_checkpoint
 from reshard.storage.location import Location, parse_location
-from reshard.tree import Path, format_path, shell_quoted
+from reshard.tree import Path, format_path
 from reshard.units import parse_bytes
 from reshard.verify.digest_record import (
     FILE,
@@ -203,7 +204,7 @@ def _other(against: Any) -> tuple[Checkpoint | None, Record | None]:
         return against, None
     file = parse_location(against)
     if file.is_file():
-        return None, read_record(file, f"reshard digest PATH --json > {shell_quoted(str(file))}")
+        return None, read_record(file, Hint(("digest", file)))
     return open_checkpoint(against), None
 
 

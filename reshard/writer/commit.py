@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 
 from reshard.errors import DestinationError, DestinationExistsError, ReshardError
+from reshard.hints import Hint
 from reshard.loader.detection import TEMPORARY
 from reshard.storage import posix
 from reshard.storage.location import Location
@@ -42,13 +43,13 @@ def check_destination(destination: Location, source: Location, overwrite: bool) 
     if replaced.exists():
         if destination.exists():
             raise DestinationExistsError(
-                f"`{destination}` is complete; an earlier run with --overwrite was stopped before "
-                f"it deleted the old checkpoint, `{replaced}`",
+                f"`{destination}` is complete; an earlier run was stopped before it deleted the "
+                f"old checkpoint, `{replaced}`",
                 hints=[f"rm -r '{replaced}' deletes the old one"],
             )
         raise DestinationExistsError(
-            f"an earlier run with --overwrite was stopped before it moved its result to "
-            f"`{destination}`; the old checkpoint is complete at `{replaced}`",
+            f"an earlier run was stopped before it moved its result to `{destination}`; "
+            f"the old checkpoint is complete at `{replaced}`",
             hints=[f"mv '{replaced}' '{destination}' brings the old one back"],
         )
     if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
@@ -56,7 +57,7 @@ def check_destination(destination: Location, source: Location, overwrite: bool) 
     if destination.exists() and not overwrite:
         raise DestinationExistsError(
             f"`{destination}` exists",
-            hints=["--overwrite replaces it once the new one is complete"],
+            hints=[Hint(("overwrite", True), " replaces it once the new one is complete")],
         )
 
 
@@ -112,7 +113,10 @@ def committed_directory(
             raise _destination_error(destination, error) from error
     except BaseException as error:
         if unfinished(temporary):
-            error.add_note(f"`{outer}` is kept: the same command with --resume goes on with it")
+            kept = Hint(
+                f"`{outer}` is kept: ", ("same",), " with ", ("resume", True), " goes on with it"
+            )
+            error.add_note(kept)
         else:
             posix.remove(temporary)
         raise

@@ -16,6 +16,7 @@ from reshard.arrays.digests import digest_of
 from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Constant
 from reshard.errors import CheckpointFormatError, DestinationError, ReshardError
+from reshard.hints import Hint
 from reshard.storage import posix
 from reshard.storage.location import Location
 from reshard.units import format_bytes
@@ -31,7 +32,7 @@ Fingerprint = Mapping[str, Any]
 _SYNC_SECONDS = 1.0
 # At most this part of the time is for it.
 _SYNC_SHARE = 0.05
-ANEW = "without --resume the job begins anew"
+ANEW = Hint("without ", ("resume", True), " the job begins anew")
 
 
 class Journal:
@@ -179,7 +180,7 @@ def _differences(then: Fingerprint, now: Fingerprint) -> tuple[list[str], list[s
         changed = changed_paths(then["source"], now["source"])
         problems = [f"the source has changed since: `{path}`" for path in changed]
     if then["max_memory"] != now["max_memory"]:
-        hints = [] if problems else [f"--max-memory {_exactly(then['max_memory'])}"]
+        hints = [] if problems else [Hint(("max_memory", _exactly(then["max_memory"])))]
         sizes = [format_bytes(job["max_memory"]) for job in (then, now)]
         problems.append(
             f"max_memory: {sizes[0]} then, {sizes[1]} now; it decides what is carried over together"

@@ -22,6 +22,7 @@ from reshard.engine.plan import (
     too_large,
 )
 from reshard.errors import (
+    ArgumentError,
     CorruptCheckpointError,
     DestinationExistsError,
     MemoryLimitError,
@@ -29,6 +30,7 @@ from reshard.errors import (
     ShardingError,
     TreeMismatchError,
 )
+from reshard.hints import Hint
 from reshard.loader.detection import step_number, why_not_replaceable
 from reshard.sharding.mesh import NamedSharding, shard_shape, spec_problems
 from reshard.storage import posix
@@ -129,7 +131,7 @@ def _check_replaced(target: Location, checkpoints: Sequence[Checkpoint]) -> bool
     reason = why_not_replaceable(target, steps)
     if reason is not None:
         raise DestinationExistsError(
-            f"`{target}` would be deleted by --overwrite: {reason}",
+            f"`{target}` would be deleted: {reason}",
             hints=["name a new destination, or move what is there out of the way"],
         )
     return True
@@ -151,16 +153,16 @@ def parse_chunks(chunks: int | str) -> int | str:
     """`"shard"`, `"keep"`, or a number of bytes, at least 1.
 
     Raises:
-      MemoryLimitError: it is none of these.
+      ArgumentError: it is none of these.
     """
     if chunks in ("shard", "keep"):
         return chunks
     try:
         size = parse_bytes(chunks)
-    except MemoryLimitError:
+    except ArgumentError:
         size = 0
     if size < 1:
-        raise MemoryLimitError(
+        raise ArgumentError(
             f"`{chunks}` is no size of a chunk", hints=["`shard`, `keep`, or bytes: `64MiB`"]
         )
     return size
@@ -169,10 +171,10 @@ def parse_chunks(chunks: int | str) -> int | str:
 def _check_together(checkpoints: Sequence[Checkpoint]) -> None:
     sources = [c.source for c in checkpoints]
     if not sources:
-        raise TreeMismatchError("there is no checkpoint to save")
+        raise ArgumentError("there is no checkpoint to save")
     together = {(source.root, source.kind) for source in sources}
     if len(together) > 1 or len({source.step for source in sources}) < len(sources):
-        raise TreeMismatchError(
+        raise ArgumentError(
             "checkpoints are saved together only if they are different steps of one manager's root",
             [f"{source.root} {source.step}".rstrip() for source in sources],
         )
@@ -325,7 +327,7 @@ def _check_fits(handle: ArrayHandle) -> None:
             raise ShardingError(
                 f"{format_path(handle.path)} does not fit `{mesh}`",
                 problems,
-                [f"--to {fits} fits any array"],
+                [Hint(("to_mesh", fits), " fits any array")],
             )
 
 

@@ -7,7 +7,8 @@ from typing import NamedTuple
 from reshard.arrays.digests import Digest
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.errors import CorruptCheckpointError
-from reshard.tree import Path, format_path, shell_quoted
+from reshard.hints import Hint
+from reshard.tree import Path, format_path
 from reshard.verify.digest_record import FILE, ArrayRecord, Record, forget_hint, read_record
 from reshard.verify.values import read_digests
 from reshard.verify.verification import (
@@ -167,8 +168,8 @@ def _decoded(job: Job) -> list[ArrayHandle]:
 def verify_hints(job: Job) -> list[str]:
     """What to type to look at the source."""
     source = job.ckpt.source
-    item = f" --item {shell_quoted(source.item)}" if len(source.items) > 1 else ""
-    return [f"reshard verify {shell_quoted(str(source.root / source.step))}{item}"]
+    step = str(source.root / source.step)
+    return [Hint(("verify_item", step, source.item) if len(source.items) > 1 else ("verify", step))]
 
 
 def _stored(handles: Iterable[ArrayHandle]) -> Iterator[ArrayHandle]:

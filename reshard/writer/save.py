@@ -13,6 +13,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.engine.budget import Budget, cores, in_flight
 from reshard.engine.plan import Plan
 from reshard.errors import CorruptCheckpointError, ReshardError
+from reshard.hints import Hint
 from reshard.storage import posix
 from reshard.storage.location import Location, parse_location
 from reshard.storage.ocdbt import new_context
@@ -142,6 +143,8 @@ def save(
       The plan that was carried out.
 
     Raises:
+      ArgumentError: `max_memory` or `chunks` is no number of bytes, or the checkpoints are not
+        steps of one root.
       DestinationError: the destination exists, is being written, or cannot be written.
       MemoryLimitError: a stored chunk does not fit in `max_memory`.
       CorruptCheckpointError: stored data is missing, does not decode, belongs to two leaves, or
@@ -280,7 +283,7 @@ def _correct(journal: Journal) -> Iterator[None]:
         journal.forget()
         if not journal.resumed:
             raise
-        hints = [*error.hints, "the same command begins anew: what was kept is removed"]
+        hints = [*error.hints, Hint(("same",), " begins anew: what was kept is removed")]
         raise CorruptCheckpointError(error.summary, error.problems, hints) from error
 
 

@@ -1,0 +1,65 @@
+"""Hints: what would help, phrased as calls of the library.
+
+A hint names arguments, and what phrases it otherwise has their values: `reshard.cli.flags` does so
+for the command line.
+"""
+
+from typing import Any
+
+# An argument is typed as `name=value`, if it is not one of these.
+_CALLS = {
+    "axes": "axes={{{}: {}}}",
+    "cast": "reshard.cast(ckpt, {}, {})",
+    "digest": "reshard.digest(path, write=True)",
+    "drop": "drop=[{}]",
+    "drop_both": "reshard.select(ckpt, drop=[{}, {}])",
+    "emit_map": "reshard convert",
+    "init": "init=[{}]",
+    "plan": "the plan",
+    "rename": "reshard.rename(ckpt, [({}, {})])",
+    "same": "the same call",
+    "select_drop": "reshard.select(ckpt, drop=[{}])",
+    "select_layout": 'reshard.rename(reshard.select(ckpt, {}), [({}, "")]) with layout={}',
+    "select_rename": "reshard.rename(reshard.select(ckpt, {}), [({}, {})])",
+    "specs": "specs=[({}, {})]",
+    "the_model": "`model`",
+    "the_source": "`source`",
+    "to_linen": "reshard.to_linen(ckpt, {})",
+    "to_mesh": "reshard.to_mesh(ckpt, {})",
+    "to_nnx": "reshard.to_nnx(ckpt, {})",
+    "verify": "reshard.verify({})",
+    "verify_item": "reshard.verify(reshard.open({}, item={}))",
+}
+
+
+class Hint(str):
+    """Text that names arguments, as they are typed in a call.
+
+    Attributes:
+      parts: text, and arguments: tuples of a name and values, without any for a value of the
+        caller's own.
+    """
+
+    parts: tuple[str | tuple[Any, ...], ...]
+
+    def __new__(cls, *parts: str | tuple[Any, ...]) -> "Hint":
+        hint = super().__new__(cls, "".join(p if isinstance(p, str) else _typed(*p) for p in parts))
+        hint.parts = parts
+        return hint
+
+    def __getnewargs__(self) -> tuple[str | tuple[Any, ...], ...]:
+        return self.parts
+
+
+def _typed(name: str, *values: Any) -> str:
+    call = _CALLS.get(name, f"{name}={{}}")
+    return call.format(*(map(literal, values) if values else ["..."] * 3))
+
+
+def literal(value: Any) -> str:
+    """A value as it is typed in Python: text in double quotes where it has none itself."""
+    if not isinstance(value, str) or '"' in value:
+        return repr(value)
+    if "\\" in value and value.isprintable() and not value.endswith("\\"):
+        return f'r"{value}"'
+    return '"' + repr("'" + value)[2:]  # what holds a single quote, and no double ones
