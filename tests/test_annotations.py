@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from reshard.errors import ShardingError
+from reshard.errors import ArgumentError, ShardingError
 from reshard.sharding.annotations import AnnotatedLeaf, LeafCoverage, cover
 from reshard.sharding.mesh import Mesh, spec_problems
 from reshard.tree import format_path, split_path
@@ -419,10 +419,6 @@ def test_all_problems_are_there_in_the_order_of_the_tree():
     ("arguments", "message"),
     [
         (
-            {"semantics": "flax"},
-            "semantics='flax' is not known\n\nhint: semantics='linen'\nhint: semantics='nnx'",
-        ),
-        (
             {"rules": [("embed", 1)]},
             "a rule is a logical name with a mesh axis, several, or None\n  ('embed', 1)\n\n"
             'hint: rules=[("embed", "data"), ("vocab", ("data", "model")), ("kv", None)]',
@@ -444,6 +440,14 @@ def test_what_cannot_be_read_is_raised(arguments, message):
     with pytest.raises(ShardingError) as caught:
         run([leaf("params/a", (8,), ("embed",))], **arguments)
     assert str(caught.value) == message
+
+
+def test_semantics_that_are_unknown():
+    with pytest.raises(ArgumentError) as caught:
+        run([leaf("params/a", (8,), ("embed",))], semantics="flax")
+    assert str(caught.value) == (
+        "semantics='flax' is not known\n\nhint: semantics='linen'\nhint: semantics='nnx'"
+    )
 
 
 # The report

@@ -1261,7 +1261,9 @@ def test_what_is_asked_for_is_taken_for_a_model_in_a_train_state():
 
 
 def test_an_unknown_kind():
-    text = refused(made("w"), "flax")
+    with pytest.raises(reshard.ArgumentError) as error:
+        detect(made("w"), "flax")
+    text = str(error.value)
     assert text.splitlines()[0] == "there is no layout `flax`; there are"
     assert [line.partition(":")[0].strip() for line in text.splitlines()[1:]] == list(KINDS)
 

@@ -32,7 +32,7 @@ from reshard.convert.mapwriter import write_map
 from reshard.convert.ordering import Change, Value, in_order
 from reshard.convert.patterns import parse_pattern, parse_replacement, whole_path
 from reshard.convert.steps import Step, backwards, carried_out
-from reshard.errors import TreeMismatchError
+from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.tree import format_path, split_path
 
 EXAMPLE = """
@@ -82,7 +82,7 @@ def problem(text, shapes):
 
 
 def unreadable(text):
-    with pytest.raises(TreeMismatchError) as error:
+    with pytest.raises(ArgumentError) as error:
         read(text)
     return str(error.value)
 
@@ -1411,13 +1411,13 @@ def test_files_that_cannot_be_read():
     )
     with open("map.toml", "wb") as file:
         file.write(b"\xff")
-    with pytest.raises(TreeMismatchError) as error:
+    with pytest.raises(ArgumentError) as error:
         read_map("map.toml")
     assert str(error.value) == (
         "map.toml: it cannot be read\n"
         "  'utf-8' codec can't decode byte 0xff in position 0: invalid start byte" + EXAMPLE
     )
-    with pytest.raises(TreeMismatchError) as error:
+    with pytest.raises(ArgumentError) as error:
         read_map("none.toml")
     assert str(error.value) == (
         "none.toml: it cannot be read\n  [Errno 2] No such file or directory: 'none.toml'" + EXAMPLE

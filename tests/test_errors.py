@@ -1,12 +1,30 @@
 """The hierarchy of errors, and how they are written out."""
 
+import ast
+import concurrent.futures
+import importlib
 import inspect
+import multiprocessing
+import pathlib
 import pickle
+import re
+import shlex
 
+import click
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import reshard
-from reshard import errors
+from reshard import cli, errors, hints
+from reshard.arrays.dtypes import parse_dtype
+from reshard.cli import flags
+from reshard.hints import Hint, literal
+from reshard.tree import split_path
+from reshard.units import parse_bytes
+from reshard.writer.prepare import parse_chunks
+
+ROOT = pathlib.Path(reshard.__file__).parent
 
 # Each error: its parent in the hierarchy, and the builtin that callers catch already.
 HIERARCHY = {
@@ -21,6 +39,12 @@ HIERARCHY = {
     "DestinationError": ("ReshardError", OSError),
     "DestinationExistsError": ("DestinationError", FileExistsError),
 }
+
+RENAME = Hint(("rename", "^params/lm_head/", "params/head/"))
+DROP_BOTH = (
+    'drop both: reshard.select(ckpt, drop=["it\'s", "b"])',
+    """drop both: --drop 'it'"'"'s' --drop 'b'""",
+)
 
 
 def test_the_hierarchy_is_all_there_is():
@@ -47,9 +71,16 @@ def test_every_error_says_all_of_it(name):
     error = getattr(errors, name)(
         "2 leaves are missing from `run/1000`",
         ["params/head/kernel   float32[4,8]", "params/head/bias     float32[8]"],
-        hints=["--rename '^params/lm_head/=params/head/'"],
+        hints=[RENAME],
     )
     assert str(error) == (
+        "2 leaves are missing from `run/1000`\n"
+        "  params/head/kernel   float32[4,8]\n"
+        "  params/head/bias     float32[8]\n"
+        "\n"
+        'hint: reshard.rename(ckpt, [("^params/lm_head/", "params/head/")])'
+    )
+    assert error.render(None, flags.as_flags) == (
         "2 leaves are missing from `run/1000`\n"
         "  params/head/kernel   float32[4,8]\n"
         "  params/head/bias     float32[8]\n"
@@ -61,15 +92,175 @@ def test_every_error_says_all_of_it(name):
         "params/head/kernel   float32[4,8]",
         "params/head/bias     float32[8]",
     )
-    assert error.hints == ("--rename '^params/lm_head/=params/head/'",)
+    assert error.hints == (RENAME,)
 
 
+def made(name):
+    """An error with all that one can have."""
+    least = {"least": 7} if name == "MemoryLimitError" else {}
+    again = Hint(("same",), " with ", ("resume", True), " goes on with it")
+    error = getattr(errors, name)("summary", ["a", "b"], [RENAME, "try c"], **least)
+    error.add_note(again)
+    return error
+
+
+def fail(name):
+    """Raises one, in a process of a pool."""
+    raise made(name) from ValueError("the cause")
+
+
+def assert_same(error, name):
+    expected = made(name)
+    assert type(error) is type(expected)
+    assert vars(error) == vars(expected)
+    assert str(error) == str(expected)
+    texts = [*error.hints, *error.__notes__]
+    assert [hint.parts for hint in texts if isinstance(hint, Hint)] == [
+        (("rename", "^params/lm_head/", "params/head/"),),
+        (("same",), " with ", ("resume", True), " goes on with it"),
+    ]
+    assert list(map(flags.as_flags, texts)) == [
+        "--rename '^params/lm_head/=params/head/'",
+        "try c",
+        "the same command with --resume goes on with it",
+    ]
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 @pytest.mark.parametrize("name", ["ReshardError", *HIERARCHY])
-def test_every_error_survives_another_process(name):
-    error = getattr(errors, name)("summary", ["a", "b"], ["try c"])
-    copy = pickle.loads(pickle.dumps(error))
-    assert type(copy) is type(error)
-    assert str(copy) == "summary\n  a\n  b\n\nhint: try c"
+def test_every_error_survives_pickling(name, protocol):
+    assert_same(pickle.loads(pickle.dumps(made(name), protocol)), name)
+
+
+def test_every_error_survives_another_process():
+    names = ["ReshardError", *HIERARCHY]
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+        for name, found in [(name, pool.submit(fail, name)) for name in names]:
+            assert_same(found.exception(), name)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: parse_bytes("much"),
+        lambda: parse_chunks("much"),
+        lambda: parse_chunks(0),
+        lambda: parse_dtype("float33"),
+        lambda: split_path("a//b"),
+        lambda: reshard.save([], "out"),
+        lambda: reshard.diff("a", "b", rtol=-1.0),
+        lambda: reshard.diff("a", "b", rtol=1.0),
+        lambda: reshard.restore("a", {}, cast="yes"),
+        lambda: reshard.restore("a", {}, unexpected="skip"),
+    ],
+)
+def test_wrong_arguments(call):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert type(error.value) is reshard.ArgumentError
+
+
+# Hints
+
+
+@pytest.mark.parametrize(
+    ("hint", "call", "typed"),
+    [
+        (Hint(("max_memory", "600KiB")), 'max_memory="600KiB"', "--max-memory 600KiB"),
+        (
+            Hint(("overwrite", True), " replaces it"),
+            "overwrite=True replaces it",
+            "--overwrite replaces it",
+        ),
+        (
+            Hint(("axes", "data", "x"), " renames, ", ("axes", "data", ""), " replicates"),
+            'axes={"data": "x"} renames, axes={"data": ""} replicates',
+            "--axis data=x renames, --axis data= replicates",
+        ),
+        (
+            Hint(("specs", r"^a\.b$", "data,")),
+            r'specs=[(r"^a\.b$", "data,")]',
+            r"--spec '^a\.b$=data,'",
+        ),
+        (
+            Hint(("cast", "float32", "a/**")),
+            'reshard.cast(ckpt, "float32", "a/**")',
+            "--dtype 'a/**=float32'",
+        ),
+        (
+            Hint(("cast",), " casts"),
+            "reshard.cast(ckpt, ..., ...) casts",
+            "--dtype 'GLOB=DTYPE' casts",
+        ),
+        (Hint("drop both: ", ("drop_both", "it's", "b")), DROP_BOTH[0], DROP_BOTH[1]),
+        (
+            Hint(("verify_item", "run/1", "state")),
+            'reshard.verify(reshard.open("run/1", item="state"))',
+            "reshard verify 'run/1' --item 'state'",
+        ),
+        (
+            Hint(("select_layout", "model/**", "^model/", "nnx-state")),
+            'reshard.rename(reshard.select(ckpt, "model/**"), [("^model/", "")]) '
+            'with layout="nnx-state"',
+            "--select 'model/**' --rename '^model/=' --layout nnx-state",
+        ),
+        (Hint("leave out ", ("step",)), "leave out step=...", "leave out --step"),
+        (
+            Hint(("drop",), " with ", ("init",)),
+            "drop=[...] with init=[...]",
+            "--drop GLOB with --init GLOB",
+        ),
+        (Hint("a {} and a {1}"), "a {} and a {1}", "a {} and a {1}"),
+        ("--as it is", "--as it is", "--as it is"),
+    ],
+)
+def test_a_hint_is_a_call_and_a_flag(hint, call, typed):
+    assert str(hint) == call
+    assert flags.as_flags(hint) == typed
+
+
+@given(st.text())
+def test_text_of_a_hint_can_be_typed(text):
+    assert eval(literal(text)) == text
+    assert eval(Hint(("init", text)).removeprefix("init=")) == [text]
+    if "\0" not in text and text.isprintable():
+        typed = flags.as_flags(Hint(("init", text))).removeprefix("--init ")
+        assert shlex.split(typed) == [text]
+
+
+def test_what_hints_name_is_there():
+    """Options of commands, and what Python can read."""
+    known = {
+        option
+        for name in cli._COMMANDS
+        for parameter in importlib.import_module(f"reshard.cli.{name}").command.params
+        if isinstance(parameter, click.Option)
+        for option in parameter.opts
+    }
+    for text in [*flags._FLAGS.values(), *flags._METAVARS.values()]:
+        assert set(re.findall("--[a-z-]+", text)) <= known, text
+    for name, call in hints._CALLS.items():
+        typed = call.format("1", "2", "3").split(" with ")[0]
+        if "(" in typed or "=" in typed:
+            ast.parse(f"f({typed})", mode="eval")
+        function = re.match(r"reshard\.(\w+)\(", typed)
+        assert function is None or hasattr(reshard, function[1]), name
+
+
+def test_no_message_of_the_library_says_a_flag():
+    found = []
+    for file in ROOT.rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        found += [
+            (str(file.relative_to(ROOT)), node.value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            if id(node) not in docstrings and re.search(r"(?<![\w-])--[a-z]", node.value)
+            if file.parent.name != "cli"
+        ]
+    assert found == []
 
 
 def test_a_summary_alone_is_one_line():

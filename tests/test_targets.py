@@ -853,7 +853,7 @@ def test_a_class_that_needs_more_is_called_by_the_user():
         def __init__(self, size, rngs):
             self.w = nnx.Param(jnp.ones((size, size)))
 
-    with pytest.raises(reshard.ShardingError) as error:
+    with pytest.raises(reshard.ArgumentError) as error:
         reshard.target(Sized, mesh=MESH)
     assert str(error.value) == (
         "`Sized` cannot be called with `rngs=`: missing a required argument: 'size'\n"
@@ -874,14 +874,14 @@ def test_what_holds_no_variables_is_no_state():
     def nothing():
         return None
 
-    with pytest.raises(reshard.ShardingError) as error:
+    with pytest.raises(reshard.ArgumentError) as error:
         reshard.target(module, mesh=MESH)
     assert str(error.value) == (
         "`module` returned the Linen module Dense, which holds no variables\n"
         "\n"
         "hint: return the variables: `Dense(...).init(jax.random.key(0), x)`"
     )
-    with pytest.raises(reshard.ShardingError) as error:
+    with pytest.raises(reshard.ArgumentError) as error:
         reshard.target(nothing, mesh=MESH)
     assert str(error.value) == "`nothing` returned None"
 
@@ -1583,6 +1583,18 @@ TREE = {"w": jnp.ones((8, 8)), "layer": {"b": jnp.ones((8,))}}
             {"semantics": "NNX"},
             "semantics='NNX' is not known\n\nhint: semantics='linen'\nhint: semantics='nnx'",
         ),
+    ],
+)
+def test_arguments_that_are_wrong(model, arguments, message):
+    for call in (reshard.target, reshard.coverage):
+        with pytest.raises(reshard.ArgumentError) as caught:
+            call(model, **{"mesh": MESH, **arguments})
+        assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "message"),
+    [
         (
             TREE,
             {"rules": [("embed", 1), ("mlp", "model"), "x"]},

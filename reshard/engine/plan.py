@@ -327,9 +327,10 @@ def too_large(array: ArrayLayout, needed: int, max_memory: int) -> MemoryLimitEr
     """The error for an array of which one stored chunk takes `needed` bytes to carry over."""
     decoded = math.prod(array.source_chunk) * array.source_itemsize
     one_pass = array.one_pass(array.source_chunk)
-    hints = [Hint(_max_memory(needed), " is the least that carries it over")]
+    least, once = (f"{math.ceil(n / 2**10)}KiB" for n in (needed, one_pass))
+    hints = [Hint(("max_memory", least), " is the least that carries it over")]
     if one_pass // 2**10 > needed // 2**10:
-        hints.append(Hint(_max_memory(one_pass), " reads each chunk once"))
+        hints.append(Hint(("max_memory", once), " reads each chunk once"))
     return MemoryLimitError(
         f"{format_path(array.path)}: one stored chunk does not fit in {format_bytes(max_memory)}",
         [
@@ -339,11 +340,6 @@ def too_large(array: ArrayLayout, needed: int, max_memory: int) -> MemoryLimitEr
         hints,
         needed,
     )
-
-
-def _max_memory(nbytes: int) -> tuple[str, str]:
-    """The argument that allows so much."""
-    return "max_memory", f"{math.ceil(nbytes / 2**10)}KiB"
 
 
 def _passes(array: ArrayLayout, box: Shape) -> float:

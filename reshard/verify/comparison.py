@@ -9,6 +9,7 @@ from reshard import tree
 from reshard.arrays.handle import ArrayHandle, array_text
 from reshard.checkpoint import Checkpoint, Leaf
 from reshard.errors import ArgumentError, TreeMismatchError
+from reshard.hints import Hint
 from reshard.loader import open as open_checkpoint
 from reshard.sharding.mesh import NamedSharding, SingleDeviceSharding, format_spec
 from reshard.tree import Path, format_path
@@ -68,7 +69,7 @@ def diff(
     if wrong:
         raise ArgumentError("a tolerance is a finite number, 0 or more", wrong)
     if (rtol or atol) and not values:
-        raise ArgumentError("tolerances are for values", hints=["values=True"])
+        raise ArgumentError("tolerances are for values", hints=[Hint(("values", True))])
     one, other = (c if isinstance(c, Checkpoint) else open_checkpoint(c) for c in (a, b))
     in_a, in_b = _selected(one, other, select, drop)
     partners = _partners(in_a, in_b)
