@@ -1396,7 +1396,7 @@ def test_rules_that_make_what_no_array_can_be(tmp_path, base, name):
     base("zarr2-files")
     told = ours(
         lambda: reshard.save(by_map(base, tmp_path, rule), tmp_path / "out"),
-        reshard.TreeMismatchError,
+        reshard.ArgumentError if name == "33 axes" else reshard.TreeMismatchError,
     )
     assert told.split("\n")[1] == f"  rule 1, `^params/large$`: {why}"
     assert not (tmp_path / "out").exists()

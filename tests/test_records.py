@@ -689,7 +689,7 @@ def test_a_plan_tells_that_the_source_is_not_the_one_on_record(plain, tmp_path):
         "w: it is float32[16,24], and float32[24,16] on record",
         f"the file `{path}/_sharding`: it is not the one on record",
     )
-    assert planned.hints == (f"reshard verify '{path}'",)
+    assert planned.hints == (f'reshard.verify("{path}")',)
 
 
 def test_files_in_folders_deeper_than_the_stack_of_python(tmp_path):

@@ -860,7 +860,7 @@ def test_a_class_that_needs_more_is_called_by_the_user():
         "\n"
         "hint: a function that does: `def make(): return Sized(...)`"
     )
-    with pytest.raises(reshard.ShardingError) as error:
+    with pytest.raises(reshard.ArgumentError) as error:
         reshard.target(lambda x, y: x, mesh=MESH, inputs=(jnp.ones(2),))
     assert error.value.summary == (
         "`<lambda>` cannot be called with 1 inputs: missing a required argument: 'y'"

@@ -411,7 +411,7 @@ def words(path, *leaves):
     lines = "\n".join(f"  {leaf}" for leaf in leaves)
     return (
         f"values were read from `{path}` that are not those its digests were recorded of\n"
-        f"{lines}\n\nhint: reshard verify '{path}'"
+        f'{lines}\n\nhint: reshard.verify("{path}")'
     )
 
 
@@ -437,7 +437,7 @@ def test_leaves_that_are_moved_undecoded_are_found_when_they_are_read_back(copie
     ckpt = reshard.open(path)
     assert refusal(ckpt, out, chunks="keep", verify=True) == (
         "what was written is not what is read back\n  w: its values are not those on record\n\n"
-        f"hint: reshard verify '{path}'"
+        f'hint: reshard.verify("{path}")'
     )
     # Without that nobody reads them: the digest that is carried along still tells.
     reshard.save(ckpt, out, chunks="keep")
@@ -487,7 +487,7 @@ def test_records_of_something_else_are_found_before_a_byte_is_written(
         "  the array `x`: on record, and not there\n"
         f"  the file `{path}/_sharding`: it is not the one on record\n"
         f"  the file `{path}/gone`: on record, and not there\n\n"
-        f"hint: reshard verify '{path}'"
+        f'hint: reshard.verify("{path}")'
     )
     summary = f"`{path}` is not what its digests were recorded of\n"
     assert refusal(ckpt, tmp_path / "out") == (
@@ -520,7 +520,7 @@ def test_what_is_written_is_read_back(copied, tmp_path, monkeypatch):
     ckpt = reshard.to_mesh(reshard.open(path), "8x1")
     assert refusal(ckpt, out, verify=True) == (
         "what was written is not what is read back\n  w: its values are not those on record\n\n"
-        f"hint: reshard verify '{path}'"
+        f'hint: reshard.verify("{path}")'
     )
     reshard.save(ckpt, out)
     assert not reshard.verify(out).ok
