@@ -805,6 +805,8 @@ def test_a_job_records_and_reads_back(copied, tmp_path):
         "  w: its values are not those on record\n\n"
         f"hint: reshard verify '{path}'\n",
     )
+    call, typed = f'reshard.verify("{path}")', f"reshard verify '{path}'"
+    said = words(path, "w  float32[64,96]").replace(call, typed)
     assert run("ckpt", path, out, "--to", "8x1") == (
         2,
         "",
