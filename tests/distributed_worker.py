@@ -30,7 +30,7 @@ SPECS: dict[str, tuple] = {
 
 def needed_bytes(handle: Any, sharding: Any) -> int:
     """Stored bytes of the chunks that the shards of this process touch."""
-    values = handle.store.values[handle.name]
+    values = handle.data.store.values[handle.data.name]
     touched = set()
     for index in sharding.addressable_devices_indices_map(handle.shape).values():
         parts = [part.indices(size) for part, size in zip(index, handle.shape, strict=True)]

@@ -1054,12 +1054,12 @@ def test_keys_of_chunks(form, shape):
     store = ts.KvStore.open("memory://", context=context).result()
     found = {key.decode(): store.read(key).result().value for key in store.list().result()}
     (name,) = {".zarray", "zarr.json"} & set(found)
-    document = json.loads(found.pop(name))
-    pattern = zarr.chunk_keys(document)
+    encoding = zarr.parse_encoding(found.pop(name))
+    pattern = encoding.chunk_keys(len(shape))
     indices = {tuple(map(int, pattern.fullmatch(key).groups())) for key in found}
     assert indices == set(np.ndindex(*shape))
-    assert {zarr.chunk_key(document, index) for index in indices} == set(found)
-    assert {zarr.chunk_index(document, key) for key in found} == indices
+    assert {encoding.chunk_key(index) for index in indices} == set(found)
+    assert {encoding.chunk_index(key, len(shape)) for key in found} == indices
     for key in ("", "x", "c/x", ".zarray", "-1", "0.0.__lock", "1e0", "٣"):
         assert pattern.fullmatch(key) is None
 

@@ -408,7 +408,7 @@ class Link:
 
         def watched_view(handle):
             self.begun.append(len(self.under_way))
-            self.reading[handle.name] = max(handle.stored_sizes()) + 2 * handle.nbytes
+            self.reading[handle.data.name] = max(handle.stored_sizes()) + 2 * handle.nbytes
             self.peak = max(self.peak, sum((self.reading | self.under_way).values()))
             return view(handle)
 
@@ -425,7 +425,7 @@ class Link:
     def _transfer(self, shape, sharding, buffer_of, dtype):
         assert sharding is self
         buffer = buffer_of(tuple(slice(None) for _ in shape))
-        name = self._handles[bits(buffer)].name
+        name = self._handles[bits(buffer)].data.name
         del self.reading[name]
         self.under_way[name] = buffer.nbytes
         return Transferred(self, name, buffer)
@@ -568,7 +568,7 @@ def test_integers_that_fit_and_that_do_not(tmp_path, source, target):
         with pytest.raises(reshard.TreeMismatchError) as caught:
             read_arrays([Request(handle, jnp.dtype(target), sharding)], None)
         assert str(caught.value) == (
-            f"{handle.name}: its values do not fit {target}\n"
+            f"{handle.data.name}: its values do not fit {target}\n"
             f"  from {min(value, 0)} to {max(value, 1)}, saved as {source}"
         )
 
@@ -608,7 +608,7 @@ def test_a_chunk_that_does_not_decode(tmp_path, monkeypatch, aliases, memory):
         "Invalid blosc-compressed data; at byte 0"
     )
     # The others are read as before.
-    rest = [handle for handle in handles if handle.name != "array4"]
+    rest = [handle for handle in handles if handle.data.name != "array4"]
     arrays = read_arrays([Request(handle, handle.dtype, sharding) for handle in rest], memory)
     for array, handle in zip(arrays, rest, strict=True):
         assert bits(array) == bits(jnp.asarray(handle.view().read().result()))
@@ -618,10 +618,9 @@ def test_chunks_that_stand_for_a_fill_value(tmp_path):
     """Where the store says that what is absent is zero."""
     values = random((8, 8), "uint16")
     handle = stored_array(tmp_path, values, (4, 4))
-    (tmp_path / handle.name / "1.0").unlink()
-    handle = dataclasses.replace(
-        handle, store=ArrayStore(parse_location(tmp_path), (), False, fills=True)
-    )
+    (tmp_path / handle.data.name / "1.0").unlink()
+    store = ArrayStore(parse_location(tmp_path), (), False, fills=True)
+    handle = dataclasses.replace(handle, data=dataclasses.replace(handle.data, store=store))
     expected = values.copy()
     expected[4:, :4] = 0
     sharding = NamedSharding(layouts.mesh(EIGHT), P("data"))

@@ -138,7 +138,7 @@ def test_every_layout(saved, layout):
             handle.dtype,
             handle.stored_dtype,
             handle.nbytes,
-            handle.name,
+            handle.data.name,
             handle.value_type,
             handle.chunk_shape,
             handle.same_name,

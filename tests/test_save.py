@@ -137,7 +137,7 @@ def test_codec_and_level_are_the_source_s(resharded, layout):
     two = reshard.open(out, **source.open)
 
     def without_chunks(handle):
-        document = json.loads(handle.metadata)
+        document = json.loads(handle.data.metadata)
         document.pop("chunks", None)
         document.pop("chunk_grid", None)
         for codec in document.get("codecs", ()):
@@ -203,7 +203,7 @@ def test_documents_are_those_of_orbax(resharded, tmp_path, layout):
 
     ours, others = array_metadatas(out), array_metadatas(theirs)
     assert set(ours) == set(others)
-    chunks = {handle.name: list(handle.chunk_shape) for handle in reshard.open(out).arrays}
+    chunks = {handle.data.name: list(handle.chunk_shape) for handle in reshard.open(out).arrays}
     for name, entry in ours.items():
         shard = shard_shape(shards[name])
         # Orbax divides replicated arrays among their replicas; nothing reads that back.
@@ -567,9 +567,9 @@ def arrays_of(path, **kwargs):
     """Path -> stored bytes of each key of each array, chunk shape included."""
     ckpt = reshard.open(path, **kwargs)
     return {
-        (h.path, key): h.store.kvstore(h.name).read(key).result().value
+        (h.path, key): h.data.store.kvstore(h.data.name).read(key).result().value
         for h in ckpt.arrays
-        for key in h.store.values[h.name]
+        for key in h.data.store.values[h.data.name]
     }
 
 

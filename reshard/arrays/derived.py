@@ -1,12 +1,11 @@
-"""Arrays formed of stored ones: what is known of them before anything is read.
+"""Arrays derived from stored ones: what is known of them before anything is read.
 
-A formed array is read through TensorStore views of what it is made of. Where several are parts of
+A derived array is read through TensorStore views of what it is made of. Where several are parts of
 one (layers of a scanned block, halves of a fused projection), a stored chunk may hold something of
 each; such arrays are read together, so that it is decoded once.
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -16,15 +15,16 @@ import numpy as np
 from reshard.arrays import zarr
 from reshard.arrays.boxes import Box, Shape
 from reshard.arrays.dtypes import is_floating
-from reshard.arrays.handle import ArrayHandle, Formed, collision_error
+from reshard.arrays.handle import ArrayHandle, Derived, Outputs, StoredArray, collision_error
 from reshard.arrays.operations import Constant, Crop, Operation, Pad
+from reshard.arrays.zarr import Encoding
 from reshard.errors import TreeMismatchError
 from reshard.sharding.mesh import NamedSharding, Sharding, fitting_spec, replicated
 from reshard.storage.array_store import StoredValue
 from reshard.tree import Path, format_path
 
 
-def form(
+def apply(
     operation: Operation, inputs: Sequence[ArrayHandle], outputs: Sequence[Path]
 ) -> list[ArrayHandle]:
     """The arrays that an operation makes of others.
@@ -68,7 +68,7 @@ def form(
         raise TreeMismatchError(
             f"{format_path(first.path)}: {first.stored_dtype.name} has no value {operation.fill}"
         )
-    formed = Formed(operation, tuple(inputs))
+    derived = Outputs(operation, tuple(inputs))
     chunks = operation.chunks([handle.chunk_shape for handle in inputs], shapes)
     for path, shape, chunk in zip(outputs, made, chunks, strict=True):
         try:
@@ -86,9 +86,7 @@ def form(
             sharding=now[part],
             saved_sharding=saved[part],
             value_type="np.ndarray" if first.value_type == "scalar" and shape else first.value_type,
-            metadata=zarr.dump(zarr.with_shape(json.loads(first.metadata), shape, chunks[part])),
-            formed=formed,
-            part=part,
+            data=Derived(derived, part),
         )
         for part, (path, shape) in enumerate(zip(outputs, made, strict=True))
     ]
@@ -97,17 +95,15 @@ def form(
 def constant(
     path: Path, values: np.ndarray, like: ArrayHandle, key_impl: str | None = None
 ) -> ArrayHandle:
-    """An array of values that are in memory, to be stored as another one is.
+    """An array of values that are in memory.
 
     Args:
       path: its path.
       values: its values.
-      like: an array from which it takes its store, its codec, and its mesh, on which it is
-        replicated.
+      like: an array from which it takes its mesh, on which it is replicated.
       key_impl: the PRNG implementation, if the values are the data of typed PRNG keys.
     """
     chunk = tuple(max(size, 1) for size in values.shape)
-    document = zarr.with_shape(json.loads(like.metadata), values.shape, chunk)
     sharding = replicated(like.sharding)
     return dataclasses.replace(
         like,
@@ -118,12 +114,10 @@ def constant(
         dtype=values.dtype,
         stored_dtype=values.dtype,
         chunk_shape=chunk,
-        metadata=zarr.dump(zarr.with_dtype(document, values.dtype)),
         value_type="jax.Array",
         key_impl=key_impl,
         same_name=None,
-        formed=Formed(Constant(values), ()),
-        part=0,
+        data=Derived(Outputs(Constant(values), ()), 0),
     )
 
 
@@ -154,26 +148,27 @@ def _shardings(
     ]
 
 
-def stored_boxes(handle: ArrayHandle, box: Box) -> Iterator[tuple[ArrayHandle, Box]]:
-    """The boxes of stored arrays that a box of an array is made of."""
-    if handle.formed is None:
-        yield handle, box
+def stored_boxes(handle: ArrayHandle, box: Box) -> Iterator[tuple[ArrayHandle, StoredArray, Box]]:
+    """The boxes of stored arrays that a box of an array is computed from."""
+    if isinstance(handle.data, StoredArray):
+        yield handle, handle.data, box
         return
-    inputs = handle.formed.inputs
+    inputs = handle.data.inputs
     shapes = [source.shape for source in inputs]
-    for number, part in handle.formed.operation.sources(handle.part, box, shapes):
+    for number, part in handle.data.operation.sources(handle.data.part, box, shapes):
         yield from stored_boxes(inputs[number], part)
 
 
 def stored_share(handle: ArrayHandle) -> int:
     """Stored bytes that belong to an array: of what it shares with others, by its elements."""
-    if handle.formed is None:
+    if isinstance(handle.data, StoredArray):
         return sum(handle.stored_sizes())
-    own = handle.formed.sizes[handle.part]
-    whole = sum(map(stored_share, handle.formed.inputs))
-    of = sum(handle.formed.sizes)
-    if isinstance(handle.formed.operation, Crop):
-        of = math.prod(handle.formed.inputs[0].shape)
+    outputs = handle.data.outputs
+    own = outputs.sizes[handle.data.part]
+    whole = sum(map(stored_share, outputs.inputs))
+    of = sum(outputs.sizes)
+    if isinstance(outputs.operation, Crop):
+        of = math.prod(outputs.inputs[0].shape)
     return whole * own // of if of else 0
 
 
@@ -193,42 +188,40 @@ class StoredChunk(NamedTuple):
     value: StoredValue
 
 
-def stored_values(handle: ArrayHandle) -> list[StoredValue] | None:
-    """The values of `stored_chunks`."""
-    if handle.is_stored:
-        return list(handle.store.values[handle.name].values())
-    chunks = stored_chunks(handle)
-    return None if chunks is None else [chunk.value for chunk in chunks]
-
-
-def stored_chunks(handle: ArrayHandle) -> list[StoredChunk] | None:
-    """The stored values that an array consists of as they are: chunks, and for arrays that are
-    stored as they are also their metadata. None where it has to be decoded to be formed."""
+def stored_chunks(handle: ArrayHandle, encoding: Encoding) -> list[StoredChunk] | None:
+    """The stored values that an array consists of as they are, to be stored in an encoding: chunks,
+    and for arrays that are stored just so also their metadata. None where it has to be decoded."""
     if handle.dtype != handle.stored_dtype:
         return None
-    if handle.formed is None:
-        values = handle.store.values[handle.name]
-        return [StoredChunk(handle.name, key, key, value) for key, value in values.items()]
-    kinds = {
-        (zarr.encoding(json.loads(root.metadata)), math.prod(root.chunk_shape))
-        for root in _roots(handle)
+    data, rank = handle.data, len(handle.shape)
+    if isinstance(data, StoredArray):
+        if data.encoding == encoding:
+            values = data.store.values[data.name]
+            return [StoredChunk(data.name, key, key, value) for key, value in values.items()]
+        if data.encoding.codecs != encoding.codecs:
+            return None
+        return [
+            StoredChunk(data.name, key, encoding.chunk_key(index), value)
+            for key, value in data.chunks.items()
+            for index in [data.encoding.chunk_index(key, rank)]
+        ]
+    roots = [(root, root.data) for root in handle.roots() if isinstance(root.data, StoredArray)]
+    alike = {
+        (data.encoding.codecs, data.encoding.ignores_unit_axes, math.prod(root.chunk_shape))
+        for root, data in roots
     }
-    own = math.prod(handle.chunk_shape)
-    if len(kinds) != 1 or None in dict(kinds) or own not in {size for _, size in kinds}:
+    if alike != {(encoding.codecs, True, math.prod(handle.chunk_shape))}:
         return None
-    placed = handle.placed_chunks()
-    if placed is None:
+    remapped = handle.remapped_chunks()
+    if remapped is None:
         return None
-    document = json.loads(handle.metadata)
     return [
-        StoredChunk(root.name, key, zarr.chunk_key(document, index), value)
-        for root, key, value, index in placed
+        StoredChunk(name, key, encoding.chunk_key(index), value)
+        for name, key, value, index in remapped
     ]
 
 
-def _roots(handle: ArrayHandle) -> Iterator[ArrayHandle]:
-    if handle.formed is None:
-        yield handle
-        return
-    for source in handle.formed.inputs:
-        yield from _roots(source)
+def stored_values(handle: ArrayHandle, encoding: Encoding) -> list[StoredValue] | None:
+    """The values of `stored_chunks`."""
+    chunks = stored_chunks(handle, encoding)
+    return None if chunks is None else [chunk.value for chunk in chunks]

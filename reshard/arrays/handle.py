@@ -4,15 +4,15 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorstore as ts
 
-from reshard.arrays import zarr
 from reshard.arrays.dtypes import round_once, rounds_twice
 from reshard.arrays.operations import Operation, Stack, Unstack
+from reshard.arrays.zarr import Encoding, parse_encoding
 from reshard.errors import CorruptCheckpointError
 from reshard.hints import Hint
 from reshard.sharding.mesh import NamedSharding, Sharding, format_spec
@@ -20,29 +20,67 @@ from reshard.storage.array_store import ArrayStore, StoredValue
 from reshard.tree import Path, format_path
 
 
-class PlacedChunk(NamedTuple):
-    """A stored chunk that is a chunk of an array as it is.
+class RemappedChunk(NamedTuple):
+    """A stored chunk that is a chunk of another array as it is.
 
     Attributes:
-      root: the stored array that it belongs to.
-      key: its key below that array's name.
+      name: the name of the stored array that it belongs to.
+      key: its key below that name.
       value: where it is.
-      index: its place in the grid of the array.
+      index: its place in the grid of the other array.
     """
 
-    root: "ArrayHandle"
+    name: str
     key: str
     value: StoredValue
     index: tuple[int, ...]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredArray:
+    """An array as a store has it.
+
+    Attributes:
+      store: the store.
+      name: its name in the store.
+      metadata: its zarr metadata, as stored.
+    """
+
+    store: ArrayStore
+    name: str
+    metadata: bytes
+
+    @property
+    def encoding(self) -> Encoding:
+        """How its chunks are encoded."""
+        return parse_encoding(self.metadata)
+
+    @property
+    def chunks(self) -> dict[str, StoredValue]:
+        """Key below its name -> stored value, for each chunk that is there."""
+        values = self.store.values[self.name]
+        return {key: value for key, value in values.items() if key != self.store.metadata_key}
+
+    def view(self) -> ts.TensorStore:
+        """A view of it.
+
+        Raises:
+          CorruptCheckpointError: chunks would decode to something else than chunks of it.
+        """
+        array = self.store.open_array(self.name, json.loads(self.metadata))
+        if self.encoding.is_blosc:
+            chunk = math.prod(size or 1 for size in array.chunk_layout.write_chunk.shape or ())
+            self.store.check_blosc(self.name, chunk * array.dtype.numpy_dtype.itemsize)
+        return array
+
+
 @dataclasses.dataclass(frozen=True)
-class Formed:
-    """What arrays are made of that are not stored as they are: the outputs of one operation.
+class Outputs:
+    """The outputs of one operation.
 
     Attributes:
       operation: the operation.
-      inputs: the arrays that it takes, stored or formed themselves.
+      inputs: the arrays that it takes, stored or derived themselves.
     """
 
     operation: Operation
@@ -58,12 +96,12 @@ class Formed:
         return self.operation.views([handle.stored_view() for handle in self.inputs])
 
     @functools.cached_property
-    def placed(self) -> "list[list[PlacedChunk]] | None":
+    def remapped(self) -> "list[list[RemappedChunk]] | None":
         """The stored chunks that each output consists of: by stacks and unstacks of whole chunks
         alone, None for all else."""
         operation = self.operation
         if isinstance(operation, Stack):
-            parts = [handle.placed_chunks() for handle in self.inputs]
+            parts = [handle.remapped_chunks() for handle in self.inputs]
             if None in parts or len({handle.chunk_shape for handle in self.inputs}) > 1:
                 return None
             axis = operation.axis % (len(self.inputs[0].shape) + 1)
@@ -76,11 +114,11 @@ class Formed:
             ]
         if isinstance(operation, Unstack):
             (source,) = self.inputs
-            chunks = source.placed_chunks() if source.chunk_shape[operation.axis] == 1 else None
+            chunks = source.remapped_chunks() if source.chunk_shape[operation.axis] == 1 else None
             if chunks is None:
                 return None
             axis = operation.axis % len(source.shape)
-            layers: list[list[PlacedChunk]] = [[] for _ in range(operation.count)]
+            layers: list[list[RemappedChunk]] = [[] for _ in range(operation.count)]
             for chunk in chunks:
                 index = chunk.index[:axis] + chunk.index[axis + 1 :]
                 layers[chunk.index[axis]].append(chunk._replace(index=index))
@@ -95,28 +133,46 @@ class Formed:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Derived:
+    """An array that is computed when it is read: an output of an operation over other arrays.
+
+    Attributes:
+      outputs: the operation, and what it is applied to; one object for all of its outputs.
+      part: which of the outputs it is.
+    """
+
+    outputs: Outputs
+    part: int
+
+    @property
+    def operation(self) -> Operation:
+        """The operation."""
+        return self.outputs.operation
+
+    @property
+    def inputs(self) -> "tuple[ArrayHandle, ...]":
+        """The arrays that the operation takes."""
+        return self.outputs.inputs
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ArrayHandle:
-    """One array, saved or formed of saved ones, not read yet.
+    """One array, stored or derived from stored ones, not read yet.
 
     Attributes:
       path: where it is in the tree.
       shape: its shape.
       dtype: the dtype it is read as.
-      chunk_shape: shape of the chunks it is stored in.
+      chunk_shape: shape of the chunks it is stored in; of a derived array, a grid whose boxes cut
+        no stored chunk.
       sharding: how it is to be laid out, None for host values.
       saved_sharding: how it was laid out when it was saved.
       value_type: what Orbax gives back: `"jax.Array"`, `"np.ndarray"` or `"scalar"`.
       key_impl: the PRNG implementation, if the array is the data of typed PRNG keys.
-      stored_dtype: the dtype on disk.
-      store: the store that holds it.
-      name: its name in the store.
-      metadata: its zarr metadata, as stored.
+      stored_dtype: the dtype on disk; of a derived array, that of what it is derived from.
+      data: where its values are, or what they are computed from.
       same_name: the path of another leaf stored under the same name, if there is one: then what
         is stored belongs to one of the two, and nothing says to which.
-      formed: what it is made of, if it is not stored as it is. Then `chunk_shape` is a grid whose
-        boxes cut no stored chunk, and `store`, `name` and `metadata` are those of an array that
-        it is stored like.
-      part: which output of `formed.operation` it is.
     """
 
     path: Path
@@ -128,12 +184,8 @@ class ArrayHandle:
     value_type: str
     key_impl: str | None
     stored_dtype: np.dtype
-    store: ArrayStore
-    name: str
-    metadata: bytes
+    data: StoredArray | Derived
     same_name: Path | None = None
-    formed: Formed | None = None
-    part: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -141,30 +193,42 @@ class ArrayHandle:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
-    def is_stored(self) -> bool:
-        """Whether its values are those that are stored under its name: neither formed nor cast."""
-        return self.formed is None and self.dtype == self.stored_dtype
+    def stored(self) -> StoredArray | None:
+        """What its values are under a name of a store, unless they are derived or cast."""
+        if isinstance(self.data, StoredArray) and self.dtype == self.stored_dtype:
+            return self.data
+        return None
+
+    def roots(self) -> "Iterator[ArrayHandle]":
+        """The stored arrays that it is, or is derived from."""
+        todo: list[ArrayHandle] = [self]
+        while todo:
+            handle = todo.pop()
+            if isinstance(handle.data, Derived):
+                todo += handle.data.inputs[::-1]
+            else:
+                yield handle
 
     def stored_sizes(self) -> list[int]:
-        """Stored bytes of each chunk that is there; of a formed array, of all that it is made of.
+        """Stored bytes of each chunk that is there; of a derived array, of all that it is derived
+        from.
 
         Raises:
           CorruptCheckpointError: chunks are missing that do not stand for a fill value, or a file
             is not as long as what it holds.
         """
-        if self.formed is not None:
-            return [size for handle in self.formed.inputs for size in handle.stored_sizes()]
-        metadata_key = self.store.metadata_key
-        values = self.store.values[self.name]
-        sizes = [value.size for key, value in values.items() if key != metadata_key]
+        if isinstance(self.data, Derived):
+            return [size for handle in self.data.inputs for size in handle.stored_sizes()]
+        store, name = self.data.store, self.data.name
+        sizes = [value.size for value in self.data.chunks.values()]
         pairs = zip(self.shape, self.chunk_shape, strict=True)
         expected = math.prod(math.ceil(size / chunk) for size, chunk in pairs)
-        if len(sizes) < expected and not self.store.fills:
+        if len(sizes) < expected and not store.fills:
             raise CorruptCheckpointError(
                 f"{format_path(self.path)}: {expected - len(sizes)} of its {expected} stored "
                 "chunks are missing"
             )
-        if text := self.store.truncated_file(self.name):
+        if text := store.truncated_file(name):
             raise CorruptCheckpointError(f"{format_path(self.path)}: its data file {text}")
         return sizes
 
@@ -191,20 +255,21 @@ class ArrayHandle:
 
     def stored_view(self) -> ts.TensorStore:
         """A view of `stored_dtype`."""
-        if self.formed is not None:
-            return self.formed.views[self.part]
-        return self.store.open_array(self.name, json.loads(self.metadata))
+        if isinstance(self.data, Derived):
+            return self.data.outputs.views[self.data.part]
+        return self.data.view()
 
-    def placed_chunks(self) -> list[PlacedChunk] | None:
+    def remapped_chunks(self) -> list[RemappedChunk] | None:
         """The stored chunks that it consists of as they are, without its metadata; None where it
-        has to be decoded to be formed."""
-        if self.formed is not None:
-            return None if self.formed.placed is None else self.formed.placed[self.part]
-        document = json.loads(self.metadata)
+        is computed from decoded ones."""
+        if isinstance(self.data, Derived):
+            remapped = self.data.outputs.remapped
+            return None if remapped is None else remapped[self.data.part]
+        rank = len(self.shape)
+        encoding = self.data.encoding
         return [
-            PlacedChunk(self, key, value, zarr.chunk_index(document, key))
-            for key, value in self.store.values[self.name].items()
-            if key != self.store.metadata_key
+            RemappedChunk(self.data.name, key, value, encoding.chunk_index(key, rank))
+            for key, value in self.data.chunks.items()
         ]
 
     def describe(self) -> str:
@@ -232,8 +297,9 @@ def collision_error(handles: Sequence[ArrayHandle]) -> CorruptCheckpointError:
     """The error for leaves whose stored array may belong to another leaf."""
     pairs = {frozenset((h.path, h.same_name or ())): h for h in reversed(handles)}
     names = [
-        (format_path(h.path), format_path(h.same_name or ()), h.name)
+        (format_path(h.path), format_path(h.same_name or ()), h.data.name)
         for h in reversed(pairs.values())
+        if isinstance(h.data, StoredArray)
     ]
     return CorruptCheckpointError(
         "two leaves were saved under one name, so one of them has overwritten the other",

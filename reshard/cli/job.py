@@ -75,6 +75,26 @@ _OPTIONS = (
         show_default=True,
         help="One chunk a shard, the source's chunks, or chunks of at most SIZE.",
     ),
+    click.option(
+        "--format",
+        metavar="zarr2|zarr3",
+        help="Format of the arrays; that of SRC by default.",
+    ),
+    click.option(
+        "--ocdbt/--no-ocdbt",
+        default=None,
+        help="An OCDBT database, or plain files; as SRC by default.",
+    ),
+    click.option(
+        "--codec",
+        metavar="none|zstd[:LEVEL]|blosc[:NAME][:LEVEL]",
+        help="What chunks are compressed with; as in SRC by default. NAME is what blosc uses.",
+    ),
+    click.option(
+        "--file-size",
+        metavar="SIZE",
+        help="Data files of the OCDBT database, about; 2GiB by default.",
+    ),
     MAX_MEMORY,
     click.option("--no-link", is_flag=True, help="Copy data files that stay; do not share them."),
     click.option(
@@ -128,6 +148,7 @@ def run(
     arguments: dict[str, Any] = {
         "max_memory": flags["max_memory"],
         "chunks": flags["chunks"],
+        **{name: flags[name] for name in ("format", "ocdbt", "codec", "file_size")},
         "link": not flags["no_link"],
         "overwrite": flags["overwrite"],
     }

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from reshard.arrays.boxes import Shape
-from reshard.arrays.derived import constant, form
+from reshard.arrays.derived import apply, constant
 from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Crop
 from reshard.checkpoint import Leaf
@@ -58,7 +58,7 @@ class Route:
             arrays = [leaf for leaf in inputs if isinstance(leaf, ArrayHandle)]
             if isinstance(step.operation, Crop):
                 _check_cut(arrays[0], step.operation)
-            outputs = form(step.operation, arrays, step.outputs)
+            outputs = apply(step.operation, arrays, step.outputs)
             held.update(zip(step.outputs, outputs, strict=True))
         made.update({new: _renamed(held[path], new) for path, new in self.leave.items()})
         near = {path: leaves[path] for path in self.vanish} or leaves

@@ -4,7 +4,7 @@ import collections
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from reshard.arrays.handle import ArrayHandle, stored_name
+from reshard.arrays.handle import ArrayHandle, Derived, stored_name
 from reshard.arrays.operations import Stack, Unstack
 from reshard.checkpoint import Checkpoint, Leaf
 from reshard.convert.carry import route
@@ -330,9 +330,9 @@ def _collection(step: Step) -> Path:
 
 def _misfits(leaf: Leaf) -> list[str]:
     """Why the new axis of stacked layers cannot be partitioned as it is to be."""
-    if not isinstance(leaf, ArrayHandle) or leaf.formed is None:
+    if not isinstance(leaf, ArrayHandle) or not isinstance(leaf.data, Derived):
         return []
-    operation, inputs = leaf.formed.operation, leaf.formed.inputs
+    operation, inputs = leaf.data.operation, leaf.data.inputs
     if not isinstance(operation, Stack) or not operation.names:
         return []
     sharding, named = leaf.sharding, [array.sharding for array in inputs]

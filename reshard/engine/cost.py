@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from reshard.arrays.boxes import Box, Shape
 from reshard.arrays.derived import stored_boxes
-from reshard.arrays.handle import ArrayHandle
+from reshard.arrays.handle import ArrayHandle, Derived
 from reshard.engine.plan import grid_boxes
 
 Ranges = tuple[tuple[int, int], ...]
@@ -112,13 +112,13 @@ def _hull(one: Ranges, other: Ranges) -> Ranges:
 def chunks_of(handle: ArrayHandle, box: Box) -> list[Chunks]:
     """The stored chunks that a box is decoded from."""
     found = []
-    for stored, part in stored_boxes(handle, box):
+    for stored, data, part in stored_boxes(handle, box):
         shape, chunk = stored.shape, stored.chunk_shape
         pairs = zip(part, chunk, strict=True)
         ranges = tuple((ends.start // c, -(-ends.stop // c)) for ends, c in pairs)
         decoded = math.prod(chunk) * stored.stored_dtype.itemsize
-        chunk_bytes = decoded + stored.store.largest_chunk(stored.name)
-        found.append(Chunks((id(stored.store), stored.name), ranges, shape, chunk, chunk_bytes))
+        chunk_bytes = decoded + data.store.largest_chunk(data.name)
+        found.append(Chunks((id(data.store), data.name), ranges, shape, chunk, chunk_bytes))
     return found
 
 
@@ -141,7 +141,7 @@ def first_cell(handle: ArrayHandle) -> Box:
 def decoded_together(handles: Sequence[ArrayHandle]) -> Decoded:
     """What decoding one box of each takes at most, where they are read together, in the grid that
     is the same for all of them."""
-    if len(handles) == 1 and handles[0].formed is None:
+    if len(handles) == 1 and not isinstance(handles[0].data, Derived):
         return total(chunks_of(handles[0], first_cell(handles[0])))
     # Layers that are stacked may be in chunks of any sizes.
     cells = grid_boxes(handles[0].shape, handles[0].chunk_shape)
@@ -157,7 +157,7 @@ def co_read_groups(handles: Sequence[ArrayHandle]) -> list[list[int]]:
     chunks, in the place of the first of them; all others on their own."""
     alike: dict[Hashable, list[int]] = {}
     for number, handle in enumerate(handles):
-        shared = handle.formed is not None and handle.formed.inputs
+        shared = isinstance(handle.data, Derived) and handle.data.inputs
         kind = (handle.shape, handle.chunk_shape, _lineage(handle)) if shared else number
         alike.setdefault(kind, []).append(number)
     return sorted(group for kind in alike.values() for group in _sharing(handles, kind))
@@ -167,10 +167,11 @@ def _lineage(handle: ArrayHandle) -> Hashable:
     """The operations that an array comes from, and what they begin with: the same for those that
     are parts of one array in the same way."""
     operations = []
-    while handle.formed is not None and len(handle.formed.inputs) == 1:
-        operations.append(handle.formed.operation)
-        handle = handle.formed.inputs[0]
-    first = (id(handle.store), handle.name) if handle.formed is None else id(handle.formed)
+    data = handle.data
+    while isinstance(data, Derived) and len(data.inputs) == 1:
+        operations.append(data.operation)
+        data = data.inputs[0].data
+    first = id(data.outputs) if isinstance(data, Derived) else (id(data.store), data.name)
     return first, *operations
 
 

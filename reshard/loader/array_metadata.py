@@ -96,8 +96,9 @@ def parse_zarr(metadata: bytes, driver: str) -> ZarrArray:
     elements = math.prod(chunks)
     # A codec may lengthen what it cannot shorten, and each inner chunk has a place in an index.
     largest = 2 * elements * dtype.itemsize + 64 * (elements // inner) + 4096
+    keys = zarr.parse_encoding(metadata).chunk_keys(len(shape))
     plain = elements * dtype.itemsize if _is_plain(document) else None
-    return ZarrArray(shape, chunks, dtype, metadata, largest, plain, zarr.chunk_keys(document))
+    return ZarrArray(shape, chunks, dtype, metadata, largest, plain, keys)
 
 
 def _is_plain(document: dict[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from reshard.arrays.handle import ArrayHandle, stored_name
+from reshard.arrays.handle import ArrayHandle, StoredArray, stored_name
 from reshard.checkpoint import EMPTY_LEAVES, Checkpoint, Leaf, Source
 from reshard.errors import CheckpointFormatError, CorruptCheckpointError
 from reshard.loader.array_metadata import parse_sharding, parse_zarr
@@ -280,9 +280,7 @@ def _array(
         value_type=value_type,
         key_impl=key_impl,
         stored_dtype=array.dtype,
-        store=store,
-        name=name,
-        metadata=array.metadata,
+        data=StoredArray(store, name, array.metadata),
     )
 
 

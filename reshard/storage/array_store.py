@@ -17,6 +17,9 @@ from reshard.units import format_bytes
 
 # Bytes of one array's metadata. Larger ones are not read.
 _MAX_METADATA = 1 << 16
+# Where a chunk of blosc says how many bytes it decodes to, and how many chunks are asked at once.
+_BLOSC_SIZE = slice(4, 8)
+_HEADERS = 1000
 # Bytes of an array's name: what a path of a file may have.
 _MAX_NAME = 4096
 
@@ -139,6 +142,35 @@ class ArrayStore:
         )
         file = self.directory / file
         return f"`{file}` has {found} bytes, and would have to have {expected}{more}"
+
+    def check_blosc(self, name: str, nbytes: int) -> None:
+        """Raises CorruptCheckpointError unless all chunks of an array say, as chunks of blosc, that
+        they decode to as many bytes as a chunk has: TensorStore would believe them. Reads the first
+        bytes of each, once.
+
+        Args:
+          name: the array's name in the store.
+          nbytes: bytes of a decoded chunk.
+        """
+        if self._checked.get(name) == nbytes:
+            return
+        keys = [key for key in self.values[name] if key != self.metadata_key]
+        store = self.kvstore(name)
+        for start in range(0, len(keys), _HEADERS):
+            some = keys[start : start + _HEADERS]
+            reads = [store.read(key, byte_range=_BLOSC_SIZE) for key in some]
+            for key, read in zip(some, reads, strict=True):
+                what = f"the chunk `{key}` of `{name}`"
+                found = int.from_bytes(checked(read, what).value, "little")
+                if found != nbytes:
+                    raise CorruptCheckpointError(
+                        f"{what} says that it decodes to {found} bytes, and a chunk has {nbytes}"
+                    )
+        self._checked[name] = nbytes
+
+    @functools.cached_property
+    def _checked(self) -> dict[str, int]:
+        return {}
 
     def kvstore_spec(self, name: str) -> dict[str, Any]:
         """The key-value store below one array's name."""

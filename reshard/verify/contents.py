@@ -168,13 +168,14 @@ class _Records:
 
     def digest(self, handle: ArrayHandle) -> str | None:
         """The digest on record of an array as it is read; None if there is none."""
-        if not handle.is_stored or handle.same_name is not None:
+        stored = handle.stored
+        if stored is None or handle.same_name is not None:
             return None
-        path = handle.store.directory / FILE
+        path = stored.store.directory / FILE
         if path not in self._read:
             self._read[path] = read_record(path)
         record = self._read[path]
-        known = None if record is None else record.arrays.get(handle.name)
+        known = None if record is None else record.arrays.get(stored.name)
         if known is None or (known.dtype, known.shape) != (handle.dtype.name, handle.shape):
             return None
         return known.digest

@@ -24,7 +24,6 @@ from reshard.arrays.handle import array_text, stored_name
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CorruptCheckpointError
 from reshard.loader.json_documents import unique_keys
-from reshard.storage.array_store import ArrayStore
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import MANIFEST
 from reshard.tree import shell_quoted
@@ -140,6 +139,7 @@ def record_of(
     ckpt: Checkpoint,
     directory: Location,
     arrays: Mapping[str, ArrayRecord],
+    ocdbt: bool,
     hashes: Mapping[str, str] = MappingProxyType({}),
 ) -> Record:
     """The record of an item: its arrays, and the hashes of its strings and of all files beside the
@@ -149,6 +149,7 @@ def record_of(
       ckpt: its tree, and what is around it.
       directory: what stands for `source.root`: where it is, or is being written.
       arrays: what is known of the arrays.
+      ocdbt: whether they are there in an OCDBT database.
       hashes: path below the directory -> SHA-256 of files that need not be read for it.
     """
     source = ckpt.source
@@ -158,7 +159,7 @@ def record_of(
     def hash_of(file: Location) -> str:
         return hashes.get(file.below(directory) or "") or file.sha256()
 
-    files = _hashes_below(item, _is_array_file(source.store, arrays), hash_of)
+    files = _hashes_below(item, _is_array_file(ocdbt, (*arrays, *source.store.values)), hash_of)
     beside = {}
     if source.item:
         beside = _hashes_below(step, lambda path: path.split("/")[0] == source.item, hash_of)
@@ -172,15 +173,15 @@ def text_hash(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
-def _is_array_file(store: ArrayStore, names: Iterable[str]) -> Callable[[str], bool]:
+def _is_array_file(ocdbt: bool, names: Iterable[str]) -> Callable[[str], bool]:
     """Whether a file below an item's directory holds bytes of arrays, or the B-tree of them."""
     own = {"d", MANIFEST}
-    if not store.ocdbt:
-        own = {name.partition("/")[0] for name in (*names, *store.values)}
+    if not ocdbt:
+        own = {name.partition("/")[0] for name in names}
 
     def check(path: str) -> bool:
         first = path.partition("/")[0]
-        return first in own or (store.ocdbt and first.startswith("ocdbt.process_"))
+        return first in own or (ocdbt and first.startswith("ocdbt.process_"))
 
     return check
 

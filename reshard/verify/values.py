@@ -10,7 +10,7 @@ import numpy as np
 
 from reshard.arrays.boxes import Box, Shape, chunks_together, shape_of
 from reshard.arrays.digests import Digest
-from reshard.arrays.handle import ArrayHandle
+from reshard.arrays.handle import ArrayHandle, Derived
 from reshard.engine.batches import Unit, in_batches
 from reshard.engine.budget import READ_OVERHEAD, WINDOW, Budget, cores, in_flight
 from reshard.engine.cost import co_read_groups, decoded_together
@@ -90,7 +90,7 @@ def _units(
     """All boxes, group by group, less those of groups that have failed; groups that share stored
     chunks in turn, box by box."""
     grids = [_grid(group, limit, max_memory) for group in groups]
-    first = [next((h for h in group if h.formed is not None), group[0]) for group in groups]
+    first = [next((h for h in group if isinstance(h.data, Derived)), group[0]) for group in groups]
     for together in co_read_groups(first):
         alike: dict[Hashable, list[int]] = {}
         for number in together:

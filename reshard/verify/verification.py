@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from reshard.arrays.handle import ArrayHandle, array_text, stored_name
+from reshard.arrays.handle import ArrayHandle, StoredArray, array_text, stored_name
 from reshard.checkpoint import Checkpoint, Leaf, Source
 from reshard.errors import CorruptCheckpointError, DestinationError, ReshardError, printable
 from reshard.hints import Hint
@@ -172,9 +172,11 @@ def record(ckpt: Checkpoint, digests: Mapping[Path, str]) -> Record:
     known = read_record(ckpt.source.store.directory / FILE)
     arrays = dict(known.arrays) if known is not None else {}
     arrays |= {
-        leaf.name: stored_record(leaf, digests[leaf.path]) for leaf in ckpt.arrays if leaf.is_stored
+        leaf.stored.name: stored_record(leaf, digests[leaf.path])
+        for leaf in ckpt.arrays
+        if leaf.stored is not None
     }
-    return record_of(ckpt, ckpt.source.root, arrays)
+    return record_of(ckpt, ckpt.source.root, arrays, ckpt.source.store.ocdbt)
 
 
 class _Findings:
@@ -216,14 +218,14 @@ def _expect(
     found: _Findings,
 ) -> None:
     """Adds what a record says of the arrays of a checkpoint."""
-    stored = {leaf.name: leaf for leaf in ckpt.arrays if leaf.formed is None}
+    stored = {leaf.data.name: leaf for leaf in ckpt.arrays if isinstance(leaf.data, StoredArray)}
     found.of_files += gone_arrays(ckpt.source, record, where)
     other_kinds = dict(arrays_of_other_kinds(stored.values(), record, where))
     for path, text in other_kinds.items():
         found.add(path, text)
     for name, leaf in stored.items():
         entry = record.arrays.get(name)
-        if entry is None or leaf.path in other_kinds or not leaf.is_stored:
+        if entry is None or leaf.path in other_kinds or leaf.stored is None:
             continue
         if entry.digest is not None:
             expected.setdefault(leaf.path, []).append((entry.digest, where))
@@ -241,7 +243,7 @@ def arrays_of_other_kinds(
 ) -> Iterator[tuple[Path, str]]:
     """Stored arrays whose shape or dtype is not that of a record, with both."""
     for handle in handles:
-        entry, stored = record.arrays.get(handle.name), stored_record(handle)
+        entry, stored = on_record(record.arrays, handle), stored_record(handle)
         if entry is not None and str(entry) != str(stored):
             yield handle.path, f"it is {stored}, and {entry} {where}"
 
@@ -256,11 +258,16 @@ def _not_in(record: Record, ckpt: Checkpoint) -> Iterator[tuple[Path, str]]:
                 yield path, "does not have it" if known is None else "has another text"
         if not isinstance(leaf, ArrayHandle):
             continue
-        entry = record.arrays.get(leaf.name) if leaf.formed is None else None
+        entry = on_record(record.arrays, leaf)
         if entry is None:
             yield path, "does not have it"
-        elif entry.digest is None or not leaf.is_stored:
+        elif entry.digest is None or leaf.stored is None:
             yield path, "has no digest of it"
+
+
+def on_record(arrays: Mapping[str, ArrayRecord], handle: ArrayHandle) -> ArrayRecord | None:
+    """What is recorded of a stored array; None where nothing is, and for derived ones."""
+    return arrays.get(handle.data.name) if isinstance(handle.data, StoredArray) else None
 
 
 def stored_record(handle: ArrayHandle, digest: str | None = None) -> ArrayRecord:

@@ -13,20 +13,27 @@ from typing import Any
 
 import tensorstore as ts
 
-from reshard.arrays.derived import stored_chunks, stored_values
+from reshard.arrays.derived import stored_chunks
 from reshard.arrays.handle import ArrayHandle
 from reshard.storage import posix
 from reshard.storage.array_store import ArrayStore
 from reshard.storage.location import Location
-from reshard.storage.ocdbt import MANIFEST, new_context, node_files, ocdbt_spec, value_files
+from reshard.storage.ocdbt import (
+    MANIFEST,
+    StoredValue,
+    new_context,
+    node_files,
+    ocdbt_spec,
+    value_files,
+)
 from reshard.writer.stream import wait_written
+from reshard.writer.target_format import TargetFormat
 
 STAGE = "ocdbt.process_0"
 # What Orbax gives its root database, so that readers need one read for the whole B-tree.
 _ROOT_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000}
 # Every commit of a staged batch writes the nodes on its path again: small ones keep that linear.
 _STAGE_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 1 << 18}
-_DATA_FILE_BYTES = 2 << 30
 # Each commit makes nodes that no later one reads: a large cache would only fill up with them.
 STAGE_CACHE_BYTES = 4 << 20
 # Arrays whose entries are copied to small nodes at once.
@@ -35,17 +42,20 @@ _PIECE = 10_000
 _ONE_KEY = ts.KvStore.KeyRange(b"", b"\0")
 
 
-def stage_spec(directory: Location) -> dict[str, Any]:
-    """The database that batches are committed to, one after another."""
-    return _writable(ocdbt_spec(directory / STAGE), _STAGE_CONFIG)
+def stage_spec(directory: Location, file_bytes: int) -> dict[str, Any]:
+    """The database that batches are committed to, one after another.
+
+    Args:
+      directory: the destination's item.
+      file_bytes: bytes that its data files have, about.
+    """
+    return _writable(ocdbt_spec(directory / STAGE), _STAGE_CONFIG) | {
+        "target_data_file_size": file_bytes
+    }
 
 
 def _writable(spec: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    return spec | {
-        "config": {**config, "manifest_kind": "single"},
-        "assume_config": True,
-        "target_data_file_size": _DATA_FILE_BYTES,
-    }
+    return spec | {"config": {**config, "manifest_kind": "single"}, "assume_config": True}
 
 
 def link_data_files(source: ArrayStore, directory: Location, files: Iterable[str]) -> bool:
@@ -72,6 +82,7 @@ def merge(
     source: ArrayStore,
     directory: Location,
     linked: Mapping[str, ArrayHandle],
+    target: TargetFormat,
     staged: bool,
 ) -> None:
     """Writes the root database of a destination, in one commit; in the place of one that an earlier
@@ -81,6 +92,7 @@ def merge(
       source: the source's arrays.
       directory: the destination's item.
       linked: the arrays whose data files were linked, by their names in the destination.
+      target: how they are stored in the destination.
       staged: there are staged writes.
     """
     (directory / MANIFEST).remove()
@@ -94,10 +106,10 @@ def merge(
     copies = []
     # Databases that were never merged may hold the same key: only the listed one is linked.
     merged = len(source.parts) == 1
-    alone = {new: h.name for new, h in linked.items() if h.formed is None}
+    alone = {new: h.stored.name for new, h in linked.items() if h.stored and target.is_verbatim(h)}
     same = all(old == new for new, old in alone.items())
     whole = merged and same and set(alone) == set(source.values)
-    one_by_one = {new: h for new, h in linked.items() if not whole or h.formed is not None}
+    one_by_one = {new: h for new, h in linked.items() if not whole or new not in alone}
     outer = _names_around_others(source)
     for part in source.parts if linked else ():
         own = ts.KvStore.open(
@@ -113,13 +125,13 @@ def merge(
                 below = own / f"{old}/"
                 copies.append(below.experimental_copy_range_to(root / f"{new}/"))
                 continue
-            for chunk in stored_chunks(handle) or ():
+            for chunk in stored_chunks(handle, target.encoding(handle)) or ():
                 if chunk.value.part == part:
                     one = own / f"{chunk.name}/{chunk.key}"
-                    target = root / f"{new}/{chunk.new_key}"
-                    copies.append(one.experimental_copy_range_to(target, _ONE_KEY))
+                    moved = root / f"{new}/{chunk.new_key}"
+                    copies.append(one.experimental_copy_range_to(moved, _ONE_KEY))
     if staged:
-        stage = ts.KvStore.open(stage_spec(directory), context=context).result()
+        stage = ts.KvStore.open(stage_spec(directory, target.file_bytes), context=context).result()
         copies.append(stage.experimental_copy_range_to(root))
     for copy in copies:
         wait_written(copy)
@@ -159,17 +171,16 @@ def _names_around_others(source: ArrayStore) -> set[str]:
     return found
 
 
-def prune(
-    directory: Location, linked: Mapping[str, ArrayHandle], staged: bool, again: bool
-) -> None:
+def prune(directory: Location, linked: Iterable[StoredValue], staged: bool, again: bool) -> None:
     """Deletes what the root database does not refer to: staged B-tree nodes, the staged manifest,
     linked files that only led to what was linked.
 
     Args:
-      directory, linked, staged: as for `merge`.
+      directory, staged: as for `merge`.
+      linked: what is stored of the arrays whose data files were linked.
       again: an earlier run may have been stopped while it did this.
     """
-    values = {v.file for h in linked.values() for v in stored_values(h) or () if v.file is not None}
+    values = {value.file for value in linked if value.file is not None}
     if again:  # which takes longer
         values = set(value_files(directory))
     elif staged:

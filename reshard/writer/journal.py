@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.arrays.digests import digest_of
-from reshard.arrays.handle import ArrayHandle
+from reshard.arrays.handle import ArrayHandle, StoredArray
 from reshard.arrays.operations import Constant
 from reshard.errors import CheckpointFormatError, DestinationError, ReshardError
 from reshard.hints import Hint
@@ -258,7 +258,7 @@ def fingerprint(
 def _lines(job: Job) -> Iterator[str]:
     source = job.ckpt.source
     linked = None if job.files is None else sorted(job.files)
-    yield repr((str(source.root), source.step, source.item, linked, job.ckpt.retyped))
+    yield repr((str(source.root), source.step, source.item, linked, job.ckpt.retyped, job.target))
     yield json.dumps(source.metadata, sort_keys=True)
     for path, leaf in job.ckpt.items():
         yield repr(path) if isinstance(leaf, ArrayHandle) else repr((path, leaf))
@@ -268,12 +268,16 @@ def _lines(job: Job) -> Iterator[str]:
 
 
 def _described(handle: ArrayHandle) -> Iterator[str]:
-    """All there is to an array, and to those that it is formed of."""
-    yield repr((handle.path, handle.name, handle.dtype, handle.shape, handle.sharding, handle.part))
-    yield repr((handle.value_type, handle.key_impl, handle.metadata))
-    if handle.formed is not None:
-        operation = handle.formed.operation
+    """All there is to an array, and to those that it is derived from."""
+    yield repr((handle.path, handle.dtype, handle.shape, handle.sharding))
+    yield repr((handle.value_type, handle.key_impl))
+    data = handle.data
+    if isinstance(data, StoredArray):
+        yield repr((data.name, data.metadata))
+    else:
+        operation = data.operation
+        yield repr(data.part)
         values = isinstance(operation, Constant)
         yield digest_of(operation.values) if values else repr(operation)
-        for other in handle.formed.inputs:
+        for other in data.inputs:
             yield from _described(other)

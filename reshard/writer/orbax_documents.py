@@ -12,17 +12,21 @@ from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint, Leaf, empty_name
 from reshard.sharding.mesh import MAX_DEVICE_IDS, Mesh, NamedSharding, Sharding, shard_shape
 from reshard.tree import Key, Path
+from reshard.writer.target_format import TargetFormat
 
 
-def documents(ckpt: Checkpoint, chunks: Mapping[Path, tuple[int, ...]]) -> dict[str, bytes]:
+def documents(
+    ckpt: Checkpoint, chunks: Mapping[Path, tuple[int, ...]], target: TargetFormat
+) -> dict[str, bytes]:
     """File name -> content of an item's documents.
 
     Args:
       ckpt: the tree as it is to be.
       chunks: chunk shape of each array in the destination.
+      target: the format of the arrays in the destination.
     """
     strings = _nested({stored_name(p): leaf for p, leaf in ckpt.items() if isinstance(leaf, str)})
-    result = {"_METADATA": _dump(_tree(ckpt)), "_sharding": _dump(_shardings(ckpt))}
+    result = {"_METADATA": _dump(_tree(ckpt, target)), "_sharding": _dump(_shardings(ckpt))}
     if ckpt.source.described:
         result["array_metadatas/process_0"] = _dump(_array_metadatas(ckpt, chunks))
     if strings:
@@ -34,7 +38,7 @@ def _dump(document: dict[str, Any]) -> bytes:
     return json.dumps(document).encode()
 
 
-def _tree(ckpt: Checkpoint) -> dict[str, Any]:
+def _tree(ckpt: Checkpoint, target: TargetFormat) -> dict[str, Any]:
     entries = {}
     for path in _in_order(ckpt):
         leaf = ckpt[path]
@@ -45,6 +49,11 @@ def _tree(ckpt: Checkpoint) -> dict[str, Any]:
             "value_metadata": _value(leaf, ckpt.source.described),
         }
     document = {"tree_metadata": entries, **ckpt.source.metadata}
+    store = ckpt.source.store
+    if target.ocdbt != store.ocdbt:
+        document["use_ocdbt"] = target.ocdbt
+    if target.zarr3 != store.zarr3:
+        document["use_zarr3"] = target.zarr3
     rich = document.pop("value_metadata_tree", None)
     if rich is not None and not ckpt.retyped:
         document["value_metadata_tree"] = json.dumps(_without_write_shapes(json.loads(rich)))

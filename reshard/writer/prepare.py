@@ -1,14 +1,13 @@
 """Planning a job from disk to disk: everything that can be known before a byte is written."""
 
-import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from reshard.arrays.derived import stored_share, stored_values
-from reshard.arrays.handle import ArrayHandle, collision_error, stored_name
+from reshard.arrays.handle import ArrayHandle, Derived, StoredArray, collision_error
 from reshard.checkpoint import Checkpoint
 from reshard.engine.budget import cores, in_flight
 from reshard.engine.cost import Decoded, co_read_groups, decoded_together, first_cell
@@ -23,7 +22,6 @@ from reshard.engine.plan import (
 )
 from reshard.errors import (
     ArgumentError,
-    CorruptCheckpointError,
     DestinationExistsError,
     MemoryLimitError,
     ReshardError,
@@ -34,17 +32,17 @@ from reshard.hints import Hint
 from reshard.loader.detection import step_number, why_not_replaceable
 from reshard.sharding.mesh import NamedSharding, shard_shape, spec_problems
 from reshard.storage import posix
-from reshard.storage.array_store import StoredValue, name_problem
 from reshard.storage.location import Location
+from reshard.storage.ocdbt import StoredValue
 from reshard.tree import Path, format_path
 from reshard.units import parse_bytes
 from reshard.writer import commit
 from reshard.writer.codec_sample import encoded_ratio
+from reshard.writer.shared_files import data_file_bytes, files_to_link, is_linked
 from reshard.writer.siblings import siblings
-from reshard.writer.stored_names import stored_name_clashes
+from reshard.writer.stored_names import name_errors
+from reshard.writer.target_format import FormatArguments, TargetFormat
 
-# A data file is shared with the source if at least this part of it stays in use.
-_WORTH_LINKING = 0.5
 # Encoded estimates may be this far off when the room on the disk is checked.
 _ESTIMATE_ERROR = 1.1
 
@@ -56,11 +54,13 @@ class Job:
     Attributes:
       ckpt: its tree.
       handles: its arrays.
-      plans: how each of them is carried over.
+      plans: how each of them is rewritten or copied.
+      target: how they are to be stored.
       files: data files to share with the source; None where nothing may be shared.
     """
 
     ckpt: Checkpoint
+    target: TargetFormat
     handles: tuple[ArrayHandle, ...]
     plans: tuple[ArrayPlan, ...]
     files: frozenset[str] | None
@@ -68,12 +68,16 @@ class Job:
     @functools.cached_property
     def linked(self) -> list[ArrayHandle]:
         """Arrays whose stored chunks stay where they are, in shared data files."""
-        return [h for h in self._moved if _is_linked(h, self.files)]
+        return [h for h in self._moved if is_linked(self.values(h), self.files)]
 
     @functools.cached_property
     def copied(self) -> list[ArrayHandle]:
         """Arrays whose stored chunks are copied undecoded."""
-        return [h for h in self._moved if not _is_linked(h, self.files)]
+        return [h for h in self._moved if not is_linked(self.values(h), self.files)]
+
+    def values(self, handle: ArrayHandle) -> list[StoredValue]:
+        """The stored values that an array consists of in the destination as they are."""
+        return stored_values(handle, self.target.encoding(handle)) or []
 
     @functools.cached_property
     def _moved(self) -> list[ArrayHandle]:
@@ -86,6 +90,7 @@ def prepare(
     *,
     max_memory: int,
     chunks: int | str,
+    form: FormatArguments,
     link: bool,
     overwrite: bool,
 ) -> tuple[list[Job], Plan, list[ReshardError]]:
@@ -96,6 +101,7 @@ def prepare(
       target: where to write; None where that is not known yet.
       max_memory: bytes.
       chunks: as `parse_chunks` gives it.
+      form: as `parse_format` gives it.
       link: whether data files may be shared with the source.
       overwrite: whether an existing target is to be replaced.
     """
@@ -109,7 +115,9 @@ def prepare(
             replaced = _check_replaced(target, checkpoints)
         except ReshardError as error:
             found.append(error)
-    jobs = [_prepare_item(c, target, max_memory, chunks, link, found) for c in checkpoints]
+    jobs = [
+        _prepare_item(c, target, max_memory, chunks, form.of(c), link, found) for c in checkpoints
+    ]
     total = _total(jobs, target, max_memory, link, found)
     if replaced:
         note = f"`{target}` is replaced once the new checkpoint is complete"
@@ -185,6 +193,7 @@ def _prepare_item(
     target: Location | None,
     max_memory: int,
     chunks: int | str,
+    form: TargetFormat,
     link: bool,
     found: list[ReshardError],
 ) -> Job:
@@ -192,13 +201,7 @@ def _prepare_item(
     collided = [handle for handle in ckpt.arrays if handle.same_name is not None]
     if collided:
         found.append(collision_error(collided))
-    clashes = stored_name_clashes(ckpt)
-    if clashes:
-        found.append(TreeMismatchError("two leaves would be stored under one name", clashes))
-    named = [(format_path(path), name_problem(stored_name(path))) for path in ckpt]
-    unusable = [f"{text:.80}: {problem}" for text, problem in named if problem]
-    if unusable:
-        found.append(TreeMismatchError("nothing can be stored under some names", unusable))
+    found += name_errors(ckpt, form)
     handles: list[ArrayHandle] = []
     plans: list[ArrayPlan] = []
     ratios: dict[tuple[Any, ...], float] = {}
@@ -216,31 +219,32 @@ def _prepare_item(
         groups |= dict.fromkeys(numbers, (group, len(numbers), decoded.nbytes))
     for number, handle in enumerate(whole):
         try:
-            layout = _layout(handle, *groups[number], ratios, max_memory)
+            layout = _layout(handle, form, *groups[number], ratios, max_memory)
             plans.append(plan_array(layout, chunks, max_memory))
             handles.append(handle)
         except ReshardError as error:
             found.append(error)
     plans = with_passes(plans, handles)
     store = ckpt.source.store
-    can_link = link and store.ocdbt
+    can_link = link and form.shares
     if can_link and target is not None:
         can_link = posix.same_filesystem(store.directory, target)
-    files = _files_to_link(handles, plans) if can_link else None
+    files = files_to_link(store, form, handles, plans) if can_link else None
     for i, (handle, plan) in enumerate(zip(handles, plans, strict=True)):
         if not plan.moved:
             continue
         layout = plan.layout
-        if _is_linked(handle, files):
+        if is_linked(stored_values(handle, form.encoding(handle)) or (), files):
             layout = dataclasses.replace(layout, linked_bytes=layout.stored_bytes)
             plans[i] = dataclasses.replace(plan, layout=layout)
         elif 2 * layout.largest_stored > max_memory:
             found.append(too_large(layout, 2 * layout.largest_stored, max_memory))
-    return Job(ckpt, tuple(handles), tuple(plans), files)
+    return Job(ckpt, form, tuple(handles), tuple(plans), files)
 
 
 def _layout(
     handle: ArrayHandle,
+    form: TargetFormat,
     group: int,
     co_read: int,
     group_bytes: int,
@@ -251,15 +255,17 @@ def _layout(
 
     Args:
       handle: the array.
+      form: how it is to be stored.
       group, co_read, group_bytes: as of `ArrayLayout`.
-      ratios: measured ratios of cast arrays so far; arrays that compress alike as they are stored
-        are taken to compress alike when they are cast.
+      ratios: measured ratios so far, of arrays in another dtype or with another codec; arrays that
+        compress alike as they are stored are taken to compress alike then, too.
       max_memory: bytes that a sample for such a ratio may take.
     """
     sizes = handle.stored_sizes()
-    moved = stored_values(handle)
+    encoding = form.encoding(handle)
+    moved = stored_values(handle, encoding)
     stored = stored_share(handle)
-    if handle.formed is not None and moved is not None:
+    if isinstance(handle.data, Derived) and moved is not None:
         stored = sum(value.size for value in moved)
     decoded = math.prod(handle.shape) * handle.stored_dtype.itemsize
     cell = math.prod(part.stop - part.start for part in first_cell(handle))
@@ -284,14 +290,23 @@ def _layout(
         co_read=co_read,
         group_bytes=group_bytes,
     )
-    same_dtype = handle.dtype == handle.stored_dtype
+    roots = [root.data.encoding for root in handle.roots() if isinstance(root.data, StoredArray)]
+    same = handle.dtype == handle.stored_dtype and all(
+        root.compressors == encoding.compressors for root in roots
+    )
     sample = layout.chunk_bytes + cell * layout.read_itemsize
-    if same_dtype or handle.same_name is not None or sample > max_memory:
+    if same or handle.same_name is not None:
+        return layout
+    if not encoding.compressors:
+        return dataclasses.replace(layout, encoded_ratio=1.0)
+    if sample > max_memory:
         return layout
     ratio = round(layout.encoded_ratio, 2)
-    alike = (handle.stored_dtype, handle.dtype, ratio, decoded > 1 << 20)
+    alike: tuple[Any, ...] = (handle.stored_dtype, handle.dtype, ratio, decoded > 1 << 20)
+    if not all(root.compressors for root in roots):  # then what is stored says nothing
+        alike = (*alike, handle.shape, handle.path[-1])
     if alike not in ratios:
-        ratios[alike] = encoded_ratio(handle)
+        ratios[alike] = encoded_ratio(handle, form)
     return dataclasses.replace(layout, encoded_ratio=ratios[alike])
 
 
@@ -331,54 +346,6 @@ def _check_fits(handle: ArrayHandle) -> None:
             )
 
 
-def _files_to_link(handles: Sequence[ArrayHandle], plans: Sequence[ArrayPlan]) -> frozenset[str]:
-    """Data files of which enough stays in use, by arrays that only need such files.
-
-    Enough is a good part of the file, or all of it that the source itself uses.
-    """
-    moved = [h for h, plan in zip(handles, plans, strict=True) if plan.moved]
-    if not moved:
-        return frozenset()
-    store = moved[0].store
-    used = _bytes_by_file(values.values() for values in store.values.values())
-    files: frozenset[str] | None = None
-    while True:
-        linked = [h for h in moved if files is None or _is_linked(h, files)]
-        kept = _bytes_by_file(stored_values(h) or () for h in linked)
-        enough = frozenset(
-            file
-            for file, size in kept.items()
-            if size >= used[file] or size >= _WORTH_LINKING * _file_bytes(store.directory / file)
-        )
-        if enough == files:
-            return enough
-        files = enough
-
-
-def _bytes_by_file(arrays: Iterable[Iterable[StoredValue]]) -> collections.Counter[str]:
-    """Data file -> bytes of stored values in it."""
-    found: collections.Counter[str] = collections.Counter()
-    for values in arrays:
-        for value in values:
-            if value.file is not None:
-                found[value.file] += value.size
-    return found
-
-
-def _file_bytes(file: Location) -> int:
-    size = file.file_bytes()
-    if size is None:
-        raise CorruptCheckpointError(f"the data file `{file}` is missing")
-    return size
-
-
-def _is_linked(handle: ArrayHandle, files: frozenset[str] | None) -> bool:
-    """Whether all that is stored of an array is in shared files, or inlined in the B-tree."""
-    if files is None:
-        return False
-    return all(value.file is None or value.file in files for value in stored_values(handle) or ())
-
-
 def _total(
     jobs: Sequence[Job],
     target: Location | None,
@@ -392,7 +359,7 @@ def _total(
     largest = max((cost for cost, _ in costs), default=0)
     limit = max(in_flight(max_memory, cores(), largest), largest)
     shared = sum(
-        _file_bytes(job.ckpt.source.store.directory / file)
+        data_file_bytes(job.ckpt.source.store.directory / file)
         for job in jobs
         for file in job.files or ()
     )
@@ -410,8 +377,21 @@ def _total(
         shared_bytes=shared,
         other_bytes=other,
         peak_memory=min(sum(cost * count for cost, count in costs), limit),
-        notes=tuple(dict.fromkeys(note for job in jobs for note in job.ckpt.notes)),
+        notes=tuple(dict.fromkeys(note for job in jobs for note in _notes(job))),
     )
+
+
+def _notes(job: Job) -> Iterator[str]:
+    """What the user should know of an item."""
+    yield from job.ckpt.notes
+    store = job.ckpt.source.store
+    if (job.target.ocdbt, job.target.zarr3) != (store.ocdbt, store.zarr3):
+        yield f"the arrays are stored as {job.target.format}, and not {job.ckpt.source.format}"
+    if job.target.codec is not None and not all(plan.moved for plan in job.plans):
+        yield (
+            f"what is encoded anew is compressed with {job.target.codec}; its bytes are estimated "
+            "from samples"
+        )
 
 
 def _costs(plan: ArrayPlan, copied: bool) -> list[tuple[int, int]]:

@@ -69,7 +69,7 @@ def read_back(
 
     names = {stored_name(handle.path) for handle in handles}
     written = _written(job, directory)
-    chosen = {leaf.path: leaf for leaf in written.arrays if leaf.name in names}
+    chosen = {leaf.path: leaf for leaf in written.arrays if stored_name(leaf.path) in names}
     found = verification.verify(written.replace(chosen), max_memory=memory, progress=progress)
     if not found.ok:
         raise CorruptCheckpointError(
@@ -79,11 +79,13 @@ def read_back(
 
 def check_whole(job: Job, directory: Location) -> None:
     """Raises CorruptCheckpointError if something is gone of what an earlier run had written."""
-    for handle in _written(job, directory).arrays:
+    written = _written(job, directory)
+    store = written.source.store
+    for handle in written.arrays:
         handle.stored_sizes()
-        files = {value.file for value in handle.store.values[handle.name].values()}
+        files = {value.file for value in store.values[stored_name(handle.path)].values()}
         for file in sorted(file for file in files if file is not None):
-            if not (handle.store.directory / file).exists():
+            if not (store.directory / file).exists():
                 raise CorruptCheckpointError(f"the data file `{file}` is gone from `{directory}`")
 
 

@@ -1,11 +1,11 @@
 """Digests of what a job writes, and of what it reads where those are on record."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 from reshard.arrays.digests import Digest
-from reshard.arrays.handle import ArrayHandle, stored_name
+from reshard.arrays.handle import ArrayHandle, StoredArray, stored_name
 from reshard.errors import CorruptCheckpointError
 from reshard.hints import Hint
 from reshard.tree import Path, format_path
@@ -16,6 +16,7 @@ from reshard.verify.verification import (
     changed_file,
     changed_files,
     gone_arrays,
+    on_record,
     reason,
     recorded_files,
     stored_record,
@@ -40,7 +41,7 @@ def source_record(job: Job) -> Record:
     record = read_record(file)
     if record is None:
         return Record({}, {}, {}, {})
-    kinds = arrays_of_other_kinds(_stored(job.handles), record, "on record")
+    kinds = arrays_of_other_kinds([h for _, h in _stored(job.handles)], record, "on record")
     problems = [f"{format_path(path)}: {text}" for path, text in kinds]
     problems += gone_arrays(source, record, "on record")
     files = [*changed_files(source, record, lambda file: is_sibling(job.ckpt, file))]
@@ -87,8 +88,8 @@ class ReadAgain(NamedTuple):
     """What is read beside what is copied, for its digests.
 
     Attributes:
-      sources: arrays on record that cast or formed arrays are made of; these are not written as
-        they were read, and have no digest that could be carried over.
+      sources: arrays on record that cast or derived arrays are computed from; these are not written
+        as they were read, and have no digest that could be carried over.
       moved: arrays that are moved undecoded and have no digest.
     """
 
@@ -105,10 +106,11 @@ def read_again(job: Job, known: Known, moved_too: bool) -> ReadAgain:
       moved_too: whether arrays that are moved undecoded are to get a digest.
     """
     decoded = _decoded(job)
-    straight = {h.name for h in decoded if h.is_stored}
+    straight = {h.stored.name for h in decoded if h.stored is not None}
     moved = [h for h in job.linked + job.copied if moved_too and _carried(known, h) is None]
-    made = _stored(h for h in job.handles if not h.is_stored)
-    return ReadAgain([h for h in made if h.name not in straight and _digest(known, h)], moved)
+    made = _stored(h for h in job.handles if h.stored is None)
+    sources = [h for name, h in made if name not in straight and _digest(known, h)]
+    return ReadAgain(sources, moved)
 
 
 def records(
@@ -135,7 +137,10 @@ def records(
         all of them.
     """
     texts = {path: digest.text() for path, digest in digests.items()}
-    by_name = {(h.name,): replace(h, path=(h.name,), dtype=h.stored_dtype) for h in again.sources}
+    by_name = {
+        (name,): replace(h, path=(name,), dtype=h.stored_dtype)
+        for name, h in _stored(again.sources)
+    }
     read, failed = read_digests([*by_name.values(), *again.moved], max_memory, report)
     if failed:
         raise CorruptCheckpointError(
@@ -143,8 +148,8 @@ def records(
             [f"{format_path(path)}: {reason(error, path)}" for path, error in failed.items()],
             verify_hints(job),
         )
-    wrong = [h for h in _decoded(job) if h.is_stored and _differs(texts[h.path], known, h)]
-    wrong += [h for h in again.sources if _differs(read[h.name,], known, h)]
+    wrong = [h for h in _decoded(job) if h.stored is not None and _differs(texts[h.path], known, h)]
+    wrong += [h for name, h in _stored(again.sources) if _differs(read[name,], known, h)]
     if wrong:
         raise CorruptCheckpointError(
             f"values were read from `{job.ckpt.source.path}` that are not those its digests were "
@@ -172,26 +177,24 @@ def verify_hints(job: Job) -> list[str]:
     return [Hint(("verify_item", step, source.item) if len(source.items) > 1 else ("verify", step))]
 
 
-def _stored(handles: Iterable[ArrayHandle]) -> Iterator[ArrayHandle]:
-    """The stored arrays that these are, or are made of, each once."""
-    seen = set()
-    todo = list(handles)[::-1]
-    while todo:
-        handle = todo.pop()
-        if handle.formed is not None:
-            todo += handle.formed.inputs[::-1]
-        elif handle.name not in seen:
-            seen.add(handle.name)
-            yield handle
+def _stored(handles: Iterable[ArrayHandle]) -> list[tuple[str, ArrayHandle]]:
+    """The stored arrays that these are, or are derived from, each once, with their names."""
+    found: dict[str, ArrayHandle] = {}
+    for handle in handles:
+        for root in handle.roots():
+            if isinstance(root.data, StoredArray):
+                found.setdefault(root.data.name, root)
+    return list(found.items())
 
 
 def _digest(known: Known, handle: ArrayHandle) -> str | None:
-    return known[handle.name].digest if handle.name in known else None
+    entry = on_record(known, handle)
+    return None if entry is None else entry.digest
 
 
 def _carried(known: Known, handle: ArrayHandle) -> str | None:
     """The digest on record of what an array is moved from undecoded."""
-    return _digest(known, handle) if handle.is_stored else None
+    return _digest(known, handle) if handle.stored is not None else None
 
 
 def _differs(text: str, known: Known, handle: ArrayHandle) -> bool:

@@ -53,10 +53,10 @@ from reshard.writer.siblings import (
 from reshard.writer.stream import (
     Target,
     move_values,
-    target_metadata,
     write_boxes,
     write_values,
 )
+from reshard.writer.target_format import parse_format
 
 Checkpoints = Checkpoint | Sequence[Checkpoint]
 Progress = Callable[[int, int], None]
@@ -68,6 +68,10 @@ def plan(
     *,
     max_memory: int | str = "1GiB",
     chunks: int | str = "shard",
+    format: str | None = None,
+    ocdbt: bool | None = None,
+    codec: str | None = None,
+    file_size: int | str | None = None,
     link: bool = True,
     overwrite: bool = False,
 ) -> Plan:
@@ -78,6 +82,7 @@ def plan(
       destination: where to; without it, data files are taken to be shareable.
       max_memory: bytes, or text such as `"256MiB"`.
       chunks: `"shard"`, `"keep"`, or the most decoded bytes of a chunk.
+      format, ocdbt, codec, file_size: the format of the destination; see `save`.
       link: whether unchanged data files may be shared with the source.
       overwrite: whether an existing destination is to be replaced.
 
@@ -89,6 +94,7 @@ def plan(
         None if destination is None else parse_location(destination),
         max_memory=parse_bytes(max_memory),
         chunks=parse_chunks(chunks),
+        form=parse_format(format, ocdbt, codec, file_size),
         link=link,
         overwrite=overwrite,
     )
@@ -106,6 +112,10 @@ def save(
     *,
     max_memory: int | str = "1GiB",
     chunks: int | str = "shard",
+    format: str | None = None,
+    ocdbt: bool | None = None,
+    codec: str | None = None,
+    file_size: int | str | None = None,
     link: bool = True,
     overwrite: bool = False,
     digest: bool = False,
@@ -116,10 +126,10 @@ def save(
     """Writes a checkpoint, in the layout that its source has; whole or not at all.
 
     A step stays a step with its other items, a manager's root stays a root with that step, v1
-    stays v1; format, codec and its level stay the source's. Nothing but `max_memory` bytes is in
-    flight at any time. Chunks that do not change are not decoded; data files that stay in use are
-    shared with the source by hard links, which is safe: Orbax and TensorStore never write to a
-    data file again.
+    stays v1; format, codec and its level stay the source's unless they are given. Nothing but
+    `max_memory` bytes is in flight at any time. Chunks that do not change are not decoded; data
+    files that stay in use are shared with the source by hard links, which is safe: Orbax and
+    TensorStore never write to a data file again.
 
     Digests of the values are recorded beside the arrays (see `reshard.arrays.digests`), and where
     the source has some, what is read is compared with them.
@@ -154,10 +164,17 @@ def save(
     checkpoints = _as_list(ckpt)
     memory = parse_bytes(max_memory)
     grid = parse_chunks(chunks)
+    form = parse_format(format, ocdbt, codec, file_size)
 
     def prepared(link: bool) -> tuple[list[Job], Plan]:
         jobs, total, found = prepare(
-            checkpoints, target, max_memory=memory, chunks=grid, link=link, overwrite=overwrite
+            checkpoints,
+            target,
+            max_memory=memory,
+            chunks=grid,
+            form=form,
+            link=link,
+            overwrite=overwrite,
         )
         _raise_all(found)
         return jobs, total
@@ -270,7 +287,7 @@ def _record(
     hashes: Mapping[str, str],
 ) -> None:
     """Writes the record of an item."""
-    record = record_of(job.ckpt, directory, arrays, hashes)
+    record = record_of(job.ckpt, directory, arrays, job.target.ocdbt, hashes)
     (_item_directory(job, directory) / FILE).write(record.dump())
 
 
@@ -335,11 +352,13 @@ def _write_item(
     report: Callable[[int], None],
 ) -> dict[Path, Digest]:
     """Writes the arrays and the documents of an item. The digests of the arrays that it decoded."""
-    store = job.ckpt.source.store
+    store, form = job.ckpt.source.store, job.target
     writeback = posix.Writeback(directory / database.STAGE / "d")
-    spec = database.stage_spec(directory) if store.ocdbt else directory.spec
+    spec = directory.spec
+    if form.ocdbt:
+        spec = database.stage_spec(directory, form.file_bytes)
     context = new_context(database.STAGE_CACHE_BYTES)
-    target = Target(spec, context, store.driver, store.fills)
+    target = Target(spec, context, form)
     sources = {handle.path: handle for handle in job.handles}
     names = {path: stored_name(path) for path in sources}
     digests = new_digests(job)
@@ -353,16 +372,16 @@ def _write_item(
     values = [
         (stores(chunk.name), chunk.key, f"{names[h.path]}/{chunk.new_key}", chunk.value.size)
         for h in job.copied
-        for chunk in stored_chunks(h) or ()
+        for chunk in stored_chunks(h, form.encoding(h)) or ()
     ]
-    regridded = {
-        f"{names[h.path]}/{store.metadata_key}": target_metadata(h, h.chunk_shape)
+    rewritten = {
+        f"{names[h.path]}/{form.metadata_key}": form.metadata(h, h.chunk_shape)
         for h in (*job.linked, *job.copied)
-        if h.formed is not None
+        if not form.is_verbatim(h)
     }
     try:
         if not so_far.merged:
-            write_values(regridded, target)
+            write_values(rewritten, target)
         largest = max((plan.box_bytes for plan in job.plans), default=0)
         with Budget(in_flight(memory, journal.cores, largest)) as budget:
             move_values(values, target, so_far, budget, committed, report)
@@ -371,17 +390,18 @@ def _write_item(
             )
     finally:
         writeback.finish()
-    if store.ocdbt and job.plans:
+    if form.ocdbt and job.plans:
         linked = {names[h.path]: h for h in job.linked}
-        staged = bool(values or regridded) or any(not a.moved for a in job.plans)
+        staged = bool(values or rewritten) or any(not a.moved for a in job.plans)
         again = so_far.merged
         if not again:
-            database.merge(store, directory, linked, staged)
+            database.merge(store, directory, linked, form, staged)
             so_far.merged = True
             journal.write()
-        database.prune(directory, linked, staged, again)
+        kept = (value for h in job.linked for value in job.values(h))
+        database.prune(directory, kept, staged, again)
     chunks = {a.layout.path: a.chunk for a in job.plans}
-    for name, data in documents(job.ckpt, chunks).items():
+    for name, data in documents(job.ckpt, chunks, form).items():
         (directory / name).parent.make_directory()
         (directory / name).write(data)
     return digests

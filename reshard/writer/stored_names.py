@@ -1,22 +1,60 @@
-"""Names under which leaves are stored: no two of one, and none inside of another."""
+"""Names that leaves are stored under in the destination, and what stands against them."""
 
 import itertools
-import json
 import re
+from collections.abc import Iterator
 
-from reshard.arrays import zarr
-from reshard.arrays.handle import ArrayHandle, stored_name
+from reshard.arrays.handle import ArrayHandle, StoredArray, stored_name
 from reshard.checkpoint import Checkpoint, name_clashes
+from reshard.errors import ArgumentError, ReshardError, TreeMismatchError
+from reshard.storage.array_store import name_problem
 from reshard.tree import Path, format_path
+from reshard.verify.digest_record import FILE
+from reshard.writer.siblings import MARKER, is_sibling
+from reshard.writer.target_format import TargetFormat
+
+# Files of an item, where an array of plain files would have its directory.
+_DOCUMENTS = {"_METADATA", "_sharding", "_strings.json", "array_metadatas", "manifest.ocdbt"}
+# Bytes of the name of a file or a directory.
+_MAX_NAME = 255
 
 
-def stored_name_clashes(ckpt: Checkpoint) -> list[str]:
+def name_errors(ckpt: Checkpoint, form: TargetFormat) -> Iterator[ReshardError]:
+    """What stands against the names of the leaves of an item, as it is to be stored."""
+    if clashes := _clashes(ckpt, form):
+        yield TreeMismatchError("two leaves would be stored under one name", clashes)
+    named = [(format_path(path), name_problem(stored_name(path))) for path in ckpt]
+    if unusable := [f"{text:.80}: {problem}" for text, problem in named if problem]:
+        yield TreeMismatchError("nothing can be stored under some names", unusable)
+    if not form.ocdbt and (unusable := list(_not_files(ckpt))):
+        yield ArgumentError(
+            "arrays that cannot be stored as plain files", unusable, ["ocdbt=True stores them"]
+        )
+
+
+def _not_files(ckpt: Checkpoint) -> Iterator[str]:
+    """Arrays whose names are none of directories, or those of something else in the item."""
+    directory = ckpt.source.store.directory
+    taken = {name for name in directory.names() if is_sibling(ckpt, directory / name)}
+    taken |= {*_DOCUMENTS, MARKER, FILE}
+    for array in ckpt.arrays:
+        parts = stored_name(array.path).split("/")
+        if not {"", "."}.isdisjoint(parts):
+            yield f"{format_path(array.path):.80}: its name is no path of a directory"
+        elif any(len(part.encode(errors="replace")) > _MAX_NAME for part in parts):
+            yield f"{format_path(array.path):.80}: its name is longer than that of a file can be"
+        elif parts[0] in taken or parts[0].startswith("ocdbt.process_"):
+            yield f"{format_path(array.path)}: `{parts[0]}` is something else in the checkpoint"
+
+
+def _clashes(ckpt: Checkpoint, form: TargetFormat) -> list[str]:
     """Leaves of which one would overwrite the other, or could not be written beside it."""
     arrays = {handle.path: handle for handle in ckpt.arrays}
     strings = [path for path, leaf in ckpt.items() if isinstance(leaf, str)]
 
     def is_unchanged(path: Path) -> bool:
-        return arrays[path].formed is None and arrays[path].name == stored_name(path)
+        data = arrays[path].data
+        return isinstance(data, StoredArray) and data.name == stored_name(path)
 
     clashes = name_clashes(arrays, is_unchanged) + name_clashes(strings)
     for kind in (arrays, strings):
@@ -29,24 +67,27 @@ def stored_name_clashes(ckpt: Checkpoint) -> list[str]:
                 two = f"{format_path(outer)} and {format_path(path)}"
                 if outer not in arrays:
                     clashes.append(f"{two}: the string `{name}` would be inside of `{name[:end]}`")
-                elif file := _file_above(arrays[outer], arrays[path], name[end + 1 :]):
+                elif file := _file_above(form, arrays[outer], arrays[path], name[end + 1 :]):
                     clashes.append(f"{two}: `{name[:end]}/{file}` is a file of `{name[:end]}`")
     return clashes
 
 
-def _file_above(outer: ArrayHandle, inner: ArrayHandle, below: str) -> str | None:
+def _file_above(
+    form: TargetFormat, outer: ArrayHandle, inner: ArrayHandle, below: str
+) -> str | None:
     """The chunk or metadata of an array that is in the place of what is stored of another, or of a
     directory that this is in; None if there is none. In an OCDBT database there are no directories.
 
     Args:
+      form: how both are stored.
       outer: the array.
       inner: the other one.
       below: its name, below that of the array.
     """
-    chunks = zarr.chunk_keys(json.loads(outer.metadata))
-    first = zarr.chunk_key(json.loads(inner.metadata), (0,) * len(inner.shape))
+    chunks = form.encoding(outer).chunk_keys(len(outer.shape))
+    first = form.encoding(inner).chunk_key((0,) * len(inner.shape))
     *directories, whole = itertools.accumulate(f"{below}/{first}".split("/"), "{}/{}".format)
-    for key in [whole] if outer.store.ocdbt else [*directories, whole]:
-        if key == outer.store.metadata_key or chunks.fullmatch(key):
+    for key in [whole] if form.ocdbt else [*directories, whole]:
+        if key == form.metadata_key or chunks.fullmatch(key):
             return key
     return None

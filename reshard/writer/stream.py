@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorstore as ts
 
-from reshard.arrays import zarr
 from reshard.arrays.boxes import Box, inside, shape_of
 from reshard.arrays.digests import Digest
 from reshard.arrays.handle import ArrayHandle
@@ -22,6 +21,7 @@ from reshard.errors import CorruptCheckpointError, DestinationError
 from reshard.storage.location import checked, first_line
 from reshard.tree import Path
 from reshard.writer.item_progress import ItemProgress
+from reshard.writer.target_format import TargetFormat
 
 Progress = Callable[[int], None]
 
@@ -32,14 +32,12 @@ class Target(NamedTuple):
     Attributes:
       spec: the key-value store.
       context: its resources.
-      driver: TensorStore's name of the array driver.
-      fills: chunks that hold the fill value alone are left out, as they are in the source.
+      format: how arrays are stored there.
     """
 
     spec: dict[str, Any]
     context: ts.Context
-    driver: str
-    fills: bool
+    format: TargetFormat
 
     def open(self) -> ts.KvStore:
         """The key-value store."""
@@ -103,9 +101,9 @@ def write_boxes(
         for array, box, values, _ in boxes:
             path = array.layout.path
             if path not in targets:
-                metadata = target_metadata(sources[path], array.chunk)
+                metadata = target.format.metadata(sources[path], array.chunk)
                 targets[path] = _open_target(target, names[path], metadata)
-                key = f"{names[path]}/{sources[path].store.metadata_key}"
+                key = f"{names[path]}/{target.format.metadata_key}"
                 copies.append(writable.write(key, metadata))
             array_target = targets[path].with_transaction(transaction)
             write = array_target[box].write(values, can_reference_source_data_indefinitely=True)
@@ -242,22 +240,14 @@ def source_pieces(array: ArrayPlan, box: Box) -> Iterator[Box]:
 def _open_target(target: Target, name: str, metadata: bytes) -> ts.TensorStore:
     return ts.open(
         {
-            "driver": target.driver,
+            "driver": target.format.driver,
             "kvstore": target.spec | {"path": f"{target.spec.get('path', '')}{name}/"},
             "metadata": json.loads(metadata),
             "assume_metadata": True,
-            "store_data_equal_to_fill_value": not target.fills,
+            "store_data_equal_to_fill_value": not target.format.fills,
         },
         context=target.context,
     ).result()
-
-
-def target_metadata(handle: ArrayHandle, chunk: Sequence[int]) -> bytes:
-    """The source's zarr metadata with another chunk shape and, for a cast, another dtype."""
-    document = zarr.with_chunks(json.loads(handle.metadata), chunk)
-    if handle.dtype != handle.stored_dtype:
-        document = zarr.with_dtype(document, handle.dtype)
-    return zarr.dump(document)
 
 
 def move_values(

@@ -111,12 +111,7 @@ def _opened(source: Path) -> tuple[int, int]:
     start = read_bytes(os.getpid())
     arrays = reshard.open(source).arrays
     read = read_bytes(os.getpid()) - start
-    return read, sum(
-        value.size
-        for array in arrays
-        for key, value in array.store.values[array.name].items()
-        if key != array.store.metadata_key
-    )
+    return read, sum(value.size for array in arrays for value in array.data.chunks.values())
 
 
 def restore(

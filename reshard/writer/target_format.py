@@ -1,0 +1,218 @@
+"""The format of what is written: the source's, but for what the user asks for."""
+
+import json
+import re
+from typing import NamedTuple
+
+from reshard.arrays.handle import ArrayHandle, Derived, StoredArray
+from reshard.arrays.zarr import Encoding, codec, converted, parse_encoding
+from reshard.checkpoint import Checkpoint
+from reshard.errors import ArgumentError, MemoryLimitError
+from reshard.tree import format_path
+from reshard.units import parse_bytes
+
+# Data files of an OCDBT database; Orbax's own default.
+_FILE_BYTES = 2 << 30
+# What an array is stored as where no other one of the checkpoint says: as Orbax does it.
+_ORBAX = b'{"zarr_format":2,"shape":[],"dtype":"<f4","compressor":{"id":"zstd","level":1}}'
+# What blosc compresses with.
+_BLOSC = ("lz4", "lz4hc", "blosclz", "zlib", "zstd")
+
+
+class Codec(NamedTuple):
+    """What chunks are to be compressed with.
+
+    Attributes:
+      name: `"none"`, `"zstd"` or `"blosc"`.
+      level: None for the source's if it has that codec, else the usual one.
+      inner: what blosc compresses with; None as for the level.
+    """
+
+    name: str
+    level: int | None = None
+    inner: str | None = None
+
+    def applied(self, encoding: Encoding) -> Encoding:
+        """An encoding with this codec in the place of its own. Checksums stay."""
+        kept = tuple(text for text in encoding.compressors if json.loads(text)["name"] == "crc32c")
+        if self.name == "none":
+            return encoding._replace(compressors=kept)
+        own = [json.loads(text) for text in encoding.compressors if text not in kept]
+        same = own[0]["configuration"] if [c["name"] for c in own] == [self.name] else {}
+        if self.name == "zstd":
+            asked = {"level": self.level}
+            usual = {"level": 1}
+        else:
+            asked = {"cname": self.inner, "clevel": self.level}
+            usual = {"blocksize": 0, "clevel": 5, "cname": "lz4", "shuffle": "auto"}
+        asked = {key: value for key, value in asked.items() if value is not None}
+        new = codec(self.name, {**usual, **same, **asked})
+        # Inside of shards nothing would bound what a chunk of blosc decodes to.
+        shards = None if self.name == "blosc" else encoding.shards
+        return encoding._replace(compressors=(new, *kept), shards=shards)
+
+    def __str__(self) -> str:
+        parts = (self.name, self.inner, self.level)
+        return ":".join(str(part) for part in parts if part is not None)
+
+
+class FormatArguments(NamedTuple):
+    """What a user asks for; None for what the source has.
+
+    Attributes:
+      zarr3: zarr v3 rather than v2.
+      ocdbt: OCDBT databases rather than plain files.
+      codec: what chunks are compressed with.
+      file_bytes: bytes that data files of a database have, about.
+    """
+
+    zarr3: bool | None = None
+    ocdbt: bool | None = None
+    codec: Codec | None = None
+    file_bytes: int | None = None
+
+    def of(self, ckpt: Checkpoint) -> "TargetFormat":
+        """The format of an item.
+
+        Raises:
+          ArgumentError: it would be plain files of a certain size, or arrays have codecs that this
+            version of zarr lacks.
+        """
+        store = ckpt.source.store
+        ocdbt = store.ocdbt if self.ocdbt is None else self.ocdbt
+        if not ocdbt and self.file_bytes is not None:
+            raise ArgumentError(
+                "plain files have a chunk each: there is no size of data files to choose",
+                hints=["file_size goes with ocdbt=True"],
+            )
+        roots = (root.data for array in ckpt.arrays for root in array.roots())
+        metadata = next((data.metadata for data in roots if isinstance(data, StoredArray)), _ORBAX)
+        found = TargetFormat(
+            store.zarr3 if self.zarr3 is None else self.zarr3,
+            ocdbt,
+            self.codec,
+            self.file_bytes or _FILE_BYTES,
+            store.ocdbt and ocdbt and self.file_bytes is None,
+            store.fills,
+            parse_encoding(metadata),
+        )
+        problems = []
+        for array in ckpt.arrays:
+            try:
+                found.encoding(array)
+            except ValueError as error:
+                problems.append(f"{format_path(array.path)}: {error}")
+        if problems:
+            raise ArgumentError(
+                f"arrays that cannot be stored as {found.format}",
+                problems,
+                ["codec='zstd' decodes them, and compresses them anew"],
+            )
+        return found
+
+
+class TargetFormat(NamedTuple):
+    """How the arrays of an item are stored in the destination.
+
+    Attributes:
+      zarr3: zarr v3 rather than v2.
+      ocdbt: in an OCDBT database rather than plain files.
+      codec: what chunks are compressed with, None for what each of them is in the source.
+      file_bytes: bytes that data files of the database have, about.
+      shares: data files of the source may become data files of the destination.
+      fills: chunks that hold the fill value alone are left out, as they are in the source.
+      usual: the encoding of arrays that come from no stored one.
+    """
+
+    zarr3: bool
+    ocdbt: bool
+    codec: Codec | None
+    file_bytes: int
+    shares: bool
+    fills: bool
+    usual: Encoding
+
+    @property
+    def format(self) -> str:
+        """It in words, as `Source.format` has it."""
+        return f"{'OCDBT' if self.ocdbt else 'plain files'}, {'zarr3' if self.zarr3 else 'zarr2'}"
+
+    @property
+    def driver(self) -> str:
+        """TensorStore's name of the array driver."""
+        return "zarr3" if self.zarr3 else "zarr"
+
+    @property
+    def metadata_key(self) -> str:
+        """The key of an array's own metadata, below its name."""
+        return "zarr.json" if self.zarr3 else ".zarray"
+
+    def encoding(self, handle: ArrayHandle) -> Encoding:
+        """How an array's chunks are encoded.
+
+        Raises:
+          ValueError: this version of zarr has no such codec.
+        """
+        root = next((root.data for root in handle.roots()), None)
+        encoding = root.encoding if isinstance(root, StoredArray) else self.usual
+        if isinstance(handle.data, Derived):
+            encoding = encoding.of_derived()
+        if root is None or handle.dtype != handle.stored_dtype:
+            encoding = encoding.of_other_dtype()
+        if self.codec is not None:
+            encoding = self.codec.applied(encoding)
+        version = 3 if self.zarr3 else 2
+        return encoding if encoding.zarr_format == version else converted(encoding, version)
+
+    def metadata(self, handle: ArrayHandle, chunk: tuple[int, ...]) -> bytes:
+        """An array's zarr metadata."""
+        return self.encoding(handle).document(handle.shape, chunk, handle.dtype)
+
+    def is_verbatim(self, handle: ArrayHandle) -> bool:
+        """Whether all that is stored of an array is as it is in the source, key for key."""
+        return handle.stored is not None and handle.stored.encoding == self.encoding(handle)
+
+
+def parse_format(
+    format: str | None, ocdbt: bool | None, codec: str | None, file_size: int | str | None
+) -> FormatArguments:
+    """What a user asks for; see `reshard.save`.
+
+    Raises:
+      ArgumentError: one of them is not what it can be.
+    """
+    if format not in (None, "zarr2", "zarr3"):
+        raise ArgumentError(f"`{format}` is no format of arrays", hints=["`zarr2` or `zarr3`"])
+    if ocdbt is not None and type(ocdbt) is not bool:
+        raise ArgumentError(f"ocdbt is True, False or None, not `{ocdbt!r:.40}`")
+    return FormatArguments(
+        None if format is None else format == "zarr3",
+        ocdbt,
+        None if codec is None else _parse_codec(codec),
+        None if file_size is None else _parse_file_size(file_size),
+    )
+
+
+def _parse_codec(text: str) -> Codec:
+    pattern = r"none|(zstd)(?::(-?\d+))?|(blosc)(?::([a-z]\w+))?(?::(\d))?"
+    match = re.fullmatch(pattern, text, re.ASCII) if isinstance(text, str) else None
+    if match is not None:
+        zstd, level, blosc, inner, blosc_level = match.groups()
+        number = level or blosc_level
+        found = Codec(zstd or blosc or "none", None if number is None else int(number), inner)
+        if inner in (None, *_BLOSC) and (zstd is None or (found.level or 0) in range(-131072, 23)):
+            return found
+    raise ArgumentError(
+        f"`{text}` is no codec",
+        hints=["`none`, `zstd` or `zstd:9` (at most 22), `blosc` or `blosc:lz4:5` (at most 9)"],
+    )
+
+
+def _parse_file_size(size: int | str) -> int:
+    try:
+        nbytes = parse_bytes(size)
+    except MemoryLimitError:
+        nbytes = 0
+    if nbytes < 1:
+        raise ArgumentError(f"`{size}` is no size of a file", hints=["bytes: `256MiB`"])
+    return nbytes
