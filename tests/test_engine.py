@@ -1,6 +1,5 @@
 """Boxes that are read within a budget: what that counts, in what order, what a failure leaves."""
 
-import dataclasses
 import gc
 import itertools
 import json
@@ -20,7 +19,7 @@ from sampling import examples
 from watched import Watched
 
 import reshard
-from reshard.arrays.handle import ArrayHandle
+from reshard.arrays.handle import ArrayHandle, StoredArray
 from reshard.engine import cost
 from reshard.engine import read as engine
 from reshard.engine.batches import Unit, in_batches
@@ -297,7 +296,17 @@ def test_an_interrupted_wait_is_waited_for_again(handle, monkeypatch):
 # What batches decode.
 
 
-def stored(shape, chunk, name="w", encoded=7):
+class Nothing:
+    """A store without arrays."""
+
+    def __init__(self, encoded):
+        self.encoded = encoded
+
+    def largest_chunk(self, name):
+        return self.encoded
+
+
+def stored(shape, chunk, name="w", store=None, encoded=7):
     """A handle of float32 that nothing is stored of."""
     return ArrayHandle(
         path=(name,),
@@ -309,9 +318,7 @@ def stored(shape, chunk, name="w", encoded=7):
         value_type="jax.Array",
         key_impl=None,
         stored_dtype=np.dtype("f4"),
-        store=types.SimpleNamespace(largest_chunk=lambda name: encoded),
-        name=name,
-        metadata=b"",
+        data=StoredArray(store or Nothing(encoded), name, b""),
     )
 
 
@@ -328,12 +335,11 @@ def labels(handle):
 @st.composite
 def arrays_and_boxes(draw):
     """Some arrays, and boxes of them that may overlap."""
-    handles = []
+    handles, store = [], Nothing(7)
     for number in range(draw(st.integers(1, 2))):
         shape = tuple(draw(st.lists(st.integers(1, 9), max_size=3)))
         chunk = tuple(draw(st.integers(1, size + 1)) for size in shape)
-        handles.append(stored(shape, chunk, f"w{number}"))
-    handles = [dataclasses.replace(handle, store=handles[0].store) for handle in handles]
+        handles.append(stored(shape, chunk, f"w{number}", store))
     found = []
     for _ in range(draw(st.integers(0, 8))):
         handle = draw(st.sampled_from(handles))
@@ -349,7 +355,7 @@ def decoded_by(pairs):
     """Bytes and elements of the chunks that boxes touch, each once."""
     touched = {}
     for handle, box in pairs:
-        touched.setdefault(handle.name, (handle, set()))[1].update(
+        touched.setdefault(handle.data.name, (handle, set()))[1].update(
             np.unique(labels(handle)[0][box]).tolist()
         )
     nbytes = elements = 0

@@ -601,16 +601,14 @@ FAULTS: dict[str, Fault] = {
         (UNREADABLE + "it has a codec without a name"),
     ),
     "a codec without bounds": Fault(
-        "zarr2-ocdbt",
-        lambda p: edit_array(p, "w", compressor={"id": "blosc"}),
-        Corrupt,
-        (UNREADABLE + ("it is compressed with blosc, whose chunks decode to 2 GiB if they say so")),
-    ),
-    "a codec without bounds, of zarr v3": Fault(
         "zarr3-files",
-        lambda p: edit_array(p, "w", codecs=[{"name": "blosc"}]),
+        lambda p: edit_array(p, "w", codecs=[{"name": "zstd"}, {"name": "blosc"}]),
         Corrupt,
-        (UNREADABLE + ("it is compressed with blosc, whose chunks decode to 2 GiB if they say so")),
+        UNREADABLE
+        + (
+            "it is compressed with blosc inside of something else, where chunks decode to 2 GiB if "
+            "they say so"
+        ),
     ),
     "zarr metadata that is not JSON": Fault(
         "zarr2-files",

@@ -21,7 +21,7 @@ from sampling import examples
 from watched import Watched
 
 import reshard
-from reshard.arrays.handle import ArrayHandle
+from reshard.arrays.handle import ArrayHandle, StoredArray
 from reshard.engine.budget import READ_OVERHEAD
 from reshard.restore import device_reads, device_shards
 from reshard.restore.device_reads import Request, read_arrays
@@ -40,6 +40,7 @@ def stored_array(folder: pathlib.Path, values, chunk, *, zarr3=False, dtype=None
             "driver": "zarr3" if zarr3 else "zarr",
             "kvstore": f"file://{folder}/{name}/",
             "store_data_equal_to_fill_value": True,
+            "metadata": {} if zarr3 else {"compressor": {"id": "zstd", "level": 1}},
         },
         create=True,
         dtype=values.dtype,
@@ -58,9 +59,7 @@ def stored_array(folder: pathlib.Path, values, chunk, *, zarr3=False, dtype=None
         value_type="jax.Array",
         key_impl=None,
         stored_dtype=values.dtype,
-        store=store,
-        name=name,
-        metadata=(folder / name / store.metadata_key).read_bytes(),
+        data=StoredArray(store, name, (folder / name / store.metadata_key).read_bytes()),
     )
 
 
@@ -605,7 +604,8 @@ def test_a_chunk_that_does_not_decode(tmp_path, monkeypatch, aliases, memory):
     assert str(caught.value) == (
         "array4: its stored bytes cannot be read\n"
         f'  FAILED_PRECONDITION: Error reading local file "{tmp_path}/array4/2.0": '
-        "Invalid blosc-compressed data; at byte 0"
+        "ZSTD_decompressStream() failed: Unknown frame descriptor; at byte 0; at uncompressed byte "
+        "0"
     )
     # The others are read as before.
     rest = [handle for handle in handles if handle.data.name != "array4"]

@@ -205,10 +205,9 @@ def stored_chunks(handle: ArrayHandle, encoding: Encoding) -> list[StoredChunk] 
             for key, value in data.chunks.items()
             for index in [data.encoding.chunk_index(key, rank)]
         ]
-    roots = [(root, root.data) for root in handle.roots() if isinstance(root.data, StoredArray)]
     alike = {
-        (data.encoding.codecs, data.encoding.ignores_unit_axes, math.prod(root.chunk_shape))
-        for root, data in roots
+        (stored.encoding.codecs, stored.encoding.ignores_unit_axes, math.prod(root.chunk_shape))
+        for root, stored in handle.roots()
     }
     if alike != {(encoding.codecs, True, math.prod(handle.chunk_shape))}:
         return None

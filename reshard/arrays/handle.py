@@ -199,15 +199,15 @@ class ArrayHandle:
             return self.data
         return None
 
-    def roots(self) -> "Iterator[ArrayHandle]":
-        """The stored arrays that it is, or is derived from."""
+    def roots(self) -> "Iterator[tuple[ArrayHandle, StoredArray]]":
+        """The stored arrays that it is, or is derived from, with where these are."""
         todo: list[ArrayHandle] = [self]
         while todo:
             handle = todo.pop()
             if isinstance(handle.data, Derived):
                 todo += handle.data.inputs[::-1]
             else:
-                yield handle
+                yield handle, handle.data
 
     def stored_sizes(self) -> list[int]:
         """Stored bytes of each chunk that is there; of a derived array, of all that it is derived

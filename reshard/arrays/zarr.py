@@ -17,13 +17,15 @@ Document = dict[str, Any]
 # Codecs from bytes to bytes, of which it is known that they look at nothing else.
 _PLAIN_CODECS = {"zstd", "gzip", "zlib", "bz2", "blosc", "crc32c"}
 # Codecs that zarr v2 and v3 both have, under one name.
-_SHARED_CODECS = ("zstd", "gzip", "blosc")
+_SHARED_CODECS = {"zstd", "gzip", "blosc"}
+# What their configurations in zarr v3 say, where those of zarr v2 may not.
+_REQUIRED: dict[str, Document] = {"zstd": {"checksum": False, "level": 1}, "gzip": {"level": 6}}
 # Ways in which blosc shuffles bytes, by their numbers in zarr v2.
 _SHUFFLES = ("noshuffle", "shuffle", "bitshuffle")
 # What zstd says only in zarr v3, and may leave out there.
 _NO_CHECKSUM = '"checksum": false, '
 # Fill values that are zero, as JSON.
-_ZEROS = ("null", "0", "0.0", "false", "[0.0, 0.0]")
+ZEROS = ("null", "0", "0.0", "false", "[0.0, 0.0]")
 # What of a document is in the shape, the chunk shape, the dtype or the encoding of an array.
 _KNOWN = {
     *("zarr_format", "node_type", "shape", "dtype", "data_type", "chunks", "chunk_grid"),
@@ -147,7 +149,7 @@ class Encoding(NamedTuple):
     def codecs(self) -> Hashable:
         """What two arrays of one dtype must share for encoded chunks of one to be readable as
         chunks of the other, of the same chunk shape."""
-        fill = "null" if self.fill in _ZEROS else self.fill
+        fill = "null" if self.fill in ZEROS else self.fill
         compressors = tuple(text.replace(_NO_CHECKSUM, "") for text in self.compressors)
         return self.transposes, self.endian, compressors, self.shards, fill
 
@@ -184,9 +186,9 @@ class Encoding(NamedTuple):
 
     def of_derived(self) -> "Encoding":
         """For an array that has this one's values in another shape: inner chunks are whole chunks,
-        and dimensions have no names."""
+        axes are in order, and dimensions have no names."""
         shards = self.shards and self.shards._replace(inner=None)
-        return self._replace(shards=shards, names="{}")
+        return self._replace(transposes=(), shards=shards, names="{}")
 
     def of_other_dtype(self) -> "Encoding":
         """For an array of another dtype; the fill value is that of arrays that Orbax writes."""
@@ -232,7 +234,7 @@ class Encoding(NamedTuple):
             sharding["codecs"] = codecs
             codecs = [{"name": "sharding_indexed", "configuration": sharding}]
         fill = json.loads(self.fill)
-        if self.fill in _ZEROS:
+        if self.fill in ZEROS:
             fill = 0 if "int" in dtype.name else {"b": False, "c": [0.0, 0.0]}.get(dtype.kind, 0.0)
         keys: Document = {"name": self.keys}
         if self.separator != ("." if self.keys == "v2" else "/"):
@@ -275,8 +277,8 @@ def parse_encoding(metadata: bytes) -> Encoding:
     names = {key: value for key, value in document.items() if key not in _KNOWN}
     rest = (_text(document.get("fill_value")), _text(names))
     if v2:
-        transposed = document.get("order", "C") == "F"
         order = list(range(len(document["shape"])))[::-1]
+        transposed = document.get("order", "C") == "F" and len(order) > 1
         transpose = {"name": "transpose", "configuration": {"order": order}}
         compressor = document.get("compressor")
         return Encoding(
@@ -347,32 +349,33 @@ def _zarr2_codec(codec: Document) -> Document:
 
 
 def converted(encoding: Encoding, zarr_format: int) -> Encoding:
-    """For an array of another version of zarr. Chunks are encoded in the same way, unless they have
-    inner ones.
+    """For an array of another version of zarr. Chunks are encoded in the same way, but for what
+    that version lacks: shards, checksums, and all orders of axes but two in zarr v2.
 
     Raises:
-      ValueError: that version has no such codec.
+      ValueError: it has no such codec.
     """
-    names = [json.loads(text)["name"] for text in encoding.compressors]
-    unknown = [name for name in names if name not in _SHARED_CODECS]
-    if unknown or len(names) > (1 if zarr_format == 2 else len(names)):
+    codecs = [json.loads(text) for text in encoding.compressors]
+    if zarr_format == 2:
+        codecs = [codec for codec in codecs if codec["name"] != "crc32c"]
+    names = [codec["name"] for codec in codecs]
+    if not _SHARED_CODECS.issuperset(names) or (zarr_format == 2 and len(names) > 1):
         raise ValueError(f"zarr{zarr_format} does not compress with {' and '.join(names)}")
+    for codec in codecs:
+        codec["configuration"] = _REQUIRED.get(codec["name"], {}) | codec["configuration"]
     transposes = encoding.transposes
     if zarr_format == 2 and transposes:
         order = [json.loads(codec)["configuration"]["order"] for codec in transposes]
         transposes = transposes if order == [list(range(len(order[0])))[::-1]] else ()
     keys, separator = ("v2", ".") if zarr_format == 2 else ("default", "/")
-    compressors = [json.loads(text) for text in encoding.compressors]
-    for compressor in compressors:
-        if compressor["name"] == "zstd":
-            compressor["configuration"].setdefault("checksum", False)
     return encoding._replace(
         zarr_format=zarr_format,
         transposes=transposes,
-        compressors=tuple(map(_text, compressors)),
+        endian="little",  # some dtypes of zarr v2 have no other
+        compressors=tuple(map(_text, codecs)),
         shards=None,
         keys=keys,
         separator=separator,
-        fill="null" if encoding.fill in _ZEROS else encoding.fill,
+        fill="null" if encoding.fill in ZEROS else encoding.fill,
         names="{}",
     )

@@ -21,7 +21,7 @@ import numpy as np
 from reshard.arrays import boxes
 from reshard.arrays.boxes import Box, Shape
 from reshard.arrays.dtypes import is_floating
-from reshard.arrays.handle import ArrayHandle, StoredArray
+from reshard.arrays.handle import ArrayHandle
 from reshard.engine.batches import Unit, in_batches
 from reshard.engine.budget import READ_OVERHEAD, WINDOW, Budget, Reservation, cores, in_flight
 from reshard.engine.cost import co_read_groups, decoded_together
@@ -90,8 +90,7 @@ def read_arrays(
     if max_memory is not None:
         _check_memory(loads, max_memory)
     # A B-tree stays in memory as long as its store is open.
-    roots = (root.data for load in loads for root in load.handle.roots())
-    one_of_each = {id(data.store): data for data in roots if isinstance(data, StoredArray)}
+    one_of_each = {id(data.store): data for load in loads for _, data in load.handle.roots()}
     stores = [data.store.kvstore(data.name) for data in one_of_each.values()]
     with Budget(limit) as budget:
         for load in loads:

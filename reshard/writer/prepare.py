@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from reshard.arrays.derived import stored_share, stored_values
-from reshard.arrays.handle import ArrayHandle, Derived, StoredArray, collision_error
+from reshard.arrays.handle import ArrayHandle, Derived, collision_error
 from reshard.checkpoint import Checkpoint
 from reshard.engine.budget import cores, in_flight
 from reshard.engine.cost import Decoded, co_read_groups, decoded_together, first_cell
@@ -290,10 +290,8 @@ def _layout(
         co_read=co_read,
         group_bytes=group_bytes,
     )
-    roots = [root.data.encoding for root in handle.roots() if isinstance(root.data, StoredArray)]
-    same = handle.dtype == handle.stored_dtype and all(
-        root.compressors == encoding.compressors for root in roots
-    )
+    compressors = {data.encoding.compressors for _, data in handle.roots()}
+    same = handle.dtype == handle.stored_dtype and compressors == {encoding.compressors}
     sample = layout.chunk_bytes + cell * layout.read_itemsize
     if same or handle.same_name is not None:
         return layout
@@ -303,7 +301,7 @@ def _layout(
         return layout
     ratio = round(layout.encoded_ratio, 2)
     alike: tuple[Any, ...] = (handle.stored_dtype, handle.dtype, ratio, decoded > 1 << 20)
-    if not all(root.compressors for root in roots):  # then what is stored says nothing
+    if () in compressors:  # then what is stored says nothing
         alike = (*alike, handle.shape, handle.path[-1])
     if alike not in ratios:
         ratios[alike] = encoded_ratio(handle, form)

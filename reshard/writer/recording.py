@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from reshard.arrays.digests import Digest
-from reshard.arrays.handle import ArrayHandle, StoredArray, stored_name
+from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.errors import CorruptCheckpointError
 from reshard.hints import Hint
 from reshard.tree import Path, format_path
@@ -181,9 +181,8 @@ def _stored(handles: Iterable[ArrayHandle]) -> list[tuple[str, ArrayHandle]]:
     """The stored arrays that these are, or are derived from, each once, with their names."""
     found: dict[str, ArrayHandle] = {}
     for handle in handles:
-        for root in handle.roots():
-            if isinstance(root.data, StoredArray):
-                found.setdefault(root.data.name, root)
+        for root, data in handle.roots():
+            found.setdefault(data.name, root)
     return list(found.items())
 
 

@@ -1,11 +1,15 @@
 """The format of what is written: the source's, but for what the user asks for."""
 
+import functools
 import json
 import re
 from typing import NamedTuple
 
-from reshard.arrays.handle import ArrayHandle, Derived, StoredArray
-from reshard.arrays.zarr import Encoding, codec, converted, parse_encoding
+import numpy as np
+import tensorstore as ts
+
+from reshard.arrays.handle import ArrayHandle, Derived
+from reshard.arrays.zarr import ZEROS, Encoding, codec, converted, parse_encoding
 from reshard.checkpoint import Checkpoint
 from reshard.errors import ArgumentError, MemoryLimitError
 from reshard.tree import format_path
@@ -85,8 +89,7 @@ class FormatArguments(NamedTuple):
                 "plain files have a chunk each: there is no size of data files to choose",
                 hints=["file_size goes with ocdbt=True"],
             )
-        roots = (root.data for array in ckpt.arrays for root in array.roots())
-        metadata = next((data.metadata for data in roots if isinstance(data, StoredArray)), _ORBAX)
+        stored = (data.metadata for array in ckpt.arrays for _, data in array.roots())
         found = TargetFormat(
             store.zarr3 if self.zarr3 is None else self.zarr3,
             ocdbt,
@@ -94,12 +97,12 @@ class FormatArguments(NamedTuple):
             self.file_bytes or _FILE_BYTES,
             store.ocdbt and ocdbt and self.file_bytes is None,
             store.fills,
-            parse_encoding(metadata),
+            parse_encoding(next(stored, _ORBAX)),
         )
         problems = []
         for array in ckpt.arrays:
             try:
-                found.encoding(array)
+                found.check(array)
             except ValueError as error:
                 problems.append(f"{format_path(array.path)}: {error}")
         if problems:
@@ -153,16 +156,24 @@ class TargetFormat(NamedTuple):
         Raises:
           ValueError: this version of zarr has no such codec.
         """
-        root = next((root.data for root in handle.roots()), None)
-        encoding = root.encoding if isinstance(root, StoredArray) else self.usual
-        if isinstance(handle.data, Derived):
-            encoding = encoding.of_derived()
-        if root is None or handle.dtype != handle.stored_dtype:
-            encoding = encoding.of_other_dtype()
-        if self.codec is not None:
-            encoding = self.codec.applied(encoding)
-        version = 3 if self.zarr3 else 2
-        return encoding if encoding.zarr_format == version else converted(encoding, version)
+        _, root = next(handle.roots(), (None, None))
+        derived = isinstance(handle.data, Derived)
+        cast = root is None or handle.dtype != handle.stored_dtype
+        encoding = self.usual if root is None else root.encoding
+        return _encoding(encoding, derived, cast, self.codec, 3 if self.zarr3 else 2)
+
+    def check(self, handle: ArrayHandle) -> None:
+        """Raises ValueError where this version of zarr has not the codec, or the fill value, that
+        an array is to have."""
+        encoding = self.encoding(handle)
+        _, root = next(handle.roots(), (None, None))
+        if root is None or encoding.fill in ZEROS or self.zarr3 == root.store.zarr3:
+            return
+        document = encoding.document(handle.shape, handle.chunk_shape, handle.dtype)
+        spec = {"driver": self.driver, "kvstore": "memory://", "assume_metadata": True}
+        made = ts.open({**spec, "metadata": json.loads(document)}).result()
+        if np.asarray(made.fill_value).tobytes() != np.asarray(root.view().fill_value).tobytes():
+            raise ValueError(f"zarr{3 if self.zarr3 else 2} has no fill value {encoding.fill}")
 
     def metadata(self, handle: ArrayHandle, chunk: tuple[int, ...]) -> bytes:
         """An array's zarr metadata."""
@@ -171,6 +182,20 @@ class TargetFormat(NamedTuple):
     def is_verbatim(self, handle: ArrayHandle) -> bool:
         """Whether all that is stored of an array is as it is in the source, key for key."""
         return handle.stored is not None and handle.stored.encoding == self.encoding(handle)
+
+
+@functools.lru_cache(maxsize=4096)
+def _encoding(
+    encoding: Encoding, derived: bool, cast: bool, codec: Codec | None, version: int
+) -> Encoding:
+    """The encoding of an array that is derived, or cast, from one that has another."""
+    if derived:
+        encoding = encoding.of_derived()
+    if cast:
+        encoding = encoding.of_other_dtype()
+    if codec is not None:
+        encoding = codec.applied(encoding)
+    return encoding if encoding.zarr_format == version else converted(encoding, version)
 
 
 def parse_format(
