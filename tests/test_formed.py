@@ -1250,7 +1250,7 @@ def read_by_save(ckpt, out, **kwargs):
 
 def stored_bytes(forming):
     """Bytes of all stored arrays that some are formed of."""
-    roots = [root for handle in forming.handles.values() for root in handle.roots()]
+    roots = [root for handle in forming.handles.values() for root, _ in handle.roots()]
     return sum({root.data.name: sum(root.stored_sizes()) for root in roots}.values())
 
 

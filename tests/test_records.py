@@ -479,7 +479,7 @@ def test_every_step_has_a_record_of_its_own(saved, tmp_path):
     steps = [reshard.open(source.path, step=step) for step in STEPS]
     reshard.save([reshard.to_mesh(c, "1x8") for c in steps], out, digest=True, verify=True)
     for step, ckpt in zip(STEPS, steps, strict=True):
-        texts = {ckpt[path].name: text for path, text in reshard.digest(ckpt).items()}
+        texts = {ckpt[path].data.name: text for path, text in reshard.digest(ckpt).items()}
         assert digests_in(out, f"{step}/default") == texts
         check_hashes(
             read_record(out / f"{step}/default" / FILE), out / f"{step}/default", out / str(step)
@@ -706,7 +706,7 @@ def test_files_in_folders_deeper_than_the_stack_of_python(tmp_path):
     limit, frames = sys.getrecursionlimit(), len(inspect.stack(0))
     sys.setrecursionlimit(frames + 200)
     try:
-        found = record_of(ckpt, parse_location(tmp_path / "saved"), {})
+        found = record_of(ckpt, parse_location(tmp_path / "saved"), {}, ocdbt=False)
     finally:
         sys.setrecursionlimit(limit)
     expected = {file: hashlib.sha256(file.encode()).hexdigest() for file in files}

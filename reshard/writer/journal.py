@@ -179,8 +179,12 @@ def _differences(then: Fingerprint, now: Fingerprint) -> tuple[list[str], list[s
     else:
         changed = changed_paths(then["source"], now["source"])
         problems = [f"the source has changed since: `{path}`" for path in changed]
+    if then["format"] != now["format"]:
+        formats = ["; ".join(job["format"]) for job in (then, now)]
+        problems.append(f"the format: {formats[0]} then, {formats[1]} now")
+        hints.append("the format that it had goes on with it")
     if then["max_memory"] != now["max_memory"]:
-        hints = [] if problems else [Hint(("max_memory", _exactly(then["max_memory"])))]
+        hints += [] if problems else [Hint(("max_memory", _exactly(then["max_memory"])))]
         sizes = [format_bytes(job["max_memory"]) for job in (then, now)]
         problems.append(
             f"max_memory: {sizes[0]} then, {sizes[1]} now; it decides what is carried over together"
@@ -251,6 +255,7 @@ def fingerprint(
         "max_memory": max_memory,
         "items": [str(job.ckpt.source.store.directory) for job in jobs],
         "source": dict(source_state),
+        "format": [str(job.target) for job in jobs],
         "plan": plan.hexdigest(),
     }
 

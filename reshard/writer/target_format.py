@@ -13,7 +13,7 @@ from reshard.arrays.zarr import ZEROS, Encoding, codec, converted, parse_encodin
 from reshard.checkpoint import Checkpoint
 from reshard.errors import ArgumentError, MemoryLimitError
 from reshard.tree import format_path
-from reshard.units import parse_bytes
+from reshard.units import format_bytes, parse_bytes
 
 # Data files of an OCDBT database; Orbax's own default.
 _FILE_BYTES = 2 << 30
@@ -139,6 +139,13 @@ class TargetFormat(NamedTuple):
     def format(self) -> str:
         """It in words, as `Source.format` has it."""
         return f"{'OCDBT' if self.ocdbt else 'plain files'}, {'zarr3' if self.zarr3 else 'zarr2'}"
+
+    def __str__(self) -> str:
+        codec = "" if self.codec is None else f", {self.codec}"
+        size = (
+            "" if self.file_bytes == _FILE_BYTES else f", files of {format_bytes(self.file_bytes)}"
+        )
+        return f"{self.format}{codec}{size}"
 
     @property
     def driver(self) -> str:
