@@ -1,12 +1,22 @@
 """The format of the destination as an argument: as Orbax reads it, and what is decoded for it."""
 
 import json
+import shutil
 
+import jax
+import jax.numpy as jnp
 import layouts
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+import tensorstore as ts
+from click.testing import CliRunner
+from jax.sharding import NamedSharding, PartitionSpec
 from layouts import READERS
 
 import reshard
+from reshard.cli import main
+from reshard.writer import prepare
 
 STORES = {
     "standalone": {"format": "zarr2", "ocdbt": True},
@@ -23,17 +33,44 @@ WORDS = {
 PAIRS = [(one, other) for one in STORES for other in STORES if one != other]
 
 
-def digests(path):
+# Of those of `STORES`, what has chunks of other bytes: they are inside of shards.
+SHARDED = "zarr3-ocdbt"
+
+
+def chunks_of(path, **kwargs):
+    """Path and place in the grid -> stored bytes of each chunk."""
     return {
-        name: entry["digest"]
-        for name, entry in json.loads((path / "reshard_digests.json").read_text())["arrays"].items()
+        (h.path, h.data.encoding.chunk_index(key, len(h.shape))): store.read(key).result().value
+        for h in reshard.open(path, **kwargs).arrays
+        for store in [h.data.store.kvstore(h.data.name)]
+        for key in h.data.chunks
     }
 
 
-def compressors(path):
-    """What the arrays of a checkpoint are compressed with, once each."""
-    texts = {c for array in reshard.open(path).arrays for c in array.data.encoding.compressors}
+def codecs_of(path):
+    """What the arrays of a checkpoint are compressed with, each once."""
+    texts = {
+        text for array in reshard.open(path).arrays for text in array.data.encoding.compressors
+    }
     return [json.loads(text) for text in texts]
+
+
+def edited(path, **entries):
+    """Changes the item's own document."""
+    document = json.loads((path / "_METADATA").read_text())
+    (path / "_METADATA").write_text(json.dumps(document | entries))
+
+
+def restored(path):
+    """What Orbax reads, on the host."""
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        return jax.tree.map(np.asarray, checkpointer.restore(path))
+
+
+def assert_same(got, expected):
+    assert got.keys() == expected.keys()
+    for name, values in expected.items():
+        assert layouts.bits(got[name]) == layouts.bits(values), name
 
 
 def assert_read(source, out, on=None):
@@ -69,11 +106,446 @@ def test_another_store_is_read_by_orbax(saved, tmp_path, layout, target):
         assert array.chunk_shape == reshard.open(source.path)[array.path].chunk_shape
 
 
-@pytest.mark.parametrize("layout", ["manager", "items", "v1", "rich"])
-def test_other_layouts_become_plain_files(saved, tmp_path, layout):
+@pytest.mark.parametrize("target", STORES)
+@pytest.mark.parametrize("layout", sorted(layouts.LAYOUTS.keys() - STORES.keys()))
+def test_other_layouts_in_another_store(saved, tmp_path, layout, target):
     source, out = saved(layout), tmp_path / "out"
     ckpt = reshard.open(source.path, **source.open)
-    reshard.save(reshard.to_mesh(ckpt, "1x8"), out, format="zarr3", ocdbt=False)
-    assert not (out / source.inner / "manifest.ocdbt").exists()
-    assert not [*(out / source.inner).glob("ocdbt.process_*")]
+    reshard.save(reshard.to_mesh(ckpt, "1x8"), out, **STORES[target])
+    made = {path.name for path in (out / source.inner).iterdir()}
+    assert ("manifest.ocdbt" in made) == STORES[target]["ocdbt"]
+    assert reshard.open(out, **source.open).source.format == WORDS[target]
     assert_read(source, out, layouts.mesh((1, 8)))
+
+
+OLD = ["orbax-0.4.4/default", "orbax-0.4.4/ocdbt_True", "orbax-0.4.4-b/ocdbt_False"]
+
+
+@pytest.mark.parametrize("target", STORES)
+@pytest.mark.parametrize("old", [*OLD, "orbax-0.4.4/ocdbt_False"])
+def test_what_an_older_orbax_wrote(data, tmp_path, old, target):
+    """The last has a database that was never merged, which Orbax cannot read."""
+    path, out = data / old, tmp_path / "out"
+    plan = reshard.save(reshard.open(path), out, **STORES[target])
+    assert not plan.decoded_bytes
+    assert reshard.diff(path, out, values=True).equal
+    if old in OLD:
+        assert_same(layouts.flat(restored(out)), layouts.flat(restored(path)))
+
+
+# What is decoded.
+
+
+@pytest.mark.parametrize(("layout", "target"), PAIRS)
+def test_chunks_of_the_same_bytes_are_not_decoded(saved, tmp_path, layout, target):
+    """zarr v2 and v3 differ in names and metadata. In an OCDBT database, Orbax has chunks of zarr
+    v3 be shards, and they stay so."""
+    source, out = saved(layout), tmp_path / "out"
+    plan = reshard.save(reshard.open(source.path), out, **STORES[target])
+    same = layout != SHARDED or "zarr3" in target
+    assert [array.moved for array in plan.arrays] == [same] * len(plan.arrays)
+    assert (plan.decoded_bytes == 0) == same
+    one, other = chunks_of(source.path), chunks_of(out)
+    assert one.keys() == other.keys()
+    assert (one == other) == same
+    sizes = {path: sum(len(data) for key, data in one.items() if key[0] == path) for path, _ in one}
+    if same:
+        written = {array.layout.path: array.bytes_written for array in plan.arrays}
+        links = "ocdbt" in target and layout == "standalone"
+        assert links == (plan.shared_bytes > 0)
+        assert links or written == sizes
+
+
+@pytest.mark.parametrize("link", [True, False])
+def test_another_database_around_the_same_chunks(saved, tmp_path, link):
+    """Of data files of another size: values of up to 1 KiB are in none."""
+    on = layouts.mesh((2, 4))
+    specs = {f"w{i}": PartitionSpec("data", "model") for i in range(4)}
+    path, out = tmp_path / "saved", tmp_path / "out"
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(path, layouts.small_tree(on, specs, (64, 256)))
+    plan = reshard.save(reshard.open(path), out, file_size="32KiB", link=link)
+    assert (plan.decoded_bytes, plan.shared_bytes) == (0, 0)
+    assert plan.bytes_written >= 4 * 64 * 256 * 4
+    assert chunks_of(out) == chunks_of(path)
+    sizes = [file.stat().st_size for file in (out / "ocdbt.process_0" / "d").iterdir()]
+    assert len(sizes) > 4 and max(sizes) < 64 << 10
+    assert not layouts.data_inodes(out).keys() & layouts.data_inodes(path).keys()
+    assert_same(restored(out), restored(path))
+
+
+def test_every_argument_at_once(saved, tmp_path):
+    """Beside another mesh, another dtype, and other names."""
+    source, out = saved("items"), tmp_path / "out"
+    ckpt = reshard.open(source.path, **source.open)
+    ckpt = reshard.cast(reshard.to_mesh(ckpt, "8x1"), "bfloat16", where="params/**")
+    ckpt = reshard.rename(ckpt, [("^params/", "weights/")])
+    arguments = {"format": "zarr3", "ocdbt": True, "codec": "blosc", "file_size": "64KiB"}
+    plan = reshard.save(ckpt, out, max_memory="1MiB", verify=True, **arguments)
+    assert plan == reshard.plan(ckpt, max_memory="1MiB", **arguments)
+    assert reshard.diff(ckpt, reshard.open(out, **source.open), values=True).equal
+    assert layouts.hashes(out / str(layouts.STEPS[0]) / "array") == layouts.hashes(
+        source.path / str(layouts.STEPS[0]) / "array"
+    )
+
+
+@pytest.mark.parametrize("target", STORES)
+def test_stacked_layers_in_another_store(tmp_path, target):
+    """Chunks get other keys as well."""
+    path, out = tmp_path / "saved", tmp_path / "out"
+    specs = {f"layer_{i}": PartitionSpec("data") for i in range(3)}
+    tree = layouts.small_tree(layouts.mesh((2, 4)), specs, (8, 6))
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(path, tree)
+    ckpt = reshard.stack(reshard.open(path), "layer_{}", into="layers", axis=1)
+    plan = reshard.save(ckpt, out, chunks="keep", **STORES[target])
+    assert plan.decoded_bytes == 0
+    expected = np.stack([np.asarray(tree[name]) for name in specs], axis=1)
+    assert_same(restored(out), {"layers": expected})
+
+
+# Codecs.
+
+CODECS = {
+    "none": [],
+    "zstd": [("zstd", {"level": 1})],
+    "zstd:9": [("zstd", {"level": 9})],
+    "zstd:-5": [("zstd", {"level": -5})],
+    "blosc": [("blosc", {"cname": "lz4", "clevel": 5})],
+    "blosc:zstd": [("blosc", {"cname": "zstd", "clevel": 5})],
+    "blosc:3": [("blosc", {"cname": "lz4", "clevel": 3})],
+    "blosc:lz4hc:9": [("blosc", {"cname": "lz4hc", "clevel": 9})],
+}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("target", STORES)
+@pytest.mark.parametrize("layout", ["standalone", "zarr3-ocdbt"])
+def test_codecs(saved, tmp_path, layout, target, codec):
+    source, out = saved(layout), tmp_path / "out"
+    ckpt = reshard.open(source.path)
+    plan = reshard.save(ckpt, out, codec=codec, digest=True, verify=True, **STORES[target])
+    expected = CODECS[codec]
+    if codec == "zstd" and layout == "zarr3-ocdbt":
+        expected = [("zstd", {"level": 3})]  # the source's
+    found = [
+        (c["name"], {key: c["configuration"][key] for key in expected[0][1]})
+        for c in codecs_of(out)
+    ]
+    assert all(one == expected[0] for one in found) and bool(found) == bool(expected)
+    assert reshard.digest(out) == reshard.digest(source.path)
+    assert reshard.verify(out).ok
+    assert_read(source, out)
+
+
+def random_and_zero(path, codec="zstd"):
+    """A checkpoint of arrays that compress well, and of some that do not."""
+    on = layouts.mesh((2, 4))
+    sharding = NamedSharding(on, PartitionSpec("data", "model"))
+    rng = np.random.default_rng(0)
+    tree = {
+        "zero": np.zeros((256, 512), np.float32),
+        "some": rng.integers(0, 9, (256, 512)).astype(np.float32),
+        "any": layouts.random_array(rng, (256, 512)),
+        "halves": rng.standard_normal((512, 512)).astype(jnp.bfloat16),
+    }
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(path, jax.device_put(tree, sharding))
+    return {name: values.nbytes for name, values in tree.items()}
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd:12", "blosc:zstd:9"])
+@pytest.mark.parametrize("before", [None, "none"])
+def test_the_plan_estimates_what_a_codec_gives(tmp_path, before, codec):
+    path, out = tmp_path / "saved", tmp_path / "out"
+    whole = random_and_zero(path)
+    if before is not None:
+        reshard.save(reshard.open(path), tmp_path / "before", codec=before)
+        path = tmp_path / "before"
+    ckpt = reshard.open(path)
+    plan = reshard.plan(ckpt, out, codec=codec)
+    note = f"what is encoded anew is compressed with {codec}; its bytes are estimated from samples"
+    assert plan.notes == (() if before == codec else (note,))
+    assert reshard.save(ckpt, out, codec=codec) == plan
+    found = {array.path[-1]: sum(array.stored_sizes()) for array in reshard.open(out).arrays}
+    for array in plan.arrays:
+        name = array.layout.path[-1]
+        assert array.bytes_written == pytest.approx(found[name], rel=0.05, abs=0.01 * whole[name])
+    assert found == whole if codec == "none" else found["some"] < whole["some"] / 4
+
+
+def test_a_chunk_larger_than_blosc_can_take(saved, monkeypatch):
+    monkeypatch.setattr(prepare, "MAX_BLOSC", 4096)
+    ckpt = reshard.open(saved("standalone").path)
+    plan = reshard.plan(reshard.to_mesh(ckpt, "1x1"), codec="blosc")
+    assert plan.problems[:1] == (
+        "params/embed: blosc takes no chunks of more than 4096 bytes, and one would have 24576",
+    )
+    assert "--chunks 4096" in "".join(map(str, plan.hints))
+    assert not reshard.plan(reshard.to_mesh(ckpt, "1x1"), codec="blosc", chunks=4096).problems
+
+
+def test_chunks_of_blosc_that_say_they_are_larger(tmp_path):
+    """TensorStore would take memory for what they say."""
+    path = tmp_path / "saved"
+    random_and_zero(tmp_path / "zstd")
+    reshard.save(reshard.open(tmp_path / "zstd"), path, codec="blosc", ocdbt=False)
+    chunk = path / "some" / "0.1"
+    data = bytearray(chunk.read_bytes())
+    whole = int.from_bytes(data[4:8], "little")
+    data[4:8] = (1 << 31).to_bytes(4, "little")
+    chunk.write_bytes(data)
+    text = f"the chunk `0.1` of `some` says that it decodes to {1 << 31} bytes, and a chunk has {whole}"
+    with pytest.raises(reshard.CorruptCheckpointError) as caught:
+        reshard.save(reshard.to_mesh(reshard.open(path), "1x1"), tmp_path / "out")
+    assert text in str(caught.value)
+    assert not (tmp_path / "out").exists()
+    found = reshard.verify(path)
+    assert [text in line for line in found.problems] == [True]
+
+
+# What other writers of zarr do.
+
+
+def stored_so(path, name, document, values, absent=()):
+    """Has an array of plain files be stored with another document, without some of its chunks."""
+    shutil.rmtree(path / name)
+    spec = {"driver": "zarr" if document["zarr_format"] == 2 else "zarr3"}
+    spec |= {"kvstore": f"file://{path / name}/", "metadata": document}
+    spec["store_data_equal_to_fill_value"] = True
+    ts.open(spec, create=True).result().write(values).result()
+    for key in absent:
+        (path / name / key).unlink()
+
+
+def zarr2(dtype, **entries):
+    compressor = {"id": "zstd", "level": 1}
+    chunks = {"shape": [8, 6], "chunks": [4, 6], "dtype": dtype, "compressor": compressor}
+    return {"zarr_format": 2, **chunks, "fill_value": None, "order": "C", **entries}
+
+
+def zarr3(dtype, *codecs, **entries):
+    grid = {"name": "regular", "configuration": {"chunk_shape": [4, 6]}}
+    chunks = {"shape": [8, 6], "chunk_grid": grid, "chunk_key_encoding": {"name": "default"}}
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "data_type": dtype,
+        "fill_value": 0,
+        **chunks,
+        "codecs": [*codecs, {"name": "zstd", "configuration": {"level": 1}}],
+        **entries,
+    }
+
+
+LITTLE, BIG = (
+    {"name": "bytes", "configuration": {"endian": endian}} for endian in ("little", "big")
+)
+TURNED = {"name": "transpose", "configuration": {"order": [1, 0]}}
+# Name -> zarr document, chunks that are absent, whether its chunks are the same in the other zarr.
+OTHERS = {
+    "zarr2-files": {
+        "turned": (zarr2("<f4", order="F"), (), True),
+        "filled": (zarr2("<f4", fill_value=7.5), ("1.0",), True),
+        "nan": (zarr2("<f4", fill_value="NaN"), ("0.0",), True),
+        "empty": (zarr2("bfloat16"), ("0.0", "1.0"), True),
+        "big": (zarr2(">f4"), (), False),
+        "slashes": (zarr2("<i2", dimension_separator="/"), (), True),
+        "gzip": (zarr2("|b1", compressor={"id": "gzip", "level": 3}), (), True),
+        "blosc": (zarr2("<c8", compressor={"id": "blosc", "cname": "zstd"}), (), True),
+        "plain": (zarr2("int4", compressor=None), (), True),
+    },
+    "zarr3-files": {
+        "turned": (zarr3("float32", TURNED, LITTLE), (), True),
+        "filled": (zarr3("float32", LITTLE, fill_value=7.5), ("c/1/0",), True),
+        "nan": (zarr3("float32", LITTLE, fill_value="NaN"), ("c/0/0",), True),
+        "empty": (zarr3("bfloat16", LITTLE), ("c/0/0", "c/1/0"), True),
+        "big": (zarr3("bfloat16", BIG), (), False),
+        "dots": (
+            zarr3(
+                "int16",
+                LITTLE,
+                chunk_key_encoding={"name": "v2", "configuration": {"separator": "."}},
+            ),
+            (),
+            True,
+        ),
+        "summed": (zarr3("float32", LITTLE, {"name": "crc32c"}), (), False),
+        "named": (zarr3("float32", LITTLE, dimension_names=["a", "b"]), (), True),
+    },
+}
+
+
+@pytest.mark.parametrize("layout", OTHERS)
+@pytest.mark.parametrize("ocdbt", [True, False])
+def test_what_other_writers_store(tmp_path, layout, ocdbt):
+    """Orders, fill values and absent chunks stay what they mean."""
+    path, out = tmp_path / "saved", tmp_path / "out"
+    others, new = OTHERS[layout], {"zarr2-files": "zarr3", "zarr3-files": "zarr2"}[layout]
+    dtypes = {
+        name: jnp.dtype(document.get("data_type", document.get("dtype", "").strip("<>|")) or "f4")
+        for name, (document, _, _) in others.items()
+    }
+    rng = np.random.default_rng(0)
+    tree = {name: layouts.random_array(rng, (8, 6), dtype) for name, dtype in dtypes.items()}
+    with ocp.PyTreeCheckpointer(use_ocdbt=False, use_zarr3=new == "zarr2") as checkpointer:
+        checkpointer.save(path, jax.tree.map(jnp.asarray, tree))
+    edited(path, store_array_data_equal_to_fill_value=False)
+    for name, (document, absent, _) in others.items():
+        stored_so(path, name, document, tree[name], absent)
+    expected = restored(path)
+    assert (expected["filled"][4:] == 7.5).all() and np.isnan(expected["nan"][:4]).all()
+    plan = reshard.save(reshard.open(path), out, format=new, ocdbt=ocdbt, digest=True)
+    assert {a.layout.path[0]: a.moved for a in plan.arrays} == {
+        name: same for name, (*_, same) in others.items()
+    }
+    absent = sum(len(keys) for _, keys, _ in others.values())
+    assert len(chunks_of(out)) == 2 * len(others) - absent
+    assert_same(restored(out), expected)
+    back = tmp_path / "back"
+    reshard.save(reshard.open(out), back, format="zarr2" if new == "zarr3" else "zarr3")
+    assert_same(restored(back), expected)
+    assert reshard.digest(back) == reshard.digest(out) == reshard.digest(path)
+
+
+@pytest.mark.parametrize(
+    ("layout", "document", "text"),
+    [
+        (
+            "zarr3-files",
+            zarr3("float32", LITTLE, fill_value="0x7fc00001"),
+            'w: zarr2 has no fill value "0x7fc00001"',
+        ),
+        (
+            "zarr2-files",
+            zarr2("<f4", compressor={"id": "bz2", "level": 1}),
+            "w: zarr3 does not compress with bz2",
+        ),
+        (
+            "zarr3-files",
+            zarr3("float32", LITTLE, {"name": "gzip", "configuration": {"level": 1}}),
+            "w: zarr2 does not compress with gzip and zstd",
+        ),
+    ],
+)
+def test_what_the_other_zarr_has_not(tmp_path, layout, document, text):
+    path, out = tmp_path / "saved", tmp_path / "out"
+    values = layouts.random_array(np.random.default_rng(0), (8, 6))
+    with ocp.PyTreeCheckpointer(use_ocdbt=False, use_zarr3="3" in layout) as checkpointer:
+        checkpointer.save(path, {"w": jnp.asarray(values)})
+    stored_so(path, "w", document, values)
+    new = "zarr2" if layout == "zarr3-files" else "zarr3"
+    with pytest.raises(reshard.ArgumentError) as caught:
+        reshard.save(reshard.open(path), out, format=new)
+    assert f"arrays that cannot be stored as plain files, {new}\n  {text}" in str(caught.value)
+    assert not out.exists()
+    if "fill" not in text:
+        reshard.save(reshard.open(path), out, format=new, codec="zstd")
+        assert_same(restored(out), {"w": values})
+
+
+# Names.
+
+
+def test_names_that_are_none_of_files(tmp_path):
+    """In a database there are no files."""
+    path, out = tmp_path / "saved", tmp_path / "out"
+    tree = {"a": np.ones(3), "x" * 300: np.ones(3), "_METADATA": {"b": np.ones(2)}}
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(path, {**tree, "notes": np.ones(4)})
+    (path / "notes").write_text("rain")
+    with pytest.raises(reshard.ArgumentError) as caught:
+        reshard.save(reshard.open(path), out, ocdbt=False)
+    assert sorted(str(caught.value).splitlines()[:3]) == [
+        f"  {'x' * 80}: its name is longer than that of a file can be",
+        "  notes: `notes` is something else in the checkpoint",
+        "arrays that cannot be stored as plain files",
+    ]
+    assert not out.exists()
+
+
+# Resuming, and checking.
+
+
+def test_a_job_goes_on_in_its_format_alone(saved, tmp_path):
+    source, out = saved("standalone"), tmp_path / "out"
+
+    def save(**arguments):
+        ckpt = reshard.to_mesh(reshard.open(source.path), "1x8")
+        return reshard.save(ckpt, out, resume=True, verify=True, **arguments)
+
+    def stop(done, whole):
+        if done > whole / 2:
+            raise KeyboardInterrupt
+
+    arguments = {"format": "zarr3", "ocdbt": False, "codec": "zstd:3"}
+    with pytest.raises(KeyboardInterrupt):
+        save(progress=stop, **arguments)
+    for other, text in [
+        ({}, "OCDBT, zarr2"),
+        ({**arguments, "codec": "none"}, "plain files, zarr3, none"),
+        ({"ocdbt": True, "file_size": "1MiB"}, "OCDBT, zarr2, files of 1.00 MiB"),
+    ]:
+        with pytest.raises(reshard.DestinationError) as caught:
+            save(**other)
+        expected = f"\n  the format: plain files, zarr3, zstd:3 then, {text} now\n"
+        assert expected in str(caught.value)
+    plan = save(**arguments)
+    assert any(note.startswith("went on with") for note in plan.notes)
+    assert_read(source, out, layouts.mesh((1, 8)))
+
+
+# Wrong values.
+
+WRONG = [
+    ({"format": "zarr4"}, "`zarr4` is no format of arrays", "--format zarr2"),
+    ({"codec": "zstd:99"}, "`zstd:99` is no codec", "--codec zstd:9"),
+    ({"codec": "zstd:"}, "`zstd:` is no codec", "--codec zstd:9"),
+    ({"codec": "blosc:foo"}, "`blosc:foo` is no codec", "--codec blosc:lz4:5"),
+    ({"codec": "blosc:lz4:10"}, "`blosc:lz4:10` is no codec", "--codec blosc:lz4:5"),
+    ({"codec": "gzip"}, "`gzip` is no codec", "--codec none"),
+    ({"codec": ""}, "`` is no codec", "--codec none"),
+    ({"file_size": "0"}, "`0` is no size of a file", "--file-size 256MiB"),
+    ({"file_size": "many"}, "`many` is no size of a file", "--file-size 256MiB"),
+    ({"file_size": "-1"}, "`-1` is no size of a file", "--file-size 256MiB"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "text", "hint"), WRONG)
+def test_wrong_values(saved, tmp_path, arguments, text, hint):
+    path, out = saved("standalone").path, tmp_path / "out"
+    for job in (reshard.plan, reshard.save):
+        with pytest.raises(reshard.ArgumentError) as caught:
+            job(reshard.open(path), out, **arguments)
+        assert str(caught.value).startswith(f"{text}\n")
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in arguments.items()]
+    result = CliRunner().invoke(main, ["ckpt", str(path), str(out), *flags])
+    assert result.exit_code == 2
+    assert text in result.stderr and hint in result.stderr
+    assert not out.exists()
+
+
+def test_plain_files_have_no_size(saved, tmp_path):
+    path, out = saved("zarr2-files").path, tmp_path / "out"
+    text = "plain files have a chunk each: there is no size of data files to choose"
+    result = CliRunner().invoke(main, ["ckpt", str(path), str(out), "--file-size", "1GiB"])
+    assert result.exit_code == 2
+    assert text in result.stderr and "--ocdbt" in result.stderr
+    for wrong in ("yes", 1):
+        with pytest.raises(reshard.ArgumentError, match=f"ocdbt is .*{wrong}"):
+            reshard.plan(reshard.open(path), ocdbt=wrong)
+
+
+def test_on_the_command_line(saved, tmp_path):
+    source, out = saved("manager"), tmp_path / "out"
+    flags = ["--format", "zarr3", "--no-ocdbt", "--codec", "blosc:zstd:3"]
+    command = ["ckpt", str(source.path), str(out), *flags]
+    shown = CliRunner().invoke(main, [*command, "--dry-run"])
+    note = "the arrays are stored as plain files, zarr3, and not OCDBT, zarr2"
+    assert shown.exit_code == 0 and note in shown.output
+    assert not out.exists()
+    assert CliRunner().invoke(main, [*command, "--verify"]).exit_code == 0
+    again = ["ckpt", str(out), str(tmp_path / "back"), "--ocdbt", "--format=zarr2", "--codec=zstd"]
+    assert CliRunner().invoke(main, [*again, "--file-size", "1MiB"]).exit_code == 0
+    assert reshard.open(tmp_path / "back").source.format == "OCDBT, zarr2"
+    assert_read(source, tmp_path / "back")
