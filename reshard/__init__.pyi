@@ -6,7 +6,6 @@ from reshard.convert.conversion import to_linen as to_linen
 from reshard.convert.conversion import to_nnx as to_nnx
 from reshard.convert.stacking import stack as stack
 from reshard.convert.stacking import unstack as unstack
-from reshard.engine.plan import Plan as Plan
 from reshard.errors import ArgumentError as ArgumentError
 from reshard.errors import CheckpointFormatError as CheckpointFormatError
 from reshard.errors import CheckpointNotFoundError as CheckpointNotFoundError
@@ -31,5 +30,6 @@ from reshard.verify.differences import Diff as Diff
 from reshard.verify.verification import Verification as Verification
 from reshard.verify.verification import digest as digest
 from reshard.verify.verification import verify as verify
+from reshard.writer.job import Plan as Plan
 from reshard.writer.save import plan as plan
 from reshard.writer.save import save as save

@@ -23,8 +23,7 @@ from jax.sharding import Mesh
 from layouts import unfinished as unfinished_directory
 
 import reshard
-from reshard.writer import journal
-from reshard.writer import save as writer_job
+from reshard.writer import execution, journal
 
 LIMIT_SECONDS = 20
 # A file beside a damaged directory, which links in it point to.
@@ -301,7 +300,7 @@ def unfinished(base: pathlib.Path) -> pathlib.Path:
     made = base.parent / f"{base.name}-stopped"
     if not unfinished_directory(made).exists():
         notes_all = mock.patch.multiple(journal, _SYNC_SECONDS=0.0, _SYNC_SHARE=1e9)
-        stopped = mock.patch.object(writer_job, "write_markers", side_effect=_StoppedError)
+        stopped = mock.patch.object(execution, "write_markers", side_effect=_StoppedError)
         with notes_all, stopped, contextlib.suppress(_StoppedError):
             go_on(base, made)
     (left,) = unfinished_directory(made).iterdir()

@@ -9,6 +9,7 @@ import itertools
 import math
 import re
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -19,10 +20,14 @@ from sampling import examples
 from reshard.engine import plan as planner
 from reshard.engine import splits
 from reshard.engine.budget import READ_OVERHEAD, room
-from reshard.engine.plan import ArrayLayout, Plan, plan_array
-from reshard.errors import MemoryLimitError
+from reshard.engine.plan import ArrayLayout, plan_array
+from reshard.errors import DestinationExistsError, MemoryLimitError
 from reshard.sharding.mesh import Mesh, NamedSharding, shard_shape
+from reshard.storage.location import Location
+from reshard.storage.posix import Entry
 from reshard.units import parse_bytes
+from reshard.writer.job import Plan
+from reshard.writer.siblings import Sibling
 
 MIB = 1 << 20
 
@@ -45,7 +50,6 @@ def layout(shape, source_chunk, target_shard, **fields):
                 "target_shard": target_shard,
                 "stored_bytes": math.prod(shape) * itemsize,
                 "largest_stored": decoded,
-                "linked_bytes": 0,
                 "same_bytes": False,
                 "encoded_ratio": 1.0,
                 "chunk_bytes": chunk_bytes,
@@ -175,7 +179,7 @@ def test_passes_are_how_often_a_source_chunk_is_read(job):
     else:
         assert plan.passes > 1.0
         assert plan.passes == pytest.approx(reads.mean(), rel=1e-12)
-    assert Plan((plan,)).chunks_read == (len(reads) if plan.moved else reads.sum())
+    assert plan_of(plan).chunks_read == (len(reads) if plan.moved else reads.sum())
 
 
 @settings(deadline=None, max_examples=examples(300))
@@ -396,7 +400,7 @@ def test_what_is_moved_costs_its_stored_bytes_once():
     array = layout((8, 8), (2, 4), (4, 4), stored_bytes=100, largest_stored=30, same_bytes=True)
     plan = plan_array(array, "shard", 1)
     assert (plan.bytes_read, plan.bytes_written, plan.decoded_bytes) == (100, 100, 256)
-    linked = dataclasses.replace(plan, layout=dataclasses.replace(array, linked_bytes=100))
+    linked = dataclasses.replace(plan, linked=True)
     assert (linked.bytes_read, linked.bytes_written, linked.decoded_bytes) == (0, 0, 256)
 
 
@@ -504,6 +508,11 @@ def test_splitting_down_to_the_grid_that_is_there_moves_it():
 # Totals
 
 
+def plan_of(*arrays, files=None, **attributes):
+    """A plan of one item, of which only its arrays and shared files count."""
+    return Plan((types.SimpleNamespace(arrays=arrays, files=files),), **attributes)
+
+
 def plan_of_three():
     rewritten = plan_array(
         layout((64, 64), (32, 64), (64, 8), stored_bytes=8192, encoded_ratio=0.5),
@@ -528,12 +537,15 @@ def plan_of_three():
         "shard",
         10 * MIB + READ_OVERHEAD,
     )
-    return Plan(
-        (rewritten, moved, several),
-        shared_bytes=2048,
-        other_bytes=10,
-        peak_memory=10 * MIB,
-        problems=("the destination exists",),
+    entry = Entry("metrics", True, False, 10, 0, (0, 0), 1, 512)
+    return plan_of(
+        rewritten,
+        moved,
+        several,
+        files={"d/1": 2000, "d/2": 48},
+        siblings=(Sibling("metrics", Location("/saved/metrics"), entry, False),),
+        max_memory=10 * MIB + READ_OVERHEAD,
+        errors=(DestinationExistsError("the destination exists"),),
         notes=("1 leaf is replicated",),
     )
 
@@ -558,7 +570,7 @@ def test_the_plan_is_worth_printing():
         "3 arrays, 4.02 MiB: 2 rewritten, 1 moved as stored\n"
         "read     16.01 MiB in 14 chunks, 3.99 times on average\n"
         "write    4.01 MiB in 20 chunks, and share 2.00 KiB\n"
-        "memory   10.00 MiB in flight at most\n"
+        "memory   10.02 MiB in flight at most\n"
         "load     2.02 bytes decoded for each byte that the new mesh wants, 1.00 after\n"
         'split    c/"d/e": 2 chunks a shard, [1024, 256] each, read 4.00 times\n'
         "note     1 leaf is replicated\n"
@@ -572,14 +584,14 @@ def test_a_printed_plan_shows_ten_splits():
         "shard",
         10 * MIB + READ_OVERHEAD,
     )
-    lines = repr(Plan((several,) * 13)).splitlines()
+    lines = repr(plan_of(*(several,) * 13)).splitlines()
     split = "split    w: 2 chunks a shard, [1024, 256] each, read 4.00 times"
     assert lines[5:] == [split] * 10 + ["split    ... and 3 more"]
-    assert repr(Plan((several,) * 10)).splitlines()[5:] == [split] * 10
+    assert repr(plan_of(*(several,) * 10)).splitlines()[5:] == [split] * 10
 
 
 def test_a_plan_of_nothing():
-    plan = Plan(())
+    plan = plan_of()
     assert (plan.bytes_read, plan.bytes_written, plan.chunks_read, plan.passes) == (0, 0, 0, 1.0)
     assert plan.amplification == (1.0, 1.0)
     assert repr(plan) == (

@@ -38,7 +38,7 @@ from reshard.verify import verification
 from reshard.writer import journal
 
 # A function has its name.
-saving = importlib.import_module("reshard.writer.save")
+executing = importlib.import_module("reshard.writer.execution")
 
 RESHARD = pathlib.Path(sysconfig.get_path("scripts")) / "reshard"
 EARLIER = ".reshard.orbax-checkpoint-tmp"
@@ -463,10 +463,10 @@ MOMENTS = [
     ("os", "unlink", 2, True),
     ("os", "unlink", 7, True),
     ("reshard.writer.database", "prune", 1, True),
-    ("reshard.writer.save", "documents", 1, True),
-    ("reshard.writer.save", "records", 1, True),
-    ("reshard.writer.save", "records", 2, False),
-    ("reshard.writer.save", "write_markers", 1, True),
+    ("reshard.writer.execution", "documents", 1, True),
+    ("reshard.writer.execution", "records", 1, True),
+    ("reshard.writer.execution", "records", 2, False),
+    ("reshard.writer.execution", "write_markers", 1, True),
     ("reshard.writer.journal", "Journal.close", 1, False),
     ("reshard.writer.journal", "Journal.close", 1, True),
     ("os", "rename", 1, True),
@@ -575,9 +575,9 @@ def test_another_number_of_cores(sources, tmp_path, monkeypatch, before, after):
     source, path, out = sources("ckpt zarr2"), tmp_path / "whole", tmp_path / "new" / "out"
     save(source, path, max_memory="64MiB")
     monkeypatch.setattr("reshard.engine.budget.IN_FLIGHT_PER_CORE", 4 << 20)
-    monkeypatch.setattr(saving, "cores", lambda: before)
+    monkeypatch.setattr(executing, "cores", lambda: before)
     stopped(source, out, 0.8, max_memory="64MiB")
-    monkeypatch.setattr(saving, "cores", lambda: after)
+    monkeypatch.setattr(executing, "cores", lambda: after)
     save(source, out, resume=True, max_memory="64MiB")
     assert_whole(out, (path, values(path), restored(path)))
 
@@ -653,7 +653,7 @@ def test_resume_where_nothing_is(sources, expected, tmp_path):
 
 def test_what_a_job_without_resume_left_is_removed(sources, expected, start, tmp_path):
     kind, out = "ckpt zarr2-files", tmp_path / "out"
-    dies = ("reshard.writer.save", "documents", 1, False)
+    dies = ("reshard.writer.execution", "documents", 1, False)
     assert start(source=sources(kind), out=out, resume=False, dies=dies).wait() == -signal.SIGKILL
     junk = kept(out) / "junk"
     junk.write_text("half")
@@ -673,7 +673,7 @@ def test_stopped_before_anything_is_written(sources, tmp_path, monkeypatch):
     def interrupt(*_):
         raise StopError
 
-    monkeypatch.setattr(saving, "clear", interrupt)
+    monkeypatch.setattr(executing, "clear", interrupt)
     with pytest.raises(StopError) as caught:
         save(sources("ckpt zarr2"), tmp_path / "out", resume=True)
     assert not hasattr(caught.value, "__notes__")
@@ -1224,7 +1224,7 @@ def test_what_does_not_fit_into_memory_is_not_read_back(sources, expected, tmp_p
             if path[-1].startswith("serial"):
                 raise reshard.MemoryLimitError("it does not fit")
 
-    monkeypatch.setattr(saving, "check_fits", check_fits)
+    monkeypatch.setattr("reshard.writer.prepare.check_fits", check_fits)
     save(sources(kind), out, resume=True)
     assert_whole(out, expected(kind))
 

@@ -475,7 +475,7 @@ def test_records_of_something_else_are_found_before_a_byte_is_written(
     def nothing(*args, **kwargs):
         raise AssertionError("the destination is made")
 
-    monkeypatch.setattr("reshard.writer.save.commit.committed_directory", nothing)
+    monkeypatch.setattr("reshard.writer.execution.commit.committed_directory", nothing)
     arrays = {
         "b": ArrayRecord("int64", (64, 8), None),
         "w": ArrayRecord("float32", (96, 64), "0" * 32),
@@ -504,10 +504,10 @@ def test_records_of_something_else_are_found_before_a_byte_is_written(
 
 
 def test_what_is_written_is_read_back(copied, tmp_path, monkeypatch):
-    from reshard.writer import save
+    from reshard.writer import execution
 
     path, out = copied("zarr2-files-raw"), tmp_path / "out"
-    record = save._record
+    record = execution._record
 
     def and_a_bit_flips(item, directory, *arguments):
         record(item, directory, *arguments)
@@ -516,7 +516,7 @@ def test_what_is_written_is_read_back(copied, tmp_path, monkeypatch):
         data[5] ^= 1
         file.write_bytes(data)
 
-    monkeypatch.setattr(save, "_record", and_a_bit_flips)
+    monkeypatch.setattr(execution, "_record", and_a_bit_flips)
     ckpt = reshard.to_mesh(reshard.open(path), "8x1")
     assert refusal(ckpt, out, verify=True) == (
         "what was written is not what is read back\n  w: its values are not those on record\n\n"
@@ -526,14 +526,16 @@ def test_what_is_written_is_read_back(copied, tmp_path, monkeypatch):
     assert not reshard.verify(out).ok
 
 
-@pytest.mark.parametrize("where", ["source_record", "records", "read_back"])
+@pytest.mark.parametrize(
+    "where", ["prepare.source_record", "execution.records", "execution.read_back"]
+)
 def test_an_interrupt_leaves_nothing(copied, tmp_path, monkeypatch, where):
     path, out = copied("zarr2-ocdbt-zstd"), tmp_path / "out"
 
     def interrupted(*arguments, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"reshard.writer.save.{where}", interrupted)
+    monkeypatch.setattr(f"reshard.writer.{where}", interrupted)
     before = layouts.hashes(path)
     with pytest.raises(KeyboardInterrupt):
         reshard.save(reshard.to_mesh(reshard.open(path), "8x1"), out, verify=True)

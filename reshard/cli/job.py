@@ -13,7 +13,6 @@ from reshard.cli.flags import as_flags
 from reshard.cli.memory import tune_memory
 from reshard.cli.model_argument import build_target, read_rules
 from reshard.cli.options import AS_JSON, ITEM, MAX_MEMORY, QUIET, options
-from reshard.engine.plan import Plan
 from reshard.errors import ReshardError, ShardingError
 from reshard.loader import open as open_checkpoint
 from reshard.restore.target_mesh import to_mesh
@@ -21,6 +20,7 @@ from reshard.sharding.mesh import parse_mesh
 from reshard.transforms import cast, rename, select
 from reshard.tree import format_path
 from reshard.units import format_bytes
+from reshard.writer.job import Plan
 from reshard.writer.save import plan, save
 
 _OPTIONS = (
@@ -151,6 +151,8 @@ def run(
         **{name: flags[name] for name in ("format", "ocdbt", "codec", "file_size")},
         "link": not flags["no_link"],
         "overwrite": flags["overwrite"],
+        "digest": flags["digest"],
+        "verify": flags["verify"],
     }
     if dry_run:
         planned = plan(checkpoints, dst, **arguments)
@@ -158,9 +160,8 @@ def run(
         if planned.problems:
             raise ReshardError("the plan cannot be carried out", planned.problems, planned.hints)
         return
-    checks = {name: flags[name] for name in ("verify", "digest", "resume")}
     with output.warnings_told(), output.progress_bar(quiet or as_json) as progress:
-        planned = save(checkpoints, dst, **arguments, **checks, progress=progress)
+        planned = save(checkpoints, dst, **arguments, resume=flags["resume"], progress=progress)
     _report(planned, dst, as_json, quiet, answer(), done=True)
 
 

@@ -36,12 +36,10 @@ WHOLE_ARRAY = 1 << 22
 # Chunks are not split below this (decoded bytes): small chunks cost more than reading twice.
 SMALLEST_CHUNK = 1 << 16
 # A grid that divides the new shards evenly is left alone up to this many chunks a shard.
-MOST_KEPT_CHUNKS = 16
+MAX_KEPT_CHUNKS = 16
 # Chunks of an array: one of more could not be opened again.
-_MOST_CHUNKS = 1 << 22
+_MAX_CHUNKS = 1 << 22
 _KEEP = Hint(("chunks", "keep"), " leaves the stored grid as it is")
-# Split arrays that a printed plan lists.
-_SHOWN_SPLITS = 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,7 +56,6 @@ class ArrayLayout:
       target_shard: shape of a shard on the new mesh.
       stored_bytes: stored bytes of all its chunks.
       largest_stored: stored bytes of the largest one.
-      linked_bytes: of these, the bytes in data files that are shared with the source.
       same_bytes: stored chunks can be copied verbatim (same dtype and codec).
       encoded_ratio: estimated encoded bytes for each decoded byte of the target.
       chunk_bytes: bytes that decoding a box of `source_chunk` takes, encoded and decoded.
@@ -78,7 +75,6 @@ class ArrayLayout:
     target_shard: Shape
     stored_bytes: int
     largest_stored: int
-    linked_bytes: int
     same_bytes: bool
     encoded_ratio: float
     chunk_bytes: int
@@ -111,17 +107,18 @@ class ArrayLayout:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArrayPlan:
-    """How one array is carried over.
+    """What becomes of one array.
 
     Attributes:
       layout: the array.
       chunk: shape of a chunk of the destination.
-      box: shape of what is read and written at once; None where stored chunks are moved.
+      box: shape of what is read and written at once; None where stored chunks are copied verbatim.
       serial: source chunks are read into a box one after another, for want of memory.
       passes: how often each stored byte is read, 1.0 where one pass fits.
       split: chunks for each shard, more than 1 where a shard was split.
       amplification: bytes decoded for each byte wanted, when the target mesh loads the array:
         from the source and from the destination.
+      linked: its stored chunks are in data files that are shared with the source.
     """
 
     layout: ArrayLayout
@@ -131,15 +128,16 @@ class ArrayPlan:
     passes: float
     split: int
     amplification: tuple[float, float]
+    linked: bool = False
 
     @property
     def moved(self) -> bool:
-        """Whether stored chunks are moved undecoded."""
+        """Whether stored chunks are copied or shared as they are, undecoded."""
         return self.box is None
 
     @property
     def box_bytes(self) -> int:
-        """Bytes in flight that rewriting one box takes; 0 where stored chunks are moved."""
+        """Bytes in flight that rewriting one box takes; 0 where none is."""
         if self.box is None:
             return 0
         return self.layout.one_step(self.box) if self.serial else self.layout.one_pass(self.box)
@@ -153,14 +151,14 @@ class ArrayPlan:
     def bytes_read(self) -> int:
         """Stored bytes fetched."""
         if self.moved:
-            return self.layout.stored_bytes - self.layout.linked_bytes
+            return 0 if self.linked else self.layout.stored_bytes
         return round(self.layout.stored_bytes * self.passes)
 
     @property
     def bytes_written(self) -> int:
-        """Stored bytes written: exact where chunks are moved, an estimate otherwise."""
+        """Stored bytes written: exact where chunks are copied verbatim, an estimate otherwise."""
         if self.moved:
-            return self.layout.stored_bytes - self.layout.linked_bytes
+            return 0 if self.linked else self.layout.stored_bytes
         return round(self.decoded_bytes * self.layout.encoded_ratio)
 
     def boxes(self) -> Iterator[Box]:
@@ -211,7 +209,7 @@ def _dim_amplification(size: int, chunk: int, shard: int) -> float:
 
 
 def plan_array(array: ArrayLayout, chunks: int | str, max_memory: int) -> ArrayPlan:
-    """How to carry one array over.
+    """What becomes of one array.
 
     Args:
       array: the array.
@@ -229,7 +227,7 @@ def plan_array(array: ArrayLayout, chunks: int | str, max_memory: int) -> ArrayP
         return ArrayPlan(array, array.source_chunk, None, False, 1.0, 1, (before, before))
     chosen, serial = _choose(array, most, keeps, max_memory)
     count = grid_size(array.shape, chosen.chunk)
-    if count > _MOST_CHUNKS:
+    if count > _MAX_CHUNKS:
         found = f"{format_path(array.path)}: it would be in {count} chunks of {list(chosen.chunk)}"
         raise MemoryLimitError(found, hints=[_KEEP])
     if array.same_bytes and chosen.chunk == array.source_chunk:
@@ -248,7 +246,7 @@ def _grid_fits(array: ArrayLayout, most: int | None) -> bool:
     if any(shard % chunk for chunk, shard in pairs):
         return False
     count = math.prod(shard // chunk for chunk, shard in pairs)
-    return count <= MOST_KEPT_CHUNKS or array.source_shard == array.target_shard
+    return count <= MAX_KEPT_CHUNKS or array.source_shard == array.target_shard
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -324,7 +322,7 @@ def _choose(
 
 
 def too_large(array: ArrayLayout, needed: int, max_memory: int) -> MemoryLimitError:
-    """The error for an array of which one stored chunk takes `needed` bytes to carry over."""
+    """The error for an array of which one stored chunk takes `needed` bytes to rewrite."""
     decoded = math.prod(array.source_chunk) * array.source_itemsize
     one_pass = array.one_pass(array.source_chunk)
     least, once = (f"{math.ceil(n / 2**10)}KiB" for n in (needed, one_pass))
@@ -350,97 +348,6 @@ def _passes(array: ArrayLayout, box: Shape) -> float:
         / math.ceil(size / a)
         for size, a, b in dims
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """A job, counted. `print()` shows it.
-
-    Attributes:
-      arrays: each array's plan, in the order in which they are carried out.
-      shared_bytes: bytes of data files that the destination will share with the source.
-      other_bytes: bytes of what is copied beside the arrays (other items, for one).
-      peak_memory: bytes in flight at most.
-      problems: what stands in the way, all of it; a job with problems is not started.
-      hints: what to type about the problems.
-      notes: what the user should know.
-    """
-
-    arrays: tuple[ArrayPlan, ...]
-    shared_bytes: int = 0
-    other_bytes: int = 0
-    peak_memory: int = 0
-    problems: tuple[str, ...] = ()
-    hints: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def bytes_read(self) -> int:
-        """Stored bytes that will be fetched."""
-        return sum(array.bytes_read for array in self.arrays) + self.other_bytes
-
-    @property
-    def bytes_written(self) -> int:
-        """Stored bytes that will be written (estimated for arrays that are encoded again)."""
-        return sum(array.bytes_written for array in self.arrays) + self.other_bytes
-
-    @property
-    def decoded_bytes(self) -> int:
-        """Decoded bytes of all arrays of the destination."""
-        return sum(array.decoded_bytes for array in self.arrays)
-
-    @property
-    def chunks_read(self) -> int:
-        """Stored chunks decoded or moved; each pass over a chunk counts."""
-        return sum(
-            round(grid_size(a.layout.shape, a.layout.source_chunk) * a.passes) for a in self.arrays
-        )
-
-    @property
-    def chunks_written(self) -> int:
-        """Chunks of the destination."""
-        return sum(grid_size(a.layout.shape, a.chunk) for a in self.arrays)
-
-    @property
-    def amplification(self) -> tuple[float, float]:
-        """Bytes decoded for each byte wanted when the target mesh loads the checkpoint: from the
-        source, and from the destination."""
-        total = self.decoded_bytes or 1
-        before = sum(a.amplification[0] * a.decoded_bytes for a in self.arrays)
-        after = sum(a.amplification[1] * a.decoded_bytes for a in self.arrays)
-        return (before / total, after / total) if self.decoded_bytes else (1.0, 1.0)
-
-    @property
-    def passes(self) -> float:
-        """Stored bytes fetched for each stored byte that is decoded; 1.0 where one pass fits."""
-        stored = sum(a.layout.stored_bytes for a in self.arrays if not a.moved)
-        return sum(a.bytes_read for a in self.arrays if not a.moved) / stored if stored else 1.0
-
-    def __repr__(self) -> str:
-        moved = sum(a.moved for a in self.arrays)
-        before, after = self.amplification
-        lines = [
-            f"{len(self.arrays)} arrays, {format_bytes(self.decoded_bytes)}: "
-            f"{len(self.arrays) - moved} rewritten, {moved} moved as stored",
-            f"read     {format_bytes(self.bytes_read)} in {self.chunks_read} chunks"
-            + (f", {self.passes:.2f} times on average" if self.passes > 1 else ""),
-            f"write    {format_bytes(self.bytes_written)} in {self.chunks_written} chunks"
-            + (f", and share {format_bytes(self.shared_bytes)}" if self.shared_bytes else ""),
-            f"memory   {format_bytes(self.peak_memory)} in flight at most",
-            f"load     {before:.2f} bytes decoded for each byte that the new mesh wants, "
-            f"{after:.2f} after",
-        ]
-        split = [a for a in self.arrays if not a.moved and (a.split > 1 or a.passes > 1)]
-        for a in split[:_SHOWN_SPLITS]:
-            lines.append(
-                f"split    {format_path(a.layout.path)}: {a.split} chunks a shard, "
-                f"{list(a.chunk)} each" + (f", read {a.passes:.2f} times" if a.passes > 1 else "")
-            )
-        if len(split) > _SHOWN_SPLITS:
-            lines.append(f"split    ... and {len(split) - _SHOWN_SPLITS} more")
-        lines += [f"note     {note}" for note in self.notes]
-        lines += [f"problem  {problem}" for problem in self.problems]
-        return "\n".join(lines)
 
 
 def grid_size(shape: Shape, chunk: Shape) -> int:

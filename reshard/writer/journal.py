@@ -2,7 +2,7 @@
 
 A job is the same one if its fingerprint is: the source's files, the arrays as they are to be, the
 grids and boxes of the plan, and its memory. Then its batches are the same, and those that were
-committed and synced are not carried over again.
+committed and synced are not written again.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from reshard.storage.location import Location
 from reshard.units import format_bytes
 from reshard.verify.digest_record import PROGRESS_FILE
 from reshard.writer.item_progress import CopiedFile, ItemProgress
-from reshard.writer.prepare import Job
+from reshard.writer.job import ItemPlan, Plan
 from reshard.writer.siblings import changed_paths
 
 # What makes a job the same job, as JSON.
@@ -132,13 +132,13 @@ class Journal:
             raise DestinationError(f"`{self._directory}` was removed while it was written")
 
 
-def went_on(jobs: Sequence[Job], items: Sequence[ItemProgress]) -> str:
+def resumed_note(items: Sequence[ItemPlan], progress: Sequence[ItemProgress]) -> str:
     """What the user should know of a job that an earlier run had begun."""
     done = whole = 0
-    for job, so_far in zip(jobs, items, strict=True):
-        for array in job.plans:
+    for item, committed in zip(items, progress, strict=True):
+        for array in item.arrays:
             if not array.moved:
-                *_, elements = so_far.digests.get(array.layout.path, (0,))
+                *_, elements = committed.digests.get(array.layout.path, (0,))
                 done += elements * array.layout.target_itemsize
                 whole += array.decoded_bytes
     rewritten = f": {format_bytes(done)} of {format_bytes(whole)} to rewrite" if whole else ""
@@ -241,35 +241,33 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def fingerprint(
-    jobs: Sequence[Job], max_memory: int, source_state: Mapping[str, str]
-) -> Fingerprint:
+def fingerprint(plan: Plan) -> Fingerprint:
     """What makes a job the same job."""
-    plan = hashlib.sha256()
-    for job in jobs:
-        for line in _lines(job):
-            plan.update(line.encode(errors="surrogateescape"))
-            plan.update(b"\n")
+    found = hashlib.sha256()
+    for item in plan.items:
+        for line in _lines(item):
+            found.update(line.encode(errors="surrogateescape"))
+            found.update(b"\n")
     return {
         "version": importlib.metadata.version("reshard"),
-        "max_memory": max_memory,
-        "items": [str(job.ckpt.source.store.directory) for job in jobs],
-        "source": dict(source_state),
-        "format": [str(job.target) for job in jobs],
-        "plan": plan.hexdigest(),
+        "max_memory": plan.max_memory,
+        "items": [str(item.ckpt.source.store.directory) for item in plan.items],
+        "source": dict(plan.source_state),
+        "format": [str(item.format) for item in plan.items],
+        "plan": found.hexdigest(),
     }
 
 
-def _lines(job: Job) -> Iterator[str]:
-    source = job.ckpt.source
-    linked = None if job.files is None else sorted(job.files)
-    yield repr((str(source.root), source.step, source.item, linked, job.ckpt.retyped, job.target))
+def _lines(item: ItemPlan) -> Iterator[str]:
+    ckpt, source = item.ckpt, item.ckpt.source
+    linked = None if item.files is None else sorted(item.files)
+    yield repr((str(source.root), source.step, source.item, linked, ckpt.retyped, item.format))
     yield json.dumps(source.metadata, sort_keys=True)
-    for path, leaf in job.ckpt.items():
+    for path, leaf in ckpt.items():
         yield repr(path) if isinstance(leaf, ArrayHandle) else repr((path, leaf))
-    for handle, plan in zip(job.handles, job.plans, strict=True):
+    for handle, array in zip(item.handles, item.arrays, strict=True):
         yield from _described(handle)
-        yield repr((plan.chunk, plan.box, plan.serial))
+        yield repr((array.chunk, array.box, array.serial))
 
 
 def _described(handle: ArrayHandle) -> Iterator[str]:

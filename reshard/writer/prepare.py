@@ -1,7 +1,6 @@
 """Planning a job from disk to disk: everything that can be known before a byte is written."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,37 +8,37 @@ from typing import Any
 from reshard.arrays.derived import stored_share, stored_values
 from reshard.arrays.handle import ArrayHandle, Derived, collision_error
 from reshard.checkpoint import Checkpoint
-from reshard.engine.budget import cores, in_flight
 from reshard.engine.cost import Decoded, co_read_groups, decoded_together, first_cell
 from reshard.engine.plan import (
     ArrayLayout,
     ArrayPlan,
-    Plan,
     co_read,
-    grid_size,
     plan_array,
     too_large,
 )
 from reshard.errors import (
     ArgumentError,
+    CorruptCheckpointError,
     DestinationExistsError,
     MemoryLimitError,
     ReshardError,
     ShardingError,
-    TreeMismatchError,
 )
 from reshard.hints import Hint
 from reshard.loader.detection import step_number, why_not_replaceable
 from reshard.sharding.mesh import NamedSharding, shard_shape, spec_problems
 from reshard.storage import posix
 from reshard.storage.location import Location
-from reshard.storage.ocdbt import StoredValue
 from reshard.tree import Path, format_path
 from reshard.units import parse_bytes
+from reshard.verify.values import check_fits
 from reshard.writer import commit
 from reshard.writer.codec_sample import encoded_ratio
-from reshard.writer.shared_files import data_file_bytes, files_to_link, is_linked
-from reshard.writer.siblings import siblings
+from reshard.writer.job import ItemPlan, Plan
+from reshard.writer.readback import chunks_read
+from reshard.writer.recording import NO_RECORD, read_again, source_record
+from reshard.writer.shared_files import files_to_link, is_linked
+from reshard.writer.siblings import Sibling, siblings, source_state
 from reshard.writer.stored_names import name_errors
 from reshard.writer.target_format import FormatArguments, TargetFormat
 
@@ -47,99 +46,93 @@ from reshard.writer.target_format import FormatArguments, TargetFormat
 _ESTIMATE_ERROR = 1.1
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """One item to write.
-
-    Attributes:
-      ckpt: its tree.
-      handles: its arrays.
-      plans: how each of them is rewritten or copied.
-      target: how they are to be stored.
-      files: data files to share with the source; None where nothing may be shared.
-    """
-
-    ckpt: Checkpoint
-    target: TargetFormat
-    handles: tuple[ArrayHandle, ...]
-    plans: tuple[ArrayPlan, ...]
-    files: frozenset[str] | None
-
-    @functools.cached_property
-    def linked(self) -> list[ArrayHandle]:
-        """Arrays whose stored chunks stay where they are, in shared data files."""
-        return [h for h in self._moved if is_linked(self.values(h), self.files)]
-
-    @functools.cached_property
-    def copied(self) -> list[ArrayHandle]:
-        """Arrays whose stored chunks are copied undecoded."""
-        return [h for h in self._moved if not is_linked(self.values(h), self.files)]
-
-    def values(self, handle: ArrayHandle) -> list[StoredValue]:
-        """The stored values that an array consists of in the destination as they are."""
-        return stored_values(handle, self.target.encoding(handle)) or []
-
-    @functools.cached_property
-    def _moved(self) -> list[ArrayHandle]:
-        return [h for h, plan in zip(self.handles, self.plans, strict=True) if plan.moved]
-
-
 def prepare(
     checkpoints: Sequence[Checkpoint],
-    target: Location | None,
+    destination: Location | None,
     *,
     max_memory: int,
     chunks: int | str,
     form: FormatArguments,
     link: bool,
     overwrite: bool,
-) -> tuple[list[Job], Plan, list[ReshardError]]:
-    """The items to write, the plan of it all, and everything that stands in the way.
+    digest: bool,
+    verify: bool,
+) -> Plan:
+    """The plan of a job, with all problems.
 
     Args:
       checkpoints: one, or several steps of one manager's root.
-      target: where to write; None where that is not known yet.
+      destination: where to write; None where that is not known yet.
       max_memory: bytes.
       chunks: as `parse_chunks` gives it.
       form: as `parse_format` gives it.
       link: whether data files may be shared with the source.
-      overwrite: whether an existing target is to be replaced.
+      overwrite: whether an existing destination is to be replaced.
+      digest: whether arrays that are copied verbatim are read if they have no digest.
+      verify: whether all that is written is to be read back.
     """
-    found: list[ReshardError] = []
+    errors: list[ReshardError] = []
     _check_together(checkpoints)
-    root = checkpoints[0].source.root
-    replaced = False
-    if target is not None:
+    notes: list[str] = []
+    if destination is not None:
         try:
-            commit.check_destination(target, root, overwrite)
-            replaced = _check_replaced(target, checkpoints)
+            commit.check_destination(destination, checkpoints[0].source.root, overwrite)
+            if _check_replaced(destination, checkpoints):
+                notes.append(f"`{destination}` is replaced once the new checkpoint is complete")
         except ReshardError as error:
-            found.append(error)
-    jobs = [
-        _prepare_item(c, target, max_memory, chunks, form.of(c), link, found) for c in checkpoints
+            errors.append(error)
+    items = tuple(
+        _item(c, destination, max_memory, chunks, form.of(c), link, digest, errors)
+        for c in checkpoints
+    )
+    found: Sequence[Sibling] = ()
+    try:
+        found = siblings(checkpoints, destination, link)
+    except ReshardError as error:
+        errors.append(error)
+    plan = Plan(
+        items,
+        tuple(found),
+        destination,
+        max_memory,
+        overwrite,
+        verify,
+        source_state(checkpoints),
+        notes=tuple(dict.fromkeys([*(note for i in items for note in _notes(i)), *notes])),
+    )
+    errors += copy_errors(plan)
+    try:
+        check_fits((chunk for item in items for chunk in chunks_read(item, verify)), max_memory)
+    except MemoryLimitError as error:
+        errors.append(error)
+    return dataclasses.replace(plan, errors=tuple(_one_memory_error(errors)))
+
+
+def copy_errors(plan: Plan) -> list[ReshardError]:
+    """Why what is copied verbatim does not fit into memory, or what is written onto the disk."""
+    errors: list[ReshardError] = [
+        too_large(array.layout, 2 * array.layout.largest_stored, plan.max_memory)
+        for array in plan.arrays
+        if array.moved and not array.linked and 2 * array.layout.largest_stored > plan.max_memory
     ]
-    total = _total(jobs, target, max_memory, link, found)
-    if replaced:
-        note = f"`{target}` is replaced once the new checkpoint is complete"
-        total = dataclasses.replace(total, notes=(*total.notes, note))
-    if target is not None:
+    if plan.destination is not None:
         try:
-            commit.check_room(target, int(total.bytes_written * _ESTIMATE_ERROR))
+            commit.check_room(plan.destination, int(plan.bytes_written * _ESTIMATE_ERROR))
         except ReshardError as error:
-            found.append(error)
-    return jobs, total, _one_memory_error(found)
+            errors.append(error)
+    return errors
 
 
-def _check_replaced(target: Location, checkpoints: Sequence[Checkpoint]) -> bool:
+def _check_replaced(destination: Location, checkpoints: Sequence[Checkpoint]) -> bool:
     """Whether there is something to replace; raises DestinationExistsError if that may not be."""
-    if not target.exists():
+    if not destination.exists():
         return False
     manager = checkpoints[0].source.kind == "manager"
     steps = {step_number(c.source.step) for c in checkpoints} if manager else None
-    reason = why_not_replaceable(target, steps)
+    reason = why_not_replaceable(destination, steps)
     if reason is not None:
         raise DestinationExistsError(
-            f"`{target}` would be deleted: {reason}",
+            f"`{destination}` would be deleted: {reason}",
             hints=["name a new destination, or move what is there out of the way"],
         )
     return True
@@ -152,7 +145,7 @@ def _one_memory_error(found: list[ReshardError]) -> list[ReshardError]:
         return found
     largest = max(memory, key=lambda error: error.least)
     problems = [line for error in memory for line in (error.summary, *error.problems)]
-    summary = f"{len(memory)} arrays do not fit into memory"
+    summary = f"{sum(len(error.problems) for error in memory)} arrays do not fit into memory"
     one = MemoryLimitError(summary, problems, largest.hints, largest.least)
     return [error for error in found if error not in memory] + [one]
 
@@ -188,23 +181,21 @@ def _check_together(checkpoints: Sequence[Checkpoint]) -> None:
         )
 
 
-def _prepare_item(
+def _item(
     ckpt: Checkpoint,
-    target: Location | None,
+    destination: Location | None,
     max_memory: int,
     chunks: int | str,
     form: TargetFormat,
     link: bool,
-    found: list[ReshardError],
-) -> Job:
-    """Plans one item; errors of its leaves are added to `found`."""
+    digest: bool,
+    errors: list[ReshardError],
+) -> ItemPlan:
+    """The plan of one item; errors of its leaves are added to `errors`."""
     collided = [handle for handle in ckpt.arrays if handle.same_name is not None]
     if collided:
-        found.append(collision_error(collided))
-    found += name_errors(ckpt, form)
-    handles: list[ArrayHandle] = []
-    plans: list[ArrayPlan] = []
-    ratios: dict[tuple[Any, ...], float] = {}
+        errors.append(collision_error(collided))
+    errors += name_errors(ckpt, form)
     whole = []
     for handle in ckpt.arrays:
         try:
@@ -212,34 +203,42 @@ def _prepare_item(
             handle.stored_sizes()  # says so if chunks are missing
             whole.append(handle)
         except ReshardError as error:
-            found.append(error)
+            errors.append(error)
     groups: dict[int, tuple[int, int, int]] = {}
     for group, numbers in enumerate(co_read_groups(whole)):
         decoded = decoded_together([whole[number] for number in numbers])
         groups |= dict.fromkeys(numbers, (group, len(numbers), decoded.nbytes))
+    ratios: dict[tuple[Any, ...], float] = {}
+    handles: list[ArrayHandle] = []
+    arrays: list[ArrayPlan] = []
     for number, handle in enumerate(whole):
         try:
             layout = _layout(handle, form, *groups[number], ratios, max_memory)
-            plans.append(plan_array(layout, chunks, max_memory))
+            arrays.append(plan_array(layout, chunks, max_memory))
             handles.append(handle)
         except ReshardError as error:
-            found.append(error)
-    plans = with_passes(plans, handles)
+            errors.append(error)
+    arrays = with_passes(arrays, handles)
     store = ckpt.source.store
     can_link = link and form.shares
-    if can_link and target is not None:
-        can_link = posix.same_filesystem(store.directory, target)
-    files = files_to_link(store, form, handles, plans) if can_link else None
-    for i, (handle, plan) in enumerate(zip(handles, plans, strict=True)):
-        if not plan.moved:
-            continue
-        layout = plan.layout
-        if is_linked(stored_values(handle, form.encoding(handle)) or (), files):
-            layout = dataclasses.replace(layout, linked_bytes=layout.stored_bytes)
-            plans[i] = dataclasses.replace(plan, layout=layout)
-        elif 2 * layout.largest_stored > max_memory:
-            found.append(too_large(layout, 2 * layout.largest_stored, max_memory))
-    return Job(ckpt, form, tuple(handles), tuple(plans), files)
+    if can_link and destination is not None:
+        can_link = posix.same_filesystem(store.directory, destination)
+    files = files_to_link(store, form, handles, arrays) if can_link else None
+    arrays = [
+        dataclasses.replace(
+            array,
+            linked=array.moved
+            and is_linked(stored_values(handle, form.encoding(handle)) or (), files),
+        )
+        for handle, array in zip(handles, arrays, strict=True)
+    ]
+    record = NO_RECORD
+    try:
+        record = source_record(ckpt, handles)
+    except CorruptCheckpointError as error:
+        errors.append(error)
+    again = read_again(handles, arrays, record.arrays, digest)
+    return ItemPlan(ckpt, form, tuple(handles), tuple(arrays), files, record, again)
 
 
 def _layout(
@@ -281,7 +280,6 @@ def _layout(
         target_shard=shard_shape(handle.shape, handle.sharding),
         stored_bytes=stored,
         largest_stored=max(sizes, default=0),
-        linked_bytes=0,
         same_bytes=moved is not None,
         encoded_ratio=stored / decoded if decoded and sizes else 1.0,
         chunk_bytes=alone.nbytes,
@@ -344,63 +342,14 @@ def _check_fits(handle: ArrayHandle) -> None:
             )
 
 
-def _total(
-    jobs: Sequence[Job],
-    target: Location | None,
-    max_memory: int,
-    link: bool,
-    found: list[ReshardError],
-) -> Plan:
-    plans = tuple(plan for job in jobs for plan in job.plans)
-    copied = {handle.path for job in jobs for handle in job.copied}
-    costs = [cost for plan in plans for cost in _costs(plan, plan.layout.path in copied)]
-    largest = max((cost for cost, _ in costs), default=0)
-    limit = max(in_flight(max_memory, cores(), largest), largest)
-    shared = sum(
-        data_file_bytes(job.ckpt.source.store.directory / file)
-        for job in jobs
-        for file in job.files or ()
-    )
-    other = 0
-    try:
-        for sibling in siblings([job.ckpt for job in jobs], target, link):
-            if sibling.linked:
-                shared += sibling.nbytes
-            else:
-                other += sibling.nbytes
-    except ReshardError as error:
-        found.append(error)
-    return Plan(
-        plans,
-        shared_bytes=shared,
-        other_bytes=other,
-        peak_memory=min(sum(cost * count for cost, count in costs), limit),
-        notes=tuple(dict.fromkeys(note for job in jobs for note in _notes(job))),
-    )
-
-
-def _notes(job: Job) -> Iterator[str]:
+def _notes(item: ItemPlan) -> Iterator[str]:
     """What the user should know of an item."""
-    yield from job.ckpt.notes
-    store = job.ckpt.source.store
-    if (job.target.ocdbt, job.target.zarr3) != (store.ocdbt, store.zarr3):
-        yield f"the arrays are stored as {job.target.format}, and not {job.ckpt.source.format}"
-    if job.target.codec is not None and not all(plan.moved for plan in job.plans):
+    yield from item.ckpt.notes
+    store = item.ckpt.source.store
+    if (item.format.ocdbt, item.format.zarr3) != (store.ocdbt, store.zarr3):
+        yield f"the arrays are stored as {item.format.format}, and not {item.ckpt.source.format}"
+    if item.format.codec is not None and not all(array.moved for array in item.arrays):
         yield (
-            f"what is encoded anew is compressed with {job.target.codec}; its bytes are estimated "
+            f"what is encoded anew is compressed with {item.format.codec}; its bytes are estimated "
             "from samples"
         )
-
-
-def _costs(plan: ArrayPlan, copied: bool) -> list[tuple[int, int]]:
-    """Bytes in flight that one step of rewriting or copying an array takes, and how many steps
-    there are; empty where nothing is read."""
-    layout = plan.layout
-    if plan.box is None:
-        return [(2 * layout.largest_stored, grid_size(layout.shape, plan.chunk))] if copied else []
-    return [
-        (
-            plan.box_bytes,
-            math.ceil(grid_size(layout.shape, plan.box) / (1 if plan.serial else layout.co_read)),
-        )
-    ]

@@ -1,9 +1,9 @@
-"""What a job reads beside what it copies: for digests; and what it has written, once more."""
+"""What a job reads beside what it rewrites: for digests; and what it has written, once more."""
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 
+from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CorruptCheckpointError, MemoryLimitError
@@ -12,50 +12,43 @@ from reshard.loader.detection import Item
 from reshard.storage.location import Location
 from reshard.tree import Path
 from reshard.verify import verification
-from reshard.verify.values import check_fits, nbytes
+from reshard.verify.values import check_fits
 from reshard.writer.item_progress import ItemProgress
-from reshard.writer.prepare import Job
-from reshard.writer.recording import ReadAgain, verify_hints
+from reshard.writer.job import ItemPlan
+from reshard.writer.recording import verify_hints
 
 
-def chunks_read(
-    job: Job, again: ReadAgain, verify: bool
-) -> Iterator[tuple[Path, tuple[int, ...], int]]:
-    """Path, chunk shape and bytes of an element of all that is read beside what is copied."""
-    for handle in (*again.sources, *again.moved):
+def chunks_read(item: ItemPlan, verify: bool) -> Iterator[tuple[Path, Shape, int]]:
+    """Path, chunk shape and bytes of an element of all that is read beside what is rewritten."""
+    for handle in (*item.read_again.sources, *item.read_again.verbatim):
         yield handle.path, handle.chunk_shape, handle.stored_dtype.itemsize
-    for handle, plan in zip(job.handles, job.plans, strict=True):
+    for handle, array in zip(item.handles, item.arrays, strict=True):
         if verify:
-            yield handle.path, plan.chunk, handle.dtype.itemsize
+            yield handle.path, array.chunk, handle.dtype.itemsize
 
 
-def bytes_read(again: Sequence[ReadAgain], written: Sequence[list[ArrayHandle]]) -> int:
-    """Decoded bytes of all that is read beside what is copied."""
-    more = [handle for each in again for handle in (*each.sources, *each.moved)]
-    back = [handle for handles in written for handle in handles]
-    return nbytes(more) + sum(math.prod(h.shape) * h.dtype.itemsize for h in back)
-
-
-def to_read_back(job: Job, so_far: ItemProgress, memory: int, verify: bool) -> list[ArrayHandle]:
+def to_read_back(
+    item: ItemPlan, progress: ItemProgress, max_memory: int, verify: bool
+) -> list[ArrayHandle]:
     """The arrays of an item that are read back once they are written: all of them, or those that an
     earlier run has written something of, as far as their chunks fit into memory. What it has added
     to their digests is what it read; what it wrote may have changed on the disk since."""
     if verify:
-        return list(job.handles)
+        return list(item.handles)
     begun = []
-    for handle, array in zip(job.handles, job.plans, strict=True):
-        if handle.path in so_far.digests:
+    for handle, array in zip(item.handles, item.arrays, strict=True):
+        if handle.path in progress.digests:
             with contextlib.suppress(MemoryLimitError):
-                check_fits([(handle.path, array.chunk, handle.dtype.itemsize)], memory)
+                check_fits([(handle.path, array.chunk, handle.dtype.itemsize)], max_memory)
                 begun.append(handle)
     return begun
 
 
 def read_back(
-    job: Job,
+    item: ItemPlan,
     directory: Location,
     handles: Sequence[ArrayHandle],
-    memory: int,
+    max_memory: int,
     report: Callable[[int], None],
 ) -> None:
     """Reads back some arrays of an item; raises CorruptCheckpointError if they differ from what was
@@ -68,18 +61,20 @@ def read_back(
         done = now
 
     names = {stored_name(handle.path) for handle in handles}
-    written = _written(job, directory)
+    written = _written(item, directory)
     chosen = {leaf.path: leaf for leaf in written.arrays if stored_name(leaf.path) in names}
-    found = verification.verify(written.replace(chosen), max_memory=memory, progress=progress)
+    found = verification.verify(written.replace(chosen), max_memory=max_memory, progress=progress)
     if not found.ok:
         raise CorruptCheckpointError(
-            "what was written is not what is read back", found.problems, verify_hints(job)
+            "what was written is not what is read back",
+            found.problems,
+            verify_hints(item.ckpt.source),
         )
 
 
-def check_whole(job: Job, directory: Location) -> None:
+def check_whole(item: ItemPlan, directory: Location) -> None:
     """Raises CorruptCheckpointError if something is gone of what an earlier run had written."""
-    written = _written(job, directory)
+    written = _written(item, directory)
     store = written.source.store
     for handle in written.arrays:
         handle.stored_sizes()
@@ -89,8 +84,8 @@ def check_whole(job: Job, directory: Location) -> None:
                 raise CorruptCheckpointError(f"the data file `{file}` is gone from `{directory}`")
 
 
-def _written(job: Job, directory: Location) -> Checkpoint:
+def _written(item: ItemPlan, directory: Location) -> Checkpoint:
     """What was written of an item."""
-    source = job.ckpt.source
-    item = Item(directory, source.kind, source.v1, source.step, source.item, (), ())
-    return orbax.read(item)
+    source = item.ckpt.source
+    found = Item(directory, source.kind, source.v1, source.step, source.item, (), ())
+    return orbax.read(found)

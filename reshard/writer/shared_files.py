@@ -1,7 +1,7 @@
 """Data files that a destination shares with its source."""
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from reshard.arrays.derived import stored_values
 from reshard.arrays.handle import ArrayHandle
@@ -20,31 +20,32 @@ def files_to_link(
     store: ArrayStore,
     form: TargetFormat,
     handles: Sequence[ArrayHandle],
-    plans: Sequence[ArrayPlan],
-) -> frozenset[str]:
-    """Data files of which enough stays in use, by arrays that only need such files.
+    arrays: Sequence[ArrayPlan],
+) -> dict[str, int]:
+    """Data files, with their bytes, of which enough stays in use, by arrays that only need such
+    files.
 
     Enough is a good part of the file, or all of it that the source itself uses.
     """
-    moved = [
+    verbatim = [
         stored_values(handle, form.encoding(handle)) or ()
-        for handle, plan in zip(handles, plans, strict=True)
-        if plan.moved
+        for handle, array in zip(handles, arrays, strict=True)
+        if array.moved
     ]
-    if not moved:
-        return frozenset()
+    if not verbatim:
+        return {}
     used = _bytes_by_file(values.values() for values in store.values.values())
-    files: frozenset[str] | None = None
+    files: dict[str, int] | None = None
     while True:
         kept = _bytes_by_file(
-            values for values in moved if files is None or is_linked(values, files)
+            values for values in verbatim if files is None or is_linked(values, files)
         )
-        enough = frozenset(
-            file
+        sizes = {file: _data_file_bytes(store.directory / file) for file in kept}
+        enough = {
+            file: sizes[file]
             for file, size in kept.items()
-            if size >= used[file]
-            or size >= _WORTH_LINKING * data_file_bytes(store.directory / file)
-        )
+            if size >= min(used[file], _WORTH_LINKING * sizes[file])
+        }
         if enough == files:
             return enough
         files = enough
@@ -60,7 +61,7 @@ def _bytes_by_file(arrays: Iterable[Iterable[StoredValue]]) -> collections.Count
     return found
 
 
-def data_file_bytes(file: Location) -> int:
+def _data_file_bytes(file: Location) -> int:
     """Bytes of a data file; raises CorruptCheckpointError where it is missing."""
     size = file.file_bytes()
     if size is None:
@@ -68,6 +69,6 @@ def data_file_bytes(file: Location) -> int:
     return size
 
 
-def is_linked(values: Iterable[StoredValue], files: frozenset[str] | None) -> bool:
+def is_linked(values: Iterable[StoredValue], files: Collection[str] | None) -> bool:
     """Whether all that is stored of an array is in shared files, or inlined in the B-tree."""
     return files is not None and all(value.file is None or value.file in files for value in values)

@@ -1,0 +1,302 @@
+"""A plan, executed: written beside the destination, checked, and committed."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from reshard.arrays.derived import stored_chunks
+from reshard.arrays.digests import Digest
+from reshard.arrays.handle import ArrayHandle, stored_name
+from reshard.engine.budget import Budget, cores, in_flight
+from reshard.errors import CorruptCheckpointError, ReshardError
+from reshard.hints import Hint
+from reshard.storage import posix
+from reshard.storage.location import Location
+from reshard.storage.ocdbt import new_context
+from reshard.tree import Path
+from reshard.verify.digest_record import FILE, ArrayRecord, record_of
+from reshard.verify.values import nbytes
+from reshard.writer import commit, database
+from reshard.writer.item_progress import ItemProgress
+from reshard.writer.job import ItemPlan, Plan
+from reshard.writer.journal import Journal, fingerprint, is_unfinished, resumed_note
+from reshard.writer.orbax_documents import documents
+from reshard.writer.prepare import copy_errors
+from reshard.writer.readback import check_whole, read_back, to_read_back
+from reshard.writer.recording import check_copied, new_digests, records
+from reshard.writer.siblings import (
+    changed_paths,
+    clear,
+    copy_siblings,
+    link_siblings,
+    source_state,
+    write_markers,
+)
+from reshard.writer.stream import Target, move_values, write_boxes, write_values
+
+Report = Callable[[int], None]
+
+
+class ItemJob(NamedTuple):
+    """One item, as it is written.
+
+    Attributes:
+      plan: what becomes of it.
+      directory: where it is written.
+      progress: what of it has been committed.
+      read_back: arrays that are read back at the end.
+    """
+
+    plan: ItemPlan
+    directory: Location
+    progress: ItemProgress
+    read_back: Sequence[ArrayHandle]
+
+    @property
+    def bytes_read(self) -> int:
+        """Decoded bytes of all that is read beside what is rewritten."""
+        again = nbytes((*self.plan.read_again.sources, *self.plan.read_again.verbatim))
+        return again + sum(math.prod(h.shape) * h.dtype.itemsize for h in self.read_back)
+
+
+def execute(
+    plan: Plan, *, resume: bool = False, progress: Callable[[int, int], None] | None = None
+) -> Plan:
+    """Writes what a plan says; whole or not at all.
+
+    Args:
+      plan: the plan.
+      resume, progress: as of `reshard.save`.
+
+    Returns:
+      The plan, with what else is to be known.
+
+    Raises:
+      ReshardError: the errors of the plan; and as `reshard.save`.
+    """
+    _raise_all(plan.errors)
+    destination = plan.destination
+    assert destination is not None
+    same = fingerprint(plan) if resume else {}
+    kept = functools.partial(is_unfinished, fingerprint=same) if resume else lambda directory: False
+    with commit.committed_directory(
+        destination, overwrite=plan.overwrite, unfinished=kept
+    ) as directory:
+        journal = Journal(directory, same, cores(), len(plan.items), resume)
+        with _unchanged(plan, journal):
+            plan = _begun(plan, directory, journal)
+            jobs = [
+                ItemJob(
+                    item,
+                    item.directory(directory),
+                    committed,
+                    to_read_back(item, committed, plan.max_memory, plan.verify),
+                )
+                for item, committed in zip(plan.items, journal.items, strict=True)
+            ]
+            report = _reporter(plan, jobs, progress)
+            copy_siblings(plan.siblings, directory, journal.copied, journal.advance, report)
+            hashes = {s.path: journal.copied[s.path].sha256 for s in plan.siblings if s.is_file}
+            with _correct(journal):
+                for item in plan.items:
+                    check_copied(item, hashes)
+            for job in jobs:
+                digests = _write(job, plan.max_memory, journal, report)
+                with _correct(journal):
+                    _check_and_record(job, plan, directory, digests, hashes, journal, report)
+        posix.sync(directory)
+        write_markers(plan.checkpoints, directory, destination)
+        journal.close()
+    return plan
+
+
+def _raise_all(found: Sequence[ReshardError]) -> None:
+    """Raises the errors of several leaves as one, of the type of the first."""
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        problems = [line for error in found for line in (error.summary, *error.problems)]
+        hints = [hint for error in found for hint in error.hints]
+        raise type(found[0])(f"{len(found)} problems", problems, hints)
+
+
+def _begun(plan: Plan, directory: Location, journal: Journal) -> Plan:
+    """Makes the directories of a job, and shares files with the source. The plan; without links if
+    the file system forbids them."""
+    clear(plan.checkpoints, plan.siblings, directory)
+    for item in plan.items:
+        item.directory(directory).make_directory()
+        posix.remove_locks(item.directory(directory))
+    if not (journal.links and _link(plan, directory)):
+        plan = plan.without_links()
+        _raise_all(copy_errors(plan))
+        journal.without_links()
+    journal.begin()
+    if not journal.resumed:
+        return plan
+    return dataclasses.replace(plan, notes=(*plan.notes, resumed_note(plan.items, journal.items)))
+
+
+def _link(plan: Plan, directory: Location) -> bool:
+    """Shares data files with the source; False if that is forbidden."""
+    for item in plan.items:
+        store = item.ckpt.source.store
+        if item.linked and not database.link_data_files(
+            store, item.directory(directory), item.files or ()
+        ):
+            return False
+    return link_siblings(plan.siblings, directory)
+
+
+def _check_and_record(
+    job: ItemJob,
+    plan: Plan,
+    directory: Location,
+    digests: Mapping[Path, Digest],
+    hashes: Mapping[str, str],
+    journal: Journal,
+    report: Report,
+) -> None:
+    """Compares what was read with what is recorded of the source, records what was written, and
+    reads it back.
+
+    Args:
+      job: the item.
+      plan: the whole job.
+      directory: where it is written.
+      digests: of the arrays that were decoded.
+      hashes: path below the directory -> SHA-256 of siblings.
+      journal: the progress of the whole job.
+      report: called with numbers of bytes that were read.
+    """
+    arrays = records(job.plan, digests, plan.max_memory, report)
+    _record(job.plan, directory, arrays, hashes)
+    if journal.resumed:
+        check_whole(job.plan, directory)
+    if plan.verify or job.read_back:
+        read_back(job.plan, directory, job.read_back, plan.max_memory, report)
+
+
+def _record(
+    item: ItemPlan,
+    directory: Location,
+    arrays: Mapping[str, ArrayRecord],
+    hashes: Mapping[str, str],
+) -> None:
+    """Writes the record of an item."""
+    record = record_of(item.ckpt, directory, arrays, item.format.ocdbt, hashes)
+    (item.directory(directory) / FILE).write(record.dump())
+
+
+@contextlib.contextmanager
+def _correct(journal: Journal) -> Iterator[None]:
+    """Where what was read or written turns out to be wrong, no later run may resume it."""
+    try:
+        yield
+    except CorruptCheckpointError as error:
+        journal.forget()
+        if not journal.resumed:
+            raise
+        hints = [*error.hints, Hint(("same",), " begins anew: what was kept is removed")]
+        raise CorruptCheckpointError(error.summary, error.problems, hints) from error
+
+
+def _reporter(
+    plan: Plan, jobs: Sequence[ItemJob], progress: Callable[[int, int], None] | None
+) -> Report:
+    whole = (
+        sum(job.bytes_read for job in jobs)
+        + sum(sibling.nbytes for sibling in plan.siblings)
+        + sum(a.bytes_written if a.moved else a.decoded_bytes for a in plan.arrays)
+    )
+    done = 0
+
+    def report(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(min(done, whole), whole)  # metadata of what is copied are not in `whole`
+
+    return report
+
+
+@contextlib.contextmanager
+def _unchanged(plan: Plan, journal: Journal) -> Iterator[None]:
+    """Raises CorruptCheckpointError if files of the source have changed since the plan was made: in
+    the place of errors that this has led to."""
+    error = None
+    try:
+        yield
+    except (ReshardError, OSError) as caught:
+        error = caught
+    state = source_state(plan.checkpoints)
+    changed = [f"`{path}`" for path in changed_paths(plan.source_state, state)]
+    gone = error.filename if isinstance(error, FileNotFoundError) else None
+    if not changed and gone and Location(str(gone)).below(plan.checkpoints[0].source.root):
+        changed = [f"`{gone}`"]
+    if changed:
+        journal.forget()
+        raise CorruptCheckpointError("the source changed while it was read", changed) from error
+    if error is not None:
+        raise error
+
+
+def _write(job: ItemJob, max_memory: int, journal: Journal, report: Report) -> dict[Path, Digest]:
+    """Writes the arrays and the documents of an item. The digests of the arrays that it decoded."""
+    item, directory, progress = job.plan, job.directory, job.progress
+    store, form = item.ckpt.source.store, item.format
+    writeback = posix.Writeback(directory / database.STAGE / "d")
+    spec = directory.spec
+    if form.ocdbt:
+        spec = database.stage_spec(directory, form.file_bytes)
+    context = new_context(database.STAGE_CACHE_BYTES)
+    target = Target(spec, context, form)
+    sources = {handle.path: handle for handle in item.handles}
+    names = {path: stored_name(path) for path in sources}
+    digests = new_digests(item)
+    progress.go_on(digests)
+
+    def committed() -> None:
+        writeback.advance()
+        journal.advance()
+
+    stores = functools.cache(store.kvstore)
+    values = [
+        (stores(chunk.name), chunk.key, f"{names[h.path]}/{chunk.new_key}", chunk.value.size)
+        for h in item.copied
+        for chunk in stored_chunks(h, form.encoding(h)) or ()
+    ]
+    metadata = {
+        f"{names[h.path]}/{form.metadata_key}": form.metadata(h, h.chunk_shape)
+        for h in (*item.linked, *item.copied)
+        if not form.is_verbatim(h)
+    }
+    try:
+        if not progress.merged:
+            write_values(metadata, target)
+        largest = max((array.box_bytes for array in item.arrays), default=0)
+        with Budget(in_flight(max_memory, journal.cores, largest)) as budget:
+            move_values(values, target, progress, budget, committed, report)
+            write_boxes(
+                item.arrays, sources, target, names, digests, progress, budget, committed, report
+            )
+    finally:
+        writeback.finish()
+    if form.ocdbt and item.arrays:
+        linked = {names[h.path]: h for h in item.linked}
+        staged = bool(values or metadata or item.rewritten)
+        again = progress.merged
+        if not again:
+            database.merge(store, directory, linked, form, staged)
+            progress.merged = True
+            journal.write()
+        kept = (value for h in item.linked for value in item.values(h))
+        database.prune(directory, kept, staged, again)
+    chunks = {array.layout.path: array.chunk for array in item.arrays}
+    for name, data in documents(item.ckpt, chunks, form).items():
+        (directory / name).parent.make_directory()
+        (directory / name).write(data)
+    return digests

@@ -1,0 +1,245 @@
+"""`Plan`: what becomes of every item of a job, decided and counted before a byte is written."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from reshard.arrays.derived import stored_values
+from reshard.arrays.handle import ArrayHandle
+from reshard.checkpoint import Checkpoint
+from reshard.engine.budget import cores, in_flight
+from reshard.engine.plan import ArrayPlan, grid_size
+from reshard.errors import ReshardError
+from reshard.storage.location import Location
+from reshard.storage.ocdbt import StoredValue
+from reshard.tree import format_path
+from reshard.units import format_bytes
+from reshard.verify.digest_record import Record
+from reshard.writer.siblings import Sibling
+from reshard.writer.target_format import TargetFormat
+
+# Split arrays that a printed plan lists.
+_SHOWN_SPLITS = 10
+
+
+class ReadAgain(NamedTuple):
+    """What is read for its digests, beside what is rewritten.
+
+    Attributes:
+      sources: recorded arrays that cast or derived arrays are made of; these are not written as
+        they were read, and have no digest that could be copied.
+      verbatim: arrays that are copied verbatim and have no digest.
+    """
+
+    sources: Sequence[ArrayHandle]
+    verbatim: Sequence[ArrayHandle]
+
+
+@dataclasses.dataclass(frozen=True)
+class ItemPlan:
+    """What becomes of one item.
+
+    Attributes:
+      ckpt: its tree.
+      format: how its arrays are to be stored.
+      handles: its arrays.
+      arrays: the plan of each of them.
+      files: data files to share with the source, and their bytes; None where nothing may be shared.
+      record: what is recorded of the source.
+      read_again: what is read for its digests.
+    """
+
+    ckpt: Checkpoint
+    format: TargetFormat
+    handles: tuple[ArrayHandle, ...]
+    arrays: tuple[ArrayPlan, ...]
+    files: Mapping[str, int] | None
+    record: Record
+    read_again: ReadAgain
+
+    @property
+    def linked(self) -> list[ArrayHandle]:
+        """Arrays whose stored chunks stay where they are, in shared data files."""
+        return [h for h, array in self._pairs() if array.linked]
+
+    @property
+    def copied(self) -> list[ArrayHandle]:
+        """Arrays whose stored chunks are copied undecoded."""
+        return [h for h, array in self._pairs() if array.moved and not array.linked]
+
+    @property
+    def rewritten(self) -> list[ArrayHandle]:
+        """Arrays that are decoded and encoded."""
+        return [h for h, array in self._pairs() if not array.moved]
+
+    def _pairs(self) -> Iterator[tuple[ArrayHandle, ArrayPlan]]:
+        return zip(self.handles, self.arrays, strict=True)
+
+    def values(self, handle: ArrayHandle) -> list[StoredValue]:
+        """The stored values that an array consists of in the destination as they are."""
+        return stored_values(handle, self.format.encoding(handle)) or []
+
+    def directory(self, root: Location) -> Location:
+        """Its directory below the destination's root."""
+        return root / self.ckpt.source.step / self.ckpt.source.item
+
+    def without_links(self) -> "ItemPlan":
+        """The same where nothing may be shared."""
+        arrays = tuple(dataclasses.replace(array, linked=False) for array in self.arrays)
+        return dataclasses.replace(self, arrays=arrays, files=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A job, counted. `save` executes it; `print()` shows it. It pickles without anything open.
+
+    Attributes:
+      items: what becomes of each item; several where steps of one manager's root are saved.
+      siblings: files and directories beside the arrays, other items among them.
+      destination: where it is written; None where that is not known yet.
+      max_memory: bytes.
+      overwrite: what is at the destination is replaced.
+      verify: all that is written is read back before the commit.
+      source_state: a hash of the names, sizes and times of each of the source's directories.
+      errors: why it cannot be executed.
+      notes: what the user should know.
+    """
+
+    items: tuple[ItemPlan, ...]
+    siblings: tuple[Sibling, ...] = ()
+    destination: Location | None = None
+    max_memory: int = 0
+    overwrite: bool = False
+    verify: bool = False
+    source_state: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    errors: tuple[ReshardError, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def arrays(self) -> tuple[ArrayPlan, ...]:
+        """Each array's plan, in the order in which they are carried out."""
+        return tuple(array for item in self.items for array in item.arrays)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why it cannot be executed, all of it, a line each."""
+        return tuple(line for error in self.errors for line in (error.summary, *error.problems))
+
+    @property
+    def hints(self) -> tuple[str, ...]:
+        """What to type about the problems."""
+        return tuple(dict.fromkeys(hint for error in self.errors for hint in error.hints))
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """What is saved."""
+        return [item.ckpt for item in self.items]
+
+    def without_links(self) -> "Plan":
+        """The same job where the file system forbids links: what would be shared is copied."""
+        return dataclasses.replace(
+            self,
+            items=tuple(item.without_links() for item in self.items),
+            siblings=tuple(sibling._replace(linked=False) for sibling in self.siblings),
+        )
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of files that the destination will share with the source."""
+        linked = sum(sibling.nbytes for sibling in self.siblings if sibling.linked)
+        return linked + sum(sum((item.files or {}).values()) for item in self.items)
+
+    @property
+    def other_bytes(self) -> int:
+        """Bytes of what is copied beside the arrays (other items, for one)."""
+        return sum(sibling.nbytes for sibling in self.siblings if not sibling.linked)
+
+    @property
+    def peak_memory(self) -> int:
+        """Bytes in flight at most."""
+        costs = [cost for array in self.arrays for cost in _costs(array)]
+        largest = max((cost for cost, _ in costs), default=0)
+        limit = max(in_flight(self.max_memory, cores(), largest), largest)
+        return min(sum(cost * count for cost, count in costs), limit)
+
+    @property
+    def bytes_read(self) -> int:
+        """Stored bytes that will be fetched."""
+        return sum(array.bytes_read for array in self.arrays) + self.other_bytes
+
+    @property
+    def bytes_written(self) -> int:
+        """Stored bytes that will be written (estimated for arrays that are encoded again)."""
+        return sum(array.bytes_written for array in self.arrays) + self.other_bytes
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Decoded bytes of all arrays of the destination."""
+        return sum(array.decoded_bytes for array in self.arrays)
+
+    @property
+    def chunks_read(self) -> int:
+        """Stored chunks decoded or copied; each pass over a chunk counts."""
+        return sum(
+            round(grid_size(a.layout.shape, a.layout.source_chunk) * a.passes) for a in self.arrays
+        )
+
+    @property
+    def chunks_written(self) -> int:
+        """Chunks of the destination."""
+        return sum(grid_size(a.layout.shape, a.chunk) for a in self.arrays)
+
+    @property
+    def amplification(self) -> tuple[float, float]:
+        """Bytes decoded for each byte wanted when the target mesh loads the checkpoint: from the
+        source, and from the destination."""
+        total = self.decoded_bytes or 1
+        before = sum(a.amplification[0] * a.decoded_bytes for a in self.arrays)
+        after = sum(a.amplification[1] * a.decoded_bytes for a in self.arrays)
+        return (before / total, after / total) if self.decoded_bytes else (1.0, 1.0)
+
+    @property
+    def passes(self) -> float:
+        """Stored bytes fetched for each stored byte that is decoded; 1.0 where one pass fits."""
+        stored = sum(a.layout.stored_bytes for a in self.arrays if not a.moved)
+        return sum(a.bytes_read for a in self.arrays if not a.moved) / stored if stored else 1.0
+
+    def __repr__(self) -> str:
+        verbatim = sum(a.moved for a in self.arrays)
+        before, after = self.amplification
+        lines = [
+            f"{len(self.arrays)} arrays, {format_bytes(self.decoded_bytes)}: "
+            f"{len(self.arrays) - verbatim} rewritten, {verbatim} moved as stored",
+            f"read     {format_bytes(self.bytes_read)} in {self.chunks_read} chunks"
+            + (f", {self.passes:.2f} times on average" if self.passes > 1 else ""),
+            f"write    {format_bytes(self.bytes_written)} in {self.chunks_written} chunks"
+            + (f", and share {format_bytes(self.shared_bytes)}" if self.shared_bytes else ""),
+            f"memory   {format_bytes(self.peak_memory)} in flight at most",
+            f"load     {before:.2f} bytes decoded for each byte that the new mesh wants, "
+            f"{after:.2f} after",
+        ]
+        split = [a for a in self.arrays if not a.moved and (a.split > 1 or a.passes > 1)]
+        for a in split[:_SHOWN_SPLITS]:
+            lines.append(
+                f"split    {format_path(a.layout.path)}: {a.split} chunks a shard, "
+                f"{list(a.chunk)} each" + (f", read {a.passes:.2f} times" if a.passes > 1 else "")
+            )
+        if len(split) > _SHOWN_SPLITS:
+            lines.append(f"split    ... and {len(split) - _SHOWN_SPLITS} more")
+        lines += [f"note     {note}" for note in self.notes]
+        lines += [f"problem  {problem}" for problem in self.problems]
+        return "\n".join(lines)
+
+
+def _costs(array: ArrayPlan) -> list[tuple[int, int]]:
+    """Bytes in flight that one step of rewriting or copying an array takes, and how many steps
+    there are; empty where nothing is read."""
+    layout = array.layout
+    if array.linked:
+        return []
+    if array.box is None:
+        return [(2 * layout.largest_stored, grid_size(layout.shape, array.chunk))]
+    steps = grid_size(layout.shape, array.box) / (1 if array.serial else layout.co_read)
+    return [(array.box_bytes, math.ceil(steps))]
