@@ -26,7 +26,7 @@ from reshard.sharding.mesh import Mesh, NamedSharding, shard_shape
 from reshard.storage.location import Location
 from reshard.storage.posix import Entry
 from reshard.units import parse_bytes
-from reshard.writer.job import Plan
+from reshard.writer.job_plan import Plan
 from reshard.writer.siblings import Sibling
 
 MIB = 1 << 20

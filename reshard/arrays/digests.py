@@ -77,7 +77,7 @@ class Digest:
         """What has been added so far, to go on from later."""
         return (*self._sums, self.elements)
 
-    def go_on(self, state: Sequence[int]) -> None:
+    def resume(self, state: Sequence[int]) -> None:
         """Starts from an earlier state of the same array's digest."""
         low, high, self.elements = state
         self._sums = low, high

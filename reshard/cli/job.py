@@ -20,7 +20,7 @@ from reshard.sharding.mesh import parse_mesh
 from reshard.transforms import cast, rename, select
 from reshard.tree import format_path
 from reshard.units import format_bytes
-from reshard.writer.job import Plan
+from reshard.writer.job_plan import Plan
 from reshard.writer.save import plan, save
 
 _OPTIONS = (

@@ -21,7 +21,7 @@ from reshard.verify.digest_record import FILE, ArrayRecord, record_of
 from reshard.verify.values import nbytes
 from reshard.writer import commit, database
 from reshard.writer.item_progress import ItemProgress
-from reshard.writer.job import ItemPlan, Plan
+from reshard.writer.job_plan import ItemPlan, Plan
 from reshard.writer.journal import Journal, fingerprint, is_unfinished, resumed_note
 from reshard.writer.orbax_documents import documents
 from reshard.writer.prepare import copy_errors
@@ -257,7 +257,7 @@ def _write(job: ItemJob, max_memory: int, journal: Journal, report: Report) -> d
     sources = {handle.path: handle for handle in item.handles}
     names = {path: stored_name(path) for path in sources}
     digests = new_digests(item)
-    progress.go_on(digests)
+    progress.resume(digests)
 
     def committed() -> None:
         writeback.advance()

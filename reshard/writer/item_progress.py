@@ -53,12 +53,12 @@ class ItemProgress:
         self.batches = batches
         self.digests |= digests
 
-    def go_on(self, digests: Mapping[Path, Digest]) -> None:
+    def resume(self, digests: Mapping[Path, Digest]) -> None:
         """Sets digests to where they were; raises DestinationError for those of other arrays."""
         for path, state in self.digests.items():
             if path not in digests:
                 raise DestinationError(f"{format_path(path)}: the unfinished job never wrote it")
-            digests[path].go_on(state)
+            digests[path].resume(state)
 
     def document(self) -> dict[str, Any]:
         """It as JSON."""

@@ -22,7 +22,7 @@ from reshard.storage.location import Location
 from reshard.units import format_bytes
 from reshard.verify.digest_record import PROGRESS_FILE
 from reshard.writer.item_progress import CopiedFile, ItemProgress
-from reshard.writer.job import ItemPlan, Plan
+from reshard.writer.job_plan import ItemPlan, Plan
 from reshard.writer.siblings import changed_paths
 
 # What makes a job the same job, as JSON.

@@ -34,7 +34,7 @@ from reshard.units import parse_bytes
 from reshard.verify.values import check_fits
 from reshard.writer import commit
 from reshard.writer.codec_sample import encoded_ratio
-from reshard.writer.job import ItemPlan, Plan
+from reshard.writer.job_plan import ItemPlan, Plan
 from reshard.writer.readback import chunks_read
 from reshard.writer.recording import NO_RECORD, read_again, source_record
 from reshard.writer.shared_files import files_to_link, is_linked

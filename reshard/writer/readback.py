@@ -14,7 +14,7 @@ from reshard.tree import Path
 from reshard.verify import verification
 from reshard.verify.values import check_fits
 from reshard.writer.item_progress import ItemProgress
-from reshard.writer.job import ItemPlan
+from reshard.writer.job_plan import ItemPlan
 from reshard.writer.recording import verify_hints
 
 

@@ -22,7 +22,7 @@ from reshard.verify.verification import (
     recorded_files,
     stored_record,
 )
-from reshard.writer.job import ItemPlan, ReadAgain
+from reshard.writer.job_plan import ItemPlan, ReadAgain
 from reshard.writer.siblings import is_sibling
 
 Recorded = Mapping[str, ArrayRecord]

@@ -7,7 +7,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.storage.location import parse_location
 from reshard.units import parse_bytes
 from reshard.writer.execution import execute
-from reshard.writer.job import Plan
+from reshard.writer.job_plan import Plan
 from reshard.writer.prepare import parse_chunks, prepare
 from reshard.writer.target_format import parse_format
 

@@ -23,7 +23,7 @@ from reshard.tree import Path
 from reshard.writer.item_progress import ItemProgress
 from reshard.writer.target_format import TargetFormat
 
-Progress = Callable[[int], None]
+Report = Callable[[int], None]
 
 
 class Target(NamedTuple):
@@ -50,10 +50,10 @@ def write_boxes(
     target: Target,
     names: Mapping[Path, str],
     digests: Mapping[Path, Digest],
-    so_far: ItemProgress,
+    progress: ItemProgress,
     budget: Budget,
     committed: Callable[[], None],
-    progress: Progress,
+    report: Report,
 ) -> None:
     """Reads, casts and writes all boxes, and takes the digests of what is written.
 
@@ -66,10 +66,10 @@ def write_boxes(
       target: where to write. The arrays' metadata are written with their first box.
       names: the arrays' names in the target.
       digests: for each array the digest that its values are added to.
-      so_far: what has been committed already, and is left out.
+      progress: what has been committed already, and is left out.
       budget: what is in flight; the batches are of a size that several fit into it.
       committed: called after a batch has been committed, and all before it.
-      progress: called with the number of decoded bytes of each batch that was handed over.
+      report: called with the number of decoded bytes of each batch that was handed over.
 
     Raises:
       CorruptCheckpointError: stored bytes that do not decode.
@@ -77,10 +77,10 @@ def write_boxes(
     """
     store = target.open()
     targets: dict[Path, ts.TensorStore] = {}
-    begin = so_far.batches
+    begin = progress.batches
     todo = in_batches(units(arrays, sources, budget), budget.limit // WINDOW, budget.limit)
     for batch in itertools.islice(todo, begin):
-        progress(sum(_decoded(read) for read in batch.reads))
+        report(sum(_decoded(read) for read in batch.reads))
     for number, filled in enumerate(read(todo, budget), begin + 1):
         filled.check()
         decoded = sum(_decoded(read) for read in filled.batch.reads)
@@ -90,7 +90,7 @@ def write_boxes(
             if (box := _whole_box(read, values)) is not None
         ]
         if not boxes:
-            progress(decoded)
+            report(decoded)
             continue
         paths = {box.array.layout.path for box in boxes}
         for path in [path for path in targets if path not in paths]:
@@ -112,7 +112,7 @@ def write_boxes(
             wait_written(copy)
         states: dict[Path, Sequence[int]] = {}
         wait = functools.partial(wait_written, transaction.future)
-        done = functools.partial(_box_batch, so_far, number, states, committed)
+        done = functools.partial(_box_batch, progress, number, states, committed)
         # Noted before it begins: one that an interrupt lets nobody wait for would go on writing
         # into a directory that is being removed.
         filled.free_after(wait, done)
@@ -123,17 +123,17 @@ def write_boxes(
         for array, box, values, _ in boxes:  # while other threads encode what is committed
             digests[array.layout.path].add(box, values)
         states |= {path: digests[path].state for path in paths}
-        progress(decoded)
+        report(decoded)
         del boxes, values  # only the transaction holds the buffers now, until it is committed
 
 
 def _box_batch(
-    so_far: ItemProgress,
+    progress: ItemProgress,
     number: int,
     digests: Mapping[Path, Sequence[int]],
     committed: Callable[[], None],
 ) -> None:
-    so_far.box_batch(number, digests)
+    progress.box_batch(number, digests)
     committed()
 
 
@@ -253,25 +253,25 @@ def _open_target(target: Target, name: str, metadata: bytes) -> ts.TensorStore:
 def move_values(
     values: Sequence[tuple[ts.KvStore, str, str, int]],
     target: Target,
-    so_far: ItemProgress,
+    progress: ItemProgress,
     budget: Budget,
     committed: Callable[[], None],
-    progress: Progress,
+    report: Report,
 ) -> None:
     """Copies stored values as they are.
 
     Args:
       values: for each, where to read, its key there, its key in the target, and its stored bytes.
       target: where to write.
-      so_far: what has been committed already, and is left out.
+      progress: what has been committed already, and is left out.
       budget: what is in flight.
       committed: called after a batch has been committed, and all before it.
-      progress: called with the number of bytes of each batch.
+      report: called with the number of bytes of each batch.
     """
     store = target.open()
     batch_bytes = budget.limit // (2 * WINDOW)
-    position = so_far.values
-    progress(sum(size for _, _, _, size in values[:position]))
+    position = progress.values
+    report(sum(size for _, _, _, size in values[:position]))
     while position < len(values):
         batch, size = [], 0
         while position < len(values) and (not batch or size + values[position][3] <= batch_bytes):
@@ -292,13 +292,13 @@ def move_values(
         for write in writes:
             wait_written(write)
         wait = functools.partial(wait_written, transaction.future)
-        reservation.free_after(wait, functools.partial(_value_batch, so_far, position, committed))
+        reservation.free_after(wait, functools.partial(_value_batch, progress, position, committed))
         transaction.commit_async()
-        progress(size)
+        report(size)
 
 
-def _value_batch(so_far: ItemProgress, count: int, committed: Callable[[], None]) -> None:
-    so_far.value_batch(count)
+def _value_batch(progress: ItemProgress, count: int, committed: Callable[[], None]) -> None:
+    progress.value_batch(count)
     committed()
 
 
