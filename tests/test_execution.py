@@ -1,0 +1,123 @@
+"""A plan is all that is executed: by this process or another, and nothing is prepared again."""
+
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+
+import layouts
+import pytest
+
+import reshard
+from reshard.storage import posix
+from reshard.verify.digest_record import FILE
+from reshard.writer import execution, prepare
+
+EXECUTE = """
+import pickle, sys
+from reshard.writer.execution import execute
+with open(sys.argv[1], "rb") as file:
+    plan = pickle.load(file)
+print(execute(plan))
+assert not {"jax", "flax"} & set(sys.modules)
+"""
+
+
+def changed(path):
+    """Arrays that are shared, copied, cast, renamed, on another mesh, and derived."""
+    ckpt = reshard.select(reshard.open(path), drop="opt/**")
+    ckpt = reshard.to_mesh(ckpt, "1x8")
+    ckpt = reshard.cast(ckpt, "float16", where="params/embed")
+    ckpt = reshard.unstack(ckpt, "params/uneven", "params/row_{}", axis=0)
+    return reshard.rename(ckpt, [("^params/embed$", "params/table")])
+
+
+@pytest.mark.parametrize("layout", ["standalone", "manager", "zarr3-files"])
+def test_a_plan_is_executed_in_a_fresh_process(saved, tmp_path, layout):
+    ckpt = changed(saved(layout).path)
+    plan = reshard.plan(ckpt, tmp_path / "there", digest=True, verify=True)
+    for handle in ckpt.arrays:
+        handle.view()  # opens what is not to travel
+    data = pickle.dumps(plan)
+    assert b"tensorstore" not in data
+    assert repr(pickle.loads(data)) == repr(plan)
+    (tmp_path / "plan").write_bytes(data)
+    command = [sys.executable, "-c", EXECUTE, str(tmp_path / "plan")]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert shown == f"{plan}\n"
+    reshard.save(ckpt, tmp_path / "here", digest=True)
+    assert reshard.diff(tmp_path / "here", tmp_path / "there", values=True).equal
+    here, there = (layouts.hashes(tmp_path / name) for name in ("here", "there"))
+    documents = [name for name in here if name.endswith(("_METADATA", "_sharding", FILE))]
+    assert documents and [here[name] for name in documents] == [there[name] for name in documents]
+
+
+def test_a_source_that_changed_since_the_plan_was_made(saved, tmp_path):
+    source = shutil.copytree(saved("zarr2-files").path, tmp_path / "source")
+    plan = reshard.plan(changed(source), tmp_path / "out")
+    os.utime(source / "_sharding", ns=(1, 1))
+    with pytest.raises(reshard.CorruptCheckpointError) as error:
+        execution.execute(plan)
+    assert str(error.value) == f"the source changed while it was read\n  `{source}`"
+    assert sorted(os.listdir(tmp_path)) == ["source"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_nothing_is_prepared_twice(saved, tmp_path, monkeypatch, links):
+    """Also where the file system turns out to forbid links."""
+    calls = []
+
+    def counted(module, name):
+        function = getattr(module, name)
+
+        def call(*arguments, **kwargs):
+            calls.append(name)
+            return function(*arguments, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    for name in ("plan_array", "siblings", "source_record", "files_to_link", "read_again"):
+        counted(prepare, name)
+    if not links:
+        monkeypatch.setattr(posix, "link", lambda source, destination: False)
+    ckpt = reshard.rename(reshard.open(saved("manager").path), [("^params/embed$", "params/e")])
+    planned = reshard.plan(ckpt, tmp_path / "out")
+    assert planned.shared_bytes > 0
+    calls.clear()
+    done = reshard.save(ckpt, tmp_path / "out")
+    assert calls == [
+        *["plan_array"] * len(ckpt.arrays),
+        "files_to_link",
+        "source_record",
+        "read_again",
+        "siblings",
+    ]
+    assert (done.shared_bytes > 0) == links
+    linked = [array.layout.stored_bytes for array in planned.arrays if array.linked]
+    linked += [sibling.nbytes for sibling in planned.siblings if sibling.linked]
+    assert done.bytes_written == planned.bytes_written + (0 if links else sum(linked))
+    assert reshard.verify(tmp_path / "out", against=ckpt).ok
+
+
+def test_all_problems_of_a_plan_are_told_together(saved, tmp_path):
+    """What is wrong with the destination, the record, and the memory to read back."""
+    source = shutil.copytree(saved("zarr2-files").path, tmp_path / "source")
+    (source / FILE).write_text("[]")
+    (tmp_path / "out").write_text("a file")
+    ckpt = reshard.to_mesh(reshard.open(source), "1x8")
+    plan = reshard.plan(ckpt, tmp_path / "out", verify=True, max_memory="17KiB")
+    assert [type(error) for error in plan.errors] == [
+        reshard.DestinationExistsError,
+        reshard.CorruptCheckpointError,
+        reshard.MemoryLimitError,
+    ]
+    assert plan.problems[:2] == (
+        f"`{tmp_path}/out` is a file or a symbolic link",
+        f"`{source}/{FILE}` is no record of digests",
+    )
+    with pytest.raises(reshard.DestinationExistsError) as error:
+        reshard.save(ckpt, tmp_path / "out", verify=True, max_memory="17KiB")
+    assert error.value.summary == "3 problems"
+    assert tuple(error.value.problems) == plan.problems
+    assert tuple(dict.fromkeys(error.value.hints)) == plan.hints
