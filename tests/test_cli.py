@@ -517,7 +517,7 @@ def test_ckpt_writes_for_the_new_mesh(cwd):
     ran = reshard(cwd, "ckpt", "run/1000", "out/1000", "--to", "1x8", "--no-link")
     assert (ran.status, ran.err) == (0, "")
     head, *_, last = ran.out.splitlines()
-    assert head == "5 arrays, 24.38 KiB: 1 rewritten, 4 moved as stored"
+    assert head == "5 arrays, 24.38 KiB: 1 rewritten, 4 copied verbatim"
     assert last == "wrote out/1000"
     assert reshard(cwd, "inspect", "out/1000").out == (
         f"{cwd}/out/1000: a step, OCDBT, zarr2\n"
@@ -560,7 +560,7 @@ def test_ckpt_dry_run_writes_nothing(cwd):
 
 
 REFUSED = """\
-Error: the plan cannot be carried out
+Error: the plan cannot be executed
   `{cwd}/out` exists
 
 hint: --overwrite replaces it once the new one is complete
@@ -669,7 +669,7 @@ def test_ckpt_quiet(cwd):
 def test_ckpt_all_steps(cwd):
     ran = reshard(cwd, "ckpt", "run", "out", "--to", "1x8", "--step", "all", "--no-link")
     assert (ran.status, ran.err) == (0, "")
-    assert ran.out.splitlines()[0] == "10 arrays, 48.75 KiB: 2 rewritten, 8 moved as stored"
+    assert ran.out.splitlines()[0] == "10 arrays, 48.75 KiB: 2 rewritten, 8 copied verbatim"
     for step in (500, 1000):
         shown = reshard(cwd, "inspect", "out", "--step", step).out.splitlines()
         assert shown[1:4] == [
@@ -792,9 +792,9 @@ hint: `256MiB`, `1GiB`
 """,
     f"{CKPT} --max-memory 1KiB --select params/embedding --dtype float16": """\
 Error: params/embedding: one stored chunk does not fit in 1.00 KiB
-  a chunk of [8, 32] has 1.00 KiB decoded, and it takes 18.49 KiB to carry one over
+  a chunk of [8, 32] has 1.00 KiB decoded, and it takes 18.49 KiB to rewrite one
 
-hint: --max-memory 19KiB is the least that carries it over
+hint: --max-memory 19KiB is the least that rewrites it
 """,
     f"{CKPT} --spec kernel": """\
 Usage: reshard ckpt [OPTIONS] SRC DST

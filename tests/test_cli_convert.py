@@ -246,11 +246,11 @@ NOTE = (
     "once"
 )
 PLAN = f"""\
-16 arrays, #: 3 rewritten, 13 moved as stored
+16 arrays, #: 3 rewritten, 13 copied verbatim
 read     # in 88 chunks
 write    # in 88 chunks
 memory   # in flight at most
-load     1.00 bytes decoded for each byte that the new mesh wants, 1.00 after
+load     read amplification on the new mesh: 1.00x before, 1.00x after
 note     {NOTE}
 """
 SHOWN = """\
@@ -306,11 +306,11 @@ def test_to_nnx_and_back(run, folder):
     ran = run("convert", "out", "back", "--to", "linen")
     assert (ran.status, ran.err) == (0, "")
     assert masked(ran.out) == (
-        "14 arrays, #: 1 rewritten, 13 moved as stored\n"
+        "14 arrays, #: 1 rewritten, 13 copied verbatim\n"
         "read     # in 86 chunks\n"
         "write    # in 86 chunks\n"
         "memory   # in flight at most\n"
-        "load     1.00 bytes decoded for each byte that the new mesh wants, 1.00 after\n"
+        "load     read amplification on the new mesh: 1.00x before, 1.00x after\n"
         "wrote back\n"
     )
     layouts.assert_same_tree(load("back/default"), linen)

@@ -131,11 +131,11 @@ def plan_within(array, chunks, memory):
 
 def named_minimum(error):
     """The bytes of the first hint, which are also those of the message."""
-    hint = " is the least that carries it over"
+    hint = " is the least that rewrites it"
     hinted = re.fullmatch(rf'max_memory="(\d+)KiB"{hint}', error.hints[0])
     assert hinted is not None
     least = int(hinted[1]) * 1024
-    named = re.search(r"it takes (.*) to carry one over", error.problems[0])
+    named = re.search(r"it takes (.*) to rewrite one", error.problems[0])
     assert named is not None
     assert least - 1024 < parse_bytes(named[1]) * 1.01
     return least
@@ -303,7 +303,7 @@ def test_keep_with_a_cast_and_too_little_memory_is_an_error():
     assert plan_array(cast, "keep", least).chunk == (MIB,)
     with pytest.raises(MemoryLimitError) as caught:
         plan_array(cast, "keep", least - 1)
-    assert caught.value.hints == ('max_memory="10256KiB" is the least that carries it over',)
+    assert caught.value.hints == ('max_memory="10256KiB" is the least that rewrites it',)
 
 
 @pytest.mark.parametrize("chunks", ["shard", "keep", 64 << 10])
@@ -457,7 +457,7 @@ def test_a_chunk_that_cannot_fit_names_the_minimum():
         f"  a chunk of [1048576] has 4.00 MiB decoded, and it takes {least / MIB:.2f} MiB to carry "
         "one over\n"
         "\n"
-        f'hint: max_memory="{least // 1024}KiB" is the least that carries it over\n'
+        f'hint: max_memory="{least // 1024}KiB" is the least that rewrites it\n'
         'hint: max_memory="12304KiB" reads each chunk once'
     )
 
@@ -467,9 +467,9 @@ def test_what_an_array_needs_is_rounded_up_to_whole_kibibytes():
     assert isinstance(error, MemoryLimitError)
     assert str(error) == (
         "params/w: one stored chunk does not fit in 5.00 MiB\n"
-        "  a chunk of [1, 1048576] has 4.00 MiB decoded, and it takes 5.00 MiB to carry one over\n"
+        "  a chunk of [1, 1048576] has 4.00 MiB decoded, and it takes 5.00 MiB to rewrite one\n"
         "\n"
-        'hint: max_memory="5121KiB" is the least that carries it over\n'
+        'hint: max_memory="5121KiB" is the least that rewrites it\n'
         'hint: max_memory="12304KiB" reads each chunk once'
     )
 
@@ -567,11 +567,11 @@ def test_totals():
 
 def test_the_plan_is_worth_printing():
     assert repr(plan_of_three()) == (
-        "3 arrays, 4.02 MiB: 2 rewritten, 1 moved as stored\n"
+        "3 arrays, 4.02 MiB: 2 rewritten, 1 copied verbatim\n"
         "read     16.01 MiB in 14 chunks, 3.99 times on average\n"
         "write    4.01 MiB in 20 chunks, and share 2.00 KiB\n"
         "memory   10.02 MiB in flight at most\n"
-        "load     2.02 bytes decoded for each byte that the new mesh wants, 1.00 after\n"
+        "load     read amplification on the new mesh: 2.02x before, 1.00x after\n"
         'split    c/"d/e": 2 chunks a shard, [1024, 256] each, read 4.00 times\n'
         "note     1 leaf is replicated\n"
         "problem  the destination exists"
@@ -595,11 +595,11 @@ def test_a_plan_of_nothing():
     assert (plan.bytes_read, plan.bytes_written, plan.chunks_read, plan.passes) == (0, 0, 0, 1.0)
     assert plan.amplification == (1.0, 1.0)
     assert repr(plan) == (
-        "0 arrays, 0 B: 0 rewritten, 0 moved as stored\n"
+        "0 arrays, 0 B: 0 rewritten, 0 copied verbatim\n"
         "read     0 B in 0 chunks\n"
         "write    0 B in 0 chunks\n"
         "memory   0 B in flight at most\n"
-        "load     1.00 bytes decoded for each byte that the new mesh wants, 1.00 after"
+        "load     read amplification on the new mesh: 1.00x before, 1.00x after"
     )
 
 

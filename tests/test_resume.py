@@ -725,7 +725,7 @@ def other_arguments(temporary):
 def other_memory(temporary, now):
     return (
         f"the unfinished job in `{temporary}` is another one\n"
-        f"  max_memory: 3.00 MiB then, {now} now; it decides what is carried over together\n\n"
+        f"  max_memory: 3.00 MiB then, {now} now; it decides what is rewritten together\n\n"
         f'hint: max_memory="{MEMORY}"\n{ANEW}'
     )
 
@@ -961,7 +961,7 @@ def test_all_that_has_changed_is_told(items, tmp_path):
     assert str(caught.value) == another_job(
         temporary,
         *(f"the source has changed since: `{items / p}`" for p in ("3/state", "3/cfg")),
-        "max_memory: 3.00 MiB then, 4.00 MiB now; it decides what is carried over together",
+        "max_memory: 3.00 MiB then, 4.00 MiB now; it decides what is rewritten together",
     )
 
 
@@ -1237,9 +1237,7 @@ def test_it_is_told_that_a_job_went_on(sources, tmp_path):
     planned = save(source, out, resume=True)
     rewritten = sum(a.decoded_bytes for a in planned.arrays if not a.moved)
     (note,) = planned.notes
-    told = re.fullmatch(
-        r"went on with what an earlier run had written: (.*) of (.*) to rewrite", note
-    )
+    told = re.fullmatch(r"resumed what an earlier run had written: (.*) of (.*) to rewrite", note)
     assert told[2] == format_bytes(rewritten)
     assert parse_bytes(told[1]) < rewritten
 
@@ -1250,7 +1248,7 @@ def test_it_is_told_that_a_job_went_on_which_rewrites_nothing(sources, tmp_path)
     with pytest.raises(StopError):
         reshard.save(ckpt, out, resume=True, progress=stop_at(0.6))
     notes = reshard.save(ckpt, out, resume=True).notes
-    assert notes == ("went on with what an earlier run had written",)
+    assert notes == ("resumed what an earlier run had written",)
 
 
 GARBAGE = [
@@ -1480,9 +1478,9 @@ def test_a_signal_keeps_what_is_written(sources, expected, tmp_path, kind, numbe
     went_on = subprocess.run(
         command(api, source, "--resume"), cwd=tmp_path, check=True, capture_output=True, text=True
     )
-    (note,) = [line for line in went_on.stdout.splitlines() if line.startswith("note     went on")]
+    (note,) = [line for line in went_on.stdout.splitlines() if line.startswith("note     resumed")]
     assert re.fullmatch(
-        r"note     went on with what an earlier run had written: \S+ \S+ of \S+ MiB to rewrite",
+        r"note     resumed what an earlier run had written: \S+ \S+ of \S+ MiB to rewrite",
         note,
     )
     assert os.listdir(tmp_path / "out") == ["1"]

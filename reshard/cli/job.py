@@ -158,7 +158,7 @@ def run(
         planned = plan(checkpoints, dst, **arguments)
         _report(planned, dst, as_json, quiet, answer(), done=False)
         if planned.problems:
-            raise ReshardError("the plan cannot be carried out", planned.problems, planned.hints)
+            raise ReshardError("the plan cannot be executed", planned.problems, planned.hints)
         return
     with output.warnings_told(), output.progress_bar(quiet or as_json) as progress:
         planned = save(checkpoints, dst, **arguments, resume=flags["resume"], progress=progress)
@@ -248,8 +248,7 @@ def _check_saved(ckpt: Checkpoint, text: str) -> None:
 def _report(
     planned: Plan, dst: str, as_json: bool, quiet: bool, answer: dict[str, Any], *, done: bool
 ) -> None:
-    notes, hints = (tuple(map(as_flags, texts)) for texts in (planned.notes, planned.hints))
-    planned = dataclasses.replace(planned, notes=notes, hints=hints)
+    planned = dataclasses.replace(planned, notes=tuple(map(as_flags, planned.notes)))
     if as_json:
         click.echo(json.dumps(_document(planned, dst, done) | answer))
     elif not quiet:
@@ -285,7 +284,7 @@ def _document(planned: Plan, dst: str, done: bool) -> dict[str, Any]:
         "peak_memory": planned.peak_memory,
         "notes": list(planned.notes),
         "problems": list(planned.problems),
-        "hints": list(planned.hints),
+        "hints": [*map(as_flags, planned.hints)],
         "arrays": [
             {
                 "path": format_path(a.layout.path),

@@ -326,14 +326,14 @@ def too_large(array: ArrayLayout, needed: int, max_memory: int) -> MemoryLimitEr
     decoded = math.prod(array.source_chunk) * array.source_itemsize
     one_pass = array.one_pass(array.source_chunk)
     least, once = (f"{math.ceil(n / 2**10)}KiB" for n in (needed, one_pass))
-    hints = [Hint(("max_memory", least), " is the least that carries it over")]
+    hints = [Hint(("max_memory", least), " is the least that rewrites it")]
     if one_pass // 2**10 > needed // 2**10:
         hints.append(Hint(("max_memory", once), " reads each chunk once"))
     return MemoryLimitError(
         f"{format_path(array.path)}: one stored chunk does not fit in {format_bytes(max_memory)}",
         [
             f"a chunk of {list(array.source_chunk)} has {format_bytes(decoded)} decoded, and it "
-            f"takes {format_bytes(needed)} to carry one over"
+            f"takes {format_bytes(needed)} to rewrite one"
         ],
         hints,
         needed,

@@ -33,8 +33,8 @@ class ItemProgress:
     """What of an item has been committed.
 
     Attributes:
-      values: stored values that were moved, of all in order.
-      batches: batches of boxes that were carried over, of all in order.
+      values: stored values that were copied, of all in order.
+      batches: batches of boxes that were rewritten, of all in order.
       digests: for each array the state of its digest after these.
       merged: the item's root database is complete.
     """
@@ -45,11 +45,11 @@ class ItemProgress:
     merged: bool = False
 
     def value_batch(self, values: int) -> None:
-        """Notes that so many values have been moved."""
+        """Notes that so many values have been copied."""
         self.values = values
 
     def box_batch(self, batches: int, digests: Mapping[Path, Sequence[int]]) -> None:
-        """Notes that so many batches have been carried over, with the digests of the last one."""
+        """Notes that so many batches have been rewritten, with the digests of the last one."""
         self.batches = batches
         self.digests |= digests
 

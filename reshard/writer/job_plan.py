@@ -211,14 +211,14 @@ class Plan:
         before, after = self.amplification
         lines = [
             f"{len(self.arrays)} arrays, {format_bytes(self.decoded_bytes)}: "
-            f"{len(self.arrays) - verbatim} rewritten, {verbatim} moved as stored",
+            f"{len(self.arrays) - verbatim} rewritten, {verbatim} copied verbatim",
             f"read     {format_bytes(self.bytes_read)} in {self.chunks_read} chunks"
             + (f", {self.passes:.2f} times on average" if self.passes > 1 else ""),
             f"write    {format_bytes(self.bytes_written)} in {self.chunks_written} chunks"
             + (f", and share {format_bytes(self.shared_bytes)}" if self.shared_bytes else ""),
             f"memory   {format_bytes(self.peak_memory)} in flight at most",
-            f"load     {before:.2f} bytes decoded for each byte that the new mesh wants, "
-            f"{after:.2f} after",
+            f"load     read amplification on the new mesh: {before:.2f}x before, "
+            f"{after:.2f}x after",
         ]
         split = [a for a in self.arrays if not a.moved and (a.split > 1 or a.passes > 1)]
         for a in split[:_SHOWN_SPLITS]:

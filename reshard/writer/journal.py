@@ -142,7 +142,7 @@ def resumed_note(items: Sequence[ItemPlan], progress: Sequence[ItemProgress]) ->
                 done += elements * array.layout.target_itemsize
                 whole += array.decoded_bytes
     rewritten = f": {format_bytes(done)} of {format_bytes(whole)} to rewrite" if whole else ""
-    return f"went on with what an earlier run had written{rewritten}"
+    return f"resumed what an earlier run had written{rewritten}"
 
 
 def is_unfinished(temporary: Location, fingerprint: Fingerprint) -> bool:
@@ -187,7 +187,7 @@ def _differences(then: Fingerprint, now: Fingerprint) -> tuple[list[str], list[s
         hints += [] if problems else [Hint(("max_memory", _exactly(then["max_memory"])))]
         sizes = [format_bytes(job["max_memory"]) for job in (then, now)]
         problems.append(
-            f"max_memory: {sizes[0]} then, {sizes[1]} now; it decides what is carried over together"
+            f"max_memory: {sizes[0]} then, {sizes[1]} now; it decides what is rewritten together"
         )
     if not problems:
         problems, hints = ["other arguments"], ["the arguments that it had"]

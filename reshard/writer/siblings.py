@@ -1,4 +1,4 @@
-"""Everything around the arrays of an item: other items and files, and the commit markers; and
+"""What is beside the arrays of an item: other items and files, and the commit markers; and
 whether any of it has changed."""
 
 import contextlib
@@ -59,7 +59,7 @@ class Sibling(NamedTuple):
 def siblings(
     checkpoints: Sequence[Checkpoint], target: Location | None, link: bool
 ) -> list[Sibling]:
-    """All that is carried over as it is, each directory before what is in it.
+    """All that is copied as it is, each directory before what is in it.
 
     Everything in a manager's root but its steps, everything in a step but the item that is
     written, and everything in that item but its arrays and the documents that describe them.
@@ -133,7 +133,7 @@ def _joined(*parts: str) -> str:
 
 
 def is_sibling(ckpt: Checkpoint, file: Location) -> bool:
-    """Whether a file of the source is carried over as it is."""
+    """Whether a file of the source is copied as it is."""
     below = file.below(ckpt.source.store.directory)
     return below is None or not _is_written(ckpt)(below.partition("/")[0])
 
