@@ -35,5 +35,6 @@ def command(src: str, dst: str, mesh: str | None, model: str | None, **flags: An
       reshard ckpt run/1000 out/1000 --to 1x8
       reshard ckpt run/1000 out/1000 --from 2x4 --to data=1,model=8 --dry-run
       reshard ckpt run/1000 out/1000 --to 1x8 --spec 'embedding$=model,' --dtype bfloat16
+      reshard ckpt run/1000 scratch/1000 --no-ocdbt --codec none
     """
     run(src, dst, lambda ckpt: laid_out(prepared(ckpt, flags), mesh, model, flags, "--to"), flags)

@@ -13,6 +13,7 @@ _FLAGS = {
     "drop": "--drop '{}'",
     "drop_both": "--drop '{}' --drop '{}'",
     "init": "--init '{}'",
+    "ocdbt": "--ocdbt",
     "overwrite": "--overwrite",
     "rename": "--rename '{}={}'",
     "resume": "--resume",

@@ -78,7 +78,7 @@ _OPTIONS = (
     click.option(
         "--format",
         metavar="zarr2|zarr3",
-        help="Format of the arrays; that of SRC by default.",
+        help="Version of zarr; that of SRC by default.",
     ),
     click.option(
         "--ocdbt/--no-ocdbt",
@@ -87,13 +87,14 @@ _OPTIONS = (
     ),
     click.option(
         "--codec",
-        metavar="none|zstd[:LEVEL]|blosc[:NAME][:LEVEL]",
-        help="What chunks are compressed with; as in SRC by default. NAME is what blosc uses.",
+        metavar="CODEC",
+        help="What chunks are compressed with: none, zstd[:LEVEL] or blosc[:NAME][:LEVEL]; as in "
+        "SRC by default.",
     ),
     click.option(
         "--file-size",
         metavar="SIZE",
-        help="Data files of the OCDBT database, about; 2GiB by default.",
+        help="About how large the data files of the OCDBT database become; 2GiB by default.",
     ),
     MAX_MEMORY,
     click.option("--no-link", is_flag=True, help="Copy data files that stay; do not share them."),

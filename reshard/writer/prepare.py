@@ -214,7 +214,9 @@ def _item(
     for number, handle in enumerate(whole):
         try:
             layout = _layout(handle, form, *groups[number], ratios, max_memory)
-            arrays.append(plan_array(layout, chunks, max_memory))
+            array = plan_array(layout, chunks, max_memory)
+            form.check_chunk(handle, array.chunk)
+            arrays.append(array)
             handles.append(handle)
         except ReshardError as error:
             errors.append(error)
@@ -289,7 +291,7 @@ def _layout(
         group_bytes=group_bytes,
     )
     compressors = {data.encoding.compressors for _, data in handle.roots()}
-    same = handle.dtype == handle.stored_dtype and compressors == {encoding.compressors}
+    same = handle.dtype == handle.stored_dtype and compressors <= {encoding.compressors}
     sample = layout.chunk_bytes + cell * layout.read_itemsize
     if same or handle.same_name is not None:
         return layout

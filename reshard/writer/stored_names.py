@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from reshard.arrays.handle import ArrayHandle, StoredArray, stored_name
 from reshard.checkpoint import Checkpoint, name_clashes
 from reshard.errors import ArgumentError, ReshardError, TreeMismatchError
+from reshard.hints import Hint
 from reshard.storage.array_store import name_problem
 from reshard.tree import Path, format_path
 from reshard.verify.digest_record import FILE
@@ -28,7 +29,9 @@ def name_errors(ckpt: Checkpoint, form: TargetFormat) -> Iterator[ReshardError]:
         yield TreeMismatchError("nothing can be stored under some names", unusable)
     if not form.ocdbt and (unusable := list(_not_files(ckpt))):
         yield ArgumentError(
-            "arrays that cannot be stored as plain files", unusable, ["ocdbt=True stores them"]
+            "arrays that cannot be stored as plain files",
+            unusable,
+            [Hint(("ocdbt", True), " stores them in a database")],
         )
 
 
@@ -36,6 +39,8 @@ def _not_files(ckpt: Checkpoint) -> Iterator[str]:
     """Arrays whose names are none of directories, or those of something else in the item."""
     directory = ckpt.source.store.directory
     taken = {name for name in directory.names() if is_sibling(ckpt, directory / name)}
+    if not ckpt.source.store.ocdbt:  # what is beside an array is beside it as before
+        taken = {name for name in taken if not (directory / name).is_dir()}
     taken |= {*_DOCUMENTS, MARKER, FILE}
     for array in ckpt.arrays:
         parts = stored_name(array.path).split("/")

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import re
 from typing import NamedTuple
 
@@ -11,7 +12,8 @@ import tensorstore as ts
 from reshard.arrays.handle import ArrayHandle, Derived
 from reshard.arrays.zarr import ZEROS, Encoding, codec, converted, parse_encoding
 from reshard.checkpoint import Checkpoint
-from reshard.errors import ArgumentError, MemoryLimitError
+from reshard.errors import ArgumentError
+from reshard.hints import Hint
 from reshard.tree import format_path
 from reshard.units import format_bytes, parse_bytes
 
@@ -19,6 +21,8 @@ from reshard.units import format_bytes, parse_bytes
 _FILE_BYTES = 2 << 30
 # What an array is stored as where no other one of the checkpoint says: as Orbax does it.
 _ORBAX = b'{"zarr_format":2,"shape":[],"dtype":"<f4","compressor":{"id":"zstd","level":1}}'
+# Bytes that blosc takes at once: `BLOSC_MAX_BUFFERSIZE`.
+_MAX_BLOSC = (1 << 31) - 17
 # What blosc compresses with.
 _BLOSC = ("lz4", "lz4hc", "blosclz", "zlib", "zstd")
 
@@ -87,7 +91,7 @@ class FormatArguments(NamedTuple):
         if not ocdbt and self.file_bytes is not None:
             raise ArgumentError(
                 "plain files have a chunk each: there is no size of data files to choose",
-                hints=["file_size goes with ocdbt=True"],
+                hints=[Hint(("file_size",), " goes with ", ("ocdbt", True))],
             )
         stored = (data.metadata for array in ckpt.arrays for _, data in array.roots())
         found = TargetFormat(
@@ -109,7 +113,7 @@ class FormatArguments(NamedTuple):
             raise ArgumentError(
                 f"arrays that cannot be stored as {found.format}",
                 problems,
-                ["codec='zstd' decodes them, and compresses them anew"],
+                [Hint(("codec", "zstd"), " compresses them anew")],
             )
         return found
 
@@ -182,6 +186,16 @@ class TargetFormat(NamedTuple):
         if np.asarray(made.fill_value).tobytes() != np.asarray(root.view().fill_value).tobytes():
             raise ValueError(f"zarr{3 if self.zarr3 else 2} has no fill value {encoding.fill}")
 
+    def check_chunk(self, handle: ArrayHandle, chunk: tuple[int, ...]) -> None:
+        """Raises ArgumentError for a chunk that the codec of an array does not take."""
+        nbytes = math.prod(chunk) * handle.dtype.itemsize
+        if nbytes > _MAX_BLOSC and self.encoding(handle).is_blosc:
+            raise ArgumentError(
+                f"{format_path(handle.path)}: blosc takes no chunks of more than {_MAX_BLOSC} "
+                f"bytes, and one of {list(chunk)} has {nbytes}",
+                hints=[Hint(("chunks", "1GiB"))],
+            )
+
     def metadata(self, handle: ArrayHandle, chunk: tuple[int, ...]) -> bytes:
         """An array's zarr metadata."""
         return self.encoding(handle).document(handle.shape, chunk, handle.dtype)
@@ -214,7 +228,8 @@ def parse_format(
       ArgumentError: one of them is not what it can be.
     """
     if format not in (None, "zarr2", "zarr3"):
-        raise ArgumentError(f"`{format}` is no format of arrays", hints=["`zarr2` or `zarr3`"])
+        hints = [Hint(("format", version)) for version in ("zarr2", "zarr3")]
+        raise ArgumentError(f"`{format}` is no format of arrays", hints=hints)
     if ocdbt is not None and type(ocdbt) is not bool:
         raise ArgumentError(f"ocdbt is True, False or None, not `{ocdbt!r:.40}`")
     return FormatArguments(
@@ -226,7 +241,7 @@ def parse_format(
 
 
 def _parse_codec(text: str) -> Codec:
-    pattern = r"none|(zstd)(?::(-?\d+))?|(blosc)(?::([a-z]\w+))?(?::(\d))?"
+    pattern = r"none|(zstd)(?::(-?\d{1,6}))?|(blosc)(?::([a-z]\w+))?(?::(\d))?"
     match = re.fullmatch(pattern, text, re.ASCII) if isinstance(text, str) else None
     if match is not None:
         zstd, level, blosc, inner, blosc_level = match.groups()
@@ -236,15 +251,19 @@ def _parse_codec(text: str) -> Codec:
             return found
     raise ArgumentError(
         f"`{text}` is no codec",
-        hints=["`none`, `zstd` or `zstd:9` (at most 22), `blosc` or `blosc:lz4:5` (at most 9)"],
+        hints=[
+            Hint(("codec", "none")),
+            Hint(("codec", "zstd:9"), ", of levels up to 22"),
+            Hint(("codec", "blosc:lz4:5"), f", of levels up to 9; or {', '.join(_BLOSC[1:])}"),
+        ],
     )
 
 
 def _parse_file_size(size: int | str) -> int:
     try:
         nbytes = parse_bytes(size)
-    except MemoryLimitError:
+    except ArgumentError:
         nbytes = 0
     if nbytes < 1:
-        raise ArgumentError(f"`{size}` is no size of a file", hints=["bytes: `256MiB`"])
+        raise ArgumentError(f"`{size}` is no size of a file", hints=[Hint(("file_size", "256MiB"))])
     return nbytes
