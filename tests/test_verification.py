@@ -812,7 +812,7 @@ def test_a_job_records_and_reads_back(copied, tmp_path):
     assert run("ckpt", path, out, "--to", "8x1") == (
         2,
         "",
-        f"Error: {words(path, 'w  float32[64,96]')}\n",
+        f"Error: {said}\n",
     )
     assert os.listdir(tmp_path) == ["saved"]
 
