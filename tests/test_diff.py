@@ -26,7 +26,7 @@ from sampling import examples
 
 import reshard
 from reshard.arrays.digests import digest_of
-from reshard.verify import contents
+from reshard.verify import comparison
 from reshard.verify.digest_record import FILE, ArrayRecord, Record
 from reshard.verify.elementwise import ElementComparison
 
@@ -911,13 +911,13 @@ def test_which_side_cannot_be_read_is_known_without_reading_again(broken, two, m
     a, b = two(tree, tree, use_ocdbt=False)
     ((a if broken == "A" else b) / "x" / "0").write_bytes(b"garbage")
     taken = []
-    read = contents.read_values
+    read = comparison.read_values
 
     def counted(groups, *arguments):
         taken.extend(handle.path for group in groups for handle in group)
         return read(groups, *arguments)
 
-    monkeypatch.setattr(contents, "read_values", counted)
+    monkeypatch.setattr(comparison, "read_values", counted)
     with pytest.raises(reshard.CorruptCheckpointError) as error:
         reshard.diff(a, b, values=True)
     (problem,) = error.value.problems

@@ -66,14 +66,8 @@ def command(
     try:
         ckpt = open_checkpoint(path, **mine)
     except (UncommittedCheckpointError, CorruptCheckpointError) as error:
-        _answer(
-            path,
-            False,
-            [error.summary, *error.problems],
-            as_json,
-            quiet,
-            error.render(None, as_flags),
-        )
+        text = error.render(None, as_flags)
+        _answer(path, False, [error.summary, *error.problems], as_json, quiet, text)
         return
     other: Checkpoint | str | None = against
     if against is not None and not parse_location(against).is_file():

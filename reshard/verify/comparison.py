@@ -1,22 +1,30 @@
 """`diff`: in what two checkpoints differ, whatever the mesh, chunk grid and format of either."""
 
+import functools
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard import tree
-from reshard.arrays.handle import ArrayHandle, array_text
+from reshard.arrays.digests import Digest
+from reshard.arrays.handle import ArrayHandle, array_text, collision_error
 from reshard.checkpoint import Checkpoint, Leaf
-from reshard.errors import ArgumentError, TreeMismatchError
+from reshard.errors import ArgumentError, CorruptCheckpointError, TreeMismatchError
 from reshard.hints import Hint
 from reshard.loader import open as open_checkpoint
 from reshard.sharding.mesh import NamedSharding, SingleDeviceSharding, format_spec
 from reshard.tree import Path, format_path
 from reshard.units import parse_bytes
-from reshard.verify.contents import Progress, read_contents, recorded_contents
 from reshard.verify.differences import Diff, Difference
+from reshard.verify.digest_record import FILE, read_record
+from reshard.verify.elementwise import ElementComparison
 from reshard.verify.moved_leaves import moves
+from reshard.verify.values import Progress, counted, nbytes, read_values
+
+_Arrays = dict[Path, ArrayHandle]
+_Pairs = dict[Path, tuple[ArrayHandle, ArrayHandle]]
+_Contents = dict[Path, Difference]
 
 
 def diff(
@@ -35,8 +43,8 @@ def diff(
     """Compares two checkpoints: their trees and, with `values`, the contents of their arrays.
 
     Meshes, partition specs, chunk grids and formats are no differences unless `layout` asks for
-    them. Without `values` no array is read, and contents are compared by the digests on record; if
-    some have none and nothing else differs, `equal` of the result is None: not known. Not compared
+    them. Without `values` no array is read, and contents are compared by recorded digests; if some
+    have none and nothing else differs, `equal` of the result is None: not known. Not compared
     are what is beside the tree: other items, metrics, custom metadata.
 
     A leaf has moved if its contents are those of one leaf on the other side alone. Where several
@@ -71,52 +79,50 @@ def diff(
     if (rtol or atol) and not values:
         raise ArgumentError("tolerances are for values", hints=[Hint(("values", True))])
     one, other = (c if isinstance(c, Checkpoint) else open_checkpoint(c) for c in (a, b))
-    in_a, in_b = _selected(one, other, select, drop)
-    partners = _partners(in_a, in_b)
-    removed = {path: leaf for path, leaf in in_a.items() if path not in partners}
-    arrived = set(partners.values())
-    added = {path: leaf for path, leaf in in_b.items() if path not in arrived}
-    both = {path: (in_a[path], in_b[partner]) for path, partner in partners.items()}
     names = _name(one), _name(other)
+    in_a, in_b = _selected(one, other, select, drop)
+    same = partners(in_a, in_b)
+    here = set(same.values())
+    pairs = {
+        path: (left, right)
+        for path, partner in same.items()
+        if isinstance(left := in_a[path], ArrayHandle)
+        if isinstance(right := in_b[partner], ArrayHandle)
+        if left.shape == right.shape and (values or left.dtype == right.dtype)
+    }
+    removed = {path: leaf for path, leaf in in_a.items() if path not in same}
+    added = {path: leaf for path, leaf in in_b.items() if path not in here}
+    alone = _alike(removed, added)
     if values:
-        contents = read_contents(
-            both,
-            removed,
-            added,
-            names=names,
-            rtol=rtol,
-            atol=atol,
-            max_memory=parse_bytes(max_memory),
-            progress=progress,
-        )
+        memory = parse_bytes(max_memory)
+        contents, digests = _read(pairs, alone, names, (rtol, atol), memory, progress)
+        not_compared = 0
     else:
-        contents = recorded_contents(both, removed, added)
-    moved = moves(contents.removed, contents.added)
+        contents, digests, not_compared = _recorded(pairs, alone)
+    old, new = (
+        {path: (digests[path], _kind(handle)) for path, handle in side.items() if path in digests}
+        for side in alone
+    )
+    moved = moves(old, new)
     found: list[Difference] = []
     if layout and one.source.format != other.source.format:
         found.append(Difference("format", (), one.source.format, other.source.format))
     for path, leaf in in_a.items():
-        if path in partners:
-            found += _differences(path, partners[path], *both[path], layout)
-            if path in contents.differences:
-                found.append(contents.differences[path])
+        if path in same:
+            partner = same[path]
+            found += _differences(path, partner, leaf, in_b[partner], layout)
+            if path in contents:
+                found.append(contents[path])
         elif path in moved:
             found.append(Difference("moved", path, format_path(path), format_path(moved[path])))
         else:
             found.append(Difference("removed", path, _described(leaf), None))
-    arrived = set(moved.values())
-    for path, leaf in added.items():
-        if path not in arrived:
+    here |= set(moved.values())
+    for path, leaf in in_b.items():
+        if path not in here:
             found.append(Difference("added", path, None, _described(leaf)))
-    return Diff(
-        *names,
-        tuple(found),
-        values,
-        float(rtol),
-        float(atol),
-        contents.compared,
-        contents.not_compared,
-    )
+    compared = len(pairs) - not_compared
+    return Diff(*names, tuple(found), values, float(rtol), float(atol), compared, not_compared)
 
 
 def _name(ckpt: Checkpoint) -> str:
@@ -140,16 +146,95 @@ def _selected(
     return in_a, in_b
 
 
-def _partners(in_a: Iterable[Path], in_b: Iterable[Path]) -> dict[Path, Path]:
+def partners(a: Iterable[Path], b: Iterable[Path]) -> dict[Path, Path]:
     """Path in A -> path in B of the same leaf. A position in a list is also the key of digits."""
-    known = dict.fromkeys(in_b)
-    by_text = {tuple(map(str, path)): path for path in known}
-    partners = {path: path for path in in_a if path in known}
-    for path in in_a:
+    in_b = dict.fromkeys(b)
+    by_text = {tuple(map(str, path)): path for path in in_b}
+    same = {path: path for path in a if path in in_b}
+    for path in a:
         partner = by_text.get(tuple(map(str, path)))
-        if path not in known and partner is not None and partner not in partners:
-            partners[path] = partner
-    return partners
+        if path not in in_b and partner is not None and partner not in same:
+            same[path] = partner
+    return same
+
+
+def _alike(removed: Mapping[Path, Leaf], added: Mapping[Path, Leaf]) -> list[_Arrays]:
+    """The arrays on one side alone to which there is one of the same kind on the other. Those
+    without elements have no contents to know them by."""
+    arrays = [
+        {p: leaf for p, leaf in side.items() if isinstance(leaf, ArrayHandle) and leaf.nbytes}
+        for side in (removed, added)
+    ]
+    one, other = ({_kind(handle) for handle in side.values()} for side in arrays)
+    return [{p: h for p, h in side.items() if _kind(h) in one & other} for side in arrays]
+
+
+def _kind(handle: ArrayHandle) -> Hashable:
+    return handle.shape, handle.dtype.name, handle.key_impl
+
+
+def _recorded(pairs: _Pairs, alone: Iterable[_Arrays]) -> tuple[_Contents, dict[Path, str], int]:
+    """In what contents differ by recorded digests, path -> digest of arrays on one side alone, and
+    how many pairs there are no digests of."""
+    records = functools.cache(read_record)
+
+    def recorded(handle: ArrayHandle) -> str | None:
+        if handle.stored is None or handle.same_name is not None:
+            return None
+        record = records(handle.stored.store.directory / FILE)
+        return None if record is None else record.digest(handle)
+
+    contents: _Contents = {}
+    not_compared = 0
+    for path, pair in pairs.items():
+        one, other = map(recorded, pair)
+        if one is None or other is None:
+            not_compared += 1
+        elif one != other:
+            contents[path] = Difference("values", path, f"digest {one}", f"digest {other}")
+    digests = {p: digest for side in alone for p, h in side.items() if (digest := recorded(h))}
+    return contents, digests, not_compared
+
+
+def _read(
+    pairs: _Pairs,
+    alone: Sequence[_Arrays],
+    names: tuple[str, str],
+    tolerances: tuple[float, float],
+    max_memory: int,
+    progress: Progress | None,
+) -> tuple[_Contents, dict[Path, str]]:
+    """In what contents that are read differ, and path -> digest of arrays on one side alone.
+
+    Raises:
+      CorruptCheckpointError: arrays that cannot be read, or that belong to two leaves: all of them.
+    """
+    left, right = alone
+    singles = left | right
+    groups = [*pairs.values(), *((handle,) for handle in singles.values())]
+    sides = ["AB"] * len(pairs) + ["A"] * len(left) + ["B"] * len(right)
+    handles = [handle for group in groups for handle in group]
+    if collided := [handle for handle in handles if handle.same_name is not None]:
+        raise collision_error(collided)
+    comparisons = {path: ElementComparison(a.shape, *tolerances) for path, (a, _) in pairs.items()}
+    digests = {path: Digest(handle.shape, handle.dtype) for path, handle in singles.items()}
+    takers = [taker.add for taker in (*comparisons.values(), *digests.values())]
+    failed = read_values(groups, takers, max_memory, counted(nbytes(handles), progress))
+    if failed:
+        raise CorruptCheckpointError(
+            f"arrays cannot be read; A is `{names[0]}`, B is `{names[1]}`",
+            [
+                ": ".join((sides[group][place], error.summary, *error.problems))
+                for group, errors in failed.items()
+                for place, error in errors.items()
+            ],
+        )
+    contents = {
+        path: Difference("values", path, found.a, found.b, found)
+        for path, comparison in comparisons.items()
+        if (found := comparison.difference()) is not None
+    }
+    return contents, {path: digest.text() for path, digest in digests.items()}
 
 
 def _differences(path: Path, partner: Path, a: Leaf, b: Leaf, layout: bool) -> Iterator[Difference]:

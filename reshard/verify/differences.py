@@ -17,7 +17,7 @@ from reshard.verify.elementwise import ElementDifference
 # Leaves that a repr lists; `Diff.report` lists them all.
 _SHOWN = 200
 # Characters of a string leaf in a report.
-_MOST_TEXT = 60
+_MAX_TEXT = 60
 _VALUES = Hint(("values", True), " compares contents, and finds leaves that have moved")
 
 
@@ -54,12 +54,12 @@ class Difference:
 
     def document(self) -> dict[str, Any]:
         """What `reshard diff --json` has of it."""
-        known = {"what": self.what, "path": format_path(self.path), "keys": list(self.path)}
+        document = {"what": self.what, "path": format_path(self.path), "keys": list(self.path)}
         found = self.elements
         if found is None:
-            return known | {"a": self.a, "b": self.b}
+            return document | {"a": self.a, "b": self.b}
         a, b = self.texts()
-        return known | {
+        return document | {
             "a": _number(self.a.item(), a),
             "b": _number(self.b.item(), b),
             "index": list(found.index),
@@ -80,7 +80,7 @@ class Diff:
       b: where B is.
       differences: in the order of A's tree; what is in B alone comes last.
       values: whether arrays were read and compared; otherwise digests were, where both sides have
-        them on record.
+        them recorded.
       rtol: the relative tolerance.
       atol: the absolute tolerance.
       compared: arrays whose contents were compared.
@@ -115,8 +115,8 @@ class Diff:
     def document(self) -> dict[str, Any]:
         """What `reshard diff --json` prints."""
         fields = ("a", "b", "equal", "values", "rtol", "atol", "compared", "not_compared")
-        known = {name: getattr(self, name) for name in fields}
-        return known | {"differences": [found.document() for found in self.differences]}
+        document = {name: getattr(self, name) for name in fields}
+        return document | {"differences": [found.document() for found in self.differences]}
 
     def report(self, limit: int | None = None, phrase: Callable[[str], str] = str) -> str:
         """What differs, a line a leaf, of at most `limit` leaves; and how it was compared. `phrase`
@@ -194,7 +194,7 @@ def _text(value: Any) -> str:
 
 
 def _clipped(text: str) -> str:
-    return text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + "..."
+    return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "..."
 
 
 def _bits(value: np.generic) -> str:

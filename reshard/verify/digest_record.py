@@ -20,8 +20,8 @@ from types import MappingProxyType
 from typing import Any
 
 from reshard.arrays.boxes import Shape
-from reshard.arrays.handle import array_text, stored_name
-from reshard.checkpoint import Checkpoint
+from reshard.arrays.handle import ArrayHandle, StoredArray, array_text, stored_name
+from reshard.checkpoint import Checkpoint, Source
 from reshard.errors import CorruptCheckpointError
 from reshard.loader.json_documents import unique_keys
 from reshard.storage.location import Location
@@ -41,7 +41,7 @@ _NOT_RECORDED = (FILE, TEMPORARY, PROGRESS_FILE, "commit_success.txt")
 
 @dataclasses.dataclass(frozen=True)
 class ArrayRecord:
-    """What is on record of one array; `digest` is None where it was not computed."""
+    """What is recorded of one array; `digest` is None where it was not computed."""
 
     dtype: str
     shape: Shape
@@ -53,10 +53,10 @@ class ArrayRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What is on record of one item.
+    """What is recorded of one item.
 
     Attributes:
-      arrays: name in the store -> what is known of the array.
+      arrays: name in the store -> what is recorded of the array.
       strings: what would be the name in the store -> SHA-256 of the text.
       files: path below the item's directory -> SHA-256.
       beside: path below the step's directory -> SHA-256.
@@ -73,9 +73,57 @@ class Record:
         hashes = {name: dict(getattr(self, name)) for name in ("strings", "files", "beside")}
         return json.dumps({"version": _VERSION, "arrays": arrays, **hashes}).encode()
 
+    def digest(self, handle: ArrayHandle) -> str | None:
+        """The digest of an array that is read as it is stored, and is what was recorded."""
+        entry = self.array(handle) if handle.stored is not None else None
+        return None if entry is None or self.other_kind(handle) else entry.digest
+
+    def array(self, handle: ArrayHandle) -> ArrayRecord | None:
+        """What is recorded of a stored array, cast or not; None for derived ones."""
+        return self.arrays.get(handle.data.name) if isinstance(handle.data, StoredArray) else None
+
+    def other_kind(self, handle: ArrayHandle) -> str | None:
+        """`it is float32[4], and float32[5]`, of a stored array that is not what was recorded."""
+        entry, stored = self.array(handle), stored_record(handle)
+        differs = entry is not None and str(entry) != str(stored)
+        return f"it is {stored}, and {entry}" if differs else None
+
+    def gone_arrays(self, source: Source, where: str) -> list[str]:
+        """Arrays that are not stored, a line each."""
+        gone = [name for name in self.arrays if name not in source.store.values]
+        return [f"the array `{name}`: {where}, and not there" for name in gone]
+
+    def changed_files(
+        self, source: Source, hash_of: Callable[[Location], str | None] = Location.sha256
+    ) -> list[str]:
+        """Files that are not what they were when they were recorded, a line each. `hash_of` is None
+        for those of which it is enough that they are there."""
+        step = source.root / source.step
+        files = {source.store.directory / path: sha256 for path, sha256 in self.files.items()}
+        if source.item:  # a step was opened, not the item alone
+            for path, sha256 in self.beside.items():
+                # A sibling item that has a record of its own may have been written since.
+                if not (step / path.partition("/")[0] / FILE).exists():
+                    files[step / path] = sha256
+        changed = []
+        for file, sha256 in files.items():
+            try:
+                if not file.is_file():
+                    changed.append(f"the file `{file}`: on record, and not there")
+                elif hash_of(file) not in (None, sha256):
+                    changed.append(f"the file `{file}`: it is not the one on record")
+            except OSError as error:
+                changed.append(f"the file `{file}`: it cannot be read: {error.strerror}")
+        return changed
+
+
+def stored_record(handle: ArrayHandle, digest: str | None = None) -> ArrayRecord:
+    """What there is to record of a stored array."""
+    return ArrayRecord(handle.stored_dtype.name, handle.shape, digest)
+
 
 def forget_hint(path: Location) -> str:
-    """What to type where what is on record is not to count any more."""
+    """What to type where what is recorded is not to count any more."""
     return f"rm {shell_quoted(str(path))} forgets what was recorded"
 
 
@@ -148,7 +196,7 @@ def record_of(
     Args:
       ckpt: its tree, and what is around it.
       directory: what stands for `source.root`: where it is, or is being written.
-      arrays: what is known of the arrays.
+      arrays: what is to be recorded of the arrays.
       ocdbt: whether they are there in an OCDBT database.
       hashes: path below the directory -> SHA-256 of files that need not be read for it.
     """

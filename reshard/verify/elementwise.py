@@ -133,8 +133,8 @@ class ElementComparison:
             self._max_rel = _larger(self._max_rel, relative.max().item())
 
 
-def _larger(known: float | None, other: float) -> float:
-    return other if known is None else max(known, other)
+def _larger(one: float | None, other: float) -> float:
+    return other if one is None else max(one, other)
 
 
 def _other_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Which leaves have moved: the same contents under another path. Pure."""
 
-import collections
 import itertools
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,46 +18,34 @@ def moves(removed: Mapping[Path, Any], added: Mapping[Path, Any]) -> dict[Path, 
       removed: path -> what tells contents apart, of leaves that are on the old side alone.
       added: the same of those on the new side alone.
     """
-    groups: dict[Any, tuple[list[Path], list[Path]]] = {}
+    groups: defaultdict[Any, tuple[list[Path], list[Path]]] = defaultdict(lambda: ([], []))
     for side, leaves in enumerate((removed, added)):
         for path, contents in leaves.items():
-            groups.setdefault(contents, ([], []))[side].append(path)
+            groups[contents][side].append(path)
     found = {old[0]: new[0] for old, new in groups.values() if len(old) == len(new) == 1}
-    parts: dict[Path, set[Path]] = {}
-    ends: dict[_Ends, set[_Ends]] = {}
+    parts: defaultdict[Path, set[Path]] = defaultdict(set)
+    ends: defaultdict[_Ends, set[_Ends]] = defaultdict(set)
     for old, new in found.items():
-        before, after = _renamed_part(old, new)
-        parts.setdefault(before, set()).add(after)
-        for one, other in _renamed_ends(old, new):
-            ends.setdefault(one, set()).add(other)
+        shortest = min(len(old), len(new))
+        first = next((i for i in range(shortest) if old[i] != new[i]), shortest)
+        rest = shortest - first
+        behind = next((i for i in range(rest) if old[-1 - i] != new[-1 - i]), rest)
+        before, after = range(first, len(old) - behind), range(first, len(new) - behind)
+        parts[old[first : before.stop]].add(new[first : after.stop])
+        for one, other in _renamed_ends(old, new, before, after):
+            ends[one].add(other)
     for old, new in groups.values():
         if len(old) * len(new) > 1:
             found |= _told_apart(old, set(new), parts, ends)
     return found
 
 
-def _shared(old: Path, new: Path) -> tuple[int, int]:
-    """How many keys two paths share at the start, and of the others at the end."""
-    shortest = min(len(old), len(new))
-    ahead = next((i for i in range(shortest) if old[i] != new[i]), shortest)
-    behind = next(
-        (i for i in range(shortest - ahead) if old[-1 - i] != new[-1 - i]), shortest - ahead
-    )
-    return ahead, behind
-
-
-def _renamed_part(old: Path, new: Path) -> tuple[Path, Path]:
-    """Two paths less what they share at the start and at the end."""
-    ahead, behind = _shared(old, new)
-    return old[ahead : len(old) - behind], new[ahead : len(new) - behind]
-
-
-def _renamed_ends(old: Path, new: Path) -> Iterator[tuple[_Ends, _Ends]]:
-    """What stands before and after the longest stretch that their renamed parts share: of
-    `params/a/b` and `a/b/value` the ends `params/` and `/value`. None where there is no such
+def _renamed_ends(
+    old: Path, new: Path, before: range, after: range
+) -> Iterator[tuple[_Ends, _Ends]]:
+    """What stands before and after the longest stretch that the renamed parts of two paths share:
+    of `params/a/b` and `a/b/value` the ends `params/` and `/value`. None where there is no such
     stretch, several where there are several."""
-    ahead, behind = _shared(old, new)
-    before, after = range(ahead, len(old) - behind), range(ahead, len(new) - behind)
     for size in range(min(len(before), len(after)), 0, -1):
         places = [
             (i, j)
@@ -93,6 +81,6 @@ def _told_apart(
             for first, last in ends.get((path[:start], path[stop:]), ())
         }
         found[path] = renamed & new
-    claims = collections.Counter(itertools.chain(*found.values()))
+    claims = Counter(itertools.chain(*found.values()))
     alone = {path: next(iter(to)) for path, to in found.items() if len(to) == 1}
     return {path: to for path, to in alone.items() if claims[to] == 1}

@@ -3,10 +3,6 @@
 import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import NamedTuple
-
-import numpy as np
 
 from reshard.arrays.boxes import Box, Shape, chunks_together, shape_of
 from reshard.arrays.digests import Digest
@@ -21,63 +17,59 @@ from reshard.hints import Hint
 from reshard.tree import Path, format_path
 from reshard.units import format_bytes
 
-# Arrays of one shape that are read at the same places: one, or two to be compared.
+# Called with (bytes done, bytes in all).
+Progress = Callable[[int, int], None]
+# Arrays of one shape that are read at the same boxes: one, or two to be compared.
 Group = tuple[ArrayHandle, ...]
-
-
-class Values(NamedTuple):
-    """What was read of a group in one box.
-
-    Attributes:
-      group: its number.
-      box: the box.
-      values: for each array of the group its values, of its dtype; empty after an error.
-      errors: place in the group -> why that array could not be read.
-    """
-
-    group: int
-    box: Box
-    values: tuple[np.ndarray, ...]
-    errors: Mapping[int, ReshardError] = MappingProxyType({})
+# Takes a box, and the values of each array of a group there; it keeps none of them.
+Taker = Callable[..., None]
 
 
 def read_values(
-    groups: Sequence[Group], max_memory: int, progress: Callable[[int], None]
-) -> Iterator[Values]:
+    groups: Sequence[Group],
+    takers: Sequence[Taker],
+    max_memory: int,
+    progress: Callable[[int], None],
+) -> dict[int, Mapping[int, ReshardError]]:
     """Reads every element of all arrays once. An error does not end it: what follows of that group
-    is left out. The values of a box are to be let go before the next one is asked for.
+    is left out.
 
     Args:
       groups: the arrays.
+      takers: what the values of each group are for.
       max_memory: bytes in flight at most.
       progress: called with numbers of decoded bytes.
+
+    Returns:
+      Number of a group -> place in it -> why that array could not be read.
 
     Raises:
       MemoryLimitError: stored chunks that do not fit into `max_memory`: all of them.
     """
     least = [(group[0].path, _least(group)) for group in groups]
-    _refuse(least, max_memory)
+    check_fits(least, max_memory)
     limit = in_flight(max_memory, cores(), max((nbytes for _, nbytes in least), default=0))
-    failed: set[int] = set()
+    failed: dict[int, Mapping[int, ReshardError]] = {}
     units = _units(groups, limit // WINDOW, max_memory, failed)
     with Budget(limit) as budget:
         for filled in read(in_batches(units, limit // WINDOW, max_memory), budget):
-            position = 0
-            while position < len(filled.values):
-                first = filled.batch.reads[position]
-                number = first.owner
-                here = range(position, position + len(groups[number]))
-                position = here.stop
-                errors = {n - here.start: filled.errors[n] for n in here if n in filled.errors}
-                if errors and number not in failed:
-                    failed.add(number)
-                    yield Values(number, first.box, (), errors)
+            reads, values = filled.batch.reads, filled.values
+            stop = 0
+            while stop < len(reads):
+                start, number = stop, reads[stop].owner
+                stop += len(groups[number])
+                errors = {
+                    n: filled.errors[start + n]
+                    for n in range(stop - start)
+                    if start + n in filled.errors
+                }
+                if errors:
+                    failed.setdefault(number, errors)
                 elif number not in failed:
-                    values = (value for n in here if (value := filled.values[n]) is not None)
-                    yield Values(number, first.box, (*values,))
-                for n in here:
-                    filled.values[n] = None
-                progress(sum(_decoded(filled.batch.reads[n]) for n in here))
+                    takers[number](reads[start].box, *values[start:stop])
+                values[start:stop] = [None] * (stop - start)  # memory is counted without them
+                progress(sum(map(_decoded, reads[start:stop])))
+    return failed
 
 
 def _decoded(read: Read) -> int:
@@ -130,26 +122,20 @@ def _cost(group: Group, box: Shape) -> int:
     return max(reading, elements * sum(map(_held, group)))
 
 
-def check_fits(boxes: Iterable[tuple[Path, Shape, int]], max_memory: int) -> None:
-    """Raises MemoryLimitError for boxes of one chunk that cannot be read: all of them.
-
-    Args:
-      boxes: for each a path, its shape and the bytes of an element.
-      max_memory: bytes in flight at most.
-    """
-    _refuse(
-        ((p, 3 * math.prod(shape) * size + READ_OVERHEAD) for p, shape, size in boxes), max_memory
-    )
+def chunk_cost(shape: Shape, itemsize: int) -> int:
+    """Bytes that a box of one chunk takes at most."""
+    return 3 * math.prod(shape) * itemsize + READ_OVERHEAD
 
 
-def _refuse(charges: Iterable[tuple[Path, int]], max_memory: int) -> None:
-    """Raises MemoryLimitError for what takes more than `max_memory`: all of it."""
-    too_large = [(path, charge) for path, charge in charges if charge > max_memory]
+def check_fits(costs: Iterable[tuple[Path, int]], max_memory: int) -> None:
+    """Raises MemoryLimitError for boxes of one chunk, each a path and its bytes, that cannot be
+    read: all of them."""
+    too_large = [(path, cost) for path, cost in costs if cost > max_memory]
     if too_large:
-        least = max(charge for _, charge in too_large)
+        least = max(cost for _, cost in too_large)
         raise MemoryLimitError(
             f"one chunk, encoded and decoded, does not fit into {format_bytes(max_memory)}",
-            [f"{format_path(path)}: {format_bytes(charge)}" for path, charge in too_large],
+            [f"{format_path(path)}: {format_bytes(cost)}" for path, cost in too_large],
             [Hint(("max_memory", f"{math.ceil(least / 2**20)}MiB"))],
             least,
         )
@@ -160,18 +146,15 @@ def nbytes(handles: Iterable[ArrayHandle]) -> int:
     return sum(math.prod(h.shape) * h.read_dtype.itemsize for h in handles)
 
 
-def counted(
-    handles: Iterable[ArrayHandle], progress: Callable[[int, int], None] | None
-) -> Callable[[int], None]:
-    """What takes numbers of bytes that were read, and tells how much is done of all of these."""
-    whole = nbytes(handles)
+def counted(whole: int, progress: Progress | None) -> Callable[[int], None]:
+    """What takes numbers of bytes that were read, and tells how much is done of `whole`."""
     done = 0
 
     def count(nbytes: int) -> None:
         nonlocal done
         done += nbytes
         if progress is not None:
-            progress(done, whole)
+            progress(min(done, whole), whole)
 
     return count
 
@@ -185,27 +168,21 @@ def read_digests(
       MemoryLimitError: as `read_values`.
     """
     failed: dict[Path, ReshardError] = {}
-    groups: list[Group] = []
+    readable: list[ArrayHandle] = []
     for leaf in leaves:
         try:
             leaf.stored_sizes()  # says so if chunks are missing
             leaf.view()
-            groups.append((leaf,))
         except ReshardError as error:
             failed[leaf.path] = error
-    made = [Digest(leaf.shape, leaf.dtype) for (leaf,) in groups]
-    for number, box, values, errors in read_values(groups, max_memory, progress):
-        if errors:
-            failed.setdefault(groups[number][0].path, errors[0])
         else:
-            made[number].add(box, values[0])
-        del values  # memory is counted without it
-    digests = {
-        leaf.path: digest.text()
-        for (leaf,), digest in zip(groups, made, strict=True)
-        if leaf.path not in failed
-    }
-    return digests, failed
+            readable.append(leaf)
+    made = [Digest(leaf.shape, leaf.dtype) for leaf in readable]
+    groups, takers = [(leaf,) for leaf in readable], [digest.add for digest in made]
+    errors = read_values(groups, takers, max_memory, progress)
+    failed |= {readable[number].path: found[0] for number, found in errors.items()}
+    pairs = zip(readable, made, strict=True)
+    return {leaf.path: found.text() for leaf, found in pairs if leaf.path not in failed}, failed
 
 
 def _grid(group: Group, limit: int, max_memory: int) -> Shape | None:

@@ -2,32 +2,30 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from reshard.arrays.handle import ArrayHandle, StoredArray, array_text, stored_name
-from reshard.checkpoint import Checkpoint, Leaf, Source
+from reshard.arrays.handle import ArrayHandle, array_text, stored_name
+from reshard.checkpoint import Checkpoint, Leaf
 from reshard.errors import CorruptCheckpointError, DestinationError, ReshardError, printable
 from reshard.hints import Hint
 from reshard.loader import open as open_checkpoint
 from reshard.storage.location import Location, parse_location
 from reshard.tree import Path, format_path
 from reshard.units import parse_bytes
+from reshard.verify.comparison import partners
 from reshard.verify.digest_record import (
     FILE,
     TEMPORARY,
-    ArrayRecord,
     Record,
     forget_hint,
     read_record,
     record_of,
+    stored_record,
     text_hash,
 )
-from reshard.verify.values import counted, read_digests
-
-Progress = Callable[[int, int], None]
-# What a leaf's digest is to be, and what is said where it is another one.
-_Expected = tuple[str, str]
+from reshard.verify.values import Progress, counted, nbytes, read_digests
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,41 +83,69 @@ def verify(
       MemoryLimitError: one stored chunk does not fit into `max_memory`.
     """
     ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
-    memory = parse_bytes(max_memory)
-    other, given = _other(against)
-    report = counted([*ckpt.arrays, *(other.arrays if other is not None else ())], progress)
-    found = _Findings()
-    expected: dict[Path, list[_Expected]] = {}
+    other = _other(against)
+    whole = nbytes([*ckpt.arrays, *(other.arrays if isinstance(other, Checkpoint) else ())])
+    report = counted(whole, progress)
+    return check(ckpt, parse_bytes(max_memory), report, other, f"`{against}`")
+
+
+def check(
+    ckpt: Checkpoint,
+    max_memory: int,
+    report: Callable[[int], None],
+    other: Checkpoint | Record | None = None,
+    name: str = "",
+) -> Verification:
+    """Compares the values of a checkpoint with those recorded beside it, and those of `other`,
+    whose name is for a record. `report` is called with numbers of bytes that were read."""
+    wrong: defaultdict[Path, list[str]] = defaultdict(list)
+    files: list[str] = []
+    # What digests are to be, and what is said where one is another.
+    expected: defaultdict[Path, list[tuple[str, str]]] = defaultdict(list)
+
+    def expect(record: Record, where: str) -> None:
+        files.extend(record.gone_arrays(ckpt.source, where))
+        for leaf in ckpt.arrays:
+            if other_kind := record.other_kind(leaf):
+                wrong[leaf.path].append(f"{other_kind} {where}")
+            elif recorded := record.digest(leaf):
+                expected[leaf.path].append((recorded, where))
+
+    own = None
     try:
         own = read_record(ckpt.source.store.directory / FILE)
     except ReshardError as error:
-        own = None
-        found.of_files += [error.summary, *error.problems]
+        files += [error.summary, *error.problems]
     if own is not None:
-        _expect(ckpt, own, "on record", expected, found)
-        found.of_files += changed_files(ckpt.source, own)
-    if given is not None:
-        _expect(ckpt, given, f"of `{against}`", expected, found)
-        for path, lacking in _not_in(given, ckpt):
-            found.add(path, f"`{against}` {lacking}")
-    if other is not None:
-        root = f"`{other.source.path}`"
-        same = _compare_trees(ckpt, other, found)
-        theirs, failed = read_digests(other.arrays, memory, report)
-        for path, text in theirs.items():
-            if path in same:
-                expected.setdefault(same[path], []).append((text, f"of {root}"))
-        for path, error in failed.items():
-            found.add(same.get(path, path), f"in {root}, {reason(error, path)}")
-    digests, failed = read_digests(ckpt.arrays, memory, report)
+        expect(own, "on record")
+        files += own.changed_files(ckpt.source)
+    if isinstance(other, Record):
+        expect(other, f"of {name}")
+        for path, lacking in _not_in(other, ckpt):
+            wrong[path].append(f"{name} {lacking}")
+    elif other is not None:
+        name = f"`{other.source.path}`"
+        here = {there: path for path, there in partners(ckpt, other).items()}
+        differs = _other_leaves(ckpt, other, here, name)
+        for path, text in differs.items():
+            wrong[path].append(text)
+        digests, failed = read_digests(other.arrays, max_memory, report)
+        for there, text in digests.items():
+            if there in here and here[there] not in differs:
+                expected[here[there]].append((text, f"of {name}"))
+        for there, error in failed.items():
+            wrong[here.get(there, there)].append(f"in {name}, {reason(error, there)}")
+    digests, failed = read_digests(ckpt.arrays, max_memory, report)
     for path, error in failed.items():
-        found.add(path, reason(error, path))
+        wrong[path].append(reason(error, path))
     for path, text in digests.items():
-        for wanted, where in expected.get(path, ()):
-            if wanted != text:
-                found.add(path, f"its values are not those {where}")
+        for recorded, where in expected.get(path, ()):
+            if recorded != text:
+                wrong[path].append(f"its values are not those {where}")
+    order = dict.fromkeys([*(path for path in ckpt if path in wrong), *wrong])
+    problems = [f"{format_path(path)}: {text}" for path in order for text in wrong[path]]
     compared = sum(path in expected for path in digests)
-    return Verification(ckpt.source.path, tuple(found.lines(ckpt)), digests, compared)
+    return Verification(ckpt.source.path, (*problems, *files), digests, compared)
 
 
 def digest(
@@ -135,21 +161,21 @@ def digest(
     Args:
       checkpoint: a checkpoint, or the path of one.
       write: record them beside the arrays, with hashes of all other files; arrays that are not in
-        this checkpoint (`select`) stay as they are on record.
+        this checkpoint (`select`) stay as they are recorded.
       max_memory: bytes in flight at most.
       progress: called with (bytes done, bytes in all).
 
     Raises:
-      CorruptCheckpointError: arrays that cannot be read, or are not what is on record: all of them.
+      CorruptCheckpointError: arrays that cannot be read, or are not what was recorded: all of them.
       DestinationError: the record cannot be written.
       MemoryLimitError: one stored chunk does not fit into `max_memory`.
     """
     ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     file = ckpt.source.store.directory / FILE
-    known = read_record(file)
+    recorded = read_record(file)
     checked = verify(ckpt, max_memory=max_memory, progress=progress)
     if not checked.ok:
-        changed = [] if known is None else [*changed_files(ckpt.source, known)]
+        changed = [] if recorded is None else recorded.changed_files(ckpt.source)
         hints = [forget_hint(file)] if {*checked.problems} <= {*changed} else []
         raise CorruptCheckpointError(f"`{checked.path}` is not whole", checked.problems, hints)
     if write:
@@ -162,15 +188,10 @@ def digest(
 
 
 def record(ckpt: Checkpoint, digests: Mapping[Path, str]) -> Record:
-    """The record of a checkpoint: of the arrays that there are digests of, and of those that are on
-    record already.
-
-    Args:
-      ckpt: the checkpoint.
-      digests: path -> digest of its arrays.
-    """
-    known = read_record(ckpt.source.store.directory / FILE)
-    arrays = dict(known.arrays) if known is not None else {}
+    """The record of a checkpoint: of the arrays that there are digests of, by path, and of those
+    that are recorded already."""
+    recorded = read_record(ckpt.source.store.directory / FILE)
+    arrays = dict(recorded.arrays) if recorded is not None else {}
     arrays |= {
         leaf.stored.name: stored_record(leaf, digests[leaf.path])
         for leaf in ckpt.arrays
@@ -179,73 +200,14 @@ def record(ckpt: Checkpoint, digests: Mapping[Path, str]) -> Record:
     return record_of(ckpt, ckpt.source.root, arrays, ckpt.source.store.ocdbt)
 
 
-class _Findings:
-    """What is wrong, by leaf."""
-
-    def __init__(self) -> None:
-        self._by_leaf: dict[Path, list[str]] = {}
-        self.of_files: list[str] = []
-
-    def add(self, path: Path, text: str) -> None:
-        """Adds what is wrong with a leaf."""
-        self._by_leaf.setdefault(path, []).append(text)
-
-    def lines(self, ckpt: Checkpoint) -> Iterator[str]:
-        """All of it, in the order of the tree."""
-        order = [path for path in ckpt if path in self._by_leaf]
-        order += [path for path in self._by_leaf if path not in ckpt]
-        for path in order:
-            for text in self._by_leaf[path]:
-                yield f"{format_path(path)}: {text}"
-        yield from self.of_files
-
-
-def _other(against: Any) -> tuple[Checkpoint | None, Record | None]:
-    """What to compare with: a checkpoint, or a record."""
+def _other(against: Any) -> Checkpoint | Record | None:
+    """What to compare with."""
     if against is None or isinstance(against, Checkpoint):
-        return against, None
+        return against
     file = parse_location(against)
     if file.is_file():
-        return None, read_record(file, Hint(("digest", file)))
-    return open_checkpoint(against), None
-
-
-def _expect(
-    ckpt: Checkpoint,
-    record: Record,
-    where: str,
-    expected: dict[Path, list[_Expected]],
-    found: _Findings,
-) -> None:
-    """Adds what a record says of the arrays of a checkpoint."""
-    stored = {leaf.data.name: leaf for leaf in ckpt.arrays if isinstance(leaf.data, StoredArray)}
-    found.of_files += gone_arrays(ckpt.source, record, where)
-    other_kinds = dict(arrays_of_other_kinds(stored.values(), record, where))
-    for path, text in other_kinds.items():
-        found.add(path, text)
-    for name, leaf in stored.items():
-        entry = record.arrays.get(name)
-        if entry is None or leaf.path in other_kinds or leaf.stored is None:
-            continue
-        if entry.digest is not None:
-            expected.setdefault(leaf.path, []).append((entry.digest, where))
-
-
-def gone_arrays(source: Source, record: Record, where: str) -> Iterator[str]:
-    """Arrays of a record that are not stored, a line each."""
-    for name in record.arrays:
-        if name not in source.store.values:
-            yield f"the array `{name}`: {where}, and not there"
-
-
-def arrays_of_other_kinds(
-    handles: Iterable[ArrayHandle], record: Record, where: str
-) -> Iterator[tuple[Path, str]]:
-    """Stored arrays whose shape or dtype is not that of a record, with both."""
-    for handle in handles:
-        entry, stored = on_record(record.arrays, handle), stored_record(handle)
-        if entry is not None and str(entry) != str(stored):
-            yield handle.path, f"it is {stored}, and {entry} {where}"
+        return read_record(file, Hint(("digest", file)))
+    return open_checkpoint(against)
 
 
 def _not_in(record: Record, ckpt: Checkpoint) -> Iterator[tuple[Path, str]]:
@@ -253,87 +215,31 @@ def _not_in(record: Record, ckpt: Checkpoint) -> Iterator[tuple[Path, str]]:
     say."""
     for path, leaf in ckpt.items():
         if isinstance(leaf, str):
-            known = record.strings.get(stored_name(path))
-            if known != text_hash(leaf):
-                yield path, "does not have it" if known is None else "has another text"
+            recorded = record.strings.get(stored_name(path))
+            if recorded != text_hash(leaf):
+                yield path, "does not have it" if recorded is None else "has another text"
         if not isinstance(leaf, ArrayHandle):
             continue
-        entry = on_record(record.arrays, leaf)
+        entry = record.array(leaf)
         if entry is None:
             yield path, "does not have it"
         elif entry.digest is None or leaf.stored is None:
             yield path, "has no digest of it"
 
 
-def on_record(arrays: Mapping[str, ArrayRecord], handle: ArrayHandle) -> ArrayRecord | None:
-    """What is recorded of a stored array; None where nothing is, and for derived ones."""
-    return arrays.get(handle.data.name) if isinstance(handle.data, StoredArray) else None
-
-
-def stored_record(handle: ArrayHandle, digest: str | None = None) -> ArrayRecord:
-    """What there is to record of a stored array."""
-    return ArrayRecord(handle.stored_dtype.name, handle.shape, digest)
-
-
-def recorded_files(source: Source, record: Record) -> dict[Location, str]:
-    """File -> SHA-256 on record.
-
-    An item beside this one that has a record of its own may have been written since.
-    """
-    step = source.root / source.step
-    files = {source.store.directory / path: known for path, known in record.files.items()}
-    if source.item:  # a step was opened, not the item alone
-        for path, known in record.beside.items():
-            if not (step / path.partition("/")[0] / FILE).exists():
-                files[step / path] = known
-    return files
-
-
-def changed_files(
-    source: Source, record: Record, unread: Callable[[Location], bool] = lambda file: False
-) -> Iterator[str]:
-    """Files that are not what they were when they were recorded, a line each.
-
-    Args:
-      source: where they are.
-      record: their record.
-      unread: whether it is enough that a file is there.
-    """
-    for file, known in recorded_files(source, record).items():
-        try:
-            if not file.is_file():
-                yield f"the file `{file}`: on record, and not there"
-            elif not unread(file) and file.sha256() != known:
-                yield changed_file(file)
-        except OSError as error:
-            yield f"the file `{file}`: it cannot be read: {error.strerror}"
-
-
-def changed_file(file: Location) -> str:
-    """The line of a file that is not what it was when it was recorded."""
-    return f"the file `{file}`: it is not the one on record"
-
-
-def _compare_trees(ckpt: Checkpoint, other: Checkpoint, found: _Findings) -> dict[Path, Path]:
-    """Adds leaves that only one side has, and those that are not of one kind. Path in the other
-    checkpoint -> path in this one, of those that are."""
-    own, theirs = (
-        {tuple(map(str, path)): (path, leaf) for path, leaf in each.items()}
-        for each in (ckpt, other)
-    )
-    root = f"`{other.source.path}`"
-    same = {}
-    for keys, (path, leaf) in own.items():
-        if keys not in theirs:
-            found.add(path, f"{root} does not have it")
-        elif _kind(leaf) != _kind(theirs[keys][1]):
-            found.add(path, f"it is {_kind(leaf)}, in {root} {_kind(theirs[keys][1])}")
-        else:
-            same[theirs[keys][0]] = path
-    for keys, (path, _) in theirs.items():
-        if keys not in own:
-            found.add(path, f"only {root} has it")
-    return same
+def _other_leaves(
+    ckpt: Checkpoint, other: Checkpoint, here: Mapping[Path, Path], name: str
+) -> dict[Path, str]:
+    """Path -> what is said of leaves that only one of two checkpoints has, or that are not of one
+    kind; `here` has the paths of the others' leaves in the first."""
+    there = {path: partner for partner, path in here.items()}
+    found = {}
+    for path, leaf in ckpt.items():
+        if path not in there:
+            found[path] = f"{name} does not have it"
+        elif _kind(leaf) != _kind(other[there[path]]):
+            found[path] = f"it is {_kind(leaf)}, in {name} {_kind(other[there[path]])}"
+    return found | {path: f"only {name} has it" for path in other if path not in here}
 
 
 def _kind(leaf: Leaf) -> str:

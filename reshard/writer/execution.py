@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,15 +17,21 @@ from reshard.storage.location import Location
 from reshard.storage.ocdbt import new_context
 from reshard.tree import Path
 from reshard.verify.digest_record import FILE, ArrayRecord, record_of
-from reshard.verify.values import nbytes
+from reshard.verify.values import Progress, counted
 from reshard.writer import commit, database
 from reshard.writer.item_progress import ItemProgress
 from reshard.writer.job_plan import ItemPlan, Plan
 from reshard.writer.journal import Journal, fingerprint, is_unfinished, resumed_note
 from reshard.writer.orbax_documents import documents
 from reshard.writer.prepare import copy_errors
-from reshard.writer.readback import check_whole, read_back, to_read_back
-from reshard.writer.recording import check_copied, new_digests, records
+from reshard.writer.recording import (
+    check_copied,
+    check_whole,
+    new_digests,
+    read_back,
+    records,
+    to_read_back,
+)
 from reshard.writer.siblings import (
     changed_paths,
     clear,
@@ -58,13 +63,11 @@ class ItemJob(NamedTuple):
     @property
     def bytes_read(self) -> int:
         """Decoded bytes of all that is read beside what is rewritten."""
-        again = nbytes((*self.plan.read_again.sources, *self.plan.read_again.verbatim))
-        return again + sum(math.prod(h.shape) * h.dtype.itemsize for h in self.read_back)
+        sources, verbatim = self.plan.read_again
+        return sum(handle.nbytes for handle in (*sources, *verbatim, *self.read_back))
 
 
-def execute(
-    plan: Plan, *, resume: bool = False, progress: Callable[[int, int], None] | None = None
-) -> Plan:
+def execute(plan: Plan, *, resume: bool = False, progress: Progress | None = None) -> Plan:
     """Writes what a plan says; whole or not at all.
 
     Args:
@@ -204,23 +207,13 @@ def _correct(journal: Journal) -> Iterator[None]:
         raise CorruptCheckpointError(error.summary, error.problems, hints) from error
 
 
-def _reporter(
-    plan: Plan, jobs: Sequence[ItemJob], progress: Callable[[int, int], None] | None
-) -> Report:
+def _reporter(plan: Plan, jobs: Sequence[ItemJob], progress: Progress | None) -> Report:
     whole = (
         sum(job.bytes_read for job in jobs)
         + sum(sibling.nbytes for sibling in plan.siblings)
         + sum(a.bytes_written if a.moved else a.decoded_bytes for a in plan.arrays)
     )
-    done = 0
-
-    def report(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress(min(done, whole), whole)  # metadata of what is copied are not in `whole`
-
-    return report
+    return counted(whole, progress)  # metadata of what is copied are not in `whole`
 
 
 @contextlib.contextmanager

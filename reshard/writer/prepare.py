@@ -35,8 +35,7 @@ from reshard.verify.values import check_fits
 from reshard.writer import commit
 from reshard.writer.codec_sample import encoded_ratio
 from reshard.writer.job_plan import ItemPlan, Plan
-from reshard.writer.readback import chunks_read
-from reshard.writer.recording import NO_RECORD, read_again, source_record
+from reshard.writer.recording import NO_RECORD, read_again, read_costs, source_record
 from reshard.writer.shared_files import files_to_link, is_linked
 from reshard.writer.siblings import Sibling, siblings, source_state
 from reshard.writer.stored_names import name_errors
@@ -102,7 +101,7 @@ def prepare(
     )
     errors += copy_errors(plan)
     try:
-        check_fits((chunk for item in items for chunk in chunks_read(item, verify)), max_memory)
+        check_fits((cost for item in items for cost in read_costs(item, verify)), max_memory)
     except MemoryLimitError as error:
         errors.append(error)
     return dataclasses.replace(plan, errors=tuple(_one_memory_error(errors)))
@@ -239,7 +238,7 @@ def _item(
         record = source_record(ckpt, handles)
     except CorruptCheckpointError as error:
         errors.append(error)
-    again = read_again(handles, arrays, record.arrays, digest)
+    again = read_again(handles, arrays, record, digest)
     return ItemPlan(ckpt, form, tuple(handles), tuple(arrays), files, record, again)
 
 

@@ -1,7 +1,8 @@
-"""Digests of what a job writes, and of what it reads where those are recorded."""
+"""Digests: of what a job writes, of what it reads where those are recorded, and of what it has
+written, read back."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from reshard.arrays.digests import Digest
 from reshard.arrays.handle import ArrayHandle, stored_name
@@ -9,23 +10,24 @@ from reshard.checkpoint import Checkpoint, Source
 from reshard.engine.plan import ArrayPlan
 from reshard.errors import CorruptCheckpointError
 from reshard.hints import Hint
+from reshard.loader import orbax
+from reshard.loader.detection import Item
+from reshard.storage.location import Location
 from reshard.tree import Path, format_path
-from reshard.verify.digest_record import FILE, ArrayRecord, Record, forget_hint, read_record
-from reshard.verify.values import read_digests
-from reshard.verify.verification import (
-    arrays_of_other_kinds,
-    changed_file,
-    changed_files,
-    gone_arrays,
-    on_record,
-    reason,
-    recorded_files,
+from reshard.verify.digest_record import (
+    FILE,
+    ArrayRecord,
+    Record,
+    forget_hint,
+    read_record,
     stored_record,
 )
+from reshard.verify.values import chunk_cost, read_digests
+from reshard.verify.verification import check, reason
+from reshard.writer.item_progress import ItemProgress
 from reshard.writer.job_plan import ItemPlan, ReadAgain
 from reshard.writer.siblings import is_sibling
 
-Recorded = Mapping[str, ArrayRecord]
 NO_RECORD = Record({}, {}, {}, {})
 
 
@@ -43,14 +45,15 @@ def source_record(ckpt: Checkpoint, handles: Sequence[ArrayHandle]) -> Record:
       CorruptCheckpointError: the record is of other arrays or files than those that are there.
     """
     source = ckpt.source
-    file = source.store.directory / FILE
-    record = read_record(file)
+    record = read_record(source.store.directory / FILE)
     if record is None:
         return NO_RECORD
-    kinds = arrays_of_other_kinds([h for _, h in _stored(handles)], record, "on record")
-    problems = [f"{format_path(path)}: {text}" for path, text in kinds]
-    problems += gone_arrays(source, record, "on record")
-    files = [*changed_files(source, record, lambda file: is_sibling(ckpt, file))]
+    kinds = [(root.path, record.other_kind(root)) for root in _stored(handles).values()]
+    problems = [f"{format_path(path)}: {text} on record" for path, text in kinds if text]
+    problems += record.gone_arrays(source, "on record")
+    files = record.changed_files(
+        source, lambda file: None if is_sibling(ckpt, file) else file.sha256()
+    )
     if problems or files:
         raise _not_as_recorded(source, problems, files)
     return record
@@ -65,11 +68,7 @@ def check_copied(item: ItemPlan, hashes: Mapping[str, str]) -> None:
     """
     source = item.ckpt.source
     read = {source.root / path: sha256 for path, sha256 in hashes.items()}
-    recorded = recorded_files(source, item.record)
-    files = [
-        changed_file(file) for file, sha256 in recorded.items() if read.get(file, sha256) != sha256
-    ]
-    if files:
+    if files := item.record.changed_files(source, read.get):
         raise _not_as_recorded(source, [], files)
 
 
@@ -80,7 +79,7 @@ def _not_as_recorded(
     return CorruptCheckpointError(
         f"`{source.path}` is not what its digests were recorded of",
         problems + files,
-        [*verify_hints(source), *forget],
+        [*_hints(source), *forget],
     )
 
 
@@ -90,22 +89,31 @@ def new_digests(item: ItemPlan) -> dict[Path, Digest]:
 
 
 def read_again(
-    handles: Sequence[ArrayHandle], arrays: Sequence[ArrayPlan], recorded: Recorded, digest: bool
+    handles: Sequence[ArrayHandle], arrays: Sequence[ArrayPlan], record: Record, digest: bool
 ) -> ReadAgain:
     """What is to be read for its digests, beside what is rewritten.
 
     Args:
       handles: the arrays of an item.
       arrays: the plan of each of them.
-      recorded: what is recorded of the source's arrays.
+      record: what is recorded of the source.
       digest: whether arrays that are copied verbatim are to get a digest.
     """
     pairs = [*zip(handles, arrays, strict=True)]
-    straight = {h.stored.name for h, a in pairs if h.stored is not None and not a.moved}
-    verbatim = [h for h, a in pairs if digest and a.moved and _copied_digest(recorded, h) is None]
+    as_read = {h.stored.name for h, a in pairs if h.stored is not None and not a.moved}
     roots = _stored(h for h in handles if h.stored is None)
-    sources = [h for name, h in roots if name not in straight and _digest(recorded, h)]
+    sources = [h for name, h in roots.items() if name not in as_read and record.digest(h)]
+    verbatim = [h for h, a in pairs if digest and a.moved and not record.digest(h)]
     return ReadAgain(sources, verbatim)
+
+
+def read_costs(item: ItemPlan, verify: bool) -> Iterator[tuple[Path, int]]:
+    """Path, and bytes that a chunk takes, of all that is read beside what is rewritten."""
+    for handle in (*item.read_again.sources, *item.read_again.verbatim):
+        yield handle.path, chunk_cost(handle.chunk_shape, handle.dtype.itemsize)
+    if verify:
+        for handle, array in zip(item.handles, item.arrays, strict=True):
+            yield handle.path, chunk_cost(array.chunk, handle.dtype.itemsize)
 
 
 def records(
@@ -127,63 +135,99 @@ def records(
       CorruptCheckpointError: arrays that cannot be read, or whose values are not those recorded:
         all of them.
     """
-    recorded, again, source = item.record.arrays, item.read_again, item.ckpt.source
-    texts = {path: digest.text() for path, digest in digests.items()}
-    by_name = {
-        (name,): replace(h, path=(name,), dtype=h.stored_dtype)
-        for name, h in _stored(again.sources)
-    }
-    read, failed = read_digests([*by_name.values(), *again.verbatim], max_memory, report)
+    record, source = item.record, item.ckpt.source
+    # By name: another leaf may have been renamed to the path of a source.
+    sources = _stored(item.read_again.sources)
+    by_name = [dataclasses.replace(h, path=(name,)) for name, h in sources.items()]
+    read, failed = read_digests([*by_name, *item.read_again.verbatim], max_memory, report)
     if failed:
         raise CorruptCheckpointError(
             f"arrays of `{source.path}` cannot be read",
             [f"{format_path(path)}: {reason(error, path)}" for path, error in failed.items()],
-            verify_hints(source),
+            _hints(source),
         )
-    wrong = [
-        h for h in item.rewritten if h.stored is not None and _differs(texts[h.path], recorded, h)
-    ]
-    wrong += [h for name, h in _stored(again.sources) if _differs(read[name,], recorded, h)]
+    texts = {path: digest.text() for path, digest in digests.items()}
+    compared = [(h, texts[h.path]) for h in item.rewritten]
+    compared += [(h, read[name,]) for name, h in sources.items()]
+    wrong = [h for h, text in compared if record.digest(h) not in (None, text)]
     if wrong:
         raise CorruptCheckpointError(
             f"values were read from `{source.path}` that are not those its digests were "
             "recorded of",
             [f"{format_path(h.path)}  {stored_record(h)}" for h in wrong],
-            verify_hints(source),
+            _hints(source),
         )
-    texts |= {h.path: read[h.path] for h in again.verbatim}
+    texts |= {h.path: read[h.path] for h in item.read_again.verbatim}
     return {
-        stored_name(h.path): ArrayRecord(
-            h.dtype.name, h.shape, texts.get(h.path, _copied_digest(recorded, h))
-        )
+        stored_name(h.path): ArrayRecord(h.dtype.name, h.shape, texts.get(h.path, record.digest(h)))
         for h in item.handles
     }
 
 
-def verify_hints(source: Source) -> list[str]:
+def to_read_back(
+    item: ItemPlan, progress: ItemProgress, max_memory: int, verify: bool
+) -> list[ArrayHandle]:
+    """The arrays of an item that are read back once they are written: all of them, or those that an
+    earlier run has written something of, as far as their chunks fit into memory. What it has added
+    to their digests is what it read; what it wrote may have changed on the disk since."""
+    return [
+        handle
+        for handle, array in zip(item.handles, item.arrays, strict=True)
+        if verify
+        or (
+            handle.path in progress.digests
+            and chunk_cost(array.chunk, handle.dtype.itemsize) <= max_memory
+        )
+    ]
+
+
+def read_back(
+    item: ItemPlan,
+    directory: Location,
+    handles: Sequence[ArrayHandle],
+    max_memory: int,
+    report: Callable[[int], None],
+) -> None:
+    """Reads back some arrays of an item; raises CorruptCheckpointError if they differ from what was
+    written."""
+    names = {stored_name(handle.path) for handle in handles}
+    written = _written(item, directory)
+    chosen = {leaf.path: leaf for leaf in written.arrays if stored_name(leaf.path) in names}
+    found = check(written.replace(chosen), max_memory, report)
+    if not found.ok:
+        raise CorruptCheckpointError(
+            "what was written is not what is read back", found.problems, _hints(item.ckpt.source)
+        )
+
+
+def check_whole(item: ItemPlan, directory: Location) -> None:
+    """Raises CorruptCheckpointError if something is gone of what an earlier run had written."""
+    written = _written(item, directory)
+    store = written.source.store
+    for handle in written.arrays:
+        handle.stored_sizes()
+        files = {value.file for value in store.values[stored_name(handle.path)].values()}
+        for file in sorted(file for file in files if file is not None):
+            if not (store.directory / file).exists():
+                raise CorruptCheckpointError(f"the data file `{file}` is gone from `{directory}`")
+
+
+def _written(item: ItemPlan, directory: Location) -> Checkpoint:
+    """What was written of an item."""
+    source = item.ckpt.source
+    return orbax.read(Item(directory, source.kind, source.v1, source.step, source.item, (), ()))
+
+
+def _hints(source: Source) -> list[Hint]:
     """What to type to look at a source."""
     step = str(source.root / source.step)
     return [Hint(("verify_item", step, source.item) if len(source.items) > 1 else ("verify", step))]
 
 
-def _stored(handles: Iterable[ArrayHandle]) -> list[tuple[str, ArrayHandle]]:
-    """The stored arrays that these are, or are derived from, each once, with their names."""
+def _stored(handles: Iterable[ArrayHandle]) -> dict[str, ArrayHandle]:
+    """Name -> stored array, uncast: those that these are, or are derived from."""
     found: dict[str, ArrayHandle] = {}
     for handle in handles:
         for root, data in handle.roots():
-            found.setdefault(data.name, root)
-    return list(found.items())
-
-
-def _digest(recorded: Recorded, handle: ArrayHandle) -> str | None:
-    entry = on_record(recorded, handle)
-    return None if entry is None else entry.digest
-
-
-def _copied_digest(recorded: Recorded, handle: ArrayHandle) -> str | None:
-    """The recorded digest of what an array is copied from."""
-    return _digest(recorded, handle) if handle.stored is not None else None
-
-
-def _differs(text: str, recorded: Recorded, handle: ArrayHandle) -> bool:
-    return _digest(recorded, handle) not in (None, text)
+            found.setdefault(data.name, dataclasses.replace(root, dtype=root.stored_dtype))
+    return found
