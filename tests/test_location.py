@@ -8,10 +8,11 @@ import sys
 
 import layouts
 import pytest
+import tensorstore as ts
 from etils import epath
 
 import reshard
-from reshard.storage import posix
+from reshard.storage import ocdbt, posix
 from reshard.storage.location import Location, parse_location
 
 
@@ -98,6 +99,55 @@ def test_without_what_only_linux_has(saved, tmp_path, monkeypatch):
     source = saved("standalone")
     reshard.save(reshard.to_mesh(reshard.open(source.path), "1x8"), tmp_path / "out")
     assert reshard.diff(source.path, tmp_path / "out", values=True).equal
+
+
+class Disk:
+    """A library of C that knows a file system by its number."""
+
+    syncfs = None
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def statfs(self, path, found):
+        found[0] = self.kind
+        return 0
+
+
+def how_files_are_read(path):
+    """The mode of the stores of a checkpoint, after all of it has been read."""
+    ckpt = reshard.open(path)
+    assert reshard.verify(path).problems == ()
+    (store,) = {id(array.data.store): array.data.store for array in ckpt.arrays}.values()
+    return store.context["file_io_mode"].to_json().get("mode", "default")
+
+
+def test_local_files_are_mapped_and_those_of_a_network_are_read(saved, tmp_path, monkeypatch):
+    path = saved("standalone").path
+    assert how_files_are_read(path) == "memmap"  # in temporary directories of any test machine
+    monkeypatch.setattr(posix, "_LIBC", Disk(0xEF53))
+    assert how_files_are_read(path) == "memmap"
+    for kind in (0x6969, 0x65735546, 0):  # NFS, FUSE, and what nobody knows
+        monkeypatch.setattr(posix, "_LIBC", Disk(kind))
+        assert how_files_are_read(path) == "default"
+    # What is written is never mapped.
+    assert ocdbt.new_context()["file_io_mode"].to_json() == {}
+
+
+def test_a_tensorstore_that_cannot_map_files(saved, tmp_path, monkeypatch):
+    make = ts.Context
+
+    def older(*spec):
+        if spec and "file_io_mode" in spec[0]:
+            raise ValueError('Invalid context resource identifier: "file_io_mode"')
+        return make(*spec)
+
+    monkeypatch.setattr(ts, "Context", older)
+    ocdbt._can_map.cache_clear()
+    try:
+        assert how_files_are_read(saved("standalone").path) == "default"
+    finally:
+        ocdbt._can_map.cache_clear()
 
 
 SAVE = """

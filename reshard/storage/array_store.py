@@ -80,7 +80,7 @@ class ArrayStore:
     @functools.cached_property
     def context(self) -> ts.Context:
         """The resources that reads of this store share."""
-        return new_context()
+        return new_context(mapped=self.directory)
 
     @functools.cached_property
     def values(self) -> dict[str, dict[str, StoredValue]]:

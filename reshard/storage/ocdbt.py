@@ -11,6 +11,7 @@ import tensorstore as ts
 from tensorstore import ocdbt
 
 from reshard.errors import CorruptCheckpointError, ReshardError
+from reshard.storage import posix
 from reshard.storage.btree import decoded_bytes
 from reshard.storage.location import MAX_DOCUMENT, Location, not_a_file
 from reshard.units import format_bytes
@@ -20,20 +21,36 @@ MANIFEST = "manifest.ocdbt"
 # Array data is never cached: no array driver is given this pool.
 BTREE_CACHE = "cache_pool#ocdbt"
 BTREE_CACHE_BYTES = 100_000_000
+_MAPPED = {"file_io_mode": {"mode": "memmap"}}
 # Bytes of a whole decoded B-tree (of millions of chunks). Larger ones are not read.
 _MAX_BTREE = 1 << 30
 
 
-def new_context(btree_cache_bytes: int = BTREE_CACHE_BYTES) -> ts.Context:
+def new_context(
+    btree_cache_bytes: int = BTREE_CACHE_BYTES, mapped: Location | None = None
+) -> ts.Context:
     """Shared resources of stores. Files are synced once, before the commit, and not at each
     write.
 
     Args:
       btree_cache_bytes: decoded B-tree nodes that are kept at most.
+      mapped: what is only read, and mapped into memory where that is safe: the page cache is read
+        in place, and no fresh memory is touched for stored bytes.
     """
-    return ts.Context(
-        {BTREE_CACHE: {"total_bytes_limit": btree_cache_bytes}, "file_io_sync": False}
-    )
+    resources = {BTREE_CACHE: {"total_bytes_limit": btree_cache_bytes}, "file_io_sync": False}
+    if mapped is not None and _can_map() and posix.on_local_disk(mapped):
+        resources |= _MAPPED
+    return ts.Context(resources)
+
+
+@functools.cache
+def _can_map() -> bool:
+    """Whether TensorStore can map files; 0.1.75 refuses to be asked."""
+    try:
+        ts.Context(_MAPPED)
+    except ValueError:
+        return False
+    return True
 
 
 def ocdbt_spec(directory: Location, manifest: Location | None = None) -> dict[str, Any]:

@@ -22,6 +22,8 @@ AnyPath = str | os.PathLike[str]
 _BLOCK = 1 << 18
 # Bytes of a lock file that are read.
 _MAX_LOCK_BYTES = 4096
+# What statfs calls ext2 to ext4, XFS, Btrfs, ZFS, F2FS, overlays and tmpfs.
+_LOCAL_DISKS = {0xEF53, 0x58465342, 0x9123683E, 0x2FC12FC1, 0xF2F52010, 0x794C7630, 0x01021994}
 # Flags of sync_file_range.
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -274,6 +276,14 @@ def device(destination: AnyPath) -> int:
 def same_filesystem(source: AnyPath, destination: AnyPath) -> bool:
     """Whether hard links from one to the other can be tried."""
     return os.stat(source).st_dev == device(destination)
+
+
+def on_local_disk(path: AnyPath) -> bool:
+    """Whether a file system is known to be of this host alone. Linux says of which kind it is."""
+    if not hasattr(_LIBC, "syncfs"):
+        return False
+    found = (ctypes.c_long * 32)()
+    return _LIBC.statfs(os.fsencode(path), found) == 0 and found[0] in _LOCAL_DISKS
 
 
 def free_bytes(destination: AnyPath) -> int:
