@@ -12,7 +12,13 @@ import tensorstore as ts
 
 from reshard.errors import CorruptCheckpointError
 from reshard.storage.location import Location, checked, not_a_file
-from reshard.storage.ocdbt import StoredValue, new_context, ocdbt_spec, stored_values
+from reshard.storage.ocdbt import (
+    StoredValue,
+    in_small_nodes,
+    new_context,
+    ocdbt_spec,
+    stored_values,
+)
 from reshard.units import format_bytes
 
 # Bytes of one array's metadata. Larger ones are not read.
@@ -22,6 +28,8 @@ _BLOSC_SIZE = slice(4, 8)
 _HEADERS = 1000
 # Bytes of an array's name: what a path of a file may have.
 _MAX_NAME = 4096
+# Stored values of which so many are read faster once the B-tree is in small nodes.
+_MANY_VALUES = 4096
 
 
 def name_problem(name: str) -> str | None:
@@ -75,12 +83,21 @@ class ArrayStore:
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what is open: of `values`, readers may have left something out."""
-        return {name: value for name, value in vars(self).items() if name != "context"}
+        opened = ("context", "_database")
+        return {name: value for name, value in vars(self).items() if name not in opened}
 
     @functools.cached_property
     def context(self) -> ts.Context:
         """The resources that reads of this store share."""
         return new_context(mapped=self.directory)
+
+    @functools.cached_property
+    def _database(self) -> dict[str, Any]:
+        """The spec of the one OCDBT database."""
+        directory = self.part_directory(self.parts[0])
+        if sum(map(len, self.values.values())) < _MANY_VALUES:
+            return ocdbt_spec(directory)
+        return in_small_nodes(directory, self.values, self.context)
 
     @functools.cached_property
     def values(self) -> dict[str, dict[str, StoredValue]]:
@@ -177,7 +194,7 @@ class ArrayStore:
         if not self.ocdbt:
             return (self.directory / name).spec
         if len(self.parts) == 1:
-            return ocdbt_spec(self.part_directory(self.parts[0])) | {"path": f"{name}/"}
+            return self._database | {"path": f"{name}/"}
         return {"driver": "kvstack", "layers": self._layers(name)}
 
     def kvstore(self, name: str) -> ts.KvStore:

@@ -4,7 +4,8 @@ Facts about the B-tree are TensorStore's (`tensorstore.ocdbt.dump`).
 """
 
 import functools
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import tensorstore as ts
@@ -13,7 +14,7 @@ from tensorstore import ocdbt
 from reshard.errors import CorruptCheckpointError, ReshardError
 from reshard.storage import posix
 from reshard.storage.btree import decoded_bytes
-from reshard.storage.location import MAX_DOCUMENT, Location, not_a_file
+from reshard.storage.location import MAX_DOCUMENT, Location, checked, not_a_file
 from reshard.units import format_bytes
 
 MANIFEST = "manifest.ocdbt"
@@ -22,6 +23,12 @@ MANIFEST = "manifest.ocdbt"
 BTREE_CACHE = "cache_pool#ocdbt"
 BTREE_CACHE_BYTES = 100_000_000
 _MAPPED = {"file_io_mode": {"mode": "memmap"}}
+# Arrays whose entries are copied to other nodes at once.
+_PIECE = 10_000
+# Where nodes are that are in memory, none of them larger than so many bytes.
+_NODES = "nodes/"
+_PREFIXES = ("btree_node_data_prefix", "version_tree_node_data_prefix", "value_data_prefix")
+_SMALL_NODE = 1 << 14
 # Bytes of a whole decoded B-tree (of millions of chunks). Larger ones are not read.
 _MAX_BTREE = 1 << 30
 
@@ -58,6 +65,42 @@ def ocdbt_spec(directory: Location, manifest: Location | None = None) -> dict[st
     spec = {"driver": "ocdbt", "base": directory.spec, "cache_pool": BTREE_CACHE}
     if manifest is not None:
         spec["manifest"] = manifest.spec
+    return spec
+
+
+def entry_copies(
+    source: ts.KvStore, target: ts.KvStore, names: Iterable[str]
+) -> Iterator[ts.Future]:
+    """Copies the entries of all arrays from one database to another one, to be waited for one after
+    another.
+
+    It is done piece by piece, between some of the arrays' names: all of it at once takes much
+    memory.
+    """
+    keys = sorted(name.encode(errors="surrogateescape") for name in names)
+    for begin, end in itertools.pairwise([b"", *keys[_PIECE::_PIECE], b""]):
+        yield source.experimental_copy_range_to(target, ts.KvStore.KeyRange(begin, end))
+
+
+def in_small_nodes(
+    directory: Location, names: Iterable[str], context: ts.Context
+) -> dict[str, Any]:
+    """The OCDBT database in a directory, with its B-tree in small nodes in a context's memory.
+
+    TensorStore looks at all entries of a node for each value that it reads, and Orbax writes all
+    entries of a checkpoint into one node: without this, reading takes the square of them.
+    """
+    memory = {"base": {"driver": "memory", "path": _NODES}, "prefix": _NODES, "strip_prefix": 0}
+    spec = ocdbt_spec(directory)
+    spec["base"] = {"driver": "kvstack", "layers": [{"base": directory.spec}, memory]}
+    source = ts.KvStore.open(spec, context=context).result()
+    spec["manifest"] = {"driver": "memory"}
+    config = {"max_decoded_node_bytes": _SMALL_NODE, "manifest_kind": "single"}
+    prefixes = dict.fromkeys(_PREFIXES, _NODES)
+    small = spec | prefixes | {"config": config, "assume_config": True}
+    target = ts.KvStore.open(small, context=context).result()
+    for copy in entry_copies(source, target, names):
+        checked(copy, f"the OCDBT database in `{directory}`")
     return spec
 
 

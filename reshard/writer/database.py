@@ -7,7 +7,6 @@ That takes the same `ts.Context` on both sides, and a source database whose base
 target's: the source is opened with the destination's files and its own manifest.
 """
 
-import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,6 +20,7 @@ from reshard.storage.location import Location
 from reshard.storage.ocdbt import (
     MANIFEST,
     StoredValue,
+    entry_copies,
     new_context,
     node_files,
     ocdbt_spec,
@@ -36,8 +36,6 @@ _ROOT_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_00
 _STAGE_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 1 << 18}
 # Each commit makes nodes that no later one reads: a large cache would only fill up with them.
 STAGE_CACHE_BYTES = 4 << 20
-# Arrays whose entries are copied to small nodes at once.
-_PIECE = 10_000
 # The empty key below a path that is a whole key.
 _ONE_KEY = ts.KvStore.KeyRange(b"", b"\0")
 
@@ -147,15 +145,12 @@ def _in_small_nodes(
 ) -> ts.KvStore:
     """The same content in a B-tree of small nodes, whose manifest is in memory: for many ranges,
     each of which takes as long as the node that it is in is large.
-
-    It is copied piece by piece, between some of the names: all of it at once takes much memory.
     """
     spec = _writable(ocdbt_spec(directory), _STAGE_CONFIG)
     spec["manifest"] = {"driver": "memory", "path": f"{part}/"}
     small = ts.KvStore.open(spec, context=context).result()
-    keys = sorted(name.encode(errors="surrogateescape") for name in names)
-    for begin, end in itertools.pairwise([b"", *keys[_PIECE::_PIECE], b""]):
-        wait_written(database.experimental_copy_range_to(small, ts.KvStore.KeyRange(begin, end)))
+    for copy in entry_copies(database, small, names):
+        wait_written(copy)
     return small
 
 
