@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -67,7 +66,7 @@ class StoredArray:
         Raises:
           CorruptCheckpointError: chunks would decode to something else than chunks of it.
         """
-        array = self.store.open_array(self.name, json.loads(self.metadata))
+        array = self.store.open_array(self.name, self.metadata)
         if self.encoding.is_blosc:
             chunk = math.prod(size or 1 for size in array.chunk_layout.write_chunk.shape or ())
             self.store.check_blosc(self.name, chunk * array.dtype.numpy_dtype.itemsize)

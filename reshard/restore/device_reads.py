@@ -89,9 +89,6 @@ def read_arrays(
     groups = _arranged(loads, limit // WINDOW, max_memory)
     if max_memory is not None:
         _check_memory(loads, max_memory)
-    # A B-tree stays in memory as long as its store is open.
-    one_of_each = {id(data.store): data for load in loads for _, data in load.handle.roots()}
-    stores = [data.store.kvstore(data.name) for data in one_of_each.values()]
     with Budget(limit) as budget:
         for load in loads:
             if not load.boxes:
@@ -108,7 +105,6 @@ def read_arrays(
             for (_, box, load, _), values in zip(filled.batch.reads, filled.values, strict=True):
                 load.take(box, values)
             progress(sum(_nbytes(read) for read in filled.batch.reads))
-    stores.clear()
     return [load.result for load in loads]
 
 

@@ -5,6 +5,7 @@ All I/O on array bytes goes through the key-value stores opened here, by TensorS
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -83,7 +84,7 @@ class ArrayStore:
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what is open: of `values`, readers may have left something out."""
-        opened = ("context", "_database")
+        opened = ("context", "_root")
         return {name: value for name, value in vars(self).items() if name not in opened}
 
     @functools.cached_property
@@ -92,12 +93,16 @@ class ArrayStore:
         return new_context(mapped=self.directory)
 
     @functools.cached_property
-    def _database(self) -> dict[str, Any]:
-        """The spec of the one OCDBT database."""
-        directory = self.part_directory(self.parts[0])
-        if sum(map(len, self.values.values())) < _MANY_VALUES:
-            return ocdbt_spec(directory)
-        return in_small_nodes(directory, self.values, self.context)
+    def _root(self) -> ts.KvStore:
+        """The files, or the one database. What is read of a B-tree stays in memory with it."""
+        spec = self.directory.spec
+        if self.ocdbt:
+            directory = self.part_directory(self.parts[0])
+            if sum(map(len, self.values.values())) < _MANY_VALUES:
+                spec = ocdbt_spec(directory)
+            else:
+                spec = in_small_nodes(directory, self.values, self.context)
+        return ts.KvStore.open(spec, context=self.context).result()
 
     @functools.cached_property
     def values(self) -> dict[str, dict[str, StoredValue]]:
@@ -189,17 +194,12 @@ class ArrayStore:
     def _checked(self) -> dict[str, int]:
         return {}
 
-    def kvstore_spec(self, name: str) -> dict[str, Any]:
-        """The key-value store below one array's name."""
-        if not self.ocdbt:
-            return (self.directory / name).spec
-        if len(self.parts) == 1:
-            return self._database | {"path": f"{name}/"}
-        return {"driver": "kvstack", "layers": self._layers(name)}
-
     def kvstore(self, name: str) -> ts.KvStore:
-        """`kvstore_spec`, opened."""
-        return ts.KvStore.open(self.kvstore_spec(name), context=self.context).result()
+        """The key-value store below one array's name."""
+        if len(self.parts) < 2:
+            return self._root / f"{name}/"
+        spec = {"driver": "kvstack", "layers": self._layers(name)}
+        return ts.KvStore.open(spec, context=self.context).result()
 
     def _layers(self, name: str) -> list[dict[str, Any]]:
         """Databases that were never merged hold different chunks of one array: a layer a key."""
@@ -211,25 +211,37 @@ class ArrayStore:
             for key, value in sorted(self.values[name].items())
         ]
 
-    def open_array(self, name: str, metadata: Any) -> ts.TensorStore:
+    def open_array(self, name: str, metadata: bytes) -> ts.TensorStore:
         """A view of one stored array; reads nothing.
 
         Args:
           name: the array's name in the store.
-          metadata: its zarr metadata, as parsed JSON.
+          metadata: its zarr metadata.
         """
-        return ts.open(
-            {
-                "driver": self.driver,
-                "kvstore": self.kvstore_spec(name),
-                "metadata": metadata,
-                "assume_metadata": True,
-                "recheck_cached_data": False,
-                "recheck_cached_metadata": False,
-                "fill_missing_data_reads": self.fills,
-            },
-            context=self.context,
-        ).result()
+        spec = array_spec(self.driver, metadata, fill_missing_data_reads=self.fills)
+        return ts.open(spec, kvstore=self.kvstore(name), context=self.context).result()
+
+
+@functools.lru_cache(maxsize=1024)
+def array_spec(driver: str, metadata: bytes, **options: bool) -> ts.Spec:
+    """What all arrays of the same metadata are opened with, wherever they are: for thousands of
+    small arrays, parsing it takes longer than reading.
+
+    Args:
+      driver: TensorStore's name of the array driver.
+      metadata: the zarr metadata, which is not looked for in the store.
+      options: others of TensorStore's.
+    """
+    return ts.Spec(
+        {
+            "driver": driver,
+            "metadata": json.loads(metadata),
+            "assume_metadata": True,
+            "recheck_cached_data": False,
+            "recheck_cached_metadata": False,
+            **options,
+        }
+    )
 
 
 def _list_files(directory: Location) -> Iterator[tuple[str, StoredValue]]:

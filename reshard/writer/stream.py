@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from reshard.engine.budget import WINDOW, Budget, Reservation
 from reshard.engine.plan import ArrayPlan, co_read, grid_boxes
 from reshard.engine.read import Destination, Read, read
 from reshard.errors import CorruptCheckpointError, DestinationError
+from reshard.storage.array_store import array_spec
 from reshard.storage.location import checked, first_line
 from reshard.tree import Path
 from reshard.writer.item_progress import ItemProgress
@@ -102,7 +102,13 @@ def write_boxes(
             path = array.layout.path
             if path not in targets:
                 metadata = target.format.metadata(sources[path], array.chunk)
-                targets[path] = _open_target(target, names[path], metadata)
+                spec = array_spec(
+                    target.format.driver,
+                    metadata,
+                    store_data_equal_to_fill_value=not target.format.fills,
+                )
+                below = store / f"{names[path]}/"
+                targets[path] = ts.open(spec, kvstore=below, context=target.context).result()
                 key = f"{names[path]}/{target.format.metadata_key}"
                 copies.append(writable.write(key, metadata))
             array_target = targets[path].with_transaction(transaction)
@@ -235,19 +241,6 @@ def source_pieces(array: ArrayPlan, box: Box) -> Iterator[Box]:
             slice(max(p.start + f, b.start), min(p.stop + f, b.stop))
             for p, f, b in zip(piece, first, box, strict=True)
         )
-
-
-def _open_target(target: Target, name: str, metadata: bytes) -> ts.TensorStore:
-    return ts.open(
-        {
-            "driver": target.format.driver,
-            "kvstore": target.spec | {"path": f"{target.spec.get('path', '')}{name}/"},
-            "metadata": json.loads(metadata),
-            "assume_metadata": True,
-            "store_data_equal_to_fill_value": not target.format.fills,
-        },
-        context=target.context,
-    ).result()
 
 
 def move_values(
