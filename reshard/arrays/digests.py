@@ -67,8 +67,8 @@ class Digest:
         low, high = self._sums
         for top in range(0, len(data), _SLAB_WORDS):
             part = data[top : top + _SLAB_WORDS]
-            numbers = _row_numbers(rows, self._axes[:-1], top, top + len(part))
-            more = _sums(part, first * self._dtype.itemsize, _weights(numbers, _ROWS))
+            weights = _row_weights(tuple(rows), self._axes[:-1], top, top + len(part))
+            more = _sums(part, first * self._dtype.itemsize, weights)
             low, high = low + more[0], high + more[1]
         self._sums = low % 2**64, high % 2**64
 
@@ -96,10 +96,11 @@ def digest_of(values: np.ndarray) -> str:
     return found.text()
 
 
-def _row_numbers(
-    rows: Sequence[tuple[int, int]], shape: Sequence[int], start: int, stop: int
+@functools.lru_cache(maxsize=16)
+def _row_weights(
+    rows: tuple[tuple[int, int], ...], shape: Shape, start: int, stop: int
 ) -> np.ndarray:
-    """The numbers in the whole array of some of a box's rows, in order."""
+    """The weights of some of a box's rows, in order, by their numbers in the whole array."""
     left = np.arange(start, stop, dtype=np.uint64)
     numbers = np.zeros_like(left)
     stride = 1
@@ -111,7 +112,7 @@ def _row_numbers(
             own = own - left * extent
         numbers += (own + np.uint64(first)) * np.uint64(stride)
         stride *= shape[axis]
-    return numbers
+    return _weights(numbers, _ROWS)
 
 
 def _sums(data: np.ndarray, first: int, row_weights: np.ndarray) -> tuple[int, int]:
