@@ -48,6 +48,10 @@ class Result:
         return statistics.median(run.peak_bytes for run in self.runs)
 
     @property
+    def anonymous_bytes(self) -> float:
+        return statistics.median(run.anonymous_bytes for run in self.runs)
+
+    @property
     def read_bytes(self) -> float:
         return statistics.median(run.read_bytes for run in self.runs)
 
@@ -166,7 +170,10 @@ class Bench:
         )
         self.say(
             f"{section} {number}: {program.source.name} {program.label}: {result.seconds:.2f} s, "
-            f"peak {result.peak_bytes / 2**20:.0f} MiB, read {result.read_bytes / 2**20:.0f} MiB, "
+            f"CPU {result.cpu_seconds:.2f} s, {result.page_faults / 1000:.0f}k page faults, "
+            f"peak {result.peak_bytes / 2**20:.0f} MiB, "
+            f"anonymous {result.anonymous_bytes / 2**20:.0f} MiB, "
+            f"read {result.read_bytes / 2**20:.0f} MiB, "
             f"output {output_bytes / 2**20:.0f} MiB"
             + (f", {problem(result)}" if result.status else "")
         )

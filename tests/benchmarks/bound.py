@@ -6,7 +6,8 @@ Array by array, the stored bytes are put into TensorStore's in-memory store, rea
 written, in chunks that are the shards of the target mesh, to another in-memory store. Only the
 reading and the writing are timed, with every core at TensorStore's disposal, and an array's memory
 is dropped before the next one. Prints one JSON object. With `--decode-only` nothing is written and
-all arrays are kept, as a restore keeps them: what no restore avoids, whatever its mesh.
+all arrays are kept, as a restore keeps them: what no restore avoids, whatever its mesh. With
+`--files` stored bytes are read from the files while they are decoded, each into fresh memory.
 
 An array is read into memory that TensorStore allocates, which charges the first touch of a whole
 array to the bound; a program that streams through memory it has used before can beat that. With
@@ -65,13 +66,16 @@ def _decoded_bytes(metadata: dict[str, Any]) -> int:
     return item * math.prod(metadata["shape"])
 
 
-def _decode(name: str, stored: ts.KvStore, buffer: np.ndarray | None) -> tuple[np.ndarray, float]:
+def _decode(
+    name: str, stored: ts.KvStore, buffer: np.ndarray | None, files: bool
+) -> tuple[np.ndarray, float]:
     """One array's values, in the buffer's memory if given, and the seconds that decoding took."""
-    context = ts.Context()
-    memory = ts.KvStore.open("memory://", context=context).result()
-    for key in stored.list(ts.KvStore.KeyRange(f"{name}/", f"{name}0")).result():
-        memory[key] = stored[key]
-    source = ts.open({"driver": "zarr", "kvstore": f"memory://{name}/"}, context=context).result()
+    if not files:
+        memory = ts.KvStore.open("memory://", context=ts.Context()).result()
+        for key in stored.list(ts.KvStore.KeyRange(f"{name}/", f"{name}0")).result():
+            memory[key] = stored[key]
+        stored = memory
+    source = ts.open({"driver": "zarr"}, kvstore=stored / f"{name}/").result()
     if buffer is None:
         start = time.perf_counter()
         values = source.read().result()
@@ -102,7 +106,9 @@ def _encode(values: np.ndarray, metadata: dict[str, Any]) -> float:
     return time.perf_counter() - start
 
 
-def bound(path: Path, *, warm: bool = False, decode_only: bool = False) -> dict[str, float]:
+def bound(
+    path: Path, *, warm: bool = False, decode_only: bool = False, files: bool = False
+) -> dict[str, float]:
     """Seconds to decode and, unless left out, to encode a whole checkpoint, and their sum."""
     stored, specs = _store(path), _specs(path)
     arrays = {name: json.loads(stored[f"{name}/.zarray"]) for name in specs}
@@ -113,7 +119,7 @@ def bound(path: Path, *, warm: bool = False, decode_only: bool = False) -> dict[
     kept = []
     for name, spec in specs.items():
         metadata = arrays[name]
-        values, seconds = _decode(name, stored, buffer)
+        values, seconds = _decode(name, stored, buffer, files)
         decode += seconds
         if decode_only:
             kept.append(values)
@@ -128,11 +134,9 @@ def main() -> None:
     parser.add_argument("source", type=Path)
     parser.add_argument("--warm", action="store_true", help="read into memory touched before")
     parser.add_argument("--decode-only", action="store_true", help="encode nothing")
-    arguments = parser.parse_args()
-    seconds = bound(
-        arguments.source.absolute(), warm=arguments.warm, decode_only=arguments.decode_only
-    )
-    print(json.dumps(seconds))
+    parser.add_argument("--files", action="store_true", help="read files while decoding")
+    arguments = vars(parser.parse_args())
+    print(json.dumps(bound(arguments.pop("source").absolute(), **arguments)))
 
 
 if __name__ == "__main__":

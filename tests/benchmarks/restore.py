@@ -9,12 +9,14 @@ to metadata. Prints one JSON object.
 """
 
 import argparse
+import contextlib
 import functools
 import importlib
 import json
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ class Restored:
       seconds: from the call until every array is ready.
       before_bytes: RSS right before the call.
       peak_bytes: peak RSS during the call, all that was there before it included.
+      anonymous_bytes: how much more anonymous memory there was than before, at most.
       result_bytes: memory of the result, once where devices share it.
       read_bytes: asked of the kernel during the call, from the page cache or not.
       open_bytes: asked of the kernel by `reshard.open`, which reads metadata only.
@@ -43,15 +46,17 @@ class Restored:
     seconds: float
     before_bytes: int
     peak_bytes: int
+    anonymous_bytes: int
     result_bytes: int
     read_bytes: int
     open_bytes: int
     stored_bytes: int
 
     @property
-    def extra_bytes(self) -> int:
-        """Peak RSS beyond what was there before and what the result needs."""
-        return self.peak_bytes - self.before_bytes - self.result_bytes
+    def extra_bytes(self) -> tuple[int, int]:
+        """Peak anonymous memory and RSS beyond what was there before and what the result needs."""
+        rss = self.peak_bytes - self.before_bytes
+        return self.anonymous_bytes - self.result_bytes, rss - self.result_bytes
 
     @property
     def fetched(self) -> float:
@@ -63,6 +68,22 @@ def _status(field: str) -> int:
     """One of this process's sizes in `/proc/self/status`, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+@contextlib.contextmanager
+def _sampled(field: str) -> Iterator[list[int]]:
+    """One of this process's sizes, again and again: the kernel keeps no peak of most."""
+    found, done = [_status(field)], threading.Event()
+
+    def sample() -> None:
+        while not done.wait(0.005):
+            found.append(_status(field))
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    yield found
+    done.set()
+    thread.join()
 
 
 def _restorer(tool: str, max_memory: str | None) -> Callable[[Path, Any], Any]:
@@ -134,12 +155,14 @@ def restore(
     # From here on, the kernel's record of the peak is this restore's.
     Path("/proc/self/clear_refs").write_text("5")
     before, start_read = _status("VmRSS"), read_bytes(os.getpid())
-    start = time.perf_counter()
-    tree = jax.block_until_ready(call(source, target))
-    seconds = time.perf_counter() - start
+    with _sampled("RssAnon") as anonymous:
+        start = time.perf_counter()
+        tree = jax.block_until_ready(call(source, target))
+        seconds = time.perf_counter() - start
     read, peak = read_bytes(os.getpid()) - start_read, _status("VmHWM")
     _check(tree, target)
-    return Restored(seconds, before, peak, _memory(tree), read, *_opened(source))
+    more = max(anonymous) - anonymous[0]
+    return Restored(seconds, before, peak, more, _memory(tree), read, *_opened(source))
 
 
 def main() -> None:

@@ -35,12 +35,14 @@ Tree: TypeAlias = "dict[str, Leaf | Tree]"
 
 @dataclass(frozen=True)
 class Workload:
-    """A tree of leaves, and how Orbax is to save it; `chunk_bytes` is None for whole shards."""
+    """A tree of leaves, and how Orbax is to save it: `chunk_bytes` is None for whole shards, and
+    `ocdbt` says whether in a database or in plain files."""
 
     tree: Callable[[], Tree]
     dtype: str = "float32"
     compress: bool = True
     chunk_bytes: int | None = None
+    ocdbt: bool = True
 
 
 def llama(d: int, ff: int, kv: int, vocab: int, layers: int) -> Tree:
@@ -86,6 +88,10 @@ def _many() -> Tree:
     return {f"a{i}": Leaf((32 * rows.randint(1, 16), 32), _IN_OUT) for i in range(5000)}
 
 
+def _few() -> Tree:
+    return {"w": Leaf((16, 16), _IN_OUT)}
+
+
 def _one() -> Tree:
     return {"params": {"big": Leaf((16384, 32768), _IN_OUT)}}
 
@@ -94,8 +100,10 @@ WORKLOADS = {
     "W1": Workload(_quarter_llama),  # Llama-3-8B divided by 4: 147 arrays, 1.1 GB
     "W1-opt": Workload(_with_moments),  # with adam's moments: 441 arrays, 3.4 GB
     "W1-raw": Workload(_quarter_llama, compress=False),
+    "W1-files": Workload(_quarter_llama, ocdbt=False),
     "W1-4GB": Workload(_half_llama),  # the arrays of W1 in other sizes: 147 arrays, 4.0 GB
     "W2": Workload(_two_layers, dtype="bfloat16"),  # true 8B shapes, two layers of them: 3 GB
+    "tiny": Workload(_few),  # what a restore takes beside its work
     "W4": Workload(_many),  # 5,000 arrays of 4 to 64 KiB
     "BIG": Workload(_one, chunk_bytes=16 << 20),  # 2 GiB in one array, in 16 MiB chunks
 }
@@ -155,7 +163,9 @@ def make(name: str, path: Path) -> None:
     tree = workload.tree()
     arrays = jax.tree.map(fill, tree, shardings(SAVED, tree))
     save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=workload.chunk_bytes), arrays)
-    checkpointer = ocp.PyTreeCheckpointer(use_compression=workload.compress)
+    checkpointer = ocp.PyTreeCheckpointer(
+        use_ocdbt=workload.ocdbt, use_compression=workload.compress
+    )
     checkpointer.save(path, arrays, save_args=save_args)
 
 
