@@ -1,0 +1,70 @@
+"""Databases of many values: read through a copy of their B-tree in small nodes, in memory."""
+
+import os
+import pickle
+
+import layouts
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+
+import reshard
+from reshard.arrays.digests import digest_of
+from reshard.storage import array_store, ocdbt
+
+COUNT = 60
+
+
+@pytest.fixture
+def many(tmp_path, monkeypatch):
+    """A checkpoint of arrays, with values that are inlined and others, of which there are many; and
+    the digests of the arrays."""
+    rng = np.random.default_rng(0)
+    tree = {f"a{i}": rng.standard_normal((4 + i % 3 * 200, 3)) for i in range(COUNT)}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "many", tree)
+    monkeypatch.setattr(array_store, "_MANY_VALUES", COUNT)
+    monkeypatch.setattr(ocdbt, "_SMALL_NODE", 300)
+    monkeypatch.setattr(ocdbt, "_PIECE", 7)
+    return tmp_path / "many", {(name,): digest_of(values) for name, values in tree.items()}
+
+
+def nodes(ckpt):
+    """How many nodes there are in memory."""
+    (store,) = {id(array.data.store): array.data.store for array in ckpt.arrays}.values()
+    memory = ts.KvStore.open({"driver": "memory", "path": "nodes/"}, context=store.context)
+    return len(memory.result().list().result())
+
+
+def test_all_is_read_through_small_nodes(many, tmp_path):
+    path, expected = many
+    before = layouts.hashes(path)
+    ckpt = reshard.open(path)
+    assert reshard.digest(ckpt) == expected
+    assert nodes(ckpt) > COUNT // 7
+    reshard.save(ckpt, tmp_path / "out", chunks=100)
+    assert reshard.digest(tmp_path / "out") == expected
+    assert layouts.hashes(path) == before  # nothing is written into the source
+
+
+def test_few_values_are_read_as_they_are(many, monkeypatch):
+    path, expected = many
+    monkeypatch.setattr(array_store, "_MANY_VALUES", 3 * COUNT)
+    ckpt = reshard.open(path)
+    assert reshard.digest(ckpt) == expected
+    assert nodes(ckpt) == 0
+
+
+def test_what_is_in_memory_stays_in_its_process(many):
+    path, expected = many
+    ckpt = reshard.open(path)
+    assert reshard.digest(ckpt) == reshard.digest(pickle.loads(pickle.dumps(ckpt))) == expected
+
+
+def test_a_database_that_is_replaced_is_still_the_one_that_was_read(many):
+    path, expected = many
+    ckpt = reshard.open(path)
+    assert reshard.digest(reshard.select(ckpt, "a1*")).items() < expected.items()
+    os.rename(path / "manifest.ocdbt", path / "other")
+    assert reshard.digest(ckpt) == expected
