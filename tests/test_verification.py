@@ -895,9 +895,10 @@ def test_an_interrupted_command_leaves_nothing(tmp_path, command):
 
 
 def has_open(pid, path):
-    """Whether a process reads chunks below a directory."""
+    """Whether a process reads chunks below a directory, which it may have mapped."""
     try:
         links = [os.readlink(entry) for entry in os.scandir(f"/proc/{pid}/fd")]
+        maps = pathlib.Path(f"/proc/{pid}/maps").read_text()
     except OSError:
         return False
-    return any(link.startswith(f"{path}/array_") for link in links)
+    return f"{path}/array_" in maps or any(link.startswith(f"{path}/array_") for link in links)
