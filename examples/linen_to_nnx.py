@@ -61,16 +61,8 @@ def main() -> None:
 
 def linen_to_nnx(directory: pathlib.Path) -> None:
     """The whole example, below `directory`."""
-    for module in (lm_linen, lm_nnx):
-        shutil.copy(str(module.__file__), directory)
-    (directory / "map.toml").write_text(MAP)
-    state = lm_linen.train_state()
-    for _ in range(STEPS):
-        state = linen_step(state)[0]
-    devices = np.array(jax.devices()).reshape(2, 4)
-    replicated = NamedSharding(Mesh(devices, ("data", "model")), P())
+    state = start(directory)
     source, converted = directory / "linen" / str(STEPS), directory / "nnx" / str(STEPS)
-    ocp.PyTreeCheckpointer().save(source, jax.device_put(state, replicated))
     print(f"Orbax saved step {int(state.step)} of a Linen TrainState.\n")
 
     paths = (f"linen/{STEPS}", f"nnx/{STEPS}", "--to", "nnx", "--model", "lm_nnx:LanguageModel")
@@ -98,6 +90,22 @@ def linen_to_nnx(directory: pathlib.Path) -> None:
     print("\nConverted back, every bit is what it was.")
 
 
+def start(directory: pathlib.Path) -> lm_linen.TrainState:
+    """Leaves the models, the map and the checkpoint of a Linen model that it trains; its state."""
+    for module in (lm_linen, lm_nnx):
+        shutil.copy(str(module.__file__), directory)
+    (directory / "map.toml").write_text(MAP)
+    state = lm_linen.train_state()
+    for _ in range(STEPS):
+        state = linen_step(state)[0]
+    devices = np.array(jax.devices()[:8]).reshape(2, 4)
+    replicated = NamedSharding(Mesh(devices, ("data", "model")), P())
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(directory / "linen" / str(STEPS), jax.device_put(state, replicated))
+    return state
+
+
+@jax.jit
 def linen_step(state: lm_linen.TrainState) -> tuple[lm_linen.TrainState, jax.Array]:
     """One step of training; the loss before it."""
 
@@ -108,6 +116,7 @@ def linen_step(state: lm_linen.TrainState) -> tuple[lm_linen.TrainState, jax.Arr
     return state.apply_gradients(grads=gradients), value
 
 
+@nnx.jit
 def nnx_step(model: lm_nnx.LanguageModel, optimizer: nnx.Optimizer) -> jax.Array:
     """The same for the NNX model, in place."""
     value, gradients = nnx.value_and_grad(lambda m: cross_entropy(m(lm_linen.TOKENS)))(model)

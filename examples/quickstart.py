@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from typing import Any
 
 # Before jax is imported, which reads them once.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
@@ -48,12 +49,7 @@ def main() -> None:
 
 def quickstart(directory: pathlib.Path) -> None:
     """The whole example, below `directory`."""
-    shutil.copy(mlp.__file__, directory / "mlp.py")
-    (directory / "rules.toml").write_text('rules = [["embed", "data"], ["hidden", "model"]]\n')
-    boxed = mlp.variables()
-    saved = jax.device_put(nn.unbox(boxed), shardings(boxed, mesh_of(2, 4)))
-    with ocp.CheckpointManager(directory / "run") as manager:
-        manager.save(STEP, args=ocp.args.StandardSave(saved))
+    boxed, saved = start(directory)
     print(f"Orbax saved {len(jax.tree.leaves(saved))} arrays on a 2x4 mesh.\n")
 
     reshard(directory, "inspect", f"run/{STEP}", "--sharding", KERNEL)
@@ -73,9 +69,20 @@ def quickstart(directory: pathlib.Path) -> None:
     print(f"Orbax restored {count} arrays on 1x8, with a target and without: every bit is equal.")
 
 
+def start(directory: pathlib.Path) -> Any:
+    """Leaves the model, its rules and its checkpoint; returns its weights, in boxes and saved."""
+    shutil.copy(mlp.__file__, directory / "mlp.py")
+    (directory / "rules.toml").write_text('rules = [["embed", "data"], ["hidden", "model"]]\n')
+    boxed = mlp.variables()
+    saved = jax.device_put(nn.unbox(boxed), shardings(boxed, mesh_of(2, 4)))
+    with ocp.CheckpointManager(directory / "run") as manager:
+        manager.save(STEP, args=ocp.args.StandardSave(saved))
+    return boxed, saved
+
+
 def mesh_of(data: int, model: int) -> Mesh:
     """The eight devices as a data x model mesh."""
-    return Mesh(np.array(jax.devices()).reshape(data, model), AXES)
+    return Mesh(np.array(jax.devices()[:8]).reshape(data, model), AXES)
 
 
 def shardings(boxed, mesh: Mesh):
