@@ -1,10 +1,12 @@
 """The command line, run as a user runs it: a process, its two streams and its exit status."""
 
+import importlib.metadata
 import json
 import os
 import pathlib
 import pty
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -20,6 +22,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+TOPICS = pathlib.Path(__file__).parents[1] / "reshard" / "cli" / "topics"
 RESHARD = pathlib.Path(sysconfig.get_path("scripts")) / "reshard"
 SPECS = {
     "params": {
@@ -195,7 +198,45 @@ def test_help_fits_a_terminal():
 
 
 def test_version(tmp_path):
-    assert reshard(tmp_path, "--version") == (0, "reshard, version 0.1.0\n", "")
+    names = ("jax", "flax", "orbax-checkpoint", "tensorstore")
+    libraries = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    assert reshard(tmp_path, "--version") == (0, f"reshard 0.1.0\n{libraries}\n", "")
+
+
+def test_help_lists_the_topics_and_how_completion_is_switched_on(tmp_path):
+    ran = reshard(tmp_path, "help")
+    assert (ran.status, ran.err) == (0, "")
+    listed, _, rest = ran.out.partition("\n\n")
+    titles = dict(line.split(maxsplit=1) for line in listed.splitlines())
+    topics = sorted(TOPICS.glob("*.md"))
+    assert list(titles) == [file.stem for file in topics]
+    assert [f"# {title}" for title in titles.values()] == [
+        file.read_text().splitlines()[0] for file in topics
+    ]
+    switches_on = re.search("^Shell completion.*(eval .*)", rest, re.MULTILINE)[1]
+    script = f"""{switches_on}
+        COMP_WORDS=(reshard help m); COMP_CWORD=2
+        _reshard_completion reshard; echo ${{COMPREPLY[@]}}"""
+    completed = shell(tmp_path, f"bash -c {shlex.quote(script)}")
+    assert completed.out.split() == [name for name in titles if name.startswith("m")] != []
+
+
+def test_help_of_a_topic_is_markdown_in_a_pipe_and_rendered_in_a_terminal(tmp_path):
+    text = (TOPICS / "meshes.md").read_text()
+    assert reshard(tmp_path, "help", "meshes") == (0, text, "")
+    ran, shown = on_terminal(tmp_path, "stdout", "help", "meshes")
+    assert (ran.status, ran.err) == (0, "")
+    title = text.splitlines()[0].removeprefix("# ")
+    assert title in shown and f"# {title}" not in shown and "```" in text and "```" not in shown
+
+
+def test_help_of_no_topic(tmp_path):
+    ran = reshard(tmp_path, "help", "mesh")
+    assert (ran.status, ran.out) == (2, "")
+    names = ", ".join(file.stem for file in sorted(TOPICS.glob("*.md")))
+    assert ran.err == (
+        f"Error: there is no topic `mesh`\n  topics: {names}\n\nhint: reshard help\n"
+    )
 
 
 def test_runs_as_a_module(cwd):

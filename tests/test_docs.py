@@ -1,75 +1,109 @@
-"""The README says what happens: its commands and its Python run, in order, in one directory."""
+"""README and topics say what happens: their commands, their Python and the examples in docstrings
+run, each document in a copy of its own of what the demonstrations leave."""
 
+import contextlib
+import importlib
+import io
 import os
 import pathlib
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
+from typing import Any, NamedTuple
 
+import in_process
+import jax
+import numpy as np
 import pytest
+from flax import linen as nn
+from flax import nnx
 
+import reshard
 from reshard.convert.mapfile import read_map
 from reshard.convert.mapped import apply_map
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-# Where the README has its demonstrations, and what leaves them there; the tests have them in
-# temporary directories.
+TOPICS = {file.stem: file for file in sorted((ROOT / "reshard/cli/topics").glob("*.md"))}
+DOCUMENTS = {"README": README} | {name: file.read_text() for name, file in TOPICS.items()}
+# Where documents have their demonstrations, and the examples that leave them there.
 DEMOS = {"/tmp/demo": "quickstart", "/tmp/lm": "linen_to_nnx"}
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-def blocks(language: str) -> list[str]:
-    """The fenced blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+class Block(NamedTuple):
+    """A fenced block, and the directory that it is for: the one named last before it."""
+
+    language: str
+    text: str
+    place: str
 
 
-def sessions() -> list[tuple[str, str, str]]:
-    """Every command of the console blocks with its output, in order, after the directory that it
-    is typed in: the one that its section names, or the first."""
+def blocks(name: str) -> list[Block]:
+    """The fenced blocks of a document."""
     found = []
-    for section in re.split(r"^## ", README, flags=re.MULTILINE):
-        named = re.findall(r"examples/\w+\.py (/tmp/\w+)", section)
-        place = named[-1] if named else next(iter(DEMOS))
-        for block in re.findall(r"^```console\n(.*?)^```$", section, re.DOTALL | re.MULTILINE):
-            for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-                command, _, output = part.partition("\n")
-                found.append((place, command, output.strip("\n")))
+    for match in FENCE.finditer(DOCUMENTS[name]):
+        places = re.findall(r"examples/\w+\.py (/tmp/\w+)", DOCUMENTS[name][: match.start()])
+        found.append(Block(match[1], match[2], places[-1] if places else ""))
     return found
+
+
+def texts(name: str, language: str) -> list[str]:
+    """The blocks of a language in a document."""
+    return [block.text for block in blocks(name) if block.language == language]
+
+
+def with_blocks_of(language: str) -> list[str]:
+    return [name for name in DOCUMENTS if texts(name, language)]
 
 
 @pytest.fixture(scope="module")
 def demos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
-    """What the examples leave: the README's directory -> the test's."""
-    directories = {place: tmp_path_factory.mktemp(name) for place, name in DEMOS.items()}
-    for place, name in DEMOS.items():
-        subprocess.run(
-            [sys.executable, ROOT / "examples" / f"{name}.py", directories[place]],
-            check=True,
-            capture_output=True,
-        )
-    return directories
+    """What the examples start from: the documents' directory -> the test's."""
+    made = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "examples")
+        for place, name in DEMOS.items():
+            made[place] = tmp_path_factory.mktemp(name)
+            importlib.import_module(name).start(made[place])
+        for name in (*DEMOS.values(), "mlp", "lm_linen", "lm_nnx"):
+            del sys.modules[name]
+    return made
 
 
-@pytest.fixture(scope="module")
-def demo(demos: dict[str, pathlib.Path]) -> pathlib.Path:
-    """What `examples/quickstart.py DIRECTORY` leaves."""
-    return demos["/tmp/demo"]
+@pytest.fixture
+def at(demos, tmp_path):
+    """A place -> this test's copy of what is there."""
+
+    def get(place: str) -> pathlib.Path:
+        copy = tmp_path / pathlib.Path(place).name
+        if not copy.exists():
+            shutil.copytree(demos[place], copy)
+        return copy
+
+    return get
 
 
-def run(command: str, demo: pathlib.Path, place: str = "/tmp/demo") -> str:
-    """What a command shows in a demonstration's directory, stderr included."""
+def shown(command: str, directory: pathlib.Path) -> str:
+    """What a line shows, stderr included. What the shell has to be asked is asked the shell."""
+    program, *words = shlex.split(command)
+    if program == "reshard" and "|" not in words:
+        _, out, err = in_process.command(words)
+        return out + err
     path = sysconfig.get_path("scripts") + os.pathsep + os.environ["PATH"]
     ran = subprocess.run(
         command,
         shell=True,
-        cwd=demo,
+        cwd=directory,
         env=os.environ | {"PATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    return ran.stdout.strip("\n").replace(str(demo), place)
+    return ran.stdout
 
 
 def without_stored_bytes(output: str) -> str:
@@ -79,68 +113,100 @@ def without_stored_bytes(output: str) -> str:
     return re.sub(r"^(read|write|memory)( +)[\d.]+ \wi?B", r"\1\2*", output, flags=re.MULTILINE)
 
 
-def test_console_blocks_show_what_the_commands_print(demos):
-    commands = sessions()
-    assert len(commands) == 23
-    for place, command, expected in commands:
-        printed = run(command, demos[place], place)
-        assert without_stored_bytes(printed) == without_stored_bytes(expected), command
+@pytest.mark.every_combination
+@pytest.mark.parametrize("name", with_blocks_of("console"))
+def test_console_blocks_show_what_the_commands_print(name, at):
+    for block in blocks(name):
+        if block.language != "console":
+            continue
+        with in_process.inside(at(block.place)) as patch:
+            patch.setenv("PYTHONPATH", str(at(block.place)))
+            for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+                command, _, expected = part.partition("\n")
+                output = shown(command, at(block.place)).replace(str(at(block.place)), block.place)
+                assert without_stored_bytes(output.strip("\n")) == without_stored_bytes(
+                    expected.strip("\n")
+                ), command
 
 
-def test_command_reference_has_every_command(demo):
-    listed = re.search(r"^Commands:\n(.*)", run("reshard --help", demo), re.DOTALL | re.MULTILINE)
-    names = re.findall(r"^  (\w+)", listed[1], re.MULTILINE)
-    helps = [command for _, command, _ in sessions() if command.endswith(" --help")]
-    assert sorted(helps) == sorted(
-        ["reshard --help", *(f"reshard {name} --help" for name in names)]
-    )
+def python(name: str, at) -> dict[str, Any]:
+    """Runs the Python of a document, and compares what it prints with the block after it, if that
+    has no language; its names afterwards."""
+    names: dict[str, Any] = {}
+    fenced = blocks(name)
+    for block, after in zip(fenced, [*fenced[1:], None], strict=True):
+        if block.language != "python":
+            continue
+        printed = io.StringIO()
+        with in_process.inside(at(block.place)), contextlib.redirect_stdout(printed):
+            sys.path.insert(0, str(at(block.place)))
+            exec(compile(block.text, name, "exec"), names)
+        if after is not None and not after.language:
+            assert printed.getvalue() == after.text
+    return names
 
 
-def test_python_block_reshards(demo):
-    code, *_ = blocks("python")
+def test_python_of_the_readme(at):
+    code = texts("README", "python")[0]
     assert len([line for line in code.splitlines() if line]) == 4
-    (demo / "python").mkdir()
-    (demo / "python" / "run").symlink_to(demo / "run")
-    subprocess.run([sys.executable, "-c", code], cwd=demo / "python", check=True)
-    written = run("reshard inspect python/out/1000", demo)
-    assert "saved meshes: data=1,model=8\n" in written
+    names = python("README", at)
+    written = reshard.open(at("/tmp/demo") / "out/1000")
+    assert [str(mesh) for mesh in written.meshes] == ["data=1,model=8"]
+    state, variables = names["state"], names["variables"]()
+    assert jax.tree.structure(state) == jax.tree.structure(variables)
+    saved = reshard.restore(at("/tmp/demo") / "run/1000", nn.unbox(variables))
+    for new, old in zip(*map(jax.tree.leaves, (state, saved)), strict=True):
+        assert np.asarray(new).tobytes() == np.asarray(old).tobytes()
+        assert len(new.sharding.device_set) == 8
 
 
-def test_python_block_restores_and_prints_what_follows_it(demo):
-    _, code, *_ = blocks("python")
-    after = README.partition(code)[2].partition("```\n")[2]
-    printed = re.search(r"^```\n(.*?)^```$", after, re.DOTALL | re.MULTILINE)[1]
-    check = (
-        "import numpy as np\n"
-        "from flax import linen as nn\n"
-        "for new, old in zip(*map(jax.tree.leaves, (state, nn.unbox(variables())))):\n"
-        "    assert np.asarray(new).tobytes() == np.asarray(old).tobytes()\n"
-        "    assert len(new.sharding.device_set) == 8\n"
-        "assert jax.tree.structure(state) == jax.tree.structure(variables())\n"
-    )
-    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    ran = subprocess.run(
-        [sys.executable, "-c", code + check],
-        cwd=demo,
-        env=os.environ | devices,
-        capture_output=True,
-        text=True,
-    )
-    assert (ran.returncode, ran.stdout) == (0, printed), ran.stderr
+def test_python_of_conversion(at):
+    assert "reshard" not in texts("conversion", "python")[1]
+    names = python("conversion", at)
+    state, made = names["state"], names["made"]
+    saved = reshard.open(at("/tmp/lm") / "linen/10")
+    nu = state["optimizer"].opt_state[0].nu
+    for i, name in enumerate(("gate_proj", "up_proj")):
+        for path, leaf in (
+            ("params", getattr(state["model"].layers[1].mlp, name).kernel),
+            ("opt_state/0/nu", nu.layers[1].mlp[name].kernel),
+        ):
+            fused = saved[f"{path}/layer_1/mlp/gating_einsum"].view().read().result()
+            assert np.asarray(leaf[...]).tobytes() == fused[i].tobytes()
+    assert state["optimizer"].step[...] == made["optimizer"].step[...] == 10
+    for module in (names["model"], made["model"]):
+        pairs = [jax.tree.leaves(nnx.state(x, nnx.Param)) for x in (module, state["model"])]
+        assert len(pairs[0]) > 9
+        jax.tree.map(np.testing.assert_array_equal, *pairs)
 
 
-def test_the_rules_are_those_of_the_demonstration(demo):
-    text, *_ = blocks("toml")
-    assert (demo / "rules.toml").read_text() == text
+def test_python_of_the_library(at):
+    names = python("python", at)
+    initial = names["variables"]()["params"]
+    saved = reshard.restore(at("/tmp/demo") / "run/1000", nn.unbox(names["variables"]()))["params"]
+    for layer, weights in names["params"]["params"].items():
+        kept = initial if layer == "DotReluDot_3" else saved
+        jax.tree.map(np.testing.assert_array_equal, nn.unbox(weights), nn.unbox(kept[layer]))
+
+
+def test_python_of_errors(at):
+    python("errors", at)
+
+
+def test_python_blocks_have_tests():
+    assert with_blocks_of("python") == ["README", "conversion", "errors", "python"]
+
+
+def test_the_rules_are_those_of_the_demonstration(demos):
+    assert texts("meshes", "toml") == [(demos["/tmp/demo"] / "rules.toml").read_text()]
 
 
 def test_the_map_is_that_of_the_demonstration(demos):
-    _, text, _ = blocks("toml")
-    assert (demos["/tmp/lm"] / "map.toml").read_text() == text
+    assert texts("conversion", "toml") == [(demos["/tmp/lm"] / "map.toml").read_text()]
 
 
 def test_the_rules_for_whole_modules_are_some(tmp_path):
-    *_, text = blocks("toml")
+    (text,) = texts("maps", "toml")
     (tmp_path / "map.toml").write_text(text)
     leaves = {("params", "ConvBlock_0", "x"): (2,), ("batch_stats", "ConvBlock_0", "x"): (3,)}
     mapped = apply_map(
@@ -154,41 +220,8 @@ def test_the_rules_for_whole_modules_are_some(tmp_path):
     }
 
 
-def test_python_blocks_convert(demos):
-    *_, code, plain = blocks("python")
-    assert "reshard" not in plain
-    check = (
-        "import jax\n"
-        "import numpy as np\n"
-        "saved = reshard.open('linen/10')\n"
-        "nu = state['optimizer'].opt_state[0].nu\n"
-        "for i, name in enumerate(('gate_proj', 'up_proj')):\n"
-        "    for path, leaf in (\n"
-        "        ('params', getattr(state['model'].layers[1].mlp, name).kernel),\n"
-        "        ('opt_state/0/nu', nu.layers[1].mlp[name].kernel),\n"
-        "    ):\n"
-        "        fused = saved[path + '/layer_1/mlp/gating_einsum'].view().read().result()\n"
-        "        assert np.asarray(leaf[...]).tobytes() == fused[i].tobytes()\n"
-        "assert state['optimizer'].step[...] == 10\n"
-        "def same(a, b):\n"
-        "    pairs = [jax.tree.leaves(nnx.state(x, nnx.Param)) for x in (a, b)]\n"
-        "    return [np.testing.assert_array_equal(x, y) for x, y in zip(*pairs)]\n"
-        "assert len(same(model, state['model'])) > 9\n"
-        "same(made['model'], state['model'])\n"
-        "assert made['optimizer'].step[...] == 10\n"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", code + plain + check],
-        cwd=demos["/tmp/lm"],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0, ran.stderr
-
-
 def test_shell_blocks_are_for_a_fresh_clone():
-    first, second = blocks("sh")
+    first, second = texts("README", "sh")
     assert README.index(first) < README.index(second) < README.index("```console")
     assert first == (
         "python3 -m venv .venv\n"
@@ -201,17 +234,26 @@ def test_shell_blocks_are_for_a_fresh_clone():
     assert (ROOT / "examples" / "quickstart.py").is_file()
 
 
-def test_listing_has_every_module():
-    listing = re.search(r"^```\nreshard/\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)[1]
-    listed, folder = set(), ""
-    for line in listing.splitlines():
-        indent, name = re.match(r"( *)(\S+)", line).groups()
-        if not indent:
-            break
-        if len(indent) == 2:
-            folder = name if name.endswith("/") else ""
-        if not name.endswith("/"):
-            listed.add((folder if len(indent) == 4 else "") + name)
+def test_the_readme_is_two_screens_that_lead_to_every_topic():
+    assert len(README.splitlines()) <= 250
+    assert len(README.encode()) <= 12_000
+    assert "Usage:" not in README
+    links = dict(re.findall(r"^\| \[(\w+)\]\((\S+)\) \|", README, re.MULTILINE))
+    assert {name: ROOT / link for name, link in links.items()} == TOPICS
+
+
+def test_documents_name_topics_and_commands_that_there_are():
+    for name, text in DOCUMENTS.items():
+        named = set(re.findall(r"`reshard help (\w+)`", text))
+        assert named <= {*TOPICS, "TOPIC"}, name
+        assert set(re.findall(r"`reshard\.(\w+)", text)) <= {*dir(reshard), "cli"}, name
+
+
+def test_listing_has_every_room():
+    (listing,) = (text for text in texts("README", "") if text.startswith("reshard/\n"))
+    listed = re.findall(r"[\w/]+(?:/|\.py)(?=\s)", listing.removeprefix("reshard/\n"))
     package = ROOT / "reshard"
-    modules = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
-    assert listed == {name for name in modules if not name.startswith("cli/") and "__" not in name}
+    rooms = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
+    assert sorted(listed) == sorted(
+        rooms | {path.name for path in package.glob("*.py") if "__" not in path.name}
+    )

@@ -12,27 +12,20 @@ that a plan counts, but for `memory-*.json`. A value that is in a file
 already is not there twice: `as in ...` says where. Lists of alike objects are tables.
 """
 
-import contextlib
-import ctypes
 import difflib
-import gc
 import hashlib
 import inspect
-import io
 import json
-import logging
 import os
 import pathlib
 import re
 import shlex
 import shutil
-import signal
-import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import frozen_corpus
+import in_process
 import jax
 import jax.numpy as jnp
 import layouts
@@ -42,11 +35,10 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 import reshard
-import reshard.cli
 
 FROZEN = pathlib.Path(__file__).parent / "data" / "frozen"
 WIDTH = 240
-COMMANDS = ("ckpt", "convert", "diff", "digest", "inspect", "verify")
+COMMANDS = ("ckpt", "convert", "diff", "digest", "help", "inspect", "verify")
 
 
 @pytest.fixture(scope="session")
@@ -59,31 +51,12 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def surroundings(corpus, monkeypatch):
-    """In the corpus's folder, on a terminal of 80 columns; and what the command line does to its
-    own process is not done to this one."""
-
-    class Library(ctypes.CDLL):
-        def __getattr__(self, name):
-            if name == "mallopt":
-                raise AttributeError(name)
-            return super().__getattr__(name)
-
-    monkeypatch.setattr(ctypes, "CDLL", Library)
-    monkeypatch.chdir(corpus.folder)
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(__file__).parent))  # for `--source-model`
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    thresholds = gc.get_threshold()
-    logging.disable(logging.WARNING)  # Orbax warns of what it is told to do here
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Sharding info not provided")
+def surroundings(corpus):
+    """In the corpus's folder."""
+    with in_process.inside(corpus.folder) as patch:
+        # for `--source-model`
+        patch.setenv("PYTHONPATH", str(pathlib.Path(__file__).parent))
         yield
-    logging.disable(logging.NOTSET)
-    gc.set_threshold(*thresholds)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 class Record:
@@ -103,21 +76,10 @@ class Record:
     def run(self, *arguments: object) -> int:
         """Runs a command, and records what it shows; gives its exit status."""
         words = [str(argument) for argument in arguments]
-        out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
-        status = 0
-        with (
-            pytest.MonkeyPatch.context() as patch,
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(err),
-        ):
-            patch.setattr(sys, "argv", ["reshard", *words])
-            try:
-                reshard.cli.main()
-            except SystemExit as ended:
-                status = ended.code
+        status, *streams = in_process.command(words)
         shown: dict[str, Any] = {"status": status}
-        for name, stream in (("out", out), ("err", err)):
-            if text := stream.buffer.getvalue().decode():
+        for name, text in zip(("out", "err"), streams, strict=True):
+            if text:
                 shown[name] = json.loads(text) if text.startswith("{") else text
         self.add(shlex.join(words), shown)
         return status

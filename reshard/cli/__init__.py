@@ -15,9 +15,11 @@ _COMMANDS = {
     "convert": "Convert a Linen checkpoint to NNX, or back.",
     "diff": "Compare two checkpoints.",
     "digest": "Show the digest of every array, and record them.",
+    "help": "Show a topic of the reference, or list the topics.",
     "inspect": "Show the tree, the format, the steps and the saved meshes.",
     "verify": "Read all of a checkpoint: is it whole, is it the same.",
 }
+_LIBRARIES = ("jax", "flax", "orbax-checkpoint", "tensorstore")
 # How the arguments of a command begin that writes a checkpoint.
 _WRITERS = (["ckpt"], ["convert"])
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -44,8 +46,26 @@ class _Commands(click.Group):
             formatter.write_dl(sorted(_COMMANDS.items()))
 
 
+def _versions(ctx: click.Context, param: click.Parameter, asked: bool) -> None:
+    """Prints the version, and those of the libraries that a report should name."""
+    if not asked:
+        return
+    from importlib.metadata import version
+
+    click.echo(f"reshard {version('reshard')}")
+    click.echo(", ".join(f"{name} {version(name)}" for name in _LIBRARIES))
+    ctx.exit()
+
+
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="reshard")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_versions,
+    help="Show the versions of reshard, JAX, Flax, Orbax and TensorStore.",
+)
 def command() -> None:
     """JAX checkpoints on another mesh or in Flax's other API, in bounded memory.
 

@@ -1,0 +1,66 @@
+"""Commands run in this process, as the console script runs them in one of its own."""
+
+import contextlib
+import ctypes
+import gc
+import io
+import logging
+import pathlib
+import signal
+import sys
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+import reshard.cli
+
+
+def command(words: list[str]) -> tuple[int, str, str]:
+    """Runs `reshard WORDS`: its exit status, what it shows on stdout, and on stderr."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+    status = 0
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        patch.setattr(sys, "argv", ["reshard", *words])
+        try:
+            reshard.cli.main()
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+    return status, out.buffer.getvalue().decode(), err.buffer.getvalue().decode()
+
+
+@contextlib.contextmanager
+def inside(directory: pathlib.Path) -> Iterator[pytest.MonkeyPatch]:
+    """In a directory, on a terminal of 80 columns; and what the command line does to its own
+    process is not done to this one. Modules of the directory are forgotten afterwards."""
+
+    class Library(ctypes.CDLL):
+        def __getattr__(self, name):
+            if name == "mallopt":
+                raise AttributeError(name)
+            return super().__getattr__(name)
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    thresholds = gc.get_threshold()
+    logging.disable(logging.WARNING)  # Orbax warns of what it is told to do here
+    try:
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Sharding info not provided")
+            patch.setattr(ctypes, "CDLL", Library)
+            patch.chdir(directory)
+            patch.setenv("COLUMNS", "80")
+            patch.setattr(sys, "path", list(sys.path))
+            yield patch
+    finally:
+        logging.disable(logging.NOTSET)
+        gc.set_threshold(*thresholds)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for name, module in list(sys.modules.items()):
+            file = getattr(module, "__file__", None)
+            if file and pathlib.Path(file).is_relative_to(directory):
+                del sys.modules[name]
