@@ -39,6 +39,11 @@ def select(
     Raises:
       TreeMismatchError: a glob matches nothing, nothing is left, or a list would lose positions.
       CorruptCheckpointError: one of two leaves stored under one name would be left.
+
+    Example:
+      >>> ckpt = reshard.select(reshard.open("run/1000"), "params/**", drop="**/bias")
+      >>> [*ckpt]
+      [('params', 'layer_0', 'kernel'), ('params', 'layer_1', 'kernel')]
     """
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
     drop = [drop] if isinstance(drop, str) else list(drop)
@@ -68,6 +73,11 @@ def rename(ckpt: Checkpoint, rules: Sequence[tuple[str, str]] | Mapping[str, str
     Raises:
       TreeMismatchError: see `reshard.tree.rename_paths`; also two leaves that would be stored
         under one name.
+
+    Example:
+      >>> ckpt = reshard.select(reshard.open("run/1000"), "**/kernel")
+      >>> [*reshard.rename(ckpt, [(r"layer_(\\d)", r"block_\\1")])]
+      [('params', 'block_0', 'kernel'), ('params', 'block_1', 'kernel')]
     """
     pairs = list(rules.items()) if isinstance(rules, Mapping) else rules
     new_paths = tree.rename_paths(tuple(ckpt), pairs)
@@ -95,6 +105,11 @@ def cast(ckpt: Checkpoint, dtype: Any, where: str | Sequence[str] = "**") -> Che
     Raises:
       ArgumentError: the dtype is not floating-point.
       TreeMismatchError: nothing would be cast.
+
+    Example:
+      >>> ckpt = reshard.cast(reshard.open("run/1000"), "bfloat16", where="**/kernel")
+      >>> ckpt["params/layer_0/kernel"], ckpt["params/layer_0/bias"].dtype.name
+      (<params/layer_0/kernel: bfloat16[32,32] P(None, 'model')>, 'float32')
     """
     new = parse_dtype(dtype)
     if not is_floating(new):

@@ -2,7 +2,9 @@
 run, each document in a copy of its own of what the demonstrations leave."""
 
 import contextlib
+import doctest
 import importlib
+import inspect
 import io
 import os
 import pathlib
@@ -16,10 +18,14 @@ from typing import Any, NamedTuple
 
 import in_process
 import jax
+import layouts
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import reshard
 from reshard.convert.mapfile import read_map
@@ -195,6 +201,39 @@ def test_python_of_errors(at):
 
 def test_python_blocks_have_tests():
     assert with_blocks_of("python") == ["README", "conversion", "errors", "python"]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """What the examples in docstrings start from: `run/1000`, two layers on a 2x4 mesh."""
+    mesh = layouts.mesh((2, 4))
+    rng = np.random.default_rng(0)
+
+    def array(*shape: int) -> jax.Array:
+        spec = P(*[None] * (len(shape) - 1), "model")
+        return jax.device_put(rng.normal(size=shape).astype("f4"), NamedSharding(mesh, spec))
+
+    directory = tmp_path_factory.mktemp("small")
+    layers = {f"layer_{i}": {"kernel": array(32, 32), "bias": array(32)} for i in range(2)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(directory / "run/1000", {"params": layers})
+    return directory
+
+
+FUNCTIONS = [name for name in dir(reshard) if inspect.isfunction(getattr(reshard, name))]
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_example_of_a_docstring(name, small, tmp_path):
+    shutil.copytree(small, tmp_path, dirs_exist_ok=True)
+    function = getattr(reshard, name)
+    (test,) = doctest.DocTestFinder(recurse=False).find(function, name, globs={"reshard": reshard})
+    assert test.examples
+    told = io.StringIO()
+    with in_process.inside(tmp_path):
+        doctest.DocTestRunner().run(test, out=told.write)
+    assert told.getvalue() == ""
 
 
 def test_the_rules_are_those_of_the_demonstration(demos):

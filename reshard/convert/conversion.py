@@ -119,6 +119,17 @@ def to_nnx(
       TreeMismatchError: leaves of the source without a place, leaves of the target without a
         source, shapes, dtypes and collections that differ, optimizer state that cannot follow:
         all of them.
+
+    Example:
+      >>> from flax import nnx
+      >>> class MLP(nnx.Module):
+      ...     def __init__(self, rngs):
+      ...         self.layer_0 = nnx.Linear(32, 32, rngs=rngs)
+      ...         self.layer_1 = nnx.Linear(32, 32, rngs=rngs)
+      >>> ckpt = reshard.to_nnx("run/1000", MLP)
+      >>> ckpt["layer_0/kernel/value"]
+      <layer_0/kernel/value: float32[32,32] P(None, 'model')>
+      >>> model = reshard.restore(ckpt, MLP(nnx.Rngs(0)))
     """
     return conversion(
         checkpoint,
@@ -160,6 +171,17 @@ def to_linen(
 
     Raises:
       ArgumentError, TreeMismatchError: as for `to_nnx`.
+
+    Example:
+      >>> from flax import nnx
+      >>> class MLP(nnx.Module):
+      ...     def __init__(self, rngs):
+      ...         self.layer_0 = nnx.Linear(32, 32, rngs=rngs)
+      ...         self.layer_1 = nnx.Linear(32, 32, rngs=rngs)
+      >>> plan = reshard.save(reshard.to_nnx("run/1000", MLP), "nnx/1000")
+      >>> ckpt = reshard.to_linen("nnx/1000")
+      >>> reshard.diff("run/1000", ckpt, values=True).equal
+      True
     """
     return conversion(
         checkpoint,

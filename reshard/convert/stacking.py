@@ -48,6 +48,11 @@ def stack(
       TreeMismatchError: no layer matches, layers differ in their leaves or shapes, a number is
         missing, paths collide, or optimizer state cannot follow: all that is found.
       ShardingError: the new axis cannot be partitioned over `names`.
+
+    Example:
+      >>> ckpt = reshard.stack(reshard.open("run/1000"), "params/layer_{}", into="params/layers")
+      >>> ckpt["params/layers/kernel"]
+      <params/layers/kernel: float32[2,32,32] P(None, None, 'model')>
     """
     _check_patterns(layers, into, indices)
     mesh_axes = (names,) if isinstance(names, str) else tuple(names)
@@ -113,6 +118,12 @@ def unstack(
       ArgumentError: as `stack`.
       TreeMismatchError: as `stack`; also where arrays of one group have different numbers of
         layers.
+
+    Example:
+      >>> ckpt = reshard.stack(reshard.open("run/1000"), "params/layer_{}", into="params/layers")
+      >>> ckpt = reshard.unstack(ckpt, "params/layers", into="params/block_{}")
+      >>> ckpt["params/block_1/kernel"]
+      <params/block_1/kernel: float32[32,32] P(None, 'model')>
     """
     _check_patterns(into, stacked, indices)
     groups: dict[Path, dict[Path, Path]] = {}

@@ -23,6 +23,13 @@ def open(
       UncommittedCheckpointError: its writer never finished.
       CheckpointFormatError: it is something else; the message says what.
       CorruptCheckpointError: its parts contradict each other.
+
+    Example:
+      >>> ckpt = reshard.open("run/1000")
+      >>> ckpt["params/layer_0/kernel"]
+      <params/layer_0/kernel: float32[32,32] P(None, 'model')>
+      >>> [str(mesh) for mesh in ckpt.meshes]
+      ['data=2,model=4']
     """
     try:
         found = detection.locate(path, step, item)

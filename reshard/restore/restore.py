@@ -72,6 +72,15 @@ def restore(
       MemoryLimitError: one stored chunk does not fit into `max_memory`.
       CorruptCheckpointError: stored bytes are missing or do not decode.
       CheckpointNotFoundError, CheckpointFormatError: as `reshard.open`.
+
+    Example:
+      >>> import jax
+      >>> mesh = jax.make_mesh((1, 8), ("data", "model"))
+      >>> state = reshard.restore("run/1000", mesh)
+      >>> state["params"]["layer_0"]["kernel"].sharding.spec
+      P(None, 'model')
+      >>> initialised = jax.tree.map(jax.numpy.zeros_like, state)
+      >>> state = reshard.restore("run/1000", initialised, keep="params/layer_1/**")
     """
     import jax
 

@@ -68,6 +68,19 @@ def target(
     Raises:
       ArgumentError: the model is none, or makes none.
       ShardingError: specs that do not fit: all of them, with what `coverage` would list.
+
+    Example:
+      >>> from flax import nnx
+      >>> class MLP(nnx.Module):
+      ...     def __init__(self, rngs):
+      ...         self.layer_0 = nnx.Linear(32, 32, rngs=rngs)
+      ...         self.layer_1 = nnx.Linear(32, 32, rngs=rngs)
+      >>> import jax
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mesh = jax.sharding.AbstractMesh((1, 8), ("data", "model"))
+      >>> model = reshard.target(MLP, mesh=mesh, specs={"kernel$": P(None, "model"), "bias$": P()})
+      >>> model.layer_0.kernel.sharding.spec
+      P(None, 'model')
     """
     state, found = _covered(model, mesh, rules, specs, semantics, inputs)
     if found.problems:
@@ -97,6 +110,15 @@ def coverage(
 
     Raises:
       ShardingError: rules or specs that cannot be read, or a regex that matches no leaf.
+
+    Example:
+      >>> import jax
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mesh = jax.sharding.AbstractMesh((1, 8), ("data", "model"))
+      >>> params = {"kernel": jax.ShapeDtypeStruct((32, 32), "float32")}
+      >>> reshard.coverage(params, mesh=mesh, specs={"kernel$": P(None, "model")})
+      1 array leaves on `data=1,model=8`, 512 B a device: 1 by the given specs
+      replicated  0 leaves, 0 B a device
     """
     return _covered(model, mesh, rules, specs, semantics, inputs)[1]
 

@@ -40,6 +40,13 @@ def to_mesh(
     Raises:
       ShardingError: every leaf whose spec does not fit, with what to type for each.
       TreeMismatchError: every leaf in which the checkpoint and `target` differ.
+
+    Example:
+      >>> ckpt = reshard.to_mesh(reshard.open("run/1000"), "data=1,model=8", {"bias$": ""})
+      >>> ckpt["params/layer_0/bias"]
+      <params/layer_0/bias: float32[32] P()>
+      >>> [str(mesh) for mesh in ckpt.meshes]
+      ['data=1,model=8']
     """
     new_mesh = parse_mesh(mesh, ckpt.meshes)
     known = None if target is None else target_specs(ckpt, new_mesh, target)

@@ -71,6 +71,12 @@ def diff(
       TreeMismatchError: a glob matches nothing, or nothing is left.
       CorruptCheckpointError: arrays that cannot be read, all of them.
       MemoryLimitError: stored chunks that do not fit into `max_memory`.
+
+    Example:
+      >>> ckpt = reshard.open("run/1000")
+      >>> found = reshard.diff(ckpt, reshard.rename(ckpt, {"layer_1": "head"}), values=True)
+      >>> found.equal, [difference.kind for difference in found.differences]
+      (False, ['moved', 'moved'])
     """
     tolerances = {"rtol": rtol, "atol": atol}
     wrong = [f"{name}={value}" for name, value in tolerances.items() if not 0 <= value < math.inf]

@@ -81,6 +81,12 @@ def verify(
     Raises:
       CheckpointNotFoundError, CheckpointFormatError, CorruptCheckpointError: it cannot be opened.
       MemoryLimitError: one stored chunk does not fit into `max_memory`.
+
+    Example:
+      >>> ckpt = reshard.to_mesh(reshard.open("run/1000"), "1x8")
+      >>> plan = reshard.save(ckpt, "out/1000")
+      >>> bool(reshard.verify("out/1000", against="run/1000"))
+      True
     """
     ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     other = _other(against)
@@ -169,6 +175,13 @@ def digest(
       CorruptCheckpointError: arrays that cannot be read, or are not what was recorded: all of them.
       DestinationError: the record cannot be written.
       MemoryLimitError: one stored chunk does not fit into `max_memory`.
+
+    Example:
+      >>> digests = reshard.digest("run/1000")
+      >>> len(digests[("params", "layer_0", "kernel")])
+      32
+      >>> digests == reshard.digest(reshard.to_mesh(reshard.open("run/1000"), "1x8"))
+      True
     """
     ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     file = ckpt.source.store.directory / FILE

@@ -44,6 +44,11 @@ def plan(
 
     Returns:
       The plan; what would make `save` raise is in its `problems`.
+
+    Example:
+      >>> plan = reshard.plan(reshard.to_mesh(reshard.open("run/1000"), "1x8"), "out/1000")
+      >>> plan.problems, plan.chunks_written
+      ((), 32)
     """
     return prepare(
         [ckpt] if isinstance(ckpt, Checkpoint) else list(ckpt),
@@ -111,6 +116,14 @@ def save(
       MemoryLimitError: a stored chunk does not fit in `max_memory`.
       CorruptCheckpointError: stored data is missing, does not decode, belongs to two leaves, or
         is not what the source's digests were recorded of; or what was written reads differently.
+
+    Example:
+      >>> ckpt = reshard.to_mesh(reshard.open("run/1000"), "1x8")
+      >>> plan = reshard.save(ckpt, "out/1000", max_memory="1GiB")
+      >>> print(str(plan).splitlines()[0])
+      4 arrays, 8.25 KiB: 2 rewritten, 2 copied verbatim
+      >>> [str(mesh) for mesh in reshard.open("out/1000").meshes]
+      ['data=1,model=8']
     """
     planned = plan(
         ckpt,
