@@ -75,7 +75,7 @@ def diff(
     Example:
       >>> ckpt = reshard.open("run/1000")
       >>> found = reshard.diff(ckpt, reshard.rename(ckpt, {"layer_1": "head"}), values=True)
-      >>> found.equal, [difference.kind for difference in found.differences]
+      >>> found.equal, [each.what for each in found.differences]
       (False, ['moved', 'moved'])
     """
     tolerances = {"rtol": rtol, "atol": atol}
