@@ -41,19 +41,27 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 class Block(NamedTuple):
-    """A fenced block, and the directory that it is for: the one named last before it."""
+    """A fenced block.
+
+    Attributes:
+      place: the directory that it is for: the one named last before it.
+      section: the number of its section.
+    """
 
     language: str
     text: str
     place: str
+    section: int
 
 
 def blocks(name: str) -> list[Block]:
     """The fenced blocks of a document."""
     found = []
     for match in FENCE.finditer(DOCUMENTS[name]):
-        places = re.findall(r"examples/\w+\.py (/tmp/\w+)", DOCUMENTS[name][: match.start()])
-        found.append(Block(match[1], match[2], places[-1] if places else ""))
+        before = DOCUMENTS[name][: match.start()]
+        places = re.findall(r"examples/\w+\.py (/tmp/\w+)", before)
+        place = places[-1] if places else ""
+        found.append(Block(match[1], match[2], place, before.count("\n## ")))
     return found
 
 
@@ -136,8 +144,8 @@ def test_console_blocks_show_what_the_commands_print(name, at):
 
 
 def python(name: str, at) -> dict[str, Any]:
-    """Runs the Python of a document, and compares what it prints with the block after it, if that
-    has no language; its names afterwards."""
+    """Runs the Python of a document, and compares what it prints with the next block of the
+    section, if that has no language; its names afterwards."""
     names: dict[str, Any] = {}
     fenced = blocks(name)
     for block, after in zip(fenced, [*fenced[1:], None], strict=True):
@@ -147,7 +155,7 @@ def python(name: str, at) -> dict[str, Any]:
         with in_process.inside(at(block.place)), contextlib.redirect_stdout(printed):
             sys.path.insert(0, str(at(block.place)))
             exec(compile(block.text, name, "exec"), names)
-        if after is not None and not after.language:
+        if after is not None and (after.language, after.section) == ("", block.section):
             assert printed.getvalue() == after.text
     return names
 
