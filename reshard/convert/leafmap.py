@@ -1,0 +1,431 @@
+"""`LeafMap`: which leaf of one tree is made of which leaves of another, and how. Pure, but for what
+`bind` reads to check it.
+
+    Source(path, shape)                 a leaf of the tree before
+    Output(Call(operation, inputs), i)  what an operation makes of such values
+    Zeros(shape, dtype)                 made of nothing
+
+The values of a map are a graph: the outputs of one operation share its `Call`. Nothing in it has an
+order, so leaves may change places, and the map backwards is the graph read from its other end.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from reshard.arrays.boxes import Shape
+from reshard.arrays.derived import constant, form
+from reshard.arrays.handle import ArrayHandle
+from reshard.arrays.operations import Crop, Operation
+from reshard.checkpoint import Leaf
+from reshard.errors import TreeMismatchError
+from reshard.storage.location import checked
+from reshard.tree import Path, format_path
+
+
+class Source(NamedTuple):
+    """A leaf of the tree before: its path and shape."""
+
+    path: Path
+    shape: Shape
+
+
+class Zeros(NamedTuple):
+    """An array of zeros: its shape and dtype."""
+
+    shape: Shape
+    dtype: np.dtype
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """An operation on values; `shapes` are those of its outputs. See `applied`."""
+
+    operation: Operation
+    inputs: "tuple[Value, ...]"
+    shapes: tuple[Shape, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Output:
+    """Output number `part` of a call."""
+
+    call: Call
+    part: int
+
+    @property
+    def shape(self) -> Shape:
+        """Its shape."""
+        return self.call.shapes[self.part]
+
+
+Value = Source | Zeros | Output
+
+
+def applied(operation: Operation, inputs: Sequence[Value]) -> tuple[Output, ...]:
+    """The outputs of an operation.
+
+    Raises:
+      TreeMismatchError: it does not apply to values of these shapes.
+    """
+    shapes = operation.shapes([value.shape for value in inputs])
+    call = Call(operation, tuple(inputs), tuple(shapes))
+    return tuple(Output(call, part) for part in range(len(shapes)))
+
+
+class Row(NamedTuple):
+    """Some leaves become others: a line of a map, to be read or written.
+
+    Attributes:
+      inputs: paths before.
+      outputs: paths after.
+      operation: what is done; None for one leaf that only changes its path.
+      origin: what says so.
+    """
+
+    inputs: tuple[Path, ...]
+    outputs: tuple[Path, ...]
+    operation: Operation | None = None
+    origin: str = "map"
+
+    def __str__(self) -> str:
+        before, after = (" + ".join(map(format_path, p)) for p in (self.inputs, self.outputs))
+        return f"{before} -> {after}" + ("" if self.operation is None else f"  {self.operation}")
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafMap:
+    """How the leaves of one tree become those of another.
+
+    Attributes:
+      values: path after -> what is there.
+      origin: path after -> what says so: `"map"` (the user's file), `"path"` (the same path, after
+        the standard conversions of layers and containers), `"structure"` (the order of modules of
+        one class), or several of these. A leaf that nothing has been said about has none.
+      dropped: leaves before that are left out.
+      must_be_zero: leaves before that are left out, which is right only if they are zeros.
+    """
+
+    values: Mapping[Path, Value]
+    origin: Mapping[Path, str] = dataclasses.field(default_factory=dict)
+    dropped: tuple[Path, ...] = ()
+    must_be_zero: Mapping[Path, Zeros] = dataclasses.field(default_factory=dict)
+
+    @property
+    def shapes(self) -> dict[Path, Shape]:
+        """Path after -> shape."""
+        return {path: value.shape for path, value in self.values.items()}
+
+    def calls(self) -> list[Call]:
+        """The operations, each behind those whose outputs it takes."""
+        found: dict[int, Call] = {}
+        for value in self.values.values():
+            _add_calls(value, found)
+        return list(found.values())
+
+    def sources(self) -> dict[Path, Shape]:
+        """Path before -> shape, of the leaves that others are made of."""
+        inputs = (value for call in self.calls() for value in call.inputs)
+        values = (*self.values.values(), *inputs)
+        return {value.path: value.shape for value in values if isinstance(value, Source)}
+
+    def then(self, other: "LeafMap") -> "LeafMap":
+        """This map, and another one of what it makes. What the other one does not name stays.
+
+        Raises:
+          TreeMismatchError: the other one drops what an operation has made.
+        """
+        gone = {path: self.values[path] for path in (*other.dropped, *other.must_be_zero)}
+        lost = [path for path, value in gone.items() if not isinstance(value, Source)]
+        if lost:
+            raise TreeMismatchError(
+                "what an operation has made cannot be dropped", list(map(format_path, lost))
+            )
+        was = {path: value.path for path, value in gone.items() if isinstance(value, Source)}
+        taken = {*other.sources(), *gone}
+        values = {path: value for path, value in self.values.items() if path not in taken}
+        origin = {path: text for path, text in self.origin.items() if path in values}
+        values |= _evaluated(other, self.values)
+        for path, value in other.values.items():
+            told = [self.origin.get(source, "") for source in _paths_below(value)]
+            texts = ", ".join(filter(None, (*told, other.origin.get(path, "")))).split(", ")
+            if texts != [""]:
+                origin[path] = ", ".join(dict.fromkeys(texts))
+        return LeafMap(
+            values,
+            origin,
+            (*self.dropped, *(was[path] for path in other.dropped)),
+            {**self.must_be_zero, **{was[p]: zeros for p, zeros in other.must_be_zero.items()}},
+        )
+
+    def inverse(self) -> "LeafMap":
+        """The way back. What is dropped has none.
+
+        Raises:
+          TreeMismatchError: an operation has no inverse.
+        """
+        values: dict[Path, Value] = {}
+        origin: dict[Path, str] = {}
+        must_be_zero: dict[Path, Zeros] = {}
+        back: dict[tuple[int, int], Value] = {}  # by the output of a call
+        said: dict[int, str] = {}
+
+        def put(value: Value, made: Value, text: str | None) -> None:
+            if isinstance(value, Source):
+                if value.path in values:
+                    raise TreeMismatchError(f"{format_path(value.path)} is used twice")
+                values[value.path] = made
+                if text:
+                    origin[value.path] = text
+            elif isinstance(value, Output):
+                back[id(value.call), value.part] = made
+                said.setdefault(id(value.call), text or "")
+
+        for path, value in self.values.items():
+            if isinstance(value, Zeros):
+                must_be_zero[path] = value
+            put(value, Source(path, value.shape), self.origin.get(path))
+        for call in reversed(self.calls()):
+            undo = call.operation.inverse([value.shape for value in call.inputs])
+            outputs = [back[id(call), part] for part in range(len(call.shapes))]
+            for value, made in zip(call.inputs, applied(undo, outputs), strict=True):
+                put(value, made, said[id(call)])
+        return LeafMap({**values, **self.must_be_zero}, origin, (), must_be_zero)
+
+    def bind(self, leaves: Mapping[Path, Leaf]) -> dict[Path, Leaf]:
+        """The leaves after, of those before. Reads nothing but what padding has added.
+
+        Raises:
+          TreeMismatchError: arrays that cannot become one, or padding that is no padding any more.
+        """
+        names, made = _names(self), {}
+
+        def bound(value: Value) -> Leaf:
+            if isinstance(value, Source):
+                return leaves[value.path]
+            return made[id(value.call)][value.part] if isinstance(value, Output) else None
+
+        for call in self.calls():
+            inputs = [leaf for leaf in map(bound, call.inputs) if isinstance(leaf, ArrayHandle)]
+            if isinstance(call.operation, Crop):
+                _check_padding(inputs[0], call.operation)
+            paths = [names[id(call), part] for part in range(len(call.shapes))]
+            made[id(call)] = form(call.operation, inputs, paths)
+        found: dict[Path, Leaf] = {}
+        like = {path: leaves[path] for path in self.must_be_zero} or leaves
+        for path, value in self.values.items():
+            if isinstance(value, Zeros):
+                found[path] = _zeros(path, value, an_array(like))
+                continue
+            leaf = bound(value)
+            if isinstance(leaf, ArrayHandle) and leaf.path != path:
+                leaf = dataclasses.replace(leaf, path=path)
+            found[path] = leaf
+        return found
+
+    def not_zero(self, leaves: Mapping[Path, Leaf]) -> list[Path]:
+        """Of the leaves before that must be zeros, those that are not. Reads them."""
+        found = []
+        for path in self.must_be_zero:
+            leaf = leaves[path]
+            if isinstance(leaf, ArrayHandle):
+                values = checked(leaf.view().read(), f"{format_path(path)}: its stored bytes")
+                if np.ascontiguousarray(values).view(np.uint8).any():
+                    found.append(path)
+        return found
+
+    def sequence(self) -> list[Row]:
+        """Rows that make this map one after another, as rules of a map file are applied: leaves in
+        the places of others are moved out of the way first, to paths with `~`."""
+        taken = {*self.values, *self.sources()}
+        aside: dict[Path, Path] = {}
+        for path in self.sources():
+            value = self.values.get(path)
+            if value is not None and {*_paths_below(value)} != {path} and path not in aside:
+                *outer, last = path
+                while (*outer, last) in taken:
+                    last = f"{last}~"
+                taken.add((*outer, last))
+                aside[path] = (*outer, last)
+        found = {p: Source(aside.get(p, p), shape) for p, shape in self.sources().items()}
+        moved = _evaluated(self, found)
+        rows = dataclasses.replace(self, values=moved).rows()
+        return [Row((old,), (new,), None, "map") for old, new in aside.items()] + rows
+
+    def rows(self) -> list[Row]:
+        """The map line by line, operations in an order in which they can be carried out. Leaves
+        that nothing has been said about are left out, and zeros."""
+        names = _names(self)
+        done: dict[int, Call] = {}
+        rows = []
+        for path, value in self.values.items():
+            origin = self.origin.get(path, "")
+            if isinstance(value, Source) and (origin or value.path != path):
+                rows.append(Row((value.path,), (path,), None, origin))
+            known = len(done)
+            _add_calls(value, done)
+            for call in list(done.values())[known:] if len(done) > known else ():
+                outputs = tuple(names[id(call), part] for part in range(len(call.shapes)))
+                rows.append(Row(input_names(call, names), outputs, call.operation, origin))
+        return rows
+
+
+def renaming(paths: Mapping[Path, Path], shapes: Mapping[Path, Shape]) -> LeafMap:
+    """The map of leaves that only change their paths: before -> after.
+
+    Args:
+      paths: their paths.
+      shapes: their shapes, by the paths before.
+    """
+    return LeafMap({new: Source(old, shapes[old]) for old, new in paths.items()})
+
+
+def from_rows(rows: Iterable[Row], leaves: Mapping[Path, Shape]) -> LeafMap:
+    """The map that rows say, one after another: each takes leaves and puts others there.
+
+    Args:
+      rows: the rows.
+      leaves: the leaves before, with their shapes. Those that no row takes stay.
+
+    Raises:
+      TreeMismatchError: rows whose inputs are not there, whose outputs are there already, or whose
+        operations do not apply: all of them.
+    """
+    values: dict[Path, Value] = {path: Source(path, tuple(s)) for path, s in leaves.items()}
+    origin: dict[Path, str] = {}
+    problems = []
+    for row in rows:
+        missing = [path for path in row.inputs if path not in values]
+        if missing:
+            problems += [f"{row}: there is no {format_path(path)}" for path in missing]
+            continue
+        inputs = [values.pop(path) for path in row.inputs]
+        told = [*(origin.pop(path, "") for path in row.inputs), row.origin]
+        try:
+            made = inputs if row.operation is None else applied(row.operation, inputs)
+        except TreeMismatchError as error:
+            problems.append(f"{row}: {error.summary}")
+            continue
+        texts = ", ".join(filter(None, told)).split(", ")
+        for path, value in zip(row.outputs, made, strict=True):
+            if path in values:
+                problems.append(f"{row}: there is a {format_path(path)} already")
+            values[path] = value
+            origin[path] = ", ".join(dict.fromkeys(texts))
+    if problems:
+        raise TreeMismatchError("steps that cannot be carried out", problems)
+    return LeafMap(values, origin)
+
+
+def input_names(call: Call, names: Mapping[tuple[int, int], Path]) -> tuple[Path, ...]:
+    """What the inputs of a call are called."""
+    return tuple(
+        value.path if isinstance(value, Source) else names[id(value.call), value.part]
+        for value in call.inputs
+        if not isinstance(value, Zeros)
+    )
+
+
+def an_array(leaves: Mapping[Path, Leaf]) -> ArrayHandle:
+    """A leaf that others are stored like: a device array if there is one."""
+    arrays = [leaf for leaf in leaves.values() if isinstance(leaf, ArrayHandle)]
+    return min(arrays, key=lambda leaf: (leaf.value_type != "jax.Array", leaf.key_impl is not None))
+
+
+def _add_calls(value: Value, found: dict[int, Call]) -> None:
+    """Adds the calls that a value is made by, each behind those whose outputs it takes."""
+    pending = [value.call] if isinstance(value, Output) and id(value.call) not in found else []
+    while pending:
+        call = pending[-1]
+        needed = [
+            value.call
+            for value in call.inputs
+            if isinstance(value, Output) and id(value.call) not in found
+        ]
+        if needed:
+            pending += reversed(needed)
+        else:
+            found[id(call)] = pending.pop()
+
+
+def _evaluated(found: LeafMap, leaves: Mapping[Path, Value]) -> dict[Path, Value]:
+    """The values of a map whose sources are these."""
+    made: dict[int, tuple[Output, ...]] = {}
+
+    def bound(value: Value) -> Value:
+        if isinstance(value, Source):
+            return leaves[value.path]
+        return made[id(value.call)][value.part] if isinstance(value, Output) else value
+
+    for call in found.calls():
+        made[id(call)] = applied(call.operation, list(map(bound, call.inputs)))
+    return {path: bound(value) for path, value in found.values.items()}
+
+
+def _paths_below(value: Value) -> Iterator[Path]:
+    """Paths of the leaves that a value is made of."""
+    calls: dict[int, Call] = {}
+    _add_calls(value, calls)
+    for held in (value, *(inner for call in calls.values() for inner in call.inputs)):
+        if isinstance(held, Source):
+            yield held.path
+
+
+def _names(found: LeafMap) -> dict[tuple[int, int], Path]:
+    """A path for each output of a call: where it goes, if that is where it stays. Of others that of
+    its only input, or where the first leaf goes that is made of it; `~` keeps them apart."""
+    calls = found.calls()
+    names: dict[tuple[int, int], Path] = {}
+    goal: dict[tuple[int, int], Path] = {}
+    for path, value in found.values.items():
+        if isinstance(value, Output):
+            names.setdefault((id(value.call), value.part), path)
+    goal |= names
+    for call in reversed(calls):
+        first = next(
+            goal[id(call), part] for part in range(len(call.shapes)) if (id(call), part) in goal
+        )
+        for value in call.inputs:
+            if isinstance(value, Output):
+                goal.setdefault((id(value.call), value.part), first)
+    held: set[Path] = set()
+    for call in calls:
+        inputs = input_names(call, names)
+        held.difference_update(inputs)
+        for part in range(len(call.shapes)):
+            key = id(call), part
+            if key not in names:
+                alone = len(inputs) == len(call.shapes) == 1
+                *outer, last = inputs[0] if alone else goal.get(key, (*inputs[0], str(part)))
+                while (*outer, last) in held:
+                    last = f"{last}~"
+                names[key] = (*outer, last)
+            held.add(names[key])
+    return names
+
+
+def _zeros(path: Path, zeros: Zeros, like: ArrayHandle) -> ArrayHandle:
+    # One zero, however many they are.
+    values = np.broadcast_to(np.zeros((), zeros.dtype), zeros.shape)
+    value_type = "np.ndarray" if like.value_type == "scalar" else like.value_type
+    return dataclasses.replace(constant(path, values, like), value_type=value_type)
+
+
+def _check_padding(handle: ArrayHandle, crop: Crop) -> None:
+    """Raises TreeMismatchError if what padding has added is not what it was any more."""
+    if crop.fill is None:
+        return
+    view = handle.view()
+    for axis, (before, after) in enumerate(crop.widths):
+        size = handle.shape[axis]
+        for part in (slice(0, before), slice(size - after, size)):
+            read = view[(*[slice(None)] * axis, part)].read()
+            values = np.asarray(checked(read, f"{format_path(handle.path)}: its stored bytes"))
+            if values.size and (values != np.array(crop.fill, values.dtype)).any():
+                raise TreeMismatchError(
+                    f"{format_path(handle.path)}: it was padded with {crop.fill}, and holds other "
+                    "values there now",
+                    hints=["a map to linen with `crop` cuts them off"],
+                )

@@ -1,0 +1,249 @@
+"""Leaf maps against brute force: random operations on random arrays, forwards and backwards."""
+
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reshard.arrays.operations import (
+    Concat,
+    Crop,
+    Pad,
+    Reshape,
+    Split,
+    Stack,
+    Transpose,
+    Unstack,
+)
+from reshard.convert.leafmap import LeafMap, Output, Row, Source, Zeros, applied, from_rows
+from reshard.errors import TreeMismatchError
+
+F32 = np.dtype("f4")
+
+
+def done(operation, arrays):
+    """What an operation makes of arrays, by NumPy."""
+    match operation:
+        case Transpose(axes=axes):
+            return [np.transpose(arrays[0], axes)]
+        case Reshape(shape=shape):
+            return [arrays[0].reshape(shape)]
+        case Split(axis=axis, sizes=sizes):
+            return np.split(arrays[0], list(itertools.accumulate(sizes))[:-1], axis)
+        case Concat(axis=axis):
+            return [np.concatenate(arrays, axis)]
+        case Stack(axis=axis):
+            return [np.stack(arrays, axis)]
+        case Unstack(axis=axis):
+            return list(np.moveaxis(arrays[0], axis, 0))
+        case Pad(widths=widths, fill=fill):
+            return [np.pad(arrays[0], widths, constant_values=fill)]
+        case Crop(widths=widths):
+            ends = [(a, size - b) for (a, b), size in zip(widths, arrays[0].shape, strict=True)]
+            return [arrays[0][tuple(slice(a, b) for a, b in ends)]]
+    raise AssertionError(operation)
+
+
+def evaluated(found, arrays):
+    """What a map makes of arrays, by its values alone."""
+
+    def value(held):
+        if isinstance(held, Source):
+            assert arrays[held.path].shape == held.shape
+            return arrays[held.path]
+        if isinstance(held, Zeros):
+            return np.zeros(held.shape, held.dtype)
+        return done(held.call.operation, list(map(value, held.call.inputs)))[held.part]
+
+    assert all(not arrays[path].any() for path in found.must_be_zero)
+    return {path: value(held) for path, held in found.values.items()}
+
+
+def carried(rows, arrays):
+    """What rows make of arrays, one after another."""
+    held = dict(arrays)
+    for row in rows:
+        inputs = [held.pop(path) for path in row.inputs]
+        made = inputs if row.operation is None else done(row.operation, inputs)
+        assert held.keys().isdisjoint(row.outputs)
+        held.update(zip(row.outputs, made, strict=True))
+    return held
+
+
+def bits(arrays):
+    return {path: (a.shape, a.dtype, a.tobytes()) for path, a in arrays.items()}
+
+
+NAMES = [(f"{a}", f"{b}") for a in "uvw" for b in range(4)]
+
+
+@st.composite
+def cases(draw):
+    """Random arrays, and random rows that can be carried out on them."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    start = draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=6, unique=True))
+    shapes = [(2, 3), (2, 3), (4, 2, 3), (6,)]
+    arrays = {path: rng.uniform(1, 2, draw(st.sampled_from(shapes))).astype("f4") for path in start}
+    held, rows = {path: a.shape for path, a in arrays.items()}, []
+
+    def free(count, gone):
+        names = [name for name in NAMES if name not in held or name in gone]
+        return tuple(draw(st.permutations(names))[:count])
+
+    for _ in range(draw(st.integers(0, 6))):
+        path = draw(st.sampled_from(sorted(held)))
+        shape = held[path]
+        alike = [other for other in held if held[other] == shape and other != path]
+        kinds = ["rename", "transpose", "reshape", "pad", "split", "unstack"]
+        kind = draw(st.sampled_from([*kinds, *(["concat", "stack"] if alike else [])]))
+        axis = draw(st.integers(-len(shape), len(shape) - 1)) if shape else 0
+        inputs, count, operation = (path,), 1, None
+        if kind == "transpose":
+            operation = Transpose(tuple(draw(st.permutations(range(len(shape))))))
+        elif kind == "reshape":
+            operation = Reshape((*shape[::-1], 1))
+        elif kind == "pad" and shape:
+            widths = [draw(st.tuples(st.integers(0, 2), st.integers(0, 2))) for _ in shape]
+            operation = Pad(tuple(widths), 0.5)
+        elif kind == "split" and shape and shape[axis] > 1:
+            operation, count = Split(axis, (1, shape[axis] - 1)), 2
+        elif kind == "unstack" and shape and shape[axis] < 5:
+            operation, count = Unstack(axis, shape[axis]), shape[axis]
+        elif kind in ("concat", "stack") and shape:
+            inputs = (path, draw(st.sampled_from(sorted(alike))))
+            operation = Concat(axis) if kind == "concat" else Stack(axis)
+        outputs = free(count, inputs)
+        if len(outputs) < count:
+            continue
+        before = [held.pop(each) for each in inputs]
+        after = before if operation is None else operation.shapes(before)
+        held.update(zip(outputs, after, strict=True))
+        rows.append(Row(inputs, outputs, operation, draw(st.sampled_from(["map", "path"]))))
+    return arrays, rows
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_a_map_is_its_rows_without_their_order(case):
+    arrays, rows = case
+    shapes = {path: array.shape for path, array in arrays.items()}
+    found = from_rows(rows, shapes)
+    expected = carried(rows, arrays)
+    assert bits(evaluated(found, arrays)) == bits(expected)
+    assert found.shapes == {path: array.shape for path, array in expected.items()}
+    assert found.sources() == shapes
+    again = found.sequence()
+    assert bits(carried(again, arrays)) == bits(expected)
+    assert from_rows(again, shapes).values == found.values
+    assert pickle.loads(pickle.dumps(found)) == found
+    back = found.inverse()
+    assert bits(evaluated(back, expected)) == bits(arrays)
+    if not any(isinstance(row.operation, Pad) for row in rows):
+        assert back.inverse().values.keys() == found.values.keys()
+        assert bits(evaluated(back.inverse(), arrays)) == bits(expected)
+        assert bits(evaluated(found.then(back), arrays)) == bits(arrays)
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases(), st.integers(0, 6))
+def test_maps_follow_one_another(case, at):
+    arrays, rows = case
+    shapes = {path: array.shape for path, array in arrays.items()}
+    first = from_rows(rows[:at], shapes)
+    second = from_rows(rows[at:], first.shapes)
+    touched = {path for row in rows[at:] for path in (*row.inputs, *row.outputs)}
+    less = {p: v for p, v in second.values.items() if v != Source(p, v.shape) or p in touched}
+    for other in (second, LeafMap(less, second.origin)):  # what is not named stays
+        found = first.then(other)
+        assert found.values == from_rows(rows, shapes).values
+        assert bits(evaluated(found, arrays)) == bits(carried(rows, arrays))
+
+
+def test_origins_are_told_together():
+    shapes = {("a",): (2,), ("b",): (2,), ("c",): (1,)}
+    first = from_rows([Row((("a",),), (("x",),), None, "map")], shapes)
+    rows = [Row((("x",), ("b",)), (("y",),), Concat(0), "structure")]
+    found = first.then(from_rows(rows, first.shapes))
+    assert found.origin == {("y",): "map, structure"}
+    assert found.rows() == [
+        Row((("a",), ("b",)), (("y",),), Concat(0), "map, structure"),
+    ]
+    assert found.inverse().origin == {("a",): "map, structure", ("b",): "map, structure"}
+
+
+def test_rows_name_what_is_between_operations():
+    shapes = {("a",): (2, 3), ("b",): (2, 3), ("w",): (2, 4)}
+    one, other = (applied(Transpose((1, 0)), [Source((key,), (2, 3))])[0] for key in "ab")
+    (joined,) = applied(Concat(0), [one, other])
+    (turned,) = applied(Transpose((1, 0)), [joined])
+    parts = applied(Split(1, (1, 3)), [Source(("w",), (2, 4))])
+    flat = applied(Reshape((6,)), parts[1:])[0]
+    values = {("ab",): turned, ("p",): parts[0], ("q",): flat}
+    assert list(map(str, LeafMap(values, dict.fromkeys(values, "path")).rows())) == [
+        "a -> a  Transpose(axes=(1, 0))",
+        "b -> b  Transpose(axes=(1, 0))",
+        "a + b -> ab  Concat(axis=0)",
+        "ab -> ab  Transpose(axes=(1, 0))",
+        "w -> p + q  Split(axis=1, sizes=(1, 3))",
+        "q -> q  Reshape(shape=(6,))",
+    ]
+    assert from_rows(LeafMap(values).rows(), shapes).values == values
+
+
+def test_leaves_change_places():
+    shapes = dict.fromkeys([("a",), ("b",), ("c",)], (2,))
+    sources = {path: Source(path, shape) for path, shape in shapes.items()}
+    found = LeafMap({("a",): sources["b",], ("b",): sources["a",], ("c",): sources["c",]})
+    assert list(map(str, found.rows())) == ["b -> a", "a -> b"]
+    assert list(map(str, found.sequence())) == ["b -> b~", "a -> a~", "b~ -> a", "a~ -> b"]
+    assert found.inverse() == found
+
+
+def test_what_is_left_out_goes_with_the_leaf():
+    renamed = LeafMap({("x",): Source(("a",), (2,)), ("y",): Source(("b",), (3,))})
+    zeros = Zeros((3,), F32)
+    found = renamed.then(LeafMap({}, {}, (("x",),), {("y",): zeros}))
+    assert found == LeafMap({}, {}, (("a",),), {("b",): zeros})
+    assert found.inverse() == LeafMap({("b",): zeros})
+    assert found.inverse().inverse() == LeafMap({}, {}, (), {("b",): zeros})
+    made = LeafMap(dict(zip([("x",), ("y",)], applied(Split(0, (1, 1)), [Source(("a",), (2,))]))))
+    with pytest.raises(TreeMismatchError) as error:
+        made.then(LeafMap({}, {}, (("x",),)))
+    assert str(error.value) == "what an operation has made cannot be dropped\n  x"
+
+
+def test_what_has_no_way_back():
+    source = Source(("a",), (4,))
+    (cropped,) = applied(Crop(((1, 1),)), [source])
+    with pytest.raises(TreeMismatchError, match="a crop cannot be run backwards"):
+        LeafMap({("b",): cropped}).inverse()
+    with pytest.raises(TreeMismatchError, match="a is used twice"):
+        LeafMap({("b",): source, ("c",): source}).inverse()
+
+
+def test_all_rows_that_cannot_be_carried_out_are_told():
+    rows = [
+        Row((("a",),), (("b",),)),
+        Row((("b",),), (("c",),), Transpose((0, 1))),
+        Row((("x",), ("y",)), (("z",),), Concat(0)),
+        Row((("d",),), (("e",),)),
+    ]
+    with pytest.raises(TreeMismatchError) as error:
+        from_rows(rows, {("a",): (2,), ("d",): (), ("e",): ()})
+    assert str(error.value) == """\
+steps that cannot be carried out
+  b -> c  Transpose(axes=(0, 1)): axes [0, 1] do not reorder [2]
+  x + y -> z  Concat(axis=0): there is no x
+  x + y -> z  Concat(axis=0): there is no y
+  d -> e: there is a e already"""
+
+
+def test_calls_are_shared():
+    parts = applied(Split(0, (1, 1)), [Source(("a",), (2,))])
+    found = pickle.loads(pickle.dumps(LeafMap({("x",): parts[0], ("y",): parts[1]})))
+    first, second = found.values.values()
+    assert isinstance(first, Output) and isinstance(second, Output)
+    assert first.call is second.call and len(found.calls()) == 1
