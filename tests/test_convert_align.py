@@ -22,8 +22,8 @@ from reshard.arrays.operations import Concat, Transpose
 from reshard.convert.align import align
 from reshard.convert.axes import Move, Placed, moves
 from reshard.convert.definitions import nnx_outline
+from reshard.convert.leafmap import from_rows
 from reshard.convert.outline import Leaf, Module, linen_outline, path_outline, without
-from reshard.convert.steps import carried_out
 from reshard.tree import format_path
 
 PAIRS = pathlib.Path(__file__).parent / "data/pairs"
@@ -1380,7 +1380,7 @@ def test_models_that_correspond_are_solved_whatever_the_order_of_leaves(tree, rn
     assert (found.abstentions, found.mismatches) == ((), ())
     assert align(linen_outline(twins.linen), model) == found
     shapes = {path: leaf.shape for path, leaf in twins.linen.items()}
-    assert carried_out(found.steps, shapes) == {
+    assert from_rows(found.steps, shapes).shapes == {
         leaf.path: leaf.shape for leaf in model.all_leaves()
     }
 

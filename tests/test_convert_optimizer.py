@@ -25,9 +25,10 @@ from reshard.arrays.operations import (
     Transpose,
     Unstack,
 )
+from reshard.convert.leafmap import LeafMap, Row, Source, Zeros, from_rows, renaming
 from reshard.convert.mirrors import mirrored
-from reshard.convert.optimizer import optimizer_steps
-from reshard.convert.steps import Step, backwards, carried_out
+from reshard.convert.optimizer import Followed
+from reshard.convert.optimizer import followed as optimizer_state
 
 F32 = np.dtype("float32")
 
@@ -86,22 +87,33 @@ def below(shapes, *root):
     return {(*root, *path): shape for path, shape in shapes.items()}
 
 
+def follow(rows, parameters, leaves, ahead=None):
+    """What becomes of optimizer state when rows say what becomes of the parameters."""
+    made = {path for row in rows for path in row.outputs}
+    others = {path: (4, 6) for row in rows for path in row.inputs if path not in made}
+    model = from_rows(rows, others | parameters)
+    named = {path: value for path, value in model.values.items() if path in model.origin}
+    return optimizer_state(LeafMap(named, model.origin), parameters, leaves, ahead)
+
+
+def whole(found, leaves):
+    """The map of all optimizer state that has values."""
+    arrays = {path: leaf[0] for path, leaf in leaves.items() if leaf}
+    return renaming({path: path for path in arrays}, arrays).then(found.map)
+
+
 def carried(found, leaves):
-    """The optimizer state after its steps, as `state_of` gives it."""
-    arrays = {path: leaf[0] for path, leaf in leaves.items() if leaf and path not in found.vanish}
-    made = carried_out(found.steps, arrays)
-    dtypes = {path: leaf[1] for path, leaf in leaves.items() if leaf}
-    for step in found.steps:
-        (dtype,) = {dtypes.pop(path) for path in step.inputs}
-        dtypes.update(dict.fromkeys(step.outputs, dtype))
+    """The optimizer state after its map, as `state_of` gives it."""
+    made = {}
+    for path, value in whole(found, leaves).values.items():
+        if isinstance(value, Zeros):
+            made[path] = tuple(value)
+        else:
+            (dtype,) = {leaves[source][1] for source in LeafMap({path: value}).sources()}
+            made[path] = value.shape, dtype
     gone = {path for sources in found.placeholders.values() for path in sources}
     empty = dict.fromkeys(path for path, leaf in leaves.items() if not leaf and path not in gone)
-    return {
-        **{path: (shape, dtypes[path]) for path, shape in made.items()},
-        **empty,
-        **found.appear,
-        **dict.fromkeys(found.placeholders),
-    }
+    return {**made, **empty, **dict.fromkeys(found.placeholders)}
 
 
 def applied(operation, *arrays):
@@ -113,7 +125,7 @@ def applied(operation, *arrays):
 def followed(steps, shapes, tx, after):
     """The steps of a state of optax's, which must become the state of the parameters afterwards."""
     leaves = state_of(tx, shapes)
-    found = optimizer_steps(steps, below(shapes, "params"), leaves)
+    found = follow(steps, below(shapes, "params"), leaves)
     assert found.problems == ()
     assert carried(found, leaves) == state_of(tx, after)
     return found
@@ -122,7 +134,7 @@ def followed(steps, shapes, tx, after):
 def one(operation, before, after):
     """A step from `params/old`, or several, to `new`, or several."""
     inputs = tuple(("params", f"old_{i}", "kernel") for i in range(before))
-    return Step(inputs, tuple((f"new_{i}", "kernel") for i in range(after)), operation)
+    return Row(inputs, tuple((f"new_{i}", "kernel") for i in range(after)), operation)
 
 
 def at(name, shapes):
@@ -150,22 +162,22 @@ RENAMED = {
 @EACH
 @pytest.mark.parametrize("collection", [("params",), ("params", "params"), ()])
 def test_renamed_parameters_take_their_state_along(name, collection):
-    steps = [Step(((*collection, *old),), (new,), None, "path") for old, new in RENAMED.items()]
+    steps = [Row(((*collection, *old),), (new,), None, "path") for old, new in RENAMED.items()]
     leaves = state_of(OPTIMIZERS[name], NAMES)
-    found = optimizer_steps(steps, below(NAMES, *collection), leaves)
+    found = follow(steps, below(NAMES, *collection), leaves)
     after = {new: NAMES[old] for old, new in RENAMED.items()}
-    assert found.problems == found.vanish == ()
+    assert (found.problems, found.map.must_be_zero) == ((), {})
     assert carried(found, leaves) == state_of(OPTIMIZERS[name], after)
-    assert {step.origin for step in found.steps} == {"path"}
+    assert {*found.map.origin.values()} == {"path"}
 
 
 @EACH
 def test_the_collection_may_be_a_level_of_the_state_too(name):
     """`TrainState(params=variables)`, as MaxText has it."""
     inner = below(NAMES, "params")
-    steps = [Step((("params", "params", *old),), (new,)) for old, new in RENAMED.items()]
+    steps = [Row((("params", "params", *old),), (new,)) for old, new in RENAMED.items()]
     leaves = state_of(OPTIMIZERS[name], inner)
-    found = optimizer_steps(steps, below(inner, "params"), leaves)
+    found = follow(steps, below(inner, "params"), leaves)
     after = {new: NAMES[old] for old, new in RENAMED.items()}
     assert found.problems == ()
     assert carried(found, leaves) == state_of(OPTIMIZERS[name], after)
@@ -203,7 +215,7 @@ def test_an_operation_on_parameters_is_done_to_their_moments(name, operation, sh
     made = operation.shapes(shapes)
     step = one(operation, len(shapes), len(made))
     found = followed([step], at("old", shapes), OPTIMIZERS[name], at("new", made))
-    assert {(each.operation, each.origin) for each in found.steps} == {(operation, "map")}
+    assert {(row.operation, row.origin) for row in found.map.rows()} == {(operation, "map")}
 
 
 @EACH
@@ -218,12 +230,12 @@ def test_steps_that_go_on_from_others(name):
     whole = ("params", "qkv", "kernel")
     parts = tuple((part, "kernel") for part in "qkv")
     steps = [
-        Step(gates, (("dense", "kernel"),), Concat(-1)),
-        Step((("dense", "kernel"),), (("dense", "kernel"),), Transpose((1, 0))),
-        Step((("dense", "kernel"),), (("lstm", "dense", "kernel"),)),
-        Step((whole,), parts, Split(0, (4, 4, 4))),
-        Step(parts[:1], (("q", "w", "kernel"),)),
-        Step((("params", "qkv", "bias"),), (("qkv", "bias"),)),
+        Row(gates, (("dense", "kernel"),), Concat(-1)),
+        Row((("dense", "kernel"),), (("dense", "kernel"),), Transpose((1, 0))),
+        Row((("dense", "kernel"),), (("lstm", "dense", "kernel"),)),
+        Row((whole,), parts, Split(0, (4, 4, 4))),
+        Row(parts[:1], (("q", "w", "kernel"),)),
+        Row((("params", "qkv", "bias"),), (("qkv", "bias"),)),
     ]
     after = {
         ("lstm", "dense", "kernel"): (24, 4),
@@ -246,12 +258,12 @@ def test_names_may_change_places(name):
         ("e", "bias"): (2,),
     }
     steps = [
-        Step((("params", "a", "kernel"),), (("b", "kernel"),)),
-        Step((("params", "b", "kernel"),), (("c", "kernel"),), Transpose((1, 0))),
-        Step((("params", "c", "kernel"),), (("a", "kernel"),)),
-        Step((("params", "d", "bias"),), (("e", "bias"),), Pad(((0, 1),), 0)),
-        Step((("params", "e", "bias"),), (("d", "bias"),)),
-        Step((("c", "kernel"),), (("c", "kernel"),), Transpose((1, 0))),
+        Row((("params", "a", "kernel"),), (("b", "kernel"),)),
+        Row((("params", "b", "kernel"),), (("c", "kernel"),), Transpose((1, 0))),
+        Row((("params", "c", "kernel"),), (("a", "kernel"),)),
+        Row((("params", "d", "bias"),), (("e", "bias"),), Pad(((0, 1),), 0)),
+        Row((("params", "e", "bias"),), (("d", "bias"),)),
+        Row((("c", "kernel"),), (("c", "kernel"),), Transpose((1, 0))),
     ]
     after = {
         ("b", "kernel"): (4, 6),
@@ -263,44 +275,37 @@ def test_names_may_change_places(name):
     followed(steps, shapes, OPTIMIZERS[name], after)
 
 
-def test_steps_say_what_becomes_of_what_and_who_said_so():
+def test_the_map_says_what_becomes_of_what_and_who_said_so():
     shapes = {("params", "a"): (4, 6), ("params", "b"): (6,), ("params", "c"): (6,)}
     steps = [
-        Step((("params", "a"),), (("x", "a"),), Transpose((1, 0)), "structure"),
-        Step((("params", "b"),), (("c",),), None, "path"),
-        Step((("params", "c"),), (("b",),), None, "map"),
+        Row((("params", "a"),), (("x", "a"),), Transpose((1, 0)), "structure"),
+        Row((("params", "b"),), (("c",),), None, "path"),
+        Row((("params", "c"),), (("b",),), None, "map"),
     ]
     mu = {("0", "mu", key): ((4, 6) if key == "a" else (6,), F32) for key in "abc"}
-    found = optimizer_steps(steps, shapes, {**mu, ("0", "count"): ((), np.dtype("int32"))})
-    assert found == dataclasses.replace(
-        found,
-        steps=(
-            Step((("0", "mu", "a"),), (("0", "mu", "x", "a"),), Transpose((1, 0)), "structure"),
-            Step((("0", "mu", "b"),), (("0", "mu", "", "c"),), None, "path"),
-            Step((("0", "mu", "c"),), (("0", "mu", "b"),), None, "map"),
-            Step((("0", "mu", "", "c"),), (("0", "mu", "c"),), None, "path"),
-        ),
-        placeholders={},
-        vanish=(),
-        appear={},
-        problems=(),
-    )
+    found = follow(steps, shapes, {**mu, ("0", "count"): ((), np.dtype("int32"))})
+    assert found.map.rows() == [
+        Row((("0", "mu", "a"),), (("0", "mu", "x", "a"),), Transpose((1, 0)), "structure"),
+        Row((("0", "mu", "b"),), (("0", "mu", "c"),), None, "path"),
+        Row((("0", "mu", "c"),), (("0", "mu", "b"),), None, "map"),
+    ]
+    assert dataclasses.astuple(found)[1:] == ({}, ())
 
 
 def test_placeholders_know_what_they_were():
     shapes = {("params", f"layer_{i}", key): (4,) for i in range(2) for key in "wb"}
     inputs = {key: tuple(("params", f"layer_{i}", key) for i in range(2)) for key in "wb"}
     steps = [
-        Step(inputs["w"], (("layers", "w"),), Stack(0)),
-        Step(inputs["b"], (("both", "b"),), Concat(0)),
-        Step((("both", "b"),), (("one", "b"), ("other", "b")), Split(0, (2, 6))),
+        Row(inputs["w"], (("layers", "w"),), Stack(0)),
+        Row(inputs["b"], (("both", "b"),), Concat(0)),
+        Row((("both", "b"),), (("one", "b"), ("other", "b")), Split(0, (2, 6))),
     ]
     leaves = {
         ("0", "mu", f"layer_{i}", key): None if key == "b" else ((4,), F32)
         for i in range(2)
         for key in "wb"
     }
-    found = optimizer_steps(steps, shapes, leaves)
+    found = follow(steps, shapes, leaves)
     sources = (("0", "mu", "layer_0", "b"), ("0", "mu", "layer_1", "b"))
     assert found.placeholders == {
         ("0", "mu", "one", "b"): sources,
@@ -314,10 +319,10 @@ def test_placeholders_know_what_they_were():
 
 
 def test_without_optimizer_state_there_is_nothing_to_do():
-    steps = [Step((("params", "a"),), (("x",),), Transpose((1, 0)))]
+    steps = [Row((("params", "a"),), (("x",),), Transpose((1, 0)))]
     for parameters in ({("params", "a"): (2, 3)}, {}):
-        found = optimizer_steps(steps, parameters, {})
-        assert dataclasses.astuple(found) == ((), {}, (), {}, ())
+        found = follow(steps, parameters, {})
+        assert found == Followed(LeafMap({}), {}, ())
 
 
 def test_what_is_neither_changed_nor_a_mirror_is_left_alone():
@@ -329,18 +334,16 @@ def test_what_is_neither_changed_nor_a_mirror_is_left_alone():
         ("history", "Dense_1", "kernel"): ((4, 6), F32),
         ("nothing",): None,
     }
-    step = Step((("params", "Dense_0", "kernel"),), (("params", "Dense_0", "weight"),))
-    found = optimizer_steps([step], shapes, leaves)
-    assert found.steps == tuple(
-        Step(
-            (("inner_state", 0, moment, "Dense_0", "kernel"),),
-            (("inner_state", 0, moment, "Dense_0", "weight"),),
-        )
+    step = Row((("params", "Dense_0", "kernel"),), (("params", "Dense_0", "weight"),))
+    found = follow([step], shapes, leaves)
+    state = ("inner_state", 0)
+    values = {
+        (*state, moment, "Dense_0", "weight"): Source((*state, moment, "Dense_0", "kernel"), (4, 6))
         for moment in ("mu", "nu")
-    )
-    assert dataclasses.astuple(found)[1:] == ({}, (), {}, ())
-    step = Step((("params", "Dense_0", "kernel"),), (("params", "last", "kernel"),))
-    assert optimizer_steps([step], shapes, leaves).problems == tuple(
+    }
+    assert found == Followed(LeafMap(values, dict.fromkeys(values, "map")), {}, ())
+    step = Row((("params", "Dense_0", "kernel"),), (("params", "last", "kernel"),))
+    assert follow([step], shapes, leaves).problems == tuple(
         f"{path}: float32[4,6] mirrors no parameter, and parameters change their order, shape or "
         "number"
         for path in ("extra/kernel", "history/Dense_1/kernel")
@@ -352,17 +355,18 @@ def test_what_is_ahead_of_parameters_is_not_the_same_before_and_after(name):
     """Linen's parameters are below a collection that optimizer state may lack, NNX's are not, and
     may be below an attribute of the same name."""
     renamed = {old: ("params", *new) for old, new in RENAMED.items()}
-    steps = [Step((("params", *old),), (new,)) for old, new in renamed.items()]
+    steps = [Row((("params", *old),), (new,)) for old, new in renamed.items()]
     linen, nnx = NAMES, {new: NAMES[old] for old, new in renamed.items()}
     leaves = state_of(OPTIMIZERS[name], linen)
-    found = optimizer_steps(steps, below(linen, "params"), leaves, ())
+    found = follow(steps, below(linen, "params"), leaves, ())
     assert found.problems == ()
     made = carried(found, leaves)
     assert made == state_of(OPTIMIZERS[name], nnx)
-    back = optimizer_steps(backwards(steps, below(linen, "params")), nnx, made, ("params",))
+    steps_back = [Row(row.outputs, row.inputs) for row in steps]
+    back = follow(steps_back, nnx, made, ("params",))
     assert back.problems == ()
     assert carried(back, made) == leaves
-    inside = optimizer_steps(backwards(steps, below(linen, "params")), nnx, made)
+    inside = follow(steps_back, nnx, made)
     assert carried(inside, made) == state_of(OPTIMIZERS[name], below(linen, "params"))
 
 
@@ -378,7 +382,7 @@ def test_modules_that_are_called_as_moments_are():
         ("v_row", "v"): (3,),
     }
     names = {path: ("m", *(f"{key}_x" for key in path)) for path in shapes}
-    steps = [Step((("params", *old),), (new,)) for old, new in names.items()]
+    steps = [Row((("params", *old),), (new,)) for old, new in names.items()]
     after = {names[path]: shape for path, shape in shapes.items()}
     for name in ("adam", "momentum", "adafactor", "MultiSteps", "chain"):
         followed(steps, shapes, OPTIMIZERS[name], after)
@@ -387,7 +391,7 @@ def test_modules_that_are_called_as_moments_are():
 def test_counters_and_hyperparameters_are_nobodys():
     """Parameters may be called like them."""
     shapes = {("count",): (), ("b1",): (6,), ("w1",): (4, 6), ("b2",): (5,), ("scale",): ()}
-    steps = [Step((("params", *path),), ((f"{path[0]}_x",),)) for path in shapes]
+    steps = [Row((("params", *path),), ((f"{path[0]}_x",),)) for path in shapes]
     after = {(f"{path[0]}_x",): shape for path, shape in shapes.items()}
     for name in ("adam", "momentum", "inject_hyperparams", "MultiSteps", "multi_transform"):
         followed(steps, shapes, OPTIMIZERS[name], after)
@@ -396,10 +400,10 @@ def test_counters_and_hyperparameters_are_nobodys():
 def test_a_scalar_of_every_parameter_follows_under_a_new_name():
     shapes = {("params", "a"): (4, 6), ("params", "b"): ()}
     leaves = {("scales", "x", key): ((), F32) for key in "ab"}
-    steps = [Step((("params", key),), (("x", key, "w"),)) for key in "ab"]
+    steps = [Row((("params", key),), (("x", key, "w"),)) for key in "ab"]
     inside = {("params", "x", *path[1:]): shape for path, shape in shapes.items()}
-    steps = [Step((path,), (("y", path[-1]),)) for path in inside]
-    found = optimizer_steps(steps, inside, leaves)
+    steps = [Row((path,), (("y", path[-1]),)) for path in inside]
+    found = follow(steps, inside, leaves)
     assert carried(found, leaves) == {("scales", "y", key): ((), F32) for key in "ab"}
 
 
@@ -442,8 +446,8 @@ def test_what_mirrors_what():
 def test_one_parameter_has_its_mirrors():
     parameters = {("params", "Dense_0", "kernel"): (2, 3)}
     leaves = state_of(optax.adam(1e-3), {("Dense_0", "kernel"): (2, 3)})
-    step = Step((("params", "Dense_0", "kernel"),), (("linear", "kernel"),), Transpose((1, 0)))
-    found = optimizer_steps([step], parameters, leaves)
+    step = Row((("params", "Dense_0", "kernel"),), (("linear", "kernel"),), Transpose((1, 0)))
+    found = follow([step], parameters, leaves)
     assert carried(found, leaves) == state_of(optax.adam(1e-3), {("linear", "kernel"): (3, 2)})
 
 
@@ -472,23 +476,25 @@ def check_factors(operation, gradients):
     made = applied(operation, *gradients)
     after = [factors(gradient) for gradient in made]
     parameters = {("params", f"old_{i}", "w"): g.shape for i, g in enumerate(gradients)}
-    step = Step(tuple(parameters), tuple((f"new_{i}", "w") for i in range(len(made))), operation)
+    step = Row(tuple(parameters), tuple((f"new_{i}", "w") for i in range(len(made))), operation)
     leaves = {
         ("0", name, f"old_{i}", "w"): moments[name]
         for name in MOMENTS
         for i, moments in enumerate(before)
     }
     described = {path: (leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
-    found = optimizer_steps([step], parameters, described)
+    found = follow([step], parameters, described)
     if found.problems:
         return found.problems
     values = dict(leaves)
-    assert not any(values.pop(path).any() for path in found.vanish)
-    for each in found.steps:
+    assert not any(values.pop(path).any() for path in found.map.must_be_zero)
+    for each in found.map.rows():
         inputs = [values.pop(path) for path in each.inputs]
         outputs = inputs if each.operation is None else applied(each.operation, *inputs)
         values.update(zip(each.outputs, outputs, strict=True))
-    values |= {path: np.zeros(shape, dtype) for path, (shape, dtype) in found.appear.items()}
+    for path, value in found.map.values.items():
+        if isinstance(value, Zeros):
+            values[path] = np.zeros(value.shape, value.dtype)
     expected = {
         ("0", name, f"new_{i}", "w"): moments[name]
         for name in MOMENTS
@@ -595,28 +601,27 @@ def test_what_is_factored_cannot_become_one_with_what_is_not():
 @EACH
 def test_factors_are_renamed_as_they_are(name):
     tx = optax.chain(OPTIMIZERS[name], optax.adafactor(1e-3, min_dim_size_to_factor=2))
-    steps = [Step((("params", *old),), (new,)) for old, new in RENAMED.items()]
+    steps = [Row((("params", *old),), (new,)) for old, new in RENAMED.items()]
     found = followed(steps, NAMES, tx, {new: NAMES[old] for old, new in RENAMED.items()})
-    assert found.vanish == ()
-    assert found.appear == {}
+    assert found.map.must_be_zero == {}
+    assert not any(isinstance(value, Zeros) for value in found.map.values.values())
 
 
 def test_the_zeros_that_adafactor_has_instead_of_moments_stay_what_they_are():
     """They are not stacked; what is there of them afterwards has no other source."""
     shapes = {(f"layer_{i}", "w"): (200, 150) for i in range(2)}
     steps = [
-        Step(tuple(("params", *path) for path in shapes), (("both", "w"),), Stack(0)),
-        Step((("both", "w"),), (("layers", "w"),), Transpose((0, 2, 1))),
+        Row(tuple(("params", *path) for path in shapes), (("both", "w"),), Stack(0)),
+        Row((("both", "w"),), (("layers", "w"),), Transpose((0, 2, 1))),
     ]
     leaves = state_of(optax.scale_by_factored_rms(), shapes)
-    found = optimizer_steps(steps, below(shapes, "params"), leaves)
-    assert dataclasses.astuple(found)[1:] == (
-        {},
-        (("v", "layer_0", "w"), ("v", "layer_1", "w")),
-        {("v", "layers", "w"): ((1,), F32)},
-        (),
+    found = follow(steps, below(shapes, "params"), leaves)
+    zeros = Zeros((1,), F32)
+    assert found.map.must_be_zero == dict.fromkeys(
+        [("v", f"layer_{i}", "w") for i in (0, 1)], zeros
     )
-    assert [step.operation for step in found.steps] == [
+    assert found.map.values["v", "layers", "w"] == zeros
+    assert [row.operation for row in found.map.rows()] == [
         Stack(0),
         Transpose((0, 1)),
         Stack(0),
@@ -651,7 +656,7 @@ def test_the_zeros_that_adafactor_has_instead_of_moments_stay_what_they_are():
 def test_what_adafactor_may_factor_is_not_carried_along_whole(tx, others, operation, shapes, shape):
     before = at("old", shapes) | at("other", others)
     step = one(operation, len(shapes), 1)
-    found = optimizer_steps([step], below(before, "params"), state_of(tx, before))
+    found = follow([step], below(before, "params"), state_of(tx, before))
     names = " + ".join(f"0/v/old_{i}/kernel" for i in range(len(shapes)))
     text = f"{names}: adafactor may factor a parameter of the shape {shape}"
     assert found.problems == (text,)
@@ -673,14 +678,14 @@ def test_what_adafactor_does_not_factor_is_carried_along_whole(tx, others, opera
     before = at("old", shapes) | at("other", others)
     made = operation.shapes(shapes)
     step = one(operation, len(shapes), 1)
-    same = [Step((("params", *path),), (path,)) for path in at("other", others)]
+    same = [Row((("params", *path),), (path,)) for path in at("other", others)]
     followed([step, *same], before, tx, at("new", made) | at("other", others))
 
 
 # What cannot be carried along
 
 PAIR = {("params", "a"): (4, 6), ("params", "b"): (4, 6)}
-BOTH = Step(tuple(PAIR), (("layers", "w"),), Stack(0))
+BOTH = Row(tuple(PAIR), (("layers", "w"),), Stack(0))
 FULL_LEAF = ((4, 6), F32)
 
 
@@ -709,34 +714,34 @@ FULL_LEAF = ((4, 6), F32)
             ["mu/a + mu/b: they become one, but mu/b has no value"],
         ),
         (
-            [Step((*PAIR, ("params", "c")), (("layers", "w"),), Stack(0))],
+            [Row((*PAIR, ("params", "c")), (("layers", "w"),), Stack(0))],
             {**PAIR, ("params", "c"): (4, 6)},
             {("mu", "a"): None, ("mu", "b"): FULL_LEAF},
             ["mu/a + mu/b + mu/c: they become one, but mu/a and mu/c have no value"],
         ),
         (
             [
-                Step((), (("params", "c"),), Constant(np.ones((1, 6), F32))),
-                Step((("params", "a"), ("params", "c")), (("w",),), Concat(0)),
+                Row((), (("params", "c"),), Constant(np.ones((1, 6), F32))),
+                Row((("params", "a"), ("params", "c")), (("w",),), Concat(0)),
             ],
             PAIR,
             {("mu", "a"): FULL_LEAF, ("mu", "b"): FULL_LEAF},
-            ["mu/a + mu/c: they become one, but mu/c has no value"],
+            ["mu/a + mu/w: they become one, but mu/w has no value"],
         ),
         (
-            [Step((("params", "a"), ("batch_stats", "m")), (("w",),), Concat(0))],
+            [Row((("params", "a"), ("batch_stats", "m")), (("w",),), Concat(0))],
             PAIR,
             {("mu", "a"): FULL_LEAF, ("mu", "b"): FULL_LEAF},
             ["mu/a + mu/batch_stats/m: they become one, but mu/batch_stats/m has no value"],
         ),
         (
-            [Step((("params", "a"),), (("w",),), Pad(((0, 0), (1, 0)), 1.5))],
+            [Row((("params", "a"),), (("w",),), Pad(((0, 0), (1, 0)), 1.5))],
             PAIR,
             {("mu", "a"): FULL_LEAF, ("mu", "b"): FULL_LEAF},
             ["mu/a: a moment cannot be padded with 1.5: that is no linear operation"],
         ),
         (
-            [Step((("params", "a"),), (("w",),), Pad(((0, 0), (1, 0)), float("nan")))],
+            [Row((("params", "a"),), (("w",),), Pad(((0, 0), (1, 0)), float("nan")))],
             PAIR,
             {("mu", "a"): FULL_LEAF, ("mu", "b"): FULL_LEAF},
             ["mu/a: a moment cannot be padded with nan: that is no linear operation"],
@@ -749,13 +754,13 @@ FULL_LEAF = ((4, 6), F32)
             ["mu/a + mu/b: they have different parts of their parameters"],
         ),
         (
-            [Step(tuple(PAIR), (("w",),), Concat(0))],
+            [Row(tuple(PAIR), (("w",),), Concat(0))],
             PAIR,
             {("mu", "a"): ((4,), F32), ("mu", "b"): ((6,), F32)},
             ["mu/a + mu/b: they have different parts of their parameters"],
         ),
         (
-            [Step((("params", "m", "a"),), (("w",), ("b",)), Split(0, (1, 3)))],
+            [Row((("params", "m", "a"),), (("w",), ("b",)), Split(0, (1, 3)))],
             {("params", "m", "a"): (4, 6), ("params", "b"): (4,)},
             {("scale", "m", "a"): ((), F32)},
             [
@@ -770,26 +775,26 @@ FULL_LEAF = ((4, 6), F32)
             ["mu/a + mu/b: its shape is [5, 4, 6] and its parameter's [4, 6]"],
         ),
         (
-            [Step((("params", "a"),), (("w",),), Transpose((1, 0)))],
+            [Row((("params", "a"),), (("w",),), Transpose((1, 0)))],
             PAIR,
             {("mu", "a"): ((4, 1), F32), ("mu", "b"): ((4, 1), F32)},
             ["mu/a: its shape is [4, 1] and its parameter's [4, 6]"],
         ),
         (
-            [Step((("params", "a"),), (("w",),), Transpose((1, 0)))],
+            [Row((("params", "a"),), (("w",),), Transpose((1, 0)))],
             PAIR,
             {("mu", "a"): ((5,), F32), ("mu", "b"): ((5,), F32)},
             ["mu/a: its shape is no part of the parameter's, [4, 6]"],
         ),
         (
-            [Step((("params", "a"),), (("w",),), Transpose((1, 0, 2)))],
+            [Row((("params", "a"),), (("w",),), Transpose((1, 0, 2)))],
             {("params", "a"): (6, 6, 4), ("params", "b"): (4,)},
             {("mu", "a"): ((6, 4), F32), ("mu", "b"): ((4,), F32)},
             ["mu/a: it may be over dimensions (0, 2) or (1, 2) of the parameter's [6, 6, 4]"],
         ),
         # A moment without an axis that is not one of the two largest.
         (
-            [Step((("params", "a"),), (("w",),), Transpose((2, 1, 0)))],
+            [Row((("params", "a"),), (("w",),), Transpose((2, 1, 0)))],
             {("params", "a"): (2, 6, 4), ("params", "b"): (4,)},
             {("mu", "a"): ((6, 4), F32), ("mu", "b"): ((4,), F32)},
             [
@@ -801,11 +806,11 @@ FULL_LEAF = ((4, 6), F32)
         (
             [
                 BOTH,
-                Step((("layers", "w"),), (("x",), ("y",)), Split(0, (1, 1))),
-                Step((("x",), ("params", "c")), (("z",),), Concat(0)),
-                Step((("y",),), (("params", "b"),), Reshape((4, 6))),
-                Step((("params", "b"),), (("v",),), Transpose((1, 0))),
-                Step((("params", "d"),), (("w",),), Pad(((1, 0),), 1.0)),
+                Row((("layers", "w"),), (("x",), ("y",)), Split(0, (1, 1))),
+                Row((("x",), ("params", "c")), (("z",),), Concat(0)),
+                Row((("y",),), (("params", "b"),), Reshape((4, 6))),
+                Row((("params", "b"),), (("v",),), Transpose((1, 0))),
+                Row((("params", "d"),), (("w",),), Pad(((1, 0),), 1.0)),
             ],
             {**PAIR, ("params", "c"): (3, 4, 6), ("params", "d"): (2,)},
             {
@@ -822,7 +827,7 @@ FULL_LEAF = ((4, 6), F32)
     ],
 )
 def test_why_state_cannot_follow(steps, parameters, leaves, problems):
-    assert list(optimizer_steps(steps, parameters, leaves).problems) == problems
+    assert list(follow(steps, parameters, leaves).problems) == problems
 
 
 def test_state_near_the_place_of_a_parameter_is_not_left_behind():
@@ -834,17 +839,17 @@ def test_state_near_the_place_of_a_parameter_is_not_left_behind():
         ("ema", "block", "b", "value"): None,
         ("ema", "head", "w", "value"): ((6,), F32),
     }
-    step = Step((("params", "block", "w"),), (("layer", "kernel"),))
-    found = optimizer_steps([step], below(shapes, "params"), leaves)
+    step = Row((("params", "block", "w"),), (("layer", "kernel"),))
+    found = follow([step], below(shapes, "params"), leaves)
     assert found.problems == (
         "0/mu/block/w/0: it is not in the place of params/block/w",
         "0/mu/block/w/1: it is not in the place of params/block/w",
         "ema/block/w/value: it is not in the place of params/block/w",
     )
     boxed = {(*path, "value"): shape for path, shape in below(shapes, "params").items()}
-    step = Step((("params", "block", "w", "value"),), (("layer", "kernel"),))
+    step = Row((("params", "block", "w", "value"),), (("layer", "kernel"),))
     leaves = state_of(optax.lion(1e-3), shapes)
-    assert optimizer_steps([step], boxed, leaves).problems == (
+    assert follow([step], boxed, leaves).problems == (
         "0/mu/block/w: it is not in the place of params/block/w/value",
     )
 
@@ -899,7 +904,7 @@ def maps(draw):
         made = before if operation is None else operation.shapes(before)
         number = len(steps)
         outputs = tuple((f"m{number}", str(part), "w") for part in range(len(made)))
-        steps.append(Step(tuple(("params", *each) for each in inputs), outputs, operation))
+        steps.append(Row(tuple(("params", *each) for each in inputs), outputs, operation))
         held.update(zip(outputs, made, strict=True))
     names = dict(zip(draw(st.permutations(list(held))), held, strict=True))
     return shapes, steps, names, {names[path]: shape for path, shape in held.items()}
@@ -920,14 +925,13 @@ def test_any_map_gives_optax_state_of_the_new_parameters_and_back(case, names):
     """Step by step, and then the names of all that is made are mixed up."""
     shapes, steps, renamed, after = case
     tx = optax.chain(*(OPTIMIZERS[name] for name in names))
-    steps = [*steps, *(Step((old,), (("new", *old),)) for old in renamed)]
-    steps += [Step((("new", *old),), (new,)) for old, new in renamed.items()]
+    steps = [*steps, *(Row((old,), (("new", *old),)) for old in renamed)]
+    steps += [Row((("new", *old),), (new,)) for old, new in renamed.items()]
     parameters = below(shapes, "params")
-    assert carried_out(steps, parameters) == after
+    assert from_rows(steps, parameters).shapes == after
     found = followed(steps, shapes, tx, after)
-    leaves = {path: leaf[0] for path, leaf in state_of(tx, shapes).items() if leaf}
-    undone = backwards(found.steps, leaves)
-    assert carried_out(undone, carried_out(found.steps, leaves)) == leaves
+    forth = whole(found, state_of(tx, shapes))
+    assert forth.then(forth.inverse()).shapes == forth.sources()
 
 
 def test_a_hundred_thousand_leaves():
@@ -941,7 +945,7 @@ def test_a_hundred_thousand_leaves():
     }
     parameters = below(shapes, "params")
     steps = [
-        Step(
+        Row(
             tuple(("params", f"layer_{i}", "mlp", key) for i in range(first, first + 10)),
             ((f"group_{first}", key),),
             Stack(0),
@@ -949,7 +953,7 @@ def test_a_hundred_thousand_leaves():
         for first in range(0, count, 10)
         for key in ("kernel", "bias")
     ]
-    found = optimizer_steps(steps, parameters, leaves)
+    found = follow(steps, parameters, leaves)
     assert found.problems == ()
     assert carried(found, leaves) == {
         (0, moment, f"group_{first}", key): ((10, 4, 6) if key == "kernel" else (10, 6), F32)

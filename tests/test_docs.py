@@ -259,7 +259,7 @@ def test_the_rules_for_whole_modules_are_some(tmp_path):
     mapped = apply_map(
         read_map(tmp_path / "map.toml"), leaves | {("params", "blocks", "a", "w"): (2, 5)}
     )
-    assert mapped.final == {
+    assert mapped.map.shapes == {
         ("params", "block1", "x"): (2,),
         ("batch_stats", "block1", "x"): (3,),
         ("params", "layers_0", "a", "w"): (5,),

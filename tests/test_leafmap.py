@@ -209,9 +209,9 @@ def test_what_is_left_out_goes_with_the_leaf():
     assert found == LeafMap({}, {}, (("a",),), {("b",): zeros})
     assert found.inverse() == LeafMap({("b",): zeros})
     assert found.inverse().inverse() == LeafMap({}, {}, (), {("b",): zeros})
-    made = LeafMap(dict(zip([("x",), ("y",)], applied(Split(0, (1, 1)), [Source(("a",), (2,))]))))
+    pair = applied(Split(0, (1, 1)), [Source(("a",), (2,))])
     with pytest.raises(TreeMismatchError) as error:
-        made.then(LeafMap({}, {}, (("x",),)))
+        LeafMap({("x",): pair[0], ("y",): pair[1]}).then(LeafMap({}, {}, (("x",),)))
     assert str(error.value) == "what an operation has made cannot be dropped\n  x"
 
 
@@ -233,12 +233,15 @@ def test_all_rows_that_cannot_be_carried_out_are_told():
     ]
     with pytest.raises(TreeMismatchError) as error:
         from_rows(rows, {("a",): (2,), ("d",): (), ("e",): ()})
-    assert str(error.value) == """\
+    assert (
+        str(error.value)
+        == """\
 steps that cannot be carried out
   b -> c  Transpose(axes=(0, 1)): axes [0, 1] do not reorder [2]
   x + y -> z  Concat(axis=0): there is no x
   x + y -> z  Concat(axis=0): there is no y
   d -> e: there is a e already"""
+    )
 
 
 def test_calls_are_shared():

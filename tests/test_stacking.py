@@ -22,10 +22,9 @@ from sampling import examples
 
 import reshard
 from reshard.arrays.handle import ArrayHandle
-from reshard.arrays.operations import Concat, Crop, Transpose
-from reshard.convert.carry import route
+from reshard.arrays.operations import Concat, Transpose
+from reshard.convert.leafmap import LeafMap, Row, Zeros, from_rows, renaming
 from reshard.convert.stacking import stack, unstack
-from reshard.convert.steps import Step
 from reshard.errors import ShardingError, TreeMismatchError
 from reshard.restore.pytrees import StateLeaf, saved_tree
 
@@ -1281,7 +1280,7 @@ def test_random_states_become_what_optax_has_of_stacked_layers_and_back(tmp_path
     assert by_path(got(back, folder / "b")) == by_path(read(folder / "a"))
 
 
-# Routes
+# Leaf maps
 
 ARRAYS = ("a", "b", "c", "d", "e")
 
@@ -1293,46 +1292,36 @@ def handles(tmp_path):
     return tree, put(tmp_path / "a", tree)
 
 
-def test_a_route_moves_what_only_changes_its_name(tmp_path):
+def test_a_map_bound_to_leaves(tmp_path):
     tree, ckpt = handles(tmp_path)
-    steps = [
-        Step((("a",),), (("t",),)),
-        Step((("b",), ("c",)), (("a",),), Concat(0)),
-        Step((("a",),), (("x",),)),
-        Step((("x",),), (("y",),), Transpose((1, 0))),
-        Step((("t",),), (("b",),)),
+    rows = [
+        Row((("a",),), (("t",),)),
+        Row((("b",), ("c",)), (("a",),), Concat(0)),
+        Row((("a",),), (("x",),)),
+        Row((("x",),), (("y",),), Transpose((1, 0))),
+        Row((("t",),), (("b",),)),
     ]
-    before = {(key,): ("in", key) for key in ARRAYS if key != "e"}
-    after = {("y",): ("out", "y"), ("b",): ("out", "b"), ("d",): ("out", "d")}
-    zeros = ((1,), np.dtype("f4"))
-    found = route(steps, before, after, {("z",): zeros}, {("out", "n"): zeros})
-    assert found.moved == {("in", "d"): ("out", "d"), ("in", "a"): ("out", "b")}
-    assert found.enter == {("in", "b"): ("b",), ("in", "c"): ("c",)}
-    assert found.steps == tuple(steps[1:4])
-    assert found.leave == {("y",): ("out", "y")}
+    shapes = {path: leaf.shape for path, leaf in ckpt.items()}
+    zeros = Zeros((1,), np.dtype("f4"))
+    before = renaming({("in", key): (key,) for key in ARRAYS if key != "e"}, shapes)
+    inside = before.then(from_rows(rows, before.shapes))
+    after = renaming({path: ("out", *path) for path in inside.values}, inside.shapes)
+    values = {**inside.then(after).values, ("out", "n"): zeros}
+    found = LeafMap(values, {}, (), {("z",): zeros})
     assert found.not_zero(ckpt) == []
-    made = found.carried(ckpt)
+    made = found.bind(ckpt)
     assert {path: leaf.path for path, leaf in made.items()} == {path: path for path in made}
     result = ckpt.replace(made, retyped=True)
     whole = np.concatenate([tree["in"]["b"], tree["in"]["c"]]).T
     wanted = {"y": whole, "b": tree["in"]["a"], "d": tree["in"]["d"], "n": np.zeros(1, "f4")}
     assert by_path(got(result, tmp_path / "b")) == by_path({"out": wanted})
-    shapes = {path: leaf.shape for path, leaf in ckpt.items()}
-    back = result.replace(found.backwards(shapes).carried(result))
+    back = result.replace(found.inverse().bind(result))
     del tree["in"]["e"]
     assert by_path(got(back, tmp_path / "c")) == by_path(tree)
-    assert found.backwards(shapes).backwards({p: made[p].shape for p in made}) == found
+    assert found.inverse().inverse() == found
 
 
-def test_what_is_to_vanish_is_looked_at(tmp_path):
+def test_what_must_be_zero_is_looked_at(tmp_path):
     _, ckpt = handles(tmp_path)
-    zeros = {path: (leaf.shape, leaf.dtype) for path, leaf in ckpt.items()}
-    assert route([], {}, {}, zeros, {}).not_zero(ckpt) == [("in", key) for key in ARRAYS]
-
-
-def test_a_route_with_a_crop_has_no_way_back():
-    step = Step((("a",),), (("x",),), Crop(((1, 0), (0, 0))))
-    found = route([step], {("a",): ("in", "a")}, {("x",): ("x",)}, {}, {})
-    with pytest.raises(TreeMismatchError) as error:
-        found.backwards({("in", "a"): (2, 3)})
-    assert str(error.value) == "a crop cannot be run backwards: what it cuts off is gone"
+    zeros = {path: Zeros(leaf.shape, leaf.dtype) for path, leaf in ckpt.items()}
+    assert LeafMap({}, {}, (), zeros).not_zero(ckpt) == [("in", key) for key in ARRAYS]

@@ -9,7 +9,6 @@ from reshard.checkpoint import Checkpoint
 from reshard.cli.conversion_options import conversion_options, converter
 from reshard.cli.job import job_options, laid_out, prepared, run
 from reshard.convert.conversion import Conversion
-from reshard.convert.steps import condensed
 from reshard.errors import DestinationExistsError, ReshardError
 from reshard.tree import format_path
 
@@ -56,7 +55,7 @@ def command(
     def change(ckpt: Checkpoint) -> Checkpoint:
         ckpt = prepared(ckpt, flags)
         made = convert(ckpt)
-        if emit_map is not None and not made.steps:
+        if emit_map is not None and not made.map.values:
             raise ReshardError(
                 f"--emit-map {emit_map}: there is no map, as the record of the conversion from "
                 "Linen is followed",
@@ -75,12 +74,12 @@ def command(
             "why": list(made.layout.why),
             "map": [
                 {
-                    "from": [format_path(path) for path in step.inputs],
-                    "to": [format_path(path) for path in step.outputs],
-                    "operation": None if step.operation is None else str(step.operation),
-                    "origin": step.origin,
+                    "from": [format_path(path) for path in row.inputs],
+                    "to": [format_path(path) for path in row.outputs],
+                    "operation": None if row.operation is None else str(row.operation),
+                    "origin": row.origin,
                 }
-                for step in condensed(made.steps)
+                for row in made.map.rows()
             ],
             "dropped": [format_path(path) for path in made.dropped],
             "initial": [format_path(path) for path in made.initial],

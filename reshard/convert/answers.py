@@ -2,11 +2,11 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from reshard.arrays.boxes import Shape
+from reshard.convert.leafmap import LeafMap, Row, Zeros, from_rows
 from reshard.convert.outline import Leaf
-from reshard.convert.steps import Step
 from reshard.hints import Hint
 from reshard.tree import Path, format_path
 
@@ -68,12 +68,23 @@ class Alignment:
       groups: those of them that class and order have paired, by class.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[Row, ...]
     must_be_zero: tuple[Path, ...]
     abstentions: tuple[Abstention, ...]
     mismatches: tuple[Mismatch, ...]
     modules: tuple[tuple[Path, Path], ...] = ()
     groups: tuple[tuple[tuple[Path, Path], ...], ...] = ()
+
+    def leaf_map(self, leaves: Mapping[Path, Shape], zeros: Mapping[Path, Zeros]) -> LeafMap:
+        """The map of what is decided.
+
+        Args:
+          leaves: Linen's, with their shapes.
+          zeros: those that must be zero.
+        """
+        taken = {path for row in self.steps for path in row.inputs}
+        made = from_rows(self.steps, {p: shape for p, shape in leaves.items() if p in taken})
+        return LeafMap(made.values, made.origin, (), zeros)
 
 
 def listed(paths: Sequence[Path]) -> str:

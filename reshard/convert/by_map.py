@@ -2,12 +2,13 @@
 
 import dataclasses
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from reshard.arrays.boxes import Shape
 from reshard.convert.align import Alignment, align
 from reshard.convert.contradictions import ordered
 from reshard.convert.goal import Goal
+from reshard.convert.leafmap import LeafMap, Source, Zeros, renaming
 from reshard.convert.mapfile import read_map
 from reshard.convert.mapped import Mapped, apply_map
 from reshard.convert.maprules import Map, inverse
@@ -20,7 +21,6 @@ from reshard.convert.outline import (
     without,
 )
 from reshard.convert.saved import COLLECTIONS
-from reshard.convert.steps import Step, backwards, origins
 from reshard.errors import TreeMismatchError
 from reshard.tree import Key, Path, compile_glob, format_path, glob_text, nearest
 
@@ -35,26 +35,20 @@ class ByMap:
     """What a map says.
 
     Attributes:
-      steps: from the source towards the target.
-      dropped: leaves of the source that are dropped.
-      final: all leaves after the steps, with their shapes.
+      map: of the source's leaves. Those that it leaves open have no origin.
       initial: globs of leaves of the target that keep the model's own initial value.
       problems: what stands against it.
       hints: what may help.
       strays: leaves that it puts where the model has none, and no conversion goes on from.
       found: what was found by structure already, where a map is run backwards.
-      zeros: leaves of the target that hold nothing but zeros, then.
     """
 
-    steps: list[Step]
-    dropped: list[Path]
-    final: dict[Path, Shape]
+    map: LeafMap
     initial: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
     strays: frozenset[Path] = frozenset()
     found: Alignment | None = None
-    zeros: tuple[Path, ...] = ()
 
 
 def by_map(
@@ -77,7 +71,7 @@ def by_map(
       TreeMismatchError: the file is no map, or its rules do not apply.
     """
     if map_file is None:
-        return ByMap([], [], dict(shapes))
+        return ByMap(renaming({path: path for path in shapes}, shapes))
     rules = read_map(map_file)
     if rules.to not in (None, to):
         if goal is not None:
@@ -96,7 +90,7 @@ def by_map(
         problems = [
             f"{format_path(path)}: no rule of the map applies to it" for path in mapped.untouched
         ]
-        return ByMap(mapped.steps, mapped.dropped, mapped.final, mapped.initial, tuple(problems))
+        return ByMap(mapped.map, mapped.initial, tuple(problems))
     there = goal.layout.model
     linen = shapes if to == "nnx" else there
     strays = _strays(mapped, there, COLLECTIONS.union(path[0] for path in linen), to)
@@ -106,9 +100,7 @@ def by_map(
         told = f"; the nearest is {near[0]}" if near else ""
         problems.append(f"{format_path(path)}: the model has no such leaf{told}")
     return ByMap(
-        mapped.steps,
-        mapped.dropped,
-        {path: shape for path, shape in mapped.final.items() if path not in strays},
+        mapped.map,
         mapped.initial,
         tuple(problems),
         (_RENAMES,) if strays and to == "nnx" else (),
@@ -121,65 +113,53 @@ def _strays(
 ) -> list[Path]:
     """Where rules lead that is no leaf of the model, and no path of the other side's: on Linen's
     side paths begin with a collection."""
-    touched = set(mapped.final).difference(mapped.untouched)
     return [
         path
-        for path in mapped.final
-        if path in touched and path not in there and (path[0] in collections) == (to == "linen")
+        for path in mapped.map.origin
+        if path not in there and (path[0] in collections) == (to == "linen")
     ]
 
 
 def _backwards(rules: Map, goal: Goal, shapes: Mapping[Path, Shape], known: Module | None) -> ByMap:
     """Of a map for the opposite direction: its rules are applied to the target's leaves, what they
-    leave open is aligned with the source, and all steps are run backwards."""
-    targets = goal.shapes()
-    mapped = apply_map(rules, targets)
+    leave open is aligned with the source, and the inverse of both is the map."""
+    mapped = apply_map(rules, goal.shapes())
+    made = mapped.map
     globs = [compile_glob(glob) for glob in mapped.initial]
     dropped = [path for path in shapes if any(g.fullmatch(glob_text(path)) for g in globs)]
-    unused = set(mapped.dropped)
-    used = {path: shape for path, shape in targets.items() if path not in unused}
-    touched = set(mapped.final).difference(mapped.untouched)
-    hits = {path for path in touched if path in shapes}
-    collections = {path[0] for path in targets}
-    lost = {path for path in touched - hits if path[0] not in collections}
-    final = mapped.final.items()
-    rest = {p: s for p, s in final if p not in hits and p[0] in collections}
+    hits = {path for path in made.origin if path in shapes}
+    collections = {path[0] for path in goal.layout.model}
+    rest = {p: s for p, s in made.shapes.items() if p not in hits and p[0] in collections}
     gone = {*hits, *dropped}
     left = {path: shape for path, shape in shapes.items() if path not in gone}
     nnx = path_outline(bare_leaves(left)) if known is None else without(known, gone)
-    made = origins(mapped.steps)
-    classes = classes_after(goal.outline, {path: made.get(path, (path,)) for path in rest})
+    sources = made.made_of()
+    classes = classes_after(goal.outline, {path: sources.get(path, (path,)) for path in rest})
     linen = linen_outline(bare_leaves(rest), classes)
     whole = path_outline(bare_leaves(shapes)) if known is None else known
-    found = ordered(mapped.steps, align(linen, nnx), goal.outline, whole)
-    renamed = {s.outputs[0]: s.inputs[0] for s in mapped.steps if s.operation is None}
-    zeros = [renamed.get(path, path) for path in found.must_be_zero]
-    steps = [*mapped.steps, *found.steps]
-    reached = {path for step in found.steps for path in step.inputs}
-    done = [path for path in mapped.final if path in hits or path in reached]
-    begun = _begun(steps, done)
-    taken = {path for step in begun for path in step.inputs}
+    found = ordered(made, align(linen, nnx), goal.outline, whole)
+    zeros = {}
+    for path in found.must_be_zero:
+        value = made.values[path]
+        leaf = goal.leaf(goal.layout.model[value.path if isinstance(value, Source) else path])
+        assert leaf.dtype is not None
+        zeros[path] = Zeros(leaf.shape, leaf.dtype)
+    aligned = found.leaf_map(rest, zeros)
+    reached = {*hits, *aligned.values}
+    back = made.then(aligned).inverse()
+    values = {
+        path: value
+        for path, value in back.values.items()
+        if reached.issuperset(LeafMap({path: value}).sources())
+    }
+    origin = {path: text for path, text in back.origin.items() if path in values}
     return ByMap(
-        backwards(begun, {path: shape for path, shape in used.items() if path in taken}),
-        dropped,
-        {},
-        tuple(map(format_path, mapped.dropped)),
+        LeafMap(values, origin, tuple(dropped)),
+        tuple(map(format_path, made.dropped)),
         tuple(
             f"{format_path(path)}: the map needs it, and the checkpoint lacks it"
-            for path in mapped.final
-            if path in lost
+            for path in made.origin
+            if path not in hits and path[0] not in collections
         ),
         found=found,
-        zeros=tuple(zeros),
     )
-
-
-def _begun(steps: Sequence[Step], done: Sequence[Path]) -> list[Step]:
-    """The steps without those that only lead to leaves which are not among `done`."""
-    wanted = {*done}
-    needed = []
-    for step in reversed(steps):
-        if step.origin != "map" or wanted.intersection(step.outputs):
-            needed.append(step)
-            wanted.update(step.inputs)
-    return needed[::-1]

@@ -19,8 +19,8 @@ from typing import Any
 
 from reshard.convert.answers import Abstention, Alignment
 from reshard.convert.layers import DICTS, LISTS
+from reshard.convert.leafmap import LeafMap
 from reshard.convert.outline import Module, unlifted
-from reshard.convert.steps import Step, origins
 from reshard.tree import Path, format_path
 
 _REASON = "the map has others beside them in another order than NNX defines them in"
@@ -32,7 +32,7 @@ Pair = tuple[Keys, Keys]
 
 
 def ordered(
-    said: Sequence[Step], found: Alignment, linen: Module, nnx: Module, to: str = "nnx"
+    said: LeafMap, found: Alignment, linen: Module, nnx: Module, to: str = "nnx"
 ) -> Alignment:
     """What was found, less what a map contradicts: that is open.
 
@@ -43,7 +43,7 @@ def ordered(
       nnx: the outline of the NNX model, without the map.
       to: the API that the map's steps lead to.
     """
-    if not said or not found.steps:
+    if not said.origin or not found.steps:
         return found
     return _Evidence(said, found, linen, nnx, to).kept()
 
@@ -55,10 +55,10 @@ class _Evidence:
       said, found, linen, nnx, to: as for `ordered`.
     """
 
-    def __init__(self, said: Sequence[Step], found: Alignment, linen: Module, nnx: Module, to: str):
+    def __init__(self, said: LeafMap, found: Alignment, linen: Module, nnx: Module, to: str):
         self._found = found
         self._linen, self._nnx = _by_path(linen), _by_path(nnx)
-        made = origins(said)
+        made = said.made_of()
         before: tuple[dict, dict] = (made, {}) if to == "nnx" else ({}, made)
         # Paths that modules of both sides have without the map, by those that they have now.
         self._was: tuple[dict[Keys, set[Keys]], ...] = ({}, {})

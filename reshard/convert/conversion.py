@@ -19,20 +19,22 @@ from reshard.arrays.derived import constant
 from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Crop
 from reshard.checkpoint import Checkpoint, Leaf, describe
-from reshard.convert.carry import Decision, an_array, on_host, recounted
+from reshard.convert.decided import Decision
 from reshard.convert.decision import decide
 from reshard.convert.goal import Goal, goal_of
 from reshard.convert.initial import initial_values
 from reshard.convert.layout import Layout, detect
+from reshard.convert.leafmap import LeafMap, an_array
 from reshard.convert.mapwriter import write_map
 from reshard.convert.record import (
     from_record,
     has_record,
+    on_host,
     recorded,
     recorded_kind,
+    recounted,
     without_record,
 )
-from reshard.convert.steps import Step, condensed
 from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.hints import Hint
 from reshard.loader import open as open_checkpoint
@@ -52,30 +54,30 @@ class Conversion:
     Attributes:
       checkpoint: the converted checkpoint.
       layout: what the source is.
-      steps: the map of the model's leaves, from the source to the result.
-      dropped: leaves of the source that the map drops.
+      map: that of the model's leaves, from the source to the result.
       initial: paths in the model of leaves that keep the model's own initial value.
-      shapes: the model's leaves in the source, with their shapes.
       to: the API that it is converted to, `"nnx"` or `"linen"`.
     """
 
     checkpoint: Checkpoint
     layout: Layout
-    steps: tuple[Step, ...]
-    dropped: tuple[Path, ...]
+    map: LeafMap
     initial: tuple[Path, ...]
-    shapes: dict[Path, Shape]
     to: str
+
+    @property
+    def dropped(self) -> tuple[Path, ...]:
+        """The leaves of the model that are left out."""
+        return self.map.dropped
 
     def map_text(self) -> str:
         """The whole map as the text of a map file."""
         globs = [format_path(path) for path in self.initial]
-        return write_map(self.steps, self.dropped, globs, self.shapes, self.to)
+        return write_map(self.map, globs, self.to)
 
     def __repr__(self) -> str:
         lines = [f"{self.layout.kind}: {reason}" for reason in self.layout.why]
-        steps = condensed(self.steps)
-        rows = [(step.origin, str(step)) for step in steps]
+        rows = [(row.origin, str(row)) for row in self.map.rows()]
         rows += [("dropped", format_path(path)) for path in self.dropped]
         rows += [("initial", format_path(path)) for path in self.initial]
         width = max((len(origin) for origin, _ in rows), default=0)
@@ -258,7 +260,7 @@ def conversion(
                     ),
                 ],
             )
-        return Conversion(from_record(ckpt), found, (), (), (), {}, to)
+        return Conversion(from_record(ckpt), found, LeafMap({}), (), to)
     if model is None and map_file is None:
         raise ArgumentError(
             "there is neither a model nor a map to convert by",
@@ -272,9 +274,8 @@ def conversion(
     left_out = {} if whole is ckpt else _left_out(whole, ckpt, found, layout or known)
     decided = decide(ckpt, found, to, goal, map_file, globs, other, left_out)
     made = _made(ckpt, found, to, goal, decided, model, limit)
-    return dataclasses.replace(
-        made, dropped=(*left_out, *made.dropped), shapes={**left_out, **made.shapes}
-    )
+    whole_map = dataclasses.replace(made.map, dropped=(*left_out, *made.map.dropped))
+    return dataclasses.replace(made, map=whole_map)
 
 
 def _left_out(
@@ -305,15 +306,14 @@ def _made(
     max_memory: int | None,
 ) -> Conversion:
     """The conversion that has been decided."""
-    way = decided.way
-    not_zero = way.not_zero(ckpt)
+    not_zero = decided.map.not_zero(ckpt)
     if not_zero:
         raise TreeMismatchError(
             "leaves that have no place in the result are not zero",
             [f"{format_path(path)}  {describe(ckpt[path])}" for path in not_zero],
             ["NNX's GRUCell has no bias in its recurrent part: use one of your own with it"],
         )
-    made = way.carried(ckpt)
+    made = decided.map.bind(ckpt)
     like = an_array(ckpt)
     for path, (dtype, value_type) in decided.counters.items():
         made[path] = _counter(made[path], dtype, value_type, like)
@@ -333,21 +333,14 @@ def _made(
         result = result.with_source(described=True)
     if layout.api == "nnx":
         result = without_record(result)
-    elif not any(isinstance(step.operation, Crop) for step in way.steps):
-        kept = {path: leaf for path, leaf in ckpt.items() if path not in decided.dropped_saved}
+    elif not any(isinstance(call.operation, Crop) for call in decided.map.calls()):
+        dropped = {*decided.map.dropped}
+        kept = {path: leaf for path, leaf in ckpt.items() if path not in dropped}
         own = [*(decided.prefix + path for path in decided.initial), *decided.empty]
         kind = "nnx-state" if goal is None else goal.layout.kind
         kind = "nnx-model" if decided.prefix else kind
-        result = recorded(result, kept, ckpt.source.metadata, way, own, kind)
-    return Conversion(
-        result,
-        layout,
-        decided.steps,
-        decided.dropped,
-        decided.initial_names,
-        layout.shapes(ckpt),
-        to,
-    )
+        result = recorded(result, kept, ckpt.source.metadata, decided.map, own, kind)
+    return Conversion(result, layout, decided.model, decided.initial_names, to)
 
 
 def _order(goal: Goal, prefix: Path) -> Callable[[Path], int]:

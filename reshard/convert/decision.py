@@ -6,25 +6,23 @@ together. Paths here are relative to the model, or to the optimizer's state, unt
 """
 
 import collections
-import dataclasses
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-
-import numpy as np
 
 from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Checkpoint
 from reshard.convert.align import align
 from reshard.convert.answers import listed
-from reshard.convert.by_map import by_map
-from reshard.convert.carry import Decision, Part, route
+from reshard.convert.by_map import ByMap, by_map
 from reshard.convert.contradictions import ordered
+from reshard.convert.decided import Decision, Part
 from reshard.convert.goal import Goal
 from reshard.convert.layout import Layout
+from reshard.convert.leafmap import LeafMap, Source, Value, Zeros, renaming
 from reshard.convert.mirrors import Leaves, followers, mirrored, parameters_of
 from reshard.convert.objections import Objections
-from reshard.convert.optimizer import follows_note, optimizer_steps
+from reshard.convert.optimizer import followed, follows_note
 from reshard.convert.outline import (
     Leaf,
     Module,
@@ -36,7 +34,6 @@ from reshard.convert.outline import (
     without,
 )
 from reshard.convert.places import Places
-from reshard.convert.steps import Step, backwards, carried_out, origins
 from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.hints import Hint
 from reshard.restore.matching import TargetLeaf
@@ -103,17 +100,17 @@ class _Work:
     def decided(self, map_file: str | os.PathLike | None, init: Sequence[str]) -> Decision:
         """Decides everything, then raises what has been found, or puts it together."""
         model, initial = self._model(map_file, init)
-        followed = self._followed(initial)
+        reset = self._reset(initial)
         optimizer = self._optimizer(model)
         copies = self._copied(model)
-        self._against.check(model, optimizer, copies, {*initial, *followed})
+        self._against.check(model, optimizer, copies, {*initial, *reset})
         if self._against.problems:
             raise TreeMismatchError(
                 f"`{self._ckpt.source.root}` does not become the {_NAMES[self._to]} model",
                 self._against.problems,
                 self._against.hints,
             )
-        return self._decision(model, optimizer, copies, initial, followed)
+        return self._decision(model, optimizer, copies, initial, reset)
 
     def _model(
         self, map_file: str | os.PathLike | None, init: Sequence[str]
@@ -125,25 +122,13 @@ class _Work:
         self._against.problems += said.problems
         self._against.hints += said.hints
         self._against.open |= said.strays
-        steps, dropped, final = said.steps, said.dropped, said.final
         initial = self._initial([*said.initial, *init])
-        zeros = list(said.zeros)
+        model = said.map
         if said.found is not None:
             self._against.undecided(said.found, self._shapes)
         elif self._goal is not None:
-            touched = {path for step in steps for path in step.outputs}
-            more, zeros = self._by_model(steps, final, touched, initial)
-            steps = [*steps, *more]
-        vanish = zeros if self._to == "nnx" else []
-        gone = {*dropped, *vanish}
-        made = carried_out(steps, {p: s for p, s in self._shapes.items() if p not in gone})
-        appear = {}
-        if self._goal is not None and self._to == "linen":
-            for path in zeros:
-                leaf = self._goal.leaf(self._goal.layout.model[path])
-                assert leaf.dtype is not None
-                appear[path] = leaf.shape, leaf.dtype
-        return Part(steps, made, dropped, vanish, appear), initial
+            model = model.then(self._by_model(said, initial))
+        return Part(model), initial
 
     def _initial(self, globs: Sequence[str]) -> set[Path]:
         """Saved paths of the leaves of the target that globs name, by their path in the model or in
@@ -163,7 +148,7 @@ class _Work:
         names |= self._goal.layout.model
         return {names[name] for name in match_globs(names, globs)}
 
-    def _followed(self, initial: set[Path]) -> dict[Path, Path]:
+    def _reset(self, initial: set[Path]) -> dict[Path, Path]:
         """Of optimizer state in the target what keeps its initial value because its parameters do:
         saved path -> the parameter."""
         if not initial or self._goal is None:
@@ -181,46 +166,50 @@ class _Work:
             if there.model[owner] in initial
         }
 
-    def _by_model(
-        self,
-        said: Sequence[Step],
-        final: Mapping[Path, Shape],
-        touched: set[Path],
-        initial: set[Path],
-    ) -> tuple[list[Step], list[Path]]:
-        """Steps for what the map leaves open, from the alignment with the model; and the leaves on
-        Linen's side that have to be zeros."""
+    def _by_model(self, said: ByMap, initial: set[Path]) -> LeafMap:
+        """What becomes of what the map leaves open: the alignment with the model."""
         goal = self._goal
         assert goal is not None
-        there = goal.layout.model
+        there, touched = goal.layout.model, said.map.origin
+        final = {path: s for path, s in said.map.shapes.items() if path not in said.strays}
         filled = {path for path in touched if path in there}
         filled |= {path for path, saved in there.items() if saved in initial}
         rest = bare_leaves({p: s for p, s in final.items() if p not in touched or p not in there})
-        source = self._source_outline(said, rest)
+        source = self._source_outline(said.map, rest)
         target = without(goal.outline, filled)
         known = None if self._other is None else self._other.outline
         if self._to == "nnx":
             linen = linen_outline(bare_leaves(self._shapes)) if known is None else known
-            found = ordered(said, align(source, target), linen, goal.outline)
-            steps = list(found.steps)
+            found = ordered(said.map, align(source, target), linen, goal.outline)
+            zeros = {}
+            for path in found.must_be_zero:
+                value = said.map.values[path]
+                name = value.path if isinstance(value, Source) else path
+                leaf = self._arrays[self._layout.model[name]]
+                zeros[path] = Zeros(leaf.shape, leaf.dtype)
+            aligned = found.leaf_map(final, zeros)
         else:
             nnx = path_outline(bare_leaves(self._shapes)) if known is None else known
-            found = ordered(said, align(target, source), goal.outline, nnx, to="linen")
-            taken = {path for step in found.steps for path in step.inputs}
-            steps = backwards(found.steps, {p: s for p, s in goal.shapes().items() if p in taken})
+            found = ordered(said.map, align(target, source), goal.outline, nnx, to="linen")
+            zeros = {}
+            for path in found.must_be_zero:
+                leaf = goal.leaf(there[path])
+                assert leaf.dtype is not None
+                zeros[path] = Zeros(leaf.shape, leaf.dtype)
+            aligned = found.leaf_map(goal.shapes(), zeros).inverse()
         self._against.undecided(found, final)
-        return steps, list(found.must_be_zero)
+        return aligned
 
-    def _source_outline(self, said: Sequence[Step], rest: Mapping[Path, Leaf]) -> Module:
+    def _source_outline(self, said: LeafMap, rest: Mapping[Path, Leaf]) -> Module:
         """The outline of leaves of the source, with what its model tells of them, if that is
         known: by the paths that they had before the map."""
         if self._other is None:
             return linen_outline(rest) if self._to == "nnx" else path_outline(rest)
-        known, made = self._other.outline, origins(said)
+        known, made = self._other.outline, said.made_of()
         if self._to == "nnx":
-            before = {path: made.get(path, (path,)) for path in rest}
+            before = {path: made.get(path, [path]) for path in rest}
             return linen_outline(rest, classes_after(known, before))
-        moved = {path: leaf for path, leaf in rest.items() if made.get(path, (path,)) != (path,)}
+        moved = {path: leaf for path, leaf in rest.items() if made.get(path, [path]) != [path]}
         kept = rest.keys() - moved.keys()
         return joined(without(known, set(self._shapes) - kept), path_outline(moved))
 
@@ -258,43 +247,36 @@ class _Work:
         """
         parameters = parameters_of({**self._shapes, **self._left_out}, self._layout.api)
         owners = followers(parameters, leaves)
-        unused, zero = {*model.dropped, *self._left_out}, set(model.vanish)
+        unused, zero = {*model.map.dropped, *self._left_out}, model.map.must_be_zero.keys()
         gone = unused | zero
-        dropped = [path for path, owner in owners.items() if owner in unused]
-        vanish = [path for path, owner in owners.items() if owner in zero]
         rest = {path: leaf for path, leaf in leaves.items() if owners.get(path) not in gone}
         kept = {path: shape for path, shape in parameters.items() if path not in gone}
         fewer = not (gone & parameters.keys()) <= _random(gone)
         more = self._has_more(model)
         ahead = self._ahead(there, ("params",) if beside else ())
-        followed = optimizer_steps(model.steps, kept, rest, ahead, fewer or more, beside)
-        vanish += followed.vanish
-        zeros = set(followed.vanish)
-        arrays = {path: leaf[0] for path, leaf in rest.items() if leaf and path not in zeros}
-        made = {}
-        if not followed.problems:
-            made = carried_out(followed.steps, arrays)
-        appear = dict(followed.appear)
-        if model.appear and self._goal is not None:
+        found = followed(model.map, kept, rest, ahead, fewer or more, beside)
+        if found.problems:
+            return Part(LeafMap({})), found.problems
+        arrays = {path: leaf[0] for path, leaf in rest.items() if leaf}
+        whole = renaming({path: path for path in arrays}, arrays).then(found.map)
+        values = dict(whole.values)
+        if self._goal is not None:
             known = parameters_of(self._goal.shapes(), self._to)
             for path, owner, _ in mirrored(known, there):
-                leaf = self._goal.leaves[there[path]]
-                if (
-                    owner in model.appear
-                    and isinstance(leaf, TargetLeaf)
-                    and leaf.dtype is not None
-                ):
-                    appear[path] = leaf.shape, leaf.dtype
-        part = Part(
-            list(followed.steps),
-            made,
-            dropped,
-            vanish,
-            appear,
-            list(followed.placeholders),
+                leaf, value = self._goal.leaves[there[path]], model.map.values.get(owner)
+                if isinstance(value, Zeros) and isinstance(leaf, TargetLeaf) and leaf.dtype:
+                    values[path] = Zeros(leaf.shape, leaf.dtype)
+        zeros = {
+            path: Zeros(*leaf)
+            for path, owner in owners.items()
+            if owner in zero and (leaf := leaves[path]) is not None
+        }
+        dropped = [path for path, owner in owners.items() if owner in unused]
+        return Part(
+            LeafMap(values, whole.origin, tuple(dropped), {**whole.must_be_zero, **zeros}),
+            list(found.placeholders),
             list(dict.fromkeys(owners[path] for path in dropped)),
-        )
-        return part, followed.problems
+        ), ()
 
     def _copies_of_parameters(self) -> dict[Path, Path]:
         """Of what is beside the model and the optimizer's state what is the same as parameters all
@@ -346,49 +328,33 @@ class _Work:
         optimizer: Part,
         copies: Part,
         chosen: set[Path],
-        followed: Mapping[Path, Path],
+        reset: Mapping[Path, Path],
     ) -> Decision:
         """What has been decided, put together."""
-        initial = {*chosen, *followed}
-        before: dict[Path, Path] = {}
-        after: dict[Path, Path] = {}
-        vanish: dict[Path, tuple[Shape, np.dtype]] = {}
-        appear: dict[Path, tuple[Shape, np.dtype]] = {}
-        steps: list[Step] = []
-        gone: list[Path] = []
+        initial = {*chosen, *reset}
+        values: dict[Path, Value] = {}
+        dropped: list[Path] = []
+        must_be_zero: dict[Path, Zeros] = {}
         sides = (
-            ("model", model, self._layout.model, self._places.model),
-            ("optimizer", optimizer, self._layout.optimizer, self._places.optimizer),
-            ("beside", copies, self._copies, self._places.beside),
+            (model, self._layout.model, self._places.model),
+            (optimizer, self._layout.optimizer, self._places.optimizer),
+            (copies, self._copies, self._places.beside),
         )
-        for name, part, saved, place in sides:
-            unused = {*part.dropped, *part.vanish}
-            gone += [saved[path] for path in part.dropped]
-            vanish |= {
-                saved[p]: (self._arrays[saved[p]].shape, self._arrays[saved[p]].dtype)
-                for p in part.vanish
-            }
-            before |= {
-                (name, *path): where
-                for path, where in saved.items()
-                if where in self._arrays and path not in unused
-            }
-            after |= {(name, *path): where for path in part.made if (where := place(path))}
-            appear |= {where: part.appear[path] for path in part.appear if (where := place(path))}
-            steps += [
-                dataclasses.replace(
-                    step,
-                    inputs=tuple((name, *path) for path in step.inputs),
-                    outputs=tuple((name, *path) for path in step.outputs),
-                )
-                for step in part.steps
-            ]
+        for part, saved, place in sides:
+            shapes = {at: a.shape if (a := self._arrays.get(at)) else () for at in saved.values()}
+            whole = renaming({at: path for path, at in saved.items()}, shapes).then(part.map)
+            dropped += whole.dropped
+            must_be_zero |= whole.must_be_zero
+            for path in part.map.values:
+                at = place(path)
+                assert at is not None
+                values[at] = whole.values[path]
         counters = {}
         step_place = self._places.step()
         if self._layout.step is not None and step_place is not None:
-            place, dtype, value_type = step_place
-            before["step",], after["step",] = self._layout.step, place
-            counters[place] = (dtype, value_type)
+            at, dtype, value_type = step_place
+            values[at] = Source(self._layout.step, ())
+            counters[at] = (dtype, value_type)
         goal = self._goal
         leaves = {} if goal is None else goal.leaves
         names = {} if goal is None else {saved: p for p, saved in goal.layout.model.items()}
@@ -402,17 +368,17 @@ class _Work:
             )
         for root, count in collections.Counter(path[:1] for path in copies.made).items():
             notes.append(follows_note(root, count, self._places.is_checked(root)))
-        if optimizer.dropped:
+        if optimizer.map.dropped:
             notes.append(
-                f"{len(optimizer.dropped)} leaves of optimizer state are dropped with their "
+                f"{len(optimizer.map.dropped)} leaves of optimizer state are dropped with their "
                 f"parameters: {listed(optimizer.owners)}"
             )
-        if followed:
+        if reset:
             notes.append(
-                f"{len(followed)} leaves of optimizer state keep the model's own initial values "
-                f"with their parameters: {listed(list(dict.fromkeys(followed.values())))}"
+                f"{len(reset)} leaves of optimizer state keep the model's own initial values "
+                f"with their parameters: {listed(list(dict.fromkeys(reset.values())))}"
             )
-        ordered = sum(step.origin == "structure" for step in model.steps)
+        ordered = sum("structure" in origin for origin in model.map.origin.values())
         if ordered:
             notes.append(
                 Hint(
@@ -421,10 +387,8 @@ class _Work:
                 )
             )
         return Decision(
-            way=route(steps, before, after, vanish, appear),
-            steps=tuple(model.steps),
-            dropped=tuple(model.dropped),
-            dropped_saved=frozenset(gone),
+            map=LeafMap(values, {}, tuple(dropped), must_be_zero),
+            model=model.map,
             initial=tuple(saved for saved in leaves if saved in initial),
             initial_names=tuple(
                 names.get(saved) or leaves[saved].path for saved in leaves if saved in chosen

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard.arrays.boxes import Shape
-from reshard.arrays.derived import constant, form
+from reshard.arrays.derived import apply, constant
 from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Crop, Operation
 from reshard.checkpoint import Leaf
@@ -131,6 +131,14 @@ class LeafMap:
         values = (*self.values.values(), *inputs)
         return {value.path: value.shape for value in values if isinstance(value, Source)}
 
+    def made_of(self) -> dict[Path, list[Path]]:
+        """Path after -> paths before of what it is made of, for leaves that have an origin."""
+        return {
+            path: list(_paths_below(value))
+            for path, value in self.values.items()
+            if path in self.origin
+        }
+
     def then(self, other: "LeafMap") -> "LeafMap":
         """This map, and another one of what it makes. What the other one does not name stays.
 
@@ -189,7 +197,11 @@ class LeafMap:
             put(value, Source(path, value.shape), self.origin.get(path))
         for call in reversed(self.calls()):
             undo = call.operation.inverse([value.shape for value in call.inputs])
-            outputs = [back[id(call), part] for part in range(len(call.shapes))]
+            outputs = [
+                back[id(call), part] for part in range(len(call.shapes)) if (id(call), part) in back
+            ]
+            if len(outputs) < len(call.shapes):
+                raise TreeMismatchError(f"a part of {call.operation} is not used")
             for value, made in zip(call.inputs, applied(undo, outputs), strict=True):
                 put(value, made, said[id(call)])
         return LeafMap({**values, **self.must_be_zero}, origin, (), must_be_zero)
@@ -200,7 +212,7 @@ class LeafMap:
         Raises:
           TreeMismatchError: arrays that cannot become one, or padding that is no padding any more.
         """
-        names, made = _names(self), {}
+        names, made = names_of(self), {}
 
         def bound(value: Value) -> Leaf:
             if isinstance(value, Source):
@@ -212,7 +224,7 @@ class LeafMap:
             if isinstance(call.operation, Crop):
                 _check_padding(inputs[0], call.operation)
             paths = [names[id(call), part] for part in range(len(call.shapes))]
-            made[id(call)] = form(call.operation, inputs, paths)
+            made[id(call)] = apply(call.operation, inputs, paths)
         found: dict[Path, Leaf] = {}
         like = {path: leaves[path] for path in self.must_be_zero} or leaves
         for path, value in self.values.items():
@@ -257,7 +269,7 @@ class LeafMap:
     def rows(self) -> list[Row]:
         """The map line by line, operations in an order in which they can be carried out. Leaves
         that nothing has been said about are left out, and zeros."""
-        names = _names(self)
+        names = names_of(self)
         done: dict[int, Call] = {}
         rows = []
         for path, value in self.values.items():
@@ -373,7 +385,7 @@ def _paths_below(value: Value) -> Iterator[Path]:
             yield held.path
 
 
-def _names(found: LeafMap) -> dict[tuple[int, int], Path]:
+def names_of(found: LeafMap) -> dict[tuple[int, int], Path]:
     """A path for each output of a call: where it goes, if that is where it stays. Of others that of
     its only input, or where the first leaf goes that is made of it; `~` keeps them apart."""
     calls = found.calls()
@@ -384,9 +396,9 @@ def _names(found: LeafMap) -> dict[tuple[int, int], Path]:
             names.setdefault((id(value.call), value.part), path)
     goal |= names
     for call in reversed(calls):
-        first = next(
-            goal[id(call), part] for part in range(len(call.shapes)) if (id(call), part) in goal
-        )
+        parts = [(id(call), part) for part in range(len(call.shapes))]
+        first = next(goal[key] for key in parts if key in goal)
+        goal |= dict.fromkeys((key for key in parts if key not in goal), first)
         for value in call.inputs:
             if isinstance(value, Output):
                 goal.setdefault((id(value.call), value.part), first)
@@ -398,7 +410,7 @@ def _names(found: LeafMap) -> dict[tuple[int, int], Path]:
             key = id(call), part
             if key not in names:
                 alone = len(inputs) == len(call.shapes) == 1
-                *outer, last = inputs[0] if alone else goal.get(key, (*inputs[0], str(part)))
+                *outer, last = inputs[0] if alone else goal[key]
                 while (*outer, last) in held:
                     last = f"{last}~"
                 names[key] = (*outer, last)

@@ -1,19 +1,16 @@
 """What the rules of a map make of a tree of leaves. Pure.
 
-Rules are applied one after another, each to every leaf as earlier ones left it. What comes out are
-the steps from the leaves of the source to those that no rule changes any more: a leaf that several
-rules only rename goes to its last path in one step.
+Rules are applied one after another, each to every leaf as earlier ones left it.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from reshard.arrays.boxes import Shape
-from reshard.arrays.operations import Operation
+from reshard.convert.leafmap import LeafMap, Source, Value, applied
 from reshard.convert.maprules import Divided, Gathered, Map, Reshaped, Rule
-from reshard.convert.ordering import Change, Value, in_order
 from reshard.convert.patterns import Pattern, Replacement
-from reshard.convert.steps import Step
 from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.tree import Path, compile_glob, format_path, glob_text, nearest, split_path
 
@@ -26,28 +23,25 @@ class Mapped:
     """What a map makes of leaves.
 
     Attributes:
-      steps: from the leaves that are not dropped to `final`. A leaf that a rule applies to has one
-        even if it keeps its path.
-      dropped: leaves of the source that are dropped.
+      map: of all leaves. Those that a rule applies to have an origin, even if they keep their path.
       initial: globs of leaves of the target that keep the model's own initial value.
-      untouched: leaves of the source that no rule applies to.
-      final: all leaves after the rules, untouched ones too, with their shapes.
     """
 
-    steps: list[Step]
-    dropped: list[Path]
+    map: LeafMap
     initial: tuple[str, ...]
-    untouched: list[Path]
-    final: dict[Path, Shape]
+
+    @property
+    def untouched(self) -> list[Path]:
+        """The leaves that no rule applies to."""
+        return [path for path in self.map.values if path not in self.map.origin]
 
 
 def apply_map(rules: Map, leaves: Mapping[Path, Shape]) -> Mapped:
-    """The steps that a map says.
+    """The leaf map that rules make.
 
     Args:
       rules: from `read_map` or `inverse`.
-      leaves: the leaves of the source with their shapes; all keys are text. The steps are for those
-        of them that are not dropped.
+      leaves: the leaves of the source with their shapes; all keys are text.
 
     Raises:
       TreeMismatchError: rules that match nothing, leaves that would meet in one path or be below
@@ -67,42 +61,38 @@ class _Leaf:
 
     Attributes:
       text: the printed path.
-      source: the path in the source, if it is a leaf of that.
-      shape: its shape; None after an operation that did not fit.
+      value: what it is; None after an operation that did not fit.
       place: where it is in the tree, to sort by.
-      first: which rule, in order, was the first that applied to it since it was made; 0 for none.
+      touched: whether a rule has applied to it.
       last: the last rule that named it.
     """
 
     text: str
-    source: Path | None
-    shape: Shape | None
+    value: Value | None
     place: tuple[int, ...]
-    first: int = 0
+    touched: bool = False
     last: Rule | None = None
 
-
-@dataclasses.dataclass(eq=False, slots=True)
-class _Made:
-    """An operation on leaves, and what it made; `key` says where it comes among the steps."""
-
-    key: tuple[int, tuple[int, ...], int]
-    inputs: list[_Leaf]
-    outputs: list[_Leaf]
-    operation: Operation
+    @property
+    def source(self) -> Path | None:
+        """The path in the source, if it is a leaf of that."""
+        return self.value.path if isinstance(self.value, Source) else None
 
 
-@dataclasses.dataclass(eq=False, slots=True)
-class _Move:
-    """Leaves that become others together: those under the paths `before`, as `leaves` after what is
-    done to each of them, then by `operation` or by a new path alone. No shapes are known after an
-    operation that does not fit."""
+class _Move(NamedTuple):
+    """Leaves that become others together.
+
+    Attributes:
+      before: their printed paths.
+      place: of the first of them in the tree.
+      after: the printed paths of what they become.
+      values: what that is; None after an operation that does not fit.
+    """
 
     before: list[str]
-    leaves: list[_Leaf]
+    place: tuple[int, ...]
     after: list[str]
-    operation: Operation | None = None
-    fits: bool = True
+    values: list[Value | None]
 
 
 class _Tree:
@@ -112,9 +102,7 @@ class _Tree:
         self.here: dict[str, _Leaf] = {}
         for place, (path, shape) in enumerate(leaves.items()):
             text = format_path(path)
-            self.here[text] = _Leaf(text, path, tuple(shape), (place,))
-        self.applied = 0
-        self.made: list[_Made] = []
+            self.here[text] = _Leaf(text, Source(path, tuple(shape)), (place,))
         self.dropped: list[Path] = []
         self.problems: list[str] = []
         self.hints: list[str] = []
@@ -124,7 +112,7 @@ class _Tree:
     def ignore(self, globs: Sequence[str]) -> None:
         """Drops the leaves that globs match and no rule has applied to."""
         for leaf, _ in self.under(globs):
-            if leaf.source is not None and not leaf.first:
+            if leaf.source is not None and not leaf.touched:
                 self.drop(leaf)
 
     def under(self, globs: Sequence[str]) -> list[tuple[_Leaf, str]]:
@@ -149,7 +137,6 @@ class _Tree:
 
     def apply(self, rule: Rule) -> None:
         """Applies a rule to every leaf that it matches."""
-        self.applied += 1
         found = [self.hits(pattern) for pattern in rule.patterns]
         if rule.drop:
             for leaf in found[0]:
@@ -194,36 +181,33 @@ class _Tree:
         else:
             if after == before and not rule.each and rule.patterns[0].literal is None:
                 return None
-        return _Move([before], [leaf], [after])
+        return _Move([before], leaf.place, [after], [leaf.value])
 
     def operated(self, rule: Rule, leaf: _Leaf) -> _Leaf:
         """A leaf after what a rule does to each, under the path that it has."""
         for kind in rule.each:
-            operation, shape = None, None
-            if leaf.shape is not None:
+            value = None
+            if leaf.value is not None:
+                shape = leaf.value.shape
                 try:
-                    operation = kind.operation(leaf.shape) if isinstance(kind, Reshaped) else kind
-                    (shape,) = operation.shapes([leaf.shape])
+                    operation = kind.operation(shape) if isinstance(kind, Reshaped) else kind
+                    (value,) = applied(operation, [leaf.value])
                 except TreeMismatchError as error:
                     self.problem(rule, leaf.text, error.summary)
-            made = _Leaf(leaf.text, None, shape, leaf.place, last=leaf.last)
-            if operation is not None:
-                self.note([leaf], [made], operation)
-            leaf = made
+            leaf = _Leaf(leaf.text, value, leaf.place, True, leaf.last)
         return leaf
 
     def divided(self, rule: Rule, divided: Divided, before: str, leaf: _Leaf) -> _Move:
         """One leaf as several."""
-        operation, count = None, 0
-        if leaf.shape is not None:
+        parts: tuple[Value, ...] | None = None
+        if leaf.value is not None:
             try:
-                operation = divided.operation(leaf.shape)
-                count = len(operation.shapes([leaf.shape]))
+                parts = applied(divided.operation(leaf.value.shape), [leaf.value])
             except TreeMismatchError as error:
                 self.problem(rule, before, error.summary)
-                operation = None
+        count = len(parts or ())
         into = divided.into if isinstance(divided.into, tuple) else (divided.into,) * count
-        self.incomplete = self.incomplete or operation is None
+        self.incomplete = self.incomplete or parts is None
         after = []
         for position, replacement in enumerate(into):
             try:
@@ -231,8 +215,8 @@ class _Tree:
             except ValueError as error:
                 self.problem(rule, before, str(error))
                 self.incomplete = True
-        fits = operation is not None and len(after) == count
-        return _Move([before], [leaf], after, operation, fits)
+        values = parts if parts is not None and len(after) == count else [None] * len(after)
+        return _Move([before], leaf.place, after, list(values))
 
     def replaced(
         self, rule: Rule, replacement: Replacement, text: str, position: int | None = None
@@ -263,16 +247,15 @@ class _Tree:
                 self.problem(rule, text, problem)
             before = [leaf.text for piece in sorted(pieces) for leaf in pieces[piece]]
             leaves = [self.operated(rule, self.here[name]) for name in before]
-            shapes = [leaf.shape for leaf in leaves if leaf.shape is not None]
-            operation = None
-            if not wrong and len(shapes) == len(leaves):
+            values = [leaf.value for leaf in leaves if leaf.value is not None]
+            made: Value | None = None
+            if not wrong and len(values) == len(leaves):
                 try:
-                    operation = gathered.operation(shapes)
-                    operation.shapes(shapes)
+                    operation = gathered.operation([value.shape for value in values])
+                    (made,) = applied(operation, values)
                 except TreeMismatchError as error:
                     self.problem(rule, text, error.summary)
-                    operation = None
-            moves.append(_Move(before, leaves, [text], operation, operation is not None))
+            moves.append(_Move(before, min(leaf.place for leaf in leaves), [text], [made]))
         return moves
 
     @staticmethod
@@ -305,27 +288,14 @@ class _Tree:
                 del self.here[text]
         new: dict[str, _Move] = {}
         for move in moves:
-            if rule.regroup is None:
-                outputs = move.leaves
-                if not rule.each:
-                    move.leaves[0].first = move.leaves[0].first or self.applied
-            else:
-                shapes: Sequence[Shape | None] = [None] * len(move.after)
-                if move.fits and move.operation is not None:
-                    shapes = move.operation.shapes([leaf.shape or () for leaf in move.leaves])
-                place = min(leaf.place for leaf in move.leaves)
-                outputs = [
-                    _Leaf("", None, shape, (*place, *([n] if len(shapes) > 1 else [])))
-                    for n, shape in enumerate(shapes)
-                ]
-                if move.fits and move.operation is not None:
-                    self.note(move.leaves, outputs, move.operation)
-            for leaf, text in zip(outputs, move.after, strict=True):
-                leaf.text, leaf.last = text, rule
+            several = len(move.after) > 1
+            pairs = zip(move.after, move.values, strict=True)
+            for part, (text, value) in enumerate(pairs):
+                place = (*move.place, part) if several else move.place
                 if text in self.here:
                     self.meets(rule, move, new.get(text), text)
                 else:
-                    self.here[text] = leaf
+                    self.here[text] = _Leaf(text, value, place, True, rule)
                     new[text] = move
 
     def meets(self, rule: Rule, move: _Move, other: _Move | None, text: str) -> None:
@@ -335,12 +305,6 @@ class _Tree:
             self.problems.append(f"{rule}: {mine} -> {text}: there is such a leaf already")
         else:
             self.problems.append(f"{rule}: {' + '.join(other.before)} and {mine} -> {text}")
-
-    def note(self, inputs: list[_Leaf], outputs: list[_Leaf], operation: Operation) -> None:
-        for leaf in inputs:
-            leaf.first = leaf.first or self.applied
-        key = min(leaf.first for leaf in inputs), min(leaf.place for leaf in inputs)
-        self.made.append(_Made((*key, len(self.made)), inputs, outputs, operation))
 
     def matches_nothing(self, rule: Rule, pattern: Pattern) -> None:
         if self.incomplete:
@@ -363,19 +327,8 @@ class _Tree:
 
     def mapped(self, rules: Map) -> Mapped:
         """The result, once all rules are applied."""
-        values: dict[_Leaf, Value] = {}
-        keyed = []
-        for made in self.made:
-            ends = [
-                [self.value(leaf, values) for leaf in side] for side in (made.inputs, made.outputs)
-            ]
-            keyed.append((made.key, Change(ends[0], ends[1], made.operation)))
         last = sorted(self.here.values(), key=lambda leaf: leaf.place)
         paths = [self.path(leaf) for leaf in last]
-        for leaf, path in zip(last, paths, strict=True):
-            if leaf.source is not None and leaf.first:
-                change = Change([self.value(leaf, values)], [Value(path)], None)
-                keyed.append(((leaf.first, leaf.place, 0), change))
         if not self.incomplete:
             self.check_tree(last, paths)
         for leaf, glob in self.under(rules.initial):
@@ -385,20 +338,10 @@ class _Tree:
             raise TreeMismatchError(
                 f"{rules.name}: the map does not fit the leaves", self.problems, self.hints
             )
-        untouched = [leaf.source for leaf in last if leaf.source is not None and not leaf.first]
-        keyed.sort(key=lambda entry: entry[0])
-        return Mapped(
-            in_order([change for _, change in keyed], untouched, "map"),
-            self.dropped,
-            rules.initial,
-            untouched,
-            {path: leaf.shape or () for path, leaf in zip(paths, last, strict=True)},
-        )
-
-    def value(self, leaf: _Leaf, values: dict[_Leaf, Value]) -> Value:
-        if leaf not in values:
-            values[leaf] = Value(self.path(leaf) if leaf.source is None else leaf.source)
-        return values[leaf]
+        pairs = list(zip(paths, last, strict=True))
+        values = {path: leaf.value for path, leaf in pairs if leaf.value is not None}
+        origin = {path: "map" for path, leaf in pairs if leaf.touched}
+        return Mapped(LeafMap(values, origin, tuple(self.dropped)), rules.initial)
 
     def path(self, leaf: _Leaf) -> Path:
         """The path that rules have given a leaf."""

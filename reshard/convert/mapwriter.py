@@ -1,7 +1,7 @@
 """A conversion as the text of a map file that says all of it, leaf by leaf. Pure."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard.arrays.boxes import Shape
@@ -17,8 +17,8 @@ from reshard.arrays.operations import (
     Transpose,
     Unstack,
 )
+from reshard.convert.leafmap import LeafMap, Row
 from reshard.convert.patterns import literal_replacement, whole_path
-from reshard.convert.steps import Step
 from reshard.errors import TreeMismatchError
 from reshard.tree import Path, format_path
 
@@ -35,54 +35,43 @@ _ORIGINS = """\
 _WIDTH = 100
 
 
-def write_map(
-    steps: Iterable[Step],
-    dropped: Iterable[Path],
-    initial: Iterable[str],
-    leaves: Mapping[Path, Shape],
-    to: str | None = None,
-) -> str:
-    """The text of a map file that `read_map` and `apply_map` make the same steps of. (Where leaves
-    change places, they may move out of each other's way in another order.)
+def write_map(found: LeafMap, initial: Sequence[str] = (), to: str | None = None) -> str:
+    """The text of a map file that `read_map` and `apply_map` make the same map of.
 
     Args:
-      steps: the conversion, in order. A leaf that is renamed twice will be renamed once.
-      dropped: leaves of the source that are dropped.
+      found: the map.
       initial: globs of leaves of the target that keep the model's own initial value.
-      leaves: the leaves of the source with their shapes, which the rules name where the opposite
-        direction needs them.
       to: the API that it converts to, `"nnx"` or `"linen"`.
 
     Raises:
-      TreeMismatchError: a step makes a leaf of values that were given.
+      TreeMismatchError: a leaf is made of values that were given.
     """
-    steps, globs = list(steps), list(initial)
-    found = any(step.origin != "map" for step in steps)
-    blocks = [_HEADER + (_ORIGINS if found else "")]
-    settings = [("to", to)] * (to is not None) + [("init", globs)] * bool(globs)
+    rows = found.sequence()
+    blocks = [_HEADER + (_ORIGINS if any(row.origin != "map" for row in rows) else "")]
+    settings = [("to", to)] * (to is not None) + [("init", list(initial))] * bool(initial)
     if settings:
         blocks.append("".join(f"{_assigned(key, value)}\n" for key, value in settings))
-    for path in dropped:
+    for path in found.dropped:
         blocks.append(f"[[rule]]\nfrom = {_text(_whole(path))}\ndrop = true\n")
-    shapes = dict(leaves)
-    for step in steps:
-        inputs = [shapes.pop(path) for path in step.inputs]
-        made = inputs if step.operation is None else step.operation.shapes(inputs)
-        shapes.update(zip(step.outputs, made, strict=True))
-        blocks.append(_rule(step, inputs))
+    shapes = found.sources()
+    for row in rows:
+        inputs = [shapes.pop(path) for path in row.inputs]
+        made = inputs if row.operation is None else row.operation.shapes(inputs)
+        shapes.update(zip(row.outputs, made, strict=True))
+        blocks.append(_rule(row, inputs))
     return "\n".join(blocks)
 
 
-def _rule(step: Step, inputs: Sequence[Shape]) -> str:
-    """The rule of a step on leaves of these shapes."""
-    sources: list[str] = [_whole(path) for path in step.inputs]
-    paths = [literal_replacement(format_path(path)).text for path in step.outputs]
-    lines = ["[[rule]]" if step.origin == "map" else f"[[rule]]  # {step.origin}"]
-    gathered = isinstance(step.operation, Concat | Stack)
-    operation = [] if step.operation is None else [_operation(step.operation, inputs, paths)]
+def _rule(row: Row, inputs: Sequence[Shape]) -> str:
+    """The rule of a row on leaves of these shapes."""
+    sources: list[str] = [_whole(path) for path in row.inputs]
+    paths = [literal_replacement(format_path(path)).text for path in row.outputs]
+    lines = ["[[rule]]" if row.origin == "map" else f"[[rule]]  # {row.origin}"]
+    gathered = isinstance(row.operation, Concat | Stack)
+    operation = [] if row.operation is None else [_operation(row.operation, inputs, paths)]
     lines.append(_assigned("from", sources if gathered else sources[0]))
     lines += [_assigned(key, value) for key, value in operation]
-    if not isinstance(step.operation, Split | Unstack):
+    if not isinstance(row.operation, Split | Unstack):
         lines.append(_assigned("to", paths[0]))
     return "\n".join(lines) + "\n"
 

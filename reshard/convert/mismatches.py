@@ -1,19 +1,17 @@
 """Leaves that a conversion makes, compared with those that the model has."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle
-from reshard.convert.steps import Step
+from reshard.convert.leafmap import LeafMap, Output, Source, Zeros
 from reshard.hints import Hint
 from reshard.restore.matching import TargetLeaf
 from reshard.tree import Path, format_path
 
 
 def differences(
-    steps: Iterable[Step],
-    made: Mapping[Path, Shape],
+    found: LeafMap,
     sources: Mapping[Path, ArrayHandle],
     targets: Mapping[Path, Any],
     above: Path = (),
@@ -21,23 +19,27 @@ def differences(
     """What differs, in words, each with a hint or nothing.
 
     Args:
-      steps: from the sources to what is made.
-      made: path -> shape of what is made.
+      found: from the sources to what is made.
       sources: the arrays of the source.
       targets: the leaves of the model.
       above: what paths of the result are below, as they are told of.
     """
-    origins = dict(sources)
-    for step in steps:
-        first = origins[step.inputs[0]]
-        for path in step.inputs:
-            other = origins.pop(path)
+    origins: dict[int, ArrayHandle] = {}
+
+    def source_of(value: Source | Output) -> ArrayHandle:
+        return sources[value.path] if isinstance(value, Source) else origins[id(value.call)]
+
+    for call in found.calls():
+        first, *others = (source_of(v) for v in call.inputs if not isinstance(v, Zeros))
+        origins[id(call)] = first
+        for other in others:
             if other.dtype != first.dtype:
                 pair = f"{format_path(first.path)} and {format_path(other.path)}"
                 yield f"{pair}: {first.dtype.name} and {other.dtype.name} cannot become one", ""
-        origins.update(dict.fromkeys(step.outputs, first))
-    for path, shape in made.items():
-        wanted, source = targets.get(path), origins[path]
+    for path, value in found.values.items():
+        if isinstance(value, Zeros):
+            continue
+        wanted, source, shape = targets.get(path), source_of(value), value.shape
         if not isinstance(wanted, TargetLeaf) or wanted.kind not in ("array", "key"):
             continue
         name = format_path(source.path)

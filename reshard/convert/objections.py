@@ -8,7 +8,7 @@ from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Checkpoint, describe
 from reshard.convert.align import Alignment
 from reshard.convert.answers import rule_hint
-from reshard.convert.carry import Part
+from reshard.convert.decided import Part
 from reshard.convert.goal import Goal
 from reshard.convert.layout import Layout
 from reshard.convert.mirrors import mirrored, parameters_of
@@ -99,9 +99,9 @@ class Objections:
                 self._lost(saved, saved)
         if self._goal is None:
             return
-        filled = {self._places.model(path) for path in (*model.made, *model.appear)}
-        filled |= {self._places.optimizer(path) for path in (*optimizer.made, *optimizer.appear)}
-        filled |= {self._places.beside(path) for path in (*copies.made, *copies.appear)}
+        filled = {self._places.model(path) for path in model.map.values}
+        filled |= {self._places.optimizer(path) for path in optimizer.map.values}
+        filled |= {self._places.beside(path) for path in copies.map.values}
         step = self._places.step()
         if step is not None and self._layout.step is not None:
             filled.add(step[0])
@@ -135,7 +135,7 @@ class Objections:
                 p: self._arrays[saved] for p, saved in before.items() if saved in self._arrays
             }
             targets = {path: self._goal.leaves[saved] for path, saved in after.items()}
-            for text, hint in differences(part.steps, part.made, sources, targets, above):
+            for text, hint in differences(part.map, sources, targets, above):
                 self.problems.append(text)
                 self.hints += [hint] if hint else []
 

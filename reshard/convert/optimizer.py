@@ -1,4 +1,5 @@
-"""Optimizer state goes where its parameters go: the steps for every subtree that mirrors them.
+"""Optimizer state goes where its parameters go: their map is evaluated with every subtree that
+mirrors them.
 
 Operations that move elements are linear, so they hold for
 moments as they do for parameters. Where a moment has another shape than its parameter, they are
@@ -15,30 +16,35 @@ import numpy as np
 
 from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import array_text
+from reshard.convert.leafmap import (
+    Call,
+    LeafMap,
+    Output,
+    Source,
+    Value,
+    Zeros,
+    applied,
+    input_names,
+    names_of,
+)
 from reshard.convert.mirrors import Leaves, Subtrees, mirroring_subtrees, shared_keys
 from reshard.convert.parts import adapted, second_size
-from reshard.convert.steps import Step
 from reshard.errors import TreeMismatchError
 from reshard.tree import Path, format_path
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerSteps:
+class Followed:
     """What becomes of optimizer state.
 
     Attributes:
-      steps: steps on paths below the optimizer state. A path with an empty key is one where a leaf
-        waits until its place is free.
+      map: of the leaves below the optimizer state that follow parameters which change.
       placeholders: leaves without a value (optax's `MaskedNode`), path after -> paths before.
-      vanish: leaves before that have no place after, which is right only if they are zeros.
-      appear: leaves after that are zeros, with their shapes and dtypes.
       problems: what cannot be carried along, and why.
     """
 
-    steps: tuple[Step, ...]
+    map: LeafMap
     placeholders: dict[Path, tuple[Path, ...]]
-    vanish: tuple[Path, ...]
-    appear: dict[Path, tuple[Shape, np.dtype]]
     problems: tuple[str, ...]
 
 
@@ -51,48 +57,51 @@ _LEAST_FACTORED = 128
 _KEY_SHAPES = ((2,), (4,))
 
 
-def optimizer_steps(
-    steps: Sequence[Step],
+def followed(
+    model: LeafMap,
     parameters: Mapping[Path, Shape],
     leaves: Leaves,
     ahead: Path | None = None,
     others: bool = False,
     beside: Collection[Path] = (),
-) -> OptimizerSteps:
-    """The steps of optimizer state that follow from those of the parameters.
+) -> Followed:
+    """What becomes of optimizer state: the map of the parameters, evaluated for each subtree that
+    mirrors them.
 
     Args:
-      steps: what becomes of the parameters, in order. They can be carried out.
+      model: what becomes of the parameters; of those that it does not name, nothing.
       parameters: all parameters before, with the collection ahead (or no collection).
       leaves: optimizer state before: path below it -> shape and dtype, None for a leaf without a
         value.
-      ahead: what the parameters' paths begin with after the steps, and the subtrees' do not; by
-        default what it is before them.
+      ahead: what the parameters' paths begin with after the conversion, and the subtrees' do not;
+        by default what it is before.
       others: whether there are more parameters before or after.
       beside: leaves that may be no optimizer's at all, and follow if they mirror parameters.
     """
     subtrees, unknown = mirroring_subtrees(parameters, leaves)
     factoring = _factoring(subtrees, parameters, leaves)
-    made = _Followed()
-    near, alone = _strays(steps, parameters, leaves, subtrees)
-    made.problems += near
+    near, alone = _strays(model.sources(), parameters, leaves, subtrees)
+    problems = near
     if unknown or not alone.keys() <= {*beside}:
-        places = _places(steps, parameters)
+        places = _places(model, parameters)
         for members in unknown.values():
-            made.problems += _doubts(members, places, ahead)
+            problems += _doubts(members, places, ahead)
         if others or places is None or not _keep_order(places):
-            made.problems += [text for path, text in alone.items() if path not in beside]
-    for root, members in subtrees.items():
-        subtree = _Subtree(root, members, parameters, leaves, factoring[root[:-1]], made, ahead)
-        for step in steps:
-            subtree.follow(step)
-        subtree.finish()
-    return OptimizerSteps(
-        tuple(made.steps),
-        made.placeholders,
-        tuple(made.vanish),
-        made.appear,
-        tuple(made.problems),
+            problems += [text for path, text in alone.items() if path not in beside]
+    made = [
+        _Subtree(root, members, parameters, leaves, factoring[root[:-1]], ahead).follow(model)
+        for root, members in subtrees.items()
+    ]
+    found = LeafMap(
+        {path: value for part in made for path, value in part.map.values.items()},
+        {path: text for part in made for path, text in part.map.origin.items()},
+        (),
+        {path: zeros for part in made for path, zeros in part.map.must_be_zero.items()},
+    )
+    return Followed(
+        found,
+        {path: before for part in made for path, before in part.placeholders.items()},
+        (*problems, *(text for part in made for text in part.problems)),
     )
 
 
@@ -110,17 +119,14 @@ def follows_note(root: Path, count: int, checked: bool = True) -> str:
     return text if checked else f"{text}, checked against nothing"
 
 
-def _places(steps: Sequence[Step], parameters: Collection[Path]) -> dict[Path, Path] | None:
-    """Parameter -> its path after the steps; None if there are operations on parameters."""
-    origins = {path: path for path in parameters}
-    for step in steps:
-        if step.operation is None:
-            (before,), (after,) = step.inputs, step.outputs
-            if before in origins:
-                origins[after] = origins.pop(before)
-        elif not step.inputs or not origins.keys().isdisjoint(step.inputs):
+def _places(model: LeafMap, parameters: Collection[Path]) -> dict[Path, Path] | None:
+    """Parameter -> its path afterwards; None if there are operations on parameters."""
+    for call in model.calls():
+        inside = LeafMap({(): Output(call, 0)}).sources()
+        if not inside or not inside.keys().isdisjoint(parameters):
             return None
-    return {before: after for after, before in origins.items()}
+    places = {value.path: path for path, value in model.values.items() if isinstance(value, Source)}
+    return {path: places.get(path, path) for path in parameters}
 
 
 def _keep_order(places: Mapping[Path, Path]) -> bool:
@@ -147,7 +153,7 @@ def _as_numbers(path: Path) -> list[tuple[bool, int, str]]:
 
 
 def _strays(
-    steps: Sequence[Step],
+    changed: Collection[Path],
     parameters: Mapping[Path, Shape],
     leaves: Leaves,
     subtrees: Subtrees,
@@ -162,7 +168,6 @@ def _strays(
         keys = tuple(map(str, path[min(shared, max(len(path) - 2, 1)) :]))
         if len(keys) > 1:  # one is often the name of something else too
             ends[keys] = path
-    changed: set[Path | None] = {path for step in steps for path in step.inputs}
     problems: list[str] = []
     alone: dict[Path, str] = {}
     followed = {path for members in subtrees.values() for path in members.values()}
@@ -256,40 +261,25 @@ def _factoring(
     return result
 
 
-@dataclasses.dataclass(frozen=True)
-class _Held:
+class _Held(NamedTuple):
     """What a subtree has for a parameter.
 
     Attributes:
-      paths: where it is; of leaves without a value, all that have become it; none for the zeros
-        that have taken the place of unused ones.
-      shape: its shape; None without a value.
+      paths: where it is in the state; of leaves without a value, all that have become it.
+      value: its value; None for leaves without one.
       dtype: its dtype.
       least: from which size on adafactor may factor its parameter; None if it is not adafactor's,
         or a factor.
-      origin: of the last step that it went through, if any.
     """
 
     paths: tuple[Path, ...]
-    shape: Shape | None = None
+    value: Value | None = None
     dtype: np.dtype | None = None
     least: int | None = None
-    origin: str | None = None
-
-
-@dataclasses.dataclass
-class _Followed:
-    """What has been found so far."""
-
-    steps: list[Step] = dataclasses.field(default_factory=list)
-    placeholders: dict[Path, tuple[Path, ...]] = dataclasses.field(default_factory=dict)
-    vanish: list[Path] = dataclasses.field(default_factory=list)
-    appear: dict[Path, tuple[Shape, np.dtype]] = dataclasses.field(default_factory=dict)
-    problems: list[str] = dataclasses.field(default_factory=list)
 
 
 class _Subtree:
-    """One subtree, while the parameters' steps are carried out on it.
+    """One subtree, in which the map of the parameters is evaluated.
 
     Args:
       root: where it is.
@@ -297,8 +287,7 @@ class _Subtree:
       parameters: shapes of the parameters.
       leaves: shapes and dtypes of the mirrors.
       factoring: what is known of adafactor.
-      made: what is found is added here.
-      ahead: as for `optimizer_steps`.
+      ahead: as for `followed`.
     """
 
     def __init__(
@@ -308,125 +297,121 @@ class _Subtree:
         parameters: Mapping[Path, Shape],
         leaves: Leaves,
         factoring: _Factoring,
-        made: _Followed,
         ahead: Path | None,
     ):
         parameter, path = next(iter(members.items()))
         self._root = root
         self._before = parameter[: len(parameter) - (len(path) - len(root))]
         self._ahead = self._before if ahead is None else ahead
-        self._made = made
-        self._shapes: dict[Path, Shape] = dict(parameters)
         self._held: dict[Path, _Held] = {}
         for parameter, path in members.items():
             leaf = leaves[path]
             shape, dtype = leaf or (None, None)
             unfactored = parameter in factoring.whole and shape == parameters[parameter]
             least = factoring.least if unfactored else None
-            self._held[parameter] = _Held((path,), shape, dtype, least)
-        self._occupied = set(members.values())
-        self._given_up: set[Path] = set()
+            value = None if shape is None else Source(path, shape)
+            self._held[parameter] = _Held((path,), value, dtype, least)
+        self._made: dict[int, list[_Held | None]] = {}
+        self._must_be_zero: dict[Path, Zeros] = {}
 
-    def follow(self, step: Step) -> None:
-        """Goes on with the next step of the parameters."""
-        before = [self._shapes.pop(path) for path in step.inputs if path in self._shapes]
-        if len(before) == len(step.inputs):
-            after = before if step.operation is None else step.operation.shapes(before)
-            self._shapes.update(zip(step.outputs, after, strict=True))
-        names = [self._name(path) for path in step.inputs]
-        have = [self._held.pop(path, None) for path in step.inputs]
-        if not self._given_up.isdisjoint(step.inputs):
-            self._given_up.update(step.outputs)
-        elif any(have):
-            found = self._become(step, have, before)
+    def follow(self, model: LeafMap) -> Followed:
+        """What becomes of it."""
+        problems: list[str] = []
+        given_up: set[int] = set()
+        names = names_of(model)
+        for call in model.calls():
+            have = list(map(self._has, call.inputs))
+            found: list[_Held] | str | None = None
+            if any(isinstance(v, Output) and id(v.call) in given_up for v in call.inputs):
+                given_up.add(id(call))
+            elif any(have):
+                inputs = zip(input_names(call, names), call.inputs, have, strict=True)
+                named = [self._name(path, value, held) for path, value, held in inputs]
+                found = self._become(call, have, named)
             if isinstance(found, str):
-                text = " + ".join(map(format_path, names))
-                self._made.problems.append(f"{text}: {found}")
-                self._given_up.update(step.outputs)
-            else:
-                self._held.update(zip(step.outputs, found, strict=True))
+                problems.append(f"{' + '.join(map(format_path, named))}: {found}")
+                given_up.add(id(call))
+            made = found if isinstance(found, list) else [None] * len(call.shapes)
+            self._made[id(call)] = list(made)
+        values: dict[Path, Value] = {}
+        placeholders: dict[Path, tuple[Path, ...]] = {}
+        origin: dict[Path, str] = {}
+        for path, value in model.values.items():
+            held, place = self._has(value), self._inside(path)
+            if held is not None and held.value is None:
+                placeholders[place] = held.paths
+            elif held is not None and held.value not in (None, Source(place, value.shape)):
+                values[place] = held.value
+                if path in model.origin:
+                    origin[place] = model.origin[path]
+        found_map = LeafMap(values, origin, (), self._must_be_zero)
+        return Followed(found_map, placeholders, tuple(problems))
 
-    def finish(self) -> None:
-        """Puts everything in its place."""
-        for path, held in self._held.items():
-            place = self._inside(path)
-            if held.origin is None:
-                continue
-            if held.shape is None:
-                self._made.placeholders[place] = held.paths
-            elif held.dtype is not None and not held.paths:
-                self._made.appear[place] = (held.shape, held.dtype)
-            elif held.paths != (place,):
-                self._made.steps.append(Step(held.paths, (place,), None, held.origin))
+    def _has(self, value: Value) -> _Held | None:
+        """What the subtree has for a value of the parameters."""
+        if isinstance(value, Source):
+            return self._held.get(value.path)
+        return self._made[id(value.call)][value.part] if isinstance(value, Output) else None
 
     def _inside(self, path: Path) -> Path:
-        """The place in the subtree of what the parameters have at a path after a step."""
+        """The place in the subtree of what the parameters have at a path afterwards."""
         start = len(self._ahead)
         return self._root + (path[start:] if path[:start] == self._ahead else path)
 
-    def _name(self, path: Path) -> Path:
-        """What the subtree has, or lacks, for a parameter, as it is told of."""
-        held, start = self._held.get(path), len(self._before)
-        if held is not None and held.origin is None:
+    def _name(self, path: Path, value: Value, held: _Held | None) -> Path:
+        """What the subtree has, or lacks, for a value, as it is told of."""
+        start = len(self._before)
+        if not isinstance(value, Source):
+            return self._inside(path)
+        if held is not None:
             return held.paths[0]
         return self._root + path[start:] if path[:start] == self._before else self._inside(path)
 
     def _become(
-        self, step: Step, have: Sequence[_Held | None], before: Sequence[Shape]
+        self, call: Call, have: Sequence[_Held | None], named: Sequence[Path]
     ) -> list[_Held] | str:
-        """What leaves become in a step, or why they cannot."""
-        pairs = list(zip(step.inputs, have, strict=True))
-        valued = [held for held in have if held is not None and held.shape is not None]
-        absent = [path for path, held in pairs if held is None or (valued and held.shape is None)]
+        """What leaves become by an operation, or why they cannot."""
+        there = [held for held in have if held is not None]
+        valued = [held for held in there if held.value is not None]
+        absent = [
+            format_path(name)
+            for name, held in zip(named, have, strict=True)
+            if held is None or (valued and held.value is None)
+        ]
         if absent:
-            names = [format_path(self._name(path)) for path in absent]
-            verb = "has" if len(names) == 1 else "have"
-            return f"they become one, but {' and '.join(names)} {verb} no value"
-        first, *_ = there = [held for held in have if held is not None]
-        if not valued:
-            paths = tuple(path for held in there for path in held.paths)
-            return [_Held(paths, origin=step.origin)] * len(step.outputs)
-        moments = [held.shape for held in valued if held.shape is not None]
-        if step.operation is not None or not first.paths:
-            unused = [
-                not held.paths or self._is_unused(held, shape)
-                for held, shape in zip(there, before, strict=True)
-            ]
-            if all(unused):
-                self._made.vanish += [path for held in there for path in held.paths]
-                zeros = _Held((), _UNUSED, first.dtype, origin=step.origin)
-                return [zeros] * len(step.outputs)
-            if any(unused):
-                return "a moment is kept of some of them, and not of others"
+            verb = "has" if len(absent) == 1 else "have"
+            return f"they become one, but {' and '.join(absent)} {verb} no value"
         paths = tuple(path for held in there for path in held.paths)
-        follows = adapted(step.operation, moments, before, paths)
+        if not valued:
+            return [_Held(paths)] * len(call.shapes)
+        first, values = valued[0], [held.value for held in valued if held.value is not None]
+        before, moments = [v.shape for v in call.inputs], [value.shape for value in values]
+        unused = [
+            isinstance(value, Zeros) or self._is_unused(value.shape, shape)
+            for value, shape in zip(values, before, strict=True)
+        ]
+        if all(unused):
+            assert first.dtype is not None
+            zeros = Zeros(_UNUSED, first.dtype)
+            self._must_be_zero |= dict.fromkeys(paths, zeros)
+            return [_Held((), zeros, first.dtype)] * len(call.shapes)
+        if any(unused):
+            return "a moment is kept of some of them, and not of others"
+        follows = adapted(call.operation, moments, before, paths)
         if isinstance(follows, str):
             return follows
         try:
-            after = moments if follows is None else follows.shapes(moments)
+            after = applied(follows, values)
         except TreeMismatchError as error:
             return error.summary
-        if step.operation is not None and first.least is not None:
-            factored = [shape for shape in after if second_size(shape) >= first.least]
+        if first.least is not None:
+            factored = [v.shape for v in after if second_size(v.shape) >= first.least]
             if factored:
                 return f"adafactor may factor a parameter of the shape {list(factored[0])}"
-        self._occupied.difference_update(paths)
-        places = tuple(map(self._free, map(self._inside, step.outputs)))
-        self._occupied.update(places)
-        if follows is not None or paths != places:
-            self._made.steps.append(Step(paths, places, follows, step.origin))
-        return [
-            _Held((place,), shape, first.dtype, first.least, step.origin)
-            for place, shape in zip(places, after, strict=True)
-        ]
+        return [_Held(paths[:1], value, first.dtype, first.least) for value in after]
 
-    def _is_unused(self, held: _Held, parameter: Shape) -> bool:
+    def _is_unused(self, shape: Shape, parameter: Shape) -> bool:
         """Whether a leaf is only there in the place of a moment. Of a parameter of one element that
         is told by the names of adafactor's factors, which it has none of."""
         factor = "v_row" in self._root or "v_col" in self._root
-        return held.shape == _UNUSED and (parameter != _UNUSED or factor)
-
-    def _free(self, place: Path) -> Path:
-        """The place, or where to wait until it is free."""
-        root = self._root
-        return (*root, "", *place[len(root) :]) if place in self._occupied else place
+        return shape == _UNUSED and (parameter != _UNUSED or factor)

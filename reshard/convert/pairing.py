@@ -9,8 +9,8 @@ from reshard.convert import layers
 from reshard.convert.answers import Abstention, Mismatch, difference
 from reshard.convert.axes import NO_MOVE, Move, Placed, moves
 from reshard.convert.layers import Match
+from reshard.convert.leafmap import Row
 from reshard.convert.outline import Leaf, Module
-from reshard.convert.steps import Step
 from reshard.tree import Path
 
 
@@ -76,16 +76,16 @@ class Pairing:
                 self.rest[leaf.path[-1], shape] += sign
 
 
-def steps_of(found: Found) -> list[Step]:
+def steps_of(found: Found) -> list[Row]:
     """The steps that carry a match out."""
     match = found.match
     inputs, output = tuple(leaf.path for leaf in match.inputs), (match.output.path,)
     order = found.move.order(len(match.shape))
     transpose = None if order == tuple(range(len(order))) else Transpose(order)
     if match.join is None:
-        return [Step(inputs, output, transpose, found.origin)]
-    joined = [Step(inputs, output, match.join, found.origin)]
-    return joined + ([Step(output, output, transpose, found.origin)] if transpose else [])
+        return [Row(inputs, output, transpose, found.origin)]
+    joined = [Row(inputs, output, match.join, found.origin)]
+    return joined + ([Row(output, output, transpose, found.origin)] if transpose else [])
 
 
 def place_axes(pairing: Pairing, linen: Module, nnx: Module) -> None:

@@ -10,11 +10,11 @@ from reshard.tree import Path
 
 
 def adapted(
-    operation: Operation | None,
+    operation: Operation,
     shapes: Sequence[Shape],
     parameters: Sequence[Shape],
     paths: Sequence[Path],
-) -> Operation | str | None:
+) -> Operation | str:
     """An operation on parameters as one on their moments, or why there is none.
 
     Args:
@@ -23,8 +23,6 @@ def adapted(
       parameters: shapes of the parameters.
       paths: paths of the moments.
     """
-    if operation is None:
-        return None
     if list(shapes) == list(parameters):
         if isinstance(operation, Pad) and operation.fill != 0:
             return f"a moment cannot be padded with {operation.fill}: that is no linear operation"

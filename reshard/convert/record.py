@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -30,12 +30,12 @@ from reshard.arrays.operations import (
     Unstack,
 )
 from reshard.checkpoint import EMPTY_LEAVES, Checkpoint, Leaf, empty_name
-from reshard.convert.carry import Route, Zeros, on_host, recounted
 from reshard.convert.kinds import KINDS
-from reshard.convert.steps import Step
+from reshard.convert.leafmap import LeafMap, Output, Row, Source, Zeros, from_rows, renaming
 from reshard.errors import CorruptCheckpointError, ReshardError, TreeMismatchError
 from reshard.hints import Hint
 from reshard.loader.json_documents import parse_json
+from reshard.storage.location import checked
 from reshard.tree import Path, format_path
 
 KEY = "reshard.linen"
@@ -60,13 +60,13 @@ class _Record(NamedTuple):
     """A record.
 
     Attributes:
-      way: the way to NNX.
+      map: the map to NNX.
       own: NNX's own leaves.
       leaves: those of the Linen checkpoint: arrays, and the names of empty ones.
       containers: Orbax's record of its container types, if it had one.
     """
 
-    way: Route
+    map: LeafMap
     own: list[Path]
     leaves: dict[Path, _Array | str]
     containers: str | None
@@ -81,7 +81,7 @@ def recorded(
     ckpt: Checkpoint,
     linen: Mapping[Path, Leaf],
     metadata: Mapping[str, Any],
-    way: Route,
+    found: LeafMap,
     own: list[Path],
     kind: str,
 ) -> Checkpoint:
@@ -91,7 +91,7 @@ def recorded(
       ckpt: the NNX checkpoint.
       linen: the leaves of the Linen checkpoint, without those that were dropped.
       metadata: its `_METADATA` document.
-      way: how it became the NNX one.
+      found: how it became the NNX one.
       own: leaves of the NNX one that the Linen one has nothing of.
       kind: what the NNX one is, one of `reshard.convert.layout.KINDS`.
     """
@@ -99,7 +99,7 @@ def recorded(
         "version": _VERSION,
         "layout": kind,
         "leaves": [[list(path), _kind(leaf)] for path, leaf in linen.items()],
-        "route": _route_json(way),
+        "route": _map_json(found),
         "own": [list(path) for path in own],
         "containers": metadata.get("value_metadata_tree"),
     }
@@ -146,8 +146,8 @@ def from_record(ckpt: Checkpoint) -> Checkpoint:
     with _readable(_LINEN):
         record = _read(ckpt)
         kinds = record.arrays
-        back = record.way.backwards({path: kind.shape for path, kind in kinds.items()})
-        expected = dict.fromkeys((*back.moved, *back.enter, *back.vanish, *record.own))
+        back = record.map.inverse()
+        expected = dict.fromkeys((*back.sources(), *back.must_be_zero, *record.own))
         problems = [
             f"{format_path(path)}: not in the checkpoint" for path in expected if path not in ckpt
         ]
@@ -160,7 +160,7 @@ def from_record(ckpt: Checkpoint) -> Checkpoint:
                 problems,
                 [_LINEN],
             )
-        made = back.carried(ckpt)
+        made = back.bind(ckpt)
         problems = [text for path, kind in kinds.items() for text in _unlike(made[path], kind)]
         problems += [
             f"{format_path(path)}: it was zero, and is not" for path in back.not_zero(ckpt)
@@ -206,7 +206,7 @@ def like_recorded(linen: Checkpoint, ckpt: Checkpoint) -> Checkpoint:
             elif not isinstance(kind, str):
                 problems += _unlike(leaf, kind)
         problems = problems or [
-            f"{format_path(path)}: it was zero, and is not" for path in record.way.not_zero(linen)
+            f"{format_path(path)}: it was zero, and is not" for path in record.map.not_zero(linen)
         ]
         if problems:
             raise TreeMismatchError(
@@ -214,11 +214,30 @@ def like_recorded(linen: Checkpoint, ckpt: Checkpoint) -> Checkpoint:
                 problems,
                 [_NNX],
             )
-        made = record.way.carried(linen)
+        made = record.map.bind(linen)
     made |= {path: ckpt[path] for path in record.own if path in ckpt}
     return linen.replace(
         {path: _counted_as(leaf, ckpt.get(path)) for path, leaf in made.items()}, retyped=True
     )
+
+
+def recounted(leaf: ArrayHandle, dtype: np.dtype) -> ArrayHandle:
+    """A step counter in another integer dtype.
+
+    Raises:
+      TreeMismatchError: that does not hold its value.
+    """
+    value = np.asarray(checked(leaf.view().read(), f"{format_path(leaf.path)}: its stored bytes"))
+    if int(value) != int(value.astype(dtype)):
+        raise TreeMismatchError(
+            f"{format_path(leaf.path)}: the step {int(value)} does not fit {dtype.name}"
+        )
+    return dataclasses.replace(leaf, dtype=dtype)
+
+
+def on_host(leaf: ArrayHandle) -> ArrayHandle:
+    """A leaf that is no device array, and so has no place on devices."""
+    return dataclasses.replace(leaf, sharding=None, saved_sharding=None)
 
 
 def _counted_as(leaf: Leaf, like: Leaf) -> Leaf:
@@ -243,15 +262,16 @@ def _read(ckpt: Checkpoint) -> _Record:
         raise ValueError(f"its version is {document['version']}, not {_VERSION}")
     leaves = {_path(path): _recorded_leaf(kind) for path, kind in document["leaves"]}
     _check_tree(leaves)
-    way = _route(document["route"])
-    _check_zeros((way.vanish, way.appear), ckpt)
+    shapes = {path: leaf.shape for path, leaf in leaves.items() if not isinstance(leaf, str)}
+    found = _map(document["route"], shapes)
+    _check_zeros(found, ckpt)
     containers = document.get("containers")
     if containers is not None:
         try:
             parse_json(containers)
         except (TypeError, ValueError) as error:
             raise ValueError(f"its containers are not JSON: {containers!r:.80}") from error
-    return _Record(way, list(map(_path, document["own"])), leaves, containers)
+    return _Record(found, list(map(_path, document["own"])), leaves, containers)
 
 
 def _recorded_leaf(kind: Any) -> _Array | str:
@@ -305,14 +325,13 @@ def _check_tree(paths: Collection[Path]) -> None:
         raise ValueError(f"its leaves are not those of one tree: {places:.200}")
 
 
-def _check_zeros(found: Iterable[Zeros], ckpt: Checkpoint) -> None:
+def _check_zeros(found: LeafMap, ckpt: Checkpoint) -> None:
     """Raises ValueError for more zeros in one place than any array has elements: they belong to
     leaves that are there."""
     largest = max((math.prod(array.shape) for array in ckpt.arrays), default=0)
-    for zeros in found:
-        for path, (shape, _) in zeros.items():
-            if math.prod(shape) > largest:
-                raise ValueError(f"{format_path(path)}: {list(shape)} is larger than all arrays")
+    for path, value in (*found.must_be_zero.items(), *found.values.items()):
+        if isinstance(value, Zeros) and math.prod(value.shape) > largest:
+            raise ValueError(f"{format_path(path)}: {list(value.shape)} is larger than all arrays")
 
 
 @contextlib.contextmanager
@@ -376,52 +395,71 @@ def _as_recorded(leaf: Leaf, kind: _Array) -> Leaf:
     return leaf if kind.type == "jax.Array" else on_host(leaf)
 
 
-def _route_json(way: Route) -> dict[str, Any]:
+def _map_json(found: LeafMap) -> dict[str, Any]:
+    """What leaves only change their paths, and the operations on others, one after another: these
+    `enter` a tree of their own, and `leave` it."""
+    values = found.values.items()
+    moved = [(value.path, path) for path, value in values if isinstance(value, Source)]
+    made = LeafMap({path: value for path, value in values if isinstance(value, Output)})
+    zeros = {path: value for path, value in values if isinstance(value, Zeros)}
     pairs = {
-        name: [[list(old), list(new)] for old, new in getattr(way, name).items()]
-        for name in ("moved", "enter", "leave")
+        "moved": moved,
+        "enter": [(path, path) for path in made.sources()],
+        "leave": [(path, path) for path in made.values],
     }
-    zeros = {
-        name: [[list(path), list(shape), dtype.name] for path, (shape, dtype) in found.items()]
-        for name, found in (("vanish", way.vanish), ("appear", way.appear))
+    return {
+        **{name: [[list(old), list(new)] for old, new in each] for name, each in pairs.items()},
+        "vanish": _zeros_json(found.must_be_zero),
+        "appear": _zeros_json(zeros),
+        "steps": [_row_json(row) for row in made.sequence()],
     }
-    return {**pairs, **zeros, "steps": [_step_json(step) for step in way.steps]}
 
 
-def _step_json(step: Step) -> dict[str, Any]:
+def _zeros_json(found: Mapping[Path, Zeros]) -> list[Any]:
+    return [[list(path), list(z.shape), z.dtype.name] for path, z in found.items()]
+
+
+def _row_json(row: Row) -> dict[str, Any]:
     document: dict[str, Any] = {
-        "from": [list(path) for path in step.inputs],
-        "to": [list(path) for path in step.outputs],
+        "from": [list(path) for path in row.inputs],
+        "to": [list(path) for path in row.outputs],
     }
-    if step.operation is not None:
-        document[type(step.operation).__name__] = dataclasses.asdict(step.operation)
+    if row.operation is not None:
+        document[type(row.operation).__name__] = dataclasses.asdict(row.operation)
     return document
 
 
-def _route(document: Mapping[str, Any]) -> Route:
-    """The inverse of `_route_json`; raises KeyError, TypeError or ValueError for anything else."""
+def _map(document: Mapping[str, Any], shapes: Mapping[Path, Shape]) -> LeafMap:
+    """The inverse of `_map_json` for leaves of these shapes; raises KeyError, TypeError or
+    ValueError for anything else."""
     moved, enter, leave = (
         {_path(old): _path(new) for old, new in document[name]}
         for name in ("moved", "enter", "leave")
     )
     vanish, appear = (_zeros(document[name]) for name in ("vanish", "appear"))
-    return Route(moved, enter, tuple(map(_step, document["steps"])), leave, vanish, appear)
+    inside = {new: shapes[old] for old, new in enter.items()}
+    made = from_rows(map(_row, document["steps"]), inside)
+    found = renaming(enter, shapes).then(made).then(renaming(leave, made.shapes))
+    values = {**renaming(moved, shapes).values, **found.values, **appear}
+    if len(values) != len(moved) + len(leave) + len(appear):
+        raise ValueError("its paths are not those of one tree")
+    return LeafMap(values, {}, (), vanish)
 
 
-def _zeros(entries: list[Any]) -> Zeros:
-    return {_path(path): (_shape(shape), _dtype(dtype)) for path, shape, dtype in entries}
+def _zeros(entries: list[Any]) -> dict[Path, Zeros]:
+    return {_path(path): Zeros(_shape(shape), _dtype(dtype)) for path, shape, dtype in entries}
 
 
-def _step(document: Mapping[str, Any]) -> Step:
+def _row(document: Mapping[str, Any]) -> Row:
     inputs, outputs = (tuple(map(_path, document[name])) for name in ("from", "to"))
     for operation in _OPERATIONS:
         if operation.__name__ in document:
             given = document[operation.__name__]
             fields = {name: _field(name, value) for name, value in given.items()}
-            return Step(inputs, outputs, operation(**fields))
+            return Row(inputs, outputs, operation(**fields))
     if document.keys() != {"from", "to"}:
         raise ValueError(f"there is no operation {', '.join(document.keys() - {'from', 'to'})}")
-    return Step(inputs, outputs)
+    return Row(inputs, outputs)
 
 
 def _field(name: str, value: Any) -> Any:

@@ -2,14 +2,13 @@
 
 import collections
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from reshard.arrays.handle import ArrayHandle, Derived, stored_name
 from reshard.arrays.operations import Stack, Unstack
 from reshard.checkpoint import Checkpoint, Leaf
-from reshard.convert.carry import route
-from reshard.convert.optimizer import OptimizerSteps, follows_note, optimizer_steps
-from reshard.convert.steps import Step, carried_out
+from reshard.convert.leafmap import LeafMap, Row, Value, from_rows
+from reshard.convert.optimizer import Followed, followed, follows_note
 from reshard.errors import ArgumentError, ShardingError, TreeMismatchError
 from reshard.sharding.mesh import NamedSharding, spec_problems
 from reshard.tree import Key, Path, check_lists, format_path, nearest, split_path
@@ -69,7 +68,7 @@ def stack(
     if not groups:
         near = [f"the nearest leaf is `{n}`" for n in nearest(layers.replace("{}", "0"), ckpt)[:1]]
         raise TreeMismatchError(f"no layer matches `{layers}`", hints=[*near, _HINT])
-    steps, small, hints = [], {}, []
+    rows, small, hints = [], {}, []
     for stars, members in groups.items():
         order = list(indices) if indices is not None else list(range(len(members)))
         lacking = [number for number in order if number not in members]
@@ -89,12 +88,12 @@ def stack(
             elif len(kinds) > 1:
                 problems.append(f"{format_path(target)}: it is {' or '.join(kinds)}")
             elif isinstance(ckpt[inputs[0]], ArrayHandle):
-                steps.append(Step(tuple(inputs), (target,), Stack(axis, mesh_axes)))
+                rows.append(Row(tuple(inputs), (target,), Stack(axis, mesh_axes)))
             else:
                 small[target] = inputs
     if problems:
         raise TreeMismatchError("the layers are not alike", problems, hints)
-    return _carried(ckpt, steps, small)
+    return _carried(ckpt, rows, small)
 
 
 def unstack(
@@ -134,7 +133,7 @@ def unstack(
     if not groups:
         near = [f"the nearest leaf is `{name}`" for name in nearest(stacked, ckpt)[:1]]
         raise TreeMismatchError(f"no leaf is below `{stacked}`", hints=near)
-    steps, small, problems = [], {}, []
+    rows, small, problems = [], {}, []
     for stars, members in groups.items():
         counts: dict[int | None, Path] = {}
         for path in members.values():
@@ -152,7 +151,7 @@ def unstack(
             numbers = range(count) if indices is None else indices
             outputs = [_like(_filled(into, stars, n) + rest, path) for n in numbers]
             if isinstance(ckpt[path], ArrayHandle):
-                steps.append(Step((path,), tuple(outputs), Unstack(axis, count)))
+                rows.append(Row((path,), tuple(outputs), Unstack(axis, count)))
             else:
                 small.update({output: [path] for output in outputs})
     if problems:
@@ -160,7 +159,7 @@ def unstack(
         raise TreeMismatchError(
             f"axis {axis} is not that of the{number} layers in all arrays", problems
         )
-    return _carried(ckpt, steps, small)
+    return _carried(ckpt, rows, small)
 
 
 def _check_patterns(layers: str, stacked: str, indices: Sequence[int] | None) -> None:
@@ -239,55 +238,51 @@ def _like(path: Path, other: Path) -> Path:
 
 
 def _carried(
-    ckpt: Checkpoint, steps: Sequence[Step], small: Mapping[Path, Sequence[Path]]
+    ckpt: Checkpoint, rows: Sequence[Row], small: Mapping[Path, Sequence[Path]]
 ) -> Checkpoint:
-    """The checkpoint after steps on parameters, which its optimizer state follows.
+    """The checkpoint after operations on parameters, which its optimizer state follows.
 
     Args:
       ckpt: the checkpoint.
-      steps: the steps.
+      rows: the operations.
       small: leaves without a value: path after -> paths before.
     """
     arrays = {leaf.path: leaf for leaf in ckpt.arrays}
-    shapes = {path: leaf.shape for path, leaf in arrays.items()}
-    taken = {path for step in steps for path in step.inputs}
-    carried_out(steps, {path: shapes[path] for path in arrays if path in taken})
-    followed = list(_followed(ckpt, steps, arrays))
-    problems = [problem for part in followed for problem in part.problems]
+    taken = {path for row in rows for path in row.inputs}
+    model = from_rows(rows, {path: arrays[path].shape for path in arrays if path in taken})
+    parts = list(_followed(ckpt, model, arrays))
+    problems = [problem for part in parts for problem in part.problems]
     if problems:
         raise TreeMismatchError(
             "optimizer state that cannot follow its parameters",
             problems,
             ["drop it, and initialise it when restoring: `select(ckpt, drop=...)`"],
         )
-    every = [*steps, *(step for part in followed for step in part.steps)]
     without = dict(small)
-    vanish, appear = {}, {}
-    for part in followed:
+    values, must_be_zero = dict(model.values), {}
+    for part in parts:
         without |= part.placeholders
-        vanish |= {path: (arrays[path].shape, arrays[path].dtype) for path in part.vanish}
-        appear |= part.appear
-    before = {path for step in every for path in step.inputs if path in arrays}
-    made = carried_out(every, {path: shapes[path] for path in arrays if path in before})
-    found = route(every, {p: p for p in before}, {path: path for path in made}, vanish, appear)
-    not_zero = found.not_zero(ckpt)
+        values |= part.map.values
+        must_be_zero |= part.map.must_be_zero
+    whole = LeafMap(values, {}, (), must_be_zero)
+    not_zero = whole.not_zero(ckpt)
     if not_zero:
         raise TreeMismatchError(
             "placeholders that hold values", [format_path(path) for path in not_zero]
         )
-    carried: dict[Path, Leaf] = found.carried(ckpt)
+    carried: dict[Path, Leaf] = whole.bind(ckpt)
     misfits = [text for leaf in carried.values() for text in _misfits(leaf)]
     if misfits:
         raise ShardingError("the layers cannot be partitioned so", misfits)
     carried |= {path: ckpt[sources[0]] for path, sources in without.items()}
-    gone = before.union(vanish, *without.values())
+    gone = {*whole.sources(), *must_be_zero}.union(*without.values())
     kept = {path: leaf for path, leaf in ckpt.items() if path not in gone}
     collisions = list(_collisions(carried, kept))
     if collisions:
         raise TreeMismatchError("there are leaves in these places already", collisions)
     leaves = kept | carried
     check_lists(leaves, ckpt)
-    own = {path for step in steps for path in step.outputs}
+    own = {*model.values}
     copies = collections.Counter(
         _beside(path, next(iter(own)))
         for path in carried
@@ -304,13 +299,14 @@ def _beside(path: Path, other: Path) -> Path:
 
 
 def _followed(
-    ckpt: Checkpoint, steps: Sequence[Step], arrays: Mapping[Path, ArrayHandle]
-) -> Iterator[OptimizerSteps]:
-    """The steps of optimizer state: for each collection of parameters, of what is beside it."""
-    taken = {path for step in steps for path in step.inputs}
-    parts: dict[Path, list[Step]] = {}
-    for step in steps:
-        parts.setdefault(_collection(step), []).append(step)
+    ckpt: Checkpoint, model: LeafMap, arrays: Mapping[Path, ArrayHandle]
+) -> Iterator[Followed]:
+    """What becomes of optimizer state: for each collection of parameters, of what is beside it."""
+    taken = model.sources()
+    parts: dict[Path, dict[Path, Value]] = {}
+    for path, value in model.values.items():
+        root = _collection(LeafMap({path: value}).sources())
+        parts.setdefault(root, {})[path] = value
     if len(parts) > 1:  # statistics, stacked together with parameters: no optimizer has these
         parts.pop((), None)
     for root, own in parts.items():
@@ -326,15 +322,15 @@ def _followed(
                     others[path] = None
         depth = max(len(root) - 1, 0)
         beside = {path for path in others if str(path[depth]) not in _OPTIMIZERS}
-        yield optimizer_steps(own, parameters, others, beside=beside)
+        yield followed(LeafMap(own), parameters, others, beside=beside)
 
 
-def _collection(step: Step) -> Path:
+def _collection(inputs: Collection[Path]) -> Path:
     """The path of the collection that all inputs are in; the root if it has no name known."""
-    first = step.inputs[0]
+    first, *_ = inputs
     for depth, key in enumerate(first[:-1]):
         root = first[: depth + 1]
-        if str(key) in _COLLECTIONS and all(path[: depth + 1] == root for path in step.inputs):
+        if str(key) in _COLLECTIONS and all(path[: depth + 1] == root for path in inputs):
             return root
     return ()
 
