@@ -119,7 +119,7 @@ def convert(
     assert not values, "the model has other leaves than its outline"
     outputs = {path for step in alignment.steps for path in step.outputs}
     return Converted(
-        parts.fill(filled),
+        parts.update(filled),
         alignment,
         set(leaves) - {p for step in alignment.steps for p in step.inputs},
         {

@@ -75,7 +75,7 @@ class Alignment:
     modules: tuple[tuple[Path, Path], ...] = ()
     groups: tuple[tuple[tuple[Path, Path], ...], ...] = ()
 
-    def leaf_map(self, leaves: Mapping[Path, Shape], zeros: Mapping[Path, Zeros]) -> LeafMap:
+    def leaf_map(self, leaves: Mapping[Path, Shape], zeros: dict[Path, Zeros]) -> LeafMap:
         """The map of what is decided.
 
         Args:

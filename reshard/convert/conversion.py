@@ -19,6 +19,7 @@ from reshard.arrays.derived import constant
 from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Crop
 from reshard.checkpoint import Checkpoint, Leaf, describe
+from reshard.convert.counters import on_host, recounted
 from reshard.convert.decided import Decision
 from reshard.convert.decision import decide
 from reshard.convert.goal import Goal, goal_of
@@ -29,10 +30,8 @@ from reshard.convert.mapwriter import write_map
 from reshard.convert.record import (
     from_record,
     has_record,
-    on_host,
     recorded,
     recorded_kind,
-    recounted,
     without_record,
 )
 from reshard.errors import ArgumentError, TreeMismatchError

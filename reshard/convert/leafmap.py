@@ -108,10 +108,10 @@ class LeafMap:
       must_be_zero: leaves before that are left out, which is right only if they are zeros.
     """
 
-    values: Mapping[Path, Value]
-    origin: Mapping[Path, str] = dataclasses.field(default_factory=dict)
+    values: dict[Path, Value]
+    origin: dict[Path, str] = dataclasses.field(default_factory=dict)
     dropped: tuple[Path, ...] = ()
-    must_be_zero: Mapping[Path, Zeros] = dataclasses.field(default_factory=dict)
+    must_be_zero: dict[Path, Zeros] = dataclasses.field(default_factory=dict)
 
     @property
     def shapes(self) -> dict[Path, Shape]:
@@ -191,7 +191,7 @@ class LeafMap:
                 back[id(value.call), value.part] = made
                 said.setdefault(id(value.call), text or "")
 
-        for path, value in self.values.items():
+        for path, value in reversed(self.values.items()):
             if isinstance(value, Zeros):
                 must_be_zero[path] = value
             put(value, Source(path, value.shape), self.origin.get(path))

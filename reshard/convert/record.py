@@ -30,12 +30,12 @@ from reshard.arrays.operations import (
     Unstack,
 )
 from reshard.checkpoint import EMPTY_LEAVES, Checkpoint, Leaf, empty_name
+from reshard.convert.counters import is_step, on_host, recounted
 from reshard.convert.kinds import KINDS
 from reshard.convert.leafmap import LeafMap, Output, Row, Source, Zeros, from_rows, renaming
 from reshard.errors import CorruptCheckpointError, ReshardError, TreeMismatchError
 from reshard.hints import Hint
 from reshard.loader.json_documents import parse_json
-from reshard.storage.location import checked
 from reshard.tree import Path, format_path
 
 KEY = "reshard.linen"
@@ -221,38 +221,11 @@ def like_recorded(linen: Checkpoint, ckpt: Checkpoint) -> Checkpoint:
     )
 
 
-def recounted(leaf: ArrayHandle, dtype: np.dtype) -> ArrayHandle:
-    """A step counter in another integer dtype.
-
-    Raises:
-      TreeMismatchError: that does not hold its value.
-    """
-    value = np.asarray(checked(leaf.view().read(), f"{format_path(leaf.path)}: its stored bytes"))
-    if int(value) != int(value.astype(dtype)):
-        raise TreeMismatchError(
-            f"{format_path(leaf.path)}: the step {int(value)} does not fit {dtype.name}"
-        )
-    return dataclasses.replace(leaf, dtype=dtype)
-
-
-def on_host(leaf: ArrayHandle) -> ArrayHandle:
-    """A leaf that is no device array, and so has no place on devices."""
-    return dataclasses.replace(leaf, sharding=None, saved_sharding=None)
-
-
 def _counted_as(leaf: Leaf, like: Leaf) -> Leaf:
     """A step counter in the dtype that it has in NNX."""
     if not isinstance(leaf, ArrayHandle) or not isinstance(like, ArrayHandle):
         return leaf
-    return recounted(leaf, like.dtype) if _is_step(leaf.path, leaf, like) else leaf
-
-
-def _is_step(path: Path, leaf: ArrayHandle, like: "ArrayHandle | _Array") -> bool:
-    """Whether leaves are the step counter, which has another integer dtype in NNX: `step` at the
-    top, or in an optimizer there. The counts of an optimizer's own have the same in both."""
-    integers = leaf.dtype.kind in "iu" and like.dtype.kind in "iu"
-    keys = [key for key in path if key != "value"]
-    return not leaf.shape and integers and len(keys) <= 2 and keys[-1:] == ["step"]
+    return recounted(leaf, like.dtype) if is_step(leaf.path, leaf, like.dtype) else leaf
 
 
 def _read(ckpt: Checkpoint) -> _Record:
@@ -382,7 +355,7 @@ def _unlike(leaf: Leaf, kind: _Array) -> Iterator[str]:
     name = format_path(leaf.path)
     if leaf.shape != kind.shape:
         yield f"{name}: shape {list(leaf.shape)}, it was {list(kind.shape)}"
-    elif leaf.dtype != kind.dtype and not _is_step(leaf.path, leaf, kind):
+    elif leaf.dtype != kind.dtype and not is_step(leaf.path, leaf, kind.dtype):
         yield f"{name}: dtype {leaf.dtype.name}, it was {kind.dtype.name}"
 
 
