@@ -411,7 +411,11 @@ def _map(document: Mapping[str, Any], shapes: Mapping[Path, Shape]) -> LeafMap:
     )
     vanish, appear = (_zeros(document[name]) for name in ("vanish", "appear"))
     inside = {new: shapes[old] for old, new in enter.items()}
-    made = from_rows(map(_row, document["steps"]), inside)
+    rows = list(map(_row, document["steps"]))
+    try:
+        made = from_rows(rows, inside)
+    except TreeMismatchError as error:
+        raise ValueError("; ".join(error.problems)) from error
     found = renaming(enter, shapes).then(made).then(renaming(leave, made.shapes))
     values = {**renaming(moved, shapes).values, **found.values, **appear}
     if len(values) != len(moved) + len(leave) + len(appear):
