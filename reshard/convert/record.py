@@ -411,9 +411,8 @@ def _map(document: Mapping[str, Any], shapes: Mapping[Path, Shape]) -> LeafMap:
     )
     vanish, appear = (_zeros(document[name]) for name in ("vanish", "appear"))
     inside = {new: shapes[old] for old, new in enter.items()}
-    rows = list(map(_row, document["steps"]))
     try:
-        made = from_rows(rows, inside)
+        made = from_rows(list(map(_row, document["steps"])), inside)
     except TreeMismatchError as error:
         raise ValueError("; ".join(error.problems)) from error
     found = renaming(enter, shapes).then(made).then(renaming(leave, made.shapes))
