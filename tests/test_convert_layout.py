@@ -23,7 +23,7 @@ from sampling import examples
 
 import reshard
 from reshard import TreeMismatchError
-from reshard.arrays.handle import ArrayHandle
+from reshard.arrays.handle import ArrayHandle, StoredArray
 from reshard.checkpoint import Checkpoint, Source
 from reshard.convert.layout import KINDS, Layout, detect
 
@@ -591,7 +591,9 @@ def made(*texts):
 
 def handle(path, dtype="float32"):
     dtype = jnp.dtype(dtype)
-    return ArrayHandle(path, (), dtype, (), None, None, "jax.Array", None, dtype, STORE, "", b"")
+    return ArrayHandle(
+        path, (), dtype, (), None, None, "jax.Array", None, dtype, StoredArray(STORE, "", b"")
+    )
 
 
 def refused(ckpt, layout=None):

@@ -14,7 +14,7 @@ from layouts import DTYPES
 from sampling import examples
 
 import reshard
-from reshard.arrays.handle import ArrayHandle
+from reshard.arrays.handle import ArrayHandle, StoredArray
 from reshard.checkpoint import Checkpoint, Source
 from reshard.restore import matching
 from reshard.restore.matching import Mismatch, TargetLeaf, match
@@ -26,7 +26,16 @@ SOURCE = Source(pathlib.Path("run"), "item", False, "", "", (), (), STORE, {}, T
 def handle(path, shape=(), dtype="float32", value_type="jax.Array", key_impl=None):
     dtype = jnp.dtype(dtype)
     return ArrayHandle(
-        path, shape, dtype, shape, None, None, value_type, key_impl, dtype, STORE, "", b""
+        path,
+        shape,
+        dtype,
+        shape,
+        None,
+        None,
+        value_type,
+        key_impl,
+        dtype,
+        StoredArray(STORE, "", b""),
     )
 
 

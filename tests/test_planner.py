@@ -454,8 +454,8 @@ def test_a_chunk_that_cannot_fit_names_the_minimum():
     least = caught.value.args and named_minimum(caught.value)
     assert str(caught.value) == (
         "params/w: one stored chunk does not fit in 1.00 MiB\n"
-        f"  a chunk of [1048576] has 4.00 MiB decoded, and it takes {least / MIB:.2f} MiB to carry "
-        "one over\n"
+        f"  a chunk of [1048576] has 4.00 MiB decoded, and it takes {least / MIB:.2f} MiB to "
+        "rewrite one\n"
         "\n"
         f'hint: max_memory="{least // 1024}KiB" is the least that rewrites it\n'
         'hint: max_memory="12304KiB" reads each chunk once'

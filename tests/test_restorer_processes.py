@@ -63,6 +63,9 @@ READS = """
     import jax, numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
     import reshard
+    from reshard.storage import posix
+
+    posix.on_local_disk = lambda path: False  # what is mapped does not count as read
 
     def count():
         with open("/proc/self/io") as file:

@@ -148,9 +148,8 @@ def from_record(ckpt: Checkpoint) -> Checkpoint:
         kinds = record.arrays
         back = record.map.inverse()
         expected = dict.fromkeys((*back.sources(), *back.must_be_zero, *record.own))
-        problems = [
-            f"{format_path(path)}: not in the checkpoint" for path in expected if path not in ckpt
-        ]
+        missing = sorted(format_path(path) for path in expected if path not in ckpt)
+        problems = [f"{path}: not in the checkpoint" for path in missing]
         problems += [
             f"{format_path(path)}: not in the record" for path in ckpt if path not in expected
         ]

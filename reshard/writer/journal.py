@@ -179,10 +179,10 @@ def _differences(then: Fingerprint, now: Fingerprint) -> tuple[list[str], list[s
     else:
         changed = changed_paths(then["source"], now["source"])
         problems = [f"the source has changed since: `{path}`" for path in changed]
-    if then["format"] != now["format"]:
-        formats = ["; ".join(job["format"]) for job in (then, now)]
-        problems.append(f"the format: {formats[0]} then, {formats[1]} now")
-        hints.append("the format that it had goes on with it")
+        if then["format"] != now["format"]:
+            formats = ["; ".join(job["format"]) for job in (then, now)]
+            problems.append(f"the format: {formats[0]} then, {formats[1]} now")
+            hints.append("the format that it had resumes it")
     if then["max_memory"] != now["max_memory"]:
         hints += [] if problems else [Hint(("max_memory", _exactly(then["max_memory"])))]
         sizes = [format_bytes(job["max_memory"]) for job in (then, now)]
