@@ -1414,7 +1414,7 @@ def test_results_that_could_not_be_opened_again(tmp_path, base, width, why):
     base("zarr2-files")
     rule = f"pad = {{ widths = [[0, 0], [0, {width}]], fill = 0 }}"
     told = ours(lambda: by_map(base, tmp_path, rule), reshard.TreeMismatchError)
-    assert told == f"model/large: {why}"
+    assert told == f"large/value: {why}"
 
 
 def test_more_chunks_than_could_be_opened_again(tmp_path, base):
