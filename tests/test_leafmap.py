@@ -18,7 +18,16 @@ from reshard.arrays.operations import (
     Transpose,
     Unstack,
 )
-from reshard.convert.leafmap import LeafMap, Output, Row, Source, Zeros, applied, from_rows
+from reshard.convert.leafmap import (
+    LeafMap,
+    Output,
+    Row,
+    Source,
+    Zeros,
+    applied,
+    from_rows,
+    renaming,
+)
 from reshard.errors import TreeMismatchError
 
 F32 = np.dtype("f4")
@@ -250,3 +259,20 @@ def test_calls_are_shared():
     first, second = found.values.values()
     assert isinstance(first, Output) and isinstance(second, Output)
     assert first.call is second.call and len(found.calls()) == 1
+
+
+def test_no_leaf_replaces_another():
+    """Neither one that stays where another is put, nor one of two that get the same path."""
+    stays = LeafMap({("a",): Source(("x",), (2,)), ("b",): Source(("y",), (2,))})
+    other = LeafMap({("b",): Source(("a",), (2,))})
+    with pytest.raises(TreeMismatchError) as error:
+        stays.then(other)
+    assert str(error.value) == "two leaves would have one path\n  b"
+    with pytest.raises(TreeMismatchError) as error:
+        renaming({("a",): ("c",), ("b",): ("c",)}, {("a",): (2,), ("b",): (2,)})
+    assert str(error.value) == "two leaves would have one path\n  c"
+    swapped = LeafMap({("b",): Source(("a",), (2,)), ("a",): Source(("b",), (2,))})
+    assert stays.then(swapped).values == {
+        ("b",): Source(("x",), (2,)),
+        ("a",): Source(("y",), (2,)),
+    }

@@ -9,6 +9,7 @@ The values of a map are a graph: the outputs of one operation share its `Call`. 
 order, so leaves may change places, and the map backwards is the graph read from its other end.
 """
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -143,7 +144,8 @@ class LeafMap:
         """This map, and another one of what it makes. What the other one does not name stays.
 
         Raises:
-          TreeMismatchError: the other one drops what an operation has made.
+          TreeMismatchError: the other one drops what an operation has made, or puts a leaf where
+            one stays.
         """
         gone = {path: self.values[path] for path in (*other.dropped, *other.must_be_zero)}
         lost = [path for path, value in gone.items() if not isinstance(value, Source)]
@@ -155,6 +157,7 @@ class LeafMap:
         taken = {*other.sources(), *gone}
         values = {path: value for path, value in self.values.items() if path not in taken}
         origin = {path: text for path, text in self.origin.items() if path in values}
+        _check_free(path for path in other.values if path in values)
         values |= _evaluated(other, self.values)
         for path, value in other.values.items():
             told = [self.origin.get(source, "") for source in _paths_below(value)]
@@ -285,13 +288,16 @@ class LeafMap:
 
 
 def renaming(paths: Mapping[Path, Path], shapes: Mapping[Path, Shape]) -> LeafMap:
-    """The map of leaves that only change their paths: before -> after.
-
-    Args:
-      paths: their paths.
-      shapes: their shapes, by the paths before.
-    """
+    """The map of leaves that only change their paths: before -> after. `shapes` are by the paths
+    before. Raises TreeMismatchError where two would have one path."""
+    _check_free(path for path, n in collections.Counter(paths.values()).items() if n > 1)
     return LeafMap({new: Source(old, shapes[old]) for old, new in paths.items()})
+
+
+def _check_free(taken: Iterable[Path]) -> None:
+    """Raises TreeMismatchError for paths of which one leaf would replace another."""
+    if problems := [format_path(path) for path in taken]:
+        raise TreeMismatchError("two leaves would have one path", problems)
 
 
 def from_rows(rows: Iterable[Row], leaves: Mapping[Path, Shape]) -> LeafMap:
