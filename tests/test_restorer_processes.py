@@ -59,7 +59,7 @@ def run(script, *arguments):
 # What is read.
 
 READS = """
-    import json, sys
+    import json, sys, time
     import jax, numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
     import reshard
@@ -67,9 +67,16 @@ READS = """
 
     posix.on_local_disk = lambda path: False  # what is mapped does not count as read
 
-    def count():
+    def rchar():
         with open("/proc/self/io") as file:
             return int(next(line for line in file if line.startswith("rchar")).split()[1])
+
+    def count():
+        now, last = rchar(), -1
+        while now - last > 1024:  # a read may count a moment after it has ended
+            time.sleep(0.05)
+            last, now = now, rchar()
+        return now
 
     def target(sizes, *spec):
         mesh = Mesh(np.array(jax.devices()).reshape(sizes), ("data", "model"))
