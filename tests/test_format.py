@@ -13,6 +13,7 @@ import tensorstore as ts
 from click.testing import CliRunner
 from jax.sharding import NamedSharding, PartitionSpec
 from layouts import READERS
+from sampling import few
 
 import reshard
 from reshard.cli import command
@@ -31,7 +32,11 @@ WORDS = {
     "zarr3-ocdbt": "OCDBT, zarr3",
     "zarr3-files": "plain files, zarr3",
 }
-PAIRS = [(one, other) for one in STORES for other in STORES if one != other]
+# By default each layout is a source once, and a target once.
+PAIRS = few(
+    [(one, other) for one in STORES for other in STORES if one != other],
+    *zip(STORES, [*STORES][1:] + [*STORES][:1], strict=True),
+)
 
 
 def chunks_of(path, **kwargs):
