@@ -33,6 +33,16 @@ _MAX_NAME = 4096
 _MANY_VALUES = 4096
 
 
+def driver(zarr3: bool) -> str:
+    """TensorStore's name of the array driver of a version of zarr."""
+    return "zarr3" if zarr3 else "zarr"
+
+
+def metadata_key(zarr3: bool) -> str:
+    """The key of an array's own metadata, below its name."""
+    return "zarr.json" if zarr3 else ".zarray"
+
+
 def name_problem(name: str) -> str | None:
     """Why nothing may be stored under a name; None if it may.
 
@@ -66,12 +76,12 @@ class ArrayStore:
     @property
     def driver(self) -> str:
         """TensorStore's name of the array driver."""
-        return "zarr3" if self.zarr3 else "zarr"
+        return driver(self.zarr3)
 
     @property
     def metadata_key(self) -> str:
         """The key of an array's own metadata, below its name."""
-        return "zarr.json" if self.zarr3 else ".zarray"
+        return metadata_key(self.zarr3)
 
     @property
     def ocdbt(self) -> bool:
