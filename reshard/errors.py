@@ -4,7 +4,7 @@ Each one also inherits the builtin that callers already catch. A message is a su
 one line for each problem (all of them, in the order of the tree), and hints that can be typed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 class ReshardError(Exception):
@@ -36,6 +36,11 @@ class ReshardError(Exception):
         if self.hints:
             lines += ["", *_capped([*map(phrase, self.hints)], limit, "hint: ")]
         return "\n".join(map(printable, lines))
+
+
+def lines_of(errors: Iterable[ReshardError]) -> list[str]:
+    """What several errors say together: each summary, before its problems."""
+    return [line for error in errors for line in (error.summary, *error.problems)]
 
 
 def printable(text: str) -> str:

@@ -39,3 +39,23 @@ def parse_bytes(text: float | str) -> int:
     if match is None or match[2] not in _UNITS:
         raise ArgumentError(f"`{text}` is not a number of bytes", hints=["`256MiB`, `1GiB`"])
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def parse_size(text: float | str, what: str, hint: str) -> int:
+    """A number of bytes as `parse_bytes` has it, at least 1.
+
+    Args:
+      text: the number.
+      what: what is of that size, for the message.
+      hint: what to type instead.
+
+    Raises:
+      ArgumentError: it is none.
+    """
+    try:
+        size = parse_bytes(text)
+    except ArgumentError:
+        size = 0
+    if size < 1:
+        raise ArgumentError(f"`{text}` is no size of {what}", hints=[hint])
+    return size

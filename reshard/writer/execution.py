@@ -10,7 +10,7 @@ from reshard.arrays.derived import stored_chunks
 from reshard.arrays.digests import Digest
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.engine.budget import Budget, cores, in_flight
-from reshard.errors import CorruptCheckpointError, ReshardError
+from reshard.errors import CorruptCheckpointError, ReshardError, lines_of
 from reshard.hints import Hint
 from reshard.storage import posix
 from reshard.storage.location import Location
@@ -121,9 +121,8 @@ def _raise_all(found: Sequence[ReshardError]) -> None:
     if len(found) == 1:
         raise found[0]
     if found:
-        problems = [line for error in found for line in (error.summary, *error.problems)]
         hints = [hint for error in found for hint in error.hints]
-        raise type(found[0])(f"{len(found)} problems", problems, hints)
+        raise type(found[0])(f"{len(found)} problems", lines_of(found), hints)
 
 
 def _begun(plan: Plan, directory: Location, journal: Journal) -> Plan:

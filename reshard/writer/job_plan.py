@@ -11,7 +11,7 @@ from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Checkpoint
 from reshard.engine.budget import cores, in_flight
 from reshard.engine.plan import ArrayPlan, grid_size
-from reshard.errors import ReshardError
+from reshard.errors import ReshardError, lines_of
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import StoredValue
 from reshard.tree import format_path
@@ -102,7 +102,8 @@ class Plan:
       max_memory: bytes.
       overwrite: what is at the destination is replaced.
       verify: all that is written is read back before the commit.
-      source_state: a hash of the names, sizes and times of each of the source's directories.
+      source_state: a hash of the names, sizes and times of each of the source's directories; empty
+        without a destination, where nothing can be executed.
       errors: why it cannot be executed.
       notes: what the user should know.
     """
@@ -125,7 +126,7 @@ class Plan:
     @property
     def problems(self) -> tuple[str, ...]:
         """Why it cannot be executed, all of it, a line each."""
-        return tuple(line for error in self.errors for line in (error.summary, *error.problems))
+        return tuple(lines_of(self.errors))
 
     @property
     def hints(self) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from reshard.errors import (
     MemoryLimitError,
     ReshardError,
     ShardingError,
+    lines_of,
 )
 from reshard.hints import Hint
 from reshard.loader.detection import step_number, why_not_replaceable
@@ -30,7 +31,7 @@ from reshard.sharding.mesh import NamedSharding, shard_shape, spec_problems
 from reshard.storage import posix
 from reshard.storage.location import Location
 from reshard.tree import Path, format_path
-from reshard.units import parse_bytes
+from reshard.units import parse_size
 from reshard.verify.values import check_fits
 from reshard.writer import commit
 from reshard.writer.codec_sample import encoded_ratio
@@ -96,7 +97,7 @@ def prepare(
         max_memory,
         overwrite,
         verify,
-        source_state(checkpoints),
+        {} if destination is None else source_state(checkpoints),
         notes=tuple(dict.fromkeys([*(note for i in items for note in _notes(i)), *notes])),
     )
     errors += copy_errors(plan)
@@ -143,9 +144,8 @@ def _one_memory_error(found: list[ReshardError]) -> list[ReshardError]:
     if len(memory) < 2:
         return found
     largest = max(memory, key=lambda error: error.least)
-    problems = [line for error in memory for line in (error.summary, *error.problems)]
     summary = f"{sum(len(error.problems) for error in memory)} arrays do not fit into memory"
-    one = MemoryLimitError(summary, problems, largest.hints, largest.least)
+    one = MemoryLimitError(summary, lines_of(memory), largest.hints, largest.least)
     return [error for error in found if error not in memory] + [one]
 
 
@@ -157,15 +157,7 @@ def parse_chunks(chunks: int | str) -> int | str:
     """
     if chunks in ("shard", "keep"):
         return chunks
-    try:
-        size = parse_bytes(chunks)
-    except ArgumentError:
-        size = 0
-    if size < 1:
-        raise ArgumentError(
-            f"`{chunks}` is no size of a chunk", hints=["`shard`, `keep`, or bytes: `64MiB`"]
-        )
-    return size
+    return parse_size(chunks, "a chunk", "`shard`, `keep`, or bytes: `64MiB`")
 
 
 def _check_together(checkpoints: Sequence[Checkpoint]) -> None:

@@ -14,13 +14,15 @@ from reshard.arrays.zarr import ZEROS, Encoding, codec, converted, parse_encodin
 from reshard.checkpoint import Checkpoint
 from reshard.errors import ArgumentError
 from reshard.hints import Hint
+from reshard.storage import array_store
 from reshard.tree import format_path
-from reshard.units import format_bytes, parse_bytes
+from reshard.units import format_bytes, parse_size
 
 # Data files of an OCDBT database; Orbax's own default.
 _FILE_BYTES = 2 << 30
 # What an array is stored as where no other one of the checkpoint says: as Orbax does it.
 _ORBAX = b'{"zarr_format":2,"shape":[],"dtype":"<f4","compressor":{"id":"zstd","level":1}}'
+_FILE_SIZE = Hint(("file_size", "256MiB"))
 # Bytes that blosc takes at once: `BLOSC_MAX_BUFFERSIZE`.
 _MAX_BLOSC = (1 << 31) - 17
 # What blosc compresses with.
@@ -154,12 +156,12 @@ class TargetFormat(NamedTuple):
     @property
     def driver(self) -> str:
         """TensorStore's name of the array driver."""
-        return "zarr3" if self.zarr3 else "zarr"
+        return array_store.driver(self.zarr3)
 
     @property
     def metadata_key(self) -> str:
         """The key of an array's own metadata, below its name."""
-        return "zarr.json" if self.zarr3 else ".zarray"
+        return array_store.metadata_key(self.zarr3)
 
     def encoding(self, handle: ArrayHandle) -> Encoding:
         """How an array's chunks are encoded.
@@ -236,7 +238,7 @@ def parse_format(
         None if format is None else format == "zarr3",
         ocdbt,
         None if codec is None else _parse_codec(codec),
-        None if file_size is None else _parse_file_size(file_size),
+        None if file_size is None else parse_size(file_size, "a file", _FILE_SIZE),
     )
 
 
@@ -257,13 +259,3 @@ def _parse_codec(text: str) -> Codec:
             Hint(("codec", "blosc:lz4:5"), f", of levels up to 9; or {', '.join(_BLOSC[1:])}"),
         ],
     )
-
-
-def _parse_file_size(size: int | str) -> int:
-    try:
-        nbytes = parse_bytes(size)
-    except ArgumentError:
-        nbytes = 0
-    if nbytes < 1:
-        raise ArgumentError(f"`{size}` is no size of a file", hints=[Hint(("file_size", "256MiB"))])
-    return nbytes
