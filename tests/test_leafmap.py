@@ -211,6 +211,22 @@ def test_leaves_change_places():
     assert found.inverse() == found
 
 
+def test_what_is_in_between_takes_no_path_of_what_was_moved_out_of_the_way():
+    shapes = {("0",): (2, 1), ("1",): (1, 1), ("3",): (1, 1)}
+    first, one, third = (Source(path, shape) for path, shape in shapes.items())
+    low, high = applied(Split(0, (1, 1)), [first])
+    stacked = applied(Stack(0), [low, one, high])[0]
+    found = LeafMap({("0",): applied(Transpose((0, 1)), [third])[0], ("1",): stacked})
+    assert list(map(str, found.sequence())) == [
+        "0 -> 0~",
+        "1 -> 1~",
+        "3 -> 0  Transpose(axes=(0, 1))",
+        "0~ -> 1 + 1~~  Split(axis=0, sizes=(1, 1))",
+        "1 + 1~ + 1~~ -> 1  Stack(axis=0, names=())",
+    ]
+    assert from_rows(found.sequence(), shapes).values == found.values
+
+
 def test_what_is_left_out_goes_with_the_leaf():
     renamed = LeafMap({("x",): Source(("a",), (2,)), ("y",): Source(("b",), (3,))})
     zeros = Zeros((3,), F32)

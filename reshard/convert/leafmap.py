@@ -408,7 +408,7 @@ def names_of(found: LeafMap) -> dict[tuple[int, int], Path]:
         for value in call.inputs:
             if isinstance(value, Output):
                 goal.setdefault((id(value.call), value.part), first)
-    held: set[Path] = set()
+    held = set(found.sources())
     for call in calls:
         inputs = input_names(call, names)
         held.difference_update(inputs)
@@ -416,10 +416,10 @@ def names_of(found: LeafMap) -> dict[tuple[int, int], Path]:
             key = id(call), part
             if key not in names:
                 alone = len(inputs) == len(call.shapes) == 1
-                *outer, last = inputs[0] if alone else goal[key]
-                while (*outer, last) in held:
-                    last = f"{last}~"
-                names[key] = (*outer, last)
+                name = first = inputs[0] if alone else goal[key]
+                while name in held or (name != first and name in found.values):
+                    name = (*name[:-1], f"{name[-1]}~")
+                names[key] = name
             held.add(names[key])
     return names
 
