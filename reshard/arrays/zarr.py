@@ -194,6 +194,7 @@ class Encoding(NamedTuple):
         """For an array of another dtype; the fill value is that of arrays that Orbax writes."""
         return self._replace(endian="little", fill="null")
 
+    @functools.lru_cache(maxsize=1024)  # noqa: B019
     def document(self, shape: Shape, chunk: Shape, dtype: np.dtype) -> bytes:
         """The metadata of an array, as it is stored.
 

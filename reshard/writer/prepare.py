@@ -187,24 +187,24 @@ def _item(
     if collided:
         errors.append(collision_error(collided))
     errors += name_errors(ckpt, form)
-    whole = []
+    whole, sizes = [], []
     for handle in ckpt.arrays:
         try:
             _check_fits(handle)
-            handle.stored_sizes()  # says so if chunks are missing
+            sizes.append(handle.stored_sizes())
             whole.append(handle)
         except ReshardError as error:
             errors.append(error)
-    groups: dict[int, tuple[int, int, int]] = {}
+    groups: dict[int, tuple[int, int, Decoded]] = {}
     for group, numbers in enumerate(co_read_groups(whole)):
         decoded = decoded_together([whole[number] for number in numbers])
-        groups |= dict.fromkeys(numbers, (group, len(numbers), decoded.nbytes))
+        groups |= dict.fromkeys(numbers, (group, len(numbers), decoded))
     ratios: dict[tuple[Any, ...], float] = {}
     handles: list[ArrayHandle] = []
     arrays: list[ArrayPlan] = []
     for number, handle in enumerate(whole):
         try:
-            layout = _layout(handle, form, *groups[number], ratios, max_memory)
+            layout = _layout(handle, form, sizes[number], *groups[number], ratios, max_memory)
             array = plan_array(layout, chunks, max_memory)
             form.check_chunk(handle, array.chunk)
             arrays.append(array)
@@ -237,9 +237,10 @@ def _item(
 def _layout(
     handle: ArrayHandle,
     form: TargetFormat,
+    sizes: Sequence[int],
     group: int,
     co_read: int,
-    group_bytes: int,
+    together: Decoded,
     ratios: dict[tuple[Any, ...], float],
     max_memory: int,
 ) -> ArrayLayout:
@@ -248,12 +249,13 @@ def _layout(
     Args:
       handle: the array.
       form: how it is to be stored.
-      group, co_read, group_bytes: as of `ArrayLayout`.
+      sizes: stored bytes of each chunk.
+      group, co_read: as of `ArrayLayout`.
+      together: what decoding a box of each array of the group takes, all at once.
       ratios: measured ratios so far, of arrays in another dtype or with another codec; arrays that
         compress alike as they are stored are taken to compress alike then, too.
       max_memory: bytes that a sample for such a ratio may take.
     """
-    sizes = handle.stored_sizes()
     encoding = form.encoding(handle)
     moved = stored_values(handle, encoding)
     stored = stored_share(handle)
@@ -261,7 +263,7 @@ def _layout(
         stored = sum(value.size for value in moved)
     decoded = math.prod(handle.shape) * handle.stored_dtype.itemsize
     cell = math.prod(part.stop - part.start for part in first_cell(handle))
-    alone = decoded_together([handle])
+    alone = together if co_read == 1 else decoded_together([handle])
     layout = ArrayLayout(
         path=handle.path,
         shape=handle.shape,
@@ -279,7 +281,7 @@ def _layout(
         amplification=_amplification(alone, cell),
         group=group,
         co_read=co_read,
-        group_bytes=group_bytes,
+        group_bytes=together.nbytes,
     )
     compressors = {data.encoding.compressors for _, data in handle.roots()}
     same = handle.dtype == handle.stored_dtype and compressors <= {encoding.compressors}
@@ -310,7 +312,7 @@ def with_passes(plans: Sequence[ArrayPlan], handles: Sequence[ArrayHandle]) -> l
     by_path = {handle.path: handle for handle in handles}
     passes: dict[Path, float] = {}
     for group in co_read(plans):
-        if not group[0].serial:
+        if len(group) > 1 and not group[0].serial:
             members = [by_path[array.layout.path] for array in group]
             cell = math.prod(part.stop - part.start for part in first_cell(members[0]))
             each = _amplification(decoded_together(members), cell * len(members))
