@@ -13,9 +13,9 @@ from flax import linen as nn
 from flax import nnx
 
 from reshard.convert.align import align
-from reshard.convert.answers import Alignment
-from reshard.convert.definitions import definition_orders, linen_classes, nnx_outline
-from reshard.convert.outline import Module, linen_outline
+from reshard.convert.model import definition_orders, linen_classes, nnx_outline
+from reshard.convert.module_tree import Module, linen_outline
+from reshard.convert.pairing import Alignment
 from reshard.restore.pytrees import flatten_state
 from reshard.restore.target import state_of
 

@@ -44,7 +44,7 @@ from jax.sharding import PartitionSpec as P
 from tensorstore import ocdbt
 
 import reshard
-from reshard.convert.record import KEY
+from reshard.convert.roundtrip import KEY
 
 sys.path.insert(0, os.path.dirname(__file__))  # for `python -m tests.fuzz`
 from fuzz_jobs import (

@@ -20,10 +20,10 @@ from sampling import examples
 
 from reshard.arrays.operations import Concat, Transpose
 from reshard.convert.align import align
-from reshard.convert.axes import Move, Placed, moves
-from reshard.convert.definitions import nnx_outline
 from reshard.convert.leafmap import from_rows
-from reshard.convert.outline import Leaf, Module, linen_outline, path_outline, without
+from reshard.convert.model import nnx_outline
+from reshard.convert.module_tree import Leaf, Module, linen_outline, path_outline, without
+from reshard.convert.scan_axis import Move, Placed, moves
 from reshard.tree import format_path
 
 PAIRS = pathlib.Path(__file__).parent / "data/pairs"

@@ -16,7 +16,7 @@ from flax import linen as nn
 from flax import nnx
 
 from reshard.convert.align import align
-from reshard.convert.outline import linen_outline, path_outline
+from reshard.convert.module_tree import linen_outline, path_outline
 from reshard.restore.pytrees import flatten_state
 from reshard.tree import format_path
 

@@ -26,11 +26,11 @@ from reshard.arrays.operations import (
     Unstack,
 )
 from reshard.convert.leafmap import LeafMap, Row, applied, from_rows
+from reshard.convert.map_rules import inverse
 from reshard.convert.mapfile import read_map
 from reshard.convert.mapped import apply_map
-from reshard.convert.maprules import inverse
 from reshard.convert.mapwriter import write_map
-from reshard.convert.patterns import parse_pattern, parse_replacement, whole_path
+from reshard.convert.replacement import parse_pattern, parse_replacement, whole_path
 from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.tree import format_path, split_path
 

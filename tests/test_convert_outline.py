@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import examples
 
-from reshard.convert.definitions import definition_orders, linen_classes, nnx_outline
-from reshard.convert.outline import (
+from reshard.convert.model import definition_orders, linen_classes, nnx_outline
+from reshard.convert.module_tree import (
     Leaf,
     linen_outline,
     natural,

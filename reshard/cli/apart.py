@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 from reshard.cli.model_argument import load_model, model_errors
-from reshard.convert.goal import Goal, goal_of
+from reshard.convert.model import Goal, goal_of
 from reshard.errors import ReshardError
 
 

@@ -9,11 +9,11 @@ import click
 from reshard.checkpoint import Checkpoint
 from reshard.cli.model_argument import load_model, model_errors
 from reshard.cli.options import options
-from reshard.convert.kinds import KINDS
+from reshard.convert.layout import KINDS
 
 if TYPE_CHECKING:
     from reshard.convert.conversion import Conversion
-    from reshard.convert.goal import Goal
+    from reshard.convert.model import Goal
 
 _OPTIONS = (
     click.option(

@@ -83,7 +83,7 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
     of one of them; as it is, where there is neither."""
     # Which takes as long to import as a small checkpoint takes to read.
     from reshard.convert.layout import detect
-    from reshard.convert.record import from_record, has_record, like_recorded, recorded_kind
+    from reshard.convert.roundtrip import from_record, has_record, like_recorded, recorded_kind
 
     if flags is not None:
         api = detect(ckpt, recorded_kind(ckpt)).api
@@ -109,7 +109,7 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
 def _check_same_api(ckpt: Checkpoint, other: Checkpoint) -> None:
     """Raises TreeMismatchError for checkpoints of two APIs, which have no leaf in common."""
     from reshard.convert.layout import detect
-    from reshard.convert.record import recorded_kind
+    from reshard.convert.roundtrip import recorded_kind
 
     try:
         one, two = (detect(c, recorded_kind(c)) for c in (ckpt, other))

@@ -17,25 +17,23 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 
 from reshard.convert import layers
-from reshard.convert.answers import (
+from reshard.convert.class_order import Group, Loose, grouped
+from reshard.convert.layers import Match
+from reshard.convert.module_tree import RNG_KINDS, Leaf, Module, unlifted
+from reshard.convert.pairing import (
     STACKED,
     Abstention,
     Alignment,
-    Mismatch,
-    stack_hint,
-    unstack_hint,
-)
-from reshard.convert.classes import Group, Loose, grouped
-from reshard.convert.layers import Match
-from reshard.convert.outline import RNG_KINDS, Leaf, Module, unlifted
-from reshard.convert.pairing import (
     Found,
+    Mismatch,
     Pairing,
     match_norms,
     mismatch_of,
     place_axes,
+    stack_hint,
     steps_of,
     unlike,
+    unstack_hint,
 )
 from reshard.tree import Path, format_path
 

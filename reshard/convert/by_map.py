@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping
 from reshard.arrays.boxes import Shape
 from reshard.convert.align import Alignment, align
 from reshard.convert.contradictions import ordered
-from reshard.convert.goal import Goal
 from reshard.convert.leafmap import LeafMap, Source, Zeros, renaming
+from reshard.convert.map_rules import Map, inverse
 from reshard.convert.mapfile import read_map
 from reshard.convert.mapped import Mapped, apply_map
-from reshard.convert.maprules import Map, inverse
-from reshard.convert.outline import (
+from reshard.convert.model import Goal
+from reshard.convert.module_tree import (
     Module,
     bare_leaves,
     classes_after,
@@ -20,7 +20,7 @@ from reshard.convert.outline import (
     path_outline,
     without,
 )
-from reshard.convert.saved import COLLECTIONS
+from reshard.convert.value_levels import COLLECTIONS
 from reshard.errors import TreeMismatchError
 from reshard.tree import Key, Path, compile_glob, format_path, glob_text, nearest
 

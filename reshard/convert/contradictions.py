@@ -17,10 +17,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from reshard.convert.answers import Abstention, Alignment
 from reshard.convert.layers import DICTS, LISTS
 from reshard.convert.leafmap import LeafMap
-from reshard.convert.outline import Module, unlifted
+from reshard.convert.module_tree import Module, unlifted
+from reshard.convert.pairing import Abstention, Alignment
 from reshard.tree import Path, format_path
 
 _REASON = "the map has others beside them in another order than NNX defines them in"

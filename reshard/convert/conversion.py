@@ -20,14 +20,13 @@ from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Crop
 from reshard.checkpoint import Checkpoint, Leaf, describe
 from reshard.convert.counters import on_host, recounted
-from reshard.convert.decided import Decision
-from reshard.convert.decision import decide
-from reshard.convert.goal import Goal, goal_of
-from reshard.convert.initial import initial_values
+from reshard.convert.decision import Decision, decide
+from reshard.convert.initial_values import initial_values
 from reshard.convert.layout import Layout, detect
 from reshard.convert.leafmap import LeafMap, an_array
 from reshard.convert.mapwriter import write_map
-from reshard.convert.record import (
+from reshard.convert.model import Goal, goal_of
+from reshard.convert.roundtrip import (
     from_record,
     has_record,
     recorded,

@@ -6,25 +6,24 @@ together. Paths here are relative to the model, or to the optimizer's state, unt
 """
 
 import collections
+import dataclasses
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle
-from reshard.checkpoint import Checkpoint
+from reshard.checkpoint import Checkpoint, Leaf
 from reshard.convert.align import align
-from reshard.convert.answers import listed
 from reshard.convert.by_map import ByMap, by_map
 from reshard.convert.contradictions import ordered
-from reshard.convert.decided import Decision, Part
-from reshard.convert.goal import Goal
 from reshard.convert.layout import Layout
 from reshard.convert.leafmap import LeafMap, Source, Value, Zeros, renaming
 from reshard.convert.mirrors import Leaves, followers, mirrored, parameters_of
-from reshard.convert.objections import Objections
-from reshard.convert.optimizer import followed, follows_note
-from reshard.convert.outline import (
-    Leaf,
+from reshard.convert.model import Goal
+from reshard.convert.module_tree import (
     Module,
     bare_leaves,
     classes_after,
@@ -33,7 +32,10 @@ from reshard.convert.outline import (
     path_outline,
     without,
 )
-from reshard.convert.places import Places
+from reshard.convert.optimizer import followed, follows_note
+from reshard.convert.pairing import listed
+from reshard.convert.problems import Objections
+from reshard.convert.target_paths import Part, Places
 from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.hints import Hint
 from reshard.restore.matching import TargetLeaf
@@ -43,6 +45,32 @@ from reshard.tree import (
 )
 
 _NAMES = {"nnx": "NNX", "linen": "Linen"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """A conversion.
+
+    Attributes:
+      map: from the saved leaves of the source to those of the target.
+      model: that of the model's leaves, by their paths in the model.
+      initial: saved paths of leaves of the target that keep the model's own initial value.
+      initial_names: the same, as the map names them, less optimizer state that does so because its
+        parameters do.
+      counters: saved paths of step counters of the target -> their dtype and how they are saved.
+      empty: leaves of the target that are empty containers.
+      prefix: what the target has ahead of the model's own tree.
+      notes: what the user should know.
+    """
+
+    map: LeafMap
+    model: LeafMap
+    initial: tuple[Path, ...]
+    initial_names: tuple[Path, ...]
+    counters: dict[Path, tuple[np.dtype, str]]
+    empty: dict[Path, Leaf]
+    prefix: Path
+    notes: tuple[str, ...]
 
 
 def decide(
@@ -200,7 +228,7 @@ class _Work:
         self._against.undecided(found, final)
         return aligned
 
-    def _source_outline(self, said: LeafMap, rest: Mapping[Path, Leaf]) -> Module:
+    def _source_outline(self, said: LeafMap, rest: Mapping[Path, Any]) -> Module:
         """The outline of leaves of the source, with what its model tells of them, if that is
         known: by the paths that they had before the map."""
         if self._other is None:

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from reshard.arrays.boxes import Shape
 from reshard.arrays.operations import Concat
-from reshard.convert.outline import OWN, Leaf, Module, unlifted
+from reshard.convert.module_tree import OWN, Leaf, Module, unlifted
 from reshard.tree import Path
 
 _LSTM = ("LSTMCell", "OptimizedLSTMCell")

@@ -44,8 +44,8 @@ from typing import Any, Literal
 
 from reshard.arrays.axis_tuples import MOST_AXES
 from reshard.arrays.operations import Crop, Pad, Transpose
-from reshard.convert.maprules import Divided, Gathered, Map, Nest, Reshaped, Rule
-from reshard.convert.patterns import Pattern, Replacement, parse_pattern, parse_replacement
+from reshard.convert.map_rules import Divided, Gathered, Map, Nest, Reshaped, Rule
+from reshard.convert.replacement import Pattern, Replacement, parse_pattern, parse_replacement
 from reshard.errors import ArgumentError
 from reshard.tree import split_path
 

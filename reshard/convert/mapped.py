@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from reshard.arrays.boxes import Shape
 from reshard.convert.leafmap import LeafMap, Source, Value, applied
-from reshard.convert.maprules import Divided, Gathered, Map, Reshaped, Rule
-from reshard.convert.patterns import Pattern, Replacement
+from reshard.convert.map_rules import Divided, Gathered, Map, Reshaped, Rule
+from reshard.convert.replacement import Pattern, Replacement
 from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.tree import Path, compile_glob, format_path, glob_text, nearest, split_path
 

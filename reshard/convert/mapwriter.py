@@ -18,7 +18,7 @@ from reshard.arrays.operations import (
     Unstack,
 )
 from reshard.convert.leafmap import LeafMap, Row
-from reshard.convert.patterns import literal_replacement, whole_path
+from reshard.convert.replacement import literal_replacement, whole_path
 from reshard.errors import TreeMismatchError
 from reshard.tree import Path, format_path
 

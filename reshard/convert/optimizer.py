@@ -27,8 +27,14 @@ from reshard.convert.leafmap import (
     input_names,
     names_of,
 )
-from reshard.convert.mirrors import Leaves, Subtrees, mirroring_subtrees, shared_keys
-from reshard.convert.parts import adapted, second_size
+from reshard.convert.mirrors import (
+    Leaves,
+    Subtrees,
+    adapted,
+    mirroring_subtrees,
+    second_size,
+    shared_keys,
+)
 from reshard.errors import TreeMismatchError
 from reshard.tree import Path, format_path
 

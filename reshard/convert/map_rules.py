@@ -8,7 +8,7 @@ from typing import Literal
 
 from reshard.arrays.boxes import Shape
 from reshard.arrays.operations import Concat, Crop, Pad, Reshape, Split, Stack, Transpose, Unstack
-from reshard.convert.patterns import (
+from reshard.convert.replacement import (
     Pattern,
     Replacement,
     literal_replacement,

@@ -31,7 +31,7 @@ from reshard.arrays.operations import (
 )
 from reshard.checkpoint import EMPTY_LEAVES, Checkpoint, Leaf, empty_name
 from reshard.convert.counters import is_step, on_host, recounted
-from reshard.convert.kinds import KINDS
+from reshard.convert.layout import KINDS
 from reshard.convert.leafmap import LeafMap, Output, Row, Source, Zeros, from_rows, renaming
 from reshard.errors import CorruptCheckpointError, ReshardError, TreeMismatchError
 from reshard.hints import Hint
@@ -70,11 +70,6 @@ class _Record(NamedTuple):
     own: list[Path]
     leaves: dict[Path, _Array | str]
     containers: str | None
-
-    @property
-    def arrays(self) -> dict[Path, _Array]:
-        """The leaves that are arrays."""
-        return {path: kind for path, kind in self.leaves.items() if not isinstance(kind, str)}
 
 
 def recorded(
@@ -145,7 +140,7 @@ def from_record(ckpt: Checkpoint) -> Checkpoint:
     """
     with _readable(_LINEN):
         record = _read(ckpt)
-        kinds = record.arrays
+        kinds = {p: kind for p, kind in record.leaves.items() if not isinstance(kind, str)}
         back = record.map.inverse()
         expected = dict.fromkeys((*back.sources(), *back.must_be_zero, *record.own))
         missing = sorted(format_path(path) for path in expected if path not in ckpt)
@@ -327,6 +322,8 @@ def _readable(hint: str) -> Iterator[None]:
 
 
 _LINEN = Hint(("model",), ", the Linen model, converts without the record")
+
+
 _NNX = Hint(("model",), ", the NNX model, converts without the record")
 
 

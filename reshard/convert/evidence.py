@@ -1,24 +1,145 @@
-"""What speaks for one of Flax's APIs in a saved tree: what one of them writes and not the other.
-Pure; the reasons are words, for users to judge.
+"""What speaks for one of Flax's APIs in a saved tree: what one of them writes and not the other;
+and where a train state has what. Pure; the reasons are words, for users to judge.
 """
 
+import collections
 import dataclasses
 import keyword
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
-from reshard.convert.saved import (
+from reshard.convert.value_levels import (
     AUTOMATIC,
     BOOKKEEPING,
+    COLLECTIONS,
     Node,
-    Training,
+    SavedLeaf,
     array,
     child,
     dtype_name,
+    is_mapping,
     leaves_of,
     named,
 )
-from reshard.tree import Path
+from reshard.errors import TreeMismatchError
+from reshard.hints import Hint
+from reshard.tree import Path, format_path
+
+_OPTIMIZERS = ("opt_state", "optimizer", "opt", "optimizer_state")
+
+
+class Training(NamedTuple):
+    """What a train state has beside a model.
+
+    Attributes:
+      root: where the optimizer's state is saved, if there is one.
+      state: that state.
+      step: the step counter.
+      names: the keys at the top of both.
+      wrapped: both are below one key, as those of an `nnx.Optimizer`.
+    """
+
+    root: Path | None = None
+    state: Any = None
+    step: SavedLeaf | None = None
+    names: tuple[str, ...] = ()
+    wrapped: bool = False
+
+
+def training(top: Node) -> Training:
+    """What the tree has beside a model."""
+    name = next((name for name in _OPTIMIZERS if _is_state(name, top.get(name))), None)
+    root, state, wrapped = None, None, False
+    steps = [("step", top.get("step"))]
+    if name is not None:
+        root, state = (name,), top[name]
+        inner = state.keys() - {BOOKKEEPING} if isinstance(state, dict) else set()
+        wrapped = name != "opt_state" and ("opt_state" in inner or inner == {"step"})
+        if wrapped:
+            steps.append((name, state.get("step")))
+            root = (name, "opt_state") if "opt_state" in inner else None
+            state = state.get("opt_state")
+    counts = [pair for pair in steps if dtype_name(pair[1]).startswith(("int", "uint"))]
+    names = [*([] if name is None else [name]), *(key for key, _ in counts[:1] if key != name)]
+    return Training(root, state, array(counts[0][1]) if counts else None, tuple(names), wrapped)
+
+
+def _is_state(name: str, node: Any) -> bool:
+    """Whether it may be the state of an optimizer; a single array, only under the usual name."""
+    if isinstance(node, SavedLeaf):
+        return not isinstance(node.value, str) and (name == "opt_state" or not node.is_array)
+    return isinstance(node, dict)
+
+
+def holds_variables(params: Any) -> bool:
+    """Whether what is below `params` is all variables, with `params` among the collections."""
+    return is_mapping(child(params, "params")) and all(
+        is_mapping(node) and not AUTOMATIC.fullmatch(name) for name, node in params.items()
+    )
+
+
+def collection_roots(top: Node, beside: Training) -> dict[Path, str]:
+    """Where collections are saved -> their names.
+
+    Raises:
+      TreeMismatchError: one is saved in two places.
+    """
+    params = top.get("params")
+    roots: dict[Path, str] = {}
+    if isinstance(params, dict) and holds_variables(params):
+        roots = {("params", name): name for name in params}
+        params = params["params"]
+    elif is_mapping(params):
+        roots = {("params",): "params"}
+    for name, node in top.items():
+        if name in ("params", *beside.names) or not is_mapping(node):
+            continue
+        inner = node if isinstance(node, dict) else {}
+        if name == "nnx_aux" and is_mapping(inner.get("model")):
+            roots[name, "model"] = name
+        elif name in COLLECTIONS:
+            roots[(name,)] = name
+        elif inner and all(key in COLLECTIONS and is_mapping(c) for key, c in inner.items()):
+            roots |= {(name, key): key for key in inner}
+        elif _is_collection(inner, params, bool(beside.names)):
+            roots[(name,)] = name
+    places = collections.defaultdict(list)
+    for path, name in roots.items():
+        places[name].append(path)
+    twice = {name: paths for name, paths in places.items() if len(paths) > 1}
+    if twice:
+        globs = [format_path(path) + "/**" for paths in twice.values() for path in paths]
+        raise TreeMismatchError(
+            "a collection is saved in two places",
+            [f"`{name}`: {named(*paths)}" for name, paths in twice.items()],
+            [Hint(("drop", glob)) for glob in globs],
+        )
+    return roots
+
+
+def _is_collection(node: Node, params: Any, trained: bool) -> bool:
+    """Whether a container beside `params` is a collection of the user's own: of arrays, which are
+    no copy of the parameters; in a train state, of the same modules as the parameters."""
+    leaves = list(leaves_of(node))
+    if not leaves or isinstance(leaves[0].path[1], int) or not all(map(_may_vary, leaves)):
+        return False
+    modules = params if isinstance(params, dict) else {}
+    return (not trained or node.keys() <= modules.keys()) and not _same_leaves(node, modules)
+
+
+def _may_vary(leaf: SavedLeaf) -> bool:
+    """Whether a leaf may be a variable of Linen's: an array, and neither a number nor a key."""
+    number = getattr(leaf.value, "value_type", "") == "scalar"
+    return leaf.is_array and not number and dtype_name(leaf) != "key"
+
+
+def _same_leaves(node: Any, other: Any) -> bool:
+    """Whether two trees have arrays at the same paths, in boxes or not."""
+    if array(node) or array(other):
+        return bool(array(node) and array(other))
+    if not isinstance(node, dict) or not isinstance(other, dict) or node.keys() != other.keys():
+        return False
+    return all(_same_leaves(node[key], other[key]) for key in node)
 
 
 @dataclasses.dataclass

@@ -3,7 +3,7 @@ which it was made, its leaves. Pure: made of paths.
 
 Linen's paths say more than names. A submodule without a name of its own is called after its class
 and a counter (`Dense_0`, `Dense_1`), so its name tells class and order. NNX's paths are attributes;
-classes and order come from the model itself (see `reshard.convert.definitions`).
+classes and order come from the model itself (see `reshard.convert.model`).
 """
 
 import dataclasses

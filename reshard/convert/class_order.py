@@ -11,8 +11,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from reshard.convert import layers
-from reshard.convert.answers import STACKED, stack_hint, unstack_hint
-from reshard.convert.outline import Module, unlifted
+from reshard.convert.module_tree import Module, unlifted
+from reshard.convert.pairing import STACKED, stack_hint, unstack_hint
 from reshard.tree import format_path
 
 _NUMBERED = re.compile(r"(.*_)(\d+)")

@@ -1,14 +1,40 @@
-"""Where leaves are saved in the tree that a conversion makes."""
+"""Where leaves are saved in the tree that a conversion makes. Pure."""
+
+import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
-from reshard.convert.goal import Goal
+from reshard.arrays.boxes import Shape
 from reshard.convert.layout import Layout
+from reshard.convert.leafmap import LeafMap, Zeros
+from reshard.convert.model import Goal
 from reshard.restore.matching import TargetLeaf
 from reshard.tree import Path
 
 # Where a module and its optimizer are put that a Linen train state has as one.
 _MODEL, _OPTIMIZER = ("model",), ("optimizer",)
+
+
+@dataclasses.dataclass
+class Part:
+    """What becomes of the model's leaves, or of the optimizer's.
+
+    Attributes:
+      map: from the source to the target.
+      masked: leaves of the target without a value.
+      owners: the parameters that those are optimizer state of which the map drops.
+    """
+
+    map: LeafMap
+    masked: Sequence[Path] = ()
+    owners: Sequence[Path] = ()
+
+    @property
+    def made(self) -> dict[Path, Shape]:
+        """The leaves of the target that are made of some of the source, with their shapes."""
+        values = self.map.values.items()
+        return {path: value.shape for path, value in values if not isinstance(value, Zeros)}
 
 
 class Places:
