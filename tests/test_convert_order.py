@@ -1,5 +1,7 @@
 """What may not go by the order of modules: a conversion is right in every leaf, or it abstains."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import layouts
@@ -15,6 +17,7 @@ from reshard.tree import split_path
 DENSE = {"kernel": (3, 3), "bias": (3,)}
 NORM = {"scale": (3,), "bias": (3,)}
 MOVED = "the map puts other leaves of"
+RENAME = "[[rule]]\nfrom = '^{}'\nto = '{}'\n"
 OTHER_ORDER = "the map has others beside them in another order than NNX defines them in"
 
 
@@ -78,8 +81,8 @@ def outcome(convert, truth, tmp_path):
 
 
 def both_ways(linen, model, pairs, rules, tmp_path):
-    """What comes of a map for the way to NNX, of the opposite one for the way back, and of the
-    first one run backwards: "" or why it abstains.
+    """What comes of a map for the way to NNX, of the opposite one run backwards, and of both for
+    the way back: "" or why it abstains.
 
     Args:
       linen: Linen's variables.
@@ -95,10 +98,9 @@ def both_ways(linen, model, pairs, rules, tmp_path):
         for name, array in _module(linen[collection], one).items()
     }
     source = saved(tmp_path / "linen", linen)
-    forth, back, both = (tmp_path / name for name in ("forth.toml", "back.toml", "both.toml"))
-    forth.write_text(renames(rules))
-    back.write_text(renames([pair[::-1] for pair in rules]))
-    both.write_text('to = "nnx"\n' + renames(rules))
+    forth, back = tmp_path / "forth.toml", tmp_path / "back.toml"
+    forth.write_text('to = "nnx"\n' + renames(rules))
+    back.write_text('to = "linen"\n' + renames([pair[::-1] for pair in rules]))
     nnx_tree = {}
     for (_, path), array in truth.items():
         *keys, last = path.split("/")
@@ -110,18 +112,17 @@ def both_ways(linen, model, pairs, rules, tmp_path):
     options = {"source": model, "layout": "nnx-state"}
     return [
         outcome(
-            lambda: reshard.to_nnx(source, model, map_file=forth),
-            {path: array for (_, path), array in truth.items()},
-            tmp_path / "forth",
-        ),
-        *(
-            outcome(
-                lambda file=file: reshard.to_linen(trained, linen, map_file=file, **options),
-                {path: array for (path, _), array in truth.items()},
-                tmp_path / file.stem,
+            lambda make=make, file=file: make(map_file=file),
+            {pair[side]: array for pair, array in truth.items()},
+            tmp_path / f"{side}-{file.stem}",
+        )
+        for side, make in enumerate(
+            (
+                functools.partial(reshard.to_linen, trained, linen, **options),
+                functools.partial(reshard.to_nnx, source, model),
             )
-            for file in (back, both)
-        ),
+        )
+        for file in (forth, back)
     ]
 
 
@@ -307,7 +308,28 @@ def test_a_map_that_agrees_leaves_the_rest_to_the_order_in_both_directions(tmp_p
         for j in range(2)
     }
     rules = [("params/Pair_0/Dense_0", "first/x"), ("params/Pair_1/LayerNorm_1", "second/y_norm")]
-    assert both_ways(pairs(), Pairs, true, rules, tmp_path) == ["", "", ""]
+    assert both_ways(pairs(), Pairs, true, rules, tmp_path) == [""] * 4
+
+
+@pytest.mark.parametrize("to", ["nnx", "linen"])
+def test_a_map_that_is_run_backwards_leaves_nothing_out(to, tmp_path):
+    linen, there = {"params/a": DENSE}, {"first": DENSE}
+    extra = "params/more/bias" if to == "nnx" else "more/bias"
+    pair = ("params/a/", "first/")[:: 1 if to == "linen" else -1]
+    one, other = (linen, there)[:: 1 if to == "nnx" else -1]
+    source = random_tree({**one, extra.removesuffix("/bias"): {"bias": (3,)}})
+    file = tmp_path / "map.toml"
+    file.write_text(f"to = '{'linen' if to == 'nnx' else 'nnx'}'\n" + renames([pair], RENAME))
+    convert = reshard.to_nnx if to == "nnx" else reshard.to_linen
+    layout = "linen-variables" if to == "nnx" else "nnx-pure-dict"
+    text = outcome(
+        lambda: convert(
+            saved(tmp_path / "source", source), random_tree(other), map_file=file, layout=layout
+        ),
+        {},
+        tmp_path,
+    )
+    assert f"{extra}  float32[3]" in text and "it goes nowhere" in text
 
 
 def test_a_renamed_module_takes_its_statistics_along(tmp_path):
