@@ -76,7 +76,7 @@ def carried(alignment: Alignment, leaves: Mapping[Path, Any]) -> dict[Path, np.n
     """What the steps make of arrays."""
     held = {path: ts.array(np.asarray(leaf)) for path, leaf in leaves.items()}
     made = set()
-    for step in alignment.steps:
+    for step in alignment.map.rows():
         views = [held.pop(path) for path in step.inputs]
         if step.operation is not None:
             views = step.operation.views(views)
@@ -117,11 +117,11 @@ def convert(
         assert value is None or (value.shape, value.dtype) == (leaf.value.shape, leaf.value.dtype)
         filled.append(leaf.value if value is None else jnp.asarray(value))
     assert not values, "the model has other leaves than its outline"
-    outputs = {path for step in alignment.steps for path in step.outputs}
+    outputs = {path for step in alignment.map.rows() for path in step.outputs}
     return Converted(
         parts.update(filled),
         alignment,
-        set(leaves) - {p for step in alignment.steps for p in step.inputs},
+        set(leaves) - {p for step in alignment.map.rows() for p in step.inputs},
         {
             leaf.path
             for leaf in parts.leaves

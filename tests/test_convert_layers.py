@@ -16,6 +16,7 @@ from flax import linen as nn
 from flax import nnx
 
 from reshard.convert.align import align
+from reshard.convert.leafmap import LeafMap
 from reshard.convert.module_tree import linen_outline, path_outline
 from reshard.restore.pytrees import flatten_state
 from reshard.tree import format_path
@@ -202,10 +203,10 @@ def test_a_layer_gives_the_same_in_nnx(name):
     variables = variables_of(layer, zeros)
     made = convert(variables, layer.nnx)
     assert (made.lost, made.unfilled) == (set(zeros), set())
-    assert made.alignment.must_be_zero == tuple(zeros)
+    assert tuple(made.alignment.map.must_be_zero) == tuple(zeros)
     assert made.alignment.abstentions == ()
     assert made.alignment.mismatches == ()
-    assert {step.origin for step in made.alignment.steps} <= {"path"}
+    assert {step.origin for step in made.alignment.map.rows()} <= {"path"}
     expected = layer.linen.apply(variables, *layer.inputs, **layer.kwargs)
     assert_same_outputs(made.model(*layer.inputs), expected)
 
@@ -230,7 +231,7 @@ def test_a_layer_that_a_model_holds_gives_the_same_in_nnx(name):
     variables = converted.zeroed(random_variables(held, *layer.inputs), zeros)
     made = convert(variables, Holder)
     assert (made.lost, made.unfilled) == (set(zeros), set())
-    assert made.alignment.must_be_zero == tuple(zeros)
+    assert tuple(made.alignment.map.must_be_zero) == tuple(zeros)
     expected = held.apply(variables, *layer.inputs)
     assert_same_outputs(made.model.layer(*layer.inputs), expected)
 
@@ -261,10 +262,10 @@ def test_the_paths_of_both_sides_are_enough_where_no_class_is_known(name):
     others = {leaf.path: leaf.value for leaf in flatten_state(layer.nnx()).leaves}
     random = {path for path in others if "rngs" in path}
     found = align(linen_outline(leaves), path_outline(others))
-    assert {p for step in found.steps for p in step.inputs} == set(leaves) - set(zeros)
-    assert {p for step in found.steps for p in step.outputs} == set(others) - random
+    assert {p for step in found.map.rows() for p in step.inputs} == set(leaves) - set(zeros)
+    assert {p for step in found.map.rows() for p in step.outputs} == set(others) - random
     known = convert(variables_of(layer), layer.nnx).alignment
-    assert set(found.steps) == set(known.steps)
+    assert set(found.map.rows()) == set(known.map.rows())
 
 
 def test_a_simple_cell_is_not_taken_for_one_by_its_names_alone():
@@ -272,7 +273,7 @@ def test_a_simple_cell_is_not_taken_for_one_by_its_names_alone():
     leaves = linen_leaves(variables_of(layer))
     others = {leaf.path: leaf.value for leaf in flatten_state(layer.nnx()).leaves}
     found = align(linen_outline(leaves), path_outline(others))
-    assert found.steps == ()
+    assert found.map.rows() == []
     assert list(map(str, found.abstentions)) == [
         "h and i, perhaps dense_h and dense_i: no name and no class tells which"
     ]
@@ -314,7 +315,7 @@ def test_the_bias_that_a_gru_of_nnx_does_not_have_matters():
     layer = TABLE["GRU"]
     variables = variables_of(layer)
     made = convert(variables, layer.nnx)
-    assert made.alignment.must_be_zero == (("params", "hn", "bias"),)
+    assert tuple(made.alignment.map.must_be_zero) == (("params", "hn", "bias"),)
     got, _ = made.model(*layer.inputs)
     expected, _ = layer.linen.apply(variables, *layer.inputs)
     assert np.abs(got - expected).max() > 0.01
@@ -354,7 +355,7 @@ def test_a_layer_that_nnx_lacks_becomes_no_other(name, named):
     )
     for make in others:
         found = convert(variables, lambda make=make: nnx.Dict(layer=make()))
-        assert found.alignment.steps == ()
+        assert found.alignment.map.rows() == []
         assert [entry.linen for entry in found.alignment.abstentions] == [(path,)]
 
 
@@ -368,7 +369,7 @@ def test_a_cell_with_gates_of_its_own_is_no_gru():
 
     variables = variables_of(TABLE["GRU"])
     found = convert(variables, MyGRUCell).alignment
-    assert (found.steps, found.must_be_zero) == ((), ())
+    assert found.map == LeafMap({})
     assert list(map(str, found.abstentions)) == [
         "hn, hr, hz, ... iz (6), perhaps dense_i and dense_h: no name and no class tells which"
     ]
@@ -378,7 +379,7 @@ def test_gates_that_differ_in_size_are_not_joined():
     leaves = linen_leaves(variables_of(TABLE["GRU"]))
     leaves["params", "ir", "kernel"] = np.zeros((8, 5))
     found = align(linen_outline(leaves), converted.outline_of(TABLE["GRU"].nnx))
-    assert found.steps == ()
+    assert found.map.rows() == []
     assert list(map(str, found.abstentions)) == [
         "., perhaps .: they are not the same recurrent cell"
     ]
@@ -391,7 +392,7 @@ def test_leaves_of_another_collection_are_refused():
     moved["statistics", "var"] = leaves["batch_stats", "var"]
     moved["batch_stats", "scale"] = moved.pop(("params", "scale"))
     found = align(linen_outline(moved), converted.outline_of(TABLE["BatchNorm"].nnx))
-    assert {format_path(path) for step in found.steps for path in step.inputs} == {
+    assert {format_path(path) for step in found.map.rows() for path in step.inputs} == {
         "params/bias",
         "statistics/var",  # a name of the user's own
     }
@@ -408,10 +409,10 @@ def test_a_name_in_two_collections_goes_by_the_class_of_the_variable():
 
     leaves = {("params", "scale"): some(3), ("batch_stats", "scale"): some(3, seed=2)}
     found = align(linen_outline(leaves), converted.outline_of(Scaled))
-    assert list(map(str, found.steps)) == ["batch_stats/scale -> scale"]
+    assert list(map(str, found.map.rows())) == ["batch_stats/scale -> scale"]
     assert list(map(str, found.abstentions)) == ["params/scale: NNX has nothing for it"]
     found = align(linen_outline(leaves), path_outline({("scale",): some(3)}))
-    assert found.steps == ()
+    assert found.map.rows() == []
     assert list(map(str, found.abstentions)) == [
         "batch_stats/scale and params/scale, perhaps scale: the same name in several collections"
     ]
@@ -440,7 +441,7 @@ class TestNorms:
         assert ("params", "WeightNorm_0", "Dense_1/kernel/scale") in linen_leaves(variables)
         made = convert(variables, Twin)
         assert (made.lost, made.unfilled) == (set(), set())
-        assert {step.origin for step in made.alignment.steps} == {"structure"}
+        assert {step.origin for step in made.alignment.map.rows()} == {"structure"}
         model = made.model
         expected = Compact(function).apply(variables, *inputs)
         assert_same_outputs(model.last(model.second(model.first(*inputs))), expected)
@@ -503,7 +504,9 @@ class TestNorms:
         leaves = linen_leaves(variables_of(TABLE["WeightNorm"]))
         del leaves["params", "layer_instance", "kernel"]
         found = align(linen_outline(leaves), converted.outline_of(TABLE["WeightNorm"].nnx))
-        assert list(map(str, found.steps)) == ["params/layer_instance/bias -> layer_instance/bias"]
+        assert list(map(str, found.map.rows())) == [
+            "params/layer_instance/bias -> layer_instance/bias"
+        ]
         assert list(map(str, found.abstentions)) == [
             'params/"layer_instance/kernel/scale", perhaps .: '
             "the leaves that they are for have no counterparts"

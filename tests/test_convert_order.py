@@ -329,7 +329,10 @@ def test_a_map_that_is_run_backwards_leaves_nothing_out(to, tmp_path):
         {},
         tmp_path,
     )
-    assert f"{extra}  float32[3]" in text and "it goes nowhere" in text
+    told = (
+        "more: NNX has nothing for it" if to == "nnx" else f"{extra}  float32[3]: it goes nowhere"
+    )
+    assert told in text
 
 
 def test_a_renamed_module_takes_its_statistics_along(tmp_path):

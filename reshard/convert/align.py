@@ -11,6 +11,7 @@ What that leaves open is an abstention, which names the candidates of both sides
 are equal never pairs anything; that they differ keeps things apart.
 """
 
+import collections
 import dataclasses
 import math
 import re
@@ -19,6 +20,7 @@ from collections.abc import Collection, Iterator, Sequence
 from reshard.convert import layers
 from reshard.convert.class_order import Group, Loose, grouped
 from reshard.convert.layers import Match
+from reshard.convert.leafmap import LeafMap, Zeros
 from reshard.convert.module_tree import RNG_KINDS, Leaf, Module, unlifted
 from reshard.convert.pairing import (
     STACKED,
@@ -31,9 +33,9 @@ from reshard.convert.pairing import (
     mismatch_of,
     place_axes,
     stack_hint,
-    steps_of,
     unlike,
     unstack_hint,
+    value_of,
 )
 from reshard.tree import Path, format_path
 
@@ -50,18 +52,22 @@ def align(linen: Module, nnx: Module) -> Alignment:
     pairing = _pair(linen, nnx, "path", False)
     match_norms(pairing)
     makers: dict[Path, list[Found]] = {}
+    used: collections.Counter[Path] = collections.Counter()
     for found in pairing.found:
         makers.setdefault(found.match.output.path, []).append(found)
-    steps, shared = [], []
+        used.update(leaf.path for leaf in found.match.inputs)
+    values, origin, shared = {}, {}, []
     for path, several in makers.items():
-        if len(several) == 1:
-            steps += steps_of(several[0])
-        else:
-            inputs = tuple(leaf.path for found in several for leaf in found.match.inputs)
+        inputs = tuple(leaf.path for found in several for leaf in found.match.inputs)
+        if len(several) > 1:
             shared.append(Abstention(inputs, (path,), "NNX has one leaf for them"))
+        elif any(used[path] > 1 for path in inputs):
+            shared.append(Abstention(inputs, (path,), "NNX has several leaves for it"))
+        else:
+            values[path], origin[path] = value_of(several[0]), several[0].origin
+    zeros: dict[Path, Zeros] = {x.path: Zeros(x.shape, x.dtype) for x in pairing.zeros}
     return Alignment(
-        tuple(steps),
-        tuple(leaf.path for leaf in pairing.zeros),
+        LeafMap(values, origin, (), zeros),
         (*pairing.abstentions, *shared),
         tuple(pairing.mismatches),
         tuple(pairing.modules),

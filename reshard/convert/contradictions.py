@@ -43,7 +43,7 @@ def ordered(
       nnx: the outline of the NNX model, without the map.
       to: the API that the map's steps lead to.
     """
-    if not said.origin or not found.steps:
+    if not said.origin or not found.map.values:
         return found
     return _Evidence(said, found, linen, nnx, to).kept()
 
@@ -65,22 +65,17 @@ class _Evidence:
         self._by_map: list[Pair] = []
         self._by_structure: list[Pair] = []
         reached: set[Path] = set()
-        for step in found.steps:
-            if step.inputs == step.outputs:  # what has been joined is transposed
-                continue
-            reached.update(step.inputs if to == "nnx" else step.outputs)
+        for output, inputs in found.map.made_of().items():
+            reached.update(inputs if to == "nnx" else [output])
             ends: list[list[Keys]] = [[], []]
-            for side, paths in enumerate((step.inputs, step.outputs)):
+            for side, paths in enumerate((inputs, [output])):
                 for path in paths:
                     for source in before[side].get(path, (path,)):
                         ends[side].append(_text(source))
                         now, then = (_text(keys)[1 - side :] for keys in (path, source))
                         _note_modules(now, then, self._was[side])
             # The names that a map gives say where leaves go just as well.
-            renamed = (ends[0], ends[1]) != (
-                list(map(_text, step.inputs)),
-                list(map(_text, step.outputs)),
-            )
+            renamed = ends != [list(map(_text, inputs)), [_text(output)]]
             pairs = [(one, other) for one in ends[0] for other in ends[1]]
             (self._by_map if renamed else self._by_structure).extend(pairs)
         for path, sources in made.items():
@@ -120,15 +115,19 @@ class _Evidence:
         def doubtful(path: Keys) -> bool:
             return path[1:-1] in own or any(path[1:end] in whole for end in range(1, len(path)))
 
-        gone = {
+        known = self._found.map
+        kept = [
             path
-            for step in self._found.steps
-            if any(doubtful(_text(path)) for path in step.inputs)
-            for path in step.outputs
-        }
+            for path, inputs in known.made_of().items()
+            if not any(doubtful(_text(source)) for source in inputs)
+        ]
         return dataclasses.replace(
             self._found,
-            steps=tuple(step for step in self._found.steps if gone.isdisjoint(step.outputs)),
+            map=dataclasses.replace(
+                known,
+                values={path: known.values[path] for path in kept},
+                origin={path: known.origin[path] for path in kept},
+            ),
             abstentions=(*self._found.abstentions, *abstentions),
         )
 

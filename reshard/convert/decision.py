@@ -9,29 +9,17 @@ import collections
 import dataclasses
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Checkpoint, Leaf
-from reshard.convert.align import align
-from reshard.convert.by_map import ByMap, by_map
-from reshard.convert.contradictions import ordered
 from reshard.convert.layout import Layout
 from reshard.convert.leafmap import LeafMap, Source, Value, Zeros, renaming
 from reshard.convert.mirrors import Leaves, followers, mirrored, parameters_of
 from reshard.convert.model import Goal
-from reshard.convert.module_tree import (
-    Module,
-    bare_leaves,
-    classes_after,
-    joined,
-    linen_outline,
-    path_outline,
-    without,
-)
+from reshard.convert.model_map import Side, by_map, model_map
 from reshard.convert.optimizer import followed, follows_note
 from reshard.convert.pairing import listed
 from reshard.convert.problems import Objections
@@ -145,17 +133,23 @@ class _Work:
     ) -> tuple[Part, set[Path]]:
         """What becomes of the model's leaves, and the saved paths of those that keep their initial
         value."""
+        goal, layout = self._goal, self._layout
+        dtypes = {path: self._arrays[saved].dtype for path, saved in layout.model.items()}
         known = None if self._other is None else self._other.outline
-        said = by_map(map_file, self._to, self._goal, self._shapes, known)
+        source, target = Side(layout.api, self._shapes, dtypes, known), None
+        if goal is not None:
+            dtypes = {path: goal.leaf(saved).dtype for path, saved in goal.layout.model.items()}
+            target = Side(self._to, goal.shapes(), dtypes, goal.outline)
+        said = by_map(map_file, source, target)
         self._against.problems += said.problems
         self._against.hints += said.hints
         self._against.open |= said.strays
         initial = self._initial([*said.initial, *init])
-        model = said.map
-        if said.found is not None:
-            self._against.undecided(said.found, self._shapes)
-        elif self._goal is not None:
-            model = model.then(self._by_model(said, initial))
+        if target is None or goal is None:
+            return Part(said.map), initial
+        own = [path for path, saved in goal.layout.model.items() if saved in initial]
+        model, found = model_map(said, source, target, own)
+        self._against.undecided(found, self._shapes if said.to == layout.api else said.map.values)
         return Part(model), initial
 
     def _initial(self, globs: Sequence[str]) -> set[Path]:
@@ -193,53 +187,6 @@ class _Work:
             for path, owner in found.items()
             if there.model[owner] in initial
         }
-
-    def _by_model(self, said: ByMap, initial: set[Path]) -> LeafMap:
-        """What becomes of what the map leaves open: the alignment with the model."""
-        goal = self._goal
-        assert goal is not None
-        there, touched = goal.layout.model, said.map.origin
-        final = {path: s for path, s in said.map.shapes.items() if path not in said.strays}
-        filled = {path for path in touched if path in there}
-        filled |= {path for path, saved in there.items() if saved in initial}
-        rest = bare_leaves({p: s for p, s in final.items() if p not in touched or p not in there})
-        source = self._source_outline(said.map, rest)
-        target = without(goal.outline, filled)
-        known = None if self._other is None else self._other.outline
-        if self._to == "nnx":
-            linen = linen_outline(bare_leaves(self._shapes)) if known is None else known
-            found = ordered(said.map, align(source, target), linen, goal.outline)
-            zeros = {}
-            for path in found.must_be_zero:
-                value = said.map.values[path]
-                name = value.path if isinstance(value, Source) else path
-                leaf = self._arrays[self._layout.model[name]]
-                zeros[path] = Zeros(leaf.shape, leaf.dtype)
-            aligned = found.leaf_map(final, zeros)
-        else:
-            nnx = path_outline(bare_leaves(self._shapes)) if known is None else known
-            found = ordered(said.map, align(target, source), goal.outline, nnx, to="linen")
-            zeros = {}
-            for path in found.must_be_zero:
-                leaf = goal.leaf(there[path])
-                assert leaf.dtype is not None
-                zeros[path] = Zeros(leaf.shape, leaf.dtype)
-            aligned = found.leaf_map(goal.shapes(), zeros).inverse()
-        self._against.undecided(found, final)
-        return aligned
-
-    def _source_outline(self, said: LeafMap, rest: Mapping[Path, Any]) -> Module:
-        """The outline of leaves of the source, with what its model tells of them, if that is
-        known: by the paths that they had before the map."""
-        if self._other is None:
-            return linen_outline(rest) if self._to == "nnx" else path_outline(rest)
-        known, made = self._other.outline, said.made_of()
-        if self._to == "nnx":
-            before = {path: made.get(path, [path]) for path in rest}
-            return linen_outline(rest, classes_after(known, before))
-        moved = {path: leaf for path, leaf in rest.items() if made.get(path, [path]) != [path]}
-        kept = rest.keys() - moved.keys()
-        return joined(without(known, set(self._shapes) - kept), path_outline(moved))
 
     def _optimizer(self, model: Part) -> Part:
         """What becomes of the optimizer's leaves: they follow the model's."""

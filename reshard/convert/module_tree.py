@@ -133,9 +133,11 @@ def linen_outline(
     return _module((), _nested(entries), describe)
 
 
-def bare_leaves(shapes: Mapping[Path, Shape]) -> dict[Path, Leaf]:
-    """Leaves of which nothing but paths and shapes is known."""
-    return {path: Leaf(tuple(map(str, path)), shape, None, "") for path, shape in shapes.items()}
+def bare_leaves(shapes: Mapping[Path, Shape], dtypes: Mapping[Path, Any]) -> dict[Path, Leaf]:
+    """Leaves of which nothing but paths, shapes and dtypes is known."""
+    return {
+        path: Leaf(tuple(map(str, path)), shape, dtypes[path], "") for path, shape in shapes.items()
+    }
 
 
 def path_outline(leaves: Mapping[Path, Any]) -> Module:

@@ -5,13 +5,13 @@ is at odds. Pure.
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from reshard.arrays.boxes import Shape
 from reshard.arrays.operations import Concat, Transpose
 from reshard.convert import layers
 from reshard.convert.layers import Match
-from reshard.convert.leafmap import LeafMap, Row, Zeros, from_rows
+from reshard.convert.leafmap import LeafMap, Source, Value, applied
 from reshard.convert.module_tree import Leaf, Module
 from reshard.convert.scan_axis import NO_MOVE, Move, Placed, moves
 from reshard.hints import Hint
@@ -67,31 +67,19 @@ class Alignment:
     """What is known of a conversion.
 
     Attributes:
-      steps: from Linen's leaves to NNX's.
-      must_be_zero: leaves of Linen's without a place in NNX, which have no effect if they are zero.
+      map: from Linen's leaves to NNX's. Those without a place in NNX, which have no effect if they
+        are zero, must be that.
       abstentions: what is left open.
       mismatches: leaves that should be one and differ in shape or collection.
       modules: paths of the modules of both sides that are one.
       groups: those of them that class and order have paired, by class.
     """
 
-    steps: tuple[Row, ...]
-    must_be_zero: tuple[Path, ...]
+    map: LeafMap
     abstentions: tuple[Abstention, ...]
     mismatches: tuple[Mismatch, ...]
     modules: tuple[tuple[Path, Path], ...] = ()
     groups: tuple[tuple[tuple[Path, Path], ...], ...] = ()
-
-    def leaf_map(self, leaves: Mapping[Path, Shape], zeros: dict[Path, Zeros]) -> LeafMap:
-        """The map of what is decided.
-
-        Args:
-          leaves: Linen's, with their shapes.
-          zeros: those that must be zero.
-        """
-        taken = {path for row in self.steps for path in row.inputs}
-        made = from_rows(self.steps, {p: shape for p, shape in leaves.items() if p in taken})
-        return LeafMap(made.values, made.origin, (), zeros)
 
 
 def listed(paths: Sequence[Path]) -> str:
@@ -218,16 +206,14 @@ class Pairing:
                 self.rest[leaf.path[-1], shape] += sign
 
 
-def steps_of(found: Found) -> list[Row]:
-    """The steps that carry a match out."""
+def value_of(found: Found) -> Value:
+    """What the leaf of NNX's is made of."""
     match = found.match
-    inputs, output = tuple(leaf.path for leaf in match.inputs), (match.output.path,)
-    order = found.move.order(len(match.shape))
-    transpose = None if order == tuple(range(len(order))) else Transpose(order)
-    if match.join is None:
-        return [Row(inputs, output, transpose, found.origin)]
-    joined = [Row(inputs, output, match.join, found.origin)]
-    return joined + ([Row(output, output, transpose, found.origin)] if transpose else [])
+    value, *others = (Source(leaf.path, leaf.shape) for leaf in match.inputs)
+    if match.join is not None:
+        (value,) = applied(match.join, [value, *others])
+    order = found.move.order(len(value.shape))
+    return value if order == tuple(range(len(order))) else applied(Transpose(order), [value])[0]
 
 
 def place_axes(pairing: Pairing, linen: Module, nnx: Module) -> None:

@@ -74,8 +74,10 @@ class Objections:
     def check(self, model: Part, optimizer: Part, copies: Part, initial: set[Path]) -> None:
         """Adds what has no place, no source, or another shape or dtype. Of optimizer state that
         follows leaves which are told already, nothing is added."""
-        lost = {path for path in model.made if self._places.model(path) is None}
-        for path in model.made:
+        used = {*model.map.sources(), *model.map.dropped, *model.map.must_be_zero}
+        unused = [path for path in self._layout.model if path not in used]
+        lost = {path for path in (*model.made, *unused) if self._places.model(path) is None}
+        for path in (*model.made, *unused):
             if path in lost and not self._is_open(path):
                 self._lost(self._layout.model.get(path), path)
         homeless = [path for path in optimizer.made if self._places.optimizer(path) is None]

@@ -1,0 +1,212 @@
+"""The map of a model's leaves: what a map file says, in whichever direction it was written, and
+what the alignment of both models makes of the rest.
+
+Models are aligned from Linen to NNX; the other direction is the inverse.
+"""
+
+import dataclasses
+import os
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from reshard.arrays.boxes import Shape
+from reshard.convert.align import Alignment, align
+from reshard.convert.contradictions import ordered
+from reshard.convert.leafmap import LeafMap, Zeros, renaming
+from reshard.convert.map_rules import inverse
+from reshard.convert.mapfile import read_map
+from reshard.convert.mapped import apply_map
+from reshard.convert.module_tree import (
+    Leaf,
+    Module,
+    bare_leaves,
+    classes_after,
+    joined,
+    linen_outline,
+    path_outline,
+    without,
+)
+from reshard.convert.value_levels import COLLECTIONS
+from reshard.errors import TreeMismatchError
+from reshard.tree import Path, compile_glob, format_path, glob_text, nearest
+
+_RENAMES = (
+    "`to = 'params/NAME/'` gives a module another name on Linen's side, and leaves it to the "
+    "standard conversions"
+)
+_OTHER = {"nnx": "linen", "linen": "nnx"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """The leaves of the model in one of the APIs.
+
+    Attributes:
+      api: `"linen"` or `"nnx"`.
+      shapes: path -> shape.
+      dtypes: path -> dtype.
+      known: its modules, if there is the model.
+    """
+
+    api: str
+    shapes: Mapping[Path, Shape]
+    dtypes: Mapping[Path, Any]
+    known: Module | None = None
+
+    @property
+    def modules(self) -> Module:
+        """Its modules, as far as they are known."""
+        return self.known or _outline(self.api, bare_leaves(self.shapes, self.dtypes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Said:
+    """What a map file says.
+
+    Attributes:
+      map: of the leaves that its rules are for: those of the source, or those of the target, if
+        it is run backwards. Leaves that it leaves open have no origin.
+      to: the API that its rules lead to.
+      initial: globs of leaves of the target that keep the model's own initial value.
+      dropped: leaves of the source that are left out where it is run backwards.
+      problems: what stands against it.
+      hints: what may help.
+      strays: leaves that it puts where there are none, and no conversion goes on from.
+    """
+
+    map: LeafMap
+    to: str
+    initial: tuple[str, ...] = ()
+    dropped: tuple[Path, ...] = ()
+    problems: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
+    strays: frozenset[Path] = frozenset()
+
+
+def by_map(map_file: str | os.PathLike | None, source: Side, target: Side | None) -> Said:
+    """What a map file says about leaves.
+
+    Args:
+      map_file: path of the file, if there is one.
+      source: the leaves that are converted.
+      target: those that are to be made, if there is a model.
+
+    Raises:
+      TreeMismatchError: the file is no map, or its rules do not apply.
+    """
+    to, shapes = _OTHER[source.api], source.shapes
+    if map_file is None:
+        return Said(renaming({path: path for path in shapes}, shapes), to)
+    rules = read_map(map_file)
+    backwards = rules.to == source.api
+    if backwards and target is None:
+        rules, backwards = inverse(rules), False
+    start, end = (target, source) if backwards and target else (source, target)
+    try:
+        mapped = apply_map(rules, start.shapes)
+    except TreeMismatchError as error:
+        unmatched = [text for text in error.problems if text.endswith("matches no leaf")]
+        if rules.to is not None or len(unmatched) < len(rules.rules):
+            raise
+        other = f'`to = "{source.api}"` above the rules'
+        hint = f"{other}, if it was written for that: it runs backwards"
+        raise TreeMismatchError(error.summary, error.problems, [hint, *error.hints]) from error
+    if end is None:
+        problems = [
+            f"{format_path(path)}: no rule of the map applies to it" for path in mapped.untouched
+        ]
+        return Said(mapped.map, to, mapped.initial, problems=tuple(problems))
+    initial, dropped = mapped.initial, []
+    if backwards:
+        globs = [compile_glob(glob) for glob in initial]
+        dropped = [path for path in shapes if any(g.fullmatch(glob_text(path)) for g in globs)]
+        initial = tuple(map(format_path, mapped.map.dropped))
+    linen = start if start.api == "linen" else end
+    collections = COLLECTIONS.union(path[0] for path in linen.shapes)
+    # On Linen's side paths begin with a collection.
+    strays = [
+        path
+        for path in mapped.map.origin
+        if path not in end.shapes and (path[0] in collections) == (end.api == "linen")
+    ]
+    problems = []
+    for path in map(format_path, strays):
+        near = "".join(f"; the nearest is {name}" for name in nearest(path, end.shapes)[:1])
+        problems.append(
+            f"{path}: the map needs it, and the checkpoint lacks it"
+            if backwards
+            else f"{path}: the model has no such leaf{near}"
+        )
+    return Said(
+        mapped.map,
+        end.api,
+        initial,
+        tuple(dropped),
+        tuple(problems),
+        (_RENAMES,) if strays and to == "nnx" and not backwards else (),
+        frozenset(strays),
+    )
+
+
+def model_map(
+    said: Said, source: Side, target: Side, initial: Collection[Path]
+) -> tuple[LeafMap, Alignment]:
+    """The map of the model's leaves, and what was found of those that a map file leaves open.
+    Leaves of the source that nothing is found for stay.
+
+    Args:
+      said: what the map file says.
+      source: the leaves that are converted.
+      target: those that are to be made.
+      initial: those of them that keep their initial value.
+    """
+    backwards = said.to == source.api
+    start, end = (target, source) if backwards else (source, target)
+    reached = said.map.origin.keys() & end.shapes.keys()
+    gone = {*reached, *said.dropped, *initial}
+    found = _aligned(said, start, end, gone)
+    aligned = found.map if start.api == "linen" else found.map.inverse()
+    whole = said.map.then(aligned)
+    if not backwards:
+        return whole, found
+    back = whole.inverse()
+    reached |= aligned.values.keys()
+    values = {
+        path: value
+        for path, value in back.values.items()
+        if reached.issuperset(LeafMap({path: value}).sources())
+    }
+    origin = {path: text for path, text in back.origin.items() if path in values}
+    zeros = {path: Zeros(source.shapes[path], source.dtypes[path]) for path in back.must_be_zero}
+    return LeafMap(values, origin, said.dropped, zeros), found
+
+
+def _aligned(said: Said, start: Side, end: Side, gone: Collection[Path]) -> Alignment:
+    """What is found of the leaves that a map leaves open.
+
+    Args:
+      said: what the map says.
+      start: the side that its rules are for.
+      end: the other side.
+      gone: leaves of either side that come from nothing or from the map, or go nowhere.
+    """
+    rest = {p: s for p, s in said.map.shapes.items() if p not in gone and p not in said.strays}
+    made = {path: sources for path, sources in said.map.made_of().items() if path in rest}
+    before = {path: made.get(path, [path]) for path in rest}
+    leaves = bare_leaves(rest, {path: start.dtypes[sources[0]] for path, sources in before.items()})
+    if start.known is None:
+        modules = _outline(start.api, leaves)
+    elif start.api == "linen":
+        modules = linen_outline(leaves, classes_after(start.known, before))
+    else:
+        moved = {path: leaf for path, leaf in leaves.items() if before[path] != [path]}
+        kept = leaves.keys() - moved.keys()
+        known = without(start.known, start.shapes.keys() - kept)
+        modules = joined(known, path_outline(moved))
+    pairs = [(modules, start.modules), (without(end.modules, gone), end.modules)]
+    (linen, whole_linen), (nnx, whole_nnx) = pairs if start.api == "linen" else pairs[::-1]
+    return ordered(said.map, align(linen, nnx), whole_linen, whole_nnx, said.to)
+
+
+def _outline(api: str, leaves: Mapping[Path, Leaf]) -> Module:
+    return linen_outline(leaves) if api == "linen" else path_outline(leaves)
