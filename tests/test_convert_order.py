@@ -660,6 +660,41 @@ def test_the_source_model_tells_classes_where_a_map_renames_on_the_way_back(tmp_
     assert not outcome(lambda: reshard.to_linen(trained, linen, **options), truth, tmp_path)
 
 
+class Numbered(nn.Module):
+    """What is made first has the name that Linen would give to the second."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(3)(nn.Dense(3, name="Dense_1")(x))
+        return nn.LayerNorm(name="inner")(x)
+
+
+def numbered():
+    return Numbered().init(jax.random.key(0), jnp.ones((1, 3)))
+
+
+class NumberedTwin(nnx.Module):
+    def __init__(self):
+        self.first, self.second = linear(), linear()
+        self.norm = nnx.LayerNorm(3, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("rules", [[], [("params/inner", "norm")]])
+def test_a_name_that_was_given_has_no_place_in_the_order(rules, tmp_path):
+    linen = random_tree({"params/Dense_0": DENSE, "params/Dense_1": DENSE, "params/inner": NORM})
+    there = random_tree({"first": DENSE, "second": DENSE, "norm": NORM})
+    file = tmp_path / "map.toml"
+    file.write_text('to = "nnx"\n' + renames(rules))
+    source, trained = saved(tmp_path / "linen", linen), saved(tmp_path / "nnx", there)
+    options = {"layout": "nnx-pure-dict", "source": NumberedTwin, "map_file": file}
+    for convert in (
+        lambda: reshard.to_nnx(source, NumberedTwin, source=numbered, map_file=file),
+        lambda: reshard.to_linen(trained, numbered, **options),
+    ):
+        told = "Dense_0 and Dense_1, perhaps first and second: they have names of their own"
+        assert told in outcome(convert, {}, tmp_path)
+
+
 # Definition order
 
 
