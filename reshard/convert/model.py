@@ -21,6 +21,8 @@ import numpy as np
 from reshard.arrays.boxes import Shape
 from reshard.convert.layout import Layout, detect
 from reshard.convert.module_tree import (
+    AUTOMATIC,
+    GIVEN,
     OWN,
     Leaf,
     Module,
@@ -233,12 +235,24 @@ def linen_classes() -> Iterator[dict[tuple[str, ...], str]]:
 
     def note(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
         # What comes first at a path is the module. Lifted classes follow, without a path of theirs.
-        if context.module.scope is not None:
-            classes.setdefault(tuple(context.module.path), _class(type(context.module)))
+        module = context.module
+        if module.scope is not None:
+            given = GIVEN if _is_named(module) else ""
+            classes.setdefault(tuple(module.path), given + _class(type(module)))
         return method(*args, **kwargs)
 
     with linen.intercept_methods(note):
         yield classes
+
+
+def _is_named(module: Any) -> bool:
+    """Whether a Linen module has a name like `Dense_1` that Linen has not given it: its parent has
+    not counted so far. As far as this version of flax tells."""
+    automatic = AUTOMATIC.fullmatch(module.name or "")
+    counted = getattr(getattr(module.parent, "_state", None), "autoname_cursor", None)
+    if automatic is None or counted is None:
+        return False
+    return int(automatic[2]) >= counted.get(automatic[1], 0)
 
 
 def nnx_outline(state: Any, orders: Orders | None = None) -> tuple[Path, Module]:

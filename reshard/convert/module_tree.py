@@ -17,12 +17,14 @@ from reshard.tree import Path
 
 # A name that Linen gives: a class and a counter. Classes begin with a capital: `layers_0` is the
 # first of a list.
-_AUTOMATIC = re.compile(r"(_*[A-Z]\w*)_(\d+)")
+AUTOMATIC = re.compile(r"(_*[A-Z]\w*)_(\d+)")
 # Transforms that name a class after themselves, as in `ScanCheckpointBlock`. `Map_variables` is not
 # among them: what it stores need not be what the class uses.
 _LIFT = re.compile(r"(Checkpoint|Jit|Vmap|Scan|Remat_scan|Fold_rngs)(?=_*[A-Z])")
 # Ends the name of a class of the user's own that is called like one of flax's.
 OWN = "'"
+# Begins the class of a Linen module with a name that only looks like one that Linen gives.
+GIVEN = "="
 # Variables that hold random numbers.
 RNG_KINDS = ("RngState", "RngKey", "RngCount")
 
@@ -122,13 +124,13 @@ def linen_outline(
         entries.setdefault(keys[1:], []).append(leaf)
 
     def describe(path: tuple[str, ...]) -> dict[str, Any]:
-        automatic = _AUTOMATIC.fullmatch(path[-1]) if path else None
+        automatic = AUTOMATIC.fullmatch(path[-1]) if path else None
         named = classes.get(path, "")
-        if automatic is not None:
+        if automatic is not None and not named.startswith(GIVEN):
             kind = automatic[1] + (OWN if named.endswith(OWN) else "")
             if not named or named in (base for base, _ in unlifted(kind)):
                 return {"kind": kind, "index": int(automatic[2])}
-        return {"kind": named}
+        return {"kind": named.removeprefix(GIVEN)}
 
     return _module((), _nested(entries), describe)
 
@@ -175,11 +177,11 @@ def classes_after(
       leaves: path of a leaf -> the paths that it comes from. A module is still the same if leaves
         have the same names in it.
     """
-    before: dict[tuple[str, ...], str] = {}
+    before: dict[tuple[str, ...], Module] = {}
     pending = [module]
     while pending:
         at = pending.pop()
-        before[at.path] = at.kind
+        before[at.path] = at
         pending += at.children.values()
     found: dict[tuple[str, ...], str] = {}
     for path, sources in leaves.items():
@@ -187,7 +189,9 @@ def classes_after(
             here, there = tuple(map(str, path[1:])), tuple(map(str, source[1:]))
             while here and there and here[-1] == there[-1]:
                 here, there = here[:-1], there[:-1]
-                found.setdefault(here, before.get(there, ""))
+                was = before.get(there, Module(there))
+                given = was.kind and was.index is None and here[-1:] == there[-1:]
+                found.setdefault(here, f"{GIVEN if given else ''}{was.kind}")
     return found
 
 
