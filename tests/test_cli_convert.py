@@ -393,8 +393,8 @@ def test_json_of_a_refusal(run, folder):
             "done": False,
             "problems": [
                 f"`{folder}/run/1` does not become the NNX model",
-                "dropout/rngs/count  uint32[]: nothing goes there",
-                "dropout/rngs/key  threefry2x32 keys[]: nothing goes there",
+                "dropout/rngs/count  uint32[]: missing",
+                "dropout/rngs/key  threefry2x32 keys[]: missing",
             ],
             "hints": ["--init '**/rngs/**' keeps the model's own initial value"],
         },
@@ -859,9 +859,9 @@ MISTAKES = {
         (*TO_NNX, "--model", "models:Halves"),
         "`FOLDER/run/1` does not become the NNX model\n"
         "  Dense_0 and Dense_1, perhaps outer: 2 in Linen, 1 in NNX\n"
-        "  bias  float32[16]: nothing goes there\n"
-        "  left  float32[8, 8]: nothing goes there\n"
-        "  right  float32[8, 8]: nothing goes there\n"
+        "  bias  float32[16]: missing\n"
+        "  left  float32[8, 8]: missing\n"
+        "  right  float32[8, 8]: missing\n"
         "\n"
         "hint: --source-model MODULE:NAME, the Linen model, tells the classes\n"
         "hint: --map FILE decides, by rules such as: from = '^params/Dense_0/', "
@@ -897,7 +897,7 @@ def test_long_lists_are_cut_on_the_terminal(run, folder):
     lines = ran.err.splitlines()
     assert ran.status == 2
     assert lines[0] == f"Error: `{folder}/run/1` does not become the NNX model"
-    assert lines[10] == "  optimizer/step  uint32[]: nothing goes there"
+    assert lines[10] == "  optimizer/step  uint32[]: missing"
     ran = convert(run, "--dtype", "bfloat16")
     assert ran.status == 2
     assert [line for line in ran.err.splitlines() if "more" in line] == ["  ... and 2 more"] * 2
@@ -957,8 +957,8 @@ def test_the_examples_of_the_help(run, folder):
         (
             2,
             f"Error: `{folder}/run/1000` does not become the NNX model\n"
-            "  dropout/rngs/count  uint32[]: nothing goes there\n"
-            "  dropout/rngs/key  threefry2x32 keys[]: nothing goes there\n"
+            "  dropout/rngs/count  uint32[]: missing\n"
+            "  dropout/rngs/key  threefry2x32 keys[]: missing\n"
             "\n"
             "hint: --init '**/rngs/**' keeps the model's own initial value\n",
         ),

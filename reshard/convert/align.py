@@ -18,7 +18,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 
 from reshard.convert import layers
-from reshard.convert.class_order import Group, Loose, grouped
+from reshard.convert.class_order import Group, Unpaired, grouped
 from reshard.convert.layers import Match
 from reshard.convert.leafmap import LeafMap, Zeros
 from reshard.convert.module_tree import RNG_KINDS, Leaf, Module, unlifted
@@ -121,7 +121,7 @@ class _Level:
             # One with other gates: a name that both have may be another part of it.
             self._abstain([self._linen], [self._nnx], "they are not the same recurrent cell")
             self._made.count(self._nnx.all_leaves(), -1)
-            self._made.misfit = "they are not the same recurrent cell"
+            self._made.mismatch = "they are not the same recurrent cell"
             return self._made
         self._pair_leaves()
         self._pair_names()
@@ -151,7 +151,7 @@ class _Level:
         self._made.mismatches.append(mismatch)
         # A cache has the size of the batch: only parameters say which module it is.
         if any(map(layers.is_parameter, (*mismatch.linen, mismatch.nnx))):
-            self._made.misfit = self._made.misfit or str(mismatch)
+            self._made.mismatch = self._made.mismatch or str(mismatch)
 
     def _abstain(
         self,
@@ -201,7 +201,7 @@ class _Level:
             *((x, self._linen) for x in spare),
         ]:
             reason = f"{format_path(module.path)} has no {leaf.path[-1]}"
-            self._made.misfit = self._made.misfit or reason
+            self._made.mismatch = self._made.mismatch or reason
 
     def _pair_names(self) -> None:
         """Pairs modules of the same name."""
@@ -268,14 +268,16 @@ class _Level:
                 decided.append((group, made))
         # What is not decided may hold the counterparts of what is.
         while True:
-            loose = Loose(*self._loose([group for group, _ in decided]))
-            doubts = [loose.doubt(group) for group, _ in decided]
-            if not any(doubts):
+            unpaired = Unpaired(*self._unpaired([group for group, _ in decided]))
+            ambiguities = [unpaired.ambiguity(group) for group, _ in decided]
+            if not any(ambiguities):
                 break
-            pairs = list(zip(decided, doubts, strict=True))
-            decided = [entry for entry, doubt in pairs if not doubt]
+            pairs = list(zip(decided, ambiguities, strict=True))
+            decided = [entry for entry, ambiguity in pairs if not ambiguity]
             self._undecided += [
-                dataclasses.replace(group, reason=doubt) for (group, _), doubt in pairs if doubt
+                dataclasses.replace(group, reason=ambiguity)
+                for (group, _), ambiguity in pairs
+                if ambiguity
             ]
         paired = {id(module) for group, _ in decided for module in group.linen}
         self._open = [held for held in self._open if id(held) not in paired]
@@ -290,7 +292,7 @@ class _Level:
         pairs = zip(group.linen, group.nnx, strict=True)
         return [_pair(linen, nnx, "structure", self._stacked) for linen, nnx in pairs]
 
-    def _loose(self, decided: Sequence[Group]) -> tuple[list[Module], list[Module]]:
+    def _unpaired(self, decided: Sequence[Group]) -> tuple[list[Module], list[Module]]:
         """Modules of both sides without a counterpart."""
         linen = {id(module) for group in decided for module in group.linen}
         nnx = self._taken | {id(module) for group in decided for module in group.nnx}

@@ -88,7 +88,7 @@ def grouped(linen: Sequence[Module], nnx: Module, taken: Collection[int]) -> lis
     return [_group(kinds, modules, found[kinds], nnx.ordered) for kinds, modules in groups.items()]
 
 
-class Loose:
+class Unpaired:
     """Modules without a counterpart, in which there may be those of others.
 
     Args:
@@ -108,7 +108,7 @@ class Loose:
         for module in nnx:
             self._nnx.update(dict.fromkeys(module.kinds - self._nnx.keys(), module))
 
-    def doubt(self, group: Group) -> str:
+    def ambiguity(self, group: Group) -> str:
         """Why the order in a group does not decide; empty if it does."""
         known = {module.parts for module in group.linen}
         layered = any(module.children for module in group.linen)

@@ -97,9 +97,9 @@ class _Evidence:
         own: set[Keys] = set()  # those of which only what is in submodules is
         by_class = {pair for group in self._found.groups for pair in group}
         for pair in self._found.modules:
-            doubt = self._doubt(pair, pair in by_class)
-            if doubt is not None:
-                abstentions.append(doubt)
+            ambiguity = self._ambiguity(pair, pair in by_class)
+            if ambiguity is not None:
+                abstentions.append(ambiguity)
                 (whole if pair in by_class else own).add(_text(pair[0]))
         wrong = set(self._against_order())
         for group in self._found.groups:
@@ -112,14 +112,14 @@ class _Evidence:
                 abstentions.append(Abstention(tuple(linen), tuple(nnx), _REASON))
             whole.update(linen)
 
-        def doubtful(path: Keys) -> bool:
+        def ambiguous(path: Keys) -> bool:
             return path[1:-1] in own or any(path[1:end] in whole for end in range(1, len(path)))
 
         known = self._found.map
         kept = [
             path
             for path, inputs in known.made_of().items()
-            if not any(doubtful(_text(source)) for source in inputs)
+            if not any(ambiguous(_text(source)) for source in inputs)
         ]
         return dataclasses.replace(
             self._found,
@@ -131,7 +131,7 @@ class _Evidence:
             abstentions=(*self._found.abstentions, *abstentions),
         )
 
-    def _doubt(self, pair: tuple[Path, Path], by_class: bool) -> Abstention | None:
+    def _ambiguity(self, pair: tuple[Path, Path], by_class: bool) -> Abstention | None:
         """Why two modules that were found to be one are not; None if nothing is against it. Of
         those that are one by their names only what is directly in them counts."""
         now = tuple(map(_text, pair))

@@ -143,7 +143,7 @@ class _Work:
         said = by_map(map_file, source, target)
         self._against.problems += said.problems
         self._against.hints += said.hints
-        self._against.open |= said.strays
+        self._against.open |= said.unexpected
         initial = self._initial([*said.initial, *init])
         if target is None or goal is None:
             return Part(said.map), initial

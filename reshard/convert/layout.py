@@ -330,9 +330,9 @@ def _read(
         own = {root: model[root] for root, begin in roots.items() if begin != ("nnx_aux",)}
         boxes = Boxes(own)
         in_model, in_optimizer = boxes.hold, boxes.hold
-        if boxes.doubtful:
+        if boxes.ambiguous:
             words = "is taken for a parameter of that name: nothing else is in a box"
-            why = [*why, f"{named(boxes.doubtful.path)} {words}"]
+            why = [*why, f"{named(boxes.ambiguous.path)} {words}"]
     else:
         one, other = _variables(kind, [*itertools.chain(*model.values())], optimizer, beside.step)
         in_model, in_optimizer = lambda leaf, start: one, lambda leaf, start: other

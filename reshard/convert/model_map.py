@@ -71,7 +71,7 @@ class Said:
       dropped: leaves of the source that are left out where it is run backwards.
       problems: what stands against it.
       hints: what may help.
-      strays: leaves that it puts where there are none, and no conversion goes on from.
+      unexpected: leaves that it puts where there are none, and no conversion goes on from.
     """
 
     map: LeafMap
@@ -80,7 +80,7 @@ class Said:
     dropped: tuple[Path, ...] = ()
     problems: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
-    strays: frozenset[Path] = frozenset()
+    unexpected: frozenset[Path] = frozenset()
 
 
 def by_map(map_file: str | os.PathLike | None, source: Side, target: Side | None) -> Said:
@@ -124,13 +124,13 @@ def by_map(map_file: str | os.PathLike | None, source: Side, target: Side | None
     linen = start if start.api == "linen" else end
     collections = COLLECTIONS.union(path[0] for path in linen.shapes)
     # On Linen's side paths begin with a collection.
-    strays = [
+    unexpected = [
         path
         for path in mapped.map.origin
         if path not in end.shapes and (path[0] in collections) == (end.api == "linen")
     ]
     problems = []
-    for path in map(format_path, strays):
+    for path in map(format_path, unexpected):
         near = "".join(f"; the nearest is {name}" for name in nearest(path, end.shapes)[:1])
         problems.append(
             f"{path}: the map needs it, and the checkpoint lacks it"
@@ -143,8 +143,8 @@ def by_map(map_file: str | os.PathLike | None, source: Side, target: Side | None
         initial,
         tuple(dropped),
         tuple(problems),
-        (_RENAMES,) if strays and to == "nnx" and not backwards else (),
-        frozenset(strays),
+        (_RENAMES,) if unexpected and to == "nnx" and not backwards else (),
+        frozenset(unexpected),
     )
 
 
@@ -190,7 +190,7 @@ def _aligned(said: Said, start: Side, end: Side, gone: Collection[Path]) -> Alig
       end: the other side.
       gone: leaves of either side that come from nothing or from the map, or go nowhere.
     """
-    rest = {p: s for p, s in said.map.shapes.items() if p not in gone and p not in said.strays}
+    rest = {p: s for p, s in said.map.shapes.items() if p not in gone and p not in said.unexpected}
     made = {path: sources for path, sources in said.map.made_of().items() if path in rest}
     before = {path: made.get(path, [path]) for path in rest}
     leaves = bare_leaves(rest, {path: start.dtypes[sources[0]] for path, sources in before.items()})

@@ -86,12 +86,12 @@ def followed(
     """
     subtrees, unknown = mirroring_subtrees(parameters, leaves)
     factoring = _factoring(subtrees, parameters, leaves)
-    near, alone = _strays(model.sources(), parameters, leaves, subtrees)
+    near, alone = _unplaced(model.sources(), parameters, leaves, subtrees)
     problems = near
     if unknown or not alone.keys() <= {*beside}:
         places = _places(model, parameters)
         for members in unknown.values():
-            problems += _doubts(members, places, ahead)
+            problems += _ambiguities(members, places, ahead)
         if others or places is None or not _keep_order(places):
             problems += [text for path, text in alone.items() if path not in beside]
     made = [
@@ -158,7 +158,7 @@ def _as_numbers(path: Path) -> list[tuple[bool, int, str]]:
     return [(False, int(key), "") if key.isdecimal() else (True, 0, key) for key in keys]
 
 
-def _strays(
+def _unplaced(
     changed: Collection[Path],
     parameters: Mapping[Path, Shape],
     leaves: Leaves,
@@ -217,7 +217,7 @@ def _is_small(
     return any(found and found[0] == (*shape, *whole) for whole, found in histories)
 
 
-def _doubts(
+def _ambiguities(
     members: Mapping[Path, Path], places: Mapping[Path, Path] | None, ahead: Path | None
 ) -> Iterator[str]:
     """Problems with numbers that may be of parameters which change."""

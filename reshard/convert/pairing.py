@@ -172,7 +172,7 @@ class Pairing:
       modules: paths of modules that are one.
       groups: those of them that class and order have paired, by class.
       rest: how many more parameters of a name and shape are open in Linen than in NNX.
-      misfit: why the two modules themselves, apart from what is in them, are not the same.
+      mismatch: why the two modules themselves, apart from what is in them, are not the same.
       stacked: whether shapes may differ in the order of axes.
     """
 
@@ -184,7 +184,7 @@ class Pairing:
     modules: list[tuple[Path, Path]] = dataclasses.field(default_factory=list)
     groups: list[tuple[tuple[Path, Path], ...]] = dataclasses.field(default_factory=list)
     rest: collections.Counter = dataclasses.field(default_factory=collections.Counter)
-    misfit: str = ""
+    mismatch: str = ""
     stacked: bool = False
 
     def include(self, other: "Pairing") -> None:
@@ -257,7 +257,7 @@ def place_axes(pairing: Pairing, linen: Module, nnx: Module) -> None:
                 if found.match.shape != found.match.output.shape:
                     pairing.mismatches.append(mismatch_of(found.match))
         pairing.abstentions.append(Abstention((linen.path,), (nnx.path,), reason))
-        pairing.misfit = pairing.misfit or reason
+        pairing.mismatch = pairing.mismatch or reason
 
 
 def mismatch_of(match: Match) -> Mismatch:
@@ -268,8 +268,8 @@ def mismatch_of(match: Match) -> Mismatch:
 def unlike(made: Sequence[Pairing]) -> str:
     """Why modules that class and order pair are not the same; empty if they are."""
     for pairing in made:
-        if pairing.misfit:
-            return pairing.misfit
+        if pairing.mismatch:
+            return pairing.mismatch
     for pairing in made:
         for mismatch in pairing.mismatches:
             if layers.is_parameter(mismatch.nnx):

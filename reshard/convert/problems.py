@@ -76,17 +76,17 @@ class Objections:
         follows leaves which are told already, nothing is added."""
         used = {*model.map.sources(), *model.map.dropped, *model.map.must_be_zero}
         unused = [path for path in self._layout.model if path not in used]
-        lost = {path for path in (*model.made, *unused) if self._places.model(path) is None}
+        unexpected = {path for path in (*model.made, *unused) if self._places.model(path) is None}
         for path in (*model.made, *unused):
-            if path in lost and not self._is_open(path):
-                self._lost(self._layout.model.get(path), path)
-        homeless = [path for path in optimizer.made if self._places.optimizer(path) is None]
-        told = _mirrors(homeless, parameters_of(dict.fromkeys(lost, ()), self._layout.api))
-        for path in homeless:
+            if path in unexpected and not self._is_open(path):
+                self._unexpected(self._layout.model.get(path), path)
+        unplaced = [path for path in optimizer.made if self._places.optimizer(path) is None]
+        told = _mirrors(unplaced, parameters_of(dict.fromkeys(unexpected, ()), self._layout.api))
+        for path in unplaced:
             if path not in told:
-                self._lost(self._layout.optimizer.get(path), ("opt_state", *path))
+                self._unexpected(self._layout.optimizer.get(path), ("opt_state", *path))
         if self._layout.step is not None and self._places.step() is None:
-            self._lost(self._layout.step, ("step",))
+            self._unexpected(self._layout.step, ("step",))
         if self._layout.step is not None and self._arrays[self._layout.step].shape:
             leaf = describe(self._arrays[self._layout.step])
             self.problems.append(
@@ -94,11 +94,11 @@ class Objections:
             )
         for path in copies.made:
             if self._places.beside(path) is None:
-                self._lost(self._copies.get(path), path)
+                self._unexpected(self._copies.get(path), path)
         copied = set(self._copies.values())
         for saved in self._layout.rest:
             if saved not in copied and isinstance(self._ckpt[saved], ArrayHandle | str):
-                self._lost(saved, saved)
+                self._unexpected(saved, saved)
         if self._goal is None:
             return
         filled = {self._places.model(path) for path in model.map.values}
@@ -108,23 +108,23 @@ class Objections:
         if step is not None and self._layout.step is not None:
             filled.add(step[0])
         there = self._goal.layout
-        empty = [
+        lacking = [
             saved
             for saved, leaf in self._goal.leaves.items()
             if isinstance(leaf, TargetLeaf) and self._places.prefix + saved not in filled
         ]
-        missing = {*empty} - initial
+        missing = {*lacking} - initial
         unfilled = {path for path, saved in there.model.items() if saved in missing}
         below = {path: saved for path, saved in there.optimizer.items() if saved in missing}
         told = {below[path] for path in (below if self.stuck else _mirrors(below, unfilled))}
         names = {saved: path for path, saved in there.model.items()}
-        spare = bool(lost or self.open)
-        for saved in empty:
+        spare = bool(unexpected or self.open)
+        for saved in lacking:
             random = saved in self._goal.random
             shown = random or not self._is_open(names.get(saved))
             if saved not in initial and saved not in told and shown:
-                self._empty(self._goal.leaf(saved), random, spare)
-        for saved in initial - {*empty}:
+                self._missing(self._goal.leaf(saved), random, spare)
+        for saved in initial - {*lacking}:
             name = format_path(self._goal.leaf(saved).path)
             self.problems.append(f"{name}: it has a source, and is to keep its initial value")
         sides = (
@@ -148,10 +148,10 @@ class Objections:
         places = (path, path[1:])  # modules of Linen's are named without the collection
         return any(place[:end] in self.open for place in places for end in range(len(place) + 1))
 
-    def _lost(self, saved: Path | None, path: Path) -> None:
+    def _unexpected(self, saved: Path | None, path: Path) -> None:
         """A leaf of the source, or what the map has made of some, has no place in the target."""
         leaf = "" if saved is None else f"  {describe(self._ckpt[saved])}"
-        self.problems.append(f"{format_path(path)}{leaf}: it goes nowhere")
+        self.problems.append(f"{format_path(path)}{leaf}: unexpected")
         if self._goal is None and path[0] in ("opt_state", "step"):
             self.hints.append(Hint(("model",), ", the `TrainState`, has places for an optimizer"))
         random = saved is not None and "rngs" in saved
@@ -161,10 +161,10 @@ class Objections:
         elif saved is not None and not any(hint.endswith(_DROPPED) for hint in self.hints):
             self.hints.append(Hint(("drop", format_path(saved)), _DROPPED))
 
-    def _empty(self, leaf: TargetLeaf, random: bool, spare: bool) -> None:
+    def _missing(self, leaf: TargetLeaf, random: bool, spare: bool) -> None:
         """A leaf of the target has no source. Where something of the source is still to be placed,
         it is likely to belong there: nobody is told to reset it."""
-        self.problems.append(f"{format_path(leaf.path)}  {leaf}: nothing goes there")
+        self.problems.append(f"{format_path(leaf.path)}  {leaf}: missing")
         if random or not spare:
             glob = "**/rngs/**" if random and "rngs" in leaf.path else format_path(leaf.path)
             self.hints.append(Hint(("init", glob), " keeps the model's own initial value"))

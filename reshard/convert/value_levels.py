@@ -171,7 +171,7 @@ class Boxes:
       leaves: where collections are saved -> their leaves.
 
     Attributes:
-      doubtful: a leaf that was taken for a parameter only because nothing else is in a box.
+      ambiguous: a leaf that was taken for a parameter only because nothing else is in a box.
     """
 
     def __init__(self, leaves: Mapping[Path, Sequence[SavedLeaf]]):
@@ -182,7 +182,7 @@ class Boxes:
             if leaf.is_held
         }
         self._boxes: set[Path] = set()
-        self.doubtful: SavedLeaf | None = None
+        self.ambiguous: SavedLeaf | None = None
         if not self._holders:
             return
         modules: set[Path] = {()}
@@ -201,7 +201,7 @@ class Boxes:
         if sure or all(leaf.is_held for below in leaves.values() for leaf in below):
             self._boxes.update(found)
         elif found:
-            self.doubtful = self._holders[found[0]]
+            self.ambiguous = self._holders[found[0]]
 
     def hold(self, leaf: SavedLeaf, start: int) -> bool:
         """Whether a leaf of the model, or of an optimizer's state that mirrors it, is in a box.
