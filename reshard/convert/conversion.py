@@ -19,7 +19,6 @@ from reshard.arrays.derived import constant
 from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Crop
 from reshard.checkpoint import Checkpoint, Leaf, describe
-from reshard.convert.counters import on_host, recounted
 from reshard.convert.decision import Decision, decide
 from reshard.convert.initial_values import initial_values
 from reshard.convert.layout import Layout, detect
@@ -33,6 +32,7 @@ from reshard.convert.roundtrip import (
     recorded_kind,
     without_record,
 )
+from reshard.convert.target_paths import on_host, recounted
 from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.hints import Hint
 from reshard.loader import open as open_checkpoint

@@ -8,8 +8,8 @@ import keyword
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from reshard.convert.module_tree import AUTOMATIC
 from reshard.convert.value_levels import (
-    AUTOMATIC,
     BOOKKEEPING,
     COLLECTIONS,
     Node,

@@ -30,9 +30,9 @@ from reshard.arrays.operations import (
     Unstack,
 )
 from reshard.checkpoint import EMPTY_LEAVES, Checkpoint, Leaf, empty_name
-from reshard.convert.counters import is_step, on_host, recounted
 from reshard.convert.layout import KINDS
 from reshard.convert.leafmap import LeafMap, Output, Row, Source, Zeros, from_rows, renaming
+from reshard.convert.target_paths import is_step, on_host, recounted
 from reshard.errors import CorruptCheckpointError, ReshardError, TreeMismatchError
 from reshard.hints import Hint
 from reshard.loader.json_documents import parse_json

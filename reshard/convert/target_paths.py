@@ -1,4 +1,6 @@
-"""Where leaves are saved in the tree that a conversion makes. Pure."""
+"""Where leaves are saved in the tree that a conversion makes, and its step counter, which has
+another integer dtype in the other API.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,11 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from reshard.arrays.boxes import Shape
+from reshard.arrays.handle import ArrayHandle
 from reshard.convert.layout import Layout
 from reshard.convert.leafmap import LeafMap, Zeros
 from reshard.convert.model import Goal
+from reshard.errors import TreeMismatchError
 from reshard.restore.matching import TargetLeaf
-from reshard.tree import Path
+from reshard.storage.location import checked
+from reshard.tree import Path, format_path
 
 # Where a module and its optimizer are put that a Linen train state has as one.
 _MODEL, _OPTIMIZER = ("model",), ("optimizer",)
@@ -105,3 +110,30 @@ class Places:
         if leaf.dtype is not None:
             return saved, leaf.dtype, "jax.Array"
         return saved, np.dtype(np.int64), "scalar"
+
+
+def recounted(leaf: ArrayHandle, dtype: np.dtype) -> ArrayHandle:
+    """A step counter in another integer dtype.
+
+    Raises:
+      TreeMismatchError: that does not hold its value.
+    """
+    value = np.asarray(checked(leaf.view().read(), f"{format_path(leaf.path)}: its stored bytes"))
+    if int(value) != int(value.astype(dtype)):
+        raise TreeMismatchError(
+            f"{format_path(leaf.path)}: the step {int(value)} does not fit {dtype.name}"
+        )
+    return dataclasses.replace(leaf, dtype=dtype)
+
+
+def on_host(leaf: ArrayHandle) -> ArrayHandle:
+    """A leaf that is no device array, and so has no place on devices."""
+    return dataclasses.replace(leaf, sharding=None, saved_sharding=None)
+
+
+def is_step(path: Path, leaf: ArrayHandle, like: np.dtype) -> bool:
+    """Whether leaves are the step counter, which has another integer dtype in NNX: `step` at the
+    top, or in an optimizer there. The counts of an optimizer's own have the same in both."""
+    integers = leaf.dtype.kind in "iu" and like.kind in "iu"
+    keys = [key for key in path if key != "value"]
+    return not leaf.shape and integers and len(keys) <= 2 and keys[-1:] == ["step"]

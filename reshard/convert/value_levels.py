@@ -3,17 +3,15 @@ Orbax wrote for Linen's boxes and NNX's variables, and which are the user's own,
 be called `value`. Pure.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from reshard.convert.module_tree import AUTOMATIC
 from reshard.errors import TreeMismatchError
 from reshard.tree import Path, format_path
 
 # What a module that is saved itself has beside its attributes.
 BOOKKEEPING = "_pytree__state"
-# `Dense_0`: what Linen calls modules without a name.
-AUTOMATIC = re.compile(r"[A-Z][A-Za-z0-9_]*_\d+")
 COLLECTIONS = frozenset(
     (
         "params",
