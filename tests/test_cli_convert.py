@@ -732,27 +732,34 @@ def test_the_latest_step_by_default(run, folder):
 
 
 def test_a_layout_that_is_not_seen(run, folder):
-    tree = {"a": jnp.arange(3.0), "b": {"c": jnp.arange(4.0)}}
+    """`--to nnx` says that it is Linen's, and not where in the tree the parameters are."""
+    tree = {"model": {"a": jnp.arange(3.0), "b": {"c": jnp.arange(4.0)}}}
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / "bare", tree)
+        checkpointer.save(folder / "barer", tree["model"])
     (folder / "bare.toml").write_text("[[rule]]\nfrom = '^params/'\nto = ''\n")
-    options = ("convert", "bare", "out", "--to", "nnx", "--map", "bare.toml")
-    assert run(*options) == (
+    options = ("--to", "nnx", "--map", "bare.toml")
+    assert run("convert", "bare", "out", *options) == (
         2,
         "",
-        "Error: the tree can be read as linen-params or as nnx-pure-dict\n"
+        "Error: the tree can be read as linen-params or as Linen's parameters below `model`\n"
         "  linen-params: nothing against it\n"
-        "  nnx-pure-dict: nothing against it\n"
+        "  Linen's parameters below `model`: nothing against it\n"
         "\n"
         "hint: --layout linen-params\n"
-        "hint: --layout nnx-pure-dict\n",
+        "hint: --rename '^model/=params/'\n",
     )
-    ran = run(*options, "--layout", "linen-params")
+    leaves = {"a/value": layouts.bits(tree["model"]["a"])}
+    leaves["b/c/value"] = layouts.bits(tree["model"]["b"]["c"])
+    ran = run("convert", "bare", "out/0", *options, "--layout", "linen-params")
     assert (ran.status, ran.err) == (0, "")
-    assert by_path(load("out")) == {
-        "a/value": layouts.bits(tree["a"]),
-        "b/c/value": layouts.bits(tree["b"]["c"]),
-    }
+    assert by_path(load("out/0")) == {f"model/{name}": leaf for name, leaf in leaves.items()}
+    ran = run("convert", "bare", "out/1", *options, "--rename", "^model/=params/")
+    assert (ran.status, ran.err) == (0, "")
+    assert by_path(load("out/1")) == leaves
+    ran = run("convert", "barer", "out/2", *options)
+    assert (ran.status, ran.err) == (0, "")
+    assert by_path(load("out/2")) == leaves
 
 
 # Mistakes

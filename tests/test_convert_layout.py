@@ -1239,6 +1239,107 @@ def test_a_tree_that_is_one_array():
     assert refused(ckpt) == "the tree has no array below a key, so nothing of a model"
 
 
+# What the conversion is to says what it is converted from
+
+
+@pytest.mark.parametrize(
+    ("leaves", "api", "kind", "why"),
+    [
+        (("encoder/kernel", "decoder/kernel"), "linen", "linen-params", ()),
+        (("encoder/kernel", "decoder/kernel"), "nnx", "nnx-pure-dict", ()),
+        (("encoder/kernel/value", "encoder/bias/value"), "linen", "linen-params", ()),
+        (
+            ("encoder/kernel/value", "encoder/bias/value"),
+            "nnx",
+            "nnx-state",
+            ("each array is in a `value` level, as NNX's variables are",),
+        ),
+        (("model/w",), "nnx", "nnx-model", ()),
+        (
+            ("model/w", "opt_state/trace/w"),
+            "nnx",
+            "nnx-model-and-optimizer",
+            ("`model` is beside `opt_state`",),
+        ),
+    ],
+)
+def test_the_direction_decides_what_nothing_else_does(leaves, api, kind, why):
+    found = detect(made(*leaves), api=api)
+    names = {"linen": "Linen", "nnx": "NNX"}
+    told = f"the conversion is from {names[api]}, and nothing speaks against it"
+    assert (found.kind, found.api, found.why) == (kind, api, (*why, told))
+
+
+@pytest.mark.parametrize(
+    ("leaves", "api", "text"),
+    [
+        (  # evidence for both
+            ("Norm_0/mean", "Norm_0/var", "Norm_0/scale"),
+            "linen",
+            """\
+the tree can be read as linen-params or as nnx-pure-dict
+  linen-params: `Norm_0` has a name as Linen gives them
+  nnx-pure-dict: `Norm_0` holds parameters and statistics together
+
+hint: layout="linen-params\"""",
+        ),
+        (
+            ("Norm_0/mean", "Norm_0/var", "Norm_0/scale"),
+            "nnx",
+            """\
+the tree can be read as linen-params or as nnx-pure-dict
+  linen-params: `Norm_0` has a name as Linen gives them
+  nnx-pure-dict: `Norm_0` holds parameters and statistics together
+
+hint: layout="nnx-pure-dict\"""",
+        ),
+        (  # two things that one API saves
+            ("a/value", "b"),
+            "nnx",
+            """\
+the tree can be read as nnx-state or as nnx-pure-dict
+  nnx-state: nothing against it
+  nnx-pure-dict: nothing against it
+
+hint: layout="nnx-state"
+hint: layout="nnx-pure-dict\"""",
+        ),
+        (
+            ("model/w",),
+            "linen",
+            """\
+the tree can be read as linen-params or as Linen's parameters below `model`
+  linen-params: nothing against it
+  Linen's parameters below `model`: nothing against it
+
+hint: layout="linen-params"
+hint: reshard.rename(ckpt, [("^model/", "params/")])""",
+        ),
+        (
+            ("model/w", "opt_state/trace/w"),
+            "linen",
+            """\
+the tree can be read as nnx-model-and-optimizer or as Linen's parameters below `model`
+  nnx-model-and-optimizer: `model` is beside `opt_state`
+  Linen's parameters below `model`: nothing against it
+
+hint: reshard.rename(ckpt, [("^model/", "params/")])""",
+        ),
+    ],
+)
+def test_what_the_direction_leaves_open(leaves, api, text):
+    with pytest.raises(TreeMismatchError) as error:
+        detect(made(*leaves), api=api)
+    assert str(error.value) == text
+
+
+def test_the_direction_does_not_outweigh_evidence():
+    """What is NNX's for certain is told as that: it is not converted to NNX."""
+    for leaves in (("dropout/rngs/key:uint32", "dropout/rngs/count:uint32", "a/kernel"),):
+        assert detect(made(*leaves), api="linen").api == "nnx"
+    assert detect(made("Dense_0/kernel"), api="nnx").api == "linen"
+
+
 # What it is said to be
 
 
