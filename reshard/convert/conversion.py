@@ -43,6 +43,7 @@ from reshard.units import format_bytes, parse_bytes
 
 # Bytes that initial values may take without a word.
 _TOLD_PEAK = 2**20
+_FROM = {"nnx": "linen", "linen": "nnx"}  # by what is converted to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +225,7 @@ def conversion(
     if dropped:
         ckpt = select(ckpt, drop=dropped)
     known = recorded_kind(ckpt) if layout is None else None
-    found = detect(ckpt, layout or known)
+    found = detect(ckpt, layout or known, _FROM[to])
     if known is not None:
         found = dataclasses.replace(found, why=("the record of its conversion says so",))
     if found.api == to:
@@ -269,7 +270,7 @@ def conversion(
     if source is not None and not isinstance(source, Goal):
         other = goal_of(source, found.api, "the model of the source")
     globs = [init] if isinstance(init, str) else init
-    left_out = {} if whole is ckpt else _left_out(whole, ckpt, found, layout or known)
+    left_out = {} if whole is ckpt else _left_out(whole, ckpt, found, layout or known, _FROM[to])
     decided = decide(ckpt, found, to, goal, map_file, globs, other, left_out)
     made = _made(ckpt, found, to, goal, decided, model, limit)
     whole_map = dataclasses.replace(made.map, dropped=(*left_out, *made.map.dropped))
@@ -277,12 +278,12 @@ def conversion(
 
 
 def _left_out(
-    whole: Checkpoint, ckpt: Checkpoint, layout: Layout, said: str | None
+    whole: Checkpoint, ckpt: Checkpoint, layout: Layout, said: str | None, api: str
 ) -> dict[Path, Shape]:
     """The leaves of the model that `drop` has left out. Where they were in the way of knowing what
     the whole is, it is all that is in the places of the model."""
     try:
-        saved = detect(whole, said).model
+        saved = detect(whole, said, api).model
     except TreeMismatchError:
         saved = {}
         for path in whole:

@@ -6,14 +6,15 @@ Three things decide. First the keys at the top, as the containers that people sa
 one of the APIs writes and the other does not: names like `Dense_0`, streams of random numbers, a
 node that holds parameters and statistics together. Last, two or more things that are only likely
 under one API. A level named `value` alone decides nothing: Orbax writes one for each of Linen's
-boxes and for each of NNX's variables. Where several readings remain, an error tells all of them.
+boxes and for each of NNX's variables. Where nothing speaks against it, what is converted to one API
+is of the other one. Where several readings remain, an error tells all of them.
 """
 
 import dataclasses
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.arrays.boxes import Shape
 from reshard.convert.evidence import (
@@ -94,13 +95,14 @@ class Layout:
         return {path: leaves[saved].shape for path, saved in self.model.items()}
 
 
-def detect(ckpt: Mapping[Path, Any], layout: str | None = None) -> Layout:
+def detect(ckpt: Mapping[Path, Any], layout: str | None = None, api: str | None = None) -> Layout:
     """What a saved tree is.
 
     Args:
       ckpt: the checkpoint, or another mapping from saved paths to leaves, in which arrays are what
         has a dtype.
       layout: one of `KINDS`: what the tree is said to be, instead of being found out.
+      api: the API that it is of where nothing speaks against it: the one that is converted from.
 
     Raises:
       TreeMismatchError: the tree can be read in several ways or in none, or it cannot be what it is
@@ -117,7 +119,7 @@ def detect(ckpt: Mapping[Path, Any], layout: str | None = None) -> Layout:
     beside = training(top)
     if layout is not None:
         return _read(layout, [f"`{layout}` was asked for"], top, beside, leaves)
-    kind, why = _decide(root, top, beside, leaves)
+    kind, why = _decide(root, top, beside, leaves, api)
     return _read(kind, why, top, beside, leaves)
 
 
@@ -125,7 +127,7 @@ def detect(ckpt: Mapping[Path, Any], layout: str | None = None) -> Layout:
 
 
 def _decide(
-    root: Node, top: Node, beside: Training, leaves: Sequence[SavedLeaf]
+    root: Node, top: Node, beside: Training, leaves: Sequence[SavedLeaf], api: str | None
 ) -> tuple[str, list[str]]:
     """The kind, and why."""
     params, model = top.get("params"), top.get("model")
@@ -133,13 +135,13 @@ def _decide(
     if BOOKKEEPING in root and not trained and not (model and beside.names):
         return "nnx-state", ["the tree is a module that was saved itself (`_pytree__state`)"]
     if is_mapping(params) and not is_stream(params):
-        return _decide_linen(top, beside, leaves)
+        return _decide_linen(top, beside, leaves, api)
     if isinstance(model, dict) and (beside.names or not _others(top, beside)):
-        return _decide_model(model, top, beside)
+        return _decide_model(model, top, beside, api)
     if trained or (list(top) == ["step"] and dtype_name(top["step"]) == "uint32"):
-        return _decide_optimizer(top, beside)
+        return _decide_optimizer(top, beside, api)
     if all(key in COLLECTIONS and is_mapping(node) for key, node in top.items()):
-        return _decide_linen(top, beside, leaves)
+        return _decide_linen(top, beside, leaves, api)
     marks = model_marks(top)
     _check_top(top, ("opt_state",) if marks.proof else ("opt_state", "params"))
     if marks.api == "linen":
@@ -151,11 +153,11 @@ def _decide(
     readings += [_reading(kind, marks.for_nnx) for kind in kinds]
     if isinstance(model, dict):
         readings.append(_reading("nnx-model", ["`model` is at the top"]))
-    raise _ambiguous(readings)
+    return _by_direction(readings, marks, api)
 
 
 def _decide_linen(
-    top: Node, beside: Training, leaves: Sequence[SavedLeaf]
+    top: Node, beside: Training, leaves: Sequence[SavedLeaf], api: str | None
 ) -> tuple[str, list[str]]:
     """For a tree with collections at the top."""
     roots = collection_roots(top, beside)
@@ -182,11 +184,13 @@ def _decide_linen(
         below, inside = format_path(at), [leaf for leaf in leaves if leaf.keys[: len(at)] == at]
         for other in _nnx_kinds(inside):
             hint = _moved_up(below, other)
-            readings.append((f"{other} below `{below}`", marks.for_nnx, hint))
-    raise _ambiguous(readings)
+            readings.append(_Reading(f"{other} below `{below}`", marks.for_nnx, "nnx", hint))
+    raise _ambiguous(readings, api)
 
 
-def _decide_model(model: Node, top: Node, beside: Training) -> tuple[str, list[str]]:
+def _decide_model(
+    model: Node, top: Node, beside: Training, api: str | None
+) -> tuple[str, list[str]]:
     """For a tree with a model below `model`."""
     marks = model_marks(model, ("model",))
     add_training_marks(beside, marks)
@@ -205,11 +209,12 @@ def _decide_model(model: Node, top: Node, beside: Training) -> tuple[str, list[s
     if not variables and not beside.names:
         readings.append(_reading("linen-params", marks.linen))
     if readings:
-        raise _ambiguous([*readings, (f"Linen's {what} below `model`", marks.linen, hint)])
+        below = _Reading(f"Linen's {what} below `model`", marks.linen, "linen", hint)
+        return _by_direction([*readings, below], marks, api)
     raise TreeMismatchError(f"no layout has Linen's {what} below `model`", marks.linen, [hint])
 
 
-def _decide_optimizer(top: Node, beside: Training) -> tuple[str, list[str]]:
+def _decide_optimizer(top: Node, beside: Training, api: str | None) -> tuple[str, list[str]]:
     """For an optimizer's state with neither `params` nor `model`."""
     marks = Marks()
     add_training_marks(beside, marks)
@@ -225,7 +230,8 @@ def _decide_optimizer(top: Node, beside: Training) -> tuple[str, list[str]]:
         )
     if marks.linen:
         optimizer = _reading("nnx-optimizer", marks.for_nnx)
-        raise _ambiguous([("a Linen train state without `params`", marks.linen, ""), optimizer])
+        linen = _Reading("a Linen train state without `params`", marks.linen, "linen")
+        raise _ambiguous([linen, optimizer], api)
     return "nnx-optimizer", [f"there is nothing but {_names(beside)}", *marks.for_nnx]
 
 
@@ -272,19 +278,49 @@ def _moved_up(below: str, kind: str) -> Hint:
     return Hint(("select_layout", f"{below}/**", f"^{below}/", kind))
 
 
-_Reading = tuple[str, Sequence[str], str]  # its name, what speaks for it, a hint
+class _Reading(NamedTuple):
+    """What a tree may be: a kind or something else, what speaks for it, the API, what says so."""
+
+    name: str
+    why: Sequence[str]
+    api: str
+    hint: str = ""
 
 
 def _reading(kind: str, reasons: Sequence[str]) -> _Reading:
-    return kind, reasons, Hint(("layout", kind))
+    api = "nnx" if kind.startswith("nnx") else "linen"
+    return _Reading(kind, reasons, api, Hint(("layout", kind)))
 
 
-def _ambiguous(readings: Sequence[_Reading]) -> TreeMismatchError:
-    names = " or as ".join(name for name, _, _ in readings)
+def _by_direction(
+    readings: Sequence[_Reading], marks: Marks, api: str | None
+) -> tuple[str, list[str]]:
+    """The one kind that is of the API that is converted from, if nothing speaks against that API;
+    raises TreeMismatchError if there is none, or another reading of that API."""
+    against = marks.linen if api == "nnx" else marks.maybe_nnx
+    fitting = [reading for reading in readings if reading.api == api]
+    if against or not fitting:
+        raise _ambiguous(readings, api)
+    name, why, _, _ = fitting[0]
+    if len(fitting) > 1:
+        raise _ambiguous(fitting, api)
+    if name not in KINDS:
+        raise _ambiguous(readings, api)
+    names = {"linen": "Linen", "nnx": "NNX"}
+    return name, [
+        *why,
+        f"the conversion is from {names[fitting[0].api]}, and nothing speaks against it",
+    ]
+
+
+def _ambiguous(readings: Sequence[_Reading], api: str | None = None) -> TreeMismatchError:
+    """The error: with what says that it is this or that, as far as it goes with the direction."""
+    names = " or as ".join(reading.name for reading in readings)
+    fitting = [reading for reading in readings if reading.api == api]
     return TreeMismatchError(
         f"the tree can be read as {names}",
-        [f"{name}: {'; '.join(why) or 'nothing against it'}" for name, why, _ in readings],
-        [hint for _, _, hint in readings if hint],
+        [f"{name}: {'; '.join(why) or 'nothing against it'}" for name, why, _, _ in readings],
+        [reading.hint for reading in fitting or readings if reading.hint],
     )
 
 
@@ -394,7 +430,10 @@ def _variables(
     in_model = kinds.get(kind) or in_variables(model)
     if len(in_model) > 1:
         raise _ambiguous(
-            [(f"{kind} below `model`", [], _moved_up("model", kind)) for kind in kinds]
+            [
+                _Reading(f"{kind} below `model`", [], "nnx", _moved_up("model", kind))
+                for kind in kinds
+            ]
         )
     in_optimizer = in_variables(optimizer)
     if len(in_optimizer) > 1:
