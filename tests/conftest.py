@@ -11,8 +11,11 @@ import tempfile
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Both must be set before jax is imported, which no test module has done yet.
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=16"
+# Both must be set before jax is imported, which no test module has done yet. What is compiled here
+# runs once or twice, and is not worth being optimized.
+os.environ["XLA_FLAGS"] = (
+    "--xla_force_host_platform_device_count=16 --xla_backend_optimization_level=0"
+)
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 # Much of what is compiled is compiled again, in another module or process.

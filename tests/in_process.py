@@ -6,14 +6,18 @@ import gc
 import io
 import logging
 import pathlib
+import pickle
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 import reshard.cli
+from reshard.cli import apart
+from reshard.cli.model_argument import load_model, model_errors
+from reshard.convert.goal import Goal, goal_of
 
 
 def command(words: list[str]) -> tuple[int, str, str]:
@@ -33,10 +37,28 @@ def command(words: list[str]) -> tuple[int, str, str]:
     return status, out.buffer.getvalue().decode(), err.buffer.getvalue().decode()
 
 
+def reshard_in(directory: pathlib.Path, *words: object) -> tuple[int, str, str]:
+    """Runs `reshard WORDS` in a directory."""
+    with inside(directory):
+        return command([str(word) for word in words])
+
+
+@contextlib.contextmanager
+def _told_here(model: str, option: str, api: str, role: str) -> Iterator[Callable[[], Goal]]:
+    """As `apart.told_apart`, without a process that has to import all of the model's libraries."""
+
+    def answer() -> Goal:
+        with model_errors(option, model):
+            return pickle.loads(pickle.dumps(goal_of(load_model(model, option), api, role)))
+
+    yield answer
+
+
 @contextlib.contextmanager
 def inside(directory: pathlib.Path) -> Iterator[pytest.MonkeyPatch]:
     """In a directory, on a terminal of 80 columns; and what the command line does to its own
-    process is not done to this one. Modules of the directory are forgotten afterwards."""
+    process is not done to this one. The model of a source is loaded in this process too. Modules of
+    the directory are forgotten afterwards."""
 
     class Library(ctypes.CDLL):
         def __getattr__(self, name):
@@ -51,6 +73,7 @@ def inside(directory: pathlib.Path) -> Iterator[pytest.MonkeyPatch]:
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Sharding info not provided")
             patch.setattr(ctypes, "CDLL", Library)
+            patch.setattr(apart, "told_apart", _told_here)
             patch.chdir(directory)
             patch.setenv("COLUMNS", "80")
             patch.setattr(sys, "path", list(sys.path))

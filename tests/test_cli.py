@@ -1,4 +1,4 @@
-"""The command line, run as a user runs it: a process, its two streams and its exit status."""
+"""The command line: its two streams, its exit status, and what is its process's own affair."""
 
 import importlib.metadata
 import json
@@ -15,6 +15,7 @@ import sysconfig
 import time
 from typing import NamedTuple
 
+import in_process
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -111,18 +112,18 @@ def cwd(checkpoints, tmp_path) -> pathlib.Path:
 
 
 def reshard(cwd: pathlib.Path, *arguments: object) -> Ran:
-    ran = subprocess.run(
-        [RESHARD, *map(str, arguments)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-    )
-    return Ran(ran.returncode, ran.stdout, ran.stderr)
+    return Ran(*in_process.reshard_in(cwd, *arguments))
+
+
+def typed(cwd: pathlib.Path, command: str) -> Ran:
+    """A line of `reshard` as it is typed."""
+    program, *words = shlex.split(command)
+    assert program == "reshard"
+    return reshard(cwd, *words)
 
 
 def shell(cwd: pathlib.Path, command: str) -> Ran:
-    """A line as it is typed."""
+    """A line that the shell runs."""
     path = f"{RESHARD.parent}{os.pathsep}{os.environ['PATH']}"
     ran = subprocess.run(
         command,
@@ -172,9 +173,7 @@ def examples() -> list[str]:
     """The lines below `Example:` in the help of every command."""
     found = []
     for arguments in ((), ("inspect",), ("ckpt",)):
-        text = subprocess.run(
-            [RESHARD, *arguments, "--help"], capture_output=True, text=True, check=True
-        ).stdout
+        text = reshard(TOPICS, *arguments, "--help").out
         block = re.search(r"^  Example:\n((?:    .*\n)+)", text, re.MULTILINE)
         assert block, f"the help of {arguments} has no example"
         found += [line.strip() for line in block[1].splitlines()]
@@ -183,16 +182,16 @@ def examples() -> list[str]:
 
 @pytest.mark.parametrize("command", examples())
 def test_help_examples_run(cwd, command):
-    ran = shell(cwd, command)
+    ran = typed(cwd, command)
     assert (ran.status, ran.err) == (0, "")
     assert ran.out
 
 
-def test_help_fits_a_terminal():
+def test_help_fits_a_terminal(tmp_path):
     for arguments in ((), ("inspect",), ("ckpt",)):
-        ran = reshard(pathlib.Path(), *arguments, "-h")
+        ran = reshard(tmp_path, *arguments, "-h")
         assert (ran.status, ran.err) == (0, "")
-        assert ran.out == reshard(pathlib.Path(), *arguments, "--help").out
+        assert ran.out == reshard(tmp_path, *arguments, "--help").out
         prose = [line for line in ran.out.splitlines() if not line.startswith("    reshard ")]
         assert max(map(len, prose)) <= 80
 
@@ -239,11 +238,12 @@ def test_help_of_no_topic(tmp_path):
     )
 
 
-def test_runs_as_a_module(cwd):
-    ran = subprocess.run(
-        [sys.executable, "-m", "reshard", "inspect", "run"], cwd=cwd, capture_output=True, text=True
-    )
-    assert (ran.returncode, ran.stdout) == (0, reshard(cwd, "inspect", "run").out)
+def test_runs_as_a_module_and_as_a_program(cwd):
+    for program in ([sys.executable, "-m", "reshard"], [RESHARD]):
+        ran = subprocess.run([*program, "inspect", "run"], cwd=cwd, capture_output=True, text=True)
+        shown = Ran(ran.returncode, ran.stdout, ran.stderr)
+        assert shown == reshard(cwd, "inspect", "run")
+        assert shown.status == 0 and shown.out
 
 
 # --- inspect -------------------------------------------------------------------------------------
@@ -980,7 +980,7 @@ def test_mistakes_are_errors_with_hints(cwd, arguments):
 
 def test_all_problems_of_a_mesh_are_shown_and_the_hint_for_axes_works(cwd):
     command = "reshard ckpt run/1000 out --to data=1,tensor=8"
-    ran = shell(cwd, command)
+    ran = typed(cwd, command)
     assert ran == (
         2,
         "",
@@ -995,15 +995,15 @@ hint: --axis model=tensor renames, --axis model= replicates
 """,  # noqa: E501
     )
     renames, replicates = re.findall(r"--axis \S+", ran.err)
-    assert shell(cwd, f"{command} {renames}").status == 0
+    assert typed(cwd, f"{command} {renames}").status == 0
     assert "P('data', 'tensor')" in reshard(cwd, "inspect", "out").out
-    assert shell(cwd, f"{command} {replicates} --overwrite").status == 0
+    assert typed(cwd, f"{command} {replicates} --overwrite").status == 0
     assert "P('data', None)" in reshard(cwd, "inspect", "out").out
 
 
 def test_the_hints_for_dimensions_that_do_not_divide_work(cwd):
     command = "reshard ckpt run/1000 out --to 1x3"
-    ran = shell(cwd, command)
+    ran = typed(cwd, command)
     assert (ran.status, ran.out) == (2, "")
     problems, _, hints = ran.err.partition("\n\n")
     assert (
@@ -1017,10 +1017,10 @@ Error: specs that do not fit the mesh `data=1,model=3`
     )
     first, *rest = hints.splitlines()
     assert first == "hint: --axis model= replicates what is split over it"
-    assert shell(cwd, f"{command} --dry-run --axis model=").status == 0
-    typed = re.findall(r"^hint: (--spec '[^']+') fits$", hints, re.MULTILINE)
-    assert len(typed) == len(rest)
-    assert shell(cwd, f"{command} {' '.join(typed)}").status == 0
+    assert typed(cwd, f"{command} --dry-run --axis model=").status == 0
+    fits = re.findall(r"^hint: (--spec '[^']+') fits$", hints, re.MULTILINE)
+    assert len(fits) == len(rest)
+    assert typed(cwd, f"{command} {' '.join(fits)}").status == 0
     assert (
         reshard(cwd, "inspect", "out").out.partition("model=3\n")[2]
         == """\
@@ -1037,11 +1037,11 @@ params/layer_1/kernel  64x32  float32  8.00 KiB  8 x 8x32   P('data', None)
 
 def test_the_hint_for_memory_works(cwd):
     command = "reshard ckpt run/1000 out --to 1x8 --dtype bfloat16 --max-memory"
-    ran = shell(cwd, f"{command} 1KiB")
+    ran = typed(cwd, f"{command} 1KiB")
     assert (ran.status, ran.out) == (2, "")
-    typed = re.search(r"^hint: --max-memory (\S+) is the least", ran.err, re.MULTILINE)
-    assert typed is not None
-    assert shell(cwd, f"{command} {typed[1]}").status == 0
+    least = re.search(r"^hint: --max-memory (\S+) is the least", ran.err, re.MULTILINE)
+    assert least is not None
+    assert typed(cwd, f"{command} {least[1]}").status == 0
 
 
 def test_errors_leave_stdout_empty_under_json(cwd):

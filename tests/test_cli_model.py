@@ -5,6 +5,7 @@ import subprocess
 import sys
 import sysconfig
 
+import in_process
 import jax
 import layouts
 import numpy as np
@@ -76,10 +77,7 @@ def folder(tmp_path, monkeypatch) -> pathlib.Path:
 
 def run(folder: pathlib.Path, *arguments: str) -> tuple[int, str, str]:
     """Status, stdout and stderr of `reshard ckpt run out ARGUMENTS` in the folder."""
-    ran = subprocess.run(
-        [RESHARD, "ckpt", "run", "out", *arguments], cwd=folder, capture_output=True, text=True
-    )
-    return ran.returncode, ran.stdout, ran.stderr
+    return in_process.reshard_in(folder, "ckpt", "run", "out", *arguments)
 
 
 def specs(path: pathlib.Path) -> dict[str, P]:
@@ -91,10 +89,10 @@ def specs(path: pathlib.Path) -> dict[str, P]:
 
 
 def test_the_models_specs_are_written_and_optimizer_state_follows(folder):
-    status, _, errors = run(
-        folder, "--to", "data=2,model=2", "--model", "mine:state", "--rules", "rules.toml"
-    )
-    assert (status, errors) == (0, "")
+    arguments = ("--to", "data=2,model=2", "--model", "mine:state", "--rules", "rules.toml")
+    command = [RESHARD, "ckpt", "run", "out", *arguments]
+    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
     kernel, bias = P(("data",), ("model",)), P(("model",))
     assert specs(folder / "out") == {
         "step": P(),

@@ -2,6 +2,7 @@
 
 import cmath
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import shutil
 import subprocess
 import sysconfig
 
+import in_process
 import jax
 import jax.numpy as jnp
 import layouts
@@ -940,12 +942,10 @@ def test_two_leaves_under_one_name_are_refused_if_their_values_count(two):
 # The command.
 
 
-def command(*arguments):
-    """Exit status, stdout and stderr."""
-    ran = subprocess.run(
-        [RESHARD, "diff", *map(str, arguments)], capture_output=True, text=True, check=False
-    )
-    return ran.returncode, ran.stdout, ran.stderr
+@pytest.fixture
+def command(tmp_path):
+    """Runs `reshard diff`: exit status, stdout and stderr."""
+    return functools.partial(in_process.reshard_in, tmp_path, "diff")
 
 
 @pytest.fixture(scope="module")
@@ -964,7 +964,7 @@ def runs(tmp_path_factory):
     return directory
 
 
-def test_the_command_exits_with_0_where_all_is_equal(runs):
+def test_the_command_exits_with_0_where_all_is_equal(runs, command):
     a, b = runs / "run" / "1", runs / "copy"
     rest = ": --values compares them\n"
     unknown = "the contents of 2 arrays were not compared" + rest
@@ -995,7 +995,7 @@ def test_the_command_exits_with_0_where_all_is_equal(runs):
     assert command(runs / "run", runs / "run", "--step", 1, "--item", "default")[0] == 0
 
 
-def test_the_command_exits_with_1_where_something_differs(runs):
+def test_the_command_exits_with_1_where_something_differs(runs, command):
     a, b = runs / "run" / "1", runs / "run"
     report = (
         f"A: {a}\nB: {b}/2\n"
@@ -1014,7 +1014,7 @@ def test_the_command_exits_with_1_where_something_differs(runs):
     assert json.loads(out) == reshard.diff(a, b, values=True).document()
 
 
-def test_the_command_exits_with_2_where_it_cannot_compare(runs):
+def test_the_command_exits_with_2_where_it_cannot_compare(runs, command):
     a = runs / "run" / "1"
     usage = "Usage: reshard diff [OPTIONS] A B\nTry 'reshard diff --help' for help.\n\n"
     together = f"{usage}Error: --rtol and --atol go with --values\n"

@@ -9,6 +9,7 @@ import subprocess
 import sysconfig
 import time
 
+import in_process
 import jax
 import jax.numpy as jnp
 import layouts
@@ -654,15 +655,17 @@ def test_against_a_record_that_does_not_say_all(tmp_path):
 # The commands.
 
 
-def run(*arguments, cwd=None):
-    """Exit status, stdout and stderr."""
-    ran = subprocess.run(
-        [RESHARD, *map(str, arguments)], capture_output=True, text=True, check=False, cwd=cwd
-    )
-    return ran.returncode, ran.stdout, ran.stderr
+@pytest.fixture
+def run(tmp_path):
+    """Runs `reshard`: exit status, stdout and stderr."""
+
+    def call(*arguments, cwd=tmp_path):
+        return in_process.reshard_in(cwd, *arguments)
+
+    return call
 
 
-def test_the_command_exits_with_0_where_nothing_is_wrong(made):
+def test_the_command_exits_with_0_where_nothing_is_wrong(made, run):
     path, other = made("zarr2-ocdbt-zstd"), made("zarr3-files-raw")
     text = f"`{path}`: 3 arrays read, 3 compared with digests, nothing is wrong\n"
     assert run("verify", path) == (0, text, "")
@@ -679,7 +682,7 @@ def test_the_command_exits_with_0_where_nothing_is_wrong(made):
     }
 
 
-def test_the_command_exits_with_1_where_something_is(copied, made):
+def test_the_command_exits_with_1_where_something_is(copied, made, run):
     path = copied("zarr2-files-raw")
     corrupt(path)
     problem = "w: its values are not those on record"
@@ -713,7 +716,7 @@ def test_the_command_exits_with_1_where_something_is(copied, made):
     assert out.startswith(f"`{path}.orbax-checkpoint-tmp` was never committed: ")
 
 
-def test_the_command_exits_with_2_where_it_cannot_tell(made, tmp_path):
+def test_the_command_exits_with_2_where_it_cannot_tell(made, tmp_path, run):
     path = made("zarr2-ocdbt-zstd")
     status, out, err = run("verify", tmp_path / "nothing")
     assert (status, out) == (2, "")
@@ -732,7 +735,7 @@ def test_the_command_exits_with_2_where_it_cannot_tell(made, tmp_path):
     )
 
 
-def test_steps_and_items(saved, tmp_path):
+def test_steps_and_items(saved, tmp_path, run):
     path = shutil.copytree(saved("manager").path, tmp_path / "run")
     count = len(reshard.open(path).arrays)
     assert run("digest", path, "--step", 3, "--write", "--quiet") == (0, "", "")
@@ -754,7 +757,7 @@ def test_steps_and_items(saved, tmp_path):
     assert run("verify", items.path, "--item", "config")[0] == 2
 
 
-def test_digests_are_shown_and_written(made, tmp_path):
+def test_digests_are_shown_and_written(made, tmp_path, run):
     path = shutil.copytree(made("zarr3-ocdbt-zstd"), tmp_path / "saved")
     (path / FILE).unlink()
     texts = {name: digest_of(np.asarray(leaf)) for name, leaf in sharded().items()}
@@ -791,7 +794,7 @@ def test_digests_are_shown_and_written(made, tmp_path):
     )
 
 
-def test_a_job_records_and_reads_back(copied, tmp_path):
+def test_a_job_records_and_reads_back(copied, tmp_path, run):
     path, out = copied("zarr2-files-raw"), tmp_path / "out"
     (path / FILE).unlink()
     arguments = ("ckpt", path, out, "--chunks", "keep", "--quiet")
@@ -838,7 +841,7 @@ to = 'outer/bias'
 """
 
 
-def test_against_the_other_api(tmp_path):
+def test_against_the_other_api(tmp_path, run):
     rng = np.random.default_rng(0)
     on = layouts.mesh((2, 4))
 
