@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-import orbax.checkpoint.experimental.v1 as v1
 import tensorstore as ts
+import v1
 from flax.core import meta
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -44,6 +44,8 @@ DTYPES = (
     "bool",
     "complex64",
 )
+# TensorStore before 0.1.85 lacks float8_e8m0fnu, before 0.1.80 float4_e2m1fn.
+DTYPES = tuple(name for name in DTYPES if hasattr(ts, name))
 CUSTOM = {"note": "keep me", "n": [1, 2]}
 STEPS = (3, 20)
 
@@ -293,7 +295,7 @@ def _make_bare(path: pathlib.Path, on: Mesh, seed: int) -> Saved:
 def _make_v1(path: pathlib.Path, on: Mesh, seed: int) -> Saved:
     tree = random_tree(on, seed, rich=False)
     v1.save(path, tree, custom_metadata=CUSTOM)
-    return Saved(path, tree, on, "state", readers=("pytree", "standard", "v1"))
+    return Saved(path, tree, on, v1.ITEM, readers=("pytree", "standard", "v1"))
 
 
 def _make_rich(path: pathlib.Path, on: Mesh, seed: int) -> Saved:

@@ -15,8 +15,8 @@ import layouts
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-import orbax.checkpoint.experimental.v1 as v1
 import pytest
+import v1
 from flax import linen as nn
 from flax import nnx
 from flax.training import train_state

@@ -11,6 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
+import v1
 from jax.sharding import NamedSharding as JaxNamedSharding
 from layouts import LAYOUTS, STEPS, Saved, bits, saved_leaves
 
@@ -190,7 +191,7 @@ def test_chunk_shapes(saved):
         ("items", "manager", "OCDBT, zarr2", False, STEPS[:1], ("array", "config", "key", "state")),
         ("step", "step", "OCDBT, zarr2", False, (), ("default", "metrics")),
         ("bare", "item", "OCDBT, zarr2", False, (), ()),
-        ("v1", "step", "OCDBT, zarr3", True, (), ("state",)),
+        ("v1", "step", "OCDBT, zarr3", True, (), (v1.ITEM,)),
         ("rich", "standalone", "OCDBT, zarr2", False, (), ()),
     ],
 )

@@ -14,8 +14,8 @@ import layouts
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
-import orbax.checkpoint.experimental.v1 as v1
 import pytest
+import v1
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from layouts import LAYOUTS, READERS, STEPS
