@@ -15,6 +15,7 @@ _CALLS = {
     "drop_both": "reshard.select(ckpt, drop=[{}, {}])",
     "emit_map": "reshard convert",
     "init": "init=[{}]",
+    "inputs": "check={}",
     "plan": "the plan",
     "rename": "reshard.rename(ckpt, [({}, {})])",
     "same": "the same call",

@@ -1,4 +1,4 @@
-"""A model in a process of its own, which tells its structure.
+"""A model in a process of its own, which tells what is asked of it.
 
 The models of a conversion may be from two trees with modules of the same names, as when a
 repository was migrated in place; and one process has one module of a name.
@@ -10,34 +10,36 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from reshard.cli.model_argument import load_model, model_errors
-from reshard.convert.model import Goal, goal_of
 from reshard.errors import ReshardError
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def told_apart(model: str, option: str, api: str, role: str) -> Iterator[Callable[[], Goal]]:
-    """Begins to run the code of a model in a process of its own; what it yields waits for the tree.
+def told_apart(model: str, option: str, task: Callable[[Any], T]) -> Iterator[Callable[[], T]]:
+    """Begins to run the code of a model in a process of its own; what it yields waits for the
+    answer.
 
     Args:
       model: as for `load_model`.
       option: as for `load_model`.
-      api: as for `goal_of`.
-      role: as for `goal_of`.
+      task: called with the model there. It is pickled, and so is what it returns.
 
     Raises:
-      ReshardError: when it is waited for, as `load_model` and `goal_of` do, and if the process ends
+      ReshardError: when it is waited for, as `load_model` and the task do, and if the process ends
         without an answer.
     """
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "reshard.cli.apart", model, option, api, role],
-        stdin=subprocess.DEVNULL,
+        [sys.executable, "-P", "-m", "reshard.cli.apart", model, option],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         process_group=0,  # an interrupt from the keyboard is for this process alone, which ends it
     )
 
-    def answer() -> Goal:
+    def answer() -> T:
         told, _ = process.communicate()
         if process.returncode:
             raise ReshardError(
@@ -50,20 +52,26 @@ def told_apart(model: str, option: str, api: str, role: str) -> Iterator[Callabl
 
     with process:
         try:
+            with contextlib.suppress(BrokenPipeError):  # it has ended, and its status says so
+                asked, process.stdin = process.stdin, None
+                assert asked is not None
+                with asked:
+                    pickle.dump(task, asked)
             yield answer
         finally:
             process.kill()
 
 
 def main() -> None:
-    """The process: writes a tree, or what stands against it."""
-    model, option, api, role = sys.argv[1:]
+    """The process: writes an answer, or what stands against it."""
+    model, option = sys.argv[1:]
     del sys.argv[1:]
+    task = pickle.load(sys.stdin.buffer)
     with os.fdopen(os.dup(1), "wb") as answer:
         os.dup2(2, 1)  # what the model's code prints is no answer
         try:
             with model_errors(option, model):
-                found = goal_of(load_model(model, option), api, role)
+                found = task(load_model(model, option))
         except ReshardError as error:
             found = error
         pickle.dump(found, answer)

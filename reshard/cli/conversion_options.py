@@ -64,9 +64,11 @@ def converter(to: str, flags: dict[str, Any]) -> Callable[[Checkpoint], "Convers
             return None if model is None else load_model(model, "--model"), None
         # Which takes as long to import as a small checkpoint takes to read.
         from reshard.cli.apart import told_apart
+        from reshard.convert.model import goal_of
 
         api = "linen" if to == "nnx" else "nnx"
-        with told_apart(source, "--source-model", api, "the model of the source") as told:
+        task = functools.partial(goal_of, api=api, role="the model of the source")
+        with told_apart(source, "--source-model", task) as told:
             return None if model is None else load_model(model, "--model"), told()
 
     def convert(ckpt: Checkpoint) -> "Conversion":

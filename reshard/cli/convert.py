@@ -1,6 +1,9 @@
 """`reshard convert`: a Linen checkpoint as one of NNX, or back."""
 
+import dataclasses
+import json
 import pathlib
+import sys
 from typing import Any
 
 import click
@@ -25,6 +28,18 @@ from reshard.tree import format_path
 @conversion_options
 @click.option("--emit-map", metavar="FILE", help="Write the whole map of the conversion.")
 @click.option("--mesh", metavar="MESH", help="A new mesh, too: 1x8, or data=1,model=8.")
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Run --model and --source-model, and write nothing unless their outputs are equal.",
+)
+@click.option(
+    "--inputs",
+    metavar="MODULE:NAME",
+    help="A function that returns what --check calls the models with: a tuple and a dict, "
+    "positional and keyword arguments, or {'linen': ..., 'nnx': ...} of such pairs. Without it, "
+    "what Linen's model is initialised with.",
+)
 @job_options
 def command(
     src: str,
@@ -32,6 +47,7 @@ def command(
     to: str,
     emit_map: str | None,
     mesh: str | None,
+    check: bool,
     **flags: Any,
 ) -> None:
     """Convert Linen checkpoint SRC to NNX checkpoint DST, or back, optimizer state included.
@@ -49,6 +65,10 @@ def command(
     """
     if emit_map is not None and pathlib.Path(emit_map).exists():
         raise DestinationExistsError(f"--emit-map {emit_map}: it exists")
+    if check and not (flags["model"] and flags["source_model"]):
+        raise click.UsageError("--check runs both models: give --model and --source-model")
+    if flags["inputs"] and not check:
+        raise click.UsageError("--inputs goes with --check")
     found: list[Conversion] = []
     convert = converter(to, flags)
 
@@ -61,6 +81,8 @@ def command(
                 "Linen is followed",
                 hints=["--model MODULE:NAME, the Linen model"],
             )
+        if check:
+            made = _checked(made, dst, flags)
         found.append(made)
         if flags["dry_run"] and not flags["quiet"] and not flags["as_json"]:
             click.echo(made)
@@ -88,3 +110,20 @@ def command(
     run(src, dst, change, flags, answer=answer)
     if emit_map is not None:
         pathlib.Path(emit_map).write_text(found[0].map_text())
+
+
+def _checked(made: Conversion, dst: str, flags: dict[str, Any]) -> Conversion:
+    """A conversion with a note that its outputs are equal; if they are not, this is the end."""
+    # Which takes as long to import as a small checkpoint takes to read.
+    from reshard.cli.check import check_outputs
+
+    compared = check_outputs(made, flags)
+    if compared.equal:
+        checkpoint = made.checkpoint.replace(made.checkpoint, notes=[repr(compared)])
+        return dataclasses.replace(made, checkpoint=checkpoint)
+    if flags["as_json"]:
+        problems = ["the outputs differ", *compared.problems]
+        click.echo(json.dumps({"destination": dst, "done": False, "problems": problems}))
+    elif not flags["quiet"]:
+        click.echo(f"{compared}\nwrote nothing")
+    sys.exit(1)

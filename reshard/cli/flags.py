@@ -31,6 +31,7 @@ _METAVARS = {
     "cast": "--dtype 'GLOB=DTYPE'",
     "drop": "--drop GLOB",
     "init": "--init GLOB",
+    "inputs": "--inputs MODULE:NAME",
     "map_file": "--map FILE",
     "model": "--model MODULE:NAME",
     "plan": "--dry-run",

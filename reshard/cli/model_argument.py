@@ -8,7 +8,7 @@ import pathlib
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from reshard.errors import ReshardError, ShardingError
@@ -52,7 +52,7 @@ def build_target(model: str, rules: Pairs | None, specs: Pairs, mesh: Mesh) -> A
 
 
 @contextlib.contextmanager
-def model_errors(option: str, model: str | None) -> Iterator[None]:
+def model_errors(option: str, model: str | None, hints: Sequence[str] = ()) -> Iterator[None]:
     """Errors of the model's own code as errors of the option that named it, with its line."""
     try:
         yield
@@ -63,7 +63,7 @@ def model_errors(option: str, model: str | None) -> Iterator[None]:
         if not line:  # an error of another's, to be seen as it is
             raise
         raise ReshardError(
-            f"{option} {model}: its code raised {type(error).__name__}", [str(error), *line]
+            f"{option} {model}: its code raised {type(error).__name__}", [str(error), *line], hints
         ) from error
 
 

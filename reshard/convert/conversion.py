@@ -8,8 +8,9 @@ written or restored.
 """
 
 import dataclasses
+import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from reshard.convert.layout import Layout, detect
 from reshard.convert.leafmap import LeafMap, an_array
 from reshard.convert.mapwriter import write_map
 from reshard.convert.model import Goal, goal_of
+from reshard.convert.model_run import Arguments, Run, linen_run, nnx_run
+from reshard.convert.outputs import OutputComparison, compare_outputs
 from reshard.convert.roundtrip import (
     from_record,
     has_record,
@@ -56,6 +59,8 @@ class Conversion:
       map: that of the model's leaves, from the source to the result.
       initial: paths in the model of leaves that keep the model's own initial value.
       to: the API that it is converted to, `"nnx"` or `"linen"`.
+      source: what is converted.
+      kind: what the result is, one of `reshard.convert.layout.KINDS`.
     """
 
     checkpoint: Checkpoint
@@ -63,6 +68,20 @@ class Conversion:
     map: LeafMap
     initial: tuple[Path, ...]
     to: str
+    source: Checkpoint
+    kind: str
+
+    def leaves(self, api: str) -> dict[Path, Leaf]:
+        """The model's leaves before or after, as an API has them: path in the model -> leaf."""
+        if api == self.to:
+            return _leaves(self.checkpoint, detect(self.checkpoint, self.kind))
+        return _leaves(self.source, self.layout)
+
+    def compare_outputs(
+        self, run: Mapping[str, Callable[[Arguments | None, bool], Run]], inputs: Any
+    ) -> OutputComparison:
+        """Runs both models, as `reshard.convert.outputs.compare_outputs` has it."""
+        return compare_outputs(run, inputs, self.map, self.to)
 
     @property
     def dropped(self) -> tuple[Path, ...]:
@@ -93,6 +112,7 @@ def to_nnx(
     init: str | Sequence[str] = (),
     layout: str | None = None,
     source: Any = None,
+    check: Any = False,
 ) -> Checkpoint:
     """A Linen checkpoint as the checkpoint of an NNX model. Reads no array (but see `init`).
 
@@ -109,6 +129,9 @@ def to_nnx(
       layout: what the source is, one of `reshard.convert.layout.KINDS`, instead of being found out.
       source: the Linen model that the checkpoint is of, for the classes of modules with names of
         their own, which its paths do not say.
+      check: whether both models are run and must have equal outputs: what they are called with, as
+        `reshard.convert.model_run.arguments_of` has it, or True for what Linen's is initialised
+        with. Each model is then in memory once, in float32, one after the other.
 
     Returns:
       A checkpoint in the form that Orbax gives `nnx.state(model)`. Optimizer state comes along; if
@@ -119,7 +142,7 @@ def to_nnx(
         there is neither of the two.
       TreeMismatchError: leaves of the source without a place, leaves of the target without a
         source, shapes, dtypes and collections that differ, optimizer state that cannot follow:
-        all of them.
+        all of them. Or, with `check`, the outputs of the models differ.
 
     Example:
       >>> from flax import nnx
@@ -132,7 +155,7 @@ def to_nnx(
       <layer_0/kernel/value: float32[32,32] P(None, 'model')>
       >>> model = reshard.restore(ckpt, MLP(nnx.Rngs(0)))
     """
-    return conversion(
+    made = conversion(
         checkpoint,
         "nnx",
         model,
@@ -141,7 +164,8 @@ def to_nnx(
         init=init,
         layout=layout,
         source=source,
-    ).checkpoint
+    )
+    return _checked(made, model, source, check)
 
 
 def to_linen(
@@ -153,6 +177,7 @@ def to_linen(
     init: str | Sequence[str] = (),
     layout: str | None = None,
     source: Any = None,
+    check: Any = False,
 ) -> Checkpoint:
     """An NNX checkpoint as that of a Linen model: the inverse of `to_nnx`.
 
@@ -169,6 +194,7 @@ def to_linen(
       layout: as for `to_nnx`.
       source: the NNX model that the checkpoint is of, whose classes and definition order its paths
         do not say.
+      check: as for `to_nnx`.
 
     Raises:
       ArgumentError, TreeMismatchError: as for `to_nnx`.
@@ -184,7 +210,7 @@ def to_linen(
       >>> reshard.diff("run/1000", ckpt, values=True).equal
       True
     """
-    return conversion(
+    made = conversion(
         checkpoint,
         "linen",
         model,
@@ -193,7 +219,8 @@ def to_linen(
         init=init,
         layout=layout,
         source=source,
-    ).checkpoint
+    )
+    return _checked(made, model, source, check)
 
 
 def conversion(
@@ -259,7 +286,7 @@ def conversion(
                     ),
                 ],
             )
-        return Conversion(from_record(ckpt), found, LeafMap({}), (), to)
+        return Conversion(from_record(ckpt), found, LeafMap({}), (), to, ckpt, "linen-variables")
     if model is None and map_file is None:
         raise ArgumentError(
             "there is neither a model nor a map to convert by",
@@ -330,16 +357,53 @@ def _made(
     result = ckpt.replace({path: made[path] for path in order}, notes=notes, retyped=True)
     if any(leaf.key_impl for leaf in result.arrays):
         result = result.with_source(described=True)
+    default = "nnx-state" if to == "nnx" else "linen-variables"
+    kind = "nnx-model" if decided.prefix else default if goal is None else goal.layout.kind
     if layout.api == "nnx":
         result = without_record(result)
     elif not any(isinstance(call.operation, Crop) for call in decided.map.calls()):
         dropped = {*decided.map.dropped}
         kept = {path: leaf for path, leaf in ckpt.items() if path not in dropped}
         own = [*(decided.prefix + path for path in decided.initial), *decided.empty]
-        kind = "nnx-state" if goal is None else goal.layout.kind
-        kind = "nnx-model" if decided.prefix else kind
         result = recorded(result, kept, ckpt.source.metadata, decided.map, own, kind)
-    return Conversion(result, layout, decided.model, decided.initial_names, to)
+    return Conversion(result, layout, decided.model, decided.initial_names, to, ckpt, kind)
+
+
+def _checked(made: Conversion, model: Any, source: Any, check: Any) -> Checkpoint:
+    """What a conversion has made, once the outputs of both models have been compared.
+
+    Args:
+      made: the conversion.
+      model: the model that it is to.
+      source: the model that it is from.
+      check: as for `to_nnx`; nothing is compared if it is False.
+    """
+    if check is False:
+        return made.checkpoint
+    if model is None or source is None:
+        raise ArgumentError(
+            "the outputs of two models can be compared, and one of them is not known",
+            hints=[Hint(("model",)) if model is None else Hint(("source",))],
+        )
+    models = {made.to: model, made.layout.api: source}
+    found = made.compare_outputs(
+        {
+            api: functools.partial(run, models[api], made.leaves(api), lambda text: None)
+            for api, run in (("linen", linen_run), ("nnx", nnx_run))
+        },
+        None if check is True else check,
+    )
+    if not found.equal:
+        raise TreeMismatchError(
+            f"`{made.source.source.root}` is converted, and the outputs of the models differ",
+            found.problems,
+            [Hint(("plan",), " shows where every leaf goes")],
+        )
+    return made.checkpoint.replace(dict(made.checkpoint), notes=[repr(found)])
+
+
+def _leaves(ckpt: Checkpoint, layout: Layout) -> dict[Path, Leaf]:
+    return {path: ckpt[saved] for path, saved in layout.model.items()}
 
 
 def _order(goal: Goal, prefix: Path) -> Callable[[Path], int]:

@@ -92,6 +92,12 @@ def initial_values(model: Any, paths: Iterable[Path], max_memory: int | None = N
     return Initial(result, peak)
 
 
+def peak_bytes(jaxpr: Any) -> int:
+    """Bytes that are needed at once, at most, to compute a jaxpr operation by operation: its inputs
+    and outputs, too."""
+    return _peak(_needed(jaxpr, [True] * len(jaxpr.outvars)))
+
+
 @dataclasses.dataclass(frozen=True)
 class _Part:
     """What some outputs of a jaxpr need of it.

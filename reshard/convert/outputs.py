@@ -1,0 +1,161 @@
+"""The outputs of both models of a conversion, compared.
+
+Each model runs once with the values of its checkpoint: in float32, matrix products at the highest
+precision, in evaluation mode. What is left of a difference then is the order of operations, which
+is far below what a leaf in the wrong place makes.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from reshard.convert.leafmap import LeafMap
+from reshard.convert.model_run import Arguments, Run, arguments_of
+from reshard.tree import Path, format_path
+
+# How far outputs may be apart, relative to the largest value of each.
+TOLERANCE = 1e-5
+_MOST_LISTED = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputComparison:
+    """What the outputs of two models were found to be. `print()` shows it.
+
+    Attributes:
+      difference: the largest one, relative to the largest value of that output.
+      problems: why they are not equal.
+      unused: leaves that the outputs do not depend on, so that nothing is known of them.
+    """
+
+    difference: float
+    problems: tuple[str, ...]
+    unused: tuple[Path, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether they are equal."""
+        return not self.problems
+
+    def __repr__(self) -> str:
+        if self.problems:
+            return "\n".join(["outputs differ", *(f"  {problem}" for problem in self.problems)])
+        text = (
+            f"outputs equal: the largest difference is {self.difference:.1g} of the largest value"
+        )
+        if not self.unused:
+            return text
+        names = ", ".join(map(format_path, self.unused[:_MOST_LISTED]))
+        more = f", ... ({len(self.unused)})" if len(self.unused) > _MOST_LISTED else ""
+        return f"{text}; they say nothing of leaves without a part in them: {names}{more}"
+
+
+def compare_outputs(
+    run: Mapping[str, Callable[[Arguments | None, bool], Run]], inputs: Any, found: LeafMap, to: str
+) -> OutputComparison:
+    """Runs both models and compares their outputs; if these differ, also those of their modules.
+
+    Args:
+      run: for `"linen"` and `"nnx"` what runs the model: with arguments, or None for those that
+        Linen's is initialised with, and whether the calls of modules are kept.
+      inputs: what to call them with. See `arguments_of`.
+      found: the map of the model's leaves.
+      to: the API that it goes to.
+    """
+    given = arguments_of(inputs)
+    linen = run["linen"](given.get("linen"), False)
+    nnx = run["nnx"](given.get("nnx", linen.arguments), False)
+    difference, problems = _compared(linen.outputs, nnx.outputs)
+    if difference > TOLERANCE:
+        linen, nnx = run["linen"](linen.arguments, True), run["nnx"](nnx.arguments, True)
+        problems += _first_difference(linen, nnx, found, to)
+    return OutputComparison(difference, tuple(problems), tuple((nnx, linen)[to == "linen"].unused))
+
+
+def _compared(
+    linen: Sequence[tuple[str, np.ndarray]], nnx: Sequence[tuple[str, np.ndarray]]
+) -> tuple[float, list[str]]:
+    """The largest difference of outputs, relative to the largest value of each, and what keeps them
+    from being equal."""
+    if [x.shape for _, x in linen] != [x.shape for _, x in nnx]:
+        shapes = [", ".join(str(list(x.shape)) for _, x in side) for side in (linen, nnx)]
+        return 0.0, [f"their shapes are {shapes[0]} in Linen, {shapes[1]} in NNX"]
+    largest, problems = 0.0, []
+    for (name, one), (_, other) in zip(linen, nnx, strict=True):
+        apart = _difference(one, other)
+        where = f"output{name}" if len(linen) > 1 else "the output"
+        if np.isnan(apart):
+            problems.append(f"{where}: not the same numbers are infinite, or some are NaN")
+            apart = np.inf
+        elif apart > TOLERANCE:
+            problems.append(
+                f"{where}: the largest difference is {apart:.1g} of the largest value; another "
+                f"order of operations makes less than {TOLERANCE:.0e}"
+            )
+        largest = max(largest, apart)
+    if not problems and not any(np.isfinite(x).any() and x[np.isfinite(x)].any() for _, x in linen):
+        problems.append("they are all zero, which tells nothing: other inputs may")
+    return largest, problems
+
+
+def _difference(one: np.ndarray, other: np.ndarray) -> float:
+    """How far arrays of one shape are apart, relative to the largest value; NaN if there is one in
+    them, or they are not infinite in the same places."""
+    one, other = (np.asarray(x, np.float64) for x in (one, other))
+    finite = np.isfinite(one)
+    if np.isnan(one).any() or (finite != np.isfinite(other)).any():
+        return np.nan
+    if (one[~finite] != other[~finite]).any():
+        return np.nan
+    largest = np.abs([one[finite], other[finite]]).max(initial=0)
+    return float(np.abs(one[finite] - other[finite]).max(initial=0) / (largest or 1))
+
+
+def _first_difference(linen: Run, nnx: Run, found: LeafMap, to: str) -> list[str]:
+    """The first call in Linen of a module whose output differs from that of its counterpart."""
+    counterparts = _counterparts(found, to, set(dict(linen.calls)), set(dict(nnx.calls)))
+    outputs: dict[Path, list[np.ndarray]] = {}
+    for path, value in nnx.calls:
+        outputs.setdefault(path, []).append(value)
+    for path, value in linen.calls:
+        other = counterparts.get(path)
+        if other is None or not outputs[other]:
+            continue
+        candidate = outputs[other].pop(0)
+        if candidate.shape == value.shape and not _difference(value, candidate) <= TOLERANCE:
+            names = f"{format_path(path)} in Linen, {format_path(other)} in NNX"
+            return [f"the first module whose output differs: {names}"]
+    return []
+
+
+def _counterparts(
+    found: LeafMap, to: str, linen: Collection[Path], nnx: Collection[Path]
+) -> dict[Path, Path]:
+    """Module of Linen's -> NNX's: all leaves of the one are made of all leaves of the other, and of
+    nothing else. Of modules that hold nothing but another one, the outer ones belong together."""
+    whole: dict[Path, int] = {}  # leaf -> what it becomes a part of, or is a part of
+    pairs: list[tuple[Path, Path]] = []
+    for path, sources in found.made_of().items():
+        number = min((whole[source] for source in sources if source in whole), default=len(pairs))
+        for source in sources:
+            whole[source] = number
+            pairs.append((source, path) if to == "nnx" else (path, source))
+    groups: dict[frozenset[int], tuple[list[Path], list[Path]]] = {}
+    for side, modules in enumerate((linen, nnx)):
+        below: dict[Path, set[int]] = {}
+        for pair in pairs:
+            number = whole[pair[0 if to == "nnx" else 1]]
+            leaf = tuple(map(str, pair[side][1 - side :]))  # Linen's begins with the collection
+            for end in range(1, len(leaf)):
+                below.setdefault(leaf[:end], set()).add(number)
+        for path in sorted(modules, key=len):
+            if path in below:
+                groups.setdefault(frozenset(below[path]), ([], []))[side].append(path)
+    return {
+        one: other
+        for ones, others in groups.values()
+        if len(ones) == len(others)
+        for one, other in zip(ones, others, strict=True)
+    }

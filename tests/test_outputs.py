@@ -1,0 +1,342 @@
+"""The outputs of both models of a conversion: equal, or where they begin to differ."""
+
+import contextlib
+import json
+
+import in_process
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import reshard
+import reshard.cli.apart
+import reshard.cli.check
+from reshard.cli.model_argument import load_model
+from reshard.convert.model_run import arguments_of
+
+WIDTH = 6
+RANDOM = "**/rngs/**"
+
+
+class Linen(nn.Module):
+    """Two norms of one class, which only order tells apart, and what differs in training."""
+
+    dtype: str | None = None
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.Dense(WIDTH, dtype=self.dtype)(x)
+        x = nn.BatchNorm(use_running_average=not train)(x)
+        x = nn.Dropout(0.5, deterministic=not train)(x)
+        x = nn.Dense(WIDTH, dtype=self.dtype)(nn.gelu(nn.LayerNorm(dtype=self.dtype)(x)))
+        return nn.LayerNorm(dtype=self.dtype)(x)
+
+
+class Nnx(nnx.Module):
+    """The same."""
+
+    def __init__(self, rngs, dtype=None):
+        self.first = nnx.Linear(4, WIDTH, rngs=rngs, dtype=dtype)
+        self.bn = nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs, dtype=dtype)
+        self.second = nnx.Linear(WIDTH, WIDTH, rngs=rngs, dtype=dtype)
+        self.last = nnx.LayerNorm(WIDTH, rngs=rngs, dtype=dtype)
+
+    def __call__(self, x):
+        x = self.dropout(self.bn(self.first(x)))
+        return self.last(self.second(nnx.gelu(self.norm(x))))
+
+
+def linen(module=None):
+    return jax.jit((module or Linen()).init)(jax.random.key(0), jnp.ones((3, 4)))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint of Linen's, every leaf random."""
+    rng = np.random.default_rng(0)
+    tree = jax.tree.map(
+        lambda leaf: rng.uniform(0.3, 1.0, leaf.shape).astype(np.float32), jax.eval_shape(linen)
+    )
+    path = tmp_path_factory.mktemp("saved") / "linen"
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, tree)
+    return path
+
+
+def swapped(tmp_path):
+    """A map that puts each norm in the place of the other."""
+    file = tmp_path / "map.toml"
+    pairs = [("LayerNorm_0", "last"), ("LayerNorm_1", "norm")]
+    pairs += [("Dense_0", "first"), ("Dense_1", "second")]
+    rules = (f"[[rule]]\nfrom = '^params/{a}/'\nto = '{b}/'\n" for a, b in pairs)
+    file.write_text("".join(rules))
+    return file
+
+
+def test_equal_outputs_are_a_note_in_both_directions(saved, tmp_path):
+    ckpt = reshard.to_nnx(saved, Nnx, source=linen, init=RANDOM, check=True)
+    (note,) = [note for note in ckpt.notes if note.startswith("outputs equal")]
+    assert note.startswith("outputs equal: the largest difference is ")
+    reshard.save(ckpt, tmp_path / "nnx")
+    x = np.random.default_rng(1).normal(size=(5, 4))  # float64, which is cast
+    # Without the state of random numbers, which evaluation does not need.
+    back = reshard.to_linen(
+        tmp_path / "nnx", linen, source=Nnx, drop="**/rngs/**", check=((x,), {})
+    )
+    assert [note for note in back.notes if note.startswith("outputs equal")]
+    assert reshard.diff(saved, back, values=True).equal
+
+
+def test_modules_of_one_class_that_change_places_are_found(saved, tmp_path):
+    with pytest.raises(reshard.TreeMismatchError, match="the outputs of the models differ") as info:
+        reshard.to_nnx(
+            saved, Nnx, source=linen, init=RANDOM, map_file=swapped(tmp_path), check=True
+        )
+    first, module = info.value.problems
+    assert first.startswith("the output: the largest difference is 0.")
+    assert module == "the first module whose output differs: LayerNorm_0 in Linen, last in NNX"
+
+
+def test_models_that_say_bfloat16_are_compared_in_float32(tmp_path):
+    def model():
+        return linen(Linen("bfloat16"))
+
+    rng = np.random.default_rng(0)
+    tree = jax.tree.map(
+        lambda x: rng.uniform(0.3, 1.0, x.shape).astype(np.float32), jax.eval_shape(model)
+    )
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "linen", tree)
+
+    def net():
+        return Nnx(nnx.Rngs(0), dtype=jnp.bfloat16)
+
+    x = jnp.asarray(rng.normal(size=(7, 4)), "bfloat16")
+    ckpt = reshard.to_nnx(tmp_path / "linen", net, source=model, init=RANDOM, check=((x,), {}))
+    assert [note for note in ckpt.notes if note.startswith("outputs equal")]
+
+
+def test_modules_that_compute_something_else_are_found(saved):
+    def net():
+        made = Nnx(nnx.Rngs(0))
+        made.norm.epsilon = 1e-2
+        return made
+
+    with pytest.raises(reshard.TreeMismatchError) as info:
+        reshard.to_nnx(saved, net, source=linen, init=RANDOM, check=True)
+    assert info.value.problems[1:] == (
+        "the first module whose output differs: LayerNorm_0 in Linen, norm in NNX",
+    )
+
+
+def test_nothing_is_initialised_to_learn_what_a_model_is_called_with(tmp_path):
+    computed = []
+
+    def init(key, shape, dtype):
+        computed.append(not isinstance(key, jax.core.Tracer))
+        return jax.random.normal(key, shape, dtype)
+
+    def model():
+        return nn.Dense(2, kernel_init=init).init(jax.random.key(0), jnp.ones((3, 4)))
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "linen", model())
+    assert computed == [True]
+    ckpt = reshard.to_nnx(
+        tmp_path / "linen", lambda: nnx.Linear(4, 2, rngs=nnx.Rngs(0)), source=model, check=True
+    )
+    assert [note for note in ckpt.notes if note.startswith("outputs equal")]
+    assert True not in computed[1:]
+
+
+class Constant(nn.Module):
+    """What it returns, whatever it is called with."""
+
+    value: float
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(WIDTH)(x) * 0 + self.value
+
+
+class ConstantNnx(nnx.Module):
+    def __init__(self, value):
+        self.dense, self.value = nnx.Linear(4, WIDTH, rngs=nnx.Rngs(0)), value
+
+    def __call__(self, x):
+        return self.dense(x) * 0 + self.value
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (0.0, "they are all zero, which tells nothing: other inputs may"),
+        (np.nan, "the output: not the same numbers are infinite, or some are NaN"),
+    ],
+)
+def test_outputs_that_tell_nothing_are_not_equal(tmp_path, value, problem):
+    def model():
+        return Constant(value).init(jax.random.key(0), jnp.ones((2, 4)))
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "linen", model())
+    with pytest.raises(reshard.TreeMismatchError) as info:
+        reshard.to_nnx(tmp_path / "linen", lambda: ConstantNnx(value), source=model, check=True)
+    assert info.value.problems == (problem,)
+
+
+class Headed(nn.Module):
+    """A head that only training uses."""
+
+    @nn.compact
+    def __call__(self, x, both=True):
+        head = nn.Dense(3, name="head")(x)
+        made = nn.Dense(2, name="body")(x)
+        return (made, head) if both else made
+
+
+class HeadedNnx(nnx.Module):
+    def __init__(self, rngs):
+        self.body = nnx.Linear(4, 2, rngs=rngs)
+        self.head = nnx.Linear(4, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.body(x)
+
+
+def test_leaves_without_a_part_in_the_outputs_are_told(tmp_path):
+    def model():
+        return Headed().init(jax.random.key(0), jnp.ones((2, 4)))
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "linen", model())
+    x = np.random.default_rng(0).normal(size=(2, 4))
+    inputs = {"linen": ((x,), {"both": False}), "nnx": ((x,), {})}
+    ckpt = reshard.to_nnx(tmp_path / "linen", HeadedNnx, source=model, check=inputs)
+    (note,) = [note for note in ckpt.notes if note.startswith("outputs equal")]
+    assert note.endswith("leaves without a part in them: head/bias, head/kernel")
+    with pytest.raises(reshard.TreeMismatchError) as info:
+        reshard.to_nnx(tmp_path / "linen", HeadedNnx, source=model, check=True)
+    assert info.value.problems == ("their shapes are [2, 2], [2, 3] in Linen, [2, 2] in NNX",)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "problem"),
+    [
+        ((1, 2), "linen: (1, 2)"),
+        ({"linen": ((), {}), "x": ((), {})}, "there is a side 'x'"),
+        ({"nnx": ((), {1: 2})}, "nnx: ((), {1: 2})"),
+    ],
+)
+def test_inputs_of_no_such_form(inputs, problem):
+    with pytest.raises(reshard.ArgumentError, match="not positional and keyword") as info:
+        arguments_of(inputs)
+    assert problem in info.value.problems
+
+
+def test_both_models_are_needed(saved):
+    with pytest.raises(reshard.ArgumentError, match="one of them is not known") as info:
+        reshard.to_nnx(saved, Nnx, init=RANDOM, check=True)
+    assert info.value.hints == ("source=...",)
+
+
+MODELS = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from flax import nnx
+
+
+def variables():
+    return nn.Sequential([nn.LayerNorm(), nn.Dense(3)]).init(jax.random.key(0), jnp.ones((2, 4)))
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs, epsilon=1e-6):
+        self.layers = nnx.List(
+            [nnx.LayerNorm(4, epsilon=epsilon, rngs=rngs), nnx.Linear(4, 3, rngs=rngs)]
+        )
+
+    def __call__(self, x):
+        return self.layers[1](self.layers[0](x))
+
+
+def other():
+    return Net(nnx.Rngs(0), 0.1)
+
+
+def inputs():
+    return (np.random.default_rng(0).normal(size=(2, 4)),), {}
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A directory with models, and a checkpoint of Linen's."""
+    directory = tmp_path_factory.mktemp("project")
+    (directory / "models.py").write_text(MODELS)
+    rng = np.random.default_rng(0)
+    shapes = {"layers_0": {"scale": 4, "bias": 4}, "layers_1": {"kernel": (4, 3), "bias": 3}}
+    tree = jax.tree.map(lambda shape: rng.normal(size=shape).astype("f4"), shapes, is_leaf=is_shape)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(directory / "linen", {"params": tree})
+    return directory
+
+
+def is_shape(node):
+    return isinstance(node, tuple)
+
+
+CHECK = ["convert", "linen", "nnx", "--to", "nnx", "--source-model", "models:variables", "--check"]
+
+
+@contextlib.contextmanager
+def told_here(model, option, task):
+    """`told_apart` without the process, which takes two seconds to begin."""
+    yield lambda: task(load_model(model, option))
+
+
+def test_the_command_writes_nothing_where_outputs_differ(project):
+    with in_process.inside(project) as patch:
+        patch.setattr(reshard.cli.apart, "told_apart", told_here)
+        patch.setattr(reshard.cli.check, "told_apart", told_here)
+        status, out, err = in_process.command([*CHECK, "--model", "models:other", "--json"])
+    assert status == 1 and not (project / "nnx").exists()
+    answer = json.loads(out)
+    assert answer["done"] is False and answer["problems"][0] == "the outputs differ"
+    assert answer["problems"][2:] == [
+        "the first module whose output differs: layers_0 in Linen, layers/0 in NNX"
+    ]
+    told = ["Linen model", "NNX model", "Linen model, once more,", "NNX model, once more,"]
+    lines = [line for line in err.splitlines() if line.startswith("check: ")]
+    assert [line.partition(" takes about ")[0] for line in lines] == [
+        f"check: running the {name}" for name in told
+    ]
+
+
+def test_the_command_runs_the_model_of_the_source_in_a_process_of_its_own(project):
+    with in_process.inside(project) as patch:
+        patch.setattr(reshard.cli.apart, "told_apart", told_here)
+        words = [*CHECK, "--model", "models:Net", "--inputs"]
+        missing = in_process.command([*words, "models:none"])
+        assert missing[0] == 2 and "--inputs models:none: it cannot be imported" in missing[2]
+        status, out, err = in_process.command([*words, "models:inputs"])
+    assert (status, (project / "nnx").exists()) == (0, True)
+    assert "\nnote     outputs equal: the largest difference is " in out
+    assert "check: running the NNX model takes about " in err
+
+
+def test_the_command_runs_two_models_or_none(project):
+    with in_process.inside(project):
+        status, _, err = in_process.command(CHECK)
+        assert status == 2 and "--check runs both models: give --model and --source-model" in err
+        words = [word for word in CHECK if word != "--check"]
+        status, _, err = in_process.command([*words, "--model", "models:Net", "--inputs", "x:y"])
+        assert status == 2 and "--inputs goes with --check" in err
