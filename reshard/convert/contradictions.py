@@ -43,7 +43,7 @@ def ordered(
       nnx: the outline of the NNX model, without the map.
       to: the API that the map's steps lead to.
     """
-    if not said.origin or not found.map.values:
+    if not found.map.values:
         return found
     return _Evidence(said, found, linen, nnx, to).kept()
 

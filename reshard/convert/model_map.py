@@ -5,6 +5,7 @@ Models are aligned from Linen to NNX; the other direction is the inverse.
 """
 
 import dataclasses
+import functools
 import os
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -53,7 +54,7 @@ class Side:
     dtypes: Mapping[Path, Any]
     known: Module | None = None
 
-    @property
+    @functools.cached_property
     def modules(self) -> Module:
         """Its modules, as far as they are known."""
         return self.known or _outline(self.api, bare_leaves(self.shapes, self.dtypes))
@@ -203,9 +204,12 @@ def _aligned(said: Said, start: Side, end: Side, gone: Collection[Path]) -> Alig
         kept = leaves.keys() - moved.keys()
         known = without(start.known, start.shapes.keys() - kept)
         modules = joined(known, path_outline(moved))
-    pairs = [(modules, start.modules), (without(end.modules, gone), end.modules)]
-    (linen, whole_linen), (nnx, whole_nnx) = pairs if start.api == "linen" else pairs[::-1]
-    return ordered(said.map, align(linen, nnx), whole_linen, whole_nnx, said.to)
+    there = without(end.modules, gone)
+    found = align(modules, there) if start.api == "linen" else align(there, modules)
+    if not said.map.origin:
+        return found
+    linen, nnx = (start, end) if start.api == "linen" else (end, start)
+    return ordered(said.map, found, linen.modules, nnx.modules, said.to)
 
 
 def _outline(api: str, leaves: Mapping[Path, Leaf]) -> Module:
