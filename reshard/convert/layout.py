@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from reshard.arrays.boxes import Shape
 from reshard.convert.evidence import (
+    KINDS,
     Marks,
     Training,
     add_training_marks,
@@ -44,17 +45,6 @@ from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.hints import Hint
 from reshard.tree import Path, format_key, format_path
 
-KINDS = {
-    "linen-variables": "collections at the top: `params`, `batch_stats`, ...",
-    "linen-params": "the contents of `params` alone",
-    "linen-train-state": "`params` beside `opt_state` or `step`, or all variables below `params`",
-    "maxtext": "a train state, and below `nnx_aux` what only NNX has",
-    "nnx-state": "`nnx.state(model)`, or a module: a `value` level under each variable",
-    "nnx-pure-dict": "`nnx.to_pure_dict(nnx.state(model))`",
-    "nnx-optimizer": "`nnx.Optimizer`: `opt_state` and `step`",
-    "nnx-model-and-optimizer": "`nnx.ModelAndOptimizer`: `model`, `opt_state` and `step`",
-    "nnx-model": "a state below `model`, perhaps beside `optimizer`",
-}
 _WHOLE = ("linen-params", "nnx-state", "nnx-pure-dict")  # the tree is the model
 
 
