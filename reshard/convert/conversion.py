@@ -3,8 +3,8 @@
     source tree -> layout -> map file -> alignment with the model -> optimizer -> target tree
 
 Everything is decided on paths, shapes and dtypes, and every problem is reported, before an array is
-read. What comes out is a `Checkpoint` whose leaves are formed of those of the source when they are
-written or restored.
+read. What comes out is a `Checkpoint` whose leaves are derived from those of the source when they
+are written or restored.
 """
 
 import dataclasses

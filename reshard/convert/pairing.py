@@ -19,7 +19,7 @@ from reshard.tree import Path, format_path
 
 # Where one side has an array for each layer, and the other has one for all of them.
 STACKED = "one side is stacked and the other is not"
-_MOST_LISTED = 4
+_MAX_LISTED = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ class Alignment:
 def listed(paths: Sequence[Path]) -> str:
     """Paths as text, of many the first and the last."""
     texts = [format_path(path) for path in paths]
-    if len(texts) > _MOST_LISTED:
-        return f"{', '.join(texts[: _MOST_LISTED - 1])}, ... {texts[-1]} ({len(texts)})"
+    if len(texts) > _MAX_LISTED:
+        return f"{', '.join(texts[: _MAX_LISTED - 1])}, ... {texts[-1]} ({len(texts)})"
     return " and ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]]))
 
 

@@ -28,7 +28,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Mod: operator.mod,
 }
 # Characters of arithmetic: as deep as it can be nested, which has to fit on the stack.
-_MOST_ARITHMETIC = 200
+_MAX_ARITHMETIC = 200
 Names = Mapping[str, int]
 
 
@@ -181,8 +181,8 @@ def _check_templates(templates: Sequence[str], regexes: Sequence[re.Pattern[str]
 
 def _arithmetic(text: str, regexes: Sequence[re.Pattern[str]], names: Collection[str]) -> ast.expr:
     """The syntax tree of what is between braces, with back-references as names: `_1`, `_layer`."""
-    if len(text) > _MOST_ARITHMETIC:
-        raise ValueError(f"`{{{text[:40]}...}}` is longer than {_MOST_ARITHMETIC} characters")
+    if len(text) > _MAX_ARITHMETIC:
+        raise ValueError(f"`{{{text[:40]}...}}` is longer than {_MAX_ARITHMETIC} characters")
     source = _REFERENCE.sub(lambda found: f"_{found[1] or found[2]}", text.strip() or "i")
     try:
         body = ast.parse(source, mode="eval").body

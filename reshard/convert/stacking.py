@@ -93,7 +93,7 @@ def stack(
                 small[target] = inputs
     if problems:
         raise TreeMismatchError("the layers are not alike", problems, hints)
-    return _carried(ckpt, rows, small)
+    return _applied(ckpt, rows, small)
 
 
 def unstack(
@@ -159,7 +159,7 @@ def unstack(
         raise TreeMismatchError(
             f"axis {axis} is not that of the{number} layers in all arrays", problems
         )
-    return _carried(ckpt, rows, small)
+    return _applied(ckpt, rows, small)
 
 
 def _check_patterns(layers: str, stacked: str, indices: Sequence[int] | None) -> None:
@@ -237,7 +237,7 @@ def _like(path: Path, other: Path) -> Path:
     return other[:same] + path[same:]
 
 
-def _carried(
+def _applied(
     ckpt: Checkpoint, rows: Sequence[Row], small: Mapping[Path, Sequence[Path]]
 ) -> Checkpoint:
     """The checkpoint after operations on parameters, which its optimizer state follows.
@@ -270,22 +270,22 @@ def _carried(
         raise TreeMismatchError(
             "placeholders that hold values", [format_path(path) for path in not_zero]
         )
-    carried: dict[Path, Leaf] = whole.bind(ckpt)
-    misfits = [text for leaf in carried.values() for text in _misfits(leaf)]
-    if misfits:
-        raise ShardingError("the layers cannot be partitioned so", misfits)
-    carried |= {path: ckpt[sources[0]] for path, sources in without.items()}
+    made: dict[Path, Leaf] = whole.bind(ckpt)
+    problems = [text for leaf in made.values() for text in _partition_problems(leaf)]
+    if problems:
+        raise ShardingError("the layers cannot be partitioned so", problems)
+    made |= {path: ckpt[sources[0]] for path, sources in without.items()}
     gone = {*whole.sources(), *must_be_zero}.union(*without.values())
     kept = {path: leaf for path, leaf in ckpt.items() if path not in gone}
-    collisions = list(_collisions(carried, kept))
+    collisions = list(_collisions(made, kept))
     if collisions:
         raise TreeMismatchError("there are leaves in these places already", collisions)
-    leaves = kept | carried
+    leaves = kept | made
     check_lists(leaves, ckpt)
     own = {*model.values}
     copies = collections.Counter(
         _beside(path, next(iter(own)))
-        for path in carried
+        for path in made
         if path not in own and path not in small and _OPTIMIZERS.isdisjoint(map(str, path))
     )
     notes = [follows_note(root, count) for root, count in copies.items()]
@@ -335,7 +335,7 @@ def _collection(inputs: Collection[Path]) -> Path:
     return ()
 
 
-def _misfits(leaf: Leaf) -> list[str]:
+def _partition_problems(leaf: Leaf) -> list[str]:
     """Why the new axis of stacked layers cannot be partitioned as it is to be."""
     if not isinstance(leaf, ArrayHandle) or not isinstance(leaf.data, Derived):
         return []
