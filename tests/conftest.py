@@ -25,6 +25,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
+import functools
 import pathlib
 import sys
 
@@ -72,6 +73,17 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
         return made[layout]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def read_by_orbax(saved):
+    """What Orbax reads of those, without a target: layout, name of one of `layouts.READERS` -> a
+    tree. Whoever changes it changes it for all."""
+    import layouts
+
+    return functools.cache(
+        lambda layout, reader: layouts.READERS[reader](saved(layout), saved(layout).path)
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -366,6 +366,13 @@ ORACLES = [
     if not (reader == "manager" and layout not in ("manager", "items"))
     and not (reader == "v1" and layout == "bare")  # which v1 does not read
 ]
+# Each layout, and each reader.
+SOME_ORACLES = [
+    (layout, readers[number % len(readers)])
+    for number, layout in enumerate(LAYOUTS)
+    for readers in [[reader for found, reader in ORACLES if found == layout]]
+]
+assert {reader for _, reader in SOME_ORACLES} == READERS.keys()
 
 
 def projected(leaf: Any, on: Mesh) -> Any:
