@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard.compat import jaxprs_in_params
 from reshard.errors import ArgumentError, MemoryLimitError
 from reshard.hints import Hint
 from reshard.restore.pytrees import saved_tree
@@ -194,13 +195,11 @@ def _evaluated(part: _Part, constants: Sequence[Any], inputs: Sequence[Any]) -> 
 def _peak(part: _Part) -> int:
     """Bytes that are needed at once, at most, to compute a part: its own inputs and outputs, too.
     What is compiled is taken for one operation after the other."""
-    from jax.extend import core
-
     constants = set(part.jaxpr.constvars)
     now = _bytes(constants) + _bytes(part.jaxpr.invars[place] for place in part.inputs)
     peak = now
     for (equation, inner), done in zip(part.equations, _last_uses(part), strict=True):
-        called = core.jaxprs_in_params(equation.params)
+        called = jaxprs_in_params(equation.params)
         parts = [inner] if inner else [_needed(each, [True] * len(each.outvars)) for each in called]
         now += _bytes(equation.outvars)
         beside = max((_peak(each) - _ends(each) for each in parts), default=0)
