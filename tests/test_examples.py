@@ -1,4 +1,4 @@
-"""The examples run, each in a process of its own."""
+"""The examples run, some of them in a process of their own."""
 
 import functools
 import importlib
@@ -16,9 +16,13 @@ from sampling import few
 import reshard
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
-MESHES = pytest.mark.parametrize(
-    ("first", "second"), few([("2x4", "1x8"), ("8x1", "2x2")], ("2x4", "1x8"))
-)
+HERE, ALONE = ("2x4", "1x8", False), ("2x4", "1x8", True)
+
+
+def meshes(default: tuple[str, str, bool]) -> pytest.MarkDecorator:
+    """Pairs of meshes, in this process or in one of its own; the default run takes one of them."""
+    values = few([HERE, ALONE, ("8x1", "2x2", True)], default)
+    return pytest.mark.parametrize(("first", "second", "alone"), values)
 
 
 def run(name: str, *arguments: str, cwd: pathlib.Path) -> subprocess.CompletedProcess[str]:
@@ -70,15 +74,26 @@ def test_quickstart_keeps_a_directory_that_is_in_use(tmp_path):
 # What the examples of a model of one's own print
 
 
-def ran_on(name: str, first: str, second: str, cwd: pathlib.Path) -> str:
-    """What it printed, less the difference that another order of sums makes."""
-    given = () if (first, second) == ("2x4", "1x8") else (first, second)
-    ran = run(name, *given, cwd=cwd)
-    assert (ran.returncode, ran.stderr) == (0, "")
-    assert list(cwd.iterdir()) == []
-    pattern = r"(?<=stayed on its mesh is )\S+"
-    assert all(float(found) < 1e-6 for found in re.findall(pattern, ran.stdout))
-    return re.sub(pattern, "TINY", ran.stdout)
+@pytest.fixture
+def ran_on(tmp_path, monkeypatch, capsys):
+    """What an example printed, less the difference that another order of sums makes."""
+
+    def get(name: str, first: str, second: str, alone: bool) -> str:
+        given = () if (first, second) == ("2x4", "1x8") else (first, second)
+        if alone:
+            ran = run(name, *given, cwd=tmp_path)
+            assert (ran.returncode, ran.stderr) == (0, "")
+            printed = ran.stdout
+        else:
+            capsys.readouterr()
+            example(name, monkeypatch).main(*given)
+            printed = capsys.readouterr().out
+        assert list(tmp_path.iterdir()) == []
+        pattern = r"(?<=stayed on its mesh is )\S+"
+        assert all(float(found) < 1e-6 for found in re.findall(pattern, printed))
+        return re.sub(pattern, "TINY", printed)
+
+    return get
 
 
 def example(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -92,8 +107,8 @@ DIFFERENCES = """the largest difference to the run that
 """
 
 
-@MESHES
-def test_linen_train_state_goes_on(first, second, tmp_path, monkeypatch):
+@meshes(HERE)
+def test_linen_train_state_goes_on(first, second, alone, ran_on, monkeypatch):
     module = example("linen_train_state", monkeypatch)
 
     def of(kind: str, scanned: bool) -> str:
@@ -103,12 +118,12 @@ def test_linen_train_state_goes_on(first, second, tmp_path, monkeypatch):
         title = f"{kind} layers, from {first} to {second}:"
         return f"{title}\n\n{found}\n\nAfter step 6, {DIFFERENCES}\n"
 
-    printed = ran_on("linen_train_state", first, second, tmp_path)
+    printed = ran_on("linen_train_state", first, second, alone)
     assert printed == of("Looped", False) + of("Scanned", True)
 
 
-@MESHES
-def test_linen_logical_axes_go_on(first, second, tmp_path, monkeypatch):
+@meshes(HERE)
+def test_linen_logical_axes_go_on(first, second, alone, ran_on, monkeypatch):
     module = example("linen_logical_axes", monkeypatch)
     model = module.MLP(module.LAYERS, module.DEPTH, scanned=True)
     create = functools.partial(module.create_state, model, optax.adam(1e-3))
@@ -117,18 +132,24 @@ def test_linen_logical_axes_go_on(first, second, tmp_path, monkeypatch):
         found = reshard.coverage(create, mesh=module.mesh_of(second), rules=module.RULES[name])
         return f"Restored as {name}, on {second}:\n\n{found}\n\nAfter step 6, {DIFFERENCES}\n"
 
-    printed = ran_on("linen_logical_axes", first, second, tmp_path)
+    printed = ran_on("linen_logical_axes", first, second, alone)
     title = f"Saved after step 3, tensor parallel, on {first}.\n\n"
     assert printed == title + of("tensor parallel") + of("fully sharded")
 
 
-@MESHES
-@pytest.mark.parametrize(
-    ("name", "create"), [("nnx_own_optimizer", "create_model"), ("nnx_optimizer", "create")]
-)
-def test_nnx_goes_on(name, create, first, second, tmp_path, monkeypatch):
+@meshes(ALONE)
+def test_nnx_own_optimizer_goes_on(first, second, alone, ran_on, monkeypatch):
+    assert_goes_on("nnx_own_optimizer", "create_model", first, second, alone, ran_on, monkeypatch)
+
+
+@meshes(HERE)
+def test_nnx_optimizer_goes_on(first, second, alone, ran_on, monkeypatch):
+    assert_goes_on("nnx_optimizer", "create", first, second, alone, ran_on, monkeypatch)
+
+
+def assert_goes_on(name, create, first, second, alone, ran_on, monkeypatch):
     module = example(name, monkeypatch)
     found = reshard.coverage(getattr(module, create), mesh=module.mesh_of(second))
-    assert ran_on(name, first, second, tmp_path) == (
+    assert ran_on(name, first, second, alone) == (
         f"{found}\n\nThree steps on {first}, three on {second}: {DIFFERENCES}"
     )
