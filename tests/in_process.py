@@ -11,13 +11,13 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 import reshard.cli
 from reshard.cli import apart
 from reshard.cli.model_argument import load_model, model_errors
-from reshard.convert.goal import Goal, goal_of
 
 
 def command(words: list[str]) -> tuple[int, str, str]:
@@ -44,12 +44,12 @@ def reshard_in(directory: pathlib.Path, *words: object) -> tuple[int, str, str]:
 
 
 @contextlib.contextmanager
-def _told_here(model: str, option: str, api: str, role: str) -> Iterator[Callable[[], Goal]]:
+def _told_here(model: str, option: str, task: Callable[[Any], Any]) -> Iterator[Callable[[], Any]]:
     """As `apart.told_apart`, without a process that has to import all of the model's libraries."""
 
-    def answer() -> Goal:
+    def answer() -> Any:
         with model_errors(option, model):
-            return pickle.loads(pickle.dumps(goal_of(load_model(model, option), api, role)))
+            return pickle.loads(pickle.dumps(task(load_model(model, option))))
 
     yield answer
 
