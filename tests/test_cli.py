@@ -876,11 +876,9 @@ hint: saved axes: data, model
 Error: a rename changes nothing
   `nothing` matches no leaf
 """,
-    f"{CKPT} --select params": """\
+    f"{CKPT} --select parans": """\
 Error: no leaf matches
-  `params`
-
-hint: a subtree is named with `params/**`
+  `parans`
 """,
     f"{CKPT} --from 4x2": """\
 Error: --from 4x2: that is not the mesh it was saved on
@@ -933,11 +931,9 @@ Error: there is nothing at `missing`
 
 hint: `{cwd}` has: long, run, shapes
 """,
-    "inspect run --filter params/layer_0": """\
+    "inspect run --filter params/layer_O": """\
 Error: no leaf matches
-  `params/layer_0`
-
-hint: a subtree is named with `params/layer_0/**`
+  `params/layer_O`
 """,
     "inspect run --sharding params/layer_0/kernal": """\
 Error: no array at `params/layer_0/kernal`

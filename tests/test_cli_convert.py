@@ -401,6 +401,50 @@ def test_json_of_a_refusal(run, folder):
     )
 
 
+# One spelling of a path
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("dropout",),
+        ("model/dropout",),
+        ("**/rngs/key", "model/dropout/rngs/count/value"),
+        ("model/dropout/rngs/key/value", "*/*/rngs/count/value"),
+    ],
+)
+def test_a_leaf_has_one_name_in_every_option(names, run, folder):
+    """That of maps and hints, `model` ahead or not, `value` behind it or not; or its module's."""
+    chosen = [text for name in names for text in ("--init", name)]
+    options = ("--to", "nnx", "--model", "models:training", *chosen)
+    specs = ("--mesh", "1x8", "--spec", "^inner/kernel$=,model", "--spec", "(kernel|bias|mu)=")
+    ran = run("convert", "run/1", "out", *options, *specs)
+    assert (ran.status, ran.err) == (0, "")
+    assert without_random(load("out/default")) == moved(load("run/1/default"))
+    shardings = {format_path(leaf.path): leaf.sharding for leaf in reshard.open("out").arrays}
+    split = [name for name, sharding in shardings.items() if any(sharding.spec)]
+    assert split == ["model/inner/kernel/value"]
+    # The NNX checkpoint as one that was saved again, without the record.
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "again", checkpointer.restore(folder / "out/default"))
+    dropped = [text for name in names for text in ("--drop", name)]
+    back = ("--to", "linen", "--model", "models:linen", "--source-model", "models:training")
+    ran = run("convert", "again", "back", *back, *dropped)
+    assert (ran.status, ran.err) == (0, "")
+    layouts.assert_same_tree(load("back"), load("run/1/default"))
+
+
+def test_what_is_dropped_takes_its_optimizer_state_along(run, folder):
+    ran = convert(run, "--drop", "params/Dense_1", "--init", "outer")
+    assert (ran.status, ran.err) == (0, "")
+    linen, made = moved(load("run/1/default")), by_path(load("out/default"))
+    kept = {path: leaf for path, leaf in linen.items() if "/outer/" not in path}
+    assert {path: made[path] for path in kept} == kept
+    new = [leaf for path, leaf in made.items() if re.search("^optimizer/.*/outer/", path)]
+    assert [set(leaf[-1]) for leaf in new] == [{0}] * 4
+    assert "note     4 leaves of optimizer state are dropped with their parameters" in ran.out
+
+
 # Maps
 
 

@@ -134,7 +134,12 @@ def test_globs_match_as_by_recursion(pattern, path):
 )
 def test_match_globs_is_their_union_or_names_all_that_match_nothing(paths, patterns):
     texts = ["/".join(map(tree.format_key, pattern)) for pattern in patterns]
-    hits = [{path for path in paths if glob_matches(pattern, path)} for pattern in patterns]
+
+    def hits_of(pattern):
+        exact = {path for path in paths if glob_matches(pattern, path)}
+        return exact or {p for p in paths if glob_matches((*pattern, "**"), p)}
+
+    hits = list(map(hits_of, patterns))
     if all(hits):
         assert tree.match_globs(paths, texts) == set().union(*hits)
     else:
@@ -171,35 +176,66 @@ LEAVES = [
         (["opt_state/?/**"], [3, 4]),
         (["opt_state/1/count", "step"], [4, 5]),
         (["st?p", "params/dense/b*s"], [1, 5]),
+        (["params"], [0, 1, 2]),
+        (["params/*"], [0, 1, 2]),
+        (["opt_state/*", "params/dense"], [0, 1, 3, 4]),
+        (["**/mu/dense"], [3]),
+        (["**/dense"], [0, 1, 3]),
     ],
 )
 def test_match_globs(patterns, expected):
     assert tree.match_globs(iter(LEAVES), patterns) == {LEAVES[i] for i in expected}
 
 
-def test_a_glob_that_names_a_subtree_gets_the_glob_that_does():
-    with pytest.raises(TreeMismatchError) as caught:
-        tree.match_globs(LEAVES, ["params"])
-    assert str(caught.value) == (
-        "no leaf matches\n  `params`\n\nhint: a subtree is named with `params/**`"
-    )
+def test_a_glob_that_matches_leaves_is_of_these_alone():
+    """As it was when no glob was of modules; what it passes over is told."""
+    paths = [("a", "kernel"), ("b", "kernel", "value"), ("c", "kernel", "value"), ("kernels",)]
+    assert tree.match_globs(paths, ["**/kernel"]) == {paths[0]}
+    assert tree.passed_over(paths, ["**/kernel", "c/kernel", "a/*", "a/**", "?"]) == [
+        "`**/kernel` matches leaves, and is taken for these alone: b/kernel/value is in a module "
+        "that it matches, too"
+    ]
+    assert tree.match_globs(paths, ["*/kern*", "b"]) == {*paths[:2]}
+    assert tree.match_globs(paths, ["b/kernel", "kernel?"]) == {paths[1], paths[3]}
+
+
+def test_a_glob_of_a_model_beside_its_optimizer_needs_no_model_ahead():
+    paths = [
+        ("model", "pe", "value"),
+        ("model", "layers", "0", "pe", "value"),
+        ("optimizer", "layers", "0", "pe"),
+        ("optimizer", "step"),
+    ]
+    for globs, expected in (
+        (["pe"], [0]),
+        (["layers/0/pe"], [1]),
+        (["layers"], [1]),
+        (["**/pe"], [2]),  # as before: a leaf of that name
+        (["step"], None),
+        (["*/pe"], [0]),
+    ):
+        if expected is None:
+            with pytest.raises(TreeMismatchError):
+                tree.match_globs(paths, globs)
+        else:
+            assert tree.match_globs(paths, globs) == {paths[i] for i in expected}
 
 
 def test_all_globs_that_match_nothing_are_named_with_a_hint_each():
     with pytest.raises(TreeMismatchError) as caught:
         tree.match_globs(
-            LEAVES, ["step", "params/dense/kernle", "opt_state/*", "xyzzy", "params/dense"]
+            LEAVES, ["step", "params/dense/kernle", "opt_state/*/nu", "xyzzy", "params/danse"]
         )
     assert str(caught.value) == (
         "no leaf matches\n"
         "  `params/dense/kernle`\n"
-        "  `opt_state/*`\n"
+        "  `opt_state/*/nu`\n"
         "  `xyzzy`\n"
-        "  `params/dense`\n"
+        "  `params/danse`\n"
         "\n"
         "hint: the nearest leaf is `params/dense/kernel`\n"
-        "hint: a subtree is named with `opt_state/*/**`\n"
-        "hint: a subtree is named with `params/dense/**`"
+        "hint: the nearest leaf is `opt_state/1/count`\n"
+        "hint: the nearest leaf is `params/dense/bias`"
     )
 
 
