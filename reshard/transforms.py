@@ -6,7 +6,7 @@ array; the planner and the writer execute it.
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from reshard import tree
@@ -34,10 +34,11 @@ from reshard.tree import Path, format_key, format_path
 def select(
     ckpt: Checkpoint, patterns: str | Sequence[str] = "**", *, drop: str | Sequence[str] = ()
 ) -> Checkpoint:
-    """The leaves that some glob of `patterns` matches and none of `drop` does.
+    """The leaves that some glob of `patterns` names and none of `drop` does: a glob that matches a
+    module names what is in it.
 
     Raises:
-      TreeMismatchError: a glob matches nothing, nothing is left, or a list would lose positions.
+      TreeMismatchError: a glob names nothing, nothing is left, or a list would lose positions.
       CorruptCheckpointError: one of two leaves stored under one name would be left.
 
     Example:
@@ -49,11 +50,27 @@ def select(
     drop = [drop] if isinstance(drop, str) else list(drop)
     kept = tree.match_globs(ckpt, patterns)
     dropped = tree.match_globs(ckpt, drop)
-    leaves = {}
-    for path, leaf in ckpt.items():
-        if path not in kept or path in dropped:
-            continue
-        leaves[path] = leaf
+    leaves = {path: leaf for path, leaf in ckpt.items() if path in kept and path not in dropped}
+    if not leaves:
+        raise TreeMismatchError("no leaf is left", [f"`{p}` is dropped" for p in drop])
+    _check_left(ckpt, leaves, dropped)
+    notes = tree.passed_over(ckpt, [*patterns, *drop])
+    return ckpt.replace(leaves, notes=notes, retyped=len(leaves) < len(ckpt))
+
+
+def without(ckpt: Checkpoint, dropped: Collection[Path]) -> Checkpoint:
+    """The checkpoint less some leaves.
+
+    Raises:
+      TreeMismatchError, CorruptCheckpointError: as for `select`.
+    """
+    leaves = {path: leaf for path, leaf in ckpt.items() if path not in dropped}
+    _check_left(ckpt, leaves, dropped)
+    return ckpt.replace(leaves, retyped=len(leaves) < len(ckpt))
+
+
+def _check_left(ckpt: Checkpoint, leaves: Mapping[Path, Leaf], dropped: Collection[Path]) -> None:
+    """Raises what `select` raises where leaves cannot be left without those that are dropped."""
     halves = [
         leaf
         for leaf in leaves.values()
@@ -61,10 +78,7 @@ def select(
     ]
     if halves:
         raise collision_error(halves)
-    if not leaves:
-        raise TreeMismatchError("no leaf is left", [f"`{p}` is dropped" for p in drop])
     tree.check_lists(leaves, ckpt)
-    return ckpt.replace(leaves, retyped=len(leaves) < len(ckpt))
 
 
 def rename(ckpt: Checkpoint, rules: Sequence[tuple[str, str]] | Mapping[str, str]) -> Checkpoint:
@@ -99,7 +113,7 @@ def cast(ckpt: Checkpoint, dtype: Any, where: str | Sequence[str] = "**") -> Che
 
     Args:
       dtype: a floating-point dtype or its name (`"bfloat16"`).
-      where: globs; of the leaves they match, floating-point arrays are cast. Integers, PRNG keys
+      where: globs; of the leaves they name, floating-point arrays are cast. Integers, PRNG keys
         and Python scalars stay as they are.
 
     Raises:
@@ -131,7 +145,7 @@ def cast(ckpt: Checkpoint, dtype: Any, where: str | Sequence[str] = "**") -> Che
         raise TreeMismatchError(
             "no floating-point array to cast", [f"`{p}` matches none" for p in patterns]
         )
-    return ckpt.replace(leaves)
+    return ckpt.replace(leaves, notes=tree.passed_over(ckpt, patterns))
 
 
 def to_mesh(

@@ -9,7 +9,7 @@ import difflib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from reshard.errors import ArgumentError, TreeMismatchError, printable
 
@@ -17,6 +17,7 @@ Key = str | int
 Path = tuple[Key, ...]
 
 _PLAIN = re.compile(r'[^/"\s\x00-\x1f\x7f]+')
+_WILD = re.compile(r"[*?]")
 _COMPONENT = re.compile(r'"(?:[^"\\]|\\.)*"|[^/"]*')
 
 
@@ -81,30 +82,80 @@ def glob_text(path: Path) -> str:
 
 
 def match_globs(paths: Iterable[Path], patterns: Sequence[str]) -> set[Path]:
-    """The paths that at least one glob matches.
+    """The paths that at least one glob names. Where a model is saved beside its optimizer, `model`
+    ahead may be left out.
 
     Raises:
-      TreeMismatchError: a glob matches no path; all such globs are named.
+      TreeMismatchError: a glob names no path; all such globs are told.
     """
     paths = list(paths)
-    texts = [glob_text(path) for path in paths]
+    below = [(path[1:], path) for path in paths if path[:1] == ("model",) and path[1:]]
+    return named_in(([(path, path) for path in paths], below), patterns)
+
+
+def named_in(
+    namespaces: Sequence[Collection[tuple[Path, Path]]], patterns: Sequence[str]
+) -> set[Path]:
+    """What globs name, each in the first namespace where it names anything.
+
+    Args:
+      namespaces: each of pairs of a name and the path that has it.
+      patterns: the globs.
+
+    Raises:
+      TreeMismatchError: a glob names nothing; all such globs are told.
+    """
+    if not patterns:
+        return set()
+    by_text: list[dict[str, list[Path]]] = [{} for _ in namespaces]
+    for texts, pairs in zip(by_text, namespaces, strict=True):
+        for name, path in pairs:
+            texts.setdefault(glob_text(name), []).append(path)
     found: set[Path] = set()
     problems, hints = [], []
     for pattern in patterns:
-        regex = compile_glob(pattern)
-        hits = {path for path, text in zip(paths, texts, strict=True) if regex.fullmatch(text)}
+        hits = next(filter(None, (_hits(texts, pattern) for texts in by_text)), set())
+        found |= hits
         if not hits:
             problems.append(f"`{pattern}`")
-            below = compile_glob(f"{pattern}/**")
-            if any(below.fullmatch(text) for text in texts):
-                hints.append(f"a subtree is named with `{pattern}/**`")
-            else:
-                near = nearest(pattern, paths)
-                hints += [f"the nearest leaf is `{name}`" for name in near[:1]]
-        found |= hits
+            near = nearest(pattern, (name for name, _ in namespaces[0]))
+            hints += [f"the nearest leaf is `{name}`" for name in near[:1]]
     if problems:
         raise TreeMismatchError("no leaf matches", problems, hints)
     return found
+
+
+def named_by(texts: Collection[str], glob: str) -> list[str]:
+    """Of paths, as `glob_text` has them, those that a glob names: the leaves that it matches, or if
+    there are none, what is in the modules that it matches."""
+    if not _WILD.search(glob):
+        text = glob_text(split_path(glob))
+        return [text] if text in texts else [each for each in texts if each.startswith(text)]
+    regex = compile_glob(glob)
+    hits = [text for text in texts if regex.fullmatch(text)]
+    return hits or [text for text in texts if regex.match(text)]
+
+
+def _hits(texts: Mapping[str, Sequence[Path]], glob: str) -> set[Path]:
+    return {path for text in named_by(texts, glob) for path in texts[text]}
+
+
+def passed_over(paths: Iterable[Path], patterns: Sequence[str]) -> list[str]:
+    """What to tell of globs that match leaves and modules: what is in the modules is not meant."""
+    texts = [(path, glob_text(path)) for path in paths] if patterns else []
+    notes = []
+    for pattern in patterns:
+        if pattern.endswith("**"):
+            continue
+        regex = compile_glob(pattern)
+        leaves = {text for _, text in texts if regex.fullmatch(text)}
+        below = [path for path, text in texts if text not in leaves and regex.match(text)]
+        if leaves and below:
+            notes.append(
+                f"`{pattern}` matches leaves, and is taken for these alone: "
+                f"{format_path(below[0])} is in a module that it matches, too"
+            )
+    return notes
 
 
 def nearest(name: str, paths: Iterable[Path]) -> list[str]:

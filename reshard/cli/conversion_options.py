@@ -1,7 +1,7 @@
 """How a checkpoint becomes one of Flax's other API: the options, for the commands that do it."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -53,7 +53,7 @@ _OPTIONS = (
 conversion_options = options(_OPTIONS)
 
 
-def converter(to: str, flags: dict[str, Any]) -> Callable[[Checkpoint], "Conversion"]:
+def converter(to: str, flags: dict[str, Any]) -> Callable[..., "Conversion"]:
     """What converts checkpoints to the API `to`, as the values of these options say. The models are
     loaded once, when the first of them is converted: that of the source in a process of its own."""
     model, source = flags["model"], flags["source_model"]
@@ -71,7 +71,7 @@ def converter(to: str, flags: dict[str, Any]) -> Callable[[Checkpoint], "Convers
         with told_apart(source, "--source-model", task) as told:
             return None if model is None else load_model(model, "--model"), told()
 
-    def convert(ckpt: Checkpoint) -> "Conversion":
+    def convert(ckpt: Checkpoint, drop: Sequence[str] = ()) -> "Conversion":
         from reshard.convert.conversion import conversion
 
         with model_errors("--model", model):
@@ -81,6 +81,7 @@ def converter(to: str, flags: dict[str, Any]) -> Callable[[Checkpoint], "Convers
                 to,
                 loaded,
                 map_file=flags["map_file"],
+                drop=drop,
                 init=flags["init"],
                 layout=flags["layout"],
                 source=of_source,

@@ -73,8 +73,10 @@ def command(
     convert = converter(to, flags)
 
     def change(ckpt: Checkpoint) -> Checkpoint:
-        ckpt = prepared(ckpt, flags)
-        made = convert(ckpt)
+        # What is dropped is known to the conversion, so that optimizer state goes with it.
+        later = not (flags["selected"] or flags["renames"])
+        ckpt = prepared(ckpt, flags | {"drop": ()} if later else flags)
+        made = convert(ckpt, flags["drop"] if later else ())
         if emit_map is not None and not made.map.values:
             raise ReshardError(
                 f"--emit-map {emit_map}: there is no map, as the record of the conversion from "

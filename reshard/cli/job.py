@@ -167,7 +167,7 @@ def run(
 
 
 def prepared(ckpt: Checkpoint, flags: dict[str, Any]) -> Checkpoint:
-    """After --from, --select, --drop, --rename and --dtype."""
+    """After --from, --select, --drop, --rename and --dtype, as far as they are in `flags`."""
     if flags["saved"] is not None:
         _check_saved(ckpt, flags["saved"])
     if flags["selected"] or flags["drop"]:

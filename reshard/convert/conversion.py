@@ -40,8 +40,8 @@ from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.hints import Hint
 from reshard.loader import open as open_checkpoint
 from reshard.sharding.mesh import SingleDeviceSharding, replicated
-from reshard.transforms import select
-from reshard.tree import Path, check_lists, format_path
+from reshard.transforms import select, without
+from reshard.tree import Path, check_lists, format_path, glob_text, named_by, named_in
 from reshard.units import format_bytes, parse_bytes
 
 # Bytes that initial values may take without a word.
@@ -250,7 +250,7 @@ def conversion(
     dropped = [drop] if isinstance(drop, str) else list(drop)
     whole = ckpt
     if dropped:
-        ckpt = select(ckpt, drop=dropped)
+        ckpt = _less(ckpt, dropped, layout, _FROM[to])
     known = recorded_kind(ckpt) if layout is None else None
     found = detect(ckpt, layout or known, _FROM[to])
     if known is not None:
@@ -302,6 +302,21 @@ def conversion(
     made = _made(ckpt, found, to, goal, decided, model, limit)
     whole_map = dataclasses.replace(made.map, dropped=(*left_out, *made.map.dropped))
     return dataclasses.replace(made, map=whole_map)
+
+
+def _less(ckpt: Checkpoint, drop: Sequence[str], layout: str | None, api: str) -> Checkpoint:
+    """A checkpoint less the leaves that globs name: by their saved paths, or by those that maps
+    have."""
+    texts = {glob_text(path) for path in ckpt}
+    if all(named_by(texts, glob) for glob in drop):
+        return select(ckpt, drop=drop)
+    try:
+        found = detect(ckpt, layout or recorded_kind(ckpt), api)
+    except TreeMismatchError:  # its names are the saved ones alone
+        return select(ckpt, drop=drop)
+    state = [(("opt_state", *path), saved) for path, saved in found.optimizer.items()]
+    names = ([(path, path) for path in ckpt], [*found.model.items(), *state])
+    return without(ckpt, named_in(names, drop))
 
 
 def _left_out(

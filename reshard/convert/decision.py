@@ -27,10 +27,7 @@ from reshard.convert.target_paths import Part, Places
 from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.hints import Hint
 from reshard.restore.matching import TargetLeaf
-from reshard.tree import (
-    Path,
-    match_globs,
-)
+from reshard.tree import Path, named_in
 
 _NAMES = {"nnx": "NNX", "linen": "Linen"}
 
@@ -163,12 +160,11 @@ class _Work:
                 [f"`{glob}`" for glob in globs],
                 [Hint(("model",))],
             )
-        names: dict[Path, Path] = {}
-        for saved, leaf in self._goal.leaves.items():
-            if isinstance(leaf, TargetLeaf):
-                names[leaf.path] = saved
-        names |= self._goal.layout.model
-        return {names[name] for name in match_globs(names, globs)}
+        filled = {p: leaf for p, leaf in self._goal.leaves.items() if isinstance(leaf, TargetLeaf)}
+        in_model = self._goal.layout.model
+        names = {leaf.path: saved for saved, leaf in filled.items()} | in_model
+        below = [(("model", *path), saved) for path, saved in in_model.items()]
+        return named_in((names.items(), below, [(saved, saved) for saved in filled]), globs)
 
     def _reset(self, initial: set[Path]) -> dict[Path, Path]:
         """Of optimizer state in the target what keeps its initial value because its parameters do:

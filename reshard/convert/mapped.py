@@ -12,7 +12,7 @@ from reshard.convert.leafmap import LeafMap, Source, Value, applied
 from reshard.convert.map_rules import Divided, Gathered, Map, Reshaped, Rule
 from reshard.convert.replacement import Pattern, Replacement
 from reshard.errors import ArgumentError, TreeMismatchError
-from reshard.tree import Path, compile_glob, format_path, glob_text, nearest, split_path
+from reshard.tree import Path, compile_glob, format_path, glob_text, named_by, nearest, split_path
 
 # Looking for the nearest leaf takes longer than all else: it is done for so many rules.
 _MOST_HINTS = 3
@@ -116,18 +116,13 @@ class _Tree:
                 self.drop(leaf)
 
     def under(self, globs: Sequence[str]) -> list[tuple[_Leaf, str]]:
-        """The leaves that globs match, with one that does."""
-        literals = {format_path(split_path(glob)): glob for glob in globs}
-        regexes = [(glob, compile_glob(glob)) for glob in globs if set(glob) & set("*?")]
-        found = []
-        for text, leaf in self.here.items() if globs else ():
-            glob = literals.get(text)
-            if glob is None and regexes:
-                keys = glob_text(self.path(leaf))
-                glob = next((glob for glob, regex in regexes if regex.fullmatch(keys)), None)
-            if glob is not None:
-                found.append((leaf, glob))
-        return found
+        """The leaves that globs name, with the first that does."""
+        leaves = {glob_text(self.path(leaf)): leaf for leaf in self.here.values() if globs}
+        found: dict[str, str] = {}
+        for glob in globs:
+            for text in named_by(leaves, glob):
+                found.setdefault(text, glob)
+        return [(leaf, found[text]) for text, leaf in leaves.items() if text in found]
 
     def drop(self, leaf: _Leaf) -> None:
         """Drops a leaf of the source."""
@@ -332,7 +327,9 @@ class _Tree:
         if not self.incomplete:
             self.check_tree(last, paths)
         for leaf, glob in self.under(rules.initial):
-            if leaf.last is not None:
+            # What is in a module of that name may be made: the target may have a leaf of it, too.
+            exact = compile_glob(glob).fullmatch(glob_text(self.path(leaf)))
+            if leaf.last is not None and exact:
                 self.problem(leaf.last, leaf.text, f"`init` has `{glob}`, but it is made here")
         if self.problems:
             raise TreeMismatchError(

@@ -29,7 +29,7 @@ from reshard.convert.module_tree import (
 )
 from reshard.convert.value_levels import COLLECTIONS
 from reshard.errors import TreeMismatchError
-from reshard.tree import Path, compile_glob, format_path, glob_text, nearest
+from reshard.tree import Path, format_path, glob_text, named_by, nearest
 
 _RENAMES = (
     "`to = 'params/NAME/'` gives a module another name on Linen's side, and leaves it to the "
@@ -119,8 +119,9 @@ def by_map(map_file: str | os.PathLike | None, source: Side, target: Side | None
         return Said(mapped.map, to, mapped.initial, problems=tuple(problems))
     initial, dropped = mapped.initial, []
     if backwards:
-        globs = [compile_glob(glob) for glob in initial]
-        dropped = [path for path in shapes if any(g.fullmatch(glob_text(path)) for g in globs)]
+        texts = {glob_text(path): path for path in shapes}
+        named = {text for glob in initial for text in named_by(texts, glob)}
+        dropped = [path for text, path in texts.items() if text in named]
         initial = tuple(map(format_path, mapped.map.dropped))
     linen = start if start.api == "linen" else end
     collections = COLLECTIONS.union(path[0] for path in linen.shapes)

@@ -32,7 +32,9 @@ def match_specs(paths: Iterable[Path], rules: Sequence[tuple[str, Any]]) -> dict
 
     Args:
       paths: the leaves that may be sharded.
-      rules: pairs of a regex, searched for in the printed path, and a partition spec.
+      rules: pairs of a regex, searched for in the printed path, and a partition spec. One that is
+        in none is searched for in the paths without the level `value` of a variable, then in those
+        without `model` ahead, too.
 
     Raises:
       ShardingError: a regex does not compile, or matches no leaf; all are named.
@@ -46,23 +48,36 @@ def match_specs(paths: Iterable[Path], rules: Sequence[tuple[str, Any]]) -> dict
             problems.append(f"`{pattern}` is not a regex: {error}")
     if problems:
         raise ShardingError("the spec rules cannot be read", problems)
-    chosen: dict[Path, Spec] = {}
-    matched = set()
-    for path in paths:
-        text = format_path(path)
-        hits = [i for i, (regex, _) in enumerate(compiled) if regex.search(text)]
-        matched.update(hits)
-        if hits:
-            chosen[path] = compiled[hits[0]][1]
-    for i, (pattern, _) in enumerate(rules):
-        if i not in matched:
-            problems.append(f"`{pattern}`")
-            hints += [
-                f"the nearest leaf is `{name}`" for name in nearest(_plain(pattern), paths)[:1]
-            ]
+    first: dict[Path, int] = {}  # the rule of each
+    rest = [*enumerate(compiled)]
+    for short in (
+        lambda path: path,
+        _without_value,
+        lambda path: _without_value(_below_model(path)),
+    ):
+        matched = set()
+        for path in paths if rest else ():
+            text = format_path(short(path))
+            hits = [i for i, (regex, _) in rest if regex.search(text)]
+            matched.update(hits)
+            if hits:
+                first[path] = min(hits[0], first.get(path, hits[0]))
+        rest = [(i, rule) for i, rule in rest if i not in matched]
+    for i, _ in rest:
+        pattern = rules[i][0]
+        problems.append(f"`{pattern}`")
+        hints += [f"the nearest leaf is `{name}`" for name in nearest(_plain(pattern), paths)[:1]]
     if problems:
         raise ShardingError("no array matches the regex of a spec", problems, hints)
-    return chosen
+    return {path: compiled[first[path]][1] for path in paths if path in first}
+
+
+def _without_value(path: Path) -> Path:
+    return path[:-1] if path[1:] and path[-1] == "value" else path
+
+
+def _below_model(path: Path) -> Path:
+    return path[1:] if path[1:] and path[0] == "model" else path
 
 
 def _plain(pattern: str) -> str:
