@@ -1,6 +1,5 @@
 """`reshard convert`: a Linen checkpoint as one of NNX, or back."""
 
-import dataclasses
 import json
 import pathlib
 import sys
@@ -11,6 +10,7 @@ import click
 from reshard.checkpoint import Checkpoint
 from reshard.cli.conversion_options import conversion_options, converter
 from reshard.cli.job import job_options, laid_out, prepared, run
+from reshard.cli.flags import as_flags
 from reshard.convert.conversion import Conversion
 from reshard.errors import DestinationExistsError, ReshardError
 from reshard.tree import format_path
@@ -70,6 +70,7 @@ def command(
     if flags["inputs"] and not check:
         raise click.UsageError("--inputs goes with --check")
     found: list[Conversion] = []
+    warnings: dict[str, None] = {}
     convert = converter(to, flags)
 
     def change(ckpt: Checkpoint) -> Checkpoint:
@@ -86,10 +87,11 @@ def command(
         if check:
             made = _checked(made, dst, flags)
         found.append(made)
+        warnings.update(dict.fromkeys(map(as_flags, made.warnings)))
         if flags["dry_run"] and not flags["quiet"] and not flags["as_json"]:
             click.echo(made)
-        model = flags["model"]
-        return laid_out(made.checkpoint, mesh, model if flags["rules"] else None, flags, "--mesh")
+        ckpt = made.checkpoint.without_notes(made.warnings)  # they go to stderr
+        return laid_out(ckpt, mesh, flags["model"] if flags["rules"] else None, flags, "--mesh")
 
     def answer() -> dict[str, Any]:
         made = found[0]
@@ -107,9 +109,12 @@ def command(
             ],
             "dropped": [format_path(path) for path in made.dropped],
             "initial": [format_path(path) for path in made.initial],
+            "warnings": list(warnings),
         }
 
     run(src, dst, change, flags, answer=answer)
+    for warning in warnings:
+        click.echo(f"Warning: {warning}", err=True)
     if emit_map is not None:
         pathlib.Path(emit_map).write_text(found[0].map_text())
 
@@ -121,8 +126,7 @@ def _checked(made: Conversion, dst: str, flags: dict[str, Any]) -> Conversion:
 
     compared = check_outputs(made, flags)
     if compared.equal:
-        checkpoint = made.checkpoint.replace(made.checkpoint, notes=[repr(compared)])
-        return dataclasses.replace(made, checkpoint=checkpoint)
+        return made.compared(compared)
     if flags["as_json"]:
         problems = ["the outputs differ", *compared.problems]
         click.echo(json.dumps({"destination": dst, "done": False, "problems": problems}))

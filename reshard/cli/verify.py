@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -72,10 +73,24 @@ def command(
     other: Checkpoint | str | None = against
     if against is not None and not parse_location(against).is_file():
         options = flags | {"max_memory": max_memory} if asked else None
-        other = _in_one_api(ckpt, open_checkpoint(against, **theirs), options)
+        opened = open_checkpoint(against, **theirs)
+        other = _in_one_api(ckpt, opened, options)
+        _repeat_warnings([ckpt, opened, other])
     with output.progress_bar(quiet or as_json) as progress:
         found = verify(ckpt, other, max_memory=max_memory, progress=progress)
     _answer(path, found.ok, list(found.problems), as_json, quiet, repr(found), found)
+
+
+def _repeat_warnings(checkpoints: Sequence[Checkpoint]) -> None:
+    """Tells what went by the order of modules: a conversion with two of them swapped compares equal
+    with what it was made of."""
+    from reshard.convert.by_order import order_of, order_text
+
+    orders = dict.fromkeys(order for ckpt in checkpoints if (order := order_of(ckpt)) is not None)
+    for order in orders:
+        click.echo(
+            f"Warning: {order_text(order)}; equal values do not say that it is right", err=True
+        )
 
 
 def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | None) -> Checkpoint:

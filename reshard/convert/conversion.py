@@ -20,6 +20,7 @@ from reshard.arrays.derived import constant
 from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Crop
 from reshard.checkpoint import Checkpoint, Leaf, describe
+from reshard.convert.by_order import by_order, order_warning, with_order
 from reshard.convert.decision import Decision, decide
 from reshard.convert.initial_values import initial_values
 from reshard.convert.layout import Layout, detect
@@ -61,6 +62,7 @@ class Conversion:
       to: the API that it is converted to, `"nnx"` or `"linen"`.
       source: what is converted.
       kind: what the result is, one of `reshard.convert.layout.KINDS`.
+      warnings: what was decided on evidence that may be wrong: also the last notes of `checkpoint`.
     """
 
     checkpoint: Checkpoint
@@ -70,6 +72,7 @@ class Conversion:
     to: str
     source: Checkpoint
     kind: str
+    warnings: tuple[str, ...] = ()
 
     def leaves(self, api: str) -> dict[Path, Leaf]:
         """The model's leaves before or after, as an API has them: path in the model -> leaf."""
@@ -82,6 +85,15 @@ class Conversion:
     ) -> OutputComparison:
         """Runs both models, as `reshard.convert.outputs.compare_outputs` has it."""
         return compare_outputs(run, inputs, self.map, self.to)
+
+    def compared(self, found: OutputComparison) -> "Conversion":
+        """The conversion once its outputs were found to be equal: what went by order is right, if
+        they say something of every leaf."""
+        ckpt, warnings = self.checkpoint, self.warnings
+        if not found.unused:
+            ckpt, warnings = with_order(ckpt.without_notes(warnings), None), ()
+        ckpt = ckpt.replace(ckpt, notes=[repr(found)])
+        return dataclasses.replace(self, checkpoint=ckpt, warnings=warnings)
 
     @property
     def dropped(self) -> tuple[Path, ...]:
@@ -369,7 +381,11 @@ def _made(
     made |= decided.empty
     order = list(made) if goal is None else sorted(made, key=_order(goal, decided.prefix))
     check_lists(made)
-    result = ckpt.replace({path: made[path] for path in order}, notes=notes, retyped=True)
+    ordered = by_order(decided.model, to)
+    warnings = [] if ordered is None else [order_warning(ordered)]
+    result = ckpt.replace(
+        {path: made[path] for path in order}, notes=[*notes, *warnings], retyped=True
+    )
     if any(leaf.key_impl for leaf in result.arrays):
         result = result.with_source(described=True)
     default = "nnx-state" if to == "nnx" else "linen-variables"
@@ -381,7 +397,16 @@ def _made(
         kept = {path: leaf for path, leaf in ckpt.items() if path not in dropped}
         own = [*(decided.prefix + path for path in decided.initial), *decided.empty]
         result = recorded(result, kept, ckpt.source.metadata, decided.map, own, kind)
-    return Conversion(result, layout, decided.model, decided.initial_names, to, ckpt, kind)
+    return Conversion(
+        with_order(result, ordered),
+        layout,
+        decided.model,
+        decided.initial_names,
+        to,
+        ckpt,
+        kind,
+        tuple(warnings),
+    )
 
 
 def _checked(made: Conversion, model: Any, source: Any, check: Any) -> Checkpoint:
@@ -414,7 +439,7 @@ def _checked(made: Conversion, model: Any, source: Any, check: Any) -> Checkpoin
             found.problems,
             [Hint(("plan",), " shows where every leaf goes")],
         )
-    return made.checkpoint.replace(dict(made.checkpoint), notes=[repr(found)])
+    return made.compared(found).checkpoint
 
 
 def _leaves(ckpt: Checkpoint, layout: Layout) -> dict[Path, Leaf]:

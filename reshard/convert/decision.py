@@ -349,14 +349,6 @@ class _Work:
                 f"{len(reset)} leaves of optimizer state keep the model's own initial values "
                 f"with their parameters: {listed(list(dict.fromkeys(reset.values())))}"
             )
-        ordered = sum("structure" in origin for origin in model.map.origin.values())
-        if ordered:
-            notes.append(
-                Hint(
-                    f"{ordered} leaves went by the order of modules of one class: look at ",
-                    *(("plan",), ", and compare outputs once"),
-                )
-            )
         return Decision(
             map=LeafMap(values, {}, tuple(dropped), must_be_zero),
             model=model.map,

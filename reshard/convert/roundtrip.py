@@ -30,6 +30,7 @@ from reshard.arrays.operations import (
     Unstack,
 )
 from reshard.checkpoint import EMPTY_LEAVES, Checkpoint, Leaf, empty_name
+from reshard.convert.by_order import with_order
 from reshard.convert.layout import KINDS
 from reshard.convert.leafmap import LeafMap, Output, Row, Source, Zeros, from_rows, renaming
 from reshard.convert.target_paths import is_step, on_host, recounted
@@ -169,7 +170,7 @@ def from_record(ckpt: Checkpoint) -> Checkpoint:
             path: EMPTY_LEAVES[kind] if isinstance(kind, str) else _as_recorded(made[path], kind)
             for path, kind in record.leaves.items()
         }
-    made_of = without_record(ckpt).replace(whole, retyped=False)
+    made_of = with_order(without_record(ckpt), None).replace(whole, retyped=False)
     if record.containers is None:
         return made_of
     return made_of.with_metadata({"value_metadata_tree": record.containers})

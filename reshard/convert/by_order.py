@@ -1,0 +1,86 @@
+"""What of a conversion went by the order of modules of one class: a warning to whoever converts, and
+a record in the result, until somebody has compared outputs.
+"""
+
+from typing import Any, NamedTuple
+
+from reshard.checkpoint import Checkpoint
+from reshard.convert.leafmap import LeafMap
+from reshard.hints import Hint
+from reshard.tree import Path, format_path
+
+KEY = "reshard.order"
+_SHOWN = 3
+
+
+class ByOrder(NamedTuple):
+    """How many leaves went by the order of modules, and which module each of these was taken for:
+    printed paths before and after, Linen's without a collection."""
+
+    leaves: int
+    modules: tuple[tuple[str, str], ...]
+
+
+def by_order(model: LeafMap, to: str) -> ByOrder | None:
+    """What went by order in the map of a model's leaves; None if nothing did.
+
+    Args:
+      model: the map.
+      to: the API that it leads to.
+    """
+    made = model.made_of()
+    paths = [path for path, origin in model.origin.items() if "structure" in origin]
+    pairs = [
+        _modules(before[1:], path) if to == "nnx" else _modules(before, path[1:])
+        for path in paths
+        for before in made[path]
+    ]
+    return ByOrder(len(paths), tuple(dict.fromkeys(pairs))) if paths else None
+
+
+def _modules(before: Path, after: Path) -> tuple[str, str]:
+    """The outermost modules that two leaves are in at the same place."""
+    while before[1:] and after[1:] and before[-1] == after[-1]:
+        before, after = before[:-1], after[:-1]
+    return format_path(before), format_path(after)
+
+
+def order_text(order: ByOrder) -> str:
+    """It in words, with some of the pairs."""
+    leaves = "1 leaf" if order.leaves == 1 else f"{order.leaves} leaves"
+    pairs = ", ".join(f"{one} -> {other}" for one, other in order.modules[:_SHOWN])
+    more = len(order.modules) - _SHOWN
+    pairs += f" and {more} more" if more > 0 else ""
+    return f"{leaves} went by the order of modules of one class: {pairs}"
+
+
+def order_warning(order: ByOrder) -> Hint:
+    """What to tell whoever converts."""
+    return Hint(f"{order_text(order)}; look at ", ("plan",), ", and compare outputs: ", ("check",))
+
+
+def with_order(ckpt: Checkpoint, order: ByOrder | None) -> Checkpoint:
+    """A checkpoint in whose custom metadata that is recorded; None takes such a record away, as
+    when the outputs of both models were compared and are equal."""
+    custom = ckpt.source.metadata.get("custom_metadata")
+    custom = {k: v for k, v in custom.items() if k != KEY} if isinstance(custom, dict) else {}
+    if order is None and not order_of(ckpt):
+        return ckpt
+    if order is not None:
+        custom[KEY] = {"leaves": order.leaves, "modules": list(map(list, order.modules))}
+    return ckpt.with_metadata({"custom_metadata": custom or None})
+
+
+def order_of(ckpt: Checkpoint) -> ByOrder | None:
+    """What is recorded of a checkpoint; None if nothing is, or nothing that can be read."""
+    custom = ckpt.source.metadata.get("custom_metadata")
+    found: Any = custom.get(KEY) if isinstance(custom, dict) else None
+    if not isinstance(found, dict) or not isinstance(found.get("leaves"), int):
+        return None
+    pairs = found.get("modules")
+    if not isinstance(pairs, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+        for pair in pairs
+    ):
+        return None
+    return ByOrder(found["leaves"], tuple((one, other) for one, other in pairs))
