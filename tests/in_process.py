@@ -44,12 +44,13 @@ def reshard_in(directory: pathlib.Path, *words: object) -> tuple[int, str, str]:
 
 
 @contextlib.contextmanager
-def _told_here(model: str, option: str, task: Callable[[Any], Any]) -> Iterator[Callable[[], Any]]:
+def told_here(model: str, option: str, task: Callable[[Any], Any]) -> Iterator[Callable[[], Any]]:
     """As `apart.told_apart`, without a process that has to import all of the model's libraries."""
+    asked = pickle.dumps(task)
 
     def answer() -> Any:
         with model_errors(option, model):
-            return pickle.loads(pickle.dumps(task(load_model(model, option))))
+            return pickle.loads(pickle.dumps(pickle.loads(asked)(load_model(model, option))))
 
     yield answer
 
@@ -73,7 +74,7 @@ def inside(directory: pathlib.Path) -> Iterator[pytest.MonkeyPatch]:
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Sharding info not provided")
             patch.setattr(ctypes, "CDLL", Library)
-            patch.setattr(apart, "told_apart", _told_here)
+            patch.setattr(apart, "told_apart", told_here)
             patch.chdir(directory)
             patch.setenv("COLUMNS", "80")
             patch.setattr(sys, "path", list(sys.path))

@@ -1,6 +1,5 @@
 """The outputs of both models of a conversion: equal, or where they begin to differ."""
 
-import contextlib
 import json
 
 import in_process
@@ -13,9 +12,8 @@ from flax import linen as nn
 from flax import nnx
 
 import reshard
-import reshard.cli.apart
-import reshard.cli.check
-from reshard.cli.model_argument import load_model
+from reshard.cli import apart, check
+from reshard.cli.apart import told_apart
 from reshard.convert.model_run import arguments_of
 
 WIDTH = 6
@@ -297,16 +295,8 @@ def is_shape(node):
 CHECK = ["convert", "linen", "nnx", "--to", "nnx", "--source-model", "models:variables", "--check"]
 
 
-@contextlib.contextmanager
-def told_here(model, option, task):
-    """`told_apart` without the process, which takes two seconds to begin."""
-    yield lambda: task(load_model(model, option))
-
-
 def test_the_command_writes_nothing_where_outputs_differ(project):
-    with in_process.inside(project) as patch:
-        patch.setattr(reshard.cli.apart, "told_apart", told_here)
-        patch.setattr(reshard.cli.check, "told_apart", told_here)
+    with in_process.inside(project):
         status, out, err = in_process.command([*CHECK, "--model", "models:other", "--json"])
     assert status == 1 and not (project / "nnx").exists()
     answer = json.loads(out)
@@ -322,8 +312,12 @@ def test_the_command_writes_nothing_where_outputs_differ(project):
 
 
 def test_the_command_runs_the_model_of_the_source_in_a_process_of_its_own(project):
+    def told(model, option, task):
+        own = task.func is check._run
+        return (told_apart if own else in_process.told_here)(model, option, task)
+
     with in_process.inside(project) as patch:
-        patch.setattr(reshard.cli.apart, "told_apart", told_here)
+        patch.setattr(apart, "told_apart", told)
         words = [*CHECK, "--model", "models:Net", "--inputs"]
         missing = in_process.command([*words, "models:none"])
         assert missing[0] == 2 and "--inputs models:none: it cannot be imported" in missing[2]

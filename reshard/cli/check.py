@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from reshard.cli.apart import told_apart
+from reshard.cli import apart
 from reshard.cli.model_argument import load_model, model_errors
 from reshard.convert.conversion import Conversion
 from reshard.convert.model_run import Arguments, Run, Tell, linen_run, nnx_run
@@ -34,7 +34,7 @@ def check_outputs(made: Conversion, flags: dict[str, Any]) -> OutputComparison:
         task = functools.partial(_run, api, option, name, made.leaves(api), tell, arguments, calls)
         if api == made.to:
             return task(load_model(model, "--model"))
-        with told_apart(source, "--source-model", task) as told:
+        with apart.told_apart(source, "--source-model", task) as told:
             return told()
 
     return made.compare_outputs({api: functools.partial(run, api) for api in _RUNS}, given)
