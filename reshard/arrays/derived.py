@@ -16,7 +16,7 @@ from reshard.arrays import zarr
 from reshard.arrays.boxes import Box, Shape
 from reshard.arrays.dtypes import is_floating
 from reshard.arrays.handle import ArrayHandle, Derived, Outputs, StoredArray, collision_error
-from reshard.arrays.operations import Constant, Crop, Operation, Pad
+from reshard.arrays.operations import Apply, Constant, Crop, Operation, Pad
 from reshard.arrays.zarr import Encoding
 from reshard.errors import TreeMismatchError
 from reshard.sharding.mesh import NamedSharding, Sharding, fitting_spec, replicated
@@ -68,6 +68,9 @@ def apply(
         raise TreeMismatchError(
             f"{format_path(first.path)}: {first.stored_dtype.name} has no value {operation.fill}"
         )
+    if isinstance(operation, Apply):
+        dtype = first.dtype if operation.dtype is None else operation.dtype
+        first = dataclasses.replace(first, dtype=dtype, stored_dtype=dtype)
     derived = Outputs(operation, tuple(inputs))
     chunks = operation.chunks([handle.chunk_shape for handle in inputs], shapes)
     for path, shape, chunk in zip(outputs, made, chunks, strict=True):
@@ -157,6 +160,18 @@ def stored_boxes(handle: ArrayHandle, box: Box) -> Iterator[tuple[ArrayHandle, S
     shapes = [source.shape for source in inputs]
     for number, part in handle.data.operation.sources(handle.data.part, box, shapes):
         yield from stored_boxes(inputs[number], part)
+
+
+def applied_boxes(handle: ArrayHandle, box: Box) -> Iterator[ArrayHandle]:
+    """The arrays that functions make on the way to a box, which they do as a whole."""
+    if isinstance(handle.data, StoredArray):
+        return
+    inputs = handle.data.inputs
+    if isinstance(handle.data.operation, Apply):
+        yield handle
+    shapes = [source.shape for source in inputs]
+    for number, part in handle.data.operation.sources(handle.data.part, box, shapes):
+        yield from applied_boxes(inputs[number], part)
 
 
 def stored_share(handle: ArrayHandle) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import tensorstore as ts
 
 from reshard.arrays.dtypes import round_once, rounds_twice
-from reshard.arrays.operations import Operation, Stack, Unstack
+from reshard.arrays.operations import Apply, Operation, Stack, Unstack
 from reshard.arrays.zarr import Encoding, parse_encoding
 from reshard.errors import CorruptCheckpointError
 from reshard.hints import Hint
@@ -92,6 +92,9 @@ class Outputs:
     @functools.cached_property
     def views(self) -> list[ts.TensorStore]:
         """Views of the outputs, of the dtype on disk."""
+        if isinstance(self.operation, Apply):  # the function is given what a reader would be
+            (handle,) = self.inputs
+            return [self.operation.view(handle.view(), handle.dtype, handle.rounded)]
         return self.operation.views([handle.stored_view() for handle in self.inputs])
 
     @functools.cached_property

@@ -2,15 +2,12 @@
 
 import contextlib
 import functools
-import importlib
 import os
-import pathlib
 import sys
-import sysconfig
-import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from reshard.convert.user_code import load, own_line
 from reshard.errors import ReshardError, ShardingError
 from reshard.sharding.mesh import Mesh
 
@@ -19,12 +16,6 @@ _EXAMPLE = [
     'specs = [["kernel$", ["data", []]]]',
 ]
 Pairs = tuple[tuple[str, Any], ...]
-# Where code is that is not the user's; `<` begins what is no file.
-_OTHERS = (
-    "<",
-    str(pathlib.Path(__file__).parents[1]),
-    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-)
 
 
 @functools.lru_cache(maxsize=1)
@@ -59,7 +50,7 @@ def model_errors(option: str, model: str | None, hints: Sequence[str] = ()) -> I
     except ReshardError:
         raise
     except Exception as error:
-        line = _own_line(error, "" if model is None else _parts(model)[0])
+        line = own_line(error, "" if model is None else model.rpartition(":")[0])
         if not line:  # an error of another's, to be seen as it is
             raise
         raise ReshardError(
@@ -76,65 +67,14 @@ def load_model(model: str, option: str) -> Any:
       ReshardError: it cannot be imported.
     """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    module, name = _parts(model)
-    if not module or not name:
-        raise ReshardError(
-            f"{option} {model}: that is not `package.module:callable`",
-            hints=[f"{option} my_project.model:create_train_state"],
-        )
-    file = pathlib.Path(module).absolute() if module.endswith(".py") else None
-    places = "the current directory and on PYTHONPATH"
+    look_here()
+    return load(model, option)
+
+
+def look_here() -> None:
+    """Has modules of the user's be looked for in the current directory, too."""
     if "" not in sys.path:
         sys.path.insert(0, "")
-    if file is not None:
-        if not file.is_file():
-            raise ReshardError(f"{option} {model}: there is no such file")
-        sys.path.insert(0, str(file.parent))
-        module, places = file.stem, f"{file.parent}, {places}"
-    try:
-        found: Any = importlib.import_module(module)
-        origin = getattr(found, "__file__", None)
-        if file is not None and (origin is None or not file.samefile(origin)):
-            raise ReshardError(
-                f"{option} {model}: another module has the name `{module}`",
-                [origin or "it is built in"],
-                ["give the file another name"],
-            )
-        for part in name.split("."):
-            found = getattr(found, part)
-    except ReshardError:
-        raise
-    except (ImportError, AttributeError) as error:
-        raise ReshardError(
-            f"{option} {model}: it cannot be imported",
-            [str(error), *_own_line(error, module)],
-            [f"modules are looked for in {places}"],
-        ) from error
-    except (Exception, SystemExit) as error:
-        raise ReshardError(
-            f"{option} {model}: importing it raised {type(error).__name__}",
-            [str(error), *_own_line(error, module)],
-        ) from error
-    return found
-
-
-def _parts(model: str) -> tuple[str, str]:
-    """The module, or its file, and the name in it."""
-    module, _, name = model.rpartition(":")
-    return module, name
-
-
-def _own_line(error: BaseException, module: str) -> list[str]:
-    """The last line of the user's own code that an error came through, if any: of the package of a
-    module, or of anything that is neither installed nor of Python itself."""
-    package = module.partition(".")[0]
-    lines = [
-        f"in {frame.f_code.co_filename}, line {number}"
-        for frame, number in traceback.walk_tb(error.__traceback__)
-        if frame.f_globals.get("__name__", "").partition(".")[0] == package
-        or not frame.f_code.co_filename.startswith(_OTHERS)
-    ]
-    return lines[-1:]
 
 
 def read_rules(path: str) -> tuple[Pairs | None, Pairs]:

@@ -18,17 +18,18 @@ import numpy as np
 from reshard.arrays.boxes import Shape
 from reshard.arrays.derived import constant
 from reshard.arrays.handle import ArrayHandle
-from reshard.arrays.operations import Crop
+from reshard.arrays.operations import Apply, Crop
 from reshard.checkpoint import Checkpoint, Leaf, describe
 from reshard.convert.by_order import by_order, order_warning, with_order
 from reshard.convert.decision import Decision, decide
 from reshard.convert.initial_values import initial_values
 from reshard.convert.layout import Layout, detect
-from reshard.convert.leafmap import LeafMap, an_array
+from reshard.convert.leafmap import LeafMap, Output, an_array
 from reshard.convert.mapwriter import write_map
 from reshard.convert.model import Goal, goal_of
 from reshard.convert.model_run import Arguments, Run, linen_run, nnx_run
 from reshard.convert.outputs import OutputComparison, compare_outputs
+from reshard.convert.pairing import listed
 from reshard.convert.roundtrip import (
     from_record,
     has_record,
@@ -378,6 +379,7 @@ def _made(
             made[place] = _beside(constant(place, values, like, impl), like)
         if initial.peak >= _TOLD_PEAK:
             notes.append(f"computing initial values takes at most {format_bytes(initial.peak)}")
+    notes += _applied_notes(decided.map)
     made |= decided.empty
     order = list(made) if goal is None else sorted(made, key=_order(goal, decided.prefix))
     check_lists(made)
@@ -407,6 +409,19 @@ def _made(
         kind,
         tuple(warnings),
     )
+
+
+def _applied_notes(found: LeafMap) -> list[str]:
+    """What the user should know of functions that make leaves."""
+    names: dict[str, list[Path]] = {}
+    for path, value in found.values.items():
+        for call in LeafMap({path: value}).calls() if isinstance(value, Output) else ():
+            if isinstance(call.operation, Apply):
+                names.setdefault(call.operation.name, []).append(path)
+    return [
+        f"`{name}` makes the values of {listed(list(dict.fromkeys(paths)))}, a whole leaf at a time"
+        for name, paths in names.items()
+    ]
 
 
 def _checked(made: Conversion, model: Any, source: Any, check: Any) -> Checkpoint:

@@ -7,7 +7,17 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from reshard.arrays.boxes import Shape
-from reshard.arrays.operations import Concat, Crop, Pad, Reshape, Split, Stack, Transpose, Unstack
+from reshard.arrays.operations import (
+    Apply,
+    Concat,
+    Crop,
+    Pad,
+    Reshape,
+    Split,
+    Stack,
+    Transpose,
+    Unstack,
+)
 from reshard.convert.replacement import (
     Pattern,
     Replacement,
@@ -168,7 +178,7 @@ class Rule:
     patterns: tuple[Pattern, ...]
     to: Replacement | None = None
     drop: bool = False
-    each: tuple[Transpose | Reshaped | Pad | Crop, ...] = ()
+    each: tuple[Apply | Transpose | Reshaped | Pad | Crop, ...] = ()
     regroup: Divided | Gathered | None = None
     nest: Nest | None = None
 
@@ -300,8 +310,10 @@ def _undone(rule: Rule, sources: Sequence[str]) -> list[Rule]:
 
 
 def _undone_each(
-    kind: Transpose | Reshaped | Pad | Crop,
+    kind: Apply | Transpose | Reshaped | Pad | Crop,
 ) -> Transpose | Reshaped | Pad | Crop:
+    if isinstance(kind, Apply):
+        raise TreeMismatchError(f"what `{kind.name}` makes cannot be run backwards")
     if isinstance(kind, Reshaped):
         if kind.before is None:
             raise TreeMismatchError("`reshape` does not say the shape that it is `from`")

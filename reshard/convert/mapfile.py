@@ -15,6 +15,8 @@ A rule has the key `from`, a regex that is searched for in printed paths (for `c
 it may be a list of them), and some of these, which are done in this order:
 
     drop = true                                         the leaf is left out; nothing else then
+    apply = 'package.module:function'                   what it makes, of the same shape and dtype
+    apply = { function = '...', shape = [8, 4], dtype = 'bfloat16' }    ... or of these
     transpose = [1, 0]                                  axis i of the result is this axis
     reshape = [8, -1]                                   the same elements in another shape
     reshape = { from = [8, 2, 4], to = [8, 8] }         ... of leaves that have the first
@@ -40,18 +42,20 @@ number is in, and the place there. `nest = { sizes = [3, 4, 6, 3], outer = 1, in
 import os
 import tomllib
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from reshard.arrays.axis_tuples import MOST_AXES
-from reshard.arrays.operations import Crop, Pad, Transpose
+from reshard.arrays.dtypes import parse_dtype
+from reshard.arrays.operations import Apply, Crop, Pad, Transpose
 from reshard.convert.map_rules import Divided, Gathered, Map, Nest, Reshaped, Rule
 from reshard.convert.replacement import Pattern, Replacement, parse_pattern, parse_replacement
-from reshard.errors import ArgumentError
+from reshard.convert.user_code import load, source_hash
+from reshard.errors import ArgumentError, ReshardError
 from reshard.tree import split_path
 
 _EXAMPLE = "\n      ".join(["[[rule]]", r"from = '^params/layer_(\d+)/'", r"to = 'layers/\1/'"])
 _REGROUP = ("split", "unstack", "concat", "stack")
-_EACH = ("transpose", "reshape", "pad", "crop")
+_EACH = ("apply", "transpose", "reshape", "pad", "crop")
 # Tables and lists inside one another, of which files of rules have six.
 _MAX_LEVELS = 50
 _LARGEST = 1 << 63
@@ -147,6 +151,7 @@ _NEW_SHAPE: Form = (
     lambda v: _INTS[0](v) and v.count(-1) <= 1 and all(size >= -1 for size in v),
     "a list of sizes, of which one may be -1",
 )
+_APPLY: Form = (lambda v: _is_text(v) or _TABLE[0](v), "a function, or a table with one")
 _RESHAPE: Form = (
     lambda v: _TABLE[0](v) or _NEW_SHAPE[0](v),
     "a list of sizes, of which one may be -1, or a table",
@@ -278,8 +283,9 @@ def _nest(entry: _Table, patterns: Sequence[Pattern]) -> Nest | None:
     return Nest(tuple(sizes), flat, outer, inner)
 
 
-def _each(entry: _Table) -> tuple[Transpose | Reshaped | Pad | Crop, ...]:
-    each: list[Transpose | Reshaped | Pad | Crop] = []
+def _each(entry: _Table) -> tuple[Apply | Transpose | Reshaped | Pad | Crop, ...]:
+    each: list[Apply | Transpose | Reshaped | Pad | Crop] = []
+    each += _applied(entry)
     axes = entry.take("transpose", _INTS)
     if axes is not None:
         each.append(Transpose(tuple(axes)))
@@ -301,6 +307,32 @@ def _each(entry: _Table) -> tuple[Transpose | Reshaped | Pad | Crop, ...]:
     if any(isinstance(kind, Reshaped) and len(kind.to) > MOST_AXES for kind in each):
         entry.wrong(f"`reshape`: arrays have {MOST_AXES} axes at most")
     return tuple(each)
+
+
+def _applied(entry: _Table) -> list[Apply]:
+    """The function of a rule, which is imported."""
+    value = entry.take("apply", _APPLY)
+    if value is None:
+        return []
+    shape = dtype = None
+    if isinstance(value, dict):
+        table = _Table(f"{entry.label}: `apply`", value, entry.problems)
+        value = table.take("function", _TEXT, needed=True)
+        shape, name = table.take("shape", _SIZES), table.take("dtype", _TEXT)
+        table.nothing_else()
+        try:
+            dtype = None if name is None else parse_dtype(name)
+        except ArgumentError as error:
+            table.wrong(error.summary)
+    try:
+        function: Any = None if value is None else load(value, "apply")
+    except ReshardError as error:
+        entry.wrong("; ".join([error.summary, *error.problems]))
+        return []
+    if not callable(function):
+        entry.wrong(f"`apply`: {value} is no function")
+    shape = None if shape is None else tuple(shape)
+    return [Apply(cast(Any, function), str(value), shape, dtype, source_hash(function))]
 
 
 def _divided(

@@ -6,6 +6,7 @@ from typing import Any
 
 from reshard.arrays.boxes import Shape
 from reshard.arrays.operations import (
+    Apply,
     Concat,
     Constant,
     Crop,
@@ -98,6 +99,10 @@ def _operation(
         case Stack():
             names = {"names": operation.names} if operation.names else {}
             return "stack", {"axis": operation.axis} | names
+        case Apply(name=name, shape=shape, dtype=dtype):
+            sizes = {} if shape is None else {"shape": shape}
+            kind = {} if dtype is None else {"dtype": dtype.name}
+            return "apply", {"function": name, **sizes, **kind} if sizes or kind else name
         case Constant():
             raise TreeMismatchError(f"no map can hold the values of {' and '.join(paths)}")
 

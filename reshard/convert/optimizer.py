@@ -16,6 +16,7 @@ import numpy as np
 
 from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import array_text
+from reshard.arrays.operations import Apply
 from reshard.convert.leafmap import (
     Call,
     LeafMap,
@@ -390,6 +391,8 @@ class _Subtree:
         paths = tuple(path for held in there for path in held.paths)
         if not valued:
             return [_Held(paths)] * len(call.shapes)
+        if isinstance(call.operation, Apply):
+            return f"its parameter is given to `{call.operation.name}`, which is for that alone"
         first, values = valued[0], [held.value for held in valued if held.value is not None]
         before, moments = [v.shape for v in call.inputs], [value.shape for value in values]
         unused = [

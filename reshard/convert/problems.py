@@ -2,10 +2,12 @@
 no source, or another shape or dtype.
 """
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from reshard.arrays.handle import ArrayHandle
+from reshard.arrays.operations import Apply
 from reshard.checkpoint import Checkpoint, describe
 from reshard.convert.align import Alignment
 from reshard.convert.layout import Layout
@@ -191,12 +193,24 @@ def differences(
       above: what paths of the result are below, as they are told of.
     """
     origins: dict[int, ArrayHandle] = {}
+    made_by: dict[int, Apply] = {}  # calls whose inputs were made by a function
 
     def source_of(value: Source | Output) -> ArrayHandle:
         return sources[value.path] if isinstance(value, Source) else origins[id(value.call)]
 
     for call in found.calls():
         first, *others = (source_of(v) for v in call.inputs if not isinstance(v, Zeros))
+        own = [
+            made_by[id(v.call)]
+            for v in call.inputs
+            if isinstance(v, Output) and id(v.call) in made_by
+        ]
+        if isinstance(call.operation, Apply):
+            own = [call.operation]
+            if call.operation.dtype is not None:
+                first = dataclasses.replace(first, dtype=call.operation.dtype)
+        if own:
+            made_by[id(call)] = own[0]
         origins[id(call)] = first
         for other in others:
             if other.dtype != first.dtype:
@@ -208,6 +222,7 @@ def differences(
         wanted, source, shape = targets.get(path), source_of(value), value.shape
         if not isinstance(wanted, TargetLeaf) or wanted.kind not in ("array", "key"):
             continue
+        function = made_by.get(id(value.call)) if isinstance(value, Output) else None
         name = format_path(source.path)
         both = f"{name} -> {format_path((*above, *path))}"
         if wanted.kind == "key":
@@ -215,7 +230,19 @@ def differences(
                 keys = f"{source.key_impl} keys" if source.key_impl else source.dtype.name
                 yield f"{both}: {keys}, the model has {wanted}", ""
         elif tuple(shape) != wanted.shape:
-            yield f"{both}: shape {list(shape)}, the model has {list(wanted.shape)}", ""
+            yield (
+                f"{both}: shape {list(shape)}, the model has {list(wanted.shape)}",
+                "" if function is None else _says(function, "shape", list(wanted.shape)),
+            )
         elif source.dtype != wanted.dtype:
             hint = Hint(("cast", str(wanted.dtype), name))
+            if function is not None:
+                hint = _says(function, "dtype", str(wanted.dtype))
             yield f"{both}: dtype {source.dtype.name}, the model has {wanted.dtype}", hint
+
+
+def _says(function: Apply, key: str, value: Any) -> str:
+    """How a rule says what a function makes, if that is not what it is given."""
+    return (
+        f"apply = {{ function = '{function.name}', {key} = {value!r} }}, if that is what it makes"
+    )

@@ -21,6 +21,7 @@ from reshard.arrays.axis_tuples import MOST_AXES
 from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle, array_text
 from reshard.arrays.operations import (
+    Apply,
     Concat,
     Pad,
     Reshape,
@@ -394,7 +395,9 @@ def _row_json(row: Row) -> dict[str, Any]:
         "from": [list(path) for path in row.inputs],
         "to": [list(path) for path in row.outputs],
     }
-    if row.operation is not None:
+    if isinstance(row.operation, Apply):
+        document["Apply"] = {"function": row.operation.name}  # to be told, and never imported
+    elif row.operation is not None:
         document[type(row.operation).__name__] = dataclasses.asdict(row.operation)
     return document
 
@@ -408,8 +411,9 @@ def _map(document: Mapping[str, Any], shapes: Mapping[Path, Shape]) -> LeafMap:
     )
     vanish, appear = (_zeros(document[name]) for name in ("vanish", "appear"))
     inside = {new: shapes[old] for old, new in enter.items()}
+    rows = list(map(_row, document["steps"]))
     try:
-        made = from_rows(list(map(_row, document["steps"])), inside)
+        made = from_rows(rows, inside)
     except TreeMismatchError as error:
         raise ValueError("; ".join(error.problems)) from error
     found = renaming(enter, shapes).then(made).then(renaming(leave, made.shapes))
@@ -425,6 +429,12 @@ def _zeros(entries: list[Any]) -> dict[Path, Zeros]:
 
 def _row(document: Mapping[str, Any]) -> Row:
     inputs, outputs = (tuple(map(_path, document[name])) for name in ("from", "to"))
+    if "Apply" in document:
+        raise TreeMismatchError(
+            f"{format_path(outputs[0])} was made by a function of a map, "
+            f"{document['Apply']['function']!r:.80}, which no record runs",
+            hints=[Hint(("map_file",), " with ", ("model",), ", the map that names it")],
+        )
     for operation in _OPERATIONS:
         if operation.__name__ in document:
             given = document[operation.__name__]

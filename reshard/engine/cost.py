@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from reshard.arrays.boxes import Box, Shape
-from reshard.arrays.derived import stored_boxes
+from reshard.arrays.derived import applied_boxes, stored_boxes
 from reshard.arrays.handle import ArrayHandle, Derived
 from reshard.engine.plan import grid_boxes
 
@@ -110,7 +110,7 @@ def _hull(one: Ranges, other: Ranges) -> Ranges:
 
 
 def chunks_of(handle: ArrayHandle, box: Box) -> list[Chunks]:
-    """The stored chunks that a box is decoded from."""
+    """The stored chunks that a box is decoded from; and what functions make on the way to it."""
     found = []
     for stored, data, part in stored_boxes(handle, box):
         shape, chunk = stored.shape, stored.chunk_shape
@@ -119,7 +119,19 @@ def chunks_of(handle: ArrayHandle, box: Box) -> list[Chunks]:
         decoded = math.prod(chunk) * stored.stored_dtype.itemsize
         chunk_bytes = decoded + data.store.largest_chunk(data.name)
         found.append(Chunks((id(data.store), data.name), ranges, shape, chunk, chunk_bytes))
+    for made in applied_boxes(handle, box):
+        found.append(_applied(made))
     return found
+
+
+def _applied(made: ArrayHandle) -> Chunks:
+    """A whole array that a function makes, as a chunk without elements of its own: what it is given
+    and what it makes, each as much again for what it computes."""
+    assert isinstance(made.data, Derived)
+    (given,) = made.data.inputs
+    read = math.prod(given.shape) * given.read_dtype.itemsize
+    chunk_bytes = 2 * (read + math.prod(made.shape) * made.stored_dtype.itemsize)
+    return Chunks((id(made.data.outputs), ""), ((0, 1),), (0,), (1,), chunk_bytes)
 
 
 def total(chunks: Iterable[Chunks]) -> Decoded:

@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorstore as ts
 
-from reshard.errors import CheckpointFormatError, CorruptCheckpointError
+from reshard.errors import CheckpointFormatError, CorruptCheckpointError, ReshardError
 from reshard.storage import posix
 from reshard.storage.posix import Entry
 from reshard.units import format_bytes
@@ -30,6 +30,8 @@ def checked(future: ts.Future, what: str) -> Any:
     """The result of a read; raises CorruptCheckpointError, about `what`, if it fails."""
     try:
         return future.result()
+    except ReshardError:  # of a function of the user's, on the way
+        raise
     except ValueError as error:
         raise CorruptCheckpointError(f"{what} cannot be read", [first_line(error)]) from error
 

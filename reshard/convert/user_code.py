@@ -1,0 +1,98 @@
+"""Code of the user's: models, and functions that a map file names. Nothing else is imported: no
+checkpoint and no record of one names any."""
+
+import hashlib
+import importlib
+import inspect
+import pathlib
+import sys
+import sysconfig
+import traceback
+from typing import Any
+
+from reshard.errors import ReshardError
+
+# Where code is that is not the user's; `<` begins what is no file.
+_OTHERS = (
+    "<",
+    str(pathlib.Path(__file__).parents[1]),
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
+
+
+def load(name: str, what: str) -> Any:
+    """What `package.module:name` or `path/to/file.py:name` names. Runs its code.
+
+    Args:
+      name: the name.
+      what: what has it, in errors: an option, or a key of a map file.
+
+    Raises:
+      ReshardError: it cannot be imported.
+    """
+    module, attribute = _parts(name)
+    if not module or not attribute:
+        raise ReshardError(
+            f"{what} {name}: that is not `package.module:callable`",
+            hints=[f"{what} my_project.model:create_train_state"],
+        )
+    file = pathlib.Path(module).absolute() if module.endswith(".py") else None
+    places = "the current directory and on PYTHONPATH"
+    if file is not None:
+        if not file.is_file():
+            raise ReshardError(f"{what} {name}: there is no such file")
+        sys.path.insert(0, str(file.parent))
+        module, places = file.stem, f"{file.parent}, {places}"
+    try:
+        found: Any = importlib.import_module(module)
+        origin = getattr(found, "__file__", None)
+        if file is not None and (origin is None or not file.samefile(origin)):
+            raise ReshardError(
+                f"{what} {name}: another module has the name `{module}`",
+                [origin or "it is built in"],
+                ["give the file another name"],
+            )
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except ReshardError:
+        raise
+    except (ImportError, AttributeError) as error:
+        raise ReshardError(
+            f"{what} {name}: it cannot be imported",
+            [str(error), *own_line(error, module)],
+            [f"modules are looked for in {places}"],
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise ReshardError(
+            f"{what} {name}: importing it raised {type(error).__name__}",
+            [str(error), *own_line(error, module)],
+        ) from error
+    return found
+
+
+def _parts(name: str) -> tuple[str, str]:
+    """The module, or its file, and the name in it."""
+    module, _, attribute = name.rpartition(":")
+    return module, attribute
+
+
+def own_line(error: BaseException, module: str) -> list[str]:
+    """The last line of the user's own code that an error came through, if any: of the package of a
+    module, or of anything that is neither installed nor of Python itself."""
+    package = module.partition(".")[0]
+    lines = [
+        f"in {frame.f_code.co_filename}, line {number}"
+        for frame, number in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] == package
+        or not frame.f_code.co_filename.startswith(_OTHERS)
+    ]
+    return lines[-1:]
+
+
+def source_hash(function: Any) -> str:
+    """A hash of the source of the module that a function is defined in; empty if it has none."""
+    try:
+        source = inspect.getsource(inspect.getmodule(function) or function)
+    except (OSError, TypeError):
+        return ""
+    return hashlib.sha256(source.encode()).hexdigest()

@@ -1,0 +1,286 @@
+"""`apply` in a map: a function of the user's makes the values of leaves."""
+
+import sys
+
+import in_process
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training import train_state
+
+import reshard
+from reshard.convert.conversion import conversion
+from reshard.engine.cost import decoded_together
+from reshard.writer.journal import fingerprint
+
+SHAPE = (12, 5)
+FUNCTIONS = """
+import numpy as np
+
+CALLS = []
+
+
+def normalised(x):
+    CALLS.append(x.dtype.name)
+    return x / np.linalg.norm(x.astype("f4"), axis=-1, keepdims=True).astype(x.dtype)
+
+
+def halves(x):
+    return x[:, :4].astype("f2")
+
+
+def fails(x):
+    raise KeyError("no such thing")
+
+
+NUMBER = 3
+"""
+
+
+class Codebook(nnx.Module):
+    def __init__(self, rngs, shape=SHAPE, dtype=jnp.float32):
+        self.codes = nnx.Param(jnp.ones(shape, dtype))
+        self.out = nnx.Linear(3, 4, rngs=rngs)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A directory with functions, and a checkpoint of Linen's, with an optimizer and an average."""
+    directory = tmp_path_factory.mktemp("project")
+    (directory / "functions.py").write_text(FUNCTIONS)
+    rng = np.random.default_rng(0)
+
+    def values(*shape):
+        return rng.normal(size=shape).astype("f4")
+
+    params = {"codes": values(*SHAPE), "out": {"kernel": values(3, 4), "bias": values(4)}}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(directory / "linen", {"params": params})
+        state = train_state.TrainState.create(
+            apply_fn=None, params=jax.tree.map(jnp.asarray, params), tx=optax.adam(1e-3)
+        )
+        checkpointer.save(directory / "trained", jax.tree.map(np.asarray, state))
+    return directory, params
+
+
+@pytest.fixture(autouse=True)
+def inside(project):
+    with in_process.inside(project[0]) as patch:
+        patch.syspath_prepend(str(project[0]))
+        yield
+
+
+def map_of(tmp_path, rule, head=""):
+    file = tmp_path / "map.toml"
+    file.write_text(f"{head}\n[[rule]]\nfrom = '^params/codes$'\nto = 'codes'\n{rule}\n")
+    return file
+
+
+NORMALISED = "apply = 'functions:normalised'"
+
+
+def normalised(x):
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def read(ckpt, path):
+    return ckpt[path].view().read().result()
+
+
+def test_the_function_is_called_once_a_leaf_whatever_the_mesh(project, tmp_path):
+    _, params = project
+    ckpt = reshard.to_nnx("linen", Codebook, map_file=map_of(tmp_path, NORMALISED))
+    assert "functions" in sys.modules and sys.modules["functions"].CALLS == []
+    assert (
+        ckpt.notes[0]
+        == "`functions:normalised` makes the values of codes/value, a whole leaf at a time"
+    )
+    split = reshard.to_mesh(ckpt, "a=4", specs=[("codes", [None, None]), ("", [])])
+    planned = reshard.save(split, tmp_path / "out", max_memory="1MiB", chunks=64)
+    assert sys.modules["functions"].CALLS == ["float32"]
+    assert planned.peak_memory >= 4 * 4 * 60
+    out = reshard.open(tmp_path / "out")
+    assert out["codes/value"].chunk_shape != SHAPE
+    np.testing.assert_array_equal(read(out, "codes/value"), normalised(params["codes"]))
+    np.testing.assert_array_equal(read(out, "out/kernel/value"), params["out"]["kernel"])
+    assert reshard.verify(tmp_path / "out").ok
+    made = reshard.digest(tmp_path / "out").digests[("codes", "value")]
+    assert made == reshard.digest(ckpt).digests[("codes", "value")]
+
+
+def test_what_it_makes_may_have_another_shape_and_dtype(project, tmp_path):
+    _, params = project
+    rule = "apply = { function = 'functions:halves', shape = [12, 4], dtype = 'float16' }\n"
+    made = map_of(tmp_path, rule + "transpose = [1, 0]")
+
+    def model():
+        return Codebook(nnx.Rngs(0), (4, 12), jnp.float16)
+
+    out = reshard.to_nnx("linen", model, map_file=made)
+    expected = params["codes"][:, :4].astype("f2").T
+    np.testing.assert_array_equal(read(out, "codes/value"), expected)
+    assert read(out, "codes/value")[1:3].tobytes() == expected[1:3].tobytes()
+
+
+def test_what_it_makes_must_be_what_the_model_has(tmp_path):
+    def model():
+        return Codebook(nnx.Rngs(0), dtype=jnp.bfloat16)
+
+    with pytest.raises(reshard.TreeMismatchError) as info:
+        reshard.to_nnx("linen", model, map_file=map_of(tmp_path, NORMALISED))
+    assert info.value.problems == ("params/codes -> codes: dtype float32, the model has bfloat16",)
+    assert info.value.hints == (
+        "apply = { function = 'functions:normalised', dtype = 'bfloat16' }, if that is what it "
+        "makes",
+    )
+    said = "apply = { function = 'functions:normalised', dtype = 'bfloat16' }"
+    ckpt = reshard.to_nnx("linen", model, map_file=map_of(tmp_path, said))
+    with pytest.raises(reshard.ReshardError, match="`functions:normalised` made") as info:
+        reshard.save(ckpt, tmp_path / "out")
+    assert "made float32[12, 5] of float32[12, 5], and bfloat16[12, 5] was to be made" in str(
+        info.value
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_it_is_given_what_was_cast(project, tmp_path):
+    _, params = project
+    cast = reshard.cast(reshard.open("linen"), "bfloat16", "params/codes")
+
+    def model():
+        return Codebook(nnx.Rngs(0), dtype=jnp.bfloat16)
+
+    ckpt = reshard.to_nnx(cast, model, map_file=map_of(tmp_path, NORMALISED))
+    found = read(ckpt, "codes/value")
+    assert sys.modules["functions"].CALLS[-1] == "bfloat16"
+    given = params["codes"].astype(ml_dtypes.bfloat16)
+    norm = np.linalg.norm(given.astype("f4"), axis=-1, keepdims=True)
+    assert found.tobytes() == (given / norm.astype(ml_dtypes.bfloat16)).tobytes()
+
+
+def test_optimizer_state_does_not_follow_through_a_function(project, tmp_path):
+    adam = optax.adam(1e-3)
+
+    def training():
+        model = Codebook(nnx.Rngs(0))
+        return {"model": model, "optimizer": nnx.Optimizer(model, adam, wrt=nnx.Param)}
+
+    file = map_of(tmp_path, NORMALISED)
+    with pytest.raises(reshard.TreeMismatchError) as info:
+        reshard.to_nnx("trained", training, map_file=file)
+    assert [problem for problem in info.value.problems if "functions" in problem] == [
+        f"opt_state/0/{name}/codes: its parameter is given to `functions:normalised`, which is for "
+        "that alone"
+        for name in ("mu", "nu")
+    ]
+    moments = "opt_state/0/*/codes"
+    ckpt = reshard.to_nnx(
+        "trained", training, map_file=file, drop=moments, init=f"optimizer/{moments}"
+    )
+    assert not read(ckpt, "optimizer/opt_state/0/mu/codes/value").any()
+    np.testing.assert_array_equal(read(ckpt, "model/codes/value"), normalised(project[1]["codes"]))
+
+
+def test_a_checkpoint_tells_of_the_function_and_never_has_it_run(project, tmp_path):
+    file = map_of(tmp_path, NORMALISED)
+    ckpt = reshard.to_nnx("linen", Codebook, map_file=file)
+    reshard.save(ckpt, tmp_path / "out")
+    metadata = reshard.open(tmp_path / "out").source.metadata["custom_metadata"]
+    assert {"function": "functions:normalised"} in [
+        step.get("Apply") for step in metadata["reshard.linen"]["route"]["steps"]
+    ]
+    del sys.modules["functions"]
+    with pytest.raises(reshard.TreeMismatchError, match="was made by a function of a map, 'func"):
+        reshard.to_linen(tmp_path / "out")
+    status, _, err = in_process.command(["verify", str(tmp_path / "out"), "--against", "linen"])
+    assert status == 2 and "codes/value was made by a function of a map" in err
+    assert "functions" not in sys.modules
+    words = ["verify", str(tmp_path / "out"), "--against", "linen", "--map", str(file)]
+    assert in_process.command(words)[0] == 0
+    assert "functions" in sys.modules
+    sys.modules["functions"].normalised.__globals__["np"] = None  # it is called
+    assert in_process.command(words)[0] != 0
+
+
+def test_another_version_of_the_function_makes_another_job(project, tmp_path):
+    file = map_of(tmp_path, NORMALISED)
+
+    def job():
+        ckpt = reshard.to_nnx("linen", Codebook, map_file=file)
+        return fingerprint(reshard.plan(ckpt, tmp_path / "out"))
+
+    before = job()
+    assert job() == before
+    source = project[0] / "functions.py"
+    source.write_text(FUNCTIONS.replace("axis=-1", "axis=0"))
+    try:
+        del sys.modules["functions"]
+        assert job()["plan"] != before["plan"]
+    finally:
+        source.write_text(FUNCTIONS)
+        del sys.modules["functions"]
+
+
+def test_the_whole_leaf_is_counted_before_and_after(tmp_path):
+    plain = reshard.to_nnx("linen", Codebook)
+    ckpt = reshard.to_nnx("linen", Codebook, map_file=map_of(tmp_path, NORMALISED))
+    costs = [decoded_together([c["codes/value"]]) for c in (plain, ckpt)]
+    assert costs[1].nbytes - costs[0].nbytes == 2 * (240 + 240)
+    assert costs[1].elements == costs[0].elements
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        (
+            "functions:gone",
+            "apply functions:gone: it cannot be imported; module 'functions' has no",
+        ),
+        ("nowhere:f", "apply nowhere:f: it cannot be imported; No module named 'nowhere'"),
+        ("functions", "apply functions: that is not `package.module:callable`"),
+        ("functions:NUMBER", "`apply`: functions:NUMBER is no function"),
+    ],
+)
+def test_functions_that_there_are_not(tmp_path, function, problem):
+    with pytest.raises(reshard.ArgumentError) as info:
+        reshard.to_nnx("linen", Codebook, map_file=map_of(tmp_path, f"apply = '{function}'"))
+    (found,) = info.value.problems
+    assert found.startswith(f"rule 1, `^params/codes$`: {problem}")
+
+
+def test_a_function_that_fails_leaves_nothing(tmp_path):
+    ckpt = reshard.to_nnx("linen", Codebook, map_file=map_of(tmp_path, "apply = 'functions:fails'"))
+    with pytest.raises(reshard.ReshardError, match=r"`functions:fails` failed on float32\[12, 5\]"):
+        reshard.save(ckpt, tmp_path / "out")
+    assert list(tmp_path.glob("out*")) == []
+
+
+def test_no_function_is_run_backwards(tmp_path):
+    reshard.save(reshard.to_nnx("linen", Codebook), tmp_path / "nnx")
+    file = map_of(tmp_path, NORMALISED, 'to = "nnx"')
+
+    def linen():
+        dense = nn.Dense(4).init(jax.random.key(0), jnp.ones((1, 3)))
+        return {"params": {"codes": jnp.ones(SHAPE), "out": dense["params"]}}
+
+    with pytest.raises(reshard.TreeMismatchError, match="`functions:normalised` makes cannot be"):
+        reshard.to_linen(tmp_path / "nnx", map_file=file)
+    with pytest.raises(reshard.TreeMismatchError, match="`functions:normalised` makes cannot be"):
+        reshard.to_linen(tmp_path / "nnx", linen, map_file=file)
+
+
+def test_the_whole_map_names_the_function(tmp_path):
+    made = conversion("linen", "nnx", Codebook, map_file=map_of(tmp_path, NORMALISED))
+    assert str([row for row in made.map.rows() if row.operation][0]) == (
+        "params/codes -> codes  apply functions:normalised"
+    )
+    again = tmp_path / "again.toml"
+    again.write_text(made.map_text())
+    assert NORMALISED in made.map_text()
+    assert conversion("linen", "nnx", Codebook, map_file=again).map.values == made.map.values
