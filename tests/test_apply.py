@@ -1,5 +1,6 @@
 """`apply` in a map: a function of the user's makes the values of leaves."""
 
+import pickle
 import sys
 
 import in_process
@@ -110,8 +111,12 @@ def test_the_function_is_called_once_a_leaf_whatever_the_mesh(project, tmp_path)
     np.testing.assert_array_equal(read(out, "codes/value"), normalised(params["codes"]))
     np.testing.assert_array_equal(read(out, "out/kernel/value"), params["out"]["kernel"])
     assert reshard.verify(tmp_path / "out").ok
-    made = reshard.digest(tmp_path / "out").digests[("codes", "value")]
-    assert made == reshard.digest(ckpt).digests[("codes", "value")]
+    assert reshard.digest(tmp_path / "out") == reshard.digest(ckpt)
+    assert reshard.diff(ckpt, tmp_path / "out", values=True).equal
+    restored = reshard.restore(ckpt, Codebook(nnx.Rngs(0)))
+    np.testing.assert_array_equal(restored.codes[...], normalised(params["codes"]))
+    plan = reshard.plan(split, tmp_path / "again", max_memory="1MiB", chunks=64)
+    assert fingerprint(pickle.loads(pickle.dumps(plan))) == fingerprint(plan)
 
 
 def test_what_it_makes_may_have_another_shape_and_dtype(project, tmp_path):
@@ -201,6 +206,8 @@ def test_a_checkpoint_tells_of_the_function_and_never_has_it_run(project, tmp_pa
     status, _, err = in_process.command(["verify", str(tmp_path / "out"), "--against", "linen"])
     assert status == 2 and "codes/value was made by a function of a map" in err
     assert "functions" not in sys.modules
+    with file.open("a") as more:
+        more.write("[[rule]]\nfrom = '^params/out/'\nto = 'out/'\n")
     words = ["verify", str(tmp_path / "out"), "--against", "linen", "--map", str(file)]
     assert in_process.command(words)[0] == 0
     assert "functions" in sys.modules
@@ -261,14 +268,25 @@ def test_a_function_that_fails_leaves_nothing(tmp_path):
     assert list(tmp_path.glob("out*")) == []
 
 
+def linen():
+    dense = nn.Dense(4).init(jax.random.key(0), jnp.ones((1, 3)))
+    return {"params": {"codes": jnp.ones(SHAPE), "out": dense["params"]}}
+
+
+def test_a_map_to_linen_has_functions_too(project, tmp_path):
+    reshard.save(reshard.to_nnx("linen", Codebook), tmp_path / "nnx")
+    file = tmp_path / "map.toml"
+    rule = f"from = '^codes$'\nto = 'params/codes'\n{NORMALISED}\n"
+    file.write_text(f"to = 'linen'\n[[rule]]\n{rule}")
+    ckpt = reshard.to_linen(tmp_path / "nnx", linen, map_file=file)
+    np.testing.assert_array_equal(read(ckpt, "params/codes"), normalised(project[1]["codes"]))
+    with pytest.raises(reshard.TreeMismatchError, match="`functions:normalised` makes cannot be"):
+        reshard.to_nnx("linen", Codebook, map_file=file)
+
+
 def test_no_function_is_run_backwards(tmp_path):
     reshard.save(reshard.to_nnx("linen", Codebook), tmp_path / "nnx")
     file = map_of(tmp_path, NORMALISED, 'to = "nnx"')
-
-    def linen():
-        dense = nn.Dense(4).init(jax.random.key(0), jnp.ones((1, 3)))
-        return {"params": {"codes": jnp.ones(SHAPE), "out": dense["params"]}}
-
     with pytest.raises(reshard.TreeMismatchError, match="`functions:normalised` makes cannot be"):
         reshard.to_linen(tmp_path / "nnx", map_file=file)
     with pytest.raises(reshard.TreeMismatchError, match="`functions:normalised` makes cannot be"):
@@ -277,9 +295,8 @@ def test_no_function_is_run_backwards(tmp_path):
 
 def test_the_whole_map_names_the_function(tmp_path):
     made = conversion("linen", "nnx", Codebook, map_file=map_of(tmp_path, NORMALISED))
-    assert str([row for row in made.map.rows() if row.operation][0]) == (
-        "params/codes -> codes  apply functions:normalised"
-    )
+    (row,) = (row for row in made.map.rows() if row.operation)
+    assert str(row) == "params/codes -> codes  apply functions:normalised"
     again = tmp_path / "again.toml"
     again.write_text(made.map_text())
     assert NORMALISED in made.map_text()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.checkpoint import Checkpoint
-from reshard.cli.model_argument import load_model, model_errors
+from reshard.cli.model_argument import load_model, look_here, model_errors
 from reshard.cli.options import options
 from reshard.convert.layout import KINDS
 
@@ -74,6 +74,7 @@ def converter(to: str, flags: dict[str, Any]) -> Callable[..., "Conversion"]:
     def convert(ckpt: Checkpoint, drop: Sequence[str] = ()) -> "Conversion":
         from reshard.convert.conversion import conversion
 
+        look_here()  # for the functions of a map
         with model_errors("--model", model):
             loaded, of_source = models()
             return conversion(
