@@ -9,8 +9,8 @@ import click
 
 from reshard.checkpoint import Checkpoint
 from reshard.cli.conversion_options import conversion_options, converter
-from reshard.cli.job import job_options, laid_out, prepared, run
 from reshard.cli.flags import as_flags
+from reshard.cli.job import job_options, laid_out, prepared, run
 from reshard.convert.conversion import Conversion
 from reshard.errors import DestinationExistsError, ReshardError
 from reshard.tree import format_path

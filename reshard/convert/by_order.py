@@ -1,5 +1,5 @@
-"""What of a conversion went by the order of modules of one class: a warning to whoever converts, and
-a record in the result, until somebody has compared outputs.
+"""What of a conversion went by the order of modules of one class: a warning to whoever converts,
+and a record in the result, until somebody has compared outputs.
 """
 
 from typing import Any, NamedTuple
