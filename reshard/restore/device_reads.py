@@ -84,7 +84,8 @@ def read_arrays(
             found.append(error)
     if found:
         raise CorruptCheckpointError("stored chunks are missing", [str(error) for error in found])
-    largest = max((decoded_together([load.handle]).nbytes for load in loads), default=0)
+    chunks = (decoded_together([load.handle]).nbytes for load in loads)
+    largest = max(chunks, default=0) + READ_OVERHEAD
     limit = in_flight(sys.maxsize if max_memory is None else max_memory, cores(), largest)
     groups = _arranged(loads, limit // WINDOW, max_memory)
     if max_memory is not None:
