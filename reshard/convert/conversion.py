@@ -13,23 +13,20 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from reshard.arrays.boxes import Shape
 from reshard.arrays.derived import constant
 from reshard.arrays.handle import ArrayHandle
-from reshard.arrays.operations import Apply, Crop
+from reshard.arrays.operations import Crop
 from reshard.checkpoint import Checkpoint, Leaf, describe
 from reshard.convert.by_order import by_order, order_warning, with_order
 from reshard.convert.decision import Decision, decide
 from reshard.convert.initial_values import initial_values
 from reshard.convert.layout import Layout, detect
-from reshard.convert.leafmap import LeafMap, Output, an_array
+from reshard.convert.leafmap import LeafMap, an_array
 from reshard.convert.mapwriter import write_map
 from reshard.convert.model import Goal, goal_of
 from reshard.convert.model_run import Arguments, Run, linen_run, nnx_run
 from reshard.convert.outputs import OutputComparison, compare_outputs
-from reshard.convert.pairing import listed
 from reshard.convert.roundtrip import (
     from_record,
     has_record,
@@ -37,11 +34,10 @@ from reshard.convert.roundtrip import (
     recorded_kind,
     without_record,
 )
-from reshard.convert.target_paths import on_host, recounted
+from reshard.convert.target_paths import beside, counter
 from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.hints import Hint
 from reshard.loader import open as open_checkpoint
-from reshard.sharding.mesh import SingleDeviceSharding, replicated
 from reshard.transforms import select, without
 from reshard.tree import Path, check_lists, format_path, glob_text, named_by, named_in
 from reshard.units import format_bytes, parse_bytes
@@ -370,16 +366,15 @@ def _made(
     made = decided.map.bind(ckpt)
     like = an_array(ckpt)
     for path, (dtype, value_type) in decided.counters.items():
-        made[path] = _counter(made[path], dtype, value_type, like)
+        made[path] = counter(made[path], dtype, value_type, like)
     notes = list(decided.notes)
     if decided.initial:
         initial = initial_values(model, decided.initial, max_memory)
         for path, (values, impl) in initial.values.items():
             place = decided.prefix + path
-            made[place] = _beside(constant(place, values, like, impl), like)
+            made[place] = beside(constant(place, values, like, impl), like)
         if initial.peak >= _TOLD_PEAK:
             notes.append(f"computing initial values takes at most {format_bytes(initial.peak)}")
-    notes += _applied_notes(decided.map)
     made |= decided.empty
     order = list(made) if goal is None else sorted(made, key=_order(goal, decided.prefix))
     check_lists(made)
@@ -409,19 +404,6 @@ def _made(
         kind,
         tuple(warnings),
     )
-
-
-def _applied_notes(found: LeafMap) -> list[str]:
-    """What the user should know of functions that make leaves."""
-    names: dict[str, list[Path]] = {}
-    for path, value in found.values.items():
-        for call in LeafMap({path: value}).calls() if isinstance(value, Output) else ():
-            if isinstance(call.operation, Apply):
-                names.setdefault(call.operation.name, []).append(path)
-    return [
-        f"`{name}` makes the values of {listed(list(dict.fromkeys(paths)))}, a whole leaf at a time"
-        for name, paths in names.items()
-    ]
 
 
 def _checked(made: Conversion, model: Any, source: Any, check: Any) -> Checkpoint:
@@ -465,26 +447,3 @@ def _order(goal: Goal, prefix: Path) -> Callable[[Path], int]:
     """The place of a leaf in the tree of the model; leaves beside it come last."""
     places = {prefix + path: place for place, path in enumerate(goal.leaves)}
     return lambda path: places.get(path, len(places))
-
-
-def _counter(leaf: Leaf, dtype: np.dtype, value_type: str, like: ArrayHandle) -> Leaf:
-    """A step counter in another integer dtype, which must hold its value."""
-    assert isinstance(leaf, ArrayHandle)
-    made = dataclasses.replace(recounted(leaf, dtype), value_type=value_type)
-    if value_type == "scalar":
-        return on_host(made)
-    return _beside(made, like) if made.sharding is None else made
-
-
-def _beside(leaf: ArrayHandle, like: ArrayHandle) -> ArrayHandle:
-    """A leaf that is new among device arrays: replicated on the devices of one of them. Beside host
-    values it is one, too; but Orbax takes only device arrays for PRNG keys."""
-    sharding, kind = replicated(like.sharding), like.value_type
-    if kind != "jax.Array" and leaf.key_impl is not None:
-        import jax
-
-        sharding, kind = SingleDeviceSharding(str(jax.local_devices()[0])), "jax.Array"
-    value_type = kind if kind == "jax.Array" else "np.ndarray"
-    return dataclasses.replace(
-        leaf, value_type=value_type, sharding=sharding, saved_sharding=sharding
-    )

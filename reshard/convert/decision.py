@@ -14,9 +14,10 @@ import numpy as np
 
 from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle
+from reshard.arrays.operations import Apply
 from reshard.checkpoint import Checkpoint, Leaf
 from reshard.convert.layout import Layout
-from reshard.convert.leafmap import LeafMap, Source, Value, Zeros, renaming
+from reshard.convert.leafmap import LeafMap, Output, Source, Value, Zeros, renaming
 from reshard.convert.mirrors import Leaves, followers, mirrored, parameters_of
 from reshard.convert.model import Goal
 from reshard.convert.model_map import Side, by_map, model_map
@@ -349,8 +350,10 @@ class _Work:
                 f"{len(reset)} leaves of optimizer state keep the model's own initial values "
                 f"with their parameters: {listed(list(dict.fromkeys(reset.values())))}"
             )
+        whole_map = LeafMap(values, {}, tuple(dropped), must_be_zero)
+        notes += _applied_notes(whole_map)
         return Decision(
-            map=LeafMap(values, {}, tuple(dropped), must_be_zero),
+            map=whole_map,
             model=model.map,
             initial=tuple(saved for saved in leaves if saved in initial),
             initial_names=tuple(
@@ -371,3 +374,16 @@ class _Work:
 def _random(paths: Iterable[Path]) -> set[Path]:
     """The paths of random numbers' state, by its usual name: no parameters."""
     return {path for path in paths if "rngs" in path}
+
+
+def _applied_notes(found: LeafMap) -> list[str]:
+    """What the user should know of functions that make leaves."""
+    names: dict[str, list[Path]] = {}
+    for path, value in found.values.items():
+        for call in LeafMap({path: value}).calls() if isinstance(value, Output) else ():
+            if isinstance(call.operation, Apply):
+                names.setdefault(call.operation.name, []).append(path)
+    return [
+        f"`{name}` makes the values of {listed(list(dict.fromkeys(paths)))}, a whole leaf at a time"
+        for name, paths in names.items()
+    ]

@@ -8,7 +8,6 @@ trains and saves again does not carry them on.
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -333,17 +332,11 @@ def _kind(leaf: Leaf) -> dict[str, Any] | str:
     if isinstance(leaf, ArrayHandle):
         return {
             "shape": list(leaf.shape),
-            "dtype": _dtype_name(leaf.dtype),
+            "dtype": leaf.dtype.name,
             "type": leaf.value_type,
             "keys": leaf.key_impl,
         }
     return empty_name(leaf)
-
-
-@functools.cache
-def _dtype_name(dtype: np.dtype) -> str:
-    """The name, which NumPy puts together each time that it is asked."""
-    return dtype.name
 
 
 def _unlike(leaf: Leaf, kind: _Array) -> Iterator[str]:

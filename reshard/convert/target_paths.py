@@ -9,11 +9,13 @@ import numpy as np
 
 from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle
+from reshard.checkpoint import Leaf
 from reshard.convert.layout import Layout
 from reshard.convert.leafmap import LeafMap, Zeros
 from reshard.convert.model import Goal
 from reshard.errors import TreeMismatchError
 from reshard.restore.matching import TargetLeaf
+from reshard.sharding.mesh import SingleDeviceSharding, replicated
 from reshard.storage.location import checked
 from reshard.tree import Path, format_path
 
@@ -137,3 +139,26 @@ def is_step(path: Path, leaf: ArrayHandle, like: np.dtype) -> bool:
     integers = leaf.dtype.kind in "iu" and like.kind in "iu"
     keys = [key for key in path if key != "value"]
     return not leaf.shape and integers and len(keys) <= 2 and keys[-1:] == ["step"]
+
+
+def counter(leaf: Leaf, dtype: np.dtype, value_type: str, like: ArrayHandle) -> Leaf:
+    """A step counter in another integer dtype, which must hold its value."""
+    assert isinstance(leaf, ArrayHandle)
+    made = dataclasses.replace(recounted(leaf, dtype), value_type=value_type)
+    if value_type == "scalar":
+        return on_host(made)
+    return beside(made, like) if made.sharding is None else made
+
+
+def beside(leaf: ArrayHandle, like: ArrayHandle) -> ArrayHandle:
+    """A leaf that is new among device arrays: replicated on the devices of one of them. Beside host
+    values it is one, too; but Orbax takes only device arrays for PRNG keys."""
+    sharding, kind = replicated(like.sharding), like.value_type
+    if kind != "jax.Array" and leaf.key_impl is not None:
+        import jax
+
+        sharding, kind = SingleDeviceSharding(str(jax.local_devices()[0])), "jax.Array"
+    value_type = kind if kind == "jax.Array" else "np.ndarray"
+    return dataclasses.replace(
+        leaf, value_type=value_type, sharding=sharding, saved_sharding=sharding
+    )
