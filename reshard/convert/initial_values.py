@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from reshard.compat import jaxprs_in_params
+from reshard.compat import bound, jaxprs_in_params
 from reshard.errors import ArgumentError, MemoryLimitError
 from reshard.hints import Hint
 from reshard.restore.pytrees import saved_tree
@@ -175,12 +175,10 @@ def _evaluated(part: _Part, constants: Sequence[Any], inputs: Sequence[Any]) -> 
 
     for (equation, inner), done in zip(part.equations, _last_uses(part), strict=True):
         if inner is None:
-            primitive, made_at = equation.primitive, equation.outvars
+            made_at = equation.outvars
             with equation.ctx.manager:
-                made = primitive.bind(
-                    *read(equation.invars), **primitive.get_bind_params(equation.params)
-                )
-            made = made if primitive.multiple_results else [made]
+                made = bound(equation, read(equation.invars))
+            made = made if equation.primitive.multiple_results else [made]
         else:
             constants = equation.params["jaxpr"].consts
             compiled = jax.jit(functools.partial(_evaluated, inner, constants))
