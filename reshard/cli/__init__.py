@@ -57,7 +57,7 @@ def _versions(ctx: click.Context, param: click.Parameter, asked: bool) -> None:
     ctx.exit()
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Commands, context_settings={"help_option_names": ["--help", "-h"]})
 @click.option(
     "--version",
     is_flag=True,
