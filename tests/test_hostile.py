@@ -71,7 +71,7 @@ def edit_text(file: pathlib.Path, old: str, new: str | bytes) -> None:
 
 def put_in(path: pathlib.Path, text: str) -> None:
     """One more value in the document of the tree."""
-    edit_text(path / "_METADATA", '"use_ocdbt"', f'"note": {text}, "use_ocdbt"')
+    edit_text(path / "_METADATA", '"tree_metadata"', f'"note": {text}, "tree_metadata"')
 
 
 def array_file(path: pathlib.Path, name: str) -> pathlib.Path:
@@ -176,6 +176,8 @@ def plant(path: pathlib.Path, nodes: Sequence[bytes], height: int, file: str = "
     """Makes the last of some nodes the root of a checkpoint's database; they are in one file."""
     (path / file).write_bytes(b"".join(nodes))
     base = ts.KvStore.open({"driver": "file", "path": f"{path}/"}).result()
+    if not hasattr(ocdbt, "undump_manifest"):
+        pytest.skip("TensorStore before 0.1.85 cannot write a manifest")
     manifest = ocdbt.dump(base).result()
     version = manifest["versions"][-1]
     offset = sum(map(len, nodes[:-1]))
@@ -341,7 +343,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "a key that is there twice": Fault(
         "zarr2-ocdbt",
-        lambda p: edit_text(p / TREE, '"use_ocdbt"', '"use_zarr3"'),
+        lambda p: edit_text(p / TREE, '"use_zarr3"', '"use_zarr3": true, "use_zarr3"'),
         Corrupt,
         (NOT_JSON + 'the key "use_zarr3" is there twice'),
     ),

@@ -78,7 +78,7 @@ def sharding(leaf):
     if not isinstance(leaf, jax.Array):
         return None
     if not isinstance(leaf.sharding, JaxNamedSharding):
-        return SingleDeviceSharding("cpu:0")
+        return SingleDeviceSharding(str(leaf.device))
     entries = [
         axes if isinstance(axes, tuple) else (axes,) if axes else () for axes in leaf.sharding.spec
     ]
@@ -431,7 +431,7 @@ def uncommit(path: pathlib.Path):
     document = json.loads((path / "_CHECKPOINT_METADATA").read_text())
     document["commit_timestamp_nsecs"] = None
     (path / "_CHECKPOINT_METADATA").write_text(json.dumps(document))
-    (path / "commit_success.txt").unlink()
+    (path / "commit_success.txt").unlink(missing_ok=True)  # of Orbax 0.12.3 and newer
 
 
 NO_TIME = "was never committed: its _CHECKPOINT_METADATA has no time of a commit\n\n" + STOPPED
@@ -480,7 +480,7 @@ def test_an_unfinished_item(copy):
 
 def test_a_missing_marker_says_nothing(copy):
     path = copy("standalone")
-    (path / "commit_success.txt").unlink()
+    (path / "commit_success.txt").unlink(missing_ok=True)  # of Orbax 0.12.3 and newer
     assert len(reshard.open(path)) == len(reshard.open(copy("standalone", "whole")))
 
 
@@ -494,6 +494,8 @@ def test_half_written_without_a_tree(copy, layout):
 
 def test_half_written_without_a_manifest(copy):
     path = copy("standalone")
+    if "use_ocdbt" not in json.loads((path / "_METADATA").read_text()):
+        pytest.skip("older releases of Orbax do not note it")
     (path / "manifest.ocdbt").unlink()
     shutil.rmtree(path / "ocdbt.process_0")
     corrupt(

@@ -121,7 +121,7 @@ def resharded(saved, tmp_path_factory):
 def where(saved, path):
     """The item's directory and the step's."""
     item = path / saved.inner
-    return item, item.parent if saved.step or saved.inner in ("state", "default") else item
+    return item, item.parent if saved.step or saved.inner in (v1.ITEM, "default") else item
 
 
 # What is in it.

@@ -5,7 +5,9 @@ from typing import Any
 
 import orbax.checkpoint.experimental.v1 as v1
 
-if hasattr(v1, "save"):
+# Whether it finds the item of a checkpoint that it has not written.
+READS_ANY = hasattr(v1, "load")
+if READS_ANY:
     ITEM = "state"
     save, load, metadata = v1.save, v1.load, v1.metadata
 else:
