@@ -94,18 +94,21 @@ def match_globs(paths: Iterable[Path], patterns: Sequence[str]) -> set[Path]:
 
 
 def named_in(
-    namespaces: Sequence[Collection[tuple[Path, Path]]], patterns: Sequence[str]
+    namespaces: Sequence[Collection[tuple[Path, Path]]],
+    patterns: Sequence[str],
+    optional: Sequence[str] = (),
 ) -> set[Path]:
     """What globs name, each in the first namespace where it names anything.
 
     Args:
       namespaces: each of pairs of a name and the path that has it.
       patterns: the globs.
+      optional: more of them, which may name nothing.
 
     Raises:
       TreeMismatchError: a glob names nothing; all such globs are told.
     """
-    if not patterns:
+    if not patterns and not optional:
         return set()
     by_text: list[dict[str, list[Path]]] = [{} for _ in namespaces]
     for texts, pairs in zip(by_text, namespaces, strict=True):
@@ -113,10 +116,10 @@ def named_in(
             texts.setdefault(glob_text(name), []).append(path)
     found: set[Path] = set()
     problems, hints = [], []
-    for pattern in patterns:
+    for pattern in (*patterns, *optional):
         hits = next(filter(None, (_hits(texts, pattern) for texts in by_text)), set())
         found |= hits
-        if not hits:
+        if not hits and pattern not in optional:
             problems.append(f"`{pattern}`")
             near = nearest(pattern, (name for name, _ in namespaces[0]))
             hints += [f"the nearest leaf is `{name}`" for name in near[:1]]

@@ -8,12 +8,15 @@ import tomllib
 
 import layouts
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
+from flax import nnx
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sampling import examples
 
+import reshard
 from reshard.arrays.operations import (
     Concat,
     Constant,
@@ -1625,3 +1628,77 @@ def test_the_direction_of_a_map():
     rules = read(text)
     assert (rules.to, inverse(rules).to) == ("nnx", "linen")
     assert read("").to is inverse(read("")).to is None
+
+
+OPTIONAL = r"""
+optional = { init = ['gone/**', 'kept'], drop = ['params/unused/**', 'params/none'] }
+
+[[rule]]
+from = '^params/old_(\d)/'
+to = 'layers/\1/'
+optional = true
+
+[[rule]]
+from = '^params/new_(\d)/'
+to = 'layers/\1/'
+optional = true
+
+[[rule]]
+from = '^params/junk$'
+drop = true
+optional = true
+"""
+
+
+def test_one_map_serves_several_models():
+    old = apply(OPTIONAL, {"params/old_0/w": (2,), "params/junk": (3,), "params/unused/a": ()})
+    assert printed(old.map.shapes) == {"layers/0/w": (2,)}
+    assert [format_path(path) for path in old.map.dropped] == ["params/junk", "params/unused/a"]
+    new = apply(OPTIONAL, {"params/new_1/w": (2,)})
+    assert printed(new.map.shapes) == {"layers/1/w": (2,)}
+    assert (new.initial, new.optional) == ((), ("gone/**", "kept"))
+    # Only what says so may match nothing.
+    required = OPTIONAL.replace("to = 'layers/\\1/'\noptional = true", "to = 'layers/\\1/'", 1)
+    assert "rule 1, `^params/old_(\\d)/`: matches no leaf" in problem(
+        required, {"params/new_1/w": (2,)}
+    )
+    # Of several pieces all may be missing, and not some.
+    stack = "rule = [{ from = ['^a$', '^b$'], to = 'c', stack = { axis = 0 }, optional = true }]"
+    assert printed(apply(stack, {"d": ()}).map.shapes) == {"d": ()}
+    assert "rule 1, `^a$` + `^b$`: `^b$`: matches no leaf" in problem(stack, {"a": ()})
+
+
+def test_what_is_optional_is_so_in_the_opposite_direction():
+    rules = read(
+        "init = ['c']\noptional = { init = ['a'], drop = ['b'] }\n"
+        "rule = [{ from = '^x$', to = 'y', optional = true }, { from = '^u$', to = 'v' },"
+        " { from = '^d$', drop = true, optional = true }, { from = '^e$', drop = true }]"
+    )
+    back = inverse(rules)
+    assert [(rule.patterns[0].text, rule.optional) for rule in back.rules] == [
+        ("^v$", False),
+        ("^y$", True),
+    ]
+    assert (back.initial, back.optional, back.ignored) == (("e",), ("b", "d"), ("c", "a"))
+
+
+@pytest.mark.parametrize("value", ["false", "'yes'", "{ init = [] }"])
+def test_optional_is_true_or_not_there(value):
+    with pytest.raises(ArgumentError, match="rule 1, `a`: `optional` is not true: "):
+        read(f"[[rule]]\nfrom = 'a'\nto = 'b'\noptional = {value}\n")
+    with pytest.raises(ArgumentError, match="the file: `optional`: `more` is not known"):
+        read("optional = { more = ['a'] }")
+
+
+def test_optional_initial_values(tmp_path):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "linen", {"params": {"kernel": np.ones((2, 3), "f4")}})
+    with open("map.toml", "w", encoding="utf-8") as file:
+        file.write("optional = { init = ['bias', 'scale'] }\n")
+    for use_bias, leaves in ((True, {"bias/value", "kernel/value"}), (False, {"kernel/value"})):
+
+        def model(use_bias=use_bias):
+            return nnx.Linear(2, 3, use_bias=use_bias, rngs=nnx.Rngs(0))
+
+        ckpt = reshard.to_nnx(tmp_path / "linen", model, map_file="map.toml")
+        assert {format_path(path) for path in ckpt} == leaves

@@ -304,6 +304,7 @@ OWN_FILES = {
     "reshard.cli.convert",
     "reshard.cli.model_argument",
     "reshard.convert.mapfile",
+    "reshard.convert.user_code",
 }
 FILES = {"fcntl", "glob", "io", "mmap", "pathlib", "shutil", "stat", "tempfile"}
 # Of `os`, what touches no file.

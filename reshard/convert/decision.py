@@ -142,7 +142,7 @@ class _Work:
         self._against.problems += said.problems
         self._against.hints += said.hints
         self._against.open |= said.unexpected
-        initial = self._initial([*said.initial, *init])
+        initial = self._initial([*said.initial, *init], said.optional)
         if target is None or goal is None:
             return Part(said.map), initial
         own = [path for path, saved in goal.layout.model.items() if saved in initial]
@@ -150,22 +150,23 @@ class _Work:
         self._against.undecided(found, self._shapes if said.to == layout.api else said.map.values)
         return Part(model), initial
 
-    def _initial(self, globs: Sequence[str]) -> set[Path]:
+    def _initial(self, globs: Sequence[str], optional: Sequence[str]) -> set[Path]:
         """Saved paths of the leaves of the target that globs name, by their path in the model or in
-        the whole tree."""
-        if not globs:
+        the whole tree; of those that are optional there may be none."""
+        if not globs and not optional:
             return set()
         if self._goal is None:
             raise ArgumentError(
                 "only a model has initial values",
-                [f"`{glob}`" for glob in globs],
+                [f"`{glob}`" for glob in (*globs, *optional)],
                 [Hint(("model",))],
             )
         filled = {p: leaf for p, leaf in self._goal.leaves.items() if isinstance(leaf, TargetLeaf)}
         in_model = self._goal.layout.model
         names = {leaf.path: saved for saved, leaf in filled.items()} | in_model
         below = [(("model", *path), saved) for path, saved in in_model.items()]
-        return named_in((names.items(), below, [(saved, saved) for saved in filled]), globs)
+        namespaces = (names.items(), below, [(saved, saved) for saved in filled])
+        return named_in(namespaces, globs, optional)
 
     def _reset(self, initial: set[Path]) -> dict[Path, Path]:
         """Of optimizer state in the target what keeps its initial value because its parameters do:

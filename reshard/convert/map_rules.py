@@ -172,6 +172,7 @@ class Rule:
       each: what is done to each of them, in this order.
       regroup: what is done to them then.
       nest: names for arithmetic.
+      optional: it may match nothing.
     """
 
     number: int
@@ -181,6 +182,7 @@ class Rule:
     each: tuple[Apply | Transpose | Reshaped | Pad | Crop, ...] = ()
     regroup: Divided | Gathered | None = None
     nest: Nest | None = None
+    optional: bool = False
 
     def names(self, match: re.Match[str], position: int | None = None) -> dict[str, int]:
         """The names for arithmetic in the replacement of a match, by a part at a position.
@@ -237,21 +239,22 @@ class Map:
       name: of the file.
       rules: in order.
       initial: globs of leaves of the target that keep the model's own initial value.
-      ignored: globs of leaves of the source that are dropped if they are there: what is initial
-        in the opposite direction.
+      optional: the same, of leaves that may not be there.
+      ignored: globs of leaves of the source that are dropped if they are there.
       to: the API that it converts to, if it says so: `"nnx"` or `"linen"`.
     """
 
     name: str
     rules: tuple[Rule, ...]
     initial: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     to: str | None = None
 
 
 def inverse(rules: Map) -> Map:
     """The map in the opposite direction. What is dropped here is initial there, and what is initial
-    here is dropped there, if it is there.
+    here is dropped there, if it is there; what is optional here is so there.
 
     Raises:
       TreeMismatchError: rules that are not for whole literal paths, or that do not say what they
@@ -259,12 +262,13 @@ def inverse(rules: Map) -> Map:
     """
     undone: list[Rule] = []
     dropped: list[str] = []
+    optional = list(rules.ignored)
     problems: list[str] = []
     for rule in reversed(rules.rules):
         try:
             sources = _literals(rule.patterns)
             if rule.drop:
-                dropped += sources
+                (optional if rule.optional else dropped).extend(sources)
             else:
                 undone += _undone(rule, sources)
         except TreeMismatchError as error:
@@ -275,9 +279,11 @@ def inverse(rules: Map) -> Map:
             problems[::-1],
             ["a map that a conversion has written, of whole paths, can be"],
         )
+    may = {rule.number for rule in rules.rules if rule.optional}
     to = {"nnx": "linen", "linen": "nnx"}.get(rules.to or "")
-    initial = (*rules.ignored, *dropped[::-1])
-    return Map(rules.name, tuple(undone), initial, rules.initial, to)
+    undone = [dataclasses.replace(back, optional=back.number in may) for back in undone]
+    ignored = (*rules.initial, *rules.optional)
+    return Map(rules.name, tuple(undone), tuple(dropped[::-1]), tuple(optional), ignored, to)
 
 
 def _undone(rule: Rule, sources: Sequence[str]) -> list[Rule]:

@@ -11,6 +11,9 @@
     from = '^(.*)/mlp/gating_einsum$'
     unstack = { axis = 0, into = ['\\1/mlp/gate_proj/kernel', '\\1/mlp/up_proj/kernel'] }
 
+So that one map serves several models, a rule with `optional = true` may match nothing; and so may
+the globs of `optional = { init = [...], drop = [...] }` above the rules.
+
 A rule has the key `from`, a regex that is searched for in printed paths (for `concat` and `stack`
 it may be a list of them), and some of these, which are done in this order:
 
@@ -102,18 +105,25 @@ def read_map(path: str | os.PathLike[str]) -> Map:
     problems: list[str] = []
     top = _Table("the file", document, problems)
     initial = top.take("init", _TEXTS) or []
-    for glob in initial:
-        try:
-            split_path(glob)
-        except ArgumentError as error:
-            problems.append(f"`init`: {error.summary}")
+    optional = top.inner("optional")
+    may, ignored = [], []
+    if optional is not None:
+        may, ignored = (optional.take(key, _TEXTS) or [] for key in ("init", "drop"))
+        optional.nothing_else()
     to = top.take("to", _API)
     tables = top.take("rule", _TABLES) or []
     top.nothing_else()
+    for key, globs in (("init", initial), ("optional", [*may, *ignored])):
+        for glob in globs:
+            try:
+                split_path(glob)
+            except ArgumentError as error:
+                problems.append(f"`{key}`: {error.summary}")
     rules = [_rule(number, table, problems) for number, table in enumerate(tables, 1)]
     if problems:
         raise ArgumentError(f"{path}: its rules cannot be read", problems, [_EXAMPLE])
-    return Map(os.fspath(path), tuple(rules), tuple(initial), to=to)
+    globs = map(tuple, (initial, may, ignored))
+    return Map(os.fspath(path), tuple(rules), *globs, to=to)
 
 
 def _is_int(value: Any) -> bool:
@@ -207,6 +217,7 @@ def _rule(number: int, table: dict[str, Any], problems: list[str]) -> Rule:
         entry.label = f"rule {number}, {' + '.join(f'`{text}`' for text in texts)}"
     _check_keys(entry, isinstance(source, list))
     drop = entry.take("drop", _TRUE) is True
+    optional = entry.take("optional", _TRUE) is True
     nest = _nest(entry, patterns)
     names = ["outer", "inner"] if nest and nest.flat else ["flat"] if nest else []
     to = _replacement(entry, "to", entry.take("to", _TEXT), patterns, names)
@@ -217,7 +228,7 @@ def _rule(number: int, table: dict[str, Any], problems: list[str]) -> Rule:
     for kind in ("concat", "stack"):
         regroup = _gathered(kind, entry.inner(kind), patterns, names) or regroup
     entry.nothing_else()
-    return Rule(number, tuple(patterns), to, drop, each, regroup, nest)
+    return Rule(number, tuple(patterns), to, drop, each, regroup, nest, optional)
 
 
 def _check_keys(entry: _Table, several: bool) -> None:

@@ -25,10 +25,12 @@ class Mapped:
     Attributes:
       map: of all leaves. Those that a rule applies to have an origin, even if they keep their path.
       initial: globs of leaves of the target that keep the model's own initial value.
+      optional: the same, of leaves that may not be there.
     """
 
     map: LeafMap
     initial: tuple[str, ...]
+    optional: tuple[str, ...]
 
     @property
     def untouched(self) -> list[Path]:
@@ -146,7 +148,7 @@ class _Tree:
             if found[0] and not moves:
                 self.problems.append(f"{rule}: every path stays as it is")
         for pattern, hits in zip(rule.patterns, found, strict=True):
-            if not hits:
+            if not hits and not (rule.optional and not any(found)):
                 self.matches_nothing(rule, pattern)
         self.carry_out(rule, moves)
 
@@ -326,7 +328,7 @@ class _Tree:
         paths = [self.path(leaf) for leaf in last]
         if not self.incomplete:
             self.check_tree(last, paths)
-        for leaf, glob in self.under(rules.initial):
+        for leaf, glob in self.under((*rules.initial, *rules.optional)):
             # What is in a module of that name may be made: the target may have a leaf of it, too.
             exact = compile_glob(glob).fullmatch(glob_text(self.path(leaf)))
             if leaf.last is not None and exact:
@@ -338,7 +340,7 @@ class _Tree:
         pairs = list(zip(paths, last, strict=True))
         values = {path: leaf.value for path, leaf in pairs if leaf.value is not None}
         origin = {path: "map" for path, leaf in pairs if leaf.touched}
-        return Mapped(LeafMap(values, origin, tuple(self.dropped)), rules.initial)
+        return Mapped(LeafMap(values, origin, tuple(self.dropped)), rules.initial, rules.optional)
 
     def path(self, leaf: _Leaf) -> Path:
         """The path that rules have given a leaf."""

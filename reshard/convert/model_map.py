@@ -69,6 +69,7 @@ class Said:
         it is run backwards. Leaves that it leaves open have no origin.
       to: the API that its rules lead to.
       initial: globs of leaves of the target that keep the model's own initial value.
+      optional: the same, of leaves that may not be there.
       dropped: leaves of the source that are left out where it is run backwards.
       problems: what stands against it.
       hints: what may help.
@@ -78,6 +79,7 @@ class Said:
     map: LeafMap
     to: str
     initial: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     dropped: tuple[Path, ...] = ()
     problems: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
@@ -116,13 +118,13 @@ def by_map(map_file: str | os.PathLike | None, source: Side, target: Side | None
         problems = [
             f"{format_path(path)}: no rule of the map applies to it" for path in mapped.untouched
         ]
-        return Said(mapped.map, to, mapped.initial, problems=tuple(problems))
-    initial, dropped = mapped.initial, []
+        return Said(mapped.map, to, mapped.initial, mapped.optional, problems=tuple(problems))
+    initial, optional, dropped = mapped.initial, mapped.optional, []
     if backwards:
         texts = {glob_text(path): path for path in shapes}
-        named = {text for glob in initial for text in named_by(texts, glob)}
+        named = {text for glob in (*initial, *optional) for text in named_by(texts, glob)}
         dropped = [path for text, path in texts.items() if text in named]
-        initial = tuple(map(format_path, mapped.map.dropped))
+        initial, optional = tuple(map(format_path, mapped.map.dropped)), ()
     linen = start if start.api == "linen" else end
     collections = COLLECTIONS.union(path[0] for path in linen.shapes)
     # On Linen's side paths begin with a collection.
@@ -143,6 +145,7 @@ def by_map(map_file: str | os.PathLike | None, source: Side, target: Side | None
         mapped.map,
         end.api,
         initial,
+        optional,
         tuple(dropped),
         tuple(problems),
         (_RENAMES,) if unexpected and to == "nnx" and not backwards else (),
