@@ -209,7 +209,7 @@ def convert(ckpt, name, folder):
     return reshard.to_nnx(ckpt, TWINS[name].create, **choices(TWINS[name], folder))
 
 
-@FEW
+@pytest.mark.parametrize("name", few(TWINS, "scanned", "gru"))
 def test_a_program_without_reshard_trains_on(name, saved):
     _, converted = saved(name)
     expected = TWINS[name].expected(state_of(name))
@@ -284,7 +284,7 @@ def test_a_module_alone_takes_the_optimizer_along(name, saved, tmp_path):
     layouts.assert_same_tree(load(tmp_path / "nnx"), load(converted))
 
 
-@pytest.mark.parametrize("name", ["looped", "scanned", "scanned remat"])
+@pytest.mark.parametrize("name", few(["looped", "scanned", "scanned remat"], "looped", "scanned"))
 def test_the_converted_leaves_are_sharded_as_the_model(name, tmp_path):
     """Saved where the Linen model's axes said, they are where the NNX model's say."""
     mesh = jax.make_mesh(SIZES, AXES, axis_types=(AxisType.Auto,) * 3)

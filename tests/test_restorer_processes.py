@@ -113,7 +113,7 @@ FLAGS = {
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="the system does not count reads")
-@pytest.mark.parametrize("flags", few(FLAGS, "zarr2-ocdbt", "zarr3-files"))
+@pytest.mark.parametrize("flags", few(FLAGS, "zarr3-ocdbt"))
 def test_a_process_reads_each_stored_byte_once(tmp_path, flags):
     """Column, row and replicated shards, with and without a limit that is smaller than an array:
     nothing is read twice, but for a few per cent of file names, metadata and B-tree nodes."""

@@ -100,15 +100,15 @@ def test_orbax_reads_it_with_a_target(resharded, layout, reader):
     layouts.assert_laid_out(got, expected, on)
 
 
+@pytest.mark.parametrize("sizes", [(2, 4), (1, 2)])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_orbax_reads_it_on_the_old_mesh_and_on_another(resharded, layout):
+def test_orbax_reads_it_on_the_old_mesh_and_on_another(resharded, layout, sizes):
     source, out = resharded(layout)
-    for sizes in ((2, 4), (1, 2)):
-        on = layouts.mesh(sizes)
-        target = layouts.abstract(source.tree, on)
-        got = layouts.read_pytree(source, out, target)
-        layouts.assert_same_tree(got, layouts.plain_scalars(source.tree))
-        layouts.assert_laid_out(got, source.tree, on)
+    on = layouts.mesh(sizes)
+    target = layouts.abstract(source.tree, on)
+    got = layouts.read_pytree(source, out, target)
+    layouts.assert_same_tree(got, layouts.plain_scalars(source.tree))
+    layouts.assert_laid_out(got, source.tree, on)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
