@@ -1100,7 +1100,8 @@ def test_the_opposite_direction_of_what_stays_out():
     assert mapped.initial == ("params/table",)
     assert mapped.untouched == [("x",)]
     forth = apply_map(inverse(back), tree({"params/w": (2,), "params/table": (3,)}))
-    assert ([*forth.map.dropped], forth.initial) == ([("params", "table")], rules.initial)
+    assert ([*forth.map.dropped], forth.initial) == ([("params", "table")], ())
+    assert forth.optional == rules.initial
     assert printed(forth.map.shapes) == {"w": (2,)}
 
 

@@ -241,7 +241,7 @@ def test_inputs_of_no_such_form(inputs, problem):
 def test_both_models_are_needed(saved):
     with pytest.raises(reshard.ArgumentError, match="one of them is not known") as info:
         reshard.to_nnx(saved, Nnx, init=RANDOM, check=True)
-    assert info.value.hints == ("source=...",)
+    assert info.value.hints == ("model=... and source=...",)
 
 
 MODELS = """

@@ -8,7 +8,6 @@ are written or restored.
 """
 
 import dataclasses
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,7 +24,7 @@ from reshard.convert.layout import Layout, detect
 from reshard.convert.leafmap import LeafMap, an_array
 from reshard.convert.mapwriter import write_map
 from reshard.convert.model import Goal, goal_of
-from reshard.convert.model_run import Arguments, Run, linen_run, nnx_run
+from reshard.convert.model_run import Arguments, Run, runs
 from reshard.convert.outputs import OutputComparison, compare_outputs
 from reshard.convert.roundtrip import (
     from_record,
@@ -82,6 +81,22 @@ class Conversion:
     ) -> OutputComparison:
         """Runs both models, as `reshard.convert.outputs.compare_outputs` has it."""
         return compare_outputs(run, inputs, self.map, self.to)
+
+    def checked(self, model: Any, source: Any, check: Any) -> Checkpoint:
+        """The result, once the outputs of both models were found to be equal, unless `check` is
+        False. Arguments as for `to_nnx`."""
+        if check is False:
+            return self.checkpoint
+        models = {self.to: model, self.layout.api: source}
+        run = runs(models, self.leaves)
+        found = self.compare_outputs(run, None if check is True else check)
+        if not found.equal:
+            raise TreeMismatchError(
+                f"`{self.source.source.root}` is converted, and the outputs of the models differ",
+                found.problems,
+                [Hint(("plan",), " shows where every leaf goes")],
+            )
+        return self.compared(found).checkpoint
 
     def compared(self, found: OutputComparison) -> "Conversion":
         """The conversion once its outputs were found to be equal: what went by order is right, if
@@ -174,7 +189,7 @@ def to_nnx(
         layout=layout,
         source=source,
     )
-    return _checked(made, model, source, check)
+    return made.checked(model, source, check)
 
 
 def to_linen(
@@ -229,7 +244,7 @@ def to_linen(
         layout=layout,
         source=source,
     )
-    return _checked(made, model, source, check)
+    return made.checked(model, source, check)
 
 
 def conversion(
@@ -404,39 +419,6 @@ def _made(
         kind,
         tuple(warnings),
     )
-
-
-def _checked(made: Conversion, model: Any, source: Any, check: Any) -> Checkpoint:
-    """What a conversion has made, once the outputs of both models have been compared.
-
-    Args:
-      made: the conversion.
-      model: the model that it is to.
-      source: the model that it is from.
-      check: as for `to_nnx`; nothing is compared if it is False.
-    """
-    if check is False:
-        return made.checkpoint
-    if model is None or source is None:
-        raise ArgumentError(
-            "the outputs of two models can be compared, and one of them is not known",
-            hints=[Hint(("model",)) if model is None else Hint(("source",))],
-        )
-    models = {made.to: model, made.layout.api: source}
-    found = made.compare_outputs(
-        {
-            api: functools.partial(run, models[api], made.leaves(api), lambda text: None)
-            for api, run in (("linen", linen_run), ("nnx", nnx_run))
-        },
-        None if check is True else check,
-    )
-    if not found.equal:
-        raise TreeMismatchError(
-            f"`{made.source.source.root}` is converted, and the outputs of the models differ",
-            found.problems,
-            [Hint(("plan",), " shows where every leaf goes")],
-        )
-    return made.compared(found).checkpoint
 
 
 def _leaves(ckpt: Checkpoint, layout: Layout) -> dict[Path, Leaf]:

@@ -1,6 +1,7 @@
 """A model of a conversion, run once with the values of its checkpoint."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -74,6 +75,29 @@ def _are_arguments(pair: Any) -> bool:
         and isinstance(pair[1], dict)
         and all(isinstance(name, str) for name in pair[1])
     )
+
+
+def runs(
+    models: Mapping[str, Any], leaves: Callable[[str], Mapping[Path, Leaf]]
+) -> dict[str, Callable[[Arguments | None, bool], Run]]:
+    """What runs both models in this process, by their APIs.
+
+    Args:
+      models: the models.
+      leaves: called with an API: its model's leaves.
+
+    Raises:
+      ArgumentError: one of the models is not known.
+    """
+    if None in models.values():
+        raise ArgumentError(
+            "the outputs of two models can be compared, and one of them is not known",
+            hints=[Hint(("model",), " and ", ("source",))],
+        )
+    return {
+        api: functools.partial(run, models[api], leaves(api), lambda text: None)
+        for api, run in (("linen", linen_run), ("nnx", nnx_run))
+    }
 
 
 def linen_run(

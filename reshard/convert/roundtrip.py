@@ -16,19 +16,11 @@ import ml_dtypes
 import numpy as np
 import tensorstore as ts
 
+from reshard.arrays.applied import Apply
 from reshard.arrays.axis_tuples import MOST_AXES
 from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle, array_text
-from reshard.arrays.operations import (
-    Apply,
-    Concat,
-    Pad,
-    Reshape,
-    Split,
-    Stack,
-    Transpose,
-    Unstack,
-)
+from reshard.arrays.operations import Concat, Pad, Reshape, Split, Stack, Transpose, Unstack
 from reshard.checkpoint import EMPTY_LEAVES, Checkpoint, Leaf, empty_name
 from reshard.convert.by_order import with_order
 from reshard.convert.layout import KINDS
