@@ -110,15 +110,15 @@ def read_map(path: str | os.PathLike[str]) -> Map:
     if optional is not None:
         may, ignored = (optional.take(key, _TEXTS) or [] for key in ("init", "drop"))
         optional.nothing_else()
-    to = top.take("to", _API)
-    tables = top.take("rule", _TABLES) or []
-    top.nothing_else()
     for key, globs in (("init", initial), ("optional", [*may, *ignored])):
         for glob in globs:
             try:
                 split_path(glob)
             except ArgumentError as error:
                 problems.append(f"`{key}`: {error.summary}")
+    to = top.take("to", _API)
+    tables = top.take("rule", _TABLES) or []
+    top.nothing_else()
     rules = [_rule(number, table, problems) for number, table in enumerate(tables, 1)]
     if problems:
         raise ArgumentError(f"{path}: its rules cannot be read", problems, [_EXAMPLE])
