@@ -24,6 +24,8 @@ from jax.sharding import PartitionSpec as P
 
 import reshard
 import reshard.cli
+from reshard.convert.conversion import conversion
+from reshard.convert.outputs import OutputComparison
 from reshard.tree import format_path
 
 RESHARD = pathlib.Path(sysconfig.get_path("scripts")) / "reshard"
@@ -164,7 +166,8 @@ def folder(checkpoints, tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(folder, monkeypatch, capsys):
-    """Runs `reshard ARGUMENTS` in the working directory."""
+    """Runs `reshard ARGUMENTS` in the working directory. What is warned of, that modules went by
+    their order or their values do not say so, is on the list `run.warned`, and not in `err`."""
     import reshard.cli.job
     import reshard.cli.model_argument
 
@@ -188,7 +191,9 @@ def run(folder, monkeypatch, capsys):
             reshard.cli.main()
         except SystemExit as ended:
             status = ended.code
-        return Ran(status, *capsys.readouterr())
+        out, err = capsys.readouterr()
+        call.warned = re.findall(r"^Warning: (\d+ lea(?:f|ves) went by .*)\n", err, re.MULTILINE)
+        return Ran(status, out, re.sub(r"(?m)^Warning: \d+ lea(f|ves) went by .*\n", "", err))
 
     yield call
     signal.signal(signal.SIGTERM, terminate)
@@ -241,17 +246,13 @@ def without_random(tree):
     return {path: leaf for path, leaf in by_path(tree).items() if "/rngs/" not in path}
 
 
-NOTE = (
-    "4 leaves went by the order of modules of one class: look at --dry-run, and compare outputs "
-    "once"
-)
-PLAN = f"""\
+WARNING = "4 leaves went by the order of modules of one class: Dense_0 -> inner, Dense_1 -> outer"
+PLAN = """\
 16 arrays, #: 3 rewritten, 13 copied verbatim
 read     # in 88 chunks
 write    # in 88 chunks
 memory   # in flight at most
 load     read amplification on the new mesh: 1.00x before, 1.00x after
-note     {NOTE}
 """
 SHOWN = """\
 linen-train-state: `params` is beside `opt_state`, `step`
@@ -357,7 +358,7 @@ def test_json(dry, run, folder):
         "chunks_written": 88,
         "passes": 1.0,
         "read_amplification": {"before": 1.0, "after": 1.0},
-        "notes": [NOTE],
+        "notes": [],
         "problems": [],
         "hints": [],
         "layout": "linen-train-state",
@@ -378,6 +379,7 @@ def test_json(dry, run, folder):
         ],
         "dropped": [],
         "initial": ["dropout/rngs/count", "dropout/rngs/key"],
+        "warnings": [f"{WARNING}; --check compares outputs"],
     }
 
 
@@ -396,9 +398,56 @@ def test_json_of_a_refusal(run, folder):
                 "dropout/rngs/count  uint32[]: missing",
                 "dropout/rngs/key  threefry2x32 keys[]: missing",
             ],
-            "hints": ["--init '**/rngs/**' keeps the model's own initial value"],
+            "hints": ["--init '**/rngs' keeps the model's own initial value: 2 leaves"],
         },
     )
+
+
+GENIE = """
+import jax.numpy as jnp
+from flax import nnx
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.attention = nnx.Linear(4, 4, rngs=rngs)
+        self.drop = nnx.Dropout(0.1, rngs=rngs)
+
+
+class Part(nnx.Module):
+    def __init__(self, rngs):
+        self.pe = nnx.Param(jnp.zeros((3, 4)))
+        self.blocks = nnx.List([Block(rngs) for _ in range(4)])
+        self.cache = nnx.Dict(a=nnx.Param(jnp.zeros(2)), b=nnx.Param(jnp.zeros(5)))
+
+
+class Genie(nnx.Module):
+    def __init__(self, rngs):
+        self.lam, self.tokenizer = Part(rngs), Part(rngs)
+        self.codes = nnx.Param(jnp.zeros((7, 4)))
+"""
+
+
+def test_hints_are_for_all_that_is_missing_and_not_for_each_leaf(run, folder):
+    """The globs name it and nothing else: typed, they are all that was needed."""
+    (folder / "genie.py").write_text(GENIE)
+    layer = {"attention": {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}}
+    part = {f"blocks_{i}": layer for i in range(4)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "saved", {"params": {"lam": part, "tokenizer": part}})
+    options = ("convert", "saved", "out", "--to", "nnx", "--model", "genie:Genie")
+    ran = run(*options, "--json")
+    told = json.loads(ran.out)
+    assert (ran.status, len(told["problems"])) == (2, 1 + 2 * (1 + 8 + 2) + 1)
+    assert told["hints"] == [
+        "--init 'codes' keeps the model's own initial value: 1 leaf",
+        "--init '**/rngs' keeps the model's own initial value: 16 leaves",
+        "--init '**/cache' keeps the model's own initial value: 4 leaves",
+        "--init '**/pe' keeps the model's own initial value: 2 leaves",
+    ]
+    typed = [word for hint in told["hints"] for word in shlex.split(hint.partition(" keeps ")[0])]
+    ran = run(*options, *typed)
+    assert (ran.status, ran.err) == (0, "")
 
 
 # One spelling of a path
@@ -443,6 +492,59 @@ def test_what_is_dropped_takes_its_optimizer_state_along(run, folder):
     new = [leaf for path, leaf in made.items() if re.search("^optimizer/.*/outer/", path)]
     assert [set(leaf[-1]) for leaf in new] == [{0}] * 4
     assert "note     4 leaves of optimizer state are dropped with their parameters" in ran.out
+
+
+# What went by the order of modules
+
+
+def test_order_is_a_warning_until_outputs_were_compared(run, folder):
+    """With --quiet, too; the result has it on record, and is not verified without it."""
+    assert convert(run, "--quiet", "--dry-run").status == 0
+    assert run.warned == [f"{WARNING}; --check compares outputs"]
+    assert convert(run, "--quiet") == (0, "", "")
+    assert run.warned == [f"{WARNING}; --check compares outputs"]
+    custom = reshard.open("out").source.metadata["custom_metadata"]
+    assert custom["reshard.order"] == {
+        "leaves": 4,
+        "modules": [["Dense_0", "inner"], ["Dense_1", "outer"]],
+    }
+    repeated = [f"{WARNING}; equal values do not say that it is right"]
+    assert run("verify", "out", "--against", "run/1", "--quiet") == (0, "", "")
+    assert run.warned == repeated
+    assert run("verify", "run/1", "--against", "out", "--quiet") == (0, "", "")
+    assert run.warned == repeated
+    # A map says which is which; and the way back has the record of no conversion.
+    (folder / "names.toml").write_text(
+        "[[rule]]\nfrom = '^params/Dense_0/'\nto = 'inner/'\n\n"
+        "[[rule]]\nfrom = '^params/Dense_1/'\nto = 'outer/'\n"
+    )
+    assert convert(run, "--quiet", "--map", "names.toml", "--overwrite").status == 0
+    assert run.warned == []
+    assert "reshard.order" not in reshard.open("out").source.metadata["custom_metadata"]
+    assert convert(run, "--quiet", "--overwrite").status == 0
+    assert run("convert", "out", "back", "--to", "linen", "--quiet") == (0, "", "")
+    assert run.warned == []
+    assert not reshard.open("back").source.metadata.get("custom_metadata")
+
+
+@pytest.mark.parametrize("unused", [(), (("inner", "bias"),)])
+def test_equal_outputs_clear_what_went_by_order(unused, run, folder, monkeypatch):
+    monkeypatch.syspath_prepend(folder)
+    import models
+
+    options = {"init": "**/rngs", "drop": ["opt_state", "step"]}
+    made = conversion("run/1", "nnx", models.Net, **options)
+    assert [note for note in made.checkpoint.notes if "order" in note] == [
+        f"{WARNING}; check=... compares outputs"
+    ]
+    found = OutputComparison(0.0, (), unused)
+    cleared = made.compared(found)
+    assert cleared.warnings == (made.warnings if unused else ())
+    kept = [note for note in made.checkpoint.notes if unused or "order" not in note]
+    assert cleared.checkpoint.notes == (*kept, repr(found))
+    assert ("reshard.order" in cleared.checkpoint.source.metadata["custom_metadata"]) == bool(
+        unused
+    )
 
 
 # Maps
@@ -676,7 +778,7 @@ def test_what_the_hints_say_can_be_typed(run, folder):
         for option, value in told:
             value = "models:Net" if option == "--model" else shlex.split(value)[0]
             typed += [option, value]
-    assert typed == ["--model", "models:Net", "--init", "**/rngs/**"]
+    assert typed == ["--model", "models:Net", "--init", "**/rngs"]
     assert without_random(load("out/default")) == moved(load("run/1/default"))
 
 
@@ -1011,7 +1113,7 @@ def test_the_examples_of_the_help(run, folder):
             "  dropout/rngs/count  uint32[]: missing\n"
             "  dropout/rngs/key  threefry2x32 keys[]: missing\n"
             "\n"
-            "hint: --init '**/rngs/**' keeps the model's own initial value\n",
+            "hint: --init '**/rngs' keeps the model's own initial value: 2 leaves\n",
         ),
         (0, ""),
         (0, ""),

@@ -143,7 +143,7 @@ def run(
     try:
         checkpoints = [change(ckpt) for ckpt in _open(src, flags["step"], flags["item"])]
     except ReshardError as error:
-        if dry_run and as_json:
+        if as_json:
             click.echo(json.dumps(_refusal(error, dst)))
         raise
     arguments: dict[str, Any] = {

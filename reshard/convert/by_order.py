@@ -56,7 +56,7 @@ def order_text(order: ByOrder) -> str:
 
 def order_warning(order: ByOrder) -> Hint:
     """What to tell whoever converts."""
-    return Hint(f"{order_text(order)}; look at ", ("plan",), ", and compare outputs: ", ("check",))
+    return Hint(f"{order_text(order)}; ", ("check",), " compares outputs")
 
 
 def with_order(ckpt: Checkpoint, order: ByOrder | None) -> Checkpoint:

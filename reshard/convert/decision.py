@@ -161,12 +161,10 @@ class _Work:
                 [f"`{glob}`" for glob in (*globs, *optional)],
                 [Hint(("model",))],
             )
-        filled = {p: leaf for p, leaf in self._goal.leaves.items() if isinstance(leaf, TargetLeaf)}
-        in_model = self._goal.layout.model
-        names = {leaf.path: saved for saved, leaf in filled.items()} | in_model
-        below = [(("model", *path), saved) for path, saved in in_model.items()]
-        namespaces = (names.items(), below, [(saved, saved) for saved in filled])
-        return named_in(namespaces, globs, optional)
+        names = self._goal.names()
+        below = [(("model", *path), saved) for path, saved in self._goal.layout.model.items()]
+        saved = [(path, path) for path in names.values()]
+        return named_in((names.items(), below, saved), globs, optional)
 
     def _reset(self, initial: set[Path]) -> dict[Path, Path]:
         """Of optimizer state in the target what keeps its initial value because its parameters do:

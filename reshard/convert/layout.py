@@ -289,18 +289,11 @@ def _by_direction(
     raises TreeMismatchError if there is none, or another reading of that API."""
     against = marks.linen if api == "nnx" else marks.maybe_nnx
     fitting = [reading for reading in readings if reading.api == api]
-    if against or not fitting:
-        raise _ambiguous(readings, api)
-    name, why, _, _ = fitting[0]
-    if len(fitting) > 1:
-        raise _ambiguous(fitting, api)
-    if name not in KINDS:
-        raise _ambiguous(readings, api)
-    names = {"linen": "Linen", "nnx": "NNX"}
-    return name, [
-        *why,
-        f"the conversion is from {names[fitting[0].api]}, and nothing speaks against it",
-    ]
+    if against or len(fitting) != 1 or fitting[0].name not in KINDS:
+        raise _ambiguous(readings if against or len(fitting) < 2 else fitting, api)
+    told = "NNX" if api == "nnx" else "Linen"
+    why = f"the conversion is from {told}, and nothing speaks against it"
+    return fitting[0].name, [*fitting[0].why, why]
 
 
 def _ambiguous(readings: Sequence[_Reading], api: str | None = None) -> TreeMismatchError:

@@ -68,6 +68,11 @@ class Goal:
         """Path in the model -> shape."""
         return {path: self.leaf(saved).shape for path, saved in self.layout.model.items()}
 
+    def names(self) -> dict[Path, Path]:
+        """Name -> saved path; leaves of the model have a name in the whole tree and one in it."""
+        filled = {p: leaf for p, leaf in self.leaves.items() if isinstance(leaf, TargetLeaf)}
+        return {leaf.path: saved for saved, leaf in filled.items()} | self.layout.model
+
     def leaf(self, saved: Path) -> TargetLeaf:
         """The leaf that is saved there."""
         found = self.leaves[saved]

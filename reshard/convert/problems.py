@@ -3,7 +3,7 @@ no source, or another shape or dtype.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.arrays.handle import ArrayHandle
@@ -19,9 +19,10 @@ from reshard.convert.target_paths import Part, Places
 from reshard.convert.value_levels import COLLECTIONS
 from reshard.hints import Hint
 from reshard.restore.matching import TargetLeaf
-from reshard.tree import Path, format_path
+from reshard.tree import Path, format_key, format_path, glob_text, named_by
 
 _DROPPED = " leaves it out; globs work"
+MAX_GLOBS = 5
 
 
 class Objections:
@@ -120,14 +121,22 @@ class Objections:
         below = {path: saved for path, saved in there.optimizer.items() if saved in missing}
         told = {below[path] for path in (below if self.stuck else _mirrors(below, unfilled))}
         names = {saved: path for path, saved in there.model.items()}
-        spare = bool(unexpected or self.open)
+        # Where something of the source is still to be placed, it is likely to belong there: nobody
+        # is told to reset what is missing.
+        spare, anew = bool(unexpected or self.open), []
         for saved in lacking:
             random = saved in self._goal.random
             shown = random or not self._is_open(names.get(saved))
             if saved not in initial and saved not in told and shown:
-                self._missing(self._goal.leaf(saved), random, spare)
+                leaf = self._goal.leaf(saved)
+                self.problems.append(f"{format_path(names.get(saved, leaf.path))}  {leaf}: missing")
+                anew += [saved] if random or not spare else []
+        for glob, count in covering_globs(anew, self._goal.names()):
+            leaves = "1 leaf" if count == 1 else f"{count} leaves"
+            text = f" keeps the model's own initial value: {leaves}"
+            self.hints.append(Hint(("init", glob), text))
         for saved in initial - {*lacking}:
-            name = format_path(self._goal.leaf(saved).path)
+            name = format_path(names.get(saved, self._goal.leaf(saved).path))
             self.problems.append(f"{name}: it has a source, and is to keep its initial value")
         sides = (
             (model, self._layout.model, self._goal.layout.model, ()),
@@ -163,13 +172,41 @@ class Objections:
         elif saved is not None and not any(hint.endswith(_DROPPED) for hint in self.hints):
             self.hints.append(Hint(("drop", format_path(saved)), _DROPPED))
 
-    def _missing(self, leaf: TargetLeaf, random: bool, spare: bool) -> None:
-        """A leaf of the target has no source. Where something of the source is still to be placed,
-        it is likely to belong there: nobody is told to reset it."""
-        self.problems.append(f"{format_path(leaf.path)}  {leaf}: missing")
-        if random or not spare:
-            glob = "**/rngs/**" if random and "rngs" in leaf.path else format_path(leaf.path)
-            self.hints.append(Hint(("init", glob), " keeps the model's own initial value"))
+
+def covering_globs(wanted: Sequence[Path], names: Mapping[Path, Path]) -> list[tuple[str, int]]:
+    """Globs that name some leaves and no others, with how many each names: the short ones of those
+    that name most; at most five.
+
+    Args:
+      wanted: the saved paths of the leaves.
+      names: name -> saved path, of these and all others; of several names the last counts.
+    """
+    texts = {glob_text(name): saved for name, saved in names.items()}
+    name_of = {saved: name for name, saved in names.items()}
+    left, allowed = dict.fromkeys(wanted), {*wanted}
+    found = []
+    while left and len(found) < MAX_GLOBS:
+        first = next(iter(left))
+        del left[first]
+        best, most = format_path(name_of[first]), {first}
+        for glob in sorted(_globs(name_of[first]), key=lambda glob: (glob != "**/rngs", len(glob))):
+            hits = {texts[text] for text in named_by(texts, glob)}
+            if first in hits <= allowed and len(hits) > len(most):
+                best, most = glob, hits
+        found.append((best, len(most)))
+        left = {saved: None for saved in left if saved not in most}
+    return found
+
+
+def _globs(path: Path) -> list[str]:
+    """Globs that name a leaf: those of modules that it is in, and of the same names elsewhere."""
+    named = [place for place, key in enumerate(path) if not str(key).isdigit()]
+    return [
+        *(format_path(path[:end]) for end in range(1, len(path))),
+        *(f"**/{format_key(path[place])}" for place in named),
+        *(f"**/{format_path(path[place:])}" for place in named),
+        *(f"{format_key(path[0])}/**/{format_key(path[place])}" for place in named[1:]),
+    ]
 
 
 def _mirrors(leaves: Iterable[Path], parameters: Iterable[Path]) -> set[Path]:
