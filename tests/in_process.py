@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from reshard.convert.goal import Goal, goal_of
 
 import reshard.cli
 from reshard.cli import apart

@@ -695,7 +695,7 @@ def test_ckpt_json_of_specs_that_do_not_fit(cwd):
         ],
     }
     assert ran.err.startswith("Error: specs that do not fit the mesh `data=1,model=3`\n")
-    assert reshard(cwd, *arguments, "--json") == (2, "", ran.err)
+    assert reshard(cwd, *arguments, "--json") == ran
 
 
 def test_ckpt_quiet(cwd):
@@ -934,6 +934,8 @@ hint: `{cwd}` has: long, run, shapes
     "inspect run --filter params/layer_O": """\
 Error: no leaf matches
   `params/layer_O`
+
+hint: the nearest leaf is `params/layer_1/bias`
 """,
     "inspect run --sharding params/layer_0/kernal": """\
 Error: no array at `params/layer_0/kernal`
@@ -1044,9 +1046,17 @@ def test_the_hint_for_memory_works(cwd):
     assert typed(cwd, f"{command} {least[1]}").status == 0
 
 
-def test_errors_leave_stdout_empty_under_json(cwd):
+def test_errors_are_in_the_document_too(cwd):
     ran = reshard(cwd, "ckpt", "run/1000", "out", "--to", "1y8", "--json")
-    assert (ran.status, ran.out) == (2, "")
+    assert (ran.status, json.loads(ran.out)) == (
+        2,
+        {
+            "destination": "out",
+            "done": False,
+            "problems": ["not a mesh: `1y8`"],
+            "hints": ["a mesh is `data=1,model=8`, or `1x8` for short"],
+        },
+    )
     assert ran.err.startswith("Error: not a mesh: `1y8`\n")
 
 
