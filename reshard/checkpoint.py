@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.arrays.handle import ArrayHandle, stored_name
@@ -138,11 +138,6 @@ class Checkpoint(Mapping[Path, Leaf]):
                 "is left out: it describes the tree that was saved",
             )
         return Checkpoint(leaves, self.source, (*self.notes, *notes), self.retyped or retyped)
-
-    def without_notes(self, notes: Collection[str]) -> "Checkpoint":
-        """The same checkpoint without some of its notes."""
-        kept = tuple(note for note in self.notes if note not in notes)
-        return Checkpoint(self._leaves, self.source, kept, self.retyped)
 
     def with_metadata(self, entries: Mapping[str, Any]) -> "Checkpoint":
         """The same checkpoint with other entries in its `_METADATA` document."""

@@ -11,6 +11,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.cli.conversion_options import conversion_options, converter
 from reshard.cli.flags import as_flags
 from reshard.cli.job import job_options, laid_out, prepared, run
+from reshard.convert.by_order import without_notes
 from reshard.convert.conversion import Conversion
 from reshard.errors import DestinationExistsError, ReshardError
 from reshard.tree import format_path
@@ -90,7 +91,7 @@ def command(
         warnings.update(dict.fromkeys(map(as_flags, made.warnings)))
         if flags["dry_run"] and not flags["quiet"] and not flags["as_json"]:
             click.echo(made)
-        ckpt = made.checkpoint.without_notes(made.warnings)  # they go to stderr
+        ckpt = without_notes(made.checkpoint, made.warnings)  # they go to stderr
         return laid_out(ckpt, mesh, flags["model"] if flags["rules"] else None, flags, "--mesh")
 
     def answer() -> dict[str, Any]:

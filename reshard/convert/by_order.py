@@ -2,6 +2,7 @@
 and a record in the result, until somebody has compared outputs.
 """
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from reshard.checkpoint import Checkpoint
@@ -57,6 +58,12 @@ def order_text(order: ByOrder) -> str:
 def order_warning(order: ByOrder) -> Hint:
     """What to tell whoever converts."""
     return Hint(f"{order_text(order)}; ", ("check",), " compares outputs")
+
+
+def without_notes(ckpt: Checkpoint, notes: Collection[str]) -> Checkpoint:
+    """A checkpoint without some of its notes."""
+    kept = tuple(note for note in ckpt.notes if note not in notes)
+    return Checkpoint(ckpt, ckpt.source, kept, ckpt.retyped)
 
 
 def with_order(ckpt: Checkpoint, order: ByOrder | None) -> Checkpoint:

@@ -15,7 +15,7 @@ from typing import Any
 from reshard.arrays.derived import constant
 from reshard.arrays.operations import Crop
 from reshard.checkpoint import Checkpoint, Leaf, describe
-from reshard.convert.by_order import by_order, order_warning, with_order
+from reshard.convert.by_order import by_order, order_warning, with_order, without_notes
 from reshard.convert.decision import Decision, decide
 from reshard.convert.initial_values import initial_values
 from reshard.convert.layout import Layout, detect
@@ -101,7 +101,7 @@ class Conversion:
         they say something of every leaf."""
         ckpt, warnings = self.checkpoint, self.warnings
         if not found.unused:
-            ckpt, warnings = with_order(ckpt.without_notes(warnings), None), ()
+            ckpt, warnings = with_order(without_notes(ckpt, warnings), None), ()
         ckpt = ckpt.replace(ckpt, notes=[repr(found)])
         return dataclasses.replace(self, checkpoint=ckpt, warnings=warnings)
 
