@@ -116,10 +116,10 @@ def named_in(
             texts.setdefault(glob_text(name), []).append(path)
     found: set[Path] = set()
     problems, hints = [], []
-    for pattern in (*patterns, *optional):
+    for number, pattern in enumerate((*patterns, *optional)):
         hits = next(filter(None, (_hits(texts, pattern) for texts in by_text)), set())
         found |= hits
-        if not hits and pattern not in optional:
+        if not hits and number < len(patterns):
             problems.append(f"`{pattern}`")
             near = nearest(pattern, (name for name, _ in namespaces[0]))
             hints += [f"the nearest leaf is `{name}`" for name in near[:1]]

@@ -1655,6 +1655,10 @@ def test_one_map_serves_several_models():
     old = apply(OPTIONAL, {"params/old_0/w": (2,), "params/junk": (3,), "params/unused/a": ()})
     assert printed(old.map.shapes) == {"layers/0/w": (2,)}
     assert [format_path(path) for path in old.map.dropped] == ["params/junk", "params/unused/a"]
+    assert old.notes == (
+        r"rule 2, `^params/new_(\d)/` is optional, and matches no leaf",
+        "left out, as `optional` says: params/unused/a",
+    )
     new = apply(OPTIONAL, {"params/new_1/w": (2,)})
     assert printed(new.map.shapes) == {"layers/1/w": (2,)}
     assert (new.initial, new.optional) == ((), ("gone/**", "kept"))
@@ -1703,3 +1707,5 @@ def test_optional_initial_values(tmp_path):
 
         ckpt = reshard.to_nnx(tmp_path / "linen", model, map_file="map.toml")
         assert {format_path(path) for path in ckpt} == leaves
+        told = ("the model's own initial value, as `optional` says: bias/value",) * use_bias
+        assert ckpt.notes == told

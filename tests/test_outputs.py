@@ -1,6 +1,7 @@
 """The outputs of both models of a conversion: equal, or where they begin to differ."""
 
 import json
+import re
 
 import in_process
 import jax
@@ -14,7 +15,7 @@ from flax import nnx
 import reshard
 from reshard.cli import apart, check
 from reshard.cli.apart import told_apart
-from reshard.convert.model_run import arguments_of
+from reshard.convert.inputs import arguments_of
 
 WIDTH = 6
 RANDOM = "**/rngs/**"
@@ -222,6 +223,47 @@ def test_leaves_without_a_part_in_the_outputs_are_told(tmp_path):
     with pytest.raises(reshard.TreeMismatchError) as info:
         reshard.to_nnx(tmp_path / "linen", HeadedNnx, source=model, check=True)
     assert info.value.problems == ("their shapes are [2, 2], [2, 3] in Linen, [2, 2] in NNX",)
+
+
+class Routed(nn.Module):
+    """Two layers, of which the sign of an input takes one, beside what a mask fills in."""
+
+    @nn.compact
+    def __call__(self, x):
+        made = jnp.where(x[:, :1] > 0, nn.Dense(3, name="up")(x), nn.Dense(3, name="down")(x))
+        return jnp.where(jnp.arange(3) < 2, made, -1e9)
+
+
+class RoutedNnx(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(4, 3, rngs=rngs), nnx.Linear(4, 3, rngs=rngs)
+
+    def __call__(self, x):
+        made = jnp.where(x[:, :1] > 0, self.up(x), self.down(x))
+        return jnp.where(jnp.arange(3) < 2, made, -1e9)
+
+
+def test_what_no_input_reaches_is_told_and_what_masks_fill_in_is_no_measure(tmp_path):
+    def model():
+        return Routed().init(jax.random.key(0), jnp.ones((2, 4)))
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "linen", model())
+    x = np.random.default_rng(0).normal(size=(5, 4))
+    x[:, 0] = np.abs(x[:, 0])
+    ckpt = reshard.to_nnx(tmp_path / "linen", RoutedNnx, source=model, check=((x,), {}))
+    (note,) = [note for note in ckpt.notes if note.startswith("outputs equal")]
+    assert note.endswith("leaves without a part in them: down/bias, down/kernel")
+    swapped = tmp_path / "map.toml"
+    swapped.write_text(
+        "rule = [{ from = '^params/up/', to = 'down/' }, { from = '^params/down/', to = 'up/' }]"
+    )
+    with pytest.raises(reshard.TreeMismatchError) as info:
+        reshard.to_nnx(
+            tmp_path / "linen", RoutedNnx, source=model, map_file=swapped, check=((x,), {})
+        )
+    (problem,) = info.value.problems
+    assert re.match("the output: the largest difference is 0.[0-9]+ of the largest value;", problem)
 
 
 @pytest.mark.parametrize(

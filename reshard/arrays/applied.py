@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import uuid
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -26,14 +27,15 @@ class Apply:
       name: where it is: `package.module:function`.
       shape: the shape of what it makes; None for that of what it is given.
       dtype: its dtype; None for that of what it is given.
-      code: a hash of the code that it is in, if that is known.
+      loaded: which loading of the function it is. A job goes on with the same one alone: what a
+        function computes rests on more than can be compared.
     """
 
     function: Callable[[np.ndarray], np.ndarray] = dataclasses.field(repr=False)
     name: str
     shape: Shape | None = None
     dtype: np.dtype | None = None
-    code: str = ""
+    loaded: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex, compare=False)
 
     def __str__(self) -> str:
         return f"apply {self.name}"

@@ -8,7 +8,8 @@ import click
 from reshard.cli import apart
 from reshard.cli.model_argument import load_model, model_errors
 from reshard.convert.conversion import Conversion
-from reshard.convert.model_run import Arguments, Run, Tell, linen_run, nnx_run
+from reshard.convert.inputs import Arguments
+from reshard.convert.model_run import Run, Tell, linen_run, nnx_run
 from reshard.convert.outputs import OutputComparison
 from reshard.hints import Hint
 

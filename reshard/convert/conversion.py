@@ -18,12 +18,13 @@ from reshard.checkpoint import Checkpoint, Leaf, describe
 from reshard.convert.by_order import by_order, order_warning, with_order, without_notes
 from reshard.convert.decision import Decision, decide
 from reshard.convert.initial_values import initial_values
+from reshard.convert.inputs import Arguments
 from reshard.convert.layout import Layout, detect
 from reshard.convert.leafmap import LeafMap, an_array
 from reshard.convert.left_out import left_out_of, without_dropped
 from reshard.convert.mapwriter import write_map
 from reshard.convert.model import Goal, goal_of
-from reshard.convert.model_run import Arguments, Run, runs
+from reshard.convert.model_run import Run, runs
 from reshard.convert.outputs import OutputComparison, compare_outputs
 from reshard.convert.roundtrip import (
     from_record,

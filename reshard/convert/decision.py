@@ -107,6 +107,7 @@ class _Work:
         self._left_out = left_out
         self._arrays: dict[Path, ArrayHandle] = {leaf.path: leaf for leaf in ckpt.arrays}
         self._shapes = layout.shapes(ckpt)
+        self._notes: list[str] = []
         self._copies = self._copies_of_parameters()
         self._places = Places(layout, to, goal, bool(self._copies))
         self._against = Objections(ckpt, layout, to, goal, other, self._copies, self._places)
@@ -142,6 +143,7 @@ class _Work:
         self._against.problems += said.problems
         self._against.hints += said.hints
         self._against.open |= said.unexpected
+        self._notes += said.notes
         initial = self._initial([*said.initial, *init], said.optional)
         if target is None or goal is None:
             return Part(said.map), initial
@@ -164,7 +166,10 @@ class _Work:
         names = self._goal.names()
         below = [(("model", *path), saved) for path, saved in self._goal.layout.model.items()]
         saved = [(path, path) for path in names.values()]
-        return named_in((names.items(), below, saved), globs, optional)
+        namespaces = (names.items(), below, saved)
+        if may := sorted(named_in(namespaces, (), optional) - named_in(namespaces, globs)):
+            self._notes.append(f"the model's own initial value, as `optional` says: {listed(may)}")
+        return named_in(namespaces, globs, optional)
 
     def _reset(self, initial: set[Path]) -> dict[Path, Path]:
         """Of optimizer state in the target what keeps its initial value because its parameters do:
@@ -329,7 +334,7 @@ class _Work:
         goal = self._goal
         leaves = {} if goal is None else goal.leaves
         names = {} if goal is None else {saved: p for p, saved in goal.layout.model.items()}
-        notes = []
+        notes = self._notes
         if goal is None:
             notes.append("the map alone decided: only the source was checked")
         elif self._places.prefix and optimizer.made:

@@ -52,7 +52,7 @@ from reshard.arrays.dtypes import parse_dtype
 from reshard.arrays.operations import Apply, Crop, Pad, Transpose
 from reshard.convert.map_rules import Divided, Gathered, Map, Nest, Reshaped, Rule
 from reshard.convert.replacement import Pattern, Replacement, parse_pattern, parse_replacement
-from reshard.convert.user_code import load, source_hash
+from reshard.convert.user_code import load
 from reshard.errors import ArgumentError, ReshardError
 from reshard.tree import split_path
 
@@ -343,7 +343,7 @@ def _applied(entry: _Table) -> list[Apply]:
     if not callable(function):
         entry.wrong(f"`apply`: {value} is no function")
     shape = None if shape is None else tuple(shape)
-    return [Apply(cast(Any, function), str(value), shape, dtype, source_hash(function))]
+    return [Apply(cast(Any, function), str(value), shape, dtype)]
 
 
 def _divided(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from reshard.arrays.boxes import Shape
 from reshard.convert.leafmap import LeafMap, Source, Value, applied
 from reshard.convert.map_rules import Divided, Gathered, Map, Reshaped, Rule
+from reshard.convert.pairing import listed
 from reshard.convert.replacement import Pattern, Replacement
 from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.tree import Path, compile_glob, format_path, glob_text, named_by, nearest, split_path
@@ -26,11 +27,13 @@ class Mapped:
       map: of all leaves. Those that a rule applies to have an origin, even if they keep their path.
       initial: globs of leaves of the target that keep the model's own initial value.
       optional: the same, of leaves that may not be there.
+      notes: what came of rules and globs that may match nothing.
     """
 
     map: LeafMap
     initial: tuple[str, ...]
     optional: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def untouched(self) -> list[Path]:
@@ -108,14 +111,17 @@ class _Tree:
         self.dropped: list[Path] = []
         self.problems: list[str] = []
         self.hints: list[str] = []
+        self.notes: list[str] = []
         # Whether leaves are missing because a rule failed: then later ones may well match nothing.
         self.incomplete = False
 
     def ignore(self, globs: Sequence[str]) -> None:
         """Drops the leaves that globs match and no rule has applied to."""
-        for leaf, _ in self.under(globs):
-            if leaf.source is not None and not leaf.touched:
-                self.drop(leaf)
+        gone = [x for x, _ in self.under(globs) if x.source is not None and not x.touched]
+        if paths := [leaf.source for leaf in gone if leaf.source is not None]:
+            self.notes.append(f"left out, as `optional` says: {listed(paths)}")
+        for leaf in gone:
+            self.drop(leaf)
 
     def under(self, globs: Sequence[str]) -> list[tuple[_Leaf, str]]:
         """The leaves that globs name, with the first that does."""
@@ -150,6 +156,8 @@ class _Tree:
         for pattern, hits in zip(rule.patterns, found, strict=True):
             if not hits and not (rule.optional and not any(found)):
                 self.matches_nothing(rule, pattern)
+        if rule.optional and not any(found):
+            self.notes.append(f"{rule} is optional, and matches no leaf")
         self.carry_out(rule, moves)
 
     def hits(self, pattern: Pattern) -> list[_Leaf]:
@@ -340,7 +348,12 @@ class _Tree:
         pairs = list(zip(paths, last, strict=True))
         values = {path: leaf.value for path, leaf in pairs if leaf.value is not None}
         origin = {path: "map" for path, leaf in pairs if leaf.touched}
-        return Mapped(LeafMap(values, origin, tuple(self.dropped)), rules.initial, rules.optional)
+        return Mapped(
+            LeafMap(values, origin, tuple(self.dropped)),
+            rules.initial,
+            rules.optional,
+            tuple(self.notes),
+        )
 
     def path(self, leaf: _Leaf) -> Path:
         """The path that rules have given a leaf."""

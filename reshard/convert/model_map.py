@@ -27,6 +27,7 @@ from reshard.convert.module_tree import (
     path_outline,
     without,
 )
+from reshard.convert.pairing import listed
 from reshard.convert.value_levels import COLLECTIONS
 from reshard.errors import TreeMismatchError
 from reshard.tree import Path, format_path, glob_text, named_by, nearest
@@ -73,6 +74,7 @@ class Said:
       dropped: leaves of the source that are left out where it is run backwards.
       problems: what stands against it.
       hints: what may help.
+      notes: what came of rules and globs that may match nothing.
       unexpected: leaves that it puts where there are none, and no conversion goes on from.
     """
 
@@ -83,6 +85,7 @@ class Said:
     dropped: tuple[Path, ...] = ()
     problems: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     unexpected: frozenset[Path] = frozenset()
 
 
@@ -118,12 +121,22 @@ def by_map(map_file: str | os.PathLike | None, source: Side, target: Side | None
         problems = [
             f"{format_path(path)}: no rule of the map applies to it" for path in mapped.untouched
         ]
-        return Said(mapped.map, to, mapped.initial, mapped.optional, problems=tuple(problems))
-    initial, optional, dropped = mapped.initial, mapped.optional, []
+        return Said(
+            mapped.map,
+            to,
+            mapped.initial,
+            mapped.optional,
+            problems=tuple(problems),
+            notes=mapped.notes,
+        )
+    initial, optional, dropped, notes = mapped.initial, mapped.optional, [], []
     if backwards:
         texts = {glob_text(path): path for path in shapes}
         named = {text for glob in (*initial, *optional) for text in named_by(texts, glob)}
         dropped = [path for text, path in texts.items() if text in named]
+        may = {text for glob in optional for text in named_by(texts, glob)}
+        if gone := [path for text, path in texts.items() if text in may]:
+            notes.append(f"left out, as `optional` says: {listed(gone)}")
         initial, optional = tuple(map(format_path, mapped.map.dropped)), ()
     linen = start if start.api == "linen" else end
     collections = COLLECTIONS.union(path[0] for path in linen.shapes)
@@ -149,6 +162,7 @@ def by_map(map_file: str | os.PathLike | None, source: Side, target: Side | None
         tuple(dropped),
         tuple(problems),
         (_RENAMES,) if unexpected and to == "nnx" and not backwards else (),
+        (*mapped.notes, *notes),
         frozenset(unexpected),
     )
 

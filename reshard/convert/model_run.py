@@ -10,6 +10,7 @@ import numpy as np
 from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Leaf
 from reshard.convert.initial_values import peak_bytes
+from reshard.convert.inputs import Arguments
 from reshard.convert.model import nnx_outline
 from reshard.errors import ArgumentError
 from reshard.hints import Hint
@@ -19,8 +20,6 @@ from reshard.storage.location import checked
 from reshard.tree import Path, format_path
 from reshard.units import format_bytes
 
-# Positional and keyword arguments.
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Tell = Callable[[str], object]
 
 
@@ -31,50 +30,14 @@ class Run(NamedTuple):
       arguments: what it was called with.
       outputs: the arrays that it returned, each with its place in what was returned.
       calls: path of a module and an array that it returned, in the order in which the calls ended.
-      unused: paths of leaves of floating-point numbers that the outputs do not depend on.
+      unused: paths of leaves of floating-point numbers that the outputs do not depend on: their
+        gradient is zero, such as that of an expert that no input was sent to.
     """
 
     arguments: Arguments
     outputs: list[tuple[str, np.ndarray]]
     calls: list[tuple[Path, np.ndarray]]
     unused: list[Path]
-
-
-def arguments_of(inputs: Any) -> dict[str, Arguments]:
-    """The arguments of both models.
-
-    Args:
-      inputs: a tuple of positional arguments and a dict of keyword ones, for both alike; or a dict
-        of such pairs, `{"linen": ..., "nnx": ...}`. Without `"linen"`, or None, for what Linen's
-        model is initialised with: see `linen_run`.
-
-    Raises:
-      ArgumentError: it is something else.
-    """
-    if inputs is None:
-        return {}
-    pairs = inputs if isinstance(inputs, dict) else {"linen": inputs, "nnx": inputs}
-    problems = [f"there is a side {side!r}" for side in pairs if side not in ("linen", "nnx")]
-    problems += [
-        f"{side}: {pair!r:.80}" for side, pair in pairs.items() if not _are_arguments(pair)
-    ]
-    if problems:
-        raise ArgumentError(
-            "the inputs are not positional and keyword arguments",
-            problems,
-            ["((x,), {})", '{"linen": ((x,), {"train": False}), "nnx": ((x,), {})}'],
-        )
-    return {side: (tuple(args), dict(kwargs)) for side, (args, kwargs) in pairs.items()}
-
-
-def _are_arguments(pair: Any) -> bool:
-    return (
-        isinstance(pair, tuple | list)
-        and len(pair) == 2
-        and isinstance(pair[0], tuple | list)
-        and isinstance(pair[1], dict)
-        and all(isinstance(name, str) for name in pair[1])
-    )
 
 
 def runs(
@@ -231,23 +194,53 @@ def _run(
                 sorted(map(format_path, missing)),
             )
         outputs = [x for _, node in known for x in jax.tree.leaves(node) if hasattr(x, "aval")]
+        floats = [n for n, leaf in enumerate(abstract) if _is_floating(leaf.dtype)]
+
+        def total(some: Sequence[Any], others: Sequence[Any]) -> Any:
+            values = list(others)
+            for number, value in zip(floats, some, strict=True):
+                values[number] = value
+            return _weighted_sum(call(values, []))
+
+        gradient = jax.grad(total)
+        try:
+            backward = jax.make_jaxpr(gradient)([abstract[n] for n in floats], abstract).jaxpr
+        except Exception:  # the model's own code: what cannot be differentiated is not known
+            backward = None
         most = peak_bytes(traced) + sum(x.aval.size * x.aval.dtype.itemsize for x in outputs)
+        most = max(most, 0 if backward is None else peak_bytes(backward))
         tell(
             f"running the {api} model{', once more,' * calls} takes about {format_bytes(most)} "
             "of memory"
         )
         kept: list[tuple[Path, Any]] = []
-        made = call([_value(leaf) for leaf in leaves.values()], kept)
+        values = [_value(leaf) for leaf in leaves.values()]
+        made = call(values, kept)
+        unused = [paths[n] for n in floats]
+        if backward is not None and not calls:
+            gradients = gradient([values[n] for n in floats], values)
+            unused = [paths[n] for n, g in zip(floats, gradients, strict=True) if not g.any()]
     found, _ = jax.tree_util.tree_flatten_with_path(made)
     outputs = [(jax.tree_util.keystr(keys), _array(api, value)) for keys, value in found]
     if not outputs:
         raise ArgumentError(f"the {api} model returns nothing, so there is nothing to compare")
-    floats = [p for p, a in zip(paths, abstract, strict=True) if _is_floating(a.dtype)]
     return Run(
         arguments,
         outputs,
         [(path, _array(api, value)) for path, node in kept for value in _arrays(node)],
-        [path for path in floats if path not in used],
+        unused,
+    )
+
+
+def _weighted_sum(outputs: Any) -> Any:
+    """A sum of what a model returns, in which each number counts differently."""
+    import jax
+    import jax.numpy as jnp
+
+    random = np.random.default_rng(0)
+    floats = [x for x in jax.tree.leaves(outputs) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return sum(
+        (jnp.sum(x.astype("float32") * random.normal(size=x.shape)) for x in floats), jnp.zeros(())
     )
 
 

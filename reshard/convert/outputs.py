@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from reshard.convert.inputs import Arguments, arguments_of
 from reshard.convert.leafmap import LeafMap
-from reshard.convert.model_run import Arguments, Run, arguments_of
+from reshard.convert.model_run import Run
 from reshard.tree import Path, format_path
 
 # How far outputs may be apart, relative to the largest value of each.
@@ -101,16 +102,20 @@ def _compared(
 
 
 def _difference(one: np.ndarray, other: np.ndarray) -> float:
-    """How far arrays of one shape are apart, relative to the largest value; NaN if there is one in
-    them, or they are not infinite in the same places."""
+    """How far arrays of one shape are apart, relative to the largest value where they are apart at
+    all: what masks fill in is the same in both, and no measure. NaN if there is one in them, or
+    they are not infinite in the same places."""
     one, other = (np.asarray(x, np.float64) for x in (one, other))
     finite = np.isfinite(one)
     if np.isnan(one).any() or (finite != np.isfinite(other)).any():
         return np.nan
     if (one[~finite] != other[~finite]).any():
         return np.nan
-    largest = np.abs([one[finite], other[finite]]).max(initial=0)
-    return float(np.abs(one[finite] - other[finite]).max(initial=0) / (largest or 1))
+    apart = one != other
+    if not (finite & apart).any():
+        return 0.0
+    one, other = one[finite & apart], other[finite & apart]
+    return float(np.abs(one - other).max() / np.abs([one, other]).max())
 
 
 def _first_difference(linen: Run, nnx: Run, found: LeafMap, to: str) -> list[str]:

@@ -1,9 +1,7 @@
 """Code of the user's: models, and functions that a map file names. Nothing else is imported: no
 checkpoint and no record of one names any."""
 
-import hashlib
 import importlib
-import inspect
 import pathlib
 import sys
 import sysconfig
@@ -87,12 +85,3 @@ def own_line(error: BaseException, module: str) -> list[str]:
         or not frame.f_code.co_filename.startswith(_OTHERS)
     ]
     return lines[-1:]
-
-
-def source_hash(function: Any) -> str:
-    """A hash of the source of the module that a function is defined in; empty if it has none."""
-    try:
-        source = inspect.getsource(inspect.getmodule(function) or function)
-    except (OSError, TypeError):
-        return ""
-    return hashlib.sha256(source.encode()).hexdigest()

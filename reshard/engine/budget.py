@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 # Beyond this, more bytes in flight make no core busier; they only touch more memory.
 IN_FLIGHT_PER_CORE = 72 << 20
-# Boxes of large chunks in flight at most, each of which takes more than that.
+# Large boxes in flight at most.
 MOST_LARGE = 4
 # Batches that fit into memory together: one is read while others are encoded and written. With
 # fewer, cores wait for the last chunk of a batch; with more, batches are too small.
@@ -38,9 +38,10 @@ def room(max_memory: int) -> int:
 
 def in_flight(max_memory: int, cores: int, largest: int) -> int:
     """Bytes that a job of `max_memory` bytes keeps in flight, of which one box takes `largest` at
-    most: half of them, as much as keeps every core busy, or as many such boxes: a chunk is decoded
-    and encoded by a single core."""
-    boxes = largest * min(max(cores, 2), MOST_LARGE)
+    most: half of them, as much as keeps every core busy, or such a box while another is written. Of
+    large boxes as many as there are cores: each is of few chunks, and a single core decodes one."""
+    large = largest > 2 * IN_FLIGHT_PER_CORE
+    boxes = largest * min(max(cores, 2), MOST_LARGE) if large else largest + largest // 2
     enough = max(min(IN_FLIGHT_PER_CORE * cores, max_memory // 2), boxes)
     return min(room(max_memory), enough)
 
