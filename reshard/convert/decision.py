@@ -167,9 +167,11 @@ class _Work:
         below = [(("model", *path), saved) for path, saved in self._goal.layout.model.items()]
         saved = [(path, path) for path in names.values()]
         namespaces = (names.items(), below, saved)
-        if may := sorted(named_in(namespaces, (), optional) - named_in(namespaces, globs)):
-            self._notes.append(f"the model's own initial value, as `optional` says: {listed(may)}")
-        return named_in(namespaces, globs, optional)
+        named = named_in(namespaces, globs)
+        if may := named_in(namespaces, (), optional) - named:
+            told = listed(sorted(may))
+            self._notes.append(f"the model's own initial value, as `optional` says: {told}")
+        return named | may
 
     def _reset(self, initial: set[Path]) -> dict[Path, Path]:
         """Of optimizer state in the target what keeps its initial value because its parameters do:

@@ -117,10 +117,11 @@ class _Tree:
 
     def ignore(self, globs: Sequence[str]) -> None:
         """Drops the leaves that globs match and no rule has applied to."""
-        gone = [x for x, _ in self.under(globs) if x.source is not None and not x.touched]
-        if paths := [leaf.source for leaf in gone if leaf.source is not None]:
-            self.notes.append(f"left out, as `optional` says: {listed(paths)}")
-        for leaf in gone:
+        untouched = [leaf for leaf, _ in self.under(globs) if not leaf.touched]
+        gone = {leaf.source: leaf for leaf in untouched if leaf.source is not None}
+        if gone:
+            self.notes.append(f"left out, as `optional` says: {listed(list(gone))}")
+        for leaf in gone.values():
             self.drop(leaf)
 
     def under(self, globs: Sequence[str]) -> list[tuple[_Leaf, str]]:

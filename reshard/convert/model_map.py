@@ -132,10 +132,11 @@ def by_map(map_file: str | os.PathLike | None, source: Side, target: Side | None
     initial, optional, dropped, notes = mapped.initial, mapped.optional, [], []
     if backwards:
         texts = {glob_text(path): path for path in shapes}
-        named = {text for glob in (*initial, *optional) for text in named_by(texts, glob)}
-        dropped = [path for text, path in texts.items() if text in named]
         may = {text for glob in optional for text in named_by(texts, glob)}
-        if gone := [path for text, path in texts.items() if text in may]:
+        named = may.union(*(named_by(texts, glob) for glob in initial))
+        dropped = [path for text, path in texts.items() if text in named]
+        if may:
+            gone = [path for text, path in texts.items() if text in may]
             notes.append(f"left out, as `optional` says: {listed(gone)}")
         initial, optional = tuple(map(format_path, mapped.map.dropped)), ()
     linen = start if start.api == "linen" else end

@@ -203,10 +203,11 @@ def _run(
             return _weighted_sum(call(values, []))
 
         gradient = jax.grad(total)
-        try:
-            backward = jax.make_jaxpr(gradient)([abstract[n] for n in floats], abstract).jaxpr
-        except Exception:  # the model's own code: what cannot be differentiated is not known
-            backward = None
+        backward = None
+        if not calls:
+            # The model's own code may fail: of what cannot be differentiated nothing is known.
+            with contextlib.suppress(Exception):
+                backward = jax.make_jaxpr(gradient)([abstract[n] for n in floats], abstract).jaxpr
         most = peak_bytes(traced) + sum(x.aval.size * x.aval.dtype.itemsize for x in outputs)
         most = max(most, 0 if backward is None else peak_bytes(backward))
         tell(
@@ -217,7 +218,7 @@ def _run(
         values = [_value(leaf) for leaf in leaves.values()]
         made = call(values, kept)
         unused = [paths[n] for n in floats]
-        if backward is not None and not calls:
+        if backward is not None:
             gradients = gradient([values[n] for n in floats], values)
             unused = [paths[n] for n, g in zip(floats, gradients, strict=True) if not g.any()]
     found, _ = jax.tree_util.tree_flatten_with_path(made)
