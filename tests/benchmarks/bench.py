@@ -51,10 +51,6 @@ class Result:
     def anonymous_bytes(self) -> float:
         return statistics.median(run.anonymous_bytes for run in self.runs)
 
-    @property
-    def read_bytes(self) -> float:
-        return statistics.median(run.read_bytes for run in self.runs)
-
 
 class FailedError(Exception):
     """A program that was to be measured did not do its job."""
@@ -173,7 +169,6 @@ class Bench:
             f"CPU {result.cpu_seconds:.2f} s, {result.page_faults / 1000:.0f}k page faults, "
             f"peak {result.peak_bytes / 2**20:.0f} MiB, "
             f"anonymous {result.anonymous_bytes / 2**20:.0f} MiB, "
-            f"read {result.read_bytes / 2**20:.0f} MiB, "
             f"output {output_bytes / 2**20:.0f} MiB"
             + (f", {problem(result)}" if result.status else "")
         )

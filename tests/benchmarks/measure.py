@@ -1,4 +1,4 @@
-"""Runs a program as a child and measures it from outside: seconds, CPU time, memory, bytes read.
+"""Runs a program as a child and measures it from outside: seconds, CPU time, memory.
 
 Peak memory is the RSS summed over the process tree, sampled every 5 ms, and never less than the
 kernel's own figure for the largest process, which misses no peak. Anonymous memory leaves out what
@@ -30,7 +30,7 @@ _RESIDENT = "print(*(int(n) * {page} for n in open('/proc/self/statm').read().sp
 
 @dataclass(frozen=True)
 class Run:
-    """One run of one program. Memory and reads are in bytes, start-up included; CPU time is that of
+    """One run of one program. Memory is in bytes, start-up included; CPU time is that of
     the user and of the system, which noise of other programs changes least; page faults tell how
     much memory it has touched for the first time."""
 
@@ -40,7 +40,6 @@ class Run:
     page_faults: int
     peak_bytes: int
     anonymous_bytes: int
-    read_bytes: int
     stdout: str
     stderr: str
 
@@ -89,15 +88,6 @@ def _memory(process: psutil.Process) -> tuple[int, int]:
     return found.rss, found.rss - found.shared
 
 
-def read_bytes(pid: int) -> int:
-    """Bytes a process has asked the kernel for, from the page cache or not."""
-    try:
-        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
-    except OSError:
-        return 0
-    return next(int(line.split()[1]) for line in lines if line.startswith("rchar:"))
-
-
 def run(command: Sequence[str | Path]) -> Run:
     """Runs a command in the repository's root to its end, whatever its exit status. Python keeps
     what it compiles, as it does where packages are installed."""
@@ -110,7 +100,7 @@ def run(command: Sequence[str | Path]) -> Run:
         try:
             sampler = _Sampler(child.pid)
             sampler.start()
-            # Not reaped yet: the counters of a process last as long as it is a zombie.
+            # Not reaped yet: the sampler still looks at it.
             os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         except BaseException:
             child.send_signal(signal.SIGKILL)
@@ -118,7 +108,6 @@ def run(command: Sequence[str | Path]) -> Run:
             raise
         seconds = time.perf_counter() - start
         sampler.stop()
-        read = read_bytes(child.pid)
         _, status, usage = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
         texts = []
@@ -132,7 +121,6 @@ def run(command: Sequence[str | Path]) -> Run:
         page_faults=usage.ru_minflt,
         peak_bytes=max(sampler.peak_bytes, usage.ru_maxrss * 1024),
         anonymous_bytes=sampler.anonymous_bytes,
-        read_bytes=read,
         stdout=texts[0],
         stderr=texts[1],
     )
@@ -144,11 +132,10 @@ class Baseline:
 
     resident_bytes: int
     anonymous_bytes: int
-    read_bytes: int
 
 
 def baseline(imports: str = IMPORTS, runs: int = 3) -> Baseline:
-    """The RSS right after the imports, and the bytes read by a process that does no more."""
+    """The RSS right after the imports, of a process that does no more."""
     code = f"{imports}\n{_RESIDENT.format(page=os.sysconf('SC_PAGE_SIZE'))}"
     children = [run([sys.executable, "-c", code]) for _ in range(runs)]
     if failed := next((child for child in children if child.status), None):
@@ -157,5 +144,4 @@ def baseline(imports: str = IMPORTS, runs: int = 3) -> Baseline:
     return Baseline(
         int(statistics.median(rss for rss, _ in sizes)),
         int(statistics.median(rss - shared for rss, shared in sizes)),
-        int(statistics.median(child.read_bytes for child in children)),
     )

@@ -4,8 +4,7 @@
 
 Only the call is measured, until every array is there: the imports, jax's start and the abstract
 target are a training script's own, and come before. Afterwards the tree is checked for shapes,
-dtypes and shardings, and the checkpoint is opened once more, to know what of the bytes read went
-to metadata. Prints one JSON object.
+dtypes and shardings. Prints one JSON object.
 """
 
 import argparse
@@ -13,7 +12,6 @@ import contextlib
 import functools
 import importlib
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +19,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.measure import read_bytes
 from tests.benchmarks.workloads import TARGET, WORKLOADS, abstract, simulate_devices
 
 TOOLS = ("reshard", "orbax")
@@ -38,9 +35,6 @@ class Restored:
       peak_bytes: peak RSS during the call, all that was there before it included.
       anonymous_bytes: how much more anonymous memory there was than before, at most.
       result_bytes: memory of the result, once where devices share it.
-      read_bytes: asked of the kernel during the call, from the page cache or not.
-      open_bytes: asked of the kernel by `reshard.open`, which reads metadata only.
-      stored_bytes: stored size of the chunks of every array in the tree.
     """
 
     seconds: float
@@ -48,20 +42,12 @@ class Restored:
     peak_bytes: int
     anonymous_bytes: int
     result_bytes: int
-    read_bytes: int
-    open_bytes: int
-    stored_bytes: int
 
     @property
     def extra_bytes(self) -> tuple[int, int]:
         """Peak anonymous memory and RSS beyond what was there before and what the result needs."""
         rss = self.peak_bytes - self.before_bytes
         return self.anonymous_bytes - self.result_bytes, rss - self.result_bytes
-
-    @property
-    def fetched(self) -> float:
-        """Bytes read beyond what opening reads, for each byte of the stored chunks."""
-        return (self.read_bytes - self.open_bytes) / self.stored_bytes
 
 
 def _status(field: str) -> int:
@@ -125,16 +111,6 @@ def _memory(tree: Any) -> int:
     return sum({data.unsafe_buffer_pointer(): data.nbytes for data in shards}.values())
 
 
-def _opened(source: Path) -> tuple[int, int]:
-    """Bytes that opening the checkpoint reads, and bytes of the chunks of all its arrays."""
-    import reshard
-
-    start = read_bytes(os.getpid())
-    arrays = reshard.open(source).arrays
-    read = read_bytes(os.getpid()) - start
-    return read, sum(value.size for array in arrays for value in array.data.chunks.values())
-
-
 def restore(
     tool: str, name: str, source: Path, mesh: str, max_memory: str | None = None
 ) -> Restored:
@@ -154,15 +130,15 @@ def restore(
     target = abstract(WORKLOADS[name], MESHES[mesh], replicated=mesh == "replicated")
     # From here on, the kernel's record of the peak is this restore's.
     Path("/proc/self/clear_refs").write_text("5")
-    before, start_read = _status("VmRSS"), read_bytes(os.getpid())
+    before = _status("VmRSS")
     with _sampled("RssAnon") as anonymous:
         start = time.perf_counter()
         tree = jax.block_until_ready(call(source, target))
         seconds = time.perf_counter() - start
-    read, peak = read_bytes(os.getpid()) - start_read, _status("VmHWM")
+    peak = _status("VmHWM")
     _check(tree, target)
     more = max(anonymous) - anonymous[0]
-    return Restored(seconds, before, peak, more, _memory(tree), read, *_opened(source))
+    return Restored(seconds, before, peak, more, _memory(tree))
 
 
 def main() -> None:

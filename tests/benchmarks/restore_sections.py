@@ -22,21 +22,12 @@ def _program(bench: Bench, tool: str, name: str, mesh: str, *flags: str, **optio
     return Program(" ".join((tool, mesh, *flags)), source, command, **options)
 
 
-def _restored(result: Result) -> list[Restored]:
-    return [Restored(**json.loads(run.stdout)) for run in result.runs]
-
-
 def _extra(result: Result) -> str:
     """Peak memory beyond what was there before and the result: anonymous, and RSS."""
-    pairs = zip(*(run.extra_bytes for run in _restored(result)), strict=True)
+    runs = [Restored(**json.loads(run.stdout)) for run in result.runs]
+    pairs = zip(*(run.extra_bytes for run in runs), strict=True)
     anonymous, rss = (statistics.median(sizes) / MIB for sizes in pairs)
     return f"{anonymous:.0f} MiB (RSS {rss:.0f} MiB)"
-
-
-def _fetched(what: str, result: Result) -> Row:
-    """The row for bytes read, of those stored; not less than once, and not more."""
-    fetched = statistics.median(run.fetched for run in _restored(result))
-    return Row(f"{what}: bytes fetched, of those stored", "1.0x", "1.0x", f"{fetched:.3f}x")
 
 
 def restore(bench: Bench) -> Iterator[Row]:
@@ -55,7 +46,6 @@ def restore(bench: Bench) -> Iterator[Row]:
             yield Row(f"{what}: rate, of decoding's", "1.15", "1.35", rate(decode, seconds))
             faster = times(timed_seconds(theirs), seconds)
             yield Row(f"{what}: faster than Orbax", "2x", "2.4x", faster)
-            yield _fetched(what, ours)
 
 
 def restore_replicated(bench: Bench) -> Iterator[Row]:
@@ -68,11 +58,8 @@ def restore_replicated(bench: Bench) -> Iterator[Row]:
         _program(bench, "reshard", "W1", "replicated"),
         _program(bench, "orbax", "W1", "replicated", rounds=2),
     )
-    what = "W1 restored, replicated"
-    yield Row(
-        f"{what}: faster than Orbax", "8x", "15x", times(timed_seconds(theirs), timed_seconds(ours))
-    )
-    yield _fetched(what, ours)
+    faster = times(timed_seconds(theirs), timed_seconds(ours))
+    yield Row("W1 restored, replicated: faster than Orbax", "8x", "15x", faster)
 
 
 def restore_small(bench: Bench) -> Iterator[Row]:
@@ -106,7 +93,7 @@ def restore_first(bench: Bench) -> Iterator[Row]:
 
 
 def restore_memory(bench: Bench) -> Iterator[Row]:
-    """W1 at 256 MiB on every mesh: peak memory beyond the result, and bytes fetched."""
+    """W1 at 256 MiB on every mesh: peak memory beyond the result."""
     flags = ("--max-memory", "256MiB")
     programs = [_program(bench, "reshard", "W1", mesh, *flags) for mesh in MESHES]
     results = compare_timed(bench, "restore_memory", *programs)
@@ -114,7 +101,6 @@ def restore_memory(bench: Bench) -> Iterator[Row]:
         what = f"W1 restored on {mesh} at 256 MiB".replace("on replicated", "replicated")
         floor, reach = ("320 MiB", "256 MiB") if mesh == "1x8" else ("", "")
         yield Row(f"{what}: peak memory beyond the result", floor, reach, _extra(ours))
-        yield _fetched(what, ours)
 
 
 RESTORE_SECTIONS: dict[str, Callable[[Bench], Iterator[Row]]] = {
