@@ -2,6 +2,7 @@
 
 import functools
 import math
+import mmap
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,9 @@ from reshard.sharding.mesh import Spec, spec_entries
 
 # JAX uses a buffer of the host as a CPU array if it is aligned to this many bytes.
 ALIGNMENT = 64
+# Buffers from this size on are mapped by us: NumPy asks for huge pages for them, which a kernel has
+# to clear, or even to make by moving others, before the first byte is read.
+_MAPPED = 1 << 22
 
 
 def named_sharding(mesh: Any, spec: Spec) -> Any:
@@ -71,13 +75,24 @@ class Shards:
         """An uninitialised array for each shard, all of them in one allocation."""
         sizes = [math.prod(shape) * dtype.itemsize for shape in self.shapes]
         steps = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
-        memory = np.empty(sum(steps) + ALIGNMENT, np.uint8)
+        memory = _uninitialised(sum(steps) + ALIGNMENT)
         position = -memory.ctypes.data % ALIGNMENT
         found = {}
         for start, shape, size, step in zip(self.boxes, self.shapes, sizes, steps, strict=True):
             found[start] = memory[position : position + size].view(dtype).reshape(shape)
             position += step
         return found
+
+
+def _uninitialised(nbytes: int) -> np.ndarray:
+    """Fresh memory, in ordinary pages. Raises MemoryError if there is none."""
+    if nbytes < _MAPPED:
+        return np.empty(nbytes, np.uint8)
+    try:
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{nbytes} bytes") from error
+    return np.frombuffer(pages, np.uint8)
 
 
 @functools.lru_cache(maxsize=1024)
