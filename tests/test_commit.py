@@ -28,6 +28,7 @@ from layouts import bits, hashes, kept, unfinished
 import reshard
 from reshard.cli import command
 from reshard.storage import lock
+from reshard.storage.location import Location
 
 RESHARD = pathlib.Path(sysconfig.get_path("scripts")) / "reshard"
 EARLIER = ".reshard.orbax-checkpoint-tmp"
@@ -318,7 +319,7 @@ def test_an_io_error_leaves_nothing(saved, tmp_path, monkeypatch, step):
     def full(path, *_):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(reshard.storage.posix, step, full)
+    monkeypatch.setattr(Location if step == "write" else reshard.storage.posix, step, full)
     with pytest.raises(reshard.DestinationError) as caught:
         reshard.save(open_on(source), out)
     lines = str(caught.value).split("\n")

@@ -88,10 +88,6 @@ class ArrayStore:
         """Whether the arrays are in OCDBT databases rather than plain files."""
         return bool(self.parts)
 
-    def part_directory(self, part: str) -> Location:
-        """The directory of one OCDBT database."""
-        return self.directory / part
-
     def __getstate__(self) -> dict[str, Any]:
         """All but what is open: of `values`, readers may have left something out."""
         opened = ("context", "_root")
@@ -107,7 +103,7 @@ class ArrayStore:
         """The files, or the one database. What is read of a B-tree stays in memory with it."""
         spec = self.directory.spec
         if self.ocdbt:
-            directory = self.part_directory(self.parts[0])
+            directory = self.directory / self.parts[0]
             if sum(map(len, self.values.values())) < _MANY_VALUES:
                 spec = ocdbt_spec(directory)
             else:
@@ -124,7 +120,7 @@ class ArrayStore:
         if not self.ocdbt:
             found = dict(_list_files(self.directory))
         for part in self.parts:
-            found |= stored_values(self.part_directory(part), part, self.metadata_key)
+            found |= stored_values(self.directory / part, part, self.metadata_key)
         return _group_by_array(found, self.metadata_key)
 
     def largest_chunk(self, name: str) -> int:
@@ -208,18 +204,13 @@ class ArrayStore:
         """The key-value store below one array's name."""
         if len(self.parts) < 2:
             return self._root / f"{name}/"
-        spec = {"driver": "kvstack", "layers": self._layers(name)}
-        return ts.KvStore.open(spec, context=self.context).result()
-
-    def _layers(self, name: str) -> list[dict[str, Any]]:
-        """Databases that were never merged hold different chunks of one array: a layer a key."""
-        return [
-            {
-                "base": ocdbt_spec(self.part_directory(value.part)) | {"path": f"{name}/{key}"},
-                "exact": key,
-            }
-            for key, value in sorted(self.values[name].items())
+        # Databases that were never merged hold different chunks of one array: a layer a key.
+        layers = [
+            {"base": ocdbt_spec(self.directory / v.part) | {"path": f"{name}/{key}"}, "exact": key}
+            for key, v in sorted(self.values[name].items())
         ]
+        spec = {"driver": "kvstack", "layers": layers}
+        return ts.KvStore.open(spec, context=self.context).result()
 
     def open_array(self, name: str, metadata: bytes) -> ts.TensorStore:
         """A view of one stored array; reads nothing.
@@ -271,13 +262,13 @@ def _group_by_array(
     ending = f"/{metadata_key}"
     arrays = {key.removesuffix(ending): {} for key in found if key.endswith(ending)}
     for key, value in found.items():
-        for name in _above(key):
+        for name in names_above(key):
             if name in arrays:
                 arrays[name][key[len(name) + 1 :]] = value
     return arrays
 
 
-def _above(key: str) -> Iterator[str]:
+def names_above(key: str) -> Iterator[str]:
     """`a/b` and `a` for the key `a/b/c`."""
     while key := key.rpartition("/")[0]:
         yield key

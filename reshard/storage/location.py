@@ -99,44 +99,24 @@ class Location:
         """The key-value store of what is below it."""
         return ts.KvStore.open(self.spec, context=context).result()
 
-    # What is there. Links are followed, but not by `entry` and `walk`.
-
-    def exists(self) -> bool:
-        """Whether there is something."""
-        return posix.exists(self)
-
-    def is_file(self) -> bool:
-        """Whether there is a file."""
-        return posix.is_file(self)
-
-    def is_dir(self) -> bool:
-        """Whether there is a directory."""
-        return posix.is_dir(self)
-
-    def is_symlink(self) -> bool:
-        """Whether it is a symbolic link, which may lead out of a checkpoint."""
-        return posix.is_symlink(self)
+    # What is there: functions of `posix`, as methods. Links are followed, but not by `entry` and
+    # `walk`.
+    exists = posix.exists
+    is_file = posix.is_file
+    is_dir = posix.is_dir
+    is_symlink = posix.is_symlink
+    names = posix.names
+    directories = posix.directories
+    entry = posix.entry
+    walk = posix.walk
+    beginning = posix.beginning
+    write = posix.write
+    make_directory = posix.make_directories
+    remove = posix.remove_file
 
     def resolved(self) -> "Location":
         """It without symbolic links."""
         return Location(posix.real(self))
-
-    def names(self) -> list[str]:
-        """Names in a directory, in order."""
-        return posix.names(self)
-
-    def directories(self) -> list[str]:
-        """Names of the directories in a directory, in order."""
-        return posix.directories(self)
-
-    def entry(self) -> Entry | None:
-        """What is there; None where nothing is."""
-        return posix.entry(self)
-
-    def walk(self) -> Iterator[Entry]:
-        """All that is below a directory, each directory before what is in it, in order; nothing
-        where there is none."""
-        return posix.walk(self)
 
     def checked_walk(self) -> Iterator[Entry]:
         """A file, or a directory and all that is below it, as `walk` has it.
@@ -185,31 +165,14 @@ class Location:
         result = checked(self.parent.open().read(self.name), f"`{self}`")
         return result.value if result.state == "value" else None
 
-    def beginning(self, nbytes: int) -> bytes:
-        """The first bytes of a file."""
-        return posix.beginning(self, nbytes)
-
     def sha256(self) -> str:
         """The SHA-256 of a file."""
         return posix.copy_file(self, None)
-
-    def write(self, data: bytes, durable: bool = False) -> None:
-        """Writes a file, in the place of what is there. If it is to be durable, it is when the call
-        returns; others are once `posix.sync` has been called."""
-        posix.write(self, data, durable)
 
     def replace(self, data: bytes, temporary: str) -> None:
         """Writes a durable file that is there whole or not at all; `temporary` is another name in
         the same directory."""
         posix.replace(self, data, self.beside(temporary))
-
-    def make_directory(self) -> None:
-        """Makes a directory and those above it, where they are not there."""
-        posix.make_directories(self)
-
-    def remove(self) -> None:
-        """Deletes a file, if it is there."""
-        posix.remove_file(self)
 
 
 def parse_location(path: str | os.PathLike) -> Location:

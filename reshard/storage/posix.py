@@ -162,7 +162,7 @@ def copy_file(
         reader = stack.enter_context(open(os.open(source, os.O_RDONLY | os.O_NOFOLLOW), "rb"))
         writer = None
         if destination is not None:
-            _unlink(destination)
+            remove_file(destination)
             writer = stack.enter_context(open(destination, "xb"))
         while block := reader.read(_BLOCK):
             found.update(block)
@@ -174,8 +174,9 @@ def copy_file(
 
 def write(path: AnyPath, data: bytes, durable: bool = False) -> None:
     """Writes a file, in the place of what is there: nothing is written through a link or into a
-    pipe of others. If it is to be durable, it is on the disk when the call returns."""
-    _unlink(path)
+    pipe of others. If it is to be durable, it is on the disk when the call returns; others are once
+    `sync` has been called."""
+    remove_file(path)
     with open(path, "xb") as file:
         file.write(data)
         if durable:
@@ -233,10 +234,6 @@ def remove_tree(path: AnyPath) -> None:
 
 def remove_file(path: AnyPath) -> None:
     """Deletes a file, if it is there."""
-    _unlink(path)
-
-
-def _unlink(path: AnyPath) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
 
@@ -412,7 +409,7 @@ class LockFile:
             self.write(data)
         except OSError:
             self.close()
-            _unlink(self._path)
+            remove_file(self._path)
             raise
         return True
 
@@ -442,7 +439,7 @@ class LockFile:
         if LockFile(aside).read() != seen:  # a new owner's
             with contextlib.suppress(OSError):
                 os.link(aside, self._path, follow_symlinks=False)
-        _unlink(aside)
+        remove_file(aside)
 
     def close(self) -> None:
         """Gives up the file that was created."""

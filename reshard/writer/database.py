@@ -15,7 +15,7 @@ import tensorstore as ts
 from reshard.arrays.derived import stored_chunks
 from reshard.arrays.handle import ArrayHandle
 from reshard.storage import posix
-from reshard.storage.array_store import ArrayStore
+from reshard.storage.array_store import ArrayStore, names_above
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import (
     MANIFEST,
@@ -64,7 +64,7 @@ def link_data_files(source: ArrayStore, directory: Location, files: Iterable[str
     nodes = {
         f"{part}/{file}".lstrip("/")
         for part in source.parts
-        for file in node_files(source.part_directory(part))
+        for file in node_files(source.directory / part)
     }
     linked = []
     for file in sorted({*files, *nodes}):
@@ -108,10 +108,11 @@ def merge(
     same = all(old == new for new, old in alone.items())
     whole = merged and same and set(alone) == set(source.values)
     one_by_one = {new: h for new, h in linked.items() if not whole or new not in alone}
-    outer = _names_around_others(source)
+    # Arrays whose name, as a prefix, holds other arrays: `z` beside `z/b`.
+    outer = {above for name in source.values for above in names_above(name)}
     for part in source.parts if linked else ():
         own = ts.KvStore.open(
-            ocdbt_spec(directory / part, source.part_directory(part)), context=context
+            ocdbt_spec(directory / part, source.directory / part), context=context
         ).result()
         if whole:
             copies.append(own.experimental_copy_range_to(root))
@@ -152,18 +153,6 @@ def _in_small_nodes(
     for copy in entry_copies(database, small, names):
         wait_written(copy)
     return small
-
-
-def _names_around_others(source: ArrayStore) -> set[str]:
-    """Arrays whose name, as a prefix, holds other arrays: `z` beside `z/b`."""
-    found = set()
-    for name in source.values:
-        outer = name.rpartition("/")[0]
-        while outer:
-            if outer in source.values:
-                found.add(outer)
-            outer = outer.rpartition("/")[0]
-    return found
 
 
 def prune(directory: Location, linked: Iterable[StoredValue], staged: bool, again: bool) -> None:
