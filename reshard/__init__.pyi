@@ -30,6 +30,6 @@ from reshard.verify.differences import Diff as Diff
 from reshard.verify.verification import Verification as Verification
 from reshard.verify.verification import digest as digest
 from reshard.verify.verification import verify as verify
+from reshard.writer.execution import save as save
 from reshard.writer.job_plan import Plan as Plan
-from reshard.writer.save import plan as plan
-from reshard.writer.save import save as save
+from reshard.writer.prepare import plan as plan

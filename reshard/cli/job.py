@@ -20,8 +20,9 @@ from reshard.sharding.mesh import parse_mesh
 from reshard.transforms import cast, rename, select
 from reshard.tree import format_path
 from reshard.units import format_bytes
+from reshard.writer.execution import save
 from reshard.writer.job_plan import Plan
-from reshard.writer.save import plan, save
+from reshard.writer.prepare import plan
 
 _OPTIONS = (
     click.option("--from", "saved", metavar="MESH", help="Fail unless it was saved on this mesh."),

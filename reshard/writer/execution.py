@@ -1,14 +1,16 @@
-"""A plan, executed: written beside the destination, checked, and committed."""
+"""`save`: a plan, executed: written beside the destination, checked, and committed."""
 
 import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard.arrays.derived import stored_chunks
 from reshard.arrays.digests import Digest
 from reshard.arrays.handle import ArrayHandle, stored_name
+from reshard.checkpoint import Checkpoint
 from reshard.engine.budget import Budget, cores, in_flight
 from reshard.errors import CorruptCheckpointError, ReshardError, lines_of
 from reshard.hints import Hint
@@ -16,18 +18,16 @@ from reshard.storage import posix
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import new_context
 from reshard.tree import Path
-from reshard.verify.digest_record import FILE, ArrayRecord, record_of
+from reshard.verify.digest_record import FILE, record_of
 from reshard.verify.values import Progress, counted
 from reshard.writer import commit, database
-from reshard.writer.item_progress import ItemProgress
 from reshard.writer.job_plan import ItemPlan, Plan
-from reshard.writer.journal import Journal, fingerprint, is_unfinished, resumed_note
+from reshard.writer.journal import ItemProgress, Journal, fingerprint, is_unfinished, resumed_note
 from reshard.writer.orbax_documents import documents
-from reshard.writer.prepare import copy_errors
+from reshard.writer.prepare import copy_errors, plan
 from reshard.writer.recording import (
     check_copied,
     check_whole,
-    new_digests,
     read_back,
     records,
     to_read_back,
@@ -36,7 +36,6 @@ from reshard.writer.siblings import (
     changed_paths,
     clear,
     copy_siblings,
-    link_siblings,
     source_state,
     write_markers,
 )
@@ -67,6 +66,85 @@ class ItemJob(NamedTuple):
         return sum(handle.nbytes for handle in (*sources, *verbatim, *self.read_back))
 
 
+def save(
+    ckpt: Checkpoint | Sequence[Checkpoint],
+    destination: str | os.PathLike,
+    *,
+    max_memory: int | str = "1GiB",
+    chunks: int | str = "shard",
+    format: str | None = None,
+    ocdbt: bool | None = None,
+    codec: str | None = None,
+    file_size: int | str | None = None,
+    link: bool = True,
+    overwrite: bool = False,
+    digest: bool = False,
+    verify: bool = False,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> Plan:
+    """Writes a checkpoint, in the layout that its source has; whole or not at all.
+
+    A step stays a step with its other items, a manager's root stays a root with that step, v1
+    stays v1; format, codec and its level stay the source's unless they are given. Nothing but
+    `max_memory` bytes is in flight at any time. Chunks that do not change are not decoded; data
+    files that stay in use are shared with the source by hard links, which is safe: Orbax and
+    TensorStore never write to a data file again.
+
+    Digests of the values are recorded beside the arrays (see `reshard.arrays.digests`), and where
+    the source has some, what is read is compared with them.
+
+    Args:
+      ckpt: the checkpoint, or several steps of one manager's root.
+      destination: a local path; nothing may be there unless `overwrite`.
+      max_memory: bytes, or text such as `"256MiB"`.
+      chunks: `"shard"` for one chunk a shard of the new mesh (split where memory asks for it),
+        `"keep"` for the source's chunks, or the most decoded bytes of a chunk.
+      link: share data files where that is possible; otherwise stored chunks are copied.
+      overwrite: replace what is there, once the new checkpoint is complete.
+      digest: also read arrays that are moved undecoded, if they have no digest on record.
+      verify: read back all that was written, before the commit.
+      resume: if the job is stopped, what is written stays in its temporary directory; and the job
+        goes on with what an earlier run of it has left there, after which it reads back the arrays
+        that this one had begun to write. Without it that is removed.
+      progress: called with (bytes done, bytes in all) after each batch.
+
+    Returns:
+      The plan that was executed.
+
+    Raises:
+      ArgumentError: `max_memory` or `chunks` is no number of bytes, or the checkpoints are not
+        steps of one root.
+      DestinationError: the destination exists, is being written, or cannot be written.
+      MemoryLimitError: a stored chunk does not fit in `max_memory`.
+      CorruptCheckpointError: stored data is missing, does not decode, belongs to two leaves, or
+        is not what the source's digests were recorded of; or what was written reads differently.
+
+    Example:
+      >>> ckpt = reshard.to_mesh(reshard.open("run/1000"), "1x8")
+      >>> plan = reshard.save(ckpt, "out/1000", max_memory="1GiB")
+      >>> print(str(plan).splitlines()[0])
+      4 arrays, 8.25 KiB: 2 rewritten, 2 copied verbatim
+      >>> [str(mesh) for mesh in reshard.open("out/1000").meshes]
+      ['data=1,model=8']
+    """
+    planned = plan(
+        ckpt,
+        destination,
+        max_memory=max_memory,
+        chunks=chunks,
+        format=format,
+        ocdbt=ocdbt,
+        codec=codec,
+        file_size=file_size,
+        link=link,
+        overwrite=overwrite,
+        digest=digest,
+        verify=verify,
+    )
+    return execute(planned, resume=resume, progress=progress)
+
+
 def execute(plan: Plan, *, resume: bool = False, progress: Progress | None = None) -> Plan:
     """Writes what a plan says; whole or not at all.
 
@@ -91,16 +169,16 @@ def execute(plan: Plan, *, resume: bool = False, progress: Progress | None = Non
         journal = Journal(directory, same, cores(), len(plan.items), resume)
         with _unchanged(plan, journal):
             plan = _begun(plan, directory, journal)
-            jobs = [
-                ItemJob(
-                    item,
-                    item.directory(directory),
-                    committed,
-                    to_read_back(item, committed, plan.max_memory, plan.verify),
-                )
-                for item, committed in zip(plan.items, journal.items, strict=True)
-            ]
-            report = _reporter(plan, jobs, progress)
+            jobs = []
+            for item, committed in zip(plan.items, journal.items, strict=True):
+                again = to_read_back(item, committed, plan.max_memory, plan.verify)
+                jobs.append(ItemJob(item, item.directory(directory), committed, again))
+            whole = (  # metadata of what is copied are not in it
+                sum(job.bytes_read for job in jobs)
+                + sum(sibling.nbytes for sibling in plan.siblings)
+                + sum(a.bytes_written if a.moved else a.decoded_bytes for a in plan.arrays)
+            )
+            report = counted(whole, progress)
             copy_siblings(plan.siblings, directory, journal.copied, journal.advance, report)
             hashes = {s.path: journal.copied[s.path].sha256 for s in plan.siblings if s.is_file}
             with _correct(journal):
@@ -150,7 +228,7 @@ def _link(plan: Plan, directory: Location) -> bool:
             store, item.directory(directory), item.files or ()
         ):
             return False
-    return link_siblings(plan.siblings, directory)
+    return all(posix.link(s.source, directory / s.path) for s in plan.siblings if s.linked)
 
 
 def _check_and_record(
@@ -163,34 +241,15 @@ def _check_and_record(
     report: Report,
 ) -> None:
     """Compares what was read with what is recorded of the source, records what was written, and
-    reads it back.
-
-    Args:
-      job: the item.
-      plan: the whole job.
-      directory: where it is written.
-      digests: of the arrays that were decoded.
-      hashes: path below the directory -> SHA-256 of siblings.
-      journal: the progress of the whole job.
-      report: called with numbers of bytes that were read.
-    """
-    arrays = records(job.plan, digests, plan.max_memory, report)
-    _record(job.plan, directory, arrays, hashes)
-    if journal.resumed:
-        check_whole(job.plan, directory)
-    if plan.verify or job.read_back:
-        read_back(job.plan, directory, job.read_back, plan.max_memory, report)
-
-
-def _record(
-    item: ItemPlan,
-    directory: Location,
-    arrays: Mapping[str, ArrayRecord],
-    hashes: Mapping[str, str],
-) -> None:
-    """Writes the record of an item."""
+    reads it back. `digests` are of the arrays that were decoded, `hashes` of siblings."""
+    item = job.plan
+    arrays = records(item, digests, plan.max_memory, report)
     record = record_of(item.ckpt, directory, arrays, item.format.ocdbt, hashes)
-    (item.directory(directory) / FILE).write(record.dump())
+    (job.directory / FILE).write(record.dump())
+    if journal.resumed:
+        check_whole(item, directory)
+    if plan.verify or job.read_back:
+        read_back(item, directory, job.read_back, plan.max_memory, report)
 
 
 @contextlib.contextmanager
@@ -204,15 +263,6 @@ def _correct(journal: Journal) -> Iterator[None]:
             raise
         hints = [*error.hints, Hint(("same",), " begins anew: what was kept is removed")]
         raise CorruptCheckpointError(error.summary, error.problems, hints) from error
-
-
-def _reporter(plan: Plan, jobs: Sequence[ItemJob], progress: Progress | None) -> Report:
-    whole = (
-        sum(job.bytes_read for job in jobs)
-        + sum(sibling.nbytes for sibling in plan.siblings)
-        + sum(a.bytes_written if a.moved else a.decoded_bytes for a in plan.arrays)
-    )
-    return counted(whole, progress)  # metadata of what is copied are not in `whole`
 
 
 @contextlib.contextmanager
@@ -248,7 +298,7 @@ def _write(job: ItemJob, max_memory: int, journal: Journal, report: Report) -> d
     target = Target(spec, context, form)
     sources = {handle.path: handle for handle in item.handles}
     names = {path: stored_name(path) for path in sources}
-    digests = new_digests(item)
+    digests = {h.path: Digest(h.shape, h.dtype) for h in item.rewritten}
     progress.resume(digests)
 
     def committed() -> None:

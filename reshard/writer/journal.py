@@ -5,25 +5,26 @@ grids and boxes of the plan, and its memory. Then its batches are the same, and 
 committed and synced are not written again.
 """
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from reshard.arrays.digests import digest_of
+from reshard.arrays.digests import Digest, digest_of
 from reshard.arrays.handle import ArrayHandle, StoredArray
 from reshard.arrays.operations import Constant
 from reshard.errors import CheckpointFormatError, DestinationError, ReshardError
 from reshard.hints import Hint
 from reshard.storage import posix
 from reshard.storage.location import Location
+from reshard.tree import Path, format_path
 from reshard.units import format_bytes
 from reshard.verify.digest_record import PROGRESS_FILE
-from reshard.writer.item_progress import CopiedFile, ItemProgress
 from reshard.writer.job_plan import ItemPlan, Plan
-from reshard.writer.siblings import changed_paths
+from reshard.writer.siblings import CopiedFile, changed_paths
 
 # What makes a job the same job, as JSON.
 Fingerprint = Mapping[str, Any]
@@ -33,6 +34,64 @@ _SYNC_SECONDS = 1.0
 # At most this part of the time is for it.
 _SYNC_SHARE = 0.05
 ANEW = Hint("without ", ("resume", True), " the job begins anew")
+
+
+@dataclasses.dataclass
+class ItemProgress:
+    """What of an item has been committed.
+
+    Attributes:
+      values: stored values that were copied, of all in order.
+      batches: batches of boxes that were rewritten, of all in order.
+      digests: for each array the state of its digest after these.
+      merged: the item's root database is complete.
+    """
+
+    values: int = 0
+    batches: int = 0
+    digests: dict[Path, Sequence[int]] = dataclasses.field(default_factory=dict)
+    merged: bool = False
+
+    def value_batch(self, values: int, committed: Callable[[], None]) -> None:
+        """Notes that so many values have been copied, and says so."""
+        self.values = values
+        committed()
+
+    def box_batch(
+        self,
+        batches: int,
+        digests: Mapping[Path, Sequence[int]],
+        committed: Callable[[], None],
+    ) -> None:
+        """Notes that so many batches have been rewritten, with the digests of the last one."""
+        self.batches = batches
+        self.digests |= digests
+        committed()
+
+    def resume(self, digests: Mapping[Path, Digest]) -> None:
+        """Sets digests to where they were; raises DestinationError for those of other arrays."""
+        for path, state in self.digests.items():
+            if path not in digests:
+                raise DestinationError(f"{format_path(path)}: the unfinished job never wrote it")
+            digests[path].resume(state)
+
+    def document(self) -> dict[str, Any]:
+        """It as JSON."""
+        digests = [[list(path), list(state)] for path, state in self.digests.items()]
+        return {**vars(self), "digests": digests}
+
+    @staticmethod
+    def parse(document: Mapping[str, Any]) -> "ItemProgress":
+        """What `document` gave; raises ValueError, KeyError or TypeError for anything else."""
+        digests = {tuple(path): state for path, state in document["digests"]}
+        found = ItemProgress(**{**document, "digests": digests})
+        parts = [part for state in digests.values() for part in state]
+        counts = [found.values, found.batches, *parts]
+        if type(found.merged) is not bool or any(type(n) is not int or n < 0 for n in counts):
+            raise ValueError("progress that no job has noted")
+        if any(len(state) != 3 for state in digests.values()):
+            raise ValueError("a digest that none has been")
+        return found
 
 
 class Journal:

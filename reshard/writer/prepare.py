@@ -1,7 +1,8 @@
-"""Planning a job from disk to disk: everything that can be known before a byte is written."""
+"""`plan`: a job from storage to storage, and all that can be known before a byte is written."""
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -29,83 +30,96 @@ from reshard.hints import Hint
 from reshard.loader.detection import step_number, why_not_replaceable
 from reshard.sharding.mesh import NamedSharding, shard_shape, spec_problems
 from reshard.storage import posix
-from reshard.storage.location import Location
+from reshard.storage.location import Location, parse_location
 from reshard.tree import Path, format_path
-from reshard.units import parse_size
+from reshard.units import parse_bytes, parse_size
 from reshard.verify.values import check_fits
 from reshard.writer import commit
-from reshard.writer.codec_sample import encoded_ratio
+from reshard.writer.database import files_to_link, is_linked
 from reshard.writer.job_plan import ItemPlan, Plan
 from reshard.writer.recording import NO_RECORD, read_again, read_costs, source_record
-from reshard.writer.shared_files import files_to_link, is_linked
 from reshard.writer.siblings import Sibling, siblings, source_state
 from reshard.writer.stored_names import name_errors
-from reshard.writer.target_format import FormatArguments, TargetFormat
+from reshard.writer.target_format import TargetFormat, parse_format
 
 # Encoded estimates may be this far off when the room on the disk is checked.
 _ESTIMATE_ERROR = 1.1
 
 
-def prepare(
-    checkpoints: Sequence[Checkpoint],
-    destination: Location | None,
+def plan(
+    ckpt: Checkpoint | Sequence[Checkpoint],
+    destination: str | os.PathLike | None = None,
     *,
-    max_memory: int,
-    chunks: int | str,
-    form: FormatArguments,
-    link: bool,
-    overwrite: bool,
-    digest: bool,
-    verify: bool,
+    max_memory: int | str = "1GiB",
+    chunks: int | str = "shard",
+    format: str | None = None,
+    ocdbt: bool | None = None,
+    codec: str | None = None,
+    file_size: int | str | None = None,
+    link: bool = True,
+    overwrite: bool = False,
+    digest: bool = False,
+    verify: bool = False,
 ) -> Plan:
-    """The plan of a job, with all problems.
+    """What `save` would do with the same arguments, without doing it.
 
     Args:
-      checkpoints: one, or several steps of one manager's root.
-      destination: where to write; None where that is not known yet.
-      max_memory: bytes.
-      chunks: as `parse_chunks` gives it.
-      form: as `parse_format` gives it.
-      link: whether data files may be shared with the source.
+      ckpt: what to save; see `save`.
+      destination: where to; without it, data files are taken to be shareable.
+      max_memory: bytes, or text such as `"256MiB"`.
+      chunks: `"shard"`, `"keep"`, or the most decoded bytes of a chunk.
+      format, ocdbt, codec, file_size: the format of the destination; see `save`.
+      link: whether unchanged data files may be shared with the source.
       overwrite: whether an existing destination is to be replaced.
-      digest: whether arrays that are copied verbatim are read if they have no digest.
-      verify: whether all that is written is to be read back.
+      digest, verify: what is read beside; see `save`.
+
+    Returns:
+      The plan; what would make `save` raise is in its `problems`.
+
+    Example:
+      >>> plan = reshard.plan(reshard.to_mesh(reshard.open("run/1000"), "1x8"), "out/1000")
+      >>> plan.problems, plan.chunks_written
+      ((), 32)
     """
+    checkpoints = [ckpt] if isinstance(ckpt, Checkpoint) else list(ckpt)
+    place = None if destination is None else parse_location(destination)
+    limit = parse_bytes(max_memory)
+    chunks = parse_chunks(chunks)
+    form = parse_format(format, ocdbt, codec, file_size)
     errors: list[ReshardError] = []
     _check_together(checkpoints)
     notes: list[str] = []
-    if destination is not None:
+    if place is not None:
         try:
-            commit.check_destination(destination, checkpoints[0].source.root, overwrite)
-            if _check_replaced(destination, checkpoints):
-                notes.append(f"`{destination}` is replaced once the new checkpoint is complete")
+            commit.check_place(place, checkpoints[0].source.root, overwrite)
+            if _check_replaced(place, checkpoints):
+                notes.append(f"`{place}` is replaced once the new checkpoint is complete")
         except ReshardError as error:
             errors.append(error)
     items = tuple(
-        _item(c, destination, max_memory, chunks, form.of(c), link, digest, errors)
-        for c in checkpoints
+        _item(c, place, limit, chunks, form.of(c), link, digest, errors) for c in checkpoints
     )
     found: Sequence[Sibling] = ()
     try:
-        found = siblings(checkpoints, destination, link)
+        found = siblings(checkpoints, place, link)
     except ReshardError as error:
         errors.append(error)
-    plan = Plan(
+    planned = Plan(
         items,
         tuple(found),
-        destination,
-        max_memory,
+        place,
+        limit,
         overwrite,
         verify,
-        {} if destination is None else source_state(checkpoints),
+        {} if place is None else source_state(checkpoints),
         notes=tuple(dict.fromkeys([*(note for i in items for note in _notes(i)), *notes])),
     )
-    errors += copy_errors(plan)
+    errors += copy_errors(planned)
     try:
-        check_fits((cost for item in items for cost in read_costs(item, verify)), max_memory)
+        check_fits((cost for item in items for cost in read_costs(item, verify)), limit)
     except MemoryLimitError as error:
         errors.append(error)
-    return dataclasses.replace(plan, errors=tuple(_one_memory_error(errors)))
+    return dataclasses.replace(planned, errors=tuple(_one_memory_error(errors)))
 
 
 def copy_errors(plan: Plan) -> list[ReshardError]:
@@ -297,7 +311,7 @@ def _layout(
     if () in compressors:  # then what is stored says nothing
         alike = (*alike, handle.shape, handle.path[-1])
     if alike not in ratios:
-        ratios[alike] = encoded_ratio(handle, form)
+        ratios[alike] = form.encoded_ratio(handle)
     return dataclasses.replace(layout, encoded_ratio=ratios[alike])
 
 

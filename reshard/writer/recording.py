@@ -24,8 +24,8 @@ from reshard.verify.digest_record import (
 )
 from reshard.verify.values import chunk_cost, read_digests
 from reshard.verify.verification import check, reason
-from reshard.writer.item_progress import ItemProgress
 from reshard.writer.job_plan import ItemPlan, ReadAgain
+from reshard.writer.journal import ItemProgress
 from reshard.writer.siblings import is_sibling
 
 NO_RECORD = Record({}, {}, {}, {})
@@ -81,11 +81,6 @@ def _not_as_recorded(
         problems + files,
         [*_hints(source), *forget],
     )
-
-
-def new_digests(item: ItemPlan) -> dict[Path, Digest]:
-    """A digest for each array that is decoded, to which its values are to be added."""
-    return {h.path: Digest(h.shape, h.dtype) for h in item.rewritten}
 
 
 def read_again(

@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from reshard.arrays.handle import stored_name
 from reshard.checkpoint import Checkpoint
@@ -18,7 +18,6 @@ from reshard.storage.ocdbt import MANIFEST
 from reshard.storage.posix import Entry
 from reshard.verify import digest_record
 from reshard.writer import commit
-from reshard.writer.item_progress import CopiedFile
 
 MARKER = "commit_success.txt"
 # Files of a tree of arrays that hold nothing but encoded values or nodes of a B-tree, by what is in
@@ -28,6 +27,25 @@ _IMMUTABLE = (
     (re.compile(r"(.+)/\d+(?:\.\d+)*", re.DOTALL), ".zarray"),
     (re.compile(r"(.+)/c(?:/\d+)*", re.DOTALL), "zarr.json"),
 )
+
+
+class CopiedFile(NamedTuple):
+    """A file beside the arrays, as it was when it was copied or shared: bytes, time of its last
+    change, and SHA-256 of what was read."""
+
+    nbytes: int
+    mtime_ns: int
+    sha256: str
+
+    @staticmethod
+    def parse(entry: Sequence[Any]) -> "CopiedFile":
+        """What JSON makes of it; raises ValueError or TypeError for anything else."""
+        found = CopiedFile(*entry)
+        if type(found.nbytes) is not int or type(found.mtime_ns) is not int:
+            raise ValueError("a file that no job has copied")
+        if len(bytes.fromhex(found.sha256)) != 32:
+            raise ValueError("a hash that is none")
+        return found
 
 
 class Sibling(NamedTuple):
@@ -182,11 +200,6 @@ def clear(checkpoints: Sequence[Checkpoint], found: Sequence[Sibling], directory
         if left is not None and left.is_file != sibling.is_file:
             posix.remove(copy)
         (copy.parent if sibling.is_file else copy).make_directory()
-
-
-def link_siblings(found: Sequence[Sibling], directory: Location) -> bool:
-    """Shares files with the source; False if that is forbidden."""
-    return all(posix.link(s.source, directory / s.path) for s in found if s.linked)
 
 
 def copy_siblings(

@@ -20,7 +20,7 @@ from reshard.errors import CorruptCheckpointError, DestinationError
 from reshard.storage.array_store import array_spec
 from reshard.storage.location import checked, first_line
 from reshard.tree import Path
-from reshard.writer.item_progress import ItemProgress
+from reshard.writer.journal import ItemProgress
 from reshard.writer.target_format import TargetFormat
 
 Report = Callable[[int], None]
@@ -118,7 +118,7 @@ def write_boxes(
             wait_written(copy)
         states: dict[Path, Sequence[int]] = {}
         wait = functools.partial(wait_written, transaction.future)
-        done = functools.partial(_box_batch, progress, number, states, committed)
+        done = functools.partial(progress.box_batch, number, states, committed)
         # Noted before it begins: one that an interrupt lets nobody wait for would go on writing
         # into a directory that is being removed.
         filled.free_after(wait, done)
@@ -131,16 +131,6 @@ def write_boxes(
         states |= {path: digests[path].state for path in paths}
         report(decoded)
         del boxes, values  # only the transaction holds the buffers now, until it is committed
-
-
-def _box_batch(
-    progress: ItemProgress,
-    number: int,
-    digests: Mapping[Path, Sequence[int]],
-    committed: Callable[[], None],
-) -> None:
-    progress.box_batch(number, digests)
-    committed()
 
 
 def units(
@@ -285,14 +275,9 @@ def move_values(
         for write in writes:
             wait_written(write)
         wait = functools.partial(wait_written, transaction.future)
-        reservation.free_after(wait, functools.partial(_value_batch, progress, position, committed))
+        reservation.free_after(wait, functools.partial(progress.value_batch, position, committed))
         transaction.commit_async()
         report(size)
-
-
-def _value_batch(progress: ItemProgress, count: int, committed: Callable[[], None]) -> None:
-    progress.value_batch(count)
-    committed()
 
 
 def write_values(values: Mapping[str, bytes], target: Target) -> None:

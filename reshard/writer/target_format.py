@@ -12,9 +12,11 @@ import tensorstore as ts
 from reshard.arrays.handle import ArrayHandle, Derived
 from reshard.arrays.zarr import ZEROS, Encoding, codec, converted, parse_encoding
 from reshard.checkpoint import Checkpoint
+from reshard.engine.plan import grid_boxes
 from reshard.errors import ArgumentError
 from reshard.hints import Hint
 from reshard.storage import array_store
+from reshard.storage.location import checked
 from reshard.tree import format_path
 from reshard.units import format_bytes, parse_size
 
@@ -23,6 +25,8 @@ _FILE_BYTES = 2 << 30
 # What an array is stored as where no other one of the checkpoint says: as Orbax does it.
 _ORBAX = b'{"zarr_format":2,"shape":[],"dtype":"<f4","compressor":{"id":"zstd","level":1}}'
 _FILE_SIZE = Hint(("file_size", "256MiB"))
+# Elements of a sample of a codec: enough for it to settle, little to read.
+_SAMPLE = 1 << 18
 # Bytes that blosc takes at once: `BLOSC_MAX_BUFFERSIZE`.
 _MAX_BLOSC = (1 << 31) - 17
 # What blosc compresses with.
@@ -205,6 +209,36 @@ class TargetFormat(NamedTuple):
     def is_verbatim(self, handle: ArrayHandle) -> bool:
         """Whether all that is stored of an array is as it is in the source, key for key."""
         return handle.stored is not None and handle.stored.encoding == self.encoding(handle)
+
+    def encoded_ratio(self, handle: ArrayHandle) -> float:
+        """Encoded bytes for each decoded byte of the array, measured on part of its first
+        chunk.
+
+        Reads and decodes that one chunk.
+        """
+        box = next(grid_boxes(handle.shape, handle.chunk_shape), None)
+        if box is None:
+            return 1.0
+        read = checked(handle.view()[box].read(), f"{format_path(handle.path)}: its stored bytes")
+        values = handle.rounded(np.asarray(read).reshape(-1)[:_SAMPLE])
+        encoding = self.encoding(handle)._replace(transposes=())
+        document = encoding.document(values.shape, values.shape, handle.dtype)
+        context = ts.Context()
+        array = ts.open(
+            {
+                "driver": self.driver,
+                "kvstore": "memory://sample/",
+                "metadata": json.loads(document),
+            },
+            context=context,
+            create=True,
+        ).result()
+        array.write(values).result()
+        store = ts.KvStore.open("memory://sample/", context=context).result()
+        keys = [
+            key for key in store.list().result() if not key.endswith((b".zarray", b"zarr.json"))
+        ]
+        return sum(len(store.read(key).result().value) for key in keys) / values.nbytes
 
 
 @functools.lru_cache(maxsize=4096)
