@@ -169,13 +169,8 @@ def empty_name(leaf: Leaf) -> str:
 def name_clashes(
     paths: Iterable[Path], is_unchanged: Callable[[Path], bool] = lambda path: False
 ) -> list[str]:
-    """Leaves that would be stored under one name. Two that are so in the source, unchanged, are not
-    told: see `collision_error`.
-
-    Args:
-      paths: the leaves.
-      is_unchanged: whether a leaf is where it was, and what it was.
-    """
+    """Leaves that would be stored under one name. Two that are so in the source, and are where and
+    what they were (`is_unchanged`), are not told: see `collision_error`."""
     first: dict[str, Path] = {}
     clashes = []
     for path in paths:

@@ -156,11 +156,8 @@ def to_mesh(
     axes: Mapping[str, str] | None = None,
     known: Mapping[Path, Spec] | None = None,
 ) -> Checkpoint:
-    """Every device array laid out on `mesh`: `reshard.to_mesh` without a target.
-
-    Args:
-      mesh, specs, axes: as of `reshard.to_mesh`.
-      known: path -> spec, in the place of the saved ones; `specs` override these, too.
+    """Every device array laid out on `mesh`: `reshard.to_mesh` without a target. `known` are specs
+    in the place of the saved ones; `specs` override these, too.
 
     Raises:
       ShardingError: every leaf whose spec does not fit, with what to type for each.
@@ -283,7 +280,6 @@ def _spec_hints(
 
 
 def _regex(path: Path) -> str:
-    """A regex that matches one leaf."""
     return f"^{re.escape(format_path(path))}$"
 
 

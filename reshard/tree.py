@@ -98,12 +98,8 @@ def named_in(
     patterns: Sequence[str],
     optional: Sequence[str] = (),
 ) -> set[Path]:
-    """What globs name, each in the first namespace where it names anything.
-
-    Args:
-      namespaces: each of pairs of a name and the path that has it.
-      patterns: the globs.
-      optional: more of them, which may name nothing.
+    """What globs name, each in the first namespace (pairs of a name and the path that has it) where
+    it names anything; `optional` globs may name nothing.
 
     Raises:
       TreeMismatchError: a glob names nothing; all such globs are told.
@@ -250,11 +246,7 @@ def _check_tree(renamed: dict[Path, Path]) -> None:
 
 def check_lists(paths: Iterable[Path], before: Iterable[Path] = ()) -> None:
     """Every list must keep its positions 0..n-1: a gap would silently shift what follows.
-
-    Args:
-      paths: the leaves as they are now.
-      before: the leaves as they were saved; containers that have kept all their keys are not looked
-        at.
+    Containers that have kept all the keys that they had before are not looked at.
 
     Raises:
       TreeMismatchError: lists with gaps, or containers that are both a list and a dict.

@@ -42,16 +42,8 @@ def parse_bytes(text: float | str) -> int:
 
 
 def parse_size(text: float | str, what: str, hint: str) -> int:
-    """A number of bytes as `parse_bytes` has it, at least 1.
-
-    Args:
-      text: the number.
-      what: what is of that size, for the message.
-      hint: what to type instead.
-
-    Raises:
-      ArgumentError: it is none.
-    """
+    """A number of bytes as `parse_bytes` has it, at least 1; raises ArgumentError, about `what`,
+    for anything else."""
     try:
         size = parse_bytes(text)
     except ArgumentError:

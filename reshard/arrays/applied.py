@@ -41,44 +41,34 @@ class Apply:
         return f"apply {self.name}"
 
     def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
-        """As `Transpose.shapes`."""
         (shape,) = inputs
         made = shape if self.shape is None else self.shape
         check_size(made)
         return [made]
 
     def inverse(self, inputs: Sequence[Shape]) -> NoReturn:
-        """Raises TreeMismatchError: a function has none that is known."""
         raise TreeMismatchError(f"what `{self.name}` makes cannot be run backwards")
 
     def specs(self, specs: list[Spec], inputs: Sequence[Shape]) -> list[Spec]:
-        """As `Transpose.specs`; of an array of another shape, that of nothing partitioned."""
+        """Of an array of another shape, that of nothing partitioned."""
         (made,) = self.shapes(inputs)
         return [full_spec(specs[0], made) if made == inputs[0] else ((),) * len(made)]
 
     def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
-        """As `Transpose.chunks`."""
         return [tuple(max(size, 1) for size in self.shapes(inputs)[0])]
 
     def sources(self, part: int, box: Box, inputs: Sequence[Shape]) -> list[tuple[int, Box]]:
-        """As `Transpose.sources`."""
         return [(0, tuple(slice(0, size) for size in inputs[0]))]
 
     def views(self, views: list[ts.TensorStore]) -> list[ts.TensorStore]:
-        """As `Transpose.views`."""
         return [self.view(views[0], views[0].dtype.numpy_dtype, lambda values: values)]
 
     def view(
         self, view: ts.TensorStore, dtype: np.dtype, rounded: Callable[[np.ndarray], np.ndarray]
     ) -> ts.TensorStore:
-        """A view of what the function makes. It is called when that is read, once for all that is
-        read in one batch.
-
-        Args:
-          view: of what it is given.
-          dtype: of that.
-          rounded: makes it of what is read.
-        """
+        """A view of what the function makes of a view: it is called when that is read, once for all
+        that is read in one batch. `rounded` makes values of `dtype`, which it is given, of what is
+        read."""
         (shape,) = self.shapes([tuple(view.shape)])
         new_dtype = dtype if self.dtype is None else self.dtype
 

@@ -26,12 +26,10 @@ def from_index(index: Sequence[slice], shape: Shape) -> Box:
 
 
 def start_of(box: Box) -> Shape:
-    """Its first element."""
     return tuple(part.start for part in box)
 
 
 def shape_of(box: Box) -> Shape:
-    """Its shape."""
     return tuple(part.stop - part.start for part in box)
 
 

@@ -27,11 +27,9 @@ from reshard.tree import Path, format_path
 def apply(
     operation: Operation, inputs: Sequence[ArrayHandle], outputs: Sequence[Path]
 ) -> list[ArrayHandle]:
-    """The arrays that an operation makes of others.
+    """The arrays that an operation makes of others, at least one, if it makes any of these.
 
     Args:
-      operation: the operation.
-      inputs: what it takes, at least one.
       outputs: paths of what it makes.
 
     Raises:

@@ -90,7 +90,6 @@ class Digest:
 
 
 def digest_of(values: np.ndarray) -> str:
-    """The digest of an array in memory."""
     found = Digest(values.shape, values.dtype)
     found.add(tuple(slice(0, size) for size in values.shape), values)
     return found.text()
@@ -116,13 +115,8 @@ def _row_weights(
 
 
 def _sums(data: np.ndarray, first: int, row_weights: np.ndarray) -> tuple[int, int]:
-    """The two sums of some rows of bytes, a slab at a time.
-
-    Args:
-      data: the bytes.
-      first: the place of the first byte of each in its row of the whole array.
-      row_weights: the weights of the rows.
-    """
+    """The two sums of some rows of bytes, a slab at a time; the first byte of each is at `first` of
+    its row of the whole array."""
     low = high = 0
     size = _WORD.itemsize
     start, stop = first // size, -(-(first + data.shape[1]) // size)
@@ -153,7 +147,6 @@ def _words(data: np.ndarray, start: int, stop: int) -> np.ndarray:
 
 
 def _weighted(slab: np.ndarray, columns: np.ndarray, rows: np.ndarray) -> int:
-    """One weighted sum."""
     return int(np.einsum("r,r->", np.einsum("rw,w->r", slab, columns), rows))
 
 

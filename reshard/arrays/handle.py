@@ -51,7 +51,6 @@ class StoredArray:
 
     @property
     def encoding(self) -> Encoding:
-        """How its chunks are encoded."""
         return parse_encoding(self.metadata)
 
     @property
@@ -148,12 +147,10 @@ class Derived:
 
     @property
     def operation(self) -> Operation:
-        """The operation."""
         return self.outputs.operation
 
     @property
     def inputs(self) -> "tuple[ArrayHandle, ...]":
-        """The arrays that the operation takes."""
         return self.outputs.inputs
 
 

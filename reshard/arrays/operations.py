@@ -1,6 +1,7 @@
 """Operations on whole arrays: they move elements, join and part arrays; `Apply` alone makes values.
 Each says what becomes of shapes, of partition specs and of chunks, has an inverse, and makes
-TensorStore views of its inputs. Nothing here reads an array.
+TensorStore views of its inputs: what its methods give is said of `Transpose`, once for all. Nothing
+here reads an array.
 
     inputs  ->  operation  ->  outputs        inverse(shapes of the inputs)
     1           Transpose      1              Transpose
@@ -89,7 +90,6 @@ class Reshape:
     shape: Shape
 
     def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
-        """As `Transpose.shapes`."""
         (shape,) = _count(inputs, 1)
         check_size(self.shape)
         if math.prod(shape) != math.prod(self.shape) or min(self.shape, default=0) < 0:
@@ -97,24 +97,20 @@ class Reshape:
         return [self.shape]
 
     def inverse(self, inputs: Sequence[Shape]) -> "Operation":
-        """As `Transpose.inverse`."""
         return Reshape(tuple(inputs[0]))
 
     def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
-        """As `Transpose.specs`. Mesh axes stay with the first of the dimensions that are merged or
-        split; those of further ones are dropped, since no spec can say where they go."""
+        """Mesh axes stay with the first of the dimensions that are merged or split; those of
+        further ones are dropped, since no spec can say where they go."""
         return [reshaped_spec(full_spec(specs[0], inputs[0]), inputs[0], self.shape)]
 
     def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
-        """As `Transpose.chunks`."""
         return [reshaped_chunk(chunks[0], inputs[0], self.shape)]
 
     def sources(self, part: int, box: Box, inputs: Sequence[Shape]) -> Sources:
-        """As `Transpose.sources`."""
         return [(0, reshaped_box(box, self.shape, inputs[0]))]
 
     def views(self, views: Views) -> Views:
-        """As `Transpose.views`."""
         return [reshaped_view(views[0], self.shape)]
 
 
@@ -126,7 +122,6 @@ class Split:
     sizes: tuple[int, ...]
 
     def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
-        """As `Transpose.shapes`."""
         (shape,) = _count(inputs, 1)
         axis = from_front(self.axis, shape)
         if shape[axis] != sum(self.sizes) or min(self.sizes, default=0) < 0:
@@ -136,15 +131,12 @@ class Split:
         return [replaced(shape, axis, size) for size in self.sizes]
 
     def inverse(self, inputs: Sequence[Shape]) -> "Operation":
-        """As `Transpose.inverse`."""
         return Concat(self.axis)
 
     def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
-        """As `Transpose.specs`."""
         return [full_spec(specs[0], inputs[0])] * len(self.sizes)
 
     def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
-        """As `Transpose.chunks`."""
         axis = from_front(self.axis, inputs[0])
         chunk = chunks[0][axis]
         aligned = all(size % chunk == 0 for size in self.sizes[:-1])
@@ -152,12 +144,10 @@ class Split:
         return [replaced(chunks[0], axis, size) for size in sizes]
 
     def sources(self, part: int, box: Box, inputs: Sequence[Shape]) -> Sources:
-        """As `Transpose.sources`."""
         axis = from_front(self.axis, inputs[0])
         return [(0, replaced(box, axis, shifted(box[axis], sum(self.sizes[:part]))))]
 
     def views(self, views: Views) -> Views:
-        """As `Transpose.views`."""
         view = views[0]
         axis = from_front(self.axis, tuple(view.shape))
         stops = list(itertools.accumulate(self.sizes))
@@ -173,7 +163,6 @@ class Concat:
     axis: int
 
     def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
-        """As `Transpose.shapes`."""
         axis = from_front(self.axis, inputs[0])
         others = {replaced(shape, axis, 0) for shape in inputs if len(shape) == len(inputs[0])}
         if len(others) > 1 or len({len(shape) for shape in inputs}) > 1:
@@ -181,16 +170,14 @@ class Concat:
         return [replaced(inputs[0], axis, sum(shape[axis] for shape in inputs))]
 
     def inverse(self, inputs: Sequence[Shape]) -> "Operation":
-        """As `Transpose.inverse`."""
         axis = from_front(self.axis, inputs[0])
         return Split(self.axis, tuple(shape[axis] for shape in inputs))
 
     def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
-        """As `Transpose.specs`; a dimension in which the inputs differ is not partitioned."""
+        """A dimension in which the inputs differ is not partitioned."""
         return [agreed_spec(specs, inputs)]
 
     def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
-        """As `Transpose.chunks`."""
         axis = from_front(self.axis, inputs[0])
         together = common_multiple(chunks, self.shapes(inputs)[0])
         own = {chunk[axis] for chunk in chunks}
@@ -199,7 +186,6 @@ class Concat:
         return [replaced(together, axis, min(own) if aligned else whole)]
 
     def sources(self, part: int, box: Box, inputs: Sequence[Shape]) -> Sources:
-        """As `Transpose.sources`."""
         axis = from_front(self.axis, inputs[0])
         found, start = [], 0
         for number, shape in enumerate(inputs):
@@ -210,7 +196,6 @@ class Concat:
         return found
 
     def views(self, views: Views) -> Views:
-        """As `Transpose.views`."""
         return [ts.concat(views, axis=self.axis)]
 
 
@@ -222,7 +207,6 @@ class Stack:
     names: tuple[str, ...] = ()
 
     def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
-        """As `Transpose.shapes`."""
         if len(set(inputs)) != 1:
             raise TreeMismatchError(f"{shape_text(inputs)} cannot be stacked")
         shape = inputs[0]
@@ -232,28 +216,23 @@ class Stack:
         return [made]
 
     def inverse(self, inputs: Sequence[Shape]) -> "Operation":
-        """As `Transpose.inverse`."""
         return Unstack(self.axis, len(inputs))
 
     def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
-        """As `Concat.specs`."""
         axis = from_front(self.axis, (*inputs[0], 1))
         agreed = agreed_spec(specs, inputs)
         return [(*agreed[:axis], self.names, *agreed[axis:])]
 
     def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
-        """As `Transpose.chunks`."""
         axis = from_front(self.axis, (*inputs[0], 1))
         together = common_multiple(chunks, inputs[0])
         return [(*together[:axis], 1, *together[axis:])]
 
     def sources(self, part: int, box: Box, inputs: Sequence[Shape]) -> Sources:
-        """As `Transpose.sources`."""
         axis = from_front(self.axis, (*inputs[0], 1))
         return [(n, without(box, axis)) for n in range(box[axis].start, box[axis].stop)]
 
     def views(self, views: Views) -> Views:
-        """As `Transpose.views`."""
         return [ts.stack(views, axis=self.axis)]
 
 
@@ -265,7 +244,6 @@ class Unstack:
     count: int
 
     def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
-        """As `Transpose.shapes`."""
         (shape,) = _count(inputs, 1)
         axis = from_front(self.axis, shape)
         if shape[axis] != self.count:
@@ -280,26 +258,21 @@ class Unstack:
         return [without(shape, axis)] * self.count
 
     def inverse(self, inputs: Sequence[Shape]) -> "Operation":
-        """As `Transpose.inverse`."""
         return Stack(self.axis)
 
     def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
-        """As `Transpose.specs`."""
         return [
             without(full_spec(specs[0], inputs[0]), from_front(self.axis, inputs[0]))
         ] * self.count
 
     def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
-        """As `Transpose.chunks`."""
         return [without(chunks[0], from_front(self.axis, inputs[0]))] * self.count
 
     def sources(self, part: int, box: Box, inputs: Sequence[Shape]) -> Sources:
-        """As `Transpose.sources`."""
         axis = from_front(self.axis, inputs[0])
         return [(0, (*box[:axis], slice(part, part + 1), *box[axis:]))]
 
     def views(self, views: Views) -> Views:
-        """As `Transpose.views`."""
         view = views[0]
         axis = from_front(self.axis, tuple(view.shape))
         return [view[ts.d[axis][i]] for i in range(self.count)]
@@ -313,7 +286,6 @@ class Pad:
     fill: float
 
     def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
-        """As `Transpose.shapes`."""
         (shape,) = _count(inputs, 1)
         if len(shape) != len(self.widths) or any(min(pair) < 0 for pair in self.widths):
             raise TreeMismatchError(f"{list(self.widths)} are no widths to pad {list(shape)} with")
@@ -322,27 +294,22 @@ class Pad:
         return [made]
 
     def inverse(self, inputs: Sequence[Shape]) -> "Operation":
-        """As `Transpose.inverse`."""
         return Crop(self.widths, self.fill)
 
     def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
-        """As `Transpose.specs`."""
         return [full_spec(specs[0], inputs[0])]
 
     def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
-        """As `Transpose.chunks`."""
         whole = self.shapes(inputs)[0]
         dims = zip(chunks[0], whole, self.widths, strict=True)
         return [tuple(c if before % c == 0 else size for c, size, (before, _) in dims)]
 
     def sources(self, part: int, box: Box, inputs: Sequence[Shape]) -> Sources:
-        """As `Transpose.sources`."""
         dims = zip(box, inputs[0], self.widths, strict=True)
         found = tuple(shifted(ends, -before, size) for ends, size, (before, _) in dims)
         return [(0, found)] if all(ends.start < ends.stop for ends in found) else []
 
     def views(self, views: Views) -> Views:
-        """As `Transpose.views`."""
         view = views[0]
         for axis, widths in enumerate(self.widths):
             shape = tuple(view.shape)
@@ -371,7 +338,6 @@ class Crop:
     fill: float | None = None
 
     def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
-        """As `Transpose.shapes`."""
         (shape,) = _count(inputs, 1)
         if len(shape) != len(self.widths) or any(
             min(a, b) < 0 or size < a + b for size, (a, b) in zip(shape, self.widths, strict=True)
@@ -380,15 +346,12 @@ class Crop:
         return [tuple(size - a - b for size, (a, b) in zip(shape, self.widths, strict=True))]
 
     def inverse(self, inputs: Sequence[Shape]) -> "Operation":
-        """Raises TreeMismatchError: what was cut off is gone."""
         raise TreeMismatchError("a crop cannot be run backwards: what it cuts off is gone")
 
     def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
-        """As `Transpose.specs`."""
         return [full_spec(specs[0], inputs[0])]
 
     def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
-        """As `Transpose.chunks`."""
         whole = self.shapes(inputs)[0]
         dims = zip(chunks[0], whole, self.widths, strict=True)
         return [
@@ -396,12 +359,10 @@ class Crop:
         ]
 
     def sources(self, part: int, box: Box, inputs: Sequence[Shape]) -> Sources:
-        """As `Transpose.sources`."""
         pairs = zip(box, self.widths, strict=True)
         return [(0, tuple(shifted(ends, before) for ends, (before, _) in pairs))]
 
     def views(self, views: Views) -> Views:
-        """As `Transpose.views`."""
         view = views[0]
         for axis, (before, after) in enumerate(self.widths):
             view = cut(view, axis, before, view.shape[axis] - after)
@@ -415,28 +376,22 @@ class Constant:
     values: np.ndarray
 
     def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
-        """As `Transpose.shapes`."""
         _count(inputs, 0)
         return [self.values.shape]
 
     def inverse(self, inputs: Sequence[Shape]) -> "Operation":
-        """Raises TreeMismatchError: nothing has become these values."""
         raise TreeMismatchError("values that were given cannot be run backwards")
 
     def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
-        """As `Transpose.specs`."""
         return [((),) * self.values.ndim]
 
     def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
-        """As `Transpose.chunks`."""
         return [tuple(max(size, 1) for size in self.values.shape)]
 
     def sources(self, part: int, box: Box, inputs: Sequence[Shape]) -> Sources:
-        """As `Transpose.sources`."""
         return []
 
     def views(self, views: Views) -> Views:
-        """As `Transpose.views`."""
         return [ts.array(self.values, copy=False)]
 
 

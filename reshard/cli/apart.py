@@ -20,13 +20,8 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def told_apart(model: str, option: str, task: Callable[[Any], T]) -> Iterator[Callable[[], T]]:
-    """Begins to run the code of a model in a process of its own; what it yields waits for the
-    answer.
-
-    Args:
-      model: as for `load_model`.
-      option: as for `load_model`.
-      task: called with the model there. It is pickled, and so is what it returns.
+    """Begins to run a task with a model, as for `load_model`, in a process of its own; what it
+    yields waits for the answer. The task and what it returns are pickled.
 
     Raises:
       ReshardError: when it is waited for, as `load_model` and the task do, and if the process ends

@@ -17,12 +17,7 @@ _RUNS = {"linen": linen_run, "nnx": nnx_run}
 
 
 def check_outputs(made: Conversion, flags: dict[str, Any]) -> OutputComparison:
-    """Runs both models of a conversion: that of the source in a process of its own.
-
-    Args:
-      made: the conversion.
-      flags: the values of the options of `reshard convert`.
-    """
+    """Runs both models of a conversion: that of the source in a process of its own."""
     model, source, inputs = flags["model"], flags["source_model"], flags["inputs"]
     tell = _unheard if flags["quiet"] else _tell
     given = None

@@ -130,15 +130,8 @@ def run(
     *,
     answer: Callable[[], dict[str, Any]] = dict,
 ) -> None:
-    """Opens, changes, plans and writes; reports.
-
-    Args:
-      src: the source.
-      dst: the destination.
-      change: what is done to each step's checkpoint.
-      flags: the values of `job_options`.
-      answer: called after `change`, for further entries of the JSON document.
-    """
+    """Opens, changes, plans and writes; reports, with the further entries of the JSON document that
+    `answer` gives once all is changed."""
     tune_memory()
     dry_run, as_json, quiet = flags["dry_run"], flags["as_json"], flags["quiet"]
     try:
@@ -184,15 +177,8 @@ def prepared(ckpt: Checkpoint, flags: dict[str, Any]) -> Checkpoint:
 def laid_out(
     ckpt: Checkpoint, mesh: str | None, model: str | None, flags: dict[str, Any], to: str
 ) -> Checkpoint:
-    """On the new mesh, as the model says if there is one, else as saved.
-
-    Args:
-      ckpt: the checkpoint.
-      mesh: the mesh.
-      model: the model that says so, as `--model` has it.
-      flags: the values of `job_options`.
-      to: the option that the mesh is given by.
-    """
+    """On the new mesh, as the model says if there is one, else as saved. `to` is the option that
+    the mesh is given by."""
     specs, axes, rules = flags["specs"], flags["axes"], flags["rules"]
     if mesh is None:
         if specs or axes or model or rules:

@@ -20,13 +20,7 @@ Pairs = tuple[tuple[str, Any], ...]
 
 @functools.lru_cache(maxsize=1)
 def build_target(model: str, rules: Pairs | None, specs: Pairs, mesh: Mesh) -> Any:
-    """The abstract state of a model on a mesh. Runs the model's code, on the CPU.
-
-    Args:
-      model: as for `load_model`.
-      rules: from `read_rules`.
-      specs: path regexes with partition specs.
-      mesh: the mesh; no devices are needed.
+    """The abstract state of a model on a mesh, without devices. Runs the model's code, on the CPU.
 
     Raises:
       ReshardError: the model cannot be imported, or its code fails.

@@ -48,14 +48,8 @@ def shard_picture(
     shard: Sequence[int],
     most_cells: int,
 ) -> str:
-    """Which devices hold which part: a grid of the first two sharded dimensions, or a list.
-
-    Args:
-      owners: index of the shard in each dimension -> device ids.
-      shape: shape of the array.
-      shard: shape of a shard.
-      most_cells: more shards than this are listed, a line each.
-    """
+    """Which devices hold which part: a grid of the first two sharded dimensions, or, for more than
+    `most_cells` shards, a list. `owners` are device ids by index of the shard in each dimension."""
     counts = [math.ceil(size / part) for size, part in zip(shape, shard, strict=True)]
     split = [dim for dim, count in enumerate(counts) if count > 1]
     if len(split) > 2 or len(owners) > most_cells:

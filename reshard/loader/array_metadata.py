@@ -64,12 +64,7 @@ class ZarrArray(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def parse_zarr(metadata: bytes, driver: str) -> ZarrArray:
     """A zarr metadata document. Equal ones share their result: checkpoints repeat.
-
     TensorStore has the last word on what it means, so that nothing is taken in two ways.
-
-    Args:
-      metadata: the document.
-      driver: TensorStore's name of the array driver.
 
     Raises:
       ValueError: it is none that an array can be read with.
@@ -109,13 +104,8 @@ def _is_plain(document: dict[str, Any]) -> bool:
 
 
 def parse_sharding(encoded: Any, shape: Shape) -> Sharding | None:
-    """A sharding as Orbax writes it: a JSON document inside a JSON string.
-
+    """A sharding as Orbax writes it: a JSON document inside a JSON string, for an array of a shape.
     Whether its mesh divides the array is not looked at: that matters once it is used.
-
-    Args:
-      encoded: the string.
-      shape: the shape of the array that is laid out so.
 
     Raises:
       ValueError: it is none, or the array cannot be laid out so.

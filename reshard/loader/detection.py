@@ -43,7 +43,6 @@ class Item:
 
     @property
     def directory(self) -> Location:
-        """The item's own directory."""
         return self.root / self.step / self.item
 
 
@@ -131,12 +130,8 @@ def _is_step(directory: Location) -> bool:
 
 
 def why_not_replaceable(directory: Location, steps: set[int] | None) -> str | None:
-    """Why a new checkpoint may not take the place of what is in a directory; None if it may.
-
-    Args:
-      directory: what would be deleted.
-      steps: the steps of the new checkpoint if it is a manager's root, else None.
-    """
+    """Why a new checkpoint, a manager's root of these steps if there are any, may not take the
+    place of what is in a directory; None if it may."""
     if not directory.names():
         return None
     if (directory / TREE_FILE).exists() or (directory / CHECKPOINT_FILE).exists():
@@ -221,7 +216,6 @@ def _is_zarr(directory: Location) -> bool:
 
 
 def is_committed(directory: Location) -> bool:
-    """Whether its writer finished."""
     try:
         check_committed(directory)
     except UncommittedCheckpointError:

@@ -178,15 +178,9 @@ class _Load:
         self._left = 0
 
     def cut(self, limit: int, chunk_bytes: int, together: int) -> None:
-        """Decides what is read at once: everything, or boxes of whole chunks that take no more
-        than `limit` bytes, and at least one chunk.
-
-        Args:
-          limit: bytes.
-          chunk_bytes: bytes that decoding a chunk of its grid takes, with those of all arrays that
-            are read together with it.
-          together: how many these are.
-        """
+        """Decides what is read at once: everything, or boxes of whole chunks that take no more than
+        `limit` bytes, and at least one chunk. `chunk_bytes` is what decoding a chunk of its grid
+        takes, with those of all `together` arrays that are read with it."""
         shape, chunk = self.handle.shape, self.handle.chunk_shape
         one_chunk = chunk_bytes + together * self.buffers(chunk)
         room = min(2 * limit, WINDOW * limit - one_chunk)
@@ -283,7 +277,6 @@ class _Load:
         return fitting
 
     def finish(self) -> None:
-        """Makes the array."""
         import jax
 
         shape, sharding = self.handle.shape, self._sharding
@@ -341,7 +334,6 @@ class _DeviceShards:
         jax.block_until_ready(list(self._shards.values()))
 
     def array(self) -> "jax.Array":
-        """The whole array."""
         import jax
 
         convert = jax.jit(jax.lax.bitcast_convert_type, static_argnums=1)

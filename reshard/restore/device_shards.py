@@ -20,7 +20,6 @@ _MAPPED = 1 << 22
 
 
 def named_sharding(mesh: Any, spec: Spec) -> Any:
-    """A `jax.sharding.NamedSharding` of `spec` on a mesh of JAX's."""
     import jax
 
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec_entries(spec)))

@@ -84,15 +84,8 @@ def match(
     cast: bool | str = False,
     ignore: bool = False,
 ) -> tuple[list[Path | None], list[Mismatch]]:
-    """The saved path of each leaf of a target, None where it is missing, and all mismatches.
-
-    Args:
-      targets: the leaves of the target, all of them.
-      ckpt: the checkpoint.
-      cast: False for equal dtypes; True also for those that keep every value; `"lossy"` also for
-        any other floating-point dtype.
-      ignore: leave saved leaves out that the target lacks.
-    """
+    """The saved path of each leaf of a target, None where it is missing, and all mismatches. `cast`
+    is as of `reshard.restore`; with `ignore`, saved leaves are left out that the target lacks."""
     saved = _canonical(ckpt)
     find = _finder(targets, ckpt, saved)
     taken: set[Path] = set()

@@ -216,7 +216,6 @@ def is_wrapper(value: Any) -> bool:
 
 
 def is_variable(value: Any) -> bool:
-    """Whether it is a variable of NNX's."""
     nnx = imported("flax.nnx")
     return nnx is not None and isinstance(value, nnx.Variable)
 

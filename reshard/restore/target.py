@@ -261,13 +261,8 @@ def _abstract(leaf: StateLeaf, mesh: Any, spec: Spec) -> Any:
 
 
 def state_of(model: Any, mesh: Any = None, inputs: Sequence[Any] = ()) -> Any:
-    """The state that a model is of: abstract where it had to be made, else as it was given.
-
-    Args:
-      model: as for `target`.
-      mesh: the mesh to be in where the model cannot do without one.
-      inputs: as for `target`.
-    """
+    """The state that a model is of, as for `target`: abstract where it had to be made, in the mesh
+    where it cannot do without one, else as it was given."""
     make = maker(model, inputs)
     return model if make is None else _evaluated(make, inputs, mesh)
 

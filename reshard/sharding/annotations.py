@@ -163,15 +163,7 @@ def cover(
     specs: Sequence[tuple[str, Any]],
     semantics: str | None,
 ) -> Coverage:
-    """The spec of every leaf.
-
-    Args:
-      leaves: the array leaves.
-      mesh: the mesh.
-      rules: any form that `reshard.sharding.rules.parse_rules` takes; None where none were given.
-      specs: ordered (path regex, partition spec) pairs; the first match wins.
-      semantics: how rules are read, for all leaves; by default as the API reads them that each
-        leaf's annotation is from.
+    """The spec of every leaf; see `reshard.target` for `rules`, `specs` and `semantics`.
 
     Raises:
       ShardingError: rules or specs that cannot be read, or a regex that matches no leaf. What does

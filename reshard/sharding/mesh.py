@@ -40,7 +40,6 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Number of devices."""
         return math.prod(self.axis_sizes)
 
     @functools.cached_property

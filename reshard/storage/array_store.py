@@ -34,7 +34,7 @@ _MANY_VALUES = 4096
 
 
 def driver(zarr3: bool) -> str:
-    """TensorStore's name of the array driver of a version of zarr."""
+    """TensorStore's name of the array driver."""
     return "zarr3" if zarr3 else "zarr"
 
 
@@ -75,12 +75,10 @@ class ArrayStore:
 
     @property
     def driver(self) -> str:
-        """TensorStore's name of the array driver."""
         return driver(self.zarr3)
 
     @property
     def metadata_key(self) -> str:
-        """The key of an array's own metadata, below its name."""
         return metadata_key(self.zarr3)
 
     @property
@@ -95,7 +93,6 @@ class ArrayStore:
 
     @functools.cached_property
     def context(self) -> ts.Context:
-        """The resources that reads of this store share."""
         return new_context(mapped=self.directory)
 
     @functools.cached_property
@@ -173,13 +170,8 @@ class ArrayStore:
 
     def check_blosc(self, name: str, nbytes: int) -> None:
         """Raises CorruptCheckpointError unless all chunks of an array say, as chunks of blosc, that
-        they decode to as many bytes as a chunk has: TensorStore would believe them. Reads the first
-        bytes of each, once.
-
-        Args:
-          name: the array's name in the store.
-          nbytes: bytes of a decoded chunk.
-        """
+        they decode to `nbytes`, as a chunk does: TensorStore would believe them. Reads the first
+        bytes of each, once."""
         if self._checked.get(name) == nbytes:
             return
         keys = [key for key in self.values[name] if key != self.metadata_key]
@@ -213,12 +205,7 @@ class ArrayStore:
         return ts.KvStore.open(spec, context=self.context).result()
 
     def open_array(self, name: str, metadata: bytes) -> ts.TensorStore:
-        """A view of one stored array; reads nothing.
-
-        Args:
-          name: the array's name in the store.
-          metadata: its zarr metadata.
-        """
+        """A view of one stored array, of which only the zarr metadata is known; reads nothing."""
         spec = array_spec(self.driver, metadata, fill_missing_data_reads=self.fills)
         return ts.open(spec, kvstore=self.kvstore(name), context=self.context).result()
 
@@ -226,13 +213,7 @@ class ArrayStore:
 @functools.lru_cache(maxsize=1024)
 def array_spec(driver: str, metadata: bytes, **options: bool) -> ts.Spec:
     """What all arrays of the same metadata are opened with, wherever they are: for thousands of
-    small arrays, parsing it takes longer than reading.
-
-    Args:
-      driver: TensorStore's name of the array driver.
-      metadata: the zarr metadata, which is not looked for in the store.
-      options: others of TensorStore's.
-    """
+    small arrays, parsing it takes longer than reading."""
     return ts.Spec(
         {
             "driver": driver,

@@ -42,7 +42,6 @@ def first_line(error: ValueError) -> str:
 
 
 def not_a_file(location: "Location") -> CheckpointFormatError:
-    """The error for what is neither a file nor a directory."""
     return CheckpointFormatError(
         f"`{location}` is neither a file nor a directory",
         hints=["replace a symbolic link by what it points to"],
@@ -71,12 +70,10 @@ class Location:
 
     @property
     def name(self) -> str:
-        """The last part of it."""
         return self.path.rpartition("/")[2]
 
     @property
     def parent(self) -> "Location":
-        """What it is in."""
         return Location(self.path.rpartition("/")[0] or "/")
 
     def beside(self, name: str) -> "Location":

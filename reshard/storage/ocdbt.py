@@ -36,14 +36,9 @@ _MAX_BTREE = 1 << 30
 def new_context(
     btree_cache_bytes: int = BTREE_CACHE_BYTES, mapped: Location | None = None
 ) -> ts.Context:
-    """Shared resources of stores. Files are synced once, before the commit, and not at each
-    write.
-
-    Args:
-      btree_cache_bytes: decoded B-tree nodes that are kept at most.
-      mapped: what is only read, and mapped into memory where that is safe: the page cache is read
-        in place, and no fresh memory is touched for stored bytes.
-    """
+    """Shared resources of stores, with a cache of decoded B-tree nodes. Files are synced once,
+    before the commit, and not at each write. What is only read is `mapped` into memory where that
+    is safe: the page cache is read in place, and no fresh memory is touched for stored bytes."""
     resources = {BTREE_CACHE: {"total_bytes_limit": btree_cache_bytes}, "file_io_sync": False}
     if mapped is not None and _can_map() and posix.on_local_disk(mapped):
         resources |= _MAPPED
@@ -72,11 +67,7 @@ def entry_copies(
     source: ts.KvStore, target: ts.KvStore, names: Iterable[str]
 ) -> Iterator[ts.Future]:
     """Copies the entries of all arrays from one database to another one, to be waited for one after
-    another.
-
-    It is done piece by piece, between some of the arrays' names: all of it at once takes much
-    memory.
-    """
+    another: piece by piece, for all of it at once takes much memory."""
     keys = sorted(name.encode(errors="surrogateescape") for name in names)
     for begin, end in itertools.pairwise([b"", *keys[_PIECE::_PIECE], b""]):
         yield source.experimental_copy_range_to(target, ts.KvStore.KeyRange(begin, end))

@@ -143,7 +143,6 @@ def walk(top: AnyPath) -> Iterator[Entry]:
 
 
 def beginning(path: AnyPath, nbytes: int) -> bytes:
-    """The first bytes of a file."""
     with open(path, "rb") as file:
         return file.read(nbytes)
 
@@ -198,7 +197,6 @@ def replace(path: AnyPath, data: bytes, temporary: AnyPath) -> None:
 
 
 def make_directories(path: AnyPath) -> None:
-    """Makes a directory and those above it, where they are not there."""
     os.makedirs(path, exist_ok=True)
 
 
@@ -217,12 +215,10 @@ def remove(path: AnyPath) -> bool:
 
 
 def rename(path: AnyPath, new: AnyPath) -> None:
-    """Gives a file or a directory another name."""
     os.rename(path, new)
 
 
 def remove_empty(directory: AnyPath) -> None:
-    """Deletes a directory, if it is empty."""
     with contextlib.suppress(OSError):
         os.rmdir(directory)
 
@@ -284,7 +280,6 @@ def on_local_disk(path: AnyPath) -> bool:
 
 
 def free_bytes(destination: AnyPath) -> int:
-    """Bytes that are free on the file system of a destination."""
     return shutil.disk_usage(_there(destination)).free
 
 
@@ -442,5 +437,4 @@ class LockFile:
         remove_file(aside)
 
     def close(self) -> None:
-        """Gives up the file that was created."""
         os.close(self._descriptor)

@@ -140,7 +140,6 @@ def _name(ckpt: Checkpoint) -> str:
 def _selected(
     a: Checkpoint, b: Checkpoint, select: str | Sequence[str], drop: str | Sequence[str]
 ) -> tuple[dict[Path, Leaf], dict[Path, Leaf]]:
-    """The leaves to compare."""
     select = [select] if isinstance(select, str) else list(select)
     drop = [drop] if isinstance(drop, str) else list(drop)
     paths = dict.fromkeys((*a, *b))

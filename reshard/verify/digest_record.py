@@ -68,7 +68,6 @@ class Record:
     beside: Mapping[str, str]
 
     def dump(self) -> bytes:
-        """The content of the file."""
         arrays = {name: vars(entry) for name, entry in self.arrays.items()}
         hashes = {name: dict(getattr(self, name)) for name in ("strings", "files", "beside")}
         return json.dumps({"version": _VERSION, "arrays": arrays, **hashes}).encode()
@@ -118,7 +117,6 @@ class Record:
 
 
 def stored_record(handle: ArrayHandle, digest: str | None = None) -> ArrayRecord:
-    """What there is to record of a stored array."""
     return ArrayRecord(handle.stored_dtype.name, handle.shape, digest)
 
 
@@ -130,12 +128,8 @@ def forget_hint(path: Location) -> str:
 def read_record(path: Location, hint: str = "") -> Record | None:
     """The record in a file, or None where there is none.
 
-    Args:
-      path: the file.
-      hint: what to type if it is no record; to remove it, if it is a checkpoint's own.
-
     Raises:
-      CorruptCheckpointError: it is no such record.
+      CorruptCheckpointError: it is no record; `hint` says what to type then, or else removes it.
     """
     data = path.read()
     if data is None:
@@ -191,15 +185,8 @@ def record_of(
     hashes: Mapping[str, str] = MappingProxyType({}),
 ) -> Record:
     """The record of an item: its arrays, and the hashes of its strings and of all files beside the
-    arrays' bytes.
-
-    Args:
-      ckpt: its tree, and what is around it.
-      directory: what stands for `source.root`: where it is, or is being written.
-      arrays: what is to be recorded of the arrays.
-      ocdbt: whether they are there in an OCDBT database.
-      hashes: path below the directory -> SHA-256 of files that need not be read for it.
-    """
+    arrays' bytes. `directory` stands for `source.root`: where it is, or is being written; `ocdbt`
+    says how; `hashes` are of files below it that need not be read."""
     source = ckpt.source
     step = directory / source.step
     item = step / source.item
@@ -217,7 +204,6 @@ def record_of(
 
 
 def text_hash(text: str) -> str:
-    """The SHA-256 of a string."""
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 

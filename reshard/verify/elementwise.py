@@ -46,13 +46,7 @@ class ElementDifference:
 
 
 class ElementComparison:
-    """The comparison of two arrays, while their values come in.
-
-    Args:
-      shape: their shape.
-      rtol: the relative tolerance.
-      atol: the absolute tolerance.
-    """
+    """The comparison of two arrays of one shape, while their values come in."""
 
     def __init__(self, shape: Shape, rtol: float, atol: float):
         self._size = math.prod(shape)
@@ -65,7 +59,6 @@ class ElementComparison:
         self._first: tuple[tuple[int, ...], np.generic, np.generic] | None = None
 
     def add(self, box: Box, a: np.ndarray, b: np.ndarray) -> None:
-        """Compares the values of one box."""
         a, b = np.ascontiguousarray(a).reshape(-1), np.ascontiguousarray(b).reshape(-1)
         first = None
         for start in range(0, a.size, _SLAB):

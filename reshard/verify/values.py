@@ -31,14 +31,8 @@ def read_values(
     max_memory: int,
     progress: Callable[[int], None],
 ) -> dict[int, Mapping[int, ReshardError]]:
-    """Reads every element of all arrays once. An error does not end it: what follows of that group
-    is left out.
-
-    Args:
-      groups: the arrays.
-      takers: what the values of each group are for.
-      max_memory: bytes in flight at most.
-      progress: called with numbers of decoded bytes.
+    """Reads every element of all arrays once, for the taker of each group. An error does not end
+    it: what follows of that group is left out.
 
     Returns:
       Number of a group -> place in it -> why that array could not be read.

@@ -214,7 +214,6 @@ def record(ckpt: Checkpoint, digests: Mapping[Path, str]) -> Record:
 
 
 def _other(against: Any) -> Checkpoint | Record | None:
-    """What to compare with."""
     if against is None or isinstance(against, Checkpoint):
         return against
     file = parse_location(against)

@@ -84,16 +84,10 @@ def committed_directory(
     destination: Location, *, overwrite: bool, unfinished: Callable[[Location], bool]
 ) -> Iterator[Location]:
     """A temporary directory that becomes `destination` if the block succeeds, and vanishes if not.
-
     The block must call `sync` before it writes its commit marker. A directory that a running job
-    holds is an error.
-
-    Args:
-      destination: what is to be there in the end.
-      overwrite: whether there may be something already.
-      unfinished: whether the directory holds what a later run goes on with: then what a job left is
-        not removed at the beginning, and not at the end where this one fails, which is noted in its
-        error. It may raise.
+    holds is an error. One that is `unfinished`, which may raise, holds what a later run goes on
+    with: it is not removed at the beginning, nor at the end where this job fails, which is noted in
+    its error.
     """
     outer = unfinished_directory(destination)
     try:

@@ -46,12 +46,8 @@ _ONE_KEY = ts.KvStore.KeyRange(b"", b"\0")
 
 
 def stage_spec(directory: Location, file_bytes: int) -> dict[str, Any]:
-    """The database that batches are committed to, one after another.
-
-    Args:
-      directory: the destination's item.
-      file_bytes: bytes that its data files have, about.
-    """
+    """The database that batches are committed to, one after another, in data files of about so many
+    bytes."""
     return _writable(ocdbt_spec(directory / STAGE), _STAGE_CONFIG) | {
         "target_data_file_size": file_bytes
     }
@@ -147,15 +143,8 @@ def merge(
     staged: bool,
 ) -> None:
     """Writes the root database of a destination, in one commit; in the place of one that an earlier
-    run may have left, which was not known to be complete.
-
-    Args:
-      source: the source's arrays.
-      directory: the destination's item.
-      linked: the arrays whose data files were linked, by their names in the destination.
-      target: how they are stored in the destination.
-      staged: there are staged writes.
-    """
+    run may have left, which was not known to be complete. `linked` are the arrays whose data files
+    were linked, by their names there; `staged` says whether there are staged writes."""
     (directory / MANIFEST).remove()
     context = new_context()
     transaction = ts.Transaction(atomic=True)
@@ -220,13 +209,8 @@ def _in_small_nodes(
 
 def prune(directory: Location, linked: Iterable[StoredValue], staged: bool, again: bool) -> None:
     """Deletes what the root database does not refer to: staged B-tree nodes, the staged manifest,
-    linked files that only led to what was linked.
-
-    Args:
-      directory, staged: as for `merge`.
-      linked: what is stored of the arrays whose data files were linked.
-      again: an earlier run may have been stopped while it did this.
-    """
+    linked files that only led to what was linked. `again` says that an earlier run may have been
+    stopped while it did this."""
     values = {value.file for value in linked if value.file is not None}
     if again:  # which takes longer
         values = set(value_files(directory))

@@ -146,18 +146,8 @@ def save(
 
 
 def execute(plan: Plan, *, resume: bool = False, progress: Progress | None = None) -> Plan:
-    """Writes what a plan says; whole or not at all.
-
-    Args:
-      plan: the plan.
-      resume, progress: as of `reshard.save`.
-
-    Returns:
-      The plan, with what else is to be known.
-
-    Raises:
-      ReshardError: the errors of the plan; and as `reshard.save`.
-    """
+    """Writes what a plan says, whole or not at all; the arguments and the errors are those of
+    `save`."""
     _raise_all(plan.errors)
     destination = plan.destination
     assert destination is not None

@@ -76,7 +76,6 @@ class ItemProgress:
             digests[path].resume(state)
 
     def document(self) -> dict[str, Any]:
-        """It as JSON."""
         digests = [[list(path), list(state)] for path, state in self.digests.items()]
         return {**vars(self), "digests": digests}
 
@@ -95,16 +94,9 @@ class ItemProgress:
 
 
 class Journal:
-    """The progress of a job's items, and its file.
-
-    Args:
-      directory: the job's temporary directory.
-      fingerprint: of the job.
-      cores: how many a new job is cut into batches for.
-      items: how many items it has.
-      keeps: whether a later run may go on with it; if not, the file is empty. It is there in any
-        case: if it is gone at the end, so are others, as when a manager of checkpoints has swept
-        the directory away.
+    """The progress of a job's items, and its file: empty unless it `keeps` it for a later run. It
+    is there in any case: if it is gone at the end, so are others, as when a manager of checkpoints
+    has swept the directory away.
 
     Attributes:
       cores: how many this job is cut into batches for.
@@ -301,7 +293,6 @@ def _hash(text: str) -> str:
 
 
 def fingerprint(plan: Plan) -> Fingerprint:
-    """What makes a job the same job."""
     found = hashlib.sha256()
     for item in plan.items:
         for line in _lines(item):

@@ -18,13 +18,8 @@ from reshard.writer.target_format import TargetFormat
 def documents(
     ckpt: Checkpoint, chunks: Mapping[Path, tuple[int, ...]], target: TargetFormat
 ) -> dict[str, bytes]:
-    """File name -> content of an item's documents.
-
-    Args:
-      ckpt: the tree as it is to be.
-      chunks: chunk shape of each array in the destination.
-      target: the format of the arrays in the destination.
-    """
+    """File name -> content of an item's documents, with the chunk shape of each array in the
+    destination."""
     strings = _nested({stored_name(p): leaf for p, leaf in ckpt.items() if isinstance(leaf, str)})
     result = {"_METADATA": _dump(_tree(ckpt, target)), "_sharding": _dump(_shardings(ckpt))}
     if ckpt.source.described:

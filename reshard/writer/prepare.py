@@ -164,11 +164,8 @@ def _one_memory_error(found: list[ReshardError]) -> list[ReshardError]:
 
 
 def parse_chunks(chunks: int | str) -> int | str:
-    """`"shard"`, `"keep"`, or a number of bytes, at least 1.
-
-    Raises:
-      ArgumentError: it is none of these.
-    """
+    """`"shard"`, `"keep"`, or a number of bytes, at least 1; raises ArgumentError for anything
+    else."""
     if chunks in ("shard", "keep"):
         return chunks
     return parse_size(chunks, "a chunk", "`shard`, `keep`, or bytes: `64MiB`")
@@ -258,18 +255,10 @@ def _layout(
     ratios: dict[tuple[Any, ...], float],
     max_memory: int,
 ) -> ArrayLayout:
-    """What the planner needs to know.
-
-    Args:
-      handle: the array.
-      form: how it is to be stored.
-      sizes: stored bytes of each chunk.
-      group, co_read: as of `ArrayLayout`.
-      together: what decoding a box of each array of the group takes, all at once.
-      ratios: measured ratios so far, of arrays in another dtype or with another codec; arrays that
-        compress alike as they are stored are taken to compress alike then, too.
-      max_memory: bytes that a sample for such a ratio may take.
-    """
+    """What the planner needs to know of an array, which is stored in `sizes` bytes a chunk, and
+    belongs to a co-read group. `ratios` are those measured so far, of arrays in another dtype or
+    with another codec: arrays that compress alike as they are stored are taken to compress alike
+    then, too."""
     encoding = form.encoding(handle)
     moved = stored_values(handle, encoding)
     stored = stored_share(handle)
@@ -352,7 +341,6 @@ def _check_fits(handle: ArrayHandle) -> None:
 
 
 def _notes(item: ItemPlan) -> Iterator[str]:
-    """What the user should know of an item."""
     yield from item.ckpt.notes
     store = item.ckpt.source.store
     if (item.format.ocdbt, item.format.zarr3) != (store.ocdbt, store.zarr3):

@@ -33,13 +33,8 @@ NO_RECORD = Record({}, {}, {}, {})
 
 def source_record(ckpt: Checkpoint, handles: Sequence[ArrayHandle]) -> Record:
     """What is recorded of the source, by names in its store.
-
     The sibling items and files need only be there: they are compared when they are copied, with
     `check_copied`.
-
-    Args:
-      ckpt: the tree of an item.
-      handles: its arrays.
 
     Raises:
       CorruptCheckpointError: the record is of other arrays or files than those that are there.
@@ -60,12 +55,8 @@ def source_record(ckpt: Checkpoint, handles: Sequence[ArrayHandle]) -> Record:
 
 
 def check_copied(item: ItemPlan, hashes: Mapping[str, str]) -> None:
-    """Raises CorruptCheckpointError unless sibling items and files have the recorded hashes.
-
-    Args:
-      item: the item.
-      hashes: path below the source's root -> SHA-256 of what was read.
-    """
+    """Raises CorruptCheckpointError unless sibling items and files have the recorded hashes, of
+    what was read; `hashes` are by path below the source's root."""
     source = item.ckpt.source
     read = {source.root / path: sha256 for path, sha256 in hashes.items()}
     if files := item.record.changed_files(source, read.get):
@@ -86,14 +77,8 @@ def _not_as_recorded(
 def read_again(
     handles: Sequence[ArrayHandle], arrays: Sequence[ArrayPlan], record: Record, digest: bool
 ) -> ReadAgain:
-    """What is to be read for its digests, beside what is rewritten.
-
-    Args:
-      handles: the arrays of an item.
-      arrays: the plan of each of them.
-      record: what is recorded of the source.
-      digest: whether arrays that are copied verbatim are to get a digest.
-    """
+    """What is to be read for its digests, beside what is rewritten: with `digest`, also arrays that
+    are copied verbatim and have none."""
     pairs = [*zip(handles, arrays, strict=True)]
     as_read = {h.stored.name for h, a in pairs if h.stored is not None and not a.moved}
     roots = _stored(h for h in handles if h.stored is None)
@@ -118,13 +103,7 @@ def records(
     report: Callable[[int], None],
 ) -> dict[str, ArrayRecord]:
     """What is to be recorded of the arrays that were written, by their names in the destination.
-    What is recorded of the source is compared with what was read of it.
-
-    Args:
-      item: the item.
-      digests: complete ones of all arrays that were decoded.
-      max_memory: bytes in flight at most, for what is read.
-      report: called with numbers of bytes that were read.
+    What is recorded of the source is compared with what was read of it: `digests`, and more.
 
     Raises:
       CorruptCheckpointError: arrays that cannot be read, or whose values are not those recorded:
@@ -208,7 +187,6 @@ def check_whole(item: ItemPlan, directory: Location) -> None:
 
 
 def _written(item: ItemPlan, directory: Location) -> Checkpoint:
-    """What was written of an item."""
     source = item.ckpt.source
     return orbax.read(Item(directory, source.kind, source.v1, source.step, source.item, (), ()))
 

@@ -65,27 +65,20 @@ class Sibling(NamedTuple):
 
     @property
     def is_file(self) -> bool:
-        """Whether it is no directory."""
         return self.entry.is_file
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a file."""
         return self.entry.nbytes if self.is_file else 0
 
 
 def siblings(
     checkpoints: Sequence[Checkpoint], target: Location | None, link: bool
 ) -> list[Sibling]:
-    """All that is copied as it is, each directory before what is in it.
-
-    Everything in a manager's root but its steps, everything in a step but the item that is
-    written, and everything in that item but its arrays and the documents that describe them.
-
-    Args:
-      checkpoints: what is written.
-      target: where to; None where that is not known yet.
-      link: whether files that nobody writes to again may be shared with the source.
+    """All that is copied as it is, each directory before what is in it: everything in a manager's
+    root but its steps, everything in a step but the item that is written, and everything in that
+    item but its arrays and the documents that describe them. With `link`, files that nobody writes
+    to again are shared with the source where the target's file system allows it.
 
     Raises:
       CheckpointFormatError: there is something else than files and directories in it, or they are
@@ -210,15 +203,7 @@ def copy_siblings(
     report: Callable[[int], None],
 ) -> None:
     """Copies files that are not shared with the source. All of them are hashed while they are read,
-    each once.
-
-    Args:
-      found: the siblings.
-      directory: where to.
-      copied: what an earlier run has copied or hashed, by path; it is completed.
-      advance: called after each file.
-      report: called with numbers of bytes that have been read.
-    """
+    each once; `copied`, what an earlier run has copied or hashed, is completed."""
     for sibling in found:
         if not sibling.is_file:
             continue

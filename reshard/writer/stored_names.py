@@ -80,15 +80,9 @@ def _clashes(ckpt: Checkpoint, form: TargetFormat) -> list[str]:
 def _file_above(
     form: TargetFormat, outer: ArrayHandle, inner: ArrayHandle, below: str
 ) -> str | None:
-    """The chunk or metadata of an array that is in the place of what is stored of another, or of a
-    directory that this is in; None if there is none. In an OCDBT database there are no directories.
-
-    Args:
-      form: how both are stored.
-      outer: the array.
-      inner: the other one.
-      below: its name, below that of the array.
-    """
+    """The chunk or metadata of an array that is in the place of what is stored of another (called
+    `below`, seen from the first), or of a directory that this is in; None if there is none. In an
+    OCDBT database there are no directories."""
     chunks = form.encoding(outer).chunk_keys(len(outer.shape))
     first = form.encoding(inner).chunk_key((0,) * len(inner.shape))
     *directories, whole = itertools.accumulate(f"{below}/{first}".split("/"), "{}/{}".format)

@@ -27,20 +27,14 @@ Report = Callable[[int], None]
 
 
 class Target(NamedTuple):
-    """Where arrays are written.
-
-    Attributes:
-      spec: the key-value store.
-      context: its resources.
-      format: how arrays are stored there.
-    """
+    """Where arrays are written: a key-value store, its resources, and how arrays are stored
+    there."""
 
     spec: dict[str, Any]
     context: ts.Context
     format: TargetFormat
 
     def open(self) -> ts.KvStore:
-        """The key-value store."""
         return ts.KvStore.open(self.spec, context=self.context).result()
 
 
@@ -55,18 +49,13 @@ def write_boxes(
     committed: Callable[[], None],
     report: Report,
 ) -> None:
-    """Reads, casts and writes all boxes, and takes the digests of what is written.
-
+    """Reads, casts and writes all boxes, but for what has been committed already, and takes the
+    digests of what is written.
     While batches are written (encoded, and committed in one transaction each), others are read.
     One commit for many chunks matters for OCDBT: each commit writes the B-tree again.
 
     Args:
-      arrays: what to do with each array.
-      sources: the arrays to read, by path.
-      target: where to write. The arrays' metadata are written with their first box.
-      names: the arrays' names in the target.
-      digests: for each array the digest that its values are added to.
-      progress: what has been committed already, and is left out.
+      sources: the arrays to read, by path; their metadata are written with their first box.
       budget: what is in flight; the batches are of a size that several fit into it.
       committed: called after a batch has been committed, and all before it.
       report: called with the number of decoded bytes of each batch that was handed over.
@@ -137,13 +126,8 @@ def units(
     arrays: Sequence[ArrayPlan], sources: Mapping[Path, ArrayHandle], budget: Budget
 ) -> Iterator[Unit]:
     """All boxes in order. Those of arrays that share stored chunks are read together; where an
-    array is read in several passes, the chunks of a box are read one after another.
-
-    Args:
-      arrays: what to do with each array.
-      sources: the arrays to read, by path.
-      budget: what buffers are reserved in that several batches fill.
-    """
+    array is read in several passes, the chunks of a box are read one after another, into a buffer
+    that is reserved in the budget."""
     for group in co_read(arrays):
         for together in zip(*(array.boxes() for array in group), strict=True):
             pairs = [
@@ -241,16 +225,8 @@ def move_values(
     committed: Callable[[], None],
     report: Report,
 ) -> None:
-    """Copies stored values as they are.
-
-    Args:
-      values: for each, where to read, its key there, its key in the target, and its stored bytes.
-      target: where to write.
-      progress: what has been committed already, and is left out.
-      budget: what is in flight.
-      committed: called after a batch has been committed, and all before it.
-      report: called with the number of bytes of each batch.
-    """
+    """Copies stored values as they are: for each where to read, its key there, its key in the
+    target, and its stored bytes. What has been committed already is left out."""
     store = target.open()
     batch_bytes = budget.limit // (2 * WINDOW)
     position = progress.values

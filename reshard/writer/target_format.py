@@ -159,12 +159,10 @@ class TargetFormat(NamedTuple):
 
     @property
     def driver(self) -> str:
-        """TensorStore's name of the array driver."""
         return array_store.driver(self.zarr3)
 
     @property
     def metadata_key(self) -> str:
-        """The key of an array's own metadata, below its name."""
         return array_store.metadata_key(self.zarr3)
 
     def encoding(self, handle: ArrayHandle) -> Encoding:
@@ -203,7 +201,6 @@ class TargetFormat(NamedTuple):
             )
 
     def metadata(self, handle: ArrayHandle, chunk: tuple[int, ...]) -> bytes:
-        """An array's zarr metadata."""
         return self.encoding(handle).document(handle.shape, chunk, handle.dtype)
 
     def is_verbatim(self, handle: ArrayHandle) -> bool:
@@ -258,11 +255,8 @@ def _encoding(
 def parse_format(
     format: str | None, ocdbt: bool | None, codec: str | None, file_size: int | str | None
 ) -> FormatArguments:
-    """What a user asks for; see `reshard.save`.
-
-    Raises:
-      ArgumentError: one of them is not what it can be.
-    """
+    """What a user asks for; see `reshard.save`. Raises ArgumentError if it is not what it can
+    be."""
     if format not in (None, "zarr2", "zarr3"):
         hints = [Hint(("format", version)) for version in ("zarr2", "zarr3")]
         raise ArgumentError(f"`{format}` is no format of arrays", hints=hints)
