@@ -31,8 +31,8 @@ _EMPTY_NAMES = {type(leaf): name for name, leaf in EMPTY_LEAVES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
-    """Where a checkpoint was opened, and what is saved beside its tree.
+class Item:
+    """One item on a disk, and the directories around it.
 
     Attributes:
       root: the directory that was opened.
@@ -42,9 +42,7 @@ class Source:
       item: name of the item's directory below the step, else "".
       steps: committed steps of a manager's root, oldest first.
       items: names of the step's items.
-      store: the arrays.
-      metadata: the parsed `_METADATA` document, less its tree.
-      described: the item had per-array metadata files (PRNG key types are in them).
+      uncommitted: steps of a manager's root that were never committed.
     """
 
     root: Location
@@ -54,6 +52,23 @@ class Source:
     item: str
     steps: tuple[int, ...]
     items: tuple[str, ...]
+    uncommitted: tuple[int, ...] = ()
+
+    @property
+    def directory(self) -> Location:
+        return self.root / self.step / self.item
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source(Item):
+    """The item of a checkpoint that was opened, and what is saved beside its tree.
+
+    Attributes:
+      store: the arrays.
+      metadata: the parsed `_METADATA` document, less its tree.
+      described: the item had per-array metadata files (PRNG key types are in them).
+    """
+
     store: ArrayStore
     metadata: dict[str, Any]
     described: bool

@@ -9,8 +9,7 @@ from typing import NoReturn
 import numpy as np
 import tensorstore as ts
 
-from reshard.arrays.axis_tuples import check_size, full_spec
-from reshard.arrays.boxes import Box, Shape
+from reshard.arrays.boxes import Box, Shape, check_size, full_spec
 from reshard.errors import ReshardError, TreeMismatchError
 from reshard.sharding.mesh import Spec
 

@@ -1,10 +1,21 @@
-"""Boxes: regions of arrays, a slice with both ends for each dimension."""
+"""Tuples with an entry for each axis of an array: shapes, partition specs, and boxes, which are
+regions of arrays, a slice with both ends for each."""
 
 import math
 from collections.abc import Sequence
+from typing import TypeVar
+
+from reshard.errors import TreeMismatchError
+from reshard.sharding.mesh import Spec
 
 Shape = tuple[int, ...]
 Box = tuple[slice, ...]
+T = TypeVar("T")
+
+# TensorStore's.
+MOST_AXES = 32
+# Elements of an array: no model comes near.
+_MOST_ELEMENTS = 1 << 46
 
 
 def chunks_together(shape: Shape, chunk: Shape, count: int) -> Shape:
@@ -50,3 +61,63 @@ def inside(box: Box, outer: Box) -> Box:
     """A box as seen from the first element of another that holds it."""
     pairs = zip(box, outer, strict=True)
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in pairs)
+
+
+def from_front(axis: int, shape: Shape) -> int:
+    """An axis, counted from the front."""
+    if not -len(shape) <= axis < len(shape):
+        raise TreeMismatchError(f"{list(shape)} has no axis {axis}")
+    return axis % len(shape)
+
+
+def shape_text(shapes: Sequence[Shape]) -> str:
+    """Shapes as text, each once."""
+    return " and ".join(dict.fromkeys(str(list(shape)) for shape in shapes))
+
+
+def replaced(entries: tuple[T, ...], axis: int, entry: T) -> tuple[T, ...]:
+    """Entries of which one, that of an axis, is another."""
+    return (*entries[:axis], entry, *entries[axis + 1 :])
+
+
+def shifted(ends: slice, by: int, size: int | None = None) -> slice:
+    """A stretch moved along its axis, and cut to what is within an axis of that size."""
+    start, stop = ends.start + by, ends.stop + by
+    return slice(start, stop) if size is None else slice(max(start, 0), min(stop, size))
+
+
+def without(entries: tuple[T, ...], axis: int) -> tuple[T, ...]:
+    """Entries without that of an axis."""
+    return entries[:axis] + entries[axis + 1 :]
+
+
+def full_spec(spec: Spec, shape: Shape) -> Spec:
+    """A partition spec with an entry for every axis."""
+    return spec + ((),) * (len(shape) - len(spec))
+
+
+def agreed_spec(specs: Sequence[Spec], inputs: Sequence[Shape]) -> Spec:
+    """The entries that all specs have in common."""
+    full = [full_spec(spec, shape) for spec, shape in zip(specs, inputs, strict=True)]
+    return tuple(
+        entries[0] if len(set(entries)) == 1 else () for entries in zip(*full, strict=True)
+    )
+
+
+def common_multiple(chunks: Sequence[Shape], shape: Shape) -> Shape:
+    """A grid that cuts no chunk of any of several grids over one shape."""
+    dims = zip(*chunks, strict=True)
+    return tuple(
+        max(min(math.lcm(*sizes), size), 1) for sizes, size in zip(dims, shape, strict=True)
+    )
+
+
+def check_size(shape: Shape) -> None:
+    """Raises TreeMismatchError if there can be no such array."""
+    if len(shape) > MOST_AXES:
+        raise TreeMismatchError(f"arrays have {MOST_AXES} axes at most, not {len(shape)}")
+    elements = math.prod(max(size, 1) for size in shape)
+    if elements > _MOST_ELEMENTS:
+        raise TreeMismatchError(
+            f"an array of {list(shape)} would have {elements} elements: no model has as many"
+        )

@@ -15,7 +15,7 @@ import numpy as np
 from reshard.arrays import zarr
 from reshard.arrays.boxes import Box, Shape
 from reshard.arrays.dtypes import is_floating
-from reshard.arrays.handle import ArrayHandle, Derived, Outputs, StoredArray, collision_error
+from reshard.arrays.handle import ArrayHandle, Derived, Outputs, StoredArray, check_names
 from reshard.arrays.operations import Apply, Constant, Crop, Operation, Pad
 from reshard.arrays.zarr import Encoding
 from reshard.errors import TreeMismatchError
@@ -40,9 +40,7 @@ def apply(
     first = inputs[0]
     shapes = [handle.shape for handle in inputs]
     made = operation.shapes(shapes)
-    collided = [handle for handle in inputs if handle.same_name is not None]
-    if collided:
-        raise collision_error(collided)
+    check_names(inputs)
     for what in ("dtype", "stored_dtype", "value_type", "key_impl"):
         if len({getattr(handle, what) for handle in inputs}) > 1:
             raise TreeMismatchError(

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -247,8 +247,7 @@ class ArrayHandle:
         Raises:
           CorruptCheckpointError: another leaf is stored under the same name.
         """
-        if self.same_name is not None:
-            raise collision_error([self])
+        check_names([self])
         array = self.stored_view()
         return array if self.read_dtype == self.stored_dtype else ts.cast(array, self.read_dtype)
 
@@ -290,6 +289,12 @@ def array_text(dtype: str, shape: tuple[int, ...]) -> str:
 def stored_name(path: Path) -> str:
     """The name that Orbax stores a leaf under: its keys joined with `.`."""
     return ".".join(map(str, path))
+
+
+def check_names(handles: Iterable[ArrayHandle]) -> None:
+    """Raises CorruptCheckpointError if other leaves are stored under the names of some."""
+    if collided := [handle for handle in handles if handle.same_name is not None]:
+        raise collision_error(collided)
 
 
 def collision_error(handles: Sequence[ArrayHandle]) -> CorruptCheckpointError:

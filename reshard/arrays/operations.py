@@ -23,7 +23,9 @@ import numpy as np
 import tensorstore as ts
 
 from reshard.arrays.applied import Apply
-from reshard.arrays.axis_tuples import (
+from reshard.arrays.boxes import (
+    Box,
+    Shape,
     agreed_spec,
     check_size,
     common_multiple,
@@ -34,7 +36,6 @@ from reshard.arrays.axis_tuples import (
     shifted,
     without,
 )
-from reshard.arrays.boxes import Box, Shape
 from reshard.arrays.reshaping import cut, reshaped_box, reshaped_chunk, reshaped_spec, reshaped_view
 from reshard.errors import TreeMismatchError
 from reshard.sharding.mesh import Spec

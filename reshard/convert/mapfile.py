@@ -47,7 +47,7 @@ import tomllib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, cast
 
-from reshard.arrays.axis_tuples import MOST_AXES
+from reshard.arrays.boxes import MOST_AXES
 from reshard.arrays.dtypes import parse_dtype
 from reshard.arrays.operations import Apply, Crop, Pad, Transpose
 from reshard.convert.map_rules import Divided, Gathered, Map, Nest, Reshaped, Rule

@@ -17,8 +17,7 @@ import numpy as np
 import tensorstore as ts
 
 from reshard.arrays.applied import Apply
-from reshard.arrays.axis_tuples import MOST_AXES
-from reshard.arrays.boxes import Shape
+from reshard.arrays.boxes import MOST_AXES, Shape
 from reshard.arrays.handle import ArrayHandle, array_text
 from reshard.arrays.operations import Concat, Pad, Reshape, Split, Stack, Transpose, Unstack
 from reshard.checkpoint import EMPTY_LEAVES, Checkpoint, Leaf, empty_name

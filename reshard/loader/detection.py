@@ -7,6 +7,7 @@ import dataclasses
 import os
 import re
 
+from reshard.checkpoint import Item
 from reshard.errors import (
     CheckpointFormatError,
     CheckpointNotFoundError,
@@ -25,25 +26,6 @@ _STEP_NAME = re.compile(r"(?:.*_)?(\d+)")
 _LEGACY_STEP = re.compile(r"checkpoint_\d+")
 # Handlers of items that are not a tree of a model's arrays; `_METADATA` does not tell them apart.
 _NOT_TREES = ("ArrayCheckpointHandler", "RandomKeyCheckpointHandler", "JsonCheckpointHandler")
-
-
-@dataclasses.dataclass(frozen=True)
-class Item:
-    """One item, and the directories around it. Fields as in `reshard.checkpoint.Source`, and
-    `uncommitted`: steps of a manager's root that were never committed."""
-
-    root: Location
-    kind: str
-    v1: bool
-    step: str
-    item: str
-    steps: tuple[int, ...]
-    items: tuple[str, ...]
-    uncommitted: tuple[int, ...] = ()
-
-    @property
-    def directory(self) -> Location:
-        return self.root / self.step / self.item
 
 
 def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:

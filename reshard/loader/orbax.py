@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from reshard.arrays.handle import ArrayHandle, StoredArray, stored_name
-from reshard.checkpoint import EMPTY_LEAVES, Checkpoint, Leaf, Source
+from reshard.checkpoint import EMPTY_LEAVES, Checkpoint, Item, Leaf, Source
 from reshard.errors import CheckpointFormatError, CorruptCheckpointError
 from reshard.loader.array_metadata import parse_sharding, parse_zarr
-from reshard.loader.detection import TREE_FILE, Item
+from reshard.loader.detection import TREE_FILE
 from reshard.loader.json_documents import parse_json, read_json
 from reshard.storage.array_store import ArrayStore, name_problem
 from reshard.storage.location import Location, not_a_file
@@ -93,18 +93,7 @@ def read(item: Item) -> Checkpoint:
         raise CorruptCheckpointError(
             f"`{directory}` is not whole: leaves of its tree cannot be found or read", problems
         )
-    source = Source(
-        item.root,
-        item.kind,
-        item.v1,
-        item.step,
-        item.item,
-        item.steps,
-        item.items,
-        store,
-        document,
-        described,
-    )
+    source = Source(**vars(item), store=store, metadata=document, described=described)
     notes = [f"step {step} was never committed and is left out" for step in item.uncommitted]
     return Checkpoint(leaves, source, tuple(notes))
 

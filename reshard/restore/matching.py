@@ -240,26 +240,28 @@ def _describe(value: Leaf) -> str:
 
 def _compare(leaf: TargetLeaf, value: Leaf, cast: bool | str) -> list[Mismatch]:
     """Why a saved leaf cannot become the target's."""
-    where = f"{format_path(leaf.path)}: "
+    what = _differing_in(leaf, value, cast)
+    if what is None:
+        return []
     sides = f"the target has {leaf}, the checkpoint {_describe(value)}"
-    if leaf.kind == "str" or not isinstance(value, ArrayHandle):
-        fits = leaf.kind == "str" and isinstance(value, str)
-        return [] if fits else [Mismatch("kind", where + sides, leaf.path)]
+    return [Mismatch(what, f"{format_path(leaf.path)}: {sides}", leaf.path)]
+
+
+def _differing_in(leaf: TargetLeaf, value: Leaf, cast: bool | str) -> str | None:
+    if not isinstance(value, ArrayHandle):
+        return None if leaf.kind == "str" and isinstance(value, str) else "kind"
     if leaf.kind in _SCALARS:
         fits = value.shape == () and _dtype_kind(value.dtype) in _SCALARS[leaf.kind]
-        return [] if fits else [Mismatch("kind", where + sides, leaf.path)]
-    if (leaf.kind == "key") != (value.key_impl is not None):
-        return [Mismatch("kind", where + sides, leaf.path)]
-    if leaf.kind not in ("array", "key"):
-        return [Mismatch("kind", where + sides, leaf.path)]
+        return None if fits else "kind"
     if leaf.kind == "key":
-        fits = leaf.key_impl == value.key_impl and (*leaf.shape,) == value.shape[:-1]
-        return [] if fits else [Mismatch("kind", where + sides, leaf.path)]
+        fits = (leaf.key_impl, leaf.shape) == (value.key_impl, value.shape[:-1])
+        return None if fits else "kind"
+    if leaf.kind != "array" or value.key_impl is not None:
+        return "kind"
     if leaf.shape != value.shape:
-        return [Mismatch("shape", where + sides, leaf.path)]
-    if leaf.dtype is not None and not _fits(leaf, value, leaf.dtype, cast):
-        return [Mismatch("dtype", where + sides, leaf.path)]
-    return []
+        return "shape"
+    fits = leaf.dtype is None or _fits(leaf, value, leaf.dtype, cast)
+    return None if fits else "dtype"
 
 
 def _fits(leaf: TargetLeaf, value: ArrayHandle, dtype: np.dtype, cast: bool | str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from reshard.arrays.dtypes import is_floating
-from reshard.arrays.handle import ArrayHandle, collision_error
+from reshard.arrays.handle import ArrayHandle, check_names
 from reshard.checkpoint import Checkpoint
 from reshard.errors import (
     ArgumentError,
@@ -126,7 +126,7 @@ def restore(
         if isinstance(handle, str):
             values[i] = handle
     arrays = {i: handle for i, handle in handles.items() if isinstance(handle, ArrayHandle)}
-    _check_names(list(arrays.values()))
+    check_names(arrays.values())
     requests = [_request(leaves[i], targets[i], handle) for i, handle in arrays.items()]
     for i, value in zip(arrays, read_arrays(requests, budget, report), strict=True):
         values[i] = _as_target(value, leaves[i], targets[i])
@@ -138,12 +138,6 @@ def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
         raise ArgumentError(
             f"{name}={value!r} is not known", hints=[f"{name}={choice!r}" for choice in choices]
         )
-
-
-def _check_names(handles: Sequence[ArrayHandle]) -> None:
-    collided = [handle for handle in handles if handle.same_name is not None]
-    if collided:
-        raise collision_error(collided)
 
 
 def _unusable(
@@ -308,7 +302,7 @@ def _restore_raw(ckpt: Checkpoint, mesh: Any, budget: int | None, report: Progre
             "an AbstractMesh has no devices to restore to", hints=["jax.make_mesh((1, 8), names)"]
         )
     ckpt = to_mesh(ckpt, mesh)
-    _check_names(ckpt.arrays)
+    check_names(ckpt.arrays)
     requests, wide = [], []
     for handle in ckpt.arrays:
         sharding = None

@@ -8,7 +8,7 @@ from typing import Any
 
 from reshard import tree
 from reshard.arrays.digests import Digest
-from reshard.arrays.handle import ArrayHandle, array_text, collision_error
+from reshard.arrays.handle import ArrayHandle, array_text, check_names
 from reshard.checkpoint import Checkpoint, Leaf
 from reshard.errors import ArgumentError, CorruptCheckpointError, TreeMismatchError
 from reshard.hints import Hint
@@ -219,8 +219,7 @@ def _read(
     groups = [*pairs.values(), *((handle,) for handle in singles.values())]
     sides = ["AB"] * len(pairs) + ["A"] * len(left) + ["B"] * len(right)
     handles = [handle for group in groups for handle in group]
-    if collided := [handle for handle in handles if handle.same_name is not None]:
-        raise collision_error(collided)
+    check_names(handles)
     comparisons = {path: ElementComparison(a.shape, *tolerances) for path, (a, _) in pairs.items()}
     digests = {path: Digest(handle.shape, handle.dtype) for path, handle in singles.items()}
     takers = [taker.add for taker in (*comparisons.values(), *digests.values())]

@@ -91,7 +91,7 @@ def plan(
     notes: list[str] = []
     if place is not None:
         try:
-            commit.check_place(place, checkpoints[0].source.root, overwrite)
+            commit.check_destination(place, checkpoints[0].source.root, overwrite)
             if _check_replaced(place, checkpoints):
                 notes.append(f"`{place}` is replaced once the new checkpoint is complete")
         except ReshardError as error:

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from reshard.arrays.digests import Digest
 from reshard.arrays.handle import ArrayHandle, stored_name
-from reshard.checkpoint import Checkpoint, Source
+from reshard.checkpoint import Checkpoint, Item, Source
 from reshard.engine.plan import ArrayPlan
 from reshard.errors import CorruptCheckpointError
 from reshard.hints import Hint
 from reshard.loader import orbax
-from reshard.loader.detection import Item
 from reshard.storage.location import Location
 from reshard.tree import Path, format_path
 from reshard.verify.digest_record import (
