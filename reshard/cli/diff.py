@@ -2,13 +2,13 @@
 
 import json
 import sys
+from typing import Any
 
 import click
 
 from reshard.cli import output
 from reshard.cli.flags import as_flags
-from reshard.cli.memory import tune_memory
-from reshard.cli.options import places, reading_options
+from reshard.cli.options import places, reading_options, tune_memory
 from reshard.loader import open as open_checkpoint
 from reshard.verify.comparison import diff
 
@@ -25,23 +25,11 @@ from reshard.verify.comparison import diff
 )
 @click.option("--atol", type=click.FloatRange(min=0), metavar="X", help="See --rtol.")
 @click.option("--layout", is_flag=True, help="Also compare specs, meshes, chunks and formats.")
-@click.option("--select", "selected", metavar="GLOB", multiple=True, help="Only these leaves.")
+@click.option("--select", metavar="GLOB", multiple=True, help="Only these leaves.")
 @click.option("--drop", metavar="GLOB", multiple=True, help="Leave these leaves out.")
 @reading_options
 def command(
-    a: str,
-    b: str,
-    values: bool,
-    rtol: float | None,
-    atol: float | None,
-    layout: bool,
-    selected: tuple[str, ...],
-    drop: tuple[str, ...],
-    step: int | None,
-    item: str | None,
-    max_memory: str,
-    as_json: bool,
-    quiet: bool,
+    a: str, b: str, step: int | None, item: str | None, as_json: bool, quiet: bool, **flags: Any
 ) -> None:
     """Compare checkpoints A and B, whatever the mesh, chunks or format of either.
 
@@ -56,23 +44,14 @@ def command(
       reshard diff run/1000 run/2000 --select 'params/**' --values --rtol 1e-3
       reshard diff run/1000 out/1000 --layout
     """
-    if not values and (rtol is not None or atol is not None):
+    flags = {name: value for name, value in flags.items() if value not in (None, ())}
+    if not flags["values"] and not flags.keys().isdisjoint(("rtol", "atol")):
         raise click.UsageError("--rtol and --atol go with --values")
     tune_memory()
     one, other = places(a, b, step, item)
     checkpoints = open_checkpoint(a, **one), open_checkpoint(b, **other)
     with output.progress_bar(quiet or as_json) as progress:
-        found = diff(
-            *checkpoints,
-            values=values,
-            rtol=rtol or 0.0,
-            atol=atol or 0.0,
-            layout=layout,
-            select=selected or "**",
-            drop=drop,
-            max_memory=max_memory,
-            progress=progress,
-        )
+        found = diff(*checkpoints, **flags, progress=progress)
     if as_json:
         click.echo(json.dumps(found.document()))
     elif not quiet:

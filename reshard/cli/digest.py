@@ -5,8 +5,7 @@ import click
 from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import describe
 from reshard.cli import output
-from reshard.cli.memory import tune_memory
-from reshard.cli.options import reading_options
+from reshard.cli.options import reading_options, tune_memory
 from reshard.loader import open as open_checkpoint
 from reshard.tree import format_path
 from reshard.verify.digest_record import FILE

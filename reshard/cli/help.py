@@ -17,12 +17,12 @@ def topics() -> dict[str, str]:
     return {file.name.removesuffix(".md"): file.read_text("utf-8") for file in files}
 
 
-def _begins(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    return [name for name in topics() if name.startswith(incomplete)]
-
-
 @click.command("help")
-@click.argument("topic", required=False, shell_complete=_begins)
+@click.argument(
+    "topic",
+    required=False,
+    shell_complete=lambda ctx, param, start: [name for name in topics() if name.startswith(start)],
+)
 @click.pass_context
 def command(ctx: click.Context, topic: str | None) -> None:
     """Show a topic of the reference, or list the topics.

@@ -11,6 +11,7 @@ from reshard.arrays.handle import ArrayHandle, collision_error
 from reshard.checkpoint import Checkpoint, Leaf
 from reshard.cli import output
 from reshard.cli.flags import as_flags
+from reshard.cli.options import AS_JSON, ITEM, STEP
 from reshard.errors import ShardingError, TreeMismatchError, printable
 from reshard.loader import open as open_checkpoint
 from reshard.loader.detection import step_number
@@ -33,12 +34,12 @@ _CELLS = 64
 
 @click.command("inspect")
 @click.argument("path", type=click.Path())
-@click.option("--step", type=int, help="Step of a manager's root; the latest by default.")
-@click.option("--item", help="Item of a step that has several.")
+@STEP
+@ITEM
 @click.option("--filter", "pattern", metavar="GLOB", help="Only leaves that match.")
 @click.option("--sharding", metavar="LEAF", help="Draw which device holds which part of a leaf.")
 @click.option("--mesh", metavar="MESH", help="With --sharding: on this mesh, not the saved one.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document.")
+@AS_JSON
 def command(
     path: str,
     step: int | None,
@@ -175,12 +176,10 @@ def _leaf_document(path: Path, leaf: Leaf) -> dict[str, Any]:
 
 def _show_sharding(ckpt: Checkpoint, name: str, mesh: str | None, as_json: bool) -> None:
     leaf = next((a for a in ckpt.arrays if format_path(a.path) == name), None)
-    if not isinstance(leaf, ArrayHandle):
-        arrays = [a.path for a in ckpt.arrays]
-        near = tree.nearest(name, arrays)
-        raise TreeMismatchError(
-            f"no array at `{name}`", hints=[f"the nearest is `{n}`" for n in near[:1]]
-        )
+    if leaf is None:
+        near = tree.nearest(name, (a.path for a in ckpt.arrays))
+        hints = [f"the nearest is `{n}`" for n in near[:1]]
+        raise TreeMismatchError(f"no array at `{name}`", hints=hints)
     sharding = leaf.sharding
     if mesh is not None:
         spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
@@ -193,27 +192,21 @@ def _show_sharding(ckpt: Checkpoint, name: str, mesh: str | None, as_json: bool)
     problems = spec_problems(leaf.shape, sharding.mesh, sharding.spec)
     if problems:
         fits = "x".join("1" for _ in sharding.mesh.axis_sizes)
-        raise ShardingError(
-            f"{name} does not fit `{sharding.mesh}`",
-            problems,
-            [f"--mesh {fits} fits any array"],
-        )
+        hints = [f"--mesh {fits} fits any array"]
+        raise ShardingError(f"{name} does not fit `{sharding.mesh}`", problems, hints)
     owners = shard_owners(leaf.shape, sharding)
     shard = shard_shape(leaf.shape, sharding)
     if as_json:
         parts = [{"index": list(index), "devices": ids} for index, ids in sorted(owners.items())]
-        click.echo(
-            json.dumps(
-                {
-                    "path": name,
-                    "shape": list(leaf.shape),
-                    "mesh": sharding.mesh.shape,
-                    "spec": [list(axes) for axes in sharding.spec],
-                    "shard_shape": list(shard),
-                    "shards": parts,
-                }
-            )
-        )
+        document = {
+            "path": name,
+            "shape": list(leaf.shape),
+            "mesh": sharding.mesh.shape,
+            "spec": [list(axes) for axes in sharding.spec],
+            "shard_shape": list(shard),
+            "shards": parts,
+        }
+        click.echo(json.dumps(document))
         return
     click.echo(
         f"{name}  {leaf.dtype.name}[{_dims(leaf.shape) if leaf.shape else ''}]  "

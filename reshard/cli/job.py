@@ -10,9 +10,8 @@ import click
 from reshard.checkpoint import Checkpoint
 from reshard.cli import output
 from reshard.cli.flags import as_flags
-from reshard.cli.memory import tune_memory
 from reshard.cli.model_argument import build_target, read_rules
-from reshard.cli.options import AS_JSON, ITEM, MAX_MEMORY, QUIET, options
+from reshard.cli.options import AS_JSON, ITEM, MAX_MEMORY, QUIET, options, tune_memory
 from reshard.errors import ReshardError, ShardingError
 from reshard.loader import open as open_checkpoint
 from reshard.restore.target_mesh import to_mesh
@@ -77,9 +76,7 @@ _OPTIONS = (
         help="One chunk a shard, the source's chunks, or chunks of at most SIZE.",
     ),
     click.option(
-        "--format",
-        metavar="zarr2|zarr3",
-        help="Version of zarr; that of SRC by default.",
+        "--format", metavar="zarr2|zarr3", help="Version of zarr; that of SRC by default."
     ),
     click.option(
         "--ocdbt/--no-ocdbt",
@@ -137,18 +134,15 @@ def run(
     try:
         checkpoints = [change(ckpt) for ckpt in _open(src, flags["step"], flags["item"])]
     except ReshardError as error:
-        if as_json:
-            click.echo(json.dumps(_refusal(error, dst)))
+        if as_json:  # the document of a plan that could not be made at all
+            problems = [error.summary, *error.problems]
+            document = {"destination": dst, "done": False, "problems": problems}
+            click.echo(json.dumps(document | {"hints": [*map(as_flags, error.hints)]}))
         raise
-    arguments: dict[str, Any] = {
-        "max_memory": flags["max_memory"],
-        "chunks": flags["chunks"],
-        **{name: flags[name] for name in ("format", "ocdbt", "codec", "file_size")},
-        "link": not flags["no_link"],
-        "overwrite": flags["overwrite"],
-        "digest": flags["digest"],
-        "verify": flags["verify"],
-    }
+    same = ("max_memory", "chunks", "format", "ocdbt", "codec", "file_size")
+    same += ("overwrite", "digest", "verify")
+    arguments: dict[str, Any] = {name: flags[name] for name in same}
+    arguments["link"] = not flags["no_link"]
     if dry_run:
         planned = plan(checkpoints, dst, **arguments)
         _report(planned, dst, as_json, quiet, answer(), done=False)
@@ -246,29 +240,14 @@ def _report(
             click.echo(f"wrote {dst}" + (shared if planned.shared_bytes else ""))
 
 
-def _refusal(error: ReshardError, dst: str) -> dict[str, Any]:
-    """The document of a plan that could not be made at all."""
-    return {
-        "destination": dst,
-        "done": False,
-        "problems": [error.summary, *error.problems],
-        "hints": [*map(as_flags, error.hints)],
-    }
-
-
 def _document(planned: Plan, dst: str, done: bool) -> dict[str, Any]:
-    before, after = planned.amplification
+    counts = ("bytes_read", "bytes_written", "decoded_bytes", "shared_bytes")
+    counts += ("chunks_read", "chunks_written", "passes")
     return {
         "destination": dst,
         "done": done,
-        "bytes_read": planned.bytes_read,
-        "bytes_written": planned.bytes_written,
-        "decoded_bytes": planned.decoded_bytes,
-        "shared_bytes": planned.shared_bytes,
-        "chunks_read": planned.chunks_read,
-        "chunks_written": planned.chunks_written,
-        "passes": planned.passes,
-        "read_amplification": {"before": before, "after": after},
+        **{name: getattr(planned, name) for name in counts},
+        "read_amplification": dict(zip(("before", "after"), planned.amplification, strict=True)),
         "peak_memory": planned.peak_memory,
         "notes": list(planned.notes),
         "problems": list(planned.problems),

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from reshard.convert.user_code import load, own_line
@@ -92,19 +92,13 @@ def read_rules(path: str) -> tuple[Pairs | None, Pairs]:
     return None if rules is None else _frozen(rules), _frozen(specs)
 
 
-def _wrong(entries: Any, fits: Any) -> list[Any]:
+def _wrong(entries: Any, fits: Callable[[Any], bool]) -> list[Any]:
+    """What is no pair of text and a value that fits."""
     if not isinstance(entries, list):
         return [entries]
-    return [
-        entry
-        for entry in entries
-        if not (
-            isinstance(entry, list)
-            and len(entry) == 2
-            and isinstance(entry[0], str)
-            and fits(entry[1])
-        )
-    ]
+    pairs = (e if isinstance(e, list) and len(e) == 2 else (None, None) for e in entries)
+    right = [isinstance(text, str) and fits(value) for text, value in pairs]
+    return [entry for entry, is_right in zip(entries, right, strict=True) if not is_right]
 
 
 def _is_axes(value: Any) -> bool:

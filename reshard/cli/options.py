@@ -1,12 +1,19 @@
-"""Options that several commands have."""
+"""What several commands share: options, and how a process uses memory."""
 
+import ctypes
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import click
 
+from reshard.engine.budget import cores
 from reshard.loader.detection import manager_steps
 from reshard.storage.location import parse_location
+
+# Parameters of mallopt.
+_MALLOC_ARENA_MAX, _MALLOC_MMAP_THRESHOLD, _MALLOC_TRIM_THRESHOLD = -8, -3, -1
+_MAX_ARENAS = 4
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -20,13 +27,7 @@ MAX_MEMORY = click.option(
 )
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON document.")
 QUIET = click.option("--quiet", is_flag=True, help="Print nothing but errors and warnings.")
-_READING = (
-    click.option("--step", type=int, help="Step of a manager's root; the latest by default."),
-    ITEM,
-    MAX_MEMORY,
-    AS_JSON,
-    QUIET,
-)
+STEP = click.option("--step", type=int, help="Step of a manager's root; the latest by default.")
 
 
 def options(of: Sequence[Callable[[F], F]]) -> Callable[[F], F]:
@@ -40,8 +41,7 @@ def options(of: Sequence[Callable[[F], F]]) -> Callable[[F], F]:
     return add
 
 
-reading_options = options(_READING)
-
+reading_options = options((STEP, ITEM, MAX_MEMORY, AS_JSON, QUIET))
 
 Place = dict[str, Any]  # `step` and `item`, as `reshard.open` takes them
 
@@ -64,3 +64,19 @@ def _own(path: str, step: int | None, item: str | None) -> Place:
     inner = root / steps[step if step in steps else max(steps)] if steps else root
     there = item is not None and (inner / item).is_dir()
     return {"step": step if steps else None, "item": item if there else None}
+
+
+def tune_memory() -> None:
+    """For a command's own process, never for a library's user: few arenas of malloc, in which freed
+    memory is kept and used again: on glibc, the difference between the budget and twice the budget.
+    In a single one, threads that encode small chunks wait for one another for a quarter of the
+    time. And Python looks for cycles less often: in trees of 100,000 leaves, of which none is one,
+    that takes a fifth of the time."""
+    gc.set_threshold(100_000, 20, 20)
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(_MALLOC_ARENA_MAX, min(cores(), _MAX_ARENAS))
+    mallopt(_MALLOC_MMAP_THRESHOLD, 32 << 20)
+    mallopt(_MALLOC_TRIM_THRESHOLD, 64 << 20)

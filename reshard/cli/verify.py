@@ -11,8 +11,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.cli import output
 from reshard.cli.conversion_options import conversion_options, converter
 from reshard.cli.flags import as_flags
-from reshard.cli.memory import tune_memory
-from reshard.cli.options import places, reading_options
+from reshard.cli.options import places, reading_options, tune_memory
 from reshard.errors import (
     ArgumentError,
     CorruptCheckpointError,

@@ -12,7 +12,7 @@ from typing import Any
 
 import reshard
 from reshard.arrays.digests import Digest
-from reshard.cli.memory import tune_memory
+from reshard.cli.options import tune_memory
 
 
 def _count(self: Digest, box: Any, values: Any) -> None:
