@@ -102,11 +102,7 @@ class MemoryLimitError(ReshardError, ValueError):
     """
 
     def __init__(
-        self,
-        summary: str,
-        problems: Sequence[str] = (),
-        hints: Sequence[str] = (),
-        least: int = 0,
+        self, summary: str, problems: Sequence[str] = (), hints: Sequence[str] = (), least: int = 0
     ):
         super().__init__(summary, problems, hints)
         self.least = least

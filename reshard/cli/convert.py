@@ -21,10 +21,7 @@ from reshard.tree import format_path
 @click.argument("src", type=click.Path())
 @click.argument("dst", type=click.Path())
 @click.option(
-    "--to",
-    type=click.Choice(["nnx", "linen"]),
-    required=True,
-    help="The API to convert to.",
+    "--to", type=click.Choice(["nnx", "linen"]), required=True, help="The API to convert to."
 )
 @conversion_options
 @click.option("--emit-map", metavar="FILE", help="Write the whole map of the conversion.")
@@ -43,13 +40,7 @@ from reshard.tree import format_path
 )
 @job_options
 def command(
-    src: str,
-    dst: str,
-    to: str,
-    emit_map: str | None,
-    mesh: str | None,
-    check: bool,
-    **flags: Any,
+    src: str, dst: str, to: str, emit_map: str | None, mesh: str | None, check: bool, **flags: Any
 ) -> None:
     """Convert Linen checkpoint SRC to NNX checkpoint DST, or back, optimizer state included.
 

@@ -85,9 +85,7 @@ def target(
     state, found = _covered(model, mesh, rules, specs, semantics, inputs)
     if found.problems:
         raise ShardingError(
-            f"the model does not fit the mesh `{found.mesh}`",
-            found.problems,
-            found.hints,
+            f"the model does not fit the mesh `{found.mesh}`", found.problems, found.hints
         )
     by_path = {leaf.path: leaf.spec for leaf in found.leaves}
     return state.unflatten(

@@ -290,7 +290,7 @@ class _Cover:
                 f"`{self.mesh}`"
             )
             self.hints += [
-                f'the rule ("{name}", "{name}") splits over it, ("{name}", None) replicates',
+                f'the rule ("{name}", "{name}") splits over it, ("{name}", None) replicates'
             ]
         elif not passes and self.without_rules and leaf.own_rules is None:
             self.problems.append(f"{text}: its axes have logical names {names}, and no rules")

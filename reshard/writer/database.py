@@ -190,11 +190,7 @@ def merge(
 
 
 def _in_small_nodes(
-    database: ts.KvStore,
-    directory: Location,
-    part: str,
-    context: ts.Context,
-    names: Iterable[str],
+    database: ts.KvStore, directory: Location, part: str, context: ts.Context, names: Iterable[str]
 ) -> ts.KvStore:
     """The same content in a B-tree of small nodes, whose manifest is in memory: for many ranges,
     each of which takes as long as the node that it is in is large.

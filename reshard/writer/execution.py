@@ -25,20 +25,8 @@ from reshard.writer.job_plan import ItemPlan, Plan
 from reshard.writer.journal import ItemProgress, Journal, fingerprint, is_unfinished, resumed_note
 from reshard.writer.orbax_documents import documents
 from reshard.writer.prepare import copy_errors, plan
-from reshard.writer.recording import (
-    check_copied,
-    check_whole,
-    read_back,
-    records,
-    to_read_back,
-)
-from reshard.writer.siblings import (
-    changed_paths,
-    clear,
-    copy_siblings,
-    source_state,
-    write_markers,
-)
+from reshard.writer.recording import check_copied, check_whole, read_back, records, to_read_back
+from reshard.writer.siblings import changed_paths, clear, copy_siblings, source_state, write_markers
 from reshard.writer.stream import Target, move_values, write_boxes, write_values
 
 Report = Callable[[int], None]

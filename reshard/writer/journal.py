@@ -58,10 +58,7 @@ class ItemProgress:
         committed()
 
     def box_batch(
-        self,
-        batches: int,
-        digests: Mapping[Path, Sequence[int]],
-        committed: Callable[[], None],
+        self, batches: int, digests: Mapping[Path, Sequence[int]], committed: Callable[[], None]
     ) -> None:
         """Notes that so many batches have been rewritten, with the digests of the last one."""
         self.batches = batches
@@ -107,12 +104,7 @@ class Journal:
     """
 
     def __init__(
-        self,
-        directory: Location,
-        fingerprint: Fingerprint,
-        cores: int,
-        items: int,
-        keeps: bool,
+        self, directory: Location, fingerprint: Fingerprint, cores: int, items: int, keeps: bool
     ):
         self._directory = directory
         self._file = directory / PROGRESS_FILE

@@ -10,13 +10,7 @@ from reshard.arrays.derived import stored_share, stored_values
 from reshard.arrays.handle import ArrayHandle, Derived, collision_error
 from reshard.checkpoint import Checkpoint
 from reshard.engine.cost import Decoded, co_read_groups, decoded_together, first_cell
-from reshard.engine.plan import (
-    ArrayLayout,
-    ArrayPlan,
-    co_read,
-    plan_array,
-    too_large,
-)
+from reshard.engine.plan import ArrayLayout, ArrayPlan, co_read, plan_array, too_large
 from reshard.errors import (
     ArgumentError,
     CorruptCheckpointError,

@@ -96,10 +96,7 @@ def read_costs(item: ItemPlan, verify: bool) -> Iterator[tuple[Path, int]]:
 
 
 def records(
-    item: ItemPlan,
-    digests: Mapping[Path, Digest],
-    max_memory: int,
-    report: Callable[[int], None],
+    item: ItemPlan, digests: Mapping[Path, Digest], max_memory: int, report: Callable[[int], None]
 ) -> dict[str, ArrayRecord]:
     """What is to be recorded of the arrays that were written, by their names in the destination.
     What is recorded of the source is compared with what was read of it: `digests`, and more.
