@@ -50,8 +50,8 @@ class ItemJob(NamedTuple):
     @property
     def bytes_read(self) -> int:
         """Decoded bytes of all that is read beside what is rewritten."""
-        sources, verbatim = self.plan.read_again
-        return sum(handle.nbytes for handle in (*sources, *verbatim, *self.read_back))
+        again = (*self.plan.read_sources, *self.plan.read_verbatim, *self.read_back)
+        return sum(handle.nbytes for handle in again)
 
 
 def save(

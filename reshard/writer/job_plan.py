@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from reshard.arrays.derived import stored_values
 from reshard.arrays.handle import ArrayHandle
@@ -24,19 +23,6 @@ from reshard.writer.target_format import TargetFormat
 _SHOWN_SPLITS = 10
 
 
-class ReadAgain(NamedTuple):
-    """What is read for its digests, beside what is rewritten.
-
-    Attributes:
-      sources: recorded arrays that cast or derived arrays are made of; these are not written as
-        they were read, and have no digest that could be copied.
-      verbatim: arrays that are copied verbatim and have no digest.
-    """
-
-    sources: Sequence[ArrayHandle]
-    verbatim: Sequence[ArrayHandle]
-
-
 @dataclasses.dataclass(frozen=True)
 class ItemPlan:
     """What becomes of one item.
@@ -48,7 +34,10 @@ class ItemPlan:
       arrays: the plan of each of them.
       files: data files to share with the source, and their bytes; None where nothing may be shared.
       record: what is recorded of the source.
-      read_again: what is read for its digests.
+      read_sources: what is read for its digests, beside what is rewritten: recorded arrays that
+        cast or derived arrays are made of; these are not written as they were read, and have no
+        digest that could be copied.
+      read_verbatim: the same: arrays that are copied verbatim and have no digest.
     """
 
     ckpt: Checkpoint
@@ -57,7 +46,8 @@ class ItemPlan:
     arrays: tuple[ArrayPlan, ...]
     files: Mapping[str, int] | None
     record: Record
-    read_again: ReadAgain
+    read_sources: Sequence[ArrayHandle]
+    read_verbatim: Sequence[ArrayHandle]
 
     @property
     def linked(self) -> list[ArrayHandle]:

@@ -91,7 +91,7 @@ def plan(
         except ReshardError as error:
             errors.append(error)
     items = tuple(
-        _item(c, place, limit, chunks, form.of(c), link, digest, errors) for c in checkpoints
+        _item(c, place, limit, chunks, form(c), link, digest, errors) for c in checkpoints
     )
     found: Sequence[Sibling] = ()
     try:
@@ -235,8 +235,8 @@ def _item(
         record = source_record(ckpt, handles)
     except CorruptCheckpointError as error:
         errors.append(error)
-    again = read_again(handles, arrays, record, digest)
-    return ItemPlan(ckpt, form, tuple(handles), tuple(arrays), files, record, again)
+    sources, verbatim = read_again(handles, arrays, record, digest)
+    return ItemPlan(ckpt, form, tuple(handles), tuple(arrays), files, record, sources, verbatim)
 
 
 def _layout(

@@ -23,7 +23,7 @@ from reshard.verify.digest_record import (
 )
 from reshard.verify.values import chunk_cost, read_digests
 from reshard.verify.verification import check, reason
-from reshard.writer.job_plan import ItemPlan, ReadAgain
+from reshard.writer.job_plan import ItemPlan
 from reshard.writer.journal import ItemProgress
 from reshard.writer.siblings import is_sibling
 
@@ -75,7 +75,7 @@ def _not_as_recorded(
 
 def read_again(
     handles: Sequence[ArrayHandle], arrays: Sequence[ArrayPlan], record: Record, digest: bool
-) -> ReadAgain:
+) -> tuple[list[ArrayHandle], list[ArrayHandle]]:
     """What is to be read for its digests, beside what is rewritten: with `digest`, also arrays that
     are copied verbatim and have none."""
     pairs = [*zip(handles, arrays, strict=True)]
@@ -83,12 +83,12 @@ def read_again(
     roots = _stored(h for h in handles if h.stored is None)
     sources = [h for name, h in roots.items() if name not in as_read and record.digest(h)]
     verbatim = [h for h, a in pairs if digest and a.moved and not record.digest(h)]
-    return ReadAgain(sources, verbatim)
+    return sources, verbatim
 
 
 def read_costs(item: ItemPlan, verify: bool) -> Iterator[tuple[Path, int]]:
     """Path, and bytes that a chunk takes, of all that is read beside what is rewritten."""
-    for handle in (*item.read_again.sources, *item.read_again.verbatim):
+    for handle in (*item.read_sources, *item.read_verbatim):
         yield handle.path, chunk_cost(handle.chunk_shape, handle.dtype.itemsize)
     if verify:
         for handle, array in zip(item.handles, item.arrays, strict=True):
@@ -107,9 +107,9 @@ def records(
     """
     record, source = item.record, item.ckpt.source
     # By name: another leaf may have been renamed to the path of a source.
-    sources = _stored(item.read_again.sources)
+    sources = _stored(item.read_sources)
     by_name = [dataclasses.replace(h, path=(name,)) for name, h in sources.items()]
-    read, failed = read_digests([*by_name, *item.read_again.verbatim], max_memory, report)
+    read, failed = read_digests([*by_name, *item.read_verbatim], max_memory, report)
     if failed:
         raise CorruptCheckpointError(
             f"arrays of `{source.path}` cannot be read",
@@ -127,7 +127,7 @@ def records(
             [f"{format_path(h.path)}  {stored_record(h)}" for h in wrong],
             _hints(source),
         )
-    texts |= {h.path: read[h.path] for h in item.read_again.verbatim}
+    texts |= {h.path: read[h.path] for h in item.read_verbatim}
     return {
         stored_name(h.path): ArrayRecord(h.dtype.name, h.shape, texts.get(h.path, record.digest(h)))
         for h in item.handles

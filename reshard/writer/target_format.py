@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -68,60 +69,6 @@ class Codec(NamedTuple):
     def __str__(self) -> str:
         parts = (self.name, self.inner, self.level)
         return ":".join(str(part) for part in parts if part is not None)
-
-
-class FormatArguments(NamedTuple):
-    """What a user asks for; None for what the source has.
-
-    Attributes:
-      zarr3: zarr v3 rather than v2.
-      ocdbt: OCDBT databases rather than plain files.
-      codec: what chunks are compressed with.
-      file_bytes: bytes that data files of a database have, about.
-    """
-
-    zarr3: bool | None = None
-    ocdbt: bool | None = None
-    codec: Codec | None = None
-    file_bytes: int | None = None
-
-    def of(self, ckpt: Checkpoint) -> "TargetFormat":
-        """The format of an item.
-
-        Raises:
-          ArgumentError: it would be plain files of a certain size, or arrays have codecs that this
-            version of zarr lacks.
-        """
-        store = ckpt.source.store
-        ocdbt = store.ocdbt if self.ocdbt is None else self.ocdbt
-        if not ocdbt and self.file_bytes is not None:
-            raise ArgumentError(
-                "plain files have a chunk each: there is no size of data files to choose",
-                hints=[Hint(("file_size",), " goes with ", ("ocdbt", True))],
-            )
-        stored = (data.metadata for array in ckpt.arrays for _, data in array.roots())
-        found = TargetFormat(
-            store.zarr3 if self.zarr3 is None else self.zarr3,
-            ocdbt,
-            self.codec,
-            self.file_bytes or _FILE_BYTES,
-            store.ocdbt and ocdbt and self.file_bytes is None,
-            store.fills,
-            parse_encoding(next(stored, _ORBAX)),
-        )
-        problems = []
-        for array in ckpt.arrays:
-            try:
-                found.check(array)
-            except ValueError as error:
-                problems.append(f"{format_path(array.path)}: {error}")
-        if problems:
-            raise ArgumentError(
-                f"arrays that cannot be stored as {found.format}",
-                problems,
-                [Hint(("codec", "zstd"), " compresses them anew")],
-            )
-        return found
 
 
 class TargetFormat(NamedTuple):
@@ -254,20 +201,67 @@ def _encoding(
 
 def parse_format(
     format: str | None, ocdbt: bool | None, codec: str | None, file_size: int | str | None
-) -> FormatArguments:
-    """What a user asks for; see `reshard.save`. Raises ArgumentError if it is not what it can
-    be."""
+) -> Callable[[Checkpoint], TargetFormat]:
+    """What gives the format of an item: what a user asks for, see `reshard.save`, and for the rest
+    that of the source.
+
+    Raises:
+      ArgumentError: one of them is not what it can be.
+    """
     if format not in (None, "zarr2", "zarr3"):
         hints = [Hint(("format", version)) for version in ("zarr2", "zarr3")]
         raise ArgumentError(f"`{format}` is no format of arrays", hints=hints)
     if ocdbt is not None and type(ocdbt) is not bool:
         raise ArgumentError(f"ocdbt is True, False or None, not `{ocdbt!r:.40}`")
-    return FormatArguments(
-        None if format is None else format == "zarr3",
+    zarr3 = None if format is None else format == "zarr3"
+    parsed = None if codec is None else _parse_codec(codec)
+    file_bytes = None if file_size is None else parse_size(file_size, "a file", _FILE_SIZE)
+    return functools.partial(_of_item, zarr3, ocdbt, parsed, file_bytes)
+
+
+def _of_item(
+    zarr3: bool | None,
+    ocdbt: bool | None,
+    codec: Codec | None,
+    file_bytes: int | None,
+    ckpt: Checkpoint,
+) -> TargetFormat:
+    """The format of an item; None for what the source has.
+
+    Raises:
+      ArgumentError: it would be plain files of a certain size, or arrays have codecs that this
+        version of zarr lacks.
+    """
+    store = ckpt.source.store
+    ocdbt = store.ocdbt if ocdbt is None else ocdbt
+    if not ocdbt and file_bytes is not None:
+        raise ArgumentError(
+            "plain files have a chunk each: there is no size of data files to choose",
+            hints=[Hint(("file_size",), " goes with ", ("ocdbt", True))],
+        )
+    stored = (data.metadata for array in ckpt.arrays for _, data in array.roots())
+    found = TargetFormat(
+        store.zarr3 if zarr3 is None else zarr3,
         ocdbt,
-        None if codec is None else _parse_codec(codec),
-        None if file_size is None else parse_size(file_size, "a file", _FILE_SIZE),
+        codec,
+        file_bytes or _FILE_BYTES,
+        store.ocdbt and ocdbt and file_bytes is None,
+        store.fills,
+        parse_encoding(next(stored, _ORBAX)),
     )
+    problems = []
+    for array in ckpt.arrays:
+        try:
+            found.check(array)
+        except ValueError as error:
+            problems.append(f"{format_path(array.path)}: {error}")
+    if problems:
+        raise ArgumentError(
+            f"arrays that cannot be stored as {found.format}",
+            problems,
+            [Hint(("codec", "zstd"), " compresses them anew")],
+        )
+    return found
 
 
 def _parse_codec(text: str) -> Codec:
