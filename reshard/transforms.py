@@ -59,11 +59,7 @@ def select(
 
 
 def without(ckpt: Checkpoint, dropped: Collection[Path]) -> Checkpoint:
-    """The checkpoint less some leaves.
-
-    Raises:
-      TreeMismatchError, CorruptCheckpointError: as for `select`.
-    """
+    """The checkpoint less some leaves; raises what `select` raises."""
     leaves = {path: leaf for path, leaf in ckpt.items() if path not in dropped}
     _check_left(ckpt, leaves, dropped)
     return ckpt.replace(leaves, retyped=len(leaves) < len(ckpt))

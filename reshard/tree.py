@@ -36,11 +36,8 @@ def format_path(path: Path) -> str:
 
 
 def split_path(text: str) -> tuple[str, ...]:
-    """The keys of a printed path, all as `str`. The inverse of `format_path` up to ints.
-
-    Raises:
-      ArgumentError: a component is empty, or its quotes do not close.
-    """
+    """The keys of a printed path, all as `str`: the inverse of `format_path` up to ints. Raises
+    ArgumentError where a component is empty, or its quotes do not close."""
     if '"' not in text and all(plain := text.split("/")):
         return tuple(plain)
     keys, position = [], 0
@@ -83,11 +80,7 @@ def glob_text(path: Path) -> str:
 
 def match_globs(paths: Iterable[Path], patterns: Sequence[str]) -> set[Path]:
     """The paths that at least one glob names. Where a model is saved beside its optimizer, `model`
-    ahead may be left out.
-
-    Raises:
-      TreeMismatchError: a glob names no path; all such globs are told.
-    """
+    ahead may be left out. Raises TreeMismatchError with all globs that name no path."""
     paths = list(paths)
     below = [(path[1:], path) for path in paths if path[:1] == ("model",) and path[1:]]
     return named_in(([(path, path) for path in paths], below), patterns)
@@ -99,11 +92,8 @@ def named_in(
     optional: Sequence[str] = (),
 ) -> set[Path]:
     """What globs name, each in the first namespace (pairs of a name and the path that has it) where
-    it names anything; `optional` globs may name nothing.
-
-    Raises:
-      TreeMismatchError: a glob names nothing; all such globs are told.
-    """
+    it names anything. Raises TreeMismatchError with all that name nothing, but for `optional`
+    ones."""
     if not patterns and not optional:
         return set()
     by_text: list[dict[str, list[Path]]] = [{} for _ in namespaces]
@@ -245,12 +235,9 @@ def _check_tree(renamed: dict[Path, Path]) -> None:
 
 
 def check_lists(paths: Iterable[Path], before: Iterable[Path] = ()) -> None:
-    """Every list must keep its positions 0..n-1: a gap would silently shift what follows.
-    Containers that have kept all the keys that they had before are not looked at.
-
-    Raises:
-      TreeMismatchError: lists with gaps, or containers that are both a list and a dict.
-    """
+    """Raises TreeMismatchError unless every list keeps its positions 0..n-1 (a gap would silently
+    shift what follows), or is a dict as well. Containers that have kept all the keys that they had
+    before are not looked at."""
     children, old = _children_of_lists(list(paths)), _children_of_lists(list(before))
     problems = []
     for container, keys in children.items():

@@ -28,11 +28,8 @@ def format_bytes(count: float) -> str:
 
 
 def parse_bytes(text: float | str) -> int:
-    """A number of bytes, or text with a unit: `"256MiB"`, `"1.5GB"`.
-
-    Raises:
-      ArgumentError: it is neither.
-    """
+    """A number of bytes, or text with a unit: `"256MiB"`, `"1.5GB"`; raises ArgumentError for
+    anything else."""
     if isinstance(text, int | float):
         return int(text)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())

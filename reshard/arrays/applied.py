@@ -19,16 +19,9 @@ _APPLYING = threading.Lock()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Apply:
-    """What a function makes of a whole array, NumPy to NumPy.
-
-    Attributes:
-      function: the function.
-      name: where it is: `package.module:function`.
-      shape: the shape of what it makes; None for that of what it is given.
-      dtype: its dtype; None for that of what it is given.
-      loaded: which loading of the function it is. A job goes on with the same one alone: what a
-        function computes rests on more than can be compared.
-    """
+    """What a function, called `package.module:function`, makes of a whole array, NumPy to NumPy;
+    shape and dtype are those of what it is given where they are None. A job goes on with the same
+    loading of the function alone: what it computes rests on more than can be compared."""
 
     function: Callable[[np.ndarray], np.ndarray] = dataclasses.field(repr=False)
     name: str

@@ -27,16 +27,10 @@ from reshard.tree import Path, format_path
 def apply(
     operation: Operation, inputs: Sequence[ArrayHandle], outputs: Sequence[Path]
 ) -> list[ArrayHandle]:
-    """The arrays that an operation makes of others, at least one, if it makes any of these.
-
-    Args:
-      outputs: paths of what it makes.
-
-    Raises:
-      TreeMismatchError: the operation does not apply to them, they are of different kinds, or what
-        it makes cannot be stored.
-      CorruptCheckpointError: another leaf is stored under the name of an input.
-    """
+    """The arrays, under these paths, that an operation makes of others, of which there is at least
+    one. Raises TreeMismatchError where it does not apply to them, they are of different kinds, or
+    what it makes cannot be stored; CorruptCheckpointError where another leaf has the name of
+    one."""
     first = inputs[0]
     shapes = [handle.shape for handle in inputs]
     made = operation.shapes(shapes)
@@ -94,14 +88,8 @@ def apply(
 def constant(
     path: Path, values: np.ndarray, like: ArrayHandle, key_impl: str | None = None
 ) -> ArrayHandle:
-    """An array of values that are in memory.
-
-    Args:
-      path: its path.
-      values: its values.
-      like: an array from which it takes its mesh, on which it is replicated.
-      key_impl: the PRNG implementation, if the values are the data of typed PRNG keys.
-    """
+    """An array of values that are in memory, or of the data of typed PRNG keys, replicated on the
+    mesh of an array that it is like."""
     chunk = tuple(max(size, 1) for size in values.shape)
     sharding = replicated(like.sharding)
     return dataclasses.replace(
@@ -184,14 +172,8 @@ def stored_share(handle: ArrayHandle) -> int:
 
 
 class StoredChunk(NamedTuple):
-    """A stored value that an array consists of.
-
-    Attributes:
-      name: the name of the stored array that it belongs to.
-      key: its key below that name.
-      new_key: its key below the name of the array that consists of it.
-      value: where it is.
-    """
+    """A stored value that an array consists of: the name of the stored array that it belongs to,
+    its key below that name, and its key below the name of the array that consists of it."""
 
     name: str
     key: str

@@ -34,15 +34,7 @@ _SLAB_WORDS = 1 << 16
 
 
 class Digest:
-    """The digest of an array, while its values come in.
-
-    Args:
-      shape: the array's shape.
-      dtype: its dtype.
-
-    Attributes:
-      elements: how many have been added.
-    """
+    """The digest of an array, while its values come in: `elements` of them so far."""
 
     def __init__(self, shape: Shape, dtype: np.dtype):
         self._shape = tuple(shape)

@@ -20,14 +20,8 @@ from reshard.tree import Path, format_path
 
 
 class RemappedChunk(NamedTuple):
-    """A stored chunk that is a chunk of another array as it is.
-
-    Attributes:
-      name: the name of the stored array that it belongs to.
-      key: its key below that name.
-      value: where it is.
-      index: its place in the grid of the other array.
-    """
+    """A stored chunk that is a chunk of another array as it is: the name of the stored array that
+    it belongs to, its key below that name, and its place in the grid of the other array."""
 
     name: str
     key: str
@@ -37,13 +31,7 @@ class RemappedChunk(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredArray:
-    """An array as a store has it.
-
-    Attributes:
-      store: the store.
-      name: its name in the store.
-      metadata: its zarr metadata, as stored.
-    """
+    """An array as a store has it: its name there, and its zarr metadata, as stored."""
 
     store: ArrayStore
     name: str
@@ -60,11 +48,8 @@ class StoredArray:
         return {key: value for key, value in values.items() if key != self.store.metadata_key}
 
     def view(self) -> ts.TensorStore:
-        """A view of it.
-
-        Raises:
-          CorruptCheckpointError: chunks would decode to something else than chunks of it.
-        """
+        """A view of it; raises CorruptCheckpointError where chunks would decode to something
+        else."""
         array = self.store.open_array(self.name, self.metadata)
         if self.encoding.is_blosc:
             chunk = math.prod(size or 1 for size in array.chunk_layout.write_chunk.shape or ())
@@ -74,12 +59,7 @@ class StoredArray:
 
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """The outputs of one operation.
-
-    Attributes:
-      operation: the operation.
-      inputs: the arrays that it takes, stored or derived themselves.
-    """
+    """The outputs of one operation over some arrays, stored or derived themselves."""
 
     operation: Operation
     inputs: "tuple[ArrayHandle, ...]"
@@ -135,12 +115,8 @@ class Outputs:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Derived:
-    """An array that is computed when it is read: an output of an operation over other arrays.
-
-    Attributes:
-      outputs: the operation, and what it is applied to; one object for all of its outputs.
-      part: which of the outputs it is.
-    """
+    """An array that is computed when it is read: one of the outputs of an operation over others,
+    all of which have one `outputs`."""
 
     outputs: Outputs
     part: int
@@ -210,12 +186,8 @@ class ArrayHandle:
 
     def stored_sizes(self) -> list[int]:
         """Stored bytes of each chunk that is there; of a derived array, of all that it is derived
-        from.
-
-        Raises:
-          CorruptCheckpointError: chunks are missing that do not stand for a fill value, or a file
-            is not as long as what it holds.
-        """
+        from. Raises CorruptCheckpointError where chunks are missing that do not stand for a fill
+        value, or a file is not as long as what it holds."""
         if isinstance(self.data, Derived):
             return [size for handle in self.data.inputs for size in handle.stored_sizes()]
         store, name = self.data.store, self.data.name

@@ -21,12 +21,8 @@ T = TypeVar("T")
 @contextlib.contextmanager
 def told_apart(model: str, option: str, task: Callable[[Any], T]) -> Iterator[Callable[[], T]]:
     """Begins to run a task with a model, as for `load_model`, in a process of its own; what it
-    yields waits for the answer. The task and what it returns are pickled.
-
-    Raises:
-      ReshardError: when it is waited for, as `load_model` and the task do, and if the process ends
-        without an answer.
-    """
+    yields waits for the answer. The task and what it returns are pickled. Errors of both are raised
+    when it is waited for, and ReshardError if the process ends without an answer."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "reshard.cli.apart", model, option],
         stdin=subprocess.PIPE,

@@ -20,12 +20,8 @@ Pairs = tuple[tuple[str, Any], ...]
 
 @functools.lru_cache(maxsize=1)
 def build_target(model: str, rules: Pairs | None, specs: Pairs, mesh: Mesh) -> Any:
-    """The abstract state of a model on a mesh, without devices. Runs the model's code, on the CPU.
-
-    Raises:
-      ReshardError: the model cannot be imported, or its code fails.
-      ShardingError: as `reshard.target`.
-    """
+    """The abstract state of a model on a mesh, without devices; runs the model's code, on the CPU.
+    Raises ReshardError where that fails, and ShardingError as `reshard.target` does."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import jax
 
@@ -53,13 +49,9 @@ def model_errors(option: str, model: str | None, hints: Sequence[str] = ()) -> I
 
 
 def load_model(model: str, option: str) -> Any:
-    """What `package.module:name` or `path/to/file.py:name` names. Runs its code.
-
-    Modules are looked for in the folder of the file, and in the current directory.
-
-    Raises:
-      ReshardError: it cannot be imported.
-    """
+    """What `package.module:name` or `path/to/file.py:name` names. Runs its code, for which modules
+    are looked for in the folder of the file, and in the current directory; raises ReshardError if
+    it cannot be imported."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     look_here()
     return load(model, option)
@@ -72,11 +64,8 @@ def look_here() -> None:
 
 
 def read_rules(path: str) -> tuple[Pairs | None, Pairs]:
-    """The `rules` and the `specs` of a file; None for rules that it does not have.
-
-    Raises:
-      ShardingError: it is not such a file; all that is wrong with its entries.
-    """
+    """The `rules` and the `specs` of a file, None for rules that it does not have; raises
+    ShardingError with all that is wrong with them."""
     from reshard.convert.mapfile import read_toml
 
     try:

@@ -47,11 +47,7 @@ def in_flight(max_memory: int, cores: int, largest: int) -> int:
 
 
 class Reservation:
-    """Bytes that are in use.
-
-    Attributes:
-      nbytes: how many.
-    """
+    """So many bytes that are in use."""
 
     def __init__(self, budget: "Budget", nbytes: int):
         self.nbytes = nbytes
@@ -76,13 +72,8 @@ class Reservation:
 
 
 class Pending(NamedTuple):
-    """Bytes that are in use until something has ended.
-
-    Attributes:
-      reservation: the bytes.
-      wait: returns when it has ended, or raises why it failed.
-      done: called then, and only if all before it have succeeded.
-    """
+    """Bytes that are in use until `wait` returns, or raises why it failed. Then `done` is called,
+    but only if all before it have succeeded."""
 
     reservation: Reservation
     wait: Callable[[], object]
@@ -90,17 +81,9 @@ class Pending(NamedTuple):
 
 
 class Budget:
-    """The bytes in flight of one job. As a context, it ends when all that was begun has ended; what
-    fails after an error is ignored.
-
-    Args:
-      limit: bytes.
-
-    Attributes:
-      limit: bytes.
-      used: bytes that are reserved.
-      pending: what is waited for, oldest first.
-    """
+    """The bytes in flight of one job, `used` of its `limit`, and what is waited for, oldest first.
+    As a context, it ends when all that was begun has ended; what fails after an error is
+    ignored."""
 
     def __init__(self, limit: int):
         self.limit = limit

@@ -21,12 +21,8 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class Decoded(NamedTuple):
-    """What decoding chunks takes.
-
-    Attributes:
-      nbytes: bytes of memory, encoded and decoded.
-      elements: how many elements of the array they hold.
-    """
+    """What decoding chunks takes: bytes of memory, encoded and decoded, and elements of the array
+    that they hold."""
 
     nbytes: int
     elements: int

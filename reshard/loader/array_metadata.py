@@ -63,12 +63,9 @@ class ZarrArray(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def parse_zarr(metadata: bytes, driver: str) -> ZarrArray:
-    """A zarr metadata document. Equal ones share their result: checkpoints repeat.
-    TensorStore has the last word on what it means, so that nothing is taken in two ways.
-
-    Raises:
-      ValueError: it is none that an array can be read with.
-    """
+    """A zarr metadata document; raises ValueError for one that no array can be read with. Equal
+    ones share their result: checkpoints repeat. TensorStore has the last word on what it means, so
+    that nothing is taken in two ways."""
     document = parse_json(metadata)
     zarr.check(document)
     spec = {"driver": driver, "kvstore": "memory://", "metadata": document, "assume_metadata": True}
@@ -104,12 +101,9 @@ def _is_plain(document: dict[str, Any]) -> bool:
 
 
 def parse_sharding(encoded: Any, shape: Shape) -> Sharding | None:
-    """A sharding as Orbax writes it: a JSON document inside a JSON string, for an array of a shape.
-    Whether its mesh divides the array is not looked at: that matters once it is used.
-
-    Raises:
-      ValueError: it is none, or the array cannot be laid out so.
-    """
+    """A sharding as Orbax writes it, a JSON document inside a JSON string, for an array of a shape;
+    raises ValueError if that cannot be laid out so. Whether its mesh divides the array is not
+    looked at: that matters once it is used."""
     if not isinstance(encoded, str):
         raise ValueError("its sharding is not text")
     sharding = _parse_sharding(encoded)

@@ -79,11 +79,8 @@ def check_inside(found: Item) -> None:
 
 
 def step_directories(root: Location) -> dict[int, str]:
-    """Step -> name of its directory, for the steps of a manager's root, committed or not.
-
-    Raises:
-      CheckpointFormatError: two directories are the same step.
-    """
+    """Step -> name of its directory, for the steps of a manager's root, committed or not; raises
+    CheckpointFormatError where two directories are the same step."""
     steps: dict[int, str] = {}
     for name in _directories(root):
         match = _STEP_NAME.fullmatch(name)

@@ -22,12 +22,8 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def read_json(path: Location) -> dict[str, Any] | None:
-    """A JSON object, or None where there is no file.
-
-    Raises:
-      CorruptCheckpointError: the file is not a JSON object.
-      CheckpointFormatError: it is not a file.
-    """
+    """A JSON object, or None where there is no file; raises CorruptCheckpointError where it is no
+    such object."""
     data = path.read()
     if data is None:
         return None
@@ -41,12 +37,8 @@ def read_json(path: Location) -> dict[str, Any] | None:
 
 
 def parse_json(data: bytes | str) -> Any:
-    """A JSON document.
-
-    Raises:
-      ValueError: it is none, a key is there twice, text in it is not Unicode, or it is nested too
-        deeply.
-    """
+    """A JSON document; raises ValueError where it is none, a key is there twice, text in it is not
+    Unicode, or it is nested too deeply."""
     if isinstance(data, str):
         data = data.encode()
     try:

@@ -45,13 +45,8 @@ _UNSIGNED = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint3
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One array to read.
-
-    Attributes:
-      handle: the saved array; `handle.dtype` is the target's where floats are cast.
-      dtype: the target's: the handle's, or another integer dtype.
-      sharding: where it goes; None for a numpy array on the host.
-    """
+    """One array to read: `dtype` is the target's, which is the handle's or another integer dtype;
+    without a sharding it becomes a numpy array on the host."""
 
     handle: ArrayHandle
     dtype: np.dtype
@@ -63,13 +58,12 @@ def read_arrays(
     max_memory: int | None,
     progress: Callable[[int], None] = lambda count: None,
 ) -> list[Any]:
-    """The arrays, on their devices, in the order of the requests.
+    """The arrays, on their devices, in the order of the requests. Each process reads what its own
+    devices hold.
 
     Args:
-      requests: what to read. Each process reads what its own devices hold.
       max_memory: bytes in flight at most beyond the results: chunks, stored and decoded, and what
         is on its way to an accelerator. None for as much as keeps all cores busy.
-      progress: called with numbers of decoded bytes.
 
     Raises:
       MemoryLimitError: one stored chunk does not fit into `max_memory`; all such arrays are named.
@@ -146,13 +140,8 @@ def _check_memory(loads: "Sequence[_Load]", max_memory: int) -> None:
 
 
 class _Load:
-    """One array, as its shards are read.
-
-    Attributes:
-      handle: the saved array.
-      boxes: what is read at once; whole chunks, or all of the array that this process needs.
-      result: the array, once all boxes have been read.
-    """
+    """One array, as its shards are read in boxes of whole chunks, or in one of all that this
+    process needs; its `result` is there once all have been read."""
 
     def __init__(self, request: Request):
         self.handle = handle = request.handle

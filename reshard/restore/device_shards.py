@@ -26,14 +26,8 @@ def named_sharding(mesh: Any, spec: Spec) -> Any:
 
 
 class Part(NamedTuple):
-    """Where a box meets a shard.
-
-    Attributes:
-      start: the shard's first element.
-      common: what the two share.
-      in_shard: that, as seen from the shard.
-      in_box: that, as seen from the box.
-    """
+    """Where a box meets the shard with this first element: what they share, and that as seen from
+    the shard and from the box."""
 
     start: Shape
     common: Box

@@ -25,11 +25,10 @@ from reshard.tree import Path
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StateLeaf:
-    """A leaf of a state.
+    """A leaf of a state: an array of any kind, a Python scalar or a string.
 
     Attributes:
       path: where it is, without the levels of boxes and variables.
-      value: an array, a `jax.ShapeDtypeStruct`, a numpy array, a Python scalar or a string.
       wrapper: the box or the variable that it is in, if any.
       aliases: other paths of the same leaf, where a module holds it in several places.
     """
@@ -55,10 +54,9 @@ class StateLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """A flattened state.
+    """A flattened state: its leaves, in the order of the pytree, those of modules last.
 
     Attributes:
-      leaves: its leaves, in the order of the pytree, those of modules last.
       masked: paths of boxes and variables without a leaf, which hold optax's `MaskedNode`.
       unflatten: the same containers around other values, which are given in the order of `leaves`.
         Modules are new ones.

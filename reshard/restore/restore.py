@@ -180,11 +180,8 @@ def _narrowed(dtype: np.dtype) -> bool:
 
 
 def _on_devices(sharding: Any) -> Any:
-    """A sharding on devices: for an `AbstractMesh`, on the mesh that is in context if that is it.
-
-    Raises:
-      ShardingError: it is on an abstract mesh, and no such mesh is in context.
-    """
+    """A sharding on devices: for an `AbstractMesh`, on the mesh that is in context if that is it;
+    raises ShardingError if there is none."""
     import jax
 
     mesh = getattr(sharding, "mesh", None)

@@ -54,12 +54,8 @@ def to_mesh(
 
 
 def target_specs(ckpt: Checkpoint, mesh: Mesh, target: Any) -> dict[Path, Spec]:
-    """Saved path -> the spec that the target has for it; Python scalars have none.
-
-    Raises:
-      TreeMismatchError: the leaves of the two differ.
-      ShardingError: the target is on another mesh.
-    """
+    """Saved path -> the spec that the target has for it; Python scalars have none. Raises
+    TreeMismatchError if their leaves differ, ShardingError if the target is on another mesh."""
     leaves = flatten_state(target).leaves
     targets = [target_leaf(leaf) for leaf in leaves]
     found, problems = match(targets, ckpt)

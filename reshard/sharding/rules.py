@@ -148,13 +148,8 @@ def _axes(pair: Any) -> tuple[str, ...] | None:
 
 
 class Resolved(NamedTuple):
-    """What rules make of the axis names of an array.
-
-    Attributes:
-      spec: the partition spec.
-      used: positions of the rules that decided, in the order of the dimensions.
-      unmatched: names that no rule has.
-    """
+    """What rules make of the axis names of an array: the spec, the positions of the rules that
+    decided, in the order of the dimensions, and the names that no rule has."""
 
     spec: Spec
     used: tuple[int, ...]
@@ -162,14 +157,9 @@ class Resolved(NamedTuple):
 
 
 def resolve_names(names: Names, rules: Sequence[Rule], semantics: str, passes: bool) -> Resolved:
-    """The partition spec of an array whose axes are named.
-
-    Args:
-      names: for each dimension a name, None for an unsharded one, or a tuple of mesh axes.
-      rules: as `parse_rules` gives them.
-      semantics: `"linen"` or `"nnx"`.
-      passes: whether a name that no rule has is a mesh axis; otherwise its dimension is not split.
-    """
+    """The partition spec of an array of which each axis has a name, None (not split) or mesh axes,
+    by rules as `parse_rules` gives them. A name that no rule has is a mesh axis if it `passes`;
+    otherwise its dimension is not split."""
     known = {name for name, _ in rules}
     spec: list[tuple[str, ...] | None] = []
     for name in names:

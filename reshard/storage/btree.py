@@ -25,11 +25,8 @@ _ENTRY = 64
 
 
 def decoded_bytes(data: bytes) -> int:
-    """Bytes of the names and keys that a node or a manifest asks for, and of its content.
-
-    Raises:
-      ValueError: it is neither.
-    """
+    """Bytes of the names and keys that a node or a manifest asks for, and of its content; raises
+    ValueError for anything else."""
     try:
         (magic,) = _HEADER.unpack_from(data)
         version, position = _varint(data, _HEADER.size)

@@ -50,11 +50,8 @@ def not_a_file(location: "Location") -> CheckpointFormatError:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Location:
-    """A file or a directory, whether it is there or not. `str()` shows it; `/` is what is below.
-
-    Attributes:
-      path: its absolute path.
-    """
+    """A file or a directory, whether it is there or not, by its absolute path. `str()` shows it;
+    `/` is what is below."""
 
     path: str
 
@@ -116,13 +113,9 @@ class Location:
         return Location(posix.real(self))
 
     def checked_walk(self) -> Iterator[Entry]:
-        """A file, or a directory and all that is below it, as `walk` has it.
-
-        Raises:
-          FileNotFoundError: there is nothing.
-          CheckpointFormatError: there is something else than files and directories in it, or they
-            are nested too deep.
-        """
+        """A file, or a directory and all that is below it, as `walk` has it. Raises
+        FileNotFoundError where there is nothing, and CheckpointFormatError where there is something
+        else in it, or it is nested too deep."""
         first = self.entry()
         if first is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path)
@@ -134,12 +127,9 @@ class Location:
             yield found
 
     def file_bytes(self) -> int | None:
-        """Bytes of a file, or None where there is none.
-
-        Raises:
-          CheckpointFormatError: it is something else. What a symbolic link points to may be outside
-            of the checkpoint, and a pipe may never end.
-        """
+        """Bytes of a file, or None where there is none. Raises CheckpointFormatError where it is
+        something else: what a symbolic link points to may be outside of the checkpoint, and a pipe
+        may never end."""
         found = self.entry()
         if found is None or found.is_file:
             return None if found is None else found.nbytes
@@ -148,12 +138,8 @@ class Location:
         raise not_a_file(self)
 
     def read(self) -> bytes | None:
-        """A small file whole, or None where there is none.
-
-        Raises:
-          CorruptCheckpointError: it cannot be read, or it is not small.
-          CheckpointFormatError: it is something else than a file.
-        """
+        """A small file whole, or None where there is none. Raises CorruptCheckpointError if it
+        cannot be read, or is not small, and CheckpointFormatError if it is something else."""
         size = self.file_bytes()
         if size is None:
             return None
@@ -173,11 +159,8 @@ class Location:
 
 
 def parse_location(path: str | os.PathLike) -> Location:
-    """The location of a path or a `file://` URL.
-
-    Raises:
-      CheckpointFormatError: it is in a bucket, or `pathlib` has changed a URL.
-    """
+    """The location of a path or a `file://` URL; raises CheckpointFormatError if it is in a bucket,
+    or `pathlib` has changed a URL."""
     text = os.fspath(path)
     if isinstance(path, Location):
         return path

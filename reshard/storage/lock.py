@@ -28,19 +28,9 @@ STALE_SECONDS = 60.0
 
 
 class Lock:
-    """A lock that this process holds until `release`. The heartbeat ends with the process.
-
-    Args:
-      path: its file, in a directory that is there.
-      subject: what is locked, for messages.
-
-    Attributes:
-      token: a name that no other lock has.
-
-    Raises:
-      DestinationError: another job holds it.
-      FileNotFoundError: the directory is gone.
-    """
+    """A lock that this process holds until `release`: a file, with a token that no other lock has.
+    The heartbeat ends with the process. Raises DestinationError, about the subject, if another job
+    holds it, and FileNotFoundError if its directory is gone."""
 
     def __init__(self, path: Location, subject: Location):
         self.token = secrets.token_hex(8)

@@ -356,11 +356,8 @@ class Writeback:
 
 @contextlib.contextmanager
 def locked_directory(directory: AnyPath) -> Iterator[bool]:
-    """Whether there is a directory, while no other process of this host has a lock on it.
-
-    Raises:
-      BlockingIOError: another one has.
-    """
+    """Whether there is a directory, while no other process of this host has a lock on it; if one
+    has, that is BlockingIOError."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except (FileNotFoundError, NotADirectoryError):

@@ -209,11 +209,8 @@ def _read(
     max_memory: int,
     progress: Progress | None,
 ) -> tuple[_Contents, dict[Path, str]]:
-    """In what contents that are read differ, and path -> digest of arrays on one side alone.
-
-    Raises:
-      CorruptCheckpointError: arrays that cannot be read, or that belong to two leaves: all of them.
-    """
+    """In what contents that are read differ, and path -> digest of arrays on one side alone. Raises
+    CorruptCheckpointError with all arrays that cannot be read, or that belong to two leaves."""
     left, right = alone
     singles = left | right
     groups = [*pairs.values(), *((handle,) for handle in singles.values())]

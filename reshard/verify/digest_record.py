@@ -126,11 +126,8 @@ def forget_hint(path: Location) -> str:
 
 
 def read_record(path: Location, hint: str = "") -> Record | None:
-    """The record in a file, or None where there is none.
-
-    Raises:
-      CorruptCheckpointError: it is no record; `hint` says what to type then, or else removes it.
-    """
+    """The record in a file, or None where there is none. Raises CorruptCheckpointError if it is
+    none; `hint` says what to type then, or else removes it."""
     data = path.read()
     if data is None:
         return None

@@ -12,12 +12,8 @@ _Ends = tuple[Path, Path]
 
 
 def moves(removed: Mapping[Path, Any], added: Mapping[Path, Any]) -> dict[Path, Path]:
-    """Old path -> new path.
-
-    Args:
-      removed: path -> what tells contents apart, of leaves that are on the old side alone.
-      added: the same of those on the new side alone.
-    """
+    """Old path -> new path, from what tells the contents of leaves apart that are on the old side
+    alone, and on the new one."""
     groups: defaultdict[Any, tuple[list[Path], list[Path]]] = defaultdict(lambda: ([], []))
     for side, leaves in enumerate((removed, added)):
         for path, contents in leaves.items():

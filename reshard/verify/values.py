@@ -32,13 +32,11 @@ def read_values(
     progress: Callable[[int], None],
 ) -> dict[int, Mapping[int, ReshardError]]:
     """Reads every element of all arrays once, for the taker of each group. An error does not end
-    it: what follows of that group is left out.
+    it: what follows of that group is left out. Raises MemoryLimitError with all stored chunks that
+    do not fit into `max_memory`.
 
     Returns:
       Number of a group -> place in it -> why that array could not be read.
-
-    Raises:
-      MemoryLimitError: stored chunks that do not fit into `max_memory`: all of them.
     """
     least = [(group[0].path, _least(group)) for group in groups]
     check_fits(least, max_memory)
@@ -156,11 +154,8 @@ def counted(whole: int, progress: Progress | None) -> Callable[[int], None]:
 def read_digests(
     leaves: Iterable[ArrayHandle], max_memory: int, progress: Callable[[int], None]
 ) -> tuple[dict[Path, str], dict[Path, ReshardError]]:
-    """Path -> digest of the arrays that can be read, and path -> why not of the others.
-
-    Raises:
-      MemoryLimitError: as `read_values`.
-    """
+    """Path -> digest of the arrays that can be read, and path -> why not of the others. Raises
+    MemoryLimitError as `read_values`."""
     failed: dict[Path, ReshardError] = {}
     readable: list[ArrayHandle] = []
     for leaf in leaves:

@@ -33,14 +33,8 @@ Report = Callable[[int], None]
 
 
 class ItemJob(NamedTuple):
-    """One item, as it is written.
-
-    Attributes:
-      plan: what becomes of it.
-      directory: where it is written.
-      progress: what of it has been committed.
-      read_back: arrays that are read back at the end.
-    """
+    """One item, as it is written into a directory: what of it has been committed, and what is read
+    back at the end."""
 
     plan: ItemPlan
     directory: Location

@@ -189,11 +189,8 @@ def resumed_note(items: Sequence[ItemPlan], progress: Sequence[ItemProgress]) ->
 
 
 def is_unfinished(temporary: Location, fingerprint: Fingerprint) -> bool:
-    """Whether a directory holds a job that can be gone on with.
-
-    Raises:
-      DestinationError: it is another job, or nothing says how far it is.
-    """
+    """Whether a directory holds a job that can be gone on with; raises DestinationError where it is
+    another job, or nothing says how far it is."""
     document = _read(temporary / PROGRESS_FILE)
     if document is not None:
         try:

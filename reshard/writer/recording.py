@@ -31,13 +31,9 @@ NO_RECORD = Record({}, {}, {}, {})
 
 
 def source_record(ckpt: Checkpoint, handles: Sequence[ArrayHandle]) -> Record:
-    """What is recorded of the source, by names in its store.
-    The sibling items and files need only be there: they are compared when they are copied, with
-    `check_copied`.
-
-    Raises:
-      CorruptCheckpointError: the record is of other arrays or files than those that are there.
-    """
+    """What is recorded of the source, by names in its store; raises CorruptCheckpointError where
+    that is of other arrays or files. Sibling items and files need only be there: they are compared
+    when they are copied, with `check_copied`."""
     source = ckpt.source
     record = read_record(source.store.directory / FILE)
     if record is None:
@@ -99,12 +95,8 @@ def records(
     item: ItemPlan, digests: Mapping[Path, Digest], max_memory: int, report: Callable[[int], None]
 ) -> dict[str, ArrayRecord]:
     """What is to be recorded of the arrays that were written, by their names in the destination.
-    What is recorded of the source is compared with what was read of it: `digests`, and more.
-
-    Raises:
-      CorruptCheckpointError: arrays that cannot be read, or whose values are not those recorded:
-        all of them.
-    """
+    What is recorded of the source is compared with what was read of it: `digests`, and more. Raises
+    CorruptCheckpointError with all arrays that cannot be read, or whose values are others."""
     record, source = item.record, item.ckpt.source
     # By name: another leaf may have been renamed to the path of a source.
     sources = _stored(item.read_sources)

@@ -49,14 +49,9 @@ class CopiedFile(NamedTuple):
 
 
 class Sibling(NamedTuple):
-    """A file or a directory that is the same in the destination.
-
-    Attributes:
-      path: below the destination, and below the source's root.
-      source: in the source.
-      entry: the source, as it was when it was listed.
-      linked: whether it is shared with the source by a hard link, or else copied.
-    """
+    """A file or a directory that is the same in the destination: its path there and below the
+    source's root, what it was when it was listed, and whether it is shared with the source by a
+    hard link, or else copied."""
 
     path: str
     source: Location

@@ -113,11 +113,8 @@ class TargetFormat(NamedTuple):
         return array_store.metadata_key(self.zarr3)
 
     def encoding(self, handle: ArrayHandle) -> Encoding:
-        """How an array's chunks are encoded.
-
-        Raises:
-          ValueError: this version of zarr has no such codec.
-        """
+        """How an array's chunks are encoded; raises ValueError where this version of zarr has no
+        such codec."""
         _, root = next(handle.roots(), (None, None))
         derived = isinstance(handle.data, Derived)
         cast = root is None or handle.dtype != handle.stored_dtype
@@ -155,11 +152,8 @@ class TargetFormat(NamedTuple):
         return handle.stored is not None and handle.stored.encoding == self.encoding(handle)
 
     def encoded_ratio(self, handle: ArrayHandle) -> float:
-        """Encoded bytes for each decoded byte of the array, measured on part of its first
-        chunk.
-
-        Reads and decodes that one chunk.
-        """
+        """Encoded bytes for each decoded byte of the array, measured on part of its first chunk,
+        which is read and decoded."""
         box = next(grid_boxes(handle.shape, handle.chunk_shape), None)
         if box is None:
             return 1.0
@@ -203,11 +197,7 @@ def parse_format(
     format: str | None, ocdbt: bool | None, codec: str | None, file_size: int | str | None
 ) -> Callable[[Checkpoint], TargetFormat]:
     """What gives the format of an item: what a user asks for, see `reshard.save`, and for the rest
-    that of the source.
-
-    Raises:
-      ArgumentError: one of them is not what it can be.
-    """
+    that of the source. Raises ArgumentError if one of them is not what it can be."""
     if format not in (None, "zarr2", "zarr3"):
         hints = [Hint(("format", version)) for version in ("zarr2", "zarr3")]
         raise ArgumentError(f"`{format}` is no format of arrays", hints=hints)
@@ -226,12 +216,8 @@ def _of_item(
     file_bytes: int | None,
     ckpt: Checkpoint,
 ) -> TargetFormat:
-    """The format of an item; None for what the source has.
-
-    Raises:
-      ArgumentError: it would be plain files of a certain size, or arrays have codecs that this
-        version of zarr lacks.
-    """
+    """The format of an item; None for what the source has. Raises ArgumentError where it would be
+    plain files of a certain size, or arrays have codecs that this version of zarr lacks."""
     store = ckpt.source.store
     ocdbt = store.ocdbt if ocdbt is None else ocdbt
     if not ocdbt and file_bytes is not None:
