@@ -165,14 +165,10 @@ def _choose(trees: list[str]) -> list[str]:
 
 
 def _refuse(text: str, step: int | None, item: str | None) -> None:
-    if step is not None:
-        raise CheckpointNotFoundError(
-            f"`{text}` is one checkpoint and has no steps", hints=[Hint("leave out ", ("step",))]
-        )
-    if item is not None:
-        raise CheckpointNotFoundError(
-            f"`{text}` is one tree and has no items", hints=[Hint("leave out ", ("item",))]
-        )
+    for name, asked, what in (("step", step, "checkpoint"), ("item", item, "tree")):
+        if asked is not None:
+            hints = [Hint("leave out ", (name,))]
+            raise CheckpointNotFoundError(f"`{text}` is one {what} and has no {name}s", hints=hints)
 
 
 def _directories(directory: Location) -> list[str]:
@@ -213,18 +209,11 @@ def check_committed(directory: Location) -> None:
         reason = "its name is that of a checkpoint in progress"
     else:
         document = read_json(directory / CHECKPOINT_FILE)
-        if (
-            document
-            and document.get("init_timestamp_nsecs")
-            and not document.get("commit_timestamp_nsecs")
-        ):
+        times = document or {}
+        if times.get("init_timestamp_nsecs") and not times.get("commit_timestamp_nsecs"):
             reason = f"its {CHECKPOINT_FILE} has no time of a commit"
-        unfinished = [
-            name
-            for name in directory.names()
-            if TEMPORARY in name and (directory / CHECKPOINT_FILE).exists()
-        ]
-        if unfinished:
+        unfinished = [name for name in directory.names() if TEMPORARY in name]
+        if unfinished and document is not None:
             reason = f"its `{unfinished[0]}` was never finished"
     if reason:
         raise UncommittedCheckpointError(
@@ -242,12 +231,8 @@ def _unrecognised(directory: Location, names: list[str] | tuple[str, ...]) -> Ex
             files,
             ["restore it with flax.training.checkpoints and save it with Orbax"],
         )
-    temporary = [name for name in directory.names() if TEMPORARY in name]
-    if temporary:
-        return UncommittedCheckpointError(
-            f"`{directory}` holds only checkpoints that were never committed", temporary
-        )
-    unfinished = [name for name in names if not is_committed(directory / name)]
+    unfinished = [name for name in directory.names() if TEMPORARY in name]
+    unfinished = unfinished or [name for name in names if not is_committed(directory / name)]
     if unfinished:
         return UncommittedCheckpointError(
             f"`{directory}` holds only checkpoints that were never committed", unfinished

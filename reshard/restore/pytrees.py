@@ -315,16 +315,12 @@ def target_leaf(leaf: StateLeaf) -> TargetLeaf:
         return TargetLeaf(leaf.path, type(value).__name__, aliases=leaf.aliases)
     shape = tuple(value.shape)
     if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return TargetLeaf(leaf.path, "key", shape, key_impl=_key_impl(value), aliases=leaf.aliases)
+        impl = _key_impls().get(value.dtype, str(value.dtype))
+        return TargetLeaf(leaf.path, "key", shape, key_impl=impl, aliases=leaf.aliases)
     weak = bool(getattr(value, "weak_type", False))
     return TargetLeaf(
         leaf.path, "array", shape, np.dtype(value.dtype), weak=weak, aliases=leaf.aliases
     )
-
-
-def _key_impl(value: Any) -> str:
-    """The name of the PRNG implementation of keys, abstract or real."""
-    return _key_impls().get(value.dtype, str(value.dtype))
 
 
 @functools.cache

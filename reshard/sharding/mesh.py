@@ -7,6 +7,7 @@ tuple with, for each dimension, the tuple of mesh axes that split it, major axis
 import ast
 import dataclasses
 import functools
+import itertools
 import math
 import numbers
 import re
@@ -276,16 +277,11 @@ def shard_owners(shape: Sequence[int], sharding: NamedSharding) -> dict[tuple[in
     mesh = sharding.mesh
     ids = mesh.device_ids or range(mesh.size)
     owners: dict[tuple[int, ...], list[int]] = {}
-    for flat, device in enumerate(ids):
-        position, rest = {}, flat
-        for name, size in zip(reversed(mesh.axis_names), reversed(mesh.axis_sizes), strict=True):
-            rest, position[name] = divmod(rest, size)
-        index = []
-        for dim in range(len(shape)):
-            entry = sharding.spec[dim] if dim < len(sharding.spec) else ()
-            part = 0
+    for device, places in zip(ids, itertools.product(*map(range, mesh.axis_sizes)), strict=True):
+        position = dict(zip(mesh.axis_names, places, strict=True))
+        index = [0] * len(shape)
+        for dim, entry in enumerate(sharding.spec):
             for axis in entry:
-                part = part * mesh.shape[axis] + position[axis]
-            index.append(part)
+                index[dim] = index[dim] * mesh.shape[axis] + position[axis]
         owners.setdefault(tuple(index), []).append(device)
     return owners

@@ -153,20 +153,16 @@ class ArrayStore:
         """Which file of an array does not have the bytes that it would have to have, and how many
         it has; None if all have. Nothing is read to know that."""
         truncated: dict[str, tuple[int, int]] = {}
-        for value in self.values[name].values():
-            if value.truncated is not None and value.file is not None:
-                truncated[value.file] = max(
-                    truncated.get(value.file, value.truncated), value.truncated
-                )
+        for _, _, file, _, sizes in self.values[name].values():
+            if sizes is not None and file is not None:
+                truncated[file] = max(truncated.get(file, sizes), sizes)
         if not truncated:
             return None
         file, (found, needed) = min(truncated.items())
         expected = f"at least {needed}" if found < needed else str(needed)
-        more = (
-            f"; {len(truncated) - 1} more of its files are not whole" if len(truncated) > 1 else ""
-        )
-        file = self.directory / file
-        return f"`{file}` has {found} bytes, and would have to have {expected}{more}"
+        text = f"`{self.directory / file}` has {found} bytes, and would have to have {expected}"
+        rest = len(truncated) - 1
+        return f"{text}; {rest} more of its files are not whole" if rest else text
 
     def check_blosc(self, name: str, nbytes: int) -> None:
         """Raises CorruptCheckpointError unless all chunks of an array say, as chunks of blosc, that

@@ -129,16 +129,12 @@ def stored_values(
             if inline is not None:
                 kept = inline if key.endswith(metadata_key) else None
                 yield key, StoredValue(len(inline), part, None, kept)
-            else:
-                file, offset, size = _split_location(entry["indirect_value"])
-                found, needed = check_file(file), offset + size
-                truncated = None if found is None or found >= needed else (found, needed)
-                yield (
-                    key,
-                    StoredValue(
-                        size, part, f"{part}/{file}" if part else file, truncated=truncated
-                    ),
-                )
+                continue
+            file, offset, size = _split_location(entry["indirect_value"])
+            found, needed = check_file(file), offset + size
+            truncated = None if found is None or found >= needed else (found, needed)
+            path = f"{part}/{file}" if part else file
+            yield key, StoredValue(size, part, path, truncated=truncated)
 
 
 def node_files(directory: Location) -> set[str]:

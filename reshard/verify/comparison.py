@@ -143,8 +143,7 @@ def _selected(
     select = [select] if isinstance(select, str) else list(select)
     drop = [drop] if isinstance(drop, str) else list(drop)
     paths = dict.fromkeys((*a, *b))
-    kept = tree.match_globs(paths, select)
-    kept -= tree.match_globs(paths, drop)
+    kept = tree.match_globs(paths, select) - tree.match_globs(paths, drop)
     if not kept:
         raise TreeMismatchError("no leaf is left", [f"`{glob}` is dropped" for glob in drop])
     in_a, in_b = ({p: leaf for p, leaf in ckpt.items() if p in kept} for ckpt in (a, b))

@@ -206,15 +206,10 @@ def text_hash(text: str) -> str:
 
 def _is_array_file(ocdbt: bool, names: Iterable[str]) -> Callable[[str], bool]:
     """Whether a file below an item's directory holds bytes of arrays, or the B-tree of them."""
-    own = {"d", MANIFEST}
-    if not ocdbt:
-        own = {name.partition("/")[0] for name in names}
-
-    def check(path: str) -> bool:
-        first = path.partition("/")[0]
-        return first in own or (ocdbt and first.startswith("ocdbt.process_"))
-
-    return check
+    own = {"d", MANIFEST} if ocdbt else {name.partition("/")[0] for name in names}
+    return lambda path: (
+        path.partition("/")[0] in own or (ocdbt and path.startswith("ocdbt.process_"))
+    )
 
 
 def _hashes_below(

@@ -193,8 +193,7 @@ def digest(
         raise CorruptCheckpointError(f"`{checked.path}` is not whole", checked.problems, hints)
     if write:
         try:
-            data = record(ckpt, checked.digests).dump()
-            file.replace(data, TEMPORARY)
+            file.replace(record(ckpt, checked.digests).dump(), TEMPORARY)
         except OSError as error:
             raise DestinationError(f"`{file}` cannot be written: {error.strerror}") from error
     return dict(checked.digests)

@@ -8,9 +8,17 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint, Leaf, empty_name
-from reshard.sharding.mesh import MAX_DEVICE_IDS, Mesh, NamedSharding, Sharding, shard_shape
+from reshard.sharding.mesh import (
+    MAX_DEVICE_IDS,
+    NamedSharding,
+    Sharding,
+    shard_shape,
+    spec_entries,
+)
 from reshard.tree import Key, Path
 from reshard.writer.target_format import TargetFormat
 
@@ -21,16 +29,12 @@ def documents(
     """File name -> content of an item's documents, with the chunk shape of each array in the
     destination."""
     strings = _nested({stored_name(p): leaf for p, leaf in ckpt.items() if isinstance(leaf, str)})
-    result = {"_METADATA": _dump(_tree(ckpt, target)), "_sharding": _dump(_shardings(ckpt))}
+    found = {"_METADATA": _tree(ckpt, target), "_sharding": _shardings(ckpt)}
     if ckpt.source.described:
-        result["array_metadatas/process_0"] = _dump(_array_metadatas(ckpt, chunks))
+        found["array_metadatas/process_0"] = _array_metadatas(ckpt, chunks)
     if strings:
-        result["_strings.json"] = _dump(strings)
-    return result
-
-
-def _dump(document: dict[str, Any]) -> bytes:
-    return json.dumps(document).encode()
+        found["_strings.json"] = strings
+    return {name: json.dumps(document).encode() for name, document in found.items()}
 
 
 def _tree(ckpt: Checkpoint, target: TargetFormat) -> dict[str, Any]:
@@ -117,19 +121,11 @@ def _sharding(sharding: Sharding) -> dict[str, Any]:
     }
     if mesh.axis_types is not None:
         document["axis_types"] = [f"AxisType.{name}" for name in mesh.axis_types]
-    document["partition_spec"] = [
-        None if not axes else axes[0] if len(axes) == 1 else list(axes) for axes in sharding.spec
-    ]
+    document["partition_spec"] = spec_entries(sharding.spec)
     if mesh.device_ids is not None and mesh.size <= MAX_DEVICE_IDS:
-        document["device_mesh"] = {"mesh": _nested_ids(mesh, mesh.device_ids)}
+        ids = np.array([{"id": device} for device in mesh.device_ids])
+        document["device_mesh"] = {"mesh": ids.reshape(mesh.axis_sizes).tolist()}
     return document
-
-
-def _nested_ids(mesh: Mesh, ids: tuple[int, ...]) -> list[Any]:
-    nested: list[Any] = [{"id": device} for device in ids]
-    for size in reversed(mesh.axis_sizes[1:]):
-        nested = [nested[i : i + size] for i in range(0, len(nested), size)]
-    return nested
 
 
 def _array_metadatas(ckpt: Checkpoint, chunks: Mapping[Path, tuple[int, ...]]) -> dict[str, Any]:
