@@ -14,7 +14,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -29,11 +29,9 @@ from reshard.engine.plan import grid_boxes
 from reshard.engine.read import Destination, Read, read
 from reshard.errors import CorruptCheckpointError, MemoryLimitError, ReshardError, TreeMismatchError
 from reshard.restore.device_shards import local_shards
+from reshard.restore.lazy_jax import jax
 from reshard.tree import format_path
 from reshard.units import format_bytes
-
-if TYPE_CHECKING:
-    import jax
 
 # Arrays up to this size (decoded bytes) are read whole, and cut into shards in memory: cheaper than
 # a read for each shard.
@@ -266,8 +264,6 @@ class _Load:
         return fitting
 
     def finish(self) -> None:
-        import jax
-
         shape, sharding = self.handle.shape, self._sharding
         if sharding is None:
             self.result = self._buffer((0,) * len(shape))
@@ -293,9 +289,6 @@ class _DeviceShards:
     """
 
     def __init__(self, shape: Shape, dtype: np.dtype, sharding: Any):
-        import jax
-        import jax.numpy as jnp
-
         self._shape = shape
         self._dtype = dtype
         self._sharding = sharding
@@ -305,13 +298,13 @@ class _DeviceShards:
         self._shards = {}
         for device, box in self._boxes.items():
             with _alone(device):
-                self._shards[device] = jnp.zeros(boxes.shape_of(box), self._bits, device=device)
+                self._shards[device] = jax.numpy.zeros(
+                    boxes.shape_of(box), self._bits, device=device
+                )
         self._update = jax.jit(jax.lax.dynamic_update_slice, donate_argnums=0)
 
     def put(self, box: Box, values: np.ndarray) -> None:
         """Transfers a box of values to all devices that hold a part of it."""
-        import jax
-
         for device, shard in self._boxes.items():
             common = boxes.intersection(shard, box)
             if common is not None:
@@ -323,8 +316,6 @@ class _DeviceShards:
         jax.block_until_ready(list(self._shards.values()))
 
     def array(self) -> "jax.Array":
-        import jax
-
         convert = jax.jit(jax.lax.bitcast_convert_type, static_argnums=1)
         shards = []
         for device, shard in self._shards.items():
@@ -339,8 +330,6 @@ class _DeviceShards:
 
 def _alone(device: Any) -> Any:
     """A context for computations on one device, whatever mesh the user has set."""
-    import jax
-
     return jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("_",)))
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from reshard.arrays import boxes
 from reshard.arrays.boxes import Box, Shape
+from reshard.restore.lazy_jax import jax
 from reshard.sharding.mesh import Spec, spec_entries
 
 # JAX uses a buffer of the host as a CPU array if it is aligned to this many bytes.
@@ -20,8 +21,6 @@ _MAPPED = 1 << 22
 
 
 def named_sharding(mesh: Any, spec: Spec) -> Any:
-    import jax
-
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec_entries(spec)))
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard.restore.lazy_jax import jax
 from reshard.restore.matching import TargetLeaf
 from reshard.sharding.rules import Names
 from reshard.tree import Path
@@ -46,8 +47,6 @@ class StateLeaf:
     @property
     def abstract(self) -> bool:
         """Whether it has no value."""
-        import jax
-
         real = jax.Array | np.ndarray | np.generic
         return self.is_array and not isinstance(self.value, real)
 
@@ -71,8 +70,6 @@ class State:
 
 def flatten_state(state: Any) -> State:
     """The leaves of a state, and how to put others in their places."""
-    import jax
-
     nnx = imported("flax.nnx")
     places, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_wrapper_or_module)
     shared: Any = ()
@@ -148,8 +145,6 @@ def _bare(modules: tuple[Any, ...], known: Collection[Path]) -> list[tuple[tuple
     """Abstract arrays in modules that flax takes for part of their structure: those that are in a
     container of a module's and in no variable, such as the scales of an `nnx.WeightNorm`. What is
     there, with its path in the graph."""
-    import jax
-
     return [
         (path, value)
         for path, value in (imported("flax.nnx").iter_graph(modules) if modules else ())
@@ -173,8 +168,6 @@ def saved_tree(state: Any) -> dict[Path, StateLeaf | dict | list | tuple | None]
     Orbax takes for empty is kept as it is: None, empty dicts, lists and tuples; namedtuples without
     fields (`EmptyState`) are None.
     """
-    import jax
-
     apart = flatten_state(state)
     found: dict[Path, Any] = {(*path, "value"): None for path in apart.masked}
     for leaf in apart.leaves:
@@ -232,8 +225,6 @@ def _open(
     path: Path, value: Any, aliases: Sequence[Path], leaves: list[StateLeaf]
 ) -> tuple[int, Callable[[Sequence[Any]], Any]]:
     """Adds the leaves of one place to `leaves`; how many there are, and how to close it again."""
-    import jax
-
     found, treedef = jax.tree_util.tree_flatten_with_path(value)
     wrapper = value if is_wrapper(value) else None
     for keys, leaf in found:
@@ -245,8 +236,6 @@ def _open(
 
 def key_path(keys: Sequence[Any]) -> Path:
     """A path of JAX's keys as Orbax names it: positions are ints, everything else is text."""
-    import jax
-
     path = []
     for key in keys:
         if isinstance(key, jax.tree_util.SequenceKey):
@@ -308,8 +297,6 @@ def own_rules(leaf: StateLeaf) -> Any:
 
 def target_leaf(leaf: StateLeaf) -> TargetLeaf:
     """What a checkpoint has to have for a leaf."""
-    import jax
-
     value = leaf.value
     if not leaf.is_array:
         return TargetLeaf(leaf.path, type(value).__name__, aliases=leaf.aliases)
@@ -326,7 +313,5 @@ def target_leaf(leaf: StateLeaf) -> TargetLeaf:
 @functools.cache
 def _key_impls() -> dict[Any, str]:
     """The dtype of keys -> the implementation, for those that JAX has."""
-    import jax
-
     names = ("threefry2x32", "rbg", "unsafe_rbg")
     return {jax.eval_shape(lambda n=n: jax.random.key(0, impl=n)).dtype: n for n in names}

@@ -21,6 +21,7 @@ from reshard.errors import (
 from reshard.loader import open as open_checkpoint
 from reshard.restore.device_reads import Request, read_arrays
 from reshard.restore.device_shards import named_sharding
+from reshard.restore.lazy_jax import jax
 from reshard.restore.matching import Mismatch, TargetLeaf, likely_renames, match, mismatch_error
 from reshard.restore.pytrees import StateLeaf, flatten_state, is_variable, target_leaf
 from reshard.restore.target_mesh import to_mesh
@@ -82,8 +83,6 @@ def restore(
       >>> initialised = jax.tree.map(jax.numpy.zeros_like, state)
       >>> state = reshard.restore("run/1000", initialised, keep="params/layer_1/**")
     """
-    import jax
-
     _check_choice("cast", cast, (False, True, "lossy"))
     _check_choice("unexpected", unexpected, ("error", "ignore"))
     ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
@@ -145,7 +144,6 @@ def _unusable(
 ) -> list[Mismatch]:
     """Why a leaf of the target cannot be restored, whatever the checkpoint has; `parsed` is
     `parse_mesh`, which goes over all devices, for the leaves of one target."""
-    import jax
 
     def problem(text: str, what: str = "sharding") -> Mismatch:
         return Mismatch(what, f"{format_path(leaf.path)}: {text}", leaf.path)
@@ -174,16 +172,12 @@ def _unusable(
 
 def _narrowed(dtype: np.dtype) -> bool:
     """Whether JAX would silently make arrays of a narrower dtype."""
-    import jax
-
     return jax.dtypes.canonicalize_dtype(dtype) != dtype
 
 
 def _on_devices(sharding: Any) -> Any:
     """A sharding on devices: for an `AbstractMesh`, on the mesh that is in context if that is it;
     raises ShardingError if there is none."""
-    import jax
-
     mesh = getattr(sharding, "mesh", None)
     if not isinstance(mesh, jax.sharding.AbstractMesh):
         return sharding
@@ -239,8 +233,6 @@ def _other_api(problems: Sequence[Mismatch], leaves: Sequence[StateLeaf]) -> lis
 
 def _request(leaf: StateLeaf, target: TargetLeaf, handle: ArrayHandle) -> Request:
     """What to read for a leaf, and where to."""
-    import jax
-
     sharding = None
     if isinstance(leaf.value, jax.Array | jax.ShapeDtypeStruct) and not _uncommitted(leaf.value):
         sharding = _on_devices(leaf.value.sharding)
@@ -264,8 +256,6 @@ def _uncommitted(value: Any) -> bool:
 
 def _as_target(value: Any, leaf: StateLeaf, target: TargetLeaf) -> Any:
     """What was read, as the kind of leaf that the target has."""
-    import jax
-
     if target.kind == "key":
         return _as_keys(value, target.key_impl, _on_devices(leaf.value.sharding))
     if target.kind in ("int", "float", "bool"):
@@ -278,8 +268,6 @@ def _as_target(value: Any, leaf: StateLeaf, target: TargetLeaf) -> Any:
 
 def _as_keys(data: Any, impl: str | None, sharding: Any) -> Any:
     """Typed PRNG keys with exactly that sharding."""
-    import jax
-
     try:
         keys = jax.random.wrap_key_data(data, impl=impl)
     except (ValueError, TypeError) as error:
@@ -292,8 +280,6 @@ def _as_keys(data: Any, impl: str | None, sharding: Any) -> Any:
 
 def _restore_raw(ckpt: Checkpoint, mesh: Any, budget: int | None, report: Progress) -> Any:
     """Nested dicts and lists of what was saved, device arrays on a mesh."""
-    import jax
-
     if isinstance(mesh, jax.sharding.AbstractMesh):
         raise ShardingError(
             "an AbstractMesh has no devices to restore to", hints=["jax.make_mesh((1, 8), names)"]

@@ -7,10 +7,11 @@ shardings in.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reshard.errors import ArgumentError, ShardingError
 from reshard.restore.device_shards import named_sharding
+from reshard.restore.lazy_jax import jax
 from reshard.restore.pytrees import (
     State,
     StateLeaf,
@@ -25,9 +26,6 @@ from reshard.restore.pytrees import (
 from reshard.sharding.annotations import AnnotatedLeaf, Coverage, cover
 from reshard.sharding.mesh import Spec, normalize_spec, parse_mesh, spec_entries
 from reshard.tree import Path, format_path, nearest
-
-if TYPE_CHECKING:
-    import jax
 
 
 def target(
@@ -124,8 +122,6 @@ def coverage(
 def _covered(
     model: Any, mesh: Any, rules: Any, specs: Any, semantics: str | None, inputs: Sequence[Any]
 ) -> tuple[State, Coverage]:
-    import jax
-
     if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
         raise ShardingError(
             f"a target needs a mesh of JAX's, not {mesh!r}",
@@ -163,8 +159,6 @@ def _parameters(state: Any, leaves: Sequence[StateLeaf]) -> set[Path]:
     is below the key `params` closest to the root; or else, beside optax's states, which are
     namedtuples, everything else.
     """
-    import jax
-
     nnx = imported("flax.nnx")
     held = [leaf for leaf in leaves if is_variable(leaf.wrapper)]
     found = {leaf.path for leaf in held if isinstance(leaf.wrapper, nnx.Param)}
@@ -189,8 +183,6 @@ def _parameters(state: Any, leaves: Sequence[StateLeaf]) -> set[Path]:
 
 def _spec_tree(specs: Any, paths: set[Path]) -> dict[Path, Spec]:
     """`specs` by path if it is a pytree of specs in the places of leaves; empty if it is pairs."""
-    import jax
-
     kinds = (jax.sharding.PartitionSpec, jax.sharding.NamedSharding)
     found, _ = jax.tree_util.tree_flatten_with_path(specs, is_leaf=lambda x: isinstance(x, kinds))
     if not all(isinstance(leaf, kinds) for _, leaf in found):
@@ -213,8 +205,6 @@ def _spec_tree(specs: Any, paths: set[Path]) -> dict[Path, Spec]:
 
 def _annotated(leaf: StateLeaf, spec: Spec | None, parameter: bool) -> AnnotatedLeaf:
     """What is known of a leaf; `spec` takes the place of the names of its axes, if there is one."""
-    import jax
-
     wrapper, linen = leaf.wrapper, imported("flax.linen")
     kind = "mesh"
     if is_variable(wrapper):
@@ -248,8 +238,6 @@ def _is_name(name: Any) -> bool:
 
 
 def _abstract(leaf: StateLeaf, mesh: Any, spec: Spec) -> Any:
-    import jax
-
     return jax.ShapeDtypeStruct(
         leaf.value.shape,
         leaf.value.dtype,
@@ -267,8 +255,6 @@ def state_of(model: Any, mesh: Any = None, inputs: Sequence[Any] = ()) -> Any:
 
 def maker(model: Any, inputs: Sequence[Any] = ()) -> Callable[..., Any] | None:
     """What makes the state of a model, called with `inputs`; None if the model is a state."""
-    import jax
-
     linen, nnx = imported("flax.linen"), imported("flax.nnx")
     if linen is not None and isinstance(model, linen.Module):
         if not inputs:
@@ -323,7 +309,6 @@ def _evaluated(function: Any, inputs: Sequence[Any], mesh: Any) -> Any:
     for Explicit axes, the same with Auto axes. Where all fail, the first failure is raised: what
     comes after it may be about the context alone.
     """
-    import jax
     from flax import nnx
 
     leaves, treedef = jax.tree.flatten(tuple(inputs))
@@ -362,7 +347,6 @@ def _evaluated(function: Any, inputs: Sequence[Any], mesh: Any) -> Any:
 
 def _check_made(function: Callable[..., Any], made: Any) -> None:
     """Raises ArgumentError if a function has returned nothing, or a module without variables."""
-    import jax
     from flax import linen, nnx
 
     name = getattr(function, "__name__", type(function).__name__)
@@ -381,7 +365,6 @@ def _check_made(function: Callable[..., Any], made: Any) -> None:
 def _restore_eager_sharding(made: Any) -> None:
     """Variables note whether they were made with eager sharding, and compare by it: the note is
     set to what it would have been."""
-    import jax
     from flax import nnx
 
     for leaf in jax.tree.leaves(made, is_leaf=lambda x: isinstance(x, nnx.Variable | nnx.Pytree)):

@@ -1,0 +1,16 @@
+"""JAX, imported when something of it is first used: what opens and plans does without."""
+
+import importlib
+import types
+from typing import TYPE_CHECKING, Any
+
+
+class _Lazy(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+if TYPE_CHECKING:
+    import jax as jax
+else:
+    jax = _Lazy("jax")
