@@ -9,7 +9,7 @@ import difflib
 import itertools
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from reshard.errors import ArgumentError, TreeMismatchError, printable
 
@@ -103,7 +103,8 @@ def named_in(
     found: set[Path] = set()
     problems, hints = [], []
     for number, pattern in enumerate((*patterns, *optional)):
-        hits = next(filter(None, (_hits(texts, pattern) for texts in by_text)), set())
+        named = ({p for t in named_by(texts, pattern) for p in texts[t]} for texts in by_text)
+        hits = next(filter(None, named), set())
         found |= hits
         if not hits and number < len(patterns):
             problems.append(f"`{pattern}`")
@@ -123,10 +124,6 @@ def named_by(texts: Collection[str], glob: str) -> list[str]:
     regex = compile_glob(glob)
     hits = [text for text in texts if regex.fullmatch(text)]
     return hits or [text for text in texts if regex.match(text)]
-
-
-def _hits(texts: Mapping[str, Sequence[Path]], glob: str) -> set[Path]:
-    return {path for text in named_by(texts, glob) for path in texts[text]}
 
 
 def passed_over(paths: Iterable[Path], patterns: Sequence[str]) -> list[str]:

@@ -48,7 +48,7 @@ def stored_array(folder: pathlib.Path, values, chunk, *, zarr3=False, dtype=None
         chunk_layout=ts.ChunkLayout(chunk_shape=chunk) if values.ndim else None,
     ).result()
     array.write(values).result()
-    store = ArrayStore(parse_location(folder), (), zarr3, fills=False)
+    store = ArrayStore(zarr3, parse_location(folder), (), fills=False)
     return ArrayHandle(
         path=(name,),
         shape=values.shape,
@@ -619,7 +619,7 @@ def test_chunks_that_stand_for_a_fill_value(tmp_path):
     values = random((8, 8), "uint16")
     handle = stored_array(tmp_path, values, (4, 4))
     (tmp_path / handle.data.name / "1.0").unlink()
-    store = ArrayStore(parse_location(tmp_path), (), False, fills=True)
+    store = ArrayStore(False, parse_location(tmp_path), (), fills=True)
     handle = dataclasses.replace(handle, data=dataclasses.replace(handle.data, store=store))
     expected = values.copy()
     expected[4:, :4] = 0

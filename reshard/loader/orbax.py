@@ -20,7 +20,7 @@ from reshard.loader.detection import TREE_FILE
 from reshard.loader.json_documents import parse_json, read_json
 from reshard.storage.array_store import ArrayStore, name_problem
 from reshard.storage.location import Location, not_a_file
-from reshard.storage.ocdbt import MANIFEST, StoredValue
+from reshard.storage.ocdbt import MANIFEST
 from reshard.tree import Path, format_path
 from reshard.units import format_bytes
 
@@ -134,7 +134,7 @@ def _array_store(directory: Location, document: dict[str, Any]) -> ArrayStore:
                 "databases of its processes were merged, and the merged one has lost its manifest"
             )
     fills = not document.get("store_array_data_equal_to_fill_value", False)
-    return ArrayStore(directory, parts, bool(document.get("use_zarr3", False)), fills)
+    return ArrayStore(bool(document.get("use_zarr3", False)), directory, parts, fills)
 
 
 def _array_metadatas(directory: Location) -> tuple[bool, dict[str, str]]:
@@ -258,7 +258,13 @@ def _array(
         problems += wrong
         return None
     if not store.ocdbt:
-        _mark_truncated_files(store.values[name], store.metadata_key, array.plain_chunk)
+        # Files of chunks that cannot be whole: empty ones, and where it is known how many bytes
+        # each has, all others that have not.
+        for key, value in store.values[name].items():
+            fits = value.size == array.plain_chunk if array.plain_chunk is not None else value.size
+            if key != store.metadata_key and not fits:
+                sizes = (value.size, array.plain_chunk or 1)
+                store.values[name][key] = value._replace(truncated=sizes)
     return ArrayHandle(
         path=path,
         shape=array.shape,
@@ -271,17 +277,6 @@ def _array(
         stored_dtype=array.dtype,
         data=StoredArray(store, name, array.metadata),
     )
-
-
-def _mark_truncated_files(
-    values: dict[str, StoredValue], metadata_key: str, plain_chunk: int | None
-) -> None:
-    """Marks the files of chunks that cannot be whole: empty ones, and where it is known how many
-    bytes each has, all others that have not."""
-    for key, value in values.items():
-        fits = value.size == plain_chunk if plain_chunk is not None else value.size
-        if key != metadata_key and not fits:
-            values[key] = value._replace(truncated=(value.size, plain_chunk or 1))
 
 
 def _mark_collision(leaves: dict[Path, Leaf], one: Path, other: Path) -> None:

@@ -50,11 +50,7 @@ def match_specs(paths: Iterable[Path], rules: Sequence[tuple[str, Any]]) -> dict
         raise ShardingError("the spec rules cannot be read", problems)
     first: dict[Path, int] = {}  # the rule of each
     rest = [*enumerate(compiled)]
-    for short in (
-        lambda path: path,
-        _without_value,
-        lambda path: _without_value(_below_model(path)),
-    ):
+    for short in (lambda path: path, _without_value, _below_model):
         matched = set()
         for path in paths if rest else ():
             text = format_path(short(path))
@@ -77,7 +73,7 @@ def _without_value(path: Path) -> Path:
 
 
 def _below_model(path: Path) -> Path:
-    return path[1:] if path[1:] and path[0] == "model" else path
+    return _without_value(path[1:] if path[1:] and path[0] == "model" else path)
 
 
 def _plain(pattern: str) -> str:

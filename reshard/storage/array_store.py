@@ -33,16 +33,6 @@ _MAX_NAME = 4096
 _MANY_VALUES = 4096
 
 
-def driver(zarr3: bool) -> str:
-    """TensorStore's name of the array driver."""
-    return "zarr3" if zarr3 else "zarr"
-
-
-def metadata_key(zarr3: bool) -> str:
-    """The key of an array's own metadata, below its name."""
-    return "zarr.json" if zarr3 else ".zarray"
-
-
 def name_problem(name: str) -> str | None:
     """Why nothing may be stored under a name; None if it may.
 
@@ -57,29 +47,36 @@ def name_problem(name: str) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class ArrayStore:
+class ZarrVersion:
+    """Whether arrays are of zarr v3 rather than v2, and what that decides."""
+
+    zarr3: bool
+
+    @property
+    def driver(self) -> str:
+        """TensorStore's name of the array driver."""
+        return "zarr3" if self.zarr3 else "zarr"
+
+    @property
+    def metadata_key(self) -> str:
+        """The key of an array's own metadata, below its name."""
+        return "zarr.json" if self.zarr3 else ".zarray"
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayStore(ZarrVersion):
     """The arrays of one checkpoint item, by name.
 
     Attributes:
       directory: the item's directory.
       parts: directories of OCDBT databases to read, relative to `directory`: `("",)` for a merged
         one, `("ocdbt.process_0", ...)` for one that was never merged, `()` for plain files.
-      zarr3: zarr v3 rather than v2.
       fills: a chunk that is absent holds the fill value (otherwise it is missing data).
     """
 
     directory: Location
     parts: tuple[str, ...]
-    zarr3: bool
     fills: bool
-
-    @property
-    def driver(self) -> str:
-        return driver(self.zarr3)
-
-    @property
-    def metadata_key(self) -> str:
-        return metadata_key(self.zarr3)
 
     @property
     def ocdbt(self) -> bool:

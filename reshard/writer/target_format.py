@@ -1,5 +1,6 @@
 """The format of what is written: the source's, but for what the user asks for."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -16,7 +17,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.engine.plan import grid_boxes
 from reshard.errors import ArgumentError
 from reshard.hints import Hint
-from reshard.storage import array_store
+from reshard.storage.array_store import ZarrVersion
 from reshard.storage.location import checked
 from reshard.tree import format_path
 from reshard.units import format_bytes, parse_size
@@ -71,11 +72,11 @@ class Codec(NamedTuple):
         return ":".join(str(part) for part in parts if part is not None)
 
 
-class TargetFormat(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class TargetFormat(ZarrVersion):
     """How the arrays of an item are stored in the destination.
 
     Attributes:
-      zarr3: zarr v3 rather than v2.
       ocdbt: in an OCDBT database rather than plain files.
       codec: what chunks are compressed with, None for what each of them is in the source.
       file_bytes: bytes that data files of the database have, about.
@@ -84,7 +85,6 @@ class TargetFormat(NamedTuple):
       usual: the encoding of arrays that come from no stored one.
     """
 
-    zarr3: bool
     ocdbt: bool
     codec: Codec | None
     file_bytes: int
@@ -103,14 +103,6 @@ class TargetFormat(NamedTuple):
             "" if self.file_bytes == _FILE_BYTES else f", files of {format_bytes(self.file_bytes)}"
         )
         return f"{self.format}{codec}{size}"
-
-    @property
-    def driver(self) -> str:
-        return array_store.driver(self.zarr3)
-
-    @property
-    def metadata_key(self) -> str:
-        return array_store.metadata_key(self.zarr3)
 
     def encoding(self, handle: ArrayHandle) -> Encoding:
         """How an array's chunks are encoded; raises ValueError where this version of zarr has no
