@@ -22,7 +22,6 @@ import math
 from collections.abc import Hashable, Iterator, Sequence
 
 from reshard.engine.budget import READ_OVERHEAD, room
-from reshard.engine.splits import few_enough, shrinking_splits, splits_up_to
 from reshard.errors import MemoryLimitError
 from reshard.hints import Hint
 from reshard.tree import Path, format_path
@@ -39,6 +38,8 @@ SMALLEST_CHUNK = 1 << 16
 MAX_KEPT_CHUNKS = 16
 # Chunks of an array: one of more could not be opened again.
 _MAX_CHUNKS = 1 << 22
+# Of arrays with so many ways to split them, the last dimensions stay whole.
+_MAX_SPLITS = 1 << 16
 _KEEP = Hint(("chunks", "keep"), " leaves the stored grid as it is")
 
 
@@ -273,11 +274,11 @@ def _splits(array: ArrayLayout, most: int | None) -> list[_Candidate]:
     elements = math.prod(array.target_shard)
     fewest = 1 if most is None else min(math.ceil(nbytes / most), elements)
     options = [
-        shrinking_splits(size, a, b) if most is None else splits_up_to(b, fewest)
+        _shrinking_splits(size, a, b) if most is None else _splits_up_to(b, fewest)
         for size, a, b in zip(array.shape, array.source_chunk, array.target_shard, strict=True)
     ]
     found = []
-    for parts in itertools.product(*few_enough(options)):
+    for parts in itertools.product(*_few_enough(options)):
         split = math.prod(parts)
         if fewest <= split:
             chunk = tuple(b // k for b, k in zip(array.target_shard, parts, strict=True))
@@ -285,6 +286,45 @@ def _splits(array: ArrayLayout, most: int | None) -> list[_Candidate]:
     smallest = min(SMALLEST_CHUNK, most or SMALLEST_CHUNK)
     large = [c for c in found if nbytes // c.split >= smallest]
     return sorted(large or found, key=lambda c: (c.split, math.prod(c.box), max(c.box, default=1)))
+
+
+def _few_enough(options: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Numbers of parts of each dimension, ascending, of which there are not too many combinations:
+    of arrays with many axes there could be billions."""
+    found, combinations = [], 1
+    for parts in options:
+        if combinations * len(parts) > _MAX_SPLITS:
+            parts = parts[:1]
+        combinations *= len(parts)
+        found.append(parts)
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _shrinking_splits(size: int, source: int, shard: int) -> tuple[int, ...]:
+    """Numbers of parts of one dimension of a shard that give a smaller box than fewer parts do."""
+    splits, smallest = [], math.inf
+    for k in _divisors(shard):
+        box = min(math.lcm(source, shard // k), size)
+        if box < smallest:
+            splits.append(k)
+            smallest = box
+    return tuple(splits)
+
+
+@functools.lru_cache(maxsize=4096)
+def _splits_up_to(shard: int, parts: int) -> tuple[int, ...]:
+    """Numbers of parts of one dimension of a shard, up to the first that is `parts` or more."""
+    all_splits = _divisors(shard)
+    enough = next((k for k in all_splits if k >= parts), all_splits[-1])
+    return tuple(k for k in all_splits if k <= enough)
+
+
+@functools.lru_cache(maxsize=4096)
+def _divisors(number: int) -> tuple[int, ...]:
+    """All _divisors of a positive number, ascending."""
+    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return tuple(dict.fromkeys(low + [number // d for d in reversed(low)]))
 
 
 def _choose(
