@@ -12,7 +12,6 @@ class Unit(NamedTuple):
     """Boxes that are in one batch, since they share stored chunks.
 
     Attributes:
-      reads: the boxes.
       buffers: bytes of what they are read into, unless that is part of a result.
       held: bytes of it once it has been read.
       kept: as for `Batch`.
@@ -27,14 +26,8 @@ class Unit(NamedTuple):
 
 
 def in_batches(units: Iterable[Unit], limit: int, most: int) -> Iterator[Batch]:
-    """All units in order, in batches.
-
-    Args:
-      units: what to read.
-      limit: bytes that a batch takes, unless a single unit takes more.
-      most: bytes that it takes at most where units share chunks with those before them, which are
-        decoded once then.
-    """
+    """All units in order, in batches of `limit` bytes, unless a single unit takes more; of `most`
+    bytes where units share chunks with those before them, which are decoded once then."""
     open_batch = _OpenBatch()
     for unit in units:
         chunks = ChunkUnion().add(

@@ -29,15 +29,8 @@ class Decoded(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """A range of the chunks of a stored array.
-
-    Attributes:
-      array: the array, as one store has it.
-      ranges: for each axis the first chunk, and the one after the last.
-      shape: shape of the array.
-      chunk_shape: shape of a chunk.
-      chunk_bytes: bytes that one takes, encoded and decoded.
-    """
+    """A range of the chunks of a stored array: for each axis the first, and the one after the last.
+    One takes `chunk_bytes`, encoded and decoded."""
 
     array: Hashable
     ranges: Ranges

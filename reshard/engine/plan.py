@@ -48,8 +48,6 @@ class ArrayLayout:
     """What the planner needs to know of one array.
 
     Attributes:
-      path: its path.
-      shape: its shape.
       source_itemsize, target_itemsize: decoded bytes of an element, as stored and as written.
       read_itemsize: bytes of an element as it is read.
       source_chunk: shape of a stored chunk.
@@ -210,16 +208,12 @@ def _dim_amplification(size: int, chunk: int, shard: int) -> float:
 
 
 def plan_array(array: ArrayLayout, chunks: int | str, max_memory: int) -> ArrayPlan:
-    """What becomes of one array.
+    """What becomes of one array. Raises MemoryLimitError where no target chunk fits beside a source
+    chunk, or chunks are too many.
 
     Args:
-      array: the array.
       chunks: `"shard"` for one chunk a shard, split where memory asks for it; `"keep"` for the
         source's grid; or the most decoded bytes a chunk may have.
-      max_memory: bytes.
-
-    Raises:
-      MemoryLimitError: no target chunk fits beside a source chunk, or chunks are too many.
     """
     before = read_amplification(array.shape, array.source_chunk, array.target_shard)
     most = None if isinstance(chunks, str) else chunks
@@ -264,12 +258,8 @@ def _candidate(array: ArrayLayout, chunk: Shape, split: int) -> _Candidate:
 
 
 def _splits(array: ArrayLayout, most: int | None) -> list[_Candidate]:
-    """Even splits of a shard into chunks, fewest chunks first.
-
-    Args:
-      array: the array.
-      most: decoded bytes of a chunk at most. Without it, only splits that shrink the box are tried.
-    """
+    """Even splits of a shard into chunks of at most `most` decoded bytes, fewest chunks first.
+    Without it, only splits that shrink the box are tried."""
     nbytes = math.prod(array.target_shard) * array.target_itemsize
     elements = math.prod(array.target_shard)
     fewest = 1 if most is None else min(math.ceil(nbytes / most), elements)

@@ -33,8 +33,6 @@ class Read(NamedTuple):
     """One box to read.
 
     Attributes:
-      handle: the array.
-      box: the box.
       owner: what its consumer knows it by.
       into: called when the read begins: the buffers of its parts, or None for one new buffer.
     """
@@ -46,10 +44,9 @@ class Read(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What is read together.
+    """Boxes that are read together.
 
     Attributes:
-      reads: the boxes.
       reading: bytes of memory while it is read: stored chunks, and buffers.
       held: bytes once it has been read, as long as its consumer holds it.
       kept: bytes of buffers that this batch begins and later ones fill, too. Whoever makes them
@@ -66,7 +63,6 @@ class Filled:
     """What was read of a batch.
 
     Attributes:
-      batch: the batch.
       values: for each read its values, of the handle's dtype; None where it has buffers of its own,
         or failed.
       errors: number of a read -> why it failed.
@@ -100,12 +96,8 @@ class Filled:
 
 
 def read(batches: Iterable[Batch], budget: Budget) -> Iterator[Filled]:
-    """Reads batches in order, up to `READ_AHEAD` of them before they are asked for.
-
-    Args:
-      batches: what to read. One is asked for when there may be room for it.
-      budget: what is in flight: of these reads, and of all else that reserves some of it.
-    """
+    """Reads batches in order, up to `READ_AHEAD` of them before they are asked for. One is asked
+    for when there may be room for it in the budget, of which others reserve some, too."""
     views: dict[int, ts.TensorStore] = {}
     ahead: collections.deque[_Started] = collections.deque()
     try:

@@ -34,9 +34,6 @@ class ZarrArray(NamedTuple):
     """A zarr metadata document.
 
     Attributes:
-      shape: the array's shape.
-      chunks: its chunk shape.
-      dtype: its dtype.
       metadata: the document as it is stored; equal ones are one object.
       largest_chunk: stored bytes that a chunk may have.
       plain_chunk: stored bytes that each chunk has, where chunks are stored as they are; None where

@@ -32,10 +32,8 @@ class TargetLeaf:
     """A leaf of a target.
 
     Attributes:
-      path: its path.
       kind: `"array"`, `"key"` (typed PRNG keys), or the name of a Python type: `"int"`, `"float"`,
         `"bool"`, `"str"`.
-      shape: its shape, for arrays and keys.
       dtype: its dtype; of the data, for keys.
       key_impl: the PRNG implementation, for keys.
       weak: an array that stands for a Python scalar (`weak_type`).

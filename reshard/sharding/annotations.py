@@ -30,9 +30,6 @@ class AnnotatedLeaf:
     """An array leaf of a model's state.
 
     Attributes:
-      path: its path.
-      shape: its shape.
-      itemsize: bytes of an element.
       names: the names of its axes, if it is annotated.
       kind: what the names are: `"mesh"` (Linen's `Partitioned`: mesh axes), `"logical"` (Linen's
         `LogicallyPartitioned`), `"nnx"` (metadata of an NNX variable), "" without names.

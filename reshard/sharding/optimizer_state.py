@@ -18,15 +18,11 @@ _MAX_OWNERS = 8
 
 
 class Parameters:
-    """The parameters of a state, found by how paths end.
+    """The parameters of a state, found by how the paths of others end that may belong to them.
 
     A path may end like several parameters (`mu/w` like `params/w`, and like `params/mu/w` if there
     is such a module). Then what counts is below which prefix the most leaves end like parameters:
     optimizer state is a tree, or several, of the parameters' structure.
-
-    Args:
-      paths: the paths of the parameters.
-      others: the paths of the leaves that may belong to them.
     """
 
     def __init__(self, paths: Iterable[Path], others: Iterable[Path]):
@@ -62,14 +58,9 @@ def matching_part(path: Path, shape: Shape, parameter: Shape, spec: Spec) -> Spe
 
     The leaf may have the parameter's shape; that shape behind further axes (a history of updates);
     that shape with some dimensions of size 1 (a sum that keeps them); some of its dimensions (a
-    factored moment); or a single element.
-
-    Args:
-      path: the leaf's path. Where the parameter has two dimensions of one size, the names of
-        adafactor's factors (`v_row`, `v_col` of `optax.scale_by_factored_rms`) tell which is kept.
-      shape: the leaf's shape.
-      parameter: the parameter's shape.
-      spec: the parameter's spec.
+    factored moment); or a single element. Where the parameter has two dimensions of one size, the
+    names of adafactor's factors in the leaf's path (`v_row`, `v_col` of
+    `optax.scale_by_factored_rms`) tell which is kept.
     """
     if shape == parameter:
         return spec

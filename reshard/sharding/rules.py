@@ -28,16 +28,13 @@ Names = tuple[str | tuple[str, ...] | None, ...]
 
 
 def match_specs(paths: Iterable[Path], rules: Sequence[tuple[str, Any]]) -> dict[Path, Spec]:
-    """The spec that the first matching rule gives to each path that any rule matches.
+    """The spec that the first matching rule gives to each path that any rule matches. Raises
+    ShardingError with each regex that does not compile, or matches no leaf.
 
     Args:
-      paths: the leaves that may be sharded.
       rules: pairs of a regex, searched for in the printed path, and a partition spec. One that is
         in none is searched for in the paths without the level `value` of a variable, then in those
         without `model` ahead, too.
-
-    Raises:
-      ShardingError: a regex does not compile, or matches no leaf; all are named.
     """
     paths = list(paths)
     compiled, problems, hints = [], [], []
@@ -82,16 +79,14 @@ def _plain(pattern: str) -> str:
 
 
 def parse_rules(rules: Any, names: Iterable[str]) -> tuple[Rule, ...]:
-    """Rules as ordered pairs of a logical name and mesh axes; no axes replicate.
+    """Rules as ordered pairs of a logical name and mesh axes; no axes replicate. Raises
+    ShardingError with all that are none.
 
     Args:
       rules: pairs, a mapping, or a callable that takes names and returns a mesh axis, several or
         None for each (the `MeshRules` dataclass of the Flax examples).
       names: the logical names in use; a callable is asked about these, and a name for which it
         raises AttributeError, KeyError or ValueError has no rule.
-
-    Raises:
-      ShardingError: it is none of these, or a value is no mesh axis; all such rules are named.
     """
     if callable(rules) and not isinstance(rules, Mapping):
         pairs: list[Any] = _asked(rules, names)

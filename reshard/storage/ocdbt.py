@@ -104,8 +104,8 @@ class StoredValue(NamedTuple):
       file: the file that holds it, relative to the item's directory; None where the value is
         inlined in the B-tree.
       inline: the bytes themselves, for zarr metadata that is inlined.
-      truncated: bytes that the file has, and bytes that it would have to have to hold this value,
-        these do not fit; None where they do.
+      truncated: bytes that the file has, and that it would have to have to hold this value, where
+        it is too short.
     """
 
     size: int

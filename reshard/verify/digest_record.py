@@ -58,8 +58,7 @@ class Record:
     Attributes:
       arrays: name in the store -> what is recorded of the array.
       strings: what would be the name in the store -> SHA-256 of the text.
-      files: path below the item's directory -> SHA-256.
-      beside: path below the step's directory -> SHA-256.
+      files, beside: path below the item's, and the step's, directory -> SHA-256.
     """
 
     arrays: Mapping[str, ArrayRecord]

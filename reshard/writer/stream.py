@@ -50,7 +50,9 @@ def write_boxes(
     report: Report,
 ) -> None:
     """Reads, casts and writes all boxes, but for what has been committed already, and takes the
-    digests of what is written.
+    digests of what is written. Raises CorruptCheckpointError where stored bytes do not decode, and
+    DestinationError where a write fails.
+
     While batches are written (encoded, and committed in one transaction each), others are read.
     One commit for many chunks matters for OCDBT: each commit writes the B-tree again.
 
@@ -59,10 +61,6 @@ def write_boxes(
       budget: what is in flight; the batches are of a size that several fit into it.
       committed: called after a batch has been committed, and all before it.
       report: called with the number of decoded bytes of each batch that was handed over.
-
-    Raises:
-      CorruptCheckpointError: stored bytes that do not decode.
-      DestinationError: a write fails.
     """
     store = target.open()
     targets: dict[Path, ts.TensorStore] = {}
