@@ -45,7 +45,6 @@ def shape_of(box: Box) -> Shape:
 
 
 def bounding_box(boxes: Sequence[Box]) -> Box:
-    """The smallest box that holds all boxes."""
     dims = zip(*boxes, strict=True)
     return tuple(slice(min(p.start for p in d), max(p.stop for p in d)) for d in dims)
 
@@ -71,7 +70,6 @@ def from_front(axis: int, shape: Shape) -> int:
 
 
 def shape_text(shapes: Sequence[Shape]) -> str:
-    """Shapes as text, each once."""
     return " and ".join(dict.fromkeys(str(list(shape)) for shape in shapes))
 
 

@@ -270,7 +270,6 @@ def check_names(handles: Iterable[ArrayHandle]) -> None:
 
 
 def collision_error(handles: Sequence[ArrayHandle]) -> CorruptCheckpointError:
-    """The error for leaves whose stored array may belong to another leaf."""
     pairs = {frozenset((h.path, h.same_name or ())): h for h in reversed(handles)}
     names = [
         (format_path(h.path), format_path(h.same_name or ()), h.data.name)

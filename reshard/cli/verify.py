@@ -21,7 +21,7 @@ from reshard.errors import (
 from reshard.loader import open as open_checkpoint
 from reshard.storage.location import parse_location
 from reshard.tree import format_path
-from reshard.verify.verification import Verification, verify
+from reshard.verify.verification import verify
 
 
 @click.command("verify")
@@ -66,8 +66,8 @@ def command(
     try:
         ckpt = open_checkpoint(path, **mine)
     except (UncommittedCheckpointError, CorruptCheckpointError) as error:
-        text = error.render(None, as_flags)
-        _answer(path, False, [error.summary, *error.problems], as_json, quiet, text)
+        document = {"path": path, "ok": False, "problems": [error.summary, *error.problems]}
+        _answer(document, error.render(None, as_flags), as_json, quiet)
         return
     other: Checkpoint | str | None = against
     if against is not None and not parse_location(against).is_file():
@@ -77,7 +77,14 @@ def command(
         _repeat_warnings([ckpt, opened, other])
     with output.progress_bar(quiet or as_json) as progress:
         found = verify(ckpt, other, max_memory=max_memory, progress=progress)
-    _answer(path, found.ok, list(found.problems), as_json, quiet, repr(found), found)
+    document = {
+        "path": str(found.path),
+        "ok": found.ok,
+        "problems": list(found.problems),
+        "digests": {format_path(path): digest for path, digest in found.digests.items()},
+        "compared": found.compared,
+    }
+    _answer(document, repr(found), as_json, quiet)
 
 
 def _repeat_warnings(checkpoints: Sequence[Checkpoint]) -> None:
@@ -137,22 +144,10 @@ def _check_same_api(ckpt: Checkpoint, other: Checkpoint) -> None:
         )
 
 
-def _answer(
-    path: str,
-    ok: bool,
-    problems: list[str],
-    as_json: bool,
-    quiet: bool,
-    text: str,
-    found: Verification | None = None,
-) -> None:
-    document: dict[str, Any] = {"path": path, "ok": ok, "problems": problems}
-    if found is not None:
-        digests = {format_path(path): digest for path, digest in found.digests.items()}
-        document |= {"path": str(found.path), "digests": digests, "compared": found.compared}
+def _answer(document: dict[str, Any], text: str, as_json: bool, quiet: bool) -> None:
     if as_json:
         click.echo(json.dumps(document))
     elif not quiet:
         click.echo(text)
-    if not ok:
+    if not document["ok"]:
         sys.exit(1)

@@ -59,7 +59,6 @@ class Reservation:
         self.nbytes = nbytes
 
     def free(self) -> None:
-        """Gives them back."""
         self.shrink(0)
 
     def free_after(

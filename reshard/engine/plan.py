@@ -143,7 +143,6 @@ class ArrayPlan:
 
     @property
     def decoded_bytes(self) -> int:
-        """Decoded bytes of the array in the destination."""
         return math.prod(self.layout.shape) * self.layout.target_itemsize
 
     @property

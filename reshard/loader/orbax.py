@@ -105,16 +105,13 @@ def _below(node: Any, key: str) -> Any:
 
 def _without_tree(directory: Location) -> Exception:
     legacy = directory / "checkpoint"
-    if legacy.is_file() and b"PLACEHOLDER://" in legacy.beginning(1 << 20):
-        return CheckpointFormatError(
-            f"`{directory}` was written by Orbax 0.2 (no {TREE_FILE}; its tree is the msgpack file "
-            "`checkpoint`), which is recognised but not read yet",
-            hints=["restore it with PyTreeCheckpointer and save it again"],
-        )
     if legacy.is_file():
+        what = "holds its values in the msgpack file `checkpoint` (aggregate=True)"
+        if b"PLACEHOLDER://" in legacy.beginning(1 << 20):
+            file = "its tree is the msgpack file `checkpoint`"
+            what = f"was written by Orbax 0.2 (no {TREE_FILE}; {file})"
         return CheckpointFormatError(
-            f"`{directory}` holds its values in the msgpack file `checkpoint` (aggregate=True), "
-            "which is recognised but not read yet",
+            f"`{directory}` {what}, which is recognised but not read yet",
             hints=["restore it with PyTreeCheckpointer and save it again"],
         )
     return CorruptCheckpointError(f"`{directory}` has no {TREE_FILE}: it was half written")

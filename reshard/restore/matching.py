@@ -314,7 +314,6 @@ def _dtype_kind(dtype: np.dtype) -> str:
 def mismatch_error(
     where: str, problems: Sequence[Mismatch], hints: Sequence[str]
 ) -> TreeMismatchError:
-    """All mismatches as one error, in the order of their kinds."""
     words = {
         "missing": "missing from it",
         "unexpected": "that the target lacks",

@@ -289,7 +289,6 @@ def _names(names: Any) -> Names | None:
 
 
 def own_rules(leaf: StateLeaf) -> Any:
-    """The logical axis rules that a box or variable carries itself."""
     if is_variable(leaf.wrapper):
         return leaf.wrapper.get_metadata().get("sharding_rules")
     return getattr(leaf.wrapper, "rules", None)

@@ -74,7 +74,6 @@ class Location:
         return Location(self.path.rpartition("/")[0] or "/")
 
     def beside(self, name: str) -> "Location":
-        """What has another name in the same directory."""
         return self.parent / name
 
     def below(self, outer: "Location") -> str | None:

@@ -134,7 +134,6 @@ def check_fits(costs: Iterable[tuple[Path, int]], max_memory: int) -> None:
 
 
 def nbytes(handles: Iterable[ArrayHandle]) -> int:
-    """Bytes of what arrays are decoded into."""
     return sum(math.prod(h.shape) * h.read_dtype.itemsize for h in handles)
 
 

@@ -193,7 +193,6 @@ def _begun(plan: Plan, directory: Location, journal: Journal) -> Plan:
 
 
 def _link(plan: Plan, directory: Location) -> bool:
-    """Shares data files with the source; False if that is forbidden."""
     for item in plan.items:
         store = item.ckpt.source.store
         if item.linked and not database.link_data_files(
