@@ -57,21 +57,15 @@ def shard_picture(
             f"[{_slices(index, shape, shard)}]  {_ids(ids)}"
             for index, ids in sorted(owners.items())
         )
-    last = len(shape) - 1
-    across = split[-1] if split and (len(split) == 2 or split[-1] == last) else None
-    down = split[0] if split and split[0] != across else None
-    rows = counts[down] if down is not None else 1
-    columns = counts[across] if across is not None else 1
-    cells = [["" for _ in range(columns)] for _ in range(rows)]
-    for index, ids in owners.items():
-        row = index[down] if down is not None else 0
-        column = index[across] if across is not None else 0
-        cells[row][column] = _ids(ids)
-    width = max(len(cell) for row in cells for cell in row) + 2
+    is_row = split and (len(split) == 2 or split[-1] == len(shape) - 1)
+    columns = counts[split[-1]] if is_row else 1
+    cells = [_ids(ids) for _, ids in sorted(owners.items())]
+    width = max(map(len, cells)) + 2
     rule = "+" + "+".join(["-" * width] * columns) + "+"
     lines = [rule]
-    for row in cells:
-        lines += ["|" + "|".join(cell.center(width) for cell in row) + "|", rule]
+    for start in range(0, len(cells), columns):
+        row = (cell.center(width) for cell in cells[start : start + columns])
+        lines += ["|" + "|".join(row) + "|", rule]
     return "\n".join(lines)
 
 

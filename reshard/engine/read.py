@@ -9,6 +9,7 @@ All that a batch reads is read in one `ts.Batch`: such reads share what they fet
 
 import collections
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -41,6 +42,11 @@ class Read(NamedTuple):
     box: Box
     owner: Any = None
     into: Callable[[], Iterable[Destination] | None] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Decoded bytes of the box."""
+        return math.prod(shape_of(self.box)) * self.handle.dtype.itemsize
 
 
 class Batch(NamedTuple):

@@ -97,7 +97,7 @@ def read_arrays(
             filled.check()
             for (_, box, load, _), values in zip(filled.batch.reads, filled.values, strict=True):
                 load.take(box, values)
-            progress(sum(_nbytes(read) for read in filled.batch.reads))
+            progress(sum(read.nbytes for read in filled.batch.reads))
     return [load.result for load in loads]
 
 
@@ -338,10 +338,6 @@ def _aliases(sharding: Any) -> bool:
     if sharding is None:
         return True
     return all(device.platform == "cpu" for device in sharding.addressable_devices)
-
-
-def _nbytes(read: Read) -> int:
-    return math.prod(boxes.shape_of(read.box)) * read.handle.dtype.itemsize
 
 
 def _chunks(box: Box, chunk: Shape) -> int:

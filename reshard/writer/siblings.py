@@ -110,27 +110,23 @@ def siblings(
 def _tops(checkpoints: Sequence[Checkpoint]) -> list[str]:
     """Paths, below the source's root and the destination, of the files and directories that all
     siblings are, or are below."""
-    found: set[str] = set()
-    source = checkpoints[0].source
-    items = {(c.source.step, c.source.item) for c in checkpoints}
-
-    def add(folder: str, skip: Callable[[str], bool]) -> None:
-        for name in (source.root / folder).names():
-            of_a_job = name == digest_record.PROGRESS_FILE or name.startswith(
-                commit.UNFINISHED_PREFIX
-            )
-            if not skip(name) and not of_a_job:
-                found.add(_joined(folder, name))
-
-    if source.kind == "manager":
-        steps = set(step_directories(source.root).values())
-        add("", lambda name: name in steps or TEMPORARY in name)
-    for step, item in items:
-        if item:
-            add(step, lambda name, item=item: name in (item, MARKER))
+    root = checkpoints[0].source.root
+    skips: dict[str, Callable[[str], bool]] = {}  # names in a folder that are none
+    if checkpoints[0].source.kind == "manager":
+        steps = set(step_directories(root).values())
+        skips[""] = lambda name: name in steps or TEMPORARY in name
     for c in checkpoints:
-        add(_joined(c.source.step, c.source.item), _is_written(c))
-    return sorted(found)
+        step, item = c.source.step, c.source.item
+        if item:
+            skips[step] = lambda name, item=item: name in (item, MARKER)
+        skips[_joined(step, item)] = _is_written(c)
+    return sorted(
+        _joined(folder, name)
+        for folder, skip in skips.items()
+        for name in (root / folder).names()
+        if not (skip(name) or name == digest_record.PROGRESS_FILE)
+        and not name.startswith(commit.UNFINISHED_PREFIX)
+    )
 
 
 def _joined(*parts: str) -> str:

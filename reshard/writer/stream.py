@@ -67,10 +67,10 @@ def write_boxes(
     begin = progress.batches
     todo = in_batches(units(arrays, sources, budget), budget.limit // WINDOW, budget.limit)
     for batch in itertools.islice(todo, begin):
-        report(sum(_decoded(read) for read in batch.reads))
+        report(sum(read.nbytes for read in batch.reads))
     for number, filled in enumerate(read(todo, budget), begin + 1):
         filled.check()
-        decoded = sum(_decoded(read) for read in filled.batch.reads)
+        decoded = sum(read.nbytes for read in filled.batch.reads)
         boxes = [
             box
             for read, values in zip(filled.batch.reads, filled.values, strict=True)
@@ -196,11 +196,6 @@ def _whole_box(read: Read, values: np.ndarray | None) -> _Box | None:
         return read.owner.read_one()
     assert values is not None
     return _Box(read.owner, read.box, values)
-
-
-def _decoded(read: Read) -> int:
-    """Decoded bytes of what is read, as it is written."""
-    return math.prod(shape_of(read.box)) * read.handle.dtype.itemsize
 
 
 def source_pieces(array: ArrayPlan, box: Box) -> Iterator[Box]:
