@@ -28,8 +28,7 @@ def format_bytes(count: float) -> str:
 
 
 def parse_bytes(text: float | str) -> int:
-    """A number of bytes, or text with a unit: `"256MiB"`, `"1.5GB"`; raises ArgumentError for
-    anything else."""
+    """A number of bytes, or text: `"256MiB"`, `"1.5GB"`; raises ArgumentError for anything else."""
     if isinstance(text, int | float):
         return int(text)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
@@ -39,8 +38,7 @@ def parse_bytes(text: float | str) -> int:
 
 
 def parse_size(text: float | str, what: str, hint: str) -> int:
-    """A number of bytes as `parse_bytes` has it, at least 1; raises ArgumentError, about `what`,
-    for anything else."""
+    """Bytes as of `parse_bytes`, at least 1; raises ArgumentError, about `what`, for all else."""
     try:
         size = parse_bytes(text)
     except ArgumentError:

@@ -88,8 +88,8 @@ def apply(
 def constant(
     path: Path, values: np.ndarray, like: ArrayHandle, key_impl: str | None = None
 ) -> ArrayHandle:
-    """An array of values that are in memory, or of the data of typed PRNG keys, replicated on the
-    mesh of an array that it is like."""
+    """An array of values in memory (or of the data of PRNG keys), replicated on the mesh of
+    another."""
     chunk = tuple(max(size, 1) for size in values.shape)
     sharding = replicated(like.sharding)
     return dataclasses.replace(

@@ -107,8 +107,8 @@ def _row_weights(
 
 
 def _sums(data: np.ndarray, first: int, row_weights: np.ndarray) -> tuple[int, int]:
-    """The two sums of some rows of bytes, a slab at a time; the first byte of each is at `first` of
-    its row of the whole array."""
+    """The two sums of some rows of bytes, which begin at byte `first` of rows of the whole
+    array."""
     low = high = 0
     size = _WORD.itemsize
     start, stop = first // size, -(-(first + data.shape[1]) // size)

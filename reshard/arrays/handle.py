@@ -48,8 +48,7 @@ class StoredArray:
         return {key: value for key, value in values.items() if key != self.store.metadata_key}
 
     def view(self) -> ts.TensorStore:
-        """A view of it; raises CorruptCheckpointError where chunks would decode to something
-        else."""
+        """A view; raises CorruptCheckpointError where chunks would decode to something else."""
         array = self.store.open_array(self.name, self.metadata)
         if self.encoding.is_blosc:
             chunk = math.prod(size or 1 for size in array.chunk_layout.write_chunk.shape or ())
@@ -78,8 +77,7 @@ class Outputs:
 
     @functools.cached_property
     def remapped(self) -> "list[list[RemappedChunk]] | None":
-        """The stored chunks that each output consists of: by stacks and unstacks of whole chunks
-        alone, None for all else."""
+        """The stored chunks that each output consists of; None where some are computed."""
         operation = self.operation
         if isinstance(operation, Stack):
             parts = [handle.remapped_chunks() for handle in self.inputs]
@@ -230,8 +228,8 @@ class ArrayHandle:
         return self.data.view()
 
     def remapped_chunks(self) -> list[RemappedChunk] | None:
-        """The stored chunks that it consists of as they are, without its metadata; None where it
-        is computed from decoded ones."""
+        """The stored chunks that it consists of as they are; None where it is computed from
+        them."""
         if isinstance(self.data, Derived):
             remapped = self.data.outputs.remapped
             return None if remapped is None else remapped[self.data.part]

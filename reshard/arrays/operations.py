@@ -70,13 +70,11 @@ class Transpose:
         return [tuple(full[axis] for axis in self.axes)]
 
     def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
-        """For each output the grid whose boxes cut no chunk of an input, if there is one that is
-        finer than the whole."""
+        """For each output the finest known grid whose boxes cut no chunk of an input."""
         return self.shapes(chunks)
 
     def sources(self, part: int, box: Box, inputs: Sequence[Shape]) -> Sources:
-        """The boxes of the inputs that a box of output `part` is made of, each with the number of
-        its input."""
+        """The boxes of inputs, by their numbers, that a box of output `part` is made of."""
         return [(0, tuple(box[self.axes.index(axis)] for axis in range(len(self.axes))))]
 
     def views(self, views: Views) -> Views:

@@ -196,8 +196,8 @@ class Encoding(NamedTuple):
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019
     def document(self, shape: Shape, chunk: Shape, dtype: np.dtype) -> bytes:
-        """The metadata of an array, as it is stored. Inner chunks that do not divide its chunks
-        become whole chunks."""
+        """An array's stored metadata. Inner chunks that do not divide its chunks become whole
+        ones."""
         document = self._zarr2(dtype) if self.zarr_format == 2 else self._zarr3(chunk, dtype)
         grid = {"name": "regular", "configuration": {"chunk_shape": list(chunk)}}
         chunks = {"chunks": list(chunk)} if self.zarr_format == 2 else {"chunk_grid": grid}

@@ -127,8 +127,8 @@ def run(
     *,
     answer: Callable[[], dict[str, Any]] = dict,
 ) -> None:
-    """Opens, changes, plans and writes; reports, with the further entries of the JSON document that
-    `answer` gives once all is changed."""
+    """Opens, changes, plans and writes; reports, with what `answer` adds to the JSON document
+    then."""
     tune_memory()
     dry_run, as_json, quiet = flags["dry_run"], flags["as_json"], flags["quiet"]
     try:
@@ -171,8 +171,8 @@ def prepared(ckpt: Checkpoint, flags: dict[str, Any]) -> Checkpoint:
 def laid_out(
     ckpt: Checkpoint, mesh: str | None, model: str | None, flags: dict[str, Any], to: str
 ) -> Checkpoint:
-    """On the new mesh, as the model says if there is one, else as saved. `to` is the option that
-    the mesh is given by."""
+    """On the new mesh (given by the option `to`), as the model says if there is one, else as
+    saved."""
     specs, axes, rules = flags["specs"], flags["axes"], flags["rules"]
     if mesh is None:
         if specs or axes or model or rules:

@@ -21,8 +21,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class Decoded(NamedTuple):
-    """What decoding chunks takes: bytes of memory, encoded and decoded, and elements of the array
-    that they hold."""
+    """What decoding chunks takes: bytes, encoded and decoded, and elements that they hold."""
 
     nbytes: int
     elements: int

@@ -232,8 +232,7 @@ def plan_array(array: ArrayLayout, chunks: int | str, max_memory: int) -> ArrayP
 
 
 def _grid_fits(array: ArrayLayout, most: int | None) -> bool:
-    """Whether shards of the new mesh are whole source chunks already, of at most `most` bytes and
-    not too many of them."""
+    """Whether shards are whole source chunks already, not too large ones and not too many."""
     if most is not None and math.prod(array.source_chunk) * array.target_itemsize > most:
         return False
     pairs = list(zip(array.source_chunk, array.target_shard, strict=True))

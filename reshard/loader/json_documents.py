@@ -22,8 +22,8 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def read_json(path: Location) -> dict[str, Any] | None:
-    """A JSON object, or None where there is no file; raises CorruptCheckpointError where it is no
-    such object."""
+    """A JSON object, None where there is no file; raises CorruptCheckpointError for anything
+    else."""
     data = path.read()
     if data is None:
         return None

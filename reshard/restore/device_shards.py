@@ -25,8 +25,7 @@ def named_sharding(mesh: Any, spec: Spec) -> Any:
 
 
 class Part(NamedTuple):
-    """Where a box meets the shard with this first element: what they share, and that as seen from
-    the shard and from the box."""
+    """Where a box meets the shard that starts there: in the array, in the shard, and in the box."""
 
     start: Shape
     common: Box

@@ -176,8 +176,7 @@ def _narrowed(dtype: np.dtype) -> bool:
 
 
 def _on_devices(sharding: Any) -> Any:
-    """A sharding on devices: for an `AbstractMesh`, on the mesh that is in context if that is it;
-    raises ShardingError if there is none."""
+    """A sharding on devices; raises ShardingError for an `AbstractMesh` that is not in context."""
     mesh = getattr(sharding, "mesh", None)
     if not isinstance(mesh, jax.sharding.AbstractMesh):
         return sharding

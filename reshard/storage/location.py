@@ -50,8 +50,7 @@ def not_a_file(location: "Location") -> CheckpointFormatError:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Location:
-    """A file or a directory, whether it is there or not, by its absolute path. `str()` shows it;
-    `/` is what is below."""
+    """A file or a directory, whether it is there or not. `str()` shows it; `/` is what is below."""
 
     path: str
 
@@ -152,8 +151,7 @@ class Location:
         return posix.copy_file(self, None)
 
     def replace(self, data: bytes, temporary: str) -> None:
-        """Writes a durable file that is there whole or not at all; `temporary` is another name in
-        the same directory."""
+        """Writes a durable file, whole or not at all, by way of another name in its directory."""
         posix.replace(self, data, self.beside(temporary))
 
 

@@ -209,8 +209,7 @@ def _btree_nodes(
 
 
 def _check_data_file(directory: Location, file: str) -> int | None:
-    """Bytes of a data file, or None where there is none; raises an error for one that is not a file
-    inside the database's directory."""
+    """Bytes of a data file, None where there is none; raises an error where it leads elsewhere."""
     names = file.split("/")
     if not {"", ".", ".."}.isdisjoint(names) or "\0" in file:
         raise CorruptCheckpointError(

@@ -294,8 +294,7 @@ def _described(leaf: Leaf) -> str:
 
 
 def moves(removed: Mapping[Path, Any], added: Mapping[Path, Any]) -> dict[Path, Path]:
-    """Old path -> new path, from what tells the contents of leaves apart that are on the old side
-    alone, and on the new one."""
+    """Old path -> new path of leaves on one side alone, from what tells their contents apart."""
     groups: collections.defaultdict[Any, tuple[list[Path], list[Path]]] = collections.defaultdict(
         lambda: ([], [])
     )

@@ -71,8 +71,7 @@ def _decoded(read: Read) -> int:
 def _units(
     groups: Sequence[Group], limit: int, max_memory: int, failed: Collection[int]
 ) -> Iterator[Unit]:
-    """All boxes, group by group, less those of groups that have failed; groups that share stored
-    chunks in turn, box by box."""
+    """All boxes, group by group, less groups that have failed; those that share chunks in turn."""
     grids = [_grid(group, limit, max_memory) for group in groups]
     first = [next((h for h in group if isinstance(h.data, Derived)), group[0]) for group in groups]
     for together in co_read_groups(first):
@@ -120,8 +119,7 @@ def chunk_cost(shape: Shape, itemsize: int) -> int:
 
 
 def check_fits(costs: Iterable[tuple[Path, int]], max_memory: int) -> None:
-    """Raises MemoryLimitError for boxes of one chunk, each a path and its bytes, that cannot be
-    read: all of them."""
+    """Raises MemoryLimitError for all boxes, each a path and its bytes, that are too large."""
     too_large = [(path, cost) for path, cost in costs if cost > max_memory]
     if too_large:
         least = max(cost for _, cost in too_large)
@@ -174,8 +172,8 @@ def read_digests(
 
 
 def _grid(group: Group, limit: int, max_memory: int) -> Shape | None:
-    """Whole chunks of all arrays of a group, several of them if they are small; None where memory
-    does not allow that."""
+    """Whole chunks of all arrays of a group, several if they are small; None where they are too
+    large."""
     first = group[0]
     box = first.chunk_shape
     for other in group[1:]:
@@ -186,8 +184,7 @@ def _grid(group: Group, limit: int, max_memory: int) -> Shape | None:
 
 
 def _boxes(group: Group, grid: Shape | None) -> Iterator[Box]:
-    """The boxes of a group: of a grid, or else cut wherever a chunk of one of its arrays ends, so
-    that a box is in one chunk of each."""
+    """The boxes of a group: of a grid, or else cut wherever a chunk of one of its arrays ends."""
     shape = group[0].shape
     if grid is not None:
         return grid_boxes(shape, grid)

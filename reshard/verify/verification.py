@@ -222,8 +222,8 @@ def _other(against: Any) -> Checkpoint | Record | None:
 
 
 def _not_in(record: Record, ckpt: Checkpoint) -> Iterator[tuple[Path, str]]:
-    """Leaves of a checkpoint that a record of another one says nothing of, with what it does not
-    say."""
+    """Leaves of a checkpoint that the record of another lacks, with what it does not say of
+    them."""
     for path, leaf in ckpt.items():
         if isinstance(leaf, str):
             recorded = record.strings.get(stored_name(path))
@@ -241,8 +241,7 @@ def _not_in(record: Record, ckpt: Checkpoint) -> Iterator[tuple[Path, str]]:
 def _other_leaves(
     ckpt: Checkpoint, other: Checkpoint, here: Mapping[Path, Path], name: str
 ) -> dict[Path, str]:
-    """Path -> what is said of leaves that only one of two checkpoints has, or that are not of one
-    kind; `here` has the paths of the others' leaves in the first."""
+    """Path -> what is said of leaves that one side alone has, or that are of two kinds."""
     there = {path: partner for partner, path in here.items()}
     found = {}
     for path, leaf in ckpt.items():

@@ -46,8 +46,7 @@ _ONE_KEY = ts.KvStore.KeyRange(b"", b"\0")
 
 
 def stage_spec(directory: Location, file_bytes: int) -> dict[str, Any]:
-    """The database that batches are committed to, one after another, in data files of about so many
-    bytes."""
+    """The database that batches are committed to, in data files of about so many bytes."""
     return _writable(ocdbt_spec(directory / STAGE), _STAGE_CONFIG) | {
         "target_data_file_size": file_bytes
     }

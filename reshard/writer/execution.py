@@ -33,8 +33,8 @@ Report = Callable[[int], None]
 
 
 class ItemJob(NamedTuple):
-    """One item, as it is written into a directory: what of it has been committed, and what is read
-    back at the end."""
+    """One item, as it is written: where, what has been committed, and what is read back at the
+    end."""
 
     plan: ItemPlan
     directory: Location
@@ -128,8 +128,7 @@ def save(
 
 
 def execute(plan: Plan, *, resume: bool = False, progress: Progress | None = None) -> Plan:
-    """Writes what a plan says, whole or not at all; the arguments and the errors are those of
-    `save`."""
+    """Writes what a plan says, whole or not at all; arguments and errors are as of `save`."""
     _raise_all(plan.errors)
     destination = plan.destination
     assert destination is not None
@@ -176,8 +175,8 @@ def _raise_all(found: Sequence[ReshardError]) -> None:
 
 
 def _begun(plan: Plan, directory: Location, journal: Journal) -> Plan:
-    """Makes the directories of a job, and shares files with the source. The plan; without links if
-    the file system forbids them."""
+    """Makes the directories of a job, and shares files. The plan; without links where none can
+    be."""
     clear(plan.checkpoints, plan.siblings, directory)
     for item in plan.items:
         item.directory(directory).make_directory()

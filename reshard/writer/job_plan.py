@@ -225,8 +225,8 @@ class Plan:
 
 
 def _costs(array: ArrayPlan) -> list[tuple[int, int]]:
-    """Bytes in flight that one step of rewriting or copying an array takes, and how many steps
-    there are; empty where nothing is read."""
+    """Bytes in flight of one step of rewriting or copying an array, and how many steps there
+    are."""
     layout = array.layout
     if array.linked:
         return []

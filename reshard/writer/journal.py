@@ -121,8 +121,7 @@ class Journal:
             self.cores, self.links, self.items, self.copied = _parsed(document, items, self._file)
 
     def without_links(self) -> None:
-        """Notes that data files cannot be shared: what was done with those that were does not
-        count."""
+        """Notes that nothing can be shared: what was done with what was does not count."""
         if self.links:
             self.links = False
             self.items = [ItemProgress() for _ in self.items]

@@ -26,8 +26,7 @@ from reshard.writer.target_format import TargetFormat
 def documents(
     ckpt: Checkpoint, chunks: Mapping[Path, tuple[int, ...]], target: TargetFormat
 ) -> dict[str, bytes]:
-    """File name -> content of an item's documents, with the chunk shape of each array in the
-    destination."""
+    """File name -> content of an item's documents, from the chunk shapes in the destination."""
     strings = _nested({stored_name(p): leaf for p, leaf in ckpt.items() if isinstance(leaf, str)})
     found = {"_METADATA": _tree(ckpt, target), "_sharding": _shardings(ckpt)}
     if ckpt.source.described:

@@ -158,8 +158,7 @@ def _one_memory_error(found: list[ReshardError]) -> list[ReshardError]:
 
 
 def parse_chunks(chunks: int | str) -> int | str:
-    """`"shard"`, `"keep"`, or a number of bytes, at least 1; raises ArgumentError for anything
-    else."""
+    """`"shard"`, `"keep"`, or bytes, at least 1; raises ArgumentError for anything else."""
     if chunks in ("shard", "keep"):
         return chunks
     return parse_size(chunks, "a chunk", "`shard`, `keep`, or bytes: `64MiB`")
@@ -304,8 +303,7 @@ def _amplification(decoded: Decoded, elements: int) -> float:
 
 
 def with_passes(plans: Sequence[ArrayPlan], handles: Sequence[ArrayHandle]) -> list[ArrayPlan]:
-    """The plans of some arrays, in which each array of a co-read group reads its part of what they
-    share."""
+    """The plans, in which each array of a co-read group reads its part of what they share."""
     by_path = {handle.path: handle for handle in handles}
     passes: dict[Path, float] = {}
     for group in co_read(plans):

@@ -50,8 +50,7 @@ def source_record(ckpt: Checkpoint, handles: Sequence[ArrayHandle]) -> Record:
 
 
 def check_copied(item: ItemPlan, hashes: Mapping[str, str]) -> None:
-    """Raises CorruptCheckpointError unless sibling items and files have the recorded hashes, of
-    what was read; `hashes` are by path below the source's root."""
+    """Raises CorruptCheckpointError unless siblings, by path, have the recorded hashes."""
     source = item.ckpt.source
     read = {source.root / path: sha256 for path, sha256 in hashes.items()}
     if files := item.record.changed_files(source, read.get):
@@ -72,8 +71,7 @@ def _not_as_recorded(
 def read_again(
     handles: Sequence[ArrayHandle], arrays: Sequence[ArrayPlan], record: Record, digest: bool
 ) -> tuple[list[ArrayHandle], list[ArrayHandle]]:
-    """What is to be read for its digests, beside what is rewritten: with `digest`, also arrays that
-    are copied verbatim and have none."""
+    """What else is read for its digests: with `digest`, also arrays that are copied without one."""
     pairs = [*zip(handles, arrays, strict=True)]
     as_read = {h.stored.name for h, a in pairs if h.stored is not None and not a.moved}
     roots = _stored(h for h in handles if h.stored is None)
@@ -150,8 +148,7 @@ def read_back(
     max_memory: int,
     report: Callable[[int], None],
 ) -> None:
-    """Reads back some arrays of an item; raises CorruptCheckpointError if they differ from what was
-    written."""
+    """Reads back some arrays of an item; raises CorruptCheckpointError where they differ."""
     names = {stored_name(handle.path) for handle in handles}
     written = _written(item, directory)
     chosen = {leaf.path: leaf for leaf in written.arrays if stored_name(leaf.path) in names}

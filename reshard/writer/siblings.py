@@ -108,8 +108,7 @@ def siblings(
 
 
 def _tops(checkpoints: Sequence[Checkpoint]) -> list[str]:
-    """Paths, below the source's root and the destination, of the files and directories that all
-    siblings are, or are below."""
+    """Paths, below the root, of the files and directories that all siblings are, or are below."""
     root = checkpoints[0].source.root
     skips: dict[str, Callable[[str], bool]] = {}  # names in a folder that are none
     if checkpoints[0].source.kind == "manager":

@@ -27,8 +27,7 @@ Report = Callable[[int], None]
 
 
 class Target(NamedTuple):
-    """Where arrays are written: a key-value store, its resources, and how arrays are stored
-    there."""
+    """Where and how arrays are written: a key-value store, its resources, and their format."""
 
     spec: dict[str, Any]
     context: ts.Context

@@ -105,8 +105,7 @@ class TargetFormat(ZarrVersion):
         return f"{self.format}{codec}{size}"
 
     def encoding(self, handle: ArrayHandle) -> Encoding:
-        """How an array's chunks are encoded; raises ValueError where this version of zarr has no
-        such codec."""
+        """How an array's chunks are encoded; raises ValueError where zarr has no such codec."""
         _, root = next(handle.roots(), (None, None))
         derived = isinstance(handle.data, Derived)
         cast = root is None or handle.dtype != handle.stored_dtype
@@ -114,8 +113,7 @@ class TargetFormat(ZarrVersion):
         return _encoding(encoding, derived, cast, self.codec, 3 if self.zarr3 else 2)
 
     def check(self, handle: ArrayHandle) -> None:
-        """Raises ValueError where this version of zarr has not the codec, or the fill value, that
-        an array is to have."""
+        """Raises ValueError where this version of zarr lacks the codec or the fill value."""
         encoding = self.encoding(handle)
         _, root = next(handle.roots(), (None, None))
         if root is None or encoding.fill in ZEROS or self.zarr3 == root.store.zarr3:
@@ -144,8 +142,8 @@ class TargetFormat(ZarrVersion):
         return handle.stored is not None and handle.stored.encoding == self.encoding(handle)
 
     def encoded_ratio(self, handle: ArrayHandle) -> float:
-        """Encoded bytes for each decoded byte of the array, measured on part of its first chunk,
-        which is read and decoded."""
+        """Encoded bytes for each decoded byte, measured on part of the first chunk, which is
+        read."""
         box = next(grid_boxes(handle.shape, handle.chunk_shape), None)
         if box is None:
             return 1.0
@@ -188,8 +186,7 @@ def _encoding(
 def parse_format(
     format: str | None, ocdbt: bool | None, codec: str | None, file_size: int | str | None
 ) -> Callable[[Checkpoint], TargetFormat]:
-    """What gives the format of an item: what a user asks for, see `reshard.save`, and for the rest
-    that of the source. Raises ArgumentError if one of them is not what it can be."""
+    """What gives an item's format: as asked for, else the source's; raises ArgumentError."""
     if format not in (None, "zarr2", "zarr3"):
         hints = [Hint(("format", version)) for version in ("zarr2", "zarr3")]
         raise ArgumentError(f"`{format}` is no format of arrays", hints=hints)
