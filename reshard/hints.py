@@ -1,6 +1,6 @@
 """Hints: what would help, phrased as calls of the library.
 
-A hint names arguments, and what phrases it otherwise has their values: `reshard.cli.flags` does so
+A hint names arguments, and what phrases it otherwise has their values: `reshard.cli.output` does so
 for the command line.
 """
 

@@ -128,20 +128,14 @@ def cast(ckpt: Checkpoint, dtype: Any, where: str | Sequence[str] = "**") -> Che
             hints=["`bfloat16`, `float16`, `float32`, `float8_e4m3fn`"],
         )
     patterns = [where] if isinstance(where, str) else list(where)
-    leaves = dict(ckpt)
-    count = 0
-    for path in tree.match_globs(ckpt, patterns):
-        leaf = leaves[path]
-        if not isinstance(leaf, ArrayHandle) or leaf.value_type == "scalar":
-            continue
-        if is_floating(leaf.dtype):
-            leaves[path] = dataclasses.replace(leaf, dtype=new)
-            count += 1
-    if not count:
+    matched = tree.match_globs(ckpt, patterns)
+    chosen = [a for a in ckpt.arrays if a.path in matched and a.value_type != "scalar"]
+    leaves = {a.path: dataclasses.replace(a, dtype=new) for a in chosen if is_floating(a.dtype)}
+    if not leaves:
         raise TreeMismatchError(
             "no floating-point array to cast", [f"`{p}` matches none" for p in patterns]
         )
-    return ckpt.replace(leaves, notes=tree.passed_over(ckpt, patterns))
+    return ckpt.replace({**ckpt, **leaves}, notes=tree.passed_over(ckpt, patterns))
 
 
 def to_mesh(

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import reshard
 from reshard import cli, errors, hints
 from reshard.arrays.dtypes import parse_dtype
-from reshard.cli import flags
+from reshard.cli import output
 from reshard.hints import Hint, literal
 from reshard.tree import split_path
 from reshard.units import parse_bytes
@@ -80,7 +80,7 @@ def test_every_error_says_all_of_it(name):
         "\n"
         'hint: reshard.rename(ckpt, [("^params/lm_head/", "params/head/")])'
     )
-    assert error.render(None, flags.as_flags) == (
+    assert error.render(None, output.as_flags) == (
         "2 leaves are missing from `run/1000`\n"
         "  params/head/kernel   float32[4,8]\n"
         "  params/head/bias     float32[8]\n"
@@ -119,7 +119,7 @@ def assert_same(error, name):
         (("rename", "^params/lm_head/", "params/head/"),),
         (("same",), " with ", ("resume", True), " goes on with it"),
     ]
-    assert list(map(flags.as_flags, texts)) == [
+    assert list(map(output.as_flags, texts)) == [
         "--rename '^params/lm_head/=params/head/'",
         "try c",
         "the same command with --resume goes on with it",
@@ -217,7 +217,7 @@ def test_wrong_arguments(call):
 )
 def test_a_hint_is_a_call_and_a_flag(hint, call, typed):
     assert str(hint) == call
-    assert flags.as_flags(hint) == typed
+    assert output.as_flags(hint) == typed
 
 
 @given(st.text())
@@ -225,7 +225,7 @@ def test_text_of_a_hint_can_be_typed(text):
     assert eval(literal(text)) == text
     assert eval(Hint(("init", text)).removeprefix("init=")) == [text]
     if "\0" not in text and text.isprintable():
-        typed = flags.as_flags(Hint(("init", text))).removeprefix("--init ")
+        typed = output.as_flags(Hint(("init", text))).removeprefix("--init ")
         assert shlex.split(typed) == [text]
 
 
@@ -238,7 +238,7 @@ def test_what_hints_name_is_there():
         if isinstance(parameter, click.Option)
         for option in parameter.opts
     }
-    for text in [*flags._FLAGS.values(), *flags._METAVARS.values()]:
+    for text in [*output._FLAGS.values(), *output._METAVARS.values()]:
         assert set(re.findall("--[a-z-]+", text)) <= known, text
     for name, call in hints._CALLS.items():
         typed = call.format("1", "2", "3").split(" with ")[0]

@@ -17,7 +17,7 @@ from sampling import few
 
 import reshard
 from reshard.cli import command
-from reshard.cli.flags import as_flags
+from reshard.cli.output import as_flags
 from reshard.writer import target_format
 
 STORES = {

@@ -99,7 +99,7 @@ def main() -> None:
         sys.stdout = None
         sys.exit(141)
     except Exception as error:
-        from reshard.cli.flags import as_flags
+        from reshard.cli.output import as_flags
         from reshard.errors import ReshardError
 
         if not isinstance(error, ReshardError | MemoryError | OSError):
@@ -117,7 +117,7 @@ def _notes(error: BaseException) -> str:
     notes = [*getattr(error, "__notes__", ()), *getattr(error.__cause__, "__notes__", ())]
     if not notes:
         return ""
-    from reshard.cli.flags import as_flags
+    from reshard.cli.output import as_flags
 
     return "\n".join(note for note in map(as_flags, notes) if "--resume" in note)
 

@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from reshard.checkpoint import Checkpoint
+from reshard.cli import output
 from reshard.cli.conversion_options import conversion_options, converter
-from reshard.cli.flags import as_flags
 from reshard.cli.job import job_options, laid_out, prepared, run
 from reshard.convert.by_order import without_notes
 from reshard.convert.conversion import Conversion
@@ -79,7 +79,7 @@ def command(
         if check:
             made = _checked(made, dst, flags)
         found.append(made)
-        warnings.update(dict.fromkeys(map(as_flags, made.warnings)))
+        warnings.update(dict.fromkeys(map(output.as_flags, made.warnings)))
         if flags["dry_run"] and not flags["quiet"] and not flags["as_json"]:
             click.echo(made)
         ckpt = without_notes(made.checkpoint, made.warnings)  # they go to stderr

@@ -7,7 +7,6 @@ from typing import Any
 import click
 
 from reshard.cli import output
-from reshard.cli.flags import as_flags
 from reshard.cli.options import places, reading_options, tune_memory
 from reshard.loader import open as open_checkpoint
 from reshard.verify.comparison import diff
@@ -55,7 +54,7 @@ def command(
     if as_json:
         click.echo(json.dumps(found.document()))
     elif not quiet:
-        click.echo(found.report(phrase=as_flags))
+        click.echo(found.report(phrase=output.as_flags))
     if found.equal is None:
         click.echo(f"{found.open_question()}: --values compares them", err=True)
     if found.differences:

@@ -10,7 +10,6 @@ from reshard import tree
 from reshard.arrays.handle import ArrayHandle, collision_error
 from reshard.checkpoint import Checkpoint, Leaf
 from reshard.cli import output
-from reshard.cli.flags import as_flags
 from reshard.cli.options import AS_JSON, ITEM, STEP
 from reshard.errors import ShardingError, TreeMismatchError, printable
 from reshard.loader import open as open_checkpoint
@@ -81,7 +80,7 @@ def command(
     click.echo(f"{len(leaves)} leaves, {len(arrays)} arrays, {format_bytes(total)}")
     collided = [a for a in arrays if a.same_name is not None]
     if collided:
-        click.echo(f"Warning: {collision_error(collided).render(10, as_flags)}", err=True)
+        click.echo(f"Warning: {collision_error(collided).render(10, output.as_flags)}", err=True)
 
 
 def _header(ckpt: Checkpoint) -> list[str]:

@@ -9,7 +9,6 @@ import click
 
 from reshard.checkpoint import Checkpoint
 from reshard.cli import output
-from reshard.cli.flags import as_flags
 from reshard.cli.model_argument import build_target, read_rules
 from reshard.cli.options import AS_JSON, ITEM, MAX_MEMORY, QUIET, options, tune_memory
 from reshard.errors import ReshardError, ShardingError
@@ -137,7 +136,7 @@ def run(
         if as_json:  # the document of a plan that could not be made at all
             problems = [error.summary, *error.problems]
             document = {"destination": dst, "done": False, "problems": problems}
-            click.echo(json.dumps(document | {"hints": [*map(as_flags, error.hints)]}))
+            click.echo(json.dumps(document | {"hints": [*map(output.as_flags, error.hints)]}))
         raise
     same = ("max_memory", "chunks", "format", "ocdbt", "codec", "file_size")
     same += ("overwrite", "digest", "verify")
@@ -230,7 +229,7 @@ def _check_saved(ckpt: Checkpoint, text: str) -> None:
 def _report(
     planned: Plan, dst: str, as_json: bool, quiet: bool, answer: dict[str, Any], *, done: bool
 ) -> None:
-    planned = dataclasses.replace(planned, notes=tuple(map(as_flags, planned.notes)))
+    planned = dataclasses.replace(planned, notes=tuple(map(output.as_flags, planned.notes)))
     if as_json:
         click.echo(json.dumps(_document(planned, dst, done) | answer))
     elif not quiet:
@@ -251,7 +250,7 @@ def _document(planned: Plan, dst: str, done: bool) -> dict[str, Any]:
         "peak_memory": planned.peak_memory,
         "notes": list(planned.notes),
         "problems": list(planned.problems),
-        "hints": [*map(as_flags, planned.hints)],
+        "hints": [*map(output.as_flags, planned.hints)],
         "arrays": [
             {
                 "path": format_path(a.layout.path),

@@ -1,17 +1,59 @@
-"""How answers look: tables, pictures, progress. stdout carries answers, stderr the rest."""
+"""How answers look: tables, pictures, progress, hints phrased as flags. stdout carries answers,
+stderr the rest."""
 
 import contextlib
 import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import click
+
+from reshard.hints import Hint
+from reshard.tree import shell_quoted
 
 # rich lays a whole table out before it prints: past this it takes seconds, so columns are streamed.
 _RICH_ROWS = 200
 # Cells longer than this stand out: padding all rows to one of them takes memory for nothing.
 _WIDEST = 200
+# An argument is typed as `--name value`, if it is not one of these.
+_FLAGS = {
+    "axes": "--axis {}={}",
+    "cast": "--dtype '{1}={0}'",
+    "digest": "reshard digest PATH --json > '{}'",
+    "drop": "--drop '{}'",
+    "drop_both": "--drop '{}' --drop '{}'",
+    "init": "--init '{}'",
+    "ocdbt": "--ocdbt",
+    "overwrite": "--overwrite",
+    "rename": "--rename '{}={}'",
+    "resume": "--resume",
+    "select_drop": "--drop '{}'",
+    "select_layout": "--select '{}' --rename '{}=' --layout {}",
+    "select_rename": "--select '{}' --rename '{}={}'",
+    "specs": "--spec '{}={}'",
+    "to_mesh": "--to {}",
+    "values": "--values",
+    "verify": "reshard verify '{}'",
+    "verify_item": "reshard verify '{}' --item '{}'",
+}
+# And without a value of its own as `--name`, if it is not one of these.
+_METAVARS = {
+    "cast": "--dtype 'GLOB=DTYPE'",
+    "drop": "--drop GLOB",
+    "init": "--init GLOB",
+    "inputs": "--inputs MODULE:NAME",
+    "map_file": "--map FILE",
+    "model": "--model MODULE:NAME",
+    "plan": "--dry-run",
+    "same": "the same command",
+    "source": "--source-model MODULE:NAME",
+    "the_model": "--model",
+    "the_source": "--source-model",
+    "to_linen": "--to linen",
+    "to_nnx": "--to nnx",
+}
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
@@ -119,3 +161,18 @@ def progress_bar(quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def as_flags(text: str) -> str:
+    """A hint as it is typed on the command line; other text as it is."""
+    if not isinstance(text, Hint):
+        return text
+    return "".join(part if isinstance(part, str) else _typed(*part) for part in text.parts)
+
+
+def _typed(name: str, *values: Any) -> str:
+    option = f"--{name.replace('_', '-')}"
+    if not values:
+        return _METAVARS.get(name, option)
+    inside_quotes = [shell_quoted(str(value))[1:-1] for value in values]
+    return _FLAGS.get(name, f"{option} {{}}").format(*inside_quotes)

@@ -10,7 +10,6 @@ import click
 from reshard.checkpoint import Checkpoint
 from reshard.cli import output
 from reshard.cli.conversion_options import conversion_options, converter
-from reshard.cli.flags import as_flags
 from reshard.cli.options import places, reading_options, tune_memory
 from reshard.errors import (
     ArgumentError,
@@ -67,7 +66,7 @@ def command(
         ckpt = open_checkpoint(path, **mine)
     except (UncommittedCheckpointError, CorruptCheckpointError) as error:
         document = {"path": path, "ok": False, "problems": [error.summary, *error.problems]}
-        _answer(document, error.render(None, as_flags), as_json, quiet)
+        _answer(document, error.render(None, output.as_flags), as_json, quiet)
         return
     other: Checkpoint | str | None = against
     if against is not None and not parse_location(against).is_file():
@@ -112,7 +111,9 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
             return converter(api, flags)(other).checkpoint
         except (ArgumentError, TreeMismatchError) as error:
             hints = [
-                hint for hint in error.hints if not as_flags(hint).startswith(("--to ", "--drop "))
+                hint
+                for hint in error.hints
+                if not output.as_flags(hint).startswith(("--to ", "--drop "))
             ]
             raise type(error)(error.summary, error.problems, hints) from error
     if has_record(ckpt) == has_record(other):

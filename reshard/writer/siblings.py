@@ -41,10 +41,9 @@ class CopiedFile(NamedTuple):
     def parse(entry: Sequence[Any]) -> "CopiedFile":
         """What JSON makes of it; raises ValueError or TypeError for anything else."""
         found = CopiedFile(*entry)
-        if type(found.nbytes) is not int or type(found.mtime_ns) is not int:
+        whole = type(found.nbytes) is type(found.mtime_ns) is int
+        if not whole or len(bytes.fromhex(found.sha256)) != 32:
             raise ValueError("a file that no job has copied")
-        if len(bytes.fromhex(found.sha256)) != 32:
-            raise ValueError("a hash that is none")
         return found
 
 
