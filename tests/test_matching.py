@@ -20,7 +20,9 @@ from reshard.restore import matching
 from reshard.restore.matching import Mismatch, TargetLeaf, match
 
 STORE: Any = None  # which nothing here reads
-SOURCE = Source(pathlib.Path("run"), "item", False, "", "", (), (), STORE, {}, True)
+SOURCE = Source(
+    *(pathlib.Path("run"), "item", False, "", "", (), ()), store=STORE, metadata={}, described=True
+)
 
 
 def handle(path, shape=(), dtype="float32", value_type="jax.Array", key_impl=None):

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from sampling import examples
 
 from reshard.engine import plan as planner
-from reshard.engine import splits
 from reshard.engine.budget import READ_OVERHEAD, room
 from reshard.engine.plan import ArrayLayout, plan_array
 from reshard.errors import DestinationExistsError, MemoryLimitError
@@ -634,7 +633,7 @@ def test_arrays_of_many_axes_are_split_along_the_first():
 @settings(deadline=None)
 @given(st.integers(1, 5000))
 def test_divisors(number):
-    assert splits.divisors(number) == tuple(d for d in range(1, number + 1) if number % d == 0)
+    assert planner._divisors(number) == tuple(d for d in range(1, number + 1) if number % d == 0)
 
 
 # Cost

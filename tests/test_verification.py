@@ -508,16 +508,16 @@ def test_what_is_written_is_read_back(copied, tmp_path, monkeypatch):
     from reshard.writer import execution
 
     path, out = copied("zarr2-files-raw"), tmp_path / "out"
-    record = execution._record
+    record_of = execution.record_of
 
-    def and_a_bit_flips(item, directory, *arguments):
-        record(item, directory, *arguments)
+    def and_a_bit_flips(ckpt, directory, *arguments):
         file = sorted((pathlib.Path(directory) / "w").glob("?.?"))[0]
         data = bytearray(file.read_bytes())
         data[5] ^= 1
         file.write_bytes(data)
+        return record_of(ckpt, directory, *arguments)
 
-    monkeypatch.setattr(execution, "_record", and_a_bit_flips)
+    monkeypatch.setattr(execution, "record_of", and_a_bit_flips)
     ckpt = reshard.to_mesh(reshard.open(path), "8x1")
     assert refusal(ckpt, out, verify=True) == (
         "what was written is not what is read back\n  w: its values are not those on record\n\n"
