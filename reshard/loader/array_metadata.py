@@ -103,23 +103,11 @@ def parse_sharding(encoded: Any, shape: Shape) -> Sharding | None:
     looked at: that matters once it is used."""
     if not isinstance(encoded, str):
         raise ValueError("its sharding is not text")
-    sharding = _parse_sharding(encoded)
-    problems = _spec_mismatches(encoded, len(shape))
-    if problems:
-        raise ValueError("; ".join(problems))
-    return sharding
+    return _parse_sharding(encoded, len(shape))
 
 
 @functools.lru_cache(maxsize=4096)
-def _spec_mismatches(encoded: str, rank: int) -> list[str]:
-    sharding = _parse_sharding(encoded)
-    if not isinstance(sharding, NamedSharding):
-        return []
-    return spec_problems((0,) * rank, sharding.mesh, sharding.spec)
-
-
-@functools.lru_cache(maxsize=4096)
-def _parse_sharding(encoded: str) -> Sharding | None:
+def _parse_sharding(encoded: str, rank: int) -> Sharding | None:
     try:
         document = parse_json(encoded)
         if document["sharding_type"] == "SingleDeviceSharding":
@@ -143,7 +131,10 @@ def _parse_sharding(encoded: str) -> Sharding | None:
         spec = document["partition_spec"]
         if not isinstance(spec, list):
             raise ValueError(f"not a partition spec: {spec!r:.80}")
-        return NamedSharding(mesh, normalize_spec(spec))
+        sharding = NamedSharding(mesh, normalize_spec(spec))
+        if problems := spec_problems((0,) * rank, mesh, sharding.spec):
+            raise ValueError("; ".join(problems))
+        return sharding
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"its sharding is malformed: {error!r:.80}") from error
 
