@@ -306,7 +306,7 @@ OWN_FILES = {
     "reshard.convert.mapfile",
     "reshard.convert.user_code",
 }
-FILES = {"fcntl", "glob", "io", "mmap", "pathlib", "shutil", "stat", "tempfile"}
+FILES = {"fcntl", "glob", "io", "pathlib", "shutil", "stat", "tempfile"}
 # Of `os`, what touches no file.
 NO_FILES = {"PathLike", "dup", "dup2", "environ", "fdopen", "fspath", "getpid", "kill"} | {
     "cpu_count",
