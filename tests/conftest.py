@@ -15,6 +15,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # runs once or twice, and is not worth being optimized.
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=16 --xla_backend_optimization_level=0"
+    " --xla_llvm_disable_expensive_passes=true"
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -25,7 +26,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
+import ctypes
 import functools
+import gc
 import pathlib
 import sys
 
@@ -34,6 +37,11 @@ import pytest
 import sampling
 
 hypothesis.settings.register_profile("few", max_examples=10)
+# Files that take long go first: the last ones are short, so that no process waits for another.
+LONG = (
+    "resume convert restorer convert_models save guides restorer_processes format stacking commit"
+)
+LONG += " convert_layers convert_align targets cli_convert examples outputs docs cli hostile formed"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,6 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if hasattr(item, "callspec") and not item.get_closest_marker("exhaustive"):
             name, _, _ = item.nodeid.partition("[")
             tests.setdefault(name, {})[item] = sampling.choices(item)
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG.split())
     for cases in tests.values():
         if not next(iter(cases)).get_closest_marker("every_combination"):
             for item in cases.keys() - sampling.covering(cases):
@@ -69,7 +78,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
 
     def get(layout: str) -> layouts.Saved:
         if layout not in made:
-            made[layout] = layouts.save(layout, tmp_path_factory.mktemp(layout))
+            part = layouts.PARTS.get(layout)
+            made[layout] = (
+                part(get("manager"))
+                if part is not None
+                else layouts.save(layout, tmp_path_factory.mktemp(layout))
+            )
         return made[layout]
 
     return get
@@ -88,10 +102,22 @@ def read_by_orbax(saved):
 
 @pytest.fixture(scope="module", autouse=True)
 def _forgets():
-    """Lets go of what jax has compiled: a process that keeps it grows to gigabytes."""
+    """Lets go of what jax has compiled, and gives back memory: a process that keeps both grows to
+    gigabytes."""
     yield
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of Python start with their imports behind them."""
+    import forked
+
+    monkeypatch.setattr("subprocess.Popen", forked.Popen)
 
 
 @pytest.fixture

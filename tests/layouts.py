@@ -285,15 +285,17 @@ def _make_items(path: pathlib.Path, on: Mesh, seed: int) -> Saved:
     return Saved(path, tree, on, f"{step}/state", {"item": "state"}, readers, step)
 
 
-def _make_step(path: pathlib.Path, on: Mesh, seed: int) -> Saved:
-    whole = _make_manager(path, on, seed)
+def _step(whole: Saved) -> Saved:
     step = whole.path / str(STEPS[-1])
-    return Saved(step, whole.tree, on, "default", readers=("pytree", "standard", *V1))
+    return Saved(step, whole.tree, whole.mesh, "default", readers=("pytree", "standard", *V1))
 
 
-def _make_bare(path: pathlib.Path, on: Mesh, seed: int) -> Saved:
-    whole = _make_manager(path, on, seed)
-    return Saved(whole.directory, whole.tree, on, readers=("pytree", "standard"))
+def _bare(whole: Saved) -> Saved:
+    return Saved(whole.directory, whole.tree, whole.mesh, readers=("pytree", "standard"))
+
+
+# Those that are parts of a manager's root.
+PARTS = {"step": _step, "bare": _bare}
 
 
 def _make_v1(path: pathlib.Path, on: Mesh, seed: int) -> Saved:
@@ -319,8 +321,8 @@ LAYOUTS: dict[str, Callable[[pathlib.Path, Mesh, int], Saved]] = {
     "zarr3-files": _plain(use_zarr3=True, use_ocdbt=False),
     "manager": _make_manager,
     "items": _make_items,
-    "step": _make_step,
-    "bare": _make_bare,
+    "step": lambda *arguments: _step(_make_manager(*arguments)),
+    "bare": lambda *arguments: _bare(_make_manager(*arguments)),
     "v1": _make_v1,
     "rich": _make_rich,
 }
@@ -356,12 +358,7 @@ def read_v1(saved: Saved, path: pathlib.Path, target: Any = None) -> Any:
     return v1.load(path / saved.step, target, checkpointable_name=saved.open.get("item", "AUTO"))
 
 
-READERS = {
-    "pytree": read_pytree,
-    "standard": read_standard,
-    "manager": read_manager,
-    "v1": read_v1,
-}
+READERS = {"pytree": read_pytree, "standard": read_standard, "manager": read_manager, "v1": read_v1}
 # Each layout with each of Orbax's readers that reads it.
 ORACLES = [
     (layout, reader)

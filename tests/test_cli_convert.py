@@ -28,6 +28,7 @@ from reshard.convert.conversion import conversion
 from reshard.convert.outputs import OutputComparison
 from reshard.tree import format_path
 
+pytestmark = pytest.mark.usefixtures("forked")
 RESHARD = pathlib.Path(sysconfig.get_path("scripts")) / "reshard"
 MODELS = '''
 import jax

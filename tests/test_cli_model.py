@@ -88,6 +88,7 @@ def specs(path: pathlib.Path) -> dict[str, P]:
     }
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_models_specs_are_written_and_optimizer_state_follows(folder):
     arguments = ("--to", "data=2,model=2", "--model", "mine:state", "--rules", "rules.toml")
     command = [RESHARD, "ckpt", "run", "out", *arguments]

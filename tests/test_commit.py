@@ -30,6 +30,7 @@ from reshard.cli import command
 from reshard.storage import lock
 from reshard.storage.location import Location
 
+pytestmark = pytest.mark.usefixtures("forked")
 RESHARD = pathlib.Path(sysconfig.get_path("scripts")) / "reshard"
 EARLIER = ".reshard.orbax-checkpoint-tmp"
 REPLACED = ".replaced-by-reshard"

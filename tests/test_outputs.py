@@ -353,6 +353,7 @@ def test_the_command_writes_nothing_where_outputs_differ(project):
     ]
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_command_runs_the_model_of_the_source_in_a_process_of_its_own(project):
     def told(model, option, task):
         own = task.func is check._run

@@ -1,8 +1,6 @@
 """Killed and stopped jobs: what they leave, and what a later run with `resume` makes of it."""
 
-import contextlib
 import fcntl
-import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -37,6 +35,7 @@ from reshard.units import format_bytes, parse_bytes
 from reshard.verify import verification
 from reshard.writer import journal
 
+pytestmark = pytest.mark.usefixtures("forked")
 # A function has its name.
 executing = importlib.import_module("reshard.writer.execution")
 
@@ -177,21 +176,16 @@ def save(source, out, **options):
     return reshard.save(changed(source), out, **{"max_memory": "3MiB"} | options)
 
 
-# Starts a process for each line that it reads; each has all imports behind it.
-STARTER = f"""
+# One job.
+JOB = f"""
 import importlib
 import json
 import os
 import pathlib
 import signal
 import sys
-import traceback
 
 import reshard
-import reshard.convert.conversion
-import reshard.loader
-import reshard.transforms
-import reshard.writer
 from reshard.writer import journal
 
 
@@ -199,7 +193,7 @@ from reshard.writer import journal
 
 {inspect.getsource(save)}
 """
-STARTER += '''
+JOB += '''
 def deadly(original, count, after):
     """A function, the call of which with this number kills the process."""
     calls = 0
@@ -217,67 +211,38 @@ def deadly(original, count, after):
     return called
 
 
-def run(source, out, resume, dies=None):
-    if dies:
-        module, name, count, after = dies
-        *owner, name = name.split(".")
-        holder = importlib.import_module(module)
-        for attribute in owner:
-            holder = getattr(holder, attribute)
-        setattr(holder, name, deadly(getattr(holder, name), count, after))
-    journal._SYNC_SECONDS, journal._SYNC_SHARE = 0, 0.5
-    save(source, out, resume=resume)
-
-
-print("ready", flush=True)
-for line in sys.stdin:
-    child = os.fork()
-    if not child:
-        try:
-            run(**json.loads(line))
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    print(child, flush=True)
-    _, status = os.waitpid(child, 0)
-    print(os.waitstatus_to_exitcode(status), flush=True)
+source, out, resume, dies = json.loads(sys.argv[1])
+if dies:
+    module, name, count, after = dies
+    *owner, name = name.split(".")
+    holder = importlib.import_module(module)
+    for attribute in owner:
+        holder = getattr(holder, attribute)
+    setattr(holder, name, deadly(getattr(holder, name), count, after))
+journal._SYNC_SECONDS, journal._SYNC_SHARE = 0, 0.5
+save(source, out, resume=resume)
 '''
 
 
 class Started:
     """One job in a process of its own."""
 
-    def __init__(self, starter, **arguments):
-        self._starter = starter
-        starter.stdin.write(json.dumps(arguments, default=str) + "\n")
-        starter.stdin.flush()
-        self._child = int(starter.stdout.readline())
+    def __init__(self, source, out, resume, dies=None):
+        words = json.dumps([str(source), str(out), resume, dies])
+        self._process = subprocess.Popen([sys.executable, "-c", JOB, words])
         self._begin = time.perf_counter()
 
     def kill(self, seconds):
         """Kills it so long after its start."""
         time.sleep(max(self._begin + seconds - time.perf_counter(), 0))
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._child, signal.SIGKILL)
+        self._process.kill()
         return self.wait()
 
     def wait(self):
         """Its exit status, and how long it ran."""
-        status = int(self._starter.stdout.readline())
+        status = self._process.wait()
         self.seconds = time.perf_counter() - self._begin
         return status
-
-
-@pytest.fixture(scope="module")
-def start():
-    """Starts jobs: `start(source=..., out=..., resume=...)`."""
-    command = [sys.executable, "-c", STARTER]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, **pipes) as starter:
-        assert starter.stdout.readline() == "ready\n"
-        yield functools.partial(Started, starter)
-        starter.stdin.close()
 
 
 # What is to be there.
@@ -390,11 +355,11 @@ KINDS = [f"ckpt {name}" for name in (*FORMATS, "manager")] + [f"convert {name}" 
 KILLS = {"ckpt": examples(10), "convert": examples(13)}
 
 
-def usual_seconds(start, source, out, resume):
+def usual_seconds(source, out, resume):
     """How long a job takes that nobody kills."""
     taken = []
     for _ in range(2):
-        job = start(source=source, out=out, resume=resume)
+        job = Started(source=source, out=out, resume=resume)
         assert job.wait() == 0
         taken.append(job.seconds)
         shutil.rmtree(out)
@@ -403,37 +368,37 @@ def usual_seconds(start, source, out, resume):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", few(KINDS, "ckpt zarr2", "convert zarr3-files"))
-def test_killed_at_random_moments(sources, expected, start, tmp_path, kind):
+def test_killed_at_random_moments(sources, expected, tmp_path, kind):
     source, whole = sources(kind, "large"), expected(kind, "large")
     before = status_of(source)
     out = tmp_path / "out"
-    seconds = usual_seconds(start, source, out, False)
+    seconds = usual_seconds(source, out, False)
     rng = random.Random(kind)
     for _ in range(KILLS[kind.split()[0]]):
-        start(source=source, out=out, resume=False).kill(rng.uniform(0, 1.1 * seconds))
+        Started(source=source, out=out, resume=False).kill(rng.uniform(0, 1.1 * seconds))
         assert status_of(source) == before
         if out.exists():
             assert_whole(out, whole, killed=True)
             shutil.rmtree(out)
         else:
             assert_absent(out)
-    assert start(source=source, out=out, resume=False).wait() == 0
+    assert Started(source=source, out=out, resume=False).wait() == 0
     assert_whole(out, whole)
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", few(KINDS, "ckpt zarr3-files", "convert zarr2"))
-def test_killed_again_and_again_and_resumed(sources, expected, start, tmp_path, kind):
+def test_killed_again_and_again_and_resumed(sources, expected, tmp_path, kind):
     source, whole = sources(kind, "large"), expected(kind, "large")
     before = status_of(source)
     out = tmp_path / "out"
-    seconds = usual_seconds(start, source, out, True)
+    seconds = usual_seconds(source, out, True)
     rng = random.Random(kind)
     kills = 0
     while kills < KILLS[kind.split()[0]] or not out.exists():
         if out.exists():
             shutil.rmtree(out)
-        job = start(source=source, out=out, resume=True)
+        job = Started(source=source, out=out, resume=True)
         status = job.kill(rng.uniform(0, 0.8 * seconds))
         assert status in (0, -signal.SIGKILL)
         kills += status != 0
@@ -475,7 +440,7 @@ MOMENTS = [
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["ckpt manager", "convert zarr3-files"])
-def test_killed_at_a_moment_of_interest(sources, expected, start, tmp_path, kind):
+def test_killed_at_a_moment_of_interest(sources, expected, tmp_path, kind):
     source, whole = sources(kind, "tiny"), expected(kind, "tiny")
     out = tmp_path / "out"
     killed = 0
@@ -483,14 +448,14 @@ def test_killed_at_a_moment_of_interest(sources, expected, start, tmp_path, kind
     for moment in moments:
         # Twice at the same place, unless it is done by then.
         for _ in range(2):
-            status = start(source=source, out=out, resume=True, dies=moment).wait()
+            status = Started(source=source, out=out, resume=True, dies=moment).wait()
             assert status in (0, -signal.SIGKILL)
             killed += status != 0
             if out.exists():
                 break
             assert_absent(out)
         else:
-            assert start(source=source, out=out, resume=True).wait() == 0
+            assert Started(source=source, out=out, resume=True).wait() == 0
         assert_same(out, whole, killed=True)
         shutil.rmtree(out)
     assert killed > len(moments) // 2
@@ -539,7 +504,9 @@ def progress_of(temporary):
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("kind", ["ckpt zarr2", "ckpt zarr2-files", "convert zarr3"])
+@pytest.mark.parametrize(
+    "kind", few(["ckpt zarr2", "ckpt zarr2-files", "convert zarr3"], "ckpt zarr2", "convert zarr3")
+)
 def test_stopped_again_and_again(sources, expected, tmp_path, kind):
     out = tmp_path / "out"
     far = [progress_of(stopped(sources(kind), out, part / 16)) for part in range(17)]
@@ -651,21 +618,19 @@ def test_resume_where_nothing_is(sources, expected, tmp_path):
     assert_whole(tmp_path / "out", expected("ckpt zarr2"))
 
 
-def test_what_a_job_without_resume_left_is_removed(sources, expected, start, tmp_path):
+@pytest.mark.parametrize("resumed", [False, True])
+def test_what_a_job_without_resume_left_and_what_it_finds_is_removed(
+    sources, expected, tmp_path, resumed
+):
     kind, out = "ckpt zarr2-files", tmp_path / "out"
-    dies = ("reshard.writer.execution", "documents", 1, False)
-    assert start(source=sources(kind), out=out, resume=False, dies=dies).wait() == -signal.SIGKILL
-    junk = kept(out) / "junk"
-    junk.write_text("half")
-    save(sources(kind), out, resume=True)
-    assert_whole(out, expected(kind))
-
-
-def test_without_resume_what_was_kept_is_removed(sources, expected, tmp_path):
-    kind, out = "ckpt zarr2-files", tmp_path / "out"
-    junk = stopped(sources(kind), out) / "junk"
-    junk.write_text("half")
-    save(sources(kind), out)
+    if resumed:
+        dies = ("reshard.writer.execution", "documents", 1, False)
+        job = Started(source=sources(kind), out=out, resume=False, dies=dies)
+        assert job.wait() == -signal.SIGKILL
+    else:
+        stopped(sources(kind), out)
+    (kept(out) / "junk").write_text("half")
+    save(sources(kind), out, resume=resumed)
     assert_whole(out, expected(kind))
 
 
@@ -873,10 +838,11 @@ def test_another_source(sources, expected, tmp_path, kind, change):
 # What is beside the arrays.
 
 
-@pytest.fixture
-def items(tmp_path):
-    """A manager's root, in a directory of its own, with arrays and something else in each step."""
-    root = tmp_path / "source" / "root"
+@pytest.fixture(scope="module")
+def whole_items(tmp_path_factory):
+    """A manager's root, in a directory of its own, with arrays and something else in each step; and
+    what an uninterrupted job makes of it."""
+    root = tmp_path_factory.mktemp("items") / "source" / "root"
     with ocp.CheckpointManager(root, item_names=("state", "cfg")) as manager:
         for step in (2, 3):
             tree = plain_tree(step, 4)["params"]
@@ -885,7 +851,14 @@ def items(tmp_path):
             manager.save(step, args=both)
     (root / "notes").mkdir()
     (root / "notes" / "today").write_text("rain")
-    return root
+    save_items(root, root.parents[1] / "whole")
+    return root, root.parents[1] / "whole"
+
+
+@pytest.fixture
+def items(whole_items, tmp_path):
+    """The root, to be changed."""
+    return shutil.copytree(whole_items[0], tmp_path / "source" / "root")
 
 
 def save_items(root, out, **options):
@@ -993,7 +966,6 @@ def test_logs_beside_the_steps_may_grow(items, tmp_path, resume):
 
 
 def test_other_steps_come_and_go(items, tmp_path):
-    save_items(items, tmp_path / "whole")
     out = tmp_path / "new" / "out"
     with pytest.raises(StopError):
         (ckpt,) = [reshard.open(items, step=3, item="state")]
@@ -1029,13 +1001,12 @@ STAGED = {
 
 
 @pytest.mark.parametrize("change", STAGED)
-def test_what_an_earlier_run_has_copied_is_copied_again(items, tmp_path, change):
-    save_items(items, tmp_path / "whole")
+def test_what_an_earlier_run_has_copied_is_copied_again(items, whole_items, tmp_path, change):
     out = tmp_path / "new" / "out"
     temporary = stopped_items(items, out)
     STAGED[change](temporary / "3")
     save_items(items, out, resume=True)
-    assert files(out) == files(tmp_path / "whole")
+    assert files(out) == files(whole_items[1])
     assert values_of_item(out) == values_of_item(items)
 
 
@@ -1067,7 +1038,11 @@ def test_an_array_with_the_name_of_what_is_beside_it(sources, tmp_path):
 def test_digests_are_recorded_while_a_job_reads(sources, expected, tmp_path, kind):
     source = shutil.copytree(sources(kind), tmp_path / "source")
     out = tmp_path / "new" / "out"
-    save(source, out, progress=lambda *_: reshard.digest(source, write=True))
+    save(
+        source,
+        out,
+        progress=lambda done, whole: done < whole / 4 and reshard.digest(source, write=True),
+    )
     assert_whole(out, expected(kind))
 
 
@@ -1480,8 +1455,7 @@ def test_a_signal_keeps_what_is_written(sources, expected, tmp_path, kind, numbe
     )
     (note,) = [line for line in went_on.stdout.splitlines() if line.startswith("note     resumed")]
     assert re.fullmatch(
-        r"note     resumed what an earlier run had written: \S+ \S+ of \S+ MiB to rewrite",
-        note,
+        r"note     resumed what an earlier run had written: \S+ \S+ of \S+ MiB to rewrite", note
     )
     assert os.listdir(tmp_path / "out") == ["1"]
     assert_whole(tmp_path / "out" / "1", expected(kind, "large"))

@@ -25,6 +25,7 @@ import reshard
 from reshard.arrays.digests import digest_of
 from reshard.verify.digest_record import FILE, ArrayRecord, Record
 
+pytestmark = pytest.mark.usefixtures("forked")
 RESHARD = pathlib.Path(sysconfig.get_path("scripts")) / "reshard"
 FORMS = {
     f"{version}-{store}-{codec}": {
@@ -812,11 +813,7 @@ def test_a_job_records_and_reads_back(copied, tmp_path, run):
     )
     call, typed = f'reshard.verify("{path}")', f"reshard verify '{path}'"
     said = words(path, "w  float32[64,96]").replace(call, typed)
-    assert run("ckpt", path, out, "--to", "8x1") == (
-        2,
-        "",
-        f"Error: {said}\n",
-    )
+    assert run("ckpt", path, out, "--to", "8x1") == (2, "", f"Error: {said}\n")
     assert os.listdir(tmp_path) == ["saved"]
 
 
