@@ -1576,6 +1576,7 @@ def test_boxes_are_told_from_modules_where_a_layer_has_one(tree):
     assert layout.optimizer == moments
 
 
+@pytest.mark.exhaustive
 def test_a_hundred_thousand_leaves():
     names = [
         ("stack", f"layers_{i // 8}", f"Dense_{i % 8}", name, "value")

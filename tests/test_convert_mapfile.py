@@ -1222,6 +1222,7 @@ hint: a map that a conversion has written, of whole paths, can be
     )
 
 
+@pytest.mark.exhaustive
 def test_maps_of_many_leaves():
     """Rules for whole paths are looked up: tried on every leaf, they would take minutes."""
     names = [(f"layer_{n}", f"w_{k}") for n in range(200) for k in range(100)]

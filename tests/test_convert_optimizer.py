@@ -934,6 +934,7 @@ def test_any_map_gives_optax_state_of_the_new_parameters_and_back(case, names):
     assert forth.then(forth.inverse()).shapes == forth.sources()
 
 
+@pytest.mark.exhaustive
 def test_a_hundred_thousand_leaves():
     count = 25_000
     keys = [(f"layer_{i}", "mlp", key) for i in range(count) for key in ("kernel", "bias")]

@@ -16,13 +16,10 @@ from sampling import few
 import reshard
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
-HERE, ALONE = ("2x4", "1x8", False), ("2x4", "1x8", True)
-
-
-def meshes(default: tuple[str, str, bool]) -> pytest.MarkDecorator:
-    """Pairs of meshes, in this process or in one of its own; the default run takes one of them."""
-    values = few([HERE, ALONE, ("8x1", "2x2", True)], default)
-    return pytest.mark.parametrize(("first", "second", "alone"), values)
+HERE = ("2x4", "1x8", False)
+# Pairs of meshes, in this process or in one of its own.
+MESHES = few([HERE, ("2x4", "1x8", True), ("8x1", "2x2", True)], HERE)
+on_meshes = pytest.mark.parametrize(("first", "second", "alone"), MESHES)
 
 
 def run(name: str, *arguments: str, cwd: pathlib.Path) -> subprocess.CompletedProcess[str]:
@@ -107,7 +104,7 @@ DIFFERENCES = """the largest difference to the run that
 """
 
 
-@meshes(HERE)
+@on_meshes
 def test_linen_train_state_goes_on(first, second, alone, ran_on, monkeypatch):
     module = example("linen_train_state", monkeypatch)
 
@@ -122,7 +119,7 @@ def test_linen_train_state_goes_on(first, second, alone, ran_on, monkeypatch):
     assert printed == of("Looped", False) + of("Scanned", True)
 
 
-@meshes(HERE)
+@on_meshes
 def test_linen_logical_axes_go_on(first, second, alone, ran_on, monkeypatch):
     module = example("linen_logical_axes", monkeypatch)
     model = module.MLP(module.LAYERS, module.DEPTH, scanned=True)
@@ -137,12 +134,12 @@ def test_linen_logical_axes_go_on(first, second, alone, ran_on, monkeypatch):
     assert printed == title + of("tensor parallel") + of("fully sharded")
 
 
-@meshes(ALONE)
+@on_meshes
 def test_nnx_own_optimizer_goes_on(first, second, alone, ran_on, monkeypatch):
     assert_goes_on("nnx_own_optimizer", "create_model", first, second, alone, ran_on, monkeypatch)
 
 
-@meshes(HERE)
+@on_meshes
 def test_nnx_optimizer_goes_on(first, second, alone, ran_on, monkeypatch):
     assert_goes_on("nnx_optimizer", "create", first, second, alone, ran_on, monkeypatch)
 
