@@ -218,16 +218,16 @@ class Fault(NamedTuple):
     """One kind of bad input.
 
     Attributes:
-      form: the checkpoint that it is done to, one of `fuzz.FORMATS`.
       damage: what is done.
-      error: what opening it raises.
       text: the whole message; `PATH` stands for the checkpoint.
+      error: what opening it raises.
+      form: the checkpoint that it is done to, one of `fuzz.FORMATS`.
     """
 
-    form: str
     damage: Callable[[pathlib.Path], Any]
-    error: type[reshard.ReshardError]
     text: str
+    error: type[reshard.ReshardError] = reshard.CorruptCheckpointError
+    form: str = "zarr2-ocdbt"
 
 
 def replace_by_link(file: pathlib.Path) -> None:
@@ -306,500 +306,357 @@ NOT_A_FILE = (
 
 FAULTS: dict[str, Fault] = {
     "a truncated document": Fault(
-        "zarr2-ocdbt",
         lambda p: truncate(p / TREE),
-        Corrupt,
         NOT_JSON + "expecting property name enclosed in double quotes at character 100",
     ),
     "garbage for a document": Fault(
-        "zarr2-ocdbt",
         lambda p: (p / TREE).write_bytes(b"\x80\x04\x95garbage"),
-        Corrupt,
-        (NOT_JSON + "it holds text that is not Unicode"),
+        NOT_JSON + "it holds text that is not Unicode",
     ),
     "text that is not UTF-8": Fault(
-        "zarr2-ocdbt",
         lambda p: edit_text(p / TREE, '"host"', b'"h\xffst"'),
-        Corrupt,
-        (NOT_JSON + "it holds text that is not Unicode"),
+        NOT_JSON + "it holds text that is not Unicode",
     ),
     "half a surrogate pair": Fault(
-        "zarr2-ocdbt",
         lambda p: edit_text(p / TREE, '"host"', r'"h\ud800st"'),
-        Corrupt,
-        (NOT_JSON + "it holds text that is not Unicode"),
+        NOT_JSON + "it holds text that is not Unicode",
     ),
-    "deep nesting": Fault(
-        "zarr2-ocdbt",
-        lambda p: put_in(p, "[" * 100_000),
-        Corrupt,
-        (NOT_JSON + "it is nested too deeply"),
-    ),
+    "deep nesting": Fault(lambda p: put_in(p, "[" * 100_000), NOT_JSON + "it is nested too deeply"),
     "nesting that Python takes": Fault(
-        "zarr2-ocdbt",
         lambda p: put_in(p, "[" * 300 + "]" * 300),
-        Corrupt,
-        (NOT_JSON + "it is nested more than 100 levels deep"),
+        NOT_JSON + "it is nested more than 100 levels deep",
     ),
     "a key that is there twice": Fault(
-        "zarr2-ocdbt",
         lambda p: edit_text(p / TREE, '"use_zarr3"', '"use_zarr3": true, "use_zarr3"'),
-        Corrupt,
-        (NOT_JSON + 'the key "use_zarr3" is there twice'),
+        NOT_JSON + 'the key "use_zarr3" is there twice',
     ),
     "a number of many digits": Fault(
-        "zarr2-ocdbt",
-        lambda p: put_in(p, "9" * 100_000),
-        Corrupt,
-        NOT_JSON + "it holds a number of 100000 digits",
+        lambda p: put_in(p, "9" * 100_000), NOT_JSON + "it holds a number of 100000 digits"
     ),
     "a huge document": Fault(
-        "zarr2-ocdbt",
         lambda p: os.truncate(p / TREE, 1 << 40),
-        Corrupt,
-        ("`PATH/_METADATA` has 1.00 TiB: no checkpoint's has"),
+        "`PATH/_METADATA` has 1.00 TiB: no checkpoint's has",
     ),
     "a document that is a directory": Fault(
-        "zarr2-ocdbt",
         lambda p: replace_by_directory(p / TREE),
-        Format,
-        ("`PATH/_METADATA` is a directory, and not a file"),
+        "`PATH/_METADATA` is a directory, and not a file",
+        error=Format,
     ),
     "a document that is a pipe": Fault(
-        "zarr2-ocdbt",
-        lambda p: replace_by_pipe(p / "_sharding"),
-        Format,
-        ("`PATH/_sharding" + NOT_A_FILE),
+        lambda p: replace_by_pipe(p / "_sharding"), "`PATH/_sharding" + NOT_A_FILE, error=Format
     ),
     "a document that is a symbolic link": Fault(
-        "zarr2-ocdbt",
-        lambda p: replace_by_link(p / "_sharding"),
-        Format,
-        ("`PATH/_sharding" + NOT_A_FILE),
+        lambda p: replace_by_link(p / "_sharding"), "`PATH/_sharding" + NOT_A_FILE, error=Format
     ),
     "a record of container types that is none": Fault(
-        "zarr2-ocdbt",
         lambda p: edit(p / TREE, lambda d: d.update(value_metadata_tree="[" * 1000)),
-        Corrupt,
         ("`PATH/_METADATA`: its value_metadata_tree cannot be read: it is nested too deeply"),
     ),
     "a tree that is a list": Fault(
-        "zarr2-ocdbt",
         lambda p: edit(p / TREE, lambda d: d.update(tree_metadata=[])),
-        Corrupt,
-        ("`PATH/_METADATA` has no tree_metadata"),
+        "`PATH/_METADATA` has no tree_metadata",
     ),
     "a leaf that is a number": Fault(
-        "zarr2-ocdbt",
-        lambda p: edit(p / TREE, lambda d: d["tree_metadata"].update(x=3)),
-        Corrupt,
-        (NO_ENTRY + "3"),
+        lambda p: edit(p / TREE, lambda d: d["tree_metadata"].update(x=3)), NO_ENTRY + "3"
     ),
     "a name that climbs": Fault(
-        "zarr2-ocdbt",
         lambda p: add_leaf(p, "../../evil"),
-        Corrupt,
-        (NO_TREE + '"../../evil": its name leads out of the checkpoint'),
+        NO_TREE + '"../../evil": its name leads out of the checkpoint',
     ),
     "a name that climbs, among plain files": Fault(
-        "zarr2-files",
         lambda p: add_leaf(p, "a/..", "/../evil", kind="jax.Array"),
-        Corrupt,
-        (NO_TREE + '"a/.."/"/../evil": its name leads out of the checkpoint'),
+        NO_TREE + '"a/.."/"/../evil": its name leads out of the checkpoint',
+        form="zarr2-files",
     ),
     "an absolute name": Fault(
-        "zarr3-files",
         lambda p: add_leaf(p, "/tmp/evil"),
-        Corrupt,
-        (NO_TREE + '"/tmp/evil": its name leads out of the checkpoint'),
+        NO_TREE + '"/tmp/evil": its name leads out of the checkpoint',
+        form="zarr3-files",
     ),
     "a name with a NUL": Fault(
-        "zarr3-ocdbt",
         lambda p: add_leaf(p, "a\0b"),
-        Corrupt,
-        (NO_TREE + '"a\\u0000b": its name holds a NUL'),
+        NO_TREE + '"a\\u0000b": its name holds a NUL',
+        form="zarr3-ocdbt",
     ),
     "a very long name": Fault(
-        "zarr2-ocdbt",
         lambda p: add_leaf(p, "x" * 100_000),
-        Corrupt,
-        (
-            NO_TREE
-            + (
-                "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"
-                "xxxxxxxxxx: its name has 100000 bytes"
-            )
+        NO_TREE
+        + (
+            "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"
+            ": its name has 100000 bytes"
         ),
     ),
     "a path of many keys": Fault(
-        "zarr2-ocdbt",
         lambda p: add_leaf(p, *"x" * 5000),
-        Corrupt,
-        (
-            NO_TREE
-            + (
-                "x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/"
-                "x/x/x/x/x/...: it is 5000 levels deep"
-            )
+        NO_TREE
+        + (
+            "x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/"
+            "...: it is 5000 levels deep"
         ),
     ),
     "a path that is there twice": Fault(
-        "zarr2-ocdbt",
-        lambda p: add_leaf(p, "w"),
-        Corrupt,
-        (NO_TREE + "w: it is there twice"),
+        lambda p: add_leaf(p, "w"), NO_TREE + "w: it is there twice"
     ),
     "a leaf below a leaf": Fault(
-        "zarr2-ocdbt",
-        lambda p: add_leaf(p, "w", "x"),
-        Corrupt,
-        (NO_TREE + "w: it is a leaf, and w/x below it"),
+        lambda p: add_leaf(p, "w", "x"), NO_TREE + "w: it is a leaf, and w/x below it"
     ),
     "a negative position": Fault(
-        "zarr2-ocdbt",
         lambda p: add_leaf(p, "layers", -1),
-        Corrupt,
-        (
-            NO_ENTRY
-            + (
-                "{'key_metadata': [{'key': 'layers', 'key_type': 2}, {'key': '-1', "
-                "'key_type': 1}], 'value_metadata': {'value_type': 'None', "
-                "'skip_deserialize': True}}"
-            )
+        NO_ENTRY
+        + (
+            "{'key_metadata': [{'key': 'layers', 'key_type': 2}, {'key': '-1', 'key_type': "
+            "1}], 'value_metadata': {'value_type': 'None', 'skip_deserialize': True}}"
         ),
     ),
     "a shape that overflows": Fault(
-        "zarr2-files",
         lambda p: edit_array(p, "w", shape=[2**62, 2**62]),
-        Corrupt,
-        (
-            UNREADABLE
-            + (
-                'Error opening "zarr" driver: Cannot create using specified "metadata" '
-                "and schema: domain must be specified"
-            )
+        UNREADABLE
+        + (
+            'Error opening "zarr" driver: Cannot create using specified "metadata" and '
+            "schema: domain must be specified"
         ),
+        form="zarr2-files",
     ),
     "a shape beyond 64 bits": Fault(
-        "zarr2-ocdbt",
         lambda p: edit_array(p, "w", shape=[2**70, 12]),
-        Corrupt,
-        (UNREADABLE + "it holds a number that is too large"),
+        UNREADABLE + "it holds a number that is too large",
     ),
     "a gigantic array": Fault(
-        "zarr2-ocdbt",
         lambda p: edit_array(p, "w", shape=[2**40, 2**20]),
-        Corrupt,
-        (
-            UNREADABLE
-            + ("an array of [1099511627776, 1048576] has 4611686018427387904 bytes: no model does")
-        ),
+        UNREADABLE
+        + ("an array of [1099511627776, 1048576] has 4611686018427387904 bytes: no model does"),
     ),
     "a gigantic array of zarr v3": Fault(
-        "zarr3-ocdbt",
         lambda p: edit_array(p, "w", shape=[2**40, 2**20]),
-        Corrupt,
-        (
-            UNREADABLE
-            + ("an array of [1099511627776, 1048576] has 4611686018427387904 bytes: no model does")
-        ),
+        UNREADABLE
+        + ("an array of [1099511627776, 1048576] has 4611686018427387904 bytes: no model does"),
+        form="zarr3-ocdbt",
     ),
     "millions of chunks": Fault(
-        "zarr3-ocdbt",
         lambda p: edit_array(p, "w", shape=[2**20, 2**20]),
-        Corrupt,
-        (
-            UNREADABLE
-            + ("an array of [1048576, 1048576] in chunks of [4, 6] has 45813071872 of them")
-        ),
+        UNREADABLE + "an array of [1048576, 1048576] in chunks of [4, 6] has 45813071872 of them",
+        form="zarr3-ocdbt",
     ),
     "a gigantic chunk": Fault(
-        "zarr2-files",
         lambda p: edit_array(p, "w", chunks=[2**20, 2**20]),
-        Corrupt,
-        (UNREADABLE + "chunks of [1048576, 1048576] are larger than the array, [8, 12]"),
+        UNREADABLE + "chunks of [1048576, 1048576] are larger than the array, [8, 12]",
+        form="zarr2-files",
     ),
     "a chunk of nothing": Fault(
-        "zarr2-files",
         lambda p: edit_array(p, "w", chunks=[0, 6]),
-        Corrupt,
-        (
-            UNREADABLE
-            + (
-                'Error parsing object member "metadata": Error parsing object member '
-                '"chunks": Error parsing value at position 0: Expected integer in the '
-                "range"
-            )
+        UNREADABLE
+        + (
+            'Error parsing object member "metadata": Error parsing object member "chunks": '
+            "Error parsing value at position 0: Expected integer in the range"
         ),
+        form="zarr2-files",
     ),
     "a shape of another rank": Fault(
-        "zarr3-files",
         lambda p: edit_array(p, "w", shape=[8]),
-        Corrupt,
-        (
-            UNREADABLE
-            + (
-                'Error parsing object member "metadata": Error parsing object member '
-                '"chunk_grid": Error parsing object member "configuration": Error '
-                'parsing object member "chunk_shape": Array has length 2 but should '
-                "have length 1"
-            )
+        UNREADABLE
+        + (
+            'Error parsing object member "metadata": Error parsing object member '
+            '"chunk_grid": Error parsing object member "configuration": Error parsing object '
+            'member "chunk_shape": Array has length 2 but should have length 1'
         ),
+        form="zarr3-files",
     ),
     "a negative shape": Fault(
-        "zarr3-files",
         lambda p: edit_array(p, "w", shape=[-8, 12]),
-        Corrupt,
-        (
-            UNREADABLE
-            + (
-                'Error parsing object member "metadata": Error parsing object member '
-                '"shape": Error parsing value at position 0: Expected integer in the '
-                "range"
-            )
+        UNREADABLE
+        + (
+            'Error parsing object member "metadata": Error parsing object member "shape": '
+            "Error parsing value at position 0: Expected integer in the range"
         ),
+        form="zarr3-files",
     ),
     "objects for numbers": Fault(
-        "zarr2-files",
         lambda p: edit_array(p, "w", dtype="|O", filters=[{"id": "pickle"}]),
-        Corrupt,
-        (
-            UNREADABLE
-            + (
-                'Error parsing object member "metadata": Error parsing object member '
-                '"dtype": Unsupported zarr dtype: "|O"'
-            )
+        UNREADABLE
+        + (
+            'Error parsing object member "metadata": Error parsing object member "dtype": '
+            'Unsupported zarr dtype: "|O"'
         ),
+        form="zarr2-files",
     ),
     "a structured dtype": Fault(
-        "zarr2-files",
         lambda p: edit_array(p, "w", dtype=[["a", "<f4"]]),
-        Corrupt,
-        (UNREADABLE + "its dtype has no name"),
+        UNREADABLE + "its dtype has no name",
+        form="zarr2-files",
     ),
     "characters for numbers": Fault(
-        "zarr2-files",
         lambda p: edit_array(p, "w", dtype="|S4"),
-        Corrupt,
-        (UNREADABLE + "char is no dtype of arrays of numbers"),
+        UNREADABLE + "char is no dtype of arrays of numbers",
+        form="zarr2-files",
     ),
     "an unknown codec": Fault(
-        "zarr2-ocdbt",
         lambda p: edit_array(p, "w", compressor={"id": "pickle"}),
-        Corrupt,
-        (
-            UNREADABLE
-            + (
-                'Error parsing object member "metadata": Error parsing object member '
-                '"compressor": Error parsing object member "id": "pickle" is not '
-                "registered"
-            )
+        UNREADABLE
+        + (
+            'Error parsing object member "metadata": Error parsing object member '
+            '"compressor": Error parsing object member "id": "pickle" is not registered'
         ),
     ),
     "an abbreviated codec": Fault(
-        "zarr3-ocdbt",
         lambda p: edit_array(p, "w", codecs=["bytes"]),
-        Corrupt,
-        (UNREADABLE + "it has a codec without a name"),
+        UNREADABLE + "it has a codec without a name",
+        form="zarr3-ocdbt",
     ),
     "a codec without bounds": Fault(
-        "zarr3-files",
         lambda p: edit_array(p, "w", codecs=[{"name": "zstd"}, {"name": "blosc"}]),
-        Corrupt,
         UNREADABLE
         + (
-            "it is compressed with blosc inside of something else, where chunks decode to 2 GiB if "
-            "they say so"
+            "it is compressed with blosc inside of something else, where chunks decode to 2 "
+            "GiB if they say so"
         ),
+        form="zarr3-files",
     ),
     "zarr metadata that is not JSON": Fault(
-        "zarr2-files",
         lambda p: truncate(p / "w" / ".zarray"),
-        Corrupt,
         UNREADABLE + "unterminated string starting at character 93",
+        form="zarr2-files",
     ),
     "huge zarr metadata": Fault(
-        "zarr2-files",
         lambda p: os.truncate(p / "w" / ".zarray", 1 << 40),
-        Corrupt,
-        ("the metadata of `w` has 1.00 TiB"),
+        "the metadata of `w` has 1.00 TiB",
+        form="zarr2-files",
     ),
     "a sharding of another rank": Fault(
-        "zarr2-ocdbt",
         lambda p: edit_sharding(p, partition_spec=["data", "model", None]),
-        Corrupt,
-        (UNREADABLE + "P('data', 'model', None) has 3 dimensions, the array 2"),
+        UNREADABLE + "P('data', 'model', None) has 3 dimensions, the array 2",
     ),
     "a sharding on an axis that is not there": Fault(
-        "zarr2-ocdbt",
         lambda p: edit_sharding(p, partition_spec=["data", "x"]),
-        Corrupt,
-        (UNREADABLE + "P('data', 'x') names axis 'x', which `data=2,model=2` lacks"),
+        UNREADABLE + "P('data', 'x') names axis 'x', which `data=2,model=2` lacks",
     ),
     "a mesh of more devices than there are": Fault(
-        "zarr2-ocdbt",
         lambda p: edit_sharding(p, shape=[2**40, 2**40]),
-        Corrupt,
-        (
-            UNREADABLE
-            + (
-                "the mesh `data=1099511627776,model=1099511627776` has "
-                "1208925819614629174706176 devices: no machine does"
-            )
+        UNREADABLE
+        + (
+            "the mesh `data=1099511627776,model=1099511627776` has 1208925819614629174706176 "
+            "devices: no machine does"
         ),
     ),
     "a mesh of other devices": Fault(
-        "zarr2-ocdbt",
         lambda p: edit_sharding(p, shape=[2, 4]),
-        Corrupt,
-        (UNREADABLE + "a mesh `data=2,model=4` of 4 devices"),
+        UNREADABLE + "a mesh `data=2,model=4` of 4 devices",
     ),
     "devices without end": Fault(
-        "zarr2-ocdbt",
-        lambda p: edit_sharding(p, device_mesh={"mesh": "abc"}),
-        Corrupt,
-        (UNREADABLE + "not devices: 'abc'"),
+        lambda p: edit_sharding(p, device_mesh={"mesh": "abc"}), UNREADABLE + "not devices: 'abc'"
     ),
     "a spec that is an expression": Fault(
-        "zarr2-ocdbt",
         lambda p: edit_sharding(p, partition_spec="P(" + "(" * 100_000 + ")"),
-        Corrupt,
-        (
-            UNREADABLE
-            + (
-                "not a partition spec: "
-                "'P(((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((("
-                "(((((((((("
-            )
+        UNREADABLE
+        + (
+            "not a partition spec: "
+            "'P(((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((("
         ),
     ),
     "an axis name with escapes": Fault(
-        "zarr2-ocdbt",
         lambda p: edit_sharding(p, axis_names=["data", "\x1b[2J"]),
-        Corrupt,
-        (UNREADABLE + "not a name: '\\x1b[2J'"),
+        UNREADABLE + "not a name: '\\x1b[2J'",
     ),
     "keys of a wrong dtype": Fault(
-        "zarr2-ocdbt",
         lambda p: edit_text(
             p / "array_metadatas/process_0", '"param_name": "key"', '"param_name": "w"'
         ),
-        Corrupt,
-        (WHOLE + "it is float32, which no PRNG keys are"),
+        WHOLE + "it is float32, which no PRNG keys are",
     ),
     "a description of arrays that is none": Fault(
-        "zarr2-ocdbt",
         lambda p: edit(p / "array_metadatas/process_0", lambda d: d["array_metadatas"].append("w")),
-        Corrupt,
         "`PATH/array_metadatas/process_0` describes no arrays",
     ),
     "a chunk that is a symbolic link": Fault(
-        "zarr2-files",
         lambda p: replace_by_link(p / "w" / "0.0"),
-        Format,
-        ("`PATH/w/0.0" + NOT_A_FILE),
+        "`PATH/w/0.0" + NOT_A_FILE,
+        error=Format,
+        form="zarr2-files",
     ),
     "a chunk that is a pipe": Fault(
-        "zarr3-files",
         lambda p: replace_by_pipe(p / "w" / "c" / "0" / "0"),
-        Format,
-        ("`PATH/w/c/0/0" + NOT_A_FILE),
+        "`PATH/w/c/0/0" + NOT_A_FILE,
+        error=Format,
+        form="zarr3-files",
     ),
     "an array that is a symbolic link": Fault(
-        "zarr2-files",
-        lambda p: replace_by_link(p / "w"),
-        Corrupt,
-        (WHOLE + "there is no array `w`"),
+        lambda p: replace_by_link(p / "w"), WHOLE + "there is no array `w`", form="zarr2-files"
     ),
     "a huge chunk": Fault(
-        "zarr2-files",
         lambda p: os.truncate(p / "w" / "0.0", 1 << 40),
-        Corrupt,
-        (WHOLE + "its chunk `0.0` has 1.00 TiB, more than any of [4, 6] can have"),
+        WHOLE + "its chunk `0.0` has 1.00 TiB, more than any of [4, 6] can have",
+        form="zarr2-files",
     ),
     "a database in a symbolic link": Fault(
-        "zarr2-ocdbt",
         lambda p: replace_by_link(p / "ocdbt.process_0"),
-        Format,
-        ("`PATH/ocdbt.process_0" + NOT_A_FILE),
+        "`PATH/ocdbt.process_0" + NOT_A_FILE,
+        error=Format,
     ),
     "a data file that is a pipe": Fault(
-        "zarr2-nodes",
         lambda p: (
             os.mkfifo(p / "d" / "pipe"),
             plant_place(p, b"w/0.0", "d/pipe", Place(0, 0, 96)),
         ),
-        Format,
-        ("`PATH/d/pipe" + NOT_A_FILE),
+        "`PATH/d/pipe" + NOT_A_FILE,
+        error=Format,
+        form="zarr2-nodes",
     ),
     "a manifest that is a symbolic link": Fault(
-        "zarr2-ocdbt",
         lambda p: replace_by_link(p / "manifest.ocdbt"),
-        Format,
-        ("`PATH/manifest.ocdbt" + NOT_A_FILE),
+        "`PATH/manifest.ocdbt" + NOT_A_FILE,
+        error=Format,
     ),
     "a manifest of garbage": Fault(
-        "zarr2-ocdbt",
         lambda p: (p / "manifest.ocdbt").write_bytes(bytes(1000)),
-        Corrupt,
-        (DATABASE + "it is no node of a B-tree"),
+        DATABASE + "it is no node of a B-tree",
     ),
     "a database that refers to a file outside": Fault(
-        "zarr2-nodes",
         lambda p: plant_place(p, b"w/0.0", f"../{outside(p).name}", Place(0, 0, 96)),
-        Corrupt,
-        ("the OCDBT database in `PATH` refers to `../secret`, which is no name inside it"),
+        "the OCDBT database in `PATH` refers to `../secret`, which is no name inside it",
+        form="zarr2-nodes",
     ),
     "a database that refers to a file by its absolute name": Fault(
-        "zarr2-nodes",
         lambda p: plant_place(p, b"w/0.0", str(outside(p)), Place(0, 0, 96)),
-        Corrupt,
         ("the OCDBT database in `PATH` refers to `PARENT/secret`, which is no name inside it"),
+        form="zarr2-nodes",
     ),
     "a database that refers to a symbolic link": Fault(
-        "zarr2-nodes",
         lambda p: (
             (p / "d" / "link").symlink_to(outside(p)),
             plant_place(p, b"w/0.0", "d/link", Place(0, 0, 96)),
         ),
-        Format,
-        ("`PATH/d/link" + NOT_A_FILE),
+        "`PATH/d/link" + NOT_A_FILE,
+        error=Format,
+        form="zarr2-nodes",
     ),
     "a value beyond the end of what fits": Fault(
-        "zarr2-nodes",
         lambda p: plant_place(p, b"w/0.0", "d/nodes", Place(0, 5, 1 << 60)),
-        Corrupt,
-        (WHOLE + "its chunk `0.0` has 1048576.00 TiB, more than any of [4, 6] can have"),
+        WHOLE + "its chunk `0.0` has 1048576.00 TiB, more than any of [4, 6] can have",
+        form="zarr2-nodes",
     ),
     "a node that is its own child": Fault(
-        "zarr2-nodes",
         plant_cycle,
-        Corrupt,
-        (DATABASE + "several nodes refer to node btreenode::d/nodes:0:38"),
+        DATABASE + "several nodes refer to node btreenode::d/nodes:0:38",
+        form="zarr2-nodes",
     ),
     "nodes that share their children": Fault(
-        "zarr2-nodes",
         plant_shared_node,
-        Corrupt,
-        (DATABASE + "several nodes refer to node btreenode::d/nodes:0:35"),
+        DATABASE + "several nodes refer to node btreenode::d/nodes:0:35",
+        form="zarr2-nodes",
     ),
     "a node that is somewhere else": Fault(
-        "zarr2-nodes",
         lambda p: plant(p, [inner(1, ["d/none"], [(b"", Place(0, 7, 500))])], 1),
-        Corrupt,
-        (DATABASE + ('NOT_FOUND: Error reading Byte range [7, 507) of local file "PATH/d/none"')),
+        DATABASE + 'NOT_FOUND: Error reading Byte range [7, 507) of local file "PATH/d/none"',
+        form="zarr2-nodes",
     ),
     "a node of too many long keys": Fault(
-        "zarr2-nodes",
         lambda p: plant(p, [long_keys(50_000)], 0),
-        Corrupt,
-        (DATABASE + "its B-tree decodes to more than any checkpoint's"),
+        DATABASE + "its B-tree decodes to more than any checkpoint's",
+        form="zarr2-nodes",
     ),
     "a node that is a zip bomb": Fault(
-        "zarr2-nodes",
         lambda p: plant(p, [node(0, zstd_zeros(8 << 30), compression=1)], 0),
-        Corrupt,
-        (DATABASE + "its B-tree decodes to more than any checkpoint's"),
+        DATABASE + "its B-tree decodes to more than any checkpoint's",
+        form="zarr2-nodes",
     ),
 }
 
@@ -1117,6 +974,7 @@ BOMBS: dict[str, Callable[[pathlib.Path], Any]] = {
 }
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("name", BOMBS)
 def test_memory_of_bombs(tmp_path, base, name):
     path = copied(base, "zarr2-nodes", tmp_path / "saved")
@@ -1124,6 +982,7 @@ def test_memory_of_bombs(tmp_path, base, name):
     assert ends_within(1 << 30, "inspect", path) == 2
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("form", ["zarr2-files", "zarr3-files"])
 def test_memory_of_chunks_that_are_zip_bombs(tmp_path, base, form):
     path = copied(base, form, tmp_path / "saved")
@@ -1406,10 +1265,7 @@ def test_rules_that_make_what_no_array_can_be(tmp_path, base, name):
     ("width", "why"),
     [
         (1 << 39, "an array of [64, 549755813920] has 140737488363520 bytes: no model does"),
-        (
-            1 << 35,
-            "an array of [64, 34359738400] in chunks of [16, 32] has 4294967300 of them",
-        ),
+        (1 << 35, "an array of [64, 34359738400] in chunks of [16, 32] has 4294967300 of them"),
     ],
 )
 def test_results_that_could_not_be_opened_again(tmp_path, base, width, why):
@@ -1510,10 +1366,7 @@ RECORDED: dict[str, tuple[Callable[[Json], Any], str]] = {
         lambda record: record["route"]["moved"].append(["step", ["step"]]),
         "not a path: 'step'",
     ),
-    "a leaf below another": (
-        one_more("step", "x"),
-        "its leaves are not those of one tree: step/x",
-    ),
+    "a leaf below another": (one_more("step", "x"), "its leaves are not those of one tree: step/x"),
     "a leaf under two names": (
         lambda record: (one_more(7)(record), one_more("7")(record)),
         "its leaves are not those of one tree: a path is there twice",
@@ -1530,10 +1383,7 @@ RECORDED: dict[str, tuple[Callable[[Json], Any], str]] = {
         lambda record: record["leaves"][0].__setitem__(1, {"shape": []}),
         "there are no such leaves: {'shape': []}",
     ),
-    "a leaf of no such type": (
-        kind(type="jax.Arrays"),
-        "there are no leaves of type 'jax.Arrays'",
-    ),
+    "a leaf of no such type": (kind(type="jax.Arrays"), "there are no leaves of type 'jax.Arrays'"),
     "keys that are no bits": (
         kind(keys="threefry2x32"),
         "int32[] are no PRNG keys, 'threefry2x32'",
