@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from reshard.errors import ArgumentError, ShardingError
-from reshard.sharding.annotations import AnnotatedLeaf, LeafCoverage, cover
+from reshard.sharding.annotations import AnnotatedLeaf, cover
 from reshard.sharding.mesh import Mesh, spec_problems
 from reshard.tree import format_path, split_path
 
@@ -119,29 +118,6 @@ def test_moments_of_fewer_dimensions_take_their_part_of_the_names():
         "opt/v/w": ((), "optimizer", ()),
         "opt/history/w": (((), ("data",), ("model",)), "optimizer", (0, 1)),
         "params/w": ((("data",), ("model",)), "names", (0, 1)),
-    }
-
-
-def test_moments_follow_a_parameter_wherever_its_spec_is_from():
-    leaves = [
-        leaf("params/a/w", (8, 8), ("embed", "mlp")),
-        leaf("params/b/w", (8, 8)),
-        leaf("params/c/w", (8, 8), saved=((), ("model",))),
-        *(leaf(f"opt/0/mu/{name}/w", (8, 8)) for name in "abc"),
-        *(leaf(f"opt/0/v_row/{name}/w", (8,)) for name in "abc"),
-    ]
-    found = run(leaves, specs=[("params/[ab]", P("model", "data"))])
-    assert found.problems == ()
-    assert specs_of(found) == {
-        "params/a/w": (("model",), ("data",)),
-        "params/b/w": (("model",), ("data",)),
-        "params/c/w": ((), ("model",)),
-        "opt/0/mu/a/w": (("model",), ("data",)),
-        "opt/0/mu/b/w": (("model",), ("data",)),
-        "opt/0/mu/c/w": ((), ("model",)),
-        "opt/0/v_row/a/w": (("model",),),
-        "opt/0/v_row/b/w": (("model",),),
-        "opt/0/v_row/c/w": ((),),
     }
 
 
@@ -256,68 +232,6 @@ def test_without_rules_names_are_mesh_axes(kind, rules):
     assert specs_of(found) == {"params/w": (("model",), (), ("data",))}
 
 
-def test_logical_names_without_rules_are_a_problem():
-    leaves = [
-        leaf("params/a", (8, 8), ("embed", "mlp")),
-        leaf("params/b", (8,), ("embed",)),
-        leaf("params/c", (8,), (None,)),
-        leaf("params/d", (8, 8), ("data", "embed")),
-    ]
-    found = run(leaves, rules=None)
-    assert found.problems == (
-        "params/a: its axes have logical names ('embed', 'mlp'), and no rules",
-        "params/b: its axes have logical names ('embed',), and no rules",
-        "params/d: no rule has the logical name 'data', which is also an axis of `data=2,model=4`",
-        "params/d: its axes have logical names ('data', 'embed'), and no rules",
-    )
-    assert found.hints == (
-        'rules=[("embed", "data"), ...] gives them, rules=[] replicates',
-        'the rule ("data", "data") splits over it, ("data", None) replicates',
-    )
-    assert found.unmatched == {
-        "embed": (("params", "a"), ("params", "b"), ("params", "d")),
-        "mlp": (("params", "a"),),
-        "data": (("params", "d"),),
-    }
-    nothing = run(leaves[:3], rules=[])
-    assert nothing.problems == nothing.hints == ()
-    assert nothing.unmatched == {
-        "embed": (("params", "a"), ("params", "b")),
-        "mlp": (("params", "a"),),
-    }
-    assert specs_of(nothing) == {"params/a": ((), ()), "params/b": ((),), "params/c": ((),)}
-
-
-def test_names_that_are_also_mesh_axes_need_a_rule():
-    leaves = [leaf("params/a", (8, 8), ("data", "mlp")), leaf("params/b", (8,), ("model",))]
-    assert run(leaves).problems == (
-        "params/a: no rule has the logical name 'data', which is also an axis of `data=2,model=4`",
-        "params/b: no rule has the logical name 'model', which is also an axis of `data=2,model=4`",
-    )
-    said = run(leaves, [*RULES, ("data", None), ("model", "model")])
-    assert said.problems == said.hints == ()
-    assert specs_of(said) == {"params/a": ((), ("model",)), "params/b": (("model",),)}
-
-
-@pytest.mark.parametrize("kind", ["mesh", "nnx"])
-def test_names_that_are_neither_rules_nor_mesh_axes(kind):
-    leaves = [
-        leaf("params/a", (8, 8), ("embed", "heads"), kind),
-        leaf("params/b", (8,), ("heads",), kind),
-    ]
-    found = run(leaves)
-    assert found.problems == (
-        "params/a  [8, 8] ('embed', 'heads'): P('data', 'heads') names axis 'heads', which "
-        "`data=2,model=4` lacks",
-        "params/b  [8] ('heads',): P('heads') names axis 'heads', which `data=2,model=4` lacks",
-    )
-    assert found.hints == ("the rule (\"heads\", None) replicates what is named 'heads'",)
-    assert found.unmatched == {"heads": (("params", "a"), ("params", "b"))}
-    said = run(leaves, [*RULES, ("heads", None)])
-    assert said.problems == said.hints == ()
-    assert specs_of(said) == {"params/a": (("data",), ()), "params/b": ((),)}
-
-
 def test_a_name_or_an_axis_that_is_there_twice():
     leaves = [
         leaf("params/linen", (8, 8), ("embed", "embed")),
@@ -390,145 +304,7 @@ def test_names_that_a_regex_overrides_are_not_looked_at():
 # Problems
 
 
-def test_all_problems_are_there_in_the_order_of_the_tree():
-    leaves = [
-        leaf("params/a", (7, 6), ("embed", "mlp")),
-        leaf("params/b", (8, 8, 8), ("data", "x", "embed"), "mesh"),
-        leaf("params/c", (), ("mlp",)),
-        leaf("params/d", (3,)),
-        leaf("params/e", (8, 8), saved=(("y",),)),
-        leaf("params/f", (8,), ("mlp", "embed")),
-    ]
-    found = run(leaves, specs=[("d$", ["model", "model"])])
-    assert found.problems == (
-        "params/a  [7, 6] ('embed', 'mlp'): dimension 0 of 7 does not divide by 2 (data)",
-        "params/a  [7, 6] ('embed', 'mlp'): dimension 1 of 6 does not divide by 4 (model)",
-        "params/b  [8, 8, 8] ('data', 'x', 'embed'): P('data', 'x', None) names axis 'x', which "
-        "`data=2,model=4` lacks",
-        "params/c  [] ('mlp',): P('model') has 1 dimensions, the array 0",
-        "params/d  [3]: P('model', 'model') has 2 dimensions, the array 1",
-        "params/d  [3]: P('model', 'model') uses axis 'model' 2 times",
-        "params/d  [3]: dimension 0 of 3 does not divide by 4 (model)",
-        "params/e  [8, 8]: P('y') names axis 'y', which `data=2,model=4` lacks",
-        "params/f  [8] ('mlp', 'embed'): P('model', 'data') has 2 dimensions, the array 1",
-    )
-    assert found.hints == ("the rule (\"x\", None) replicates what is named 'x'",)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            {"rules": [("embed", 1)]},
-            "a rule is a logical name with a mesh axis, several, or None\n  ('embed', 1)\n\n"
-            'hint: rules=[("embed", "data"), ("vocab", ("data", "model")), ("kv", None)]',
-        ),
-        (
-            {"specs": [("kernel$", "data"), ("params/b", "data")]},
-            "no array matches the regex of a spec\n  `kernel$`\n  `params/b`\n\n"
-            "hint: the nearest leaf is `params/a`",
-        ),
-        (
-            {"specs": [("(", "data")]},
-            "the spec rules cannot be read\n"
-            "  `(` is not a regex: missing ), unterminated subpattern at position 0",
-        ),
-        ({"specs": [("a", [1])]}, "not a partition spec: [1]"),
-    ],
-)
-def test_what_cannot_be_read_is_raised(arguments, message):
-    with pytest.raises(ShardingError) as caught:
-        run([leaf("params/a", (8,), ("embed",))], **arguments)
-    assert str(caught.value) == message
-
-
-def test_semantics_that_are_unknown():
-    with pytest.raises(ArgumentError) as caught:
-        run([leaf("params/a", (8,), ("embed",))], semantics="flax")
-    assert str(caught.value) == (
-        "semantics='flax' is not known\n\nhint: semantics='linen'\nhint: semantics='nnx'"
-    )
-
-
 # The report
-
-
-def everything():
-    leaves = [
-        leaf("params/embed", (8, 12), ("embed", "mlp")),
-        leaf("params/bias", (12,), ("mlp",), itemsize=2),
-        leaf("params/norm", (1024,), ("norm",)),
-        leaf("params/head", (8, 300), ("embed", None)),
-        leaf("params/free", (100, 3)),
-        leaf("opt/mu/embed", (8, 12), ("embed", "mlp")),
-        leaf("opt/mu/free", (100, 3)),
-        leaf("opt/count", (), itemsize=8),
-        leaf("stats", (6, 4), saved=(("data",),)),
-        leaf("table", (16, 4)),
-    ]
-    rules = [*RULES, ("unused", ("data", "model")), ("kv", None)]
-    return run(leaves, rules, [("^table$", P(("data", "model")))])
-
-
-def test_the_report_is_whole():
-    found = everything()
-    data, model = ("data",), ("model",)
-
-    def was(path, shape, names, spec, source, rules, nbytes, replicated=False):
-        return LeafCoverage(split_path(path), shape, names, spec, source, rules, nbytes, replicated)
-
-    assert found.leaves == (
-        was("params/embed", (8, 12), ("embed", "mlp"), (data, model), "names", (0, 1), 48),
-        was("params/bias", (12,), ("mlp",), (model,), "names", (1,), 6),
-        was("params/norm", (1024,), ("norm",), ((),), "names", (), 4096, True),
-        was("params/head", (8, 300), ("embed", None), (data, ()), "names", (0,), 4800),
-        was("params/free", (100, 3), None, (), "none", (), 1200, True),
-        was("opt/mu/embed", (8, 12), ("embed", "mlp"), (data, model), "optimizer", (0, 1), 48),
-        was("opt/mu/free", (100, 3), None, (), "optimizer", (), 1200, True),
-        was("opt/count", (), None, (), "none", (), 8, True),
-        was("stats", (6, 4), None, (data,), "sharding", (), 48),
-        was("table", (16, 4), None, (("data", "model"),), "specs", (), 32),
-    )
-    assert found.mesh == MESH
-    assert found.rules == (
-        ("embed", data),
-        ("mlp", model),
-        ("unused", ("data", "model")),
-        ("kv", ()),
-    )
-    assert found.reached == (
-        (("params", "embed"), ("params", "head"), ("opt", "mu", "embed")),
-        (("params", "embed"), ("params", "bias"), ("opt", "mu", "embed")),
-        (),
-        (),
-    )
-    assert found.unmatched == {"norm": (("params", "norm"),)}
-    assert [format_path(leaf.path) for leaf in found.replicated] == [
-        "params/norm",
-        "params/free",
-        "opt/mu/free",
-        "opt/count",
-    ]
-    assert (found.replicated_bytes, found.device_bytes) == (6504, 11486)
-    assert found.problems == found.hints == ()
-
-
-def test_the_report_prints():
-    assert repr(everything()) == (
-        "10 array leaves on `data=2,model=4`, 11.22 KiB a device: 1 by the given specs, "
-        "4 by the names of their axes, 1 by the sharding they have, "
-        "2 as the parameter they belong to, 2 by nothing\n"
-        "rule        embed -> data: 3 leaves, params/embed the first\n"
-        "rule        mlp -> model: 3 leaves, params/embed the first\n"
-        "rule        unused -> data, model: 0 leaves\n"
-        "rule        kv -> replicated: 0 leaves\n"
-        "no rule     norm: 1 leaves, params/norm the first\n"
-        "replicated  4 leaves, 6.35 KiB a device\n"
-        "            4.00 KiB  params/norm  [1024]\n"
-        "            1.17 KiB  params/free  [100, 3]\n"
-        "            1.17 KiB  opt/mu/free  [100, 3]\n"
-        "            8 B  opt/count  []"
-    )
 
 
 def test_the_printed_report_is_short_and_ends_with_what_is_wrong():

@@ -246,8 +246,7 @@ def pointers(array):
 
 @pytest.mark.parametrize("nbytes", [1 << 12, 3 << 20])
 @pytest.mark.parametrize(
-    ("spec", "distinct"),
-    [(P(), 1), (P("data"), 2), (P(None, "model"), 4), (P("model", "data"), 8)],
+    ("spec", "distinct"), [(P(), 1), (P("data"), 2), (P(None, "model"), 4), (P("model", "data"), 8)]
 )
 @pytest.mark.parametrize("memory", [None, 1 << 20])
 def test_replicas_share_a_buffer(tmp_path, spec, distinct, nbytes, memory):
@@ -459,47 +458,6 @@ def test_arrays_are_read_while_others_are_transferred(tmp_path, monkeypatch, mem
     assert (link.reading, link.under_way) == ({}, {})
 
 
-def test_a_chunk_larger_than_the_memory(tmp_path):
-    small = stored_array(tmp_path, random((8, 8)), (8, 8))
-    one = stored_array(tmp_path, random((1024, 512), seed=1), (256, 512))
-    two = stored_array(tmp_path, random((2048, 512), seed=2), (256, 512), zarr3=True)
-    sharding = NamedSharding(layouts.mesh(EIGHT), P("data"))
-    requests = [Request(handle, handle.dtype, sharding) for handle in (small, one, two)]
-    charges = [chunk_bytes(handle) - 256 * 512 * 4 for handle in (one, two)]
-
-    def text(nbytes):
-        return f"{nbytes / 1024:.2f} KiB" if nbytes < 1 << 20 else f"{nbytes / 2**20:.2f} MiB"
-
-    with pytest.raises(reshard.MemoryLimitError) as caught:
-        read_arrays(requests, 100 << 10)
-    least = max(charges)
-    assert str(caught.value) == (
-        "one stored chunk does not fit in 100.00 KiB\n"
-        f"  array1: a chunk of [256, 512] takes {text(charges[0])}, stored and decoded\n"
-        f"  array2: a chunk of [256, 512] takes {text(charges[1])}, stored and decoded\n\n"
-        f'hint: max_memory="{math.ceil(least / 1024)}KiB" is the least that restores it'
-    )
-    assert caught.value.least == least
-    with pytest.raises(reshard.MemoryLimitError):
-        read_arrays(requests, least - 1)
-    arrays = read_arrays(requests, least)
-    for array, handle in zip(arrays, (small, one, two), strict=True):
-        assert bits(array) == bits(jnp.asarray(handle.view().read().result()))
-    assert read_arrays(requests[:1], 100 << 10)[0].sharding == sharding
-
-
-@pytest.mark.parametrize("memory", [None, 300 << 10])
-@pytest.mark.parametrize("aliases", [True, False])
-def test_progress_counts_decoded_bytes(large, monkeypatch, memory, aliases):
-    if not aliases:
-        monkeypatch.setattr(device_reads, "_aliases", lambda sharding: sharding is None)
-    counts = []
-    read_arrays(requests_of(large), memory, counts.append)
-    assert sum(counts) == 4 * (2 << 20)
-    assert len(counts) >= (1 if memory is None else 20)
-    assert all(count > 0 for count in counts)
-
-
 # Casts.
 
 
@@ -523,20 +481,6 @@ def test_floats_are_cast_as_jax_does(tmp_path, source, target, memory):
     (array,) = read_arrays([Request(handle, handle.dtype, sharding)], memory)
     assert array.sharding == sharding
     assert_equal_or_nan(array, jnp.asarray(values).astype(target))
-
-
-@pytest.mark.parametrize("spec", [P(), P("data"), P("data", "model")])
-def test_float64_is_rounded_once(tmp_path, spec):
-    rng = np.random.default_rng(0)
-    bf16 = rng.integers(0x3000, 0x4F00, 512).astype(np.uint16)
-    middle = ((bf16.astype(np.uint32) << 16) | 0x8000).view(np.float32).astype(np.float64)
-    values = np.stack([middle, middle * (1 + 2.0**-40), middle * (1 - 2.0**-40), -middle])
-    handle = stored_array(tmp_path, values, (2, 100), dtype="bfloat16")
-    sharding = NamedSharding(layouts.mesh(EIGHT), spec)
-    (array,) = read_arrays([Request(handle, handle.dtype, sharding)], None)
-    even = bf16 + (bf16 & 1)
-    expected = np.stack([even, bf16 + 1, bf16, even | 0x8000])
-    assert np.asarray(array).view(np.uint16).tolist() == expected.tolist()
 
 
 INTS = ["int4", "int8", "int16", "int32", "uint8", "uint16", "uint32"]
@@ -573,21 +517,6 @@ def test_integers_that_fit_and_that_do_not(tmp_path, source, target):
 
 
 # What is broken.
-
-
-def test_chunks_that_are_missing(tmp_path):
-    handles = [stored_array(tmp_path, random((8, 8), seed=i), (4, 4)) for i in range(3)]
-    (tmp_path / "array0" / "0.1").unlink()
-    for name in ("0.0", "1.1"):
-        (tmp_path / "array2" / name).unlink()
-    sharding = NamedSharding(layouts.mesh(EIGHT), P("data"))
-    with pytest.raises(reshard.CorruptCheckpointError) as caught:
-        read_arrays([Request(handle, handle.dtype, sharding) for handle in handles], None)
-    assert str(caught.value) == (
-        "stored chunks are missing\n"
-        "  array0: 1 of its 4 stored chunks are missing\n"
-        "  array2: 2 of its 4 stored chunks are missing"
-    )
 
 
 @pytest.mark.parametrize("memory", [None, 1 << 20])

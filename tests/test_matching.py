@@ -60,9 +60,7 @@ def array(path, shape=(), dtype="float32", **kwargs):
 
 KEYS = st.sampled_from(["a", "b", "value", "1", 0])
 TREES = st.recursive(
-    st.just(None),
-    lambda inner: st.dictionaries(KEYS, inner, min_size=1, max_size=3),
-    max_leaves=8,
+    st.just(None), lambda inner: st.dictionaries(KEYS, inner, min_size=1, max_size=3), max_leaves=8
 ).filter(lambda tree: tree is not None)
 
 
@@ -245,10 +243,7 @@ def test_what_is_empty_is_neither_missing_nor_unexpected(leaf):
 def test_what_is_empty_is_no_array(leaf):
     ckpt = saved({("a",): leaf})
     found, problems = match([array(("a",), (3,))], ckpt)
-    assert (found, problems) == (
-        [None],
-        [Mismatch("missing", "a  float32[3]: missing", ("a",))],
-    )
+    assert (found, problems) == ([None], [Mismatch("missing", "a  float32[3]: missing", ("a",))])
 
 
 # Kinds of leaves.
@@ -294,10 +289,7 @@ def test_which_dtypes_fit(cast):
             fits = bool(cast) and old in INTS and new in INTS
         found, problems = match([array(("a",), (3,), new)], saved({("a",): ((3,), old)}), cast=cast)
         text = f"a: the target has {new}[3], the checkpoint {old}[3]"
-        assert (found, problems) == (
-            [("a",)],
-            [] if fits else [Mismatch("dtype", text, ("a",))],
-        )
+        assert (found, problems) == ([("a",)], [] if fits else [Mismatch("dtype", text, ("a",))])
 
 
 @pytest.mark.parametrize("cast", [False, True, "lossy"])
@@ -492,43 +484,6 @@ def test_the_nearest_leaf_has_the_same_shape_and_dtype():
 
 
 # All of it as one error.
-
-
-def test_all_mismatches_are_one_error():
-    ckpt = saved(
-        {
-            ("a",): ((3,), "float32"),
-            ("b",): ((3,), "bfloat16"),
-            ("c",): ((2,), "uint32", "jax.Array", "threefry2x32"),
-            ("e", "kernels"): ((5, 5), "float32"),
-            ("f",): "text",
-            ("t", "one"): ((7,), "float32"),
-            ("t", "two"): ((7,), "float32"),
-        }
-    )
-    wanted = [
-        array(("b",), (3,)),
-        array(("a",), (4,)),
-        array(("c",), (2,), "uint32"),
-        array(("e", "kernel"), (5, 5)),
-        tied(("t", "one"), ("t", "two"), shape=(7,)),
-    ]
-    found, problems = match(wanted, ckpt)
-    assert found == [("b",), ("a",), ("c",), None, ("t", "one")]
-    error = matching.mismatch_error("`run`", problems, ["do this"])
-    assert isinstance(error, reshard.TreeMismatchError)
-    assert str(error) == (
-        "`run` does not match the target: 1 missing from it, 2 that the target lacks, "
-        "1 tied in the target only, 1 of another kind, 1 of another shape, 1 of another dtype\n"
-        "  e/kernel  float32[5, 5]: missing; the nearest is e/kernels\n"
-        "  e/kernels  float32[5, 5]: not in the target\n"
-        "  f  'text': not in the target\n"
-        "  t/one: one leaf of the target, saved as t/one and t/two\n"
-        "  c: the target has uint32[2], the checkpoint threefry2x32 keys[]\n"
-        "  a: the target has float32[4], the checkpoint float32[3]\n"
-        "  b: the target has float32[3], the checkpoint bfloat16[3]\n\n"
-        "hint: do this"
-    )
 
 
 def test_matching_grows_with_the_leaves():

@@ -74,54 +74,22 @@ def test_an_abstract_mesh_has_no_device_ids():
     assert mesh_lib.parse_mesh(mesh) == Mesh(("data", "model"), (64, 64), ("Auto", "Manual"))
 
 
+TEXT = "\n\nhint: a mesh is `data=1,model=8`, or `1x8` for short"
+FORMS = "\n\nhint: a mesh is `data=1,model=8`, `1x8`, a dict, or a jax Mesh or AbstractMesh"
+
+
 @pytest.mark.parametrize(
     ("given_mesh", "saved", "message"),
     [
-        (
-            "data=1,model",
-            [],
-            "not a mesh: `data=1,model`\n\nhint: a mesh is `data=1,model=8`, or `1x8` for short",
-        ),
-        ("", [], "not a mesh: ``\n\nhint: a mesh is `data=1,model=8`, or `1x8` for short"),
-        (
-            "data=-1",
-            [],
-            "not a mesh: `data=-1`\n\nhint: a mesh is `data=1,model=8`, or `1x8` for short",
-        ),
-        (
-            "1x8x",
-            [SAVED],
-            "not a mesh: `1x8x`\n\nhint: a mesh is `data=1,model=8`, or `1x8` for short",
-        ),
-        (
-            "=8",
-            [],
-            "not a mesh: `=8`\n\nhint: a mesh is `data=1,model=8`, or `1x8` for short",
-        ),
-        (
-            {"data": "8"},
-            [],
-            "not a mesh: {'data': '8'}\n\n"
-            "hint: a mesh is `data=1,model=8`, `1x8`, a dict, or a jax Mesh or AbstractMesh",
-        ),
-        (
-            {0: 8},
-            [],
-            "not a mesh: {0: 8}\n\n"
-            "hint: a mesh is `data=1,model=8`, `1x8`, a dict, or a jax Mesh or AbstractMesh",
-        ),
-        (
-            (1, 8),
-            [],
-            "not a mesh: (1, 8)\n\n"
-            "hint: a mesh is `data=1,model=8`, `1x8`, a dict, or a jax Mesh or AbstractMesh",
-        ),
-        (
-            None,
-            [],
-            "not a mesh: None\n\n"
-            "hint: a mesh is `data=1,model=8`, `1x8`, a dict, or a jax Mesh or AbstractMesh",
-        ),
+        ("data=1,model", [], "not a mesh: `data=1,model`" + TEXT),
+        ("", [], "not a mesh: ``" + TEXT),
+        ("data=-1", [], "not a mesh: `data=-1`" + TEXT),
+        ("1x8x", [SAVED], "not a mesh: `1x8x`" + TEXT),
+        ("=8", [], "not a mesh: `=8`" + TEXT),
+        ({"data": "8"}, [], "not a mesh: {'data': '8'}" + FORMS),
+        ({0: 8}, [], "not a mesh: {0: 8}" + FORMS),
+        ((1, 8), [], "not a mesh: (1, 8)" + FORMS),
+        (None, [], "not a mesh: None" + FORMS),
         ("data=0,model=8", [], "every axis of the mesh `data=0,model=8` needs at least one device"),
         ("0x8", [SAVED], "every axis of the mesh `data=0,model=8` needs at least one device"),
         ({"a": 2, "b": -2}, [], "every axis of the mesh `a=2,b=-2` needs at least one device"),
@@ -267,11 +235,7 @@ def test_rename_axes_renames_and_replicates():
         ((16, 24), (("data",), ("model",)), []),
         ((16, 24, 5), (("data", "model"),), []),
         ((0, 3), (("data",), ()), []),
-        (
-            (15, 24),
-            (("data",), ("model",)),
-            ["dimension 0 of 15 does not divide by 2 (data)"],
-        ),
+        ((15, 24), (("data",), ("model",)), ["dimension 0 of 15 does not divide by 2 (data)"]),
         (
             (12, 24),
             (("data", "model"), ()),
@@ -279,11 +243,7 @@ def test_rename_axes_renames_and_replicates():
         ),
         ((16,), (("data",), ()), ["P('data', None) has 2 dimensions, the array 1"]),
         ((), (("data",),), ["P('data') has 1 dimensions, the array 0"]),
-        (
-            (16, 24),
-            (("data",), ("data",)),
-            ["P('data', 'data') uses axis 'data' 2 times"],
-        ),
+        ((16, 24), (("data",), ("data",)), ["P('data', 'data') uses axis 'data' 2 times"]),
         (
             (16, 24),
             (("x",), ("y",)),

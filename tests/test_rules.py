@@ -42,23 +42,9 @@ def test_the_first_match_wins_and_the_rest_is_left_out():
     }
 
 
-def test_order_decides():
-    specific, general = ("^params/dense/kernel$", "data"), ("kernel$", "model")
-    assert match_specs(LEAVES[:1], [specific, general]) == {LEAVES[0]: (("data",),)}
-    assert match_specs(LEAVES[:1], [general, specific]) == {LEAVES[0]: (("model",),)}
-
-
 def test_a_rule_sees_the_printed_path():
     assert match_specs(LEAVES, [('^params/"mlp/linear"/', "data")]) == {LEAVES[2]: (("data",),)}
     assert match_specs(LEAVES, [("^opt_state/0/mu", "data")]) == {LEAVES[3]: (("data",),)}
-
-
-def test_without_rules_nothing_is_chosen():
-    assert match_specs(LEAVES, []) == {}
-
-
-def test_a_rule_that_earlier_ones_shadow_is_no_error():
-    assert match_specs(LEAVES, [("step", ""), ("^st", "data")]) == {LEAVES[4]: ()}
 
 
 @settings(deadline=None)

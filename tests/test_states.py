@@ -316,25 +316,6 @@ def randomized(found, seed=0):
     return [other(leaf) for leaf in found.leaves]
 
 
-def variables(module):
-    return {path: v for path, v in nnx.iter_graph(module) if isinstance(v, nnx.Variable)}
-
-
-def test_modules_are_rebuilt_as_new_ones_that_share_what_they_shared():
-    model = Model(nnx.Rngs(0))
-    before = jax.tree.map(lambda x: x, nnx.state(model))
-    found = flatten_state({"model": model, "step": 1})
-    values = randomized(found)
-    again = found.unflatten(values)
-    assert list(again) == ["model", "step"]
-    new = again["model"]
-    assert type(new) is Model and new is not model and new.width == 5
-    assert new.tied is new.embed.embedding and new.again is new.blocks[1]
-    assert nnx.graphdef(new) == nnx.graphdef(model)
-    assert [x.value for x in flatten_state(again).leaves] == values
-    layouts.assert_same_tree(nnx.state(model), before)
-
-
 def test_arrays_that_flax_takes_for_structure_are_leaves_of_abstract_modules_too():
     """The scales of a `WeightNorm` are in a dict, and in no variable."""
 
@@ -366,45 +347,6 @@ def test_variables_without_a_value_are_saved_as_such(hold, tmp_path):
         tuple(map(str, path)): leaf is None for path, leaf in saved.items()
     }
     assert sum(leaf is None for leaf in saved.values()) == 3
-
-
-def test_modules_are_updated_in_place():
-    with nnx.use_eager_sharding(False):
-        model = nnx.Linear(
-            2, 3, rngs=nnx.Rngs(0), kernel_metadata={"out_sharding": (None, "model"), "note": "x"}
-        )
-        both = nnx.ModelAndOptimizer(model, optax.adam(1e-3))
-    held = variables((model, both))
-    metadata = {path: variable.get_metadata() for path, variable in held.items()}
-    found = flatten_state((model, both, {"step": 1}))
-    values = randomized(found)
-    again = found.update(values)
-    assert again[0] is model and again[1] is both and both.model is model
-    now = variables((model, both))
-    assert now.keys() == held.keys()
-    assert all(now[path] is variable for path, variable in held.items())
-    assert {path: variable.get_metadata() for path, variable in now.items()} == metadata
-    layouts.assert_same_tree([leaf.value for leaf in flatten_state(again).leaves], values)
-
-
-def test_boxes_keep_what_they_say_of_axes():
-    rules = (("x", "data"),)
-    state = {
-        "a": nn.Partitioned(jnp.ones(2), ("x",)),
-        "b": nn.LogicallyPartitioned(jnp.ones(2), ("x",), rules=rules),
-        "c": Named(jnp.ones(2), ("x",)),
-    }
-    assert flatten_state(state).unflatten([1, 2, 3]) == {
-        "a": nn.Partitioned(1, ("x",)),
-        "b": nn.LogicallyPartitioned(2, ("x",), rules=rules),
-        "c": Named(3, ("x",)),
-    }
-
-
-def test_abstract_boxes_are_rebuilt_in_the_context_of_a_mesh():
-    state = {"a": nn.Partitioned(jax.ShapeDtypeStruct((8,), "float32"), ("model",))}
-    with jax.set_mesh(layouts.mesh((1, 8))):
-        assert flatten_state(state).unflatten([1]) == {"a": nn.Partitioned(1, ("model",))}
 
 
 # Annotations.
@@ -473,10 +415,7 @@ def key(impl, count=None):
         (jnp.zeros(3, "bfloat16"), TargetLeaf((), "array", (3,), jnp.dtype("bfloat16"))),
         (jnp.asarray(1.0), TargetLeaf((), "array", (), np.dtype("float32"), weak=True)),
         (jnp.float32(1.0), TargetLeaf((), "array", (), np.dtype("float32"))),
-        (
-            jax.ShapeDtypeStruct((4, 2), "int4"),
-            TargetLeaf((), "array", (4, 2), jnp.dtype("int4")),
-        ),
+        (jax.ShapeDtypeStruct((4, 2), "int4"), TargetLeaf((), "array", (4, 2), jnp.dtype("int4"))),
         (
             jax.ShapeDtypeStruct((), "float32", weak_type=True),
             TargetLeaf((), "array", (), np.dtype("float32"), weak=True),
