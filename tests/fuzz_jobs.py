@@ -42,14 +42,7 @@ from = '^params/'
 to = ''
 """
 # What a case may leave of its jobs.
-LEFT = (
-    "moved",
-    "reshaped",
-    "recorded",
-    "converted",
-    "resumed",
-    ".reshard-resumed.unfinished",
-)
+LEFT = ("moved", "reshaped", "recorded", "converted", "resumed", ".reshard-resumed.unfinished")
 
 
 class LinenMlp(nn.Module):

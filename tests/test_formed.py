@@ -289,10 +289,7 @@ RECIPES = {
         (Unstack(0, 2), ["nested"], ["n0", "n1"]),
         *[(Unstack(0, 3), [f"n{i}"], names(f"n{i}_", 3)) for i in range(2)],
     ],
-    "unstack of a reshape": [
-        (Reshape((6, 8, 16)), ["nested"], ["flat"]),
-        unstack("flat"),
-    ],
+    "unstack of a reshape": [(Reshape((6, 8, 16)), ["nested"], ["flat"]), unstack("flat")],
     "layers of a fused projection": [
         unstack("together"),
         *[(Split(1, (12, 12)), [f"together_{i}"], [f"g{i}", f"u{i}"]) for i in range(LAYERS)],

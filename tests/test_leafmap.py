@@ -8,16 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.arrays.operations import (
-    Concat,
-    Crop,
-    Pad,
-    Reshape,
-    Split,
-    Stack,
-    Transpose,
-    Unstack,
-)
+from reshard.arrays.operations import Concat, Crop, Pad, Reshape, Split, Stack, Transpose, Unstack
 from reshard.convert.leafmap import (
     LeafMap,
     Output,
@@ -177,9 +168,7 @@ def test_origins_are_told_together():
     rows = [Row((("x",), ("b",)), (("y",),), Concat(0), "structure")]
     found = first.then(from_rows(rows, first.shapes))
     assert found.origin == {("y",): "map, structure"}
-    assert found.rows() == [
-        Row((("a",), ("b",)), (("y",),), Concat(0), "map, structure"),
-    ]
+    assert found.rows() == [Row((("a",), ("b",)), (("y",),), Concat(0), "map, structure")]
     assert found.inverse().origin == {("a",): "map, structure", ("b",): "map, structure"}
 
 

@@ -68,21 +68,9 @@ def assert_refused(job, out, message):
             ("^bf$", "params/dense.kernel"),
             "params/dense.kernel and params.dense/kernel -> `params.dense.kernel`",
         ),
-        (
-            {"a": values(1), "b.c": values(2)},
-            ("^a$", "b/c"),
-            "b/c and b.c -> `b.c`",
-        ),
-        (
-            {"a": values(1), "b": {"c": values(2)}},
-            ("^a$", "b.c"),
-            "b.c and b/c -> `b.c`",
-        ),
-        (
-            {"a": "one", "b.c": "other", "w": values(1)},
-            ("^a$", "b/c"),
-            "b/c and b.c -> `b.c`",
-        ),
+        ({"a": values(1), "b.c": values(2)}, ("^a$", "b/c"), "b/c and b.c -> `b.c`"),
+        ({"a": values(1), "b": {"c": values(2)}}, ("^a$", "b.c"), "b.c and b/c -> `b.c`"),
+        ({"a": "one", "b.c": "other", "w": values(1)}, ("^a$", "b/c"), "b/c and b.c -> `b.c`"),
     ],
 )
 def test_a_rename_into_the_stored_name_of_a_leaf_that_stays(tree, rule, clash, tmp_path):

@@ -254,8 +254,7 @@ def is_that_dimension(places, dim, size):
 
 @settings(deadline=None, max_examples=examples(300))
 @given(
-    st.data(),
-    cases(least=1, sizes=(2, 3, 4, 6), kinds=[kind for kind in KINDS if kind != "pad"]),
+    st.data(), cases(least=1, sizes=(2, 3, 4, 6), kinds=[kind for kind in KINDS if kind != "pad"])
 )
 def test_mesh_axes_stay_with_their_dimensions(data, case):
     """A dimension that comes through whole keeps its axes; no axes are on a dimension along which
@@ -521,11 +520,7 @@ def test_operations_that_do_not_apply(operation, shapes, text):
 @pytest.mark.parametrize(
     ("operation", "shapes", "text"),
     [
-        (
-            Crop(((1, 2),)),
-            [(5,)],
-            "a crop cannot be run backwards: what it cuts off is gone",
-        ),
+        (Crop(((1, 2),)), [(5,)], "a crop cannot be run backwards: what it cuts off is gone"),
         (Constant(np.zeros(3)), [], "values that were given cannot be run backwards"),
     ],
 )

@@ -514,9 +514,7 @@ def plan_of(*arrays, files=None, **attributes):
 
 def plan_of_three():
     rewritten = plan_array(
-        layout((64, 64), (32, 64), (64, 8), stored_bytes=8192, encoded_ratio=0.5),
-        "shard",
-        1 << 20,
+        layout((64, 64), (32, 64), (64, 8), stored_bytes=8192, encoded_ratio=0.5), "shard", 1 << 20
     )
     moved = plan_array(
         layout(

@@ -1573,11 +1573,7 @@ TREE = {"w": jnp.ones((8, 8)), "layer": {"b": jnp.ones((8,))}}
             "hint: or a callable that returns variables",
         ),
         (TREE, {"inputs": (X,)}, "`inputs` are for a module or a callable, not dict"),
-        (
-            nnx.State({}),
-            {"inputs": (X,)},
-            "`inputs` are for a module or a callable, not State",
-        ),
+        (nnx.State({}), {"inputs": (X,)}, "`inputs` are for a module or a callable, not State"),
         (
             TREE,
             {"semantics": "NNX"},

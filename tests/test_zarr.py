@@ -189,8 +189,7 @@ def test_another_dtype_is_as_orbax_writes_it(saved, layout):
 
 @pytest.mark.parametrize("dtype", [*DTYPES, "float64", "int64", "uint64"])
 @pytest.mark.parametrize(
-    "document",
-    [zarr2((4, 6), (2, 6)), zarr3((4, 6), (4, 6)), zarr3((4, 6), (4, 6), sharded(2, 3))],
+    "document", [zarr2((4, 6), (2, 6)), zarr3((4, 6), (4, 6)), zarr3((4, 6), (4, 6), sharded(2, 3))]
 )
 def test_arrays_of_every_dtype(document, dtype):
     values = random((4, 6), dtype)
@@ -225,9 +224,7 @@ MOVABLE = [
     zarr3((6, 4), (3, 4), data_type="uint32", fill_value=0),
     zarr3((6, 4), (3, 4), fill_value=1.0),
     zarr3(
-        (6, 4),
-        (3, 4),
-        chunk_key_encoding={"name": "default", "configuration": {"separator": "."}},
+        (6, 4), (3, 4), chunk_key_encoding={"name": "default", "configuration": {"separator": "."}}
     ),
     zarr3((6, 4), (3, 4), chunk_key_encoding={"name": "v2"}),
 ]
