@@ -32,6 +32,7 @@ from reshard.convert.pairing import (
     match_norms,
     mismatch_of,
     place_axes,
+    other_shapes,
     stack_hint,
     unlike,
     unstack_hint,
@@ -66,10 +67,16 @@ def align(linen: Module, nnx: Module) -> Alignment:
         else:
             values[path], origin[path] = value_of(several[0]), several[0].origin
     zeros: dict[Path, Zeros] = {x.path: Zeros(x.shape, x.dtype) for x in pairing.zeros}
+    # As the model defines them, the weights of a layer before its biases.
+    order = {leaf.path[:-1]: number for number, leaf in enumerate(nnx.all_leaves())}
+
+    def place(mismatch: Mismatch) -> tuple[int, int]:
+        return order[mismatch.nnx.path[:-1]], -len(mismatch.nnx.shape)
+
     return Alignment(
         LeafMap(values, origin, (), zeros),
         (*pairing.abstentions, *shared),
-        tuple(pairing.mismatches),
+        tuple(sorted(pairing.mismatches, key=place)),
         tuple(pairing.modules),
         tuple(pairing.groups),
     )
@@ -145,13 +152,7 @@ class _Level:
         if same:
             self._made.found.append(Found(match, self._origin))
         else:
-            self._clash(mismatch_of(match))
-
-    def _clash(self, mismatch: Mismatch) -> None:
-        self._made.mismatches.append(mismatch)
-        # A cache has the size of the batch: only parameters say which module it is.
-        if any(map(layers.is_parameter, (*mismatch.linen, mismatch.nnx))):
-            self._made.mismatch = self._made.mismatch or str(mismatch)
+            self._made.mismatches.append(mismatch_of(match))
 
     def _abstain(
         self,
@@ -184,10 +185,8 @@ class _Level:
             if len(candidates) > 1:
                 self._abstain(held, candidates, "the same name for several")
             elif len(held) == 1 and not fitting:
-                kind = candidates[0].kind
-                self._clash(
-                    Mismatch(held, candidates[0], f"{held[0].kind} in Linen, {kind} in NNX")
-                )
+                kinds = held[0].kind, candidates[0].kind
+                self._made.mismatches.append(Mismatch(held, candidates[0], kinds))
             elif len(held) == 1 or (len(fitting) == 1 and candidates[0].kind):
                 self._add(Match((fitting[0],), candidates[0]))
                 self._open += [leaf for leaf in held if leaf is not fitting[0]]
@@ -259,7 +258,7 @@ class _Level:
         for group in grouped(modules, self._nnx, self._taken):
             made = [] if group.reason else self._tried(group)
             reason = group.reason or unlike(made)
-            if reason:
+            if reason and (group.reason or not other_shapes(made)):
                 self._undecided.append(dataclasses.replace(group, reason=reason))
                 # Only two modules can be these: all that stands against it is of use.
                 inside = made[0].mismatches if len(made) == 1 else []
@@ -322,6 +321,7 @@ class _Level:
             why = (
                 "no name and no class tells which" if spare or others else "NNX has nothing for it"
             )
+        matched |= {mismatch.nnx.path for mismatch in self._made.mismatches}
             self._abstain(linen, [*others, *spare], why)
 
 

@@ -50,16 +50,39 @@ class Mismatch:
     Attributes:
       linen: Linen's: one, or those that would be joined.
       nnx: NNX's.
-      reason: what stands against it.
+      values: what differs, in words: that of Linen's and that of NNX's.
+      how: how that differs, where it can be said.
     """
 
     linen: tuple[Leaf, ...]
     nnx: Leaf
-    reason: str
+    values: tuple[str, str]
+    how: str = ""
 
     def __str__(self) -> str:
-        inputs = " + ".join(format_path(leaf.path) for leaf in self.linen)
-        return f"{inputs} and {format_path(self.nnx.path)}: {self.reason}"
+        return f"{' and '.join(self._names)}: {self._differ('Linen', 'NNX')}"
+
+    def told(self, to: str) -> str:
+        """It in the words of a conversion to one of the APIs."""
+        one, other = self._names
+        if [leaf.path[1:] for leaf in self.linen] == [self.nnx.path]:
+            return f"{other}: {self._differ('the checkpoint', 'the model', to)}"
+        names = f"{one} and {other}" if to == "nnx" else f"{other} and {one}"
+        return f"{names}: {self._differ('the checkpoint', 'the model', to)}"
+
+    @property
+    def counts(self) -> bool:
+        """Whether it says that modules are not the same. A cache has the size of the batch: only
+        parameters do."""
+        return any(map(layers.is_parameter, (*self.linen, self.nnx)))
+
+    @property
+    def _names(self) -> tuple[str, str]:
+        return " + ".join(format_path(x.path) for x in self.linen), format_path(self.nnx.path)
+
+    def _differ(self, before: str, after: str, to: str = "nnx") -> str:
+        one, other = self.values if to == "nnx" else self.values[::-1]
+        return f"{one} in {before}, {other} in {after}{self.how and f': {self.how}'}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,21 +150,18 @@ def rule_hint(abstentions: Sequence[Abstention], leaves: Iterable[Path], to: str
 
 
 def difference(linen: Shape, nnx: Shape) -> str:
-    """How two shapes differ, and what they look like."""
-    text = f"{list(linen)} in Linen, {list(nnx)} in NNX"
+    """How two shapes differ, by what they look like; empty if that says nothing."""
     if linen == nnx[::-1]:
-        return f"{text}: transposed"
+        return "transposed"
     if sorted(linen) == sorted(nnx):
-        return f"{text}: its axes are in another order"
+        return "its axes are in another order"
     more, less = sorted((linen, nnx), key=len, reverse=True)
     if len(more) == len(less) + 1:
         for axis, size in enumerate(more):
             if more[:axis] + more[axis + 1 :] == less:
                 side = "Linen" if more is linen else "NNX"
-                return f"{text}: {side} has a stack of {size} along axis {axis}"
-    if math.prod(linen) == math.prod(nnx):
-        return f"{text}: reshaped"
-    return text
+                return f"{side} has a stack of {size} along axis {axis}"
+    return "reshaped" if math.prod(linen) == math.prod(nnx) else ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -262,7 +282,9 @@ def place_axes(pairing: Pairing, linen: Module, nnx: Module) -> None:
 
 def mismatch_of(match: Match) -> Mismatch:
     """What to say of leaves whose shapes differ."""
-    return Mismatch(match.inputs, match.output, difference(match.shape, match.output.shape))
+    linen, nnx = match.shape, match.output.shape
+    shapes = str(list(linen)), str(list(nnx))
+    return Mismatch(match.inputs, match.output, shapes, difference(linen, nnx))
 
 
 def unlike(made: Sequence[Pairing]) -> str:
@@ -272,7 +294,7 @@ def unlike(made: Sequence[Pairing]) -> str:
             return pairing.mismatch
     for pairing in made:
         for mismatch in pairing.mismatches:
-            if layers.is_parameter(mismatch.nnx):
+            if mismatch.counts:
                 return str(mismatch)
         for (name, shape), more in pairing.rest.items():
             if more:
@@ -288,6 +310,19 @@ def match_norms(pairing: Pairing) -> None:
     sources: dict[Path, Path] = {
         found.match.output.path: found.match.inputs[0].path
         for found in pairing.found
+def other_shapes(made: Sequence[Pairing]) -> bool:
+    """Whether modules that class and order pair are the same apart from shapes of parameters, and
+    in any other order would be no more alike."""
+    clashes = [x for pairing in made for x in pairing.mismatches if x.counts]
+    linen = {(x.linen[0].path[-1], x.values[0]) for x in clashes}
+    nnx = {(x.nnx.path[-1], x.values[1]) for x in clashes}
+    return (
+        bool(clashes)
+        and not linen & nnx
+        and not any(pairing.mismatch or any(pairing.rest.values()) for pairing in made)
+    )
+
+
         if found.match.join is None and found.move == NO_MOVE
     }
     for linen, nnx, origin in pairing.norms:

@@ -60,7 +60,8 @@ class Objections:
 
     def undecided(self, found: Alignment, leaves: Iterable[Path]) -> None:
         """Adds what structure does not decide of leaves."""
-        self.problems += map(str, (*found.mismatches, *found.abstentions))
+        self.problems += [entry.told(self._to) for entry in found.mismatches]
+        self.problems += map(str, found.abstentions)
         for entry in found.abstentions:
             self.open.update(entry.linen, entry.nnx)
         for entry in found.mismatches:
