@@ -176,3 +176,139 @@ def test_what_is_a_mismatch_is_no_candidate_for_anything_else(tmp_path):
         "table: [4, 3] in the checkpoint, [3, 4] in the model: transposed",
         f"params/odd, perhaps other: {NONE}",
     )
+
+
+# Layers by number
+
+
+@pytest.mark.parametrize("block", ["layer", ""])
+def test_numbered_layers_are_the_members_of_the_list(block, tmp_path):
+    params = model_params(layers=11, block=block)
+    path = saved(tmp_path / "linen", {"params": params})
+    ckpt = reshard.to_nnx(path, lambda: NnxModel(layers=11))
+    state = reshard.restore(ckpt, NnxModel(layers=11))
+    for i in range(11):
+        here, there = params[f"{block or 'Block'}_{i}"], state.blocks[i]
+        np.testing.assert_array_equal(here["up"]["kernel"], there.up.kernel[...])
+        np.testing.assert_array_equal(here["attention"]["out"]["bias"], there.attention.out.bias)
+        np.testing.assert_array_equal(here["LayerNorm_1"]["scale"], there.mlp_norm.scale[...])
+    told = [note for note in ckpt.notes if "by their numbers" in note]
+    if block:
+        shown = "layer_0, layer_1, layer_2, ... layer_10 (11)"
+        assert told == [f"{shown} are blocks/0, blocks/1, blocks/2, ... blocks/10 (11) by their numbers"]
+        assert not any("up/" in note for note in ckpt.notes)
+    else:
+        # Linen's own numbers are an order: a warning.
+        assert told == []
+        assert any("Block_0/up -> blocks/0/up" in note for note in ckpt.notes)
+    back = reshard.to_linen(ckpt, lambda: {"params": params}, source=lambda: NnxModel(layers=11))
+    assert reshard.diff(path, back, values=True).equal
+
+
+class Tower(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.one = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
+
+
+class TwoLists(Tower):
+    def __init__(self):
+        super().__init__()
+        self.two = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)) for _ in range(2)])
+
+
+class MixedList(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.one = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs), Own()])
+
+
+class Own(nnx.Module):
+    def __init__(self):
+        self.kernel = nnx.Param(jnp.zeros((WIDTH, WIDTH)))
+        self.bias = nnx.Param(jnp.zeros(WIDTH))
+
+
+class Beside(Tower):
+    def __init__(self):
+        super().__init__()
+        self.other = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+
+
+def linears(*names):
+    rng = np.random.default_rng(0)
+    shapes = {"kernel": (WIDTH, WIDTH), "bias": (WIDTH,)}
+    return {n: {k: layouts.random_array(rng, s) for k, s in shapes.items()} for n in names}
+
+
+@pytest.mark.parametrize(
+    "names, model",
+    [
+        (("x_0", "x_1"), TwoLists),
+        (("x_0", "x_1", "y_0", "y_1"), Tower),
+        (("x_0", "x_1", "y_0", "y_1"), TwoLists),
+        (("x_1", "x_2"), Tower),
+        (("x_0", "x_2"), Tower),
+        (("x_0", "x_1", "x_2"), Tower),
+        (("x_0", "x_1"), MixedList),
+        (("x_0", "x_1"), Beside),
+        (("x_0", "x_1", "extra"), Tower),
+        (("x_00", "x_1"), Tower),
+    ],
+)
+def test_numbers_decide_nothing_where_something_else_may_be_meant(names, model, tmp_path):
+    error = refused(reshard.to_nnx, saved(tmp_path / "linen", {"params": linears(*names)}), model)
+    assert error.problems[0].startswith(names[0])
+    assert "perhaps" in error.problems[0]
+
+
+def test_layers_that_differ_are_not_paired_by_number(tmp_path):
+    params = linears("x_0", "x_1")
+    params["x_1"]["scale"] = np.ones(3, "float32")
+    error = refused(reshard.to_nnx, saved(tmp_path / "linen", {"params": params}), Tower)
+    assert error.problems == (f"x_0 and x_1, perhaps one/0 and one/1: {NONE}",)
+
+
+def test_a_map_contradicts_numbers(tmp_path):
+    path = saved(tmp_path / "linen", {"params": linears("x_0", "x_1")})
+    (tmp_path / "map.toml").write_text(
+        "[[rule]]\nfrom = '^params/x_0/kernel$'\nto = 'one/1/kernel'\n"
+        "[[rule]]\nfrom = '^params/x_1/kernel$'\nto = 'one/0/kernel'\n"
+    )
+    error = refused(reshard.to_nnx, path, Tower, map_file=tmp_path / "map.toml")
+    assert "x_0, perhaps one/1: the map puts other leaves of it there" in error.problems
+
+
+# One representative
+
+
+class Parts(nnx.Module):
+    def __init__(self, inner):
+        self.layers = nnx.List([inner() for _ in range(3)])
+
+
+class Renamed(nnx.Module):
+    """Whose second layer has a name that nothing is known of."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.same = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.there = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+
+def test_what_is_open_in_each_layer_is_shown_once(tmp_path):
+    params = {f"layer_{i}": linears("same", "here") for i in range(3)}
+    path = saved(tmp_path / "linen", {"params": params})
+    error = refused(reshard.to_nnx, path, lambda: Parts(Renamed))
+    assert error.problems == (f"layer_*/here, perhaps layers/*/there: {NONE} (3 times)",)
+    rule = r"from = '^params/layer_(\d+)/here/', to = 'params/layers/\1/there/'"
+    assert error.hints[-1] == f"map_file=... decides, by rules such as: {rule}"
+    # It is what it says it is.
+    rule = rule.replace(", to", "\nto")
+    (tmp_path / "map.toml").write_text(f"[[rule]]\n{rule}\n")
+    ckpt = reshard.to_nnx(path, lambda: Parts(Renamed), map_file=tmp_path / "map.toml")
+    state = reshard.restore(ckpt, Parts(Renamed))
+    for i in range(3):
+        here = params[f"layer_{i}"]
+        np.testing.assert_array_equal(here["here"]["kernel"], state.layers[i].there.kernel[...])
+        np.testing.assert_array_equal(here["same"]["bias"], state.layers[i].same.bias[...])
