@@ -3,6 +3,7 @@
 Modules are paired from the root down:
 
 1. by name, with the standard conversions of lists and dicts (`layers_0` is `layers/0`);
+   then by number: `layer_0`, `layer_1`, ... are the members of the one list of as many;
 2. by class and order: the k-th `Dense` of a Linen module is the k-th `Linear` that its counterpart
    defines. Only if both have the same number of them, if nothing else there may be one of them, and
    if names and shapes of leaves agree all the way down.
@@ -18,7 +19,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 
 from reshard.convert import layers
-from reshard.convert.class_order import Group, Unpaired, grouped
+from reshard.convert.class_order import Group, Unpaired, grouped, numbered
 from reshard.convert.layers import Match
 from reshard.convert.leafmap import LeafMap, Zeros
 from reshard.convert.module_tree import RNG_KINDS, Leaf, Module, unlifted
@@ -31,8 +32,8 @@ from reshard.convert.pairing import (
     Pairing,
     match_norms,
     mismatch_of,
-    place_axes,
     other_shapes,
+    place_axes,
     stack_hint,
     unlike,
     unstack_hint,
@@ -66,19 +67,20 @@ def align(linen: Module, nnx: Module) -> Alignment:
             shared.append(Abstention(inputs, (path,), "NNX has several leaves for it"))
         else:
             values[path], origin[path] = value_of(several[0]), several[0].origin
-    zeros: dict[Path, Zeros] = {x.path: Zeros(x.shape, x.dtype) for x in pairing.zeros}
     # As the model defines them, the weights of a layer before its biases.
     order = {leaf.path[:-1]: number for number, leaf in enumerate(nnx.all_leaves())}
 
     def place(mismatch: Mismatch) -> tuple[int, int]:
         return order[mismatch.nnx.path[:-1]], -len(mismatch.nnx.shape)
 
+    zeros: dict[Path, Zeros] = {x.path: Zeros(x.shape, x.dtype) for x in pairing.zeros}
     return Alignment(
         LeafMap(values, origin, (), zeros),
         (*pairing.abstentions, *shared),
         tuple(sorted(pairing.mismatches, key=place)),
         tuple(pairing.modules),
         tuple(pairing.groups),
+        tuple(pairing.numbered),
     )
 
 
@@ -255,9 +257,14 @@ class _Level:
         if not modules:
             return
         decided: list[tuple[Group, list[Pairing]]] = []
-        for group in grouped(modules, self._nnx, self._taken):
+        groups = grouped(modules, self._nnx, self._taken)
+        found = {id(module) for group in groups for module in group.linen}
+        rest = [module for module in modules if id(module) not in found]
+        for group in (*groups, *numbered(rest, self._nnx, self._taken)):
             made = [] if group.reason else self._tried(group)
             reason = group.reason or unlike(made)
+            if group.numbered and all(x.found and not x.mismatch for x in made):
+                reason = ""  # What is not alike in them is told of them.
             if reason and (group.reason or not other_shapes(made)):
                 self._undecided.append(dataclasses.replace(group, reason=reason))
                 # Only two modules can be these: all that stands against it is of use.
@@ -284,12 +291,17 @@ class _Level:
             self._taken |= {id(module) for module in group.nnx}
             pairs = zip(group.linen, group.nnx, strict=True)
             self._made.groups.append(tuple((linen.path, nnx.path) for linen, nnx in pairs))
+            if group.numbered and group.linen[0].index is None:
+                self._made.numbered.append(self._made.groups[-1])
             for pairing in made:
                 self._made.include(pairing)
 
     def _tried(self, group: Group) -> list[Pairing]:
         pairs = zip(group.linen, group.nnx, strict=True)
-        return [_pair(linen, nnx, "structure", self._stacked) for linen, nnx in pairs]
+        # Linen numbers modules without a name of their own in their order.
+        named = group.numbered and group.linen[0].index is None
+        origin = self._origin if named else "structure"
+        return [_pair(linen, nnx, origin, self._stacked) for linen, nnx in pairs]
 
     def _unpaired(self, decided: Sequence[Group]) -> tuple[list[Module], list[Module]]:
         """Modules of both sides without a counterpart."""
@@ -309,6 +321,7 @@ class _Level:
             self._abstain(group.linen, group.nnx, group.reason, group.hint)
         remaining = [*_remaining(self._nnx, self._taken)]
         matched = {found.match.output.path for found in self._made.found}
+        matched |= {mismatch.nnx.path for mismatch in self._made.mismatches}
         for module in remaining:
             self._made.count((x for x in module.all_leaves() if x.path not in matched), -1)
         linen = [held for held in self._open if id(held) not in grouped_linen]
@@ -321,7 +334,6 @@ class _Level:
             why = (
                 "no name and no class tells which" if spare or others else "NNX has nothing for it"
             )
-        matched |= {mismatch.nnx.path for mismatch in self._made.mismatches}
             self._abstain(linen, [*others, *spare], why)
 
 

@@ -29,6 +29,7 @@ class Group:
         same place, if `reason` is empty.
       reason: why their order does not decide.
       hint: what may help.
+      numbered: whether numbers in names say which is which, whatever they are called.
     """
 
     kinds: tuple[str, ...]
@@ -36,6 +37,7 @@ class Group:
     nnx: tuple[Module, ...]
     reason: str = ""
     hint: str = ""
+    numbered: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,6 +88,37 @@ def grouped(linen: Sequence[Module], nnx: Module, taken: Collection[int]) -> lis
         if member.module.kind in places:
             found[places[member.module.kind]].append(member)
     return [_group(kinds, modules, found[kinds], nnx.ordered) for kinds, modules in groups.items()]
+
+
+def numbered(linen: Sequence[Module], nnx: Module, taken: Collection[int]) -> list[Group]:
+    """The layers of Linen's that are called `layer_0`, `layer_1`, ..., and the list that NNX has of
+    as many, if each side has one such series, of layers that are all alike.
+
+    Args:
+      linen, nnx, taken: as for `grouped`; of Linen's those that are in none of its groups.
+    """
+    series: dict[str, dict[str, Module]] = {}
+    for module in linen:
+        if match := _NUMBERED.fullmatch(module.path[-1]):
+            series.setdefault(match[1], {})[match[2]] = module
+    lists = [
+        child
+        for name, child in nnx.children.items()
+        if child.kind in layers.LISTS and name not in nnx.repeated
+        if any(x.filled and id(x) not in taken for x in child.children.values())
+    ]
+    if len(series) != 1 or len(lists) != 1:
+        return []
+    (here,), (there,) = series.values(), (x.children for x in lists)
+    numbers = [str(number) for number in range(len(here))]
+    if len(here) < 2 or not here.keys() == there.keys() == {*numbers} or lists[0].repeated:
+        return []
+    one, other = ([side[number] for number in numbers] for side in (here, there))
+    if len({x.tree for x in one}) > 1 or len({x.tree for x in other}) > 1 or not other[0].kind:
+        return []
+    if any(id(module) in taken or not module.filled for module in other):
+        return []
+    return [Group((other[0].kind,), tuple(one), tuple(other), numbered=True)]
 
 
 class Unpaired:

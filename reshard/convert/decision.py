@@ -16,6 +16,7 @@ from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Apply
 from reshard.checkpoint import Checkpoint, Leaf
+from reshard.convert.alike import shown_once
 from reshard.convert.layout import Layout
 from reshard.convert.leafmap import LeafMap, Output, Source, Value, Zeros, renaming
 from reshard.convert.mirrors import Leaves, followers, mirrored, parameters_of
@@ -149,6 +150,10 @@ class _Work:
             return Part(said.map), initial
         own = [path for path, saved in goal.layout.model.items() if saved in initial]
         model, found = model_map(said, source, target, own)
+        self._notes += shown_once(
+            f"{listed(one)} are {listed(other)} by their numbers"
+            for one, other in (zip(*pairs, strict=True) for pairs in found.numbered)
+        )
         self._against.undecided(found, self._shapes if said.to == layout.api else said.map.values)
         return Part(model), initial
 

@@ -97,6 +97,13 @@ class Module:
         """Names of its own leaves and of its children."""
         return frozenset(self.leaves) | {n for n, child in self.children.items() if child.filled}
 
+    @functools.cached_property
+    def tree(self) -> tuple[Any, ...]:
+        """All that is in it, less where it is: equal for layers that are alike."""
+        own = ((n, tuple((x.kind, x.shape) for x in held)) for n, held in self.leaves.items())
+        inside = ((name, child.tree) for name, child in self.children.items())
+        return self.kind, tuple(sorted(own)), tuple(sorted(inside))
+
     def all_leaves(self) -> Iterator[Leaf]:
         """Every leaf in it."""
         for held in self.leaves.values():

@@ -5,11 +5,12 @@ is at odds. Pure.
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from reshard.arrays.boxes import Shape
 from reshard.arrays.operations import Concat, Transpose
 from reshard.convert import layers
+from reshard.convert.alike import as_rules
 from reshard.convert.layers import Match
 from reshard.convert.leafmap import LeafMap, Source, Value, applied
 from reshard.convert.module_tree import Leaf, Module
@@ -96,6 +97,7 @@ class Alignment:
       mismatches: leaves that should be one and differ in shape or collection.
       modules: paths of the modules of both sides that are one.
       groups: those of them that class and order have paired, by class.
+      numbered: those of these that numbers in names have paired.
     """
 
     map: LeafMap
@@ -103,6 +105,7 @@ class Alignment:
     mismatches: tuple[Mismatch, ...]
     modules: tuple[tuple[Path, Path], ...] = ()
     groups: tuple[tuple[tuple[Path, Path], ...], ...] = ()
+    numbered: tuple[tuple[tuple[Path, Path], ...], ...] = ()
 
 
 def listed(paths: Sequence[Path]) -> str:
@@ -124,29 +127,36 @@ def unstack_hint(together: Path, apart: Path) -> str:
 
 
 def rule_hint(abstentions: Sequence[Abstention], leaves: Iterable[Path], to: str) -> str:
-    """What a map is to decide one of several abstentions; the candidate is any of those there are.
+    """What a map is to decide one of several abstentions, and those that are alike. Where there are
+    not as many candidates as modules or leaves, the user names the one.
 
     Args:
       abstentions: what is open.
       leaves: the leaves of the source.
       to: the API that is converted to.
     """
-    entry = next((entry for entry in abstentions if entry.nnx), abstentions[0])
-    linen, nnx = entry.linen[0], (*entry.nnx, ("NAME",))[0]
     known = set(leaves)
+    ranked = sorted(abstentions, key=lambda entry: len(entry.linen) != len(entry.nnx))
+    rule, *_ = as_rules(_rule(entry, known, to) for entry in ranked)
+    return Hint(("map_file",), f" decides, by rules such as: {rule}")
+
+
+def _rule(entry: Abstention, known: Collection[Path], to: str) -> str:
+    linen, nnx = entry.linen[0], (*entry.nnx, ("NAME",))[0]
     inside = sorted({str(path[0]) for path in known if path[1 : len(linen) + 1] == linen})
+    is_leaf = nnx in known if to == "linen" else not inside
+    if len(entry.linen) != len(entry.nnx):
+        linen, nnx = (linen, ("NAME",)) if to == "nnx" else (("NAME",), nnx)
     before, after = format_path(linen), format_path(nnx)
     if to == "linen":
-        before, after = (
-            (f"{after}$", before) if nnx in known else (f"{after}/", f"params/{before}/")
-        )
+        before, after = (f"{after}$", before) if is_leaf else (f"{after}/", f"params/{before}/")
     elif len(inside) > 1:
         before, after = f"({'|'.join(inside)})/{before}/", f"\\1/{after}/"
     elif inside:
         before, after = f"{inside[0]}/{before}/", f"{inside[0]}/{after}/"
-    else:  # it is a leaf
+    else:
         before += "$"
-    return Hint(("map_file",), f" decides, by rules such as: from = '^{before}', to = '{after}'")
+    return f"from = '^{before}', to = '{after}'"
 
 
 def difference(linen: Shape, nnx: Shape) -> str:
@@ -191,6 +201,7 @@ class Pairing:
       mismatches: leaves that should be one and cannot be.
       modules: paths of modules that are one.
       groups: those of them that class and order have paired, by class.
+      numbered: those of these that numbers in names have paired.
       rest: how many more parameters of a name and shape are open in Linen than in NNX.
       mismatch: why the two modules themselves, apart from what is in them, are not the same.
       stacked: whether shapes may differ in the order of axes.
@@ -203,6 +214,7 @@ class Pairing:
     mismatches: list[Mismatch] = dataclasses.field(default_factory=list)
     modules: list[tuple[Path, Path]] = dataclasses.field(default_factory=list)
     groups: list[tuple[tuple[Path, Path], ...]] = dataclasses.field(default_factory=list)
+    numbered: list[tuple[tuple[Path, Path], ...]] = dataclasses.field(default_factory=list)
     rest: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     mismatch: str = ""
     stacked: bool = False
@@ -216,6 +228,7 @@ class Pairing:
         self.mismatches += other.mismatches
         self.modules += other.modules
         self.groups += other.groups
+        self.numbered += other.numbered
         self.rest.update(other.rest)
 
     def count(self, leaves: Iterable[Leaf], sign: int) -> None:
@@ -305,11 +318,6 @@ def unlike(made: Sequence[Pairing]) -> str:
     return ""
 
 
-def match_norms(pairing: Pairing) -> None:
-    """Matches the leaves that norms have for those of other layers, now that those are known."""
-    sources: dict[Path, Path] = {
-        found.match.output.path: found.match.inputs[0].path
-        for found in pairing.found
 def other_shapes(made: Sequence[Pairing]) -> bool:
     """Whether modules that class and order pair are the same apart from shapes of parameters, and
     in any other order would be no more alike."""
@@ -323,6 +331,11 @@ def other_shapes(made: Sequence[Pairing]) -> bool:
     )
 
 
+def match_norms(pairing: Pairing) -> None:
+    """Matches the leaves that norms have for those of other layers, now that those are known."""
+    sources: dict[Path, Path] = {
+        found.match.output.path: found.match.inputs[0].path
+        for found in pairing.found
         if found.match.join is None and found.move == NO_MOVE
     }
     for linen, nnx, origin in pairing.norms:

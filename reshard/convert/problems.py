@@ -10,6 +10,7 @@ from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Apply
 from reshard.checkpoint import Checkpoint, describe
 from reshard.convert.align import Alignment
+from reshard.convert.alike import shown_once
 from reshard.convert.layout import Layout
 from reshard.convert.leafmap import LeafMap, Output, Source, Zeros
 from reshard.convert.mirrors import mirrored, parameters_of
@@ -60,8 +61,8 @@ class Objections:
 
     def undecided(self, found: Alignment, leaves: Iterable[Path]) -> None:
         """Adds what structure does not decide of leaves."""
-        self.problems += [entry.told(self._to) for entry in found.mismatches]
-        self.problems += map(str, found.abstentions)
+        self.problems += shown_once(entry.told(self._to) for entry in found.mismatches)
+        self.problems += shown_once(map(str, found.abstentions))
         for entry in found.abstentions:
             self.open.update(entry.linen, entry.nnx)
         for entry in found.mismatches:
