@@ -573,7 +573,7 @@ def test_every_kind_is_among_them(cases):
 # Made-up trees
 
 STORE: Any = None  # which nothing here reads
-SOURCE = Source(pathlib.Path("run"), "item", False, "", "", (), (), STORE, {}, True)
+SOURCE = Source(pathlib.Path("run"), "item", False, "", "", (), (), store=STORE, metadata={}, described=True)
 OTHERS = {"None": None, "{}": {}, "text": "text"}
 
 

@@ -510,7 +510,7 @@ def test_what_is_written_after_a_failure_is_no_progress(columns, tmp_path, monke
 
     def noted(filled, waits, done):
         commits.append(waits.args[0])
-        numbers.append(done.args[1])
+        numbers.append(done.args[0])
         free_after(filled, waits, done)
 
     def full(future):
