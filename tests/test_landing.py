@@ -411,7 +411,7 @@ class Link:
             return view(handle)
 
         patch.setattr(ArrayHandle, "view", watched_view)
-        patch.setattr(jax, "make_array_from_callback", self._transfer)
+        patch.setattr(device_reads.jax, "make_array_from_callback", self._transfer)
 
     @property
     def addressable_devices(self):

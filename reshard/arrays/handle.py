@@ -217,7 +217,8 @@ class ArrayHandle:
         Raises:
           CorruptCheckpointError: another leaf is stored under the same name.
         """
-        check_names([self])
+        if self.same_name is not None:
+            raise collision_error([self])
         array = self.stored_view()
         return array if self.read_dtype == self.stored_dtype else ts.cast(array, self.read_dtype)
 

@@ -23,8 +23,7 @@ def topics() -> dict[str, str]:
     required=False,
     shell_complete=lambda ctx, param, start: [name for name in topics() if name.startswith(start)],
 )
-@click.pass_context
-def command(ctx: click.Context, topic: str | None) -> None:
+def command(topic: str | None) -> None:
     """Show a topic of the reference, or list the topics.
 
     What --help is for one command, a topic is for what several share. In a terminal it is

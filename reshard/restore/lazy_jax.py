@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 class _Lazy(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module(self.__name__), name)
+        value = getattr(importlib.import_module(self.__name__), name)
+        setattr(self, name, value)  # from then on it is found without this function
+        return value
 
 
 if TYPE_CHECKING:
