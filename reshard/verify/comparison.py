@@ -21,7 +21,7 @@ from reshard.units import parse_bytes
 from reshard.verify.differences import Diff, Difference
 from reshard.verify.digest_record import FILE, read_record
 from reshard.verify.elementwise import ElementComparison
-from reshard.verify.values import Progress, counted, nbytes, read_values
+from reshard.verify.values import Progress, counted, read_values
 
 _Arrays = dict[Path, ArrayHandle]
 _Pairs = dict[Path, tuple[ArrayHandle, ArrayHandle]]
@@ -222,7 +222,8 @@ def _read(
     comparisons = {path: ElementComparison(a.shape, *tolerances) for path, (a, _) in pairs.items()}
     digests = {path: Digest(handle.shape, handle.dtype) for path, handle in singles.items()}
     takers = [taker.add for taker in (*comparisons.values(), *digests.values())]
-    failed = read_values(groups, takers, max_memory, counted(nbytes(handles), progress))
+    report = counted(sum(handle.nbytes for handle in handles), progress)
+    failed = read_values(groups, takers, max_memory, report)
     if failed:
         raise CorruptCheckpointError(
             f"arrays cannot be read; A is `{names[0]}`, B is `{names[1]}`",

@@ -60,12 +60,8 @@ def read_values(
                 elif number not in failed:
                     takers[number](reads[start].box, *values[start:stop])
                 values[start:stop] = [None] * (stop - start)  # memory is counted without them
-                progress(sum(map(_decoded, reads[start:stop])))
+                progress(sum(read.nbytes for read in reads[start:stop]))
     return failed
-
-
-def _decoded(read: Read) -> int:
-    return math.prod(shape_of(read.box)) * read.handle.read_dtype.itemsize
 
 
 def _units(
@@ -129,10 +125,6 @@ def check_fits(costs: Iterable[tuple[Path, int]], max_memory: int) -> None:
             [Hint(("max_memory", f"{math.ceil(least / 2**20)}MiB"))],
             least,
         )
-
-
-def nbytes(handles: Iterable[ArrayHandle]) -> int:
-    return sum(math.prod(h.shape) * h.read_dtype.itemsize for h in handles)
 
 
 def counted(whole: int, progress: Progress | None) -> Callable[[int], None]:

@@ -25,7 +25,7 @@ from reshard.verify.digest_record import (
     stored_record,
     text_hash,
 )
-from reshard.verify.values import Progress, counted, nbytes, read_digests
+from reshard.verify.values import Progress, counted, read_digests
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ def verify(
     """
     ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     other = _other(against)
-    whole = nbytes([*ckpt.arrays, *(other.arrays if isinstance(other, Checkpoint) else ())])
+    whole = ckpt.nbytes + (other.nbytes if isinstance(other, Checkpoint) else 0)
     report = counted(whole, progress)
     return check(ckpt, parse_bytes(max_memory), report, other, f"`{against}`")
 
