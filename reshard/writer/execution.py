@@ -267,7 +267,6 @@ def _write(job: ItemJob, max_memory: int, journal: Journal, report: Report) -> d
     context = new_context(database.STAGE_CACHE_BYTES)
     target = Target(spec, context, form)
     sources = {handle.path: handle for handle in item.handles}
-    names = {path: stored_name(path) for path in sources}
     digests = {h.path: Digest(h.shape, h.dtype) for h in item.rewritten}
     progress.resume(digests)
 
@@ -277,12 +276,13 @@ def _write(job: ItemJob, max_memory: int, journal: Journal, report: Report) -> d
 
     stores = functools.cache(store.kvstore)
     values = [
-        (stores(chunk.name), chunk.key, f"{names[h.path]}/{chunk.new_key}", chunk.value.size)
+        (stores(chunk.name), chunk.key, f"{name}/{chunk.new_key}", chunk.value.size)
         for h in item.copied
+        for name in [stored_name(h.path)]
         for chunk in stored_chunks(h, form.encoding(h)) or ()
     ]
     metadata = {
-        f"{names[h.path]}/{form.metadata_key}": form.metadata(h, h.chunk_shape)
+        f"{stored_name(h.path)}/{form.metadata_key}": form.metadata(h, h.chunk_shape)
         for h in (*item.linked, *item.copied)
         if not form.is_verbatim(h)
     }
@@ -292,13 +292,11 @@ def _write(job: ItemJob, max_memory: int, journal: Journal, report: Report) -> d
         largest = max((array.box_bytes for array in item.arrays), default=0)
         with Budget(in_flight(max_memory, journal.cores, largest)) as budget:
             move_values(values, target, progress, budget, committed, report)
-            write_boxes(
-                item.arrays, sources, target, names, digests, progress, budget, committed, report
-            )
+            write_boxes(item.arrays, sources, target, digests, progress, budget, committed, report)
     finally:
         writeback.finish()
     if form.ocdbt and item.arrays:
-        linked = {names[h.path]: h for h in item.linked}
+        linked = {stored_name(h.path): h for h in item.linked}
         staged = bool(values or metadata or item.rewritten)
         again = progress.merged
         if not again:

@@ -11,7 +11,7 @@ import tensorstore as ts
 
 from reshard.arrays.boxes import Box, inside, shape_of
 from reshard.arrays.digests import Digest
-from reshard.arrays.handle import ArrayHandle
+from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.engine.batches import Unit, in_batches
 from reshard.engine.budget import WINDOW, Budget, Reservation
 from reshard.engine.plan import ArrayPlan, co_read, grid_boxes
@@ -41,7 +41,6 @@ def write_boxes(
     arrays: Sequence[ArrayPlan],
     sources: Mapping[Path, ArrayHandle],
     target: Target,
-    names: Mapping[Path, str],
     digests: Mapping[Path, Digest],
     progress: ItemProgress,
     budget: Budget,
@@ -93,9 +92,10 @@ def write_boxes(
                     metadata,
                     store_data_equal_to_fill_value=not target.format.fills,
                 )
-                below = store / f"{names[path]}/"
+                name = stored_name(path)
+                below = store / f"{name}/"
                 targets[path] = ts.open(spec, kvstore=below, context=target.context).result()
-                key = f"{names[path]}/{target.format.metadata_key}"
+                key = f"{name}/{target.format.metadata_key}"
                 copies.append(writable.write(key, metadata))
             array_target = targets[path].with_transaction(transaction)
             write = array_target[box].write(values, can_reference_source_data_indefinitely=True)
