@@ -195,7 +195,9 @@ def test_numbered_layers_are_the_members_of_the_list(block, tmp_path):
     told = [note for note in ckpt.notes if "by their numbers" in note]
     if block:
         shown = "layer_0, layer_1, layer_2, ... layer_10 (11)"
-        assert told == [f"{shown} are blocks/0, blocks/1, blocks/2, ... blocks/10 (11) by their numbers"]
+        assert told == [
+            f"{shown} are blocks/0, blocks/1, blocks/2, ... blocks/10 (11) by their numbers"
+        ]
         assert not any("up/" in note for note in ckpt.notes)
     else:
         # Linen's own numbers are an order: a warning.
