@@ -2,7 +2,6 @@
 
 import ctypes
 import errno
-import fcntl
 import json
 import os
 import pathlib
@@ -535,28 +534,6 @@ def test_chunks_that_are_missing(big, tmp_path, layout):
     assert os.listdir(tmp_path) == ["copy"]
 
 
-@pytest.mark.parametrize("layout", ["zarr2-files", "zarr3-files"])
-def test_a_chunk_that_does_not_decode(big, tmp_path, layout):
-    copy = shutil.copytree(big(layout), tmp_path / "copy")
-    (copy / "w1" / ("0.1" if layout == "zarr2-files" else "c/0/1")).write_bytes(b"not zstd")
-    ckpt = reshard.to_mesh(reshard.open(copy), "1x8")
-    with pytest.raises(reshard.CorruptCheckpointError, match="w1: its stored bytes cannot be read"):
-        reshard.save(ckpt, tmp_path / "out")
-    assert os.listdir(tmp_path) == ["copy"]
-
-
-def test_a_link_among_the_other_items(saved, tmp_path):
-    copy = shutil.copytree(saved("items").path, tmp_path / "copy")
-    (copy / "3" / "extra").symlink_to("/nowhere")
-    with pytest.raises(reshard.CheckpointFormatError) as caught:
-        reshard.save(reshard.open(copy), tmp_path / "out")
-    assert str(caught.value) == (
-        f"`{copy}/3/extra` is neither a file nor a directory\n\n"
-        "hint: replace a symbolic link by what it points to"
-    )
-    assert os.listdir(tmp_path) == ["copy"]
-
-
 # Orbax beside a job.
 
 
@@ -722,21 +699,6 @@ def test_what_a_killed_job_left_is_replaced(source, tmp_path):
     assert os.listdir(tmp_path) == ["out"]
     assert not list(out.rglob("junk"))
     assert values(out, **source.open) == values(source.path, **source.open)
-
-
-def test_what_a_running_job_holds_is_not(one, tmp_path):
-    """One of an earlier version, which locks the directory itself."""
-    held = tmp_path / f"out{EARLIER}"
-    held.mkdir()
-    (held / "theirs").write_text("kept")
-    descriptor = os.open(held, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    text = f"another job is writing `{held}`"
-    refused(reshard.DestinationError, text, open_on(one), tmp_path / "out")
-    assert hashes(tmp_path).keys() == {held.name, f"{held.name}/theirs"}
-    os.close(descriptor)
-    reshard.save(open_on(one), tmp_path / "out")
-    assert os.listdir(tmp_path) == ["out"]
 
 
 def make_link(path, other):
