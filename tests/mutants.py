@@ -73,7 +73,7 @@ class Mutant:
         return "\n".join(difflib.unified_diff(before, after, self.file, n=2, lineterm=""))
 
 
-def nodes(tree: ast.AST, name: str) -> Iterator[tuple[str, ast.AST]]:
+def nodes(tree: ast.AST, name: str, is_open: bool = True) -> Iterator[tuple[str, ast.AST]]:
     """Every node that runs, with its function, `name` itself at the top. A function inside of
     another is that one, and f-strings have no places in all versions of Python."""
     for field, value in ast.iter_fields(tree):
@@ -81,11 +81,10 @@ def nodes(tree: ast.AST, name: str) -> Iterator[tuple[str, ast.AST]]:
             skipped = ast.Import | ast.ImportFrom | ast.JoinedStr
             if field in AS_IT_IS or isinstance(child, skipped) or not isinstance(child, ast.AST):
                 continue
-            inside = name
-            if isinstance(child, ast.FunctionDef) and "::" not in name:
-                inside = f"{name}::{child.lineno} {child.name}"
+            named = is_open and isinstance(child, ast.FunctionDef | ast.ClassDef)
+            inside = f"{name}::{child.name}" if named else name
             yield inside, child
-            yield from nodes(child, inside)
+            yield from nodes(child, inside, is_open and not isinstance(child, ast.FunctionDef))
 
 
 def mutants(file: str) -> Iterator[tuple[str, Mutant]]:
