@@ -68,7 +68,7 @@ def assert_trains_on(name, training):
 # The twins
 
 
-@NAMES
+@FEW
 def test_the_map_of_a_twin_is_total(name):
     twin, variables = TWINS[name], TWINS[name].linen_variables()
     used = {path for entry in twin.pairs.values() for path in entry[1:]}
@@ -221,7 +221,7 @@ def test_there_and_back_is_the_same_tree(name, saved, tmp_path):
     layouts.assert_same_tree(state, state_of(name))
 
 
-@NAMES
+@FEW
 def test_a_linen_checkpoint_is_restored_into_the_nnx_model(name, saved, tmp_path):
     source, _ = saved(name)
     training = TWINS[name].blank()

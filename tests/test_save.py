@@ -390,7 +390,7 @@ def transition(tmp_path, save, old, new, names, flags, shape, **kwargs):
 
 @pytest.mark.parametrize(
     ("old", "new", "names"),
-    TRANSITIONS,
+    few(TRANSITIONS, *TRANSITIONS[::2]),
     ids=[f"{'x'.join(map(str, a))}->{'x'.join(map(str, b))}" for a, b, _ in TRANSITIONS],
 )
 def test_transitions(tmp_path, save, old, new, names):
