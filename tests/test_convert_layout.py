@@ -573,7 +573,9 @@ def test_every_kind_is_among_them(cases):
 # Made-up trees
 
 STORE: Any = None  # which nothing here reads
-SOURCE = Source(pathlib.Path("run"), "item", False, "", "", (), (), store=STORE, metadata={}, described=True)
+SOURCE = Source(
+    pathlib.Path("run"), "item", False, "", "", (), (), store=STORE, metadata={}, described=True
+)
 OTHERS = {"None": None, "{}": {}, "text": "text"}
 
 
