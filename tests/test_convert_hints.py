@@ -1,6 +1,8 @@
 """What a refused conversion says first, and what it offers: the cause before what follows from it,
 and nothing that was not tried."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import layouts
@@ -36,7 +38,7 @@ class Model(nn.Module):
     def __call__(self, tokens):
         x = nn.Embed(TOKENS, WIDTH)(tokens)
         for i in range(self.layers):
-            x = Block(name=self.block and f"{self.block}_{i}")(x)
+            x = Block(name=f"{self.block}_{i}" if self.block else None)(x)
         return nn.Dense(TOKENS)(nn.LayerNorm()(x))
 
 
@@ -281,6 +283,50 @@ def test_a_map_contradicts_numbers(tmp_path):
     assert "x_0, perhaps one/1: the map puts other leaves of it there" in error.problems
 
 
+class TwoTowers(nnx.Module):
+    """Two lists of as many: which is which, a rule says."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.encoder = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
+        self.decoder = nnx.List([NnxGated() for _ in range(2)])
+
+
+@pytest.mark.parametrize("to", ["nnx", "linen"])
+def test_the_rule_that_numbers_suggest_is_shown_if_it_does(to, tmp_path):
+    params = linears("enc_0", "enc_1")
+    params |= {
+        k: {"gate_proj": {"kernel": np.ones((WIDTH, HIDDEN), "float32")}} for k in ("x_0", "x_1")
+    }
+    for name in ("x_0", "x_1"):
+        params[name]["up_proj"] = {"kernel": np.full((WIDTH, HIDDEN), 2, "float32")}
+        params[name]["linear"] = np.full((HIDDEN, WIDTH), 3, "float32")
+    linen = saved(tmp_path / "linen", {"params": params})
+    bare = saved(tmp_path / "nnx", nnx.to_pure_dict(nnx.state(TwoTowers())))
+    file = tmp_path / "map.toml"
+
+    def converted(**keywords):
+        if to == "nnx":
+            return reshard.to_nnx(linen, TwoTowers, **keywords)
+        return reshard.to_linen(bare, lambda: {"params": params}, source=TwoTowers, **keywords)
+
+    error = refused(converted)
+    assert NONE in error.problems[0]
+    rules = [hint.split(":\n", 1)[1] for hint in error.hints if "[[rule]]" in hint]
+    assert [re.sub(r"\s+", " ", rule).strip() for rule in rules] == [
+        ("" if to == "nnx" else 'to = "nnx" ')
+        + r"[[rule]] from = '^params/enc_(\d+)/' to = 'encoder/\1/'"
+    ]
+    file.write_text(rules[0])
+    ckpt = converted(map_file=file)
+    assert any("x_0 and x_1 are decoder/0 and decoder/1 by their numbers" in n for n in ckpt.notes)
+    if to == "nnx":
+        state = reshard.restore(ckpt, TwoTowers())
+        for i in range(2):
+            here = params[f"enc_{i}"]["kernel"]
+            np.testing.assert_array_equal(here, state.encoder[i].kernel[...])
+
+
 # One representative
 
 
@@ -314,3 +360,193 @@ def test_what_is_open_in_each_layer_is_shown_once(tmp_path):
         here = params[f"layer_{i}"]
         np.testing.assert_array_equal(here["here"]["kernel"], state.layers[i].there.kernel[...])
         np.testing.assert_array_equal(here["same"]["bias"], state.layers[i].same.bias[...])
+
+
+# A gated feed-forward
+
+
+class Gated(nn.Module):
+    layers: int
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(self.layers):
+            x = GatedMlp(name=f"layer_{i}")(x)
+        return x
+
+
+class GatedMlp(nn.Module):
+    """As Gemma has it."""
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.normal()
+        gate, up = jnp.einsum(
+            "bd,gdf->gbf", x, self.param("gating_einsum", init, (2, WIDTH, HIDDEN))
+        )
+        return nn.silu(gate) * up @ self.param("linear", init, (HIDDEN, WIDTH))
+
+
+class NnxGated(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.gate_proj = nnx.Linear(WIDTH, HIDDEN, use_bias=False, rngs=rngs)
+        self.up_proj = nnx.Linear(WIDTH, HIDDEN, use_bias=False, rngs=rngs)
+        self.linear = nnx.Param(jnp.zeros((HIDDEN, WIDTH)))
+
+
+def swapped(rule):
+    """A rule with the parts the other way round."""
+    return re.sub(r"(gate|up)(?=_proj)", lambda m: {"gate": "up", "up": "gate"}[m[0]], rule)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_rule_for_gates_in_one_array_is_shown(turned, tmp_path):
+    params = params_of(Gated(3), jnp.zeros((1, WIDTH)))
+    path = saved(tmp_path / "linen", {"params": params})
+    error = refused(reshard.to_nnx, path, lambda: Parts(NnxGated))
+    assert error.problems == (
+        "params/layer_*/gating_einsum, perhaps layers/*/gate_proj/kernel and "
+        "layers/*/up_proj/kernel: one array for 2, and nothing tells which part is which (3 times)",
+    )
+    (hint,) = error.hints
+    said, rule = hint.split(":\n", 1)
+    assert said == "map_file=... decides, by a rule such as"
+    assert rule == "\n".join(
+        (
+            "      [[rule]]",
+            r"      from = '^params/layer_(\d+)/gating_einsum$'",
+            r"      unstack = { axis = 0, into = ['layers/\1/gate_proj/kernel', "
+            r"'layers/\1/up_proj/kernel'] }  # or in another order",
+        )
+    )
+    names = ["gate_proj", "up_proj"]
+    if turned:
+        rule, names = swapped(rule), names[::-1]
+    (tmp_path / "map.toml").write_text(rule)
+    ckpt = reshard.to_nnx(path, lambda: Parts(NnxGated), map_file=tmp_path / "map.toml")
+    state = reshard.restore(ckpt, Parts(NnxGated))
+    for i, layer in enumerate(state.layers):
+        for part, name in enumerate(names):
+            here = params[f"layer_{i}"]["gating_einsum"][part]
+            np.testing.assert_array_equal(here, getattr(layer, name).kernel[...])
+    # The same rule, run backwards.
+    bare = saved(tmp_path / "bare", nnx.to_pure_dict(nnx.state(state)))
+    error = refused(
+        reshard.to_linen, bare, lambda: {"params": params}, source=lambda: Parts(NnxGated)
+    )
+    (hint,) = error.hints
+    rule = hint.split(":\n", 1)[1]
+    (tmp_path / "map.toml").write_text(swapped(rule) if turned else rule)
+    ckpt = reshard.to_linen(
+        bare,
+        lambda: {"params": params},
+        source=lambda: Parts(NnxGated),
+        map_file=tmp_path / "map.toml",
+    )
+    assert reshard.diff(path, ckpt, values=True).equal
+
+
+@pytest.mark.parametrize("parts, count", [(2, 3), (3, 2)])
+def test_no_rule_for_gates_is_shown_where_parts_do_not_fit(parts, count, tmp_path):
+    class Many(nnx.Module):
+        def __init__(self):
+            for i in range(count):
+                layer = nnx.Linear(WIDTH, HIDDEN, use_bias=False, rngs=nnx.Rngs(0))
+                setattr(self, f"part{i}", layer)
+
+    tree = {"params": {"gating_einsum": np.ones((parts, WIDTH, HIDDEN), "float32")}}
+    error = refused(reshard.to_nnx, saved(tmp_path / "linen", tree), Many)
+    assert not any("unstack" in hint for hint in error.hints)
+    (problem,) = error.problems
+    assert problem.startswith("params/gating_einsum, perhaps part0")
+
+
+# A level above the model
+
+
+def slashed(params, *above):
+    """As Gemma was released: the levels of modules in one key."""
+    return {
+        "/".join((*above, *path)): leaves
+        for path, leaves in (
+            (path, {k: v for k, v in node.items() if not isinstance(v, dict)})
+            for path, node in modules_of(params)
+        )
+        if leaves
+    }
+
+
+def modules_of(tree, path=()):
+    yield path, tree
+    for key, node in tree.items():
+        if isinstance(node, dict):
+            yield from modules_of(node, (*path, key))
+
+
+LEVELS = {
+    "collection": (lambda p: {"params": {"transformer": p}}, "transformer"),
+    "bare": (lambda p: {"transformer": p}, "transformer"),
+    "two": (lambda p: {"params": {"net": {"lm.1": p}}}, "net/lm.1"),
+    "slashes": (lambda p: slashed(p, "transformer"), "transformer"),
+    "slashes in a collection": (lambda p: {"params": slashed(p, "a", "b")}, "a/b"),
+    "slashes alone": (slashed, ""),
+}
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_a_level_above_the_model_is_told_and_how_to_do_without(name, tmp_path):
+    wrap, level = LEVELS[name]
+    params = model_params(block="layer")
+    path = saved(tmp_path / "linen", wrap(params))
+    error = refused(reshard.to_nnx, path, NnxModel)
+    told = f"all leaves are below `{level}`, which the model has not"
+    if not level:
+        told = 'keys like "layer_0/LayerNorm_0" hold several levels'
+    assert error.problems == (told,)
+    (hint,) = error.hints
+    call, said = hint.split(" takes")
+    assert said == " it away"
+    ckpt = reshard.to_nnx(eval(call, {"reshard": reshard, "ckpt": reshard.open(path)}), NnxModel)
+    plain = reshard.to_nnx(saved(tmp_path / "plain", {"params": params}), NnxModel)
+    assert reshard.diff(plain, ckpt, values=True).equal
+
+
+def test_optimizer_state_below_the_same_level_comes_along(tmp_path):
+    params = model_params()
+    tx = optax.adam(0.1)
+    trees = [{"transformer": params}, params]
+    paths = [
+        saved(tmp_path / str(i), {"params": p, "opt_state": tx.init(p), "step": jnp.int32(3)})
+        for i, p in enumerate(trees)
+    ]
+    error = refused(reshard.to_nnx, paths[0], NnxModel)
+    assert error.problems == ("all leaves are below `transformer`, which the model has not",)
+    (hint,) = error.hints
+    assert hint == r'reshard.rename(ckpt, [("(^|/)transformer/", r"\1")]) takes it away'
+    ckpt = reshard.rename(reshard.open(paths[0]), [(r"(^|/)transformer/", r"\1")])
+    made = [reshard.to_nnx(one, NnxModel) for one in (ckpt, paths[1])]
+    assert reshard.diff(*made, values=True).equal
+
+
+def test_a_level_above_an_nnx_model(tmp_path):
+    class Wrapped(nnx.Module):
+        def __init__(self):
+            self.inner = NnxModel()
+
+    linen = {"params": model_params()}
+    path = saved(tmp_path / "nnx", nnx.to_pure_dict(nnx.state(Wrapped())))
+    error = refused(reshard.to_linen, path, lambda: linen, source=Wrapped)
+    assert error.problems == ("all leaves are below `inner`, which the model has not",)
+    assert error.hints[0] == r'reshard.rename(ckpt, [("(^|/)inner/", r"\1")]) takes it away'
+
+
+def test_no_level_is_taken_away_where_that_finds_nothing(tmp_path):
+    tree = {"params": {"transformer": {"odd": linears("a", "b")}}}
+    error = refused(reshard.to_nnx, saved(tmp_path / "linen", tree), NnxModel)
+    (problem,) = error.problems
+    assert problem.startswith("transformer, perhaps embed")
+    # Nor is a whole tree to be one of several modules.
+    assert [hint for hint in error.hints if "from" in hint] == [
+        "map_file=... decides, by rules such as: from = '^params/transformer/', to = 'params/NAME/'"
+    ]
