@@ -22,7 +22,6 @@ from reshard.hints import Hint
 from reshard.restore.matching import TargetLeaf
 from reshard.tree import Path, format_key, format_path, glob_text, named_by
 
-_DROPPED = " leaves it out; globs work"
 MAX_GLOBS = 5
 
 
@@ -57,6 +56,7 @@ class Objections:
         self.problems: list[str] = []
         self.hints: list[str] = []
         self.open: set[Path] = set()
+        self._surplus: list[Path] = []  # saved paths of leaves without a place
         self.stuck = False
 
     def undecided(self, found: Alignment, leaves: Iterable[Path]) -> None:
@@ -104,6 +104,8 @@ class Objections:
         for saved in self._layout.rest:
             if saved not in copied and isinstance(self._ckpt[saved], ArrayHandle | str):
                 self._unexpected(saved, saved)
+        for glob, count in covering_globs(self._surplus, {path: path for path in self._ckpt}):
+            self.hints.append(Hint(("drop", glob), f" leaves out {_counted(count)}"))
         if self._goal is None:
             return
         filled = {self._places.model(path) for path in model.map.values}
@@ -134,8 +136,7 @@ class Objections:
                 self.problems.append(f"{format_path(names.get(saved, leaf.path))}  {leaf}: missing")
                 anew += [saved] if random or not spare else []
         for glob, count in covering_globs(anew, self._goal.names()):
-            leaves = "1 leaf" if count == 1 else f"{count} leaves"
-            text = f" keeps the model's own initial value: {leaves}"
+            text = f" keeps the model's own initial value: {_counted(count)}"
             self.hints.append(Hint(("init", glob), text))
         for saved in initial - {*lacking}:
             name = format_path(names.get(saved, self._goal.leaf(saved).path))
@@ -167,12 +168,12 @@ class Objections:
         self.problems.append(f"{format_path(path)}{leaf}: unexpected")
         if self._goal is None and path[0] in ("opt_state", "step"):
             self.hints.append(Hint(("model",), ", the `TrainState`, has places for an optimizer"))
-        random = saved is not None and "rngs" in saved
-        if random:
-            all_random = "drop", "**/rngs/**"
-            self.hints.append(Hint(all_random, " leaves the state of random numbers out"))
-        elif saved is not None and not any(hint.endswith(_DROPPED) for hint in self.hints):
-            self.hints.append(Hint(("drop", format_path(saved)), _DROPPED))
+        if saved is not None:
+            self._surplus.append(saved)
+
+
+def _counted(leaves: int) -> str:
+    return "1 leaf" if leaves == 1 else f"{leaves} leaves"
 
 
 def covering_globs(wanted: Sequence[Path], names: Mapping[Path, Path]) -> list[tuple[str, int]]:
