@@ -30,6 +30,7 @@ from reshard.convert.pairing import (
     Found,
     Mismatch,
     Pairing,
+    apart,
     match_norms,
     mismatch_of,
     other_shapes,
@@ -263,7 +264,7 @@ class _Level:
         for group in (*groups, *numbered(rest, self._nnx, self._taken)):
             made = [] if group.reason else self._tried(group)
             reason = group.reason or unlike(made)
-            if group.numbered and all(x.found and not x.mismatch for x in made):
+            if group.numbered and all(pairing.found for pairing in made):
                 reason = ""  # What is not alike in them is told of them.
             if reason and (group.reason or not other_shapes(made)):
                 self._undecided.append(dataclasses.replace(group, reason=reason))
@@ -325,11 +326,20 @@ class _Level:
         for module in remaining:
             self._made.count((x for x in module.all_leaves() if x.path not in matched), -1)
         linen = [held for held in self._open if id(held) not in grouped_linen]
+        own = [leaf for held in self._nnx.leaves.values() for leaf in held]
+        spare = [leaf for leaf in own if leaf.path not in matched and leaf.kind not in RNG_KINDS]
+        free = [
+            *spare,
+            *(x for module in remaining for held in module.leaves.values() for x in held),
+        ]
+        for held in [*linen]:
+            first, *more = _leaves([held])
+            entry = None if more or not layers.is_parameter(first) else apart(first, free)
+            if entry is not None:
+                linen.remove(held)
+                self._made.abstentions.append(entry)
+                self._made.count([first], 1)
         if linen:
-            own = [leaf for held in self._nnx.leaves.values() for leaf in held]
-            spare = [
-                leaf for leaf in own if leaf.path not in matched and leaf.kind not in RNG_KINDS
-            ]
             others = [module for module in remaining if id(module) not in grouped_nnx]
             why = (
                 "no name and no class tells which" if spare or others else "NNX has nothing for it"

@@ -32,12 +32,14 @@ class Abstention:
       nnx: paths of what they may be in NNX.
       reason: why it is not decided.
       hint: what may help, where that is known.
+      rule: of a map for the way to NNX, that may decide it.
     """
 
     linen: tuple[Path, ...]
     nnx: tuple[Path, ...]
     reason: str
     hint: str = ""
+    rule: str = ""
 
     def __str__(self) -> str:
         candidates = f", perhaps {listed(self.nnx)}" if self.nnx else ""
@@ -126,9 +128,28 @@ def unstack_hint(together: Path, apart: Path) -> str:
     return f'reshard.unstack(ckpt, "{format_path(together)}", into="{format_path(apart)}")'
 
 
+def apart(leaf: Leaf, leaves: Iterable[Leaf]) -> Abstention | None:
+    """What is open of a leaf of Linen's that may be some of NNX's in one array, which has no more
+    of the shape of its parts than it has parts; None if it is none."""
+    by_shape: dict[Shape, list[Leaf]] = {}
+    for other in filter(layers.is_parameter, leaves):
+        by_shape.setdefault(other.shape, []).append(other)
+    shapes = [(*leaf.shape[:axis], *leaf.shape[axis + 1 :]) for axis in range(len(leaf.shape))]
+    axes = [a for a, x in enumerate(shapes) if 1 < len(by_shape.get(x, ())) == leaf.shape[a]]
+    if len(axes) != 1:
+        return None
+    (axis,) = axes
+    parts = tuple(other.path for other in by_shape[shapes[axis]])
+    into = ", ".join(f"'{format_path(part)}'" for part in parts)
+    rule = f"from = '^{format_path(leaf.path)}$'\nunstack = {{ axis = {axis}, into = [{into}] }}"
+    rule += "  # or in another order"
+    reason = f"one array for {len(parts)}, and nothing tells which part is which"
+    return Abstention((leaf.path,), parts, reason, rule=rule)
+
+
 def rule_hint(abstentions: Sequence[Abstention], leaves: Iterable[Path], to: str) -> str:
-    """What a map is to decide one of several abstentions, and those that are alike. Where there are
-    not as many candidates as modules or leaves, the user names the one.
+    """What a map is to decide one of several abstentions, and those that are alike. Of the side
+    that has more of them than the other, the user names the one.
 
     Args:
       abstentions: what is open.
@@ -145,8 +166,10 @@ def _rule(entry: Abstention, known: Collection[Path], to: str) -> str:
     linen, nnx = entry.linen[0], (*entry.nnx, ("NAME",))[0]
     inside = sorted({str(path[0]) for path in known if path[1 : len(linen) + 1] == linen})
     is_leaf = nnx in known if to == "linen" else not inside
-    if len(entry.linen) != len(entry.nnx):
-        linen, nnx = (linen, ("NAME",)) if to == "nnx" else (("NAME",), nnx)
+    if len(entry.linen) < len(entry.nnx):
+        nnx = ("NAME",)
+    elif len(entry.linen) > len(entry.nnx) > 0:
+        linen = ("NAME",)
     before, after = format_path(linen), format_path(nnx)
     if to == "linen":
         before, after = (f"{after}$", before) if is_leaf else (f"{after}/", f"params/{before}/")

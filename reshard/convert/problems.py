@@ -10,7 +10,7 @@ from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Apply
 from reshard.checkpoint import Checkpoint, describe
 from reshard.convert.align import Alignment
-from reshard.convert.alike import shown_once
+from reshard.convert.alike import as_rules, shown_once
 from reshard.convert.layout import Layout
 from reshard.convert.leafmap import LeafMap, Output, Source, Zeros
 from reshard.convert.mirrors import mirrored, parameters_of
@@ -69,12 +69,24 @@ class Objections:
             self.open.update((leaf.path for leaf in entry.linen), [entry.nnx.path])
         if self._to == "nnx":
             self.hints += [entry.hint for entry in found.abstentions if entry.hint]
-        modules = [entry for entry in found.abstentions if entry.linen[0][0] not in COLLECTIONS]
+        direction = [] if self._to == "nnx" else ['to = "nnx"']
+        for rule in as_rules(entry.rule for entry in found.abstentions if entry.rule):
+            lines = [*direction, "[[rule]]", *rule.split("\n")]
+            text = "".join(f"\n      {line}" for line in lines)
+            self.hints.append(Hint(("map_file",), f" decides, by a rule such as:{text}"))
+        abstentions = [entry for entry in found.abstentions if not entry.rule]
+        modules = [entry for entry in abstentions if entry.linen[0][0] not in COLLECTIONS]
         if modules and self._other is None:
             api = "Linen" if self._to == "nnx" else "NNX"
             self.hints.append(Hint(("source",), f", the {api} model, tells the classes"))
-        if found.abstentions:
-            self.hints.append(rule_hint(found.abstentions, leaves, self._to))
+        if abstentions:
+            self.hints.append(rule_hint(abstentions, leaves, self._to))
+
+    def misplaced(self, problem: str, hint: Hint) -> None:
+        """Adds why no leaf of the model is where it should be, and what helps."""
+        self.problems.append(problem)
+        self.hints.append(hint)
+        self.open.add(())
 
     def check(self, model: Part, optimizer: Part, copies: Part, initial: set[Path]) -> None:
         """Adds what has no place, no source, or another shape or dtype. Of optimizer state that
