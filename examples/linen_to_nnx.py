@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 STEPS = 10
-MAP = r"""# Names of the user's own, and two projections that are one array in Linen.
+MAP = r"""# Two projections that are one array in Linen, and a third among as many candidates.
 [[rule]]
 from = '^params/layer_(\d+)/mlp/gating_einsum$'
 unstack = { axis = 0, into = ['layers/\1/mlp/gate_proj/kernel', 'layers/\1/mlp/up_proj/kernel'] }
@@ -39,10 +39,6 @@ unstack = { axis = 0, into = ['layers/\1/mlp/gate_proj/kernel', 'layers/\1/mlp/u
 [[rule]]
 from = '^params/layer_(\d+)/mlp/Dense_0/'
 to = 'layers/\1/mlp/down_proj/'
-
-[[rule]]
-from = '^params/layer_(\d+)/'
-to = 'params/layers_\1/'
 """
 
 

@@ -1018,7 +1018,7 @@ MISTAKES = {
         "  right  float32[8, 8]: missing\n"
         "\n"
         "hint: --source-model MODULE:NAME, the Linen model, tells the classes\n"
-        "hint: --map FILE decides, by rules such as: from = '^params/Dense_0/', "
+        "hint: --map FILE decides, by rules such as: from = '^params/NAME/', "
         "to = 'params/outer/'",
     ),
 }

@@ -19,12 +19,15 @@ from reshard.checkpoint import Checkpoint, Leaf
 from reshard.convert.alike import shown_once
 from reshard.convert.layout import Layout
 from reshard.convert.leafmap import LeafMap, Output, Source, Value, Zeros, renaming
+from reshard.convert.map_rules import Map
+from reshard.convert.mapfile import read_map
 from reshard.convert.mirrors import Leaves, followers, mirrored, parameters_of
 from reshard.convert.model import Goal
-from reshard.convert.model_map import Side, by_map, model_map
+from reshard.convert.model_map import Side, by_map, model_map, side_of
 from reshard.convert.optimizer import followed, follows_note
 from reshard.convert.pairing import listed
 from reshard.convert.problems import Objections
+from reshard.convert.suggestions import level_above, numbered_rules
 from reshard.convert.target_paths import Part, Places
 from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.hints import Hint
@@ -134,13 +137,13 @@ class _Work:
         """What becomes of the model's leaves, and the saved paths of those that keep their initial
         value."""
         goal, layout = self._goal, self._layout
-        dtypes = {path: self._arrays[saved].dtype for path, saved in layout.model.items()}
         known = None if self._other is None else self._other.outline
-        source, target = Side(layout.api, self._shapes, dtypes, known), None
+        source, target = side_of(self._ckpt, layout, known), None
         if goal is not None:
             dtypes = {path: goal.leaf(saved).dtype for path, saved in goal.layout.model.items()}
             target = Side(self._to, goal.shapes(), dtypes, goal.outline)
-        said = by_map(map_file, source, target)
+        rules = None if map_file is None else read_map(map_file)
+        said = by_map(rules, source, target)
         self._against.problems += said.problems
         self._against.hints += said.hints
         self._against.open |= said.unexpected
@@ -150,6 +153,16 @@ class _Work:
             return Part(said.map), initial
         own = [path for path, saved in goal.layout.model.items() if saved in initial]
         model, found = model_map(said, source, target, own)
+        if found.abstentions and rules is None:
+            placed = len(model.values.keys() & target.shapes.keys())
+            level = level_above(self._ckpt, layout, target, own, placed)
+            if level is not None:
+                self._against.misplaced(*level)
+                return Part(model), initial
+        rules = rules or Map("", (), to="nnx")
+        if found.abstentions and (rules.to or self._to) == "nnx":
+            entries = numbered_rules(found.abstentions, rules, source, target, own)
+            found = dataclasses.replace(found, abstentions=entries)
         self._notes += shown_once(
             f"{listed(one)} are {listed(other)} by their numbers"
             for one, other in (zip(*pairs, strict=True) for pairs in found.numbered)

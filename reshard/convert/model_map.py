@@ -6,16 +6,15 @@ Models are aligned from Linen to NNX; the other direction is the inverse.
 
 import dataclasses
 import functools
-import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from reshard.arrays.boxes import Shape
 from reshard.convert.align import Alignment, align
 from reshard.convert.contradictions import ordered
+from reshard.convert.layout import Layout
 from reshard.convert.leafmap import LeafMap, Zeros, renaming
-from reshard.convert.map_rules import inverse
-from reshard.convert.mapfile import read_map
+from reshard.convert.map_rules import Map, inverse
 from reshard.convert.mapped import apply_map
 from reshard.convert.module_tree import (
     Leaf,
@@ -61,6 +60,12 @@ class Side:
         return self.known or _outline(self.api, bare_leaves(self.shapes, self.dtypes))
 
 
+def side_of(ckpt: Mapping[Path, Any], layout: Layout, known: Module | None = None) -> Side:
+    """The leaves of the model in a checkpoint."""
+    dtypes = {path: ckpt[saved].dtype for path, saved in layout.model.items()}
+    return Side(layout.api, layout.shapes(ckpt), dtypes, known)
+
+
 @dataclasses.dataclass(frozen=True)
 class Said:
     """What a map file says.
@@ -89,21 +94,20 @@ class Said:
     unexpected: frozenset[Path] = frozenset()
 
 
-def by_map(map_file: str | os.PathLike | None, source: Side, target: Side | None) -> Said:
+def by_map(rules: Map | None, source: Side, target: Side | None) -> Said:
     """What a map file says about leaves.
 
     Args:
-      map_file: path of the file, if there is one.
+      rules: what is in the file, if there is one.
       source: the leaves that are converted.
       target: those that are to be made, if there is a model.
 
     Raises:
-      TreeMismatchError: the file is no map, or its rules do not apply.
+      TreeMismatchError: its rules do not apply.
     """
     to, shapes = _OTHER[source.api], source.shapes
-    if map_file is None:
+    if rules is None:
         return Said(renaming({path: path for path in shapes}, shapes), to)
-    rules = read_map(map_file)
     backwards = rules.to == source.api
     if backwards and target is None:
         rules, backwards = inverse(rules), False
