@@ -258,6 +258,7 @@ def linears(*names):
         (("x_0", "x_1"), Beside),
         (("x_0", "x_1", "extra"), Tower),
         (("x_00", "x_1"), Tower),
+        (("Dense_0", "Dense_1", "x_0", "x_1"), Tower),
     ],
 )
 def test_numbers_decide_nothing_where_something_else_may_be_meant(names, model, tmp_path):

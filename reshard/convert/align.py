@@ -259,9 +259,9 @@ class _Level:
             return
         decided: list[tuple[Group, list[Pairing]]] = []
         groups = grouped(modules, self._nnx, self._taken)
-        found = {id(module) for group in groups for module in group.linen}
-        rest = [module for module in modules if id(module) not in found]
-        for group in (*groups, *numbered(rest, self._nnx, self._taken)):
+        by_class = {id(module) for group in groups for module in (*group.linen, *group.nnx)}
+        rest = [module for module in modules if id(module) not in by_class]
+        for group in (*groups, *numbered(rest, self._nnx, self._taken | by_class)):
             made = [] if group.reason else self._tried(group)
             reason = group.reason or unlike(made)
             if group.numbered and all(pairing.found for pairing in made):

@@ -20,7 +20,8 @@ def level_above(
     ckpt: Checkpoint, layout: Layout, target: Side, initial: Collection[Path], placed: int
 ) -> tuple[str, Hint] | None:
     """A level of the source that is above the model, like `transformer`, or keys that hold several
-    levels, and how to take it away; None if nothing is found without it either.
+    levels, and how to take it away; None if that does not find places for half of the leaves, and
+    for more than have one.
 
     Args:
       ckpt: the source.
