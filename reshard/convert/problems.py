@@ -74,7 +74,11 @@ class Objections:
             lines = [*direction, "[[rule]]", *rule.split("\n")]
             text = "".join(f"\n      {line}" for line in lines)
             self.hints.append(Hint(("map_file",), f" decides, by a rule such as:{text}"))
-        abstentions = [entry for entry in found.abstentions if not entry.rule]
+        abstentions = [
+            entry
+            for entry in found.abstentions
+            if not entry.rule and not (entry.hint and self._to == "nnx")
+        ]
         modules = [entry for entry in abstentions if entry.linen[0][0] not in COLLECTIONS]
         if modules and self._other is None:
             api = "Linen" if self._to == "nnx" else "NNX"
