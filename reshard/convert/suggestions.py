@@ -49,7 +49,7 @@ def _levels(layout: Layout) -> Iterator[tuple[str, str, str]]:
     """What may be said of the names in a source, and a regex and its replacement that would do
     without, the least of it first."""
     begin = 1 if layout.api == "linen" else 0
-    modules = [path[begin:-1] for path in layout.model]
+    modules = [tuple(map(str, path[begin:-1])) for path in layout.model]
     split = [tuple("/".join(path).split("/")) for path in modules]
     common = split[0] if split else ()
     for keys in split:
@@ -134,7 +134,7 @@ def _numberings(entry: Abstention, linen: Side) -> Iterator[tuple[Path, int, str
         several = "|" in kinds
         pattern = f"^{f'({kinds})' if several else kinds}/"
         pattern += "".join(f"{re.escape(format_key(key))}/" for key in above)
-        pattern += rf"{re.escape(name)}_(\d+)/"
+        pattern += rf"{re.escape(str(name))}_(\d+)/"
         number = rf"\{1 + several}"
         for there, others in lists.items():
             if others == numbers and there:
