@@ -200,11 +200,12 @@ def test_numbered_layers_are_the_members_of_the_list(block, tmp_path):
         assert told == [
             f"{shown} are blocks/0, blocks/1, blocks/2, ... blocks/10 (11) by their numbers"
         ]
-        assert not any("up/" in note for note in ckpt.notes)
+        # The norms in them and what is around them.
+        assert any(note.startswith("49 leaves went by the order") for note in ckpt.notes)
     else:
         # Linen's own numbers are an order: a warning.
         assert told == []
-        assert any("Block_0/up -> blocks/0/up" in note for note in ckpt.notes)
+        assert any(note.startswith("181 leaves went by the order") for note in ckpt.notes)
     back = reshard.to_linen(ckpt, lambda: {"params": params}, source=lambda: NnxModel(layers=11))
     assert reshard.diff(path, back, values=True).equal
 
