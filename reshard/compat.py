@@ -1,7 +1,37 @@
-"""What older releases of JAX lack, each with the release that makes it unnecessary."""
+"""What older releases of JAX, Flax and TensorStore lack, each with the release that makes it
+unnecessary."""
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+
+@functools.cache
+def older(package: str, release: str) -> str:
+    """The installed release of a package if it is older than `release`, else ""."""
+    from importlib.metadata import version  # most jobs do not ask
+
+    installed = version(package)
+    return installed if _numbers(installed) < _numbers(release) else ""
+
+
+def _numbers(release: str) -> list[int]:
+    return [int(part) for part in release.split(".") if part.isdigit()]
+
+
+def ranged_reads(store: Any, keys: Sequence[str], part: slice) -> Iterator[tuple[Any, slice]]:
+    """Reads of the same bytes of several values, and where they are in what is read: tensorstore
+    before 0.1.81 reads whole values, here one after another."""
+    if older("tensorstore", "0.1.81"):
+        return ((store.read(key), part) for key in keys)
+    return iter([(store.read(key, byte_range=part), slice(None)) for key in keys])
+
+
+def axis_name_keys() -> tuple[str, ...]:
+    """Metadata of an NNX variable that names the axes of its array: flax before 0.12.4 takes no
+    notice of `out_sharding`."""
+    names = ("out_sharding", "sharding_names", "sharding")
+    return names[1:] if older("flax", "0.12.4") else names
 
 
 def jaxprs_in_params(params: Mapping[str, Any]) -> Iterator[Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorstore as ts
 
+from reshard.compat import ranged_reads
 from reshard.errors import CorruptCheckpointError
 from reshard.storage.location import Location, checked, not_a_file
 from reshard.storage.ocdbt import (
@@ -171,10 +172,10 @@ class ArrayStore(ZarrVersion):
         store = self.kvstore(name)
         for start in range(0, len(keys), _HEADERS):
             some = keys[start : start + _HEADERS]
-            reads = [store.read(key, byte_range=_BLOSC_SIZE) for key in some]
-            for key, read in zip(some, reads, strict=True):
+            reads = ranged_reads(store, some, _BLOSC_SIZE)
+            for key, (read, part) in zip(some, reads, strict=True):
                 what = f"the chunk `{key}` of `{name}`"
-                found = int.from_bytes(checked(read, what).value, "little")
+                found = int.from_bytes(checked(read, what).value[part], "little")
                 if found != nbytes:
                     raise CorruptCheckpointError(
                         f"{what} says that it decodes to {found} bytes, and a chunk has {nbytes}"
