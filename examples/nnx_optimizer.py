@@ -38,8 +38,9 @@ class DotReluDot(nnx.Module):
     def __init__(self, depth: int, *, rngs: nnx.Rngs):
         init = nnx.initializers.lecun_normal()
         kernel_init = nnx.with_partitioning(init, (None, "model"))
+        w2_init = nnx.with_partitioning(init, ("model", None))
         self.dot1 = nnx.Linear(depth, depth, kernel_init=kernel_init, use_bias=False, rngs=rngs)
-        self.w2 = nnx.Param(init(rngs.params(), (depth, depth)), out_sharding=("model", None))
+        self.w2 = nnx.Param(w2_init(rngs.params(), (depth, depth)))
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -50,11 +50,13 @@ class MLP(nnx.Module):
     """One hidden layer, from a number to a number."""
 
     def __init__(self, width: int, rules: MeshRules, *, rngs: nnx.Rngs):
-        init = nnx.initializers.lecun_normal()
-        w1, w2 = init(rngs.params(), (1, width)), init(rngs.params(), (width, 1))
-        self.w1 = nnx.Param(w1, out_sharding=rules("embed", "mlp"))
-        self.b1 = nnx.Param(jnp.zeros(width), out_sharding=rules("mlp"))
-        self.w2 = nnx.Param(w2, out_sharding=rules("mlp", "embed"))
+        def parameter(init: nnx.Initializer, shape: tuple[int, ...], *names: str) -> nnx.Param:
+            return nnx.Param(nnx.with_partitioning(init, rules(*names))(rngs.params(), shape))
+
+        normal, zeros = nnx.initializers.lecun_normal(), nnx.initializers.zeros
+        self.w1 = parameter(normal, (1, width), "embed", "mlp")
+        self.b1 = parameter(zeros, (width,), "mlp")
+        self.w2 = parameter(normal, (width, 1), "mlp", "embed")
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return nnx.relu(x @ self.w1 + self.b1) @ self.w2

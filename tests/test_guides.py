@@ -26,6 +26,7 @@ from flax.core import freeze, meta
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 from layouts import assert_same_tree, flat
+from releases import OUT_SHARDING
 from sampling import few
 
 import reshard
@@ -411,7 +412,7 @@ def test_mesh_rules_may_be_the_targets_instead_of_the_constructors(second):
         expected = nnx.to_pure_dict(nnx.get_named_sharding(abstract, mesh))
     assert shardings_of(target) == flat(expected)
     assert {
-        path: metadata["out_sharding"] for path, (_, metadata) in annotations(target).items()
+        path: metadata[OUT_SHARDING] for path, (_, metadata) in annotations(target).items()
     } == {("b1",): ("mlp",), ("w1",): ("embed", "mlp"), ("w2",): ("mlp", "embed")}
 
 
@@ -421,7 +422,7 @@ def test_an_annotation_that_does_not_divide_is_named():
     class AsWritten(own.MLP):
         def __init__(self):
             super().__init__(64, lambda *names: names, rngs=nnx.Rngs(0))
-            self.w2.set_metadata(out_sharding=("embed", "mlp"))
+            self.w2.set_metadata(**{OUT_SHARDING: ("embed", "mlp")})
 
     def create():
         model = AsWritten()

@@ -30,11 +30,13 @@ from flax.training.train_state import TrainState
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from layouts import LAYOUTS, Named, bits, flat
+from releases import OUT_SHARDING
 from sampling import few
 
 import reshard
 from reshard.engine.budget import READ_OVERHEAD
 from reshard.restore import device_reads
+from reshard.restore.pytrees import flatten_state
 
 LITTLE = "36KiB"  # for a chunk, and not for two
 Point = collections.namedtuple("Point", ("x", "y"))
@@ -202,8 +204,9 @@ def test_a_bare_mesh_of_other_sizes(saved, sizes):
         assert got["params"][name].sharding == layouts.projected(source.tree["params"][name], on)
         assert bits(got["params"][name]) == bits(source.tree["params"][name])
     assert bits(got["ten"]) == bits(source.tree["layers"][10])
-    assert bits(got["keys"]["sharded"]) == bits(source.tree["keys"]["sharded"])
-    assert got["keys"]["sharded"].sharding == NamedSharding(on, P("model"))
+    if "keys" in source.tree:
+        assert bits(got["keys"]["sharded"]) == bits(source.tree["keys"]["sharded"])
+        assert got["keys"]["sharded"].sharding == NamedSharding(on, P("model"))
 
 
 def test_a_bare_mesh_after_transforms(saved):
@@ -868,7 +871,7 @@ def test_a_part_that_is_named_value(tmp_path, boxes):
 
 class Block(nnx.Module):
     def __init__(self, rngs):
-        names = {"out_sharding": (None, "model"), "note": "kept"}
+        names = {OUT_SHARDING: (None, "model"), "note": "kept"}
         self.linear = nnx.Linear(4, 8, rngs=rngs, kernel_metadata=names)
         self.norm = nnx.BatchNorm(8, rngs=rngs)
 
@@ -1026,18 +1029,34 @@ def test_a_real_module(nnx_saved, name, form, save):
 def test_an_abstract_module(nnx_saved, name, form):
     """A new module comes back, filled, that shares what the old one shared."""
     path, state = nnx_saved(name, form, "v0")
-    module = nnx.eval_shape(lambda: lazy(NNX[name]))
-    graphdef, empty = nnx.split(module)
-    module = nnx.merge(graphdef, abstract_again(empty, layouts.mesh((1, 8))))
+    module = abstract_module(NNX[name], layouts.mesh((1, 8)))
+    target = leaves_by_path(module)
     got = reshard.restore(path, module)
     assert type(got) is type(module)
-    assert nnx.graphdef(got) == graphdef
-    target = abstract_again(empty, layouts.mesh((1, 8)))
-    assert_restored(nnx.state(got), target, state)
+    assert nnx.graphdef(nnx.eval_shape(lambda: got)) == nnx.graphdef(
+        nnx.eval_shape(lambda: lazy(NNX[name]))
+    )
+    layouts.assert_same_tree(nnx.state(got), state)
+    assert shardings(leaves_by_path(got)) == shardings(target)
     # The given one is as abstract as before.
-    assert shardings(nnx.state(module)) == shardings(target)
-    kinds = {type(leaf) for leaf in jax.tree.leaves(nnx.state(module))}
-    assert kinds == {jax.ShapeDtypeStruct}
+    assert leaves_by_path(module) == target
+    assert {type(leaf) for leaf in target.values()} == {jax.ShapeDtypeStruct}
+
+
+def leaves_by_path(module):
+    return {leaf.path: leaf.value for leaf in flatten_state(module).leaves}
+
+
+def abstract_module(make, on):
+    """One whose arrays are laid out; flax before 0.12.5 does not take those for its state that are
+    in no variable."""
+    graphdef, empty = nnx.split(nnx.eval_shape(lambda: lazy(make)))
+    module = nnx.merge(graphdef, abstract_again(empty, on))
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, Model) and node.buffer.sharding is None:
+            replicated = NamedSharding(on, P())
+            node.buffer = nnx.data(jax.ShapeDtypeStruct((3,), "int32", sharding=replicated))
+    return module
 
 
 def abstract_again(state, on, seed=0):
@@ -1069,14 +1088,14 @@ def test_modules_in_the_context_of_a_mesh(nnx_saved, axis_type):
     on = Mesh(on.devices, on.axis_names, axis_types=(axis_type,) * 2)
     module = put(lazy(model), on)
     laid_out = shardings(nnx.state(module))
-    graphdef, empty = nnx.split(nnx.eval_shape(lambda: lazy(model)))
-    target = abstract_again(empty, on)
+    abstract = abstract_module(model, on)
     with jax.set_mesh(on):
         reshard.restore(path, module)
-        got = reshard.restore(path, nnx.merge(graphdef, target))
+        got = reshard.restore(path, abstract)
     layouts.assert_same_tree(nnx.state(module), state)
     assert shardings(nnx.state(module)) == laid_out
-    assert_restored(nnx.state(got), target, state)
+    layouts.assert_same_tree(nnx.state(got), state)
+    assert shardings(leaves_by_path(got)) == shardings(leaves_by_path(abstract))
 
 
 def test_modules_among_other_things(tmp_path):

@@ -11,6 +11,7 @@ from flax.core.spmd import from_sharding_rules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from releases import OUT_SHARDING
 from sampling import examples
 
 from reshard.errors import ShardingError
@@ -280,7 +281,7 @@ def test_the_rules_that_linen_used_are_the_first_ones_that_decide(names, rules):
 def test_nnx_is_get_partition_spec(names, rules):
     found = resolve_names(names, parse_rules(rules, ()), "nnx", passes=True)
     with nnx.use_eager_sharding(False):
-        variable = nnx.Param(jnp.zeros(()), out_sharding=names, sharding_rules=tuple(rules))
+        variable = nnx.Param(jnp.zeros(()), **{OUT_SHARDING: names}, sharding_rules=tuple(rules))
     assert found.spec == normalize_spec(nnx.get_partition_spec(variable).get_value())
     assert found.spec == normalize_spec(from_sharding_rules(names, rules))
     assert found.unmatched == tuple(dict.fromkeys(without_rule(names, rules)))

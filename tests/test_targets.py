@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import importlib.metadata
 import itertools
 import threading
 from typing import Any
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optimizers import OPTIMIZERS, RESHAPING
+from releases import OUT_SHARDING, older
 from sampling import examples
 
 import reshard
@@ -212,7 +214,7 @@ class Table(nnx.Module):
 
     def __init__(self, named):
         for name, (shape, axes, _) in FACTORED.items():
-            metadata = {"out_sharding": axes} if named and axes else {}
+            metadata = {OUT_SHARDING: axes} if named and axes else {}
             setattr(self, name, nnx.Param(jnp.ones(shape), **metadata))
 
 
@@ -639,7 +641,9 @@ def test_any_nnx_variables_are_laid_out_as_flax_does(leaves, rules, brought_alon
     def make():
         with nnx.use_eager_sharding(False):
             variables = {
-                i: nnx.Param(jax.ShapeDtypeStruct(shape, "float32"), out_sharding=axes, **metadata)
+                i: nnx.Param(
+                    jax.ShapeDtypeStruct(shape, "float32"), **{OUT_SHARDING: axes}, **metadata
+                )
                 for i, (shape, axes) in enumerate(zip(shapes, names, strict=True))
             }
         return nnx.State(variables)
@@ -685,9 +689,9 @@ def logical_axes(*names):
 class Net(nnx.Module):
     """Variables of several types, annotated under each key, shared, listed and scanned."""
 
-    def __init__(self, rngs, axes=to_mesh_axes, key="out_sharding"):
+    def __init__(self, rngs, axes=to_mesh_axes, key=OUT_SHARDING):
         self.embed = nnx.Embed(
-            16, 8, rngs=rngs, embedding_metadata={"out_sharding": axes("hidden", None)}
+            16, 8, rngs=rngs, embedding_metadata={OUT_SHARDING: axes("hidden", None)}
         )
         self.head = self.embed
         self.tied = self.embed.embedding
@@ -697,8 +701,8 @@ class Net(nnx.Module):
                     8,
                     24,
                     rngs=rngs,
-                    kernel_metadata={"out_sharding": axes("embed", "hidden")},
-                    bias_metadata={"out_sharding": axes("hidden")},
+                    kernel_metadata={OUT_SHARDING: axes("embed", "hidden")},
+                    bias_metadata={OUT_SHARDING: axes("hidden")},
                 ),
                 nnx.LayerNorm(24, rngs=rngs),
             ]
@@ -714,11 +718,9 @@ class Net(nnx.Module):
 def stacked_linear(rngs, axes):
     @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: axes("layers")[0]})
     def make(rngs):
-        return nnx.Linear(
-            8, 24, rngs=rngs, kernel_metadata={"out_sharding": axes("embed", "hidden")}
-        )
+        return nnx.Linear(8, 24, rngs=rngs, kernel_metadata={OUT_SHARDING: axes("embed", "hidden")})
 
-    return make(rngs.split(3))
+    return make(rngs.fork(split=3))
 
 
 NNX_STATES = {
@@ -820,7 +822,7 @@ def test_a_class_a_constructor_and_arguments_are_the_same_module():
         reshard.target(lambda: Net(nnx.Rngs(0)), mesh=MESH),
         reshard.target(lambda: Net(rngs=nnx.Rngs(7)), mesh=MESH),
         reshard.target(Net, mesh=MESH, inputs=(rngs,)),
-        reshard.target(Net, mesh=MESH, inputs=(rngs, to_mesh_axes, "out_sharding")),
+        reshard.target(Net, mesh=MESH, inputs=(rngs, to_mesh_axes, OUT_SHARDING)),
         reshard.target(lambda seed: Net(nnx.Rngs(seed)), mesh=MESH, inputs=(3,)),
         reshard.target(lambda key: Net(nnx.Rngs(key)), mesh=MESH, inputs=(jax.random.key(0),)),
     ]
@@ -836,11 +838,11 @@ def test_a_class_that_needs_no_rngs_is_called_without():
     class Fixed(nnx.Module):
         def __init__(self, size=8, rngs=None):
             assert rngs is None
-            self.w = nnx.Param(jnp.ones((size, size)), out_sharding=(None, "model"))
+            self.w = nnx.Param(jnp.ones((size, size)), **{OUT_SHARDING: (None, "model")})
 
     class Keyword(nnx.Module):
         def __init__(self, *, rngs):
-            self.w = nnx.Param(rngs.params.uniform((8, 8)), out_sharding=(None, "model"))
+            self.w = nnx.Param(rngs.params.uniform((8, 8)), **{OUT_SHARDING: (None, "model")})
 
     for model in (Fixed, Keyword):
         got = reshard.target(model, mesh=MESH)
@@ -886,12 +888,32 @@ def test_what_holds_no_variables_is_no_state():
     assert str(error.value) == "`nothing` returned None"
 
 
-@pytest.mark.parametrize("key", ["out_sharding", "sharding_names", "sharding"])
+@pytest.mark.parametrize("key", dict.fromkeys([OUT_SHARDING, "sharding_names", "sharding"]))
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 def test_every_key_of_the_metadata_names_axes(key):
     got = reshard.target(lambda: Net(nnx.Rngs(0), key=key), mesh=MESH)
     assert_specs(got, nnx_shardings(lambda: Net(nnx.Rngs(0)), MESH))
     assert got.w.get_value().sharding == NamedSharding(MESH, P("model", "data"))
+
+
+def test_out_sharding_is_what_flax_takes_it_for():
+    """Older releases take no notice of it; here the report tells."""
+
+    class Named(nnx.Module):
+        def __init__(self):
+            self.v = nnx.Param(jnp.ones((8,)), sharding_names=("model",))
+            self.w = nnx.Param(jnp.ones((8, 8)), out_sharding=("data", "model"))
+
+    got = reshard.target(Named, mesh=MESH)
+    assert_specs(got, nnx_shardings(Named, MESH))
+    installed = importlib.metadata.version("flax")
+    hints = (
+        "`out_sharding` of 1 variables, w the first, needs flax 0.12.4 or newer; "
+        f"{installed} is installed, where it is called `sharding`",
+    )
+    unknown = older("flax", "0.12.4")
+    assert got.w.get_value().sharding.spec == (P() if unknown else P("data", "model"))
+    assert reshard.coverage(Named, mesh=MESH).hints == (hints if unknown else ())
 
 
 @pytest.mark.parametrize(
@@ -906,7 +928,7 @@ def test_every_key_of_the_metadata_names_axes(key):
 )
 def test_axes_may_be_a_spec_or_a_sharding(axes):
     with nnx.use_eager_sharding(False):
-        variable = nnx.Param(jnp.ones((8, 8)), out_sharding=axes)
+        variable = nnx.Param(jnp.ones((8, 8)), **{OUT_SHARDING: axes})
     got = reshard.target(nnx.State({"w": variable}), mesh=layouts.mesh((1, 8)))
     assert got["w"].get_value().sharding == NamedSharding(layouts.mesh((1, 8)), P("model", None))
     assert got["w"].get_metadata() == variable.get_metadata()
@@ -917,8 +939,8 @@ def test_rules_of_the_metadata_are_used_and_the_caller_s_come_first():
     class Own(nnx.Module):
         def __init__(self):
             rules = (("a", "data"), ("b", "model"))
-            self.w = nnx.Param(jnp.ones((8, 8)), out_sharding=("a", "b"), sharding_rules=rules)
-            self.v = nnx.Param(jnp.ones((8,)), out_sharding=("model",))
+            self.w = nnx.Param(jnp.ones((8, 8)), **{OUT_SHARDING: ("a", "b")}, sharding_rules=rules)
+            self.v = nnx.Param(jnp.ones((8,)), **{OUT_SHARDING: ("model",)})
 
     got = reshard.target(Own, mesh=MESH)
     assert_specs(got, nnx_shardings(Own, MESH))
@@ -995,7 +1017,7 @@ def test_a_graph_with_a_cycle():
     class Child(nnx.Module):
         def __init__(self, parent):
             self.parent = parent
-            self.w = nnx.Param(jnp.ones((8, 8)), out_sharding=("data", "model"))
+            self.w = nnx.Param(jnp.ones((8, 8)), **{OUT_SHARDING: ("data", "model")})
 
     class Parent(nnx.Module):
         def __init__(self):
@@ -1110,7 +1132,7 @@ def test_linen_in_nnx_and_nnx_in_linen():
         assert_specs(got, nnx_shardings(make, MESH, rules))
 
     in_linen = nnx.bridge.to_linen(
-        nnx.Linear, 16, 24, kernel_metadata={"out_sharding": ("data", "model")}
+        nnx.Linear, 16, 24, kernel_metadata={OUT_SHARDING: ("data", "model")}
     )
     with nnx.use_eager_sharding(False):
         abstract = jax.eval_shape(in_linen.init, KEY, X)
@@ -1139,8 +1161,8 @@ class ConstrainedNet(nnx.Module):
     def __init__(self, rngs):
         spec = P("data", "model")
         kernel = jax.lax.with_sharding_constraint(rngs.params.uniform((8, 24)), spec)
-        self.w = nnx.Param(kernel, out_sharding=spec)
-        self.v = nnx.Param(jnp.ones((24,)), out_sharding=("model",))
+        self.w = nnx.Param(kernel, **{OUT_SHARDING: spec})
+        self.v = nnx.Param(jnp.ones((24,)), **{OUT_SHARDING: ("model",)})
 
 
 def nnx_pair(axes):
@@ -1270,7 +1292,7 @@ def test_a_model_for_explicit_axes(kind, context):
         def __init__(self, rngs):
             spec = P("data", "model")
             kernel = jax.sharding.reshard(rngs.params.uniform((8, 24)), spec)
-            self.w = nnx.Param(kernel, out_sharding=spec)
+            self.w = nnx.Param(kernel, **{OUT_SHARDING: spec})
             self.v = nnx.Param(jnp.einsum("ij->j", kernel, out_sharding=P("model")))
 
     with CONTEXTS[context]():
@@ -1375,7 +1397,7 @@ def test_semantics_say_how_rules_are_read_whatever_the_api():
         return {"w": nn.LogicallyPartitioned(jnp.ones((8, 16)), ("embed", "hidden"))}
 
     def in_nnx():
-        return nnx.State({"w": nnx.Param(jnp.ones((8, 16)), out_sharding=("embed", "hidden"))})
+        return nnx.State({"w": nnx.Param(jnp.ones((8, 16)), **{OUT_SHARDING: ("embed", "hidden")})})
 
     first = nn.logical_to_mesh_axes(("embed", "hidden"), rules)
     last = P(*from_sharding_rules(("embed", "hidden"), rules))
@@ -1390,7 +1412,7 @@ def test_where_a_mesh_axis_would_be_used_twice():
     rules = [("embed", "model"), ("hidden", "model")]
 
     def make():
-        return nnx.State({"w": nnx.Param(jnp.ones((8, 16)), out_sharding=("embed", "hidden"))})
+        return nnx.State({"w": nnx.Param(jnp.ones((8, 16)), **{OUT_SHARDING: ("embed", "hidden")})})
 
     with pytest.raises(ShardingError) as caught:
         reshard.target(make, mesh=MESH, rules=rules)
@@ -1406,7 +1428,7 @@ def test_a_name_without_a_rule_is_replicated_in_linen_and_an_error_in_nnx():
     rules = [("embed", "data")]
     linen = {"w": nn.LogicallyPartitioned(jnp.ones((8, 16)), ("embed", "hidden"))}
     with nnx.use_eager_sharding(False):
-        variable = nnx.Param(jnp.ones((8, 16)), out_sharding=("embed", "hidden"))
+        variable = nnx.Param(jnp.ones((8, 16)), **{OUT_SHARDING: ("embed", "hidden")})
     message = (
         "the model does not fit the mesh `data=2,model=4`\n"
         "  w  [8, 16] ('embed', 'hidden'): P('data', 'hidden') names axis 'hidden', which "
@@ -1479,11 +1501,11 @@ def test_all_problems_of_a_train_state_at_once():
 def test_all_problems_of_an_nnx_state_at_once():
     class Wrong(nnx.Module):
         def __init__(self):
-            self.odd = nnx.Param(jnp.ones((7, 6)), out_sharding=("embed", "hidden"))
-            self.axis = nnx.Param(jnp.ones((8, 8)), out_sharding=("data", "expert"))
-            self.twice = nnx.Param(jnp.ones((8, 8)), out_sharding=("embed", "data"))
-            self.long = nnx.Variable(jnp.ones(()), out_sharding=("hidden",))
-            self.right = nnx.Param(jnp.ones((8, 8)), out_sharding=("model", "embed"))
+            self.odd = nnx.Param(jnp.ones((7, 6)), **{OUT_SHARDING: ("embed", "hidden")})
+            self.axis = nnx.Param(jnp.ones((8, 8)), **{OUT_SHARDING: ("data", "expert")})
+            self.twice = nnx.Param(jnp.ones((8, 8)), **{OUT_SHARDING: ("embed", "data")})
+            self.long = nnx.Variable(jnp.ones(()), **{OUT_SHARDING: ("hidden",)})
+            self.right = nnx.Param(jnp.ones((8, 8)), **{OUT_SHARDING: ("model", "embed")})
 
     def make():
         return nnx.ModelAndOptimizer(Wrong(), optax.adam(1e-3))
@@ -1743,8 +1765,8 @@ def test_the_report_of_a_train_state_is_whole():
 def test_the_report_of_an_nnx_optimizer():
     class Small(nnx.Module):
         def __init__(self, rngs):
-            self.w = nnx.Param(jnp.ones((8, 16)), out_sharding=("embed", "hidden"))
-            self.b = nnx.Param(jnp.ones((6,), "bfloat16"), out_sharding=("hidden",))
+            self.w = nnx.Param(jnp.ones((8, 16)), **{OUT_SHARDING: ("embed", "hidden")})
+            self.b = nnx.Param(jnp.ones((6,), "bfloat16"), **{OUT_SHARDING: ("hidden",)})
             self.dropout = nnx.Dropout(0.1, rngs=rngs)
 
     report = reshard.coverage(

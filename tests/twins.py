@@ -18,6 +18,7 @@ import optax
 from flax import linen as nn
 from flax import nnx
 from flax.training import train_state
+from releases import OUT_SHARDING
 
 VOCABULARY, WIDTH, HEADS, HEAD, HIDDEN, LENGTH, LAYERS = 22, 10, 3, 4, 14, 9, 6
 EXPERTS = 5
@@ -249,7 +250,7 @@ class Nnx:
             embedding = Nnx.kernel("vocab", "embed")
             self.token_embedding = nnx.Embed(VOCABULARY, WIDTH, embedding_init=embedding, rngs=rngs)
             table = INIT(rngs.params(), (LENGTH, WIDTH))
-            self.pos_embedding = nnx.Param(table, out_sharding=(None, "embed"))
+            self.pos_embedding = nnx.Param(table, **{OUT_SHARDING: (None, "embed")})
             self.dropout = nnx.Dropout(0.1, rngs=rngs)
             self.scanned = layers.startswith("scanned")
             self.remat = "remat" in layers

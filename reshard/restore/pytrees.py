@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard.compat import axis_name_keys
 from reshard.restore.lazy_jax import jax
 from reshard.restore.matching import TargetLeaf
 from reshard.sharding.rules import Names
@@ -143,8 +144,8 @@ def flatten_state(state: Any) -> State:
 
 def _bare(modules: tuple[Any, ...], known: Collection[Path]) -> list[tuple[tuple, Any]]:
     """Abstract arrays in modules that flax takes for part of their structure: those that are in a
-    container of a module's and in no variable, such as the scales of an `nnx.WeightNorm`. What is
-    there, with its path in the graph."""
+    container of a module's and in no variable, such as the scales of an `nnx.WeightNorm`; before
+    flax 0.12.5, all that are in no variable. What is there, with its path in the graph."""
     return [
         (path, value)
         for path, value in (imported("flax.nnx").iter_graph(modules) if modules else ())
@@ -156,8 +157,15 @@ def _put(node: Any, path: tuple, value: Any) -> None:
     """Sets a value in a container below modules."""
     *above, last = path
     for key in above:
-        node = node[key] if isinstance(node, Mapping | list | tuple) else getattr(node, str(key))
-    node[last] = value
+        node = getattr(node, key) if _is_attribute(node, key) else node[key]
+    if _is_attribute(node, last):
+        setattr(node, last, value)
+    else:
+        node[last] = value
+
+
+def _is_attribute(node: Any, key: Any) -> bool:
+    return isinstance(key, str) and not isinstance(node, Mapping)
 
 
 def saved_tree(state: Any) -> dict[Path, StateLeaf | dict | list | tuple | None]:
@@ -274,7 +282,7 @@ def axis_names(leaf: StateLeaf) -> Names | None:
         return None
     if is_variable(wrapper):
         metadata = wrapper.get_metadata()
-        found = [metadata.get(key) for key in ("out_sharding", "sharding_names", "sharding")]
+        found = [metadata.get(key) for key in axis_name_keys()]
         names = next((names for names in found if names is not None), None)
         return _names(getattr(names, "spec", names))
     if isinstance(wrapper, imported("flax.core.meta").Partitioned):

@@ -78,8 +78,8 @@ def restore(
       >>> import jax
       >>> mesh = jax.make_mesh((1, 8), ("data", "model"))
       >>> state = reshard.restore("run/1000", mesh)
-      >>> state["params"]["layer_0"]["kernel"].sharding.spec
-      P(None, 'model')
+      >>> tuple(state["params"]["layer_0"]["kernel"].sharding.spec)
+      (None, 'model')
       >>> initialised = jax.tree.map(jax.numpy.zeros_like, state)
       >>> state = reshard.restore("run/1000", initialised, keep="params/layer_1/**")
     """

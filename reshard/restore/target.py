@@ -5,10 +5,12 @@ becomes of each leaf. This module gets the state out of whatever the user has, a
 shardings in.
 """
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from reshard.compat import older
 from reshard.errors import ArgumentError, ShardingError
 from reshard.restore.device_shards import named_sharding
 from reshard.restore.lazy_jax import jax
@@ -77,8 +79,8 @@ def target(
       >>> from jax.sharding import PartitionSpec as P
       >>> mesh = jax.sharding.AbstractMesh((1, 8), ("data", "model"))
       >>> model = reshard.target(MLP, mesh=mesh, specs={"kernel$": P(None, "model"), "bias$": P()})
-      >>> model.layer_0.kernel.sharding.spec
-      P(None, 'model')
+      >>> tuple(model.layer_0.kernel.sharding.spec)
+      (None, 'model')
     """
     state, found = _covered(model, mesh, rules, specs, semantics, inputs)
     if found.problems:
@@ -133,7 +135,28 @@ def _covered(
     tree = _spec_tree(specs, {leaf.path for leaf in arrays})
     parameters = _parameters(made, arrays)
     leaves = [_annotated(x, tree.get(x.path), x.path in parameters) for x in arrays]
-    return state, cover(leaves, parse_mesh(mesh), rules, () if tree else _pairs(specs), semantics)
+    pairs = () if tree else _pairs(specs)
+    found = cover(leaves, parse_mesh(mesh), rules, pairs, semantics)
+    return state, dataclasses.replace(found, hints=(*found.hints, *_unnoticed(arrays)))
+
+
+def _unnoticed(leaves: Sequence[StateLeaf]) -> list[str]:
+    """What to do about names of axes that the release of flax that is installed does not know."""
+    installed = older("flax", "0.12.4")
+    paths = [
+        leaf.path
+        for leaf in leaves
+        if installed
+        and is_variable(leaf.wrapper)
+        and leaf.wrapper.get_metadata().get("out_sharding") is not None
+        and axis_names(leaf) is None
+    ]
+    if not paths:
+        return []
+    return [
+        f"`out_sharding` of {len(paths)} variables, {format_path(paths[0])} the first, needs flax "
+        f"0.12.4 or newer; {installed} is installed, where it is called `sharding`"
+    ]
 
 
 def _pairs(specs: Any) -> list[tuple[str, Any]]:
