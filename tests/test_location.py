@@ -1,5 +1,6 @@
 """Locations: what text and paths become, what is found there, and checkpoints that travel."""
 
+import ctypes
 import os
 import pathlib
 import pickle
@@ -10,9 +11,10 @@ import layouts
 import pytest
 import tensorstore as ts
 from etils import epath
+from in_process import command, inside
 
 import reshard
-from reshard.storage import ocdbt, posix
+from reshard.storage import lock, ocdbt, posix
 from reshard.storage.location import Location, parse_location
 
 
@@ -90,15 +92,24 @@ def test_all_that_is_below_a_directory(tmp_path):
 
 
 def test_without_what_only_linux_has(saved, tmp_path, monkeypatch):
-    class Libc:
-        """A library of C without the calls of Linux."""
+    """As on macOS: no such calls in the library of C or in `os`, and no `/proc`."""
 
-    monkeypatch.setattr(posix, "_LIBC", Libc())
-    monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.delattr(os, "posix_fadvise")
-    source = saved("standalone")
-    reshard.save(reshard.to_mesh(reshard.open(source.path), "1x8"), tmp_path / "out")
+    class Libc:
+        """A library of C without the calls of Linux: `syncfs`, `sync_file_range`, `mallopt`."""
+
+    with inside(tmp_path):
+        monkeypatch.setattr(ctypes, "CDLL", lambda *args, **kwargs: Libc())
+        monkeypatch.setattr(posix, "_LIBC", Libc())
+        monkeypatch.setattr(lock, "kernel_text", lambda name: "")
+        for name in ("copy_file_range", "posix_fadvise", "posix_fallocate", "sched_getaffinity"):
+            monkeypatch.delattr(os, name)
+        monkeypatch.delattr(os, "O_PATH")
+        source = saved("standalone")
+        assert command(["ckpt", str(source.path), "out", "--to", "1x8"])[0] == 0
+        assert command(["verify", "out", "--against", str(source.path)])[0] == 0
+        got = reshard.restore("out", layouts.abstract(source.tree, layouts.mesh((1, 8))))
     assert reshard.diff(source.path, tmp_path / "out", values=True).equal
+    layouts.assert_same_tree(got, layouts.plain_scalars(source.tree))
 
 
 class Disk:
