@@ -224,6 +224,7 @@ def test_help_of_a_topic_is_markdown_in_a_pipe_and_rendered_in_a_terminal(tmp_pa
     text = (TOPICS / "meshes.md").read_text()
     assert reshard(tmp_path, "help", "meshes") == (0, text, "")
     ran, shown = on_terminal(tmp_path, "stdout", "help", "meshes")
+    shown = without_styles(shown)
     assert (ran.status, ran.err) == (0, "")
     title = text.splitlines()[0].removeprefix("# ")
     assert title in shown and f"# {title}" not in shown and "```" in text and "```" not in shown

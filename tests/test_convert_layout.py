@@ -365,7 +365,7 @@ def nnx_cases():
         "attention": cached_attention(),
         "spectral norm": nnx.SpectralNorm(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0)),
         "weight norm": nnx.WeightNorm(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0)),
-        "stacked": stacked(nnx.Rngs(0).split(2)),
+        "stacked": stacked(nnx.Rngs(0).fork(split=2)),
         "from Linen": nnx.bridge.ToNNX(Net(), rngs=nnx.Rngs(0)).lazy_init(X),
     }.items():
         state = state_of(module)

@@ -250,7 +250,7 @@ Empty = collections.namedtuple("Empty", ())
 class Node:
     left: object
 
-mesh = jax.make_mesh((8,), ("x",))
+mesh = jax.sharding.Mesh(jax.devices(), ("x",))
 array = jax.ShapeDtypeStruct((8,), "float32", sharding=NamedSharding(mesh, P("x")))
 target = {
     "params": {"dense": {"kernel": array, "bias": [array]}},
