@@ -19,6 +19,19 @@ def _numbers(release: str) -> list[int]:
     return [int(part) for part in release.split(".") if part.isdigit()]
 
 
+# Dtypes that tensorstore has since a release.
+_DTYPES = {"float4_e2m1fn": "0.1.80", "float8_e8m0fnu": "0.1.85"}
+
+
+def missing_dtype(name: Any) -> str:
+    """Which release of tensorstore has a dtype, if an older one is installed; else ""."""
+    release = _DTYPES.get(name, "") if isinstance(name, str) else ""
+    installed = release and older("tensorstore", release)
+    if not installed:
+        return ""
+    return f"`{name}` needs tensorstore {release} or newer; {installed} is installed"
+
+
 def ranged_reads(store: Any, keys: Sequence[str], part: slice) -> Iterator[tuple[Any, slice]]:
     """Reads of the same bytes of several values, and where they are in what is read: tensorstore
     before 0.1.81 reads whole values, here one after another."""

@@ -9,10 +9,13 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import tensorstore as ts
+
 from reshard import tree
 from reshard.arrays.dtypes import is_floating, parse_dtype
 from reshard.arrays.handle import ArrayHandle, collision_error
 from reshard.checkpoint import Checkpoint, Leaf, name_clashes
+from reshard.compat import missing_dtype
 from reshard.errors import ArgumentError, ShardingError, TreeMismatchError
 from reshard.hints import Hint
 from reshard.sharding.mesh import (
@@ -113,7 +116,7 @@ def cast(ckpt: Checkpoint, dtype: Any, where: str | Sequence[str] = "**") -> Che
         and Python scalars stay as they are.
 
     Raises:
-      ArgumentError: the dtype is not floating-point.
+      ArgumentError: the dtype is not floating-point, or TensorStore has none such.
       TreeMismatchError: nothing would be cast.
 
     Example:
@@ -125,6 +128,11 @@ def cast(ckpt: Checkpoint, dtype: Any, where: str | Sequence[str] = "**") -> Che
     if not is_floating(new):
         raise ArgumentError(
             f"cast to {new.name}: only floating-point arrays are cast, to floating-point dtypes",
+            hints=["`bfloat16`, `float16`, `float32`, `float8_e4m3fn`"],
+        )
+    if not hasattr(ts, new.name):
+        raise ArgumentError(
+            f"cast to {new.name}: {missing_dtype(new.name) or 'TensorStore does not store it'}",
             hints=["`bfloat16`, `float16`, `float32`, `float8_e4m3fn`"],
         )
     patterns = [where] if isinstance(where, str) else list(where)

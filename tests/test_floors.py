@@ -1,7 +1,16 @@
-"""The oldest releases that are declared are those that the tests are run with, and the README's."""
+"""The oldest releases that are declared are those that the tests are run with, and the README's;
+what they lack is told with the release that has it."""
 
+import importlib.metadata
+import json
 import pathlib
 import tomllib
+
+import pytest
+from releases import older
+
+import reshard
+from reshard.loader.array_metadata import parse_zarr
 
 ROOT = pathlib.Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -27,3 +36,33 @@ def test_the_readme_says_which_they_are():
     releases = ", ".join(f"{word} {FLOORS[name]}" for word, name in names.items())
     text = " ".join((ROOT / "README.md").read_text().split())
     assert f"On Linux or macOS with Python {python}, {releases} or newer" in text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "release"), [("float4_e2m1fn", "0.1.80"), ("float8_e8m0fnu", "0.1.85")]
+)
+def test_a_dtype_that_an_older_tensorstore_lacks_is_told_with_the_release(dtype, release, data):
+    document = {"zarr_format": 2, "shape": [4], "chunks": [4], "dtype": dtype, "fill_value": None}
+    document = json.dumps(document | {"compressor": None, "order": "C", "filters": None}).encode()
+    ckpt = reshard.open(data / "orbax-0.4.4" / "default")
+    if not older("tensorstore", release):
+        assert parse_zarr(document, "zarr").dtype.name == dtype
+        assert reshard.cast(ckpt, dtype, where="bf")["bf"].dtype.name == dtype
+        return
+    installed = importlib.metadata.version("tensorstore")
+    text = f"`{dtype}` needs tensorstore {release} or newer; {installed} is installed"
+    with pytest.raises(ValueError) as caught:
+        parse_zarr(document, "zarr")
+    assert str(caught.value) == text
+    with pytest.raises(reshard.ArgumentError) as caught:
+        reshard.cast(ckpt, dtype)
+    assert caught.value.summary == f"cast to {dtype}: {text}"
+
+
+def test_a_dtype_that_no_tensorstore_has(data):
+    with pytest.raises(reshard.ArgumentError) as caught:
+        reshard.cast(reshard.open(data / "orbax-0.4.4" / "default"), "float8_e4m3")
+    assert str(caught.value) == (
+        "cast to float8_e4m3: TensorStore does not store it\n\n"
+        "hint: `bfloat16`, `float16`, `float32`, `float8_e4m3fn`"
+    )
