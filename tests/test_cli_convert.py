@@ -267,10 +267,11 @@ initial    dropout/rngs/count
 initial    dropout/rngs/key
 """
 EMITTED = """\
-# A whole map between the leaves of two checkpoints. Each rule is for one leaf, or for leaves that
-# are joined, and sees what the rules before it have left. Any of it can be edited: `from` is a
-# regex that is searched for in printed paths, `to` a replacement as `re.sub` takes it. As long as
-# every `from` is a whole path, the map can be used in the opposite direction, too.
+# A whole map between the leaves of two checkpoints. Each rule is for a leaf, for all leaves of a
+# module (`^a/b/`), or for those that differ in numbers alone (`(\\d+)`), and sees what the rules
+# before it have left. Any of it can be edited: `from` is a regex that is searched for in printed
+# paths, `to` a replacement as `re.sub` takes it. As long as `from` has no other wildcards, and all
+# of its numbers are in the new paths, the map can be used in the opposite direction, too.
 # Behind `[[rule]]` is what it was found by: equal paths after the standard conversions (path), or
 # the order of modules of one class (structure).
 
@@ -278,20 +279,12 @@ to = 'nnx'
 init = ['dropout/rngs/count', 'dropout/rngs/key']
 
 [[rule]]  # structure
-from = '^params/Dense_0/bias$'
-to = 'inner/bias'
+from = '^params/Dense_0/'
+to = 'inner/'
 
 [[rule]]  # structure
-from = '^params/Dense_0/kernel$'
-to = 'inner/kernel'
-
-[[rule]]  # structure
-from = '^params/Dense_1/bias$'
-to = 'outer/bias'
-
-[[rule]]  # structure
-from = '^params/Dense_1/kernel$'
-to = 'outer/kernel'
+from = '^params/Dense_1/'
+to = 'outer/'
 """
 
 

@@ -1063,12 +1063,10 @@ def test_a_map_with_patterns_is_not_turned_around_without_a_model(mapped):
         told
         == f"""\
 {mapped}/map.toml: the map cannot be used in the opposite direction
-  rule 1, `^params/layer_(\\d+)/`: it is not for a whole path, `^...$` without wildcards
-  rule 2, `/fused$`: it is not for a whole path, `^...$` without wildcards
-  rule 3, `/w$`: it is not for a whole path, `^...$` without wildcards
-  rule 4, `^params/expert_(\\d+)$`: it is not for a whole path, `^...$` without wildcards
+  rule 2, `/fused$`: it is not `^...$` or `^.../` without wildcards but `(\\d+)`
+  rule 3, `/w$`: it is not `^...$` or `^.../` without wildcards but `(\\d+)`
 
-hint: a map that a conversion has written, of whole paths, can be"""
+hint: a map that a conversion has written can be"""
     )
 
 

@@ -28,14 +28,14 @@ from reshard.arrays.operations import (
     Transpose,
     Unstack,
 )
-from reshard.convert.leafmap import LeafMap, Row, applied, from_rows
+from reshard.convert.leafmap import LeafMap, Row, Source, applied, from_rows
 from reshard.convert.map_rules import inverse
 from reshard.convert.mapfile import read_map
-from reshard.convert.mapped import apply_map
+from reshard.convert.mapped import apply_inverse, apply_map
 from reshard.convert.mapwriter import write_map
 from reshard.convert.replacement import parse_pattern, parse_replacement, whole_path
 from reshard.errors import ArgumentError, TreeMismatchError
-from reshard.tree import format_path, split_path
+from reshard.tree import format_path, glob_text, named_by, split_path
 
 EXAMPLE = """
 
@@ -104,6 +104,12 @@ def written(rows, dropped, initial, leaves, to=None):
     """The text of the map that rows make of leaves, less those that are dropped."""
     found = from_rows(rows, {path: leaf for path, leaf in leaves.items() if path not in dropped})
     return write_map(LeafMap(found.values, found.origin, tuple(dropped)), initial, to)
+
+
+def named(globs, paths):
+    """The paths that globs name."""
+    texts = {glob_text(path): path for path in paths}
+    return {texts[text] for glob in globs for text in named_by(texts, glob)}
 
 
 def done(rows, arrays):
@@ -867,7 +873,8 @@ def test_rules_do_to_arrays_what_they_say_and_can_be_undone(case):
     assert bits(done(again.map, {path: arrays[path] for path in kept})) == bits(made)
     back = apply_map(inverse(read_map("map.toml")), mapped.map.shapes)
     assert bits(done(back.map, made)) == bits(undone)
-    assert set(back.initial) == set(map(format_path, [*mapped.map.dropped]))
+    assert back.map.values == mapped.map.inverse().values
+    assert named(back.initial, tree(shapes)) == {*mapped.map.dropped}
 
 
 # Whole maps
@@ -889,7 +896,7 @@ def test_the_text_of_a_whole_map():
         }
     )
     kernels = ["params/cell/ii/kernel", "params/cell/if/kernel"]
-    long = [f"blocks/with/a/rather/long/name/of/which/there/are/{n}/w" for n in range(2)]
+    long = [f"blocks/with/a/rather/long/name/of/which/there/are/{n}/w" for n in ("one", "two")]
     steps = [
         step("params/Dense_0/kernel", "linear/kernel", Reshape((8, 8)), "path"),
         step("params/Dense_0/bias", "linear/bias", Pad(((0, 2),), 0.0)),
@@ -904,10 +911,11 @@ def test_the_text_of_a_whole_map():
     text = written(steps, dropped, ["rngs/**", "**/count"], leaves)
     assert text == (
         r"""
-# A whole map between the leaves of two checkpoints. Each rule is for one leaf, or for leaves that
-# are joined, and sees what the rules before it have left. Any of it can be edited: `from` is a
-# regex that is searched for in printed paths, `to` a replacement as `re.sub` takes it. As long as
-# every `from` is a whole path, the map can be used in the opposite direction, too.
+# A whole map between the leaves of two checkpoints. Each rule is for a leaf, for all leaves of a
+# module (`^a/b/`), or for those that differ in numbers alone (`(\d+)`), and sees what the rules
+# before it have left. Any of it can be edited: `from` is a regex that is searched for in printed
+# paths, `to` a replacement as `re.sub` takes it. As long as `from` has no other wildcards, and all
+# of its numbers are in the new paths, the map can be used in the opposite direction, too.
 # Behind `[[rule]]` is what it was found by: equal paths after the standard conversions (path), or
 # the order of modules of one class (structure).
 
@@ -942,15 +950,15 @@ transpose = [1, 0]
 to = '{{v}}'
 
 [[rule]]
-from = ['^params/layer_0/w$', '^params/layer_1/w$']
-stack = { axis = 0, names = ['stage'] }
-to = 'blocks/with/a/rather/long/name/of/which/there/are/0/w'
+from = '^params/layer_(\d+)/w$'
+stack = { axis = 0, names = ['stage'], by = 1 }
+to = 'blocks/with/a/rather/long/name/of/which/there/are/one/w'
 
 [[rule]]
-from = '^blocks/with/a/rather/long/name/of/which/there/are/0/w$'
+from = '^blocks/with/a/rather/long/name/of/which/there/are/one/w$'
 unstack = { axis = 0, into = [
-    'blocks/with/a/rather/long/name/of/which/there/are/0/w',
-    'blocks/with/a/rather/long/name/of/which/there/are/1/w',
+    'blocks/with/a/rather/long/name/of/which/there/are/one/w',
+    'blocks/with/a/rather/long/name/of/which/there/are/two/w',
 ] }
 
 [[rule]]
@@ -1065,14 +1073,14 @@ def test_a_whole_map_reads_back_and_works_in_both_directions(conversion, initial
     mapped = apply_map(rules, leaves)
     kept = {path: shape for path, shape in leaves.items() if path not in dropped}
     assert says(mapped, [Row(one.inputs, one.outputs, one.operation) for one in steps])
-    assert ([*mapped.map.dropped], mapped.initial) == (dropped, tuple(initial))
+    assert ({*mapped.map.dropped}, mapped.initial) == ({*dropped}, tuple(initial))
     assert mapped.map.shapes == from_rows(steps, kept).shapes
     used = {path for one in steps for path in one.inputs}
     assert mapped.untouched == [path for path in kept if path not in used]
 
     back = apply_map(inverse(rules), mapped.map.shapes)
     assert back.map.shapes == kept
-    assert back.initial == tuple(map(format_path, dropped))
+    assert named(back.initial, leaves) == {*dropped}
     arrays = arrays_of(kept)
     assert bits(done(back.map, done(steps, arrays))) == bits(arrays)
 
@@ -1133,14 +1141,14 @@ def test_rules_with_several_operations_in_the_opposite_direction():
     assert says(
         back,
         [
-            step("q", "q", Crop(((0, 0), (1, 1)))),
+            step("q", "q", Crop(((0, 0), (1, 1)), 1)),
             step(["q", "kv"], "qkv", Concat(1)),
             step("qkv", "qkv", Transpose((1, 0))),
             step("ab", ["a", "b"], Split(0, (4, 4))),
-            step("a", "a", Crop(((1, 0), (0, 0)))),
+            step("a", "a", Crop(((1, 0), (0, 0)), 0)),
             step("a", "a", Reshape((6, 2))),
             step("a", "a", Transpose((1, 0))),
-            step("b", "b", Crop(((1, 0), (0, 0)))),
+            step("b", "b", Crop(((1, 0), (0, 0)), 0)),
             step("b", "b", Reshape((6, 2))),
             step("b", "b", Transpose((1, 0))),
         ],
@@ -1154,7 +1162,7 @@ def test_rules_that_have_no_opposite_direction():
     rules = read(
         r"""
         [[rule]]
-        from = '^params/'
+        from = '^[a-z]+/'
         to = ''
 
         [[rule]]
@@ -1193,11 +1201,33 @@ def test_rules_that_have_no_opposite_direction():
 
         [[rule]]
         from = '^a$'
-        unstack = { axis = 0, into = 'a/{}' }
+        unstack = { axis = 0, into = ['b', '{1 + 1}'] }
 
         [[rule]]
-        from = '^a$'
-        unstack = { axis = 0, into = ['b', '{1 + 1}'] }
+        from = '^x_(\d+)/w$'
+        to = 'x/w'
+
+        [[rule]]
+        from = '^x_(\d+)/(\d+)$'
+        to = 'x_\1\2'
+
+        [[rule]]
+        from = '^x_(\d+)/'
+        to = 'x\1'
+
+        [[rule]]
+        from = '^x_(\d+)$'
+        split = { axis = 0, into = ['x/\1', 'y/w'] }
+
+        [[rule]]
+        from = '^x_(\d+)/w$'
+        concat = { axis = 0, by = 'a\1', sizes = [1, 2] }
+        to = 'x/w'
+
+        [[rule]]
+        from = ['^x_(\d+)$', '^y/']
+        stack = { axis = 0 }
+        to = 'x/w'
         """
     )
     with pytest.raises(TreeMismatchError) as error:
@@ -1206,20 +1236,212 @@ def test_rules_that_have_no_opposite_direction():
         str(error.value)
         == r"""
 map.toml: the map cannot be used in the opposite direction
-  rule 1, `^params/`: it is not for a whole path, `^...$` without wildcards
-  rule 3, `^a$`: `\g<0>/b` is no whole path
-  rule 4, `^cache/.*$`: it is not for a whole path, `^...$` without wildcards
+  rule 1, `^[a-z]+/`: it is not `^...$` or `^.../` without wildcards but `(\d+)`
+  rule 3, `^a$`: `\g<0>/b` has more in it than text and `\1`
+  rule 4, `^cache/.*$`: it is not `^...$` or `^.../` without wildcards but `(\d+)`
   rule 5, `^a$`: `reshape` does not say the shape that it is `from`
   rule 6, `^a$`: a crop cannot be undone: what it cuts off is gone
   rule 7, `^a$`: axes [1, 1] are no order of axes
   rule 8, `^a$` + `^b$`: `concat` does not say the `sizes` of the pieces
-  rule 9, `^a$`: its pieces are not named as a list of whole paths
-  rule 10, `^a$`: `into` is not a list of whole paths
-  rule 11, `^a$`: `{1 + 1}` is no whole path
+  rule 9, `^a$`: its pieces are neither numbers nor a list of regexes
+  rule 10, `^a$`: `{1 + 1}` has more in it than text and `\1`
+  rule 11, `^x_(\d+)/w$`: what group 1 matches is lost
+  rule 12, `^x_(\d+)/(\d+)$`: numbers are beside each other: where one ends is not said
+  rule 13, `^x_(\d+)/`: `x\1` does not end as the regex does, with a slash
+  rule 14, `^x_(\d+)$`: the paths of its parts do not have the same numbers in them
+  rule 15, `^x_(\d+)/w$`: `a\1` is not the number of a piece alone
+  rule 16, `^x_(\d+)$` + `^y/`: some of its regexes are for whole paths, and some for modules
 
-hint: a map that a conversion has written, of whole paths, can be
+hint: a map that a conversion has written can be
 """.strip("\n")
     )
+
+
+def test_rules_with_numbers_in_the_opposite_direction():
+    shapes = {f"params/layer_{n}/{leaf}/w": (2, 3) for n in (0, 1, 10) for leaf in "qk"}
+    shapes |= {f"params/x_{n}/{k}/w": (4,) for n in range(2) for k in range(3)}
+    shapes |= {"params/blocks/w": (4, 3), "params/blocks/b": (4,)}
+    rules = read(
+        r"""
+        [[rule]]
+        from = ['^params/layer_(\d+)/q/w$', '^params/layer_(\d+)/k/w$']
+        concat = { axis = 1, sizes = [3, 3] }
+        to = 'layers/\1/qk'
+
+        [[rule]]
+        from = '^params/x_(\d+)/(\d+)/w$'
+        stack = { axis = 0, by = 2 }
+        to = 'x/\1\\/w'
+
+        [[rule]]
+        from = '^params/blocks/'
+        unstack = { axis = 0, into = 'blocks/{}/' }
+
+        [[rule]]
+        from = '^layers/(\d+)/qk$'
+        transpose = [1, 0]
+        """
+    )
+    mapped = apply_map(rules, tree(shapes))
+    back = apply_inverse(rules, mapped.map.shapes)
+    assert back.map.values == mapped.map.inverse().values
+    assert [(rule.patterns[0].text, rule.to and rule.to.text) for rule in inverse(rules).rules] == [
+        (r"^layers/(\d+)/qk$", r"layers/\1/qk"),
+        (r"^blocks/(\d+)/", "params/blocks/"),
+        (r"^x/(\d+)\\/w$", None),
+        (r"^layers/(\d+)/qk$", None),
+    ]
+
+
+def test_rules_that_would_take_other_leaves_in_the_opposite_direction():
+    rules = read(
+        r"""
+        [[rule]]
+        from = '^params/a_(\d+)/'
+        to = 'layers/\1/'
+
+        [[rule]]
+        from = '^params/b_(\d+)/w$'
+        to = 'layers/\1/v'
+        """
+    )
+    leaves = tree({"params/a_0/w": (2,), "params/b_1/w": (2,)})
+    there = apply_map(rules, leaves).map.shapes
+    with pytest.raises(TreeMismatchError) as error:
+        apply_inverse(rules, tree({"layers/0/v": (2,), "layers/1/w": (2,)}))
+    assert str(error.value) == (
+        "map.toml: the map cannot be used in the opposite direction on these leaves\n"
+        "  params/b_0/v would be made of layers/0/v, and makes params/b_0/v"
+    )
+    assert printed(apply_inverse(rules, there).map.shapes) == printed(leaves)
+
+
+def per_layer(draw):
+    """What becomes of the leaves of a layer: of its number, the leaves before, and what is made."""
+    kinds = ["rename", "swap", "transpose", "split", "unstack", "concat", "stack", "drop", "stay"]
+    chosen = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=6))
+    outer = draw(st.sampled_from(["layer_{}", "layers/{}", "{}", "stage_0/block_{}"]))
+    inner = draw(st.sampled_from(["layers/{}", "block{}", "net/layer_{}/inner"]))
+    names = draw(st.permutations(["attn", "mlp", "norm_1", "x", "y2", "z"]))
+
+    def layers(count):
+        leaves, values, dropped, stacked = {}, {}, [], {}
+
+        def source(path, shape=(2, 4)):
+            leaves[path] = shape
+            return Source(path, shape)
+
+        for n in range(count):
+            start, end = (split_path(f"params/{outer}".format(n)), split_path(inner.format(n)))
+            for name, kind in zip(names, chosen, strict=False):
+                one, other = (*start, name, "a"), (*start, name, "b")
+                to = (*end, f"{name}s")
+                if kind == "rename":
+                    values[*to, "a"], values[*to, "b"] = source(one), source(other, (3,))
+                elif kind == "swap":
+                    values[one], values[other] = source(other), source(one)
+                elif kind == "transpose":
+                    (values[one],) = applied(Transpose((1, 0)), [source(one)])
+                elif kind == "split":
+                    parts = applied(Split(1, (1, 3)), [source(one)])
+                    values[*to, "q"], values[*to, "k"] = parts
+                elif kind == "unstack":
+                    for at, part in enumerate(applied(Unstack(1, 4), [source(one)])):
+                        values[*to, f"head_{at}", "w"] = part
+                elif kind == "concat":
+                    (values[to],) = applied(Concat(0), [source(one), source(other, (3, 4))])
+                elif kind == "stack":
+                    stacked.setdefault(("stacked", name), []).append(source(one))
+                elif kind == "drop":
+                    dropped.append(one)
+                else:
+                    values[one] = source(one)
+        for path, parts in stacked.items():
+            (values[path],) = applied(Stack(0), parts)
+        origin = {
+            path: "map" for path, value in values.items() if value != Source(path, value.shape)
+        }
+        return LeafMap(values, origin, tuple(dropped))
+
+    return layers
+
+
+@settings(deadline=None, max_examples=examples(200))
+@given(st.data())
+def test_as_many_rules_for_two_layers_as_for_twelve(data):
+    layers = per_layer(data.draw)
+    counts = []
+    for count in (2, 12):
+        found = layers(count)
+        own = [("rngs", str(n), "key") for n in range(count)]
+        text = write_map(found, ["params/x"], "nnx", own)
+        rules = read(text)
+        counts.append(len(rules.rules))
+        forth = apply_map(rules, {**found.sources(), **dict.fromkeys(found.dropped, ())})
+        assert (forth.map.values, {*forth.map.dropped}) == (found.values, {*found.dropped})
+        assert forth.map.origin == found.origin
+        assert rules.initial == ("params/x", "rngs/*/key")
+        back = apply_inverse(rules, {**found.shapes, **dict.fromkeys(own, ())})
+        assert back.map.values == found.inverse().values
+        assert {*back.map.dropped} == {*own}
+        assert named(back.initial, (*found.sources(), *found.dropped)) == {*found.dropped}
+    assert counts[0] == counts[1]
+
+
+def test_a_rule_for_each_structure_and_none_for_more_than_it_says():
+    shapes = {}
+    for n in range(12):
+        layer = f"params/layer_{n}"
+        shapes |= {f"{layer}/attn/{name}/{leaf}": (2,) for name in "qkv" for leaf in ("w", "b")}
+        shapes |= {f"{layer}/mlp/gate": (2, 3), f"{layer}/norm/scale": (3,)}
+    shapes |= {"params/head/w": (2,), "params/head/b": (2,), "params/a/0/w": (2,), "a/1/w": (2,)}
+    shapes |= {"params/odd_0/w": (2,), "params/odd_1/w": (2,), "params/odd_2/w": (2,)}
+    mapped = apply(
+        r"""
+        [[rule]]
+        from = '^params/odd_([01])/'
+        to = 'odd/\1/'
+
+        [[rule]]
+        from = '^params/layer_(\d+)/norm/'
+        to = '{\1 + 1}/norm/'
+
+        [[rule]]
+        from = '^params/layer_(\d+)/mlp/gate$'
+        split = { axis = 1, sizes = [1, 2], into = ['layers/\1/gate', 'layers/\1/up'] }
+
+        [[rule]]
+        from = '^params/layer_(\d+)/'
+        to = 'layers/\1/'
+
+        [[rule]]
+        from = '^params/(head|a)/'
+        to = '\1s/'
+        """,
+        shapes,
+    )
+    lines = write_map(mapped.map).splitlines()
+    rules = [line for line in lines if line.startswith(("from", "to", "split"))]
+    norms = [
+        text
+        for n in range(12)
+        for text in (f"from = '^params/layer_{n}/norm/scale$'", f"to = '{n + 1}/norm/scale'")
+    ]
+    assert [line for line in rules if line not in norms] == [
+        "from = '^params/layer_(\\d+)/attn/'",
+        "to = 'layers/\\1/attn/'",
+        "from = '^params/layer_(\\d+)/mlp/gate$'",
+        "split = { axis = 1, sizes = [1, 2], into = ['layers/\\1/gate', 'layers/\\1/up'] }",
+        "from = '^params/head/'",
+        "to = 'heads/'",
+        "from = '^params/a/0/w$'",
+        "to = 'as/0/w'",
+        "from = '^params/odd_0/w$'",
+        "to = 'odd/0/w'",
+        "from = '^params/odd_1/w$'",
+        "to = 'odd/1/w'",
+    ]
+    assert len(rules) == 12 + len(norms)
 
 
 @pytest.mark.exhaustive
