@@ -1293,27 +1293,16 @@ def test_rules_with_numbers_in_the_opposite_direction():
     ]
 
 
-def test_rules_that_would_take_other_leaves_in_the_opposite_direction():
-    rules = read(
-        r"""
-        [[rule]]
-        from = '^params/a_(\d+)/'
-        to = 'layers/\1/'
-
-        [[rule]]
-        from = '^params/b_(\d+)/w$'
-        to = 'layers/\1/v'
-        """
-    )
-    leaves = tree({"params/a_0/w": (2,), "params/b_1/w": (2,)})
-    there = apply_map(rules, leaves).map.shapes
+def test_leaves_that_would_not_come_back_from_the_opposite_direction():
+    rules = read(r"rule = [{ from = '^params/a_(\d+)/', to = 'layers/\1/' }]")
+    there = tree({"layers/0/w": (2,)})
+    assert printed(apply_inverse(rules, there).map.shapes) == {"params/a_0/w": (2,)}
     with pytest.raises(TreeMismatchError) as error:
-        apply_inverse(rules, tree({"layers/0/v": (2,), "layers/1/w": (2,)}))
+        apply_inverse(rules, there | tree({"params/a_1/w": (3,), "other": ()}))
     assert str(error.value) == (
         "map.toml: the map cannot be used in the opposite direction on these leaves\n"
-        "  params/b_0/v would be made of layers/0/v, and makes params/b_0/v"
+        "  params/a_1/w would be made of params/a_1/w, and makes layers/1/w"
     )
-    assert printed(apply_inverse(rules, there).map.shapes) == printed(leaves)
 
 
 def per_layer(draw):
@@ -1366,7 +1355,7 @@ def per_layer(draw):
     return layers
 
 
-@settings(deadline=None, max_examples=examples(200))
+@settings(deadline=None, max_examples=examples(60))
 @given(st.data())
 def test_as_many_rules_for_two_layers_as_for_twelve(data):
     layers = per_layer(data.draw)

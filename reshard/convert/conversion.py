@@ -113,8 +113,7 @@ class Conversion:
 
     def map_text(self) -> str:
         """The whole map as the text of a map file."""
-        globs = [format_path(path) for path in self.initial]
-        return write_map(self.map, globs, self.to)
+        return write_map(self.map, to=self.to, own=self.initial)
 
     def __repr__(self) -> str:
         lines = [f"{self.layout.kind}: {reason}" for reason in self.layout.why]

@@ -18,13 +18,8 @@ from reshard.arrays.operations import (
     Transpose,
     Unstack,
 )
-from reshard.convert.replacement import (
-    Pattern,
-    Replacement,
-    literal_replacement,
-    number,
-    whole_path,
-)
+from reshard.convert.path_template import pattern_template, replacement_template
+from reshard.convert.replacement import Pattern, Replacement, number, parse_replacement
 from reshard.errors import TreeMismatchError
 
 
@@ -256,9 +251,12 @@ def inverse(rules: Map) -> Map:
     """The map in the opposite direction. What is dropped here is initial there, and what is initial
     here is dropped there, if it is there; what is optional here is so there.
 
+    Rules that are for more than one path may take leaves that they did not make: see
+    `reshard.convert.mapped.apply_inverse`.
+
     Raises:
-      TreeMismatchError: rules that are not for whole literal paths, or that do not say what they
-        undo: all of them.
+      TreeMismatchError: rules whose regex and replacement cannot change places, or that do not say
+        what they undo: all of them.
     """
     undone: list[Rule] = []
     dropped: list[str] = []
@@ -266,18 +264,20 @@ def inverse(rules: Map) -> Map:
     problems: list[str] = []
     for rule in reversed(rules.rules):
         try:
-            sources = _literals(rule.patterns)
             if rule.drop:
-                (optional if rule.optional else dropped).extend(sources)
+                globs = [pattern_template(pattern).glob for pattern in rule.patterns]
+                (optional if rule.optional else dropped).extend(globs)
             else:
-                undone += _undone(rule, sources)
+                undone += _undone(rule)
         except TreeMismatchError as error:
             problems.append(f"{rule}: {error.summary}")
+        except ValueError as error:
+            problems.append(f"{rule}: {error}")
     if problems:
         raise TreeMismatchError(
             f"{rules.name}: the map cannot be used in the opposite direction",
             problems[::-1],
-            ["a map that a conversion has written, of whole paths, can be"],
+            ["a map that a conversion has written can be"],
         )
     may = {rule.number for rule in rules.rules if rule.optional}
     to = {"nnx": "linen", "linen": "nnx"}.get(rules.to or "")
@@ -286,33 +286,48 @@ def inverse(rules: Map) -> Map:
     return Map(rules.name, tuple(undone), tuple(dropped[::-1]), tuple(optional), ignored, to)
 
 
-def _undone(rule: Rule, sources: Sequence[str]) -> list[Rule]:
-    """The rules that undo one for whole paths."""
+def _undone(rule: Rule) -> list[Rule]:
+    """The rules that undo one. Raises ValueError or TreeMismatchError if there are none."""
     each = tuple(_undone_each(kind) for kind in reversed(rule.each))
-    patterns = tuple(map(whole_path, sources))
-    regroup = rule.regroup
+    changed = [Rule(rule.number, (pattern,), each=each) for pattern in rule.patterns if each]
+    sources = [pattern_template(pattern) for pattern in rule.patterns]
+    whole, regroup = sources[0].whole, rule.regroup
+    if any(source.whole != whole for source in sources):
+        raise ValueError("some of its regexes are for whole paths, and some for modules")
+    target = sources[0] if rule.to is None else replacement_template(rule.to, whole)
     if regroup is None:
-        target = sources[0] if rule.to is None else _constant(rule.to)
-        to = literal_replacement(sources[0])
-        return [Rule(rule.number, (whole_path(target),), to, each=each)]
+        to = sources[0].replacement(target)
+        return [Rule(rule.number, (target.pattern(),), to, each=each)]
     if isinstance(regroup, Divided):
-        if not isinstance(regroup.into, tuple):
-            raise TreeMismatchError("`into` is not a list of whole paths")
-        parts = tuple(whole_path(_constant(part)) for part in regroup.into)
+        one = not isinstance(regroup.into, tuple)
+        parts = [replacement_template(part, whole) for part in regroup.replacements(1)]
+        groups = parts[0].groups
+        if any(part.groups != groups for part in parts) or (0 in groups) != one:
+            raise ValueError("the paths of its parts do not have the same numbers in them")
+        patterns = tuple(part.pattern() for part in parts)
+        by = parse_replacement(rf"\{groups.index(0) + 1}", patterns) if one else None
         kind = "concat" if regroup.kind == "split" else "stack"
-        gathered = Gathered(kind, regroup.axis, sizes=regroup.sizes)
-        first = Rule(rule.number, parts, literal_replacement(sources[0]), regroup=gathered)
-    else:
-        if regroup.by is not None:
-            raise TreeMismatchError("its pieces are not named as a list of whole paths")
-        if regroup.kind == "concat" and regroup.sizes is None:
-            raise TreeMismatchError("`concat` does not say the `sizes` of the pieces")
-        assert rule.to is not None
-        kind = "split" if regroup.kind == "concat" else "unstack"
-        into = tuple(map(literal_replacement, sources))
-        divided = Divided(kind, regroup.axis, regroup.sizes, into)
-        first = Rule(rule.number, (whole_path(_constant(rule.to)),), regroup=divided)
-    return [first, *(Rule(rule.number, (p,), each=each) for p in patterns if each)]
+        gathered = Gathered(kind, regroup.axis, by, sizes=regroup.sizes)
+        to = sources[0].replacement(parts[0])
+        return [Rule(rule.number, patterns, to, regroup=gathered), *changed]
+    if regroup.order is not None:
+        raise ValueError("its pieces are neither numbers nor a list of regexes")
+    if regroup.kind == "concat" and regroup.sizes is None:
+        raise ValueError("`concat` does not say the `sizes` of the pieces")
+    kind = "split" if regroup.kind == "concat" else "unstack"
+    into = None
+    if regroup.by is not None:
+        by = replacement_template(regroup.by, True)
+        if len(by.pieces) > len(by.groups) or by.groups in [(), *zip(target.groups)]:
+            raise ValueError(f"`{regroup.by.text}` is not the number of a piece alone")
+        into = sources[0].numbered(by.groups[0]).replacement(target)
+    divided = Divided(
+        kind,
+        regroup.axis,
+        regroup.sizes,
+        into or tuple(source.replacement(target) for source in sources),
+    )
+    return [Rule(rule.number, (target.pattern(),), regroup=divided), *changed]
 
 
 def _undone_each(
@@ -330,19 +345,5 @@ def _undone_each(
             raise TreeMismatchError(f"axes {list(axes)} are no order of axes")
         return Transpose(tuple(axes.index(axis) for axis in range(len(axes))))
     if isinstance(kind, Pad):
-        return Crop(kind.widths)
+        return Crop(kind.widths, kind.fill)
     raise TreeMismatchError("a crop cannot be undone: what it cuts off is gone")
-
-
-def _literals(patterns: Sequence[Pattern]) -> list[str]:
-    """The whole paths that patterns match."""
-    literals = [pattern.literal for pattern in patterns if pattern.literal is not None]
-    if len(literals) < len(patterns):
-        raise TreeMismatchError("it is not for a whole path, `^...$` without wildcards")
-    return literals
-
-
-def _constant(replacement: Replacement) -> str:
-    if replacement.constant is None:
-        raise TreeMismatchError(f"`{replacement.text}` is no whole path")
-    return replacement.constant

@@ -102,6 +102,15 @@ def read_map(path: str | os.PathLike[str]) -> Map:
         document = read_toml(path)
     except (OSError, ValueError) as error:
         raise ArgumentError(f"{path}: it cannot be read", [str(error)], [_EXAMPLE]) from error
+    return map_of(document, os.fspath(path))
+
+
+def map_of(document: dict[str, Any], name: str) -> Map:
+    """The rules of the document in a map file of this name.
+
+    Raises:
+      ArgumentError: all that is wrong with them.
+    """
     problems: list[str] = []
     top = _Table("the file", document, problems)
     initial = top.take("init", _TEXTS) or []
@@ -121,9 +130,9 @@ def read_map(path: str | os.PathLike[str]) -> Map:
     top.nothing_else()
     rules = [_rule(number, table, problems) for number, table in enumerate(tables, 1)]
     if problems:
-        raise ArgumentError(f"{path}: its rules cannot be read", problems, [_EXAMPLE])
+        raise ArgumentError(f"{name}: its rules cannot be read", problems, [_EXAMPLE])
     globs = map(tuple, (initial, may, ignored))
-    return Map(os.fspath(path), tuple(rules), *globs, to=to)
+    return Map(name, tuple(rules), *globs, to=to)
 
 
 def _is_int(value: Any) -> bool:

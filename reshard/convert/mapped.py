@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from reshard.arrays.boxes import Shape
 from reshard.convert.leafmap import LeafMap, Source, Value, applied
-from reshard.convert.map_rules import Divided, Gathered, Map, Reshaped, Rule
+from reshard.convert.map_rules import Divided, Gathered, Map, Reshaped, Rule, inverse
 from reshard.convert.pairing import listed
 from reshard.convert.replacement import Pattern, Replacement
 from reshard.errors import ArgumentError, TreeMismatchError
@@ -58,6 +58,42 @@ def apply_map(rules: Map, leaves: Mapping[Path, Shape]) -> Mapped:
         tree.apply(rule)
     tree.ignore(rules.ignored)
     return tree.mapped(rules)
+
+
+def apply_inverse(rules: Map, leaves: Mapping[Path, Shape]) -> Mapped:
+    """The leaf map that rules make in the opposite direction.
+
+    Args:
+      rules: from `read_map`.
+      leaves: as for `apply_map`, of what the rules lead to.
+
+    Raises:
+      TreeMismatchError: as for `inverse` and `apply_map`; or rules that would not make these leaves
+        of what they come from, as they are for other leaves, too.
+    """
+    back = apply_map(inverse(rules), leaves)
+    if all(pattern.literal is not None for rule in rules.rules for pattern in rule.patterns):
+        return back
+    kept = tuple(dataclasses.replace(r, optional=True) for r in rules.rules if not r.drop)
+    summary = f"{rules.name}: the map cannot be used in the opposite direction on these leaves"
+    try:
+        again = apply_map(Map(rules.name, kept), back.map.shapes).map.inverse()
+    except TreeMismatchError as error:
+        raise TreeMismatchError(summary, error.problems, error.hints) from error
+    told, made = again.made_of(), back.map.made_of()
+    problems = [
+        f"{format_path(path)} would be made of {_names(made.get(path, [path]))}, and makes "
+        f"{_names(told.get(path, [path]))}"
+        for path, value in back.map.values.items()
+        if again.values.get(path) != value
+    ]
+    if problems:
+        raise TreeMismatchError(summary, problems)
+    return back
+
+
+def _names(paths: Sequence[Path]) -> str:
+    return " and ".join(map(format_path, paths))
 
 
 @dataclasses.dataclass(eq=False, slots=True)

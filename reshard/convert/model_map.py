@@ -14,8 +14,8 @@ from reshard.convert.align import Alignment, align
 from reshard.convert.contradictions import ordered
 from reshard.convert.layout import Layout
 from reshard.convert.leafmap import LeafMap, Zeros, renaming
-from reshard.convert.map_rules import Map, inverse
-from reshard.convert.mapped import apply_map
+from reshard.convert.map_rules import Map
+from reshard.convert.mapped import apply_inverse, apply_map
 from reshard.convert.module_tree import (
     Leaf,
     Module,
@@ -108,12 +108,11 @@ def by_map(rules: Map | None, source: Side, target: Side | None) -> Said:
     to, shapes = _OTHER[source.api], source.shapes
     if rules is None:
         return Said(renaming({path: path for path in shapes}, shapes), to)
-    backwards = rules.to == source.api
-    if backwards and target is None:
-        rules, backwards = inverse(rules), False
+    backwards = rules.to == source.api and target is not None
     start, end = (target, source) if backwards and target else (source, target)
     try:
-        mapped = apply_map(rules, start.shapes)
+        undone = rules.to == source.api and not backwards
+        mapped = (apply_inverse if undone else apply_map)(rules, start.shapes)
     except TreeMismatchError as error:
         unmatched = [text for text in error.problems if text.endswith("matches no leaf")]
         if rules.to is not None or len(unmatched) < len(rules.rules):
