@@ -521,6 +521,60 @@ def test_order_is_a_warning_until_outputs_were_compared(run, folder):
     assert not reshard.open("back").source.metadata.get("custom_metadata")
 
 
+NAMES = """\
+to = 'nnx'
+
+[[rule]]
+from = '^params/Dense_0/'
+to = 'inner/'
+
+[[rule]]
+from = '^params/Dense_1/'
+to = 'outer/'
+"""
+
+
+def test_order_stays_on_record_in_what_is_made_of_a_conversion(run, folder, monkeypatch):
+    """By other names, casts and meshes; by the way back, which says nothing of the way there; and
+    where the outputs of the second conversion are equal, which only that is known of then."""
+
+    def order(ckpt):
+        custom = reshard.open(ckpt).source.metadata.get("custom_metadata") or {}
+        return custom.get("reshard.order")
+
+    recorded = {"leaves": 4, "modules": [["Dense_0", "inner"], ["Dense_1", "outer"]]}
+    (folder / "names.toml").write_text(NAMES)
+    assert convert(run, "--quiet").status == 0
+    options = ("--select", "model/**", "--rename", "^model/=", "--dtype", "float32=bfloat16")
+    assert run("ckpt", "out", "elsewhere", "--to", "1x8", *options).status == 0
+    assert order("elsewhere") == recorded
+    ckpt = reshard.to_mesh(reshard.select("out", "model/**"), "data=4,model=2")
+    reshard.save(ckpt, "saved")
+    assert order("saved") == recorded
+
+    back = ("--to", "linen", "--model", "models:linen", "--map", "names.toml")
+    assert run("convert", "out", "back", *back, "--quiet") == (0, "", "")
+    assert (run.warned, order("back")) == ([], recorded)
+    there = ("--to", "nnx", "--model", "models:training", "--map", "names.toml")
+    random = ("--init", "**/rngs/**")
+    assert run("convert", "back", "again", *there, *random, "--quiet") == (0, "", "")
+    assert (run.warned, order("again")) == ([], recorded)
+    assert run("verify", "again", "--against", "back", "--quiet") == (0, "", "")
+    assert run.warned == [f"{WARNING}; equal values do not say that it is right"]
+    # What was on record before is so again.
+    assert run("convert", "again", "as_it_was", "--to", "linen", "--quiet") == (0, "", "")
+    assert order("as_it_was") == recorded
+    assert run("convert", "back", "twice", *there[:4], *random, "--quiet") == (0, "", "")
+    assert order("twice") == {**recorded, "leaves": 8}
+
+    monkeypatch.syspath_prepend(folder)
+    import models
+
+    made = conversion("back", "nnx", models.training, init="**/rngs")
+    cleared = made.compared(OutputComparison(0.0, (), ())).checkpoint
+    assert cleared.source.metadata["custom_metadata"]["reshard.order"] == recorded
+
+
 @pytest.mark.parametrize("unused", [(), (("inner", "bias"),)])
 def test_equal_outputs_clear_what_went_by_order(unused, run, folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
