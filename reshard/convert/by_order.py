@@ -1,5 +1,5 @@
 """What of a conversion went by the order of modules of one class: a warning to whoever converts,
-and a record in the result, until somebody has compared outputs.
+and a record in the result and in all that is made of it, until somebody has compared outputs.
 """
 
 from collections.abc import Collection
@@ -46,6 +46,14 @@ def _modules(before: Path, after: Path) -> tuple[str, str]:
     return format_path(before), format_path(after)
 
 
+def both(one: ByOrder | None, other: ByOrder | None) -> ByOrder | None:
+    """What went by order in a conversion, and in another one before it."""
+    if one is None or other is None:
+        return one or other
+    modules = tuple(dict.fromkeys((*one.modules, *other.modules)))
+    return ByOrder(one.leaves + other.leaves, modules)
+
+
 def order_text(order: ByOrder) -> str:
     """It in words, with some of the pairs."""
     leaves = "1 leaf" if order.leaves == 1 else f"{order.leaves} leaves"
@@ -74,14 +82,23 @@ def with_order(ckpt: Checkpoint, order: ByOrder | None) -> Checkpoint:
     if order is None and not order_of(ckpt):
         return ckpt
     if order is not None:
-        custom[KEY] = {"leaves": order.leaves, "modules": list(map(list, order.modules))}
+        custom[KEY] = order_json(order)
     return ckpt.with_metadata({"custom_metadata": custom or None})
 
 
 def order_of(ckpt: Checkpoint) -> ByOrder | None:
     """What is recorded of a checkpoint; None if nothing is, or nothing that can be read."""
     custom = ckpt.source.metadata.get("custom_metadata")
-    found: Any = custom.get(KEY) if isinstance(custom, dict) else None
+    return order_in(custom.get(KEY)) if isinstance(custom, dict) else None
+
+
+def order_json(order: ByOrder) -> dict[str, Any]:
+    """It as JSON."""
+    return {"leaves": order.leaves, "modules": list(map(list, order.modules))}
+
+
+def order_in(found: Any) -> ByOrder | None:
+    """The inverse of `order_json`; None for what cannot be read."""
     if not isinstance(found, dict) or not isinstance(found.get("leaves"), int):
         return None
     pairs = found.get("modules")

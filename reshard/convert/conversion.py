@@ -15,7 +15,14 @@ from typing import Any
 from reshard.arrays.derived import constant
 from reshard.arrays.operations import Crop
 from reshard.checkpoint import Checkpoint, Leaf, describe
-from reshard.convert.by_order import by_order, order_warning, with_order, without_notes
+from reshard.convert.by_order import (
+    both,
+    by_order,
+    order_of,
+    order_warning,
+    with_order,
+    without_notes,
+)
 from reshard.convert.decision import Decision, decide
 from reshard.convert.initial_values import initial_values
 from reshard.convert.inputs import Arguments
@@ -99,10 +106,10 @@ class Conversion:
 
     def compared(self, found: OutputComparison) -> "Conversion":
         """The conversion once its outputs were found to be equal: what went by order is right, if
-        they say something of every leaf."""
+        they say something of every leaf. Of how the source was made they say nothing."""
         ckpt, warnings = self.checkpoint, self.warnings
         if not found.unused:
-            ckpt, warnings = with_order(without_notes(ckpt, warnings), None), ()
+            ckpt, warnings = with_order(without_notes(ckpt, warnings), order_of(self.source)), ()
         ckpt = ckpt.replace(ckpt, notes=[repr(found)])
         return dataclasses.replace(self, checkpoint=ckpt, warnings=warnings)
 
@@ -375,7 +382,7 @@ def _made(
         own = [*(decided.prefix + path for path in decided.initial), *decided.empty]
         result = recorded(result, kept, ckpt.source.metadata, decided.map, own, kind)
     return Conversion(
-        with_order(result, ordered),
+        with_order(result, both(ordered, order_of(ckpt))),
         layout,
         decided.model,
         decided.initial_names,

@@ -21,7 +21,7 @@ from reshard.arrays.boxes import MOST_AXES, Shape
 from reshard.arrays.handle import ArrayHandle, array_text
 from reshard.arrays.operations import Concat, Pad, Reshape, Split, Stack, Transpose, Unstack
 from reshard.checkpoint import EMPTY_LEAVES, Checkpoint, Leaf, empty_name
-from reshard.convert.by_order import with_order
+from reshard.convert.by_order import ByOrder, order_in, order_json, order_of, with_order
 from reshard.convert.layout import KINDS
 from reshard.convert.leafmap import LeafMap, Output, Row, Source, Zeros, from_rows, renaming
 from reshard.convert.target_paths import is_step, on_host, recounted
@@ -56,12 +56,14 @@ class _Record(NamedTuple):
       own: NNX's own leaves.
       leaves: those of the Linen checkpoint: arrays, and the names of empty ones.
       containers: Orbax's record of its container types, if it had one.
+      order: what had gone by the order of modules before it was converted.
     """
 
     map: LeafMap
     own: list[Path]
     leaves: dict[Path, _Array | str]
     containers: str | None
+    order: ByOrder | None
 
 
 def recorded(
@@ -90,6 +92,9 @@ def recorded(
         "own": [list(path) for path in own],
         "containers": metadata.get("value_metadata_tree"),
     }
+    before = order_of(ckpt)  # that of the Linen one, until this conversion's is added
+    if before is not None:
+        document["order"] = order_json(before)
     return ckpt.with_metadata({"custom_metadata": _custom(ckpt) | {KEY: document}})
 
 
@@ -161,7 +166,7 @@ def from_record(ckpt: Checkpoint) -> Checkpoint:
             path: EMPTY_LEAVES[kind] if isinstance(kind, str) else _as_recorded(made[path], kind)
             for path, kind in record.leaves.items()
         }
-    made_of = with_order(without_record(ckpt), None).replace(whole, retyped=False)
+    made_of = with_order(without_record(ckpt), record.order).replace(whole, retyped=False)
     if record.containers is None:
         return made_of
     return made_of.with_metadata({"value_metadata_tree": record.containers})
@@ -230,7 +235,8 @@ def _read(ckpt: Checkpoint) -> _Record:
             parse_json(containers)
         except (TypeError, ValueError) as error:
             raise ValueError(f"its containers are not JSON: {containers!r:.80}") from error
-    return _Record(found, list(map(_path, document["own"])), leaves, containers)
+    own, order = list(map(_path, document["own"])), order_in(document.get("order"))
+    return _Record(found, own, leaves, containers, order)
 
 
 def _recorded_leaf(kind: Any) -> _Array | str:
