@@ -640,6 +640,25 @@ def test_a_map_is_emitted_by_a_dry_run_and_not_for_a_refusal(run, folder):
     assert {name for name in files(folder) if name.endswith("toml")} == {"map.toml", "dry.toml"}
 
 
+def test_what_is_dropped_may_be_left_out_by_the_map_already(run, folder):
+    """As it is by the map of the same command."""
+    options = ("--drop", "params/Dense_1", "--init", "outer")
+    assert convert(run, *options, "--emit-map", "whole.toml").status == 0
+    made = by_path(load("out/default"))
+    for given in (options, options[2:], options[:2]):
+        ran = convert(run, *given, "--map", "whole.toml", "--overwrite")
+        assert (ran.status, ran.err) == (0, "")
+        assert by_path(load("out/default")) == made
+    ran = convert(run, "--drop", "params/Dense_0", "--map", "whole.toml", "--overwrite")
+    assert (ran.status, ran.err.splitlines()[:2]) == (
+        2,
+        [
+            "Error: whole.toml: the map does not fit the leaves",
+            "  rule 3, `^params/Dense_0/`: matches no leaf",
+        ],
+    )
+
+
 def test_a_map_with_operations(run, folder):
     options = ("--to", "nnx", "--model", "models:Halves", "--map", "map.toml")
     ran = run("convert", "run/1", "out", *options, "--emit-map", "whole.toml", "--dry-run")
