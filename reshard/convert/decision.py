@@ -143,7 +143,7 @@ class _Work:
             dtypes = {path: goal.leaf(saved).dtype for path, saved in goal.layout.model.items()}
             target = Side(self._to, goal.shapes(), dtypes, goal.outline)
         rules = None if map_file is None else read_map(map_file)
-        said = by_map(rules, source, target)
+        said = by_map(rules, source, target, self._left_out)
         self._against.problems += said.problems
         self._against.hints += said.hints
         self._against.open |= said.unexpected

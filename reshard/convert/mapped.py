@@ -4,7 +4,7 @@ Rules are applied one after another, each to every leaf as earlier ones left it.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard.arrays.boxes import Shape
@@ -41,19 +41,20 @@ class Mapped:
         return [path for path in self.map.values if path not in self.map.origin]
 
 
-def apply_map(rules: Map, leaves: Mapping[Path, Shape]) -> Mapped:
+def apply_map(rules: Map, leaves: Mapping[Path, Shape], left_out: Collection[Path] = ()) -> Mapped:
     """The leaf map that rules make.
 
     Args:
       rules: from `read_map` or `inverse`.
       leaves: the leaves of the source with their shapes; all keys are text.
+      left_out: leaves that it does not have any more: rules that drop these have done so.
 
     Raises:
       TreeMismatchError: rules that match nothing, leaves that would meet in one path or be below
         another, pieces that are missing, operations that do not fit, numbers that are none: all of
         them, by rule.
     """
-    tree = _Tree(leaves)
+    tree = _Tree(leaves, list(map(format_path, left_out)))
     for rule in rules.rules:
         tree.apply(rule)
     tree.ignore(rules.ignored)
@@ -139,7 +140,8 @@ class _Move(NamedTuple):
 class _Tree:
     """The leaves while rules are applied to them."""
 
-    def __init__(self, leaves: Mapping[Path, Shape]):
+    def __init__(self, leaves: Mapping[Path, Shape], left_out: Sequence[str]):
+        self.left_out = left_out
         self.here: dict[str, _Leaf] = {}
         for place, (path, shape) in enumerate(leaves.items()):
             text = format_path(path)
@@ -349,7 +351,7 @@ class _Tree:
             self.problems.append(f"{rule}: {' + '.join(other.before)} and {mine} -> {text}")
 
     def matches_nothing(self, rule: Rule, pattern: Pattern) -> None:
-        if self.incomplete:
+        if self.incomplete or (rule.drop and any(map(pattern.regex.search, self.left_out))):
             return
         which = f": `{pattern.text}`" if len(rule.patterns) > 1 else ""
         self.problems.append(f"{rule}{which}: matches no leaf")

@@ -94,13 +94,16 @@ class Said:
     unexpected: frozenset[Path] = frozenset()
 
 
-def by_map(rules: Map | None, source: Side, target: Side | None) -> Said:
+def by_map(
+    rules: Map | None, source: Side, target: Side | None, left_out: Collection[Path] = ()
+) -> Said:
     """What a map file says about leaves.
 
     Args:
       rules: what is in the file, if there is one.
       source: the leaves that are converted.
       target: those that are to be made, if there is a model.
+      left_out: leaves that the source does not have any more.
 
     Raises:
       TreeMismatchError: its rules do not apply.
@@ -111,8 +114,10 @@ def by_map(rules: Map | None, source: Side, target: Side | None) -> Said:
     backwards = rules.to == source.api and target is not None
     start, end = (target, source) if backwards and target else (source, target)
     try:
-        undone = rules.to == source.api and not backwards
-        mapped = (apply_inverse if undone else apply_map)(rules, start.shapes)
+        if rules.to == source.api and not backwards:
+            mapped = apply_inverse(rules, start.shapes)
+        else:
+            mapped = apply_map(rules, start.shapes, () if backwards else left_out)
     except TreeMismatchError as error:
         unmatched = [text for text in error.problems if text.endswith("matches no leaf")]
         if rules.to is not None or len(unmatched) < len(rules.rules):
