@@ -36,6 +36,10 @@ def halves(x):
     return x[:, :4].astype("f2")
 
 
+def big_endian(x):
+    return (2 * x).astype(">f4")
+
+
 def fails(x):
     raise KeyError("no such thing")
 
@@ -131,6 +135,13 @@ def test_what_it_makes_may_have_another_shape_and_dtype(project, tmp_path):
     expected = params["codes"][:, :4].astype("f2").T
     np.testing.assert_array_equal(read(out, "codes/value"), expected)
     assert read(out, "codes/value")[1:3].tobytes() == expected[1:3].tobytes()
+
+
+def test_the_order_of_bytes_of_what_it_makes_is_no_other_dtype(project, tmp_path):
+    file = map_of(tmp_path, "apply = 'functions:big_endian'")
+    out = reshard.to_nnx("linen", Codebook, map_file=file)
+    assert read(out, "codes/value").dtype == np.dtype("=f4")
+    np.testing.assert_array_equal(read(out, "codes/value"), 2 * project[1]["codes"])
 
 
 def test_what_it_makes_must_be_what_the_model_has(tmp_path):

@@ -92,6 +92,14 @@ def test_equal_outputs_are_a_note_in_both_directions(saved, tmp_path):
     assert reshard.diff(saved, back, values=True).equal
 
 
+def test_gradients_are_taken_of_the_target_alone(saved, monkeypatch):
+    """And not where the calls of modules are compared."""
+    real, taken = jax.grad, []
+    monkeypatch.setattr(jax, "grad", lambda function: taken.append(function) or real(function))
+    reshard.to_nnx(saved, Nnx, source=linen, init=RANDOM, check=True)
+    assert len(taken) == 1
+
+
 def test_modules_of_one_class_that_change_places_are_found(saved, tmp_path):
     with pytest.raises(reshard.TreeMismatchError, match="the outputs of the models differ") as info:
         reshard.to_nnx(

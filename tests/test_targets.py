@@ -1825,3 +1825,19 @@ def test_a_state_on_its_target_is_a_fixed_point():
         "sharding",
         "optimizer",
     }
+
+
+@pytest.mark.parametrize("value", ["", "/value"])
+def test_specs_of_a_model_name_variables_with_their_level_and_without(value):
+    def specs(regex):
+        found = reshard.coverage(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), mesh=MESH, specs=[regex])
+        return {leaf.path: leaf.spec for leaf in found.leaves}
+
+    kernel = {("bias",): (), ("kernel",): ((), ("model",))}
+    assert specs((f"^kernel{value}$", P(None, "model"))) == kernel
+    with pytest.raises(ShardingError, match=f"no array matches .*\n  `kernal{value}`\n\n"):
+        specs((f"kernal{value}", P("model")))
+    linen = {"kernel": jax.ShapeDtypeStruct((4, 4), "float32")}
+    if value:
+        with pytest.raises(ShardingError, match="no array matches the regex of a spec\n  `/value`"):
+            reshard.coverage(linen, mesh=MESH, specs=[(value, P())])
