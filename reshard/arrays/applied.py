@@ -90,6 +90,7 @@ class Apply:
             except Exception as error:
                 told = f"{type(error).__name__}: {error}"
                 raise ReshardError(f"`{self.name}` failed on {given}", [told]) from error
+        made = made.astype(made.dtype.newbyteorder("="), copy=False)
         if made.shape != shape or made.dtype != dtype:
             raise TreeMismatchError(
                 f"`{self.name}` made {made.dtype.name}{list(made.shape)} of {given}, and "

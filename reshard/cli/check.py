@@ -9,7 +9,7 @@ from reshard.cli import apart
 from reshard.cli.model_argument import load_model, model_errors
 from reshard.convert.conversion import Conversion
 from reshard.convert.inputs import Arguments
-from reshard.convert.model_run import Run, Tell, linen_run, nnx_run
+from reshard.convert.model_run import More, Run, Tell, linen_run, nnx_run
 from reshard.convert.outputs import OutputComparison
 from reshard.hints import Hint
 
@@ -25,9 +25,9 @@ def check_outputs(made: Conversion, flags: dict[str, Any]) -> OutputComparison:
         with model_errors("--inputs", inputs):
             given = load_model(inputs, "--inputs")()
 
-    def run(api: str, arguments: Arguments | None, calls: bool) -> Run:
+    def run(api: str, arguments: Arguments | None, more: More) -> Run:
         option, name = ("--model", model) if api == made.to else ("--source-model", source)
-        task = functools.partial(_run, api, option, name, made.leaves(api), tell, arguments, calls)
+        task = functools.partial(_run, api, option, name, made.leaves(api), tell, arguments, more)
         if api == made.to:
             return task(load_model(model, "--model"))
         with apart.told_apart(source, "--source-model", task) as told:
@@ -43,12 +43,12 @@ def _run(
     leaves: Any,
     tell: Tell,
     arguments: Arguments | None,
-    calls: bool,
+    more: More,
     model: Any,
 ) -> Run:
     hint = Hint(("inputs",), " may have other arguments, such as `train=False`")
     with model_errors(option, name, [hint]):
-        return _RUNS[api](model, leaves, tell, arguments, calls)
+        return _RUNS[api](model, leaves, tell, arguments, more)
 
 
 def _tell(text: str) -> None:

@@ -31,7 +31,7 @@ from reshard.convert.leafmap import LeafMap, an_array
 from reshard.convert.left_out import left_out_of, without_dropped
 from reshard.convert.mapwriter import write_map
 from reshard.convert.model import Goal, goal_of
-from reshard.convert.model_run import Run, runs
+from reshard.convert.model_run import More, Run, runs
 from reshard.convert.outputs import OutputComparison, compare_outputs
 from reshard.convert.roundtrip import (
     from_record,
@@ -83,7 +83,7 @@ class Conversion:
         return _leaves(self.source, self.layout)
 
     def compare_outputs(
-        self, run: Mapping[str, Callable[[Arguments | None, bool], Run]], inputs: Any
+        self, run: Mapping[str, Callable[[Arguments | None, More], Run]], inputs: Any
     ) -> OutputComparison:
         """Runs both models, as `reshard.convert.outputs.compare_outputs` has it."""
         return compare_outputs(run, inputs, self.map, self.to)

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from reshard.tree import Path, format_path
 from reshard.units import format_bytes
 
 Tell = Callable[[str], object]
+# What is found out besides the outputs: which leaves have no part in them, or those of modules.
+More = Literal["", "unused", "calls"]
 
 
 class Run(NamedTuple):
@@ -29,9 +31,11 @@ class Run(NamedTuple):
     Attributes:
       arguments: what it was called with.
       outputs: the arrays that it returned, each with its place in what was returned.
-      calls: path of a module and an array that it returned, in the order in which the calls ended.
+      calls: path of a module and an array that it returned, in the order in which the calls ended;
+        none if nobody has asked.
       unused: paths of leaves of floating-point numbers that the outputs do not depend on: their
-        gradient is zero, such as that of an expert that no input was sent to.
+        gradient is zero, such as that of an expert that no input was sent to. All of them if nobody
+        has asked, or the model cannot be differentiated.
     """
 
     arguments: Arguments
@@ -42,7 +46,7 @@ class Run(NamedTuple):
 
 def runs(
     models: Mapping[str, Any], leaves: Callable[[str], Mapping[Path, Leaf]]
-) -> dict[str, Callable[[Arguments | None, bool], Run]]:
+) -> dict[str, Callable[[Arguments | None, More], Run]]:
     """What runs both models in this process, by their APIs.
 
     Args:
@@ -68,7 +72,7 @@ def linen_run(
     leaves: Mapping[Path, Leaf],
     tell: Tell,
     arguments: Arguments | None,
-    calls: bool,
+    more: More,
 ) -> Run:
     """Runs a Linen model.
 
@@ -79,7 +83,7 @@ def linen_run(
       tell: called with what it takes, before any array is read.
       arguments: what the module is called with; None for what it is initialised with, where numbers
         that are all the same give way to random ones: zeros and ones would tell little.
-      calls: whether the outputs of modules are kept.
+      more: what else is found out.
 
     Raises:
       ArgumentError: the model tells no module, or nothing to call it with.
@@ -98,7 +102,11 @@ def linen_run(
         def noting(function: Any, given: Any, keywords: Any, context: Any) -> Any:
             _compute_in_float32(context.module)
             made = function(*given, **keywords)
-            if calls and context.method_name == "__call__" and context.module.scope is not None:
+            if (
+                more == "calls"
+                and context.method_name == "__call__"
+                and context.module.scope is not None
+            ):
                 kept.append((tuple(context.module.path), made))
             return made
 
@@ -113,7 +121,7 @@ def linen_run(
                 return module.apply(variables, *args, method=method, **kwargs)
             return module(variables, *args, **kwargs)
 
-    return _run(call, "Linen", leaves, tell, (args, kwargs), calls)
+    return _run(call, "Linen", leaves, tell, (args, kwargs), more)
 
 
 def nnx_run(
@@ -121,7 +129,7 @@ def nnx_run(
     leaves: Mapping[Path, Leaf],
     tell: Tell,
     arguments: Arguments,
-    calls: bool,
+    more: More,
 ) -> Run:
     """Runs an NNX model. Arguments as for `linen_run`; the model is as `reshard.target` takes it.
 
@@ -153,10 +161,10 @@ def nnx_run(
         for _, node in nnx.iter_graph(made):
             if isinstance(node, nnx.Module):
                 _compute_in_float32(node)
-        with _noted(made, kept) if calls else contextlib.nullcontext():
+        with _noted(made, kept) if more == "calls" else contextlib.nullcontext():
             return made(*args, **kwargs)
 
-    return _run(call, "NNX", held, tell, (args, kwargs), calls)
+    return _run(call, "NNX", held, tell, (args, kwargs), more)
 
 
 def _run(
@@ -165,7 +173,7 @@ def _run(
     leaves: Mapping[Path, Any],
     tell: Tell,
     arguments: Arguments,
-    calls: bool,
+    more: More,
 ) -> Run:
     """Runs a model.
 
@@ -175,7 +183,7 @@ def _run(
       leaves: its leaves; abstract ones are those that the checkpoint does not have.
       tell: as for `linen_run`.
       arguments: what it is called with.
-      calls: as for `linen_run`.
+      more: as for `linen_run`.
     """
     import jax
     from jax.interpreters import partial_eval
@@ -202,23 +210,21 @@ def _run(
                 values[number] = value
             return _weighted_sum(call(values, []))
 
-        gradient = jax.grad(total)
-        backward = None
-        if not calls:
+        gradient = backward = None
+        if more == "unused":
+            gradient = jax.grad(total)
             # The model's own code may fail: of what cannot be differentiated nothing is known.
             with contextlib.suppress(Exception):
                 backward = jax.make_jaxpr(gradient)([abstract[n] for n in floats], abstract).jaxpr
         most = peak_bytes(traced) + sum(x.aval.size * x.aval.dtype.itemsize for x in outputs)
         most = max(most, 0 if backward is None else peak_bytes(backward))
-        tell(
-            f"running the {api} model{', once more,' * calls} takes about {format_bytes(most)} "
-            "of memory"
-        )
+        again = ", once more," if more == "calls" else ""
+        tell(f"running the {api} model{again} takes about {format_bytes(most)} of memory")
         kept: list[tuple[Path, Any]] = []
         values = [_value(leaf) for leaf in leaves.values()]
         made = call(values, kept)
         unused = [paths[n] for n in floats]
-        if backward is not None:
+        if gradient is not None and backward is not None:
             gradients = gradient([values[n] for n in floats], values)
             unused = [paths[n] for n, g in zip(floats, gradients, strict=True) if not g.any()]
     found, _ = jax.tree_util.tree_flatten_with_path(made)

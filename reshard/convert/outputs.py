@@ -13,7 +13,7 @@ import numpy as np
 
 from reshard.convert.inputs import Arguments, arguments_of
 from reshard.convert.leafmap import LeafMap
-from reshard.convert.model_run import Run
+from reshard.convert.model_run import More, Run
 from reshard.tree import Path, format_path
 
 # How far outputs may be apart, relative to the largest value of each.
@@ -54,23 +54,24 @@ class OutputComparison:
 
 
 def compare_outputs(
-    run: Mapping[str, Callable[[Arguments | None, bool], Run]], inputs: Any, found: LeafMap, to: str
+    run: Mapping[str, Callable[[Arguments | None, More], Run]], inputs: Any, found: LeafMap, to: str
 ) -> OutputComparison:
     """Runs both models and compares their outputs; if these differ, also those of their modules.
 
     Args:
       run: for `"linen"` and `"nnx"` what runs the model: with arguments, or None for those that
-        Linen's is initialised with, and whether the calls of modules are kept.
+        Linen's is initialised with, and what else is found out.
       inputs: what to call them with. See `arguments_of`.
       found: the map of the model's leaves.
       to: the API that it goes to.
     """
     given = arguments_of(inputs)
-    linen = run["linen"](given.get("linen"), False)
-    nnx = run["nnx"](given.get("nnx", linen.arguments), False)
+    more: dict[str, More] = {"linen": "", "nnx": "", to: "unused"}
+    linen = run["linen"](given.get("linen"), more["linen"])
+    nnx = run["nnx"](given.get("nnx", linen.arguments), more["nnx"])
     difference, problems = _compared(linen.outputs, nnx.outputs)
     if difference > TOLERANCE:
-        linen, nnx = run["linen"](linen.arguments, True), run["nnx"](nnx.arguments, True)
+        linen, nnx = run["linen"](linen.arguments, "calls"), run["nnx"](nnx.arguments, "calls")
         problems += _first_difference(linen, nnx, found, to)
     return OutputComparison(difference, tuple(problems), tuple((nnx, linen)[to == "linen"].unused))
 

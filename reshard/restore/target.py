@@ -251,6 +251,7 @@ def _annotated(leaf: StateLeaf, spec: Spec | None, parameter: bool) -> Annotated
         own_rules=own_rules(leaf),
         saved=normalize_spec(sharding.spec) if named else None,
         parameter=parameter,
+        variable=is_variable(wrapper),
     )
 
 

@@ -36,6 +36,7 @@ class AnnotatedLeaf:
       own_rules: rules that the annotation brings along; the caller's come first.
       saved: the spec of the sharding that it has, if it has one.
       parameter: whether it is a parameter, which optimizer state follows.
+      variable: whether it is the value of an NNX variable.
     """
 
     path: Path
@@ -46,6 +47,7 @@ class AnnotatedLeaf:
     own_rules: Any = None
     saved: Spec | None = None
     parameter: bool = False
+    variable: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -170,7 +172,8 @@ def cover(
         raise ArgumentError(
             f"semantics={semantics!r} is not known", hints=[f"semantics={s!r}" for s in SEMANTICS]
         )
-    matched = match_specs([leaf.path for leaf in leaves], specs)
+    variables = {leaf.path for leaf in leaves if leaf.variable}
+    matched = match_specs([leaf.path for leaf in leaves], specs, variables)
     return _Cover(leaves, mesh, rules, semantics).run(matched)
 
 

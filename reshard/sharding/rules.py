@@ -14,7 +14,7 @@ The Linen column is `flax.linen.logical_to_mesh_axes`, the NNX column `flax.nnx.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.errors import ShardingError
@@ -27,7 +27,9 @@ Rule = tuple[str, tuple[str, ...]]
 Names = tuple[str | tuple[str, ...] | None, ...]
 
 
-def match_specs(paths: Iterable[Path], rules: Sequence[tuple[str, Any]]) -> dict[Path, Spec]:
+def match_specs(
+    paths: Iterable[Path], rules: Sequence[tuple[str, Any]], variables: Collection[Path] = ()
+) -> dict[Path, Spec]:
     """The spec that the first matching rule gives to each path that any rule matches. Raises
     ShardingError with each regex that does not compile, or matches no leaf.
 
@@ -35,6 +37,7 @@ def match_specs(paths: Iterable[Path], rules: Sequence[tuple[str, Any]]) -> dict
       rules: pairs of a regex, searched for in the printed path, and a partition spec. One that is
         in none is searched for in the paths without the level `value` of a variable, then in those
         without `model` ahead, too.
+      variables: those of the paths that lack the level `value`, which is searched for with it last.
     """
     paths = list(paths)
     compiled, problems, hints = [], [], []
@@ -47,7 +50,12 @@ def match_specs(paths: Iterable[Path], rules: Sequence[tuple[str, Any]]) -> dict
         raise ShardingError("the spec rules cannot be read", problems)
     first: dict[Path, int] = {}  # the rule of each
     rest = [*enumerate(compiled)]
-    for short in (lambda path: path, _without_value, _below_model):
+    for short in (
+        lambda path: path,
+        _without_value,
+        _below_model,
+        lambda path: (*path, "value") if path in variables else path,
+    ):
         matched = set()
         for path in paths if rest else ():
             text = format_path(short(path))
