@@ -88,33 +88,21 @@ def decide(
     Raises:
       TreeMismatchError: all that stands against it.
     """
-    return _Work(ckpt, layout, to, goal, other, left_out).decided(map_file, init)
+    parameters = parameters_of({**layout.shapes(ckpt), **left_out}, layout.api)
+    copies = _copies_of_parameters(ckpt, layout, parameters)
+    places = Places(layout, to, goal, bool(copies))
+    against = Objections(ckpt, layout, to, goal, other, copies, places)
+    return _Work(against, left_out).decided(map_file, init)
 
 
 class _Work:
     """A conversion while it is being decided: what is known, and what has been found against it."""
 
-    def __init__(
-        self,
-        ckpt: Checkpoint,
-        layout: Layout,
-        to: str,
-        goal: Goal | None,
-        other: Goal | None,
-        left_out: Mapping[Path, Shape],
-    ):
-        self._ckpt = ckpt
-        self._layout = layout
-        self._to = to
-        self._goal = goal
-        self._other = other
+    def __init__(self, against: Objections, left_out: Mapping[Path, Shape]):
+        self._against = against
         self._left_out = left_out
-        self._arrays: dict[Path, ArrayHandle] = {leaf.path: leaf for leaf in ckpt.arrays}
-        self._shapes = layout.shapes(ckpt)
+        self._shapes = against.layout.shapes(against.ckpt)
         self._notes: list[str] = []
-        self._copies = self._copies_of_parameters()
-        self._places = Places(layout, to, goal, bool(self._copies))
-        self._against = Objections(ckpt, layout, to, goal, other, self._copies, self._places)
 
     def decided(self, map_file: str | os.PathLike | None, init: Sequence[str]) -> Decision:
         """Decides everything, then raises what has been found, or puts it together."""
@@ -123,11 +111,12 @@ class _Work:
         optimizer = self._optimizer(model)
         copies = self._copied(model)
         self._against.check(model, optimizer, copies, {*initial, *reset})
-        if self._against.problems:
+        against = self._against
+        if against.problems:
             raise TreeMismatchError(
-                f"`{self._ckpt.source.root}` does not become the {_NAMES[self._to]} model",
-                self._against.problems,
-                self._against.hints,
+                f"`{against.ckpt.source.root}` does not become the {_NAMES[against.to]} model",
+                against.problems,
+                against.hints,
             )
         return self._decision(model, optimizer, copies, initial, reset)
 
@@ -136,12 +125,12 @@ class _Work:
     ) -> tuple[Part, set[Path]]:
         """What becomes of the model's leaves, and the saved paths of those that keep their initial
         value."""
-        goal, layout = self._goal, self._layout
-        known = None if self._other is None else self._other.outline
-        source, target = side_of(self._ckpt, layout, known), None
+        goal, layout = self._against.goal, self._against.layout
+        known = None if self._against.other is None else self._against.other.outline
+        source, target = side_of(self._against.ckpt, layout, known), None
         if goal is not None:
             dtypes = {path: goal.leaf(saved).dtype for path, saved in goal.layout.model.items()}
-            target = Side(self._to, goal.shapes(), dtypes, goal.outline)
+            target = Side(self._against.to, goal.shapes(), dtypes, goal.outline)
         rules = None if map_file is None else read_map(map_file)
         said = by_map(rules, source, target, self._left_out)
         self._against.problems += said.problems
@@ -155,12 +144,12 @@ class _Work:
         model, found = model_map(said, source, target, own)
         if found.abstentions and rules is None:
             placed = len(model.values.keys() & target.shapes.keys())
-            level = level_above(self._ckpt, layout, target, own, placed)
+            level = level_above(self._against.ckpt, layout, target, own, placed)
             if level is not None:
                 self._against.misplaced(*level)
                 return Part(model), initial
         rules = rules or Map("", (), to="nnx")
-        if found.abstentions and (rules.to or self._to) == "nnx":
+        if found.abstentions and (rules.to or self._against.to) == "nnx":
             entries = numbered_rules(found.abstentions, rules, source, target, own)
             found = dataclasses.replace(found, abstentions=entries)
         self._notes += shown_once(
@@ -175,14 +164,16 @@ class _Work:
         the whole tree; of those that are optional there may be none."""
         if not globs and not optional:
             return set()
-        if self._goal is None:
+        if self._against.goal is None:
             raise ArgumentError(
                 "only a model has initial values",
                 [f"`{glob}`" for glob in (*globs, *optional)],
                 [Hint(("model",))],
             )
-        names = self._goal.names()
-        below = [(("model", *path), saved) for path, saved in self._goal.layout.model.items()]
+        names = self._against.goal.names()
+        below = [
+            (("model", *path), saved) for path, saved in self._against.goal.layout.model.items()
+        ]
         saved = [(path, path) for path in names.values()]
         namespaces = (names.items(), below, saved)
         named = named_in(namespaces, globs)
@@ -194,15 +185,15 @@ class _Work:
     def _reset(self, initial: set[Path]) -> dict[Path, Path]:
         """Of optimizer state in the target what keeps its initial value because its parameters do:
         saved path -> the parameter."""
-        if not initial or self._goal is None:
+        if not initial or self._against.goal is None:
             return {}
-        there, leaves = self._goal.layout, self._goal.leaves
+        there, leaves = self._against.goal.layout, self._against.goal.leaves
         state = {
             path: (leaf.shape, leaf.dtype)
             for path, saved in there.optimizer.items()
             if isinstance(leaf := leaves[saved], TargetLeaf) and leaf.dtype is not None
         }
-        found = followers(parameters_of(self._goal.shapes(), self._to), state)
+        found = followers(parameters_of(self._against.goal.shapes(), self._against.to), state)
         return {
             there.optimizer[path]: owner
             for path, owner in found.items()
@@ -212,12 +203,12 @@ class _Work:
     def _optimizer(self, model: Part) -> Part:
         """What becomes of the optimizer's leaves: they follow the model's."""
         leaves = {
-            path: (self._arrays[saved].shape, self._arrays[saved].dtype)
-            if saved in self._arrays
+            path: (self._against.arrays[saved].shape, self._against.arrays[saved].dtype)
+            if saved in self._against.arrays
             else None
-            for path, saved in self._layout.optimizer.items()
+            for path, saved in self._against.layout.optimizer.items()
         }
-        there = {} if self._goal is None else self._goal.layout.optimizer
+        there = {} if self._against.goal is None else self._against.goal.layout.optimizer
         part, problems = self._following(model, leaves, there)
         self._against.problems += [f"opt_state/{text}" for text in problems]
         self._against.stuck = bool(problems)
@@ -241,7 +232,7 @@ class _Work:
           there: their paths in the target -> saved paths.
           beside: as for `optimizer_steps`.
         """
-        parameters = parameters_of({**self._shapes, **self._left_out}, self._layout.api)
+        parameters = parameters_of({**self._shapes, **self._left_out}, self._against.layout.api)
         owners = followers(parameters, leaves)
         unused, zero = {*model.map.dropped, *self._left_out}, model.map.must_be_zero.keys()
         gone = unused | zero
@@ -256,10 +247,10 @@ class _Work:
         arrays = {path: leaf[0] for path, leaf in rest.items() if leaf}
         whole = renaming({path: path for path in arrays}, arrays).then(found.map)
         values = dict(whole.values)
-        if self._goal is not None:
-            known = parameters_of(self._goal.shapes(), self._to)
+        if self._against.goal is not None:
+            known = parameters_of(self._against.goal.shapes(), self._against.to)
             for path, owner, _ in mirrored(known, there):
-                leaf, value = self._goal.leaves[there[path]], model.map.values.get(owner)
+                leaf, value = self._against.goal.leaves[there[path]], model.map.values.get(owner)
                 if isinstance(value, Zeros) and isinstance(leaf, TargetLeaf) and leaf.dtype:
                     values[path] = Zeros(leaf.shape, leaf.dtype)
         zeros = {
@@ -274,46 +265,30 @@ class _Work:
             list(dict.fromkeys(owners[path] for path in dropped)),
         ), ()
 
-    def _copies_of_parameters(self) -> dict[Path, Path]:
-        """Of what is beside the model and the optimizer's state what is the same as parameters all
-        through, like an average of them: path in the tree -> saved path."""
-        parameters = parameters_of({**self._shapes, **self._left_out}, self._layout.api)
-        found: dict[Path, Path] = {}
-        by_key: dict[Path, dict[Path, Path]] = {}
-        for path, saved in self._layout.beside.items():
-            by_key.setdefault(path[:1], {})[path] = saved
-        for leaves in by_key.values():
-            owners = {path: owner for path, owner, _ in mirrored(parameters, leaves)}
-            if owners.keys() == leaves.keys() and all(
-                self._arrays[leaves[path]].shape == parameters[own] for path, own in owners.items()
-            ):
-                found |= leaves
-        return found
-
     def _copied(self, model: Part) -> Part:
         """What becomes of copies of the parameters: they follow the model's leaves."""
-        arrays = {path: self._arrays[saved] for path, saved in self._copies.items()}
+        arrays = {path: self._against.arrays[saved] for path, saved in self._against.copies.items()}
         leaves = {path: (leaf.shape, leaf.dtype) for path, leaf in arrays.items()}
-        there = {} if self._goal is None else self._goal.layout.beside
+        there = {} if self._against.goal is None else self._against.goal.layout.beside
         part, problems = self._following(model, leaves, there, leaves)
         self._against.problems += problems
         return part
 
     def _has_more(self, model: Part) -> bool:
         """Whether the model has parameters that come from none of the source's."""
-        if self._goal is None:
+        if self._against.goal is None:
             return False
-        there = parameters_of(self._goal.shapes(), self._to)
+        there = parameters_of(self._against.goal.shapes(), self._against.to)
         return not there.keys() - model.made.keys() <= _random(there)
 
     def _ahead(self, there: Mapping[Path, Path], default: Path) -> Path:
         """The collection of the parameters, if what follows them is without that key in the target,
         where it has these paths; what is given if the target has none of them."""
-        if self._to == "nnx":
+        if self._against.to == "nnx":
             return ()
-        if self._goal is None:
+        if self._against.goal is None:
             return default
-        known = parameters_of(self._goal.shapes(), "linen")
+        known = parameters_of(self._against.goal.shapes(), "linen")
         found = mirrored(known, there)
         without = [path for path, owner, root in found if len(path) - len(root) < len(owner)]
         return ("params",) if without else () if found else default
@@ -332,12 +307,14 @@ class _Work:
         dropped: list[Path] = []
         must_be_zero: dict[Path, Zeros] = {}
         sides = (
-            (model, self._layout.model, self._places.model),
-            (optimizer, self._layout.optimizer, self._places.optimizer),
-            (copies, self._copies, self._places.beside),
+            (model, self._against.layout.model, self._against.places.model),
+            (optimizer, self._against.layout.optimizer, self._against.places.optimizer),
+            (copies, self._against.copies, self._against.places.beside),
         )
         for part, saved, place in sides:
-            shapes = {at: a.shape if (a := self._arrays.get(at)) else () for at in saved.values()}
+            shapes = {
+                at: a.shape if (a := self._against.arrays.get(at)) else () for at in saved.values()
+            }
             whole = renaming({at: path for path, at in saved.items()}, shapes).then(part.map)
             dropped += whole.dropped
             must_be_zero |= whole.must_be_zero
@@ -346,24 +323,24 @@ class _Work:
                 assert at is not None
                 values[at] = whole.values[path]
         counters = {}
-        step_place = self._places.step()
-        if self._layout.step is not None and step_place is not None:
+        step_place = self._against.places.step()
+        if self._against.layout.step is not None and step_place is not None:
             at, dtype, value_type = step_place
-            values[at] = Source(self._layout.step, ())
+            values[at] = Source(self._against.layout.step, ())
             counters[at] = (dtype, value_type)
-        goal = self._goal
+        goal = self._against.goal
         leaves = {} if goal is None else goal.leaves
         names = {} if goal is None else {saved: p for p, saved in goal.layout.model.items()}
         notes = self._notes
         if goal is None:
             notes.append("the map alone decided: only the source was checked")
-        elif self._places.prefix and optimizer.made:
+        elif self._against.places.prefix and optimizer.made:
             notes.append(
                 f"the model has no optimizer: {len(optimizer.made)} leaves of optimizer state are "
                 "below `optimizer`, checked against nothing"
             )
         for root, count in collections.Counter(path[:1] for path in copies.made).items():
-            notes.append(follows_note(root, count, self._places.is_checked(root)))
+            notes.append(follows_note(root, count, self._against.places.is_checked(root)))
         if optimizer.map.dropped:
             notes.append(
                 f"{len(optimizer.map.dropped)} leaves of optimizer state are dropped with their "
@@ -385,14 +362,36 @@ class _Work:
             ),
             counters=counters,
             empty={
-                self._places.prefix + path: leaf
+                self._against.places.prefix + path: leaf
                 for path, leaf in leaves.items()
                 if not isinstance(leaf, TargetLeaf)
             }
-            | {place: None for path in optimizer.masked if (place := self._places.masked(path))},
-            prefix=self._places.prefix,
+            | {
+                place: None
+                for path in optimizer.masked
+                if (place := self._against.places.masked(path))
+            },
+            prefix=self._against.places.prefix,
             notes=tuple(notes),
         )
+
+
+def _copies_of_parameters(
+    ckpt: Checkpoint, layout: Layout, parameters: Mapping[Path, Shape]
+) -> dict[Path, Path]:
+    """What `Objections.copies` has."""
+    found: dict[Path, Path] = {}
+    by_key: dict[Path, dict[Path, Path]] = {}
+    for path, saved in layout.beside.items():
+        by_key.setdefault(path[:1], {})[path] = saved
+    for leaves in by_key.values():
+        owners = {path: owner for path, owner, _ in mirrored(parameters, leaves)}
+        if owners.keys() == leaves.keys() and all(
+            isinstance(leaf := ckpt[leaves[path]], ArrayHandle) and leaf.shape == parameters[own]
+            for path, own in owners.items()
+        ):
+            found |= leaves
+    return found
 
 
 def _random(paths: Iterable[Path]) -> set[Path]:

@@ -29,6 +29,15 @@ class Objections:
     """What stands against a conversion, with hints; empty at first.
 
     Attributes:
+      ckpt: the source.
+      layout: what it is.
+      to: the API that it is converted to.
+      goal: the tree that is to be made, if there is a model.
+      other: the tree of the model that the source is of, if that is known.
+      copies: of what is beside the model and the optimizer's state what is the same as parameters
+        all through, like an average of them: path in the tree -> saved path.
+      places: where leaves go.
+      arrays: those of the source by their saved paths.
       problems: what does not fit, in words.
       hints: what to do about it.
       open: leaves and modules that structure does not decide.
@@ -45,14 +54,14 @@ class Objections:
         copies: Mapping[Path, Path],
         places: Places,
     ):
-        self._ckpt = ckpt
-        self._layout = layout
-        self._to = to
-        self._goal = goal
-        self._other = other
-        self._copies = copies
-        self._places = places
-        self._arrays: dict[Path, ArrayHandle] = {leaf.path: leaf for leaf in ckpt.arrays}
+        self.ckpt = ckpt
+        self.layout = layout
+        self.to = to
+        self.goal = goal
+        self.other = other
+        self.copies = copies
+        self.places = places
+        self.arrays: dict[Path, ArrayHandle] = {leaf.path: leaf for leaf in ckpt.arrays}
         self.problems: list[str] = []
         self.hints: list[str] = []
         self.open: set[Path] = set()
@@ -61,15 +70,15 @@ class Objections:
 
     def undecided(self, found: Alignment, leaves: Iterable[Path]) -> None:
         """Adds what structure does not decide of leaves."""
-        self.problems += shown_once(entry.told(self._to) for entry in found.mismatches)
+        self.problems += shown_once(entry.told(self.to) for entry in found.mismatches)
         self.problems += shown_once(map(str, found.abstentions))
         for entry in found.abstentions:
             self.open.update(entry.linen, entry.nnx)
         for entry in found.mismatches:
             self.open.update((leaf.path for leaf in entry.linen), [entry.nnx.path])
-        if self._to == "nnx":
+        if self.to == "nnx":
             self.hints += [entry.hint for entry in found.abstentions if entry.hint]
-        direction = [] if self._to == "nnx" else ['to = "nnx"']
+        direction = [] if self.to == "nnx" else ['to = "nnx"']
         for rule in as_rules(entry.rule for entry in found.abstentions if entry.rule):
             lines = [*direction, "[[rule]]", *rule.split("\n")]
             text = "".join(f"\n      {line}" for line in lines)
@@ -77,14 +86,14 @@ class Objections:
         abstentions = [
             entry
             for entry in found.abstentions
-            if not entry.rule and not (entry.hint and self._to == "nnx")
+            if not entry.rule and not (entry.hint and self.to == "nnx")
         ]
         modules = [entry for entry in abstentions if entry.linen[0][0] not in COLLECTIONS]
-        if modules and self._other is None:
-            api = "Linen" if self._to == "nnx" else "NNX"
+        if modules and self.other is None:
+            api = "Linen" if self.to == "nnx" else "NNX"
             self.hints.append(Hint(("source",), f", the {api} model, tells the classes"))
         if abstentions:
-            self.hints.append(rule_hint(abstentions, leaves, self._to))
+            self.hints.append(rule_hint(abstentions, leaves, self.to))
 
     def misplaced(self, problem: str, hint: Hint) -> None:
         """Adds why no leaf of the model is where it should be, and what helps."""
@@ -96,45 +105,45 @@ class Objections:
         """Adds what has no place, no source, or another shape or dtype. Of optimizer state that
         follows leaves which are told already, nothing is added."""
         used = {*model.map.sources(), *model.map.dropped, *model.map.must_be_zero}
-        unused = [path for path in self._layout.model if path not in used]
-        unexpected = {path for path in (*model.made, *unused) if self._places.model(path) is None}
+        unused = [path for path in self.layout.model if path not in used]
+        unexpected = {path for path in (*model.made, *unused) if self.places.model(path) is None}
         for path in (*model.made, *unused):
             if path in unexpected and not self._is_open(path):
-                self._unexpected(self._layout.model.get(path), path)
-        unplaced = [path for path in optimizer.made if self._places.optimizer(path) is None]
-        told = _mirrors(unplaced, parameters_of(dict.fromkeys(unexpected, ()), self._layout.api))
+                self._unexpected(self.layout.model.get(path), path)
+        unplaced = [path for path in optimizer.made if self.places.optimizer(path) is None]
+        told = _mirrors(unplaced, parameters_of(dict.fromkeys(unexpected, ()), self.layout.api))
         for path in unplaced:
             if path not in told:
-                self._unexpected(self._layout.optimizer.get(path), ("opt_state", *path))
-        if self._layout.step is not None and self._places.step() is None:
-            self._unexpected(self._layout.step, ("step",))
-        if self._layout.step is not None and self._arrays[self._layout.step].shape:
-            leaf = describe(self._arrays[self._layout.step])
+                self._unexpected(self.layout.optimizer.get(path), ("opt_state", *path))
+        if self.layout.step is not None and self.places.step() is None:
+            self._unexpected(self.layout.step, ("step",))
+        if self.layout.step is not None and self.arrays[self.layout.step].shape:
+            leaf = describe(self.arrays[self.layout.step])
             self.problems.append(
-                f"{format_path(self._layout.step)}  {leaf}: a step counter is one number"
+                f"{format_path(self.layout.step)}  {leaf}: a step counter is one number"
             )
         for path in copies.made:
-            if self._places.beside(path) is None:
-                self._unexpected(self._copies.get(path), path)
-        copied = set(self._copies.values())
-        for saved in self._layout.rest:
-            if saved not in copied and isinstance(self._ckpt[saved], ArrayHandle | str):
+            if self.places.beside(path) is None:
+                self._unexpected(self.copies.get(path), path)
+        copied = set(self.copies.values())
+        for saved in self.layout.rest:
+            if saved not in copied and isinstance(self.ckpt[saved], ArrayHandle | str):
                 self._unexpected(saved, saved)
-        for glob, count in covering_globs(self._surplus, {path: path for path in self._ckpt}):
+        for glob, count in covering_globs(self._surplus, {path: path for path in self.ckpt}):
             self.hints.append(Hint(("drop", glob), f" leaves out {_counted(count)}"))
-        if self._goal is None:
+        if self.goal is None:
             return
-        filled = {self._places.model(path) for path in model.map.values}
-        filled |= {self._places.optimizer(path) for path in optimizer.map.values}
-        filled |= {self._places.beside(path) for path in copies.map.values}
-        step = self._places.step()
-        if step is not None and self._layout.step is not None:
+        filled = {self.places.model(path) for path in model.map.values}
+        filled |= {self.places.optimizer(path) for path in optimizer.map.values}
+        filled |= {self.places.beside(path) for path in copies.map.values}
+        step = self.places.step()
+        if step is not None and self.layout.step is not None:
             filled.add(step[0])
-        there = self._goal.layout
+        there = self.goal.layout
         lacking = [
             saved
-            for saved, leaf in self._goal.leaves.items()
-            if isinstance(leaf, TargetLeaf) and self._places.prefix + saved not in filled
+            for saved, leaf in self.goal.leaves.items()
+            if isinstance(leaf, TargetLeaf) and self.places.prefix + saved not in filled
         ]
         missing = {*lacking} - initial
         unfilled = {path for path, saved in there.model.items() if saved in missing}
@@ -145,28 +154,26 @@ class Objections:
         # is told to reset what is missing.
         spare, anew = bool(unexpected or self.open), []
         for saved in lacking:
-            random = saved in self._goal.random
+            random = saved in self.goal.random
             shown = random or not self._is_open(names.get(saved))
             if saved not in initial and saved not in told and shown:
-                leaf = self._goal.leaf(saved)
+                leaf = self.goal.leaf(saved)
                 self.problems.append(f"{format_path(names.get(saved, leaf.path))}  {leaf}: missing")
                 anew += [saved] if random or not spare else []
-        for glob, count in covering_globs(anew, self._goal.names()):
+        for glob, count in covering_globs(anew, self.goal.names()):
             text = f" keeps the model's own initial value: {_counted(count)}"
             self.hints.append(Hint(("init", glob), text))
         for saved in initial - {*lacking}:
-            name = format_path(names.get(saved, self._goal.leaf(saved).path))
+            name = format_path(names.get(saved, self.goal.leaf(saved).path))
             self.problems.append(f"{name}: it has a source, and is to keep its initial value")
         sides = (
-            (model, self._layout.model, self._goal.layout.model, ()),
-            (optimizer, self._layout.optimizer, self._goal.layout.optimizer, ("opt_state",)),
-            (copies, self._copies, self._goal.layout.beside, ()),
+            (model, self.layout.model, self.goal.layout.model, ()),
+            (optimizer, self.layout.optimizer, self.goal.layout.optimizer, ("opt_state",)),
+            (copies, self.copies, self.goal.layout.beside, ()),
         )
         for part, before, after, above in sides:
-            sources = {
-                p: self._arrays[saved] for p, saved in before.items() if saved in self._arrays
-            }
-            targets = {path: self._goal.leaves[saved] for path, saved in after.items()}
+            sources = {p: self.arrays[saved] for p, saved in before.items() if saved in self.arrays}
+            targets = {path: self.goal.leaves[saved] for path, saved in after.items()}
             for text, hint in differences(part.map, sources, targets, above):
                 self.problems.append(text)
                 self.hints += [hint] if hint else []
@@ -180,9 +187,9 @@ class Objections:
 
     def _unexpected(self, saved: Path | None, path: Path) -> None:
         """A leaf of the source, or what the map has made of some, has no place in the target."""
-        leaf = "" if saved is None else f"  {describe(self._ckpt[saved])}"
+        leaf = "" if saved is None else f"  {describe(self.ckpt[saved])}"
         self.problems.append(f"{format_path(path)}{leaf}: unexpected")
-        if self._goal is None and path[0] in ("opt_state", "step"):
+        if self.goal is None and path[0] in ("opt_state", "step"):
             self.hints.append(Hint(("model",), ", the `TrainState`, has places for an optimizer"))
         if saved is not None:
             self._surplus.append(saved)
