@@ -241,19 +241,24 @@ class _Texts:
         """Whether no other texts are as these are, with any numbers at the places of groups."""
         first = lines[0]
         for at, text in enumerate(first.texts):
-            count = 0
-            for other in self._known[first.whole, text[::2]]:
-                seen: dict[int, str | None] = {}
-                count += all(
-                    text[place] is None
-                    or other[place]
-                    == (seen.setdefault(group, other[place]) if group else text[place])
-                    for place in range(1, len(text), 2)
-                    for group in (numbers.get((at, place)),)
-                )
-            if count != sum(line.pieces[at] for line in lines):
+            groups = {place: group for (side, place), group in numbers.items() if side == at}
+            known = self._known[first.whole, text[::2]]
+            like = sum(_is_like(other, text, groups) for other in known)
+            if like != sum(line.pieces[at] for line in lines):
                 return False
         return True
+
+
+def _is_like(other: Parted, text: Parted, groups: Mapping[int, int]) -> bool:
+    """Whether a text has the numbers of another one, but for those of groups and pieces."""
+    seen: dict[int, str | None] = {}
+    for place in range(1, len(text), 2):
+        wanted = text[place]
+        if place in groups:
+            wanted = seen.setdefault(groups[place], other[place])
+        if wanted not in (None, other[place]):
+            return False
+    return True
 
 
 def _has_all(sides: Sequence[PathTemplate], count: int) -> bool:
