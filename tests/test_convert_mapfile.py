@@ -28,6 +28,7 @@ from reshard.arrays.operations import (
     Transpose,
     Unstack,
 )
+from reshard.convert import mapwriter
 from reshard.convert.leafmap import LeafMap, Row, Source, applied, from_rows
 from reshard.convert.map_rules import inverse
 from reshard.convert.mapfile import read_map
@@ -1375,6 +1376,21 @@ def test_as_many_rules_for_two_layers_as_for_twelve(data):
         assert {*back.map.dropped} == {*own}
         assert named(back.initial, (*found.sources(), *found.dropped)) == {*found.dropped}
     assert counts[0] == counts[1]
+
+
+@settings(deadline=None, max_examples=examples(20))
+@given(st.data())
+def test_rules_for_leaves_alone_say_the_same(data):
+    """Which are written where fewer rules would not."""
+    found = per_layer(data.draw)(3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mapwriter, "_says", lambda *_: False)
+        rules = read(write_map(found, own=[("rngs", "0", "key")]))
+    assert all(pattern.literal for rule in rules.rules for pattern in rule.patterns)
+    forth = apply_map(rules, {**found.sources(), **dict.fromkeys(found.dropped, ())})
+    assert (forth.map.values, forth.map.dropped) == (found.values, found.dropped)
+    assert apply_map(inverse(rules), found.shapes).map.values == found.inverse().values
+    assert rules.initial == ("rngs/0/key",)
 
 
 def test_a_rule_for_each_structure_and_none_for_more_than_it_says():
