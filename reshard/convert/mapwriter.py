@@ -148,9 +148,9 @@ def _rule(row: Row, setting: Setting, block: Block) -> str:
     if setting is not None:
         key, value = setting
         if joins and 0 in numbers:
-            value |= {"by": numbers.index(0) + 1}
+            value = value | {"by": numbers.index(0) + 1}
         if parts:
-            value |= {"into": paths[0] if 0 in block.outputs[0].groups else paths}
+            value = value | {"into": paths[0] if 0 in block.outputs[0].groups else paths}
         lines.append(_assigned(key, value))
     if paths and not parts:
         lines.append(_assigned("to", paths[0]))
