@@ -276,7 +276,7 @@ def conversion(
     """
     limit = None if max_memory is None else parse_bytes(max_memory)
     ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
-    dropped = [drop] if isinstance(drop, str) else list(drop)
+    dropped, init = ([globs] if isinstance(globs, str) else list(globs) for globs in (drop, init))
     whole = ckpt
     if dropped:
         ckpt = without_dropped(ckpt, dropped, layout, _FROM[to])
@@ -295,10 +295,9 @@ def conversion(
         )
     if to == "linen" and model is None and map_file is None:
         if init:
-            globs = [init] if isinstance(init, str) else init
             raise ArgumentError(
                 "only a model has initial values",
-                [f"`{glob}`" for glob in globs],
+                [f"`{glob}`" for glob in init],
                 [Hint(("model",))],
             )
         if not has_record(ckpt):
@@ -325,9 +324,8 @@ def conversion(
     other = source
     if source is not None and not isinstance(source, Goal):
         other = goal_of(source, found.api, "the model of the source")
-    globs = [init] if isinstance(init, str) else init
     left_out = {} if whole is ckpt else left_out_of(whole, ckpt, found, layout or known, _FROM[to])
-    decided = decide(ckpt, found, to, goal, map_file, globs, other, left_out)
+    decided = decide(ckpt, found, to, goal, map_file, init, other, left_out)
     made = _made(ckpt, found, to, goal, decided, model, limit)
     whole_map = dataclasses.replace(made.map, dropped=(*left_out, *made.map.dropped))
     return dataclasses.replace(made, map=whole_map)

@@ -44,10 +44,7 @@ Setting = tuple[str, Any] | None
 
 
 def write_map(
-    found: LeafMap,
-    initial: Sequence[str] = (),
-    to: str | None = None,
-    own: Collection[Path] = (),
+    found: LeafMap, initial: Sequence[str] = (), to: str | None = None, own: Collection[Path] = ()
 ) -> str:
     """The text of a map file that `read_map` and `apply_map` make the same map of, and `inverse`
     and `apply_map` the way back. Rules that say more than their own leaves are not written.

@@ -68,11 +68,7 @@ def runs(
 
 
 def linen_run(
-    model: Any,
-    leaves: Mapping[Path, Leaf],
-    tell: Tell,
-    arguments: Arguments | None,
-    more: More,
+    model: Any, leaves: Mapping[Path, Leaf], tell: Tell, arguments: Arguments | None, more: More
 ) -> Run:
     """Runs a Linen model.
 
@@ -125,11 +121,7 @@ def linen_run(
 
 
 def nnx_run(
-    model: Any,
-    leaves: Mapping[Path, Leaf],
-    tell: Tell,
-    arguments: Arguments,
-    more: More,
+    model: Any, leaves: Mapping[Path, Leaf], tell: Tell, arguments: Arguments, more: More
 ) -> Run:
     """Runs an NNX model. Arguments as for `linen_run`; the model is as `reshard.target` takes it.
 

@@ -160,10 +160,7 @@ def _as_numbers(path: Path) -> list[tuple[bool, int, str]]:
 
 
 def _unplaced(
-    changed: Collection[Path],
-    parameters: Mapping[Path, Shape],
-    leaves: Leaves,
-    subtrees: Subtrees,
+    changed: Collection[Path], parameters: Mapping[Path, Shape], leaves: Leaves, subtrees: Subtrees
 ) -> tuple[list[str], dict[Path, str]]:
     """Problems with what is near the place of a parameter that changes, and not at it: a list in
     place of a moment, or a moment that is boxed where its parameter is not. And with arrays that

@@ -112,10 +112,7 @@ def _levels(rows: Sequence[Row]) -> list[int]:
 
 
 def _modules(
-    rows: Sequence[Row],
-    places: Collection[int],
-    kinds: Sequence[Hashable],
-    ever: Collection[Path],
+    rows: Sequence[Row], places: Collection[int], kinds: Sequence[Hashable], ever: Collection[Path]
 ) -> list[list[_Line]]:
     """Modules all of whose leaves get the same relative paths in another one: outer ones first,
     those that differ in numbers alone together."""

@@ -13,14 +13,7 @@ from reshard.tree import Path, format_path
 # What a module that is saved itself has beside its attributes.
 BOOKKEEPING = "_pytree__state"
 COLLECTIONS = frozenset(
-    (
-        "params",
-        "batch_stats",
-        "cache",
-        "intermediates",
-        "perturbations",
-        "_overwrite_with_gradient",
-    )
+    ("params", "batch_stats", "cache", "intermediates", "perturbations", "_overwrite_with_gradient")
 )
 # Names of arrays in the layers of both APIs; in NNX these are always variables.
 _STANDARD = frozenset(("kernel", "bias", "scale", "embedding", "mean", "var", "key", "count"))
