@@ -13,7 +13,7 @@ from reshard.convert.layout import KINDS
 
 if TYPE_CHECKING:
     from reshard.convert.conversion import Conversion
-    from reshard.convert.model import Goal
+    from reshard.convert.model import TargetTree
 
 _OPTIONS = (
     click.option(
@@ -59,15 +59,15 @@ def converter(to: str, flags: dict[str, Any]) -> Callable[..., "Conversion"]:
     model, source = flags["model"], flags["source_model"]
 
     @functools.cache
-    def models() -> tuple[Any, "Goal | None"]:
+    def models() -> tuple[Any, "TargetTree | None"]:
         if source is None:
             return None if model is None else load_model(model, "--model"), None
         # Which takes as long to import as a small checkpoint takes to read.
         from reshard.cli.apart import told_apart
-        from reshard.convert.model import goal_of
+        from reshard.convert.model import target_tree_of
 
         api = "linen" if to == "nnx" else "nnx"
-        task = functools.partial(goal_of, api=api, role="the model of the source")
+        task = functools.partial(target_tree_of, api=api, role="the model of the source")
         with told_apart(source, "--source-model", task) as told:
             return None if model is None else load_model(model, "--model"), told()
 

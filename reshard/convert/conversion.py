@@ -30,7 +30,7 @@ from reshard.convert.layout import Layout, detect
 from reshard.convert.leafmap import LeafMap, an_array
 from reshard.convert.left_out import left_out_of, without_dropped
 from reshard.convert.mapwriter import write_map
-from reshard.convert.model import Goal, goal_of
+from reshard.convert.model import TargetTree, target_tree_of
 from reshard.convert.model_run import More, Run, runs
 from reshard.convert.outputs import OutputComparison, compare_outputs
 from reshard.convert.roundtrip import (
@@ -267,7 +267,7 @@ def conversion(
     """What `to_nnx` (`to="nnx"`) and `to_linen` (`to="linen"`) do, with the map that they found.
 
     Args:
-      source: as for `to_nnx` and `to_linen`, or the tree that `goal_of` made of it.
+      source: as for `to_nnx` and `to_linen`, or the tree that `target_tree_of` made of it.
       max_memory: bytes that computing initial values may take, any number of them by default.
 
     Raises:
@@ -320,10 +320,10 @@ def conversion(
             "there is neither a model nor a map to convert by",
             hints=[Hint(("model",)), Hint(("map_file",))],
         )
-    goal = None if model is None else goal_of(model, to)
+    goal = None if model is None else target_tree_of(model, to)
     other = source
-    if source is not None and not isinstance(source, Goal):
-        other = goal_of(source, found.api, "the model of the source")
+    if source is not None and not isinstance(source, TargetTree):
+        other = target_tree_of(source, found.api, "the model of the source")
     left_out = {} if whole is ckpt else left_out_of(whole, ckpt, found, layout or known, _FROM[to])
     decided = decide(ckpt, found, to, goal, map_file, init, other, left_out)
     made = _made(ckpt, found, to, goal, decided, model, limit)
@@ -335,7 +335,7 @@ def _made(
     ckpt: Checkpoint,
     layout: Layout,
     to: str,
-    goal: Goal | None,
+    goal: TargetTree | None,
     decided: Decision,
     model: Any,
     max_memory: int | None,
@@ -395,7 +395,7 @@ def _leaves(ckpt: Checkpoint, layout: Layout) -> dict[Path, Leaf]:
     return {path: ckpt[saved] for path, saved in layout.model.items()}
 
 
-def _order(goal: Goal, prefix: Path) -> Callable[[Path], int]:
+def _order(goal: TargetTree, prefix: Path) -> Callable[[Path], int]:
     """The place of a leaf in the tree of the model; leaves beside it come last."""
     places = {prefix + path: place for place, path in enumerate(goal.leaves)}
     return lambda path: places.get(path, len(places))

@@ -22,13 +22,13 @@ from reshard.convert.leafmap import LeafMap, Output, Source, Value, Zeros, renam
 from reshard.convert.map_rules import Map
 from reshard.convert.mapfile import read_map
 from reshard.convert.mirrors import Leaves, followers, mirrored, parameters_of
-from reshard.convert.model import Goal
+from reshard.convert.model import TargetTree
 from reshard.convert.model_map import Side, by_map, model_map, side_of
 from reshard.convert.optimizer import followed, follows_note
 from reshard.convert.pairing import listed
-from reshard.convert.problems import Objections
+from reshard.convert.problems import Problems
 from reshard.convert.suggestions import level_above, numbered_rules
-from reshard.convert.target_paths import Part, Places
+from reshard.convert.target_paths import Part, TargetPaths
 from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.hints import Hint
 from reshard.restore.matching import TargetLeaf
@@ -67,10 +67,10 @@ def decide(
     ckpt: Checkpoint,
     layout: Layout,
     to: str,
-    goal: Goal | None,
+    goal: TargetTree | None,
     map_file: str | os.PathLike | None,
     init: Sequence[str],
-    other: Goal | None,
+    other: TargetTree | None,
     left_out: Mapping[Path, Shape],
 ) -> Decision:
     """Decides a conversion.
@@ -90,15 +90,15 @@ def decide(
     """
     parameters = parameters_of({**layout.shapes(ckpt), **left_out}, layout.api)
     copies = _copies_of_parameters(ckpt, layout, parameters)
-    places = Places(layout, to, goal, bool(copies))
-    against = Objections(ckpt, layout, to, goal, other, copies, places)
+    places = TargetPaths(layout, to, goal, bool(copies))
+    against = Problems(ckpt, layout, to, goal, other, copies, places)
     return _Work(against, left_out).decided(map_file, init)
 
 
 class _Work:
     """A conversion while it is being decided: what is known, and what has been found against it."""
 
-    def __init__(self, against: Objections, left_out: Mapping[Path, Shape]):
+    def __init__(self, against: Problems, left_out: Mapping[Path, Shape]):
         self._against = against
         self._left_out = left_out
         self._shapes = against.layout.shapes(against.ckpt)
@@ -379,7 +379,7 @@ class _Work:
 def _copies_of_parameters(
     ckpt: Checkpoint, layout: Layout, parameters: Mapping[Path, Shape]
 ) -> dict[Path, Path]:
-    """What `Objections.copies` has."""
+    """What `Problems.copies` has."""
     found: dict[Path, Path] = {}
     by_key: dict[Path, dict[Path, Path]] = {}
     for path, saved in layout.beside.items():

@@ -155,7 +155,7 @@ def _same_leaves(node: Any, other: Any) -> bool:
 
 
 @dataclasses.dataclass
-class Marks:
+class Evidence:
     """Reasons in words.
 
     Attributes:
@@ -188,7 +188,7 @@ class Marks:
         return "linen" if self.linen and not self.maybe_nnx else None
 
 
-def model_marks(top: Any, at: Path = ()) -> Marks:
+def model_marks(top: Any, at: Path = ()) -> Evidence:
     """What the modules and variables of a model say; of each mark, where it is first.
 
     Args:
@@ -202,7 +202,7 @@ def model_marks(top: Any, at: Path = ()) -> Marks:
         stack += [((*path, k), c) for k, c in reversed(node.items()) if isinstance(c, dict)]
         for mark, place in _node_marks(path, node):
             found.setdefault(mark, place)
-    marks = Marks()
+    marks = Evidence()
     for reasons, mark, words in (
         (marks.linen, "automatic", "has a name as Linen gives them"),
         (marks.linen, "no attribute", "cannot be an attribute"),
@@ -258,7 +258,7 @@ def is_stream(node: Any) -> bool:
     return count == "uint32" and key in ("key", "uint32")
 
 
-def add_training_marks(beside: Training, marks: Marks) -> None:
+def add_training_marks(beside: Training, marks: Evidence) -> None:
     """Adds what the optimizer's state and the step counter say."""
     if beside.wrapped:
         words = "holds the state and the steps of an optimizer, as `nnx.Optimizer` does"

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from reshard.arrays.boxes import Shape
 from reshard.convert.evidence import (
     KINDS,
-    Marks,
+    Evidence,
     Training,
     add_training_marks,
     collection_roots,
@@ -206,7 +206,7 @@ def _decide_model(
 
 def _decide_optimizer(top: Node, beside: Training, api: str | None) -> tuple[str, list[str]]:
     """For an optimizer's state with neither `params` nor `model`."""
-    marks = Marks()
+    marks = Evidence()
     add_training_marks(beside, marks)
     others = _others(top, beside)
     if not others:
@@ -283,7 +283,7 @@ def _reading(kind: str, reasons: Sequence[str]) -> _Reading:
 
 
 def _by_direction(
-    readings: Sequence[_Reading], marks: Marks, api: str | None
+    readings: Sequence[_Reading], marks: Evidence, api: str | None
 ) -> tuple[str, list[str]]:
     """The one kind that is of the API that is converted from, if nothing speaks against that API;
     raises TreeMismatchError if there is none, or another reading of that API."""

@@ -49,7 +49,7 @@ _WATCHING = threading.RLock()
 
 
 @dataclasses.dataclass(frozen=True)
-class Goal:
+class TargetTree:
     """The tree of a model: its structure alone, which can be pickled and read without its classes.
 
     Attributes:
@@ -80,7 +80,7 @@ class Goal:
         return found
 
 
-def goal_of(model: Any, api: str, role: str = "the model to convert to") -> Goal:
+def target_tree_of(model: Any, api: str, role: str = "the model to convert to") -> TargetTree:
     """The tree that a model of an API saves. Nothing is computed.
 
     Args:
@@ -103,9 +103,9 @@ def goal_of(model: Any, api: str, role: str = "the model to convert to") -> Goal
     if api == "linen":
         layout = detect(values, _linen_kind(values))
         arrays = {path: values[saved] for path, saved in layout.model.items()}
-        return Goal(leaves, random, layout, linen_outline(arrays, classes))
+        return TargetTree(leaves, random, layout, linen_outline(arrays, classes))
     place, outline = nnx_outline(state, orders)
-    return Goal(leaves, random, detect(values, _nnx_kind(values, place)), outline)
+    return TargetTree(leaves, random, detect(values, _nnx_kind(values, place)), outline)
 
 
 def _check_module(model: Any, api: str, role: str) -> None:

@@ -14,9 +14,9 @@ from reshard.convert.alike import as_rules, shown_once
 from reshard.convert.layout import Layout
 from reshard.convert.leafmap import LeafMap, Output, Source, Zeros
 from reshard.convert.mirrors import mirrored, parameters_of
-from reshard.convert.model import Goal
+from reshard.convert.model import TargetTree
 from reshard.convert.pairing import rule_hint
-from reshard.convert.target_paths import Part, Places
+from reshard.convert.target_paths import Part, TargetPaths
 from reshard.convert.value_levels import COLLECTIONS
 from reshard.hints import Hint
 from reshard.restore.matching import TargetLeaf
@@ -25,7 +25,7 @@ from reshard.tree import Path, format_key, format_path, glob_text, named_by
 MAX_GLOBS = 5
 
 
-class Objections:
+class Problems:
     """What stands against a conversion, with hints; empty at first.
 
     Attributes:
@@ -49,10 +49,10 @@ class Objections:
         ckpt: Checkpoint,
         layout: Layout,
         to: str,
-        goal: Goal | None,
-        other: Goal | None,
+        goal: TargetTree | None,
+        other: TargetTree | None,
         copies: Mapping[Path, Path],
-        places: Places,
+        places: TargetPaths,
     ):
         self.ckpt = ckpt
         self.layout = layout

@@ -12,7 +12,7 @@ from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Leaf
 from reshard.convert.layout import Layout
 from reshard.convert.leafmap import LeafMap, Zeros
-from reshard.convert.model import Goal
+from reshard.convert.model import TargetTree
 from reshard.errors import TreeMismatchError
 from reshard.restore.matching import TargetLeaf
 from reshard.sharding.mesh import SingleDeviceSharding, replicated
@@ -44,7 +44,7 @@ class Part:
         return {path: value.shape for path, value in values if not isinstance(value, Zeros)}
 
 
-class Places:
+class TargetPaths:
     """Where leaves are saved.
 
     Args:
@@ -57,7 +57,7 @@ class Places:
       prefix: what is ahead of the model's own tree, to make place for an optimizer beside it.
     """
 
-    def __init__(self, layout: Layout, to: str, goal: Goal | None, copies: bool):
+    def __init__(self, layout: Layout, to: str, goal: TargetTree | None, copies: bool):
         self._to = to
         self._goal = goal
         training = bool(layout.optimizer) or copies  # a step alone is no optimizer
