@@ -291,7 +291,7 @@ def maker(model: Any, inputs: Sequence[Any] = ()) -> Callable[..., Any] | None:
         parameter = inspect.signature(model.__init__).parameters.get("rngs")
         if parameter is not None and parameter.default is inspect.Parameter.empty:
             constructor: Any = model
-            _check_call(model, (), {"rngs": nnx.Rngs(0)})
+            _check_call(model, (), {"rngs": None})
             return lambda: constructor(rngs=nnx.Rngs(0))
     if callable(model) and not is_module(model):
         _check_call(model, inputs)
