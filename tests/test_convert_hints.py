@@ -364,6 +364,44 @@ def test_what_is_open_in_each_layer_is_shown_once(tmp_path):
         np.testing.assert_array_equal(here["same"]["bias"], state.layers[i].same.bias[...])
 
 
+class UpDown(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.up = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.down = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+
+def test_no_rule_by_numbers_is_shown_where_the_map_puts_layers_elsewhere(tmp_path):
+    params = {f"layer_{i}": linears("up", "down") for i in range(3)}
+    path = saved(tmp_path / "linen", {"params": params})
+    (tmp_path / "map.toml").write_text(
+        "".join(
+            f"[[rule]]\nfrom = '^params/layer_{i}/up/'\nto = 'layers/{2 - i}/up/'\n" for i in (0, 2)
+        )
+    )
+    error = refused(reshard.to_nnx, path, lambda: Parts(UpDown), map_file=tmp_path / "map.toml")
+    assert not [hint for hint in error.hints if "layer_(" in hint]
+
+
+class Towers(nnx.Module):
+    """Of which one is a list, and the other has names of its own."""
+
+    def __init__(self):
+        self.encoder_blocks = nnx.List([UpDown(), UpDown()])
+        self.decoder_first = Other()
+        self.decoder_second = Other()
+
+
+class Other(UpDown):
+    """Of another class, with the same leaves."""
+
+
+def test_no_rule_by_numbers_is_shown_where_several_layers_fit_the_list(tmp_path):
+    params = {f"{name}_{i}": linears("up", "down") for name in ("enc", "dec") for i in range(2)}
+    error = refused(reshard.to_nnx, saved(tmp_path / "linen", {"params": params}), Towers)
+    assert not [hint for hint in error.hints if r"_(\d+)/" in hint]
+
+
 # A gated feed-forward
 
 
@@ -506,8 +544,7 @@ def test_a_level_above_the_model_is_told_and_how_to_do_without(name, tmp_path):
     if not level:
         told = 'keys like "layer_0/LayerNorm_0" hold several levels'
     assert error.problems == (told,)
-    (hint,) = error.hints
-    call, said = hint.split(" takes")
+    call, said = error.hints[0].split(" takes")
     assert said == " it away"
     ckpt = reshard.to_nnx(eval(call, {"reshard": reshard, "ckpt": reshard.open(path)}), NnxModel)
     plain = reshard.to_nnx(saved(tmp_path / "plain", {"params": params}), NnxModel)
@@ -524,11 +561,22 @@ def test_optimizer_state_below_the_same_level_comes_along(tmp_path):
     ]
     error = refused(reshard.to_nnx, paths[0], NnxModel)
     assert error.problems == ("all leaves are below `transformer`, which the model has not",)
-    (hint,) = error.hints
-    assert hint == r'reshard.rename(ckpt, [("(^|/)transformer/", r"\1")]) takes it away'
+    renamed, rule = error.hints
+    assert renamed == r'reshard.rename(ckpt, [("(^|/)transformer/", r"\1")]) takes it away'
+    assert rule == (
+        "map_file=... does so for the way back, too: from = '^params/transformer/', to = 'params/'"
+    )
     ckpt = reshard.rename(reshard.open(paths[0]), [(r"(^|/)transformer/", r"\1")])
     made = [reshard.to_nnx(one, NnxModel) for one in (ckpt, paths[1])]
     assert reshard.diff(*made, values=True).equal
+    (tmp_path / "map.toml").write_text(
+        f"[[rule]]\n{rule.partition(': ')[2].replace(', ', chr(10))}"
+    )
+    by_rule = reshard.to_nnx(paths[0], NnxModel, map_file=tmp_path / "map.toml")
+    assert reshard.diff(by_rule, made[1], values=True).equal
+    reshard.save(by_rule, tmp_path / "by_rule")
+    back = reshard.to_linen(tmp_path / "by_rule")
+    assert reshard.diff(back, paths[0], values=True).equal
 
 
 def test_a_level_above_an_nnx_model(tmp_path):
