@@ -95,10 +95,10 @@ class Problems:
         if abstentions:
             self.hints.append(rule_hint(abstentions, leaves, self.to))
 
-    def misplaced(self, problem: str, hint: Hint) -> None:
+    def misplaced(self, problem: str, hints: Sequence[Hint]) -> None:
         """Adds why no leaf of the model is where it should be, and what helps."""
         self.problems.append(problem)
-        self.hints.append(hint)
+        self.hints += hints
         self.open.add(())
 
     def check(self, model: Part, optimizer: Part, copies: Part, initial: set[Path]) -> None:

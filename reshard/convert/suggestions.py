@@ -1,5 +1,6 @@
 """What would make a refused conversion go on, tried before it is shown."""
 
+import collections
 import dataclasses
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -18,10 +19,11 @@ from reshard.tree import Path, format_key, format_path
 
 def level_above(
     ckpt: Checkpoint, layout: Layout, target: Side, initial: Collection[Path], placed: int
-) -> tuple[str, Hint] | None:
+) -> tuple[str, list[Hint]] | None:
     """A level of the source that is above the model, like `transformer`, or keys that hold several
-    levels, and how to take it away; None if that does not find places for half of the leaves, and
-    for more than have one.
+    levels, and how to take it away: by new names, and, where one rule says the same, by that, which
+    a record keeps for the way back. None if it does not find places for half of the leaves, and for
+    more than have one.
 
     Args:
       ckpt: the source.
@@ -30,7 +32,7 @@ def level_above(
       initial: its leaves that keep their initial value.
       placed: how many leaves have a place.
     """
-    for text, pattern, replacement in _levels(layout):
+    for text, pattern, replacement, rule in _levels(layout):
         try:
             renamed = rename(ckpt, [(pattern, replacement)])
             source = side_of(renamed, detect(renamed, layout.kind))
@@ -41,13 +43,32 @@ def level_above(
         made, _ = model_map(by_map(None, source, target), source, target, initial)
         found = len(made.values.keys() & target.shapes.keys())
         if placed < found and 2 * found >= len(source.shapes):
-            return text, Hint(("rename", pattern, replacement), " takes it away")
+            hints = [Hint(("rename", pattern, replacement), " takes it away")]
+            source = side_of(ckpt, layout)
+            if rule and _placed(Map("", (_rule(1, *rule),), to="nnx"), source, target, initial):
+                said = f" does so for the way back, too: from = '{rule[0]}', to = '{rule[1]}'"
+                hints.append(Hint(("map_file",), said))
+            return text, hints
     return None
 
 
-def _levels(layout: Layout) -> Iterator[tuple[str, str, str]]:
-    """What may be said of the names in a source, and a regex and its replacement that would do
-    without, the least of it first."""
+def _rule(number: int, pattern: str, replacement: str) -> Rule:
+    regex = parse_pattern(pattern)
+    return Rule(number, (regex,), parse_replacement(replacement, [regex]))
+
+
+def _placed(rules: Map, source: Side, target: Side, initial: Collection[Path]) -> int:
+    """How many leaves have a place by a map, and by what the alignment makes of the rest."""
+    said = by_map(rules, source, target)
+    if said.problems:
+        return 0
+    found, _ = model_map(said, source, target, initial)
+    return len(found.values.keys() & target.shapes.keys())
+
+
+def _levels(layout: Layout) -> Iterator[tuple[str, str, str, tuple[str, str] | None]]:
+    """What may be said of the names in a source, a regex and its replacement that would do without,
+    the least of it first; and those of a rule that does the same."""
     begin = 1 if layout.api == "linen" else 0
     modules = [tuple(map(str, path[begin:-1])) for path in layout.model]
     split = [tuple("/".join(path).split("/")) for path in modules]
@@ -57,14 +78,22 @@ def _levels(layout: Layout) -> Iterator[tuple[str, str, str]]:
             common = common[:-1]
     joined = [key for path in modules for key in path if "/" in key]
     if joined:
-        yield f"keys like {format_key(joined[0])} hold several levels", r'"([^"]*/[^"]*)"', r"\1"
+        text = f"keys like {format_key(joined[0])} hold several levels"
+        yield text, r'"([^"]*/[^"]*)"', r"\1", None
     for end in range(1, len(common) + 1):
         level = format_path(common[:end])
         text = f"all leaves are below `{level}`, which the model has not"
         if joined:
-            yield text, rf'"{re.escape(level)}/([^"]*)"', r"\1"
-        else:
-            yield text, rf"(^|/){re.escape(level)}/", r"\1"
+            yield text, rf'"{re.escape(level)}/([^"]*)"', r"\1", None
+            continue
+        rule = None
+        if begin:
+            kinds = sorted({format_key(path[0]) for path in layout.model})
+            pattern, kept = (
+                (kinds[0], kinds[0]) if len(kinds) == 1 else (f"({'|'.join(kinds)})", r"\1")
+            )
+            rule = f"^{pattern}/{re.escape(level)}/", f"{kept}/"
+        yield text, rf"(^|/){re.escape(level)}/", r"\1", rule
 
 
 def numbered_rules(
@@ -75,7 +104,8 @@ def numbered_rules(
     initial: Collection[Path],
 ) -> tuple[Abstention, ...]:
     """What is open, with the rule that makes layers with numbers in their names those of a list
-    where one does so, and for no other list.
+    where one does so, for no other layers and no other list, and where no rule is there already,
+    which may put some of them elsewhere.
 
     Args:
       abstentions: what is open.
@@ -84,32 +114,25 @@ def numbered_rules(
       target: the model.
       initial: its leaves that keep their initial value.
     """
-
-    def placed(*more: Rule) -> int:
-        """How many leaves have a place."""
-        said = by_map(dataclasses.replace(rules, rules=rules.rules + more), source, target)
-        if said.problems:
-            return 0
-        found, _ = model_map(said, source, target, initial)
-        return len(found.values.keys() & target.shapes.keys())
-
+    if rules.rules:
+        return tuple(abstentions)
     linen = source if source.api == "linen" else target
+    placed = _placed(rules, source, target, initial)
     found = []
     for entry in abstentions:
-        fitting: dict[str, dict[Path, str]] = {}
+        fitting: dict[tuple[str, Path], str] = {}
         for there, count, pattern, replacement in _numberings(entry, linen):
             try:
-                regex = parse_pattern(pattern)
-                to = parse_replacement(replacement, [regex])
-                better = placed(Rule(len(rules.rules) + 1, (regex,), to)) - placed()
+                more = dataclasses.replace(rules, rules=(_rule(1, pattern, replacement),))
+                better = _placed(more, source, target, initial) - placed
             except (ReshardError, ValueError):  # it does not apply, or names are not plain
                 continue
             if 2 * better >= count > 0:
                 text = f"from = '{pattern}'\nto = '{replacement}'"
-                fitting.setdefault(pattern, {}).setdefault(there, text)
-        sure = [
-            text for by_list in fitting.values() if len(by_list) == 1 for text in by_list.values()
-        ]
+                fitting.setdefault((pattern, there), text)
+        layers = collections.Counter(pattern for pattern, _ in fitting)
+        lists = collections.Counter(there for _, there in fitting)
+        sure = [text for (one, there), text in fitting.items() if layers[one] == lists[there] == 1]
         found.append(dataclasses.replace(entry, rule=[*sure, entry.rule][0]))
     return tuple(found)
 
