@@ -1081,7 +1081,10 @@ def test_a_whole_map_reads_back_and_works_in_both_directions(conversion, initial
 
     back = apply_map(inverse(rules), mapped.map.shapes)
     assert back.map.shapes == kept
-    assert named(back.initial, leaves) == {*dropped}
+    # As a glob, a name with a `*` is for others, too.
+    assert {*dropped} <= named(back.initial, leaves)
+    if not any("*" in key for path in dropped for key in path if isinstance(key, str)):
+        assert named(back.initial, leaves) == {*dropped}
     arrays = arrays_of(kept)
     assert bits(done(back.map, done(steps, arrays))) == bits(arrays)
 
