@@ -361,7 +361,8 @@ def _documents(path: pathlib.Path) -> Iterator[tuple[Callable[[], Any], Callable
         if file.name in _DOCUMENTS or file.parent.name == "array_metadatas":
             yield file.read_bytes, file.write_bytes
     if (path / "_sharding").is_file():
-        with contextlib.suppress(ValueError, AttributeError):
+        # What an earlier damage left of it may be any JSON.
+        with contextlib.suppress(ValueError, AttributeError, TypeError):
             for name in sorted(json.loads((path / "_sharding").read_bytes())):
                 yield _inside(path / "_sharding", name)
     if _has_database(path):
