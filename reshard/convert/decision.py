@@ -149,7 +149,7 @@ class _Work:
                 self._against.misplaced(*level)
                 return Part(model), initial
         rules = rules or Map("", (), to="nnx")
-        if found.abstentions and (rules.to or self._against.to) == "nnx":
+        if found.abstentions and not rules.rules and (rules.to or self._against.to) == "nnx":
             entries = numbered_rules(found.abstentions, rules, source, target, own)
             found = dataclasses.replace(found, abstentions=entries)
         self._notes += shown_once(

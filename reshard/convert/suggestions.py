@@ -40,24 +40,30 @@ def level_above(
             continue
         if source.api != layout.api or len(source.shapes) < len(layout.model):
             continue
-        made, _ = model_map(by_map(None, source, target), source, target, initial)
-        found = len(made.values.keys() & target.shapes.keys())
+        found = _placed(None, source, target, initial)
         if placed < found and 2 * found >= len(source.shapes):
             hints = [Hint(("rename", pattern, replacement), " takes it away")]
-            source = side_of(ckpt, layout)
-            if rule and _placed(Map("", (_rule(1, *rule),), to="nnx"), source, target, initial):
-                said = f" does so for the way back, too: from = '{rule[0]}', to = '{rule[1]}'"
-                hints.append(Hint(("map_file",), said))
+            if rule is not None:
+                by_rule = Map("", (_rule(*rule),), to="nnx")
+                if _placed(by_rule, side_of(ckpt, layout), target, initial) == found:
+                    said = f" does so for the way back, too: from = '{rule[0]}', to = '{rule[1]}'"
+                    hints.append(Hint(("map_file",), said))
             return text, hints
     return None
 
 
-def _rule(number: int, pattern: str, replacement: str) -> Rule:
+def _rule(pattern: str, replacement: str) -> Rule:
     regex = parse_pattern(pattern)
-    return Rule(number, (regex,), parse_replacement(replacement, [regex]))
+    return Rule(1, (regex,), parse_replacement(replacement, [regex]))
 
 
-def _placed(rules: Map, source: Side, target: Side, initial: Collection[Path]) -> int:
+def _one_of(names: Collection[str]) -> tuple[str, str]:
+    """A regex for any of several names, and what stands for it in a replacement."""
+    first, *others = sorted(names)
+    return (f"({'|'.join((first, *others))})", r"\1") if others else (first, first)
+
+
+def _placed(rules: Map | None, source: Side, target: Side, initial: Collection[Path]) -> int:
     """How many leaves have a place by a map, and by what the alignment makes of the rest."""
     said = by_map(rules, source, target)
     if said.problems:
@@ -88,10 +94,7 @@ def _levels(layout: Layout) -> Iterator[tuple[str, str, str, tuple[str, str] | N
             continue
         rule = None
         if begin:
-            kinds = sorted({format_key(path[0]) for path in layout.model})
-            pattern, kept = (
-                (kinds[0], kinds[0]) if len(kinds) == 1 else (f"({'|'.join(kinds)})", r"\1")
-            )
+            pattern, kept = _one_of({format_key(path[0]) for path in layout.model})
             rule = f"^{pattern}/{re.escape(level)}/", f"{kept}/"
         yield text, rf"(^|/){re.escape(level)}/", r"\1", rule
 
@@ -104,18 +107,16 @@ def numbered_rules(
     initial: Collection[Path],
 ) -> tuple[Abstention, ...]:
     """What is open, with the rule that makes layers with numbers in their names those of a list
-    where one does so, for no other layers and no other list, and where no rule is there already,
-    which may put some of them elsewhere.
+    where one does so, for no other layers and no other list.
 
     Args:
       abstentions: what is open.
-      rules: of the map, if it is for the way to NNX.
+      rules: what the map says beside rules, of which it has none: they may put some of the layers
+        elsewhere.
       source: the leaves that are converted.
       target: the model.
       initial: its leaves that keep their initial value.
     """
-    if rules.rules:
-        return tuple(abstentions)
     linen = source if source.api == "linen" else target
     placed = _placed(rules, source, target, initial)
     found = []
@@ -123,11 +124,11 @@ def numbered_rules(
         fitting: dict[tuple[str, Path], str] = {}
         for there, count, pattern, replacement in _numberings(entry, linen):
             try:
-                more = dataclasses.replace(rules, rules=(_rule(1, pattern, replacement),))
+                more = dataclasses.replace(rules, rules=(_rule(pattern, replacement),))
                 better = _placed(more, source, target, initial) - placed
             except (ReshardError, ValueError):  # it does not apply, or names are not plain
                 continue
-            if 2 * better >= count > 0:
+            if 2 * better >= count:
                 text = f"from = '{pattern}'\nto = '{replacement}'"
                 fitting.setdefault((pattern, there), text)
         layers = collections.Counter(pattern for pattern, _ in fitting)
@@ -153,16 +154,15 @@ def _numberings(entry: Abstention, linen: Side) -> Iterator[tuple[Path, int, str
         at = len(above) + 1
         modules = {(*above, f"{name}_{number}") for number in numbers}
         leaves = [path for path in linen.shapes if path[1 : at + 1] in modules]
-        kinds = "|".join(sorted({str(path[0]) for path in leaves}))
-        several = "|" in kinds
-        pattern = f"^{f'({kinds})' if several else kinds}/"
+        if not leaves:
+            continue
+        kinds, kept = _one_of({str(path[0]) for path in leaves})
+        pattern = f"^{kinds}/"
         pattern += "".join(f"{re.escape(format_key(key))}/" for key in above)
         pattern += rf"{re.escape(str(name))}_(\d+)/"
-        number = rf"\{1 + several}"
+        number = rf"\{2 if kinds != kept else 1}"
         for there, others in lists.items():
             if others == numbers and there:
                 yield there, len(leaves), pattern, f"{format_path(there)}/{number}/"
-                new = "/".join(
-                    (r"\1" if several else kinds, *map(format_key, above), f"{there[-1]}_")
-                )
+                new = "/".join((kept, *map(format_key, above), f"{there[-1]}_"))
                 yield there, len(leaves), pattern, f"{new}{number}/"
