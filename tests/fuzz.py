@@ -317,6 +317,8 @@ def damage_node(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
 def damage_record(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
     """A value, a key or a list of the record of a conversion, if there is one."""
     file = path / "_METADATA"
+    if not file.is_file():  # an earlier damage may have left a pipe
+        return
     with contextlib.suppress(ValueError, TypeError, LookupError):
         outer = json.loads(file.read_bytes())
         custom = outer["custom_metadata"]
