@@ -511,6 +511,15 @@ EXPRESSIONS = st.recursive(
 )
 
 
+def test_a_replacement_beside_a_pattern_that_is_none(tmp_path):
+    map_file = tmp_path / "map.toml"
+    map_file.write_text("[[rule]]\nfrom = true\nsplit = {into = '\\'}\n")
+    with pytest.raises(ArgumentError) as caught:
+        read_map(map_file)
+    assert [line for line in caught.value.problems if "from" in line]
+
+
+
 @settings(deadline=None, max_examples=examples(300))
 @given(EXPRESSIONS, st.integers(0, 9), st.integers(0, 99), st.integers(0, 3))
 def test_arithmetic_is_that_of_python(text, one, two, i):

@@ -77,6 +77,15 @@ def test_a_bad_escape_in_a_quoted_key_is_our_error(text):
         tree.split_path(text)
 
 
+@pytest.mark.parametrize("key", ["a", '"/"'])
+def test_a_path_has_no_more_keys_than_a_tree_that_is_read(key):
+    assert len(tree.split_path("/".join([key] * 100))) == 100
+    with pytest.raises(ArgumentError) as caught:
+        tree.split_path("/".join([key] * 101))
+    shown = "/".join([key] * 101)[:80]
+    assert str(caught.value) == f"`{shown}...` is 101 levels deep: a tree has at most 100"
+
+
 # Globs
 
 
