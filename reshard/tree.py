@@ -16,6 +16,9 @@ from reshard.errors import ArgumentError, TreeMismatchError, printable
 Key = str | int
 Path = tuple[Key, ...]
 
+# Keys of a path: whoever walks a tree deeper than this runs out of stack.
+MAX_KEYS = 100
+
 _PLAIN = re.compile(r'[^/"\s\x00-\x1f\x7f]+')
 _WILD = re.compile(r"[*?]")
 _COMPONENT = re.compile(r'"(?:[^"\\]|\\.)*"|[^/"]*')
@@ -37,7 +40,16 @@ def format_path(path: Path) -> str:
 
 def split_path(text: str) -> tuple[str, ...]:
     """The keys of a printed path, all as `str`: the inverse of `format_path` up to ints. Raises
-    ArgumentError where a component is empty, or its quotes do not close."""
+    ArgumentError where a component is empty, its quotes do not close, or there are too many."""
+    keys = _components(text)
+    if len(keys) > MAX_KEYS:
+        raise ArgumentError(
+            f"`{text[:80]}...` is {len(keys)} levels deep: a tree has at most {MAX_KEYS}"
+        )
+    return keys
+
+
+def _components(text: str) -> tuple[str, ...]:
     if '"' not in text and all(plain := text.split("/")):
         return tuple(plain)
     keys, position = [], 0

@@ -149,7 +149,11 @@ def parse_replacement(
     parts.append(template + text[end:])
     _check_templates([part for part in parts if isinstance(part, str)], regexes)
     constant = None
-    if len(parts) == 1 and not any(c == "g" or c.isdigit() for c in _ESCAPED.findall(text)):
+    if (
+        regexes
+        and len(parts) == 1
+        and not any(c == "g" or c.isdigit() for c in _ESCAPED.findall(text))
+    ):
         constant = re.sub("^", template + text[end:], "")
     return Replacement(text, tuple(parts), constant)
 

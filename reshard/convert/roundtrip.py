@@ -28,15 +28,13 @@ from reshard.convert.target_paths import is_step, on_host, recounted
 from reshard.errors import CorruptCheckpointError, ReshardError, TreeMismatchError
 from reshard.hints import Hint
 from reshard.loader.json_documents import parse_json
-from reshard.tree import Path, format_path
+from reshard.tree import MAX_KEYS, Path, format_path
 
 KEY = "reshard.linen"
 _VERSION = 1
 _OPERATIONS = (Transpose, Reshape, Split, Concat, Stack, Unstack, Pad)
 # Their fields that are lists.
 _LISTS = {"axes", "shape", "sizes", "names", "widths"}
-# Keys of a path, as in any checkpoint that is opened.
-_MAX_KEYS = 100
 
 
 class _Array(NamedTuple):
@@ -284,7 +282,7 @@ def _check_tree(paths: Collection[Path]) -> None:
     """Raises ValueError unless the paths are those of the leaves of one tree."""
     texts = {tuple(map(str, path)) for path in paths}
     below = [path for path in texts if any(path[:depth] in texts for depth in range(len(path)))]
-    deep = [path for path in texts if not 0 < len(path) <= _MAX_KEYS]
+    deep = [path for path in texts if not 0 < len(path) <= MAX_KEYS]
     if below or deep or len(texts) < len(paths):
         places = ", ".join(sorted(map(format_path, below + deep))) or "a path is there twice"
         raise ValueError(f"its leaves are not those of one tree: {places:.200}")

@@ -21,12 +21,10 @@ from reshard.loader.json_documents import parse_json, read_json
 from reshard.storage.array_store import ArrayStore, name_problem
 from reshard.storage.location import Location, not_a_file
 from reshard.storage.ocdbt import MANIFEST
-from reshard.tree import Path, format_path
+from reshard.tree import MAX_KEYS, Path, format_path
 from reshard.units import format_bytes
 
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
-# Keys of a path: whoever walks a tree deeper than this runs out of stack.
-_MAX_KEYS = 100
 
 
 def read(item: Item) -> Checkpoint:
@@ -184,7 +182,7 @@ def _check_tree(paths: Iterable[Path], directory: Location) -> None:
     seen: dict[tuple[str, ...], Path] = {}
     problems = []
     for path in paths:
-        if len(path) > _MAX_KEYS:
+        if len(path) > MAX_KEYS:
             problems.append(f"{format_path(path)[:80]}...: it is {len(path)} levels deep")
             continue
         problem = name_problem(stored_name(path))
