@@ -100,6 +100,25 @@ def read_by_orbax(saved):
     )
 
 
+@pytest.fixture(scope="session")
+def _stores():
+    import servers
+
+    with servers.started() as found, pytest.MonkeyPatch.context() as patch:
+        for name, value in found.environment.items():
+            patch.setenv(name, value)
+        yield found
+
+
+@pytest.fixture
+def stores(_stores):
+    """Object stores on loopback, of `s3://` and `gs://`, which the environment names; see
+    `servers.Stores`. Each bucket is new, and no request has been counted yet."""
+    _stores.reset()
+    yield _stores
+    _stores.reset()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _forgets():
     """Lets go of what jax has compiled, and gives back memory: a process that keeps both grows to

