@@ -15,6 +15,7 @@ from reshard.errors import DestinationExistsError as DestinationExistsError
 from reshard.errors import MemoryLimitError as MemoryLimitError
 from reshard.errors import ReshardError as ReshardError
 from reshard.errors import ShardingError as ShardingError
+from reshard.errors import StoreError as StoreError
 from reshard.errors import TreeMismatchError as TreeMismatchError
 from reshard.errors import UncommittedCheckpointError as UncommittedCheckpointError
 from reshard.loader import open as open

@@ -108,6 +108,11 @@ class MemoryLimitError(ReshardError, ValueError):
         self.least = least
 
 
+class StoreError(ReshardError, OSError):
+    """A bucket, or the way to it, has not given what it was asked for: the message says what, and
+    why not."""
+
+
 class DestinationError(ReshardError, OSError):
     """The destination cannot be written: no room, no permission, or another job is writing it."""
 

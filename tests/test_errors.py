@@ -36,6 +36,7 @@ HIERARCHY = {
     "TreeMismatchError": ("ReshardError", ValueError),
     "ShardingError": ("ReshardError", ValueError),
     "MemoryLimitError": ("ReshardError", ValueError),
+    "StoreError": ("ReshardError", OSError),
     "DestinationError": ("ReshardError", OSError),
     "DestinationExistsError": ("DestinationError", FileExistsError),
 }

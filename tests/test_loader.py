@@ -357,11 +357,11 @@ def test_a_file(tmp_path):
     not_a_format(f"`{path}` is a file, and not a checkpoint directory", path)
 
 
-@pytest.mark.parametrize("url", ["gs://bucket/run/100", "s3://bucket/run"])
-def test_a_remote_path(url):
-    not_a_format(
-        f"`{url}`: only local paths are read\n\nhint: copy the checkpoint to a local disk", url
-    )
+@pytest.mark.parametrize("url", ["hf://bucket/run/100", "https://host/run"])
+def test_another_url(url):
+    scheme = url.partition(":")[0]
+    hint = "a path, or a URL that begins with gs://, s3:// or file://"
+    not_a_format(f"`{url}`: there is no way to read `{scheme}://`\n\nhint: {hint}", url)
 
 
 def test_a_msgpack_file(tmp_path):

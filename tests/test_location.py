@@ -37,6 +37,67 @@ def test_parts_of_a_location():
     assert pickle.loads(pickle.dumps(place)) == place and len({place, place / ""}) == 1
 
 
+def test_parts_of_a_location_in_a_bucket():
+    place = parse_location("gs://bucket/runs/a/") / "100"
+    assert str(place) == os.fspath(place) == "gs://bucket/runs/a/100"
+    assert (place.name, str(place.parent), str(place.beside("b"))) == (
+        "100",
+        "gs://bucket/runs/a",
+        "gs://bucket/runs/a/b",
+    )
+    root = parse_location("gs://bucket")
+    assert (str(root), root.parent, str(root / "a"), (root / "a").parent) == (
+        "gs://bucket",
+        root,
+        "gs://bucket/a",
+        root,
+    )
+    assert place.below(root) == "runs/a/100" and place.below(Location("/")) is None
+    assert not place.is_local and Location("/runs").is_local
+    assert place.spec == {"driver": "gcs", "bucket": "bucket", "path": "runs/a/100/"}
+    assert pickle.loads(pickle.dumps(place)) == place
+    for form in ("gs://bucket/runs/a/100/", epath.Path("gs://bucket/runs/a/100")):
+        assert parse_location(form) == place
+
+
+@pytest.mark.parametrize("text", ["gs://", "s3://bucket//run", "gs://bucket/../run", "gs:///run"])
+def test_what_is_no_name_in_a_bucket(text):
+    with pytest.raises(reshard.CheckpointFormatError) as caught:
+        parse_location(text)
+    scheme = text.partition(":")[0]
+    message = f"`{text}` is no name in a bucket\n\nhint: {scheme}://bucket/run/1000"
+    assert str(caught.value) == message
+
+
+def test_the_environment_of_s3(monkeypatch, tmp_path):
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    place = parse_location("s3://bucket/run")
+    plain = {"driver": "s3", "bucket": "bucket", "path": "run/"}
+    assert place.spec == plain
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
+    assert place.spec == plain | {"aws_region": "eu-west-1"}
+    monkeypatch.setenv("AWS_REGION", "auto")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1/")
+    assert place.spec == plain | {"aws_region": "auto", "endpoint": "http://127.0.0.1:1"}
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:2")
+    monkeypatch.delenv("AWS_REGION")
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    other = plain | {"aws_region": "us-east-1", "endpoint": "http://127.0.0.1:2"}
+    assert place.spec == other
+    file = tmp_path / ".aws" / "credentials"
+    file.parent.mkdir()
+    file.write_text("[default]\n")
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    profile = {"type": "profile", "profile": "mine"}
+    profile |= {"credentials_file": str(file), "config_file": str(file)}
+    assert place.spec == other | {"aws_credentials": profile}
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    assert place.spec == other | {"aws_credentials": {"type": "environment"}}
+
+
 def test_text_and_paths_become_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     expected = Location(str(tmp_path / "run"))
@@ -63,7 +124,8 @@ def test_a_destination_in_a_bucket_is_refused(saved, path, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     ckpt = reshard.open(saved("standalone").path)
     for use in (reshard.save, reshard.plan):
-        with pytest.raises(reshard.CheckpointFormatError, match=r"^`gs://bucket/run`: only local"):
+        text = r"^`gs://bucket/run`: only local paths are written"
+        with pytest.raises(reshard.CheckpointFormatError, match=text):
             use(ckpt, path)
     assert os.listdir(tmp_path) == []
 

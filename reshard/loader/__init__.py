@@ -3,26 +3,34 @@
 import os
 
 from reshard.checkpoint import Checkpoint
-from reshard.errors import CorruptCheckpointError, ReshardError
+from reshard.errors import ArgumentError, CorruptCheckpointError, ReshardError
 from reshard.loader import detection, orbax
+from reshard.storage.bucket import REQUESTS
+from reshard.storage.location import parse_location
 
 
 def open(
-    path: str | os.PathLike, *, step: int | None = None, item: str | None = None
+    path: str | os.PathLike,
+    *,
+    step: int | None = None,
+    item: str | None = None,
+    concurrency: int = REQUESTS,
 ) -> Checkpoint:
     """Opens a saved checkpoint; reads metadata only and touches no device.
 
     Args:
       path: a PyTree item directory, a standalone checkpoint, a step, a `CheckpointManager` root,
-        or a checkpoint of Orbax's v1 API.
+        or a checkpoint of Orbax's v1 API; on a disk, or in a bucket (`gs://`, `s3://`).
       step: the step of a manager's root; the latest committed one by default.
       item: the item of a step that has several trees.
+      concurrency: requests to a bucket that are under way at once, of this checkpoint's arrays.
 
     Raises:
       CheckpointNotFoundError: nothing there, or no such step or item.
       UncommittedCheckpointError: its writer never finished.
       CheckpointFormatError: it is something else; the message says what.
       CorruptCheckpointError: its parts contradict each other.
+      StoreError: a bucket has not given what it was asked for.
 
     Example:
       >>> ckpt = reshard.open("run/1000")
@@ -31,10 +39,13 @@ def open(
       >>> [str(mesh) for mesh in ckpt.meshes]
       ['data=2,model=4']
     """
+    if concurrency < 1:
+        raise ArgumentError(f"concurrency={concurrency!r} leaves no request", hints=["1, or more"])
     try:
-        found = detection.locate(path, step, item)
-        detection.check_inside(found)
-        return orbax.read(found)
+        with parse_location(path).remembered():
+            found = detection.locate(path, step, item)
+            detection.check_inside(found)
+            return orbax.read(found, concurrency)
     except ReshardError:
         raise
     except OSError as error:

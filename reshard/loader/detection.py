@@ -22,8 +22,11 @@ TREE_FILE = "_METADATA"
 CHECKPOINT_FILE = "_CHECKPOINT_METADATA"
 V1_MARKER = "orbax.checkpoint"
 TEMPORARY = ".orbax-checkpoint-tmp"
+MARKER = "commit_success.txt"
 _STEP_NAME = re.compile(r"(?:.*_)?(\d+)")
 _LEGACY_STEP = re.compile(r"checkpoint_\d+")
+# Directories in a bucket that are looked into to see whether they are arrays.
+_SOME = 8
 # Handlers of items that are not a tree of a model's arrays; `_METADATA` does not tell them apart.
 _NOT_TREES = ("ArrayCheckpointHandler", "RandomKeyCheckpointHandler", "JsonCheckpointHandler")
 
@@ -38,6 +41,7 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
     check_committed(root)
     if _is_item(root):
         _refuse(text, step, item)
+        check_committed(root, marked=True)
         kind = "standalone" if (root / CHECKPOINT_FILE).exists() else "item"
         return Item(root, kind, False, "", "", (), ())
     names = _directories(root)
@@ -45,12 +49,12 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
     if (root / CHECKPOINT_FILE).exists() or not steps:
         _refuse(text, step, None)
         return _in_step(root, "", (), item)
-    committed = {number: name for number, name in steps.items() if is_committed(root / name)}
+    committed = _committed(root, steps, step)
     if not committed:
         raise _unrecognised(root, names)
     number = max(committed) if step is None else step
     if number in steps and number not in committed:
-        check_committed(root / steps[number])
+        check_committed(root / steps[number], marked=True)
     if number not in committed:
         raise CheckpointNotFoundError(
             f"`{text}` has no step {number}",
@@ -58,6 +62,18 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
         )
     found = _in_step(root, committed[number], tuple(sorted(committed)), item)
     return dataclasses.replace(found, uncommitted=tuple(sorted(set(steps) - set(committed))))
+
+
+def _committed(root: Location, steps: dict[int, str], step: int | None) -> dict[int, str]:
+    """The steps that are committed. In a bucket, those that come before one that is are taken to be
+    so, too: there may be thousands, and looking into each is a request. What is no step is none
+    that is committed."""
+    if root.is_local:
+        return {number: name for number, name in steps.items() if is_committed(root / name)}
+    if step is not None:
+        return {n: name for n, name in steps.items() if n != step or is_committed(root / name)}
+    newest = next((n for n in sorted(steps, reverse=True) if is_committed(root / steps[n])), -1)
+    return {number: name for number, name in steps.items() if number <= newest}
 
 
 def manager_steps(root: Location) -> dict[int, str]:
@@ -79,12 +95,13 @@ def check_inside(found: Item) -> None:
 
 
 def step_directories(root: Location) -> dict[int, str]:
-    """Step -> name of its directory, for the steps of a manager's root, committed or not; raises
-    CheckpointFormatError where two directories are the same step."""
+    """Step -> name of its directory, for the steps of a manager's root, committed or not; in a
+    bucket, by their names alone. Raises CheckpointFormatError where two directories are the same
+    step."""
     steps: dict[int, str] = {}
     for name in _directories(root):
         match = _STEP_NAME.fullmatch(name)
-        if match is None or not _is_step(root / name):
+        if match is None or (root.is_local and not _is_step(root / name)):
             continue
         other = steps.setdefault(int(match[1]), name)
         if other != name:
@@ -129,6 +146,7 @@ def _in_step(root: Location, step: str, steps: tuple[int, ...], item: str | None
     kind = "manager" if step else "step"
     if step and _is_item(directory):
         _refuse(str(directory), None, item)
+        check_committed(directory, marked=True)
         return Item(root, kind, False, step, "", steps, ())
     v1 = (directory / V1_MARKER).exists()
     items = tuple(name for name in _directories(directory) if not name.startswith("."))
@@ -150,6 +168,7 @@ def _in_step(root: Location, step: str, steps: tuple[int, ...], item: str | None
             raise CheckpointFormatError(
                 f"item '{item}' of `{directory}` holds no tree of arrays", hints=_choose(trees)
             )
+        check_committed(directory, marked=True)
         return Item(root, kind, v1, step, item, steps, items)
     if len(trees) > 1:
         raise CheckpointNotFoundError(
@@ -157,6 +176,7 @@ def _in_step(root: Location, step: str, steps: tuple[int, ...], item: str | None
         )
     if not trees:
         raise _unrecognised(directory, items)
+    check_committed(directory, marked=True)
     return Item(root, kind, v1, step, trees[0], steps, items)
 
 
@@ -180,9 +200,11 @@ def _is_item(directory: Location) -> bool:
         return True
     if (directory / CHECKPOINT_FILE).exists() or (directory / V1_MARKER).exists():
         return False
+    names = directory.directories()
+    if not directory.is_local:
+        names = names[:_SOME]
     return (directory / "checkpoint").is_file() or any(
-        name.startswith("ocdbt.process_") or _is_zarr(directory / name)
-        for name in directory.directories()
+        name.startswith("ocdbt.process_") or _is_zarr(directory / name) for name in names
     )
 
 
@@ -192,19 +214,21 @@ def _is_zarr(directory: Location) -> bool:
 
 def is_committed(directory: Location) -> bool:
     try:
-        check_committed(directory)
+        check_committed(directory, marked=True)
     except UncommittedCheckpointError:
         return False
     return True
 
 
-def check_committed(directory: Location) -> None:
+def check_committed(directory: Location, marked: bool = False) -> None:
     """Raises UncommittedCheckpointError for a checkpoint whose writer never finished.
 
     Orbax writes into a directory with a temporary name, and notes the time of the commit last. A
-    missing `commit_success.txt` says nothing on a local disk: before 0.12.3 none was written.
+    missing `commit_success.txt` says nothing on a local disk: before 0.12.3 none was written. In a
+    bucket, where it is written last into the final directory, an item or a step must be `marked`
+    with one; an item's may be that of its step.
     """
-    reason = None
+    reason, hint = None, "use an earlier step: its writer stopped before this one was complete"
     if TEMPORARY in directory.name:
         reason = "its name is that of a checkpoint in progress"
     else:
@@ -215,10 +239,14 @@ def check_committed(directory: Location) -> None:
         unfinished = [name for name in directory.names() if TEMPORARY in name]
         if unfinished and document is not None:
             reason = f"its `{unfinished[0]}` was never finished"
+    if not reason and marked and not directory.is_local:
+        places = [directory / MARKER, directory.beside(MARKER)]
+        if not any(place.is_file() for place in places):
+            reason = f"in a bucket, its `{MARKER}` is written last, and there is none"
+            hint = f"if it is a copy of a complete checkpoint, put a file `{MARKER}` into it"
     if reason:
         raise UncommittedCheckpointError(
-            f"`{directory}` was never committed: {reason}",
-            hints=["use an earlier step: its writer stopped before this one was complete"],
+            f"`{directory}` was never committed: {reason}", hints=[hint]
         )
 
 
@@ -232,7 +260,12 @@ def _unrecognised(directory: Location, names: list[str] | tuple[str, ...]) -> Ex
             ["restore it with flax.training.checkpoints and save it with Orbax"],
         )
     unfinished = [name for name in directory.names() if TEMPORARY in name]
-    unfinished = unfinished or [name for name in names if not is_committed(directory / name)]
+    unfinished = unfinished or [
+        name
+        for name in names
+        if (directory.is_local or (_STEP_NAME.fullmatch(name) and _is_step(directory / name)))
+        and not is_committed(directory / name)
+    ]
     if unfinished:
         return UncommittedCheckpointError(
             f"`{directory}` holds only checkpoints that were never committed", unfinished
@@ -254,7 +287,7 @@ def _describe_file(path: Location) -> str:
 
 def _siblings(path: Location) -> list[str]:
     parent = path.parent
-    while not parent.exists():
+    while not parent.exists() and parent != parent.parent:
         parent = parent.parent
     if not parent.is_dir():
         return []

@@ -7,6 +7,7 @@ orbax-checkpoint 0.4.4 to 0.12.8.
 import base64
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +20,7 @@ from reshard.loader.array_metadata import parse_sharding, parse_zarr
 from reshard.loader.detection import TREE_FILE
 from reshard.loader.json_documents import parse_json, read_json
 from reshard.storage.array_store import ArrayStore, name_problem
+from reshard.storage.bucket import REQUESTS
 from reshard.storage.location import Location, not_a_file
 from reshard.storage.ocdbt import MANIFEST
 from reshard.tree import MAX_KEYS, Path, format_path
@@ -27,8 +29,9 @@ from reshard.units import format_bytes
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 
 
-def read(item: Item) -> Checkpoint:
-    """The checkpoint of an item; see `reshard.open` for the errors."""
+def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
+    """The checkpoint of an item, with so many requests to a bucket at once; see `reshard.open` for
+    the errors."""
     directory = item.directory
     document = read_json(directory / TREE_FILE)
     if document is None:
@@ -36,7 +39,7 @@ def read(item: Item) -> Checkpoint:
     entries = document.pop("tree_metadata", None)
     if not isinstance(entries, dict):
         raise CorruptCheckpointError(f"`{directory / TREE_FILE}` has no tree_metadata")
-    store = _array_store(directory, document)
+    store = _array_store(directory, document, requests)
     parsed = [_parse_entry(entry, directory) for entry in entries.values()]
     _check_tree([path for path, _, _ in parsed], directory)
     _check_container_types(document, directory)
@@ -55,6 +58,11 @@ def read(item: Item) -> Checkpoint:
     described, key_impls = _array_metadatas(directory)
     strings = read_json(directory / "_strings.json") or {}
 
+    metadata = store.read_metadata(
+        stored_name(path)
+        for path, value_type, skipped in parsed
+        if value_type in _ARRAYS and not skipped
+    )
     leaves: dict[Path, Leaf] = {}
     by_name: dict[str, Path] = {}
     strings_by_name: dict[str, Path] = {}
@@ -83,7 +91,8 @@ def read(item: Item) -> Checkpoint:
                     f"`{name}`: one of them has overwritten the other"
                 )
         else:
-            leaves[path] = _array(path, name, value_type, store, shardings, key_impls, problems)
+            found = (store, next(metadata), shardings, key_impls)
+            leaves[path] = _array(path, name, value_type, *found, problems)
             other = by_name.setdefault(name, path)
             if other != path:
                 _mark_collision(leaves, other, path)
@@ -115,7 +124,7 @@ def _without_tree(directory: Location) -> Exception:
     return CorruptCheckpointError(f"`{directory}` has no {TREE_FILE}: it was half written")
 
 
-def _array_store(directory: Location, document: dict[str, Any]) -> ArrayStore:
+def _array_store(directory: Location, document: dict[str, Any], requests: int) -> ArrayStore:
     parts: tuple[str, ...] = ()
     if (directory / MANIFEST).exists():
         parts = ("",)
@@ -129,7 +138,8 @@ def _array_store(directory: Location, document: dict[str, Any]) -> ArrayStore:
                 "databases of its processes were merged, and the merged one has lost its manifest"
             )
     fills = not document.get("store_array_data_equal_to_fill_value", False)
-    return ArrayStore(bool(document.get("use_zarr3", False)), directory, parts, fills)
+    zarr3 = bool(document.get("use_zarr3", False))
+    return ArrayStore(zarr3, directory, parts, fills, requests)
 
 
 def _array_metadatas(directory: Location) -> tuple[bool, dict[str, str]]:
@@ -224,11 +234,11 @@ def _array(
     name: str,
     value_type: str,
     store: ArrayStore,
+    metadata: bytes | None,
     shardings: dict[str, str],
     key_impls: dict[str, str],
     problems: list[str],
 ) -> ArrayHandle | None:
-    metadata = store.array_metadata(name)
     if metadata is None:
         problems.append(f"{format_path(path)}: there is no array `{name}`")
         return None
@@ -241,6 +251,9 @@ def _array(
         problems.append(f"{format_path(path)}: its metadata cannot be read: {error}")
         return None
     store.keep(name, array.has_chunk)
+    if not (store.ocdbt or store.directory.is_local):
+        chunk_bytes = math.prod(array.chunks) * array.dtype.itemsize
+        store.bound(name, chunk_bytes if array.plain_chunk is None else array.plain_chunk)
     wrong = [
         f"{format_path(path)}: its chunk `{key}` has {format_bytes(value.size)}, more than any of "
         f"{list(array.chunks)} can have"

@@ -3,16 +3,19 @@
 All I/O on array bytes goes through the key-value stores opened here, by TensorStore.
 """
 
+import collections
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tensorstore as ts
 
 from reshard.compat import ranged_reads
 from reshard.errors import CorruptCheckpointError
+from reshard.storage import posix
+from reshard.storage.bucket import REQUESTS
 from reshard.storage.location import Location, checked, not_a_file
 from reshard.storage.ocdbt import (
     StoredValue,
@@ -28,6 +31,8 @@ _MAX_METADATA = 1 << 16
 # Where a chunk of blosc says how many bytes it decodes to, and how many chunks are asked at once.
 _BLOSC_SIZE = slice(4, 8)
 _HEADERS = 1000
+# Documents that are read before they are asked for.
+_READ_AHEAD = 1000
 # Bytes of an array's name: what a path of a file may have.
 _MAX_NAME = 4096
 # Stored values of which so many are read faster once the B-tree is in small nodes.
@@ -73,11 +78,13 @@ class ArrayStore(ZarrVersion):
       parts: directories of OCDBT databases to read, relative to `directory`: `("",)` for a merged
         one, `("ocdbt.process_0", ...)` for one that was never merged, `()` for plain files.
       fills: a chunk that is absent holds the fill value (otherwise it is missing data).
+      requests: requests to a bucket that are under way at once.
     """
 
     directory: Location
     parts: tuple[str, ...]
     fills: bool
+    requests: int = REQUESTS
 
     @property
     def ocdbt(self) -> bool:
@@ -91,7 +98,7 @@ class ArrayStore(ZarrVersion):
 
     @functools.cached_property
     def context(self) -> ts.Context:
-        return new_context(mapped=self.directory)
+        return new_context(mapped=self.directory, requests=self.requests)
 
     @functools.cached_property
     def _root(self) -> ts.KvStore:
@@ -130,15 +137,31 @@ class ArrayStore(ZarrVersion):
     def _largest(self) -> dict[str, int]:
         return {}
 
-    def array_metadata(self, name: str) -> bytes | None:
-        """The zarr metadata of one array, or None if the array is not there."""
+    def read_metadata(self, names: Iterable[str]) -> Iterator[bytes | None]:
+        """The zarr metadata of each of these arrays, or None if it is not there; many are read at
+        once."""
+        ahead: collections.deque[tuple[str, bytes | ts.Future | None]] = collections.deque()
+        for name in names:
+            ahead.append((name, self._begin_metadata(name)))
+            if len(ahead) > _READ_AHEAD:
+                yield _read(*ahead.popleft())
+        while ahead:
+            yield _read(*ahead.popleft())
+
+    def _begin_metadata(self, name: str) -> "bytes | ts.Future | None":
         value = self.values.get(name, {}).get(self.metadata_key)
         if value is None or value.inline is not None:
             return None if value is None else value.inline
         if value.size > _MAX_METADATA:
             raise CorruptCheckpointError(f"the metadata of `{name}` has {format_bytes(value.size)}")
-        read = self.kvstore(name).read(self.metadata_key)
-        return checked(read, f"the metadata of `{name}`").value
+        return self.kvstore(name).read(self.metadata_key)
+
+    def bound(self, name: str, nbytes: int) -> None:
+        """Takes the chunks of an array, whose sizes a bucket has not told, to have so many."""
+        values = self.values[name]
+        for key, value in values.items():
+            if value.size == posix.UNKNOWN and key != self.metadata_key:
+                values[key] = value._replace(size=nbytes)
 
     def keep(self, name: str, wanted: Callable[[str], bool]) -> None:
         """Leaves out all that is stored below an array's name but its metadata and what is wanted:
@@ -202,6 +225,13 @@ class ArrayStore(ZarrVersion):
         """A view of one stored array, of which only the zarr metadata is known; reads nothing."""
         spec = array_spec(self.driver, metadata, fill_missing_data_reads=self.fills)
         return ts.open(spec, kvstore=self.kvstore(name), context=self.context).result()
+
+
+def _read(name: str, metadata: "bytes | ts.Future | None") -> bytes | None:
+    if isinstance(metadata, ts.Future):
+        result = checked(metadata, f"the metadata of `{name}`")
+        return result.value if result.state == "value" else None
+    return metadata
 
 
 @functools.lru_cache(maxsize=1024)

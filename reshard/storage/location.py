@@ -1,21 +1,24 @@
 """Where checkpoints are: URLs and paths, with the key-value store behind each; and all access to
 the files there that needs nothing but what every store has.
 
-What only a local disk has is in `posix`. There are local disks alone so far.
+`posix` and `bucket` have the same functions for files and for objects. What only a local disk has
+is in `posix` too, and is asked for where a location `is_local`.
 """
 
+import contextlib
 import dataclasses
 import errno
 import itertools
 import os
 import re
+import types
 from collections.abc import Iterator
 from typing import Any
 
 import tensorstore as ts
 
 from reshard.errors import CheckpointFormatError, CorruptCheckpointError, ReshardError
-from reshard.storage import posix
+from reshard.storage import bucket, posix
 from reshard.storage.posix import Entry
 from reshard.units import format_bytes
 
@@ -27,12 +30,15 @@ _MAX_LEVELS = 100
 
 
 def checked(future: ts.Future, what: str) -> Any:
-    """The result of a read; raises CorruptCheckpointError, about `what`, if it fails."""
+    """The result of a read; raises CorruptCheckpointError, about `what`, if it fails, or StoreError
+    if a bucket has not given it."""
     try:
         return future.result()
     except ReshardError:  # of a function of the user's, on the way
         raise
     except ValueError as error:
+        if refused := bucket.refusal(error, what):
+            raise refused from error
         raise CorruptCheckpointError(f"{what} cannot be read", [first_line(error)]) from error
 
 
@@ -50,9 +56,19 @@ def not_a_file(location: "Location") -> CheckpointFormatError:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Location:
-    """A file or a directory, whether it is there or not. `str()` shows it; `/` is what is below."""
+    """A file or a directory, whether it is there or not: an absolute path, or the URL of what is in
+    a bucket. `str()` shows it; `/` is what is below."""
 
     path: str
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is on a disk, and not in a bucket."""
+        return "://" not in self.path
+
+    @property
+    def _files(self) -> types.ModuleType:
+        return posix if self.is_local else bucket
 
     def __str__(self) -> str:
         return self.path
@@ -70,6 +86,9 @@ class Location:
 
     @property
     def parent(self) -> "Location":
+        """The directory that it is in; a bucket and the root of a disk are in themselves."""
+        if not self.is_local and self.path.count("/") == 2:
+            return self
         return Location(self.path.rpartition("/")[0] or "/")
 
     def beside(self, name: str) -> "Location":
@@ -85,30 +104,60 @@ class Location:
     @property
     def spec(self) -> dict[str, Any]:
         """The key-value store of what is below it."""
+        if not self.is_local:
+            return bucket.spec(self)
         return {"driver": "file", "path": f"{self.path.rstrip('/')}/"}
 
     def open(self, context: ts.Context | None = None) -> ts.KvStore:
         """The key-value store of what is below it."""
         return ts.KvStore.open(self.spec, context=context).result()
 
-    # What is there: functions of `posix`, as methods. Links are followed, but not by `entry` and
-    # `walk`.
-    exists = posix.exists
-    is_file = posix.is_file
-    is_dir = posix.is_dir
-    is_symlink = posix.is_symlink
-    names = posix.names
-    directories = posix.directories
-    entry = posix.entry
-    walk = posix.walk
-    beginning = posix.beginning
-    write = posix.write
-    make_directory = posix.make_directories
-    remove = posix.remove_file
+    def remembered(self) -> contextlib.AbstractContextManager[None]:
+        """While it lasts, what is below it in a bucket is taken not to change: each directory is
+        listed once."""
+        return contextlib.nullcontext() if self.is_local else bucket.remembered(self)
+
+    # What is there. Links are followed, but not by `entry` and `walk`.
+
+    def exists(self) -> bool:
+        return self._files.exists(self.path)
+
+    def is_file(self) -> bool:
+        return self._files.is_file(self.path)
+
+    def is_dir(self) -> bool:
+        return self._files.is_dir(self.path)
+
+    def is_symlink(self) -> bool:
+        return self._files.is_symlink(self.path)
+
+    def names(self) -> list[str]:
+        return self._files.names(self.path)
+
+    def directories(self) -> list[str]:
+        return self._files.directories(self.path)
+
+    def entry(self) -> Entry | None:
+        return self._files.entry(self.path)
+
+    def walk(self) -> Iterator[Entry]:
+        return self._files.walk(self.path)
+
+    def beginning(self, nbytes: int) -> bytes:
+        return self._files.beginning(self.path, nbytes)
+
+    def write(self, data: bytes, durable: bool = False) -> None:
+        self._files.write(self.path, data, durable)
+
+    def make_directory(self) -> None:
+        self._files.make_directories(self.path)
+
+    def remove(self) -> None:
+        self._files.remove_file(self.path)
 
     def resolved(self) -> "Location":
         """It without symbolic links."""
-        return Location(posix.real(self))
+        return Location(posix.real(self)) if self.is_local else self
 
     def checked_walk(self) -> Iterator[Entry]:
         """A file, or a directory and all that is below it, as `walk` has it. Raises
@@ -143,6 +192,8 @@ class Location:
             return None
         if size > MAX_DOCUMENT:
             raise CorruptCheckpointError(f"`{self}` has {format_bytes(size)}: no checkpoint's has")
+        if not self.is_local:
+            return bucket.read(self)
         result = checked(self.parent.open().read(self.name), f"`{self}`")
         return result.value if result.state == "value" else None
 
@@ -156,18 +207,31 @@ class Location:
 
 
 def parse_location(path: str | os.PathLike) -> Location:
-    """The location of a path or a `file://` URL; raises CheckpointFormatError if it is in a bucket,
-    or `pathlib` has changed a URL."""
+    """The location of a path or of a URL: `gs://`, `s3://` or `file://`; raises
+    CheckpointFormatError for any other, or one that `pathlib` has changed."""
     text = os.fspath(path)
     if isinstance(path, Location):
         return path
-    if re.match(r"[a-z0-9]+://", text) and not text.startswith("file://"):
+    url = re.match(r"([a-z][a-z0-9+.-]*)://(.*)", text, re.DOTALL)
+    if url is None:
+        if not isinstance(path, str) and re.match(r"[a-z][a-z0-9]+:/", text):
+            raise CheckpointFormatError(
+                f"`{text}` was a URL before pathlib made a path of it",
+                hints=[f"give it as text: {text.replace(':/', '://', 1)}"],
+            )
+        return Location(posix.absolute(text))
+    scheme, rest = url.groups()
+    if scheme == "file":
+        return Location(posix.absolute(rest))
+    if scheme not in ("gs", "s3"):
         raise CheckpointFormatError(
-            f"`{text}`: only local paths are read", hints=["copy the checkpoint to a local disk"]
+            f"`{text}`: there is no way to read `{scheme}://`",
+            hints=["a path, or a URL that begins with gs://, s3:// or file://"],
         )
-    if not isinstance(path, str) and re.match(r"[a-z][a-z0-9]+:/(?!/)", text):
+    rest = rest.rstrip("/")
+    parts = rest.split("/")
+    if "" in parts or not {".", ".."}.isdisjoint(parts):
         raise CheckpointFormatError(
-            f"`{text}` was a URL before pathlib made a path of it",
-            hints=[f"give it as text: {text.replace(':/', '://', 1)}"],
+            f"`{text}` is no name in a bucket", hints=[f"{scheme}://bucket/run/1000"]
         )
-    return Location(posix.absolute(text.removeprefix("file://")))
+    return Location(f"{scheme}://{rest}")

@@ -12,7 +12,7 @@ import tensorstore as ts
 from tensorstore import ocdbt
 
 from reshard.errors import CorruptCheckpointError, ReshardError
-from reshard.storage import posix
+from reshard.storage import bucket, posix
 from reshard.storage.btree import decoded_bytes
 from reshard.storage.location import MAX_DOCUMENT, Location, checked, not_a_file
 from reshard.units import format_bytes
@@ -23,6 +23,13 @@ MANIFEST = "manifest.ocdbt"
 BTREE_CACHE = "cache_pool#ocdbt"
 BTREE_CACHE_BYTES = 100_000_000
 _MAPPED = {"file_io_mode": {"mode": "memmap"}}
+# What is read of a bucket is read together with what is less than so many bytes away, as Orbax
+# does; but at most so many at once, since a single connection is slow.
+_COALESCED = {
+    "experimental_read_coalescing_threshold_bytes": 1_000_000,
+    "experimental_read_coalescing_merged_bytes": 1 << 26,
+    "experimental_read_coalescing_interval": "1ms",
+}
 # Arrays whose entries are copied to other nodes at once.
 _PIECE = 10_000
 # Where nodes are that are in memory, none of them larger than so many bytes.
@@ -34,13 +41,17 @@ _MAX_BTREE = 1 << 30
 
 
 def new_context(
-    btree_cache_bytes: int = BTREE_CACHE_BYTES, mapped: Location | None = None
+    btree_cache_bytes: int = BTREE_CACHE_BYTES,
+    mapped: Location | None = None,
+    requests: int = bucket.REQUESTS,
 ) -> ts.Context:
     """Shared resources of stores, with a cache of decoded B-tree nodes. Files are synced once,
     before the commit, and not at each write. What is only read is `mapped` into memory where that
-    is safe: the page cache is read in place, and no fresh memory is touched for stored bytes."""
+    is safe: the page cache is read in place, and no fresh memory is touched for stored bytes. Of
+    buckets, `requests` are under way at once."""
     resources = {BTREE_CACHE: {"total_bytes_limit": btree_cache_bytes}, "file_io_sync": False}
-    if mapped is not None and _can_map() and posix.on_local_disk(mapped):
+    resources |= bucket.resources(requests)
+    if mapped is not None and mapped.is_local and _can_map() and posix.on_local_disk(mapped):
         resources |= _MAPPED
     return ts.Context(resources)
 
@@ -58,6 +69,8 @@ def _can_map() -> bool:
 def ocdbt_spec(directory: Location, manifest: Location | None = None) -> dict[str, Any]:
     """The OCDBT database in a directory; `manifest` if its manifest is in another one."""
     spec = {"driver": "ocdbt", "base": directory.spec, "cache_pool": BTREE_CACHE}
+    if not directory.is_local:
+        spec |= _COALESCED
     if manifest is not None:
         spec["manifest"] = manifest.spec
     return spec
@@ -160,7 +173,7 @@ def _btree_nodes(
 
     Nodes below height `lowest` are located but not read: their content is empty.
     """
-    base = directory.open()
+    base = directory.open(new_context())
     seen = set()
     taken = 0
 
@@ -203,9 +216,10 @@ def _btree_nodes(
     except ReshardError:
         raise
     except (ValueError, KeyError, IndexError) as error:
-        raise CorruptCheckpointError(
-            f"the OCDBT database in `{directory}` cannot be read", [str(error)]
-        ) from error
+        what = f"the OCDBT database in `{directory}`"
+        if isinstance(error, ValueError) and (refused := bucket.refusal(error, what)):
+            raise refused from error
+        raise CorruptCheckpointError(f"{what} cannot be read", [str(error)]) from error
 
 
 def _check_data_file(directory: Location, file: str) -> int | None:
@@ -220,7 +234,8 @@ def _check_data_file(directory: Location, file: str) -> int | None:
         path /= name
         if path.is_symlink():
             raise not_a_file(path)
-    return path.file_bytes()
+    size = path.file_bytes()
+    return None if size == posix.UNKNOWN else size
 
 
 def _split_location(location: str) -> tuple[str, int, int]:

@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 AnyPath = str | os.PathLike[str]
 
+# A size or a time that nobody has told.
+UNKNOWN = -1
 # Bytes that are copied at once.
 _BLOCK = 1 << 18
 # Bytes of a lock file that are read.
@@ -39,7 +41,8 @@ class Entry(NamedTuple):
       is_file: it is a file.
       is_dir: it is a directory; what is neither is a link, a pipe or the like.
       nbytes: bytes of a file.
-      modified: when it was last changed, in nanoseconds.
+      modified: when it was last changed, in nanoseconds; of an object in a bucket, a number that
+        no other version of it has. Both may be `UNKNOWN` there.
       file: the same for all names of one file: device and inode.
       links: how many names it has.
       allocated: bytes that it takes on the disk.

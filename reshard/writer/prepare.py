@@ -13,6 +13,7 @@ from reshard.engine.cost import Decoded, co_read_groups, decoded_together, first
 from reshard.engine.plan import ArrayLayout, ArrayPlan, co_read, plan_array, too_large
 from reshard.errors import (
     ArgumentError,
+    CheckpointFormatError,
     CorruptCheckpointError,
     DestinationExistsError,
     MemoryLimitError,
@@ -77,6 +78,10 @@ def plan(
     """
     checkpoints = [ckpt] if isinstance(ckpt, Checkpoint) else list(ckpt)
     place = None if destination is None else parse_location(destination)
+    if place is not None and not place.is_local:
+        raise CheckpointFormatError(
+            f"`{place}`: only local paths are written", hints=["copy it there when it is complete"]
+        )
     limit = parse_bytes(max_memory)
     chunks = parse_chunks(chunks)
     form = parse_format(format, ocdbt, codec, file_size)

@@ -11,7 +11,13 @@ from typing import Any, NamedTuple
 
 from reshard.arrays.handle import stored_name
 from reshard.checkpoint import Checkpoint
-from reshard.loader.detection import CHECKPOINT_FILE, TEMPORARY, TREE_FILE, step_directories
+from reshard.loader.detection import (
+    CHECKPOINT_FILE,
+    MARKER,
+    TEMPORARY,
+    TREE_FILE,
+    step_directories,
+)
 from reshard.storage import posix
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import MANIFEST
@@ -19,7 +25,6 @@ from reshard.storage.posix import Entry
 from reshard.verify import digest_record
 from reshard.writer import commit
 
-MARKER = "commit_success.txt"
 # Files of a tree of arrays that hold nothing but encoded values or nodes of a B-tree, by what is in
 # the directory above: neither Orbax nor TensorStore writes to one again once it is complete.
 _IMMUTABLE = (

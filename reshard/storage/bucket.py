@@ -1,0 +1,322 @@
+"""Objects of buckets on gs and s3, with the functions that `posix` has for files.
+
+A directory is what the keys of objects have before a slash: it is there as long as anything is
+below it. All requests go through TensorStore, which finds the credentials.
+"""
+
+import contextlib
+import contextvars
+import functools
+import json
+import os
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import tensorstore as ts
+
+from reshard.errors import StoreError
+from reshard.storage import listing, posix
+from reshard.storage.posix import AnyPath, Entry
+
+# Requests at once, unless said otherwise.
+REQUESTS = 128
+# How often one is tried again, after about so long: 429, 503, and connections that end.
+RETRIES = {"max_retries": 5, "initial_delay": "300ms", "max_delay": "5s"}
+# Names that one request lists.
+_PAGE = 1000
+# Bytes of a document that may be asked for several times.
+_SMALL = 1 << 16
+# Bytes of an object that are read at once.
+_BLOCK = 1 << 24
+_STATUS = re.compile(r"http_response_code='(\d+)'")
+_SAID = re.compile(r"(gs|s3)://[^\s\"'\]\\]+")
+_MEANINGS = {
+    "401": "the credentials are not known there",
+    "403": "the credentials do not allow it",
+    "404": "there is no such bucket or object",
+    "412": "it has changed meanwhile",
+    "429": "too many requests, also after retries",
+    "500": "the store failed, also after retries",
+    "503": "the store was not available, also after retries",
+}
+
+
+def resources(concurrency: int = REQUESTS) -> dict[str, Any]:
+    """What a context says of requests: how many at once, and how often each is tried."""
+    drivers = ("gcs", "s3", "http")
+    limits: dict[str, Any] = {
+        f"{name}_request_concurrency": {"limit": concurrency} for name in drivers
+    }
+    return limits | {f"{name}_request_retries": RETRIES for name in drivers}
+
+
+@functools.cache
+def _context() -> ts.Context:
+    return ts.Context(resources())
+
+
+def split(path: AnyPath) -> tuple[str, str, str]:
+    """`gs` or `s3`, the bucket, and the key."""
+    text = os.fspath(path)
+    scheme, _, rest = text.partition("://")
+    bucket, _, key = rest.partition("/")
+    return scheme, bucket, key
+
+
+def spec(path: AnyPath) -> dict[str, Any]:
+    """The key-value store of what is below a key."""
+    scheme, bucket, key = split(path)
+    below = f"{key}/" if key else ""
+    if scheme == "gs":
+        return {"driver": "gcs", "bucket": bucket, "path": below}
+    found: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": below}
+    endpoint, region = listing.s3_endpoint(), listing.s3_region()
+    if endpoint:
+        found["endpoint"] = endpoint
+        region = region or "us-east-1"
+    if region:
+        found["aws_region"] = region
+    credentials, config = listing.s3_files()
+    # TensorStore's own search logs an error for each place in which it finds nothing.
+    if os.environ.get("AWS_ACCESS_KEY_ID") and os.environ.get("AWS_SECRET_ACCESS_KEY"):
+        found["aws_credentials"] = {"type": "environment"}
+    elif posix.is_file(credentials):
+        found["aws_credentials"] = {
+            "type": "profile",
+            "profile": listing.s3_profile(),
+            "credentials_file": credentials,
+            "config_file": config if posix.is_file(config) else credentials,
+        }
+    return found
+
+
+def _store(path: AnyPath) -> ts.KvStore:
+    """The key-value store of a whole bucket."""
+    scheme, bucket, _ = split(path)
+    return _opened(json.dumps(spec(f"{scheme}://{bucket}")))
+
+
+@functools.lru_cache(maxsize=64)
+def _opened(text: str) -> ts.KvStore:
+    return ts.KvStore.open(json.loads(text), context=_context()).result()
+
+
+def refusal(error: ValueError, what: str) -> StoreError | None:
+    """What a store has said to a request, in words; None for an error that no store has made."""
+    text = str(error)
+    status = _STATUS.search(text)
+    said = text.partition(" [")[0].partition("\n")[0]
+    if status is not None:
+        code = status[1]
+        said = f"{code}: {_MEANINGS.get(code, said)}"
+    elif "CURL" not in text and "credentials" not in text:
+        return None
+    named = _SAID.search(text)
+    place = f"{named[0]}: " if named is not None and named[0] not in what else ""
+    return StoreError(f"{what} cannot be read", [place + said])
+
+
+@contextlib.contextmanager
+def _asking(what: str) -> Iterator[None]:
+    """Raises StoreError where a store refuses, about `what`."""
+    try:
+        yield
+    except ValueError as error:
+        found = refusal(error, what)
+        if found is None:
+            found = StoreError(f"{what} cannot be read", [str(error).partition(" [")[0]])
+        raise found from error
+
+
+class _Known(NamedTuple):
+    """What has been found below a directory, while nobody needs to know of changes."""
+
+    top: str
+    children: "dict[str, dict[str, Entry]]"
+    documents: dict[str, bytes | None]
+
+
+_known: contextvars.ContextVar[_Known | None] = contextvars.ContextVar("known", default=None)
+
+
+@contextlib.contextmanager
+def remembered(top: AnyPath) -> Iterator[None]:
+    """While it lasts, of what is below a directory each directory is listed once, and not asked for
+    its files one by one; and each small document is read once."""
+    token = _known.set(_Known(os.fspath(top), {}, {}))
+    try:
+        yield
+    finally:
+        _known.reset(token)
+
+
+def _remembered(path: str) -> _Known | None:
+    """What is known, if that is of a path."""
+    known = _known.get()
+    return known if known is not None and f"{path}/".startswith(f"{known.top}/") else None
+
+
+def _children(path: AnyPath) -> dict[str, Entry]:
+    """What is in a directory, by name."""
+    text = os.fspath(path)
+    known = _remembered(text)
+    if known is None:
+        return _list_children(text)
+    if text not in known.children:
+        known.children[text] = _list_children(text)
+    return known.children[text]
+
+
+def _list_children(path: str) -> dict[str, Entry]:
+    found: dict[str, Entry] = {}
+    for entry in _below(path, delimiter="/"):
+        name, slash, _ = entry.path.partition("/")  # of a server that knows no delimiters
+        found.setdefault(name, _directory(name) if slash else entry)
+    return found
+
+
+def _below(path: str, delimiter: str = "", most: int = _PAGE) -> Iterator[Entry]:
+    """The objects below a directory, and, with a delimiter, the directories in it."""
+    scheme, bucket, key = split(path)
+    prefix = f"{key}/" if key else ""
+    with _asking(f"the list of `{path}`"):
+        pages = listing.pages(scheme, bucket, prefix, delimiter, most, _context())
+        if pages is None:
+            yield from _keys_below(path, prefix, delimiter)
+            return
+        for page in pages:
+            for one in page.objects:
+                name = one.key[len(prefix) :]
+                if name and not name.endswith("/"):  # what some tools put for a directory
+                    yield _file(name, one.nbytes, one.version)
+            for one in page.prefixes:
+                yield _directory(one[len(prefix) : -1])
+
+
+def _keys_below(path: str, prefix: str, delimiter: str) -> Iterator[Entry]:
+    """As TensorStore lists them: without sizes, and all of them."""
+    below = ts.KvStore.KeyRange(prefix, f"{prefix[:-1]}0" if prefix else "")  # "0" is after "/"
+    keys = _store(path).list(below, len(prefix.encode())).result()
+    names = [key.decode(errors="surrogateescape") for key in keys]
+    if not delimiter:
+        yield from (_file(name) for name in names if name and not name.endswith("/"))
+        return
+    parts = dict.fromkeys(name.partition("/")[:2] for name in names if name)
+    yield from (_directory(name) if slash else _file(name) for name, slash in parts)
+
+
+def _file(name: str, nbytes: int = posix.UNKNOWN, version: int = posix.UNKNOWN) -> Entry:
+    return Entry(name, True, False, nbytes, version, (-1, -1), 1, nbytes)
+
+
+def _directory(name: str) -> Entry:
+    return Entry(name, False, True, 0, 0, (-1, -1), 1, 0)
+
+
+def entry(path: AnyPath) -> Entry | None:
+    """What has a name; None where nothing has."""
+    text = os.fspath(path)
+    known = _remembered(text)
+    if known is not None and text != known.top:
+        above, _, name = text.rpartition("/")
+        found = _children(above).get(name)
+        return found and found._replace(path="")
+    below = known is not None and _children(text)
+    if not below and (found := _object(text)):
+        return found
+    if not below and known is None:
+        below = next(_below(text, most=1), None)
+    return _directory("") if below else None
+
+
+def _object(path: str) -> Entry | None:
+    """An object; None where there is none."""
+    scheme, bucket, key = split(path)
+    if not key:
+        return None
+    with _asking(f"`{path}`"):
+        pages = listing.pages(scheme, bucket, key, "/", 1, _context())
+        if pages is None:
+            asked = _store(path).read(key, byte_range=slice(0, 0)).result()
+            return _file("") if asked.state == "value" else None
+        objects = next(pages).objects
+    return _file("", *objects[0][1:]) if objects and objects[0].key == key else None
+
+
+def exists(path: AnyPath) -> bool:
+    return entry(path) is not None
+
+
+def is_file(path: AnyPath) -> bool:
+    found = entry(path)
+    return found is not None and found.is_file
+
+
+def is_dir(path: AnyPath) -> bool:
+    found = entry(path)
+    return found is not None and found.is_dir
+
+
+def is_symlink(path: AnyPath) -> bool:
+    return False
+
+
+def names(directory: AnyPath) -> list[str]:
+    """Names in a directory, in order."""
+    return sorted(_children(directory))
+
+
+def directories(directory: AnyPath) -> list[str]:
+    """Names of directories in a directory, in order."""
+    return sorted(name for name, found in _children(directory).items() if found.is_dir)
+
+
+def walk(top: AnyPath) -> Iterator[Entry]:
+    """All that is below a directory, each directory before what is in it, in order."""
+    seen: set[str] = set()
+    for found in sorted(_below(os.fspath(top)), key=lambda found: found.path.split("/")):
+        parts = found.path.split("/")
+        for depth in range(1, len(parts)):
+            above = "/".join(parts[:depth])
+            if above not in seen:
+                seen.add(above)
+                yield _directory(above)
+        yield found
+
+
+def read(path: AnyPath) -> bytes | None:
+    """An object whole; None where there is none."""
+    text = os.fspath(path)
+    known = _remembered(text)
+    if known is not None and text in known.documents:
+        return known.documents[text]
+    with _asking(f"`{text}`"):
+        result = _store(text).read(split(text)[2]).result()
+    data = result.value if result.state == "value" else None
+    if known is not None and len(data or b"") <= _SMALL:
+        known.documents[text] = data
+    return data
+
+
+def beginning(path: AnyPath, nbytes: int) -> bytes:
+    found = entry(path)
+    size = nbytes if found is None or found.nbytes == posix.UNKNOWN else min(nbytes, found.nbytes)
+    with _asking(f"`{os.fspath(path)}`"):
+        return _store(path).read(split(path)[2], byte_range=slice(0, size)).result().value
+
+
+def write(path: AnyPath, data: bytes, durable: bool = False) -> None:
+    """Writes an object, which is durable when the call returns."""
+    with _asking(f"`{os.fspath(path)}`"):
+        _store(path).write(split(path)[2], data).result()
+
+
+def make_directories(path: AnyPath) -> None:
+    """Nothing: a directory is there once something is in it."""
+
+
+def remove_file(path: AnyPath) -> None:
+    """Deletes an object, if it is there."""
+    with _asking(f"`{os.fspath(path)}`"):
+        _store(path).write(split(path)[2], None).result()
