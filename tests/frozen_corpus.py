@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import layouts
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -222,10 +221,8 @@ class Corpus:
         if name == "dtypes":
             rng = np.random.default_rng(0)
             tree = {kind: layouts.random_array(rng, (3, 7), kind) for kind in layouts.DTYPES}
-            with ocp.PyTreeCheckpointer() as checkpointer:
-                checkpointer.save(path, tree)
+            layouts.save_pytree(path, tree)
         else:
             tree = flax_trees()[name]
-            with ocp.StandardCheckpointer() as checkpointer:
-                checkpointer.save(path, tree)
+            layouts.save_standard(path, tree)
         return layouts.Saved(path, tree, on)

@@ -23,8 +23,8 @@ from typing import Any
 
 import fuzz
 import hypothesis
+import layouts
 import numpy as np
-import orbax.checkpoint as ocp
 from fuzz_jobs import linen_training, mesh, nnx_training, outcome, saved
 from hypothesis import strategies as st
 
@@ -167,8 +167,7 @@ def make_bases(folder: pathlib.Path) -> dict[str, pathlib.Path]:
         tree[f"layer_{i}"] = {"kernel": rng.normal(size=(3, 6)), "bias": rng.normal(size=6)}
     for i in range(3):
         tree[f"block_{i}"] = {"w": rng.normal(size=(2, 2))}
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(folder / "tree", {"params": tree})
+    layouts.save_pytree(folder / "tree", {"params": tree})
     return {
         "tree": folder / "tree",
         "linen": fuzz.make_base(folder, "linen"),

@@ -200,14 +200,39 @@ class Saved:
         return self.path / self.inner
 
 
-def _pytree(path: pathlib.Path, tree: Any, **kwargs: Any) -> None:
+def save_pytree(path: pathlib.Path, tree: Any, **kwargs: Any) -> pathlib.Path:
+    """Saves a tree with `PyTreeCheckpointer(**kwargs)`; returns the path."""
     with ocp.PyTreeCheckpointer(**kwargs) as checkpointer:
         checkpointer.save(path, tree)
+    return path
 
 
-def _standard(path: pathlib.Path, tree: Any) -> None:
+def load_pytree(path: pathlib.Path) -> Any:
+    """What `PyTreeCheckpointer` reads without a target."""
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        return checkpointer.restore(path)
+
+
+def save_standard(path: pathlib.Path, tree: Any, **kwargs: Any) -> pathlib.Path:
+    """Saves a tree with `StandardCheckpointer`; returns the path."""
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, tree, custom_metadata=CUSTOM)
+        checkpointer.save(path, tree, **kwargs)
+    return path
+
+
+def load_standard(path: pathlib.Path, target: Any = None) -> Any:
+    """What `StandardCheckpointer` reads."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path, target)
+
+
+def assert_equal_or_nan(got: Any, expected: Any) -> None:
+    """Bit for bit, but for the payloads of NaNs, which a cast does not keep."""
+    one, other = np.asarray(got), np.asarray(expected)
+    nan = np.isnan(other.astype("float32"))
+    assert one.dtype == other.dtype
+    assert np.array_equal(np.isnan(one.astype("float32")), nan)
+    assert one[~nan].tobytes() == other[~nan].tobytes()
 
 
 def metrics(step: int) -> dict[str, float]:
@@ -257,7 +282,7 @@ def save(layout: str, folder: pathlib.Path) -> Saved:
 def _plain(**kwargs: Any) -> Callable[[pathlib.Path, Mesh, int], Saved]:
     def make(path: pathlib.Path, on: Mesh, seed: int) -> Saved:
         tree = random_tree(on, seed)
-        _pytree(path, tree, **kwargs)
+        save_pytree(path, tree, **kwargs)
         return Saved(path, tree, on, readers=("pytree", "standard", *V1))
 
     return make
@@ -265,7 +290,7 @@ def _plain(**kwargs: Any) -> Callable[[pathlib.Path, Mesh, int], Saved]:
 
 def _make_standard(path: pathlib.Path, on: Mesh, seed: int) -> Saved:
     tree = random_tree(on, seed, strings=False)
-    _standard(path, tree)
+    save_standard(path, tree, custom_metadata=CUSTOM)
     return Saved(path, tree, on, readers=("pytree", "standard", *V1))
 
 
@@ -339,8 +364,7 @@ def read_pytree(saved: Saved, path: pathlib.Path, target: Any = None) -> Any:
 
 def read_standard(saved: Saved, path: pathlib.Path, target: Any = None) -> Any:
     """What `StandardCheckpointer` reads."""
-    with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(path / saved.inner, target)
+    return load_standard(path / saved.inner, target)
 
 
 def read_manager(saved: Saved, path: pathlib.Path, target: Any = None) -> Any:

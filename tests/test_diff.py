@@ -20,10 +20,12 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax.traverse_util import unflatten_dict
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from layouts import save_pytree as save
 from sampling import examples
 
 import reshard
@@ -35,13 +37,6 @@ from reshard.verify.elementwise import ElementComparison
 RESHARD = pathlib.Path(sysconfig.get_path("scripts")) / "reshard"
 DTYPES = (*layouts.DTYPES, "float64", "int64", "uint64", "complex128", "uint4")
 SPECIAL = (0.0, -0.0, 1.0, math.nan, math.inf, -math.inf)
-
-
-def save(path, tree, **kwargs):
-    """A checkpoint of a tree, in Orbax's plain layout."""
-    with ocp.PyTreeCheckpointer(**kwargs) as checkpointer:
-        checkpointer.save(path, tree)
-    return path
 
 
 def record(path, tree, **digests):
@@ -790,7 +785,7 @@ def test_leaves_of_the_same_contents_move_as_others_do_whose_paths_change_at_bot
         for top in ((), ("mu",))
     }
     linen, nnx = leaves("params"), {(*path, "value"): leaf for path, leaf in leaves().items()}
-    a, b = two(nested(linen), nested(nnx))
+    a, b = two(unflatten_dict(linen), unflatten_dict(nnx))
     diff = reshard.diff(a, b, values=True)
     # Below `params` and `mu`: all that decides is how the kernels and scales have moved.
     assert {(d.a, d.b) for d in diff.differences} == {
@@ -809,17 +804,6 @@ def test_how_one_leaf_has_moved_says_nothing_of_those_that_move_otherwise(two):
     diff = reshard.diff(*two(old, new), values=True)
     assert [(d.a, d.b) for d in diff.of("moved")] == [("params/fc1/kernel", "fc1/kernel/value")]
     assert len(diff.of("removed")) == len(diff.of("added")) == 2
-
-
-def nested(leaves):
-    """A tree of dicts, from paths."""
-    tree = {}
-    for path, leaf in leaves.items():
-        at = tree
-        for key in path[:-1]:
-            at = at.setdefault(key, {})
-        at[path[-1]] = leaf
-    return tree
 
 
 # Digests on record.

@@ -10,7 +10,6 @@ import weakref
 
 import layouts
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 from hypothesis import given, settings
@@ -417,8 +416,7 @@ def test_planning_takes_as_much_for_each_layer_however_many_share_a_chunk(tmp_pa
     monkeypatch.setattr(cost, "chunks_of", counted)
     for layers in (8, 32):
         path = tmp_path / f"{layers}"
-        with ocp.PyTreeCheckpointer() as checkpointer:
-            checkpointer.save(path, {"layers": {"w": np.ones((layers, 6, 4), "f4")}})
+        layouts.save_pytree(path, {"layers": {"w": np.ones((layers, 6, 4), "f4")}})
         ckpt = reshard.unstack(reshard.open(path), "layers", into="layer_{}", axis=0)
         counts.append(0)
         plan = reshard.plan(reshard.to_mesh(ckpt, "x=2", [(".", "x,")]), chunks=16)
@@ -435,8 +433,7 @@ def columns(tmp_path_factory):
     rng = np.random.default_rng(0)
     tree = {f"w{n}": layouts.random_array(rng, (1024, 1024), "uint32") for n in range(2)}
     folder = tmp_path_factory.mktemp("saved")
-    with ocp.PyTreeCheckpointer(use_ocdbt=False) as checkpointer:
-        checkpointer.save(folder / "whole", tree)
+    layouts.save_pytree(folder / "whole", tree, use_ocdbt=False)
     reshard.save(reshard.open(folder / "whole"), folder / "columns", chunks="64KiB")
     (chunk,) = {handle.chunk_shape for handle in reshard.open(folder / "columns").arrays}
     assert chunk == (1024, 16)

@@ -189,8 +189,7 @@ def test_another_database_around_the_same_chunks(saved, tmp_path, link):
     on = layouts.mesh((2, 4))
     specs = {f"w{i}": PartitionSpec("data", "model") for i in range(4)}
     path, out = tmp_path / "saved", tmp_path / "out"
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(path, layouts.small_tree(on, specs, (64, 256)))
+    layouts.save_pytree(path, layouts.small_tree(on, specs, (64, 256)))
     plan = reshard.save(reshard.open(path), out, file_size="32KiB", link=link)
     assert all(array.moved for array in plan.arrays) and not plan.shared_bytes
     assert plan.bytes_written >= 4 * 64 * 256 * 4
@@ -222,8 +221,7 @@ def test_stacked_layers_in_another_store(tmp_path, target):
     path, out = tmp_path / "saved", tmp_path / "out"
     specs = {f"layer_{i}": PartitionSpec("data") for i in range(3)}
     tree = layouts.small_tree(layouts.mesh((2, 4)), specs, (8, 6))
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(path, tree)
+    layouts.save_pytree(path, tree)
     ckpt = reshard.stack(reshard.open(path), "layer_{}", into="layers", axis=1)
     plan = reshard.save(ckpt, out, chunks="keep", **STORES[target])
     assert all(array.moved for array in plan.arrays)
@@ -276,8 +274,7 @@ def random_and_zero(path, codec="zstd"):
         "any": layouts.random_array(rng, (256, 512)),
         "halves": rng.standard_normal((512, 512)).astype(jnp.bfloat16),
     }
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(path, jax.device_put(tree, sharding))
+    layouts.save_pytree(path, jax.device_put(tree, sharding))
     return {name: values.nbytes for name, values in tree.items()}
 
 
@@ -418,8 +415,9 @@ def test_what_other_writers_store(tmp_path, layout, ocdbt):
     }
     rng = np.random.default_rng(0)
     tree = {name: layouts.random_array(rng, (8, 6), dtype) for name, dtype in dtypes.items()}
-    with ocp.PyTreeCheckpointer(use_ocdbt=False, use_zarr3=new == "zarr2") as checkpointer:
-        checkpointer.save(path, jax.tree.map(jnp.asarray, tree))
+    layouts.save_pytree(
+        path, jax.tree.map(jnp.asarray, tree), use_ocdbt=False, use_zarr3=new == "zarr2"
+    )
     edited(path, store_array_data_equal_to_fill_value=False)
     for name, (document, absent, _) in others.items():
         stored_so(path, name, document, tree[name], absent)
@@ -461,8 +459,7 @@ def test_what_other_writers_store(tmp_path, layout, ocdbt):
 def test_what_the_other_zarr_has_not(tmp_path, layout, document, text):
     path, out = tmp_path / "saved", tmp_path / "out"
     values = layouts.random_array(np.random.default_rng(0), (8, 6))
-    with ocp.PyTreeCheckpointer(use_ocdbt=False, use_zarr3="3" in layout) as checkpointer:
-        checkpointer.save(path, {"w": jnp.asarray(values)})
+    layouts.save_pytree(path, {"w": jnp.asarray(values)}, use_ocdbt=False, use_zarr3="3" in layout)
     stored_so(path, "w", document, values)
     new = "zarr2" if layout == "zarr3-files" else "zarr3"
     with pytest.raises(reshard.ArgumentError) as caught:
@@ -481,8 +478,7 @@ def test_names_that_are_none_of_files(tmp_path):
     """In a database there are no files."""
     path, out = tmp_path / "saved", tmp_path / "out"
     tree = {"a": np.ones(3), "x" * 300: np.ones(3), "_METADATA": {"b": np.ones(2)}}
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(path, {**tree, "notes": np.ones(4)})
+    layouts.save_pytree(path, {**tree, "notes": np.ones(4)})
     (path / "notes").write_text("rain")
     with pytest.raises(reshard.ArgumentError) as caught:
         reshard.save(reshard.open(path), out, ocdbt=False)

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax.traverse_util import unflatten_dict
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from sampling import examples
@@ -181,17 +182,6 @@ def is_clear(names):
     )
 
 
-def nested(leaves):
-    """A tree of leaves by path."""
-    tree = {}
-    for path, leaf in leaves.items():
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = leaf
-    return tree
-
-
 def name(path):
     return ".".join(path)
 
@@ -234,7 +224,7 @@ def jobs(draw):
 def test_what_is_shown_is_what_is_read_or_it_is_refused(job, flags, chunks, tmp_path_factory):
     leaves, renames = job
     folder = tmp_path_factory.mktemp("names")
-    ckpt = put(folder / "saved", nested(leaves), **flags)
+    ckpt = put(folder / "saved", unflatten_dict(leaves), **flags)
     assert_same(by_reshard(ckpt), leaves)
     for number, new in enumerate(renames):
         out = folder / f"out{number}"

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import layouts
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -100,8 +99,7 @@ def written(tmp_path_factory):
         ckpt = reshard.select(reshard.open(source.path, **source.open), drop=dropped)
         reshard.save(reshard.to_mesh(ckpt, "1x8"), folder / f"out-{layout}")
         found.append(folder / f"out-{layout}" / source.inner)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "linen", filled(jax.eval_shape(linen)))
+    layouts.save_standard(folder / "linen", filled(jax.eval_shape(linen)))
     reshard.save(reshard.to_nnx(folder / "linen", training), folder / "nnx")
     reshard.save(reshard.to_linen(folder / "nnx", linen), folder / "back")
     assert reshard.diff(folder / "linen", folder / "back", values=True).equal

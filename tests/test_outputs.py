@@ -6,8 +6,8 @@ import re
 import in_process
 import jax
 import jax.numpy as jnp
+import layouts
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -63,8 +63,7 @@ def saved(tmp_path_factory):
         lambda leaf: rng.uniform(0.3, 1.0, leaf.shape).astype(np.float32), jax.eval_shape(linen)
     )
     path = tmp_path_factory.mktemp("saved") / "linen"
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, tree)
+    layouts.save_standard(path, tree)
     return path
 
 
@@ -118,8 +117,7 @@ def test_models_that_say_bfloat16_are_compared_in_float32(tmp_path):
     tree = jax.tree.map(
         lambda x: rng.uniform(0.3, 1.0, x.shape).astype(np.float32), jax.eval_shape(model)
     )
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "linen", tree)
+    layouts.save_standard(tmp_path / "linen", tree)
 
     def net():
         return Nnx(nnx.Rngs(0), dtype=jnp.bfloat16)
@@ -152,8 +150,7 @@ def test_nothing_is_initialised_to_learn_what_a_model_is_called_with(tmp_path):
     def model():
         return nn.Dense(2, kernel_init=init).init(jax.random.key(0), jnp.ones((3, 4)))
 
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "linen", model())
+    layouts.save_standard(tmp_path / "linen", model())
     assert computed == [True]
     ckpt = reshard.to_nnx(
         tmp_path / "linen", lambda: nnx.Linear(4, 2, rngs=nnx.Rngs(0)), source=model, check=True
@@ -191,8 +188,7 @@ def test_outputs_that_tell_nothing_are_not_equal(tmp_path, value, problem):
     def model():
         return Constant(value).init(jax.random.key(0), jnp.ones((2, 4)))
 
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "linen", model())
+    layouts.save_standard(tmp_path / "linen", model())
     with pytest.raises(reshard.TreeMismatchError) as info:
         reshard.to_nnx(tmp_path / "linen", lambda: ConstantNnx(value), source=model, check=True)
     assert info.value.problems == (problem,)
@@ -221,8 +217,7 @@ def test_leaves_without_a_part_in_the_outputs_are_told(tmp_path):
     def model():
         return Headed().init(jax.random.key(0), jnp.ones((2, 4)))
 
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "linen", model())
+    layouts.save_standard(tmp_path / "linen", model())
     x = np.random.default_rng(0).normal(size=(2, 4))
     inputs = {"linen": ((x,), {"both": False}), "nnx": ((x,), {})}
     ckpt = reshard.to_nnx(tmp_path / "linen", HeadedNnx, source=model, check=inputs)
@@ -255,8 +250,7 @@ def test_what_no_input_reaches_is_told_and_what_masks_fill_in_is_no_measure(tmp_
     def model():
         return Routed().init(jax.random.key(0), jnp.ones((2, 4)))
 
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "linen", model())
+    layouts.save_standard(tmp_path / "linen", model())
     x = np.random.default_rng(0).normal(size=(5, 4))
     x[:, 0] = np.abs(x[:, 0])
     ckpt = reshard.to_nnx(tmp_path / "linen", RoutedNnx, source=model, check=((x,), {}))
@@ -333,8 +327,7 @@ def project(tmp_path_factory):
     rng = np.random.default_rng(0)
     shapes = {"layers_0": {"scale": 4, "bias": 4}, "layers_1": {"kernel": (4, 3), "bias": 3}}
     tree = jax.tree.map(lambda shape: rng.normal(size=shape).astype("f4"), shapes, is_leaf=is_shape)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(directory / "linen", {"params": tree})
+    layouts.save_standard(directory / "linen", {"params": tree})
     return directory
 
 

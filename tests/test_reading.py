@@ -7,7 +7,6 @@ import sys
 import jax
 import layouts
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -35,8 +34,7 @@ def put(values, name):
 
 
 def save(path, tree):
-    with ocp.PyTreeCheckpointer(use_ocdbt=False) as checkpointer:
-        checkpointer.save(path, tree)
+    layouts.save_pytree(path, tree, use_ocdbt=False)
     return path
 
 

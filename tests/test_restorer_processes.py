@@ -13,7 +13,6 @@ import distributed_worker
 import jax
 import layouts
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -124,8 +123,7 @@ def test_a_process_reads_each_stored_byte_once(tmp_path, flags):
         name: jax.device_put(layouts.random_array(rng, (1024, 1024)), NamedSharding(on, spec))
         for name, spec in specs.items()
     }
-    with ocp.PyTreeCheckpointer(**FLAGS[flags]) as checkpointer:
-        checkpointer.save(tmp_path / "saved", tree)
+    layouts.save_pytree(tmp_path / "saved", tree, **FLAGS[flags])
     ratios = json.loads(run(READS, tmp_path / "saved"))
     assert len(ratios) == 12
     assert {name: ratio for name, ratio in ratios.items() if not 1 <= ratio < 1.03} == {}
@@ -141,8 +139,7 @@ def large(tmp_path_factory):
     on = layouts.mesh((2, 4))
     tree = {f"w{i}": P("data", "model") for i in range(12)}
     tree = layouts.small_tree(on, tree, (2048, 2048))
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(path, tree)
+    layouts.save_pytree(path, tree)
     return path
 
 
@@ -257,8 +254,7 @@ def reports(request, tmp_path_factory):
         "host": np.arange(3.0),
         "name": "run",
     }
-    with ocp.PyTreeCheckpointer(use_ocdbt=False) as checkpointer:
-        checkpointer.save(folder / "saved", tree)
+    layouts.save_pytree(folder / "saved", tree, use_ocdbt=False)
     np.savez(folder / "values.npz", keys=np.asarray(jax.random.key_data(keys)), **values)
     mesh = request.param
     coordinator = f"127.0.0.1:{free_port()}"

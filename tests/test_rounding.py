@@ -2,9 +2,9 @@
 
 import tracemalloc
 
+import layouts
 import ml_dtypes
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 import reshard
@@ -61,8 +61,7 @@ def test_rounding_of_what_is_not_contiguous():
 @pytest.mark.parametrize("dtype", TARGETS, ids=str)
 def test_what_is_charged_for_a_box(dtype, memory, tmp_path):
     """Its values as they are read and as they are rounded are in memory at once."""
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "saved", {"a": np.random.default_rng(0).random((32, 256))})
+    layouts.save_pytree(tmp_path / "saved", {"a": np.random.default_rng(0).random((32, 256))})
     ckpt = reshard.to_mesh(
         reshard.cast(reshard.open(tmp_path / "saved"), dtype),
         "data=1,model=32",
