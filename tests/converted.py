@@ -22,6 +22,16 @@ from reshard.restore.target import state_of
 Path = tuple[str, ...]
 
 
+class Compact(nn.Module):
+    """A compact method that is given, whose modules have names of Linen's."""
+
+    function: Callable[..., Any]
+
+    @nn.compact
+    def __call__(self, *inputs: Any) -> Any:
+        return self.function(*inputs)
+
+
 def random_variables(module: nn.Module, *inputs: Any, seed: int = 0, **kwargs: Any) -> Any:
     """What `init` returns, every leaf random; the counter of a cache counts one."""
     rng = np.random.default_rng(seed)

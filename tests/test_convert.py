@@ -20,10 +20,14 @@ import v1
 from flax import linen as nn
 from flax import nnx
 from flax.training import train_state
+from flax.traverse_util import unflatten_dict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from layouts import load_standard as load
+from layouts import save_pytree as save_any
+from layouts import save_standard as save
 from optimizers import OPTIMIZERS, RESHAPING
 from orbax.checkpoint._src.metadata.pytree_metadata_options import PyTreeMetadataOptions
 from releases import older
@@ -159,19 +163,6 @@ def state(tx, *, boxed=False, step=None, seed=0, bits=True):
     return made.replace(step=jnp.int32(9) if step is None else step)
 
 
-def save(path, tree):
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, tree)
-    return path
-
-
-def save_any(path, tree):
-    """With leaves that `StandardCheckpointer` does not take."""
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(path, tree)
-    return path
-
-
 def save_described(path, tree):
     """With metadata of the user's, of the checkpoint and of the tree."""
     arguments = ocp.args.PyTreeSave(tree, custom_metadata=CUSTOM)
@@ -184,11 +175,6 @@ def described(path):
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         found = checkpointer.metadata(path)
     return found.custom_metadata, found.item_metadata.custom_metadata
-
-
-def load(path, target=None):
-    with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(path, target)
 
 
 def load_any(path):
@@ -1013,34 +999,6 @@ def test_a_written_map_says_it_all(mapped, tmp_path):
     layouts.assert_same_tree(*back)
 
 
-def test_a_map_of_whole_paths_goes_back_without_a_model(tmp_path):
-    tree = {"params": {"q": some(4, 3), "k": some(4, 2)}, "batch_stats": {"m": some(5, 2)}}
-    linen = save(tmp_path / "linen", tree)
-    (tmp_path / "map.toml").write_text(
-        """
-        to = 'nnx'
-
-        [[rule]]
-        from = ['^params/q$', '^params/k$']
-        concat = { axis = 1, sizes = [3, 2] }
-        to = 'qk/kernel'
-
-        [[rule]]
-        from = '^batch_stats/m$'
-        transpose = [1, 0]
-        to = 'norm/mean'
-        """
-    )
-    made = restored(reshard.to_nnx(linen, map_file=tmp_path / "map.toml"), tmp_path)
-    kernel = jnp.concatenate([tree["params"]["q"], tree["params"]["k"]], axis=1)
-    expected = {"qk": {"kernel": kernel}, "norm": {"mean": tree["batch_stats"]["m"].T}}
-    assert by_path(made) == held(expected)
-    back = reshard.to_linen(
-        save(tmp_path / "again", made), map_file=tmp_path / "map.toml", layout="nnx-state"
-    )
-    layouts.assert_same_tree(restored(back, tmp_path), tree)
-
-
 def test_without_a_model_a_map_must_reach_every_leaf(tmp_path):
     tree = {"params": {"a": some(3), "b": some(2)}, "batch_stats": {"c": some(2)}, "other": some(1)}
     path = save(tmp_path / "linen", tree)
@@ -1054,19 +1012,6 @@ def test_without_a_model_a_map_must_reach_every_leaf(tmp_path):
   other  float32[1]: unexpected
 
 hint: drop=["other"] leaves out 1 leaf"""
-    )
-
-
-def test_a_map_with_patterns_is_not_turned_around_without_a_model(mapped):
-    told = refusal(reshard.to_linen, mapped / "saved_again", map_file=mapped / "map.toml")
-    assert (
-        told
-        == f"""\
-{mapped}/map.toml: the map cannot be used in the opposite direction
-  rule 2, `/fused$`: it is not `^...$` or `^.../` without wildcards but `(\\d+)`
-  rule 3, `/w$`: it is not `^...$` or `^.../` without wildcards but `(\\d+)`
-
-hint: a map that a conversion has written can be"""
     )
 
 
@@ -1142,19 +1087,6 @@ hint: drop=["opt_state/schedule"] leaves out 1 leaf"""
     )
     ckpt = reshard.to_nnx(source, twin, init=RANDOM, drop="opt_state/schedule")
     assert "optimizer/opt_state/trace/first/kernel/value" in paths(ckpt)
-
-
-def test_state_that_no_optimizer_has_been_given_for_is_told(tmp_path):
-    """Where it is put nothing is known of what it is to be."""
-    linen = state(optax.adam(1e-3))
-    source = save(tmp_path / "linen", linen)
-    note = (
-        "the model has no optimizer: 13 leaves of optimizer state are below `optimizer`, checked "
-        "against nothing"
-    )
-    assert note in reshard.to_nnx(source, twin, init=RANDOM).notes
-    whole = reshard.to_nnx(source, lambda: training(optax.adam(1e-3)), init=RANDOM)
-    assert not [text for text in whole.notes if "optimizer" in text]
 
 
 @pytest.mark.parametrize("map_drops", [False, True])
@@ -1430,16 +1362,6 @@ def test_moments_in_one_vector_are_refused_where_parameters_change_their_order(a
     assert told == flat_refusal(source, [("mu", 56), ("nu", 56)], "Linen")
 
 
-def test_moments_in_one_vector_are_refused_where_operations_change_parameters(tmp_path):
-    rules = "[[rule]]\nfrom = '^params/b$'\nto = 'b'\ntranspose = [1, 0]\n"
-    (tmp_path / "map.toml").write_text("[[rule]]\nfrom = '^params/a$'\nto = 'a'\n" + rules)
-    linen = train_state_of({"a": some(3), "b": some(4, 6)}, FLAT)
-    source = save(tmp_path / "linen", linen)
-    model = lambda: beside_optimizer(FLAT, a=(3,), b=(6, 4))  # noqa: E731
-    told = refusal(reshard.to_nnx, source, model, map_file=tmp_path / "map.toml")
-    assert told == flat_refusal(source, [("mu", 27), ("nu", 27)])
-
-
 @pytest.mark.parametrize("given", ["rule", "option"])
 def test_moments_in_one_vector_are_refused_where_a_parameter_is_dropped(given, tmp_path):
     text = "[[rule]]\nfrom = '^params/a$'\nto = 'a'\n[[rule]]\nfrom = '^params/c$'\nto = 'c'\n"
@@ -1555,11 +1477,6 @@ def test_the_step_must_fit(tmp_path):
     assert refusal(reshard.to_linen, tmp_path / "nnx", model, **told) == (
         "step: the step 4294967295 does not fit int32"
     )
-
-
-def frozen(linen):
-    """With Flax's older containers."""
-    return train_state_of(flax.core.freeze(linen.params), ADAM).replace(step=jnp.int32(3))
 
 
 def maxtext(linen):
@@ -1772,11 +1689,7 @@ hint: model=..., the Linen model, converts without the record"""
 def trained_on(path, out, changes):
     """A converted checkpoint with other values in some leaves, saved by Orbax with the record."""
     leaves = layouts.saved_leaves(load(path))
-    tree = {}
-    for keys, leaf in (leaves | changes).items():
-        node = functools.reduce(lambda node, key: node.setdefault(key, {}), keys[:-1], tree)
-        node[keys[-1]] = leaf
-    save(out, tree)
+    save(out, unflatten_dict(leaves | changes))
     old, new = (json.loads((each / "_METADATA").read_text()) for each in (path, out))
     (out / "_METADATA").write_text(json.dumps(new | {"custom_metadata": old["custom_metadata"]}))
     return out
@@ -1824,79 +1737,6 @@ def test_a_record_that_cannot_be_read_is_an_error(tmp_path):
 
 
 # What NNX has no place for
-
-
-class Recurrent(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(2)(nn.RNN(nn.GRUCell(5))(x))
-
-
-class RecurrentTwin(nnx.Module):
-    def __init__(self, rngs):
-        self.rnn = nnx.RNN(nnx.GRUCell(4, 5, rngs=rngs), rngs=rngs)
-        self.head = nnx.Linear(5, 2, rngs=rngs)
-
-    def __call__(self, x):
-        return self.head(self.rnn(x))
-
-
-def recurrent(zero=("params", "mu", "nu")):
-    """A train state; `zero`: where the bias of the recurrent part is zero, and not random."""
-    params = jax.eval_shape(Recurrent().init, jax.random.key(0), INPUTS[None])["params"]
-    made = filled(train_state_of(params, ADAM), bits=False)
-
-    def bias(tree, name):
-        if name in zero:
-            cell = tree["GRUCell_0"]
-            tree = tree | {"GRUCell_0": cell | {"hn": {**cell["hn"], "bias": jnp.zeros(5)}}}
-        return tree
-
-    count, mu, nu = made.opt_state[0]
-    moments = optax.ScaleByAdamState(count, bias(mu, "mu"), bias(nu, "nu"))
-    return made.replace(
-        params=bias(made.params, "params"), opt_state=(moments, *made.opt_state[1:])
-    )
-
-
-def recurrent_training():
-    model = RecurrentTwin(nnx.Rngs(0))
-    return {"model": model, "optimizer": nnx.Optimizer(model, ADAM, wrt=nnx.Param)}
-
-
-@pytest.mark.parametrize("zero", [("mu", "nu"), ("params", "nu"), ()])
-def test_a_bias_without_a_place_is_refused_unless_it_is_zero(zero, tmp_path):
-    path = save(tmp_path / "linen", recurrent(zero))
-    places = {"params": "params", "mu": "opt_state/0/mu", "nu": "opt_state/0/nu"}
-    problems = [
-        f"  {place}/GRUCell_0/hn/bias  float32[5]\n"
-        for name, place in places.items()
-        if name not in zero
-    ]
-    assert refusal(reshard.to_nnx, path, recurrent_training, init=RANDOM) == (
-        "leaves that have no place in the result are not zero\n"
-        + "".join(problems)
-        + "\nhint: NNX's GRUCell has no bias in its recurrent part: use one of your own with it"
-    )
-
-
-@pytest.mark.parametrize("goal", [recurrent_training, RecurrentTwin])
-def test_a_bias_of_zeros_comes_back(goal, tmp_path):
-    linen = recurrent()
-    path = save(tmp_path / "linen", linen)
-    reshard.save(reshard.to_nnx(path, goal, init=RANDOM), tmp_path / "nnx")
-    got = load(tmp_path / "nnx", saved_by_nnx(recurrent_training()))
-    model = RecurrentTwin(nnx.Rngs(5))
-    nnx.update(model, got["model"])
-    np.testing.assert_allclose(
-        model(INPUTS[None]),
-        Recurrent().apply({"params": linen.params}, INPUTS[None]),
-        rtol=1e-5,
-    )
-    layouts.assert_same_tree(restored(reshard.to_linen(tmp_path / "nnx"), tmp_path), load(path))
-    again = save(tmp_path / "again", got)
-    ckpt = reshard.to_linen(again, linen, source=RecurrentTwin, drop=f"model/{RANDOM}")
-    layouts.assert_same_tree(restored(ckpt, tmp_path), load(path))
 
 
 def test_a_moment_of_an_operation_that_is_not_linear_is_refused(tmp_path):
@@ -1980,14 +1820,6 @@ def big_training():
     return {"model": model, "optimizer": nnx.Optimizer(model, ADAM, wrt=nnx.Param)}
 
 
-READERS = {
-    "StandardCheckpointer": load,
-    "PyTreeCheckpointer": lambda path, target: layouts.read_pytree(
-        layouts.Saved(path, None, None), path, target
-    ),
-} | ({"v1": v1.load} if v1.READS_ANY else {})
-
-
 @pytest.fixture(scope="module")
 def renamed(tmp_path_factory):
     """A converted checkpoint whose source is gone: what was saved, the plan, the inodes that both
@@ -2021,29 +1853,6 @@ def test_where_only_paths_change_no_array_is_decoded_or_copied(renamed):
     assert planned.bytes_read < 1000 < arrays
     assert planned.shared_bytes == linked
     assert written - linked < 10_000 < linked
-
-
-@pytest.mark.parametrize("reader", READERS)
-def test_orbax_and_flax_alone_load_it_after_the_source_is_gone(reader, renamed):
-    linen, *_, path = renamed
-    made = big_training()
-    target = saved_by_nnx(made)
-    if not older("orbax-checkpoint", "0.12"):  # which takes no abstract typed keys
-        target = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), target
-        )
-    state = READERS[reader](path, target)
-    model = nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: Big(nnx.Rngs(0)))), state["model"])
-    x = np.random.default_rng(0).normal(size=(3, 64)).astype("float32")
-    expected = BigLinen().apply({"params": jax.device_get(linen.params)}, x)
-    np.testing.assert_allclose(model(x), expected, rtol=1e-4, atol=1e-4)
-    nnx.update(made["optimizer"], state["optimizer"])
-    got = nnx.to_pure_dict(nnx.state(made["optimizer"]))
-    assert int(got["step"]) == 7
-    for name in ("mu", "nu"):
-        theirs = jax.device_get(getattr(linen.opt_state[0], name))
-        expected = {"one": theirs["Dense_0"], "other": theirs["Dense_1"]}
-        assert by_path(jax.device_get(got["opt_state"][0][name])) == by_path(expected)
 
 
 class Blocks(nnx.Module):
@@ -2172,33 +1981,6 @@ to = 'params/short_norm/'"""
         leaves = linen["params"][before].items()
         got = {name: layouts.bits(getattr(getattr(made, after), name)[...]) for name, _ in leaves}
         assert got == {name: layouts.bits(leaf) for name, leaf in leaves}
-    # The other way: with the NNX model's own order, and a map of the layers alone.
-    again = save(tmp_path / "again", nnx.state(made))
-    file.write_text(
-        rules([pair[::-1] for pair in LAYERS], "[[rule]]\nfrom = '^{}/'\nto = 'params/{}/'\n")
-    )
-    known = {"map_file": file, "source": ResidualTwin, "layout": "nnx-state"}
-    text = refusal(reshard.to_linen, again, linen, **known)
-    assert text.splitlines()[1] == (
-        "  LayerNorm_0, LayerNorm_1 and LayerNorm_2, perhaps short_norm, a_norm and b_norm: the "
-        "map has others beside them in another order than NNX defines them in"
-    )
-    file.write_text('to = "nnx"\n' + rules(LAYERS))
-    assert refusal(reshard.to_linen, again, linen, **known).splitlines()[1] == text.splitlines()[1]
-    file.write_text('to = "nnx"\n' + rules(LAYERS + NORMS))
-    back = reshard.to_linen(again, linen, **known)
-    layouts.assert_same_tree(restored(back, tmp_path), load(source))
-
-
-def test_a_map_that_agrees_with_the_order_leaves_the_rest_to_it(tmp_path):
-    linen = filled(Residual().init(jax.random.key(0), INPUTS))
-    source = save(tmp_path / "linen", linen)
-    (tmp_path / "map.toml").write_text(rules([("Dense_0", "short"), ("Dense_1", "a")]))
-    ckpt = reshard.to_nnx(source, ResidualTwin, map_file=tmp_path / "map.toml")
-    made = reshard.restore(ckpt, ResidualTwin(nnx.Rngs(1)))
-    assert layouts.bits(made.b_norm.scale[...]) == layouts.bits(
-        linen["params"]["LayerNorm_2"]["scale"]
-    )
 
 
 def test_a_map_says_where_its_rules_lead_to_nothing(tmp_path):
@@ -2366,32 +2148,6 @@ def test_scales_that_are_in_no_variable_are_converted_and_restored(tmp_path):
 # Where it is
 
 
-def test_saved_specs_are_those_of_the_models(tmp_path):
-    """What Linen's model says of its axes, NNX's model says of the converted leaves."""
-    on = layouts.mesh((2, 2))
-    linen = state(ADAM, boxed=True)
-    placed = jax.tree.map(
-        lambda leaf, like: jax.device_put(leaf, like.sharding),
-        linen,
-        reshard.target(linen, mesh=on),
-    )
-
-    def model():
-        made = Boxed(nnx.Rngs(0))
-        return {"model": made, "optimizer": nnx.Optimizer(made, ADAM, wrt=nnx.Param)}
-
-    source = save(tmp_path / "linen", placed)
-    reshard.save(reshard.to_nnx(source, model, init=RANDOM), tmp_path / "nnx")
-    wanted = pure_of(reshard.target(model, mesh=on))
-    found = layouts.saved_leaves(load(tmp_path / "nnx"))
-    assert {format_path(path[:-1]): leaf.sharding for path, leaf in found.items()} == {
-        format_path(tuple(map(str, path))): leaf.sharding
-        for path, leaf in layouts.saved_leaves(wanted).items()
-    }
-    back = restored(reshard.to_linen(tmp_path / "nnx"), tmp_path)
-    layouts.assert_laid_out(back, load(source), on)
-
-
 def test_specs_follow_operations(tmp_path):
     params = {"a": some(4, 8), "q": some(8, 4), "k": some(8, 4), "0": some(8), "1": some(8)}
     specs = {
@@ -2459,22 +2215,20 @@ def test_any_tree_goes_there_and_back(collections, data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tree")
     shapes = shapes_of(collections | {"params": collections.get("params", {"p": (2,)})})
     rng = np.random.default_rng(0)
-    tree, names, rules = {}, {}, ["to = 'nnx'"]
+    leaves, names, rules = {}, {}, ["to = 'nnx'"]
     order = data.draw(st.permutations(list(shapes)))
     lists = data.draw(st.integers(0, len(order)))
     for number, path in enumerate(order):
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = jnp.asarray(layouts.random_array(rng, shapes[path]))
+        leaves[path] = jnp.asarray(layouts.random_array(rng, shapes[path]))
         name = ("items", str(number), "w") if number < lists else ("m", *path[::-1])
         names[path] = name
         source, to = re.escape(format_path(path)), format_path(name).replace("\\", r"\\")
         rules.append(f"[[rule]]\nfrom = {toml(f'^{source}$')}\nto = {toml(to)}")
     (folder / "map.toml").write_text("\n".join(rules))
+    tree = unflatten_dict(leaves)
     source = save(folder / "linen", tree)
     reshard.save(reshard.to_nnx(source, map_file=folder / "map.toml"), folder / "nnx")
-    leaves, made = layouts.saved_leaves(tree), layouts.saved_leaves(load(folder / "nnx"))
+    made = layouts.saved_leaves(load(folder / "nnx"))
     assert {path: layouts.bits(leaf) for path, leaf in made.items()} == {
         (*name, "value"): layouts.bits(leaves[path]) for path, name in names.items()
     }

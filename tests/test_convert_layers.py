@@ -11,12 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from converted import convert, linen_leaves, random_variables
+from converted import Compact, convert, linen_leaves, random_variables
 from flax import linen as nn
 from flax import nnx
 
 from reshard.convert.align import align
-from reshard.convert.leafmap import LeafMap
 from reshard.convert.module_tree import linen_outline, path_outline
 from reshard.restore.pytrees import flatten_state
 from reshard.tree import format_path
@@ -311,31 +310,11 @@ def test_each_lstm_of_linen_is_each_of_nnx(linen, kind):
     assert_same_outputs(made.model(*inputs), linen.apply(variables, *inputs))
 
 
-def test_the_bias_that_a_gru_of_nnx_does_not_have_matters():
-    layer = TABLE["GRU"]
-    variables = variables_of(layer)
-    made = convert(variables, layer.nnx)
-    assert tuple(made.alignment.map.must_be_zero) == (("params", "hn", "bias"),)
-    got, _ = made.model(*layer.inputs)
-    expected, _ = layer.linen.apply(variables, *layer.inputs)
-    assert np.abs(got - expected).max() > 0.01
-
-
 ONLY_LINEN = {
     "MGU": (nn.MGUCell, (4,), cell_inputs(some(2, 4))),
     "ConvLSTM": (nn.ConvLSTMCell, (4, (3, 3)), ((some(2, 8, 8, 4),) * 2, some(2, 8, 8, 3))),
     "ConvLocal": (nn.ConvLocal, (4, (3, 3)), (some(2, 8, 8, 3),)),
 }
-
-
-class Compact(nn.Module):
-    """A compact method that is given, whose modules have names of Linen's."""
-
-    function: Callable[..., Any]
-
-    @nn.compact
-    def __call__(self, *inputs):
-        return self.function(*inputs)
 
 
 @pytest.mark.parametrize("name", ONLY_LINEN)
@@ -357,22 +336,6 @@ def test_a_layer_that_nnx_lacks_becomes_no_other(name, named):
         found = convert(variables, lambda make=make: nnx.Dict(layer=make()))
         assert found.alignment.map.rows() == []
         assert [entry.linen for entry in found.alignment.abstentions] == [(path,)]
-
-
-def test_a_cell_with_gates_of_its_own_is_no_gru():
-    class MyGRUCell(nnx.Module):
-        """Its gates may be in any order."""
-
-        def __init__(self):
-            self.dense_i = nnx.Linear(8, 12, rngs=rngs())
-            self.dense_h = nnx.Linear(4, 12, use_bias=False, rngs=rngs())
-
-    variables = variables_of(TABLE["GRU"])
-    found = convert(variables, MyGRUCell).alignment
-    assert found.map == LeafMap({})
-    assert list(map(str, found.abstentions)) == [
-        "hn, hr, hz, ... iz (6), perhaps dense_i and dense_h: no name and no class tells which"
-    ]
 
 
 def test_gates_that_differ_in_size_are_not_joined():

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import layouts
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 import twins
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
+from layouts import load_standard as load
+from layouts import save_standard as save
 from sampling import few
 from twins import DECODER, TWINS
 
@@ -146,17 +147,6 @@ def test_both_twins_are_sharded_alike(name):
 # Conversion
 
 
-def save(path, tree):
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, tree)
-    return path
-
-
-def load(path, target=None):
-    with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(path, target)
-
-
 def load_nnx(path, made):
     """A program without `reshard`: Flax's state of the model, filled by Orbax."""
     graph, state = nnx.split(made)
@@ -264,16 +254,6 @@ def test_the_cache_of_a_decoder_comes_along(tmp_path):
     layouts.assert_same_tree(load(tmp_path / "back"), load(path))
 
 
-@pytest.mark.parametrize("name", ["looped", "resnet", "gru"])
-def test_a_module_alone_takes_the_optimizer_along(name, saved, tmp_path):
-    """What is made is what `{"model": ..., "optimizer": ...}` is."""
-    source, converted = saved(name)
-    twin = TWINS[name]
-    ckpt = reshard.to_nnx(reshard.open(source), twin.create_model, **choices(twin, tmp_path))
-    reshard.save(ckpt, tmp_path / "nnx")
-    layouts.assert_same_tree(load(tmp_path / "nnx"), load(converted))
-
-
 @pytest.mark.parametrize("name", few(["looped", "scanned", "scanned remat"], "scanned"))
 def test_the_converted_leaves_are_sharded_as_the_model(name, tmp_path):
     """Saved where the Linen model's axes said, they are where the NNX model's say."""
@@ -285,6 +265,8 @@ def test_the_converted_leaves_are_sharded_as_the_model(name, tmp_path):
     reshard.save(ckpt, tmp_path / "nnx")
     model = reshard.target(TWINS[name].create, mesh=mesh, rules=RULES)
     assert specs(without_random(load(tmp_path / "nnx"))) == specs(twins.nnx_leaves(model))
+    reshard.save(reshard.to_linen(tmp_path / "nnx"), tmp_path / "back")
+    layouts.assert_laid_out(load(tmp_path / "back"), load(tmp_path / "linen"), mesh)
 
 
 def test_random_numbers_begin_as_those_of_a_fresh_model(saved):

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import layouts
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 from flax import nnx
+from flax.traverse_util import unflatten_dict
+from layouts import save_standard as saved
 
 import reshard
 from reshard.tree import split_path
@@ -31,13 +32,13 @@ def batch_norm():
 
 def random_tree(modules):
     """Path of a module -> its leaves' shapes, as nested dicts of random arrays."""
-    rng, tree = np.random.default_rng(0), {}
-    for path, leaves in modules.items():
-        node = tree
-        for key in path.split("/"):
-            node = node.setdefault(key, {})
-        node.update({name: layouts.random_array(rng, shape) for name, shape in leaves.items()})
-    return tree
+    rng = np.random.default_rng(0)
+    leaves = {
+        f"{path}/{name}": layouts.random_array(rng, shape)
+        for path, shapes in modules.items()
+        for name, shape in shapes.items()
+    }
+    return unflatten_dict(leaves, sep="/")
 
 
 def at(tree, path):
@@ -46,16 +47,9 @@ def at(tree, path):
     return tree
 
 
-def saved(path, tree):
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, tree)
-    return path
-
-
 def loaded(ckpt, path):
     reshard.save(ckpt, path)
-    with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(path)
+    return layouts.load_standard(path)
 
 
 def renames(pairs, form="[[rule]]\nfrom = '^{}(/|$)'\nto = '{}\\1'\n"):
@@ -101,14 +95,8 @@ def both_ways(linen, model, pairs, rules, tmp_path):
     forth, back = tmp_path / "forth.toml", tmp_path / "back.toml"
     forth.write_text('to = "nnx"\n' + renames(rules))
     back.write_text('to = "linen"\n' + renames([pair[::-1] for pair in rules]))
-    nnx_tree = {}
-    for (_, path), array in truth.items():
-        *keys, last = path.split("/")
-        node = nnx_tree
-        for key in keys:
-            node = node.setdefault(key, {})
-        node[last] = array
-    trained = saved(tmp_path / "nnx", nnx_tree)
+    nnx_leaves = {path: array for (_, path), array in truth.items()}
+    trained = saved(tmp_path / "nnx", unflatten_dict(nnx_leaves, sep="/"))
     options = {"source": model, "layout": "nnx-state"}
     return [
         outcome(
@@ -185,27 +173,6 @@ def test_a_map_of_one_class_contradicts_the_order_of_another_at_other_depths(tmp
             "block/BatchNorm_0, block/BatchNorm_1 and block/BatchNorm_2, perhaps block/bn1, "
             f"block/bn2 and block/shortcut/layers/1: {OTHER_ORDER}"
         ) in text
-
-
-def test_a_map_of_everything_is_right(tmp_path):
-    rules = [
-        (f"{collection}/{one}", other)
-        for collection in ("params", "batch_stats")
-        for one, other in RESIDUAL.items()
-        if collection == "params" or "Norm" in one
-    ]
-    linen = residual()
-    source = saved(tmp_path / "linen", linen)
-    (tmp_path / "map.toml").write_text(renames(rules))
-    truth = {
-        f"{other}/{name}/value": array
-        for one, other in RESIDUAL.items()
-        for collection in linen
-        for name, array in _module(linen[collection], one).items()
-    }
-    assert not outcome(
-        lambda: reshard.to_nnx(source, Residual, map_file=tmp_path / "map.toml"), truth, tmp_path
-    )
 
 
 def test_what_an_operation_fixes_contradicts_an_order_too(tmp_path):
@@ -739,14 +706,7 @@ def test_an_attribute_counts_from_when_it_holds_a_layer(model, prefix, tmp_path)
     linen, truth = late(prefix)
     source = saved(tmp_path / "linen", linen)
     assert not outcome(lambda: reshard.to_nnx(source, model), truth, tmp_path)
-    nested = {}
-    for path, array in truth.items():
-        *keys, last = path.split("/")
-        node = nested
-        for key in keys:
-            node = node.setdefault(key, {})
-        node[last] = array
-    trained = saved(tmp_path / "nnx", nested)
+    trained = saved(tmp_path / "nnx", unflatten_dict(truth, sep="/"))
     back = reshard.to_linen(trained, linen, source=model, layout="nnx-state")
     layouts.assert_same_tree(loaded(back, tmp_path / "back"), linen)
 
