@@ -188,40 +188,6 @@ def test_a_moment_that_cannot_be_told_apart_is_a_problem():
 # Names
 
 
-@pytest.mark.parametrize(
-    ("kind", "semantics", "spec", "unmatched"),
-    [
-        ("logical", None, (("data",), (), ()), {"kv": (("params", "w"),)}),
-        ("logical", "linen", (("data",), (), ()), {"kv": (("params", "w"),)}),
-        ("logical", "nnx", (("model",), ("data",), ("kv",)), {}),
-        ("nnx", None, (("model",), ("data",), ("kv",)), {}),
-        ("nnx", "nnx", (("model",), ("data",), ("kv",)), {}),
-        ("nnx", "linen", (("data",), (), ()), {"kv": (("params", "w"),)}),
-        ("mesh", None, (("data",), (), ("kv",)), {}),
-        ("mesh", "linen", (("data",), (), ("kv",)), {}),
-        ("mesh", "nnx", (("model",), ("data",), ("kv",)), {}),
-    ],
-)
-def test_names_are_read_as_their_api_does_or_as_the_caller_says(kind, semantics, spec, unmatched):
-    """A mesh axis that is used once only; the first or the last rule; a name without a rule."""
-    rules = [("embed", "data"), ("embed", "model"), ("mlp", "data")]
-    mesh = Mesh(("data", "model", "kv"), (2, 4, 1))
-    found = run(
-        [leaf("params/w", (8, 8, 8), ("embed", "mlp", "kv"), kind)], rules, (), semantics, mesh
-    )
-    if unmatched:
-        problem = (
-            "params/w: no rule has the logical name 'kv', which is also an axis of "
-            "`data=2,model=4,kv=1`"
-        )
-        assert found.problems == (problem,)
-        assert found.hints == ('the rule ("kv", "kv") splits over it, ("kv", None) replicates',)
-    else:
-        assert found.problems == found.hints == ()
-    assert specs_of(found) == {"params/w": spec}
-    assert found.unmatched == unmatched
-
-
 @pytest.mark.parametrize("kind", ["mesh", "nnx"])
 @pytest.mark.parametrize("rules", [None, [], {}])
 def test_without_rules_names_are_mesh_axes(kind, rules):
@@ -230,25 +196,6 @@ def test_without_rules_names_are_mesh_axes(kind, rules):
     assert found.problems == found.hints == ()
     assert found.unmatched == {}
     assert specs_of(found) == {"params/w": (("model",), (), ("data",))}
-
-
-def test_a_name_or_an_axis_that_is_there_twice():
-    leaves = [
-        leaf("params/linen", (8, 8), ("embed", "embed")),
-        leaf("params/nnx", (8, 8), ("embed", "embed"), "nnx"),
-        leaf("params/one", (8, 8), ("embed", "mlp"), "nnx"),
-        leaf("params/mesh", (8, 8), ("data", "data"), "mesh"),
-        leaf("params/mixed", (8, 8), ("embed", ("data", "model")), "mesh"),
-        leaf("params/none", (8, 8), (None, None)),
-    ]
-    found = run(leaves, [("embed", "data"), ("mlp", "data")])
-    assert found.problems == (
-        "params/linen: its names ('embed', 'embed') have 'embed' twice",
-        "params/nnx  [8, 8] ('embed', 'embed'): P('data', 'data') uses axis 'data' 2 times",
-        "params/one  [8, 8] ('embed', 'mlp'): P('data', 'data') uses axis 'data' 2 times",
-        "params/mesh  [8, 8] ('data', 'data'): P('data', 'data') uses axis 'data' 2 times",
-    )
-    assert specs_of(found)["params/mixed"] == ((), ("data", "model"))
 
 
 def test_rules_of_an_annotation_come_after_those_of_the_caller():
@@ -299,9 +246,6 @@ def test_names_that_a_regex_overrides_are_not_looked_at():
     assert found.problems == found.hints == ()
     assert found.unmatched == {}
     assert specs_of(found) == {"params/a": ((), ("model",))}
-
-
-# Problems
 
 
 # The report

@@ -351,7 +351,7 @@ def test_arrays_larger_than_the_memory(large, monkeypatch, dtype, memory, aliase
         assert array.sharding == request.sharding
         with np.errstate(invalid="ignore"):
             expected = values.astype(jnp.dtype(dtype))
-        assert_equal_or_nan(array, expected)
+        layouts.assert_equal_or_nan(array, expected)
     assert watched.peak <= memory
 
 
@@ -372,16 +372,7 @@ def test_what_waits_for_its_transfer_counts_too(tmp_path, monkeypatch, times):
     assert watched.peak <= memory and watched.used == 0
     for array, value in zip(arrays, values, strict=True):
         with np.errstate(invalid="ignore"):
-            assert_equal_or_nan(array, value.astype(jnp.bfloat16))
-
-
-def assert_equal_or_nan(array, expected):
-    """Bit for bit, but for the payloads of NaNs, which a cast does not keep."""
-    one, other = np.asarray(array), np.asarray(expected)
-    nan = np.isnan(other.astype("float32"))
-    assert one.dtype == other.dtype
-    assert np.array_equal(np.isnan(one.astype("float32")), nan)
-    assert one[~nan].tobytes() == other[~nan].tobytes()
+            layouts.assert_equal_or_nan(array, value.astype(jnp.bfloat16))
 
 
 class Link:
@@ -461,28 +452,6 @@ def test_arrays_are_read_while_others_are_transferred(tmp_path, monkeypatch, mem
 # Casts.
 
 
-def cast_cases(source, count=4096, seed=0):
-    rng = np.random.default_rng(seed)
-    values = layouts.random_array(rng, (count,), source)
-    small = rng.standard_normal(count).astype(jnp.dtype(source))
-    return np.concatenate([values, small]).reshape(64, -1)
-
-
-FLOATS = ["bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "float8_e3m4"]
-
-
-@pytest.mark.parametrize("memory", [None, 40 << 10])
-@pytest.mark.parametrize("target", FLOATS)
-@pytest.mark.parametrize("source", ["bfloat16", "float16", "float32"])
-def test_floats_are_cast_as_jax_does(tmp_path, source, target, memory):
-    values = cast_cases(source)
-    handle = stored_array(tmp_path, values, (7, 33), dtype=target)
-    sharding = NamedSharding(layouts.mesh(EIGHT), P("data", "model"))
-    (array,) = read_arrays([Request(handle, handle.dtype, sharding)], memory)
-    assert array.sharding == sharding
-    assert_equal_or_nan(array, jnp.asarray(values).astype(target))
-
-
 INTS = ["int4", "int8", "int16", "int32", "uint8", "uint16", "uint32"]
 
 
@@ -517,41 +486,3 @@ def test_integers_that_fit_and_that_do_not(tmp_path, source, target):
 
 
 # What is broken.
-
-
-@pytest.mark.parametrize("memory", [None, 1 << 20])
-@pytest.mark.parametrize("aliases", [True, False])
-def test_a_chunk_that_does_not_decode(tmp_path, monkeypatch, aliases, memory):
-    if not aliases:
-        monkeypatch.setattr(device_reads, "_aliases", lambda sharding: sharding is None)
-    handles = [stored_array(tmp_path, random((64, 64), seed=i), (16, 64)) for i in range(6)]
-    sizes = handles[4].stored_sizes()
-    (tmp_path / "array4" / "2.0").write_bytes(b"\x55" * sizes[2])
-    sharding = NamedSharding(layouts.mesh(EIGHT), P("data"))
-    with pytest.raises(reshard.CorruptCheckpointError) as caught:
-        read_arrays([Request(handle, handle.dtype, sharding) for handle in handles], memory)
-    assert str(caught.value) == (
-        "array4: its stored bytes cannot be read\n"
-        f'  FAILED_PRECONDITION: Error reading local file "{tmp_path}/array4/2.0": '
-        "ZSTD_decompressStream() failed: Unknown frame descriptor; at byte 0; at uncompressed byte "
-        "0"
-    )
-    # The others are read as before.
-    rest = [handle for handle in handles if handle.data.name != "array4"]
-    arrays = read_arrays([Request(handle, handle.dtype, sharding) for handle in rest], memory)
-    for array, handle in zip(arrays, rest, strict=True):
-        assert bits(array) == bits(jnp.asarray(handle.view().read().result()))
-
-
-def test_chunks_that_stand_for_a_fill_value(tmp_path):
-    """Where the store says that what is absent is zero."""
-    values = random((8, 8), "uint16")
-    handle = stored_array(tmp_path, values, (4, 4))
-    (tmp_path / handle.data.name / "1.0").unlink()
-    store = ArrayStore(False, parse_location(tmp_path), (), fills=True)
-    handle = dataclasses.replace(handle, data=dataclasses.replace(handle.data, store=store))
-    expected = values.copy()
-    expected[4:, :4] = 0
-    sharding = NamedSharding(layouts.mesh(EIGHT), P("data"))
-    (array,) = read_arrays([Request(handle, handle.dtype, sharding)], None)
-    assert_on_devices(array, sharding, expected)

@@ -20,7 +20,6 @@ import layouts
 import ml_dtypes
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 import v1
 from flax import linen as nn
@@ -29,7 +28,8 @@ from flax.core import FrozenDict, meta
 from flax.training.train_state import TrainState
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from layouts import LAYOUTS, Named, bits, flat
+from layouts import LAYOUTS, Named, bits, flat, save_pytree
+from layouts import save_standard as save_v0
 from releases import OUT_SHARDING
 from sampling import few
 
@@ -314,16 +314,6 @@ def test_a_real_state_whose_buffers_were_donated(saved):
     assert shardings(got["params"]) == shardings(target)
 
 
-def test_real_and_abstract_leaves_together(saved):
-    source = saved("standard")
-    on = layouts.mesh((2, 4))
-    target = abstract(source.tree["params"], on)
-    target["embed"] = real(source.tree["params"], on)["embed"]
-    ckpt = reshard.select(reshard.open(source.path), "params/**")
-    got = reshard.restore(ckpt, {"params": target})
-    assert_restored(got, {"params": target}, {"params": source.tree["params"]})
-
-
 ADAM = optax.adam(1e-2)
 
 
@@ -494,16 +484,6 @@ def test_saved_without_shardings(saved, tmp_path):
 
 
 # Containers.
-
-
-def save_v0(path, tree):
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, tree)
-
-
-def save_pytree(path, tree):
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(path, tree)
 
 
 SAVE = {"v0": save_v0, "pytree": save_pytree, "v1": v1.save}
@@ -752,8 +732,7 @@ def test_boxes_as_orbax_restores_them(tmp_path):
     tree = boxed_tree()
     save_v0(tmp_path / "saved", tree)
     target = abstract(tree, layouts.mesh((1, 8)))
-    with ocp.StandardCheckpointer() as checkpointer:
-        theirs = checkpointer.restore(tmp_path / "saved", target)
+    theirs = layouts.load_standard(tmp_path / "saved", target)
     got = reshard.restore(tmp_path / "saved", target)
     layouts.assert_same_tree(got, theirs)
     assert shardings(got) == shardings(theirs)
@@ -771,49 +750,6 @@ def test_boxes_in_the_context_of_a_mesh(tmp_path, explicit):
     with jax.set_mesh(on):
         got = reshard.restore(tmp_path / "saved", target)
     assert_restored(got, target, tree)
-
-
-def test_a_scanned_model_in_a_train_state(tmp_path):
-    """Boxes with an axis that `nn.scan` added, in parameters and in adam's moments."""
-
-    class Layer(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
-            return nn.Dense(16, kernel_init=init)(x), None
-
-    class Scanned(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            scan = nn.scan(
-                Layer,
-                length=3,
-                variable_axes={"params": 0},
-                split_rngs={"params": True},
-                metadata_params={nn.PARTITION_NAME: "data"},
-            )
-            return scan()(x)[0]
-
-    model = Scanned()
-    masked = optax.masked(optax.adam(1e-3), lambda tree: jax.tree.map(lambda x: x.ndim > 2, tree))
-    tx = optax.chain(optax.clip(1.0), masked)
-
-    def init():
-        variables = model.init(jax.random.key(0), jnp.ones((2, 16)))
-        return TrainState.create(apply_fn=model.apply, params=variables["params"], tx=tx)
-
-    rng = np.random.default_rng(0)
-    state = init().replace(step=jnp.int32(0))
-    state = jax.tree.map(lambda x: jnp.asarray(layouts.random_array(rng, x.shape, x.dtype)), state)
-    assert isinstance(state.params["ScanLayer_0"]["Dense_0"]["kernel"], nn.Partitioned)
-    on = layouts.mesh((1, 8))
-    for name, tree in {"boxed": state, "raw": unboxed(state)}.items():
-        save_v0(tmp_path / name, tree)
-        target = abstract(state, on)
-        got = reshard.restore(tmp_path / name, target)
-        assert_restored(got, target, state)
-        assert got.apply_fn == model.apply
-        assert got.params["ScanLayer_0"]["Dense_0"]["kernel"].names == ("data", None, "model")
 
 
 NATURAL = {
@@ -1196,40 +1132,6 @@ def test_linen_boxes_into_nnx_variables(tmp_path):
     layouts.assert_same_tree(nnx.state(block), state)
     target = abstract(boxes, layouts.mesh((1, 8)))
     assert_restored(reshard.restore(tmp_path / "state", target), target, boxes)
-
-
-def test_a_module_goes_on_training_where_it_stopped(tmp_path):
-    """On another mesh, with its optimizer; the same as without the stop."""
-
-    def make(on, seed):
-        with nnx.use_eager_sharding(False):
-            made = nnx.ModelAndOptimizer(nnx.Linear(8, 16, rngs=nnx.Rngs(seed)), optax.adam(1e-2))
-        return put(made, on)
-
-    @nnx.jit
-    def train(both, x):
-        def loss(module):
-            return jnp.mean((module(x) - 1) ** 2)
-
-        both.update(nnx.grad(loss)(both.model))
-
-    def batch(on):
-        x = np.random.default_rng(1).standard_normal((4, 8)).astype("float32")
-        return jax.device_put(x, NamedSharding(on, P()))
-
-    old, new = layouts.mesh((2, 4)), layouts.mesh((1, 8))
-    one = make(old, 0)
-    for _ in range(3):
-        train(one, batch(old))
-    save_v0(tmp_path / "saved", nnx.state(one))
-    other = reshard.restore(tmp_path / "saved", make(new, 5))
-    for _ in range(2):
-        train(one, batch(old))
-        train(other, batch(new))
-    for a, b in zip(
-        jax.tree.leaves(nnx.state(one)), jax.tree.leaves(nnx.state(other)), strict=True
-    ):
-        assert np.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 # What is refused, and what is left as it is.
@@ -1621,8 +1523,7 @@ def corrupt(path, name):
 def test_a_module_is_untouched_where_reading_stops_half_way(tmp_path, name, memory):
     module = put(lazy(NNX["model and optimizer"]), layouts.mesh((1, 8)))
     state = randomized(nnx.state(module))
-    with ocp.PyTreeCheckpointer(use_ocdbt=False) as checkpointer:
-        checkpointer.save(tmp_path / "saved", state)
+    layouts.save_pytree(tmp_path / "saved", state, use_ocdbt=False)
     file = corrupt(tmp_path / "saved", name)
     before, values = frozen(module), jax.tree.map(np.asarray, keyless(nnx.state(module)))
     with pytest.raises(reshard.CorruptCheckpointError) as caught:
@@ -1687,15 +1588,6 @@ def test_two_leaves_under_one_name(tmp_path):
 # Casts.
 
 
-def assert_equal_or_nan(got, expected):
-    """Bit for bit, but for the payloads of NaNs, which a cast does not keep."""
-    one, other = np.asarray(got), np.asarray(expected)
-    nan = np.isnan(other.astype("float32"))
-    assert one.dtype == other.dtype
-    assert np.array_equal(np.isnan(one.astype("float32")), nan)
-    assert one[~nan].tobytes() == other[~nan].tobytes()
-
-
 @pytest.mark.parametrize("memory", [None, LITTLE])
 @pytest.mark.parametrize("real_target", [False, True])
 @pytest.mark.parametrize("new", ["bfloat16", "float16", "float32", "float8_e4m3fn"])
@@ -1719,7 +1611,7 @@ def test_floats(tmp_path, old, new, real_target, memory):
     for cast in (True, "lossy") if keeps else ("lossy",):
         got = reshard.restore(tmp_path / "saved", target, cast=cast, max_memory=memory)
         assert shardings(got) == shardings(target)
-        assert_equal_or_nan(got["a"], tree["a"].astype(new))
+        layouts.assert_equal_or_nan(got["a"], tree["a"].astype(new))
 
 
 @pytest.mark.parametrize("memory", [None, "64KiB"])
@@ -1781,15 +1673,6 @@ def test_integers(tmp_path, value, old, new, fits):
         )
 
 
-def test_a_step_that_was_saved_as_another_integer(tmp_path):
-    """int64 from numpy and from Python, int32, uint32: the same Python int."""
-    for i, step in enumerate([7, np.int64(7), np.int32(7), jnp.int32(7), jnp.uint32(7)]):
-        save_pytree(tmp_path / str(i), {"step": step})
-        assert reshard.restore(tmp_path / str(i), {"step": 0}) == {"step": 7}
-        array = reshard.restore(tmp_path / str(i), {"step": jnp.int32(0)}, cast=True)
-        layouts.assert_same_tree(array, {"step": jnp.int32(7)})
-
-
 def test_a_cast_of_the_checkpoint(plain):
     """What `reshard.cast` says is what is restored, and is no mismatch; it is not undone."""
     path, tree = plain
@@ -1804,7 +1687,7 @@ def test_a_cast_of_the_checkpoint(plain):
     for one, other in zip(
         jax.tree.leaves(got["params"]), jax.tree.leaves(expected["params"]), strict=True
     ):
-        assert_equal_or_nan(one, other)
+        layouts.assert_equal_or_nan(one, other)
     del got["params"], expected["params"]
     layouts.assert_same_tree(got, expected)
 
@@ -1909,11 +1792,6 @@ def test_progress_counts_all_decoded_bytes(saved, layout):
     counts = []
     reshard.restore(ckpt, layouts.mesh((1, 8)), progress=counts.append)
     assert sum(counts) == ckpt.nbytes
-
-
-@pytest.mark.parametrize("form", [1 << 20, "1MiB", "0.5 MiB", "1048576"])
-def test_forms_of_a_memory_limit(plain, target, form):
-    assert_restored(reshard.restore(plain[0], target, max_memory=form), target, plain[1])
 
 
 def test_a_chunk_that_does_not_fit(tmp_path):

@@ -16,6 +16,7 @@ import layouts
 import numpy as np
 import optax
 import pytest
+import twins
 from flax import linen as nn
 from flax import nnx
 from flax.core.spmd import from_sharding_rules, logical_axis_rules
@@ -98,15 +99,9 @@ class MLP(nn.Module):
         return nn.BatchNorm(use_running_average=True)(x)
 
 
-class State(TrainState):
-    """A train state with statistics."""
-
-    batch_stats: Any
-
-
 def train_state(model, tx, key=KEY, x=X):
     variables = model.init(key, x)
-    return State.create(apply_fn=None, tx=tx, **variables)
+    return twins.TrainState.create(apply_fn=None, tx=tx, **variables)
 
 
 def shardings(tree):
@@ -142,24 +137,15 @@ def flax_shardings(abstract, mesh, rules=None):
     return {path: found[path] for path in layouts.flat(nn.meta.unbox(abstract))}
 
 
+@pytest.mark.parametrize(("axes", "rules"), [("mesh", None), ("logical", RULES)])
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_linen_train_state_of_mesh_axes_is_get_sharding(optimizer, scan):
-    make = functools.partial(train_state, MLP("mesh", scan), OPTIMIZERS[optimizer])
+def test_a_linen_train_state_is_laid_out_as_flax_does(optimizer, scan, axes, rules):
+    make = functools.partial(train_state, MLP(axes, scan), OPTIMIZERS[optimizer])
     abstract = jax.eval_shape(make)
-    got = reshard.target(make, mesh=MESH)
+    got = reshard.target(make, mesh=MESH, rules=rules)
     assert_abstract_as(got, abstract)
-    assert shardings(got) == flax_shardings(abstract, MESH)
-
-
-@pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_linen_train_state_of_logical_axes_is_logical_to_mesh_sharding(optimizer, scan):
-    make = functools.partial(train_state, MLP("logical", scan), OPTIMIZERS[optimizer])
-    abstract = jax.eval_shape(make)
-    got = reshard.target(make, mesh=MESH, rules=RULES)
-    assert_abstract_as(got, abstract)
-    assert shardings(got) == flax_shardings(abstract, MESH, RULES)
+    assert shardings(got) == flax_shardings(abstract, MESH, rules)
 
 
 @pytest.mark.parametrize("scan", [False, True])
@@ -496,17 +482,6 @@ def test_specs_that_are_shorter_than_the_rank():
     assert got["params"]["kernel"].value.sharding.spec == P("data", "model")
 
 
-def test_the_axis_of_scanned_layers_has_a_name_too():
-    model = MLP("logical", scan=True, layers=4)
-    rules = [("layers", "model"), ("hidden", ("model", "data")), ("embed", "data")]
-    got = reshard.target(model, mesh=MESH, rules=rules, inputs=(X,))
-    abstract = jax.eval_shape(model.init, KEY, X)
-    assert shardings(got) == flax_shardings(abstract, MESH, rules)
-    layer = nn.meta.unbox(got)["params"]["ScanDotReluDot_0"]
-    assert layer["W2"].sharding.spec == P("model", None, "data")
-    assert got["params"]["ScanDotReluDot_0"]["W2"].names == ("layers", "hidden", "embed")
-
-
 def test_a_state_that_is_laid_out_keeps_its_specs_on_another_mesh():
     rng = np.random.default_rng(0)
     spec = {"a": P("data", "model"), "b": P(("model", "data")), "c": P(), "d": P(None, "model")}
@@ -536,28 +511,14 @@ def test_a_state_that_is_laid_out_keeps_its_specs_on_another_mesh():
 
 def test_a_box_of_the_user_s_own_has_a_spec_or_none():
     @flax.struct.dataclass
-    class Own(nn.meta.AxisMetadata):
-        value: Any
-        axis: str = flax.struct.field(pytree_node=False)
-
-        def unbox(self):
-            return self.value
-
-        def replace_boxed(self, value):
-            return self.replace(value=value)
-
-        def add_axis(self, index, params):
-            return self
-
-        def remove_axis(self, index, params):
-            return self
-
-    @flax.struct.dataclass
-    class Spec(Own):
+    class Spec(layouts.Named):
         def get_partition_spec(self):
-            return P(None, self.axis)
+            return P(*self.names)
 
-    tree = {"own": Own(jnp.ones((8, 8)), "model"), "spec": Spec(jnp.ones((8, 8)), "model")}
+    tree = {
+        "own": layouts.Named(jnp.ones((8, 8)), (None, "model")),
+        "spec": Spec(jnp.ones((8, 8)), (None, "model")),
+    }
     got = reshard.target(tree, mesh=MESH)
     assert jax.tree.structure(got) == jax.tree.structure(tree)
     assert got["own"].value.sharding == NamedSharding(MESH, P())
@@ -985,16 +946,6 @@ def test_every_form_of_rules(rules):
     assert shardings(reshard.target(model, mesh=MESH, rules=rules, inputs=(X,))) == flax_shardings(
         abstract, MESH, pairs
     )
-
-
-def test_rules_that_annotate_the_model_itself():
-    """As in the guide, where `MeshRules` give the mesh axes to the constructor."""
-    rules = MeshRules(hidden="model")
-
-    def make():
-        return Net(nnx.Rngs(0), lambda *names: rules(*(name or "embed" for name in names)))
-
-    assert_specs(reshard.target(make, mesh=MESH), nnx_shardings(make, MESH))
 
 
 def test_shared_variables_and_modules_stay_shared():
@@ -1498,44 +1449,6 @@ def test_all_problems_of_a_train_state_at_once():
     }
 
 
-def test_all_problems_of_an_nnx_state_at_once():
-    class Wrong(nnx.Module):
-        def __init__(self):
-            self.odd = nnx.Param(jnp.ones((7, 6)), **{OUT_SHARDING: ("embed", "hidden")})
-            self.axis = nnx.Param(jnp.ones((8, 8)), **{OUT_SHARDING: ("data", "expert")})
-            self.twice = nnx.Param(jnp.ones((8, 8)), **{OUT_SHARDING: ("embed", "data")})
-            self.long = nnx.Variable(jnp.ones(()), **{OUT_SHARDING: ("hidden",)})
-            self.right = nnx.Param(jnp.ones((8, 8)), **{OUT_SHARDING: ("model", "embed")})
-
-    def make():
-        return nnx.ModelAndOptimizer(Wrong(), optax.adam(1e-3))
-
-    moments = [
-        "".join(
-            f"  opt_state/0/{moment}/{problem}\n"
-            for problem in (
-                "axis  [8, 8]: P('data', 'expert') names axis 'expert', which "
-                "`data=2,model=4` lacks",
-                "odd  [7, 6]: dimension 0 of 7 does not divide by 2 (data)",
-                "odd  [7, 6]: dimension 1 of 6 does not divide by 4 (model)",
-                "twice  [8, 8]: P('data', 'data') uses axis 'data' 2 times",
-            )
-        )
-        for moment in ("mu", "nu")
-    ]
-    assert raised(make, mesh=MESH, rules=RULES) == (
-        "the model does not fit the mesh `data=2,model=4`\n"
-        "  model/axis  [8, 8] ('data', 'expert'): P('data', 'expert') names axis 'expert', which "
-        "`data=2,model=4` lacks\n"
-        "  model/long  [] ('hidden',): P('model') has 1 dimensions, the array 0\n"
-        "  model/odd  [7, 6] ('embed', 'hidden'): dimension 0 of 7 does not divide by 2 (data)\n"
-        "  model/odd  [7, 6] ('embed', 'hidden'): dimension 1 of 6 does not divide by 4 (model)\n"
-        "  model/twice  [8, 8] ('embed', 'data'): P('data', 'data') uses axis 'data' 2 times\n"
-        f"{''.join(moments)}\n"
-        "hint: the rule (\"expert\", None) replicates what is named 'expert'"
-    )
-
-
 def test_logical_names_without_rules():
     assert raised(MLP("logical"), mesh=MESH, inputs=(X,)) == (
         "the model does not fit the mesh `data=2,model=4`\n"
@@ -1705,7 +1618,7 @@ def test_the_report_of_a_train_state_is_whole():
 
     def make():
         variables = Small().init(KEY, X)
-        return State.create(apply_fn=None, tx=optax.sgd(1.0, momentum=0.9), **variables)
+        return twins.TrainState.create(apply_fn=None, tx=optax.sgd(1.0, momentum=0.9), **variables)
 
     rules = {"embed": "data", "hidden": "model", "unused": None}
     report = reshard.coverage(
@@ -1786,22 +1699,6 @@ def test_the_report_of_an_nnx_optimizer():
         "            4 B  step  []\n"
         "problem     model/b  [6] ('hidden',): dimension 0 of 6 does not divide by 4 (model)\n"
         "problem     opt_state/0/mu/b  [6]: dimension 0 of 6 does not divide by 4 (model)"
-    )
-
-
-def test_the_bytes_of_a_report_are_those_that_a_device_holds():
-    with jax.set_mesh(MESH):
-        net, optimizer = nnx_pair(to_mesh_axes)
-    held = 0
-    for leaf in jax.tree.leaves(nnx.state((net, optimizer))):
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        shard = leaf.addressable_shards[0].data
-        held += shard.size * shard.dtype.itemsize
-    report = reshard.coverage(functools.partial(nnx_pair, to_mesh_axes), mesh=MESH)
-    assert report.device_bytes == held
-    assert report.replicated_bytes == sum(
-        leaf.device_bytes for leaf in report.leaves if not any(leaf.spec)
     )
 
 

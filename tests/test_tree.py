@@ -170,32 +170,6 @@ LEAVES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("patterns", "expected"),
-    [
-        ([], []),
-        (["**"], [0, 1, 2, 3, 4, 5]),
-        (["*"], [5]),
-        (["params/**"], [0, 1, 2]),
-        (["params/*/kernel"], [0, 2]),
-        (["**/kernel"], [0, 2, 3]),
-        (["**/dense/**"], [0, 1, 3]),
-        (['params/"mlp/linear"/*'], [2]),
-        (['params/"mlp/*"/kernel'], [2]),
-        (["opt_state/?/**"], [3, 4]),
-        (["opt_state/1/count", "step"], [4, 5]),
-        (["st?p", "params/dense/b*s"], [1, 5]),
-        (["params"], [0, 1, 2]),
-        (["params/*"], [0, 1, 2]),
-        (["opt_state/*", "params/dense"], [0, 1, 3, 4]),
-        (["**/mu/dense"], [3]),
-        (["**/dense"], [0, 1, 3]),
-    ],
-)
-def test_match_globs(patterns, expected):
-    assert tree.match_globs(iter(LEAVES), patterns) == {LEAVES[i] for i in expected}
-
-
 def test_a_glob_that_matches_leaves_is_of_these_alone():
     """As it was when no glob was of modules; what it passes over is told."""
     paths = [("a", "kernel"), ("b", "kernel", "value"), ("c", "kernel", "value"), ("kernels",)]
