@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from layouts import bits
 from sampling import examples
+from test_loader import never_merged
 from watched import Watched
 
 import reshard
@@ -86,8 +87,7 @@ def put(values, spec, sizes=(2, 4)):
 
 def write(path, tree, **kwargs):
     """Saves a tree with Orbax, and opens it."""
-    with ocp.PyTreeCheckpointer(**kwargs) as checkpointer:
-        checkpointer.save(path, tree)
+    layouts.save_pytree(path, tree, **kwargs)
     return reshard.open(path)
 
 
@@ -611,39 +611,12 @@ def test_a_stack_beside_what_it_is_made_of(source, tmp_path, undecoded, name, li
     assert values_of(load(tmp_path / "out")) == forming.expected
 
 
-def test_only_some_of_the_chunks_are_linked(source, tmp_path, undecoded):
-    """Where little of a data file stays in use it is not shared."""
-    ckpt, values = source("zarr2")
-    forming = Forming(ckpt, values).step(*unstack("each", count=8)).only("each_5")
-    plan = reshard.save(forming.checkpoint(), tmp_path / "out")
-    (array,) = plan.arrays
-    assert array.moved and array.bytes_written == len(stored(ckpt, "each")[5, 0, 0])
-    assert not set(layouts.data_inodes(ckpt.source.root)) & set(
-        layouts.data_inodes(tmp_path / "out")
-    )
-    assert values_of(load(tmp_path / "out")) == forming.expected
-
-
 @pytest.mark.parametrize("link", [True, False])
 @pytest.mark.parametrize("name", ["zarr2", "zarr3"])
 def test_chunks_of_databases_that_were_never_merged(source, tmp_path, undecoded, name, link):
     """Each of three processes has its own, with every third chunk of each array."""
     merged, values = source(name)
-    path = tmp_path / "unmerged"
-    ignored = shutil.ignore_patterns("d", "manifest.ocdbt", "ocdbt.process_*")
-    shutil.copytree(merged.source.root, path, ignore=ignored)
-
-    def database(directory):
-        base = {"driver": "file", "path": f"{directory}/"}
-        return ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
-
-    whole = database(merged.source.root)
-    parts = [database(path / f"ocdbt.process_{i}") for i in range(3)]
-    with ts.Transaction() as together:
-        for number, key in enumerate(sorted(whole.list().result())):
-            value = whole.read(key).result().value
-            for part in parts if key.endswith((b".zarray", b".json")) else [parts[number % 3]]:
-                part.with_transaction(together).write(key, value).result()
+    path = never_merged(merged.source.root, tmp_path / "unmerged", 3, 3)
     forming = Forming(reshard.open(path), values)
     assert len(forming.ckpt.source.store.parts) == 3
     for operation, inputs, outputs in MOVES["stack"] + MOVES["unstack"]:

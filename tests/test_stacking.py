@@ -141,8 +141,7 @@ def together(params, axis=0, into="layers"):
 def put(path, tree):
     """The tree as a checkpoint."""
     shutil.rmtree(path, ignore_errors=True)
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(path, tree)
+    layouts.save_pytree(path, tree)
     return reshard.open(path)
 
 
@@ -247,52 +246,6 @@ def test_a_train_state_becomes_that_of_stacked_layers_and_back(name, axis, tmp_p
     assert by_path(got(back, tmp_path / "c")) == by_path(read(tmp_path / "a"))
 
 
-def test_what_is_stacked_is_unstacked_before_it_is_saved(tmp_path):
-    block, tx = OPTIMIZERS["adafactor with momentum"]
-    ckpt = put(tmp_path / "a", looped(block, tx))
-    back = unstack(
-        stack(ckpt, "params/layer_{}", "params/layers", -1), "params/layers", "params/layer_{}", -1
-    )
-    assert form_of(back) == form_of(ckpt)
-    assert by_path(got(back, tmp_path / "b")) == by_path(read(tmp_path / "a"))
-
-
-@pytest.mark.parametrize(
-    "name",
-    few(
-        ["adam", "multi_transform", "adafactor", "adafactor with momentum", "MultiSteps"],
-        *("adam", "adafactor with momentum"),
-    ),
-)
-def test_training_goes_on_alike(name, tmp_path):
-    """A further step gives the same parameters, and the same state, stacked."""
-    block, tx = OPTIMIZERS[name]
-    state = looped(block, tx)
-    gradients = randomized(jax.eval_shape(lambda: state.params), 1)
-    alone = jax.jit(TrainState.apply_gradients)(state, grads=gradients)
-    stacked = stack(put(tmp_path / "a", state), "params/layer_{}", "params/layers")
-    reshard.save(stacked, tmp_path / "b")
-    restored = read(tmp_path / "b", train_state(together(state.params), tx))
-    after = jax.jit(TrainState.apply_gradients)(restored, grads=together(gradients))
-    assert after.step == alone.step == 8
-    assert_close(flat(after.params), flat(together(alone.params)))
-    again = stack(put(tmp_path / "c", alone), "params/layer_{}", "params/layers")
-    assert_close(layouts.saved_leaves(got(again, tmp_path / "d")), fields(after))
-
-
-def flat(tree):
-    return layouts.saved_leaves(jax.tree.map(np.asarray, tree))
-
-
-def assert_close(have, want):
-    assert have.keys() == want.keys()
-    for path, leaf in want.items():
-        if leaf is None or isinstance(leaf, dict):
-            assert have[path] == leaf
-        else:
-            np.testing.assert_allclose(have[path], leaf, rtol=2e-6, err_msg=str(path))
-
-
 def parts(state):
     """A train state as a dict."""
     return {"step": state.step, "params": state.params, "opt_state": state.opt_state}
@@ -304,31 +257,6 @@ def fields(state):
 
 
 # Groups, numbers, nests
-
-
-def test_groups_side_by_side(tmp_path):
-    """Dense layers and layers of experts in one go, each with their number; then both back."""
-    dense = {f"dense_{i}": {"kernel": (6, 5), "bias": (5,)} for i in range(2)}
-    experts = {f"moe_{i}": {"kernel": (4, 6, 5), "gate": (6, 4)} for i in range(3)}
-    tx = optax.adam(1e-3)
-    state = randomized(train_state(abstract({"embed": (7, 6), **dense, **experts}), tx))
-    ckpt = put(tmp_path / "a", state)
-    stacked = stack(ckpt, "params/*_{}", "params/all_*_layers")
-    original = fields(state)
-    wanted = {
-        "embed": (7, 6),
-        "all_dense_layers": {"kernel": (2, 6, 5), "bias": (2, 5)},
-        "all_moe_layers": {"kernel": (3, 4, 6, 5), "gate": (3, 6, 4)},
-    }
-    wanted = form(train_state(abstract(wanted), tx))
-    assert form_of(stacked) == wanted
-    found = by_path(got(stacked, tmp_path / "b"))
-    for into, layers in (("all_dense_layers", dense), ("all_moe_layers", experts)):
-        own = {path: like for path, like in wanted.items() if into in path}
-        values = expected(original, own, list(layers), into)
-        assert {path: found[path] for path in own} == values
-    back = unstack(stacked, "params/all_*_layers", "params/*_{}")
-    assert by_path(got(back, tmp_path / "c")) == by_path(read(tmp_path / "a"))
 
 
 def test_layers_of_two_kinds_in_turn(tmp_path):
@@ -398,15 +326,6 @@ def test_layers_that_are_arrays_themselves(tmp_path):
     stacked = stack(put(tmp_path / "a", state), "params/w{}", "params/w", 1)
     whole = np.stack([np.full((2, 3), i, "float32") for i in range(12)], 1)
     assert by_path(got(stacked, tmp_path / "b")) == by_path({"params": {"w": whole}})
-
-
-def test_a_single_layer(tmp_path):
-    state = looped(BLOCK, optax.adam(1e-3), 1)
-    ckpt = put(tmp_path / "a", state)
-    stacked = stack(ckpt, "params/layer_{}", "params/layers", -1)
-    assert form_of(stacked) == form(train_state(together(state.params, -1), optax.adam(1e-3)))
-    back = unstack(stacked, "params/layers", "params/layer_{}", -1)
-    assert form_of(back) == form_of(ckpt)
 
 
 def test_keys_with_slashes_and_signs(tmp_path):
@@ -579,20 +498,6 @@ def test_python_numbers_become_an_array(tmp_path):
     stacked = stack(put(tmp_path / "a", tree), "params/layer_{}", "params/layers")
     wanted = {"params": {"layers": {"rate": np.arange(3) + 0.5, "n": np.arange(3)}}}
     layouts.assert_same_tree(got(stacked, tmp_path / "b"), wanted)
-
-
-@pytest.mark.parametrize("layout", [{"use_ocdbt": False}, {"use_zarr3": True}])
-def test_other_ways_to_store_them(layout, tmp_path):
-    state = looped(*OPTIMIZERS["adafactor"])
-    with ocp.PyTreeCheckpointer(**layout) as checkpointer:
-        checkpointer.save(tmp_path / "a", state)
-    stacked = stack(reshard.open(tmp_path / "a"), "params/layer_{}", "params/layers")
-    values = expected(
-        fields(state),
-        form(train_state(together(state.params), OPTIMIZERS["adafactor"][1])),
-        [f"layer_{i}" for i in range(COUNT)],
-    )
-    assert by_path(got(stacked, tmp_path / "b")) == values
 
 
 # Whose layers, and whose state
@@ -810,38 +715,6 @@ def test_layers_on_a_mesh(names, axis, tmp_path):
     assert {path: full(spec, ranks[path]) for path, spec in after.items()} == {
         path: full(spec, ranks[path]) for path, spec in before.items()
     }
-
-
-def test_layers_that_are_partitioned_differently(tmp_path):
-    """What they do not agree in is whole."""
-    mesh = layouts.mesh((2, 4))
-    put_on = lambda *spec: jax.device_put(np.ones((8, 4), "f4"), NamedSharding(mesh, P(*spec)))  # noqa: E731
-    tree = {"params": {"l0": put_on("data", "model"), "l1": put_on(None, "model")}}
-    stacked = stack(put(tmp_path / "a", tree), "params/l{}", "params/l")
-    (spec,) = specs(got(stacked, tmp_path / "b")).values()
-    assert full(spec, 3) == (None, None, "model")
-
-
-def test_whole_chunks_are_moved_as_they_are(tmp_path):
-    """Arrays that are stored in a chunk each, into chunks of one layer, and back."""
-    tree = random_arrays({"params": {f"l{i}": {"w": (64, 32)} for i in range(4)}})
-    with ocp.PyTreeCheckpointer(use_ocdbt=False) as checkpointer:
-        checkpointer.save(tmp_path / "a", tree)
-    stacked = stack(reshard.open(tmp_path / "a"), "params/l{}", "params/l")
-    plan = reshard.plan(stacked, chunks="keep")
-    assert [array.moved for array in plan.arrays] == [True]
-    assert [array.chunk for array in plan.arrays] == [(1, 64, 32)]
-    reshard.save(stacked, tmp_path / "b", chunks="keep")
-    whole = jnp.asarray(np.stack(list(layouts.saved_leaves(tree).values())))
-    assert by_path(read(tmp_path / "b")) == by_path({"params": {"l": {"w": whole}}})
-    back = unstack(reshard.open(tmp_path / "b"), "params/l", "params/l{}")
-    assert [array.moved for array in reshard.plan(back, chunks="keep").arrays] == [True] * 4
-    reshard.save(back, tmp_path / "c", chunks="keep")
-    layouts.assert_same_tree(read(tmp_path / "c"), tree)
-    for path in (tmp_path / "a").glob("params.l*/0.0"):
-        assert (tmp_path / "c" / path.parent.name / "0.0").read_bytes() == path.read_bytes()
-    other = stack(reshard.open(tmp_path / "a"), "params/l{}", "params/l", -1)
-    assert [array.chunk for array in reshard.plan(other, chunks="keep").arrays] == [(64, 32, 1)]
 
 
 # What is refused
@@ -1072,40 +945,6 @@ def test_layers_that_cannot_be_unstacked(shapes, arguments, message, tmp_path):
 
 
 STATE_HINT = "\n\nhint: drop it, and initialise it when restoring: `select(ckpt, drop=...)`"
-
-
-@pytest.mark.parametrize(("count", "axis"), [(6, 0), (9, -1), (4, 1)])
-def test_factors_over_the_layers_are_refused(count, axis, tmp_path):
-    """As soon as there are as many layers as the second largest dimension has."""
-    tx = optax.adafactor(1e-3, min_dim_size_to_factor=2)
-    params = {f"l{i}": {"w": (4, 8)} for i in range(count)}
-    ckpt = put(tmp_path / "a", randomized(train_state(abstract(params), tx)))
-    shape = [4, 8]
-    shape.insert(axis % 3, count)
-    with pytest.raises(TreeMismatchError) as error:
-        stack(ckpt, "params/l{}", "params/l", axis)
-    assert str(error.value) == (
-        "optimizer state that cannot follow its parameters\n"
-        + "\n".join(
-            "  "
-            + " + ".join(f"opt_state/0/{moment}/l{i}/w" for i in range(count))
-            + f": the layers, axis {axis % 3} of {shape}, would be factored over"
-            for moment in ("v_row", "v_col")
-        )
-        + STATE_HINT
-    )
-    whole = put(tmp_path / "b", randomized(train_state(abstract({"l": {"w": tuple(shape)}}), tx)))
-    with pytest.raises(TreeMismatchError) as error:
-        unstack(whole, "params/l", "params/l{}", axis)
-    assert str(error.value) == (
-        "optimizer state that cannot follow its parameters\n"
-        + "\n".join(
-            f"  opt_state/0/{moment}/l/w: it is factored over the layers, axis {axis % 3} "
-            f"of {shape}"
-            for moment in ("v_row", "v_col")
-        )
-        + STATE_HINT
-    )
 
 
 @pytest.mark.parametrize(
