@@ -202,13 +202,6 @@ def test_read_amplification(array, data):
     )
 
 
-def test_read_amplification_of_divisible_sizes_is_chunk_over_shard():
-    assert planner.read_amplification((64, 64, 7), (32, 4, 7), (8, 16, 7)) == 4.0
-    assert planner.read_amplification((64, 64), (64, 64), (8, 8)) == 64.0
-    assert planner.read_amplification((64, 64), (1, 1), (8, 8)) == 1.0
-    assert planner.read_amplification((), (), ()) == 1.0
-
-
 @settings(deadline=None, max_examples=examples(300))
 @given(st.data(), st.lists(st.integers(1, 9), max_size=3).map(tuple))
 def test_grid_boxes_and_grid_size(data, shape):
@@ -218,16 +211,6 @@ def test_grid_boxes_and_grid_size(data, shape):
     assert [np.unique(in_chunk[box]).tolist() for box in boxes] == [[n] for n in range(len(boxes))]
     assert sum(in_chunk[box].size for box in boxes) == math.prod(shape)
     assert planner.grid_size(shape, chunk) == len(boxes)
-
-
-def test_grid_boxes_clip_the_last_ones():
-    assert list(planner.grid_boxes((3, 5), (2, 3))) == [
-        (slice(0, 2), slice(0, 3)),
-        (slice(0, 2), slice(3, 5)),
-        (slice(2, 3), slice(0, 3)),
-        (slice(2, 3), slice(3, 5)),
-    ]
-    assert list(planner.grid_boxes((), ())) == [()]
 
 
 # Chunks
@@ -287,12 +270,6 @@ def test_a_number_of_bytes_subdivides_shards():
     assert plan.amplification == (2.0, 1.0)
     whole = plan_array(layout((4096, 8192), (1024, 8192), (4096, 4096)), 64 << 20, 1 << 30)
     assert (whole.chunk, whole.split) == ((4096, 4096), 1)
-
-
-def test_a_number_of_bytes_bounds_chunks_where_memory_is_short_too():
-    # One 4 MiB source chunk does not fit in one pass: its parts are read for each target chunk.
-    plan = plan_array(layout((MIB,), (MIB,), (MIB // 2,)), 128 << 10, 15 * MIB)
-    assert math.prod(plan.chunk) * 4 <= 128 << 10
 
 
 def test_keep_with_a_cast_and_too_little_memory_is_an_error():
@@ -357,14 +334,6 @@ def test_a_small_array_is_one_box_where_that_fits():
     enough = next(memory for memory in itertools.count(2 * whole) if room(memory) >= 2 * whole)
     assert plan_array(array, "shard", enough).box == (7, 22)
     assert plan_array(array, "shard", enough - 1).box == (3, 22)
-
-
-def test_the_picture_of_two_grids():
-    # Row blocks to column blocks: a box is the lcm of both grids, here everything.
-    plan = plan_array(layout((64, 64), (32, 64), (64, 8)), "shard", 1 << 20)
-    assert (plan.chunk, plan.box, plan.split) == ((64, 8), (64, 64), 1)
-    assert plan.amplification == (8.0, 1.0)
-    assert plan.layout.one_pass(plan.box) == 3 * 64 * 64 * 4 + READ_OVERHEAD
 
 
 # Grids that are kept
@@ -461,18 +430,6 @@ def test_a_chunk_that_cannot_fit_names_the_minimum():
     )
 
 
-def test_what_an_array_needs_is_rounded_up_to_whole_kibibytes():
-    error = planner.too_large(layout((4, MIB), (1, MIB), (1, MIB)), 5 * MIB + 1, 5 * MIB)
-    assert isinstance(error, MemoryLimitError)
-    assert str(error) == (
-        "params/w: one stored chunk does not fit in 5.00 MiB\n"
-        "  a chunk of [1, 1048576] has 4.00 MiB decoded, and it takes 5.00 MiB to rewrite one\n"
-        "\n"
-        'hint: max_memory="5121KiB" is the least that rewrites it\n'
-        'hint: max_memory="12304KiB" reads each chunk once'
-    )
-
-
 def test_a_shard_is_split_until_two_boxes_fit():
     # 2 GiB in chunks of 16 MiB onto 4 shards of 512 MiB, in 129 MiB: one pass, 16 MiB at a time.
     array = layout((8192, 65536), (64, 65536), (2048, 65536))
@@ -489,12 +446,6 @@ def test_where_one_pass_does_not_fit_the_factor_is_stated():
     assert plan.bytes_read == 8 * array.stored_bytes
     assert plan.bytes_written == array.stored_bytes
     assert array.one_step(plan.box) == 9 * MIB + READ_OVERHEAD
-
-
-def test_a_target_chunk_of_several_source_chunks_stays_within_memory():
-    # Chunks of 48 MiB would take 144 MiB in one pass.
-    plan = plan_array(layout((48 << 18,), (1 << 18,), (48 << 18,)), 48 * MIB, 128 * MIB)
-    assert max(memory_of(plan, box) for box in plan.boxes()) <= 128 * MIB
 
 
 def test_splitting_down_to_the_grid_that_is_there_moves_it():
