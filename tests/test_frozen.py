@@ -442,18 +442,32 @@ def test_restored(corpus):
     record.check("restored")
 
 
+WRONG = """
+rules = [[1, "data"], ["embed", "data", "model"], ["mlp", []]]
+specs = [["kernel$", [3]], ["bias$", "model,"]]
+more = 1
+"""
+
+
 def test_refusals(corpus):
     """What cannot be done, and what is asked for wrongly."""
     src, linen, record = corpus.path("standalone"), corpus.path("linen-params"), Record(corpus)
     manager = corpus.path("manager")
     for folder in ("occupied", "apart"):
         pathlib.Path(folder).mkdir()
+    pathlib.Path("rules.toml").write_text('rules = [["embed", "data"], ["mlp", ["model"]]]\n')
+    pathlib.Path("wrong.toml").write_text(WRONG)
+    pathlib.Path("broken.toml").write_text("rules = ")
+    model = ("--to", "1x8", "--model", "frozen_corpus:variables")
     for command in (
         ("inspect", "apart/nowhere"),
         ("inspect", "occupied"),
+        ("inspect", f"{src}/_METADATA"),
         ("inspect", src, "--filter", "nothing/**"),
+        ("inspect", src, "--filter", "params/embad"),
         ("inspect", src, "--sharding", "params/embe"),
         ("inspect", src, "--sharding", "params/embed", "--mesh", "3x5"),
+        ("inspect", src, "--sharding", "one_device"),
         ("inspect", src, "--mesh", "1x8"),
         ("inspect", manager, "--step", 4),
         ("inspect", manager, "--item", "other"),
@@ -463,24 +477,40 @@ def test_refusals(corpus):
         ("ckpt", src, src, "--to", "1x8", "--overwrite"),
         ("ckpt", src, f"{src}/inside", "--to", "1x8"),
         ("ckpt", src, "out/no", "--to", "1x8x2"),
+        ("ckpt", src, "out/no", "--to", "8"),
         ("ckpt", src, "out/no", "--to", "data=1,model=x"),
+        ("ckpt", src, "out/no", "--to", "data=8,data=1"),
+        ("ckpt", src, "out/no", "--to", "0x8"),
         ("ckpt", src, "out/no", "--to", "1x7"),
         ("ckpt", src, "out/no", "--to", "1x7", "--dry-run", "--json"),
         ("ckpt", src, "out/no", "--to", "other=8"),
         ("ckpt", src, "out/no", "--from", "4x2", "--to", "1x8"),
         ("ckpt", src, "out/no", "--spec", "embed$=model,"),
         ("ckpt", src, "out/no", "--to", "1x8", "--spec", "nothing$=model"),
+        ("ckpt", src, "out/no", "--to", "1x8", "--spec", "embad$=model,"),
+        ("ckpt", src, "out/no", "--to", "1x8", "--spec", "embed"),
+        ("ckpt", src, "out/no", "--to", "1x8", "--spec", "(embed=model,"),
+        ("ckpt", src, "out/no", "--to", "1x8", "--axis", "model"),
+        ("ckpt", src, "out/no", "--to", "1x8", "--axis", "modle=tensor"),
         ("ckpt", src, "out/no", "--select", "nothing"),
         ("ckpt", src, "out/no", "--rename", "^params/embed$=host"),
+        ("ckpt", src, "out/no", "--rename", "nothing=other"),
         ("ckpt", src, "out/no", "--rename", "("),
         ("ckpt", src, "out/no", "--rename", "(=x"),
         ("ckpt", src, "out/no", "--dtype", "int8"),
         ("ckpt", src, "out/no", "--dtype", "float12"),
         ("ckpt", src, "out/no", "--chunks", "many"),
+        ("ckpt", src, "out/no", "--chunks", "0"),
         ("ckpt", src, "out/no", "--to", "1x8", "--max-memory", "100B"),
         ("ckpt", src, "out/no", "--to", "1x8", "--max-memory", "lots"),
-        ("ckpt", src, "out/no", "--to", "1x8", "--model", "frozen_corpus:variables"),
+        ("ckpt", src, "out/no", *model),
         ("ckpt", src, "out/no", "--to", "1x8", "--model", "frozen_corpus:nothing"),
+        ("ckpt", src, "out/no", "--to", "1x8", "--model", "nowhere:state"),
+        ("ckpt", src, "out/no", "--to", "1x8", "--model", "frozen_corpus.variables"),
+        ("ckpt", src, "out/no", *model, "--rules", "rules.toml", "--axis", "data=x"),
+        ("ckpt", src, "out/no", "--to", "1x8", "--rules", "rules.toml"),
+        ("ckpt", src, "out/no", "--to", "1x8", "--rules", "wrong.toml"),
+        ("ckpt", src, "out/no", "--to", "1x8", "--rules", "broken.toml"),
         ("ckpt", manager, "out/no", "--step", "last"),
         ("convert", linen, "out/no", "--to", "torch"),
         ("convert", corpus.path("nnx-pure-dict"), "out/no", *to("linen", "variables", *DROP)),
