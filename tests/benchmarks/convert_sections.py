@@ -13,7 +13,7 @@ from tests.benchmarks.bench import (
     timed_seconds,
 )
 from tests.benchmarks.convert import MAPS
-from tests.benchmarks.sections import Row, bound_seconds, peak, times
+from tests.benchmarks.sections import Row, peak, times
 
 
 def _program(bench: Bench, job: str, source: Path, *flags: str) -> Program:
@@ -60,7 +60,7 @@ def convert_fused(bench: Bench) -> Iterator[Row]:
         _call(bench, "orbax", "fused", "W1", "orbax"),
         Program("bound", source, module("bound", source)),
     )
-    measured = times(ours.seconds, bound_seconds(bound))
+    measured = times(ours.seconds, timed_seconds(bound))
     yield Row("W1 stacked, split, 1x8: time, of the bound's", "1.7x", "1.35x", measured)
     speed = times(theirs.seconds, ours.seconds)
     yield Row("W1 stacked, split, 1x8: faster than Orbax", "1.8x", "3x", speed)

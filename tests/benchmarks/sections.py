@@ -1,7 +1,5 @@
 """What is measured of `reshard ckpt`, section by section, each against the figure to reach."""
 
-import json
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ from tests.benchmarks.bench import (
     module,
     problem,
     reshard,
+    timed_seconds,
 )
 from tests.benchmarks.measure import Baseline
 
@@ -62,10 +61,6 @@ def rate(other: float, ours: float) -> str:
     return f"{other / ours:.2f} ({ours:.2f} s to {other:.2f} s)"
 
 
-def bound_seconds(result: Result) -> float:
-    return statistics.median(json.loads(run.stdout)["seconds"] for run in result.runs)
-
-
 def disk(bench: Bench) -> Iterator[Row]:
     """W1 and W2 from 2x4 to 1x8, with zstd: against Orbax, and against the bound, which is taken
     twice, once in fresh memory and once in memory touched before.
@@ -82,7 +77,7 @@ def disk(bench: Bench) -> Iterator[Row]:
         )
         for memory, least in (("fresh", fresh), ("warm", warm)):
             measure = f"{name}: time, of the bound's in {memory} memory"
-            measured = times(ours.seconds, bound_seconds(least))
+            measured = times(ours.seconds, timed_seconds(least))
             yield Row(measure, "1.4x", "1.2x", measured)
         speed = times(theirs.seconds, ours.seconds)
         yield Row(f"{name}: faster than Orbax", "2.8x", "3.3x", speed)
