@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tensorstore as ts
+from by_numpy import viewed
 from flax import linen as nn
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from reshard.convert.align import align
 from reshard.convert.model import definition_orders, linen_classes, nnx_outline
@@ -51,21 +52,8 @@ def random_variables(module: nn.Module, *inputs: Any, seed: int = 0, **kwargs: A
 
 def zeroed(variables: Any, paths: Any) -> Any:
     """Variables with zeros in some leaves."""
-    wanted = set(paths)
-    return jax.tree_util.tree_map_with_path(
-        lambda keys, leaf: jnp.zeros_like(leaf) if path_of(keys) in wanted else leaf, variables
-    )
-
-
-def path_of(keys: Any) -> Path:
-    """A JAX key path through dicts."""
-    return tuple(str(key.key) for key in keys)
-
-
-def linen_leaves(variables: Any) -> dict[Path, Any]:
-    """Path -> leaf of Linen variables."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(variables)
-    return {path_of(keys): leaf for keys, leaf in leaves}
+    leaves = flatten_dict(variables)
+    return unflatten_dict(leaves | {path: jnp.zeros_like(leaves[path]) for path in paths})
 
 
 def classes_of(module: nn.Module, *inputs: Any, **kwargs: Any) -> dict[Path, str]:
@@ -80,19 +68,6 @@ def outline_of(make: Callable[[], Any]) -> Module:
     with definition_orders() as orders:
         state = state_of(make)
     return nnx_outline(state, orders)[1]
-
-
-def carried(alignment: Alignment, leaves: Mapping[Path, Any]) -> dict[Path, np.ndarray]:
-    """What the steps make of arrays."""
-    held = {path: ts.array(np.asarray(leaf)) for path, leaf in leaves.items()}
-    made = set()
-    for step in alignment.map.rows():
-        views = [held.pop(path) for path in step.inputs]
-        if step.operation is not None:
-            views = step.operation.views(views)
-        held.update(zip(step.outputs, views, strict=True))
-        made.update(step.outputs)
-    return {path: held[path].read().result() for path in made}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,9 +91,10 @@ def convert(
     variables: Any, make: Callable[[], Any], classes: Mapping[Path, str] | None = None
 ) -> Converted:
     """Aligns Linen variables with the NNX model that a function makes, and fills it with them."""
-    leaves = linen_leaves(variables)
+    leaves = flatten_dict(variables)
     alignment = align(linen_outline(leaves, classes), outline_of(make))
-    values = carried(alignment, leaves)
+    made = viewed(alignment.map, leaves)
+    values = {path: made[path] for path in alignment.map.values}
     model = make()
     parts = flatten_state(model)
     filled = []

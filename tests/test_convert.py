@@ -20,7 +20,7 @@ import v1
 from flax import linen as nn
 from flax import nnx
 from flax.training import train_state
-from flax.traverse_util import unflatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
@@ -2196,12 +2196,6 @@ TREES_OF_NAMES = st.recursive(
 ).filter(lambda tree: isinstance(tree, dict))
 
 
-def shapes_of(tree, path=()):
-    if not isinstance(tree, dict):
-        return {path: tree}
-    return {p: s for key, below in tree.items() for p, s in shapes_of(below, (*path, key)).items()}
-
-
 @given(
     collections=st.dictionaries(
         st.sampled_from(["params", "batch_stats", "cache"]), TREES_OF_NAMES, min_size=1
@@ -2213,7 +2207,7 @@ def test_any_tree_goes_there_and_back(collections, data, tmp_path_factory):
     """With a map of other names, lists among them: without a model, by the record, and by the map
     backwards."""
     folder = tmp_path_factory.mktemp("tree")
-    shapes = shapes_of(collections | {"params": collections.get("params", {"p": (2,)})})
+    shapes = flatten_dict(collections | {"params": collections.get("params", {"p": (2,)})})
     rng = np.random.default_rng(0)
     leaves, names, rules = {}, {}, ["to = 'nnx'"]
     order = data.draw(st.permutations(list(shapes)))

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from converted import Compact, convert, linen_leaves, outline_of, random_variables, zeroed
+from converted import Compact, convert, outline_of, random_variables, zeroed
 from flax import linen as nn
 from flax import nnx
+from flax.traverse_util import flatten_dict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import examples
@@ -331,7 +332,7 @@ def test_lists_and_dicts_of_setup():
     assert {step.origin for step in got.alignment.map.rows()} == {"path"}
     assert_same_output(got, Twin.__call__, Model(), variables, INPUT)
     # Paths say it too.
-    leaves = linen_leaves(variables)
+    leaves = flatten_dict(variables)
     others = {
         p: x for step in got.alignment.map.rows() for p, x in ((step.outputs[0], step.inputs[0]),)
     }

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from converted import Compact, convert, linen_leaves, random_variables
+from converted import Compact, convert, random_variables
 from flax import linen as nn
 from flax import nnx
+from flax.traverse_util import flatten_dict
 
 from reshard.convert.align import align
 from reshard.convert.module_tree import linen_outline, path_outline
@@ -243,7 +244,7 @@ def test_the_table_has_every_layer():
 def test_layers_have_the_leaves_that_are_on_record(name):
     layer = TABLE[name]
     found = {"linen": {}, "nnx": {}}
-    for path, leaf in linen_leaves(variables_of(layer)).items():
+    for path, leaf in flatten_dict(variables_of(layer)).items():
         found["linen"]["/".join(path)] = f"{leaf.shape}:{leaf.dtype}"
     for leaf in flatten_state(layer.nnx()).leaves:
         if leaf.wrapper is not None and "rngs" not in leaf.path:  # the record has variables only
@@ -257,7 +258,7 @@ def test_layers_have_the_leaves_that_are_on_record(name):
 @pytest.mark.parametrize("name", sorted(set(TABLE) - {"SimpleCell"}))
 def test_the_paths_of_both_sides_are_enough_where_no_class_is_known(name):
     layer, zeros = TABLE[name], ZEROS.get(name, [])
-    leaves = linen_leaves(variables_of(layer))
+    leaves = flatten_dict(variables_of(layer))
     others = {leaf.path: leaf.value for leaf in flatten_state(layer.nnx()).leaves}
     random = {path for path in others if "rngs" in path}
     found = align(linen_outline(leaves), path_outline(others))
@@ -269,7 +270,7 @@ def test_the_paths_of_both_sides_are_enough_where_no_class_is_known(name):
 
 def test_a_simple_cell_is_not_taken_for_one_by_its_names_alone():
     layer = TABLE["SimpleCell"]
-    leaves = linen_leaves(variables_of(layer))
+    leaves = flatten_dict(variables_of(layer))
     others = {leaf.path: leaf.value for leaf in flatten_state(layer.nnx()).leaves}
     found = align(linen_outline(leaves), path_outline(others))
     assert found.map.rows() == []
@@ -339,7 +340,7 @@ def test_a_layer_that_nnx_lacks_becomes_no_other(name, named):
 
 
 def test_gates_that_differ_in_size_are_not_joined():
-    leaves = linen_leaves(variables_of(TABLE["GRU"]))
+    leaves = flatten_dict(variables_of(TABLE["GRU"]))
     leaves["params", "ir", "kernel"] = np.zeros((8, 5))
     found = align(linen_outline(leaves), converted.outline_of(TABLE["GRU"].nnx))
     assert found.map.rows() == []
@@ -349,7 +350,7 @@ def test_gates_that_differ_in_size_are_not_joined():
 
 
 def test_leaves_of_another_collection_are_refused():
-    leaves = linen_leaves(variables_of(TABLE["BatchNorm"]))
+    leaves = flatten_dict(variables_of(TABLE["BatchNorm"]))
     moved = {path: leaf for path, leaf in leaves.items() if path[-1] in ("scale", "bias")}
     moved["params", "mean"] = leaves["batch_stats", "mean"]
     moved["statistics", "var"] = leaves["batch_stats", "var"]
@@ -401,7 +402,7 @@ class TestNorms:
 
         inputs = (some(5, 8),)
         variables = random_variables(Compact(function), *inputs)
-        assert ("params", "WeightNorm_0", "Dense_1/kernel/scale") in linen_leaves(variables)
+        assert ("params", "WeightNorm_0", "Dense_1/kernel/scale") in flatten_dict(variables)
         made = convert(variables, Twin)
         assert (made.lost, made.unfilled) == (set(), set())
         assert {step.origin for step in made.alignment.map.rows()} == {"structure"}
@@ -452,7 +453,7 @@ class TestNorms:
 
         inputs = (some(5, 8),)
         variables = random_variables(Compact(function), *inputs)
-        assert ("batch_stats", "SpectralNorm_0", "Inner_0/Dense_0/kernel/u") in linen_leaves(
+        assert ("batch_stats", "SpectralNorm_0", "Inner_0/Dense_0/kernel/u") in flatten_dict(
             variables
         )
         made = convert(
@@ -464,7 +465,7 @@ class TestNorms:
         assert_same_outputs(made.model["n"](*inputs), expected)
 
     def test_without_the_layer_that_they_are_for(self):
-        leaves = linen_leaves(variables_of(TABLE["WeightNorm"]))
+        leaves = flatten_dict(variables_of(TABLE["WeightNorm"]))
         del leaves["params", "layer_instance", "kernel"]
         found = align(linen_outline(leaves), converted.outline_of(TABLE["WeightNorm"].nnx))
         assert list(map(str, found.map.rows())) == [

@@ -9,7 +9,7 @@ import tomllib
 import layouts
 import numpy as np
 import pytest
-import tensorstore as ts
+from by_numpy import viewed
 from flax import nnx
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -110,18 +110,6 @@ def named(globs, paths):
     """The paths that globs name."""
     texts = {glob_text(path): path for path in paths}
     return {texts[text] for glob in globs for text in named_by(texts, glob)}
-
-
-def done(rows, arrays):
-    """What rows, or those of a map, make of arrays, by the views of their operations."""
-    views = {path: ts.array(array) for path, array in arrays.items()}
-    for one in rows.sequence() if isinstance(rows, LeafMap) else rows:
-        inputs = [views.pop(path) for path in one.inputs]
-        outputs = inputs if one.operation is None else one.operation.views(inputs)
-        for path, view in zip(one.outputs, outputs, strict=True):
-            assert path not in views
-            views[path] = view
-    return {path: np.asarray(view.read().result()) for path, view in views.items()}
 
 
 def bits(arrays):
@@ -509,7 +497,7 @@ def test_a_scanned_model_and_its_longer_positions(data):
     assert printed(mapped.map.shapes) == expected
 
     arrays = arrays_of(tree(shapes))
-    values = {format_path(path): value for path, value in done(mapped.map, arrays).items()}
+    values = {format_path(path): value for path, value in viewed(mapped.map, arrays).items()}
     true = {new: old for old, new in looped["map"].items()}
     for text, value in values.items():
         old = true[text]
@@ -521,7 +509,7 @@ def test_a_scanned_model_and_its_longer_positions(data):
             value = value[:, 1:]
         assert value.tobytes() == wanted.tobytes(), text
 
-    back = done(mapped.map.inverse(), done(mapped.map, arrays))
+    back = viewed(mapped.map.inverse(), viewed(mapped.map, arrays))
     assert bits(back) == bits(arrays)
 
 
@@ -784,19 +772,19 @@ def test_rules_do_to_arrays_what_they_say_and_can_be_undone(case):
     kept = {
         path: shape for path, shape in tree(shapes).items() if path not in [*mapped.map.dropped]
     }
-    made = done(mapped.map, {path: arrays[path] for path in kept})
+    made = viewed(mapped.map, {path: arrays[path] for path in kept})
     assert bits({format_path(path): value for path, value in made.items()}) == bits(expected)
     assert mapped.map.shapes == {path: value.shape for path, value in made.items()}
     assert mapped.map.sources() == kept
 
-    undone = done(mapped.map.inverse(), made)
+    undone = viewed(mapped.map.inverse(), made)
     assert bits(undone) == bits({path: arrays[path] for path in kept})
 
     again = apply(write_map(mapped.map, mapped.initial), shapes)
     assert again.map.values == mapped.map.values
-    assert bits(done(again.map, {path: arrays[path] for path in kept})) == bits(made)
+    assert bits(viewed(again.map, {path: arrays[path] for path in kept})) == bits(made)
     back = apply_map(inverse(read_map("map.toml")), mapped.map.shapes)
-    assert bits(done(back.map, made)) == bits(undone)
+    assert bits(viewed(back.map, made)) == bits(undone)
     assert back.map.values == mapped.map.inverse().values
     assert named(back.initial, tree(shapes)) == {*mapped.map.dropped}
 
@@ -1009,7 +997,7 @@ def test_a_whole_map_reads_back_and_works_in_both_directions(conversion, initial
     if not any("*" in key for path in dropped for key in path if isinstance(key, str)):
         assert named(back.initial, leaves) == {*dropped}
     arrays = arrays_of(kept)
-    assert bits(done(back.map, done(steps, arrays))) == bits(arrays)
+    assert bits(viewed(back.map, viewed(steps, arrays))) == bits(arrays)
 
 
 def test_the_opposite_direction_of_what_stays_out():
@@ -1082,7 +1070,7 @@ def test_rules_with_several_operations_in_the_opposite_direction():
     )
     assert printed(back.map.shapes) == shapes
     arrays = arrays_of(tree(shapes))
-    assert bits(done(back.map, done(mapped.map, arrays))) == bits(arrays)
+    assert bits(viewed(back.map, viewed(mapped.map, arrays))) == bits(arrays)
 
 
 def test_rules_that_have_no_opposite_direction():

@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from flax.traverse_util import flatten_dict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import examples
@@ -53,8 +54,7 @@ def leaves(module):
 def variables_of(module, *inputs):
     """Path -> abstract leaf of what `init` returns."""
     made = jax.eval_shape(module.init, jax.random.key(0), *inputs)
-    found, _ = jax.tree_util.tree_flatten_with_path(nn.meta.unbox(made))
-    return {tuple(key.key for key in keys): leaf for keys, leaf in found}
+    return flatten_dict(nn.meta.unbox(made))
 
 
 class TestLinen:

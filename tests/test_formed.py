@@ -1,7 +1,6 @@
 """Arrays formed of stored ones: on real checkpoints, against numpy, as Orbax itself reads them."""
 
 import dataclasses
-import itertools
 import json
 import math
 import re
@@ -14,6 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
+from by_numpy import in_numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
@@ -87,14 +87,12 @@ def put(values, spec, sizes=(2, 4)):
 
 def write(path, tree, **kwargs):
     """Saves a tree with Orbax, and opens it."""
-    layouts.save_pytree(path, tree, **kwargs)
-    return reshard.open(path)
+    return reshard.open(layouts.save_pytree(path, tree, **kwargs))
 
 
 def load(path):
     """What Orbax reads: path -> leaf."""
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        return layouts.saved_leaves(checkpointer.restore(path))
+    return layouts.saved_leaves(layouts.load_pytree(path))
 
 
 def values_of(tree):
@@ -119,34 +117,6 @@ def source(tmp_path_factory):
         return made[name]
 
     return get
-
-
-def in_numpy(operation, arrays):
-    """An operation, by numpy."""
-    one = arrays[0] if arrays else None
-    match operation:
-        case Transpose(axes):
-            return [np.transpose(one, axes)]
-        case Reshape(shape):
-            return [one.reshape(shape)]
-        case Split(axis, sizes):
-            return np.split(one, list(itertools.accumulate(sizes))[:-1], axis)
-        case Concat(axis):
-            return [np.concatenate(arrays, axis)]
-        case Stack(axis):
-            return [np.stack(arrays, axis)]
-        case Unstack(axis, count):
-            return [np.take(one, i, axis) for i in range(count)]
-        case Pad(widths, fill):
-            sizes = [a + n + b for n, (a, b) in zip(one.shape, widths, strict=True)]
-            whole = np.full(sizes, np.array(fill, one.dtype), one.dtype)
-            whole[tuple(slice(a, n - b) for n, (a, b) in zip(sizes, widths, strict=True))] = one
-            return [whole]
-        case Crop(widths):
-            inside = (slice(a, n - b) for n, (a, b) in zip(one.shape, widths, strict=True))
-            return [one[tuple(inside)]]
-        case Constant(values):
-            return [values]
 
 
 class Forming:

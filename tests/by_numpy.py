@@ -1,0 +1,63 @@
+"""What operations make of arrays: by numpy, and by their own views."""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from reshard.arrays.operations import (
+    Concat,
+    Constant,
+    Crop,
+    Pad,
+    Reshape,
+    Split,
+    Stack,
+    Transpose,
+    Unstack,
+)
+from reshard.convert.leafmap import LeafMap, Row
+
+
+def in_numpy(operation: Any, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """An operation, by numpy."""
+    match operation:
+        case Concat(axis):
+            return [np.concatenate(arrays, axis)]
+        case Stack(axis):
+            return [np.stack(arrays, axis)]
+        case Constant(values):
+            return [values]
+    (one,) = arrays
+    match operation:
+        case Transpose(axes):
+            return [np.transpose(one, axes)]
+        case Reshape(shape):
+            return [one.reshape(shape)]
+        case Split(axis, sizes):
+            return np.split(one, list(itertools.accumulate(sizes))[:-1], axis)
+        case Unstack(axis, count):
+            return [np.take(one, i, axis) for i in range(count)]
+        case Pad(widths, fill):
+            sizes = [a + n + b for n, (a, b) in zip(one.shape, widths, strict=True)]
+            whole = np.full(sizes, np.array(fill, one.dtype), one.dtype)
+            whole[tuple(slice(a, n - b) for n, (a, b) in zip(sizes, widths, strict=True))] = one
+            return [whole]
+        case Crop(widths):
+            inside = (slice(a, n - b) for n, (a, b) in zip(one.shape, widths, strict=True))
+            return [one[tuple(inside)]]
+    raise AssertionError(operation)
+
+
+def viewed(rows: LeafMap | Iterable[Row], arrays: Mapping[Any, Any]) -> dict[Any, np.ndarray]:
+    """What rows, or those of a map, make of arrays, by the views of their operations."""
+    views = {path: ts.array(np.asarray(array)) for path, array in arrays.items()}
+    for one in rows.sequence() if isinstance(rows, LeafMap) else rows:
+        inputs = [views.pop(path) for path in one.inputs]
+        outputs = inputs if one.operation is None else one.operation.views(inputs)
+        for path, view in zip(one.outputs, outputs, strict=True):
+            assert path not in views
+            views[path] = view
+    return {path: np.asarray(view.read().result()) for path, view in views.items()}
