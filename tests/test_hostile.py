@@ -31,7 +31,6 @@ from tensorstore import ocdbt
 
 import reshard
 from reshard import cli
-from reshard.arrays import zarr
 from reshard.arrays.reshaping import reshaped_view
 from reshard.cli.model_argument import read_rules
 from reshard.storage.btree import decoded_bytes
@@ -871,49 +870,6 @@ def test_files_that_are_no_chunks_are_left_out(tmp_path, base):
         (path / "w" / chunk).unlink()
         text = "w: 1 of its 4 stored chunks are missing"
         refused(lambda path=path: reshard.save(reshard.open(path), tmp_path / "o"), Corrupt, text)
-
-
-@pytest.mark.parametrize("form", ["zarr", "zarr slash", "zarr3", "zarr3 dot", "zarr3 v2"])
-@pytest.mark.parametrize("shape", [(), (5,), (4, 12)])
-def test_keys_of_chunks(form, shape):
-    """Those that TensorStore writes, and only those, are keys of chunks."""
-    driver, _, keys = form.partition(" ")
-    metadata: Json = {"dimension_separator": "/"} if keys == "slash" else {}
-    if keys in ("dot", "v2"):
-        name = "default" if keys == "dot" else "v2"
-        metadata = {"chunk_key_encoding": {"name": name, "configuration": {"separator": "."}}}
-    context = ts.Context()
-    array = ts.open(
-        {"driver": driver, "kvstore": "memory://", "metadata": metadata},
-        create=True,
-        dtype=ts.int8,
-        shape=shape,
-        chunk_layout=ts.ChunkLayout(chunk_shape=[1] * len(shape)) if shape else None,
-        context=context,
-    ).result()
-    array.write(np.ones(shape, np.int8)).result()
-    store = ts.KvStore.open("memory://", context=context).result()
-    found = {key.decode(): store.read(key).result().value for key in store.list().result()}
-    (name,) = {".zarray", "zarr.json"} & set(found)
-    encoding = zarr.parse_encoding(found.pop(name))
-    pattern = encoding.chunk_keys(len(shape))
-    indices = {tuple(map(int, pattern.fullmatch(key).groups())) for key in found}
-    assert indices == set(np.ndindex(*shape))
-    assert {encoding.chunk_key(index) for index in indices} == set(found)
-    assert {encoding.chunk_index(key, len(shape)) for key in found} == indices
-    for key in ("", "x", "c/x", ".zarray", "-1", "0.0.__lock", "1e0", "٣"):
-        assert pattern.fullmatch(key) is None
-
-
-def test_an_array_named_like_a_chunk_of_another(tmp_path):
-    tree = {"a": np.arange(5), "a/0": np.arange(7)}
-    layouts.save_pytree(tmp_path / "saved", tree)
-    for link in (True, False):
-        out = tmp_path / f"out{link}"
-        reshard.save(reshard.open(tmp_path / "saved"), out, link=link)
-        got = reshard.open(out)
-        for name, values in tree.items():
-            assert np.array_equal(got[(name,)].view().read().result(), values)
 
 
 def test_renaming_out_of_the_destination(tmp_path, base):

@@ -196,21 +196,6 @@ def test_specs_survive_jax_and_text(spec):
     assert mesh_lib.normalize_spec(mesh_lib.spec_text(spec)) == spec
 
 
-@pytest.mark.parametrize(
-    ("spec", "printed", "typed"),
-    [
-        ((), "P()", ""),
-        (((),), "P(None)", ""),
-        ((("data",),), "P('data')", "data"),
-        ((("data",), ("x", "y"), ()), "P('data', ('x', 'y'), None)", "data,x+y,"),
-        (((), ("model",)), "P(None, 'model')", ",model"),
-    ],
-)
-def test_how_specs_are_written(spec, printed, typed):
-    assert mesh_lib.format_spec(spec) == printed
-    assert mesh_lib.spec_text(spec) == typed
-
-
 def test_rename_axes_renames_and_replicates():
     spec = (("data", "model"), (), ("model",), ("x",))
     assert mesh_lib.rename_axes(spec, {"model": "tensor", "x": ""}) == (

@@ -168,23 +168,6 @@ def test_shapes_and_views_are_those_of_numpy(case, dtype):
     assert_equal(map(read, views), expected)
 
 
-@settings(deadline=None, max_examples=examples(150))
-@given(st.data())
-def test_views_of_views(data):
-    """Several operations after one another, on the first of what each has made."""
-    arrays = numbered([data.draw(st.sampled_from([(), (4,), (6, 8), (2, 3, 4)]))])
-    views = [ts.array(x) for x in arrays]
-    for _ in range(3):
-        place = data.draw(st.integers(0, len(arrays) - 1))
-        case = data.draw(cases(least=1, shape=arrays[place].shape))
-        count = len(case.shapes)
-        arrays, views = (
-            case.outputs([arrays[place]] * count),
-            case.operation.views([views[place]] * count),
-        )
-        assert_equal(map(read, views), arrays)
-
-
 @settings(deadline=None, max_examples=examples(300))
 @given(cases(kinds=[kind for kind in KINDS if kind != "crop"]))
 def test_the_inverse_undoes_an_operation(case):

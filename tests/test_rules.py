@@ -99,12 +99,6 @@ def test_every_regex_that_does_not_compile_is_named():
     )
 
 
-def test_a_spec_that_is_none():
-    with pytest.raises(ShardingError) as caught:
-        match_specs(LEAVES, [("kernel", ["data", 3])])
-    assert str(caught.value) == "not a partition spec: ['data', 3]"
-
-
 # Logical names: the forms of rules.
 
 
@@ -311,47 +305,6 @@ def test_the_two_readings_agree_where_nothing_occurs_twice(names, rules):
     linen, other = (resolve_names(names, parsed, semantics, False) for semantics in SEMANTICS)
     axes = [axis for entry in other.spec for axis in entry]
     assert (linen == other) == (len(set(axes)) == len(axes))
-
-
-@pytest.mark.parametrize(
-    ("names", "rules", "linen", "passed_on"),
-    [
-        (
-            ("embed", "mlp"),
-            [("embed", "model"), ("mlp", "model")],
-            ((("model",), ()), (0,), ()),
-            ((("model",), ("model",)), (0, 1), ()),
-        ),
-        (
-            ("mlp", "embed"),
-            [("embed", "model"), ("mlp", "model")],
-            (((), ("model",)), (0,), ()),
-            ((("model",), ("model",)), (1, 0), ()),
-        ),
-        (
-            ("embed", "mlp"),
-            [("embed", "data"), ("embed", None)],
-            ((("data",), ()), (0,), ("mlp",)),
-            (((), ("mlp",)), (1,), ("mlp",)),
-        ),
-        (
-            ("mlp", "embed"),
-            [("mlp", "data"), ("embed", "data"), ("embed", ("x", "y"))],
-            ((("data",), ("x", "y")), (0, 2), ()),
-            ((("data",), ("x", "y")), (0, 2), ()),
-        ),
-        (
-            ("mlp", None, ("x", "data"), "embed"),
-            [("mlp", ("data", "model")), ("mlp", "model"), ("embed", None), ("embed", "y")],
-            ((("model",), (), ("x", "data"), ()), (1, 2), ()),
-            ((("model",), (), ("x", "data"), ("y",)), (1, 3), ()),
-        ),
-    ],
-)
-def test_where_the_two_readings_differ(names, rules, linen, passed_on):
-    parsed = parse_rules(rules, ())
-    assert resolve_names(names, parsed, "linen", passes=False) == linen
-    assert resolve_names(names, parsed, "nnx", passes=True) == passed_on
 
 
 def test_a_name_that_is_there_twice():

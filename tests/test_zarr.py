@@ -298,7 +298,7 @@ def test_chunks_moved_below_another_axis(document, axis):
 
 
 @settings(deadline=None, max_examples=examples(60))
-@given(st.data(), st.sampled_from(["2.", "2/", "3", "3.", "3/"]))
+@given(st.data(), st.sampled_from(["2.", "2/", "3", "3.", "3/", "3v2"]))
 def test_keys_are_those_of_tensorstore(data, kind):
     shape = tuple(data.draw(st.lists(st.integers(1, 12), max_size=3)))
     chunk = tuple(data.draw(st.integers(max(1, size // 3), size)) for size in shape)
@@ -306,7 +306,9 @@ def test_keys_are_those_of_tensorstore(data, kind):
         document = zarr2(shape, chunk, dimension_separator=kind[1])
     else:
         document = zarr3(shape, chunk)
-        if kind[1:]:
+        if kind == "3v2":
+            document["chunk_key_encoding"] = {"name": "v2", "configuration": {"separator": "."}}
+        elif kind[1:]:
             document["chunk_key_encoding"]["configuration"] = {"separator": kind[1:]}
     memory = Memory()
     memory.open(document).write(random(shape)).result()
@@ -315,6 +317,10 @@ def test_keys_are_those_of_tensorstore(data, kind):
     keys = [encoding(document).chunk_key(place) for place in places]
     assert set(keys) == set(memory.chunks())
     assert [encoding(document).chunk_index(key, len(shape)) for key in keys] == places
+    pattern = encoding(document).chunk_keys(len(shape))
+    assert [tuple(map(int, pattern.fullmatch(key).groups())) for key in keys] == places
+    for key in ("", "x", "c/x", ".zarray", "-1", "0.0.__lock", "1e0", "٣"):
+        assert pattern.fullmatch(key) is None
 
 
 def test_a_document_without_a_separator():
