@@ -99,8 +99,7 @@ def large(tmp_path_factory) -> pathlib.Path:
     bits = np.random.default_rng(0).bytes(48 << 20)
     array = np.frombuffer(bits, np.uint32).reshape(3072, 4096)
     sharded = jax.device_put(array, NamedSharding(mesh, P("data", "model")))
-    layouts.save_standard(path, {f"array_{i}": sharded for i in range(4)})
-    return path
+    return layouts.save_standard(path, {f"array_{i}": sharded for i in range(4)})
 
 
 @pytest.fixture
@@ -305,12 +304,6 @@ column  float32[4x8]  P(None, 'model') on data=2,model=4: 4 shards of 4x2
 | 0,4 | 1,5 | 2,6 | 3,7 |
 +-----+-----+-----+-----+
 """,
-    ("column", "data=1,model=8"): """\
-column  float32[4x8]  P(None, 'model') on data=1,model=8: 8 shards of 4x1
-+---+---+---+---+---+---+---+---+
-| 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |
-+---+---+---+---+---+---+---+---+
-""",
     ("rows", None): """\
 rows  float32[16x8]  P(('data', 'model'), None) on data=2,model=4: 8 shards of 2x8
 +---+
@@ -336,12 +329,6 @@ swapped  float32[16x8]  P(None, ('model', 'data')) on data=2,model=4: 8 shards o
 +---+---+---+---+---+---+---+---+
 | 0 | 4 | 1 | 5 | 2 | 6 | 3 | 7 |
 +---+---+---+---+---+---+---+---+
-""",
-    ("replicated", None): """\
-replicated  float32[4x4]  P() on data=2,model=4: 1 shard of 4x4
-+-----+
-| 0-7 |
-+-----+
 """,
     ("replicated", "data=8,model=512"): """\
 replicated  float32[4x4]  P() on data=8,model=512: 1 shard of 4x4
@@ -480,22 +467,6 @@ def test_ckpt_one_step_of_a_root(cwd):
 
 
 # --- mistakes ------------------------------------------------------------------------------------
-
-
-def test_meshes_that_do_not_agree_name_no_axes(cwd):
-    ran = reshard(cwd, "ckpt", "shapes", "out", "--to", "2x4")
-    assert ran == (
-        2,
-        "",
-        """\
-Error: `2x4` takes its axis names from the saved meshes, and they do not agree on them
-  data=2,model=2,pipe=2
-  data=2,model=4
-
-hint: write the axes out: `axis0=2,axis1=4`
-""",
-    )
-    assert not (cwd / "out").exists()
 
 
 def test_all_problems_of_a_mesh_are_shown_and_the_hint_for_axes_works(cwd):

@@ -458,6 +458,7 @@ def test_refusals(corpus):
     pathlib.Path("rules.toml").write_text('rules = [["embed", "data"], ["mlp", ["model"]]]\n')
     pathlib.Path("wrong.toml").write_text(WRONG)
     pathlib.Path("broken.toml").write_text("rules = ")
+    pathlib.Path("map.toml").write_text("rule = [{ from = '^params/head/', to = 'head/' }]")
     model = ("--to", "1x8", "--model", "frozen_corpus:variables")
     for command in (
         ("inspect", "apart/nowhere"),
@@ -512,7 +513,22 @@ def test_refusals(corpus):
         ("ckpt", src, "out/no", "--to", "1x8", "--rules", "wrong.toml"),
         ("ckpt", src, "out/no", "--to", "1x8", "--rules", "broken.toml"),
         ("ckpt", manager, "out/no", "--step", "last"),
+        ("convert", linen, "out/no"),
         ("convert", linen, "out/no", "--to", "torch"),
+        ("convert", linen, "out/no", "--to", "nnx"),
+        ("convert", "apart/nowhere", "out/no", *to("nnx", "Model", *INIT)),
+        ("convert", linen, "out/no", *to("nnx", "Model", "--layout", "flax")),
+        ("convert", linen, "out/no", *to("nnx", "Model", "--layout", "nnx-state")),
+        ("convert", linen, "out/no", *to("nnx", "Model", *INIT), "--spec", "kernel$=model"),
+        ("convert", linen, "out/no", "--to", "nnx", "--model", "frozen_corpus"),
+        ("convert", linen, "out/no", "--to", "nnx", "--model", "nowhere/models.py:Net"),
+        ("convert", linen, "out/no", *to("nnx", "Model", "--source-model", "nowhere:Mlp")),
+        ("convert", linen, "out/no", *to("nnx", "Linen.Mlp")),
+        ("convert", linen, "out/no", *to("nnx", "filled")),
+        ("convert", linen, "out/no", *to("nnx", "LAYERS")),
+        ("convert", linen, "out/no", "--to", "nnx", "--map", "map.toml", "--init", "left"),
+        ("convert", linen, "out/no", "--to", "nnx", "--map", "map.toml", "--drop", "**/head/**"),
+        ("convert", linen, "out/no", *to("nnx", "Model"), "--map", "broken.toml"),
         ("convert", corpus.path("nnx-pure-dict"), "out/no", *to("linen", "variables", *DROP)),
         ("convert", linen, "out/no", "--to", "linen"),
         ("convert", linen, "out/no", "--to", "nnx", "--model", "frozen_corpus:Model"),
