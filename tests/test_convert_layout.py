@@ -480,8 +480,7 @@ def opened(cases, tmp_path_factory):
 
 
 def save(folder, tree):
-    layouts.save_pytree(folder / "saved", tree)
-    return reshard.open(folder / "saved")
+    return reshard.open(layouts.save_pytree(folder / "saved", tree))
 
 
 # What is saved

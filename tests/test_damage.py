@@ -8,7 +8,6 @@ import shutil
 import jax
 import layouts
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -24,9 +23,7 @@ def save(path, names="ab", shape=(256, 256), **form):
     rng = np.random.default_rng(0)
     sharding = NamedSharding(layouts.mesh((2, 4)), P("data", "model"))
     tree = {name: jax.device_put(layouts.random_array(rng, shape), sharding) for name in names}
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**form)) as checkpointer:
-        checkpointer.save(path, tree)
-    return path
+    return layouts.save_pytree(path, tree, **form)
 
 
 def jobs(path):

@@ -483,6 +483,3 @@ def test_integers_that_fit_and_that_do_not(tmp_path, source, target):
             f"{handle.data.name}: its values do not fit {target}\n"
             f"  from {min(value, 0)} to {max(value, 1)}, saved as {source}"
         )
-
-
-# What is broken.

@@ -572,8 +572,7 @@ COLLISION = {"a": {"b.c": np.arange(6.0)}, "a.b": {"c": -np.arange(6.0)}, "other
 
 @pytest.fixture(params=[{}, {"use_ocdbt": False}, {"use_zarr3": True}])
 def collided(request, tmp_path):
-    layouts.save_pytree(tmp_path / "saved", COLLISION, **request.param)
-    return reshard.open(tmp_path / "saved")
+    return reshard.open(layouts.save_pytree(tmp_path / "saved", COLLISION, **request.param))
 
 
 def test_two_leaves_under_one_name(collided, tmp_path):

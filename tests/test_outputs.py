@@ -63,8 +63,7 @@ def saved(tmp_path_factory):
         lambda leaf: rng.uniform(0.3, 1.0, leaf.shape).astype(np.float32), jax.eval_shape(linen)
     )
     path = tmp_path_factory.mktemp("saved") / "linen"
-    layouts.save_standard(path, tree)
-    return path
+    return layouts.save_standard(path, tree)
 
 
 def swapped(tmp_path):

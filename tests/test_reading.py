@@ -34,8 +34,7 @@ def put(values, name):
 
 
 def save(path, tree):
-    layouts.save_pytree(path, tree, use_ocdbt=False)
-    return path
+    return layouts.save_pytree(path, tree, use_ocdbt=False)
 
 
 def stored(path):

@@ -139,8 +139,7 @@ def large(tmp_path_factory):
     on = layouts.mesh((2, 4))
     tree = {f"w{i}": P("data", "model") for i in range(12)}
     tree = layouts.small_tree(on, tree, (2048, 2048))
-    layouts.save_pytree(path, tree)
-    return path
+    return layouts.save_pytree(path, tree)
 
 
 FOREVER = """

@@ -5,7 +5,6 @@ import pickle
 
 import layouts
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 
@@ -22,8 +21,7 @@ def many(tmp_path, monkeypatch):
     the digests of the arrays."""
     rng = np.random.default_rng(0)
     tree = {f"a{i}": rng.standard_normal((4 + i % 3 * 200, 3)) for i in range(COUNT)}
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save(tmp_path / "many", tree)
+    layouts.save_pytree(tmp_path / "many", tree)
     monkeypatch.setattr(array_store, "_MANY_VALUES", COUNT)
     monkeypatch.setattr(ocdbt, "_SMALL_NODE", 300)
     monkeypatch.setattr(ocdbt, "_PIECE", 7)

@@ -141,8 +141,7 @@ def together(params, axis=0, into="layers"):
 def put(path, tree):
     """The tree as a checkpoint."""
     shutil.rmtree(path, ignore_errors=True)
-    layouts.save_pytree(path, tree)
-    return reshard.open(path)
+    return reshard.open(layouts.save_pytree(path, tree))
 
 
 def read(path, like=None):
