@@ -1091,6 +1091,15 @@ def test_linen_in_nnx_and_nnx_in_linen():
     assert shardings(got) == flax_shardings(abstract, MESH)
 
 
+def test_nnx_in_linen_that_does_not_say_how_it_was_made():
+    """As from flax 0.12.12 on: another mode than the default would be among the metadata."""
+    leaf = jax.ShapeDtypeStruct((16, 24), "float32")
+    box = nnx.bridge.NNXMeta(nnx.Param, leaf, {OUT_SHARDING: ("data", "model")})
+    got = reshard.target({"kernel": box}, mesh=MESH)
+    assert got["kernel"].value.sharding == NamedSharding(MESH, P("data", "model"))
+    assert nnx.using_eager_sharding()
+
+
 # Meshes and contexts
 
 
