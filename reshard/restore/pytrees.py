@@ -9,6 +9,7 @@ path of a leaf: Linen's boxes (`Partitioned` and any other `AxisMetadata`) and N
 Orbax saves both as a level named `value`.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -287,7 +288,10 @@ def axis_names(leaf: StateLeaf) -> Names | None:
         return _names(getattr(names, "spec", names))
     if isinstance(wrapper, imported("flax.core.meta").Partitioned):
         return _names(wrapper.names)
-    return _names(getattr(wrapper, "get_partition_spec", lambda: None)())
+    # One of NNX inside of Linen makes a variable to tell, which by default would want a mesh.
+    nnx = imported("flax.nnx")
+    with contextlib.nullcontext() if nnx is None else nnx.use_eager_sharding(False):
+        return _names(getattr(wrapper, "get_partition_spec", lambda: None)())
 
 
 def _names(names: Any) -> Names | None:
