@@ -53,7 +53,7 @@ def small_tree(on: Mesh, seed: int, *, strings: bool = True, rich: bool = True) 
             "replicated": put((16, 8)),
         },
         "opt": {"count": jnp.int32(rng.integers(100))},
-        "float8": put((2, 24), None, "model", dtype="float8_e5m2"),
+        "float8": put((2, 24), None, "model", dtype="float8_e4m3fn"),
         "int4": put((2, 24), None, "model", dtype="int4"),
         "list": [put((8,), "model"), [None]],
         "one_device": jnp.asarray(layouts.random_array(rng, (5, 7))),
