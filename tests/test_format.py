@@ -13,7 +13,7 @@ import tensorstore as ts
 from click.testing import CliRunner
 from jax.sharding import NamedSharding, PartitionSpec
 from layouts import READERS
-from sampling import few
+from sampling import few, some
 
 import reshard
 from reshard.cli import command
@@ -83,21 +83,24 @@ def assert_same(got, expected):
 
 @pytest.fixture
 def assert_read(saved, read_by_orbax):
-    """All of Orbax's readers read what the source has, with and without a target."""
+    """Orbax's readers read what the source has, with and without a target: in the default run one
+    of them, another one for each format."""
 
-    def check(layout, out, on=None):
+    def check(layout, out, target, on=None):
         source = saved(layout)
-        for reader in source.readers:
+        first = [*STORES].index(target) % len(source.readers)
+        for reader in some([*source.readers[first:], *source.readers[:first]]):
             expected = read_by_orbax(layout, reader)
             layouts.assert_same_tree(READERS[reader](source, out), expected)
             if reader in source.target_readers:
-                target = layouts.abstract(source.tree, on or source.mesh)
-                got = READERS[reader](source, out, target)
+                abstract = layouts.abstract(source.tree, on or source.mesh)
+                got = READERS[reader](source, out, abstract)
                 layouts.assert_same_tree(got, layouts.plain_scalars(source.tree))
 
     return check
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("layout", "target"), PAIRS)
 def test_another_store_is_read_by_orbax(saved, assert_read, tmp_path, layout, target):
     source, out = saved(layout), tmp_path / "out"
@@ -115,11 +118,12 @@ def test_another_store_is_read_by_orbax(saved, assert_read, tmp_path, layout, ta
     )
     assert reshard.diff(source.path, out, values=True).equal
     assert reshard.verify(out).ok
-    assert_read(layout, out)
+    assert_read(layout, out, target)
     for array in written.arrays:
         assert array.chunk_shape == reshard.open(source.path)[array.path].chunk_shape
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("target", STORES)
 @pytest.mark.parametrize(
     "layout", few(sorted(layouts.LAYOUTS.keys() - STORES.keys()), "items", "manager", "rich", "v1")
@@ -131,7 +135,7 @@ def test_other_layouts_in_another_store(saved, assert_read, tmp_path, layout, ta
     made = {path.name for path in (out / source.inner).iterdir()}
     assert ("manifest.ocdbt" in made) == STORES[target]["ocdbt"]
     assert reshard.open(out, **source.open).source.format == WORDS[target]
-    assert_read(layout, out, layouts.mesh((1, 8)))
+    assert_read(layout, out, target, layouts.mesh((1, 8)))
 
 
 def old_tree(path):
@@ -517,7 +521,7 @@ def test_a_job_goes_on_in_its_format_alone(saved, assert_read, tmp_path):
         assert expected in str(caught.value)
     plan = save(**arguments)
     assert any(note.startswith("resumed") for note in plan.notes)
-    assert_read("standalone", out, layouts.mesh((1, 8)))
+    assert_read("standalone", out, target="zarr3-ocdbt", on=layouts.mesh((1, 8)))
 
 
 # Wrong values.
@@ -571,4 +575,4 @@ def test_on_the_command_line(saved, assert_read, tmp_path):
     flags = ["--ocdbt", "--format=zarr2", "--codec=zstd", "--file-size=1MiB"]
     run("ckpt", out, back, *flags)
     assert reshard.open(back).source.format == "OCDBT, zarr2"
-    assert_read("manager", back)
+    assert_read("manager", back, target="standalone")

@@ -22,19 +22,20 @@ HERE = pathlib.Path(__file__).parent
 TIMEOUT = 300  # seconds, after which a process hangs
 
 
-def environment(**variables):
-    """That of this process, less what conftest sets for it."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    paths = [str(HERE.parent), str(HERE), *filter(None, [kept.get("PYTHONPATH")])]
-    return kept | {"PYTHONPATH": os.pathsep.join(paths)} | variables
+def environment(devices=None):
+    """That of this process, with another number of simulated devices."""
+    _, *flags = os.environ["XLA_FLAGS"].split()
+    if devices is not None:
+        flags.append(f"--xla_force_host_platform_device_count={devices}")
+    paths = [str(HERE.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "XLA_FLAGS": " ".join(flags)}
 
 
 def start(script, *arguments):
     """A Python process of eight devices that runs a script, given as text."""
-    flags = "--xla_force_host_platform_device_count=8"
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
-        env=environment(XLA_FLAGS=flags, JAX_PLATFORMS="cpu"),
+        env=environment(devices=8),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -134,11 +135,11 @@ def test_a_process_reads_each_stored_byte_once(tmp_path, flags):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """A checkpoint of 192 MiB."""
+    """A checkpoint of 48 MiB."""
     path = tmp_path_factory.mktemp("large") / "saved"
     on = layouts.mesh((2, 4))
     tree = {f"w{i}": P("data", "model") for i in range(12)}
-    tree = layouts.small_tree(on, tree, (2048, 2048))
+    tree = layouts.small_tree(on, tree, (1024, 1024))
     return layouts.save_pytree(path, tree)
 
 
@@ -159,7 +160,7 @@ FOREVER = """
 """
 
 
-@pytest.mark.parametrize("memory", [None, "64MiB"])
+@pytest.mark.parametrize("memory", [None, "16MiB"])
 @pytest.mark.parametrize("lines", few([1, 3, 20], 3))
 def test_an_interrupt_ends_a_process_that_restores(large, memory, lines):
     """As it ends any other Python program, wherever it falls."""
@@ -184,7 +185,7 @@ INTERRUPTED = """
 
     mesh = Mesh(np.array(jax.devices()).reshape(1, 8), ("data", "model"))
     ckpt = reshard.open(sys.argv[1])
-    zeros = jax.device_put(np.zeros((2048, 2048), "float32"), NamedSharding(mesh, P(None, "model")))
+    zeros = jax.device_put(np.zeros((1024, 1024), "float32"), NamedSharding(mesh, P(None, "model")))
     module = nnx.Dict({handle.path[0]: nnx.Param(zeros) for handle in ckpt.arrays})
     expected = {handle.path[0]: handle.view().read().result() for handle in ckpt.arrays}
 
@@ -197,7 +198,7 @@ INTERRUPTED = """
                 signal.raise_signal(signal.SIGINT)
 
         try:
-            reshard.restore(ckpt, module, max_memory="40MiB", progress=progress)
+            reshard.restore(ckpt, module, max_memory="10MiB", progress=progress)
         except KeyboardInterrupt:
             pass
         else:
