@@ -34,10 +34,26 @@ def run(name: str, *arguments: str, cwd: pathlib.Path) -> subprocess.CompletedPr
     )
 
 
-def test_quickstart_restores_every_bit(tmp_path):
-    ran = run("quickstart", cwd=tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    first, *_, last = ran.stdout.splitlines()
+def quickstart_here(monkeypatch, *arguments):
+    for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
+        monkeypatch.setenv(name, os.environ[name])  # the example sets them
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", *arguments])
+    try:
+        example("quickstart", monkeypatch).main()
+    finally:
+        del sys.modules["quickstart"], sys.modules["mlp"]  # other tests have modules of these names
+
+
+@pytest.mark.parametrize("alone", few([False, True], False))
+def test_quickstart_restores_every_bit(alone, tmp_path, monkeypatch, capfd):
+    if alone:
+        ran = run("quickstart", cwd=tmp_path)
+        assert ran.returncode == 0, ran.stderr
+        printed = ran.stdout
+    else:
+        quickstart_here(monkeypatch)
+        printed = capfd.readouterr().out
+    first, *_, last = printed.splitlines()
     assert first == "Orbax saved 8 arrays on a 2x4 mesh."
     assert last == (
         "Orbax restored 8 arrays on 1x8, with a target and without: every bit is equal."
@@ -48,7 +64,7 @@ def test_quickstart_restores_every_bit(tmp_path):
 | 0,4 | 1,5 | 2,6 | 3,7 |
 +-----+-----+-----+-----+
 """
-        in ran.stdout
+        in printed
     )
     assert (
         """
@@ -56,15 +72,16 @@ def test_quickstart_restores_every_bit(tmp_path):
 | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |
 +---+---+---+---+---+---+---+---+
 """
-        in ran.stdout
+        in printed
     )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_quickstart_keeps_a_directory_that_is_in_use(tmp_path):
+def test_quickstart_keeps_a_directory_that_is_in_use(tmp_path, monkeypatch):
     (tmp_path / "notes").write_text("mine")
-    ran = run("quickstart", str(tmp_path), cwd=tmp_path)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (1, "", f"{tmp_path} is not empty\n")
+    with pytest.raises(SystemExit) as caught:
+        quickstart_here(monkeypatch, str(tmp_path))
+    assert caught.value.code == f"{tmp_path} is not empty"
     assert [path.name for path in tmp_path.iterdir()] == ["notes"]
 
 
