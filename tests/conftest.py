@@ -15,16 +15,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # runs once or twice, and is not worth being optimized.
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=16 --xla_backend_optimization_level=0"
-    " --xla_llvm_disable_expensive_passes=true"
+    " --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1"
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-# Much of what is compiled is compiled again, in another module or process.
+# Much of what is compiled is compiled again, in another module, process or run.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _compiled = tempfile.TemporaryDirectory(prefix="compiled-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import ctypes
 import functools
@@ -35,6 +35,7 @@ import sys
 import hypothesis
 import pytest
 import sampling
+from releases import older
 
 hypothesis.settings.register_profile("few", max_examples=10)
 # Files that take long go first: the last ones are short, so that no process waits for another.
@@ -67,6 +68,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not next(iter(cases)).get_closest_marker("every_combination"):
             for item in cases.keys() - sampling.covering(cases):
                 item.add_marker("exhaustive")
+
+
+def pytest_collection_finish() -> None:
+    """Keeps what is imported from being looked at by each collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -129,6 +136,23 @@ def _forgets():
     gc.collect()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
+
+
+@pytest.fixture(scope="module")
+def quickly_compiled():
+    """Compiles in half the time, with other emitters of XLA's, which do not keep all bits of NaNs:
+    for tests of models."""
+    from jax._src import compiler
+
+    def options(*args, _get=compiler.get_compile_options, **kwargs):
+        found = _get(*args, **kwargs)
+        if older("jaxlib", "0.11"):  # later ones may lack the option
+            found.env_option_overrides += [("xla_cpu_use_fusion_emitters", False)]
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "get_compile_options", options)
+        yield
 
 
 @pytest.fixture

@@ -38,6 +38,7 @@ from reshard.convert.conversion import conversion
 from reshard.tree import format_path
 from reshard.units import format_bytes
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 RANDOM = "**/rngs/**"
 CUSTOM = {"note": "keep me", "n": [1, 2]}
 INPUTS = np.random.default_rng(0).normal(size=(7, 4)).astype("float32")

@@ -26,6 +26,7 @@ from reshard.convert.module_tree import Leaf, Module, linen_outline, path_outlin
 from reshard.convert.scan_axis import Move, Placed, moves
 from reshard.tree import format_path
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 PAIRS = pathlib.Path(__file__).parent / "data/pairs"
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 

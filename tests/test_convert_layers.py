@@ -21,6 +21,7 @@ from reshard.convert.module_tree import linen_outline, path_outline
 from reshard.restore.pytrees import flatten_state
 from reshard.tree import format_path
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 LAYERS = json.loads((pathlib.Path(__file__).parent / "data/pairs/layers.json").read_text())
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 

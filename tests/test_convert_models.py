@@ -22,6 +22,7 @@ from twins import DECODER, TWINS
 
 import reshard
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 NAMES = pytest.mark.parametrize("name", TWINS)
 FEW = pytest.mark.parametrize("name", few(TWINS, "scanned", "gru", "gated"))
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}

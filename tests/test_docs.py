@@ -31,6 +31,7 @@ import reshard
 from reshard.convert.mapfile import read_map
 from reshard.convert.mapped import apply_map
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 TOPICS = {file.stem: file for file in sorted((ROOT / "reshard/cli/topics").glob("*.md"))}

@@ -15,6 +15,7 @@ from sampling import few
 
 import reshard
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 HERE = ("2x4", "1x8", False)
 # Pairs of meshes, in this process or in one of its own.

@@ -32,6 +32,7 @@ from sampling import few
 import reshard
 from reshard.errors import ShardingError
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 # The mesh that is saved on, and the one that is restored on: all devices along one axis, other
 # sizes of both axes, fewer devices, more devices.

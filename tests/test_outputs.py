@@ -17,6 +17,7 @@ from reshard.cli import apart, check
 from reshard.cli.apart import told_apart
 from reshard.convert.inputs import arguments_of
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 WIDTH = 6
 RANDOM = "**/rngs/**"
 

@@ -35,6 +35,7 @@ from reshard.restore.pytrees import flatten_state
 from reshard.sharding.annotations import LeafCoverage
 from reshard.sharding.mesh import Mesh
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 MESH = layouts.mesh((2, 4))
 KINDS = {
     "Auto": layouts.mesh((2, 4)),
