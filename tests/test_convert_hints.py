@@ -14,6 +14,7 @@ from flax import linen as nn
 from flax import nnx
 
 import reshard
+from reshard.convert.problems import covering_globs
 
 WIDTH, HIDDEN, TOKENS, HEADS = 8, 12, 5, 2
 NONE = "no name and no class tells which"
@@ -589,6 +590,88 @@ def test_a_level_above_an_nnx_model(tmp_path):
     error = refused(reshard.to_linen, path, lambda: linen, source=Wrapped)
     assert error.problems == ("all leaves are below `inner`, which the model has not",)
     assert error.hints[0] == r'reshard.rename(ckpt, [("(^|/)inner/", r"\1")]) takes it away'
+
+
+def test_a_level_above_does_not_hide_what_else_is_wrong(tmp_path):
+    """Shapes, what structure leaves open, and what is missing: all that is told without it."""
+    params = model_params(block="layer") | {"odd": linears("a", "b")}
+
+    class More(NnxModel):
+        def __init__(self):
+            super().__init__(heads=4)
+            self.dropout = nnx.Dropout(0.1, rngs=nnx.Rngs(0))
+
+    plain = refused(reshard.to_nnx, saved(tmp_path / "plain", {"params": params}), More)
+    assert plain.problems[0].startswith("params/layer_*/attention/query/kernel and blocks/*/")
+    assert "[8, 2, 4] in the checkpoint, [8, 4, 2] in the model" in plain.problems[0]
+    assert plain.problems[-1] == "dropout/rngs/key  threefry2x32 keys[]: missing"
+    tree = {"params": {"transformer": params}}
+    error = refused(reshard.to_nnx, saved(tmp_path / "linen", tree), More)
+    told = "all leaves are below `transformer`, which the model has not"
+    assert error.problems == (told, *plain.problems)
+    assert error.hints[0].startswith("reshard.rename")
+    assert error.hints[2:] == plain.hints
+
+
+def test_a_level_above_gates_in_one_array_is_told_with_the_rule_for_them(tmp_path):
+    params = params_of(Gated(3), jnp.zeros((1, WIDTH)))
+    plain = refused(
+        reshard.to_nnx, saved(tmp_path / "plain", {"params": params}), lambda: Parts(NnxGated)
+    )
+    # Less than half of the leaves would have a place, if all of these were open.
+    path = saved(tmp_path / "linen", {"params": {"net": params}})
+    error = refused(reshard.to_nnx, path, lambda: Parts(NnxGated))
+    told = "all leaves are below `net`, which the model has not"
+    assert (error.problems, error.hints[2:]) == ((told, *plain.problems), plain.hints)
+    # Both hints, one after the other.
+    rule = plain.hints[0].split(":\n", 1)[1]
+    (tmp_path / "map.toml").write_text(rule)
+    ckpt = reshard.rename(reshard.open(path), [(r"(^|/)net/", r"\1")])
+    ckpt = reshard.to_nnx(ckpt, lambda: Parts(NnxGated), map_file=tmp_path / "map.toml")
+    state = reshard.restore(ckpt, Parts(NnxGated))
+    for i, layer in enumerate(state.layers):
+        here = params[f"layer_{i}"]["gating_einsum"]
+        np.testing.assert_array_equal(here[1], layer.up_proj.kernel[...])
+
+
+def test_what_is_dropped_below_a_level_above_takes_its_moments_along(tmp_path):
+    params = model_params() | {"odd": linears("a")}
+    tree = {"params": {"net": params}, "opt_state": optax.adam(0.1).init({"net": params})}
+    path = saved(tmp_path / "linen", tree)
+    error = refused(reshard.to_nnx, path, NnxModel, drop="params/net/odd")
+    assert error.problems == ("all leaves are below `net`, which the model has not",)
+
+
+# Names with characters of their own
+
+
+class NnxOdd(nnx.Module):
+    def __init__(self):
+        self.layers = nnx.List([Tower() for _ in range(2)])
+
+
+def test_a_rule_that_is_shown_is_for_the_names_that_it_is_written_of(tmp_path):
+    odd = r"it's.(a)+{b}\n_"
+    params = {f"{odd}{i}": linears("one_0", "[1]") for i in range(2)}
+    path, file = saved(tmp_path / "linen", {"params": params}), tmp_path / "map.toml"
+    error = refused(reshard.to_nnx, path, NnxOdd)
+    (rule,) = [hint.partition("such as:")[2] for hint in error.hints if "from = " in hint]
+    assert rule.strip() == (
+        r"from = '''^params/it's\.\(a\)\+\{b\}\\n_(\d+)/\[1\]/''', to = 'params/layers/\1/one/1/'"
+    )
+    file.write_text(f"[[rule]]\n{rule.replace(', to = ', chr(10) + 'to = ')}\n")
+    state = reshard.restore(reshard.to_nnx(path, NnxOdd, map_file=file), NnxOdd())
+    for i, layer in enumerate(state.layers):
+        for j, name in enumerate(("one_0", "[1]")):
+            here = params[f"{odd}{i}"][name]
+            np.testing.assert_array_equal(here["kernel"], layer.one[j].kernel[...])
+
+
+def test_a_glob_for_a_key_with_a_star_names_that_alone():
+    paths = [("params", "a*", "w"), ("params", "ab", "w"), ("params", "q?"), ("params", "qr")]
+    names = {path: path for path in paths}
+    assert covering_globs(paths[::2], names) == [(r"params/a\*/w", 1), (r"params/q\?", 1)]
+    assert covering_globs(paths[:2], names) == [("**/w", 2)]
 
 
 def test_no_level_is_taken_away_where_that_finds_nothing(tmp_path):

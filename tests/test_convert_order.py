@@ -389,6 +389,65 @@ def test_a_table_that_a_map_takes_out_of_a_module_leaves_the_rest_where_it_is(tm
     )
 
 
+@pytest.mark.parametrize("to", [r"layers/{}/\1", r"params/layers/{}/\1", r"params/layers_{}/\1"])
+@pytest.mark.parametrize("known", [False, True])
+def test_layers_of_a_scan_become_those_of_a_list_by_any_name(known, to, tmp_path):
+    """Which are parts of the same leaves: none of them is another's."""
+
+    class Inner(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.LayerNorm(name="norm")(nn.Dense(3, name="dense")(x)), None
+
+    class Scanned(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            axes, rngs = {"params": 0}, {"params": True}
+            return nn.scan(Inner, axes, split_rngs=rngs, length=2)(name="layers")(x, None)[0]
+
+    class Layer(nnx.Module):
+        def __init__(self):
+            self.norm, self.dense = nnx.LayerNorm(3, rngs=nnx.Rngs(0)), linear()
+
+    class Listed(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.List([Layer(), Layer()])
+
+    shapes = {"dense": DENSE, "norm": NORM}
+    stacked = {f"params/layers/{k}": {n: (2, *s) for n, s in x.items()} for k, x in shapes.items()}
+    linen = random_tree(stacked)
+    source = saved(tmp_path / "linen", linen)
+    file = tmp_path / "map.toml"
+    rule = f"[[rule]]\nfrom = '^params/layers/(.*)$'\nunstack = {{ axis = 0, into = '{to}' }}\n"
+    file.write_text(f"to = 'nnx'\n{rule}")
+    truth = {
+        f"layers/{i}/{k}/{n}/value": linen["params"]["layers"][k][n][i]
+        for i in range(2)
+        for k, held in shapes.items()
+        for n in held
+    }
+    model = None
+    if known:
+        model = lambda: Scanned().init(jax.random.key(0), jnp.ones((1, 3)))  # noqa: E731
+    assert not outcome(
+        lambda: reshard.to_nnx(source, Listed, map_file=file, source=model),
+        truth,
+        tmp_path / "forth",
+    )
+    there = {p.removesuffix("/value"): x for p, x in truth.items()}
+    trained = {}
+    for path, array in there.items():
+        *keys, last = path.split("/")
+        node = trained
+        for key in keys:
+            node = node.setdefault(key, {})
+        node[last] = array
+    back = reshard.to_linen(
+        saved(tmp_path / "nnx", trained), model or linen, source=Listed, map_file=file
+    )
+    layouts.assert_same_tree(loaded(back, tmp_path / "back"), linen)
+
+
 # Classes are those of flax
 
 

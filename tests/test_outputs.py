@@ -109,6 +109,35 @@ def test_modules_of_one_class_that_change_places_are_found(saved, tmp_path):
     assert module == "the first module whose output differs: LayerNorm_0 in Linen, last in NNX"
 
 
+def test_leaves_with_other_names_than_the_model_of_the_source_has_need_a_rule(saved, tmp_path):
+    rename = (r"^params/Dense_(\d)/", r"params/layer\1/")
+    ckpt = reshard.rename(reshard.open(saved), [rename])
+
+    class Named(Nnx):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.layer0, self.layer1 = self.first, self.second
+            del self.first, self.second
+
+        def __call__(self, x):
+            x = self.dropout(self.bn(self.layer0(x)))
+            return self.last(self.layer1(nnx.gelu(self.norm(x))))
+
+    with pytest.raises(reshard.ArgumentError) as info:
+        reshard.to_nnx(ckpt, Named, source=linen, init=RANDOM, check=True)
+    assert str(info.value) == (
+        "the Linen model has other leaves than the checkpoint\n"
+        '  Could not find parameter named "kernel" in scope "/Dense_0".\n\n'
+        "hint: if reshard.rename(ckpt, [(..., ...)]) has given the leaves other names: a rule of "
+        "map_file=... does so for the conversion alone"
+    )
+    (tmp_path / "map.toml").write_text("[[rule]]\nfrom = '{}'\nto = '{}'\n".format(*rename))
+    made = reshard.to_nnx(
+        saved, Named, source=linen, init=RANDOM, map_file=tmp_path / "map.toml", check=True
+    )
+    assert [note for note in made.notes if note.startswith("outputs equal")]
+
+
 def test_models_that_say_bfloat16_are_compared_in_float32(tmp_path):
     def model():
         return linen(Linen("bfloat16"))

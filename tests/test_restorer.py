@@ -1364,6 +1364,22 @@ def test_everything_at_once(plain, target):
     assert layouts.bytes_read() == before
 
 
+@pytest.mark.parametrize("key", ["params", "model"])
+def test_a_model_beside_its_optimizer_is_selected_and_renamed(key, tmp_path):
+    params = {"a*": {"kernel": np.ones((2, 3), "float32")}, "b": np.arange(3.0)}
+    moments = {"0": {"count": np.int32(3), "mu": params}}
+    tree = {key: params, "opt_state": moments, "step": np.int32(3)}
+    path = save_v0(tmp_path / "run", tree)
+    text = mismatch(path, params)
+    hint = next(line for line in text.splitlines() if "rename" in line)
+    chosen = f'reshard.select(reshard.open(path), "{key}/**")'
+    assert hint == f'hint: ckpt = reshard.rename({chosen}, [(r"^{key}/", r"")])'
+    ckpt = reshard.rename(reshard.select(reshard.open(path), f"{key}/**"), [(f"^{key}/", "")])
+    layouts.assert_same_tree(reshard.restore(ckpt, params), params)
+    # A tree of which that key is a part needs no new names.
+    assert "rename" not in mismatch(path, {key: params})
+
+
 def test_a_real_state_may_keep_what_is_missing(plain):
     path, tree = plain
     target = real(tree, layouts.mesh((1, 8)))

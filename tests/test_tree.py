@@ -170,6 +170,23 @@ LEAVES = [
 ]
 
 
+@pytest.mark.parametrize(
+    "path, glob",
+    [
+        (("a*",), r"a\*"),
+        (("**",), r"\*\*"),
+        (("x?y", 3, "w"), r"x\?y/3/w"),
+        (("a/*",), r'"a/\\*"'),
+        (("a\\*",), r"a\\*"),
+        (("a\\", "b.c"), "a\\/b.c"),
+    ],
+)
+def test_a_path_as_a_glob_names_it_alone(path, glob):
+    assert tree.format_glob(path) == glob
+    others = [("ab",), ("a",), ("xxy", 3, "w"), ("a/b",), ("a\\b",), ("a\\\\",), ("b.c",)]
+    assert tree.match_globs([path, *others], [glob]) == {path}
+
+
 def test_a_glob_that_matches_leaves_is_of_these_alone():
     """As it was when no glob was of modules; what it passes over is told."""
     paths = [("a", "kernel"), ("b", "kernel", "value"), ("c", "kernel", "value"), ("kernels",)]
