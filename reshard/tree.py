@@ -21,6 +21,8 @@ MAX_KEYS = 100
 
 _PLAIN = re.compile(r'[^/"\s\x00-\x1f\x7f]+')
 _WILD = re.compile(r"[*?]")
+_TOKEN = re.compile(r"(\\?[*?])")
+_WILDCARDS = {"*": r"[^\x00]*", "?": r"[^\x00]"}
 _COMPONENT = re.compile(r'"(?:[^"\\]|\\.)*"|[^/"]*')
 
 
@@ -71,7 +73,8 @@ def _components(text: str) -> tuple[str, ...]:
 
 
 def compile_glob(pattern: str) -> re.Pattern[str]:
-    """A glob over paths: `*` and `?` stay within one key, `**` spans any number of keys.
+    """A glob over paths: `*` and `?` stay within one key, `**` spans any number of keys, `\\*` and
+    `\\?` are these characters.
 
     Match it against `glob_text(path)`.
     """
@@ -80,9 +83,21 @@ def compile_glob(pattern: str) -> re.Pattern[str]:
         if key == "**":
             parts.append(r"(?:[^\x00]*\x00)*")
         else:
-            wild = re.escape(key).replace(r"\*", r"[^\x00]*").replace(r"\?", r"[^\x00]")
-            parts.append(wild + r"\x00")
+            # Between texts there are tokens; `\*` is the regex of a `*`, too.
+            for place, piece in enumerate(_TOKEN.split(key)):
+                parts.append(_WILDCARDS.get(piece, piece) if place % 2 else re.escape(piece))
+            parts.append(r"\x00")
     return re.compile("".join(parts), re.DOTALL)
+
+
+def format_glob(path: Path) -> str:
+    """The glob that names a path: `a*` as `a\\*`, all else as it is printed."""
+    return format_path(tuple(map(glob_key, path)))
+
+
+def glob_key(key: Key) -> str:
+    """The key of a glob that matches this key alone."""
+    return _WILD.sub(r"\\\g<0>", str(key))
 
 
 def glob_text(path: Path) -> str:

@@ -23,7 +23,7 @@ from reshard.convert.value_levels import (
 )
 from reshard.errors import TreeMismatchError
 from reshard.hints import Hint
-from reshard.tree import Path, format_path
+from reshard.tree import Path, format_glob
 
 # The trees that Linen and NNX save: kind -> what has it.
 KINDS = {
@@ -120,7 +120,7 @@ def collection_roots(top: Node, beside: Training) -> dict[Path, str]:
         places[name].append(path)
     twice = {name: paths for name, paths in places.items() if len(paths) > 1}
     if twice:
-        globs = [format_path(path) + "/**" for paths in twice.values() for path in paths]
+        globs = [format_glob(path) + "/**" for paths in twice.values() for path in paths]
         raise TreeMismatchError(
             "a collection is saved in two places",
             [f"`{name}`: {named(*paths)}" for name, paths in twice.items()],

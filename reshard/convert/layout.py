@@ -43,7 +43,7 @@ from reshard.convert.value_levels import (
 )
 from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.hints import Hint
-from reshard.tree import Path, format_key, format_path
+from reshard.tree import Path, format_glob, format_key, format_path
 
 _WHOLE = ("linen-params", "nnx-state", "nnx-pure-dict")  # the tree is the model
 
@@ -237,7 +237,7 @@ def _check_top(top: Node, names: Sequence[str]) -> None:
             "what looks like a state is not at the top of the tree",
             [f"there is {named(*paths)}" for paths in states.values()],
             [
-                Hint(("select_rename", format_key(key) + "/**", _beginning(key), ""))
+                Hint(("select_rename", format_glob((key,)) + "/**", _beginning(key), ""))
                 for key in states
             ],
         )

@@ -29,7 +29,7 @@ from reshard.convert.module_tree import (
 from reshard.convert.pairing import listed
 from reshard.convert.value_levels import COLLECTIONS
 from reshard.errors import TreeMismatchError
-from reshard.tree import Path, format_path, glob_text, named_by, nearest
+from reshard.tree import Path, format_glob, format_path, glob_text, named_by, nearest
 
 _RENAMES = (
     "`to = 'params/NAME/'` gives a module another name on Linen's side, and leaves it to the "
@@ -146,7 +146,7 @@ def by_map(
         if may:
             gone = [path for text, path in texts.items() if text in may]
             notes.append(f"left out, as `optional` says: {listed(gone)}")
-        initial, optional = tuple(map(format_path, mapped.map.dropped)), ()
+        initial, optional = tuple(map(format_glob, mapped.map.dropped)), ()
     linen = start if start.api == "linen" else end
     collections = COLLECTIONS.union(path[0] for path in linen.shapes)
     # On Linen's side paths begin with a collection.

@@ -18,6 +18,7 @@ from reshard.convert.replacement import (
     parse_replacement,
     whole_path,
 )
+from reshard.tree import format_path, glob_key, split_path
 
 _PATTERN = re.compile(r"(\(\\d\+\))|\\([1-9]\d?)|\\([^a-zA-Z0-9])|([^\\.^$*+?{}\[\]|()])")
 _REPLACEMENT = re.compile(r"\\(?:g<([1-9]\d?)>|([1-9]\d?))|(\\)\\|([^\\]+)")
@@ -56,8 +57,9 @@ class PathTemplate:
     @property
     def glob(self) -> str:
         """A glob for what the pattern matches, and for other texts in the place of numbers."""
-        text = "".join("*" if isinstance(piece, int) else piece for piece in self.pieces)
-        return text if self.whole else text.removesuffix("/")
+        text = "".join("\uffff" if isinstance(piece, int) else piece for piece in self.pieces)
+        keys = split_path(text if self.whole else text.removesuffix("/"))
+        return format_path(tuple(glob_key(key).replace("\uffff", "*") for key in keys))
 
     def pattern(self) -> Pattern:
         """The regex whose groups are the numbers.
