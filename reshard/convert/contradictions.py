@@ -83,10 +83,12 @@ class _Evidence:
                 ends_of = (source, path) if to == "nnx" else (path, source)
                 pair = (_text(ends_of[0]), _text(ends_of[1]))
                 self._by_map.append(pair)
-        # Those of the map by the modules that they are in, of Linen's and of NNX's.
+        # Those of the map by the modules that they are in, of Linen's and of NNX's, and by leaf.
         self._below: tuple[dict[Keys, list[Pair]], ...] = ({}, {})
+        self._of_leaf: tuple[dict[Keys, list[Pair]], ...] = ({}, {})
         for pair in self._by_map:
             for side, keys in enumerate((pair[0][1:], pair[1])):
+                self._of_leaf[side].setdefault(pair[side], []).append(pair)
                 for end in range(len(keys)):
                     self._below[side].setdefault(keys[:end], []).append(pair)
 
@@ -144,6 +146,8 @@ class _Evidence:
                         continue
                     for other in then[1 - side]:
                         place = _like(outlines, other, there[:-1])
+                        if place is not None and self._is_also(side, ends, other, outlines):
+                            continue
                         if place is not None and not side:
                             reason = "the map puts other leaves of it there"
                             return Abstention((now[0],), (place,), reason)
@@ -151,6 +155,16 @@ class _Evidence:
                             reason = f"the map puts leaves of {format_path(place)} there"
                             return Abstention((now[0],), (now[1],), reason)
         return None
+
+    def _is_also(self, side: int, pair: Pair, module: Keys, outline: Mapping[Keys, Module]) -> bool:
+        """Whether the map makes something else of a leaf, or it of something else, which is in this
+        module of the other side, where that belongs."""
+        found = (other for other in self._of_leaf[side][pair[side]] if other != pair)
+        ends = ((other[0][1:], other[1])[1 - side] for other in found)
+        return any(
+            keys[: len(module)] == module and _like(outline, module, keys[:-1]) is None
+            for keys in ends
+        )
 
     def _against_order(self) -> Iterator[Any]:
         """What `_parents` says of modules in which a map has those of one class in another order,
