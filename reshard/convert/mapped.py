@@ -73,7 +73,8 @@ def apply_inverse(rules: Map, leaves: Mapping[Path, Shape]) -> Mapped:
         of what they come from, as they are for other leaves, too.
     """
     back = apply_map(inverse(rules), leaves)
-    if all(pattern.literal is not None for rule in rules.rules for pattern in rule.patterns):
+    literal = all(pattern.literal is not None for rule in rules.rules for pattern in rule.patterns)
+    if literal and not any(rule.optional for rule in rules.rules):
         return back
     kept = tuple(dataclasses.replace(r, optional=True) for r in rules.rules if not r.drop)
     summary = f"{rules.name}: the map cannot be used in the opposite direction on these leaves"
