@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ from reshard.restore.matching import Mismatch, TargetLeaf, likely_renames, match
 from reshard.restore.pytrees import StateLeaf, flatten_state, is_variable, target_leaf
 from reshard.restore.target_mesh import to_mesh
 from reshard.sharding.mesh import Mesh, NamedSharding, normalize_spec, parse_mesh, spec_problems
-from reshard.tree import Path, format_path, match_globs
+from reshard.tree import Path, format_glob, format_path, match_globs
 from reshard.units import parse_bytes
 
 Progress = Callable[[int], None]
@@ -192,14 +193,19 @@ def _hints(
 ) -> list[str]:
     """What to type; `ckpt` is how the caller has the checkpoint."""
     kinds = {problem.what for problem in problems}
-    renames = ", ".join(f'(r"{old}", r"{new}")' for old, new in likely_renames(problems))
-    hints = [f"ckpt = reshard.rename({ckpt}, [{renames}])"] if renames else []
+    likely, opened = likely_renames(problems), ckpt
+    key, others = _above(problems, leaves)
+    if key:
+        likely = [(f"^{re.escape(format_path((key,)))}/", "")]
+        opened = f'reshard.select({ckpt}, "{format_glob((key,))}/**")' if others else ckpt
+    renames = ", ".join(f'(r"{old}", r"{new}")' for old, new in likely)
+    hints = [f"ckpt = reshard.rename({opened}, [{renames}])"] if renames else []
     hints += _other_api(problems, leaves)
     if "unexpected" in kinds and "missing" not in kinds:
         hints.append('unexpected="ignore" restores the rest')
     if "missing" in kinds and not any(leaf.abstract for leaf in leaves):
         path = next(problem.path for problem in problems if problem.what == "missing")
-        hints.append(f'keep=("{format_path(path)}",) leaves it as it is; globs work')
+        hints.append(f'keep=("{format_glob(path)}",) leaves it as it is; globs work')
     tied = [format_path(p.renamed) for p in problems if p.what == "tied" and p.renamed]
     if tied:
         dropped = ", ".join(f'"{path}"' for path in tied)
@@ -213,6 +219,19 @@ def _hints(
     if "sharding" in kinds:
         hints.append("reshard.target(state, mesh=mesh, ...) gives every leaf a sharding")
     return hints
+
+
+def _above(problems: Sequence[Mismatch], leaves: Sequence[StateLeaf]) -> tuple[str, bool]:
+    """The key of the checkpoint that all of the target is below, and whether there is more beside
+    it; an empty one if it is below none, or may be below several."""
+    missing = [tuple(map(str, p.path)) for p in problems if p.what == "missing"]
+    spare = [tuple(map(str, p.path)) for p in problems if p.what == "unexpected"]
+    there = {*spare, *(path[:-1] for path in spare if path[-1] == "value")}
+    tops = {path[0] for path in spare}
+    keys = [key for key in tops if there.issuperset((key, *path) for path in missing)]
+    if len(missing) < len(leaves) or len(keys) != 1:
+        return "", False
+    return keys[0], len(tops) > 1
 
 
 def _other_api(problems: Sequence[Mismatch], leaves: Sequence[StateLeaf]) -> list[str]:
