@@ -82,9 +82,9 @@ def linen_run(
       more: what else is found out.
 
     Raises:
-      ArgumentError: the model tells no module, or nothing to call it with.
+      ArgumentError: the model tells no module, or nothing to call it with, or has other leaves.
     """
-    from flax import linen
+    from flax import errors, linen
 
     module, method, initial = _linen_call(model)
     if arguments is None and initial is None:
@@ -117,7 +117,23 @@ def linen_run(
                 return module.apply(variables, *args, method=method, **kwargs)
             return module(variables, *args, **kwargs)
 
-    return _run(call, "Linen", leaves, tell, (args, kwargs), more)
+    try:
+        return _run(call, "Linen", leaves, tell, (args, kwargs), more)
+    except (
+        errors.ScopeCollectionNotFound,
+        errors.ScopeParamNotFoundError,
+        errors.ScopeVariableNotFoundError,
+    ) as error:
+        raise ArgumentError(
+            "the Linen model has other leaves than the checkpoint",
+            [str(error).partition(" (https:")[0]],
+            [
+                Hint(
+                    *("if ", ("rename",), " has given the leaves other names: a rule of "),
+                    *(("map_file",), " does so for the conversion alone"),
+                )
+            ],
+        ) from error
 
 
 def nnx_run(
