@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 # A number that ends a key: of a member of a list, or of a layer with a name of its own.
 _NUMBER = re.compile(r"(?<=[/_])\d+(?![^\W_])")
+# The beginning of a group of a regex.
+_GROUP = re.compile(r"(?<!\\)(?:\\\\)*\(")
 
 
 def shown_once(texts: Iterable[str]) -> list[str]:
@@ -19,13 +21,19 @@ def shown_once(texts: Iterable[str]) -> list[str]:
 
 
 def as_rules(texts: Iterable[str]) -> list[str]:
-    """Texts of rules, those that are alike as one, in which the number is a group of the regex.
-    Where both sides have other numbers, the first of them stays as it is."""
+    """Texts of rules, those that are alike as one, in which the number is the last group of the
+    regex. Where both sides have other numbers, or groups follow, the first of them stays as it
+    is."""
     found = []
-    for several in _alike(texts):
-        back = rf"\{several[0].count('(') + 1}"
+    for first, *others in _alike(texts):
+        several = [first, *others]
+        varying = [len(set(column)) > 1 for column in _columns(several)]
+        starts = (match.start() for match in _NUMBER.finditer(first))
+        start = next((at for at, varies in zip(starts, varying, strict=True) if varies), 0)
+        before, after = (len(_GROUP.findall(part)) for part in (first[:start], first[start:]))
         one_number = all(len(set(numbers)) == 1 for numbers in _varying(several))
-        found.append(_replaced(several, r"(\d+)", back) if one_number else several[0])
+        fold = others and one_number and not after
+        found.append(_replaced(several, r"(\d+)", rf"\{before + 1}") if fold else first)
     return found
 
 

@@ -8,6 +8,7 @@ together. Paths here are relative to the model, or to the optimizer's state, unt
 import collections
 import dataclasses
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -17,24 +18,24 @@ from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Apply
 from reshard.checkpoint import Checkpoint, Leaf
 from reshard.convert.alike import shown_once
-from reshard.convert.layout import Layout
+from reshard.convert.layout import Layout, detect
 from reshard.convert.leafmap import LeafMap, Output, Source, Value, Zeros, renaming
 from reshard.convert.map_rules import Map
 from reshard.convert.mapfile import read_map
 from reshard.convert.mirrors import Leaves, followers, mirrored, parameters_of
 from reshard.convert.model import TargetTree
 from reshard.convert.model_map import Side, by_map, model_map, side_of
+from reshard.convert.module_tree import inside
 from reshard.convert.optimizer import followed, follows_note
 from reshard.convert.pairing import listed
 from reshard.convert.problems import Problems
-from reshard.convert.suggestions import level_above, numbered_rules
+from reshard.convert.suggestions import Level, level_above, numbered_rules
 from reshard.convert.target_paths import Part, TargetPaths
 from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.hints import Hint
 from reshard.restore.matching import TargetLeaf
-from reshard.tree import Path, named_in
-
-_NAMES = {"nnx": "NNX", "linen": "Linen"}
+from reshard.transforms import rename
+from reshard.tree import Path, format_path, named_in, split_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,11 +114,7 @@ class _Work:
         self._against.check(model, optimizer, copies, {*initial, *reset})
         against = self._against
         if against.problems:
-            raise TreeMismatchError(
-                f"`{against.ckpt.source.root}` does not become the {_NAMES[against.to]} model",
-                against.problems,
-                against.hints,
-            )
+            raise against.error(against.problems, against.hints)
         return self._decision(model, optimizer, copies, initial, reset)
 
     def _model(
@@ -146,8 +143,7 @@ class _Work:
             placed = len(model.values.keys() & target.shapes.keys())
             level = level_above(self._against.ckpt, layout, target, own, placed)
             if level is not None:
-                self._against.misplaced(*level)
-                return Part(model), initial
+                raise self._misplaced(init, level)
         rules = rules or Map("", (), to="nnx")
         if found.abstentions and not rules.rules and (rules.to or self._against.to) == "nnx":
             entries = numbered_rules(found.abstentions, rules, source, target, own)
@@ -156,8 +152,27 @@ class _Work:
             f"{listed(one)} are {listed(other)} by their numbers"
             for one, other in (zip(*pairs, strict=True) for pairs in found.numbered)
         )
-        self._against.undecided(found, self._shapes if said.to == layout.api else said.map.values)
+        self._against.undecided(found, self._shapes if said.to == layout.api else said.map.shapes)
         return Part(model), initial
+
+    def _misplaced(self, init: Sequence[str], level: Level) -> TreeMismatchError:
+        """The error of a source with a level above the model: that, and all that stands against the
+        source without it."""
+        against, problems, hints = self._against, [level.problem], level.hints
+        left_out: dict[Path, Shape] = {
+            split_path(re.sub(*level.names, format_path(path))): shape
+            for path, shape in self._left_out.items()
+        }
+        try:
+            ckpt = rename(against.ckpt, [level.names])
+            layout, other = detect(ckpt, against.layout.kind), against.other
+            if other is not None and level.keys:
+                other = dataclasses.replace(other, outline=inside(other.outline, level.keys))
+            decide(ckpt, layout, against.to, against.goal, None, init, other, left_out)
+        except TreeMismatchError as error:
+            problems += error.problems
+            hints = [*hints, *error.hints]
+        return against.error(problems, hints)
 
     def _initial(self, globs: Sequence[str], optional: Sequence[str]) -> set[Path]:
         """Saved paths of the leaves of the target that globs name, by their path in the model or in

@@ -1,6 +1,5 @@
 """A conversion as the text of a map file that says all of it, in as few rules. Pure."""
 
-import json
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -24,15 +23,18 @@ from reshard.convert.map_rules import inverse
 from reshard.convert.mapfile import map_of
 from reshard.convert.mapped import apply_map
 from reshard.convert.repeated_rows import Block, blocks_of, literal_block
+from reshard.convert.replacement import toml_text
 from reshard.errors import ReshardError, TreeMismatchError
-from reshard.tree import Path, format_path, glob_text, named_by
+from reshard.tree import Path, format_glob, format_path, glob_text, named_by
 
 _HEADER = """\
 # A whole map between the leaves of two checkpoints. Each rule is for a leaf, for all leaves of a
 # module (`^a/b/`), or for those that differ in numbers alone (`(\\d+)`), and sees what the rules
 # before it have left. Any of it can be edited: `from` is a regex that is searched for in printed
 # paths, `to` a replacement as `re.sub` takes it. As long as `from` has no other wildcards, and all
-# of its numbers are in the new paths, the map can be used in the opposite direction, too.
+# of its numbers are in the new paths, the map can be used in the opposite direction, too: with the
+# model that is made then, where an optimizer's state or a step is beside it. What the options
+# `--rename`, `--select` and `--dtype` have done to the source before is not in it.
 """
 _ORIGINS = """\
 # Behind `[[rule]]` is what it was found by: equal paths after the standard conversions (path), or
@@ -78,7 +80,7 @@ def write_map(
     )
     if _says(short, found, own):
         return short
-    every = [*initial, *map(format_path, own)]
+    every = [*initial, *map(format_glob, own)]
     return _written(rows, settings, list(map(literal_block, range(len(rows)), rows)), every, to)
 
 
@@ -191,7 +193,7 @@ def _assigned(key: str, value: Any) -> str:
 def _toml(value: Any, broken: bool = False) -> str:
     """A value as TOML; if it is to be broken, with a line for each text of a list."""
     if isinstance(value, str):
-        return _text(value)
+        return toml_text(value)
     if isinstance(value, Mapping):
         inner = ", ".join(f"{key} = {_toml(entry, broken)}" for key, entry in value.items())
         return f"{{ {inner} }}"
@@ -201,10 +203,3 @@ def _toml(value: Any, broken: bool = False) -> str:
             return "".join(["[\n", *(f"    {entry},\n" for entry in entries), "]"])
         return f"[{', '.join(entries)}]"
     return repr(value)
-
-
-def _text(text: str) -> str:
-    """A text as TOML: as it is between single quotes, or escaped between double ones."""
-    if "'" not in text and text.isprintable():
-        return f"'{text}'"
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -5,17 +5,16 @@ is at odds. Pure.
 import collections
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from reshard.arrays.boxes import Shape
 from reshard.arrays.operations import Concat, Transpose
 from reshard.convert import layers
-from reshard.convert.alike import as_rules
 from reshard.convert.layers import Match
 from reshard.convert.leafmap import LeafMap, Source, Value, applied
 from reshard.convert.module_tree import Leaf, Module
+from reshard.convert.replacement import literal_replacement, toml_text, whole_path
 from reshard.convert.scan_axis import NO_MOVE, Move, Placed, moves
-from reshard.hints import Hint
 from reshard.tree import Path, format_path
 
 # Where one side has an array for each layer, and the other has one for all of them.
@@ -140,46 +139,12 @@ def apart(leaf: Leaf, leaves: Iterable[Leaf]) -> Abstention | None:
         return None
     (axis,) = axes
     parts = tuple(other.path for other in by_shape[shapes[axis]])
-    into = ", ".join(f"'{format_path(part)}'" for part in parts)
-    rule = f"from = '^{format_path(leaf.path)}$'\nunstack = {{ axis = {axis}, into = [{into}] }}"
+    pattern = toml_text(whole_path(format_path(leaf.path)).text)
+    into = ", ".join(toml_text(literal_replacement(format_path(part)).text) for part in parts)
+    rule = f"from = {pattern}\nunstack = {{ axis = {axis}, into = [{into}] }}"
     rule += "  # or in another order"
     reason = f"one array for {len(parts)}, and nothing tells which part is which"
     return Abstention((leaf.path,), parts, reason, rule=rule)
-
-
-def rule_hint(abstentions: Sequence[Abstention], leaves: Iterable[Path], to: str) -> str:
-    """What a map is to decide one of several abstentions, and those that are alike. Of the side
-    that has more of them than the other, the user names the one.
-
-    Args:
-      abstentions: what is open.
-      leaves: the leaves of the source.
-      to: the API that is converted to.
-    """
-    known = set(leaves)
-    ranked = sorted(abstentions, key=lambda entry: len(entry.linen) != len(entry.nnx))
-    rule, *_ = as_rules(_rule(entry, known, to) for entry in ranked)
-    return Hint(("map_file",), f" decides, by rules such as: {rule}")
-
-
-def _rule(entry: Abstention, known: Collection[Path], to: str) -> str:
-    linen, nnx = entry.linen[0], (*entry.nnx, ("NAME",))[0]
-    inside = sorted({str(path[0]) for path in known if path[1 : len(linen) + 1] == linen})
-    is_leaf = nnx in known if to == "linen" else not inside
-    if len(entry.linen) < len(entry.nnx):
-        nnx = ("NAME",)
-    elif len(entry.linen) > len(entry.nnx) > 0:
-        linen = ("NAME",)
-    before, after = format_path(linen), format_path(nnx)
-    if to == "linen":
-        before, after = (f"{after}$", before) if is_leaf else (f"{after}/", f"params/{before}/")
-    elif len(inside) > 1:
-        before, after = f"({'|'.join(inside)})/{before}/", f"\\1/{after}/"
-    elif inside:
-        before, after = f"{inside[0]}/{before}/", f"{inside[0]}/{after}/"
-    else:
-        before += "$"
-    return f"from = '^{before}', to = '{after}'"
 
 
 def difference(linen: Shape, nnx: Shape) -> str:

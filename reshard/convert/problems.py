@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Apply
 from reshard.checkpoint import Checkpoint, describe
@@ -15,12 +16,13 @@ from reshard.convert.layout import Layout
 from reshard.convert.leafmap import LeafMap, Output, Source, Zeros
 from reshard.convert.mirrors import mirrored, parameters_of
 from reshard.convert.model import TargetTree
-from reshard.convert.pairing import rule_hint
+from reshard.convert.suggestions import rule_hint
 from reshard.convert.target_paths import Part, TargetPaths
 from reshard.convert.value_levels import COLLECTIONS
+from reshard.errors import TreeMismatchError
 from reshard.hints import Hint
 from reshard.restore.matching import TargetLeaf
-from reshard.tree import Path, format_key, format_path, glob_text, named_by
+from reshard.tree import Path, format_glob, format_path, glob_text, named_by
 
 MAX_GLOBS = 5
 
@@ -68,7 +70,7 @@ class Problems:
         self._surplus: list[Path] = []  # saved paths of leaves without a place
         self.stuck = False
 
-    def undecided(self, found: Alignment, leaves: Iterable[Path]) -> None:
+    def undecided(self, found: Alignment, leaves: Mapping[Path, Shape]) -> None:
         """Adds what structure does not decide of leaves."""
         self.problems += shown_once(entry.told(self.to) for entry in found.mismatches)
         self.problems += shown_once(map(str, found.abstentions))
@@ -93,13 +95,14 @@ class Problems:
             api = "Linen" if self.to == "nnx" else "NNX"
             self.hints.append(Hint(("source",), f", the {api} model, tells the classes"))
         if abstentions:
-            self.hints.append(rule_hint(abstentions, leaves, self.to))
+            assert self.goal is not None
+            self.hints += rule_hint(abstentions, leaves, self.goal.shapes(), self.to)
 
-    def misplaced(self, problem: str, hints: Sequence[Hint]) -> None:
-        """Adds why no leaf of the model is where it should be, and what helps."""
-        self.problems.append(problem)
-        self.hints += hints
-        self.open.add(())
+    def error(self, problems: Sequence[str], hints: Sequence[str]) -> TreeMismatchError:
+        """Why the source does not become the model."""
+        name = {"nnx": "NNX", "linen": "Linen"}[self.to]
+        summary = f"`{self.ckpt.source.root}` does not become the {name} model"
+        return TreeMismatchError(summary, problems, hints)
 
     def check(self, model: Part, optimizer: Part, copies: Part, initial: set[Path]) -> None:
         """Adds what has no place, no source, or another shape or dtype. Of optimizer state that
@@ -214,7 +217,7 @@ def covering_globs(wanted: Sequence[Path], names: Mapping[Path, Path]) -> list[t
     while left and len(found) < MAX_GLOBS:
         first = next(iter(left))
         del left[first]
-        best, most = format_path(name_of[first]), {first}
+        best, most = format_glob(name_of[first]), {first}
         for glob in sorted(_globs(name_of[first]), key=lambda glob: (glob != "**/rngs", len(glob))):
             hits = {texts[text] for text in named_by(texts, glob)}
             if first in hits <= allowed and len(hits) > len(most):
@@ -228,10 +231,10 @@ def _globs(path: Path) -> list[str]:
     """Globs that name a leaf: those of modules that it is in, and of the same names elsewhere."""
     named = [place for place, key in enumerate(path) if not str(key).isdigit()]
     return [
-        *(format_path(path[:end]) for end in range(1, len(path))),
-        *(f"**/{format_key(path[place])}" for place in named),
-        *(f"**/{format_path(path[place:])}" for place in named),
-        *(f"{format_key(path[0])}/**/{format_key(path[place])}" for place in named[1:]),
+        *(format_glob(path[:end]) for end in range(1, len(path))),
+        *(f"**/{format_glob((path[place],))}" for place in named),
+        *(f"**/{format_glob(path[place:])}" for place in named),
+        *(f"{format_glob(path[:1])}/**/{format_glob((path[place],))}" for place in named[1:]),
     ]
 
 
@@ -298,7 +301,7 @@ def differences(
                 "" if function is None else _says(function, "shape", list(wanted.shape)),
             )
         elif source.dtype != wanted.dtype:
-            hint = Hint(("cast", str(wanted.dtype), name))
+            hint = Hint(("cast", str(wanted.dtype), format_glob(source.path)))
             if function is not None:
                 hint = _says(function, "dtype", str(wanted.dtype))
             yield f"{both}: dtype {source.dtype.name}, the model has {wanted.dtype}", hint

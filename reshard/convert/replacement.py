@@ -12,6 +12,7 @@ is; `{{` and `}}` are the braces themselves.
 import ast
 import dataclasses
 import itertools
+import json
 import operator
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -162,6 +163,13 @@ def literal_replacement(text: str) -> Replacement:
     """The replacement that is this text for every match."""
     escaped = text.replace("\\", "\\\\").replace("{", "{{").replace("}", "}}")
     return Replacement(escaped, (text.replace("\\", "\\\\"),), text)
+
+
+def toml_text(text: str) -> str:
+    """A text as TOML: as it is, where quotes and what it holds allow that."""
+    if text.isprintable() and "'''" not in text:
+        return f"'''{text}'''" if "'" in text else f"'{text}'"
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def number(text: str) -> int:

@@ -3,27 +3,49 @@
 import collections
 import dataclasses
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
+from reshard.arrays.boxes import Shape
 from reshard.checkpoint import Checkpoint
+from reshard.convert.alike import as_rules
 from reshard.convert.layout import Layout, detect
 from reshard.convert.map_rules import Map, Rule
+from reshard.convert.mapped import apply_map
 from reshard.convert.model_map import Side, by_map, model_map, side_of
 from reshard.convert.pairing import Abstention
-from reshard.convert.replacement import parse_pattern, parse_replacement
+from reshard.convert.replacement import (
+    literal_replacement,
+    parse_pattern,
+    parse_replacement,
+    toml_text,
+)
 from reshard.errors import ReshardError
 from reshard.hints import Hint
 from reshard.transforms import rename
-from reshard.tree import Path, format_key, format_path
+from reshard.tree import Key, Path, format_key, format_path
+
+# What the user fills in.
+NAME = "NAME"
+
+
+class Level(NamedTuple):
+    """A level of the source that the model has not: what to tell of it, its keys if these are keys
+    of the tree, new names without it, as `rename` has them, and hints: these, and, where one rule
+    says the same, that, which a record keeps for the way back."""
+
+    problem: str
+    keys: tuple[str, ...]
+    names: tuple[str, str]
+    hints: list[Hint]
 
 
 def level_above(
     ckpt: Checkpoint, layout: Layout, target: Side, initial: Collection[Path], placed: int
-) -> tuple[str, list[Hint]] | None:
+) -> Level | None:
     """A level of the source that is above the model, like `transformer`, or keys that hold several
-    levels, and how to take it away: by new names, and, where one rule says the same, by that, which
-    a record keeps for the way back. None if it does not find places for half of the leaves, and for
-    more than have one.
+    levels. None if taking it away does not find places for half of the leaves, and for more than
+    have one.
 
     Args:
       ckpt: the source.
@@ -32,7 +54,7 @@ def level_above(
       initial: its leaves that keep their initial value.
       placed: how many leaves have a place.
     """
-    for text, pattern, replacement, rule in _levels(layout):
+    for text, pattern, replacement, rule, keys in _levels(layout):
         try:
             renamed = rename(ckpt, [(pattern, replacement)])
             source = side_of(renamed, detect(renamed, layout.kind))
@@ -46,10 +68,84 @@ def level_above(
             if rule is not None:
                 by_rule = Map("", (_rule(*rule),), to="nnx")
                 if _placed(by_rule, side_of(ckpt, layout), target, initial) == found:
-                    said = f" does so for the way back, too: from = '{rule[0]}', to = '{rule[1]}'"
+                    one, other = map(toml_text, rule)
+                    said = f" does so for the way back, too: from = {one}, to = {other}"
                     hints.append(Hint(("map_file",), said))
-            return text, hints
+            return Level(text, keys, (pattern, replacement), hints)
     return None
+
+
+def rule_hint(
+    abstentions: Sequence[Abstention],
+    leaves: Mapping[Path, Shape],
+    target: Mapping[Path, Shape],
+    to: str,
+) -> list[Hint]:
+    """What a map is to decide one of several abstentions, and those that are alike. Of the side
+    that has more of them than the other, the user names the one.
+
+    Args:
+      abstentions: what is open.
+      leaves: the leaves of the source.
+      target: those of the model.
+      to: the API that is converted to.
+    """
+    ranked = sorted(abstentions, key=lambda entry: len(entry.linen) != len(entry.nnx))
+    rules = [_deciding(entry, leaves, target, to) for entry in ranked]
+    texts = [f"from = {toml_text(one)}, to = {toml_text(other)}" for one, other in rules]
+    for place, rule in enumerate(rules):
+        if _applies(*rule, leaves, target, to):
+            shown = as_rules(texts[place:])[0]
+            return [Hint(("map_file",), f" decides, by rules such as: {shown}")]
+    return []
+
+
+def _deciding(
+    entry: Abstention, leaves: Mapping[Path, Shape], target: Mapping[Path, Shape], to: str
+) -> tuple[str, str]:
+    """The regex and the replacement of a rule that decides what is open."""
+    linen, nnx = entry.linen[0], (*entry.nnx, (NAME,))[0]
+    inside = {str(path[0]) for path in leaves if path[1 : len(linen) + 1] == linen}
+    is_leaf = nnx in leaves if to == "linen" else not inside
+    if is_leaf and to == "nnx" and nnx not in target:  # the one leaf that it may be in a module
+        may = [p for p, x in target.items() if p[: len(nnx)] == nnx and x == leaves.get(linen)]
+        nnx = may[0] if len(may) == 1 else (NAME,)
+    if len(entry.linen) < len(entry.nnx):
+        nnx = (NAME,)
+    elif len(entry.linen) > len(entry.nnx) > 0:
+        linen = (NAME,)
+    before, after = (nnx, linen) if to == "linen" else (linen, nnx)
+    pattern, replacement = re.escape(format_path(before)), _literal(after)
+    if is_leaf:
+        return f"^{pattern}$", replacement
+    if to == "linen":
+        return f"^{pattern}/", f"params/{replacement}/"
+    kinds, kept = _one_of(inside)
+    return f"^{kinds}/{pattern}/", f"{kept}/{replacement}/"
+
+
+def _applies(
+    pattern: str,
+    replacement: str,
+    leaves: Mapping[Path, Shape],
+    target: Mapping[Path, Shape],
+    to: str,
+) -> bool:
+    """Whether a rule can be applied to the leaves, and leads to leaves of the model, or to others
+    of Linen's that are to become them; as far as there is no name to fill in."""
+    if NAME in pattern:
+        return True
+    try:
+        made = apply_map(Map("", (_rule(pattern, replacement),)), leaves).map.origin
+    except ReshardError:
+        return False
+    kinds = {path[0] for path in leaves} if to == "nnx" else set()
+    return NAME in replacement or all(path in target or path[0] in kinds for path in made)
+
+
+def _literal(path: Path) -> str:
+    """A replacement that is a path."""
+    return literal_replacement(format_path(path)).text
 
 
 def _rule(pattern: str, replacement: str) -> Rule:
@@ -57,10 +153,11 @@ def _rule(pattern: str, replacement: str) -> Rule:
     return Rule(1, (regex,), parse_replacement(replacement, [regex]))
 
 
-def _one_of(names: Collection[str]) -> tuple[str, str]:
-    """A regex for any of several names, and what stands for it in a replacement."""
-    first, *others = sorted(names)
-    return (f"({'|'.join((first, *others))})", r"\1") if others else (first, first)
+def _one_of(keys: Collection[Key]) -> tuple[str, str]:
+    """A regex for any of several keys, and what stands for it in a replacement."""
+    names = sorted(map(format_key, keys))
+    regex = "|".join(map(re.escape, names))
+    return (f"({regex})", r"\1") if len(names) > 1 else (regex, _literal((*keys,)))
 
 
 def _placed(rules: Map | None, source: Side, target: Side, initial: Collection[Path]) -> int:
@@ -72,9 +169,11 @@ def _placed(rules: Map | None, source: Side, target: Side, initial: Collection[P
     return len(found.values.keys() & target.shapes.keys())
 
 
-def _levels(layout: Layout) -> Iterator[tuple[str, str, str, tuple[str, str] | None]]:
+def _levels(
+    layout: Layout,
+) -> Iterator[tuple[str, str, str, tuple[str, str] | None, tuple[str, ...]]]:
     """What may be said of the names in a source, a regex and its replacement that would do without,
-    the least of it first; and those of a rule that does the same."""
+    the least of it first; those of a rule that does the same; and the keys of the level."""
     begin = 1 if layout.api == "linen" else 0
     modules = [tuple(map(str, path[begin:-1])) for path in layout.model]
     split = [tuple("/".join(path).split("/")) for path in modules]
@@ -85,18 +184,18 @@ def _levels(layout: Layout) -> Iterator[tuple[str, str, str, tuple[str, str] | N
     joined = [key for path in modules for key in path if "/" in key]
     if joined:
         text = f"keys like {format_key(joined[0])} hold several levels"
-        yield text, r'"([^"]*/[^"]*)"', r"\1", None
+        yield text, r'"([^"]*/[^"]*)"', r"\1", None, ()
     for end in range(1, len(common) + 1):
         level = format_path(common[:end])
         text = f"all leaves are below `{level}`, which the model has not"
         if joined:
-            yield text, rf'"{re.escape(level)}/([^"]*)"', r"\1", None
+            yield text, rf'"{re.escape(level)}/([^"]*)"', r"\1", None, ()
             continue
         rule = None
         if begin:
-            pattern, kept = _one_of({format_key(path[0]) for path in layout.model})
+            pattern, kept = _one_of({path[0] for path in layout.model})
             rule = f"^{pattern}/{re.escape(level)}/", f"{kept}/"
-        yield text, rf"(^|/){re.escape(level)}/", r"\1", rule
+        yield text, rf"(^|/){re.escape(level)}/", r"\1", rule, common[:end]
 
 
 def numbered_rules(
@@ -129,7 +228,7 @@ def numbered_rules(
             except (ReshardError, ValueError):  # it does not apply, or names are not plain
                 continue
             if 2 * better >= count:
-                text = f"from = '{pattern}'\nto = '{replacement}'"
+                text = f"from = {toml_text(pattern)}\nto = {toml_text(replacement)}"
                 fitting.setdefault((pattern, there), text)
         layers = collections.Counter(pattern for pattern, _ in fitting)
         lists = collections.Counter(there for _, there in fitting)
@@ -156,13 +255,13 @@ def _numberings(entry: Abstention, linen: Side) -> Iterator[tuple[Path, int, str
         leaves = [path for path in linen.shapes if path[1 : at + 1] in modules]
         if not leaves:
             continue
-        kinds, kept = _one_of({str(path[0]) for path in leaves})
+        kinds, kept = _one_of({path[0] for path in leaves})
         pattern = f"^{kinds}/"
         pattern += "".join(f"{re.escape(format_key(key))}/" for key in above)
         pattern += rf"{re.escape(str(name))}_(\d+)/"
-        number = rf"\{2 if kinds != kept else 1}"
+        number = rf"\{2 if kinds.startswith('(') else 1}"
         for there, others in lists.items():
             if others == numbers and there:
-                yield there, len(leaves), pattern, f"{format_path(there)}/{number}/"
-                new = "/".join((kept, *map(format_key, above), f"{there[-1]}_"))
-                yield there, len(leaves), pattern, f"{new}{number}/"
+                yield there, len(leaves), pattern, f"{_literal(there)}/{number}/"
+                new = _literal((*above, f"{there[-1]}_"))
+                yield there, len(leaves), pattern, f"{kept}/{new}{number}/"
