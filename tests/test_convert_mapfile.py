@@ -1233,6 +1233,28 @@ def test_literal_rules_of_which_some_may_match_nothing_must_lead_back_too(option
     assert told in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "one, other, after",
+    [("a", "b", "c"), (r"params/a_(\d+)/", r"params/b_(\d+)/", r"layers/\1/")],
+)
+def test_which_of_several_rules_has_made_a_leaf_is_not_guessed(one, other, after):
+    """As in a map for several models, which have one of these names each."""
+    ends = ("", "") if one.endswith("/") else ("$", "$")
+    texts = (
+        f"from = '^{before}{end}', to = '{after}', optional = true"
+        for before, end in zip((one, other), ends, strict=True)
+    )
+    rules = read("rule = [{{ {} }}, {{ {} }}]".format(*texts))
+    leaf = "c" if after == "c" else "layers/3/w"
+    with pytest.raises(TreeMismatchError) as error:
+        apply_inverse(rules, tree({leaf: (2,)}))
+    assert str(error.value) == (
+        "map.toml: the map cannot be used in the opposite direction on these leaves\n"
+        f"  {leaf}: rule 1 or a later one may have made it\n\n"
+        "hint: model=..., of what is made then, tells which"
+    )
+
+
 def per_layer(draw):
     """What becomes of the leaves of a layer: of its number, the leaves before, and what is made."""
     kinds = ["rename", "swap", "transpose", "split", "unstack", "concat", "stack", "drop", "stay"]
