@@ -13,6 +13,7 @@ from reshard.convert.map_rules import Divided, Gathered, Map, Reshaped, Rule, in
 from reshard.convert.pairing import listed
 from reshard.convert.replacement import Pattern, Replacement
 from reshard.errors import ArgumentError, TreeMismatchError
+from reshard.hints import Hint
 from reshard.tree import Path, compile_glob, format_path, glob_text, named_by, nearest, split_path
 
 # Looking for the nearest leaf takes longer than all else: it is done for so many rules.
@@ -28,12 +29,14 @@ class Mapped:
       initial: globs of leaves of the target that keep the model's own initial value.
       optional: the same, of leaves that may not be there.
       notes: what came of rules and globs that may match nothing.
+      idle: the rules that may match nothing, and have not.
     """
 
     map: LeafMap
     initial: tuple[str, ...]
     optional: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    idle: tuple[Rule, ...] = ()
 
     @property
     def untouched(self) -> list[Path]:
@@ -70,7 +73,8 @@ def apply_inverse(rules: Map, leaves: Mapping[Path, Shape]) -> Mapped:
 
     Raises:
       TreeMismatchError: as for `inverse` and `apply_map`; or rules that would not make these leaves
-        of what they come from, as they are for other leaves, too.
+        of what they come from, as they are for other leaves, too; or several that may match nothing
+        and may have made a leaf.
     """
     back = apply_map(inverse(rules), leaves)
     literal = all(pattern.literal is not None for rule in rules.rules for pattern in rule.patterns)
@@ -78,6 +82,17 @@ def apply_inverse(rules: Map, leaves: Mapping[Path, Shape]) -> Mapped:
         return back
     kept = tuple(dataclasses.replace(r, optional=True) for r in rules.rules if not r.drop)
     summary = f"{rules.name}: the map cannot be used in the opposite direction on these leaves"
+    texts = dict.fromkeys(map(format_path, leaves))
+    problems = [
+        f"{text}: rule {rule.number} or a later one may have made it"
+        for rule in back.idle
+        for pattern in rule.patterns
+        for text in ([pattern.literal] if pattern.literal else texts)
+        if text in texts and pattern.regex.search(text)
+    ]
+    if problems:
+        hints = [Hint(("model",), ", of what is made then, tells which")]
+        raise TreeMismatchError(summary, problems, hints)
     try:
         again = apply_map(Map(rules.name, kept), back.map.shapes).map.inverse()
     except TreeMismatchError as error:
@@ -151,6 +166,7 @@ class _Tree:
         self.problems: list[str] = []
         self.hints: list[str] = []
         self.notes: list[str] = []
+        self.idle: list[Rule] = []
         # Whether leaves are missing because a rule failed: then later ones may well match nothing.
         self.incomplete = False
 
@@ -198,6 +214,7 @@ class _Tree:
                 self.matches_nothing(rule, pattern)
         if rule.optional and not any(found):
             self.notes.append(f"{rule} is optional, and matches no leaf")
+            self.idle.append(rule)
         self.carry_out(rule, moves)
 
     def hits(self, pattern: Pattern) -> list[_Leaf]:
@@ -393,6 +410,7 @@ class _Tree:
             rules.initial,
             rules.optional,
             tuple(self.notes),
+            tuple(self.idle),
         )
 
     def path(self, leaf: _Leaf) -> Path:
