@@ -29,14 +29,16 @@ def by_order(model: LeafMap, to: str) -> ByOrder | None:
       model: the map.
       to: the API that it leads to.
     """
-    made = model.made_of()
     paths = [path for path, origin in model.origin.items() if "structure" in origin]
+    if not paths:
+        return None
+    made = model.made_of()
     pairs = [
         _modules(before[1:], path) if to == "nnx" else _modules(before, path[1:])
         for path in paths
         for before in made[path]
     ]
-    return ByOrder(len(paths), tuple(dict.fromkeys(pairs))) if paths else None
+    return ByOrder(len(paths), tuple(dict.fromkeys(pairs)))
 
 
 def _modules(before: Path, after: Path) -> tuple[str, str]:

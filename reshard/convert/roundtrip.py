@@ -8,6 +8,7 @@ trains and saves again does not carry them on.
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -318,8 +319,6 @@ def _readable(hint: str) -> Iterator[None]:
 
 
 _LINEN = Hint(("model",), ", the Linen model, converts without the record")
-
-
 _NNX = Hint(("model",), ", the NNX model, converts without the record")
 
 
@@ -327,11 +326,16 @@ def _kind(leaf: Leaf) -> dict[str, Any] | str:
     if isinstance(leaf, ArrayHandle):
         return {
             "shape": list(leaf.shape),
-            "dtype": leaf.dtype.name,
+            "dtype": _name(leaf.dtype),
             "type": leaf.value_type,
             "keys": leaf.key_impl,
         }
     return empty_name(leaf)
+
+
+@functools.lru_cache
+def _name(dtype: np.dtype) -> str:
+    return dtype.name  # which numpy puts together each time
 
 
 def _unlike(leaf: Leaf, kind: _Array) -> Iterator[str]:
