@@ -15,7 +15,7 @@ from flax import nnx
 import reshard
 from reshard.cli import apart, check
 from reshard.cli.apart import told_apart
-from reshard.convert.inputs import arguments_of
+from reshard.convert.outputs import arguments_of
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
 WIDTH = 6

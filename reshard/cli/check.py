@@ -8,8 +8,7 @@ import click
 from reshard.cli import apart
 from reshard.cli.model_argument import load_model, model_errors
 from reshard.convert.conversion import Conversion
-from reshard.convert.inputs import Arguments
-from reshard.convert.model_run import More, Run, Tell, linen_run, nnx_run
+from reshard.convert.model_run import Arguments, More, Run, Tell, linen_run, nnx_run
 from reshard.convert.outputs import OutputComparison
 from reshard.hints import Hint
 

@@ -12,7 +12,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from reshard.arrays.boxes import Shape
 from reshard.arrays.derived import constant
+from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Crop
 from reshard.checkpoint import Checkpoint, Leaf, describe
 from reshard.convert.by_order import (
@@ -25,13 +27,11 @@ from reshard.convert.by_order import (
 )
 from reshard.convert.decision import Decision, decide
 from reshard.convert.initial_values import initial_values
-from reshard.convert.inputs import Arguments
 from reshard.convert.layout import Layout, detect
 from reshard.convert.leafmap import LeafMap, an_array
-from reshard.convert.left_out import left_out_of, without_dropped
 from reshard.convert.mapwriter import write_map
 from reshard.convert.model import TargetTree, target_tree_of
-from reshard.convert.model_run import More, Run, runs
+from reshard.convert.model_run import Arguments, More, Run, runs
 from reshard.convert.outputs import OutputComparison, compare_outputs
 from reshard.convert.roundtrip import (
     from_record,
@@ -44,7 +44,8 @@ from reshard.convert.target_paths import beside, counter
 from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.hints import Hint
 from reshard.loader import open as open_checkpoint
-from reshard.tree import Path, check_lists, format_path
+from reshard.transforms import select, without
+from reshard.tree import Path, check_lists, format_path, glob_text, named_by, named_in
 from reshard.units import format_bytes, parse_bytes
 
 # Bytes that initial values may take without a word.
@@ -159,7 +160,7 @@ def to_nnx(
       source: the Linen model that the checkpoint is of, for the classes of modules with names of
         their own, which its paths do not say.
       check: whether both models are run and must have equal outputs: what they are called with, as
-        `reshard.convert.model_run.arguments_of` has it, or True for what Linen's is initialised
+        `reshard.convert.outputs.arguments_of` has it, or True for what Linen's is initialised
         with. Each model is then in memory once, in float32, one after the other.
 
     Returns:
@@ -279,7 +280,7 @@ def conversion(
     dropped, init = ([globs] if isinstance(globs, str) else list(globs) for globs in (drop, init))
     whole = ckpt
     if dropped:
-        ckpt = without_dropped(ckpt, dropped, layout, _FROM[to])
+        ckpt = _without_dropped(ckpt, dropped, layout, _FROM[to])
     known = recorded_kind(ckpt) if layout is None else None
     found = detect(ckpt, layout or known, _FROM[to])
     if known is not None:
@@ -324,11 +325,46 @@ def conversion(
     other = source
     if source is not None and not isinstance(source, TargetTree):
         other = target_tree_of(source, found.api, "the model of the source")
-    left_out = {} if whole is ckpt else left_out_of(whole, ckpt, found, layout or known, _FROM[to])
+    left_out = {} if whole is ckpt else _left_out_of(whole, ckpt, found, layout or known, _FROM[to])
     decided = decide(ckpt, found, to, goal, map_file, init, other, left_out)
     made = _made(ckpt, found, to, goal, decided, model, limit)
     whole_map = dataclasses.replace(made.map, dropped=(*left_out, *made.map.dropped))
     return dataclasses.replace(made, map=whole_map)
+
+
+def _without_dropped(
+    ckpt: Checkpoint, drop: Sequence[str], layout: str | None, api: str
+) -> Checkpoint:
+    """A checkpoint less the leaves that globs name: by their saved paths, or by those that maps
+    have."""
+    texts = {glob_text(path) for path in ckpt}
+    if all(named_by(texts, glob) for glob in drop):
+        return select(ckpt, drop=drop)
+    try:
+        found = detect(ckpt, layout or recorded_kind(ckpt), api)
+    except TreeMismatchError:  # its names are the saved ones alone
+        return select(ckpt, drop=drop)
+    state = [(("opt_state", *path), saved) for path, saved in found.optimizer.items()]
+    names = ([(path, path) for path in ckpt], [*found.model.items(), *state])
+    return without(ckpt, named_in(names, drop))
+
+
+def _left_out_of(
+    whole: Checkpoint, ckpt: Checkpoint, layout: Layout, said: str | None, api: str
+) -> dict[Path, Shape]:
+    """The leaves of the model that `drop` has left out. Where they were in the way of knowing what
+    the whole is, it is all that is in the places of the model."""
+    try:
+        saved = detect(whole, said, api).model
+    except TreeMismatchError:
+        saved = {}
+        for path in whole:
+            keys = tuple(map(str, path[:-1] if path[-1] == "value" else path))
+            for begin, root in layout.roots.items():
+                if keys[: len(root)] == root:
+                    saved[begin + keys[len(root) :]] = path
+    gone = {path: whole[at] for path, at in saved.items() if at not in ckpt}
+    return {path: leaf.shape for path, leaf in gone.items() if isinstance(leaf, ArrayHandle)}
 
 
 def _made(

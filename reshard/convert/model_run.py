@@ -10,7 +10,6 @@ import numpy as np
 from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Leaf
 from reshard.convert.initial_values import peak_bytes
-from reshard.convert.inputs import Arguments
 from reshard.convert.model import nnx_outline
 from reshard.errors import ArgumentError
 from reshard.hints import Hint
@@ -21,6 +20,8 @@ from reshard.tree import Path, format_path
 from reshard.units import format_bytes
 
 Tell = Callable[[str], object]
+# Positional and keyword arguments.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # What is found out besides the outputs: which leaves have no part in them, or those of modules.
 More = Literal["", "unused", "calls"]
 

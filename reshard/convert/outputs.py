@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from reshard.convert.inputs import Arguments, arguments_of
 from reshard.convert.leafmap import LeafMap
-from reshard.convert.model_run import More, Run
+from reshard.convert.model_run import Arguments, More, Run
+from reshard.errors import ArgumentError
 from reshard.tree import Path, format_path
 
 # How far outputs may be apart, relative to the largest value of each.
@@ -51,6 +51,43 @@ class OutputComparison:
         names = ", ".join(map(format_path, self.unused[:_MOST_LISTED]))
         more = f", ... ({len(self.unused)})" if len(self.unused) > _MOST_LISTED else ""
         return f"{text}; they say nothing of leaves without a part in them: {names}{more}"
+
+
+def arguments_of(inputs: Any) -> dict[str, Arguments]:
+    """The arguments of both models.
+
+    Args:
+      inputs: a tuple of positional arguments and a dict of keyword ones, for both alike; or a dict
+        of such pairs, `{"linen": ..., "nnx": ...}`. Without `"linen"`, or None, for what Linen's
+        model is initialised with: see `linen_run`.
+
+    Raises:
+      ArgumentError: it is something else.
+    """
+    if inputs is None:
+        return {}
+    pairs = inputs if isinstance(inputs, dict) else {"linen": inputs, "nnx": inputs}
+    problems = [f"there is a side {side!r}" for side in pairs if side not in ("linen", "nnx")]
+    problems += [
+        f"{side}: {pair!r:.80}" for side, pair in pairs.items() if not _are_arguments(pair)
+    ]
+    if problems:
+        raise ArgumentError(
+            "the inputs are not positional and keyword arguments",
+            problems,
+            ["((x,), {})", '{"linen": ((x,), {"train": False}), "nnx": ((x,), {})}'],
+        )
+    return {side: (tuple(args), dict(kwargs)) for side, (args, kwargs) in pairs.items()}
+
+
+def _are_arguments(pair: Any) -> bool:
+    return (
+        isinstance(pair, tuple | list)
+        and len(pair) == 2
+        and isinstance(pair[0], tuple | list)
+        and isinstance(pair[1], dict)
+        and all(isinstance(name, str) for name in pair[1])
+    )
 
 
 def compare_outputs(
