@@ -81,6 +81,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _stop)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in a shell's background
         signal.signal(signal.SIGINT, _stop)
+    if any(word.startswith(("gs://", "s3://")) for word in sys.argv):
+        _silence_libraries()
     try:
         command.main(standalone_mode=False)
     except click.ClickException as error:
@@ -109,6 +111,15 @@ def main() -> None:
         if kept := _notes(error):
             click.echo(kept, err=True)
         sys.exit(2)
+
+
+def _silence_libraries() -> None:
+    """Keeps TensorStore's log off the terminal: where it looks for credentials in vain, it says so
+    line by line. What it cannot do comes as an error."""
+    if sys.stderr is sys.__stderr__:
+        from reshard.storage import posix
+
+        sys.stderr = posix.own_stderr()
 
 
 def _notes(error: BaseException) -> str:

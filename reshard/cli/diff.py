@@ -28,7 +28,14 @@ from reshard.verify.comparison import diff
 @click.option("--drop", metavar="GLOB", multiple=True, help="Leave these leaves out.")
 @reading_options
 def command(
-    a: str, b: str, step: int | None, item: str | None, as_json: bool, quiet: bool, **flags: Any
+    a: str,
+    b: str,
+    step: int | None,
+    item: str | None,
+    concurrency: int,
+    as_json: bool,
+    quiet: bool,
+    **flags: Any,
 ) -> None:
     """Compare checkpoints A and B, whatever the mesh, chunks or format of either.
 
@@ -48,7 +55,9 @@ def command(
         raise click.UsageError("--rtol and --atol go with --values")
     tune_memory()
     one, other = places(a, b, step, item)
-    checkpoints = open_checkpoint(a, **one), open_checkpoint(b, **other)
+    checkpoints = [
+        open_checkpoint(p, **at, concurrency=concurrency) for p, at in ((a, one), (b, other))
+    ]
     with output.progress_bar(quiet or as_json) as progress:
         found = diff(*checkpoints, **flags, progress=progress)
     if as_json:

@@ -22,6 +22,7 @@ def command(
     step: int | None,
     item: str | None,
     max_memory: str,
+    concurrency: int,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -40,7 +41,7 @@ def command(
       reshard verify out/1000 --against known.json
     """
     tune_memory()
-    ckpt = open_checkpoint(path, step=step, item=item)
+    ckpt = open_checkpoint(path, step=step, item=item, concurrency=concurrency)
     with output.progress_bar(quiet or as_json) as progress:
         found = digest(ckpt, write=write, max_memory=max_memory, progress=progress)
     if as_json:

@@ -10,7 +10,7 @@ from reshard import tree
 from reshard.arrays.handle import ArrayHandle, collision_error
 from reshard.checkpoint import Checkpoint, Leaf
 from reshard.cli import output
-from reshard.cli.options import AS_JSON, ITEM, STEP
+from reshard.cli.options import AS_JSON, CONCURRENCY, ITEM, STEP
 from reshard.errors import ShardingError, TreeMismatchError, printable
 from reshard.loader import open as open_checkpoint
 from reshard.loader.detection import step_number
@@ -35,6 +35,7 @@ _CELLS = 64
 @click.argument("path", type=click.Path())
 @STEP
 @ITEM
+@CONCURRENCY
 @click.option("--filter", "pattern", metavar="GLOB", help="Only leaves that match.")
 @click.option("--sharding", metavar="LEAF", help="Draw which device holds which part of a leaf.")
 @click.option("--mesh", metavar="MESH", help="With --sharding: on this mesh, not the saved one.")
@@ -43,6 +44,7 @@ def command(
     path: str,
     step: int | None,
     item: str | None,
+    concurrency: int,
     pattern: str | None,
     sharding: str | None,
     mesh: str | None,
@@ -62,7 +64,7 @@ def command(
         raise click.UsageError("--mesh goes with --sharding LEAF")
     if pattern is not None and sharding is not None:
         raise click.UsageError("--sharding shows one leaf: leave out --filter")
-    ckpt = open_checkpoint(path, step=step, item=item)
+    ckpt = open_checkpoint(path, step=step, item=item, concurrency=concurrency)
     if sharding is not None:
         _show_sharding(ckpt, sharding, mesh, as_json)
         return

@@ -10,7 +10,7 @@ import click
 from reshard.checkpoint import Checkpoint
 from reshard.cli import output
 from reshard.cli.model_argument import build_target, read_rules
-from reshard.cli.options import AS_JSON, ITEM, MAX_MEMORY, QUIET, options, tune_memory
+from reshard.cli.options import AS_JSON, CONCURRENCY, ITEM, MAX_MEMORY, QUIET, options, tune_memory
 from reshard.errors import ReshardError, ShardingError
 from reshard.loader import open as open_checkpoint
 from reshard.restore.target_mesh import to_mesh
@@ -94,6 +94,7 @@ _OPTIONS = (
         help="About how large the data files of the OCDBT database become; 2GiB by default.",
     ),
     MAX_MEMORY,
+    CONCURRENCY,
     click.option("--no-link", is_flag=True, help="Copy data files that stay; do not share them."),
     click.option(
         "--overwrite", is_flag=True, help="Replace DST once the new checkpoint is complete."
@@ -131,7 +132,7 @@ def run(
     tune_memory()
     dry_run, as_json, quiet = flags["dry_run"], flags["as_json"], flags["quiet"]
     try:
-        checkpoints = [change(ckpt) for ckpt in _open(src, flags["step"], flags["item"])]
+        checkpoints = [change(ckpt) for ckpt in _open(src, flags)]
     except ReshardError as error:
         if as_json:  # the document of a plan that could not be made at all
             problems = [error.summary, *error.problems]
@@ -189,15 +190,16 @@ def laid_out(
     return to_mesh(ckpt, new_mesh, target=build_target(model, named, pairs + more, new_mesh))
 
 
-def _open(src: str, step: str | None, item: str | None) -> list[Checkpoint]:
+def _open(src: str, flags: dict[str, Any]) -> list[Checkpoint]:
+    step, which = flags["step"], {name: flags[name] for name in ("item", "concurrency")}
     if step == "all":
-        first = open_checkpoint(src, item=item)
-        return [open_checkpoint(src, step=number, item=item) for number in first.source.steps] or [
+        first = open_checkpoint(src, **which)
+        return [open_checkpoint(src, step=number, **which) for number in first.source.steps] or [
             first
         ]
     if step is not None and not step.isdecimal():
         raise click.BadParameter(f"`{step}` is neither a number nor `all`", param_hint="--step")
-    return [open_checkpoint(src, step=None if step is None else int(step), item=item)]
+    return [open_checkpoint(src, step=None if step is None else int(step), **which)]
 
 
 def _axes(texts: tuple[str, ...]) -> dict[str, str]:

@@ -9,6 +9,7 @@ import click
 
 from reshard.engine.budget import cores
 from reshard.loader.detection import manager_steps
+from reshard.storage.bucket import REQUESTS
 from reshard.storage.location import parse_location
 
 # Parameters of mallopt.
@@ -24,6 +25,14 @@ MAX_MEMORY = click.option(
     metavar="SIZE",
     show_default=True,
     help="Bytes in flight at most.",
+)
+CONCURRENCY = click.option(
+    "--concurrency",
+    type=click.IntRange(1),
+    default=REQUESTS,
+    metavar="N",
+    show_default=True,
+    help="Requests to a bucket at once.",
 )
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON document.")
 QUIET = click.option("--quiet", is_flag=True, help="Print nothing but errors and warnings.")
@@ -41,7 +50,7 @@ def options(of: Sequence[Callable[[F], F]]) -> Callable[[F], F]:
     return add
 
 
-reading_options = options((STEP, ITEM, MAX_MEMORY, AS_JSON, QUIET))
+reading_options = options((STEP, ITEM, MAX_MEMORY, CONCURRENCY, AS_JSON, QUIET))
 
 Place = dict[str, Any]  # `step` and `item`, as `reshard.open` takes them
 

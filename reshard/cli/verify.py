@@ -39,6 +39,7 @@ def command(
     step: int | None,
     item: str | None,
     max_memory: str,
+    concurrency: int,
     as_json: bool,
     quiet: bool,
     **flags: Any,
@@ -63,7 +64,7 @@ def command(
     tune_memory()
     mine, theirs = places(path, against or path, step, item)
     try:
-        ckpt = open_checkpoint(path, **mine)
+        ckpt = open_checkpoint(path, **mine, concurrency=concurrency)
     except (UncommittedCheckpointError, CorruptCheckpointError) as error:
         document = {"path": path, "ok": False, "problems": [error.summary, *error.problems]}
         _answer(document, error.render(None, output.as_flags), as_json, quiet)
@@ -71,7 +72,7 @@ def command(
     other: Checkpoint | str | None = against
     if against is not None and not parse_location(against).is_file():
         options = flags | {"max_memory": max_memory} if asked else None
-        opened = open_checkpoint(against, **theirs)
+        opened = open_checkpoint(against, **theirs, concurrency=concurrency)
         other = _in_one_api(ckpt, opened, options)
         _repeat_warnings([ckpt, opened, other])
     with output.progress_bar(quiet or as_json) as progress:

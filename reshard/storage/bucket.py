@@ -10,7 +10,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorstore as ts
@@ -30,8 +30,11 @@ _SMALL = 1 << 16
 # Bytes of an object that are read at once.
 _BLOCK = 1 << 24
 _STATUS = re.compile(r"http_response_code='(\d+)'")
-_SAID = re.compile(r"(gs|s3)://[^\s\"'\]\\]+")
+# Where TensorStore says what it has read, and what it says of a connection.
+_PLACE = re.compile(r"Error reading (?:\"(.+?)\"|((?:gs|s3)://.+?))(?=:? |:$)")
+_BROKEN = re.compile(r"CURL error (.*?)(?: \[|$)", re.DOTALL)
 _MEANINGS = {
+    "400": "it does not take such a request: is it the right region, or endpoint?",
     "401": "the credentials are not known there",
     "403": "the credentials do not allow it",
     "404": "there is no such bucket or object",
@@ -40,6 +43,8 @@ _MEANINGS = {
     "500": "the store failed, also after retries",
     "503": "the store was not available, also after retries",
 }
+# What TensorStore says where it does not tell the status.
+_UNTOLD = {"Too Many Requests": "429", "Service Unavailable": "503", "Internal Server Error": "500"}
 
 
 def resources(concurrency: int = REQUESTS) -> dict[str, Any]:
@@ -102,30 +107,33 @@ def _opened(text: str) -> ts.KvStore:
     return ts.KvStore.open(json.loads(text), context=_context()).result()
 
 
-def refusal(error: ValueError, what: str) -> StoreError | None:
+def refusal(error: ValueError, what: str, done: str = "read") -> StoreError | None:
     """What a store has said to a request, in words; None for an error that no store has made."""
     text = str(error)
-    status = _STATUS.search(text)
-    said = text.partition(" [")[0].partition("\n")[0]
-    if status is not None:
-        code = status[1]
-        said = f"{code}: {_MEANINGS.get(code, said)}"
-    elif "CURL" not in text and "credentials" not in text:
+    status, broken = _STATUS.search(text), _BROKEN.search(text)
+    code = status[1] if status else next((_UNTOLD[said] for said in _UNTOLD if said in text), "")
+    if code:
+        reason = f"{code}: {_MEANINGS.get(code, text.partition(' [')[0])}"
+    elif broken is not None:
+        reason = f"the connection failed, also after retries: {broken[1]}"
+    elif "credentials" in text:
+        reason = text.partition(" [")[0]
+    else:
         return None
-    named = _SAID.search(text)
-    place = f"{named[0]}: " if named is not None and named[0] not in what else ""
-    return StoreError(f"{what} cannot be read", [place + said])
+    place = _PLACE.search(text)
+    read = f"{place[1] or place[2]}: " if place is not None else ""
+    return StoreError(f"{what} cannot be {done}", [read + reason])
 
 
 @contextlib.contextmanager
-def _asking(what: str) -> Iterator[None]:
+def _asking(what: str, done: str = "read") -> Iterator[None]:
     """Raises StoreError where a store refuses, about `what`."""
     try:
         yield
     except ValueError as error:
-        found = refusal(error, what)
+        found = refusal(error, what, done)
         if found is None:
-            found = StoreError(f"{what} cannot be read", [str(error).partition(" [")[0]])
+            found = StoreError(f"{what} cannot be {done}", [str(error).partition(" [")[0]])
         raise found from error
 
 
@@ -299,6 +307,34 @@ def read(path: AnyPath) -> bytes | None:
     return data
 
 
+def blocks(path: AnyPath, nbytes: int) -> Iterator[bytes]:
+    """What is in an object of so many bytes, which may be `UNKNOWN`. Raises StoreError where it is
+    gone, or another one is in its place by the end."""
+    text, key, store, first = os.fspath(path), split(path)[2], _store(path), None
+    if nbytes == posix.UNKNOWN:
+        found = entry(text)
+        nbytes = nbytes if found is None else found.nbytes
+    whole = nbytes <= _BLOCK
+    for begin in [0] if whole else range(0, nbytes, _BLOCK):
+        part = None if whole else slice(begin, min(begin + _BLOCK, nbytes))
+        with _asking(f"`{text}`"):
+            result = store.read(key, byte_range=part).result()
+        first = first or result.stamp.generation
+        if result.state != "value" or first != result.stamp.generation:
+            raise StoreError(f"`{text}` cannot be read", ["it was changed or removed meanwhile"])
+        yield result.value
+
+
+def versions(paths: Sequence[AnyPath]) -> list[str]:
+    """A text for each object, which another version of it does not have."""
+    asked = [_store(path).read(split(path)[2], byte_range=slice(0, 0)) for path in paths]
+    found = []
+    for path, future in zip(paths, asked, strict=True):
+        with _asking(f"`{os.fspath(path)}`"):
+            found.append(repr(future.result().stamp.generation))
+    return found
+
+
 def beginning(path: AnyPath, nbytes: int) -> bytes:
     found = entry(path)
     size = nbytes if found is None or found.nbytes == posix.UNKNOWN else min(nbytes, found.nbytes)
@@ -308,7 +344,7 @@ def beginning(path: AnyPath, nbytes: int) -> bytes:
 
 def write(path: AnyPath, data: bytes, durable: bool = False) -> None:
     """Writes an object, which is durable when the call returns."""
-    with _asking(f"`{os.fspath(path)}`"):
+    with _asking(f"`{os.fspath(path)}`", "written"):
         _store(path).write(split(path)[2], data).result()
 
 
@@ -318,5 +354,5 @@ def make_directories(path: AnyPath) -> None:
 
 def remove_file(path: AnyPath) -> None:
     """Deletes an object, if it is there."""
-    with _asking(f"`{os.fspath(path)}`"):
+    with _asking(f"`{os.fspath(path)}`", "deleted"):
         _store(path).write(split(path)[2], None).result()

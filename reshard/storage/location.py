@@ -8,11 +8,12 @@ is in `posix` too, and is asked for where a location `is_local`.
 import contextlib
 import dataclasses
 import errno
+import hashlib
 import itertools
 import os
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorstore as ts
@@ -199,7 +200,35 @@ class Location:
 
     def sha256(self) -> str:
         """The SHA-256 of a file."""
-        return posix.copy_file(self, None)
+        return self.copy(None)
+
+    def copy(
+        self,
+        destination: "Location | None",
+        report: Callable[[int], None] = lambda nbytes: None,
+        nbytes: int = posix.UNKNOWN,
+    ) -> str:
+        """Copies a file, of so many bytes, or only reads it if there is no destination; the SHA-256
+        of what was read. On the way to a bucket all of it is in memory: an object is written at
+        once."""
+        if self.is_local and (destination is None or destination.is_local):
+            return posix.copy_file(self, destination, report)
+        found = hashlib.sha256()
+        with contextlib.ExitStack() as stack:
+            blocks: list[bytes] = []
+            add = blocks.append
+            if destination is None:
+                add = len
+            elif destination.is_local:
+                destination.remove()
+                add = stack.enter_context(posix.create(destination)).write
+            for block in self._files.blocks(self.path, nbytes):
+                found.update(block)
+                add(block)
+                report(len(block))
+        if destination is not None and not destination.is_local:
+            destination.write(b"".join(blocks))
+        return found.hexdigest()
 
     def replace(self, data: bytes, temporary: str) -> None:
         """Writes a durable file, whole or not at all, by way of another name in its directory."""

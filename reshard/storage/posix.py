@@ -14,7 +14,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple, TextIO
 
 AnyPath = str | os.PathLike[str]
 
@@ -150,6 +150,18 @@ def beginning(path: AnyPath, nbytes: int) -> bytes:
         return file.read(nbytes)
 
 
+def blocks(path: AnyPath, nbytes: int = UNKNOWN) -> Iterator[bytes]:
+    """What is in a file, and not in one that a symbolic link leads to."""
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as reader:
+        while block := reader.read(_BLOCK):
+            yield block
+
+
+def create(path: AnyPath) -> BinaryIO:
+    """A new file, to be written."""
+    return open(path, "xb")
+
+
 def copy_file(
     source: AnyPath,
     destination: AnyPath | None,
@@ -161,12 +173,12 @@ def copy_file(
     """
     found = hashlib.sha256()
     with contextlib.ExitStack() as stack:
-        reader = stack.enter_context(open(os.open(source, os.O_RDONLY | os.O_NOFOLLOW), "rb"))
         writer = None
+        reader = stack.enter_context(contextlib.closing(blocks(source)))
         if destination is not None:
             remove_file(destination)
-            writer = stack.enter_context(open(destination, "xb"))
-        while block := reader.read(_BLOCK):
+            writer = stack.enter_context(create(destination))
+        for block in reader:
             found.update(block)
             if writer is not None:
                 writer.write(block)
@@ -382,6 +394,15 @@ def kernel_text(name: str) -> str:
             return file.read()
     except OSError:
         return ""
+
+
+def own_stderr() -> TextIO:
+    """Standard error for Python alone: what libraries of this process write there goes nowhere."""
+    kept = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
+    return kept
 
 
 class LockFile:

@@ -22,7 +22,7 @@ from typing import Any
 from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle, StoredArray, array_text, stored_name
 from reshard.checkpoint import Checkpoint, Source
-from reshard.errors import CorruptCheckpointError
+from reshard.errors import CorruptCheckpointError, StoreError
 from reshard.loader.json_documents import unique_keys
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import MANIFEST
@@ -110,6 +110,8 @@ class Record:
                     changed.append(f"the file `{file}`: on record, and not there")
                 elif hash_of(file) not in (None, sha256):
                     changed.append(f"the file `{file}`: it is not the one on record")
+            except StoreError:
+                raise
             except OSError as error:
                 changed.append(f"the file `{file}`: it cannot be read: {error.strerror}")
         return changed

@@ -12,7 +12,7 @@ from reshard.engine.budget import READ_OVERHEAD, WINDOW, Budget, cores, in_fligh
 from reshard.engine.cost import co_read_groups, decoded_together
 from reshard.engine.plan import grid_boxes, grid_size
 from reshard.engine.read import Read, read
-from reshard.errors import MemoryLimitError, ReshardError
+from reshard.errors import MemoryLimitError, ReshardError, StoreError
 from reshard.hints import Hint
 from reshard.tree import Path, format_path
 from reshard.units import format_bytes
@@ -33,7 +33,7 @@ def read_values(
 ) -> dict[int, Mapping[int, ReshardError]]:
     """Reads every element of all arrays once, for the taker of each group. An error does not end
     it: what follows of that group is left out. Raises MemoryLimitError with all stored chunks that
-    do not fit into `max_memory`.
+    do not fit into `max_memory`, and StoreError where a bucket does not give what it is asked for.
 
     Returns:
       Number of a group -> place in it -> why that array could not be read.
@@ -55,6 +55,8 @@ def read_values(
                     for n in range(stop - start)
                     if start + n in filled.errors
                 }
+                if refused := [e for e in errors.values() if isinstance(e, StoreError)]:
+                    raise refused[0]
                 if errors:
                     failed.setdefault(number, errors)
                 elif number not in failed:

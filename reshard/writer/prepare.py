@@ -222,7 +222,7 @@ def _item(
             errors.append(error)
     arrays = with_passes(arrays, handles)
     store = ckpt.source.store
-    can_link = link and form.shares
+    can_link = link and form.shares and store.directory.is_local
     if can_link and destination is not None:
         can_link = posix.same_filesystem(store.directory, destination)
     files = files_to_link(store, form, handles, arrays) if can_link else None

@@ -18,7 +18,7 @@ from reshard.loader.detection import (
     TREE_FILE,
     step_directories,
 )
-from reshard.storage import posix
+from reshard.storage import bucket, posix
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import MANIFEST
 from reshard.storage.posix import Entry
@@ -84,7 +84,8 @@ def siblings(
         nested too deep.
     """
     root = checkpoints[0].source.root
-    device = None if target is None else posix.device(target)
+    link = link and root.is_local and (target is None or target.is_local)
+    device = posix.device(target) if link and target is not None else None
 
     @functools.cache
     def in_tree(folder: Location) -> bool:
@@ -207,7 +208,7 @@ def copy_siblings(
         if then is not None and same and (sibling.linked or _is_copy(copy, sibling, then.sha256)):
             report(size)
             continue
-        sha256 = posix.copy_file(sibling.source, None if sibling.linked else copy, report)
+        sha256 = sibling.source.copy(None if sibling.linked else copy, report, size)
         copied[sibling.path] = CopiedFile(size, mtime, sha256)
         advance()
 
@@ -245,10 +246,14 @@ def source_state(checkpoints: Sequence[Checkpoint]) -> dict[str, str]:
 def _listed(top: Location) -> Iterator[str]:
     """A file, or every file below a directory, with its size and when it was last changed."""
     first = top.entry()
+    untold = []
     for found in itertools.chain([first] if first is not None else [], top.walk()):
         file = top / found.path
         if not found.is_dir and file.name not in (digest_record.FILE, digest_record.TEMPORARY):
             yield repr((str(file), found.nbytes, found.modified))
+            if found.modified == posix.UNKNOWN:
+                untold.append(file)
+    yield from bucket.versions(untold)
 
 
 def changed_paths(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -1,0 +1,297 @@
+"""Checkpoints in buckets: read as the same files on a disk are, in few requests, and with errors
+that say what was asked of whom."""
+
+import json
+import os
+import pathlib
+import pickle
+import re
+import subprocess
+import sys
+
+import jax
+import layouts
+import numpy as np
+import pytest
+import test_loader
+from jax.sharding import PartitionSpec as P
+from servers import Fault
+
+import reshard
+from reshard.storage import bucket, listing
+from reshard.storage.location import parse_location
+
+KINDS = ("s3", "gs")
+
+
+def put(url, directory):
+    """Copies a directory to a bucket; the URL."""
+    store = parse_location(url).open(bucket._context())
+    files = [file for file in pathlib.Path(directory).rglob("*") if file.is_file()]
+    writes = [store.write(str(f.relative_to(directory)), f.read_bytes()) for f in files]
+    for write in writes:
+        write.result()
+    return url
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Requests are tried again soon, and not often."""
+    monkeypatch.setattr(bucket, "RETRIES", {"max_retries": 2, "initial_delay": "1ms"})
+    for cached in (bucket._context, bucket._opened):
+        cached.cache_clear()
+    yield
+    for cached in (bucket._context, bucket._opened):
+        cached.cache_clear()
+
+
+def assert_read(url, saved, tmp_path):
+    """All that is read of a bucket is what is read of the disk, and what Orbax reads."""
+    near, far = (reshard.open(place, **saved.open) for place in (saved.path, url))
+    assert repr(far) == repr(near).replace(str(saved.path), url)
+    assert far.source.format == near.source.format and far.source.items == near.source.items
+    again = pickle.loads(pickle.dumps(far))
+    assert reshard.diff(near, again, values=True).equal
+    assert reshard.digest(far) == reshard.digest(near)
+    assert reshard.verify(far, against=near).problems == ()
+    plan = reshard.save(reshard.to_mesh(far, "1x8"), tmp_path / "out")
+    expected = reshard.save(reshard.to_mesh(near, "1x8"), tmp_path / "near", link=False)
+    assert plan.chunks_written == expected.chunks_written
+    reader = saved.readers[0]
+    got, known = (layouts.READERS[reader](saved, tmp_path / name) for name in ("out", "near"))
+    layouts.assert_same_tree(got, known)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_every_layout_is_read(saved, stores, kind, layout, tmp_path):
+    source = saved(layout)
+    url = put(f"{stores.bucket(kind)}/run/x", source.path)
+    before = stores.keys(url)
+    assert_read(url, source, tmp_path)
+    assert stores.keys(url) == before
+    assert not stores.answered("delete")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("writers", [1, 3])
+def test_databases_that_were_never_merged(saved, stores, kind, writers, tmp_path):
+    source = saved("standalone")
+    path = test_loader.never_merged(source.path, tmp_path / "unmerged", 3, writers)
+    url = put(f"{stores.bucket(kind)}/run", path)
+    assert_read(url, layouts.dataclasses.replace(source, path=path), tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["standalone", "zarr3-files", "manager"])
+def test_without_credentials_to_list_with(saved, stores, kind, layout, tmp_path, monkeypatch):
+    """TensorStore lists keys alone: all of them, and no sizes."""
+    monkeypatch.setattr(listing, "pages", lambda *arguments: None)
+    source = saved(layout)
+    assert_read(put(f"{stores.bucket(kind)}/run", source.path), source, tmp_path)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "conditional"])
+def test_a_directory_of_a_bucket(stores, kind):
+    place = parse_location(f"{stores.bucket(kind)}/run")
+    store = place.open(bucket._context())
+    for name in ("a", "a.b/c", "a/b", "d", "e/f/g"):
+        if not (kind == "gs" and name == "a"):  # a name is a file or a directory on the Go server
+            store.write(name, name.encode()).result()
+    assert place.names() == ["a", "a.b", "d", "e"]
+    assert place.directories() == ["a", "a.b", "e"] or kind != "gs"
+    assert [found.path for found in place.walk() if found.is_file][-3:] == ["a.b/c", "d", "e/f/g"]
+    assert [found.path for found in place.walk() if found.is_dir][-2:] == ["e", "e/f"]
+    assert (place / "d").is_file() and not (place / "d").is_dir()
+    assert (place / "e/f").is_dir() and not (place / "e/f").is_file()
+    assert not (place / "e/").is_file() and not (place / "n").exists()
+    assert (place / "d").file_bytes() == 1 and (place / "n").file_bytes() is None
+    assert (place / "d").read() == (place / "d").beginning(10) == b"d"
+    assert (place / "n").read() is None
+    (place / "d").write(b"other")
+    assert (place / "d").read() == b"other"
+    (place / "d").remove()
+    assert not (place / "d").exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_root_of_many_steps_is_opened_with_few_requests(saved, stores, kind):
+    source = saved("manager")
+    url = put(f"{stores.bucket(kind)}/run", source.path)
+    place = parse_location(url)
+    names = [f"{step}/default/a/{chunk}" for step in range(21, 420) for chunk in range(5)]
+    store = place.open(bucket._context())
+    for write in [store.write(name, b"") for name in names]:
+        write.result()
+    stores.reset()
+    ckpt = reshard.open(url)
+    # Steps that are not marked, and after the last that is.
+    assert ckpt.source.steps == layouts.STEPS and ckpt.source.step == "20"
+    assert len(ckpt.source.uncommitted) == 399
+    for step in range(21, 420):
+        (place / str(step) / "commit_success.txt").write(b"")
+    (place / "500/default/a/0").write(b"")
+    (place / "419/default/_METADATA").write((place / "20/default/_METADATA").read() or b"")
+    for name in ("manifest.ocdbt", "_sharding"):
+        (place / "419/default" / name).write((place / "20/default" / name).read() or b"")
+    stores.reset()
+    with pytest.raises(reshard.CorruptCheckpointError):  # its data files are others'
+        reshard.open(url)
+    assert len(stores.requests) < 30, [request[:2] for request in stores.requests]
+    stores.reset()
+    assert reshard.open(url, step=20).source.steps[:4] == (*layouts.STEPS, 21, 22)
+    assert len(stores.requests) < 30, [request[:2] for request in stores.requests]
+    assert not [r for r in stores.requests if re.search(r"run/(2[1-9]|[34])", r.key)]
+
+
+@pytest.mark.parametrize("layout", ["standalone", "manager", "bare"])
+def test_what_has_no_marker_in_a_bucket_was_never_committed(saved, stores, layout):
+    source = saved(layout)
+    url = put(f"{stores.bucket('gs')}/run/x", source.path)
+    place = parse_location(url)
+    step = {"standalone": place, "manager": place / "20", "bare": place}[layout]
+    assert reshard.open(url).source.item == ("default" if layout == "manager" else "")
+    (step / "commit_success.txt").remove()
+    if layout == "manager":
+        assert reshard.open(url).source.steps == (3,)
+        assert reshard.open(url).notes == ("step 20 was never committed and is left out",)
+    with pytest.raises(reshard.UncommittedCheckpointError) as caught:
+        reshard.open(url, step=20 if layout == "manager" else None)
+    assert str(caught.value) == (
+        f"`{step}` was never committed: in a bucket, its `commit_success.txt` is written last, and "
+        "there is none\n\nhint: if it is a copy of a complete checkpoint, put a file "
+        "`commit_success.txt` into it"
+    )
+
+
+def test_what_is_not_there(stores):
+    url = stores.bucket("s3")
+    (parse_location(url) / "run/a/b").write(b"")
+    with pytest.raises(reshard.CheckpointNotFoundError) as caught:
+        reshard.open(f"{url}/run/x")
+    assert str(caught.value) == f"there is nothing at `{url}/run/x`\n\nhint: `{url}/run` has: a"
+    with pytest.raises(reshard.StoreError) as caught:
+        reshard.open("s3://nobody-has-it/run")
+    assert "404: there is no such bucket or object" in str(caught.value)
+
+
+STATUSES = {
+    403: "403: the credentials do not allow it",
+    429: "429: too many requests, also after retries",
+    503: "503: the store was not available, also after retries",
+}
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fault", [*STATUSES, "cut", "truncated"])
+@pytest.mark.parametrize("what", ["list", "_METADATA", "data"])
+def test_what_a_store_refuses(saved, stores, kind, fault, what):
+    source = saved("zarr2-files")
+    url = put(f"{stores.bucket(kind)}/run", source.path)
+    ckpt = reshard.select(reshard.open(url), "params/embed")
+    pattern = {"list": "list ", "data": r"read .*/\d"}.get(what, f"read .*{what}")
+    stores.faults.append(Fault(pattern, fault, 1000))
+    with pytest.raises(reshard.StoreError) as caught:
+        if what == "data":
+            reshard.digest(ckpt)
+        else:
+            reshard.open(url)
+    text = str(caught.value)
+    assert STATUSES.get(fault, "the connection failed, also after retries: ") in text
+    said = (
+        rf"\n  ({url}|run)/params.embed/\d.\d: "
+        if what == "data"
+        else f"{url}[^ ]*` cannot be read\n"
+    )
+    assert re.search(said, text), text
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fault", [429, 503, "cut", "truncated"])
+@pytest.mark.parametrize("layout", ["standalone", "zarr2-files"])
+def test_what_a_store_does_when_it_is_asked_again(saved, stores, kind, fault, layout):
+    source = saved(layout)
+    url = put(f"{stores.bucket(kind)}/run", source.path)
+    for pattern in ("list ", "_METADATA", r"read .*/\d", "read .*/d/"):
+        stores.faults.append(Fault(pattern, fault))
+    assert reshard.diff(source.path, url, values=True).equal
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["standalone", "zarr2-files", "zarr3-files"])
+def test_an_object_that_is_gone(saved, stores, kind, layout, tmp_path):
+    source = saved(layout)
+    url = put(f"{stores.bucket(kind)}/run", source.path)
+    ckpt = reshard.open(url)
+    values = ckpt["params/embed"].data.store.values["params.embed"]
+    file = next(value.file for value in values.values() if value.file and not value.inline)
+    file = max(value.file for value in values.values() if value.file)
+    (parse_location(url) / file).remove()
+    with pytest.raises(reshard.ReshardError) as caught:
+        reshard.save(reshard.to_mesh(ckpt, "1x8"), tmp_path / "out")
+    assert str(caught.value).startswith("the source changed while it was read\n")
+    assert os.listdir(tmp_path) == []
+    target = jax.sharding.NamedSharding(layouts.mesh((1, 8)), P("data", "model"))
+    shape = jax.ShapeDtypeStruct((64, 96), np.float32, sharding=target)
+    part = reshard.select(ckpt, "params/embed")
+    with pytest.raises(reshard.ReshardError, match="params/embed: its stored bytes"):
+        reshard.restore(part, {"params": {"embed": shape}})
+    assert reshard.verify(part).problems
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "name", ["_METADATA", "manifest.ocdbt", "ocdbt.process_0/d/", "commit_success.txt"]
+)
+def test_an_object_that_changes_during_a_job(saved, stores, kind, name, tmp_path):
+    source = saved("standalone")
+    url = put(f"{stores.bucket(kind)}/run", source.path)
+    found = next(key for key in stores.keys(url) if name in key)
+    place = parse_location(url.rpartition("/")[0]) / found
+    data = place.read()
+    ckpt = reshard.to_mesh(reshard.open(url), "1x8")
+    plan = reshard.plan(ckpt, tmp_path / "out")
+    place.write(data + b"\n")
+    with pytest.raises(reshard.CorruptCheckpointError) as caught:
+        execution = sys.modules["reshard.writer.execution"]
+        execution.execute(plan)
+    assert str(caught.value) == f"the source changed while it was read\n  `{url}`"
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_restore(saved, stores, kind):
+    source = saved("standalone")
+    url = put(f"{stores.bucket(kind)}/run", source.path)
+    got = reshard.restore(url, layouts.abstract(source.tree, layouts.mesh((1, 8))))
+    layouts.assert_same_tree(got, layouts.plain_scalars(source.tree))
+
+
+def test_requests_at_once(saved, stores, tmp_path):
+    url = put(f"{stores.bucket('s3')}/run", saved("standalone").path)
+    limits = []
+    for ckpt in (reshard.open(url), reshard.open(url, concurrency=3)):
+        store = ckpt["params/embed"].data.store
+        limits.append(store.context["s3_request_concurrency"].to_json())
+    assert limits == [{"limit": 128}, {"limit": 3}]
+    with pytest.raises(reshard.ArgumentError, match="concurrency=0 leaves no request"):
+        reshard.open(url, concurrency=0)
+
+
+def test_nothing_but_the_answer_reaches_the_terminal(saved, stores, tmp_path):
+    """Not even where TensorStore looks for credentials in vain."""
+    url = put(f"{stores.bucket('gs')}/run", saved("standalone").path)
+    lonely = {**os.environ, "HOME": str(tmp_path)}
+    del lonely["AWS_ACCESS_KEY_ID"]
+    words = [sys.executable, "-m", "reshard", "inspect", "--json", url]
+    done = subprocess.run(words, capture_output=True, text=True, env=lonely, check=True)
+    assert done.stderr == "" and json.loads(done.stdout)["path"] == url
+    done = subprocess.run(
+        [*words[:-1], "s3://nobody-has-it/run"], capture_output=True, text=True, env=lonely
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert re.match(r"Error: .* cannot be read\n", done.stderr), done.stderr
+    assert len(done.stderr.splitlines()) == 2
