@@ -20,6 +20,7 @@ from servers import Fault
 import reshard
 from reshard.storage import bucket, listing
 from reshard.storage.location import parse_location
+from reshard.writer import execution
 
 KINDS = ("s3", "gs")
 
@@ -170,6 +171,7 @@ def test_what_is_not_there(stores):
     with pytest.raises(reshard.CheckpointNotFoundError) as caught:
         reshard.open(f"{url}/run/x")
     assert str(caught.value) == f"there is nothing at `{url}/run/x`\n\nhint: `{url}/run` has: a"
+    stores.faults.append(Fault("list nobody", 404, 2))
     with pytest.raises(reshard.StoreError) as caught:
         reshard.open("s3://nobody-has-it/run")
     assert "404: there is no such bucket or object" in str(caught.value)
@@ -226,12 +228,12 @@ def test_an_object_that_is_gone(saved, stores, kind, layout, tmp_path):
     source = saved(layout)
     url = put(f"{stores.bucket(kind)}/run", source.path)
     ckpt = reshard.open(url)
-    values = ckpt["params/embed"].data.store.values["params.embed"]
-    file = next(value.file for value in values.values() if value.file and not value.inline)
-    file = max(value.file for value in values.values() if value.file)
+    values = ckpt.source.store.values["params.embed"].items()
+    file = max(value.file for key, value in values if value.file and key[0] not in ".z")
+    plan = reshard.plan(reshard.to_mesh(ckpt, "1x8"), tmp_path / "out")
     (parse_location(url) / file).remove()
-    with pytest.raises(reshard.ReshardError) as caught:
-        reshard.save(reshard.to_mesh(ckpt, "1x8"), tmp_path / "out")
+    with pytest.raises(reshard.CorruptCheckpointError) as caught:
+        execution.execute(plan)
     assert str(caught.value).startswith("the source changed while it was read\n")
     assert os.listdir(tmp_path) == []
     target = jax.sharding.NamedSharding(layouts.mesh((1, 8)), P("data", "model"))
@@ -251,12 +253,11 @@ def test_an_object_that_changes_during_a_job(saved, stores, kind, name, tmp_path
     url = put(f"{stores.bucket(kind)}/run", source.path)
     found = next(key for key in stores.keys(url) if name in key)
     place = parse_location(url.rpartition("/")[0]) / found
-    data = place.read()
+    data = place.read() or b""
     ckpt = reshard.to_mesh(reshard.open(url), "1x8")
     plan = reshard.plan(ckpt, tmp_path / "out")
     place.write(data + b"\n")
     with pytest.raises(reshard.CorruptCheckpointError) as caught:
-        execution = sys.modules["reshard.writer.execution"]
         execution.execute(plan)
     assert str(caught.value) == f"the source changed while it was read\n  `{url}`"
     assert os.listdir(tmp_path) == []
@@ -274,8 +275,7 @@ def test_requests_at_once(saved, stores, tmp_path):
     url = put(f"{stores.bucket('s3')}/run", saved("standalone").path)
     limits = []
     for ckpt in (reshard.open(url), reshard.open(url, concurrency=3)):
-        store = ckpt["params/embed"].data.store
-        limits.append(store.context["s3_request_concurrency"].to_json())
+        limits.append(ckpt.source.store.context["s3_request_concurrency"].to_json())
     assert limits == [{"limit": 128}, {"limit": 3}]
     with pytest.raises(reshard.ArgumentError, match="concurrency=0 leaves no request"):
         reshard.open(url, concurrency=0)
@@ -289,9 +289,9 @@ def test_nothing_but_the_answer_reaches_the_terminal(saved, stores, tmp_path):
     words = [sys.executable, "-m", "reshard", "inspect", "--json", url]
     done = subprocess.run(words, capture_output=True, text=True, env=lonely, check=True)
     assert done.stderr == "" and json.loads(done.stdout)["path"] == url
-    done = subprocess.run(
-        [*words[:-1], "s3://nobody-has-it/run"], capture_output=True, text=True, env=lonely
-    )
+    stores.faults.append(Fault("list nobody", 403, 2))
+    words[-1] = "s3://nobody-has-it/run"
+    done = subprocess.run(words, capture_output=True, text=True, env=lonely, check=False)
     assert done.returncode == 2 and done.stdout == ""
     assert re.match(r"Error: .* cannot be read\n", done.stderr), done.stderr
     assert len(done.stderr.splitlines()) == 2

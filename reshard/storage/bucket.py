@@ -44,7 +44,13 @@ _MEANINGS = {
     "503": "the store was not available, also after retries",
 }
 # What TensorStore says where it does not tell the status.
-_UNTOLD = {"Too Many Requests": "429", "Service Unavailable": "503", "Internal Server Error": "500"}
+_UNTOLD = {
+    "Forbidden": "403",
+    "Unauthorized": "401",
+    "Too Many Requests": "429",
+    "Service Unavailable": "503",
+    "Internal Server Error": "500",
+}
 
 
 def resources(concurrency: int = REQUESTS) -> dict[str, Any]:

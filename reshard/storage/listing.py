@@ -25,8 +25,8 @@ from reshard.storage import posix
 
 _NO_BODY = hashlib.sha256(b"").hexdigest()
 _MAX_CONFIG_BYTES = 1 << 20
-# What a server says to whom it does not know, or whose signature is for another region.
-_REFUSED = ("PERMISSION_DENIED", "UNAUTHENTICATED", "INVALID_ARGUMENT", "FAILED_PRECONDITION")
+# What a server says to whom it does not know, and to a signature for another region.
+_UNKNOWN, _ELSEWHERE = ("PERMISSION_DENIED", "UNAUTHENTICATED"), ("INVALID_ARGUMENT", "UNKNOWN")
 
 
 class Object(NamedTuple):
@@ -49,13 +49,14 @@ def pages(
     scheme: str, bucket: str, prefix: str, delimiter: str, most: int, context: ts.Context
 ) -> Iterator[Page] | None:
     """What is below a prefix, up to `most` names a page: keys that have the delimiter after it are
-    one prefix. None where the bucket does not let us look."""
+    one prefix. None where it takes credentials that only TensorStore finds."""
     ask = _gs_page if scheme == "gs" else _s3_page
     get = functools.partial(ask, bucket, prefix, delimiter, most, context)
     try:
         first = get("")
     except ValueError as error:
-        if str(error).startswith(_REFUSED):
+        known = _gs_token() if scheme == "gs" else _s3_keys()[0]
+        if str(error).startswith(_ELSEWHERE if known else (*_UNKNOWN, *_ELSEWHERE)):
             return None
         raise
     return None if first is None else _all(first, get)
