@@ -9,6 +9,9 @@ import re
 import subprocess
 import sys
 
+import botocore.auth
+import botocore.awsrequest
+import botocore.credentials
 import jax
 import layouts
 import numpy as np
@@ -295,3 +298,18 @@ def test_nothing_but_the_answer_reaches_the_terminal(saved, stores, tmp_path):
     assert done.returncode == 2 and done.stdout == ""
     assert re.match(r"Error: .* cannot be read\n", done.stderr), done.stderr
     assert len(done.stderr.splitlines()) == 2
+
+
+@pytest.mark.parametrize("token", ["", "of/a session=="])
+def test_lists_are_signed_as_amazon_s_own_library_signs_them(monkeypatch, token):
+    asked = {"list-type": "2", "prefix": "run/größe +&~", "delimiter": "/", "max-keys": "7"}
+    url, query = "https://bucket.s3.eu-west-1.amazonaws.com/", listing._query(asked)
+    monkeypatch.setattr(listing, "_s3_keys", lambda: ("the id", "the/key", token))
+    credentials = botocore.credentials.Credentials("the id", "the/key", token or None)
+    request = botocore.awsrequest.AWSRequest("GET", f"{url}?{query}")
+    botocore.auth.S3SigV4Auth(credentials, "s3", "eu-west-1").add_auth(request)
+    monkeypatch.setattr(listing.time, "strftime", lambda *_: request.context["timestamp"])
+    signed = {key.lower(): value for key, value in request.headers.items()}
+    expected = {key: signed[key] for key in signed if key != "x-amz-content-sha256"}
+    found = {key.lower(): v for key, v in listing._signature(url, query, "eu-west-1").items()}
+    assert {key: found[key] for key in expected} == expected
