@@ -254,7 +254,8 @@ def _object(path: str) -> Entry | None:
         if pages is None:
             asked = _store(path).read(key, byte_range=slice(0, 0)).result()
             return _file("") if asked.state == "value" else None
-        objects = next(pages).objects
+        # A page may be empty, and not the last.
+        objects = next((page.objects for page in pages if page.objects or page.prefixes), [])
     return _file("", *objects[0][1:]) if objects and objects[0].key == key else None
 
 
