@@ -174,11 +174,11 @@ def copy_file(
     found = hashlib.sha256()
     with contextlib.ExitStack() as stack:
         writer = None
-        reader = stack.enter_context(contextlib.closing(blocks(source)))
+        reader = stack.enter_context(open(os.open(source, os.O_RDONLY | os.O_NOFOLLOW), "rb"))
         if destination is not None:
             remove_file(destination)
             writer = stack.enter_context(create(destination))
-        for block in reader:
+        while block := reader.read(_BLOCK):
             found.update(block)
             if writer is not None:
                 writer.write(block)
