@@ -308,7 +308,7 @@ def test_an_interrupt_leaves_nothing(source, tmp_path, error, overwrite):
     assert hashes(tmp_path) == before
 
 
-@pytest.mark.parametrize("step", ["sync", "write", "copy_file", "sync_directory"])
+@pytest.mark.parametrize("step", ["sync", "write", "copy", "sync_directory"])
 def test_an_io_error_leaves_nothing(saved, tmp_path, monkeypatch, step):
     source = saved("items")
     out = tmp_path / "out"
@@ -317,7 +317,8 @@ def test_an_io_error_leaves_nothing(saved, tmp_path, monkeypatch, step):
     def full(path, *_):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(Location if step == "write" else reshard.storage.posix, step, full)
+    where = Location if step in ("write", "copy") else reshard.storage.posix
+    monkeypatch.setattr(where, step, full)
     with pytest.raises(reshard.DestinationError) as caught:
         reshard.save(open_on(source), out)
     lines = str(caught.value).split("\n")
@@ -482,13 +483,13 @@ def test_a_source_that_changes_meanwhile(big, tmp_path, layout, change):
 def test_an_item_that_vanishes_meanwhile(saved, tmp_path, monkeypatch):
     copy = shutil.copytree(saved("items").path, tmp_path / "copy")
     out = tmp_path / "new" / "out"
-    original = reshard.storage.posix.copy_file
+    original = Location.copy
 
     def vanish(*arguments):
         shutil.rmtree(copy / "3" / "config", ignore_errors=True)
         return original(*arguments)
 
-    monkeypatch.setattr(reshard.storage.posix, "copy_file", vanish)
+    monkeypatch.setattr(Location, "copy", vanish)
     with pytest.raises(reshard.CorruptCheckpointError) as caught:
         reshard.save(reshard.open(copy, item="state"), out)
     assert str(caught.value) == f"the source changed while it was read\n  `{copy}/3/config`"

@@ -422,7 +422,7 @@ def test_killed_again_and_again_and_resumed(sources, expected, tmp_path, kind):
 
 # Which call of what, and whether after it rather than before.
 MOMENTS = [
-    ("reshard.writer.siblings", "posix.copy_file", 1, True),
+    ("reshard.writer.siblings", "Location.copy", 1, True),
     ("reshard.writer.database", "posix.link", 2, False),
     ("reshard.storage.posix", "replace", 1, False),
     ("os", "replace", 1, False),

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from layouts import hashes
 
 import reshard
-from reshard.storage import posix
+from reshard.storage.location import Location
 from reshard.writer import journal
 
 FILE = "reshard_digests.json"
@@ -100,13 +100,13 @@ def copies(root):
 def reads(monkeypatch):
     """How often each file is hashed, or copied."""
     found = collections.Counter()
-    original = posix.copy_file
+    original = Location.copy
 
-    def copy_file(source, *rest):
+    def copy(source, *rest):
         found[str(source)] += 1
         return original(source, *rest)
 
-    monkeypatch.setattr(posix, "copy_file", copy_file)
+    monkeypatch.setattr(Location, "copy", copy)
     return found
 
 

@@ -209,10 +209,9 @@ class Location:
         nbytes: int = posix.UNKNOWN,
     ) -> str:
         """Copies a file, of so many bytes, or only reads it if there is no destination; the SHA-256
-        of what was read. On the way to a bucket all of it is in memory: an object is written at
+        of what was read. Whatever is at the destination is replaced, and not written to: it may be
+        a link to the source. On the way to a bucket all of it is in memory: an object is written at
         once."""
-        if self.is_local and (destination is None or destination.is_local):
-            return posix.copy_file(self, destination, report)
         found = hashlib.sha256()
         with contextlib.ExitStack() as stack:
             blocks: list[bytes] = []

@@ -8,12 +8,11 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import hashlib
 import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple, TextIO
 
 AnyPath = str | os.PathLike[str]
@@ -160,30 +159,6 @@ def blocks(path: AnyPath, nbytes: int = UNKNOWN) -> Iterator[bytes]:
 def create(path: AnyPath) -> BinaryIO:
     """A new file, to be written."""
     return open(path, "xb")
-
-
-def copy_file(
-    source: AnyPath,
-    destination: AnyPath | None,
-    report: Callable[[int], None] = lambda nbytes: None,
-) -> str:
-    """Copies a file, or only reads it if there is no destination; the SHA-256 of what was read.
-
-    Whatever is at the destination is replaced, and not written to: it may be a link to the source.
-    """
-    found = hashlib.sha256()
-    with contextlib.ExitStack() as stack:
-        writer = None
-        reader = stack.enter_context(open(os.open(source, os.O_RDONLY | os.O_NOFOLLOW), "rb"))
-        if destination is not None:
-            remove_file(destination)
-            writer = stack.enter_context(create(destination))
-        while block := reader.read(_BLOCK):
-            found.update(block)
-            if writer is not None:
-                writer.write(block)
-            report(len(block))
-    return found.hexdigest()
 
 
 def write(path: AnyPath, data: bytes, durable: bool = False) -> None:
