@@ -25,7 +25,7 @@ TEMPORARY = ".orbax-checkpoint-tmp"
 MARKER = "commit_success.txt"
 _STEP_NAME = re.compile(r"(?:.*_)?(\d+)")
 _LEGACY_STEP = re.compile(r"checkpoint_\d+")
-# Directories in a bucket that are looked into to see whether they are arrays.
+# Directories in a bucket, but for steps, that are looked into to see whether they are arrays.
 _SOME = 8
 # Handlers of items that are not a tree of a model's arrays; `_METADATA` does not tell them apart.
 _NOT_TREES = ("ArrayCheckpointHandler", "RandomKeyCheckpointHandler", "JsonCheckpointHandler")
@@ -202,7 +202,7 @@ def _is_item(directory: Location) -> bool:
         return False
     names = directory.directories()
     if not directory.is_local:
-        names = names[:_SOME]
+        names = [name for name in names if not name.isdecimal()][:_SOME]
     return (directory / "checkpoint").is_file() or any(
         name.startswith("ocdbt.process_") or _is_zarr(directory / name) for name in names
     )
