@@ -828,8 +828,8 @@ def test_the_text_of_a_whole_map():
 # before it have left. Any of it can be edited: `from` is a regex that is searched for in printed
 # paths, `to` a replacement as `re.sub` takes it. As long as `from` has no other wildcards, and all
 # of its numbers are in the new paths, the map can be used in the opposite direction, too: with the
-# model that is made then, where an optimizer's state or a step is beside it. What the options
-# `--rename`, `--select` and `--dtype` have done to the source before is not in it.
+# model that is made then, where an optimizer's state or a step is beside it. Where the
+# source was renamed, selected from or cast before, that is not in it.
 # Behind `[[rule]]` is what it was found by: equal paths after the standard conversions (path), or
 # the order of modules of one class (structure).
 
