@@ -194,6 +194,20 @@ class Encoding(NamedTuple):
         """For an array of another dtype; the fill value is that of arrays that Orbax writes."""
         return self._replace(endian="little", fill="null")
 
+    def most_encoded(self, chunk: Shape, itemsize: int) -> int:
+        """Bytes that a chunk is encoded to at most: values that do not compress become larger, and
+        inner chunks have an index."""
+        decoded = math.prod(chunk) * itemsize
+        inner = self._inner(chunk)
+        count = math.prod(size // part for size, part in zip(chunk, inner, strict=True))
+        return decoded + decoded // 64 + 1024 * count
+
+    def _inner(self, chunk: Shape) -> Shape:
+        """Shape of the inner chunks of a chunk, itself where it has none or they do not divide
+        it."""
+        inner = self.shards and self.shards.inner
+        return inner if inner is not None and _divides(inner, chunk) else chunk
+
     @functools.lru_cache(maxsize=1024)  # noqa: B019
     def document(self, shape: Shape, chunk: Shape, dtype: np.dtype) -> bytes:
         """An array's stored metadata. Inner chunks that do not divide its chunks become whole
@@ -223,10 +237,7 @@ class Encoding(NamedTuple):
         codecs = [json.loads(codec) for codec in self.transposes]
         codecs += [stored, *(_of_dtype(json.loads(codec), dtype) for codec in self.compressors)]
         if self.shards is not None:
-            inner = self.shards.inner
-            if inner is None or not _divides(inner, chunk):
-                inner = chunk
-            sharding = {**json.loads(self.shards.index), "chunk_shape": list(inner)}
+            sharding = {**json.loads(self.shards.index), "chunk_shape": list(self._inner(chunk))}
             sharding["codecs"] = codecs
             codecs = [{"name": "sharding_indexed", "configuration": sharding}]
         fill = json.loads(self.fill)

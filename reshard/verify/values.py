@@ -38,7 +38,7 @@ def read_values(
     Returns:
       Number of a group -> place in it -> why that array could not be read.
     """
-    least = [(group[0].path, _least(group)) for group in groups]
+    least = [(group[0].path, least_memory(group)) for group in groups]
     check_fits(least, max_memory)
     limit = in_flight(max_memory, cores(), max((nbytes for _, nbytes in least), default=0))
     failed: dict[int, Mapping[int, ReshardError]] = {}
@@ -94,7 +94,7 @@ def _held(handle: ArrayHandle) -> int:
     return handle.read_dtype.itemsize + rounds * handle.dtype.itemsize
 
 
-def _least(group: Group) -> int:
+def least_memory(group: Group) -> int:
     """Bytes that one box takes that is in one chunk of each array of a group."""
     return _cost(group, tuple(map(min, zip(*(h.chunk_shape for h in group), strict=True))))
 
@@ -109,11 +109,6 @@ def _cost(group: Group, box: Shape) -> int:
     buffers = elements * sum(handle.read_dtype.itemsize for handle in group)
     reading = decoding + buffers + READ_OVERHEAD * len(group)
     return max(reading, elements * sum(map(_held, group)))
-
-
-def chunk_cost(shape: Shape, itemsize: int) -> int:
-    """Bytes that a box of one chunk takes at most."""
-    return 3 * math.prod(shape) * itemsize + READ_OVERHEAD
 
 
 def check_fits(costs: Iterable[tuple[Path, int]], max_memory: int) -> None:

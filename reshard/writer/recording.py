@@ -2,11 +2,13 @@
 written, read back."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from reshard.arrays.digests import Digest
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint, Item, Source
+from reshard.engine.budget import READ_OVERHEAD
 from reshard.engine.plan import ArrayPlan
 from reshard.errors import CorruptCheckpointError
 from reshard.hints import Hint
@@ -21,7 +23,7 @@ from reshard.verify.digest_record import (
     read_record,
     stored_record,
 )
-from reshard.verify.values import chunk_cost, read_digests
+from reshard.verify.values import least_memory, read_digests
 from reshard.verify.verification import check, reason
 from reshard.writer.job_plan import ItemPlan
 from reshard.writer.journal import ItemProgress
@@ -83,10 +85,19 @@ def read_again(
 def read_costs(item: ItemPlan, verify: bool) -> Iterator[tuple[Path, int]]:
     """Path, and bytes that a chunk takes, of all that is read beside what is rewritten."""
     for handle in (*item.read_sources, *item.read_verbatim):
-        yield handle.path, chunk_cost(handle.chunk_shape, handle.dtype.itemsize)
+        yield handle.path, least_memory((handle,))
     if verify:
         for handle, array in zip(item.handles, item.arrays, strict=True):
-            yield handle.path, chunk_cost(array.chunk, handle.dtype.itemsize)
+            yield handle.path, _read_back_cost(item, handle, array)
+
+
+def _read_back_cost(item: ItemPlan, handle: ArrayHandle, array: ArrayPlan) -> int:
+    """Bytes that a chunk takes, once it is written; at most, where it is encoded anew."""
+    if array.moved:
+        return least_memory((handle,))
+    itemsize = handle.dtype.itemsize
+    encoded = item.format.encoding(handle).most_encoded(array.chunk, itemsize)
+    return encoded + 2 * math.prod(array.chunk) * itemsize + READ_OVERHEAD
 
 
 def records(
@@ -134,10 +145,7 @@ def to_read_back(
         handle
         for handle, array in zip(item.handles, item.arrays, strict=True)
         if verify
-        or (
-            handle.path in progress.digests
-            and chunk_cost(array.chunk, handle.dtype.itemsize) <= max_memory
-        )
+        or (handle.path in progress.digests and _read_back_cost(item, handle, array) <= max_memory)
     ]
 
 
