@@ -2,8 +2,11 @@
 
 import ast
 import concurrent.futures
+import functools
 import importlib
 import inspect
+import json
+import math
 import multiprocessing
 import pathlib
 import pickle
@@ -11,6 +14,8 @@ import re
 import shlex
 
 import click
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -154,12 +159,44 @@ def test_every_error_survives_another_process():
         lambda: reshard.diff("a", "b", rtol=1.0),
         lambda: reshard.restore("a", {}, cast="yes"),
         lambda: reshard.restore("a", {}, unexpected="skip"),
+        *(functools.partial(parse_bytes, n) for n in (None, b"", [], True, 0, -1, "0", "9" * 400)),
+        *(functools.partial(parse_bytes, n) for n in (math.inf, math.nan, 1j, 0.5)),
+        *(functools.partial(parse_chunks, n) for n in (None, math.inf)),
+        lambda: reshard.save("path", "out"),
+        lambda: reshard.plan(pathlib.Path("path")),
     ],
 )
 def test_wrong_arguments(call):
     with pytest.raises(ValueError) as error:
         call()
     assert type(error.value) is reshard.ArgumentError
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda ckpt: reshard.save(ckpt, None), "there is no destination to save to"),
+        (lambda ckpt: reshard.plan(ckpt, max_memory=0), "`0` is not a number of bytes"),
+        (lambda ckpt: reshard.plan(ckpt, file_size=math.inf), "`inf` is no size of a file"),
+        (lambda ckpt: reshard.cast(ckpt, None), "not a dtype: None"),
+        (lambda ckpt: reshard.cast(ckpt, "float16", None), "a glob is text\n  where: None"),
+        (lambda ckpt: reshard.select(ckpt, 3), "a glob is text\n  patterns: 3"),
+        (lambda ckpt: reshard.select(ckpt, drop=["w", 3]), "a glob is text\n  drop: 3"),
+        (lambda ckpt: reshard.rename(ckpt, "x"), "a rename is a regex and a replacement\n  'x'"),
+        (lambda ckpt: reshard.rename(ckpt, 3), "a rename is a regex and a replacement\n  3"),
+        (lambda ckpt: reshard.rename(ckpt, {3: "x"}), "rename `3=x`: first argument must be"),
+        (
+            lambda ckpt: reshard.diff(ckpt, ckpt, values=True, rtol="1"),
+            "a tolerance is a finite number, 0 or more\n  rtol='1'",
+        ),
+    ],
+)
+def test_wrong_arguments_beside_a_checkpoint(tmp_path, call, text):
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", {"w": np.ones(4, "f4")})
+    with pytest.raises(reshard.ArgumentError) as error:
+        call(reshard.open(tmp_path / "saved"))
+    assert str(error.value).startswith(text)
 
 
 # Hints
@@ -247,6 +284,20 @@ def test_what_hints_name_is_there():
             ast.parse(f"f({typed})", mode="eval")
         function = re.match(r"reshard\.(\w+)\(", typed)
         assert function is None or hasattr(reshard, function[1]), name
+
+
+def test_no_hint_on_the_command_line_is_a_call_of_the_library():
+    typed = [
+        output.as_flags(Hint((name, *values)))
+        for name in hints._CALLS
+        for values in ((), ("a", "b", "c"))
+    ]
+    refusals = json.loads((pathlib.Path(__file__).parent / "data/frozen/refusals.json").read_text())
+    told = (t for t in refusals.values() if isinstance(t, dict))
+    printed = [line for each in told for line in each.get("err", ()) if "hint: " in line]
+    assert len(printed) > 50
+    calls = [t for t in typed + printed if re.search(r'\w+=[\[("]|reshard\.\w+\(', t)]
+    assert {re.sub(r"\(.*", "", call) for call in calls} <= {"hint: reshard.stack"}  # no command is
 
 
 def test_no_message_of_the_library_says_a_flag():
