@@ -49,8 +49,8 @@ def select(
       >>> [*ckpt]
       [('params', 'layer_0', 'kernel'), ('params', 'layer_1', 'kernel')]
     """
-    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-    drop = [drop] if isinstance(drop, str) else list(drop)
+    patterns = tree.parse_globs("patterns", patterns)
+    drop = tree.parse_globs("drop", drop)
     kept = tree.match_globs(ckpt, patterns)
     dropped = tree.match_globs(ckpt, drop)
     leaves = {path: leaf for path, leaf in ckpt.items() if path in kept and path not in dropped}
@@ -135,7 +135,7 @@ def cast(ckpt: Checkpoint, dtype: Any, where: str | Sequence[str] = "**") -> Che
             f"cast to {new.name}: {missing_dtype(new.name) or 'TensorStore does not store it'}",
             hints=["`bfloat16`, `float16`, `float32`, `float8_e4m3fn`"],
         )
-    patterns = [where] if isinstance(where, str) else list(where)
+    patterns = tree.parse_globs("where", where)
     matched = tree.match_globs(ckpt, patterns)
     chosen = [a for a in ckpt.arrays if a.path in matched and a.value_type != "scalar"]
     leaves = {a.path: dataclasses.replace(a, dtype=new) for a in chosen if is_floating(a.dtype)}

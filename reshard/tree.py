@@ -10,6 +10,7 @@ import itertools
 import json
 import re
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 from reshard.errors import ArgumentError, TreeMismatchError, printable
 
@@ -103,6 +104,17 @@ def glob_key(key: Key) -> str:
 def glob_text(path: Path) -> str:
     """The form of a path that `compile_glob` patterns match: its keys, each ended by NUL."""
     return "".join(str(key).replace("\0", "\ufffd") + "\0" for key in path)
+
+
+def parse_globs(name: str, globs: str | Iterable[str]) -> list[str]:
+    """One glob or several, of the argument of this name; raises ArgumentError for what is none."""
+    if isinstance(globs, str):
+        return [globs]
+    found: list[Any] = list(globs) if isinstance(globs, Iterable) else [globs]
+    wrong = [f"{name}: {glob!r:.80}" for glob in found if not isinstance(glob, str)]
+    if wrong:
+        raise ArgumentError("a glob is text", wrong, ["`params/**`, `**/kernel`"])
+    return found
 
 
 def match_globs(paths: Iterable[Path], patterns: Sequence[str]) -> set[Path]:
@@ -200,14 +212,20 @@ def rename_paths(paths: Sequence[Path], rules: Sequence[tuple[str, str]]) -> dic
       TreeMismatchError: a rule changes nothing, two leaves would meet in one path, or a leaf would
         become a container of another.
     """
+    several = isinstance(rules, Iterable) and not isinstance(rules, str)
+    pairs: list[Any] = list(rules) if several else [rules]
+    wrong = [f"{p!r:.80}" for p in pairs if not isinstance(p, tuple | list) or len(p) != 2]
+    if wrong:
+        example = r'(r"layer_(\d)", r"block_\1")'
+        raise ArgumentError("a rename is a regex and a replacement", wrong, [example])
     printed = {path: format_path(path) for path in paths}
     texts = dict(printed)
     problems = []
-    for pattern, replacement in rules:
+    for pattern, replacement in pairs:
         try:
             regex = re.compile(pattern)
             changed = {path: regex.sub(replacement, text) for path, text in texts.items()}
-        except (re.error, IndexError, OverflowError, RecursionError) as error:
+        except (re.error, IndexError, OverflowError, RecursionError, TypeError) as error:
             raise ArgumentError(f"rename `{pattern}={replacement}`: {error}") from error
         if changed == texts:
             problems.append(f"`{pattern}` matches no leaf")

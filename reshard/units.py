@@ -1,5 +1,7 @@
 """Numbers of bytes, read and printed."""
 
+import math
+import numbers
 import re
 
 from reshard.errors import ArgumentError
@@ -27,22 +29,18 @@ def format_bytes(count: float) -> str:
     raise AssertionError("unreachable")
 
 
-def parse_bytes(text: float | str) -> int:
-    """A number of bytes, or text: `"256MiB"`, `"1.5GB"`; raises ArgumentError for anything else."""
-    if isinstance(text, int | float):
-        return int(text)
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
-    if match is None or match[2] not in _UNITS:
-        raise ArgumentError(f"`{text}` is not a number of bytes", hints=["`256MiB`, `1GiB`"])
-    return int(float(match[1]) * _UNITS[match[2]])
-
-
-def parse_size(text: float | str, what: str, hint: str) -> int:
-    """Bytes as of `parse_bytes`, at least 1; raises ArgumentError, about `what`, for all else."""
-    try:
-        size = parse_bytes(text)
-    except ArgumentError:
-        size = 0
-    if size < 1:
-        raise ArgumentError(f"`{text}` is no size of {what}", hints=[hint])
-    return size
+def parse_bytes(
+    value: float | str, lacks: str = "not a number of bytes", hint: str = "`256MiB`, `1GiB`"
+) -> int:
+    """A finite number of bytes, at least 1, or text: `"256MiB"`, `"1.5GB"`; raises ArgumentError,
+    which says what anything else `lacks`."""
+    size: float = 0
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
+        if match is not None and match[2] in _UNITS:
+            size = float(match[1]) * _UNITS[match[2]]
+    elif isinstance(value, numbers.Real) and not isinstance(value, bool):
+        size = value
+    if not 1 <= size < math.inf:
+        raise ArgumentError(f"`{value}` is {lacks}", hints=[hint])
+    return int(size)

@@ -52,6 +52,8 @@ def parse_dtype(dtype: Any) -> np.dtype:
     if isinstance(dtype, str) and hasattr(ml_dtypes, dtype):
         dtype = getattr(ml_dtypes, dtype)
     try:
+        if dtype is None:
+            raise TypeError("numpy takes it for float64")
         return np.dtype(dtype)
     except TypeError as error:
         raise ArgumentError(

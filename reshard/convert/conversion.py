@@ -45,7 +45,15 @@ from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.hints import Hint
 from reshard.loader import open as open_checkpoint
 from reshard.transforms import select, without
-from reshard.tree import Path, check_lists, format_path, glob_text, named_by, named_in
+from reshard.tree import (
+    Path,
+    check_lists,
+    format_path,
+    glob_text,
+    named_by,
+    named_in,
+    parse_globs,
+)
 from reshard.units import format_bytes, parse_bytes
 
 # Bytes that initial values may take without a word.
@@ -277,7 +285,7 @@ def conversion(
     """
     limit = None if max_memory is None else parse_bytes(max_memory)
     ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
-    dropped, init = ([globs] if isinstance(globs, str) else list(globs) for globs in (drop, init))
+    dropped, init = parse_globs("drop", drop), parse_globs("init", init)
     whole = ckpt
     if dropped:
         ckpt = _without_dropped(ckpt, dropped, layout, _FROM[to])

@@ -15,7 +15,6 @@ from reshard.checkpoint import Checkpoint
 from reshard.errors import (
     ArgumentError,
     CorruptCheckpointError,
-    MemoryLimitError,
     ShardingError,
     TreeMismatchError,
 )
@@ -27,7 +26,7 @@ from reshard.restore.matching import Mismatch, TargetLeaf, likely_renames, match
 from reshard.restore.pytrees import StateLeaf, flatten_state, is_variable, target_leaf
 from reshard.restore.target_mesh import to_mesh
 from reshard.sharding.mesh import Mesh, NamedSharding, normalize_spec, parse_mesh, spec_problems
-from reshard.tree import Path, format_glob, format_path, match_globs
+from reshard.tree import Path, format_glob, format_path, match_globs, parse_globs
 from reshard.units import parse_bytes
 
 Progress = Callable[[int], None]
@@ -88,10 +87,6 @@ def restore(
     _check_choice("unexpected", unexpected, ("error", "ignore"))
     ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     budget = None if max_memory is None else parse_bytes(max_memory)
-    if budget is not None and budget < 1:
-        raise MemoryLimitError(
-            f"max_memory={max_memory!r} leaves no room", hints=["`256MiB`, `1GiB`"]
-        )
     report: Progress = progress or (lambda count: None)
     if isinstance(target, jax.sharding.Mesh | jax.sharding.AbstractMesh):
         if cast or keep or unexpected != "error":
@@ -103,9 +98,7 @@ def restore(
 
     state = flatten_state(target)
     leaves = state.leaves
-    patterns = [keep] if isinstance(keep, str) else list(keep)
-    for pattern in patterns:
-        _check_choice("keep", type(pattern), (str,))
+    patterns = parse_globs("keep", keep)
     names = {name: leaf.path for leaf in leaves for name in (leaf.path, *leaf.aliases)}
     kept = {names[name] for name in match_globs(names, patterns)}
     targets = [target_leaf(leaf) for leaf in leaves]

@@ -4,6 +4,7 @@ import collections
 import functools
 import itertools
 import math
+import numbers
 import os
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from reshard.errors import ArgumentError, CorruptCheckpointError, TreeMismatchEr
 from reshard.hints import Hint
 from reshard.loader import open as open_checkpoint
 from reshard.sharding.mesh import NamedSharding, SingleDeviceSharding, format_spec
-from reshard.tree import Path, format_path
+from reshard.tree import Path, format_path, parse_globs
 from reshard.units import parse_bytes
 from reshard.verify.differences import Diff, Difference
 from reshard.verify.digest_record import FILE, read_record
@@ -82,7 +83,11 @@ def diff(
       (False, ['moved', 'moved'])
     """
     tolerances = {"rtol": rtol, "atol": atol}
-    wrong = [f"{name}={value}" for name, value in tolerances.items() if not 0 <= value < math.inf]
+    wrong = [
+        f"{name}={value!r}"
+        for name, value in tolerances.items()
+        if not isinstance(value, numbers.Real) or not 0 <= value < math.inf
+    ]
     if wrong:
         raise ArgumentError("a tolerance is a finite number, 0 or more", wrong)
     if (rtol or atol) and not values:
@@ -143,8 +148,8 @@ def _name(ckpt: Checkpoint) -> str:
 def _selected(
     a: Checkpoint, b: Checkpoint, select: str | Sequence[str], drop: str | Sequence[str]
 ) -> tuple[dict[Path, Leaf], dict[Path, Leaf]]:
-    select = [select] if isinstance(select, str) else list(select)
-    drop = [drop] if isinstance(drop, str) else list(drop)
+    select = parse_globs("select", select)
+    drop = parse_globs("drop", drop)
     paths = dict.fromkeys((*a, *b))
     kept = tree.match_globs(paths, select) - tree.match_globs(paths, drop)
     if not kept:

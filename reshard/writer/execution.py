@@ -12,7 +12,7 @@ from reshard.arrays.digests import Digest
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint
 from reshard.engine.budget import Budget, cores, in_flight
-from reshard.errors import CorruptCheckpointError, ReshardError, lines_of
+from reshard.errors import ArgumentError, CorruptCheckpointError, ReshardError, lines_of
 from reshard.hints import Hint
 from reshard.storage import posix
 from reshard.storage.location import Location
@@ -131,7 +131,8 @@ def execute(plan: Plan, *, resume: bool = False, progress: Progress | None = Non
     """Writes what a plan says, whole or not at all; arguments and errors are as of `save`."""
     _raise_all(plan.errors)
     destination = plan.destination
-    assert destination is not None
+    if destination is None:
+        raise ArgumentError("there is no destination to save to")
     same = fingerprint(plan) if resume else {}
     kept = functools.partial(is_unfinished, fingerprint=same) if resume else lambda directory: False
     with commit.committed_directory(

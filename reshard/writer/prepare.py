@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from reshard.arrays.derived import stored_share, stored_values
@@ -27,7 +27,7 @@ from reshard.sharding.mesh import NamedSharding, shard_shape, spec_problems
 from reshard.storage import posix
 from reshard.storage.location import Location, parse_location
 from reshard.tree import Path, format_path
-from reshard.units import parse_bytes, parse_size
+from reshard.units import parse_bytes
 from reshard.verify.values import check_fits
 from reshard.writer import commit
 from reshard.writer.database import files_to_link, is_linked
@@ -76,7 +76,7 @@ def plan(
       >>> plan.problems, plan.chunks_written
       ((), 32)
     """
-    checkpoints = [ckpt] if isinstance(ckpt, Checkpoint) else list(ckpt)
+    checkpoints = _several(ckpt)
     place = None if destination is None else parse_location(destination)
     if place is not None and not place.is_local:
         raise CheckpointFormatError(
@@ -166,7 +166,17 @@ def parse_chunks(chunks: int | str) -> int | str:
     """`"shard"`, `"keep"`, or bytes, at least 1; raises ArgumentError for anything else."""
     if chunks in ("shard", "keep"):
         return chunks
-    return parse_size(chunks, "a chunk", "`shard`, `keep`, or bytes: `64MiB`")
+    return parse_bytes(chunks, "no size of a chunk", "`shard`, `keep`, or bytes: `64MiB`")
+
+
+def _several(ckpt: Checkpoint | Iterable[Checkpoint]) -> list[Checkpoint]:
+    """One checkpoint or several; raises ArgumentError for what is none."""
+    several = isinstance(ckpt, Iterable) and not isinstance(ckpt, Checkpoint | str | bytes)
+    checkpoints: list[Any] = list(ckpt) if several else [ckpt]
+    wrong = [f"{each!r:.80}" for each in checkpoints if not isinstance(each, Checkpoint)]
+    if wrong:
+        raise ArgumentError("what is to be saved is no checkpoint", wrong, ["reshard.open(path)"])
+    return checkpoints
 
 
 def _check_together(checkpoints: Sequence[Checkpoint]) -> None:

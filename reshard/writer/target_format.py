@@ -20,7 +20,7 @@ from reshard.hints import Hint
 from reshard.storage.array_store import ZarrVersion
 from reshard.storage.location import checked
 from reshard.tree import format_path
-from reshard.units import format_bytes, parse_size
+from reshard.units import format_bytes, parse_bytes
 
 # Data files of an OCDBT database; Orbax's own default.
 _FILE_BYTES = 2 << 30
@@ -194,7 +194,9 @@ def parse_format(
         raise ArgumentError(f"ocdbt is True, False or None, not `{ocdbt!r:.40}`")
     zarr3 = None if format is None else format == "zarr3"
     parsed = None if codec is None else _parse_codec(codec)
-    file_bytes = None if file_size is None else parse_size(file_size, "a file", _FILE_SIZE)
+    file_bytes = (
+        None if file_size is None else parse_bytes(file_size, "no size of a file", _FILE_SIZE)
+    )
     return functools.partial(_of_item, zarr3, ocdbt, parsed, file_bytes)
 
 
