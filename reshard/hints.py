@@ -8,6 +8,7 @@ from typing import Any
 
 # An argument is typed as `name=value`, if it is not one of these.
 _CALLS = {
+    "all_rules": 'rules=[("embed", "data"), ("vocab", ("data", "model")), ("kv", None)]',
     "axes": "axes={{{}: {}}}",
     "cast": "reshard.cast(ckpt, {}, {})",
     "digest": "reshard.digest(path, write=True)",
@@ -16,13 +17,19 @@ _CALLS = {
     "emit_map": "reshard convert",
     "init": "init=[{}]",
     "inputs": "check={}",
+    "no_rules": "rules=[]",
     "plan": "the plan",
+    "model_inputs": "reshard.target(model, inputs=(x,), mesh=mesh)",
     "rename": "reshard.rename(ckpt, [({}, {})])",
+    "replicate": "({}, None)",
+    "rule": "({}, {})",
+    "rules": 'rules=[("embed", "data"), ...]',
     "same": "the same call",
     "select_drop": "reshard.select(ckpt, drop=[{}])",
     "select_layout": 'reshard.rename(reshard.select(ckpt, {}), [({}, "")]) with layout={}',
     "select_rename": "reshard.rename(reshard.select(ckpt, {}), [({}, {})])",
     "specs": "specs=[({}, {})]",
+    "split": "specs=[({}, P(...))]",
     "the_model": "`model`",
     "the_source": "`source`",
     "to_linen": "reshard.to_linen(ckpt, {})",

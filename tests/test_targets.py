@@ -1493,7 +1493,7 @@ def test_moments_that_cannot_be_told_apart():
         "  opt_state/sums/square  [8]: it belongs to params/square, which is "
         "P('data', 'model'), and it may be over dimensions (0,) or (1,) of the parameter's "
         "[8, 8]\n\n"
-        'hint: specs=[(r"^opt_state/sums/square$", P(...))] says how to split it'
+        'hint: specs=[("^opt_state/sums/square$", P(...))] says how to split it'
     )
     said = [*specs, (r"^opt_state/sums/square$", P("data"))]
     got = reshard.target(make, mesh=MESH, specs=said)
@@ -1514,7 +1514,7 @@ TREE = {"w": jnp.ones((8, 8)), "layer": {"b": jnp.ones((8,))}}
             nn.Dense(3),
             {},
             "the Linen module Dense has no variables without inputs\n\n"
-            "hint: target(model, inputs=(x,), ...)\n"
+            "hint: reshard.target(model, inputs=(x,), mesh=mesh)\n"
             "hint: or a callable that returns variables",
         ),
         (TREE, {"inputs": (X,)}, "`inputs` are for a module or a callable, not dict"),

@@ -12,6 +12,7 @@ from typing import Any
 
 from reshard.compat import older
 from reshard.errors import ArgumentError, ShardingError
+from reshard.hints import Hint
 from reshard.restore.device_shards import named_sharding
 from reshard.restore.lazy_jax import jax
 from reshard.restore.pytrees import (
@@ -284,7 +285,7 @@ def maker(model: Any, inputs: Sequence[Any] = ()) -> Callable[..., Any] | None:
         if not inputs:
             raise ArgumentError(
                 f"the Linen module {type(model).__name__} has no variables without inputs",
-                hints=["target(model, inputs=(x,), ...)", "or a callable that returns variables"],
+                hints=[Hint(("model_inputs",)), "or a callable that returns variables"],
             )
         return lambda *args: model.init(jax.random.key(0), *args)
     if nnx is not None and isinstance(model, type) and issubclass(model, nnx.Pytree) and not inputs:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard.errors import ArgumentError
+from reshard.hints import Hint
 from reshard.sharding.mesh import Mesh, Spec, format_spec, spec_problems
 from reshard.sharding.optimizer_state import Parameters, matching_part
 from reshard.sharding.rules import SEMANTICS, Names, Rule, match_specs, parse_rules, resolve_names
@@ -247,7 +248,8 @@ class _Cover:
     def _ambiguous(self, leaf: AnnotatedLeaf, text: str) -> None:
         where = format_path(leaf.path)
         self.problems.append(f"{where}  {list(leaf.shape)}: {text}")
-        self.hints.append(f'specs=[(r"^{re.escape(where)}$", P(...))] says how to split it')
+        regex = f"^{re.escape(where)}$"
+        self.hints.append(Hint(("split", regex), " says how to split it"))
 
     def _follow(self, leaf: AnnotatedLeaf, owner: LeafCoverage) -> Spec | None:
         spec = owner.spec
@@ -289,14 +291,15 @@ class _Cover:
                 f"{text}: no rule has the logical name '{name}', which is also an axis of "
                 f"`{self.mesh}`"
             )
-            self.hints += [
-                f'the rule ("{name}", "{name}") splits over it, ("{name}", None) replicates'
-            ]
+            split, whole = ("rule", name, name), ("replicate", name)
+            self.hints.append(Hint("the rule ", split, " splits over it, ", whole, " replicates"))
         elif not passes and self.without_rules and leaf.own_rules is None:
             self.problems.append(f"{text}: its axes have logical names {names}, and no rules")
-            self.hints += ['rules=[("embed", "data"), ...] gives them, rules=[] replicates']
+            given, none = ("rules",), ("no_rules",)
+            self.hints.append(Hint(given, " gives them, ", none, " replicates"))
         elif passes:
-            self.hints.append(f"the rule (\"{name}\", None) replicates what is named '{name}'")
+            whole = ("replicate", name)
+            self.hints.append(Hint("the rule ", whole, f" replicates what is named '{name}'"))
 
     def _rules_for(self, leaf: AnnotatedLeaf) -> tuple[Rule, ...]:
         """The caller's rules, and behind them those of the annotation for other names."""

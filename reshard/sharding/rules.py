@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.errors import ShardingError
+from reshard.hints import Hint
 from reshard.sharding.mesh import Spec, normalize_spec
 from reshard.tree import Path, format_path, nearest
 
@@ -115,7 +116,7 @@ def parse_rules(rules: Any, names: Iterable[str]) -> tuple[Rule, ...]:
         raise ShardingError(
             "a rule is a logical name with a mesh axis, several, or None",
             problems,
-            ['rules=[("embed", "data"), ("vocab", ("data", "model")), ("kv", None)]'],
+            [Hint(("all_rules",))],
         )
     return tuple(parsed)
 
