@@ -1,6 +1,9 @@
 """`apply` in a map: a function of the user's makes the values of leaves."""
 
+import os
 import pickle
+import shutil
+import subprocess
 import sys
 
 import in_process
@@ -87,6 +90,12 @@ def map_of(tmp_path, rule, head=""):
     return file
 
 
+EXECUTE = """
+import pickle, sys
+from reshard.writer.execution import execute
+with open(sys.argv[1], "rb") as file:
+    execute(pickle.load(file))
+"""
 NORMALISED = "apply = 'functions:normalised'"
 
 
@@ -121,6 +130,24 @@ def test_the_function_is_called_once_a_leaf_whatever_the_mesh(project, tmp_path)
     np.testing.assert_array_equal(restored.codes[...], normalised(params["codes"]))
     plan = reshard.plan(split, tmp_path / "again", max_memory="1MiB", chunks=64)
     assert fingerprint(pickle.loads(pickle.dumps(plan))) == fingerprint(plan)
+
+
+def test_a_function_of_a_file_is_loaded_again_in_a_fresh_process(project, tmp_path):
+    """And in one where the file is gone, that is said."""
+    (tmp_path / "lib").mkdir()
+    file = tmp_path / "lib" / "elsewhere.py"
+    file.write_text("def twice(values):\n    return 2 * values\n")
+    rule = f"apply = '{os.path.relpath(file)}:twice'"
+    ckpt = reshard.to_nnx("linen", Codebook, map_file=map_of(tmp_path, rule))
+    (tmp_path / "plan").write_bytes(pickle.dumps(reshard.plan(ckpt, tmp_path / "out")))
+    command = [sys.executable, "-c", EXECUTE, str(tmp_path / "plan")]
+    subprocess.run(command, check=True, cwd=tmp_path)
+    made = read(reshard.open(tmp_path / "out"), "codes/value")
+    np.testing.assert_array_equal(made, 2 * project[1]["codes"])
+    shutil.rmtree(file.parent)
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    told = f"reshard.errors.ReshardError: apply {file}:twice: there is no such file"
+    assert ran.stderr.splitlines()[-1] == told
 
 
 def test_what_it_makes_may_have_another_shape_and_dtype(project, tmp_path):
