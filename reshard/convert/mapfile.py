@@ -52,7 +52,7 @@ from reshard.arrays.dtypes import parse_dtype
 from reshard.arrays.operations import Apply, Crop, Pad, Transpose
 from reshard.convert.map_rules import Divided, Gathered, Map, Nest, Reshaped, Rule
 from reshard.convert.replacement import Pattern, Replacement, parse_pattern, parse_replacement
-from reshard.convert.user_code import load
+from reshard.convert.user_code import load_function
 from reshard.errors import ArgumentError, ReshardError
 from reshard.tree import split_path
 
@@ -345,11 +345,11 @@ def _applied(entry: _Table) -> list[Apply]:
         except ArgumentError as error:
             table.wrong(error.summary)
     try:
-        function: Any = None if value is None else load(value, "apply")
+        function: Any = None if value is None else load_function(value)
     except ReshardError as error:
         entry.wrong("; ".join([error.summary, *error.problems]))
         return []
-    if not callable(function):
+    if function is None or not callable(function.function):
         entry.wrong(f"`apply`: {value} is no function")
     shape = None if shape is None else tuple(shape)
     return [Apply(cast(Any, function), str(value), shape, dtype)]

@@ -1,11 +1,14 @@
 """Code of the user's: models, and functions that a map file names. Nothing else is imported: no
 checkpoint and no record of one names any."""
 
+import dataclasses
 import importlib
+import os
 import pathlib
 import sys
 import sysconfig
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from reshard.errors import ReshardError
@@ -66,6 +69,28 @@ def load(name: str, what: str) -> Any:
             [str(error), *own_line(error, module)],
         ) from error
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedFunction:
+    """A function of the user's, which another process loads by its name."""
+
+    name: str
+    function: Callable[..., Any]
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.function(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return load_function, (self.name,)
+
+
+def load_function(name: str) -> NamedFunction:
+    """The function that a key `apply` names, as for `load`."""
+    module, attribute = _parts(name)
+    function = load(name, "apply")
+    file = f"{os.path.abspath(module)}:{attribute}" if module.endswith(".py") else name
+    return NamedFunction(file, function)
 
 
 def _parts(name: str) -> tuple[str, str]:
