@@ -577,6 +577,34 @@ def left_of(out):
     )
 
 
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_name_that_the_disk_may_not_keep(one, tmp_path, monkeypatch, replaces):
+    """What it replaces is deleted only once the disk has the new name."""
+    out = tmp_path / "out"
+    if replaces:
+        reshard.save(open_on(one, "1x4"), out)
+
+    sync = reshard.storage.posix.sync_directory
+
+    def refuse(path):
+        if str(path) == str(tmp_path):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        sync(path)
+
+    monkeypatch.setattr(reshard.storage.posix, "sync_directory", refuse)
+    with pytest.warns(UserWarning) as caught:
+        reshard.save(open_on(one), out, overwrite=replaces)
+    told = f"`{tmp_path}` could not be synced: Input/output error"
+    if replaces:
+        told = (
+            "not all of the checkpoint that it replaces could be deleted: "
+            f"`{tmp_path}`: Input/output error; rm -r '{out}{REPLACED}' deletes what is left"
+        )
+    assert [str(each.message) for each in caught] == [f"`{out}` is complete, but {told}"]
+    assert sorted(os.listdir(tmp_path)) == ["out", f"out{REPLACED}"][: 1 + replaces]
+    assert (meshes(out), values(out)) == (["data=1,model=8"], values(one.path))
+
+
 @pytest.mark.usefixtures("stuck")
 def test_a_replaced_checkpoint_that_cannot_be_deleted(one, tmp_path):
     out = tmp_path / "out"
