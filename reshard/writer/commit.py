@@ -116,8 +116,7 @@ def committed_directory(
         raise
     finally:
         _release(lock, outer)
-    if replaced is not None:
-        _remove_replaced(replaced, destination)
+    _finish(destination, replaced)
 
 
 def _locked(
@@ -185,7 +184,6 @@ def _swap(temporary: Location, destination: Location, overwrite: bool) -> Locati
     """
     if not destination.exists():
         posix.rename(temporary, destination)
-        posix.sync_directory(destination.parent)
         return None
     if not overwrite:
         raise DestinationExistsError(f"`{destination}` was made while this job ran")
@@ -197,21 +195,26 @@ def _swap(temporary: Location, destination: Location, overwrite: bool) -> Locati
         if replaced.exists() and not destination.exists():
             posix.rename(replaced, destination)
         raise
-    posix.sync_directory(destination.parent)
     return replaced
 
 
-def _remove_replaced(replaced: Location, destination: Location) -> None:
-    """Deletes what was replaced; only warns where that fails, for the destination is complete."""
+def _finish(destination: Location, replaced: Location | None) -> None:
+    """Has the disk keep the destination's name, and only then deletes what was replaced; only warns
+    where that fails, for the destination is complete."""
     try:
-        posix.remove_tree(replaced)
+        posix.sync_directory(destination.parent)
+        if replaced is not None:
+            posix.remove_tree(replaced)
     except OSError as error:
-        warnings.warn(
-            f"`{destination}` is complete, but not all of the checkpoint that it replaces could be "
-            f"deleted: `{error.filename or replaced}`: {error.strerror or error}; "
-            f"rm -r {shell_quoted(str(replaced))} deletes what is left",
-            stacklevel=2,
-        )
+        reason = error.strerror or error
+        told = f"`{error.filename or destination.parent}` could not be synced: {reason}"
+        if replaced is not None:
+            told = (
+                "not all of the checkpoint that it replaces could be deleted: "
+                f"`{error.filename or replaced}`: {reason}; "
+                f"rm -r {shell_quoted(str(replaced))} deletes what is left"
+            )
+        warnings.warn(f"`{destination}` is complete, but {told}", stacklevel=2)
 
 
 def _beside(location: Location, suffix: str) -> Location:
