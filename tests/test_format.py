@@ -32,10 +32,11 @@ WORDS = {
     "zarr3-ocdbt": "OCDBT, zarr3",
     "zarr3-files": "plain files, zarr3",
 }
-# By default each layout is a source once, and a target once.
+# By default each layout is a source and a target, and those of zarr2 are both to one another.
 PAIRS = few(
     [(one, other) for one in STORES for other in STORES if one != other],
     *zip(STORES, [*STORES][1:] + [*STORES][:1], strict=True),
+    ("zarr2-files", "standalone"),
 )
 
 
