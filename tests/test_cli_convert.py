@@ -291,6 +291,15 @@ def test_to_nnx_and_back(run, folder):
     layouts.assert_same_tree(load("back/default"), linen)
 
 
+def test_the_format_of_what_it_makes(run, folder):
+    ran = convert(run, "--format", "zarr3", "--no-ocdbt", "--codec", "none")
+    assert (ran.status, ran.err) == (0, "")
+    made = reshard.open("out")
+    assert made.source.format == "plain files, zarr3"
+    assert {array.data.encoding.compressors for array in made.arrays} == {()}
+    assert without_random(load("out/default")) == moved(load("run/1/default"))
+
+
 def test_a_dry_run_shows_the_plan_and_writes_nothing(run, folder):
     before = files(folder)
     ran = convert(run, "--dry-run")
