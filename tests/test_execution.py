@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 import layouts
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import reshard
@@ -21,6 +23,20 @@ with open(sys.argv[1], "rb") as file:
     plan = pickle.load(file)
 print(execute(plan))
 assert not {"jax", "flax"} & set(sys.modules)
+"""
+
+PEAK = """
+import sys
+import reshard
+what, source, out, memory = sys.argv[1:]
+if what == "save":
+    reshard.save(reshard.cast(reshard.open(source), "bfloat16"), out, max_memory=memory)
+else:
+    import jax
+    result = reshard.restore(source, jax.make_mesh((1,), ("x",)), max_memory=memory)
+with open("/proc/self/status") as file:
+    (kib,) = (line.split()[1] for line in file if line.startswith("VmHWM"))
+print(int(kib) << 10)
 """
 
 
@@ -121,3 +137,24 @@ def test_all_problems_of_a_plan_are_told_together(saved, tmp_path):
     assert error.value.summary == "3 problems"
     assert tuple(error.value.problems) == plan.problems
     assert tuple(dict.fromkeys(error.value.hints)) == plan.hints
+
+
+@pytest.mark.parametrize(("what", "result"), [("save", 0), ("restore", 96 << 20)])
+def test_the_memory_of_a_process_is_bounded(tmp_path, what, result):
+    """Beyond a job of next to nothing, it takes what it is given, as much again at most for what
+    the allocator keeps of it, and the result. All at once would be six times as much."""
+    rng = np.random.default_rng(0)
+    sources = {
+        "small": {"w": np.ones(4, "f4")},
+        "large": {f"w{i}": rng.random((512, 512), "f4") for i in range(96)},
+    }
+    peaks = {}
+    for name, tree in sources.items():
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / name, tree)
+        words = [what, str(tmp_path / name), str(tmp_path / f"{name}-out"), "16MiB"]
+        shown = subprocess.run(
+            [sys.executable, "-c", PEAK, *words], check=True, capture_output=True
+        )
+        peaks[name] = int(shown.stdout)
+    assert peaks["large"] - peaks["small"] <= result + 2 * (16 << 20)
