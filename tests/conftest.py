@@ -123,7 +123,7 @@ def stores(_stores):
     `servers.Stores`. Each bucket is new, and no request has been counted yet."""
     _stores.reset()
     yield _stores
-    _stores.reset()
+    assert _stores.errors == []
 
 
 @pytest.fixture(scope="module", autouse=True)

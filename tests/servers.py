@@ -69,11 +69,13 @@ class Stores:
       requests: all that were answered so far.
       delay: seconds that each request takes longer.
       faults: what is broken; see `Fault`.
+      errors: what functions of faults have raised.
     """
 
     def __init__(self):
         self.requests: list[Request] = []
         self.faults: list[Fault] = []
+        self.errors: list[Exception] = []
         self.delay = 0.0
         self._lock = threading.Lock()
         self._names = itertools.count(1)
@@ -98,10 +100,10 @@ class Stores:
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
-    def bucket(self, kind: str) -> str:
+    def bucket(self, kind: str, name: str = "") -> str:
         """The URL of a new bucket: of `s3`, of `gs`, or of `conditional`: also `gs://`, on a server
         that keeps the conditions of writes, and knows nothing but what TensorStore asks."""
-        name = f"{kind}-{next(self._names)}"
+        name = name or f"{kind}-{next(self._names)}"
         if kind not in self._ports:
             self._ports[kind] = getattr(self, f"_start_{kind}")()
         self._kinds[name] = kind
@@ -136,7 +138,7 @@ class Stores:
 
     def reset(self) -> None:
         """Counts anew, with no delay and no faults."""
-        self.requests, self.faults, self.delay = [], [], 0.0
+        self.requests, self.faults, self.errors, self.delay = [], [], [], 0.0
 
     def close(self) -> None:
         for process in self._processes:
@@ -208,7 +210,10 @@ class Stores:
                 return None
             found.left -= 1
         if callable(found.kind):
-            found.kind(text.partition(" ")[2])
+            try:
+                found.kind(text.partition(" ")[2])
+            except Exception as error:
+                self.errors.append(error)
             return None
         return found.kind
 
@@ -265,9 +270,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     wbufsize = -1
     server: _Server
 
+    def handle_expect_100(self) -> bool:
+        super().handle_expect_100()
+        self.wfile.flush()
+        return True
+
     def _do(self) -> None:
-        if self.headers.get("Expect"):
-            self.close_connection = True
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         try:
             self.server.handle(self, body)
@@ -378,7 +386,7 @@ class _ConditionalStore:
             return 412, {}, b"{}"
         generation = next(self._generations)
         self._objects[place] = (generation, body)
-        return 200, {}, json.dumps(_resource(place, generation, body)).encode()
+        return 200, {}, json.dumps(_resource(*place, generation, body)).encode()
 
     def _delete(self, place: Any, asked: Any, handler: _Handler, body: bytes) -> Any:
         if self._refused(place, asked):
@@ -387,30 +395,31 @@ class _ConditionalStore:
 
     def _list(self, place: Any, asked: dict[str, str], handler: _Handler, body: bytes) -> Any:
         first = max(asked.get("startOffset", ""), asked.get("pageToken", ""))
-        end = asked.get("endOffset")
-        names = sorted(
-            key
-            for bucket, key in self._objects
-            if bucket == place[0]
-            and key.startswith(asked.get("prefix", ""))
-            and key >= first
-            and (end is None or key < end)
-        )
+        prefix, end = asked.get("prefix", ""), asked.get("endOffset")
+        found: dict[str, dict[str, Any] | None] = {}  # name -> an object, or a prefix of several
+        for (bucket, key), (generation, data) in sorted(self._objects.items()):
+            if bucket == place[0] and key.startswith(prefix) and (end is None or key < end):
+                rest, delimiter, _ = key[len(prefix) :].partition(asked.get("delimiter", "\0"))
+                name = prefix + rest + delimiter
+                if name >= first:
+                    found[name] = None if delimiter else _resource(place[0], key, generation, data)
         most = int(asked.get("maxResults", 1000))
-        items = [
-            _resource((place[0], name), *self._objects[place[0], name]) for name in names[:most]
-        ]
-        found: dict[str, Any] = {"kind": "storage#objects", "items": items}
+        names = list(found)
+        document: dict[str, Any] = {
+            "kind": "storage#objects",
+            "items": [item for name in names[:most] if (item := found[name])],
+            "prefixes": [name for name in names[:most] if not found[name]],
+        }
         if names[most:]:
-            found["nextPageToken"] = names[most]
-        return 200, {}, json.dumps(found).encode()
+            document["nextPageToken"] = names[most]
+        return 200, {}, json.dumps(document).encode()
 
 
-def _resource(place: tuple[str, str], generation: int, data: bytes) -> dict[str, Any]:
+def _resource(bucket: str, key: str, generation: int, data: bytes) -> dict[str, Any]:
     return {
         "kind": "storage#object",
-        "bucket": place[0],
-        "name": place[1],
+        "bucket": bucket,
+        "name": key,
         "generation": str(generation),
         "metageneration": "1",
         "size": str(len(data)),
