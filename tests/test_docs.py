@@ -130,7 +130,11 @@ def without_stored_bytes(output: str) -> str:
 
 @pytest.mark.every_combination
 @pytest.mark.parametrize("name", with_blocks_of("console"))
-def test_console_blocks_show_what_the_commands_print(name, at):
+def test_console_blocks_show_what_the_commands_print(name, at, request):
+    if "gs://" in "".join(texts(name, "console")):
+        stores = request.getfixturevalue("stores")
+        stores.bucket("conditional", "training")
+        stores.bucket("s3", "archive")
     for block in blocks(name):
         if block.language != "console":
             continue

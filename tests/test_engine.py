@@ -510,10 +510,10 @@ def test_what_is_written_after_a_failure_is_no_progress(columns, tmp_path, monke
         numbers.append(done.args[0])
         free_after(filled, waits, done)
 
-    def full(future):
+    def full(future, directory):
         if len(commits) > failing and future is commits[failing]:
             raise reshard.DestinationError("the disk is full")
-        wait(future)
+        wait(future, directory)
 
     with monkeypatch.context() as patch:
         patch.setattr(Filled, "free_after", noted)

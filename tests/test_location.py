@@ -118,18 +118,6 @@ def test_a_url_that_pathlib_has_changed(url, tmp_path):
         assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("path", ["gs://bucket/run", epath.Path("gs://bucket/run")])
-def test_a_destination_in_a_bucket_is_refused(saved, path, tmp_path, monkeypatch):
-    """It was once a local directory called `gs:`."""
-    monkeypatch.chdir(tmp_path)
-    ckpt = reshard.open(saved("standalone").path)
-    for use in (reshard.save, reshard.plan):
-        text = r"^`gs://bucket/run`: only local paths are written"
-        with pytest.raises(reshard.CheckpointFormatError, match=text):
-            use(ckpt, path)
-    assert os.listdir(tmp_path) == []
-
-
 def test_all_that_is_below_a_directory(tmp_path):
     for name in ("b/c/d", "a", "b/e", "f"):
         file = tmp_path / name

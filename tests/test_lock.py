@@ -11,7 +11,8 @@ import pytest
 
 import reshard
 from reshard.storage import lock
-from reshard.storage.lock import Lock, LockFile
+from reshard.storage.lock import Lock
+from reshard.storage.posix import LockFile
 
 
 @pytest.fixture(autouse=True)

@@ -248,6 +248,7 @@ def _document(planned: Plan, dst: str, done: bool) -> dict[str, Any]:
         "destination": dst,
         "done": done,
         **{name: getattr(planned, name) for name in counts},
+        **({} if planned.network is None else {"network": planned.network._asdict()}),
         "read_amplification": dict(zip(("before", "after"), planned.amplification, strict=True)),
         "peak_memory": planned.peak_memory,
         "notes": list(planned.notes),

@@ -10,7 +10,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorstore as ts
@@ -363,3 +363,66 @@ def remove_file(path: AnyPath) -> None:
     """Deletes an object, if it is there."""
     with _asking(f"`{os.fspath(path)}`", "deleted"):
         _store(path).write(split(path)[2], None).result()
+
+
+def remove_files(directory: AnyPath, names: Iterable[str]) -> list[str]:
+    """Deletes objects below a directory, many at once; those that could not be deleted."""
+    store, above = _store(directory), split(directory)[2]
+    left = []
+    for name, future in [(name, store.write(f"{above}/{name}", None)) for name in names]:
+        try:
+            future.result()
+        except ValueError:
+            left.append(name)
+    return left
+
+
+class LockFile:
+    """What `posix.LockFile` is on a disk, in conditional writes: an object is replaced or removed
+    only if its generation is the one that was read."""
+
+    def __init__(self, path: AnyPath):
+        self._path = os.fspath(path)
+        self._generation = b""
+
+    def create(self, data: bytes) -> bool:
+        """Creates the object, which is then one's own; False where there is one."""
+        found = self._read()
+        return found.state != "value" and self._write(found.stamp.generation, data)
+
+    def write(self, data: bytes) -> None:
+        """Replaces the object, if it is one's own."""
+        self._write(self._generation, data)
+
+    def read(self) -> bytes | None:
+        """Its content; None where there is none."""
+        found = self._read()
+        return found.value if found.state == "value" else None
+
+    def take(self, seen: bytes, data: bytes) -> bool:
+        """Replaces the object if its content is what was read; whether it is one's own then."""
+        found = self._read()
+        return found.value == seen and self._write(found.stamp.generation, data)
+
+    def remove(self, seen: bytes) -> None:
+        """Removes the object if its content is what was read."""
+        found = self._read()
+        if found.value == seen:
+            self._write(found.stamp.generation, None)
+
+    def close(self) -> None:
+        """Nothing: no object is open."""
+
+    def _read(self) -> ts.KvStore.ReadResult:
+        with _asking(f"`{self._path}`"):
+            return _store(self._path).read(split(self._path)[2]).result()
+
+    def _write(self, generation: bytes, data: bytes | None) -> bool:
+        with _asking(f"`{self._path}`", "written"):
+            write = _store(self._path).write(split(self._path)[2], data, if_equal=generation)
+            done = write.result().generation
+        if not done and data is not None:  # or it was, and the answer was lost
+            found = self._read()
+            done = found.stamp.generation if found.value == data else b""
+        self._generation = done or self._generation
+        return bool(done)

@@ -221,7 +221,8 @@ class Location:
             elif destination.is_local:
                 destination.remove()
                 add = stack.enter_context(posix.create(destination)).write
-            for block in self._files.blocks(self.path, nbytes):
+            reader = contextlib.closing(self._files.blocks(self.path, nbytes))
+            for block in stack.enter_context(reader):
                 found.update(block)
                 add(block)
                 report(len(block))
@@ -230,8 +231,12 @@ class Location:
         return found.hexdigest()
 
     def replace(self, data: bytes, temporary: str) -> None:
-        """Writes a durable file, whole or not at all, by way of another name in its directory."""
-        posix.replace(self, data, self.beside(temporary))
+        """Writes a durable file, whole or not at all: on a disk by way of another name in its
+        directory."""
+        if self.is_local:
+            posix.replace(self, data, self.beside(temporary))
+        else:
+            self.write(data)
 
 
 def parse_location(path: str | os.PathLike) -> Location:

@@ -1,9 +1,10 @@
 """A lock that holds between hosts: a file that its owner keeps changing.
 
-`flock` says nothing to other hosts on NFS. The file is created exclusively, and names its owner; a
-counter in it is the owner's heartbeat. One whose owner is on this host is free as soon as that
-process has ended. Of any other, it can only be seen whether it changes: it is free once it has not
-done so for a while on the observer's own clock. Clocks of two hosts are never compared.
+`flock` says nothing to other hosts on NFS. The file, which in a bucket is an object, is created
+exclusively, and names its owner; a counter in it is the owner's heartbeat. One whose owner is on
+this host is free as soon as that process has ended. Of any other, it can only be seen whether it
+changes: it is free once it has not done so for a while on the observer's own clock. Clocks of two
+hosts are never compared.
 
 An owner that was stopped for longer than that may have lost its lock without knowing. So it must
 look at it again before it commits, and must never write where the next owner writes.
@@ -19,8 +20,11 @@ import time
 from typing import Any
 
 from reshard.errors import DestinationError
-from reshard.storage.location import Location
-from reshard.storage.posix import LockFile, kernel_text
+from reshard.storage import bucket, posix
+from reshard.storage.location import Location, parse_location
+from reshard.storage.posix import kernel_text
+
+LockFile = posix.LockFile | bucket.LockFile
 
 # How often an owner changes its lock; and how long it must not have changed to be free.
 BEAT_SECONDS = 5.0
@@ -35,7 +39,8 @@ class Lock:
     def __init__(self, path: Location, subject: Location):
         self.token = secrets.token_hex(8)
         self._subject = subject
-        self._file = LockFile(path)
+        store = posix if parse_location(path).is_local else bucket
+        self._file = store.LockFile(path)
         self._owner = {
             "host": platform.node(),
             "machine": _machine(),
@@ -90,12 +95,14 @@ def _wait_until_free(file: LockFile, content: bytes, subject: Location) -> None:
         here = owner is not None and owner["machine"] == _machine() != ""
         ended = owner is not None and here and _has_ended(owner["pid"], owner["started"])
         if (here and not ended) or (first is not None and seen != first):
-            elsewhere = [f"process {owner['pid']} on {owner['host']}"] if owner and not here else []
-            raise DestinationError(f"another job is writing `{subject}`", elsewhere)
+            elsewhere = not here or isinstance(file, bucket.LockFile)
+            who = [f"process {owner['pid']} on {owner['host']}"] if owner and elsewhere else []
+            raise DestinationError(f"another job is writing `{subject}`", who)
         if first is None:
             first, since = seen, time.monotonic()
         if ended or time.monotonic() - since > STALE_SECONDS:
-            file.remove(seen)
+            if file.take(seen, content):
+                return
             first = None
         else:
             time.sleep(BEAT_SECONDS / 4)

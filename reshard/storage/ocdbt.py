@@ -156,10 +156,12 @@ def node_files(directory: Location) -> set[str]:
     return {_split_location(location)[0] for location, _, _ in nodes}
 
 
-def value_files(directory: Location) -> set[str]:
-    """Files below `directory` that hold values of its OCDBT database."""
+def value_files(directory: Location, nodes: bool = False) -> set[str]:
+    """Files below `directory` that hold values of its OCDBT database, or its nodes too."""
     files = set()
-    for _, _, node in _btree_nodes(directory):
+    for location, _, node in _btree_nodes(directory):
+        if nodes:
+            files.add(_split_location(location)[0])
         if not node["height"]:
             places = (entry.get("indirect_value") for entry in node["entries"])
             files.update(_split_location(place)[0] for place in places if place)

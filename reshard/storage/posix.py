@@ -382,8 +382,8 @@ def own_stderr() -> TextIO:
 
 class LockFile:
     """What the lock asks of a file system: to create if absent, to read, to overwrite one's own,
-    and to remove what has not changed since it was read. A bucket has all of it in conditional
-    writes."""
+    and to remove or replace what has not changed since it was read. `bucket.LockFile` has all of it
+    in conditional writes."""
 
     def __init__(self, path: AnyPath):
         self._path = os.fspath(path)
@@ -419,6 +419,11 @@ class LockFile:
             return os.read(descriptor, _MAX_LOCK_BYTES)
         finally:
             os.close(descriptor)
+
+    def take(self, seen: bytes, data: bytes) -> bool:
+        """Creates the file anew if its content is what was read; whether it is one's own then."""
+        self.remove(seen)
+        return self.create(data)
 
     def remove(self, seen: bytes) -> None:
         """Removes the file if its content is what was read."""

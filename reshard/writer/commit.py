@@ -33,12 +33,7 @@ def check_destination(destination: Location, source: Location, overwrite: bool) 
 
     Also where an earlier job was killed between its two renames, with what recovers from it.
     """
-    real, root = destination.resolved(), source.resolved()
-    if real.below(root) is not None or root.below(real) is not None:
-        raise DestinationError(
-            f"the destination `{destination}` and the source `{source}` are inside one another",
-            hints=["write beside the source, and rename when you have looked at the result"],
-        )
+    check_apart(destination, source)
     replaced = _beside(destination, REPLACED_SUFFIX)
     if replaced.exists():
         if destination.exists():
@@ -58,6 +53,16 @@ def check_destination(destination: Location, source: Location, overwrite: bool) 
         raise DestinationExistsError(
             f"`{destination}` exists",
             hints=[Hint(("overwrite", True), " replaces it once the new one is complete")],
+        )
+
+
+def check_apart(destination: Location, source: Location) -> None:
+    """Raises DestinationError if one of them is in the other."""
+    real, root = destination.resolved(), source.resolved()
+    if real.below(root) is not None or root.below(real) is not None:
+        raise DestinationError(
+            f"the destination `{destination}` and the source `{source}` are inside one another",
+            hints=["write beside the source, and rename when you have looked at the result"],
         )
 
 
@@ -82,12 +87,12 @@ def unfinished_directory(destination: Location) -> Location:
 @contextlib.contextmanager
 def committed_directory(
     destination: Location, *, overwrite: bool, unfinished: Callable[[Location], bool]
-) -> Iterator[Location]:
-    """A temporary directory that becomes `destination` if the block succeeds, and vanishes if not.
-    The block must call `sync` before it writes its commit marker. A directory that a running job
-    holds is an error. One that is `unfinished`, which may raise, holds what a later run goes on
-    with: it is not removed at the beginning, nor at the end where this job fails, which is noted in
-    its error.
+) -> Iterator[tuple[Location, Lock]]:
+    """A temporary directory that becomes `destination` if the block succeeds, and vanishes if not;
+    with its lock. The block must call `sync` before it writes its commit marker. A directory that a
+    running job holds is an error. One that is `unfinished`, which may raise, holds what a later run
+    goes on with: it is not removed at the beginning, nor at the end where this job fails, which is
+    noted in its error.
     """
     outer = unfinished_directory(destination)
     try:
@@ -97,7 +102,7 @@ def committed_directory(
         raise _destination_error(destination, error) from error
     try:
         try:
-            yield temporary
+            yield temporary, lock
             lock.check()
             replaced = _swap(temporary, destination, overwrite)
         except OSError as error:

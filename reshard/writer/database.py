@@ -8,6 +8,8 @@ target's: the source is opened with the destination's files and its own manifest
 """
 
 import collections
+import hashlib
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,9 +17,10 @@ import tensorstore as ts
 
 from reshard.arrays.derived import stored_chunks, stored_values
 from reshard.arrays.handle import ArrayHandle
+from reshard.engine.budget import WINDOW
 from reshard.engine.plan import ArrayPlan
 from reshard.errors import CorruptCheckpointError
-from reshard.storage import posix
+from reshard.storage import bucket, posix
 from reshard.storage.array_store import ArrayStore, names_above
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import (
@@ -29,6 +32,7 @@ from reshard.storage.ocdbt import (
     ocdbt_spec,
     value_files,
 )
+from reshard.writer.journal import Fingerprint
 from reshard.writer.stream import wait_written
 from reshard.writer.target_format import TargetFormat
 
@@ -45,9 +49,18 @@ _WORTH_LINKING = 0.5
 _ONE_KEY = ts.KvStore.KeyRange(b"", b"\0")
 
 
-def stage_spec(directory: Location, file_bytes: int) -> dict[str, Any]:
+def job_stages(fingerprint: Fingerprint) -> list[str]:
+    """Databases of a job's own, in a bucket: all jobs write to one place, also one that has lost
+    its lock and does not know yet. A commit takes several requests, one after another, so there are
+    several, which take turns."""
+    text = json.dumps(fingerprint, sort_keys=True)
+    name = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return [f"ocdbt.process_{name}{number}" for number in range(WINDOW)]
+
+
+def stage_spec(directory: Location, stage: str, file_bytes: int) -> dict[str, Any]:
     """The database that batches are committed to, in data files of about so many bytes."""
-    return _writable(ocdbt_spec(directory / STAGE), _STAGE_CONFIG) | {
+    return _writable(ocdbt_spec(directory / stage), _STAGE_CONFIG) | {
         "target_data_file_size": file_bytes
     }
 
@@ -139,11 +152,11 @@ def merge(
     directory: Location,
     linked: Mapping[str, ArrayHandle],
     target: TargetFormat,
-    staged: bool,
+    stages: Sequence[str],
 ) -> None:
     """Writes the root database of a destination, in one commit; in the place of one that an earlier
     run may have left, which was not known to be complete. `linked` are the arrays whose data files
-    were linked, by their names there; `staged` says whether there are staged writes."""
+    were linked, by their names there; `stages` are the databases of staged writes, if any."""
     (directory / MANIFEST).remove()
     context = new_context()
     transaction = ts.Transaction(atomic=True)
@@ -180,12 +193,13 @@ def merge(
                     one = own / f"{chunk.name}/{chunk.key}"
                     moved = root / f"{new}/{chunk.new_key}"
                     copies.append(one.experimental_copy_range_to(moved, _ONE_KEY))
-    if staged:
-        stage = ts.KvStore.open(stage_spec(directory, target.file_bytes), context=context).result()
-        copies.append(stage.experimental_copy_range_to(root))
+    for stage in stages:
+        spec = stage_spec(directory, stage, target.file_bytes)
+        written = ts.KvStore.open(spec, context=context).result()
+        copies.append(written.experimental_copy_range_to(root))
     for copy in copies:
-        wait_written(copy)
-    wait_written(transaction.commit_async())
+        wait_written(copy, directory)
+    wait_written(transaction.commit_async(), directory)
 
 
 def _in_small_nodes(
@@ -198,24 +212,32 @@ def _in_small_nodes(
     spec["manifest"] = {"driver": "memory", "path": f"{part}/"}
     small = ts.KvStore.open(spec, context=context).result()
     for copy in entry_copies(database, small, names):
-        wait_written(copy)
+        wait_written(copy, directory)
     return small
 
 
-def prune(directory: Location, linked: Iterable[StoredValue], staged: bool, again: bool) -> None:
+def prune(
+    directory: Location, linked: Iterable[StoredValue], stages: Sequence[str], again: bool
+) -> None:
     """Deletes what the root database does not refer to: staged B-tree nodes, the staged manifest,
     linked files that only led to what was linked. `again` says that an earlier run may have been
     stopped while it did this."""
-    values = {value.file for value in linked if value.file is not None}
-    if again:  # which takes longer
-        values = set(value_files(directory))
-    elif staged:
-        values.update(f"{STAGE}/{file}" for file in value_files(directory / STAGE))
-    needed = {*values, *node_files(directory)}
+    if again or not directory.is_local:  # which takes longer, and fewer requests
+        needed = value_files(directory, nodes=True)
+    else:
+        needed = {value.file for value in linked if value.file is not None}
+        for stage in stages:
+            needed.update(f"{stage}/{file}" for file in value_files(directory / stage))
+        needed |= node_files(directory)
     for part in directory.directories():
         if part != "d" and not part.startswith("ocdbt.process_"):
             continue
-        for found in reversed([*(directory / part).walk()]):
+        entries = [*(directory / part).walk()]
+        if not directory.is_local:
+            files = (f.path for f in entries if f.is_file and f"{part}/{f.path}" not in needed)
+            bucket.remove_files(directory / part, files)
+            continue
+        for found in reversed(entries):
             path = directory / part / found.path
             if found.is_dir:
                 posix.remove_empty(path)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -16,11 +17,12 @@ from reshard.errors import ArgumentError, CorruptCheckpointError, ReshardError, 
 from reshard.hints import Hint
 from reshard.storage import posix
 from reshard.storage.location import Location
+from reshard.storage.lock import Lock
 from reshard.storage.ocdbt import new_context
 from reshard.tree import Path
 from reshard.verify.digest_record import FILE, record_of
 from reshard.verify.values import Progress, counted
-from reshard.writer import commit, database
+from reshard.writer import bucket_commit, commit, database
 from reshard.writer.job_plan import ItemPlan, Plan
 from reshard.writer.journal import ItemProgress, Journal, fingerprint, is_unfinished, resumed_note
 from reshard.writer.orbax_documents import documents
@@ -33,11 +35,12 @@ Report = Callable[[int], None]
 
 
 class ItemJob(NamedTuple):
-    """One item, as it is written: where, what has been committed, and what is read back at the
-    end."""
+    """One item, as it is written: where, in which databases its batches are staged, what has been
+    committed, and what is read back at the end."""
 
     plan: ItemPlan
     directory: Location
+    stages: Sequence[str]
     progress: ItemProgress
     read_back: Sequence[ArrayHandle]
 
@@ -133,36 +136,57 @@ def execute(plan: Plan, *, resume: bool = False, progress: Progress | None = Non
     destination = plan.destination
     if destination is None:
         raise ArgumentError("there is no destination to save to")
-    same = fingerprint(plan) if resume else {}
+    same = fingerprint(plan) if resume or not destination.is_local else {}
     kept = functools.partial(is_unfinished, fingerprint=same) if resume else lambda directory: False
-    with commit.committed_directory(
-        destination, overwrite=plan.overwrite, unfinished=kept
-    ) as directory:
+    stages = [database.STAGE]
+    if destination.is_local:
+        committing = commit.committed_directory(
+            destination, overwrite=plan.overwrite, unfinished=kept
+        )
+    else:
+        stages = database.job_stages(same)
+        committing = bucket_commit.committed_prefix(
+            destination, plan.checkpoints, overwrite=plan.overwrite, unfinished=kept
+        )
+    with committing as (directory, lock):
         journal = Journal(directory, same, cores(), len(plan.items), resume)
         with _unchanged(plan, journal):
             plan = _begun(plan, directory, journal)
             jobs = []
             for item, committed in zip(plan.items, journal.items, strict=True):
                 again = to_read_back(item, committed, plan.max_memory, plan.verify)
-                jobs.append(ItemJob(item, item.directory(directory), committed, again))
+                jobs.append(ItemJob(item, item.directory(directory), stages, committed, again))
             whole = (  # metadata of what is copied are not in it
                 sum(job.bytes_read for job in jobs)
                 + sum(sibling.nbytes for sibling in plan.siblings)
                 + sum(a.bytes_written if a.moved else a.decoded_bytes for a in plan.arrays)
             )
             report = counted(whole, progress)
-            copy_siblings(plan.siblings, directory, journal.copied, journal.advance, report)
+            copy_siblings(
+                plan.siblings,
+                directory,
+                plan.max_memory,
+                journal.copied,
+                journal.advance,
+                report,
+            )
             hashes = {s.path: journal.copied[s.path].sha256 for s in plan.siblings if s.is_file}
-            with _correct(journal):
+            with _correct(journal), plan.checkpoints[0].source.root.remembered():
                 for item in plan.items:
                     check_copied(item, hashes)
             for job in jobs:
-                digests = _write(job, plan.max_memory, journal, report)
+                digests = _write(job, plan.max_memory, journal, lock, report)
+                written = _write_documents(job)
+                if not directory.is_local:  # to read them back takes requests
+                    inside = job.directory.below(directory)
+                    hashes |= {f"{inside}/{name}".lstrip("/"): h for name, h in written.items()}
                 with _correct(journal):
                     _check_and_record(job, plan, directory, digests, hashes, journal, report)
-        posix.sync(directory)
-        write_markers(plan.checkpoints, directory, destination)
+        if directory.is_local:
+            posix.sync(directory)
+        lock.check()
         journal.close()
+        write_markers(plan.checkpoints, directory, destination)
     return plan
 
 
@@ -181,7 +205,8 @@ def _begun(plan: Plan, directory: Location, journal: Journal) -> Plan:
     clear(plan.checkpoints, plan.siblings, directory)
     for item in plan.items:
         item.directory(directory).make_directory()
-        posix.remove_locks(item.directory(directory))
+        if directory.is_local:
+            posix.remove_locks(item.directory(directory))
     if not (journal.links and _link(plan, directory)):
         plan = plan.without_links()
         _raise_all(copy_errors(plan))
@@ -212,12 +237,12 @@ def _check_and_record(
     report: Report,
 ) -> None:
     """Compares what was read with what is recorded of the source, records what was written, and
-    reads it back. `digests` are of the arrays that were decoded, `hashes` of siblings."""
+    reads it back. `digests` are of the arrays that were decoded, `hashes` of other files."""
     item = job.plan
     arrays = records(item, digests, plan.max_memory, report)
     record = record_of(item.ckpt, directory, arrays, item.format.ocdbt, hashes)
     (job.directory / FILE).write(record.dump())
-    if journal.resumed:
+    if journal.resumed or not directory.is_local:
         check_whole(item, directory)
     if plan.verify or job.read_back:
         read_back(item, directory, job.read_back, plan.max_memory, report)
@@ -257,22 +282,27 @@ def _unchanged(plan: Plan, journal: Journal) -> Iterator[None]:
         raise error
 
 
-def _write(job: ItemJob, max_memory: int, journal: Journal, report: Report) -> dict[Path, Digest]:
-    """Writes the arrays and the documents of an item. The digests of the arrays that it decoded."""
+def _write(
+    job: ItemJob, max_memory: int, journal: Journal, lock: Lock, report: Report
+) -> dict[Path, Digest]:
+    """Writes the arrays of an item. The digests of those that it decoded."""
     item, directory, progress = job.plan, job.directory, job.progress
     store, form = item.ckpt.source.store, item.format
-    writeback = posix.Writeback(directory / database.STAGE / "d")
-    spec = directory.spec
+    writeback = None
+    if directory.is_local:
+        writeback = posix.Writeback(directory / database.STAGE / "d")
+    specs = [directory.spec]
     if form.ocdbt:
-        spec = database.stage_spec(directory, form.file_bytes)
+        specs = [database.stage_spec(directory, stage, form.file_bytes) for stage in job.stages]
     context = new_context(database.STAGE_CACHE_BYTES)
-    target = Target(spec, context, form)
+    target = Target(directory, specs, context, form)
     sources = {handle.path: handle for handle in item.handles}
     digests = {h.path: Digest(h.shape, h.dtype) for h in item.rewritten}
     progress.resume(digests)
 
     def committed() -> None:
-        writeback.advance()
+        if writeback is not None:
+            writeback.advance()
         journal.advance()
 
     stores = functools.cache(store.kvstore)
@@ -283,9 +313,11 @@ def _write(job: ItemJob, max_memory: int, journal: Journal, report: Report) -> d
         for chunk in stored_chunks(h, form.encoding(h)) or ()
     ]
     metadata = {
-        f"{stored_name(h.path)}/{form.metadata_key}": form.metadata(h, h.chunk_shape)
-        for h in (*item.linked, *item.copied)
-        if not form.is_verbatim(h)
+        f"{stored_name(h.path)}/{form.metadata_key}": form.metadata(
+            h, h.chunk_shape if array.moved else array.chunk
+        )
+        for h, array in zip(item.handles, item.arrays, strict=True)
+        if (not form.is_verbatim(h) if array.moved else len(specs) > 1)
     }
     try:
         if not progress.merged:
@@ -295,19 +327,29 @@ def _write(job: ItemJob, max_memory: int, journal: Journal, report: Report) -> d
             move_values(values, target, progress, budget, committed, report)
             write_boxes(item.arrays, sources, target, digests, progress, budget, committed, report)
     finally:
-        writeback.finish()
+        if writeback is not None:
+            writeback.finish()
     if form.ocdbt and item.arrays:
         linked = {stored_name(h.path): h for h in item.linked}
-        staged = bool(values or metadata or item.rewritten)
+        stages = job.stages if values or metadata or item.rewritten else ()
         again = progress.merged
         if not again:
-            database.merge(store, directory, linked, form, staged)
+            lock.check()
+            database.merge(store, directory, linked, form, stages)
             progress.merged = True
             journal.write()
         kept = (value for h in item.linked for value in item.values(h))
-        database.prune(directory, kept, staged, again)
+        database.prune(directory, kept, stages, again)
+    return digests
+
+
+def _write_documents(job: ItemJob) -> dict[str, str]:
+    """Writes what describes the arrays of an item: path below the item's directory -> SHA-256."""
+    item, directory = job.plan, job.directory
     chunks = {array.layout.path: array.chunk for array in item.arrays}
-    for name, data in documents(item.ckpt, chunks, form).items():
+    hashes = {}
+    for name, data in documents(item.ckpt, chunks, item.format).items():
         (directory / name).parent.make_directory()
         (directory / name).write(data)
-    return digests
+        hashes[name] = hashlib.sha256(data).hexdigest()
+    return hashes

@@ -4,11 +4,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from reshard.arrays.derived import stored_values
 from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Checkpoint
-from reshard.engine.budget import cores, in_flight
+from reshard.engine.budget import WINDOW, cores, in_flight
 from reshard.engine.plan import ArrayPlan, grid_size
 from reshard.errors import ReshardError, lines_of
 from reshard.storage.location import Location
@@ -21,6 +22,16 @@ from reshard.writer.target_format import TargetFormat
 
 # Split arrays that a printed plan lists.
 _SHOWN_SPLITS = 10
+
+
+class Network(NamedTuple):
+    """What goes from buckets and to them: bytes, and requests at most. Chunks that are near to one
+    another in a data file are fetched together."""
+
+    fetched: int
+    fetches: int
+    sent: int
+    sends: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +177,30 @@ class Plan:
         return sum(array.bytes_written for array in self.arrays) + self.other_bytes
 
     @property
+    def network(self) -> Network | None:
+        """What crosses the network; None for a job on disks alone."""
+        here = all(c.source.root.is_local for c in self.checkpoints)
+        there = self.destination is None or self.destination.is_local
+        if here and there:
+            return None
+        files = sum(sibling.is_file for sibling in self.siblings)
+        fetched = fetches = sent = sends = 0
+        if not here:
+            fetched, fetches = self.bytes_read, self.chunks_read + files
+        if not there:
+            sent, sends = self.bytes_written, files + sum(map(self._sends, self.items))
+            if self.verify:
+                fetched, fetches = fetched + sent, fetches + self.chunks_written
+        return Network(fetched, fetches, sent, sends)
+
+    def _sends(self, item: ItemPlan) -> int:
+        """Writes of an item's arrays: a batch is a data file and two writes of a manifest."""
+        if not item.format.ocdbt:
+            return sum(1 + grid_size(a.layout.shape, a.chunk) for a in item.arrays)
+        batch = max(in_flight(self.max_memory, cores(), 0) // WINDOW, 1)
+        return 3 * math.ceil(sum(a.decoded_bytes for a in item.arrays) / batch)
+
+    @property
     def decoded_bytes(self) -> int:
         """Decoded bytes of all arrays of the destination."""
         return sum(array.decoded_bytes for array in self.arrays)
@@ -207,6 +242,7 @@ class Plan:
             + (f", {self.passes:.2f} times on average" if self.passes > 1 else ""),
             f"write    {format_bytes(self.bytes_written)} in {self.chunks_written} chunks"
             + (f", and share {format_bytes(self.shared_bytes)}" if self.shared_bytes else ""),
+            *self._network_lines(),
             f"memory   {format_bytes(self.peak_memory)} in flight at most",
             f"load     read amplification on the new mesh: {before:.2f}x before, "
             f"{after:.2f}x after",
@@ -222,6 +258,15 @@ class Plan:
         lines += [f"note     {note}" for note in self.notes]
         lines += [f"problem  {problem}" for problem in self.problems]
         return "\n".join(lines)
+
+    def _network_lines(self) -> list[str]:
+        if (network := self.network) is None:
+            return []
+        fetched, fetches, sent, sends = network
+        return [
+            f"network  fetch {format_bytes(fetched)} in at most {fetches} requests, "
+            f"send {format_bytes(sent)} in at most {sends}"
+        ]
 
 
 def _costs(array: ArrayPlan) -> list[tuple[int, int]]:

@@ -155,7 +155,8 @@ class Journal:
         }
         text = json.dumps(document)
         whole = f'{{"sha256": "{_hash(text)}", "job": {text}}}'
-        posix.sync(self._directory)
+        if self._directory.is_local:
+            posix.sync(self._directory)
         self._file.replace(whole.encode(), f"{PROGRESS_FILE}.new")
         end = time.monotonic()
         self._next = end + max(_SYNC_SECONDS, (end - begin) / _SYNC_SHARE)
@@ -191,7 +192,7 @@ def is_unfinished(temporary: Location, fingerprint: Fingerprint) -> bool:
     """Whether a directory holds a job that can be gone on with; raises DestinationError where it is
     another job, or nothing says how far it is."""
     document = _read(temporary / PROGRESS_FILE)
-    if document is not None:
+    if document is not None and temporary.is_local:
         try:
             for _ in temporary.checked_walk():
                 pass

@@ -13,7 +13,6 @@ from reshard.engine.cost import Decoded, co_read_groups, decoded_together, first
 from reshard.engine.plan import ArrayLayout, ArrayPlan, co_read, plan_array, too_large
 from reshard.errors import (
     ArgumentError,
-    CheckpointFormatError,
     CorruptCheckpointError,
     DestinationExistsError,
     MemoryLimitError,
@@ -29,7 +28,7 @@ from reshard.storage.location import Location, parse_location
 from reshard.tree import Path, format_path
 from reshard.units import parse_bytes
 from reshard.verify.values import check_fits
-from reshard.writer import commit
+from reshard.writer import bucket_commit, commit
 from reshard.writer.database import files_to_link, is_linked
 from reshard.writer.job_plan import ItemPlan, Plan
 from reshard.writer.recording import NO_RECORD, read_again, read_costs, source_record
@@ -78,10 +77,6 @@ def plan(
     """
     checkpoints = _several(ckpt)
     place = None if destination is None else parse_location(destination)
-    if place is not None and not place.is_local:
-        raise CheckpointFormatError(
-            f"`{place}`: only local paths are written", hints=["copy it there when it is complete"]
-        )
     limit = parse_bytes(max_memory)
     chunks = parse_chunks(chunks)
     form = parse_format(format, ocdbt, codec, file_size)
@@ -90,19 +85,24 @@ def plan(
     notes: list[str] = []
     if place is not None:
         try:
-            commit.check_destination(place, checkpoints[0].source.root, overwrite)
-            if _check_replaced(place, checkpoints):
-                notes.append(f"`{place}` is replaced once the new checkpoint is complete")
+            if not place.is_local:
+                bucket_commit.check_destination(place, checkpoints)
+                notes += bucket_commit.warnings_of(place)
+            else:
+                commit.check_destination(place, checkpoints[0].source.root, overwrite)
+                if _check_replaced(place, checkpoints):
+                    notes.append(f"`{place}` is replaced once the new checkpoint is complete")
         except ReshardError as error:
             errors.append(error)
-    items = tuple(
-        _item(c, place, limit, chunks, form(c), link, digest, errors) for c in checkpoints
-    )
     found: Sequence[Sibling] = ()
-    try:
-        found = siblings(checkpoints, place, link)
-    except ReshardError as error:
-        errors.append(error)
+    with checkpoints[0].source.root.remembered():
+        items = tuple(
+            _item(c, place, limit, chunks, form(c), link, digest, errors) for c in checkpoints
+        )
+        try:
+            found = siblings(checkpoints, place, link)
+        except ReshardError as error:
+            errors.append(error)
     planned = Plan(
         items,
         tuple(found),
@@ -128,7 +128,9 @@ def copy_errors(plan: Plan) -> list[ReshardError]:
         for array in plan.arrays
         if array.moved and not array.linked and 2 * array.layout.largest_stored > plan.max_memory
     ]
-    if plan.destination is not None:
+    if plan.destination is not None and not plan.destination.is_local:
+        errors += bucket_commit.object_errors(plan.siblings, plan.max_memory)
+    elif plan.destination is not None:
         try:
             commit.check_room(plan.destination, int(plan.bytes_written * _ESTIMATE_ERROR))
         except ReshardError as error:
@@ -202,6 +204,8 @@ def _item(
     errors: list[ReshardError],
 ) -> ItemPlan:
     """The plan of one item; errors of its leaves are added to `errors`."""
+    if destination is not None and not destination.is_local:
+        form = bucket_commit.limited(form, destination, max_memory)
     collided = [handle for handle in ckpt.arrays if handle.same_name is not None]
     if collided:
         errors.append(collision_error(collided))
@@ -234,7 +238,7 @@ def _item(
     store = ckpt.source.store
     can_link = link and form.shares and store.directory.is_local
     if can_link and destination is not None:
-        can_link = posix.same_filesystem(store.directory, destination)
+        can_link = destination.is_local and posix.same_filesystem(store.directory, destination)
     files = files_to_link(store, form, handles, arrays) if can_link else None
     arrays = [
         dataclasses.replace(

@@ -168,15 +168,18 @@ def read_back(
 
 
 def check_whole(item: ItemPlan, directory: Location) -> None:
-    """Raises CorruptCheckpointError if something is gone of what an earlier run had written."""
-    written = _written(item, directory)
-    store = written.source.store
-    for handle in written.arrays:
-        handle.stored_sizes()
-        files = {value.file for value in store.values[stored_name(handle.path)].values()}
-        for file in sorted(file for file in files if file is not None):
-            if not (store.directory / file).exists():
-                raise CorruptCheckpointError(f"the data file `{file}` is gone from `{directory}`")
+    """Raises CorruptCheckpointError if something is gone of what was written, by an earlier run or,
+    in a bucket, since."""
+    with directory.remembered():
+        written = _written(item, directory)
+        store = written.source.store
+        for handle in written.arrays:
+            handle.stored_sizes()
+            files = {value.file for value in store.values[stored_name(handle.path)].values()}
+            for file in sorted(file for file in files if file is not None):
+                if not (store.directory / file).exists():
+                    text = f"the data file `{file}` is gone from `{directory}`"
+                    raise CorruptCheckpointError(text)
 
 
 def _written(item: ItemPlan, directory: Location) -> Checkpoint:

@@ -1,6 +1,7 @@
 """What is beside the arrays of an item: other items and files, and the commit markers; and
 whether any of it has changed."""
 
+import concurrent.futures
 import contextlib
 import functools
 import hashlib
@@ -25,6 +26,8 @@ from reshard.storage.posix import Entry
 from reshard.verify import digest_record
 from reshard.writer import commit
 
+# Files that are copied at once from or to a bucket.
+_COPIES = 32
 # Files of a tree of arrays that hold nothing but encoded values or nodes of a B-tree, by what is in
 # the directory above: neither Orbax nor TensorStore writes to one again once it is complete.
 _IMMUTABLE = (
@@ -68,7 +71,7 @@ class Sibling(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return self.entry.nbytes if self.is_file else 0
+        return max(self.entry.nbytes, 0) if self.is_file else 0
 
 
 def siblings(
@@ -168,7 +171,10 @@ def _is_written(ckpt: Checkpoint) -> Callable[[str], bool]:
 
 def clear(checkpoints: Sequence[Checkpoint], found: Sequence[Sibling], directory: Location) -> None:
     """Makes the directories of siblings, and removes what else an earlier run may have left there:
-    what is no sibling, or is a file in a directory's place."""
+    what is no sibling, or is a file in a directory's place. A bucket has no directories, and
+    nothing is left in it but what the same job has written."""
+    if not directory.is_local:
+        return
     arrays = {
         _joined(c.source.step, c.source.item, stored_name(handle.path).partition("/")[0])
         for c in checkpoints
@@ -193,12 +199,15 @@ def clear(checkpoints: Sequence[Checkpoint], found: Sequence[Sibling], directory
 def copy_siblings(
     found: Sequence[Sibling],
     directory: Location,
+    max_memory: int,
     copied: dict[str, CopiedFile],
     advance: Callable[[], None],
     report: Callable[[int], None],
 ) -> None:
     """Copies files that are not shared with the source. All of them are hashed while they are read,
-    each once; `copied`, what an earlier run has copied or hashed, is completed."""
+    each once; `copied`, what an earlier run has copied or hashed, is completed. From or to a bucket
+    several are copied at once, as many as fit into memory."""
+    todo = []
     for sibling in found:
         if not sibling.is_file:
             continue
@@ -206,17 +215,49 @@ def copy_siblings(
         size, mtime = sibling.entry.nbytes, sibling.entry.modified
         same = then is not None and (then.nbytes, then.mtime_ns) == (size, mtime)
         if then is not None and same and (sibling.linked or _is_copy(copy, sibling, then.sha256)):
-            report(size)
-            continue
-        sha256 = sibling.source.copy(None if sibling.linked else copy, report, size)
-        copied[sibling.path] = CopiedFile(size, mtime, sha256)
-        advance()
+            report(sibling.nbytes)
+        else:
+            todo.append(sibling)
+    here = directory.is_local and all(sibling.source.is_local for sibling in todo)
+    told = report if here else lambda nbytes: None  # by one thread alone
+
+    def hash_of(sibling: Sibling) -> str:
+        copy = None if sibling.linked else directory / sibling.path
+        return sibling.source.copy(copy, told, sibling.entry.nbytes)
+
+    with concurrent.futures.ThreadPoolExecutor(_COPIES) as pool:
+        for some in _copied_together(todo, 1 if here else _COPIES, max_memory):
+            run = map if len(some) == 1 else pool.map
+            for sibling, sha256 in zip(some, run(hash_of, some), strict=True):
+                entry = sibling.entry
+                copied[sibling.path] = CopiedFile(entry.nbytes, entry.modified, sha256)
+                if not here:
+                    report(sibling.nbytes)
+            advance()
+
+
+def _copied_together(
+    todo: Sequence[Sibling], most: int, max_memory: int
+) -> Iterator[list[Sibling]]:
+    """Files that are copied at once."""
+    some: list[Sibling] = []
+    nbytes = 0
+    for sibling in todo:
+        if some and (len(some) == most or nbytes + 2 * sibling.nbytes > max_memory):
+            yield some
+            some, nbytes = [], 0
+        some.append(sibling)
+        nbytes += 2 * sibling.nbytes
+    if some:
+        yield some
 
 
 def _is_copy(copy: Location, sibling: Sibling, sha256: str) -> bool:
     """Whether an earlier run's copy is whole, and no link."""
     found = copy.entry()
-    if found is None or found.file == sibling.entry.file or found.nbytes != sibling.nbytes:
+    if found is None or found.nbytes != sibling.nbytes:
+        return False
+    if copy.is_local and found.file == sibling.entry.file:
         return False
     return copy.sha256() == sha256
 
@@ -228,6 +269,15 @@ def source_state(checkpoints: Sequence[Checkpoint]) -> dict[str, str]:
     Not of records of digests, which may be written at any time and change nothing; nor of what is
     beside the steps in a manager's root, where a training may be writing its logs.
     """
+    state = {}
+    with checkpoints[0].source.root.remembered():
+        for path in _state_paths(checkpoints):
+            lines = "".join(f"{line}\n" for line in _listed(path))
+            state[str(path)] = hashlib.sha256(lines.encode(errors="surrogateescape")).hexdigest()
+    return state
+
+
+def _state_paths(checkpoints: Sequence[Checkpoint]) -> list[Location]:
     items = [checkpoint.source.store.directory for checkpoint in checkpoints]
     beside: list[Location] = []
     with contextlib.suppress(OSError):  # it is not there any more, and so counts as changed
@@ -235,12 +285,7 @@ def source_state(checkpoints: Sequence[Checkpoint]) -> dict[str, str]:
         steps = source.root if source.kind == "manager" else None
         tops = (source.root / top for top in _tops(checkpoints))
         beside = [path for path in tops if path.parent != steps]
-    others = [path for path in beside if not any(path.below(item) for item in items)]
-    state = {}
-    for path in (*items, *others):
-        lines = "".join(f"{line}\n" for line in _listed(path))
-        state[str(path)] = hashlib.sha256(lines.encode(errors="surrogateescape")).hexdigest()
-    return state
+    return [*items, *(path for path in beside if not any(path.below(item) for item in items))]
 
 
 def _listed(top: Location) -> Iterator[str]:
@@ -262,11 +307,15 @@ def changed_paths(before: Mapping[str, str], now: Mapping[str, str]) -> list[str
 
 
 def write_markers(checkpoints: Sequence[Checkpoint], directory: Location, target: Location) -> None:
-    """The commit markers, last of all, each on the disk before the directory gets its name."""
+    """The commit markers, last of all: on a disk where the source has them, each there before the
+    directory gets its name; in a bucket in every item, and then in the step."""
     for ckpt in checkpoints:
         source = ckpt.source
-        for folder in dict.fromkeys((_joined(source.step, source.item), source.step)):
-            marked = (source.root / folder / MARKER).exists()
+        folders = [_joined(source.step, source.item), source.step]
+        if not directory.is_local:
+            folders = [*(_joined(source.step, item) for item in source.items), *folders]
+        for folder in dict.fromkeys(folders):
+            marked = not directory.is_local or (source.root / folder / MARKER).exists()
             if marked or (source.root / folder / CHECKPOINT_FILE).exists():
                 text = f"Checkpoint commit was successful to {target / folder}"
                 (directory / folder / MARKER).write(text.encode(), durable=True)

@@ -17,8 +17,9 @@ from reshard.engine.budget import WINDOW, Budget, Reservation
 from reshard.engine.plan import ArrayPlan, co_read, grid_boxes
 from reshard.engine.read import Destination, Read, read
 from reshard.errors import CorruptCheckpointError, DestinationError
+from reshard.storage import bucket
 from reshard.storage.array_store import array_spec
-from reshard.storage.location import checked, first_line
+from reshard.storage.location import Location, checked, first_line
 from reshard.tree import Path
 from reshard.writer.journal import ItemProgress
 from reshard.writer.target_format import TargetFormat
@@ -27,14 +28,27 @@ Report = Callable[[int], None]
 
 
 class Target(NamedTuple):
-    """Where and how arrays are written: a key-value store, its resources, and their format."""
+    """Where and how arrays are written.
 
-    spec: dict[str, Any]
+    Attributes:
+      directory: the item's.
+      specs, context: key-value stores, and their resources. In several, batches are committed at
+        once: each is written to the one that its number says. Metadata are all in the first.
+      format: that of the arrays.
+    """
+
+    directory: Location
+    specs: Sequence[dict[str, Any]]
     context: ts.Context
     format: TargetFormat
 
-    def open(self) -> ts.KvStore:
-        return ts.KvStore.open(self.spec, context=self.context).result()
+    def begin(self) -> ts.Transaction:
+        """The transaction of a batch. On a disk it may be several commits, of what is encoded first
+        and of the rest; in a bucket each would be three requests, one after another."""
+        return ts.Transaction(atomic=self.format.ocdbt and not self.directory.is_local)
+
+    def open(self) -> list[ts.KvStore]:
+        return [ts.KvStore.open(spec, context=self.context).result() for spec in self.specs]
 
 
 def write_boxes(
@@ -55,13 +69,14 @@ def write_boxes(
     One commit for many chunks matters for OCDBT: each commit writes the B-tree again.
 
     Args:
-      sources: the arrays to read, by path; their metadata are written with their first box.
+      sources: the arrays to read, by path; their metadata are written with their first box, unless
+        the target has several stores.
       budget: what is in flight; the batches are of a size that several fit into it.
       committed: called after a batch has been committed, and all before it.
       report: called with the number of decoded bytes of each batch that was handed over.
     """
-    store = target.open()
-    targets: dict[Path, ts.TensorStore] = {}
+    stores = target.open()
+    targets: dict[tuple[Path, int], ts.TensorStore] = {}
     begin = progress.batches
     todo = in_batches(units(arrays, sources, budget), budget.limit // WINDOW, budget.limit)
     for batch in itertools.islice(todo, begin):
@@ -78,14 +93,16 @@ def write_boxes(
             report(decoded)
             continue
         paths = {box.array.layout.path for box in boxes}
-        for path in [path for path in targets if path not in paths]:
-            del targets[path]
-        transaction = ts.Transaction()
+        for key in [key for key in targets if key[0] not in paths]:
+            del targets[key]
+        which = number % len(stores)
+        store = stores[which]
+        transaction = target.begin()
         writable = store.with_transaction(transaction)
         copies = []
         for array, box, values, _ in boxes:
             path = array.layout.path
-            if path not in targets:
+            if (path, which) not in targets:
                 metadata = target.format.metadata(sources[path], array.chunk)
                 spec = array_spec(
                     target.format.driver,
@@ -94,16 +111,18 @@ def write_boxes(
                 )
                 name = stored_name(path)
                 below = store / f"{name}/"
-                targets[path] = ts.open(spec, kvstore=below, context=target.context).result()
-                key = f"{name}/{target.format.metadata_key}"
-                copies.append(writable.write(key, metadata))
-            array_target = targets[path].with_transaction(transaction)
+                opened = ts.open(spec, kvstore=below, context=target.context).result()
+                targets[path, which] = opened
+                if len(stores) == 1:
+                    key = f"{name}/{target.format.metadata_key}"
+                    copies.append(writable.write(key, metadata))
+            array_target = targets[path, which].with_transaction(transaction)
             write = array_target[box].write(values, can_reference_source_data_indefinitely=True)
             copies.append(write.copy)
         for copy in copies:
-            wait_written(copy)
+            wait_written(copy, target.directory)
         states: dict[Path, Sequence[int]] = {}
-        wait = functools.partial(wait_written, transaction.future)
+        wait = functools.partial(wait_written, transaction.future, target.directory)
         done = functools.partial(progress.box_batch, number, states, committed)
         # Noted before it begins: one that an interrupt lets nobody wait for would go on writing
         # into a directory that is being removed.
@@ -219,12 +238,13 @@ def move_values(
 ) -> None:
     """Copies stored values as they are: for each where to read, its key there, its key in the
     target, and its stored bytes. What has been committed already is left out."""
-    store = target.open()
+    stores = target.open()
     batch_bytes = budget.limit // (2 * WINDOW)
     position = progress.values
     report(sum(size for _, _, _, size in values[:position]))
     while position < len(values):
         batch, size = [], 0
+        store = stores[position % len(stores)]
         while position < len(values) and (not batch or size + values[position][3] <= batch_bytes):
             batch.append(values[position])
             size += values[position][3]
@@ -232,7 +252,7 @@ def move_values(
         budget.make_room(2 * size)
         reservation = budget.reserve(2 * size)
         reads = [(source.read(key), key, new) for source, key, new, _ in batch]
-        transaction = ts.Transaction()
+        transaction = target.begin()
         writable = store.with_transaction(transaction)
         writes = []
         for value, key, new in reads:
@@ -241,8 +261,8 @@ def move_values(
                 raise CorruptCheckpointError(f"the stored value `{key}` is missing")
             writes.append(writable.write(new, result.value))
         for write in writes:
-            wait_written(write)
-        wait = functools.partial(wait_written, transaction.future)
+            wait_written(write, target.directory)
+        wait = functools.partial(wait_written, transaction.future, target.directory)
         reservation.free_after(wait, functools.partial(progress.value_batch, position, committed))
         transaction.commit_async()
         report(size)
@@ -251,16 +271,18 @@ def move_values(
 def write_values(values: Mapping[str, bytes], target: Target) -> None:
     """Writes small values, in one transaction."""
     if values:
-        transaction = ts.Transaction()
-        store = target.open().with_transaction(transaction)
+        transaction = target.begin()
+        store = target.open()[0].with_transaction(transaction)
         for write in [store.write(key, value) for key, value in values.items()]:
-            wait_written(write)
-        wait_written(transaction.commit_async())
+            wait_written(write, target.directory)
+        wait_written(transaction.commit_async(), target.directory)
 
 
-def wait_written(write: ts.Future) -> None:
-    """Waits for a write; raises DestinationError if it fails."""
+def wait_written(write: ts.Future, directory: Location) -> None:
+    """Waits for a write below a directory; raises DestinationError if it fails."""
     try:
         write.result()
     except ValueError as error:
+        if refused := bucket.refusal(error, f"`{directory}`", "written"):
+            raise DestinationError(refused.summary, refused.problems) from error
         raise DestinationError("the destination cannot be written", [first_line(error)]) from error

@@ -1,0 +1,168 @@
+"""A destination in a bucket, where nothing is renamed: it is written where it will be, and is no
+checkpoint for anybody until its markers are there, which are written last."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from reshard.checkpoint import Checkpoint
+from reshard.errors import (
+    DestinationError,
+    DestinationExistsError,
+    MemoryLimitError,
+    ReshardError,
+)
+from reshard.hints import Hint
+from reshard.loader.detection import MARKER, manager_steps
+from reshard.storage import bucket
+from reshard.storage.location import Location
+from reshard.storage.lock import Lock
+from reshard.units import format_bytes
+from reshard.verify.digest_record import FILE, PROGRESS_FILE
+from reshard.writer.commit import UNFINISHED_PREFIX, check_apart
+from reshard.writer.siblings import Sibling
+from reshard.writer.target_format import TargetFormat
+
+# Bytes of data files that Orbax writes to gs. TensorStore holds each in memory until it is there.
+GS_FILE_BYTES = 400 << 20
+_CLEAR = Hint(("overwrite", True), " clears it and begins anew")
+
+
+def check_destination(destination: Location, checkpoints: Sequence[Checkpoint]) -> None:
+    """Raises DestinationError unless a job may write these there. What an earlier run has not
+    completed is looked at when the lock is held."""
+    check_apart(destination, checkpoints[0].source.root)
+    if destination == destination.parent:
+        raise DestinationError(
+            f"`{destination}` is a whole bucket", hints=[f"a name in it: {destination}/1000"]
+        )
+    with destination.parent.remembered():
+        if destination.is_file():
+            text = f"`{destination}` is an object, and not a prefix of others"
+            raise DestinationExistsError(text)
+        folders = [destination]
+        if checkpoints[0].source.kind == "manager":
+            folders += [destination / name for name in destination.directories()]
+        complete = any((folder / MARKER).exists() for folder in folders)
+    if complete:
+        raise DestinationExistsError(
+            f"`{destination}` is complete, and a bucket has no renames to replace it with",
+            hints=["write to another prefix, and delete this one when you have looked at it"],
+        )
+
+
+def warnings_of(destination: Location) -> list[str]:
+    """What the user should know of where a job writes."""
+    parent = destination.parent
+    if not set(manager_steps(parent).values()) - {destination.name}:
+        return []
+    return [
+        f"`{parent}` holds steps: a CheckpointManager that cleans up deletes what is not complete "
+        "there, and so this job's; another prefix is safe"
+    ]
+
+
+def limited(form: TargetFormat, destination: Location, max_memory: int) -> TargetFormat:
+    """A format whose data files are small enough to be held in memory until they are there."""
+    most = GS_FILE_BYTES if destination.path.startswith("gs:") else form.file_bytes
+    return dataclasses.replace(form, file_bytes=min(form.file_bytes, most, max_memory // 4))
+
+
+def object_errors(found: Sequence[Sibling], max_memory: int) -> list[ReshardError]:
+    """Files that are copied as one object each, of which one does not fit into memory."""
+    large = [s for s in found if 2 * s.nbytes > max_memory]
+    if not large:
+        return []
+    least = 2 * max(sibling.nbytes for sibling in large)
+    text = f"{math.ceil(least / 2**10)}KiB"
+    return [
+        MemoryLimitError(
+            f"files that are copied do not fit in {format_bytes(max_memory)}",
+            [f"`{s.source}` has {format_bytes(s.nbytes)}, and is written at once" for s in large],
+            [Hint(("max_memory", text), " is the least that copies it")],
+            least,
+        )
+    ]
+
+
+@contextlib.contextmanager
+def committed_prefix(
+    destination: Location,
+    checkpoints: Sequence[Checkpoint],
+    *,
+    overwrite: bool,
+    unfinished: Callable[[Location], bool],
+) -> Iterator[tuple[Location, Lock]]:
+    """`destination`, with its lock, for a block that writes all of it. If it fails, what is there
+    is deleted, unless it is `unfinished`, as in `commit.committed_directory`."""
+    lock = Lock(destination.beside(f"{UNFINISHED_PREFIX}{destination.name}.lock"), destination)
+    try:
+        check_destination(destination, checkpoints)
+        if destination.is_dir() and not unfinished(destination):
+            _clear_left(destination, checkpoints, overwrite)
+        try:
+            yield destination, lock
+        except BaseException as error:
+            if note := _abandoned(destination, lock, unfinished):
+                error.add_note(note)
+            raise
+    finally:
+        lock.release()
+
+
+def _clear_left(destination: Location, checkpoints: Sequence[Checkpoint], overwrite: bool) -> None:
+    """Deletes what an earlier run has left, if it is that, and if it may be."""
+    items = [destination / c.source.step / c.source.item / FILE for c in checkpoints]
+    if not any(place.exists() for place in (destination / PROGRESS_FILE, *items)):
+        raise DestinationExistsError(
+            f"`{destination}` exists, and is no unfinished job's",
+            hints=["name a new destination, or delete what is there"],
+        )
+    if not overwrite:
+        resume = Hint(("resume", True), " goes on with it if that was given then, too")
+        raise DestinationExistsError(
+            f"`{destination}` holds what an earlier run has not completed", hints=[resume, _CLEAR]
+        )
+    if left := _delete(destination):
+        raise DestinationError(
+            f"what an earlier run has left in `{destination}` cannot be deleted",
+            [f"`{destination / name}`" for name in left],
+        )
+
+
+def _delete(destination: Location) -> list[str]:
+    """Deletes all that is there, what makes it a checkpoint first, and what makes it known as an
+    unfinished one last. What could not be deleted."""
+    names = [found.path for found in destination.walk() if found.is_file]
+    markers = [name for name in names if name.rpartition("/")[2] == MARKER]
+    last = [name for name in names if name == PROGRESS_FILE]
+    others = [name for name in names if name not in {*markers, *last}]
+    left: list[str] = []
+    for some in (markers, others, last):
+        left += bucket.remove_files(destination, some) if not left else some
+    return left
+
+
+def _abandoned(destination: Location, lock: Lock, unfinished: Callable[[Location], bool]) -> str:
+    """Deletes what a job that has failed has written. What is to be said of what is left."""
+    try:
+        lock.check()
+        if unfinished(destination):
+            return Hint(
+                f"`{destination}` is kept, uncommitted: ",
+                ("same",),
+                " with ",
+                ("resume", True),
+                " goes on with it",
+            )
+        left = _delete(destination)
+    except ReshardError as error:
+        return Hint(f"`{destination}` is left, uncommitted ({error.summary}): ", *_CLEAR.parts)
+    if not left:
+        return ""
+    return Hint(
+        f"`{destination}` is left, uncommitted, with {len(left)} objects that could not be "
+        "deleted: ",
+        *_CLEAR.parts,
+    )

@@ -1,0 +1,411 @@
+"""Checkpoints that are written to buckets: what is there, for whom and when, however a job ends."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sysconfig
+import threading
+
+import jax
+import layouts
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from etils import epath
+from in_process import command
+from jax.sharding import PartitionSpec as P
+from layouts import bits
+from servers import Fault
+
+import reshard
+from reshard.storage import bucket, lock
+from reshard.storage.location import parse_location
+
+RESHARD = os.path.join(sysconfig.get_path("scripts"), "reshard")
+MARKER = "commit_success.txt"
+
+
+@pytest.fixture(autouse=True)
+def _tries_are_short(monkeypatch):
+    monkeypatch.setitem(bucket.RETRIES, "max_retries", 2)
+    monkeypatch.setitem(bucket.RETRIES, "initial_delay", "10ms")
+    bucket._context.cache_clear()
+    bucket._opened.cache_clear()
+
+
+def on(mesh, path, **kwargs):
+    return reshard.to_mesh(reshard.open(path, **kwargs), mesh)
+
+
+def values(path, **kwargs):
+    ckpt = reshard.open(path, **kwargs)
+    return {h.path: bits(h.view().read().result()) for h in ckpt.arrays}
+
+
+def leftovers(stores, url):
+    """Keys of a bucket that no reader of a checkpoint asks for."""
+    parts = r"reshard_progress|\.reshard-|process_\w+/manifest"
+    return [key for key in stores.keys(url) if re.search(parts, key)]
+
+
+def top(url):
+    return "/".join(url.split("/")[:3])
+
+
+# What is written is read.
+
+
+@pytest.mark.parametrize("layout", ["standalone", "zarr2-files", "items", "manager", "v1"])
+@pytest.mark.parametrize("kind", ["s3", "gs", "conditional"])
+def test_from_a_disk_to_a_bucket_to_another_one_and_back(kind, layout, saved, stores, tmp_path):
+    source = saved(layout)
+    one, other = stores.bucket(kind), stores.bucket("conditional" if kind == "s3" else "s3")
+    first = reshard.save(on("1x8", source.path, **source.open), f"{one}/a/run", max_memory="64MiB")
+    there = reshard.open(f"{one}/a/run", **source.open)
+    assert [str(mesh) for mesh in there.meshes] == ["data=1,model=8"]
+    assert len(there.arrays) == len(first.arrays)
+    reshard.save(reshard.to_mesh(there, "2x4"), f"{other}/run", verify=True)
+    assert leftovers(stores, one) == leftovers(stores, other) == []
+    back = reshard.open(f"{other}/run", **source.open)
+    reshard.save(back, tmp_path / "back")
+    near = [reshard.open(path, **source.open) for path in (source.path, tmp_path / "back")]
+    assert reshard.diff(*near, values=True).equal
+
+
+def random_state(seed, mesh):
+    tree = layouts.small_tree(mesh, {"w": P("data", "model"), "b": P(None, "model")}, (8, 24), seed)
+    return {"params": tree, "step": jax.numpy.asarray(seed)}
+
+
+def assert_restored(state, expected, on):
+    for got, want in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        assert bits(got) == bits(want)
+    assert state["params"]["w"].sharding.mesh == on
+
+
+def test_orbax_reads_what_is_on_gs(stores, tmp_path):
+    """And on a disk, a plain copy of what is on s3."""
+    mesh, other = layouts.mesh((2, 4)), layouts.mesh((1, 8))
+    state = random_state(5, mesh)
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(7, args=ocp.args.Composite(state=ocp.args.StandardSave(state)))
+    target = layouts.abstract(state, other)
+    gs, s3 = stores.bucket("gs"), stores.bucket("s3")
+    reshard.save(on("1x8", tmp_path / "run", item="state"), f"{gs}/run")
+    reshard.save(on("1x8", f"{gs}/run", item="state"), f"{s3}/run")
+    for key in stores.keys(s3):
+        file = tmp_path / key.replace("run/", "copy/", 1)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(parse_location(f"{s3}/{key}").read() or b"")
+    for root in (epath.Path(f"{gs}/run"), epath.Path(tmp_path / "copy")):
+        with ocp.CheckpointManager(root) as manager:
+            assert manager.all_steps() == [7]
+            args = ocp.args.Composite(state=ocp.args.StandardRestore(target))
+            assert_restored(manager.restore(7, args=args)["state"], state, other)
+        with ocp.StandardCheckpointer() as checkpointer:
+            assert_restored(checkpointer.restore(root / "7" / "state", target), state, other)
+
+
+def test_nobody_sees_a_step_before_its_last_marker(stores, tmp_path):
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        state = random_state(5, layouts.mesh((2, 4)))
+        manager.save(7, args=ocp.args.Composite(state=ocp.args.StandardSave(state)))
+    url = f"{stores.bucket('gs')}/run"
+    seen = []
+
+    def look(key):
+        with ocp.CheckpointManager(epath.Path(url)) as manager:
+            seen.append(manager.all_steps())
+        for path in (url, f"{url}/7"):
+            try:
+                reshard.open(path)
+            except reshard.UncommittedCheckpointError as error:
+                seen.append(type(error))
+        seen.append([key for key in stores.keys(url) if "reshard_progress" in key])
+
+    stores.faults += [Fault(f"write .*/7/{MARKER}", look)]
+    reshard.save(on("1x8", tmp_path / "run"), url)
+    assert seen == [[], *[reshard.UncommittedCheckpointError] * 2, []]
+    assert reshard.open(url).source.step == "7"
+    markers = [key for key in stores.keys(url) if MARKER in key]
+    assert markers == [f"run/7/{MARKER}", f"run/7/metrics/{MARKER}"] or markers == [
+        f"run/7/{MARKER}",
+        f"run/7/state/{MARKER}",
+    ]
+    assert parse_location(f"{url}/7/{MARKER}").read() == (
+        f"Checkpoint commit was successful to {url}/7".encode()
+    )
+
+
+def test_data_files_are_small_enough_to_be_held_in_memory(stores, tmp_path):
+    rng = np.random.default_rng(0)
+    tree = {f"{i}": rng.standard_normal((512, 1024)).astype("float32") for i in range(6)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "in", tree)
+    url = f"{stores.bucket('conditional')}/out"
+    reshard.save(reshard.open(tmp_path / "in"), url, max_memory="16MiB", codec="none")
+    files = [r.sent for r in stores.answered("write", r"process_\w+/d/")]
+    assert sum(files) > 12 << 20
+    assert max(files) <= (4 << 20) + (1 << 16)
+
+
+# What is there already.
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A small checkpoint, on a disk."""
+    mesh = layouts.mesh((2, 4))
+    tree = layouts.small_tree(mesh, {"a": P("data", "model"), "b": P("model")}, (64, 96))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "small", tree)
+    return tmp_path / "small"
+
+
+def refused(text, *args, error=reshard.DestinationError, **kwargs):
+    with pytest.raises(error) as caught:
+        reshard.save(*args, **kwargs)
+    assert str(caught.value) == text
+    return getattr(caught.value, "__notes__", [])
+
+
+def test_what_is_complete_is_not_replaced(small, stores):
+    url = f"{stores.bucket('conditional')}/out"
+    ckpt = on("1x8", small)
+    reshard.save(ckpt, url)
+    keys = stores.keys(url)
+    text = (
+        f"`{url}` is complete, and a bucket has no renames to replace it with\n\n"
+        "hint: write to another prefix, and delete this one when you have looked at it"
+    )
+    for overwrite in (False, True):
+        refused(text, ckpt, url, overwrite=overwrite, error=reshard.DestinationExistsError)
+        assert reshard.plan(ckpt, url, overwrite=overwrite).problems == (text.split("\n")[0],)
+    assert stores.keys(url) == keys
+
+
+def test_what_is_something_else_is_not_cleared(small, stores):
+    bucket = stores.bucket("conditional")
+    for name in ("out/notes.txt", "object"):
+        parse_location(f"{bucket}/{name}").write(b"kept")
+    ckpt = reshard.open(small)
+    hint = "hint: name a new destination, or delete what is there"
+    text = f"`{bucket}/out` exists, and is no unfinished job's\n\n{hint}"
+    for overwrite in (False, True):
+        refused(text, ckpt, f"{bucket}/out", overwrite=overwrite)
+    refused(f"`{bucket}/object` is an object, and not a prefix of others", ckpt, f"{bucket}/object")
+    refused(f"`{bucket}` is a whole bucket\n\nhint: a name in it: {bucket}/1000", ckpt, bucket)
+    reshard.save(ckpt, f"{bucket}/in")
+    inside = f"the destination `{bucket}/in/2` and the source `{bucket}/in` are inside one another"
+    hint = "hint: write beside the source, and rename when you have looked at the result"
+    refused(f"{inside}\n\n{hint}", reshard.open(f"{bucket}/in"), f"{bucket}/in/2")
+    assert {"object", "out/notes.txt"} <= set(stores.keys(bucket))
+
+
+def test_beside_steps_of_a_manager(small, stores):
+    bucket = stores.bucket("conditional")
+    assert reshard.plan(reshard.open(small), f"{bucket}/run/1").notes == ()
+    reshard.save(reshard.open(small), f"{bucket}/run/1")
+    assert reshard.plan(reshard.open(small), f"{bucket}/run/2").notes == (
+        f"`{bucket}/run` holds steps: a CheckpointManager that cleans up deletes what is not "
+        "complete there, and so this job's; another prefix is safe",
+    )
+
+
+def test_a_directory_that_is_swept_away_while_it_is_written(small, stores):
+    """As such a manager does it; or some of it."""
+    url = f"{stores.bucket('conditional')}/out"
+    location = parse_location(url)
+
+    def sweep(key):
+        bucket.remove_files(location, [found.path for found in location.walk() if found.is_file])
+
+    def lose(key):
+        files = [f.path for f in location.walk() if "/d/" in f.path]
+        bucket.remove_files(location, files[:1])
+
+    stores.faults = [Fault("write .*/_METADATA", sweep)]
+    with pytest.raises(reshard.ReshardError):
+        reshard.save(on("1x8", small), url)
+    assert stores.keys(url) == []
+    stores.faults = [Fault("write .*/_METADATA", lose)]
+    with pytest.raises(reshard.CorruptCheckpointError, match=r"data file .* (is gone|missing)"):
+        reshard.save(on("1x8", small), url)
+    assert stores.keys(top(url)) == []
+
+
+# Jobs that fail, and jobs that are killed.
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_store_that_refuses(resume, small, stores):
+    url = f"{stores.bucket('conditional')}/out"
+    stores.faults += [Fault(r"write .*process_\w+/d/", 403)]
+    with pytest.raises(reshard.DestinationError) as caught:
+        reshard.save(on("1x8", small), url, resume=resume)
+    assert str(caught.value) == (
+        f"`{url}` cannot be written\n  403: the credentials do not allow it"
+    )
+    keys = stores.keys(top(url))
+    assert ("out/reshard_progress.json" in keys) == resume == bool(keys)
+    reshard.save(on("1x8", small), url, resume=resume)
+    assert values(url) == values(small)
+
+
+def test_deletions_that_are_refused(small, stores):
+    url = f"{stores.bucket('conditional')}/out"
+    stores.faults += [Fault("write .*/_METADATA", 403), Fault("delete .*/out/", 403, times=1000)]
+    with pytest.raises(reshard.StoreError) as caught:
+        reshard.save(on("1x8", small), url)
+    left = stores.keys(url)
+    assert caught.value.__notes__ == [
+        f"`{url}` is left, uncommitted, with {len(left)} objects that could not be deleted: "
+        "overwrite=True clears it and begins anew"
+    ]
+    stores.faults = []
+    text = (
+        f"`{url}` holds what an earlier run has not completed\n\n"
+        "hint: resume=True goes on with it if that was given then, too\n"
+        "hint: overwrite=True clears it and begins anew"
+    )
+    refused(text, on("1x8", small), url, error=reshard.DestinationExistsError)
+    refused(text, on("1x8", small), url, error=reshard.DestinationExistsError, resume=True)
+    reshard.save(on("1x8", small), url, overwrite=True)
+    assert values(url) == values(small)
+    assert leftovers(stores, top(url)) == []
+
+
+@pytest.mark.parametrize("kind", [429, 503, "cut"])
+def test_what_passes_is_tried_again(kind, small, stores):
+    url = f"{stores.bucket('conditional')}/out"
+    stores.faults += [Fault("(write|read|delete) ", kind) for _ in range(2)]
+    stores.faults += [Fault(f"{verb} .*/out/", kind) for verb in ("write", "read", "list")]
+    reshard.save(on("1x8", small), url)
+    assert values(url) == values(small)
+    assert leftovers(stores, top(url)) == []
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("point", ["_METADATA", "/manifest.ocdbt", r"process_\w+/d/"])
+@pytest.mark.parametrize("kind", ["s3", "conditional"])
+def test_a_killed_job_is_resumed(kind, point, small, stores):
+    url = f"{stores.bucket(kind)}/out"
+    words = [RESHARD, "ckpt", str(small), url, "--to", "1x8", "--resume"]
+    started = threading.Event()
+    running = []
+
+    def kill(key):
+        started.wait()
+        os.kill(running[0].pid, signal.SIGKILL)
+
+    stores.faults += [Fault(f"write .*{point}", kill)]
+    with subprocess.Popen(words, stderr=subprocess.PIPE) as process:
+        running.append(process)
+        started.set()
+    assert process.returncode == -signal.SIGKILL
+    with pytest.raises((reshard.UncommittedCheckpointError, reshard.ReshardError)):
+        reshard.open(url)
+    with pytest.raises(reshard.DestinationExistsError, match="has not completed"):
+        reshard.save(on("1x8", small), url)
+    with pytest.raises(reshard.DestinationError, match="is another one"):
+        reshard.save(on("2x4", small), url, resume=True)
+    done = reshard.save(on("1x8", small), url, resume=True)
+    assert any("resumed what an earlier run had written" in note for note in done.notes)
+    assert values(url) == values(small)
+    assert leftovers(stores, top(url)) == []
+
+
+# Two writers.
+
+
+@pytest.mark.parametrize("kind", ["s3", "conditional"])
+def test_a_second_writer_is_told_who_writes(kind, small, stores):
+    url = f"{stores.bucket(kind)}/out"
+    destination = parse_location(url)
+    held = lock.Lock(destination.beside(".reshard-out.lock"), destination)
+    host = os.uname().nodename
+    text = f"another job is writing `{url}`\n  process {os.getpid()} on {host}"
+    refused(text, on("1x8", small), url)
+    held.release()
+    reshard.save(on("1x8", small), url)
+
+
+@pytest.mark.parametrize("kind", ["s3", "conditional"])
+def test_a_lock_without_a_heartbeat_is_taken_over(kind, small, stores, monkeypatch):
+    url = f"{stores.bucket(kind)}/out"
+    destination = parse_location(url)
+    file = destination.beside(".reshard-out.lock")
+    held = lock.Lock(file, destination)
+    held._released.set()
+    held._thread.join()
+    monkeypatch.setitem(held._owner, "machine", "another")
+    held._file.write(held._content())
+    monkeypatch.setattr(lock, "STALE_SECONDS", 0.1)
+    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.05)
+    taken = lock.Lock(file, destination)
+    held._file.write(held._content())  # too late
+    taken.check()
+    with pytest.raises(reshard.DestinationError, match="no longer this job's"):
+        held.check()
+    held.release()
+    taken.check()
+    taken.release()
+    assert stores.keys(top(url)) == []
+
+
+def test_who_has_lost_the_lock_commits_nothing_and_deletes_nothing(small, stores):
+    url = f"{stores.bucket('conditional')}/out"
+    other = json.dumps({"host": "h", "machine": "m", "pid": 1, "started": "1", "token": "t"})
+
+    def take(key):
+        parse_location(url).beside(".reshard-out.lock").write(other.encode())
+
+    stores.faults += [Fault("write .*/_METADATA", take)]
+    text = f"the lock on `{url}` is no longer this job's"
+    with pytest.raises(reshard.DestinationError, match=text) as caught:
+        reshard.save(on("1x8", small), url)
+    assert caught.value.__notes__ == [
+        f"`{url}` is left, uncommitted ({text}): overwrite=True clears it and begins anew"
+    ]
+    keys = stores.keys(url)
+    assert "out/reshard_progress.json" in keys
+    assert f"out/{MARKER}" not in keys
+    with pytest.raises(reshard.UncommittedCheckpointError):
+        reshard.open(url)
+
+
+# What is told before.
+
+
+def test_the_plan_says_what_crosses_the_network(small, stores):
+    bucket = stores.bucket("conditional")
+    reshard.save(on("2x4", small), f"{bucket}/in")
+    status, out, _ = command(["ckpt", f"{bucket}/in", f"{bucket}/out", "--to", "1x8", "--dry-run"])
+    assert status == 0
+    [line] = [line for line in out.splitlines() if line.startswith("network")]
+    pattern = r"network  fetch \S+ KiB in at most \d+ requests, send \S+ KiB in at most \d+"
+    assert re.fullmatch(pattern, line)
+    stores.reset()
+    planned = reshard.save(on("1x8", f"{bucket}/in"), f"{bucket}/out")
+    network = planned.network
+    arrays = r"process_\w+/d/|out/d/"
+    assert len(stores.answered("read", "/d/")) <= network.fetches + 8
+    assert sum(r.sent for r in stores.answered("write", arrays)) <= 2 * network.sent + (1 << 14)
+    assert network.fetched == planned.bytes_read
+    assert reshard.plan(on("1x8", small)).network is None
+
+
+def test_a_thousand_arrays_take_fewer_requests_than_chunks(stores, tmp_path):
+    mesh = layouts.mesh((2, 4))
+    specs = {f"layer_{i}": P("data", "model") for i in range(250)}
+    tree = layouts.small_tree(mesh, specs, (8, 16))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "in", tree)
+    one, other = f"{stores.bucket('s3')}/in", f"{stores.bucket('conditional')}/out"
+    reshard.save(reshard.open(tmp_path / "in"), one)
+    ckpt = on("1x8", one)
+    stores.reset()
+    planned = reshard.save(ckpt, other)
+    assert len(stores.requests) < planned.chunks_read
