@@ -32,6 +32,13 @@ def missing_dtype(name: Any) -> str:
     return f"`{name}` needs tensorstore {release} or newer; {installed} is installed"
 
 
+def why_no_buckets() -> str:
+    """Why objects in buckets are not read and written; empty where they are: tensorstore before
+    0.1.81 reads no part of one, and none with every name."""
+    installed = older("tensorstore", "0.1.81")
+    return installed and f"it needs tensorstore 0.1.81 or newer; {installed} is installed"
+
+
 def ranged_reads(store: Any, keys: Sequence[str], part: slice) -> Iterator[tuple[Any, slice]]:
     """Reads of the same bytes of several values, and where they are in what is read: tensorstore
     before 0.1.81 reads whole values, here one after another."""

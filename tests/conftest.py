@@ -109,6 +109,8 @@ def read_by_orbax(saved):
 
 @pytest.fixture(scope="session")
 def _stores():
+    if older("tensorstore", "0.1.81"):
+        pytest.skip("buckets need tensorstore 0.1.81")
     import servers
 
     with servers.started() as found, pytest.MonkeyPatch.context() as patch:

@@ -10,6 +10,7 @@ import pytest
 from releases import older
 
 import reshard
+from reshard import compat
 from reshard.loader.array_metadata import parse_zarr
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -65,4 +66,13 @@ def test_a_dtype_that_no_tensorstore_has(data):
     assert str(caught.value) == (
         "cast to float8_e4m3: TensorStore does not store it\n\n"
         "hint: `bfloat16`, `float16`, `float32`, `float8_e4m3fn`"
+    )
+
+
+def test_buckets_need_a_newer_tensorstore(monkeypatch):
+    monkeypatch.setattr(compat, "older", lambda package, release: "0.1.77")
+    with pytest.raises(reshard.CheckpointFormatError) as caught:
+        reshard.open("gs://bucket/run")
+    assert str(caught.value) == (
+        "`gs://bucket/run`: it needs tensorstore 0.1.81 or newer; 0.1.77 is installed"
     )

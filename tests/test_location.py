@@ -12,6 +12,7 @@ import pytest
 import tensorstore as ts
 from etils import epath
 from in_process import command, inside
+from releases import since
 
 import reshard
 from reshard.storage import lock, ocdbt, posix
@@ -37,6 +38,7 @@ def test_parts_of_a_location():
     assert pickle.loads(pickle.dumps(place)) == place and len({place, place / ""}) == 1
 
 
+@since("tensorstore", "0.1.81")
 def test_parts_of_a_location_in_a_bucket():
     place = parse_location("gs://bucket/runs/a/") / "100"
     assert str(place) == os.fspath(place) == "gs://bucket/runs/a/100"
@@ -69,6 +71,7 @@ def test_what_is_no_name_in_a_bucket(text):
     assert str(caught.value) == message
 
 
+@since("tensorstore", "0.1.81")
 def test_the_environment_of_s3(monkeypatch, tmp_path):
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)

@@ -18,6 +18,7 @@ from typing import Any
 
 import tensorstore as ts
 
+from reshard.compat import why_no_buckets
 from reshard.errors import CheckpointFormatError, CorruptCheckpointError, ReshardError
 from reshard.storage import bucket, posix
 from reshard.storage.posix import Entry
@@ -267,4 +268,6 @@ def parse_location(path: str | os.PathLike) -> Location:
         raise CheckpointFormatError(
             f"`{text}` is no name in a bucket", hints=[f"{scheme}://bucket/run/1000"]
         )
+    if reason := why_no_buckets():
+        raise CheckpointFormatError(f"`{text}`: {reason}")
     return Location(f"{scheme}://{rest}")
