@@ -1223,7 +1223,7 @@ def test_it_is_told_that_a_job_went_on(sources, tmp_path):
     (note,) = planned.notes
     told = re.fullmatch(r"resumed what an earlier run had written: (.*) of (.*) to rewrite", note)
     assert told[2] == format_bytes(rewritten)
-    assert parse_bytes(told[1]) < rewritten
+    assert told[1] == "0 B" or parse_bytes(told[1]) < rewritten
 
 
 def test_it_is_told_that_a_job_went_on_which_rewrites_nothing(sources, tmp_path):
