@@ -22,7 +22,7 @@ from servers import Fault
 
 import reshard
 from reshard.storage import bucket, listing
-from reshard.storage.location import parse_location
+from reshard.storage.location import Location, parse_location
 from reshard.writer import execution
 
 KINDS = ("s3", "gs")
@@ -181,7 +181,7 @@ def test_what_is_not_there(stores):
 
 
 STATUSES = {
-    403: "403: the credentials do not allow it",
+    403: "403: there are no credentials that allow it",
     429: "429: too many requests, also after retries",
     503: "503: the store was not available, also after retries",
 }
@@ -210,6 +210,82 @@ def test_what_a_store_refuses(saved, stores, kind, fault, what):
         else f"{url}[^ ]*` cannot be read\n"
     )
     assert re.search(said, text), text
+
+
+PAGE = b"<ListBucketResult><IsTruncated>true</IsTruncated>%s</ListBucketResult>"
+WITH_TOKEN = PAGE % b"<NextContinuationToken>t</NextContinuationToken>"
+
+
+@pytest.mark.parametrize(
+    ("kind", "answers", "said"),
+    [
+        ("s3", [WITH_TOKEN, None], "there is no such page of the list any more"),
+        ("gs", [b'{"nextPageToken": "t"}', None], "there is no such page of the list any more"),
+        ("s3", [PAGE % b""], "the list is cut short, with no way to ask for the rest of it"),
+        ("s3", [b"<html><body/></html>"], "the answer is no list of objects"),
+        ("s3", [b"<html>"], "the answer is no list of objects"),
+        ("gs", [b"[]"], "the answer is no list of objects"),
+    ],
+)
+def test_a_list_that_is_not_whole(stores, monkeypatch, kind, answers, said):
+    url = stores.bucket(kind)
+    monkeypatch.setattr(listing, "_get", lambda *args: answers.pop(0))
+    with pytest.raises(reshard.StoreError) as caught:
+        parse_location(f"{url}/run").names()
+    assert str(caught.value) == f"the list of `{url}/run` cannot be read\n  {said}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_listed_and_is_not_there(stores, kind, tmp_path, monkeypatch):
+    place = parse_location(f"{stores.bucket(kind)}/run/a")
+    place.write(b"data")
+    stores.faults.append(Fault("read .*run/a", 404))
+    with pytest.raises(reshard.StoreError) as caught:
+        place.read()
+    assert str(caught.value) == f"`{place}` cannot be read\n  it was removed meanwhile"
+    assert place.read() == b"data"
+    monkeypatch.setattr(bucket, "blocks", lambda path, nbytes: (b"" for _ in "a"))
+    with pytest.raises(reshard.StoreError) as caught:
+        place.copy(Location(str(tmp_path / "a")), nbytes=4)
+    assert str(caught.value) == (
+        f"`{place}` cannot be read\n  it has 0 bytes, and had 4 when it was listed"
+    )
+
+
+def test_a_manifest_that_is_gone_for_a_moment(saved, stores):
+    source = saved("standalone")
+    url = put(f"{stores.bucket('s3')}/run", source.path)
+    document = parse_location(f"{url}/_METADATA")
+    tree = json.loads(document.read() or b"")
+    document.write(json.dumps(tree | {"store_array_data_equal_to_fill_value": False}).encode())
+    ckpt = reshard.open(url)
+    stores.faults.append(Fault("read .*manifest", 404, 1000))
+    with pytest.raises(reshard.ReshardError, match="its stored bytes"):
+        reshard.digest(ckpt)
+
+
+def test_what_the_environment_says_of_s3(stores, monkeypatch):
+    url = stores.bucket("s3")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "127.0.0.1:9")
+    with pytest.raises(reshard.CheckpointFormatError) as caught:
+        reshard.open(f"{url}/run")
+    assert str(caught.value) == (
+        "AWS_ENDPOINT_URL is `127.0.0.1:9`, and no URL\n\n"
+        "hint: export AWS_ENDPOINT_URL=http://127.0.0.1:9"
+    )
+    monkeypatch.setenv("AWS_ENDPOINT_URL", stores.url)
+    monkeypatch.setenv("AWS_PROFILE", "nope")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    with pytest.raises(reshard.StoreError, match="The config profile"):
+        reshard.open(f"{url}/run")
+
+
+def test_a_directory_beside_steps_that_is_called_as_one_is_copied(saved, stores, tmp_path):
+    source = saved("manager")
+    url = put(f"{stores.bucket('s3')}/run", source.path)
+    (parse_location(url) / "logs_2024/events").write(b"events")
+    reshard.save(reshard.open(url), tmp_path / "out")
+    assert (tmp_path / "out/logs_2024/events").read_bytes() == b"events"
 
 
 @pytest.mark.usefixtures("quick")

@@ -246,7 +246,7 @@ def test_a_store_that_refuses(resume, small, stores):
     with pytest.raises(reshard.DestinationError) as caught:
         reshard.save(on("1x8", small), url, resume=resume)
     assert str(caught.value) == (
-        f"`{url}` cannot be written\n  403: the credentials do not allow it"
+        f"`{url}` cannot be written\n  403: there are no credentials that allow it"
     )
     keys = stores.keys(top(url))
     assert ("out/reshard_progress.json" in keys) == resume == bool(keys)

@@ -101,7 +101,7 @@ def step_directories(root: Location) -> dict[int, str]:
     steps: dict[int, str] = {}
     for name in _directories(root):
         match = _STEP_NAME.fullmatch(name)
-        if match is None or (root.is_local and not _is_step(root / name)):
+        if match is None or (root.is_local and not is_step(root / name)):
             continue
         other = steps.setdefault(int(match[1]), name)
         if other != name:
@@ -117,7 +117,8 @@ def step_number(name: str) -> int:
     return int(name.rpartition("_")[2])
 
 
-def _is_step(directory: Location) -> bool:
+def is_step(directory: Location) -> bool:
+    """Whether there is anything of a step in a directory."""
     return (
         (directory / CHECKPOINT_FILE).exists()
         or _is_item(directory)
@@ -263,7 +264,7 @@ def _unrecognised(directory: Location, names: list[str] | tuple[str, ...]) -> Ex
     unfinished = unfinished or [
         name
         for name in names
-        if (directory.is_local or (_STEP_NAME.fullmatch(name) and _is_step(directory / name)))
+        if (directory.is_local or (_STEP_NAME.fullmatch(name) and is_step(directory / name)))
         and not is_committed(directory / name)
     ]
     if unfinished:

@@ -227,7 +227,7 @@ class ArrayStore(ZarrVersion):
         spec = array_spec(self.driver, metadata, fill_missing_data_reads=self.fills)
         store = self.kvstore(name)
         array = ts.open(spec, kvstore=store, context=self.context).result()
-        if self.fills and not (self.ocdbt or self.directory.is_local):
+        if self.fills and not self.directory.is_local:
             # An object that is gone since would be taken for one that was never stored.
             grid = zip(array.shape, array.chunk_layout.write_chunk.shape or (), strict=True)
             if len(self.values[name]) > math.prod(-(-size // (chunk or 1)) for size, chunk in grid):

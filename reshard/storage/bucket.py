@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import tensorstore as ts
 
-from reshard.errors import StoreError
+from reshard.errors import ReshardError, StoreError
 from reshard.storage import listing, posix
 from reshard.storage.posix import AnyPath, Entry
 
@@ -36,7 +36,7 @@ _BROKEN = re.compile(r"CURL error (.*?)(?: \[|$)", re.DOTALL)
 _MEANINGS = {
     "400": "it does not take such a request: is it the right region, or endpoint?",
     "401": "the credentials are not known there",
-    "403": "the credentials do not allow it",
+    "403": "there are no credentials that allow it",
     "404": "there is no such bucket or object",
     "412": "it has changed meanwhile",
     "429": "too many requests, also after retries",
@@ -136,6 +136,8 @@ def _asking(what: str, done: str = "read") -> Iterator[None]:
     """Raises StoreError where a store refuses, about `what`."""
     try:
         yield
+    except ReshardError:  # of what the environment says
+        raise
     except ValueError as error:
         found = refusal(error, what, done)
         if found is None:

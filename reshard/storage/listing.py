@@ -21,6 +21,7 @@ from xml.etree import ElementTree
 
 import tensorstore as ts
 
+from reshard.errors import CheckpointFormatError
 from reshard.storage import posix
 
 _NO_BODY = hashlib.sha256(b"").hexdigest()
@@ -63,10 +64,13 @@ def pages(
 
 
 def _all(page: Page, get: Callable[[str], Page | None]) -> Iterator[Page]:
-    found: Page | None = page
-    while found is not None:
-        yield found
-        found = get(found.token) if found.token else None
+    yield page
+    while page.token:
+        found = get(page.token)
+        if found is None:
+            raise ValueError("there is no such page of the list any more")
+        page = found
+        yield page
 
 
 def _get(url: str, headers: dict[str, str], context: ts.Context) -> bytes | None:
@@ -101,7 +105,9 @@ def _gs_page(
     data = _get(f"{base}/storage/v1/b/{bucket}/o?{query}", headers, context)
     if data is None:
         return None
-    document: dict[str, Any] = json.loads(data)
+    document: Any = json.loads(data)
+    if not isinstance(document, dict):
+        raise ValueError("the answer is no list of objects")
     objects = [
         Object(item["name"], int(item["size"]), int(item["generation"]))
         for item in document.get("items", ())
@@ -163,7 +169,15 @@ def _s3_page(
     data = _get(f"{url}?{query}", _signature(url, query, region), context)
     if data is None:
         return None
-    found = ElementTree.fromstring(data)
+    try:
+        found = ElementTree.fromstring(data)
+    except ElementTree.ParseError as error:
+        raise ValueError("the answer is no list of objects") from error
+    if not found.tag.endswith("ListBucketResult"):
+        raise ValueError("the answer is no list of objects")
+    token = _text(found, "NextContinuationToken")
+    if _text(found, "IsTruncated") == "true" and not token:
+        raise ValueError("the list is cut short, with no way to ask for the rest of it")
     objects = [
         Object(
             _text(item, "Key"),
@@ -173,7 +187,7 @@ def _s3_page(
         for item in found.iterfind("{*}Contents")
     ]
     prefixes = [_text(item, "Prefix") for item in found.iterfind("{*}CommonPrefixes")]
-    return Page(objects, prefixes, _text(found, "NextContinuationToken"))
+    return Page(objects, prefixes, token)
 
 
 def _text(item: ElementTree.Element, name: str) -> str:
@@ -185,9 +199,16 @@ def _number(text: str) -> int:
 
 
 def s3_endpoint() -> str:
-    """The server that speaks s3, if it is not Amazon's."""
-    named = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-    return named.rstrip("/")
+    """The server that speaks s3, if it is not Amazon's; raises CheckpointFormatError for what is
+    no URL."""
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+    name = next((name for name in names if os.environ.get(name)), "")
+    url = os.environ.get(name, "")
+    if url and not url.startswith(("http://", "https://")):
+        raise CheckpointFormatError(
+            f"{name} is `{url}`, and no URL", hints=[f"export {name}=http://{url}"]
+        )
+    return url.rstrip("/")
 
 
 def s3_region() -> str:
@@ -228,9 +249,13 @@ def _s3_keys() -> tuple[str, str, str]:
             return key, secret, token
     try:
         session = importlib.import_module("botocore.session").get_session()
+        wrong = importlib.import_module("botocore.exceptions").BotoCoreError
     except ImportError:
         return "", "", ""
-    found = session.get_credentials()
+    try:
+        found = session.get_credentials()
+    except wrong as error:
+        raise ValueError(str(error)) from error
     if found is None:
         return "", "", ""
     frozen = found.get_frozen_credentials()

@@ -19,7 +19,12 @@ from typing import Any
 import tensorstore as ts
 
 from reshard.compat import why_no_buckets
-from reshard.errors import CheckpointFormatError, CorruptCheckpointError, ReshardError
+from reshard.errors import (
+    CheckpointFormatError,
+    CorruptCheckpointError,
+    ReshardError,
+    StoreError,
+)
 from reshard.storage import bucket, posix
 from reshard.storage.posix import Entry
 from reshard.units import format_bytes
@@ -195,7 +200,10 @@ class Location:
         if size > MAX_DOCUMENT:
             raise CorruptCheckpointError(f"`{self}` has {format_bytes(size)}: no checkpoint's has")
         if not self.is_local:
-            return bucket.read(self)
+            data = bucket.read(self)
+            if data is None:
+                raise StoreError(f"`{self}` cannot be read", ["it was removed meanwhile"])
+            return data
         result = checked(self.parent.open().read(self.name), f"`{self}`")
         return result.value if result.state == "value" else None
 
@@ -213,7 +221,7 @@ class Location:
         of what was read. Whatever is at the destination is replaced, and not written to: it may be
         a link to the source. On the way to a bucket all of it is in memory: an object is written at
         once."""
-        found = hashlib.sha256()
+        found, read = hashlib.sha256(), 0
         with contextlib.ExitStack() as stack:
             blocks: list[bytes] = []
             add = blocks.append
@@ -227,6 +235,10 @@ class Location:
                 found.update(block)
                 add(block)
                 report(len(block))
+                read += len(block)
+        if nbytes not in (posix.UNKNOWN, read) and not self.is_local:
+            text = f"it has {read} bytes, and had {nbytes} when it was listed"
+            raise StoreError(f"`{self}` cannot be read", [text])
         if destination is not None and not destination.is_local:
             destination.write(b"".join(blocks))
         return found.hexdigest()

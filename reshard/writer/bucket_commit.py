@@ -64,9 +64,12 @@ def warnings_of(destination: Location) -> list[str]:
 
 
 def limited(form: TargetFormat, destination: Location, max_memory: int) -> TargetFormat:
-    """A format whose data files are small enough to be held in memory until they are there."""
+    """A format whose data files are small enough to be held in memory until they are there, and
+    with which all chunks are there: one that is not is seen to be lost."""
     most = GS_FILE_BYTES if destination.path.startswith("gs:") else form.file_bytes
-    return dataclasses.replace(form, file_bytes=min(form.file_bytes, most, max_memory // 4))
+    return dataclasses.replace(
+        form, file_bytes=min(form.file_bytes, most, max_memory // 4), fills=False
+    )
 
 
 def object_errors(found: Sequence[Sibling], max_memory: int) -> list[ReshardError]:

@@ -5,11 +5,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from reshard.arrays.derived import stored_chunks
 from reshard.arrays.digests import Digest
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint, Item, Source
 from reshard.engine.budget import READ_OVERHEAD
-from reshard.engine.plan import ArrayPlan
+from reshard.engine.plan import ArrayPlan, grid_size
 from reshard.errors import CorruptCheckpointError
 from reshard.hints import Hint
 from reshard.loader import orbax
@@ -173,13 +174,27 @@ def check_whole(item: ItemPlan, directory: Location) -> None:
     with directory.remembered():
         written = _written(item, directory)
         store = written.source.store
+        plans = {array.layout.path: array for array in item.arrays}
+        sources = {handle.path: handle for handle in item.handles}
         for handle in written.arrays:
-            handle.stored_sizes()
+            found = len(handle.stored_sizes())
             files = {value.file for value in store.values[stored_name(handle.path)].values()}
             for file in sorted(file for file in files if file is not None):
                 if not (store.directory / file).exists():
                     text = f"the data file `{file}` is gone from `{directory}`"
                     raise CorruptCheckpointError(text)
+            if directory.is_local:  # where a chunk that is not there may stand for a fill value
+                continue
+            chunks = grid_size(handle.shape, plans[handle.path].chunk)
+            if plans[handle.path].moved:
+                source = sources[handle.path]
+                moved = stored_chunks(source, item.format.encoding(source)) or ()
+                chunks = sum(chunk.new_key != store.metadata_key for chunk in moved)
+            if found < chunks:
+                raise CorruptCheckpointError(
+                    f"{chunks - found} of the {chunks} chunks of {format_path(handle.path)} are "
+                    f"gone from `{directory}`"
+                )
 
 
 def _written(item: ItemPlan, directory: Location) -> Checkpoint:

@@ -17,6 +17,7 @@ from reshard.loader.detection import (
     MARKER,
     TEMPORARY,
     TREE_FILE,
+    is_step,
     step_directories,
 )
 from reshard.storage import bucket, posix
@@ -121,6 +122,8 @@ def _tops(checkpoints: Sequence[Checkpoint]) -> list[str]:
     skips: dict[str, Callable[[str], bool]] = {}  # names in a folder that are none
     if checkpoints[0].source.kind == "manager":
         steps = set(step_directories(root).values())
+        if not root.is_local:  # where steps are told by their names, as `logs_2024` might be
+            steps = {name for name in steps if name.isdigit() or is_step(root / name)}
         skips[""] = lambda name: name in steps or TEMPORARY in name
     for c in checkpoints:
         step, item = c.source.step, c.source.item
