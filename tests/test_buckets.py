@@ -6,6 +6,7 @@ import os
 import pathlib
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 
@@ -16,6 +17,7 @@ import jax
 import layouts
 import numpy as np
 import pytest
+import tensorstore as ts
 import test_loader
 from jax.sharding import PartitionSpec as P
 from servers import Fault
@@ -389,3 +391,32 @@ def test_lists_are_signed_as_amazon_s_own_library_signs_them(monkeypatch, token)
     expected = {key: signed[key] for key in signed if key != "x-amz-content-sha256"}
     found = {key.lower(): v for key, v in listing._signature(url, query, "eu-west-1").items()}
     assert {key: found[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_that_were_never_stored(stores, kind, tmp_path):
+    """Of an array whose absent chunks have the fill value, one that was there is no such chunk."""
+    x = np.arange(1, 16 * 6 + 1, dtype=np.float32).reshape(16, 6)
+    x[6:8, 2:4] = x[14:, 4:] = 0
+    layouts.save_pytree(tmp_path / "in", {"a": x}, use_ocdbt=False)
+    store = {"driver": "file", "path": f"{tmp_path}/in/a/"}
+    shutil.rmtree(tmp_path / "in/a")
+    metadata = {"shape": [16, 6], "chunks": [2, 2], "dtype": "<f4", "fill_value": 0}
+    array = ts.open({"driver": "zarr", "kvstore": store, "metadata": metadata}, create=True)
+    array.result().write(x).result()
+    document = tmp_path / "in/_METADATA"
+    tree = json.loads(document.read_text()) | {"store_array_data_equal_to_fill_value": False}
+    document.write_text(json.dumps(tree))
+    assert len(os.listdir(tmp_path / "in/a")) == 8 * 3 - 2 + 1
+    url = put(f"{stores.bucket(kind)}/run", tmp_path / "in")
+    ckpt = reshard.open(url)
+    assert np.array_equal(ckpt["a"].view().read().result(), x)
+    reshard.save(reshard.cast(ckpt, "bfloat16"), tmp_path / "out")
+    there = reshard.cast(reshard.open(tmp_path / "in"), "bfloat16")
+    assert reshard.diff(there, tmp_path / "out", values=True).equal
+    (parse_location(url) / "a/5.1").remove()
+    with pytest.raises(reshard.CorruptCheckpointError, match="a: its stored bytes"):
+        reshard.digest(ckpt)
+    with pytest.raises(reshard.CorruptCheckpointError):
+        reshard.save(reshard.cast(ckpt, "bfloat16"), tmp_path / "again")
+    assert not (tmp_path / "again").exists()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorstore as ts
 
+from reshard.arrays.boxes import Shape
 from reshard.arrays.dtypes import round_once, rounds_twice
 from reshard.arrays.operations import Apply, Operation, Stack, Unstack
 from reshard.arrays.zarr import Encoding, parse_encoding
@@ -49,11 +51,28 @@ class StoredArray:
 
     def view(self) -> ts.TensorStore:
         """A view; raises CorruptCheckpointError where chunks would decode to something else."""
-        array = self.store.open_array(self.name, self.metadata)
+        local = self.store.directory.is_local
+        array = self.store.open_array(self.name, self.metadata, self.store.fills and local)
+        chunk = tuple(size or 1 for size in array.chunk_layout.write_chunk.shape or ())
         if self.encoding.is_blosc:
-            chunk = math.prod(size or 1 for size in array.chunk_layout.write_chunk.shape or ())
-            self.store.check_blosc(self.name, chunk * array.dtype.numpy_dtype.itemsize)
-        return array
+            self.store.check_blosc(self.name, math.prod(chunk) * array.dtype.numpy_dtype.itemsize)
+        return self._filled(array, chunk) if self.store.fills and not local else array
+
+    def _filled(self, array: ts.TensorStore, chunk: Shape) -> ts.TensorStore:
+        """A view of an array in a bucket in which the chunks that were never stored have the fill
+        value: one that was listed, and is gone, is an error."""
+        grid = [range(-(-size // part)) for size, part in zip(array.shape, chunk, strict=True)]
+        stored = self.store.values[self.name]
+        if len(self.chunks) == math.prod(map(len, grid)):
+            return array
+        filling = self.store.open_array(self.name, self.metadata, True)
+        absent = [
+            filling[tuple(slice(n * part, min((n + 1) * part, size)) for n, part, size in box)]
+            for cell in itertools.product(*grid)
+            if self.encoding.chunk_key(cell) not in stored
+            for box in [list(zip(cell, chunk, array.shape, strict=True))]
+        ]
+        return ts.overlay([array, *absent])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,6 @@ import collections
 import dataclasses
 import functools
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -222,18 +221,11 @@ class ArrayStore(ZarrVersion):
         spec = {"driver": "kvstack", "layers": layers}
         return ts.KvStore.open(spec, context=self.context).result()
 
-    def open_array(self, name: str, metadata: bytes) -> ts.TensorStore:
-        """A view of one stored array, of which only the zarr metadata is known; reads nothing."""
-        spec = array_spec(self.driver, metadata, fill_missing_data_reads=self.fills)
-        store = self.kvstore(name)
-        array = ts.open(spec, kvstore=store, context=self.context).result()
-        if self.fills and not self.directory.is_local:
-            # An object that is gone since would be taken for one that was never stored.
-            grid = zip(array.shape, array.chunk_layout.write_chunk.shape or (), strict=True)
-            if len(self.values[name]) > math.prod(-(-size // (chunk or 1)) for size, chunk in grid):
-                spec = array_spec(self.driver, metadata, fill_missing_data_reads=False)
-                array = ts.open(spec, kvstore=store, context=self.context).result()
-        return array
+    def open_array(self, name: str, metadata: bytes, fills: bool) -> ts.TensorStore:
+        """A view of one stored array, of which only the zarr metadata is known; reads nothing. A
+        chunk that is absent `fills`, or is an error."""
+        spec = array_spec(self.driver, metadata, fill_missing_data_reads=fills)
+        return ts.open(spec, kvstore=self.kvstore(name), context=self.context).result()
 
 
 def _read(name: str, metadata: "bytes | ts.Future | None") -> bytes | None:
