@@ -97,7 +97,10 @@ _OPTIONS = (
     CONCURRENCY,
     click.option("--no-link", is_flag=True, help="Copy data files that stay; do not share them."),
     click.option(
-        "--overwrite", is_flag=True, help="Replace DST once the new checkpoint is complete."
+        "--overwrite",
+        is_flag=True,
+        help="Replace DST once the new checkpoint is complete; in a bucket, clear what an "
+        "unfinished job has left there.",
     ),
     click.option(
         "--verify", is_flag=True, help="Read back all that was written, before the commit."
