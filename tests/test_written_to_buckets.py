@@ -274,6 +274,7 @@ def test_deletions_that_are_refused(small, stores):
         "hint: overwrite=True clears it and begins anew"
     )
     refused(text, on("1x8", small), url, error=reshard.DestinationExistsError)
+    text = text.replace("hint: resume=True goes on with it if that was given then, too\n", "")
     refused(text, on("1x8", small), url, error=reshard.DestinationExistsError, resume=True)
     reshard.save(on("1x8", small), url, overwrite=True)
     assert values(url) == values(small)
@@ -377,6 +378,195 @@ def test_who_has_lost_the_lock_commits_nothing_and_deletes_nothing(small, stores
     assert f"out/{MARKER}" not in keys
     with pytest.raises(reshard.UncommittedCheckpointError):
         reshard.open(url)
+
+
+def take_lock(url):
+    """Another job's lock, in the place of one."""
+    other = {"host": "h", "machine": "m", "pid": 1, "started": "1", "token": "t"}
+    location = parse_location(url)
+    location.beside(f".reshard-{location.name}.lock").write(json.dumps(other).encode())
+
+
+def test_deletions_end_when_the_lock_is_lost(small, stores, monkeypatch):
+    monkeypatch.setattr(bucket, "_DELETIONS", 1)
+    url = f"{stores.bucket('conditional')}/out"
+    stores.faults += [
+        Fault("write .*/_METADATA", 403),
+    ]
+    with pytest.raises(reshard.StoreError):
+        reshard.save(on("1x8", small), url)
+    assert stores.keys(url) == []
+    deleted = len(stores.answered("delete", "/out/"))
+    stores.reset()
+
+    def take_at_deletion(key):
+        stores.faults += [Fault("delete .*/out/", lambda key: take_lock(url))]
+
+    stores.faults += [Fault("write .*/_METADATA", take_at_deletion)]
+    stores.faults += [Fault("write .*/_sharding", 403)]
+    with pytest.raises(reshard.StoreError) as caught:
+        reshard.save(on("1x8", small), url)
+    assert "is no longer this job's" in caught.value.__notes__[0]
+    assert len(stores.answered("delete", "/out/")) < deleted
+    assert "out/reshard_progress.json" in stores.keys(url)
+
+
+def test_markers_end_when_the_lock_is_lost(run, stores):
+    url = f"{stores.bucket('conditional')}/out"
+    stores.faults += [Fault(f"write .*/7/state/{MARKER}", lambda key: take_lock(url))]
+    with pytest.raises(reshard.DestinationError, match="no longer this job's"):
+        reshard.save(on("1x8", run), url)
+    keys = stores.keys(url)
+    assert f"out/7/state/{MARKER}" in keys
+    assert f"out/7/{MARKER}" not in keys
+    assert "out/reshard_progress.json" in keys
+
+
+def test_a_job_that_was_stopped_does_not_remove_the_next_ones_progress(small, stores):
+    url = f"{stores.bucket('conditional')}/out"
+    progress = parse_location(f"{url}/reshard_progress.json")
+    stores.faults += [Fault("write .*/_METADATA", lambda key: progress.write(b'{"token": "t"}'))]
+    with pytest.raises(reshard.DestinationError, match="was removed while it was written"):
+        reshard.save(on("1x8", small), url)
+    assert f"out/{MARKER}" not in stores.keys(url)
+
+
+def test_who_has_given_no_sign_for_long_goes_on_only_with_a_new_one(stores, monkeypatch):
+    destination = parse_location(f"{stores.bucket('conditional')}/out")
+    held = lock.Lock(destination.beside(".reshard-out.lock"), destination)
+    held._renewed -= lock.STALE_SECONDS
+    seen = held._file.read()
+    held.check()
+    assert held._file.read() != seen
+    held._renewed -= lock.STALE_SECONDS
+    stores.faults += [Fault("write .*lock", 403)]
+    with pytest.raises(reshard.DestinationError, match="no longer this job's"):
+        held.check()
+    held.check()
+    held.release()
+
+
+def test_a_heartbeat_whose_answer_was_lost(stores):
+    destination = parse_location(f"{stores.bucket('conditional')}/out")
+    held = lock.Lock(destination.beside(".reshard-out.lock"), destination)
+    lost = held._content().replace(b'"beat": "0', b'"beat": "9')
+    assert bucket.LockFile(destination.beside(".reshard-out.lock")).take(held._file.read(), lost)
+    held._renew()
+    assert held._file.read() == held._content() != lost
+    held.release()
+    assert stores.keys(top(str(destination))) == []
+
+
+def test_a_lock_that_could_not_be_removed_is_free_for_the_same_process(small, stores):
+    url = f"{stores.bucket('conditional')}/out"
+    stores.faults += [Fault("delete .*lock", 403)]
+    reshard.save(on("1x8", small), url)
+    assert ".reshard-out.lock" in stores.keys(top(url))
+    refused_lock = parse_location(url).beside(".reshard-out.lock")
+    lock.Lock(refused_lock, parse_location(url)).release()
+    assert ".reshard-out.lock" not in stores.keys(top(url))
+
+
+# What others have there.
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A manager's root with one step, on a disk."""
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        state = random_state(5, layouts.mesh((2, 4)))
+        manager.save(7, args=ocp.args.Composite(state=ocp.args.StandardSave(state)))
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("below", ["200", "7/state/d/200"])
+def test_a_job_that_fails_deletes_only_what_it_has_written(below, run, small, stores):
+    url = f"{stores.bucket('conditional')}/out"
+
+    def save(key):
+        parse_location(f"{url}/notes.txt").write(b"kept")
+        reshard.save(on("1x8", small), f"{url}/{below}")
+
+    stores.faults += [Fault("write .*/7/[^/]+/_METADATA", save)]
+    stores.faults += [Fault("write .*/7/[^/]+/_sharding", 403)]
+    with pytest.raises(reshard.StoreError):
+        reshard.save(on("1x8", run), url)
+    assert stores.errors == []
+    assert values(f"{url}/{below}") == values(small)
+    keys = [key for key in stores.keys(url) if not key.startswith(f"out/{below}/")]
+    assert keys == ["out/notes.txt"]
+
+
+def test_a_job_that_fails_where_another_one_is_inside_of_it(small, stores):
+    """Also one that is not complete."""
+    url = f"{stores.bucket('conditional')}/out"
+
+    def save(key):
+        reshard.save(on("1x8", small), f"{url}/1000")
+        parse_location(f"{url}/.reshard-d.lock").write(b"another job's")
+        parse_location(f"{url}/d/half").write(b"")
+
+    stores.faults += [Fault("write .*/out/_METADATA", save), Fault("write .*/out/_sharding", 403)]
+    with pytest.raises(reshard.StoreError):
+        reshard.save(on("1x8", small), url)
+    assert stores.errors == []
+    assert values(f"{url}/1000") == values(small)
+    keys = [key for key in stores.keys(url) if not key.startswith("out/1000/")]
+    assert {"out/.reshard-d.lock", "out/d/half"} <= set(keys)
+    assert all(key.startswith("out/d/") for key in set(keys) - {"out/.reshard-d.lock"})
+
+
+def test_what_is_complete_is_not_cleared(run, small, stores):
+    """Not a copy without its marker, and not a step that was written where a job was killed."""
+    bucket = stores.bucket("conditional")
+    hint = "hint: name a new destination, or delete what is there"
+    reshard.save(on("1x8", small), f"{bucket}/copy")
+    parse_location(f"{bucket}/copy/{MARKER}").remove()
+    keys = stores.keys(bucket)
+    text = f"`{bucket}/copy` exists, and is no unfinished job's\n\n{hint}"
+    refused(text, on("1x8", small), f"{bucket}/copy", overwrite=True)
+    assert stores.keys(bucket) == keys
+    reshard.save(on("1x8", small), f"{bucket}/run/200")
+    parse_location(f"{bucket}/run/reshard_progress.json").write(b"")
+    keys = stores.keys(bucket)
+    text = (
+        f"`{bucket}/run` holds what an earlier run has not completed, and also what is complete, "
+        f"or what another job writes\n  `{bucket}/run/200/{MARKER}`\n\n{hint}"
+    )
+    for overwrite in (False, True):
+        refused(text, on("1x8", run), f"{bucket}/run", overwrite=overwrite)
+    assert stores.keys(bucket) == keys
+
+
+def test_the_markers_of_other_items_are_written_last_too(saved, stores):
+    """Otherwise, what a killed job has left is taken to be complete."""
+    source = saved("items")
+    one, other = f"{stores.bucket('s3')}/run", f"{stores.bucket('conditional')}/run"
+    reshard.save(on("1x8", source.path, **source.open), one)
+    stores.faults += [Fault("write .*/_METADATA", 403), Fault("delete .*/run/", 403, times=1000)]
+    with pytest.raises(reshard.StoreError):
+        reshard.save(on("2x4", one, **source.open), other)
+    assert [key for key in stores.keys(other) if MARKER in key] == []
+    stores.faults = []
+    reshard.save(on("2x4", one, **source.open), other, overwrite=True)
+    markers = [[key for key in stores.keys(url) if MARKER in key] for url in (one, other)]
+    assert markers[0] == markers[1] != []
+
+
+@pytest.mark.parametrize("kind", ["conditional", "s3"])
+def test_a_last_marker_that_is_refused(kind, small, stores):
+    url = f"{stores.bucket(kind)}/out"
+    stores.faults += [Fault(f"write .*/{MARKER}", 403)]
+    with pytest.raises(reshard.StoreError) as caught:
+        reshard.save(on("1x8", small), url, resume=True)
+    assert caught.value.__notes__ == [
+        f"`{url}` is kept, uncommitted: the same call with resume=True goes on with it"
+    ]
+    stores.reset()
+    done = reshard.save(on("1x8", small), url, resume=True)
+    assert any("resumed what an earlier run had written" in note for note in done.notes)
+    assert values(url) == values(small)
+    assert leftovers(stores, top(url)) == []
 
 
 # What is told before.

@@ -10,7 +10,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorstore as ts
@@ -25,6 +25,8 @@ REQUESTS = 128
 RETRIES = {"max_retries": 5, "initial_delay": "300ms", "max_delay": "5s"}
 # Names that one request lists.
 _PAGE = 1000
+# Objects that are deleted at once.
+_DELETIONS = 100
 # Bytes of a document that may be asked for several times.
 _SMALL = 1 << 16
 # Bytes of an object that are read at once.
@@ -367,15 +369,22 @@ def remove_file(path: AnyPath) -> None:
         _store(path).write(split(path)[2], None).result()
 
 
-def remove_files(directory: AnyPath, names: Iterable[str]) -> list[str]:
-    """Deletes objects below a directory, many at once; those that could not be deleted."""
+def remove_files(
+    directory: AnyPath, names: Iterable[str], check: Callable[[], None] = lambda: None
+) -> list[str]:
+    """Deletes objects below a directory, many at once; those that could not be deleted. Before it
+    goes on with some, it `check`s whether it may."""
     store, above = _store(directory), split(directory)[2]
     left = []
-    for name, future in [(name, store.write(f"{above}/{name}", None)) for name in names]:
-        try:
-            future.result()
-        except ValueError:
-            left.append(name)
+    every = list(names)
+    for begin in range(0, len(every), _DELETIONS):
+        check()
+        some = every[begin : begin + _DELETIONS]
+        for name, future in [(name, store.write(f"{above}/{name}", None)) for name in some]:
+            try:
+                future.result()
+            except ValueError:
+                left.append(name)
     return left
 
 
@@ -392,9 +401,9 @@ class LockFile:
         found = self._read()
         return found.state != "value" and self._write(found.stamp.generation, data)
 
-    def write(self, data: bytes) -> None:
-        """Replaces the object, if it is one's own."""
-        self._write(self._generation, data)
+    def write(self, data: bytes) -> bool:
+        """Replaces the object, if it is what one has written last; whether it was."""
+        return self._write(self._generation, data)
 
     def read(self) -> bytes | None:
         """Its content; None where there is none."""

@@ -29,6 +29,8 @@ LockFile = posix.LockFile | bucket.LockFile
 # How often an owner changes its lock; and how long it must not have changed to be free.
 BEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0
+# Tokens of locks that this process has released, one of which may be there still.
+_released_tokens: set[str] = set()
 
 
 class Lock:
@@ -49,14 +51,19 @@ class Lock:
             "token": self.token,
         }
         self._beats = 0
+        self._renewing = threading.Lock()
         _wait_until_free(self._file, self._content(), subject)
+        self._renewed = time.monotonic()
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="reshard-lock", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
-        """Raises DestinationError unless the lock is still this one's."""
-        if _token(self._file.read()) != self.token:
+        """Raises DestinationError unless the lock is this one's, and will be for a while."""
+        if self._is_old():
+            with contextlib.suppress(OSError):
+                self._renew()
+        if _token(self._file.read()) != self.token or self._is_old():
             raise DestinationError(
                 f"the lock on `{self._subject}` is no longer this job's",
                 [f"a job that gives no sign for {STALE_SECONDS:g} s is taken to be dead"],
@@ -67,6 +74,7 @@ class Lock:
         """Frees the lock, if it is still this one's."""
         self._released.set()
         self._thread.join()
+        _released_tokens.add(self.token)
         with contextlib.suppress(OSError):  # what cannot be removed is stale in a while
             seen = self._file.read()
             if seen is not None and _token(seen) == self.token:
@@ -75,9 +83,26 @@ class Lock:
 
     def _beat(self) -> None:
         while not self._released.wait(BEAT_SECONDS):
-            self._beats += 1
             with contextlib.suppress(OSError):  # `check` tells what has become of it
-                self._file.write(self._content())
+                self._renew()
+
+    def _renew(self) -> None:
+        with self._renewing:
+            begin = time.monotonic()
+            self._beats += 1
+            content = self._content()
+            if not self._file.write(content):
+                # Another one's; or an earlier heartbeat is there, whose answer was lost.
+                seen = self._file.read()
+                if seen is None or _token(seen) != self.token:
+                    return
+                if not self._file.take(seen, content):
+                    return
+            self._renewed = begin
+
+    def _is_old(self) -> bool:
+        """Whether another job may soon take the lock, as far as its owner knows."""
+        return time.monotonic() - self._renewed > STALE_SECONDS / 2
 
     def _content(self) -> bytes:
         """As many bytes each time."""
@@ -93,7 +118,10 @@ def _wait_until_free(file: LockFile, content: bytes, subject: Location) -> None:
             continue
         owner = _parsed(seen)
         here = owner is not None and owner["machine"] == _machine() != ""
-        ended = owner is not None and here and _has_ended(owner["pid"], owner["started"])
+        ended = owner is not None and (
+            owner["token"] in _released_tokens
+            or (here and _has_ended(owner["pid"], owner["started"]))
+        )
         if (here and not ended) or (first is not None and seen != first):
             elsewhere = not here or isinstance(file, bucket.LockFile)
             who = [f"process {owner['pid']} on {owner['host']}"] if owner and elsewhere else []

@@ -404,10 +404,11 @@ class LockFile:
             raise
         return True
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes) -> bool:
         """Overwrites the file that was created, whatever has its name now."""
         os.pwrite(self._descriptor, data, 0)
         os.close(os.dup(self._descriptor))  # NFS sends it to the server when a descriptor is closed
+        return True
 
     def read(self) -> bytes | None:
         """Its content; None where there is none."""

@@ -4,8 +4,10 @@ checkpoint for anybody until its markers are there, which are written last."""
 import contextlib
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 
+from reshard.arrays.handle import stored_name
 from reshard.checkpoint import Checkpoint
 from reshard.errors import (
     DestinationError,
@@ -19,14 +21,19 @@ from reshard.storage import bucket
 from reshard.storage.location import Location
 from reshard.storage.lock import Lock
 from reshard.units import format_bytes
-from reshard.verify.digest_record import FILE, PROGRESS_FILE
+from reshard.verify.digest_record import PROGRESS_FILE
 from reshard.writer.commit import UNFINISHED_PREFIX, check_apart
-from reshard.writer.siblings import Sibling
+from reshard.writer.job_plan import Plan
+from reshard.writer.journal import Journal
+from reshard.writer.siblings import WRITTEN, Sibling, is_marker, marker_places, write_markers
 from reshard.writer.target_format import TargetFormat
 
 # Bytes of data files that Orbax writes to gs. TensorStore holds each in memory until it is there.
 GS_FILE_BYTES = 400 << 20
-_CLEAR = Hint(("overwrite", True), " clears it and begins anew")
+CLEAR = Hint(("overwrite", True), " clears it and begins anew")
+_BY_HAND = "name a new destination, or delete what is there"
+# The lock of a destination: where that is, and its name.
+_LOCK = re.compile(rf"^(.*/)?{re.escape(UNFINISHED_PREFIX)}([^/]+)\.lock$", re.DOTALL)
 
 
 def check_destination(destination: Location, checkpoints: Sequence[Checkpoint]) -> None:
@@ -45,6 +52,7 @@ def check_destination(destination: Location, checkpoints: Sequence[Checkpoint]) 
         if checkpoints[0].source.kind == "manager":
             folders += [destination / name for name in destination.directories()]
         complete = any((folder / MARKER).exists() for folder in folders)
+        complete = complete and not (destination / PROGRESS_FILE).exists()
     if complete:
         raise DestinationExistsError(
             f"`{destination}` is complete, and a bucket has no renames to replace it with",
@@ -91,63 +99,124 @@ def object_errors(found: Sequence[Sibling], max_memory: int) -> list[ReshardErro
 
 @contextlib.contextmanager
 def committed_prefix(
+    plan: Plan,
     destination: Location,
-    checkpoints: Sequence[Checkpoint],
+    stages: Sequence[str],
     *,
-    overwrite: bool,
+    resume: bool,
     unfinished: Callable[[Location], bool],
 ) -> Iterator[tuple[Location, Lock]]:
-    """`destination`, with its lock, for a block that writes all of it. If it fails, what is there
-    is deleted, unless it is `unfinished`, as in `commit.committed_directory`."""
+    """`destination`, with its lock, for a block that writes all of it. If it fails, what the plan
+    has written is deleted, unless it is `unfinished`, as in `commit.committed_directory`. `stages`
+    are the databases of staged writes."""
     lock = Lock(destination.beside(f"{UNFINISHED_PREFIX}{destination.name}.lock"), destination)
     try:
-        check_destination(destination, checkpoints)
+        check_destination(destination, plan.checkpoints)
         if destination.is_dir() and not unfinished(destination):
-            _clear_left(destination, checkpoints, overwrite)
+            _clear_left(destination, lock, plan.overwrite, resume)
         try:
             yield destination, lock
         except BaseException as error:
-            if note := _abandoned(destination, lock, unfinished):
+            if note := _abandoned(plan, destination, stages, lock, unfinished):
                 error.add_note(note)
             raise
     finally:
         lock.release()
 
 
-def _clear_left(destination: Location, checkpoints: Sequence[Checkpoint], overwrite: bool) -> None:
+def commit(markers: Sequence[str], destination: Location, journal: Journal, lock: Lock) -> None:
+    """Writes the markers; before the last one, with which all is a checkpoint, the journal is
+    removed, and is there again if that marker cannot be written."""
+    *others, last = markers
+    for marker in others:
+        lock.check()
+        write_markers([marker], destination, destination)
+    lock.check()
+    journal.close()
+    try:
+        write_markers([last], destination, destination)
+    except BaseException:
+        journal.begin()
+        raise
+
+
+def _clear_left(destination: Location, lock: Lock, overwrite: bool, resume: bool) -> None:
     """Deletes what an earlier run has left, if it is that, and if it may be."""
-    items = [destination / c.source.step / c.source.item / FILE for c in checkpoints]
-    if not any(place.exists() for place in (destination / PROGRESS_FILE, *items)):
+    names = _files(destination)
+    if PROGRESS_FILE not in names:
         raise DestinationExistsError(
-            f"`{destination}` exists, and is no unfinished job's",
-            hints=["name a new destination, or delete what is there"],
+            f"`{destination}` exists, and is no unfinished job's", hints=[_BY_HAND]
+        )
+    # A job that had another plan, or the training itself, may have completed something here.
+    if kept := [name for name in names if is_marker(name) or _LOCK.search(name)]:
+        raise DestinationExistsError(
+            f"`{destination}` holds what an earlier run has not completed, and also what is "
+            "complete, or what another job writes",
+            [f"`{destination / name}`" for name in kept],
+            [_BY_HAND],
         )
     if not overwrite:
-        resume = Hint(("resume", True), " goes on with it if that was given then, too")
+        going_on = Hint(("resume", True), " goes on with it if that was given then, too")
         raise DestinationExistsError(
-            f"`{destination}` holds what an earlier run has not completed", hints=[resume, _CLEAR]
+            f"`{destination}` holds what an earlier run has not completed",
+            hints=[CLEAR] if resume else [going_on, CLEAR],
         )
-    if left := _delete(destination):
+    if left := _delete(destination, names, lock):
         raise DestinationError(
             f"what an earlier run has left in `{destination}` cannot be deleted",
             [f"`{destination / name}`" for name in left],
         )
 
 
-def _delete(destination: Location) -> list[str]:
-    """Deletes all that is there, what makes it a checkpoint first, and what makes it known as an
-    unfinished one last. What could not be deleted."""
-    names = [found.path for found in destination.walk() if found.is_file]
-    markers = [name for name in names if name.rpartition("/")[2] == MARKER]
+def _files(directory: Location) -> list[str]:
+    return [found.path for found in directory.walk() if found.is_file]
+
+
+def _written(plan: Plan, destination: Location, stages: Sequence[str]) -> list[str]:
+    """What is there that a plan writes, and nothing that is another job's: nothing below a marker
+    that is not the plan's, nor of a destination that is locked."""
+    own = {
+        PROGRESS_FILE,
+        *marker_places(plan.checkpoints, destination),
+        *(sibling.path for sibling in plan.siblings),
+    }
+    tops = []
+    for item in plan.items:
+        inside = item.directory(destination).below(destination)
+        names = {*WRITTEN, *stages}
+        if not item.format.ocdbt:
+            names |= {stored_name(handle.path).partition("/")[0] for handle in item.handles}
+        tops += [f"{inside}/{name}/".lstrip("/") for name in names]
+    found = _files(destination)
+    others = [name.removesuffix(MARKER) for name in found if is_marker(name) and name not in own]
+    others += [f"{match[1] or ''}{match[2]}/" for name in found if (match := _LOCK.search(name))]
+    return [
+        name
+        for name in found
+        if (name in own or f"{name}/".startswith(tuple(tops)))
+        and not any(name.startswith(other) for other in others)
+    ]
+
+
+def _delete(destination: Location, names: Sequence[str], lock: Lock) -> list[str]:
+    """Deletes files as long as the lock is held: what makes it a checkpoint first, and what makes
+    it known as an unfinished one last. What could not be deleted."""
+    markers = [name for name in names if is_marker(name)]
     last = [name for name in names if name == PROGRESS_FILE]
     others = [name for name in names if name not in {*markers, *last}]
     left: list[str] = []
     for some in (markers, others, last):
-        left += bucket.remove_files(destination, some) if not left else some
+        left += bucket.remove_files(destination, some, lock.check) if not left else some
     return left
 
 
-def _abandoned(destination: Location, lock: Lock, unfinished: Callable[[Location], bool]) -> str:
+def _abandoned(
+    plan: Plan,
+    destination: Location,
+    stages: Sequence[str],
+    lock: Lock,
+    unfinished: Callable[[Location], bool],
+) -> str:
     """Deletes what a job that has failed has written. What is to be said of what is left."""
     try:
         lock.check()
@@ -159,13 +228,13 @@ def _abandoned(destination: Location, lock: Lock, unfinished: Callable[[Location
                 ("resume", True),
                 " goes on with it",
             )
-        left = _delete(destination)
+        left = _delete(destination, _written(plan, destination, stages), lock)
     except ReshardError as error:
-        return Hint(f"`{destination}` is left, uncommitted ({error.summary}): ", *_CLEAR.parts)
+        return Hint(f"`{destination}` is left, uncommitted ({error.summary}): ", *CLEAR.parts)
     if not left:
         return ""
     return Hint(
         f"`{destination}` is left, uncommitted, with {len(left)} objects that could not be "
         "deleted: ",
-        *_CLEAR.parts,
+        *CLEAR.parts,
     )

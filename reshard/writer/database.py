@@ -10,7 +10,7 @@ target's: the source is opened with the destination's files and its own manifest
 import collections
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorstore as ts
@@ -217,11 +217,16 @@ def _in_small_nodes(
 
 
 def prune(
-    directory: Location, linked: Iterable[StoredValue], stages: Sequence[str], again: bool
+    directory: Location,
+    linked: Iterable[StoredValue],
+    stages: Sequence[str],
+    again: bool,
+    check: Callable[[], None],
 ) -> None:
     """Deletes what the root database does not refer to: staged B-tree nodes, the staged manifest,
     linked files that only led to what was linked. `again` says that an earlier run may have been
-    stopped while it did this."""
+    stopped while it did this; `check`, whether this one may go on, where it shares the directory
+    with whoever has its lock."""
     if again or not directory.is_local:  # which takes longer, and fewer requests
         needed = value_files(directory, nodes=True)
     else:
@@ -230,12 +235,13 @@ def prune(
             needed.update(f"{stage}/{file}" for file in value_files(directory / stage))
         needed |= node_files(directory)
     for part in directory.directories():
-        if part != "d" and not part.startswith("ocdbt.process_"):
+        own = part.startswith("ocdbt.process_") if directory.is_local else part in stages
+        if part != "d" and not own:
             continue
         entries = [*(directory / part).walk()]
         if not directory.is_local:
             files = (f.path for f in entries if f.is_file and f"{part}/{f.path}" not in needed)
-            bucket.remove_files(directory / part, files)
+            bucket.remove_files(directory / part, files, check)
             continue
         for found in reversed(entries):
             path = directory / part / found.path

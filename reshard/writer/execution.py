@@ -28,7 +28,16 @@ from reshard.writer.journal import ItemProgress, Journal, fingerprint, is_unfini
 from reshard.writer.orbax_documents import documents
 from reshard.writer.prepare import copy_errors, plan
 from reshard.writer.recording import check_copied, check_whole, read_back, records, to_read_back
-from reshard.writer.siblings import changed_paths, clear, copy_siblings, source_state, write_markers
+from reshard.writer.siblings import (
+    changed_paths,
+    check_there,
+    clear,
+    copy_siblings,
+    is_marker,
+    marker_places,
+    source_state,
+    write_markers,
+)
 from reshard.writer.stream import Target, move_values, write_boxes, write_values
 
 Report = Callable[[int], None]
@@ -146,10 +155,10 @@ def execute(plan: Plan, *, resume: bool = False, progress: Progress | None = Non
     else:
         stages = database.job_stages(same)
         committing = bucket_commit.committed_prefix(
-            destination, plan.checkpoints, overwrite=plan.overwrite, unfinished=kept
+            plan, destination, stages, resume=resume, unfinished=kept
         )
     with committing as (directory, lock):
-        journal = Journal(directory, same, cores(), len(plan.items), resume)
+        journal = Journal(directory, same, cores(), len(plan.items), resume, lock.token)
         with _unchanged(plan, journal):
             plan = _begun(plan, directory, journal)
             jobs = []
@@ -162,15 +171,18 @@ def execute(plan: Plan, *, resume: bool = False, progress: Progress | None = Non
                 + sum(a.bytes_written if a.moved else a.decoded_bytes for a in plan.arrays)
             )
             report = counted(whole, progress)
-            copy_siblings(
-                plan.siblings,
-                directory,
-                plan.max_memory,
-                journal.copied,
-                journal.advance,
-                report,
+            last = [] if directory.is_local else [s for s in plan.siblings if is_marker(s.path)]
+            first = [sibling for sibling in plan.siblings if sibling not in last]
+            copy = functools.partial(
+                copy_siblings,
+                directory=directory,
+                max_memory=plan.max_memory,
+                copied=journal.copied,
+                advance=journal.advance,
+                report=report,
             )
-            hashes = {s.path: journal.copied[s.path].sha256 for s in plan.siblings if s.is_file}
+            copy(first)
+            hashes = {s.path: journal.copied[s.path].sha256 for s in first if s.is_file}
             with _correct(journal), plan.checkpoints[0].source.root.remembered():
                 for item in plan.items:
                     check_copied(item, hashes)
@@ -182,11 +194,19 @@ def execute(plan: Plan, *, resume: bool = False, progress: Progress | None = Non
                     hashes |= {f"{inside}/{name}".lstrip("/"): h for name, h in written.items()}
                 with _correct(journal):
                     _check_and_record(job, plan, directory, digests, hashes, journal, report)
+            if not directory.is_local:
+                check_there(first, directory)
+                lock.check()
+                copy(last)
         if directory.is_local:
             posix.sync(directory)
         lock.check()
-        journal.close()
-        write_markers(plan.checkpoints, directory, destination)
+        markers = marker_places(plan.checkpoints, directory)
+        if directory.is_local:
+            write_markers(markers, directory, destination)
+            journal.close()
+        else:
+            bucket_commit.commit(markers, directory, journal, lock)
     return plan
 
 
@@ -339,7 +359,7 @@ def _write(
             progress.merged = True
             journal.write()
         kept = (value for h in item.linked for value in item.values(h))
-        database.prune(directory, kept, stages, again)
+        database.prune(directory, kept, stages, again, lock.check)
     return digests
 
 

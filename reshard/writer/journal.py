@@ -91,9 +91,10 @@ class ItemProgress:
 
 
 class Journal:
-    """The progress of a job's items, and its file: empty unless it `keeps` it for a later run. It
-    is there in any case: if it is gone at the end, so are others, as when a manager of checkpoints
-    has swept the directory away.
+    """The progress of a job's items, and its file: without it unless the job `keeps` it for a later
+    run. The file is there in any case, with the token of the job's lock: if it is gone at the end,
+    so are others, as when a manager of checkpoints has swept the directory away; and if it has
+    another token, the directory is another job's.
 
     Attributes:
       cores: how many this job is cut into batches for.
@@ -104,12 +105,19 @@ class Journal:
     """
 
     def __init__(
-        self, directory: Location, fingerprint: Fingerprint, cores: int, items: int, keeps: bool
+        self,
+        directory: Location,
+        fingerprint: Fingerprint,
+        cores: int,
+        items: int,
+        keeps: bool,
+        token: str,
     ):
         self._directory = directory
         self._file = directory / PROGRESS_FILE
         self._fingerprint = fingerprint
         self._keeps = keeps
+        self._token = token
         self._next = time.monotonic() + _SYNC_SECONDS
         self.cores = cores
         self.links = True
@@ -131,7 +139,7 @@ class Journal:
         if self._keeps:
             self._write()
         else:
-            self._file.write(b"")
+            self._file.write(json.dumps({"token": self._token}).encode())
 
     def advance(self) -> None:
         """Writes what is durable by now, if that has not been done for a while."""
@@ -154,7 +162,7 @@ class Journal:
             "copied": self.copied,
         }
         text = json.dumps(document)
-        whole = f'{{"sha256": "{_hash(text)}", "job": {text}}}'
+        whole = f'{{"token": "{self._token}", "sha256": "{_hash(text)}", "job": {text}}}'
         if self._directory.is_local:
             posix.sync(self._directory)
         self._file.replace(whole.encode(), f"{PROGRESS_FILE}.new")
@@ -167,12 +175,19 @@ class Journal:
         self._file.remove()
 
     def forget(self) -> None:
-        """Removes the file: nothing may be gone on with."""
-        self._file.remove()
+        """Notes that nothing may be gone on with."""
+        self._keeps = False
+        if self._is_own():
+            self.begin()
 
     def _check_there(self) -> None:
-        if not self._file.exists():
+        if not self._is_own():
             raise DestinationError(f"`{self._directory}` was removed while it was written")
+
+    def _is_own(self) -> bool:
+        """Whether the file is there, and this job's."""
+        data = self._file.read()
+        return data is not None and _whole(data, self._file).get("token") == self._token
 
 
 def resumed_note(items: Sequence[ItemPlan], progress: Sequence[ItemProgress]) -> str:
@@ -245,14 +260,27 @@ def _exactly(nbytes: int) -> str:
 def _read(path: Location) -> dict[str, Any] | None:
     try:
         data = path.read()
-        if not data:
+    except ReshardError as error:
+        raise _damaged(path) from error
+    whole = _whole(data, path) if data else {}
+    try:
+        if whole.keys() <= {"token"}:
             return None
-        whole = json.loads(data)
         if whole["sha256"] == _hash(json.dumps(whole["job"])):
             return whole["job"]
-    except (ReshardError, ValueError, KeyError, TypeError, RecursionError):
+    except (KeyError, RecursionError):
         pass
     raise _damaged(path)
+
+
+def _whole(data: bytes, path: Location) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path) from error
+    if not isinstance(found, dict):
+        raise _damaged(path)
+    return found
 
 
 def _parsed(

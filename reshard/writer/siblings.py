@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from reshard.arrays.handle import stored_name
 from reshard.checkpoint import Checkpoint
+from reshard.errors import DestinationError
 from reshard.loader.detection import (
     CHECKPOINT_FILE,
     MARKER,
@@ -27,6 +28,20 @@ from reshard.storage.posix import Entry
 from reshard.verify import digest_record
 from reshard.writer import commit
 
+# Names in an item's directory that the writer makes itself, but for arrays and staged databases.
+WRITTEN = frozenset(
+    {
+        "_METADATA",
+        "_sharding",
+        "array_metadatas",
+        "_strings.json",
+        MANIFEST,
+        "d",
+        MARKER,
+        digest_record.FILE,
+        digest_record.TEMPORARY,
+    }
+)
 # Files that are copied at once from or to a bucket.
 _COPIES = 32
 # Files of a tree of arrays that hold nothing but encoded values or nodes of a B-tree, by what is in
@@ -152,19 +167,8 @@ def is_sibling(ckpt: Checkpoint, file: Location) -> bool:
 
 def _is_written(ckpt: Checkpoint) -> Callable[[str], bool]:
     """Names in an item's directory that the writer makes itself."""
-    own = {
-        "_METADATA",
-        "_sharding",
-        "array_metadatas",
-        "_strings.json",
-        MANIFEST,
-        "d",
-        MARKER,
-        digest_record.FILE,
-        digest_record.TEMPORARY,
-    }
-    if ckpt.retyped:
-        own.add("checkpoint")  # an older Orbax's copy of the tree, which is no longer true
+    # An older Orbax's copy of the tree may be no longer true.
+    own = {*WRITTEN, "checkpoint"} if ckpt.retyped else WRITTEN
     roots = {name.partition("/")[0] for name in ckpt.source.store.values}
     ocdbt_source = ckpt.source.store.ocdbt
     return lambda name: (
@@ -265,6 +269,20 @@ def _is_copy(copy: Location, sibling: Sibling, sha256: str) -> bool:
     return copy.sha256() == sha256
 
 
+def check_there(found: Sequence[Sibling], directory: Location) -> None:
+    """Raises DestinationError where copies are gone, or have other sizes, as where a manager of
+    checkpoints has swept some of the directory away."""
+    sizes = {entry.path: entry.nbytes for entry in directory.walk() if entry.is_file}
+    gone = []
+    for sibling in found:
+        size, expected = sizes.get(sibling.path), sibling.entry.nbytes
+        told = posix.UNKNOWN not in (size, expected)
+        if sibling.is_file and (size is None or (told and size != expected)):
+            gone.append(f"`{directory / sibling.path}`")
+    if gone:
+        raise DestinationError("files were removed or changed while others were written", gone)
+
+
 def source_state(checkpoints: Sequence[Checkpoint]) -> dict[str, str]:
     """Of each item's directory, and of all that is copied beside it, a hash of which files there
     are, of their sizes and when they were last changed.
@@ -309,16 +327,30 @@ def changed_paths(before: Mapping[str, str], now: Mapping[str, str]) -> list[str
     return [path for path in {**before, **now} if before.get(path) != now.get(path)]
 
 
-def write_markers(checkpoints: Sequence[Checkpoint], directory: Location, target: Location) -> None:
-    """The commit markers, last of all: on a disk where the source has them, each there before the
-    directory gets its name; in a bucket in every item, and then in the step."""
-    for ckpt in checkpoints:
-        source = ckpt.source
-        folders = [_joined(source.step, source.item), source.step]
-        if not directory.is_local:
-            folders = [*(_joined(source.step, item) for item in source.items), *folders]
-        for folder in dict.fromkeys(folders):
-            marked = not directory.is_local or (source.root / folder / MARKER).exists()
-            if marked or (source.root / folder / CHECKPOINT_FILE).exists():
-                text = f"Checkpoint commit was successful to {target / folder}"
-                (directory / folder / MARKER).write(text.encode(), durable=True)
+def is_marker(path: str) -> bool:
+    """Whether it is the path of a commit marker."""
+    return path.rpartition("/")[2] == MARKER
+
+
+def marker_places(checkpoints: Sequence[Checkpoint], directory: Location) -> list[str]:
+    """Paths of the commit markers below a destination: on a disk where the source has them; in a
+    bucket in every item, and then in the steps."""
+    places = []
+    for inner in (True, False):
+        for ckpt in checkpoints:
+            source = ckpt.source
+            folders = [_joined(source.step, source.item)] if inner else [source.step]
+            if inner and not directory.is_local:
+                folders = [*(_joined(source.step, item) for item in source.items), *folders]
+            for folder in folders:
+                marked = not directory.is_local or (source.root / folder / MARKER).exists()
+                if marked or (source.root / folder / CHECKPOINT_FILE).exists():
+                    places.append(_joined(folder, MARKER))
+    return list(reversed(dict.fromkeys(reversed(places))))
+
+
+def write_markers(places: Sequence[str], directory: Location, target: Location) -> None:
+    """Commit markers, each there before what comes next is done."""
+    for place in places:
+        text = f"Checkpoint commit was successful to {(target / place).parent}"
+        (directory / place).write(text.encode(), durable=True)
