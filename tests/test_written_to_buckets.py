@@ -202,7 +202,7 @@ def test_what_is_something_else_is_not_cleared(small, stores):
     refused(f"`{bucket}` is a whole bucket\n\nhint: a name in it: {bucket}/1000", ckpt, bucket)
     reshard.save(ckpt, f"{bucket}/in")
     inside = f"the destination `{bucket}/in/2` and the source `{bucket}/in` are inside one another"
-    hint = "hint: write beside the source, and rename when you have looked at the result"
+    hint = "hint: write to a prefix beside the source"
     refused(f"{inside}\n\n{hint}", reshard.open(f"{bucket}/in"), f"{bucket}/in/2")
     assert {"object", "out/notes.txt"} <= set(stores.keys(bucket))
 
@@ -313,8 +313,9 @@ def test_a_killed_job_is_resumed(kind, point, small, stores):
         reshard.open(url)
     with pytest.raises(reshard.DestinationExistsError, match="has not completed"):
         reshard.save(on("1x8", small), url)
-    with pytest.raises(reshard.DestinationError, match="is another one"):
+    with pytest.raises(reshard.DestinationError, match="is another one") as caught:
         reshard.save(on("2x4", small), url, resume=True)
+    assert caught.value.hints[-1] == "overwrite=True instead of resume=True begins anew"
     done = reshard.save(on("1x8", small), url, resume=True)
     assert any("resumed what an earlier run had written" in note for note in done.notes)
     assert values(url) == values(small)
@@ -567,6 +568,55 @@ def test_a_last_marker_that_is_refused(kind, small, stores):
     assert any("resumed what an earlier run had written" in note for note in done.notes)
     assert values(url) == values(small)
     assert leftovers(stores, top(url)) == []
+
+
+@pytest.mark.parametrize("below", ["extra", "extra/1000"])
+def test_nothing_is_written_into_what_is_complete(below, small, stores):
+    """It would be taken to be complete, too, while it is written."""
+    url = f"{stores.bucket('conditional')}/in"
+    reshard.save(on("1x8", small), url)
+    text = f"`{url}/{below}` is inside of `{url}`, which is complete"
+    refused(f"{text}\n\nhint: write to a prefix beside it", on("1x8", small), f"{url}/{below}")
+    assert reshard.plan(on("1x8", small), f"{url}/{below}").problems == (text,)
+
+
+def test_what_an_unfinished_job_has_left_is_no_checkpoint(small, run, stores):
+    """Whatever markers it has, and however little of it is there."""
+    url = f"{stores.bucket('conditional')}/out"
+    reshard.save(on("1x8", small), url)
+    progress = parse_location(f"{url}/reshard_progress.json")
+    progress.write(b"")
+    for key in stores.keys(url):
+        with pytest.raises(reshard.UncommittedCheckpointError) as caught:
+            reshard.open(url)
+        assert str(caught.value) == (
+            f"`{url}` was never committed: its `reshard_progress.json` is there as long as a job "
+            "has not completed it\n\nhint: if none is running: the job that wrote it goes on with "
+            "resume=True if that was given then, too; with overwrite=True it begins anew"
+        )
+        if "progress" not in key:
+            parse_location(f"{top(url)}/{key}").remove()
+
+
+def test_parts_of_an_item_are_no_items(stores):
+    url = f"{stores.bucket('conditional')}/out"
+    parse_location(f"{url}/_CHECKPOINT_METADATA").write(b"{}")
+    for part in "ab":
+        parse_location(f"{url}/ocdbt.process_{part}/manifest.ocdbt").write(b"")
+    with pytest.raises(reshard.UncommittedCheckpointError, match=MARKER.replace(".", "[.]")):
+        reshard.open(url)
+
+
+def test_a_copy_that_is_swept_away_is_noticed(run, stores):
+    (run / "7" / "notes").mkdir()
+    (run / "7" / "notes" / "note.txt").write_text("kept")
+    url = f"{stores.bucket('conditional')}/out"
+    note = parse_location(f"{url}/7/notes/note.txt")
+    for change in (lambda key: note.remove(), lambda key: note.write(b"other")):
+        stores.faults = [Fault("write .*/_METADATA", change)]
+        text = "files were removed or changed while others were written"
+        refused(f"{text}\n  `{note}`", on("1x8", run, item="state"), url)
+        assert stores.keys(top(url)) == []
 
 
 # What is told before.

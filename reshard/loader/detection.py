@@ -23,6 +23,10 @@ CHECKPOINT_FILE = "_CHECKPOINT_METADATA"
 V1_MARKER = "orbax.checkpoint"
 TEMPORARY = ".orbax-checkpoint-tmp"
 MARKER = "commit_success.txt"
+# Where a job is, while it runs: see `reshard.writer.journal`.
+PROGRESS_FILE = "reshard_progress.json"
+# Databases that are merged into one, in an item.
+_PARTS = "ocdbt.process_"
 _STEP_NAME = re.compile(r"(?:.*_)?(\d+)")
 _LEGACY_STEP = re.compile(r"checkpoint_\d+")
 # Directories in a bucket, but for steps, that are looked into to see whether they are arrays.
@@ -150,7 +154,8 @@ def _in_step(root: Location, step: str, steps: tuple[int, ...], item: str | None
         check_committed(directory, marked=True)
         return Item(root, kind, False, step, "", steps, ())
     v1 = (directory / V1_MARKER).exists()
-    items = tuple(name for name in _directories(directory) if not name.startswith("."))
+    names = _directories(directory)
+    items = tuple(name for name in names if not name.startswith((".", _PARTS)))
     for name in items:
         check_committed(directory / name)
     handlers = (read_json(directory / CHECKPOINT_FILE) or {}).get("item_handlers")
@@ -176,6 +181,8 @@ def _in_step(root: Location, step: str, steps: tuple[int, ...], item: str | None
             f"`{directory}` has several items", [f"{name}" for name in trees], _choose(trees)
         )
     if not trees:
+        if any(name.startswith(_PARTS) for name in names):  # of an item that is being written
+            check_committed(directory, marked=True)
         raise _unrecognised(directory, items)
     check_committed(directory, marked=True)
     return Item(root, kind, v1, step, trees[0], steps, items)
@@ -205,7 +212,7 @@ def _is_item(directory: Location) -> bool:
     if not directory.is_local:
         names = [name for name in names if not name.isdecimal()][:_SOME]
     return (directory / "checkpoint").is_file() or any(
-        name.startswith("ocdbt.process_") or _is_zarr(directory / name) for name in names
+        name.startswith(_PARTS) or _is_zarr(directory / name) for name in names
     )
 
 
@@ -237,9 +244,19 @@ def check_committed(directory: Location, marked: bool = False) -> None:
         times = document or {}
         if times.get("init_timestamp_nsecs") and not times.get("commit_timestamp_nsecs"):
             reason = f"its {CHECKPOINT_FILE} has no time of a commit"
-        unfinished = [name for name in directory.names() if TEMPORARY in name]
+        names = directory.names()
+        unfinished = [name for name in names if TEMPORARY in name]
         if unfinished and document is not None:
             reason = f"its `{unfinished[0]}` was never finished"
+        if PROGRESS_FILE in names and not directory.is_local:
+            reason = f"its `{PROGRESS_FILE}` is there as long as a job has not completed it"
+            hint = Hint(
+                "if none is running: the job that wrote it goes on with ",
+                ("resume", True),
+                " if that was given then, too; with ",
+                ("overwrite", True),
+                " it begins anew",
+            )
     if not reason and marked and not directory.is_local:
         places = [directory / MARKER, directory.beside(MARKER)]
         if not any(place.is_file() for place in places):

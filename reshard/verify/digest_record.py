@@ -23,6 +23,7 @@ from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle, StoredArray, array_text, stored_name
 from reshard.checkpoint import Checkpoint, Source
 from reshard.errors import CorruptCheckpointError, StoreError
+from reshard.loader.detection import PROGRESS_FILE
 from reshard.loader.json_documents import unique_keys
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import MANIFEST
@@ -31,8 +32,6 @@ from reshard.tree import shell_quoted
 FILE = "reshard_digests.json"
 _VERSION = 1
 _DIGEST, _SHA256 = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{64}")
-# Where a job is, while it runs: see `reshard.writer.journal`.
-PROGRESS_FILE = "reshard_progress.json"
 # What becomes `FILE` once it is complete.
 TEMPORARY = f"{FILE}.tmp"
 # Files that tell where a checkpoint is, or that it is complete.

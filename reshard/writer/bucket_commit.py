@@ -16,21 +16,19 @@ from reshard.errors import (
     ReshardError,
 )
 from reshard.hints import Hint
-from reshard.loader.detection import MARKER, manager_steps
+from reshard.loader.detection import MARKER, PROGRESS_FILE, manager_steps
 from reshard.storage import bucket
 from reshard.storage.location import Location
 from reshard.storage.lock import Lock
 from reshard.units import format_bytes
-from reshard.verify.digest_record import PROGRESS_FILE
 from reshard.writer.commit import UNFINISHED_PREFIX, check_apart
 from reshard.writer.job_plan import Plan
-from reshard.writer.journal import Journal
+from reshard.writer.journal import CLEAR, Journal
 from reshard.writer.siblings import WRITTEN, Sibling, is_marker, marker_places, write_markers
 from reshard.writer.target_format import TargetFormat
 
 # Bytes of data files that Orbax writes to gs. TensorStore holds each in memory until it is there.
 GS_FILE_BYTES = 400 << 20
-CLEAR = Hint(("overwrite", True), " clears it and begins anew")
 _BY_HAND = "name a new destination, or delete what is there"
 # The lock of a destination: where that is, and its name.
 _LOCK = re.compile(rf"^(.*/)?{re.escape(UNFINISHED_PREFIX)}([^/]+)\.lock$", re.DOTALL)
@@ -44,6 +42,13 @@ def check_destination(destination: Location, checkpoints: Sequence[Checkpoint]) 
         raise DestinationError(
             f"`{destination}` is a whole bucket", hints=[f"a name in it: {destination}/1000"]
         )
+    parent = destination.parent
+    for outer in dict.fromkeys((parent, parent.parent)):
+        if (outer / MARKER).is_file():  # and what is in it is taken to be so, too
+            raise DestinationError(
+                f"`{destination}` is inside of `{outer}`, which is complete",
+                hints=["write to a prefix beside it"],
+            )
     with destination.parent.remembered():
         if destination.is_file():
             text = f"`{destination}` is an object, and not a prefix of others"

@@ -60,9 +60,10 @@ def check_apart(destination: Location, source: Location) -> None:
     """Raises DestinationError if one of them is in the other."""
     real, root = destination.resolved(), source.resolved()
     if real.below(root) is not None or root.below(real) is not None:
+        beside = "write beside the source, and rename when you have looked at the result"
         raise DestinationError(
             f"the destination `{destination}` and the source `{source}` are inside one another",
-            hints=["write beside the source, and rename when you have looked at the result"],
+            hints=[beside if destination.is_local else "write to a prefix beside the source"],
         )
 
 

@@ -18,11 +18,11 @@ from reshard.arrays.handle import ArrayHandle, StoredArray
 from reshard.arrays.operations import Constant
 from reshard.errors import CheckpointFormatError, DestinationError, ReshardError
 from reshard.hints import Hint
+from reshard.loader.detection import PROGRESS_FILE
 from reshard.storage import posix
 from reshard.storage.location import Location
 from reshard.tree import Path, format_path
 from reshard.units import format_bytes
-from reshard.verify.digest_record import PROGRESS_FILE
 from reshard.writer.job_plan import ItemPlan, Plan
 from reshard.writer.siblings import CopiedFile, changed_paths
 
@@ -34,6 +34,9 @@ _SYNC_SECONDS = 1.0
 # At most this part of the time is for it.
 _SYNC_SHARE = 0.05
 ANEW = Hint("without ", ("resume", True), " the job begins anew")
+# In a bucket, where what is left is where the job writes.
+CLEAR = Hint(("overwrite", True), " clears it and begins anew")
+_INSTEAD = Hint(("overwrite", True), " instead of ", ("resume", True), " begins anew")
 
 
 @dataclasses.dataclass
@@ -212,21 +215,26 @@ def is_unfinished(temporary: Location, fingerprint: Fingerprint) -> bool:
             for _ in temporary.checked_walk():
                 pass
         except CheckpointFormatError as error:  # nothing is written through a link
-            raise DestinationError(error.summary, hints=[ANEW]) from error
+            raise DestinationError(error.summary, hints=[_anew(temporary)]) from error
     if document is not None and document["fingerprint"] != fingerprint:
         raise DestinationError(
             f"the unfinished job in `{temporary}` is another one",
-            *_differences(document["fingerprint"], fingerprint),
+            *_differences(document["fingerprint"], fingerprint, _anew(temporary)),
         )
     return document is not None
 
 
-def _differences(then: Fingerprint, now: Fingerprint) -> tuple[list[str], list[str]]:
+def _anew(directory: Location) -> Hint:
+    """How a job begins anew that has left something there."""
+    return ANEW if directory.is_local else _INSTEAD
+
+
+def _differences(then: Fingerprint, now: Fingerprint, anew: Hint) -> tuple[list[str], list[str]]:
     """In what a job is another one, and hints. Its plan depends on everything else."""
     if not isinstance(then, dict) or then.keys() != now.keys():
-        return ["another version of reshard has written it"], [ANEW]
+        return ["another version of reshard has written it"], [anew]
     if then["version"] != now["version"]:
-        return [f"reshard {then['version']} then, {now['version']} now"], [ANEW]
+        return [f"reshard {then['version']} then, {now['version']} now"], [anew]
     problems, hints = [], []
     if then["items"] != now["items"]:
         sources = [" and ".join(f"`{item}`" for item in job["items"]) for job in (then, now)]
@@ -246,7 +254,7 @@ def _differences(then: Fingerprint, now: Fingerprint) -> tuple[list[str], list[s
         )
     if not problems:
         problems, hints = ["other arguments"], ["the arguments that it had"]
-    return problems, [*hints, ANEW]
+    return problems, [*hints, anew]
 
 
 def _exactly(nbytes: int) -> str:
@@ -301,7 +309,7 @@ def _parsed(
 
 def _damaged(path: Location) -> DestinationError:
     return DestinationError(
-        f"`{path}` is damaged: nothing says how far the unfinished job is", hints=[ANEW]
+        f"`{path}` is damaged: nothing says how far the unfinished job is", hints=[_anew(path)]
     )
 
 

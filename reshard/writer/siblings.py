@@ -16,6 +16,7 @@ from reshard.errors import DestinationError
 from reshard.loader.detection import (
     CHECKPOINT_FILE,
     MARKER,
+    PROGRESS_FILE,
     TEMPORARY,
     TREE_FILE,
     is_step,
@@ -149,7 +150,7 @@ def _tops(checkpoints: Sequence[Checkpoint]) -> list[str]:
         _joined(folder, name)
         for folder, skip in skips.items()
         for name in (root / folder).names()
-        if not (skip(name) or name == digest_record.PROGRESS_FILE)
+        if not (skip(name) or name == PROGRESS_FILE)
         and not name.startswith(commit.UNFINISHED_PREFIX)
     )
 
