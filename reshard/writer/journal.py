@@ -189,6 +189,8 @@ class Journal:
 
     def _is_own(self) -> bool:
         """Whether the file is there, and this job's."""
+        if self._file.is_local:  # in a directory whose name is this job's alone
+            return self._file.exists()
         data = self._file.read()
         return data is not None and _whole(data, self._file).get("token") == self._token
 
@@ -270,9 +272,11 @@ def _read(path: Location) -> dict[str, Any] | None:
         data = path.read()
     except ReshardError as error:
         raise _damaged(path) from error
-    whole = _whole(data, path) if data else {}
+    if not data:
+        return None
+    whole = _whole(data, path)
     try:
-        if whole.keys() <= {"token"}:
+        if whole.keys() == {"token"}:
             return None
         if whole["sha256"] == _hash(json.dumps(whole["job"])):
             return whole["job"]
