@@ -459,8 +459,9 @@ def test_splitting_down_to_the_grid_that_is_there_moves_it():
 
 
 def plan_of(*arrays, files=None, **attributes):
-    """A plan of one item, of which only its arrays and shared files count."""
-    return Plan((types.SimpleNamespace(arrays=arrays, files=files),), **attributes)
+    """A plan of one item on a disk, of which only its arrays and shared files count."""
+    ckpt = types.SimpleNamespace(source=types.SimpleNamespace(root=Location("/run")))
+    return Plan((types.SimpleNamespace(arrays=arrays, files=files, ckpt=ckpt),), **attributes)
 
 
 def plan_of_three():
