@@ -119,3 +119,8 @@ class DestinationError(ReshardError, OSError):
 
 class DestinationExistsError(DestinationError, FileExistsError):
     """There is something at the destination already."""
+
+
+def first_line(error: ValueError) -> str:
+    """What TensorStore says, without the specification that it appends."""
+    return str(error).partition(" [")[0].partition("\n")[0]

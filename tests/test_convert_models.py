@@ -267,7 +267,12 @@ def test_the_converted_leaves_are_sharded_as_the_model(name, tmp_path):
     model = reshard.target(TWINS[name].create, mesh=mesh, rules=RULES)
     assert specs(without_random(load(tmp_path / "nnx"))) == specs(twins.nnx_leaves(model))
     reshard.save(reshard.to_linen(tmp_path / "nnx"), tmp_path / "back")
-    layouts.assert_laid_out(load(tmp_path / "back"), load(tmp_path / "linen"), mesh)
+    back, linen = (layouts.flat(load(tmp_path / it)) for it in ("back", "linen"))
+    arrays = {path for path, leaf in linen.items() if isinstance(leaf, jax.Array)}
+    assert back.keys() == linen.keys()
+    assert specs({path: back[path] for path in arrays}) == specs(
+        {path: linen[path] for path in arrays}
+    )
 
 
 def test_random_numbers_begin_as_those_of_a_fresh_model(saved):

@@ -55,6 +55,14 @@ def top(url):
     return "/".join(url.split("/")[:3])
 
 
+def assert_resumed(url, source, stores):
+    """The job that was stopped goes on, and leaves nothing behind."""
+    done = reshard.save(on("1x8", source), url, resume=True)
+    assert any("resumed what an earlier run had written" in note for note in done.notes)
+    assert values(url) == values(source)
+    assert leftovers(stores, top(url)) == []
+
+
 # What is written is read.
 
 
@@ -316,10 +324,7 @@ def test_a_killed_job_is_resumed(kind, point, small, stores):
     with pytest.raises(reshard.DestinationError, match="is another one") as caught:
         reshard.save(on("2x4", small), url, resume=True)
     assert caught.value.hints[-1] == "overwrite=True instead of resume=True begins anew"
-    done = reshard.save(on("1x8", small), url, resume=True)
-    assert any("resumed what an earlier run had written" in note for note in done.notes)
-    assert values(url) == values(small)
-    assert leftovers(stores, top(url)) == []
+    assert_resumed(url, small, stores)
 
 
 # Two writers.
@@ -564,10 +569,7 @@ def test_a_last_marker_that_is_refused(kind, small, stores):
         f"`{url}` is kept, uncommitted: the same call with resume=True goes on with it"
     ]
     stores.reset()
-    done = reshard.save(on("1x8", small), url, resume=True)
-    assert any("resumed what an earlier run had written" in note for note in done.notes)
-    assert values(url) == values(small)
-    assert leftovers(stores, top(url)) == []
+    assert_resumed(url, small, stores)
 
 
 @pytest.mark.parametrize("below", ["extra", "extra/1000"])

@@ -53,14 +53,15 @@ class StoredArray:
         """A view; raises CorruptCheckpointError where chunks would decode to something else."""
         local = self.store.directory.is_local
         array = self.store.open_array(self.name, self.metadata, self.store.fills and local)
-        chunk = tuple(size or 1 for size in array.chunk_layout.write_chunk.shape or ())
         if self.encoding.is_blosc:
-            self.store.check_blosc(self.name, math.prod(chunk) * array.dtype.numpy_dtype.itemsize)
-        return self._filled(array, chunk) if self.store.fills and not local else array
+            nbytes = math.prod(_chunk_shape(array)) * array.dtype.numpy_dtype.itemsize
+            self.store.check_blosc(self.name, nbytes)
+        return self._filled(array) if self.store.fills and not local else array
 
-    def _filled(self, array: ts.TensorStore, chunk: Shape) -> ts.TensorStore:
+    def _filled(self, array: ts.TensorStore) -> ts.TensorStore:
         """A view of an array in a bucket in which the chunks that were never stored have the fill
         value: one that was listed, and is gone, is an error."""
+        chunk = _chunk_shape(array)
         grid = [range(-(-size // part)) for size, part in zip(array.shape, chunk, strict=True)]
         stored = self.store.values[self.name]
         if len(self.chunks) == math.prod(map(len, grid)):
@@ -73,6 +74,10 @@ class StoredArray:
             for box in [list(zip(cell, chunk, array.shape, strict=True))]
         ]
         return ts.overlay([array, *absent])
+
+
+def _chunk_shape(array: ts.TensorStore) -> Shape:
+    return tuple(size or 1 for size in array.chunk_layout.write_chunk.shape or ())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ import tensorstore as ts
 from reshard.arrays import zarr
 from reshard.arrays.boxes import Shape
 from reshard.compat import missing_dtype
+from reshard.errors import first_line
 from reshard.loader.json_documents import parse_json
 from reshard.sharding.mesh import (
     Mesh,
@@ -26,7 +27,6 @@ from reshard.sharding.mesh import (
     parse_mesh,
     spec_problems,
 )
-from reshard.storage.location import first_line
 
 _AXIS_TYPES = ("Auto", "Explicit", "Manual")
 

@@ -16,7 +16,7 @@ from reshard.errors import (
 from reshard.hints import Hint
 from reshard.loader.json_documents import read_json
 from reshard.storage.location import Location, parse_location
-from reshard.storage.ocdbt import MANIFEST
+from reshard.storage.ocdbt import MANIFEST, PROCESS
 
 TREE_FILE = "_METADATA"
 CHECKPOINT_FILE = "_CHECKPOINT_METADATA"
@@ -25,8 +25,6 @@ TEMPORARY = ".orbax-checkpoint-tmp"
 MARKER = "commit_success.txt"
 # Where a job is, while it runs: see `reshard.writer.journal`.
 PROGRESS_FILE = "reshard_progress.json"
-# Databases that are merged into one, in an item.
-_PARTS = "ocdbt.process_"
 _STEP_NAME = re.compile(r"(?:.*_)?(\d+)")
 _LEGACY_STEP = re.compile(r"checkpoint_\d+")
 # Directories in a bucket, but for steps, that are looked into to see whether they are arrays.
@@ -155,7 +153,7 @@ def _in_step(root: Location, step: str, steps: tuple[int, ...], item: str | None
         return Item(root, kind, False, step, "", steps, ())
     v1 = (directory / V1_MARKER).exists()
     names = _directories(directory)
-    items = tuple(name for name in names if not name.startswith((".", _PARTS)))
+    items = tuple(name for name in names if not name.startswith((".", PROCESS)))
     for name in items:
         check_committed(directory / name)
     handlers = (read_json(directory / CHECKPOINT_FILE) or {}).get("item_handlers")
@@ -181,7 +179,7 @@ def _in_step(root: Location, step: str, steps: tuple[int, ...], item: str | None
             f"`{directory}` has several items", [f"{name}" for name in trees], _choose(trees)
         )
     if not trees:
-        if any(name.startswith(_PARTS) for name in names):  # of an item that is being written
+        if any(name.startswith(PROCESS) for name in names):  # of an item that is being written
             check_committed(directory, marked=True)
         raise _unrecognised(directory, items)
     check_committed(directory, marked=True)
@@ -212,7 +210,7 @@ def _is_item(directory: Location) -> bool:
     if not directory.is_local:
         names = [name for name in names if not name.isdecimal()][:_SOME]
     return (directory / "checkpoint").is_file() or any(
-        name.startswith(_PARTS) or _is_zarr(directory / name) for name in names
+        name.startswith(PROCESS) or _is_zarr(directory / name) for name in names
     )
 
 

@@ -22,7 +22,7 @@ from reshard.loader.json_documents import parse_json, read_json
 from reshard.storage.array_store import ArrayStore, name_problem
 from reshard.storage.bucket import REQUESTS
 from reshard.storage.location import Location, not_a_file
-from reshard.storage.ocdbt import MANIFEST
+from reshard.storage.ocdbt import MANIFEST, PROCESS
 from reshard.tree import MAX_KEYS, Path, format_path
 from reshard.units import format_bytes
 
@@ -129,7 +129,7 @@ def _array_store(directory: Location, document: dict[str, Any], requests: int) -
     if (directory / MANIFEST).exists():
         parts = ("",)
     else:
-        names = (name for name in directory.names() if name.startswith("ocdbt.process_"))
+        names = (name for name in directory.names() if name.startswith(PROCESS))
         parts = tuple(name for name in names if (directory / name / MANIFEST).exists())
         merged = directory / "d"
         if parts and merged.is_dir() and merged.names():

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import tensorstore as ts
 
-from reshard.errors import ReshardError, StoreError
+from reshard.errors import ReshardError, StoreError, first_line
 from reshard.storage import listing, posix
 from reshard.storage.posix import AnyPath, Entry
 
@@ -121,11 +121,11 @@ def refusal(error: ValueError, what: str, done: str = "read") -> StoreError | No
     status, broken = _STATUS.search(text), _BROKEN.search(text)
     code = status[1] if status else next((_UNTOLD[said] for said in _UNTOLD if said in text), "")
     if code:
-        reason = f"{code}: {_MEANINGS.get(code, text.partition(' [')[0])}"
+        reason = f"{code}: {_MEANINGS.get(code, first_line(error))}"
     elif broken is not None:
         reason = f"the connection failed, also after retries: {broken[1]}"
     elif "credentials" in text:
-        reason = text.partition(" [")[0]
+        reason = first_line(error)
     else:
         return None
     place = _PLACE.search(text)
@@ -143,7 +143,7 @@ def _asking(what: str, done: str = "read") -> Iterator[None]:
     except ValueError as error:
         found = refusal(error, what, done)
         if found is None:
-            found = StoreError(f"{what} cannot be {done}", [str(error).partition(" [")[0]])
+            found = StoreError(f"{what} cannot be {done}", [first_line(error)])
         raise found from error
 
 

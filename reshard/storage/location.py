@@ -24,6 +24,7 @@ from reshard.errors import (
     CorruptCheckpointError,
     ReshardError,
     StoreError,
+    first_line,
 )
 from reshard.storage import bucket, posix
 from reshard.storage.posix import Entry
@@ -47,11 +48,6 @@ def checked(future: ts.Future, what: str) -> Any:
         if refused := bucket.refusal(error, what):
             raise refused from error
         raise CorruptCheckpointError(f"{what} cannot be read", [first_line(error)]) from error
-
-
-def first_line(error: ValueError) -> str:
-    """What TensorStore says, without the specification that it appends."""
-    return str(error).partition(" [")[0].partition("\n")[0]
 
 
 def not_a_file(location: "Location") -> CheckpointFormatError:

@@ -18,6 +18,8 @@ from reshard.storage.location import MAX_DOCUMENT, Location, checked, not_a_file
 from reshard.units import format_bytes
 
 MANIFEST = "manifest.ocdbt"
+# What begins so is the database of a process, which Orbax merges into one, in an item.
+PROCESS = "ocdbt.process_"
 # Orbax writes root nodes of up to 100 MB; the pool must hold one, or each read decodes it again.
 # Array data is never cached: no array driver is given this pool.
 BTREE_CACHE = "cache_pool#ocdbt"

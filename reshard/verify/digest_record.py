@@ -26,7 +26,7 @@ from reshard.errors import CorruptCheckpointError, StoreError
 from reshard.loader.detection import PROGRESS_FILE
 from reshard.loader.json_documents import unique_keys
 from reshard.storage.location import Location
-from reshard.storage.ocdbt import MANIFEST
+from reshard.storage.ocdbt import MANIFEST, PROCESS
 from reshard.tree import shell_quoted
 
 FILE = "reshard_digests.json"
@@ -207,9 +207,7 @@ def text_hash(text: str) -> str:
 def _is_array_file(ocdbt: bool, names: Iterable[str]) -> Callable[[str], bool]:
     """Whether a file below an item's directory holds bytes of arrays, or the B-tree of them."""
     own = {"d", MANIFEST} if ocdbt else {name.partition("/")[0] for name in names}
-    return lambda path: (
-        path.partition("/")[0] in own or (ocdbt and path.startswith("ocdbt.process_"))
-    )
+    return lambda path: path.partition("/")[0] in own or (ocdbt and path.startswith(PROCESS))
 
 
 def _hashes_below(

@@ -25,6 +25,7 @@ from reshard.storage.array_store import ArrayStore, names_above
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import (
     MANIFEST,
+    PROCESS,
     StoredValue,
     entry_copies,
     new_context,
@@ -36,7 +37,7 @@ from reshard.writer.journal import Fingerprint
 from reshard.writer.stream import wait_written
 from reshard.writer.target_format import TargetFormat
 
-STAGE = "ocdbt.process_0"
+STAGE = f"{PROCESS}0"
 # What Orbax gives its root database, so that readers need one read for the whole B-tree.
 _ROOT_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000}
 # Every commit of a staged batch writes the nodes on its path again: small ones keep that linear.
@@ -55,7 +56,7 @@ def job_stages(fingerprint: Fingerprint) -> list[str]:
     several, which take turns."""
     text = json.dumps(fingerprint, sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return [f"ocdbt.process_{name}{number}" for number in range(WINDOW)]
+    return [f"{PROCESS}{name}{number}" for number in range(WINDOW)]
 
 
 def stage_spec(directory: Location, stage: str, file_bytes: int) -> dict[str, Any]:
@@ -235,7 +236,7 @@ def prune(
             needed.update(f"{stage}/{file}" for file in value_files(directory / stage))
         needed |= node_files(directory)
     for part in directory.directories():
-        own = part.startswith("ocdbt.process_") if directory.is_local else part in stages
+        own = part.startswith(PROCESS) if directory.is_local else part in stages
         if part != "d" and not own:
             continue
         entries = [*(directory / part).walk()]

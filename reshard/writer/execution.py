@@ -190,8 +190,8 @@ def execute(plan: Plan, *, resume: bool = False, progress: Progress | None = Non
                 digests = _write(job, plan.max_memory, journal, lock, report)
                 written = _write_documents(job)
                 if not directory.is_local:  # to read them back takes requests
-                    inside = job.directory.below(directory)
-                    hashes |= {f"{inside}/{name}".lstrip("/"): h for name, h in written.items()}
+                    for place, data in written.items():
+                        hashes[place.below(directory) or ""] = hashlib.sha256(data).hexdigest()
                 with _correct(journal):
                     _check_and_record(job, plan, directory, digests, hashes, journal, report)
             if not directory.is_local:
@@ -363,13 +363,13 @@ def _write(
     return digests
 
 
-def _write_documents(job: ItemJob) -> dict[str, str]:
-    """Writes what describes the arrays of an item: path below the item's directory -> SHA-256."""
-    item, directory = job.plan, job.directory
+def _write_documents(job: ItemJob) -> dict[Location, bytes]:
+    """Writes what describes the arrays of an item. What is where."""
+    item = job.plan
     chunks = {array.layout.path: array.chunk for array in item.arrays}
-    hashes = {}
-    for name, data in documents(item.ckpt, chunks, item.format).items():
-        (directory / name).parent.make_directory()
-        (directory / name).write(data)
-        hashes[name] = hashlib.sha256(data).hexdigest()
-    return hashes
+    found = documents(item.ckpt, chunks, item.format)
+    written = {job.directory / name: data for name, data in found.items()}
+    for place, data in written.items():
+        place.parent.make_directory()
+        place.write(data)
+    return written

@@ -24,7 +24,7 @@ from reshard.loader.detection import (
 )
 from reshard.storage import bucket, posix
 from reshard.storage.location import Location
-from reshard.storage.ocdbt import MANIFEST
+from reshard.storage.ocdbt import MANIFEST, PROCESS
 from reshard.storage.posix import Entry
 from reshard.verify import digest_record
 from reshard.writer import commit
@@ -173,7 +173,7 @@ def _is_written(ckpt: Checkpoint) -> Callable[[str], bool]:
     roots = {name.partition("/")[0] for name in ckpt.source.store.values}
     ocdbt_source = ckpt.source.store.ocdbt
     return lambda name: (
-        name in own or name.startswith("ocdbt.process_") or (not ocdbt_source and name in roots)
+        name in own or name.startswith(PROCESS) or (not ocdbt_source and name in roots)
     )
 
 

@@ -9,6 +9,7 @@ from reshard.checkpoint import Checkpoint, name_clashes
 from reshard.errors import ArgumentError, ReshardError, TreeMismatchError
 from reshard.hints import Hint
 from reshard.storage.array_store import name_problem
+from reshard.storage.ocdbt import PROCESS
 from reshard.tree import Path, format_path
 from reshard.verify.digest_record import FILE
 from reshard.writer.siblings import MARKER, is_sibling
@@ -48,7 +49,7 @@ def _not_files(ckpt: Checkpoint) -> Iterator[str]:
             yield f"{format_path(array.path):.80}: its name is no path of a directory"
         elif any(len(part.encode(errors="replace")) > _MAX_NAME for part in parts):
             yield f"{format_path(array.path):.80}: its name is longer than that of a file can be"
-        elif parts[0] in taken or parts[0].startswith("ocdbt.process_"):
+        elif parts[0] in taken or parts[0].startswith(PROCESS):
             yield f"{format_path(array.path)}: `{parts[0]}` is something else in the checkpoint"
 
 

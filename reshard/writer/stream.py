@@ -16,10 +16,10 @@ from reshard.engine.batches import Unit, in_batches
 from reshard.engine.budget import WINDOW, Budget, Reservation
 from reshard.engine.plan import ArrayPlan, co_read, grid_boxes
 from reshard.engine.read import Destination, Read, read
-from reshard.errors import CorruptCheckpointError, DestinationError
+from reshard.errors import CorruptCheckpointError, DestinationError, first_line
 from reshard.storage import bucket
 from reshard.storage.array_store import array_spec
-from reshard.storage.location import Location, checked, first_line
+from reshard.storage.location import Location, checked
 from reshard.tree import Path
 from reshard.writer.journal import ItemProgress
 from reshard.writer.target_format import TargetFormat
