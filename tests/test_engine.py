@@ -18,13 +18,13 @@ from sampling import examples
 from watched import Watched
 
 import reshard
+from reshard.arrays.boxes import grid_boxes
 from reshard.arrays.handle import ArrayHandle, StoredArray
 from reshard.engine import cost
 from reshard.engine import read as engine
 from reshard.engine.batches import Unit, in_batches
 from reshard.engine.budget import READ_OVERHEAD, Budget
 from reshard.engine.cost import ChunkUnion, chunks_of, decoded_together, total
-from reshard.engine.plan import grid_boxes
 from reshard.engine.read import READ_AHEAD, Batch, Filled, Read, read
 from reshard.errors import CorruptCheckpointError
 from reshard.units import parse_bytes

@@ -385,7 +385,7 @@ def memory_of(plan, box):
     if plan.serial:
         return chunk + held + READ_OVERHEAD
     count = len(np.unique(labels(layout.shape, layout.source_chunk)[box]))
-    return max(count * chunk + elements * layout.read_itemsize, held) + READ_OVERHEAD
+    return max(count * chunk + elements * layout.read_itemsize + READ_OVERHEAD, held)
 
 
 @settings(deadline=None, max_examples=examples(500))

@@ -62,7 +62,8 @@ def test_one_chunk_of_each_of_two_arrays_has_to_fit_whichever_is_which(grids, na
     assert error.value.least == least
     assert str(error.value) == (
         f"one chunk, encoded and decoded, does not fit into {format_bytes(least - 1)}\n"
-        f'  w: {format_bytes(least)}\n\nhint: max_memory="1MiB"'
+        f"  w: {format_bytes(least)}\n\n"
+        f'hint: max_memory="{-(-least // 1024)}KiB" is the least that reads it'
     )
     assert reshard.diff(a, b, values=True, max_memory=least).differences == ()
 
@@ -129,7 +130,8 @@ def test_arrays_that_are_parts_of_one_chunk_take_what_it_takes(grids):
     for call in (reshard.verify, reshard.digest):
         with pytest.raises(reshard.MemoryLimitError) as error:
             call(layers, max_memory=least - 1)
-        assert str(error.value) == f'{message}\nhint: max_memory="1MiB"'
+        hint = f'hint: max_memory="{-(-least // 1024)}KiB" is the least that reads it'
+        assert str(error.value) == f"{message}\n{hint}"
     assert reshard.digest(layers, max_memory=least) == expected
     # Beside a chunk of the other.
     other = layers_of(paths["rows"])

@@ -621,7 +621,7 @@ def test_no_digest_of_what_does_not_fit_into_memory(plain):
     assert str(error.value) == (
         "one chunk, encoded and decoded, does not fit into 16.00 KiB\n"
         "  b: 16.04 KiB\n  s: 16.02 KiB\n  v: 16.38 KiB\n  w: 16.57 KiB\n\n"
-        'hint: max_memory="1MiB"'
+        'hint: max_memory="17KiB" is the least that reads it'
     )
     assert error.value.least == 16969
     assert not (path / FILE).exists()
@@ -642,7 +642,7 @@ def test_a_job_that_cannot_read_for_its_digests_writes_nothing(tmp_path, monkeyp
     assert str(error.value) == (
         "one chunk, encoded and decoded, does not fit into 2.00 MiB\n"
         "  large: 8.02 MiB\n\n"
-        'hint: max_memory="9MiB"'
+        'hint: max_memory="8209KiB" is the least that reads it'
     )
 
 

@@ -1822,10 +1822,10 @@ def test_a_chunk_that_does_not_fit(tmp_path):
     }
     least = max(charges.values())
     assert str(caught.value) == (
-        "one stored chunk does not fit in 1.00 MiB\n"
-        f"  a: a chunk of [1200, 512] takes {charges['a'] / 2**20:.2f} MiB, stored and decoded\n"
-        f"  b: a chunk of [1200, 512] takes {charges['b'] / 2**20:.2f} MiB, stored and decoded\n\n"
-        f'hint: max_memory="{-(-least // 1024)}KiB" is the least that restores it'
+        "one chunk, encoded and decoded, does not fit into 1.00 MiB\n"
+        f"  a: {charges['a'] / 2**20:.2f} MiB\n"
+        f"  b: {charges['b'] / 2**20:.2f} MiB\n\n"
+        f'hint: max_memory="{-(-least // 1024)}KiB" is the least that reads it'
     )
     assert caught.value.least == least
     for enough in (least, f"{-(-least // 1024)}KiB"):

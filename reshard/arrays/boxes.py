@@ -1,8 +1,9 @@
 """Tuples with an entry for each axis of an array: shapes, partition specs, and boxes, which are
 regions of arrays, a slice with both ends for each."""
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from reshard.errors import TreeMismatchError
@@ -16,6 +17,20 @@ T = TypeVar("T")
 MOST_AXES = 32
 # Elements of an array: no model comes near.
 _MOST_ELEMENTS = 1 << 46
+
+
+def grid_boxes(shape: Shape, chunk: Shape) -> Iterator[Box]:
+    """The boxes of a regular grid over `shape`, the last ones clipped, in row-major order."""
+    ranges = [
+        [slice(start, min(start + step, size)) for start in range(0, size, step)]
+        for size, step in zip(shape, chunk, strict=True)
+    ]
+    return itertools.product(*ranges)
+
+
+def grid_size(shape: Shape, chunk: Shape) -> int:
+    """Number of chunks of a regular grid."""
+    return math.prod(math.ceil(size / c) for size, c in zip(shape, chunk, strict=True))
 
 
 def chunks_together(shape: Shape, chunk: Shape, count: int) -> Shape:
@@ -42,6 +57,13 @@ def start_of(box: Box) -> Shape:
 
 def shape_of(box: Box) -> Shape:
     return tuple(part.stop - part.start for part in box)
+
+
+def chunk_ranges(box: Box, chunk: Shape) -> tuple[tuple[int, int], ...]:
+    """The chunks of a grid that a box touches: of each axis the first, and the one after the
+    last."""
+    pairs = zip(box, chunk, strict=True)
+    return tuple((part.start // size, -(-part.stop // size)) for part, size in pairs)
 
 
 def bounding_box(boxes: Sequence[Box]) -> Box:

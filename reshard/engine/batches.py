@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from reshard.engine.budget import READ_OVERHEAD
+from reshard.engine.budget import in_memory
 from reshard.engine.cost import Chunks, ChunkUnion, chunks_of, total
 from reshard.engine.read import Batch, Read
 
@@ -58,12 +58,14 @@ class _OpenBatch:
 
     def bytes_with(self, unit: Unit, new: Sequence[Chunks]) -> int:
         """Bytes that it takes with one more unit, for which it decodes more chunks."""
-        reading = self._decoding + _decoding(unit, new) + self._buffers + unit.buffers
-        return max(reading, self._held + unit.held) + self._kept + unit.kept
+        decoding = self._decoding + total(new).nbytes
+        buffers, held = self._buffers + unit.buffers, self._held + unit.held
+        boxes = len(self.reads) + len(unit.reads)
+        return in_memory(decoding, buffers, held, boxes) + self._kept + unit.kept
 
     def add(self, unit: Unit, new: Sequence[Chunks]) -> None:
         """Adds a unit, for which it decodes more chunks."""
-        self._decoding += _decoding(unit, new)
+        self._decoding += total(new).nbytes
         self._chunks.add(new)
         self.reads += unit.reads
         self.alone = unit.alone
@@ -73,9 +75,6 @@ class _OpenBatch:
 
     def close(self) -> Batch:
         """The batch."""
-        return Batch(self.reads, self._decoding + self._buffers, self._held, self._kept)
-
-
-def _decoding(unit: Unit, new: Sequence[Chunks]) -> int:
-    """Bytes for chunks, and for handling boxes."""
-    return total(new).nbytes + READ_OVERHEAD * len(unit.reads)
+        # Rounded values are made beside what was read.
+        most = in_memory(self._decoding, self._buffers, self._held, len(self.reads))
+        return Batch(self.reads, most, self._held, self._kept)

@@ -7,10 +7,16 @@ larger than the limit, when nothing else is in flight.
 
 import collections
 import contextlib
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import NamedTuple
+
+from reshard.errors import MemoryLimitError
+from reshard.hints import Hint
+from reshard.tree import Path, format_path
+from reshard.units import format_bytes
 
 # Beyond this, more bytes in flight make no core busier; they only touch more memory.
 IN_FLIGHT_PER_CORE = 72 << 20
@@ -44,6 +50,32 @@ def in_flight(max_memory: int, cores: int, largest: int) -> int:
     boxes = largest * min(max(cores, 2), MOST_LARGE) if large else largest + largest // 2
     enough = max(min(IN_FLIGHT_PER_CORE * cores, max_memory // 2), boxes)
     return min(room(max_memory), enough)
+
+
+def in_memory(decoding: int, buffers: int, held: int, boxes: int = 1) -> int:
+    """Bytes of memory that boxes take that are read together: while they are read, what decoding
+    their chunks takes and what they are read into; then what is held for their consumer. Plans,
+    batches, and the refusal of what is too large all ask this."""
+    return max(decoding + buffers + boxes * READ_OVERHEAD, held)
+
+
+def copy_bytes(nbytes: int) -> int:
+    """Bytes of memory that copying stored bytes takes: as they are read, and as they are
+    written."""
+    return 2 * nbytes
+
+
+def check_fits(costs: Iterable[tuple[Path, int]], max_memory: int) -> None:
+    """Raises MemoryLimitError for all boxes, each a path and its bytes, that are too large."""
+    too_large = [(path, cost) for path, cost in costs if cost > max_memory]
+    if too_large:
+        least = max(cost for _, cost in too_large)
+        raise MemoryLimitError(
+            f"one chunk, encoded and decoded, does not fit into {format_bytes(max_memory)}",
+            [f"{format_path(path)}: {format_bytes(cost)}" for path, cost in too_large],
+            [Hint(("max_memory", f"{math.ceil(least / 2**10)}KiB"), " is the least that reads it")],
+            least,
+        )
 
 
 class Reservation:

@@ -4,18 +4,16 @@
     layer_3 [0:16, 0:8]           layers [3:4, 0:16, 0:8]     (0, 1) (0, 1) (0, 2)
 
 Counted per axis, never chunk by chunk. Boxes that are read together count the union of their
-chunks: each is fetched and decoded once. This is the one model of memory; plans, batches, and the
-refusal of what is too large for `max_memory` all ask it.
+chunks: each is fetched and decoded once. What boxes take beside that is in `engine.budget`.
 """
 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from reshard.arrays.boxes import Box, Shape
+from reshard.arrays.boxes import Box, Shape, chunk_ranges, grid_boxes
 from reshard.arrays.derived import applied_boxes, stored_boxes
 from reshard.arrays.handle import ArrayHandle, Derived
-from reshard.engine.plan import grid_boxes
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -102,8 +100,7 @@ def chunks_of(handle: ArrayHandle, box: Box) -> list[Chunks]:
     found = []
     for stored, data, part in stored_boxes(handle, box):
         shape, chunk = stored.shape, stored.chunk_shape
-        pairs = zip(part, chunk, strict=True)
-        ranges = tuple((ends.start // c, -(-ends.stop // c)) for ends, c in pairs)
+        ranges = chunk_ranges(part, chunk)
         decoded = math.prod(chunk) * stored.stored_dtype.itemsize
         chunk_bytes = decoded + data.store.largest_chunk(data.name)
         found.append(Chunks((id(data.store), data.name), ranges, shape, chunk, chunk_bytes))

@@ -21,14 +21,12 @@ import itertools
 import math
 from collections.abc import Hashable, Iterator, Sequence
 
-from reshard.engine.budget import READ_OVERHEAD, room
+from reshard.arrays.boxes import Box, Shape, grid_boxes, grid_size
+from reshard.engine.budget import in_memory, room
 from reshard.errors import MemoryLimitError
 from reshard.hints import Hint
 from reshard.tree import Path, format_path
 from reshard.units import format_bytes
-
-Shape = tuple[int, ...]
-Box = tuple[slice, ...]
 
 # An array whose boxes would take no more than this together is one box: fewer, larger reads.
 WHOLE_ARRAY = 1 << 22
@@ -87,13 +85,13 @@ class ArrayLayout:
         while it is read, its chunks and a buffer; while it is written, the buffer and what it is
         encoded to."""
         elements = self.co_read * self._elements(box)
-        reading = grid_size(box, self.source_chunk) * self.group_bytes
+        decoding = grid_size(box, self.source_chunk) * self.group_bytes
         buffers = elements * self.read_itemsize
-        return max(reading + buffers, self.held(elements)) + self.co_read * READ_OVERHEAD
+        return in_memory(decoding, buffers, self.held(elements), self.co_read)
 
     def one_step(self, box: Shape) -> int:
         """The same where the chunks of a box are read one after another."""
-        return self.chunk_bytes + self.held(self._elements(box)) + READ_OVERHEAD
+        return in_memory(self.chunk_bytes, 0, 0) + self.held(self._elements(box))
 
     def _elements(self, box: Shape) -> int:
         return math.prod(map(min, box, self.shape))
@@ -175,15 +173,6 @@ def co_read(arrays: Sequence[ArrayPlan]) -> list[list[ArrayPlan]]:
             key = number if alone else (array.layout.group, array.box)
             groups.setdefault(key, []).append(array)
     return list(groups.values())
-
-
-def grid_boxes(shape: Shape, chunk: Shape) -> Iterator[Box]:
-    """The boxes of a regular grid over `shape`, the last ones clipped, in row-major order."""
-    ranges = [
-        [slice(start, min(start + step, size)) for start in range(0, size, step)]
-        for size, step in zip(shape, chunk, strict=True)
-    ]
-    return itertools.product(*ranges)
 
 
 def read_amplification(shape: Shape, chunk: Shape, shard: Shape) -> float:
@@ -376,8 +365,3 @@ def _passes(array: ArrayLayout, box: Shape) -> float:
         / math.ceil(size / a)
         for size, a, b in dims
     )
-
-
-def grid_size(shape: Shape, chunk: Shape) -> int:
-    """Number of chunks of a regular grid."""
-    return math.prod(math.ceil(size / c) for size, c in zip(shape, chunk, strict=True))

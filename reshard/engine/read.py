@@ -53,7 +53,7 @@ class Batch(NamedTuple):
     """Boxes that are read together.
 
     Attributes:
-      reading: bytes of memory while it is read: stored chunks, and buffers.
+      reading: bytes of memory that it takes at most: stored chunks and buffers while it is read.
       held: bytes once it has been read, as long as its consumer holds it.
       kept: bytes of buffers that this batch begins and later ones fill, too. Whoever makes them
         reserves them.
@@ -108,14 +108,13 @@ def read(batches: Iterable[Batch], budget: Budget) -> Iterator[Filled]:
     ahead: collections.deque[_Started] = collections.deque()
     try:
         for batch in batches:
-            # Rounded values are made beside what was read.
-            most = max(batch.reading, batch.held)
             # What the consumer holds is waited for first: reads go on meanwhile.
-            budget.make_room(most + batch.kept)
-            while ahead and (len(ahead) == READ_AHEAD or not budget.fits(most + batch.kept)):
+            needed = batch.reading + batch.kept
+            budget.make_room(needed)
+            while ahead and (len(ahead) == READ_AHEAD or not budget.fits(needed)):
                 yield from _finish(ahead)
-                budget.make_room(most + batch.kept)
-            ahead.append(_Started(batch, [], [], {}, budget.reserve(most)))
+                budget.make_room(needed)
+            ahead.append(_Started(batch, [], [], {}, budget.reserve(batch.reading)))
             _start(ahead[-1], views)
         while ahead:
             yield from _finish(ahead)

@@ -23,9 +23,17 @@ from reshard.arrays.boxes import Box, Shape
 from reshard.arrays.dtypes import is_floating
 from reshard.arrays.handle import ArrayHandle
 from reshard.engine.batches import Unit, in_batches
-from reshard.engine.budget import READ_OVERHEAD, WINDOW, Budget, Reservation, cores, in_flight
+from reshard.engine.budget import (
+    READ_OVERHEAD,
+    WINDOW,
+    Budget,
+    Reservation,
+    check_fits,
+    cores,
+    in_flight,
+    in_memory,
+)
 from reshard.engine.cost import co_read_groups, decoded_together
-from reshard.engine.plan import grid_boxes
 from reshard.engine.read import Destination, Read, read
 from reshard.errors import CorruptCheckpointError, MemoryLimitError, ReshardError, TreeMismatchError
 from reshard.restore.device_shards import local_shards
@@ -81,7 +89,7 @@ def read_arrays(
     limit = in_flight(sys.maxsize if max_memory is None else max_memory, cores(), largest)
     groups = _arranged(loads, limit // WINDOW, max_memory)
     if max_memory is not None:
-        _check_memory(loads, max_memory)
+        check_fits(((load.handle.path, load.least) for load in loads), max_memory)
     with Budget(limit) as budget:
         for load in loads:
             if not load.boxes:
@@ -108,7 +116,7 @@ def _arranged(loads: "Sequence[_Load]", limit: int, max_memory: int | None) -> "
     for numbers in co_read_groups([load.handle for load in loads]):
         group = [loads[number] for number in numbers]
         chunks = decoded_together([load.handle for load in group]).nbytes
-        least = chunks + sum(load.buffers(load.handle.chunk_shape) for load in group)
+        least = max(load.takes(load.handle.chunk_shape, chunks, len(group)) for load in group)
         if max_memory is None or least <= max_memory:
             for load in group:
                 load.cut(limit, chunks, len(group))
@@ -119,22 +127,6 @@ def _arranged(loads: "Sequence[_Load]", limit: int, max_memory: int | None) -> "
             load.cut(limit, decoded_together([load.handle]).nbytes, 1)
             groups.append([load])
     return groups
-
-
-def _check_memory(loads: "Sequence[_Load]", max_memory: int) -> None:
-    large = [(load, load.least) for load in loads if load.least > max_memory]
-    if large:
-        least = max(needed for _, needed in large)
-        raise MemoryLimitError(
-            f"one stored chunk does not fit in {format_bytes(max_memory)}",
-            [
-                f"{format_path(load.handle.path)}: a chunk of {list(load.handle.chunk_shape)}"
-                f" takes {format_bytes(needed)}, stored and decoded"
-                for load, needed in large
-            ],
-            [f'max_memory="{math.ceil(least / 2**10)}KiB" is the least that restores it'],
-            least,
-        )
 
 
 class _Load:
@@ -168,37 +160,35 @@ class _Load:
         """Decides what is read at once: everything, or boxes of whole chunks that take no more than
         `limit` bytes, and at least one chunk. `chunk_bytes` is what decoding a chunk of its grid
         takes, with those of all `together` arrays that are read with it."""
+        if not self._shards.boxes:
+            return
         shape, chunk = self.handle.shape, self.handle.chunk_shape
-        one_chunk = chunk_bytes + together * self.buffers(chunk)
+        one_chunk = self.takes(chunk, chunk_bytes, together)
         room = min(2 * limit, WINDOW * limit - one_chunk)
         if self._staging and self._staging * together > room:
             self._piecewise, self._through_buffer, self._staging = True, True, 0
         bounding_box = self._shards.bounding_box
-        if not self._shards.boxes:
-            self.boxes = []
-        elif (
-            _chunks(bounding_box, chunk) * chunk_bytes
-            + together * self.buffers(boxes.shape_of(bounding_box))
-            <= limit
-        ):
+        chunks = math.prod(stop - start for start, stop in boxes.chunk_ranges(bounding_box, chunk))
+        whole = self.takes(boxes.shape_of(bounding_box), chunks * chunk_bytes, together)
+        if whole <= limit:
             self.boxes = [bounding_box]
         else:
             self._through_buffer = self._converts or self._piecewise
-            count = max(1, limit // (chunk_bytes + together * self.buffers(chunk)))
-            grid = grid_boxes(shape, boxes.chunks_together(shape, chunk, count))
+            count = max(1, limit // self.takes(chunk, chunk_bytes, together))
+            grid = boxes.grid_boxes(shape, boxes.chunks_together(shape, chunk, count))
             self.boxes = [box for box in grid if self._shards.parts(box)]
         self._left = len(self.boxes)
 
-    def buffers(self, shape: Shape) -> int:
-        """Bytes that a box of this shape takes beside its chunks."""
-        return self._buffer_bytes(shape) + READ_OVERHEAD
+    def takes(self, shape: Shape, decoding: int, together: int) -> int:
+        """Bytes that a box of this shape takes, with those of all `together` arrays that are read
+        with it; `decoding` is what their chunks take."""
+        buffers = together * self._buffer_bytes(shape)
+        return in_memory(decoding, buffers, self._held(buffers), together)
 
     @property
     def least(self) -> int:
         """Bytes that reading a single chunk takes."""
-        chunk = self.handle.chunk_shape
-        chunk_bytes = decoded_together([self.handle]).nbytes
-        return max(chunk_bytes + self.buffers(chunk), self._held(self._buffer_bytes(chunk)))
+        return self.takes(self.handle.chunk_shape, decoded_together([self.handle]).nbytes, 1)
 
     def unit(self, box: Box, budget: Budget) -> Unit:
         """What it takes to read a box; the first one takes the shards' buffers, too."""
@@ -338,9 +328,3 @@ def _aliases(sharding: Any) -> bool:
     if sharding is None:
         return True
     return all(device.platform == "cpu" for device in sharding.addressable_devices)
-
-
-def _chunks(box: Box, chunk: Shape) -> int:
-    """How many chunks of a grid a box touches."""
-    pairs = zip(box, chunk, strict=True)
-    return math.prod(-(-part.stop // c) - part.start // c for part, c in pairs)

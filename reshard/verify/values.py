@@ -4,18 +4,15 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
-from reshard.arrays.boxes import Box, Shape, chunks_together, shape_of
+from reshard.arrays.boxes import Box, Shape, chunks_together, grid_boxes, grid_size, shape_of
 from reshard.arrays.digests import Digest
 from reshard.arrays.handle import ArrayHandle, Derived
 from reshard.engine.batches import Unit, in_batches
-from reshard.engine.budget import READ_OVERHEAD, WINDOW, Budget, cores, in_flight
+from reshard.engine.budget import WINDOW, Budget, check_fits, cores, in_flight, in_memory
 from reshard.engine.cost import co_read_groups, decoded_together
-from reshard.engine.plan import grid_boxes, grid_size
 from reshard.engine.read import Read, read
-from reshard.errors import MemoryLimitError, ReshardError, StoreError
-from reshard.hints import Hint
-from reshard.tree import Path, format_path
-from reshard.units import format_bytes
+from reshard.errors import ReshardError, StoreError
+from reshard.tree import Path
 
 # Called with (bytes done, bytes in all).
 Progress = Callable[[int, int], None]
@@ -107,21 +104,7 @@ def _cost(group: Group, box: Shape) -> int:
     dims = zip(box, group[0].shape, strict=True)
     elements = math.prod(min(size, whole) for size, whole in dims)
     buffers = elements * sum(handle.read_dtype.itemsize for handle in group)
-    reading = decoding + buffers + READ_OVERHEAD * len(group)
-    return max(reading, elements * sum(map(_held, group)))
-
-
-def check_fits(costs: Iterable[tuple[Path, int]], max_memory: int) -> None:
-    """Raises MemoryLimitError for all boxes, each a path and its bytes, that are too large."""
-    too_large = [(path, cost) for path, cost in costs if cost > max_memory]
-    if too_large:
-        least = max(cost for _, cost in too_large)
-        raise MemoryLimitError(
-            f"one chunk, encoded and decoded, does not fit into {format_bytes(max_memory)}",
-            [f"{format_path(path)}: {format_bytes(cost)}" for path, cost in too_large],
-            [Hint(("max_memory", f"{math.ceil(least / 2**20)}MiB"))],
-            least,
-        )
+    return in_memory(decoding, buffers, elements * sum(map(_held, group)), len(group))
 
 
 def counted(whole: int, progress: Progress | None) -> Callable[[int], None]:

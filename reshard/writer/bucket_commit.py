@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from reshard.arrays.handle import stored_name
 from reshard.checkpoint import Checkpoint
+from reshard.engine.budget import copy_bytes
 from reshard.errors import (
     DestinationError,
     DestinationExistsError,
@@ -87,10 +88,10 @@ def limited(form: TargetFormat, destination: Location, max_memory: int) -> Targe
 
 def object_errors(found: Sequence[Sibling], max_memory: int) -> list[ReshardError]:
     """Files that are copied as one object each, of which one does not fit into memory."""
-    large = [s for s in found if 2 * s.nbytes > max_memory]
+    large = [sibling for sibling in found if copy_bytes(sibling.nbytes) > max_memory]
     if not large:
         return []
-    least = 2 * max(sibling.nbytes for sibling in large)
+    least = copy_bytes(max(sibling.nbytes for sibling in large))
     text = f"{math.ceil(least / 2**10)}KiB"
     return [
         MemoryLimitError(

@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from reshard.arrays.boxes import grid_size
 from reshard.arrays.derived import stored_values
 from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Checkpoint
-from reshard.engine.budget import WINDOW, cores, in_flight
-from reshard.engine.plan import ArrayPlan, grid_size
+from reshard.engine.budget import WINDOW, copy_bytes, cores, in_flight
+from reshard.engine.plan import ArrayPlan
 from reshard.errors import ReshardError, lines_of
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import StoredValue
@@ -276,6 +277,6 @@ def _costs(array: ArrayPlan) -> list[tuple[int, int]]:
     if array.linked:
         return []
     if array.box is None:
-        return [(2 * layout.largest_stored, grid_size(layout.shape, array.chunk))]
+        return [(copy_bytes(layout.largest_stored), grid_size(layout.shape, array.chunk))]
     steps = grid_size(layout.shape, array.box) / (1 if array.serial else layout.co_read)
     return [(array.box_bytes, math.ceil(steps))]

@@ -9,6 +9,7 @@ from typing import Any
 from reshard.arrays.derived import stored_share, stored_values
 from reshard.arrays.handle import ArrayHandle, Derived, collision_error
 from reshard.checkpoint import Checkpoint
+from reshard.engine.budget import check_fits, copy_bytes, in_memory
 from reshard.engine.cost import Decoded, co_read_groups, decoded_together, first_cell
 from reshard.engine.plan import ArrayLayout, ArrayPlan, co_read, plan_array, too_large
 from reshard.errors import (
@@ -27,7 +28,6 @@ from reshard.storage import posix
 from reshard.storage.location import Location, parse_location
 from reshard.tree import Path, format_path
 from reshard.units import parse_bytes
-from reshard.verify.values import check_fits
 from reshard.writer import bucket_commit, commit
 from reshard.writer.database import files_to_link, is_linked
 from reshard.writer.job_plan import ItemPlan, Plan
@@ -124,9 +124,10 @@ def plan(
 def copy_errors(plan: Plan) -> list[ReshardError]:
     """Why what is copied verbatim does not fit into memory, or what is written onto the disk."""
     errors: list[ReshardError] = [
-        too_large(array.layout, 2 * array.layout.largest_stored, plan.max_memory)
+        too_large(array.layout, needed, plan.max_memory)
         for array in plan.arrays
-        if array.moved and not array.linked and 2 * array.layout.largest_stored > plan.max_memory
+        if array.moved and not array.linked
+        if (needed := copy_bytes(array.layout.largest_stored)) > plan.max_memory
     ]
     if plan.destination is not None and not plan.destination.is_local:
         errors += bucket_commit.object_errors(plan.siblings, plan.max_memory)
@@ -300,7 +301,7 @@ def _layout(
     )
     compressors = {data.encoding.compressors for _, data in handle.roots()}
     same = handle.dtype == handle.stored_dtype and compressors <= {encoding.compressors}
-    sample = layout.chunk_bytes + cell * layout.read_itemsize
+    sample = in_memory(layout.chunk_bytes, cell * layout.read_itemsize, 0)
     if same or handle.same_name is not None:
         return layout
     if not encoding.compressors:

@@ -5,12 +5,13 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from reshard.arrays.boxes import grid_size
 from reshard.arrays.derived import stored_chunks
 from reshard.arrays.digests import Digest
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint, Item, Source
-from reshard.engine.budget import READ_OVERHEAD
-from reshard.engine.plan import ArrayPlan, grid_size
+from reshard.engine.budget import in_memory
+from reshard.engine.plan import ArrayPlan
 from reshard.errors import CorruptCheckpointError
 from reshard.hints import Hint
 from reshard.loader import orbax
@@ -98,7 +99,8 @@ def _read_back_cost(item: ItemPlan, handle: ArrayHandle, array: ArrayPlan) -> in
         return least_memory((handle,))
     itemsize = handle.dtype.itemsize
     encoded = item.format.encoding(handle).most_encoded(array.chunk, itemsize)
-    return encoded + 2 * math.prod(array.chunk) * itemsize + READ_OVERHEAD
+    decoded = math.prod(array.chunk) * itemsize
+    return in_memory(encoded + decoded, decoded, decoded)
 
 
 def records(

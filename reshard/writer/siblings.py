@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from reshard.arrays.handle import stored_name
 from reshard.checkpoint import Checkpoint
+from reshard.engine.budget import copy_bytes
 from reshard.errors import DestinationError
 from reshard.loader.detection import (
     CHECKPOINT_FILE,
@@ -251,11 +252,11 @@ def _copied_together(
     some: list[Sibling] = []
     nbytes = 0
     for sibling in todo:
-        if some and (len(some) == most or nbytes + 2 * sibling.nbytes > max_memory):
+        if some and (len(some) == most or copy_bytes(nbytes + sibling.nbytes) > max_memory):
             yield some
             some, nbytes = [], 0
         some.append(sibling)
-        nbytes += 2 * sibling.nbytes
+        nbytes += sibling.nbytes
     if some:
         yield some
 

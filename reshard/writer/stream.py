@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorstore as ts
 
-from reshard.arrays.boxes import Box, inside, shape_of
+from reshard.arrays.boxes import Box, grid_boxes, inside, shape_of
 from reshard.arrays.digests import Digest
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.engine.batches import Unit, in_batches
 from reshard.engine.budget import WINDOW, Budget, Reservation
-from reshard.engine.plan import ArrayPlan, co_read, grid_boxes
+from reshard.engine.plan import ArrayPlan, co_read
 from reshard.engine.read import Destination, Read, read
 from reshard.errors import CorruptCheckpointError, DestinationError, first_line
 from reshard.storage import bucket

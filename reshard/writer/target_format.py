@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 import tensorstore as ts
 
+from reshard.arrays.boxes import grid_boxes
 from reshard.arrays.handle import ArrayHandle, Derived
 from reshard.arrays.zarr import ZEROS, Encoding, codec, converted, parse_encoding
 from reshard.checkpoint import Checkpoint
-from reshard.engine.plan import grid_boxes
 from reshard.errors import ArgumentError
 from reshard.hints import Hint
 from reshard.storage.array_store import ZarrVersion
