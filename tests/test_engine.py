@@ -480,6 +480,27 @@ def test_a_job_reads_ahead_while_it_writes(columns, tmp_path, monkeypatch, memor
     assert_saved(tmp_path / "out", tree)
 
 
+@pytest.mark.parametrize("sampled", [True, False])
+def test_a_sample_of_a_codec_is_read_within_the_budget(tmp_path, monkeypatch, sampled):
+    """Only part of the chunk that it is in is kept."""
+    values = np.random.default_rng(0).integers(0, 1000, (1024, 1024), "uint32")
+    layouts.save_pytree(tmp_path / "saved", {"w": values}, use_ocdbt=False)
+    ckpt = reshard.open(tmp_path / "saved")
+    (handle,) = ckpt.arrays
+    (encoded,) = handle.stored_sizes()
+    memory = encoded + values.nbytes + (3 << 20 if sampled else 1 << 19)
+    seen = Watched(monkeypatch)
+    plan = reshard.plan(ckpt, max_memory=memory, chunks="64KiB", codec="zstd:-5")
+    assert plan.problems == ()
+    ((array,), as_stored) = plan.arrays, encoded / values.nbytes
+    if sampled:
+        assert encoded + values.nbytes < seen.peak <= memory
+        assert as_stored < array.layout.encoded_ratio < 1
+    else:
+        assert seen.peak == 0 and array.layout.encoded_ratio == as_stored
+    assert seen.used == 0
+
+
 @pytest.mark.parametrize(("memory", "serial"), MEMORY)
 def test_progress_counts_each_byte_once(columns, tmp_path, memory, serial):
     path, _ = columns
