@@ -9,7 +9,7 @@ from typing import Any
 from reshard.arrays.derived import stored_share, stored_values
 from reshard.arrays.handle import ArrayHandle, Derived, collision_error
 from reshard.checkpoint import Checkpoint
-from reshard.engine.budget import check_fits, copy_bytes, in_memory
+from reshard.engine.budget import check_fits, copy_bytes
 from reshard.engine.cost import Decoded, co_read_groups, decoded_together, first_cell
 from reshard.engine.plan import ArrayLayout, ArrayPlan, co_read, plan_array, too_large
 from reshard.errors import (
@@ -301,19 +301,19 @@ def _layout(
     )
     compressors = {data.encoding.compressors for _, data in handle.roots()}
     same = handle.dtype == handle.stored_dtype and compressors <= {encoding.compressors}
-    sample = in_memory(layout.chunk_bytes, cell * layout.read_itemsize, 0)
     if same or handle.same_name is not None:
         return layout
     if not encoding.compressors:
         return dataclasses.replace(layout, encoded_ratio=1.0)
-    if sample > max_memory:
-        return layout
     ratio = round(layout.encoded_ratio, 2)
     alike: tuple[Any, ...] = (handle.stored_dtype, handle.dtype, ratio, decoded > 1 << 20)
     if () in compressors:  # then what is stored says nothing
         alike = (*alike, handle.shape, handle.path[-1])
     if alike not in ratios:
-        ratios[alike] = form.encoded_ratio(handle)
+        measured = form.encoded_ratio(handle, max_memory)
+        if measured is None:
+            return layout
+        ratios[alike] = measured
     return dataclasses.replace(layout, encoded_ratio=ratios[alike])
 
 

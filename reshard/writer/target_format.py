@@ -11,14 +11,17 @@ from typing import NamedTuple
 import numpy as np
 import tensorstore as ts
 
-from reshard.arrays.boxes import grid_boxes
+from reshard.arrays.boxes import chunks_together, shape_of
 from reshard.arrays.handle import ArrayHandle, Derived
 from reshard.arrays.zarr import ZEROS, Encoding, codec, converted, parse_encoding
 from reshard.checkpoint import Checkpoint
+from reshard.engine.batches import Unit, in_batches
+from reshard.engine.budget import Budget, copy_bytes
+from reshard.engine.cost import first_cell
+from reshard.engine.read import Read, read
 from reshard.errors import ArgumentError
 from reshard.hints import Hint
 from reshard.storage.array_store import ZarrVersion
-from reshard.storage.location import checked
 from reshard.tree import format_path
 from reshard.units import format_bytes, parse_bytes
 
@@ -27,7 +30,7 @@ _FILE_BYTES = 2 << 30
 # What an array is stored as where no other one of the checkpoint says: as Orbax does it.
 _ORBAX = b'{"zarr_format":2,"shape":[],"dtype":"<f4","compressor":{"id":"zstd","level":1}}'
 _FILE_SIZE = Hint(("file_size", "256MiB"))
-# Elements of a sample of a codec: enough for it to settle, little to read.
+# Elements of a sample of a codec, at most: enough for it to settle, little to read.
 _SAMPLE = 1 << 18
 # Bytes that blosc takes at once: `BLOSC_MAX_BUFFERSIZE`.
 _MAX_BLOSC = (1 << 31) - 17
@@ -141,14 +144,30 @@ class TargetFormat(ZarrVersion):
         """Whether all that is stored of an array is as it is in the source, key for key."""
         return handle.stored is not None and handle.stored.encoding == self.encoding(handle)
 
-    def encoded_ratio(self, handle: ArrayHandle) -> float:
-        """Encoded bytes for each decoded byte, measured on part of the first chunk, which is
-        read."""
-        box = next(grid_boxes(handle.shape, handle.chunk_shape), None)
-        if box is None:
+    def encoded_ratio(self, handle: ArrayHandle, max_memory: int) -> float | None:
+        """Encoded bytes for each decoded byte, measured on part of the first chunk, which is read;
+        None where it does not fit into memory."""
+        if not handle.nbytes:
             return 1.0
-        read = checked(handle.view()[box].read(), f"{format_path(handle.path)}: its stored bytes")
-        values = handle.rounded(np.asarray(read).reshape(-1)[:_SAMPLE])
+        cell = shape_of(first_cell(handle))
+        sample = chunks_together(cell, (1,) * len(cell), _SAMPLE)
+        elements, itemsize = math.prod(sample), handle.dtype.itemsize
+        buffer = elements * handle.read_dtype.itemsize
+        encoded = self.encoding(handle).most_encoded((elements,), itemsize)
+        held = buffer + elements * itemsize + copy_bytes(encoded)
+        box = tuple(slice(0, size) for size in sample)
+        (batch,) = in_batches([Unit([Read(handle, box)], buffer, held)], max_memory, max_memory)
+        if batch.reading > max_memory:
+            return None
+        ratio = None
+        with Budget(max_memory) as budget:
+            for filled in read([batch], budget):
+                filled.check()
+                ratio = self._sampled_ratio(handle, np.asarray(filled.values[0]).reshape(-1))
+        return ratio
+
+    def _sampled_ratio(self, handle: ArrayHandle, values: np.ndarray) -> float:
+        """Encoded bytes for each decoded byte of some values of an array."""
         encoding = self.encoding(handle)._replace(transposes=())
         document = encoding.document(values.shape, values.shape, handle.dtype)
         context = ts.Context()
