@@ -480,6 +480,46 @@ def test_a_job_reads_ahead_while_it_writes(columns, tmp_path, monkeypatch, memor
     assert_saved(tmp_path / "out", tree)
 
 
+@pytest.mark.parametrize("large", [0, 5, 11])
+def test_copying_reads_the_next_batch_before_one_is_written(monkeypatch, tmp_path, large):
+    """Batches of two values, but for one that takes all of the budget."""
+    begun, waited = [], []
+
+    class Source:
+        def read(self, key):
+            begun.append(key)
+            promise, future = ts.Promise.new()
+            promise.set_result(ts.KvStore.ReadResult("value", f"value of {key}".encode()))
+            return future
+
+    def checked(future, what):
+        if "the stored value" in what:
+            waited.append(len(begun))
+        return future.result()
+
+    monkeypatch.setattr(stream, "checked", checked)
+    seen = Watched(monkeypatch)
+    store = ts.KvStore.open("memory://").result()
+    target = types.SimpleNamespace(
+        open=lambda: [store], begin=lambda: ts.Transaction(), directory=tmp_path
+    )
+    sizes = [100 if number == large else 10 for number in range(12)]
+    values = [(Source(), str(number), f"n{number}", size) for number, size in enumerate(sizes)]
+    progress, told = journal.ItemProgress(), []
+    with Budget(160) as budget:
+        stream.move_values(values, target, progress, budget, lambda: None, told.append)
+    assert seen.peak == 200 and seen.used == 0
+    assert progress.values == 12 and sum(told) == sum(sizes)
+    assert begun == list(map(str, range(12)))
+    assert {key: store[key] for key in store.list().result()} == {
+        f"n{number}".encode(): f"value of {number}".encode() for number in range(12)
+    }
+    ahead = [count - number - 1 for number, count in enumerate(waited)]
+    # Nothing is begun beside what takes it all.
+    assert max(ahead[: large or 1]) <= 3
+    assert sum(count > 1 for count in ahead) >= 6
+
+
 @pytest.mark.parametrize("sampled", [True, False])
 def test_a_sample_of_a_codec_is_read_within_the_budget(tmp_path, monkeypatch, sampled):
     """Only part of the chunk that it is in is kept."""
