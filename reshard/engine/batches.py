@@ -1,11 +1,13 @@
 """Boxes in batches: what is read together, since it shares stored chunks or is small."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 from reshard.engine.budget import in_memory
 from reshard.engine.cost import Chunks, ChunkUnion, chunks_of, total
 from reshard.engine.read import Batch, Read
+
+T = TypeVar("T")
 
 
 class Unit(NamedTuple):
@@ -41,6 +43,22 @@ def in_batches(units: Iterable[Unit], limit: int, most: int) -> Iterator[Batch]:
         open_batch.add(unit, new)
     if open_batch.reads:
         yield open_batch.close()
+
+
+def in_groups(
+    items: Iterable[T], nbytes: Callable[[T], int], limit: int, most: int | None = None
+) -> Iterator[list[T]]:
+    """Items in order, in groups of `limit` bytes, unless a single one has more, and of `most`."""
+    group: list[T] = []
+    size = 0
+    for item in items:
+        if group and (len(group) == most or size + nbytes(item) > limit):
+            yield group
+            group, size = [], 0
+        group.append(item)
+        size += nbytes(item)
+    if group:
+        yield group
 
 
 class _OpenBatch:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from reshard.arrays.handle import stored_name
 from reshard.checkpoint import Checkpoint
+from reshard.engine.batches import in_groups
 from reshard.engine.budget import copy_bytes
 from reshard.errors import DestinationError
 from reshard.loader.detection import (
@@ -235,7 +236,8 @@ def copy_siblings(
         return sibling.source.copy(copy, told, sibling.entry.nbytes)
 
     with concurrent.futures.ThreadPoolExecutor(_COPIES) as pool:
-        for some in _copied_together(todo, 1 if here else _COPIES, max_memory):
+        count = 1 if here else _COPIES
+        for some in in_groups(todo, lambda s: copy_bytes(s.nbytes), max_memory, count):
             run = map if len(some) == 1 else pool.map
             for sibling, sha256 in zip(some, run(hash_of, some), strict=True):
                 entry = sibling.entry
@@ -243,22 +245,6 @@ def copy_siblings(
                 if not here:
                     report(sibling.nbytes)
             advance()
-
-
-def _copied_together(
-    todo: Sequence[Sibling], most: int, max_memory: int
-) -> Iterator[list[Sibling]]:
-    """Files that are copied at once."""
-    some: list[Sibling] = []
-    nbytes = 0
-    for sibling in todo:
-        if some and (len(some) == most or copy_bytes(nbytes + sibling.nbytes) > max_memory):
-            yield some
-            some, nbytes = [], 0
-        some.append(sibling)
-        nbytes += sibling.nbytes
-    if some:
-        yield some
 
 
 def _is_copy(copy: Location, sibling: Sibling, sha256: str) -> bool:

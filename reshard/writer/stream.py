@@ -1,5 +1,6 @@
 """Array bytes from the source to the destination, batch by batch, in bounded memory."""
 
+import collections
 import functools
 import itertools
 import math
@@ -12,10 +13,10 @@ import tensorstore as ts
 from reshard.arrays.boxes import Box, grid_boxes, inside, shape_of
 from reshard.arrays.digests import Digest
 from reshard.arrays.handle import ArrayHandle, stored_name
-from reshard.engine.batches import Unit, in_batches
-from reshard.engine.budget import WINDOW, Budget, Reservation
+from reshard.engine.batches import Unit, in_batches, in_groups
+from reshard.engine.budget import WINDOW, Budget, Reservation, copy_bytes
 from reshard.engine.plan import ArrayPlan, co_read
-from reshard.engine.read import Destination, Read, read
+from reshard.engine.read import READ_AHEAD, Destination, Read, read
 from reshard.errors import CorruptCheckpointError, DestinationError, first_line
 from reshard.storage import bucket
 from reshard.storage.array_store import array_spec
@@ -25,6 +26,8 @@ from reshard.writer.journal import ItemProgress
 from reshard.writer.target_format import TargetFormat
 
 Report = Callable[[int], None]
+# A value that is being read: its key, its key in the target, and its stored bytes.
+_Copy = tuple[ts.Future, str, str, int]
 
 
 class Target(NamedTuple):
@@ -237,25 +240,19 @@ def move_values(
     report: Report,
 ) -> None:
     """Copies stored values as they are: for each where to read, its key there, its key in the
-    target, and its stored bytes. What has been committed already is left out."""
+    target, and its stored bytes. What has been committed already is left out. While a batch is
+    written, the next one is read."""
     stores = target.open()
-    batch_bytes = budget.limit // (2 * WINDOW)
     position = progress.values
     report(sum(size for _, _, _, size in values[:position]))
-    while position < len(values):
-        batch, size = [], 0
-        store = stores[position % len(stores)]
-        while position < len(values) and (not batch or size + values[position][3] <= batch_bytes):
-            batch.append(values[position])
-            size += values[position][3]
-            position += 1
-        budget.make_room(2 * size)
-        reservation = budget.reserve(2 * size)
-        reads = [(source.read(key), key, new) for source, key, new, _ in batch]
+    ahead: collections.deque[tuple[int, Sequence[_Copy], Reservation]] = collections.deque()
+
+    def write_oldest() -> None:
+        start, batch, reservation = ahead.popleft()
         transaction = target.begin()
-        writable = store.with_transaction(transaction)
+        writable = stores[start % len(stores)].with_transaction(transaction)
         writes = []
-        for value, key, new in reads:
+        for value, key, new, _ in batch:
             result = checked(value, f"the stored value `{key}`")
             if result.state != "value":
                 raise CorruptCheckpointError(f"the stored value `{key}` is missing")
@@ -263,9 +260,22 @@ def move_values(
         for write in writes:
             wait_written(write, target.directory)
         wait = functools.partial(wait_written, transaction.future, target.directory)
-        reservation.free_after(wait, functools.partial(progress.value_batch, position, committed))
+        done = functools.partial(progress.value_batch, start + len(batch), committed)
+        reservation.free_after(wait, done)
         transaction.commit_async()
-        report(size)
+        report(sum(size for _, _, _, size in batch))
+
+    for some in in_groups(values[position:], lambda value: value[3], budget.limit // (2 * WINDOW)):
+        nbytes = copy_bytes(sum(size for _, _, _, size in some))
+        budget.make_room(nbytes)
+        while ahead and (len(ahead) == READ_AHEAD or not budget.fits(nbytes)):
+            write_oldest()
+            budget.make_room(nbytes)
+        reads = [(source.read(key), key, new, size) for source, key, new, size in some]
+        ahead.append((position, reads, budget.reserve(nbytes)))
+        position += len(some)
+    while ahead:
+        write_oldest()
 
 
 def write_values(values: Mapping[str, bytes], target: Target) -> None:
