@@ -19,6 +19,9 @@ from reshard.storage.location import Location, parse_location
 from reshard.storage.ocdbt import MANIFEST, PROCESS
 
 TREE_FILE = "_METADATA"
+SHARDING_FILE = "_sharding"
+STRINGS_FILE = "_strings.json"
+ARRAYS_FOLDER = "array_metadatas"
 CHECKPOINT_FILE = "_CHECKPOINT_METADATA"
 V1_MARKER = "orbax.checkpoint"
 TEMPORARY = ".orbax-checkpoint-tmp"

@@ -17,7 +17,7 @@ from reshard.arrays.handle import ArrayHandle, StoredArray, stored_name
 from reshard.checkpoint import EMPTY_LEAVES, Checkpoint, Item, Leaf, Source
 from reshard.errors import CheckpointFormatError, CorruptCheckpointError
 from reshard.loader.array_metadata import parse_sharding, parse_zarr
-from reshard.loader.detection import TREE_FILE
+from reshard.loader.detection import ARRAYS_FOLDER, SHARDING_FILE, STRINGS_FILE, TREE_FILE
 from reshard.loader.json_documents import parse_json, read_json
 from reshard.storage.array_store import ArrayStore, name_problem
 from reshard.storage.bucket import REQUESTS
@@ -54,9 +54,9 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
             f"`{directory}` has no manifest.ocdbt, which its {TREE_FILE} promises: it was half "
             "written"
         )
-    shardings = read_json(directory / "_sharding") or {}
+    shardings = read_json(directory / SHARDING_FILE) or {}
     described, key_impls = _array_metadatas(directory)
-    strings = read_json(directory / "_strings.json") or {}
+    strings = read_json(directory / STRINGS_FILE) or {}
 
     metadata = store.read_metadata(
         stored_name(path)
@@ -144,7 +144,7 @@ def _array_store(directory: Location, document: dict[str, Any], requests: int) -
 
 def _array_metadatas(directory: Location) -> tuple[bool, dict[str, str]]:
     """Whether there are any, and the PRNG implementation by name of the array."""
-    folder = directory / "array_metadatas"
+    folder = directory / ARRAYS_FOLDER
     if folder.is_symlink():
         raise not_a_file(folder)
     names = folder.names() if folder.is_dir() else []

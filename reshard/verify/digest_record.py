@@ -23,7 +23,7 @@ from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle, StoredArray, array_text, stored_name
 from reshard.checkpoint import Checkpoint, Source
 from reshard.errors import CorruptCheckpointError, StoreError
-from reshard.loader.detection import PROGRESS_FILE
+from reshard.loader.detection import MARKER, PROGRESS_FILE
 from reshard.loader.json_documents import unique_keys
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import MANIFEST, PROCESS
@@ -35,7 +35,7 @@ _DIGEST, _SHA256 = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{64}")
 # What becomes `FILE` once it is complete.
 TEMPORARY = f"{FILE}.tmp"
 # Files that tell where a checkpoint is, or that it is complete.
-_NOT_RECORDED = (FILE, TEMPORARY, PROGRESS_FILE, "commit_success.txt")
+_NOT_RECORDED = (FILE, TEMPORARY, PROGRESS_FILE, MARKER)
 
 
 @dataclasses.dataclass(frozen=True)

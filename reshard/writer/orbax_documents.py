@@ -12,6 +12,7 @@ import numpy as np
 
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint, Leaf, empty_name
+from reshard.loader.detection import ARRAYS_FOLDER, SHARDING_FILE, STRINGS_FILE, TREE_FILE
 from reshard.sharding.mesh import (
     MAX_DEVICE_IDS,
     NamedSharding,
@@ -28,11 +29,11 @@ def documents(
 ) -> dict[str, bytes]:
     """File name -> content of an item's documents, from the chunk shapes in the destination."""
     strings = _nested({stored_name(p): leaf for p, leaf in ckpt.items() if isinstance(leaf, str)})
-    found = {"_METADATA": _tree(ckpt, target), "_sharding": _shardings(ckpt)}
+    found = {TREE_FILE: _tree(ckpt, target), SHARDING_FILE: _shardings(ckpt)}
     if ckpt.source.described:
-        found["array_metadatas/process_0"] = _array_metadatas(ckpt, chunks)
+        found[f"{ARRAYS_FOLDER}/process_0"] = _array_metadatas(ckpt, chunks)
     if strings:
-        found["_strings.json"] = strings
+        found[STRINGS_FILE] = strings
     return {name: json.dumps(document).encode() for name, document in found.items()}
 
 

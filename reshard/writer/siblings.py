@@ -16,9 +16,12 @@ from reshard.engine.batches import in_groups
 from reshard.engine.budget import copy_bytes
 from reshard.errors import DestinationError
 from reshard.loader.detection import (
+    ARRAYS_FOLDER,
     CHECKPOINT_FILE,
     MARKER,
     PROGRESS_FILE,
+    SHARDING_FILE,
+    STRINGS_FILE,
     TEMPORARY,
     TREE_FILE,
     is_step,
@@ -34,10 +37,10 @@ from reshard.writer import commit
 # Names in an item's directory that the writer makes itself, but for arrays and staged databases.
 WRITTEN = frozenset(
     {
-        "_METADATA",
-        "_sharding",
-        "array_metadatas",
-        "_strings.json",
+        TREE_FILE,
+        SHARDING_FILE,
+        ARRAYS_FOLDER,
+        STRINGS_FILE,
         MANIFEST,
         "d",
         MARKER,
@@ -50,7 +53,7 @@ _COPIES = 32
 # Files of a tree of arrays that hold nothing but encoded values or nodes of a B-tree, by what is in
 # the directory above: neither Orbax nor TensorStore writes to one again once it is complete.
 _IMMUTABLE = (
-    (re.compile(r"(.+)/d/[0-9a-f]+", re.DOTALL), "manifest.ocdbt"),
+    (re.compile(r"(.+)/d/[0-9a-f]+", re.DOTALL), MANIFEST),
     (re.compile(r"(.+)/\d+(?:\.\d+)*", re.DOTALL), ".zarray"),
     (re.compile(r"(.+)/c(?:/\d+)*", re.DOTALL), "zarr.json"),
 )

@@ -11,12 +11,9 @@ from reshard.hints import Hint
 from reshard.storage.array_store import name_problem
 from reshard.storage.ocdbt import PROCESS
 from reshard.tree import Path, format_path
-from reshard.verify.digest_record import FILE
-from reshard.writer.siblings import MARKER, is_sibling
+from reshard.writer.siblings import WRITTEN, is_sibling
 from reshard.writer.target_format import TargetFormat
 
-# Files of an item, where an array of plain files would have its directory.
-_DOCUMENTS = {"_METADATA", "_sharding", "_strings.json", "array_metadatas", "manifest.ocdbt"}
 # Bytes of the name of a file or a directory.
 _MAX_NAME = 255
 
@@ -42,7 +39,7 @@ def _not_files(ckpt: Checkpoint) -> Iterator[str]:
     taken = {name for name in directory.names() if is_sibling(ckpt, directory / name)}
     if not ckpt.source.store.ocdbt:  # what is beside an array is beside it as before
         taken = {name for name in taken if not (directory / name).is_dir()}
-    taken |= {*_DOCUMENTS, MARKER, FILE}
+    taken |= WRITTEN - {"d"}  # which is in databases alone
     for array in ckpt.arrays:
         parts = stored_name(array.path).split("/")
         if not {"", "."}.isdisjoint(parts):
