@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from reshard.errors import TreeMismatchError
-from reshard.sharding.mesh import Spec
+from reshard.sharding.mesh import Shape, Spec
 
-Shape = tuple[int, ...]
 Box = tuple[slice, ...]
 T = TypeVar("T")
 

@@ -61,6 +61,12 @@ def parse_dtype(dtype: Any) -> np.dtype:
         ) from error
 
 
+def kind_of(dtype: np.dtype) -> str:
+    """The kind of a dtype: of JAX's own as well `f`, `i` or `u`, by their names."""
+    named = {"bfloat": "f", "float": "f", "int": "i", "uint": "u"}
+    return next((kind for name, kind in named.items() if dtype.name.startswith(name)), dtype.kind)
+
+
 def is_floating(dtype: np.dtype) -> bool:
     """Whether a dtype is floating-point, JAX's own included."""
-    return dtype.kind == "f" or dtype.name.startswith(("bfloat", "float"))
+    return kind_of(dtype) == "f"

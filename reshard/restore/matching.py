@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from reshard.arrays.dtypes import is_floating
+from reshard.arrays.dtypes import kind_of
 from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Checkpoint, Leaf
 from reshard.errors import TreeMismatchError
@@ -249,7 +249,7 @@ def _differing_in(leaf: TargetLeaf, value: Leaf, cast: bool | str) -> str | None
     if not isinstance(value, ArrayHandle):
         return None if leaf.kind == "str" and isinstance(value, str) else "kind"
     if leaf.kind in _SCALARS:
-        fits = value.shape == () and _dtype_kind(value.dtype) in _SCALARS[leaf.kind]
+        fits = value.shape == () and kind_of(value.dtype) in _SCALARS[leaf.kind]
         return None if fits else "kind"
     if leaf.kind == "key":
         fits = (leaf.key_impl, leaf.shape) == (value.key_impl, value.shape[:-1])
@@ -265,7 +265,7 @@ def _differing_in(leaf: TargetLeaf, value: Leaf, cast: bool | str) -> str | None
 def _fits(leaf: TargetLeaf, value: ArrayHandle, dtype: np.dtype, cast: bool | str) -> bool:
     """Whether values may be cast to the target's dtype. Integers are checked one by one as they are
     read; a Python scalar has no dtype of its own."""
-    old, new = _dtype_kind(value.dtype), _dtype_kind(dtype)
+    old, new = kind_of(value.dtype), kind_of(dtype)
     if value.dtype == dtype:
         return True
     if value.dtype != value.stored_dtype:  # a cast by the user, which another would undo
@@ -300,15 +300,6 @@ def keeps_values(old: np.dtype, new: np.dtype) -> bool:
         bits = f"u{old.itemsize}"
         same = back.view(bits) == values.view(bits)
         return bool(np.all(same | (np.isnan(values) & np.isnan(back))))
-
-
-def _dtype_kind(dtype: np.dtype) -> str:
-    """`f` and `i` also for JAX's own dtypes."""
-    if is_floating(dtype):
-        return "f"
-    if dtype.name.startswith(("int", "uint")):
-        return "i" if dtype.name.startswith("int") else "u"
-    return dtype.kind
 
 
 def mismatch_error(

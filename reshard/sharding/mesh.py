@@ -16,6 +16,7 @@ from typing import Any
 
 from reshard.errors import ShardingError
 
+Shape = tuple[int, ...]
 Spec = tuple[tuple[str, ...], ...]
 
 # Above this many devices their ids are not written down: readers then take them in order.

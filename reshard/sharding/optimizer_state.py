@@ -9,10 +9,9 @@ import collections
 import itertools
 from collections.abc import Iterable
 
-from reshard.sharding.mesh import Spec
+from reshard.sharding.mesh import Shape, Spec
 from reshard.tree import Path
 
-Shape = tuple[int, ...]
 # Among more parameters than this that a leaf may belong to, none is looked for.
 _MAX_OWNERS = 8
 

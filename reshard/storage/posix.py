@@ -256,11 +256,6 @@ def device(destination: AnyPath) -> int:
     return os.stat(_there(destination)).st_dev
 
 
-def same_filesystem(source: AnyPath, destination: AnyPath) -> bool:
-    """Whether hard links from one to the other can be tried."""
-    return os.stat(source).st_dev == device(destination)
-
-
 def on_local_disk(path: AnyPath) -> bool:
     """Whether a file system is known to be of this host alone. Linux says of which kind it is."""
     if not hasattr(_LIBC, "syncfs"):

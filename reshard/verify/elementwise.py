@@ -14,6 +14,7 @@ import math
 import numpy as np
 
 from reshard.arrays.boxes import Box, Shape, shape_of, start_of
+from reshard.arrays.dtypes import kind_of
 
 # Elements that are looked at together: what is made of them stays in a core's cache.
 _SLAB = 1 << 13
@@ -156,10 +157,10 @@ def _common(one: np.dtype, other: np.dtype) -> np.dtype:
 
 
 def _widest(dtype: np.dtype) -> np.dtype:
-    """The widest dtype of the kind of a dtype; JAX's own have a kind by their names."""
+    """The widest dtype of the kind of a dtype."""
     if dtype.kind == "c":
         return np.dtype(np.complex128)
-    if dtype.kind in "iub" or dtype.name.startswith(("int", "uint")):
+    if kind_of(dtype) in "iub":
         return np.dtype(np.uint64 if dtype == np.uint64 else np.int64)
     return np.dtype(np.float64)
 

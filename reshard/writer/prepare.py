@@ -239,7 +239,9 @@ def _item(
     store = ckpt.source.store
     can_link = link and form.shares and store.directory.is_local
     if can_link and destination is not None:
-        can_link = destination.is_local and posix.same_filesystem(store.directory, destination)
+        can_link = destination.is_local and (
+            posix.device(store.directory) == posix.device(destination)
+        )
     files = files_to_link(store, form, handles, arrays) if can_link else None
     arrays = [
         dataclasses.replace(
