@@ -4,12 +4,13 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from reshard.convert.user_code import load, own_line
 from reshard.errors import ReshardError, ShardingError
 from reshard.sharding.mesh import Mesh
+from reshard.sharding.rules import axes_of
 
 _EXAMPLE = [
     'rules = [["embed", "data"], ["vocab", ["data", "model"]], ["kv", []]]',
@@ -74,32 +75,26 @@ def read_rules(path: str) -> tuple[Pairs | None, Pairs]:
         raise ShardingError(f"--rules {path}: it cannot be read", [str(error)], _EXAMPLE) from error
     problems = [f"{key}: not known" for key in document if key not in ("rules", "specs")]
     rules, specs = document.get("rules"), document.get("specs", [])
-    problems += [f"rules: {entry!r}" for entry in _wrong(rules or [], _is_axes)]
-    problems += [f"specs: {entry!r}" for entry in _wrong(specs, _is_spec)]
+    problems += [f"rules: {e!r}" for e in _entries(rules or []) if axes_of(e) is None]
+    problems += [f"specs: {e!r}" for e in _entries(specs) if not _is_spec(e)]
     if problems:
         raise ShardingError(f"--rules {path}: it has entries that are no rules", problems, _EXAMPLE)
     return None if rules is None else _frozen(rules), _frozen(specs)
 
 
-def _wrong(entries: Any, fits: Callable[[Any], bool]) -> list[Any]:
-    """What is no pair of text and a value that fits."""
-    if not isinstance(entries, list):
-        return [entries]
-    pairs = (e if isinstance(e, list) and len(e) == 2 else (None, None) for e in entries)
-    right = [isinstance(text, str) and fits(value) for text, value in pairs]
-    return [entry for entry, is_right in zip(entries, right, strict=True) if not is_right]
+def _entries(entries: Any) -> list[Any]:
+    return entries if isinstance(entries, list) else [entries]
 
 
-def _is_axes(value: Any) -> bool:
-    """A mesh axis, or a list of them."""
-    return isinstance(value, str) or (
-        isinstance(value, list) and all(isinstance(axis, str) for axis in value)
-    )
-
-
-def _is_spec(value: Any) -> bool:
-    """A list with axes for each dimension, or text as `--spec` takes it."""
-    return isinstance(value, str) or (isinstance(value, list) and all(map(_is_axes, value)))
+def _is_spec(entry: Any) -> bool:
+    """Whether it is a pair of text and a spec: text as `--spec` takes it, or the axes of each
+    dimension."""
+    match entry:
+        case [str(), str()]:
+            return True
+        case [str(), [*dimensions]]:
+            return all(axes_of(["", axes]) is not None for axes in dimensions)
+    return False
 
 
 def _frozen(entries: list[list[Any]]) -> Pairs:

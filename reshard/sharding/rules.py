@@ -107,7 +107,7 @@ def parse_rules(rules: Any, names: Iterable[str]) -> tuple[Rule, ...]:
         pairs = [rules]
     parsed, problems = [], []
     for pair in pairs:
-        axes = _axes(pair)
+        axes = axes_of(pair)
         if axes is None:
             problems.append(repr(pair))
         else:
@@ -133,7 +133,7 @@ def _asked(rules: Callable[..., Any], names: Iterable[str]) -> list[tuple[str, A
     return pairs
 
 
-def _axes(pair: Any) -> tuple[str, ...] | None:
+def axes_of(pair: Any) -> tuple[str, ...] | None:
     """The mesh axes of a rule, or None if it is no rule."""
     if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
         return None
