@@ -176,6 +176,11 @@ def describe(leaf: Leaf) -> str:
     return leaf.describe() if isinstance(leaf, ArrayHandle) else repr(leaf)
 
 
+def kind_text(leaf: Leaf) -> str:
+    """A leaf without its layout: `float32[8,4]`, `key<rbg> uint32[4]`, `'text'`, `{}`."""
+    return leaf.kind_text if isinstance(leaf, ArrayHandle) else repr(leaf)
+
+
 def empty_name(leaf: Leaf) -> str:
     """What Orbax calls a leaf without a value."""
     return _EMPTY_NAMES[type(leaf)]

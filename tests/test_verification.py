@@ -568,7 +568,7 @@ def test_differences_from_another_checkpoint(tmp_path):
         f"`{one}`: 8 arrays read, 4 compared with digests, 9 problems\n"
         f"  b: its values are not those of `{other}`\n"
         f"  dtype: it is int32[3], in `{other}` uint32[3]\n"
-        f"  key: it is uint32[2], threefry2x32 keys, in `{other}` uint32[2]\n"
+        f"  key: it is key<threefry2x32> uint32[2], in `{other}` uint32[2]\n"
         f"  kind: it is 'text', in `{other}` float64[1]\n"
         f"  layers/1: its values are not those of `{other}`\n"
         f"  mine: `{other}` does not have it\n"

@@ -8,14 +8,20 @@ each; such arrays are read together, so that it is decoded once.
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from reshard.arrays import zarr
 from reshard.arrays.boxes import Box, Shape
 from reshard.arrays.dtypes import is_floating
-from reshard.arrays.handle import ArrayHandle, Derived, Outputs, StoredArray, check_names
+from reshard.arrays.handle import (
+    ArrayHandle,
+    Derived,
+    Outputs,
+    StoredArray,
+    StoredChunk,
+    check_names,
+)
 from reshard.arrays.operations import Apply, Constant, Crop, Operation, Pad
 from reshard.arrays.zarr import Encoding
 from reshard.errors import TreeMismatchError
@@ -135,27 +141,16 @@ def _shardings(
     ]
 
 
-def stored_boxes(handle: ArrayHandle, box: Box) -> Iterator[tuple[ArrayHandle, StoredArray, Box]]:
-    """The boxes of stored arrays that a box of an array is computed from."""
-    if isinstance(handle.data, StoredArray):
-        yield handle, handle.data, box
-        return
-    inputs = handle.data.inputs
-    shapes = [source.shape for source in inputs]
-    for number, part in handle.data.operation.sources(handle.data.part, box, shapes):
-        yield from stored_boxes(inputs[number], part)
-
-
-def applied_boxes(handle: ArrayHandle, box: Box) -> Iterator[ArrayHandle]:
-    """The arrays that functions make on the way to a box, which they do as a whole."""
-    if isinstance(handle.data, StoredArray):
-        return
-    inputs = handle.data.inputs
-    if isinstance(handle.data.operation, Apply):
-        yield handle
-    shapes = [source.shape for source in inputs]
-    for number, part in handle.data.operation.sources(handle.data.part, box, shapes):
-        yield from applied_boxes(inputs[number], part)
+def sources(handle: ArrayHandle, box: Box) -> Iterator[tuple[ArrayHandle, Box]]:
+    """The arrays, with a box of each, that a box of an array is computed from: stored ones, and
+    those that functions make on the way, which they do as a whole."""
+    data = handle.data
+    if isinstance(data, StoredArray) or isinstance(data.operation, Apply):
+        yield handle, box
+    if isinstance(data, Derived):
+        shapes = [source.shape for source in data.inputs]
+        for number, part in data.operation.sources(data.part, box, shapes):
+            yield from sources(data.inputs[number], part)
 
 
 def stored_share(handle: ArrayHandle) -> int:
@@ -171,49 +166,33 @@ def stored_share(handle: ArrayHandle) -> int:
     return whole * own // of if of else 0
 
 
-class StoredChunk(NamedTuple):
-    """A stored value that an array consists of: the name of the stored array that it belongs to,
-    its key below that name, and its key below the name of the array that consists of it."""
-
-    name: str
-    key: str
-    new_key: str
-    value: StoredValue
-
-
-def stored_chunks(handle: ArrayHandle, encoding: Encoding) -> list[StoredChunk] | None:
-    """The stored values that an array consists of as they are, to be stored in an encoding: chunks,
-    and for arrays that are stored just so also their metadata. None where it has to be decoded."""
+def stored_chunks(handle: ArrayHandle, encoding: Encoding) -> dict[str, StoredChunk] | None:
+    """The stored values that an array consists of as they are, by their keys below its name, to be
+    stored in an encoding: chunks, and for arrays that are stored just so also their metadata. None
+    where it has to be decoded."""
     if handle.dtype != handle.stored_dtype:
         return None
-    data, rank = handle.data, len(handle.shape)
+    data = handle.data
     if isinstance(data, StoredArray):
         if data.encoding == encoding:
             values = data.store.values[data.name]
-            return [StoredChunk(data.name, key, key, value) for key, value in values.items()]
+            return {key: StoredChunk(data.name, key, value) for key, value in values.items()}
         if data.encoding.codecs != encoding.codecs:
             return None
-        return [
-            StoredChunk(data.name, key, encoding.chunk_key(index), value)
-            for key, value in data.chunks.items()
-            for index in [data.encoding.chunk_index(key, rank)]
-        ]
-    alike = {
-        (stored.encoding.codecs, stored.encoding.ignores_unit_axes, math.prod(root.chunk_shape))
-        for root, stored in handle.roots()
-    }
-    if alike != {(encoding.codecs, True, math.prod(handle.chunk_shape))}:
-        return None
+    else:
+        alike = {
+            (stored.encoding.codecs, stored.encoding.ignores_unit_axes, math.prod(root.chunk_shape))
+            for root, stored in handle.roots()
+        }
+        if alike != {(encoding.codecs, True, math.prod(handle.chunk_shape))}:
+            return None
     remapped = handle.remapped_chunks()
     if remapped is None:
         return None
-    return [
-        StoredChunk(name, key, encoding.chunk_key(index), value)
-        for name, key, value, index in remapped
-    ]
+    return {encoding.chunk_key(chunk.index): chunk for chunk in remapped}
 
 
 def stored_values(handle: ArrayHandle, encoding: Encoding) -> list[StoredValue] | None:
     """The values of `stored_chunks`."""
     chunks = stored_chunks(handle, encoding)
-    return None if chunks is None else [chunk.value for chunk in chunks]
+    return None if chunks is None else [chunk.value for chunk in chunks.values()]

@@ -16,19 +16,19 @@ from reshard.arrays.operations import Apply, Operation, Stack, Unstack
 from reshard.arrays.zarr import Encoding, parse_encoding
 from reshard.errors import CorruptCheckpointError
 from reshard.hints import Hint
-from reshard.sharding.mesh import NamedSharding, Sharding, format_spec
+from reshard.sharding.mesh import NamedSharding, Sharding, SingleDeviceSharding, format_spec
 from reshard.storage.array_store import ArrayStore, StoredValue
 from reshard.tree import Path, format_path
 
 
-class RemappedChunk(NamedTuple):
-    """A stored chunk that is a chunk of another array as it is: the name of the stored array that
-    it belongs to, its key below that name, and its place in the grid of the other array."""
+class StoredChunk(NamedTuple):
+    """A stored value that is one of an array as it is: the name of the stored array that it belongs
+    to, its key below that name, and, of a chunk, its place in the grid of the array."""
 
     name: str
     key: str
     value: StoredValue
-    index: tuple[int, ...]
+    index: Shape = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Outputs:
         return self.operation.views([handle.stored_view() for handle in self.inputs])
 
     @functools.cached_property
-    def remapped(self) -> "list[list[RemappedChunk]] | None":
+    def remapped(self) -> "list[list[StoredChunk]] | None":
         """The stored chunks that each output consists of; None where some are computed."""
         operation = self.operation
         if isinstance(operation, Stack):
@@ -121,7 +121,7 @@ class Outputs:
             if chunks is None:
                 return None
             axis = operation.axis % len(source.shape)
-            layers: list[list[RemappedChunk]] = [[] for _ in range(operation.count)]
+            layers: list[list[StoredChunk]] = [[] for _ in range(operation.count)]
             for chunk in chunks:
                 index = chunk.index[:axis] + chunk.index[axis + 1 :]
                 layers[chunk.index[axis]].append(chunk._replace(index=index))
@@ -252,7 +252,7 @@ class ArrayHandle:
             return self.data.outputs.views[self.data.part]
         return self.data.view()
 
-    def remapped_chunks(self) -> list[RemappedChunk] | None:
+    def remapped_chunks(self) -> list[StoredChunk] | None:
         """The stored chunks that it consists of as they are; None where it is computed from
         them."""
         if isinstance(self.data, Derived):
@@ -261,16 +261,31 @@ class ArrayHandle:
         rank = len(self.shape)
         encoding = self.data.encoding
         return [
-            RemappedChunk(self.data.name, key, value, encoding.chunk_index(key, rank))
+            StoredChunk(self.data.name, key, value, encoding.chunk_index(key, rank))
             for key, value in self.data.chunks.items()
         ]
 
     def describe(self) -> str:
         """It in a few words: `float32[16,24] P('data', None)`."""
+        sharded = isinstance(self.sharding, NamedSharding)
         text = array_text(self.dtype.name, self.shape)
+        return f"{text} {self.sharding_text}" if sharded else text
+
+    @property
+    def kind_text(self) -> str:
+        """What it holds: `float32[8,4]`, `key<rbg> uint32[4]`."""
+        text = array_text(self.dtype.name, self.shape)
+        return text if self.key_impl is None else f"key<{self.key_impl}> {text}"
+
+    @property
+    def sharding_text(self) -> str:
+        """How it is laid out: `P('data', None)`, `on TFRT_CPU_0`, `numpy`; empty if nothing says
+        so."""
         if isinstance(self.sharding, NamedSharding):
-            text += f" {format_spec(self.sharding.spec)}"
-        return text
+            return format_spec(self.sharding.spec)
+        if isinstance(self.sharding, SingleDeviceSharding):
+            return f"on {self.sharding.device}"
+        return {"np.ndarray": "numpy", "scalar": "Python scalar"}.get(self.value_type, "")
 
     def __repr__(self) -> str:
         return f"<{format_path(self.path)}: {self.describe()}>"

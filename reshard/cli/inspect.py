@@ -16,7 +16,6 @@ from reshard.loader import open as open_checkpoint
 from reshard.loader.detection import step_number
 from reshard.sharding.mesh import (
     NamedSharding,
-    Sharding,
     SingleDeviceSharding,
     format_spec,
     parse_mesh,
@@ -115,7 +114,7 @@ def _row(path: Path, leaf: Leaf) -> tuple[str, ...]:
         kind,
         format_bytes(leaf.nbytes),
         chunks,
-        _spec(leaf.sharding, leaf.value_type),
+        leaf.sharding_text,
     )
 
 
@@ -125,14 +124,6 @@ def _dims(shape: tuple[int, ...]) -> str:
 
 def _kind(leaf: Leaf) -> str:
     return {str: "string", type(None): "None"}.get(type(leaf), f"empty {type(leaf).__name__}")
-
-
-def _spec(sharding: Sharding | None, value_type: str) -> str:
-    if isinstance(sharding, NamedSharding):
-        return format_spec(sharding.spec)
-    if isinstance(sharding, SingleDeviceSharding):
-        return f"on {sharding.device}"
-    return {"np.ndarray": "numpy", "scalar": "Python scalar"}.get(value_type, "")
 
 
 def _document(ckpt: Checkpoint, leaves: list[tuple[Path, Leaf]]) -> dict[str, Any]:
@@ -187,7 +178,7 @@ def _show_sharding(ckpt: Checkpoint, name: str, mesh: str | None, as_json: bool)
         sharding = NamedSharding(parse_mesh(mesh, ckpt.meshes), spec)
     if not isinstance(sharding, NamedSharding):
         raise ShardingError(
-            f"{name} was saved without a mesh ({_spec(sharding, leaf.value_type)})",
+            f"{name} was saved without a mesh ({leaf.sharding_text})",
             hints=[f"--sharding {name} --mesh data=1,model=8"],
         )
     problems = spec_problems(leaf.shape, sharding.mesh, sharding.spec)

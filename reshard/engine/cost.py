@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from reshard.arrays.boxes import Box, Shape, chunk_ranges, grid_boxes
-from reshard.arrays.derived import applied_boxes, stored_boxes
+from reshard.arrays.derived import sources
 from reshard.arrays.handle import ArrayHandle, Derived
 
 Ranges = tuple[tuple[int, int], ...]
@@ -98,14 +98,15 @@ def _hull(one: Ranges, other: Ranges) -> Ranges:
 def chunks_of(handle: ArrayHandle, box: Box) -> list[Chunks]:
     """The stored chunks that a box is decoded from; and what functions make on the way to it."""
     found = []
-    for stored, data, part in stored_boxes(handle, box):
-        shape, chunk = stored.shape, stored.chunk_shape
-        ranges = chunk_ranges(part, chunk)
-        decoded = math.prod(chunk) * stored.stored_dtype.itemsize
+    for source, part in sources(handle, box):
+        data, shape, chunk = source.data, source.shape, source.chunk_shape
+        if isinstance(data, Derived):
+            found.append(_applied(source))
+            continue
+        decoded = math.prod(chunk) * source.stored_dtype.itemsize
         chunk_bytes = decoded + data.store.largest_chunk(data.name)
-        found.append(Chunks((id(data.store), data.name), ranges, shape, chunk, chunk_bytes))
-    for made in applied_boxes(handle, box):
-        found.append(_applied(made))
+        array = id(data.store), data.name
+        found.append(Chunks(array, chunk_ranges(part, chunk), shape, chunk, chunk_bytes))
     return found
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from reshard import tree
 from reshard.arrays.digests import Digest
-from reshard.arrays.handle import ArrayHandle, array_text, check_names
-from reshard.checkpoint import Checkpoint, Leaf
+from reshard.arrays.handle import ArrayHandle, check_names
+from reshard.checkpoint import Checkpoint, Leaf, kind_text
 from reshard.errors import ArgumentError, CorruptCheckpointError, TreeMismatchError
 from reshard.hints import Hint
 from reshard.loader import open as open_checkpoint
-from reshard.sharding.mesh import NamedSharding, SingleDeviceSharding, format_spec
+from reshard.sharding.mesh import NamedSharding, format_spec
 from reshard.tree import Path, format_path, parse_globs
 from reshard.units import parse_bytes
 from reshard.verify.differences import Diff, Difference
@@ -130,11 +130,11 @@ def diff(
         elif path in moved:
             found.append(Difference("moved", path, format_path(path), format_path(moved[path])))
         else:
-            found.append(Difference("removed", path, _described(leaf), None))
+            found.append(Difference("removed", path, kind_text(leaf), None))
     here |= set(moved.values())
     for path, leaf in in_b.items():
         if path not in here:
-            found.append(Difference("added", path, None, _described(leaf)))
+            found.append(Difference("added", path, None, kind_text(leaf)))
     compared = len(pairs) - not_compared
     return Diff(*names, tuple(found), values, float(rtol), float(atol), compared, not_compared)
 
@@ -262,7 +262,7 @@ def _differences(path: Path, partner: Path, a: Leaf, b: Leaf, layout: bool) -> I
     elif isinstance(a, str) and isinstance(b, str):
         compared.append(("string", a, b))
     else:
-        compared.append(("kind", _described(a), _described(b)))
+        compared.append(("kind", kind_text(a), kind_text(b)))
     for what, one, other in compared:
         if one != other:
             yield Difference(what, path, one, other)
@@ -285,18 +285,7 @@ def _laid_out(handle: ArrayHandle) -> str:
         while spec and not spec[-1]:
             spec = spec[:-1]
         return f"{format_spec(spec)} on {sharding.mesh}"
-    if isinstance(sharding, SingleDeviceSharding):
-        return f"on {sharding.device}"
-    names = {"np.ndarray": "numpy", "scalar": "Python scalar"}
-    return names.get(handle.value_type, "no sharding")
-
-
-def _described(leaf: Leaf) -> str:
-    """A leaf without its layout: `float32[8,4]`, `key<rbg> uint32[4]`, `'text'`, `{}`."""
-    if isinstance(leaf, ArrayHandle):
-        kind = array_text(leaf.dtype.name, leaf.shape)
-        return kind if leaf.key_impl is None else f"key<{leaf.key_impl}> {kind}"
-    return repr(leaf)
+    return handle.sharding_text or "no sharding"
 
 
 def moves(removed: Mapping[Path, Any], added: Mapping[Path, Any]) -> dict[Path, Path]:

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from reshard.arrays.handle import ArrayHandle, array_text, stored_name
-from reshard.checkpoint import Checkpoint, Leaf
+from reshard.arrays.handle import ArrayHandle, stored_name
+from reshard.checkpoint import Checkpoint, kind_text
 from reshard.errors import CorruptCheckpointError, DestinationError, ReshardError, printable
 from reshard.hints import Hint
 from reshard.loader import open as open_checkpoint
@@ -247,16 +247,9 @@ def _other_leaves(
     for path, leaf in ckpt.items():
         if path not in there:
             found[path] = f"{name} does not have it"
-        elif _kind(leaf) != _kind(other[there[path]]):
-            found[path] = f"it is {_kind(leaf)}, in {name} {_kind(other[there[path]])}"
+        elif (kind := kind_text(leaf)) != (its := kind_text(other[there[path]])):
+            found[path] = f"it is {kind}, in {name} {its}"
     return found | {path: f"only {name} has it" for path in other if path not in here}
-
-
-def _kind(leaf: Leaf) -> str:
-    if not isinstance(leaf, ArrayHandle):
-        return repr(leaf)
-    keys = f", {leaf.key_impl} keys" if leaf.key_impl else ""
-    return array_text(leaf.dtype.name, leaf.shape) + keys
 
 
 def reason(error: ReshardError, path: Path) -> str:

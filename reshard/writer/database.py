@@ -189,11 +189,10 @@ def merge(
                 below = own / f"{old}/"
                 copies.append(below.experimental_copy_range_to(root / f"{new}/"))
                 continue
-            for chunk in stored_chunks(handle, target.encoding(handle)) or ():
+            for key, chunk in (stored_chunks(handle, target.encoding(handle)) or {}).items():
                 if chunk.value.part == part:
                     one = own / f"{chunk.name}/{chunk.key}"
-                    moved = root / f"{new}/{chunk.new_key}"
-                    copies.append(one.experimental_copy_range_to(moved, _ONE_KEY))
+                    copies.append(one.experimental_copy_range_to(root / f"{new}/{key}", _ONE_KEY))
     for stage in stages:
         spec = stage_spec(directory, stage, target.file_bytes)
         written = ts.KvStore.open(spec, context=context).result()

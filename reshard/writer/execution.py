@@ -327,10 +327,9 @@ def _write(
 
     stores = functools.cache(store.kvstore)
     values = [
-        (stores(chunk.name), chunk.key, f"{name}/{chunk.new_key}", chunk.value.size)
+        (stores(chunk.name), chunk.key, f"{stored_name(h.path)}/{key}", chunk.value.size)
         for h in item.copied
-        for name in [stored_name(h.path)]
-        for chunk in stored_chunks(h, form.encoding(h)) or ()
+        for key, chunk in (stored_chunks(h, form.encoding(h)) or {}).items()
     ]
     metadata = {
         f"{stored_name(h.path)}/{form.metadata_key}": form.metadata(

@@ -191,7 +191,7 @@ def check_whole(item: ItemPlan, directory: Location) -> None:
             if plans[handle.path].moved:
                 source = sources[handle.path]
                 moved = stored_chunks(source, item.format.encoding(source)) or ()
-                chunks = sum(chunk.new_key != store.metadata_key for chunk in moved)
+                chunks = sum(key != store.metadata_key for key in moved)
             if found < chunks:
                 raise CorruptCheckpointError(
                     f"{chunks - found} of the {chunks} chunks of {format_path(handle.path)} are "
