@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from reshard.arrays.handle import ArrayHandle, stored_name
+from reshard.arrays.handle import ArrayHandle, array_text, stored_name
 from reshard.sharding.mesh import Mesh, NamedSharding
 from reshard.storage.array_store import ArrayStore
 from reshard.storage.location import Location
@@ -178,7 +178,10 @@ def describe(leaf: Leaf) -> str:
 
 def kind_text(leaf: Leaf) -> str:
     """A leaf without its layout: `float32[8,4]`, `key<rbg> uint32[4]`, `'text'`, `{}`."""
-    return leaf.kind_text if isinstance(leaf, ArrayHandle) else repr(leaf)
+    if not isinstance(leaf, ArrayHandle):
+        return repr(leaf)
+    text = array_text(leaf.dtype.name, leaf.shape)
+    return text if leaf.key_impl is None else f"key<{leaf.key_impl}> {text}"
 
 
 def empty_name(leaf: Leaf) -> str:

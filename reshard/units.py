@@ -29,6 +29,11 @@ def format_bytes(count: float) -> str:
     raise AssertionError("unreachable")
 
 
+def whole_kib(count: int) -> str:
+    """So many bytes, or a few more, as `parse_bytes` takes them: `17KiB`."""
+    return f"{math.ceil(count / 2**10)}KiB"
+
+
 def parse_bytes(
     value: float | str, lacks: str = "not a number of bytes", hint: str = "`256MiB`, `1GiB`"
 ) -> int:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorstore as ts
 
-from reshard.arrays.boxes import Shape
+from reshard.arrays.boxes import Shape, chunk_ranges, grid_boxes, grid_size
 from reshard.arrays.dtypes import round_once, rounds_twice
 from reshard.arrays.operations import Apply, Operation, Stack, Unstack
 from reshard.arrays.zarr import Encoding, parse_encoding
@@ -54,29 +53,28 @@ class StoredArray:
         local = self.store.directory.is_local
         array = self.store.open_array(self.name, self.metadata, self.store.fills and local)
         if self.encoding.is_blosc:
-            nbytes = math.prod(_chunk_shape(array)) * array.dtype.numpy_dtype.itemsize
+            nbytes = math.prod(chunk_shape_of(array)) * array.dtype.numpy_dtype.itemsize
             self.store.check_blosc(self.name, nbytes)
         return self._filled(array) if self.store.fills and not local else array
 
     def _filled(self, array: ts.TensorStore) -> ts.TensorStore:
         """A view of an array in a bucket in which the chunks that were never stored have the fill
         value: one that was listed, and is gone, is an error."""
-        chunk = _chunk_shape(array)
-        grid = [range(-(-size // part)) for size, part in zip(array.shape, chunk, strict=True)]
-        stored = self.store.values[self.name]
-        if len(self.chunks) == math.prod(map(len, grid)):
+        chunk, stored = chunk_shape_of(array), self.store.values[self.name]
+        if len(self.chunks) == grid_size(array.shape, chunk):
             return array
         filling = self.store.open_array(self.name, self.metadata, True)
         absent = [
-            filling[tuple(slice(n * part, min((n + 1) * part, size)) for n, part, size in box)]
-            for cell in itertools.product(*grid)
-            if self.encoding.chunk_key(cell) not in stored
-            for box in [list(zip(cell, chunk, array.shape, strict=True))]
+            filling[box]
+            for box in grid_boxes(array.shape, chunk)
+            if self.encoding.chunk_key(tuple(first for first, _ in chunk_ranges(box, chunk)))
+            not in stored
         ]
         return ts.overlay([array, *absent])
 
 
-def _chunk_shape(array: ts.TensorStore) -> Shape:
+def chunk_shape_of(array: ts.TensorStore) -> Shape:
+    """The shape of the stored chunks of an array that is open."""
     return tuple(size or 1 for size in array.chunk_layout.write_chunk.shape or ())
 
 
@@ -214,8 +212,7 @@ class ArrayHandle:
             return [size for handle in self.data.inputs for size in handle.stored_sizes()]
         store, name = self.data.store, self.data.name
         sizes = [value.size for value in self.data.chunks.values()]
-        pairs = zip(self.shape, self.chunk_shape, strict=True)
-        expected = math.prod(math.ceil(size / chunk) for size, chunk in pairs)
+        expected = grid_size(self.shape, self.chunk_shape)
         if len(sizes) < expected and not store.fills:
             raise CorruptCheckpointError(
                 f"{format_path(self.path)}: {expected - len(sizes)} of its {expected} stored "
@@ -269,23 +266,7 @@ class ArrayHandle:
         """It in a few words: `float32[16,24] P('data', None)`."""
         sharded = isinstance(self.sharding, NamedSharding)
         text = array_text(self.dtype.name, self.shape)
-        return f"{text} {self.sharding_text}" if sharded else text
-
-    @property
-    def kind_text(self) -> str:
-        """What it holds: `float32[8,4]`, `key<rbg> uint32[4]`."""
-        text = array_text(self.dtype.name, self.shape)
-        return text if self.key_impl is None else f"key<{self.key_impl}> {text}"
-
-    @property
-    def sharding_text(self) -> str:
-        """How it is laid out: `P('data', None)`, `on TFRT_CPU_0`, `numpy`; empty if nothing says
-        so."""
-        if isinstance(self.sharding, NamedSharding):
-            return format_spec(self.sharding.spec)
-        if isinstance(self.sharding, SingleDeviceSharding):
-            return f"on {self.sharding.device}"
-        return {"np.ndarray": "numpy", "scalar": "Python scalar"}.get(self.value_type, "")
+        return f"{text} {sharding_text(self)}" if sharded else text
 
     def __repr__(self) -> str:
         return f"<{format_path(self.path)}: {self.describe()}>"
@@ -294,6 +275,15 @@ class ArrayHandle:
 def array_text(dtype: str, shape: tuple[int, ...]) -> str:
     """`float32[16,24]`."""
     return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def sharding_text(handle: ArrayHandle) -> str:
+    """How an array is laid out: `P('data', None)`, `on cpu:0`, `numpy`; else nothing."""
+    if isinstance(handle.sharding, NamedSharding):
+        return format_spec(handle.sharding.spec)
+    if isinstance(handle.sharding, SingleDeviceSharding):
+        return f"on {handle.sharding.device}"
+    return {"np.ndarray": "numpy", "scalar": "Python scalar"}.get(handle.value_type, "")
 
 
 def stored_name(path: Path) -> str:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from reshard.arrays.boxes import Shape
+from reshard.arrays.boxes import Shape, grid_size
 
 Document = dict[str, Any]
 
@@ -98,7 +98,7 @@ def check_size(shape: Shape, chunk: Shape, itemsize: int) -> None:
     nbytes = math.prod(shape) * itemsize
     if nbytes > _MOST_BYTES:
         raise ValueError(f"an array of {list(shape)} has {nbytes} bytes: no model does")
-    count = math.prod(math.ceil(size / c) for size, c in zip(shape, chunk, strict=True))
+    count = grid_size(shape, chunk)
     if count > _MOST_CHUNKS:
         raise ValueError(
             f"an array of {list(shape)} in chunks of {list(chunk)} has {count} of them"

@@ -1,13 +1,13 @@
 """`reshard inspect`: what a checkpoint holds."""
 
 import json
-import math
 from typing import Any
 
 import click
 
 from reshard import tree
-from reshard.arrays.handle import ArrayHandle, collision_error
+from reshard.arrays.boxes import grid_size
+from reshard.arrays.handle import ArrayHandle, collision_error, sharding_text
 from reshard.checkpoint import Checkpoint, Leaf
 from reshard.cli import output
 from reshard.cli.options import AS_JSON, CONCURRENCY, ITEM, STEP
@@ -105,7 +105,7 @@ def _header(ckpt: Checkpoint) -> list[str]:
 def _row(path: Path, leaf: Leaf) -> tuple[str, ...]:
     if not isinstance(leaf, ArrayHandle):
         return (format_path(path), "", _kind(leaf), "", "", repr(leaf) if leaf else "")
-    count = math.prod(math.ceil(s / c) for s, c in zip(leaf.shape, leaf.chunk_shape, strict=True))
+    count = grid_size(leaf.shape, leaf.chunk_shape)
     chunks = f"{count} x {_dims(leaf.chunk_shape)}" if count != 1 else "1"
     kind = leaf.dtype.name if leaf.key_impl is None else f"key<{leaf.key_impl}>"
     return (
@@ -114,7 +114,7 @@ def _row(path: Path, leaf: Leaf) -> tuple[str, ...]:
         kind,
         format_bytes(leaf.nbytes),
         chunks,
-        leaf.sharding_text,
+        sharding_text(leaf),
     )
 
 
@@ -178,7 +178,7 @@ def _show_sharding(ckpt: Checkpoint, name: str, mesh: str | None, as_json: bool)
         sharding = NamedSharding(parse_mesh(mesh, ckpt.meshes), spec)
     if not isinstance(sharding, NamedSharding):
         raise ShardingError(
-            f"{name} was saved without a mesh ({leaf.sharding_text})",
+            f"{name} was saved without a mesh ({sharding_text(leaf)})",
             hints=[f"--sharding {name} --mesh data=1,model=8"],
         )
     problems = spec_problems(leaf.shape, sharding.mesh, sharding.spec)

@@ -7,7 +7,6 @@ larger than the limit, when nothing else is in flight.
 
 import collections
 import contextlib
-import math
 import os
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -16,7 +15,7 @@ from typing import NamedTuple
 from reshard.errors import MemoryLimitError
 from reshard.hints import Hint
 from reshard.tree import Path, format_path
-from reshard.units import format_bytes
+from reshard.units import format_bytes, whole_kib
 
 # Beyond this, more bytes in flight make no core busier; they only touch more memory.
 IN_FLIGHT_PER_CORE = 72 << 20
@@ -73,7 +72,7 @@ def check_fits(costs: Iterable[tuple[Path, int]], max_memory: int) -> None:
         raise MemoryLimitError(
             f"one chunk, encoded and decoded, does not fit into {format_bytes(max_memory)}",
             [f"{format_path(path)}: {format_bytes(cost)}" for path, cost in too_large],
-            [Hint(("max_memory", f"{math.ceil(least / 2**10)}KiB"), " is the least that reads it")],
+            [Hint(("max_memory", whole_kib(least)), " is the least that reads it")],
             least,
         )
 

@@ -21,12 +21,12 @@ import itertools
 import math
 from collections.abc import Hashable, Iterator, Sequence
 
-from reshard.arrays.boxes import Box, Shape, grid_boxes, grid_size
+from reshard.arrays.boxes import Box, Shape, common_multiple, grid_boxes, grid_size
 from reshard.engine.budget import in_memory, room
 from reshard.errors import MemoryLimitError
 from reshard.hints import Hint
 from reshard.tree import Path, format_path
-from reshard.units import format_bytes
+from reshard.units import format_bytes, whole_kib
 
 # An array whose boxes would take no more than this together is one box: fewer, larger reads.
 WHOLE_ARRAY = 1 << 22
@@ -239,9 +239,7 @@ class _Candidate:
 
 
 def _candidate(array: ArrayLayout, chunk: Shape, split: int) -> _Candidate:
-    dims = zip(array.shape, array.source_chunk, chunk, strict=True)
-    box = tuple(max(min(math.lcm(a, c), size), 1) for size, a, c in dims)
-    return _Candidate(chunk, box, split)
+    return _Candidate(chunk, common_multiple((array.source_chunk, chunk), array.shape), split)
 
 
 def _splits(array: ArrayLayout, most: int | None) -> list[_Candidate]:
@@ -342,7 +340,7 @@ def too_large(array: ArrayLayout, needed: int, max_memory: int) -> MemoryLimitEr
     """The error for an array of which one stored chunk takes `needed` bytes to rewrite."""
     decoded = math.prod(array.source_chunk) * array.source_itemsize
     one_pass = array.one_pass(array.source_chunk)
-    least, once = (f"{math.ceil(n / 2**10)}KiB" for n in (needed, one_pass))
+    least, once = map(whole_kib, (needed, one_pass))
     hints = [Hint(("max_memory", least), " is the least that rewrites it")]
     if one_pass // 2**10 > needed // 2**10:
         hints.append(Hint(("max_memory", once), " reads each chunk once"))

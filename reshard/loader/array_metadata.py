@@ -15,6 +15,7 @@ import tensorstore as ts
 
 from reshard.arrays import zarr
 from reshard.arrays.boxes import Shape
+from reshard.arrays.handle import chunk_shape_of
 from reshard.compat import missing_dtype
 from reshard.errors import first_line
 from reshard.loader.json_documents import parse_json
@@ -78,7 +79,7 @@ def parse_zarr(metadata: bytes, driver: str) -> ZarrArray:
     if dtype.kind not in "biufc" and not hasattr(ml_dtypes, dtype.name):
         raise ValueError(f"{array.dtype.name} is no dtype of arrays of numbers")
     shape = tuple(array.shape)
-    chunks = tuple(size or 1 for size in array.chunk_layout.write_chunk.shape or ())
+    chunks = chunk_shape_of(array)
     zarr.check_size(shape, chunks, dtype.itemsize)
     pairs = zip(shape, chunks, strict=True)
     if 0 not in shape and any(chunk > size for size, chunk in pairs):

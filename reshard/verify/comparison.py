@@ -11,7 +11,7 @@ from typing import Any
 
 from reshard import tree
 from reshard.arrays.digests import Digest
-from reshard.arrays.handle import ArrayHandle, check_names
+from reshard.arrays.handle import ArrayHandle, check_names, sharding_text
 from reshard.checkpoint import Checkpoint, Leaf, kind_text
 from reshard.errors import ArgumentError, CorruptCheckpointError, TreeMismatchError
 from reshard.hints import Hint
@@ -285,7 +285,7 @@ def _laid_out(handle: ArrayHandle) -> str:
         while spec and not spec[-1]:
             spec = spec[:-1]
         return f"{format_spec(spec)} on {sharding.mesh}"
-    return handle.sharding_text or "no sharding"
+    return sharding_text(handle) or "no sharding"
 
 
 def moves(removed: Mapping[Path, Any], added: Mapping[Path, Any]) -> dict[Path, Path]:

@@ -4,7 +4,15 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
-from reshard.arrays.boxes import Box, Shape, chunks_together, grid_boxes, grid_size, shape_of
+from reshard.arrays.boxes import (
+    Box,
+    Shape,
+    chunks_together,
+    common_multiple,
+    grid_boxes,
+    grid_size,
+    shape_of,
+)
 from reshard.arrays.digests import Digest
 from reshard.arrays.handle import ArrayHandle, Derived
 from reshard.engine.batches import Unit, in_batches
@@ -78,17 +86,16 @@ def _units(
             for places in zip(*boxes, strict=True):
                 for number, box in zip(numbers, places, strict=True):
                     if number not in failed:
-                        elements = math.prod(shape_of(box))
-                        buffers = elements * sum(h.read_dtype.itemsize for h in groups[number])
-                        held = elements * sum(map(_held, groups[number]))
                         reads = [Read(handle, box, number) for handle in groups[number]]
-                        yield Unit(reads, buffers, held)
+                        yield Unit(reads, *_buffers(groups[number], math.prod(shape_of(box))))
 
 
-def _held(handle: ArrayHandle) -> int:
-    """Bytes of an element that has been read: where it is rounded, as it was and as it is."""
-    rounds = handle.read_dtype != handle.dtype
-    return handle.read_dtype.itemsize + rounds * handle.dtype.itemsize
+def _buffers(group: Group, elements: int) -> tuple[int, int]:
+    """Bytes that so many elements of each array are read into, and bytes of them once they have
+    been read: where they are rounded, as they were and as they are."""
+    read = sum(handle.read_dtype.itemsize for handle in group)
+    rounded = sum(h.dtype.itemsize for h in group if h.read_dtype != h.dtype)
+    return elements * read, elements * (read + rounded)
 
 
 def least_memory(group: Group) -> int:
@@ -101,10 +108,8 @@ def _cost(group: Group, box: Shape) -> int:
     decoding = sum(
         grid_size(box, handle.chunk_shape) * decoded_together([handle]).nbytes for handle in group
     )
-    dims = zip(box, group[0].shape, strict=True)
-    elements = math.prod(min(size, whole) for size, whole in dims)
-    buffers = elements * sum(handle.read_dtype.itemsize for handle in group)
-    return in_memory(decoding, buffers, elements * sum(map(_held, group)), len(group))
+    elements = math.prod(map(min, box, group[0].shape))
+    return in_memory(decoding, *_buffers(group, elements), len(group))
 
 
 def counted(whole: int, progress: Progress | None) -> Callable[[int], None]:
@@ -146,13 +151,10 @@ def read_digests(
 def _grid(group: Group, limit: int, max_memory: int) -> Shape | None:
     """Whole chunks of all arrays of a group, several if they are small; None where they are too
     large."""
-    first = group[0]
-    box = first.chunk_shape
-    for other in group[1:]:
-        sizes = zip(box, other.chunk_shape, first.shape, strict=True)
-        box = tuple(max(min(math.lcm(a, b), size), 1) for a, b, size in sizes)
+    shape = group[0].shape
+    box = common_multiple([handle.chunk_shape for handle in group], shape)
     cost = _cost(group, box)
-    return None if cost > max_memory else chunks_together(first.shape, box, max(limit // cost, 1))
+    return None if cost > max_memory else chunks_together(shape, box, max(limit // cost, 1))
 
 
 def _boxes(group: Group, grid: Shape | None) -> Iterator[Box]:

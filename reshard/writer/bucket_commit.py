@@ -3,7 +3,6 @@ checkpoint for anybody until its markers are there, which are written last."""
 
 import contextlib
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 
@@ -21,7 +20,7 @@ from reshard.loader.detection import MARKER, PROGRESS_FILE, manager_steps
 from reshard.storage import bucket
 from reshard.storage.location import Location
 from reshard.storage.lock import Lock
-from reshard.units import format_bytes
+from reshard.units import format_bytes, whole_kib
 from reshard.writer.commit import UNFINISHED_PREFIX, check_apart
 from reshard.writer.job_plan import Plan
 from reshard.writer.journal import CLEAR, Journal
@@ -92,12 +91,11 @@ def object_errors(found: Sequence[Sibling], max_memory: int) -> list[ReshardErro
     if not large:
         return []
     least = copy_bytes(max(sibling.nbytes for sibling in large))
-    text = f"{math.ceil(least / 2**10)}KiB"
     return [
         MemoryLimitError(
             f"files that are copied do not fit in {format_bytes(max_memory)}",
             [f"`{s.source}` has {format_bytes(s.nbytes)}, and is written at once" for s in large],
-            [Hint(("max_memory", text), " is the least that copies it")],
+            [Hint(("max_memory", whole_kib(least)), " is the least that copies it")],
             least,
         )
     ]

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from reshard.arrays.boxes import shape_of
 from reshard.arrays.derived import stored_share, stored_values
 from reshard.arrays.handle import ArrayHandle, Derived, collision_error
 from reshard.checkpoint import Checkpoint
@@ -280,7 +281,7 @@ def _layout(
     if isinstance(handle.data, Derived) and moved is not None:
         stored = sum(value.size for value in moved)
     decoded = math.prod(handle.shape) * handle.stored_dtype.itemsize
-    cell = math.prod(part.stop - part.start for part in first_cell(handle))
+    cell = math.prod(shape_of(first_cell(handle)))
     alone = together if co_read == 1 else decoded_together([handle])
     layout = ArrayLayout(
         path=handle.path,
@@ -331,7 +332,7 @@ def with_passes(plans: Sequence[ArrayPlan], handles: Sequence[ArrayHandle]) -> l
     for group in co_read(plans):
         if len(group) > 1 and not group[0].serial:
             members = [by_path[array.layout.path] for array in group]
-            cell = math.prod(part.stop - part.start for part in first_cell(members[0]))
+            cell = math.prod(shape_of(first_cell(members[0])))
             each = _amplification(decoded_together(members), cell * len(members))
             passes |= {array.layout.path: each for array in group}
     return [
