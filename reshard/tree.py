@@ -41,6 +41,17 @@ def format_path(path: Path) -> str:
     return "/".join(map(format_key, path)) or "."
 
 
+def nested(leaves: Iterable[tuple[Path, Any]]) -> dict[Key, Any]:
+    """Values in dicts inside of one another, by their paths."""
+    root: dict[Key, Any] = {}
+    for path, value in leaves:
+        node = root
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = value
+    return root
+
+
 def split_path(text: str) -> tuple[str, ...]:
     """The keys of a printed path, all as `str`: the inverse of `format_path` up to ints. Raises
     ArgumentError where a component is empty, its quotes do not close, or there are too many."""

@@ -26,7 +26,7 @@ from reshard.restore.matching import Mismatch, TargetLeaf, likely_renames, match
 from reshard.restore.pytrees import StateLeaf, flatten_state, is_variable, target_leaf
 from reshard.restore.target_mesh import to_mesh
 from reshard.sharding.mesh import Mesh, NamedSharding, normalize_spec, parse_mesh, spec_problems
-from reshard.tree import Path, format_glob, format_path, match_globs, parse_globs
+from reshard.tree import Path, format_glob, format_path, match_globs, nested, parse_globs
 from reshard.units import parse_bytes
 
 Progress = Callable[[int], None]
@@ -323,17 +323,12 @@ def _restore_raw(ckpt: Checkpoint, mesh: Any, budget: int | None, report: Progre
 
 def _nested(leaves: dict[Path, Any]) -> Any:
     """Containers around leaves: a list for positions, a dict for other keys."""
-    children: dict[Path, dict[Any, Any]] = {}
-    for path in leaves:
-        for end in range(len(path)):
-            children.setdefault(path[:end], {})[path[end]] = path[: end + 1]
 
-    def build(path: Path) -> Any:
-        if path not in children:
-            return leaves[path]
-        inside = children[path]
-        if all(isinstance(key, int) for key in inside):
-            return [build(inside[key]) for key in sorted(inside)]
-        return {key: build(below) for key, below in inside.items()}
+    def build(node: Any) -> Any:
+        if not isinstance(node, dict) or not node:  # a dict that is a leaf is empty
+            return node
+        if all(isinstance(key, int) for key in node):
+            return [build(node[key]) for key in sorted(node)]
+        return {key: build(below) for key, below in node.items()}
 
-    return build(())
+    return build(nested(leaves.items()))

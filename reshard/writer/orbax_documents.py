@@ -20,7 +20,7 @@ from reshard.sharding.mesh import (
     shard_shape,
     spec_entries,
 )
-from reshard.tree import Key, Path
+from reshard.tree import Key, Path, nested
 from reshard.writer.target_format import TargetFormat
 
 
@@ -28,7 +28,11 @@ def documents(
     ckpt: Checkpoint, chunks: Mapping[Path, tuple[int, ...]], target: TargetFormat
 ) -> dict[str, bytes]:
     """File name -> content of an item's documents, from the chunk shapes in the destination."""
-    strings = _nested({stored_name(p): leaf for p, leaf in ckpt.items() if isinstance(leaf, str)})
+    strings = nested(  # Orbax nests their names at each slash
+        (tuple(stored_name(path).split("/")), leaf)
+        for path, leaf in ckpt.items()
+        if isinstance(leaf, str)
+    )
     found = {TREE_FILE: _tree(ckpt, target), SHARDING_FILE: _shardings(ckpt)}
     if ckpt.source.described:
         found[f"{ARRAYS_FOLDER}/process_0"] = _array_metadatas(ckpt, chunks)
@@ -62,12 +66,6 @@ def _tree(ckpt: Checkpoint, target: TargetFormat) -> dict[str, Any]:
 def _in_order(paths: Iterable[Path]) -> Iterator[Path]:
     """The paths with the positions of each list ascending: Orbax before 0.12 appends to lists as it
     reads, so it fails where a position comes before a smaller one."""
-    root: dict[Key, Any] = {}
-    for path in paths:
-        node = root
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = path
 
     def below(node: dict[Key, Any]) -> Iterator[Path]:
         positions = all(isinstance(key, int) for key in node)
@@ -77,7 +75,7 @@ def _in_order(paths: Iterable[Path]) -> Iterator[Path]:
             else:
                 yield node[key]
 
-    return below(root)
+    return below(nested((path, path) for path in paths))
 
 
 def _without_write_shapes(node: Any) -> Any:
@@ -145,15 +143,3 @@ def _array_metadatas(ckpt: Checkpoint, chunks: Mapping[Path, tuple[int, ...]]) -
             if array.value_type == "jax.Array"
         ]
     }
-
-
-def _nested(strings: dict[str, str]) -> dict[str, Any]:
-    """Orbax nests the strings' names at each slash."""
-    document: dict[str, Any] = {}
-    for name, text in strings.items():
-        *above, last = name.split("/")
-        node = document
-        for key in above:
-            node = node.setdefault(key, {})
-        node[last] = text
-    return document
