@@ -15,10 +15,9 @@ from typing import Any
 
 import tensorstore as ts
 
-from reshard.arrays.derived import stored_chunks, stored_values
+from reshard.arrays.derived import stored_chunks
 from reshard.arrays.handle import ArrayHandle
 from reshard.engine.budget import WINDOW
-from reshard.engine.plan import ArrayPlan
 from reshard.errors import CorruptCheckpointError
 from reshard.storage import bucket, posix
 from reshard.storage.array_store import ArrayStore, names_above
@@ -70,22 +69,12 @@ def _writable(spec: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]
     return spec | {"config": {**config, "manifest_kind": "single"}, "assume_config": True}
 
 
-def files_to_link(
-    store: ArrayStore,
-    form: TargetFormat,
-    handles: Sequence[ArrayHandle],
-    arrays: Sequence[ArrayPlan],
-) -> dict[str, int]:
+def files_to_link(store: ArrayStore, verbatim: Sequence[Sequence[StoredValue]]) -> dict[str, int]:
     """Data files, with their bytes, of which enough stays in use, by arrays that only need such
-    files.
+    files. `verbatim` is what is stored of each array that is copied verbatim.
 
     Enough is a good part of the file, or all of it that the source itself uses.
     """
-    verbatim = [
-        stored_values(handle, form.encoding(handle)) or ()
-        for handle, array in zip(handles, arrays, strict=True)
-        if array.moved
-    ]
     if not verbatim:
         return {}
     used = _bytes_by_file(values.values() for values in store.values.values())

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard.arrays.derived import stored_chunks
@@ -38,9 +38,7 @@ from reshard.writer.siblings import (
     source_state,
     write_markers,
 )
-from reshard.writer.stream import Target, move_values, write_boxes, write_values
-
-Report = Callable[[int], None]
+from reshard.writer.stream import Report, Target, move_values, write_boxes, write_values
 
 
 class ItemJob(NamedTuple):

@@ -27,6 +27,7 @@ from reshard.loader.detection import step_number, why_not_replaceable
 from reshard.sharding.mesh import NamedSharding, shard_shape, spec_problems
 from reshard.storage import posix
 from reshard.storage.location import Location, parse_location
+from reshard.storage.ocdbt import StoredValue
 from reshard.tree import Path, format_path
 from reshard.units import parse_bytes
 from reshard.writer import bucket_commit, commit
@@ -227,12 +228,17 @@ def _item(
     ratios: dict[tuple[Any, ...], float] = {}
     handles: list[ArrayHandle] = []
     arrays: list[ArrayPlan] = []
+    stored: list[list[StoredValue] | None] = []  # where it is copied verbatim
     for number, handle in enumerate(whole):
         try:
-            layout = _layout(handle, form, sizes[number], *groups[number], ratios, max_memory)
+            values = stored_values(handle, form.encoding(handle))
+            layout = _layout(
+                handle, form, values, sizes[number], *groups[number], ratios, max_memory
+            )
             array = plan_array(layout, chunks, max_memory)
             form.check_chunk(handle, array.chunk)
             arrays.append(array)
+            stored.append(values if array.moved else None)
             handles.append(handle)
         except ReshardError as error:
             errors.append(error)
@@ -243,14 +249,10 @@ def _item(
         can_link = destination.is_local and (
             posix.device(store.directory) == posix.device(destination)
         )
-    files = files_to_link(store, form, handles, arrays) if can_link else None
+    files = files_to_link(store, [v for v in stored if v is not None]) if can_link else None
     arrays = [
-        dataclasses.replace(
-            array,
-            linked=array.moved
-            and is_linked(stored_values(handle, form.encoding(handle)) or (), files),
-        )
-        for handle, array in zip(handles, arrays, strict=True)
+        dataclasses.replace(array, linked=values is not None and is_linked(values, files))
+        for array, values in zip(arrays, stored, strict=True)
     ]
     record = NO_RECORD
     try:
@@ -264,6 +266,7 @@ def _item(
 def _layout(
     handle: ArrayHandle,
     form: TargetFormat,
+    moved: Sequence[StoredValue] | None,
     sizes: Sequence[int],
     group: int,
     co_read: int,
@@ -271,12 +274,11 @@ def _layout(
     ratios: dict[tuple[Any, ...], float],
     max_memory: int,
 ) -> ArrayLayout:
-    """What the planner needs to know of an array, which is stored in `sizes` bytes a chunk, and
-    belongs to a co-read group. `ratios` are those measured so far, of arrays in another dtype or
-    with another codec: arrays that compress alike as they are stored are taken to compress alike
-    then, too."""
+    """What the planner needs to know of an array, which is stored in `sizes` bytes a chunk, may be
+    `moved` as these values, and belongs to a co-read group. `ratios` are those measured so far, of
+    arrays in another dtype or with another codec: arrays that compress alike as they are stored are
+    taken to compress alike then, too."""
     encoding = form.encoding(handle)
-    moved = stored_values(handle, encoding)
     stored = stored_share(handle)
     if isinstance(handle.data, Derived) and moved is not None:
         stored = sum(value.size for value in moved)
