@@ -172,14 +172,10 @@ def _finish(ahead: "collections.deque[_Started]") -> Iterator[Filled]:
                 checked(future, f"{format_path(read.handle.path)}: its stored bytes")
             except ReshardError as error:
                 errors.setdefault(number, error)
-        failed = number in errors
-        filled.values.append(None if failed else _rounded(read.handle, started.buffers[number]))
+        buffer = None if number in errors else started.buffers[number]
+        filled.values.append(None if buffer is None else read.handle.rounded(buffer))
     ahead.popleft()
     started.buffers.clear()
     started.reservation.shrink(batch.held)
     yield filled
     filled.close()
-
-
-def _rounded(handle: ArrayHandle, buffer: np.ndarray | None) -> np.ndarray | None:
-    return None if buffer is None else handle.rounded(buffer)

@@ -24,7 +24,6 @@ from reshard.arrays.dtypes import is_floating
 from reshard.arrays.handle import ArrayHandle
 from reshard.engine.batches import Unit, in_batches
 from reshard.engine.budget import (
-    READ_OVERHEAD,
     WINDOW,
     Budget,
     Reservation,
@@ -85,7 +84,7 @@ def read_arrays(
     if found:
         raise CorruptCheckpointError("stored chunks are missing", [str(error) for error in found])
     chunks = (decoded_together([load.handle]).nbytes for load in loads)
-    largest = max(chunks, default=0) + READ_OVERHEAD
+    largest = in_memory(max(chunks, default=0), 0, 0)
     limit = in_flight(sys.maxsize if max_memory is None else max_memory, cores(), largest)
     groups = _arranged(loads, limit // WINDOW, max_memory)
     if max_memory is not None:
