@@ -83,8 +83,7 @@ def read_arrays(
             found.append(error)
     if found:
         raise CorruptCheckpointError("stored chunks are missing", [str(error) for error in found])
-    chunks = (decoded_together([load.handle]).nbytes for load in loads)
-    largest = in_memory(max(chunks, default=0), 0, 0)
+    largest = in_memory(max((load.chunk_bytes for load in loads), default=0), 0, 0)
     limit = in_flight(sys.maxsize if max_memory is None else max_memory, cores(), largest)
     groups = _arranged(loads, limit // WINDOW, max_memory)
     if max_memory is not None:
@@ -123,7 +122,7 @@ def _arranged(loads: "Sequence[_Load]", limit: int, max_memory: int | None) -> "
             groups += [group] if len(starts) == 1 else [[load] for load in group]
             continue
         for load in group:
-            load.cut(limit, decoded_together([load.handle]).nbytes, 1)
+            load.cut(limit, load.chunk_bytes, 1)
             groups.append([load])
     return groups
 
@@ -137,6 +136,7 @@ class _Load:
         self._dtype = request.dtype
         self._sharding = request.sharding
         handle.stored_sizes()  # says so if chunks are missing
+        self.chunk_bytes = decoded_together([handle]).nbytes
         self._shards = local_shards(handle.shape, request.sharding)
         self._converts = handle.read_dtype != handle.dtype or handle.dtype != request.dtype
         held = sum(map(math.prod, self._shards.shapes)) * request.dtype.itemsize
@@ -187,7 +187,7 @@ class _Load:
     @property
     def least(self) -> int:
         """Bytes that reading a single chunk takes."""
-        return self.takes(self.handle.chunk_shape, decoded_together([self.handle]).nbytes, 1)
+        return self.takes(self.handle.chunk_shape, self.chunk_bytes, 1)
 
     def unit(self, box: Box, budget: Budget) -> Unit:
         """What it takes to read a box; the first one takes the shards' buffers, too."""
