@@ -267,6 +267,20 @@ def test_an_order_that_is_contradicted_in_one_module_decides_nothing_in_its_like
     assert text.count(OTHER_ORDER) == 2
 
 
+def test_an_order_that_is_contradicted_decides_nothing_in_a_like_module_that_a_map_renames(tmp_path):
+    source = saved(tmp_path / "linen", pairs())
+    rules = [("params/Pair_0/Dense_0", "first/y"), ("params/Pair_0/Dense_1", "first/x")]
+    rules += [("params/Pair_1", "params/second")]
+    (tmp_path / "map.toml").write_text(renames(rules))
+    text = outcome(
+        lambda: reshard.to_nnx(source, Pairs, map_file=tmp_path / "map.toml"), {}, tmp_path
+    )
+    for inner in ("x and second/y", "x_norm and second/y_norm"):
+        kind = "LayerNorm" if "norm" in inner else "Dense"
+        told = f"second/{kind}_0 and second/{kind}_1, perhaps second/{inner}: {OTHER_ORDER}"
+        assert told in text
+
+
 def test_a_map_that_agrees_leaves_the_rest_to_the_order_in_both_directions(tmp_path):
     true = {
         f"Pair_{i}/{kind}_{j}": f"{where}/{'xy'[j]}{suffix}"
