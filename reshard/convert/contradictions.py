@@ -108,7 +108,7 @@ class _Evidence:
             if len(group) < 2 or wrong.isdisjoint(self._parents(group)):
                 continue
             linen, nnx = ([_text(pair[side]) for pair in group] for side in (0, 1))
-            if all(keys not in self._was[0].get(keys, (keys,)) for keys in linen):
+            if not any(keys[-1:] in self._names_before(keys) for keys in linen):
                 continue  # the map has numbered them
             if not whole.issuperset(linen):
                 abstentions.append(Abstention(tuple(linen), tuple(nnx), _REASON))
@@ -190,6 +190,10 @@ class _Evidence:
                     ):
                         yield 0, _likeness(self._linen, parent)
                         yield 1, _likeness(self._nnx, common)
+
+    def _names_before(self, keys: Keys) -> set[Keys]:
+        """The last keys of the paths that a module of Linen's has without the map."""
+        return {was[-1:] for was in self._was[0].get(keys, (keys,))}
 
     def _parents(self, group: Sequence[tuple[Path, Path]]) -> set[Any]:
         """What modules are alike to those that a group is in, on both sides."""
