@@ -1013,6 +1013,25 @@ class TestStacks:
             [],
         )
 
+    @pytest.mark.parametrize("classes", [{}, {("layers",): "Block"}])
+    def test_an_axis_that_shapes_do_not_tell_and_no_class(self, classes):
+        """The class is that of what was stacked, or of a layer in it."""
+        leaves = arrays(layers__Dense_0__kernel=(3, 3, 3), layers__Dense_0__bias=(3, 3))
+        if classes:
+            leaves |= arrays(layers__Dense_1__kernel=(3, 3, 3), layers__Dense_1__bias=(3, 3))
+
+        class Inner(nnx.Module):
+            def __init__(self, *, rngs):
+                for i in range(1 + len(classes)):
+                    setattr(self, f"dense{i}", nnx.Linear(3, 3, rngs=rngs))
+
+        model = outline_of(made(layers=lambda: stack_of(Inner, 3)))
+        one, other = ("",) * 2 if classes else ("/Dense_0", "/dense0")
+        axes = "axis 0 to 0 or axis 0 to 1 or axis 0 to -2 or axis 0 to -1 or axis -1 to 0"
+        why = f"the axis of the layers in params is not known: {axes}"
+        told = f"layers{one}, perhaps layers{other}: {why}"
+        assert printed(align(linen_outline(leaves, classes), model)) == ([], [told], [])
+
     def test_two_axes_that_fit(self):
         leaves = arrays(VmapEinsum_0__kernel=(2, 5, 2))
         leaf = Leaf(("e", "kernel"), (2, 2, 5), np.dtype("float32"), "Param")
