@@ -269,6 +269,27 @@ def test_numbers_decide_nothing_where_something_else_may_be_meant(names, model, 
     assert "perhaps" in error.problems[0]
 
 
+def test_a_whole_model_may_be_what_is_open(tmp_path):
+    """Every layer is several, along no one axis."""
+
+    class Several(nnx.Module):
+        def __init__(self):
+            for name in ("first", "second"):
+                layer = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+                nnx.update(layer, {"kernel": jnp.zeros((3, 2, 4)), "bias": jnp.zeros((2, 4))})
+                setattr(self, name, layer)
+
+    rng = np.random.default_rng(0)
+    leaves = {
+        "kernel": layouts.random_array(rng, (2, 3, 4)),
+        "bias": layouts.random_array(rng, (4, 2)),
+    }
+    path = saved(tmp_path / "linen", {"params": {"Dense_0": leaves, "Dense_1": leaves}})
+    error = refused(reshard.to_nnx, path, Several)
+    why = "no axis of the layers fits all leaves in params"
+    assert f"Dense_0 and Dense_1, perhaps first and second: {why}" in error.problems
+
+
 def test_layers_that_differ_are_not_paired_by_number(tmp_path):
     params = linears("x_0", "x_1")
     params["x_1"]["scale"] = np.ones(3, "float32")
