@@ -180,9 +180,9 @@ def is_stack(linen: Module, nnx: Module) -> bool:
 
 
 def may_lie_elsewhere(linen: Module) -> bool:
-    """Whether the axis of a stack may be one that a user chose. `remat_scan` has the first."""
-    stacking = _stacking(linen.kind)
-    return not linen.kind or (bool(stacking) and "Remat_scan" not in stacking)
+    """Whether the axis of a stack may be one that a user chose. `remat_scan` has the first. A class
+    without a transform may be in what was stacked, or have a name of its own."""
+    return "Remat_scan" not in _stacking(linen.kind)
 
 
 def _stacking(kind: str) -> set[str]:
