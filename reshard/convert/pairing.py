@@ -277,8 +277,16 @@ def place_axes(pairing: Pairing, linen: Module, nnx: Module) -> None:
             for found in group:
                 if found.match.shape != found.match.output.shape:
                     pairing.mismatches.append(mismatch_of(found.match))
-        pairing.abstentions.append(Abstention((linen.path,), (nnx.path,), reason))
+        pairing.abstentions.append(Abstention(_whole(linen), _whole(nnx), reason))
         pairing.mismatch = pairing.mismatch or reason
+
+
+def _whole(module: Module) -> tuple[Path, ...]:
+    """The path of a module; of a model, which has none, those of all that is in it."""
+    if module.path:
+        return (module.path,)
+    leaves = (leaf.path for held in module.leaves.values() for leaf in held)
+    return (*(child.path for child in module.children.values() if child.filled), *leaves)
 
 
 def mismatch_of(match: Match) -> Mismatch:
