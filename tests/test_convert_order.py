@@ -16,6 +16,7 @@ import reshard
 from reshard.tree import split_path
 
 DENSE = {"kernel": (3, 3), "bias": (3,)}
+WIDE = {"kernel": (3, 4), "bias": (4,)}
 NORM = {"scale": (3,), "bias": (3,)}
 MOVED = "the map puts other leaves of"
 RENAME = "[[rule]]\nfrom = '^{}'\nto = '{}'\n"
@@ -200,6 +201,29 @@ def test_what_an_operation_fixes_contradicts_an_order_too(tmp_path):
     file.write_text(renames(pairs, rule))
     text = outcome(lambda: reshard.to_nnx(source, Turned, map_file=file), {}, tmp_path)
     assert f"Dense_0, perhaps a: {MOVED} it there" in text
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_axes_that_a_map_moves_in_one_layer_are_open_in_its_like(known, tmp_path):
+    """Square weights: no shape tells that the others lie as the first one does."""
+    names = ("first", "second", "third")
+    linen = random_tree({f"params/{name}": DENSE for name in names} | {"params/wide": WIDE})
+
+    class Turned(nnx.Module):
+        def __init__(self):
+            self.first, self.second, self.third = linear(), linear(), linear()
+            self.wide = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+
+    source = saved(tmp_path / "linen", linen)
+    rule = "[[rule]]\nfrom = '^params/{}/kernel$'\ntranspose = [1, 0]\nto = '{}/kernel'\n"
+    if known:
+        rule = rule.replace("to = '", "to = 'params/")
+    file = tmp_path / "map.toml"
+    file.write_text(renames([("first", "first")], rule) + renames([("params/third", "third")]))
+    text = outcome(lambda: reshard.to_nnx(source, Turned, map_file=file), {}, tmp_path)
+    why = "the map moves the axes of others of its class and shape"
+    assert f"\n  params/second/kernel, perhaps second/kernel: {why}\n" in text
+    assert text.count("perhaps") == 1
 
 
 def test_a_path_does_not_keep_a_leaf_from_the_rest_of_its_module(tmp_path):
