@@ -1,6 +1,6 @@
 """What a map fixes is evidence for what it leaves open: what contradicts it is not decided. Pure.
 
-Two things follow from a leaf that a map puts somewhere.
+Two things follow from where a map puts a leaf.
 
 - All leaves of one module, in every collection, have one counterpart. A map that puts the scale of
   `BatchNorm_0` into `bn2` says where its statistics belong.
@@ -8,6 +8,9 @@ Two things follow from a leaf that a map puts somewhere.
   `Conv_2` into what NNX defines before the other convolutions shows that the two sides make their
   modules in different orders; then those of other classes beside them may be in another order too,
   there and in modules of the same class.
+
+And one from the axes of a leaf that it moves: what has the same shape in a layer of the same class
+may lie as that does.
 """
 
 import dataclasses
@@ -17,13 +20,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from reshard.arrays.operations import Transpose
 from reshard.convert.layers import DICTS, LISTS
-from reshard.convert.leafmap import LeafMap
+from reshard.convert.leafmap import LeafMap, Source
 from reshard.convert.module_tree import Module, unlifted
 from reshard.convert.pairing import Abstention, Alignment
 from reshard.tree import Path, format_path
 
 _REASON = "the map has others beside them in another order than NNX defines them in"
+_MOVED = "the map moves the axes of others of its class and shape"
 _NUMBER = re.compile(r"\d+")
 
 Keys = tuple[str, ...]
@@ -64,6 +69,10 @@ class _Evidence:
         self._was: tuple[dict[Keys, set[Keys]], ...] = ({}, {})
         self._by_map: list[Pair] = []
         self._by_structure: list[Pair] = []
+        turned = {_text(path) for path in _turned(said)}
+        # Class and shape of leaves whose axes the map moves, and of others, by NNX's path.
+        self._moved: set[Any] = set()
+        self._unmoved: dict[Path, Any] = {}
         reached: set[Path] = set()
         for output, inputs in found.map.made_of().items():
             reached.update(inputs if to == "nnx" else [output])
@@ -77,12 +86,21 @@ class _Evidence:
             # The names that a map gives say where leaves go just as well.
             renamed = ends != [list(map(_text, inputs)), [_text(output)]]
             pairs = [(one, other) for one in ends[0] for other in ends[1]]
+            value = found.map.values[output]
+            like = _likeness(self._nnx, ends[1][0][:-1]), value.shape
+            if not turned.isdisjoint(ends[to == "linen"]):
+                self._moved.add(like)
+            elif isinstance(value, Source):
+                self._unmoved[output] = like
             (self._by_map if renamed else self._by_structure).extend(pairs)
         for path, sources in made.items():
             for source in sources if path not in reached else ():
                 ends_of = (source, path) if to == "nnx" else (path, source)
                 pair = (_text(ends_of[0]), _text(ends_of[1]))
                 self._by_map.append(pair)
+                if pair[to == "linen"] in turned:
+                    shape = said.values[path].shape
+                    self._moved.add((_likeness(self._nnx, pair[1][:-1]), shape))
         # Those of the map by the modules that they are in, of Linen's and of NNX's, and by leaf.
         self._below: tuple[dict[Keys, list[Pair]], ...] = ({}, {})
         self._of_leaf: tuple[dict[Keys, list[Pair]], ...] = ({}, {})
@@ -118,11 +136,14 @@ class _Evidence:
             return path[1:-1] in own or any(path[1:end] in whole for end in range(1, len(path)))
 
         known = self._found.map
-        kept = [
-            path
-            for path, inputs in known.made_of().items()
-            if not any(ambiguous(_text(source)) for source in inputs)
-        ]
+        kept = []
+        for path, inputs in known.made_of().items():
+            if any(ambiguous(_text(source)) for source in inputs):
+                continue
+            if self._unmoved.get(path) in self._moved:
+                abstentions.append(Abstention(tuple(inputs), (path,), _MOVED))
+            else:
+                kept.append(path)
         return dataclasses.replace(
             self._found,
             map=dataclasses.replace(
@@ -205,6 +226,14 @@ class _Evidence:
         then = [module for keys in nnx for module in self._was[1].get(keys, {keys})]
         found.add((1, _likeness(self._nnx, functools.reduce(_common, then))))
         return found
+
+
+def _turned(said: LeafMap) -> Iterator[Path]:
+    """The leaves whose axes a map moves, and whose shape stays the same."""
+    for call in said.calls():
+        for value in call.inputs if isinstance(call.operation, Transpose) else ():
+            if isinstance(value, Source) and call.shapes == (value.shape,):
+                yield value.path
 
 
 def _text(path: Path) -> Keys:
