@@ -291,7 +291,7 @@ def test_an_order_that_is_contradicted_in_one_module_decides_nothing_in_its_like
     assert text.count(OTHER_ORDER) == 2
 
 
-def test_an_order_that_is_contradicted_decides_nothing_in_a_like_module_that_a_map_renames(tmp_path):
+def test_an_order_that_is_contradicted_decides_nothing_in_its_like_elsewhere(tmp_path):
     source = saved(tmp_path / "linen", pairs())
     rules = [("params/Pair_0/Dense_0", "first/y"), ("params/Pair_0/Dense_1", "first/x")]
     rules += [("params/Pair_1", "params/second")]
