@@ -156,6 +156,34 @@ def test_models_that_say_bfloat16_are_compared_in_float32(tmp_path):
     assert [note for note in ckpt.notes if note.startswith("outputs equal")]
 
 
+class Delegating(nn.Module):
+    """Looks elsewhere for what it has not, which Linen takes for a method of its own."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(WIDTH)(x)
+
+    def __getattr__(self, name):
+        return super().__getattr__(name)
+
+
+def test_a_module_that_finds_attributes_by_itself_is_run(tmp_path):
+    class Twin(nnx.Module):
+        def __init__(self):
+            self.dense = nnx.Linear(4, WIDTH, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.dense(x)
+
+    def model():
+        return linen(Delegating())
+
+    layouts.save_standard(tmp_path / "linen", model())
+    x = np.random.default_rng(0).normal(size=(7, 4)).astype(np.float32)
+    ckpt = reshard.to_nnx(tmp_path / "linen", Twin, source=model, check=((x,), {}))
+    assert [note for note in ckpt.notes if note.startswith("outputs equal")]
+
+
 def test_modules_that_compute_something_else_are_found(saved):
     def net():
         made = Nnx(nnx.Rngs(0))
