@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -337,7 +338,8 @@ def _as_float32(arguments: Arguments) -> Arguments:
 
 def _compute_in_float32(module: Any) -> None:
     """Has a module compute in float32 if it says that it does so in less."""
-    if _is_floating(getattr(module, "dtype", None)):
+    # A `__getattr__` of the user's is a method to Linen, and would be looked at in turn.
+    if _is_floating(inspect.getattr_static(module, "dtype", None)):
         object.__setattr__(module, "dtype", np.dtype(np.float32))
 
 
