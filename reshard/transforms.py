@@ -124,17 +124,14 @@ def cast(ckpt: Checkpoint, dtype: Any, where: str | Sequence[str] = "**") -> Che
       >>> ckpt["params/layer_0/kernel"], ckpt["params/layer_0/bias"].dtype.name
       (<params/layer_0/kernel: bfloat16[32,32] P(None, 'model')>, 'float32')
     """
-    new = parse_dtype(dtype)
+    new, problem = parse_dtype(dtype), ""
     if not is_floating(new):
-        raise ArgumentError(
-            f"cast to {new.name}: only floating-point arrays are cast, to floating-point dtypes",
-            hints=["`bfloat16`, `float16`, `float32`, `float8_e4m3fn`"],
-        )
-    if not hasattr(ts, new.name):
-        raise ArgumentError(
-            f"cast to {new.name}: {missing_dtype(new.name) or 'TensorStore does not store it'}",
-            hints=["`bfloat16`, `float16`, `float32`, `float8_e4m3fn`"],
-        )
+        problem = "only floating-point arrays are cast, to floating-point dtypes"
+    elif not hasattr(ts, new.name):
+        problem = missing_dtype(new.name) or "TensorStore does not store it"
+    if problem:
+        hint = "`bfloat16`, `float16`, `float32`, `float8_e4m3fn`"
+        raise ArgumentError(f"cast to {new.name}: {problem}", hints=[hint])
     patterns = tree.parse_globs("where", where)
     matched = tree.match_globs(ckpt, patterns)
     chosen = [a for a in ckpt.arrays if a.path in matched and a.value_type != "scalar"]

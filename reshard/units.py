@@ -22,11 +22,12 @@ _UNITS = {
 
 def format_bytes(count: float) -> str:
     """`1.50 GiB`; exact below a KiB."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if count < 1024 or unit == "TiB":
-            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    raise AssertionError("unreachable")
+    if count < 1024:
+        return f"{count:.0f} B"
+    units = ["KiB", "MiB", "GiB", "TiB"]
+    while (count := count / 1024) >= 1024 and units[1:]:
+        del units[0]
+    return f"{count:.2f} {units[0]}"
 
 
 def whole_kib(count: int) -> str:

@@ -1,4 +1,4 @@
-"""Path -> `Checkpoint`. One module per on-disk format; `layout` finds out which it is."""
+"""Path -> `Checkpoint`. One module per on-disk format; `detection` finds out which it is."""
 
 import os
 
