@@ -6,7 +6,7 @@ them.
 """
 
 import contextlib
-import hashlib
+import functools
 import html
 import http.client
 import http.server
@@ -41,13 +41,16 @@ _OF_CONNECTION = {"connection", "keep-alive", "transfer-encoding", "content-leng
 class Request(NamedTuple):
     """A request that the proxy has seen: `read`, `write`, `delete`, `list`, or the HTTP method of
     anything else; bucket and key, or the prefix that is listed; bytes that went in, and came back;
-    the status, 0 for a connection that was cut."""
+    the status, 0 for a connection that was cut; and when it came and was answered, in seconds of
+    `time.monotonic`."""
 
     operation: str
     key: str
     sent: int
     received: int
     status: int
+    begin: float
+    end: float
 
 
 class Fault:
@@ -188,19 +191,21 @@ class Stores:
             time.sleep(0.02)
 
     def _handle(self, handler: "_Handler", body: bytes) -> None:
+        begin = time.monotonic()
         operation, key = _parsed(handler.command, handler.path)
         time.sleep(self.delay)
+        note = functools.partial(self._note, operation, key, body, begin)
         fault = self._fault(f"{operation} {key}")
         if fault == "cut":
-            self._note(operation, key, body, b"", 0)
+            note(b"", 0)
             raise _CutError
         if isinstance(fault, int):
-            self._note(operation, key, body, b"", fault)
+            note(b"", fault)
             handler.answer(fault, {}, b"refused by the test")
             return
         kind = self._kinds.get(key.partition("/")[0], next(iter(self._ports)))
         status, headers, data = handler.forward(self._ports[kind], body)
-        self._note(operation, key, body, data, status)
+        note(data, status)
         handler.answer(status, headers, data, whole=fault != "truncated")
 
     def _fault(self, text: str) -> Any:
@@ -217,9 +222,13 @@ class Stores:
             return None
         return found.kind
 
-    def _note(self, operation: str, key: str, sent: bytes, received: bytes, status: int) -> None:
+    def _note(
+        self, operation: str, key: str, sent: bytes, begin: float, received: bytes, status: int
+    ) -> None:
+        end = time.monotonic()
         with self._lock:
-            self.requests.append(Request(operation, key, len(sent), len(received), status))
+            done = Request(operation, key, len(sent), len(received), status, begin, end)
+            self.requests.append(done)
 
 
 def _parsed(method: str, target: str) -> tuple[str, str]:
@@ -368,8 +377,7 @@ class _ConditionalStore:
             return 304 if "ifGenerationNotMatch" in asked else 412, {}, b""
         generation, data = self._objects[place]
         headers = {"x-goog-generation": str(generation), "x-goog-metageneration": "1"}
-        digest = hashlib.md5(data).hexdigest()
-        headers |= {"ETag": digest, "x-goog-stored-content-length": str(len(data))}
+        headers |= {"ETag": str(generation), "x-goog-stored-content-length": str(len(data))}
         ranged = re.fullmatch(r"bytes=(\d*)-(\d*)", handler.headers.get("Range", ""))
         if ranged is None:
             return 200, headers, data

@@ -10,6 +10,7 @@ from tests.benchmarks.bench import (
     Bench,
     Program,
     Result,
+    compare_timed,
     module,
     problem,
     reshard,
@@ -178,6 +179,22 @@ def keep(bench: Bench) -> Iterator[Row]:
         yield Row(f"{label}: W1, W1-opt", *goals, measured)
 
 
+def buckets(bench: Bench) -> Iterator[Row]:
+    """W1 from a bucket to a bucket, both on loopback, with 50 ms more for each request, and
+    without.
+    """
+    source = bench.source("W1")
+    command = module("buckets", source)
+    slow, fast = compare_timed(
+        bench,
+        "buckets",
+        Program("50 ms a request", source, [*command, "--delay", "0.05"]),
+        Program("without", source, command),
+    )
+    measured = times(timed_seconds(slow), timed_seconds(fast))
+    yield Row("W1, bucket to bucket: time with 50 ms a request", "1.5x", "1.15x", measured)
+
+
 def start(bench: Bench) -> Iterator[Row]:
     """`reshard --help`, ten times."""
     ten = Bench(bench.scratch, 10, bench.say, bench.log)
@@ -188,5 +205,5 @@ def start(bench: Bench) -> Iterator[Row]:
 
 CKPT_SECTIONS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     section.__name__: section
-    for section in (disk, raw, database, small, memory, large, big, keep, start)
+    for section in (disk, raw, database, small, memory, large, big, keep, buckets, start)
 }
