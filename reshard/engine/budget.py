@@ -19,6 +19,8 @@ from reshard.units import format_bytes, whole_kib
 
 # Beyond this, more bytes in flight make no core busier; they only touch more memory.
 IN_FLIGHT_PER_CORE = 72 << 20
+# To and from a bucket, that many times as much: a request takes time in which no core is busy.
+REMOTE = 3
 # Large boxes in flight at most.
 MOST_LARGE = 4
 # Batches that fit into memory together: one is read while others are encoded and written. With
@@ -41,13 +43,15 @@ def room(max_memory: int) -> int:
     return max_memory - max_memory // 4
 
 
-def in_flight(max_memory: int, cores: int, largest: int) -> int:
+def in_flight(max_memory: int, cores: int, largest: int, remote: bool = False) -> int:
     """Bytes that a job of `max_memory` bytes keeps in flight, of which one box takes `largest` at
     most: half of them, as much as keeps every core busy, or such a box while another is written. Of
-    large boxes as many as there are cores: each is of few chunks, and a single core decodes one."""
+    large boxes as many as there are cores: each is of few chunks, and a single core decodes one. To
+    or from a bucket (`remote`) there are more, for which cores only wait."""
     large = largest > 2 * IN_FLIGHT_PER_CORE
     boxes = largest * min(max(cores, 2), MOST_LARGE) if large else largest + largest // 2
-    enough = max(min(IN_FLIGHT_PER_CORE * cores, max_memory // 2), boxes)
+    busy = IN_FLIGHT_PER_CORE * cores * (REMOTE if remote else 1)
+    enough = max(min(busy, max_memory // 2), boxes)
     return min(room(max_memory), enough)
 
 

@@ -3,6 +3,7 @@
 Facts about the B-tree are TensorStore's (`tensorstore.ocdbt.dump`).
 """
 
+import collections
 import functools
 import itertools
 from collections.abc import Iterable, Iterator
@@ -38,6 +39,8 @@ _PIECE = 10_000
 _NODES = "nodes/"
 _PREFIXES = ("btree_node_data_prefix", "version_tree_node_data_prefix", "value_data_prefix")
 _SMALL_NODE = 1 << 14
+# Nodes of a B-tree that are read at once of a bucket.
+_NODES_AHEAD = 8
 # Bytes of a whole decoded B-tree (of millions of chunks). Larger ones are not read.
 _MAX_BTREE = 1 << 30
 
@@ -178,35 +181,55 @@ def _btree_nodes(
     Nodes below height `lowest` are located but not read: their content is empty.
     """
     base = directory.open(new_context())
+    memory = ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
+    most = 1 if directory.is_local else _NODES_AHEAD
     seen = set()
     taken = 0
 
-    def check_size(data: bytes) -> None:
+    def dumped(file: str, data: bytes, location: str | None = None) -> dict[str, Any]:
+        """What a file begins with: read once, and looked at before TensorStore is given it."""
         nonlocal taken
         taken += decoded_bytes(data)
         if taken > _MAX_BTREE:
             raise ValueError("its B-tree decodes to more than any checkpoint's")
+        memory.write(file, data).result()
+        found = ocdbt.dump(memory, location).result()
+        memory.write(file, None).result()
+        return found
 
     try:
-        check_size((directory / MANIFEST).read() or b"")
-        version = ocdbt.dump(base).result()["versions"][-1]
+        manifest = (directory / MANIFEST).read() or b""
+        version = dumped(MANIFEST, manifest)["versions"][-1]
         nodes = [(version["root"].get("location"), version["root_height"], b"")]
-        while nodes:
-            location, height, prefix = nodes.pop()
-            if location is None:  # an empty database
-                continue
+        ahead: collections.deque[tuple[str, int, bytes, ts.Future]] = collections.deque()
+        while nodes or ahead:
+            while nodes and len(ahead) < most:
+                location, height, prefix = nodes.pop()
+                if location is None:  # an empty database
+                    continue
+                file, offset, size = _split_location(location)
+                place = _data_file(directory, file)
+                if height < lowest:
+                    yield location, prefix, {}
+                    continue
+                if location in seen:
+                    raise ValueError(f"several nodes refer to node {location}")
+                seen.add(location)
+                if size > MAX_DOCUMENT:
+                    raise ValueError(f"a node of its B-tree has {format_bytes(size)}")
+                if directory.is_local:
+                    place.file_bytes()  # of a pipe, nothing is read
+                part = slice(offset, offset + size)
+                ahead.append((location, height, prefix, base.read(file, byte_range=part)))
+            if not ahead:
+                break
+            location, height, prefix, read = ahead.popleft()
             file, _, size = _split_location(location)
-            _check_data_file(directory, file)
-            if height < lowest:
-                yield location, prefix, {}
-                continue
-            if location in seen:
-                raise ValueError(f"several nodes refer to node {location}")
-            seen.add(location)
-            if size > MAX_DOCUMENT:
-                raise ValueError(f"a node of its B-tree has {format_bytes(size)}")
-            check_size(ocdbt.dump(base, f"value:{location.partition(':')[2]}").result())
-            node = ocdbt.dump(base, location).result()
+            result = read.result()
+            if result.state != "value":
+                raise ValueError(f"the data file `{file}` is missing")
+            start = location.rsplit(":", 2)[0]
+            node = dumped(file, result.value, f"{start}:0:{size}")
             if node["height"] != height:
                 raise ValueError(f"node {location} is at height {node['height']}, not {height}")
             if height:
@@ -228,6 +251,12 @@ def _btree_nodes(
 
 def _check_data_file(directory: Location, file: str) -> int | None:
     """Bytes of a data file, None where there is none; raises an error where it leads elsewhere."""
+    size = _data_file(directory, file).file_bytes()
+    return None if size == posix.UNKNOWN else size
+
+
+def _data_file(directory: Location, file: str) -> Location:
+    """A data file; raises an error where its name leads elsewhere."""
     names = file.split("/")
     if not {"", ".", ".."}.isdisjoint(names) or "\0" in file:
         raise CorruptCheckpointError(
@@ -238,8 +267,7 @@ def _check_data_file(directory: Location, file: str) -> int | None:
         path /= name
         if path.is_symlink():
             raise not_a_file(path)
-    size = path.file_bytes()
-    return None if size == posix.UNKNOWN else size
+    return path
 
 
 def _split_location(location: str) -> tuple[str, int, int]:

@@ -340,7 +340,8 @@ def _write(
         if not progress.merged:
             write_values(metadata, target)
         largest = max((array.box_bytes for array in item.arrays), default=0)
-        with Budget(in_flight(max_memory, journal.cores, largest)) as budget:
+        remote = not (directory.is_local and store.directory.is_local)
+        with Budget(in_flight(max_memory, journal.cores, largest, remote)) as budget:
             move_values(values, target, progress, budget, committed, report)
             write_boxes(item.arrays, sources, target, digests, progress, budget, committed, report)
     finally:

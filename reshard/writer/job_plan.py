@@ -164,7 +164,7 @@ class Plan:
         """Bytes in flight at most."""
         costs = [cost for array in self.arrays for cost in _costs(array)]
         largest = max((cost for cost, _ in costs), default=0)
-        limit = max(in_flight(self.max_memory, cores(), largest), largest)
+        limit = max(in_flight(self.max_memory, cores(), largest, self.remote), largest)
         return min(sum(cost * count for cost, count in costs), limit)
 
     @property
@@ -178,12 +178,18 @@ class Plan:
         return sum(array.bytes_written for array in self.arrays) + self.other_bytes
 
     @property
+    def remote(self) -> bool:
+        """Whether anything is read from a bucket, or written to one."""
+        places = [*(c.source.root for c in self.checkpoints), self.destination]
+        return any(place is not None and not place.is_local for place in places)
+
+    @property
     def network(self) -> Network | None:
         """What crosses the network; None for a job on disks alone."""
+        if not self.remote:
+            return None
         here = all(c.source.root.is_local for c in self.checkpoints)
         there = self.destination is None or self.destination.is_local
-        if here and there:
-            return None
         files = sum(sibling.is_file for sibling in self.siblings)
         fetched = fetches = sent = sends = 0
         if not here:
@@ -198,7 +204,7 @@ class Plan:
         """Writes of an item's arrays: a batch is a data file and two writes of a manifest."""
         if not item.format.ocdbt:
             return sum(1 + grid_size(a.layout.shape, a.chunk) for a in item.arrays)
-        batch = max(in_flight(self.max_memory, cores(), 0) // WINDOW, 1)
+        batch = max(in_flight(self.max_memory, cores(), 0, self.remote) // WINDOW, 1)
         return 3 * math.ceil(sum(a.decoded_bytes for a in item.arrays) / batch)
 
     @property
