@@ -28,6 +28,8 @@ TEMPORARY = ".orbax-checkpoint-tmp"
 MARKER = "commit_success.txt"
 # Where a job is, while it runs: see `reshard.writer.journal`.
 PROGRESS_FILE = "reshard_progress.json"
+# What is read of an item, or of a step.
+_DOCUMENTS = (CHECKPOINT_FILE, TREE_FILE, SHARDING_FILE, STRINGS_FILE, MANIFEST)
 _STEP_NAME = re.compile(r"(?:.*_)?(\d+)")
 _LEGACY_STEP = re.compile(r"checkpoint_\d+")
 # Directories in a bucket, but for steps, that are looked into to see whether they are arrays.
@@ -43,6 +45,7 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
         raise CheckpointNotFoundError(f"there is nothing at `{text}`", hints=_siblings(root))
     if not root.is_dir():
         raise CheckpointFormatError(f"`{text}` is {_describe_file(root)}")
+    ask_ahead(root)
     check_committed(root)
     if _is_item(root):
         _refuse(text, step, item)
@@ -67,6 +70,11 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
         )
     found = _in_step(root, committed[number], tuple(sorted(committed)), item)
     return dataclasses.replace(found, uncommitted=tuple(sorted(set(steps) - set(committed))))
+
+
+def ask_ahead(directory: Location) -> None:
+    """Asks a bucket at once for all that will be read of an item, or of a step."""
+    directory.ahead(_DOCUMENTS, below=(directory / TREE_FILE).exists())
 
 
 def _committed(root: Location, steps: dict[int, str], step: int | None) -> dict[int, str]:
@@ -150,6 +158,7 @@ def why_not_replaceable(directory: Location, steps: set[int] | None) -> str | No
 def _in_step(root: Location, step: str, steps: tuple[int, ...], item: str | None) -> Item:
     directory = root / step
     kind = "manager" if step else "step"
+    ask_ahead(directory)
     if step and _is_item(directory):
         _refuse(str(directory), None, item)
         check_committed(directory, marked=True)
@@ -157,6 +166,7 @@ def _in_step(root: Location, step: str, steps: tuple[int, ...], item: str | None
     v1 = (directory / V1_MARKER).exists()
     names = _directories(directory)
     items = tuple(name for name in names if not name.startswith((".", PROCESS)))
+    directory.ahead(lists=items)
     for name in items:
         check_committed(directory / name)
     handlers = (read_json(directory / CHECKPOINT_FILE) or {}).get("item_handlers")

@@ -17,7 +17,13 @@ from reshard.arrays.handle import ArrayHandle, StoredArray, stored_name
 from reshard.checkpoint import EMPTY_LEAVES, Checkpoint, Item, Leaf, Source
 from reshard.errors import CheckpointFormatError, CorruptCheckpointError
 from reshard.loader.array_metadata import parse_sharding, parse_zarr
-from reshard.loader.detection import ARRAYS_FOLDER, SHARDING_FILE, STRINGS_FILE, TREE_FILE
+from reshard.loader.detection import (
+    ARRAYS_FOLDER,
+    SHARDING_FILE,
+    STRINGS_FILE,
+    TREE_FILE,
+    ask_ahead,
+)
 from reshard.loader.json_documents import parse_json, read_json
 from reshard.storage.array_store import ArrayStore, name_problem
 from reshard.storage.bucket import REQUESTS
@@ -33,6 +39,7 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
     """The checkpoint of an item, with so many requests to a bucket at once; see `reshard.open` for
     the errors."""
     directory = item.directory
+    ask_ahead(directory)
     document = read_json(directory / TREE_FILE)
     if document is None:
         raise _without_tree(directory)
@@ -148,6 +155,7 @@ def _array_metadatas(directory: Location) -> tuple[bool, dict[str, str]]:
     if folder.is_symlink():
         raise not_a_file(folder)
     names = folder.names() if folder.is_dir() else []
+    folder.ahead(names)
     impls = {}
     for name in names:
         document = read_json(folder / name) or {}

@@ -18,6 +18,7 @@ from reshard.storage import posix
 from reshard.storage.bucket import REQUESTS
 from reshard.storage.location import Location, checked, not_a_file
 from reshard.storage.ocdbt import (
+    MANIFEST,
     StoredValue,
     in_small_nodes,
     new_context,
@@ -121,6 +122,8 @@ class ArrayStore(ZarrVersion):
         found: dict[str, StoredValue] = {}
         if not self.ocdbt:
             found = dict(_list_files(self.directory))
+        for part in self.parts:
+            (self.directory / part).ahead([MANIFEST])
         for part in self.parts:
             found |= stored_values(self.directory / part, part, self.metadata_key)
         return _group_by_array(found, self.metadata_key)

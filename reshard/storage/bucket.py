@@ -4,6 +4,7 @@ A directory is what the keys of objects have before a slash: it is there as long
 below it. All requests go through TensorStore, which finds the credentials.
 """
 
+import concurrent.futures
 import contextlib
 import contextvars
 import functools
@@ -29,6 +30,10 @@ _PAGE = 1000
 _DELETIONS = 100
 # Bytes of a document that may be asked for several times.
 _SMALL = 1 << 16
+# Directories that are listed at once.
+_LISTS = 32
+# Bytes of a document that is read before it is asked for.
+_AHEAD = 1 << 26
 # Bytes of an object that are read at once.
 _BLOCK = 1 << 24
 _STATUS = re.compile(r"http_response_code='(\d+)'")
@@ -148,11 +153,39 @@ def _asking(what: str, done: str = "read") -> Iterator[None]:
 
 
 class _Known(NamedTuple):
-    """What has been found below a directory, while nobody needs to know of changes."""
+    """What has been found below a directory, while nobody needs to know of changes: what is in
+    directories, of which some are known with all that is below them, and documents, of which some
+    are on the way."""
 
     top: str
     children: "dict[str, dict[str, Entry]]"
+    whole: set[str]
     documents: dict[str, bytes | None]
+    coming: dict[str, ts.Future]
+
+    def is_whole(self, path: str) -> bool:
+        """Whether all that is below a directory is known."""
+        return any(f"{path}/".startswith(f"{top}/") for top in self.whole)
+
+    def add(self, top: str, found: Iterable[Entry]) -> None:
+        """Notes all that is below a directory."""
+        self.children[top] = {}
+        for entry in found:
+            *above, name = entry.path.split("/")
+            folder = top
+            for part in above:
+                names = self.children[folder]
+                if part not in names or not names[part].is_dir:
+                    names[part] = _also(names.get(part), _directory(part))
+                folder = f"{folder}/{part}"
+                self.children.setdefault(folder, {})
+            names = self.children[folder]
+            names[name] = _also(names.get(name), entry._replace(path=name))
+        self.whole.add(top)
+
+
+def _nothing_known(top: str) -> _Known:
+    return _Known(top, {}, set(), {}, {})
 
 
 _known: contextvars.ContextVar[_Known | None] = contextvars.ContextVar("known", default=None)
@@ -162,11 +195,46 @@ _known: contextvars.ContextVar[_Known | None] = contextvars.ContextVar("known", 
 def remembered(top: AnyPath) -> Iterator[None]:
     """While it lasts, of what is below a directory each directory is listed once, and not asked for
     its files one by one; and each small document is read once."""
-    token = _known.set(_Known(os.fspath(top), {}, {}))
+    if _remembered(os.fspath(top)) is not None:
+        yield
+        return
+    token = _known.set(_nothing_known(os.fspath(top)))
     try:
         yield
     finally:
         _known.reset(token)
+
+
+def ahead(
+    directory: AnyPath,
+    documents: Iterable[str] = (),
+    lists: Sequence[str] = (),
+    below: bool = False,
+) -> None:
+    """Asks, while it is remembered, for what will be read of a directory: documents, if they are
+    there, in requests that nobody waits for here; lists of some directories in it, at once; and all
+    that is `below`, in one list."""
+    text = os.fspath(directory)
+    known = _remembered(text)
+    if known is None:
+        return
+    for name in documents:
+        path = f"{text}/{name}"
+        found = entry(path)
+        there = found is not None and found.is_file and found.nbytes <= _AHEAD
+        if there and path not in known.documents and path not in known.coming:
+            known.coming[path] = _store(path).read(split(path)[2])
+    if below:
+        _know_whole(text, known)
+    paths = [f"{text}/{name}" for name in lists]
+    paths = [p for p in paths if p not in known.children and not known.is_whole(p)]
+    with concurrent.futures.ThreadPoolExecutor(_LISTS) as pool:
+        known.children.update(zip(paths, pool.map(_list_children, paths), strict=True))
+
+
+def _know_whole(path: str, known: _Known) -> None:
+    if not known.is_whole(path):
+        known.add(path, _below(path))
 
 
 def _remembered(path: str) -> _Known | None:
@@ -182,7 +250,7 @@ def _children(path: AnyPath) -> dict[str, Entry]:
     if known is None:
         return _list_children(text)
     if text not in known.children:
-        known.children[text] = _list_children(text)
+        known.children[text] = {} if known.is_whole(text) else _list_children(text)
     return known.children[text]
 
 
@@ -190,8 +258,15 @@ def _list_children(path: str) -> dict[str, Entry]:
     found: dict[str, Entry] = {}
     for entry in _below(path, delimiter="/"):
         name, slash, _ = entry.path.partition("/")  # of a server that knows no delimiters
-        found.setdefault(name, _directory(name) if slash else entry)
+        found[name] = _also(found.get(name), _directory(name) if slash else entry)
     return found
+
+
+def _also(one: Entry | None, other: Entry) -> Entry:
+    """What has a name that both have: an object may have the name of a directory."""
+    if one is None or one.is_file == other.is_file:
+        return other
+    return (one if one.is_file else other)._replace(is_dir=True)
 
 
 def _below(path: str, delimiter: str = "", most: int = _PAGE) -> Iterator[Entry]:
@@ -293,15 +368,17 @@ def directories(directory: AnyPath) -> list[str]:
 
 def walk(top: AnyPath) -> Iterator[Entry]:
     """All that is below a directory, each directory before what is in it, in order."""
-    seen: set[str] = set()
-    for found in sorted(_below(os.fspath(top)), key=lambda found: found.path.split("/")):
-        parts = found.path.split("/")
-        for depth in range(1, len(parts)):
-            above = "/".join(parts[:depth])
-            if above not in seen:
-                seen.add(above)
-                yield _directory(above)
-        yield found
+    text = os.fspath(top)
+    known = _remembered(text) or _nothing_known(text)
+    _know_whole(text, known)
+    yield from _walk_known(text, "", known)
+
+
+def _walk_known(top: str, below: str, known: _Known) -> Iterator[Entry]:
+    for name, found in sorted(known.children.get(f"{top}/{below}".rstrip("/"), {}).items()):
+        yield found._replace(path=below + name)
+        if found.is_dir:
+            yield from _walk_known(top, f"{below}{name}/", known)
 
 
 def read(path: AnyPath) -> bytes | None:
@@ -310,8 +387,9 @@ def read(path: AnyPath) -> bytes | None:
     known = _remembered(text)
     if known is not None and text in known.documents:
         return known.documents[text]
+    begun = None if known is None else known.coming.pop(text, None)
     with _asking(f"`{text}`"):
-        result = _store(text).read(split(text)[2]).result()
+        result = (begun or _store(text).read(split(text)[2])).result()
     data = result.value if result.state == "value" else None
     if known is not None and len(data or b"") <= _SMALL:
         known.documents[text] = data
@@ -326,6 +404,12 @@ def blocks(path: AnyPath, nbytes: int) -> Iterator[bytes]:
         found = entry(text)
         nbytes = nbytes if found is None else found.nbytes
     whole = nbytes <= _BLOCK
+    if whole and _remembered(text) is not None:
+        data = read(text)
+        if data is None:
+            raise StoreError(f"`{text}` cannot be read", ["it was changed or removed meanwhile"])
+        yield data
+        return
     for begin in [0] if whole else range(0, nbytes, _BLOCK):
         part = None if whole else slice(begin, min(begin + _BLOCK, nbytes))
         with _asking(f"`{text}`"):

@@ -13,7 +13,7 @@ import itertools
 import os
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorstore as ts
@@ -51,6 +51,11 @@ def checked(future: ts.Future, what: str) -> Any:
 
 
 def not_a_file(location: "Location") -> CheckpointFormatError:
+    if not location.is_local:
+        return CheckpointFormatError(
+            f"`{location}` is an object, and the name of others begins as if it were a directory",
+            hints=["give one of them another name: no disk has both"],
+        )
     return CheckpointFormatError(
         f"`{location}` is neither a file nor a directory",
         hints=["replace a symbolic link by what it points to"],
@@ -120,6 +125,14 @@ class Location:
         listed once."""
         return contextlib.nullcontext() if self.is_local else bucket.remembered(self)
 
+    def ahead(
+        self, documents: Iterable[str] = (), lists: Sequence[str] = (), below: bool = False
+    ) -> None:
+        """Asks a bucket at once for what will be read of this directory, while it is `remembered`:
+        see `bucket.ahead`."""
+        if not self.is_local:
+            bucket.ahead(self, documents, lists, below)
+
     # What is there. Links are followed, but not by `entry` and `walk`.
 
     def exists(self) -> bool:
@@ -172,7 +185,7 @@ class Location:
         for found in itertools.chain([first], self.walk() if first.is_dir else ()):
             if found.path.count("/") >= _MAX_LEVELS:
                 raise CheckpointFormatError(f"directories below `{self}` are nested too deep")
-            if not (found.is_file or found.is_dir):
+            if found.is_file == found.is_dir:
                 raise not_a_file(self / found.path)
             yield found
 
