@@ -94,7 +94,7 @@ class ArrayStore(ZarrVersion):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what is open: of `values`, readers may have left something out."""
-        opened = ("context", "_root")
+        opened = ("context", "_root", "_begun")
         return {name: value for name, value in vars(self).items() if name not in opened}
 
     @functools.cached_property
@@ -212,6 +212,16 @@ class ArrayStore(ZarrVersion):
     def _checked(self) -> dict[str, int]:
         return {}
 
+    def begin(self) -> None:
+        """Begins to read what leads to the bytes of arrays, where that takes requests."""
+        if len(self.parts) == 1 and not self.directory.is_local:
+            _ = self._begun
+
+    @functools.cached_property
+    def _begun(self) -> ts.Future:
+        """A read of nothing, which goes on as long as somebody has it."""
+        return self._root.read("")
+
     def kvstore(self, name: str) -> ts.KvStore:
         """The key-value store below one array's name."""
         if len(self.parts) < 2:
@@ -257,7 +267,7 @@ def array_spec(driver: str, metadata: bytes, **options: bool) -> ts.Spec:
 def _list_files(directory: Location) -> Iterator[tuple[str, StoredValue]]:
     """Every file below the folders of a directory, and not the item's own small files."""
     for entry in directory.walk():
-        if "/" in entry.path and not entry.is_dir:
+        if "/" in entry.path and (entry.is_file or not entry.is_dir):
             if not entry.is_file:
                 raise not_a_file(directory / entry.path)
             yield entry.path, StoredValue(entry.nbytes, file=entry.path)

@@ -226,7 +226,7 @@ def ahead(
             known.coming[path] = _store(path).read(split(path)[2])
     if below:
         _know_whole(text, known)
-    paths = [f"{text}/{name}" for name in lists]
+    paths = [f"{text}/{name}".rstrip("/") for name in lists]
     paths = [p for p in paths if p not in known.children and not known.is_whole(p)]
     with concurrent.futures.ThreadPoolExecutor(_LISTS) as pool:
         known.children.update(zip(paths, pool.map(_list_children, paths), strict=True))
@@ -343,7 +343,8 @@ def exists(path: AnyPath) -> bool:
 
 
 def is_file(path: AnyPath) -> bool:
-    found = entry(path)
+    text = os.fspath(path)
+    found = _object(text) if _remembered(text) is None else entry(text)
     return found is not None and found.is_file
 
 
@@ -479,6 +480,7 @@ class LockFile:
     def __init__(self, path: AnyPath):
         self._path = os.fspath(path)
         self._generation = b""
+        self._last: ts.KvStore.ReadResult | None = None
 
     def create(self, data: bytes) -> bool:
         """Creates the object, which is then one's own; False where there is one."""
@@ -501,7 +503,7 @@ class LockFile:
 
     def remove(self, seen: bytes) -> None:
         """Removes the object if its content is what was read."""
-        found = self._read()
+        found = self._last if self._last is not None else self._read()
         if found.value == seen:
             self._write(found.stamp.generation, None)
 
@@ -510,7 +512,8 @@ class LockFile:
 
     def _read(self) -> ts.KvStore.ReadResult:
         with _asking(f"`{self._path}`"):
-            return _store(self._path).read(split(self._path)[2]).result()
+            self._last = _store(self._path).read(split(self._path)[2]).result()
+        return self._last
 
     def _write(self, generation: bytes, data: bytes | None) -> bool:
         with _asking(f"`{self._path}`", "written"):

@@ -1,6 +1,7 @@
 """A destination in a bucket, where nothing is renamed: it is written where it will be, and is no
 checkpoint for anybody until its markers are there, which are written last."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import re
@@ -43,13 +44,16 @@ def check_destination(destination: Location, checkpoints: Sequence[Checkpoint]) 
             f"`{destination}` is a whole bucket", hints=[f"a name in it: {destination}/1000"]
         )
     parent = destination.parent
-    for outer in dict.fromkeys((parent, parent.parent)):
-        if (outer / MARKER).is_file():  # and what is in it is taken to be so, too
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, parent.remembered():
+        # While it is seen what is in the parent.
+        above = pool.submit((parent.parent / MARKER).is_file)
+        inside = (parent / MARKER).is_file()
+        if inside or above.result():  # and what is in it is taken to be so, too
             raise DestinationError(
-                f"`{destination}` is inside of `{outer}`, which is complete",
+                f"`{destination}` is inside of `{parent if inside else parent.parent}`, which is "
+                "complete",
                 hints=["write to a prefix beside it"],
             )
-    with destination.parent.remembered():
         if destination.is_file():
             text = f"`{destination}` is an object, and not a prefix of others"
             raise DestinationExistsError(text)
@@ -115,8 +119,10 @@ def committed_prefix(
     are the databases of staged writes."""
     lock = Lock(destination.beside(f"{UNFINISHED_PREFIX}{destination.name}.lock"), destination)
     try:
-        check_destination(destination, plan.checkpoints)
-        if destination.is_dir() and not unfinished(destination):
+        with destination.parent.remembered():
+            check_destination(destination, plan.checkpoints)
+            there = destination.is_dir()
+        if there and not unfinished(destination):
             _clear_left(destination, lock, plan.overwrite, resume)
         try:
             yield destination, lock

@@ -23,7 +23,6 @@ from reshard.storage import bucket, posix
 from reshard.storage.array_store import ArrayStore, names_above
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import (
-    MANIFEST,
     PROCESS,
     StoredValue,
     entry_copies,
@@ -144,10 +143,8 @@ def merge(
     target: TargetFormat,
     stages: Sequence[str],
 ) -> None:
-    """Writes the root database of a destination, in one commit; in the place of one that an earlier
-    run may have left, which was not known to be complete. `linked` are the arrays whose data files
-    were linked, by their names there; `stages` are the databases of staged writes, if any."""
-    (directory / MANIFEST).remove()
+    """Writes the root database of a destination, in one commit. `linked` are the arrays whose data
+    files were linked, by their names there; `stages` are the databases of staged writes, if any."""
     context = new_context()
     transaction = ts.Transaction(atomic=True)
     root = (
@@ -206,17 +203,12 @@ def _in_small_nodes(
 
 
 def prune(
-    directory: Location,
-    linked: Iterable[StoredValue],
-    stages: Sequence[str],
-    again: bool,
-    check: Callable[[], None],
+    directory: Location, linked: Iterable[StoredValue], stages: Sequence[str], again: bool
 ) -> None:
-    """Deletes what the root database does not refer to: staged B-tree nodes, the staged manifest,
-    linked files that only led to what was linked. `again` says that an earlier run may have been
-    stopped while it did this; `check`, whether this one may go on, where it shares the directory
-    with whoever has its lock."""
-    if again or not directory.is_local:  # which takes longer, and fewer requests
+    """Deletes on a disk what the root database does not refer to: staged B-tree nodes, the staged
+    manifest, linked files that only led to what was linked. `again` says that an earlier run may
+    have been stopped while it did this."""
+    if again:  # which takes longer
         needed = value_files(directory, nodes=True)
     else:
         needed = {value.file for value in linked if value.file is not None}
@@ -224,18 +216,30 @@ def prune(
             needed.update(f"{stage}/{file}" for file in value_files(directory / stage))
         needed |= node_files(directory)
     for part in directory.directories():
-        own = part.startswith(PROCESS) if directory.is_local else part in stages
-        if part != "d" and not own:
+        if part != "d" and not part.startswith(PROCESS):
             continue
-        entries = [*(directory / part).walk()]
-        if not directory.is_local:
-            files = (f.path for f in entries if f.is_file and f"{part}/{f.path}" not in needed)
-            bucket.remove_files(directory / part, files, check)
-            continue
-        for found in reversed(entries):
+        for found in reversed([*(directory / part).walk()]):
             path = directory / part / found.path
             if found.is_dir:
                 posix.remove_empty(path)
             elif f"{part}/{found.path}" not in needed:
                 path.remove()
         posix.remove_empty(directory / part)
+
+
+def prune_objects(
+    directory: Location,
+    stored: Iterable[StoredValue],
+    stages: Sequence[str],
+    check: Callable[[], None],
+) -> None:
+    """Deletes in a bucket what the root database, of which all is `stored`, does not refer to.
+    `check`s before whether this job may go on: whoever has its lock shares the directory."""
+    needed = {value.file for value in stored} | node_files(directory)
+    found = (
+        f"{part}/{entry.path}"
+        for part in ("d", *stages)
+        for entry in (directory / part).walk()
+        if entry.is_file
+    )
+    bucket.remove_files(directory, (file for file in found if file not in needed), check)

@@ -1,5 +1,6 @@
 """`save`: a plan, executed: written beside the destination, checked, and committed."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -18,7 +19,7 @@ from reshard.hints import Hint
 from reshard.storage import posix
 from reshard.storage.location import Location
 from reshard.storage.lock import Lock
-from reshard.storage.ocdbt import new_context
+from reshard.storage.ocdbt import MANIFEST, new_context
 from reshard.tree import Path
 from reshard.verify.digest_record import FILE, record_of
 from reshard.verify.values import Progress, counted
@@ -155,6 +156,8 @@ def execute(plan: Plan, *, resume: bool = False, progress: Progress | None = Non
         committing = bucket_commit.committed_prefix(
             plan, destination, stages, resume=resume, unfinished=kept
         )
+    for item in plan.items:
+        item.ckpt.source.store.begin()
     with committing as (directory, lock):
         journal = Journal(directory, same, cores(), len(plan.items), resume, lock.token)
         with _unchanged(plan, journal):
@@ -191,16 +194,17 @@ def execute(plan: Plan, *, resume: bool = False, progress: Progress | None = Non
                     for place, data in written.items():
                         hashes[place.below(directory) or ""] = hashlib.sha256(data).hexdigest()
                 with _correct(journal):
-                    _check_and_record(job, plan, directory, digests, hashes, journal, report)
+                    _check_and_record(job, plan, directory, digests, hashes, journal, lock, report)
             if not directory.is_local:
                 check_there(first, directory)
-                lock.check()
+                if last:
+                    lock.check()
                 copy(last)
         if directory.is_local:
             posix.sync(directory)
-        lock.check()
         markers = marker_places(plan.checkpoints, directory)
         if directory.is_local:
+            lock.check()
             write_markers(markers, directory, destination)
             journal.close()
         else:
@@ -252,16 +256,21 @@ def _check_and_record(
     digests: Mapping[Path, Digest],
     hashes: Mapping[str, str],
     journal: Journal,
+    lock: Lock,
     report: Report,
 ) -> None:
     """Compares what was read with what is recorded of the source, records what was written, and
     reads it back. `digests` are of the arrays that were decoded, `hashes` of other files."""
     item = job.plan
     arrays = records(item, digests, plan.max_memory, report)
-    record = record_of(item.ckpt, directory, arrays, item.format.ocdbt, hashes)
-    (job.directory / FILE).write(record.dump())
-    if journal.resumed or not directory.is_local:
-        check_whole(item, directory)
+    with directory.remembered():
+        (directory / item.ckpt.source.step).ahead(below=True)
+        record = record_of(item.ckpt, directory, arrays, item.format.ocdbt, hashes)
+        (job.directory / FILE).write(record.dump())
+        if journal.resumed or not directory.is_local:
+            stored = check_whole(item, directory)
+            if item.format.ocdbt and not directory.is_local:
+                database.prune_objects(job.directory, stored, job.stages, lock.check)
     if plan.verify or job.read_back:
         read_back(item, directory, job.read_back, plan.max_memory, report)
 
@@ -337,11 +346,11 @@ def _write(
         if (not form.is_verbatim(h) if array.moved else len(specs) > 1)
     }
     try:
-        if not progress.merged:
-            write_values(metadata, target)
         largest = max((array.box_bytes for array in item.arrays), default=0)
         remote = not (directory.is_local and store.directory.is_local)
         with Budget(in_flight(max_memory, journal.cores, largest, remote)) as budget:
+            if not progress.merged:
+                write_values(metadata, target, budget)
             move_values(values, target, progress, budget, committed, report)
             write_boxes(item.arrays, sources, target, digests, progress, budget, committed, report)
     finally:
@@ -353,11 +362,14 @@ def _write(
         again = progress.merged
         if not again:
             lock.check()
+            if journal.resumed:  # one that was not known to be complete
+                (directory / MANIFEST).remove()
             database.merge(store, directory, linked, form, stages)
             progress.merged = True
             journal.write()
-        kept = (value for h in item.linked for value in item.values(h))
-        database.prune(directory, kept, stages, again, lock.check)
+        if directory.is_local:
+            kept = (value for h in item.linked for value in item.values(h))
+            database.prune(directory, kept, stages, again)
     return digests
 
 
@@ -367,7 +379,8 @@ def _write_documents(job: ItemJob) -> dict[Location, bytes]:
     chunks = {array.layout.path: array.chunk for array in item.arrays}
     found = documents(item.ckpt, chunks, item.format)
     written = {job.directory / name: data for name, data in found.items()}
-    for place, data in written.items():
+    for place in written:
         place.parent.make_directory()
-        place.write(data)
+    with concurrent.futures.ThreadPoolExecutor(len(written)) as pool:
+        list(pool.map(Location.write, written, written.values()))
     return written

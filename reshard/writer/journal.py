@@ -19,7 +19,7 @@ from reshard.arrays.operations import Constant
 from reshard.errors import CheckpointFormatError, DestinationError, ReshardError
 from reshard.hints import Hint
 from reshard.loader.detection import PROGRESS_FILE
-from reshard.storage import posix
+from reshard.storage import bucket, posix
 from reshard.storage.location import Location
 from reshard.tree import Path, format_path
 from reshard.units import format_bytes
@@ -191,7 +191,7 @@ class Journal:
         """Whether the file is there, and this job's."""
         if self._file.is_local:  # in a directory whose name is this job's alone
             return self._file.exists()
-        data = self._file.read()
+        data = bucket.read(self._file)
         return data is not None and _whole(data, self._file).get("token") == self._token
 
 

@@ -30,6 +30,7 @@ from reshard.storage.location import Location, parse_location
 from reshard.storage.ocdbt import StoredValue
 from reshard.tree import Path, format_path
 from reshard.units import parse_bytes
+from reshard.verify.digest_record import FILE
 from reshard.writer import bucket_commit, commit
 from reshard.writer.database import files_to_link, is_linked
 from reshard.writer.job_plan import ItemPlan, Plan
@@ -88,8 +89,9 @@ def plan(
     if place is not None:
         try:
             if not place.is_local:
-                bucket_commit.check_destination(place, checkpoints)
-                notes += bucket_commit.warnings_of(place)
+                with place.parent.remembered():
+                    bucket_commit.check_destination(place, checkpoints)
+                    notes += bucket_commit.warnings_of(place)
             else:
                 commit.check_destination(place, checkpoints[0].source.root, overwrite)
                 if _check_replaced(place, checkpoints):
@@ -98,6 +100,9 @@ def plan(
             errors.append(error)
     found: Sequence[Sibling] = ()
     with checkpoints[0].source.root.remembered():
+        for each in checkpoints:
+            each.source.directory.ahead(below=place is not None)
+            each.source.directory.ahead([FILE])
         items = tuple(
             _item(c, place, limit, chunks, form(c), link, digest, errors) for c in checkpoints
         )
@@ -105,6 +110,7 @@ def plan(
             found = siblings(checkpoints, place, link)
         except ReshardError as error:
             errors.append(error)
+        state = {} if place is None else source_state(checkpoints)
     planned = Plan(
         items,
         tuple(found),
@@ -112,7 +118,7 @@ def plan(
         limit,
         overwrite,
         verify,
-        {} if place is None else source_state(checkpoints),
+        state,
         notes=tuple(dict.fromkeys([*(note for i in items for note in _notes(i)), *notes])),
     )
     errors += copy_errors(planned)

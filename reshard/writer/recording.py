@@ -16,6 +16,7 @@ from reshard.errors import CorruptCheckpointError
 from reshard.hints import Hint
 from reshard.loader import orbax
 from reshard.storage.location import Location
+from reshard.storage.ocdbt import StoredValue
 from reshard.tree import Path, format_path
 from reshard.verify.digest_record import (
     FILE,
@@ -45,6 +46,7 @@ def source_record(ckpt: Checkpoint, handles: Sequence[ArrayHandle]) -> Record:
     kinds = [(root.path, record.other_kind(root)) for root in _stored(handles).values()]
     problems = [f"{format_path(path)}: {text} on record" for path, text in kinds if text]
     problems += record.gone_arrays(source, "on record")
+    source.store.directory.ahead(record.files)
     files = record.changed_files(
         source, lambda file: None if is_sibling(ckpt, file) else file.sha256()
     )
@@ -57,6 +59,8 @@ def check_copied(item: ItemPlan, hashes: Mapping[str, str]) -> None:
     """Raises CorruptCheckpointError unless siblings, by path, have the recorded hashes."""
     source = item.ckpt.source
     read = {source.root / path: sha256 for path, sha256 in hashes.items()}
+    folders = {"", *(path.rpartition("/")[0] for path in item.record.files)}
+    source.store.directory.ahead(lists=sorted(folders))
     if files := item.record.changed_files(source, read.get):
         raise _not_as_recorded(source, [], files)
 
@@ -170,33 +174,33 @@ def read_back(
         )
 
 
-def check_whole(item: ItemPlan, directory: Location) -> None:
-    """Raises CorruptCheckpointError if something is gone of what was written, by an earlier run or,
-    in a bucket, since."""
-    with directory.remembered():
-        written = _written(item, directory)
-        store = written.source.store
-        plans = {array.layout.path: array for array in item.arrays}
-        sources = {handle.path: handle for handle in item.handles}
-        for handle in written.arrays:
-            found = len(handle.stored_sizes())
-            files = {value.file for value in store.values[stored_name(handle.path)].values()}
-            for file in sorted(file for file in files if file is not None):
-                if not (store.directory / file).exists():
-                    text = f"the data file `{file}` is gone from `{directory}`"
-                    raise CorruptCheckpointError(text)
-            if directory.is_local:  # where a chunk that is not there may stand for a fill value
-                continue
-            chunks = grid_size(handle.shape, plans[handle.path].chunk)
-            if plans[handle.path].moved:
-                source = sources[handle.path]
-                moved = stored_chunks(source, item.format.encoding(source)) or ()
-                chunks = sum(key != store.metadata_key for key in moved)
-            if found < chunks:
-                raise CorruptCheckpointError(
-                    f"{chunks - found} of the {chunks} chunks of {format_path(handle.path)} are "
-                    f"gone from `{directory}`"
-                )
+def check_whole(item: ItemPlan, directory: Location) -> list[StoredValue]:
+    """All that is stored of an item, after it was written. Raises CorruptCheckpointError if
+    something of it is gone, by an earlier run or, in a bucket, since."""
+    written = _written(item, directory)
+    store = written.source.store
+    plans = {array.layout.path: array for array in item.arrays}
+    sources = {handle.path: handle for handle in item.handles}
+    for handle in written.arrays:
+        found = len(handle.stored_sizes())
+        files = {value.file for value in store.values[stored_name(handle.path)].values()}
+        for file in sorted(file for file in files if file is not None):
+            if not (store.directory / file).exists():
+                text = f"the data file `{file}` is gone from `{directory}`"
+                raise CorruptCheckpointError(text)
+        if directory.is_local:  # where a chunk that is not there may stand for a fill value
+            continue
+        chunks = grid_size(handle.shape, plans[handle.path].chunk)
+        if plans[handle.path].moved:
+            source = sources[handle.path]
+            moved = stored_chunks(source, item.format.encoding(source)) or ()
+            chunks = sum(key != store.metadata_key for key in moved)
+        if found < chunks:
+            raise CorruptCheckpointError(
+                f"{chunks - found} of the {chunks} chunks of {format_path(handle.path)} are "
+                f"gone from `{directory}`"
+            )
+    return [value for values in store.values.values() for value in values.values()]
 
 
 def _written(item: ItemPlan, directory: Location) -> Checkpoint:

@@ -278,14 +278,16 @@ def move_values(
         write_oldest()
 
 
-def write_values(values: Mapping[str, bytes], target: Target) -> None:
-    """Writes small values, in one transaction."""
+def write_values(values: Mapping[str, bytes], target: Target, budget: Budget) -> None:
+    """Writes small values, in one transaction, which is committed while others are."""
     if values:
         transaction = target.begin()
         store = target.open()[0].with_transaction(transaction)
         for write in [store.write(key, value) for key, value in values.items()]:
             wait_written(write, target.directory)
-        wait_written(transaction.commit_async(), target.directory)
+        wait = functools.partial(wait_written, transaction.future, target.directory)
+        budget.reserve(sum(map(len, values.values()))).free_after(wait)
+        transaction.commit_async()
 
 
 def wait_written(write: ts.Future, directory: Location) -> None:
