@@ -183,6 +183,90 @@ def test_what_is_not_there(stores):
     assert "404: there is no such bucket or object" in str(caught.value)
 
 
+def test_what_is_no_checkpoint_is_told_with_names_that_are_there(stores):
+    url = f"{stores.bucket('conditional')}/run"
+    for name in ("c", "a/x", "b", "d", "e", "f"):
+        (parse_location(url) / name).write(b"")
+    with pytest.raises(reshard.CheckpointFormatError) as caught:
+        reshard.open(url)
+    assert str(caught.value) == (
+        f"`{url}` is not a checkpoint\n"
+        "  no _METADATA, no _CHECKPOINT_METADATA, no step directories, no zarr arrays\n\n"
+        f"hint: `{url}` has: a, b, c, d, e, ..."
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bucket_that_is_not_there(stores, kind):
+    stores.bucket(kind)
+    stores.faults.append(Fault(" nobody", 404, 1000))
+    with pytest.raises(reshard.StoreError) as caught:
+        reshard.open(f"{kind}://nobody-has-it/run")
+    assert str(caught.value) == (
+        f"the list of `{kind}://nobody-has-it/run` cannot be read\n"
+        "  404: there is no such bucket or object"
+    )
+
+
+def test_what_is_waited_for_is_said(stores, monkeypatch, caplog):
+    monkeypatch.setattr(listing, "_PATIENCE", 0.01)
+    url = f"{stores.bucket('conditional')}/run"
+    stores.delay = 0.05
+    parse_location(url).names()
+    [said] = caplog.messages
+    assert said.startswith(f"waiting for {stores.url}/storage/v1/b/")
+    assert said.endswith("/o: what fails is tried again for some seconds")
+
+
+@pytest.mark.parametrize("step", ["20", "last"])
+def test_a_step_that_is_text(saved, step):
+    with pytest.raises(reshard.ArgumentError) as caught:
+        reshard.open(saved("manager").path, step=step)
+    hint = "\n\nhint: step=20" if step == "20" else ""
+    assert str(caught.value) == f"a step is a number, and no text: {step!r}{hint}"
+
+
+@pytest.mark.parametrize("layout", ["manager", "zarr3-files"])
+def test_the_requests_of_opening_do_not_wait_for_one_another(saved, stores, layout):
+    url = put(f"{stores.bucket('conditional')}/run", saved(layout).path)
+    reshard.open(url)
+    stores.reset()
+    stores.delay = 0.01
+    reshard.open(url)
+    ends = sorted((request.end, request.begin) for request in stores.requests)
+    rounds, last = 0, 0.0
+    for end, begin in ends:  # how many of them came after the one before had been answered
+        if begin > last:
+            rounds, last = rounds + 1, end
+    assert rounds <= (7 if layout == "manager" else 5)
+    assert len({request[:2] for request in stores.requests}) >= len(stores.requests) - 1
+
+
+def test_an_object_that_has_the_name_of_a_directory(saved, stores, tmp_path):
+    url = put(f"{stores.bucket('s3')}/run", saved("manager").path)
+    place = parse_location(url) / "notes"
+    (place / "x").write(b"x")
+    (place / "x/y").write(b"y")
+    with pytest.raises(reshard.CheckpointFormatError) as caught:
+        reshard.save(reshard.open(url), tmp_path / "out")
+    assert str(caught.value) == (
+        f"`{place}/x` is an object, and the name of others begins as if it were a directory\n\n"
+        "hint: give one of them another name: no disk has both"
+    )
+
+
+def test_the_region_of_a_profile_counts_for_everything(monkeypatch, tmp_path):
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "config").write_text("[default]\nregion = eu-west-1\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    assert bucket.spec("s3://bucket/run")["aws_region"] == "eu-west-1"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    (tmp_path / "config").write_text("")
+    assert bucket.spec("s3://bucket/run")["aws_region"] == "us-east-1"
+
+
 STATUSES = {
     403: "403: there are no credentials that allow it",
     429: "429: too many requests, also after retries",

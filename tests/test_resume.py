@@ -545,6 +545,17 @@ def test_only_what_was_in_flight_is_done_again(sources, expected, tmp_path, monk
     assert_whole(out, expected(kind))
 
 
+@pytest.mark.parametrize("kind", ["ckpt zarr2", "ckpt zarr2-files"])
+def test_all_that_was_written_is_noted_when_a_job_is_stopped(sources, tmp_path, monkeypatch, kind):
+    written = []
+    free_after = Filled.free_after
+    monkeypatch.setattr(
+        Filled, "free_after", lambda *of: written.append(of[0].batch) or free_after(*of)
+    )
+    _, batches, _ = progress_of(stopped(sources(kind), tmp_path / "out"))
+    assert batches == len(written) > 1
+
+
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize(("before", "after"), [(1, 16), (16, 1)])
 def test_another_number_of_cores(sources, tmp_path, monkeypatch, before, after):
@@ -1221,7 +1232,9 @@ def test_it_is_told_that_a_job_went_on(sources, tmp_path):
     planned = save(source, out, resume=True)
     rewritten = sum(a.decoded_bytes for a in planned.arrays if not a.moved)
     (note,) = planned.notes
-    told = re.fullmatch(r"resumed what an earlier run had written: (.*) of (.*) to rewrite", note)
+    told = re.fullmatch(
+        r"resumed what an earlier run had written: (.*) of (.*) are rewritten", note
+    )
     assert told[2] == format_bytes(rewritten)
     assert told[1] == "0 B" or parse_bytes(told[1]) < rewritten
 
@@ -1464,7 +1477,7 @@ def test_a_signal_keeps_what_is_written(sources, expected, tmp_path, kind, numbe
     )
     (note,) = [line for line in went_on.stdout.splitlines() if line.startswith("note     resumed")]
     assert re.fullmatch(
-        r"note     resumed what an earlier run had written: \S+ \S+ of \S+ MiB to rewrite", note
+        r"note     resumed what an earlier run had written: \S+ \S+ of \S+ MiB are rewritten", note
     )
     assert os.listdir(tmp_path / "out") == ["1"]
     assert_whole(tmp_path / "out" / "1", expected(kind, "large"))
