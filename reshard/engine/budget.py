@@ -6,7 +6,6 @@ larger than the limit, when nothing else is in flight.
 """
 
 import collections
-import contextlib
 import os
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -116,7 +115,7 @@ class Pending(NamedTuple):
 
 class Budget:
     """The bytes in flight of one job, `used` of its `limit`, and what is waited for, oldest first.
-    As a context, it ends when all that was begun has ended; what fails after an error is
+    As a context, it ends when all that was begun has ended, after an error too; what fails then is
     ignored."""
 
     def __init__(self, limit: int):
@@ -158,7 +157,12 @@ class Budget:
             while kind is None and self.pending:
                 self._wait_oldest()
         finally:
+            done_before = True  # all that was begun before
             while self.pending:
-                with contextlib.suppress(Exception):
+                try:
                     self.pending[0].wait()
+                    if done_before:
+                        self.pending[0].done()
+                except Exception:
+                    done_before = False
                 self.pending.popleft()

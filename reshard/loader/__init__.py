@@ -4,6 +4,7 @@ import os
 
 from reshard.checkpoint import Checkpoint
 from reshard.errors import ArgumentError, CorruptCheckpointError, ReshardError
+from reshard.hints import Hint
 from reshard.loader import detection, orbax
 from reshard.storage.bucket import REQUESTS
 from reshard.storage.location import parse_location
@@ -41,6 +42,9 @@ def open(
     """
     if concurrency < 1:
         raise ArgumentError(f"concurrency={concurrency!r} leaves no request", hints=["1, or more"])
+    if isinstance(step, str):
+        hints = [Hint(("step", int(step)))] if step.isdecimal() else []
+        raise ArgumentError(f"a step is a number, and no text: {step!r:.40}", hints=hints)
     try:
         with parse_location(path).remembered():
             found = detection.locate(path, step, item)

@@ -34,6 +34,8 @@ _STEP_NAME = re.compile(r"(?:.*_)?(\d+)")
 _LEGACY_STEP = re.compile(r"checkpoint_\d+")
 # Directories in a bucket, but for steps, that are looked into to see whether they are arrays.
 _SOME = 8
+# Names that a hint lists.
+_SHOWN = 5
 # Handlers of items that are not a tree of a model's arrays; `_METADATA` does not tell them apart.
 _NOT_TREES = ("ArrayCheckpointHandler", "RandomKeyCheckpointHandler", "JsonCheckpointHandler")
 
@@ -302,6 +304,7 @@ def _unrecognised(directory: Location, names: list[str] | tuple[str, ...]) -> Ex
     return CheckpointFormatError(
         f"`{directory}` is not a checkpoint",
         [f"no {TREE_FILE}, no {CHECKPOINT_FILE}, no step directories, no zarr arrays"],
+        [] if directory.is_local else [_some_names(directory, directory.names())],
     )
 
 
@@ -320,4 +323,9 @@ def _siblings(path: Location) -> list[str]:
         parent = parent.parent
     if not parent.is_dir():
         return []
-    return [f"`{parent}` has: {', '.join(_directories(parent)[:5]) or 'no directories'}"]
+    return [_some_names(parent, _directories(parent), "no directories")]
+
+
+def _some_names(directory: Location, names: list[str], none: str = "nothing") -> str:
+    more = ["..."] if len(names) > _SHOWN else []
+    return f"`{directory}` has: {', '.join([*names[:_SHOWN], *more]) or none}"

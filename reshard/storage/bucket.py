@@ -92,7 +92,6 @@ def spec(path: AnyPath) -> dict[str, Any]:
     endpoint, region = listing.s3_endpoint(), listing.s3_region()
     if endpoint:
         found["endpoint"] = endpoint
-        region = region or "us-east-1"
     if region:
         found["aws_region"] = region
     credentials, config = listing.s3_files()
@@ -390,7 +389,7 @@ def read(path: AnyPath) -> bytes | None:
         return known.documents[text]
     begun = None if known is None else known.coming.pop(text, None)
     with _asking(f"`{text}`"):
-        result = (begun or _store(text).read(split(text)[2])).result()
+        result = listing.waited(begun or _store(text).read(split(text)[2]), f"`{text}`")
     data = result.value if result.state == "value" else None
     if known is not None and len(data or b"") <= _SMALL:
         known.documents[text] = data

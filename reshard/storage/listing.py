@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import importlib
 import json
+import logging
 import os
 import time
 import urllib.parse
@@ -26,6 +27,9 @@ from reshard.storage import posix
 
 _NO_BODY = hashlib.sha256(b"").hexdigest()
 _MAX_CONFIG_BYTES = 1 << 20
+# Seconds without an answer after which that is said.
+_PATIENCE = 1.8
+_log = logging.getLogger("reshard")
 # What a server says to whom it does not know, and to a signature for another region.
 _UNKNOWN, _ELSEWHERE = ("PERMISSION_DENIED", "UNAUTHENTICATED"), ("INVALID_ARGUMENT", "UNKNOWN")
 
@@ -77,8 +81,25 @@ def _get(url: str, headers: dict[str, str], context: ts.Context) -> bytes | None
     """What is at a URL; None where nothing is."""
     lines = [f"{name}: {value}" for name, value in headers.items()]
     spec = {"driver": "http", "base_url": url, "headers": lines}
-    result = ts.KvStore.open(spec, context=context).result().read("").result()
+    store = ts.KvStore.open(spec, context=context).result()
+    result = waited(store.read(""), url.partition("?")[0])
     return result.value if result.state == "value" else None
+
+
+def waited(future: ts.Future, what: str) -> Any:
+    """The result of a request; what is asked is logged where there is none for a while, in which
+    the request may have failed and been tried again."""
+    try:
+        return future.result(timeout=_PATIENCE)
+    except TimeoutError:
+        _log.warning("waiting for %s: what fails is tried again for some seconds", what)
+        return future.result()
+
+
+def _missing(token: str) -> None:
+    """Raises ValueError where a bucket has no list, and so is not there; None for a later page."""
+    if not token:
+        raise ValueError("there is no such bucket [http_response_code='404']")
 
 
 def _query(parameters: dict[str, str]) -> str:
@@ -104,7 +125,7 @@ def _gs_page(
     headers = {"Authorization": f"Bearer {bearer}"} if bearer else {}
     data = _get(f"{base}/storage/v1/b/{bucket}/o?{query}", headers, context)
     if data is None:
-        return None
+        return _missing(token)
     document: Any = json.loads(data)
     if not isinstance(document, dict):
         raise ValueError("the answer is no list of objects")
@@ -146,11 +167,9 @@ def _gs_credentials() -> Any:
 def _s3_page(
     bucket: str, prefix: str, delimiter: str, most: int, context: ts.Context, token: str
 ) -> Page | None:
-    region = s3_region() or _profile("region")
-    endpoint = s3_endpoint()
+    endpoint, region = s3_endpoint(), s3_region()
     if endpoint:
         url = f"{endpoint}/{bucket}/"
-        region = region or "us-east-1"
     elif not region:
         return None
     elif "." in bucket:
@@ -168,7 +187,7 @@ def _s3_page(
     )
     data = _get(f"{url}?{query}", _signature(url, query, region), context)
     if data is None:
-        return None
+        return _missing(token)
     try:
         found = ElementTree.fromstring(data)
     except ElementTree.ParseError as error:
@@ -212,7 +231,10 @@ def s3_endpoint() -> str:
 
 
 def s3_region() -> str:
-    return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or ""
+    """The region: of the environment, or of the profile; another server's, if none is told."""
+    names = ("AWS_REGION", "AWS_DEFAULT_REGION")
+    given = next((os.environ[name] for name in names if os.environ.get(name)), "")
+    return given or _profile("region") or ("us-east-1" if s3_endpoint() else "")
 
 
 def s3_files() -> tuple[str, str]:

@@ -353,6 +353,10 @@ def _write(
                 write_values(metadata, target, budget)
             move_values(values, target, progress, budget, committed, report)
             write_boxes(item.arrays, sources, target, digests, progress, budget, committed, report)
+    except BaseException:
+        with contextlib.suppress(ReshardError, OSError):  # what a later run goes on from
+            journal.write()
+        raise
     finally:
         if writeback is not None:
             writeback.finish()

@@ -204,7 +204,7 @@ def resumed_note(items: Sequence[ItemPlan], progress: Sequence[ItemProgress]) ->
                 *_, elements = committed.digests.get(array.layout.path, (0,))
                 done += elements * array.layout.target_itemsize
                 whole += array.decoded_bytes
-    rewritten = f": {format_bytes(done)} of {format_bytes(whole)} to rewrite" if whole else ""
+    rewritten = f": {format_bytes(done)} of {format_bytes(whole)} are rewritten" if whole else ""
     return f"resumed what an earlier run had written{rewritten}"
 
 

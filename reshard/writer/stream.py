@@ -126,7 +126,7 @@ def write_boxes(
             wait_written(copy, target.directory)
         states: dict[Path, Sequence[int]] = {}
         wait = functools.partial(wait_written, transaction.future, target.directory)
-        done = functools.partial(progress.box_batch, number, states, committed)
+        done = functools.partial(_note, progress, number, states, committed)
         # Noted before it begins: one that an interrupt lets nobody wait for would go on writing
         # into a directory that is being removed.
         filled.free_after(wait, done)
@@ -139,6 +139,18 @@ def write_boxes(
         states |= {path: digests[path].state for path in paths}
         report(decoded)
         del boxes, values  # only the transaction holds the buffers now, until it is committed
+
+
+def _note(
+    progress: ItemProgress,
+    number: int,
+    states: Mapping[Path, Sequence[int]],
+    committed: Callable[[], None],
+) -> None:
+    """Notes that so many batches are written; unless an interrupt came before the digests of the
+    last one were taken."""
+    if states:
+        progress.box_batch(number, states, committed)
 
 
 def units(
