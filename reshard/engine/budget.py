@@ -122,6 +122,7 @@ class Budget:
         self.limit = limit
         self.used = 0
         self.pending: collections.deque[Pending] = collections.deque()
+        self._failed = False
 
     def fits(self, nbytes: int) -> bool:
         """Whether so many more bytes are within the limit."""
@@ -139,7 +140,11 @@ class Budget:
 
     def _wait_oldest(self) -> None:
         reservation, wait, done = self.pending[0]
-        wait()  # an interrupt leaves it here, to be waited for at the end
+        try:
+            wait()  # an interrupt leaves it here, to be waited for at the end
+        except Exception:
+            self._failed = True
+            raise
         self.pending.popleft()
         reservation.free()
         done()
@@ -157,12 +162,11 @@ class Budget:
             while kind is None and self.pending:
                 self._wait_oldest()
         finally:
-            done_before = True  # all that was begun before
             while self.pending:
                 try:
                     self.pending[0].wait()
-                    if done_before:
+                    if not self._failed:
                         self.pending[0].done()
                 except Exception:
-                    done_before = False
+                    self._failed = True
                 self.pending.popleft()

@@ -10,15 +10,16 @@ import contextvars
 import functools
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorstore as ts
 
-from reshard.errors import ReshardError, StoreError, first_line
+from reshard.errors import StoreError
 from reshard.storage import listing, posix
+from reshard.storage.known import Known, directory_entry, file_entry, joined, nothing_known
 from reshard.storage.posix import AnyPath, Entry
+from reshard.storage.refusals import asking
 
 # Requests at once, unless said otherwise.
 REQUESTS = 128
@@ -36,28 +37,6 @@ _LISTS = 32
 _AHEAD = 1 << 26
 # Bytes of an object that are read at once.
 _BLOCK = 1 << 24
-_STATUS = re.compile(r"http_response_code='(\d+)'")
-# Where TensorStore says what it has read, and what it says of a connection.
-_PLACE = re.compile(r"Error reading (?:\"(.+?)\"|((?:gs|s3)://.+?))(?=:? |:$)")
-_BROKEN = re.compile(r"CURL error (.*?)(?: \[|$)", re.DOTALL)
-_MEANINGS = {
-    "400": "it does not take such a request: is it the right region, or endpoint?",
-    "401": "the credentials are not known there",
-    "403": "there are no credentials that allow it",
-    "404": "there is no such bucket or object",
-    "412": "it has changed meanwhile",
-    "429": "too many requests, also after retries",
-    "500": "the store failed, also after retries",
-    "503": "the store was not available, also after retries",
-}
-# What TensorStore says where it does not tell the status.
-_UNTOLD = {
-    "Forbidden": "403",
-    "Unauthorized": "401",
-    "Too Many Requests": "429",
-    "Service Unavailable": "503",
-    "Internal Server Error": "500",
-}
 
 
 def resources(concurrency: int = REQUESTS) -> dict[str, Any]:
@@ -119,75 +98,7 @@ def _opened(text: str) -> ts.KvStore:
     return ts.KvStore.open(json.loads(text), context=_context()).result()
 
 
-def refusal(error: ValueError, what: str, done: str = "read") -> StoreError | None:
-    """What a store has said to a request, in words; None for an error that no store has made."""
-    text = str(error)
-    status, broken = _STATUS.search(text), _BROKEN.search(text)
-    code = status[1] if status else next((_UNTOLD[said] for said in _UNTOLD if said in text), "")
-    if code:
-        reason = f"{code}: {_MEANINGS.get(code, first_line(error))}"
-    elif broken is not None:
-        reason = f"the connection failed, also after retries: {broken[1]}"
-    elif "credentials" in text:
-        reason = first_line(error)
-    else:
-        return None
-    place = _PLACE.search(text)
-    read = f"{place[1] or place[2]}: " if place is not None else ""
-    return StoreError(f"{what} cannot be {done}", [read + reason])
-
-
-@contextlib.contextmanager
-def _asking(what: str, done: str = "read") -> Iterator[None]:
-    """Raises StoreError where a store refuses, about `what`."""
-    try:
-        yield
-    except ReshardError:  # of what the environment says
-        raise
-    except ValueError as error:
-        found = refusal(error, what, done)
-        if found is None:
-            found = StoreError(f"{what} cannot be {done}", [first_line(error)])
-        raise found from error
-
-
-class _Known(NamedTuple):
-    """What has been found below a directory, while nobody needs to know of changes: what is in
-    directories, of which some are known with all that is below them, and documents, of which some
-    are on the way."""
-
-    top: str
-    children: "dict[str, dict[str, Entry]]"
-    whole: set[str]
-    documents: dict[str, bytes | None]
-    coming: dict[str, ts.Future]
-
-    def is_whole(self, path: str) -> bool:
-        """Whether all that is below a directory is known."""
-        return any(f"{path}/".startswith(f"{top}/") for top in self.whole)
-
-    def add(self, top: str, found: Iterable[Entry]) -> None:
-        """Notes all that is below a directory."""
-        self.children[top] = {}
-        for entry in found:
-            *above, name = entry.path.split("/")
-            folder = top
-            for part in above:
-                names = self.children[folder]
-                if part not in names or not names[part].is_dir:
-                    names[part] = _also(names.get(part), _directory(part))
-                folder = f"{folder}/{part}"
-                self.children.setdefault(folder, {})
-            names = self.children[folder]
-            names[name] = _also(names.get(name), entry._replace(path=name))
-        self.whole.add(top)
-
-
-def _nothing_known(top: str) -> _Known:
-    return _Known(top, {}, set(), {}, {})
-
-
-_known: contextvars.ContextVar[_Known | None] = contextvars.ContextVar("known", default=None)
+_known: contextvars.ContextVar[Known | None] = contextvars.ContextVar("known", default=None)
 
 
 @contextlib.contextmanager
@@ -197,7 +108,7 @@ def remembered(top: AnyPath) -> Iterator[None]:
     if _remembered(os.fspath(top)) is not None:
         yield
         return
-    token = _known.set(_nothing_known(os.fspath(top)))
+    token = _known.set(nothing_known(os.fspath(top)))
     try:
         yield
     finally:
@@ -231,12 +142,12 @@ def ahead(
         known.children.update(zip(paths, pool.map(_list_children, paths), strict=True))
 
 
-def _know_whole(path: str, known: _Known) -> None:
+def _know_whole(path: str, known: Known) -> None:
     if not known.is_whole(path):
         known.add(path, _below(path))
 
 
-def _remembered(path: str) -> _Known | None:
+def _remembered(path: str) -> Known | None:
     """What is known, if that is of a path."""
     known = _known.get()
     return known if known is not None and f"{path}/".startswith(f"{known.top}/") else None
@@ -257,22 +168,15 @@ def _list_children(path: str) -> dict[str, Entry]:
     found: dict[str, Entry] = {}
     for entry in _below(path, delimiter="/"):
         name, slash, _ = entry.path.partition("/")  # of a server that knows no delimiters
-        found[name] = _also(found.get(name), _directory(name) if slash else entry)
+        found[name] = joined(found.get(name), directory_entry(name) if slash else entry)
     return found
-
-
-def _also(one: Entry | None, other: Entry) -> Entry:
-    """What has a name that both have: an object may have the name of a directory."""
-    if one is None or one.is_file == other.is_file:
-        return other
-    return (one if one.is_file else other)._replace(is_dir=True)
 
 
 def _below(path: str, delimiter: str = "", most: int = _PAGE) -> Iterator[Entry]:
     """The objects below a directory, and, with a delimiter, the directories in it."""
     scheme, bucket, key = split(path)
     prefix = f"{key}/" if key else ""
-    with _asking(f"the list of `{path}`"):
+    with asking(f"the list of `{path}`"):
         pages = listing.pages(scheme, bucket, prefix, delimiter, most, _context())
         if pages is None:
             yield from _keys_below(path, prefix, delimiter)
@@ -281,9 +185,9 @@ def _below(path: str, delimiter: str = "", most: int = _PAGE) -> Iterator[Entry]
             for one in page.objects:
                 name = one.key[len(prefix) :]
                 if name and not name.endswith("/"):  # what some tools put for a directory
-                    yield _file(name, one.nbytes, one.version)
+                    yield file_entry(name, one.nbytes, one.version)
             for one in page.prefixes:
-                yield _directory(one[len(prefix) : -1])
+                yield directory_entry(one[len(prefix) : -1])
 
 
 def _keys_below(path: str, prefix: str, delimiter: str) -> Iterator[Entry]:
@@ -292,18 +196,10 @@ def _keys_below(path: str, prefix: str, delimiter: str) -> Iterator[Entry]:
     keys = _store(path).list(below, len(prefix.encode())).result()
     names = [key.decode(errors="surrogateescape") for key in keys]
     if not delimiter:
-        yield from (_file(name) for name in names if name and not name.endswith("/"))
+        yield from (file_entry(name) for name in names if name and not name.endswith("/"))
         return
     parts = dict.fromkeys(name.partition("/")[:2] for name in names if name)
-    yield from (_directory(name) if slash else _file(name) for name, slash in parts)
-
-
-def _file(name: str, nbytes: int = posix.UNKNOWN, version: int = posix.UNKNOWN) -> Entry:
-    return Entry(name, True, False, nbytes, version, (-1, -1), 1, nbytes)
-
-
-def _directory(name: str) -> Entry:
-    return Entry(name, False, True, 0, 0, (-1, -1), 1, 0)
+    yield from (directory_entry(name) if slash else file_entry(name) for name, slash in parts)
 
 
 def entry(path: AnyPath) -> Entry | None:
@@ -319,7 +215,7 @@ def entry(path: AnyPath) -> Entry | None:
         return found
     if not below and known is None:
         below = next(_below(text, most=1), None)
-    return _directory("") if below else None
+    return directory_entry("") if below else None
 
 
 def _object(path: str) -> Entry | None:
@@ -327,14 +223,14 @@ def _object(path: str) -> Entry | None:
     scheme, bucket, key = split(path)
     if not key:
         return None
-    with _asking(f"`{path}`"):
+    with asking(f"`{path}`"):
         pages = listing.pages(scheme, bucket, key, "/", 1, _context())
         if pages is None:
             asked = _store(path).read(key, byte_range=slice(0, 0)).result()
-            return _file("") if asked.state == "value" else None
+            return file_entry("") if asked.state == "value" else None
         # A page may be empty, and not the last.
         objects = next((page.objects for page in pages if page.objects or page.prefixes), [])
-    return _file("", *objects[0][1:]) if objects and objects[0].key == key else None
+    return file_entry("", *objects[0][1:]) if objects and objects[0].key == key else None
 
 
 def exists(path: AnyPath) -> bool:
@@ -369,12 +265,12 @@ def directories(directory: AnyPath) -> list[str]:
 def walk(top: AnyPath) -> Iterator[Entry]:
     """All that is below a directory, each directory before what is in it, in order."""
     text = os.fspath(top)
-    known = _remembered(text) or _nothing_known(text)
+    known = _remembered(text) or nothing_known(text)
     _know_whole(text, known)
     yield from _walk_known(text, "", known)
 
 
-def _walk_known(top: str, below: str, known: _Known) -> Iterator[Entry]:
+def _walk_known(top: str, below: str, known: Known) -> Iterator[Entry]:
     for name, found in sorted(known.children.get(f"{top}/{below}".rstrip("/"), {}).items()):
         yield found._replace(path=below + name)
         if found.is_dir:
@@ -388,7 +284,7 @@ def read(path: AnyPath) -> bytes | None:
     if known is not None and text in known.documents:
         return known.documents[text]
     begun = None if known is None else known.coming.pop(text, None)
-    with _asking(f"`{text}`"):
+    with asking(f"`{text}`"):
         result = listing.waited(begun or _store(text).read(split(text)[2]), f"`{text}`")
     data = result.value if result.state == "value" else None
     if known is not None and len(data or b"") <= _SMALL:
@@ -412,7 +308,7 @@ def blocks(path: AnyPath, nbytes: int) -> Iterator[bytes]:
         return
     for begin in [0] if whole else range(0, nbytes, _BLOCK):
         part = None if whole else slice(begin, min(begin + _BLOCK, nbytes))
-        with _asking(f"`{text}`"):
+        with asking(f"`{text}`"):
             result = store.read(key, byte_range=part).result()
         first = first or result.stamp.generation
         if result.state != "value" or first != result.stamp.generation:
@@ -425,7 +321,7 @@ def versions(paths: Sequence[AnyPath]) -> list[str]:
     asked = [_store(path).read(split(path)[2], byte_range=slice(0, 0)) for path in paths]
     found = []
     for path, future in zip(paths, asked, strict=True):
-        with _asking(f"`{os.fspath(path)}`"):
+        with asking(f"`{os.fspath(path)}`"):
             found.append(repr(future.result().stamp.generation))
     return found
 
@@ -433,13 +329,13 @@ def versions(paths: Sequence[AnyPath]) -> list[str]:
 def beginning(path: AnyPath, nbytes: int) -> bytes:
     found = entry(path)
     size = nbytes if found is None or found.nbytes == posix.UNKNOWN else min(nbytes, found.nbytes)
-    with _asking(f"`{os.fspath(path)}`"):
+    with asking(f"`{os.fspath(path)}`"):
         return _store(path).read(split(path)[2], byte_range=slice(0, size)).result().value
 
 
 def write(path: AnyPath, data: bytes, durable: bool = False) -> None:
     """Writes an object, which is durable when the call returns."""
-    with _asking(f"`{os.fspath(path)}`", "written"):
+    with asking(f"`{os.fspath(path)}`", "written"):
         _store(path).write(split(path)[2], data).result()
 
 
@@ -449,7 +345,7 @@ def make_directories(path: AnyPath) -> None:
 
 def remove_file(path: AnyPath) -> None:
     """Deletes an object, if it is there."""
-    with _asking(f"`{os.fspath(path)}`", "deleted"):
+    with asking(f"`{os.fspath(path)}`", "deleted"):
         _store(path).write(split(path)[2], None).result()
 
 
@@ -510,12 +406,12 @@ class LockFile:
         """Nothing: no object is open."""
 
     def _read(self) -> ts.KvStore.ReadResult:
-        with _asking(f"`{self._path}`"):
+        with asking(f"`{self._path}`"):
             self._last = _store(self._path).read(split(self._path)[2]).result()
         return self._last
 
     def _write(self, generation: bytes, data: bytes | None) -> bool:
-        with _asking(f"`{self._path}`", "written"):
+        with asking(f"`{self._path}`", "written"):
             write = _store(self._path).write(split(self._path)[2], data, if_equal=generation)
             done = write.result().generation
         if not done and data is not None:  # or it was, and the answer was lost

@@ -28,6 +28,7 @@ from reshard.errors import (
 )
 from reshard.storage import bucket, posix
 from reshard.storage.posix import Entry
+from reshard.storage.refusals import refusal
 from reshard.units import format_bytes
 
 # Bytes of a JSON document (of a tree of half a million leaves) or of a node of a B-tree. Larger
@@ -45,7 +46,7 @@ def checked(future: ts.Future, what: str) -> Any:
     except ReshardError:  # of a function of the user's, on the way
         raise
     except ValueError as error:
-        if refused := bucket.refusal(error, what):
+        if refused := refusal(error, what):
             raise refused from error
         raise CorruptCheckpointError(f"{what} cannot be read", [first_line(error)]) from error
 

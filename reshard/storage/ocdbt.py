@@ -16,6 +16,7 @@ from reshard.errors import CorruptCheckpointError, ReshardError
 from reshard.storage import bucket, posix
 from reshard.storage.btree import decoded_bytes
 from reshard.storage.location import MAX_DOCUMENT, Location, checked, not_a_file
+from reshard.storage.refusals import refusal
 from reshard.units import format_bytes
 
 MANIFEST = "manifest.ocdbt"
@@ -244,7 +245,7 @@ def _btree_nodes(
         raise
     except (ValueError, KeyError, IndexError) as error:
         what = f"the OCDBT database in `{directory}`"
-        if isinstance(error, ValueError) and (refused := bucket.refusal(error, what)):
+        if isinstance(error, ValueError) and (refused := refusal(error, what)):
             raise refused from error
         raise CorruptCheckpointError(f"{what} cannot be read", [str(error)]) from error
 

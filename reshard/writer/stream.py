@@ -18,9 +18,9 @@ from reshard.engine.budget import WINDOW, Budget, Reservation, copy_bytes
 from reshard.engine.plan import ArrayPlan, co_read
 from reshard.engine.read import READ_AHEAD, Destination, Read, read
 from reshard.errors import CorruptCheckpointError, DestinationError, first_line
-from reshard.storage import bucket
 from reshard.storage.array_store import array_spec
 from reshard.storage.location import Location, checked
+from reshard.storage.refusals import refusal
 from reshard.tree import Path
 from reshard.writer.journal import ItemProgress
 from reshard.writer.target_format import TargetFormat
@@ -126,7 +126,7 @@ def write_boxes(
             wait_written(copy, target.directory)
         states: dict[Path, Sequence[int]] = {}
         wait = functools.partial(wait_written, transaction.future, target.directory)
-        done = functools.partial(_note, progress, number, states, committed)
+        done = functools.partial(_note, number, states, progress, committed)
         # Noted before it begins: one that an interrupt lets nobody wait for would go on writing
         # into a directory that is being removed.
         filled.free_after(wait, done)
@@ -142,9 +142,9 @@ def write_boxes(
 
 
 def _note(
-    progress: ItemProgress,
     number: int,
     states: Mapping[Path, Sequence[int]],
+    progress: ItemProgress,
     committed: Callable[[], None],
 ) -> None:
     """Notes that so many batches are written; unless an interrupt came before the digests of the
@@ -307,6 +307,6 @@ def wait_written(write: ts.Future, directory: Location) -> None:
     try:
         write.result()
     except ValueError as error:
-        if refused := bucket.refusal(error, f"`{directory}`", "written"):
+        if refused := refusal(error, f"`{directory}`", "written"):
             raise DestinationError(refused.summary, refused.problems) from error
         raise DestinationError("the destination cannot be written", [first_line(error)]) from error

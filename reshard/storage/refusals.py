@@ -1,0 +1,62 @@
+"""What a store says where it refuses a request, in words."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+from reshard.errors import ReshardError, StoreError, first_line
+
+_STATUS = re.compile(r"http_response_code='(\d+)'")
+# Where TensorStore says what it has read, and what it says of a connection.
+_PLACE = re.compile(r"Error reading (?:\"(.+?)\"|((?:gs|s3)://.+?))(?=:? |:$)")
+_BROKEN = re.compile(r"CURL error (.*?)(?: \[|$)", re.DOTALL)
+_MEANINGS = {
+    "400": "it does not take such a request: is it the right region, or endpoint?",
+    "401": "the credentials are not known there",
+    "403": "there are no credentials that allow it",
+    "404": "there is no such bucket or object",
+    "412": "it has changed meanwhile",
+    "429": "too many requests, also after retries",
+    "500": "the store failed, also after retries",
+    "503": "the store was not available, also after retries",
+}
+# What TensorStore says where it does not tell the status.
+_UNTOLD = {
+    "Forbidden": "403",
+    "Unauthorized": "401",
+    "Too Many Requests": "429",
+    "Service Unavailable": "503",
+    "Internal Server Error": "500",
+}
+
+
+def refusal(error: ValueError, what: str, done: str = "read") -> StoreError | None:
+    """What a store has said to a request, in words; None for an error that no store has made."""
+    text = str(error)
+    status, broken = _STATUS.search(text), _BROKEN.search(text)
+    code = status[1] if status else next((_UNTOLD[said] for said in _UNTOLD if said in text), "")
+    if code:
+        reason = f"{code}: {_MEANINGS.get(code, first_line(error))}"
+    elif broken is not None:
+        reason = f"the connection failed, also after retries: {broken[1]}"
+    elif "credentials" in text:
+        reason = first_line(error)
+    else:
+        return None
+    place = _PLACE.search(text)
+    read = f"{place[1] or place[2]}: " if place is not None else ""
+    return StoreError(f"{what} cannot be {done}", [read + reason])
+
+
+@contextlib.contextmanager
+def asking(what: str, done: str = "read") -> Iterator[None]:
+    """Raises StoreError where a store refuses, about `what`."""
+    try:
+        yield
+    except ReshardError:  # of what the environment says
+        raise
+    except ValueError as error:
+        found = refusal(error, what, done)
+        if found is None:
+            found = StoreError(f"{what} cannot be {done}", [first_line(error)])
+        raise found from error
