@@ -26,8 +26,9 @@ class Known(NamedTuple):
 
     def add(self, top: str, found: Iterable[Entry]) -> None:
         """Notes all that is below a directory."""
+        entries = list(found)  # or nothing, where it cannot be listed
         self.children[top] = {}
-        for entry in found:
+        for entry in entries:
             *above, name = entry.path.split("/")
             folder = top
             for part in above:
