@@ -423,6 +423,18 @@ def test_an_object_that_changes_during_a_job(saved, stores, kind, name, tmp_path
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("layout", ["standalone", "zarr2-files"])
+def test_what_changes_after_it_was_opened_is_a_change(saved, stores, layout, tmp_path):
+    url = put(f"{stores.bucket('conditional')}/run", saved(layout).path)
+    ckpt = reshard.open(url)
+    document = parse_location(url) / "_METADATA"
+    document.write((document.read() or b"") + b"\n")
+    with pytest.raises(reshard.CorruptCheckpointError) as caught:
+        reshard.save(pickle.loads(pickle.dumps(ckpt)), tmp_path / "out")
+    assert str(caught.value) == f"the source changed while it was read\n  `{url}`"
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_restore(saved, stores, kind):
     source = saved("standalone")
