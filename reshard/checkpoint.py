@@ -67,11 +67,13 @@ class Source(Item):
       store: the arrays.
       metadata: the parsed `_METADATA` document, less its tree.
       described: the item had per-array metadata files (PRNG key types are in them).
+      state: in a bucket, a hash of which files were in the item's directory, and of their versions.
     """
 
     store: ArrayStore
     metadata: dict[str, Any]
     described: bool
+    state: str = ""
 
     @property
     def path(self) -> Location:

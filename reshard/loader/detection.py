@@ -30,6 +30,9 @@ MARKER = "commit_success.txt"
 PROGRESS_FILE = "reshard_progress.json"
 # What is read of an item, or of a step.
 _DOCUMENTS = (CHECKPOINT_FILE, TREE_FILE, SHARDING_FILE, STRINGS_FILE, MANIFEST)
+# Where digests of an item are recorded, at any time: see `reshard.verify.digest_record`.
+RECORD_FILE = "reshard_digests.json"
+RECORD_TEMPORARY = f"{RECORD_FILE}.tmp"
 _STEP_NAME = re.compile(r"(?:.*_)?(\d+)")
 _LEGACY_STEP = re.compile(r"checkpoint_\d+")
 # Directories in a bucket, but for steps, that are looked into to see whether they are arrays.

@@ -19,6 +19,8 @@ from reshard.errors import CheckpointFormatError, CorruptCheckpointError
 from reshard.loader.array_metadata import parse_sharding, parse_zarr
 from reshard.loader.detection import (
     ARRAYS_FOLDER,
+    RECORD_FILE,
+    RECORD_TEMPORARY,
     SHARDING_FILE,
     STRINGS_FILE,
     TREE_FILE,
@@ -107,7 +109,9 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
         raise CorruptCheckpointError(
             f"`{directory}` is not whole: leaves of its tree cannot be found or read", problems
         )
-    source = Source(**vars(item), store=store, metadata=document, described=described)
+    # On a disk, the plan tells soon enough.
+    state = "" if directory.is_local else directory.state((RECORD_FILE, RECORD_TEMPORARY))
+    source = Source(**vars(item), store=store, metadata=document, described=described, state=state)
     notes = [f"step {step} was never committed and is left out" for step in item.uncommitted]
     return Checkpoint(leaves, source, tuple(notes))
 

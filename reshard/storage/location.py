@@ -13,7 +13,7 @@ import itertools
 import os
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorstore as ts
@@ -189,6 +189,24 @@ class Location:
             if found.is_file == found.is_dir:
                 raise not_a_file(self / found.path)
             yield found
+
+    def state(self, without: Collection[str], ask: bool = True) -> str:
+        """A hash of which files there are, it or below it, of their sizes and when they were last
+        changed; but for those of some names. Where a list does not tell, each file is asked for;
+        or else nothing is known."""
+        first, untold, state = self.entry(), [], hashlib.sha256()
+        for found in itertools.chain([first] if first is not None else [], self.walk()):
+            file = self / found.path
+            if (found.is_file or not found.is_dir) and file.name not in without:
+                line = repr((str(file), found.nbytes, found.modified))
+                state.update(f"{line}\n".encode(errors="surrogateescape"))
+                if found.modified == posix.UNKNOWN:
+                    untold.append(file)
+        if untold and not ask:
+            return ""
+        for version in bucket.versions(untold):
+            state.update(f"{version}\n".encode(errors="surrogateescape"))
+        return state.hexdigest()
 
     def file_bytes(self) -> int | None:
         """Bytes of a file, or None where there is none. Raises CheckpointFormatError where it is

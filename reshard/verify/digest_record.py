@@ -23,17 +23,17 @@ from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle, StoredArray, array_text, stored_name
 from reshard.checkpoint import Checkpoint, Source
 from reshard.errors import CorruptCheckpointError, StoreError
-from reshard.loader.detection import MARKER, PROGRESS_FILE
+from reshard.loader.detection import MARKER, PROGRESS_FILE, RECORD_FILE, RECORD_TEMPORARY
 from reshard.loader.json_documents import unique_keys
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import MANIFEST, PROCESS
 from reshard.tree import shell_quoted
 
-FILE = "reshard_digests.json"
+FILE = RECORD_FILE
 _VERSION = 1
 _DIGEST, _SHA256 = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{64}")
 # What becomes `FILE` once it is complete.
-TEMPORARY = f"{FILE}.tmp"
+TEMPORARY = RECORD_TEMPORARY
 # Files that tell where a checkpoint is, or that it is complete.
 _NOT_RECORDED = (FILE, TEMPORARY, PROGRESS_FILE, MARKER)
 

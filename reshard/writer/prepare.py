@@ -110,7 +110,7 @@ def plan(
             found = siblings(checkpoints, place, link)
         except ReshardError as error:
             errors.append(error)
-        state = {} if place is None else source_state(checkpoints)
+        state = {} if place is None else source_state(checkpoints, opened=True)
     planned = Plan(
         items,
         tuple(found),

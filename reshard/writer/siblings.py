@@ -4,10 +4,8 @@ whether any of it has changed."""
 import concurrent.futures
 import contextlib
 import functools
-import hashlib
-import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.arrays.handle import stored_name
@@ -27,7 +25,7 @@ from reshard.loader.detection import (
     is_step,
     step_directories,
 )
-from reshard.storage import bucket, posix
+from reshard.storage import posix
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import MANIFEST, PROCESS
 from reshard.storage.posix import Entry
@@ -48,6 +46,8 @@ WRITTEN = frozenset(
         digest_record.TEMPORARY,
     }
 )
+# Files that may be written at any time.
+NO_STATE = (digest_record.FILE, digest_record.TEMPORARY)
 # Files that are copied at once from or to a bucket.
 _COPIES = 32
 # Files of a tree of arrays that hold nothing but encoded values or nodes of a B-tree, by what is in
@@ -274,19 +274,19 @@ def check_there(found: Sequence[Sibling], directory: Location) -> None:
         raise DestinationError("files were removed or changed while others were written", gone)
 
 
-def source_state(checkpoints: Sequence[Checkpoint]) -> dict[str, str]:
+def source_state(checkpoints: Sequence[Checkpoint], opened: bool = False) -> dict[str, str]:
     """Of each item's directory, and of all that is copied beside it, a hash of which files there
-    are, of their sizes and when they were last changed.
+    are, of their sizes and when they were last changed: of items as they were `opened`, where that
+    is known.
 
     Not of records of digests, which may be written at any time and change nothing; nor of what is
     beside the steps in a manager's root, where a training may be writing its logs.
     """
-    state = {}
+    known = {c.source.store.directory: c.source.state for c in checkpoints if opened}
     with checkpoints[0].source.root.remembered():
-        for path in _state_paths(checkpoints):
-            lines = "".join(f"{line}\n" for line in _listed(path))
-            state[str(path)] = hashlib.sha256(lines.encode(errors="surrogateescape")).hexdigest()
-    return state
+        return {
+            str(path): known.get(path) or path.state(NO_STATE) for path in _state_paths(checkpoints)
+        }
 
 
 def _state_paths(checkpoints: Sequence[Checkpoint]) -> list[Location]:
@@ -298,19 +298,6 @@ def _state_paths(checkpoints: Sequence[Checkpoint]) -> list[Location]:
         tops = (source.root / top for top in _tops(checkpoints))
         beside = [path for path in tops if path.parent != steps]
     return [*items, *(path for path in beside if not any(path.below(item) for item in items))]
-
-
-def _listed(top: Location) -> Iterator[str]:
-    """A file, or every file below a directory, with its size and when it was last changed."""
-    first = top.entry()
-    untold = []
-    for found in itertools.chain([first] if first is not None else [], top.walk()):
-        file = top / found.path
-        if not found.is_dir and file.name not in (digest_record.FILE, digest_record.TEMPORARY):
-            yield repr((str(file), found.nbytes, found.modified))
-            if found.modified == posix.UNKNOWN:
-                untold.append(file)
-    yield from bucket.versions(untold)
 
 
 def changed_paths(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
