@@ -79,7 +79,11 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
 
 def ask_ahead(directory: Location) -> None:
     """Asks a bucket at once for all that will be read of an item, or of a step."""
-    directory.ahead(_DOCUMENTS, below=(directory / TREE_FILE).exists())
+    directory.ahead(_DOCUMENTS)
+    if not directory.is_local and (directory / TREE_FILE).exists():
+        directory.ahead(below=True)
+        described = directory / ARRAYS_FOLDER
+        described.ahead(described.names())
 
 
 def _committed(root: Location, steps: dict[int, str], step: int | None) -> dict[int, str]:

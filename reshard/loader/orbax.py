@@ -159,7 +159,6 @@ def _array_metadatas(directory: Location) -> tuple[bool, dict[str, str]]:
     if folder.is_symlink():
         raise not_a_file(folder)
     names = folder.names() if folder.is_dir() else []
-    folder.ahead(names)
     impls = {}
     for name in names:
         document = read_json(folder / name) or {}

@@ -57,10 +57,11 @@ def check_destination(destination: Location, checkpoints: Sequence[Checkpoint]) 
         if destination.is_file():
             text = f"`{destination}` is an object, and not a prefix of others"
             raise DestinationExistsError(text)
+        there = destination.is_dir()
         folders = [destination]
-        if checkpoints[0].source.kind == "manager":
+        if there and checkpoints[0].source.kind == "manager":
             folders += [destination / name for name in destination.directories()]
-        complete = any((folder / MARKER).exists() for folder in folders)
+        complete = there and any((folder / MARKER).exists() for folder in folders)
         complete = complete and not (destination / PROGRESS_FILE).exists()
     if complete:
         raise DestinationExistsError(

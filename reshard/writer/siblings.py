@@ -284,6 +284,8 @@ def source_state(checkpoints: Sequence[Checkpoint], opened: bool = False) -> dic
     """
     known = {c.source.store.directory: c.source.state for c in checkpoints if opened}
     with checkpoints[0].source.root.remembered():
+        for checkpoint in checkpoints:
+            checkpoint.source.store.directory.ahead(below=True)
         return {
             str(path): known.get(path) or path.state(NO_STATE) for path in _state_paths(checkpoints)
         }
