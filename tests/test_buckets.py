@@ -226,7 +226,7 @@ def test_a_step_that_is_text(saved, step):
     assert str(caught.value) == f"a step is a number, and no text: {step!r}{hint}"
 
 
-@pytest.mark.parametrize(("layout", "most"), [("manager", 13), ("standalone", 9), ("v1", 9)])
+@pytest.mark.parametrize(("layout", "most"), [("manager", 13), ("standalone", 9), ("v1", 10)])
 def test_nothing_is_asked_twice_when_a_checkpoint_is_opened(saved, stores, layout, most):
     url = put(f"{stores.bucket('conditional')}/run", saved(layout).path)
     stores.reset()
