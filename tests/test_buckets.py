@@ -1,6 +1,7 @@
 """Checkpoints in buckets: read as the same files on a disk are, in few requests, and with errors
 that say what was asked of whom."""
 
+import functools
 import json
 import os
 import pathlib
@@ -9,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import urllib.parse
 
 import botocore.auth
 import botocore.awsrequest
@@ -17,6 +19,7 @@ import jax
 import layouts
 import numpy as np
 import pytest
+import servers
 import tensorstore as ts
 import test_loader
 from jax.sharding import PartitionSpec as P
@@ -149,6 +152,58 @@ def test_a_root_of_many_steps_is_opened_with_few_requests(saved, stores, kind):
     assert reshard.open(url, step=20).source.steps[:4] == (*layouts.STEPS, 21, 22)
     assert len(stores.requests) < 30, [request[:2] for request in stores.requests]
     assert not [r for r in stores.requests if re.search(r"run/(2[1-9]|[3-7]\d)", r.key)]
+
+
+def test_a_root_of_a_hundred_million_chunks(saved, stores):
+    """Which no server holds: each step has the chunks of one, and 100,000 more."""
+    item = saved("zarr2-files").path
+    documents = {
+        f"default/{file.relative_to(item)}": file.read_bytes()
+        for file in item.rglob("*")
+        if file.is_file()
+    } | {"commit_success.txt": b"", "_CHECKPOINT_METADATA": b"{}"}
+    names = sorted([*documents, *(f"default/old/{chunk}" for chunk in range(100_000))])
+
+    @functools.cache
+    def listed(prefix, delimiter):
+        """Keys, and those of directories, below a prefix."""
+        if prefix == "run/":
+            return [f"run/{step}/" for step in range(1000)]
+        top = "/".join(prefix.split("/")[:2])
+        below = (f"{top}/{name}" for name in names)
+        rest = (key[len(prefix) :] for key in below if key.startswith(prefix))
+        parts = (name.partition(delimiter)[:2] if delimiter else (name,) for name in rest)
+        return list(dict.fromkeys(prefix + "".join(part) for part in parts))
+
+    def answer(handler, body):
+        path, _, query = handler.path.partition("?")
+        asked = dict(urllib.parse.parse_qsl(query))
+        name = urllib.parse.unquote(path.rpartition("/o/")[2]).split("/", 2)[-1]
+        if path.endswith("/o"):
+            found = listed(asked.get("prefix", ""), asked.get("delimiter", ""))
+            first, most = int(asked.get("pageToken", 0)), int(asked["maxResults"])
+            page, more = found[first : first + most], first + most < len(found)
+            items = [key for key in page if not key.endswith("/")]
+            document = {
+                "items": [{"name": key, "size": "4", "generation": "1"} for key in items],
+                "prefixes": [key for key in page if key.endswith("/")],
+            } | ({"nextPageToken": str(first + most)} if more else {})
+            handler.answer(200, {}, json.dumps(document).encode())
+        else:
+            headers = {"x-goog-generation": "1", "x-goog-metageneration": "1"}
+            handler.answer(200 if name in documents else 404, headers, documents.get(name, b""))
+
+    server = servers._Server(answer)
+    stores._ports["made up"], stores._kinds["steps"] = server.server_port, "made up"
+    stores.reset()
+    try:
+        ckpt = reshard.open("gs://steps/run")
+    finally:
+        server.close()
+    assert ckpt.source.steps == tuple(range(1000)) and ckpt.source.step == "999"
+    assert len(ckpt.arrays) == len(reshard.open(item).arrays)
+    assert len(stores.answered("list")) <= 106
+    assert {request.key.split("/")[2] for request in stores.requests} == {"", "999"}
 
 
 @pytest.mark.parametrize("layout", ["standalone", "manager", "bare"])
