@@ -164,7 +164,7 @@ class Plan:
         """Bytes in flight at most."""
         costs = [cost for array in self.arrays for cost in _costs(array)]
         largest = max((cost for cost, _ in costs), default=0)
-        limit = max(in_flight(self.max_memory, cores(), largest, self.remote), largest)
+        limit = max(in_flight(self.max_memory, cores(), largest, _is_remote(self)), largest)
         return min(sum(cost * count for cost, count in costs), limit)
 
     @property
@@ -178,15 +178,9 @@ class Plan:
         return sum(array.bytes_written for array in self.arrays) + self.other_bytes
 
     @property
-    def remote(self) -> bool:
-        """Whether anything is read from a bucket, or written to one."""
-        places = [*(c.source.root for c in self.checkpoints), self.destination]
-        return any(place is not None and not place.is_local for place in places)
-
-    @property
     def network(self) -> Network | None:
         """What crosses the network; None for a job on disks alone."""
-        if not self.remote:
+        if not _is_remote(self):
             return None
         here = all(c.source.root.is_local for c in self.checkpoints)
         there = self.destination is None or self.destination.is_local
@@ -204,7 +198,7 @@ class Plan:
         """Writes of an item's arrays: a batch is a data file and two writes of a manifest."""
         if not item.format.ocdbt:
             return sum(1 + grid_size(a.layout.shape, a.chunk) for a in item.arrays)
-        batch = max(in_flight(self.max_memory, cores(), 0, self.remote) // WINDOW, 1)
+        batch = max(in_flight(self.max_memory, cores(), 0, _is_remote(self)) // WINDOW, 1)
         return 3 * math.ceil(sum(a.decoded_bytes for a in item.arrays) / batch)
 
     @property
@@ -286,3 +280,9 @@ def _costs(array: ArrayPlan) -> list[tuple[int, int]]:
         return [(copy_bytes(layout.largest_stored), grid_size(layout.shape, array.chunk))]
     steps = grid_size(layout.shape, array.box) / (1 if array.serial else layout.co_read)
     return [(array.box_bytes, math.ceil(steps))]
+
+
+def _is_remote(plan: Plan) -> bool:
+    """Whether anything is read from a bucket, or written to one."""
+    places = [*(c.source.root for c in plan.checkpoints), plan.destination]
+    return any(place is not None and not place.is_local for place in places)
