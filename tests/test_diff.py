@@ -385,6 +385,8 @@ def test_differing_values_are_told_with_their_place_and_size(two):
         "non_finite": 0,
         "max_abs": 1.0,
         "max_rel": 0.25,
+        "abs_histogram": {"0": 2},
+        "rel_histogram": {"-3": 1, "-2": 1},
     }
     assert [by_path["complex"][key] for key in ("a", "b", "max_rel")] == ["(3+4j)", "0j", "inf"]
     assert [by_path["nan"][key] for key in ("a", "b", "non_finite")] == ["nan", 5.0, 2]

@@ -68,6 +68,8 @@ class Difference:
             "non_finite": found.non_finite,
             "max_abs": _number(found.max_abs, str(found.max_abs)),
             "max_rel": _number(found.max_rel, str(found.max_rel)),
+            "abs_histogram": {str(k): count for k, count in found.abs_histogram.items()},
+            "rel_histogram": {str(k): count for k, count in found.rel_histogram.items()},
         }
 
 
@@ -159,6 +161,11 @@ class Diff:
             how = f"|A - B| <= {self.atol:g} + {self.rtol:g} * |B|, integers exactly"
         mixed = ", as numbers where dtypes differ" if self.of("dtype") else ""
         yield arrays + f": {how}{mixed}" * bool(self.compared)
+
+    def _repr_html_(self) -> str:
+        from reshard.report.page import framed
+
+        return framed(self)
 
     def __repr__(self) -> str:
         return self.report(_SHOWN)

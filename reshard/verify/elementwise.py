@@ -10,6 +10,7 @@ or complex128.
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from reshard.arrays.dtypes import kind_of
 
 # Elements that are looked at together: what is made of them stays in a core's cache.
 _SLAB = 1 << 13
+# Positive float64 numbers are 2^k to 2^(k + 1) with k from here, and less than minus that.
+_LEAST_POWER = -1075
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +37,8 @@ class ElementDifference:
       index: the first element that differs, in row-major order.
       a: what it is on the one side, a numpy scalar.
       b: what it is on the other.
+      abs_histogram: k -> how many have 2^k <= |a - b| < 2^(k + 1), in float64.
+      rel_histogram: the same of |a - b| / |b|, where b is not 0.
     """
 
     count: int
@@ -44,6 +49,8 @@ class ElementDifference:
     index: tuple[int, ...]
     a: np.generic
     b: np.generic
+    abs_histogram: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    rel_histogram: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
 
 class ElementComparison:
@@ -57,6 +64,8 @@ class ElementComparison:
         self._non_finite = 0
         self._max_abs: float | None = None
         self._max_rel: float | None = None
+        self._abs_powers = np.zeros(-2 * _LEAST_POWER, np.int64)
+        self._rel_powers = np.zeros(-2 * _LEAST_POWER, np.int64)
         self._first: tuple[tuple[int, ...], np.generic, np.generic] | None = None
 
     def add(self, box: Box, a: np.ndarray, b: np.ndarray) -> None:
@@ -79,7 +88,16 @@ class ElementComparison:
             return None
         index, a, b = self._first
         return ElementDifference(
-            self._count, self._size, self._non_finite, self._max_abs, self._max_rel, index, a, b
+            self._count,
+            self._size,
+            self._non_finite,
+            self._max_abs,
+            self._max_rel,
+            index,
+            a,
+            b,
+            _histogram(self._abs_powers),
+            _histogram(self._rel_powers),
         )
 
     def _differing(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -125,10 +143,23 @@ class ElementComparison:
             relative = np.where(gap == 0, 0.0, gap.astype(np.float64) / size)
             self._max_abs = _larger(self._max_abs, gap.max(keepdims=True).item())
             self._max_rel = _larger(self._max_rel, relative.max().item())
+            self._abs_powers += _powers(gap.astype(np.float64))
+            self._rel_powers += _powers(relative)
 
 
 def _larger(one: float | None, other: float) -> float:
     return other if one is None else max(one, other)
+
+
+def _powers(values: np.ndarray) -> np.ndarray:
+    """How many numbers are in 2^k to 2^(k + 1), from the least k on; without 0 and infinity."""
+    values = values[(values > 0) & np.isfinite(values)]
+    exponents = np.frexp(values)[1] - 1
+    return np.bincount(exponents - _LEAST_POWER, minlength=-2 * _LEAST_POWER)
+
+
+def _histogram(powers: np.ndarray) -> dict[int, int]:
+    return {int(k) + _LEAST_POWER: int(powers[k]) for k in np.flatnonzero(powers)}
 
 
 def _other_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:
