@@ -19,6 +19,7 @@ from reshard.errors import StoreError as StoreError
 from reshard.errors import TreeMismatchError as TreeMismatchError
 from reshard.errors import UncommittedCheckpointError as UncommittedCheckpointError
 from reshard.loader import open as open
+from reshard.report.page import to_html as to_html
 from reshard.restore.restore import restore as restore
 from reshard.restore.target import coverage as coverage
 from reshard.restore.target import target as target

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.arrays.handle import ArrayHandle, array_text, stored_name
@@ -57,6 +57,11 @@ class Item:
     @property
     def directory(self) -> Location:
         return self.root / self.step / self.item
+
+    @property
+    def number(self) -> int | None:
+        """The step: 100 in `100` and in `ckpt_100`."""
+        return int(self.step.rpartition("_")[2]) if self.step else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,6 +170,31 @@ class Checkpoint(Mapping[Path, Leaf]):
         source = dataclasses.replace(self.source, **changes)
         return Checkpoint(self._leaves, source, self.notes, self.retyped)
 
+    def document(self, paths: Collection[Path] | None = None) -> dict[str, Any]:
+        """What `reshard inspect --json` prints, of all leaves or of some."""
+        source = self.source
+        leaves = {p: leaf for p, leaf in self.items() if paths is None or p in paths}
+        arrays = [leaf for leaf in leaves.values() if isinstance(leaf, ArrayHandle)]
+        return {
+            "path": str(source.root),
+            "kind": source.kind,
+            "v1": source.v1,
+            "format": source.format,
+            "step": source.number,
+            "steps": list(source.steps),
+            "item": source.item or None,
+            "items": list(source.items),
+            "meshes": [mesh.shape for mesh in self.meshes],
+            "device_ids": [mesh.device_ids and list(mesh.device_ids) for mesh in self.meshes],
+            "bytes": sum(array.nbytes for array in arrays),
+            "leaves": [_leaf_document(path, leaf) for path, leaf in leaves.items()],
+        }
+
+    def _repr_html_(self) -> str:
+        from reshard.report.page import framed
+
+        return framed(self)
+
     def __repr__(self) -> str:
         shown = list(self.items())[:_SHOWN]
         lines = [f"Checkpoint({self.source.root}, {len(self)} leaves, {self.nbytes} bytes)"]
@@ -184,6 +214,18 @@ def kind_text(leaf: Leaf) -> str:
         return repr(leaf)
     text = array_text(leaf.dtype.name, leaf.shape)
     return text if leaf.key_impl is None else f"key<{leaf.key_impl}> {text}"
+
+
+def type_name(leaf: Leaf) -> str:
+    """What a leaf that is no array is called: `string`, `None`, `empty dict`."""
+    return {str: "string", type(None): "None"}.get(type(leaf), f"empty {type(leaf).__name__}")
+
+
+def _leaf_document(path: Path, leaf: Leaf) -> dict[str, Any]:
+    if isinstance(leaf, ArrayHandle):
+        return leaf.document() | {"path": format_path(path), "keys": list(path)}
+    keys = {"path": format_path(path), "keys": list(path)}
+    return keys | {"type": type_name(leaf), "value": leaf}
 
 
 def empty_name(leaf: Leaf) -> str:

@@ -24,6 +24,7 @@ ROOMS = [
     "hints",
     "units",
     "tree",
+    "report",
     "storage",
     "sharding",
     "arrays",
@@ -303,6 +304,7 @@ OWN_FILES = {
     "reshard",
     "reshard.cli.convert",
     "reshard.cli.model_argument",
+    "reshard.cli.page_file",
     "reshard.convert.mapfile",
     "reshard.convert.user_code",
 }

@@ -15,7 +15,13 @@ from reshard.arrays.operations import Apply, Operation, Stack, Unstack
 from reshard.arrays.zarr import Encoding, parse_encoding
 from reshard.errors import CorruptCheckpointError
 from reshard.hints import Hint
-from reshard.sharding.mesh import NamedSharding, Sharding, SingleDeviceSharding, format_spec
+from reshard.sharding.mesh import (
+    NamedSharding,
+    Sharding,
+    SingleDeviceSharding,
+    format_spec,
+    sharding_document,
+)
 from reshard.storage.array_store import ArrayStore, StoredValue
 from reshard.tree import Path, format_path
 
@@ -267,6 +273,25 @@ class ArrayHandle:
         sharded = isinstance(self.sharding, NamedSharding)
         text = array_text(self.dtype.name, self.shape)
         return f"{text} {sharding_text(self)}" if sharded else text
+
+    def document(self) -> dict[str, Any]:
+        """What `reshard inspect --json` has of it."""
+        return {
+            "path": format_path(self.path),
+            "keys": list(self.path),
+            "type": self.value_type,
+            "shape": list(self.shape),
+            "dtype": self.dtype.name,
+            "bytes": self.nbytes,
+            "chunk_shape": list(self.chunk_shape),
+            "key_impl": self.key_impl,
+            **sharding_document(self.sharding),
+        }
+
+    def _repr_html_(self) -> str:
+        from reshard.report.page import framed
+
+        return framed(self)
 
     def __repr__(self) -> str:
         return f"<{format_path(self.path)}: {self.describe()}>"

@@ -8,6 +8,7 @@ import click
 
 from reshard.cli import output
 from reshard.cli.options import places, reading_options, tune_memory
+from reshard.cli.page_file import HTML, check_page, write_page
 from reshard.loader import open as open_checkpoint
 from reshard.verify.comparison import diff
 
@@ -26,6 +27,7 @@ from reshard.verify.comparison import diff
 @click.option("--layout", is_flag=True, help="Also compare specs, meshes, chunks and formats.")
 @click.option("--select", metavar="GLOB", multiple=True, help="Only these leaves.")
 @click.option("--drop", metavar="GLOB", multiple=True, help="Leave these leaves out.")
+@HTML
 @reading_options
 def command(
     a: str,
@@ -35,6 +37,7 @@ def command(
     concurrency: int,
     as_json: bool,
     quiet: bool,
+    page_file: str | None,
     **flags: Any,
 ) -> None:
     """Compare checkpoints A and B, whatever the mesh, chunks or format of either.
@@ -53,6 +56,7 @@ def command(
     flags = {name: value for name, value in flags.items() if value not in (None, ())}
     if not flags["values"] and not flags.keys().isdisjoint(("rtol", "atol")):
         raise click.UsageError("--rtol and --atol go with --values")
+    check_page(page_file)
     tune_memory()
     one, other = places(a, b, step, item)
     checkpoints = [
@@ -64,6 +68,7 @@ def command(
         click.echo(json.dumps(found.document()))
     elif not quiet:
         click.echo(found.report(phrase=output.as_flags))
+    write_page(page_file, found.document())
     if found.equal is None:
         click.echo(f"{found.open_question()}: --values compares them", err=True)
     if found.differences:

@@ -1,22 +1,23 @@
 """`reshard inspect`: what a checkpoint holds."""
 
+import itertools
 import json
-from typing import Any
+from collections.abc import Collection
 
 import click
 
 from reshard import tree
 from reshard.arrays.boxes import grid_size
 from reshard.arrays.handle import ArrayHandle, collision_error, sharding_text
-from reshard.checkpoint import Checkpoint, Leaf
+from reshard.checkpoint import Checkpoint, Leaf, kind_text, type_name
 from reshard.cli import output
 from reshard.cli.options import AS_JSON, CONCURRENCY, ITEM, STEP
+from reshard.cli.page_file import HTML, check_page, write_page
 from reshard.errors import ShardingError, TreeMismatchError, printable
 from reshard.loader import open as open_checkpoint
-from reshard.loader.detection import step_number
+from reshard.report.outline import outline
 from reshard.sharding.mesh import (
     NamedSharding,
-    SingleDeviceSharding,
     format_spec,
     parse_mesh,
     shard_owners,
@@ -28,6 +29,10 @@ from reshard.units import format_bytes
 
 # A terminal as wide as a person reads; more devices are listed rather than drawn.
 _CELLS = 64
+# Characters of the bar of all bytes, colours of specs, and what every device holds in full.
+_BAR = 20
+_COLOURS = ("blue", "green", "magenta", "yellow", "cyan")
+_REPLICATED = "replicated"
 
 
 @click.command("inspect")
@@ -36,8 +41,12 @@ _CELLS = 64
 @ITEM
 @CONCURRENCY
 @click.option("--filter", "pattern", metavar="GLOB", help="Only leaves that match.")
+@click.option(
+    "--tree", "as_tree", is_flag=True, help="Levels and their bytes; what is alike, once."
+)
 @click.option("--sharding", metavar="LEAF", help="Draw which device holds which part of a leaf.")
 @click.option("--mesh", metavar="MESH", help="With --sharding: on this mesh, not the saved one.")
+@HTML
 @AS_JSON
 def command(
     path: str,
@@ -45,8 +54,10 @@ def command(
     item: str | None,
     concurrency: int,
     pattern: str | None,
+    as_tree: bool,
     sharding: str | None,
     mesh: str | None,
+    page_file: str | None,
     as_json: bool,
 ) -> None:
     """Show the tree: shape, dtype, bytes, chunks and saved sharding of each leaf.
@@ -57,25 +68,34 @@ def command(
     Example:
       reshard inspect run/1000
       reshard inspect run --step 1000 --filter 'params/**'
+      reshard inspect run/1000 --tree --html page.html
       reshard inspect run/1000 --sharding params/layer_0/kernel --mesh 1x8
     """
     if mesh is not None and sharding is None:
         raise click.UsageError("--mesh goes with --sharding LEAF")
     if pattern is not None and sharding is not None:
         raise click.UsageError("--sharding shows one leaf: leave out --filter")
+    if sharding is not None and (as_tree or page_file is not None):
+        raise click.UsageError("--sharding shows one leaf: leave out --tree and --html")
+    check_page(page_file)
     ckpt = open_checkpoint(path, step=step, item=item, concurrency=concurrency)
     if sharding is not None:
         _show_sharding(ckpt, sharding, mesh, as_json)
         return
     chosen = tree.match_globs(ckpt, [pattern]) if pattern else None
     leaves = [(p, leaf) for p, leaf in ckpt.items() if chosen is None or p in chosen]
+    if page_file is not None:
+        write_page(page_file, ckpt.document(chosen))
     if as_json:
-        click.echo(json.dumps(_document(ckpt, leaves)))
+        click.echo(json.dumps(ckpt.document(chosen)))
         return
     for line in _header(ckpt):
         click.echo(printable(line))
-    columns = ("path", "shape", "dtype", "bytes", "chunks", "spec")
-    output.table(columns, [_row(p, leaf) for p, leaf in leaves], right=(3,))
+    if as_tree:
+        _show_tree(ckpt, chosen)
+    else:
+        columns = ("path", "shape", "dtype", "bytes", "chunks", "spec")
+        output.table(columns, [_row(p, leaf) for p, leaf in leaves], right=(3,))
     arrays = [leaf for _, leaf in leaves if isinstance(leaf, ArrayHandle)]
     total = sum(array.nbytes for array in arrays)
     click.echo(f"{len(leaves)} leaves, {len(arrays)} arrays, {format_bytes(total)}")
@@ -104,7 +124,7 @@ def _header(ckpt: Checkpoint) -> list[str]:
 
 def _row(path: Path, leaf: Leaf) -> tuple[str, ...]:
     if not isinstance(leaf, ArrayHandle):
-        return (format_path(path), "", _kind(leaf), "", "", repr(leaf) if leaf else "")
+        return (format_path(path), "", type_name(leaf), "", "", repr(leaf) if leaf else "")
     count = grid_size(leaf.shape, leaf.chunk_shape)
     chunks = f"{count} x {_dims(leaf.chunk_shape)}" if count != 1 else "1"
     kind = leaf.dtype.name if leaf.key_impl is None else f"key<{leaf.key_impl}>"
@@ -118,52 +138,54 @@ def _row(path: Path, leaf: Leaf) -> tuple[str, ...]:
     )
 
 
+def _show_tree(ckpt: Checkpoint, chosen: Collection[Path] | None) -> None:
+    """Levels and leaves, each with its bytes and its part of all of them. Lines of several leaves
+    have the bytes of all."""
+    rows = outline(ckpt.document(chosen)["leaves"])
+    total = sum(row.nbytes for row in rows if not row.depth) or 1
+    leaves = [None if row.leaf is None else ckpt[tuple(row.leaf["keys"])] for row in rows]
+    specs = [_tree_spec(leaf) for leaf in leaves]
+    named = dict.fromkeys(spec for spec in specs if spec not in ("", _REPLICATED))
+    colours = dict(zip(named, itertools.cycle(_COLOURS), strict=False)) | {_REPLICATED: "red"}
+    cells = [
+        (
+            "  " * row.depth + row.name,
+            format_bytes(row.nbytes),
+            "#" * round(_BAR * row.nbytes / total),
+            f"{row.count} leaves" if row.count > 1 else "",
+            _tree_kind(leaf) if row.leaf else "",
+        )
+        for row, leaf in zip(rows, leaves, strict=True)
+    ]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for (name, nbytes, bar, count, kind), spec in zip(cells, specs, strict=True):
+        ahead = f"{name.ljust(widths[0])}  {nbytes.rjust(widths[1])}  "
+        rest = f"  {count.rjust(widths[3])}  {kind.ljust(widths[4])}  "
+        bar = bar.ljust(widths[2])
+        line = (ahead + bar + rest + spec).rstrip()
+        if spec and output.coloured():
+            style = {"fg": colours.get(spec), "bold": spec == _REPLICATED}
+            line = ahead + click.style(bar, **style) + rest + click.style(spec, **style)
+        click.echo(line)
+
+
+def _tree_kind(leaf: Leaf) -> str:
+    return kind_text(leaf) if isinstance(leaf, ArrayHandle) else type_name(leaf)
+
+
+def _tree_spec(leaf: Leaf) -> str:
+    if not isinstance(leaf, ArrayHandle):
+        return ""
+    sharding = leaf.sharding
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
+        return sharding_text(leaf)
+    sizes = sharding.mesh.shape
+    split = any(sizes[axis] > 1 for axes in sharding.spec for axis in axes)
+    return sharding_text(leaf) if split else _REPLICATED
+
+
 def _dims(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) if shape else "()"
-
-
-def _kind(leaf: Leaf) -> str:
-    return {str: "string", type(None): "None"}.get(type(leaf), f"empty {type(leaf).__name__}")
-
-
-def _document(ckpt: Checkpoint, leaves: list[tuple[Path, Leaf]]) -> dict[str, Any]:
-    source = ckpt.source
-    arrays = [leaf for _, leaf in leaves if isinstance(leaf, ArrayHandle)]
-    return {
-        "path": str(source.root),
-        "kind": source.kind,
-        "v1": source.v1,
-        "format": source.format,
-        "step": step_number(source.step) if source.step else None,
-        "steps": list(source.steps),
-        "item": source.item or None,
-        "items": list(source.items),
-        "meshes": [mesh.shape for mesh in ckpt.meshes],
-        "bytes": sum(array.nbytes for array in arrays),
-        "leaves": [_leaf_document(path, leaf) for path, leaf in leaves],
-    }
-
-
-def _leaf_document(path: Path, leaf: Leaf) -> dict[str, Any]:
-    document: dict[str, Any] = {"path": format_path(path), "keys": list(path)}
-    if not isinstance(leaf, ArrayHandle):
-        return document | {"type": _kind(leaf), "value": leaf}
-    document |= {
-        "type": leaf.value_type,
-        "shape": list(leaf.shape),
-        "dtype": leaf.dtype.name,
-        "bytes": leaf.nbytes,
-        "chunk_shape": list(leaf.chunk_shape),
-        "key_impl": leaf.key_impl,
-        "mesh": None,
-        "spec": None,
-    }
-    if isinstance(leaf.sharding, NamedSharding):
-        document["mesh"] = leaf.sharding.mesh.shape
-        document["spec"] = [list(axes) for axes in leaf.sharding.spec]
-    elif isinstance(leaf.sharding, SingleDeviceSharding):
-        document["device"] = leaf.sharding.device
-    return document
 
 
 def _show_sharding(ckpt: Checkpoint, name: str, mesh: str | None, as_json: bool) -> None:

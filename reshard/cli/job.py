@@ -11,12 +11,12 @@ from reshard.checkpoint import Checkpoint
 from reshard.cli import output
 from reshard.cli.model_argument import build_target, read_rules
 from reshard.cli.options import AS_JSON, CONCURRENCY, ITEM, MAX_MEMORY, QUIET, options, tune_memory
+from reshard.cli.page_file import HTML, check_page, write_page
 from reshard.errors import ReshardError, ShardingError
 from reshard.loader import open as open_checkpoint
 from reshard.restore.target_mesh import to_mesh
 from reshard.sharding.mesh import parse_mesh
 from reshard.transforms import cast, rename, select
-from reshard.tree import format_path
 from reshard.units import format_bytes
 from reshard.writer.execution import save
 from reshard.writer.job_plan import Plan
@@ -116,6 +116,7 @@ _OPTIONS = (
         help="Keep what is written if the job is stopped, and go on with what an earlier run kept.",
     ),
     click.option("--dry-run", is_flag=True, help="Show the plan and stop."),
+    HTML,
     AS_JSON,
     QUIET,
 )
@@ -134,13 +135,22 @@ def run(
     then."""
     tune_memory()
     dry_run, as_json, quiet = flags["dry_run"], flags["as_json"], flags["quiet"]
+    page_file = flags["page_file"]
+    if page_file is not None and not dry_run:
+        raise click.UsageError("--html goes with --dry-run")
+    check_page(page_file)
+    opened: list[Checkpoint] = []
     try:
-        checkpoints = [change(ckpt) for ckpt in _open(src, flags)]
-    except ReshardError as error:
-        if as_json:  # the document of a plan that could not be made at all
-            problems = [error.summary, *error.problems]
-            document = {"destination": dst, "done": False, "problems": problems}
-            click.echo(json.dumps(document | {"hints": [*map(output.as_flags, error.hints)]}))
+        opened = _open(src, flags)
+        checkpoints = [change(ckpt) for ckpt in opened]
+    except ReshardError as error:  # the document of a plan that could not be made at all
+        problems = [error.summary, *error.problems]
+        document = {"destination": dst, "done": False, "problems": problems}
+        document["hints"] = [*map(output.as_flags, error.hints)]
+        if as_json:
+            click.echo(json.dumps(document))
+        if opened:
+            write_page(page_file, opened[0].document() | document)
         raise
     same = ("max_memory", "chunks", "format", "ocdbt", "codec", "file_size")
     same += ("overwrite", "digest", "verify")
@@ -149,6 +159,7 @@ def run(
     if dry_run:
         planned = plan(checkpoints, dst, **arguments)
         _report(planned, dst, as_json, quiet, answer(), done=False)
+        write_page(page_file, planned.document(output.as_flags) | {"destination": dst} | answer())
         if planned.problems:
             raise ReshardError("the plan cannot be executed", planned.problems, planned.hints)
         return
@@ -236,38 +247,10 @@ def _report(
 ) -> None:
     planned = dataclasses.replace(planned, notes=tuple(map(output.as_flags, planned.notes)))
     if as_json:
-        click.echo(json.dumps(_document(planned, dst, done) | answer))
+        document = planned.document(output.as_flags) | {"destination": dst, "done": done}
+        click.echo(json.dumps(document | answer))
     elif not quiet:
         click.echo(planned)
         if done:
             shared = f", shares {format_bytes(planned.shared_bytes)} with SRC"
             click.echo(f"wrote {dst}" + (shared if planned.shared_bytes else ""))
-
-
-def _document(planned: Plan, dst: str, done: bool) -> dict[str, Any]:
-    counts = ("bytes_read", "bytes_written", "decoded_bytes", "shared_bytes")
-    counts += ("chunks_read", "chunks_written", "passes")
-    return {
-        "destination": dst,
-        "done": done,
-        **{name: getattr(planned, name) for name in counts},
-        **({} if planned.network is None else {"network": planned.network._asdict()}),
-        "read_amplification": dict(zip(("before", "after"), planned.amplification, strict=True)),
-        "peak_memory": planned.peak_memory,
-        "notes": list(planned.notes),
-        "problems": list(planned.problems),
-        "hints": [*map(output.as_flags, planned.hints)],
-        "arrays": [
-            {
-                "path": format_path(a.layout.path),
-                "shape": list(a.layout.shape),
-                "chunk_shape": list(a.chunk),
-                "moved": a.moved,
-                "passes": a.passes,
-                "split": a.split,
-                "bytes_read": a.bytes_read,
-                "bytes_written": a.bytes_written,
-            }
-            for a in planned.arrays
-        ],
-    }

@@ -3,6 +3,7 @@ stderr the rest."""
 
 import contextlib
 import math
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -89,6 +90,11 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence
     for row in rows:
         drawn.add_row(*map(Text, row))
     Console().print(drawn)
+
+
+def coloured() -> bool:
+    """Whether stdout is a terminal whose user has not asked for no colours."""
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
 
 def shard_picture(

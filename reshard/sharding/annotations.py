@@ -121,6 +121,44 @@ class Coverage:
         """Bytes a device of all leaves."""
         return sum(leaf.device_bytes for leaf in self.leaves)
 
+    def document(self) -> dict[str, Any]:
+        """The same as JSON has it."""
+        return {
+            "mesh": self.mesh.shape,
+            "device_ids": self.mesh.device_ids and list(self.mesh.device_ids),
+            "device_bytes": self.device_bytes,
+            "replicated_bytes": self.replicated_bytes,
+            "rules": [
+                {"name": name, "axes": list(axes), "leaves": len(paths)}
+                for (name, axes), paths in zip(self.rules, self.reached, strict=True)
+            ],
+            "unmatched": {name: [*map(format_path, p)] for name, p in self.unmatched.items()},
+            "problems": list(self.problems),
+            "hints": list(self.hints),
+            "leaves": [self._leaf_document(leaf) for leaf in self.leaves],
+        }
+
+    def _leaf_document(self, leaf: LeafCoverage) -> dict[str, Any]:
+        parts = math.prod(self.mesh.shape.get(axis, 1) for axes in leaf.spec for axis in axes)
+        fits = not spec_problems(leaf.shape, self.mesh, leaf.spec)
+        return {
+            "path": format_path(leaf.path),
+            "keys": list(leaf.path),
+            "shape": list(leaf.shape),
+            "bytes": leaf.device_bytes * parts if fits else None,
+            "mesh": self.mesh.shape,
+            "spec": [list(axes) for axes in leaf.spec],
+            "names": leaf.names and list(leaf.names),
+            "source": leaf.source,
+            "device_bytes": leaf.device_bytes,
+            "replicated": leaf.replicated,
+        }
+
+    def _repr_html_(self) -> str:
+        from reshard.report.page import framed
+
+        return framed(self)
+
     def __repr__(self) -> str:
         sources = collections.Counter(leaf.source for leaf in self.leaves)
         words = {

@@ -253,6 +253,14 @@ def fitting_spec(shape: Sequence[int], mesh: Mesh, spec: Spec) -> Spec:
     return tuple(result)
 
 
+def sharding_document(sharding: Sharding | None) -> dict[str, Any]:
+    """A sharding as JSON documents have it: `mesh` and `spec`, or `device`."""
+    if isinstance(sharding, NamedSharding):
+        return {"mesh": sharding.mesh.shape, "spec": [list(axes) for axes in sharding.spec]}
+    device = sharding and {"device": sharding.device}
+    return {"mesh": None, "spec": None, **(device or {})}
+
+
 def replicated(sharding: Sharding | None) -> Sharding | None:
     """On the same devices, in full on each of them."""
     if isinstance(sharding, NamedSharding):

@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from reshard.arrays.boxes import grid_size
 from reshard.arrays.derived import stored_values
@@ -13,6 +13,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.engine.budget import WINDOW, copy_bytes, cores, in_flight
 from reshard.engine.plan import ArrayPlan
 from reshard.errors import ReshardError, lines_of
+from reshard.sharding.mesh import NamedSharding, sharding_document
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import StoredValue
 from reshard.tree import format_path
@@ -86,6 +87,28 @@ class ItemPlan:
     def directory(self, root: Location) -> Location:
         """Its directory below the destination's root."""
         return root / self.ckpt.source.step / self.ckpt.source.item
+
+    def documents(self, steps: bool) -> Iterator[dict[str, Any]]:
+        """What a plan's JSON document has of each array; with `steps` also which step's it is."""
+        for handle, array in self._pairs():
+            saved = sharding_document(handle.saved_sharding)
+            yield {
+                **({"step": self.ckpt.source.number} if steps else {}),
+                "path": format_path(handle.path),
+                "keys": list(handle.path),
+                "shape": list(handle.shape),
+                "dtype": handle.dtype.name,
+                "bytes": handle.nbytes,
+                "chunk_shape": list(array.chunk),
+                **sharding_document(handle.sharding),
+                "saved": saved | {"chunk_shape": list(handle.chunk_shape)},
+                "read_amplification": _before_and_after(array.amplification),
+                "moved": array.moved,
+                "passes": array.passes,
+                "split": array.split,
+                "bytes_read": array.bytes_read,
+                "bytes_written": array.bytes_written,
+            }
 
     def without_links(self) -> "ItemPlan":
         """The same where nothing may be shared."""
@@ -233,6 +256,37 @@ class Plan:
         stored = sum(a.layout.stored_bytes for a in self.arrays if not a.moved)
         return sum(a.bytes_read for a in self.arrays if not a.moved) / stored if stored else 1.0
 
+    def document(self, phrase: Callable[[str], str] = str) -> dict[str, Any]:
+        """What `reshard ckpt --dry-run --json` prints. `phrase` says how a hint is written: as a
+        call, if nothing else is said."""
+        counts = ("bytes_read", "bytes_written", "decoded_bytes", "shared_bytes")
+        counts += ("chunks_read", "chunks_written", "passes")
+        handles = [handle for item in self.items for handle in item.handles]
+        shardings = [s for h in handles for s in (h.saved_sharding, h.sharding)]
+        meshes = dict.fromkeys(s.mesh for s in shardings if isinstance(s, NamedSharding))
+        return {
+            "source": [str(ckpt.source.path) for ckpt in self.checkpoints],
+            "destination": None if self.destination is None else str(self.destination),
+            "done": False,
+            **{name: getattr(self, name) for name in counts},
+            **({} if self.network is None else {"network": self.network._asdict()}),
+            "read_amplification": _before_and_after(self.amplification),
+            "peak_memory": self.peak_memory,
+            "notes": [*map(phrase, self.notes)],
+            "problems": list(self.problems),
+            "hints": [*map(phrase, self.hints)],
+            "meshes": [mesh.shape for mesh in meshes],
+            "device_ids": [mesh.device_ids and list(mesh.device_ids) for mesh in meshes],
+            "arrays": [
+                array for item in self.items for array in item.documents(len(self.items) > 1)
+            ],
+        }
+
+    def _repr_html_(self) -> str:
+        from reshard.report.page import framed
+
+        return framed(self)
+
     def __repr__(self) -> str:
         verbatim = sum(a.moved for a in self.arrays)
         before, after = self.amplification
@@ -268,6 +322,10 @@ class Plan:
             f"network  fetch {format_bytes(fetched)} in at most {fetches} requests, "
             f"send {format_bytes(sent)} in at most {sends}"
         ]
+
+
+def _before_and_after(amplification: tuple[float, float]) -> dict[str, float]:
+    return dict(zip(("before", "after"), amplification, strict=True))
 
 
 def _costs(array: ArrayPlan) -> list[tuple[int, int]]:

@@ -1,0 +1,1 @@
+"""Pictures: an HTML page, and a tree in the terminal, of what the JSON documents say."""

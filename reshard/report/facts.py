@@ -1,0 +1,339 @@
+"""What a page shows of the JSON documents of inspect, ckpt, convert, diff and a coverage. Pure.
+
+Of the documents these keys are read; there may be more:
+
+    inspect    path, format, meshes, device_ids, leaves: keys, type, value, shape, dtype, bytes,
+               chunk_shape, mesh, spec, device; and problems and hints, if it could not be used
+    ckpt       source, destination, meshes, device_ids, notes, problems, hints, read_amplification,
+               bytes_read, bytes_written, decoded_bytes, shared_bytes, peak_memory, arrays: step,
+               keys, shape, dtype, bytes, chunk_shape, mesh, spec, moved, bytes_read, bytes_written,
+               read_amplification, saved: chunk_shape, mesh, spec, device
+    convert    the same, and layout, why, map, dropped, initial, warnings
+    diff       a, b, equal, values, compared, not_compared, differences
+    coverage   mesh, device_ids, rules, unmatched, problems, hints, device_bytes, leaves: keys,
+               shape, bytes, mesh, spec, source, replicated
+
+What is not known is None, and shown as not known.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from reshard.report.leaves import Leaves
+from reshard.tree import format_key
+from reshard.units import format_bytes
+
+Document = Mapping[str, Any]
+# Characters of a text of a difference, leaves that a fact names, names of leaves looked for in
+# problems, and leaves of which a page has histograms of their own.
+_MAX_TEXT = 120
+_NAMED = 3
+_MAX_WORDS = 200
+_MAX_HISTOGRAMS = 500
+_UNKNOWN = "not known"
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """One of the answers that a page begins with.
+
+    Attributes:
+      question: what it answers.
+      answer: in a few words or numbers.
+      details: what stands behind it, a sentence each.
+      tone: `"good"`, `"bad"`, or "".
+      name: by which the script finds it, if it has more to say.
+    """
+
+    question: str
+    answer: str
+    details: tuple[str, ...] = ()
+    tone: str = ""
+    name: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+    """What a page shows.
+
+    Attributes:
+      kind: `"checkpoint"`, `"plan"`, `"conversion"`, `"refused"`, `"diff"` or `"coverage"`.
+      title: what it is of.
+      lead: what becomes of it, a sentence.
+      facts: the answers that it begins with.
+      lists: heading -> lines: problems, hints, notes.
+      data: what its script draws, as JSON has it.
+    """
+
+    kind: str
+    title: str
+    lead: str
+    facts: tuple[Fact, ...]
+    lists: Mapping[str, Sequence[str]]
+    data: Mapping[str, Any]
+
+
+def page_of(document: Document) -> Page:
+    """What the page of a JSON document shows."""
+    if "differences" in document:
+        return _diff_page(document)
+    if "rules" in document:
+        return _coverage_page(document)
+    if "arrays" in document:
+        return _plan_page(document)
+    return _checkpoint_page(document)
+
+
+def _checkpoint_page(document: Document) -> Page:
+    leaves = Leaves(["saved"], document["meshes"], document["device_ids"])
+    problems = document.get("problems", ())
+    for leaf, marked in zip(document["leaves"], _marked(document["leaves"], problems), strict=True):
+        leaves.add(leaf["keys"], leaf, [leaf], int(marked))
+    arrays = _counted(leaves.arrays, "array")
+    size = format_bytes(leaves.nbytes)
+    mesh = _meshes(leaves, 0)
+    lead = f"{arrays}, {size}, saved on {mesh}." if mesh else f"{arrays}, {size}, saved on no mesh."
+    facts = (
+        Fact("What is it?", f"{arrays}, {size}", (document["format"],)),
+        Fact("What does a load decode?", _UNKNOWN, name="amplification"),
+        _replicated(leaves),
+    )
+    if problems:
+        count = _counted(len(problems), "problem")
+        does = Fact("What does the job do?", f"nothing: {count}", (lead,), "bad")
+        title = f"{document['path']} → {document['destination']}"
+        lead = f"The plan could not be made: {problems[0]}"
+        return Page("refused", title, lead, (does, *facts[1:]), _lists(document), leaves.data())
+    return Page("checkpoint", document["path"], lead, facts, _lists(document), leaves.data())
+
+
+def _plan_page(document: Document) -> Page:
+    leaves = Leaves(["before", "after"], document["meshes"], document["device_ids"])
+    for array in document["arrays"]:
+        step = [f"step {array['step']}"] if "step" in array else []
+        numbers = array["bytes_read"], array["bytes_written"]
+        leaves.add([*step, *array["keys"]], array, [array["saved"], array], *numbers)
+    verbatim = sum(array["moved"] for array in document["arrays"])
+    rewritten = len(document["arrays"]) - verbatim
+    size = format_bytes(document["decoded_bytes"])
+    arrays = _counted(leaves.arrays, "array")
+    old, new = (_meshes(leaves, side) or "no mesh" for side in (0, 1))
+    where = f"go from {old} to {new}" if old != new else f"stay on {new}"
+    lead = f"{arrays}, {size}, {where}: {rewritten} rewritten, {verbatim} copied verbatim."
+    does = f"{old} → {new}" if old != new else f"stays on {new}"
+    job = Fact(
+        "What does the job do?",
+        f"converts {document['layout']}" if "map" in document else does,
+        (
+            f"Rewrites {rewritten} of {arrays}, copies {verbatim} verbatim.",
+            f"Reads {format_bytes(document['bytes_read'])}, writes "
+            f"{format_bytes(document['bytes_written'])}, shares "
+            f"{format_bytes(document['shared_bytes'])} with the source.",
+            f"Takes {format_bytes(document['peak_memory'])} of memory at most.",
+        ),
+    )
+    data = leaves.data()
+    kind = "plan"
+    if "map" in document:
+        kind = "conversion"
+        data |= {"map": [_mapped(leaves, row) for row in document["map"]]}
+        data |= {
+            name: [leaves.place(path.split("/")) for path in document[name]]
+            for name in ("dropped", "initial")
+        }
+        data["folders"] = leaves.data()["folders"]
+        lead = f"{document['layout']}, converted. {lead}"
+    title = " and ".join(document["source"]) + f" → {document['destination'] or 'a new checkpoint'}"
+    facts = job, _worth(document, _meshes(leaves, 1)), _replicated(leaves)
+    return Page(kind, title, lead, facts, _lists(document), data)
+
+
+def _worth(document: Document, mesh: str) -> Fact:
+    """What loading decodes, before and after; and what that is in bytes."""
+    converts = "map" in document
+    question = "What does a load decode?" if converts else "Is it worth it?"
+    if not document["decoded_bytes"]:
+        return Fact(question, _UNKNOWN, ("There is no byte to load.",))
+    before, after = document["read_amplification"].values()
+    details = [
+        f"Loading{f' on {mesh}' if mesh else ''} decodes {before:.2f} times what it needs; after "
+        f"this job {after:.2f}."
+    ]
+    saved = (before - after) * document["decoded_bytes"]
+    if saved >= 0.005 * document["decoded_bytes"]:
+        details.append(f"Each load decodes {format_bytes(saved)} less.")
+    elif saved > -0.005 * document["decoded_bytes"]:
+        details += ["For loading alone it is not: it decodes as much as before."] * (not converts)
+    else:
+        details.append(f"Each load decodes {format_bytes(-saved)} more.")
+    tone = "good" if before - after >= 0.005 else "bad" if after - before >= 0.005 else ""
+    return Fact(question, f"{before:.2f}x → {after:.2f}x", tuple(details), tone, "amplification")
+
+
+def _coverage_page(document: Document) -> Page:
+    leaves = Leaves(["target"], [document["mesh"]], [document["device_ids"]])
+    for leaf in document["leaves"]:
+        leaves.add(leaf["keys"], leaf, [leaf])
+    mesh = _meshes(leaves, 0)
+    sources = collections.Counter(leaf["source"] for leaf in document["leaves"])
+    by = ", ".join(f"{count} by {'nothing' if s == 'none' else s}" for s, count in sources.items())
+    problems = _counted(len(document["problems"]), "problem")
+    facts = (
+        Fact(
+            "What does a device hold?",
+            format_bytes(document["device_bytes"]),
+            (f"{_counted(leaves.arrays, 'array')}; specs {by}.",),
+        ),
+        Fact(
+            "Does it fit the mesh?",
+            f"no, {problems}" if document["problems"] else "yes",
+            ("Read amplification is not known: a model has no chunks.",),
+            "bad" if document["problems"] else "good",
+        ),
+        _replicated(leaves),
+    )
+    rules = [
+        f"{rule['name']} -> {', '.join(rule['axes']) or 'replicated'}: "
+        f"{_counted(rule['leaves'], 'leaf', 'leaves')}"
+        for rule in document["rules"]
+    ]
+    rules += [
+        f"{name}, which no rule has: {_counted(len(paths), 'leaf', 'leaves')}"
+        for name, paths in document["unmatched"].items()
+    ]
+    lead = f"{_counted(leaves.arrays, 'array')}, {format_bytes(leaves.nbytes)}, on {mesh}."
+    lists = {**_lists(document), "Rules": rules}
+    return Page("coverage", f"a model on {mesh}", lead, facts, lists, leaves.data())
+
+
+def _diff_page(document: Document) -> Page:
+    found = document["differences"]
+    leaves = Leaves([], [], [])
+    counts = collections.Counter(each["what"] for each in found)
+    kinds = ", ".join(f"{count} {what}" for what, count in counts.items())
+    equal = {True: "yes", False: "no", None: _UNKNOWN}[document["equal"]]
+    compared = _counted(document["compared"], "array")
+    how = "element by element" if document["values"] else "by recorded digests"
+    left_out = f"The contents of {_counted(document['not_compared'], 'array')} were not compared."
+    facts = (
+        Fact("Are they equal?", equal, (), {"yes": "good", "no": "bad"}.get(equal, "")),
+        Fact("What differs?", kinds or ("nothing" if document["equal"] else "nothing found")),
+        Fact(
+            "What was compared?",
+            f"{compared}, {how}",
+            ((left_out,) if document["not_compared"] else ())
+            + ("Read amplification is not known: a diff has no chunks.",),
+        ),
+    )
+    measured = sorted(
+        (n for n, each in enumerate(found) if "abs_histogram" in each),
+        key=lambda n: -_magnitude(found[n]["max_abs"]),
+    )
+    shown = set(measured[:_MAX_HISTOGRAMS])
+    data: dict[str, Any] = {
+        "differences": [
+            [
+                each["what"],
+                *leaves.place([*map(format_key, each["keys"])]),
+                _text(each["a"]),
+                _text(each["b"]),
+                each.get("count"),
+                each.get("size"),
+                each.get("max_abs"),
+                each.get("max_rel"),
+                [_bins([each], "abs_histogram"), _bins([each], "rel_histogram")]
+                if number in shown
+                else None,
+            ]
+            for number, each in enumerate(found)
+        ],
+        "histograms": [
+            _bins([found[n] for n in measured], name) for name in ("abs_histogram", "rel_histogram")
+        ]
+        if document["values"]
+        else None,
+    }
+    title = f"{document['a']} and {document['b']}"
+    lead = {
+        True: "They are equal.",
+        False: f"A, the first, and B, the second, differ: {kinds}.",
+        None: f"No difference was found; whether they are equal is {_UNKNOWN}.",
+    }[document["equal"]]
+    return Page("diff", title, lead, facts, {}, leaves.data() | data)
+
+
+def _bins(found: Sequence[Document], name: str) -> list[list[int]]:
+    """The sum of histograms: pairs of k and how many are 2^k to 2^(k + 1)."""
+    total: collections.Counter[int] = collections.Counter()
+    for each in found:
+        total.update({int(k): count for k, count in each[name].items()})
+    return [[k, total[k]] for k in sorted(total)]
+
+
+def _magnitude(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.inf if value else 0.0
+
+
+def _text(value: Any) -> str | None:
+    if value is None:
+        return None
+    text = ("x".join(map(str, value)) or "()") if isinstance(value, list) else str(value)
+    if isinstance(value, float):
+        text = f"{value:.9g}"  # which tells any two float32 apart
+    return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "..."
+
+
+def _mapped(leaves: Leaves, row: Document) -> list[Any]:
+    sides = [[leaves.place(path.split("/")) for path in row[side]] for side in ("from", "to")]
+    return [*sides, row["operation"], row["origin"]]
+
+
+def _replicated(leaves: Leaves) -> Fact:
+    """Which leaves every device holds in full, largest first."""
+    question = "Which leaves are replicated?"
+    found = sorted(leaves.replicated, key=lambda each: -each[0])
+    unknown = ()
+    if leaves.without_mesh:
+        unknown = (f"{_counted(leaves.without_mesh, 'array')} without a mesh: {_UNKNOWN}.",)
+    if not found:
+        return Fact(question, _UNKNOWN if unknown else "none", unknown, "" if unknown else "good")
+    total = sum(nbytes for nbytes, _, _ in found)
+    named = "; ".join(f"{path} ({format_bytes(nbytes)})" for nbytes, path, _ in found[1:_NAMED])
+    more = len(found) - _NAMED
+    details = [f"{format_bytes(found[0][0])}, in full on each of {found[0][2]} devices."]
+    if named:
+        details.append(f"Then {named}" + (f" and {more} more." if more > 0 else "."))
+        details.append(f"{len(found)} leaves, {format_bytes(total)} a device.")
+    share = total / (leaves.nbytes or 1)
+    return Fact(question, found[0][1], (*details, *unknown), "bad" if share >= 0.01 else "")
+
+
+def _lists(document: Document) -> dict[str, Sequence[str]]:
+    names = {
+        "Problems": "problems",
+        "Hints": "hints",
+        "Warnings": "warnings",
+        "Notes": "notes",
+        "What the source is": "why",
+    }
+    return {title: document[name] for title, name in names.items() if document.get(name)}
+
+
+def _marked(leaves: Sequence[Document], problems: Sequence[str]) -> Iterator[bool]:
+    """Which leaves problems name: by their path, its end, or that of a module; `*` may be in it."""
+    words = [word for line in problems for word in re.findall(r"[^\s,;:`]+", line) if "/" in word]
+    globs = [re.escape(word).replace(r"\*", "[^/]*") for word in dict.fromkeys(words)]
+    named = re.compile(rf"(?:^|.*/)(?:{'|'.join(globs[:_MAX_WORDS])})(?:/|$)")
+    return (bool(globs and named.match(leaf["path"])) for leaf in leaves)
+
+
+def _meshes(leaves: Leaves, side: int) -> str:
+    return "; ".join(leaves.meshes_of(side))
+
+
+def _counted(count: int, noun: str, several: str = "") -> str:
+    return f"{count} {noun if count == 1 else several or noun + 's'}"

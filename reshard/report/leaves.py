@@ -1,0 +1,140 @@
+"""The leaves of a page, so that each key, layout and mesh is written down once. Pure.
+
+However many devices there are, and leaves of one kind, a page stays small: layouts are grouped by
+shape, dtype, spec and chunks, and meshes are sizes of axes.
+"""
+
+import collections
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reshard.tree import format_key, format_path
+
+Document = Mapping[str, Any]
+# Parts of a state, by a key above them.
+PARTS = ("params", "optimizer state", "other")
+# Ids of more devices are not written down.
+_MAX_IDS = 4096
+
+
+class Leaves:
+    """The leaves of a page.
+
+    Attributes:
+      sides: what the layouts of each leaf are called; the last one is what the page is about.
+      arrays: how many are arrays.
+      nbytes: their bytes.
+      replicated: bytes, path and devices of those that every device holds in full.
+      without_mesh: how many arrays there are of which that is not known.
+    """
+
+    def __init__(self, sides: Sequence[str], meshes: Sequence[Document], ids: Sequence[Any]):
+        self.sides = list(sides)
+        self.arrays = self.nbytes = self.without_mesh = 0
+        self.replicated: list[tuple[int, str, int]] = []
+        self._meshes: dict[str, dict[str, Any]] = {}
+        for mesh, devices in zip(meshes, ids, strict=True):
+            if devices is not None and len(devices) > _MAX_IDS:
+                devices = False
+            elif devices == list(range(math.prod(mesh.values()))):
+                devices = None
+            known = self._meshes.setdefault(_name(mesh), {"axes": [*mesh.items()], "ids": devices})
+            if known["ids"] != devices:  # two of one shape: which one a leaf is on is not known
+                known["ids"] = False
+        self._folders: dict[tuple[str, ...], int] = {(): 0}
+        self._layouts: dict[Any, int] = {}
+        self._leaves: list[list[Any]] = []
+        self._held: list[collections.Counter[tuple[str, str]]] = [
+            collections.Counter() for _ in sides
+        ]
+
+    def add(self, keys: Sequence[Any], leaf: Document, sides: Sequence[Document], *numbers: int):
+        """Adds a leaf, with where it is laid out how, and numbers of its own."""
+        amplification = leaf.get("read_amplification")
+        own = (
+            _frozen(leaf.get("shape")),
+            leaf.get("dtype") or leaf.get("type"),
+            leaf.get("bytes"),
+            amplification and tuple(amplification.values()),
+            leaf.get("moved"),
+            leaf.get("source"),
+        )
+        layouts = tuple(
+            (
+                None if side.get("mesh") is None else self._mesh(side["mesh"]),
+                _frozen(side.get("spec")),
+                _frozen(side.get("chunk_shape")),
+                side.get("device"),
+            )
+            for side in sides
+        )
+        layout = self._layouts.setdefault((own, layouts), len(self._layouts))
+        self._leaves.append([*self.place([*map(format_key, keys)]), layout, *numbers])
+        if leaf.get("shape") is not None:
+            self._count(keys, leaf.get("bytes"), sides)
+
+    def _count(self, keys: Sequence[Any], nbytes: int | None, sides: Sequence[Document]) -> None:
+        self.arrays += 1
+        self.nbytes += nbytes or 0
+        for held, side in zip(self._held, sides, strict=True):
+            if side.get("mesh") is not None and nbytes is not None:
+                held[_name(side["mesh"]), part_of(keys)] += nbytes // shards(side)
+        side = sides[-1]
+        if side.get("mesh") is None:
+            self.without_mesh += 1
+        elif shards(side) == 1 < (devices := math.prod(side["mesh"].values())):
+            self.replicated.append((nbytes or 0, format_path(tuple(keys)), devices))
+
+    def place(self, texts: Sequence[str]) -> list[Any]:
+        """A path of printed keys: the number of what holds it, and the last of them."""
+        for end in range(1, len(texts)):
+            self._folders.setdefault(tuple(texts[:end]), len(self._folders))
+        return [self._folders[tuple(texts[:-1])], texts[-1] if texts else "."]
+
+    def meshes_of(self, side: int) -> list[str]:
+        """The names of a side's meshes."""
+        names = list(self._meshes)
+        used = dict.fromkeys(layouts[side][0] for _, layouts in self._layouts)
+        return [names[number] for number in used if number is not None]
+
+    def data(self) -> dict[str, Any]:
+        """All of them, as JSON has it."""
+        return {
+            "sides": self.sides,
+            "meshes": [{"name": name, **mesh} for name, mesh in self._meshes.items()],
+            "layouts": [[*own, layouts] for own, layouts in self._layouts],
+            "folders": [[self._folders[keys[:-1]], keys[-1]] for keys in self._folders if keys],
+            "leaves": self._leaves,
+            "held": [
+                [
+                    [name, [held[name, part] for part in PARTS]]
+                    for name in dict.fromkeys(name for name, _ in held)
+                ]
+                for held in self._held
+            ],
+        }
+
+    def _mesh(self, mesh: Document) -> int:
+        self._meshes.setdefault(_name(mesh), {"axes": [*mesh.items()], "ids": False})
+        return list(self._meshes).index(_name(mesh))
+
+
+def shards(side: Document) -> int:
+    """Into how many parts a leaf with a mesh is cut."""
+    return math.prod(side["mesh"].get(axis, 1) for axes in side["spec"] for axis in axes)
+
+
+def part_of(keys: Sequence[Any]) -> str:
+    """What of a state a leaf is, as far as the keys above it tell."""
+    if "opt_state" in keys or ("optimizer" in keys and "model" not in keys):
+        return "optimizer state"
+    return "params" if "params" in keys or "model" in keys else "other"
+
+
+def _name(mesh: Document) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in mesh.items())
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -1,0 +1,123 @@
+"""`to_html`: one self-contained page. What it shows is text that its script puts into elements as
+such, never markup; and its policy has the browser fetch nothing and run no other script."""
+
+import base64
+import hashlib
+import html
+import importlib.resources
+import json
+import string
+from collections.abc import Mapping
+from typing import Any
+
+from reshard.errors import ArgumentError, printable
+from reshard.report.facts import Fact, Page, page_of
+
+# What a page begins with, and no other file.
+MARK = '<!doctype html>\n<meta name="generator" content="reshard">'
+_HEIGHT = 720  # of a page in a notebook, in pixels
+_FILES = importlib.resources.files("reshard.report")
+_SCRIPTS = ("elements", "leaves", "tables", "treemap", "arrays", "sections")  # in this order
+_KINDS = {
+    "checkpoint": "checkpoint",
+    "plan": "plan of a job",
+    "conversion": "plan of a conversion",
+    "refused": "plan that could not be made",
+    "diff": "differences",
+    "coverage": "coverage of a model",
+}
+
+
+def to_html(x: Any) -> str:
+    """One self-contained HTML page of a checkpoint, a plan, a diff, a coverage or an array: where
+    its bytes are, what every device holds, and what a job changes. Reads no array.
+
+    It needs no network and no other file, and has all that `--json` has of partition specs, meshes
+    and chunks. At most 2 MB for 10,000 leaves, whatever the number of devices.
+
+    Raises:
+      ArgumentError: it is none of these.
+
+    Example:
+      >>> plan = reshard.plan(reshard.to_mesh(reshard.open("run/1000"), "1x8"), "out/1000")
+      >>> reshard.to_html(plan).splitlines()[0]
+      '<!doctype html>'
+    """
+    if not callable(getattr(type(x), "document", None)):
+        raise ArgumentError(
+            f"there is no page of {type(x).__name__}",
+            hints=["reshard.to_html(reshard.open(path)), or a plan, a diff or a coverage"],
+        )
+    return page(x.document())
+
+
+def page(document: Mapping[str, Any]) -> str:
+    """The page of a document, as `--json` prints it."""
+    if "leaves" not in document and "chunk_shape" in document:  # one array
+        one = {"format": "one array", "meshes": [], "device_ids": [], "leaves": [document]}
+        document = one | {"path": document["path"]}
+    shown = page_of(document)
+    style = (_FILES / "page.css").read_text("utf-8")
+    parts = [(_FILES / "script" / f"{name}.js").read_text("utf-8") for name in _SCRIPTS]
+    script = "\n".join(['"use strict";\n(() => {', *parts, "})();"])
+    return string.Template((_FILES / "page.html").read_text("utf-8")).substitute(
+        mark=MARK,
+        style=style,
+        script=script,
+        style_hash=_hash(style),
+        script_hash=_hash(script),
+        kind=shown.kind,
+        kicker=f"reshard · {_KINDS[shown.kind]}",
+        title=_escaped(shown.title),
+        lead=_escaped(shown.lead),
+        facts="\n".join(map(_fact, shown.facts)),
+        lists="\n".join(_list(heading, lines) for heading, lines in shown.lists.items() if lines),
+        data=_embedded(shown),
+    )
+
+
+def framed(x: Any) -> str:
+    """The page as a notebook shows it: in a frame of its own, apart from the notebook's."""
+    text = html.escape(to_html(x))
+    return (
+        f'<iframe sandbox="allow-scripts" width="100%" height="{_HEIGHT}" srcdoc="{text}"></iframe>'
+    )
+
+
+def _fact(fact: Fact) -> str:
+    details = "".join(f"<p>{_broken(line)}</p>" for line in fact.details)
+    name = f' id="fact-{fact.name}"' if fact.name else ""
+    return (
+        f'<section class="fact {fact.tone}"{name}>'
+        f"<h2>{_escaped(fact.question)}</h2><strong>{_broken(fact.answer)}</strong>{details}"
+        "</section>"
+    )
+
+
+def _list(heading: str, lines: Any) -> str:
+    items = "".join(f"<li>{_escaped(line)}</li>" for line in lines)
+    opened = " open" if heading in ("Problems", "Hints") else ""
+    return (
+        f'<details class="list {heading.split()[0].lower()}"{opened}>'
+        f"<summary>{_escaped(heading)} ({len(lines)})</summary><ul>{items}</ul></details>"
+    )
+
+
+def _broken(text: str) -> str:
+    """Text whose lines break where a key ends, if they can."""
+    return _escaped(text).replace("/", "/<wbr>")
+
+
+def _escaped(text: str) -> str:
+    return html.escape(printable(text))
+
+
+def _embedded(shown: Page) -> str:
+    """The data as JSON in which no markup can begin or end."""
+    text = json.dumps({"kind": shown.kind, **shown.data}, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _hash(text: str) -> str:
+    """As a content security policy names an element's text."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,0 +1,141 @@
+// The leaves of the document, their layouts and meshes, their colours, and which of them are shown.
+
+const meshes = data.meshes.map(({ name, axes, ids }) => ({
+  name,
+  axes,
+  ids,
+  sizes: Object.fromEntries(axes),
+  devices: product(axes.map(([, size]) => size)),
+}));
+const layouts = data.layouts.map(([shape, dtype, nbytes, load, moved, source, sides]) => ({
+  shape,
+  dtype,
+  nbytes,
+  load,
+  moved,
+  source,
+  sides: sides.map(([mesh, spec, chunk, device]) => ({
+    mesh: mesh === null ? null : meshes[mesh],
+    spec,
+    chunk,
+    device,
+  })),
+}));
+const folders = [{ path: "", key: "all", parent: null, children: [], by: new Map(), nbytes: 0, count: 0 }];
+for (const [parent, key] of data.folders) {
+  const above = folders[parent];
+  const path = parent ? `${above.path}/${key}` : key;
+  folders.push({ path, key, parent: above, children: [], by: new Map(), nbytes: 0, count: 0 });
+  above.children.push(folders.at(-1));
+}
+const pathOf = ([folder, key]) => (folder ? `${folders[folder].path}/${key}` : key);
+const leaves = data.leaves.map(([folder, key, layout, ...numbers], order) => {
+  const parent = folders[folder];
+  const leaf = { ...layouts[layout], key, parent, order, numbers, layout: layouts[layout] };
+  leaf.path = pathOf([folder, key]);
+  leaf.side = leaf.sides.at(-1);
+  leaf.problem = data.kind === "refused" && numbers[0] === 1;
+  parent.children.push(leaf);
+  for (let above = parent; above; above = above.parent) {
+    above.nbytes += leaf.nbytes || 0;
+    above.count += 1;
+  }
+  return leaf;
+});
+const arrays = leaves.filter((leaf) => leaf.shape !== null);
+
+const partsOf = ({ shape }, { mesh, spec }) =>
+  shape.map((_, dim) => product((spec[dim] || []).map((axis) => mesh.sizes[axis] || 1)));
+const replicated = (leaf, side) =>
+  side.mesh !== null && side.mesh.devices > 1 && product(partsOf(leaf, side)) === 1;
+
+function layoutName(leaf) {
+  if (leaf.shape === null) return "no array";
+  if (leaf.side.mesh === null) return leaf.side.device ? "on one device" : "no mesh";
+  return replicated(leaf, leaf.side) ? "replicated" : specText(leaf.side.spec);
+}
+
+// What a dimension decodes for each element that its shards want, from whole chunks.
+function dimension(size, chunk, shard) {
+  let decoded = 0;
+  for (let start = 0; start < size; start += shard) decoded += covered(size, chunk, start, shard)[1];
+  return size ? decoded / size : 1;
+}
+function covered(size, chunk, start, shard) {
+  const first = Math.floor(start / chunk) * chunk;
+  const stop = Math.min(Math.ceil(Math.min(start + shard, size) / chunk) * chunk, size);
+  return [first, stop - first];
+}
+function amplification(leaf, chunk) {
+  if (leaf.side.mesh === null || chunk === null) return null;
+  const parts = partsOf(leaf, leaf.side);
+  const all = leaf.shape.map((size, dim) =>
+    dimension(size, chunk[dim], Math.max(Math.ceil(size / parts[dim]), 1)),
+  );
+  return leaf.shape.includes(0) ? 1 : product(all);
+}
+for (const layout of layouts) {
+  if (layout.load || layout.shape === null) continue;
+  const own = amplification({ ...layout, side: layout.sides.at(-1) }, layout.sides.at(-1).chunk);
+  layout.load = own === null ? null : [own];
+}
+for (const leaf of leaves) leaf.load = leaf.layout.load;
+
+const colours = new Map();
+{
+  const total = new Map();
+  for (const leaf of arrays)
+    total.set(layoutName(leaf), (total.get(layoutName(leaf)) || 0) + (leaf.nbytes || 0));
+  const plain = ["replicated", "on one device", "no mesh"];
+  const names = [...total.keys()].sort((a, b) => total.get(b) - total.get(a));
+  let next = 0;
+  for (const name of names) {
+    const own = plain.includes(name) ? (name === "replicated" ? "glare" : "grey") : null;
+    colours.set(name, { total: total.get(name), of: own || (next < COLOURS ? `k${next++}` : "grey") });
+  }
+  for (const leaf of arrays) {
+    const { of } = colours.get(layoutName(leaf));
+    for (let above = leaf.parent; above; above = above.parent)
+      above.by.set(of, (above.by.get(of) || 0) + (leaf.nbytes || 0));
+  }
+}
+
+const state = { query: "", spec: null, root: folders[0], chosen: null, updates: [] };
+
+function matcher(query) {
+  if (!query) return () => true;
+  if (!/[*?]/.test(query)) {
+    const text = query.toLowerCase();
+    return (path) => path.toLowerCase().includes(text);
+  }
+  const source = query.replace(/\*\*\/|\*\*|[*?]|[^*?]+/g, (part) => {
+    const wild = { "**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]" };
+    return wild[part] || part.replace(/[.+^${}()|[\]\\/-]/g, "\\$&");
+  });
+  const regex = new RegExp(`^${source}(?:/|$)`);
+  return (path) => regex.test(path);
+}
+function isShown() {
+  const matches = matcher(state.query);
+  const { spec } = state;
+  const isOf = (leaf) =>
+    spec === null || (spec === PROBLEM ? leaf.problem : layoutName(leaf) === spec);
+  return (leaf) => matches(leaf.path) && isOf(leaf);
+}
+function update() {
+  const shown = isShown();
+  for (const redraw of state.updates) redraw(shown);
+}
+function choose(leaf) {
+  state.chosen = leaf;
+  drawLeaf();
+}
+
+const sections = document.getElementById("sections");
+function section(id, title, note) {
+  const node = el("section", { id, "aria-labelledby": `${id}-title` });
+  node.append(el("h2", { id: `${id}-title` }, title));
+  if (note) node.append(el("p", { class: "note" }, note));
+  sections.append(node);
+  return node;
+}

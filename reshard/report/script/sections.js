@@ -1,0 +1,274 @@
+// What is told of all leaves, of a conversion and of a diff.
+
+function drawLoads() {
+  const known = arrays.filter((leaf) => leaf.load !== null && leaf.nbytes !== null);
+  const fact = document.getElementById("fact-amplification");
+  const total = known.reduce((sum, leaf) => sum + leaf.nbytes, 0);
+  if (fact && data.sides[0] === "saved" && total) {
+    const decoded = known.reduce((sum, leaf) => sum + leaf.nbytes * leaf.load[0], 0);
+    fact.querySelector("strong").textContent = times(decoded / total);
+    const rest = arrays.length - known.length;
+    const words = `Loading on the mesh it was saved on decodes ${times(decoded / total)} times what it needs.`;
+    fact.append(el("p", null, words + (rest ? ` Of ${counted(rest, "array")} it is ${UNKNOWN}.` : "")));
+  }
+  if (!known.length || data.kind === "coverage") return;
+  const groups = new Map();
+  for (const leaf of known) {
+    const group = groups.get(leaf.layout) || { leaf, count: 0, nbytes: 0 };
+    group.count += 1;
+    group.nbytes += leaf.nbytes;
+    groups.set(leaf.layout, group);
+  }
+  const waste = ({ leaf, nbytes }) => (Math.max(...leaf.load) - 1) * nbytes;
+  const rows = [...groups.values()].filter((group) => waste(group) > 0).sort((a, b) => waste(b) - waste(a));
+  const node = section(
+    "loads",
+    "Read amplification",
+    "A device decodes every stored chunk that its shard touches: what it keeps is filled, what it " +
+      "decodes beside is hatched.",
+  );
+  if (!rows.length) {
+    node.append(el("p", { class: "good-news" }, "No device decodes more than it keeps: 1.00 everywhere."));
+    return;
+  }
+  const largest = Math.max(...rows.map((row) => Math.max(...row.leaf.load) * row.nbytes));
+  const bar = (row, i) => {
+    const [kept, all] = [row.nbytes, row.nbytes * row.leaf.load[i]].map((n) => (n / largest) * 240);
+    const over = svg("rect", { class: "over", width: all, height: 11, fill: "url(#hatch)" });
+    const back = svg("rect", { class: "decoded", width: all, height: 11 });
+    const label = `${data.sides[i]}: decodes ${bytes(row.nbytes * row.leaf.load[i])} for ${bytes(row.nbytes)}`;
+    const view = { class: "bar", viewBox: "0 0 242 12", width: 242, height: 12, role: "img", "aria-label": label };
+    return svg("svg", view, back, over, svg("rect", { class: "kept", width: kept, height: 11 }));
+  };
+  const columns = [
+    {
+      title: "leaves of one layout",
+      value: (row) => row.leaf.path,
+      cell: (row) => [chooser(row.leaf), row.count > 1 ? ` and ${row.count - 1} more` : ""],
+    },
+    { title: "bytes", right: true, value: (row) => row.nbytes, cell: (row) => bytes(row.nbytes) },
+    ...data.sides.flatMap((side, i) => [
+      { title: side, right: true, value: (row) => row.leaf.load[i], cell: (row) => times(row.leaf.load[i]) },
+    ]),
+    {
+      title: data.sides.join(", "),
+      value: waste,
+      cell: (row) => el("div", { class: "bars" }, ...data.sides.map((_, i) => bar(row, i))),
+    },
+  ];
+  node.append(table("Read amplification by layout", columns, rows, 12).node);
+  const rest = groups.size - rows.length;
+  if (rest) node.append(el("p", { class: "note" }, `And ${counted(rest, "other layout")}, of which nothing is decoded beside.`));
+}
+
+function chooser(leaf) {
+  const press = () => {
+    choose(leaf);
+    document.getElementById("meshes").scrollIntoView({ block: "start" });
+  };
+  return el("button", { type: "button", class: "path", click: press }, broken(leaf.path));
+}
+
+function drawDevices() {
+  const sides = data.held.map((held, i) => [data.sides[i], held]).filter(([, held]) => held.length);
+  if (!sides.length) return;
+  const node = section("devices", "Bytes per device", "Every device of a mesh holds the same.");
+  const names = ["params", "optimizer state", "other"];
+  const rows = sides.flatMap(([side, held]) => held.map(([mesh, parts]) => ({ side, mesh, parts })));
+  const sum = (parts) => parts.reduce((a, b) => a + b, 0);
+  const largest = Math.max(...rows.map((row) => sum(row.parts)), 1);
+  const stack = (row) => {
+    let x = 0;
+    const rects = row.parts.map((part, i) => {
+      const width = (part / largest) * 240;
+      x += width;
+      return svg("rect", { class: `part p${i}`, x: x - width, width, height: 14 });
+    });
+    const label = names.map((name, i) => `${name} ${bytes(row.parts[i])}`).join(", ");
+    return svg("svg", { class: "bar", viewBox: "0 0 242 15", width: 242, height: 15, role: "img", "aria-label": label }, ...rects);
+  };
+  const columns = [
+    { title: "mesh", value: (row) => `${row.side} ${row.mesh}` },
+    ...names.map((title, i) => ({
+      title,
+      right: true,
+      value: (row) => row.parts[i],
+      cell: (row) => [el("span", { class: `swatch p${i}` }), bytes(row.parts[i])],
+    })),
+    { title: "all", right: true, value: (row) => sum(row.parts), cell: (row) => bytes(sum(row.parts)) },
+    { title: "", value: (row) => sum(row.parts), cell: stack },
+  ].filter((column) => !names.includes(column.title) || rows.some((row) => column.value(row)));
+  node.append(table("Bytes per device", columns, rows).node);
+  const whole = arrays.filter((leaf) => replicated(leaf, leaf.side)).sort((a, b) => b.nbytes - a.nbytes);
+  if (!whole.length) return;
+  node.append(el("h3", null, `In full on every device: ${counted(whole.length, "leaf", "leaves")}`));
+  const held = [
+    { title: "path", value: (leaf) => leaf.path, cell: chooser },
+    { title: "bytes", right: true, value: (leaf) => leaf.nbytes, cell: (leaf) => bytes(leaf.nbytes) },
+    {
+      title: "on all devices",
+      right: true,
+      value: (leaf) => leaf.nbytes * leaf.side.mesh.devices,
+      cell: (leaf) => bytes(leaf.nbytes * leaf.side.mesh.devices),
+    },
+  ];
+  node.append(table("Replicated leaves", held, whole, 10).node);
+}
+
+function drawConversion() {
+  if (!data.map) return;
+  const rows = data.map.map(([from, to, operation, origin]) => ({
+    from: from.map(pathOf),
+    to: to.map(pathOf),
+    operation,
+    origin,
+  }));
+  for (const path of data.dropped) rows.push({ from: [pathOf(path)], to: [], operation: "left out", origin: "dropped" });
+  for (const path of data.initial) rows.push({ from: [], to: [pathOf(path)], operation: "the model's own", origin: "initial" });
+  const node = section(
+    "conversion",
+    "What becomes of each leaf",
+    "The source's tree and the model's, with what decided: a map's rule, a path, or the structure. " +
+      "What is as in the line above is dimmed.",
+  );
+  const counts = new Map();
+  for (const { origin } of rows) counts.set(origin, (counts.get(origin) || 0) + 1);
+  const tree = (side) => (row, before) => {
+    const old = before ? before[side].join(" + ").split("/") : [];
+    const keys = row[side].join(" + ").split("/");
+    let same = 0;
+    while (same < keys.length - 1 && keys[same] === old[same]) same += 1;
+    if (!row[side].length) return el("span", { class: "unknown" }, "–");
+    const dim = keys.slice(0, same).join("/") + (same ? "/" : "");
+    return [el("span", { class: "same" }, broken(dim)), broken(keys.slice(same).join("/"))].flat();
+  };
+  const columns = [
+    { title: "from", kind: "tree", value: (row) => row.from.join(" + "), cell: tree("from") },
+    { title: "to", kind: "tree", value: (row) => row.to.join(" + "), cell: tree("to") },
+    { title: "operation", value: (row) => row.operation || "" },
+    { title: "decided by", value: (row) => row.origin },
+  ];
+  const { node: body, draw } = table("Map of the conversion", columns, rows);
+  const press = (name) => draw((row) => name === null || row.origin === name);
+  node.append(filters("Decided by", [...counts].map(([name, n]) => [name, String(n)]), press), body);
+}
+
+function histogram(bins, title) {
+  const box = el("figure", null, el("figcaption", null, el("b", null, title)));
+  if (!bins.length) {
+    box.append(el("p", { class: "note" }, "No finite difference other than 0."));
+    return box;
+  }
+  const [low, high] = [bins[0][0], bins.at(-1)[0]];
+  const most = Math.max(...bins.map(([, count]) => count));
+  const wide = Math.max(Math.min(360 / (high - low + 1), 40), 1);
+  const width = wide * (high - low + 1);
+  const power = (k) => (2 ** k).toExponential(0);
+  const bars = bins.map(([k, count]) => {
+    const height = Math.max((count / most) * 120, 1);
+    const place = { x: (k - low) * wide, y: 120 - height, width: Math.max(wide - 1, 0.5), height };
+    return svg("rect", { class: "kept", ...place }, svg("title", null, `${power(k)} to ${power(k + 1)}: ${count}`));
+  });
+  const text = `${title}: ${bins.map(([k, count]) => `${count} from ${power(k)}`).join(", ")}`;
+  const view = { class: "array", viewBox: `-1 -1 ${width + 2} 123`, width: width + 2, height: 123 };
+  box.append(svg("svg", { ...view, role: "img", "aria-label": text }, ...bars));
+  const all = bins.reduce((sum, [, count]) => sum + count, 0);
+  box.append(el("p", { class: "note" }, `${power(low)} to ${power(high + 1)}; ${counted(all, "element")}, a bar for each power of two`));
+  return box;
+}
+
+function drawDiff() {
+  if (!data.differences) return;
+  const rows = data.differences.map(([what, folder, key, a, b, count, size, abs, rel, bins]) => ({
+    what, path: pathOf([folder, key]), a, b, count, size, abs, rel, bins,
+  }));
+  const chart = section("histograms", "How large the differences are");
+  const shown = el("div", { class: "side" });
+  const title = el("p", { class: "chosen" });
+  chart.append(title, shown);
+  const names = ["|A - B|", "|A - B| / |B|"];
+  const show = (name, pair) => {
+    title.textContent = name;
+    shown.replaceChildren(...pair.map((bins, i) => histogram(bins, names[i])));
+  };
+  if (data.histograms) show("All elements that differ", data.histograms);
+  else title.textContent = `It is ${UNKNOWN}: values were not compared.`;
+  const node = section("differences", "What differs");
+  const counts = new Map();
+  for (const { what } of rows) counts.set(what, (counts.get(what) || 0) + 1);
+  const size = (value) => (typeof value === "string" ? Infinity : value);
+  const number = (value) => (typeof value === "number" ? value.toPrecision(4) : value);
+  const open = (row) => {
+    if (!row.bins) return el("span", { class: "path" }, broken(row.path));
+    const press = () => {
+      show(row.path, row.bins);
+      chart.scrollIntoView({ block: "start" });
+    };
+    return el("button", { type: "button", class: "path", click: press }, broken(row.path));
+  };
+  const columns = [
+    { title: "what", value: (row) => row.what },
+    { title: "path", value: (row) => row.path, cell: open },
+    { title: "A", value: (row) => row.a, cell: (row) => row.a ?? "–" },
+    { title: "B", value: (row) => row.b, cell: (row) => row.b ?? "–" },
+  ];
+  if (rows.some((row) => row.count !== null)) {
+    columns.push(
+      { title: "differing", right: true, value: (row) => row.count, cell: (row) => (row.count === null ? "–" : `${row.count} of ${row.size}`) },
+      { title: "max abs", right: true, value: (row) => size(row.abs), cell: (row) => (row.count === null ? "–" : number(row.abs)) },
+      { title: "max rel", right: true, value: (row) => size(row.rel), cell: (row) => (row.count === null ? "–" : number(row.rel)) },
+    );
+  }
+  const { node: body, draw } = table("Differences", columns, rows);
+  const press = (name) => draw((row) => name === null || row.what === name);
+  if (!rows.length) node.append(el("p", null, "No difference was found."));
+  else node.append(filters("What differs", [...counts].map(([name, n]) => [name, String(n)]), press), body);
+}
+
+function drawTable() {
+  if (!leaves.length) return;
+  const node = section("leaves", "All leaves");
+  const both = (leaf, text) => {
+    const texts = leaf.sides.map(text);
+    return texts.length === 2 ? changed(...texts) : texts[0];
+  };
+  const spec = (side) => (side.mesh === null ? side.device || "no mesh" : specText(side.spec));
+  const columns = [
+    { title: "path", value: (leaf) => leaf.path, cell: chooser },
+    { title: "shape", value: (leaf) => (leaf.shape === null ? "" : dims(leaf.shape)) },
+    { title: "dtype", value: (leaf) => leaf.dtype },
+    { title: "bytes", right: true, value: (leaf) => leaf.nbytes, cell: (leaf) => (leaf.shape === null ? "–" : bytes(leaf.nbytes)) },
+    {
+      title: "spec",
+      value: (leaf) => (leaf.shape === null ? "" : both(leaf, spec)),
+      cell: (leaf) => {
+        if (leaf.shape === null) return "–";
+        const { of } = colours.get(layoutName(leaf));
+        return [el("span", { class: `swatch ${of}` }), both(leaf, spec), of === "glare" ? el("b", null, " replicated") : ""];
+      },
+    },
+    { title: "chunks", value: (leaf) => (leaf.shape === null ? "" : both(leaf, (side) => dims(side.chunk))) },
+    {
+      title: "load",
+      right: true,
+      value: (leaf) => (leaf.load ? leaf.load[0] : null),
+      cell: (leaf) => (leaf.shape === null ? "–" : leaf.load ? leaf.load.map(times).join(" → ") : UNKNOWN),
+    },
+  ];
+  if (leaves.some((leaf) => leaf.source)) columns.push({ title: "spec by", value: (leaf) => leaf.source });
+  if (leaves.some((leaf) => leaf.moved !== null))
+    columns.push({ title: "copied", value: (leaf) => (leaf.moved ? "verbatim" : "rewritten") });
+  if (leaves.some((leaf) => leaf.problem))
+    columns.unshift({ title: "problem", value: (leaf) => (leaf.problem ? "▲ problem" : ""), kind: "mark" });
+  const { node: body, draw } = table("All leaves", columns, leaves);
+  state.updates.push(draw);
+  node.append(body);
+}
+
+drawConversion();
+drawMap();
+drawMeshes();
+drawLoads();
+drawDevices();
+drawDiff();
+drawTable();

@@ -1,0 +1,181 @@
+"""A headless Chromium, driven over its DevTools protocol through a pipe: no port, no driver.
+
+with browser.started() as chromium:
+    page = chromium.open(html)
+    page.value("document.title")
+"""
+
+import base64
+import contextlib
+import json
+import os
+import pathlib
+import select
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+INSTALL = "apt-get install --yes --no-install-recommends chromium"
+SECONDS = 60
+
+
+class Chromium:
+    """A browser, and what it has told of its pages."""
+
+    def __init__(self, process: subprocess.Popen, reading: int, writing: int, folder: pathlib.Path):
+        self._process, self._reading, self._writing = process, reading, writing
+        self._folder = folder
+        self._rest = b""
+        self._number = 0
+        self.events: list[dict[str, Any]] = []
+
+    def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
+        """The result of a method of the protocol."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": parameters}
+        message |= {"sessionId": session} if session else {}
+        os.write(self._writing, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._next()
+            if answer.get("id") == self._number:
+                assert "error" not in answer, answer
+                return answer["result"]
+            self.events.append(answer)
+
+    def _next(self) -> dict[str, Any]:
+        until = time.monotonic() + SECONDS
+        while b"\0" not in self._rest:
+            ready, _, _ = select.select([self._reading], [], [], until - time.monotonic())
+            assert ready, "the browser does not answer"
+            more = os.read(self._reading, 1 << 16)
+            assert more, f"the browser has ended: {self._process.poll()}"
+            self._rest += more
+        message, _, self._rest = self._rest.partition(b"\0")
+        return json.loads(message)
+
+    def open(self, html: str, width: int = 1280, dark: bool = False) -> "Tab":
+        """A page of this text, from a file, once it is loaded."""
+        file = self._folder / f"{self._number}.html"
+        file.write_text(html, encoding="utf-8")
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        tab = Tab(self, session, file)
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            tab.call(f"{domain}.enable")
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        tab.call("Emulation.setEmulatedMedia", features=[scheme])
+        tab.resize(width)
+        tab.call("Page.navigate", url=file.as_uri())
+        until = time.monotonic() + SECONDS
+        while tab.value("document.readyState") != "complete":
+            assert time.monotonic() < until, "the page does not load"
+            time.sleep(0.01)
+        return tab
+
+
+class Tab:
+    """A page that is open."""
+
+    def __init__(self, chromium: Chromium, session: str, file: pathlib.Path):
+        self._chromium, self._session, self._file = chromium, session, file
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        return self._chromium.call(method, self._session, **parameters)
+
+    def value(self, expression: str) -> Any:
+        """What JavaScript evaluates to, as JSON has it."""
+        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in found, found["exceptionDetails"]
+        return found["result"].get("value")
+
+    def resize(self, width: int, height: int = 900) -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+
+    def press(self, key: str) -> None:
+        text = {"Enter": "\r"}.get(key, "")
+        for kind in ("keyDown", "keyUp"):
+            code = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowRight": 39, "ArrowLeft": 37}[key]
+            named = {"key": key, "code": key, "windowsVirtualKeyCode": code}
+            self.call(
+                "Input.dispatchKeyEvent", type=kind, text=text if kind == "keyDown" else "", **named
+            )
+
+    def click(self, selector: str, corner: bool = False) -> None:
+        """A click of the mouse in the middle of an element, or in its upper left corner."""
+        where = self.value(
+            f"(() => {{ const node = document.querySelector({json.dumps(selector)});"
+            "node.scrollIntoView({block: 'center'}); const box = node.getBoundingClientRect();"
+            "return [box.x, box.y, box.width / 2, box.height / 2]; })()"
+        )
+        x, y, *middle = where
+        right, down = (6, 6) if corner else middle
+        for kind in ("mousePressed", "mouseReleased"):
+            at = {"x": x + right, "y": y + down, "button": "left", "clickCount": 1}
+            self.call("Input.dispatchMouseEvent", type=kind, **at)
+
+    def write(self, selector: str, text: str) -> None:
+        """Text in a field, in place of what is there."""
+        self.value(f"document.querySelector({json.dumps(selector)}).select()")
+        self.call("Input.insertText", text=text)
+
+    def screenshot(self, whole: bool = True) -> bytes:
+        """What it looks like, as PNG."""
+        found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        return base64.b64decode(found["data"])
+
+    def complaints(self) -> list[str]:
+        """What the browser has said of it on its console, and whatever it wanted from elsewhere."""
+        found = []
+        for event in self._chromium.events:
+            if event.get("sessionId") != self._session:
+                continue
+            parameters = event["params"]
+            if event["method"] in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled"):
+                found.append(json.dumps(parameters))
+            if event["method"] == "Log.entryAdded":
+                found.append(parameters["entry"]["text"])
+            if event["method"] == "Network.requestWillBeSent":
+                url = parameters["request"]["url"]
+                if url != self._file.as_uri() and not url.startswith("data:"):
+                    found.append(f"requests {url}")
+        return found
+
+
+@contextlib.contextmanager
+def started(folder: pathlib.Path) -> Iterator[Chromium]:
+    """A browser that keeps its files in a folder."""
+    program = next(filter(None, map(shutil.which, NAMES)), None)
+    assert program, f"no Chromium is installed: {INSTALL}"
+    theirs, writing = os.pipe()
+    reading, answers = os.pipe()
+    # It reads from descriptor 3, and writes to 4.
+    script = 'exec 3<&"$1" 4>&"$2"; shift 2; exec "$@"'
+    flags = ["--headless", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu"]
+    flags += [
+        "--hide-scrollbars",
+        "--disable-dev-shm-usage",
+        f"--user-data-dir={folder / 'profile'}",
+    ]
+    process = subprocess.Popen(
+        ["bash", "-c", script, "bash", str(theirs), str(answers), program, *flags],
+        pass_fds=(theirs, answers),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    os.close(theirs)
+    os.close(answers)
+    chromium = Chromium(process, reading, writing, folder)
+    try:
+        yield chromium
+        chromium.call("Browser.close")
+        process.wait(SECONDS)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(writing)
+        os.close(reading)

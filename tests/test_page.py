@@ -1,0 +1,664 @@
+"""The page: what it says is what the plan has, nothing in a checkpoint becomes markup, and it works
+in a browser."""
+
+import base64
+import functools
+import hashlib
+import html
+import html.parser
+import json
+import math
+import re
+
+import browser
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from in_process import reshard_in
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import reshard
+from reshard.engine.plan import read_amplification
+from reshard.report.facts import Fact, page_of
+from reshard.report.outline import Row, outline
+from reshard.report.page import MARK, page, to_html
+from reshard.sharding.mesh import shard_shape
+from reshard.tree import format_path
+
+HOSTILE = [
+    "</script><script>window.hacked=1</script>",
+    "<img src=x onerror=window.hacked=1>",
+    "\"><svg onload='window.hacked=1'>",
+    "a\u202eb\u2066c\u200f",
+    "&lt;b&gt; ${1+1} `$title`",
+    "]]><!--",
+    "k" * 10_000,
+    "ключ/鍵",
+    "\n\t\x00",
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """`run/1`: leaves of several ranks on a 2x4 mesh, two that every device holds in full."""
+    devices = np.array(jax.devices()[:8]).reshape(2, 4)
+    mesh = Mesh(devices[:, ::-1], ("data", "model"))
+    rng = np.random.default_rng(7)
+
+    def array(shape, *spec):
+        values = jnp.asarray(rng.normal(size=shape).astype("f4"))
+        return jax.device_put(values, NamedSharding(mesh, P(*spec)))
+
+    def layers():
+        layer = {"kernel": array((48, 40), None, "model"), "bias": array((40,))}
+        return [layer | {"proj": array((8, 6, 16), ("data", "model"))} for _ in range(3)]
+
+    tree = {
+        "params": {"embed": array((96, 80)), "layers": layers()},
+        "opt_state": [{"mu": {"embed": array((96, 80), "data", "model")}}],
+        "rate": np.float64(rng.normal()),
+        "table": rng.normal(size=(5, 3)),
+    }
+    folder = tmp_path_factory.mktemp("page")
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(folder / "run" / "1", tree)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ckpt(run):
+    return reshard.open(run / "run" / "1")
+
+
+@pytest.fixture(scope="module")
+def planned(ckpt, run):
+    return reshard.plan(reshard.to_mesh(ckpt, "data=1,model=8"), run / "out")
+
+
+class Reader(html.parser.HTMLParser):
+    """The elements of a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.meta = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        if tag == "meta":
+            self.meta.append(dict(attrs))
+
+
+def embedded(text):
+    """The data of a page."""
+    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text)
+    return json.loads(found)
+
+
+def paths(data):
+    """The paths of a page's leaves."""
+    folders = [""]
+    for parent, key in data["folders"]:
+        folders.append(folders[parent] + key + "/")
+    return [folders[folder] + key for folder, key, *_ in data["leaves"]]
+
+
+def fabricated(leaves, devices, layers=100):
+    """The document of a plan of so many leaves."""
+    sizes = {"data": devices // 8, "model": 8}
+    saved = {"mesh": sizes, "spec": [[], ["model"]], "chunk_shape": [64, 64]}
+    return {
+        "source": ["gs://bucket/a/long/path/run/1000"],
+        "destination": "gs://bucket/out/1000",
+        "meshes": [sizes],
+        "device_ids": [list(range(devices))[::-1]],
+        "read_amplification": {"before": 2.0, "after": 1.0},
+        "bytes_read": 1,
+        "bytes_written": 1,
+        "decoded_bytes": leaves << 14,
+        "shared_bytes": 0,
+        "peak_memory": 1,
+        "arrays": [
+            {
+                "keys": ["params", f"layer_{i % layers}", f"module_{i // layers}", "kernel"],
+                "shape": [64, 64 + i % 3],
+                "dtype": "float32",
+                "bytes": 1 << 14,
+                "chunk_shape": [64, 8],
+                "mesh": sizes,
+                "spec": [[], ["model"]],
+                "saved": saved,
+                "read_amplification": {"before": 2.0, "after": 1.0},
+                "moved": False,
+                "bytes_read": 15_000 + i,
+                "bytes_written": 16_000 + i,
+            }
+            for i in range(leaves)
+        ],
+    }
+
+
+def test_the_answers_of_a_plan(planned, run):
+    found = page_of(planned.document())
+    before, after = planned.amplification
+    assert before > after == 1.0
+    arrays = len(planned.arrays)
+    moved = sum(array.moved for array in planned.arrays)
+    assert 0 < moved < arrays
+    assert found.title == f"{run}/run/1 → {run}/out"
+    assert found.lead.endswith(
+        "go from data=2,model=4 to data=1,model=8: "
+        f"{arrays - moved} rewritten, {moved} copied verbatim."
+    )
+    does, worth, whole = found.facts
+    assert does.answer == "data=2,model=4 → data=1,model=8"
+    assert does.details[0] == (
+        f"Rewrites {arrays - moved} of {arrays} arrays, copies {moved} verbatim."
+    )
+    saved = (before - after) * planned.decoded_bytes / 1024
+    assert worth == Fact(
+        "Is it worth it?",
+        f"{before:.2f}x → 1.00x",
+        (
+            f"Loading on data=1,model=8 decodes {before:.2f} times what it needs; after this job "
+            "1.00.",
+            f"Each load decodes {saved:.2f} KiB less.",
+        ),
+        "good",
+        "amplification",
+    )
+    assert whole == Fact(
+        "Which leaves are replicated?",
+        "params/embed",
+        (
+            "30.00 KiB, in full on each of 8 devices.",
+            "Then params/layers/0/bias (160 B); params/layers/1/bias (160 B) and 1 more.",
+            "4 leaves, 30.47 KiB a device.",
+            "2 arrays without a mesh: not known.",
+        ),
+        "bad",
+    )
+
+
+def test_the_document_of_a_plan_has_both_layouts(planned):
+    document = planned.document()
+    assert json.loads(json.dumps(document)) == document
+    handles = planned.items[0].handles
+    for array, handle, made in zip(document["arrays"], handles, planned.arrays, strict=True):
+        assert array["keys"] == list(handle.path)
+        assert array["bytes"] == handle.nbytes
+        assert array["chunk_shape"] == list(made.chunk)
+        assert array["saved"]["chunk_shape"] == list(handle.chunk_shape)
+        assert [*array["read_amplification"].values()] == list(made.amplification)
+        for side, sharding in ((array, handle.sharding), (array["saved"], handle.saved_sharding)):
+            named = hasattr(sharding, "mesh")
+            assert side["mesh"] == (sharding.mesh.shape if named else None)
+            assert side["spec"] == ([list(axes) for axes in sharding.spec] if named else None)
+    assert document["meshes"] == [{"data": 2, "model": 4}, {"data": 1, "model": 8}]
+    assert document["device_ids"] == [[3, 2, 1, 0, 7, 6, 5, 4], [0, 1, 2, 3, 4, 5, 6, 7]]
+
+
+def test_what_is_embedded_is_what_the_plan_has(planned):
+    data = embedded(to_html(planned))
+    assert paths(data) == [format_path(array.layout.path) for array in planned.arrays]
+    for (_, _, layout, *numbers), array in zip(data["leaves"], planned.arrays, strict=True):
+        shape, _, nbytes, load, moved, _, sides = data["layouts"][layout]
+        assert (tuple(shape), nbytes) == (array.layout.shape, array.decoded_bytes)
+        assert (tuple(load), moved) == (array.amplification, array.moved)
+        assert numbers == [array.bytes_read, array.bytes_written]
+        assert [side[2] for side in sides] == [list(array.layout.source_chunk), list(array.chunk)]
+    held = sum(
+        math.prod(shard_shape(h.shape, h.sharding)) * h.dtype.itemsize
+        for h in planned.items[0].handles
+        if h.sharding is not None
+    )
+    ((mesh, parts),) = data["held"][1]
+    assert (mesh, sum(parts)) == ("data=1,model=8", held)
+    assert parts[1] == 96 * 10 * 4
+
+
+def test_layouts_are_written_once_however_many_devices_there_are():
+    sizes = {devices: len(page(fabricated(10_000, devices))) for devices in (64, 65_536)}
+    assert max(sizes.values()) < 2_000_000
+    assert abs(sizes[65_536] - sizes[64]) < 1_000
+    assert len(embedded(page(fabricated(9_000, 64)))["layouts"]) == 3
+
+
+def hostile(folder):
+    leaves = {name: np.arange(6, dtype="f4") + i for i, name in enumerate(HOSTILE[:-3])}
+    leaves |= {HOSTILE[-2]: {HOSTILE[0]: np.ones(4, "f4")}}
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(folder / "<b>run", {"params": leaves, "text": HOSTILE[0]})
+    return reshard.open(folder / "<b>run")
+
+
+def named_badly(names):
+    """The document of a checkpoint with such names, whether they can be saved or not."""
+    leaf = {"type": "jax.Array", "shape": [4], "dtype": "float32", "bytes": 16}
+    laid_out = {"chunk_shape": [4], "mesh": {HOSTILE[0]: 2}, "spec": [[HOSTILE[0]]]}
+    return {
+        "path": HOSTILE[1],
+        "format": HOSTILE[0],
+        "meshes": [{HOSTILE[0]: 2}],
+        "device_ids": [None],
+        "problems": [f"{HOSTILE[1]}: {HOSTILE[2]}"],
+        "destination": HOSTILE[3],
+        "leaves": [{"keys": ["a/b", name], "path": name} | leaf | laid_out for name in names],
+    }
+
+
+def test_nothing_in_a_name_becomes_markup():
+    text = page(named_badly(HOSTILE))
+    plain = Reader(page(named_badly([])))
+    assert [tag for tag in Reader(text).tags if tag not in ("p", "wbr")] == [
+        tag for tag in plain.tags if tag not in ("p", "wbr")
+    ]
+    assert paths(embedded(text)) == [format_path(("a/b", name)) for name in HOSTILE]
+    (data,) = re.findall(r'id="data">(.*?)</script>', text)
+    assert not set("<>&") & set(data)
+    for character in "\u202e\u2066\u200f\0":
+        assert character not in text
+
+
+def test_a_page_has_no_other_source():
+    text = page(fabricated(5, 8))
+    reader = Reader(text)
+    (policy,) = [m["content"] for m in reader.meta if "http-equiv" in m]
+    hashes = {}
+    for name in ("style", "script"):
+        (own,) = re.findall(rf"<{name}>(.*?)</{name}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(own.encode()).digest()).decode()
+        hashes[name] = f"'sha256-{digest}'"
+    assert policy == (
+        f"default-src 'none'; style-src {hashes['style']}; script-src {hashes['script']}; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    assert set(re.findall(r"\b(?:src|href|srcset|action)=\"?([^\"> ]*)", text)) == {"data:,"}
+    assert set(re.findall(r"\w+://[\w./]+", text)) == {
+        "http://www.w3.org/2000/svg",
+        "gs://bucket/a/long/path/run/1000",
+        "gs://bucket/out/1000",
+    }
+
+
+def test_what_is_not_known_is_not_1(ckpt):
+    without = reshard.select(ckpt, ["rate", "table"])
+    found = page_of(without.document())
+    assert [fact.answer for fact in found.facts[1:]] == ["not known", "not known"]
+    assert found.lead == "2 arrays, 128 B, saved on no mesh."
+    empty = page_of(fabricated(0, 8))
+    assert [fact.answer for fact in empty.facts[1:]] == ["not known", "none"]
+    compared = page_of(reshard.diff(ckpt, ckpt).document())
+    assert [fact.answer for fact in compared.facts] == [
+        "not known",
+        "nothing found",
+        "0 arrays, by recorded digests",
+    ]
+    assert compared.data["histograms"] is None
+
+
+def test_two_meshes_of_one_shape_have_no_ids():
+    document = fabricated(1, 8)
+    document |= {"meshes": document["meshes"] * 2, "device_ids": [[7, 6, 5, 4, 3, 2, 1, 0], None]}
+    assert page_of(document).data["meshes"][0]["ids"] is False
+
+
+def test_a_diff_has_histograms_of_what_was_compared(ckpt, tmp_path):
+    changed = reshard.cast(ckpt, "bfloat16", "params/**")
+    found = reshard.diff(ckpt, changed, values=True)
+    document = found.document()
+    gaps, relative = [], []
+    for each in found.of("values"):
+        a, b = (np.asarray(c[each.path].view().read().result()) for c in (ckpt, changed))
+        gap = np.abs(a.astype("f8") - b.astype("f8"))[a != b]
+        gaps.append(np.floor(np.log2(gap)))
+        relative.append(np.floor(np.log2(gap / np.abs(b.astype("f8")[a != b]))))
+    data = page_of(document).data
+    for bins, powers in zip(data["histograms"], (gaps, relative), strict=True):
+        values, counts = np.unique(np.concatenate(powers).astype(int), return_counts=True)
+        assert bins == np.stack([values, counts], 1).tolist()
+    kinds = [each["what"] for each in document["differences"]]
+    assert [each[0] for each in data["differences"]] == kinds
+
+
+def test_a_coverage_and_an_array_have_a_page():
+    mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+    params = {"kernel": jax.ShapeDtypeStruct((32, 30), "float32"), "bias": jnp.zeros(7)}
+    specs = {"kernel$": P("data", "model")}
+    found = page_of(reshard.coverage(params, mesh=mesh, specs=specs).document())
+    assert found.title == "a model on data=2,model=4"
+    assert [fact.answer for fact in found.facts] == ["508 B", "no, 1 problem", "bias"]
+    assert found.lists["Problems"] == [
+        "kernel  [32, 30]: dimension 1 of 30 does not divide by 4 (model)"
+    ]
+    # Bytes of what does not divide are not known.
+    assert [layout[2] for layout in found.data["layouts"]] == [28, None]
+
+
+def test_objects_show_themselves_in_a_frame(ckpt, planned, run):
+    mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+    covered = reshard.coverage({"kernel": jnp.zeros((8, 8))}, mesh=mesh)
+    for x in (ckpt, planned, ckpt.arrays[0], covered, reshard.diff(ckpt, ckpt)):
+        framed = x._repr_html_()
+        assert framed.startswith('<iframe sandbox="allow-scripts" width="100%" ')
+        assert html.unescape(framed).endswith(f'srcdoc="{to_html(x)}"></iframe>')
+    with pytest.raises(reshard.ArgumentError, match="there is no page of str"):
+        reshard.to_html("run/1")
+
+
+def test_commands_write_pages(run, tmp_path):
+    assert reshard_in(run, "inspect", "run/1", "--html", tmp_path / "i.html")[0] == 0
+    assert paths(embedded((tmp_path / "i.html").read_text())) == [
+        format_path(path) for path in reshard.open(run / "run/1")
+    ]
+    words = "ckpt", "run/1", "out", "--to", "1x8"
+    assert reshard_in(run, *words, "--dry-run", "--html", tmp_path / "p.html")[0] == 0
+    status, out, _ = reshard_in(run, *words, "--dry-run", "--json")
+    document = json.loads(out)
+    assert (tmp_path / "p.html").read_text() == page(document)
+    assert status == 0
+    status, _, err = reshard_in(run, *words, "--html", tmp_path / "q.html")
+    assert (status, (tmp_path / "q.html").exists()) == (2, False)
+    assert "--html goes with --dry-run" in err
+    assert reshard_in(run, "diff", "run/1", "run/1", "--html", tmp_path / "d.html")[0] == 0
+    assert embedded((tmp_path / "d.html").read_text())["kind"] == "diff"
+
+
+def test_a_plan_that_cannot_be_made_has_a_page_that_says_why(run, tmp_path):
+    file = tmp_path / "page.html"
+    words = "ckpt", "run/1", "out", "--to", "1x7", "--spec", "kernel$=,model", "--dry-run"
+    status, _, err = reshard_in(run, *words, "--html", file)
+    assert status == 2
+    data = embedded(file.read_text())
+    marked = {path for path, leaf in zip(paths(data), data["leaves"], strict=True) if leaf[3]}
+    assert {f"params/layers/{i}/kernel" for i in range(3)} <= marked
+    assert "params/embed" not in marked
+    assert html.escape(err.splitlines()[1].strip()) in file.read_text()
+
+
+def test_only_a_page_is_replaced(run, tmp_path):
+    file = tmp_path / "page.html"
+    words = "inspect", "run/1", "--filter", "rate", "--html", file
+    file.write_text(f"{MARK} an older one")
+    assert reshard_in(run, *words)[0] == 0
+    assert paths(embedded(file.read_text())) == ["rate"]
+    file.write_text("<!doctype html>\nsomething else")
+    status, out, err = reshard_in(run, *words)
+    assert (status, out) == (2, "")
+    assert err == f"Error: --html {file}: there is another file\n"
+    assert file.read_text() == "<!doctype html>\nsomething else"
+
+
+def test_an_outline_has_what_is_alike_once():
+    def leaf(*keys, shape=(4,)):
+        return {"keys": list(keys), "shape": list(shape), "bytes": 4 * math.prod(shape)}
+
+    leaves = [leaf("layers", i, "w") for i in (0, 1, 2, 5)]
+    leaves += [leaf("layers", i, "b", shape=(2,)) for i in (0, 1, 2, 5)]
+    leaves += [leaf("layers", 7, "w"), leaf("a", "b", "c"), leaf("x1"), leaf("x01"), leaf("x2")]
+    by_name = {"/".join(map(str, each["keys"])): each for each in leaves}
+    assert outline(leaves) == [
+        Row(0, "layers", 9, 4 * 16 + 4 * 8 + 16, None),
+        Row(1, "{0..2,5}", 8, 4 * 16 + 4 * 8, None),
+        Row(2, "w", 4, 64, by_name["layers/0/w"]),
+        Row(2, "b", 4, 32, by_name["layers/0/b"]),
+        Row(1, "7/w", 1, 16, by_name["layers/7/w"]),
+        Row(0, "a/b/c", 1, 16, by_name["a/b/c"]),
+        Row(0, "x{1..2}", 2, 32, by_name["x1"]),
+        Row(0, "x01", 1, 16, by_name["x01"]),
+    ]
+    assert outline([]) == []
+
+
+def test_inspect_shows_the_tree(run):
+    status, out, _ = reshard_in(run, "inspect", "run/1", "--tree")
+    assert status == 0
+    split, both = "P(None, 'model')", "P(('data', 'model'))"
+    assert [re.sub("  +", "  ", line) for line in out.splitlines()[2:]] == [
+        "opt_state/0/mu/embed  30.00 KiB  #######  float32[96,80]  P('data', 'model')",
+        "params  61.97 KiB  #############  10 leaves",
+        "  embed  30.00 KiB  #######  float32[96,80]  replicated",
+        "  layers/{0..2}  31.97 KiB  #######  9 leaves",
+        "  bias  480 B  3 leaves  float32[40]  replicated",
+        f"  kernel  22.50 KiB  #####  3 leaves  float32[48,40]  {split}",
+        f"  proj  9.00 KiB  ##  3 leaves  float32[8,6,16]  {both}",
+        "rate  8 B  float64[]  Python scalar",
+        "table  120 B  float64[5,3]  numpy",
+        "13 leaves, 13 arrays, 92.09 KiB",
+    ]
+    starts = [line.index("float") for line in out.splitlines() if "float" in line]
+    assert len(set(starts)) == 1
+
+
+# --- in a browser
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    with browser.started(tmp_path_factory.mktemp("chromium")) as started:
+        yield started
+
+
+ROWS = """[...document.querySelectorAll("#leaves tbody tr")].map(
+    (row) => [...row.cells].map((cell) => cell.textContent))"""
+
+
+def test_a_page_works_in_a_browser(chromium, planned, ckpt, run):
+    tab = chromium.open(to_html(planned))
+    text = functools.partial("document.querySelector({!r}).textContent".format)
+    before, after = planned.amplification
+    assert tab.value(text("#fact-amplification strong")) == f"{before:.2f}x → {after:.2f}x"
+    rows = tab.value(ROWS)
+    assert [row[0] for row in rows] == [format_path(a.layout.path) for a in planned.arrays]
+    assert [row[6] for row in rows] == [
+        " → ".join(f"{x:.2f}" for x in array.amplification) for array in planned.arrays
+    ]
+    assert [row[7] for row in rows] == [
+        "verbatim" if array.moved else "rewritten" for array in planned.arrays
+    ]
+    # A click on a leaf shows it on both meshes, with the ids of the devices that hold it.
+    embed = '[aria-label^="opt_state/0/mu/embed:"]'
+    tab.click(embed)
+    assert tab.value(text("#chosen")) == "opt_state/0/mu/embed"
+    ids = "[...document.querySelectorAll('#meshes .side figure')].slice(0, 2).map((figure) => "
+    ids += "[...figure.querySelectorAll('.ids')].map((node) => node.textContent))"
+    assert tab.value(ids) == [[*"32107654"], [*"01234567"]]
+    assert " of data=1,model=8, id 0, reads: " in tab.value(text("#meshes"))
+    # Groups are gone into and left, by mouse and keys.
+    tab.click('[aria-label^="params/layers/1, group"]', corner=True)
+    crumbs = "[...document.querySelectorAll('.crumbs button')].map((node) => node.textContent)"
+    assert tab.value(crumbs) == ["all", "params", "layers", "1"]
+    tab.press("ArrowRight")
+    tab.press("Enter")
+    assert tab.value(text("#chosen")) == "params/layers/1/proj"
+    for _ in range(3):
+        tab.press("Escape")
+    assert tab.value(crumbs) == ["all"]
+    tab.write("#search", "params/*/?/kernel")
+    assert [row[0] for row in tab.value(ROWS)] == [f"params/layers/{i}/kernel" for i in range(3)]
+    tab.write("#search", "EMBED")
+    assert len(tab.value(ROWS)) == 2
+    tab.write("#search", "[")
+    assert tab.value(ROWS) == []
+    tab.value(
+        "(() => { const s = document.getElementById('search'); s.value = ''; "
+        "s.dispatchEvent(new Event('input')); })()"
+    )
+    head = "#leaves thead th:nth-child({})"
+    for _ in range(2):
+        tab.click(head.format(4) + " button")
+        way = tab.value(f"document.querySelector({head.format(4)!r}).getAttribute('aria-sort')")
+        found = [row[0] for row in tab.value(ROWS)]
+        nbytes = [ckpt[path].nbytes for path in found]
+        assert nbytes == sorted(nbytes, reverse=way == "descending")
+    assert way == "ascending"
+    assert tab.complaints() == []
+    # Read amplification that the script counts is that of the planner.
+    tab = chromium.open(to_html(ckpt))
+    expected = []
+    for path, leaf in ckpt.items():
+        known = "not known"
+        if hasattr(leaf.sharding, "mesh"):
+            shard = shard_shape(leaf.shape, leaf.sharding)
+            known = f"{read_amplification(leaf.shape, leaf.chunk_shape, shard):.2f}"
+        expected.append([format_path(path), known])
+    assert [[row[0], row[6]] for row in tab.value(ROWS)] == expected
+    assert " of data=2,model=4, id 3, reads: " in tab.value(text("#meshes"))
+    assert tab.complaints() == []
+
+
+CONTRAST = """
+(() => {
+  const parse = (text) => (text.match(/[\\d.]+/g) || []).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((c) => c / 255)
+    .map((c) => (c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = (node) => {
+    for (let at = node; at; at = at.parentElement) {
+      const colour = parse(getComputedStyle(at).backgroundColor);
+      if (colour.length === 3 || colour[3] > 0) return colour;
+    }
+  };
+  const found = [];
+  const check = (node, front, back) => {
+    const [a, b] = [light(front), light(back)].sort((x, y) => y - x);
+    if ((a + 0.05) / (b + 0.05) < 4.5)
+      found.push([node.getAttribute("class"), node.textContent.slice(0, 40), front, back]);
+  };
+  for (const node of document.querySelectorAll("main *, header *")) {
+    const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim());
+    if (!own || node.closest("svg, noscript, script") || !node.getClientRects().length) continue;
+    check(node, parse(getComputedStyle(node).color), behind(node));
+  }
+  for (const cell of document.querySelectorAll("g.cell")) {
+    const back = parse(getComputedStyle(cell.querySelector("rect")).fill);
+    for (const text of cell.querySelectorAll("text"))
+      check(text, parse(getComputedStyle(text).fill), back);
+  }
+  for (const text of document.querySelectorAll("text.ids"))
+    check(text, parse(getComputedStyle(text).fill), parse(getComputedStyle(text).stroke));
+  return found;
+})()
+"""
+
+
+@pytest.fixture(scope="module")
+def pages(run, ckpt, planned, tmp_path_factory):
+    """Every kind of page."""
+    folder = tmp_path_factory.mktemp("pages")
+    mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+    specs = [("kernel$", P(None, "model")), ("embed", P(("data", "model")))]
+    params = {"embed": jnp.zeros((64, 9)), "layer": {"kernel": jnp.zeros((8, 7))}}
+    converted = planned.document() | {
+        "layout": "linen-variables",
+        "why": ["`params` has a name as Linen gives them"],
+        "map": [
+            {"from": ["params/a"], "to": ["a/kernel"], "operation": None, "origin": "path"},
+            {"from": ["params/b"], "to": ["b", "c"], "operation": "Unstack()", "origin": "map"},
+        ],
+        "dropped": ["params/old"],
+        "initial": ["rngs/count"],
+        "warnings": ["one leaf went by its order"],
+    }
+    words = "ckpt", "run/1", "out", "--to", "1x7", "--spec", "kernel$=,model", "--dry-run"
+    reshard_in(run, *words, "--html", folder / "refused.html")
+    return {
+        "checkpoint": to_html(ckpt),
+        "array": to_html(ckpt["params/layers/0/proj"]),
+        "plan": to_html(planned),
+        "conversion": page(converted),
+        "refused": (folder / "refused.html").read_text(),
+        "coverage": to_html(reshard.coverage(params, mesh=mesh, specs=specs)),
+        "diff": to_html(reshard.diff(ckpt, reshard.cast(ckpt, "bfloat16"), values=True)),
+        "digests": to_html(reshard.diff(ckpt, reshard.select(ckpt, drop="rate"))),
+        "hostile names": page(named_badly(HOSTILE)),
+        "hostile checkpoint": to_html(hostile(folder)),
+        "large": page(fabricated(10_000, 8192)),
+        "nothing": page(fabricated(0, 8)),
+    }
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dark", [False, True])
+def test_every_page_can_be_read(chromium, pages, dark):
+    blank = len(chromium.open("<!doctype html><title>x</title>", dark=dark).screenshot())
+    for name, text in pages.items():
+        tab = chromium.open(text, dark=dark)
+        assert tab.complaints() == [], name
+        assert tab.value("window.hacked") is None, name
+        assert tab.value(CONTRAST) == [], name
+        assert len(tab.screenshot(whole=False)) > 4 * blank, name
+        assert (
+            tab.value("document.querySelectorAll('#sections h2').length") > 0 or name == "nothing"
+        )
+        for width in (360, 700):
+            tab.resize(width)
+            wide = tab.value("document.documentElement.scrollWidth")
+            assert wide <= width, (name, width)
+        assert tab.complaints() == [], name
+        tab.call("Page.close")
+
+
+@pytest.mark.exhaustive
+def test_names_are_shown_as_they_are_printed(chromium, pages):
+    tab = chromium.open(pages["hostile names"])
+    expected = [format_path(("a/b", name)) for name in HOSTILE]
+    assert [row[0] for row in tab.value(ROWS)] == expected
+    tab.write("#search", "onload")
+    assert [row[0] for row in tab.value(ROWS)] == [expected[2]]
+    # Leaves that a problem names are marked, and found together.
+    tab = chromium.open(pages["refused"])
+    marked = [row[1] for row in tab.value(ROWS) if row[0]]
+    assert {f"params/layers/{i}/kernel" for i in range(3)} <= {*marked}
+    tab.click("#map .chip")
+    assert [row[1] for row in tab.value(ROWS)] == marked
+    assert tab.complaints() == []
+
+
+@pytest.mark.exhaustive
+def test_ten_thousand_leaves_are_searched_sorted_and_shown(chromium, pages):
+    tab = chromium.open(pages["large"])
+    count = "document.querySelectorAll('#leaves tbody tr').length"
+    assert tab.value(count) == 100
+    tab.click("#leaves .more")
+    assert tab.value(count) == 10_000
+    tab.write("#search", "params/layer_7/**")
+    assert tab.value(count) == 100
+    assert tab.value("document.querySelectorAll('g.cell').length") > 200
+    assert tab.complaints() == []
+
+
+@pytest.mark.exhaustive
+def test_all_of_a_page_is_reached_with_the_keyboard(chromium, pages):
+    tab = chromium.open(pages["plan"])
+    focused = "(() => { const n = document.activeElement; return n.id || n.className; })()"
+    seen = []
+    while seen.count("search") < 2 and len(seen) < 200:
+        tab.press("Tab")
+        seen.append(tab.value(focused + ".baseVal ?? " + focused))
+    assert seen.count("search") == 2
+    assert {"chip", "device", "path", "scroll"} <= {*seen}
+    cells = [each for each in seen if each.startswith("cell")]
+    assert len(cells) == 1  # one stop, and arrow keys from there
+    outline = tab.value(
+        "(() => { document.getElementById('search').focus(); return "
+        "getComputedStyle(document.activeElement).outlineStyle; })()"
+    )
+    assert outline == "solid"
+
+
+@pytest.mark.exhaustive
+def test_a_page_can_be_printed(chromium, pages):
+    for name in ("plan", "diff", "conversion"):
+        tab = chromium.open(pages[name], dark=True)
+        dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+        tab.call("Emulation.setEmulatedMedia", media="print", features=dark)
+        # On paper it is light, whatever the screen is.
+        assert tab.value("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        assert tab.value(CONTRAST) == [], name
+        data = base64.b64decode(tab.call("Page.printToPDF", printBackground=True)["data"])
+        assert data.startswith(b"%PDF"), name
+        assert len(data) > 10_000, name
