@@ -171,7 +171,7 @@ TIMED = ("_CHECKPOINT_METADATA",)
 
 
 def pretty(value: Any, indent: str = "") -> str:
-    """JSON, what fits on a line on one."""
+    """JSON, what fits on a line on one; and each row of a table."""
     line = json.dumps(value, ensure_ascii=False)
     if not value or not isinstance(value, dict | list) or (indent and len(indent + line) <= WIDTH):
         return line
@@ -180,6 +180,8 @@ def pretty(value: Any, indent: str = "") -> str:
         items = [
             f"{json.dumps(k, ensure_ascii=False)}: {pretty(v, inner)}" for k, v in value.items()
         ]
+    elif isinstance(value[0], tuple):
+        items = [json.dumps(row, ensure_ascii=False) for row in value]
     else:
         items = [pretty(item, inner) for item in value]
     opening, closing = ("{", "}") if isinstance(value, dict) else ("[", "]")
