@@ -145,6 +145,7 @@ def main(coordinator: str, processes: int, number: int, folder: pathlib.Path, na
         found[str(memory)] = report_of(mesh, checkpoint, values, memory)
     found["module"] = module_is_right(mesh, folder, values)
     (folder / f"report_{number}.json").write_text(json.dumps(found))
+    jax.distributed.shutdown()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """The restorer in processes of its own: what they read, what interrupts them, and two at once."""
 
+import itertools
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -10,6 +12,7 @@ import sys
 import textwrap
 
 import distributed_worker
+import forked
 import jax
 import layouts
 import numpy as np
@@ -20,22 +23,23 @@ from sampling import few
 
 HERE = pathlib.Path(__file__).parent
 TIMEOUT = 300  # seconds, after which a process hangs
+FLAGS = os.environ["XLA_FLAGS"]
 
 
-def environment(devices=None):
-    """That of this process, with another number of simulated devices."""
-    _, *flags = os.environ["XLA_FLAGS"].split()
-    if devices is not None:
-        flags.append(f"--xla_force_host_platform_device_count={devices}")
-    paths = [str(HERE.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "XLA_FLAGS": " ".join(flags)}
+@pytest.fixture(scope="module", autouse=True)
+def environment():
+    """That of the processes: eight devices, and the modules beside this one."""
+    assert len(jax.devices()) == 16  # of this process, which asks no more
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", re.sub("device_count=16", "device_count=8", FLAGS))
+        patch.setenv("PYTHONPATH", f"{HERE.parent}{os.pathsep}{HERE}", prepend=os.pathsep)
+        yield
 
 
-def start(script, *arguments):
-    """A Python process of eight devices that runs a script, given as text."""
-    return subprocess.Popen(
+def start(script, *arguments, popen=subprocess.Popen):
+    """A Python process that runs a script, given as text."""
+    return popen(
         [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
-        env=environment(devices=8),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -50,7 +54,7 @@ def finish(process):
 
 
 def run(script, *arguments):
-    process = start(script, *arguments)
+    process = start(script, *arguments, popen=forked.Popen)
     output, errors = finish(process)
     assert process.returncode == 0, errors
     return output
@@ -104,7 +108,7 @@ READS = """
     print(json.dumps(ratios))
 """
 
-FLAGS = {
+FORMATS = {
     "zarr2-files": {"use_ocdbt": False},
     "zarr3-files": {"use_ocdbt": False, "use_zarr3": True},
     "zarr2-ocdbt": {},
@@ -113,7 +117,7 @@ FLAGS = {
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="the system does not count reads")
-@pytest.mark.parametrize("flags", few(FLAGS, "zarr3-ocdbt"))
+@pytest.mark.parametrize("flags", few(FORMATS, "zarr3-ocdbt"))
 def test_a_process_reads_each_stored_byte_once(tmp_path, flags):
     """Column, row and replicated shards, with and without a limit that is smaller than an array:
     nothing is read twice, but for a few per cent of file names, metadata and B-tree nodes."""
@@ -124,7 +128,7 @@ def test_a_process_reads_each_stored_byte_once(tmp_path, flags):
         name: jax.device_put(layouts.random_array(rng, (1024, 1024)), NamedSharding(on, spec))
         for name, spec in specs.items()
     }
-    layouts.save_pytree(tmp_path / "saved", tree, **FLAGS[flags])
+    layouts.save_pytree(tmp_path / "saved", tree, **FORMATS[flags])
     ratios = json.loads(run(READS, tmp_path / "saved"))
     assert len(ratios) == 12
     assert {name: ratio for name, ratio in ratios.items() if not 1 <= ratio < 1.03} == {}
@@ -160,8 +164,9 @@ FOREVER = """
 """
 
 
-@pytest.mark.parametrize("memory", [None, "16MiB"])
-@pytest.mark.parametrize("lines", few([1, 3, 20], 3))
+@pytest.mark.parametrize(
+    ("memory", "lines"), few(itertools.product((None, "16MiB"), (1, 3, 20)), (None, 3))
+)
 def test_an_interrupt_ends_a_process_that_restores(large, memory, lines):
     """As it ends any other Python program, wherever it falls."""
     process = start(FOREVER, large, memory)
@@ -258,24 +263,18 @@ def reports(request, tmp_path_factory):
     np.savez(folder / "values.npz", keys=np.asarray(jax.random.key_data(keys)), **values)
     mesh = request.param
     coordinator = f"127.0.0.1:{free_port()}"
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                HERE / "distributed_worker.py",
-                coordinator,
-                "2",
-                str(i),
-                folder,
-                mesh,
-            ],
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for i in range(2)
-    ]
+    worker = (sys.executable, "-P", "-m", "distributed_worker")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", FLAGS.partition(" ")[2])  # as many devices as each says
+        processes = [
+            forked.Popen(
+                [*worker, coordinator, "2", str(i), folder, mesh],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for i in range(2)
+        ]
     try:
         outputs = [process.communicate(timeout=TIMEOUT)[0] for process in processes]
     finally:
