@@ -669,7 +669,10 @@ def never_merged(
         return ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
 
     merged = database(whole)
-    stores = [database(path / f"ocdbt.process_{i}") for i in range(processes)]
+    parts = [ts.Transaction() for _ in range(processes)]
+    stores = [
+        database(path / f"ocdbt.process_{i}").with_transaction(part) for i, part in enumerate(parts)
+    ]
     counts: dict[bytes, int] = {}
     for key in sorted(merged.list().result()):
         value = merged.read(key).result().value
@@ -680,6 +683,8 @@ def never_merged(
             name = key.rpartition(b"/")[0]
             counts[name] = counts.get(name, -1) + 1
             stores[counts[name] % processes].write(key, value).result()
+    for part in parts:
+        part.commit_sync()
     return path
 
 
