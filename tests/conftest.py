@@ -25,6 +25,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+# Nobody reads where in Python an operation was made.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
 import ctypes
 import functools
@@ -55,26 +57,36 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves to the exhaustive run all but a few combinations of a test's parameters, unless it is
-    marked `every_combination`. Those that take few examples in the one are in the other too."""
+    marked `every_combination`; of one that is marked `pairs` no run takes all. Those that take few
+    examples in the one are in the other too."""
     tests: dict[str, dict[pytest.Item, sampling.Choices]] = {}
     for item in items:
         sampled = hypothesis.is_hypothesis_test(item.obj) or item.get_closest_marker("sampled")
         if sampled and config.option.markexpr == "exhaustive":
             item.add_marker("exhaustive")
-        if hasattr(item, "callspec") and not item.get_closest_marker("exhaustive"):
+        if hasattr(item, "callspec"):
             name, _, _ = item.nodeid.partition("[")
             tests.setdefault(name, {})[item] = sampling.choices(item)
     items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG.split())
     for cases in tests.values():
-        if not next(iter(cases)).get_closest_marker("every_combination"):
+        marked = next(iter(cases)).get_closest_marker
+        if marked("pairs"):
+            kept = sampling.covering(cases, 2)
+            items[:] = [item for item in items if item in kept or item not in cases]
+            cases = {item: one for item, one in cases.items() if item in kept}
+        cases = {
+            item: one for item, one in cases.items() if not item.get_closest_marker("exhaustive")
+        }
+        if not marked("every_combination"):
             for item in cases.keys() - sampling.covering(cases):
                 item.add_marker("exhaustive")
 
 
 def pytest_collection_finish() -> None:
-    """Collections of garbage do not look at what was imported."""
+    """Collections of garbage do not look at what was imported, and are few."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """What the default run takes of tests with many cases; `-m exhaustive` takes all the others."""
 
+import itertools
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -44,14 +45,18 @@ def choices(item: pytest.Item) -> Choices:
     return frozenset([*found, *((name, id(value)) for name, value in values.items())])
 
 
-def covering(cases: Mapping[Case, Choices]) -> set[Case]:
-    """Few cases, in which every choice is made at least once. Which, is drawn: in the order of
-    their values, the first ones would go with the first ones."""
-    left = set().union(*cases.values())
+def covering(cases: Mapping[Case, Choices], together: int = 1) -> set[Case]:
+    """Few cases, in which every choice is made at least once, or so many with each other. Which, is
+    drawn: in the order of their values, the first ones would go with the first ones."""
+    made = {
+        case: {*map(frozenset, itertools.combinations(one, together))}
+        for case, one in cases.items()
+    }
+    left = set().union(*made.values())
     drawn = random.Random(0).sample(list(cases), len(cases))
     found = set()
     while left:
-        case = max(drawn, key=lambda case: len(cases[case] & left))
+        case = max(drawn, key=lambda case: len(made[case] & left))
         found.add(case)
-        left -= cases[case]
+        left -= made[case]
     return found

@@ -324,6 +324,7 @@ STATUSES = {
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.pairs
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fault", [*STATUSES, "cut", "truncated"])
 @pytest.mark.parametrize("what", ["list", "_METADATA", "data"])
@@ -425,6 +426,7 @@ def test_a_directory_beside_steps_that_is_called_as_one_is_copied(saved, stores,
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.pairs
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fault", [429, 503, "cut", "truncated"])
 @pytest.mark.parametrize("layout", ["standalone", "zarr2-files"])

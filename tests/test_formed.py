@@ -515,6 +515,7 @@ def undecoded(monkeypatch):
     return monkeypatch
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("link", [True, False])
 @pytest.mark.parametrize("moves", MOVES)
 @pytest.mark.parametrize("name", FORMATS)
@@ -1194,6 +1195,7 @@ def stored_bytes(forming):
     return sum({root.data.name: sum(root.stored_sizes()) for root in roots}.values())
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("memory", ["1GiB", "1MiB", "600KiB"])
 @pytest.mark.parametrize("name", ["files", "files3"])
 @pytest.mark.parametrize("case", ONCE)
@@ -1357,6 +1359,7 @@ def assert_read(forming, requests, memory):
         assert bits(np.asarray(array))[1:] == forming.expected[name,], name
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("on", [None, (2, 4)])
 @pytest.mark.parametrize("memory", [None, 4 << 20, 600 << 10])
 @pytest.mark.parametrize("case", ONCE)

@@ -6,6 +6,7 @@ what is read how often, threads.
 
 import collections
 import contextlib
+import itertools
 import json
 import logging
 import shutil
@@ -125,8 +126,14 @@ def quiet():
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("memory", [None, "1MiB", LITTLE])
-@pytest.mark.parametrize("aliases", [True, False])
+@pytest.mark.pairs
+@pytest.mark.parametrize(
+    ("aliases", "memory"),
+    few(
+        itertools.product((True, False), (None, "1MiB", LITTLE)),
+        *((True, None), (False, None), (False, "1MiB"), (True, LITTLE)),
+    ),
+)
 @pytest.mark.parametrize("on", MESHES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_on_every_mesh(saved, monkeypatch, layout, on, aliases, memory):
