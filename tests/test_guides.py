@@ -27,7 +27,6 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 from layouts import assert_same_tree, flat
 from releases import OUT_SHARDING
-from sampling import few
 
 import reshard
 from reshard.errors import ShardingError
@@ -35,10 +34,9 @@ from reshard.errors import ShardingError
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 # The mesh that is saved on, and the one that is restored on: all devices along one axis, other
-# sizes of both axes, fewer devices, more devices.
-PAIRS = [("2x4", "1x8"), ("1x8", "4x2"), ("2x4", "2x2"), ("4x2", "2x8")]
-# All devices along the other axis, and nothing changes.
-FURTHER = [("2x4", "8x1"), ("2x4", "2x4")]
+# sizes of both axes, fewer devices, more devices, all along the other axis, and nothing changes.
+PAIRS = [("2x4", "1x8"), ("1x8", "4x2"), ("2x4", "2x2"), ("4x2", "2x8"), ("2x4", "8x1")]
+PAIRS += [("2x4", "2x4")]
 BEFORE, AFTER = range(3), range(3, 6)
 
 
@@ -273,9 +271,9 @@ def fresh(guide):
 
 
 @functools.cache
-def trained(guide, first):
-    """The state after the first steps on a mesh, and what it is without interruption."""
-    mesh, rules = mesh_of(first), guide.rules[0]
+def trained(guide):
+    """The state after the first steps on 2x4, and what it is without interruption."""
+    mesh, rules = mesh_of("2x4"), guide.rules[0]
     shardings = guide.shardings(mesh, rules)
     state = guide.train(put(fresh(guide), shardings), mesh, rules, BEFORE)
     return state, guide.train(put(state, shardings), mesh, rules, AFTER)
@@ -284,7 +282,7 @@ def trained(guide, first):
 # What comes back
 
 
-@pytest.mark.parametrize(("first", "second"), [*PAIRS, *FURTHER])
+@pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_every_bit_comes_back_in_its_box_and_where_flax_puts_it(guide, first, second, tmp_path):
     saved_rules, rules = guide.rules
     state = put(randomized(fresh(guide), seed=0), guide.shardings(mesh_of(first), saved_rules))
@@ -303,10 +301,9 @@ def test_every_bit_comes_back_in_its_box_and_where_flax_puts_it(guide, first, se
     assert_same_tree(whole(restored), whole(state))
 
 
-@pytest.mark.parametrize(("first", "second"), few(PAIRS, ("2x4", "1x8")))
-def test_training_goes_on(guide, first, second, tmp_path):
-    mesh, rules = mesh_of(second), guide.rules[1]
-    state, uninterrupted = trained(guide, first)
+def test_training_goes_on(guide, tmp_path):
+    mesh, rules = mesh_of("1x8"), guide.rules[1]
+    state, uninterrupted = trained(guide)
     guide.save(tmp_path / "saved", state)
     moved = put(state, guide.shardings(mesh, rules))
 
@@ -320,17 +317,6 @@ def test_training_goes_on(guide, first, second, tmp_path):
     assert_close(restored, uninterrupted)
     with pytest.raises(AssertionError):
         assert_close(restored, state)
-
-
-def test_training_goes_on_to_the_bit_where_it_was(guide, tmp_path):
-    mesh, rules = mesh_of("2x4"), guide.rules[0]
-    state, uninterrupted = trained(guide, "2x4")
-    guide.save(tmp_path / "saved", state)
-    target = reshard.target(guide.create, mesh=mesh, rules=rules)
-    restored = reshard.restore(tmp_path / "saved", target)
-    restored = guide.train(restored, mesh, rules, AFTER)
-    assert_same_tree(whole(restored), whole(uninterrupted))
-    assert shardings_of(restored) == shardings_of(uninterrupted)
 
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
