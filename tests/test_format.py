@@ -1,5 +1,6 @@
 """The format of the destination as an argument: as Orbax reads it, and what is decoded for it."""
 
+import itertools
 import json
 import shutil
 
@@ -124,11 +125,13 @@ def test_another_store_is_read_by_orbax(saved, assert_read, tmp_path, layout, ta
         assert array.chunk_shape == reshard.open(source.path)[array.path].chunk_shape
 
 
+OTHERS = sorted(layouts.LAYOUTS.keys() - STORES.keys())
+IN_ANOTHER = [*zip(OTHERS, itertools.cycle(STORES), strict=False)]
+FEW = [pair for pair in IN_ANOTHER if pair[0] in ("items", "manager", "rich", "v1")]
+
+
 @pytest.mark.sampled
-@pytest.mark.parametrize("target", STORES)
-@pytest.mark.parametrize(
-    "layout", few(sorted(layouts.LAYOUTS.keys() - STORES.keys()), "items", "manager", "rich", "v1")
-)
+@pytest.mark.parametrize(("layout", "target"), few(IN_ANOTHER, *FEW))
 def test_other_layouts_in_another_store(saved, assert_read, tmp_path, layout, target):
     source, out = saved(layout), tmp_path / "out"
     ckpt = reshard.open(source.path, **source.open)
@@ -247,6 +250,7 @@ CODECS = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("target", STORES)
 @pytest.mark.parametrize("layout", ["standalone", "zarr3-ocdbt"])
