@@ -7,13 +7,13 @@ import importlib
 import inspect
 import json
 import math
-import multiprocessing
 import pathlib
 import pickle
 import re
 import shlex
 
 import click
+import forked
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -140,8 +140,7 @@ def test_every_error_survives_pickling(name, protocol):
 
 def test_every_error_survives_another_process():
     names = ["ReshardError", *HIERARCHY]
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=forked.CONTEXT) as pool:
         for name, found in [(name, pool.submit(fail, name)) for name in names]:
             assert_same(found.exception(), name)
 

@@ -151,7 +151,7 @@ def test_any_chunks_into_any_shards(tmp_path_factory, case, seed, chunks, whole,
 
 @settings(deadline=None, max_examples=examples(20))
 @given(
-    st.lists(cases(), min_size=2, max_size=12),
+    st.lists(cases(), min_size=2, max_size=5),
     st.integers(0, 1 << 30),
     st.sampled_from([None, 1, 3, 50]),
     st.booleans(),
