@@ -133,6 +133,22 @@ def test_it_is_laid_out_on_disk_as_its_source(resharded, layout):
         assert handle.key_impl == one[handle.path].key_impl
 
 
+def test_the_record_of_containers_goes_with_the_tree_that_it_describes(saved, save):
+    ckpt = reshard.open(saved("rich").path)
+    told = (
+        "the record of which containers were tuples, namedtuples or classes is left out: it "
+        "describes the tree that was saved"
+    )
+    for made, other in (
+        (reshard.select(ckpt, "**"), False),
+        (reshard.select(ckpt, drop="opt/**"), True),
+        (reshard.rename(ckpt, [("^params/embed$", "params/table")]), True),
+    ):
+        assert made.retyped == (told in made.notes) == other
+        document = json.loads((save(made) / "_METADATA").read_text())
+        assert bool(document.get("value_metadata_tree")) != other
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_codec_and_level_are_the_source_s(resharded, layout):
     source, out = resharded(layout)
