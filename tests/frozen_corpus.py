@@ -217,7 +217,7 @@ class Corpus:
             return layouts.Saved(path, None, on)
         if name in NEVER_MERGED:
             whole = self(NEVER_MERGED[name])
-            return layouts.Saved(never_merged(whole.path, path, 3, 1), whole.tree, on)
+            return layouts.Saved(never_merged(whole.path, path, 3, 1, apart=True), whole.tree, on)
         if name == "dtypes":
             rng = np.random.default_rng(0)
             tree = {kind: layouts.random_array(rng, (3, 7), kind) for kind in layouts.DTYPES}

@@ -653,13 +653,14 @@ def test_orbax_0_4_4_saved_again(data, tmp_path, name):
 
 
 def never_merged(
-    whole: pathlib.Path, path: pathlib.Path, processes: int, writers: int
+    whole: pathlib.Path, path: pathlib.Path, processes: int, writers: int, apart: bool = False
 ) -> pathlib.Path:
     """A copy of a merged OCDBT checkpoint in which each process still has its own database.
 
     Process i holds every chunk whose position in its array is i modulo `processes`. The first
     `writers` of them hold the arrays' metadata: one of Orbax's processes writes them, or all do
-    (where its `primary_host` is None).
+    (where its `primary_host` is None). Each writes all at once, or each value apart, of which small
+    ones are then within the B-tree.
     """
     names = ("d", "manifest.ocdbt", "ocdbt.process_*")
     shutil.copytree(whole, path, ignore=shutil.ignore_patterns(*names))
@@ -669,7 +670,7 @@ def never_merged(
         return ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
 
     merged = database(whole)
-    parts = [ts.Transaction() for _ in range(processes)]
+    parts = [None if apart else ts.Transaction() for _ in range(processes)]
     stores = [
         database(path / f"ocdbt.process_{i}").with_transaction(part) for i, part in enumerate(parts)
     ]
@@ -684,7 +685,8 @@ def never_merged(
             counts[name] = counts.get(name, -1) + 1
             stores[counts[name] % processes].write(key, value).result()
     for part in parts:
-        part.commit_sync()
+        if part is not None:
+            part.commit_sync()
     return path
 
 
