@@ -92,7 +92,9 @@ def report_of(mesh: Any, checkpoint: Any, values: Any, memory: str | None) -> di
         jax.random.key(0).dtype,
         sharding=NamedSharding(mesh, PartitionSpec(("data", "model"))),
     )
-    target = {"arrays": targets, "keys": keys, "step": 0, "host": np.zeros(3), "name": ""}
+    key = jax.ShapeDtypeStruct((), keys.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+    target = {"arrays": targets, "keys": keys, "key": key}
+    target |= {"step": 0, "host": np.zeros(3), "name": ""}
     state = reshard.restore(checkpoint, target, max_memory=memory)
     bare = reshard.restore(checkpoint, mesh, max_memory=memory)
     for which, tree in {"state": state, "bare": bare}.items():
@@ -100,6 +102,7 @@ def report_of(mesh: Any, checkpoint: Any, values: Any, memory: str | None) -> di
             name: shards_are_right(tree["arrays"][name], values[name]) for name in SPECS
         } | {
             "keys": shards_are_right(jax.random.key_data(tree["keys"]), values["keys"]),
+            "key": shards_are_right(jax.random.key_data(tree["key"]), values["key"]),
             "rest": [tree["step"], tree["host"].tolist(), tree["name"]],
             "drawn": float(jax.jit(lambda keys: jax.random.uniform(keys[9]))(tree["keys"])),
         }

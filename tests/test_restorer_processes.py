@@ -255,12 +255,14 @@ def reports(request, tmp_path_factory):
             for name, value in values.items()
         },
         "keys": jax.device_put(keys, NamedSharding(on, P("model"))),
+        "key": jax.device_put(keys[3], NamedSharding(on, P())),
         "step": 7,
         "host": np.arange(3.0),
         "name": "run",
     }
     layouts.save_pytree(folder / "saved", tree, use_ocdbt=False)
-    np.savez(folder / "values.npz", keys=np.asarray(jax.random.key_data(keys)), **values)
+    data = np.asarray(jax.random.key_data(keys))
+    np.savez(folder / "values.npz", keys=data, key=data[3], **values)
     mesh = request.param
     coordinator = f"127.0.0.1:{free_port()}"
     worker = (sys.executable, "-P", "-m", "distributed_worker")
@@ -322,6 +324,7 @@ def test_two_processes_restore_whole_states_and_bare_meshes(reports, memory):
         for which in ("state", "bare"):
             assert report[memory][which] == dict.fromkeys(distributed_worker.SPECS, True) | {
                 "keys": True,
+                "key": True,
                 "rest": [7, [0.0, 1.0, 2.0], "run"],
                 "drawn": drawn,
             }
