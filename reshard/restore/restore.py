@@ -286,7 +286,12 @@ def _as_keys(data: Any, impl: str | None, sharding: Any) -> Any:
             f"{list(data.shape)} is no data of PRNG keys `{impl}`, as the checkpoint says",
             [str(error)],
         ) from error
-    return keys if keys.sharding == sharding else jax.device_put(keys, sharding)
+    if keys.sharding == sharding:
+        return keys
+    if not keys.sharding.is_equivalent_to(sharding, keys.ndim):
+        return jax.device_put(keys, sharding)
+    shards = [shard.data for shard in keys.addressable_shards]
+    return jax.make_array_from_single_device_arrays(keys.shape, sharding, shards)
 
 
 def _restore_raw(ckpt: Checkpoint, mesh: Any, budget: int | None, report: Progress) -> Any:
