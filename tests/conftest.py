@@ -45,7 +45,7 @@ LONG = (
     "resume convert restorer convert_models save guides restorer_processes format stacking commit"
 )
 LONG += " convert_layers convert_align targets cli_convert examples outputs docs cli hostile formed"
-LONG += " buckets written_to_buckets"
+LONG += " buckets written_to_buckets broadcast"
 
 
 def pytest_configure(config: pytest.Config) -> None:

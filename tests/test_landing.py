@@ -405,7 +405,7 @@ class Link:
         patch.setattr(device_reads.jax, "make_array_from_callback", self._transfer)
 
     @property
-    def addressable_devices(self):
+    def device_set(self):
         return {self}
 
     def addressable_devices_indices_map(self, shape):

@@ -83,6 +83,12 @@ def inside(box: Box, outer: Box) -> Box:
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in pairs)
 
 
+def outside(box: Box, outer: Box) -> Box:
+    """What `inside` was given: a box in the array that the other is a region of."""
+    pairs = zip(box, outer, strict=True)
+    return tuple(slice(a.start + b.start, a.stop + b.start) for a, b in pairs)
+
+
 def from_front(axis: int, shape: Shape) -> int:
     """An axis, counted from the front."""
     if not -len(shape) <= axis < len(shape):

@@ -9,8 +9,10 @@ Each distinct shard of an array gets one buffer. On CPU devices the JAX arrays a
 for every replica; to accelerators they are transferred while others are read.
 """
 
+import collections
 import dataclasses
 import functools
+import hashlib
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -20,10 +22,10 @@ import numpy as np
 
 from reshard.arrays import boxes
 from reshard.arrays.boxes import Box, Shape
-from reshard.arrays.dtypes import is_floating
 from reshard.arrays.handle import ArrayHandle
 from reshard.engine.batches import Unit, in_batches
 from reshard.engine.budget import (
+    IN_FLIGHT_PER_CORE,
     WINDOW,
     Budget,
     Reservation,
@@ -35,7 +37,20 @@ from reshard.engine.budget import (
 from reshard.engine.cost import co_read_groups, decoded_together
 from reshard.engine.read import Destination, Read, read
 from reshard.errors import CorruptCheckpointError, MemoryLimitError, ReshardError, TreeMismatchError
-from reshard.restore.device_shards import local_shards
+from reshard.restore.broadcast import (
+    ExchangePlan,
+    Group,
+    Piece,
+    in_waves,
+    largest_held,
+    memory_bytes,
+    plan_exchange,
+    row_bytes,
+    shared_groups,
+    stretches,
+)
+from reshard.restore.device_shards import DeviceShards, local_shards
+from reshard.restore.exchange import Exchange
 from reshard.restore.lazy_jax import jax
 from reshard.tree import format_path
 from reshard.units import format_bytes
@@ -43,9 +58,6 @@ from reshard.units import format_bytes
 # Arrays up to this size (decoded bytes) are read whole, and cut into shards in memory: cheaper than
 # a read for each shard.
 READ_WHOLE = 1 << 20
-
-
-_UNSIGNED = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +74,10 @@ def read_arrays(
     requests: Sequence[Request],
     max_memory: int | None,
     progress: Callable[[int], None] = lambda count: None,
+    exchange: Exchange | None = None,
 ) -> list[Any]:
     """The arrays, on their devices, in the order of the requests. Each process reads what its own
-    devices hold.
+    devices hold; in an `exchange`, of what several processes hold, its part alone.
 
     Args:
       max_memory: bytes in flight at most beyond the results: chunks, stored and decoded, and what
@@ -75,21 +88,41 @@ def read_arrays(
       CorruptCheckpointError: chunks are missing, or stored bytes do not decode.
       TreeMismatchError: an integer does not fit the target's dtype.
     """
+    shared = [] if exchange is None else shared_groups(requests, exchange.processes, max_memory)
+    exchanged = {number for group in shared for number in group.numbers}
     loads, found = [], []
-    for request in requests:
+    for number, request in enumerate(requests):
         try:
-            loads.append(_Load(request))
+            loads.append(_Load(request, number in exchanged))
         except ReshardError as error:
             found.append(error)
     if found:
         raise CorruptCheckpointError("stored chunks are missing", [str(error) for error in found])
+    own = [load for number, load in enumerate(loads) if number not in exchanged]
     largest = in_memory(max((load.chunk_bytes for load in loads), default=0), 0, 0)
-    limit = in_flight(sys.maxsize if max_memory is None else max_memory, cores(), largest)
-    groups = _arranged(loads, limit // WINDOW, max_memory)
+    total = sum(loads[number].handle.nbytes for number in exchanged)
+
+    def row(memory: int | None) -> int:
+        return 0 if exchange is None else row_bytes(total, exchange.processes, memory)
+
+    def beside(memory: int) -> int:
+        return 0 if exchange is None else memory_bytes(row(memory), exchange.processes)
+
+    left = None if max_memory is None else max(max_memory - beside(max_memory), 0)
+    limit = in_flight(sys.maxsize if left is None else left, cores(), largest)
+    groups = _arranged(own, limit // WINDOW, left)
     if max_memory is not None:
-        check_fits(((load.handle.path, load.least) for load in loads), max_memory)
+        check_fits(
+            (
+                (load.handle.path, load.least + beside(load.least + load.least // 3))
+                for load in loads
+            ),
+            max_memory,
+        )
     with Budget(limit) as budget:
-        for load in loads:
+        if exchange is not None:
+            _exchange(shared, loads, exchange, row(max_memory), budget, left, progress)
+        for load in own:
             if not load.boxes:
                 load.finish()
         units = (
@@ -98,13 +131,99 @@ def read_arrays(
             for together in zip(*(load.boxes for load in group), strict=True)
             for load, box in zip(group, together, strict=True)
         )
-        most = limit if max_memory is None else max_memory
+        most = limit if left is None else left
         for filled in read(in_batches(units, limit // WINDOW, most), budget):
             filled.check()
             for (_, box, load, _), values in zip(filled.batch.reads, filled.values, strict=True):
                 load.take(box, values)
             progress(sum(read.nbytes for read in filled.batch.reads))
+    if exchange is not None:
+        exchange.end()
     return [load.result for load in loads]
+
+
+def _exchange(
+    shared: Sequence[Group],
+    loads: "Sequence[_Load]",
+    exchange: Exchange,
+    row: int,
+    budget: Budget,
+    max_memory: int | None,
+    progress: Callable[[int], None],
+) -> None:
+    """Reads a part of what several processes hold, and gives all of them what they hold of it; rows
+    of so many bytes are not counted in `max_memory`. What decides is the same in all processes."""
+    least = max((loads[number].least for group in shared for number in group.numbers), default=0)
+    limit = 4 * max(IN_FLIGHT_PER_CORE, least)
+    if max_memory is not None:
+        limit = min(limit, max(max_memory // 2 - least, 0))
+    staged = [
+        sum(loads[number].stage(limit, exchange.processes) for number in group.numbers)
+        for group in shared
+    ]
+    waves = in_waves(shared, staged, limit)
+    plans = [plan_exchange(wave, exchange.processes, exchange.here, row) for wave in waves]
+    exchange.begin(sum(plan.rounds for plan in plans), row, _described(loads, plans, row))
+    for wave, plan in zip(waves, plans, strict=True):
+        loads_now = {number: loads[number] for group in wave for number in group.numbers}
+        given = collections.Counter(p.number for pieces in plan.received for p in pieces)
+        own: dict[int, list[Box]] = {number: [] for number in loads_now}
+        for number, box, _ in plan.reads:
+            own[number].append(box)
+        budget.make_room(sum(load.staging for load in loads_now.values()))
+        for number, load in loads_now.items():
+            load.begin(own[number], given[number], budget)
+        _run(plan, loads, exchange, budget, max_memory, progress)
+
+
+def _described(loads: "Sequence[_Load]", plans: Sequence[ExchangePlan], row: int) -> list[str]:
+    """What is restored, and in what way, as far as all processes have to agree on it."""
+    arrays = [
+        (load.handle.path, load.handle.shape, load.handle.dtype.name, load.handle.chunk_shape)
+        for load in loads
+    ]
+    digests = [plan.digest for plan in plans]
+    digest = hashlib.sha256(repr((arrays, digests)).encode()).hexdigest()
+    return [f"{len(arrays)} arrays of digest {digest[:12]}", f"{row} bytes a round"]
+
+
+def _run(
+    plan: ExchangePlan,
+    loads: "Sequence[_Load]",
+    exchange: Exchange,
+    budget: Budget,
+    max_memory: int | None,
+    progress: Callable[[int], None],
+) -> None:
+    """All rounds of a plan."""
+    most = budget.limit if max_memory is None else max_memory
+    received = iter(plan.received)
+
+    def swap() -> None:
+        rows = exchange.gather()
+        for piece in next(received):
+            progress(loads[piece.number].receive(piece, rows[piece.owner]))
+
+    done = 0
+    todo = iter(plan.reads)
+    units = (loads[number].unit(box, budget) for number, box, _ in plan.reads)
+    for filled in read(in_batches(units, budget.limit // WINDOW, most), budget):
+        filled.check()
+        for values in filled.values:
+            number, box, pieces = next(todo)
+            assert values is not None
+            data = values.reshape(-1).view(np.uint8)
+            loads[number].take(box, values)
+            for piece in pieces:
+                for _ in range(done, piece.round):
+                    swap()
+                done = piece.round
+                itemsize = values.dtype.itemsize
+                part = data[piece.start * itemsize : piece.stop * itemsize]
+                exchange.row[piece.offset : piece.offset + len(part)] = part
+        progress(sum(read.nbytes for read in filled.batch.reads))
+    for _ in range(done, plan.rounds):
+        swap()
 
 
 def _arranged(loads: "Sequence[_Load]", limit: int, max_memory: int | None) -> "list[list[_Load]]":
@@ -131,7 +250,7 @@ class _Load:
     """One array, as its shards are read in boxes of whole chunks, or in one of all that this
     process needs; its `result` is there once all have been read."""
 
-    def __init__(self, request: Request):
+    def __init__(self, request: Request, exchanged: bool):
         self.handle = handle = request.handle
         self._dtype = request.dtype
         self._sharding = request.sharding
@@ -144,15 +263,15 @@ class _Load:
             held <= READ_WHOLE and self._shards.fills_bounding_box and len(self._shards.boxes) > 1
         )
         # Read into a buffer of its own first, and cut up or converted from there.
-        self._through_buffer = self._converts or small
+        self._through_buffer = self._converts or small or exchanged
         # Bytes of the shards' buffers, if they are not the result themselves.
-        self._staging = 0 if _aliases(request.sharding) else held
+        self.staging = 0 if _aliases(request.sharding) else held
         self.boxes: list[Box] = []
         self.result: Any = None
         self._buffers: dict[Shape, np.ndarray] = {}
         self._reservation: Reservation | None = None
         self._piecewise = False
-        self._on_devices: _DeviceShards | None = None
+        self._on_devices: DeviceShards | None = None
         self._left = 0
 
     def cut(self, limit: int, chunk_bytes: int, together: int) -> None:
@@ -164,8 +283,8 @@ class _Load:
         shape, chunk = self.handle.shape, self.handle.chunk_shape
         one_chunk = self.takes(chunk, chunk_bytes, together)
         room = min(2 * limit, WINDOW * limit - one_chunk)
-        if self._staging and self._staging * together > room:
-            self._piecewise, self._through_buffer, self._staging = True, True, 0
+        if self.staging and self.staging * together > room:
+            self._piecewise, self._through_buffer, self.staging = True, True, 0
         bounding_box = self._shards.bounding_box
         chunks = math.prod(stop - start for start, stop in boxes.chunk_ranges(bounding_box, chunk))
         whole = self.takes(boxes.shape_of(bounding_box), chunks * chunk_bytes, together)
@@ -177,6 +296,27 @@ class _Load:
             grid = boxes.grid_boxes(shape, boxes.chunks_together(shape, chunk, count))
             self.boxes = [box for box in grid if self._shards.parts(box)]
         self._left = len(self.boxes)
+
+    def stage(self, limit: int, processes: int) -> int:
+        """Decides how an array that processes exchange gets to its devices: through buffers of all
+        its shards, or piece by piece where these take more than `limit` bytes on some process.
+        Returns how many they take."""
+        if _aliases(self._sharding):
+            return 0
+        elements = largest_held(self.handle.shape, self._sharding, processes)
+        needed = elements * self._dtype.itemsize
+        if needed > limit:
+            self._piecewise, self.staging = True, 0
+            return 0
+        return needed
+
+    def begin(self, own: list[Box], given: int, budget: Budget) -> None:
+        """Begins an array of which this process reads its `own` boxes, and is given some parts."""
+        self.boxes, self._left = own, len(own) + given
+        if not self._left:
+            self.finish()
+        elif self.staging:
+            self._reservation = budget.reserve(self.staging)
 
     def takes(self, shape: Shape, decoding: int, together: int) -> int:
         """Bytes that a box of this shape takes, with those of all `together` arrays that are read
@@ -192,7 +332,7 @@ class _Load:
     def unit(self, box: Box, budget: Budget) -> Unit:
         """What it takes to read a box; the first one takes the shards' buffers, too."""
         buffer = self._buffer_bytes(boxes.shape_of(box))
-        kept = self._staging if box is self.boxes[0] else 0
+        kept = self.staging if self._reservation is None and box is self.boxes[0] else 0
         into = functools.partial(self._destinations, box, budget)
         return Unit([Read(self.handle, box, self, into)], buffer, self._held(buffer), kept)
 
@@ -208,8 +348,8 @@ class _Load:
 
     def _destinations(self, box: Box, budget: Budget) -> list[Destination] | None:
         """Where a box goes, when its read begins: into shards; or None, into a buffer first."""
-        if self._staging and self._reservation is None:
-            self._reservation = budget.reserve(self._staging)
+        if self.staging and self._reservation is None:
+            self._reservation = budget.reserve(self.staging)
         if self._through_buffer:
             return None
         parts = self._shards.parts(box)
@@ -218,15 +358,37 @@ class _Load:
     def take(self, box: Box, values: np.ndarray | None) -> None:
         """Takes what was read of a box; with the last one the array is made."""
         if values is not None:
-            values = self._converted(values)
-            if self._piecewise:
-                if self._on_devices is None:
-                    shape, sharding = self.handle.shape, self._sharding
-                    self._on_devices = _DeviceShards(shape, self._dtype, sharding)
-                self._on_devices.put(box, values)
-            else:
-                for part in self._shards.parts(box):
-                    self._buffer(part.start)[part.in_shard] = values[part.in_box]
+            self._put(box, values)
+        self._count()
+
+    def receive(self, piece: Piece, row: np.ndarray) -> int:
+        """Takes what another process has read, out of its row; bytes of it."""
+        count = piece.stop - piece.start
+        nbytes = count * self.handle.dtype.itemsize
+        values = row[piece.offset : piece.offset + nbytes].view(self.handle.dtype)
+        begin = 0
+        for part in stretches(boxes.shape_of(piece.box), piece.start, piece.stop):
+            shape = boxes.shape_of(part)
+            end = begin + math.prod(shape)
+            self._put(boxes.outside(part, piece.box), values[begin:end].reshape(shape))
+            begin = end
+        self._count()
+        return nbytes
+
+    def _put(self, box: Box, values: np.ndarray) -> None:
+        if not self._shards.boxes:  # it is read for others alone
+            return
+        values = self._converted(values)
+        if self._piecewise:
+            if self._on_devices is None:
+                shape, sharding = self.handle.shape, self._sharding
+                self._on_devices = DeviceShards(shape, self._dtype, sharding)
+            self._on_devices.put(box, values)
+        else:
+            for part in self._shards.parts(box):
+                self._buffer(part.start)[part.in_shard] = values[part.in_box]
+
+    def _count(self) -> None:
         self._left -= 1
         if not self._left:
             self.finish()
@@ -270,60 +432,8 @@ class _Load:
             self._reservation.free_after(self.result.block_until_ready)
 
 
-class _DeviceShards:
-    """The shards of an array on accelerators, filled piece by piece.
-
-    For arrays whose host buffers would take more memory than there may be in flight. Floats travel
-    as integers of their width: computations may change the bits of a NaN.
-    """
-
-    def __init__(self, shape: Shape, dtype: np.dtype, sharding: Any):
-        self._shape = shape
-        self._dtype = dtype
-        self._sharding = sharding
-        self._bits = _UNSIGNED.get(dtype.itemsize, dtype) if is_floating(dtype) else dtype
-        places = sharding.addressable_devices_indices_map(shape)
-        self._boxes = {d: boxes.from_index(index, shape) for d, index in places.items()}
-        self._shards = {}
-        for device, box in self._boxes.items():
-            with _alone(device):
-                self._shards[device] = jax.numpy.zeros(
-                    boxes.shape_of(box), self._bits, device=device
-                )
-        self._update = jax.jit(jax.lax.dynamic_update_slice, donate_argnums=0)
-
-    def put(self, box: Box, values: np.ndarray) -> None:
-        """Transfers a box of values to all devices that hold a part of it."""
-        for device, shard in self._boxes.items():
-            common = boxes.intersection(shard, box)
-            if common is not None:
-                piece = values[boxes.inside(common, box)].view(self._bits)
-                start = boxes.start_of(boxes.inside(common, shard))
-                with _alone(device):
-                    part = jax.device_put(piece, device, may_alias=False)
-                    self._shards[device] = self._update(self._shards[device], part, start)
-        jax.block_until_ready(list(self._shards.values()))
-
-    def array(self) -> "jax.Array":
-        convert = jax.jit(jax.lax.bitcast_convert_type, static_argnums=1)
-        shards = []
-        for device, shard in self._shards.items():
-            with _alone(device):
-                shards.append(shard if self._bits == self._dtype else convert(shard, self._dtype))
-        kind, sharding = self._sharding.memory_kind, self._sharding
-        if kind is not None:  # computed in the memory of the device, and moved from there
-            sharding = sharding.with_memory_kind(shards[0].sharding.memory_kind)
-        made = jax.make_array_from_single_device_arrays(self._shape, sharding, shards)
-        return made if kind is None else jax.device_put(made, self._sharding)
-
-
-def _alone(device: Any) -> Any:
-    """A context for computations on one device, whatever mesh the user has set."""
-    return jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("_",)))
-
-
 def _aliases(sharding: Any) -> bool:
     """Whether JAX arrays can be the host's buffers."""
     if sharding is None:
         return True
-    return all(device.platform == "cpu" for device in sharding.addressable_devices)
+    return all(device.platform == "cpu" for device in sharding.device_set)

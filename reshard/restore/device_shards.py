@@ -1,4 +1,5 @@
-"""JAX's shardings: made of specs; the shards of this process, and buffers for them."""
+"""JAX's shardings: made of specs; the shards of this process, and buffers for them, on the host and
+on devices."""
 
 import functools
 import math
@@ -10,6 +11,7 @@ import numpy as np
 
 from reshard.arrays import boxes
 from reshard.arrays.boxes import Box, Shape
+from reshard.arrays.dtypes import is_floating
 from reshard.restore.lazy_jax import jax
 from reshard.sharding.mesh import Spec, spec_entries
 
@@ -18,6 +20,7 @@ ALIGNMENT = 64
 # Buffers from this size on are mapped by us: NumPy asks for huge pages for them, which a kernel has
 # to clear, or even to make by moving others, before the first byte is read.
 _MAPPED = 1 << 22
+_UNSIGNED = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
 
 
 def named_sharding(mesh: Any, spec: Spec) -> Any:
@@ -93,3 +96,55 @@ def local_shards(shape: Shape, sharding: Any) -> Shards:
         return Shards([tuple(slice(0, size) for size in shape)])
     places = sharding.addressable_devices_indices_map(shape).values()
     return Shards([boxes.from_index(index, shape) for index in places])
+
+
+class DeviceShards:
+    """The shards of an array on accelerators, filled piece by piece.
+
+    For arrays whose host buffers would take more memory than there may be in flight. Floats travel
+    as integers of their width: computations may change the bits of a NaN.
+    """
+
+    def __init__(self, shape: Shape, dtype: np.dtype, sharding: Any):
+        self._shape = shape
+        self._dtype = dtype
+        self._sharding = sharding
+        self._bits = _UNSIGNED.get(dtype.itemsize, dtype) if is_floating(dtype) else dtype
+        places = sharding.addressable_devices_indices_map(shape)
+        self._boxes = {d: boxes.from_index(index, shape) for d, index in places.items()}
+        self._shards = {}
+        for device, box in self._boxes.items():
+            with _alone(device):
+                self._shards[device] = jax.numpy.zeros(
+                    boxes.shape_of(box), self._bits, device=device
+                )
+        self._update = jax.jit(jax.lax.dynamic_update_slice, donate_argnums=0)
+
+    def put(self, box: Box, values: np.ndarray) -> None:
+        """Transfers a box of values to all devices that hold a part of it."""
+        for device, shard in self._boxes.items():
+            common = boxes.intersection(shard, box)
+            if common is not None:
+                piece = values[boxes.inside(common, box)].view(self._bits)
+                start = boxes.start_of(boxes.inside(common, shard))
+                with _alone(device):
+                    part = jax.device_put(piece, device, may_alias=False)
+                    self._shards[device] = self._update(self._shards[device], part, start)
+        jax.block_until_ready(list(self._shards.values()))
+
+    def array(self) -> "jax.Array":
+        convert = jax.jit(jax.lax.bitcast_convert_type, static_argnums=1)
+        shards = []
+        for device, shard in self._shards.items():
+            with _alone(device):
+                shards.append(shard if self._bits == self._dtype else convert(shard, self._dtype))
+        kind, sharding = self._sharding.memory_kind, self._sharding
+        if kind is not None:  # computed in the memory of the device, and moved from there
+            sharding = sharding.with_memory_kind(shards[0].sharding.memory_kind)
+        made = jax.make_array_from_single_device_arrays(self._shape, sharding, shards)
+        return made if kind is None else jax.device_put(made, self._sharding)
+
+
+def _alone(device: Any) -> Any:
+    """A context for computations on one device, whatever mesh the user has set."""
+    return jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("_",)))

@@ -21,6 +21,7 @@ from reshard.errors import (
 from reshard.loader import open as open_checkpoint
 from reshard.restore.device_reads import Request, read_arrays
 from reshard.restore.device_shards import named_sharding
+from reshard.restore.exchange import Exchange
 from reshard.restore.lazy_jax import jax
 from reshard.restore.matching import Mismatch, TargetLeaf, likely_renames, match, mismatch_error
 from reshard.restore.pytrees import StateLeaf, flatten_state, is_variable, target_leaf
@@ -40,6 +41,7 @@ def restore(
     keep: str | Sequence[str] = (),
     unexpected: str = "error",
     max_memory: int | str | None = None,
+    replicas: str = "read",
     progress: Progress | None = None,
 ) -> Any:
     """A checkpoint's values as live arrays, in the containers and with the shardings of a target.
@@ -59,14 +61,23 @@ def restore(
       unexpected: `"error"`, or `"ignore"` to leave out what the target lacks.
       max_memory: bytes in flight at most beyond the result, a number or text (`"256MiB"`); by
         default as much as keeps all cores busy.
-      progress: called with numbers of decoded bytes.
+      replicas: what the processes of a `jax.distributed` job do about what several of them hold,
+        the whole array or a stored chunk of it. `"read"`: each reads it. `"broadcast"`: each stored
+        byte is fetched once per job; every process reads a part, and gives it to the others over
+        the network between their devices, in bounded memory. It pays where that network is faster
+        than the store, or the store counts or limits what is fetched: weights in a bucket that are
+        replicated over many hosts. It does not where a disk is near, or where little is
+        replicated. All processes then make the same call, and if it fails in one, it fails in all.
+        For a single process both are the same.
+      progress: called with numbers of decoded bytes, read or received.
 
     Returns:
       The target's structure with `jax.Array`s on the target's shardings. Numpy arrays, Python
       scalars and strings of the target come back as such.
 
     Raises:
-      ArgumentError: an argument that is not one of its choices, or not for a bare mesh.
+      ArgumentError: an argument that is not one of its choices, or not for a bare mesh; processes
+        that are to restore together, and whose targets differ.
       TreeMismatchError: leaves that are missing, unexpected, or of another shape, dtype or kind,
         and leaves of the target without a usable sharding: all of them.
       ShardingError: saved specs that do not fit a bare mesh.
@@ -85,16 +96,34 @@ def restore(
     """
     _check_choice("cast", cast, (False, True, "lossy"))
     _check_choice("unexpected", unexpected, ("error", "ignore"))
+    _check_choice("replicas", replicas, ("read", "broadcast"))
+    report: Progress = progress or (lambda count: None)
+    if replicas == "read" or jax.process_count() == 1:
+        return _restore(checkpoint, target, cast, keep, unexpected, max_memory, report, None)
+    with Exchange() as exchange:
+        return _restore(checkpoint, target, cast, keep, unexpected, max_memory, report, exchange)
+
+
+def _restore(
+    checkpoint: Checkpoint | str | os.PathLike,
+    target: Any,
+    cast: bool | str,
+    keep: str | Sequence[str],
+    unexpected: str,
+    max_memory: int | str | None,
+    report: Progress,
+    exchange: Exchange | None,
+) -> Any:
+    """`restore`, alone or in an exchange of all processes."""
     ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     budget = None if max_memory is None else parse_bytes(max_memory)
-    report: Progress = progress or (lambda count: None)
     if isinstance(target, jax.sharding.Mesh | jax.sharding.AbstractMesh):
         if cast or keep or unexpected != "error":
             raise ArgumentError(
                 "cast, keep and unexpected compare with a state, and a mesh alone has none",
                 hints=['reshard.cast(ckpt, "bfloat16")', 'reshard.select(ckpt, "params/**")'],
             )
-        return _restore_raw(ckpt, target, budget, report)
+        return _restore_raw(ckpt, target, budget, report, exchange)
 
     state = flatten_state(target)
     leaves = state.leaves
@@ -121,7 +150,8 @@ def restore(
     arrays = {i: handle for i, handle in handles.items() if isinstance(handle, ArrayHandle)}
     check_names(arrays.values())
     requests = [_request(leaves[i], targets[i], handle) for i, handle in arrays.items()]
-    for i, value in zip(arrays, read_arrays(requests, budget, report), strict=True):
+    read = read_arrays(requests, budget, report, exchange)
+    for i, value in zip(arrays, read, strict=True):
         values[i] = _as_target(value, leaves[i], targets[i])
     return state.update(values)
 
@@ -294,7 +324,9 @@ def _as_keys(data: Any, impl: str | None, sharding: Any) -> Any:
     return jax.make_array_from_single_device_arrays(keys.shape, sharding, shards)
 
 
-def _restore_raw(ckpt: Checkpoint, mesh: Any, budget: int | None, report: Progress) -> Any:
+def _restore_raw(
+    ckpt: Checkpoint, mesh: Any, budget: int | None, report: Progress, exchange: Exchange | None
+) -> Any:
     """Nested dicts and lists of what was saved, device arrays on a mesh."""
     if isinstance(mesh, jax.sharding.AbstractMesh):
         raise ShardingError(
@@ -317,7 +349,8 @@ def _restore_raw(ckpt: Checkpoint, mesh: Any, budget: int | None, report: Progre
             ['jax.config.update("jax_enable_x64", True)'],
         )
     leaves: dict[Path, Any] = dict(ckpt)
-    for handle, value in zip(ckpt.arrays, read_arrays(requests, budget, report), strict=True):
+    read = read_arrays(requests, budget, report, exchange)
+    for handle, value in zip(ckpt.arrays, read, strict=True):
         if handle.key_impl is not None and isinstance(value, jax.Array):
             assert isinstance(handle.sharding, NamedSharding)
             sharding = named_sharding(mesh, handle.sharding.spec[: value.ndim - 1])

@@ -177,7 +177,7 @@ class ArrayStore(ZarrVersion):
         """Which file of an array does not have the bytes that it would have to have, and how many
         it has; None if all have. Nothing is read to know that."""
         truncated: dict[str, tuple[int, int]] = {}
-        for _, _, file, _, sizes in self.values[name].values():
+        for _, _, file, _, sizes, _ in self.values[name].values():
             if sizes is not None and file is not None:
                 truncated[file] = max(truncated.get(file, sizes), sizes)
         if not truncated:

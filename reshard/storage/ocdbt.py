@@ -125,6 +125,7 @@ class StoredValue(NamedTuple):
       inline: the bytes themselves, for zarr metadata that is inlined.
       truncated: bytes that the file has, and that it would have to have to hold this value, where
         it is too short.
+      offset: where it begins in the file.
     """
 
     size: int
@@ -132,6 +133,7 @@ class StoredValue(NamedTuple):
     file: str | None = None
     inline: bytes | None = None
     truncated: tuple[int, int] | None = None
+    offset: int = 0
 
 
 def stored_values(
@@ -153,7 +155,7 @@ def stored_values(
             found, needed = check_file(file), offset + size
             truncated = None if found is None or found >= needed else (found, needed)
             path = f"{part}/{file}" if part else file
-            yield key, StoredValue(size, part, path, truncated=truncated)
+            yield key, StoredValue(size, part, path, None, truncated, offset)
 
 
 def node_files(directory: Location) -> set[str]:

@@ -1,0 +1,274 @@
+"""One of several processes that restore together, as they are told.
+
+    python broadcast_worker.py COORDINATOR PROCESSES NUMBER
+
+A line of input names a function of this module, with its arguments; a line of output, which begins
+with `ANSWER`, has what it returned, or the error that it raised.
+"""
+
+import contextlib
+import json
+import os
+import sys
+from typing import Any
+from unittest import mock
+
+import jax
+
+ANSWER = "answer: "
+DEVICES = 8  # of all processes
+
+
+def the_mesh() -> Any:
+    """Processes are along the first axis, and perhaps along the second one too."""
+    import numpy as np
+
+    return jax.sharding.Mesh(np.array(jax.devices()).reshape(2, DEVICES // 2), ("data", "model"))
+
+
+def shards(leaf: Any) -> Any:
+    """All that this process holds of a leaf, and how it is laid out."""
+    import numpy as np
+
+    if not isinstance(leaf, jax.Array):
+        return type(leaf).__name__, np.asarray(leaf).tobytes()
+    sharding = leaf.sharding
+    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    held = [(str(s.index), np.asarray(s.data).tobytes()) for s in leaf.addressable_shards]
+    return str(leaf.dtype), leaf.shape, str(sharding), sorted(held)
+
+
+def differences(got: Any, expected: Any) -> list[str]:
+    """Paths of leaves that are not the same, bit for bit."""
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    pairs = zip(jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True)
+    return [
+        jax.tree_util.keystr(path) for (path, one), other in pairs if shards(one) != shards(other)
+    ]
+
+
+@contextlib.contextmanager
+def devices_of(kind: str) -> Any:
+    """Devices are taken to have memory of their own if they are accelerators."""
+    from reshard.restore import device_reads
+
+    if kind == "cpu":
+        yield
+        return
+    with mock.patch.object(device_reads, "_aliases", lambda sharding: sharding is None):
+        yield
+
+
+def target_of(path: str, layout: str) -> Any:
+    """What a checkpoint's arrays are restored to: on the specs that they were saved with, in rows
+    where they have some, or replicated."""
+    import reshard
+
+    on = the_mesh()
+
+    def abstract(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        spec = leaf.sharding.spec
+        if layout == "rows" and leaf.ndim and leaf.shape[0] % 2 == 0:
+            spec = jax.sharding.PartitionSpec("data")
+        if layout == "replicated":
+            spec = jax.sharding.PartitionSpec()
+        sharding = jax.sharding.NamedSharding(on, spec)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(abstract, reshard.restore(path, on))
+
+
+def compared(path: str, layout: str, memory: str | None, kind: str) -> dict[str, Any]:
+    """What differs from what Orbax restores, and from what is restored without a broadcast; and
+    bytes of memory that were in use."""
+    import orbax.checkpoint as ocp
+
+    import reshard
+
+    target = target_of(path, layout)
+    with devices_of(kind), watched() as peak:
+        got = reshard.restore(path, target, max_memory=memory, replicas="broadcast")
+    with ocp.StandardCheckpointer() as checkpointer:
+        expected = checkpointer.restore(path, target)
+    return {
+        "orbax": differences(got, expected),
+        "alone": differences(got, reshard.restore(path, target)),
+        "peak": peak(),
+    }
+
+
+def transformed(path: str, memory: str | None, kind: str) -> list[str]:
+    """What differs where arrays are computed from others, cast, or of another integer dtype."""
+    import numpy as np
+
+    import reshard
+
+    on = the_mesh()
+    ckpt = reshard.unstack(reshard.open(path), "layers/kernel", into="layer_{}/kernel", axis=0)
+    ckpt = reshard.stack(ckpt, "part_{}/w", into="parts/w", axis=1)
+    ckpt = reshard.cast(ckpt, "bfloat16", where="parts/**")
+
+    def abstract(leaf: Any) -> Any:
+        dtype = np.int16 if leaf.dtype == np.int32 else leaf.dtype
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+
+    target = jax.tree.map(abstract, reshard.restore(ckpt, on))
+    with devices_of(kind):
+        got, alone = (
+            reshard.restore(ckpt, target, cast=True, max_memory=memory, replicas=replicas)
+            for replicas in ("broadcast", "read")
+        )
+    return differences(got, alone)
+
+
+def fetched(url: str, environment: dict[str, str], specs: dict[str, Any], replicas: str) -> list:
+    """What differs from values that are known, of a checkpoint in a bucket."""
+    import numpy as np
+
+    import reshard
+
+    os.environ.update(environment)
+    on = the_mesh()
+    ckpt = reshard.open(url)
+    target = {
+        name: jax.ShapeDtypeStruct(
+            ckpt[name,].shape,
+            ckpt[name,].dtype,
+            sharding=jax.sharding.NamedSharding(on, jax.sharding.PartitionSpec(*spec)),
+        )
+        if spec is not None
+        else np.zeros(ckpt[name,].shape, ckpt[name,].dtype)
+        for name, spec in specs.items()
+    }
+    got = reshard.restore(ckpt, target, replicas=replicas)
+    return [hashed(leaf) for leaf in jax.tree.leaves(got)]
+
+
+def hashed(leaf: Any) -> dict[str, str]:
+    """Digests of what this process holds of an array."""
+    import hashlib
+
+    import numpy as np
+
+    if not isinstance(leaf, jax.Array):
+        return {"host": hashlib.sha256(leaf.tobytes()).hexdigest()}
+    return {
+        json.dumps([[part.start, part.stop] for part in shard.index]): hashlib.sha256(
+            np.asarray(shard.data).tobytes()
+        ).hexdigest()
+        for shard in leaf.addressable_shards
+    }
+
+
+def failing(paths: list[str], layout: str, memory: str | None, interrupted: int | None) -> str:
+    """A restore of which each process has a copy of its own of the checkpoint, and one may be
+    interrupted."""
+    import reshard
+
+    here = jax.process_index()
+
+    def progress(count: int) -> None:
+        if here == interrupted:
+            raise KeyboardInterrupt
+
+    target = target_of(paths[0], layout)
+    reshard.restore(paths[here], target, max_memory=memory, replicas="broadcast", progress=progress)
+    return "restored"
+
+
+def mismatched(path: str, everywhere: bool) -> str:
+    """A restore to a target that lacks something on all processes, or that is another on one."""
+    import reshard
+
+    target = target_of(path, "saved")
+    if everywhere:
+        del target["params"]
+    elif jax.process_index() == 1:
+        target = target_of(path, "replicated")
+    reshard.restore(path, target, replicas="broadcast")
+    return "restored"
+
+
+def absent(path: str) -> str:
+    """A restore that one process does not take part in."""
+    import reshard
+    from reshard.restore import exchange
+
+    target = target_of(path, "saved")
+    if jax.process_index() == 1:
+        next(exchange._calls)
+        return "absent"
+    with mock.patch.object(exchange, "_PATIENCE", 1):
+        reshard.restore(path, target, replicas="broadcast")
+    return "restored"
+
+
+def updated(paths: list[str]) -> list[Any]:
+    """Whether a module is as it was after a restore that fails, and then what differs in it."""
+    import numpy as np
+    from flax import nnx
+
+    import reshard
+
+    rows = jax.sharding.NamedSharding(the_mesh(), jax.sharding.PartitionSpec())
+    shape = (64, 96)
+    zeros = jax.make_array_from_callback(shape, rows, lambda index: np.zeros(shape, "float32"))
+    module = nnx.Dict(embed=nnx.Param(zeros))
+
+    def ckpt(path: str) -> Any:
+        return reshard.rename(
+            reshard.select(reshard.open(path), "params/embed"), [("^params/", "")]
+        )
+
+    try:
+        reshard.restore(ckpt(paths[jax.process_index()]), module, replicas="broadcast")
+    except reshard.CorruptCheckpointError:
+        untouched = module.embed[...] is zeros
+    else:
+        untouched = False
+    same = reshard.restore(ckpt(paths[0]), module, replicas="broadcast") is module
+    expected = reshard.restore(ckpt(paths[0]), {"embed": zeros})
+    return [untouched, same, differences({"embed": module.embed[...]}, expected)]
+
+
+@contextlib.contextmanager
+def watched() -> Any:
+    """A function that says how many bytes were in use at most, those of rows with them."""
+    import pytest
+    from watched import Watched
+
+    from reshard.restore import exchange
+    from reshard.restore.broadcast import memory_bytes
+
+    rows = [0]
+    begin = exchange.Exchange.begin
+
+    def noted(self: Any, rounds: int, row: int, what: Any) -> None:
+        rows.append(memory_bytes(row, self.processes))
+        begin(self, rounds, row, what)
+
+    with pytest.MonkeyPatch.context() as patch:
+        found = Watched(patch)
+        patch.setattr(exchange.Exchange, "begin", noted)
+        yield lambda: found.peak + max(rows)
+
+
+def main(coordinator: str, processes: int, number: int) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES // processes)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(coordinator, processes, number)
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        try:
+            answer = {"value": globals()[name](*arguments)}
+        except BaseException as error:
+            answer = {"error": [type(error).__name__, str(error)]}
+        print(f"{ANSWER}{json.dumps(answer)}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
