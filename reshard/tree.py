@@ -6,6 +6,7 @@ is only ever a joined string when it is printed.
 """
 
 import difflib
+import functools
 import itertools
 import json
 import re
@@ -27,6 +28,7 @@ _WILDCARDS = {"*": r"[^\x00]*", "?": r"[^\x00]"}
 _COMPONENT = re.compile(r'"(?:[^"\\]|\\.)*"|[^/"]*')
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def format_key(key: Key) -> str:
     """A key as it is printed: bare, or as a JSON string where it holds `/`, quotes, spaces or what
     cannot be seen."""

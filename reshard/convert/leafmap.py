@@ -123,7 +123,8 @@ class LeafMap:
         """The operations, each behind those whose outputs it takes."""
         found: dict[int, Call] = {}
         for value in self.values.values():
-            _add_calls(value, found)
+            if isinstance(value, Output):
+                _add_calls(value.call, found)
         return list(found.values())
 
     def sources(self) -> dict[Path, Shape]:
@@ -231,10 +232,7 @@ class LeafMap:
         found: dict[Path, Leaf] = {}
         like = {path: leaves[path] for path in self.must_be_zero} or leaves
         for path, value in self.values.items():
-            if isinstance(value, Zeros):
-                found[path] = _zeros(path, value, an_array(like))
-                continue
-            leaf = bound(value)
+            leaf = _zeros(path, value, an_array(like)) if isinstance(value, Zeros) else bound(value)
             if isinstance(leaf, ArrayHandle) and leaf.path != path:
                 leaf = dataclasses.replace(leaf, path=path)
             found[path] = leaf
@@ -279,9 +277,11 @@ class LeafMap:
             origin = self.origin.get(path, "")
             if isinstance(value, Source) and (origin or value.path != path):
                 rows.append(Row((value.path,), (path,), None, origin))
+            if not isinstance(value, Output):
+                continue
             known = len(done)
-            _add_calls(value, done)
-            for call in list(done.values())[known:] if len(done) > known else ():
+            _add_calls(value.call, done)
+            for call in list(done.values())[known:]:
                 outputs = tuple(names[id(call), part] for part in range(len(call.shapes)))
                 rows.append(Row(input_names(call, names), outputs, call.operation, origin))
         return rows
@@ -352,9 +352,9 @@ def an_array(leaves: Mapping[Path, Leaf]) -> ArrayHandle:
     return min(arrays, key=lambda leaf: (leaf.value_type != "jax.Array", leaf.key_impl is not None))
 
 
-def _add_calls(value: Value, found: dict[int, Call]) -> None:
-    """Adds the calls that a value is made by, each behind those whose outputs it takes."""
-    pending = [value.call] if isinstance(value, Output) and id(value.call) not in found else []
+def _add_calls(call: Call, found: dict[int, Call]) -> None:
+    """Adds a call and those that it needs, each behind those whose outputs it takes."""
+    pending = [call]
     while pending:
         call = pending[-1]
         needed = [
@@ -385,7 +385,8 @@ def _evaluated(found: LeafMap, leaves: Mapping[Path, Value]) -> dict[Path, Value
 def _paths_below(value: Value) -> Iterator[Path]:
     """Paths of the leaves that a value is made of."""
     calls: dict[int, Call] = {}
-    _add_calls(value, calls)
+    if isinstance(value, Output):
+        _add_calls(value.call, calls)
     for held in (value, *(inner for call in calls.values() for inner in call.inputs)):
         if isinstance(held, Source):
             yield held.path
@@ -396,11 +397,10 @@ def names_of(found: LeafMap) -> dict[tuple[int, int], Path]:
     its only input, or where the first leaf goes that is made of it; `~` keeps them apart."""
     calls = found.calls()
     names: dict[tuple[int, int], Path] = {}
-    goal: dict[tuple[int, int], Path] = {}
     for path, value in found.values.items():
         if isinstance(value, Output):
             names.setdefault((id(value.call), value.part), path)
-    goal |= names
+    goal = dict(names)
     for call in reversed(calls):
         parts = [(id(call), part) for part in range(len(call.shapes))]
         first = next(goal[key] for key in parts if key in goal)

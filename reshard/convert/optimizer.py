@@ -166,6 +166,8 @@ def _unplaced(
     place of a moment, or a moment that is boxed where its parameter is not. And with arrays that
     are near none, by path: they may be all moments in one vector (`optax.flatten`), which is wrong
     as soon as parameters change."""
+    if not leaves:
+        return [], {}
     shared = shared_keys(parameters)
     ends: dict[Path, Path] = {}
     for path in parameters:

@@ -210,6 +210,8 @@ def covering_globs(wanted: Sequence[Path], names: Mapping[Path, Path]) -> list[t
       wanted: the saved paths of the leaves.
       names: name -> saved path, of these and all others; of several names the last counts.
     """
+    if not wanted:
+        return []
     texts = {glob_text(name): saved for name, saved in names.items()}
     name_of = {saved: name for name, saved in names.items()}
     left, allowed = dict.fromkeys(wanted), {*wanted}
