@@ -22,8 +22,12 @@ def name_errors(ckpt: Checkpoint, form: TargetFormat) -> Iterator[ReshardError]:
     """What stands against the names of the leaves of an item, as it is to be stored."""
     if clashes := _clashes(ckpt, form):
         yield TreeMismatchError("two leaves would be stored under one name", clashes)
-    named = [(format_path(path), name_problem(stored_name(path))) for path in ckpt]
-    if unusable := [f"{text:.80}: {problem}" for text, problem in named if problem]:
+    unusable = [
+        f"{format_path(path):.80}: {problem}"
+        for path in ckpt
+        if (problem := name_problem(stored_name(path)))
+    ]
+    if unusable:
         yield TreeMismatchError("nothing can be stored under some names", unusable)
     if not form.ocdbt and (unusable := list(_not_files(ckpt))):
         yield ArgumentError(
