@@ -29,6 +29,7 @@ from reshard.convert.decision import Decision, decide
 from reshard.convert.initial_values import initial_values
 from reshard.convert.layout import Layout, detect
 from reshard.convert.leafmap import LeafMap, an_array
+from reshard.convert.map_rules import OPPOSITE
 from reshard.convert.mapwriter import write_map
 from reshard.convert.model import TargetTree, target_tree_of
 from reshard.convert.model_run import Arguments, More, Run, runs
@@ -58,7 +59,6 @@ from reshard.units import format_bytes, parse_bytes
 
 # Bytes that initial values may take without a word.
 _TOLD_PEAK = 2**20
-_FROM = {"nnx": "linen", "linen": "nnx"}  # by what is converted to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,9 +288,9 @@ def conversion(
     dropped, init = parse_globs("drop", drop), parse_globs("init", init)
     whole = ckpt
     if dropped:
-        ckpt = _without_dropped(ckpt, dropped, layout, _FROM[to])
+        ckpt = _without_dropped(ckpt, dropped, layout, OPPOSITE[to])
     known = recorded_kind(ckpt) if layout is None else None
-    found = detect(ckpt, layout or known, _FROM[to])
+    found = detect(ckpt, layout or known, OPPOSITE[to])
     if known is not None:
         found = dataclasses.replace(found, why=("the record of its conversion says so",))
     if found.api == to:
@@ -333,7 +333,9 @@ def conversion(
     other = source
     if source is not None and not isinstance(source, TargetTree):
         other = target_tree_of(source, found.api, "the model of the source")
-    left_out = {} if whole is ckpt else _left_out_of(whole, ckpt, found, layout or known, _FROM[to])
+    left_out = (
+        {} if whole is ckpt else _left_out_of(whole, ckpt, found, layout or known, OPPOSITE[to])
+    )
     decided = decide(ckpt, found, to, goal, map_file, init, other, left_out)
     made = _made(ckpt, found, to, goal, decided, model, limit)
     whole_map = dataclasses.replace(made.map, dropped=(*left_out, *made.map.dropped))

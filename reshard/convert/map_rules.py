@@ -22,6 +22,8 @@ from reshard.convert.path_template import pattern_template, replacement_template
 from reshard.convert.replacement import Pattern, Replacement, number, parse_replacement
 from reshard.errors import TreeMismatchError
 
+OPPOSITE = {"nnx": "linen", "linen": "nnx"}
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reshaped:
@@ -280,7 +282,7 @@ def inverse(rules: Map) -> Map:
             ["a map that a conversion has written can be"],
         )
     may = {rule.number for rule in rules.rules if rule.optional}
-    to = {"nnx": "linen", "linen": "nnx"}.get(rules.to or "")
+    to = OPPOSITE.get(rules.to or "")
     undone = [dataclasses.replace(back, optional=back.number in may) for back in undone]
     ignored = (*rules.initial, *rules.optional)
     return Map(rules.name, tuple(undone), tuple(dropped[::-1]), tuple(optional), ignored, to)

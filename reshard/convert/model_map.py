@@ -14,7 +14,7 @@ from reshard.convert.align import Alignment, align
 from reshard.convert.contradictions import ordered
 from reshard.convert.layout import Layout
 from reshard.convert.leafmap import LeafMap, Zeros, renaming
-from reshard.convert.map_rules import Map
+from reshard.convert.map_rules import OPPOSITE, Map
 from reshard.convert.mapped import apply_inverse, apply_map
 from reshard.convert.module_tree import (
     Leaf,
@@ -35,7 +35,6 @@ _RENAMES = (
     "`to = 'params/NAME/'` gives a module another name on Linen's side, and leaves it to the "
     "standard conversions"
 )
-_OTHER = {"nnx": "linen", "linen": "nnx"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +107,7 @@ def by_map(
     Raises:
       TreeMismatchError: its rules do not apply.
     """
-    to, shapes = _OTHER[source.api], source.shapes
+    to, shapes = OPPOSITE[source.api], source.shapes
     if rules is None:
         return Said(renaming({path: path for path in shapes}, shapes), to)
     backwards = rules.to == source.api and target is not None
