@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import random
 import re
 import shutil
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sampling import few
-from test_restorer_processes import HERE, TIMEOUT, environment, free_port
+from test_restorer_processes import FLAGS, HERE, TIMEOUT, free_port
 
 import reshard
 from reshard import errors
@@ -234,10 +235,12 @@ class Processes:
     def __init__(self, count):
         address = f"127.0.0.1:{free_port()}"
         worker = [sys.executable, HERE / "broadcast_worker.py", address, str(count)]
+        paths = [str(HERE.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        own = {"PYTHONPATH": os.pathsep.join(paths), "XLA_FLAGS": FLAGS.partition(" ")[2]}
         self._running = [
             subprocess.Popen(
                 [*worker, str(number)],
-                env=environment(),
+                env=os.environ | own,  # as many devices as each says
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
