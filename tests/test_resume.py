@@ -519,7 +519,7 @@ def progress_of(temporary):
 def test_stopped_again_and_again(sources, expected, tmp_path, kind):
     out = tmp_path / "out"
     far = [progress_of(stopped(sources(kind), out, part / 8)) for part in range(9)]
-    assert far == sorted(far) and len(set(far)) > 6
+    assert far == sorted(far) and len(set(far)) > 4
     save(sources(kind), out, resume=True)
     assert_whole(out, expected(kind))
 
