@@ -114,6 +114,36 @@ def constant(
     )
 
 
+def in_memory(handle: ArrayHandle) -> bool:
+    """Whether an array is made of values that nothing has stored."""
+    if isinstance(handle.data, StoredArray):
+        return False
+    return isinstance(handle.data.operation, Constant) or any(map(in_memory, handle.data.inputs))
+
+
+def alone(handles: Sequence[ArrayHandle]) -> list[ArrayHandle]:
+    """The same arrays, whose stores know no other ones: what a process needs to read them."""
+    names: dict[int, dict[str, None]] = {}
+    for handle in handles:
+        for _, data in handle.roots():
+            names.setdefault(id(data.store), {})[data.name] = None
+    stores = {id(d.store): d.store for handle in handles for _, d in handle.roots()}
+    stores = {key: store.only(names[key]) for key, store in stores.items()}
+    outputs: dict[int, Outputs] = {}
+
+    def moved(handle: ArrayHandle) -> ArrayHandle:
+        data = handle.data
+        if isinstance(data, StoredArray):
+            new = dataclasses.replace(data, store=stores[id(data.store)])
+            return dataclasses.replace(handle, data=new)
+        made = data.outputs
+        if id(made) not in outputs:
+            outputs[id(made)] = Outputs(made.operation, tuple(map(moved, made.inputs)))
+        return dataclasses.replace(handle, data=Derived(outputs[id(made)], data.part))
+
+    return list(map(moved, handles))
+
+
 def _has_value(dtype: np.dtype, value: float) -> bool:
     """Whether a dtype has a value, rounded if it is a float: but neither infinite nor NaN."""
     with np.errstate(all="ignore"):

@@ -157,9 +157,12 @@ class ArrayPlan:
             return 0 if self.linked else self.layout.stored_bytes
         return round(self.decoded_bytes * self.layout.encoded_ratio)
 
-    def boxes(self) -> Iterator[Box]:
-        """What is read and written at once, in row-major order."""
-        return grid_boxes(self.layout.shape, self.box) if self.box is not None else iter(())
+    def boxes(self, start: int = 0, stop: int | None = None) -> Iterator[Box]:
+        """What is read and written at once, in row-major order; all of it, or from one number to
+        another."""
+        if self.box is None:
+            return iter(())
+        return itertools.islice(grid_boxes(self.layout.shape, self.box), start, stop)
 
 
 def co_read(arrays: Sequence[ArrayPlan]) -> list[list[ArrayPlan]]:

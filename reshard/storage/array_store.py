@@ -128,6 +128,12 @@ class ArrayStore(ZarrVersion):
             found |= stored_values(self.directory / part, part, self.metadata_key)
         return _group_by_array(found, self.metadata_key)
 
+    def only(self, names: Iterable[str]) -> "ArrayStore":
+        """The same store, which knows nothing but these arrays, and has nothing open."""
+        store = dataclasses.replace(self)
+        vars(store)["values"] = {name: self.values[name] for name in names}
+        return store
+
     def largest_chunk(self, name: str) -> int:
         """Stored bytes of the largest chunk of an array; 0 where none is there."""
         if name not in self._largest:

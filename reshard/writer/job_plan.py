@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.arrays.boxes import grid_size
-from reshard.arrays.derived import stored_values
+from reshard.arrays.derived import alone, in_memory, stored_values
 from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Checkpoint
 from reshard.engine.budget import WINDOW, copy_bytes, cores, in_flight
-from reshard.engine.plan import ArrayPlan
-from reshard.errors import ReshardError, lines_of
+from reshard.engine.plan import ArrayPlan, co_read
+from reshard.engine.shares import Boxes, Division, Values
+from reshard.errors import ArgumentError, ReshardError, lines_of
 from reshard.sharding.mesh import NamedSharding, sharding_document
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import StoredValue
@@ -34,6 +35,73 @@ class Network(NamedTuple):
     fetches: int
     sent: int
     sends: int
+
+
+class BoxRange(NamedTuple):
+    """Boxes of arrays that are read together, of each from one number to another: all, without a
+    last one."""
+
+    arrays: Sequence[ArrayPlan]
+    start: int = 0
+    stop: int | None = None
+
+
+class ValueRange(NamedTuple):
+    """Stored values of an array that is copied as it is, from one number to another."""
+
+    handle: ArrayHandle
+    start: int
+    stop: int
+
+
+class ItemShare(NamedTuple):
+    """What of an item is in a share.
+
+    Attributes:
+      item: the item's number.
+      directory: its directory, below the destination's root.
+      format: how its arrays are stored.
+      handles: the arrays, all that is known of which is what it takes to read them.
+      values: what is copied as it is.
+      boxes: what is rewritten.
+    """
+
+    item: int
+    directory: str
+    format: TargetFormat
+    handles: Sequence[ArrayHandle]
+    values: Sequence[ValueRange]
+    boxes: Sequence[BoxRange]
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """A part of a plan that a process can carry out alone, which pickles without anything open.
+
+    Attributes:
+      number, count: which share it is, from 0, and of how many.
+      items: what it has of the items.
+      max_memory: bytes.
+      nbytes: bytes that are written: decoded ones of what is rewritten, and stored ones of what is
+        copied.
+      weight: what it weighs beside others: bytes that are read and written, and its chunks.
+    """
+
+    number: int
+    count: int
+    items: tuple[ItemShare, ...]
+    max_memory: int
+    nbytes: int
+    weight: int
+
+
+class _Work(NamedTuple):
+    """What shares are made of, in order: for each piece the number of its item and what it is, and
+    their division."""
+
+    pieces: Sequence[tuple[int, BoxRange | ValueRange]]
+    measures: Sequence[Boxes | Values]
+    division: Division
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +238,66 @@ class Plan:
             items=tuple(item.without_links() for item in self.items),
             siblings=tuple(sibling._replace(linked=False) for sibling in self.siblings),
         )
+
+    @functools.cached_property
+    def _work(self) -> _Work:
+        """All that is stored, and is to be rewritten or copied; without what is made of values in
+        memory."""
+        pieces: list[tuple[int, BoxRange | ValueRange]] = []
+        measures: list[Boxes | Values] = []
+        for number, item in enumerate(self.items):
+            for handle in item.copied:
+                sizes = [value.size for value in item.values(handle)]
+                pieces.append((number, ValueRange(handle, 0, len(sizes))))
+                measures.append(Values(sizes))
+            made = {h.path for h in item.rewritten if in_memory(h)}
+            for group in co_read(item.arrays):
+                if group[0].layout.path not in made:
+                    pieces.append((number, BoxRange(group)))
+                    measures.append(Boxes(group))
+        return _Work(pieces, measures, Division(measures))
+
+    def share(self, number: int, count: int) -> Share:
+        """Share `number`, from 0, of `count` that are equal as far as boxes are: together they are
+        all of the plan but what is made of values in memory, and no two have anything in common. It
+        depends on nothing else; raises ArgumentError where there is no such share."""
+        if not 0 <= number < count:
+            raise ArgumentError(f"there is no share {number} of {count}: they are numbered from 0")
+        values: dict[int, list[ValueRange]] = {}
+        boxes: dict[int, list[BoxRange]] = {}
+        pieces, measures, division = self._work
+        parts = division.share(number, count)
+        nbytes = 0
+        for part in parts:
+            (item, piece), measure = pieces[part.piece], measures[part.piece]
+            piece = piece._replace(start=part.start, stop=part.stop)
+            if isinstance(piece, BoxRange):
+                boxes.setdefault(item, []).append(piece)
+            else:
+                values.setdefault(item, []).append(piece)
+            nbytes += measure.nbytes(part.start, part.stop)
+        items = [
+            self._item_share(item, values.get(item, ()), boxes.get(item, ()))
+            for item in sorted(values.keys() | boxes.keys())
+        ]
+        weight = division.weight(parts)
+        return Share(number, count, tuple(items), self.max_memory, nbytes, weight)
+
+    def _item_share(
+        self, number: int, values: Sequence[ValueRange], boxes: Sequence[BoxRange]
+    ) -> ItemShare:
+        item = self.items[number]
+        rewritten = {array.layout.path for some in boxes for array in some.arrays}
+        known = [
+            *(some.handle for some in values),
+            *(h for h in item.handles if h.path in rewritten),
+        ]
+        handles = alone(known)
+        own = handles[: len(values)]
+        values = [some._replace(handle=h) for some, h in zip(values, own, strict=True)]
+        source = item.ckpt.source
+        directory = "/".join(filter(None, (source.step, source.item)))
+        return ItemShare(number, directory, item.format, handles, values, boxes)
 
     @property
     def shared_bytes(self) -> int:

@@ -1,0 +1,186 @@
+"""Shares of a plan: each box and each stored value in exactly one, all of about one size."""
+
+import collections
+import itertools
+import math
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_planner import layout
+from test_resume import changed, make
+
+import reshard
+from reshard.arrays.boxes import grid_boxes
+from reshard.engine.plan import ArrayPlan, co_read
+from reshard.engine.shares import CHUNK_BYTES, Boxes, Division, Values
+from reshard.writer.job_plan import Plan
+
+SIZES = st.integers(1, 13)
+
+
+@st.composite
+def grids(draw, group):
+    """Arrays of one grid of boxes, that are read together."""
+    rank = draw(st.integers(0, 3))
+    chunk = tuple(draw(SIZES) for _ in range(rank))
+    box = tuple(c * draw(st.integers(1, 3)) for c in chunk)
+    shape = tuple(draw(st.integers(0 if n == 0 else 1, 40)) for n in range(rank))
+    co_read = draw(st.integers(1, 3))
+    return [
+        ArrayPlan(
+            layout(
+                shape,
+                tuple(draw(SIZES) for _ in range(rank)),
+                chunk,
+                path=(group, n),
+                group=group,
+                co_read=co_read,
+                source_itemsize=draw(st.sampled_from([1, 2, 4])),
+                target_itemsize=draw(st.sampled_from([1, 2, 4])),
+            ),
+            chunk,
+            box,
+            False,
+            draw(st.sampled_from([1.0, 1.5, 7.25])),
+            1,
+            (1.0, 1.0),
+        )
+        for n in range(co_read)
+    ]
+
+
+@st.composite
+def works(draw):
+    pieces = []
+    for number in range(draw(st.integers(0, 5))):
+        if draw(st.booleans()):
+            pieces.append(Values(draw(st.lists(st.integers(0, 10**6), max_size=20))))
+        else:
+            pieces.append(Boxes(draw(grids(number))))
+    return pieces
+
+
+def weights(piece):
+    """What each of its units weighs, by brute force."""
+    if isinstance(piece, Values):
+        sizes = [piece.nbytes(n, n + 1) for n in range(piece.count)]
+        return [2 * size + CHUNK_BYTES for size in sizes]
+    found = []
+    for together in zip(*(array.boxes() for array in piece.arrays), strict=True):
+        weight = 0
+        for array, box in zip(piece.arrays, together, strict=True):
+            shape = tuple(part.stop - part.start for part in box)
+            item = array.layout
+            read = math.ceil(item.source_itemsize * array.passes)
+            weight += math.prod(shape) * (read + item.target_itemsize)
+            weight += len(list(grid_boxes(shape, array.chunk))) * CHUNK_BYTES
+        found.append(weight)
+    return found
+
+
+@given(works(), st.integers(1, 17))
+def test_every_box_is_in_one_share_and_they_are_as_equal_as_boxes_are(pieces, count):
+    division = Division(pieces)
+    shares = [division.share(number, count) for number in range(count)]
+    units = [(n, k) for n, piece in enumerate(pieces) for k in range(piece.count)]
+    each = [[(n, k) for n, a, b in share for k in range(a, b)] for share in shares]
+    assert list(itertools.chain.from_iterable(each)) == units
+    weight = {(n, k): w for n, piece in enumerate(pieces) for k, w in enumerate(weights(piece))}
+    sums = [sum(weight[unit] for unit in units) for units in each]
+    assert [division.weight(share) for share in shares] == sums
+    largest = max(weight.values(), default=0)
+    mean = sum(weight.values()) / count
+    assert all(abs(found - mean) <= largest for found in sums)
+    whole = [piece.nbytes(0, piece.count) for piece in pieces]
+    cut = collections.Counter()
+    for number, start, stop in itertools.chain.from_iterable(shares):
+        cut[number] += pieces[number].nbytes(start, stop)
+    assert [cut[n] for n in range(len(pieces))] == whole
+
+
+@given(st.integers(1, 40), st.lists(st.integers(100, 400), min_size=1, max_size=8))
+def test_balance_from_a_hundred_boxes_a_share_up(count, boxes):
+    """Boxes of one size, of arrays of many sizes."""
+    arrays = [
+        ArrayPlan(layout((count * n, 8), (1, 8), (1, 8)), (1, 8), (1, 8), False, 1.0, 1, (1, 1))
+        for n in boxes
+    ]
+    division = Division([Boxes([array]) for array in arrays])
+    found = [division.weight(division.share(number, count)) for number in range(count)]
+    assert max(found) <= 1.05 * sum(found) / count
+
+
+def test_arrays_that_are_read_together_are_cut_at_the_same_box():
+    arrays = [
+        ArrayPlan(
+            layout((8, 4), (2, 4), (2, 4), path=(n,), co_read=3),
+            (2, 4),
+            (2, 4),
+            False,
+            1.0,
+            1,
+            (1, 1),
+        )
+        for n in "abc"
+    ]
+    (group,) = co_read(arrays)
+    division = Division([Boxes(group)])
+    assert [division.share(number, 3) for number in range(3)] == [
+        [(0, 0, 2)],
+        [(0, 2, 3)],
+        [(0, 3, 4)],
+    ]
+
+
+@pytest.mark.parametrize("kind", ["ckpt zarr2", "ckpt manager", "convert zarr3-files"])
+def test_shares_of_a_plan_are_all_of_it_and_pickle_alone(tmp_path, kind):
+    """Each share reads its boxes where it is unpickled, and knows nothing of other arrays."""
+    source = make(tmp_path / "source", kind, 2)
+    planned = reshard.plan(changed(source), tmp_path / "out", max_memory="3MiB", link=False)
+    shares = [planned.share(number, 5) for number in range(5)]
+    boxes, values = collections.Counter(), collections.Counter()
+    for share in pickle.loads(pickle.dumps(shares)):
+        nbytes = 0
+        for item in share.items:
+            handles = {handle.path: handle for handle in item.handles}
+            stores = {id(data.store): data.store for h in handles.values() for _, data in h.roots()}
+            named = {data.name for h in handles.values() for _, data in h.roots()}
+            assert {name for store in stores.values() for name in store.values} == named
+            whole = {handle.path: handle for handle in planned.items[item.item].handles}
+            for group in item.boxes:
+                for array in group.arrays:
+                    path = array.layout.path
+                    for box in array.boxes(group.start, group.stop):
+                        boxes[item.item, path, str(box)] += 1
+                        read = handles[path].view()[box].read().result()
+                        assert read.tobytes() == whole[path].view()[box].read().result().tobytes()
+                        nbytes += read.size * array.layout.target_itemsize
+            for some in item.values:
+                values.update(
+                    (item.item, some.handle.path, n) for n in range(some.start, some.stop)
+                )
+                found = planned.items[item.item].values(whole[some.handle.path])
+                nbytes += sum(value.size for value in found[some.start : some.stop])
+        assert share.nbytes == nbytes
+    assert boxes == collections.Counter(
+        (n, array.layout.path, str(box))
+        for n, item in enumerate(planned.items)
+        for array in item.arrays
+        for box in array.boxes()
+    )
+    assert values == collections.Counter(
+        (n, handle.path, k)
+        for n, item in enumerate(planned.items)
+        for handle in item.copied
+        for k in range(len(item.values(handle)))
+    )
+
+
+@pytest.mark.parametrize("number, count", [(3, 3), (-1, 3), (0, 0)])
+def test_shares_that_there_are_not(number, count):
+    planned = Plan(())
+    text = f"there is no share {number} of {count}: they are numbered from 0"
+    with pytest.raises(reshard.ArgumentError, match=f"^{text}$"):
+        planned.share(number, count)
