@@ -7,9 +7,10 @@ from typing import Any
 import click
 
 from reshard.cli import output
-from reshard.cli.options import places, reading_options, tune_memory
+from reshard.cli.options import places, reading_options
 from reshard.cli.page_file import HTML, check_page, write_page
 from reshard.loader import open as open_checkpoint
+from reshard.storage.machine import tune_memory
 from reshard.verify.comparison import diff
 
 

@@ -5,8 +5,9 @@ import click
 from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import describe
 from reshard.cli import output
-from reshard.cli.options import reading_options, tune_memory
+from reshard.cli.options import reading_options
 from reshard.loader import open as open_checkpoint
+from reshard.storage.machine import tune_memory
 from reshard.tree import format_path
 from reshard.verify.digest_record import FILE
 from reshard.verify.verification import digest, record

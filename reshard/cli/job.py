@@ -10,12 +10,13 @@ import click
 from reshard.checkpoint import Checkpoint
 from reshard.cli import output
 from reshard.cli.model_argument import build_target, read_rules
-from reshard.cli.options import AS_JSON, CONCURRENCY, ITEM, MAX_MEMORY, QUIET, options, tune_memory
+from reshard.cli.options import AS_JSON, CONCURRENCY, ITEM, MAX_MEMORY, QUIET, options
 from reshard.cli.page_file import HTML, check_page, write_page
 from reshard.errors import ReshardError, ShardingError
 from reshard.loader import open as open_checkpoint
 from reshard.restore.target_mesh import to_mesh
 from reshard.sharding.mesh import parse_mesh
+from reshard.storage.machine import tune_memory
 from reshard.transforms import cast, rename, select
 from reshard.units import format_bytes
 from reshard.writer.execution import save

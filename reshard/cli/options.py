@@ -1,20 +1,13 @@
-"""What several commands share: options, and how a process uses memory."""
+"""What several commands share: options."""
 
-import ctypes
-import gc
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import click
 
-from reshard.engine.budget import cores
 from reshard.loader.detection import manager_steps
 from reshard.storage.bucket import REQUESTS
 from reshard.storage.location import parse_location
-
-# Parameters of mallopt.
-_MALLOC_ARENA_MAX, _MALLOC_MMAP_THRESHOLD, _MALLOC_TRIM_THRESHOLD = -8, -3, -1
-_MAX_ARENAS = 4
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -73,19 +66,3 @@ def _own(path: str, step: int | None, item: str | None) -> Place:
     inner = root / steps[step if step in steps else max(steps)] if steps else root
     there = item is not None and (inner / item).is_dir()
     return {"step": step if steps else None, "item": item if there else None}
-
-
-def tune_memory() -> None:
-    """For a command's own process, never for a library's user: few arenas of malloc, in which freed
-    memory is kept and used again: on glibc, the difference between the budget and twice the budget.
-    In a single one, threads that encode small chunks wait for one another for a quarter of the
-    time. And Python looks for cycles less often: in trees of 100,000 leaves, of which none is one,
-    that takes a fifth of the time."""
-    gc.set_threshold(100_000, 20, 20)
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return
-    mallopt(_MALLOC_ARENA_MAX, min(cores(), _MAX_ARENAS))
-    mallopt(_MALLOC_MMAP_THRESHOLD, 32 << 20)
-    mallopt(_MALLOC_TRIM_THRESHOLD, 64 << 20)

@@ -10,7 +10,7 @@ import click
 from reshard.checkpoint import Checkpoint
 from reshard.cli import output
 from reshard.cli.conversion_options import conversion_options, converter
-from reshard.cli.options import places, reading_options, tune_memory
+from reshard.cli.options import places, reading_options
 from reshard.errors import (
     ArgumentError,
     CorruptCheckpointError,
@@ -19,6 +19,7 @@ from reshard.errors import (
 )
 from reshard.loader import open as open_checkpoint
 from reshard.storage.location import parse_location
+from reshard.storage.machine import tune_memory
 from reshard.tree import format_path
 from reshard.verify.verification import verify
 

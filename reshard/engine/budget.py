@@ -6,13 +6,13 @@ larger than the limit, when nothing else is in flight.
 """
 
 import collections
-import os
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import NamedTuple
 
 from reshard.errors import MemoryLimitError
 from reshard.hints import Hint
+from reshard.storage.machine import cores as cores
 from reshard.tree import Path, format_path
 from reshard.units import format_bytes, whole_kib
 
@@ -27,13 +27,6 @@ MOST_LARGE = 4
 WINDOW = 4
 # What handling a box takes beside its bytes: it matters for checkpoints of many small arrays.
 READ_OVERHEAD = 1 << 14
-
-
-def cores() -> int:
-    """Processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def room(max_memory: int) -> int:

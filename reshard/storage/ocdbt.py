@@ -16,6 +16,7 @@ from reshard.errors import CorruptCheckpointError, ReshardError
 from reshard.storage import bucket, posix
 from reshard.storage.btree import decoded_bytes
 from reshard.storage.location import MAX_DOCUMENT, Location, checked, not_a_file
+from reshard.storage.machine import thread_limits
 from reshard.storage.refusals import refusal
 from reshard.units import format_bytes
 
@@ -56,7 +57,7 @@ def new_context(
     is safe: the page cache is read in place, and no fresh memory is touched for stored bytes. Of
     buckets, `requests` are under way at once."""
     resources = {BTREE_CACHE: {"total_bytes_limit": btree_cache_bytes}, "file_io_sync": False}
-    resources |= bucket.resources(requests)
+    resources |= bucket.resources(requests) | thread_limits()
     if mapped is not None and mapped.is_local and _can_map() and posix.on_local_disk(mapped):
         resources |= _MAPPED
     return ts.Context(resources)
