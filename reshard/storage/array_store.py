@@ -107,9 +107,8 @@ class ArrayStore(ZarrVersion):
         spec = self.directory.spec
         if self.ocdbt:
             directory = self.directory / self.parts[0]
-            if sum(map(len, self.values.values())) < _MANY_VALUES:
-                spec = ocdbt_spec(directory)
-            else:
+            spec = ocdbt_spec(directory)
+            if self.has_many:
                 spec = in_small_nodes(directory, self.values, self.context)
         return ts.KvStore.open(spec, context=self.context).result()
 
@@ -132,7 +131,13 @@ class ArrayStore(ZarrVersion):
         """The same store, which knows nothing but these arrays, and has nothing open."""
         store = dataclasses.replace(self)
         vars(store)["values"] = {name: self.values[name] for name in names}
+        vars(store)["has_many"] = self.has_many
         return store
+
+    @functools.cached_property
+    def has_many(self) -> bool:
+        """Whether it holds more values than are found fast in the nodes that Orbax writes."""
+        return sum(map(len, self.values.values())) >= _MANY_VALUES
 
     def largest_chunk(self, name: str) -> int:
         """Stored bytes of the largest chunk of an array; 0 where none is there."""

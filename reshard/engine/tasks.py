@@ -1,0 +1,95 @@
+"""Parts of a job that run in other processes, and how they are pickled: with what they read of a
+store, and nothing else that is stored."""
+
+import dataclasses
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from reshard.arrays.handle import StoredArray
+from reshard.errors import ArgumentError
+from reshard.storage.array_store import ArrayStore
+from reshard.storage.ocdbt import StoredValue
+
+Report = Callable[[int], None]
+
+
+class Task(Protocol):
+    """A part of a job, which pickles, and so does its result; `str()` names it.
+
+    Attributes:
+      nbytes: bytes of work: what it reports of at most, and counts as in the end.
+    """
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def run(self, report: Report) -> Any:
+        """Does it; calls `report` with numbers of bytes that are done, now and then."""
+        ...
+
+
+class Pickler(pickle.Pickler):
+    """A pickler that takes of a store the arrays that it meets, and not all values."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is StoredArray:
+            values = [(key, *value) for key, value in obj.store.values[obj.name].items()]
+            return _stored_array, (obj.store, obj.name, obj.metadata, values)
+        if type(obj) is ArrayStore:
+            fields = [getattr(obj, field.name) for field in dataclasses.fields(obj)]
+            return _store, (*fields, obj.has_many)
+        return NotImplemented
+
+
+class _Checker(Pickler):
+    """What a task is made of, less what is stored."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) in (StoredArray, ArrayStore):
+            return object, ()
+        if getattr(obj, "__module__", None) == "__main__":
+            raise pickle.PicklingError(f"`{obj.__qualname__}` is defined in no module")
+        return NotImplemented
+
+
+def check_pickles(tasks: Sequence[Task]) -> None:
+    """Raises ArgumentError for a task that other processes cannot be given."""
+    for task in tasks:
+        try:
+            pickled(task, _Checker)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ArgumentError(
+                "workers cannot be given what they are to do",
+                [str(error)],
+                ["define functions at the top level of a module, which workers import"],
+            ) from error
+
+
+def pickled(task: Task, pickler: type[Pickler] = Pickler) -> bytes:
+    data = _Buffer()
+    pickler(data).dump(task)
+    return bytes(data)
+
+
+class _Buffer(bytearray):
+    """Bytes that a pickler writes to."""
+
+    def write(self, data: bytes) -> None:
+        self.extend(data)
+
+
+def _store(*fields: Any) -> ArrayStore:
+    """A store without values."""
+    *own, has_many = fields
+    store = ArrayStore(*own)
+    vars(store).update(values={}, has_many=has_many)
+    return store
+
+
+def _stored_array(
+    store: ArrayStore, name: str, metadata: bytes, values: Sequence[tuple]
+) -> StoredArray:
+    """An array of a store, which gets its values."""
+    store.values[name] = {key: StoredValue(*value) for key, *value in values}
+    return StoredArray(store, name, metadata)

@@ -1,0 +1,225 @@
+"""Tasks in worker processes on this machine, or wherever a caller's executor runs them.
+
+    tasks  ->  [ worker | worker | ... ]  ->  results, in the order of the tasks
+                one task at a time each
+
+A worker that is killed costs its task again. A process pool of the standard library would fail all
+tasks then; so workers are started and looked after here, each with a pipe to it and one from it.
+"""
+
+import collections
+import concurrent.futures
+import contextlib
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, BinaryIO
+
+from reshard.engine.executors import in_executor
+from reshard.engine.tasks import Pickler, Report, Task, check_pickles
+from reshard.errors import ReshardError
+from reshard.hints import Hint
+from reshard.storage.machine import share_cores, tune_memory
+
+# Workers that may be killed by one task.
+_DEATHS = 3
+# A worker that has told nothing for so long is told of, and tells how far it is this often.
+SILENT_SECONDS = 60.0
+_TELL_SECONDS = 0.1
+
+
+def run_tasks(
+    tasks: Sequence[Task],
+    report: Report,
+    *,
+    workers: int = 1,
+    executor: concurrent.futures.Executor | None = None,
+    stop: Callable[[], object] | None = None,
+) -> list[Any]:
+    """Runs tasks and returns their results in order.
+
+    Args:
+      report: called with numbers of bytes that are done; a negative one for a task that is lost.
+      workers: processes to run them in.
+      executor: runs them instead; what a task reports on the way is not told then.
+      stop: tells the tasks of an executor to end, which are waited for then; without it, those
+        that run are left alone.
+
+    Raises:
+      ArgumentError: a task does not pickle: a function is not defined in a module, for one.
+      ReshardError: what a task has raised; or a task kills its workers, or the executor breaks.
+    """
+    check_pickles(tasks)
+    if executor is not None:
+        return in_executor(tasks, executor, report, stop)
+    return _in_workers(tasks, min(workers, len(tasks)), report)
+
+
+def _in_workers(tasks: Sequence[Task], count: int, report: Report) -> list[Any]:
+    waiting = collections.deque(range(len(tasks)))
+    results: dict[int, Any] = {}
+    deaths: collections.Counter[int] = collections.Counter()
+    events: queue.SimpleQueue[tuple[_Worker, str, Any]] = queue.SimpleQueue()
+    running: dict[_Worker, int] = {}
+
+    def give(worker: _Worker) -> None:
+        running[worker] = waiting.popleft()
+        worker.give(tasks[running[worker]])
+
+    with contextlib.ExitStack() as ended:
+        for _ in range(count):
+            give(ended.enter_context(_Worker(count, events)))
+        while running:
+            for silent in [worker for worker in running if worker.is_silent()]:
+                warnings.warn(f"{tasks[running[silent]]}: {silent}", stacklevel=2)
+            try:
+                worker, kind, value = events.get(timeout=SILENT_SECONDS / 4)
+            except queue.Empty:
+                continue
+            number = running[worker]
+            if kind == "bytes":
+                report(worker.add(value))
+                continue
+            del running[worker]
+            if kind == "result":
+                results[number] = value
+                report(tasks[number].nbytes - worker.done)
+            elif kind == "error":
+                raise value
+            else:
+                deaths[number] += 1
+                if value >= 0 or deaths[number] == _DEATHS:
+                    raise _killed(tasks[number], value, deaths[number])
+                report(-worker.done)
+                waiting.appendleft(number)
+                worker = ended.enter_context(_Worker(count, events))
+            if waiting:
+                give(worker)
+    return [results[number] for number in range(len(tasks))]
+
+
+class _Worker:
+    """A process that is given one task after another. As a context, it is killed at the end, and
+    has ended then."""
+
+    def __init__(self, among: int, events: "queue.SimpleQueue[tuple[_Worker, str, Any]]"):
+        # What is imported here is imported there, wherever it is from.
+        code = f"import sys; sys.path[:] = {sys.path!r}; from reshard.engine import workers; "
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"{code}workers.main({among})"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            process_group=0,  # an interrupt from the keyboard is for this process, which ends it
+        )
+        self._events = events
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def give(self, task: Task) -> None:
+        """Begins a task."""
+        self.done = 0
+        self._heard = time.monotonic()
+        self._is_told = False
+        self._tasks.put(task)
+
+    def add(self, nbytes: int) -> int:
+        """Counts bytes of its task as done, and returns them."""
+        self.done += nbytes
+        self._heard = time.monotonic()
+        self._is_told = False
+        return nbytes
+
+    def is_silent(self) -> bool:
+        """Whether it has told nothing for long; once, until it tells something."""
+        if self._is_told or time.monotonic() - self._heard < SILENT_SECONDS:
+            return False
+        self._is_told = True
+        return True
+
+    def __str__(self) -> str:
+        seconds = time.monotonic() - self._heard
+        return f"its worker, process {self._process.pid}, has not gone on for {seconds:.0f} seconds"
+
+    def _serve(self) -> None:
+        """Gives tasks to the process, and puts what it answers among the events."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        # What tasks have in common goes there once: the memo of both stays.
+        pickler, answers = Pickler(self._process.stdin), pickle.Unpickler(self._process.stdout)
+        try:
+            while (task := self._tasks.get()) is not None:
+                pickler.dump(task)
+                self._process.stdin.flush()
+                kind = "bytes"
+                while kind == "bytes":
+                    kind, value = answers.load()
+                    self._events.put((self, kind, value))
+        except (EOFError, OSError, pickle.UnpicklingError):  # it has ended, in whatever it wrote
+            self._events.put((self, "end", self._process.wait()))
+        except Exception as error:  # what an answer is made of cannot be imported, for one
+            self._events.put((self, "error", error))
+
+    def __enter__(self) -> "_Worker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            os.kill(-self._process.pid, signal.SIGKILL)  # and what it has started
+        self._tasks.put(None)
+        self._thread.join()
+        self._process.communicate()
+
+
+def _killed(task: Task, status: int, deaths: int) -> ReshardError:
+    """The error for a task whose workers end without an answer."""
+    if status >= 0:
+        problem = f"its worker ended with status {status}; what it says is above"
+        return ReshardError(f"{task} cannot be done", [problem])
+    name = signal.Signals(-status).name
+    problem = f"{deaths} workers were killed in the middle of it, the last one by {name}"
+    hints = [Hint(("workers",), " and ", ("max_memory",), " multiply: less of both takes less")]
+    return ReshardError(f"{task} cannot be done", [problem], hints if name == "SIGKILL" else [])
+
+
+def main(among: int) -> None:
+    """A worker, one of several on its machine: answers tasks until there are no more."""
+    share_cores(among)
+    tune_memory()
+    tasks = pickle.Unpickler(sys.stdin.buffer)
+    with os.fdopen(os.dup(1), "wb") as out:
+        os.dup2(2, 1)  # what a function of the user's prints is no answer
+        while True:
+            try:
+                task = tasks.load()
+            except EOFError:
+                return
+            pickle.dump(_answer(task, out), out)
+            out.flush()
+
+
+def _answer(task: Task, out: BinaryIO) -> tuple[str, Any]:
+    """What is to be told of a task at its end."""
+    untold, last = 0, time.monotonic()
+
+    def report(nbytes: int) -> None:
+        nonlocal untold, last
+        untold += nbytes
+        if time.monotonic() - last >= _TELL_SECONDS:
+            pickle.dump(("bytes", untold), out)
+            out.flush()  # an error, where nobody hears it any more
+            untold, last = 0, time.monotonic()
+
+    try:
+        return "result", task.run(report)
+    except BrokenPipeError:
+        raise
+    except (ReshardError, OSError, MemoryError) as error:
+        return "error", error
