@@ -1,17 +1,24 @@
 """Tasks in worker processes: killed, hanging, failing; and in executors."""
 
+import concurrent.futures
 import os
+import pathlib
 import re
+import shutil
 import signal
 import threading
 import time
 import warnings
 
+import layouts
+import numpy as np
 import psutil
 import pytest
+from click.testing import CliRunner
 from worker_tasks import Tiny
 
 import reshard
+import reshard.cli
 from reshard.engine import workers
 from reshard.engine.workers import run_tasks
 
@@ -115,3 +122,129 @@ def test_what_workers_cannot_import_is_told_before_anything_runs(log):
     assert "<lambda>" in lines[1]
     assert lines[3] == "hint: define functions at the top level of a module, which workers import"
     assert not log.exists()
+
+
+# What is read in parts. Threads are given the same pickled parts as processes.
+
+
+@pytest.fixture(scope="module")
+def threads():
+    with concurrent.futures.ThreadPoolExecutor(2) as executor:
+        yield executor
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Two checkpoints of one tree in other chunks, of which some elements differ; uneven shapes."""
+    rng = np.random.default_rng(7)
+    folder = tmp_path_factory.mktemp("two")
+    shapes = {"b": ((37, 11), "bfloat16"), "f": ((40, 53), "float32"), "i": ((997,), "int32")}
+    trees = [{n: layouts.random_array(rng, shape, dtype) for n, (shape, dtype) in shapes.items()}]
+    trees[0]["scalar"] = np.float32(3.5)
+    trees.append({name: np.array(leaf) for name, leaf in trees[0].items()})
+    trees[1]["f"][[0, 27, 39], [52, 3, 1]] = [np.nan, 0.25, np.inf]
+    trees[1]["i"][500:] += 3
+    trees[1]["moved"] = trees[1].pop("b")
+    for name, tree, chunks in zip("ab", trees, (1000, 700), strict=True):
+        layouts.save_pytree(folder / name, tree)
+        ckpt = reshard.open(folder / name)
+        reshard.save(ckpt, folder / f"{name}-chunked", chunks=chunks, digest=True)
+    return folder / "a-chunked", folder / "b-chunked"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_reading_in_parts_finds_the_same(two, threads, count):
+    a, b = two
+    parts = {"workers": count, "executor": threads}
+    assert reshard.digest(a, **parts) == reshard.digest(a)
+    assert reshard.verify(b, a, **parts) == reshard.verify(b, a)
+    for tolerance in ({}, {"rtol": 0.1, "atol": 1e-3}):
+        whole = reshard.diff(a, b, values=True, **tolerance)
+        found = reshard.diff(a, b, values=True, **tolerance, **parts)
+        assert found.document() == whole.document()
+        assert {each.what for each in whole.differences} == {"values", "moved"}
+
+
+@pytest.mark.parametrize("limit", ["1GiB", "40KiB"])
+def test_derived_arrays_are_read_in_parts(two, threads, limit):
+    """Those that share stored chunks, whole or one by one, cast ones, and of a function."""
+    ckpt = reshard.open(two[0])
+    ckpt = reshard.unstack(reshard.select(ckpt, ["f", "i"]), "f", into="rows/{}", axis=0)
+    ckpt = reshard.cast(ckpt, "bfloat16", "rows/*")
+    parts = {"workers": 5, "executor": threads, "max_memory": limit}
+    assert reshard.digest(ckpt, **parts) == reshard.digest(ckpt)
+
+
+def test_what_cannot_be_read_is_told_as_in_one_process(two, threads, tmp_path):
+    path = pathlib.Path(shutil.copytree(two[0], tmp_path / "bad"))
+    plain = tmp_path / "plain"
+    reshard.save(reshard.open(path), plain, ocdbt=False, chunks=1000)
+    sorted((plain / "f").glob("[0-9]*"))[-2].write_bytes(b"garbage")
+    (plain / "b" / "0.0").write_bytes(b"none")
+    whole = reshard.verify(plain)
+    assert len(whole.problems) == 2
+    assert reshard.verify(plain, workers=4, executor=threads) == whole
+    with pytest.raises(reshard.CorruptCheckpointError) as expected:
+        reshard.diff(plain, path, values=True)
+    with pytest.raises(reshard.CorruptCheckpointError) as caught:
+        reshard.diff(plain, path, values=True, workers=4, executor=threads)
+    assert str(caught.value) == str(expected.value)
+
+
+def test_progress_ends_with_all_bytes(two, threads):
+    told = []
+    reshard.verify(
+        *two, workers=3, executor=threads, progress=lambda done, whole: told.append((done, whole))
+    )
+    whole = sum(reshard.open(path).nbytes for path in two)
+    assert told[-1] == (whole, whole)
+    assert told == sorted(told)
+
+
+@pytest.mark.parametrize("workers", [0, -1, "2", 1.5, True])
+def test_no_number_of_workers(two, workers):
+    with pytest.raises(reshard.ArgumentError, match=f"^`{workers}` is no number of workers$"):
+        reshard.verify(two[0], workers=workers)
+
+
+COMMANDS = {
+    "digest": lambda a, b: ("digest", a),
+    "verify": lambda a, b: ("verify", b, "--against", a),
+    "diff": lambda a, b: ("diff", a, b, "--values"),
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "count"),
+    [
+        pytest.param(
+            command, count, marks=[] if (command, count) == ("diff", 2) else pytest.mark.exhaustive
+        )
+        for command in COMMANDS
+        for count in (1, 2, 3, 5)
+    ],
+)
+def test_commands_answer_the_same_of_workers(two, command, count, capfd, monkeypatch):
+    arguments = [*map(str, COMMANDS[command](*two)), "--json"]
+    answers = []
+    for more in ([], ["--workers", str(count)]):
+        result = CliRunner().invoke(reshard.cli.command, arguments + more)
+        answers.append((result.exit_code, result.output, capfd.readouterr().err))
+    assert answers[0] == answers[1]
+    assert answers[0][1]
+
+
+@pytest.mark.exhaustive
+def test_a_reader_that_is_killed_costs_its_part_again(two, monkeypatch):
+    """Its parts are read by others, to the same digests."""
+    expected = reshard.digest(two[0])
+    killed = []
+
+    def kill(done, whole):
+        for child in psutil.Process().children():
+            if not killed and "workers.main" in " ".join(child.cmdline()):
+                killed.append(child.pid)
+                child.kill()
+
+    assert reshard.digest(two[0], workers=3, progress=kill) == expected
+    assert killed

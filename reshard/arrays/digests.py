@@ -64,6 +64,12 @@ class Digest:
             low, high = low + more[0], high + more[1]
         self._sums = low % 2**64, high % 2**64
 
+    def merge(self, other: "Digest") -> None:
+        """Adds what another digest of the same array has of other boxes."""
+        (a, b), (c, d) = self._sums, other._sums
+        self._sums = (a + c) % 2**64, (b + d) % 2**64
+        self.elements += other.elements
+
     @property
     def state(self) -> tuple[int, int, int]:
         """What has been added so far, to go on from later."""

@@ -63,7 +63,10 @@ def command(
     checkpoints = [
         open_checkpoint(p, **at, concurrency=concurrency) for p, at in ((a, one), (b, other))
     ]
-    with output.progress_bar(quiet or as_json) as progress:
+    with (
+        output.warnings_told(),
+        output.progress_bar(quiet or as_json, flags.get("workers")) as progress,
+    ):
         found = diff(*checkpoints, **flags, progress=progress)
     if as_json:
         click.echo(json.dumps(found.document()))

@@ -24,6 +24,7 @@ def command(
     item: str | None,
     max_memory: str,
     concurrency: int,
+    workers: int | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -43,8 +44,8 @@ def command(
     """
     tune_memory()
     ckpt = open_checkpoint(path, step=step, item=item, concurrency=concurrency)
-    with output.progress_bar(quiet or as_json) as progress:
-        found = digest(ckpt, write=write, max_memory=max_memory, progress=progress)
+    with output.warnings_told(), output.progress_bar(quiet or as_json, workers) as progress:
+        found = digest(ckpt, write=write, max_memory=max_memory, workers=workers, progress=progress)
     if as_json:
         click.echo(record(ckpt, found).dump())
     elif not quiet:

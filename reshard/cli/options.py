@@ -27,6 +27,13 @@ CONCURRENCY = click.option(
     show_default=True,
     help="Requests to a bucket at once.",
 )
+WORKERS = click.option(
+    "--workers",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Processes of this machine that share the work, and its processors; --max-memory is for "
+    "each.",
+)
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON document.")
 QUIET = click.option("--quiet", is_flag=True, help="Print nothing but errors and warnings.")
 STEP = click.option("--step", type=int, help="Step of a manager's root; the latest by default.")
@@ -43,7 +50,7 @@ def options(of: Sequence[Callable[[F], F]]) -> Callable[[F], F]:
     return add
 
 
-reading_options = options((STEP, ITEM, MAX_MEMORY, CONCURRENCY, AS_JSON, QUIET))
+reading_options = options((STEP, ITEM, MAX_MEMORY, CONCURRENCY, WORKERS, AS_JSON, QUIET))
 
 Place = dict[str, Any]  # `step` and `item`, as `reshard.open` takes them
 

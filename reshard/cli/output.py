@@ -151,8 +151,11 @@ def warnings_told() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def progress_bar(quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A callback that draws bytes, rate and time left on stderr; None where nobody is looking."""
+def progress_bar(
+    quiet: bool, workers: int | None = None
+) -> Iterator[Callable[[int, int], None] | None]:
+    """A callback that draws bytes, rate, time left and the number of workers on stderr; None where
+    nobody is looking."""
     if quiet or not sys.stderr.isatty():
         yield None
         return

@@ -41,6 +41,7 @@ def command(
     item: str | None,
     max_memory: str,
     concurrency: int,
+    workers: int | None,
     as_json: bool,
     quiet: bool,
     **flags: Any,
@@ -76,8 +77,8 @@ def command(
         opened = open_checkpoint(against, **theirs, concurrency=concurrency)
         other = _in_one_api(ckpt, opened, options)
         _repeat_warnings([ckpt, opened, other])
-    with output.progress_bar(quiet or as_json) as progress:
-        found = verify(ckpt, other, max_memory=max_memory, progress=progress)
+    with output.warnings_told(), output.progress_bar(quiet or as_json, workers) as progress:
+        found = verify(ckpt, other, max_memory=max_memory, workers=workers, progress=progress)
     document = {
         "path": str(found.path),
         "ok": found.ok,

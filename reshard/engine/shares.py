@@ -15,7 +15,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,6 +24,17 @@ from reshard.engine.plan import ArrayPlan
 
 # What a chunk takes beside its bytes, in bytes that could be moved meanwhile.
 CHUNK_BYTES = 1 << 16
+
+
+class Piece(Protocol):
+    """Some of the work, in an order of its own: `count` boxes or values."""
+
+    @property
+    def count(self) -> int: ...
+
+    def weight(self, count: int) -> int:
+        """What the first so many weigh."""
+        ...
 
 
 class Boxes:
@@ -82,7 +93,7 @@ class Part(NamedTuple):
 class Division:
     """Work that is divided into shares: boxes and values in order."""
 
-    def __init__(self, pieces: Sequence[Boxes | Values]):
+    def __init__(self, pieces: Sequence[Piece]):
         self._pieces = pieces
         weights = (piece.weight(piece.count) for piece in pieces)
         self._ends = [0, *itertools.accumulate(weights)]

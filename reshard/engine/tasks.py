@@ -11,6 +11,11 @@ from reshard.errors import ArgumentError
 from reshard.storage.array_store import ArrayStore
 from reshard.storage.ocdbt import StoredValue
 
+# Tasks of each worker, bytes of one at least, and workers of an executor, unless that is said.
+_TASKS = 4
+_SMALLEST = 32 << 20
+_WORKERS = 16
+
 Report = Callable[[int], None]
 
 
@@ -27,6 +32,16 @@ class Task(Protocol):
     def run(self, report: Report) -> Any:
         """Does it; calls `report` with numbers of bytes that are done, now and then."""
         ...
+
+
+def task_count(nbytes: int, workers: int | None) -> int:
+    """In how many tasks a job of so many bytes is divided: a few for each worker, or of as many as
+    are not known, since one that is lost is done again; not too small ones. Raises ArgumentError
+    for no number of workers."""
+    if workers is not None and (type(workers) is not int or workers < 1):
+        raise ArgumentError(f"`{workers}` is no number of workers")
+    most = _TASKS * (workers or _WORKERS)
+    return max(min(most, nbytes // _SMALLEST), min(nbytes, workers or 1), 1)
 
 
 class Pickler(pickle.Pickler):

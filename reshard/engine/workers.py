@@ -39,7 +39,7 @@ def run_tasks(
     tasks: Sequence[Task],
     report: Report,
     *,
-    workers: int = 1,
+    workers: int | None = None,
     executor: concurrent.futures.Executor | None = None,
     stop: Callable[[], object] | None = None,
 ) -> list[Any]:
@@ -47,7 +47,7 @@ def run_tasks(
 
     Args:
       report: called with numbers of bytes that are done; a negative one for a task that is lost.
-      workers: processes to run them in.
+      workers: processes to run them in; one, if nothing is said.
       executor: runs them instead; what a task reports on the way is not told then.
       stop: tells the tasks of an executor to end, which are waited for then; without it, those
         that run are left alone.
@@ -59,7 +59,7 @@ def run_tasks(
     check_pickles(tasks)
     if executor is not None:
         return in_executor(tasks, executor, report, stop)
-    return _in_workers(tasks, min(workers, len(tasks)), report)
+    return _in_workers(tasks, min(workers or 1, len(tasks)), report)
 
 
 def _in_workers(tasks: Sequence[Task], count: int, report: Report) -> list[Any]:

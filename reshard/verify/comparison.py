@@ -6,7 +6,8 @@ import itertools
 import math
 import numbers
 import os
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from typing import Any
 
 from reshard import tree
@@ -22,7 +23,7 @@ from reshard.units import parse_bytes
 from reshard.verify.differences import Diff, Difference
 from reshard.verify.digest_record import FILE, read_record
 from reshard.verify.elementwise import ElementComparison
-from reshard.verify.values import Progress, counted, read_values
+from reshard.verify.values import Failed, Group, Progress, Report, Taker, counted, read_values
 
 _Arrays = dict[Path, ArrayHandle]
 _Pairs = dict[Path, tuple[ArrayHandle, ArrayHandle]]
@@ -42,6 +43,8 @@ def diff(
     select: str | Sequence[str] = "**",
     drop: str | Sequence[str] = (),
     max_memory: int | str = "1GiB",
+    workers: int | None = None,
+    executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> Diff:
     """Compares two checkpoints: their trees and, with `values`, the contents of their arrays.
@@ -67,7 +70,9 @@ def diff(
         and formats.
       select: globs of the leaves to compare; each must match a leaf of one of the two.
       drop: globs of leaves to leave out.
-      max_memory: bytes in flight at most.
+      max_memory: bytes in flight at most, in each worker.
+      workers: processes of this machine that read, beside this one; or how many `executor` has.
+      executor: any `concurrent.futures.Executor`, which has parts of it read.
       progress: called with (bytes done, bytes in all).
 
     Raises:
@@ -109,7 +114,11 @@ def diff(
     alone = _alike(removed, added)
     if values:
         memory = parse_bytes(max_memory)
-        contents, digests = _read(pairs, alone, names, (rtol, atol), memory, progress)
+
+        def read(groups: Sequence[Group], takers: Sequence[Taker], report: Report) -> Failed:
+            return read_values(groups, takers, memory, report, workers, executor)
+
+        contents, digests = _read(pairs, alone, names, (rtol, atol), read, progress)
         not_compared = 0
     else:
         contents, digests, not_compared = _recorded(pairs, alone)
@@ -213,7 +222,7 @@ def _read(
     alone: Sequence[_Arrays],
     names: tuple[str, str],
     tolerances: tuple[float, float],
-    max_memory: int,
+    read: Callable[..., Failed],
     progress: Progress | None,
 ) -> tuple[_Contents, dict[Path, str]]:
     """In what contents that are read differ, and path -> digest of arrays on one side alone. Raises
@@ -226,9 +235,9 @@ def _read(
     check_names(handles)
     comparisons = {path: ElementComparison(a.shape, *tolerances) for path, (a, _) in pairs.items()}
     digests = {path: Digest(handle.shape, handle.dtype) for path, handle in singles.items()}
-    takers = [taker.add for taker in (*comparisons.values(), *digests.values())]
+    takers = [*comparisons.values(), *digests.values()]
     report = counted(sum(handle.nbytes for handle in handles), progress)
-    failed = read_values(groups, takers, max_memory, report)
+    failed = read(groups, takers, report)
     if failed:
         raise CorruptCheckpointError(
             f"arrays cannot be read; A is `{names[0]}`, B is `{names[1]}`",

@@ -79,8 +79,22 @@ class ElementComparison:
         if first is not None:
             offset = np.unravel_index(first, shape_of(box))
             index = tuple(int(i) + low for i, low in zip(offset, start_of(box), strict=True))
-            if self._first is None or index < self._first[0]:
-                self._first = index, a[first], b[first]
+            self._add_first(index, a[first], b[first])
+
+    def merge(self, other: "ElementComparison") -> None:
+        """Adds what another comparison of the same arrays has found in other boxes."""
+        self._count += other._count
+        self._non_finite += other._non_finite
+        if other._max_abs is not None:
+            self._max_abs = _larger(self._max_abs, other._max_abs)
+        if other._max_rel is not None:
+            self._max_rel = _larger(self._max_rel, other._max_rel)
+        if other._first is not None:
+            self._add_first(*other._first)
+
+    def _add_first(self, index: tuple[int, ...], a: np.generic, b: np.generic) -> None:
+        if self._first is None or index < self._first[0]:
+            self._first = index, a, b
 
     def difference(self) -> ElementDifference | None:
         """What differs; None if nothing does."""

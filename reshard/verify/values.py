@@ -1,8 +1,11 @@
 """The values of arrays, box by box: for whoever looks at all of them once."""
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from typing import NamedTuple, Protocol, Self
 
 from reshard.arrays.boxes import (
     Box,
@@ -19,6 +22,9 @@ from reshard.engine.batches import Unit, in_batches
 from reshard.engine.budget import WINDOW, Budget, check_fits, cores, in_flight, in_memory
 from reshard.engine.cost import co_read_groups, decoded_together
 from reshard.engine.read import Read, read
+from reshard.engine.shares import Division
+from reshard.engine.tasks import Report, task_count
+from reshard.engine.workers import run_tasks
 from reshard.errors import ReshardError, StoreError
 from reshard.tree import Path
 
@@ -26,28 +32,117 @@ from reshard.tree import Path
 Progress = Callable[[int, int], None]
 # Arrays of one shape that are read at the same boxes: one, or two to be compared.
 Group = tuple[ArrayHandle, ...]
-# Takes a box, and the values of each array of a group there; it keeps none of them.
-Taker = Callable[..., None]
+
+
+class Taker(Protocol):
+    """Takes the values of a group, box by box, in any order."""
+
+    @property
+    def add(self) -> Callable[..., None]:
+        """Takes a box, and the values of each array in it; keeps none of them."""
+        ...
+
+    def merge(self, other: Self) -> None:
+        """Adds what another one has taken of other boxes."""
+        ...
+
+
+# Number of a group -> place in it -> why that array could not be read.
+Failed = dict[int, Mapping[int, ReshardError]]
 
 
 def read_values(
     groups: Sequence[Group],
     takers: Sequence[Taker],
     max_memory: int,
-    progress: Callable[[int], None],
-) -> dict[int, Mapping[int, ReshardError]]:
-    """Reads every element of all arrays once, for the taker of each group. An error does not end
-    it: what follows of that group is left out. Raises MemoryLimitError with all stored chunks that
-    do not fit into `max_memory`, and StoreError where a bucket does not give what it is asked for.
-
-    Returns:
-      Number of a group -> place in it -> why that array could not be read.
-    """
+    progress: Report,
+    workers: int | None = None,
+    executor: Executor | None = None,
+) -> Failed:
+    """Reads every element of all arrays once, for the taker of each group; in so many workers, or
+    in an executor, if that is said. An error does not end it: what follows of that group is left
+    out. Raises MemoryLimitError with all stored chunks that do not fit into `max_memory`, and
+    StoreError where a bucket does not give what it is asked for."""
     least = [(group[0].path, least_memory(group)) for group in groups]
     check_fits(least, max_memory)
-    limit = in_flight(max_memory, cores(), max((nbytes for _, nbytes in least), default=0))
-    failed: dict[int, Mapping[int, ReshardError]] = {}
-    units = _units(groups, limit // WINDOW, max_memory, failed)
+    largest = max((nbytes for _, nbytes in least), default=0)
+    limit = in_flight(max_memory, cores(), largest) // WINDOW
+    turns = list(_turns(groups, limit, max_memory))
+    if workers is None and executor is None:
+        return _read(dict(enumerate(groups)), dict(enumerate(takers)), turns, max_memory, progress)
+    division = Division(turns)
+    count = task_count(sum(turn.nbytes for turn in turns), workers)
+    tasks = []
+    for number in range(count):
+        if not (parts := division.share(number, count)):
+            continue
+        own = [turns[part.piece]._replace(start=part.start, stop=part.stop) for part in parts]
+        numbers = [n for turn in own for n in turn.numbers]
+        some, each = {n: groups[n] for n in numbers}, {n: takers[n] for n in numbers}
+        tasks.append(ReadTask(number, count, division.weight(parts), some, each, own, max_memory))
+    failed: Failed = {}
+    for taken, errors in run_tasks(tasks, progress, workers=workers, executor=executor):
+        for number, taker in taken.items():
+            takers[number].merge(taker)
+        for number, error in errors.items():
+            failed.setdefault(number, error)  # of the first box, as in one process
+    return failed
+
+
+class _Turn(NamedTuple):
+    """Boxes of groups, of all of them the first one, then the second one, and so on.
+
+    Attributes:
+      numbers: those of the groups.
+      grid: the shape of the boxes, as of `_boxes`.
+      start, stop: the first box, and the one after the last one.
+      count: boxes of each group.
+      nbytes: decoded bytes of all boxes.
+    """
+
+    numbers: Sequence[int]
+    grid: Shape | None
+    start: int
+    stop: int
+    count: int
+    nbytes: int
+
+    def weight(self, count: int) -> int:
+        """Bytes of the first so many boxes, as if all were of one size."""
+        return self.nbytes * count // self.count
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadTask:
+    """A part of what is read, and what takes it. Attributes as of `read_values`, by number of a
+    group."""
+
+    number: int
+    of: int
+    nbytes: int
+    groups: Mapping[int, Group]
+    takers: Mapping[int, Taker]
+    turns: Sequence[_Turn]
+    max_memory: int
+
+    def __str__(self) -> str:
+        return f"part {self.number + 1} of {self.of} of what is read"
+
+    def run(self, report: Report) -> tuple[Mapping[int, Taker], Failed]:
+        return self.takers, _read(self.groups, self.takers, self.turns, self.max_memory, report)
+
+
+def _read(
+    groups: Mapping[int, Group],
+    takers: Mapping[int, Taker],
+    turns: Sequence[_Turn],
+    max_memory: int,
+    progress: Report,
+) -> Failed:
+    largest = max(map(least_memory, groups.values()), default=0)
+    limit = in_flight(max_memory, cores(), largest)
+    failed: Failed = {}
+    units = _units(groups, turns, failed)
     with Budget(limit) as budget:
         for filled in read(in_batches(units, limit // WINDOW, max_memory), budget):
             reads, values = filled.batch.reads, filled.values
@@ -65,16 +160,14 @@ def read_values(
                 if errors:
                     failed.setdefault(number, errors)
                 elif number not in failed:
-                    takers[number](reads[start].box, *values[start:stop])
+                    takers[number].add(reads[start].box, *values[start:stop])
                 values[start:stop] = [None] * (stop - start)  # memory is counted without them
                 progress(sum(read.nbytes for read in reads[start:stop]))
     return failed
 
 
-def _units(
-    groups: Sequence[Group], limit: int, max_memory: int, failed: Collection[int]
-) -> Iterator[Unit]:
-    """All boxes, group by group, less groups that have failed; those that share chunks in turn."""
+def _turns(groups: Sequence[Group], limit: int, max_memory: int) -> Iterator[_Turn]:
+    """All boxes, group by group; those that share chunks in turn."""
     grids = [_grid(group, limit, max_memory) for group in groups]
     first = [next((h for h in group if isinstance(h.data, Derived)), group[0]) for group in groups]
     for together in co_read_groups(first):
@@ -82,12 +175,24 @@ def _units(
         for number in together:
             alike.setdefault(number if grids[number] is None else grids[number], []).append(number)
         for numbers in alike.values():
-            boxes = (_boxes(groups[number], grids[number]) for number in numbers)
-            for places in zip(*boxes, strict=True):
-                for number, box in zip(numbers, places, strict=True):
-                    if number not in failed:
-                        reads = [Read(handle, box, number) for handle in groups[number]]
-                        yield Unit(reads, *_buffers(groups[number], math.prod(shape_of(box))))
+            grid, some = grids[numbers[0]], groups[numbers[0]]
+            sizes = map(len, _cuts(some)) if grid is None else [grid_size(some[0].shape, grid)]
+            nbytes = sum(handle.nbytes for number in numbers for handle in groups[number])
+            if count := math.prod(sizes):
+                yield _Turn(numbers, grid, 0, count, count, nbytes)
+
+
+def _units(
+    groups: Mapping[int, Group], turns: Iterable[_Turn], failed: Container[int]
+) -> Iterator[Unit]:
+    """The boxes of turns, less groups that have failed."""
+    for numbers, grid, start, stop, *_ in turns:
+        boxes = (_boxes(groups[number], grid) for number in numbers)
+        for places in itertools.islice(zip(*boxes, strict=True), start, stop):
+            for number, box in zip(numbers, places, strict=True):
+                if number not in failed:
+                    reads = [Read(handle, box, number) for handle in groups[number]]
+                    yield Unit(reads, *_buffers(groups[number], math.prod(shape_of(box))))
 
 
 def _buffers(group: Group, elements: int) -> tuple[int, int]:
@@ -112,7 +217,7 @@ def _cost(group: Group, box: Shape) -> int:
     return in_memory(decoding, *_buffers(group, elements), len(group))
 
 
-def counted(whole: int, progress: Progress | None) -> Callable[[int], None]:
+def counted(whole: int, progress: Progress | None) -> Report:
     """What takes numbers of bytes that were read, and tells how much is done of `whole`."""
     done = 0
 
@@ -126,7 +231,11 @@ def counted(whole: int, progress: Progress | None) -> Callable[[int], None]:
 
 
 def read_digests(
-    leaves: Iterable[ArrayHandle], max_memory: int, progress: Callable[[int], None]
+    leaves: Iterable[ArrayHandle],
+    max_memory: int,
+    progress: Report,
+    workers: int | None = None,
+    executor: Executor | None = None,
 ) -> tuple[dict[Path, str], dict[Path, ReshardError]]:
     """Path -> digest of the arrays that can be read, and path -> why not of the others. Raises
     MemoryLimitError as `read_values`."""
@@ -141,8 +250,8 @@ def read_digests(
         else:
             readable.append(leaf)
     made = [Digest(leaf.shape, leaf.dtype) for leaf in readable]
-    groups, takers = [(leaf,) for leaf in readable], [digest.add for digest in made]
-    errors = read_values(groups, takers, max_memory, progress)
+    groups = [(leaf,) for leaf in readable]
+    errors = read_values(groups, made, max_memory, progress, workers, executor)
     failed |= {readable[number].path: found[0] for number, found in errors.items()}
     pairs = zip(readable, made, strict=True)
     return {leaf.path: found.text() for leaf, found in pairs if leaf.path not in failed}, failed
@@ -159,16 +268,13 @@ def _grid(group: Group, limit: int, max_memory: int) -> Shape | None:
 
 def _boxes(group: Group, grid: Shape | None) -> Iterator[Box]:
     """The boxes of a group: of a grid, or else cut wherever a chunk of one of its arrays ends."""
-    shape = group[0].shape
-    if grid is not None:
-        return grid_boxes(shape, grid)
-    cuts = [
-        sorted({start for handle in group for start in range(0, size, handle.chunk_shape[axis])})
-        for axis, size in enumerate(shape)
-    ]
-    return itertools.product(
-        *(
-            [slice(*ends) for ends in itertools.pairwise((*starts, size))]
-            for starts, size in zip(cuts, shape, strict=True)
-        )
-    )
+    return itertools.product(*_cuts(group)) if grid is None else grid_boxes(group[0].shape, grid)
+
+
+def _cuts(group: Group) -> list[list[slice]]:
+    """The parts of each axis in which no chunk of a group's arrays ends."""
+    parts = []
+    for axis, size in enumerate(group[0].shape):
+        starts = {start for h in group for start in range(0, size, h.chunk_shape[axis])}
+        parts.append([slice(*ends) for ends in itertools.pairwise((*sorted(starts), size))])
+    return parts

@@ -4,6 +4,7 @@ import dataclasses
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor
 from typing import Any
 
 from reshard.arrays.handle import ArrayHandle, stored_name
@@ -65,6 +66,8 @@ def verify(
     against: Checkpoint | str | os.PathLike | None = None,
     *,
     max_memory: int | str = "1GiB",
+    workers: int | None = None,
+    executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> Verification:
     """Reads all of a checkpoint: whether every leaf is there, every chunk decodes, and the values
@@ -75,7 +78,9 @@ def verify(
       against: what its values are to be: a checkpoint with the same tree, on any mesh and in any
         format (`to_nnx`, `rename` and others make the tree the same), or the path of one; or the
         path of a record of digests.
-      max_memory: bytes in flight at most.
+      max_memory: bytes in flight at most, in each worker.
+      workers: processes of this machine that read, beside this one; or how many `executor` has.
+      executor: any `concurrent.futures.Executor`, which has parts of it read.
       progress: called with (bytes done, bytes in all).
 
     Raises:
@@ -92,7 +97,8 @@ def verify(
     other = _other(against)
     whole = ckpt.nbytes + (other.nbytes if isinstance(other, Checkpoint) else 0)
     report = counted(whole, progress)
-    return check(ckpt, parse_bytes(max_memory), report, other, f"`{against}`")
+    memory = parse_bytes(max_memory)
+    return check(ckpt, memory, report, other, f"`{against}`", workers, executor)
 
 
 def check(
@@ -101,9 +107,12 @@ def check(
     report: Callable[[int], None],
     other: Checkpoint | Record | None = None,
     name: str = "",
+    workers: int | None = None,
+    executor: Executor | None = None,
 ) -> Verification:
     """Compares the values of a checkpoint with those recorded beside it, and those of `other`,
-    whose name is for a record. `report` is called with numbers of bytes that were read."""
+    whose name is for a record. `report` is called with numbers of bytes that were read; `workers`
+    and `executor` are as of `verify`."""
     wrong: defaultdict[Path, list[str]] = defaultdict(list)
     files: list[str] = []
     # What digests are to be, and what is said where one is another.
@@ -135,13 +144,13 @@ def check(
         differs = _other_leaves(ckpt, other, here, name)
         for path, text in differs.items():
             wrong[path].append(text)
-        digests, failed = read_digests(other.arrays, max_memory, report)
+        digests, failed = read_digests(other.arrays, max_memory, report, workers, executor)
         for there, text in digests.items():
             if there in here and here[there] not in differs:
                 expected[here[there]].append((text, f"of {name}"))
         for there, error in failed.items():
             wrong[here.get(there, there)].append(f"in {name}, {reason(error, there)}")
-    digests, failed = read_digests(ckpt.arrays, max_memory, report)
+    digests, failed = read_digests(ckpt.arrays, max_memory, report, workers, executor)
     for path, error in failed.items():
         wrong[path].append(reason(error, path))
     for path, text in digests.items():
@@ -159,6 +168,8 @@ def digest(
     *,
     write: bool = False,
     max_memory: int | str = "1GiB",
+    workers: int | None = None,
+    executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> dict[Path, str]:
     """The digest of every array, which does not depend on how it is stored: see
@@ -168,7 +179,9 @@ def digest(
       checkpoint: a checkpoint, or the path of one.
       write: record them beside the arrays, with hashes of all other files; arrays that are not in
         this checkpoint (`select`) stay as they are recorded.
-      max_memory: bytes in flight at most.
+      max_memory: bytes in flight at most, in each worker.
+      workers: processes of this machine that read, beside this one; or how many `executor` has.
+      executor: any `concurrent.futures.Executor`, which has parts of it read.
       progress: called with (bytes done, bytes in all).
 
     Raises:
@@ -186,7 +199,9 @@ def digest(
     ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     file = ckpt.source.store.directory / FILE
     recorded = read_record(file)
-    checked = verify(ckpt, max_memory=max_memory, progress=progress)
+    checked = verify(
+        ckpt, max_memory=max_memory, workers=workers, executor=executor, progress=progress
+    )
     if not checked.ok:
         changed = [] if recorded is None else recorded.changed_files(ckpt.source)
         hints = [forget_hint(file)] if {*checked.problems} <= {*changed} else []
