@@ -64,12 +64,6 @@ class Digest:
             low, high = low + more[0], high + more[1]
         self._sums = low % 2**64, high % 2**64
 
-    def merge(self, other: "Digest") -> None:
-        """Adds what another digest of the same array has of other boxes."""
-        (a, b), (c, d) = self._sums, other._sums
-        self._sums = (a + c) % 2**64, (b + d) % 2**64
-        self.elements += other.elements
-
     @property
     def state(self) -> tuple[int, int, int]:
         """What has been added so far, to go on from later."""
@@ -79,6 +73,12 @@ class Digest:
         """Starts from an earlier state of the same array's digest."""
         low, high, self.elements = state
         self._sums = low, high
+
+    def merge(self, state: Sequence[int]) -> None:
+        """Adds what another digest of the same array has, of other boxes."""
+        low, high, elements = state
+        self._sums = (self._sums[0] + low) % 2**64, (self._sums[1] + high) % 2**64
+        self.elements += elements
 
     def text(self) -> str:
         """32 hexadecimal digits, of shape, dtype and all values."""

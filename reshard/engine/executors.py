@@ -1,26 +1,32 @@
 """Tasks in whatever `concurrent.futures.Executor` a caller has: a process pool, Dask's, MPI's."""
 
 import concurrent.futures
+import importlib.metadata
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from reshard.engine.tasks import Report, Task, pickled
-from reshard.errors import ReshardError
+from reshard.errors import ArgumentError, ReshardError
+
+# How long tasks are waited for that were told to stop.
+STOP_SECONDS = 60.0
 
 
 def in_executor(
     tasks: Sequence[Task],
+    imported: Sequence[bytes],
     executor: concurrent.futures.Executor,
     report: Report,
     stop: Callable[[], object] | None,
 ) -> list[Any]:
-    """Runs tasks as `reshard.engine.workers.run_tasks` says."""
+    """Runs tasks as `reshard.engine.workers.run_tasks` says. `imported` is what they import."""
     results: dict[int, Any] = {}
     futures: dict[concurrent.futures.Future, int] = {}
     try:
+        _check_imports(executor, imported)
         for number, task in enumerate(tasks):
-            futures[executor.submit(_answer_pickled, pickled(task))] = number
+            futures[executor.submit(_answer, pickled(task))] = number
         for future in concurrent.futures.as_completed(futures):
             kind, value = future.result()
             if kind == "error":
@@ -33,21 +39,51 @@ def in_executor(
                 future.cancel()
         else:  # some executors say that they have cancelled what runs on
             stop()
-            concurrent.futures.wait(futures)
-        if isinstance(error, concurrent.futures.BrokenExecutor):
+            concurrent.futures.wait(futures, STOP_SECONDS)
+        if _is_lost(error):
             raise _broken(tasks, results, error) from error
         raise
     return [results[number] for number in range(len(tasks))]
 
 
-def _broken(tasks: Sequence[Task], done: Iterable[int], error: Exception) -> ReshardError:
-    """The error for an executor that has lost tasks."""
-    left = [str(task) for number, task in enumerate(tasks) if number not in {*done}]
-    what = f"{type(error).__name__}: {error}"
-    return ReshardError(f"the executor has lost {len(left)} of {len(tasks)} tasks", [what, *left])
+def _check_imports(executor: concurrent.futures.Executor, imported: Sequence[bytes]) -> None:
+    """Raises ArgumentError unless a worker imports what tasks need, from this very release."""
+    try:
+        there = executor.submit(_release, imported).result()
+    except (ImportError, AttributeError) as error:
+        hint = "install there what is installed here, with the modules of your functions"
+        raise ArgumentError(
+            "the executor's workers cannot import what they are to run", [str(error)], [hint]
+        ) from error
+    here = _release(())
+    if there != here:
+        problem = f"there it is {there}, here it is {here}"
+        raise ArgumentError("the executor's workers have another release of reshard", [problem])
 
 
-def _answer_pickled(data: bytes) -> tuple[str, Any]:
+def _release(imported: Sequence[bytes]) -> str:
+    """The release of this package, where all of that can be imported."""
+    for data in imported:
+        pickle.loads(data)
+    return importlib.metadata.version("reshard")
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether an executor has lost a task, rather than that the task has failed. What Dask raises
+    has nothing in common but where it is defined."""
+    own = (concurrent.futures.BrokenExecutor, concurrent.futures.CancelledError)
+    return isinstance(error, own) or type(error).__module__.startswith("distributed.")
+
+
+def _broken(tasks: Sequence[Task], done: Container[int], error: BaseException) -> ReshardError:
+    """The error for an executor that has lost tasks; which it has not done."""
+    left = [str(task) for number, task in enumerate(tasks) if number not in done]
+    what = f"{type(error).__name__}: {error}".rstrip(": ")
+    count = f"{len(left)} of {len(tasks)} tasks are not done"
+    return ReshardError(f"the executor has lost its workers, and {count}", [what, *left])
+
+
+def _answer(data: bytes) -> tuple[str, Any]:
     """What a task answers. What the executor may try again is raised: a bucket has not answered,
     for one."""
     try:

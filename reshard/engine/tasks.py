@@ -68,17 +68,17 @@ class _Checker(Pickler):
         return NotImplemented
 
 
-def check_pickles(tasks: Sequence[Task]) -> None:
-    """Raises ArgumentError for a task that other processes cannot be given."""
-    for task in tasks:
-        try:
-            pickled(task, _Checker)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise ArgumentError(
-                "workers cannot be given what they are to do",
-                [str(error)],
-                ["define functions at the top level of a module, which workers import"],
-            ) from error
+def imported_by(tasks: Sequence[Task]) -> list[bytes]:
+    """Tasks without what they read, pickled: what they import. Raises ArgumentError for one that
+    other processes cannot be given."""
+    try:
+        return [pickled(task, _Checker) for task in tasks]
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ArgumentError(
+            "workers cannot be given what they are to do",
+            [str(error)],
+            ["define functions at the top level of a module, which workers import"],
+        ) from error
 
 
 def pickled(task: Task, pickler: type[Pickler] = Pickler) -> bytes:

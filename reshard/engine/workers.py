@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
 from reshard.engine.executors import in_executor
-from reshard.engine.tasks import Pickler, Report, Task, check_pickles
+from reshard.engine.tasks import Pickler, Report, Task, imported_by
 from reshard.errors import ReshardError
 from reshard.hints import Hint
 from reshard.storage.machine import share_cores, tune_memory
@@ -53,12 +53,12 @@ def run_tasks(
         that run are left alone.
 
     Raises:
-      ArgumentError: a task does not pickle: a function is not defined in a module, for one.
+      ArgumentError: a task does not pickle, or an executor's workers cannot import what it needs.
       ReshardError: what a task has raised; or a task kills its workers, or the executor breaks.
     """
-    check_pickles(tasks)
+    imported = imported_by(tasks)
     if executor is not None:
-        return in_executor(tasks, executor, report, stop)
+        return in_executor(tasks, imported, executor, report, stop)
     return _in_workers(tasks, min(workers or 1, len(tasks)), report)
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -81,16 +82,24 @@ class ElementComparison:
             index = tuple(int(i) + low for i, low in zip(offset, start_of(box), strict=True))
             self._add_first(index, a[first], b[first])
 
-    def merge(self, other: "ElementComparison") -> None:
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """What has been found so far, for `merge`."""
+        measured = self._count, self._non_finite, self._max_abs, self._max_rel
+        return *measured, self._abs_powers, self._rel_powers, self._first
+
+    def merge(self, state: tuple[Any, ...]) -> None:
         """Adds what another comparison of the same arrays has found in other boxes."""
-        self._count += other._count
-        self._non_finite += other._non_finite
-        if other._max_abs is not None:
-            self._max_abs = _larger(self._max_abs, other._max_abs)
-        if other._max_rel is not None:
-            self._max_rel = _larger(self._max_rel, other._max_rel)
-        if other._first is not None:
-            self._add_first(*other._first)
+        count, non_finite, max_abs, max_rel, abs_powers, rel_powers, first = state
+        self._count += count
+        self._non_finite += non_finite
+        self._abs_powers += abs_powers
+        self._rel_powers += rel_powers
+        if max_abs is not None:
+            self._max_abs = _larger(self._max_abs, max_abs)
+            self._max_rel = _larger(self._max_rel, max_rel)
+        if first is not None:
+            self._add_first(*first)
 
     def _add_first(self, index: tuple[int, ...], a: np.generic, b: np.generic) -> None:
         if self._first is None or index < self._first[0]:

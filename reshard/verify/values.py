@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 from reshard.arrays.boxes import (
     Box,
@@ -42,8 +42,13 @@ class Taker(Protocol):
         """Takes a box, and the values of each array in it; keeps none of them."""
         ...
 
-    def merge(self, other: Self) -> None:
-        """Adds what another one has taken of other boxes."""
+    @property
+    def state(self) -> Any:
+        """What comes of all that it has taken."""
+        ...
+
+    def merge(self, state: Any) -> None:
+        """Adds what another one has taken, of other boxes."""
         ...
 
 
@@ -81,9 +86,9 @@ def read_values(
         some, each = {n: groups[n] for n in numbers}, {n: takers[n] for n in numbers}
         tasks.append(ReadTask(number, count, division.weight(parts), some, each, own, max_memory))
     failed: Failed = {}
-    for taken, errors in run_tasks(tasks, progress, workers=workers, executor=executor):
-        for number, taker in taken.items():
-            takers[number].merge(taker)
+    for states, errors in run_tasks(tasks, progress, workers=workers, executor=executor):
+        for number, state in states.items():
+            takers[number].merge(state)
         for number, error in errors.items():
             failed.setdefault(number, error)  # of the first box, as in one process
     return failed
@@ -128,8 +133,9 @@ class ReadTask:
     def __str__(self) -> str:
         return f"part {self.number + 1} of {self.of} of what is read"
 
-    def run(self, report: Report) -> tuple[Mapping[int, Taker], Failed]:
-        return self.takers, _read(self.groups, self.takers, self.turns, self.max_memory, report)
+    def run(self, report: Report) -> tuple[dict[int, Any], Failed]:
+        failed = _read(self.groups, self.takers, self.turns, self.max_memory, report)
+        return {number: taker.state for number, taker in self.takers.items()}, failed
 
 
 def _read(
