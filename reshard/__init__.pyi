@@ -35,3 +35,4 @@ from reshard.verify.verification import verify as verify
 from reshard.writer.execution import save as save
 from reshard.writer.job_plan import Plan as Plan
 from reshard.writer.prepare import plan as plan
+from reshard.writer.share_commit import commit as commit

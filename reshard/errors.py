@@ -43,6 +43,15 @@ def lines_of(errors: Iterable[ReshardError]) -> list[str]:
     return [line for error in errors for line in (error.summary, *error.problems)]
 
 
+def raise_all(found: Sequence[ReshardError]) -> None:
+    """Raises the errors of several leaves as one, of the type of the first."""
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        hints = [hint for error in found for hint in error.hints]
+        raise type(found[0])(f"{len(found)} problems", lines_of(found), hints)
+
+
 def printable(text: str) -> str:
     """Text with what a terminal would act on, or could not show, as escapes: names in a checkpoint
     may be untrusted. Lines stay lines."""

@@ -9,8 +9,10 @@ from typing import Any
 # An argument is typed as `name=value`, if it is not one of these.
 _CALLS = {
     "all_rules": 'rules=[("embed", "data"), ("vocab", ("data", "model")), ("kv", None)]',
+    "array": "share=(i, n) for each i of {}",
     "axes": "axes={{{}: {}}}",
     "cast": "reshard.cast(ckpt, {}, {})",
+    "commit": "reshard.commit({})",
     "digest": "reshard.digest(path, write=True)",
     "drop": "drop=[{}]",
     "drop_both": "reshard.select(ckpt, drop=[{}, {}])",
@@ -28,6 +30,7 @@ _CALLS = {
     "select_drop": "reshard.select(ckpt, drop=[{}])",
     "select_layout": 'reshard.rename(reshard.select(ckpt, {}), [({}, "")]) with layout={}',
     "select_rename": "reshard.rename(reshard.select(ckpt, {}), [({}, {})])",
+    "share": "share=({}, {})",
     "specs": "specs=[({}, {})]",
     "split": "specs=[({}, P(...))]",
     "the_model": "`model`",

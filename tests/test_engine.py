@@ -562,7 +562,7 @@ def test_what_is_written_after_a_failure_is_no_progress(columns, tmp_path, monke
     path, tree = columns
     ckpt, _ = to_rows(path, "8MiB", False)
     # Room for several batches that are written at once.
-    monkeypatch.setattr("reshard.writer.execution.in_flight", lambda *_: 24 << 20)
+    monkeypatch.setattr("reshard.writer.item_arrays.in_flight", lambda *_: 24 << 20)
     monkeypatch.setattr(journal, "_SYNC_SECONDS", -1)
     monkeypatch.setattr(journal, "_SYNC_SHARE", float("inf"))
     wait, free_after = stream.wait_written, Filled.free_after

@@ -48,6 +48,7 @@ from reshard.restore.device_reads import Request, read_arrays
 from reshard.sharding.mesh import Mesh, fitting_spec
 from reshard.storage import array_store
 from reshard.writer import stream
+from reshard.writer.job_plan import BoxRange
 from reshard.writer.prepare import with_passes
 
 FORMATS = {
@@ -1267,7 +1268,8 @@ def test_plans_charge_for_all_that_is_decoded(large, made, sizes, chunks, memory
     inside, itemsize, made_of = Chunks(), 4, 2 if narrow else 4
     read = 0
     budget = Budget(in_flight(memory, cores(), max(array.box_bytes for array in plan.arrays)))
-    todo = in_batches(stream.units(plan.arrays, ckpt, budget), budget.limit // WINDOW, budget.limit)
+    groups = [BoxRange(group) for group in planner.co_read(plan.arrays)]
+    todo = in_batches(stream.units(groups, ckpt, budget), budget.limit // WINDOW, budget.limit)
     for batch in todo:
         pairs = [(one.handle, one.box) for one in batch.reads]
         touched = inside.touched(pairs)

@@ -636,7 +636,7 @@ def test_a_job_that_cannot_read_for_its_digests_writes_nothing(tmp_path, monkeyp
     def begun(*arguments, **kwargs):
         raise AssertionError("something is written")
 
-    monkeypatch.setattr(reshard.writer.commit, "committed_directory", begun)
+    monkeypatch.setattr(reshard.writer.directory_commit, "committed_directory", begun)
     with pytest.raises(reshard.MemoryLimitError) as error:
         reshard.save(reshard.open(path), tmp_path / "more", max_memory="2MiB", **{flag: True})
     assert str(error.value) == (

@@ -437,7 +437,7 @@ MOMENTS = [
     ("os", "unlink", 2, True),
     ("os", "unlink", 7, True),
     ("reshard.writer.database", "prune", 1, True),
-    ("reshard.writer.execution", "documents", 1, True),
+    ("reshard.writer.orbax_documents", "documents", 1, True),
     ("reshard.writer.execution", "records", 1, True),
     ("reshard.writer.execution", "records", 2, False),
     ("reshard.writer.execution", "write_markers", 1, True),
@@ -644,7 +644,7 @@ def test_what_a_job_without_resume_left_and_what_it_finds_is_removed(
 ):
     kind, out = "ckpt zarr2-files", tmp_path / "out"
     if resumed:
-        dies = ("reshard.writer.execution", "documents", 1, False)
+        dies = ("reshard.writer.orbax_documents", "documents", 1, False)
         job = Started(source=sources(kind), out=out, resume=False, dies=dies)
         assert job.wait() == -signal.SIGKILL
     else:

@@ -462,7 +462,7 @@ def test_records_of_something_else_are_found_before_a_byte_is_written(
     def nothing(*args, **kwargs):
         raise AssertionError("the destination is made")
 
-    monkeypatch.setattr("reshard.writer.execution.commit.committed_directory", nothing)
+    monkeypatch.setattr("reshard.writer.directory_commit.committed_directory", nothing)
     arrays = {
         "b": ArrayRecord("int64", (64, 8), None),
         "w": ArrayRecord("float32", (96, 64), "0" * 32),

@@ -114,11 +114,11 @@ def constant(
     )
 
 
-def in_memory(handle: ArrayHandle) -> bool:
+def from_memory(handle: ArrayHandle) -> bool:
     """Whether an array is made of values that nothing has stored."""
     if isinstance(handle.data, StoredArray):
         return False
-    return isinstance(handle.data.operation, Constant) or any(map(in_memory, handle.data.inputs))
+    return isinstance(handle.data.operation, Constant) or any(map(from_memory, handle.data.inputs))
 
 
 def alone(handles: Sequence[ArrayHandle]) -> list[ArrayHandle]:

@@ -22,7 +22,7 @@ from reshard.storage import bucket
 from reshard.storage.location import Location
 from reshard.storage.lock import Lock
 from reshard.units import format_bytes, whole_kib
-from reshard.writer.commit import UNFINISHED_PREFIX, check_apart
+from reshard.writer.directory_commit import UNFINISHED_PREFIX, check_apart
 from reshard.writer.job_plan import Plan
 from reshard.writer.journal import CLEAR, Journal
 from reshard.writer.siblings import WRITTEN, Sibling, is_marker, marker_places, write_markers

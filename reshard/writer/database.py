@@ -23,6 +23,7 @@ from reshard.storage import bucket, posix
 from reshard.storage.array_store import ArrayStore, names_above
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import (
+    MANIFEST,
     PROCESS,
     StoredValue,
     entry_copies,
@@ -142,16 +143,15 @@ def merge(
     linked: Mapping[str, ArrayHandle],
     target: TargetFormat,
     stages: Sequence[str],
+    manifest: Location | None = None,
 ) -> None:
     """Writes the root database of a destination, in one commit. `linked` are the arrays whose data
-    files were linked, by their names there; `stages` are the databases of staged writes, if any."""
+    files were linked, by their names there; `stages` are the databases of staged writes, if any.
+    Where its `manifest` is in another directory, it is one of those that are merged later."""
     context = new_context()
     transaction = ts.Transaction(atomic=True)
-    root = (
-        ts.KvStore.open(_writable(ocdbt_spec(directory), _ROOT_CONFIG), context=context)
-        .result()
-        .with_transaction(transaction)
-    )
+    spec = _writable(ocdbt_spec(directory, manifest), _ROOT_CONFIG)
+    root = ts.KvStore.open(spec, context=context).result().with_transaction(transaction)
     copies = []
     # Databases that were never merged may hold the same key: only the listed one is linked.
     merged = len(source.parts) == 1
@@ -188,6 +188,31 @@ def merge(
     wait_written(transaction.commit_async(), directory)
 
 
+def merge_databases(
+    directory: Location, databases: Sequence[tuple[dict[str, Any], int]], most: int
+) -> None:
+    """Writes the root database of a destination from others, each of so many keys, a few commits of
+    up to `most` keys one after another: one of all takes much memory, and one for each database the
+    square of their number. In the place of one that an earlier run may have left."""
+    (directory / MANIFEST).remove()
+    context = new_context()
+    spec = _writable(ocdbt_spec(directory), _ROOT_CONFIG)
+    root = ts.KvStore.open(spec, context=context).result()
+    left = list(databases)
+    while left:
+        transaction = ts.Transaction(atomic=True)
+        copies, keys = [], 0
+        while left and (not copies or keys + left[0][1] <= most):
+            spec, own = left.pop(0)
+            keys += own
+            database = ts.KvStore.open(spec, context=context).result()
+            target = root.with_transaction(transaction)
+            copies.append(database.experimental_copy_range_to(target))
+        for copy in copies:
+            wait_written(copy, directory)
+        wait_written(transaction.commit_async(), directory)
+
+
 def _in_small_nodes(
     database: ts.KvStore, directory: Location, part: str, context: ts.Context, names: Iterable[str]
 ) -> ts.KvStore:
@@ -215,8 +240,18 @@ def prune(
         for stage in stages:
             needed.update(f"{stage}/{file}" for file in value_files(directory / stage))
         needed |= node_files(directory)
+    prune_all_but(directory, needed, lambda: None)
+
+
+def prune_all_but(directory: Location, needed: Collection[str], check: Callable[[], None]) -> None:
+    """Deletes the files of all databases that are not needed, by their paths below a directory.
+    `check`s before, in a bucket, whether this job may go on."""
     for part in directory.directories():
         if part != "d" and not part.startswith(PROCESS):
+            continue
+        if not directory.is_local:
+            files = (f"{part}/{e.path}" for e in (directory / part).walk() if e.is_file)
+            bucket.remove_files(directory, (f for f in files if f not in needed), check)
             continue
         for found in reversed([*(directory / part).walk()]):
             path = directory / part / found.path

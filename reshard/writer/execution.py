@@ -9,26 +9,30 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from reshard.arrays.derived import stored_chunks
 from reshard.arrays.digests import Digest
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint
-from reshard.engine.budget import Budget, cores, in_flight
-from reshard.errors import ArgumentError, CorruptCheckpointError, ReshardError, lines_of
+from reshard.engine.budget import cores
+from reshard.engine.plan import co_read
+from reshard.errors import ArgumentError, CorruptCheckpointError, ReshardError, raise_all
 from reshard.hints import Hint
 from reshard.storage import posix
 from reshard.storage.location import Location
 from reshard.storage.lock import Lock
-from reshard.storage.ocdbt import MANIFEST, new_context
+from reshard.storage.ocdbt import MANIFEST
 from reshard.tree import Path
 from reshard.verify.digest_record import FILE, record_of
 from reshard.verify.values import Progress, counted
-from reshard.writer import bucket_commit, commit, database
-from reshard.writer.job_plan import ItemPlan, Plan
+from reshard.writer import bucket_commit, database, directory_commit
+from reshard.writer.coordinator import execute_in_shares
+from reshard.writer.item_arrays import ItemWork, link_files, write_arrays
+from reshard.writer.job_plan import BoxRange, ItemPlan, Plan, ValueRange
 from reshard.writer.journal import ItemProgress, Journal, fingerprint, is_unfinished, resumed_note
-from reshard.writer.orbax_documents import documents
+from reshard.writer.orbax_documents import write_documents
 from reshard.writer.prepare import copy_errors, plan
 from reshard.writer.recording import check_copied, check_whole, read_back, records, to_read_back
+from reshard.writer.share_job import check_none
+from reshard.writer.share_writing import write_share
 from reshard.writer.siblings import (
     changed_paths,
     check_there,
@@ -39,7 +43,7 @@ from reshard.writer.siblings import (
     source_state,
     write_markers,
 )
-from reshard.writer.stream import Report, Target, move_values, write_boxes, write_values
+from reshard.writer.stream import Report
 
 
 class ItemJob(NamedTuple):
@@ -74,6 +78,9 @@ def save(
     digest: bool = False,
     verify: bool = False,
     resume: bool = False,
+    share: tuple[int, int] | None = None,
+    workers: int | None = None,
+    executor: concurrent.futures.Executor | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Writes a checkpoint, in the layout that its source has; whole or not at all.
@@ -100,14 +107,20 @@ def save(
       resume: if the job is stopped, what is written stays in its temporary directory; and the job
         goes on with what an earlier run of it has left there, after which it reads back the arrays
         that this one had begun to write. Without it that is removed.
+      share: (i, n) writes share i of n, numbered from 0, and nothing more; in any order, by
+        processes on any hosts that see source and destination. `reshard.commit` makes a checkpoint
+        of them once all are there. A share that was stopped is written again by the same call.
+      workers: processes of this machine that write the job's shares, each in `max_memory`; their
+        processors are those of this one, divided.
+      executor: what runs the shares instead: any `concurrent.futures.Executor`, of `workers`.
       progress: called with (bytes done, bytes in all) after each batch.
 
     Returns:
       The plan that was executed.
 
     Raises:
-      ArgumentError: `max_memory` or `chunks` is no number of bytes, or the checkpoints are not
-        steps of one root.
+      ArgumentError: `max_memory` or `chunks` is no number of bytes, the checkpoints are not steps
+        of one root, or there is no such share.
       DestinationError: the destination exists, is being written, or cannot be written.
       MemoryLimitError: a stored chunk does not fit in `max_memory`.
       CorruptCheckpointError: stored data is missing, does not decode, belongs to two leaves, or
@@ -121,6 +134,11 @@ def save(
       >>> [str(mesh) for mesh in reshard.open("out/1000").meshes]
       ['data=1,model=8']
     """
+    if share is not None and (resume or workers is not None or executor is not None):
+        raise ArgumentError(
+            "a share is written whole or again, by one process",
+            hints=["share=(i, n) without resume, workers and executor"],
+        )
     planned = plan(
         ckpt,
         destination,
@@ -135,20 +153,28 @@ def save(
         digest=digest,
         verify=verify,
     )
-    return execute(planned, resume=resume, progress=progress)
+    if share is not None:
+        write_share(planned, *share, progress)
+        return planned
+    if workers is None and executor is None:
+        return execute(planned, resume=resume, progress=progress)
+    return execute_in_shares(
+        planned, workers=workers, executor=executor, resume=resume, progress=progress
+    )
 
 
 def execute(plan: Plan, *, resume: bool = False, progress: Progress | None = None) -> Plan:
     """Writes what a plan says, whole or not at all; arguments and errors are as of `save`."""
-    _raise_all(plan.errors)
+    raise_all(plan.errors)
     destination = plan.destination
     if destination is None:
         raise ArgumentError("there is no destination to save to")
+    check_none(destination)
     same = fingerprint(plan) if resume or not destination.is_local else {}
     kept = functools.partial(is_unfinished, fingerprint=same) if resume else lambda directory: False
     stages = [database.STAGE]
     if destination.is_local:
-        committing = commit.committed_directory(
+        committing = directory_commit.committed_directory(
             destination, overwrite=plan.overwrite, unfinished=kept
         )
     else:
@@ -189,7 +215,7 @@ def execute(plan: Plan, *, resume: bool = False, progress: Progress | None = Non
                     check_copied(item, hashes)
             for job in jobs:
                 digests = _write(job, plan.max_memory, journal, lock, report)
-                written = _write_documents(job)
+                written = write_documents(job.plan, job.directory)
                 if not directory.is_local:  # to read them back takes requests
                     for place, data in written.items():
                         hashes[place.below(directory) or ""] = hashlib.sha256(data).hexdigest()
@@ -212,15 +238,6 @@ def execute(plan: Plan, *, resume: bool = False, progress: Progress | None = Non
     return plan
 
 
-def _raise_all(found: Sequence[ReshardError]) -> None:
-    """Raises the errors of several leaves as one, of the type of the first."""
-    if len(found) == 1:
-        raise found[0]
-    if found:
-        hints = [hint for error in found for hint in error.hints]
-        raise type(found[0])(f"{len(found)} problems", lines_of(found), hints)
-
-
 def _begun(plan: Plan, directory: Location, journal: Journal) -> Plan:
     """Makes the directories of a job, and shares files. The plan; without links where none can
     be."""
@@ -229,24 +246,14 @@ def _begun(plan: Plan, directory: Location, journal: Journal) -> Plan:
         item.directory(directory).make_directory()
         if directory.is_local:
             posix.remove_locks(item.directory(directory))
-    if not (journal.links and _link(plan, directory)):
+    if not (journal.links and link_files(plan, directory)):
         plan = plan.without_links()
-        _raise_all(copy_errors(plan))
+        raise_all(copy_errors(plan))
         journal.without_links()
     journal.begin()
     if not journal.resumed:
         return plan
     return dataclasses.replace(plan, notes=(*plan.notes, resumed_note(plan.items, journal.items)))
-
-
-def _link(plan: Plan, directory: Location) -> bool:
-    for item in plan.items:
-        store = item.ckpt.source.store
-        if item.linked and not database.link_data_files(
-            store, item.directory(directory), item.files or ()
-        ):
-            return False
-    return all(posix.link(s.source, directory / s.path) for s in plan.siblings if s.linked)
 
 
 def _check_and_record(
@@ -315,54 +322,27 @@ def _write(
     """Writes the arrays of an item. The digests of those that it decoded."""
     item, directory, progress = job.plan, job.directory, job.progress
     store, form = item.ckpt.source.store, item.format
-    writeback = None
-    if directory.is_local:
-        writeback = posix.Writeback(directory / database.STAGE / "d")
-    specs = [directory.spec]
-    if form.ocdbt:
-        specs = [database.stage_spec(directory, stage, form.file_bytes) for stage in job.stages]
-    context = new_context(database.STAGE_CACHE_BYTES)
-    target = Target(directory, specs, context, form)
-    sources = {handle.path: handle for handle in item.handles}
-    digests = {h.path: Digest(h.shape, h.dtype) for h in item.rewritten}
-    progress.resume(digests)
-
-    def committed() -> None:
-        if writeback is not None:
-            writeback.advance()
-        journal.advance()
-
-    stores = functools.cache(store.kvstore)
-    values = [
-        (stores(chunk.name), chunk.key, f"{stored_name(h.path)}/{key}", chunk.value.size)
-        for h in item.copied
-        for key, chunk in (stored_chunks(h, form.encoding(h)) or {}).items()
-    ]
-    metadata = {
-        f"{stored_name(h.path)}/{form.metadata_key}": form.metadata(
-            h, h.chunk_shape if array.moved else array.chunk
-        )
-        for h, array in zip(item.handles, item.arrays, strict=True)
-        if (not form.is_verbatim(h) if array.moved else len(specs) > 1)
-    }
+    described = len(job.stages) > 1
+    work = ItemWork(
+        directory,
+        job.stages,
+        form,
+        item.rewritten,
+        item.metadata(described),
+        [ValueRange(handle) for handle in item.copied],
+        [BoxRange(group) for group in co_read(item.arrays)],
+        described,
+    )
     try:
-        largest = max((array.box_bytes for array in item.arrays), default=0)
-        remote = not (directory.is_local and store.directory.is_local)
-        with Budget(in_flight(max_memory, journal.cores, largest, remote)) as budget:
-            if not progress.merged:
-                write_values(metadata, target, budget)
-            move_values(values, target, progress, budget, committed, report)
-            write_boxes(item.arrays, sources, target, digests, progress, budget, committed, report)
+        digests = write_arrays(work, progress, max_memory, journal.cores, journal.advance, report)
     except BaseException:
         with contextlib.suppress(ReshardError, OSError):  # what a later run goes on from
             journal.write()
         raise
-    finally:
-        if writeback is not None:
-            writeback.finish()
     if form.ocdbt and item.arrays:
         linked = {stored_name(h.path): h for h in item.linked}
-        stages = job.stages if values or metadata or item.rewritten else ()
+        copied = any(item.values(handle) for handle in item.copied)
+        stages = job.stages if copied or work.metadata or item.rewritten else ()
         again = progress.merged
         if not again:
             lock.check()
@@ -375,16 +355,3 @@ def _write(
             kept = (value for h in item.linked for value in item.values(h))
             database.prune(directory, kept, stages, again)
     return digests
-
-
-def _write_documents(job: ItemJob) -> dict[Location, bytes]:
-    """Writes what describes the arrays of an item. What is where."""
-    item = job.plan
-    chunks = {array.layout.path: array.chunk for array in item.arrays}
-    found = documents(item.ckpt, chunks, item.format)
-    written = {job.directory / name: data for name, data in found.items()}
-    for place in written:
-        place.parent.make_directory()
-    with concurrent.futures.ThreadPoolExecutor(len(written)) as pool:
-        list(pool.map(Location.write, written, written.values()))
-    return written

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.arrays.boxes import grid_size
-from reshard.arrays.derived import alone, in_memory, stored_values
-from reshard.arrays.handle import ArrayHandle
+from reshard.arrays.derived import alone, from_memory, stored_values
+from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint
 from reshard.engine.budget import WINDOW, copy_bytes, cores, in_flight
 from reshard.engine.plan import ArrayPlan, co_read
@@ -47,11 +47,12 @@ class BoxRange(NamedTuple):
 
 
 class ValueRange(NamedTuple):
-    """Stored values of an array that is copied as it is, from one number to another."""
+    """Stored values of an array that is copied as it is, from one number to another: all, without a
+    last one."""
 
     handle: ArrayHandle
-    start: int
-    stop: int
+    start: int = 0
+    stop: int | None = None
 
 
 class ItemShare(NamedTuple):
@@ -144,6 +145,17 @@ class ItemPlan:
     def rewritten(self) -> list[ArrayHandle]:
         """Arrays that are decoded and encoded."""
         return [h for h, array in self._pairs() if not array.moved]
+
+    def metadata(self, described: bool) -> dict[str, bytes]:
+        """Metadata of arrays, by their keys, that are not copied as they are: of all of them, or of
+        those that are not rewritten."""
+        return {
+            f"{stored_name(h.path)}/{self.format.metadata_key}": self.format.metadata(
+                h, h.chunk_shape if array.moved else array.chunk
+            )
+            for h, array in self._pairs()
+            if (not self.format.is_verbatim(h) if array.moved else described)
+        }
 
     def _pairs(self) -> Iterator[tuple[ArrayHandle, ArrayPlan]]:
         return zip(self.handles, self.arrays, strict=True)
@@ -248,9 +260,9 @@ class Plan:
         for number, item in enumerate(self.items):
             for handle in item.copied:
                 sizes = [value.size for value in item.values(handle)]
-                pieces.append((number, ValueRange(handle, 0, len(sizes))))
+                pieces.append((number, ValueRange(handle)))
                 measures.append(Values(sizes))
-            made = {h.path for h in item.rewritten if in_memory(h)}
+            made = {h.path for h in item.rewritten if from_memory(h)}
             for group in co_read(item.arrays):
                 if group[0].layout.path not in made:
                     pieces.append((number, BoxRange(group)))

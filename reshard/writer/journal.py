@@ -15,7 +15,7 @@ from typing import Any
 
 from reshard.arrays.digests import Digest, digest_of
 from reshard.arrays.handle import ArrayHandle, StoredArray
-from reshard.arrays.operations import Constant
+from reshard.arrays.operations import Apply, Constant
 from reshard.errors import CheckpointFormatError, DestinationError, ReshardError
 from reshard.hints import Hint
 from reshard.loader.detection import PROGRESS_FILE
@@ -219,9 +219,11 @@ def is_unfinished(temporary: Location, fingerprint: Fingerprint) -> bool:
         except CheckpointFormatError as error:  # nothing is written through a link
             raise DestinationError(error.summary, hints=[_anew(temporary)]) from error
     if document is not None and document["fingerprint"] != fingerprint:
+        problems, hints = differences(document["fingerprint"], fingerprint)
         raise DestinationError(
             f"the unfinished job in `{temporary}` is another one",
-            *_differences(document["fingerprint"], fingerprint, _anew(temporary)),
+            problems,
+            [*hints, _anew(temporary)],
         )
     return document is not None
 
@@ -231,12 +233,12 @@ def _anew(directory: Location) -> Hint:
     return ANEW if directory.is_local else _INSTEAD
 
 
-def _differences(then: Fingerprint, now: Fingerprint, anew: Hint) -> tuple[list[str], list[str]]:
+def differences(then: Fingerprint, now: Fingerprint) -> tuple[list[str], list[str]]:
     """In what a job is another one, and hints. Its plan depends on everything else."""
     if not isinstance(then, dict) or then.keys() != now.keys():
-        return ["another version of reshard has written it"], [anew]
+        return ["another version of reshard has written it"], []
     if then["version"] != now["version"]:
-        return [f"reshard {then['version']} then, {now['version']} now"], [anew]
+        return [f"reshard {then['version']} then, {now['version']} now"], []
     problems, hints = [], []
     if then["items"] != now["items"]:
         sources = [" and ".join(f"`{item}`" for item in job["items"]) for job in (then, now)]
@@ -256,7 +258,7 @@ def _differences(then: Fingerprint, now: Fingerprint, anew: Hint) -> tuple[list[
         )
     if not problems:
         problems, hints = ["other arguments"], ["the arguments that it had"]
-    return problems, [*hints, anew]
+    return problems, hints
 
 
 def _exactly(nbytes: int) -> str:
@@ -321,10 +323,12 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def fingerprint(plan: Plan) -> Fingerprint:
+def fingerprint(plan: Plan, *, loaded: bool = True) -> Fingerprint:
+    """What a plan depends on. Functions of the user's are the same if they were `loaded` once, or
+    else if they have the same name."""
     found = hashlib.sha256()
     for item in plan.items:
-        for line in _lines(item):
+        for line in _lines(item, loaded):
             found.update(line.encode(errors="surrogateescape"))
             found.update(b"\n")
     return {
@@ -337,7 +341,7 @@ def fingerprint(plan: Plan) -> Fingerprint:
     }
 
 
-def _lines(item: ItemPlan) -> Iterator[str]:
+def _lines(item: ItemPlan, loaded: bool) -> Iterator[str]:
     ckpt, source = item.ckpt, item.ckpt.source
     linked = None if item.files is None else sorted(item.files)
     yield repr((str(source.root), source.step, source.item, linked, ckpt.retyped, item.format))
@@ -345,11 +349,11 @@ def _lines(item: ItemPlan) -> Iterator[str]:
     for path, leaf in ckpt.items():
         yield repr(path) if isinstance(leaf, ArrayHandle) else repr((path, leaf))
     for handle, array in zip(item.handles, item.arrays, strict=True):
-        yield from _described(handle)
+        yield from _described(handle, loaded)
         yield repr((array.chunk, array.box, array.serial))
 
 
-def _described(handle: ArrayHandle) -> Iterator[str]:
+def _described(handle: ArrayHandle, loaded: bool) -> Iterator[str]:
     """All there is to an array, and to those that it is derived from."""
     yield repr((handle.path, handle.dtype, handle.shape, handle.sharding))
     yield repr((handle.value_type, handle.key_impl))
@@ -359,7 +363,11 @@ def _described(handle: ArrayHandle) -> Iterator[str]:
     else:
         operation = data.operation
         yield repr(data.part)
-        values = isinstance(operation, Constant)
-        yield digest_of(operation.values) if values else repr(operation)
+        if isinstance(operation, Constant):
+            yield digest_of(operation.values)
+        elif isinstance(operation, Apply) and not loaded:
+            yield repr(dataclasses.replace(operation, loaded=""))
+        else:
+            yield repr(operation)
         for other in data.inputs:
-            yield from _described(other)
+            yield from _described(other, loaded)

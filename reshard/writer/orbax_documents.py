@@ -4,6 +4,7 @@ Facts about the documents are those of orbax-checkpoint 0.12.8; older versions r
 """
 
 import base64
+import concurrent.futures
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -20,8 +21,22 @@ from reshard.sharding.mesh import (
     shard_shape,
     spec_entries,
 )
+from reshard.storage.location import Location
 from reshard.tree import Key, Path, nested
+from reshard.writer.job_plan import ItemPlan
 from reshard.writer.target_format import TargetFormat
+
+
+def write_documents(item: ItemPlan, directory: Location) -> dict[Location, bytes]:
+    """Writes what describes the arrays of an item into its directory. What is where."""
+    chunks = {array.layout.path: array.chunk for array in item.arrays}
+    found = documents(item.ckpt, chunks, item.format)
+    written = {directory / name: data for name, data in found.items()}
+    for place in written:
+        place.parent.make_directory()
+    with concurrent.futures.ThreadPoolExecutor(len(written)) as pool:
+        list(pool.map(Location.write, written, written.values()))
+    return written
 
 
 def documents(

@@ -31,7 +31,7 @@ from reshard.storage.ocdbt import StoredValue
 from reshard.tree import Path, format_path
 from reshard.units import parse_bytes
 from reshard.verify.digest_record import FILE
-from reshard.writer import bucket_commit, commit
+from reshard.writer import bucket_commit, directory_commit
 from reshard.writer.database import files_to_link, is_linked
 from reshard.writer.job_plan import ItemPlan, Plan
 from reshard.writer.recording import NO_RECORD, read_again, read_costs, source_record
@@ -93,7 +93,7 @@ def plan(
                     bucket_commit.check_destination(place, checkpoints)
                     notes += bucket_commit.warnings_of(place)
             else:
-                commit.check_destination(place, checkpoints[0].source.root, overwrite)
+                directory_commit.check_destination(place, checkpoints[0].source.root, overwrite)
                 if _check_replaced(place, checkpoints):
                     notes.append(f"`{place}` is replaced once the new checkpoint is complete")
         except ReshardError as error:
@@ -141,7 +141,7 @@ def copy_errors(plan: Plan) -> list[ReshardError]:
         errors += bucket_commit.object_errors(plan.siblings, plan.max_memory)
     elif plan.destination is not None:
         try:
-            commit.check_room(plan.destination, int(plan.bytes_written * _ESTIMATE_ERROR))
+            directory_commit.check_room(plan.destination, int(plan.bytes_written * _ESTIMATE_ERROR))
         except ReshardError as error:
             errors.append(error)
     return errors

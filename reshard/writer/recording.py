@@ -3,7 +3,7 @@ written, read back."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from reshard.arrays.boxes import grid_size
 from reshard.arrays.derived import stored_chunks
@@ -72,7 +72,7 @@ def _not_as_recorded(
     return CorruptCheckpointError(
         f"`{source.path}` is not what its digests were recorded of",
         problems + files,
-        [*_hints(source), *forget],
+        [verify_hint(source), *forget],
     )
 
 
@@ -107,37 +107,70 @@ def _read_back_cost(item: ItemPlan, handle: ArrayHandle, array: ArrayPlan) -> in
     return in_memory(encoded + decoded, decoded, decoded)
 
 
+# Arrays that were read, with the digests of what was read.
+ReadDigests = list[tuple[ArrayHandle, str]]
+
+
 def records(
     item: ItemPlan, digests: Mapping[Path, Digest], max_memory: int, report: Callable[[int], None]
 ) -> dict[str, ArrayRecord]:
     """What is to be recorded of the arrays that were written, by their names in the destination.
     What is recorded of the source is compared with what was read of it: `digests`, and more. Raises
     CorruptCheckpointError with all arrays that cannot be read, or whose values are others."""
-    record, source = item.record, item.ckpt.source
+    sources, verbatim = read_apart(item, max_memory, report)
+    rewritten = [(h, digests[h.path].text()) for h in item.rewritten]
+    check_recorded(item, [*rewritten, *sources])
+    return array_records(item, [*rewritten, *verbatim])
+
+
+def read_apart(
+    item: ItemPlan, max_memory: int, report: Callable[[int], None]
+) -> tuple[ReadDigests, ReadDigests]:
+    """What is read beside what is rewritten: arrays that others are made of, as they are stored,
+    and arrays that are copied verbatim."""
     # By name: another leaf may have been renamed to the path of a source.
     sources = _stored(item.read_sources)
     by_name = [dataclasses.replace(h, path=(name,)) for name, h in sources.items()]
     read, failed = read_digests([*by_name, *item.read_verbatim], max_memory, report)
     if failed:
+        source = item.ckpt.source
         raise CorruptCheckpointError(
             f"arrays of `{source.path}` cannot be read",
             [f"{format_path(path)}: {reason(error, path)}" for path, error in failed.items()],
-            _hints(source),
+            [verify_hint(source)],
         )
-    texts = {path: digest.text() for path, digest in digests.items()}
-    compared = [(h, texts[h.path]) for h in item.rewritten]
-    compared += [(h, read[name,]) for name, h in sources.items()]
-    wrong = [h for h, text in compared if record.digest(h) not in (None, text)]
+    return (
+        [(h, read[name,]) for name, h in sources.items()],
+        [(h, read[h.path]) for h in item.read_verbatim],
+    )
+
+
+def check_recorded(item: ItemPlan, read: ReadDigests) -> None:
+    """Raises CorruptCheckpointError where what was read is not what is recorded of the source."""
+    wrong = [h for h, text in read if item.record.digest(h) not in (None, text)]
     if wrong:
-        raise CorruptCheckpointError(
-            f"values were read from `{source.path}` that are not those its digests were "
-            "recorded of",
-            [f"{format_path(h.path)}  {stored_record(h)}" for h in wrong],
-            _hints(source),
-        )
-    texts |= {h.path: read[h.path] for h in item.read_verbatim}
+        told = [f"{format_path(h.path)}  {stored_record(h)}" for h in wrong]
+        source = item.ckpt.source
+        raise other_values(str(source.path), told, verify_hint(source))
+
+
+def other_values(source: str, told: Sequence[str], hint: Hint) -> CorruptCheckpointError:
+    """The error for arrays of a source that are not what is recorded of them, a line each."""
+    return CorruptCheckpointError(
+        f"values were read from `{source}` that are not those its digests were recorded of",
+        told,
+        [hint],
+    )
+
+
+def array_records(item: ItemPlan, read: ReadDigests) -> dict[str, ArrayRecord]:
+    """What is to be recorded of all arrays, by their names in the destination; of those that were
+    not read, what is recorded of the source."""
+    texts = {h.path: text for h, text in read}
     return {
-        stored_name(h.path): ArrayRecord(h.dtype.name, h.shape, texts.get(h.path, record.digest(h)))
+        stored_name(h.path): ArrayRecord(
+            h.dtype.name, h.shape, texts.get(h.path, item.record.digest(h))
+        )
         for h in item.handles
     }
 
@@ -165,19 +198,32 @@ def read_back(
 ) -> None:
     """Reads back some arrays of an item; raises CorruptCheckpointError where they differ."""
     names = {stored_name(handle.path) for handle in handles}
-    written = _written(item, directory)
+    hint = verify_hint(item.ckpt.source)
+    check_written(_item(item, directory), names, hint, max_memory, report)
+
+
+def check_written(
+    item: Item,
+    names: Collection[str],
+    hint: Hint,
+    max_memory: int,
+    report: Callable[[int], None],
+) -> None:
+    """Reads back arrays of an item, by their names; raises CorruptCheckpointError where they are
+    not what is recorded beside them. The hint says how to look at the source."""
+    written = orbax.read(item)
     chosen = {leaf.path: leaf for leaf in written.arrays if stored_name(leaf.path) in names}
     found = check(written.replace(chosen), max_memory, report)
     if not found.ok:
         raise CorruptCheckpointError(
-            "what was written is not what is read back", found.problems, _hints(item.ckpt.source)
+            "what was written is not what is read back", found.problems, [hint]
         )
 
 
 def check_whole(item: ItemPlan, directory: Location) -> list[StoredValue]:
     """All that is stored of an item, after it was written. Raises CorruptCheckpointError if
     something of it is gone, by an earlier run or, in a bucket, since."""
-    written = _written(item, directory)
+    written = orbax.read(_item(item, directory))
     store = written.source.store
     plans = {array.layout.path: array for array in item.arrays}
     sources = {handle.path: handle for handle in item.handles}
@@ -203,15 +249,16 @@ def check_whole(item: ItemPlan, directory: Location) -> list[StoredValue]:
     return [value for values in store.values.values() for value in values.values()]
 
 
-def _written(item: ItemPlan, directory: Location) -> Checkpoint:
+def _item(item: ItemPlan, directory: Location) -> Item:
+    """An item where it is written."""
     source = item.ckpt.source
-    return orbax.read(Item(directory, source.kind, source.v1, source.step, source.item, (), ()))
+    return Item(directory, source.kind, source.v1, source.step, source.item, (), ())
 
 
-def _hints(source: Source) -> list[Hint]:
+def verify_hint(source: Source) -> Hint:
     """What to type to look at a source."""
     step = str(source.root / source.step)
-    return [Hint(("verify_item", step, source.item) if len(source.items) > 1 else ("verify", step))]
+    return Hint(("verify_item", step, source.item) if len(source.items) > 1 else ("verify", step))
 
 
 def _stored(handles: Iterable[ArrayHandle]) -> dict[str, ArrayHandle]:

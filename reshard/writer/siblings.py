@@ -5,7 +5,7 @@ import concurrent.futures
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.arrays.handle import stored_name
@@ -30,7 +30,7 @@ from reshard.storage.location import Location
 from reshard.storage.ocdbt import MANIFEST, PROCESS
 from reshard.storage.posix import Entry
 from reshard.verify import digest_record
-from reshard.writer import commit
+from reshard.writer import directory_commit
 
 # Names in an item's directory that the writer makes itself, but for arrays and staged databases.
 WRITTEN = frozenset(
@@ -156,7 +156,7 @@ def _tops(checkpoints: Sequence[Checkpoint]) -> list[str]:
         for folder, skip in skips.items()
         for name in (root / folder).names()
         if not (skip(name) or name == PROGRESS_FILE)
-        and not name.startswith(commit.UNFINISHED_PREFIX)
+        and not name.startswith(directory_commit.UNFINISHED_PREFIX)
     )
 
 
@@ -289,6 +289,11 @@ def source_state(checkpoints: Sequence[Checkpoint], opened: bool = False) -> dic
         return {
             str(path): known.get(path) or path.state(NO_STATE) for path in _state_paths(checkpoints)
         }
+
+
+def state_of(paths: Iterable[Location]) -> dict[str, str]:
+    """Of each path, what `source_state` says of it now."""
+    return {str(path): path.state(NO_STATE) for path in paths}
 
 
 def _state_paths(checkpoints: Sequence[Checkpoint]) -> list[Location]:

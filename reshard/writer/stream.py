@@ -15,13 +15,14 @@ from reshard.arrays.digests import Digest
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.engine.batches import Unit, in_batches, in_groups
 from reshard.engine.budget import WINDOW, Budget, Reservation, copy_bytes
-from reshard.engine.plan import ArrayPlan, co_read
+from reshard.engine.plan import ArrayPlan
 from reshard.engine.read import READ_AHEAD, Destination, Read, read
 from reshard.errors import CorruptCheckpointError, DestinationError, first_line
 from reshard.storage.array_store import array_spec
 from reshard.storage.location import Location, checked
 from reshard.storage.refusals import refusal
 from reshard.tree import Path
+from reshard.writer.job_plan import BoxRange
 from reshard.writer.journal import ItemProgress
 from reshard.writer.target_format import TargetFormat
 
@@ -36,14 +37,16 @@ class Target(NamedTuple):
     Attributes:
       directory: the item's.
       specs, context: key-value stores, and their resources. In several, batches are committed at
-        once: each is written to the one that its number says. Metadata are all in the first.
+        once: each is written to the one that its number says.
       format: that of the arrays.
+      described: metadata of the arrays are written apart from them.
     """
 
     directory: Location
     specs: Sequence[dict[str, Any]]
     context: ts.Context
     format: TargetFormat
+    described: bool
 
     def begin(self) -> ts.Transaction:
         """The transaction of a batch. On a disk it may be several commits, of what is encoded first
@@ -55,7 +58,7 @@ class Target(NamedTuple):
 
 
 def write_boxes(
-    arrays: Sequence[ArrayPlan],
+    groups: Sequence[BoxRange],
     sources: Mapping[Path, ArrayHandle],
     target: Target,
     digests: Mapping[Path, Digest],
@@ -64,7 +67,7 @@ def write_boxes(
     committed: Callable[[], None],
     report: Report,
 ) -> None:
-    """Reads, casts and writes all boxes, but for what has been committed already, and takes the
+    """Reads, casts and writes boxes, but for what has been committed already, and takes the
     digests of what is written. Raises CorruptCheckpointError where stored bytes do not decode, and
     DestinationError where a write fails.
 
@@ -73,7 +76,7 @@ def write_boxes(
 
     Args:
       sources: the arrays to read, by path; their metadata are written with their first box, unless
-        the target has several stores.
+        they are written apart.
       budget: what is in flight; the batches are of a size that several fit into it.
       committed: called after a batch has been committed, and all before it.
       report: called with the number of decoded bytes of each batch that was handed over.
@@ -81,7 +84,7 @@ def write_boxes(
     stores = target.open()
     targets: dict[tuple[Path, int], ts.TensorStore] = {}
     begin = progress.batches
-    todo = in_batches(units(arrays, sources, budget), budget.limit // WINDOW, budget.limit)
+    todo = in_batches(units(groups, sources, budget), budget.limit // WINDOW, budget.limit)
     for batch in itertools.islice(todo, begin):
         report(sum(read.nbytes for read in batch.reads))
     for number, filled in enumerate(read(todo, budget), begin + 1):
@@ -116,7 +119,7 @@ def write_boxes(
                 below = store / f"{name}/"
                 opened = ts.open(spec, kvstore=below, context=target.context).result()
                 targets[path, which] = opened
-                if len(stores) == 1:
+                if not target.described:
                     key = f"{name}/{target.format.metadata_key}"
                     copies.append(writable.write(key, metadata))
             array_target = targets[path, which].with_transaction(transaction)
@@ -154,13 +157,13 @@ def _note(
 
 
 def units(
-    arrays: Sequence[ArrayPlan], sources: Mapping[Path, ArrayHandle], budget: Budget
+    groups: Sequence[BoxRange], sources: Mapping[Path, ArrayHandle], budget: Budget
 ) -> Iterator[Unit]:
-    """All boxes in order. Those of arrays that share stored chunks are read together; where an
+    """Boxes in order. Those of arrays that share stored chunks are read together; where an
     array is read in several passes, the chunks of a box are read one after another, into a buffer
     that is reserved in the budget."""
-    for group in co_read(arrays):
-        for together in zip(*(array.boxes() for array in group), strict=True):
+    for group, start, stop in groups:
+        for together in zip(*(array.boxes(start, stop) for array in group), strict=True):
             pairs = [
                 (array, sources[array.layout.path], box)
                 for array, box in zip(group, together, strict=True)

@@ -19,6 +19,7 @@ from reshard.units import format_bytes
 # own temporary suffix.
 UNFINISHED_PREFIX = ".reshard-"
 _UNFINISHED_SUFFIX = ".unfinished"
+_SHARES_SUFFIX = ".shares"
 _LOCK = "lock"
 # Beside the destination, earlier versions of this program wrote into a directory of this name.
 _EARLIER_SUFFIX = ".reshard.orbax-checkpoint-tmp"
@@ -70,7 +71,8 @@ def check_apart(destination: Location, source: Location) -> None:
 def check_room(destination: Location, nbytes: int) -> None:
     """Raises DestinationError if the destination's disk has less than `nbytes` free."""
     free = posix.free_bytes(destination)
-    for left in (unfinished_directory(destination), _beside(destination, _EARLIER_SUFFIX)):
+    earlier = _beside(destination, _EARLIER_SUFFIX)
+    for left in (unfinished_directory(destination), shares_directory(destination), earlier):
         free += posix.own_bytes(left)  # gone on with, or removed
     if free < nbytes:
         raise DestinationError(
@@ -83,6 +85,12 @@ def unfinished_directory(destination: Location) -> Location:
     """Where a job writes until its destination is complete: the lock, and below it a directory of
     its own for each job that gets the lock."""
     return destination.beside(f"{UNFINISHED_PREFIX}{destination.name}{_UNFINISHED_SUFFIX}")
+
+
+def shares_directory(destination: Location) -> Location:
+    """Where the shares of a job tell what they have written, until they are committed; on a disk
+    also where they write."""
+    return destination.beside(f"{UNFINISHED_PREFIX}{destination.name}{_SHARES_SUFFIX}")
 
 
 @contextlib.contextmanager
@@ -105,7 +113,7 @@ def committed_directory(
         try:
             yield temporary, lock
             lock.check()
-            replaced = _swap(temporary, destination, overwrite)
+            replaced = swap(temporary, destination, overwrite)
         except OSError as error:
             nameless = error.filename is None and error.errno not in _FULL
             if isinstance(error, ReshardError) or nameless:
@@ -122,7 +130,7 @@ def committed_directory(
         raise
     finally:
         _release(lock, outer)
-    _finish(destination, replaced)
+    finish(destination, replaced)
 
 
 def _locked(
@@ -182,7 +190,7 @@ def _in_the_way(path: Location) -> DestinationError:
     return DestinationError(f"`{path}` is in the way and cannot be removed", hints=[hint])
 
 
-def _swap(temporary: Location, destination: Location, overwrite: bool) -> Location | None:
+def swap(temporary: Location, destination: Location, overwrite: bool) -> Location | None:
     """Gives a directory its name; what was there before, under the name that it has got.
 
     After a kill between any two of these lines, one checkpoint is complete; after an error or an
@@ -204,7 +212,7 @@ def _swap(temporary: Location, destination: Location, overwrite: bool) -> Locati
     return replaced
 
 
-def _finish(destination: Location, replaced: Location | None) -> None:
+def finish(destination: Location, replaced: Location | None) -> None:
     """Has the disk keep the destination's name, and only then deletes what was replaced; only warns
     where that fails, for the destination is complete."""
     try:
@@ -221,6 +229,13 @@ def _finish(destination: Location, replaced: Location | None) -> None:
                 f"rm -r {shell_quoted(str(replaced))} deletes what is left"
             )
         warnings.warn(f"`{destination}` is complete, but {told}", stacklevel=2)
+
+
+def finish_replacing(destination: Location) -> None:
+    """Deletes what a checkpoint replaces that has its name by now."""
+    replaced = _beside(destination, REPLACED_SUFFIX)
+    if destination.exists() and replaced.exists():
+        finish(destination, replaced)
 
 
 def _beside(location: Location, suffix: str) -> Location:

@@ -1,0 +1,147 @@
+"""A job in shares that one process has others write: the same result, and nothing left of a job
+that fails unless it is to be resumed."""
+
+import concurrent.futures
+import importlib
+import re
+import shutil
+
+import pytest
+from layouts import hashes
+from sampling import few
+from test_resume import changed, make
+from test_shares_written import Killed, assert_same, killed, outer
+
+import reshard
+
+# Functions have its name.
+share_writing = importlib.import_module("reshard.writer.share_writing")
+coordinator = importlib.import_module("reshard.writer.coordinator")
+tasks = importlib.import_module("reshard.engine.tasks")
+KINDS = ["ckpt zarr2", "ckpt manager", "ckpt zarr3-files", "convert zarr3"]
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """By kind: a source, and what one process writes of it."""
+    made = {}
+
+    def get(kind):
+        if kind not in made:
+            folder = tmp_path_factory.mktemp("job")
+            source = make(folder / "source", kind, 2)
+            save(source, folder / "whole")
+            made[kind] = source, folder / "whole"
+        return made[kind]
+
+    return get
+
+
+@pytest.fixture(autouse=True)
+def _many_shares(monkeypatch):
+    monkeypatch.setattr(tasks, "_SMALLEST", 1 << 18)
+
+
+def save(source, out, **options):
+    return reshard.save(changed(source), out, **{"max_memory": "3MiB"} | options)
+
+
+@pytest.fixture
+def threads():
+    with concurrent.futures.ThreadPoolExecutor(3) as executor:
+        yield executor
+
+
+@pytest.mark.parametrize("kind", few(KINDS, "ckpt zarr2", "ckpt manager"))
+def test_an_executor_writes_what_one_process_does(jobs, threads, tmp_path, kind):
+    (source, whole), out, told = jobs(kind), tmp_path / "out", []
+    options = {"verify": True, "executor": threads, "workers": 3}
+    planned = save(source, out, progress=lambda *counts: told.append(counts), **options)
+    assert isinstance(planned, reshard.Plan)
+    assert_same(out, whole)
+    assert told[-1][0] == told[-1][1] > 0
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
+@pytest.mark.parametrize("workers", few([1, 2, 3, 5], 2))
+def test_workers_write_what_one_process_does(jobs, tmp_path, workers):
+    (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
+    save(source, out, workers=workers, overwrite=True)
+    assert_same(out, whole)
+
+
+def failing(monkeypatch, after):
+    """The third share fails, as do all that are not written by then."""
+    stop = killed(after)
+    writing = share_writing._write
+
+    def write(*args):
+        try:
+            stop()
+        except Killed:
+            raise reshard.CorruptCheckpointError("the third one fails") from None
+        return writing(*args)
+
+    monkeypatch.setattr(share_writing, "_write", write)
+
+
+def test_a_job_that_fails_leaves_nothing(jobs, threads, tmp_path, monkeypatch):
+    source, _ = jobs("ckpt zarr2")
+    failing(monkeypatch, 3)
+    with pytest.raises(reshard.CorruptCheckpointError, match=r"^the third one fails$"):
+        save(source, tmp_path / "out", executor=threads)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_job_that_fails_is_resumed(jobs, tmp_path, monkeypatch):
+    """Its shares are as many as at first, and those that are written are not written again."""
+    threads = concurrent.futures.ThreadPoolExecutor(1)
+    (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
+    with monkeypatch.context() as patch:
+        failing(patch, 4)
+        with pytest.raises(reshard.CorruptCheckpointError) as caught:
+            save(source, out, executor=threads, resume=True)
+    note = f"`{outer(out)}` is kept: the same call with resume=True goes on with it"
+    assert caught.value.__notes__ == [note]
+    assert not out.exists()
+    written = {k: v for k, v in hashes(outer(out)).items() if re.fullmatch(r"\d+\.json", k)}
+    assert written and not (outer(out) / "stop").exists()
+    with pytest.raises(reshard.DestinationError, match=f"shares of a job for `{out}` are in"):
+        save(source, out, executor=threads)
+    kept = {}
+    monkeypatch.setattr(
+        coordinator, "committed_job", lambda *_: kept.update(hashes(outer(out))) or killed(0)()
+    )
+    with pytest.raises(Killed):
+        save(source, out, executor=threads, resume=True)
+    monkeypatch.undo()
+    assert written.items() <= kept.items()
+    save(source, out, executor=threads, workers=40, resume=True)
+    assert_same(out, whole)
+
+
+def test_an_interrupt_ends_all_shares(jobs, threads, tmp_path):
+    """Those that run are waited for: nothing is written to what is removed."""
+    source, whole = jobs("ckpt manager")
+    out = tmp_path / "out"
+    shutil.copytree(whole, out)
+    before = hashes(out)
+
+    def interrupt(done, whole):
+        if done > whole / 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        save(source, out, executor=threads, overwrite=True, progress=interrupt)
+    assert [*tmp_path.iterdir()] == [out]
+    assert hashes(out) == before
+
+
+def test_a_share_is_one_process_s(jobs, tmp_path):
+    source, _ = jobs("ckpt zarr2")
+    text = "a share is written whole or again, by one process"
+    with pytest.raises(reshard.ArgumentError, match=text):
+        save(source, tmp_path / "out", share=(0, 2), workers=2)
+    with pytest.raises(reshard.ArgumentError, match="`0` is no number of workers"):
+        save(source, tmp_path / "out", workers=0)
+    assert [*tmp_path.iterdir()] == []

@@ -1,0 +1,476 @@
+"""Shares that are written one by one, and their commit, against what one process writes."""
+
+import functools
+import importlib
+import json
+import random
+import re
+import shutil
+
+import layouts
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+from layouts import bits, hashes
+from sampling import few, some
+from test_resume import changed, make
+
+import reshard
+from reshard.arrays import derived
+from reshard.arrays.applied import Apply
+from reshard.arrays.operations import Split
+from reshard.storage.location import Location
+from reshard.verify import verification
+
+pytestmark = pytest.mark.usefixtures("forked")
+RECORD = "reshard_digests.json"
+MARKER = "commit_success.txt"
+SHARES = 7
+# A function has its name.
+share_commit = importlib.import_module("reshard.writer.share_commit")
+share_job = importlib.import_module("reshard.writer.share_job")
+shares = importlib.import_module("reshard.writer.share_writing")
+
+KINDS = ["ckpt zarr2", "ckpt zarr3", "ckpt zarr2-files", "ckpt zarr3-files", "ckpt manager"]
+KINDS += ["convert zarr2", "convert zarr3", "convert zarr2-files"]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Sources by kind, made once, and the same at the end."""
+    made, before = {}, {}
+
+    def get(kind):
+        if kind not in made:
+            path = tmp_path_factory.mktemp(kind.replace(" ", "-")) / "source"
+            made[kind] = make(path, kind, 2)
+            before[kind] = hashes(made[kind])
+        return made[kind]
+
+    yield get
+    for kind, path in made.items():
+        assert hashes(path) == before[kind]
+
+
+@pytest.fixture(scope="module")
+def expected(sources, tmp_path_factory):
+    """What one process writes of a source, by its kind and options."""
+    made = {}
+
+    def get(kind, **options):
+        key = (kind, *sorted(options.items()))
+        if key not in made:
+            out = tmp_path_factory.mktemp("expected") / "out"
+            save(sources(kind), out, **options)
+            made[key] = out
+        return made[key]
+
+    return get
+
+
+def save(source, out, **options):
+    return reshard.save(changed(source), out, **{"max_memory": "3MiB"} | options)
+
+
+def write(source, out, numbers=range(SHARES), count=SHARES, **options):
+    for number in numbers:
+        save(source, out, share=(number, count), **options)
+
+
+def outer(out):
+    return out.with_name(f".reshard-{out.name}.shares")
+
+
+def items(path):
+    """Directories of items below a checkpoint, relative to it."""
+    return sorted(file.parent.relative_to(path) for file in path.rglob("_sharding"))
+
+
+def stored(item):
+    """Every key of an item's database, or of its files, with the value."""
+    if not (item / "manifest.ocdbt").exists():
+        keys = [file for file in item.rglob("*") if file.is_file() and file.parent != item]
+        return {str(file.relative_to(item)): file.read_bytes() for file in keys}
+    spec = {"driver": "ocdbt", "base": f"file://{item}/"}
+    store = ts.KvStore.open(spec).result()
+    return {key: store.read(key).result().value for key in store.list().result()}
+
+
+def documents(item):
+    """What describes an item, and is in files of its own."""
+    files = [file for file in item.iterdir() if file.is_file() and file.name != "manifest.ocdbt"]
+    files += item.glob("array_metadatas/*")
+    return {str(file.relative_to(item)): file.read_bytes() for file in files if file.name != MARKER}
+
+
+def assert_same(out, whole):
+    """The same values under the same keys, and the same files beside the arrays."""
+    assert items(out) == items(whole) != []
+    for item in items(whole):
+        assert stored(out / item) == stored(whole / item) != {}
+        assert documents(out / item) == documents(whole / item)
+    beside = [
+        {k: v for k, v in hashes(path).items() if not re.search(r"ocdbt|(^|/)d(/|$)|commit_su", k)}
+        for path in (out, whole)
+    ]
+    assert beside[0] == beside[1]
+    assert {str(f.relative_to(out)) for f in out.rglob(MARKER)} == {
+        str(f.relative_to(whole)) for f in whole.rglob(MARKER)
+    }
+    assert not outer(out).exists()
+    assert_pruned(out)
+
+
+def assert_pruned(out):
+    """Nothing is there but what the databases refer to."""
+    for manifest in out.rglob("manifest.ocdbt"):
+        item = manifest.parent
+        there = {str(f.relative_to(item)) for f in item.rglob("d/*") if f.is_file()}
+        assert there == share_commit.database.value_files(Location(str(item)), nodes=True)
+        assert not [*item.glob("ocdbt.process_*/manifest.ocdbt")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shares_in_any_order_are_what_one_process_writes(sources, expected, tmp_path, kind):
+    numbers = list(range(SHARES))
+    random.Random(kind).shuffle(numbers)
+    out = tmp_path / "out"
+    write(sources(kind), out, numbers)
+    assert not out.exists()
+    assert reshard.commit(out) is True
+    assert_same(out, expected(kind))
+    assert reshard.commit(out) is False
+    for step in reshard.open(out).source.steps or (None,):
+        assert verification.verify(reshard.open(out, step=step)).ok
+
+
+class Killed(BaseException):
+    """What no handler of errors takes for one."""
+
+
+def killed(after):
+    """What is killed when it has been called so often."""
+    left = [after]
+
+    def call(*_, **__):
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+
+    return call
+
+
+def writing_dies(writing, stop, work, progress, memory, cores, committed, report):
+    writing(work, progress, memory, cores, lambda: stop() or committed(), report)
+    raise Killed
+
+
+@pytest.mark.parametrize("kind", few(KINDS, "ckpt zarr2", "convert zarr3", "ckpt zarr2-files"))
+def test_shares_that_are_killed_and_written_again_and_twice(
+    sources, expected, tmp_path, monkeypatch, kind
+):
+    """Three at a batch, two before their documents are there; two are written twice."""
+    out, source = tmp_path / "out", sources(kind)
+    writing = shares.write_arrays
+    for number in (0, 2, 5):
+        dies = functools.partial(writing_dies, writing, killed(number // 2))
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(shares, "write_arrays", dies)
+            save(source, out, share=(number, SHARES))
+    for number in (1, 4):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(share_job.Job, "write_document", killed(0))
+            save(source, out, share=(number, SHARES))
+    write(source, out)
+    again = json.loads((outer(out) / "3.json").read_text())
+    (outer(out) / "3.json").unlink()
+    (outer(out) / "rest.json").unlink()
+    write(source, out, [3, 0])
+    assert json.loads((outer(out) / "3.json").read_text())["job"] == again["job"]
+    assert reshard.commit(out)
+    assert_same(out, expected(kind))
+
+
+def test_a_share_that_is_written_is_not_written_again(sources, tmp_path, monkeypatch):
+    out, source = tmp_path / "out", sources("ckpt zarr2")
+    write(source, out, [0, 1], 2)
+    monkeypatch.setattr(shares, "write_arrays", killed(0))
+    told = []
+    save(source, out, share=(1, 2), progress=lambda *counts: told.append(counts))
+    assert told[-1][0] == told[-1][1] > 0
+    save(source, out, share=(0, 2))
+
+
+# Where a commit stops: the module, the name, and whether what is called has been done then.
+STOPS = [
+    (share_commit.database, "merge_databases", False),
+    (share_commit.database, "merge_databases", True),
+    (share_commit.Job, "write_document", False),
+    (share_commit.Job, "write_document", True),
+    (share_commit.database, "prune_all_but", False),
+    (share_commit.database, "prune_all_but", True),
+    (share_commit, "write_markers", False),
+    (share_commit, "write_markers", True),
+    (share_commit.directory_commit.posix, "rename", False),
+    (share_commit.directory_commit.posix, "rename", True),
+    (share_commit.directory_commit, "finish", True),
+    (share_commit, "_remove", True),
+]
+
+
+def dying(call, done):
+    """What is killed before a call, or after it."""
+
+    def dies(*args, **kwargs):
+        if done:
+            call(*args, **kwargs)
+        raise Killed
+
+    return dies
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("overwrite", few([False, True], True))
+def test_a_commit_that_is_stopped_anywhere(sources, expected, tmp_path, monkeypatch, overwrite):
+    source, whole = sources("ckpt manager"), expected("ckpt manager")
+    for number, (module, name, done) in some([*enumerate(STOPS)]):
+        out = tmp_path / str(number)
+        if overwrite:
+            shutil.copytree(whole, out)
+        write(source, out, range(2), 2, overwrite=overwrite)
+        stopped = dying(getattr(module, name), done)
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(module, name, stopped)
+            reshard.commit(out)
+        assert reshard.commit(out) is True
+        assert_same(out, whole)
+        assert [*tmp_path.glob(f"*{number}.replaced*")] == []
+        shutil.rmtree(out)
+
+
+@pytest.mark.parametrize(
+    "options", [{"verify": True}, {"digest": True}, {"link": False}, {"chunks": "keep"}]
+)
+def test_options_of_a_job_in_shares(sources, expected, tmp_path, options):
+    out, kind = tmp_path / "out", "ckpt zarr2"
+    write(sources(kind), out, **options)
+    told = []
+    assert reshard.commit(out, progress=lambda *counts: told.append(counts))
+    assert_same(out, expected(kind, **options))
+    assert bool(told) == ("verify" in options)
+    assert not told or told[-1][0] == told[-1][1] == reshard.open(out).nbytes
+
+
+def test_orbax_reads_it(sources, tmp_path):
+    out, source = tmp_path / "out", sources("ckpt zarr3")
+    write(source, out)
+    reshard.commit(out)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        found, saved = (layouts.flat(checkpointer.restore(path)) for path in (out, source))
+    assert {key: bits(leaf) for key, leaf in found.items()} == {
+        key: bits(leaf) for key, leaf in saved.items()
+    }
+
+
+def doubled(values):
+    return values + values
+
+
+def test_values_in_memory_and_functions(sources, tmp_path):
+    """What nothing has stored is in no share; a function is called where its array is written."""
+    ckpt = reshard.open(sources("ckpt zarr2"))
+    like = ckpt["params/w0"]
+    values = layouts.random_array(np.random.default_rng(0), (96, 33))
+    made = derived.constant(("made", "constant"), values, like)
+    called = derived.apply(Apply(doubled, "here:doubled"), [like], [("made", "called")])
+    halves = derived.apply(Split(0, (32, 64)), [made], [("made", "a"), ("made", "b")])
+    leaves = {leaf.path: leaf for leaf in (*ckpt.arrays, made, *called, *halves)}
+    ckpt = reshard.to_mesh(ckpt.replace(leaves, retyped=True), "1x8")
+    reshard.save(ckpt, tmp_path / "whole", max_memory="8MiB")
+    for number in range(4):
+        reshard.save(ckpt, tmp_path / "out", max_memory="8MiB", share=(number, 4))
+    reshard.commit(tmp_path / "out")
+    assert_same(tmp_path / "out", tmp_path / "whole")
+    found = reshard.open(tmp_path / "out")
+    assert bits(found["made/constant"].view().read().result()) == bits(values)
+
+
+# Refusals.
+
+
+def refused(error, text, call, *args, **kwargs):
+    with pytest.raises(error) as caught:
+        call(*args, **kwargs)
+    assert str(caught.value) == text
+
+
+def test_missing_shares_are_listed_as_a_range(sources, expected, tmp_path):
+    out, source = tmp_path / "out", sources("ckpt zarr2")
+    write(source, out, [1, 2, 4], 10)
+    refused(
+        reshard.DestinationError,
+        f"7 of 10 shares of `{out}` are not complete\n"
+        "  missing: 0,3,5-9\n"
+        "  share 0 writes what is in no share, and has not done so\n\n"
+        'hint: write what is missing: share=(i, n) for each i of "0,3,5-9"',
+        reshard.commit,
+        out,
+    )
+    write(source, out, [0, 3, 5, 6, 7, 8], 10)
+    one = f"1 of 10 shares of `{out}` is not complete\n  missing: 9\n\n"
+    one += 'hint: write what is missing: share=(i, n) for each i of "9"'
+    refused(reshard.DestinationError, one, reshard.commit, out)
+    write(source, out, [9], 10)
+    reshard.commit(out)
+    assert_same(out, expected("ckpt zarr2"))
+
+
+@pytest.mark.parametrize("change", ["gone", "longer"])
+def test_files_that_are_gone_are_written_again(sources, expected, tmp_path, change):
+    out, source = tmp_path / "out", sources("ckpt zarr2")
+    write(source, out)
+    document = json.loads((outer(out) / "2.json").read_text())
+    file = outer(out) / "checkpoint" / next(iter(document["items"]["0"]["files"]))
+    if change == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes() + b"x")
+    with pytest.raises(reshard.DestinationError, match=r"(?s)1 of 7 shares .*missing: 2\n"):
+        reshard.commit(out)
+    write(source, out, [2])
+    reshard.commit(out)
+    assert_same(out, expected("ckpt zarr2"))
+
+
+def other_mesh(source, out):
+    ckpt = reshard.to_mesh(reshard.open(source), "4x2")
+    reshard.save(ckpt, out, share=(1, SHARES), max_memory="3MiB")
+
+
+@pytest.mark.parametrize(
+    "told, call",
+    [
+        ("other arguments", other_mesh),
+        ("shares: 7 then, 8 now", lambda *paths: save(*paths, share=(1, 8))),
+        ("overwrite: False then, True now", lambda *p: save(*p, share=(1, 7), overwrite=True)),
+        ("verify: False then, True now", lambda *p: save(*p, share=(1, 7), verify=True)),
+        (
+            "max_memory: 3.00 MiB then, 4.00 MiB now; it decides what is rewritten together",
+            lambda *p: save(*p, share=(1, 7), max_memory="4MiB"),
+        ),
+    ],
+)
+def test_shares_of_other_jobs(sources, tmp_path, told, call):
+    out, source = tmp_path / "out", sources("ckpt zarr2")
+    write(source, out, [2])
+    before = hashes(outer(out))
+    with pytest.raises(reshard.DestinationError) as caught:
+        call(source, out)
+    assert caught.value.summary == f"`{outer(out)}` holds shares of another job"
+    assert caught.value.problems == (told,)
+    assert caught.value.hints[-1] == f"rm -r '{outer(out)}' begins anew"
+    assert hashes(outer(out)) == before
+
+
+def test_shares_of_another_version(sources, tmp_path, monkeypatch):
+    out, source = tmp_path / "out", sources("ckpt zarr2")
+    write(source, out, [2])
+    now = share_job.fingerprint(reshard.plan(changed(source)[0]))["version"]
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "9.9")
+    with pytest.raises(reshard.DestinationError, match=f"reshard {now} then, 9.9 now"):
+        write(source, out, [3])
+
+
+@pytest.mark.parametrize("before_share", [True, False])
+def test_a_source_that_changes(tmp_path, before_share):
+    """It is told by the next share, or else by the commit."""
+    out, source = tmp_path / "out", make(tmp_path / "source", "ckpt zarr2", 1)
+    write(source, out, range(1 if before_share else 2), 2)
+    (source / "_METADATA").write_bytes((source / "_METADATA").read_bytes() + b" ")
+    if before_share:
+        with pytest.raises(reshard.DestinationError, match=f"has changed since: `{source}`"):
+            write(source, out, [1], 2)
+    else:
+        refused(
+            reshard.CorruptCheckpointError,
+            f"the source changed while it was read\n  `{source}`\n\n"
+            f"hint: rm -r '{outer(out)}' begins anew",
+            reshard.commit,
+            out,
+        )
+    assert not out.exists()
+
+
+def test_values_that_are_not_those_on_record(tmp_path):
+    out, source = tmp_path / "out", make(tmp_path / "source", "ckpt zarr2", 1)
+    reshard.digest(source, write=True)
+    record = json.loads((source / RECORD).read_text())
+    record["arrays"]["params.w0"]["digest"] = "0" * 32
+    (source / RECORD).write_text(json.dumps(record))
+    write(source, out, range(2), 2)
+    refused(
+        reshard.CorruptCheckpointError,
+        f"values were read from `{source}` that are not those its digests were recorded of\n"
+        "  params/w0  float32[512,512]\n\n"
+        f'hint: reshard.verify("{source}")',
+        reshard.commit,
+        out,
+    )
+
+
+def test_other_jobs_and_commits_where_shares_are_or_are_not(sources, expected, tmp_path):
+    out, source = tmp_path / "out", sources("ckpt zarr2")
+    refused(
+        reshard.CheckpointNotFoundError,
+        f"there are no shares of `{out}`\n\nhint: share=(..., ...) writes one of them",
+        reshard.commit,
+        out,
+    )
+    write(source, out, [1], 2)
+    refused(
+        reshard.DestinationError,
+        f"shares of a job for `{out}` are in `{outer(out)}`\n\n"
+        f'hint: reshard.commit("{out}") completes them\n'
+        f"hint: rm -r '{outer(out)}' begins anew",
+        save,
+        source,
+        out,
+    )
+    refused(
+        reshard.ArgumentError,
+        "a share is written whole or again, by one process\n\n"
+        "hint: share=(i, n) without resume, workers and executor",
+        save,
+        source,
+        out,
+        share=(0, 2),
+        resume=True,
+    )
+    (outer(out) / "1.json").write_text("{")
+    with pytest.raises(reshard.DestinationError, match=r"1.json` is damaged\n\nhint: rm -r "):
+        reshard.commit(out)
+    shutil.rmtree(outer(out))
+    write(source, out, range(2), 2)
+    reshard.commit(out)
+    assert_same(out, expected("ckpt zarr2"))
+    with pytest.raises(reshard.DestinationError, match="exists"):
+        write(source, out, [1], 2)
+
+
+@pytest.mark.parametrize("how", ["stopped", "removed"])
+def test_a_share_ends_where_its_job_does(sources, tmp_path, monkeypatch, how):
+    out, source = tmp_path / "out", sources("ckpt zarr2")
+    monkeypatch.setattr(share_job, "_LOOK_SECONDS", {True: 0.0})
+    seen = []
+
+    def progress(done, whole):
+        seen.append(done)
+        if how == "stopped":
+            (outer(out) / "stop").touch()
+        else:
+            (outer(out) / "job.json").unlink(missing_ok=True)
+
+    text = f"the job in `{outer(out)}` was stopped, or is complete"
+    refused(reshard.DestinationError, text, save, source, out, share=(1, 2), progress=progress)
+    assert len(seen) < 20 and not (outer(out) / "1.json").exists()
