@@ -12,6 +12,7 @@ import click
 
 _COMMANDS = {
     "ckpt": "Rewrite a checkpoint for another mesh.",
+    "commit": "Make a checkpoint of the shares that `--shard` has written.",
     "convert": "Convert a Linen checkpoint to NNX, or back.",
     "diff": "Compare two checkpoints.",
     "digest": "Show the digest of every array, and record them.",
@@ -94,6 +95,8 @@ def main() -> None:
         left = _notes(error)
         if not left and sys.argv[1:2] in _WRITERS:
             left = "nothing half-written was left behind."
+            if any(word.startswith("--shard") for word in sys.argv):
+                left = "the same command writes the share again."
         click.echo(f"Interrupted; {left}" if left else "Interrupted.", err=True)
         sys.exit(130)
     except BrokenPipeError:

@@ -10,8 +10,17 @@ import click
 from reshard.checkpoint import Checkpoint
 from reshard.cli import output
 from reshard.cli.model_argument import build_target, read_rules
-from reshard.cli.options import AS_JSON, CONCURRENCY, ITEM, MAX_MEMORY, QUIET, options
+from reshard.cli.options import (
+    AS_JSON,
+    CONCURRENCY,
+    ITEM,
+    MAX_MEMORY,
+    QUIET,
+    WORKERS,
+    options,
+)
 from reshard.cli.page_file import HTML, check_page, write_page
+from reshard.cli.shard import parse_share
 from reshard.errors import ReshardError, ShardingError
 from reshard.loader import open as open_checkpoint
 from reshard.restore.target_mesh import to_mesh
@@ -96,6 +105,7 @@ _OPTIONS = (
     ),
     MAX_MEMORY,
     CONCURRENCY,
+    WORKERS,
     click.option("--no-link", is_flag=True, help="Copy data files that stay; do not share them."),
     click.option(
         "--overwrite",
@@ -115,6 +125,13 @@ _OPTIONS = (
         "--resume",
         is_flag=True,
         help="Keep what is written if the job is stopped, and go on with what an earlier run kept.",
+    ),
+    click.option(
+        "--shard",
+        "share",
+        metavar="I/N|auto",
+        help="Write share I of N, numbered from 0, and nothing more: `reshard commit DST` follows, "
+        "once all are there. `auto`: as SLURM or MPI has numbered this process.",
     ),
     click.option("--dry-run", is_flag=True, help="Show the plan and stop."),
     HTML,
@@ -136,6 +153,12 @@ def run(
     then."""
     tune_memory()
     dry_run, as_json, quiet = flags["dry_run"], flags["as_json"], flags["quiet"]
+    share = parse_share(flags["share"], dst)
+    if share is not None and (flags["resume"] or flags["workers"]):
+        raise click.UsageError(
+            "a share is written whole or again, by one process: --shard goes without --resume and "
+            "--workers"
+        )
     page_file = flags["page_file"]
     if page_file is not None and not dry_run:
         raise click.UsageError("--html goes with --dry-run")
@@ -164,9 +187,24 @@ def run(
         if planned.problems:
             raise ReshardError("the plan cannot be executed", planned.problems, planned.hints)
         return
-    with output.warnings_told(), output.progress_bar(quiet or as_json) as progress:
-        planned = save(checkpoints, dst, **arguments, resume=flags["resume"], progress=progress)
-    _report(planned, dst, as_json, quiet, answer(), done=True)
+    bar = output.progress_bar(quiet or as_json, flags["workers"])
+    with output.warnings_told(), bar as progress:
+        planned = save(
+            checkpoints,
+            dst,
+            **arguments,
+            resume=flags["resume"],
+            share=share,
+            workers=flags["workers"],
+            progress=progress,
+        )
+    if share is None:
+        _report(planned, dst, as_json, quiet, answer(), done=True)
+        return
+    number, count = share
+    _report(planned, dst, as_json, quiet, {**answer(), "share": [number, count]}, done=False)
+    if not (as_json or quiet):
+        click.echo(f"wrote share {number} of {count}; once all are there: reshard commit {dst}")
 
 
 def prepared(ckpt: Checkpoint, flags: dict[str, Any]) -> Checkpoint:

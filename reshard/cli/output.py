@@ -20,8 +20,10 @@ _RICH_ROWS = 200
 _WIDEST = 200
 # An argument is typed as `--name value`, if it is not one of these.
 _FLAGS = {
+    "array": "the array job again, of tasks {} alone",
     "axes": "--axis {}={}",
     "cast": "--dtype '{1}={0}'",
+    "commit": "reshard commit '{}'",
     "digest": "reshard digest PATH --json > '{}'",
     "drop": "--drop '{}'",
     "drop_both": "--drop '{}' --drop '{}'",
@@ -56,6 +58,7 @@ _METAVARS = {
     "plan": "--dry-run",
     "rules": '--rules FILE with `rules = [["embed", "data"], ...]`',
     "same": "the same command",
+    "share": "--shard I/N",
     "source": "--source-model MODULE:NAME",
     "the_model": "--model",
     "the_source": "--source-model",

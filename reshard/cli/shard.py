@@ -1,0 +1,61 @@
+"""Which share `--shard` means: as it says, or as whoever started the process has numbered it."""
+
+import os
+import re
+
+import click
+
+from reshard.storage.location import parse_location
+from reshard.writer.share_job import shares_begun
+
+_AUTO = "auto"
+_ARRAY, _ARRAY_MIN = "SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN"
+_ARRAY_MAX, _ARRAY_COUNT = "SLURM_ARRAY_TASK_MAX", "SLURM_ARRAY_TASK_COUNT"
+# The number of a process, and of how many.
+_RANKS = (
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
+
+
+def parse_share(text: str | None, destination: str) -> tuple[int, int] | None:
+    """Share i of n, from 0; raises click.BadParameter for anything else."""
+    if text is None:
+        return None
+    if text == _AUTO:
+        return _numbered(destination)
+    match = re.fullmatch(r"(\d+)/(\d+)", text, re.ASCII)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise _bad(f"`{text}` is no share: 0/16 is the first one of 16, and 15/16 the last one")
+    return int(match[1]), int(match[2])
+
+
+def _numbered(destination: str) -> tuple[int, int]:
+    """By the variables of an array job, or of processes that were started together. Of an array job
+    that was begun, the count is the one it began with: only some of its tasks may run again."""
+    number = _variable(_ARRAY)
+    if number is not None:
+        count = shares_begun(parse_location(destination))
+        if count is None:
+            first, last, count = map(_variable, (_ARRAY_MIN, _ARRAY_MAX, _ARRAY_COUNT))
+            if count is None or first != 0 or last != count - 1:
+                raise _bad(f"an array job that begins has all tasks from 0 on, not {first}-{last}")
+        if number >= count:
+            raise _bad(f"{_ARRAY} is {number}, and the job has {count} shares, numbered from 0")
+        return number, count
+    for rank, size in _RANKS:
+        number, count = _variable(rank), _variable(size)
+        if number is not None and count is not None:
+            return number, count
+    looked = ", ".join([_ARRAY, *(rank for rank, _ in _RANKS)])
+    raise _bad(f"auto: none of {looked} is set; --shard I/N says it, from 0")
+
+
+def _variable(name: str) -> int | None:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else None
+
+
+def _bad(text: str) -> click.BadParameter:
+    return click.BadParameter(text, param_hint="--shard")
