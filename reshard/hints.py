@@ -9,7 +9,7 @@ from typing import Any
 # An argument is typed as `name=value`, if it is not one of these.
 _CALLS = {
     "all_rules": 'rules=[("embed", "data"), ("vocab", ("data", "model")), ("kv", None)]',
-    "array": "share=(i, n) for each i of {}",
+    "array": "share=(i, n) with i in {}",
     "axes": "axes={{{}: {}}}",
     "cast": "reshard.cast(ckpt, {}, {})",
     "commit": "reshard.commit({})",

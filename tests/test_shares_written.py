@@ -313,13 +313,13 @@ def test_missing_shares_are_listed_as_a_range(sources, expected, tmp_path):
         f"7 of 10 shares of `{out}` are not complete\n"
         "  missing: 0,3,5-9\n"
         "  share 0 writes what is in no share, and has not done so\n\n"
-        'hint: write what is missing: share=(i, n) for each i of "0,3,5-9"',
+        'hint: write what is missing: share=(i, n) with i in "0,3,5-9"',
         reshard.commit,
         out,
     )
     write(source, out, [0, 3, 5, 6, 7, 8], 10)
     one = f"1 of 10 shares of `{out}` is not complete\n  missing: 9\n\n"
-    one += 'hint: write what is missing: share=(i, n) for each i of "9"'
+    one += 'hint: write what is missing: share=(i, n) with i in "9"'
     refused(reshard.DestinationError, one, reshard.commit, out)
     write(source, out, [9], 10)
     reshard.commit(out)
