@@ -48,8 +48,8 @@ from reshard.restore.device_reads import Request, read_arrays
 from reshard.sharding.mesh import Mesh, fitting_spec
 from reshard.storage import array_store
 from reshard.writer import stream
-from reshard.writer.job_plan import BoxRange
 from reshard.writer.prepare import with_passes
+from reshard.writer.share_parts import BoxRange
 
 FORMATS = {
     "zarr2": {},

@@ -26,12 +26,13 @@ from reshard.verify.values import Progress, counted
 from reshard.writer import bucket_commit, database, directory_commit
 from reshard.writer.coordinator import execute_in_shares
 from reshard.writer.item_arrays import ItemWork, link_files, write_arrays
-from reshard.writer.job_plan import BoxRange, ItemPlan, Plan, ValueRange
+from reshard.writer.job_plan import ItemPlan, Plan
 from reshard.writer.journal import ItemProgress, Journal, fingerprint, is_unfinished, resumed_note
 from reshard.writer.orbax_documents import write_documents
 from reshard.writer.prepare import copy_errors, plan
 from reshard.writer.recording import check_copied, check_whole, read_back, records, to_read_back
 from reshard.writer.share_job import check_none
+from reshard.writer.share_parts import BoxRange, ValueRange
 from reshard.writer.share_writing import write_share
 from reshard.writer.siblings import (
     changed_paths,

@@ -14,8 +14,9 @@ from reshard.storage.location import Location
 from reshard.storage.ocdbt import new_context
 from reshard.tree import Path
 from reshard.writer import database
-from reshard.writer.job_plan import BoxRange, Plan, ValueRange
+from reshard.writer.job_plan import Plan
 from reshard.writer.journal import ItemProgress
+from reshard.writer.share_parts import BoxRange, ValueRange
 from reshard.writer.stream import Target, move_values, write_boxes, write_values
 from reshard.writer.target_format import TargetFormat
 

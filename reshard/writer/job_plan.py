@@ -20,6 +20,7 @@ from reshard.storage.ocdbt import StoredValue
 from reshard.tree import format_path
 from reshard.units import format_bytes
 from reshard.verify.digest_record import Record
+from reshard.writer.share_parts import BoxRange, ItemShare, Share, ValueRange
 from reshard.writer.siblings import Sibling
 from reshard.writer.target_format import TargetFormat
 
@@ -35,65 +36,6 @@ class Network(NamedTuple):
     fetches: int
     sent: int
     sends: int
-
-
-class BoxRange(NamedTuple):
-    """Boxes of arrays that are read together, of each from one number to another: all, without a
-    last one."""
-
-    arrays: Sequence[ArrayPlan]
-    start: int = 0
-    stop: int | None = None
-
-
-class ValueRange(NamedTuple):
-    """Stored values of an array that is copied as it is, from one number to another: all, without a
-    last one."""
-
-    handle: ArrayHandle
-    start: int = 0
-    stop: int | None = None
-
-
-class ItemShare(NamedTuple):
-    """What of an item is in a share.
-
-    Attributes:
-      item: the item's number.
-      directory: its directory, below the destination's root.
-      format: how its arrays are stored.
-      handles: the arrays, all that is known of which is what it takes to read them.
-      values: what is copied as it is.
-      boxes: what is rewritten.
-    """
-
-    item: int
-    directory: str
-    format: TargetFormat
-    handles: Sequence[ArrayHandle]
-    values: Sequence[ValueRange]
-    boxes: Sequence[BoxRange]
-
-
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """A part of a plan that a process can carry out alone, which pickles without anything open.
-
-    Attributes:
-      number, count: which share it is, from 0, and of how many.
-      items: what it has of the items.
-      max_memory: bytes.
-      nbytes: bytes that are written: decoded ones of what is rewritten, and stored ones of what is
-        copied.
-      weight: what it weighs beside others: bytes that are read and written, and its chunks.
-    """
-
-    number: int
-    count: int
-    items: tuple[ItemShare, ...]
-    max_memory: int
-    nbytes: int
-    weight: int
 
 
 class _Work(NamedTuple):

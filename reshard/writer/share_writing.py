@@ -26,7 +26,7 @@ from reshard.verify.digest_record import record_of, stored_record
 from reshard.verify.values import Progress, counted
 from reshard.writer import database
 from reshard.writer.item_arrays import ItemWork, link_files, write_arrays
-from reshard.writer.job_plan import BoxRange, ItemPlan, Plan, Share, ValueRange
+from reshard.writer.job_plan import ItemPlan, Plan
 from reshard.writer.journal import ItemProgress
 from reshard.writer.orbax_documents import write_documents
 from reshard.writer.prepare import copy_errors
@@ -38,6 +38,7 @@ from reshard.writer.recording import (
     verify_hint,
 )
 from reshard.writer.share_job import REST, Job, Written, begun, is_written
+from reshard.writer.share_parts import BoxRange, Share, ValueRange
 from reshard.writer.siblings import CopiedFile, clear, copy_siblings, is_marker
 from reshard.writer.stream import Report
 

@@ -22,8 +22,8 @@ from reshard.storage.array_store import array_spec
 from reshard.storage.location import Location, checked
 from reshard.storage.refusals import refusal
 from reshard.tree import Path
-from reshard.writer.job_plan import BoxRange
 from reshard.writer.journal import ItemProgress
+from reshard.writer.share_parts import BoxRange
 from reshard.writer.target_format import TargetFormat
 
 Report = Callable[[int], None]

@@ -25,8 +25,8 @@ from reshard.sharding.mesh import Mesh, NamedSharding, shard_shape
 from reshard.storage.array_store import ArrayStore
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import StoredValue
-from reshard.writer.job_plan import Share
 from reshard.writer.prepare import plan
+from reshard.writer.share_parts import Share
 from tests.benchmarks.workloads import AXES, Leaf, Tree, llama
 
 SAVED, TARGET = (16, 64), (64, 64)
