@@ -231,6 +231,29 @@ def dying(call, done):
 
 
 @pytest.mark.sampled
+def test_a_job_that_was_killed_as_it_began_is_not_complete(sources, expected, tmp_path, monkeypatch):
+    """With what it is to replace at the destination."""
+    source, out = sources("ckpt zarr2"), tmp_path / "out"
+    shutil.copytree(expected("convert zarr2"), out)
+    before = hashes(out)
+
+    def killed(*args):
+        begun(*args)
+        raise KeyboardInterrupt
+
+    begun = share_job._first
+    monkeypatch.setattr(share_job, "_first", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write(source, out, [1], 2, overwrite=True)
+    with pytest.raises(reshard.DestinationError, match="missing: 0-1"):
+        reshard.commit(out)
+    monkeypatch.undo()
+    assert hashes(out) == before
+    write(source, out, range(2), 2, overwrite=True)
+    assert reshard.commit(out)
+    assert_same(out, expected("ckpt zarr2"))
+
+
 @pytest.mark.parametrize("overwrite", few([False, True], True))
 def test_a_commit_that_is_stopped_anywhere(sources, expected, tmp_path, monkeypatch, overwrite):
     source, whole = sources("ckpt manager"), expected("ckpt manager")
