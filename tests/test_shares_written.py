@@ -231,7 +231,9 @@ def dying(call, done):
 
 
 @pytest.mark.sampled
-def test_a_job_that_was_killed_as_it_began_is_not_complete(sources, expected, tmp_path, monkeypatch):
+def test_a_job_that_was_killed_as_it_began_is_not_complete(
+    sources, expected, tmp_path, monkeypatch
+):
     """With what it is to replace at the destination."""
     source, out = sources("ckpt zarr2"), tmp_path / "out"
     shutil.copytree(expected("convert zarr2"), out)

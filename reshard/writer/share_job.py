@@ -192,6 +192,8 @@ def begun(plan: Plan, count: int) -> Job:
                 hints=["name a new destination, or delete what is there"],
             )
         job.outer.make_directory()
+        if destination.is_local:  # where `job.json` is and this is not, it has been renamed
+            job.directory.make_directory()
         then = _first(path, json.dumps(document).encode())
     if then is not None and then.get("job") != job.token:
         raise _another(job, then, document)
