@@ -168,7 +168,7 @@ def test_scalars_that_are_parts_of_one_chunk_are_read_together(tmp_path):
 
 PEAK = """
 import re, sys, reshard, tensorstore
-from reshard.cli.options import tune_memory
+from reshard.storage.machine import tune_memory
 def status(name):
     return int(re.search(name + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) << 10
 tune_memory()
