@@ -111,8 +111,8 @@ def test_nothing_numbers_them(at):
     )
     assert status == 2 and err.endswith(f"Error: Invalid value for --shard: {told}\n")
     status, _, err = share(at, "none", "0/2", "--resume")
-    told = "a share is written whole or again, by one process: --shard goes without --resume and "
-    told += "--workers"
+    told = "a share is written whole or again, by one process: --shard goes without --resume, "
+    told += "--workers and --dask"
     assert status == 2 and err.endswith(f"Error: {told}\n")
     status, _, err = reshard_in(at, "commit", "none")
     assert status == 2 and err == (

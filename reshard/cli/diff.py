@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from reshard.cli import output
+from reshard.cli.dask_cluster import working
 from reshard.cli.options import places, reading_options
 from reshard.cli.page_file import HTML, check_page, write_page
 from reshard.loader import open as open_checkpoint
@@ -36,6 +37,8 @@ def command(
     step: int | None,
     item: str | None,
     concurrency: int,
+    workers: int | None,
+    dask: str | None,
     as_json: bool,
     quiet: bool,
     page_file: str | None,
@@ -65,9 +68,10 @@ def command(
     ]
     with (
         output.warnings_told(),
-        output.progress_bar(quiet or as_json, flags.get("workers")) as progress,
+        working(dask, workers, flags["max_memory"]) as by,
+        output.progress_bar(quiet or as_json, by["workers"]) as progress,
     ):
-        found = diff(*checkpoints, **flags, progress=progress)
+        found = diff(*checkpoints, **flags, **by, progress=progress)
     if as_json:
         click.echo(json.dumps(found.document()))
     elif not quiet:

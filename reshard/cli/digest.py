@@ -5,6 +5,7 @@ import click
 from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import describe
 from reshard.cli import output
+from reshard.cli.dask_cluster import working
 from reshard.cli.options import reading_options
 from reshard.loader import open as open_checkpoint
 from reshard.storage.machine import tune_memory
@@ -25,6 +26,7 @@ def command(
     max_memory: str,
     concurrency: int,
     workers: int | None,
+    dask: str | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -44,8 +46,12 @@ def command(
     """
     tune_memory()
     ckpt = open_checkpoint(path, step=step, item=item, concurrency=concurrency)
-    with output.warnings_told(), output.progress_bar(quiet or as_json, workers) as progress:
-        found = digest(ckpt, write=write, max_memory=max_memory, workers=workers, progress=progress)
+    with (
+        output.warnings_told(),
+        working(dask, workers, max_memory) as by,
+        output.progress_bar(quiet or as_json, by["workers"]) as progress,
+    ):
+        found = digest(ckpt, write=write, max_memory=max_memory, **by, progress=progress)
     if as_json:
         click.echo(record(ckpt, found).dump())
     elif not quiet:

@@ -9,10 +9,12 @@ import click
 
 from reshard.checkpoint import Checkpoint
 from reshard.cli import output
+from reshard.cli.dask_cluster import working
 from reshard.cli.model_argument import build_target, read_rules
 from reshard.cli.options import (
     AS_JSON,
     CONCURRENCY,
+    DASK,
     ITEM,
     MAX_MEMORY,
     QUIET,
@@ -106,6 +108,7 @@ _OPTIONS = (
     MAX_MEMORY,
     CONCURRENCY,
     WORKERS,
+    DASK,
     click.option("--no-link", is_flag=True, help="Copy data files that stay; do not share them."),
     click.option(
         "--overwrite",
@@ -154,10 +157,10 @@ def run(
     tune_memory()
     dry_run, as_json, quiet = flags["dry_run"], flags["as_json"], flags["quiet"]
     share = parse_share(flags["share"], dst)
-    if share is not None and (flags["resume"] or flags["workers"]):
+    if share is not None and (flags["resume"] or flags["workers"] or flags["dask"]):
         raise click.UsageError(
-            "a share is written whole or again, by one process: --shard goes without --resume and "
-            "--workers"
+            "a share is written whole or again, by one process: --shard goes without --resume, "
+            "--workers and --dask"
         )
     page_file = flags["page_file"]
     if page_file is not None and not dry_run:
@@ -187,15 +190,18 @@ def run(
         if planned.problems:
             raise ReshardError("the plan cannot be executed", planned.problems, planned.hints)
         return
-    bar = output.progress_bar(quiet or as_json, flags["workers"])
-    with output.warnings_told(), bar as progress:
+    with (
+        output.warnings_told(),
+        working(flags["dask"], flags["workers"], flags["max_memory"]) as by,
+        output.progress_bar(quiet or as_json, by["workers"]) as progress,
+    ):
         planned = save(
             checkpoints,
             dst,
             **arguments,
             resume=flags["resume"],
             share=share,
-            workers=flags["workers"],
+            **by,
             progress=progress,
         )
     if share is None:

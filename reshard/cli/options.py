@@ -34,6 +34,11 @@ WORKERS = click.option(
     help="Processes of this machine that share the work, and its processors; --max-memory is for "
     "each.",
 )
+DASK = click.option(
+    "--dask",
+    metavar="ADDRESS",
+    help="The workers of a Dask cluster share the work: of the scheduler tcp://HOST:8786, for one.",
+)
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON document.")
 QUIET = click.option("--quiet", is_flag=True, help="Print nothing but errors and warnings.")
 STEP = click.option("--step", type=int, help="Step of a manager's root; the latest by default.")
@@ -50,7 +55,7 @@ def options(of: Sequence[Callable[[F], F]]) -> Callable[[F], F]:
     return add
 
 
-reading_options = options((STEP, ITEM, MAX_MEMORY, CONCURRENCY, WORKERS, AS_JSON, QUIET))
+reading_options = options((STEP, ITEM, MAX_MEMORY, CONCURRENCY, WORKERS, DASK, AS_JSON, QUIET))
 
 Place = dict[str, Any]  # `step` and `item`, as `reshard.open` takes them
 

@@ -10,6 +10,7 @@ import click
 from reshard.checkpoint import Checkpoint
 from reshard.cli import output
 from reshard.cli.conversion_options import conversion_options, converter
+from reshard.cli.dask_cluster import working
 from reshard.cli.options import places, reading_options
 from reshard.errors import (
     ArgumentError,
@@ -42,6 +43,7 @@ def command(
     max_memory: str,
     concurrency: int,
     workers: int | None,
+    dask: str | None,
     as_json: bool,
     quiet: bool,
     **flags: Any,
@@ -77,8 +79,12 @@ def command(
         opened = open_checkpoint(against, **theirs, concurrency=concurrency)
         other = _in_one_api(ckpt, opened, options)
         _repeat_warnings([ckpt, opened, other])
-    with output.warnings_told(), output.progress_bar(quiet or as_json, workers) as progress:
-        found = verify(ckpt, other, max_memory=max_memory, workers=workers, progress=progress)
+    with (
+        output.warnings_told(),
+        working(dask, workers, max_memory) as by,
+        output.progress_bar(quiet or as_json, by["workers"]) as progress,
+    ):
+        found = verify(ckpt, other, max_memory=max_memory, **by, progress=progress)
     document = {
         "path": str(found.path),
         "ok": found.ok,

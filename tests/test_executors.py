@@ -1,0 +1,302 @@
+"""Jobs in executors: a process pool that breaks, and a real Dask cluster on loopback, whose workers
+and scheduler are killed."""
+
+import concurrent.futures
+import contextlib
+import multiprocessing
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+
+import layouts
+import numpy as np
+import psutil
+import pytest
+from click.testing import CliRunner
+from worker_tasks import Tiny
+
+import reshard
+import reshard.cli
+from reshard.engine import executors
+from reshard.engine.workers import run_tasks
+
+TESTS = pathlib.Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    rng = np.random.default_rng(11)
+    tree = {f"w{i}": layouts.random_array(rng, (40 + i, 53), "float32") for i in range(6)}
+    folder = tmp_path_factory.mktemp("source")
+    layouts.save_pytree(folder / "saved", tree)
+    reshard.save(reshard.open(folder / "saved"), folder / "chunked", chunks=2000, digest=True)
+    return folder / "chunked"
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@contextlib.contextmanager
+def scheduler(port):
+    """A scheduler's process, and its address."""
+    arguments = ["--host", "127.0.0.1", "--port", str(port), "--no-dashboard", "--no-show"]
+    with started("dask_scheduler", *arguments) as process:
+        yield process, f"tcp://127.0.0.1:{port}"
+
+
+@contextlib.contextmanager
+def started(what, *arguments, **environment):
+    process = subprocess.Popen(
+        [sys.executable, "-m", f"distributed.cli.{what}", *arguments],
+        env=os.environ | {"PYTHONPATH": str(TESTS)} | environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield process
+    finally:
+        children = psutil.Process(process.pid).children() if process.poll() is None else []
+        for each in [process, *children]:
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                each.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def cluster(count=2, port=None, limit="2GiB"):
+    """A scheduler and so many workers, each a process that is started again if it is killed."""
+    more = ["--nthreads", "1", "--no-dashboard", "--memory-limit", limit, "--host", "127.0.0.1"]
+    with contextlib.ExitStack() as stack:
+        process, address = stack.enter_context(scheduler(port or free_port()))
+        for _ in range(count):
+            stack.enter_context(started("dask_worker", address, *more))
+        yield process, address
+
+
+@pytest.fixture(scope="module")
+def dask():
+    """The address of a cluster, once its workers are there."""
+    from distributed import Client
+
+    with cluster() as (_, address):
+        with Client(address, timeout="30s", set_as_default=False) as client:
+            client.wait_for_workers(2, timeout=60)
+        yield address
+
+
+@pytest.fixture(scope="module")
+def threads_of_dask():
+    """The address of a scheduler in this process, whose worker is threads: at once there."""
+    from distributed import LocalCluster
+
+    options = {"processes": False, "protocol": "tcp://", "host": "127.0.0.1"}
+    with LocalCluster(
+        n_workers=1, threads_per_worker=2, dashboard_address=None, memory_limit=0, **options
+    ) as found:
+        yield found.scheduler_address
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(reshard.cli.command, [*map(str, arguments)])
+
+
+def stored(path):
+    """Key -> value of an item's database."""
+    import tensorstore as ts
+
+    spec = {"driver": "ocdbt", "base": f"file://{path}/"}
+    store = ts.KvStore.open(spec).result()
+    return {key: store.read(key).result().value for key in store.list().result()}
+
+
+# A process pool.
+
+
+def spawned(count):
+    return concurrent.futures.ProcessPoolExecutor(count, multiprocessing.get_context("spawn"))
+
+
+@pytest.mark.exhaustive
+def test_a_process_pool_that_breaks_ends_the_job_and_says_what_is_left(tmp_path):
+    log = tmp_path / "log"
+    tasks = [Tiny(0, log), Tiny(1, log, "killed"), Tiny(2, log, "hangs")]
+    with spawned(1) as pool, pytest.raises(reshard.ReshardError) as caught:
+        run_tasks(tasks, lambda nbytes: None, executor=pool)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "the executor has lost its workers, and 2 of 3 tasks are not done"
+    assert lines[1].startswith("  BrokenProcessPool: ")
+    assert lines[2:] == ["  task 1", "  task 2"]
+
+
+@pytest.mark.exhaustive
+def test_a_process_pool_saves_what_one_process_does(source, tmp_path):
+    ckpt = reshard.cast(reshard.open(source), "bfloat16")
+    reshard.save(ckpt, tmp_path / "one")
+    with spawned(2) as pool:
+        reshard.save(ckpt, tmp_path / "out", workers=2, executor=pool)
+    assert stored(tmp_path / "out") == stored(tmp_path / "one")
+    assert reshard.digest(tmp_path / "out") == reshard.digest(tmp_path / "one")
+
+
+# What executors answer, in threads.
+
+
+class Elsewhere(concurrent.futures.Executor):
+    """An executor whose workers have another release, or lack a module, or tell of a bucket."""
+
+    def __init__(self, release=None, error=None):
+        self.release, self.error = release, error
+
+    def submit(self, function, *arguments):
+        future = concurrent.futures.Future()
+        if function is executors._release and self.release is not None:
+            future.set_result(self.release)
+        elif self.error is not None:
+            future.set_exception(self.error)
+        else:
+            future.set_result(function(*arguments))
+        return future
+
+
+def test_workers_of_another_release_are_refused(tmp_path):
+    with pytest.raises(reshard.ArgumentError) as caught:
+        run_tasks([Tiny(0, tmp_path / "log")], lambda n: None, executor=Elsewhere(release="0.0"))
+    here = executors._release(())
+    assert str(caught.value).splitlines() == [
+        "the executor's workers have another release of reshard",
+        f"  there it is 0.0, here it is {here}",
+    ]
+    assert not (tmp_path / "log").exists()
+
+
+def test_workers_that_lack_a_module_are_refused(tmp_path):
+    error = ModuleNotFoundError("No module named 'mine'")
+    with pytest.raises(reshard.ArgumentError) as caught:
+        run_tasks([Tiny(0, tmp_path / "log")], lambda n: None, executor=Elsewhere(error=error))
+    assert str(caught.value).splitlines() == [
+        "the executor's workers cannot import what they are to run",
+        "  No module named 'mine'",
+        "",
+        "hint: install there what is installed here, with the modules of your functions",
+    ]
+
+
+def test_tasks_that_run_are_told_to_stop_and_waited_for(tmp_path):
+    """Those that are done before are not in the error; the marker ends those that run."""
+    log = tmp_path / "log"
+    tasks = [Tiny(0, log, "corrupt"), Tiny(1, log, "slow"), Tiny(2, log)]
+    told = []
+    with (
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
+        pytest.raises(reshard.CorruptCheckpointError, match=r"^two are wrong"),
+    ):
+        run_tasks(
+            tasks,
+            lambda nbytes: None,
+            executor=pool,
+            stop=lambda: told.append(sorted(log.read_text().split())),
+        )
+    assert len(told) == 1
+    assert sorted(log.read_text().split()) == ["0", "1", "2"]
+
+
+# Dask.
+
+
+@pytest.mark.parametrize(
+    "where", ["threads_of_dask", pytest.param("dask", marks=pytest.mark.exhaustive)]
+)
+def test_a_dask_cluster_verifies_and_saves(where, request, source, tmp_path):
+    dask = request.getfixturevalue(where)
+    whole = invoke("verify", source, "--json")
+    found = invoke("verify", source, "--json", "--dask", dask, "--max-memory", "64MiB")
+    assert (found.exit_code, found.output) == (whole.exit_code, whole.output)
+    arguments = ("ckpt", source, tmp_path / "out", "--dtype", "bfloat16", "--quiet")
+    saved = invoke(*arguments, "--dask", dask, "--max-memory", "64MiB")
+    assert (saved.exit_code, saved.output) == (0, "")
+    reshard.save(reshard.cast(reshard.open(source), "bfloat16"), tmp_path / "one")
+    assert stored(tmp_path / "out") == stored(tmp_path / "one")
+    assert sorted(os.listdir(tmp_path)) == ["one", "out"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("default")
+def test_dask_workers_that_may_use_too_little_memory_are_warned_of(dask, source):
+    found = invoke("digest", source, "--dask", dask, "--max-memory", "1900MiB", "--quiet")
+    assert found.exit_code == 0
+    assert found.output.count("may use 2.00 GiB, and 1 x 1.86 GiB with 512.00 MiB on top") == 2
+
+
+@pytest.mark.exhaustive
+def test_a_dask_worker_that_is_killed_costs_its_tasks_again(dask, tmp_path):
+    from distributed import Client
+
+    log = tmp_path / "log"
+    tasks = [Tiny(0, log), Tiny(1, log, "killed once"), Tiny(2, log, "slow"), Tiny(3, log)]
+    with Client(dask, timeout="30s", set_as_default=False) as client:
+        executor = client.get_executor(retries=2, pure=False)
+        results = run_tasks(tasks, lambda nbytes: None, executor=executor)
+        assert [number for number, _, _ in results] == [0, 1, 2, 3]
+        client.wait_for_workers(2, timeout=60)
+
+
+@pytest.mark.exhaustive
+def test_a_task_that_kills_dask_workers_is_told_of(dask, tmp_path):
+    from distributed import Client
+
+    log = tmp_path / "log"
+    with Client(dask, timeout="30s", set_as_default=False) as client:
+        executor = client.get_executor(retries=2, pure=False)
+        with pytest.raises(reshard.ReshardError) as caught:
+            run_tasks([Tiny(0, log, "killed")], lambda nbytes: None, executor=executor)
+        lines = str(caught.value).splitlines()
+        assert lines[0] == "the executor has lost its workers, and 1 of 1 tasks are not done"
+        assert lines[1].startswith("  KilledWorker: ")
+        assert lines[-1] == "  task 0"
+        client.wait_for_workers(2, timeout=60)
+
+
+@pytest.mark.exhaustive
+def test_a_dask_scheduler_that_goes_is_told_of(tmp_path):
+    from distributed import Client
+
+    log = tmp_path / "log"
+    with (
+        cluster(1) as (process, address),
+        Client(address, timeout="30s", set_as_default=False) as client,
+    ):
+        client.wait_for_workers(1, timeout=60)
+        executor = client.get_executor(retries=2, pure=False)
+
+        def killed(nbytes):
+            process.send_signal(signal.SIGKILL)
+
+        with pytest.raises(reshard.ReshardError) as caught:
+            run_tasks([Tiny(0, log), Tiny(1, log, "hangs")], killed, executor=executor)
+        lines = str(caught.value).splitlines()
+        assert lines[0] == "the executor has lost its workers, and 1 of 2 tasks are not done"
+        assert lines[-1] == "  task 1"
+
+
+def test_no_scheduler_is_there(source):
+    found = invoke("digest", source, "--dask", "nowhere://a")
+    assert "no Dask scheduler answers at `nowhere://a`" in str(found.exception)
+    found = invoke("digest", source, "--dask", "tcp://127.0.0.1:1", "--workers", "2")
+    assert found.exit_code == 2
+    assert "--dask and --workers exclude each other" in found.output
+
+
+def test_nothing_of_dask_is_imported_without_it(source):
+    code = (
+        "import sys; from reshard.cli import command\n"
+        f"command.main(['digest', {str(source)!r}, '--quiet'], standalone_mode=False)\n"
+        "print([name for name in sys.modules if name.partition('.')[0] in ('dask', 'distributed')])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ran.stdout, ran.stderr) == ("[]\n", "")
