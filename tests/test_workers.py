@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 from click.testing import CliRunner
-from worker_tasks import Tiny
+from worker_tasks import Opens, Tiny
 
 import reshard
 import reshard.cli
@@ -230,6 +230,7 @@ def test_commands_answer_the_same_of_workers(two, command, count, capfd, monkeyp
     for more in ([], ["--workers", str(count)]):
         result = CliRunner().invoke(reshard.cli.command, arguments + more)
         answers.append((result.exit_code, result.output, capfd.readouterr().err))
+        assert not isinstance(result.exception, Exception), result.exc_info
     assert answers[0] == answers[1]
     assert answers[0][1]
 
@@ -248,3 +249,15 @@ def test_a_reader_that_is_killed_costs_its_part_again(two, monkeypatch):
 
     assert reshard.digest(two[0], workers=3, progress=kill) == expected
     assert killed
+
+
+def test_a_worker_opens_a_store_once_and_answers_do_not_mix(two, tmp_path):
+    """One worker has many tasks of the same stores, whose answers hold like objects."""
+    stores = [reshard.open(path).source.store for path in two]
+    tasks = [Opens(number, stores[number % 2]) for number in range(8)]
+    answers = run_tasks(tasks, Counted(), workers=1)
+    assert [(a["number"], a["text"], a["values"]) for a in answers] == [
+        (n, f"number {n}", np.float32(n)) for n in range(8)
+    ]
+    assert len({a["store"] for a in answers}) == 2
+    assert {a["names"] for a in answers} == {0}

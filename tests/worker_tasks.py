@@ -6,7 +6,10 @@ import pathlib
 import signal
 import time
 
+import numpy as np
+
 from reshard.errors import CorruptCheckpointError
+from reshard.storage.array_store import ArrayStore
 from reshard.storage.machine import cores
 
 
@@ -47,3 +50,18 @@ class Tiny:
             raise AssertionError("a bug")
         print("no answer")
         return self.number, os.getpid(), cores()
+
+
+@dataclasses.dataclass(frozen=True)
+class Opens:
+    """Answers with which store it was given, among other things."""
+
+    number: int
+    store: ArrayStore
+    nbytes: int = 1
+
+    def run(self, report):
+        values = np.float32(self.number)
+        text = f"number {self.number}"
+        found = {"number": self.number, "store": id(self.store), "names": len(self.store.values)}
+        return found | {"text": text, "again": [text, values], "values": values}
