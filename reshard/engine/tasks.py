@@ -52,8 +52,7 @@ class Pickler(pickle.Pickler):
             values = [(key, *value) for key, value in obj.store.values[obj.name].items()]
             return _stored_array, (obj.store, obj.name, obj.metadata, values)
         if type(obj) is ArrayStore:
-            fields = [getattr(obj, field.name) for field in dataclasses.fields(obj)]
-            return _store, (*fields, obj.has_many)
+            return empty_store, told_of(obj)
         return NotImplemented
 
 
@@ -94,9 +93,15 @@ class _Buffer(bytearray):
         self.extend(data)
 
 
-def _store(*fields: Any) -> ArrayStore:
+def told_of(store: ArrayStore) -> tuple[Any, ...]:
+    """What `empty_store` makes a store of."""
+    fields = (getattr(store, field.name) for field in dataclasses.fields(store))
+    return *fields, store.has_many
+
+
+def empty_store(*told: Any) -> ArrayStore:
     """A store without values."""
-    *own, has_many = fields
+    *own, has_many = told
     store = ArrayStore(*own)
     vars(store).update(values={}, has_many=has_many)
     return store

@@ -23,9 +23,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
 from reshard.engine.executors import in_executor
-from reshard.engine.tasks import Pickler, Report, Task, imported_by
+from reshard.engine.tasks import Pickler, Report, Task, empty_store, imported_by, told_of
 from reshard.errors import ReshardError
 from reshard.hints import Hint
+from reshard.storage.array_store import ArrayStore
 from reshard.storage.machine import share_cores, tune_memory
 
 # Workers that may be killed by one task.
@@ -152,15 +153,13 @@ class _Worker:
         """Gives tasks to the process, and puts what it answers among the events."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        # What tasks have in common goes there once: the memo of both stays.
-        pickler, answers = Pickler(self._process.stdin), pickle.Unpickler(self._process.stdout)
         try:
             while (task := self._tasks.get()) is not None:
-                pickler.dump(task)
+                _Pickler(self._process.stdin).dump(task)
                 self._process.stdin.flush()
                 kind = "bytes"
                 while kind == "bytes":
-                    kind, value = answers.load()
+                    kind, value = pickle.load(self._process.stdout)
                     self._events.put((self, kind, value))
         except (EOFError, OSError, pickle.UnpicklingError):  # it has ended, in whatever it wrote
             self._events.put((self, "end", self._process.wait()))
@@ -189,16 +188,37 @@ def _killed(task: Task, status: int, deaths: int) -> ReshardError:
     return ReshardError(f"{task} cannot be done", [problem], hints if name == "SIGKILL" else [])
 
 
+class _Pickler(Pickler):
+    """A pickler of tasks for a worker, which opens a store once, and not for each task again."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        return (id(obj), told_of(obj)) if type(obj) is ArrayStore else None
+
+
+class _Unpickler(pickle.Unpickler):
+    """Its other end, with the stores that the worker has got."""
+
+    def __init__(self, file: BinaryIO, stores: dict[int, ArrayStore]):
+        super().__init__(file)
+        self._stores = stores
+
+    def persistent_load(self, pid: Any) -> ArrayStore:
+        number, told = pid
+        if number not in self._stores:
+            self._stores[number] = empty_store(*told)
+        return self._stores[number]
+
+
 def main(among: int) -> None:
     """A worker, one of several on its machine: answers tasks until there are no more."""
     share_cores(among)
     tune_memory()
-    tasks = pickle.Unpickler(sys.stdin.buffer)
+    stores: dict[int, ArrayStore] = {}
     with os.fdopen(os.dup(1), "wb") as out:
         os.dup2(2, 1)  # what a function of the user's prints is no answer
         while True:
             try:
-                task = tasks.load()
+                task = _Unpickler(sys.stdin.buffer, stores).load()
             except EOFError:
                 return
             pickle.dump(_answer(task, out), out)
