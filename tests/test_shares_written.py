@@ -256,6 +256,61 @@ def test_a_job_that_was_killed_as_it_began_is_not_complete(
     assert_same(out, expected("ckpt zarr2"))
 
 
+@pytest.mark.parametrize("numbers", [range(2), [1]])
+def test_what_is_swept_away_before_a_commit_is_missed(
+    sources, expected, tmp_path, monkeypatch, numbers
+):
+    """Though there is something at the destination, which it is to replace."""
+    source, out = sources("ckpt zarr2"), tmp_path / "out"
+    shutil.copytree(expected("convert zarr2"), out)
+    before = hashes(out)
+    write(source, out, numbers, 2, overwrite=True)
+    (checkpoint,) = outer(out).glob("checkpoint*")
+    shutil.rmtree(checkpoint)
+    with pytest.raises(reshard.DestinationError, match="shares of .* not complete\n  missing: 0-1"):
+        reshard.commit(out)
+    assert hashes(out) == before
+    write(source, out, range(2), 2, overwrite=True)
+    assert reshard.commit(out)
+    assert_same(out, expected("ckpt zarr2"))
+
+
+@pytest.mark.parametrize("part", ["manifest.ocdbt", "d"])
+def test_a_database_of_a_share_that_is_gone_is_missed(sources, expected, tmp_path, part):
+    source, out = sources("ckpt zarr2"), tmp_path / "out"
+    write(source, out)
+    (stage,) = outer(out).glob("checkpoint*/**/ocdbt.process_2_*")
+    for path in [stage / part, *(stage / part).rglob("*")]:
+        path.is_file() and path.unlink()
+    with pytest.raises(reshard.DestinationError, match="missing: 2$"):
+        reshard.commit(out)
+    write(source, out, [2])
+    assert reshard.commit(out)
+    assert_same(out, expected("ckpt zarr2"))
+
+
+def test_a_share_of_a_job_that_was_removed_writes_into_no_other(
+    sources, expected, tmp_path, monkeypatch
+):
+    source, out = sources("ckpt zarr2-files"), tmp_path / "out"
+    removed = []
+
+    def removes(*args):
+        if not removed:
+            removed.append(shutil.rmtree(outer(out)))
+            write(source, out, range(2), 2)
+        return moves(*args)
+
+    item_arrays = importlib.import_module("reshard.writer.item_arrays")
+    moves = item_arrays.write_boxes
+    monkeypatch.setattr(item_arrays, "write_boxes", removes)
+    with pytest.raises(reshard.DestinationError, match="was stopped, or is complete"):
+        save(source, out, share=(1, 2), codec="none")
+    assert len(removed) == 1
+    assert reshard.commit(out)
+    assert_same(out, expected("ckpt zarr2-files"))
+
+
 @pytest.mark.parametrize("overwrite", few([False, True], True))
 def test_a_commit_that_is_stopped_anywhere(sources, expected, tmp_path, monkeypatch, overwrite):
     source, whole = sources("ckpt manager"), expected("ckpt manager")
