@@ -267,7 +267,7 @@ def test_what_is_swept_away_before_a_commit_is_missed(
     write(source, out, numbers, 2, overwrite=True)
     (checkpoint,) = outer(out).glob("checkpoint*")
     shutil.rmtree(checkpoint)
-    with pytest.raises(reshard.DestinationError, match="shares of .* not complete\n  missing: 0-1"):
+    with pytest.raises(reshard.DestinationError, match="missing: 0"):
         reshard.commit(out)
     assert hashes(out) == before
     write(source, out, range(2), 2, overwrite=True)
@@ -282,7 +282,7 @@ def test_a_database_of_a_share_that_is_gone_is_missed(sources, expected, tmp_pat
     (stage,) = outer(out).glob("checkpoint*/**/ocdbt.process_2_*")
     for path in [stage / part, *(stage / part).rglob("*")]:
         path.is_file() and path.unlink()
-    with pytest.raises(reshard.DestinationError, match="missing: 2$"):
+    with pytest.raises(reshard.DestinationError, match=r"missing: 2\n"):
         reshard.commit(out)
     write(source, out, [2])
     assert reshard.commit(out)
@@ -411,7 +411,8 @@ def test_files_that_are_gone_are_written_again(sources, expected, tmp_path, chan
     out, source = tmp_path / "out", sources("ckpt zarr2")
     write(source, out)
     document = json.loads((outer(out) / "2.json").read_text())
-    file = outer(out) / "checkpoint" / next(iter(document["items"]["0"]["files"]))
+    (checkpoint,) = outer(out).glob("checkpoint-*")
+    file = checkpoint / next(iter(document["items"]["0"]["files"]))
     if change == "gone":
         file.unlink()
     else:

@@ -47,7 +47,6 @@ def execute_in_shares(
             stop = (job.outer / STOP).write
             run_tasks(tasks, report, workers=workers, executor=executor, stop=lambda: stop(b"stop"))
             committed_job(document, lock, lambda nbytes: report)
-            (job.outer / JOB).remove()
         except BaseException as error:
             if resume:
                 (job.outer / STOP).remove()

@@ -45,6 +45,8 @@ from reshard.writer.stream import Report
 
 # What has been merged, in the place of the documents of all shares.
 MERGED = "merged.json"
+# That the checkpoint is about to get its name: without its directory, it has it.
+NAMED = "named.json"
 LOCK = "lock"
 # Bytes of memory that a key takes which is merged.
 _KEY_BYTES = 1024
@@ -89,7 +91,6 @@ def commit(destination: str | os.PathLike, *, progress: Progress | None = None) 
         if document is None:
             return _complete_already(place)
         committed_job(document, lock, lambda whole: counted(whole, progress))
-        (outer / JOB).remove()
     finally:
         lock.release()
         if outer.is_local:
@@ -116,8 +117,8 @@ def _complete_already(destination: Location) -> bool:
 def committed_job(
     document: Mapping[str, Any], lock: Lock, counting: Callable[[int], Report]
 ) -> None:
-    """Commits a job whose lock is held, and removes all that is left of it but `job.json`.
-    `counting` gives what is told of bytes that are read back, of so many in all."""
+    """Commits a job whose lock is held, and removes all that is left of it. `counting`
+    gives what is told of bytes that are read back, of so many in all."""
     job = parsed_job(document)
     if not _is_named(job, document):
         _check_source(job, document)
@@ -142,8 +143,7 @@ def _is_named(job: Job, document: Mapping[str, Any]) -> bool:
     """Whether the checkpoint has its name, or its last marker: all that is left is to clear up."""
     if job.destination.is_local:
         gone = not (job.item_directory(0) / TREE_FILE).exists()
-        merged = job.document(MERGED) is not None or not job.directory.exists()
-        return job.destination.exists() and gone and merged
+        return job.destination.exists() and gone and job.document(NAMED) is not None
     return (job.destination / document["markers"][-1]).exists()
 
 
@@ -182,7 +182,7 @@ def _merged(job: Job, lock: Lock) -> dict[str, Any]:
         items.append({**entry, "files": files, "record": record})
     if job.outer.is_local:
         posix.sync(job.directory)
-    document = {"items": items, "siblings": rest["siblings"], "last": rest["last"]}
+    document = {"items": items, "beside": rest["beside"], "last": rest["last"]}
     lock.check()
     job.write_document(MERGED, document)
     return document
@@ -224,7 +224,7 @@ def _check_shares(job: Job, parts: Mapping[str, Mapping[int, Written]]) -> None:
         if any(
             not _is_there(sizes[number], file, size)
             for number, written in part.items()
-            for file, size in written.files.items()
+            for file, size in written.all_files.items()
         )
     ]
     if gone:
@@ -246,7 +246,7 @@ def _check_files(job: Job, merged: Mapping[str, Any], hints: Sequence[str]) -> N
     """Raises DestinationError unless all that was written is there: as where a manager of
     checkpoints has swept some of it away."""
     sizes = _sizes(job.directory)
-    expected = dict(merged["siblings"])
+    expected = dict(merged["beside"])
     for place, item in zip(job.items, merged["items"], strict=True):
         prefix = f"{place}/" if place else ""
         expected |= {f"{prefix}{file}": size for file, size in item["files"].items()}
@@ -328,6 +328,7 @@ def _finish(
     if destination.is_local:
         posix.sync(job.directory)
         write_markers(markers, job.directory, destination)
+        job.write_document(NAMED, {})
         directory_commit.swap(job.directory, destination, document["overwrite"])
         directory_commit.finish(destination, None)
         return
@@ -354,15 +355,18 @@ def _verify(job: Job, merged: Mapping[str, Any], counting: Callable[[int], Repor
 
 
 def _remove(job: Job, lock: Lock) -> None:
-    """Removes what is left of a job, but its lock and `job.json`, which are last."""
-    kept = (JOB, LOCK)
+    """Removes what is left of a job, but the lock: at the end what says that there is one, and that
+    it has its name."""
+    kept = (JOB, NAMED, LOCK)
     if job.outer.is_local:
         for name in job.outer.names():
             if name not in kept:
                 posix.remove(job.outer / name)
-        return
-    names = [found.path for found in job.outer.walk() if found.is_file and found.path not in kept]
-    bucket.remove_files(job.outer, names, lock.check)
+    else:
+        found = (file.path for file in job.outer.walk() if file.is_file)
+        bucket.remove_files(job.outer, [path for path in found if path not in kept], lock.check)
+    for name in (JOB, NAMED):
+        (job.outer / name).remove()
 
 
 def discard(job: Job, document: Mapping[str, Any], lock: Lock) -> None:
@@ -372,4 +376,3 @@ def discard(job: Job, document: Mapping[str, Any], lock: Lock) -> None:
         names = [found.path for found in job.destination.walk() if found.is_file]
         bucket.remove_files(job.destination, names, lock.check)
     _remove(job, lock)
-    (job.outer / JOB).remove()

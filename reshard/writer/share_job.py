@@ -6,7 +6,8 @@ they and the commit know of one another. Beside the destination:
         rest.json        all that is in no share is written: files beside the arrays, for one
         3.json           share 3 is written: by which attempt, to which files
         stop             nobody is to go on
-        checkpoint/      what becomes the destination; in a bucket it is written where it will be
+        checkpoint-JOB/  what becomes the destination; in a bucket it is written where it will be
+        named.json       it is about to get its name
 
 Who comes first writes `job.json`, and the others compare. An attempt at a share has databases of
 its own, so two cannot mix; its document is written last, and durable.
@@ -31,8 +32,9 @@ from reshard.writer.journal import differences, fingerprint
 from reshard.writer.siblings import marker_places
 
 JOB, REST, STOP = "job.json", "rest.json", "stop"
-# Where a share's data are on a disk, until the commit.
-_CHECKPOINT = "checkpoint"
+# Where the data of a job's shares are on a disk, until the commit: no share of another job, that
+# still runs, writes there.
+_CHECKPOINT = "checkpoint-"
 # How long `job.json` may be there, on a disk, with nothing in it: then its writer was killed.
 _EMPTY_SECONDS = 5.0
 # How often it is looked whether the job goes on: on a disk, and in a bucket.
@@ -45,12 +47,19 @@ class Written(NamedTuple):
     Attributes:
       stages: databases in the item's directory, and how many keys each has; none for plain files.
       files: data files below the item's directory, and their bytes.
+      nodes: the same of what else the databases consist of, and is not needed once they are merged.
       digests: name of an array -> the state of its digest, of what was written of it.
     """
 
     stages: Mapping[str, int]
     files: Mapping[str, int]
+    nodes: Mapping[str, int]
     digests: Mapping[str, Sequence[int]]
+
+    @property
+    def all_files(self) -> dict[str, int]:
+        """All that is to be there until it is merged."""
+        return {**self.files, **self.nodes}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +100,9 @@ class Job:
     @property
     def directory(self) -> Location:
         """Where checkpoints are written."""
-        return self.outer / _CHECKPOINT if self.destination.is_local else self.destination
+        if not self.destination.is_local:
+            return self.destination
+        return self.outer / f"{_CHECKPOINT}{self.token}"
 
     def item_directory(self, number: int) -> Location:
         """Where an item is written."""
@@ -99,7 +110,7 @@ class Job:
 
     def check(self) -> None:
         """Raises DestinationError if the job is not to go on."""
-        if (self.outer / STOP).exists() or not (self.outer / JOB).exists():
+        if (self.outer / STOP).exists() or self.document(JOB) is None:
             raise DestinationError(f"the job in `{self.outer}` was stopped, or is complete")
 
     def looking(self) -> Callable[[], None]:
@@ -192,8 +203,6 @@ def begun(plan: Plan, count: int) -> Job:
                 hints=["name a new destination, or delete what is there"],
             )
         job.outer.make_directory()
-        if destination.is_local:  # where `job.json` is and this is not, it has been renamed
-            job.directory.make_directory()
         then = _first(path, json.dumps(document).encode())
     if then is not None and then.get("job") != job.token:
         raise _another(job, then, document)
@@ -244,7 +253,7 @@ def is_written(job: Job, name: str) -> bool:
         (job.item_directory(number) / file).file_bytes() in (size, posix.UNKNOWN)
         or (size == posix.UNKNOWN and (job.item_directory(number) / file).exists())
         for number, written in found.items()
-        for file, size in written.files.items()
+        for file, size in written.all_files.items()
     )
 
 

@@ -108,19 +108,23 @@ def _write(work: ItemWork, max_memory: int, look: Callable[[], None], report: Re
             size = (work.directory / key).file_bytes() if work.directory.is_local else posix.UNKNOWN
             files |= {} if size is None else {key: size}
         _check_there(work, keys - files.keys(), [])
-        return Written({}, files, states)
+        return Written({}, files, {}, states)
     found: dict[str, StoredValue] = {}
-    stages = {}
+    stages, parts = {}, {}
     for stage in work.stages:
-        if (work.directory / stage / MANIFEST).exists():
-            own = dict(stored_values(work.directory / stage, stage, work.format.metadata_key))
+        directory = work.directory / stage
+        if (directory / MANIFEST).exists():
+            own = dict(stored_values(directory, stage, work.format.metadata_key))
             stages[stage] = len(own)
             found |= own
+            files = (file for file in directory.walk() if file.is_file)
+            parts |= {f"{stage}/{file.path}": file.nbytes for file in files}
     truncated = [value.file or "" for value in found.values() if value.truncated is not None]
     _check_there(work, keys - found.keys(), truncated)
     names = {value.file for value in found.values() if value.file is not None}
     files = {name: (work.directory / name).file_bytes() or 0 for name in sorted(names)}
-    return Written(stages, files, states)
+    nodes = {name: size for name, size in parts.items() if name not in names}
+    return Written(stages, files, nodes, states)
 
 
 def _check_there(work: ItemWork, gone: Collection[str], truncated: Sequence[str]) -> None:
@@ -191,15 +195,17 @@ def _write_rest(plan: Plan, job: Job, lock: Lock, report: Report) -> dict[str, A
         for item in plan.items:
             check_copied(item, hashes)
     items, rest = {}, []
+    beside = {s.path: s.nbytes for s in first if s.is_file}
     for number, item in enumerate(plan.items):
         place = job.item_directory(number)
         items[number], entry = _write_item_rest(
             item, linked, place, job, f"rest_{lock.token}", plan.max_memory, report
         )
-        written = write_documents(item, place)
-        if not directory.is_local:  # to read them back takes requests
-            for name, data in written.items():
-                hashes[name.below(directory) or ""] = hashlib.sha256(data).hexdigest()
+        for path, data in write_documents(item, place).items():
+            name = path.below(directory) or ""
+            beside[name] = len(data)
+            if not directory.is_local:  # to read them back takes requests
+                hashes[name] = hashlib.sha256(data).hexdigest()
         sources, verbatim = read_apart(item, plan.max_memory, report)
         check_recorded(item, sources)
         arrays = array_records(item, verbatim)
@@ -208,7 +214,7 @@ def _write_rest(plan: Plan, job: Job, lock: Lock, report: Report) -> dict[str, A
     return {
         "items": _dumped(items),
         "rest": rest,
-        "siblings": {s.path: s.nbytes for s in first if s.is_file},
+        "beside": beside,
         "last": {s.path: str(s.source) for s in last},
     }
 
