@@ -2,7 +2,7 @@
 unnecessary."""
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -45,6 +45,17 @@ def ranged_reads(store: Any, keys: Sequence[str], part: slice) -> Iterator[tuple
     if older("tensorstore", "0.1.81"):
         return ((store.read(key), part) for key in keys)
     return iter([(store.read(key, byte_range=part), slice(None)) for key in keys])
+
+
+def node_read(
+    store: Any, file: str, part: slice, location: str, dump: Callable[..., Any]
+) -> Callable[[], bytes | None]:
+    """Begins to read a node of a B-tree, and returns what waits for its bytes: None where its file
+    is missing. tensorstore before 0.1.81 reads part of a file only as a value of a database."""
+    if older("tensorstore", "0.1.81"):
+        return dump(store, f"value:{location.partition(':')[2]}").result
+    read = store.read(file, byte_range=part)
+    return lambda: found.value if (found := read.result()).state == "value" else None
 
 
 def coordinator() -> Any:

@@ -6,12 +6,13 @@ Facts about the B-tree are TensorStore's (`tensorstore.ocdbt.dump`).
 import collections
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import tensorstore as ts
 from tensorstore import ocdbt
 
+from reshard.compat import node_read
 from reshard.errors import CorruptCheckpointError, ReshardError
 from reshard.storage import bucket, posix
 from reshard.storage.btree import decoded_bytes
@@ -205,7 +206,9 @@ def _btree_nodes(
         manifest = (directory / MANIFEST).read() or b""
         version = dumped(MANIFEST, manifest)["versions"][-1]
         nodes = [(version["root"].get("location"), version["root_height"], b"")]
-        ahead: collections.deque[tuple[str, int, bytes, ts.Future]] = collections.deque()
+        ahead: collections.deque[tuple[str, int, bytes, Callable[[], bytes | None]]] = (
+            collections.deque()
+        )
         while nodes or ahead:
             while nodes and len(ahead) < most:
                 location, height, prefix = nodes.pop()
@@ -224,16 +227,16 @@ def _btree_nodes(
                 if directory.is_local:
                     place.file_bytes()  # of a pipe, nothing is read
                 part = slice(offset, offset + size)
-                ahead.append((location, height, prefix, base.read(file, byte_range=part)))
+                read = node_read(base, file, part, location, ocdbt.dump)
+                ahead.append((location, height, prefix, read))
             if not ahead:
                 break
             location, height, prefix, read = ahead.popleft()
             file, _, size = _split_location(location)
-            result = read.result()
-            if result.state != "value":
+            if (data := read()) is None:
                 raise ValueError(f"the data file `{file}` is missing")
             start = location.rsplit(":", 2)[0]
-            node = dumped(file, result.value, f"{start}:0:{size}")
+            node = dumped(file, data, f"{start}:0:{size}")
             if node["height"] != height:
                 raise ValueError(f"node {location} is at height {node['height']}, not {height}")
             if height:
