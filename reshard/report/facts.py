@@ -156,20 +156,31 @@ def _worth(document: Document, mesh: str) -> Fact:
     """What loading decodes, before and after; and what that is in bytes."""
     converts = "map" in document
     question = "What does a load decode?" if converts else "Is it worth it?"
-    if not document["decoded_bytes"]:
-        return Fact(question, _UNKNOWN, ("There is no byte to load.",))
-    before, after = document["read_amplification"].values()
+    known = [array for array in document["arrays"] if array["mesh"] is not None]
+    total = sum(array["bytes"] for array in known)
+    if not total:
+        no_mesh = document["arrays"] and not known
+        why = "No array has a mesh." if no_mesh else "There is no byte to load."
+        return Fact(question, _UNKNOWN, (why,), "", "amplification")
+    before, after = (
+        sum(array["read_amplification"][side] * array["bytes"] for array in known) / total
+        for side in ("before", "after")
+    )
     details = [
-        f"Loading{f' on {mesh}' if mesh else ''} decodes {before:.2f} times what it needs; after "
-        f"this job {after:.2f}."
+        f"Loading on {mesh} decodes {before:.2f} times what it needs; after this job {after:.2f}."
     ]
-    saved = (before - after) * document["decoded_bytes"]
-    if saved >= 0.005 * document["decoded_bytes"]:
+    saved = (before - after) * total
+    if saved >= 0.005 * total:
         details.append(f"Each load decodes {format_bytes(saved)} less.")
-    elif saved > -0.005 * document["decoded_bytes"]:
+    elif saved > -0.005 * total:
         details += ["For loading alone it is not: it decodes as much as before."] * (not converts)
     else:
         details.append(f"Each load decodes {format_bytes(-saved)} more.")
+    if len(known) < (arrays := len(document["arrays"])):
+        details.append(
+            f"That is of {len(known)} of {_counted(arrays, 'array')}: of those without a mesh it is "
+            f"{_UNKNOWN}."
+        )
     tone = "good" if before - after >= 0.005 else "bad" if after - before >= 0.005 else ""
     return Fact(question, f"{before:.2f}x → {after:.2f}x", tuple(details), tone, "amplification")
 

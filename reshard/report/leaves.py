@@ -51,12 +51,14 @@ class Leaves:
 
     def add(self, keys: Sequence[Any], leaf: Document, sides: Sequence[Document], *numbers: int):
         """Adds a leaf, with where it is laid out how, and numbers of its own."""
-        amplification = leaf.get("read_amplification")
+        # Of what has no mesh nobody knows which part a device loads.
+        known = leaf.get("mesh") is not None
+        amplification = leaf.get("read_amplification") if known else None
         own = (
             _frozen(leaf.get("shape")),
             leaf.get("dtype") or leaf.get("type"),
             leaf.get("bytes"),
-            amplification and tuple(amplification.values()),
+            tuple(amplification.values()) if amplification else None,
             leaf.get("moved"),
             leaf.get("source"),
         )
