@@ -26,7 +26,7 @@ from reshard.report.facts import Fact, page_of
 from reshard.report.outline import Row, outline
 from reshard.report.page import MARK, page, to_html
 from reshard.sharding.mesh import shard_shape
-from reshard.tree import format_path
+from reshard.tree import format_path, match_globs
 
 HOSTILE = [
     "</script><script>window.hacked=1</script>",
@@ -525,6 +525,80 @@ def test_a_page_works_in_a_browser(chromium, planned, ckpt, run):
         expected.append([format_path(path), known])
     assert [[row[0], row[6]] for row in tab.value(ROWS)] == expected
     assert " of data=2,model=4, id 3, reads: " in tab.value(text("#meshes"))
+    assert tab.complaints() == []
+
+
+GLOBBED = [
+    ("model", "embed", "value"),
+    ("model", "layers", 0, "kernel"),
+    ("model", "layers", 12, "kernel"),
+    ("model", "model", "kernel"),
+    ("opt_state", 0, "mu", "embed", "value"),
+    ("opt_state", 0, "mu", "layers", 0, "kernel"),
+    *(
+        ("params", name, "kernel")
+        for name in ("a/b", "a b", 'q"*"', "e😀", "ea", "n\nl", "n\u2028l")
+    ),
+    *(
+        ("params", name)
+        for name in ("*", "**", "a*", "a?", "ab", "\\*", "a\\", "\0", "\u202eb", ".")
+    ),
+    ("params", "constructor", "__proto__"),
+    ("params", "k" * 5000 + "x"),
+    ("KERNEL",),
+]
+GLOBS = [
+    *("*", "**", "**/*", "*/**", "**/**", "**/kernel", "**/**/kernel", "*/*/kernel", "params/*/**"),
+    *("params/*", "params/?", "params/??", "params/a?", "params/a*", "params/a**", "params/**a"),
+    *("embed/*", "layers/*/kernel", "layers/?/kernel", "**/layers/**", "layers/?", "model/*"),
+    *("*/layers", "mo?el/layers", "opt_state/*/mu", "**/mu/**/kernel", "**/mu", "kerne?", "*ERNEL"),
+    *(r"params/\*", r"params/a\*", r"params/a\?", r"params/\\*", r"params/*\*", r"params/\?", "."),
+    *(
+        'params/"a/?"/kernel',
+        'params/"a b"/*',
+        "params/a?b/kernel",
+        'params/"a\\\\*"',
+        'params/"*"',
+    ),
+    *('params/"q\\"*"/kernel', r'params/"\u002a"', r'params/"e\ud83d\ude00"/*', "params/e?/kernel"),
+    *("params/e??/kernel", "params/n?l/*", "params/n*l/*", "params/<*", "params/(*", "params/[a]*"),
+    *("params/*/", "/*", "*//*", '"*', 'a"*"', "params/.*", "params/?b", "params/*proto*/*", "*x*"),
+    *("params/*kx", "params/k*k*x", "**/*o*/**", "**/__proto__*", "*/*/*/*/*/*", "**/?/**/?/**"),
+]
+# Globs that nothing matches, for which going back takes longer than anybody waits.
+SLOW = [
+    "params/" + "*k" * 40 + "y",
+    "*" * 30 + "x?",
+    "**/" * 30 + "x*",
+    "params/" + "k*" * 40 + "y",
+]
+FIND = """
+((glob) => {
+  const search = document.getElementById("search");
+  search.value = glob;
+  search.dispatchEvent(new Event("input"));
+  return [...document.querySelectorAll("#leaves tbody tr")].map((row) => row.cells[0].textContent);
+})"""
+
+
+def test_globs_find_on_a_page_what_they_do_in_a_command(chromium):
+    leaf = {"type": "jax.Array", "shape": [4], "dtype": "float32", "bytes": 16, "chunk_shape": [4]}
+    document = {"path": "run", "format": "x", "meshes": [], "device_ids": []}
+    document["leaves"] = [
+        {"keys": list(path), "path": format_path(path)} | leaf for path in GLOBBED
+    ]
+    tab = chromium.open(page(document))
+    wrong = {}
+    for glob in GLOBS:
+        try:
+            expected = match_globs(GLOBBED, [glob]) if re.search("[*?]", glob) else None
+        except reshard.ReshardError:
+            expected = set()
+        found = tab.value(f"{FIND}({json.dumps(glob)})")
+        if expected is not None and found != [format_path(p) for p in GLOBBED if p in expected]:
+            wrong[glob] = found
+    assert wrong == {}
+    assert [tab.value(f"{FIND}({json.dumps(glob)})") for glob in SLOW] == [[]] * len(SLOW)
     assert tab.complaints() == []
 
 
