@@ -136,7 +136,8 @@ def _plan_page(document: Document) -> Page:
             f"Takes {format_bytes(document['peak_memory'])} of memory at most.",
         ),
     )
-    data = leaves.data()
+    steps = any("step" in array for array in document["arrays"])
+    data = leaves.data() | {"steps": steps}
     kind = "plan"
     if "map" in document:
         kind = "conversion"

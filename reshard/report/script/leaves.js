@@ -25,7 +25,8 @@ const folders = [{ path: "", key: "all", parent: null, children: [], by: new Map
 for (const [parent, key] of data.folders) {
   const above = folders[parent];
   const path = parent ? `${above.path}/${key}` : key;
-  folders.push({ path, key, parent: above, children: [], by: new Map(), nbytes: 0, count: 0 });
+  const own = { path, key, points: points(plainKey(key)), parent: above };
+  folders.push({ ...own, children: [], by: new Map(), nbytes: 0, count: 0 });
   above.children.push(folders.at(-1));
 }
 const pathOf = ([folder, key]) => (folder ? `${folders[folder].path}/${key}` : key);
@@ -33,6 +34,7 @@ const leaves = data.leaves.map(([folder, key, layout, ...numbers], order) => {
   const parent = folders[folder];
   const leaf = { ...layouts[layout], key, parent, order, numbers, layout: layouts[layout] };
   leaf.path = pathOf([folder, key]);
+  leaf.points = points(plainKey(key));
   leaf.side = leaf.sides.at(-1);
   leaf.problem = data.kind === "refused" && numbers[0] === 1;
   parent.children.push(leaf);
@@ -102,25 +104,12 @@ const colours = new Map();
 
 const state = { query: "", spec: null, root: folders[0], chosen: null, updates: [] };
 
-function matcher(query) {
-  if (!query) return () => true;
-  if (!/[*?]/.test(query)) {
-    const text = query.toLowerCase();
-    return (path) => path.toLowerCase().includes(text);
-  }
-  const source = query.replace(/\*\*\/|\*\*|[*?]|[^*?]+/g, (part) => {
-    const wild = { "**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]" };
-    return wild[part] || part.replace(/[.+^${}()|[\]\\/-]/g, "\\$&");
-  });
-  const regex = new RegExp(`^${source}(?:/|$)`);
-  return (path) => regex.test(path);
-}
 function isShown() {
   const matches = matcher(state.query);
   const { spec } = state;
   const isOf = (leaf) =>
     spec === null || (spec === PROBLEM ? leaf.problem : layoutName(leaf) === spec);
-  return (leaf) => matches(leaf.path) && isOf(leaf);
+  return (leaf) => matches(leaf) && isOf(leaf);
 }
 function update() {
   const shown = isShown();
