@@ -41,6 +41,7 @@ HOSTILE = [
 ]
 
 
+DASH = "\u2013"
 WITHOUT_MESH = {("rate",), ("table",)}
 
 
@@ -339,6 +340,54 @@ def test_a_diff_has_histograms_of_what_was_compared(ckpt, tmp_path):
     assert [each[0] for each in data["differences"]] == kinds
 
 
+def saved_arrays(folder, **arrays):
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(folder, arrays)
+    return reshard.open(folder)
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory):
+    """A diff of NaN, of inf, of 0 and -0, and of an array that has moved."""
+    folder = tmp_path_factory.mktemp("apart")
+    rng = np.random.default_rng(11)
+    x, moved = rng.normal(size=(2, 6, 5)).astype("f4")
+    y = x.copy()
+    y[0, :2], y[1, 0], y[2, :3] = np.nan, -np.inf, x[2, :3] + 1
+    zeros = np.zeros(7, "f4")
+    a = saved_arrays(folder / "a", w=x, z=zeros, all=zeros + 1, old=moved)
+    b = saved_arrays(folder / "b", w=y, z=-zeros, all=zeros + np.nan, new=moved)
+    return reshard.diff(a, b, values=True)
+
+
+def test_a_diff_tells_what_has_no_size(apart, ckpt):
+    found = page_of(apart.document())
+    assert found.facts[1:] == (
+        Fact(
+            "What differs?",
+            "3 values, 1 moved",
+            (
+                "10 elements of 2 leaves are NaN or infinite on a side.",
+                "7 elements of 1 leaf are equal as numbers, with other bits: 0 and -0.",
+            ),
+        ),
+        Fact(
+            "What was compared?",
+            "3 arrays, bit for bit",
+            ("1 moved array was compared by digests of what was read.",),
+        ),
+    )
+    rows = {each[2]: each[-2:] for each in found.data["differences"]}
+    assert rows == {"w": [3, 0], "z": [0, 7], "all": [7, 0], "old": [None, None]}
+    near = page_of(reshard.diff(ckpt, ckpt, values=True, rtol=1e-3).document())
+    assert near.facts[2].answer.endswith(" arrays, |A - B| <= 0 + 0.001 * |B|, integers exactly")
+    assert near.lead == "They are equal within |A - B| <= 0 + 0.001 * |B|, integers exactly."
+    # Where the gap itself is infinite nobody knows how many there are.
+    (row,) = [each for each in apart.document()["differences"] if each["path"] == "z"]
+    document = apart.document() | {"differences": [row | {"max_abs": "inf"}]}
+    assert page_of(document).data["differences"][0][-1] is None
+
+
 def test_a_coverage_and_an_array_have_a_page():
     mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
     params = {"kernel": jax.ShapeDtypeStruct((32, 30), "float32"), "bias": jnp.zeros(7)}
@@ -599,6 +648,24 @@ def test_globs_find_on_a_page_what_they_do_in_a_command(chromium):
             wrong[glob] = found
     assert wrong == {}
     assert [tab.value(f"{FIND}({json.dumps(glob)})") for glob in SLOW] == [[]] * len(SLOW)
+    assert tab.complaints() == []
+
+
+def test_a_diff_in_a_browser_tells_what_has_no_size(chromium, apart, ckpt):
+    tab = chromium.open(to_html(apart))
+    rows = tab.value(ROWS.replace("#leaves", "#differences"))
+    assert {row[1]: row[4:] for row in rows} == {
+        "all": ["7 of 7", DASH, DASH, "7", DASH],
+        "w": ["6 of 30", "1.000", rows[[row[1] for row in rows].index("w")][6], "3", DASH],
+        "z": ["7 of 7", "0.000", "0.000", DASH, "7"],
+        "old": [DASH] * 5,
+    }
+    text = "document.getElementById('histograms').textContent"
+    assert "20 elements differ: 10 NaN or infinite on a side, 7 are 0 and -0." in tab.value(text)
+    heads = "[...document.querySelectorAll('#sections h2')].map((node) => node.textContent)"
+    for found in (reshard.diff(ckpt, ckpt, values=True), reshard.diff(ckpt, ckpt)):
+        tab = chromium.open(to_html(found))
+        assert tab.value(heads) == ["What differs"]
     assert tab.complaints() == []
 
 
