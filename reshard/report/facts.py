@@ -228,18 +228,40 @@ def _diff_page(document: Document) -> Page:
     counts = collections.Counter(each["what"] for each in found)
     kinds = ", ".join(f"{count} {what}" for what, count in counts.items())
     equal = {True: "yes", False: "no", None: _UNKNOWN}[document["equal"]]
-    compared = _counted(document["compared"], "array")
-    how = "element by element" if document["values"] else "by recorded digests"
-    left_out = f"The contents of {_counted(document['not_compared'], 'array')} were not compared."
+    how = "by recorded digests"
+    within = ""
+    if document["values"]:
+        how = "bit for bit"
+        if document["rtol"] or document["atol"]:
+            within = f"|A - B| <= {document['atol']:g} + {document['rtol']:g} * |B|"
+            how = f"{within}, integers exactly"
+    compared = f"{_counted(document['compared'], 'array')}, {how}"
+    apart = [each.get("non_finite") for each in found]
+    alike = [_equal_as_numbers(each) for each in found]
+    unmeasured = [
+        f"{_counted(sum(some), 'element')} of {_counted(len(some), 'leaf', 'leaves')} {what}."
+        for some, what in (
+            ([*filter(None, apart)], "are NaN or infinite on a side"),
+            ([*filter(None, alike)], "are equal as numbers, with other bits: 0 and -0"),
+        )
+        if some
+    ]
+    by_digest = []
+    if document["not_compared"]:
+        left_out = _counted(document["not_compared"], "array")
+        by_digest.append(f"The contents of {left_out} were not compared.")
+    if document["values"] and counts["moved"]:
+        be = "was" if counts["moved"] == 1 else "were"
+        moved = _counted(counts["moved"], "moved array")
+        by_digest.append(f"{moved} {be} compared by digests of what was read.")
     facts = (
         Fact("Are they equal?", equal, (), {"yes": "good", "no": "bad"}.get(equal, "")),
-        Fact("What differs?", kinds or ("nothing" if document["equal"] else "nothing found")),
         Fact(
-            "What was compared?",
-            f"{compared}, {how}",
-            ((left_out,) if document["not_compared"] else ())
-            + ("Read amplification is not known: a diff has no chunks.",),
+            "What differs?",
+            kinds or ("nothing" if document["equal"] else "nothing found"),
+            tuple(unmeasured),
         ),
+        Fact("What was compared?", compared, tuple(by_digest)),
     )
     measured = sorted(
         (n for n, each in enumerate(found) if "abs_histogram" in each),
@@ -260,6 +282,8 @@ def _diff_page(document: Document) -> Page:
                 [_bins([each], "abs_histogram"), _bins([each], "rel_histogram")]
                 if number in shown
                 else None,
+                apart[number],
+                alike[number],
             ]
             for number, each in enumerate(found)
         ],
@@ -271,11 +295,20 @@ def _diff_page(document: Document) -> Page:
     }
     title = f"{document['a']} and {document['b']}"
     lead = {
-        True: "They are equal.",
+        True: f"They are equal within {how}." if within else "They are equal.",
         False: f"A, the first, and B, the second, differ: {kinds}.",
         None: f"No difference was found; whether they are equal is {_UNKNOWN}.",
     }[document["equal"]]
     return Page("diff", title, lead, facts, {}, leaves.data() | data)
+
+
+def _equal_as_numbers(difference: Document) -> int | None:
+    """How many elements differ by 0: 0 and -0. None where that is not known."""
+    gap = difference.get("max_abs")
+    if "count" not in difference or gap == "inf":  # which no histogram counts
+        return None
+    sizes = sum(difference["abs_histogram"].values())
+    return difference["count"] - difference["non_finite"] - sizes
 
 
 def _bins(found: Sequence[Document], name: str) -> list[list[int]]:

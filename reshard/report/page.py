@@ -17,7 +17,15 @@ from reshard.report.facts import Fact, Page, page_of
 MARK = '<!doctype html>\n<meta name="generator" content="reshard">'
 _HEIGHT = 720  # of a page in a notebook, in pixels
 _FILES = importlib.resources.files("reshard.report")
-_SCRIPTS = ("elements", "globs", "leaves", "tables", "treemap", "arrays", "sections")  # in this order
+_SCRIPTS = (
+    "elements",
+    "globs",
+    "leaves",
+    "tables",
+    "treemap",
+    "arrays",
+    "sections",
+)  # in this order
 _KINDS = {
     "checkpoint": "checkpoint",
     "plan": "plan of a job",

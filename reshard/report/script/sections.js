@@ -179,20 +179,36 @@ function histogram(bins, title) {
 
 function drawDiff() {
   if (!data.differences) return;
-  const rows = data.differences.map(([what, folder, key, a, b, count, size, abs, rel, bins]) => ({
-    what, path: pathOf([folder, key]), a, b, count, size, abs, rel, bins,
-  }));
-  const chart = section("histograms", "How large the differences are");
+  const rows = data.differences.map(
+    ([what, folder, key, a, b, count, size, abs, rel, bins, apart, alike]) => ({
+      what, path: pathOf([folder, key]), a, b, count, size, abs, rel, bins, apart, alike,
+    }),
+  );
+  const measured = rows.filter((row) => row.count !== null);
+  const chart =
+    measured.length || rows.some((row) => row.what === "values")
+      ? section("histograms", "How large the differences are")
+      : null;
   const shown = el("div", { class: "side" });
   const title = el("p", { class: "chosen" });
-  chart.append(title, shown);
+  if (chart) chart.append(title, shown);
   const names = ["|A - B|", "|A - B| / |B|"];
-  const show = (name, pair) => {
-    title.textContent = name;
+  const show = (name, pair, of) => {
+    const sum = (value) => of.reduce((total, row) => total + (value(row) || 0), 0);
+    const [apart, alike] = [sum((row) => row.apart), sum((row) => row.alike)];
+    const words = [];
+    if (apart) words.push(`${apart} NaN or infinite on a side`);
+    if (alike) words.push(`${alike} are 0 and -0`);
+    const total = counted(sum((row) => row.count), "element");
+    const verb = total === "1 element" ? "differs" : "differ";
+    title.replaceChildren(
+      ...broken(name),
+      words.length ? el("span", { class: "note" }, ` · ${total} ${verb}: ${words.join(", ")}.`) : "",
+    );
     shown.replaceChildren(...pair.map((bins, i) => histogram(bins, names[i])));
   };
-  if (data.histograms) show("All elements that differ", data.histograms);
-  else title.textContent = `It is ${UNKNOWN}: values were not compared.`;
+  if (measured.length) show("All elements that differ", data.histograms, measured);
+  else title.textContent = `It is ${UNKNOWN}: arrays were compared by recorded digests.`;
   const node = section("differences", "What differs");
   const counts = new Map();
   for (const { what } of rows) counts.set(what, (counts.get(what) || 0) + 1);
@@ -201,11 +217,15 @@ function drawDiff() {
   const open = (row) => {
     if (!row.bins) return el("span", { class: "path" }, broken(row.path));
     const press = () => {
-      show(row.path, row.bins);
+      show(row.path, row.bins, [row]);
       chart.scrollIntoView({ block: "start" });
     };
     return el("button", { type: "button", class: "path", click: press }, broken(row.path));
   };
+  const counting = (title, value) =>
+    rows.some(value)
+      ? [{ title, right: true, value, cell: (row) => value(row) || "–" }]
+      : [];
   const columns = [
     { title: "what", value: (row) => row.what },
     { title: "path", value: (row) => row.path, cell: open },
@@ -215,8 +235,10 @@ function drawDiff() {
   if (rows.some((row) => row.count !== null)) {
     columns.push(
       { title: "differing", right: true, value: (row) => row.count, cell: (row) => (row.count === null ? "–" : `${row.count} of ${row.size}`) },
-      { title: "max abs", right: true, value: (row) => size(row.abs), cell: (row) => (row.count === null ? "–" : number(row.abs)) },
-      { title: "max rel", right: true, value: (row) => size(row.rel), cell: (row) => (row.count === null ? "–" : number(row.rel)) },
+      { title: "max abs", right: true, value: (row) => size(row.abs), cell: (row) => number(row.abs ?? "–") },
+      { title: "max rel", right: true, value: (row) => size(row.rel), cell: (row) => number(row.rel ?? "–") },
+      ...counting("NaN or inf", (row) => row.apart),
+      ...counting("0 and -0", (row) => row.alike),
     );
   }
   const { node: body, draw } = table("Differences", columns, rows);
