@@ -179,8 +179,8 @@ def _worth(document: Document, mesh: str) -> Fact:
         details.append(f"Each load decodes {format_bytes(-saved)} more.")
     if len(known) < (arrays := len(document["arrays"])):
         details.append(
-            f"That is of {len(known)} of {_counted(arrays, 'array')}: of those without a mesh it is "
-            f"{_UNKNOWN}."
+            f"That is of {len(known)} of {_counted(arrays, 'array')}: of those without a mesh it "
+            f"is {_UNKNOWN}."
         )
     tone = "good" if before - after >= 0.005 else "bad" if after - before >= 0.005 else ""
     return Fact(question, f"{before:.2f}x → {after:.2f}x", tuple(details), tone, "amplification")

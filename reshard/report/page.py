@@ -17,15 +17,8 @@ from reshard.report.facts import Fact, Page, page_of
 MARK = '<!doctype html>\n<meta name="generator" content="reshard">'
 _HEIGHT = 720  # of a page in a notebook, in pixels
 _FILES = importlib.resources.files("reshard.report")
-_SCRIPTS = (
-    "elements",
-    "globs",
-    "leaves",
-    "tables",
-    "treemap",
-    "arrays",
-    "sections",
-)  # in this order
+# In this order.
+_SCRIPTS = ("elements", "globs", "leaves", "tables", "treemap", "arrays", "sections")
 _KINDS = {
     "checkpoint": "checkpoint",
     "plan": "plan of a job",
