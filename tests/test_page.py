@@ -449,11 +449,70 @@ def test_only_a_page_is_replaced(run, tmp_path):
     file.write_text(f"{MARK} an older one")
     assert reshard_in(run, *words)[0] == 0
     assert paths(embedded(file.read_text())) == ["rate"]
+    file.write_text("")
+    assert reshard_in(run, *words)[0] == 0
+    assert paths(embedded(file.read_text())) == ["rate"]
+    assert [*tmp_path.iterdir()] == [file]
     file.write_text("<!doctype html>\nsomething else")
     status, out, err = reshard_in(run, *words)
     assert (status, out) == (2, "")
-    assert err == f"Error: --html {file}: there is another file\n"
+    assert err.startswith(f"Error: --html {file}: there is another file\n")
     assert file.read_text() == "<!doctype html>\nsomething else"
+
+
+JOBS = {
+    "inspect": ("inspect", "run/1"),
+    "diff": ("diff", "run/1", "run/1", "--values"),
+    "ckpt": ("ckpt", "run/1", "out", "--to", "1x8", "--dry-run"),
+}
+
+
+@pytest.mark.parametrize("command", JOBS)
+def test_where_no_page_can_be_is_told_before_the_work(run, tmp_path, monkeypatch, command):
+    def refused(file):
+        status, out, err = reshard_in(run, *JOBS[command], "--html", file)
+        assert (status, out) == (2, "")
+        return err.removeprefix(f"Error: --html {file}: ").splitlines()[0]
+
+    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    (tmp_path / "folder").mkdir()
+    for module in ("inspect", "diff", "job"):
+        monkeypatch.setattr(f"reshard.cli.{module}.open_checkpoint", None)
+    assert refused("") == "a page is a file, and this is no name of one"
+    assert refused("-") == "a page is a file, and this is no name of one"
+    assert refused("gs://bucket/page.html") == "a page is a file on this machine"
+    assert refused(tmp_path / "none" / "page.html") == f"there is no directory {tmp_path / 'none'}"
+    assert refused(tmp_path / "dangling") == "a symbolic link to what does not exist"
+    assert refused("/proc/page.html") == "/proc cannot be written to"
+    assert not (tmp_path / "nothing").exists()
+    # A page inside of a checkpoint would be damage to it.
+    (tmp_path / "link").symlink_to(run / "run")
+    for file in (run / "run" / "1" / "page.html", tmp_path / "link" / "1" / "params" / "x.html"):
+        file.parent.is_dir() or file.parent.mkdir()
+        assert refused(file) == f"it would be inside of the checkpoint {run / 'run' / '1'}"
+        assert not file.exists()
+    if command == "ckpt":
+        (run / "out").mkdir()
+        assert (
+            refused(run / "out" / "x.html") == f"it would be inside of the checkpoint {run / 'out'}"
+        )
+        (run / "out").rmdir()
+
+
+def test_a_page_that_cannot_be_written_at_last_is_an_error(run, tmp_path, monkeypatch):
+    file = tmp_path / "page.html"
+    file.write_text(f"{MARK} an older one")
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    for words in JOBS.values():
+        status, _, err = reshard_in(run, *words, "--html", file)
+        assert status == 2
+        assert f"Error: --html {file}: No space left on device" in err
+    assert [*tmp_path.iterdir()] == [file]
+    assert file.read_text() == f"{MARK} an older one"
 
 
 def test_an_outline_has_what_is_alike_once():
