@@ -60,7 +60,7 @@ def command(
     flags = {name: value for name, value in flags.items() if value not in (None, ())}
     if not flags["values"] and not flags.keys().isdisjoint(("rtol", "atol")):
         raise click.UsageError("--rtol and --atol go with --values")
-    check_page(page_file)
+    check_page(page_file, a, b)
     tune_memory()
     one, other = places(a, b, step, item)
     checkpoints = [

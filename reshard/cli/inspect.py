@@ -77,7 +77,7 @@ def command(
         raise click.UsageError("--sharding shows one leaf: leave out --filter")
     if sharding is not None and (as_tree or page_file is not None):
         raise click.UsageError("--sharding shows one leaf: leave out --tree and --html")
-    check_page(page_file)
+    check_page(page_file, path)
     ckpt = open_checkpoint(path, step=step, item=item, concurrency=concurrency)
     if sharding is not None:
         _show_sharding(ckpt, sharding, mesh, as_json)

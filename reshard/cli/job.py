@@ -23,7 +23,7 @@ from reshard.cli.options import (
 )
 from reshard.cli.page_file import HTML, check_page, write_page
 from reshard.cli.shard import parse_share
-from reshard.errors import ReshardError, ShardingError
+from reshard.errors import DestinationError, ReshardError, ShardingError
 from reshard.loader import open as open_checkpoint
 from reshard.restore.target_mesh import to_mesh
 from reshard.sharding.mesh import parse_mesh
@@ -165,7 +165,7 @@ def run(
     page_file = flags["page_file"]
     if page_file is not None and not dry_run:
         raise click.UsageError("--html goes with --dry-run")
-    check_page(page_file)
+    check_page(page_file, src, dst)
     opened: list[Checkpoint] = []
     try:
         opened = _open(src, flags)
@@ -177,7 +177,10 @@ def run(
         if as_json:
             click.echo(json.dumps(document))
         if opened:
-            write_page(page_file, opened[0].document() | document)
+            try:
+                write_page(page_file, opened[0].document() | document)
+            except DestinationError as unwritten:  # which is not why there is no plan
+                click.echo(f"Warning: {unwritten.summary}", err=True)
         raise
     same = ("max_memory", "chunks", "format", "ocdbt", "codec", "file_size")
     same += ("overwrite", "digest", "verify")

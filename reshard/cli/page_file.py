@@ -1,13 +1,16 @@
 """`--html FILE`: where the commands write their page."""
 
+import os
 import pathlib
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
 import click
 
-from reshard.errors import DestinationExistsError
+from reshard.errors import DestinationError, DestinationExistsError
 from reshard.report.page import MARK, page
+from reshard.storage.location import parse_location
 
 HTML = click.option(
     "--html",
@@ -18,17 +21,62 @@ HTML = click.option(
 )
 
 
-def check_page(file: str | None) -> None:
-    """Raises DestinationExistsError if there is something at FILE that is no such page."""
-    if file is None or not pathlib.Path(file).exists():
+def check_page(file: str | None, *checkpoints: str) -> None:
+    """Raises DestinationError where no page can be written to FILE, or it would be inside of one of
+    the checkpoints; DestinationExistsError if there is something else at FILE."""
+    if file is None:
         return
-    with pathlib.Path(file).open("rb") as existing:
-        if existing.read(len(MARK)) != MARK.encode():
-            raise DestinationExistsError(f"--html {file}: there is another file")
+    path = pathlib.Path(file)
+    if problem := _problem(file, path):
+        raise DestinationError(f"--html {file}: {problem}", hints=["--html page.html"])
+    page_at = parse_location(str(path.resolve()))
+    for checkpoint in map(parse_location, checkpoints):
+        if page_at.below(checkpoint.resolved()) is not None:
+            raise DestinationError(
+                f"--html {file}: it would be inside of the checkpoint {checkpoint}",
+                hints=["write it beside"],
+            )
+    if path.exists():
+        with path.open("rb") as existing:
+            begins = existing.read(len(MARK))
+        if begins not in (b"", MARK.encode()):
+            raise DestinationExistsError(
+                f"--html {file}: there is another file", hints=["give it another name"]
+            )
+
+
+def _problem(file: str, path: pathlib.Path) -> str:
+    """Why there can be no file there; empty if there can be one."""
+    if file in ("", "-"):
+        return "a page is a file, and this is no name of one"
+    if "://" in file:
+        return "a page is a file on this machine"
+    if path.is_symlink() and not path.exists():
+        return "a symbolic link to what does not exist"
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        return f"there is no directory {folder}"
+    if path.exists() and not path.is_file():
+        return "it is no file"
+    try:  # for who may do everything, too, on a file system that cannot be written to
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError:
+        return f"{folder} cannot be written to"
+    return ""
 
 
 def write_page(file: str | None, document: Mapping[str, Any]) -> None:
-    """The page of a JSON document, if there is a FILE for it."""
-    if file is not None:
-        check_page(file)
-        pathlib.Path(file).write_text(page(document), encoding="utf-8")
+    """The page of a JSON document, if there is a FILE for it; all of it or nothing. Raises
+    DestinationError where it could not be written."""
+    if file is None:
+        return
+    path = pathlib.Path(file).resolve()
+    text = page(document)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".page-", dir=path.parent) as folder:
+            made = pathlib.Path(folder) / path.name
+            made.write_text(text, encoding="utf-8")
+            os.replace(made, path)
+    except OSError as error:
+        raise DestinationError(f"--html {file}: {error.strerror}") from error
