@@ -388,6 +388,20 @@ def test_a_diff_tells_what_has_no_size(apart, ckpt):
     assert page_of(document).data["differences"][0][-1] is None
 
 
+def test_a_page_says_nothing_of_nothing(planned):
+    document = planned.document()
+    with_shares = page_of(document | {"shared_bytes": 1024}).facts[0].details[1]
+    assert with_shares.endswith(", and shares 1.00 KiB with the source.")
+    assert "shares" not in page_of(document | {"shared_bytes": 0}).facts[0].details[1]
+    # Names as long as a paragraph are no headings.
+    document["arrays"] = [document["arrays"][0] | {"keys": ["params", "k" * 300], "spec": [[], []]}]
+    text = page(document | {"destination": "d" * 200})
+    assert f'<strong class="long">params/<wbr>{"k" * 300}</strong>' in text
+    assert '<h1 class="long">' in text
+    assert to_html(planned).startswith(MARK) and MARK.endswith('content="reshard">')
+    assert "<h1>" in page(fabricated(1, 8))
+
+
 def test_a_coverage_and_an_array_have_a_page():
     mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
     params = {"kernel": jax.ShapeDtypeStruct((32, 30), "float32"), "bias": jnp.zeros(7)}
@@ -441,6 +455,12 @@ def test_a_plan_that_cannot_be_made_has_a_page_that_says_why(run, tmp_path):
     assert {f"params/layers/{i}/kernel" for i in range(3)} <= marked
     assert "params/embed" not in marked
     assert html.escape(err.splitlines()[1].strip()) in file.read_text()
+    # What failed is in the sentence at the top, and not one of the problems.
+    title, *problems = json.loads(reshard_in(run, *words, "--json")[1])["problems"]
+    text = file.read_text()
+    assert f"<strong>nothing: {len(problems)} problems</strong>" in text
+    assert f"<summary>Problems ({len(problems)})</summary>" in text
+    assert html.escape(f"The plan could not be made: {title}") in text
 
 
 def test_only_a_page_is_replaced(run, tmp_path):
@@ -593,6 +613,7 @@ def test_a_page_works_in_a_browser(chromium, planned, ckpt, run):
     ids += "[...figure.querySelectorAll('.ids')].map((node) => node.textContent))"
     assert tab.value(ids) == [[*"32107654"], [*"01234567"]]
     assert " of data=1,model=8, id 0, reads: " in tab.value(text("#meshes"))
+    assert "2 arrays without a mesh, 128 B, are left out." in tab.value(text("#devices"))
     # Groups are gone into and left, by mouse and keys.
     tab.click('[aria-label^="params/layers/1, group"]', corner=True)
     crumbs = "[...document.querySelectorAll('.crumbs button')].map((node) => node.textContent)"
