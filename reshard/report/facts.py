@@ -103,11 +103,13 @@ def _checkpoint_page(document: Document) -> Page:
         _replicated(leaves),
     )
     if problems:
-        count = _counted(len(problems), "problem")
+        failed, *several = problems
+        count = _counted(len(several) or 1, "problem")
         does = Fact("What does the job do?", f"nothing: {count}", (lead,), "bad")
         title = f"{document['path']} → {document['destination']}"
-        lead = f"The plan could not be made: {problems[0]}"
-        return Page("refused", title, lead, (does, *facts[1:]), _lists(document), leaves.data())
+        lead = f"The plan could not be made: {failed}"
+        lists = _lists({**document, "problems": several or [failed]})
+        return Page("refused", title, lead, (does, *facts[1:]), lists, leaves.data())
     return Page("checkpoint", document["path"], lead, facts, _lists(document), leaves.data())
 
 
@@ -125,14 +127,15 @@ def _plan_page(document: Document) -> Page:
     where = f"go from {old} to {new}" if old != new else f"stay on {new}"
     lead = f"{arrays}, {size}, {where}: {rewritten} rewritten, {verbatim} copied verbatim."
     does = f"{old} → {new}" if old != new else f"stays on {new}"
+    shared = format_bytes(document["shared_bytes"])
+    shared = f", and shares {shared} with the source" if document["shared_bytes"] else ""
     job = Fact(
         "What does the job do?",
         f"converts {document['layout']}" if "map" in document else does,
         (
             f"Rewrites {rewritten} of {arrays}, copies {verbatim} verbatim.",
             f"Reads {format_bytes(document['bytes_read'])}, writes "
-            f"{format_bytes(document['bytes_written'])}, shares "
-            f"{format_bytes(document['shared_bytes'])} with the source.",
+            f"{format_bytes(document['bytes_written'])}{shared}.",
             f"Takes {format_bytes(document['peak_memory'])} of memory at most.",
         ),
     )

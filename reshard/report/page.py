@@ -14,7 +14,10 @@ from reshard.errors import ArgumentError, printable
 from reshard.report.facts import Fact, Page, page_of
 
 # What a page begins with, and no other file.
-MARK = '<!doctype html>\n<meta name="generator" content="reshard">'
+MARK = '<!doctype html>\n<html lang="en">\n<head>\n<meta name="generator" content="reshard">'
+# Characters of the answer of a fact and of a title, beyond which it is set smaller and cut short.
+_MAX_ANSWER = 48
+_MAX_TITLE = 100
 _HEIGHT = 720  # of a page in a notebook, in pixels
 _FILES = importlib.resources.files("reshard.report")
 # In this order.
@@ -70,6 +73,7 @@ def page(document: Mapping[str, Any]) -> str:
         kind=shown.kind,
         kicker=f"reshard · {_KINDS[shown.kind]}",
         title=_escaped(shown.title),
+        long=_long(shown.title, _MAX_TITLE),
         lead=_escaped(shown.lead),
         facts="\n".join(map(_fact, shown.facts)),
         lists="\n".join(_list(heading, lines) for heading, lines in shown.lists.items() if lines),
@@ -90,7 +94,8 @@ def _fact(fact: Fact) -> str:
     name = f' id="fact-{fact.name}"' if fact.name else ""
     return (
         f'<section class="fact {fact.tone}"{name}>'
-        f"<h2>{_escaped(fact.question)}</h2><strong>{_broken(fact.answer)}</strong>{details}"
+        f"<h2>{_escaped(fact.question)}</h2>"
+        f"<strong{_long(fact.answer, _MAX_ANSWER)}>{_broken(fact.answer)}</strong>{details}"
         "</section>"
     )
 
@@ -102,6 +107,10 @@ def _list(heading: str, lines: Any) -> str:
         f'<details class="list {heading.split()[0].lower()}"{opened}>'
         f"<summary>{_escaped(heading)} ({len(lines)})</summary><ul>{items}</ul></details>"
     )
+
+
+def _long(text: str, most: int) -> str:
+    return ' class="long"' if len(text) > most else ""
 
 
 def _broken(text: str) -> str:

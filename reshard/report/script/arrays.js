@@ -106,7 +106,9 @@ function meshPicture(leaf, side, title) {
         const text = ids === null ? "" : runs(ids) + (copies > ids.length ? ",…" : "");
         if (text && text.length * 7 + 4 <= w && h >= 14) {
           const middle = { class: `ids ${kind}`, x: x + w / 2, y: y + h / 2 + 4, "text-anchor": "middle" };
-          names.push(svg("text", middle, text));
+          const wide = text.length * 7 + 4;
+          const plate = { x: x + (w - wide) / 2, y: y + h / 2 - 7, width: wide, height: 14 };
+          names.push(svg("rect", { class: `plate ${kind}`, ...plate }), svg("text", middle, text));
         }
       }
     }
@@ -160,12 +162,12 @@ function readPicture(leaf, chunk, title, load) {
   const back = svg("rect", { class: "paper", width: flat.width, height: flat.height });
   const kept = area("kept", column.start, row.start, column.kept, row.kept);
   box.append(frame(flat, label, back, waste, over, kept, ...cuts));
-  const grid = `chunks of ${dims(chunk)}${fine ? ", too many to draw" : ""}`;
+  const grid = `Chunks of ${dims(chunk)}${fine ? ", too many to draw" : ""}`;
   box.append(
     el(
       "p",
       { class: "note" },
-      `This device decodes ${times(empty ? 1 : own)} times what it keeps; all of them ${times(load)}. ${grid}`,
+      `This device decodes ${times(empty ? 1 : own)} times what it keeps, all devices ${times(load)} times. ${grid}.`,
     ),
   );
   return box;

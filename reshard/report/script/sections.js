@@ -72,7 +72,11 @@ function chooser(leaf) {
 function drawDevices() {
   const sides = data.held.map((held, i) => [data.sides[i], held]).filter(([, held]) => held.length);
   if (!sides.length) return;
-  const node = section("devices", "Bytes per device", "Every device of a mesh holds the same.");
+  const rest = arrays.filter((leaf) => leaf.side.mesh === null);
+  const size = bytes(rest.reduce((sum, leaf) => sum + (leaf.nbytes || 0), 0));
+  const without = counted(rest.length, "array without a mesh", "arrays without a mesh");
+  const left = rest.length ? ` ${without}, ${size}, ${rest.length === 1 ? "is" : "are"} left out.` : "";
+  const node = section("devices", "Bytes per device", `Every device of a mesh holds the same.${left}`);
   const names = ["params", "optimizer state", "other"];
   const rows = sides.flatMap(([side, held]) => held.map(([mesh, parts]) => ({ side, mesh, parts })));
   const sum = (parts) => parts.reduce((a, b) => a + b, 0);
