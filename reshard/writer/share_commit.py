@@ -37,6 +37,7 @@ from reshard.writer.share_job import (
     Written,
     anew,
     damaged,
+    is_there,
     parse_written,
     read_document,
 )
@@ -222,7 +223,7 @@ def _check_shares(job: Job, parts: Mapping[str, Mapping[int, Written]]) -> None:
         name
         for name, part in parts.items()
         if any(
-            not _is_there(sizes[number], file, size)
+            not is_there(sizes[number].get(file), size)
             for number, written in part.items()
             for file, size in written.all_files.items()
         )
@@ -236,12 +237,6 @@ def _sizes(directory: Location) -> dict[str, int]:
     return {found.path: found.nbytes for found in directory.walk() if found.is_file}
 
 
-def _is_there(sizes: Mapping[str, int], file: str, size: int) -> bool:
-    """Whether a file is there, with so many bytes where both are known."""
-    found = sizes.get(file)
-    return found is not None and (found == size or posix.UNKNOWN in (found, size))
-
-
 def _check_files(job: Job, merged: Mapping[str, Any], hints: Sequence[str]) -> None:
     """Raises DestinationError unless all that was written is there: as where a manager of
     checkpoints has swept some of it away."""
@@ -250,7 +245,7 @@ def _check_files(job: Job, merged: Mapping[str, Any], hints: Sequence[str]) -> N
     for place, item in zip(job.items, merged["items"], strict=True):
         prefix = f"{place}/" if place else ""
         expected |= {f"{prefix}{file}": size for file, size in item["files"].items()}
-    gone = [file for file, size in expected.items() if not _is_there(sizes, file, size)]
+    gone = [file for file, size in expected.items() if not is_there(sizes.get(file), size)]
     if gone:
         told = [f"`{job.directory / file}`" for file in gone]
         raise DestinationError("files were removed or changed since they were written", told, hints)
@@ -265,9 +260,9 @@ def _with_digests(entry: Mapping[str, Any], written: Sequence[Written]) -> dict[
     for name, (expected, told) in entry["rewritten"].items():
         array = arrays[name]
         digest = Digest(tuple(array["shape"]), parse_dtype(array["dtype"]))
-        states = [each.digests[name] for each in written if name in each.digests]
-        low, high, elements = map(sum, zip((0, 0, 0), *states, strict=True))
-        digest.resume((low % 2**64, high % 2**64, elements))
+        for each in written:
+            if name in each.digests:
+                digest.merge(each.digests[name])
         if not digest.complete:
             short.append(told)
             continue

@@ -250,11 +250,15 @@ def is_written(job: Job, name: str) -> bool:
         return False
     found = parse_written(job.outer / name, document)
     return all(
-        (job.item_directory(number) / file).file_bytes() in (size, posix.UNKNOWN)
-        or (size == posix.UNKNOWN and (job.item_directory(number) / file).exists())
+        is_there((job.item_directory(number) / file).file_bytes(), size)
         for number, written in found.items()
         for file, size in written.all_files.items()
     )
+
+
+def is_there(found: int | None, nbytes: int) -> bool:
+    """Whether a file that was found is there, with so many bytes where both are known."""
+    return found is not None and (found == nbytes or posix.UNKNOWN in (found, nbytes))
 
 
 def parse_written(path: Location, document: Mapping[str, Any]) -> dict[int, Written]:
