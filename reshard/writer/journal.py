@@ -192,7 +192,9 @@ class Journal:
         if self._file.is_local:  # in a directory whose name is this job's alone
             return self._file.exists()
         data = bucket.read(self._file)
-        return data is not None and _whole(data, self._file).get("token") == self._token
+        return (
+            data is not None and json_object(data, _damaged(self._file)).get("token") == self._token
+        )
 
 
 def resumed_note(items: Sequence[ItemPlan], progress: Sequence[ItemProgress]) -> str:
@@ -276,7 +278,7 @@ def _read(path: Location) -> dict[str, Any] | None:
         raise _damaged(path) from error
     if not data:
         return None
-    whole = _whole(data, path)
+    whole = json_object(data, _damaged(path))
     try:
         if whole.keys() == {"token"}:
             return None
@@ -287,13 +289,14 @@ def _read(path: Location) -> dict[str, Any] | None:
     raise _damaged(path)
 
 
-def _whole(data: bytes, path: Location) -> dict[str, Any]:
+def json_object(data: bytes, damaged: DestinationError) -> dict[str, Any]:
+    """What a document of an unfinished job says; raises `damaged` where it is no JSON object."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise _damaged(path) from error
+        raise damaged from error
     if not isinstance(found, dict):
-        raise _damaged(path)
+        raise damaged
     return found
 
 

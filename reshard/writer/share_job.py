@@ -28,7 +28,7 @@ from reshard.storage.location import Location
 from reshard.tree import shell_quoted
 from reshard.writer.directory_commit import shares_directory
 from reshard.writer.job_plan import Plan
-from reshard.writer.journal import differences, fingerprint
+from reshard.writer.journal import differences, fingerprint, json_object
 from reshard.writer.siblings import marker_places
 
 JOB, REST, STOP = "job.json", "rest.json", "stop"
@@ -137,16 +137,9 @@ class Job:
 
 
 def read_document(path: Location) -> dict[str, Any] | None:
+    """What `job.json` or another document says; None where there is none yet."""
     data = path.read()
-    if not data:
-        return None
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise damaged(path) from error
-    if not isinstance(found, dict):
-        raise damaged(path)
-    return found
+    return json_object(data, damaged(path)) if data else None
 
 
 def damaged(path: Location) -> DestinationError:
