@@ -141,6 +141,17 @@ def stores(_stores):
     assert _stores.errors == []
 
 
+@pytest.fixture
+def short_tries(monkeypatch):
+    """A store that does not answer is asked again twice, and soon."""
+    from reshard.storage import bucket
+
+    monkeypatch.setitem(bucket.RETRIES, "max_retries", 2)
+    monkeypatch.setitem(bucket.RETRIES, "initial_delay", "10ms")
+    bucket._context.cache_clear()
+    bucket._opened.cache_clear()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _forgets():
     """Lets go of what jax has compiled, and gives back memory: a process that keeps both grows to

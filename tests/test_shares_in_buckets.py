@@ -11,23 +11,15 @@ from sampling import few
 from test_resume import changed, make
 
 import reshard
-from reshard.storage import bucket
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import new_context, ocdbt_spec
 
+pytestmark = pytest.mark.usefixtures("short_tries")
 MARKER = "commit_success.txt"
 SHARES = 5
 # A function has its name.
 share_commit = importlib.import_module("reshard.writer.share_commit")
 share_writing = importlib.import_module("reshard.writer.share_writing")
-
-
-@pytest.fixture(autouse=True)
-def _tries_are_short(monkeypatch):
-    monkeypatch.setitem(bucket.RETRIES, "max_retries", 2)
-    monkeypatch.setitem(bucket.RETRIES, "initial_delay", "10ms")
-    bucket._context.cache_clear()
-    bucket._opened.cache_clear()
 
 
 @pytest.fixture(scope="module")

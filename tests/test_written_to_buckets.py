@@ -25,15 +25,8 @@ from reshard.storage import bucket, lock
 from reshard.storage.location import parse_location
 
 RESHARD = os.path.join(sysconfig.get_path("scripts"), "reshard")
+pytestmark = pytest.mark.usefixtures("short_tries")
 MARKER = "commit_success.txt"
-
-
-@pytest.fixture(autouse=True)
-def _tries_are_short(monkeypatch):
-    monkeypatch.setitem(bucket.RETRIES, "max_retries", 2)
-    monkeypatch.setitem(bucket.RETRIES, "initial_delay", "10ms")
-    bucket._context.cache_clear()
-    bucket._opened.cache_clear()
 
 
 def on(mesh, path, **kwargs):
