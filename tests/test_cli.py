@@ -586,6 +586,17 @@ def test_progress_is_drawn_on_a_terminal(large, tmp_path):
     assert re.search(r"━+ +[\d.]+/192\.0 +MiB +[\d.]+ [kM]B/s +\d:\d\d:\d\d", without_styles(shown))
 
 
+def test_progress_says_how_many_workers_there_are(cwd):
+    ran, shown = on_terminal(cwd, "stderr", "digest", "run/1000", "--quiet", "--workers", "2")
+    assert (ran, shown) == (Ran(0, "", ""), "")
+    ran, shown = on_terminal(cwd, "stderr", "digest", "run/1000", "--workers", "2")
+    assert ran.status == 0
+    assert re.search(r"2 workers ━+ ", without_styles(shown))
+    ran, shown = on_terminal(cwd, "stderr", "digest", "run/1000")
+    assert ran.status == 0
+    assert "━" in shown and "workers" not in shown
+
+
 @pytest.mark.parametrize("option", ["--quiet", "--json"])
 def test_progress_is_not_drawn_when_nobody_wants_it(cwd, option):
     ran, shown = on_terminal(cwd, "stderr", "ckpt", "run/1000", "out", "--to", "1x8", option)

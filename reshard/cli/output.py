@@ -172,6 +172,7 @@ def progress_bar(
     )
 
     columns = (
+        *([] if workers is None else [f"{workers} worker{'s' * (workers > 1)}"]),
         BarColumn(),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
