@@ -1,5 +1,5 @@
 """Who does a command's work: this process, workers of this machine, or a Dask cluster, which alone
-imports Dask."""
+imports Dask; and what is shown meanwhile."""
 
 import contextlib
 import logging
@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from reshard.cli import output
 from reshard.errors import ReshardError, first_line
 from reshard.units import format_bytes, parse_bytes
 
@@ -20,8 +21,21 @@ _OVERHEAD = 512 << 20
 
 
 @contextlib.contextmanager
-def working(dask: str | None, workers: int | None, max_memory: str) -> Iterator[dict[str, Any]]:
-    """What `save`, `verify` and others take as `workers` and `executor`."""
+def working(
+    dask: str | None, workers: int | None, max_memory: str, quiet: bool
+) -> Iterator[dict[str, Any]]:
+    """What `save`, `verify` and others take as `workers`, `executor` and `progress`, which is drawn
+    unless the command is `quiet`. Warnings are told meanwhile."""
+    with (
+        output.warnings_told(),
+        _workers(dask, workers, max_memory) as by,
+        output.progress_bar(quiet, by["workers"]) as progress,
+    ):
+        yield by | {"progress": progress}
+
+
+@contextlib.contextmanager
+def _workers(dask: str | None, workers: int | None, max_memory: str) -> Iterator[dict[str, Any]]:
     if dask is None:
         yield {"workers": workers}
         return

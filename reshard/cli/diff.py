@@ -66,12 +66,8 @@ def command(
     checkpoints = [
         open_checkpoint(p, **at, concurrency=concurrency) for p, at in ((a, one), (b, other))
     ]
-    with (
-        output.warnings_told(),
-        working(dask, workers, flags["max_memory"]) as by,
-        output.progress_bar(quiet or as_json, by["workers"]) as progress,
-    ):
-        found = diff(*checkpoints, **flags, **by, progress=progress)
+    with working(dask, workers, flags["max_memory"], quiet or as_json) as by:
+        found = diff(*checkpoints, **flags, **by)
     if as_json:
         click.echo(json.dumps(found.document()))
     elif not quiet:

@@ -46,12 +46,8 @@ def command(
     """
     tune_memory()
     ckpt = open_checkpoint(path, step=step, item=item, concurrency=concurrency)
-    with (
-        output.warnings_told(),
-        working(dask, workers, max_memory) as by,
-        output.progress_bar(quiet or as_json, by["workers"]) as progress,
-    ):
-        found = digest(ckpt, write=write, max_memory=max_memory, **by, progress=progress)
+    with working(dask, workers, max_memory, quiet or as_json) as by:
+        found = digest(ckpt, write=write, max_memory=max_memory, **by)
     if as_json:
         click.echo(record(ckpt, found).dump())
     elif not quiet:

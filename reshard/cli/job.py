@@ -193,20 +193,8 @@ def run(
         if planned.problems:
             raise ReshardError("the plan cannot be executed", planned.problems, planned.hints)
         return
-    with (
-        output.warnings_told(),
-        working(flags["dask"], flags["workers"], flags["max_memory"]) as by,
-        output.progress_bar(quiet or as_json, by["workers"]) as progress,
-    ):
-        planned = save(
-            checkpoints,
-            dst,
-            **arguments,
-            resume=flags["resume"],
-            share=share,
-            **by,
-            progress=progress,
-        )
+    with working(flags["dask"], flags["workers"], flags["max_memory"], quiet or as_json) as by:
+        planned = save(checkpoints, dst, **arguments, resume=flags["resume"], share=share, **by)
     if share is None:
         _report(planned, dst, as_json, quiet, answer(), done=True)
         return

@@ -79,12 +79,8 @@ def command(
         opened = open_checkpoint(against, **theirs, concurrency=concurrency)
         other = _in_one_api(ckpt, opened, options)
         _repeat_warnings([ckpt, opened, other])
-    with (
-        output.warnings_told(),
-        working(dask, workers, max_memory) as by,
-        output.progress_bar(quiet or as_json, by["workers"]) as progress,
-    ):
-        found = verify(ckpt, other, max_memory=max_memory, **by, progress=progress)
+    with working(dask, workers, max_memory, quiet or as_json) as by:
+        found = verify(ckpt, other, max_memory=max_memory, **by)
     document = {
         "path": str(found.path),
         "ok": found.ok,
