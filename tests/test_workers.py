@@ -90,6 +90,14 @@ def test_an_error_of_one_is_raised_whole_and_ends_the_others(log, capfd, does):
     assert no_worker_is_left()
 
 
+def test_a_worker_that_answers_with_garbage_and_lives_on_is_ended(log, monkeypatch):
+    monkeypatch.setattr(workers, "_END_SECONDS", 0.1, raising=False)
+    results = run_tasks([Tiny(0, log, "garbage")], Counted(), workers=1)
+    assert [number for number, _, _ in results] == [0]
+    assert log.read_text().split() == ["0", "0"]
+    assert no_worker_is_left()
+
+
 def test_an_interrupt_ends_all_workers(log):
     def interrupt():
         while not log.exists():

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import pathlib
 import signal
+import stat
 import time
 
 import numpy as np
@@ -11,6 +12,13 @@ import numpy as np
 from reshard.errors import CorruptCheckpointError
 from reshard.storage.array_store import ArrayStore
 from reshard.storage.machine import cores
+
+
+def is_pipe(descriptor):
+    try:
+        return stat.S_ISFIFO(os.fstat(int(descriptor)).st_mode)
+    except OSError:  # that of the directory that was listed
+        return False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +45,10 @@ class Tiny:
         if self.does == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.does == "hangs":
+            time.sleep(60)
+        if self.does == "garbage" and attempts == 1:
+            pipes = [int(fd) for fd in os.listdir("/proc/self/fd") if int(fd) > 2 and is_pipe(fd)]
+            os.write(min(pipes), b"no pickle")
             time.sleep(60)
         if self.does == "slow":
             time.sleep(0.5)
