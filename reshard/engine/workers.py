@@ -31,6 +31,8 @@ from reshard.storage.machine import share_cores, tune_memory
 
 # Workers that may be killed by one task.
 _DEATHS = 3
+# A worker that tells nothing more has ended, or does so by itself after so long.
+_END_SECONDS = 5.0
 # A worker that has told nothing for so long is told of, and tells how far it is this often.
 SILENT_SECONDS = 60.0
 _TELL_SECONDS = 0.1
@@ -161,17 +163,29 @@ class _Worker:
                 while kind == "bytes":
                     kind, value = pickle.load(self._process.stdout)
                     self._events.put((self, kind, value))
-        except (EOFError, OSError, pickle.UnpicklingError):  # it has ended, in whatever it wrote
-            self._events.put((self, "end", self._process.wait()))
+        except (EOFError, OSError, pickle.UnpicklingError):  # it ends, in whatever it wrote
+            self._events.put((self, "end", self._ended()))
         except Exception as error:  # what an answer is made of cannot be imported, for one
             self._events.put((self, "error", error))
+
+    def _ended(self) -> int:
+        """Its status: what it has written so far says that it has ended, or will."""
+        try:
+            return self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._kill()
+            return self._process.wait()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-self._process.pid, signal.SIGKILL)  # and what it has started
 
     def __enter__(self) -> "_Worker":
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._process.poll() is None:
-            os.kill(-self._process.pid, signal.SIGKILL)  # and what it has started
+            self._kill()
         self._tasks.put(None)
         self._thread.join()
         self._process.communicate()
