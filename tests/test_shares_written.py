@@ -1,8 +1,11 @@
 """Shares that are written one by one, and their commit, against what one process writes."""
 
+import contextlib
 import functools
 import importlib
 import json
+import os
+import platform
 import random
 import re
 import shutil
@@ -513,6 +516,8 @@ def test_other_jobs_and_commits_where_shares_are_or_are_not(sources, expected, t
         reshard.DestinationError,
         f"shares of a job for `{out}` are in `{outer(out)}`\n\n"
         f'hint: reshard.commit("{out}") completes them\n'
+        "hint: the same call with workers=... and resume=True writes those that are missing, and "
+        "completes them\n"
         f"hint: rm -r '{outer(out)}' begins anew",
         save,
         source,
@@ -528,15 +533,115 @@ def test_other_jobs_and_commits_where_shares_are_or_are_not(sources, expected, t
         share=(0, 2),
         resume=True,
     )
-    (outer(out) / "1.json").write_text("{")
-    with pytest.raises(reshard.DestinationError, match=r"1.json` is damaged\n\nhint: rm -r "):
-        reshard.commit(out)
     shutil.rmtree(outer(out))
     write(source, out, range(2), 2)
     reshard.commit(out)
     assert_same(out, expected("ckpt zarr2"))
     with pytest.raises(reshard.DestinationError, match="exists"):
         write(source, out, [1], 2)
+
+
+def flipped(data, rng):
+    """A JSON object with one bit flipped, which is still one."""
+    while True:
+        copy = bytearray(data)
+        copy[rng.randrange(len(copy))] ^= 1 << rng.randrange(8)
+        with contextlib.suppress(ValueError):
+            if isinstance(json.loads(copy), dict):
+                return bytes(copy)
+
+
+@pytest.mark.parametrize("name", ["2.json", "rest.json", "job.json", "merged.json"])
+def test_documents_that_are_damaged_are_refused(sources, expected, tmp_path, monkeypatch, name):
+    """By the commit, and those of a share can be written again."""
+    out, source = tmp_path / "out", sources("ckpt zarr2")
+    write(source, out, range(3), 3)
+    if name == "merged.json":
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(share_commit.database, "prune_all_but", killed(0))
+            reshard.commit(out)
+    file, rng = outer(out) / name, random.Random(name)
+    whole = file.read_bytes()
+    anew = f"hint: rm -r '{outer(out)}' begins anew"
+    again = {"2.json": 2, "rest.json": 0}.get(name)
+    if again is not None:
+        anew = f"hint: rm '{file}', then write share {again} again\n{anew}"
+    for damaged in [b"{", *(flipped(whole, rng) for _ in range(20))]:
+        file.write_bytes(damaged)
+        refused(reshard.DestinationError, f"`{file}` is damaged\n\n{anew}", reshard.commit, out)
+    file.write_bytes(whole)
+    if again is not None:
+        file.unlink()
+        with pytest.raises(reshard.DestinationError, match=rf"missing: {again}\n"):
+            reshard.commit(out)
+        write(source, out, [again], 3)
+    assert reshard.commit(out)
+    assert_same(out, expected("ckpt zarr2"))
+
+
+def test_a_missing_share_that_was_begun_says_how_far_it_is(sources, tmp_path, monkeypatch):
+    out, source = tmp_path / "out", sources("ckpt zarr2")
+    monkeypatch.setattr(share_job, "_LOOK_SECONDS", {True: 0.0})
+    monkeypatch.setattr(share_job, "_NOTE_SECONDS", {True: 0.0})
+    told = []
+
+    def progress(done, whole):
+        with pytest.raises(reshard.DestinationError) as caught:
+            reshard.commit(out)
+        told.append(caught.value.problems)
+
+    save(source, out, share=(1, 3), progress=progress)
+    line = rf"share 1: process {os.getpid()} on {re.escape(platform.node())} had written "
+    line += r"(\d+)% of it at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
+    done = []
+    for missing, _, *running in told[:-1]:
+        assert (missing, len(running)) == ("missing: 0-2", 1)
+        done.append(int(re.fullmatch(line, running[0])[1]))
+    assert done == sorted(done) and done[0] == 0 and 50 < done[-1] < 100
+    with pytest.raises(reshard.DestinationError) as caught:
+        reshard.commit(out)
+    assert caught.value.problems[0] == "missing: 0,2" and len(caught.value.problems) == 2
+
+
+def test_a_task_that_runs_again_after_its_job_was_committed(sources, expected, tmp_path):
+    """It begins a job again, which it says, and nothing comes of that."""
+    source, out = sources("ckpt zarr2"), tmp_path / "out"
+    write(source, out, range(2), 2, overwrite=True)
+    reshard.commit(out)
+    before = hashes(out)
+    note = f"it begins a job that is to replace `{out}`: if that is what this very job has made, "
+    note += f"and a task of it ran again, remove `{outer(out)}`"
+    assert save(source, out, share=(1, 2), overwrite=True).notes[-1] == note
+    assert note not in save(source, out, share=(1, 2), overwrite=True).notes
+    with pytest.raises(reshard.DestinationError, match=r"missing: 0\n"):
+        reshard.commit(out)
+    assert hashes(out) == before
+    shutil.rmtree(outer(out))
+    assert reshard.commit(out) is False
+    assert_same(out, expected("ckpt zarr2"))
+
+
+def test_nothing_is_written_to_what_is_merged(sources, expected, tmp_path, monkeypatch):
+    """Neither by a share nor by a job that is resumed, which commits it."""
+    source, out = sources("ckpt zarr2"), tmp_path / "out"
+    write(source, out, range(2), 2)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(share_commit, "write_markers", killed(0))
+        reshard.commit(out)
+    before = hashes(outer(out))
+    for number in range(2):
+        refused(
+            reshard.DestinationError,
+            f"the shares of `{out}` are merged already\n\n"
+            f'hint: reshard.commit("{out}") completes it',
+            save,
+            source,
+            out,
+            share=(number, 2),
+        )
+        assert hashes(outer(out)) == before
+    save(source, out, workers=2, resume=True)
+    assert_same(out, expected("ckpt zarr2"))
 
 
 @pytest.mark.parametrize("how", ["stopped", "removed"])
