@@ -1,6 +1,7 @@
 """A job whose shares other processes write, and this one commits."""
 
 import concurrent.futures
+import functools
 
 from reshard.engine.tasks import task_count
 from reshard.engine.workers import run_tasks
@@ -12,7 +13,15 @@ from reshard.verify.values import Progress, counted
 from reshard.writer.directory_commit import shares_directory
 from reshard.writer.job_plan import Plan
 from reshard.writer.share_commit import LOCK, committed_job, discard
-from reshard.writer.share_job import JOB, STOP, begun, check_none, read_document, shares_begun
+from reshard.writer.share_job import (
+    JOB,
+    MERGED,
+    STOP,
+    begun,
+    check_none,
+    read_document,
+    shares_begun,
+)
 from reshard.writer.share_writing import ShareTask, rest_bytes, write_rest
 
 
@@ -43,9 +52,12 @@ def execute_in_shares(
             tasks = [ShareTask(job, plan.share(number, count)) for number in range(count)]
             whole = rest_bytes(plan) + sum(task.nbytes for task in tasks)
             report = counted(whole + plan.verify * plan.decoded_bytes, progress)
-            write_rest(plan, job, report)
-            stop = (job.outer / STOP).write
-            run_tasks(tasks, report, workers=workers, executor=executor, stop=lambda: stop(b"stop"))
+            if job.document(MERGED) is None:
+                write_rest(plan, job, report)
+                stop = functools.partial((job.outer / STOP).write, b"stop")
+                run_tasks(tasks, report, workers=workers, executor=executor, stop=stop)
+            else:
+                report(whole)
             committed_job(document, lock, lambda nbytes: report)
         except BaseException as error:
             if resume:

@@ -155,8 +155,7 @@ def save(
         verify=verify,
     )
     if share is not None:
-        write_share(planned, *share, progress)
-        return planned
+        return write_share(planned, *share, progress)
     if workers is None and executor is None:
         return execute(planned, resume=resume, progress=progress)
     return execute_in_shares(

@@ -32,6 +32,7 @@ from reshard.writer.directory_commit import shares_directory
 from reshard.writer.recording import check_written, other_values
 from reshard.writer.share_job import (
     JOB,
+    MERGED,
     REST,
     Job,
     Written,
@@ -44,8 +45,6 @@ from reshard.writer.share_job import (
 from reshard.writer.siblings import changed_paths, state_of, write_markers
 from reshard.writer.stream import Report
 
-# What has been merged, in the place of the documents of all shares.
-MERGED = "merged.json"
 # That the checkpoint is about to get its name: without its directory, it has it.
 NAMED = "named.json"
 LOCK = "lock"
@@ -195,6 +194,7 @@ def _missing(job: Job, rest: bool, missing: Sequence[int]) -> DestinationError:
     problems = [f"missing: {_ranges(numbers)}"]
     if rest:
         problems.append("share 0 writes what is in no share, and has not done so")
+    problems += job.running(numbers)
     count = len(numbers)
     return DestinationError(
         f"{count} of {job.count} shares of `{job.destination}` {'is' if count == 1 else 'are'} "

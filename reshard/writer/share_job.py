@@ -5,17 +5,24 @@ they and the commit know of one another. Beside the destination:
         job.json         the plan's fingerprint, and how many shares there are
         rest.json        all that is in no share is written: files beside the arrays, for one
         3.json           share 3 is written: by which attempt, to which files
+        3.running        who is or was writing it, and how far that is
         stop             nobody is to go on
         checkpoint-JOB/  what becomes the destination; in a bucket it is written where it will be
+        merged.json      all of them are merged: no share is written any more
         named.json       it is about to get its name
 
 Who comes first writes `job.json`, and the others compare. An attempt at a share has databases of
-its own, so two cannot mix; its document is written last, and durable.
+its own, so two cannot mix; its document is written last, and durable. Each document has a hash of
+what it says.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import os
+import platform
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +39,10 @@ from reshard.writer.journal import differences, fingerprint, json_object
 from reshard.writer.siblings import marker_places
 
 JOB, REST, STOP = "job.json", "rest.json", "stop"
+# What has been merged, in the place of the documents of all shares.
+MERGED = "merged.json"
+_RUNNING = ".running"
+_SHARE = re.compile(rf"(\d+)\.json|{re.escape(REST)}")
 # Where the data of a job's shares are on a disk, until the commit: no share of another job, that
 # still runs, writes there.
 _CHECKPOINT = "checkpoint-"
@@ -39,6 +50,9 @@ _CHECKPOINT = "checkpoint-"
 _EMPTY_SECONDS = 5.0
 # How often it is looked whether the job goes on: on a disk, and in a bucket.
 _LOOK_SECONDS = {True: 0.5, False: 5.0}
+_WRITES = " writes those that are missing, and completes them"
+# How often a share notes how far it is.
+_NOTE_SECONDS = {True: 5.0, False: 30.0}
 
 
 class Written(NamedTuple):
@@ -112,18 +126,50 @@ class Job:
         """Raises DestinationError if the job is not to go on."""
         if (self.outer / STOP).exists() or self.document(JOB) is None:
             raise DestinationError(f"the job in `{self.outer}` was stopped, or is complete")
+        if (self.outer / MERGED).exists():
+            raise DestinationError(
+                f"the shares of `{self.destination}` are merged already",
+                hints=[Hint(("commit", str(self.destination)), " completes it")],
+            )
 
-    def looking(self) -> Callable[[], None]:
-        """What checks it, if that has not been done for a while."""
-        until = time.monotonic()
+    def looking(self, note: Callable[[], None] = lambda: None) -> Callable[[], None]:
+        """What checks it, if that has not been done for a while, and then notes, if that has not,
+        how far a share is."""
+        until, next_note = 0.0, 0.0
 
         def look() -> None:
-            nonlocal until
+            nonlocal until, next_note
             if time.monotonic() >= until:
                 self.check()
+                if time.monotonic() >= next_note:
+                    note()
+                    next_note = time.monotonic() + _NOTE_SECONDS[self.outer.is_local]
                 until = time.monotonic() + _LOOK_SECONDS[self.outer.is_local]
 
         return look
+
+    def note_running(self, number: int, done: int, nbytes: int) -> None:
+        """Notes that this process has written so many bytes of a share; or not, if it cannot."""
+        process = f"process {os.getpid()} on {platform.node()}"
+        part = f"{100 * done // max(nbytes, 1)}%"
+        now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        with contextlib.suppress(OSError):
+            self.write_document(f"{number}{_RUNNING}", {"by": process, "done": part, "time": now})
+
+    def forget_running(self, number: int) -> None:
+        """Removes that note."""
+        (self.outer / f"{number}{_RUNNING}").remove()
+
+    def running(self, numbers: Sequence[int]) -> list[str]:
+        """What is noted of shares that are not complete, a line each. The time is that of the clock
+        there, which nobody compares with another one."""
+        names = {f"{number}{_RUNNING}": number for number in numbers}
+        found = [(n, self.document(n)) for n in self.outer.names() if n in names]
+        return [
+            f"share {names[name]}: {note['by']} had written {note['done']} of it at {note['time']}"
+            for name, note in sorted(found, key=lambda each: names[each[0]])
+            if note is not None
+        ]
 
     def document(self, name: str) -> dict[str, Any] | None:
         """One of its documents; None where there is none, or it is another job's."""
@@ -132,18 +178,38 @@ class Job:
 
     def write_document(self, name: str, document: Mapping[str, Any]) -> None:
         """Writes a document, durable, whole or not at all."""
-        text = json.dumps({"job": self.token, **document})
-        (self.outer / name).replace(text.encode(), f"{name}.{secrets.token_hex(4)}.new")
+        data = _dumped({"job": self.token, **document})
+        (self.outer / name).replace(data, f"{name}.{secrets.token_hex(4)}.new")
 
 
 def read_document(path: Location) -> dict[str, Any] | None:
-    """What `job.json` or another document says; None where there is none yet."""
+    """What `job.json` or another document says; None where there is none yet. Raises
+    DestinationError where it is not what was written."""
     data = path.read()
-    return json_object(data, damaged(path)) if data else None
+    if not data:
+        return None
+    document = json_object(data, damaged(path))
+    if document.pop("sha256", None) != _hash(document):
+        raise damaged(path)
+    return document
+
+
+def _dumped(document: Mapping[str, Any]) -> bytes:
+    """A document as it is written, with a hash of what it says."""
+    return json.dumps({**document, "sha256": _hash(document)}).encode()
+
+
+def _hash(document: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(document).encode()).hexdigest()
 
 
 def damaged(path: Location) -> DestinationError:
-    return DestinationError(f"`{path}` is damaged", hints=[anew(path.parent)])
+    hints = [anew(path.parent)]
+    share = _SHARE.fullmatch(path.name)
+    if share is not None:
+        removes = f"rm {shell_quoted(str(path))}" if path.is_local else f"delete `{path}`"
+        hints.insert(0, f"{removes}, then write share {share[1] or 0} again")
+    return DestinationError(f"`{path}` is damaged", hints=hints)
 
 
 def anew(outer: Location) -> str:
@@ -159,7 +225,11 @@ def check_none(destination: Location) -> None:
     if (outer / JOB).exists():
         raise DestinationError(
             f"shares of a job for `{destination}` are in `{outer}`",
-            hints=[Hint(("commit", str(destination)), " completes them"), anew(outer)],
+            hints=[
+                Hint(("commit", str(destination)), " completes them"),
+                Hint(("same",), " with ", ("workers",), " and ", ("resume", True), _WRITES),
+                anew(outer),
+            ],
         )
 
 
@@ -196,7 +266,7 @@ def begun(plan: Plan, count: int) -> Job:
                 hints=["name a new destination, or delete what is there"],
             )
         job.outer.make_directory()
-        then = _first(path, json.dumps(document).encode())
+        then = _first(path, _dumped(document))
     if then is not None and then.get("job") != job.token:
         raise _another(job, then, document)
     for number in range(len(job.items)):

@@ -37,7 +37,7 @@ from reshard.writer.recording import (
     read_apart,
     verify_hint,
 )
-from reshard.writer.share_job import REST, Job, Written, begun, is_written
+from reshard.writer.share_job import REST, Job, Written, begun, is_written, shares_begun
 from reshard.writer.share_parts import BoxRange, Share, ValueRange
 from reshard.writer.siblings import CopiedFile, clear, copy_siblings, is_marker
 from reshard.writer.stream import Report
@@ -63,7 +63,15 @@ class ShareTask:
         if is_written(job, name):
             report(self.nbytes)
             return
-        look = job.looking()
+        done = 0
+
+        def told(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            report(nbytes)
+
+        number = self.share.number
+        look = job.looking(lambda: job.note_running(number, done, self.nbytes))
         look()
         attempt = f"{self.share.number}_{secrets.token_hex(4)}"
         items = {}
@@ -79,11 +87,12 @@ class ShareTask:
                 item.boxes,
                 True,
             )
-            items[item.item] = _write(work, self.share.max_memory, look, report)
+            items[item.item] = _write(work, self.share.max_memory, look, told)
         if job.outer.is_local:
             posix.sync(job.directory)
         job.check()
         job.write_document(name, {"items": _dumped(items)})
+        job.forget_running(number)
 
 
 def _dumped(items: Mapping[int, Written]) -> dict[int, dict[str, Any]]:
@@ -161,6 +170,7 @@ def write_rest(plan: Plan, job: Job, report: Report) -> None:
     if is_written(job, REST):
         report(rest_bytes(plan))
         return
+    job.check()
     lock = Lock(job.outer / f"{REST}.lock", job.outer)
     try:
         document = _write_rest(plan, job, lock, report)
@@ -273,13 +283,28 @@ def _write_item_rest(
     return written, entry
 
 
-def write_share(plan: Plan, number: int, count: int, progress: Progress | None = None) -> None:
-    """Writes a share of a plan; the first one also what is in no share."""
+def write_share(plan: Plan, number: int, count: int, progress: Progress | None = None) -> Plan:
+    """Writes a share of a plan; the first one also what is in no share. The plan, with what the
+    user should know."""
     raise_all(plan.errors)
     share = plan.share(number, count)
+    assert plan.destination is not None
+    begins = shares_begun(plan.destination) is None
     job = begun(plan, count)
+    if begins and plan.destination.is_local and plan.destination.exists():
+        plan = dataclasses.replace(plan, notes=(*plan.notes, _replaces(job)))
     rest = 0 if number else rest_bytes(plan)
     report = counted(share.nbytes + rest, progress)
     if not number:
         write_rest(plan, job, report)
     ShareTask(job, share).run(report)
+    return plan
+
+
+def _replaces(job: Job) -> str:
+    """What the first share of a job that replaces something tells: an earlier job, of which it may
+    be a task that runs again, has left no trace."""
+    return (
+        f"it begins a job that is to replace `{job.destination}`: if that is what this very job "
+        f"has made, and a task of it ran again, remove `{job.outer}`"
+    )
