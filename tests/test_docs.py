@@ -249,6 +249,11 @@ def test_the_example_of_a_docstring(name, small, tmp_path):
     assert told.getvalue() == ""
 
 
+def test_the_demonstrations_leave_this_process_as_it_is(demos):
+    assert len(jax.devices()) == 16
+    assert "device_count=16" in os.environ["XLA_FLAGS"]
+
+
 def test_the_rules_are_those_of_the_demonstration(demos):
     assert texts("meshes", "toml") == [(demos["/tmp/demo"] / "rules.toml").read_text()]
 
