@@ -79,7 +79,10 @@ def with_blocks_of(language: str) -> list[str]:
 def demos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
     """What the examples start from: the documents' directory -> the test's."""
     made = {}
+    jax.devices()  # the examples ask for eight, and get those that there are
     with pytest.MonkeyPatch.context() as patch:
+        for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
+            patch.setenv(name, os.environ[name])
         patch.syspath_prepend(ROOT / "examples")
         for place, name in DEMOS.items():
             made[place] = tmp_path_factory.mktemp(name)
