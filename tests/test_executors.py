@@ -21,7 +21,7 @@ from worker_tasks import Tiny
 import reshard
 import reshard.cli
 from reshard.engine import executors
-from reshard.engine.workers import run_tasks
+from reshard.engine.workers import check_tasks, run_tasks
 
 TESTS = pathlib.Path(__file__).parent
 
@@ -166,7 +166,7 @@ class Elsewhere(concurrent.futures.Executor):
 
 def test_workers_of_another_release_are_refused(tmp_path):
     with pytest.raises(reshard.ArgumentError) as caught:
-        run_tasks([Tiny(0, tmp_path / "log")], lambda n: None, executor=Elsewhere(release="0.0"))
+        check_tasks([Tiny(0, tmp_path / "log")], Elsewhere(release="0.0"))
     here = executors._release(())
     assert str(caught.value).splitlines() == [
         "the executor's workers have another release of reshard",
@@ -178,7 +178,7 @@ def test_workers_of_another_release_are_refused(tmp_path):
 def test_workers_that_lack_a_module_are_refused(tmp_path):
     error = ModuleNotFoundError("No module named 'mine'")
     with pytest.raises(reshard.ArgumentError) as caught:
-        run_tasks([Tiny(0, tmp_path / "log")], lambda n: None, executor=Elsewhere(error=error))
+        check_tasks([Tiny(0, tmp_path / "log")], Elsewhere(error=error))
     assert str(caught.value).splitlines() == [
         "the executor's workers cannot import what they are to run",
         "  No module named 'mine'",
@@ -204,6 +204,32 @@ def test_tasks_that_run_are_told_to_stop_and_waited_for(tmp_path):
         )
     assert len(told) == 1
     assert sorted(log.read_text().split()) == ["0", "1", "2"]
+
+
+def test_an_executor_that_is_broken_before_anything_runs():
+    broken = concurrent.futures.BrokenExecutor("all are gone")
+    with pytest.raises(reshard.ReshardError) as caught:
+        check_tasks([], Elsewhere(error=broken))
+    assert str(caught.value).splitlines() == [
+        "the executor has lost its workers",
+        "  BrokenExecutor: all are gone",
+    ]
+
+
+def test_what_an_executor_cannot_import_is_told_before_anything_is_written(source, tmp_path):
+    """Not even that a job has begun."""
+    written = []
+
+    class Watching(Elsewhere):
+        def submit(self, function, *arguments):
+            written.append(os.listdir(tmp_path))
+            return super().submit(function, *arguments)
+
+    executor = Watching(error=ModuleNotFoundError("No module named 'mine'"))
+    with pytest.raises(reshard.ArgumentError, match=r"^the executor's workers cannot import"):
+        reshard.save(reshard.open(source), tmp_path / "out", chunks=3000, executor=executor)
+    assert written == [[]]
+    assert os.listdir(tmp_path) == []
 
 
 # Dask.

@@ -20,7 +20,7 @@ from worker_tasks import Opens, Tiny
 import reshard
 import reshard.cli
 from reshard.engine import workers
-from reshard.engine.workers import run_tasks
+from reshard.engine.workers import check_tasks, run_tasks
 
 
 class Counted:
@@ -124,7 +124,7 @@ def test_a_worker_that_does_not_go_on_is_told_of_once(log, monkeypatch):
 def test_what_workers_cannot_import_is_told_before_anything_runs(log):
     tasks = [Tiny(0, log), Tiny(1, lambda: log)]
     with pytest.raises(reshard.ArgumentError) as caught:
-        run_tasks(tasks, Counted(), workers=2)
+        check_tasks(tasks)
     lines = str(caught.value).splitlines()
     assert lines[0] == "workers cannot be given what they are to do"
     assert "<lambda>" in lines[1]

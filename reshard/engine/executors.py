@@ -15,16 +15,14 @@ STOP_SECONDS = 60.0
 
 def in_executor(
     tasks: Sequence[Task],
-    imported: Sequence[bytes],
     executor: concurrent.futures.Executor,
     report: Report,
     stop: Callable[[], object] | None,
 ) -> list[Any]:
-    """Runs tasks as `reshard.engine.workers.run_tasks` says. `imported` is what they import."""
+    """Runs tasks as `reshard.engine.workers.run_tasks` says."""
     results: dict[int, Any] = {}
     futures: dict[concurrent.futures.Future, int] = {}
     try:
-        _check_imports(executor, imported)
         for number, task in enumerate(tasks):
             futures[executor.submit(_answer, pickled(task))] = number
         for future in concurrent.futures.as_completed(futures):
@@ -46,8 +44,9 @@ def in_executor(
     return [results[number] for number in range(len(tasks))]
 
 
-def _check_imports(executor: concurrent.futures.Executor, imported: Sequence[bytes]) -> None:
-    """Raises ArgumentError unless a worker imports what tasks need, from this very release."""
+def check_imports(executor: concurrent.futures.Executor, imported: Sequence[bytes]) -> None:
+    """Raises ArgumentError unless a worker imports what tasks need, from this very release, and
+    ReshardError where no worker answers."""
     try:
         there = executor.submit(_release, imported).result()
     except (ImportError, AttributeError) as error:
@@ -55,6 +54,10 @@ def _check_imports(executor: concurrent.futures.Executor, imported: Sequence[byt
         raise ArgumentError(
             "the executor's workers cannot import what they are to run", [str(error)], [hint]
         ) from error
+    except BaseException as error:
+        if _is_lost(error):
+            raise ReshardError("the executor has lost its workers", [_told(error)]) from error
+        raise
     here = _release(())
     if there != here:
         problem = f"there it is {there}, here it is {here}"
@@ -78,9 +81,12 @@ def _is_lost(error: BaseException) -> bool:
 def _broken(tasks: Sequence[Task], done: Container[int], error: BaseException) -> ReshardError:
     """The error for an executor that has lost tasks; which it has not done."""
     left = [str(task) for number, task in enumerate(tasks) if number not in done]
-    what = f"{type(error).__name__}: {error}".rstrip(": ")
     count = f"{len(left)} of {len(tasks)} tasks are not done"
-    return ReshardError(f"the executor has lost its workers, and {count}", [what, *left])
+    return ReshardError(f"the executor has lost its workers, and {count}", [_told(error), *left])
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 def _answer(data: bytes) -> tuple[str, Any]:

@@ -67,7 +67,7 @@ class _Checker(Pickler):
         return NotImplemented
 
 
-def imported_by(tasks: Sequence[Task]) -> list[bytes]:
+def imported_by(tasks: Sequence[object]) -> list[bytes]:
     """Tasks without what they read, pickled: what they import. Raises ArgumentError for one that
     other processes cannot be given."""
     try:
@@ -80,7 +80,7 @@ def imported_by(tasks: Sequence[Task]) -> list[bytes]:
         ) from error
 
 
-def pickled(task: Task, pickler: type[Pickler] = Pickler) -> bytes:
+def pickled(task: object, pickler: type[Pickler] = Pickler) -> bytes:
     data = _Buffer()
     pickler(data).dump(task)
     return bytes(data)

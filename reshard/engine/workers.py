@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
-from reshard.engine.executors import in_executor
+from reshard.engine.executors import check_imports, in_executor
 from reshard.engine.tasks import Pickler, Report, Task, empty_store, imported_by, told_of
 from reshard.errors import ReshardError
 from reshard.hints import Hint
@@ -38,6 +38,16 @@ SILENT_SECONDS = 60.0
 _TELL_SECONDS = 0.1
 
 
+def check_tasks(
+    tasks: Sequence[object], executor: concurrent.futures.Executor | None = None
+) -> None:
+    """Raises ArgumentError where tasks, or parts of them, do not pickle, or an executor's workers
+    cannot import what they need: before anything is begun."""
+    imported = imported_by(tasks)
+    if executor is not None:
+        check_imports(executor, imported)
+
+
 def run_tasks(
     tasks: Sequence[Task],
     report: Report,
@@ -46,7 +56,7 @@ def run_tasks(
     executor: concurrent.futures.Executor | None = None,
     stop: Callable[[], object] | None = None,
 ) -> list[Any]:
-    """Runs tasks and returns their results in order.
+    """Runs tasks that were checked, and returns their results in order.
 
     Args:
       report: called with numbers of bytes that are done; a negative one for a task that is lost.
@@ -56,12 +66,10 @@ def run_tasks(
         that run are left alone.
 
     Raises:
-      ArgumentError: a task does not pickle, or an executor's workers cannot import what it needs.
       ReshardError: what a task has raised; or a task kills its workers, or the executor breaks.
     """
-    imported = imported_by(tasks)
     if executor is not None:
-        return in_executor(tasks, imported, executor, report, stop)
+        return in_executor(tasks, executor, report, stop)
     return _in_workers(tasks, min(workers or 1, len(tasks)), report)
 
 

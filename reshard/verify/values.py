@@ -24,7 +24,7 @@ from reshard.engine.cost import co_read_groups, decoded_together
 from reshard.engine.read import Read, read
 from reshard.engine.shares import Division
 from reshard.engine.tasks import Report, task_count
-from reshard.engine.workers import run_tasks
+from reshard.engine.workers import check_tasks, run_tasks
 from reshard.errors import ReshardError, StoreError
 from reshard.tree import Path
 
@@ -85,6 +85,7 @@ def read_values(
         numbers = [n for turn in own for n in turn.numbers]
         some, each = {n: groups[n] for n in numbers}, {n: takers[n] for n in numbers}
         tasks.append(ReadTask(number, count, division.weight(parts), some, each, own, max_memory))
+    check_tasks(tasks, executor)
     failed: Failed = {}
     for states, errors in run_tasks(tasks, progress, workers=workers, executor=executor):
         for number, state in states.items():

@@ -4,7 +4,7 @@ import concurrent.futures
 import functools
 
 from reshard.engine.tasks import task_count
-from reshard.engine.workers import run_tasks
+from reshard.engine.workers import check_tasks, run_tasks
 from reshard.errors import ArgumentError, raise_all
 from reshard.hints import Hint
 from reshard.storage import posix
@@ -42,6 +42,8 @@ def execute_in_shares(
     if not resume:
         check_none(destination)
     count = shares_begun(destination) or task_count(plan.share(0, 1).nbytes, workers)
+    shares = [plan.share(number, count) for number in range(count)]
+    check_tasks(shares, executor)
     shares_directory(destination).make_directory()
     lock = Lock(shares_directory(destination) / LOCK, destination)
     try:
@@ -49,7 +51,7 @@ def execute_in_shares(
         document = read_document(job.outer / JOB) or {}
         try:
             (job.outer / STOP).remove()
-            tasks = [ShareTask(job, plan.share(number, count)) for number in range(count)]
+            tasks = [ShareTask(job, share) for share in shares]
             whole = rest_bytes(plan) + sum(task.nbytes for task in tasks)
             report = counted(whole + plan.verify * plan.decoded_bytes, progress)
             if job.document(MERGED) is None:
