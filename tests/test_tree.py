@@ -1,5 +1,7 @@
 """Paths: printing, splitting, globs, renaming. Globs are compared with a matcher by recursion."""
 
+import re
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -134,6 +136,45 @@ def test_globs_match_as_by_recursion(pattern, path):
     regex = tree.compile_glob("/".join(map(tree.format_key, pattern)))
     matched = regex.fullmatch(tree.glob_text(path)) is not None
     assert matched == glob_matches(pattern, path)
+
+
+LONG = "a" * 5000
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "matches"),
+    [
+        ("*a" * 12 + "*b", (LONG,), False),
+        ("*a" * 12 + "*b", (LONG + "b",), True),
+        ("*?a" * 12 + "b*", (LONG,), False),
+        ("**/*a*a*a*/" * 12 + "b", (LONG,) * 20, False),
+        ("**/*a*a*a*/" * 12 + "a*", (LONG,) * 20, True),
+        ("**/**/**/" * 20 + "b", ("a",) * 100, False),
+        ("**/" + "a/**/" * 30 + "b", ("a",) * 100, False),
+    ],
+)
+def test_what_a_glob_has_found_is_not_looked_for_again(pattern, path, matches):
+    # Which never ends where it is.
+    regex = tree.compile_glob(pattern)
+    assert (regex.fullmatch(tree.glob_text(path)) is not None) == matches
+    assert (regex.match(tree.glob_text((*path, "below"))) is not None) == matches
+
+
+@settings(deadline=None, max_examples=examples(1000))
+@given(
+    st.lists(st.sampled_from(["**", "*a*b*", "*ab*", "a*?b", "?*?", "*a*", r"*\**", r"a\?*a"])),
+    st.lists(st.text("ab*?", max_size=6), max_size=5),
+)
+def test_globs_match_as_by_a_regex_that_tries_all(pattern, path):
+    def any_of(key):
+        wild = {"*": "[^/]*", "?": "[^/]", r"\*": r"\*", r"\?": r"\?"}
+        return "".join(wild.get(part, part) for part in re.split(r"(\\?[*?])", key)) + "/"
+
+    slow = re.compile("".join("(?:[^/]*/)*" if key == "**" else any_of(key) for key in pattern))
+    fast = tree.compile_glob("/".join(pattern)) if pattern else re.compile("")
+    text, whole = tree.glob_text(tuple(path)), "".join(f"{key}/" for key in path)
+    assert (fast.fullmatch(text) is None) == (slow.fullmatch(whole) is None)
+    assert (fast.match(text) is None) == (slow.match(whole) is None)
 
 
 @settings(deadline=None, max_examples=examples(300))
