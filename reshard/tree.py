@@ -24,7 +24,6 @@ MAX_KEYS = 100
 _PLAIN = re.compile(r'[^/"\s\x00-\x1f\x7f]+')
 _WILD = re.compile(r"[*?]")
 _TOKEN = re.compile(r"(\\?[*?])")
-_WILDCARDS = {"*": r"[^\x00]*", "?": r"[^\x00]"}
 _COMPONENT = re.compile(r'"(?:[^"\\]|\\.)*"|[^/"]*')
 
 
@@ -90,18 +89,41 @@ def compile_glob(pattern: str) -> re.Pattern[str]:
     """A glob over paths: `*` and `?` stay within one key, `**` spans any number of keys, `\\*` and
     `\\?` are these characters.
 
-    Match it against `glob_text(path)`.
+    Match it against `glob_text(path)`, which takes no longer than the two are long: paths may be
+    untrusted.
     """
-    parts = []
+    runs = [""]  # of keys between those that are `**`
     for key in split_path(pattern):
         if key == "**":
-            parts.append(r"(?:[^\x00]*\x00)*")
+            runs.append("")
         else:
-            # Between texts there are tokens; `\*` is the regex of a `*`, too.
-            for place, piece in enumerate(_TOKEN.split(key)):
-                parts.append(_WILDCARDS.get(piece, piece) if place % 2 else re.escape(piece))
-            parts.append(r"\x00")
-    return re.compile("".join(parts), re.DOTALL)
+            runs[-1] += _key_regex(key) + r"\x00"
+    return re.compile(_spanned(runs, r"(?:[^\x00]*\x00)*"), re.DOTALL)
+
+
+def _key_regex(key: str) -> str:
+    """The regex of one key of a glob."""
+    runs = [""]  # between those tokens that are `*`
+    # Between texts there are tokens; `\*` is the regex of a `*`, too.
+    for place, piece in enumerate(_TOKEN.split(key)):
+        if place % 2 and piece == "*":
+            runs.append("")
+        elif place % 2:
+            runs[-1] += r"[^\x00]" if piece == "?" else piece
+        else:
+            runs[-1] += re.escape(piece)
+    return _spanned(runs, r"[^\x00]*")
+
+
+def _spanned(runs: Sequence[str], span: str) -> str:
+    """The regex of runs with a span between each and the next. A run is taken where it comes first,
+    once and for all: what follows it there, or else nowhere. Only the last is looked for from the
+    end."""
+    first, *inner = runs
+    if not inner:
+        return first
+    *inner, last = inner
+    return "".join([first, *(f"(?>{span}?{run})" for run in inner), span, last])
 
 
 def format_glob(path: Path) -> str:
