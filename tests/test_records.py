@@ -234,7 +234,12 @@ def test_orbax_reads_what_has_a_record(saved, read_by_orbax, digested, layout, r
 
 
 def described(source, path):
-    """All that Orbax says about a checkpoint without reading it."""
+    """All that Orbax says about a checkpoint without reading it; items by their names, as it has
+    them in the order in which the file system lists them."""
+
+    def by_name(items):
+        return dict(sorted(items.items()))
+
     found = {}
     with ocp.PyTreeCheckpointer() as one, ocp.StandardCheckpointer() as other:
         for name, checkpointer in (("pytree", one), ("standard", other)):
@@ -243,13 +248,16 @@ def described(source, path):
     for function in (v1.metadata, v1.checkpointables_metadata) * ("v1" in source.readers):
         try:
             metadata = function(path / source.step)
-            found[function] = metadata.metadata, metadata.custom_metadata
+            tree = metadata.metadata
+            told = by_name(tree) if function is v1.checkpointables_metadata else tree
+            found[function] = told, metadata.custom_metadata
         except (TypeError, ValueError) as error:  # no Python bools; no items in a bare tree
             found[function] = error
     if "manager" in source.readers:
         with ocp.CheckpointManager(path) as manager:
-            step = manager.latest_step()
-            found["manager"] = manager.all_steps(), manager.item_metadata(step)
+            items = manager.item_metadata(manager.latest_step())
+            told = by_name(items) if hasattr(items, "items") else items
+            found["manager"] = manager.all_steps(), told
     return repr(found).replace(str(path), "PATH")
 
 
