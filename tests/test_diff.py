@@ -892,9 +892,9 @@ def test_which_side_cannot_be_read_is_known_without_reading_again(broken, two, m
     taken = []
     read = comparison.read_values
 
-    def counted(groups, *arguments):
+    def counted(groups, *arguments, **named):
         taken.extend(handle.path for group in groups for handle in group)
-        return read(groups, *arguments)
+        return read(groups, *arguments, **named)
 
     monkeypatch.setattr(comparison, "read_values", counted)
     with pytest.raises(reshard.CorruptCheckpointError) as error:

@@ -23,7 +23,7 @@ from reshard.units import parse_bytes
 from reshard.verify.differences import Diff, Difference
 from reshard.verify.digest_record import FILE, read_record
 from reshard.verify.elementwise import ElementComparison
-from reshard.verify.values import Failed, Group, Progress, Report, Taker, counted, read_values
+from reshard.verify.values import Failed, Progress, counted, read_values
 
 _Arrays = dict[Path, ArrayHandle]
 _Pairs = dict[Path, tuple[ArrayHandle, ArrayHandle]]
@@ -113,11 +113,9 @@ def diff(
     added = {path: leaf for path, leaf in in_b.items() if path not in here}
     alone = _alike(removed, added)
     if values:
-        memory = parse_bytes(max_memory)
-
-        def read(groups: Sequence[Group], takers: Sequence[Taker], report: Report) -> Failed:
-            return read_values(groups, takers, memory, report, workers, executor)
-
+        read = functools.partial(
+            read_values, max_memory=parse_bytes(max_memory), workers=workers, executor=executor
+        )
         contents, digests = _read(pairs, alone, names, (rtol, atol), read, progress)
         not_compared = 0
     else:
@@ -237,7 +235,7 @@ def _read(
     digests = {path: Digest(handle.shape, handle.dtype) for path, handle in singles.items()}
     takers = [*comparisons.values(), *digests.values()]
     report = counted(sum(handle.nbytes for handle in handles), progress)
-    failed = read(groups, takers, report)
+    failed = read(groups, takers, progress=report)
     if failed:
         raise CorruptCheckpointError(
             f"arrays cannot be read; A is `{names[0]}`, B is `{names[1]}`",
