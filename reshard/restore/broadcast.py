@@ -18,7 +18,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from reshard.arrays import boxes
 from reshard.arrays.boxes import Box, Shape
@@ -66,27 +66,18 @@ class Group(NamedTuple):
         return any(len(holders) > 1 for _, holders in self.boxes(processes))
 
 
-class Wanted(Protocol):
-    """What is asked for: an array, and its sharding, None for the host of every process."""
-
-    @property
-    def handle(self) -> ArrayHandle: ...
-    @property
-    def sharding(self) -> Any: ...
-
-
 def shared_groups(
-    requests: Sequence[Wanted], processes: int, max_memory: int | None
+    arrays: Sequence[ArrayHandle], shardings: Sequence[Any], processes: int, max_memory: int | None
 ) -> list[Group]:
     """Arrays of which several processes hold parts of some chunk. Those on devices of one process
-    are its own: in their place other processes may have devices of theirs."""
+    are its own: in their place other processes may have devices of theirs. One without a sharding
+    goes to the host of every process."""
     numbers = [
         number
-        for number, request in enumerate(requests)
-        if request.sharding is None
-        or len({device.process_index for device in request.sharding.device_set}) > 1
+        for number, sharding in enumerate(shardings)
+        if sharding is None or len({device.process_index for device in sharding.device_set}) > 1
     ]
-    handles = [requests[number].handle for number in numbers]
+    handles = [arrays[number] for number in numbers]
     stores = dict.fromkeys(id(data.store) for handle in handles for _, data in handle.roots())
     order = {store: number for number, store in enumerate(stores)}
     small = _SMALL if max_memory is None else min(_SMALL, max_memory // 16)
@@ -102,7 +93,7 @@ def shared_groups(
             first.shape,
             first.chunk_shape,
             boxes.chunks_together(first.shape, first.chunk_shape, count),
-            tuple(dict.fromkeys(requests[numbers[place]].sharding for place in places)),
+            tuple(dict.fromkeys(shardings[numbers[place]] for place in places)),
             functools.partial(_place, first, order),
         )
         if group.is_shared(processes):

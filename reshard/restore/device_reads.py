@@ -88,7 +88,10 @@ def read_arrays(
       CorruptCheckpointError: chunks are missing, or stored bytes do not decode.
       TreeMismatchError: an integer does not fit the target's dtype.
     """
-    shared = [] if exchange is None else shared_groups(requests, exchange.processes, max_memory)
+    shared: list[Group] = []
+    if exchange is not None:
+        handles, shardings = [r.handle for r in requests], [r.sharding for r in requests]
+        shared = shared_groups(handles, shardings, exchange.processes, max_memory)
     exchanged = {number for group in shared for number in group.numbers}
     loads, found = [], []
     for number, request in enumerate(requests):

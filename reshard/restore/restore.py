@@ -1,5 +1,6 @@
 """The restorer: a checkpoint and a target -> live arrays in the target's own containers."""
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -98,62 +99,47 @@ def restore(
     _check_choice("unexpected", unexpected, ("error", "ignore"))
     _check_choice("replicas", replicas, ("read", "broadcast"))
     report: Progress = progress or (lambda count: None)
-    if replicas == "read" or jax.process_count() == 1:
-        return _restore(checkpoint, target, cast, keep, unexpected, max_memory, report, None)
-    with Exchange() as exchange:
-        return _restore(checkpoint, target, cast, keep, unexpected, max_memory, report, exchange)
+    alone = replicas == "read" or jax.process_count() == 1
+    with contextlib.nullcontext() if alone else Exchange() as exchange:
+        ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+        budget = None if max_memory is None else parse_bytes(max_memory)
+        if isinstance(target, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+            if cast or keep or unexpected != "error":
+                raise ArgumentError(
+                    "cast, keep and unexpected compare with a state, and a mesh alone has none",
+                    hints=['reshard.cast(ckpt, "bfloat16")', 'reshard.select(ckpt, "params/**")'],
+                )
+            return _restore_raw(ckpt, target, budget, report, exchange)
 
+        state = flatten_state(target)
+        leaves = state.leaves
+        patterns = parse_globs("keep", keep)
+        names = {name: leaf.path for leaf in leaves for name in (leaf.path, *leaf.aliases)}
+        kept = {names[name] for name in match_globs(names, patterns)}
+        targets = [target_leaf(leaf) for leaf in leaves]
+        found, problems = match(targets, ckpt, cast=cast, ignore=unexpected == "ignore")
+        problems = [problem for problem in problems if problem.path not in kept]
+        parsed = functools.cache(parse_mesh)
+        for leaf, one in zip(leaves, targets, strict=True):
+            problems += _unusable(leaf, one, leaf.path in kept, parsed)
+        if problems:
+            opened = checkpoint is ckpt
+            hints = _hints(problems, leaves, cast, "ckpt" if opened else "reshard.open(path)")
+            raise mismatch_error(f"`{ckpt.source.root}`", problems, hints)
 
-def _restore(
-    checkpoint: Checkpoint | str | os.PathLike,
-    target: Any,
-    cast: bool | str,
-    keep: str | Sequence[str],
-    unexpected: str,
-    max_memory: int | str | None,
-    report: Progress,
-    exchange: Exchange | None,
-) -> Any:
-    """`restore`, alone or in an exchange of all processes."""
-    ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
-    budget = None if max_memory is None else parse_bytes(max_memory)
-    if isinstance(target, jax.sharding.Mesh | jax.sharding.AbstractMesh):
-        if cast or keep or unexpected != "error":
-            raise ArgumentError(
-                "cast, keep and unexpected compare with a state, and a mesh alone has none",
-                hints=['reshard.cast(ckpt, "bfloat16")', 'reshard.select(ckpt, "params/**")'],
-            )
-        return _restore_raw(ckpt, target, budget, report, exchange)
-
-    state = flatten_state(target)
-    leaves = state.leaves
-    patterns = parse_globs("keep", keep)
-    names = {name: leaf.path for leaf in leaves for name in (leaf.path, *leaf.aliases)}
-    kept = {names[name] for name in match_globs(names, patterns)}
-    targets = [target_leaf(leaf) for leaf in leaves]
-    found, problems = match(targets, ckpt, cast=cast, ignore=unexpected == "ignore")
-    problems = [problem for problem in problems if problem.path not in kept]
-    parsed = functools.cache(parse_mesh)
-    for leaf, one in zip(leaves, targets, strict=True):
-        problems += _unusable(leaf, one, leaf.path in kept, parsed)
-    if problems:
-        opened = checkpoint is ckpt
-        hints = _hints(problems, leaves, cast, "ckpt" if opened else "reshard.open(path)")
-        raise mismatch_error(f"`{ckpt.source.root}`", problems, hints)
-
-    values: list[Any] = [leaf.value for leaf in leaves]
-    restored = [i for i, leaf in enumerate(leaves) if leaf.path not in kept]
-    handles = {i: ckpt[path] for i in restored if (path := found[i]) is not None}
-    for i, handle in handles.items():
-        if isinstance(handle, str):
-            values[i] = handle
-    arrays = {i: handle for i, handle in handles.items() if isinstance(handle, ArrayHandle)}
-    check_names(arrays.values())
-    requests = [_request(leaves[i], targets[i], handle) for i, handle in arrays.items()]
-    read = read_arrays(requests, budget, report, exchange)
-    for i, value in zip(arrays, read, strict=True):
-        values[i] = _as_target(value, leaves[i], targets[i])
-    return state.update(values)
+        values: list[Any] = [leaf.value for leaf in leaves]
+        restored = [i for i, leaf in enumerate(leaves) if leaf.path not in kept]
+        handles = {i: ckpt[path] for i in restored if (path := found[i]) is not None}
+        for i, handle in handles.items():
+            if isinstance(handle, str):
+                values[i] = handle
+        arrays = {i: handle for i, handle in handles.items() if isinstance(handle, ArrayHandle)}
+        check_names(arrays.values())
+        requests = [_request(leaves[i], targets[i], handle) for i, handle in arrays.items()]
+        read = read_arrays(requests, budget, report, exchange)
+        for i, value in zip(arrays, read, strict=True):
+            values[i] = _as_target(value, leaves[i], targets[i])
+        return state.update(values)
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
