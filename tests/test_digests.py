@@ -163,7 +163,7 @@ def test_a_digest_goes_on_from_an_earlier_state(seed, pieces):
     for box in boxes:
         state = json.loads(json.dumps(digest.state))
         digest = Digest(array.shape, array.dtype)
-        digest.resume(state)
+        digest.merge(state)
         digest.add(box, array[box])
     assert digest.text() == plain_digest(array)
 

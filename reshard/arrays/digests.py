@@ -39,7 +39,6 @@ class Digest:
     def __init__(self, shape: Shape, dtype: np.dtype):
         self._shape = tuple(shape)
         self._dtype = np.dtype(dtype)
-        self._axes = self._shape or (1,)
         self._sums: tuple[int, int] = (0, 0)
         self.elements = 0
 
@@ -59,23 +58,18 @@ class Digest:
         low, high = self._sums
         for top in range(0, len(data), _SLAB_WORDS):
             part = data[top : top + _SLAB_WORDS]
-            weights = _row_weights(tuple(rows), self._axes[:-1], top, top + len(part))
+            weights = _row_weights(tuple(rows), self._shape[:-1], top, top + len(part))
             more = _sums(part, first * self._dtype.itemsize, weights)
             low, high = low + more[0], high + more[1]
         self._sums = low % 2**64, high % 2**64
 
     @property
     def state(self) -> tuple[int, int, int]:
-        """What has been added so far, to go on from later."""
+        """What has been added so far, for `merge`."""
         return (*self._sums, self.elements)
 
-    def resume(self, state: Sequence[int]) -> None:
-        """Starts from an earlier state of the same array's digest."""
-        low, high, self.elements = state
-        self._sums = low, high
-
     def merge(self, state: Sequence[int]) -> None:
-        """Adds what another digest of the same array has, of other boxes."""
+        """Adds the state of another digest of the same array, or an earlier one, of other boxes."""
         low, high, elements = state
         self._sums = (self._sums[0] + low) % 2**64, (self._sums[1] + high) % 2**64
         self.elements += elements

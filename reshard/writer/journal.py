@@ -73,7 +73,7 @@ class ItemProgress:
         for path, state in self.digests.items():
             if path not in digests:
                 raise DestinationError(f"{format_path(path)}: the unfinished job never wrote it")
-            digests[path].resume(state)
+            digests[path].merge(state)
 
     def document(self) -> dict[str, Any]:
         digests = [[list(path), list(state)] for path, state in self.digests.items()]
