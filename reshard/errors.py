@@ -5,6 +5,7 @@ one line for each problem (all of them, in the order of the tree), and hints tha
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 
 class ReshardError(Exception):
@@ -128,6 +129,13 @@ class DestinationError(ReshardError, OSError):
 
 class DestinationExistsError(DestinationError, FileExistsError):
     """There is something at the destination already."""
+
+
+def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Raises ArgumentError for the value of an argument that is not one of its choices."""
+    if value not in choices:
+        hints = [f"{name}={choice!r}" for choice in choices if choice is not None]
+        raise ArgumentError(f"{name}={value!r} is not known", hints=hints)
 
 
 def first_line(error: ValueError) -> str:

@@ -79,7 +79,7 @@ def read_rules(path: str) -> tuple[Pairs | None, Pairs]:
     problems += [f"specs: {e!r}" for e in _entries(specs) if not _is_spec(e)]
     if problems:
         raise ShardingError(f"--rules {path}: it has entries that are no rules", problems, _EXAMPLE)
-    return None if rules is None else _frozen(rules), _frozen(specs)
+    return _tuples(rules), _tuples(specs)
 
 
 def _entries(entries: Any) -> list[Any]:
@@ -97,10 +97,6 @@ def _is_spec(entry: Any) -> bool:
     return False
 
 
-def _frozen(entries: list[list[Any]]) -> Pairs:
-    """Pairs of tuples, to be compared and kept."""
-    return tuple((name, _tuples(value)) for name, value in entries)
-
-
 def _tuples(value: Any) -> Any:
+    """Lists as tuples, to be compared and kept."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

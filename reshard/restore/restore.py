@@ -18,6 +18,7 @@ from reshard.errors import (
     CorruptCheckpointError,
     ShardingError,
     TreeMismatchError,
+    check_choice,
 )
 from reshard.loader import open as open_checkpoint
 from reshard.restore.device_reads import Request, read_arrays
@@ -95,9 +96,9 @@ def restore(
       >>> initialised = jax.tree.map(jax.numpy.zeros_like, state)
       >>> state = reshard.restore("run/1000", initialised, keep="params/layer_1/**")
     """
-    _check_choice("cast", cast, (False, True, "lossy"))
-    _check_choice("unexpected", unexpected, ("error", "ignore"))
-    _check_choice("replicas", replicas, ("read", "broadcast"))
+    check_choice("cast", cast, (False, True, "lossy"))
+    check_choice("unexpected", unexpected, ("error", "ignore"))
+    check_choice("replicas", replicas, ("read", "broadcast"))
     report: Progress = progress or (lambda count: None)
     alone = replicas == "read" or jax.process_count() == 1
     with contextlib.nullcontext() if alone else Exchange() as exchange:
@@ -140,13 +141,6 @@ def restore(
         for i, value in zip(arrays, read, strict=True):
             values[i] = _as_target(value, leaves[i], targets[i])
         return state.update(values)
-
-
-def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices:
-        raise ArgumentError(
-            f"{name}={value!r} is not known", hints=[f"{name}={choice!r}" for choice in choices]
-        )
 
 
 def _unusable(

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reshard.errors import ArgumentError
+from reshard.errors import check_choice
 from reshard.hints import Hint
 from reshard.sharding.mesh import Mesh, Spec, format_spec, spec_problems
 from reshard.sharding.optimizer_state import Parameters, matching_part
@@ -207,10 +207,7 @@ def cover(
       ShardingError: rules or specs that cannot be read, or a regex that matches no leaf. What does
         not fit the mesh is not raised: it is in `Coverage.problems`.
     """
-    if semantics not in (None, *SEMANTICS):
-        raise ArgumentError(
-            f"semantics={semantics!r} is not known", hints=[f"semantics={s!r}" for s in SEMANTICS]
-        )
+    check_choice("semantics", semantics, (None, *SEMANTICS))
     variables = {leaf.path for leaf in leaves if leaf.variable}
     matched = match_specs([leaf.path for leaf in leaves], specs, variables)
     return _Cover(leaves, mesh, rules, semantics).run(matched)
