@@ -638,6 +638,24 @@ def test_against_a_record_that_does_not_say_all(tmp_path):
     )
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+def test_strings_are_recorded_by_the_names_that_they_are_stored_under(tmp_path, recorded):
+    path = save(tmp_path / "a", {"a": np.ones(3), "one": "x", "two": "y"})
+    reshard.digest(path, write=True)
+    record = json.loads((path / FILE).read_bytes())
+    ckpt = reshard.open(path)
+    for other in (
+        reshard.rename(ckpt, {"^one$": "three"}),
+        reshard.rename(ckpt, {"^one$": "other", "^two$": "one", "^other$": "two"}),
+        reshard.select(ckpt, ["a", "two"]),
+        reshard.select(ckpt, "a"),
+    ):
+        if not recorded:
+            (path / FILE).unlink()
+        reshard.digest(other, write=True)
+        assert json.loads((path / FILE).read_bytes()) == record
+
+
 # The commands.
 
 
