@@ -216,7 +216,7 @@ def digest(
 
 def record(ckpt: Checkpoint, digests: Mapping[Path, str]) -> Record:
     """The record of a checkpoint: of the arrays that there are digests of, by path, and of those
-    that are recorded already."""
+    that are recorded already. Strings are those that were saved, under whatever paths they are."""
     recorded = read_record(ckpt.source.store.directory / FILE)
     arrays = dict(recorded.arrays) if recorded is not None else {}
     arrays |= {
@@ -224,6 +224,8 @@ def record(ckpt: Checkpoint, digests: Mapping[Path, str]) -> Record:
         for leaf in ckpt.arrays
         if leaf.stored is not None
     }
+    if ckpt.retyped or any(isinstance(leaf, str) for leaf in ckpt.values()):
+        ckpt = ckpt.replace(open_checkpoint(ckpt.source.path))
     return record_of(ckpt, ckpt.source.root, arrays, ckpt.source.store.ocdbt)
 
 
