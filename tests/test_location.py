@@ -108,6 +108,18 @@ def test_text_and_paths_become_absolute(tmp_path, monkeypatch):
         assert parse_location(form) == expected
 
 
+@pytest.mark.parametrize("url", ["file://run/1000", "file://run", "file://./run", "file://"])
+def test_a_file_url_that_names_a_host_is_no_path(url):
+    """As TensorStore has it: it would become a path below the current directory."""
+    with pytest.raises(reshard.CheckpointFormatError) as caught:
+        parse_location(url)
+    assert str(caught.value) == (
+        f"`{url}`: what follows `file://` is a path from the root\n\n"
+        "hint: file:///runs/1000, or a path alone"
+    )
+    assert parse_location("file://localhost/runs/1000") == Location("/runs/1000")
+
+
 @pytest.mark.parametrize("url", ["gs://bucket/run", "s3://bucket/run/100", "file:///runs/1"])
 def test_a_url_that_pathlib_has_changed(url, tmp_path):
     text = url.replace("//", "/").replace("//", "/")

@@ -296,6 +296,12 @@ def parse_location(path: str | os.PathLike) -> Location:
         return Location(posix.absolute(text))
     scheme, rest = url.groups()
     if scheme == "file":
+        rest = rest.removeprefix("localhost")
+        if not rest.startswith("/"):
+            raise CheckpointFormatError(
+                f"`{text}`: what follows `file://` is a path from the root",
+                hints=["file:///runs/1000, or a path alone"],
+            )
         return Location(posix.absolute(rest))
     if scheme not in ("gs", "s3"):
         raise CheckpointFormatError(
