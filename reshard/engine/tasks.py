@@ -36,12 +36,13 @@ class Task(Protocol):
 
 def task_count(nbytes: int, workers: int | None) -> int:
     """In how many tasks a job of so many bytes is divided: a few for each worker, or of as many as
-    are not known, since one that is lost is done again; not too small ones. Raises ArgumentError
-    for no number of workers."""
+    are not known, since one that is lost is done again; not too small ones, and as many for each,
+    so that none waits for the others at the end. Raises ArgumentError for no number of workers."""
     if workers is not None and (type(workers) is not int or workers < 1):
         raise ArgumentError(f"`{workers}` is no number of workers")
-    most = _TASKS * (workers or _WORKERS)
-    return max(min(most, nbytes // _SMALLEST), min(nbytes, workers or 1), 1)
+    each = nbytes // _SMALLEST // (workers or 1)
+    most = _TASKS if workers else _TASKS * _WORKERS
+    return max(min(most, each) * (workers or 1), min(nbytes, workers or 1), 1)
 
 
 class Pickler(pickle.Pickler):

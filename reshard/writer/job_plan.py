@@ -211,6 +211,11 @@ class Plan:
                     measures.append(Boxes(group))
         return _Work(pieces, measures, Division(measures))
 
+    @property
+    def share_bytes(self) -> int:
+        """Bytes that all shares write, as each counts its own."""
+        return sum(measure.nbytes(0, measure.count) for measure in self._work.measures)
+
     def share(self, number: int, count: int) -> Share:
         """Share `number`, from 0, of `count` that are equal as far as boxes are: together they are
         all of the plan but what is made of values in memory, and no two have anything in common. It
