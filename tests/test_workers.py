@@ -20,7 +20,8 @@ from worker_tasks import Opens, Tiny
 import reshard
 import reshard.cli
 from reshard.engine import workers
-from reshard.engine.workers import check_tasks, run_tasks
+from reshard.engine.tasks import task_count
+from reshard.engine.workers import check_tasks, run_tasks, started
 
 
 class Counted:
@@ -96,6 +97,64 @@ def test_a_worker_that_answers_with_garbage_and_lives_on_is_ended(log, monkeypat
     assert [number for number, _, _ in results] == [0]
     assert log.read_text().split() == ["0", "0"]
     assert no_worker_is_left()
+
+
+def test_workers_are_given_tasks_while_this_process_does_something_else(log):
+    def meanwhile(report):
+        until = time.monotonic() + 60
+        while not log.exists() or len(log.read_text().split()) < 3:
+            assert time.monotonic() < until
+            report(1)
+            time.sleep(0.01)
+
+    report = Counted()
+    tasks = [Tiny(number, log) for number in range(3)]
+    results = run_tasks(tasks, report, workers=1, meanwhile=meanwhile)
+    assert [number for number, _, _ in results] == [0, 1, 2]
+    assert sum(report.told) == 300 + report.told.count(1)
+
+
+def test_an_error_ends_what_this_process_does_meanwhile(log):
+    def meanwhile(report):
+        for _ in range(6000):
+            report(1)
+            time.sleep(0.01)
+        raise AssertionError("nobody ends this")
+
+    with pytest.raises(reshard.CorruptCheckpointError, match=r"^two are wrong"):
+        run_tasks([Tiny(0, log, "corrupt")], Counted(), workers=1, meanwhile=meanwhile)
+    assert no_worker_is_left()
+
+
+def test_workers_that_were_started_before_there_are_tasks(log):
+    """They are taken first, once; one that is killed is replaced."""
+    with started(2, Tiny):
+        early = {child.pid for child in psutil.Process().children()}
+        assert len(early) == 2
+        tasks = [Tiny(number, log, "slow") for number in range(2)]
+        assert {pid for _, pid, _ in run_tasks(tasks, Counted(), workers=2)} == early
+        again = run_tasks([Tiny(2, log, "killed once"), Tiny(3, log)], Counted(), workers=2)
+        assert early.isdisjoint(pid for _, pid, _ in again)
+    with started(2, Tiny):
+        pass
+    assert no_worker_is_left()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "workers", "count"),
+    [
+        (0, 3, 1),
+        (2, 3, 2),
+        (40 << 20, 3, 3),
+        (170 << 20, 2, 4),
+        (1 << 40, 2, 8),
+        (1 << 40, 3, 12),
+        (170 << 20, None, 5),
+        (1 << 40, None, 64),
+    ],
+)
+def test_each_worker_has_as_many_tasks(nbytes, workers, count):
+    assert task_count(nbytes, workers) == count
 
 
 def test_an_interrupt_ends_all_workers(log):
@@ -243,6 +302,16 @@ def test_commands_answer_the_same_of_workers(two, command, count, capfd, monkeyp
     assert answers[0][1]
 
 
+def test_the_command_that_writes_starts_workers_first_and_ends_them(two, tmp_path):
+    words = ["ckpt", two[0], tmp_path / "out", "--chunks", "3000", "--workers", "2", "--quiet"]
+    found = CliRunner().invoke(reshard.cli.command, [*map(str, words)])
+    assert (found.exit_code, found.output) == (0, "")
+    assert reshard.digest(tmp_path / "out") == reshard.digest(two[0])
+    found = CliRunner().invoke(reshard.cli.command, [*map(str, words)])
+    assert isinstance(found.exception, reshard.DestinationExistsError)
+    assert no_worker_is_left()
+
+
 @pytest.mark.exhaustive
 def test_a_reader_that_is_killed_costs_its_part_again(two, monkeypatch):
     """Its parts are read by others, to the same digests."""
@@ -260,9 +329,10 @@ def test_a_reader_that_is_killed_costs_its_part_again(two, monkeypatch):
 
 
 def test_a_worker_opens_a_store_once_and_answers_do_not_mix(two, tmp_path):
-    """One worker has many tasks of the same stores, whose answers hold like objects."""
+    """One worker has many tasks of the same stores, each with what it knows of them; its answers
+    hold like objects."""
     stores = [reshard.open(path).source.store for path in two]
-    tasks = [Opens(number, stores[number % 2]) for number in range(8)]
+    tasks = [Opens(number, stores[number % 2].only([])) for number in range(8)]
     answers = run_tasks(tasks, Counted(), workers=1)
     assert [(a["number"], a["text"], a["values"]) for a in answers] == [
         (n, f"number {n}", np.float32(n)) for n in range(8)

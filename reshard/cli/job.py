@@ -23,6 +23,7 @@ from reshard.cli.options import (
 )
 from reshard.cli.page_file import HTML, check_page, write_page
 from reshard.cli.shard import parse_share
+from reshard.engine.workers import started
 from reshard.errors import DestinationError, ReshardError, ShardingError
 from reshard.loader import open as open_checkpoint
 from reshard.restore.target_mesh import to_mesh
@@ -33,6 +34,7 @@ from reshard.units import format_bytes
 from reshard.writer.execution import save
 from reshard.writer.job_plan import Plan
 from reshard.writer.prepare import plan
+from reshard.writer.share_writing import ShareTask
 
 _OPTIONS = (
     click.option("--from", "saved", metavar="MESH", help="Fail unless it was saved on this mesh."),
@@ -166,6 +168,8 @@ def run(
     if page_file is not None and not dry_run:
         raise click.UsageError("--html goes with --dry-run")
     check_page(page_file, src, dst)
+    if flags["workers"] and not dry_run:  # they start while this process opens and plans
+        click.get_current_context().with_resource(started(flags["workers"], ShareTask))
     opened: list[Checkpoint] = []
     try:
         opened = _open(src, flags)

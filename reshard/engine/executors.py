@@ -18,6 +18,7 @@ def in_executor(
     executor: concurrent.futures.Executor,
     report: Report,
     stop: Callable[[], object] | None,
+    meanwhile: Callable[[Report], object] | None,
 ) -> list[Any]:
     """Runs tasks as `reshard.engine.workers.run_tasks` says."""
     results: dict[int, Any] = {}
@@ -25,6 +26,8 @@ def in_executor(
     try:
         for number, task in enumerate(tasks):
             futures[executor.submit(_answer, pickled(task))] = number
+        if meanwhile is not None:
+            meanwhile(report)
         for future in concurrent.futures.as_completed(futures):
             kind, value = future.result()
             if kind == "error":

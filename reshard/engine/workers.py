@@ -10,6 +10,7 @@ tasks then; so workers are started and looked after here, each with a pipe to it
 import collections
 import concurrent.futures
 import contextlib
+import contextvars
 import os
 import pickle
 import queue
@@ -19,7 +20,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 from reshard.engine.executors import check_imports, in_executor
@@ -36,6 +37,10 @@ _END_SECONDS = 5.0
 # A worker that has told nothing for so long is told of, and tells how far it is this often.
 SILENT_SECONDS = 60.0
 _TELL_SECONDS = 0.1
+# Processes that were started before there are tasks for them, and for how many workers.
+_started: contextvars.ContextVar[tuple[list[subprocess.Popen[bytes]], int]] = (
+    contextvars.ContextVar("started", default=([], 0))
+)
 
 
 def check_tasks(
@@ -55,6 +60,7 @@ def run_tasks(
     workers: int | None = None,
     executor: concurrent.futures.Executor | None = None,
     stop: Callable[[], object] | None = None,
+    meanwhile: Callable[[Report], object] | None = None,
 ) -> list[Any]:
     """Runs tasks that were checked, and returns their results in order.
 
@@ -64,16 +70,49 @@ def run_tasks(
       executor: runs them instead; what a task reports on the way is not told then.
       stop: tells the tasks of an executor to end, which are waited for then; without it, those
         that run are left alone.
+      meanwhile: what this process does while they run, and reports of.
 
     Raises:
       ReshardError: what a task has raised; or a task kills its workers, or the executor breaks.
     """
     if executor is not None:
-        return in_executor(tasks, executor, report, stop)
-    return _in_workers(tasks, min(workers or 1, len(tasks)), report)
+        return in_executor(tasks, executor, report, stop, meanwhile)
+    return _in_workers(tasks, min(workers or 1, len(tasks)), report, meanwhile)
 
 
-def _in_workers(tasks: Sequence[Task], count: int, report: Report) -> list[Any]:
+@contextlib.contextmanager
+def started(count: int, kind: type) -> Iterator[None]:
+    """Starts so many workers, for the first tasks that are run in the block: by then they have
+    their imports behind them, also those of a kind of task. Those that get none are ended."""
+    processes = [_process(count, f"import {kind.__module__}; ") for _ in range(count)]
+    token = _started.set((processes, count))
+    try:
+        yield
+    finally:
+        _started.reset(token)
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def _process(among: int, imports: str = "") -> subprocess.Popen[bytes]:
+    """A process that answers tasks, one of several on its machine."""
+    # What is imported here is imported there, wherever it is from.
+    code = f"import sys; sys.path[:] = {sys.path!r}; from reshard.engine import workers; "
+    return subprocess.Popen(
+        [sys.executable, "-c", f"{code}{imports}workers.main({among})"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        process_group=0,  # an interrupt from the keyboard is for this process, which ends it
+    )
+
+
+def _in_workers(
+    tasks: Sequence[Task],
+    count: int,
+    report: Report,
+    meanwhile: Callable[[Report], object] | None,
+) -> list[Any]:
     waiting = collections.deque(range(len(tasks)))
     results: dict[int, Any] = {}
     deaths: collections.Counter[int] = collections.Counter()
@@ -84,35 +123,42 @@ def _in_workers(tasks: Sequence[Task], count: int, report: Report) -> list[Any]:
         running[worker] = waiting.popleft()
         worker.give(tasks[running[worker]])
 
+    def told(worker: _Worker, kind: str, value: Any) -> None:
+        number = running[worker]
+        if kind == "bytes":
+            report(worker.add(value))
+            return
+        del running[worker]
+        if kind == "result":
+            results[number] = value
+            report(tasks[number].nbytes - worker.done)
+        elif kind == "error":
+            raise value
+        else:
+            deaths[number] += 1
+            if value >= 0 or deaths[number] == _DEATHS:
+                raise _killed(tasks[number], value, deaths[number])
+            report(-worker.done)
+            waiting.appendleft(number)
+            worker = ended.enter_context(_Worker(count, events))
+        if waiting:
+            give(worker)
+
+    def own(nbytes: int) -> None:
+        report(nbytes)
+        while not events.empty():
+            told(*events.get())
+
     with contextlib.ExitStack() as ended:
         for _ in range(count):
             give(ended.enter_context(_Worker(count, events)))
+        if meanwhile is not None:
+            meanwhile(own)
         while running:
             for silent in [worker for worker in running if worker.is_silent()]:
                 warnings.warn(f"{tasks[running[silent]]}: {silent}", stacklevel=2)
-            try:
-                worker, kind, value = events.get(timeout=SILENT_SECONDS / 4)
-            except queue.Empty:
-                continue
-            number = running[worker]
-            if kind == "bytes":
-                report(worker.add(value))
-                continue
-            del running[worker]
-            if kind == "result":
-                results[number] = value
-                report(tasks[number].nbytes - worker.done)
-            elif kind == "error":
-                raise value
-            else:
-                deaths[number] += 1
-                if value >= 0 or deaths[number] == _DEATHS:
-                    raise _killed(tasks[number], value, deaths[number])
-                report(-worker.done)
-                waiting.appendleft(number)
-                worker = ended.enter_context(_Worker(count, events))
-            if waiting:
-                give(worker)
+            with contextlib.suppress(queue.Empty):
+                told(*events.get(timeout=SILENT_SECONDS / 4))
     return [results[number] for number in range(len(tasks))]
 
 
@@ -121,14 +167,8 @@ class _Worker:
     has ended then."""
 
     def __init__(self, among: int, events: "queue.SimpleQueue[tuple[_Worker, str, Any]]"):
-        # What is imported here is imported there, wherever it is from.
-        code = f"import sys; sys.path[:] = {sys.path!r}; from reshard.engine import workers; "
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", f"{code}workers.main({among})"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            process_group=0,  # an interrupt from the keyboard is for this process, which ends it
-        )
+        early, count = _started.get()
+        self._process = early.pop() if early and count == among else _process(among)
         self._events = events
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -214,31 +254,32 @@ class _Pickler(Pickler):
     """A pickler of tasks for a worker, which opens a store once, and not for each task again."""
 
     def persistent_id(self, obj: Any) -> Any:
-        return (id(obj), told_of(obj)) if type(obj) is ArrayStore else None
+        return told_of(obj) if type(obj) is ArrayStore else None
 
 
 class _Unpickler(pickle.Unpickler):
     """Its other end, with the stores that the worker has got."""
 
-    def __init__(self, file: BinaryIO, stores: dict[int, ArrayStore]):
+    def __init__(self, file: BinaryIO, stores: dict[Any, ArrayStore]):
         super().__init__(file)
         self._stores = stores
 
     def persistent_load(self, pid: Any) -> ArrayStore:
-        number, told = pid
-        if number not in self._stores:
-            self._stores[number] = empty_store(*told)
-        return self._stores[number]
+        if pid not in self._stores:
+            self._stores[pid] = empty_store(*pid)
+        return self._stores[pid]
 
 
 def main(among: int) -> None:
     """A worker, one of several on its machine: answers tasks until there are no more."""
     share_cores(among)
     tune_memory()
-    stores: dict[int, ArrayStore] = {}
+    stores: dict[Any, ArrayStore] = {}
     with os.fdopen(os.dup(1), "wb") as out:
         os.dup2(2, 1)  # what a function of the user's prints is no answer
         while True:
+            for store in stores.values():
+                store.values.clear()  # of the last task
             try:
                 task = _Unpickler(sys.stdin.buffer, stores).load()
             except EOFError:

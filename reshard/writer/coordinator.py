@@ -41,7 +41,7 @@ def execute_in_shares(
         raise ArgumentError("there is no destination to save to")
     if not resume:
         check_none(destination)
-    count = shares_begun(destination) or task_count(plan.share(0, 1).nbytes, workers)
+    count = shares_begun(destination) or task_count(plan.share_bytes, workers)
     shares = [plan.share(number, count) for number in range(count)]
     check_tasks(shares, executor)
     shares_directory(destination).make_directory()
@@ -52,12 +52,17 @@ def execute_in_shares(
         try:
             (job.outer / STOP).remove()
             tasks = [ShareTask(job, share) for share in shares]
-            whole = rest_bytes(plan) + sum(task.nbytes for task in tasks)
+            whole = rest_bytes(plan) + plan.share_bytes
             report = counted(whole + plan.verify * plan.decoded_bytes, progress)
             if job.document(MERGED) is None:
-                write_rest(plan, job, report)
-                stop = functools.partial((job.outer / STOP).write, b"stop")
-                run_tasks(tasks, report, workers=workers, executor=executor, stop=stop)
+                run_tasks(
+                    tasks,
+                    report,
+                    workers=workers,
+                    executor=executor,
+                    stop=functools.partial((job.outer / STOP).write, b"stop"),
+                    meanwhile=functools.partial(write_rest, plan, job),
+                )
             else:
                 report(whole)
             committed_job(document, lock, lambda nbytes: report)
