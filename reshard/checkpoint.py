@@ -3,7 +3,16 @@
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    ItemsView,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    ValuesView,
+)
 from typing import Any
 
 from reshard.arrays.handle import ArrayHandle, array_text, stored_name
@@ -127,6 +136,14 @@ class Checkpoint(Mapping[Path, Leaf]):
 
     def __len__(self) -> int:
         return len(self._leaves)
+
+    # As `Mapping` has them, each leaf would be looked up by its path.
+
+    def items(self) -> ItemsView[Path, Leaf]:
+        return self._leaves.items()
+
+    def values(self) -> ValuesView[Leaf]:
+        return self._leaves.values()
 
     @functools.cached_property
     def _by_text(self) -> dict[str, Path]:

@@ -6,7 +6,7 @@ that fit into numbers and loops, chunks within the array, meshes of machines tha
 
 import functools
 import math
-import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -40,7 +40,7 @@ class ZarrArray(NamedTuple):
       largest_chunk: stored bytes that a chunk may have.
       plain_chunk: stored bytes that each chunk has, where chunks are stored as they are; None where
         they are encoded.
-      keys: a pattern of the keys of chunks, with a group for each place in the grid.
+      has_chunk: whether a key below the array's name is that of a chunk in its grid.
     """
 
     shape: Shape
@@ -49,15 +49,7 @@ class ZarrArray(NamedTuple):
     metadata: bytes
     largest_chunk: int
     plain_chunk: int | None
-    keys: re.Pattern[str]
-
-    def has_chunk(self, key: str) -> bool:
-        """Whether a key below the array's name is that of a chunk in its grid."""
-        match = self.keys.fullmatch(key)
-        return match is not None and all(
-            int(place) * chunk < size
-            for place, size, chunk in zip(match.groups(), self.shape, self.chunks, strict=True)
-        )
+    has_chunk: Callable[[str], bool]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -88,9 +80,18 @@ def parse_zarr(metadata: bytes, driver: str) -> ZarrArray:
     elements = math.prod(chunks)
     # A codec may lengthen what it cannot shorten, and each inner chunk has a place in an index.
     largest = 2 * elements * dtype.itemsize + 64 * (elements // inner) + 4096
-    keys = zarr.parse_encoding(metadata).chunk_keys(len(shape))
     plain = elements * dtype.itemsize if _is_plain(document) else None
-    return ZarrArray(shape, chunks, dtype, metadata, largest, plain, keys)
+
+    @functools.lru_cache(maxsize=64)  # all arrays that are alike ask it
+    def has_chunk(key: str) -> bool:
+        match = keys.fullmatch(key)
+        return match is not None and all(
+            int(place) * chunk < size
+            for place, size, chunk in zip(match.groups(), shape, chunks, strict=True)
+        )
+
+    keys = zarr.parse_encoding(metadata).chunk_keys(len(shape))
+    return ZarrArray(shape, chunks, dtype, metadata, largest, plain, has_chunk)
 
 
 def _is_plain(document: dict[str, Any]) -> bool:

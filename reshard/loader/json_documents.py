@@ -15,6 +15,7 @@ from reshard.storage.location import Location
 # Levels of JSON inside one another. Orbax's own documents have less than ten; what users attach to
 # a checkpoint may have more.
 _MAX_LEVELS = 100
+_CONTAINERS = (dict, list)
 # Digits of a number. The largest that there are, of nanoseconds, have 19.
 _MAX_DIGITS = 40
 # An escape that may be half of a surrogate pair.
@@ -73,14 +74,13 @@ def _integer(digits: str) -> int:
 
 
 def _check_levels(document: Any) -> None:
-    level = [document]
+    level = [document] if type(document) in _CONTAINERS else []
     for _ in range(_MAX_LEVELS):
         level = [
             child
             for node in level
-            if isinstance(node, dict | list)
-            for child in (node.values() if isinstance(node, dict) else node)
-            if isinstance(child, dict | list)
+            for child in (node.values() if type(node) is dict else node)
+            if type(child) in _CONTAINERS
         ]
         if not level:
             return
