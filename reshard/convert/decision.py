@@ -89,20 +89,28 @@ def decide(
     Raises:
       TreeMismatchError: all that stands against it.
     """
-    parameters = parameters_of({**layout.shapes(ckpt), **left_out}, layout.api)
+    shapes = layout.shapes(ckpt)
+    parameters = parameters_of({**shapes, **left_out}, layout.api)
     copies = _copies_of_parameters(ckpt, layout, parameters)
     places = TargetPaths(layout, to, goal, bool(copies))
     against = Problems(ckpt, layout, to, goal, other, copies, places)
-    return _Work(against, left_out).decided(map_file, init)
+    return _Work(against, shapes, parameters, left_out).decided(map_file, init)
 
 
 class _Work:
     """A conversion while it is being decided: what is known, and what has been found against it."""
 
-    def __init__(self, against: Problems, left_out: Mapping[Path, Shape]):
+    def __init__(
+        self,
+        against: Problems,
+        shapes: Mapping[Path, Shape],
+        parameters: Mapping[Path, Shape],
+        left_out: Mapping[Path, Shape],
+    ):
         self._against = against
+        self._shapes = shapes
+        self._parameters = parameters
         self._left_out = left_out
-        self._shapes = against.layout.shapes(against.ckpt)
         self._notes: list[str] = []
 
     def decided(self, map_file: str | os.PathLike | None, init: Sequence[str]) -> Decision:
@@ -247,7 +255,9 @@ class _Work:
           there: their paths in the target -> saved paths.
           beside: as for `optimizer_steps`.
         """
-        parameters = parameters_of({**self._shapes, **self._left_out}, self._against.layout.api)
+        if not leaves and not there:
+            return Part(LeafMap({})), ()
+        parameters = self._parameters
         owners = followers(parameters, leaves)
         unused, zero = {*model.map.dropped, *self._left_out}, model.map.must_be_zero.keys()
         gone = unused | zero

@@ -161,7 +161,7 @@ class LeafMap:
         _check_free(path for path in other.values if path in values)
         values |= _evaluated(other, self.values)
         for path, value in other.values.items():
-            told = [self.origin.get(source, "") for source in _paths_below(value)]
+            told = [self.origin.get(p, "") for p in _paths_below(value)] if self.origin else []
             texts = ", ".join(filter(None, (*told, other.origin.get(path, "")))).split(", ")
             if texts != [""]:
                 origin[path] = ", ".join(dict.fromkeys(texts))

@@ -109,9 +109,9 @@ class Problems:
         follows leaves which are told already, nothing is added."""
         used = {*model.map.sources(), *model.map.dropped, *model.map.must_be_zero}
         unused = [path for path in self.layout.model if path not in used]
-        unexpected = {path for path in (*model.made, *unused) if self.places.model(path) is None}
-        for path in (*model.made, *unused):
-            if path in unexpected and not self._is_open(path):
+        unexpected = [path for path in (*model.made, *unused) if self.places.model(path) is None]
+        for path in unexpected:
+            if not self._is_open(path):
                 self._unexpected(self.layout.model.get(path), path)
         unplaced = [path for path in optimizer.made if self.places.optimizer(path) is None]
         told = _mirrors(unplaced, parameters_of(dict.fromkeys(unexpected, ()), self.layout.api))
