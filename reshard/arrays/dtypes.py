@@ -5,12 +5,19 @@ first rounding lands on a tie of the second. Rounding to odd on the way makes th
 Boldo and Melquiond, "When double rounding is odd", 2005.
 """
 
+import functools
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from reshard.errors import ArgumentError
+
+
+@functools.lru_cache
+def name_of(dtype: np.dtype) -> str:
+    """The name of a dtype, which numpy puts together each time."""
+    return dtype.name
 
 
 def rounds_twice(source: np.dtype, target: np.dtype) -> bool:

@@ -8,7 +8,6 @@ trains and saves again does not carry them on.
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ import tensorstore as ts
 
 from reshard.arrays.applied import Apply
 from reshard.arrays.boxes import MOST_AXES, Shape
+from reshard.arrays.dtypes import name_of
 from reshard.arrays.handle import ArrayHandle, array_text
 from reshard.arrays.operations import Concat, Pad, Reshape, Split, Stack, Transpose, Unstack
 from reshard.checkpoint import EMPTY_LEAVES, Checkpoint, Leaf, empty_name
@@ -326,16 +326,11 @@ def _kind(leaf: Leaf) -> dict[str, Any] | str:
     if isinstance(leaf, ArrayHandle):
         return {
             "shape": list(leaf.shape),
-            "dtype": _name(leaf.dtype),
+            "dtype": name_of(leaf.dtype),
             "type": leaf.value_type,
             "keys": leaf.key_impl,
         }
     return empty_name(leaf)
-
-
-@functools.lru_cache
-def _name(dtype: np.dtype) -> str:
-    return dtype.name  # which numpy puts together each time
 
 
 def _unlike(leaf: Leaf, kind: _Array) -> Iterator[str]:

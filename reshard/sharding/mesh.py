@@ -61,6 +61,12 @@ class NamedSharding:
     mesh: Mesh
     spec: Spec
 
+    @functools.cached_property
+    def parts(self) -> tuple[int, ...]:
+        """In how many parts each dimension of its spec is divided."""
+        sizes = self.mesh.shape
+        return tuple(math.prod(sizes[axis] for axis in entry) for entry in self.spec)
+
 
 @dataclasses.dataclass(frozen=True)
 class SingleDeviceSharding:
@@ -272,10 +278,8 @@ def shard_shape(shape: Sequence[int], sharding: Sharding | None) -> tuple[int, .
     """The shape of one device's part of an array; the array's own without a sharding."""
     if not isinstance(sharding, NamedSharding):
         return tuple(shape)
-    sizes = sharding.mesh.shape
-    parts = [math.prod(sizes[axis] for axis in entry) for entry in sharding.spec]
-    parts += [1] * (len(shape) - len(parts))
-    return tuple(size // part for size, part in zip(shape, parts, strict=True))
+    parts = sharding.parts + (1,) * (len(shape) - len(sharding.parts))
+    return tuple([size // part for size, part in zip(shape, parts, strict=True)])
 
 
 def shard_owners(shape: Sequence[int], sharding: NamedSharding) -> dict[tuple[int, ...], list[int]]:

@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from reshard.arrays.boxes import Shape
+from reshard.arrays.dtypes import name_of
 from reshard.arrays.handle import ArrayHandle, StoredArray, array_text, stored_name
 from reshard.checkpoint import Checkpoint, Source
 from reshard.errors import CorruptCheckpointError, StoreError
@@ -81,9 +82,13 @@ class Record:
 
     def other_kind(self, handle: ArrayHandle) -> str | None:
         """`it is float32[4], and float32[5]`, of a stored array that is not what was recorded."""
-        entry, stored = self.array(handle), stored_record(handle)
-        differs = entry is not None and str(entry) != str(stored)
-        return f"it is {stored}, and {entry}" if differs else None
+        entry = self.array(handle)
+        if entry is None or (entry.dtype, entry.shape) == (
+            name_of(handle.stored_dtype),
+            handle.shape,
+        ):
+            return None
+        return f"it is {stored_record(handle)}, and {entry}"
 
     def gone_arrays(self, source: Source, where: str) -> list[str]:
         """Arrays that are not stored, a line each."""
@@ -117,7 +122,7 @@ class Record:
 
 
 def stored_record(handle: ArrayHandle, digest: str | None = None) -> ArrayRecord:
-    return ArrayRecord(handle.stored_dtype.name, handle.shape, digest)
+    return ArrayRecord(name_of(handle.stored_dtype), handle.shape, digest)
 
 
 def forget_hint(path: Location) -> str:

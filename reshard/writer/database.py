@@ -227,16 +227,14 @@ def _in_small_nodes(
     return small
 
 
-def prune(
-    directory: Location, linked: Iterable[StoredValue], stages: Sequence[str], again: bool
-) -> None:
+def prune(directory: Location, linked: Iterable[str], stages: Sequence[str], again: bool) -> None:
     """Deletes on a disk what the root database does not refer to: staged B-tree nodes, the staged
-    manifest, linked files that only led to what was linked. `again` says that an earlier run may
-    have been stopped while it did this."""
+    manifest, files that only led to what is in the `linked` ones. `again` says that an earlier run
+    may have been stopped while it did this."""
     if again:  # which takes longer
         needed = value_files(directory, nodes=True)
     else:
-        needed = {value.file for value in linked if value.file is not None}
+        needed = set(linked)
         for stage in stages:
             needed.update(f"{stage}/{file}" for file in value_files(directory / stage))
         needed |= node_files(directory)

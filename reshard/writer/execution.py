@@ -352,6 +352,5 @@ def _write(
             progress.merged = True
             journal.write()
         if directory.is_local:
-            kept = (value for h in item.linked for value in item.values(h))
-            database.prune(directory, kept, stages, again)
+            database.prune(directory, item.files or (), stages, again)
     return digests

@@ -257,7 +257,9 @@ def _item(
         )
     files = files_to_link(store, [v for v in stored if v is not None]) if can_link else None
     arrays = [
-        dataclasses.replace(array, linked=values is not None and is_linked(values, files))
+        dataclasses.replace(array, linked=True)
+        if values is not None and is_linked(values, files)
+        else array
         for array, values in zip(arrays, stored, strict=True)
     ]
     record = NO_RECORD
@@ -284,12 +286,16 @@ def _layout(
     `moved` as these values, and belongs to a co-read group. `ratios` are those measured so far, of
     arrays in another dtype or with another codec: arrays that compress alike as they are stored are
     taken to compress alike then, too."""
-    encoding = form.encoding(handle)
-    stored = stored_share(handle)
-    if isinstance(handle.data, Derived) and moved is not None:
+    if not isinstance(handle.data, Derived):
+        stored = sum(sizes)
+    elif moved is not None:
         stored = sum(value.size for value in moved)
+    else:
+        stored = stored_share(handle)
     decoded = math.prod(handle.shape) * handle.stored_dtype.itemsize
     cell = math.prod(shape_of(first_cell(handle)))
+    source_shard = shard_shape(handle.shape, handle.saved_sharding)
+    same_shards = handle.sharding is handle.saved_sharding
     alone = together if co_read == 1 else decoded_together([handle])
     layout = ArrayLayout(
         path=handle.path,
@@ -298,8 +304,8 @@ def _layout(
         target_itemsize=handle.dtype.itemsize,
         read_itemsize=handle.read_dtype.itemsize,
         source_chunk=handle.chunk_shape,
-        source_shard=shard_shape(handle.shape, handle.saved_sharding),
-        target_shard=shard_shape(handle.shape, handle.sharding),
+        source_shard=source_shard,
+        target_shard=source_shard if same_shards else shard_shape(handle.shape, handle.sharding),
         stored_bytes=stored,
         largest_stored=max(sizes, default=0),
         same_bytes=moved is not None,
@@ -310,6 +316,9 @@ def _layout(
         co_read=co_read,
         group_bytes=together.nbytes,
     )
+    if moved is not None:
+        return layout
+    encoding = form.encoding(handle)
     compressors = {data.encoding.compressors for _, data in handle.roots()}
     same = handle.dtype == handle.stored_dtype and compressors <= {encoding.compressors}
     if same or handle.same_name is not None:
@@ -344,7 +353,9 @@ def with_passes(plans: Sequence[ArrayPlan], handles: Sequence[ArrayHandle]) -> l
             each = _amplification(decoded_together(members), cell * len(members))
             passes |= {array.layout.path: each for array in group}
     return [
-        dataclasses.replace(array, passes=passes.get(array.layout.path, array.passes))
+        dataclasses.replace(array, passes=found)
+        if (found := passes.get(array.layout.path))
+        else array
         for array in plans
     ]
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from reshard.arrays.boxes import grid_size
 from reshard.arrays.derived import stored_chunks
 from reshard.arrays.digests import Digest
+from reshard.arrays.dtypes import name_of
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint, Item, Source
 from reshard.engine.budget import in_memory
@@ -169,7 +170,7 @@ def array_records(item: ItemPlan, read: ReadDigests) -> dict[str, ArrayRecord]:
     texts = {h.path: text for h, text in read}
     return {
         stored_name(h.path): ArrayRecord(
-            h.dtype.name, h.shape, texts.get(h.path, item.record.digest(h))
+            name_of(h.dtype), h.shape, texts.get(h.path, item.record.digest(h))
         )
         for h in item.handles
     }
@@ -266,5 +267,8 @@ def _stored(handles: Iterable[ArrayHandle]) -> dict[str, ArrayHandle]:
     found: dict[str, ArrayHandle] = {}
     for handle in handles:
         for root, data in handle.roots():
-            found.setdefault(data.name, dataclasses.replace(root, dtype=root.stored_dtype))
+            cast = root.dtype != root.stored_dtype
+            found.setdefault(
+                data.name, dataclasses.replace(root, dtype=root.stored_dtype) if cast else root
+            )
     return found

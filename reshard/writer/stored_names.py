@@ -1,7 +1,6 @@
 """Names that leaves are stored under in the destination, and what stands against them."""
 
 import itertools
-import re
 from collections.abc import Iterator
 
 from reshard.arrays.handle import ArrayHandle, StoredArray, stored_name
@@ -67,15 +66,15 @@ def _clashes(ckpt: Checkpoint, form: TargetFormat) -> list[str]:
     for kind in (arrays, strings):
         names = {stored_name(path): path for path in kind}
         for name, path in names.items():
-            for end in [place.start() for place in re.finditer("/", name)]:
-                outer = names.get(name[:end])
+            for above in itertools.accumulate(name.split("/")[:-1], "{}/{}".format):
+                outer = names.get(above)
                 if outer is None:
                     continue
-                two = f"{format_path(outer)} and {format_path(path)}"
+                two, below = f"{format_path(outer)} and {format_path(path)}", name[len(above) + 1 :]
                 if outer not in arrays:
-                    clashes.append(f"{two}: the string `{name}` would be inside of `{name[:end]}`")
-                elif file := _file_above(form, arrays[outer], arrays[path], name[end + 1 :]):
-                    clashes.append(f"{two}: `{name[:end]}/{file}` is a file of `{name[:end]}`")
+                    clashes.append(f"{two}: the string `{name}` would be inside of `{above}`")
+                elif file := _file_above(form, arrays[outer], arrays[path], below):
+                    clashes.append(f"{two}: `{above}/{file}` is a file of `{above}`")
     return clashes
 
 

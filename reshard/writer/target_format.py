@@ -142,7 +142,8 @@ class TargetFormat(ZarrVersion):
 
     def is_verbatim(self, handle: ArrayHandle) -> bool:
         """Whether all that is stored of an array is as it is in the source, key for key."""
-        return handle.stored is not None and handle.stored.encoding == self.encoding(handle)
+        stored = handle.stored
+        return stored is not None and stored.encoding == self.encoding(handle)
 
     def encoded_ratio(self, handle: ArrayHandle, max_memory: int) -> float | None:
         """Encoded bytes for each decoded byte, measured on part of the first chunk, which is read;
