@@ -1,8 +1,10 @@
-"""Numbers of bytes, read and printed."""
+"""Numbers of bytes, read and printed; and numbers of other things, printed."""
 
+import itertools
 import math
 import numbers
 import re
+from collections.abc import Sequence
 
 from reshard.errors import ArgumentError
 
@@ -28,6 +30,15 @@ def format_bytes(count: float) -> str:
     while (count := count / 1024) >= 1024 and units[1:]:
         del units[0]
     return f"{count:.2f} {units[0]}"
+
+
+def format_runs(ascending: Sequence[int], to: str = "-") -> str:
+    """`3,7-9` for 3, 7, 8, 9."""
+    found = []
+    for _, run in itertools.groupby(enumerate(ascending), key=lambda pair: pair[1] - pair[0]):
+        first, *rest = [number for _, number in run]
+        found.append(f"{first}{to}{rest[-1]}" if rest else str(first))
+    return ",".join(found)
 
 
 def whole_kib(count: int) -> str:

@@ -13,6 +13,7 @@ import click
 
 from reshard.hints import Hint
 from reshard.tree import shell_quoted
+from reshard.units import format_runs
 
 # rich lays a whole table out before it prints: past this it takes seconds, so columns are streamed.
 _RICH_ROWS = 200
@@ -112,12 +113,12 @@ def shard_picture(
     split = [dim for dim, count in enumerate(counts) if count > 1]
     if len(split) > 2 or len(owners) > most_cells:
         return "\n".join(
-            f"[{_slices(index, shape, shard)}]  {_ids(ids)}"
+            f"[{_slices(index, shape, shard)}]  {format_runs(sorted(ids))}"
             for index, ids in sorted(owners.items())
         )
     is_row = split and (len(split) == 2 or split[-1] == len(shape) - 1)
     columns = counts[split[-1]] if is_row else 1
-    cells = [_ids(ids) for _, ids in sorted(owners.items())]
+    cells = [format_runs(sorted(ids)) for _, ids in sorted(owners.items())]
     width = max(map(len, cells)) + 2
     rule = "+" + "+".join(["-" * width] * columns) + "+"
     lines = [rule]
@@ -125,17 +126,6 @@ def shard_picture(
         row = (cell.center(width) for cell in cells[start : start + columns])
         lines += ["|" + "|".join(row) + "|", rule]
     return "\n".join(lines)
-
-
-def _ids(ids: Sequence[int]) -> str:
-    """`0-3,8` for 0, 1, 2, 3, 8."""
-    runs: list[list[int]] = []
-    for device in sorted(ids):
-        if runs and device == runs[-1][1] + 1:
-            runs[-1][1] = device
-        else:
-            runs.append([device, device])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def _slices(index: Sequence[int], shape: Sequence[int], shard: Sequence[int]) -> str:

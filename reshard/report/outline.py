@@ -2,12 +2,12 @@
 are alike in one line each. Pure."""
 
 import dataclasses
-import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.tree import format_key
+from reshard.units import format_runs
 
 Document = Mapping[str, Any]
 _NUMBERED = re.compile(r"(.*?)(\d+)", re.DOTALL)
@@ -92,7 +92,8 @@ def _folded(nodes: Sequence[_Node]) -> Iterator[_Node]:
         if len(members) > 1:
             key, slash, rest = first.name.partition("/")
             prefix = key.rstrip("0123456789")
-            name = f"{prefix}{{{_runs(sorted(n for n, _ in members))}}}{slash}{rest}"
+            numbers = format_runs(sorted(n for n, _ in members), to="..")
+            name = f"{prefix}{{{numbers}}}{slash}{rest}"
             yield _times(dataclasses.replace(first, name=name), len(members))
         else:
             yield first
@@ -102,15 +103,6 @@ def _times(node: _Node, times: int) -> _Node:
     children = tuple(_times(child, times) for child in node.children)
     count, nbytes = node.count * times, node.nbytes * times
     return dataclasses.replace(node, children=children, count=count, nbytes=nbytes)
-
-
-def _runs(numbers: Sequence[int]) -> str:
-    """`0..31,40` for 0 to 31, and 40."""
-    found = []
-    for _, run in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-        first, *rest = [number for _, number in run]
-        found.append(f"{first}..{rest[-1]}" if rest else str(first))
-    return ",".join(found)
 
 
 def _rows(nodes: Sequence[_Node], depth: int) -> Iterator[Row]:

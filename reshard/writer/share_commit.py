@@ -25,6 +25,7 @@ from reshard.storage import bucket, posix
 from reshard.storage.location import Location, parse_location
 from reshard.storage.lock import Lock
 from reshard.storage.ocdbt import node_files, ocdbt_spec
+from reshard.units import format_runs
 from reshard.verify.digest_record import FILE
 from reshard.verify.values import Progress, counted
 from reshard.writer import database, directory_commit
@@ -191,7 +192,7 @@ def _merged(job: Job, lock: Lock) -> dict[str, Any]:
 def _missing(job: Job, rest: bool, missing: Sequence[int]) -> DestinationError:
     """The error for shares that are to be written, as a range that an array job takes."""
     numbers = sorted({*missing, 0} if rest else missing)
-    problems = [f"missing: {_ranges(numbers)}"]
+    problems = [f"missing: {format_runs(numbers)}"]
     if rest:
         problems.append("share 0 writes what is in no share, and has not done so")
     problems += job.running(numbers)
@@ -200,19 +201,8 @@ def _missing(job: Job, rest: bool, missing: Sequence[int]) -> DestinationError:
         f"{count} of {job.count} shares of `{job.destination}` {'is' if count == 1 else 'are'} "
         "not complete",
         problems,
-        [Hint("write what is missing: ", ("array", _ranges(numbers)))],
+        [Hint("write what is missing: ", ("array", format_runs(numbers)))],
     )
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """`3,7-9` for 3, 7, 8, 9."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def _check_shares(job: Job, parts: Mapping[str, Mapping[int, Written]]) -> None:
