@@ -761,6 +761,22 @@ def test_steps_and_items(saved, tmp_path, run):
     assert run("verify", items.path, "--item", "config")[0] == 2
 
 
+@pytest.mark.parametrize("command", ["verify", "diff"])
+def test_an_item_that_one_of_two_does_not_have(saved, tmp_path, run, command):
+    """Another one of its items is not what was asked for; one that was saved without a name is."""
+    step, other, unnamed = saved("items").path / "3", tmp_path / "other", tmp_path / "unnamed"
+    for path, name in ((other, "params"), (unnamed, "default")):
+        shutil.copytree(step, path)
+        (path / "state").rename(path / name)
+    against = ["--against"] * (command == "verify")
+    for one, two in ((step, other), (other, step)):
+        status, out, err = run(command, one, *against, two, "--item", "state")
+        assert (status, out) == (2, "")
+        assert err.startswith(f"Error: `{other}` has no item 'state'\n\nhint: its items: ")
+    for one, two in ((step, unnamed), (unnamed, step), (step, step / "state")):
+        assert run(command, one, *against, two, "--item", "state")[0] == 0
+
+
 def test_digests_are_shown_and_written(made, tmp_path, run):
     path = shutil.copytree(made("zarr3-ocdbt-zstd"), tmp_path / "saved")
     (path / FILE).unlink()
