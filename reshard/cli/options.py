@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import click
 
-from reshard.loader.detection import manager_steps
+from reshard.loader.detection import lacks_item, manager_steps
 from reshard.storage.bucket import REQUESTS
 from reshard.storage.location import parse_location
 
@@ -76,5 +76,6 @@ def _own(path: str, step: int | None, item: str | None) -> Place:
     root = parse_location(path)
     steps = manager_steps(root)
     inner = root / steps[step if step in steps else max(steps)] if steps else root
-    there = item is not None and (inner / item).is_dir()
-    return {"step": step if steps else None, "item": item if there else None}
+    # Where there are other items alone, it is asked for as well: that is refused.
+    asks = item is not None and ((inner / item).is_dir() or lacks_item(inner, item))
+    return {"step": step if steps else None, "item": item if asks else None}

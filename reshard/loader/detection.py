@@ -39,6 +39,8 @@ _LEGACY_STEP = re.compile(r"checkpoint_\d+")
 _SOME = 8
 # Names that a hint lists.
 _SHOWN = 5
+# What Orbax calls an item that was saved without a name.
+_UNNAMED = ("default", "pytree")
 # Handlers of items that are not a tree of a model's arrays; `_METADATA` does not tell them apart.
 _NOT_TREES = ("ArrayCheckpointHandler", "RandomKeyCheckpointHandler", "JsonCheckpointHandler")
 
@@ -103,6 +105,13 @@ def manager_steps(root: Location) -> dict[int, str]:
     if not root.is_dir() or _is_item(root) or (root / CHECKPOINT_FILE).exists():
         return {}
     return step_directories(root)
+
+
+def lacks_item(directory: Location, item: str) -> bool:
+    """Whether a step has items, and not this one. One that was saved without a name is any."""
+    names = [item, *_UNNAMED]
+    step = directory.is_dir() and not _is_item(directory)
+    return step and not any((directory / name).is_dir() for name in names)
 
 
 def check_inside(found: Item) -> None:
