@@ -69,7 +69,7 @@ class StoredArray:
         chunk, stored = chunk_shape_of(array), self.store.values[self.name]
         if len(self.chunks) == grid_size(array.shape, chunk):
             return array
-        filling = self.store.open_array(self.name, self.metadata, True)
+        filling = self.store.open_empty(self.metadata)
         absent = [
             filling[box]
             for box in grid_boxes(array.shape, chunk)

@@ -251,6 +251,12 @@ class ArrayStore(ZarrVersion):
         spec = array_spec(self.driver, metadata, fill_missing_data_reads=fills)
         return ts.open(spec, kvstore=self.kvstore(name), context=self.context).result()
 
+    def open_empty(self, metadata: bytes) -> ts.TensorStore:
+        """A view of an array of which no chunk is stored, and that asks nobody for one."""
+        spec = array_spec(self.driver, metadata, fill_missing_data_reads=True)
+        nothing = ts.KvStore.open("memory://").result()
+        return ts.open(spec, kvstore=nothing, context=self.context).result()
+
 
 def _read(name: str, metadata: "bytes | ts.Future | None") -> bytes | None:
     if isinstance(metadata, ts.Future):
