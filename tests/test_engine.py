@@ -1,5 +1,6 @@
 """Boxes that are read within a budget: what that counts, in what order, what a failure leaves."""
 
+import functools
 import gc
 import itertools
 import json
@@ -172,6 +173,20 @@ def test_what_the_consumer_holds_is_waited_for_before_reads_are(handle):
             filled.free_after(lambda number=number: events.append(f"free {number}"))
             assert budget.used <= 25
     assert events == [0, "free 0", 1, "free 1", 2, 3, 4, "free 2", "free 3", "free 4"]
+
+
+def test_what_has_been_read_is_handed_over_where_nothing_is_free_yet(handle):
+    """As long as a bucket is asked, cores have something to do."""
+    events = []
+    with Budget(25) as budget:
+        for number, filled in enumerate(
+            read((batch_of(handle, 8 * n, 8 * n + 8) for n in range(5)), budget)
+        ):
+            events.append(number)
+            wait = functools.partial(events.append, f"free {number}")
+            filled.free_after(wait, is_ready=lambda: False)
+            assert budget.used <= 25
+    assert events == [0, 1, 2, 3, "free 0", 4, "free 1", "free 2", "free 3", "free 4"]
 
 
 def test_a_batch_larger_than_the_budget_is_read_alone(handle):
@@ -568,10 +583,10 @@ def test_what_is_written_after_a_failure_is_no_progress(columns, tmp_path, monke
     wait, free_after = stream.wait_written, Filled.free_after
     commits, numbers = [], []
 
-    def noted(filled, waits, done):
+    def noted(filled, waits, done, is_ready):
         commits.append(waits.args[0])
         numbers.append(done.args[0])
-        free_after(filled, waits, done)
+        free_after(filled, waits, done, is_ready)
 
     def full(future, directory):
         if len(commits) > failing and future is commits[failing]:

@@ -89,12 +89,15 @@ class Reservation:
         self.shrink(0)
 
     def free_after(
-        self, wait: Callable[[], object], done: Callable[[], object] = lambda: None
+        self,
+        wait: Callable[[], object],
+        done: Callable[[], object] = lambda: None,
+        is_ready: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Gives them back once `wait`, which blocks, has returned; then calls `done`, unless
-        something has failed before. The thread that runs out of memory calls both, or they are
-        called at the end, in the order of these calls."""
-        self._budget.pending.append(Pending(self, wait, done))
+        """Gives them back once `wait`, which blocks unless it `is_ready`, has returned; then calls
+        `done`, unless something has failed before. The thread that runs out of memory calls both,
+        or they are called at the end, in the order of these calls."""
+        self._budget.pending.append(Pending(self, wait, done, is_ready))
 
 
 class Pending(NamedTuple):
@@ -104,6 +107,7 @@ class Pending(NamedTuple):
     reservation: Reservation
     wait: Callable[[], object]
     done: Callable[[], object]
+    is_ready: Callable[[], bool]
 
 
 class Budget:
@@ -129,10 +133,15 @@ class Budget:
     def make_room(self, nbytes: int) -> None:
         """Waits until so many bytes fit, or nothing is left to wait for."""
         while self.pending and not self.fits(nbytes):
-            self._wait_oldest()
+            self.wait_oldest()
 
-    def _wait_oldest(self) -> None:
-        reservation, wait, done = self.pending[0]
+    def is_ready(self) -> bool:
+        """Whether what has been pending for longest need not be waited for."""
+        return self.pending[0].is_ready()
+
+    def wait_oldest(self) -> None:
+        """Waits for what has been pending for longest."""
+        reservation, wait, done, _ = self.pending[0]
         try:
             wait()  # an interrupt leaves it here, to be waited for at the end
         except Exception:
@@ -153,7 +162,7 @@ class Budget:
     ) -> None:
         try:
             while kind is None and self.pending:
-                self._wait_oldest()
+                self.wait_oldest()
         finally:
             while self.pending:
                 try:

@@ -10,6 +10,7 @@ All that a batch reads is read in one `ts.Batch`: such reads share what they fet
 import collections
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ from reshard.tree import format_path
 
 # Batches that are read before the consumer asks for them.
 READ_AHEAD = 2
+# How often it is looked which of two things has come first.
+_LOOK_SECONDS = 0.002
 
 # Where the values of a part of a box go.
 Destination = tuple[Box, np.ndarray]
@@ -87,12 +90,15 @@ class Filled:
             raise self.errors[min(self.errors)]
 
     def free_after(
-        self, wait: Callable[[], object], done: Callable[[], object] = lambda: None
+        self,
+        wait: Callable[[], object],
+        done: Callable[[], object] = lambda: None,
+        is_ready: Callable[[], bool] = lambda: True,
     ) -> None:
         """Counts what is held until `wait`, which blocks, has returned; then calls `done`, as
         `Reservation.free_after` does. Without it, that is free when the next batch is asked for."""
         self._pending = True
-        self._reservation.free_after(wait, done)
+        self._reservation.free_after(wait, done, is_ready)
 
     def close(self) -> None:
         """Lets go of what nobody holds."""
@@ -108,12 +114,16 @@ def read(batches: Iterable[Batch], budget: Budget) -> Iterator[Filled]:
     ahead: collections.deque[_Started] = collections.deque()
     try:
         for batch in batches:
-            # What the consumer holds is waited for first: reads go on meanwhile.
             needed = batch.reading + batch.kept
-            budget.make_room(needed)
-            while ahead and (len(ahead) == READ_AHEAD or not budget.fits(needed)):
-                yield from _finish(ahead)
-                budget.make_room(needed)
+            while (full := not budget.fits(needed)) or len(ahead) == READ_AHEAD:
+                # What the consumer holds is waited for first: reads go on meanwhile. But where that
+                # is not there yet, what has been read is handed over: no core need be busy with it.
+                if full and budget.pending and _is_freed_first(budget, ahead):
+                    budget.wait_oldest()
+                elif ahead:
+                    yield from _finish(ahead)
+                else:
+                    break
             ahead.append(_Started(batch, [], [], {}, budget.reserve(batch.reading)))
             _start(ahead[-1], views)
         while ahead:
@@ -132,6 +142,15 @@ class _Started(NamedTuple):
     parts: list[list[ts.Future]]
     errors: dict[int, ReshardError]
     reservation: Reservation
+
+
+def _is_freed_first(budget: Budget, ahead: "collections.deque[_Started]") -> bool:
+    """Waits until what the consumer holds is free, or the oldest batch has been read; which."""
+    while ahead and not budget.is_ready():
+        if all(future.done() for future in itertools.chain.from_iterable(ahead[0].parts)):
+            return False
+        time.sleep(_LOOK_SECONDS)
+    return True
 
 
 def _start(started: _Started, views: dict[int, ts.TensorStore]) -> None:

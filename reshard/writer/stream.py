@@ -132,7 +132,7 @@ def write_boxes(
         done = functools.partial(_note, number, states, progress, committed)
         # Noted before it begins: one that an interrupt lets nobody wait for would go on writing
         # into a directory that is being removed.
-        filled.free_after(wait, done)
+        filled.free_after(wait, done, transaction.future.done)
         for box in boxes:
             if box.kept is not None:
                 box.kept.free_after(wait)
