@@ -292,12 +292,8 @@ def test_what_passes_is_tried_again(kind, small, stores):
     assert leftovers(stores, top(url)) == []
 
 
-@pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("point", ["_METADATA", "/manifest.ocdbt", r"process_\w+/d/"])
-@pytest.mark.parametrize("kind", ["s3", "conditional"])
-def test_a_killed_job_is_resumed(kind, point, small, stores):
-    url = f"{stores.bucket(kind)}/out"
-    words = [RESHARD, "ckpt", str(small), url, "--to", "1x8", "--resume"]
+def killed_at(point, words, stores):
+    """Runs `reshard ckpt`, and kills it when it asks for what a pattern says, which is done."""
     started = threading.Event()
     running = []
 
@@ -305,11 +301,27 @@ def test_a_killed_job_is_resumed(kind, point, small, stores):
         started.wait()
         os.kill(running[0].pid, signal.SIGKILL)
 
-    stores.faults += [Fault(f"write .*{point}", kill)]
-    with subprocess.Popen(words, stderr=subprocess.PIPE) as process:
+    stores.faults += [Fault(point, kill)]
+    with subprocess.Popen([RESHARD, "ckpt", *words], stderr=subprocess.PIPE) as process:
         running.append(process)
         started.set()
     assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    "point",
+    [
+        "write .*_METADATA",
+        "write .*/manifest.ocdbt",
+        r"write .*process_\w+/d/",
+        "delete .*/reshard_progress.json",  # all that is left to do is the last marker
+    ],
+)
+@pytest.mark.parametrize("kind", ["s3", "conditional"])
+def test_a_killed_job_is_resumed(kind, point, small, stores):
+    url = f"{stores.bucket(kind)}/out"
+    killed_at(point, [str(small), url, "--to", "1x8", "--resume"], stores)
     with pytest.raises((reshard.UncommittedCheckpointError, reshard.ReshardError)):
         reshard.open(url)
     with pytest.raises(reshard.DestinationExistsError, match="has not completed"):
@@ -318,6 +330,28 @@ def test_a_killed_job_is_resumed(kind, point, small, stores):
         reshard.save(on("2x4", small), url, resume=True)
     assert caught.value.hints[-1] == "overwrite=True instead of resume=True begins anew"
     assert_resumed(url, small, stores)
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_job_that_is_killed_before_its_last_marker(run, small, stores):
+    """It is cleared like any other, as long as what it has written is there."""
+    point, here = "delete .*/reshard_progress.json", stores.bucket("conditional")
+    killed_at(point, [str(run), f"{here}/run", "--to", "1x8", "--resume"], stores)
+    assert_resumed(f"{here}/run", run, stores)
+    url = f"{here}/out"
+    killed_at(point, [str(small), url, "--to", "1x8"], stores)
+    going_on = "hint: resume=True goes on with it if that was given then, too\n"
+    text = f"`{url}` holds what an earlier run has not completed\n\n"
+    text += f"{going_on}hint: overwrite=True clears it and begins anew"
+    refused(text, on("1x8", small), url)
+    reshard.save(on("1x8", small), url, overwrite=True)
+    assert values(url) == values(small)
+    assert leftovers(stores, here) == []
+    killed_at(point, [str(small), f"{url}2", "--to", "1x8"], stores)
+    parse_location(f"{url}2/_METADATA").write(b"another one's")
+    hint = "hint: name a new destination, or delete what is there"
+    text = f"`{url}2` exists, and is no unfinished job's\n\n{hint}"
+    refused(text, on("1x8", small), f"{url}2", overwrite=True)
 
 
 # Two writers.
