@@ -63,6 +63,7 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
             f"`{directory}` has no manifest.ocdbt, which its {TREE_FILE} promises: it was half "
             "written"
         )
+    _ = store.values  # in a bucket, while the documents below are on their way
     shardings = read_json(directory / SHARDING_FILE) or {}
     described, key_impls = _array_metadatas(directory)
     strings = read_json(directory / STRINGS_FILE) or {}

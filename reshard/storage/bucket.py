@@ -101,6 +101,14 @@ def _opened(text: str) -> ts.KvStore:
 _known: contextvars.ContextVar[Known | None] = contextvars.ContextVar("known", default=None)
 
 
+def at_once(*asked: Callable[[], Any]) -> list[Any]:
+    """What functions return that ask a bucket, which they do at once, each as if nothing were
+    remembered; raises the first error, in their order."""
+    with concurrent.futures.ThreadPoolExecutor(len(asked)) as pool:
+        futures = [pool.submit(ask) for ask in asked]
+    return [future.result() for future in futures]
+
+
 @contextlib.contextmanager
 def remembered(top: AnyPath) -> Iterator[None]:
     """While it lasts, of what is below a directory each directory is listed once, and not asked for
@@ -120,19 +128,23 @@ def ahead(
     documents: Iterable[str] = (),
     lists: Sequence[str] = (),
     below: bool = False,
+    unseen: Iterable[str] = (),
 ) -> None:
     """Asks, while it is remembered, for what will be read of a directory: documents, if they are
-    there, in requests that nobody waits for here; lists of some directories in it, at once; and all
-    that is `below`, in one list."""
+    there, in requests that nobody waits for here, of those that are `unseen` before that is known;
+    lists of some directories in it, at once; and all that is `below`, in one list."""
     text = os.fspath(directory)
     known = _remembered(text)
     if known is None:
         return
+    wanted = [f"{text}/{name}" for name in unseen]
     for name in documents:
         path = f"{text}/{name}"
         found = entry(path)
-        there = found is not None and found.is_file and found.nbytes <= _AHEAD
-        if there and path not in known.documents and path not in known.coming:
+        if found is not None and found.is_file and found.nbytes <= _AHEAD:
+            wanted.append(path)
+    for path in wanted:
+        if path not in known.documents and path not in known.coming:
             known.coming[path] = _store(path).read(split(path)[2])
     if below:
         _know_whole(text, known)
@@ -160,7 +172,8 @@ def _children(path: AnyPath) -> dict[str, Entry]:
     if known is None:
         return _list_children(text)
     if text not in known.children:
-        known.children[text] = {} if known.is_whole(text) else _list_children(text)
+        nothing = known.is_whole(text) or known.is_gone(text)
+        known.children[text] = {} if nothing else _list_children(text)
     return known.children[text]
 
 

@@ -24,6 +24,12 @@ class Known(NamedTuple):
         """Whether all that is below a directory is known."""
         return any(f"{path}/".startswith(f"{top}/") for top in self.whole)
 
+    def is_gone(self, path: str) -> bool:
+        """Whether it is known that nothing is below a directory."""
+        above, _, name = path.rpartition("/")
+        names = self.children.get(above)
+        return names is not None and not (name in names and names[name].is_dir)
+
     def add(self, top: str, found: Iterable[Entry]) -> None:
         """Notes all that is below a directory."""
         entries = list(found)  # or nothing, where it cannot be listed

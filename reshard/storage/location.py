@@ -127,12 +127,16 @@ class Location:
         return contextlib.nullcontext() if self.is_local else bucket.remembered(self)
 
     def ahead(
-        self, documents: Iterable[str] = (), lists: Sequence[str] = (), below: bool = False
+        self,
+        documents: Iterable[str] = (),
+        lists: Sequence[str] = (),
+        below: bool = False,
+        unseen: Iterable[str] = (),
     ) -> None:
         """Asks a bucket at once for what will be read of this directory, while it is `remembered`:
         see `bucket.ahead`."""
         if not self.is_local:
-            bucket.ahead(self, documents, lists, below)
+            bucket.ahead(self, documents, lists, below, unseen)
 
     # What is there. Links are followed, but not by `entry` and `walk`.
 

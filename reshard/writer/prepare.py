@@ -1,5 +1,6 @@
 """`plan`: a job from storage to storage, and all that can be known before a byte is written."""
 
+import concurrent.futures
 import dataclasses
 import math
 import os
@@ -86,23 +87,16 @@ def plan(
     errors: list[ReshardError] = []
     _check_together(checkpoints)
     notes: list[str] = []
-    if place is not None:
-        try:
-            if not place.is_local:
-                with place.parent.remembered():
-                    bucket_commit.check_destination(place, checkpoints)
-                    notes += bucket_commit.warnings_of(place)
-            else:
-                directory_commit.check_destination(place, checkpoints[0].source.root, overwrite)
-                if _check_replaced(place, checkpoints):
-                    notes.append(f"`{place}` is replaced once the new checkpoint is complete")
-        except ReshardError as error:
-            errors.append(error)
     found: Sequence[Sibling] = ()
-    with checkpoints[0].source.root.remembered():
+    with (
+        concurrent.futures.ThreadPoolExecutor(1) as pool,  # both places may be far away
+        checkpoints[0].source.root.remembered(),
+    ):
+        checked = None
+        if place is not None:
+            checked = pool.submit(_check_destination, place, checkpoints, overwrite)
         for each in checkpoints:
-            each.source.directory.ahead(below=place is not None)
-            each.source.directory.ahead([FILE])
+            each.source.directory.ahead(below=place is not None, unseen=[FILE])
         items = tuple(
             _item(c, place, limit, chunks, form(c), link, digest, errors) for c in checkpoints
         )
@@ -111,6 +105,10 @@ def plan(
         except ReshardError as error:
             errors.append(error)
         state = {} if place is None else source_state(checkpoints, opened=True)
+        try:
+            notes += [] if checked is None else checked.result()
+        except ReshardError as error:
+            errors.insert(0, error)
     planned = Plan(
         items,
         tuple(found),
@@ -145,6 +143,20 @@ def copy_errors(plan: Plan) -> list[ReshardError]:
         except ReshardError as error:
             errors.append(error)
     return errors
+
+
+def _check_destination(
+    destination: Location, checkpoints: Sequence[Checkpoint], overwrite: bool
+) -> list[str]:
+    """What the user should know of a destination; raises DestinationError unless these may be
+    written there."""
+    if destination.is_local:
+        directory_commit.check_destination(destination, checkpoints[0].source.root, overwrite)
+        replaced = _check_replaced(destination, checkpoints)
+        return [f"`{destination}` is replaced once the new checkpoint is complete"] * replaced
+    with destination.parent.remembered():
+        bucket_commit.check_destination(destination, checkpoints)
+        return bucket_commit.warnings_of(destination)
 
 
 def _check_replaced(destination: Location, checkpoints: Sequence[Checkpoint]) -> bool:
