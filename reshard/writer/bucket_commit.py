@@ -4,8 +4,10 @@ checkpoint for anybody until its markers are there, which are written last."""
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
+import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from reshard.arrays.handle import stored_name
 from reshard.checkpoint import Checkpoint
@@ -17,14 +19,16 @@ from reshard.errors import (
     ReshardError,
 )
 from reshard.hints import Hint
-from reshard.loader.detection import MARKER, PROGRESS_FILE, manager_steps
-from reshard.storage import bucket
+from reshard.loader.detection import MARKER, PROGRESS_FILE, TREE_FILE, manager_steps
+from reshard.storage import bucket, posix
 from reshard.storage.location import Location
 from reshard.storage.lock import Lock
+from reshard.storage.posix import Entry
 from reshard.units import format_bytes, whole_kib
 from reshard.writer.directory_commit import UNFINISHED_PREFIX, check_apart
 from reshard.writer.job_plan import Plan
 from reshard.writer.journal import CLEAR, Journal
+from reshard.writer.share_job import check_none
 from reshard.writer.siblings import WRITTEN, Sibling, is_marker, marker_places, write_markers
 from reshard.writer.target_format import TargetFormat
 
@@ -63,6 +67,7 @@ def check_destination(destination: Location, checkpoints: Sequence[Checkpoint]) 
             folders += [destination / name for name in destination.directories()]
         complete = there and any((folder / MARKER).exists() for folder in folders)
         complete = complete and not (destination / PROGRESS_FILE).exists()
+        complete = complete and _left_journal(destination) is None
     if complete:
         raise DestinationExistsError(
             f"`{destination}` is complete, and a bucket has no renames to replace it with",
@@ -119,10 +124,18 @@ def committed_prefix(
     has written is deleted, unless it is `unfinished`, as in `commit.committed_directory`. `stages`
     are the databases of staged writes."""
     lock = Lock(destination.beside(f"{UNFINISHED_PREFIX}{destination.name}.lock"), destination)
+    done = [lock.release]
     try:
         with destination.parent.remembered():
             check_destination(destination, plan.checkpoints)
+            check_none(destination)
             there = destination.is_dir()
+            journal = _left_journal(destination)
+            stopped = _journal_beside(destination).exists()
+        if journal is not None:
+            (destination / PROGRESS_FILE).write(journal)
+        if stopped:
+            _forget(destination)
         if there and not unfinished(destination):
             _clear_left(destination, lock, plan.overwrite, resume)
         try:
@@ -131,24 +144,65 @@ def committed_prefix(
             if note := _abandoned(plan, destination, stages, lock, unfinished):
                 error.add_note(note)
             raise
+        done.append(functools.partial(_forget, destination))
     finally:
-        lock.release()
+        bucket.at_once(*done)
 
 
-def commit(markers: Sequence[str], destination: Location, journal: Journal, lock: Lock) -> None:
-    """Writes the markers; before the last one, with which all is a checkpoint, the journal is
-    removed, and is there again if that marker cannot be written."""
-    *others, last = markers
+def commit(plan: Plan, there: Mapping[str, Entry], journal: Journal, lock: Lock) -> None:
+    """Writes the markers of what a plan has written, which is `there`; before the last one, with
+    which all is a checkpoint, the journal is removed, and is there again if that marker cannot be
+    written. In between it is beside the destination, for a run after one that is killed then."""
+    destination = plan.destination
+    assert destination is not None
+    *others, last = marker_places(plan.checkpoints, destination)
     for marker in others:
         lock.check()
         write_markers([marker], destination, destination)
-    lock.check()
-    journal.close()
+    trees = [item.directory(destination) / TREE_FILE for item in plan.items]
+    paths = [tree.below(destination) or "" for tree in trees]
+    versions = {path: there[path].modified if path in there else posix.UNKNOWN for path in paths}
+    kept = {"last": last, "trees": versions, "journal": journal.content().decode()}
+    beside = _journal_beside(destination)
+    told = posix.UNKNOWN not in versions.values()
+    keep = functools.partial(beside.write, json.dumps(kept).encode())
     try:
-        write_markers([last], destination, destination)
+        bucket.at_once(lock.check, journal.check, *([keep] if told else ()))
+        journal.close()
+        try:
+            write_markers([last], destination, destination)
+        except BaseException:
+            journal.begin()
+            raise
     except BaseException:
-        journal.begin()
+        _forget(destination)
         raise
+
+
+def _forget(destination: Location) -> None:
+    """Removes the journal that is beside a destination: it says nothing of what is complete."""
+    with contextlib.suppress(ReshardError):
+        _journal_beside(destination).remove()
+
+
+def _journal_beside(destination: Location) -> Location:
+    return destination.beside(f"{UNFINISHED_PREFIX}{destination.name}.journal")
+
+
+def _left_journal(destination: Location) -> bytes | None:
+    """The journal of a job that was stopped between its removal and the last marker; None where
+    there is none, or what is at the destination is not what that job has written."""
+    data = _journal_beside(destination).read()
+    if data is None or (destination / PROGRESS_FILE).exists():
+        return None
+    try:
+        kept = json.loads(data)
+        last, versions, journal = kept["last"], kept["trees"].items(), kept["journal"].encode()
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    found = [((destination / path).entry(), version) for path, version in versions]
+    same = all(entry is not None and entry.modified == version for entry, version in found)
+    return journal if found and same and not (destination / last).exists() else None
 
 
 def _clear_left(destination: Location, lock: Lock, overwrite: bool, resume: bool) -> None:

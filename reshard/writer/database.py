@@ -8,6 +8,7 @@ target's: the source is opened with the destination's files and its own manifest
 """
 
 import collections
+import concurrent.futures
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -144,14 +145,35 @@ def merge(
     target: TargetFormat,
     stages: Sequence[str],
     manifest: Location | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Writes the root database of a destination, in one commit. `linked` are the arrays whose data
-    files were linked, by their names there; `stages` are the databases of staged writes, if any.
-    Where its `manifest` is in another directory, it is one of those that are merged later."""
+    """Writes the root database of a destination, in one commit, once a `check` has passed. `linked`
+    are the arrays whose data files were linked, by their names there; `stages` are the databases of
+    staged writes, if any. Where its `manifest` is in another directory, it is one of those that are
+    merged later."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        checked = pool.submit(check)  # while it is seen what is to be merged
+        transaction = _merged(source, directory, linked, target, stages, manifest)
+        checked.result()
+    wait_written(transaction.commit_async(), directory)
+
+
+def _merged(
+    source: ArrayStore,
+    directory: Location,
+    linked: Mapping[str, ArrayHandle],
+    target: TargetFormat,
+    stages: Sequence[str],
+    manifest: Location | None,
+) -> ts.Transaction:
+    """What writes the root database of a destination once it is committed."""
     context = new_context()
     transaction = ts.Transaction(atomic=True)
     spec = _writable(ocdbt_spec(directory, manifest), _ROOT_CONFIG)
-    root = ts.KvStore.open(spec, context=context).result().with_transaction(transaction)
+    database = ts.KvStore.open(spec, context=context).result()
+    root = database.with_transaction(transaction)
+    # Its manifest, which the commit asks for.
+    begun = None if directory.is_local else database.read("")
     copies = []
     # Databases that were never merged may hold the same key: only the listed one is linked.
     merged = len(source.parts) == 1
@@ -185,7 +207,9 @@ def merge(
         copies.append(written.experimental_copy_range_to(root))
     for copy in copies:
         wait_written(copy, directory)
-    wait_written(transaction.commit_async(), directory)
+    if begun is not None:
+        wait_written(begun, directory)
+    return transaction
 
 
 def merge_databases(
@@ -260,14 +284,11 @@ def prune_all_but(directory: Location, needed: Collection[str], check: Callable[
         posix.remove_empty(directory / part)
 
 
-def prune_objects(
-    directory: Location,
-    stored: Iterable[StoredValue],
-    stages: Sequence[str],
-    check: Callable[[], None],
-) -> None:
-    """Deletes in a bucket what the root database, of which all is `stored`, does not refer to.
-    `check`s before whether this job may go on: whoever has its lock shares the directory."""
+def unneeded_objects(
+    directory: Location, stored: Iterable[StoredValue], stages: Sequence[str]
+) -> list[str]:
+    """What there is of databases in a bucket that the root database, of which all is `stored`, does
+    not refer to, by its path below a directory."""
     needed = {value.file for value in stored} | node_files(directory)
     found = (
         f"{part}/{entry.path}"
@@ -275,4 +296,4 @@ def prune_objects(
         for entry in (directory / part).walk()
         if entry.is_file
     )
-    bucket.remove_files(directory, (file for file in found if file not in needed), check)
+    return [file for file in found if file not in needed]

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard.arrays.digests import Digest
@@ -16,7 +16,8 @@ from reshard.engine.budget import cores
 from reshard.engine.plan import co_read
 from reshard.errors import ArgumentError, CorruptCheckpointError, ReshardError, raise_all
 from reshard.hints import Hint
-from reshard.storage import posix
+from reshard.loader.detection import SHARDING_FILE, TREE_FILE
+from reshard.storage import bucket, posix
 from reshard.storage.location import Location
 from reshard.storage.lock import Lock
 from reshard.storage.ocdbt import MANIFEST
@@ -169,11 +170,11 @@ def execute(plan: Plan, *, resume: bool = False, progress: Progress | None = Non
     destination = plan.destination
     if destination is None:
         raise ArgumentError("there is no destination to save to")
-    check_none(destination)
     same = fingerprint(plan) if resume or not destination.is_local else {}
     kept = functools.partial(is_unfinished, fingerprint=same) if resume else lambda directory: False
     stages = [database.STAGE]
     if destination.is_local:
+        check_none(destination)
         committing = directory_commit.committed_directory(
             destination, overwrite=plan.overwrite, unfinished=kept
         )
@@ -186,7 +187,7 @@ def execute(plan: Plan, *, resume: bool = False, progress: Progress | None = Non
         item.ckpt.source.store.begin()
     with committing as (directory, lock):
         journal = Journal(directory, same, cores(), len(plan.items), resume, lock.token)
-        with _unchanged(plan, journal):
+        with _unchanged(plan, journal) as look:
             plan = _begun(plan, directory, journal)
             jobs = []
             for item, committed in zip(plan.items, journal.items, strict=True):
@@ -198,6 +199,7 @@ def execute(plan: Plan, *, resume: bool = False, progress: Progress | None = Non
                 + sum(a.bytes_written if a.moved else a.decoded_bytes for a in plan.arrays)
             )
             report = counted(whole, progress)
+            there = {}
             last = [] if directory.is_local else [s for s in plan.siblings if is_marker(s.path)]
             first = [sibling for sibling in plan.siblings if sibling not in last]
             copy = functools.partial(
@@ -213,6 +215,7 @@ def execute(plan: Plan, *, resume: bool = False, progress: Progress | None = Non
             with _correct(journal), plan.checkpoints[0].source.root.remembered():
                 for item in plan.items:
                     check_copied(item, hashes)
+            deletions = []
             for job in jobs:
                 digests = _write(job, plan.max_memory, journal, lock, report)
                 written = write_documents(job.plan, job.directory)
@@ -220,21 +223,23 @@ def execute(plan: Plan, *, resume: bool = False, progress: Progress | None = Non
                     for place, data in written.items():
                         hashes[place.below(directory) or ""] = hashlib.sha256(data).hexdigest()
                 with _correct(journal):
-                    _check_and_record(job, plan, directory, digests, hashes, journal, lock, report)
+                    deletions += _check_and_record(
+                        job, plan, directory, digests, hashes, journal, lock, report
+                    )
             if not directory.is_local:
-                check_there(first, directory)
+                see = functools.partial(check_there, first, directory)
+                there, *_ = bucket.at_once(see, *deletions, *([] if last else [look]))
                 if last:
                     lock.check()
                 copy(last)
         if directory.is_local:
             posix.sync(directory)
-        markers = marker_places(plan.checkpoints, directory)
-        if directory.is_local:
             lock.check()
-            write_markers(markers, directory, destination)
+            write_markers(marker_places(plan.checkpoints, directory), directory, destination)
+            journal.check()
             journal.close()
         else:
-            bucket_commit.commit(markers, directory, journal, lock)
+            bucket_commit.commit(plan, there, journal, lock)
     return plan
 
 
@@ -265,21 +270,28 @@ def _check_and_record(
     journal: Journal,
     lock: Lock,
     report: Report,
-) -> None:
+) -> list[Callable[[], object]]:
     """Compares what was read with what is recorded of the source, records what was written, and
-    reads it back. `digests` are of the arrays that were decoded, `hashes` of other files."""
-    item = job.plan
+    reads it back. `digests` are of the arrays that were decoded, `hashes` of other files. What
+    deletes in a bucket what is not needed any more."""
+    item, deletions = job.plan, []
     arrays = records(item, digests, plan.max_memory, report)
-    with directory.remembered():
+    with directory.remembered(), concurrent.futures.ThreadPoolExecutor(1) as pool:
+        job.directory.ahead(unseen=[TREE_FILE, SHARDING_FILE, *[MANIFEST] * item.format.ocdbt])
         (directory / item.ckpt.source.step).ahead(below=True)
         record = record_of(item.ckpt, directory, arrays, item.format.ocdbt, hashes)
-        (job.directory / FILE).write(record.dump())
+        recorded = pool.submit((job.directory / FILE).write, record.dump())
         if journal.resumed or not directory.is_local:
             stored = check_whole(item, directory)
             if item.format.ocdbt and not directory.is_local:
-                database.prune_objects(job.directory, stored, job.stages, lock.check)
+                files = database.unneeded_objects(job.directory, stored, job.stages)
+                # Before that it is checked whether this job may: who has its lock writes there.
+                delete = functools.partial(bucket.remove_files, job.directory, files, lock.check)
+                deletions.append(delete)
+        recorded.result()
     if plan.verify or job.read_back:
         read_back(item, directory, job.read_back, plan.max_memory, report)
+    return deletions
 
 
 @contextlib.contextmanager
@@ -296,15 +308,16 @@ def _correct(journal: Journal) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unchanged(plan: Plan, journal: Journal) -> Iterator[None]:
+def _unchanged(plan: Plan, journal: Journal) -> Iterator[Callable[[], None]]:
     """Raises CorruptCheckpointError if files of the source have changed since the plan was made: in
-    the place of errors that this has led to."""
-    error = None
+    the place of errors that this has led to. What is given looks at them once all has been read, in
+    the place of a look at the end."""
+    error, seen = None, []
     try:
-        yield
+        yield lambda: seen.append(source_state(plan.checkpoints))
     except (ReshardError, OSError) as caught:
         error = caught
-    state = source_state(plan.checkpoints)
+    state = seen[0] if seen and error is None else source_state(plan.checkpoints)
     changed = [f"`{path}`" for path in changed_paths(plan.source_state, state)]
     gone = error.filename if isinstance(error, FileNotFoundError) else None
     if not changed and gone and Location(str(gone)).below(plan.checkpoints[0].source.root):
@@ -345,10 +358,10 @@ def _write(
         stages = job.stages if copied or work.metadata or item.rewritten else ()
         again = progress.merged
         if not again:
-            lock.check()
             if journal.resumed:  # one that was not known to be complete
+                lock.check()
                 (directory / MANIFEST).remove()
-            database.merge(store, directory, linked, form, stages)
+            database.merge(store, directory, linked, form, stages, check=lock.check)
             progress.merged = True
             journal.write()
         if directory.is_local:

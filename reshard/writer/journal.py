@@ -142,7 +142,7 @@ class Journal:
         if self._keeps:
             self._write()
         else:
-            self._file.write(json.dumps({"token": self._token}).encode())
+            self._file.write(self.content())
 
     def advance(self) -> None:
         """Writes what is durable by now, if that has not been done for a while."""
@@ -152,11 +152,13 @@ class Journal:
     def write(self) -> None:
         """Makes all that was committed durable, then says so."""
         if self._keeps:
-            self._check_there()
+            self.check()
             self._write()
 
-    def _write(self) -> None:
-        begin = time.monotonic()
+    def content(self) -> bytes:
+        """What is in the file: that of a job that does not keep it, its token alone."""
+        if not self._keeps:
+            return json.dumps({"token": self._token}).encode()
         document = {
             "fingerprint": self._fingerprint,
             "cores": self.cores,
@@ -166,15 +168,19 @@ class Journal:
         }
         text = json.dumps(document)
         whole = f'{{"token": "{self._token}", "sha256": "{_hash(text)}", "job": {text}}}'
+        return whole.encode()
+
+    def _write(self) -> None:
+        begin = time.monotonic()
+        content = self.content()
         if self._directory.is_local:
             posix.sync(self._directory)
-        self._file.replace(whole.encode(), f"{PROGRESS_FILE}.new")
+        self._file.replace(content, f"{PROGRESS_FILE}.new")
         end = time.monotonic()
         self._next = end + max(_SYNC_SECONDS, (end - begin) / _SYNC_SHARE)
 
     def close(self) -> None:
         """Removes the file: the job is complete."""
-        self._check_there()
         self._file.remove()
 
     def forget(self) -> None:
@@ -183,7 +189,8 @@ class Journal:
         if self._is_own():
             self.begin()
 
-    def _check_there(self) -> None:
+    def check(self) -> None:
+        """Raises DestinationError where the file is gone, or another job's."""
         if not self._is_own():
             raise DestinationError(f"`{self._directory}` was removed while it was written")
 

@@ -260,18 +260,20 @@ def _is_copy(copy: Location, sibling: Sibling, sha256: str) -> bool:
     return copy.sha256() == sha256
 
 
-def check_there(found: Sequence[Sibling], directory: Location) -> None:
-    """Raises DestinationError where copies are gone, or have other sizes, as where a manager of
-    checkpoints has swept some of the directory away."""
-    sizes = {entry.path: entry.nbytes for entry in directory.walk() if entry.is_file}
+def check_there(found: Sequence[Sibling], directory: Location) -> dict[str, Entry]:
+    """What is in a directory. Raises DestinationError where copies are gone, or have other sizes,
+    as where a manager of checkpoints has swept some of the directory away."""
+    there = {entry.path: entry for entry in directory.walk() if entry.is_file}
     gone = []
     for sibling in found:
-        size, expected = sizes.get(sibling.path), sibling.entry.nbytes
-        told = posix.UNKNOWN not in (size, expected)
-        if sibling.is_file and (size is None or (told and size != expected)):
-            gone.append(f"`{directory / sibling.path}`")
+        if sibling.is_file:
+            copy, expected = there.get(sibling.path), sibling.entry.nbytes
+            told = copy is not None and posix.UNKNOWN not in (copy.nbytes, expected)
+            if copy is None or (told and copy.nbytes != expected):
+                gone.append(f"`{directory / sibling.path}`")
     if gone:
         raise DestinationError("files were removed or changed while others were written", gone)
+    return there
 
 
 def source_state(checkpoints: Sequence[Checkpoint], opened: bool = False) -> dict[str, str]:
