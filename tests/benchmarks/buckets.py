@@ -1,6 +1,7 @@
-"""What `reshard ckpt` takes from one bucket to another one, whose servers are on loopback.
+"""What `reshard ckpt` takes from one bucket to another one, or to a disk; servers are on loopback.
 
     python -m tests.benchmarks.buckets SRC --delay 0.05
+    python -m tests.benchmarks.buckets SRC --kind s3 --out DST --workers 4 --concurrency 1
 
 Every request is answered so many seconds later than it could be. The command is timed from outside,
 without what the servers need to start and to be filled.
@@ -17,9 +18,9 @@ from tests.benchmarks.bench import RESHARD
 from tests.servers import Stores, started
 
 
-def _filled(stores: Stores, source: Path) -> str:
+def _filled(stores: Stores, kind: str, source: Path) -> str:
     """The URL of a copy of a checkpoint."""
-    url = f"{stores.bucket('conditional')}/run"
+    url = f"{stores.bucket(kind)}/run"
     subprocess.run(
         [RESHARD, "ckpt", source, url, "--quiet"], env=os.environ | stores.environment, check=True
     )
@@ -27,14 +28,20 @@ def _filled(stores: Stores, source: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time `reshard ckpt` between two buckets.")
+    parser = argparse.ArgumentParser(
+        description="Time `reshard ckpt` between two buckets.",
+        epilog="Other options are for `reshard ckpt`.",
+    )
     parser.add_argument("source", type=Path, help="a workload")
+    parser.add_argument("--kind", default="conditional", help="of the servers in tests/servers.py")
+    parser.add_argument("--out", type=Path, help="write to this directory")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds, of each request")
     parser.add_argument("--log", type=Path, help="write when each request began and ended here")
-    arguments = parser.parse_args()
+    arguments, flags = parser.parse_known_args()
     with started() as stores:
-        source = _filled(stores, arguments.source.absolute())
-        command = [RESHARD, "ckpt", source, f"{stores.bucket('conditional')}/out"]
+        source = _filled(stores, arguments.kind, arguments.source.absolute())
+        out = arguments.out or f"{stores.bucket(arguments.kind)}/out"
+        command = [RESHARD, "ckpt", source, out, *flags]
         stores.reset()
         stores.delay = arguments.delay
         start = time.monotonic()

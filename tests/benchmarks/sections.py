@@ -195,6 +195,35 @@ def buckets(bench: Bench) -> Iterator[Row]:
     yield Row("W1, bucket to bucket: time with 50 ms a request", "1.5x", "1.15x", measured)
 
 
+def workers(bench: Bench) -> Iterator[Row]:
+    """`--workers 2` against one process, on W1 and W4; and 4 workers against 1 where each request
+    to the source takes 50 ms more and each worker has one at a time.
+    """
+    for name, floor, reach in (("W1", "0.95", "1.1"), ("W4", "1.2", "1.6")):
+        source = bench.source(name)
+        jobs = {"1 process": (), "--workers 2": ("--workers", "2")}
+        one, two = bench.compare(
+            "workers",
+            *(reshard(source, "--to", "1x8", *more, label=label) for label, more in jobs.items()),
+        )
+        measured = rate(one.seconds, two.seconds)
+        yield Row(f"{name}: rate of 2 workers, of 1 process's", floor, reach, measured)
+    source = bench.source("W5-files")
+    command = module("buckets", source, "--kind", "s3", "--delay", "0.05", "--out", DST)
+    one, four = compare_timed(
+        bench,
+        "workers",
+        *(
+            Program(
+                f"--workers {count}", source, [*command, "--concurrency", "1", "--workers", count]
+            )
+            for count in ("1", "4")
+        ),
+    )
+    measured = times(timed_seconds(one), timed_seconds(four))
+    yield Row("W5, from a bucket, 50 ms a request: 4 workers against 1", "3x", "3.8x", measured)
+
+
 def start(bench: Bench) -> Iterator[Row]:
     """`reshard --help`, ten times."""
     ten = Bench(bench.scratch, 10, bench.say, bench.log)
@@ -205,5 +234,5 @@ def start(bench: Bench) -> Iterator[Row]:
 
 CKPT_SECTIONS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     section.__name__: section
-    for section in (disk, raw, database, small, memory, large, big, keep, buckets, start)
+    for section in (disk, raw, database, small, memory, large, big, keep, buckets, workers, start)
 }

@@ -88,6 +88,10 @@ def _many() -> Tree:
     return {f"a{i}": Leaf((32 * rows.randint(1, 16), 32), _IN_OUT) for i in range(5000)}
 
 
+def _chunked() -> Tree:
+    return {f"a{i}": Leaf((640, 256), _IN_OUT) for i in range(10)}
+
+
 def _few() -> Tree:
     return {"w": Leaf((16, 16), _IN_OUT)}
 
@@ -105,6 +109,7 @@ WORKLOADS = {
     "W2": Workload(_two_layers, dtype="bfloat16"),  # true 8B shapes, two layers of them: 3 GB
     "tiny": Workload(_few),  # what a restore takes beside its work
     "W4": Workload(_many),  # 5,000 arrays of 4 to 64 KiB
+    "W5-files": Workload(_chunked, chunk_bytes=8 << 10, ocdbt=False),  # 1,280 chunks of 5 KiB
     "BIG": Workload(_one, chunk_bytes=16 << 20),  # 2 GiB in one array, in 16 MiB chunks
 }
 
