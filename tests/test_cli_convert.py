@@ -162,7 +162,7 @@ def run(folder, monkeypatch, capsys):
     import reshard.cli.job
     import reshard.cli.model_argument
 
-    monkeypatch.setattr(reshard.cli.job, "tune_memory", lambda: None)
+    monkeypatch.setattr(reshard.cli.job, "tune_memory", lambda max_memory: None)
     monkeypatch.setattr(sys, "path", list(sys.path))
     terminate = signal.getsignal(signal.SIGTERM)
 

@@ -30,7 +30,7 @@ from reshard.restore.target_mesh import to_mesh
 from reshard.sharding.mesh import parse_mesh
 from reshard.storage.machine import tune_memory
 from reshard.transforms import cast, rename, select
-from reshard.units import format_bytes
+from reshard.units import format_bytes, parse_bytes
 from reshard.writer.execution import save
 from reshard.writer.job_plan import Plan
 from reshard.writer.prepare import plan
@@ -156,7 +156,7 @@ def run(
 ) -> None:
     """Opens, changes, plans and writes; reports, with what `answer` adds to the JSON document
     then."""
-    tune_memory()
+    tune_memory(parse_bytes(flags["max_memory"]))
     dry_run, as_json, quiet = flags["dry_run"], flags["as_json"], flags["quiet"]
     share = parse_share(flags["share"], dst)
     if share is not None and (flags["resume"] or flags["workers"] or flags["dask"]):

@@ -8,6 +8,9 @@ from typing import Any
 # Parameters of mallopt.
 _MALLOC_ARENA_MAX, _MALLOC_MMAP_THRESHOLD, _MALLOC_TRIM_THRESHOLD = -8, -3, -1
 _MAX_ARENAS = 4
+# Where each arena may keep so many bytes, there are more: enough that threads seldom share one.
+_ARENA_BYTES = 128 << 20
+_ENOUGH_ARENAS = 8
 # Files that a worker has open at once at least: one is read while another is waited for.
 _FILES = 2
 # Processes that divide the processors of this machine, this one among them.
@@ -38,17 +41,19 @@ def thread_limits() -> dict[str, Any]:
     return {name: {"limit": limit} for name, limit in limits.items()}
 
 
-def tune_memory() -> None:
+def tune_memory(max_memory: int = 0) -> None:
     """For a process of this package, never for a library's user: few arenas of malloc, in which
     freed memory is kept and used again: on glibc, the difference between the budget and twice the
     budget. In a single one, threads that encode small chunks wait for one another for a quarter of
-    the time. And Python looks for cycles less often: in trees of 100,000 leaves, of which none is
-    one, that takes a fifth of the time."""
+    the time, so a job of `max_memory` bytes has as many as that leaves room for. And Python looks
+    for cycles less often: in trees of 100,000 leaves, of which none is one, that takes a fifth of
+    the time."""
     gc.set_threshold(100_000, 20, 20)
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
-    mallopt(_MALLOC_ARENA_MAX, min(cores(), _MAX_ARENAS))
+    roomy = min(max_memory // _ARENA_BYTES, _ENOUGH_ARENAS)
+    mallopt(_MALLOC_ARENA_MAX, max(min(cores(), _MAX_ARENAS), roomy))
     mallopt(_MALLOC_MMAP_THRESHOLD, 32 << 20)
     mallopt(_MALLOC_TRIM_THRESHOLD, 64 << 20)
