@@ -56,11 +56,12 @@ class ChunkUnion:
 
     def missing(self, chunks: Chunks) -> list[Chunks]:
         """The part of a range that is not in it, as disjoint ranges."""
-        rest = [chunks.ranges]
         hull = self._hulls.get(chunks.array)
-        if hull is not None and _meet(hull, chunks.ranges):
-            for known in self._known[chunks.array]:
-                rest = [part for ranges in rest for part in _without(ranges, known)]
+        if hull is None or not _meet(hull, chunks.ranges):
+            return [chunks]
+        rest = [chunks.ranges]
+        for known in self._known[chunks.array]:
+            rest = [part for ranges in rest for part in _without(ranges, known)]
         return [chunks._replace(ranges=ranges) for ranges in rest]
 
     def add(self, chunks: Iterable[Chunks]) -> list[Chunks]:
@@ -69,7 +70,8 @@ class ChunkUnion:
         for each in chunks:
             new = self.missing(each)
             self._known.setdefault(each.array, []).extend(part.ranges for part in new)
-            self._hulls[each.array] = _hull(self._hulls.get(each.array, each.ranges), each.ranges)
+            hull = self._hulls.get(each.array)
+            self._hulls[each.array] = each.ranges if hull is None else _hull(hull, each.ranges)
             added += new
         return added
 

@@ -178,6 +178,7 @@ def co_read(arrays: Sequence[ArrayPlan]) -> list[list[ArrayPlan]]:
     return list(groups.values())
 
 
+@functools.lru_cache(maxsize=4096)
 def read_amplification(shape: Shape, chunk: Shape, shard: Shape) -> float:
     """Elements decoded for each element wanted, when every shard is loaded from whole chunks.
 
@@ -241,29 +242,40 @@ class _Candidate:
     split: int
 
 
-def _candidate(array: ArrayLayout, chunk: Shape, split: int) -> _Candidate:
-    return _Candidate(chunk, common_multiple((array.source_chunk, chunk), array.shape), split)
+def _kept_grid(array: ArrayLayout) -> _Candidate:
+    box = common_multiple((array.source_chunk,), array.shape)
+    return _Candidate(array.source_chunk, box, 1)
 
 
-def _splits(array: ArrayLayout, most: int | None) -> list[_Candidate]:
+def _splits(array: ArrayLayout, most: int | None) -> Sequence[_Candidate]:
     """Even splits of a shard into chunks of at most `most` decoded bytes, fewest chunks first.
     Without it, only splits that shrink the box are tried."""
-    nbytes = math.prod(array.target_shard) * array.target_itemsize
-    elements = math.prod(array.target_shard)
-    fewest = 1 if most is None else min(math.ceil(nbytes / most), elements)
+    return _even_splits(
+        array.shape, array.source_chunk, array.target_shard, array.target_itemsize, most
+    )
+
+
+# Arrays of a checkpoint are alike: layers, and thousands of small ones.
+@functools.lru_cache(maxsize=256)
+def _even_splits(
+    shape: Shape, source: Shape, shard: Shape, itemsize: int, most: int | None
+) -> tuple[_Candidate, ...]:
+    nbytes = math.prod(shard) * itemsize
+    fewest = 1 if most is None else min(math.ceil(nbytes / most), math.prod(shard))
     options = [
         _shrinking_splits(size, a, b) if most is None else _splits_up_to(b, fewest)
-        for size, a, b in zip(array.shape, array.source_chunk, array.target_shard, strict=True)
+        for size, a, b in zip(shape, source, shard, strict=True)
     ]
     found = []
     for parts in itertools.product(*_few_enough(options)):
         split = math.prod(parts)
         if fewest <= split:
-            chunk = tuple(b // k for b, k in zip(array.target_shard, parts, strict=True))
-            found.append(_candidate(array, chunk, split))
+            chunk = tuple(b // k for b, k in zip(shard, parts, strict=True))
+            found.append(_Candidate(chunk, common_multiple((source, chunk), shape), split))
     smallest = min(SMALLEST_CHUNK, most or SMALLEST_CHUNK)
     large = [c for c in found if nbytes // c.split >= smallest]
-    return sorted(large or found, key=lambda c: (c.split, math.prod(c.box), max(c.box, default=1)))
+    best = sorted(large or found, key=lambda c: (c.split, math.prod(c.box), max(c.box, default=1)))
+    return tuple(best)
 
 
 def _few_enough(options: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -313,8 +325,7 @@ def _choose(
     One pass with two boxes in flight, else one pass with one box, else the largest target chunk
     that fits beside one source chunk. A grid that is to be kept is the only candidate.
     """
-    kept = [_candidate(array, array.source_chunk, 1)]
-    candidates = kept if keeps else _splits(array, most)
+    candidates = [_kept_grid(array)] if keeps else _splits(array, most)
     for limit in (room(max_memory) // 2, max_memory):
         for candidate in candidates:
             if array.one_pass(candidate.box) <= limit:
@@ -322,7 +333,7 @@ def _choose(
                     candidate = dataclasses.replace(candidate, box=array.shape)
                 return candidate, False
     if keeps:
-        raise too_large(array, array.one_pass(kept[0].box), max_memory)
+        raise too_large(array, array.one_pass(candidates[0].box), max_memory)
     left = max_memory - array.one_step((0,) * len(array.shape))
     smallest = min(
         SMALLEST_CHUNK,
