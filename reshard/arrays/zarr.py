@@ -156,12 +156,12 @@ class Encoding(NamedTuple):
     @property
     def is_blosc(self) -> bool:
         """Whether chunks begin with a header of blosc."""
-        return bool(self.compressors) and json.loads(self.compressors[0])["name"] == "blosc"
+        return bool(self.compressors) and _codec_name(self.compressors[0]) == "blosc"
 
     @property
     def ignores_unit_axes(self) -> bool:
         """Whether encoded chunks are the same with axes of size 1 more or less."""
-        names = {json.loads(codec)["name"] for codec in self.compressors}
+        names = set(map(_codec_name, self.compressors))
         whole = self.shards is None or self.shards.inner is None
         return whole and not self.transposes and names <= _PLAIN_CODECS
 
@@ -322,6 +322,11 @@ def parse_encoding(metadata: bytes) -> Encoding:
 def codec(name: str, configuration: Document) -> str:
     """A codec as `Encoding` has it."""
     return _text({"name": name, "configuration": configuration})
+
+
+@functools.lru_cache(maxsize=1024)
+def _codec_name(codec: str) -> str:
+    return json.loads(codec)["name"]
 
 
 def _text(document: Any) -> str:

@@ -109,11 +109,16 @@ class TargetFormat(ZarrVersion):
 
     def encoding(self, handle: ArrayHandle) -> Encoding:
         """How an array's chunks are encoded; raises ValueError where zarr has no such codec."""
+        version = 3 if self.zarr3 else 2
+        if self.codec is None and handle.stored is not None:
+            encoding = handle.stored.encoding
+            if encoding.zarr_format == version:
+                return encoding
         _, root = next(handle.roots(), (None, None))
         derived = isinstance(handle.data, Derived)
         cast = root is None or handle.dtype != handle.stored_dtype
         encoding = self.usual if root is None else root.encoding
-        return _encoding(encoding, derived, cast, self.codec, 3 if self.zarr3 else 2)
+        return _encoding(encoding, derived, cast, self.codec, version)
 
     def check(self, handle: ArrayHandle) -> None:
         """Raises ValueError where this version of zarr lacks the codec or the fill value."""
