@@ -32,9 +32,9 @@ def in_batches(units: Iterable[Unit], limit: int, most: int) -> Iterator[Batch]:
     bytes where units share chunks with those before them, which are decoded once then."""
     open_batch = _OpenBatch()
     for unit in units:
-        chunks = ChunkUnion().add(
-            c for read in unit.reads for c in chunks_of(read.handle, read.box)
-        )
+        chunks = [c for read in unit.reads for c in chunks_of(read.handle, read.box)]
+        if len(chunks) > 1:
+            chunks = ChunkUnion().add(chunks)
         new = open_batch.missing(chunks)
         fits = open_batch.bytes_with(unit, new) <= (most if new != chunks else limit)
         if open_batch.reads and (unit.alone or open_batch.alone or not fits):

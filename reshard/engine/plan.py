@@ -330,7 +330,7 @@ def _choose(
         for candidate in candidates:
             if array.one_pass(candidate.box) <= limit:
                 if array.one_pass(array.shape) <= min(WHOLE_ARRAY, limit):
-                    candidate = dataclasses.replace(candidate, box=array.shape)
+                    candidate = _Candidate(candidate.chunk, array.shape, candidate.split)
                 return candidate, False
     if keeps:
         raise too_large(array, array.one_pass(candidates[0].box), max_memory)
