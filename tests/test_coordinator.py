@@ -3,8 +3,11 @@ that fails unless it is to be resumed."""
 
 import concurrent.futures
 import importlib
+import os
 import re
 import shutil
+import time
+import warnings
 
 import pytest
 from layouts import hashes
@@ -17,6 +20,7 @@ import reshard
 # Functions have its name.
 share_writing = importlib.import_module("reshard.writer.share_writing")
 coordinator = importlib.import_module("reshard.writer.coordinator")
+executors = importlib.import_module("reshard.engine.executors")
 tasks = importlib.import_module("reshard.engine.tasks")
 KINDS = ["ckpt zarr2", "ckpt manager", "ckpt zarr3-files", "convert zarr3"]
 
@@ -135,6 +139,32 @@ def test_an_interrupt_ends_all_shares(jobs, threads, tmp_path):
         save(source, out, executor=threads, overwrite=True, progress=interrupt)
     assert [*tmp_path.iterdir()] == [out]
     assert hashes(out) == before
+
+
+def test_a_share_that_does_not_go_on_is_told_of_once(jobs, tmp_path, monkeypatch):
+    """Of an executor; it is waited for."""
+    (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
+    monkeypatch.setattr(executors, "IDLE_SECONDS", 0.1)
+    writing, hung = share_writing._write, []
+
+    def write(work, max_memory, look, report):
+        if not hung and any(stage.startswith("ocdbt.process_0_") for stage in work.stages):
+            hung.append(time.sleep(1))
+        return writing(work, max_memory, look, report)
+
+    monkeypatch.setattr(share_writing, "_write", write)
+    with (
+        concurrent.futures.ThreadPoolExecutor(1) as thread,
+        warnings.catch_warnings(record=True) as told,
+    ):
+        warnings.simplefilter("always")
+        save(source, out, executor=thread)
+    (warning,) = [str(each.message) for each in told if "nothing since" in str(each.message)]
+    assert re.fullmatch(
+        rf"share 0: process {os.getpid()} on \S+ had written 0% of it at .* UTC, and nothing since",
+        warning,
+    )
+    assert_same(out, whole)
 
 
 def test_a_share_is_one_process_s(jobs, tmp_path):

@@ -69,13 +69,13 @@ def started(what, *arguments, **environment):
 
 
 @contextlib.contextmanager
-def cluster(count=2, port=None, limit="2GiB"):
+def cluster(count=2, port=None, limit="2GiB", **environment):
     """A scheduler and so many workers, each a process that is started again if it is killed."""
     more = ["--nthreads", "1", "--no-dashboard", "--memory-limit", limit, "--host", "127.0.0.1"]
     with contextlib.ExitStack() as stack:
         process, address = stack.enter_context(scheduler(port or free_port()))
         for _ in range(count):
-            stack.enter_context(started("dask_worker", address, *more))
+            stack.enter_context(started("dask_worker", address, *more, **environment))
         yield process, address
 
 

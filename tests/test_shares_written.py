@@ -621,6 +621,29 @@ def test_a_task_that_runs_again_after_its_job_was_committed(sources, expected, t
     assert_same(out, expected("ckpt zarr2"))
 
 
+def test_what_a_commit_leaves_that_was_killed_at_its_end(sources, expected, tmp_path, monkeypatch):
+    """The same job, begun again, is not complete."""
+    source, out = sources("ckpt zarr2"), tmp_path / "out"
+    write(source, out, range(2), 2, overwrite=True)
+    removing = Location.remove
+
+    def remove(file):
+        removing(file)
+        if file.name == "job.json":
+            raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Location, "remove", remove)
+        reshard.commit(out)
+    assert [path.name for path in outer(out).iterdir()] == ["named.json"]
+    write(source, out, [1], 2, overwrite=True)
+    with pytest.raises(reshard.DestinationError, match="missing: 0"):
+        reshard.commit(out)
+    write(source, out, [0], 2, overwrite=True)
+    assert reshard.commit(out)
+    assert_same(out, expected("ckpt zarr2"))
+
+
 def test_nothing_is_written_to_what_is_merged(sources, expected, tmp_path, monkeypatch):
     """Neither by a share nor by a job that is resumed, which commits it."""
     source, out = sources("ckpt zarr2"), tmp_path / "out"

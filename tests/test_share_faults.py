@@ -1,0 +1,542 @@
+"""Jobs in shares whose processes are killed, by SIGKILL or from the keyboard, at any moment; and
+what comes together at once. What comes out is what one process writes, or nothing is."""
+
+import concurrent.futures
+import contextlib
+import importlib
+import inspect
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import layouts
+import numpy as np
+import orbax.checkpoint as ocp
+import psutil
+import pytest
+from flax import nnx
+from layouts import hashes
+from sampling import few
+from test_executors import cluster, free_port
+from test_resume import RESHARD, changed, make
+from test_shares_written import assert_same, outer
+
+import reshard
+
+pytestmark = pytest.mark.usefixtures("forked")
+# A function has its name.
+share_commit = importlib.import_module("reshard.writer.share_commit")
+share_job = importlib.import_module("reshard.writer.share_job")
+
+# A process that writes a share, or commits, and kills itself at a call of some functions.
+JOB = f"""
+import importlib, json, os, pathlib, signal, sys
+import reshard
+
+{inspect.getsource(changed)}
+"""
+JOB += """
+source, out, share, overwrite, names, count, after = json.loads(sys.argv[1])
+calls = 0
+
+
+def deadly(original):
+    def called(*args, **kwargs):
+        global calls
+        calls += 1
+        number = calls
+        if number == count and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            if number == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return called
+
+
+for name in names:
+    module, _, name = name.partition(":")
+    *owner, name = name.split(".")
+    holder = importlib.import_module(module)
+    for attribute in owner:
+        holder = getattr(holder, attribute)
+    setattr(holder, name, deadly(getattr(holder, name)))
+if share is None:
+    reshard.commit(out)
+else:
+    reshard.save(changed(source), out, share=share, overwrite=overwrite, max_memory="3MiB")
+"""
+# All that changes names on a disk.
+NAMES = ["os:replace", "os:rename", "os:unlink", "os:rmdir", "os:mkdir", "os:link"]
+
+
+def job(source, out, share=None, names=(), count=0, after=False, overwrite=False):
+    words = json.dumps([str(source), str(out), share, overwrite, names, count, after])
+    return subprocess.Popen([sys.executable, "-c", JOB, words], stderr=subprocess.PIPE, text=True)
+
+
+def ended(process):
+    """Its status; but for those that were killed, without a word."""
+    _, err = process.communicate()
+    assert process.returncode in (0, -signal.SIGKILL), err
+    return process.returncode
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """By kind: a source, and what one process writes of it."""
+    made = {}
+
+    def get(kind):
+        if kind not in made:
+            folder = tmp_path_factory.mktemp("job")
+            source = make(folder / "source", kind, 2)
+            reshard.save(changed(source), folder / "whole", max_memory="3MiB")
+            made[kind] = source, folder / "whole"
+        return made[kind]
+
+    return get
+
+
+MOMENTS = [
+    ("os:mkdir", 1, True),
+    ("reshard.writer.share_job:_first", 1, False),
+    ("reshard.writer.share_job:_first", 1, True),
+    ("reshard.writer.share_job:Job.write_document", 1, False),
+    ("reshard.writer.share_job:Job.write_document", 2, False),
+    ("reshard.writer.share_job:Job.write_document", 2, True),
+    ("os:replace", 2, False),
+    ("os:replace", 2, True),
+    ("reshard.writer.item_arrays:write_values", 1, True),
+    ("reshard.writer.item_arrays:write_boxes", 1, True),
+    ("reshard.writer.share_writing:stored_values", 1, False),
+    ("reshard.writer.share_writing:posix.sync", 1, True),
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["ckpt zarr2", "ckpt manager", "convert zarr3-files"])
+def test_shares_in_processes_that_are_killed_and_doubled(jobs, tmp_path, kind):
+    """Seven, in any order: some are killed at every moment that matters, two run twice at once."""
+    (source, whole), out = jobs(kind), tmp_path / "out"
+    rng = random.Random(kind)
+    deaths = 0
+    for number, (name, count, after) in enumerate(MOMENTS):
+        share = (rng.choice([0, 2, 5]), 7)
+        deaths += ended(job(source, out, share, [name], count, after)) != 0
+        assert not out.exists(), number
+    assert deaths > len(MOMENTS) // 2
+    numbers = rng.sample([0, 1, 1, 2, 3, 4, 4, 5, 6], 9)
+    for some_of_them in (numbers[:3], numbers[3:6], numbers[6:]):
+        running = [job(source, out, (number, 7)) for number in some_of_them]
+        assert [ended(each) for each in running] == [0, 0, 0]
+    assert ended(job(source, out)) == 0
+    assert_same(out, whole)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_commit_that_is_killed_wherever_it_changes_a_name(jobs, tmp_path, overwrite):
+    """The destination is what it was, or complete, or absent between two renames; and a commit
+    completes it."""
+    source, whole = jobs("ckpt manager")
+    out, kept = tmp_path / "out", tmp_path / "kept"
+    if overwrite:
+        shutil.copytree(whole, out)
+        (out / "notes.txt").write_text("old")
+    for number in range(2):
+        assert ended(job(source, out, (number, 2), overwrite=overwrite)) == 0
+    shutil.copytree(tmp_path, kept, copy_function=os.link)
+    before = hashes(out) if overwrite else {}
+    deaths, status = 0, -1
+    while status:
+        deaths += 1
+        status = ended(job(source, out, None, NAMES, deaths, bool(deaths % 2)))
+        if status and out.exists() and hashes(out) != before:
+            assert reshard.open(out).arrays
+        assert reshard.commit(out) in (True, False)
+        assert_same(out, whole)
+        assert [path.name for path in tmp_path.iterdir() if path != kept] == ["out"]
+        shutil.rmtree(out)
+        shutil.copytree(kept, tmp_path, dirs_exist_ok=True)
+    assert deaths > 20
+
+
+def test_two_commits_at_once(jobs, tmp_path, monkeypatch):
+    """One of them is refused, whenever it comes, until the other one has ended."""
+    (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
+    for number in range(2):
+        reshard.save(changed(source), out, share=(number, 2), max_memory="3MiB")
+    merging, told = share_commit._merged, []
+
+    def merged(*args):
+        with pytest.raises(reshard.DestinationError) as caught:
+            reshard.commit(out)
+        told.append(str(caught.value))
+        return merging(*args)
+
+    monkeypatch.setattr(share_commit, "_merged", merged)
+    assert reshard.commit(out)
+    assert told == [f"another job is writing `{out}`"]
+    assert_same(out, whole)
+
+
+@pytest.mark.exhaustive
+def test_commits_of_many_processes_at_once(jobs, tmp_path):
+    (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
+    for _ in range(5):
+        for number in range(2):
+            reshard.save(changed(source), out, share=(number, 2), max_memory="3MiB")
+        running = [job(source, out) for _ in range(4)]
+        errors = [process.communicate()[1] for process in running]
+        ends = sorted(process.returncode for process in running)
+        assert set(ends) <= {0, 1} and ends[0] == 0
+        for error in errors:
+            assert not error or f"another job is writing `{out}`" in error
+        assert_same(out, whole)
+        shutil.rmtree(out)
+
+
+def test_who_is_first_to_begin_a_job(jobs, tmp_path):
+    """Of shares of other counts that come at once, one is, and the others are told."""
+    (source, _), out = jobs("ckpt zarr2"), tmp_path / "out"
+    first_of(source, out)
+
+
+def first_of(source, out):
+    def begin(count):
+        try:
+            reshard.save(changed(source), out, share=(1, count), max_memory="3MiB")
+        except reshard.DestinationError as error:
+            return error.problems
+        return count
+
+    counts = [2, 3, 4, 5]
+    with concurrent.futures.ThreadPoolExecutor(len(counts)) as pool:
+        found = list(pool.map(begin, counts))
+    (winner,) = [each for each in found if isinstance(each, int)]
+    for count, each in zip(counts, found, strict=True):
+        assert each == winner or each == (f"shares: {winner} then, {count} now",)
+
+
+@pytest.mark.usefixtures("short_tries")
+@pytest.mark.parametrize("where", few(["s3", "conditional"]))
+def test_who_is_first_to_begin_a_job_in_a_bucket(stores, jobs, where):
+    """By conditional writes, which these servers know."""
+    source, _ = jobs("ckpt zarr2")
+    for number in range(3):
+        first_of(source, f"{stores.bucket(where)}/runs/out{number}")
+
+
+# Jobs of `--workers` and Dask, at a function of the user's that waits.
+
+FUNCTIONS = '''
+import os
+import pathlib
+import time
+
+FOLDER = pathlib.Path(__file__).parent
+
+
+def waits(x):
+    """Until there is no gate, or the process is one of those that hang."""
+    (FOLDER / f"called-{os.getpid()}").touch()
+    while (FOLDER / "gate").exists():
+        time.sleep(0.01)
+    return x + x
+'''
+MAP = """
+to = "nnx"
+
+[[rule]]
+from = '^params/waits$'
+to = 'waits'
+apply = 'gated:waits'
+
+[[rule]]
+from = '^params/'
+to = ''
+"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A directory with a function, a map that applies it, and a checkpoint; and what one process
+    converts it to."""
+    (tmp_path / "gated.py").write_text(FUNCTIONS)
+    (tmp_path / "map.toml").write_text(MAP)
+    rng = np.random.default_rng(5)
+    params = {f"w{i}": layouts.random_array(rng, (300 + i, 257)) for i in range(4)}
+    params["waits"] = rng.normal(size=(123, 77)).astype("f4")
+    layouts.save_pytree(tmp_path / "run", {"params": params})
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert reshard_ended(begun("whole")) == (0, "")
+    return tmp_path
+
+
+def begun(out, *more):
+    words = ["convert", "run", out, "--to", "nnx", "--map", "map.toml", "--quiet", *more]
+    return subprocess.Popen(
+        [RESHARD, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+
+
+def reshard_ended(process):
+    """Its status and what it says, without its warnings."""
+    err = process.communicate()[1]
+    return process.returncode, "\n".join(
+        line for line in err.splitlines() if line and "Warning" not in line
+    )
+
+
+def called(project, without=()):
+    """The process that has come to the function."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        found = [int(p.name[7:]) for p in project.glob("called-*")]
+        found = [pid for pid in found if pid not in without]
+        if found:
+            return found[0]
+        time.sleep(0.01)
+    raise AssertionError("nobody has")
+
+
+def gone(pids):
+    """Whether processes end by themselves."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        if not any(psutil.pid_exists(pid) and is_running(pid) for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def is_running(pid):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def forget(project):
+    for file in project.glob("called-*"):
+        file.unlink()
+
+
+def assert_converted(project, out="out"):
+    assert_same(project / out, project / "whole")
+    assert reshard.digest(project / out) == reshard.digest(project / "whole")
+
+
+@pytest.mark.exhaustive
+def test_a_worker_that_is_killed_costs_its_share_again(project):
+    (project / "gate").touch()
+    forget(project)
+    process = begun("out", "--workers", "2")
+    first = called(project)
+    os.kill(first, signal.SIGKILL)
+    second = called(project, [first])
+    (project / "gate").unlink()
+    assert reshard_ended(process) == (0, "")
+    assert first != second
+    assert_converted(project)
+
+
+@pytest.mark.parametrize("resume", few([False, True], False))
+def test_a_job_of_workers_that_is_killed(project, resume):
+    """Its workers end by themselves; what is left says what to type, which is so."""
+    more = ["--workers", "2", *(["--resume"] if resume else [])]
+    (project / "gate").touch()
+    forget(project)
+    process = begun("out", *more)
+    pid = called(project)
+    workers = [each.pid for each in psutil.Process(process.pid).children(recursive=True)]
+    assert pid in workers
+    process.kill()
+    process.wait()
+    process.stderr.close()
+    (project / "gate").unlink()
+    assert gone(workers)
+    assert not (project / "out").exists()
+    if not resume:
+        status, err = reshard_ended(begun("out", *more))
+        left = outer(project / "out")
+        assert (status, err) == (
+            2,
+            f"Error: shares of a job for `{project / 'out'}` are in `{left}`\n"
+            f"hint: reshard commit '{project / 'out'}' completes them\n"
+            "hint: the same command with --workers and --resume writes those that are missing, "
+            "and completes them\n"
+            f"hint: rm -r '{left}' begins anew",
+        )
+    assert reshard_ended(begun("out", "--workers", "3", "--resume")) == (0, "")
+    assert_converted(project)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_job_of_workers_that_is_interrupted(project, number, resume):
+    """From the keyboard: nothing is left but what is to be resumed."""
+    more = ["--workers", "2", *(["--resume"] if resume else [])]
+    (project / "gate").touch()
+    forget(project)
+    process = begun("out", *more)
+    called(project)
+    workers = [each.pid for each in psutil.Process(process.pid).children(recursive=True)]
+    process.send_signal(number)
+    status, err = reshard_ended(process)
+    assert gone(workers)
+    left = outer(project / "out")
+    kept = f"`{left}` is kept: the same command with --resume goes on with it"
+    text = kept if resume else "nothing half-written was left behind."
+    assert (status, err) == (130, f"Interrupted; {text}")
+    assert left.exists() == resume and not (project / "out").exists()
+    (project / "gate").unlink()
+    assert reshard_ended(begun("out", *more)) == (0, "")
+    assert_converted(project)
+
+
+@pytest.mark.exhaustive
+def test_shares_that_apply_a_function(project):
+    """One is interrupted, which takes as long as the function does, one is killed."""
+    (project / "gate").touch()
+    forget(project)
+    running = [begun("out", "--shard", f"{number}/3") for number in range(3)]
+    pid = called(project)
+    process = next(each for each in running if each.pid == pid)
+    process.send_signal(signal.SIGINT)
+    (project / "gate").unlink()
+    text = "Interrupted; the same command writes the share again."
+    assert reshard_ended(process) == (130, text)
+    number = running.index(process)
+    running.remove(process)
+    assert [reshard_ended(each) for each in running] == [(0, "")] * 2
+    (project / "gate").touch()
+    again = begun("out", "--shard", f"{number}/3")
+    os.kill(called(project, [pid]), signal.SIGKILL)
+    assert reshard_ended(again) == (-signal.SIGKILL, "")
+    with pytest.raises(reshard.DestinationError) as caught:
+        reshard.commit(project / "out")
+    assert caught.value.problems[0] == f"missing: {number}"
+    assert f"process {again.pid} on" in caught.value.problems[-1]
+    (project / "gate").unlink()
+    assert reshard_ended(begun("out", "--shard", f"{number}/3")) == (0, "")
+    assert reshard.commit(project / "out")
+    assert_converted(project)
+
+
+@pytest.mark.parametrize("overwrite", few([False, True], False))
+def test_a_task_that_ends_after_the_commit_of_its_double(project, overwrite):
+    """It says so, and leaves nothing."""
+    more = ["--overwrite"] if overwrite else []
+    if overwrite:
+        shutil.copytree(project / "whole", project / "out")
+    (project / "gate").touch()
+    forget(project)
+    late = [begun("out", "--shard", f"{number}/2", *more) for number in range(2)]
+    pid = called(project)
+    (number,) = [number for number, each in enumerate(late) if each.pid == pid]
+    assert reshard_ended(late[1 - number]) == (0, "")
+    os.kill(pid, signal.SIGSTOP)
+    (project / "gate").unlink()
+    assert reshard_ended(begun("out", "--shard", f"{number}/2", *more)) == (0, "")
+    assert reshard.commit(project / "out")
+    os.kill(pid, signal.SIGCONT)
+    text = f"Error: the job in `{outer(project / 'out')}` was stopped, or is complete"
+    assert reshard_ended(late[number]) == (2, text)
+    assert_converted(project)
+
+
+# Dask, whose workers import the function too.
+
+
+def wait_for_workers(address):
+    from distributed import Client
+
+    with Client(address, timeout="30s", set_as_default=False) as client:
+        client.wait_for_workers(2, timeout=60)
+
+
+@pytest.mark.exhaustive
+def test_a_dask_worker_that_is_killed_costs_its_share_again(project):
+    (project / "gate").touch()
+    forget(project)
+    with cluster(2, PYTHONPATH=str(project)) as (_, address):
+        wait_for_workers(address)
+        process = begun("out", "--dask", address)
+        first = called(project)
+        os.kill(first, signal.SIGKILL)
+        called(project, [first])
+        (project / "gate").unlink()
+        assert reshard_ended(process) == (0, "")
+    assert_converted(project)
+
+
+@pytest.mark.exhaustive
+def test_a_dask_scheduler_that_is_started_again(project):
+    """The job ends, and goes on with the new one."""
+    (project / "gate").touch()
+    forget(project)
+    port = free_port()
+    with cluster(2, port, PYTHONPATH=str(project)) as (scheduler, address):
+        wait_for_workers(address)
+        process = begun("out", "--dask", address, "--resume")
+        called(project)
+        scheduler.kill()
+        scheduler.wait()
+        (project / "gate").unlink()
+        status, err = reshard_ended(process)
+    assert status == 2
+    assert re.match(r"Error: the executor has lost its workers, and \d+ of \d+ tasks are not", err)
+    left = outer(project / "out")
+    assert err.endswith(f"`{left}` is kept: the same command with --resume goes on with it")
+    assert not (project / "out").exists()
+    with cluster(2, port, PYTHONPATH=str(project)) as (_, address):
+        wait_for_workers(address)
+        assert reshard_ended(begun("out", "--dask", address, "--resume")) == (0, "")
+    assert_converted(project)
+
+
+# Initial values of a model.
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(300, 257, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+
+def model():
+    return Model(nnx.Rngs(3))
+
+
+@pytest.mark.parametrize("how", few(["shares", "workers"], "shares"))
+def test_initial_values_of_a_model(tmp_path, how):
+    rng = np.random.default_rng(2)
+    linear = {"kernel": rng.normal(size=(300, 257)), "bias": rng.normal(size=257)}
+    linear = {name: values.astype("f4") for name, values in linear.items()}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "run", {"params": {"linear": linear}})
+
+    def save(out, **options):
+        ckpt = reshard.to_nnx(reshard.open(tmp_path / "run"), model, init="**/rngs/**")
+        assert any("rngs" in handle.path for handle in ckpt.arrays)
+        reshard.save(ckpt, tmp_path / out, **options)
+
+    save("whole")
+    if how == "workers":
+        save("out", workers=2)
+    else:
+        for number in (2, 0, 1):
+            save("out", share=(number, 3))
+        assert reshard.commit(tmp_path / "out")
+    assert_same(tmp_path / "out", tmp_path / "whole")
