@@ -148,6 +148,12 @@ class Job:
 
         return look
 
+    def remove_late(self) -> None:
+        """Removes what was written on a disk after the job had ended, which is nobody's."""
+        if self.outer.is_local and not (self.outer / JOB).exists():
+            posix.remove(self.directory)
+            posix.remove_empty(self.outer)
+
     def note_running(self, number: int, done: int, nbytes: int) -> None:
         """Notes that this process has written so many bytes of a share; or not, if it cannot."""
         process = f"process {os.getpid()} on {platform.node()}"

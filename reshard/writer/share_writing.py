@@ -59,21 +59,26 @@ class ShareTask:
 
     def run(self, report: Report) -> None:
         """Writes it, unless that has been done; `report` is called with numbers of bytes."""
-        job, name = self.job, f"{self.share.number}.json"
-        if is_written(job, name):
+        if is_written(self.job, f"{self.share.number}.json"):
             report(self.nbytes)
             return
-        done = 0
+        try:
+            self._write(report)
+        except BaseException:
+            self.job.remove_late()
+            raise
+
+    def _write(self, report: Report) -> None:
+        job, number, done = self.job, self.share.number, 0
 
         def told(nbytes: int) -> None:
             nonlocal done
             done += nbytes
             report(nbytes)
 
-        number = self.share.number
         look = job.looking(lambda: job.note_running(number, done, self.nbytes))
         look()
-        attempt = f"{self.share.number}_{secrets.token_hex(4)}"
+        attempt = f"{number}_{secrets.token_hex(4)}"
         items = {}
         for item in self.share.items:
             directory = job.directory / item.directory
@@ -91,7 +96,7 @@ class ShareTask:
         if job.outer.is_local:
             posix.sync(job.directory)
         job.check()
-        job.write_document(name, {"items": _dumped(items)})
+        job.write_document(f"{number}.json", {"items": _dumped(items)})
         job.forget_running(number)
 
 
