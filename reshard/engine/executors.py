@@ -11,6 +11,8 @@ from reshard.errors import ArgumentError, ReshardError
 
 # How long tasks are waited for that were told to stop.
 STOP_SECONDS = 60.0
+# How long none is done until it is asked whether those that run go on.
+IDLE_SECONDS = 60.0
 
 
 def in_executor(
@@ -19,6 +21,7 @@ def in_executor(
     report: Report,
     stop: Callable[[], object] | None,
     meanwhile: Callable[[Report], object] | None,
+    idle: Callable[[], object],
 ) -> list[Any]:
     """Runs tasks as `reshard.engine.workers.run_tasks` says."""
     results: dict[int, Any] = {}
@@ -28,12 +31,19 @@ def in_executor(
             futures[executor.submit(_answer, pickled(task))] = number
         if meanwhile is not None:
             meanwhile(report)
-        for future in concurrent.futures.as_completed(futures):
-            kind, value = future.result()
-            if kind == "error":
-                raise value
-            results[futures[future]] = value
-            report(tasks[futures[future]].nbytes)
+        left = {*futures}
+        while left:
+            done, left = concurrent.futures.wait(
+                left, IDLE_SECONDS, concurrent.futures.FIRST_COMPLETED
+            )
+            if not done:
+                idle()
+            for future in done:
+                kind, value = future.result()
+                if kind == "error":
+                    raise value
+                results[futures[future]] = value
+                report(tasks[futures[future]].nbytes)
     except BaseException as error:
         if stop is None:
             for future in futures:

@@ -61,6 +61,7 @@ def run_tasks(
     executor: concurrent.futures.Executor | None = None,
     stop: Callable[[], object] | None = None,
     meanwhile: Callable[[Report], object] | None = None,
+    idle: Callable[[], object] = lambda: None,
 ) -> list[Any]:
     """Runs tasks that were checked, and returns their results in order.
 
@@ -71,12 +72,13 @@ def run_tasks(
       stop: tells the tasks of an executor to end, which are waited for then; without it, those
         that run are left alone.
       meanwhile: what this process does while they run, and reports of.
+      idle: called where an executor has done no task for a minute.
 
     Raises:
       ReshardError: what a task has raised; or a task kills its workers, or the executor breaks.
     """
     if executor is not None:
-        return in_executor(tasks, executor, report, stop, meanwhile)
+        return in_executor(tasks, executor, report, stop, meanwhile, idle)
     return _in_workers(tasks, min(workers or 1, len(tasks)), report, meanwhile)
 
 

@@ -1,7 +1,10 @@
 """A job whose shares other processes write, and this one commits."""
 
+import collections
 import concurrent.futures
 import functools
+import warnings
+from collections.abc import Callable
 
 from reshard.engine.tasks import task_count
 from reshard.engine.workers import check_tasks, run_tasks
@@ -17,6 +20,7 @@ from reshard.writer.share_job import (
     JOB,
     MERGED,
     STOP,
+    Job,
     begun,
     check_none,
     read_document,
@@ -62,6 +66,7 @@ def execute_in_shares(
                     executor=executor,
                     stop=functools.partial((job.outer / STOP).write, b"stop"),
                     meanwhile=functools.partial(write_rest, plan, job),
+                    idle=_telling(job),
                 )
             else:
                 report(whole)
@@ -87,3 +92,17 @@ def execute_in_shares(
         if destination.is_local:
             posix.remove_empty(shares_directory(destination))
     return plan
+
+
+def _telling(job: Job) -> Callable[[], None]:
+    """What warns of shares that have not gone on since it was called before; of each once."""
+    times: collections.Counter[str] = collections.Counter()
+
+    def tell() -> None:
+        running = job.running(range(job.count))
+        times.update(running)
+        for text in running:
+            if times[text] == 2:
+                warnings.warn(f"{text}, and nothing since", stacklevel=2)
+
+    return tell
