@@ -34,6 +34,7 @@ from reshard.writer.recording import check_written, other_values
 from reshard.writer.share_job import (
     JOB,
     MERGED,
+    NAMED,
     REST,
     Job,
     Written,
@@ -46,8 +47,6 @@ from reshard.writer.share_job import (
 from reshard.writer.siblings import changed_paths, state_of, write_markers
 from reshard.writer.stream import Report
 
-# That the checkpoint is about to get its name: without its directory, it has it.
-NAMED = "named.json"
 LOCK = "lock"
 # Bytes of memory that a key takes which is merged.
 _KEY_BYTES = 1024
@@ -90,6 +89,7 @@ def commit(destination: str | os.PathLike, *, progress: Progress | None = None) 
     try:
         document = read_document(outer / JOB)
         if document is None:
+            (outer / NAMED).remove()
             return _complete_already(place)
         committed_job(document, lock, lambda whole: counted(whole, progress))
     finally:

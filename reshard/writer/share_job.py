@@ -41,6 +41,8 @@ from reshard.writer.siblings import marker_places
 JOB, REST, STOP = "job.json", "rest.json", "stop"
 # What has been merged, in the place of the documents of all shares.
 MERGED = "merged.json"
+# That the checkpoint is about to get its name: without its directory, it has it.
+NAMED = "named.json"
 _RUNNING = ".running"
 _SHARE = re.compile(rf"(\d+)\.json|{re.escape(REST)}")
 # Where the data of a job's shares are on a disk, until the commit: no share of another job, that
@@ -272,6 +274,7 @@ def begun(plan: Plan, count: int) -> Job:
                 hints=["name a new destination, or delete what is there"],
             )
         job.outer.make_directory()
+        (job.outer / NAMED).remove()  # of an earlier job, the last of it
         then = _first(path, _dumped(document))
     if then is not None and then.get("job") != job.token:
         raise _another(job, then, document)
