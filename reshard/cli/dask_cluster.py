@@ -47,7 +47,8 @@ def _workers(dask: str | None, workers: int | None, max_memory: str) -> Iterator
         hints = ["pip install 'reshard[dask]'"]
         raise ReshardError("--dask needs dask.distributed", [str(error)], hints) from error
     # What a connection comes to is told by the error of the job.
-    logging.getLogger("distributed").setLevel(logging.CRITICAL)
+    for name in ("distributed", "distributed.client"):  # each has a level of its own
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         client = Client(dask, timeout=_TIMEOUT, set_as_default=False)
     except (OSError, ValueError) as error:
