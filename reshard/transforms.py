@@ -98,7 +98,7 @@ def rename(ckpt: Checkpoint, rules: Sequence[tuple[str, str]] | Mapping[str, str
     for old, leaf in ckpt.items():
         new = new_paths[old]
         if isinstance(leaf, ArrayHandle) and new != old:
-            leaf = dataclasses.replace(leaf, path=new)
+            leaf = leaf.at(new)
         leaves[new] = leaf
     tree.check_lists(leaves, ckpt)
     clashes = name_clashes(leaves, lambda path: new_paths.get(path) == path)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -200,6 +201,10 @@ class ArrayHandle:
             return self.data
         return None
 
+    def at(self, path: Path) -> "ArrayHandle":
+        """The same array under another path."""
+        return ArrayHandle(path, *_all_but_path(self))
+
     def roots(self) -> "Iterator[tuple[ArrayHandle, StoredArray]]":
         """The stored arrays that it is, or is derived from, with where these are."""
         todo: list[ArrayHandle] = [self]
@@ -295,6 +300,9 @@ class ArrayHandle:
 
     def __repr__(self) -> str:
         return f"<{format_path(self.path)}: {self.describe()}>"
+
+
+_all_but_path = operator.attrgetter(*[f.name for f in dataclasses.fields(ArrayHandle)][1:])
 
 
 def array_text(dtype: str, shape: tuple[int, ...]) -> str:

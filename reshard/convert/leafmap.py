@@ -234,7 +234,7 @@ class LeafMap:
         for path, value in self.values.items():
             leaf = _zeros(path, value, an_array(like)) if isinstance(value, Zeros) else bound(value)
             if isinstance(leaf, ArrayHandle) and leaf.path != path:
-                leaf = dataclasses.replace(leaf, path=path)
+                leaf = leaf.at(path)
             found[path] = leaf
         return found
 
@@ -408,7 +408,7 @@ def names_of(found: LeafMap) -> dict[tuple[int, int], Path]:
         for value in call.inputs:
             if isinstance(value, Output):
                 goal.setdefault((id(value.call), value.part), first)
-    held = set(found.sources())
+    held = set(found.sources()) if calls else set()
     for call in calls:
         inputs = input_names(call, names)
         held.difference_update(inputs)

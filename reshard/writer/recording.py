@@ -131,7 +131,7 @@ def read_apart(
     and arrays that are copied verbatim."""
     # By name: another leaf may have been renamed to the path of a source.
     sources = _stored(item.read_sources)
-    by_name = [dataclasses.replace(h, path=(name,)) for name, h in sources.items()]
+    by_name = [h.at((name,)) for name, h in sources.items()]
     read, failed = read_digests([*by_name, *item.read_verbatim], max_memory, report)
     if failed:
         source = item.ckpt.source

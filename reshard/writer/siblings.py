@@ -188,13 +188,15 @@ def clear(checkpoints: Sequence[Checkpoint], found: Sequence[Sibling], directory
     nothing is left in it but what the same job has written."""
     if not directory.is_local:
         return
+    tops = _tops(checkpoints)
     arrays = {
         _joined(c.source.step, c.source.item, stored_name(handle.path).partition("/")[0])
         for c in checkpoints
         for handle in c.arrays
+        if tops
     }
     wanted = {sibling.path: sibling.is_file for sibling in found}
-    for top in _tops(checkpoints):
+    for top in tops:
         if top in arrays:  # an array may have got the name of what was beside it
             continue
         for left in (directory / top).walk():
