@@ -35,6 +35,7 @@ from sampling import examples
 
 import reshard
 from reshard.convert.conversion import conversion
+from reshard.errors import TreeMismatchError
 from reshard.tree import format_path
 from reshard.units import format_bytes
 
@@ -2231,3 +2232,66 @@ def test_any_tree_goes_there_and_back(collections, data, tmp_path_factory):
     again = save(folder / "again", load(folder / "nnx"))
     back = reshard.to_linen(again, map_file=folder / "map.toml", layout="nnx-state")
     layouts.assert_same_tree(restored(back, folder), tree)
+
+
+class Recurrent(nnx.Module):
+    def __init__(self, rngs):
+        self.cell = nnx.GRUCell(4, 5, rngs=rngs)
+
+
+class Stack(nnx.Module):
+    def __init__(self):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap
+        def make(rngs):
+            return Recurrent(rngs)
+
+        self.layers = make(nnx.Rngs(0))
+
+
+STACKING = r"""
+[[rule]]
+from = '^params/layer_(\d+)/(.*)$'
+stack = { axis = 0, by = 1 }
+to = 'params/layers/\2'
+"""
+
+
+def test_recurrent_cells_in_layers_that_a_map_stacks(tmp_path):
+    rng = np.random.default_rng(0)
+    inner = {f"i{gate}": {"kernel": (4, 5), "bias": (5,)} for gate in "rzn"}
+    outer = {f"h{gate}": {"kernel": (5, 5)} for gate in "rz"}
+    shapes = {**inner, **outer, "hn": {"kernel": (5, 5), "bias": (5,)}}
+    layers = [
+        {
+            part: {name: rng.normal(size=shape).astype("float32") for name, shape in held.items()}
+            for part, held in shapes.items()
+        }
+        for _ in range(3)
+    ]
+    tree = {"params": {f"layer_{n}": {"cell": cell} for n, cell in enumerate(layers)}}
+    (tmp_path / "map.toml").write_text(STACKING)
+    convert = functools.partial(reshard.to_nnx, model=Stack, map_file=tmp_path / "map.toml")
+    save(tmp_path / "wrong", tree)
+    with pytest.raises(TreeMismatchError) as error:
+        convert(tmp_path / "wrong")
+    assert error.value.summary == "leaves that have no place in the result are not zero"
+    assert error.value.problems == tuple(
+        f"params/layer_{n}/cell/hn/bias  float32[5]" for n in range(3)
+    )
+    for cell in layers:
+        cell["hn"]["bias"] = np.zeros(5, "float32")
+    save(tmp_path / "linen", tree)
+    reshard.save(convert(tmp_path / "linen"), tmp_path / "nnx")
+    joined = {
+        ("dense_i", "kernel"): [[cell[f"i{gate}"]["kernel"] for gate in "rzn"] for cell in layers],
+        ("dense_i", "bias"): [[cell[f"i{gate}"]["bias"] for gate in "rzn"] for cell in layers],
+        ("dense_h", "kernel"): [[cell[f"h{gate}"]["kernel"] for gate in "rzn"] for cell in layers],
+    }
+    found = flatten_dict(load(tmp_path / "nnx"))
+    assert found.keys() == {("layers", "cell", *keys, "value") for keys in joined}
+    for keys, parts in joined.items():
+        expected = np.stack([np.concatenate(part, -1) for part in parts])
+        np.testing.assert_array_equal(found["layers", "cell", *keys, "value"], expected)
+    back = reshard.to_linen(tmp_path / "nnx")
+    assert reshard.diff(tmp_path / "linen", back, values=True).equal

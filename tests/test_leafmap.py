@@ -206,6 +206,24 @@ def test_what_is_left_out_goes_with_the_leaf():
     assert str(error.value) == "what an operation has made cannot be dropped\n  x"
 
 
+def test_what_must_be_zero_is_all_that_it_is_rearranged_from():
+    zeros = Zeros((6, 2), F32)
+    below = LeafMap({}, {}, (), {("x",): zeros})
+    parts = [Source(("a",), (2, 3)), Source(("b",), (2, 3))]
+    (stacked,) = applied(Stack(0), parts)
+    (turned,) = applied(Transpose((1, 2, 0)), [stacked])
+    (joined,) = applied(Reshape((6, 2)), [turned])
+    found = LeafMap({("x",): joined}).then(below)
+    assert found == LeafMap({}, {}, (), {(name,): Zeros((2, 3), F32) for name in "ab"})
+    assert found.inverse().values == found.must_be_zero
+    (padded,) = applied(Pad(((0, 3), (0, 0)), 1), [Source(("a",), (3, 2))])
+    half, other = applied(Split(0, (6, 1)), [Source(("a",), (7, 2))])
+    for values in ({("x",): padded}, {("x",): half, ("y",): other}):
+        with pytest.raises(TreeMismatchError) as error:
+            LeafMap(values).then(below)
+        assert str(error.value) == "what an operation has made cannot be dropped\n  x"
+
+
 def test_what_has_no_way_back():
     source = Source(("a",), (4,))
     (cropped,) = applied(Crop(((1, 1),)), [source])
