@@ -114,6 +114,13 @@ def constant(
     )
 
 
+def zeros(path: Path, shape: Shape, dtype: np.dtype, like: ArrayHandle) -> ArrayHandle:
+    """An array of zeros, stored as another is."""
+    values = np.broadcast_to(np.zeros((), dtype), shape)  # one, however many they are
+    value_type = "np.ndarray" if like.value_type == "scalar" else like.value_type
+    return dataclasses.replace(constant(path, values, like), value_type=value_type)
+
+
 def from_memory(handle: ArrayHandle) -> bool:
     """Whether an array is made of values that nothing has stored."""
     if isinstance(handle.data, StoredArray):

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard.arrays.boxes import Shape
-from reshard.arrays.derived import apply, constant
+from reshard.arrays.derived import apply, zeros
 from reshard.arrays.handle import ArrayHandle
-from reshard.arrays.operations import Crop, Operation
+from reshard.arrays.operations import Concat, Crop, Operation, Reshape, Stack, Transpose
 from reshard.checkpoint import Leaf
 from reshard.errors import TreeMismatchError
 from reshard.storage.location import checked
@@ -135,27 +135,24 @@ class LeafMap:
 
     def made_of(self) -> dict[Path, list[Path]]:
         """Path after -> paths before of what it is made of, for leaves that have an origin."""
-        return {
-            path: list(_paths_below(value))
-            for path, value in self.values.items()
-            if path in self.origin
-        }
+        return {p: list(_paths_below(v)) for p, v in self.values.items() if p in self.origin}
 
     def then(self, other: "LeafMap") -> "LeafMap":
         """This map, and another one of what it makes. What the other one does not name stays.
 
         Raises:
-          TreeMismatchError: the other one drops what an operation has made, or puts a leaf where
-            one stays.
+          TreeMismatchError: the other one drops what an operation has made, but for rearranged
+            zeros, or puts a leaf where one stays.
         """
-        gone = {path: self.values[path] for path in (*other.dropped, *other.must_be_zero)}
+        gone = {path: self.values[path] for path in other.dropped}
+        zero = {path: _rearranged(self.values[path]) for path in other.must_be_zero}
         lost = [path for path, value in gone.items() if not isinstance(value, Source)]
-        if lost:
+        if lost := [*lost, *(path for path, leaves in zero.items() if leaves is None)]:
             raise TreeMismatchError(
                 "what an operation has made cannot be dropped", list(map(format_path, lost))
             )
-        was = {path: value.path for path, value in gone.items() if isinstance(value, Source)}
-        taken = {*other.sources(), *gone}
+        was = [value.path for value in gone.values() if isinstance(value, Source)]
+        taken = {*other.sources(), *gone, *zero}
         values = {path: value for path, value in self.values.items() if path not in taken}
         origin = {path: text for path, text in self.origin.items() if path in values}
         _check_free(path for path in other.values if path in values)
@@ -165,12 +162,12 @@ class LeafMap:
             texts = ", ".join(filter(None, (*told, other.origin.get(path, "")))).split(", ")
             if texts != [""]:
                 origin[path] = ", ".join(dict.fromkeys(texts))
-        return LeafMap(
-            values,
-            origin,
-            (*self.dropped, *(was[path] for path in other.dropped)),
-            {**self.must_be_zero, **{was[p]: zeros for p, zeros in other.must_be_zero.items()}},
-        )
+        must_be_zero = {
+            leaf.path: Zeros(leaf.shape, other.must_be_zero[path].dtype)
+            for path, leaves in zero.items()
+            for leaf in leaves or ()
+        }
+        return LeafMap(values, origin, (*self.dropped, *was), self.must_be_zero | must_be_zero)
 
     def inverse(self) -> "LeafMap":
         """The way back. What is dropped has none.
@@ -201,9 +198,8 @@ class LeafMap:
             put(value, Source(path, value.shape), self.origin.get(path))
         for call in reversed(self.calls()):
             undo = call.operation.inverse([value.shape for value in call.inputs])
-            outputs = [
-                back[id(call), part] for part in range(len(call.shapes)) if (id(call), part) in back
-            ]
+            parts = [(id(call), part) for part in range(len(call.shapes))]
+            outputs = [back[key] for key in parts if key in back]
             if len(outputs) < len(call.shapes):
                 raise TreeMismatchError(f"a part of {call.operation} is not used")
             for value, made in zip(call.inputs, applied(undo, outputs), strict=True):
@@ -232,7 +228,7 @@ class LeafMap:
         found: dict[Path, Leaf] = {}
         like = {path: leaves[path] for path in self.must_be_zero} or leaves
         for path, value in self.values.items():
-            leaf = _zeros(path, value, an_array(like)) if isinstance(value, Zeros) else bound(value)
+            leaf = zeros(path, *value, an_array(like)) if isinstance(value, Zeros) else bound(value)
             if isinstance(leaf, ArrayHandle) and leaf.path != path:
                 leaf = leaf.at(path)
             found[path] = leaf
@@ -392,6 +388,17 @@ def _paths_below(value: Value) -> Iterator[Path]:
             yield held.path
 
 
+def _rearranged(value: Value) -> list[Source] | None:
+    """The leaves that a value has all elements of, and nothing else; None for other values."""
+    if isinstance(value, Source):
+        return [value]
+    kinds = Concat | Reshape | Stack | Transpose
+    if not isinstance(value, Output) or not isinstance(value.call.operation, kinds):
+        return None
+    parts = [_rearranged(each) for each in value.call.inputs]
+    return None if None in parts else [leaf for part in parts for leaf in part or ()]
+
+
 def names_of(found: LeafMap) -> dict[tuple[int, int], Path]:
     """A path for each output of a call: where it goes, if that is where it stays. Of others that of
     its only input, or where the first leaf goes that is made of it; `~` keeps them apart."""
@@ -422,13 +429,6 @@ def names_of(found: LeafMap) -> dict[tuple[int, int], Path]:
                 names[key] = name
             held.add(names[key])
     return names
-
-
-def _zeros(path: Path, zeros: Zeros, like: ArrayHandle) -> ArrayHandle:
-    # One zero, however many they are.
-    values = np.broadcast_to(np.zeros((), zeros.dtype), zeros.shape)
-    value_type = "np.ndarray" if like.value_type == "scalar" else like.value_type
-    return dataclasses.replace(constant(path, values, like), value_type=value_type)
 
 
 def _check_padding(handle: ArrayHandle, crop: Crop) -> None:
