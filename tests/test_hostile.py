@@ -346,7 +346,7 @@ FAULTS: dict[str, Fault] = {
         lambda p: replace_by_link(p / "_sharding"), "`PATH/_sharding" + NOT_A_FILE, error=Format
     ),
     "a record of container types that is none": Fault(
-        lambda p: edit(p / TREE, lambda d: d.update(value_metadata_tree="[" * 1000)),
+        lambda p: edit(p / TREE, lambda d: d.update(value_metadata_tree="[" * 100_000)),
         ("`PATH/_METADATA`: its value_metadata_tree cannot be read: it is nested too deeply"),
     ),
     "a tree that is a list": Fault(
