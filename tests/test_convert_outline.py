@@ -429,10 +429,13 @@ class TestNnx:
             }
 
     def test_arrays_without_a_variable(self):
-        def make():
-            return nnx.WeightNorm(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
+        """As the scales of a `WeightNorm` before flax 0.12.12."""
 
-        for state in (make(), watched(make)[0]):
+        class Scaled(nnx.Module):
+            def __init__(self):
+                self.scales = nnx.data({("kernel",): jnp.ones(2)})
+
+        for state in (Scaled(), watched(Scaled)[0]):
             made = nnx_outline(state)[1]
             (scale,) = made.children["scales"].leaves["('kernel',)"]
             assert (scale.path, scale.shape) == (("scales", "('kernel',)"), (2,))

@@ -1087,9 +1087,9 @@ def test_linen_in_nnx_and_nnx_in_linen():
         nnx.Linear, 16, 24, kernel_metadata={OUT_SHARDING: ("data", "model")}
     )
     with nnx.use_eager_sharding(False):
-        abstract = jax.eval_shape(in_linen.init, KEY, X)
+        expected = flax_shardings(jax.eval_shape(in_linen.init, KEY, X), MESH)
     got = reshard.target(in_linen, mesh=MESH, inputs=(X,))
-    assert shardings(got) == flax_shardings(abstract, MESH)
+    assert shardings(got) == expected
 
 
 def test_nnx_in_linen_that_does_not_say_how_it_was_made():
