@@ -41,12 +41,12 @@ import sampling
 from releases import older
 
 hypothesis.settings.register_profile("few", max_examples=10)
-# Files that take long go first: the last ones are short, so that no process waits for another.
-LONG = (
-    "resume convert restorer convert_models save guides restorer_processes format stacking commit"
-)
-LONG += " convert_layers convert_align targets cli_convert examples outputs docs cli hostile formed"
-LONG += " buckets written_to_buckets broadcast"
+# Files that take long go first, the longest of them before the others: the last ones are short, so
+# that no process waits for another.
+LONG = "resume convert convert_models save restorer buckets targets convert_align convert_layers"
+LONG += " docs format frozen broadcast cli verification formed cli_convert records outputs stacking"
+LONG += " guides shares_written written_to_buckets examples convert_hints commit diff workers"
+LONG += " hostile page landing execution imports restorer_processes"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -73,7 +73,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if hasattr(item, "callspec"):
             name, _, _ = item.nodeid.partition("[")
             tests.setdefault(name, {})[item] = sampling.choices(item)
-    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG.split())
+    order = LONG.split()
+    place = {f"test_{name}": number for number, name in enumerate(order)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(order)))
     for cases in tests.values():
         marked = next(iter(cases)).get_closest_marker
         if marked("pairs"):
