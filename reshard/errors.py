@@ -97,7 +97,22 @@ class CorruptCheckpointError(ReshardError, ValueError):
 
 
 class TreeMismatchError(ReshardError, ValueError):
-    """The leaves that were asked for are not the leaves that are there."""
+    """The leaves that were asked for are not the leaves that are there.
+
+    Attributes:
+      outcomes: of a conversion, what is decided of each leaf all the same, a
+        `reshard.convert.outcomes.Outcome` each; empty if it did not get as far.
+    """
+
+    def __init__(
+        self,
+        summary: str,
+        problems: Sequence[str] = (),
+        hints: Sequence[str] = (),
+        outcomes: Sequence[Any] = (),
+    ):
+        super().__init__(summary, problems, hints)
+        self.outcomes = tuple(outcomes)
 
 
 class ShardingError(ReshardError, ValueError):

@@ -321,6 +321,118 @@ def test_what_is_done_is_told_as_it_was_planned(run, folder):
     assert done["warnings"] == [f"{WARNING}; --check compares outputs"]
 
 
+def rows_of(run, *arguments):
+    """What becomes of the leaves: printed paths -> what decided, and the operation."""
+    ran = run(*arguments, "--dry-run", "--json")
+    rows = json.loads(ran.out)["rows"]
+    found = {(*row["from"], "->", *row["to"]): (row["origin"], row["operation"]) for row in rows}
+    assert len(found) == len(rows)
+    return ran, rows, found
+
+
+def test_every_array_is_told_with_what_decided_it(run, folder):
+    options = ("--to", "nnx", "--model", "models:training", "--init", "**/rngs/**")
+    anew = ("--drop", "step", "--init", "optimizer/step")
+    ran, rows, found = rows_of(run, "convert", "run/1", "out", *options, *anew)
+    document, source = json.loads(ran.out), reshard.open("run/1")
+    assert sorted(path for row in rows for path in row["to"]) == sorted(
+        array["path"] for array in document["arrays"]
+    )
+    assert {path for row in rows for path in row["from"]} == {
+        format_path(leaf.path) for leaf in source.arrays
+    }
+    assert {row["problem"] for row in rows} == {None}
+    expected = {("step", "->"): ("dropped", None)}
+    for old, new in (("Dense_0", "inner"), ("Dense_1", "outer")):
+        for name in ("kernel", "bias"):
+            pair = f"params/{old}/{name}", "->", f"model/{new}/{name}/value"
+            expected[pair] = ("structure", None)
+            for moment in ("mu", "nu"):
+                state = f"opt_state/0/{moment}/{old}/{name}", "->"
+                after = f"optimizer/opt_state/0/{moment}/{new}/{name}/value"
+                expected[*state, after] = ("structure", None)
+    count = "opt_state/0/count", "->", "optimizer/opt_state/0/count/value"
+    expected[count] = ("path", None)
+    for leaf in ("model/dropout/rngs/count", "model/dropout/rngs/key", "optimizer/step"):
+        expected["->", f"{leaf}/value"] = ("initial", None)
+    assert found == expected
+    # The way back is on record, and says the same the other way round.
+    assert convert(run).status == 0
+    _, rows, _ = rows_of(run, "convert", "out", "back", "--to", "linen")
+    assert {row["origin"] for row in rows} == {"record", "dropped"}
+    there = {pair for pair in found if len(pair) == 3} | {("step", "->", "optimizer/step/value")}
+    own = {("->", f"model/dropout/rngs/{name}/value") for name in ("count", "key")}
+    assert {(*row["to"], "->", *row["from"]) for row in rows} == there | own
+
+
+def test_operations_are_told_of_leaves_and_their_optimizer_state(run, folder):
+    options = ("--to", "nnx", "--model", "models:Halves", "--map", "map.toml")
+    _, _, found = rows_of(run, "convert", "run/1", "out", *options)
+    split = "Split(axis=1, sizes=(8, 8))"
+    for part in ("left", "right"):
+        for old, new in (
+            ("params", "model"),
+            ("opt_state/0/mu", "optimizer/opt_state/0/mu"),
+            ("opt_state/0/nu", "optimizer/opt_state/0/nu"),
+        ):
+            pair = f"{old}/Dense_0/kernel", "->", f"{new}/{part}/value"
+            assert found[pair] == ("map", split)
+
+
+UNDECIDED = """
+from flax import nnx
+
+
+class Two(nnx.Module):
+    def __init__(self, rngs):
+        self.head = nnx.Linear(4, 3, rngs=rngs)
+        self.one, self.other = nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
+        self.drop = nnx.Dropout(0.1, rngs=rngs)
+"""
+
+
+def test_a_refused_conversion_tells_what_is_decided_all_the_same(run, folder):
+    (folder / "undecided.py").write_text(UNDECIDED)
+    params = {
+        "head": {"kernel": jnp.ones((4, 5)), "bias": jnp.ones(3)},
+        "Dense_0": {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)},
+    }
+    params["head"]["more"] = jnp.ones(7)
+    state = [{"count": jnp.int32(3), "mu": params}]
+    layouts.save_standard(folder / "saved", {"params": params, "opt_state": state})
+    options = ("--to", "nnx", "--model", "undecided:Two", "--html", "page.html")
+    ran, rows, found = rows_of(run, "convert", "saved", "out", *options)
+    assert ran.status == 2
+    which = "Dense_0, perhaps one and other: 1 in Linen, 2 in NNX"
+    shape = "head/kernel: [4, 5] in the checkpoint, [4, 3] in the model"
+    open_, differs = ("ambiguous", which), ("mismatch", shape)
+    expected = {
+        ("params/head/bias", "->", "model/head/bias/value"): ("path", None),
+        ("opt_state/0/count", "->", "optimizer/opt_state/0/count/value"): ("path", None),
+        ("opt_state/0/mu/head/bias", "->", "optimizer/opt_state/0/mu/head/bias/value"): (
+            "path",
+            None,
+        ),
+        ("->", "model/head/kernel/value"): differs,
+        ("->", "model/drop/rngs/count/value"): ("missing", None),
+        ("->", "model/drop/rngs/key/value"): ("missing", None),
+    }
+    for name in ("bias", "kernel"):
+        for module in ("one", "other"):
+            expected["->", f"model/{module}/{name}/value"] = open_
+    for above in ("params", "opt_state/0/mu"):
+        expected[f"{above}/head/kernel", "->"] = differs
+        expected[f"{above}/head/more", "->"] = (
+            "unexpected",
+            "params/head/more: NNX has nothing for it",
+        )
+        for name in ("bias", "kernel"):
+            expected[f"{above}/Dense_0/{name}", "->"] = open_
+    told = {(*row["from"], "->", *row["to"]): (row["origin"], row["problem"]) for row in rows}
+    assert told == expected
+    assert {operation for _, operation in found.values()} == {None}
+
+
 GENIE = """
 import jax.numpy as jnp
 from flax import nnx

@@ -99,6 +99,7 @@ def command(
                 }
                 for row in made.map.rows()
             ],
+            "rows": [row.document() for row in made.outcomes],
             "dropped": [format_path(path) for path in made.dropped],
             "initial": [format_path(path) for path in made.initial],
             "warnings": list(warnings),

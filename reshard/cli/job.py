@@ -24,7 +24,7 @@ from reshard.cli.options import (
 from reshard.cli.page_file import HTML, check_page, write_page
 from reshard.cli.shard import parse_share
 from reshard.engine.workers import started
-from reshard.errors import DestinationError, ReshardError, ShardingError
+from reshard.errors import DestinationError, ReshardError, ShardingError, TreeMismatchError
 from reshard.loader import open as open_checkpoint
 from reshard.restore.target_mesh import to_mesh
 from reshard.sharding.mesh import parse_mesh
@@ -178,6 +178,8 @@ def run(
         problems = [error.summary, *error.problems]
         document = {"destination": dst, "done": False, "problems": problems}
         document["hints"] = [*map(output.as_flags, error.hints)]
+        if isinstance(error, TreeMismatchError) and error.outcomes:
+            document["rows"] = [row.document() for row in error.outcomes]
         if as_json:
             click.echo(json.dumps(document))
         if opened:

@@ -130,7 +130,7 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
             return other
     except TreeMismatchError:  # it is not known, and so compared as it is
         return other
-    return like_recorded(other, ckpt) if has_record(ckpt) else from_record(other)
+    return like_recorded(other, ckpt) if has_record(ckpt) else from_record(other)[0]
 
 
 def _check_same_api(ckpt: Checkpoint, other: Checkpoint) -> None:

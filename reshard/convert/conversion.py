@@ -33,6 +33,7 @@ from reshard.convert.map_rules import OPPOSITE
 from reshard.convert.mapwriter import write_map
 from reshard.convert.model import TargetTree, target_tree_of
 from reshard.convert.model_run import Arguments, More, Run, runs
+from reshard.convert.outcomes import Outcome, outcomes
 from reshard.convert.outputs import OutputComparison, compare_outputs
 from reshard.convert.roundtrip import (
     from_record,
@@ -73,6 +74,7 @@ class Conversion:
       to: the API that it is converted to, `"nnx"` or `"linen"`.
       source: what is converted.
       kind: what the result is, one of `reshard.convert.layout.KINDS`.
+      outcomes: what becomes of each leaf of the source, and what each of the result is made of.
       warnings: what was decided on evidence that may be wrong: also the last notes of `checkpoint`.
     """
 
@@ -83,13 +85,15 @@ class Conversion:
     to: str
     source: Checkpoint
     kind: str
+    outcomes: tuple[Outcome, ...]
     warnings: tuple[str, ...] = ()
 
     def leaves(self, api: str) -> dict[Path, Leaf]:
         """The model's leaves before or after, as an API has them: path in the model -> leaf."""
+        ckpt, layout = self.source, self.layout
         if api == self.to:
-            return _leaves(self.checkpoint, detect(self.checkpoint, self.kind))
-        return _leaves(self.source, self.layout)
+            ckpt, layout = self.checkpoint, detect(self.checkpoint, self.kind)
+        return {path: ckpt[saved] for path, saved in layout.model.items()}
 
     def compare_outputs(
         self, run: Mapping[str, Callable[[Arguments | None, More], Run]], inputs: Any
@@ -323,7 +327,9 @@ def conversion(
                     ),
                 ],
             )
-        return Conversion(from_record(ckpt), found, LeafMap({}), (), to, ckpt, "linen-variables")
+        made, back = from_record(ckpt)
+        rows = tuple(outcomes(back, "record"))
+        return Conversion(made, found, LeafMap({}), (), to, ckpt, "linen-variables", rows)
     if model is None and map_file is None:
         raise ArgumentError(
             "there is neither a model nor a map to convert by",
@@ -333,13 +339,13 @@ def conversion(
     other = source
     if source is not None and not isinstance(source, TargetTree):
         other = target_tree_of(source, found.api, "the model of the source")
-    left_out = (
-        {} if whole is ckpt else _left_out_of(whole, ckpt, found, layout or known, OPPOSITE[to])
-    )
+    said = layout or known
+    left_out = {} if whole is ckpt else _left_out_of(whole, ckpt, found, said, OPPOSITE[to])
     decided = decide(ckpt, found, to, goal, map_file, init, other, left_out)
     made = _made(ckpt, found, to, goal, decided, model, limit)
-    whole_map = dataclasses.replace(made.map, dropped=(*left_out, *made.map.dropped))
-    return dataclasses.replace(made, map=whole_map)
+    model_map = dataclasses.replace(made.map, dropped=(*left_out, *made.map.dropped))
+    gone = (Outcome((path,), None, "dropped") for path in whole if path not in ckpt)
+    return dataclasses.replace(made, map=model_map, outcomes=(*made.outcomes, *gone))
 
 
 def _without_dropped(
@@ -398,14 +404,14 @@ def _made(
     like = an_array(ckpt)
     for path, (dtype, value_type) in decided.counters.items():
         made[path] = counter(made[path], dtype, value_type, like)
-    notes = list(decided.notes)
-    if decided.initial:
-        initial = initial_values(model, decided.initial, max_memory)
-        for path, (values, impl) in initial.values.items():
+    notes, initial = list(decided.notes), [decided.prefix + path for path in decided.initial]
+    if initial:
+        computed = initial_values(model, decided.initial, max_memory)
+        for path, (values, impl) in computed.values.items():
             place = decided.prefix + path
             made[place] = beside(constant(place, values, like, impl), like)
-        if initial.peak >= _TOLD_PEAK:
-            notes.append(f"computing initial values takes at most {format_bytes(initial.peak)}")
+        if computed.peak >= _TOLD_PEAK:
+            notes.append(f"computing initial values takes at most {format_bytes(computed.peak)}")
     made |= decided.empty
     order = list(made) if goal is None else sorted(made, key=_order(goal, decided.prefix))
     check_lists(made)
@@ -423,7 +429,7 @@ def _made(
     elif not any(isinstance(call.operation, Crop) for call in decided.map.calls()):
         dropped = {*decided.map.dropped}
         kept = {path: leaf for path, leaf in ckpt.items() if path not in dropped}
-        own = [*(decided.prefix + path for path in decided.initial), *decided.empty]
+        own = [*initial, *decided.empty]
         result = recorded(result, kept, ckpt.source.metadata, decided.map, own, kind)
     return Conversion(
         with_order(result, both(ordered, order_of(ckpt))),
@@ -433,12 +439,9 @@ def _made(
         to,
         ckpt,
         kind,
+        tuple(outcomes(decided.map, initial=initial)),
         tuple(warnings),
     )
-
-
-def _leaves(ckpt: Checkpoint, layout: Layout) -> dict[Path, Leaf]:
-    return {path: ckpt[saved] for path, saved in layout.model.items()}
 
 
 def _order(goal: TargetTree, prefix: Path) -> Callable[[Path], int]:

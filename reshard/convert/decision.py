@@ -28,7 +28,7 @@ from reshard.convert.model_map import Side, by_map, model_map, side_of
 from reshard.convert.module_tree import inside
 from reshard.convert.optimizer import followed, follows_note
 from reshard.convert.pairing import listed
-from reshard.convert.problems import Problems
+from reshard.convert.problems import UNEXPECTED, Problems
 from reshard.convert.suggestions import Level, level_above, numbered_rules
 from reshard.convert.target_paths import Part, TargetPaths
 from reshard.errors import ArgumentError, TreeMismatchError
@@ -119,11 +119,13 @@ class _Work:
         reset = self._reset(initial)
         optimizer = self._optimizer(model)
         copies = self._copied(model)
-        self._against.check(model, optimizer, copies, {*initial, *reset})
         against = self._against
+        against.check(model, optimizer, copies, {*initial, *reset})
+        whole = self._whole(model, optimizer, copies)
         if against.problems:
-            raise against.error(against.problems, against.hints)
-        return self._decision(model, optimizer, copies, initial, reset)
+            found = against.outcomes(whole, {*initial, *reset})
+            raise against.error(against.problems, against.hints, found)
+        return self._decision(whole, model, optimizer, copies, initial, reset)
 
     def _model(
         self, map_file: str | os.PathLike | None, init: Sequence[str]
@@ -140,7 +142,7 @@ class _Work:
         said = by_map(rules, source, target, self._left_out)
         self._against.problems += said.problems
         self._against.hints += said.hints
-        self._against.open |= said.unexpected
+        self._against.open |= dict.fromkeys(said.unexpected, UNEXPECTED)
         self._notes += said.notes
         initial = self._initial([*said.initial, *init], said.optional)
         if target is None or goal is None:
@@ -318,17 +320,10 @@ class _Work:
         without = [path for path, owner, root in found if len(path) - len(root) < len(owner)]
         return ("params",) if without else () if found else default
 
-    def _decision(
-        self,
-        model: Part,
-        optimizer: Part,
-        copies: Part,
-        chosen: set[Path],
-        reset: Mapping[Path, Path],
-    ) -> Decision:
-        """What has been decided, put together."""
-        initial = {*chosen, *reset}
+    def _whole(self, model: Part, optimizer: Part, copies: Part) -> LeafMap:
+        """The map of all leaves by their saved paths: of those that have a place."""
         values: dict[Path, Value] = {}
+        origin: dict[Path, str] = {}
         dropped: list[Path] = []
         must_be_zero: dict[Path, Zeros] = {}
         sides = (
@@ -340,19 +335,38 @@ class _Work:
             shapes = {
                 at: a.shape if (a := self._against.arrays.get(at)) else () for at in saved.values()
             }
-            whole = renaming({at: path for path, at in saved.items()}, shapes).then(part.map)
+            named = {*part.map.sources(), *part.map.dropped, *part.map.must_be_zero}
+            paths = {at: path for path, at in saved.items() if path in named}
+            whole = renaming(paths, shapes).then(part.map)
             dropped += whole.dropped
             must_be_zero |= whole.must_be_zero
             for path in part.map.values:
                 at = place(path)
-                assert at is not None
-                values[at] = whole.values[path]
+                assert at is not None or self._against.problems
+                if at is not None:
+                    values[at] = whole.values[path]
+                    origin[at] = whole.origin.get(path) or "path"
+        step = self._against.places.step()
+        if self._against.layout.step is not None and step is not None:
+            values[step[0]] = Source(self._against.layout.step, ())
+        return LeafMap(values, origin, tuple(dropped), must_be_zero)
+
+    def _decision(
+        self,
+        whole: LeafMap,
+        model: Part,
+        optimizer: Part,
+        copies: Part,
+        chosen: set[Path],
+        reset: Mapping[Path, Path],
+    ) -> Decision:
+        """What has been decided, put together."""
+        initial = {*chosen, *reset}
         counters = {}
-        step_place = self._against.places.step()
-        if self._against.layout.step is not None and step_place is not None:
-            at, dtype, value_type = step_place
-            values[at] = Source(self._against.layout.step, ())
-            counters[at] = (dtype, value_type)
+        step = self._against.places.step()
+        if self._against.layout.step is not None and step is not None:
+            at, *kind = step
+            counters[at] = tuple(kind)
         goal = self._against.goal
         leaves = {} if goal is None else goal.leaves
         names = {} if goal is None else {saved: p for p, saved in goal.layout.model.items()}
@@ -376,10 +390,9 @@ class _Work:
                 f"{len(reset)} leaves of optimizer state keep the model's own initial values "
                 f"with their parameters: {listed(list(dict.fromkeys(reset.values())))}"
             )
-        whole_map = LeafMap(values, {}, tuple(dropped), must_be_zero)
-        notes += _applied_notes(whole_map)
+        notes += _applied_notes(whole)
         return Decision(
-            map=whole_map,
+            map=whole,
             model=model.map,
             initial=tuple(saved for saved in leaves if saved in initial),
             initial_names=tuple(

@@ -3,8 +3,8 @@ no source, or another shape or dtype.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle
@@ -16,6 +16,7 @@ from reshard.convert.layout import Layout
 from reshard.convert.leafmap import LeafMap, Output, Source, Zeros
 from reshard.convert.mirrors import mirrored, parameters_of
 from reshard.convert.model import TargetTree
+from reshard.convert.outcomes import Outcome, outcomes
 from reshard.convert.suggestions import rule_hint
 from reshard.convert.target_paths import Part, TargetPaths
 from reshard.convert.value_levels import COLLECTIONS
@@ -25,6 +26,21 @@ from reshard.restore.matching import TargetLeaf
 from reshard.tree import Path, format_glob, format_path, glob_text, named_by
 
 MAX_GLOBS = 5
+
+
+class Undecided(NamedTuple):
+    """Why a leaf has none on the other side.
+
+    Attributes:
+      kind: as `Outcome.origin` has it.
+      text: in words.
+    """
+
+    kind: str
+    text: str = ""
+
+
+UNEXPECTED = Undecided("unexpected")
 
 
 class Problems:
@@ -42,7 +58,8 @@ class Problems:
       arrays: those of the source by their saved paths.
       problems: what does not fit, in words.
       hints: what to do about it.
-      open: leaves and modules that structure does not decide.
+      open: leaves and modules that structure does not decide, each with how that is called and
+        why it is so.
       stuck: whether the optimizer's state cannot be carried along.
     """
 
@@ -66,8 +83,9 @@ class Problems:
         self.arrays: dict[Path, ArrayHandle] = {leaf.path: leaf for leaf in ckpt.arrays}
         self.problems: list[str] = []
         self.hints: list[str] = []
-        self.open: set[Path] = set()
+        self.open: dict[Path, Undecided] = {}
         self._surplus: list[Path] = []  # saved paths of leaves without a place
+        self._differs: dict[Path, str] = {}  # by saved paths of leaves of the target
         self.stuck = False
 
     def undecided(self, found: Alignment, leaves: Mapping[Path, Shape]) -> None:
@@ -75,9 +93,14 @@ class Problems:
         self.problems += shown_once(entry.told(self.to) for entry in found.mismatches)
         self.problems += shown_once(map(str, found.abstentions))
         for entry in found.abstentions:
-            self.open.update(entry.linen, entry.nnx)
+            kind = "ambiguous"
+            if not (entry.linen and entry.nnx):  # there is nothing that it may be
+                kind = "unexpected" if bool(entry.linen) == (self.to == "nnx") else "missing"
+            told = Undecided(kind, str(entry))
+            self.open |= dict.fromkeys((*entry.linen, *entry.nnx), told)
         for entry in found.mismatches:
-            self.open.update((leaf.path for leaf in entry.linen), [entry.nnx.path])
+            told = Undecided("mismatch", entry.told(self.to))
+            self.open |= dict.fromkeys((*(leaf.path for leaf in entry.linen), entry.nnx.path), told)
         if self.to == "nnx":
             self.hints += [entry.hint for entry in found.abstentions if entry.hint]
         direction = [] if self.to == "nnx" else ['to = "nnx"']
@@ -98,11 +121,66 @@ class Problems:
             assert self.goal is not None
             self.hints += rule_hint(abstentions, leaves, self.goal.shapes(), self.to)
 
-    def error(self, problems: Sequence[str], hints: Sequence[str]) -> TreeMismatchError:
-        """Why the source does not become the model."""
+    def error(
+        self, problems: Sequence[str], hints: Sequence[str], found: Sequence[Outcome] = ()
+    ) -> TreeMismatchError:
+        """Why the source does not become the model; and what is decided of it all the same."""
         name = {"nnx": "NNX", "linen": "Linen"}[self.to]
         summary = f"`{self.ckpt.source.root}` does not become the {name} model"
-        return TreeMismatchError(summary, problems, hints)
+        return TreeMismatchError(summary, problems, hints, found)
+
+    def outcomes(self, whole: LeafMap, initial: set[Path]) -> list[Outcome]:
+        """What becomes of each leaf, as far as it is decided, and why of others it is not.
+
+        Args:
+          whole: the map of all leaves by their saved paths, of those that have a place.
+          initial: saved paths of leaves of the target that keep their initial value.
+        """
+        used = {*whole.sources(), *whole.dropped, *whole.must_be_zero}
+        names, reason = self._reasons(self.layout, self.layout.shapes(self.ckpt), UNEXPECTED)
+        # Where state goes whose parameter goes nowhere is not decided.
+        used -= {
+            saved
+            for saved in used
+            if saved in names and self.layout.model[names[saved]] not in used
+        }
+        found = [
+            entry._replace(origin="mismatch", problem=self._differs[entry.after])
+            if entry.after in self._differs
+            else entry
+            for entry in outcomes(whole)
+            if used.issuperset(entry.before)
+        ]
+        found += [
+            Outcome((saved,), None, (why := reason(saved)).kind, "", why.text)
+            for saved, leaf in self.ckpt.items()
+            if saved not in used and isinstance(leaf, ArrayHandle | str)
+        ]
+        if self.goal is None:
+            return found
+        made = {entry.after for entry in found}
+        missing = Undecided("missing")
+        _, reason = self._reasons(self.goal.layout, self.goal.shapes(), missing)
+        for saved, leaf in self.goal.leaves.items():
+            place = self.places.prefix + saved
+            if place not in made and isinstance(leaf, TargetLeaf):
+                why = Undecided("initial") if saved in initial else reason(saved)
+                found.append(Outcome((), place, why.kind, "", why.text))
+        return found
+
+    def _reasons(
+        self, layout: Layout, shapes: Mapping[Path, Shape], otherwise: "Undecided"
+    ) -> tuple[dict[Path, Path], Callable[[Path], "Undecided"]]:
+        """Saved path of a leaf -> the leaf of the model that it is or, of state, follows; and why
+        leaves of this side have none on the other."""
+        names = {saved: path for path, saved in layout.model.items()}
+        for path, owner, _ in mirrored(parameters_of(shapes, layout.api), layout.optimizer):
+            names[layout.optimizer[path]] = owner
+        states = {*layout.optimizer.values()} if self.stuck else set()
+        stuck = Undecided("undecided")
+        return names, (
+            lambda saved: stuck if saved in states else self._open(names.get(saved)) or otherwise
+        )
 
     def check(self, model: Part, optimizer: Part, copies: Part, initial: set[Path]) -> None:
         """Adds what has no place, no source, or another shape or dtype. Of optimizer state that
@@ -111,7 +189,7 @@ class Problems:
         unused = [path for path in self.layout.model if path not in used]
         unexpected = [path for path in (*model.made, *unused) if self.places.model(path) is None]
         for path in unexpected:
-            if not self._is_open(path):
+            if not self._open(path):
                 self._unexpected(self.layout.model.get(path), path)
         unplaced = [path for path in optimizer.made if self.places.optimizer(path) is None]
         told = _mirrors(unplaced, parameters_of(dict.fromkeys(unexpected, ()), self.layout.api))
@@ -158,7 +236,7 @@ class Problems:
         spare, anew = bool(unexpected or self.open), []
         for saved in lacking:
             random = saved in self.goal.random
-            shown = random or not self._is_open(names.get(saved))
+            shown = random or not self._open(names.get(saved))
             if saved not in initial and saved not in told and shown:
                 leaf = self.goal.leaf(saved)
                 self.problems.append(f"{format_path(names.get(saved, leaf.path))}  {leaf}: missing")
@@ -170,23 +248,27 @@ class Problems:
             name = format_path(names.get(saved, self.goal.leaf(saved).path))
             self.problems.append(f"{name}: it has a source, and is to keep its initial value")
         sides = (
-            (model, self.layout.model, self.goal.layout.model, ()),
-            (optimizer, self.layout.optimizer, self.goal.layout.optimizer, ("opt_state",)),
-            (copies, self.copies, self.goal.layout.beside, ()),
+            (model, self.layout.model, there.model, ()),
+            (optimizer, self.layout.optimizer, there.optimizer, ("opt_state",)),
+            (copies, self.copies, there.beside, ()),
         )
         for part, before, after, above in sides:
             sources = {p: self.arrays[saved] for p, saved in before.items() if saved in self.arrays}
             targets = {path: self.goal.leaves[saved] for path, saved in after.items()}
-            for text, hint in differences(part.map, sources, targets, above):
+            for path, text, hint in differences(part.map, sources, targets, above):
                 self.problems.append(text)
+                if path is not None:
+                    self._differs[self.places.prefix + after[path]] = text
                 self.hints += [hint] if hint else []
 
-    def _is_open(self, path: Path | None) -> bool:
-        """Whether a leaf of the model is in what structure does not decide, which is told."""
+    def _open(self, path: Path | None) -> "Undecided | None":
+        """Why a leaf of the model is in what structure does not decide, which is told; None if it
+        is not."""
         if path is None:
-            return False
+            return None
         places = (path, path[1:])  # modules of Linen's are named without the collection
-        return any(place[:end] in self.open for place in places for end in range(len(place) + 1))
+        found = (self.open.get(at[:end]) for at in places for end in range(len(at) + 1))
+        return next(filter(None, found), None)
 
     def _unexpected(self, saved: Path | None, path: Path) -> None:
         """A leaf of the source, or what the map has made of some, has no place in the target."""
@@ -251,8 +333,8 @@ def differences(
     sources: Mapping[Path, ArrayHandle],
     targets: Mapping[Path, Any],
     above: Path = (),
-) -> Iterator[tuple[str, str]]:
-    """What differs, in words, each with a hint or nothing.
+) -> Iterator[tuple[Path | None, str, str]]:
+    """What differs: the leaf, if it is one; in words; and a hint or nothing.
 
     Args:
       found: from the sources to what is made.
@@ -283,7 +365,8 @@ def differences(
         for other in others:
             if other.dtype != first.dtype:
                 pair = f"{format_path(first.path)} and {format_path(other.path)}"
-                yield f"{pair}: {first.dtype.name} and {other.dtype.name} cannot become one", ""
+                both = f"{first.dtype.name} and {other.dtype.name}"
+                yield None, f"{pair}: {both} cannot become one", ""
     for path, value in found.values.items():
         if isinstance(value, Zeros):
             continue
@@ -296,9 +379,10 @@ def differences(
         if wanted.kind == "key":
             if source.key_impl != wanted.key_impl:
                 keys = f"{source.key_impl} keys" if source.key_impl else source.dtype.name
-                yield f"{both}: {keys}, the model has {wanted}", ""
+                yield path, f"{both}: {keys}, the model has {wanted}", ""
         elif tuple(shape) != wanted.shape:
             yield (
+                path,
                 f"{both}: shape {list(shape)}, the model has {list(wanted.shape)}",
                 "" if function is None else _says(function, "shape", list(wanted.shape)),
             )
@@ -306,7 +390,7 @@ def differences(
             hint = Hint(("cast", str(wanted.dtype), format_glob(source.path)))
             if function is not None:
                 hint = _says(function, "dtype", str(wanted.dtype))
-            yield f"{both}: dtype {source.dtype.name}, the model has {wanted.dtype}", hint
+            yield path, f"{both}: dtype {source.dtype.name}, the model has {wanted.dtype}", hint
 
 
 def _says(function: Apply, key: str, value: Any) -> str:

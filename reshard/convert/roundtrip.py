@@ -128,8 +128,8 @@ def without_record(ckpt: Checkpoint) -> Checkpoint:
     return ckpt.with_metadata({"custom_metadata": custom or None})
 
 
-def from_record(ckpt: Checkpoint) -> Checkpoint:
-    """The Linen checkpoint that an NNX one was made of.
+def from_record(ckpt: Checkpoint) -> tuple[Checkpoint, LeafMap]:
+    """The Linen checkpoint that an NNX one was made of, and the map to its leaves.
 
     Raises:
       TreeMismatchError: the record cannot be read, or its leaves are not those of the checkpoint.
@@ -166,9 +166,9 @@ def from_record(ckpt: Checkpoint) -> Checkpoint:
             for path, kind in record.leaves.items()
         }
     made_of = with_order(without_record(ckpt), record.order).replace(whole, retyped=False)
-    if record.containers is None:
-        return made_of
-    return made_of.with_metadata({"value_metadata_tree": record.containers})
+    if record.containers is not None:
+        made_of = made_of.with_metadata({"value_metadata_tree": record.containers})
+    return made_of, dataclasses.replace(back, dropped=tuple(record.own))
 
 
 def like_recorded(linen: Checkpoint, ckpt: Checkpoint) -> Checkpoint:

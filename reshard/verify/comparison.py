@@ -139,11 +139,14 @@ def diff(
         else:
             found.append(Difference("removed", path, kind_text(leaf), None))
     here |= set(moved.values())
-    for path, leaf in in_b.items():
-        if path not in here:
-            found.append(Difference("added", path, None, kind_text(leaf)))
+    only_in_b = {path: leaf for path, leaf in in_b.items() if path not in here}
+    for path, leaf in only_in_b.items():
+        found.append(Difference("added", path, None, kind_text(leaf)))
+    leaves = {**in_a, **only_in_b}.items()
+    nbytes = {path: leaf.nbytes for path, leaf in leaves if isinstance(leaf, ArrayHandle)}
     compared = len(pairs) - not_compared
-    return Diff(*names, tuple(found), values, float(rtol), float(atol), compared, not_compared)
+    how = values, float(rtol), float(atol), compared, not_compared
+    return Diff(*names, tuple(found), *how, nbytes)
 
 
 def _name(ckpt: Checkpoint) -> str:

@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,6 +87,7 @@ class Diff:
       atol: the absolute tolerance.
       compared: arrays whose contents were compared.
       not_compared: arrays of equal shape and dtype whose contents were not.
+      nbytes: bytes of each array, as A calls it if A has it.
     """
 
     a: str
@@ -97,6 +98,7 @@ class Diff:
     atol: float
     compared: int
     not_compared: int
+    nbytes: Mapping[Path, int]
 
     @property
     def equal(self) -> bool | None:
@@ -118,7 +120,12 @@ class Diff:
         """What `reshard diff --json` prints."""
         fields = ("a", "b", "equal", "values", "rtol", "atol", "compared", "not_compared")
         document = {name: getattr(self, name) for name in fields}
-        return document | {"differences": [found.document() for found in self.differences]}
+        document["differences"] = [found.document() for found in self.differences]
+        document["arrays"] = [
+            {"path": format_path(path), "keys": list(path), "bytes": nbytes}
+            for path, nbytes in self.nbytes.items()
+        ]
+        return document
 
     def report(self, limit: int | None = None, phrase: Callable[[str], str] = str) -> str:
         """What differs, a line a leaf, of at most `limit` leaves; and how it was compared. `phrase`
