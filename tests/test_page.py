@@ -27,6 +27,7 @@ from reshard.report.outline import Row, outline
 from reshard.report.page import MARK, page, to_html
 from reshard.sharding.mesh import shard_shape
 from reshard.tree import format_path, match_globs
+from reshard.units import format_bytes
 
 HOSTILE = [
     "</script><script>window.hacked=1</script>",
@@ -744,7 +745,7 @@ def test_a_diff_in_a_browser_tells_what_has_no_size(chromium, apart, ckpt):
     heads = "[...document.querySelectorAll('#sections h2')].map((node) => node.textContent)"
     for found in (reshard.diff(ckpt, ckpt, values=True), reshard.diff(ckpt, ckpt)):
         tab = chromium.open(to_html(found))
-        assert tab.value(heads) == ["What differs"]
+        assert tab.value(heads) == ["Where the bytes are", "What differs", "All leaves"]
     assert tab.complaints() == []
 
 
@@ -783,6 +784,112 @@ CONTRAST = """
 """
 
 
+def row_of(before, after, origin, operation=None, problem=None):
+    """What becomes of a leaf, as `convert --json` has it."""
+    told = {"operation": operation, "origin": origin, "problem": problem}
+    return {"from": before.split(), "to": after.split()} | told
+
+
+ROWS_OF_A_MAP = [
+    row_of("params/a", "a/kernel/value", "path"),
+    row_of("params/b/w", "b/w/value", "map", "Unstack(axis=0, count=2)"),
+    row_of("params/b/w", "c/w/value", "map", "Unstack(axis=0, count=2)"),
+    row_of("params/x params/y", "c/xy/value", "structure", "Stack(axis=0)"),
+    row_of('params/"a/b"', "c/slash/value", "structure"),
+    row_of("params/old", "", "dropped"),
+    row_of("", "rngs/count/value", "initial"),
+]
+REFUSED = [
+    row_of("params/layers/0/bias", "layer/bias/value", "path"),
+    row_of("params/layers/0/kernel", "", "ambiguous", None, "it is one or the other"),
+    row_of("", "one/kernel/value", "ambiguous", None, "it is one or the other"),
+    row_of("", "other/kernel/value", "missing"),
+]
+TREES = """[...document.querySelectorAll("#conversion .pane")].map((pane) =>
+    [...pane.querySelectorAll("li:not(:has(details))")].map((item) =>
+        ["button", ".origin"].map((name) => item.querySelector(name).textContent)))"""
+CHOSEN = """[...document.querySelectorAll("#conversion .chosen-leaf")].map(
+    (node) => node.textContent)"""
+
+
+def test_a_conversion_is_two_trees_with_what_decided_each_leaf(chromium, planned, ckpt):
+    document = planned.document() | {"layout": "linen-variables", "why": [], "rows": ROWS_OF_A_MAP}
+    tab = chromium.open(page(document | {"warnings": []}))
+    before = [
+        ["b/w", "map"],
+        ["a", "path"],
+        ["x", "structure"],
+        ["y", "structure"],
+        ['"a/b"', "structure"],
+        ["old", "dropped"],
+    ]
+    after = [
+        ["a/kernel/value", "path"],
+        ["b/w/value", "map"],
+        ["w/value", "map"],
+        ["xy/value", "structure"],
+        ["slash/value", "structure"],
+        ["rngs/count/value", "initial"],
+    ]
+    assert tab.value(TREES) == [before, after]
+    chips = "[...document.querySelectorAll('#conversion .chip')].map((node) => node.textContent)"
+    assert tab.value(chips) == ["path1", "map2", "structure2", "dropped1", "initial1"]
+    # A click shows the leaf in the other tree, and says what is done.
+    tab.click("#conversion .pane button")
+    assert tab.value(CHOSEN) == ["b/w", "b/w/value", "w/value"]
+    told = "document.querySelector('#conversion .about').textContent"
+    assert tab.value(told) == (
+        "params/b/w → b/w/value · Unstack(axis=0, count=2) · by map; "
+        "params/b/w → c/w/value · Unstack(axis=0, count=2) · by map"
+    )
+    tab.click("#conversion .chip:nth-child(3)")
+    assert tab.value(TREES) == [before[2:5], after[3:5]]
+    rows = tab.value(ROWS.replace("#leaves", "#conversion"))
+    assert [row[:2] for row in rows] == [
+        ["params/x + params/y", "c/xy/value"],
+        ['params/"a/b"', "c/slash/value"],
+    ]
+    assert tab.complaints() == []
+    # What is not decided stands in its place.
+    refused = {"problems": ["no"], "destination": "out", "rows": REFUSED}
+    tab = chromium.open(page(ckpt.document() | refused))
+    assert tab.value(TREES) == [
+        [["bias", "path"], ["kernel", "▲ ambiguous"]],
+        [
+            ["layer/bias/value", "path"],
+            ["one/kernel/value", "▲ ambiguous"],
+            ["other/kernel/value", "▲ missing"],
+        ],
+    ]
+    tab.click("#conversion li li button")
+    tab.click("#conversion .pane li:nth-child(2) > button")
+    assert "it is one or the other" in tab.value(told)
+    assert tab.complaints() == []
+
+
+def test_a_diff_has_a_treemap(chromium, ckpt):
+    renamed = reshard.rename(ckpt, [("layers/2", "last")])
+    other = reshard.cast(reshard.select(renamed, drop="opt_state/**"), "float16", "**/bias")
+    found = reshard.diff(ckpt, other, values=True)
+    what = {each.path: each.what for each in found.differences}
+    expected = [
+        [format_path(path), {"shape": "changed", "dtype": "changed", "values": "changed"}.get(w, w)]
+        for path, nbytes in found.nbytes.items()
+        for w in [what.get(path, "equal")]
+    ]
+    tab = chromium.open(to_html(found))
+    assert [[row[0], row[2]] for row in tab.value(ROWS)] == expected
+    sizes = dict.fromkeys([kind for _, kind in expected], 0)
+    for (_, kind), nbytes in zip(expected, found.nbytes.values(), strict=True):
+        sizes[kind] += nbytes
+    assert sizes.keys() == {"equal", "added", "removed", "moved", "changed"}
+    chips = "[...document.querySelectorAll('#map .chip')].map((node) => node.textContent)"
+    assert sorted(tab.value(chips)) == sorted(f"{k}{format_bytes(n)}" for k, n in sizes.items())
+    tab.click("#map .chip")
+    assert len(tab.value(ROWS)) < len(expected)
+    assert tab.complaints() == []
+
+
 @pytest.fixture(scope="module")
 def pages(run, ckpt, planned, tmp_path_factory):
     """Every kind of page."""
@@ -793,12 +900,7 @@ def pages(run, ckpt, planned, tmp_path_factory):
     converted = planned.document() | {
         "layout": "linen-variables",
         "why": ["`params` has a name as Linen gives them"],
-        "map": [
-            {"from": ["params/a"], "to": ["a/kernel"], "operation": None, "origin": "path"},
-            {"from": ["params/b"], "to": ["b", "c"], "operation": "Unstack()", "origin": "map"},
-        ],
-        "dropped": ["params/old"],
-        "initial": ["rngs/count"],
+        "rows": ROWS_OF_A_MAP,
         "warnings": ["one leaf went by its order"],
     }
     words = "ckpt", "run/1", "out", "--to", "1x7", "--spec", "kernel$=,model", "--dry-run"
@@ -808,6 +910,9 @@ def pages(run, ckpt, planned, tmp_path_factory):
         "array": to_html(ckpt["params/layers/0/proj"]),
         "plan": to_html(planned),
         "conversion": page(converted),
+        "refused conversion": page(
+            ckpt.document() | {"problems": ["no"], "destination": "out", "rows": REFUSED}
+        ),
         "refused": (folder / "refused.html").read_text(),
         "coverage": to_html(reshard.coverage(params, mesh=mesh, specs=specs)),
         "diff": to_html(reshard.diff(ckpt, reshard.cast(ckpt, "bfloat16"), values=True)),

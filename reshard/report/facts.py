@@ -8,8 +8,9 @@ Of the documents these keys are read; there may be more:
                bytes_read, bytes_written, decoded_bytes, shared_bytes, peak_memory, arrays: step,
                keys, shape, dtype, bytes, chunk_shape, mesh, spec, moved, bytes_read, bytes_written,
                read_amplification, saved: chunk_shape, mesh, spec, device
-    convert    the same, and layout, why, map, dropped, initial, warnings
-    diff       a, b, equal, values, compared, not_compared, differences
+    convert    the same, and layout, why, warnings, rows: from, to, operation, origin, problem; rows
+               of a conversion that was refused, too
+    diff       a, b, equal, values, compared, not_compared, differences, arrays: keys, bytes
     coverage   mesh, device_ids, rules, unmatched, problems, hints, device_bytes, leaves: keys,
                shape, bytes, mesh, spec, source, replicated
 
@@ -24,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.report.leaves import Leaves
-from reshard.tree import format_key
+from reshard.tree import format_key, split_path
 from reshard.units import format_bytes
 
 Document = Mapping[str, Any]
@@ -35,6 +36,7 @@ _NAMED = 3
 _MAX_WORDS = 200
 _MAX_HISTOGRAMS = 500
 _UNKNOWN = "not known"
+_WHOLE = ("added", "removed", "moved")  # differences of whole leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +99,7 @@ def _checkpoint_page(document: Document) -> Page:
     size = format_bytes(leaves.nbytes)
     mesh = _meshes(leaves, 0)
     lead = f"{arrays}, {size}, saved on {mesh}." if mesh else f"{arrays}, {size}, saved on no mesh."
+    data = _rows(leaves, document) | leaves.data()
     facts = (
         Fact("What is it?", f"{arrays}, {size}", (document["format"],)),
         Fact("What does a load decode?", _UNKNOWN, name="amplification"),
@@ -109,8 +112,8 @@ def _checkpoint_page(document: Document) -> Page:
         title = f"{document['path']} → {document['destination']}"
         lead = f"The plan could not be made: {failed}"
         lists = _lists({**document, "problems": several or [failed]})
-        return Page("refused", title, lead, (does, *facts[1:]), lists, leaves.data())
-    return Page("checkpoint", document["path"], lead, facts, _lists(document), leaves.data())
+        return Page("refused", title, lead, (does, *facts[1:]), lists, data)
+    return Page("checkpoint", document["path"], lead, facts, _lists(document), data)
 
 
 def _plan_page(document: Document) -> Page:
@@ -131,7 +134,7 @@ def _plan_page(document: Document) -> Page:
     shared = f", and shares {shared} with the source" if document["shared_bytes"] else ""
     job = Fact(
         "What does the job do?",
-        f"converts {document['layout']}" if "map" in document else does,
+        f"converts {document['layout']}" if "rows" in document else does,
         (
             f"Rewrites {rewritten} of {arrays}, copies {verbatim} verbatim.",
             f"Reads {format_bytes(document['bytes_read'])}, writes "
@@ -140,16 +143,10 @@ def _plan_page(document: Document) -> Page:
         ),
     )
     steps = any("step" in array for array in document["arrays"])
-    data = leaves.data() | {"steps": steps}
+    data = _rows(leaves, document) | leaves.data() | {"steps": steps}
     kind = "plan"
-    if "map" in document:
+    if "rows" in document:
         kind = "conversion"
-        data |= {"map": [_mapped(leaves, row) for row in document["map"]]}
-        data |= {
-            name: [leaves.place(path.split("/")) for path in document[name]]
-            for name in ("dropped", "initial")
-        }
-        data["folders"] = leaves.data()["folders"]
         lead = f"{document['layout']}, converted. {lead}"
     title = " and ".join(document["source"]) + f" → {document['destination'] or 'a new checkpoint'}"
     facts = job, _worth(document, _meshes(leaves, 1)), _replicated(leaves)
@@ -158,7 +155,7 @@ def _plan_page(document: Document) -> Page:
 
 def _worth(document: Document, mesh: str) -> Fact:
     """What loading decodes, before and after; and what that is in bytes."""
-    converts = "map" in document
+    converts = "rows" in document
     question = "What does a load decode?" if converts else "Is it worth it?"
     known = [array for array in document["arrays"] if array["mesh"] is not None]
     total = sum(array["bytes"] for array in known)
@@ -228,6 +225,14 @@ def _coverage_page(document: Document) -> Page:
 def _diff_page(document: Document) -> Page:
     found = document["differences"]
     leaves = Leaves([], [], [])
+    rest = "equal" if not document["not_compared"] else "no difference found"
+    rest = _UNKNOWN if not document["compared"] and document["not_compared"] else rest
+    kinds_of = {
+        tuple(each["keys"]): each["what"] if each["what"] in _WHOLE else "changed" for each in found
+    }
+    for array in document["arrays"]:
+        kind = kinds_of.get(tuple(array["keys"]), rest)
+        leaves.add(array["keys"], array | {"source": kind}, [])
     counts = collections.Counter(each["what"] for each in found)
     kinds = ", ".join(f"{count} {what}" for what, count in counts.items())
     equal = {True: "yes", False: "no", None: _UNKNOWN}[document["equal"]]
@@ -335,9 +340,23 @@ def _text(value: Any) -> str | None:
     return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "..."
 
 
-def _mapped(leaves: Leaves, row: Document) -> list[Any]:
-    sides = [[leaves.place(path.split("/")) for path in row[side]] for side in ("from", "to")]
-    return [*sides, row["operation"], row["origin"]]
+def _rows(leaves: Leaves, document: Document) -> dict[str, Any]:
+    """What becomes of the leaves in a conversion: of each row what is said of it, which is written
+    once for all of which it is said, and the places before and after."""
+    if "rows" not in document:
+        return {}
+    told: dict[Any, int] = {}
+    rows = [
+        [
+            told.setdefault((row["origin"], row["operation"], row["problem"]), len(told)),
+            *(
+                [leaves.place([*map(format_key, split_path(path))]) for path in row[side]]
+                for side in ("from", "to")
+            ),
+        ]
+        for row in document["rows"]
+    ]
+    return {"rows": rows, "told": list(told)}
 
 
 def _replicated(leaves: Leaves) -> Fact:

@@ -21,7 +21,7 @@ _MAX_TITLE = 100
 _HEIGHT = 720  # of a page in a notebook, in pixels
 _FILES = importlib.resources.files("reshard.report")
 # In this order.
-_SCRIPTS = ("elements", "globs", "leaves", "tables", "treemap", "arrays", "sections")
+_SCRIPTS = ("elements", "globs", "leaves", "tables", "treemap", "arrays", "conversion", "sections")
 _KINDS = {
     "checkpoint": "checkpoint",
     "plan": "plan of a job",

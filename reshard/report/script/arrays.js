@@ -222,7 +222,7 @@ function drawLeaf() {
 }
 
 function drawMeshes() {
-  if (!arrays.length) return;
+  if (!arrays.length || isDiff) return;
   const node = section("meshes", data.sides.length > 1 ? "Meshes side by side" : "One leaf on its mesh");
   leafNode = el("div", { "aria-live": "polite" });
   node.append(leafNode);

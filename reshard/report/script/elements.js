@@ -24,17 +24,20 @@ const svg = (tag, attributes, ...children) =>
 // A path whose lines break where a key ends, if they can.
 const broken = (path) => path.split(/(?<=\/)/).flatMap((key, i) => (i ? [el("wbr"), key] : [key]));
 
+// Two digits as Python writes them: halves go to the even one.
+const fixed = (x) =>
+  (((x * 100) % 1) * 2 === 1 && (x * 8) % 1 === 0 ? (2 * Math.round(x * 50)) / 100 : x).toFixed(2);
 function bytes(count) {
   if (count === null || count === undefined) return UNKNOWN;
   for (const unit of ["B", "KiB", "MiB", "GiB", "TiB"]) {
-    if (count < 1024 || unit === "TiB") return `${count.toFixed(unit === "B" ? 0 : 2)} ${unit}`;
+    if (count < 1024 || unit === "TiB") return `${unit === "B" ? count.toFixed(0) : fixed(count)} ${unit}`;
     count /= 1024;
   }
 }
 const product = (numbers) => numbers.reduce((a, b) => a * b, 1);
 const counted = (n, noun, several) => `${n} ${n === 1 ? noun : several || noun + "s"}`;
 const dims = (shape) => (shape === null ? UNKNOWN : shape.length ? shape.join("x") : "()");
-const times = (number) => (number === null ? UNKNOWN : number.toFixed(2));
+const times = (number) => (number === null ? UNKNOWN : fixed(number));
 const changed = (a, b) => (a === b ? b : `${a} → ${b}`);
 
 function specText(spec) {

@@ -44,7 +44,8 @@ const leaves = data.leaves.map(([folder, key, layout, ...numbers], order) => {
   }
   return leaf;
 });
-const arrays = leaves.filter((leaf) => leaf.shape !== null);
+const isDiff = data.kind === "diff";
+const arrays = leaves.filter((leaf) => leaf.shape !== null || isDiff);
 
 const partsOf = ({ shape }, { mesh, spec }) =>
   shape.map((_, dim) => product((spec[dim] || []).map((axis) => mesh.sizes[axis] || 1)));
@@ -52,6 +53,7 @@ const replicated = (leaf, side) =>
   side.mesh !== null && side.mesh.devices > 1 && product(partsOf(leaf, side)) === 1;
 
 function layoutName(leaf) {
+  if (isDiff) return leaf.source;
   if (leaf.shape === null) return "no array";
   if (leaf.side.mesh === null) return leaf.side.device ? "on one device" : "no mesh";
   return replicated(leaf, leaf.side) ? "replicated" : specText(leaf.side.spec);
@@ -88,11 +90,12 @@ const colours = new Map();
   const total = new Map();
   for (const leaf of arrays)
     total.set(layoutName(leaf), (total.get(layoutName(leaf)) || 0) + (leaf.nbytes || 0));
-  const plain = ["replicated", "on one device", "no mesh"];
+  const plain = { replicated: "glare", "on one device": "grey", "no mesh": "grey" };
+  const differences = { added: "k1", removed: "k5", moved: "k0", changed: "k3" };
   const names = [...total.keys()].sort((a, b) => total.get(b) - total.get(a));
   let next = 0;
   for (const name of names) {
-    const own = plain.includes(name) ? (name === "replicated" ? "glare" : "grey") : null;
+    const own = isDiff ? differences[name] || "grey" : plain[name];
     colours.set(name, { total: total.get(name), of: own || (next < COLOURS ? `k${next++}` : "grey") });
   }
   for (const leaf of arrays) {
@@ -117,7 +120,8 @@ function update() {
 }
 function choose(leaf) {
   state.chosen = leaf;
-  drawLeaf();
+  if (isDiff) showDifference(leaf.path);
+  else drawLeaf();
 }
 
 const sections = document.getElementById("sections");

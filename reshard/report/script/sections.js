@@ -32,14 +32,27 @@ function drawLoads() {
     return;
   }
   const largest = Math.max(...rows.map((row) => Math.max(...row.leaf.load) * row.nbytes));
-  const bar = (row, i) => {
-    const [kept, all] = [row.nbytes, row.nbytes * row.leaf.load[i]].map((n) => (n / largest) * 240);
-    const over = svg("rect", { class: "over", width: all, height: 11, fill: "url(#hatch)" });
-    const back = svg("rect", { class: "decoded", width: all, height: 11 });
-    const label = `${data.sides[i]}: decodes ${bytes(row.nbytes * row.leaf.load[i])} for ${bytes(row.nbytes)}`;
-    const view = { class: "bar", viewBox: "0 0 242 12", width: 242, height: 12, role: "img", "aria-label": label };
-    return svg("svg", view, back, over, svg("rect", { class: "kept", width: kept, height: 11 }));
+  // What is needed is filled, what is decoded beside is hatched.
+  const picture = (label, needed, decoded, scale, height) => {
+    const [kept, all] = [needed * scale, decoded * scale];
+    const over = svg("rect", { class: "over", width: all, height: height - 1, fill: "url(#hatch)" });
+    const back = svg("rect", { class: "decoded", width: all, height: height - 1 });
+    const size = { width: Math.max(kept, all) + 2, height };
+    const view = { class: "bar", viewBox: `0 0 ${size.width} ${height}`, ...size, role: "img", "aria-label": label };
+    return svg("svg", view, back, over, svg("rect", { class: "kept", width: kept, height: height - 1 }));
   };
+  const bar = (row, i) => {
+    const decoded = row.nbytes * row.leaf.load[i];
+    const label = `${data.sides[i]}: decodes ${bytes(decoded)} for ${bytes(row.nbytes)}`;
+    return picture(label, row.nbytes, decoded, 240 / largest, 12);
+  };
+  const decodes = data.sides.map((_, i) => known.reduce((sum, leaf) => sum + leaf.nbytes * leaf.load[i], 0));
+  for (const [i, decoded] of decodes.entries()) {
+    const words = `decodes ${bytes(decoded)} for ${bytes(total)}: ${times(decoded / total)} times what it needs`;
+    const [name, label] = [el("b", null, `${data.sides[i]} `), `${data.sides[i]}: ${words}`];
+    const whole = picture(label, total, decoded, 520 / Math.max(...decodes, total), 22);
+    node.append(el("figure", { class: "total" }, el("figcaption", null, name, words), whole));
+  }
   const columns = [
     {
       title: "leaves of one layout",
@@ -119,44 +132,6 @@ function drawDevices() {
   node.append(table("Replicated leaves", held, whole, 10).node);
 }
 
-function drawConversion() {
-  if (!data.map) return;
-  const rows = data.map.map(([from, to, operation, origin]) => ({
-    from: from.map(pathOf),
-    to: to.map(pathOf),
-    operation,
-    origin,
-  }));
-  for (const path of data.dropped) rows.push({ from: [pathOf(path)], to: [], operation: "left out", origin: "dropped" });
-  for (const path of data.initial) rows.push({ from: [], to: [pathOf(path)], operation: "the model's own", origin: "initial" });
-  const node = section(
-    "conversion",
-    "What becomes of each leaf",
-    "The source's tree and the model's, with what decided: a map's rule, a path, or the structure. " +
-      "What is as in the line above is dimmed.",
-  );
-  const counts = new Map();
-  for (const { origin } of rows) counts.set(origin, (counts.get(origin) || 0) + 1);
-  const tree = (side) => (row, before) => {
-    const old = before ? before[side].join(" + ").split("/") : [];
-    const keys = row[side].join(" + ").split("/");
-    let same = 0;
-    while (same < keys.length - 1 && keys[same] === old[same]) same += 1;
-    if (!row[side].length) return el("span", { class: "unknown" }, "–");
-    const dim = keys.slice(0, same).join("/") + (same ? "/" : "");
-    return [el("span", { class: "same" }, broken(dim)), broken(keys.slice(same).join("/"))].flat();
-  };
-  const columns = [
-    { title: "from", kind: "tree", value: (row) => row.from.join(" + "), cell: tree("from") },
-    { title: "to", kind: "tree", value: (row) => row.to.join(" + "), cell: tree("to") },
-    { title: "operation", value: (row) => row.operation || "" },
-    { title: "decided by", value: (row) => row.origin },
-  ];
-  const { node: body, draw } = table("Map of the conversion", columns, rows);
-  const press = (name) => draw((row) => name === null || row.origin === name);
-  node.append(filters("Decided by", [...counts].map(([name, n]) => [name, String(n)]), press), body);
-}
-
 function histogram(bins, title) {
   const box = el("figure", null, el("figcaption", null, el("b", null, title)));
   if (!bins.length) {
@@ -180,6 +155,8 @@ function histogram(bins, title) {
   box.append(el("p", { class: "note" }, `${power(low)} to ${power(high + 1)}; ${counted(all, "element")}, a bar for each power of two`));
   return box;
 }
+
+let showDifference = () => {};
 
 function drawDiff() {
   if (!data.differences) return;
@@ -218,12 +195,15 @@ function drawDiff() {
   for (const { what } of rows) counts.set(what, (counts.get(what) || 0) + 1);
   const size = (value) => (typeof value === "string" ? Infinity : value);
   const number = (value) => (typeof value === "number" ? value.toPrecision(4) : value);
+  showDifference = (path) => {
+    const row = rows.find((each) => each.path === path && each.bins);
+    if (!row) return;
+    show(row.path, row.bins, [row]);
+    chart.scrollIntoView({ block: "start" });
+  };
   const open = (row) => {
     if (!row.bins) return el("span", { class: "path" }, broken(row.path));
-    const press = () => {
-      show(row.path, row.bins, [row]);
-      chart.scrollIntoView({ block: "start" });
-    };
+    const press = () => showDifference(row.path);
     return el("button", { type: "button", class: "path", click: press }, broken(row.path));
   };
   const counting = (title, value) =>
@@ -259,18 +239,26 @@ function drawTable() {
     return texts.length === 2 ? changed(...texts) : texts[0];
   };
   const spec = (side) => (side.mesh === null ? side.device || "no mesh" : specText(side.spec));
-  const columns = [
-    { title: "path", value: (leaf) => leaf.path, cell: chooser },
+  const coloured = (leaf, text) => [el("span", { class: `swatch ${colours.get(layoutName(leaf)).of}` }), text];
+  const size = (leaf) => (leaf.shape === null && !isDiff ? "–" : bytes(leaf.nbytes));
+  const path = { title: "path", value: (leaf) => leaf.path, cell: isDiff ? (leaf) => broken(leaf.path) : chooser };
+  const amount = { title: "bytes", right: true, value: (leaf) => leaf.nbytes, cell: size };
+  const columns = isDiff ? [
+    path,
+    amount,
+    { title: "what", value: layoutName, cell: (leaf) => coloured(leaf, layoutName(leaf)) },
+  ] : [
+    path,
     { title: "shape", value: (leaf) => (leaf.shape === null ? "" : dims(leaf.shape)) },
     { title: "dtype", value: (leaf) => leaf.dtype },
-    { title: "bytes", right: true, value: (leaf) => leaf.nbytes, cell: (leaf) => (leaf.shape === null ? "–" : bytes(leaf.nbytes)) },
+    amount,
     {
       title: "spec",
       value: (leaf) => (leaf.shape === null ? "" : both(leaf, spec)),
       cell: (leaf) => {
         if (leaf.shape === null) return "–";
-        const { of } = colours.get(layoutName(leaf));
-        return [el("span", { class: `swatch ${of}` }), both(leaf, spec), of === "glare" ? el("b", null, " replicated") : ""];
+        const whole = layoutName(leaf) === "replicated";
+        return [...coloured(leaf, both(leaf, spec)), whole ? el("b", null, " replicated") : ""];
       },
     },
     { title: "chunks", value: (leaf) => (leaf.shape === null ? "" : both(leaf, (side) => dims(side.chunk))) },
@@ -281,7 +269,7 @@ function drawTable() {
       cell: (leaf) => (leaf.shape === null ? "–" : leaf.load ? leaf.load.map(times).join(" → ") : UNKNOWN),
     },
   ];
-  if (leaves.some((leaf) => leaf.source)) columns.push({ title: "spec by", value: (leaf) => leaf.source });
+  if (!isDiff && leaves.some((leaf) => leaf.source)) columns.push({ title: "spec by", value: (leaf) => leaf.source });
   if (leaves.some((leaf) => leaf.moved !== null))
     columns.push({ title: "copied", value: (leaf) => (leaf.moved ? "verbatim" : "rewritten") });
   if (leaves.some((leaf) => leaf.problem))

@@ -38,8 +38,9 @@ function drawMap() {
   const node = section(
     "map",
     "Where the bytes are",
-    "An area for each leaf, as large as its bytes, in the colour of its partition spec. Click a " +
-      "group to go into it, a leaf to see it on its meshes; arrow keys, Enter and Escape do the same.",
+    "An area for each leaf, as large as its bytes, in the colour of " +
+      (isDiff ? "what differs in it" : "its partition spec") +
+      ". Click a group to go into it, a leaf to see it below; arrow keys, Enter and Escape do the same.",
   );
   const names = [...colours].map(([name, { total, of }]) => [name, bytes(total), of]);
   const wrong = leaves.filter((leaf) => leaf.problem).length;
@@ -55,7 +56,7 @@ function drawMap() {
       update();
     },
   });
-  const legend = filters("Partition specs", names, (name) => {
+  const legend = filters(isDiff ? "What differs" : "Partition specs", names, (name) => {
     state.spec = name;
     update();
   });
@@ -74,6 +75,7 @@ function drawMap() {
       : describe(item);
   };
   function describe(leaf) {
+    if (isDiff) return `${leaf.path}: ${bytes(leaf.nbytes)} · ${layoutName(leaf)}`;
     const chunks = leaf.sides.map((side) => dims(side.chunk));
     const words = [`${leaf.path}: ${leaf.dtype || ""} ${dims(leaf.shape)}`.trim()];
     words.push(bytes(leaf.nbytes), layoutName(leaf));
