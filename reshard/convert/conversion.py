@@ -106,8 +106,7 @@ class Conversion:
         False. Arguments as for `to_nnx`."""
         if check is False:
             return self.checkpoint
-        models = {self.to: model, self.layout.api: source}
-        run = runs(models, self.leaves)
+        run = runs({self.to: model, self.layout.api: source}, self.leaves)
         found = self.compare_outputs(run, None if check is True else check)
         if not found.equal:
             raise TreeMismatchError(
