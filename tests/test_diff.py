@@ -30,6 +30,7 @@ from sampling import examples
 
 import reshard
 from reshard.arrays.digests import digest_of
+from reshard.tree import format_path
 from reshard.verify import comparison
 from reshard.verify.digest_record import FILE, ArrayRecord, Record
 from reshard.verify.elementwise import ElementComparison
@@ -236,6 +237,8 @@ def test_the_document_has_both_sides_of_every_difference(trees):
     a, b = trees
     diff = reshard.diff(a, b, select=["both", "string", "removed/*", "list/1"])
     document = json.loads(json.dumps(diff.document()))
+    leaves = reshard.open(a).arrays
+    compared = [x for x in leaves if x.path == ("list", 1) or x.path[0] in ("both", "removed")]
     assert document == {
         "a": str(a),
         "b": str(b),
@@ -245,6 +248,10 @@ def test_the_document_has_both_sides_of_every_difference(trees):
         "atol": 0.0,
         "compared": 0,
         "not_compared": 1,
+        "arrays": [
+            {"path": format_path(leaf.path), "keys": [*leaf.path], "bytes": leaf.nbytes}
+            for leaf in compared
+        ],
         "differences": [
             {"what": what, "path": path, "keys": keys, "a": one, "b": other}
             for what, path, keys, one, other in [
