@@ -365,8 +365,7 @@ class _Work:
         counters = {}
         step = self._against.places.step()
         if self._against.layout.step is not None and step is not None:
-            at, *kind = step
-            counters[at] = tuple(kind)
+            counters[step[0]] = step[1:]
         goal = self._against.goal
         leaves = {} if goal is None else goal.leaves
         names = {} if goal is None else {saved: p for p, saved in goal.layout.model.items()}
