@@ -3,6 +3,7 @@ tests the default run takes.
 """
 
 import os
+import pathlib
 import signal
 import tempfile
 
@@ -19,10 +20,12 @@ os.environ["XLA_FLAGS"] = (
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-# Much of what is compiled is compiled again, in another module, process or run.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    _compiled = tempfile.TemporaryDirectory(prefix="compiled-")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
+# Much of what is compiled is compiled again, in another module, process or run; what JAX keeps of
+# it is beside what pytest keeps.
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR",
+    str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "compiled"),
+)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 # Nobody reads where in Python an operation was made.
@@ -31,7 +34,6 @@ os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 import ctypes
 import functools
 import gc
-import pathlib
 import shutil
 import sys
 
