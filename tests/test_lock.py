@@ -257,3 +257,17 @@ late.release()
     assert out == "the lock on `x` is no longer this job's\n"
     mine.check()
     mine.release()
+
+
+def test_a_file_that_is_another_ones_is_let_go_of(tmp_path):
+    """And what was let go of once is not closed again: its number may be another file's by then."""
+    first, second = (LockFile(tmp_path / "lock") for _ in range(2))
+    assert first.create(b"one")
+    assert not second.create(b"two")
+    second.close()
+    first.close()
+    with (tmp_path / "other").open("wb") as other:
+        first.close()
+        other.write(b"text")
+    assert second.read() == b"one"
+    assert (tmp_path / "other").read_bytes() == b"text"

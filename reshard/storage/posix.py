@@ -434,4 +434,7 @@ class LockFile:
         remove_file(aside)
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        """Lets go of the file, if it is one's own."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
