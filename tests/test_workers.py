@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 from click.testing import CliRunner
-from worker_tasks import Opens, Tiny
+from worker_tasks import Finds, Opens, Tiny
 
 import reshard
 import reshard.cli
@@ -139,6 +139,17 @@ def test_workers_that_were_started_before_there_are_tasks(log):
     with started(2, Tiny):
         pass
     assert no_worker_is_left()
+
+
+def test_workers_that_were_started_find_what_is_here_by_now(tmp_path, monkeypatch):
+    """A command adds to both once it knows its model and map."""
+    (tmp_path / "added_later.py").write_text("value = 5")
+    with started(1, Finds):
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setenv("ADDED_LATER", "yes")
+        monkeypatch.delenv("XLA_FLAGS")
+        found = [Finds("added_later", name) for name in ("ADDED_LATER", "XLA_FLAGS")]
+        assert run_tasks(found, Counted(), workers=1) == [(5, "yes"), (5, None)]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Tasks for workers: what one does, of what, and how often it is killed."""
 
 import dataclasses
+import importlib
 import os
 import pathlib
 import signal
@@ -62,6 +63,18 @@ class Tiny:
             raise AssertionError("a bug")
         print("no answer")
         return self.number, os.getpid(), cores()
+
+
+@dataclasses.dataclass(frozen=True)
+class Finds:
+    """Answers with what is in a module, and in its environment."""
+
+    module: str
+    variable: str
+    nbytes: int = 1
+
+    def run(self, report):
+        return importlib.import_module(self.module).value, os.environ.get(self.variable)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -99,7 +99,6 @@ def started(count: int, kind: type) -> Iterator[None]:
 
 def _process(among: int, imports: str = "") -> subprocess.Popen[bytes]:
     """A process that answers tasks, one of several on its machine."""
-    # What is imported here is imported there, wherever it is from.
     code = f"import sys; sys.path[:] = {sys.path!r}; from reshard.engine import workers; "
     return subprocess.Popen(
         [sys.executable, "-c", f"{code}{imports}workers.main({among})"],
@@ -206,6 +205,8 @@ class _Worker:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
+            # What it imports, and what it finds in its environment, are as they are here by now.
+            pickle.dump((sys.path, dict(os.environ)), self._process.stdin)
             while (task := self._tasks.get()) is not None:
                 _Pickler(self._process.stdin).dump(task)
                 self._process.stdin.flush()
@@ -276,6 +277,12 @@ def main(among: int) -> None:
     """A worker, one of several on its machine: answers tasks until there are no more."""
     share_cores(among)
     tune_memory()
+    try:
+        sys.path[:], environment = pickle.load(sys.stdin.buffer)
+    except EOFError:
+        return
+    os.environ.clear()
+    os.environ.update(environment)
     stores: dict[Any, ArrayStore] = {}
     with os.fdopen(os.dup(1), "wb") as out:
         os.dup2(2, 1)  # what a function of the user's prints is no answer
