@@ -589,6 +589,7 @@ def test_a_missing_share_that_was_begun_says_how_far_it_is(sources, tmp_path, mo
         with pytest.raises(reshard.DestinationError) as caught:
             reshard.commit(out)
         told.append(caught.value.problems)
+        (outer(out) / "2.running").write_bytes(b"{")  # one that cannot be read says nothing
 
     save(source, out, share=(1, 3), progress=progress)
     line = rf"share 1: process {os.getpid()} on {re.escape(platform.node())} had written "

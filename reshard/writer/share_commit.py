@@ -88,8 +88,10 @@ def commit(destination: str | os.PathLike, *, progress: Progress | None = None) 
         return _complete_already(place)
     try:
         document = read_document(outer / JOB)
-        if document is None:
-            (outer / NAMED).remove()
+        if document is None:  # a commit may have been killed at its very end
+            for name in outer.names():
+                if name == NAMED or name.startswith(f"{LOCK}."):
+                    (outer / name).remove()
             return _complete_already(place)
         committed_job(document, lock, lambda whole: counted(whole, progress))
     finally:

@@ -150,12 +150,6 @@ class Job:
 
         return look
 
-    def remove_late(self) -> None:
-        """Removes what was written on a disk after the job had ended, which is nobody's."""
-        if self.outer.is_local and not (self.outer / JOB).exists():
-            posix.remove(self.directory)
-            posix.remove_empty(self.outer)
-
     def note_running(self, number: int, done: int, nbytes: int) -> None:
         """Notes that this process has written so many bytes of a share; or not, if it cannot."""
         process = f"process {os.getpid()} on {platform.node()}"
@@ -165,18 +159,23 @@ class Job:
             self.write_document(f"{number}{_RUNNING}", {"by": process, "done": part, "time": now})
 
     def forget_running(self, number: int) -> None:
-        """Removes that note."""
-        (self.outer / f"{number}{_RUNNING}").remove()
+        """Removes that note; or not, if it cannot."""
+        with contextlib.suppress(OSError):
+            (self.outer / f"{number}{_RUNNING}").remove()
 
     def running(self, numbers: Sequence[int]) -> list[str]:
-        """What is noted of shares that are not complete, a line each. The time is that of the clock
-        there, which nobody compares with another one."""
+        """What is noted of shares that are not complete, a line each, as far as it can be read. The
+        time is that of the clock there, which nobody compares with another one."""
         names = {f"{number}{_RUNNING}": number for number in numbers}
-        found = [(n, self.document(n)) for n in self.outer.names() if n in names]
+        found: dict[int, dict[str, Any]] = {}
+        with contextlib.suppress(OSError):
+            for name in self.outer.names():
+                with contextlib.suppress(OSError, DestinationError):  # it may be complete by now
+                    if name in names and (note := self.document(name)) is not None:
+                        found[names[name]] = note
         return [
-            f"share {names[name]}: {note['by']} had written {note['done']} of it at {note['time']}"
-            for name, note in sorted(found, key=lambda each: names[each[0]])
-            if note is not None
+            f"share {number}: {note['by']} had written {note['done']} of it at {note['time']}"
+            for number, note in sorted(found.items())
         ]
 
     def document(self, name: str) -> dict[str, Any] | None:

@@ -37,7 +37,7 @@ from reshard.writer.recording import (
     read_apart,
     verify_hint,
 )
-from reshard.writer.share_job import REST, Job, Written, begun, is_written, shares_begun
+from reshard.writer.share_job import JOB, REST, Job, Written, begun, is_written, shares_begun
 from reshard.writer.share_parts import BoxRange, Share, ValueRange
 from reshard.writer.siblings import CopiedFile, clear, copy_siblings, is_marker
 from reshard.writer.stream import Report
@@ -62,13 +62,28 @@ class ShareTask:
         if is_written(self.job, f"{self.share.number}.json"):
             report(self.nbytes)
             return
+        attempt = f"{self.share.number}_{secrets.token_hex(4)}"
         try:
-            self._write(report)
+            self._write(attempt, report)
         except BaseException:
-            self.job.remove_late()
+            self._remove_late(attempt)
             raise
 
-    def _write(self, report: Report) -> None:
+    def _remove_late(self, attempt: str) -> None:
+        """Removes an attempt's databases from a disk, if its job has ended: they are nobody's."""
+        job = self.job
+        if not job.outer.is_local or (job.outer / JOB).exists():
+            return
+        for item in self.share.items:
+            directory = job.directory / item.directory
+            for stage in _stages(directory, item.format.ocdbt, attempt):
+                posix.remove(directory / stage)
+            while directory.below(job.outer):
+                posix.remove_empty(directory)
+                directory = directory.parent
+        posix.remove_empty(job.outer)
+
+    def _write(self, attempt: str, report: Report) -> None:
         job, number, done = self.job, self.share.number, 0
 
         def told(nbytes: int) -> None:
@@ -78,7 +93,6 @@ class ShareTask:
 
         look = job.looking(lambda: job.note_running(number, done, self.nbytes))
         look()
-        attempt = f"{number}_{secrets.token_hex(4)}"
         items = {}
         for item in self.share.items:
             directory = job.directory / item.directory
