@@ -165,16 +165,14 @@ def commit(plan: Plan, there: Mapping[str, Entry], journal: Journal, lock: Lock)
     kept = {"last": last, "trees": versions, "journal": journal.content().decode()}
     beside = _journal_beside(destination)
     told = posix.UNKNOWN not in versions.values()
-    keep = functools.partial(beside.write, json.dumps(kept).encode())
+    bucket.at_once(lock.check, journal.check)
+    if told:
+        beside.write(json.dumps(kept).encode())
     try:
-        bucket.at_once(lock.check, journal.check, *([keep] if told else ()))
         journal.close()
-        try:
-            write_markers([last], destination, destination)
-        except BaseException:
-            journal.begin()
-            raise
+        write_markers([last], destination, destination)
     except BaseException:
+        journal.begin()
         _forget(destination)
         raise
 
@@ -285,7 +283,7 @@ def _abandoned(
     """Deletes what a job that has failed has written. What is to be said of what is left."""
     try:
         lock.check()
-        if unfinished(destination):
+        if unfinished(destination) or _journal_beside(destination).exists():
             return Hint(
                 f"`{destination}` is kept, uncommitted: ",
                 ("same",),
