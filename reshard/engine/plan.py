@@ -256,7 +256,7 @@ def _splits(array: ArrayLayout, most: int | None) -> Sequence[_Candidate]:
 
 
 # Arrays of a checkpoint are alike: layers, and thousands of small ones.
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=32)
 def _even_splits(
     shape: Shape, source: Shape, shard: Shape, itemsize: int, most: int | None
 ) -> tuple[_Candidate, ...]:
