@@ -26,6 +26,7 @@ from reshard.cli.shard import parse_share
 from reshard.engine.workers import started
 from reshard.errors import DestinationError, ReshardError, ShardingError, TreeMismatchError
 from reshard.loader import open as open_checkpoint
+from reshard.loader.detection import has_large_arrays
 from reshard.restore.target_mesh import to_mesh
 from reshard.sharding.mesh import parse_mesh
 from reshard.storage.machine import tune_memory
@@ -156,7 +157,7 @@ def run(
 ) -> None:
     """Opens, changes, plans and writes; reports, with what `answer` adds to the JSON document
     then."""
-    tune_memory(parse_bytes(flags["max_memory"]))
+    tune_memory(parse_bytes(flags["max_memory"]), has_large_arrays(src))
     dry_run, as_json, quiet = flags["dry_run"], flags["as_json"], flags["quiet"]
     share = parse_share(flags["share"], dst)
     if share is not None and (flags["resume"] or flags["workers"] or flags["dask"]):

@@ -4,6 +4,7 @@ Facts about names on disk are those of orbax-checkpoint 0.4.4 to 0.12.8.
 """
 
 import dataclasses
+import itertools
 import os
 import re
 
@@ -44,6 +45,11 @@ _UNNAMED = ("default", "pytree")
 # Handlers of items that are not a tree of a model's arrays; `_METADATA` does not tell them apart.
 _NOT_TREES = ("ArrayCheckpointHandler", "RandomKeyCheckpointHandler", "JsonCheckpointHandler")
 
+# Arrays are large where what is saved takes so many times the bytes of the documents that list
+# them: a mebibyte and more each. And files that are looked at to know that.
+_LARGE = 1 << 12
+_FILES_TO_JUDGE_BY = 2000
+
 
 def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
     """Finds the item to read. See `reshard.open` for the arguments and the errors."""
@@ -77,6 +83,19 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
         )
     found = _in_step(root, committed[number], tuple(sorted(committed)), item)
     return dataclasses.replace(found, uncommitted=tuple(sorted(set(steps) - set(committed))))
+
+
+def has_large_arrays(path: str | os.PathLike) -> bool:
+    """Whether what is saved on a disk has few arrays for its bytes, by the first of its files. It
+    can be asked before anything is opened."""
+    root = parse_location(path)
+    if not root.is_local:
+        return False
+    nbytes = described = 0
+    for entry in itertools.islice(root.walk(), _FILES_TO_JUDGE_BY):
+        nbytes += entry.nbytes if entry.is_file else 0
+        described += entry.nbytes if entry.path.rpartition("/")[2] == TREE_FILE else 0
+    return 0 < described * _LARGE < nbytes
 
 
 def ask_ahead(directory: Location) -> None:

@@ -11,6 +11,8 @@ _MAX_ARENAS = 4
 # Where each arena may keep so many bytes, there are more: enough that threads seldom share one.
 _ARENA_BYTES = 128 << 20
 _ENOUGH_ARENAS = 8
+# Bytes of memory that a single arena keeps.
+_KEPT = 1 << 30
 # Files that a worker has open at once at least: one is read while another is waited for.
 _FILES = 2
 # Processes that divide the processors of this machine, this one among them.
@@ -41,19 +43,22 @@ def thread_limits() -> dict[str, Any]:
     return {name: {"limit": limit} for name, limit in limits.items()}
 
 
-def tune_memory(max_memory: int = 0) -> None:
+def tune_memory(max_memory: int = 0, large_arrays: bool = False) -> None:
     """For a process of this package, never for a library's user: few arenas of malloc, in which
     freed memory is kept and used again: on glibc, the difference between the budget and twice the
-    budget. In a single one, threads that encode small chunks wait for one another for a quarter of
-    the time, so a job of `max_memory` bytes has as many as that leaves room for. And Python looks
-    for cycles less often: in trees of 100,000 leaves, of which none is one, that takes a fifth of
-    the time."""
+    budget. In a single one, threads that handle small chunks wait for one another for a quarter of
+    the time, so a job of `max_memory` bytes has as many as that leaves room for. But other arenas
+    than the first hold no large blocks, and to touch new memory for each of those takes a fifth of
+    the time, so one that reads `large_arrays` has only that. It is decided once: a thread stays in
+    its arena. And Python looks for cycles less often: in trees of 100,000 leaves, of which none is
+    one, that takes a fifth of the time."""
     gc.set_threshold(100_000, 20, 20)
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
     roomy = min(max_memory // _ARENA_BYTES, _ENOUGH_ARENAS)
-    mallopt(_MALLOC_ARENA_MAX, max(min(cores(), _MAX_ARENAS), roomy))
-    mallopt(_MALLOC_MMAP_THRESHOLD, 32 << 20)
-    mallopt(_MALLOC_TRIM_THRESHOLD, 64 << 20)
+    several = max(min(cores(), _MAX_ARENAS), roomy)
+    mallopt(_MALLOC_ARENA_MAX, 1 if large_arrays else several)
+    mallopt(_MALLOC_MMAP_THRESHOLD, _KEPT if large_arrays else 32 << 20)
+    mallopt(_MALLOC_TRIM_THRESHOLD, _KEPT if large_arrays else 64 << 20)
