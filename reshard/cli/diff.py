@@ -11,6 +11,7 @@ from reshard.cli.dask_cluster import working
 from reshard.cli.options import places, reading_options
 from reshard.cli.page_file import HTML, check_page, write_page
 from reshard.loader import open as open_checkpoint
+from reshard.loader.detection import has_large_arrays
 from reshard.storage.machine import tune_memory
 from reshard.verify.comparison import diff
 
@@ -61,7 +62,7 @@ def command(
     if not flags["values"] and not flags.keys().isdisjoint(("rtol", "atol")):
         raise click.UsageError("--rtol and --atol go with --values")
     check_page(page_file, a, b)
-    tune_memory()
+    tune_memory(large_arrays=has_large_arrays(a) or has_large_arrays(b))
     one, other = places(a, b, step, item)
     checkpoints = [
         open_checkpoint(p, **at, concurrency=concurrency) for p, at in ((a, one), (b, other))

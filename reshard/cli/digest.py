@@ -8,6 +8,7 @@ from reshard.cli import output
 from reshard.cli.dask_cluster import working
 from reshard.cli.options import reading_options
 from reshard.loader import open as open_checkpoint
+from reshard.loader.detection import has_large_arrays
 from reshard.storage.machine import tune_memory
 from reshard.tree import format_path
 from reshard.verify.digest_record import FILE
@@ -44,7 +45,7 @@ def command(
       reshard digest run/1000 --json > known.json
       reshard verify out/1000 --against known.json
     """
-    tune_memory()
+    tune_memory(large_arrays=has_large_arrays(path))
     ckpt = open_checkpoint(path, step=step, item=item, concurrency=concurrency)
     with working(dask, workers, max_memory, quiet or as_json) as by:
         found = digest(ckpt, write=write, max_memory=max_memory, **by)

@@ -19,6 +19,7 @@ from reshard.errors import (
     UncommittedCheckpointError,
 )
 from reshard.loader import open as open_checkpoint
+from reshard.loader.detection import has_large_arrays
 from reshard.storage.location import parse_location
 from reshard.storage.machine import tune_memory
 from reshard.tree import format_path
@@ -65,7 +66,7 @@ def command(
     asked = any(flags.values())
     if asked and against is None:
         raise click.UsageError("--map, --model and the like go with --against OTHER")
-    tune_memory()
+    tune_memory(large_arrays=has_large_arrays(path))
     mine, theirs = places(path, against or path, step, item)
     try:
         ckpt = open_checkpoint(path, **mine, concurrency=concurrency)

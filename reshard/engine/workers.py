@@ -27,6 +27,7 @@ from reshard.engine.executors import check_imports, in_executor
 from reshard.engine.tasks import Pickler, Report, Task, empty_store, imported_by, told_of
 from reshard.errors import ReshardError
 from reshard.hints import Hint
+from reshard.loader.detection import has_large_arrays
 from reshard.storage.array_store import ArrayStore
 from reshard.storage.machine import share_cores, tune_memory
 
@@ -276,7 +277,6 @@ class _Unpickler(pickle.Unpickler):
 def main(among: int) -> None:
     """A worker, one of several on its machine: answers tasks until there are no more."""
     share_cores(among)
-    tune_memory()
     try:
         sys.path[:], environment = pickle.load(sys.stdin.buffer)
     except EOFError:
@@ -284,6 +284,7 @@ def main(among: int) -> None:
     os.environ.clear()
     os.environ.update(environment)
     stores: dict[Any, ArrayStore] = {}
+    tuned = False
     with os.fdopen(os.dup(1), "wb") as out:
         os.dup2(2, 1)  # what a function of the user's prints is no answer
         while True:
@@ -293,6 +294,10 @@ def main(among: int) -> None:
                 task = _Unpickler(sys.stdin.buffer, stores).load()
             except EOFError:
                 return
+            if not tuned:
+                tuned = True
+                large = [store for store in stores.values() if has_large_arrays(store.directory)]
+                tune_memory(large_arrays=bool(large))
             pickle.dump(_answer(task, out), out)
             out.flush()
 

@@ -3,6 +3,7 @@
 Facts about names on disk are those of orbax-checkpoint 0.4.4 to 0.12.8.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -12,6 +13,7 @@ from reshard.checkpoint import Item
 from reshard.errors import (
     CheckpointFormatError,
     CheckpointNotFoundError,
+    ReshardError,
     UncommittedCheckpointError,
 )
 from reshard.hints import Hint
@@ -87,14 +89,13 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
 
 def has_large_arrays(path: str | os.PathLike) -> bool:
     """Whether what is saved on a disk has few arrays for its bytes, by the first of its files. It
-    can be asked before anything is opened."""
-    root = parse_location(path)
-    if not root.is_local:
-        return False
+    can be asked before anything is opened, and does not say what is wrong."""
     nbytes = described = 0
-    for entry in itertools.islice(root.walk(), _FILES_TO_JUDGE_BY):
-        nbytes += entry.nbytes if entry.is_file else 0
-        described += entry.nbytes if entry.path.rpartition("/")[2] == TREE_FILE else 0
+    with contextlib.suppress(ReshardError, OSError):
+        root = parse_location(path)
+        for entry in itertools.islice(root.walk(), _FILES_TO_JUDGE_BY if root.is_local else 0):
+            nbytes += entry.nbytes if entry.is_file else 0
+            described += entry.nbytes if entry.path.rpartition("/")[2] == TREE_FILE else 0
     return 0 < described * _LARGE < nbytes
 
 
