@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import resource
 import shutil
 import signal
@@ -66,9 +67,9 @@ def edit_text(file: pathlib.Path, old: str, new: str | bytes) -> None:
     file.write_bytes(data.replace(old.encode(), new, 1))
 
 
-def put_in(path: pathlib.Path, text: str) -> None:
+def put_in(file: pathlib.Path, text: str) -> None:
     """One more value in the document of the tree."""
-    edit_text(path / "_METADATA", '"tree_metadata"', f'"note": {text}, "tree_metadata"')
+    edit_text(file, '"tree_metadata"', f'"note": {text}, "tree_metadata"')
 
 
 def array_file(path: pathlib.Path, name: str) -> pathlib.Path:
@@ -82,14 +83,10 @@ def edit_array(path: pathlib.Path, name: str, **entries: Any) -> None:
     if not (path / "manifest.ocdbt").exists():
         edit(array_file(path, name), lambda document: document.update(entries))
         return
-    store = fuzz.database(path)
-    (key,) = (k for k in store.list().result() if k in metadata_keys(name))
+    store, files = fuzz.database(path), (f"{name}/.zarray".encode(), f"{name}/zarr.json".encode())
+    (key,) = (key for key in store.list().result() if key in files)
     document = json.loads(store.read(key).result().value) | entries
     store.write(key, json.dumps(document)).result()
-
-
-def metadata_keys(name: str) -> tuple[bytes, bytes]:
-    return f"{name}/.zarray".encode(), f"{name}/zarr.json".encode()
 
 
 def edit_sharding(path: pathlib.Path, **entries: Any) -> None:
@@ -189,17 +186,15 @@ def stored(path: pathlib.Path) -> dict[bytes, bytes]:
     return {key: store.read(key).result().value for key in store.list().result()}
 
 
-def plant_place(path: pathlib.Path, key: bytes, file: str, place: Place) -> None:
+def plant_value(path: pathlib.Path, key: bytes, file: str, place: Place) -> None:
     """A database that is as it was, but for one value, which is elsewhere."""
     plant(path, [leaf([file], {**stored(path), key: place})], 0)
 
 
 def zstd_zeros(total: int) -> bytes:
-    """A zstd frame that decodes to many zeros."""
-    count = total >> 17
-    blocks = [(i == count - 1) | 2 | 1 << 20 for i in range(count)]
-    frame = b"".join(struct.pack("<I", block)[:3] + b"\0" for block in blocks)
-    return b"\x28\xb5\x2f\xfd\x00\x58" + frame
+    """A zstd frame that decodes to many zeros, in blocks of 2^17."""
+    block, last = (struct.pack("<I", end | 2 | 1 << 20)[:3] + b"\0" for end in (0, 1))
+    return b"\x28\xb5\x2f\xfd\x00\x58" + block * ((total >> 17) - 1) + last
 
 
 def long_keys(count: int) -> bytes:
@@ -211,20 +206,17 @@ def long_keys(count: int) -> bytes:
     return node(0, body + varint(1) * count + bytes(count) + b"x" * count)
 
 
-class Fault(NamedTuple):
-    """One kind of bad input.
+Corrupt, Format = reshard.CorruptCheckpointError, reshard.CheckpointFormatError
 
-    Attributes:
-      damage: what is done.
-      text: the whole message; `PATH` stands for the checkpoint.
-      error: what opening it raises.
-      form: the checkpoint that it is done to, one of `fuzz.FORMATS`.
-    """
+
+class Fault(NamedTuple):
+    """What is done to a checkpoint of one of `fuzz.FORMATS`; and what opening it raises and says,
+    where `PATH` stands for it."""
 
     damage: Callable[[pathlib.Path], Any]
     text: str
-    error: type[reshard.ReshardError] = reshard.CorruptCheckpointError
     form: str = "zarr2-ocdbt"
+    error: type[reshard.ReshardError] = Corrupt
 
 
 def replace_by_link(file: pathlib.Path) -> None:
@@ -270,283 +262,234 @@ def child(key: bytes, place: int, part: bytes) -> tuple[bytes, Place]:
     return key, Place(0, place, len(part))
 
 
-def plant_shared_node(path: pathlib.Path) -> None:
+def shared_node() -> list[bytes]:
     """Two children that are one node: 2^height leaves of a few hundred bytes."""
     nodes, at = [leaf([], {b"w/.zarray": b"{}"})], 0
     for height in range(1, 40):
         part = nodes[-1]
         nodes.append(inner(height, ["d/nodes"], [child(b"", at, part), child(b"z", at, part)]))
         at += len(part)
-    plant(path, nodes, 39)
+    return nodes
 
 
-def plant_cycle(path: pathlib.Path) -> None:
+def cycle() -> list[bytes]:
     """A node whose child is itself."""
     length = len(inner(1, ["d/nodes"], [(b"", Place(0, 0, 100))]))
-    plant(path, [inner(1, ["d/nodes"], [(b"", Place(0, 0, length))])], 1)
+    return [inner(1, ["d/nodes"], [(b"", Place(0, 0, length))])]
 
 
-Corrupt, Format = reshard.CorruptCheckpointError, reshard.CheckpointFormatError
 TREE = "_METADATA"
 WHOLE = "`PATH` is not whole: leaves of its tree cannot be found or read\n  w: "
-UNREADABLE = (
-    "`PATH` is not whole: leaves of its tree cannot be found or read\n"
-    "  w: its metadata cannot be read: "
-)
-NO_TREE = "`PATH/_METADATA` describes no tree\n  "
-NOT_JSON = "`PATH/_METADATA` is not JSON: "
-DATABASE = "the OCDBT database in `PATH` cannot be read\n  "
-NO_ENTRY = "`PATH/_METADATA` has an entry that cannot be read\n  "
+MEMBER = 'Error parsing object member "metadata": Error parsing object member '
+DATABASE = "the OCDBT database in `PATH` "
+NO_ENTRY = " has an entry that cannot be read\n  "
 NOT_A_FILE = (
     "` is neither a file nor a directory\n\nhint: replace a symbolic link by what it points to"
 )
 
+
+def in_tree(change: Callable[[pathlib.Path], Any], text: str) -> Fault:
+    """In the document of the tree."""
+    return Fault(lambda p: change(p / TREE), f"`PATH/{TREE}`{text}")
+
+
+def not_json(change: Callable[[pathlib.Path], Any], text: str) -> Fault:
+    return in_tree(change, f" is not JSON: {text}")
+
+
+def named(*keys: str | int, text: str, form: str = "zarr2-ocdbt", kind: str = "None") -> Fault:
+    """One more leaf in the tree, which cannot be there."""
+    text = f"`PATH/{TREE}` describes no tree\n  {text}"
+    return Fault(lambda p: add_leaf(p, *keys, kind=kind), text, form)
+
+
+def array(text: str, form: str = "zarr2-files", **entries: Any) -> Fault:
+    """In the zarr metadata of `w`."""
+    text = f"{WHOLE}its metadata cannot be read: {text}"
+    return Fault(lambda p: edit_array(p, "w", **entries), text, form)
+
+
+def sharding(text: str, **entries: Any) -> Fault:
+    """In the sharding of `w`."""
+    text = f"{WHOLE}its metadata cannot be read: {text}"
+    return Fault(lambda p: edit_sharding(p, **entries), text)
+
+
+def no_file(replace: Callable[[pathlib.Path], Any], name: str, form: str = "zarr2-ocdbt") -> Fault:
+    """In the place of a file."""
+    return Fault(lambda p: replace(p / name), f"`PATH/{name}{NOT_A_FILE}", form, Format)
+
+
+def nodes(made: Callable[[], Sequence[bytes]], height: int, text: str) -> Fault:
+    """Another tree in the database."""
+    text = f"{DATABASE}cannot be read\n  {text}"
+    return Fault(lambda p: plant(p, made(), height), text, "zarr2-nodes")
+
+
+def elsewhere(file: Callable[[pathlib.Path], str], text: str, *place: int, error=Corrupt) -> Fault:
+    """A chunk of `w` whose bytes are in another file."""
+    value = Place(0, *(place or (0, 96)))
+    return Fault(lambda p: plant_value(p, b"w/0.0", file(p), value), text, "zarr2-nodes", error)
+
+
+def made(name: str, make: Callable[[pathlib.Path], Any]) -> Callable[[pathlib.Path], str]:
+    """Makes what has a name in the checkpoint; the name."""
+
+    def make_in(path: pathlib.Path) -> str:
+        make(path / name)
+        return name
+
+    return make_in
+
+
 FAULTS: dict[str, Fault] = {
-    "a truncated document": Fault(
-        lambda p: truncate(p / TREE),
-        NOT_JSON + "expecting property name enclosed in double quotes at character 100",
+    "a truncated document": not_json(
+        truncate, "expecting property name enclosed in double quotes at character 100"
     ),
-    "garbage for a document": Fault(
-        lambda p: (p / TREE).write_bytes(b"\x80\x04\x95garbage"),
-        NOT_JSON + "it holds text that is not Unicode",
+    "garbage for a document": not_json(
+        lambda f: f.write_bytes(b"\x80\x04\x95garbage"), "it holds text that is not Unicode"
     ),
-    "text that is not UTF-8": Fault(
-        lambda p: edit_text(p / TREE, '"host"', b'"h\xffst"'),
-        NOT_JSON + "it holds text that is not Unicode",
+    "text that is not UTF-8": not_json(
+        lambda f: edit_text(f, '"host"', b'"h\xffst"'), "it holds text that is not Unicode"
     ),
-    "half a surrogate pair": Fault(
-        lambda p: edit_text(p / TREE, '"host"', r'"h\ud800st"'),
-        NOT_JSON + "it holds text that is not Unicode",
+    "half a surrogate pair": not_json(
+        lambda f: edit_text(f, '"host"', r'"h\ud800st"'), "it holds text that is not Unicode"
     ),
-    "deep nesting": Fault(lambda p: put_in(p, "[" * 100_000), NOT_JSON + "it is nested too deeply"),
-    "nesting that Python takes": Fault(
-        lambda p: put_in(p, "[" * 300 + "]" * 300),
-        NOT_JSON + "it is nested more than 100 levels deep",
+    "deep nesting": not_json(lambda f: put_in(f, "[" * 100_000), "it is nested too deeply"),
+    "nesting that Python takes": not_json(
+        lambda f: put_in(f, "[" * 300 + "]" * 300), "it is nested more than 100 levels deep"
     ),
-    "a key that is there twice": Fault(
-        lambda p: edit_text(p / TREE, '"use_zarr3"', '"use_zarr3": true, "use_zarr3"'),
-        NOT_JSON + 'the key "use_zarr3" is there twice',
+    "a key that is there twice": not_json(
+        lambda f: edit_text(f, '"use_zarr3"', '"use_zarr3": true, "use_zarr3"'),
+        'the key "use_zarr3" is there twice',
     ),
-    "a number of many digits": Fault(
-        lambda p: put_in(p, "9" * 100_000), NOT_JSON + "it holds a number of 100000 digits"
+    "a number of many digits": not_json(
+        lambda f: put_in(f, "9" * 100_000), "it holds a number of 100000 digits"
     ),
-    "a huge document": Fault(
-        lambda p: os.truncate(p / TREE, 1 << 40),
-        "`PATH/_METADATA` has 1.00 TiB: no checkpoint's has",
+    "a huge document": in_tree(
+        lambda f: os.truncate(f, 1 << 40), " has 1.00 TiB: no checkpoint's has"
     ),
-    "a document that is a directory": Fault(
-        lambda p: replace_by_directory(p / TREE),
-        "`PATH/_METADATA` is a directory, and not a file",
-        error=Format,
+    "a document that is a directory": in_tree(
+        replace_by_directory, " is a directory, and not a file"
+    )._replace(error=Format),
+    "a document that is a pipe": no_file(replace_by_pipe, "_sharding"),
+    "a document that is a symbolic link": no_file(replace_by_link, "_sharding"),
+    "a record of container types that is none": in_tree(
+        lambda f: edit(f, lambda d: d.update(value_metadata_tree="[" * 100_000)),
+        ": its value_metadata_tree cannot be read: it is nested too deeply",
     ),
-    "a document that is a pipe": Fault(
-        lambda p: replace_by_pipe(p / "_sharding"), "`PATH/_sharding" + NOT_A_FILE, error=Format
+    "a tree that is a list": in_tree(
+        lambda f: edit(f, lambda d: d.update(tree_metadata=[])), " has no tree_metadata"
     ),
-    "a document that is a symbolic link": Fault(
-        lambda p: replace_by_link(p / "_sharding"), "`PATH/_sharding" + NOT_A_FILE, error=Format
+    "a leaf that is a number": in_tree(
+        lambda f: edit(f, lambda d: d["tree_metadata"].update(x=3)), NO_ENTRY + "3"
     ),
-    "a record of container types that is none": Fault(
-        lambda p: edit(p / TREE, lambda d: d.update(value_metadata_tree="[" * 100_000)),
-        ("`PATH/_METADATA`: its value_metadata_tree cannot be read: it is nested too deeply"),
+    "a name that climbs": named(
+        "../../evil", text='"../../evil": its name leads out of the checkpoint'
     ),
-    "a tree that is a list": Fault(
-        lambda p: edit(p / TREE, lambda d: d.update(tree_metadata=[])),
-        "`PATH/_METADATA` has no tree_metadata",
-    ),
-    "a leaf that is a number": Fault(
-        lambda p: edit(p / TREE, lambda d: d["tree_metadata"].update(x=3)), NO_ENTRY + "3"
-    ),
-    "a name that climbs": Fault(
-        lambda p: add_leaf(p, "../../evil"),
-        NO_TREE + '"../../evil": its name leads out of the checkpoint',
-    ),
-    "a name that climbs, among plain files": Fault(
-        lambda p: add_leaf(p, "a/..", "/../evil", kind="jax.Array"),
-        NO_TREE + '"a/.."/"/../evil": its name leads out of the checkpoint',
+    "a name that climbs, among plain files": named(
+        *("a/..", "/../evil"),
+        text='"a/.."/"/../evil": its name leads out of the checkpoint',
         form="zarr2-files",
+        kind="jax.Array",
     ),
-    "an absolute name": Fault(
-        lambda p: add_leaf(p, "/tmp/evil"),
-        NO_TREE + '"/tmp/evil": its name leads out of the checkpoint',
-        form="zarr3-files",
+    "an absolute name": named(
+        "/tmp/evil", text='"/tmp/evil": its name leads out of the checkpoint', form="zarr3-files"
     ),
-    "a name with a NUL": Fault(
-        lambda p: add_leaf(p, "a\0b"),
-        NO_TREE + '"a\\u0000b": its name holds a NUL',
-        form="zarr3-ocdbt",
+    "a name with a NUL": named(
+        "a\0b", text='"a\\u0000b": its name holds a NUL', form="zarr3-ocdbt"
     ),
-    "a very long name": Fault(
-        lambda p: add_leaf(p, "x" * 100_000),
-        NO_TREE
-        + (
-            "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"
-            ": its name has 100000 bytes"
-        ),
-    ),
-    "a path of many keys": Fault(
-        lambda p: add_leaf(p, *"x" * 5000),
-        NO_TREE
-        + (
-            "x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/x/"
-            "...: it is 5000 levels deep"
-        ),
-    ),
-    "a path that is there twice": Fault(
-        lambda p: add_leaf(p, "w"), NO_TREE + "w: it is there twice"
-    ),
-    "a leaf below a leaf": Fault(
-        lambda p: add_leaf(p, "w", "x"), NO_TREE + "w: it is a leaf, and w/x below it"
-    ),
+    "a very long name": named("x" * 100_000, text=f"{'x' * 80}: its name has 100000 bytes"),
+    "a path of many keys": named(*"x" * 5000, text=f"{'x/' * 40}...: it is 5000 levels deep"),
+    "a path that is there twice": named("w", text="w: it is there twice"),
+    "a leaf below a leaf": named("w", "x", text="w: it is a leaf, and w/x below it"),
     "a negative position": Fault(
         lambda p: add_leaf(p, "layers", -1),
-        NO_ENTRY
-        + (
-            "{'key_metadata': [{'key': 'layers', 'key_type': 2}, {'key': '-1', 'key_type': "
-            "1}], 'value_metadata': {'value_type': 'None', 'skip_deserialize': True}}"
-        ),
+        f"`PATH/{TREE}`{NO_ENTRY}{{'key_metadata': [{{'key': 'layers', 'key_type': 2}}, "
+        "{'key': '-1', 'key_type': 1}], 'value_metadata': {'value_type': 'None', "
+        "'skip_deserialize': True}}",
     ),
-    "a shape that overflows": Fault(
-        lambda p: edit_array(p, "w", shape=[2**62, 2**62]),
-        UNREADABLE
-        + (
-            'Error opening "zarr" driver: Cannot create using specified "metadata" and '
-            "schema: domain must be specified"
-        ),
-        form="zarr2-files",
+    "a shape that overflows": array(
+        'Error opening "zarr" driver: Cannot create using specified "metadata" and schema: '
+        "domain must be specified",
+        shape=[2**62, 2**62],
     ),
-    "a shape beyond 64 bits": Fault(
-        lambda p: edit_array(p, "w", shape=[2**70, 12]),
-        UNREADABLE + "it holds a number that is too large",
+    "a shape beyond 64 bits": array(
+        "it holds a number that is too large", "zarr2-ocdbt", shape=[2**70, 12]
     ),
-    "a gigantic array": Fault(
-        lambda p: edit_array(p, "w", shape=[2**40, 2**20]),
-        UNREADABLE
-        + ("an array of [1099511627776, 1048576] has 4611686018427387904 bytes: no model does"),
+    "a gigantic array": array(
+        "an array of [1099511627776, 1048576] has 4611686018427387904 bytes: no model does",
+        "zarr2-ocdbt",
+        shape=[2**40, 2**20],
     ),
-    "millions of chunks": Fault(
-        lambda p: edit_array(p, "w", shape=[2**20, 2**20]),
-        UNREADABLE + "an array of [1048576, 1048576] in chunks of [4, 6] has 45813071872 of them",
-        form="zarr3-ocdbt",
+    "millions of chunks": array(
+        "an array of [1048576, 1048576] in chunks of [4, 6] has 45813071872 of them",
+        "zarr3-ocdbt",
+        shape=[2**20, 2**20],
     ),
-    "a gigantic chunk": Fault(
-        lambda p: edit_array(p, "w", chunks=[2**20, 2**20]),
-        UNREADABLE + "chunks of [1048576, 1048576] are larger than the array, [8, 12]",
-        form="zarr2-files",
+    "a gigantic chunk": array(
+        "chunks of [1048576, 1048576] are larger than the array, [8, 12]", chunks=[2**20, 2**20]
     ),
-    "a chunk of nothing": Fault(
-        lambda p: edit_array(p, "w", chunks=[0, 6]),
-        UNREADABLE
-        + (
-            'Error parsing object member "metadata": Error parsing object member "chunks": '
-            "Error parsing value at position 0: Expected integer in the range"
-        ),
-        form="zarr2-files",
+    "a chunk of nothing": array(
+        f'{MEMBER}"chunks": Error parsing value at position 0: Expected integer in the range',
+        chunks=[0, 6],
     ),
-    "a shape of another rank": Fault(
-        lambda p: edit_array(p, "w", shape=[8]),
-        UNREADABLE
-        + (
-            'Error parsing object member "metadata": Error parsing object member '
-            '"chunk_grid": Error parsing object member "configuration": Error parsing object '
-            'member "chunk_shape": Array has length 2 but should have length 1'
-        ),
-        form="zarr3-files",
+    "a shape of another rank": array(
+        f'{MEMBER}"chunk_grid": Error parsing object member "configuration": Error parsing object '
+        'member "chunk_shape": Array has length 2 but should have length 1',
+        "zarr3-files",
+        shape=[8],
     ),
-    "a negative shape": Fault(
-        lambda p: edit_array(p, "w", shape=[-8, 12]),
-        UNREADABLE
-        + (
-            'Error parsing object member "metadata": Error parsing object member "shape": '
-            "Error parsing value at position 0: Expected integer in the range"
-        ),
-        form="zarr3-files",
+    "a negative shape": array(
+        f'{MEMBER}"shape": Error parsing value at position 0: Expected integer in the range',
+        "zarr3-files",
+        shape=[-8, 12],
     ),
-    "objects for numbers": Fault(
-        lambda p: edit_array(p, "w", dtype="|O", filters=[{"id": "pickle"}]),
-        UNREADABLE
-        + (
-            'Error parsing object member "metadata": Error parsing object member "dtype": '
-            'Unsupported zarr dtype: "|O"'
-        ),
-        form="zarr2-files",
+    "objects for numbers": array(
+        f'{MEMBER}"dtype": Unsupported zarr dtype: "|O"', dtype="|O", filters=[{"id": "pickle"}]
     ),
-    "a structured dtype": Fault(
-        lambda p: edit_array(p, "w", dtype=[["a", "<f4"]]),
-        UNREADABLE + "its dtype has no name",
-        form="zarr2-files",
+    "a structured dtype": array("its dtype has no name", dtype=[["a", "<f4"]]),
+    "characters for numbers": array("char is no dtype of arrays of numbers", dtype="|S4"),
+    "an unknown codec": array(
+        f'{MEMBER}"compressor": Error parsing object member "id": "pickle" is not registered',
+        "zarr2-ocdbt",
+        compressor={"id": "pickle"},
     ),
-    "characters for numbers": Fault(
-        lambda p: edit_array(p, "w", dtype="|S4"),
-        UNREADABLE + "char is no dtype of arrays of numbers",
-        form="zarr2-files",
-    ),
-    "an unknown codec": Fault(
-        lambda p: edit_array(p, "w", compressor={"id": "pickle"}),
-        UNREADABLE
-        + (
-            'Error parsing object member "metadata": Error parsing object member '
-            '"compressor": Error parsing object member "id": "pickle" is not registered'
-        ),
-    ),
-    "an abbreviated codec": Fault(
-        lambda p: edit_array(p, "w", codecs=["bytes"]),
-        UNREADABLE + "it has a codec without a name",
-        form="zarr3-ocdbt",
-    ),
-    "a codec without bounds": Fault(
-        lambda p: edit_array(p, "w", codecs=[{"name": "zstd"}, {"name": "blosc"}]),
-        UNREADABLE
-        + (
-            "it is compressed with blosc inside of something else, where chunks decode to 2 "
-            "GiB if they say so"
-        ),
-        form="zarr3-files",
+    "an abbreviated codec": array("it has a codec without a name", "zarr3-ocdbt", codecs=["bytes"]),
+    "a codec without bounds": array(
+        "it is compressed with blosc inside of something else, where chunks decode to 2 GiB if "
+        "they say so",
+        "zarr3-files",
+        codecs=[{"name": "zstd"}, {"name": "blosc"}],
     ),
     "zarr metadata that is not JSON": Fault(
         lambda p: truncate(p / "w" / ".zarray"),
-        UNREADABLE + "unterminated string starting at character 93",
-        form="zarr2-files",
+        WHOLE + "its metadata cannot be read: unterminated string starting at character 93",
+        "zarr2-files",
     ),
     "huge zarr metadata": Fault(
         lambda p: os.truncate(p / "w" / ".zarray", 1 << 40),
         "the metadata of `w` has 1.00 TiB",
-        form="zarr2-files",
+        "zarr2-files",
     ),
-    "a sharding of another rank": Fault(
-        lambda p: edit_sharding(p, partition_spec=["data", "model", None]),
-        UNREADABLE + "P('data', 'model', None) has 3 dimensions, the array 2",
+    "a sharding of another rank": sharding(
+        "P('data', 'model', None) has 3 dimensions, the array 2",
+        partition_spec=["data", "model", None],
     ),
-    "a sharding on an axis that is not there": Fault(
-        lambda p: edit_sharding(p, partition_spec=["data", "x"]),
-        UNREADABLE + "P('data', 'x') names axis 'x', which `data=2,model=2` lacks",
+    "a sharding on an axis that is not there": sharding(
+        "P('data', 'x') names axis 'x', which `data=2,model=2` lacks", partition_spec=["data", "x"]
     ),
-    "a mesh of more devices than there are": Fault(
-        lambda p: edit_sharding(p, shape=[2**40, 2**40]),
-        UNREADABLE
-        + (
-            "the mesh `data=1099511627776,model=1099511627776` has 1208925819614629174706176 "
-            "devices: no machine does"
-        ),
+    "a mesh of more devices than there are": sharding(
+        "the mesh `data=1099511627776,model=1099511627776` has 1208925819614629174706176 devices: "
+        "no machine does",
+        shape=[2**40, 2**40],
     ),
-    "a mesh of other devices": Fault(
-        lambda p: edit_sharding(p, shape=[2, 4]),
-        UNREADABLE + "a mesh `data=2,model=4` of 4 devices",
+    "a mesh of other devices": sharding("a mesh `data=2,model=4` of 4 devices", shape=[2, 4]),
+    "devices without end": sharding("not devices: 'abc'", device_mesh={"mesh": "abc"}),
+    "a spec that is an expression": sharding(
+        f"not a partition spec: 'P{'(' * 78}", partition_spec="P(" + "(" * 100_000 + ")"
     ),
-    "devices without end": Fault(
-        lambda p: edit_sharding(p, device_mesh={"mesh": "abc"}), UNREADABLE + "not devices: 'abc'"
-    ),
-    "a spec that is an expression": Fault(
-        lambda p: edit_sharding(p, partition_spec="P(" + "(" * 100_000 + ")"),
-        UNREADABLE
-        + (
-            "not a partition spec: "
-            "'P(((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((("
-        ),
-    ),
-    "an axis name with escapes": Fault(
-        lambda p: edit_sharding(p, axis_names=["data", "\x1b[2J"]),
-        UNREADABLE + "not a name: '\\x1b[2J'",
-    ),
+    "an axis name with escapes": sharding("not a name: '\\x1b[2J'", axis_names=["data", "\x1b[2J"]),
     "keys of a wrong dtype": Fault(
         lambda p: edit_text(
             p / "array_metadatas/process_0", '"param_name": "key"', '"param_name": "w"'
@@ -557,97 +500,61 @@ FAULTS: dict[str, Fault] = {
         lambda p: edit(p / "array_metadatas/process_0", lambda d: d["array_metadatas"].append("w")),
         "`PATH/array_metadatas/process_0` describes no arrays",
     ),
-    "a chunk that is a symbolic link": Fault(
-        lambda p: replace_by_link(p / "w" / "0.0"),
-        "`PATH/w/0.0" + NOT_A_FILE,
-        error=Format,
-        form="zarr2-files",
-    ),
-    "a chunk that is a pipe": Fault(
-        lambda p: replace_by_pipe(p / "w" / "c" / "0" / "0"),
-        "`PATH/w/c/0/0" + NOT_A_FILE,
-        error=Format,
-        form="zarr3-files",
-    ),
+    "a chunk that is a symbolic link": no_file(replace_by_link, "w/0.0", "zarr2-files"),
+    "a chunk that is a pipe": no_file(replace_by_pipe, "w/c/0/0", "zarr3-files"),
     "an array that is a symbolic link": Fault(
-        lambda p: replace_by_link(p / "w"), WHOLE + "there is no array `w`", form="zarr2-files"
+        lambda p: replace_by_link(p / "w"), WHOLE + "there is no array `w`", "zarr2-files"
     ),
     "a huge chunk": Fault(
         lambda p: os.truncate(p / "w" / "0.0", 1 << 40),
         WHOLE + "its chunk `0.0` has 1.00 TiB, more than any of [4, 6] can have",
-        form="zarr2-files",
+        "zarr2-files",
     ),
-    "a database in a symbolic link": Fault(
-        lambda p: replace_by_link(p / "ocdbt.process_0"),
-        "`PATH/ocdbt.process_0" + NOT_A_FILE,
-        error=Format,
-    ),
-    "a data file that is a pipe": Fault(
-        lambda p: (
-            os.mkfifo(p / "d" / "pipe"),
-            plant_place(p, b"w/0.0", "d/pipe", Place(0, 0, 96)),
-        ),
-        "`PATH/d/pipe" + NOT_A_FILE,
-        error=Format,
-        form="zarr2-nodes",
-    ),
-    "a manifest that is a symbolic link": Fault(
-        lambda p: replace_by_link(p / "manifest.ocdbt"),
-        "`PATH/manifest.ocdbt" + NOT_A_FILE,
-        error=Format,
-    ),
+    "a database in a symbolic link": no_file(replace_by_link, "ocdbt.process_0"),
+    "a manifest that is a symbolic link": no_file(replace_by_link, "manifest.ocdbt"),
     "a manifest of garbage": Fault(
         lambda p: (p / "manifest.ocdbt").write_bytes(bytes(1000)),
-        DATABASE + "it is no node of a B-tree",
+        DATABASE + "cannot be read\n  it is no node of a B-tree",
     ),
-    "a database that refers to a file outside": Fault(
-        lambda p: plant_place(p, b"w/0.0", f"../{outside(p).name}", Place(0, 0, 96)),
-        "the OCDBT database in `PATH` refers to `../secret`, which is no name inside it",
-        form="zarr2-nodes",
+    "a database that refers to a file outside": elsewhere(
+        lambda p: f"../{outside(p).name}",
+        DATABASE + "refers to `../secret`, which is no name inside it",
     ),
-    "a database that refers to a file by its absolute name": Fault(
-        lambda p: plant_place(p, b"w/0.0", str(outside(p)), Place(0, 0, 96)),
-        ("the OCDBT database in `PATH` refers to `PARENT/secret`, which is no name inside it"),
-        form="zarr2-nodes",
+    "a database that refers to a file by its absolute name": elsewhere(
+        lambda p: str(outside(p)),
+        DATABASE + "refers to `PARENT/secret`, which is no name inside it",
     ),
-    "a database that refers to a symbolic link": Fault(
-        lambda p: (
-            (p / "d" / "link").symlink_to(outside(p)),
-            plant_place(p, b"w/0.0", "d/link", Place(0, 0, 96)),
-        ),
+    "a database that refers to a symbolic link": elsewhere(
+        made("d/link", lambda f: f.symlink_to(outside(f.parents[1]))),
         "`PATH/d/link" + NOT_A_FILE,
         error=Format,
-        form="zarr2-nodes",
     ),
-    "a value beyond the end of what fits": Fault(
-        lambda p: plant_place(p, b"w/0.0", "d/nodes", Place(0, 5, 1 << 60)),
+    "a data file that is a pipe": elsewhere(
+        made("d/pipe", os.mkfifo), "`PATH/d/pipe" + NOT_A_FILE, error=Format
+    ),
+    "a value beyond the end of what fits": elsewhere(
+        lambda p: "d/nodes",
         WHOLE + "its chunk `0.0` has 1048576.00 TiB, more than any of [4, 6] can have",
-        form="zarr2-nodes",
+        *(5, 1 << 60),
     ),
-    "a node that is its own child": Fault(
-        plant_cycle,
-        DATABASE + "several nodes refer to node btreenode::d/nodes:0:38",
-        form="zarr2-nodes",
+    "a node that is its own child": nodes(
+        cycle, 1, "several nodes refer to node btreenode::d/nodes:0:38"
     ),
-    "nodes that share their children": Fault(
-        plant_shared_node,
-        DATABASE + "several nodes refer to node btreenode::d/nodes:0:35",
-        form="zarr2-nodes",
+    "nodes that share their children": nodes(
+        shared_node, 39, "several nodes refer to node btreenode::d/nodes:0:35"
     ),
-    "a node that is somewhere else": Fault(
-        lambda p: plant(p, [inner(1, ["d/none"], [(b"", Place(0, 7, 500))])], 1),
-        DATABASE + "the data file `d/none` is missing",
-        form="zarr2-nodes",
+    "a node that is somewhere else": nodes(
+        lambda: [inner(1, ["d/none"], [(b"", Place(0, 7, 500))])],
+        1,
+        "the data file `d/none` is missing",
     ),
-    "a node of too many long keys": Fault(
-        lambda p: plant(p, [long_keys(50_000)], 0),
-        DATABASE + "its B-tree decodes to more than any checkpoint's",
-        form="zarr2-nodes",
+    "a node of too many long keys": nodes(
+        lambda: [long_keys(20_000)], 0, "its B-tree decodes to more than any checkpoint's"
     ),
-    "a node that is a zip bomb": Fault(
-        lambda p: plant(p, [node(0, zstd_zeros(8 << 30), compression=1)], 0),
-        DATABASE + "its B-tree decodes to more than any checkpoint's",
-        form="zarr2-nodes",
+    "a node that is a zip bomb": nodes(
+        lambda: [node(0, zstd_zeros(8 << 30), compression=1)],
+        0,
+        "its B-tree decodes to more than any checkpoint's",
     ),
 }
 
@@ -657,6 +564,13 @@ def broken(path: pathlib.Path, fault: Fault, base) -> str:
     shutil.copytree(base(fault.form), path)
     fault.damage(path)
     return fault.text.replace("PATH", str(path)).replace("PARENT", str(path.parent))
+
+
+def ours(job: Callable[[], Any], error: type[Exception] = reshard.ReshardError) -> str:
+    """That a job is refused, in a short time; what is said."""
+    with fuzz_jobs.limited("it", 5), pytest.raises(error) as caught:
+        job()
+    return str(caught.value)
 
 
 def refused(job: Callable[[], Any], error: type[Exception], text: str) -> None:
@@ -719,11 +633,10 @@ def test_chunks_that_decode_to_something_else(tmp_path, base, kind):
             file.write_bytes(zlib.compress(ZEROS))
     (path / "w" / "1.1").write_bytes(data)
     before = fuzz.snapshot(tmp_path)
-    jobs = [
+    for job in (
         lambda: reshard.save(reshard.to_mesh(reshard.open(path), "1x4"), tmp_path / "out"),
         lambda: reshard.restore(path, layouts.mesh((1, 4))),
-    ]
-    for job in jobs:
+    ):
         with pytest.raises(reshard.CorruptCheckpointError) as caught:
             job()
         assert caught.value.summary == "w: its stored bytes cannot be read"
@@ -737,14 +650,11 @@ def test_a_sharding_that_does_not_divide(tmp_path, base, command):
     path = copied(base, "zarr2-ocdbt", tmp_path / "saved")
     edit_sharding(path, shape=[16, 1], device_mesh=None)
     ckpt, out = reshard.open(path), tmp_path / "out"
-    text = (
-        "w does not fit `data=16,model=1`\n  dimension 0 of 8 does not divide by 16 (data)\n\n"
-        "hint: "
-    )
-    saves = text + 'reshard.to_mesh(ckpt, "data=1,model=1") fits any array'
+    text = "w does not fit `data=16,model=1`\n  dimension 0 of 8 does not divide by 16 (data)\n\n"
+    saves = f'{text}hint: reshard.to_mesh(ckpt, "data=1,model=1") fits any array'
     refused(lambda: reshard.save(ckpt, out), reshard.ShardingError, saves)
     inspected = command("inspect", path, "--sharding", "w")
-    assert inspected == (2, f"Error: {text}--mesh 1x1 fits any array\n")
+    assert inspected == (2, f"Error: {text}hint: --mesh 1x1 fits any array\n")
     assert not out.exists()
     reshard.save(reshard.to_mesh(ckpt, "data=1,model=4"), out)
     reshard.open(out)
@@ -768,13 +678,10 @@ def test_arrays_of_absent_chunks_that_nothing_could_hold(tmp_path, base):
     edit(path / TREE, lambda document: document.update(store_array_data_equal_to_fill_value=False))
     shutil.rmtree(path / "large")
     (path / "large").mkdir()
-    shape, chunk = [1 << 20, 1 << 22], [1 << 12, 1 << 12]
-    document = json.loads((path / "w" / ".zarray").read_bytes())
-    document |= {"shape": shape, "chunks": chunk}
-    (path / "large" / ".zarray").write_text(json.dumps(document))
-    ckpt = reshard.open(path)
+    shutil.copy(path / "w" / ".zarray", path / "large")
+    edit_array(path, "large", shape=[1 << 20, 1 << 22], chunks=[1 << 14, 1 << 13])
+    ckpt, out = reshard.open(path), tmp_path / "out"
     assert ckpt["large"].nbytes == 1 << 44
-    out = tmp_path / "out"
     with pytest.raises(reshard.DestinationError) as caught:
         reshard.save(reshard.to_mesh(ckpt, "1x4"), out)
     assert caught.value.summary == f"not enough room for `{out}`"
@@ -797,8 +704,7 @@ def test_what_is_beside_the_arrays_and_no_file(tmp_path, base, command):
             f"`{path}/assets/{name}` is neither a file nor a directory\n\n"
             "hint: replace a symbolic link by what it points to"
         )
-        ckpt = reshard.open(path)
-        out = tmp_path / "out"
+        ckpt, out = reshard.open(path), tmp_path / "out"
         refused(lambda ckpt=ckpt, out=out: reshard.save(ckpt, out), Format, text)
         assert list(reshard.plan(ckpt, out).problems) == [text.partition("\n")[0]]
         assert command("ckpt", path, out) == (2, f"Error: {text}\n")
@@ -888,12 +794,9 @@ def test_names_that_a_terminal_would_act_on(tmp_path, base, command):
     path = copied(base, "zarr2-ocdbt", tmp_path / "saved")
     add_leaf(path, "\x1b[2J\x9b\u202e\U000e0001")
     assert '"\\u001b[2J\\u009b\\u202e\\udb40\\udc01"' in repr(reshard.open(path))
-    nowhere = tmp_path / os.fsdecode(b"\x1b]0;\xff")
-    code, error = command("inspect", nowhere)
-    assert (code, error.split("\n")[0]) == (
-        2,
-        f"Error: there is nothing at `{tmp_path}/\\u001b]0;\\udcff`",
-    )
+    code, error = command("inspect", tmp_path / os.fsdecode(b"\x1b]0;\xff"))
+    told = f"Error: there is nothing at `{tmp_path}/\\u001b]0;\\udcff`"
+    assert (code, error.split("\n")[0]) == (2, told)
 
 
 def test_a_long_name_does_not_pad_the_table(tmp_path, base, capsys, monkeypatch):
@@ -906,7 +809,7 @@ def test_a_long_name_does_not_pad_the_table(tmp_path, base, capsys, monkeypatch)
 
 
 BOMBS: dict[str, Callable[[pathlib.Path], Any]] = {
-    "long keys": lambda p: plant(p, [long_keys(100_000)], 0),
+    "long keys": lambda p: plant(p, [long_keys(25_000)], 0),
     "a node": lambda p: plant(p, [node(0, zstd_zeros(64 << 30), compression=1)], 0),
     "a sparse document": lambda p: os.truncate(p / TREE, 1 << 40),
     "a sparse manifest": lambda p: os.truncate(p / "manifest.ocdbt", 1 << 40),
@@ -936,22 +839,42 @@ def test_memory_of_chunks_that_are_zip_bombs(tmp_path, base, form):
     assert not (tmp_path / "out").exists()
 
 
+LIMITED = """
+import resource, sys
+from reshard import cli, checkpoint, loader, writer
+before = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()
+limit = before + int(sys.argv.pop(1))
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+cli.main()
+"""
+
+
 def ends_within(memory: int, *arguments: object) -> int:
     """The exit status of a command that takes at most so much more memory than `--help` does."""
-    code = (
-        "import resource, sys\n"
-        "from reshard import cli, checkpoint, loader, writer\n"
-        "before = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
-        "limit = before + int(sys.argv.pop(1))\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
-        "cli.main()\n"
-    )
-    command = [sys.executable, "-c", code, str(memory), *map(str, arguments)]
+    command = [sys.executable, "-c", LIMITED, str(memory), *map(str, arguments)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ran.stderr.startswith("Error: ") and "Traceback" not in ran.stderr, ran.stderr
     return ran.returncode
 
 
+WATCHED = """
+import sys
+import reshard, reshard.cli.inspect, reshard.writer
+seen = []
+def hook(event, arguments):
+    if event in ('pickle.find_class', 'os.system', 'os.exec', 'subprocess.Popen'):
+        seen.append(event)
+sys.addaudithook(hook)
+ckpt = reshard.open('saved')
+reshard.save(ckpt, 'moved')
+try:
+    reshard.save(reshard.to_mesh(ckpt, '1x4'), 'reshaped')
+except reshard.CorruptCheckpointError:
+    print(seen)
+"""
+
+
+@pytest.mark.usefixtures("forked")
 def test_no_code_is_run(tmp_path, base):
     """Of a checkpoint with a pickle wherever a file can be, nothing is unpickled or run."""
     path = copied(base, "zarr2-files", tmp_path / "saved")
@@ -959,23 +882,8 @@ def test_no_code_is_run(tmp_path, base):
     for name in ("checkpoint", "__init__.py", "sitecustomize.py", "state.pkl", "reshard.py"):
         (path / name).write_bytes(payload)
     (path / "w" / "0.0").write_bytes(payload)
-    code = (
-        "import sys\n"
-        "import reshard, reshard.cli.inspect, reshard.writer\n"
-        "seen = []\n"
-        "def hook(event, arguments):\n"
-        "    if event in ('pickle.find_class', 'os.system', 'os.exec', 'subprocess.Popen'):\n"
-        "        seen.append(event)\n"
-        "sys.addaudithook(hook)\n"
-        "ckpt = reshard.open('saved')\n"
-        "reshard.save(ckpt, 'moved')\n"
-        "try:\n"
-        "    reshard.save(reshard.to_mesh(ckpt, '1x4'), 'reshaped')\n"
-        "except reshard.CorruptCheckpointError:\n"
-        "    print(seen)\n"
-    )
     ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", WATCHED], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert (ran.stdout, ran.stderr) == ("[]\n", "")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["moved", "saved"]
@@ -986,14 +894,18 @@ def test_nothing_unpickles_or_evaluates():
     model of a checkpoint is, or what a part of a job has come to: of no file."""
     root = pathlib.Path(reshard.__file__).parent
     banned = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+    means = {"eval", "exec", "compile", "__import__"}
     engine = {root / "engine" / f"{name}.py" for name in ("executors", "tasks", "workers")}
     for file in set(root.rglob("*.py")) - {root / "cli" / "apart.py", *engine}:
-        for part in ast.walk(ast.parse(file.read_text())):
+        text = file.read_text()
+        if not re.search("|".join(banned | means), text):
+            continue
+        for part in ast.walk(ast.parse(text)):
             if isinstance(part, ast.Import | ast.ImportFrom):
                 names = {alias.name for alias in part.names} | {getattr(part, "module", None)}
                 assert not {str(name).partition(".")[0] for name in names} & banned, file
             if isinstance(part, ast.Call) and isinstance(part.func, ast.Name):
-                assert part.func.id not in ("eval", "exec", "compile", "__import__"), file
+                assert part.func.id not in means, file
             if isinstance(part, ast.keyword) and part.arg == "allow_pickle":
                 raise AssertionError(file)
 
@@ -1050,9 +962,7 @@ def test_data_files_that_are_gone(tmp_path, base, instead):
     if (path / file).exists():
         text = f"`{path}/{file}` is a directory, and not a file"
     for job in (reshard.plan, lambda ckpt: reshard.save(ckpt, tmp_path / "out")):
-        with pytest.raises(reshard.ReshardError) as caught:
-            job(reshard.open(path))
-        assert str(caught.value) == text
+        assert ours(lambda job=job: job(reshard.open(path))) == text
     assert not (tmp_path / "out").exists()
 
 
@@ -1091,13 +1001,6 @@ def test_random_maps(conversions, case):
 # What the jobs of `fuzz_jobs` and `fuzz_maps` have found.
 
 
-def ours(job: Callable[[], Any], error: type[Exception] = reshard.ReshardError) -> str:
-    """That a job is refused, in a short time; what is said."""
-    with fuzz_jobs.limited("it", 5), pytest.raises(error) as caught:
-        job()
-    return str(caught.value)
-
-
 def by_map(base, tmp_path: pathlib.Path, rule: str) -> reshard.Checkpoint:
     """The array `large`, 64 x 32, by a rule; all others stay as they are."""
     file = tmp_path / "map.toml"
@@ -1123,7 +1026,7 @@ def assert_toml_is_refused(base, tmp_path: pathlib.Path, text: str, why: str) ->
         "x = " + "[" * 5000,
         "x = " + "{ a = " * 5000,
         "x = " + "[" * 51 + "]" * 51,
-        "init" + ".a" * 5000 + " = 1\nrules" + ".a" * 5000 + " = 1",
+        "init" + ".a" * 1500 + " = 1\nrules" + ".a" * 1500 + " = 1",
     ],
 )
 def test_toml_that_is_nested_too_deeply(tmp_path, base, text):
@@ -1279,69 +1182,38 @@ def one_more(*keys: Any) -> Callable[[Json], Any]:
     return lambda record: record["leaves"].append([list(keys), "None"])
 
 
-RECORDED: dict[str, tuple[Callable[[Json], Any], str]] = {
-    "containers": (
-        lambda record: record.update(containers={"a": 1}),
-        "its containers are not JSON: {'a': 1}",
+# What is said of a record, and what has been done to it.
+RECORDED: dict[str, Callable[[Json], Any]] = {
+    "its containers are not JSON: {'a': 1}": lambda record: record.update(containers={"a": 1}),
+    "its containers are not JSON: 'x'": lambda record: record.update(containers="x"),
+    "not a path: [0.5]": one_more(0.5),
+    "not a path: 'step'": lambda record: record["route"]["moved"].append(["step", ["step"]]),
+    "its leaves are not those of one tree: step/x": one_more("step", "x"),
+    "its leaves are not those of one tree: a path is there twice": lambda record: (
+        one_more(7)(record),
+        one_more("7")(record),
     ),
-    "containers that are no JSON": (
-        lambda record: record.update(containers="x"),
-        "its containers are not JSON: 'x'",
+    f"its leaves are not those of one tree: {'a/' * 100}": one_more(*["a"] * 101),
+    "there are no such leaves: ['x']": lambda record: record["leaves"][0].__setitem__(1, ["x"]),
+    "there are no such leaves: {'shape': []}": (
+        lambda record: record["leaves"][0].__setitem__(1, {"shape": []})
     ),
-    "a path with a number that is none": (one_more(0.5), "not a path: [0.5]"),
-    "a path that is text": (
-        lambda record: record["route"]["moved"].append(["step", ["step"]]),
-        "not a path: 'step'",
+    "there are no leaves of type 'jax.Arrays'": kind(type="jax.Arrays"),
+    "int32[] are no PRNG keys, 'threefry2x32'": kind(keys="threefry2x32"),
+    "float32[2] are no PRNG keys, 'threefry2x32'": kind(
+        keys="threefry2x32", dtype="float32", shape=[2]
     ),
-    "a leaf below another": (one_more("step", "x"), "its leaves are not those of one tree: step/x"),
-    "a leaf under two names": (
-        lambda record: (one_more(7)(record), one_more("7")(record)),
-        "its leaves are not those of one tree: a path is there twice",
-    ),
-    "a leaf of more levels than are opened": (
-        one_more(*["a"] * 101),
-        f"its leaves are not those of one tree: {'a/' * 100}",
-    ),
-    "a leaf of no kind": (
-        lambda record: record["leaves"][0].__setitem__(1, ["x"]),
-        "there are no such leaves: ['x']",
-    ),
-    "an entry more": (
-        lambda record: record["leaves"][0].__setitem__(1, {"shape": []}),
-        "there are no such leaves: {'shape': []}",
-    ),
-    "a leaf of no such type": (kind(type="jax.Arrays"), "there are no leaves of type 'jax.Arrays'"),
-    "keys that are no bits": (
-        kind(keys="threefry2x32"),
-        "int32[] are no PRNG keys, 'threefry2x32'",
-    ),
-    "keys that are floats": (
-        kind(keys="threefry2x32", dtype="float32", shape=[2]),
-        "float32[2] are no PRNG keys, 'threefry2x32'",
-    ),
-    "keys of no kind": (kind(keys=7), "int32[] are no PRNG keys, 7"),
-    "a dtype that is none": (kind(dtype=None), "not a dtype: None"),
-    "a dtype that nothing is stored in": (
-        kind(dtype="float128"),
-        'No TensorStore data type with name: "float128"',
-    ),
-    "a dtype of objects": (kind(dtype="json"), "not a dtype of arrays of numbers: 'json'"),
-    "a size that is text": (kind(shape="8"), "not a shape: '8'"),
-    "a size that is a float": (kind(shape=[8.0]), "not a shape: [8.0]"),
-    "33 axes": (kind(shape=[1] * 33), "arrays have 32 axes at most, not 33"),
-    "axes that are text": (operation(Transpose={"axes": "x"}), "`axes` of an operation is 'x'"),
-    "sizes that are floats": (
-        operation(Split={"axis": 0, "sizes": [4.0]}),
-        "`sizes` of an operation is [4.0]",
-    ),
-    "widths that are floats": (
-        operation(Pad={"widths": [[0, 1.0]], "fill": 0}),
-        "`axis` of an operation is 1.0",
-    ),
-    "a fill that is text": (
-        operation(Pad={"widths": [[0, 1]], "fill": "0"}),
-        "`fill` of an operation is '0'",
-    ),
+    "int32[] are no PRNG keys, 7": kind(keys=7),
+    "not a dtype: None": kind(dtype=None),
+    'No TensorStore data type with name: "float128"': kind(dtype="float128"),
+    "not a dtype of arrays of numbers: 'json'": kind(dtype="json"),
+    "not a shape: '8'": kind(shape="8"),
+    "not a shape: [8.0]": kind(shape=[8.0]),
+    "arrays have 32 axes at most, not 33": kind(shape=[1] * 33),
+    "`axes` of an operation is 'x'": operation(Transpose={"axes": "x"}),
+    "`sizes` of an operation is [4.0]": operation(Split={"axis": 0, "sizes": [4.0]}),
+    "`axis` of an operation is 1.0": operation(Pad={"widths": [[0, 1.0]], "fill": 0}),
+    "`fill` of an operation is '0'": operation(Pad={"widths": [[0, 1]], "fill": "0"}),
 }
 NO_RECORD = (
     "the record of the conversion from Linen cannot be read\n  PROBLEM\n\n"
@@ -1349,22 +1221,22 @@ NO_RECORD = (
 )
 
 
-@pytest.mark.parametrize("name", RECORDED)
-def test_records_of_conversions_that_are_none(tmp_path, base, name):
+def refused_record(base, tmp_path: pathlib.Path, change: Callable[[Json], Any]) -> str:
+    """What is said when a checkpoint goes back to Linen by a record that has been changed."""
     path = copied(base, "nnx", tmp_path / "nnx")
-    change, problem = RECORDED[name]
     edit(path / TREE, lambda document: change(document["custom_metadata"]["reshard.linen"]))
-    told = ours(lambda: reshard.to_linen(path), reshard.TreeMismatchError)
+    return ours(lambda: reshard.to_linen(path), reshard.TreeMismatchError)
+
+
+@pytest.mark.parametrize("problem", RECORDED)
+def test_records_of_conversions_that_are_none(tmp_path, base, problem):
+    told = refused_record(base, tmp_path, RECORDED[problem])
     assert told == NO_RECORD.replace("PROBLEM", problem)
 
 
 def test_a_number_that_a_record_gives_another_dtype(tmp_path, base):
     """Step counters may have another one, of integers."""
-    path = copied(base, "nnx", tmp_path / "nnx")
-    change = kind(dtype="bool")
-    edit(path / TREE, lambda document: change(document["custom_metadata"]["reshard.linen"]))
-    told = ours(lambda: reshard.to_linen(path), reshard.TreeMismatchError)
-    assert told == (
+    assert refused_record(base, tmp_path, kind(dtype="bool")) == (
         "the checkpoint is not what the conversion from Linen made any more\n"
         "  step: dtype uint32, it was bool\n\n"
         "hint: model=..., the Linen model, converts without the record"
@@ -1372,18 +1244,15 @@ def test_a_number_that_a_record_gives_another_dtype(tmp_path, base):
 
 
 def test_zeros_of_a_record_that_nothing_could_hold(tmp_path, base):
-    path, shape = copied(base, "nnx", tmp_path / "nnx"), [1 << 40, 1 << 20]
+    shape = [1 << 40, 1 << 20]
 
-    def change(document: Json) -> None:
-        record = document["custom_metadata"]["reshard.linen"]
+    def change(record: Json) -> None:
         kind = {"shape": shape, "dtype": "float32", "type": "jax.Array", "keys": None}
         record["leaves"].append([["params", "zeros"], kind])
         record["route"]["vanish"].append([["params", "zeros"], shape, "float32"])
 
-    edit(path / TREE, change)
-    told = ours(lambda: reshard.to_linen(path), reshard.TreeMismatchError)
     problem = "params/zeros: [1099511627776, 1048576] is larger than all arrays"
-    assert told == NO_RECORD.replace("PROBLEM", problem)
+    assert refused_record(base, tmp_path, change) == NO_RECORD.replace("PROBLEM", problem)
 
 
 def test_digests_of_files_with_long_names(tmp_path, base):
