@@ -1,8 +1,10 @@
 """`verify`: every fault is found, in words; `save` passes none on; the two commands."""
 
+import itertools
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -26,6 +28,7 @@ from sampling import some
 import reshard
 from reshard.arrays.digests import digest_of
 from reshard.verify.digest_record import FILE, ArrayRecord, Record
+from reshard.writer import execution
 
 pytestmark = pytest.mark.usefixtures("forked")
 RESHARD = pathlib.Path(sysconfig.get_path("scripts")) / "reshard"
@@ -35,9 +38,9 @@ FORMS = {
         "use_ocdbt": store == "ocdbt",
         "use_compression": codec == "zstd",
     }
-    for version in ("zarr2", "zarr3")
-    for store in ("files", "ocdbt")
-    for codec in ("raw", "zstd")
+    for version, store, codec in itertools.product(
+        ("zarr2", "zarr3"), ("files", "ocdbt"), ("raw", "zstd")
+    )
 }
 SPECS = {
     "b": ((64, 8), P("data", "model"), "int32"),
@@ -100,12 +103,11 @@ def test_every_layout(saved, tmp_path, layout):
     assert layouts.hashes(source.path) == before
     out = tmp_path / "out"
     reshard.save(reshard.to_mesh(ckpt, "1x8"), out, digest=True)
-    again = reshard.open(out, **source.open)
-    assert repr(reshard.verify(again, ckpt)) == (
+    again = reshard.verify(reshard.open(out, **source.open), ckpt)
+    assert repr(again) == (
         f"`{out / read}`: {count} arrays read, {count} compared with digests, nothing is wrong"
     )
-    assert reshard.verify(again).digests == found.digests
-    assert reshard.verify(ckpt, again).ok
+    assert again.digests == found.digests
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -114,28 +116,27 @@ def test_every_form_against_every_other(made, form):
     expected = {(name,): digest_of(np.asarray(leaf)) for name, leaf in sharded().items()}
     assert reshard.verify(path).digests == expected
     for other in ("zarr2-ocdbt-zstd", "zarr3-files-raw"):
-        found = reshard.verify(path, made(other))
-        assert (found.ok, found.compared) == (True, 3)
-        found = reshard.verify(str(path), str(made(other) / FILE))
-        assert (found.ok, found.compared) == (True, 3)
+        for against in (made(other), str(made(other) / FILE)):
+            found = reshard.verify(path, against)
+            assert (found.ok, found.compared) == (True, 3)
 
 
 def test_progress_and_memory(made):
     path = made("zarr2-files-raw")
-    calls = []
-    reshard.verify(path, max_memory="64KiB", progress=lambda *call: calls.append(call))
+
+    def progress(*arguments, **options):
+        calls = []
+        reshard.verify(*arguments, progress=lambda *call: calls.append(call), **options)
+        return calls
+
     whole = sum(np.asarray(leaf).nbytes for leaf in sharded().values())
-    assert {total for _, total in calls} == {whole}
-    done = [part for part, _ in calls]
-    assert done == sorted(done)
+    done, totals = zip(*progress(path, max_memory="64KiB"), strict=True)
+    assert {*totals} == {whole}
+    assert list(done) == sorted(done)
     assert (len(done) > 3, done[-1]) == (True, whole)
-    calls.clear()
-    reshard.verify(path, path, progress=lambda *call: calls.append(call))
-    assert calls[-1] == (2 * whole, 2 * whole)
-    calls.clear()
+    assert progress(path, path)[-1] == (2 * whole, 2 * whole)
     cast = reshard.cast(reshard.open(path), "float16", "e")  # which is read as float32 first
-    reshard.verify(cast, progress=lambda *call: calls.append(call))
-    assert calls[-1] == (whole, whole)
+    assert progress(cast)[-1] == (whole, whole)
     with pytest.raises(reshard.MemoryLimitError):
         reshard.verify(path, max_memory="16KiB")
 
@@ -160,7 +161,8 @@ def test_files_that_were_cut_off_or_are_missing(copied, form):
         assert all(any(words in line for words in told) for line in found.problems)
 
 
-def test_a_tree_or_a_database_that_cannot_be_opened(copied):
+def test_what_cannot_be_opened(copied):
+    """A tree, a database, an array; and what was never committed."""
     for number, name in enumerate(("_METADATA", "manifest.ocdbt")):
         path = copied("zarr2-ocdbt-zstd", f"saved{number}")
         os.truncate(path / name, 20)
@@ -174,20 +176,20 @@ def test_a_tree_or_a_database_that_cannot_be_opened(copied):
         f"`{path}` is not whole: leaves of its tree cannot be found or read\n"
         "  e: there is no array `e`"
     )
-
-
-def test_a_checkpoint_that_was_never_committed(copied):
-    path = copied("zarr2-ocdbt-zstd", "saved.orbax-checkpoint-tmp")
     with pytest.raises(reshard.UncommittedCheckpointError):
-        reshard.verify(path)
+        reshard.verify(path.rename(path.with_name("saved.orbax-checkpoint-tmp")))
+
+
+def exchange(one, other):
+    """Two files or directories, each in the other's place."""
+    one.rename(one.with_name("x"))
+    other.rename(one)
+    one.with_name("x").rename(other)
 
 
 def test_chunks_in_each_other_s_place(copied):
     path = copied("zarr2-files-raw")
-    one, other = path / "w" / "0.1", path / "w" / "1.3"
-    data = one.read_bytes(), other.read_bytes()
-    one.write_bytes(data[1])
-    other.write_bytes(data[0])
+    exchange(path / "w" / "0.1", path / "w" / "1.3")
     assert repr(reshard.verify(path)) == (
         f"`{path}`: 3 arrays read, 3 compared with digests, 1 problem\n"
         "  w: its values are not those on record"
@@ -199,9 +201,7 @@ def test_arrays_in_each_other_s_place(tmp_path):
     tree = {name: rng.normal(size=(8, 8)).astype("f4") for name in ("a", "b", "c")}
     path = save(tmp_path / "saved", tree, use_ocdbt=False)
     reshard.digest(path, write=True)
-    (path / "a").rename(path / "x")
-    (path / "b").rename(path / "a")
-    (path / "x").rename(path / "b")
+    exchange(path / "a", path / "b")
     assert reshard.verify(path).problems == (
         "a: its values are not those on record",
         "b: its values are not those on record",
@@ -263,7 +263,6 @@ def test_records_of_something_else(copied, tmp_path):
         "  JSONDecodeError: Expecting property name enclosed in double quotes: "
         "line 1 column 2 (char 1)"
     )
-    shutil.rmtree(path / FILE, ignore_errors=True)
     (path / FILE).unlink()
     (path / FILE).mkdir()
     assert reshard.verify(path).problems == (f"`{path / FILE}` is a directory, and not a file",)
@@ -276,12 +275,9 @@ def test_every_kind_of_fault_at_once(copied):
     chunk = path / "w" / "0.0"
     chunk.write_bytes(bytes(len(chunk.read_bytes())))
     (path / "_sharding").unlink()
-    problems = reshard.verify(path).problems
-    assert problems[0] == "b: 1 of its 8 stored chunks are missing"
-    assert problems[1] == (
-        f"e: its data file `{path}/e/0.0` has 5 bytes, and would have to have at least 384"
-    )
-    assert problems[2:] == (
+    assert reshard.verify(path).problems == (
+        "b: 1 of its 8 stored chunks are missing",
+        f"e: its data file `{path}/e/0.0` has 5 bytes, and would have to have at least 384",
         "w: its values are not those on record",
         f"the file `{path}/_sharding`: on record, and not there",
     )
@@ -301,17 +297,15 @@ def stored_files(path, form):
 
 def values_in(path, form):
     """The bytes of every array, read by TensorStore alone; None where it cannot."""
-    base = f"file://{path}/"
-    kvstore = {"driver": "ocdbt", "base": base} if "ocdbt" in form else base
+    base, driver = f"file://{path}/", "zarr3" if "zarr3" in form else "zarr"
     found = {}
     for name in SPECS:
-        store = kvstore | {"path": f"{name}/"} if "ocdbt" in form else f"{base}{name}/"
-        driver = "zarr3" if "zarr3" in form else "zarr"
+        store = f"{base}{name}/"
+        if "ocdbt" in form:
+            store = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+        spec = {"driver": driver, "kvstore": store, "fill_missing_data_reads": False}
         try:
-            array = ts.open(
-                {"driver": driver, "kvstore": store, "fill_missing_data_reads": False}
-            ).result()
-            values = array.read().result()
+            values = ts.open(spec).result().read().result()
             found[name] = values.dtype, values.shape, values.tobytes()
         except ValueError:
             found[name] = None
@@ -324,6 +318,15 @@ def problems_of(path):
         return reshard.verify(path).problems
     except (reshard.CorruptCheckpointError, reshard.CheckpointFormatError) as error:
         return (error.summary, *error.problems)
+
+
+def flip(file, place):
+    """One other bit of a file; what it held."""
+    before = file.read_bytes()
+    data = bytearray(before)
+    data[place // 8] ^= 1 << place % 8
+    file.write_bytes(data)
+    return before
 
 
 @pytest.mark.sampled
@@ -341,10 +344,7 @@ def test_single_bits_are_found_and_not_passed_on(copied, tmp_path, form):
         place = int(rng.integers(8 * sum(sizes)))
         which = int(np.searchsorted(np.cumsum(sizes), place // 8, "right"))
         file, place = files[which], place - 8 * sum(sizes[:which])
-        before = file.read_bytes()
-        data = bytearray(before)
-        data[place // 8] ^= 1 << place % 8
-        file.write_bytes(data)
+        before = flip(file, place)
         where = form, number, file.name, place
         if values_in(path, form) != expected:
             changed += 1
@@ -359,19 +359,18 @@ def test_single_bits_are_found_and_not_passed_on(copied, tmp_path, form):
     assert reshard.verify(out, path).ok
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", ["zarr2-files-raw", "zarr2-ocdbt-zstd"])
 def test_single_bits_of_the_record_itself(copied, tmp_path, form):
     path = copied(form)
-    whole = (path / FILE).read_bytes()
-    rng = np.random.default_rng(0)
-    for place in map(int, rng.integers(8 * len(whole), size=40)):
-        data = bytearray(whole)
-        data[place // 8] ^= 1 << place % 8
-        (path / FILE).write_bytes(data)
+    rng = np.random.default_rng(list(FORMS).index(form))
+    for place in some(rng.integers(8 * (path / FILE).stat().st_size, size=40)):
+        whole = flip(path / FILE, int(place))
         assert reshard.verify(path).problems, place
         with pytest.raises(reshard.CorruptCheckpointError):
             reshard.save(reshard.to_mesh(reshard.open(path), "8x1"), tmp_path / "out")
         assert os.listdir(tmp_path) == ["saved"]
+        (path / FILE).write_bytes(whole)
 
 
 # `save` compares what it reads with what is on record.
@@ -379,10 +378,7 @@ def test_single_bits_of_the_record_itself(copied, tmp_path, form):
 
 def corrupt(path, name="w", chunk="0.0"):
     """One other bit in an uncompressed chunk."""
-    file = path / name / chunk
-    data = bytearray(file.read_bytes())
-    data[17] ^= 4
-    file.write_bytes(data)
+    flip(path / name / chunk, 17 * 8 + 2)
 
 
 def refusal(ckpt, out, **kwargs):
@@ -434,29 +430,21 @@ def test_leaves_that_are_moved_undecoded_are_found_when_they_are_read_back(copie
 @pytest.mark.parametrize("mesh", [None, "8x1"])
 def test_what_stacked_arrays_are_made_of(tmp_path, mesh):
     rng = np.random.default_rng(0)
-    on = layouts.mesh((2, 4))
-    tree = {
-        f"layer_{i}": {
-            "w": jax.device_put(
-                rng.normal(size=(16, 16)).astype("f4"), NamedSharding(on, P("data", "model"))
-            )
-        }
-        for i in range(3)
-    }
+    on = NamedSharding(layouts.mesh((2, 4)), P("data", "model"))
+    layers = [jax.device_put(rng.normal(size=(16, 16)).astype("f4"), on) for _ in range(3)]
+    tree = {f"layer_{i}": {"w": layer} for i, layer in enumerate(layers)}
     path = save(tmp_path / "saved", {"params": tree}, use_ocdbt=False, use_compression=False)
     reshard.digest(path, write=True)
     corrupt(path, "params.layer_1.w", "1.2")
     ckpt = reshard.stack(reshard.open(path), "params/layer_{}", "params/layers")
     options = {"chunks": "keep", "digest": True} if mesh is None else {}
     ckpt = ckpt if mesh is None else reshard.to_mesh(ckpt, mesh)
-    assert refusal(ckpt, tmp_path / "out", **options) == words(
-        path, "params/layer_1/w  float32[16,16]"
-    )
+    told = words(path, "params/layer_1/w  float32[16,16]")
+    assert refusal(ckpt, tmp_path / "out", **options) == told
 
 
-def test_records_of_something_else_are_found_before_a_byte_is_written(
-    copied, tmp_path, monkeypatch
-):
+def test_records_of_something_else_are_found_at_first(copied, tmp_path, monkeypatch):
+    """Before a byte is written."""
     path = copied("zarr2-files-raw")
 
     def nothing(*args, **kwargs):
@@ -491,16 +479,11 @@ def test_records_of_something_else_are_found_before_a_byte_is_written(
 
 
 def test_what_is_written_is_read_back(copied, tmp_path, monkeypatch):
-    from reshard.writer import execution
-
     path, out = copied("zarr2-files-raw"), tmp_path / "out"
     record_of = execution.record_of
 
     def and_a_bit_flips(ckpt, directory, *arguments):
-        file = sorted((pathlib.Path(directory) / "w").glob("?.?"))[0]
-        data = bytearray(file.read_bytes())
-        data[5] ^= 1
-        file.write_bytes(data)
+        flip(min((pathlib.Path(directory) / "w").glob("?.?")), 40)
         return record_of(ckpt, directory, *arguments)
 
     monkeypatch.setattr(execution, "record_of", and_a_bit_flips)
@@ -534,37 +517,15 @@ def test_an_interrupt_leaves_nothing(copied, tmp_path, monkeypatch, where):
 
 
 def test_differences_from_another_checkpoint(tmp_path):
-    rng = np.random.default_rng(0)
-    same = {name: rng.normal(size=(4, 6)).astype("f4") for name in ("a", "b")}
-    one = save(
-        tmp_path / "one",
-        same
-        | {
-            "dtype": np.zeros(3, "i4"),
-            "key": jax.random.key(0),
-            "kind": "text",
-            "layers": [np.zeros(2), np.ones(2)],
-            "mine": np.zeros(3),
-            "shape": np.zeros((2, 3)),
-            "text": "some",
-        },
-    )
-    other = save(
-        tmp_path / "other",
-        {
-            "a": same["a"],
-            "b": same["b"] + np.float32(1e-6),
-            "dtype": np.zeros(3, "u4"),
-            "key": jax.random.key_data(jax.random.key(0)),
-            "kind": np.zeros(1),
-            "layers": {"0": np.zeros(2), "1": np.zeros(2)},
-            "shape": np.zeros((3, 2)),
-            "text": "other",
-            "yours": np.zeros(3),
-        },
-        use_zarr3=True,
-        use_ocdbt=False,
-    )
+    a, b = np.random.default_rng(0).normal(size=(2, 4, 6)).astype("f4")
+    key, zeros = jax.random.key(0), np.zeros(2)
+    tree = {"a": a, "b": b, "dtype": np.zeros(3, "i4"), "key": key, "kind": "text"}
+    tree |= {"layers": [zeros, np.ones(2)], "mine": zeros, "shape": np.zeros((2, 3))}
+    one = save(tmp_path / "one", tree | {"text": "some"})
+    tree = {"a": a, "b": b + np.float32(1e-6), "dtype": np.zeros(3, "u4")}
+    tree |= {"key": jax.random.key_data(key), "kind": np.zeros(1), "shape": np.zeros((3, 2))}
+    tree |= {"layers": {"0": zeros, "1": zeros}, "text": "other", "yours": zeros}
+    other = save(tmp_path / "other", tree, use_zarr3=True, use_ocdbt=False)
     found = reshard.verify(one, other)
     assert repr(found) == (
         f"`{one}`: 8 arrays read, 4 compared with digests, 9 problems\n"
@@ -623,11 +584,8 @@ def test_against_a_record_that_does_not_say_all(tmp_path):
     reshard.save(reshard.open(one), tmp_path / "copy")
     assert reshard.verify(tmp_path / "copy", file)
     known = json.loads(file.read_text())
-    del known["strings"]["text"]
-    file.write_text(json.dumps(known))
+    file.write_text(json.dumps(known | {"strings": {}}))
     assert reshard.verify(one, file).problems == (f"text: `{file}` does not have it",)
-    file.write_bytes((one / FILE).read_bytes())
-    known = json.loads(file.read_text())
     known["arrays"]["a"]["digest"] = None
     file.write_text(json.dumps(known))
     assert reshard.verify(one, file).problems == (f"a: `{file}` has no digest of it",)
@@ -677,43 +635,28 @@ def test_the_command_exits_with_0_where_nothing_is_wrong(made, run):
     status, out, err = run("verify", path, "--against", other / FILE, "--json")
     assert (status, err) == (0, "")
     digests = {name: digest_of(np.asarray(leaf)) for name, leaf in sharded().items()}
-    assert json.loads(out) == {
-        "path": str(path),
-        "ok": True,
-        "problems": [],
-        "digests": digests,
-        "compared": 3,
-    }
+    found = {"path": str(path), "ok": True, "problems": [], "digests": digests, "compared": 3}
+    assert json.loads(out) == found
 
 
 def test_the_command_exits_with_1_where_something_is(copied, made, run):
     path = copied("zarr2-files-raw")
     corrupt(path)
     problem = "w: its values are not those on record"
-    assert run("verify", path) == (
-        1,
-        f"`{path}`: 3 arrays read, 3 compared with digests, 1 problem\n  {problem}\n",
-        "",
-    )
+    told = f"`{path}`: 3 arrays read, 3 compared with digests, 1 problem\n  {problem}\n"
+    assert run("verify", path) == (1, told, "")
     assert run("verify", path, "--quiet") == (1, "", "")
-    status, out, err = run("verify", path, "--against", made("zarr2-ocdbt-raw"), "--json")
+    other = made("zarr2-ocdbt-raw")
+    status, out, err = run("verify", path, "--against", other, "--json")
     document = json.loads(out)
     assert (status, err, document["ok"]) == (1, "", False)
-    assert document["problems"] == [
-        problem,
-        f"w: its values are not those of `{made('zarr2-ocdbt-raw')}`",
-    ]
+    assert document["problems"] == [problem, f"w: its values are not those of `{other}`"]
     (path / "_METADATA").write_text("{")
     status, out, err = run("verify", path, "--json")
     assert (status, err) == (1, "")
-    assert json.loads(out) == {
-        "path": str(path),
-        "ok": False,
-        "problems": [
-            f"`{path}/_METADATA` is not JSON: "
-            "expecting property name enclosed in double quotes at character 1"
-        ],
-    }
+    problem = "expecting property name enclosed in double quotes at character 1"
+    problems = [f"`{path}/_METADATA` is not JSON: {problem}"]
+    assert json.loads(out) == {"path": str(path), "ok": False, "problems": problems}
     path.rename(path.with_name("saved.orbax-checkpoint-tmp"))
     status, out, err = run("verify", path.with_name("saved.orbax-checkpoint-tmp"))
     assert (status, err) == (1, "")
@@ -731,12 +674,9 @@ def test_the_command_exits_with_2_where_it_cannot_tell(made, tmp_path, run):
     status, out, err = run("verify", path, "--against", tmp_path / "nothing")
     assert (status, out) == (2, "")
     (tmp_path / "map.toml").touch()
-    assert run("verify", path, "--map", tmp_path / "map.toml") == (
-        2,
-        "",
-        "Usage: reshard verify [OPTIONS] PATH\nTry 'reshard verify --help' for help.\n\n"
-        "Error: --map, --model and the like go with --against OTHER\n",
-    )
+    told = "Usage: reshard verify [OPTIONS] PATH\nTry 'reshard verify --help' for help.\n\n"
+    told += "Error: --map, --model and the like go with --against OTHER\n"
+    assert run("verify", path, "--map", tmp_path / "map.toml") == (2, "", told)
 
 
 def test_steps_and_items(saved, tmp_path, run):
@@ -752,13 +692,11 @@ def test_steps_and_items(saved, tmp_path, run):
     assert (status, err) == (1, "")
     read = f"{count} arrays read, {count} compared with digests, "
     assert out.startswith(f"`{path}/20/default`: {read}")
-    items = saved("items")
-    found = run("verify", items.path, "--item", "state", "--against", items.path)
-    assert found[0] == 0, found
-    step = items.path / "3"
-    found = run("verify", step, "--step", 3, "--item", "state", "--against", items.path)
-    assert found[0] == 0, found
-    assert run("verify", items.path, "--item", "config")[0] == 2
+    items = saved("items").path
+    for words in ((items,), (items / "3", "--step", 3)):
+        found = run("verify", *words, "--item", "state", "--against", items)
+        assert found[0] == 0, found
+    assert run("verify", items, "--item", "config")[0] == 2
 
 
 @pytest.mark.parametrize("command", ["verify", "diff"])
@@ -781,16 +719,13 @@ def test_digests_are_shown_and_written(made, tmp_path, run):
     path = shutil.copytree(made("zarr3-ocdbt-zstd"), tmp_path / "saved")
     (path / FILE).unlink()
     texts = {name: digest_of(np.asarray(leaf)) for name, leaf in sharded().items()}
-    table = (
-        "path  array                                 digest\n"
-        f"b     int32[64,8] P('data', 'model')        {texts['b']}\n"
-        f"e     bfloat16[48,32] P('model', 'data')    {texts['e']}\n"
-        f"w     float32[64,96] P('data', 'model')     {texts['w']}\n"
-    )
     status, out, err = run("digest", path)
     assert (status, err) == (0, "")
-    assert [line.split() for line in out.splitlines()] == [
-        line.split() for line in table.splitlines()
+    assert [line.split("  ") for line in re.sub("  +", "  ", out).splitlines()] == [
+        ["path", "array", "digest"],
+        ["b", "int32[64,8] P('data', 'model')", texts["b"]],
+        ["e", "bfloat16[48,32] P('model', 'data')", texts["e"]],
+        ["w", "float32[64,96] P('data', 'model')", texts["w"]],
     ]
     assert not (path / FILE).exists()
     status, out, err = run("digest", path, "--json", "--write")
@@ -806,12 +741,9 @@ def test_digests_are_shown_and_written(made, tmp_path, run):
     assert run("verify", ".", "--against", "../known.json", cwd=path) == (0, text, "")
     assert run("verify", ".", "--against", FILE, cwd=path) == (0, text, "")
     (path / "_sharding").unlink()
-    assert run("digest", path, "--write") == (
-        2,
-        "",
-        f"Error: `{path}` is not whole\n  the file `{path}/_sharding`: on record, and not there\n\n"
-        f"hint: rm '{path}/reshard_digests.json' forgets what was recorded\n",
-    )
+    told = f"`{path}` is not whole\n  the file `{path}/_sharding`: on record, and not there\n\n"
+    told += f"hint: rm '{path}/reshard_digests.json' forgets what was recorded\n"
+    assert run("digest", path, "--write") == (2, "", f"Error: {told}")
 
 
 def test_a_job_records_and_reads_back(copied, tmp_path, run):
@@ -823,50 +755,31 @@ def test_a_job_records_and_reads_back(copied, tmp_path, run):
     shutil.rmtree(out)
     reshard.digest(path, write=True)
     corrupt(path)
-    assert run(*arguments, "--verify") == (
-        2,
-        "",
-        "Error: what was written is not what is read back\n"
-        "  w: its values are not those on record\n\n"
-        f"hint: reshard verify '{path}'\n",
-    )
     call, typed = f'reshard.verify("{path}")', f"reshard verify '{path}'"
+    told = "what was written is not what is read back\n  w: its values are not those on record\n\n"
+    assert run(*arguments, "--verify") == (2, "", f"Error: {told}hint: {typed}\n")
     said = words(path, "w  float32[64,96]").replace(call, typed)
     assert run("ckpt", path, out, "--to", "8x1") == (2, "", f"Error: {said}\n")
     assert os.listdir(tmp_path) == ["saved"]
 
 
-MAP = r"""
+MAP = """
 to = 'nnx'
-
-[[rule]]
-from = '^params/Dense_0/kernel$'
-split = { axis = 1, into = ['left', 'right'] }
-
-[[rule]]
-from = '^params/Dense_0/bias$'
-to = 'bias'
-
-[[rule]]
-from = '^params/Dense_1/kernel$'
-to = 'outer/kernel'
-
-[[rule]]
-from = '^params/Dense_1/bias$'
-to = 'outer/bias'
+rule = [
+  { from = '^params/Dense_0/kernel$', split = { axis = 1, into = ['left', 'right'] } },
+  { from = '^params/Dense_0/bias$', to = 'bias' },
+  { from = '^params/Dense_1/', to = 'outer/' },
+]
 """
 
 
 def test_against_the_other_api(tmp_path, run):
     rng = np.random.default_rng(0)
-    on = layouts.mesh((2, 4))
+    on = NamedSharding(layouts.mesh((2, 4)), P("data", "model"))
 
     def dense(inputs, outputs):
-        kernel = rng.normal(size=(inputs, outputs)).astype("f4")
-        return {
-            "kernel": jax.device_put(kernel, NamedSharding(on, P("data", "model"))),
-            "bias": jnp.asarray(rng.normal(size=outputs), jnp.float32),
-        }
+        kernel, bias = (rng.normal(size=x).astype("f4") for x in ((inputs, outputs), outputs))
+        return {"kernel": jax.device_put(kernel, on), "bias": jnp.asarray(bias)}
 
     linen = save(tmp_path / "linen", {"params": {"Dense_0": dense(8, 16), "Dense_1": dense(16, 4)}})
     file = tmp_path / "map.toml"
@@ -892,25 +805,31 @@ def test_against_the_other_api(tmp_path, run):
     )
 
 
-@pytest.mark.parametrize("command", [("verify",), ("digest", "--write")])
-def test_an_interrupted_command_leaves_nothing(tmp_path, command):
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """128 MiB, long enough to be stopped in the middle."""
     bits = np.random.default_rng(0).bytes(32 << 20)
     array = np.frombuffer(bits, np.uint32).reshape(2048, 4096)
-    path = save(tmp_path / "large", {f"array_{i}": array for i in range(4)}, use_ocdbt=False)
-    before = layouts.hashes(tmp_path)
+    path = tmp_path_factory.mktemp("large") / "saved"
+    return save(path, {f"array_{i}": array for i in range(4)}, use_ocdbt=False)
+
+
+@pytest.mark.parametrize("command", [("verify",), ("digest", "--write")])
+def test_an_interrupted_command_leaves_nothing(large, command):
+    before = layouts.hashes(large.parent)
     process = subprocess.Popen(
-        [RESHARD, *command, path, "--max-memory", "100MiB"],
+        [RESHARD, *command, large, "--max-memory", "100MiB"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    while process.poll() is None and not has_open(process.pid, path):
+    while process.poll() is None and not has_open(process.pid, large):
         time.sleep(0.001)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
     assert (process.returncode, out) == (130, "")
     assert err == "\nInterrupted.\n"
-    assert layouts.hashes(tmp_path) == before
+    assert layouts.hashes(large.parent) == before
 
 
 def has_open(pid, path):
