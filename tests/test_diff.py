@@ -3,6 +3,7 @@
 import cmath
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -59,6 +60,14 @@ def two(tmp_path):
     return make
 
 
+def told(diff, *lines):
+    """The report of a difference that ends with these lines."""
+    return "\n".join([f"A: {diff.a}", f"B: {diff.b}", *lines])
+
+
+HINT = "hint: values=True compares contents, and finds leaves that have moved"
+
+
 def found(diff, *what):
     """The differences of some kinds, without how many elements differ."""
     return [(d.what, d.path, d.a, d.b) for d in diff.of(*what)]
@@ -67,18 +76,22 @@ def found(diff, *what):
 # Layouts are no difference.
 
 
+@pytest.fixture(scope="module")
+def standalone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("standalone")
+    return layouts.LAYOUTS["standalone"](folder / "a", layouts.mesh((2, 4)), 7)
+
+
 @pytest.mark.parametrize("layout", ["standalone", "zarr2-files", "zarr3-ocdbt", "zarr3-files"])
-def test_other_meshes_chunks_and_formats_are_equal(layout, tmp_path):
-    make = layouts.LAYOUTS[layout]
-    a = layouts.LAYOUTS["standalone"](tmp_path / "a", layouts.mesh((2, 4)), 7)
-    b = make(tmp_path / "b", layouts.mesh((1, 8)), 7)
+def test_other_meshes_chunks_and_formats_are_equal(standalone, layout, tmp_path):
+    a = standalone
+    b = layouts.LAYOUTS[layout](tmp_path / "b", layouts.mesh((1, 8)), 7)
     arrays = len(reshard.open(a.path).arrays)
     diff = reshard.diff(a.path, b.path, values=True)
     assert diff.equal
     assert (diff.differences, diff.compared, diff.not_compared) == ((), arrays, 0)
-    assert repr(diff) == (
-        f"A: {a.path}\nB: {b.path}\nno differences\n{arrays} arrays compared: bit for bit"
-    )
+    assert repr(diff) == told(diff, "no differences", f"{arrays} arrays compared: bit for bit")
+    assert (diff.a, diff.b) == (str(a.path), str(b.path))
     asked = reshard.diff(a.path, b.path, layout=True)
     assert {d.what for d in asked.differences} == (
         {"sharding", "chunks"} if layout == "standalone" else {"sharding", "chunks", "format"}
@@ -95,33 +108,32 @@ def test_items_and_steps_of_managers_are_compared(tmp_path):
     assert (diff.a, diff.b) == (f"{a.path}/{layouts.STEPS[0]}, item state", str(b.path))
 
 
+def put(sizes, *spec):
+    """Zeros on a mesh."""
+    on = NamedSharding(layouts.mesh(sizes), P(*spec))
+    return jax.device_put(np.zeros((8, 16), "f4"), on)
+
+
 def test_the_layout_is_compared_if_it_is_asked_for(tmp_path):
-    def tree(sizes, names=("data", "model")):
-        on = layouts.mesh(sizes, names)
+    def tree(sizes, **others):
+        kernel = put(sizes, "data", "model")
+        return {"kernel": kernel, "trailing": put(sizes), "same": np.zeros(3, "f4")} | others
 
-        def put(*spec):
-            return jax.device_put(np.zeros((8, 16), "f4"), NamedSharding(on, P(*spec)))
-
-        return {"kernel": put("data", "model"), "trailing": put(), "same": np.zeros(3, "f4")}
-
-    a = save(tmp_path / "a", tree((2, 4)) | {"step": 3, "host": np.zeros(3)})
-    b = save(
-        tmp_path / "b",
-        tree((1, 8)) | {"step": np.zeros((), np.asarray(3).dtype) + 3, "host": jnp.zeros(3)},
-        use_zarr3=True,
-        use_ocdbt=False,
-    )
+    step = np.zeros((), np.asarray(3).dtype) + 3
+    a = save(tmp_path / "a", tree((2, 4), step=3, host=np.zeros(3)))
+    other = tree((1, 8), step=step, host=jnp.zeros(3))
+    b = save(tmp_path / "b", other, use_zarr3=True, use_ocdbt=False)
     assert reshard.diff(a, b, drop="host").differences == ()
-    assert reshard.diff(a, b, layout=True, drop=["host", "step"]).report() == (
-        f"A: {a}\n"
-        f"B: {b}\n"
-        "format            .         A: OCDBT, zarr2  B: plain files, zarr3\n"
+    diff = reshard.diff(a, b, layout=True, drop=["host", "step"])
+    assert diff.report() == told(
+        diff,
+        "format            .         A: OCDBT, zarr2  B: plain files, zarr3",
         "sharding, chunks  kernel    A: P('data', 'model') on data=2,model=4, [4,4]  "
-        "B: P('data', 'model') on data=1,model=8, [8,2]\n"
-        "sharding          trailing  A: P() on data=2,model=4  B: P() on data=1,model=8\n"
-        "4 differences: 1 format, 2 sharding, 1 chunks\n"
-        "no arrays compared by recorded digests, 3 not compared\n"
-        "hint: values=True compares contents, and finds leaves that have moved"
+        "B: P('data', 'model') on data=1,model=8, [8,2]",
+        "sharding          trailing  A: P() on data=2,model=4  B: P() on data=1,model=8",
+        "4 differences: 1 format, 2 sharding, 1 chunks",
+        "no arrays compared by recorded digests, 3 not compared",
+        HINT,
     )
     assert found(reshard.diff(a, b, layout=True, select="host"), "sharding", "dtype") == [
         ("dtype", ("host",), "float64", "float32"),
@@ -130,12 +142,7 @@ def test_the_layout_is_compared_if_it_is_asked_for(tmp_path):
 
 
 def test_entries_of_a_spec_that_split_nothing_are_no_difference(two):
-    on = layouts.mesh((2, 4))
-    zeros = np.zeros((8, 16), "f4")
-    a, b = two(
-        {"w": jax.device_put(zeros, NamedSharding(on, P("data")))},
-        {"w": jax.device_put(zeros, NamedSharding(on, P("data", None)))},
-    )
+    a, b = two({"w": put((2, 4), "data")}, {"w": put((2, 4), "data", None)})
     assert reshard.diff(a, b, layout=True).differences == ()
 
 
@@ -197,39 +204,23 @@ def test_every_kind_of_difference_between_trees(trees):
         "added         added/none      B: None",
     ]
     counts = "3 shape, 2 dtype, 2 key, 5 kind, 2 position, 4 removed, 1 string, 3 added"
+    counts = f"22 differences: {counts}"
+    unknown = ("no arrays compared by recorded digests, 4 not compared", HINT)
     diff = reshard.diff(a, b)
-    assert diff.report() == "\n".join(
-        [
-            f"A: {a}",
-            f"B: {b}",
-            *rows,
-            f"22 differences: {counts}",
-            "no arrays compared by recorded digests, 4 not compared",
-            "hint: values=True compares contents, and finds leaves that have moved",
-        ]
+    assert diff.report() == told(diff, *rows, counts, *unknown)
+    known = "5 arrays compared: bit for bit, as numbers where dtypes differ"
+    assert reshard.diff(a, b, values=True).report() == told(diff, *rows, counts, known)
+    assert diff.report(2) == told(
+        diff,
+        "shape, dtype  both   A: [2,3], float32  B: [1,3], int32",
+        "dtype         dtype  A: float32  B: float64",
+        "... and 18 more leaves",
+        counts,
+        *unknown,
     )
-    assert reshard.diff(a, b, values=True).report() == "\n".join(
-        [
-            f"A: {a}",
-            f"B: {b}",
-            *rows,
-            f"22 differences: {counts}",
-            "5 arrays compared: bit for bit, as numbers where dtypes differ",
-        ]
-    )
-    assert diff.report(2) == "\n".join(
-        [
-            f"A: {a}",
-            f"B: {b}",
-            "shape, dtype  both   A: [2,3], float32  B: [1,3], int32",
-            "dtype         dtype  A: float32  B: float64",
-            "... and 18 more leaves",
-            f"22 differences: {counts}",
-            "no arrays compared by recorded digests, 4 not compared",
-            "hint: values=True compares contents, and finds leaves that have moved",
-        ]
-    )
-    assert not diff.equal
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        diff.differences = ()
+    assert (diff.a, diff.b, diff.equal) == (str(a), str(b), False)
     assert reshard.diff(a, a, values=True).equal
 
 
@@ -239,15 +230,8 @@ def test_the_document_has_both_sides_of_every_difference(trees):
     document = json.loads(json.dumps(diff.document()))
     leaves = reshard.open(a).arrays
     compared = [x for x in leaves if x.path == ("list", 1) or x.path[0] in ("both", "removed")]
-    assert document == {
-        "a": str(a),
-        "b": str(b),
-        "equal": False,
-        "values": False,
-        "rtol": 0.0,
-        "atol": 0.0,
-        "compared": 0,
-        "not_compared": 1,
+    head = {"a": str(a), "b": str(b), "equal": False, "compared": 0, "not_compared": 1}
+    assert document == head | {"values": False, "rtol": 0.0, "atol": 0.0} | {
         "arrays": [
             {"path": format_path(leaf.path), "keys": [*leaf.path], "bytes": leaf.nbytes}
             for leaf in compared
@@ -268,12 +252,6 @@ def test_the_document_has_both_sides_of_every_difference(trees):
     }
 
 
-def test_a_result_does_not_change(trees):
-    diff = reshard.diff(*trees)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        diff.differences = ()
-
-
 def test_two_are_equal_only_if_all_contents_were_compared(two):
     tree = {"w": np.arange(4), "x": np.arange(3), "text": "same"}
     a, b = two(tree, tree)
@@ -281,11 +259,11 @@ def test_two_are_equal_only_if_all_contents_were_compared(two):
     unknown, known = reshard.diff(a, b), reshard.diff(a, b, values=True)
     assert (unknown.equal, bool(unknown), unknown.document()["equal"]) == (None, False, None)
     assert (known.equal, bool(known), known.document()["equal"]) == (True, True, True)
-    assert repr(unknown) == (
-        f"A: {a}\nB: {b}\n"
-        "no differences found; the contents of 2 arrays were not compared\n"
-        "no arrays compared by recorded digests, 2 not compared\n"
-        "hint: values=True compares contents, and finds leaves that have moved"
+    assert repr(unknown) == told(
+        unknown,
+        "no differences found; the contents of 2 arrays were not compared",
+        "no arrays compared by recorded digests, 2 not compared",
+        HINT,
     )
     assert reshard.diff(a, b, select="text").equal is True
     record(a, arrays)
@@ -326,75 +304,47 @@ def test_globs_that_match_nothing_are_told_together(two):
 
 
 def test_differing_values_are_told_with_their_place_and_size(two):
-    one = {
-        "float": np.array([[1.5, 2, 3], [4, 5, 6]], "f4"),
-        "zero": np.array([0, 1], "f4"),
-        "int": np.array([7, -(2**63)], "i8"),
-        "bool": np.array([True, False]),
-        "half": jnp.array([1, 2, 3], "bfloat16"),
-        "complex": np.array([3 + 4j, 0], "c8"),
-        "nan": np.array([1, math.nan, math.inf, 2], "f4"),
-        "payload": np.array([0x7FC00000, 0x7FC00000], "u4").view("f4"),
-        "scalar": 3,
-        "same": np.array([math.nan, -0.0, math.inf], "f4"),
-    }
-    two_ = {
-        "float": np.array([[1.5, 2, 4], [4, 5, 5]], "f4"),
-        "zero": np.array([-0.0, 1], "f4"),
-        "int": np.array([7, 2**63 - 1], "i8"),
-        "bool": np.array([False, False]),
-        "half": jnp.array([1, 2, 3.5], "bfloat16"),
-        "complex": np.array([0, 0], "c8"),
-        "nan": np.array([1, 5, -math.inf, 4], "f4"),
-        "payload": np.array([0x7FC00000, 0x7FC00001], "u4").view("f4"),
-        "scalar": 4,
-        "same": np.array([math.nan, -0.0, math.inf], "f4"),
-    }
-    a, b = two(one, two_)
-    diff = reshard.diff(a, b, values=True)
     smallest, largest = -(2**63), 2**63 - 1
-    assert diff.report() == "\n".join(
-        [
-            f"A: {a}",
-            f"B: {b}",
-            "values  bool     A: True  B: False  "
-            "1 of 2 elements, the first at [0]; max abs 1, max rel inf",
-            "values  complex  A: (3+4j)  B: 0j  "
-            "1 of 2 elements, the first at [0]; max abs 5, max rel inf",
-            "values  float    A: 3.0  B: 4.0  "
-            "2 of 6 elements, the first at [0,2]; max abs 1, max rel 0.25",
-            "values  half     A: 3  B: 3.5  "
-            "1 of 3 elements, the first at [2]; max abs 0.5, max rel 0.142857",
-            f"values  int      A: {smallest}  B: {largest}  "
-            f"1 of 2 elements, the first at [1]; max abs {2**64 - 1}, max rel 2",
-            "values  nan      A: nan  B: 5.0  "
-            "3 of 4 elements, the first at [1]; max abs 2, max rel 0.5; 2 NaN or infinite",
-            "values  payload  A: nan (0x7fc00000)  B: nan (0x7fc00001)  "
-            "1 of 2 elements, the first at [1]; 1 NaN or infinite",
-            "values  scalar   A: 3  B: 4  "
-            "1 of 1 elements, the first at []; max abs 1, max rel 0.25",
-            "values  zero     A: 0.0  B: -0.0  "
-            "1 of 2 elements, the first at [0]; max abs 0, max rel 0",
-            "9 differences: 9 values",
-            "10 arrays compared: bit for bit",
-        ]
+    bits = np.uint32([[0x7FC00000, 0x7FC00000], [0x7FC00000, 0x7FC00001]])
+    same = np.float32([math.nan, -0.0, math.inf])
+    pairs = {
+        "float": np.float32([[[1.5, 2, 3], [4, 5, 6]], [[1.5, 2, 4], [4, 5, 5]]]),
+        "zero": np.float32([[0, 1], [-0.0, 1]]),
+        "int": np.int64([[7, smallest], [7, largest]]),
+        "bool": np.array([[True, False], [False, False]]),
+        "half": jnp.array([[1, 2, 3], [1, 2, 3.5]], "bfloat16"),
+        "complex": np.complex64([[3 + 4j, 0], [0, 0]]),
+        "nan": np.float32([[1, math.nan, math.inf, 2], [1, 5, -math.inf, 4]]),
+        "payload": bits.view("f4"),
+        "scalar": (3, 4),
+        "same": (same, same),
+    }
+    a, b = two(*({name: pair[i] for name, pair in pairs.items()} for i in (0, 1)))
+    diff = reshard.diff(a, b, values=True)
+    elements = "elements, the first at"
+    assert diff.report() == told(
+        diff,
+        f"values  bool     A: True  B: False  1 of 2 {elements} [0]; max abs 1, max rel inf",
+        f"values  complex  A: (3+4j)  B: 0j  1 of 2 {elements} [0]; max abs 5, max rel inf",
+        f"values  float    A: 3.0  B: 4.0  2 of 6 {elements} [0,2]; max abs 1, max rel 0.25",
+        f"values  half     A: 3  B: 3.5  1 of 3 {elements} [2]; max abs 0.5, max rel 0.142857",
+        f"values  int      A: {smallest}  B: {largest}  "
+        f"1 of 2 {elements} [1]; max abs {2**64 - 1}, max rel 2",
+        "values  nan      A: nan  B: 5.0  "
+        f"3 of 4 {elements} [1]; max abs 2, max rel 0.5; 2 NaN or infinite",
+        "values  payload  A: nan (0x7fc00000)  B: nan (0x7fc00001)  "
+        f"1 of 2 {elements} [1]; 1 NaN or infinite",
+        f"values  scalar   A: 3  B: 4  1 of 1 {elements} []; max abs 1, max rel 0.25",
+        f"values  zero     A: 0.0  B: -0.0  1 of 2 {elements} [0]; max abs 0, max rel 0",
+        "9 differences: 9 values",
+        "10 arrays compared: bit for bit",
     )
     document = json.loads(json.dumps(diff.document()), parse_constant=lambda name: 1 / 0)
     by_path = {entry.pop("path"): entry for entry in document["differences"]}
-    assert by_path["float"] == {
-        "what": "values",
-        "keys": ["float"],
-        "a": 3.0,
-        "b": 4.0,
-        "index": [0, 2],
-        "count": 2,
-        "size": 6,
-        "non_finite": 0,
-        "max_abs": 1.0,
-        "max_rel": 0.25,
-        "abs_histogram": {"0": 2},
-        "rel_histogram": {"-3": 1, "-2": 1},
-    }
+    expected = {"what": "values", "keys": ["float"], "a": 3.0, "b": 4.0, "index": [0, 2]}
+    expected |= {"count": 2, "size": 6, "non_finite": 0, "max_abs": 1.0, "max_rel": 0.25}
+    expected |= {"abs_histogram": {"0": 2}, "rel_histogram": {"-3": 1, "-2": 1}}
+    assert by_path["float"] == expected
     assert [by_path["complex"][key] for key in ("a", "b", "max_rel")] == ["(3+4j)", "0j", "inf"]
     assert [by_path["nan"][key] for key in ("a", "b", "non_finite")] == ["nan", 5.0, 2]
     assert [by_path["payload"][key] for key in ("a", "max_abs")] == ["nan (0x7fc00000)", None]
@@ -408,13 +358,12 @@ def test_tolerances_are_for_floating_point_and_complex_arrays(two):
     other = {"f": np.float32([1.5, 101]), "c": np.complex64([1 + 1.5j]), "i": np.int32([101])}
     a, b = two(one, other)
     diff = reshard.diff(a, b, values=True, atol=0.5, rtol=0.01)
-    assert diff.report() == (
-        f"A: {a}\n"
-        f"B: {b}\n"
+    assert diff.report() == told(
+        diff,
         "values  i  A: 100  B: 101  1 of 1 elements, the first at [0]; max abs 1, "
-        "max rel 0.00990099\n"
-        "1 difference: 1 values\n"
-        "3 arrays compared: |A - B| <= 0.5 + 0.01 * |B|, integers exactly"
+        "max rel 0.00990099",
+        "1 difference: 1 values",
+        "3 arrays compared: |A - B| <= 0.5 + 0.01 * |B|, integers exactly",
     )
     assert found(reshard.diff(a, b, values=True, atol=0.49), "values") == [
         ("values", ("c",), 1 + 1j, 1 + 1.5j),
@@ -423,21 +372,19 @@ def test_tolerances_are_for_floating_point_and_complex_arrays(two):
     ]
 
 
-@pytest.mark.parametrize(
-    ("tolerances", "text"),
-    [
-        ({"values": True, "rtol": -1.0}, "a tolerance is a finite number, 0 or more\n  rtol=-1.0"),
+def test_tolerances_that_make_no_sense(tmp_path):
+    no_number = "a tolerance is a finite number, 0 or more\n"
+    for tolerances, text in (
+        ({"values": True, "rtol": -1.0}, f"{no_number}  rtol=-1.0"),
         (
             {"values": True, "rtol": math.nan, "atol": math.inf},
-            "a tolerance is a finite number, 0 or more\n  rtol=nan\n  atol=inf",
+            f"{no_number}  rtol=nan\n  atol=inf",
         ),
         ({"rtol": 0.1}, "tolerances are for values\n\nhint: values=True"),
-    ],
-)
-def test_tolerances_that_make_no_sense(tolerances, text, tmp_path):
-    with pytest.raises(reshard.ArgumentError) as error:
-        reshard.diff(tmp_path, tmp_path, **tolerances)
-    assert str(error.value) == text
+    ):
+        with pytest.raises(reshard.ArgumentError) as error:
+            reshard.diff(tmp_path, tmp_path, **tolerances)
+        assert str(error.value) == text
 
 
 def test_arrays_of_other_dtypes_are_compared_as_numbers(two):
@@ -558,11 +505,11 @@ def sample(rng, shape, dtype):
 
 def compared(a, b, grid, rtol, atol):
     comparison = ElementComparison(a.shape, rtol, atol)
-    boxes = [()]
-    for size, step in zip(a.shape, grid, strict=True):
-        starts = range(0, size, step)
-        boxes = [(*box, slice(i, min(i + step, size))) for box in boxes for i in starts]
-    for box in boxes:
+    parts = [
+        [slice(i, min(i + step, size)) for i in range(0, size, step)]
+        for size, step in zip(a.shape, grid, strict=True)
+    ]
+    for box in itertools.product(*parts):
         comparison.add(box, a[box], b[box])
     return comparison.difference()
 
@@ -625,12 +572,8 @@ def test_integers_of_any_two_dtypes_are_compared_exactly():
 def test_long_arrays_are_looked_at_in_parts():
     a = np.zeros((3, 50_000), np.float32)
     b = a.copy()
-    b[1, 49_999] = 2
-    b[2, 7] = -3
-    box = tuple(slice(0, size) for size in a.shape)
-    comparison = ElementComparison(a.shape, 0.0, 0.0)
-    comparison.add(box, a, b)
-    got = comparison.difference()
+    b[1, 49_999], b[2, 7] = 2, -3
+    got = compared(a, b, a.shape, 0.0, 0.0)
     assert (got.count, got.index, got.max_abs, got.max_rel) == (2, (1, 49_999), 3.0, 1.0)
 
 
@@ -697,16 +640,16 @@ def test_moved_leaves_are_known_by_their_contents(two):
         {"old": {"kernel": kernel, "head": head}, "keys": {"a": jax.random.key(3)}},
         {"new": {"kernel": kernel, "head": head + 1}, "keys": {"b": jax.random.key(3)}},
     )
-    assert reshard.diff(a, b, values=True).report() == (
-        f"A: {a}\n"
-        f"B: {b}\n"
-        "moved    keys/a      B: keys/b\n"
-        "removed  old/head    A: float32[4,6]\n"
-        "moved    old/kernel  B: new/kernel\n"
-        "added    new/head    B: float32[4,6]\n"
-        "4 differences: 2 moved, 1 removed, 1 added\n"
-        "2 moved arrays compared by digests of what was read\n"
-        "no other arrays compared"
+    diff = reshard.diff(a, b, values=True)
+    assert diff.report() == told(
+        diff,
+        "moved    keys/a      B: keys/b",
+        "removed  old/head    A: float32[4,6]",
+        "moved    old/kernel  B: new/kernel",
+        "added    new/head    B: float32[4,6]",
+        "4 differences: 2 moved, 1 removed, 1 added",
+        "2 moved arrays compared by digests of what was read",
+        "no other arrays compared",
     )
     c = save(b.with_name("c"), {"same": kernel, "old": head})
     d = save(b.with_name("d"), {"same": kernel, "new": head})
@@ -818,26 +761,19 @@ def test_recorded_digests_stand_for_values_and_tell_what_has_moved(two):
     assert reshard.diff(a, b).not_compared == 3
     record(b, new)
     old_digest, new_digest = digest_of(one["other"]), digest_of(new["other"])
-    assert reshard.diff(a, b).report() == (
-        f"A: {a}\n"
-        f"B: {b}\n"
-        "dtype   cast   A: float64  B: float32\n"
-        "moved   old    B: new\n"
-        f"values  other  A: digest {old_digest}  B: digest {new_digest}\n"
-        "3 differences: 1 dtype, 1 moved, 1 values\n"
-        "2 arrays compared by recorded digests, 1 not compared\n"
-        "hint: values=True compares contents, and finds leaves that have moved"
+    diff = reshard.diff(a, b)
+    assert diff.report() == told(
+        diff,
+        "dtype   cast   A: float64  B: float32",
+        "moved   old    B: new",
+        f"values  other  A: digest {old_digest}  B: digest {new_digest}",
+        "3 differences: 1 dtype, 1 moved, 1 values",
+        "2 arrays compared by recorded digests, 1 not compared",
+        HINT,
     )
-    entry = reshard.diff(a, b, select="other").document()["differences"]
-    assert entry == [
-        {
-            "what": "values",
-            "path": "other",
-            "keys": ["other"],
-            "a": f"digest {old_digest}",
-            "b": f"digest {new_digest}",
-        }
-    ]
+    entry = {"what": "values", "path": "other", "keys": ["other"]}
+    entry |= {"a": f"digest {old_digest}", "b": f"digest {new_digest}"}
+    assert reshard.diff(a, b, select="other").document()["differences"] == [entry]
     # A cast array is not what the digest was recorded of.
     assert reshard.diff(*(reshard.cast(reshard.open(p), "float32") for p in (a, b))).compared == 2
 
@@ -882,12 +818,7 @@ def test_arrays_that_cannot_be_read_are_told_together_with_their_side(two):
         reshard.diff(a, b, values=True)
     assert error.value.summary == f"arrays cannot be read; A is `{a}`, B is `{b}`"
     starts = [problem.partition(" cannot be read: ")[0] for problem in error.value.problems]
-    assert starts == [
-        "A: x: its stored bytes",
-        "B: x: its stored bytes",
-        "B: y: its stored bytes",
-        "B: new: its stored bytes",
-    ]
+    assert starts == [f"{leaf}: its stored bytes" for leaf in ("A: x", "B: x", "B: y", "B: new")]
     assert reshard.diff(a, b, values=True, select="same").equal
 
 
@@ -1004,11 +935,8 @@ def test_the_command_exits_with_2_where_it_cannot_compare(runs, command):
     together = f"{usage}Error: --rtol and --atol go with --values\n"
     assert command(a, a, "--rtol", "0.1") == (2, "", together)
     assert command(a, a, "--atol", "0", "--json") == (2, "", together)
-    assert command(a, a, "--values", "--rtol", "nan") == (
-        2,
-        "",
-        "Error: a tolerance is a finite number, 0 or more\n  rtol=nan\n",
-    )
+    told = "Error: a tolerance is a finite number, 0 or more\n  rtol=nan\n"
+    assert command(a, a, "--values", "--rtol", "nan") == (2, "", told)
     status, out, err = command(a, runs / "nothing")
     assert (status, out) == (2, "")
     assert err.startswith(f"Error: there is nothing at `{runs / 'nothing'}`\n")
@@ -1018,17 +946,13 @@ def test_the_command_exits_with_2_where_it_cannot_compare(runs, command):
     assert command(a, runs / "copy", "--values", "--max-memory", "1KiB")[0] == 2
 
 
-def test_progress_is_drawn_on_a_terminal_only(runs):
+@pytest.mark.usefixtures("forked")
+def test_progress_is_drawn_on_a_terminal_only(runs, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
     master, slave = pty.openpty()
-    ran = subprocess.run(
-        [RESHARD, "diff", runs / "run" / "1", runs / "copy", "--values"],
-        stdout=subprocess.PIPE,
-        stderr=slave,
-        env=os.environ | {"TERM": "xterm", "COLUMNS": "100"},
-        text=True,
-        check=False,
-    )
-    os.close(slave)
+    words = [RESHARD, "diff", runs / "run" / "1", runs / "copy", "--values"]
+    ran = subprocess.run(words, stdout=subprocess.PIPE, stderr=slave, text=True)  # closes it
     drawn = os.read(master, 1 << 16).decode()
     os.close(master)
     assert ran.returncode == 0
