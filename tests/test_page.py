@@ -9,16 +9,17 @@ import html.parser
 import json
 import math
 import re
+import unittest.mock
 
 import browser
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from in_process import reshard_in
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from layouts import save_pytree
 
 import reshard
 from reshard.engine.plan import read_amplification
@@ -68,8 +69,7 @@ def run(tmp_path_factory):
         "table": rng.normal(size=(5, 3)),
     }
     folder = tmp_path_factory.mktemp("page")
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(folder / "run" / "1", tree)
+    save_pytree(folder / "run" / "1", tree)
     return folder
 
 
@@ -115,31 +115,25 @@ def fabricated(leaves, devices, layers=100):
     """The document of a plan of so many leaves."""
     sizes = {"data": devices // 8, "model": 8}
     saved = {"mesh": sizes, "spec": [[], ["model"]], "chunk_shape": [64, 64]}
-    return {
+    amplification = {"before": 2.0, "after": 1.0}
+    alike = {"dtype": "float32", "bytes": 1 << 14, "chunk_shape": [64, 8], "moved": False}
+    alike |= {"mesh": sizes, "spec": [[], ["model"]], "read_amplification": amplification}
+    counts = {"bytes_read": 1, "bytes_written": 1, "shared_bytes": 0, "peak_memory": 1}
+    return counts | {
         "source": ["gs://bucket/a/long/path/run/1000"],
         "destination": "gs://bucket/out/1000",
         "meshes": [sizes],
         "device_ids": [list(range(devices))[::-1]],
-        "read_amplification": {"before": 2.0, "after": 1.0},
-        "bytes_read": 1,
-        "bytes_written": 1,
+        "read_amplification": amplification,
         "decoded_bytes": leaves << 14,
-        "shared_bytes": 0,
-        "peak_memory": 1,
         "arrays": [
             {
                 "keys": ["params", f"layer_{i % layers}", f"module_{i // layers}", "kernel"],
                 "shape": [64, 64 + i % 3],
-                "dtype": "float32",
-                "bytes": 1 << 14,
-                "chunk_shape": [64, 8],
-                "mesh": sizes,
-                "spec": [[], ["model"]],
                 "saved": saved,
-                "read_amplification": {"before": 2.0, "after": 1.0},
-                "moved": False,
                 "bytes_read": 15_000 + i,
                 "bytes_written": 16_000 + i,
+                **alike,
             }
             for i in range(leaves)
         ],
@@ -159,15 +153,12 @@ def test_the_answers_of_a_plan(planned, run):
     moved = sum(array.moved for array in planned.arrays)
     assert 0 < moved < arrays
     assert found.title == f"{run}/run/1 → {run}/out"
-    assert found.lead.endswith(
-        "go from data=2,model=4 to data=1,model=8: "
-        f"{arrays - moved} rewritten, {moved} copied verbatim."
-    )
+    went = f"{arrays - moved} rewritten, {moved} copied verbatim."
+    assert found.lead.endswith(f"go from data=2,model=4 to data=1,model=8: {went}")
     does, worth, whole = found.facts
     assert does.answer == "data=2,model=4 → data=1,model=8"
-    assert does.details[0] == (
-        f"Rewrites {arrays - moved} of {arrays} arrays, copies {moved} verbatim."
-    )
+    went = f"Rewrites {arrays - moved} of {arrays} arrays, copies {moved} verbatim."
+    assert does.details[0] == went
     saved = (before - after) * nbytes / 1024
     assert worth == Fact(
         "Is it worth it?",
@@ -233,18 +224,17 @@ def test_what_is_embedded_is_what_the_plan_has(planned):
 
 
 def test_layouts_are_written_once_however_many_devices_there_are():
-    sizes = {devices: len(page(fabricated(10_000, devices))) for devices in (64, 65_536)}
-    assert max(sizes.values()) < 2_000_000
+    sizes = {devices: len(page(fabricated(2_000, devices))) for devices in (64, 65_536)}
+    assert max(sizes.values()) < 400_000
     assert abs(sizes[65_536] - sizes[64]) < 1_000
-    assert len(embedded(page(fabricated(9_000, 64)))["layouts"]) == 3
+    assert len(embedded(page(fabricated(900, 64)))["layouts"]) == 3
 
 
 def hostile(folder):
     leaves = {name: np.arange(6, dtype="f4") + i for i, name in enumerate(HOSTILE[:-3])}
     leaves |= {HOSTILE[-2]: {HOSTILE[0]: np.ones(4, "f4")}}
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(folder / "<b>run", {"params": leaves, "text": HOSTILE[0]})
-    return reshard.open(folder / "<b>run")
+    tree = {"params": leaves, "text": HOSTILE[0]}
+    return reshard.open(save_pytree(folder / "<b>run", tree))
 
 
 def named_badly(names):
@@ -264,10 +254,11 @@ def named_badly(names):
 
 def test_nothing_in_a_name_becomes_markup():
     text = page(named_badly(HOSTILE))
-    plain = Reader(page(named_badly([])))
-    assert [tag for tag in Reader(text).tags if tag not in ("p", "wbr")] == [
-        tag for tag in plain.tags if tag not in ("p", "wbr")
-    ]
+    tags, plain = (
+        [tag for tag in Reader(each).tags if tag not in ("p", "wbr")]
+        for each in (text, page(named_badly([])))
+    )
+    assert tags == plain
     assert paths(embedded(text)) == [format_path(("a/b", name)) for name in HOSTILE]
     (data,) = re.findall(r'id="data">(.*?)</script>', text)
     assert not set("<>&") & set(data)
@@ -309,11 +300,8 @@ def test_what_is_not_known_is_not_1(ckpt, run):
     empty = page_of(fabricated(0, 8))
     assert [fact.answer for fact in empty.facts[1:]] == ["not known", "none"]
     compared = page_of(reshard.diff(ckpt, ckpt).document())
-    assert [fact.answer for fact in compared.facts] == [
-        "not known",
-        "nothing found",
-        "0 arrays, by recorded digests",
-    ]
+    answers = [fact.answer for fact in compared.facts]
+    assert answers == ["not known", "nothing found", "0 arrays, by recorded digests"]
     assert compared.data["histograms"] is None
 
 
@@ -341,12 +329,6 @@ def test_a_diff_has_histograms_of_what_was_compared(ckpt, tmp_path):
     assert [each[0] for each in data["differences"]] == kinds
 
 
-def saved_arrays(folder, **arrays):
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(folder, arrays)
-    return reshard.open(folder)
-
-
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory):
     """A diff of NaN, of inf, of 0 and -0, and of an array that has moved."""
@@ -356,8 +338,8 @@ def apart(tmp_path_factory):
     y = x.copy()
     y[0, :2], y[1, 0], y[2, :3] = np.nan, -np.inf, x[2, :3] + 1
     zeros = np.zeros(7, "f4")
-    a = saved_arrays(folder / "a", w=x, z=zeros, all=zeros + 1, old=moved)
-    b = saved_arrays(folder / "b", w=y, z=-zeros, all=zeros + np.nan, new=moved)
+    a = save_pytree(folder / "a", {"w": x, "z": zeros, "all": zeros + 1, "old": moved})
+    b = save_pytree(folder / "b", {"w": y, "z": -zeros, "all": zeros + np.nan, "new": moved})
     return reshard.diff(a, b, values=True)
 
 
@@ -436,9 +418,7 @@ def test_commands_write_pages(run, tmp_path):
     words = "ckpt", "run/1", "out", "--to", "1x8"
     assert reshard_in(run, *words, "--dry-run", "--html", tmp_path / "p.html")[0] == 0
     status, out, _ = reshard_in(run, *words, "--dry-run", "--json")
-    document = json.loads(out)
-    assert (tmp_path / "p.html").read_text() == page(document)
-    assert status == 0
+    assert ((tmp_path / "p.html").read_text(), status) == (page(json.loads(out)), 0)
     status, _, err = reshard_in(run, *words, "--html", tmp_path / "q.html")
     assert (status, (tmp_path / "q.html").exists()) == (2, False)
     assert "--html goes with --dry-run" in err
@@ -467,12 +447,10 @@ def test_a_plan_that_cannot_be_made_has_a_page_that_says_why(run, tmp_path):
 def test_only_a_page_is_replaced(run, tmp_path):
     file = tmp_path / "page.html"
     words = "inspect", "run/1", "--filter", "rate", "--html", file
-    file.write_text(f"{MARK} an older one")
-    assert reshard_in(run, *words)[0] == 0
-    assert paths(embedded(file.read_text())) == ["rate"]
-    file.write_text("")
-    assert reshard_in(run, *words)[0] == 0
-    assert paths(embedded(file.read_text())) == ["rate"]
+    for earlier in (f"{MARK} an older one", ""):
+        file.write_text(earlier)
+        assert reshard_in(run, *words)[0] == 0
+        assert paths(embedded(file.read_text())) == ["rate"]
     assert [*tmp_path.iterdir()] == [file]
     file.write_text("<!doctype html>\nsomething else")
     status, out, err = reshard_in(run, *words)
@@ -499,8 +477,8 @@ def test_where_no_page_can_be_is_told_before_the_work(run, tmp_path, monkeypatch
     (tmp_path / "folder").mkdir()
     for module in ("inspect", "diff", "job"):
         monkeypatch.setattr(f"reshard.cli.{module}.open_checkpoint", None)
-    assert refused("") == "a page is a file, and this is no name of one"
-    assert refused("-") == "a page is a file, and this is no name of one"
+    for file in ("", "-"):
+        assert refused(file) == "a page is a file, and this is no name of one"
     assert refused("gs://bucket/page.html") == "a page is a file on this machine"
     assert refused(tmp_path / "none" / "page.html") == f"there is no directory {tmp_path / 'none'}"
     assert refused(tmp_path / "dangling") == "a symbolic link to what does not exist"
@@ -512,20 +490,17 @@ def test_where_no_page_can_be_is_told_before_the_work(run, tmp_path, monkeypatch
         assert refused(file) == f"it would be inside of the checkpoint {run / 'run' / '1'}"
         assert not file.exists()
     if command == "ckpt":
-        (run / "out").mkdir()
-        assert (
-            refused(run / "out" / "x.html") == f"it would be inside of the checkpoint {run / 'out'}"
-        )
-        (run / "out").rmdir()
+        out = run / "out"
+        out.mkdir()
+        assert refused(out / "x.html") == f"it would be inside of the checkpoint {out}"
+        out.rmdir()
 
 
 def test_a_page_that_cannot_be_written_at_last_is_an_error(run, tmp_path, monkeypatch):
     file = tmp_path / "page.html"
     file.write_text(f"{MARK} an older one")
 
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
+    full = unittest.mock.Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr("os.replace", full)
     for words in JOBS.values():
         status, _, err = reshard_in(run, *words, "--html", file)
@@ -596,14 +571,14 @@ def test_a_page_works_in_a_browser(chromium, planned, ckpt, run):
     assert tab.value(text("#fact-amplification strong")) == f"{before:.2f}x → {after:.2f}x"
     rows = tab.value(ROWS)
     assert [row[0] for row in rows] == [format_path(a.layout.path) for a in planned.arrays]
-    assert [row[6] for row in rows] == [
-        "not known"
-        if array.layout.path in WITHOUT_MESH
-        else " → ".join(f"{x:.2f}" for x in array.amplification)
+    assert [row[6:8] for row in rows] == [
+        [
+            "not known"
+            if array.layout.path in WITHOUT_MESH
+            else " → ".join(f"{x:.2f}" for x in array.amplification),
+            "verbatim" if array.moved else "rewritten",
+        ]
         for array in planned.arrays
-    ]
-    assert [row[7] for row in rows] == [
-        "verbatim" if array.moved else "rewritten" for array in planned.arrays
     ]
     # A click on a leaf shows it on both meshes, with the ids of the devices that hold it.
     embed = '[aria-label^="opt_state/0/mu/embed:"]'
@@ -628,12 +603,8 @@ def test_a_page_works_in_a_browser(chromium, planned, ckpt, run):
     assert [row[0] for row in tab.value(ROWS)] == [f"params/layers/{i}/kernel" for i in range(3)]
     tab.write("#search", "EMBED")
     assert len(tab.value(ROWS)) == 2
-    tab.write("#search", "[")
-    assert tab.value(ROWS) == []
-    tab.value(
-        "(() => { const s = document.getElementById('search'); s.value = ''; "
-        "s.dispatchEvent(new Event('input')); })()"
-    )
+    assert tab.value(f"{FIND}('[')") == []
+    tab.value(f"{FIND}('')")
     head = "#leaves thead th:nth-child({})"
     for _ in range(2):
         tab.click(head.format(4) + " button")
@@ -799,7 +770,8 @@ ROWS_OF_A_MAP = [
     row_of("params/old", "", "dropped"),
     row_of("", "rngs/count/value", "initial"),
 ]
-REFUSED = [
+REFUSED: dict = {"problems": ["no"], "destination": "out"}
+REFUSED["rows"] = [
     row_of("params/layers/0/bias", "layer/bias/value", "path"),
     row_of("params/layers/0/kernel", "", "ambiguous", None, "it is one or the other"),
     row_of("", "one/kernel/value", "ambiguous", None, "it is one or the other"),
@@ -815,22 +787,11 @@ CHOSEN = """[...document.querySelectorAll("#conversion .chosen-leaf")].map(
 def test_a_conversion_is_two_trees_with_what_decided_each_leaf(chromium, planned, ckpt):
     document = planned.document() | {"layout": "linen-variables", "why": [], "rows": ROWS_OF_A_MAP}
     tab = chromium.open(page(document | {"warnings": []}))
-    before = [
-        ["b/w", "map"],
-        ["a", "path"],
-        ["x", "structure"],
-        ["y", "structure"],
-        ['"a/b"', "structure"],
-        ["old", "dropped"],
-    ]
-    after = [
-        ["a/kernel/value", "path"],
-        ["b/w/value", "map"],
-        ["w/value", "map"],
-        ["xy/value", "structure"],
-        ["slash/value", "structure"],
-        ["rngs/count/value", "initial"],
-    ]
+    before = [["b/w", "map"], ["a", "path"], ["x", "structure"], ["y", "structure"]]
+    before += [['"a/b"', "structure"], ["old", "dropped"]]
+    after = [["a/kernel/value", "path"], ["b/w/value", "map"], ["w/value", "map"]]
+    after += [["xy/value", "structure"], ["slash/value", "structure"]]
+    after += [["rngs/count/value", "initial"]]
     assert tab.value(TREES) == [before, after]
     chips = "[...document.querySelectorAll('#conversion .chip')].map((node) => node.textContent)"
     assert tab.value(chips) == ["path1", "map2", "structure2", "dropped1", "initial1"]
@@ -844,15 +805,11 @@ def test_a_conversion_is_two_trees_with_what_decided_each_leaf(chromium, planned
     )
     tab.click("#conversion .chip:nth-child(3)")
     assert tab.value(TREES) == [before[2:5], after[3:5]]
-    rows = tab.value(ROWS.replace("#leaves", "#conversion"))
-    assert [row[:2] for row in rows] == [
-        ["params/x + params/y", "c/xy/value"],
-        ['params/"a/b"', "c/slash/value"],
-    ]
+    rows = [row[:2] for row in tab.value(ROWS.replace("#leaves", "#conversion"))]
+    assert rows == [["params/x + params/y", "c/xy/value"], ['params/"a/b"', "c/slash/value"]]
     assert tab.complaints() == []
     # What is not decided stands in its place.
-    refused = {"problems": ["no"], "destination": "out", "rows": REFUSED}
-    tab = chromium.open(page(ckpt.document() | refused))
+    tab = chromium.open(page(ckpt.document() | REFUSED))
     assert tab.value(TREES) == [
         [["bias", "path"], ["kernel", "▲ ambiguous"]],
         [
@@ -897,12 +854,9 @@ def pages(run, ckpt, planned, tmp_path_factory):
     mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
     specs = [("kernel$", P(None, "model")), ("embed", P(("data", "model")))]
     params = {"embed": jnp.zeros((64, 9)), "layer": {"kernel": jnp.zeros((8, 7))}}
-    converted = planned.document() | {
-        "layout": "linen-variables",
-        "why": ["`params` has a name as Linen gives them"],
-        "rows": ROWS_OF_A_MAP,
-        "warnings": ["one leaf went by its order"],
-    }
+    converted = planned.document() | {"layout": "linen-variables", "rows": ROWS_OF_A_MAP}
+    converted |= {"why": ["`params` has a name as Linen gives them"]}
+    converted |= {"warnings": ["one leaf went by its order"]}
     words = "ckpt", "run/1", "out", "--to", "1x7", "--spec", "kernel$=,model", "--dry-run"
     reshard_in(run, *words, "--html", folder / "refused.html")
     return {
@@ -910,9 +864,7 @@ def pages(run, ckpt, planned, tmp_path_factory):
         "array": to_html(ckpt["params/layers/0/proj"]),
         "plan": to_html(planned),
         "conversion": page(converted),
-        "refused conversion": page(
-            ckpt.document() | {"problems": ["no"], "destination": "out", "rows": REFUSED}
-        ),
+        "refused conversion": page(ckpt.document() | REFUSED),
         "refused": (folder / "refused.html").read_text(),
         "coverage": to_html(reshard.coverage(params, mesh=mesh, specs=specs)),
         "diff": to_html(reshard.diff(ckpt, reshard.cast(ckpt, "bfloat16"), values=True)),
