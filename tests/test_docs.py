@@ -20,7 +20,6 @@ import in_process
 import jax
 import layouts
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -112,16 +111,9 @@ def shown(command: str, directory: pathlib.Path) -> str:
         _, out, err = in_process.command(words)
         return out + err
     path = sysconfig.get_path("scripts") + os.pathsep + os.environ["PATH"]
-    ran = subprocess.run(
-        command,
-        shell=True,
-        cwd=directory,
-        env=os.environ | {"PATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    return ran.stdout
+    given = {"shell": True, "cwd": directory, "env": os.environ | {"PATH": path}, "text": True}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.run(command, **given, **streams).stdout
 
 
 def without_stored_bytes(output: str) -> str:
@@ -146,9 +138,8 @@ def test_console_blocks_show_what_the_commands_print(name, at, request):
             for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
                 command, _, expected = part.partition("\n")
                 output = shown(command, at(block.place)).replace(str(at(block.place)), block.place)
-                assert without_stored_bytes(output.strip("\n")) == without_stored_bytes(
-                    expected.strip("\n")
-                ), command
+                found, expected = (without_stored_bytes(x.strip("\n")) for x in (output, expected))
+                assert found == expected, command
 
 
 def python(name: str, at) -> dict[str, Any]:
@@ -231,8 +222,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
     directory = tmp_path_factory.mktemp("small")
     layers = {f"layer_{i}": {"kernel": array(32, 32), "bias": array(32)} for i in range(2)}
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(directory / "run/1000", {"params": layers})
+    layouts.save_standard(directory / "run/1000", {"params": layers})
     return directory
 
 
@@ -253,15 +243,10 @@ def test_the_example_of_a_docstring(name, small, tmp_path):
 
 
 def test_the_demonstrations_leave_this_process_as_it_is(demos):
+    """And their rules and map are those of the topics."""
     assert len(jax.devices()) == 16
     assert "device_count=16" in os.environ["XLA_FLAGS"]
-
-
-def test_the_rules_are_those_of_the_demonstration(demos):
     assert texts("meshes", "toml") == [(demos["/tmp/demo"] / "rules.toml").read_text()]
-
-
-def test_the_map_is_that_of_the_demonstration(demos):
     assert texts("conversion", "toml") == [(demos["/tmp/lm"] / "map.toml").read_text()]
 
 
@@ -269,9 +254,8 @@ def test_the_rules_for_whole_modules_are_some(tmp_path):
     (text,) = texts("maps", "toml")
     (tmp_path / "map.toml").write_text(text)
     leaves = {("params", "ConvBlock_0", "x"): (2,), ("batch_stats", "ConvBlock_0", "x"): (3,)}
-    mapped = apply_map(
-        read_map(tmp_path / "map.toml"), leaves | {("params", "blocks", "a", "w"): (2, 5)}
-    )
+    leaves |= {("params", "blocks", "a", "w"): (2, 5)}
+    mapped = apply_map(read_map(tmp_path / "map.toml"), leaves)
     assert mapped.map.shapes == {
         ("params", "block1", "x"): (2,),
         ("batch_stats", "block1", "x"): (3,),
@@ -283,14 +267,9 @@ def test_the_rules_for_whole_modules_are_some(tmp_path):
 def test_shell_blocks_are_for_a_fresh_clone():
     first, second = texts("README", "sh")
     assert README.index(first) < README.index(second) < README.index("```console")
-    assert first == (
-        "python3 -m venv .venv\n"
-        ".venv/bin/python -m pip install .\n"
-        ".venv/bin/python examples/quickstart.py\n"
-    )
-    assert second == (
-        "python3 -m venv .venv\n.venv/bin/python -m pip install '.[test]'\n.venv/bin/pytest\n"
-    )
+    made = "python3 -m venv .venv\n.venv/bin/python -m pip install "
+    assert first == f"{made}.\n.venv/bin/python examples/quickstart.py\n"
+    assert second == f"{made}'.[test]'\n.venv/bin/pytest\n"
     assert (ROOT / "examples" / "quickstart.py").is_file()
 
 
@@ -314,6 +293,5 @@ def test_listing_has_every_room():
     listed = re.findall(r"[\w/]+(?:/|\.py)(?=\s)", listing.removeprefix("reshard/\n"))
     package = ROOT / "reshard"
     rooms = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
-    assert sorted(listed) == sorted(
-        rooms | {path.name for path in package.glob("*.py") if "__" not in path.name}
-    )
+    rooms |= {path.name for path in package.glob("*.py") if "__" not in path.name}
+    assert sorted(listed) == sorted(rooms)

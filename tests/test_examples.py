@@ -56,25 +56,10 @@ def test_quickstart_restores_every_bit(alone, tmp_path, monkeypatch, capfd):
         printed = capfd.readouterr().out
     first, *_, last = printed.splitlines()
     assert first == "Orbax saved 8 arrays on a 2x4 mesh."
-    assert last == (
-        "Orbax restored 8 arrays on 1x8, with a target and without: every bit is equal."
-    )
-    assert (
-        """
-+-----+-----+-----+-----+
-| 0,4 | 1,5 | 2,6 | 3,7 |
-+-----+-----+-----+-----+
-"""
-        in printed
-    )
-    assert (
-        """
-+---+---+---+---+---+---+---+---+
-| 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |
-+---+---+---+---+---+---+---+---+
-"""
-        in printed
-    )
+    assert last == "Orbax restored 8 arrays on 1x8, with a target and without: every bit is equal."
+    for row in ("| 0,4 | 1,5 | 2,6 | 3,7 |", "| 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |"):
+        line = re.sub("[^|]", "-", row).replace("|", "+")
+        assert f"\n{line}\n{row}\n{line}\n" in printed
     assert list(tmp_path.iterdir()) == []
 
 
@@ -153,16 +138,10 @@ def test_linen_logical_axes_go_on(first, second, alone, ran_on, monkeypatch):
 
 
 @on_meshes
-def test_nnx_own_optimizer_goes_on(first, second, alone, ran_on, monkeypatch):
-    assert_goes_on("nnx_own_optimizer", "create_model", first, second, alone, ran_on, monkeypatch)
-
-
-@on_meshes
-def test_nnx_optimizer_goes_on(first, second, alone, ran_on, monkeypatch):
-    assert_goes_on("nnx_optimizer", "create", first, second, alone, ran_on, monkeypatch)
-
-
-def assert_goes_on(name, create, first, second, alone, ran_on, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "create"), [("nnx_own_optimizer", "create_model"), ("nnx_optimizer", "create")]
+)
+def test_nnx_goes_on(name, create, first, second, alone, ran_on, monkeypatch):
     module = example(name, monkeypatch)
     found = reshard.coverage(getattr(module, create), mesh=module.mesh_of(second))
     assert ran_on(name, first, second, alone) == (

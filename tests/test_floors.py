@@ -27,12 +27,8 @@ def test_the_floors_that_are_declared_are_tested():
 
 
 def test_the_readme_says_which_they_are():
-    names = {
-        "JAX": "jax",
-        "Flax": "flax",
-        "Orbax": "orbax-checkpoint",
-        "TensorStore": "tensorstore",
-    }
+    names = {"JAX": "jax", "Flax": "flax", "Orbax": "orbax-checkpoint"}
+    names |= {"TensorStore": "tensorstore"}
     python = PROJECT["requires-python"].removeprefix(">=")
     releases = ", ".join(f"{word} {FLOORS[name]}" for word, name in names.items())
     text = " ".join((ROOT / "README.md").read_text().split())
