@@ -16,13 +16,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from tests.benchmarks.bench import Bench, FailedError
-from tests.benchmarks.convert_sections import CONVERT_SECTIONS
 from tests.benchmarks.machine import describe
-from tests.benchmarks.restore_sections import RESTORE_SECTIONS
-from tests.benchmarks.sections import CKPT_SECTIONS, Row
-from tests.benchmarks.trust_sections import TRUST_SECTIONS
-
-SECTIONS = {**CKPT_SECTIONS, **RESTORE_SECTIONS, **CONVERT_SECTIONS, **TRUST_SECTIONS}
+from tests.benchmarks.sections import SECTIONS, Row
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,6 +64,7 @@ def main() -> None:
     bench = Bench(scratch, arguments.rounds, functools.partial(print, flush=True))
     rows: list[Row] = []
     for name in arguments.only or SECTIONS:
+        bench.section = name
         try:
             for row in SECTIONS[name](bench):
                 rows.append(row)
@@ -80,12 +76,8 @@ def main() -> None:
         console.width = 120
     console.print(_table(rows))
     if arguments.json:
-        document = {
-            "machine": machine,
-            "rounds": arguments.rounds,
-            "rows": [asdict(row) for row in rows],
-            "runs": bench.log,
-        }
+        document = {"machine": machine, "rounds": arguments.rounds}
+        document |= {"rows": [asdict(row) for row in rows], "runs": bench.log}
         arguments.json.write_text(json.dumps(document, indent=1) + "\n")
 
 

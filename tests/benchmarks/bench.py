@@ -87,6 +87,7 @@ class Bench:
     rounds: int
     say: Callable[[str], None]
     log: list[dict[str, Any]] = field(default_factory=list)
+    section: str = ""  # what is measured now
     _baseline: Baseline | None = None
 
     def source(self, name: str) -> Path:
@@ -113,7 +114,7 @@ class Bench:
             self.log.append({"label": "baseline", **asdict(self._baseline)})
         return self._baseline
 
-    def compare(self, section: str, *programs: Program) -> list[Result]:
+    def compare(self, *programs: Program) -> list[Result]:
         """Runs the programs in turn, round after round; one `Result` each, in their order.
 
         Raises `FailedError` at the end of a round in which one of them failed.
@@ -125,7 +126,7 @@ class Bench:
             for i, program in enumerate(programs):
                 if number <= (program.rounds or self.rounds):
                     result, sizes[i] = self._once(program)
-                    self._record(section, number, program, result, sizes[i])
+                    self._record(number, program, result, sizes[i])
                     runs[i].append(result)
                     if result.status not in ((0, 2) if program.refuses else (0,)):
                         failures.append(f"{program.source.name} {program.label}: {problem(result)}")
@@ -138,10 +139,8 @@ class Bench:
         shutil.rmtree(target, ignore_errors=True)
         # Nothing of an earlier program's left to write, and the whole source in the page cache.
         os.sync()
-        subprocess.run(
-            ["sh", "-c", 'find "$1" -type f -exec cat {} + > /dev/null', "sh", program.source],
-            check=True,
-        )
+        read = 'find "$1" -type f -exec cat {} + > /dev/null'
+        subprocess.run(["sh", "-c", read, "sh", program.source], check=True)
         command = [target if part == DST else part for part in program.command]
         try:
             result = run(command)
@@ -151,35 +150,31 @@ class Bench:
         finally:
             shutil.rmtree(target, ignore_errors=True)
 
-    def _record(
-        self, section: str, number: int, program: Program, result: Run, output_bytes: int
-    ) -> None:
-        self.log.append(
-            {
-                "section": section,
-                "round": number,
-                "label": program.label,
-                "source": program.source.name,
-                **asdict(result),
-                "output_bytes": output_bytes,
-            }
+    def _record(self, number: int, program: Program, result: Run, output_bytes: int) -> None:
+        told = {"section": self.section, "round": number, "label": program.label}
+        told |= {"source": program.source.name, "output_bytes": output_bytes}
+        self.log.append(told | asdict(result))
+        peak, anonymous, output = (
+            f"{size / 2**20:.0f} MiB"
+            for size in (result.peak_bytes, result.anonymous_bytes, output_bytes)
         )
         self.say(
-            f"{section} {number}: {program.source.name} {program.label}: {result.seconds:.2f} s, "
-            f"CPU {result.cpu_seconds:.2f} s, {result.page_faults / 1000:.0f}k page faults, "
-            f"peak {result.peak_bytes / 2**20:.0f} MiB, "
-            f"anonymous {result.anonymous_bytes / 2**20:.0f} MiB, "
-            f"output {output_bytes / 2**20:.0f} MiB"
+            f"{self.section} {number}: {program.source.name} {program.label}: "
+            f"{result.seconds:.2f} s, CPU {result.cpu_seconds:.2f} s, "
+            f"{result.page_faults / 1000:.0f}k page faults, "
+            f"peak {peak}, anonymous {anonymous}, output {output}"
             + (f", {problem(result)}" if result.status else "")
         )
 
 
-def compare_timed(bench: Bench, section: str, *programs: Program) -> list[Result]:
+def compare_timed(bench: Bench, *programs: Program) -> list[Result]:
     """`Bench.compare` of programs that time their own work and print it, and says these times."""
-    results = bench.compare(section, *programs)
+    results = bench.compare(*programs)
     for program, result in zip(programs, results, strict=True):
         seconds = ", ".join(f"{seconds:.3f} s" for seconds in _timed(result))
-        bench.say(f"{section}: {program.source.name} {program.label}: timed itself: {seconds}")
+        bench.say(
+            f"{bench.section}: {program.source.name} {program.label}: timed itself: {seconds}"
+        )
     return results
 
 

@@ -89,12 +89,8 @@ def _decode(
 
 def _encode(values: np.ndarray, metadata: dict[str, Any]) -> float:
     """The seconds that encoding the values in the chunks of `metadata` took."""
-    spec = {
-        "driver": "zarr",
-        "kvstore": "memory://",
-        "metadata": metadata,
-        "store_data_equal_to_fill_value": True,
-    }
+    spec = {"driver": "zarr", "kvstore": "memory://", "metadata": metadata}
+    spec["store_data_equal_to_fill_value"] = True
     target = ts.open(spec, create=True, context=ts.Context()).result()
     start = time.perf_counter()
     writes = [

@@ -30,15 +30,8 @@ from reshard.writer.share_parts import Share
 from tests.benchmarks.workloads import AXES, Leaf, Tree, llama
 
 SAVED, TARGET = (16, 64), (64, 64)
-_ENCODING = {
-    "zarr_format": 2,
-    "compressor": {"id": "zstd", "level": 1},
-    "dtype": "<f4",
-    "fill_value": None,
-    "filters": None,
-    "order": "C",
-    "dimension_separator": ".",
-}
+_ENCODING = {"zarr_format": 2, "compressor": {"id": "zstd", "level": 1}, "dtype": "<f4"}
+_ENCODING |= {"fill_value": None, "filters": None, "order": "C", "dimension_separator": "."}
 
 
 def _leaves(tree: Tree, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Leaf]]:
@@ -69,32 +62,14 @@ def checkpoint(root: str) -> Checkpoint:
             for index in np.ndindex(*grid)
         }
         values[name][".zarray"] = StoredValue(len(metadata), "", None, metadata)
-        handles[path] = ArrayHandle(
-            path,
-            leaf.shape,
-            np.dtype("float32"),
-            chunk,
-            sharding,
-            sharding,
-            "jax.Array",
-            None,
-            np.dtype("float32"),
-            StoredArray(store, name, metadata),
-        )
+        stored = StoredArray(store, name, metadata)
+        dtype = np.dtype("float32")
+        layout = (leaf.shape, dtype, chunk, sharding, sharding)
+        handles[path] = ArrayHandle(path, *layout, "jax.Array", None, dtype, stored)
     parse_encoding(metadata)  # as a reader would accept it
     vars(store)["values"] = values
-    source = Source(
-        root=store.directory,
-        kind="standalone",
-        v1=False,
-        step="",
-        item="",
-        steps=(),
-        items=("",),
-        store=store,
-        metadata={},
-        described=True,
-    )
+    place = {"root": store.directory, "kind": "standalone", "v1": False, "step": "", "item": ""}
+    source = Source(**place, steps=(), items=("",), store=store, metadata={}, described=True)
     return Checkpoint(handles, source)
 
 

@@ -1,8 +1,11 @@
-"""What is measured of `reshard ckpt`, section by section, each against the figure to reach."""
+"""What is measured, section by section, each against the figure to reach."""
 
+import json
+import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tests.benchmarks.bench import (
     DST,
@@ -16,7 +19,9 @@ from tests.benchmarks.bench import (
     reshard,
     timed_seconds,
 )
+from tests.benchmarks.job import MAPS
 from tests.benchmarks.measure import Baseline
+from tests.benchmarks.restore import MESHES, TOOLS, Restored
 
 MIB = 2**20
 
@@ -39,7 +44,7 @@ class Row:
 
 
 def _orbax(name: str, source: Path, rounds: int | None = None) -> Program:
-    return Program("orbax", source, module("orbax_reshard", name, source, DST), rounds)
+    return Program("orbax", source, module("job", "orbax", "mesh", name, source, DST), rounds)
 
 
 def _copy(source: Path) -> Program:
@@ -70,7 +75,6 @@ def disk(bench: Bench) -> Iterator[Row]:
         source = bench.source(name)
         command = module("bound", source)
         ours, theirs, fresh, warm = bench.compare(
-            "disk",
             reshard(source, "--to", "1x8"),
             _orbax(name, source),
             Program("bound", source, command),
@@ -89,7 +93,7 @@ def disk(bench: Bench) -> Iterator[Row]:
 def raw(bench: Bench) -> Iterator[Row]:
     """W1 without compression, against `cp -r` and `sync`."""
     source = bench.source("W1-raw")
-    ours, theirs = bench.compare("raw", reshard(source, "--to", "1x8"), _copy(source))
+    ours, theirs = bench.compare(reshard(source, "--to", "1x8"), _copy(source))
     measured = rate(theirs.seconds, ours.seconds)
     yield Row("W1 uncompressed: rate, of `cp -r; sync`'s", "0.6", "0.8", measured)
 
@@ -99,7 +103,7 @@ def database(bench: Bench) -> Iterator[Row]:
     `sync`.
     """
     source = bench.source("W1-files")
-    ours, theirs = bench.compare("database", reshard(source, "--ocdbt"), _copy(source))
+    ours, theirs = bench.compare(reshard(source, "--ocdbt"), _copy(source))
     measured = times(ours.seconds, theirs.seconds)
     yield Row("W1, plain files to OCDBT: time, of `cp -r; sync`'s", "1.3x", "1x", measured)
 
@@ -107,9 +111,7 @@ def database(bench: Bench) -> Iterator[Row]:
 def small(bench: Bench) -> Iterator[Row]:
     """W4, 5,000 small arrays, against Orbax, which takes most of a minute and runs twice."""
     source = bench.source("W4")
-    ours, theirs = bench.compare(
-        "small", reshard(source, "--to", "1x8"), _orbax("W4", source, rounds=2)
-    )
+    ours, theirs = bench.compare(reshard(source, "--to", "1x8"), _orbax("W4", source, rounds=2))
     speed = times(theirs.seconds, ours.seconds)
     size = ours.output_bytes / theirs.output_bytes
     yield Row("W4: faster than Orbax", "12x", "20x", speed)
@@ -120,7 +122,7 @@ def memory(bench: Bench) -> Iterator[Row]:
     """Peak memory of W1 and W1-opt at 256 MiB, and of W1 at 128 MiB."""
     for name, limit in (("W1", 128), ("W1", 256), ("W1-opt", 256)):
         flags = ("--to", "1x8", "--max-memory", f"{limit}MiB")
-        (ours,) = bench.compare("memory", reshard(bench.source(name), *flags))
+        (ours,) = bench.compare(reshard(bench.source(name), *flags))
         floor, reach = f"{limit + limit // 4} MiB", f"{limit} MiB"
         found = peak(ours, bench.baseline())
         yield Row(f"{name} at {limit} MiB: peak memory", floor, reach, found)
@@ -132,7 +134,7 @@ def large(bench: Bench) -> Iterator[Row]:
     flags = ("--to", "1x8", "--max-memory")
     whole = reshard(source, *flags, "1GiB", label="1GiB")
     tight = reshard(source, *flags, "256MiB", label="256MiB", rounds=1, refuses=True)
-    ours, less = bench.compare("large", whole, tight)
+    ours, less = bench.compare(whole, tight)
     start = bench.baseline()
     yield Row("W2 at 1 GiB: peak memory", "1280 MiB", "1024 MiB", peak(ours, start))
     last = less.runs[-1]
@@ -150,11 +152,10 @@ def big(bench: Bench) -> Iterator[Row]:
     source = bench.source("BIG")
     meshes = ("1x8", "1x32")
     results = bench.compare(
-        "big",
         *(
             reshard(source, "--to", mesh, "--max-memory", "64MiB", label=f"--to {mesh}")
             for mesh in meshes
-        ),
+        )
     )
     start = bench.baseline()
     for mesh, ours in zip(meshes, results, strict=True):
@@ -171,9 +172,7 @@ def keep(bench: Bench) -> Iterator[Row]:
     }
     sources = [bench.source(name) for name in ("W1", "W1-opt")]
     for label, flags in jobs.items():
-        one, three = bench.compare(
-            "keep", *(reshard(source, *flags, label=label) for source in sources)
-        )
+        one, three = bench.compare(*(reshard(source, *flags, label=label) for source in sources))
         measured = f"{one.seconds:.2f} s, {three.seconds:.2f} s"
         goals = ("no array byte moved", "time independent of bytes")
         yield Row(f"{label}: W1, W1-opt", *goals, measured)
@@ -187,7 +186,6 @@ def buckets(bench: Bench) -> Iterator[Row]:
     command = module("buckets", source)
     slow, fast = compare_timed(
         bench,
-        "buckets",
         Program("50 ms a request", source, [*command, "--delay", "0.05"]),
         Program("without", source, command),
     )
@@ -203,8 +201,7 @@ def workers(bench: Bench) -> Iterator[Row]:
         source = bench.source(name)
         jobs = {"1 process": (), "--workers 2": ("--workers", "2")}
         one, two = bench.compare(
-            "workers",
-            *(reshard(source, "--to", "1x8", *more, label=label) for label, more in jobs.items()),
+            *(reshard(source, "--to", "1x8", *more, label=label) for label, more in jobs.items())
         )
         measured = rate(one.seconds, two.seconds)
         yield Row(f"{name}: rate of 2 workers, of 1 process's", floor, reach, measured)
@@ -212,7 +209,6 @@ def workers(bench: Bench) -> Iterator[Row]:
     command = module("buckets", source, "--kind", "s3", "--delay", "0.05", "--out", DST)
     one, four = compare_timed(
         bench,
-        "workers",
         *(
             Program(
                 f"--workers {count}", source, [*command, "--concurrency", "1", "--workers", count]
@@ -226,13 +222,189 @@ def workers(bench: Bench) -> Iterator[Row]:
 
 def start(bench: Bench) -> Iterator[Row]:
     """`reshard --help`, ten times."""
-    ten = Bench(bench.scratch, 10, bench.say, bench.log)
+    ten = replace(bench, rounds=10)
     program = Program("--help", Path(__file__).parent, [RESHARD, "--help"])
-    (ours,) = ten.compare("start", program)
+    (ours,) = ten.compare(program)
     yield Row("`reshard --help`", "0.3 s", "0.15 s", f"{ours.seconds:.2f} s")
 
 
-CKPT_SECTIONS: dict[str, Callable[[Bench], Iterator[Row]]] = {
+# `reshard.restore`: the seconds are those of the call alone, which `restore.py` takes inside the
+# measured process. They are said once the rounds are over; what each round says is of the whole
+# process, start-up included.
+
+
+def _restored(
+    bench: Bench, tool: str, name: str, mesh: str, *flags: str, **options: Any
+) -> Program:
+    """`restore.py` with these flags; `options` are the `Program`'s."""
+    source = bench.source(name)
+    command = module("restore", tool, name, source, mesh, *flags)
+    return Program(" ".join((tool, mesh, *flags)), source, command, **options)
+
+
+def _extra(result: Result) -> str:
+    """Peak memory beyond what was there before and the result: anonymous, and RSS."""
+    runs = [Restored(**json.loads(run.stdout)) for run in result.runs]
+    pairs = zip(*(run.extra_bytes for run in runs), strict=True)
+    anonymous, rss = (statistics.median(sizes) / MIB for sizes in pairs)
+    return f"{anonymous:.0f} MiB (RSS {rss:.0f} MiB)"
+
+
+def restore(bench: Bench) -> Iterator[Row]:
+    """W1 and W2 from 2x4 into live arrays, on 1x8 (columns) and 8x1 (rows): against Orbax, and
+    against decoding every chunk once, while it is read from files into fresh memory.
+    """
+    meshes = ("1x8", "8x1")
+    for name in ("W1", "W2"):
+        source = bench.source(name)
+        tools = [_restored(bench, tool, name, mesh) for mesh in meshes for tool in TOOLS]
+        bound = Program("decode bound", source, module("bound", source, "--decode-only", "--files"))
+        results = compare_timed(bench, *tools, bound)
+        decode = timed_seconds(results.pop())
+        for mesh, ours, theirs in zip(meshes, results[::2], results[1::2], strict=True):
+            what, seconds = f"{name} restored on {mesh}", timed_seconds(ours)
+            yield Row(f"{what}: rate, of decoding's", "1.15", "1.35", rate(decode, seconds))
+            faster = times(timed_seconds(theirs), seconds)
+            yield Row(f"{what}: faster than Orbax", "2x", "2.4x", faster)
+
+
+def _times_orbax(bench: Bench, name: str, mesh: str) -> str:
+    """How many times faster than Orbax, which runs twice, a workload is restored."""
+    programs = (
+        _restored(bench, "reshard", name, mesh),
+        _restored(bench, "orbax", name, mesh, rounds=2),
+    )
+    ours, theirs = compare_timed(bench, *programs)
+    return times(timed_seconds(theirs), timed_seconds(ours))
+
+
+def restore_replicated(bench: Bench) -> Iterator[Row]:
+    """W1 on each of the eight devices, against Orbax, which fills eight copies; `reshard`'s
+    devices, all of them simulated in one memory, share one.
+    """
+    faster = _times_orbax(bench, "W1", "replicated")
+    yield Row("W1 restored, replicated: faster than Orbax", "8x", "15x", faster)
+
+
+def restore_small(bench: Bench) -> Iterator[Row]:
+    """W4, 5,000 small arrays, on 1x8, against Orbax."""
+    faster = _times_orbax(bench, "W4", "1x8")
+    yield Row("W4 restored on 1x8: faster than Orbax", "3x", "6x", faster)
+
+
+def restore_raw(bench: Bench) -> Iterator[Row]:
+    """W1 on 1x8, uncompressed against compressed."""
+    ours, zstd = compare_timed(
+        bench, *(_restored(bench, "reshard", name, "1x8") for name in ("W1-raw", "W1"))
+    )
+    faster = times(timed_seconds(zstd), timed_seconds(ours))
+    yield Row("W1 uncompressed restored on 1x8: faster than compressed", "1.5x", "3x", faster)
+
+
+def restore_first(bench: Bench) -> Iterator[Row]:
+    """A plain pytree of one small array: the first call in a process, beyond the second one."""
+    (ours,) = compare_timed(bench, _restored(bench, "first", "tiny", "1x8"))
+    yield Row("first restore in a process", "0.1 s", "0.05 s", f"{timed_seconds(ours):.3f} s")
+
+
+def restore_memory(bench: Bench) -> Iterator[Row]:
+    """W1 at 256 MiB on every mesh: peak memory beyond the result."""
+    flags = ("--max-memory", "256MiB")
+    programs = [_restored(bench, "reshard", "W1", mesh, *flags) for mesh in MESHES]
+    results = compare_timed(bench, *programs)
+    for mesh, ours in zip(MESHES, results, strict=True):
+        what = f"W1 restored on {mesh} at 256 MiB".replace("on replicated", "replicated")
+        floor, reach = ("320 MiB", "256 MiB") if mesh == "1x8" else ("", "")
+        yield Row(f"{what}: peak memory beyond the result", floor, reach, _extra(ours))
+
+
+# `reshard convert`.
+
+
+def _converted(bench: Bench, job: str, source: Path, *flags: str) -> Program:
+    """`reshard convert` by the map of a job."""
+    map_file = bench.scratch / f"{job}.toml"
+    map_file.write_text(MAPS[job])
+    command = [RESHARD, "convert", source, DST, "--to", "nnx", "--map", map_file, *flags]
+    return Program("reshard", source, command)
+
+
+def _called(
+    bench: Bench, tool: str, job: str, name: str, label: str, rounds: int | None = None
+) -> Program:
+    """A job done in Python, which times itself."""
+    source = bench.source(name)
+    return Program(label, source, module("job", tool, job, name, source, DST), rounds)
+
+
+def convert_paths(bench: Bench) -> Iterator[Row]:
+    """W1 (1.1 GB) and the same arrays in 4.0 GB, of which only the paths change, against Orbax;
+    whole processes, and the calls alone."""
+    for name in ("W1", "W1-4GB"):
+        command = _converted(bench, "rename", bench.source(name))
+        call = _called(bench, "reshard", "rename", name, "reshard, the call")
+        orbax = _called(bench, "orbax", "rename", name, "orbax", rounds=3)
+        (whole,) = bench.compare(command)
+        ours, theirs = compare_timed(bench, call, orbax)
+        speed = times(timed_seconds(theirs), timed_seconds(ours))
+        yield Row(f"{name}, paths only, the call: faster than Orbax", "50x", "", speed)
+        speed = times(theirs.seconds, whole.seconds)
+        yield Row(f"{name}, paths only, with start-up: faster than Orbax", "50x", "", speed)
+        seconds = f"{timed_seconds(ours):.3f} s"
+        yield Row(f"{name}, paths only, the call: time", "", "the same", seconds)
+
+
+def convert_fused(bench: Bench) -> Iterator[Row]:
+    """W1 with its layers stacked, its head split and the new mesh, in one pass: against Orbax and
+    JAX, and against the bound in fresh memory; then its peak RSS at 256 MiB."""
+    source = bench.source("W1")
+    program = _converted(bench, "fused", source, "--mesh", "1x8")
+    ours, theirs, bound = bench.compare(
+        program,
+        _called(bench, "orbax", "fused", "W1", "orbax"),
+        Program("bound", source, module("bound", source)),
+    )
+    measured = times(ours.seconds, timed_seconds(bound))
+    yield Row("W1 stacked, split, 1x8: time, of the bound's", "1.7x", "1.35x", measured)
+    speed = times(theirs.seconds, ours.seconds)
+    yield Row("W1 stacked, split, 1x8: faster than Orbax", "1.8x", "3x", speed)
+    (small,) = bench.compare(
+        _converted(bench, "fused", source, "--mesh", "1x8", "--max-memory", "256MiB")
+    )
+    memory = peak(small, bench.baseline())
+    yield Row("W1 stacked, split, 1x8 at 256 MiB: peak memory", "320 MiB", "256 MiB", memory)
+
+
+# What trust costs: digests in a save, and reading a checkpoint to verify it.
+
+
+def digests(bench: Bench) -> Iterator[Row]:
+    """W1 from 2x4 to 1x8, with digests and without."""
+    ours, without = compare_timed(
+        bench,
+        _called(bench, "reshard", "mesh", "W1", "with digests"),
+        _called(bench, "without-digests", "mesh", "W1", "without"),
+    )
+    more = timed_seconds(ours) / timed_seconds(without) - 1
+    yield Row("W1: wall time that digests add", "15%", "5%", f"{more:.1%}")
+
+
+def verify(bench: Bench) -> Iterator[Row]:
+    """W1 and W2 verified, against decoding every chunk once in memory; start-up included."""
+    for name in ("W1", "W2"):
+        source = bench.source(name)
+        (ours,) = bench.compare(Program("verify", source, [RESHARD, "verify", source]))
+        bound = Program("decode bound", source, module("bound", source, "--decode-only"))
+        (decode,) = compare_timed(bench, bound)
+        measured = rate(timed_seconds(decode), ours.seconds)
+        yield Row(f"{name} verified: rate, of decoding's", "0.7", "0.9", measured)
+
+
+SECTIONS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     section.__name__: section
-    for section in (disk, raw, database, small, memory, large, big, keep, buckets, workers, start)
+    for section in (
+        *(disk, raw, database, small, memory, large, big, keep, buckets, workers, start),
+        *(restore, restore_replicated, restore_small, restore_raw, restore_first, restore_memory),
+        *(convert_paths, convert_fused, digests, verify),
+    )
 }
