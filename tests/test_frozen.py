@@ -16,6 +16,7 @@ already is not there twice: `as in ...` says where. Lists of alike objects are t
 """
 
 import difflib
+import functools
 import hashlib
 import inspect
 import json
@@ -113,9 +114,8 @@ class Record:
         if OLDER:
             assert statuses(self.entries) == statuses(json.loads(before))
         elif text != before:
-            lines = difflib.unified_diff(
-                before.splitlines(), text.splitlines(), "on record", "now", lineterm=""
-            )
+            texts = (before.splitlines(), text.splitlines(), "on record", "now")
+            lines = difflib.unified_diff(*texts, lineterm="")
             pytest.fail(f"{path}\n" + "\n".join(lines), pytrace=False)
 
     def _plain(self, value: Any, key: str = "") -> Any:
@@ -131,9 +131,7 @@ class Record:
             if key in TIMED:
                 return "HASH"
             if not self._memory:
-                value = re.sub(
-                    r"^memory   .* in flight", "memory   BYTES in flight", value, flags=re.M
-                )
+                value = re.sub(r"(?m)^memory   .* in flight", "memory   BYTES in flight", value)
             value = re.sub(r"(, and share|, shares) [0-9.]+ \w+", r"\1 BYTES", value)
             lines = value.splitlines()
             return lines if len(lines) > 1 else value.removesuffix("\n")
@@ -176,15 +174,15 @@ def pretty(value: Any, indent: str = "") -> str:
     if not value or not isinstance(value, dict | list) or (indent and len(indent + line) <= WIDTH):
         return line
     inner = indent + " "
+    text = functools.partial(json.dumps, ensure_ascii=False)
+    opening, closing = "[]"
     if isinstance(value, dict):
-        items = [
-            f"{json.dumps(k, ensure_ascii=False)}: {pretty(v, inner)}" for k, v in value.items()
-        ]
+        opening, closing = "{}"
+        items = [f"{text(k)}: {pretty(v, inner)}" for k, v in value.items()]
     elif isinstance(value[0], tuple):
-        items = [json.dumps(row, ensure_ascii=False) for row in value]
+        items = map(text, value)
     else:
         items = [pretty(item, inner) for item in value]
-    opening, closing = ("{", "}") if isinstance(value, dict) else ("[", "]")
     return f"{opening}\n{inner}" + f",\n{inner}".join(items) + f"\n{indent}{closing}"
 
 
@@ -199,19 +197,20 @@ def described(tree: Any) -> dict[str, str]:
 def _described(leaf: Any) -> str:
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return repr(leaf)
-    kind = "" if isinstance(leaf, jax.Array) else f"{type(leaf).__name__} "
-    where = ""
-    if isinstance(leaf, jax.Array):
-        sharding = leaf.sharding
-        if isinstance(sharding, NamedSharding):
-            mesh = ",".join(f"{name}={size}" for name, size in sharding.mesh.shape.items())
-            where = f" {sharding.spec} on {mesh}"
-        else:
-            where = f" on {sorted(device.id for device in sharding.device_set)}"
-    key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    values = np.asarray(jax.random.key_data(leaf) if key else leaf)
     shape = "x".join(map(str, leaf.shape)) or "()"
-    return f"{kind}{leaf.dtype} {shape}{where} {hashlib.sha256(values.tobytes()).hexdigest()[:12]}"
+    if not isinstance(leaf, jax.Array):
+        return f"{type(leaf).__name__} {leaf.dtype} {shape} {_hash(leaf)}"
+    sharding = leaf.sharding
+    where = f"on {sorted(device.id for device in sharding.device_set)}"
+    if isinstance(sharding, NamedSharding):
+        mesh = ",".join(f"{name}={size}" for name, size in sharding.mesh.shape.items())
+        where = f"{sharding.spec} on {mesh}"
+    key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return f"{leaf.dtype} {shape} {where} {_hash(jax.random.key_data(leaf) if key else leaf)}"
+
+
+def _hash(values: Any) -> str:
+    return hashlib.sha256(np.asarray(values).tobytes()).hexdigest()[:12]
 
 
 def read_back(saved: layouts.Saved, path: str) -> dict[str, Any]:
@@ -356,34 +355,18 @@ def to(api: str, model: str, *options: str) -> tuple[str, ...]:
 
 INIT, DROP = ("--init", "**/rngs/**"), ("--drop", "**/rngs/**")
 OF_MODEL = ("--source-model", "frozen_corpus:Model")
+MODEL, VARIABLES = to("nnx", "Model", *INIT), to("linen", "variables", *OF_MODEL, *DROP)
+TRAINING, BACK = to("nnx", "training", *INIT), ("--to", "linen")
+STACKED = to("nnx", "stacked_training", "--map", "stack.toml")
+STATE = to("linen", "train_state", "--source-model", "frozen_corpus:training", *DROP)
 CONVERSIONS = {  # name -> source, options there, and back
-    "variables": (
-        "linen-variables-boxed",
-        to("nnx", "Model", *INIT),
-        to("linen", "variables", *OF_MODEL, *DROP),
-    ),
-    "params": ("linen-params", to("nnx", "Model", *INIT), ("--to", "linen")),
-    "train-state": ("linen-train-state", to("nnx", "training", *INIT), ("--to", "linen")),
-    "stack": (
-        "linen-train-state",
-        to("nnx", "stacked_training", "--map", "stack.toml"),
-        ("--to", "linen"),
-    ),
-    "nnx-state": (
-        "nnx-state",
-        to("linen", "variables", *OF_MODEL, *DROP),
-        to("nnx", "Model", *INIT),
-    ),
-    "nnx-pure-dict": (
-        "nnx-pure-dict",
-        to("linen", "variables", *OF_MODEL, *DROP, "--layout", "nnx-pure-dict"),
-        to("nnx", "Model", *INIT),
-    ),
-    "nnx-training": (
-        "nnx-training",
-        to("linen", "train_state", "--source-model", "frozen_corpus:training", *DROP),
-        to("nnx", "training", *INIT),
-    ),
+    "variables": ("linen-variables-boxed", MODEL, VARIABLES),
+    "params": ("linen-params", MODEL, BACK),
+    "train-state": ("linen-train-state", TRAINING, BACK),
+    "stack": ("linen-train-state", STACKED, BACK),
+    "nnx-state": ("nnx-state", VARIABLES, MODEL),
+    "nnx-pure-dict": ("nnx-pure-dict", (*VARIABLES, "--layout", "nnx-pure-dict"), MODEL),
+    "nnx-training": ("nnx-training", STATE, TRAINING),
 }
 
 
@@ -571,11 +554,8 @@ def test_surface():
         entries[name] = ", ".join(str(p.replace(annotation=p.empty)) for p in parameters)
         if isinstance(value, type):
             bases = [base.__name__ for base in value.__mro__[1:-1]]
-            entries[name] = {
-                "arguments": entries[name],
-                "bases": bases,
-                "attributes": [each for each in dir(value) if not each.startswith("_")],
-            }
+            attributes = [each for each in dir(value) if not each.startswith("_")]
+            entries[name] = {"arguments": entries[name], "bases": bases, "attributes": attributes}
     record = Record(frozen_corpus.Corpus(FROZEN))
     record.add("import reshard", entries)
     for command in ((), *((name,) for name in COMMANDS)):
