@@ -1,6 +1,7 @@
 """The command line: its two streams, its exit status, and what is its process's own affair."""
 
 import importlib.metadata
+import itertools
 import os
 import pathlib
 import pty
@@ -291,80 +292,35 @@ def test_a_reader_that_leaves_is_no_error(cwd):
     assert ran == (0, f"{cwd}/long: a standalone checkpoint, OCDBT, zarr2\n", "")
 
 
+MESH = "on data=2,model=4"
+# Leaf, mesh -> what is said of it, and the rows of its picture.
 PICTURES = {
-    ("column", None): """\
-column  float32[4x8]  P(None, 'model') on data=2,model=4: 4 shards of 4x2
-+-----+-----+-----+-----+
-| 0,4 | 1,5 | 2,6 | 3,7 |
-+-----+-----+-----+-----+
-""",
-    ("rows", "data=2,model=2"): """\
-rows  float32[16x8]  P(('data', 'model'), None) on data=2,model=2: 4 shards of 4x8
-+---+
-| 0 |
-+---+
-| 1 |
-+---+
-| 2 |
-+---+
-| 3 |
-+---+
-""",
-    ("swapped", None): """\
-swapped  float32[16x8]  P(None, ('model', 'data')) on data=2,model=4: 8 shards of 16x1
-+---+---+---+---+---+---+---+---+
-| 0 | 4 | 1 | 5 | 2 | 6 | 3 | 7 |
-+---+---+---+---+---+---+---+---+
-""",
-    ("replicated", "data=8,model=512"): """\
-replicated  float32[4x4]  P() on data=8,model=512: 1 shard of 4x4
-+--------+
-| 0-4095 |
-+--------+
-""",
-    ("scalar", None): """\
-scalar  float32[]  P() on data=2,model=4: 1 shard of ()
-+-----+
-| 0-7 |
-+-----+
-""",
-    ("vector", "data=4,model=2"): """\
-vector  float32[8]  P('data') on data=4,model=2: 4 shards of 2
-+-----+-----+-----+-----+
-| 0-1 | 2-3 | 4-5 | 6-7 |
-+-----+-----+-----+-----+
-""",
-    ("cube", None): """\
-cube  float32[4x8x8]  P('data', None, 'model') on data=2,model=4: 8 shards of 2x8x2
-+---+---+---+---+
-| 0 | 1 | 2 | 3 |
-+---+---+---+---+
-| 4 | 5 | 6 | 7 |
-+---+---+---+---+
-""",
-    ("middle", None): """\
-middle  float32[4x8x8]  P(None, 'model', None) on data=2,model=4: 4 shards of 4x2x8
-+-----+
-| 0,4 |
-+-----+
-| 1,5 |
-+-----+
-| 2,6 |
-+-----+
-| 3,7 |
-+-----+
-""",
-    ("cells", None): """\
-cells  float32[4x8x6]  P('data', 'model', 'pipe') on data=2,model=2,pipe=2: 8 shards of 2x4x3
-[0:2, 0:4, 0:3]  0
-[0:2, 0:4, 3:6]  1
-[0:2, 4:8, 0:3]  2
-[0:2, 4:8, 3:6]  3
-[2:4, 0:4, 0:3]  4
-[2:4, 0:4, 3:6]  5
-[2:4, 4:8, 0:3]  6
-[2:4, 4:8, 3:6]  7
-""",
+    ("column", None): (f"[4x8]  P(None, 'model') {MESH}: 4 shards of 4x2", "0,4 1,5 2,6 3,7"),
+    ("rows", "data=2,model=2"): (
+        "[16x8]  P(('data', 'model'), None) on data=2,model=2: 4 shards of 4x8",
+        *"0123",
+    ),
+    ("swapped", None): (
+        f"[16x8]  P(None, ('model', 'data')) {MESH}: 8 shards of 16x1",
+        "0 4 1 5 2 6 3 7",
+    ),
+    ("replicated", "data=8,model=512"): (
+        "[4x4]  P() on data=8,model=512: 1 shard of 4x4",
+        "0-4095",
+    ),
+    ("scalar", None): (f"[]  P() {MESH}: 1 shard of ()", "0-7"),
+    ("vector", "data=4,model=2"): (
+        "[8]  P('data') on data=4,model=2: 4 shards of 2",
+        "0-1 2-3 4-5 6-7",
+    ),
+    ("cube", None): (
+        f"[4x8x8]  P('data', None, 'model') {MESH}: 8 shards of 2x8x2",
+        *("0 1 2 3", "4 5 6 7"),
+    ),
+    ("middle", None): (
+        f"[4x8x8]  P(None, 'model', None) {MESH}: 4 shards of 4x2x8",
+        *("0,4", "1,5", "2,6", "3,7"),
+    ),
 }
 
 
@@ -372,7 +328,19 @@ cells  float32[4x8x6]  P('data', 'model', 'pipe') on data=2,model=2,pipe=2: 8 sh
 def test_inspect_sharding(checkpoints, leaf, mesh):
     given = [] if mesh is None else ["--mesh", mesh]
     ran = reshard(checkpoints, "inspect", "shapes", "--sharding", leaf, *given)
-    assert ran == (0, PICTURES[leaf, mesh], "")
+    title, *rows = PICTURES[leaf, mesh]
+    rows = [f"| {row.replace(' ', ' | ')} |" for row in rows]
+    line = re.sub("[^|]", "-", rows[0]).replace("|", "+")
+    picture = "".join(f"{row}\n{line}\n" for row in rows)
+    assert ran == (0, f"{leaf}  float32{title}\n{line}\n{picture}", "")
+
+
+def test_inspect_sharding_of_three_axes(checkpoints):
+    boxes = itertools.product(("0:2", "2:4"), ("0:4", "4:8"), ("0:3", "3:6"))
+    lines = [f"[{', '.join(box)}]  {number}\n" for number, box in enumerate(boxes)]
+    title = "P('data', 'model', 'pipe') on data=2,model=2,pipe=2: 8 shards of 2x4x3\n"
+    ran = reshard(checkpoints, "inspect", "shapes", "--sharding", "cells")
+    assert ran == (0, f"cells  float32[4x8x6]  {title}{''.join(lines)}", "")
 
 
 # --- ckpt ----------------------------------------------------------------------------------------
@@ -481,18 +449,6 @@ def test_the_hint_for_memory_works(cwd):
     assert typed(cwd, f"{command} {least[1]}").status == 0
 
 
-def test_damage_is_an_error_and_leaves_nothing(cwd):
-    for file in (cwd / "run/1000/default").rglob("d/*"):
-        file.write_bytes(bytes(file.stat().st_size))
-    before = files(cwd)
-    ran = reshard(cwd, "ckpt", "run/1000", "out/1000", "--to", "1x8")
-    assert (ran.status, ran.out) == (2, "")
-    told = f"Error: the OCDBT database in `{cwd}/run/1000/default` cannot be read\n"
-    assert ran.err.startswith(told)
-    assert "Traceback" not in ran.err
-    assert files(cwd) == before
-
-
 # --- signals, terminals, imports -----------------------------------------------------------------
 
 
@@ -558,12 +514,6 @@ def test_progress_is_not_drawn_when_nobody_wants_it(cwd, option):
     ran, shown = on_terminal(cwd, "stderr", "ckpt", "run/1000", "out", "--to", "1x8", option)
     assert (ran.status, shown) == (0, "")
     assert (ran.out == "") == (option == "--quiet")
-
-
-def test_progress_is_not_drawn_in_a_pipe(large, tmp_path):
-    ran = reshard(tmp_path, "ckpt", large, "out", "--to", "1x8")
-    assert (ran.status, ran.err) == (0, "")
-    assert "━" not in ran.out
 
 
 IMPORTED = """
