@@ -132,13 +132,23 @@ def test_a_record_has_every_array_and_every_file_around_them(saved, digested, tm
     check_hashes(record, item, step)
     assert not list(path.rglob(TEMPORARY))
     assert [file.parent for file in path.rglob(FILE)] == [item]
-    ckpt = reshard.to_mesh(reshard.open(source.path, **source.open), "1x8")
-    reshard.save(ckpt, tmp_path / "out", digest=True, verify=True)
-    item, step = where(source, tmp_path / "out")
+    ckpt, out = reshard.open(source.path, **source.open), tmp_path / "out"
+    reshard.save(reshard.to_mesh(ckpt, "1x8"), out, digest=True, verify=True)
+    item, step = where(source, out)
     written = read_record(item / FILE)
     assert written.arrays == record.arrays
     check_hashes(written, item, step)
-    assert [file.parent for file in (tmp_path / "out").rglob(FILE)] == [item]
+    assert [file.parent for file in out.rglob(FILE)] == [item]
+    before = layouts.hashes(source.path)
+    read = source.inner if layout in ("manager", "items", "step") else ""
+    head, tail = f"{len(texts)} arrays read", "compared with digests, nothing is wrong"
+    found = reshard.verify(ckpt)
+    assert repr(found) == f"`{source.path / read}`: {head}, 0 {tail}"
+    assert found.ok and found and found.digests == texts
+    assert layouts.hashes(source.path) == before
+    again = reshard.verify(reshard.open(out, **source.open), ckpt)
+    assert repr(again) == f"`{out / read}`: {head}, {len(texts)} {tail}"
+    assert again.digests == texts
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path):
