@@ -11,32 +11,16 @@ _LIBRARIES = ("reshard", "orbax-checkpoint", "jax", "tensorstore", "numpy")
 
 
 def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
 
 
 def _filesystem(path: Path) -> str:
     """The type and device of the filesystem that holds `path`."""
-    mounts = [
-        part
-        for part in psutil.disk_partitions(all=True)
-        if path.resolve().is_relative_to(part.mountpoint)
-    ]
-    if not mounts:
-        return "unknown"
+    parts = psutil.disk_partitions(all=True)
+    mounts = [part for part in parts if path.resolve().is_relative_to(part.mountpoint)]
     nearest = max(mounts, key=lambda part: len(part.mountpoint))
     return f"{nearest.fstype} on {nearest.device}"
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def describe(scratch: Path) -> dict[str, str]:
@@ -48,5 +32,5 @@ def describe(scratch: Path) -> dict[str, str]:
         "kernel": f"{platform.system()} {platform.release()}",
         "filesystem": _filesystem(scratch),
         "python": platform.python_version(),
-        **{name: _version(name) for name in _LIBRARIES},
+        **{name: importlib.metadata.version(name) for name in _LIBRARIES},
     }
