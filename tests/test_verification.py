@@ -743,7 +743,8 @@ to = 'nnx'
 rule = [
   { from = '^params/Dense_0/kernel$', split = { axis = 1, into = ['left', 'right'] } },
   { from = '^params/Dense_0/bias$', to = 'bias' },
-  { from = '^params/Dense_1/', to = 'outer/' },
+  { from = '^params/Dense_1/kernel$', to = 'outer/kernel' },
+  { from = '^params/Dense_1/bias$', to = 'outer/bias' },
 ]
 """
 
