@@ -96,26 +96,21 @@ class Tab:
         self.call("Emulation.setDeviceMetricsOverride", **size)
 
     def press(self, key: str) -> None:
-        text = {"Enter": "\r"}.get(key, "")
-        for kind in ("keyDown", "keyUp"):
-            code = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowRight": 39, "ArrowLeft": 37}[key]
-            named = {"key": key, "code": key, "windowsVirtualKeyCode": code}
-            self.call(
-                "Input.dispatchKeyEvent", type=kind, text=text if kind == "keyDown" else "", **named
-            )
+        code = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowRight": 39}[key]
+        named = {"key": key, "code": key, "windowsVirtualKeyCode": code}
+        for kind, text in (("keyDown", "\r" if key == "Enter" else ""), ("keyUp", "")):
+            self.call("Input.dispatchKeyEvent", type=kind, text=text, **named)
 
     def click(self, selector: str, corner: bool = False) -> None:
         """A click of the mouse in the middle of an element, or in its upper left corner."""
-        where = self.value(
+        x, y, width, height = self.value(
             f"(() => {{ const node = document.querySelector({json.dumps(selector)});"
             "node.scrollIntoView({block: 'center'}); const box = node.getBoundingClientRect();"
-            "return [box.x, box.y, box.width / 2, box.height / 2]; })()"
+            "return [box.x, box.y, box.width, box.height]; })()"
         )
-        x, y, *middle = where
-        right, down = (6, 6) if corner else middle
+        at = {"x": x + (6 if corner else width / 2), "y": y + (6 if corner else height / 2)}
         for kind in ("mousePressed", "mouseReleased"):
-            at = {"x": x + right, "y": y + down, "button": "left", "clickCount": 1}
-            self.call("Input.dispatchMouseEvent", type=kind, **at)
+            self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **at)
 
     def write(self, selector: str, text: str) -> None:
         """Text in a field, in place of what is there."""
@@ -155,18 +150,11 @@ def started(folder: pathlib.Path) -> Iterator[Chromium]:
     # It reads from descriptor 3, and writes to 4.
     script = 'exec 3<&"$1" 4>&"$2"; shift 2; exec "$@"'
     flags = ["--headless", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu"]
-    flags += [
-        "--hide-scrollbars",
-        "--disable-dev-shm-usage",
-        f"--user-data-dir={folder / 'profile'}",
-    ]
-    process = subprocess.Popen(
-        ["bash", "-c", script, "bash", str(theirs), str(answers), program, *flags],
-        pass_fds=(theirs, answers),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    flags += ["--hide-scrollbars", "--disable-dev-shm-usage"]
+    flags += [f"--user-data-dir={folder / 'profile'}"]
+    words = ["bash", "-c", script, "bash", str(theirs), str(answers), program, *flags]
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    process = subprocess.Popen(words, pass_fds=(theirs, answers), **streams)
     os.close(theirs)
     os.close(answers)
     chromium = Chromium(process, reading, writing, folder)

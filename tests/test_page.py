@@ -84,17 +84,15 @@ def planned(ckpt, run):
 
 
 class Reader(html.parser.HTMLParser):
-    """The elements of a page."""
+    """The elements of a page, with their attributes."""
 
     def __init__(self, text):
         super().__init__()
-        self.tags, self.meta = [], []
+        self.tags = []
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        if tag == "meta":
-            self.meta.append(dict(attrs))
+        self.tags.append((tag, dict(attrs)))
 
 
 def embedded(text):
@@ -255,7 +253,7 @@ def named_badly(names):
 def test_nothing_in_a_name_becomes_markup():
     text = page(named_badly(HOSTILE))
     tags, plain = (
-        [tag for tag in Reader(each).tags if tag not in ("p", "wbr")]
+        [tag for tag, _ in Reader(each).tags if tag not in ("p", "wbr")]
         for each in (text, page(named_badly([])))
     )
     assert tags == plain
@@ -268,8 +266,7 @@ def test_nothing_in_a_name_becomes_markup():
 
 def test_a_page_has_no_other_source():
     text = page(fabricated(5, 8))
-    reader = Reader(text)
-    (policy,) = [m["content"] for m in reader.meta if "http-equiv" in m]
+    (policy,) = [each["content"] for _, each in Reader(text).tags if "http-equiv" in each]
     hashes = {}
     for name in ("style", "script"):
         (own,) = re.findall(rf"<{name}>(.*?)</{name}>", text, re.DOTALL)
