@@ -668,84 +668,65 @@ def test_keys_do_not_move_to_plain_arrays(two):
     assert [d.what for d in reshard.diff(a, b, values=True).differences] == ["removed", "added"]
 
 
-def test_leaves_of_the_same_contents_move_only_if_that_is_unambiguous(two):
+def moves(two, before, after):
+    """What has moved between trees of `path=contents`, of which `0` are zeros, and what has not."""
     rng = np.random.default_rng(1)
-    zeros = np.zeros(4, "f4")
+    values = {"0": np.zeros(4, "f4")}
+    trees = []
+    for text in (before, after):
+        leaves = dict(leaf.split("=") for leaf in text.split())
+        for name in leaves.values() - values.keys():
+            values[name] = layouts.random_array(rng, (4,))
+        trees.append({tuple(path.split("/")): values[name] for path, name in leaves.items()})
+    diff = reshard.diff(*two(*map(unflatten_dict, trees)), values=True)
+    others = {format_path(d.path) for d in diff.differences if d.what != "moved"}
+    return {(d.a, d.b) for d in diff.of("moved")}, others
 
-    def tree(names):
-        return {
-            group: {
-                name: {"kernel": kernels[group, i], "bias": zeros} for i, name in enumerate(names)
-            }
-            for group in ("params", "mu")
-        }
 
-    kernels = {(g, i): layouts.random_array(rng, (4, 4)) for g in ("params", "mu") for i in (0, 1)}
-    one = tree(["block_0", "block_1"]) | {"x": {"a": zeros, "b": zeros}}
-    other = tree(["layer_0", "layer_1"]) | {"y": {"c": zeros}}
-    a, b = two(one, other)
-    diff = reshard.diff(a, b, values=True)
-    assert {(d.a, d.b) for d in diff.of("moved")} == {
-        (f"{group}/block_{i}/{leaf}", f"{group}/layer_{i}/{leaf}")
-        for group in ("params", "mu")
-        for leaf in ("kernel", "bias")
-        for i in (0, 1)
-    }
-    assert {d.path for d in diff.of("removed", "added")} == {("x", "a"), ("x", "b"), ("y", "c")}
+def test_leaves_of_the_same_contents_move_only_if_that_is_unambiguous(two):
+    layers = [*itertools.product(("params", "mu"), (0, 1))]
+
+    def tree(name):
+        return " ".join(
+            f"{group}/{name}_{i}/kernel={group}{i} {group}/{name}_{i}/bias=0" for group, i in layers
+        )
+
+    assert moves(two, f"{tree('block')} x/a=0 x/b=0", f"{tree('layer')} y/c=0") == (
+        {
+            (f"{group}/block_{i}/{leaf}", f"{group}/layer_{i}/{leaf}")
+            for group, i in layers
+            for leaf in ("kernel", "bias")
+        },
+        {"x/a", "x/b", "y/c"},
+    )
 
 
 def test_two_leaves_that_would_move_to_one_have_not_moved(two):
-    rng = np.random.default_rng(1)
-    one, other = layouts.random_array(rng, (4,)), layouts.random_array(rng, (4,))
-    zeros = np.zeros(4, "f4")
-    a, b = two(
-        {"a": {"k": one, "z": zeros}, "b": {"k": other, "z": zeros}},
-        {"c": {"k": one, "j": other, "z": zeros}},
-    )
-    moved = {(d.a, d.b) for d in reshard.diff(a, b, values=True).of("moved")}
-    assert moved == {("a/k", "c/k"), ("b/k", "c/j"), ("a/z", "c/z")}
+    found = moves(two, "a/k=1 a/z=0 b/k=2 b/z=0", "c/k=1 c/j=2 c/z=0")
+    assert found == ({("a/k", "c/k"), ("b/k", "c/j"), ("a/z", "c/z")}, {"b/z"})
 
 
 def test_leaves_of_the_same_contents_move_as_others_do_whose_paths_change_at_both_ends(two):
-    rng = np.random.default_rng(2)
-    zeros = np.zeros(4, "f4")
-
-    def leaves(*path):
-        """Two layers, of which the biases have the same contents, with the moments of both."""
-        return {
-            (*top, *path, layer, name): value
-            for top in ((), ("mu",))
-            for layer, values in layers[top].items()
-            for name, value in values.items()
-        }
-
-    layers = {
-        top: {
-            "fc1": {"kernel": layouts.random_array(rng, (4, 4)), "bias": zeros},
-            "norm": {"scale": layouts.random_array(rng, (4,)), "bias": zeros},
-        }
-        for top in ((), ("mu",))
-    }
-    linen, nnx = leaves("params"), {(*path, "value"): leaf for path, leaf in leaves().items()}
-    a, b = two(unflatten_dict(linen), unflatten_dict(nnx))
-    diff = reshard.diff(a, b, values=True)
-    # Below `params` and `mu`: all that decides is how the kernels and scales have moved.
-    assert {(d.a, d.b) for d in diff.differences} == {
-        (f"{before}/{leaf}", f"{after}{leaf}/value")
-        for before, after in (("params", ""), ("mu/params", "mu/"))
-        for leaf in ("fc1/kernel", "fc1/bias", "norm/scale", "norm/bias")
-    }
-    assert {d.what for d in diff.differences} == {"moved"}
+    """Below `params` and `mu`: all that decides is how the kernels and scales have moved."""
+    contents = {"fc1/kernel": "k", "fc1/bias": "0", "norm/scale": "s", "norm/bias": "0"}
+    leaves = [
+        (top, path, name if name == "0" else top + name)
+        for top in ("", "mu/")
+        for path, name in contents.items()
+    ]
+    linen = " ".join(f"{top}params/{path}={name}" for top, path, name in leaves)
+    nnx = " ".join(f"{top}{path}/value={name}" for top, path, name in leaves)
+    paths = {(f"{top}params/{path}", f"{top}{path}/value") for top, path, _ in leaves}
+    assert moves(two, linen, nnx) == (paths, set())
 
 
 def test_how_one_leaf_has_moved_says_nothing_of_those_that_move_otherwise(two):
-    kernel, zeros = np.arange(4, dtype="f4"), np.zeros(4, "f4")
-    old = {"params": {"fc1": {"kernel": kernel, "bias": zeros}, "norm": {"bias": zeros}}}
-    new = {"fc1": {"kernel": {"value": kernel}}, "fc2": {"bias": {"value": zeros}}}
-    new |= {"norm": {"bias": {"param": zeros}}}
-    diff = reshard.diff(*two(old, new), values=True)
-    assert [(d.a, d.b) for d in diff.of("moved")] == [("params/fc1/kernel", "fc1/kernel/value")]
-    assert len(diff.of("removed")) == len(diff.of("added")) == 2
+    old = "params/fc1/kernel=1 params/fc1/bias=0 params/norm/bias=0 step=2"
+    new = "fc1/kernel/value=1 fc2/bias/value=0 norm/bias/param=0 step/value=2"
+    assert moves(two, old, new) == (
+        {("params/fc1/kernel", "fc1/kernel/value"), ("step", "step/value")},
+        {"params/fc1/bias", "params/norm/bias", "fc2/bias/value", "norm/bias/param"},
+    )
 
 
 # Digests on record.
