@@ -38,6 +38,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from releases import older
+from sampling import few
 
 import reshard
 
@@ -359,6 +360,7 @@ MODEL, VARIABLES = to("nnx", "Model", *INIT), to("linen", "variables", *OF_MODEL
 TRAINING, BACK = to("nnx", "training", *INIT), ("--to", "linen")
 STACKED = to("nnx", "stacked_training", "--map", "stack.toml")
 STATE = to("linen", "train_state", "--source-model", "frozen_corpus:training", *DROP)
+RARE = {"params", "nnx-pure-dict"}  # for the exhaustive run
 CONVERSIONS = {  # name -> source, options there, and back
     "variables": ("linen-variables-boxed", MODEL, VARIABLES),
     "params": ("linen-params", MODEL, BACK),
@@ -370,7 +372,7 @@ CONVERSIONS = {  # name -> source, options there, and back
 }
 
 
-@pytest.mark.parametrize("name", CONVERSIONS)
+@pytest.mark.parametrize("name", few(CONVERSIONS, *(CONVERSIONS.keys() - RARE)))
 def test_conversions(corpus, name):
     source, there, back = CONVERSIONS[name]
     src, out, record = corpus.path(source), f"out/convert/{name}/there", Record(corpus)
