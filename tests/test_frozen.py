@@ -38,7 +38,6 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from releases import older
-from sampling import few
 
 import reshard
 
@@ -360,7 +359,6 @@ MODEL, VARIABLES = to("nnx", "Model", *INIT), to("linen", "variables", *OF_MODEL
 TRAINING, BACK = to("nnx", "training", *INIT), ("--to", "linen")
 STACKED = to("nnx", "stacked_training", "--map", "stack.toml")
 STATE = to("linen", "train_state", "--source-model", "frozen_corpus:training", *DROP)
-RARE = {"params", "nnx-pure-dict"}  # for the exhaustive run
 CONVERSIONS = {  # name -> source, options there, and back
     "variables": ("linen-variables-boxed", MODEL, VARIABLES),
     "params": ("linen-params", MODEL, BACK),
@@ -372,7 +370,7 @@ CONVERSIONS = {  # name -> source, options there, and back
 }
 
 
-@pytest.mark.parametrize("name", few(CONVERSIONS, *(CONVERSIONS.keys() - RARE)))
+@pytest.mark.parametrize("name", CONVERSIONS)
 def test_conversions(corpus, name):
     source, there, back = CONVERSIONS[name]
     src, out, record = corpus.path(source), f"out/convert/{name}/there", Record(corpus)
