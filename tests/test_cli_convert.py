@@ -13,6 +13,7 @@ import time
 import types
 from typing import NamedTuple
 
+import in_process
 import jax
 import jax.numpy as jnp
 import layouts
@@ -24,6 +25,8 @@ from jax.sharding import PartitionSpec as P
 
 import reshard
 import reshard.cli
+from reshard.cli import apart
+from reshard.convert import mapwriter
 from reshard.convert.conversion import conversion
 from reshard.convert.outputs import OutputComparison
 from reshard.tree import format_path
@@ -191,10 +194,19 @@ def run(folder, monkeypatch, capsys):
     forget()
 
 
-def convert(run, *arguments, model="models:training"):
+TRAINING = ("--model", "models:training", "--init", "**/rngs/**")
+TO_NNX = ("--to", "nnx", *TRAINING)
+
+
+def convert(run, *arguments):
     """`reshard convert run/1 out ...` to NNX, with all that it needs."""
-    options = ("--to", "nnx", "--model", model, "--init", "**/rngs/**")
-    return run("convert", "run/1", "out", *options, *arguments)
+    return run("convert", "run/1", "out", *TO_NNX, *arguments)
+
+
+def done(ran):
+    """What was printed by a command that had nothing to say against it."""
+    assert (ran.status, ran.err) == (0, "")
+    return ran.out
 
 
 def load(path, target=None):
@@ -244,17 +256,8 @@ write    # in 88 chunks
 memory   # in flight at most
 load     read amplification on the new mesh: 1.00x before, 1.00x after
 """
-EMITTED = """\
-# A whole map between the leaves of two checkpoints. Each rule is for a leaf, for all leaves of a
-# module (`^a/b/`), or for those that differ in numbers alone (`(\\d+)`), and sees what the rules
-# before it have left. Any of it can be edited: `from` is a regex that is searched for in printed
-# paths, `to` a replacement as `re.sub` takes it. As long as `from` has no other wildcards, and all
-# of its numbers are in the new paths, the map can be used in the opposite direction, too: with the
-# model that is made then, where an optimizer's state or a step is beside it. Where the
-# source was renamed, selected from or cast before, that is not in it.
-# Behind `[[rule]]` is what it was found by: equal paths after the standard conversions (path), or
-# the order of modules of one class (structure).
-
+EMITTED = f"""\
+{mapwriter._HEADER}{mapwriter._ORIGINS}
 to = 'nnx'
 init = ['dropout/rngs/count', 'dropout/rngs/key']
 
@@ -272,15 +275,12 @@ to = 'outer/'
 
 
 def test_to_nnx_and_back(run, folder):
-    ran = convert(run)
-    assert (ran.status, masked(ran.out), ran.err) == (0, f"{PLAN}wrote out\n", "")
+    assert masked(done(convert(run))) == f"{PLAN}wrote out\n"
     linen, made = load("run/1/default"), load("out/default")
     assert without_random(made) == moved(linen)
     rngs = made["model"]["dropout"]["rngs"]
     assert (rngs["key"]["value"].dtype, rngs["count"]["value"]) == (jax.random.key(0).dtype, 0)
-    ran = run("convert", "out", "back", "--to", "linen")
-    assert (ran.status, ran.err) == (0, "")
-    assert masked(ran.out) == (
+    assert masked(done(run("convert", "out", "back", "--to", "linen"))) == (
         "14 arrays, #: 1 rewritten, 13 copied verbatim\n"
         "read     # in 86 chunks\n"
         "write    # in 86 chunks\n"
@@ -292,8 +292,7 @@ def test_to_nnx_and_back(run, folder):
 
 
 def test_the_format_of_what_it_makes(run, folder):
-    ran = convert(run, "--format", "zarr3", "--no-ocdbt", "--codec", "none")
-    assert (ran.status, ran.err) == (0, "")
+    done(convert(run, "--format", "zarr3", "--no-ocdbt", "--codec", "none"))
     made = reshard.open("out")
     assert made.source.format == "plain files, zarr3"
     assert {array.data.encoding.compressors for array in made.arrays} == {()}
@@ -303,22 +302,18 @@ def test_the_format_of_what_it_makes(run, folder):
 def test_a_dry_run_shows_the_plan_and_writes_nothing(run, folder):
     before = files(folder)
     ran = convert(run, "--dry-run")
-    assert (ran.status, ran.err) == (0, "") and masked(ran.out).endswith(f"\n{PLAN}")
-    ran = convert(run, "--dry-run", "--quiet")
-    assert ran == (0, "", "")
+    assert masked(done(ran)).endswith(f"\n{PLAN}")
+    assert done(convert(run, "--dry-run", "--quiet")) == ""
     assert files(folder) == before
 
 
 def test_what_is_done_is_told_as_it_was_planned(run, folder):
-    told = []
-    for options in (("--dry-run",), ()):
-        ran = convert(run, "--json", *options)
-        assert (ran.status, ran.err) == (0, "")
-        told.append(json.loads(ran.out))
-    planned, done = told
+    planned, made = (
+        json.loads(done(convert(run, "--json", *options))) for options in (["--dry-run"], [])
+    )
     assert planned["arrays"] and planned["map"] and planned["done"] is False
-    assert done == planned | {"done": True}
-    assert done["warnings"] == [f"{WARNING}; --check compares outputs"]
+    assert made == planned | {"done": True}
+    assert made["warnings"] == [f"{WARNING}; --check compares outputs"]
 
 
 def rows_of(run, *arguments):
@@ -357,26 +352,12 @@ def test_every_array_is_told_with_what_decided_it(run, folder):
         expected["->", f"{leaf}/value"] = ("initial", None)
     assert found == expected
     # The way back is on record, and says the same the other way round.
-    assert convert(run).status == 0
+    done(convert(run))
     _, rows, _ = rows_of(run, "convert", "out", "back", "--to", "linen")
     assert {row["origin"] for row in rows} == {"record", "dropped"}
     there = {pair for pair in found if len(pair) == 3} | {("step", "->", "optimizer/step/value")}
     own = {("->", f"model/dropout/rngs/{name}/value") for name in ("count", "key")}
     assert {(*row["to"], "->", *row["from"]) for row in rows} == there | own
-
-
-def test_operations_are_told_of_leaves_and_their_optimizer_state(run, folder):
-    options = ("--to", "nnx", "--model", "models:Halves", "--map", "map.toml")
-    _, _, found = rows_of(run, "convert", "run/1", "out", *options)
-    split = "Split(axis=1, sizes=(8, 8))"
-    for part in ("left", "right"):
-        for old, new in (
-            ("params", "model"),
-            ("opt_state/0/mu", "optimizer/opt_state/0/mu"),
-            ("opt_state/0/nu", "optimizer/opt_state/0/nu"),
-        ):
-            pair = f"{old}/Dense_0/kernel", "->", f"{new}/{part}/value"
-            assert found[pair] == ("map", split)
 
 
 UNDECIDED = """
@@ -475,51 +456,56 @@ def test_hints_are_for_all_that_is_missing_and_not_for_each_leaf(run, folder):
         "--init '**/pe' keeps the model's own initial value: 2 leaves",
     ]
     typed = [word for hint in told["hints"] for word in shlex.split(hint.partition(" keeps ")[0])]
-    ran = run(*options, *typed)
-    assert (ran.status, ran.err) == (0, "")
+    done(run(*options, *typed))
 
 
 # One spelling of a path
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
+def test_a_leaf_has_one_name_in_every_option(run, folder, monkeypatch):
+    """That of maps and hints, `model` ahead or not, `value` behind it or not; or its module's."""
+    monkeypatch.setattr(apart, "told_apart", in_process.told_here)
+    spellings = (
+        ("**/rngs/**",),
         ("dropout",),
         ("model/dropout",),
         ("**/rngs/key", "model/dropout/rngs/count/value"),
         ("model/dropout/rngs/key/value", "*/*/rngs/count/value"),
-    ],
-)
-def test_a_leaf_has_one_name_in_every_option(names, run, folder):
-    """That of maps and hints, `model` ahead or not, `value` behind it or not; or its module's."""
-    chosen = [text for name in names for text in ("--init", name)]
-    options = ("--to", "nnx", "--model", "models:training", *chosen)
+    )
+
+    def rows(option, names, *arguments):
+        chosen = [text for name in names for text in (option, name)]
+        ran, rows, _ = rows_of(run, "convert", *arguments, *chosen)
+        assert ran.status == 0
+        return rows
+
+    to_nnx = ("run/1", "out", "--to", "nnx", "--model", "models:training")
+    one, *others = (rows("--init", names, *to_nnx) for names in spellings)
+    assert others == [one] * len(others)
     specs = ("--mesh", "1x8", "--spec", "^inner/kernel$=,model", "--spec", "(kernel|bias|mu)=")
-    ran = run("convert", "run/1", "out", *options, *specs)
-    assert (ran.status, ran.err) == (0, "")
+    done(convert(run, *specs))
     assert without_random(load("out/default")) == moved(load("run/1/default"))
     shardings = {format_path(leaf.path): leaf.sharding for leaf in reshard.open("out").arrays}
     split = [name for name, sharding in shardings.items() if any(sharding.spec)]
     assert split == ["model/inner/kernel/value"]
     # The NNX checkpoint as one that was saved again, without the record.
     layouts.save_standard(folder / "again", load("out/default"))
-    dropped = [text for name in names for text in ("--drop", name)]
-    back = ("--to", "linen", "--model", "models:linen", "--source-model", "models:training")
-    ran = run("convert", "again", "back", *back, *dropped)
-    assert (ran.status, ran.err) == (0, "")
+    back = ("again", "back", "--to", "linen", "--model", "models:linen")
+    back += ("--source-model", "models:training")
+    one, *others = (rows("--drop", names, *back) for names in spellings)
+    assert others == [one] * len(others)
+    done(run("convert", *back, "--drop", "dropout"))
     layouts.assert_same_tree(load("back"), load("run/1/default"))
 
 
 def test_what_is_dropped_takes_its_optimizer_state_along(run, folder):
-    ran = convert(run, "--drop", "params/Dense_1", "--init", "outer")
-    assert (ran.status, ran.err) == (0, "")
+    shown = done(convert(run, "--drop", "params/Dense_1", "--init", "outer"))
     linen, made = moved(load("run/1/default")), by_path(load("out/default"))
     kept = {path: leaf for path, leaf in linen.items() if "/outer/" not in path}
     assert {path: made[path] for path in kept} == kept
     new = [leaf for path, leaf in made.items() if re.search("^optimizer/.*/outer/", path)]
     assert [set(leaf[-1]) for leaf in new] == [{0}] * 4
-    assert "note     4 leaves of optimizer state are dropped with their parameters" in ran.out
+    assert "note     4 leaves of optimizer state are dropped with their parameters" in shown
 
 
 # What went by the order of modules
@@ -527,9 +513,9 @@ def test_what_is_dropped_takes_its_optimizer_state_along(run, folder):
 
 def test_order_is_a_warning_until_outputs_were_compared(run, folder):
     """With --quiet, too; the result has it on record, and is not verified without it."""
-    assert convert(run, "--quiet", "--dry-run").status == 0
+    done(convert(run, "--quiet", "--dry-run"))
     assert run.warned == [f"{WARNING}; --check compares outputs"]
-    assert convert(run, "--quiet") == (0, "", "")
+    assert done(convert(run, "--quiet")) == ""
     assert run.warned == [f"{WARNING}; --check compares outputs"]
     custom = reshard.open("out").source.metadata["custom_metadata"]
     assert custom["reshard.order"] == {
@@ -537,17 +523,17 @@ def test_order_is_a_warning_until_outputs_were_compared(run, folder):
         "modules": [["Dense_0", "inner"], ["Dense_1", "outer"]],
     }
     repeated = [f"{WARNING}; equal values do not say that it is right"]
-    assert run("verify", "out", "--against", "run/1", "--quiet") == (0, "", "")
+    assert done(run("verify", "out", "--against", "run/1", "--quiet")) == ""
     assert run.warned == repeated
-    assert run("verify", "run/1", "--against", "out", "--quiet") == (0, "", "")
+    assert done(run("verify", "run/1", "--against", "out", "--quiet")) == ""
     assert run.warned == repeated
     # A map says which is which; and the way back has the record of no conversion.
     (folder / "names.toml").write_text(NAMES)
-    assert convert(run, "--quiet", "--map", "names.toml", "--overwrite").status == 0
+    done(convert(run, "--quiet", "--map", "names.toml", "--overwrite"))
     assert run.warned == []
     assert "reshard.order" not in reshard.open("out").source.metadata["custom_metadata"]
-    assert convert(run, "--quiet", "--overwrite").status == 0
-    assert run("convert", "out", "back", "--to", "linen", "--quiet") == (0, "", "")
+    done(convert(run, "--quiet", "--overwrite"))
+    assert done(run("convert", "out", "back", "--to", "linen", "--quiet")) == ""
     assert run.warned == []
     assert not reshard.open("back").source.metadata.get("custom_metadata")
 
@@ -575,9 +561,9 @@ def test_order_stays_on_record_in_what_is_made_of_a_conversion(run, folder, monk
 
     recorded = {"leaves": 4, "modules": [["Dense_0", "inner"], ["Dense_1", "outer"]]}
     (folder / "names.toml").write_text(NAMES)
-    assert convert(run, "--quiet").status == 0
+    done(convert(run, "--quiet"))
     options = ("--select", "model/**", "--rename", "^model/=", "--dtype", "**/kernel/**=bfloat16")
-    assert run("ckpt", "out", "elsewhere", "--to", "1x4", *options).status == 0
+    done(run("ckpt", "out", "elsewhere", "--to", "1x4", *options))
     assert order("elsewhere") == recorded
     ckpt = reshard.to_mesh(reshard.select(reshard.open("out"), "model/**"), "data=2,model=2")
     reshard.save(ckpt, "saved")
@@ -585,18 +571,18 @@ def test_order_stays_on_record_in_what_is_made_of_a_conversion(run, folder, monk
 
     dropped = ("--drop", "model/**/rngs/**")
     back = ("--to", "linen", "--model", "models:linen", "--map", "names.toml", *dropped)
-    assert run("convert", "out", "back", *back, "--quiet") == (0, "", "")
+    assert done(run("convert", "out", "back", *back, "--quiet")) == ""
     assert (run.warned, order("back")) == ([], recorded)
     there = ("--to", "nnx", "--model", "models:training", "--map", "names.toml")
     random = ("--init", "**/rngs/**")
-    assert run("convert", "back", "again", *there, *random, "--quiet") == (0, "", "")
+    assert done(run("convert", "back", "again", *there, *random, "--quiet")) == ""
     assert (run.warned, order("again")) == ([], recorded)
-    assert run("verify", "again", "--against", "back", "--quiet") == (0, "", "")
+    assert done(run("verify", "again", "--against", "back", "--quiet")) == ""
     assert run.warned == [f"{WARNING}; equal values do not say that it is right"]
     # What was on record before is so again.
-    assert run("convert", "again", "as_it_was", "--to", "linen", "--quiet") == (0, "", "")
+    assert done(run("convert", "again", "as_it_was", "--to", "linen", "--quiet")) == ""
     assert order("as_it_was") == recorded
-    assert run("convert", "back", "twice", *there[:4], *random, "--quiet") == (0, "", "")
+    assert done(run("convert", "back", "twice", *there[:4], *random, "--quiet")) == ""
     assert order("twice") == {**recorded, "leaves": 8}
 
     monkeypatch.syspath_prepend(folder)
@@ -632,34 +618,31 @@ def test_equal_outputs_clear_what_went_by_order(unused, run, folder, monkeypatch
 
 def test_an_emitted_map_says_the_same_again(run, folder):
     """With a model and without; forwards, and backwards."""
-    assert convert(run, "--emit-map", "whole.toml").status == 0
+    done(convert(run, "--emit-map", "whole.toml"))
     assert (folder / "whole.toml").read_text() == EMITTED
     ran = convert(run, "--emit-map", "whole.toml", "--overwrite")
     assert ran == (2, "", "Error: --emit-map whole.toml: it exists\n")
     whole = ("--map", "whole.toml")
-    ran = run("convert", "run/1", "again", "--to", "nnx", "--model", "models:training", *whole)
-    assert (ran.status, ran.err) == (0, "")
+    done(run("convert", "run/1", "again", "--to", "nnx", "--model", "models:training", *whole))
     assert by_path(load("again/default")) == by_path(load("out/default"))
     (folder / "alone.toml").write_text(re.sub("init = .*\n", "", EMITTED))
     ran = run("convert", "run/1", "alone", "--to", "nnx", "--map", "alone.toml")
-    assert (ran.status, ran.err) == (0, "")
-    assert ran.out.splitlines()[-2:] == [
+    assert done(ran).splitlines()[-2:] == [
         "note     the map alone decided: only the source was checked",
         "wrote alone",
     ]
     assert by_path(load("alone/default")) == without_random(load("out/default"))
     layouts.save_standard(folder / "trained", load("out/default"))
-    ran = run("convert", "trained", "back", "--to", "linen", "--model", "models:linen", *whole)
-    assert (ran.status, ran.err) == (0, "")
+    done(run("convert", "trained", "back", "--to", "linen", "--model", "models:linen", *whole))
     layouts.assert_same_tree(load("back"), load("run/1/default"))
 
 
 def test_a_map_is_emitted_by_a_dry_run_and_not_for_a_refusal(run, folder):
-    assert convert(run, "--emit-map", "dry.toml", "--dry-run").status == 0
+    done(convert(run, "--emit-map", "dry.toml", "--dry-run"))
     assert (folder / "dry.toml").read_text() == EMITTED
     ran = convert(run, "--emit-map", "refused.toml", "--drop", "params/Dense_1/bias")
     assert ran.status == 2
-    assert convert(run).status == 0
+    done(convert(run))
     assert run("convert", "out", "back", "--to", "linen", "--emit-map", "record.toml") == (
         2,
         "",
@@ -674,11 +657,10 @@ def test_a_map_is_emitted_by_a_dry_run_and_not_for_a_refusal(run, folder):
 def test_what_is_dropped_may_be_left_out_by_the_map_already(run, folder):
     """As it is by the map of the same command."""
     options = ("--drop", "params/Dense_1", "--init", "outer")
-    assert convert(run, *options, "--emit-map", "whole.toml").status == 0
+    done(convert(run, *options, "--emit-map", "whole.toml"))
     made = by_path(load("out/default"))
     for given in (options, options[2:], options[:2]):
-        ran = convert(run, *given, "--map", "whole.toml", "--overwrite")
-        assert (ran.status, ran.err) == (0, "")
+        done(convert(run, *given, "--map", "whole.toml", "--overwrite"))
         assert by_path(load("out/default")) == made
     ran = convert(run, "--drop", "params/Dense_0", "--map", "whole.toml", "--overwrite")
     assert (ran.status, ran.err.splitlines()[:2]) == (
@@ -693,7 +675,6 @@ def test_what_is_dropped_may_be_left_out_by_the_map_already(run, folder):
 def test_a_map_with_operations(run, folder):
     options = ("--to", "nnx", "--model", "models:Halves", "--map", "map.toml")
     ran = run("convert", "run/1", "out", *options, "--emit-map", "whole.toml", "--dry-run")
-    assert (ran.status, ran.err) == (0, "")
     shown = """\
 linen-train-state: `params` is beside `opt_state`, `step`
 linen-train-state: `params/Dense_0` has a name as Linen gives them
@@ -703,27 +684,26 @@ map  params/Dense_0/kernel -> left + right  Split(axis=1, sizes=(8, 8))
 map  params/Dense_1/bias -> outer/bias
 map  params/Dense_1/kernel -> outer/kernel
 """
-    assert sorted(ran.out.splitlines()[:7]) == sorted(shown.splitlines())
-    assert run("convert", "run/1", "out", *options).status == 0
+    assert sorted(done(ran).splitlines()[:7]) == sorted(shown.splitlines())
+    _, _, found = rows_of(run, "convert", "run/1", "out", *options)
+    done(run("convert", "run/1", "out", *options))
     linen, made = load("run/1/default"), load("out/default")
-    for place, tree in (
-        (made["model"], linen["params"]),
-        (made["optimizer"]["opt_state"]["0"]["mu"], linen["opt_state"][0]["mu"]),
-        (made["optimizer"]["opt_state"]["0"]["nu"], linen["opt_state"][0]["nu"]),
+    moments, made_moments = linen["opt_state"][0], made["optimizer"]["opt_state"]["0"]
+    for old, new, tree, place in (
+        ("params", "model", linen["params"], made["model"]),
+        ("opt_state/0/mu", "optimizer/opt_state/0/mu", moments["mu"], made_moments["mu"]),
+        ("opt_state/0/nu", "optimizer/opt_state/0/nu", moments["nu"], made_moments["nu"]),
     ):
         left, right = np.split(np.asarray(tree["Dense_0"]["kernel"]), 2, axis=1)
-        outer = {name: {"value": leaf} for name, leaf in tree["Dense_1"].items()}
-        assert by_path(jax.device_get(place)) == by_path(
-            jax.device_get(
-                {
-                    "bias": {"value": tree["Dense_0"]["bias"]},
-                    "left": {"value": np.ascontiguousarray(left)},
-                    "right": {"value": np.ascontiguousarray(right)},
-                    "outer": outer,
-                }
-            )
-        )
-    assert run("convert", "out", "back", "--to", "linen").status == 0
+        parts = {"left": np.ascontiguousarray(left), "right": np.ascontiguousarray(right)}
+        expected = {name: {"value": leaf} for name, leaf in parts.items()}
+        expected["bias"] = {"value": tree["Dense_0"]["bias"]}
+        expected["outer"] = {name: {"value": leaf} for name, leaf in tree["Dense_1"].items()}
+        assert by_path(jax.device_get(place)) == by_path(jax.device_get(expected))
+        for part in parts:
+            pair = f"{old}/Dense_0/kernel", "->", f"{new}/{part}/value"
+            assert found[pair] == ("map", "Split(axis=1, sizes=(8, 8))")
+    done(run("convert", "out", "back", "--to", "linen"))
     layouts.assert_same_tree(load("back/default"), linen)
 
 
@@ -731,12 +711,12 @@ map  params/Dense_1/kernel -> outer/kernel
 
 
 def test_models_are_found_in_the_current_directory_by_any_name_in_them(run, folder):
-    assert convert(run, model="models:Inner.Net").status == 0
+    done(convert(run, "--model", "models:Inner.Net"))
     assert without_random(load("out/default")) == moved(load("run/1/default"))
 
 
 def test_the_model_of_the_source_tells_its_order(run, folder):
-    assert convert(run).status == 0
+    done(convert(run))
     layouts.save_standard(folder / "trained", load("out/default"))
     options = ("--to", "linen", "--model", "models:linen", "--drop", "model/**/rngs/**")
     ran = run("convert", "trained", "back", *options)
@@ -749,8 +729,7 @@ def test_the_model_of_the_source_tells_its_order(run, folder):
         "hint: --source-model MODULE:NAME, the NNX model, tells the classes\n"
         "hint: --map FILE decides, by rules such as: from = '^inner/', to = 'params/Dense_0/'\n",
     )
-    ran = run("convert", "trained", "back", *options, "--source-model", "models:training")
-    assert (ran.status, ran.err) == (0, "")
+    done(run("convert", "trained", "back", *options, "--source-model", "models:training"))
     layouts.assert_same_tree(load("back"), load("run/1/default"))
     ran = run("convert", "trained", "back", "--to", "linen")
     assert ran == (
@@ -788,8 +767,7 @@ IN_PLACE = ("--model", "new/train.py:training", "--source-model", "old/train.py:
 
 def test_two_trees_with_packages_of_the_same_names(run, migrated):
     (migrated / "old" / "models/net.py").open("a").write("assert 'Net' not in globals()\n")
-    ran = run("convert", "run/1", "out", "--to", "nnx", *IN_PLACE, "--init", "**/rngs/**")
-    assert (ran.status, ran.err) == (0, "")
+    done(run("convert", "run/1", "out", "--to", "nnx", *IN_PLACE, "--init", "**/rngs/**"))
     assert without_random(load("out/default")) == moved(load("run/1/default"))
     ran = run("verify", "out", "--against", "run/1", *IN_PLACE, "--init", "**/rngs/**")
     assert ran.status == 0
@@ -880,97 +858,76 @@ def test_what_the_hints_say_can_be_typed(run, folder):
 
 def test_what_is_selected_dropped_renamed_and_cast_is_the_source(run, folder):
     (folder / "renamed.toml").write_text("[[rule]]\nfrom = '^params/first/kernel$'\nto = 'w'\n")
-    ran = run(
-        *("convert", "run/1", "out", "--to", "nnx", "--map", "renamed.toml"),
-        *("--select", "params/**", "--drop", "**/bias", "--rename", "Dense_0=first"),
-        *("--drop", "params/Dense_1/**", "--dtype", "params/first/*=bfloat16"),
+    done(
+        run(
+            *("convert", "run/1", "out", "--to", "nnx", "--map", "renamed.toml"),
+            *("--select", "params/**", "--drop", "**/bias", "--rename", "Dense_0=first"),
+            *("--drop", "params/Dense_1/**", "--dtype", "params/first/*=bfloat16"),
+        )
     )
-    assert (ran.status, ran.err) == (0, "")
     kernel = load("run/1/default")["params"]["Dense_0"]["kernel"].astype("bfloat16")
     assert by_path(load("out/default")) == {"w/value": layouts.bits(kernel)}
 
 
 def specs(path):
-    """Printed path -> mesh and spec of what was saved, less random numbers."""
-    found = {
+    """Printed path -> mesh and spec of kernels and biases."""
+    return {
         format_path(array.path): (str(array.sharding.mesh), array.sharding.spec)
         for array in reshard.open(path).arrays
-        if isinstance(array.sharding, reshard.sharding.mesh.NamedSharding)
+        if format_path(array.path).endswith(("kernel/value", "bias/value"))
     }
-    return {path: spec for path, spec in found.items() if "/rngs/" not in path}
 
 
-def all_leaves(kernel, bias):
-    """The same for specs by the last key."""
-    tree = {"inner": {"kernel": kernel, "bias": bias}, "outer": {"kernel": kernel, "bias": bias}}
-    return {
-        f"{place}/{layer}/{name}/value": spec
+@pytest.mark.parametrize(
+    ("options", "kernel", "bias", "others"),
+    [
+        (
+            "--mesh 4x2",
+            ("data=4,model=2", (("data",), ("model",))),
+            ("data=4,model=2", (("model",),)),
+            {},
+        ),
+        (
+            "--mesh 2x2 --spec inner/bias/value$= --spec kernel/value$=,data --axis model=data",
+            ("data=2,model=2", ((), ("data",))),
+            ("data=2,model=2", (("data",),)),
+            {"inner/bias": ("data=2,model=2", ())},
+        ),
+        (
+            "--mesh 2x4 --rules rules.toml",
+            ("data=2,model=4", (("model",), ("data",))),
+            ("data=2,model=4", ()),
+            {},
+        ),
+    ],
+    ids=["mesh", "specs for the paths of the result", "rules for the axes of the model"],
+)
+def test_a_new_mesh_in_the_same_pass(options, kernel, bias, others, run, folder):
+    (folder / "rules.toml").write_text('rules = [["embed", "model"], ["mlp", ["data"]]]\n')
+    done(convert(run, *options.split()))
+    assert specs("out") == {
+        f"{place}/{layer}/{name}/value": others.get(f"{layer}/{name}", spec)
         for place in ("model", "optimizer/opt_state/0/mu", "optimizer/opt_state/0/nu")
-        for layer, leaves in tree.items()
-        for name, spec in leaves.items()
+        for layer in ("inner", "outer")
+        for name, spec in (("kernel", kernel), ("bias", bias))
     }
-
-
-def kernels_and_biases(found):
-    return {
-        path: spec for path, spec in found.items() if path.endswith(("kernel/value", "bias/value"))
-    }
-
-
-def test_a_new_mesh_in_the_same_pass(run, folder):
-    ran = convert(run, "--mesh", "4x2")
-    assert (ran.status, ran.err) == (0, "")
-    assert kernels_and_biases(specs("out")) == all_leaves(
-        ("data=4,model=2", (("data",), ("model",))), ("data=4,model=2", (("model",),))
-    )
     assert without_random(load("out/default")) == moved(load("run/1/default"))
 
 
-def test_specs_are_for_the_paths_of_the_result(run, folder):
-    options = ("--mesh", "2x2", "--spec", "inner/bias/value$=", "--spec", "kernel/value$=,data")
-    ran = convert(run, *options, "--axis", "model=data")
-    assert (ran.status, ran.err) == (0, "")
-    expected = all_leaves(("data=2,model=2", ((), ("data",))), ("data=2,model=2", (("data",),)))
-    expected |= {path: ("data=2,model=2", ()) for path in expected if "inner/bias" in path}
-    assert kernels_and_biases(specs("out")) == expected
-
-
-def test_rules_for_the_axes_of_the_model(run, folder):
-    (folder / "rules.toml").write_text('rules = [["embed", "model"], ["mlp", ["data"]]]\n')
-    ran = convert(run, "--mesh", "2x4", "--rules", "rules.toml")
-    assert (ran.status, ran.err) == (0, "")
-    assert kernels_and_biases(specs("out")) == all_leaves(
-        ("data=2,model=4", (("model",), ("data",))), ("data=2,model=4", ())
-    )
-
-
-def test_every_step(run, folder):
-    ran = run(
-        *("convert", "run", "out", "--to", "nnx", "--model", "models:training"),
-        *("--init", "**/rngs/**", "--step", "all", "--emit-map", "whole.toml"),
-    )
-    assert (ran.status, ran.err) == (0, "")
+def test_every_step_or_the_latest(run, folder):
+    done(run("convert", "run", "out", *TO_NNX, "--step", "all", "--emit-map", "whole.toml"))
     assert (folder / "whole.toml").read_text() == EMITTED
     with ocp.CheckpointManager(folder / "out") as manager:
         assert manager.all_steps() == [1, 2]
+    done(run("convert", "out", "back", "--to", "linen", "--step", "all"))
     for step in (1, 2):
-        made = load(f"out/{step}/default")
+        linen, made = load(f"run/{step}/default"), load(f"out/{step}/default")
         assert made["optimizer"]["step"]["value"] == step
-        assert without_random(made) == moved(load(f"run/{step}/default"))
-    ran = run("convert", "out", "back", "--to", "linen", "--step", "all")
-    assert (ran.status, ran.err) == (0, "")
-    for step in (1, 2):
-        layouts.assert_same_tree(load(f"back/{step}/default"), load(f"run/{step}/default"))
-
-
-def test_the_latest_step_by_default(run, folder):
-    ran = run(
-        *("convert", "run", "out", "--to", "nnx", "--model", "models:training"),
-        *("--init", "**/rngs/**"),
-    )
-    assert (ran.status, ran.err) == (0, "")
-    assert load("out/2/default")["optimizer"]["step"]["value"] == 2
-    assert not (folder / "out/1").exists()
+        assert without_random(made) == moved(linen)
+        layouts.assert_same_tree(load(f"back/{step}/default"), linen)
+    done(run("convert", "run", "latest", *TO_NNX))
+    assert load("latest/2/default")["optimizer"]["step"]["value"] == 2
+    assert not (folder / "latest/1").exists()
 
 
 def test_a_layout_that_is_not_seen(run, folder):
@@ -992,53 +949,46 @@ def test_a_layout_that_is_not_seen(run, folder):
     )
     leaves = {"a/value": layouts.bits(tree["model"]["a"])}
     leaves["b/c/value"] = layouts.bits(tree["model"]["b"]["c"])
-    ran = run("convert", "bare", "out/0", *options, "--layout", "linen-params")
-    assert (ran.status, ran.err) == (0, "")
+    done(run("convert", "bare", "out/0", *options, "--layout", "linen-params"))
     assert by_path(load("out/0")) == {f"model/{name}": leaf for name, leaf in leaves.items()}
-    ran = run("convert", "bare", "out/1", *options, "--rename", "^model/=params/")
-    assert (ran.status, ran.err) == (0, "")
+    done(run("convert", "bare", "out/1", *options, "--rename", "^model/=params/"))
     assert by_path(load("out/1")) == leaves
-    ran = run("convert", "barer", "out/2", *options)
-    assert (ran.status, ran.err) == (0, "")
+    done(run("convert", "barer", "out/2", *options))
     assert by_path(load("out/2")) == leaves
 
 
 # Mistakes
 
 
-TO_NNX = ("run/1", "out", "--to", "nnx")
-MISTAKES = {
-    "a file with the name of another module": (
-        (*TO_NNX, "--model", "types.py:Net"),
-        "--model types.py:Net: another module has the name `types`\n"
-        "  TYPES\n"
-        "\n"
-        "hint: give the file another name",
-    ),
-    "leaves on both sides": (
-        (*TO_NNX, "--model", "models:Halves"),
-        "`FOLDER/run/1` does not become the NNX model\n"
-        "  Dense_0 and Dense_1, perhaps outer: 2 in Linen, 1 in NNX\n"
-        "  bias  float32[16]: missing\n"
-        "  left  float32[8, 8]: missing\n"
-        "  right  float32[8, 8]: missing\n"
-        "\n"
-        "hint: --source-model MODULE:NAME, the Linen model, tells the classes\n"
-        "hint: --map FILE decides, by rules such as: from = '^params/NAME/', "
-        "to = 'params/outer/'",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes(name, run, folder):
+@pytest.mark.parametrize(
+    ("model", "error"),
+    [
+        (
+            "types.py:Net",
+            f"--model types.py:Net: another module has the name `types`\n  {types.__file__}\n\n"
+            "hint: give the file another name",
+        ),
+        (
+            "models:Halves",
+            "`FOLDER/run/1` does not become the NNX model\n"
+            "  Dense_0 and Dense_1, perhaps outer: 2 in Linen, 1 in NNX\n"
+            "  bias  float32[16]: missing\n"
+            "  left  float32[8, 8]: missing\n"
+            "  right  float32[8, 8]: missing\n"
+            "\n"
+            "hint: --source-model MODULE:NAME, the Linen model, tells the classes\n"
+            "hint: --map FILE decides, by rules such as: from = '^params/NAME/', "
+            "to = 'params/outer/'",
+        ),
+    ],
+    ids=["a file with the name of another module", "leaves on both sides"],
+)
+def test_mistakes(model, error, run, folder):
     """With `hint:` for what to type; and nothing is written."""
-    arguments, error = MISTAKES[name]
     (folder / "types.py").write_text("Net = None\n")
-    error = error.replace("FOLDER", str(folder)).replace("TYPES", types.__file__)
     before = files(folder)
-    ran = run("convert", *arguments)
-    assert ran == (2, "", f"Error: {error}\n")
+    ran = run("convert", "run/1", "out", "--to", "nnx", "--model", model)
+    assert ran == (2, "", f"Error: {error.replace('FOLDER', str(folder))}\n")
     assert files(folder) == before
 
 
@@ -1047,7 +997,7 @@ def test_a_destination_that_exists(run, folder):
     ran = convert(run)
     hint = "hint: --overwrite replaces it once the new one is complete"
     assert ran == (2, "", f"Error: `{folder}/out` exists\n\n{hint}\n")
-    assert convert(run, "--overwrite").status == 0
+    done(convert(run, "--overwrite"))
     assert without_random(load("out/default")) == moved(load("run/1/default"))
 
 
@@ -1096,25 +1046,30 @@ def test_the_examples_of_the_help(run, folder):
 # As a process
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_nothing(number, large, tmp_path):
-    (tmp_path / "map.toml").write_text(
-        "[[rule]]\nfrom = '^params/'\ntranspose = [1, 0]\nto = 'layers/'\n"
-    )
-    arguments = ("--to", "nnx", "--map", "map.toml", "--chunks", "64KiB")
+def interrupted(begun, number, cwd, *arguments):
+    """Sends a signal to `reshard convert ARGUMENTS` once it has begun, which ends it."""
     process = subprocess.Popen(
-        [RESHARD, "convert", large, "out/1", *arguments],
-        cwd=tmp_path,
+        [RESHARD, "convert", *arguments],
+        cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    while process.poll() is None and not list(tmp_path.glob("out/.reshard-*/**/d/*")):
+    while process.poll() is None and not list(cwd.glob(begun)):
         time.sleep(0.002)
     process.send_signal(number)
     out, err = process.communicate()
     assert (process.returncode, out) == (130, "")
     assert err == "\nInterrupted; nothing half-written was left behind.\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_nothing(number, large, tmp_path):
+    (tmp_path / "map.toml").write_text(
+        "[[rule]]\nfrom = '^params/'\ntranspose = [1, 0]\nto = 'layers/'\n"
+    )
+    options = ("--to", "nnx", "--map", "map.toml", "--chunks", "64KiB")
+    interrupted("out/.reshard-*/**/d/*", number, tmp_path, large, "out/1", *options)
     assert files(tmp_path) <= {"out", "map.toml"}
 
 
@@ -1123,34 +1078,20 @@ def test_a_signal_while_the_model_is_made(folder):
         "import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(600)\n"
     )
     before = files(folder)
-    process = subprocess.Popen(
-        [RESHARD, "convert", *TO_NNX, "--model", "slow:Net"],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while process.poll() is None and not (folder / "begun").exists():
-        time.sleep(0.002)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate()
-    assert (process.returncode, out) == (130, "")
-    assert err == "\nInterrupted; nothing half-written was left behind.\n"
+    options = ("--to", "nnx", "--model", "slow:Net")
+    interrupted("begun", signal.SIGINT, folder, "run/1", "out", *options)
     assert files(folder) == before | {"begun"}
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """96 MiB that do not compress: long enough to be stopped in the middle."""
+    """32 MiB that do not compress: long enough to be stopped in the middle."""
     path = tmp_path_factory.mktemp("large") / "run"
     rng = np.random.default_rng(0)
     with ocp.StandardCheckpointer() as checkpointer:
-        arrays = {f"{i}": rng.integers(0, 1 << 32, (3072, 4096), np.uint32) for i in range(2)}
+        arrays = {f"{i}": rng.integers(0, 1 << 32, (2048, 2048), np.uint32) for i in range(2)}
         checkpointer.save(path, {"params": jax.tree.map(jnp.asarray, arrays)})
     return path
-
-
-TRAINING = ("--model", "models:training", "--init", "**/rngs/**")
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["paths", "operations"])
@@ -1158,11 +1099,11 @@ def test_verified_against_what_it_was_made_of(run, folder, split):
     """By its record, by a map alone or by the model; and by the model again once it has none."""
     made_by = ("--map", "map.toml", "--model", "models:Halves") if split else TRAINING
     dropped = ("--drop", "opt_state/**", "--drop", "step") if split else ()
-    assert run("convert", "run/2", "out", "--to", "nnx", *made_by, *dropped, "--quiet").status == 0
+    done(run("convert", "run/2", "out", "--to", "nnx", *made_by, *dropped, "--quiet"))
     made, source = len(reshard.open("out").arrays), len(reshard.open("run/2").arrays)
     if split:
         selected = ("--select", "params/**", "--quiet", "--to", "2x4")
-        assert run("ckpt", "run/2", "params", *selected).status == 0
+        done(run("ckpt", "run/2", "params", *selected))
     linen = "params" if split else "run/2"
     same = f"`{folder}/out`: {made} arrays read, {made} compared with digests, nothing is wrong\n"
     for how in ((), made_by):
@@ -1191,8 +1132,8 @@ def test_verified_against_what_it_was_made_of(run, folder, split):
 
 
 def test_verified_against_something_else_in_the_other_api(run, folder):
-    assert run("convert", "run/2", "out", "--to", "nnx", *TRAINING, "--quiet").status == 0
-    assert run("ckpt", "run/2", "less", "--to", "2x4", "--drop", "**/bias", "--quiet").status == 0
+    done(run("convert", "run/2", "out", "--to", "nnx", *TRAINING, "--quiet"))
+    done(run("ckpt", "run/2", "less", "--to", "2x4", "--drop", "**/bias", "--quiet"))
     assert run("verify", "out", "--against", "less") == (
         2,
         "",
@@ -1208,32 +1149,30 @@ def test_verified_against_something_else_in_the_other_api(run, folder):
     )
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_a_record_that_is_none(run, folder):
+    done(convert(run))
+    file = folder / "out/default/_METADATA"
+    written = file.read_text()
+    for change in (
         lambda record: record.update(version=2),
         lambda record: record.pop("own"),
         lambda record: record["leaves"][0].append(1),
         lambda record: record.update(leaves=[[["params"], {"shape": [1]}]]),
         lambda record: record["route"].update(steps=[{"from": [["a"]], "to": [["b"]]}]),
         lambda record: record["route"].update(moved=7),
-    ],
-)
-def test_a_record_that_is_none(run, folder, change):
-    assert run("convert", "run/2", "out", "--to", "nnx", *TRAINING, "--quiet").status == 0
-    file = folder / "out/default/_METADATA"
-    document = json.loads(file.read_text())
-    change(document["custom_metadata"]["reshard.linen"])
-    file.write_text(json.dumps(document))
-    for model, *arguments in (
-        ("Linen", "convert", "out", "back", "--to", "linen"),
-        ("NNX", "verify", "out", "--against", "run/2"),
-        ("Linen", "verify", "run/2", "--against", "out"),
     ):
-        ran = run(*arguments)
-        assert (ran.status, ran.out) == (2, ""), arguments
-        assert "record" in ran.err.splitlines()[0]
-        assert ran.err.endswith(
-            f"hint: --model MODULE:NAME, the {model} model, converts without the record\n"
-        )
+        document = json.loads(written)
+        change(document["custom_metadata"]["reshard.linen"])
+        file.write_text(json.dumps(document))
+        for model, *arguments in (
+            ("Linen", "convert", "out", "back", "--to", "linen"),
+            ("NNX", "verify", "out", "--against", "run/1"),
+            ("Linen", "verify", "run/1", "--against", "out"),
+        ):
+            ran = run(*arguments)
+            assert (ran.status, ran.out) == (2, ""), arguments
+            assert "record" in ran.err.splitlines()[0]
+            assert ran.err.endswith(
+                f"hint: --model MODULE:NAME, the {model} model, converts without the record\n"
+            )
     assert not (folder / "back").exists()
