@@ -12,6 +12,7 @@ from by_numpy import viewed
 from flax import linen as nn
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
+from twins import blank
 
 from reshard.convert.align import align
 from reshard.convert.model import definition_orders, linen_classes, nnx_outline
@@ -95,8 +96,7 @@ def convert(
     alignment = align(linen_outline(leaves, classes), outline_of(make))
     made = viewed(alignment.map, leaves)
     values = {path: made[path] for path in alignment.map.values}
-    model = make()
-    parts = flatten_state(model)
+    parts = flatten_state(blank(make))
     filled = []
     for leaf in parts.leaves:
         value = values.pop(leaf.path, None)
