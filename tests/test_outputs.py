@@ -56,15 +56,44 @@ def linen(module=None):
     return jax.jit((module or Linen()).init)(jax.random.key(0), jnp.ones((3, 4)))
 
 
+def random(make):
+    """Variables, every leaf random."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda leaf: rng.uniform(0.3, 1.0, leaf.shape).astype(np.float32), jax.eval_shape(make)
+    )
+
+
+def of_ones(module):
+    """A function that gives its variables."""
+    return lambda: module.init(jax.random.key(0), jnp.ones((2, 4)))
+
+
+def compared(folder, model, net, check=True, values=None, **options):
+    """Converts the variables that a Linen model has, and compares outputs."""
+    path = folder / "linen"
+    if not path.exists():
+        layouts.save_standard(path, model() if values is None else values)
+    return reshard.to_nnx(path, net, source=model, check=check, **options)
+
+
+def equal(ckpt):
+    """What is told of equal outputs."""
+    (note,) = [note for note in ckpt.notes if note.startswith("outputs equal")]
+    return note
+
+
+def differ(call, *arguments, **options):
+    """What is told of outputs that differ."""
+    with pytest.raises(reshard.TreeMismatchError) as info:
+        call(*arguments, **options)
+    return info.value.problems
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A checkpoint of Linen's, every leaf random."""
-    rng = np.random.default_rng(0)
-    tree = jax.tree.map(
-        lambda leaf: rng.uniform(0.3, 1.0, leaf.shape).astype(np.float32), jax.eval_shape(linen)
-    )
-    path = tmp_path_factory.mktemp("saved") / "linen"
-    return layouts.save_standard(path, tree)
+    """A checkpoint of Linen's."""
+    return layouts.save_standard(tmp_path_factory.mktemp("saved") / "linen", random(linen))
 
 
 def swapped(tmp_path):
@@ -77,26 +106,19 @@ def swapped(tmp_path):
     return file
 
 
-def test_equal_outputs_are_a_note_in_both_directions(saved, tmp_path):
+def test_equal_outputs_are_a_note_in_both_directions(saved, tmp_path, monkeypatch):
+    """Gradients are taken of the target alone, and not where the calls of modules are compared."""
+    real, taken = jax.grad, []
+    monkeypatch.setattr(jax, "grad", lambda function: taken.append(function) or real(function))
     ckpt = reshard.to_nnx(saved, Nnx, source=linen, init=RANDOM, check=True)
-    (note,) = [note for note in ckpt.notes if note.startswith("outputs equal")]
-    assert note.startswith("outputs equal: the largest difference is ")
+    assert equal(ckpt).startswith("outputs equal: the largest difference is ")
+    assert len(taken) == 1
     reshard.save(ckpt, tmp_path / "nnx")
     x = np.random.default_rng(1).normal(size=(5, 4))  # float64, which is cast
     # Without the state of random numbers, which evaluation does not need.
-    back = reshard.to_linen(
-        tmp_path / "nnx", linen, source=Nnx, drop="**/rngs/**", check=((x,), {})
-    )
-    assert [note for note in back.notes if note.startswith("outputs equal")]
+    back = reshard.to_linen(tmp_path / "nnx", linen, source=Nnx, drop=RANDOM, check=((x,), {}))
+    assert equal(back)
     assert reshard.diff(saved, back, values=True).equal
-
-
-def test_gradients_are_taken_of_the_target_alone(saved, monkeypatch):
-    """And not where the calls of modules are compared."""
-    real, taken = jax.grad, []
-    monkeypatch.setattr(jax, "grad", lambda function: taken.append(function) or real(function))
-    reshard.to_nnx(saved, Nnx, source=linen, init=RANDOM, check=True)
-    assert len(taken) == 1
 
 
 def test_modules_of_one_class_that_change_places_are_found(saved, tmp_path):
@@ -132,28 +154,19 @@ def test_leaves_with_other_names_than_the_model_of_the_source_has_need_a_rule(sa
         "map_file=... does so for the conversion alone"
     )
     (tmp_path / "map.toml").write_text("[[rule]]\nfrom = '{}'\nto = '{}'\n".format(*rename))
-    made = reshard.to_nnx(
-        saved, Named, source=linen, init=RANDOM, map_file=tmp_path / "map.toml", check=True
-    )
-    assert [note for note in made.notes if note.startswith("outputs equal")]
+    file = tmp_path / "map.toml"
+    assert equal(reshard.to_nnx(saved, Named, source=linen, init=RANDOM, map_file=file, check=True))
 
 
 def test_models_that_say_bfloat16_are_compared_in_float32(tmp_path):
     def model():
         return linen(Linen("bfloat16"))
 
-    rng = np.random.default_rng(0)
-    tree = jax.tree.map(
-        lambda x: rng.uniform(0.3, 1.0, x.shape).astype(np.float32), jax.eval_shape(model)
-    )
-    layouts.save_standard(tmp_path / "linen", tree)
-
     def net():
         return Nnx(nnx.Rngs(0), dtype=jnp.bfloat16)
 
-    x = jnp.asarray(rng.normal(size=(7, 4)), "bfloat16")
-    ckpt = reshard.to_nnx(tmp_path / "linen", net, source=model, init=RANDOM, check=((x,), {}))
-    assert [note for note in ckpt.notes if note.startswith("outputs equal")]
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(7, 4)), "bfloat16")
+    assert equal(compared(tmp_path, model, net, ((x,), {}), random(model), init=RANDOM))
 
 
 class Delegating(nn.Module):
@@ -167,21 +180,17 @@ class Delegating(nn.Module):
         return super().__getattr__(name)
 
 
+class Dense(nnx.Module):
+    def __init__(self):
+        self.dense = nnx.Linear(4, WIDTH, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.dense(x)
+
+
 def test_a_module_that_finds_attributes_by_itself_is_run(tmp_path):
-    class Twin(nnx.Module):
-        def __init__(self):
-            self.dense = nnx.Linear(4, WIDTH, rngs=nnx.Rngs(0))
-
-        def __call__(self, x):
-            return self.dense(x)
-
-    def model():
-        return linen(Delegating())
-
-    layouts.save_standard(tmp_path / "linen", model())
     x = np.random.default_rng(0).normal(size=(7, 4)).astype(np.float32)
-    ckpt = reshard.to_nnx(tmp_path / "linen", Twin, source=model, check=((x,), {}))
-    assert [note for note in ckpt.notes if note.startswith("outputs equal")]
+    assert equal(compared(tmp_path, lambda: linen(Delegating()), Dense, ((x,), {})))
 
 
 def test_modules_that_compute_something_else_are_found(saved):
@@ -190,11 +199,8 @@ def test_modules_that_compute_something_else_are_found(saved):
         made.norm.epsilon = 1e-2
         return made
 
-    with pytest.raises(reshard.TreeMismatchError) as info:
-        reshard.to_nnx(saved, net, source=linen, init=RANDOM, check=True)
-    assert info.value.problems[1:] == (
-        "the first module whose output differs: LayerNorm_0 in Linen, norm in NNX",
-    )
+    told = differ(reshard.to_nnx, saved, net, source=linen, init=RANDOM, check=True)
+    assert told[1:] == ("the first module whose output differs: LayerNorm_0 in Linen, norm in NNX",)
 
 
 def test_nothing_is_initialised_to_learn_what_a_model_is_called_with(tmp_path):
@@ -204,15 +210,11 @@ def test_nothing_is_initialised_to_learn_what_a_model_is_called_with(tmp_path):
         computed.append(not isinstance(key, jax.core.Tracer))
         return jax.random.normal(key, shape, dtype)
 
-    def model():
-        return nn.Dense(2, kernel_init=init).init(jax.random.key(0), jnp.ones((3, 4)))
-
-    layouts.save_standard(tmp_path / "linen", model())
+    model = of_ones(nn.Dense(2, kernel_init=init))
+    values = model()
     assert computed == [True]
-    ckpt = reshard.to_nnx(
-        tmp_path / "linen", lambda: nnx.Linear(4, 2, rngs=nnx.Rngs(0)), source=model, check=True
-    )
-    assert [note for note in ckpt.notes if note.startswith("outputs equal")]
+    net = lambda: nnx.Linear(4, 2, rngs=nnx.Rngs(0))  # noqa: E731
+    assert equal(compared(tmp_path, model, net, values=values))
     assert True not in computed[1:]
 
 
@@ -226,9 +228,10 @@ class Constant(nn.Module):
         return nn.Dense(WIDTH)(x) * 0 + self.value
 
 
-class ConstantNnx(nnx.Module):
+class ConstantNnx(Dense):
     def __init__(self, value):
-        self.dense, self.value = nnx.Linear(4, WIDTH, rngs=nnx.Rngs(0)), value
+        super().__init__()
+        self.value = value
 
     def __call__(self, x):
         return self.dense(x) * 0 + self.value
@@ -242,13 +245,8 @@ class ConstantNnx(nnx.Module):
     ],
 )
 def test_outputs_that_tell_nothing_are_not_equal(tmp_path, value, problem):
-    def model():
-        return Constant(value).init(jax.random.key(0), jnp.ones((2, 4)))
-
-    layouts.save_standard(tmp_path / "linen", model())
-    with pytest.raises(reshard.TreeMismatchError) as info:
-        reshard.to_nnx(tmp_path / "linen", lambda: ConstantNnx(value), source=model, check=True)
-    assert info.value.problems == (problem,)
+    told = differ(compared, tmp_path, of_ones(Constant(value)), lambda: ConstantNnx(value))
+    assert told == (problem,)
 
 
 class Headed(nn.Module):
@@ -271,18 +269,13 @@ class HeadedNnx(nnx.Module):
 
 
 def test_leaves_without_a_part_in_the_outputs_are_told(tmp_path):
-    def model():
-        return Headed().init(jax.random.key(0), jnp.ones((2, 4)))
-
-    layouts.save_standard(tmp_path / "linen", model())
     x = np.random.default_rng(0).normal(size=(2, 4))
     inputs = {"linen": ((x,), {"both": False}), "nnx": ((x,), {})}
-    ckpt = reshard.to_nnx(tmp_path / "linen", HeadedNnx, source=model, check=inputs)
-    (note,) = [note for note in ckpt.notes if note.startswith("outputs equal")]
+    models = tmp_path, of_ones(Headed()), HeadedNnx
+    note = equal(compared(*models, inputs))
     assert note.endswith("leaves without a part in them: head/bias, head/kernel")
-    with pytest.raises(reshard.TreeMismatchError) as info:
-        reshard.to_nnx(tmp_path / "linen", HeadedNnx, source=model, check=True)
-    assert info.value.problems == ("their shapes are [2, 2], [2, 3] in Linen, [2, 2] in NNX",)
+    shapes = "their shapes are [2, 2], [2, 3] in Linen, [2, 2] in NNX"
+    assert differ(compared, *models) == (shapes,)
 
 
 class Routed(nn.Module):
@@ -304,24 +297,16 @@ class RoutedNnx(nnx.Module):
 
 
 def test_what_no_input_reaches_is_told_and_what_masks_fill_in_is_no_measure(tmp_path):
-    def model():
-        return Routed().init(jax.random.key(0), jnp.ones((2, 4)))
-
-    layouts.save_standard(tmp_path / "linen", model())
     x = np.random.default_rng(0).normal(size=(5, 4))
     x[:, 0] = np.abs(x[:, 0])
-    ckpt = reshard.to_nnx(tmp_path / "linen", RoutedNnx, source=model, check=((x,), {}))
-    (note,) = [note for note in ckpt.notes if note.startswith("outputs equal")]
+    models = tmp_path, of_ones(Routed()), RoutedNnx, ((x,), {})
+    note = equal(compared(*models))
     assert note.endswith("leaves without a part in them: down/bias, down/kernel")
     swapped = tmp_path / "map.toml"
     swapped.write_text(
         "rule = [{ from = '^params/up/', to = 'down/' }, { from = '^params/down/', to = 'up/' }]"
     )
-    with pytest.raises(reshard.TreeMismatchError) as info:
-        reshard.to_nnx(
-            tmp_path / "linen", RoutedNnx, source=model, map_file=swapped, check=((x,), {})
-        )
-    (problem,) = info.value.problems
+    (problem,) = differ(compared, *models, map_file=swapped)
     assert re.match("the output: the largest difference is 0.[0-9]+ of the largest value;", problem)
 
 
@@ -381,15 +366,10 @@ def project(tmp_path_factory):
     """A directory with models, and a checkpoint of Linen's."""
     directory = tmp_path_factory.mktemp("project")
     (directory / "models.py").write_text(MODELS)
-    rng = np.random.default_rng(0)
-    shapes = {"layers_0": {"scale": 4, "bias": 4}, "layers_1": {"kernel": (4, 3), "bias": 3}}
-    tree = jax.tree.map(lambda shape: rng.normal(size=shape).astype("f4"), shapes, is_leaf=is_shape)
-    layouts.save_standard(directory / "linen", {"params": tree})
+    layouts.save_standard(
+        directory / "linen", random(of_ones(nn.Sequential([nn.LayerNorm(), nn.Dense(3)])))
+    )
     return directory
-
-
-def is_shape(node):
-    return isinstance(node, tuple)
 
 
 CHECK = ["convert", "linen", "nnx", "--to", "nnx", "--source-model", "models:variables", "--check"]
