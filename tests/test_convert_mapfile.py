@@ -497,10 +497,6 @@ def plainly(rules, leaves):
     return leaves
 
 
-def is_nested(leaves):
-    return any(other.startswith(f"{text}/") for text in leaves for other in leaves)
-
-
 def called(function, *arguments):
     try:
         return function(*arguments)
@@ -588,8 +584,7 @@ LAYERED = st.builds(
 def layered_maps(draw):
     """A tree, rules most of which fit, and what they make of its arrays; None if they do not."""
     arrays = arrays_of(tree(draw(LAYERED)), draw(st.integers(0, 99)))
-    leaves = {format_path(path): (value, False) for path, value in arrays.items()}
-    chosen, made = [], leaves
+    chosen, made = [], {format_path(path): (value, False) for path, value in arrays.items()}
     for _ in range(draw(st.integers(1, 5))):
         results = {}
         for rule in RULES:
@@ -604,14 +599,10 @@ def layered_maps(draw):
         try:
             made = plainly(tomllib.loads(f"rule = [{chosen[-1]}]")["rule"], made)
         except FailsError:
-            made = None
-    if made is not None and is_nested(made):
-        made = None
-    return (
-        arrays,
-        chosen,
-        None if made is None else {text: value for text, (value, _) in made.items()},
-    )
+            return arrays, chosen, None
+    if any(other.startswith(f"{text}/") for text in made for other in made):
+        return arrays, chosen, None
+    return arrays, chosen, {text: value for text, (value, _) in made.items()}
 
 
 @settings(deadline=None, max_examples=examples(400))
@@ -777,16 +768,11 @@ def conversions(draw):
             break
         first = draw(st.sampled_from(paths))
         shape = now[first]
-        count = draw(st.integers(1, 3))
         axis = draw(st.integers(-len(shape), len(shape) - 1)) if shape else None
-        kinds = ["transpose", "reshape", "pad", "stack"] + ["split", "unstack", "concat"] * bool(
-            shape
-        )
-        kind = draw(st.sampled_from(kinds + ["rename"] * (first in sources)))
-        inputs, outputs = [first], 1
-        if kind == "rename":
-            operation = None
-        elif kind == "transpose":
+        kinds = ["transpose", "reshape", "pad", "stack"] + ["rename"] * (first in sources)
+        kind = draw(st.sampled_from(kinds + ["split", "unstack", "concat"] * bool(shape)))
+        inputs, operation = [first], None
+        if kind == "transpose":
             operation = Transpose(tuple(draw(st.permutations(range(len(shape))))))
         elif kind == "reshape":
             sizes = draw(st.permutations([*shape, 1]))
@@ -797,33 +783,22 @@ def conversions(draw):
             operation = Pad(widths, draw(st.floats(-9, 9, width=32) | st.integers(0, 3)))
         elif kind == "split":
             at = draw(st.integers(0, shape[axis]))
-            operation, outputs = Split(axis, (at, shape[axis] - at)), 2
+            operation = Split(axis, (at, shape[axis] - at))
         elif kind == "unstack" and shape[axis]:
-            operation, outputs = Unstack(axis, shape[axis]), shape[axis]
+            operation = Unstack(axis, shape[axis])
         elif kind == "stack":
-            inputs = [path for path in draw(st.permutations(paths)) if now[path] == shape][:count]
+            inputs = alike(draw(st.permutations(paths)), now, shape)
             names = draw(st.sampled_from([(), ("data", "model")]))
             operation = Stack(draw(st.integers(-len(shape) - 1, len(shape))), names)
-        else:
-            other = [path for path in draw(st.permutations(paths)) if len(now[path]) == len(shape)]
-            inputs = []
-            for path in other[:count]:
-                if all(
-                    a == b or n == axis % len(shape)
-                    for n, (a, b) in enumerate(zip(now[path], shape, strict=True))
-                ):
-                    inputs.append(path)
-            inputs = inputs or [first]
+        elif kind != "rename":
             operation = Concat(axis)
+            inputs = alike(draw(st.permutations(paths)), now, shape, axis % len(shape))
         shapes = [now.pop(path) for path in inputs]
         sources -= set(inputs)
-        if operation is not None:
-            shapes = operation.shapes(shapes)
-        free = [path for path in used if path not in now]
-        places = [path if draw(st.booleans()) else fresh() for path in draw(st.permutations(free))][
-            :outputs
-        ]
-        places += [fresh() for _ in range(outputs - len(places))]
+        shapes = shapes if operation is None else operation.shapes(shapes)
+        free = [path for path in draw(st.permutations(used)) if path not in now]
+        places = [path if draw(st.booleans()) else fresh() for path in free[: len(shapes)]]
+        places += [fresh() for _ in shapes[len(places) :]]
         if operation is None:
             fixed.add(places[0])
         now.update(zip(places, shapes, strict=True))
@@ -831,6 +806,19 @@ def conversions(draw):
     named = {path for one in steps for path in one.inputs + one.outputs}
     dropped = [path for path in leaves if path not in named and draw(st.booleans())]
     return leaves, steps, dropped
+
+
+def alike(paths, shapes, shape, axis=None):
+    """Up to three leaves of a shape, but for an axis."""
+
+    def rest(sizes):
+        return [size for n, size in enumerate(sizes) if n != axis]
+
+    return [
+        path
+        for path in paths
+        if (len(shapes[path]), rest(shapes[path])) == (len(shape), rest(shape))
+    ][:3]
 
 
 ORIGINS = st.sampled_from(["map", "path", "structure"])

@@ -1,5 +1,6 @@
 """Outlines of models: modules, classes and definition order, from paths and from Flax itself."""
 
+import functools
 import random
 from typing import Any
 
@@ -57,60 +58,60 @@ def variables_of(module, *inputs):
     return flatten_dict(nn.meta.unbox(made))
 
 
+def layer(inner=2, outer=3):
+    return nnx.Linear(inner, outer, rngs=nnx.Rngs(0))
+
+
+class Own(nnx.Module):
+    """Attributes in the order that is given."""
+
+    def __init__(self, **attributes):
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
 class TestLinen:
     """Outlines of Linen models."""
 
     def test_collections_meet_in_their_module(self):
+        f32, f64 = np.dtype("float32"), np.dtype("float64")
+        expected = {
+            "w": (Leaf(("params", "w"), (2, 5), f32, "params"),),
+            "BatchNorm_0/mean": (
+                Leaf(("batch_stats", "BatchNorm_0", "mean"), (3,), f64, "batch_stats"),
+            ),
+            "BatchNorm_0/scale": (
+                Leaf(("batch_stats", "BatchNorm_0", "scale"), (4,), f32, "batch_stats"),
+                Leaf(("params", "BatchNorm_0", "scale"), (3,), f32, "params"),
+            ),
+        }
         made = linen_outline(
             {
-                ("params", "BatchNorm_0", "scale"): array(3),
-                ("batch_stats", "BatchNorm_0", "mean"): array(3, dtype="float64"),
-                ("batch_stats", "BatchNorm_0", "scale"): array(4),
-                ("params", "w"): array(2, 5),
+                leaf.path: array(*leaf.shape, dtype=leaf.dtype)
+                for x in expected.values()
+                for leaf in x
             }
         )
         assert classes(made) == {("BatchNorm_0", "BatchNorm", 0): {}}
         assert made.children["BatchNorm_0"].path == ("BatchNorm_0",)
-        assert leaves(made) == {
-            "w": (Leaf(("params", "w"), (2, 5), np.dtype("float32"), "params"),),
-            "BatchNorm_0/mean": (
-                Leaf(
-                    ("batch_stats", "BatchNorm_0", "mean"),
-                    (3,),
-                    np.dtype("float64"),
-                    "batch_stats",
-                ),
-            ),
-            "BatchNorm_0/scale": (
-                Leaf(
-                    ("batch_stats", "BatchNorm_0", "scale"),
-                    (4,),
-                    np.dtype("float32"),
-                    "batch_stats",
-                ),
-                Leaf(("params", "BatchNorm_0", "scale"), (3,), np.dtype("float32"), "params"),
-            ),
-        }
+        assert leaves(made) == expected
 
-    @pytest.mark.parametrize(
-        "name, kind, index",
-        [
-            ("Dense_0", "Dense", 0),
-            ("Dense_12", "Dense", 12),
-            ("ScanCheckpointBlock_0", "ScanCheckpointBlock", 0),
-            ("Remat_scanBlock_3", "Remat_scanBlock", 3),
-            ("_Private_1", "_Private", 1),
-            ("Block2_0", "Block2", 0),
-            ("layers_0", "", None),
-            ("encoderblock_1", "", None),
-            ("Transformer", "", None),
-            ("head", "", None),
-            ("Dense_x", "", None),
-        ],
-    )
-    def test_a_name_that_linen_gave_says_class_and_order(self, name, kind, index):
-        made = linen_outline({("params", name, "kernel"): array(2)}).children[name]
-        assert (made.kind, made.index) == (kind, index)
+    def test_a_name_that_linen_gave_says_class_and_order(self):
+        expected = {
+            "Dense_0": ("Dense", 0),
+            "Dense_12": ("Dense", 12),
+            "ScanCheckpointBlock_0": ("ScanCheckpointBlock", 0),
+            "Remat_scanBlock_3": ("Remat_scanBlock", 3),
+            "_Private_1": ("_Private", 1),
+            "Block2_0": ("Block2", 0),
+            "layers_0": ("", None),
+            "encoderblock_1": ("", None),
+            "Transformer": ("", None),
+            "head": ("", None),
+            "Dense_x": ("", None),
+        }
+        made = linen_outline({("params", name, "kernel"): array(2) for name in expected})
+        assert {k: (one.kind, one.index) for k, one in made.children.items()} == expected
 
     def test_names_and_order_do_not_depend_on_the_order_of_leaves(self):
         names = [f"Dense_{i}" for i in range(12)] + ["head", "b_2", "b_10"]
@@ -170,53 +171,44 @@ class TestLinen:
             ("norm", ""): {},
         }
 
-    @pytest.mark.parametrize(
-        "kind, found",
-        [
-            ("Dense", [("Dense", ())]),
-            ("ScanBlock", [("ScanBlock", ()), ("Block", ("Scan",))]),
+    def test_transforms_in_the_name_of_a_class(self):
+        for kind, *inner in (
+            ("Dense",),
+            ("ScanBlock", ("Block", ("Scan",))),
             (
                 "ScanCheckpointBlock",
-                [
-                    ("ScanCheckpointBlock", ()),
-                    ("CheckpointBlock", ("Scan",)),
-                    ("Block", ("Scan", "Checkpoint")),
-                ],
+                ("CheckpointBlock", ("Scan",)),
+                ("Block", ("Scan", "Checkpoint")),
             ),
-            ("Remat_scan_Block", [("Remat_scan_Block", ()), ("_Block", ("Remat_scan",))]),
-            ("Scanner", [("Scanner", ())]),
+            ("Remat_scan_Block", ("_Block", ("Remat_scan",))),
+            ("Scanner",),
             # What is stored need not be what the class uses.
-            ("Map_variablesDense", [("Map_variablesDense", ())]),
-            ("", [("", ())]),
-        ],
-    )
-    def test_transforms_in_the_name_of_a_class(self, kind, found):
-        assert list(unlifted(kind)) == found
+            ("Map_variablesDense",),
+            ("",),
+        ):
+            assert list(unlifted(kind)) == [(kind, ()), *inner]
 
-    @pytest.mark.parametrize(
-        "transform, kind",
-        [
-            (nn.remat, "CheckpointDense"),
-            (nn.jit, "JitDense"),
-            (nn.fold_rngs, "Fold_rngsDense"),
-            (
-                lambda dense: nn.vmap(
-                    dense, variable_axes={"params": 0}, split_rngs={"params": True}, axis_size=2
-                ),
-                "VmapDense",
-            ),
-            (lambda dense: nn.remat_scan(dense, lengths=(2, 3)), "Remat_scanDense"),
-        ],
-    )
-    def test_names_of_lifted_classes_are_as_flax_makes_them(self, transform, kind):
-        class Model(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                return transform(nn.Dense)(3)(x)
+    def test_names_of_lifted_classes_are_as_flax_makes_them(self):
+        several = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        lifted = {
+            "CheckpointDense": nn.remat(nn.Dense),
+            "JitDense": nn.jit(nn.Dense),
+            "Fold_rngsDense": nn.fold_rngs(nn.Dense),
+            "VmapDense": nn.vmap(nn.Dense, axis_size=2, **several),
+            "Remat_scanDense": nn.remat_scan(nn.Dense, lengths=(2, 3)),
+        }
+        for kind, dense in lifted.items():
 
-        made = linen_outline(variables_of(Model(), array(2, 3)))
-        assert classes(made) == {(f"{kind}_0", kind, 0): {}}
-        assert unlifted(kind)[-1][0] == "Dense"
+            class Model(nn.Module):
+                dense: type
+
+                @nn.compact
+                def __call__(self, x):
+                    return self.dense(3)(x)
+
+            made = linen_outline(variables_of(Model(dense), array(2, 3)))
+            assert classes(made) == {(f"{kind}_0", kind, 0): {}}
+            assert unlifted(kind)[-1][0] == "Dense"
 
 
 class Inner(nnx.Module):
@@ -329,46 +321,33 @@ class TestNnx:
         assert unordered(nnx_outline(model)[1]) == [()]
 
     def test_the_order_in_stacks_is_that_of_their_constructor(self):
-        class Stack(nnx.Module):
-            def __init__(self, *, rngs):
-                @nnx.split_rngs(splits=4)
-                @nnx.vmap
-                def stack(rngs):
-                    return Inner(rngs=rngs)
+        @nnx.split_rngs(splits=4)
+        @nnx.vmap
+        def stack(rngs):
+            return Inner(rngs=rngs)
 
-                self.layers = stack(rngs)
+        def make():
+            return Own(layers=stack(nnx.Rngs(0)))
 
-        _, _, made = watched(Stack)
+        _, _, made = watched(make)
         assert str(classes(made)) == str({("layers", "Inner"): INNER})
         assert unordered(made) == []
         assert made.children["layers"].children["first"].leaves["scale"][0].shape == (4, 3)
-        alone = nnx_outline(Stack(rngs=nnx.Rngs(0)))[1]
-        assert unordered(alone) == [("layers",)]
+        assert unordered(nnx_outline(make())[1]) == [("layers",)]
 
     def test_two_orders_of_one_class_are_none(self):
-        class Either(nnx.Module):
-            def __init__(self, turned):
-                names = ("b", "a") if turned else ("a", "b")
-                for name in names:
-                    setattr(self, name, nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+        """Unless one of them is a part of the other's."""
 
-        def pair(*turned):
-            return lambda: nnx.Dict(x=Either(turned[0]), y=Either(turned[1]))
+        def found(x, y):
+            def make():
+                return nnx.Dict(x=Own(**{k: layer() for k in x}), y=Own(**{k: layer() for k in y}))
 
-        assert unordered(watched(pair(True, True))[2]) == []
-        assert unordered(watched(pair(True, False))[2]) == [("x",), ("y",)]
+            return unordered(watched(make)[2])
 
-    def test_an_order_is_known_where_other_instances_have_more(self):
-        class Some(nnx.Module):
-            def __init__(self, *names):
-                for name in names:
-                    setattr(self, name, nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
-
-        def make(*names):
-            return lambda: nnx.Dict(x=Some("c", "b", "a"), y=Some(*names))
-
-        assert unordered(watched(make("c", "a"))[2]) == []
-        assert unordered(watched(make("a", "c"))[2]) == [("y",)]
+        assert found("ba", "ba") == []
+        assert found("ba", "ab") == [("x",), ("y",)]
+        assert found("cba", "ca") == []
+        assert found("cba", "ac") == [("y",)]
 
     def test_watching_leaves_flax_as_it_was(self):
         construct = type(nnx.Module)._pytree_meta_construct
@@ -417,11 +396,10 @@ class TestNnx:
         assert list(leaves(made)) == ["child/w"]
 
     def test_a_variable_may_hold_a_tree(self):
-        class Tree(nnx.Module):
-            def __init__(self):
-                self.w = nnx.Param({"u": jnp.zeros(2), "v": [jnp.zeros(3)]})
+        def make():
+            return Own(w=nnx.Param({"u": jnp.zeros(2), "v": [jnp.zeros(3)]}))
 
-        for state in (Tree(), watched(Tree)[0]):
+        for state in (make(), watched(make)[0]):
             made = nnx_outline(state)[1]
             assert {path: held[0].path for path, held in leaves(made).items()} == {
                 "w/u": ("w", "u"),
@@ -431,76 +409,62 @@ class TestNnx:
     def test_arrays_without_a_variable(self):
         """As the scales of a `WeightNorm` before flax 0.12.12."""
 
-        class Scaled(nnx.Module):
-            def __init__(self):
-                self.scales = nnx.data({("kernel",): jnp.ones(2)})
+        def make():
+            return Own(scales=nnx.data({("kernel",): jnp.ones(2)}))
 
-        for state in (Scaled(), watched(Scaled)[0]):
+        for state in (make(), watched(make)[0]):
             made = nnx_outline(state)[1]
             (scale,) = made.children["scales"].leaves["('kernel',)"]
             assert (scale.path, scale.shape) == (("scales", "('kernel',)"), (2,))
             assert scale.kind == ""
 
-    @pytest.mark.parametrize(
-        "wrap, prefix",
-        [
-            (lambda model, tx: model, ()),
-            (lambda model, tx: nnx.ModelAndOptimizer(model, tx), ("model",)),
-            (
-                lambda model, tx: {
-                    "model": model,
-                    "optimizer": nnx.Optimizer(model, tx, wrt=nnx.Param),
-                },
-                ("model",),
-            ),
-            (
-                lambda model, tx: {"a": nnx.ModelAndOptimizer(model, tx), "step": 3},
-                ("a", "model"),
-            ),
-            (lambda model, tx: (nnx.Optimizer(model, tx, wrt=nnx.Param), model), (1,)),
-            (
-                lambda model, tx: {"net": model, "all": nnx.ModelAndOptimizer(model, tx)},
-                ("all", "model"),
-            ),
-        ],
-    )
-    def test_a_model_beside_an_optimizer(self, wrap, prefix):
-        def make():
-            return wrap(Model(rngs=nnx.Rngs(0)), optax.adam(1e-3))
-
+    def test_a_model_beside_an_optimizer(self):
+        tx = optax.adam(1e-3)
+        beside = functools.partial(nnx.Optimizer, tx=tx, wrt=nnx.Param)
+        with_own = functools.partial(nnx.ModelAndOptimizer, tx=tx)
         alone = nnx_outline(Model(rngs=nnx.Rngs(0)))[1]
-        for state, found, made in (watched(make), (make(), *nnx_outline(make()))):
-            assert found == prefix
-            assert str(classes(made)) == str(MODEL)
-            assert leaves(made) == leaves(alone)
-            paths = {leaf.path for leaf in flatten_state(state).leaves}
-            assert {(*prefix, *held[0].path) for held in leaves(made).values()} <= paths
+        for wrap, prefix in (
+            (lambda model: model, ()),
+            (with_own, ("model",)),
+            (lambda model: {"model": model, "optimizer": beside(model)}, ("model",)),
+            (lambda model: {"a": with_own(model), "step": 3}, ("a", "model")),
+            (lambda model: (beside(model), model), (1,)),
+            (lambda model: {"net": model, "all": with_own(model)}, ("all", "model")),
+        ):
+
+            def make(wrap=wrap):
+                return wrap(Model(rngs=nnx.Rngs(0)))
+
+            for state, found, made in (watched(make), (make(), *nnx_outline(make()))):
+                assert found == prefix
+                assert str(classes(made)) == str(MODEL)
+                assert leaves(made) == leaves(alone)
+                paths = {leaf.path for leaf in flatten_state(state).leaves}
+                assert {(*prefix, *held[0].path) for held in leaves(made).values()} <= paths
 
     def test_no_model_or_several(self):
-        model = Inner(rngs=nnx.Rngs(0))
-        other = Inner(rngs=nnx.Rngs(0))
+        model, other = (Inner(rngs=nnx.Rngs(0)) for _ in range(2))
         optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-        hint = 'hint: give the model alone, or `{"model": model, "optimizer": optimizer}`'
-        with pytest.raises(ArgumentError) as error:
-            nnx_outline({"a": model, "b": other})
-        expected = "one NNX model is needed, not 2: a (Inner), b (Inner)"
-        assert str(error.value) == f"{expected}\n\n{hint}"
-        with pytest.raises(ArgumentError) as error:
-            nnx_outline({"b": optimizer})
-        assert str(error.value) == f"one NNX model is needed, not 0: b (Optimizer)\n\n{hint}"
+        for tree, found in (
+            ({"a": model, "b": other}, "2: a (Inner), b (Inner)"),
+            ({"b": optimizer}, "0: b (Optimizer)"),
+        ):
+            with pytest.raises(ArgumentError) as error:
+                nnx_outline(tree)
+            assert str(error.value) == (
+                f"one NNX model is needed, not {found}\n\n"
+                'hint: give the model alone, or `{"model": model, "optimizer": optimizer}`'
+            )
 
-    @pytest.mark.parametrize("pure", [True, False])
-    def test_a_state_has_paths_only(self, pure):
+    def test_a_state_has_paths_only(self):
         model = Model(rngs=nnx.Rngs(0))
-        state = nnx.state(model)
-        state = nnx.to_pure_dict(state) if pure else state
-        prefix, made = nnx_outline(state)
-        assert prefix == ()
-        assert {name: held[0].shape for name, held in leaves(made).items()} == {
-            name: held[0].shape for name, held in leaves(nnx_outline(model)[1]).items()
-        }
-        assert {kind for _, kind in classes(made)} == {""}
-        assert not made.ordered
+        whole = {name: held[0].shape for name, held in leaves(nnx_outline(model)[1]).items()}
+        for state in (nnx.state(model), nnx.to_pure_dict(nnx.state(model))):
+            prefix, made = nnx_outline(state)
+            assert prefix == ()
+            assert {name: held[0].shape for name, held in leaves(made).items()} == whole
+            assert {kind for _, kind in classes(made)} == {""}
+            assert not made.ordered
 
 
 KEYS = st.text("ab_10", min_size=1, max_size=4)
@@ -540,12 +504,8 @@ def test_what_is_taken_out_of_an_outline_is_gone_and_its_modules_stay(paths, rng
 
 
 def test_what_is_taken_out_of_a_shared_module_is_gone_everywhere():
-    class Shared(nnx.Module):
-        def __init__(self):
-            self.a = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-            self.b = self.a
-
-    made = without(nnx_outline(Shared())[1], [("a", "kernel")])
+    shared = layer()
+    made = without(nnx_outline(Own(a=shared, b=shared))[1], [("a", "kernel")])
     assert made.children["a"] is made.children["b"]
     assert list(made.children["b"].leaves) == ["bias"]
     assert made.repeated == {"b"}

@@ -71,19 +71,17 @@ class Model(nnx.Module):
         self.width = 5
 
 
+BLOCK = {
+    ("linear", "bias"): nnx.Param,
+    ("linear", "kernel"): nnx.Param,
+    ("norm", "bias"): nnx.Param,
+    ("norm", "mean"): nnx.BatchStat,
+    ("norm", "scale"): nnx.Param,
+    ("norm", "var"): nnx.BatchStat,
+}
 MODEL = {
-    ("again", "linear", "bias"): nnx.Param,
-    ("again", "linear", "kernel"): nnx.Param,
-    ("again", "norm", "bias"): nnx.Param,
-    ("again", "norm", "mean"): nnx.BatchStat,
-    ("again", "norm", "scale"): nnx.Param,
-    ("again", "norm", "var"): nnx.BatchStat,
-    ("blocks", "0", "linear", "bias"): nnx.Param,
-    ("blocks", "0", "linear", "kernel"): nnx.Param,
-    ("blocks", "0", "norm", "bias"): nnx.Param,
-    ("blocks", "0", "norm", "mean"): nnx.BatchStat,
-    ("blocks", "0", "norm", "scale"): nnx.Param,
-    ("blocks", "0", "norm", "var"): nnx.BatchStat,
+    **{("again", *path): kind for path, kind in BLOCK.items()},
+    **{("blocks", "0", *path): kind for path, kind in BLOCK.items()},
     ("buffer",): type(None),
     ("by_name", "a"): nnx.Param,
     ("count",): type(None),
@@ -238,17 +236,13 @@ def test_a_module_that_holds_itself():
 def test_aliases_lead_through_several_shared_nodes():
     model = Model(nnx.Rngs(0))
     outer = nnx.Dict(one=model, two=model, part=model.blocks[1].linear)
-    found = aliases(outer)
     kernel = ("one", "again", "linear", "kernel")
     everywhere = {
-        ("part", "kernel"),
-        *[
-            (*top, *below, "linear", "kernel")
-            for top in (("one",), ("two",))
-            for below in (("again",), ("blocks", "1"))
-        ],
+        (top, *below, "linear", "kernel")
+        for top in ("one", "two")
+        for below in (("again",), ("blocks", "1"))
     }
-    assert {kernel, *found[kernel]} == everywhere
+    assert {kernel, *aliases(outer)[kernel]} == {*everywhere, ("part", "kernel")}
 
 
 # Together again.
