@@ -118,10 +118,13 @@ def drawn(seed=1):
     return twin(seed)
 
 
-def training(tx, seed=1):
+def with_optimizer(model, tx):
     """What users save of NNX: the model beside its optimizer."""
-    model = twin(seed)
     return {"model": model, "optimizer": nnx.Optimizer(model, tx, wrt=nnx.Param)}
+
+
+def training(tx, seed=1):
+    return with_optimizer(twin(seed), tx)
 
 
 def saved_by_nnx(made):
@@ -270,17 +273,16 @@ def map_of(folder, *rules):
     return folder / "map.toml"
 
 
-def named(**shapes):
+def named(dtype="float32", **shapes):
     """An NNX model with one parameter under each name."""
     made = nnx.Module()
     for name, shape in shapes.items():
-        setattr(made, name, nnx.Param(jnp.zeros(shape)))
+        setattr(made, name, nnx.Param(jnp.zeros(shape, dtype)))
     return made
 
 
 def beside_optimizer(tx, **shapes):
-    model = named(**shapes)
-    return {"model": model, "optimizer": nnx.Optimizer(model, tx, wrt=nnx.Param)}
+    return with_optimizer(named(**shapes), tx)
 
 
 def train_state_of(params, tx):
@@ -332,8 +334,7 @@ def test_all_that_stands_against_nnx_is_told_at_once_and_before_anything_is_read
     shutil.rmtree(tmp_path / "linen")
 
     def model():
-        made = Parts(nnx.Rngs(0))
-        return {"model": made, "optimizer": nnx.Optimizer(made, optax.adam(0.1), wrt=nnx.Param)}
+        return with_optimizer(Parts(nnx.Rngs(0)), ADAM)
 
     message = f"""\
 `{tmp_path}/linen` does not become the NNX model
@@ -372,9 +373,7 @@ hint: reshard.cast(ckpt, "bfloat16", "params/b/kernel")"""
 
 
 def test_all_that_stands_against_linen_is_told_at_once_and_before_anything_is_read(tmp_path):
-    model = Parts(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
-    tree = {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}
+    tree = saved_by_nnx(with_optimizer(Parts(nnx.Rngs(0)), ADAM))
     ckpt = reshard.open(save(tmp_path / "nnx", tree))
     shutil.rmtree(tmp_path / "nnx")
 
@@ -564,7 +563,7 @@ hint: a function that returns its variables, `model.init(key, x)`, or a TrainSta
 
 
 def test_a_tree_that_can_be_read_in_two_ways_is_read_as_the_direction_says(tmp_path):
-    tree = {"a": {"kernel": some(4, 5), "bias": some(5)}, "b": some(2)}
+    tree = exact_params()
     path = save(tmp_path / "linen", tree)
     reshard.save(reshard.to_nnx(path, exact), tmp_path / "nnx")
     assert by_path(load(tmp_path / "nnx")) == held(tree)
@@ -810,24 +809,14 @@ drop = true
 """
 
 
-class Layer(nnx.Module):
-    def __init__(self):
-        self.query = nnx.Param(jnp.zeros((3, 2)))
-        self.key = nnx.Param(jnp.zeros((3, 4)))
-        self.kernel = nnx.Param(jnp.zeros((5, 3)))
-
-
-class Mapped(nnx.Module):
-    def __init__(self):
-        self.layers = nnx.List([Layer(), Layer()])
-        self.experts = nnx.Param(jnp.zeros((4, 3, 2)))
-        self.gate = nnx.Param(jnp.zeros((5, 3)))
-        self.up = nnx.Param(jnp.zeros((5, 3)))
+def mapped_model():
+    made = named(experts=(4, 3, 2), gate=(5, 3), up=(5, 3))
+    made.layers = nnx.List([named(query=(3, 2), key=(3, 4), kernel=(5, 3)) for _ in range(2)])
+    return made
 
 
 def mapped_training():
-    model = Mapped()
-    return {"model": model, "optimizer": nnx.Optimizer(model, ADAM, wrt=nnx.Param)}
+    return with_optimizer(mapped_model(), ADAM)
 
 
 def to_map():
@@ -869,13 +858,13 @@ def mapped(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("model", [None, Mapped, mapped_training])
+@pytest.mark.parametrize("model", [None, mapped_model, mapped_training])
 def test_moments_follow_the_operations_of_a_map(model, mapped, tmp_path):
     ckpt = reshard.to_nnx(mapped / "linen", model, map_file=mapped / "map.toml")
     assert by_path(restored(ckpt, tmp_path)) == mapped_by_hand(to_map())
     notes = {
         None: ["the map alone decided: only the source was checked"],
-        Mapped: [
+        mapped_model: [
             "the model has no optimizer: 19 leaves of optimizer state are below `optimizer`, "
             "checked against nothing"
         ],
@@ -1389,37 +1378,6 @@ def test_every_format_comes_back_as_it_was(kind, tmp_path):
     layouts.assert_same_tree(read(tmp_path / "back"), read(source))
 
 
-class Two(nnx.Module):
-    def __init__(self, rngs):
-        self.one, self.other = nnx.Linear(4, 5, rngs=rngs), nnx.Linear(5, 3, rngs=rngs)
-
-
-def two():
-    """Bare parameters for it."""
-    return {
-        "Dense_0": {"kernel": some(4, 5), "bias": some(5)},
-        "Dense_1": {"kernel": some(5, 3), "bias": some(3)},
-    }
-
-
-TARGETS = {
-    "class": Two,
-    "function": lambda: Two(nnx.Rngs(1)),
-    "instance": Two(nnx.Rngs(1)),
-    "below model": lambda: {"model": Two(nnx.Rngs(1))},
-}
-
-
-@pytest.mark.parametrize("name", TARGETS)
-def test_bare_parameters(name, tmp_path):
-    source = save(tmp_path / "linen", two())
-    reshard.save(reshard.to_nnx(source, TARGETS[name]), tmp_path / "nnx")
-    made = {"one": two()["Dense_0"], "other": two()["Dense_1"]}
-    made = {"model": made} if name == "below model" else made
-    assert by_path(load(tmp_path / "nnx")) == held(made)
-    layouts.assert_same_tree(restored(reshard.to_linen(tmp_path / "nnx"), tmp_path), two())
-
-
 GOALS = {
     "state": twin,
     "model": lambda: {"model": twin()},
@@ -1428,33 +1386,28 @@ GOALS = {
 }
 
 
-def saved_of(made):
-    """What Orbax is given of modules, alone or in a dict."""
-    return saved_by_nnx(made) if isinstance(made, dict) else nnx.state(made)
-
-
 @pytest.mark.parametrize("name", GOALS)
 def test_nnx_trees_come_back_from_linen(name, tmp_path):
     """By the models of both sides. Streams of random numbers are those of the model."""
-    goal = GOALS[name]
-    tree = filled(saved_of(goal()))
+    made = GOALS[name]()
+    fresh = saved_by_nnx(made) if isinstance(made, dict) else nnx.state(made)
+    tree = filled(fresh)
     source = save(tmp_path / "nnx", tree)
     trained = "optimizer" in tree or "opt_state" in tree
     model = filled(train(ADAM) if trained else variables())
-    ckpt = reshard.to_linen(source, model, source=goal, drop=RANDOM)
+    ckpt = reshard.to_linen(source, model, source=GOALS[name], drop=RANDOM)
     linen = save(tmp_path / "linen", reshard.restore(ckpt, model))
     layouts.assert_same_tree(restored(ckpt, tmp_path), load(linen))
-    random = by_path(load(save(tmp_path / "model", saved_of(goal()))))
     expected = by_path(load(source))
+    random = by_path(load(save(tmp_path / "model", fresh)))
     expected |= {path: leaf for path, leaf in random.items() if "/rngs/" in path}
-    assert by_path(restored(reshard.to_nnx(linen, goal, init=RANDOM), tmp_path)) == expected
+    assert by_path(restored(reshard.to_nnx(linen, GOALS[name], init=RANDOM), tmp_path)) == expected
 
 
 def test_what_orbax_saves_again_has_lost_the_record(tmp_path):
-    source = save(tmp_path / "linen", state(ADAM, boxed=True))
+    source = save(tmp_path / "linen", state(ADAM))
     reshard.save(reshard.to_nnx(source, twin, init=RANDOM), tmp_path / "nnx")
-    target = saved_by_nnx(training(ADAM))
-    again = save(tmp_path / "again", load(tmp_path / "nnx", target))
+    again = save(tmp_path / "again", load(tmp_path / "nnx", saved_by_nnx(training(ADAM))))
     message = f"""\
 `{again}` has no record of a conversion from Linen: it was not made by one, or was trained on \
 since then
@@ -1462,56 +1415,59 @@ since then
 hint: model=..., the Linen model; `source` tells the classes of the NNX one
 hint: map_file=..., the map that reshard convert wrote on the way to NNX"""
     assert refusal(reshard.to_linen, again) == message
-    ckpt = reshard.to_linen(again, state(ADAM, boxed=True), **BACK)
-    layouts.assert_same_tree(restored(ckpt, tmp_path), load(source))
+
+
+class Exact(nnx.Module):
+    """Its attributes have the names of the Linen tree: no class and no order is needed."""
+
+    def __init__(self, rngs):
+        self.a, self.b = nnx.Linear(4, 5, rngs=rngs), nnx.Param(jnp.zeros(2))
 
 
 def exact():
-    """A model whose attributes have the names of the Linen tree."""
-    made = nnx.Module()
-    made.a, made.b = nnx.Linear(4, 5, rngs=nnx.Rngs(0)), nnx.Param(jnp.zeros(2))
-    return made
+    return Exact(nnx.Rngs(1))
 
 
-def pure(made):
-    return nnx.to_pure_dict(nnx.state(made))
+def exact_params():
+    return {"a": {"kernel": some(4, 5), "bias": some(5)}, "b": some(2)}
 
 
-STATES = {
+MODELS = {
+    "class": Exact,
+    "module": exact,
+    "below model": lambda: {"model": exact()},
     "state": lambda: nnx.state(exact()),
     "abstract state": lambda: nnx.eval_shape(lambda: nnx.state(exact())),
     "abstract module": lambda: nnx.eval_shape(exact),
-    "pure dict": lambda: pure(exact()),
+    "pure dict": lambda: nnx.to_pure_dict(nnx.state(exact())),
 }
 
 
+@pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize("called", [False, True], ids=["itself", "called"])
-@pytest.mark.parametrize("name", STATES)
-def test_states_say_the_paths(name, called, tmp_path):
-    """Where names are equal, no class and no order is needed."""
-    params = {"a": {"kernel": some(4, 5), "bias": some(5)}, "b": some(2)}
-    source = save(tmp_path / "linen", {"params": params})
-    model = STATES[name] if called else STATES[name]()
+@pytest.mark.parametrize("name", MODELS)
+def test_every_form_of_a_model(name, called, bare, tmp_path):
+    """For variables, and for bare parameters."""
+    params = exact_params()
+    tree = params if bare else {"params": params}
+    source = save(tmp_path / "linen", tree)
+    model = MODELS[name] if called or name == "class" else MODELS[name]()
     reshard.save(reshard.to_nnx(source, model), tmp_path / "nnx")
-    expected = by_path(params) if name == "pure dict" else held(params)
+    made = {"model": params} if name == "below model" else params
+    expected = by_path(made) if name == "pure dict" else held(made)
     assert by_path(load(tmp_path / "nnx")) == expected
-    layouts.assert_same_tree(
-        restored(reshard.to_linen(tmp_path / "nnx"), tmp_path), {"params": params}
-    )
+    layouts.assert_same_tree(restored(reshard.to_linen(tmp_path / "nnx"), tmp_path), tree)
 
 
 def test_a_record_that_does_not_fit_is_an_error(tmp_path):
-    source = save(tmp_path / "linen", two())
-    ckpt = reshard.to_nnx(source, Two)
-    ckpt = reshard.rename(reshard.select(ckpt, drop="one/bias/*"), [("^other/", "second/")])
+    ckpt = reshard.to_nnx(save(tmp_path / "linen", exact_params()), Exact)
+    ckpt = reshard.rename(reshard.select(ckpt, drop="a/bias/*"), [("^b/", "second/")])
     reshard.save(ckpt, tmp_path / "nnx")
     message = """\
 the record of the conversion from Linen does not fit the checkpoint
-  one/bias/value: not in the checkpoint
-  other/bias/value: not in the checkpoint
-  other/kernel/value: not in the checkpoint
-  second/bias/value: not in the record
-  second/kernel/value: not in the record
+  a/bias/value: not in the checkpoint
+  b/value: not in the checkpoint
+  second/value: not in the record
 
 hint: model=..., the Linen model, converts without the record"""
     assert refusal(reshard.to_linen, tmp_path / "nnx") == message
@@ -1549,7 +1505,7 @@ hint: model=..., the Linen model, converts without the record"""
 
 
 def test_a_record_that_cannot_be_read_is_an_error(tmp_path):
-    ckpt = reshard.to_nnx(save(tmp_path / "linen", two()), Two)
+    ckpt = reshard.to_nnx(save(tmp_path / "linen", exact_params()), Exact)
     custom = ckpt.source.metadata["custom_metadata"]
     record = custom["reshard.linen"]
     for broken in (record | {"version": 2}, record | {"route": {}}, {}, 3, None):
@@ -1630,8 +1586,7 @@ def test_where_only_paths_change_no_array_is_decoded_or_copied(tmp_path):
     source, out = save(tmp_path / "linen", linen), tmp_path / "nnx"
 
     def model():
-        made = Big(nnx.Rngs(3))
-        return {"model": made, "optimizer": nnx.Optimizer(made, ADAM, wrt=nnx.Param)}
+        return with_optimizer(Big(nnx.Rngs(3)), ADAM)
 
     ckpt = reshard.to_nnx(source, model, init=RANDOM)
     planned = reshard.plan(ckpt, out)
@@ -1650,21 +1605,10 @@ def test_where_only_paths_change_no_array_is_decoded_or_copied(tmp_path):
     assert sum(found.st_size for found in written) - linked < 10_000 < linked
 
 
-class Blocks(nnx.Module):
-    def __init__(self):
-        self.kernel = nnx.Param(jnp.zeros((4, 16, 32), jnp.bfloat16))
-        self.bias = nnx.Param(jnp.zeros((4, 32), jnp.bfloat16))
-
-
-class Fused(nnx.Module):
-    def __init__(self):
-        self.layers = Blocks()
-        self.embed = nnx.Param(jnp.zeros((16, 24), jnp.bfloat16))
-
-
-def fused_training():
-    model = Fused()
-    return {"model": model, "optimizer": nnx.Optimizer(model, ADAM, wrt=nnx.Param)}
+def fused():
+    made = named("bfloat16", embed=(16, 24))
+    made.layers = named("bfloat16", kernel=(4, 16, 32), bias=(4, 32))
+    return made
 
 
 @pytest.mark.parametrize("max_memory", ["24KiB", "1GiB"])
@@ -1680,7 +1624,7 @@ def test_all_of_it_in_one_pass(max_memory, tmp_path):
     ckpt = reshard.select(reshard.open(source), drop="**/extra")
     ckpt = reshard.cast(ckpt, "bfloat16")
     ckpt = reshard.stack(ckpt, "params/layer_{}", into="params/layers")
-    ckpt = reshard.to_nnx(ckpt, fused_training, map_file=file)
+    ckpt = reshard.to_nnx(ckpt, lambda: with_optimizer(fused(), ADAM), map_file=file)
     ckpt = reshard.to_mesh(ckpt, "data=4,model=2")
     reshard.save(ckpt, tmp_path / "nnx", max_memory=max_memory)
 
@@ -1720,57 +1664,7 @@ def test_dtypes_of_moments_are_told(tmp_path):
     assert {leaf.dtype.name for leaf in made.arrays} == {"float32", "int32", "uint32"}
 
 
-# Maps and order
-
-
-class Residual(nn.Module):
-    """The shortcut comes last."""
-
-    @nn.compact
-    def __call__(self, x):
-        y = nn.LayerNorm()(nn.Dense(4)(x))
-        y = nn.LayerNorm()(nn.Dense(4)(nn.relu(y)))
-        return y + nn.LayerNorm()(nn.Dense(4)(x))
-
-
-class ResidualTwin(nnx.Module):
-    """The shortcut comes first."""
-
-    def __init__(self, rngs):
-        self.short, self.short_norm = nnx.Linear(4, 4, rngs=rngs), nnx.LayerNorm(4, rngs=rngs)
-        self.a, self.a_norm = nnx.Linear(4, 4, rngs=rngs), nnx.LayerNorm(4, rngs=rngs)
-        self.b, self.b_norm = nnx.Linear(4, 4, rngs=rngs), nnx.LayerNorm(4, rngs=rngs)
-
-
-LAYERS = [("Dense_2", "short"), ("Dense_0", "a"), ("Dense_1", "b")]
-NORMS = [("LayerNorm_2", "short_norm"), ("LayerNorm_0", "a_norm"), ("LayerNorm_1", "b_norm")]
-
-
-def rules(pairs):
-    return [(f"^params/{before}/", f"{after}/") for before, after in pairs]
-
-
-def test_an_order_that_a_map_contradicts_decides_nothing(tmp_path):
-    linen = filled(Residual().init(jax.random.key(0), INPUTS))
-    source = save(tmp_path / "linen", linen)
-    file = map_of(tmp_path, *rules(LAYERS))
-    message = f"""\
-`{source}` does not become the NNX model
-  LayerNorm_0, LayerNorm_1 and LayerNorm_2, perhaps short_norm, a_norm and b_norm: the map has \
-others beside them in another order than NNX defines them in
-
-hint: source=..., the Linen model, tells the classes
-hint: map_file=... decides, by rules such as: from = '^params/LayerNorm_0/', \
-to = 'params/short_norm/'"""
-    assert refusal(reshard.to_nnx, source, ResidualTwin, map_file=file) == message
-    map_of(tmp_path, *rules(LAYERS + NORMS))
-    made = reshard.restore(
-        reshard.to_nnx(source, ResidualTwin, map_file=file), ResidualTwin(nnx.Rngs(1))
-    )
-    for before, after in LAYERS + NORMS:
-        leaves = linen["params"][before].items()
-        got = {name: layouts.bits(getattr(getattr(made, after), name)[...]) for name, _ in leaves}
-        assert got == {name: layouts.bits(leaf) for name, leaf in leaves}
+# Maps for something else
 
 
 def test_a_map_says_where_its_rules_lead_to_nothing(tmp_path):
@@ -1782,7 +1676,7 @@ def test_a_map_says_where_its_rules_lead_to_nothing(tmp_path):
 
 hint: `to = 'params/NAME/'` gives a module another name on Linen's side, and leaves it to the \
 standard conversions"""
-    file = map_of(tmp_path, *rules([("Dense_0", "Inner/x")]))
+    file = map_of(tmp_path, ("^params/Dense_0/", "Inner/x/"))
     model = {"model": named(kernel=(4, 5))}
     assert refusal(reshard.to_nnx, source, model, map_file=file) == message
 
@@ -1790,7 +1684,7 @@ standard conversions"""
 def test_a_map_for_the_other_way_is_told(tmp_path):
     source = save(tmp_path / "nnx", nnx.state(named(kernel=(4, 5))))
     linen = {"params": {"Dense_0": {"kernel": some(4, 5)}}}
-    options = {"map_file": map_of(tmp_path, *rules([("Dense_0", ".")])), "layout": "nnx-state"}
+    options = {"map_file": map_of(tmp_path, ("^params/Dense_0/", "./")), "layout": "nnx-state"}
     assert refusal(reshard.to_linen, source, linen, **options).splitlines()[3] == (
         'hint: `to = "nnx"` above the rules, if it was written for that: it runs backwards'
     )
@@ -1832,8 +1726,7 @@ def test_a_linen_checkpoint_is_restored_into_nnx(sizes, tmp_path):
     ckpt = reshard.to_nnx(save(tmp_path / "linen", linen), lambda: training(ADAM), init=RANDOM)
 
     def model():
-        made = Boxed(nnx.Rngs(9))
-        return {"model": made, "optimizer": nnx.Optimizer(made, ADAM, wrt=nnx.Param)}
+        return with_optimizer(Boxed(nnx.Rngs(9)), ADAM)
 
     expected = moved(linen, drawn())
     made = reshard.restore(ckpt, reshard.target(model, mesh=on))
