@@ -104,6 +104,17 @@ to = 'bias'
 from = '^params/Dense_1/'
 to = 'outer/'
 """
+NAMES = """\
+to = 'nnx'
+
+[[rule]]
+from = '^params/Dense_0/'
+to = 'inner/'
+
+[[rule]]
+from = '^params/Dense_1/'
+to = 'outer/'
+"""
 SPECS = {"kernel": P("data", "model"), "bias": P("model")}
 
 
@@ -132,11 +143,11 @@ def filled(tree, on):
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """`models.py`, `map.toml`; `run`, steps 1 and 2 of a manager; `again`, what it becomes, loaded
-    and saved by Orbax."""
+    """`models.py`, `map.toml`, `names.toml`; `run`, steps 1 and 2 of a manager."""
     folder = tmp_path_factory.mktemp("convert")
     (folder / "models.py").write_text(MODELS)
     (folder / "map.toml").write_text(MAP)
+    (folder / "names.toml").write_text(NAMES)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         import models
@@ -209,6 +220,12 @@ def done(ran):
     return ran.out
 
 
+def refusal(ran):
+    """What a command was refused with."""
+    assert (ran.status, ran.out) == (2, "")
+    return ran.err
+
+
 def load(path, target=None):
     return layouts.load_standard(pathlib.Path(path).absolute(), target)
 
@@ -249,6 +266,7 @@ def without_random(tree):
 
 
 WARNING = "4 leaves went by the order of modules of one class: Dense_0 -> inner, Dense_1 -> outer"
+ORDER = {"leaves": 4, "modules": [["Dense_0", "inner"], ["Dense_1", "outer"]]}
 PLAN = """\
 16 arrays, #: 3 rewritten, 13 copied verbatim
 read     # in 88 chunks
@@ -498,37 +516,20 @@ def test_a_leaf_has_one_name_in_every_option(run, folder, monkeypatch):
     layouts.assert_same_tree(load("back"), load("run/1/default"))
 
 
-def test_what_is_dropped_takes_its_optimizer_state_along(run, folder):
-    shown = done(convert(run, "--drop", "params/Dense_1", "--init", "outer"))
-    linen, made = moved(load("run/1/default")), by_path(load("out/default"))
-    kept = {path: leaf for path, leaf in linen.items() if "/outer/" not in path}
-    assert {path: made[path] for path in kept} == kept
-    new = [leaf for path, leaf in made.items() if re.search("^optimizer/.*/outer/", path)]
-    assert [set(leaf[-1]) for leaf in new] == [{0}] * 4
-    assert "note     4 leaves of optimizer state are dropped with their parameters" in shown
-
-
 # What went by the order of modules
 
 
 def test_order_is_a_warning_until_outputs_were_compared(run, folder):
     """With --quiet, too; the result has it on record, and is not verified without it."""
-    done(convert(run, "--quiet", "--dry-run"))
-    assert run.warned == [f"{WARNING}; --check compares outputs"]
-    assert done(convert(run, "--quiet")) == ""
-    assert run.warned == [f"{WARNING}; --check compares outputs"]
+    for options in (["--dry-run"], []):
+        assert done(convert(run, "--quiet", *options)) == ""
+        assert run.warned == [f"{WARNING}; --check compares outputs"]
     custom = reshard.open("out").source.metadata["custom_metadata"]
-    assert custom["reshard.order"] == {
-        "leaves": 4,
-        "modules": [["Dense_0", "inner"], ["Dense_1", "outer"]],
-    }
-    repeated = [f"{WARNING}; equal values do not say that it is right"]
-    assert done(run("verify", "out", "--against", "run/1", "--quiet")) == ""
-    assert run.warned == repeated
-    assert done(run("verify", "run/1", "--against", "out", "--quiet")) == ""
-    assert run.warned == repeated
+    assert custom["reshard.order"] == ORDER
+    for one, other in (("out", "run/1"), ("run/1", "out")):
+        assert done(run("verify", one, "--against", other, "--quiet")) == ""
+        assert run.warned == [f"{WARNING}; equal values do not say that it is right"]
     # A map says which is which; and the way back has the record of no conversion.
-    (folder / "names.toml").write_text(NAMES)
     done(convert(run, "--quiet", "--map", "names.toml", "--overwrite"))
     assert run.warned == []
     assert "reshard.order" not in reshard.open("out").source.metadata["custom_metadata"]
@@ -536,19 +537,6 @@ def test_order_is_a_warning_until_outputs_were_compared(run, folder):
     assert done(run("convert", "out", "back", "--to", "linen", "--quiet")) == ""
     assert run.warned == []
     assert not reshard.open("back").source.metadata.get("custom_metadata")
-
-
-NAMES = """\
-to = 'nnx'
-
-[[rule]]
-from = '^params/Dense_0/'
-to = 'inner/'
-
-[[rule]]
-from = '^params/Dense_1/'
-to = 'outer/'
-"""
 
 
 def test_order_stays_on_record_in_what_is_made_of_a_conversion(run, folder, monkeypatch):
@@ -559,42 +547,39 @@ def test_order_stays_on_record_in_what_is_made_of_a_conversion(run, folder, monk
         custom = reshard.open(ckpt).source.metadata.get("custom_metadata") or {}
         return custom.get("reshard.order")
 
-    recorded = {"leaves": 4, "modules": [["Dense_0", "inner"], ["Dense_1", "outer"]]}
-    (folder / "names.toml").write_text(NAMES)
     done(convert(run, "--quiet"))
     options = ("--select", "model/**", "--rename", "^model/=", "--dtype", "**/kernel/**=bfloat16")
     done(run("ckpt", "out", "elsewhere", "--to", "1x4", *options))
-    assert order("elsewhere") == recorded
+    assert order("elsewhere") == ORDER
     ckpt = reshard.to_mesh(reshard.select(reshard.open("out"), "model/**"), "data=2,model=2")
     reshard.save(ckpt, "saved")
-    assert order("saved") == recorded
+    assert order("saved") == ORDER
 
     dropped = ("--drop", "model/**/rngs/**")
     back = ("--to", "linen", "--model", "models:linen", "--map", "names.toml", *dropped)
     assert done(run("convert", "out", "back", *back, "--quiet")) == ""
-    assert (run.warned, order("back")) == ([], recorded)
+    assert (run.warned, order("back")) == ([], ORDER)
     there = ("--to", "nnx", "--model", "models:training", "--map", "names.toml")
     random = ("--init", "**/rngs/**")
     assert done(run("convert", "back", "again", *there, *random, "--quiet")) == ""
-    assert (run.warned, order("again")) == ([], recorded)
+    assert (run.warned, order("again")) == ([], ORDER)
     assert done(run("verify", "again", "--against", "back", "--quiet")) == ""
     assert run.warned == [f"{WARNING}; equal values do not say that it is right"]
     # What was on record before is so again.
     assert done(run("convert", "again", "as_it_was", "--to", "linen", "--quiet")) == ""
-    assert order("as_it_was") == recorded
+    assert order("as_it_was") == ORDER
     assert done(run("convert", "back", "twice", *there[:4], *random, "--quiet")) == ""
-    assert order("twice") == {**recorded, "leaves": 8}
+    assert order("twice") == {**ORDER, "leaves": 8}
 
     monkeypatch.syspath_prepend(folder)
     import models
 
     made = conversion("back", "nnx", models.training, init="**/rngs")
     cleared = made.compared(OutputComparison(0.0, (), ())).checkpoint
-    assert cleared.source.metadata["custom_metadata"]["reshard.order"] == recorded
+    assert cleared.source.metadata["custom_metadata"]["reshard.order"] == ORDER
 
 
-@pytest.mark.parametrize("unused", [(), (("inner", "bias"),)])
-def test_equal_outputs_clear_what_went_by_order(unused, run, folder, monkeypatch):
+def test_equal_outputs_clear_what_went_by_order(run, folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     import models
 
@@ -603,55 +588,51 @@ def test_equal_outputs_clear_what_went_by_order(unused, run, folder, monkeypatch
     assert [note for note in made.checkpoint.notes if "order" in note] == [
         f"{WARNING}; check=... compares outputs"
     ]
-    found = OutputComparison(0.0, (), unused)
-    cleared = made.compared(found)
-    assert cleared.warnings == (made.warnings if unused else ())
-    kept = [note for note in made.checkpoint.notes if unused or "order" not in note]
-    assert cleared.checkpoint.notes == (*kept, repr(found))
-    assert ("reshard.order" in cleared.checkpoint.source.metadata["custom_metadata"]) == bool(
-        unused
-    )
+    for unused in ((), (("inner", "bias"),)):
+        found = OutputComparison(0.0, (), unused)
+        cleared = made.compared(found)
+        assert cleared.warnings == (made.warnings if unused else ())
+        kept = [note for note in made.checkpoint.notes if unused or "order" not in note]
+        assert cleared.checkpoint.notes == (*kept, repr(found))
+        custom = cleared.checkpoint.source.metadata["custom_metadata"]
+        assert ("reshard.order" in custom) == bool(unused)
 
 
 # Maps
 
 
 def test_an_emitted_map_says_the_same_again(run, folder):
-    """With a model and without; forwards, and backwards."""
-    done(convert(run, "--emit-map", "whole.toml"))
+    """With a model, without, and backwards; it is emitted by a dry run, and not for a refusal."""
+    done(convert(run, "--emit-map", "whole.toml", "--dry-run"))
     assert (folder / "whole.toml").read_text() == EMITTED
-    ran = convert(run, "--emit-map", "whole.toml", "--overwrite")
-    assert ran == (2, "", "Error: --emit-map whole.toml: it exists\n")
+    assert (
+        refusal(convert(run, "--emit-map", "whole.toml", "--overwrite"))
+        == "Error: --emit-map whole.toml: it exists\n"
+    )
+    ran = convert(run, "--emit-map", "refused.toml", "--drop", "params/Dense_1/bias")
+    assert ran.status == 2
     whole = ("--map", "whole.toml")
-    done(run("convert", "run/1", "again", "--to", "nnx", "--model", "models:training", *whole))
-    assert by_path(load("again/default")) == by_path(load("out/default"))
+    done(run("convert", "run/1", "out", "--to", "nnx", "--model", "models:training", *whole))
+    made = without_random(load("out/default"))
+    assert made == moved(load("run/1/default"))
     (folder / "alone.toml").write_text(re.sub("init = .*\n", "", EMITTED))
     ran = run("convert", "run/1", "alone", "--to", "nnx", "--map", "alone.toml")
     assert done(ran).splitlines()[-2:] == [
         "note     the map alone decided: only the source was checked",
         "wrote alone",
     ]
-    assert by_path(load("alone/default")) == without_random(load("out/default"))
-    layouts.save_standard(folder / "trained", load("out/default"))
-    done(run("convert", "trained", "back", "--to", "linen", "--model", "models:linen", *whole))
-    layouts.assert_same_tree(load("back"), load("run/1/default"))
-
-
-def test_a_map_is_emitted_by_a_dry_run_and_not_for_a_refusal(run, folder):
-    done(convert(run, "--emit-map", "dry.toml", "--dry-run"))
-    assert (folder / "dry.toml").read_text() == EMITTED
-    ran = convert(run, "--emit-map", "refused.toml", "--drop", "params/Dense_1/bias")
-    assert ran.status == 2
-    done(convert(run))
-    assert run("convert", "out", "back", "--to", "linen", "--emit-map", "record.toml") == (
-        2,
-        "",
+    assert by_path(load("alone/default")) == made
+    assert refusal(run("convert", "out", "back", "--to", "linen", "--emit-map", "record.toml")) == (
         "Error: --emit-map record.toml: there is no map, as the record of the conversion from "
         "Linen is followed\n"
         "\n"
-        "hint: --model MODULE:NAME, the Linen model\n",
+        "hint: --model MODULE:NAME, the Linen model\n"
     )
-    assert {name for name in files(folder) if name.endswith("toml")} == {"map.toml", "dry.toml"}
+    names = {name for name in files(folder) if name.endswith("toml")}
+    assert names == {"map.toml", "names.toml", "whole.toml", "alone.toml"}
+    layouts.save_standard(folder / "trained", load("out/default"))
+    done(run("convert", "trained", "back", "--to", "linen", "--model", "models:linen", *whole))
+    layouts.assert_same_tree(load("back"), load("run/1/default"))
 
 
 def test_what_is_dropped_may_be_left_out_by_the_map_already(run, folder):
@@ -710,37 +691,26 @@ map  params/Dense_1/kernel -> outer/kernel
 # Options
 
 
-def test_models_are_found_in_the_current_directory_by_any_name_in_them(run, folder):
-    done(convert(run, "--model", "models:Inner.Net"))
-    assert without_random(load("out/default")) == moved(load("run/1/default"))
-
-
 def test_the_model_of_the_source_tells_its_order(run, folder):
     done(convert(run))
     layouts.save_standard(folder / "trained", load("out/default"))
     options = ("--to", "linen", "--model", "models:linen", "--drop", "model/**/rngs/**")
-    ran = run("convert", "trained", "back", *options)
-    assert ran == (
-        2,
-        "",
+    assert refusal(run("convert", "trained", "back", *options)) == (
         f"Error: `{folder}/trained` does not become the Linen model\n"
         "  Dense_0 and Dense_1, perhaps inner and outer: no name and no class tells which\n"
         "\n"
         "hint: --source-model MODULE:NAME, the NNX model, tells the classes\n"
-        "hint: --map FILE decides, by rules such as: from = '^inner/', to = 'params/Dense_0/'\n",
+        "hint: --map FILE decides, by rules such as: from = '^inner/', to = 'params/Dense_0/'\n"
     )
     done(run("convert", "trained", "back", *options, "--source-model", "models:training"))
     layouts.assert_same_tree(load("back"), load("run/1/default"))
-    ran = run("convert", "trained", "back", "--to", "linen")
-    assert ran == (
-        2,
-        "",
+    assert refusal(run("convert", "trained", "back", "--to", "linen")) == (
         f"Error: `{folder}/trained` has no record of a conversion from Linen: it was not made by "
         "one, or was trained on since then\n"
         "\n"
         "hint: --model MODULE:NAME, the Linen model; --source-model tells the classes of the NNX "
         "one\n"
-        "hint: --map FILE, the map that --emit-map wrote on the way to NNX\n",
+        "hint: --map FILE, the map that --emit-map wrote on the way to NNX\n"
     )
 
 
@@ -937,15 +907,13 @@ def test_a_layout_that_is_not_seen(run, folder):
     layouts.save_standard(folder / "barer", tree["model"])
     (folder / "bare.toml").write_text("[[rule]]\nfrom = '^params/'\nto = ''\n")
     options = ("--to", "nnx", "--map", "bare.toml")
-    assert run("convert", "bare", "out", *options) == (
-        2,
-        "",
+    assert refusal(run("convert", "bare", "out", *options)) == (
         "Error: the tree can be read as linen-params or as Linen's parameters below `model`\n"
         "  linen-params: nothing against it\n"
         "  Linen's parameters below `model`: nothing against it\n"
         "\n"
         "hint: --layout linen-params\n"
-        "hint: --rename '^model/=params/'\n",
+        "hint: --rename '^model/=params/'\n"
     )
     leaves = {"a/value": layouts.bits(tree["model"]["a"])}
     leaves["b/c/value"] = layouts.bits(tree["model"]["b"]["c"])
@@ -987,17 +955,17 @@ def test_mistakes(model, error, run, folder):
     """With `hint:` for what to type; and nothing is written."""
     (folder / "types.py").write_text("Net = None\n")
     before = files(folder)
-    ran = run("convert", "run/1", "out", "--to", "nnx", "--model", model)
-    assert ran == (2, "", f"Error: {error.replace('FOLDER', str(folder))}\n")
+    told = refusal(run("convert", "run/1", "out", "--to", "nnx", "--model", model))
+    assert told == f"Error: {error.replace('FOLDER', str(folder))}\n"
     assert files(folder) == before
 
 
 def test_a_destination_that_exists(run, folder):
+    """The model is found in the current directory, by any name in its module."""
     (folder / "out").mkdir()
-    ran = convert(run)
     hint = "hint: --overwrite replaces it once the new one is complete"
-    assert ran == (2, "", f"Error: `{folder}/out` exists\n\n{hint}\n")
-    done(convert(run, "--overwrite"))
+    assert refusal(convert(run)) == f"Error: `{folder}/out` exists\n\n{hint}\n"
+    done(convert(run, "--overwrite", "--model", "models:Inner.Net"))
     assert without_random(load("out/default")) == moved(load("run/1/default"))
 
 
@@ -1134,9 +1102,7 @@ def test_verified_against_what_it_was_made_of(run, folder, split):
 def test_verified_against_something_else_in_the_other_api(run, folder):
     done(run("convert", "run/2", "out", "--to", "nnx", *TRAINING, "--quiet"))
     done(run("ckpt", "run/2", "less", "--to", "2x4", "--drop", "**/bias", "--quiet"))
-    assert run("verify", "out", "--against", "less") == (
-        2,
-        "",
+    assert refusal(run("verify", "out", "--against", "less")) == (
         f"Error: `{folder}/less` is not like what `{folder}/out` was made of\n"
         "  params/Dense_0/bias: only in the record\n"
         "  params/Dense_1/bias: only in the record\n"
@@ -1145,7 +1111,7 @@ def test_verified_against_something_else_in_the_other_api(run, folder):
         "  opt_state/0/nu/Dense_0/bias: only in the record\n"
         "  opt_state/0/nu/Dense_1/bias: only in the record\n"
         "\n"
-        "hint: --model MODULE:NAME, the NNX model, converts without the record\n",
+        "hint: --model MODULE:NAME, the NNX model, converts without the record\n"
     )
 
 
@@ -1153,16 +1119,18 @@ def test_a_record_that_is_none(run, folder):
     done(convert(run))
     file = folder / "out/default/_METADATA"
     written = file.read_text()
-    for change in (
-        lambda record: record.update(version=2),
-        lambda record: record.pop("own"),
-        lambda record: record["leaves"][0].append(1),
-        lambda record: record.update(leaves=[[["params"], {"shape": [1]}]]),
-        lambda record: record["route"].update(steps=[{"from": [["a"]], "to": [["b"]]}]),
-        lambda record: record["route"].update(moved=7),
+    record = json.loads(written)["custom_metadata"]["reshard.linen"]
+    (path, *more), *others = record["leaves"]
+    for broken in (
+        record | {"version": 2},
+        {key: value for key, value in record.items() if key != "own"},
+        record | {"leaves": [[path, *more, 1], *others]},
+        record | {"leaves": [[["params"], {"shape": [1]}]]},
+        record | {"route": record["route"] | {"steps": [{"from": [["a"]], "to": [["b"]]}]}},
+        record | {"route": record["route"] | {"moved": 7}},
     ):
         document = json.loads(written)
-        change(document["custom_metadata"]["reshard.linen"])
+        document["custom_metadata"]["reshard.linen"] = broken
         file.write_text(json.dumps(document))
         for model, *arguments in (
             ("Linen", "convert", "out", "back", "--to", "linen"),
