@@ -23,10 +23,13 @@ NONE = "no name and no class tells which"
 
 
 class Block(nn.Module):
+    heads: int
+
     @nn.compact
     def __call__(self, x):
         y = nn.LayerNorm()(x)
-        x = x + nn.MultiHeadDotProductAttention(HEADS, name="attention")(y)
+        if self.heads:
+            x = x + nn.MultiHeadDotProductAttention(self.heads, name="attention")(y)
         y = nn.relu(nn.Dense(HIDDEN, name="up")(nn.LayerNorm()(x)))
         return x + nn.Dense(WIDTH, name="down")(y)
 
@@ -36,12 +39,13 @@ class Model(nn.Module):
 
     layers: int = 2
     block: str = "blocks"
+    heads: int = HEADS
 
     @nn.compact
     def __call__(self, tokens):
         x = nn.Embed(TOKENS, WIDTH)(tokens)
         for i in range(self.layers):
-            x = Block(name=f"{self.block}_{i}" if self.block else None)(x)
+            x = Block(self.heads, name=f"{self.block}_{i}" if self.block else None)(x)
         return nn.Dense(TOKENS)(nn.LayerNorm()(x))
 
 
@@ -64,7 +68,8 @@ class Of(nnx.Module):
 class NnxBlock(nnx.Module):
     def __init__(self, heads, rngs):
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.attention = attention(heads)
+        if heads:
+            self.attention = attention(heads)
         self.mlp_norm = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.up = linear(WIDTH, HIDDEN)
         self.down = linear(HIDDEN, WIDTH)
@@ -184,15 +189,15 @@ def test_what_is_a_mismatch_is_no_candidate_for_anything_else(tmp_path):
 
 @pytest.mark.parametrize("block, layers", [("layer", 11), ("", 3)])
 def test_numbered_layers_are_the_members_of_the_list(block, layers, tmp_path):
-    params = model_params(layers=layers, block=block)
+    params = model_params(layers=layers, block=block, heads=0)
     path = saved(tmp_path / "linen", {"params": params})
-    model = functools.partial(NnxModel, layers=layers)
+    model = functools.partial(NnxModel, layers=layers, heads=0)
     ckpt = reshard.to_nnx(path, model)
     for i in range(layers):
         here = params[f"{block or 'Block'}_{i}"]
         for name, value in (
             ("up/kernel", here["up"]["kernel"]),
-            ("attention/out/bias", here["attention"]["out"]["bias"]),
+            ("down/bias", here["down"]["bias"]),
             ("mlp_norm/scale", here["LayerNorm_1"]["scale"]),
         ):
             there = ckpt[f"blocks/{i}/{name}/value"].view().read().result()
@@ -208,7 +213,7 @@ def test_numbered_layers_are_the_members_of_the_list(block, layers, tmp_path):
     else:
         # Linen's own numbers are an order: a warning.
         assert told == []
-        assert any(note.startswith("53 leaves went by the order") for note in ckpt.notes)
+        assert any(note.startswith("29 leaves went by the order") for note in ckpt.notes)
     back = reshard.to_linen(ckpt, lambda: {"params": params}, source=model)
     assert reshard.diff(path, back, values=True).equal
 

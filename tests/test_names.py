@@ -51,24 +51,63 @@ def assert_refused(job, out, message):
     assert not list(out.parent.glob(f"*{out.name}*"))
 
 
+FILES, FILES3 = {"use_ocdbt": False}, {"use_ocdbt": False, "use_zarr3": True}
+# What stored chunks and metadata are called, in checkpoints without a database.
+TAKEN = [
+    (FILES, (5,), "a/0", "a/0"),
+    (FILES, (5, 3), "a/0.1", "a/0.1"),
+    (FILES, (5, 3), "a/.zarray", "a/.zarray"),
+    (FILES3, (), "a/c", "a/c"),
+    (FILES3, (5,), "a/c/0/b", "a/c/0"),
+    (FILES3, (5,), "a/zarr.json", "a/zarr.json"),
+]
+
+
 @pytest.mark.parametrize(
-    ("tree", "rule", "clash"),
+    ("tree", "flags", "rules", "clash"),
     [
         (
             {"params.dense": {"kernel": values(1)}, "bf": values(2)},
-            ("^bf$", "params/dense.kernel"),
+            {},
+            [("^bf$", "params/dense.kernel")],
             "params/dense.kernel and params.dense/kernel -> `params.dense.kernel`",
         ),
-        ({"a": values(1), "b.c": values(2)}, ("^a$", "b/c"), "b/c and b.c -> `b.c`"),
-        ({"a": values(1), "b": {"c": values(2)}}, ("^a$", "b.c"), "b.c and b/c -> `b.c`"),
-        ({"a": "one", "b.c": "other", "w": values(1)}, ("^a$", "b/c"), "b/c and b.c -> `b.c`"),
+        ({"a": values(1), "b.c": values(2)}, {}, [("^a$", "b/c")], "b/c and b.c -> `b.c`"),
+        ({"a": values(1), "b": {"c": values(2)}}, {}, [("^a$", "b.c")], "b.c and b/c -> `b.c`"),
+        (
+            {"a": "one", "b.c": "other", "w": values(1)},
+            {},
+            [("^a$", "b/c")],
+            "b/c and b.c -> `b.c`",
+        ),
+        # Both leaves of a collision in the source get the values of others: it is a new one.
+        (
+            {"a": {"b": values(1)}, "a.b": values(2), "c": values(3), "d": values(4)},
+            {},
+            [("^a/b$", "x"), (r"^a\.b$", "y"), ("^c$", "a/b"), ("^d$", "a.b")],
+            "a/b and a.b -> `a.b`",
+        ),
+        (
+            {"a": "one", "b": "other", "w": values(1)},
+            {},
+            [("^b$", '"a/b"')],
+            'a and "a/b": the string `a/b` would be inside of `a`',
+        ),
+        *(
+            (
+                {"a": values(1, shape), "b": values(2)},
+                flags,
+                [("^b$", f'"{name}"')],
+                f'a and "{name}": `{file}` is a file of `a`',
+            )
+            for flags, shape, name, file in TAKEN
+        ),
     ],
 )
-def test_a_rename_into_the_stored_name_of_a_leaf_that_stays(tree, rule, clash, tmp_path):
-    ckpt = put(tmp_path / "saved", tree)
-    out = tmp_path / "out"
+def test_a_rename_into_the_stored_name_of_another_leaf(tree, flags, rules, clash, tmp_path):
+    ckpt, out = put(tmp_path / "saved", tree, **flags), tmp_path / "out"
     message = f"two leaves would be stored under one name\n  {clash}"
-    assert_refused(lambda: reshard.save(reshard.rename(ckpt, [rule]), out), out, message)
+    assert_refused(lambda: reshard.save(reshard.rename(ckpt, rules), out), out, message)
 
 
 def test_the_map_of_a_conversion_gives_two_leaves_one_stored_name(tmp_path):
@@ -86,16 +125,6 @@ def test_the_map_of_a_conversion_gives_two_leaves_one_stored_name(tmp_path):
     message = f"two leaves would be stored under one name\n  {clash}"
     assert_refused(lambda: reshard.save(made, out), out, message)
     assert reshard.plan(made).problems == ("two leaves would be stored under one name", clash)
-
-
-def test_two_leaves_of_one_name_in_the_source_whose_values_are_others(tmp_path):
-    """Both leaves of a collision get the values of leaves that are whole: it is a new one."""
-    tree = {"a": {"b": values(1)}, "a.b": values(2), "c": values(3), "d": values(4)}
-    ckpt = put(tmp_path / "saved", tree)
-    rules = [("^a/b$", "x"), (r"^a\.b$", "y"), ("^c$", "a/b"), ("^d$", "a.b")]
-    out = tmp_path / "out"
-    message = "two leaves would be stored under one name\n  a/b and a.b -> `a.b`"
-    assert_refused(lambda: reshard.save(reshard.rename(ckpt, rules), out), out, message)
 
 
 @pytest.mark.parametrize("flags", FORMATS, ids=str)
@@ -118,39 +147,6 @@ def test_a_leaf_below_the_name_of_another(flags, name, fills, tmp_path):
         reshard.save(ckpt, out, chunks=chunks)
         assert_same(by_orbax(out), flatten_dict(tree))
         assert_same(by_reshard(reshard.open(out)), flatten_dict(tree))
-
-
-@pytest.mark.parametrize(
-    ("flags", "shape", "name", "file"),
-    [
-        ({"use_ocdbt": False}, (5,), "a/0", "a/0"),
-        ({"use_ocdbt": False}, (5, 3), "a/0.1", "a/0.1"),
-        ({"use_ocdbt": False}, (5, 3), "a/.zarray", "a/.zarray"),
-        ({"use_ocdbt": False, "use_zarr3": True}, (), "a/c", "a/c"),
-        ({"use_ocdbt": False, "use_zarr3": True}, (5,), "a/c/0/b", "a/c/0"),
-        ({"use_ocdbt": False, "use_zarr3": True}, (5,), "a/zarr.json", "a/zarr.json"),
-    ],
-    ids=str,
-)
-def test_a_name_that_is_a_file_of_another_array(flags, shape, name, file, tmp_path):
-    ckpt = put(tmp_path / "saved", {"a": values(1, shape), "b": values(2)}, **flags)
-    renamed = reshard.rename(ckpt, [("^b$", f'"{name}"')])
-    out = tmp_path / "out"
-    message = (
-        f'two leaves would be stored under one name\n  a and "{name}": `{file}` is a file of `a`'
-    )
-    assert_refused(lambda: reshard.save(renamed, out), out, message)
-
-
-def test_a_string_below_the_name_of_another(tmp_path):
-    ckpt = put(tmp_path / "saved", {"a": "one", "b": "other", "w": values(1)})
-    renamed = reshard.rename(ckpt, [("^b$", '"a/b"')])
-    out = tmp_path / "out"
-    message = (
-        "two leaves would be stored under one name\n"
-        '  a and "a/b": the string `a/b` would be inside of `a`'
-    )
-    assert_refused(lambda: reshard.save(renamed, out), out, message)
 
 
 KEYS = ["a", "b", "a.b", "a/b", "b.a", "0", "c", "c/0", "a.b/c"]
