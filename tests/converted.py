@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from twins import blank
 
 from reshard.convert.align import align
-from reshard.convert.model import definition_orders, linen_classes, nnx_outline
+from reshard.convert.model import definition_orders, nnx_outline
 from reshard.convert.module_tree import Module, linen_outline
 from reshard.convert.pairing import Alignment
 from reshard.restore.pytrees import flatten_state
@@ -57,13 +57,6 @@ def zeroed(variables: Any, paths: Any) -> Any:
     return unflatten_dict(leaves | {path: jnp.zeros_like(leaves[path]) for path in paths})
 
 
-def classes_of(module: nn.Module, *inputs: Any, **kwargs: Any) -> dict[Path, str]:
-    """The classes of the modules in a Linen module."""
-    with linen_classes() as classes:
-        jax.eval_shape(functools.partial(module.init, **kwargs), jax.random.key(0), *inputs)
-    return classes
-
-
 def outline_of(make: Callable[[], Any]) -> Module:
     """The outline of the NNX model that a function makes."""
     with definition_orders() as orders:
@@ -88,12 +81,10 @@ class Converted:
     unfilled: set[Path]
 
 
-def convert(
-    variables: Any, make: Callable[[], Any], classes: Mapping[Path, str] | None = None
-) -> Converted:
+def convert(variables: Any, make: Callable[[], Any]) -> Converted:
     """Aligns Linen variables with the NNX model that a function makes, and fills it with them."""
     leaves = flatten_dict(variables)
-    alignment = align(linen_outline(leaves, classes), outline_of(make))
+    alignment = align(linen_outline(leaves), outline_of(make))
     made = viewed(alignment.map, leaves)
     values = {path: made[path] for path in alignment.map.values}
     parts = flatten_state(blank(make))

@@ -172,6 +172,14 @@ def assert_same_outputs(got, expected):
         np.testing.assert_allclose(one, other, **CLOSE)
 
 
+def carried(variables, make, zeros=()):
+    """What `convert` makes, of which nothing is lost but some zeros, and all is filled."""
+    made = convert(variables, make)
+    assert (made.lost, made.unfilled) == (set(zeros), set())
+    assert tuple(made.alignment.map.must_be_zero) == tuple(zeros)
+    return made
+
+
 def variables_of(layer, zeros=()):
     variables = random_variables(layer.linen, *layer.inputs, **layer.kwargs)
     return converted.zeroed(variables, zeros)
@@ -183,10 +191,8 @@ def test_a_layer_gives_the_same_in_nnx(name):
     are enough where no class is known."""
     layer, zeros = TABLE[name], ZEROS.get(name, [])
     variables = variables_of(layer, zeros)
-    made = convert(variables, layer.nnx)
+    made = carried(variables, layer.nnx, zeros)
     rows = made.alignment.map.rows()
-    assert (made.lost, made.unfilled) == (set(zeros), set())
-    assert tuple(made.alignment.map.must_be_zero) == tuple(zeros)
     assert (made.alignment.abstentions, made.alignment.mismatches) == ((), ())
     assert {step.origin for step in rows} <= {"path"}
     expected = layer.linen.apply(variables, *layer.inputs, **layer.kwargs)
@@ -220,9 +226,7 @@ def test_a_layer_gives_the_same_in_nnx(name):
     zeros = [("params", "layer", *path[1:]) for path in zeros]
     held = Held(layer.linen.clone(parent=None))
     variables = converted.zeroed(random_variables(held, *layer.inputs), zeros)
-    made = convert(variables, Holder)
-    assert (made.lost, made.unfilled) == (set(zeros), set())
-    assert tuple(made.alignment.map.must_be_zero) == tuple(zeros)
+    made = carried(variables, Holder, zeros)
     expected = held.apply(variables, *layer.inputs)
     assert_same_outputs(made.model.layer(*layer.inputs), expected)
 
@@ -254,8 +258,7 @@ def test_attention_decodes_on_from_a_cache(batch_axes):
         layer.init_cache(whole.shape)
         return layer
 
-    made = convert(variables, make)
-    assert (made.lost, made.unfilled) == (set(), set())
+    made = carried(variables, make)
     for _ in range(2):
         expected, changed = linen.apply(variables, token, mutable=["cache"])
         variables = {**variables, **changed}
@@ -271,8 +274,7 @@ def test_attention_decodes_on_from_a_cache(batch_axes):
 def test_each_lstm_of_linen_is_the_other_of_nnx(linen, kind):
     inputs = cell_inputs(*LSTM_CARRY)
     variables = random_variables(linen, *inputs)
-    made = convert(variables, of(kind, 8, 4))
-    assert (made.lost, made.unfilled) == (set(), set())
+    made = carried(variables, of(kind, 8, 4))
     assert_same_outputs(made.model(*inputs), linen.apply(variables, *inputs))
 
 
@@ -357,8 +359,7 @@ class TestNorms:
         inputs = (some(5, 8),)
         variables = random_variables(Compact(function), *inputs)
         assert ("params", "WeightNorm_0", "Dense_1/kernel/scale") in flatten_dict(variables)
-        made = convert(variables, Twin)
-        assert (made.lost, made.unfilled) == (set(), set())
+        made = carried(variables, Twin)
         assert {step.origin for step in made.alignment.map.rows()} == {"structure"}
         model = made.model
         expected = Compact(function).apply(variables, *inputs)
@@ -381,8 +382,7 @@ class TestNorms:
 
         inputs = (some(5, 8),)
         variables = random_variables(Linen(), *inputs)
-        made = convert(variables, Twin)
-        assert (made.lost, made.unfilled) == (set(), set())
+        made = carried(variables, Twin)
         made.model.eval()
         assert_same_outputs(made.model.normed(*inputs), Linen().apply(variables, *inputs))
 
@@ -410,11 +410,8 @@ class TestNorms:
         assert ("batch_stats", "SpectralNorm_0", "Inner_0/Dense_0/kernel/u") in flatten_dict(
             variables
         )
-        made = convert(
-            variables,
-            lambda: nnx.Dict(n=nnx.SpectralNorm(InnerTwin(), update_stats=False, rngs=rngs())),
-        )
-        assert (made.lost, made.unfilled) == (set(), set())
+        norm = functools.partial(nnx.SpectralNorm, update_stats=False)
+        made = carried(variables, lambda: nnx.Dict(n=norm(InnerTwin(), rngs=rngs())))
         expected = Compact(function).apply(variables, *inputs)
         assert_same_outputs(made.model["n"](*inputs), expected)
 
