@@ -89,6 +89,13 @@ def unreadable(text):
     return str(error.value)
 
 
+def without_opposite(text, shapes):
+    rules = read(text)
+    with pytest.raises(TreeMismatchError) as error:
+        apply_inverse(rules, tree(shapes))
+    return str(error.value)
+
+
 def arrays_of(leaves, seed=0):
     rng = np.random.default_rng(seed)
     return {path: layouts.random_array(rng, shape) for path, shape in leaves.items()}
@@ -971,12 +978,10 @@ def test_rules_with_numbers_in_the_opposite_direction():
 
 
 def test_leaves_that_would_not_come_back_from_the_opposite_direction():
-    rules = read(r"rule = [{ from = '^params/a_(\d+)/', to = 'layers/\1/' }]")
-    there = tree({"layers/0/w": (2,)})
-    assert printed(apply_inverse(rules, there).map.shapes) == {"params/a_0/w": (2,)}
-    with pytest.raises(TreeMismatchError) as error:
-        apply_inverse(rules, there | tree({"params/a_1/w": (3,), "other": ()}))
-    assert str(error.value) == (
+    text = r"rule = [{ from = '^params/a_(\d+)/', to = 'layers/\1/' }]"
+    there = {"layers/0/w": (2,)}
+    assert printed(apply_inverse(read(text), tree(there)).map.shapes) == {"params/a_0/w": (2,)}
+    assert without_opposite(text, there | {"params/a_1/w": (3,), "other": ()}) == (
         "map.toml: the map cannot be used in the opposite direction on these leaves\n"
         "  params/a_1/w would be made of params/a_1/w, and makes layers/1/w"
     )
@@ -986,32 +991,25 @@ def test_leaves_that_would_not_come_back_from_the_opposite_direction():
 def test_literal_rules_of_which_some_may_match_nothing_must_lead_back_too(optional):
     """Nothing becomes `b`: what does goes on to `c`."""
     also = ", optional = true" if optional else ""
-    one, other = (f"from = '^{a}$', to = '{b}'{also}" for a, b in (("params/a", "b"), ("b", "c")))
-    rules = read(f"rule = [{{ {one} }}, {{ {other} }}]")
-    back = apply_inverse(rules, tree({"c": (2,)}))
+    text = f"rule = [{{ from = '^params/a$', to = 'b'{also} }}, {{ from = '^b$', to = 'c'{also} }}]"
+    back = apply_inverse(read(text), tree({"c": (2,)}))
     assert printed(back.map.shapes) == {"params/a": (2,)}
-    with pytest.raises(TreeMismatchError) as error:
-        apply_inverse(rules, tree({"b": (2,)}))
     told = "params/a would be made of b, and makes c" if optional else "matches no leaf"
-    assert told in str(error.value)
+    assert told in without_opposite(text, {"b": (2,)})
 
 
 @pytest.mark.parametrize(
-    "one, other, after",
-    [("a", "b", "c"), (r"params/a_(\d+)/", r"params/b_(\d+)/", r"layers/\1/")],
+    "one, other, after, leaf",
+    [
+        ("^a$", "^b$", "c", "c"),
+        (r"^params/a_(\d+)/", r"^params/b_(\d+)/", r"layers/\1/", "layers/3/w"),
+    ],
 )
-def test_which_of_several_rules_has_made_a_leaf_is_not_guessed(one, other, after):
+def test_which_of_several_rules_has_made_a_leaf_is_not_guessed(one, other, after, leaf):
     """As in a map for several models, which have one of these names each."""
-    ends = ("", "") if one.endswith("/") else ("$", "$")
-    texts = (
-        f"from = '^{before}{end}', to = '{after}', optional = true"
-        for before, end in zip((one, other), ends, strict=True)
-    )
-    rules = read("rule = [{{ {} }}, {{ {} }}]".format(*texts))
-    leaf = "c" if after == "c" else "layers/3/w"
-    with pytest.raises(TreeMismatchError) as error:
-        apply_inverse(rules, tree({leaf: (2,)}))
-    assert str(error.value) == (
+    rule = "{{ from = '{}', to = '{}', optional = true }}"
+    text = f"rule = [{rule.format(one, after)}, {rule.format(other, after)}]"
+    assert without_opposite(text, {leaf: (2,)}) == (
         "map.toml: the map cannot be used in the opposite direction on these leaves\n"
         f"  {leaf}: rule 1 or a later one may have made it\n\n"
         "hint: model=..., of what is made then, tells which"
@@ -1298,22 +1296,18 @@ map.toml: its rules cannot be read
 
 
 def test_files_that_cannot_be_read():
-    assert unreadable("x = [") == (
-        "map.toml: it cannot be read\n  Invalid value (at end of document)" + EXAMPLE
-    )
-    with open("map.toml", "wb") as file:
+    with open("binary.toml", "wb") as file:
         file.write(b"\xff")
-    with pytest.raises(ArgumentError) as error:
-        read_map("map.toml")
-    assert str(error.value) == (
-        "map.toml: it cannot be read\n"
-        "  'utf-8' codec can't decode byte 0xff in position 0: invalid start byte" + EXAMPLE
-    )
-    with pytest.raises(ArgumentError) as error:
-        read_map("none.toml")
-    assert str(error.value) == (
-        "none.toml: it cannot be read\n  [Errno 2] No such file or directory: 'none.toml'" + EXAMPLE
-    )
+    with open("broken.toml", "w") as file:
+        file.write("x = [")
+    for name, why in (
+        ("broken.toml", "Invalid value (at end of document)"),
+        ("binary.toml", "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+        ("none.toml", "[Errno 2] No such file or directory: 'none.toml'"),
+    ):
+        with pytest.raises(ArgumentError) as error:
+            read_map(name)
+        assert str(error.value) == f"{name}: it cannot be read\n  {why}{EXAMPLE}"
 
 
 WRONG = {
@@ -1530,21 +1524,11 @@ def test_the_direction_of_a_map():
 
 OPTIONAL = r"""
 optional = { init = ['gone/**', 'kept'], drop = ['params/unused/**', 'params/none'] }
-
-[[rule]]
-from = '^params/old_(\d)/'
-to = 'layers/\1/'
-optional = true
-
-[[rule]]
-from = '^params/new_(\d)/'
-to = 'layers/\1/'
-optional = true
-
-[[rule]]
-from = '^params/junk$'
-drop = true
-optional = true
+rule = [
+    { from = '^params/old_(\d)/', to = 'layers/\1/', optional = true },
+    { from = '^params/new_(\d)/', to = 'layers/\1/', optional = true },
+    { from = '^params/junk$', drop = true, optional = true },
+]
 """
 
 
@@ -1560,7 +1544,7 @@ def test_one_map_serves_several_models():
     assert printed(new.map.shapes) == {"layers/1/w": (2,)}
     assert (new.initial, new.optional) == ((), ("gone/**", "kept"))
     # Only what says so may match nothing.
-    required = OPTIONAL.replace("to = 'layers/\\1/'\noptional = true", "to = 'layers/\\1/'", 1)
+    required = OPTIONAL.replace(", optional = true", "", 1)
     assert "rule 1, `^params/old_(\\d)/`: matches no leaf" in problem(
         required, {"params/new_1/w": (2,)}
     )
