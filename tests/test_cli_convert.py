@@ -1053,11 +1053,11 @@ def test_a_signal_while_the_model_is_made(folder):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """32 MiB that do not compress: long enough to be stopped in the middle."""
+    """96 MiB that do not compress: long enough to be stopped in the middle."""
     path = tmp_path_factory.mktemp("large") / "run"
     rng = np.random.default_rng(0)
     with ocp.StandardCheckpointer() as checkpointer:
-        arrays = {f"{i}": rng.integers(0, 1 << 32, (2048, 2048), np.uint32) for i in range(2)}
+        arrays = {f"{i}": rng.integers(0, 1 << 32, (3072, 4096), np.uint32) for i in range(2)}
         checkpointer.save(path, {"params": jax.tree.map(jnp.asarray, arrays)})
     return path
 

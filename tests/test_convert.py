@@ -87,9 +87,6 @@ class Twin(nnx.Module):
         self.drop = nnx.Dropout(0.1, deterministic=True, rngs=rngs)
         self.second = nnx.Linear(6, 2, kernel_init=kernel, rngs=rngs)
 
-    def __call__(self, x):
-        return self.second(self.drop(self.norm(nnx.relu(self.first(x)))))
-
 
 NAMES = {"Dense_0": "first", "BatchNorm_0": "norm", "Dense_1": "second"}
 # The classes of streams of random numbers, which only NNX has.
@@ -171,10 +168,9 @@ def filled(tree, seed=0, bits=True):
     return jax.tree.map(value, tree)
 
 
-def state(tx, *, boxed=False, step=None, seed=0, bits=True):
+def state(tx, *, boxed=False, step=None):
     """A train state with random leaves."""
-    made = filled(train(tx, boxed), seed, bits)
-    return made.replace(step=jnp.int32(9) if step is None else step)
+    return filled(train(tx, boxed)).replace(step=jnp.int32(9) if step is None else step)
 
 
 def save_described(path, tree):
