@@ -76,49 +76,12 @@ FORMATS = {
 }
 # Values that somebody might put where another one is expected.
 NASTY: list[Any] = [
-    None,
-    True,
-    -1,
-    0,
-    1,
-    3,
-    2**31,
-    2**62,
-    2**64,
-    10**30,
-    0.5,
-    -0.0,
-    float("nan"),
-    float("inf"),
-    "",
-    "0",
-    "..",
-    "../../x",
-    "/abs",
-    "a/b",
-    "a\0b",
-    "\ud800",
-    "\u202e\x1b[2J",
-    "x" * 300,
-    "|O",
-    "bfloat16",
-    ">f8",
-    "<M8[s]",
-    "jax.Array",
-    "string",
-    "None",
-    "P(" + "(" * 500,
-    [],
-    {},
-    [[]],
-    [0],
-    [-1],
-    [2**40],
-    [2**31, 2**31],
-    [1] * 40,
-    {"a": {"b": 1}},
-    {"id": "zstd", "level": 99},
-    {"name": "sharding_indexed"},
+    *(None, True, -1, 0, 1, 3, 2**31, 2**62, 2**64, 10**30),
+    *(0.5, -0.0, float("nan"), float("inf")),
+    *("", "0", "..", "../../x", "/abs", "a/b", "a\0b", "\ud800", "\u202e\x1b[2J", "x" * 300),
+    *("|O", "bfloat16", ">f8", "<M8[s]", "jax.Array", "string", "None", "P(" + "(" * 500),
+    *([], {}, [[]], [0], [-1], [2**40], [2**31, 2**31], [1] * 40, {"a": {"b": 1}}),
+    *({"id": "zstd", "level": 99}, {"name": "sharding_indexed"}),
 ]
 
 
@@ -334,14 +297,8 @@ KINDS = {
 
 
 _DOCUMENTS = {
-    ".zarray",
-    "zarr.json",
-    "_METADATA",
-    "_CHECKPOINT_METADATA",
-    "_strings.json",
-    "_sharding",
-    "reshard_digests.json",
-    "reshard_progress.json",
+    *(".zarray", "zarr.json", "_METADATA", "_CHECKPOINT_METADATA", "_strings.json", "_sharding"),
+    *("reshard_digests.json", "reshard_progress.json"),
 }
 
 

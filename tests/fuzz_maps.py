@@ -87,65 +87,26 @@ specs = [["first/kernel", [[], "model"]], ["second/kernel", "data,model"], ["bia
 """
 NASTY = [
     *(value for value in fuzz.NASTY if value is not None),
-    "(",
-    "(" * 5000,
-    "(?P<n>.)(?P<n>.)",
-    "^(.*)$",
-    "^params/(.*)$",
-    "^params/(qkv|table)$",
-    "[",
-    "x{9999999999}",
-    "\\1",
-    "\\9",
-    "\\g<n>",
-    "\\g<99999999999999999999>",
-    "\\",
-    "{",
-    "{}",
-    "{{}}",
-    "{i}",
-    "{1 // 0}",
-    "{\\1 // 0}",
-    "{\\1 - 99}",
-    "{\\1 ** 9}",
-    "{\\1 * " + "9" * 4000 + "}",
-    "{" + "9" * 5000 + "}",
-    "{" + "-" * 5000 + "1}",
-    "{" + "(" * 5000 + "1" + ")" * 5000 + "}",
-    "{" + "1 + " * 5000 + "1}",
-    "{_}",
-    "{\\g<²>}",
-    "{x\0}",
-    "{lambda: 1}",
-    "{__import__('os')}",
-    "layers",
-    "layers/kernel/x",
-    "q",
-    "a//b",
-    '"a',
-    '"a/b"',
-    "**",
-    "params/" * 5000,
-    [1, 0],
-    [0, 0],
-    [0, 1, 2],
-    [-1, -1],
-    [2**62, 4],
-    [[0, 0], [0, 2**62]],
-    [[0, 0], [0, 2**70]],
-    [[0, 2**20], [0, 2**30]],
+    # Patterns, and what is put in their place.
+    *("(", "(" * 5000, "(?P<n>.)(?P<n>.)", "^(.*)$", "^params/(.*)$", "^params/(qkv|table)$", "["),
+    *("x{9999999999}", "\\1", "\\9", "\\g<n>", "\\g<99999999999999999999>", "\\"),
+    *("{", "{}", "{{}}", "{i}", "{1 // 0}", "{\\1 // 0}", "{\\1 - 99}", "{\\1 ** 9}"),
+    *("{\\1 * " + "9" * 4000 + "}", "{" + "9" * 5000 + "}", "{" + "-" * 5000 + "1}"),
+    *("{" + "(" * 5000 + "1" + ")" * 5000 + "}", "{" + "1 + " * 5000 + "1}"),
+    *("{_}", "{\\g<²>}", "{x\0}", "{lambda: 1}", "{__import__('os')}"),
+    *("layers", "layers/kernel/x", "q", "a//b", '"a', '"a/b"', "**", "params/" * 5000),
+    # Arguments of operations.
+    *([1, 0], [0, 0], [0, 1, 2], [-1, -1], [2**62, 4]),
+    *([[0, 0], [0, 2**62]], [[0, 0], [0, 2**70]], [[0, 2**20], [0, 2**30]]),
     {"from": [6, 8], "to": [2**40, -1]},
-    {"axis": 0},
-    {"axis": 2**70, "into": "a{}"},
-    {"axis": -9, "by": 1},
+    *({"axis": 0}, {"axis": 2**70, "into": "a{}"}, {"axis": -9, "by": 1}),
     {"axis": 0, "into": "same"},
     {"axis": 0, "sizes": [0, 6], "into": ["a", "b"]},
     {"axis": 0, "sizes": [2**62, 2**62], "into": ["a", "b"]},
     {"widths": [[0, 0], [9, 9]]},
     {"widths": [[0, 0], [0, 0]], "fill": float("nan")},
     {"widths": [[0, 0], [0, 1]], "fill": 10**400},
-    {"sizes": [0], "flat": 1},
-    {"sizes": [2**70], "outer": 1, "inner": "\\1"},
+    *({"sizes": [0], "flat": 1}, {"sizes": [2**70], "outer": 1, "inner": "\\1"}),
 ]
 
 
@@ -153,15 +114,8 @@ NASTY = [
 def make_bases(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     """Small checkpoints to convert, by what they are."""
     rng = np.random.default_rng(0)
-    shapes = {
-        "gate": (4, 6),
-        "up": (4, 6),
-        "qkv": (6, 8),
-        "experts": (3, 4, 5),
-        "table": (4, 6),
-        "wide": (4, 6),
-        "old": (),
-    }
+    shapes = dict.fromkeys(("gate", "up", "table", "wide"), (4, 6))
+    shapes |= {"qkv": (6, 8), "experts": (3, 4, 5), "old": ()}
     tree = {name: rng.normal(size=shape) for name, shape in shapes.items()}
     for i in range(2):
         tree[f"layer_{i}"] = {"kernel": rng.normal(size=(3, 6)), "bias": rng.normal(size=6)}
