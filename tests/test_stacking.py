@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import layouts
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from flax.core import meta
@@ -126,9 +125,25 @@ def randomized(state, seed=0):
 
 def looped(block, tx, count=COUNT):
     """A random state of layers on their own."""
-    layers = {f"layer_{i}": block for i in range(count)}
-    shapes = {"embed": {"kernel": (7, 5), "bias": (5,)}, **layers}
-    return randomized(train_state(abstract(shapes), tx))
+    return state_of({"embed": {"kernel": (7, 5), "bias": (5,)}, **layers_of(block, count)}, tx)
+
+
+def state_of(shapes, tx, seed=0):
+    return randomized(train_state(abstract(shapes), tx), seed)
+
+
+def form_after(shapes, tx):
+    """The form of what optax makes of parameters with these shapes."""
+    return form(train_state(abstract(shapes), tx))
+
+
+def layers_of(layer, count=2):
+    return {f"layer_{i}": layer for i in range(count)}
+
+
+def whole(layers):
+    """Layers in one array each, by numpy."""
+    return {"layers": jax.tree.map(lambda *x: jnp.asarray(np.stack(x)), *layers.values())}
 
 
 def together(params, axis=0, into="layers"):
@@ -144,13 +159,7 @@ def put(path, tree):
     return reshard.open(layouts.save_pytree(path, tree))
 
 
-def read(path, like=None):
-    """What Orbax reads."""
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        if like is None:
-            return checkpointer.restore(path)
-        arguments = ocp.checkpoint_utils.construct_restore_args(like)
-        return checkpointer.restore(path, item=like, restore_args=arguments)
+read = layouts.load_pytree
 
 
 def got(ckpt, path):
@@ -183,14 +192,41 @@ def by_path(tree):
     return {path: layouts.bits(leaf) for path, leaf in layouts.saved_leaves(tree).items()}
 
 
-def expected(original, wanted, layers, into="layers", axis=0):
+def values(ckpt):
+    """Path -> type and bits of each leaf, as its view has it."""
+    return {
+        path: (leaf.value_type, layouts.bits(leaf.view().read().result()))
+        if isinstance(leaf, ArrayHandle)
+        else leaf
+        for path, leaf in ckpt.items()
+    }
+
+
+LAYERS = ("params/layer_{}", "params/layers")
+
+
+def there_and_back(tmp_path, tree, where=LAYERS, axis=0, indices=None):
+    """The checkpoint of a tree with its layers stacked, which is the tree again once they are on
+    their own; and what Orbax reads of it."""
+    ckpt = put(tmp_path / "a", tree)
+    stacked = stack(ckpt, *where, axis, indices=indices)
+    assert_undone(unstack(stacked, *where[::-1], axis, indices=indices), ckpt)
+    return stacked, got(stacked, tmp_path / "b")
+
+
+def assert_undone(back, ckpt):
+    assert form_of(back) == form_of(ckpt)
+    assert values(back) == values(ckpt)
+
+
+def expected(original, wanted, layers=("layer_0", "layer_1"), into="layers", axis=0):
     """What is in the saved form of a state, from the leaves before by numpy.
 
     Args:
       original: the leaves before, by path.
       wanted: the form that optax gives the state afterwards: by its shapes the axis is found where
         moments are parts of their parameters.
-      layers: the keys of the layers, in order.
+      layers: the keys of the layers, in order; several for each where they were in a container.
       into: the key that they become.
       axis: the new axis of the parameters.
     """
@@ -200,7 +236,8 @@ def expected(original, wanted, layers, into="layers", axis=0):
             result[path] = layouts.bits(original[path])
             continue
         place = path.index(into)
-        leaves = [original[(*path[:place], key, *path[place + 1 :])] for key in layers]
+        keys = [key if isinstance(key, tuple) else (key,) for key in layers]
+        leaves = [original[(*path[:place], *key, *path[place + 1 :])] for key in keys]
         if like is None:
             assert leaves == [None] * len(leaves)
             result[path] = layouts.bits(None)
@@ -232,12 +269,12 @@ def test_a_train_state_becomes_that_of_stacked_layers_and_back(name, axis, tmp_p
         block = {key: shape for key, shape in block.items() if shape not in ((), BLOCK["norm"])}
     state = looped(block, tx)
     ckpt = put(tmp_path / "a", state)
-    wanted = train_state(together(state.params, axis), tx)
+    wanted = form(train_state(together(state.params, axis), tx))
     stacked = stack(ckpt, "params/layer_{}", "params/layers", axis)
-    assert form_of(stacked) == form(wanted)
-    values = expected(fields(state), form(wanted), [f"layer_{i}" for i in range(COUNT)], axis=axis)
-    assert by_path(got(stacked, tmp_path / "b")) == values
-    params = {path: bits for path, bits in values.items() if path[0] == "params"}
+    assert form_of(stacked) == wanted
+    found = expected(fields(state), wanted, [f"layer_{i}" for i in range(COUNT)], axis=axis)
+    assert by_path(got(stacked, tmp_path / "b")) == found
+    params = {path: bits for path, bits in found.items() if path[0] == "params"}
     assert params == by_path({"params": together(state.params, axis)})
     saved = reshard.open(tmp_path / "b")
     back = unstack(saved, "params/layers", "params/layer_{}", axis)
@@ -262,49 +299,42 @@ def test_layers_of_two_kinds_in_turn(tmp_path):
     """One kind after the other, by their numbers."""
     kinds = [{"w": (6, 5)}, {"w": (6, 5), "gate": (6, 4)}]
     tx = optax.lion(1e-3)
-    shapes = {f"layer_{i}": kinds[i % 2] for i in range(6)}
-    state = randomized(train_state(abstract(shapes), tx))
+    state = state_of({f"layer_{i}": kinds[i % 2] for i in range(6)}, tx)
     ckpt = put(tmp_path / "a", state)
     first = stack(ckpt, "params/layer_{}", "params/dense", indices=[0, 2, 4])
     both = stack(first, "params/layer_{}", "params/moe", indices=(1, 3, 5))
-    wanted = {"dense": {"w": (3, 6, 5)}, "moe": {"w": (3, 6, 5), "gate": (3, 6, 4)}}
-    wanted = form(train_state(abstract(wanted), tx))
-    found = by_path(got(both, tmp_path / "b"))
+    shapes = {"dense": {"w": (3, 6, 5)}, "moe": {"w": (3, 6, 5), "gate": (3, 6, 4)}}
+    wanted = form_after(shapes, tx)
     dense = {path: like for path, like in wanted.items() if "moe" not in path}
     moe = {path: like for path, like in wanted.items() if "moe" in path}
-    assert found == expected(
+    assert by_path(got(both, tmp_path / "b")) == expected(
         fields(state), dense, ["layer_0", "layer_2", "layer_4"], "dense"
     ) | expected(fields(state), moe, ["layer_1", "layer_3", "layer_5"], "moe")
     one = unstack(both, "params/dense", "params/layer_{}", indices=[0, 2, 4])
-    back = unstack(one, "params/moe", "params/layer_{}", indices=(1, 3, 5))
-    assert by_path(got(back, tmp_path / "c")) == by_path(read(tmp_path / "a"))
+    assert_undone(unstack(one, "params/moe", "params/layer_{}", indices=(1, 3, 5)), ckpt)
 
 
 def test_some_layers_remain(tmp_path):
     """Of seven layers four are stacked, in an order of their own, and three stay."""
-    tx = optax.adam(1e-3)
-    state = randomized(train_state(abstract({f"layer_{i}": {"w": (6, 5)} for i in range(7)}), tx))
-    ckpt = put(tmp_path / "a", state)
-    order = [3, 1, 0, 2]
-    stacked = stack(ckpt, "params/layer_{}", "params/layers", indices=order)
-    left = {f"layer_{i}": {"w": (6, 5)} for i in (4, 5, 6)}
-    wanted = form(train_state(abstract({"layers": {"w": (4, 6, 5)}, **left}), tx))
-    values = expected(fields(state), wanted, [f"layer_{i}" for i in order])
-    assert by_path(got(stacked, tmp_path / "b")) == values
-    back = unstack(stacked, "params/layers", "params/layer_{}", indices=order)
-    assert by_path(got(back, tmp_path / "c")) == by_path(read(tmp_path / "a"))
+    tx, order = optax.adam(1e-3), [3, 1, 0, 2]
+    layers = layers_of({"w": (6, 5)}, 7)
+    state = state_of(layers, tx)
+    _, found = there_and_back(tmp_path, state, indices=order)
+    left = {name: layers[name] for name in ("layer_4", "layer_5", "layer_6")}
+    wanted = form_after({"layers": {"w": (4, 6, 5)}, **left}, tx)
+    assert by_path(found) == expected(fields(state), wanted, [f"layer_{i}" for i in order])
 
 
 def test_stages_of_layers(tmp_path):
     """Two new axes, as `remat_scan` has them: the layers of each stage, then the stages."""
     tx = optax.adam(1e-3)
-    stage = {f"layer_{j}": {"w": (6, 5), "b": (5,)} for j in range(3)}
-    state = randomized(train_state(abstract({f"stage_{i}": stage for i in range(2)}), tx))
+    stage = layers_of({"w": (6, 5), "b": (5,)}, 3)
+    state = state_of({f"stage_{i}": stage for i in range(2)}, tx)
     ckpt = put(tmp_path / "a", state)
     inner = stack(ckpt, "params/stage_*/layer_{}", "params/stage_*/layers")
     outer = stack(inner, "params/stage_{}", "params/stages", 1)
     shapes = {"stages": {"layers": {"w": (3, 2, 6, 5), "b": (3, 2, 5)}}}
-    assert form_of(outer) == form(train_state(abstract(shapes), tx))
+    assert form_of(outer) == form_after(shapes, tx)
     original = fields(state)
     found = by_path(got(outer, tmp_path / "b"))
     for root in (("params",), ("opt_state", 0, "mu"), ("opt_state", 0, "nu")):
@@ -313,28 +343,40 @@ def test_stages_of_layers(tmp_path):
                 [original[(*root, f"stage_{i}", f"layer_{j}", key)] for j in range(3)]
                 for i in range(2)
             ]
-            whole = jnp.asarray(np.stack([np.stack(part) for part in parts], 1))
-            assert found[(*root, "stages", "layers", key)] == layouts.bits(whole)
+            stacked = jnp.asarray(np.stack([np.stack(part) for part in parts], 1))
+            assert found[(*root, "stages", "layers", key)] == layouts.bits(stacked)
     stages = unstack(outer, "params/stages", "params/stage_{}", 1)
-    back = unstack(stages, "params/stage_*/layers", "params/stage_*/layer_{}")
-    assert by_path(got(back, tmp_path / "c")) == by_path(read(tmp_path / "a"))
+    assert_undone(unstack(stages, "params/stage_*/layers", "params/stage_*/layer_{}"), ckpt)
 
 
 def test_layers_that_are_arrays_themselves(tmp_path):
     state = {"params": {f"w{i:02}": np.full((2, 3), i, "float32") for i in range(12)}}
     stacked = stack(put(tmp_path / "a", state), "params/w{}", "params/w", 1)
-    whole = np.stack([np.full((2, 3), i, "float32") for i in range(12)], 1)
-    assert by_path(got(stacked, tmp_path / "b")) == by_path({"params": {"w": whole}})
-
-
-def test_keys_with_slashes_and_signs(tmp_path):
-    tree = {"params": {f"mlp/l({i}) *": {"a.b": np.full((2,), i, "float32")} for i in range(2)}}
-    stacked = stack(put(tmp_path / "a", tree), 'params/"mlp/l({}) *"', 'params/"all/l *"')
-    whole = np.stack([np.full((2,), i, "float32") for i in range(2)])
-    wanted = {"params": {"all/l *": {"a.b": whole}}}
+    wanted = {"params": {"w": np.stack([*state["params"].values()], 1)}}
     assert by_path(got(stacked, tmp_path / "b")) == by_path(wanted)
-    back = unstack(stacked, 'params/"all/l *"', 'params/"mlp/l({}) *"')
-    assert by_path(got(back, tmp_path / "c")) == by_path(tree)
+
+
+EXTRA = {"none": None, "dict": {}, "list": [], "text": "relu"}
+
+
+@pytest.mark.parametrize(
+    ("tree", "where", "wanted"),
+    [
+        (  # keys with slashes and signs
+            {f"mlp/l({i}) *": {"a.b": np.full((2,), i, "float32")} for i in range(2)},
+            ('params/"mlp/l({}) *"', 'params/"all/l *"'),
+            {"all/l *": {"a.b": np.stack([np.full((2,), i, "float32") for i in range(2)])}},
+        ),
+        (  # what has no array follows if all layers have the same
+            layers_of({"w": np.ones((2, 3)), **EXTRA}, 3),
+            LAYERS,
+            {"layers": {"w": np.ones((3, 2, 3)), **EXTRA}},
+        ),
+    ],
+)
+def test_layers_of_any_form(tree, where, wanted, tmp_path):
+    _, found = there_and_back(tmp_path, {"params": tree}, where)
+    layouts.assert_same_tree(found, {"params": wanted})
 
 
 # Containers
@@ -379,22 +421,13 @@ def test_a_model_of_nnx_and_its_optimizer(tx, tmp_path):
     wanted = form_of(put(tmp_path / "w", nnx_state(Stacked, tx)))
     stacked = stack(ckpt, "model/layers/{}", "model/layers")
     assert form_of(stacked) == wanted
-    original, result = layouts.saved_leaves(read(tmp_path / "a")), {}
-    for path in wanted:
-        place = path.index("layers") + 1 if "layers" in path else None
-        pieces = [
-            original[(*path[:place], str(i), *path[place:])] for i in range(COUNT * bool(place))
-        ]
-        if not place:
-            result[path] = layouts.bits(original[path])
-        elif pieces == [None] * COUNT:
-            result[path] = layouts.bits(None)
-        else:
-            result[path] = layouts.bits(jnp.asarray(np.stack(pieces)))
-    assert by_path(got(stacked, tmp_path / "b")) == result
-    back = unstack(stacked, "model/layers", "model/layers/{}")
-    assert form_of(back) == form_of(ckpt)
-    assert by_path(got(back, tmp_path / "c")) == by_path(read(tmp_path / "a"))
+    found = expected(
+        layouts.saved_leaves(read(tmp_path / "a")),
+        wanted,
+        [("layers", str(i)) for i in range(COUNT)],
+    )
+    assert by_path(got(stacked, tmp_path / "b")) == found
+    assert_undone(unstack(stacked, "model/layers", "model/layers/{}"), ckpt)
 
 
 def boxed(shapes, names):
@@ -411,19 +444,15 @@ def test_boxes_and_collections_inside_params(collection, tmp_path):
     tx = optax.MultiSteps(optax.adamw(1e-3), 3)
     wrap = functools.partial(functools.reduce, lambda tree, key: {key: tree}, collection)
     plain = {"embed": {"w": (7, 5)}}
-    layers = {f"layer_{i}": {"w": (6, 5), "b": (5,)} for i in range(COUNT)}
+    layers = layers_of({"w": (6, 5), "b": (5,)}, COUNT)
     state = randomized(train_state(wrap(boxed({**plain, **layers}, ("embed",))), tx))
-    ckpt = put(tmp_path / "a", state)
-    whole = {**plain, "layers": {"w": (COUNT, 6, 5), "b": (COUNT, 5)}}
-    wanted = form(train_state(wrap(boxed(whole, ("layers", "embed"))), tx))
+    stacks = {**plain, "layers": {"w": (COUNT, 6, 5), "b": (COUNT, 5)}}
+    wanted = form(train_state(wrap(boxed(stacks, ("layers", "embed"))), tx))
     at = "/".join(("params", *collection))
-    stacked = stack(ckpt, f"{at}/layer_{{}}", f"{at}/layers")
+    stacked, found = there_and_back(tmp_path, state, (f"{at}/layer_{{}}", f"{at}/layers"))
     assert form_of(stacked) == wanted
     original = layouts.saved_leaves(read(tmp_path / "a"))
-    values = expected(original, wanted, [f"layer_{i}" for i in range(COUNT)])
-    assert by_path(got(stacked, tmp_path / "b")) == values
-    back = unstack(stacked, f"{at}/layers", f"{at}/layer_{{}}")
-    assert by_path(got(back, tmp_path / "c")) == by_path(read(tmp_path / "a"))
+    assert by_path(found) == expected(original, wanted, list(layers))
 
 
 def random_arrays(tree, seed=0):
@@ -438,58 +467,35 @@ def random_arrays(tree, seed=0):
 
 def test_lists_stay_lists(tmp_path):
     """In the pattern by their positions, or by a star; not those that the layers were."""
-    block = {f"layer_{i}": {"w": (2, 3)} for i in range(2)}
+    block = layers_of({"w": (2, 3)})
     tree = random_arrays(
         {"params": [block, {"w": (3,)}, block], "opt": [{"mu": [block, {}, block]}]}
     )
-    ckpt = put(tmp_path / "a", tree)
-    star = stack(ckpt, "params/*/layer_{}", "params/*/layers")
+    star, found = there_and_back(tmp_path, tree, ("params/*/layer_{}", "params/*/layers"))
+    ckpt = reshard.open(tmp_path / "a")
     first = stack(ckpt, "params/0/layer_{}", "params/0/layers")
     both = stack(first, "params/2/layer_{}", "params/2/layers")
-    assert form_of(star) == form_of(both)
-    leaves = layouts.saved_leaves(tree)
-
-    def whole(*root):
-        parts = [leaves[(*root, f"layer_{i}", "w")] for i in range(2)]
-        return {"layers": {"w": jnp.asarray(np.stack(parts))}}
-
+    assert values(star) == values(both)
+    one, other, last = tree["params"]
+    mu = tree["opt"][0]["mu"]
     wanted = {
-        "params": [whole("params", 0), tree["params"][1], whole("params", 2)],
-        "opt": [{"mu": [whole("opt", 0, "mu", 0), {}, whole("opt", 0, "mu", 2)]}],
+        "params": [whole(one), other, whole(last)],
+        "opt": [{"mu": [whole(mu[0]), {}, whole(mu[2])]}],
     }
-    layouts.assert_same_tree(got(star, tmp_path / "b"), wanted)
-    layouts.assert_same_tree(got(both, tmp_path / "c"), wanted)
-    back = unstack(star, "params/*/layers", "params/*/layer_{}")
-    layouts.assert_same_tree(got(back, tmp_path / "d"), tree)
-    as_one = stack(
-        put(tmp_path / "e", {"params": {"l": [tree["params"][0]] * 2}}), "params/l/{}", "params/l"
-    )
+    layouts.assert_same_tree(found, wanted)
+    as_one = stack(put(tmp_path / "e", {"params": {"l": [one] * 2}}), "params/l/{}", "params/l")
     assert form_of(as_one) == {
         ("params", "l", f"layer_{i}", "w"): ((2, 2, 3), np.dtype("float32")) for i in range(2)
     }
-
-
-def test_what_has_no_array_follows_if_all_layers_have_the_same(tmp_path):
-    extra = {"none": None, "dict": {}, "list": [], "text": "relu"}
-    tree = {"params": {f"layer_{i}": {"w": jnp.ones((2, 3)), **extra} for i in range(3)}}
-    ckpt = put(tmp_path / "a", tree)
-    stacked = stack(ckpt, "params/layer_{}", "params/layers")
-    wanted = {"params": {"layers": {"w": jnp.ones((3, 2, 3)), **extra}}}
-    layouts.assert_same_tree(got(stacked, tmp_path / "b"), wanted)
-    back = unstack(stacked, "params/layers", "params/layer_{}")
-    layouts.assert_same_tree(got(back, tmp_path / "c"), tree)
 
 
 def test_state_on_the_host(tmp_path):
     """numpy arrays stay such, the zeros of adafactor's too."""
     block, tx = OPTIMIZERS["adafactor with momentum"]
     state = jax.tree.map(np.asarray, looped(block, tx)).replace(step=7)
-    ckpt = put(tmp_path / "a", state)
-    stacked = stack(ckpt, "params/layer_{}", "params/layers")
-    found = layouts.saved_leaves(got(stacked, tmp_path / "b"))
-    assert {type(leaf) for leaf in found.values()} == {np.ndarray, int, type(None)}
-    back = unstack(stacked, "params/layers", "params/layer_{}")
-    assert by_path(got(back, tmp_path / "c")) == by_path(read(tmp_path / "a"))
+    _, found = there_and_back(tmp_path, state)
+    kinds = {type(leaf) for leaf in layouts.saved_leaves(found).values()}
+    assert kinds == {np.ndarray, int, type(None)}
 
 
 def test_python_numbers_become_an_array(tmp_path):
@@ -504,20 +510,15 @@ def test_python_numbers_become_an_array(tmp_path):
 
 def test_other_layers_of_the_same_names_stay(tmp_path):
     """Encoder and decoder, with one optimizer; and the parameters' own names end alike."""
-    side = {**{f"layer_{i}": {"w": (2, 3)} for i in range(2)}, "w": (3,)}
+    side = {**layers_of({"w": (2, 3)}), "w": (3,)}
     tx = optax.adam(1e-3)
     shapes = {"encoder": side, "decoder": side, "w": (4,), "layer_0": {"w": (2, 3)}}
-    state = randomized(train_state(abstract(shapes), tx))
-    ckpt = put(tmp_path / "a", state)
-    stacked = stack(ckpt, "params/encoder/layer_{}", "params/encoder/layers")
-    wanted = form(
-        train_state(abstract({**shapes, "encoder": {"layers": {"w": (2, 2, 3)}, "w": (3,)}}), tx)
-    )
+    state = state_of(shapes, tx)
+    where = ("params/encoder/layer_{}", "params/encoder/layers")
+    stacked, found = there_and_back(tmp_path, state, where)
+    wanted = form_after({**shapes, "encoder": {"layers": {"w": (2, 2, 3)}, "w": (3,)}}, tx)
     assert form_of(stacked) == wanted
-    values = expected(fields(state), wanted, ["layer_0", "layer_1"])
-    assert by_path(got(stacked, tmp_path / "b")) == values
-    back = unstack(stacked, "params/encoder/layers", "params/encoder/layer_{}")
-    assert by_path(got(back, tmp_path / "c")) == by_path(read(tmp_path / "a"))
+    assert by_path(found) == expected(fields(state), wanted)
 
 
 def test_one_stacked_array_among_others_that_are_called_so(tmp_path):
@@ -533,64 +534,44 @@ def test_one_stacked_array_among_others_that_are_called_so(tmp_path):
 def test_of_two_models_one_is_stacked(tmp_path):
     """Each has an optimizer, and both have layers of the same names."""
     tx = optax.adam(1e-3)
-    looped_shapes = {f"layer_{i}": {"w": (2, 3)} for i in range(2)}
-    one, other = (randomized(train_state(abstract(looped_shapes), tx), seed) for seed in (0, 1))
+    one, other = (state_of(layers_of({"w": (2, 3)}), tx, seed) for seed in (0, 1))
     ckpt = put(tmp_path / "a", {"actor": one, "critic": other})
-    stacked = stack(ckpt, "actor/params/layer_{}", "actor/params/layers")
-    whole = train_state(abstract({"layers": {"w": (2, 2, 3)}}), tx)
-    assert form_of(stacked) == form({"actor": whole, "critic": other})
-    values = expected(fields(one), form(whole), ["layer_0", "layer_1"])
-    found = by_path(got(stacked, tmp_path / "b"))
-    assert {p[1:]: bits for p, bits in found.items() if p[0] == "actor"} == values
-    assert {p[1:]: bits for p, bits in found.items() if p[0] == "critic"} == by_path(parts(other))
-    both = stack(ckpt, "*/params/layer_{}", "*/params/layers")
-    assert form_of(both) == form({"actor": whole, "critic": whole})
-    values = expected(fields(other), form(whole), ["layer_0", "layer_1"])
-    found = by_path(got(both, tmp_path / "c"))
-    assert {p[1:]: bits for p, bits in found.items() if p[0] == "critic"} == values
+    stacks = train_state(abstract({"layers": {"w": (2, 2, 3)}}), tx)
+    wanted = [expected(fields(state), form(stacks)) for state in (one, other)]
+    for pattern, actor, critic, form_of_critic in (
+        ("actor", wanted[0], by_path(parts(other)), other),
+        ("*", *wanted, stacks),
+    ):
+        stacked = stack(ckpt, f"{pattern}/params/layer_{{}}", f"{pattern}/params/layers")
+        assert form_of(stacked) == form({"actor": stacks, "critic": form_of_critic})
+        assert by_path(got(stacked, tmp_path / "b")) == {
+            **{("actor", *path): bits for path, bits in actor.items()},
+            **{("critic", *path): bits for path, bits in critic.items()},
+        }
 
 
 def test_all_collections_at_once(tmp_path):
-    """Statistics have their own pattern, and no moments; averages of parameters follow these."""
-    layers = {f"layer_{i}": {"w": (2, 3), "b": (3,)} for i in range(2)}
-    stats = {f"layer_{i}": {"mean": (3,)} for i in range(2)}
-    tree = random_arrays(
-        {
-            "params": layers,
-            "batch_stats": stats,
-            "ema_params": layers,
-            "opt_state": [{"mu": layers, "count": ()}],
-        }
-    )
+    """Statistics have their own pattern, and no moments; averages of parameters follow these, and
+    are told of."""
+    layers = layers_of({"w": (2, 3), "b": (3,)})
+    shapes = {"params": layers, "batch_stats": layers_of({"mean": (3,)}), "ema_params": layers}
+    tree = random_arrays({**shapes, "opt_state": [{"mu": layers, "count": ()}]})
     ckpt = put(tmp_path / "a", tree)
-    stacked = stack(ckpt, "*/layer_{}", "*/layers")
-    leaves = layouts.saved_leaves(tree)
-    wanted = {}
-    for path, leaf in leaves.items():
-        if "layer_0" in path:
-            place = path.index("layer_0")
-            parts = [leaves[(*path[:place], f"layer_{i}", *path[place + 1 :])] for i in range(2)]
-            stack_of = jnp.asarray(np.stack(parts))
-            wanted[(*path[:place], "layers", *path[place + 1 :])] = layouts.bits(stack_of)
-        elif "layer_1" not in path:
-            wanted[path] = layouts.bits(leaf)
-    assert by_path(got(stacked, tmp_path / "b")) == wanted
+    state = {"mu": whole(tree["opt_state"][0]["mu"]), "count": tree["opt_state"][0]["count"]}
+    wanted = {**{name: whole(tree[name]) for name in shapes}, "opt_state": [state]}
+    layouts.assert_same_tree(got(stack(ckpt, "*/layer_{}", "*/layers"), tmp_path / "b"), wanted)
     params = stack(ckpt, "params/layer_{}", "params/layers")
-    assert {path for path in params if "layers" in path} == {
-        path for path in wanted if "layers" in path and path[0] != "batch_stats"
-    }
+    assert params.notes == ("`ema_params` follows the parameters: 2 leaves",)
+    found = {**wanted, "batch_stats": tree["batch_stats"]}
+    layouts.assert_same_tree(got(params, tmp_path / "c"), found)
+    back = unstack(params, "params/layers", "params/layer_{}")
+    assert back.notes == (*params.notes, "`ema_params` follows the parameters: 4 leaves")
 
 
 def test_state_beside_parameters_that_are_not_in_params(tmp_path):
     """Where nothing is called `params` or `model`, what is below `opt_state` follows."""
-    layers = {f"layer_{i}": {"w": (2, 3)} for i in range(2)}
-    tree = random_arrays(
-        {
-            "encoder": layers,
-            "decoder": layers,
-            "opt_state": {"mu": {"encoder": layers, "decoder": layers}},
-        }
-    )
+    both = dict.fromkeys(("encoder", "decoder"), layers_of({"w": (2, 3)}))
+    tree = random_arrays({**both, "opt_state": {"mu": both}})
     stacked = stack(put(tmp_path / "a", tree), "encoder/layer_{}", "encoder/layers")
     assert [path for path in stacked if "layers" in path] == [
         ("encoder", "layers", "w"),
@@ -598,30 +579,13 @@ def test_state_beside_parameters_that_are_not_in_params(tmp_path):
     ]
 
 
-def test_a_copy_of_the_parameters_follows_and_is_told(tmp_path):
-    layers = {f"layer_{i}": {"w": (2, 3)} for i in range(2)}
-    tree = random_arrays({"params": layers, "ema_params": layers})
-    stacked = stack(put(tmp_path / "a", tree), "params/layer_{}", "params/layers")
-    assert stacked.notes == ("`ema_params` follows the parameters: 1 leaf",)
-    whole = {
-        key: {"layers": {"w": np.stack([tree[key][f"layer_{i}"]["w"] for i in range(2)])}}
-        for key in tree
-    }
-    assert {p: x[1:] for p, x in by_path(got(stacked, tmp_path / "b")).items()} == {
-        p: x[1:] for p, x in by_path(whole).items()
-    }
-    back = unstack(stacked, "params/layers", "params/layer_{}")
-    assert back.notes == (*stacked.notes, "`ema_params` follows the parameters: 2 leaves")
-
-
 def test_text_that_is_called_as_parameters_are_stays(tmp_path):
     tree = {
-        "params": {f"layer_{i}": {"w": jnp.ones((2, 3))} for i in range(2)},
+        "params": layers_of({"w": jnp.ones((2, 3))}),
         "names": {f"layer_{i}": {"w": f"of {i}"} for i in range(2)},
     }
-    stacked = stack(put(tmp_path / "a", tree), "params/layer_{}", "params/layers")
-    wanted = {"params": {"layers": {"w": jnp.ones((2, 2, 3))}}, "names": tree["names"]}
-    layouts.assert_same_tree(got(stacked, tmp_path / "b"), wanted)
+    _, found = there_and_back(tmp_path, tree)
+    layouts.assert_same_tree(found, {**tree, "params": whole(tree["params"])})
 
 
 def test_nothing_is_read_and_the_source_stays(tmp_path):
@@ -643,8 +607,7 @@ def on_mesh(sizes, names, count=2):
     """A state on a mesh, and where its parameters are: two kinds of leaves."""
     mesh = layouts.mesh(sizes, names)
     tx = optax.adafactor(1e-3, momentum=0.9)
-    shapes = {f"layer_{i}": {"w": (256, 128), "b": (128,)} for i in range(count)}
-    state = randomized(train_state(abstract(shapes), tx))
+    state = state_of(layers_of({"w": (256, 128), "b": (128,)}, count), tx)
 
     def spec(path, leaf):
         keys = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
@@ -707,9 +670,8 @@ def test_layers_on_a_mesh(names, axis, tmp_path):
         (2, 4)
     }
     back = unstack(stacked, "params/layers", "params/layer_{}", axis)
-    restored = got(back, tmp_path / "c")
-    assert by_path(restored) == by_path(read(tmp_path / "a"))
-    before, after = specs(read(tmp_path / "a")), specs(restored)
+    assert_undone(back, ckpt)
+    before, after = specs(read(tmp_path / "a")), specs(got(back, tmp_path / "c"))
     ranks = {path: len(leaf.shape) for path, leaf in ckpt.items() if isinstance(leaf, ArrayHandle)}
     assert {path: full(spec, ranks[path]) for path, spec in after.items()} == {
         path: full(spec, ranks[path]) for path, spec in before.items()
@@ -726,16 +688,20 @@ def tree_of(shapes, root="params"):
 
 
 ALIKE = {"l0": {"w": (2, 3)}, "l1": {"w": (2, 3)}}
+ALL = ("params/l{}", "params/l")
 PATTERN_HINT = (
     "\n\nhint: `params/layer_{}` stands for params/layer_0, params/layer_1 and so on; "
     "`*` for any key"
 )
+UNCLEAR = "that does not say which layers"
+NEAREST = "\n\nhint: the nearest leaf is `params/l0/w`" + PATTERN_HINT[1:]
+UNLIKE = "the layers are not alike"
+STEP = "steps that cannot be carried out\n  params/l0/b + params/l1/b -> params/l/b  "
+TAKEN = "there are leaves in these places already"
 
 
-def wrong(message):
-    """The type of an error."""
-    is_argument = message.startswith("that does not say which layers")
-    return reshard.ArgumentError if is_argument else TreeMismatchError
+def told(*lines):
+    return "\n  ".join(lines)
 
 
 @pytest.mark.parametrize(
@@ -744,57 +710,50 @@ def wrong(message):
         (
             ALIKE,
             ("params/layer_{}", "params/layers"),
-            "no layer matches `params/layer_{}`\n\n"
-            "hint: the nearest leaf is `params/l0/w`" + PATTERN_HINT[1:],
+            "no layer matches `params/layer_{}`" + NEAREST,
         ),
-        (
-            ALIKE,
-            ("params/l{}", "params/l", 0, [4, 5]),
-            "no layer matches `params/l{}`\n\n"
-            "hint: the nearest leaf is `params/l0/w`" + PATTERN_HINT[1:],
-        ),
-        (
-            ALIKE,
-            ("zzz_{}", "params/l"),
-            "no layer matches `zzz_{}`" + PATTERN_HINT,
-        ),
+        (ALIKE, (*ALL, 0, [4, 5]), "no layer matches `params/l{}`" + NEAREST),
+        (ALIKE, ("zzz_{}", "params/l"), "no layer matches `zzz_{}`" + PATTERN_HINT),
         (
             ALIKE,
             ("params/l", "params/*/l{}", 0, [0, 0]),
-            "that does not say which layers\n"
-            "  `params/l` must have one `{}`, for the number of a layer\n"
-            "  `params/*/l{}` must have no `{}`: it is all layers\n"
-            "  `params/l` and `params/*/l{}` must have as many `*`\n"
-            "  indices [0, 0] must be numbers of layers, each once" + PATTERN_HINT,
+            told(
+                UNCLEAR,
+                "`params/l` must have one `{}`, for the number of a layer",
+                "`params/*/l{}` must have no `{}`: it is all layers",
+                "`params/l` and `params/*/l{}` must have as many `*`",
+                "indices [0, 0] must be numbers of layers, each once" + PATTERN_HINT,
+            ),
         ),
         (
             ALIKE,
             ("params/s{}/l{}", "params/l", 0, [-1]),
-            "that does not say which layers\n"
-            "  `params/s{}/l{}` must have one `{}`, for the number of a layer\n"
-            "  indices [-1] must be numbers of layers, each once" + PATTERN_HINT,
+            told(
+                UNCLEAR,
+                "`params/s{}/l{}` must have one `{}`, for the number of a layer",
+                "indices [-1] must be numbers of layers, each once" + PATTERN_HINT,
+            ),
         ),
         (
             ALIKE,
-            ("params/l{}", "params/l", 0, []),
-            "that does not say which layers\n"
-            "  indices [] must be numbers of layers, each once" + PATTERN_HINT,
+            (*ALL, 0, []),
+            told(UNCLEAR, "indices [] must be numbers of layers, each once" + PATTERN_HINT),
         ),
         # Gaps, and layers that differ.
         (
             {"l1": {"w": (2,)}, "l2": {"w": (2,)}, "m0": {"w": (2,)}, "m2": {"w": (3,)}},
             ("params/*{}", "params/all_*"),
-            "the layers are not alike\n"
-            "  params/all_l: there is no layer 0, only 1, 2\n"
-            "  params/all_m: there is no layer 1, only 0, 2\n"
-            "\nhint: indices=[1, 2]\nhint: indices=[0, 2]",
+            told(
+                UNLIKE,
+                "params/all_l: there is no layer 0, only 1, 2",
+                "params/all_m: there is no layer 1, only 0, 2\n",
+            )
+            + "\nhint: indices=[1, 2]\nhint: indices=[0, 2]",
         ),
         (
             ALIKE,
-            ("params/l{}", "params/l", 0, [1, 0, 7, 3]),
-            "the layers are not alike\n"
-            "  params/l: there is no layer 7, 3, only 0, 1\n"
-            "\nhint: indices=[0, 1]",
+            (*ALL, 0, [1, 0, 7, 3]),
+            told(UNLIKE, "params/l: there is no layer 7, 3, only 0, 1\n\nhint: indices=[0, 1]"),
         ),
         (
             {
@@ -802,79 +761,81 @@ def wrong(message):
                 "l1": {"a": (2,), "b": (3, 3), "c": (4,), "d": (5,), "e": {}, "n": None},
                 "l2": {"a": (2,), "b": (2, 3), "e": None, "n": (3,)},
             },
-            ("params/l{}", "params/l"),
-            "the layers are not alike\n"
-            "  params/l/b: it is jax.Array float32[2, 3] or jax.Array float32[3, 3]\n"
-            "  params/l/c: layer 2 has none\n"
-            "  params/l/e: it is None or {}\n"
-            "  params/l/n: it is jax.Array float32[3] or None\n"
-            "  params/l/d: layer 0, 2 has none",
+            ALL,
+            told(
+                UNLIKE,
+                "params/l/b: it is jax.Array float32[2, 3] or jax.Array float32[3, 3]",
+                "params/l/c: layer 2 has none",
+                "params/l/e: it is None or {}",
+                "params/l/n: it is jax.Array float32[3] or None",
+                "params/l/d: layer 0, 2 has none",
+            ),
         ),
         (
             {"l0": {"w": jnp.ones(3, "bfloat16")}, "l1": {"w": np.ones(3)}, "l2": {"w": 1.0}},
-            ("params/l{}", "params/l"),
-            "the layers are not alike\n"
-            "  params/l/w: it is jax.Array bfloat16[3] or np.ndarray float64[3] "
+            ALL,
+            f"{UNLIKE}\n  params/l/w: it is jax.Array bfloat16[3] or np.ndarray float64[3] "
             "or scalar float64[]",
         ),
         (
             {"l0": {"w": (2,)}, "l00": {"w": (2,)}, "l1": {"w": (2,)}},
-            ("params/l{}", "params/l"),
-            "the layers are not alike\n  params/l0/w and params/l00/w are both 0",
+            ALL,
+            told(UNLIKE, "params/l0/w and params/l00/w are both 0"),
         ),
         # Axes that arrays do not have.
         (
             {"l0": {"b": (3,), "w": (2, 3)}, "l1": {"b": (3,), "w": (2, 3)}},
-            ("params/l{}", "params/l", 2),
-            "steps that cannot be carried out\n"
-            "  params/l0/b + params/l1/b -> params/l/b  Stack(axis=2, names=()): "
-            "[3, 1] has no axis 2",
+            (*ALL, 2),
+            STEP + "Stack(axis=2, names=()): [3, 1] has no axis 2",
         ),
         (
             {"l0": {"b": (), "w": (2, 3)}, "l1": {"b": (), "w": (2, 3)}},
-            ("params/l{}", "params/l", -2),
-            "steps that cannot be carried out\n"
-            "  params/l0/b + params/l1/b -> params/l/b  Stack(axis=-2, names=()): "
-            "[1] has no axis -2",
+            (*ALL, -2),
+            STEP + "Stack(axis=-2, names=()): [1] has no axis -2",
         ),
         # Places that are taken.
         (
             {**ALIKE, "l": {"w": (1,), "v": (1,)}, "m": (1,)},
-            ("params/l{}", "params/l"),
-            "there are leaves in these places already\n  params/l/w",
+            ALL,
+            told(TAKEN, "params/l/w"),
         ),
-        (
-            {**ALIKE, "l": (1,)},
-            ("params/l{}", "params/l"),
-            "there are leaves in these places already\n  params/l/w, below the leaf params/l",
-        ),
+        ({**ALIKE, "l": (1,)}, ALL, told(TAKEN, "params/l/w, below the leaf params/l")),
         (
             {"l0": (2,), "l1": (2,), "l": {"w": (1,), "v": {"u": (1,)}}},
-            ("params/l{}", "params/l"),
-            "there are leaves in these places already\n"
-            "  params/l/v/u, below the leaf params/l\n"
-            "  params/l/w, below the leaf params/l",
+            ALL,
+            told(
+                TAKEN,
+                "params/l/v/u, below the leaf params/l",
+                "params/l/w, below the leaf params/l",
+            ),
         ),
         (
             {**ALIKE, "l.w": (1,)},
-            ("params/l{}", "params/l"),
-            "there are leaves in these places already\n"
-            "  params/l/w, stored as `params.l.w`, as params/l.w is",
+            ALL,
+            told(TAKEN, "params/l/w, stored as `params.l.w`, as params/l.w is"),
         ),
         (
             {"l0": {"w": jax.random.key(0)}, "l1": {"w": jax.random.key(1)}},
-            ("params/l{}", "params/l"),
+            ALL,
             "params/l0/w: PRNG keys are only moved as they are",
         ),
     ],
 )
 def test_layers_that_cannot_be_stacked(shapes, arguments, message, tmp_path):
-    ckpt = put(tmp_path / "a", tree_of(shapes))
-    layers, into, *rest = arguments
+    assert_refused(stack, put(tmp_path / "a", tree_of(shapes)), arguments, message)
+
+
+def assert_refused(function, ckpt, arguments, message):
+    before, after, *rest = arguments
     axis, indices = (*rest, *(0, None)[len(rest) :])
-    with pytest.raises(wrong(message)) as error:
-        stack(ckpt, layers, into, axis, indices=indices)
+    kind = reshard.ArgumentError if message.startswith(UNCLEAR) else TreeMismatchError
+    with pytest.raises(kind) as error:
+        function(ckpt, before, after, axis, indices=indices)
     assert str(error.value) == message
+
+
+NOT_ALL = "axis {} is not that of the layers in all arrays"
+APART = ("params/l", "params/l{}")
 
 
 @pytest.mark.parametrize(
@@ -893,57 +854,59 @@ def test_layers_that_cannot_be_stacked(shapes, arguments, message, tmp_path):
         (
             ALIKE,
             ("params/l{}", "params/*/l", 0, [1, 1]),
-            "that does not say which layers\n"
-            "  `params/*/l` must have one `{}`, for the number of a layer\n"
-            "  `params/l{}` must have no `{}`: it is all layers\n"
-            "  `params/*/l` and `params/l{}` must have as many `*`\n"
-            "  indices [1, 1] must be numbers of layers, each once" + PATTERN_HINT,
+            told(
+                UNCLEAR,
+                "`params/*/l` must have one `{}`, for the number of a layer",
+                "`params/l{}` must have no `{}`: it is all layers",
+                "`params/*/l` and `params/l{}` must have as many `*`",
+                "indices [1, 1] must be numbers of layers, each once" + PATTERN_HINT,
+            ),
         ),
         (
             {"a": {"b": (2,), "w": (3, 2)}, "c": {"b": (3,), "w": (3, 2)}, "d": {"n": None}},
             ("params/*", "params/*_{}"),
-            "axis 0 is not that of the layers in all arrays\n"
-            "  params/a/b: 2 layers\n"
-            "  params/a/w: 3 layers\n"
-            "  params/d: no array",
+            told(
+                NOT_ALL.format(0),
+                "params/a/b: 2 layers",
+                "params/a/w: 3 layers",
+                "params/d: no array",
+            ),
         ),
         (
             {"l": {"b": (2,), "s": (), "w": (3, 2)}},
-            ("params/l", "params/l{}", -1),
-            "axis -1 is not that of the layers in all arrays\n"
-            "  params/l/b: 2 layers\n"
-            "  params/l/s: no such axis",
+            (*APART, -1),
+            told(NOT_ALL.format(-1), "params/l/b: 2 layers", "params/l/s: no such axis"),
         ),
         (
             {"l": {"b": (2,)}},
-            ("params/l", "params/l{}", 1),
-            "axis 1 is not that of the layers in all arrays\n  params/l/b: no such axis",
+            (*APART, 1),
+            told(NOT_ALL.format(1), "params/l/b: no such axis"),
         ),
         (
             {"l": {"b": (2,)}},
-            ("params/l", "params/l{}", 0, [0, 1, 2]),
+            (*APART, 0, [0, 1, 2]),
             "axis 0 is not that of the 3 layers in all arrays\n  params/l/b: 2 layers",
         ),
         (
             {"l": {"b": (2,), "w": (2, 3)}, "l0": {"b": (1,)}, "l1": (1,)},
-            ("params/l", "params/l{}"),
-            "there are leaves in these places already\n"
-            "  params/l0/b\n"
-            "  params/l1/b, below the leaf params/l1\n"
-            "  params/l1/w, below the leaf params/l1",
+            APART,
+            told(
+                TAKEN,
+                "params/l0/b",
+                "params/l1/b, below the leaf params/l1",
+                "params/l1/w, below the leaf params/l1",
+            ),
         ),
     ],
 )
 def test_layers_that_cannot_be_unstacked(shapes, arguments, message, tmp_path):
-    ckpt = put(tmp_path / "a", tree_of(shapes))
-    stacked, into, *rest = arguments
-    axis, indices = (*rest, *(0, None)[len(rest) :])
-    with pytest.raises(wrong(message)) as error:
-        unstack(ckpt, stacked, into, axis, indices=indices)
-    assert str(error.value) == message
+    assert_refused(unstack, put(tmp_path / "a", tree_of(shapes)), arguments, message)
 
 
 STATE_HINT = "\n\nhint: drop it, and initialise it when restoring: `select(ckpt, drop=...)`"
+FOLLOW = "optimizer state that cannot follow its parameters"
+BOTH = "opt_state/{0}/l0/w + opt_state/{0}/l1/w: "
+NO_VALUE = BOTH + "they become one, but opt_state/{0}/{1}/w has no value"
 
 
 @pytest.mark.parametrize(
@@ -951,56 +914,38 @@ STATE_HINT = "\n\nhint: drop it, and initialise it when restoring: `select(ckpt,
     [
         (
             {"mu": {"l0": {"w": (2, 3)}, "l1": {"w": None}}, "nu": {"l1": {"w": (2, 3)}}},
-            [
-                "  opt_state/mu/l0/w + opt_state/mu/l1/w: they become one, but opt_state/mu/l1/w "
-                "has no value",
-                "  opt_state/nu/l0/w + opt_state/nu/l1/w: they become one, but opt_state/nu/l0/w "
-                "has no value",
-            ],
+            [NO_VALUE.format("mu", "l1"), NO_VALUE.format("nu", "l0")],
         ),
         (
             {"history": {"l0": {"w": (5, 2, 3)}, "l1": {"w": (5, 2, 3)}}},
-            [
-                "  opt_state/history/l0/w + opt_state/history/l1/w: its shape is [5, 2, 3] and its "
-                "parameter's [2, 3]",
-            ],
+            [BOTH.format("history") + "its shape is [5, 2, 3] and its parameter's [2, 3]"],
         ),
         (
             {"mu": {"l0": {"w": [(2,), (3,)]}, "l1": {"w": {"value": (2, 3)}}}},
             [
-                "  opt_state/mu/l0/w/0: it is not in the place of params/l0/w",
-                "  opt_state/mu/l0/w/1: it is not in the place of params/l0/w",
-                "  opt_state/mu/l1/w/value: it is not in the place of params/l1/w",
+                f"opt_state/mu/{place}: it is not in the place of params/{parameter}/w"
+                for place, parameter in (("l0/w/0", "l0"), ("l0/w/1", "l0"), ("l1/w/value", "l1"))
             ],
         ),
     ],
 )
 def test_state_that_cannot_follow(state, problems, tmp_path):
     ckpt = put(tmp_path / "a", tree_of(ALIKE) | tree_of(state, "opt_state"))
-    with pytest.raises(TreeMismatchError) as error:
-        stack(ckpt, "params/l{}", "params/l")
-    summary = "optimizer state that cannot follow its parameters"
-    assert str(error.value) == "\n".join([summary, *problems]) + STATE_HINT
+    assert_refused(stack, ckpt, ALL, told(FOLLOW, *problems) + STATE_HINT)
 
 
 def test_moments_in_one_vector_are_refused(tmp_path):
     """Beside the optimizer's state there may be tables of anything."""
-    params = abstract({"l0": {"w": (2, 3)}, "l1": {"w": (2, 3)}})
-    state = randomized(train_state(params, optax.flatten(optax.adam(1e-3))))
+    state = state_of(ALIKE, optax.flatten(optax.adam(1e-3)))
     tree = {"params": state.params, "table": np.arange(12.0)}
+    problems = [
+        f"opt_state/0/{name}: float32[12] mirrors no parameter, and parameters change their order, "
+        "shape or number"
+        for name in ("mu", "nu")
+    ]
     ckpt = put(tmp_path / "a", tree | {"opt_state": state.opt_state})
-    with pytest.raises(TreeMismatchError) as error:
-        stack(ckpt, "params/l{}", "params/l")
-    assert str(error.value) == (
-        "optimizer state that cannot follow its parameters\n"
-        + "\n".join(
-            f"  opt_state/0/{name}: float32[12] mirrors no parameter, and parameters change their "
-            "order, shape or number"
-            for name in ("mu", "nu")
-        )
-        + STATE_HINT
-    )
-    assert "table" in stack(put(tmp_path / "b", tree), "params/l{}", "params/l")
+    assert_refused(stack, ckpt, ALL, told(FOLLOW, *problems) + STATE_HINT)
+    assert "table" in stack(put(tmp_path / "b", tree), *ALL)
 
 
 def test_placeholders_that_are_not_zero(tmp_path):
@@ -1008,11 +953,8 @@ def test_placeholders_that_are_not_zero(tmp_path):
     state = {name: {f"l{i}": {"w": np.full(1, i, "f4")} for i in range(2)} for name in ("a", "b")}
     state["c"] = {f"l{i}": {"w": np.zeros(1, "f4")} for i in range(2)}
     ckpt = put(tmp_path / "a", tree_of(ALIKE) | {"opt_state": state})
-    with pytest.raises(TreeMismatchError) as error:
-        stack(ckpt, "params/l{}", "params/l")
-    assert str(error.value) == (
-        "placeholders that hold values\n  opt_state/a/l1/w\n  opt_state/b/l1/w"
-    )
+    message = "placeholders that hold values\n  opt_state/a/l1/w\n  opt_state/b/l1/w"
+    assert_refused(stack, ckpt, ALL, message)
 
 
 def test_axes_that_the_layers_cannot_be_partitioned_over(tmp_path):
@@ -1112,14 +1054,12 @@ def test_random_states_become_what_optax_has_of_stacked_layers_and_back(tmp_path
     try:
         stacked = stack(ckpt, "params/*_{}", "params/all_*", axis)
     except TreeMismatchError as error:
-        assert error.summary == "optimizer state that cannot follow its parameters"
+        assert error.summary == FOLLOW
         reasons = ("would be factored over", "adafactor may factor a parameter of the shape")
         assert all(any(reason in text for reason in reasons) for text in error.problems)
         return
     assert form_of(stacked) == wanted
-    back = unstack(stacked, "params/all_*", "params/*_{}", axis)
-    assert form_of(back) == form_of(ckpt)
-    assert by_path(got(back, folder / "b")) == by_path(read(folder / "a"))
+    assert_undone(unstack(stacked, "params/all_*", "params/*_{}", axis), ckpt)
 
 
 # Leaf maps
