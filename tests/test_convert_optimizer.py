@@ -83,6 +83,16 @@ def below(shapes, *root):
     return {(*root, *path): shape for path, shape in shapes.items()}
 
 
+def row(before, after, operation=None, origin="map"):
+    """A row of printed paths, with blanks between several."""
+    places = [tuple(tuple(path.split("/")) for path in text.split()) for text in (before, after)]
+    return Row(*places, operation, origin)
+
+
+def renaming_rows(names, *collection):
+    return [Row(((*collection, *old),), (new,)) for old, new in names.items()]
+
+
 def follow(rows, parameters, leaves, ahead=None):
     """What becomes of optimizer state when rows say what becomes of the parameters."""
     made = {path for row in rows for path in row.outputs}
@@ -155,28 +165,25 @@ RENAMED = {
 }
 
 
+AFTER = {RENAMED[path]: shape for path, shape in NAMES.items()}
+
+
 @EACH
 @pytest.mark.parametrize("collection", [("params",), ("params", "params"), ()])
 def test_renamed_parameters_take_their_state_along(name, collection):
     steps = [Row(((*collection, *old),), (new,), None, "path") for old, new in RENAMED.items()]
     leaves = state_of(OPTIMIZERS[name], NAMES)
     found = follow(steps, below(NAMES, *collection), leaves)
-    after = {new: NAMES[old] for old, new in RENAMED.items()}
     assert (found.problems, found.map.must_be_zero) == ((), {})
-    assert carried(found, leaves) == state_of(OPTIMIZERS[name], after)
+    assert carried(found, leaves) == state_of(OPTIMIZERS[name], AFTER)
     assert {*found.map.origin.values()} == {"path"}
 
 
 @EACH
 def test_the_collection_may_be_a_level_of_the_state_too(name):
     """`TrainState(params=variables)`, as MaxText has it."""
-    inner = below(NAMES, "params")
-    steps = [Row((("params", "params", *old),), (new,)) for old, new in RENAMED.items()]
-    leaves = state_of(OPTIMIZERS[name], inner)
-    found = follow(steps, below(inner, "params"), leaves)
-    after = {new: NAMES[old] for old, new in RENAMED.items()}
-    assert found.problems == ()
-    assert carried(found, leaves) == state_of(OPTIMIZERS[name], after)
+    steps = renaming_rows(RENAMED, "params", "params")
+    followed(steps, below(NAMES, "params"), OPTIMIZERS[name], AFTER)
 
 
 FULL = [
@@ -222,16 +229,14 @@ def test_steps_that_go_on_from_others(name):
         ("qkv", "kernel"): (12, 5),
         ("qkv", "bias"): (12,),
     }
-    gates = tuple(("params", "cell", gate, "kernel") for gate in "ifgo")
-    whole = ("params", "qkv", "kernel")
-    parts = tuple((part, "kernel") for part in "qkv")
+    gates = " ".join(f"params/cell/{gate}/kernel" for gate in "ifgo")
     steps = [
-        Row(gates, (("dense", "kernel"),), Concat(-1)),
-        Row((("dense", "kernel"),), (("dense", "kernel"),), Transpose((1, 0))),
-        Row((("dense", "kernel"),), (("lstm", "dense", "kernel"),)),
-        Row((whole,), parts, Split(0, (4, 4, 4))),
-        Row(parts[:1], (("q", "w", "kernel"),)),
-        Row((("params", "qkv", "bias"),), (("qkv", "bias"),)),
+        row(gates, "dense/kernel", Concat(-1)),
+        row("dense/kernel", "dense/kernel", Transpose((1, 0))),
+        row("dense/kernel", "lstm/dense/kernel"),
+        row("params/qkv/kernel", "q/kernel k/kernel v/kernel", Split(0, (4, 4, 4))),
+        row("q/kernel", "q/w/kernel"),
+        row("params/qkv/bias", "qkv/bias"),
     ]
     after = {
         ("lstm", "dense", "kernel"): (24, 4),
@@ -246,27 +251,26 @@ def test_steps_that_go_on_from_others(name):
 def test_the_map_says_what_becomes_of_what_and_who_said_so():
     shapes = {("params", "a"): (4, 6), ("params", "b"): (6,), ("params", "c"): (6,)}
     steps = [
-        Row((("params", "a"),), (("x", "a"),), Transpose((1, 0)), "structure"),
-        Row((("params", "b"),), (("c",),), None, "path"),
-        Row((("params", "c"),), (("b",),), None, "map"),
+        row("params/a", "x/a", Transpose((1, 0)), "structure"),
+        row("params/b", "c", None, "path"),
+        row("params/c", "b", None, "map"),
     ]
     mu = {("0", "mu", key): ((4, 6) if key == "a" else (6,), F32) for key in "abc"}
     found = follow(steps, shapes, {**mu, ("0", "count"): ((), np.dtype("int32"))})
     assert found.map.rows() == [
-        Row((("0", "mu", "a"),), (("0", "mu", "x", "a"),), Transpose((1, 0)), "structure"),
-        Row((("0", "mu", "b"),), (("0", "mu", "c"),), None, "path"),
-        Row((("0", "mu", "c"),), (("0", "mu", "b"),), None, "map"),
+        row("0/mu/a", "0/mu/x/a", Transpose((1, 0)), "structure"),
+        row("0/mu/b", "0/mu/c", None, "path"),
+        row("0/mu/c", "0/mu/b", None, "map"),
     ]
     assert dataclasses.astuple(found)[1:] == ({}, ())
 
 
 def test_placeholders_know_what_they_were():
     shapes = {("params", f"layer_{i}", key): (4,) for i in range(2) for key in "wb"}
-    inputs = {key: tuple(("params", f"layer_{i}", key) for i in range(2)) for key in "wb"}
     steps = [
-        Row(inputs["w"], (("layers", "w"),), Stack(0)),
-        Row(inputs["b"], (("both", "b"),), Concat(0)),
-        Row((("both", "b"),), (("one", "b"), ("other", "b")), Split(0, (2, 6))),
+        row("params/layer_0/w params/layer_1/w", "layers/w", Stack(0)),
+        row("params/layer_0/b params/layer_1/b", "both/b", Concat(0)),
+        row("both/b", "one/b other/b", Split(0, (2, 6))),
     ]
     leaves = {
         ("0", "mu", f"layer_{i}", key): None if key == "b" else ((4,), F32)
@@ -287,9 +291,8 @@ def test_placeholders_know_what_they_were():
 
 
 def test_without_optimizer_state_there_is_nothing_to_do():
-    steps = [Row((("params", "a"),), (("x",),), Transpose((1, 0)))]
     for parameters in ({("params", "a"): (2, 3)}, {}):
-        found = follow(steps, parameters, {})
+        found = follow([row("params/a", "x", Transpose((1, 0)))], parameters, {})
         assert found == Followed(LeafMap({}), {}, ())
 
 
@@ -302,15 +305,14 @@ def test_what_is_neither_changed_nor_a_mirror_is_left_alone():
         ("history", "Dense_1", "kernel"): ((4, 6), F32),
         ("nothing",): None,
     }
-    step = Row((("params", "Dense_0", "kernel"),), (("params", "Dense_0", "weight"),))
-    found = follow([step], shapes, leaves)
+    found = follow([row("params/Dense_0/kernel", "params/Dense_0/weight")], shapes, leaves)
     state = ("inner_state", 0)
     values = {
         (*state, moment, "Dense_0", "weight"): Source((*state, moment, "Dense_0", "kernel"), (4, 6))
         for moment in ("mu", "nu")
     }
     assert found == Followed(LeafMap(values, dict.fromkeys(values, "map")), {}, ())
-    step = Row((("params", "Dense_0", "kernel"),), (("params", "last", "kernel"),))
+    step = row("params/Dense_0/kernel", "params/last/kernel")
     assert follow([step], shapes, leaves).problems == tuple(
         f"{path}: float32[4,6] mirrors no parameter, and parameters change their order, shape or "
         "number"
@@ -323,7 +325,7 @@ def test_what_is_ahead_of_parameters_is_not_the_same_before_and_after(name):
     """Linen's parameters are below a collection that optimizer state may lack, NNX's are not, and
     may be below an attribute of the same name."""
     renamed = {old: ("params", *new) for old, new in RENAMED.items()}
-    steps = [Row((("params", *old),), (new,)) for old, new in renamed.items()]
+    steps = renaming_rows(renamed, "params")
     linen, nnx = NAMES, {new: NAMES[old] for old, new in renamed.items()}
     leaves = state_of(OPTIMIZERS[name], linen)
     found = follow(steps, below(linen, "params"), leaves, ())
@@ -350,7 +352,7 @@ def test_modules_that_are_called_as_moments_are():
         ("v_row", "v"): (3,),
     }
     names = {path: ("m", *(f"{key}_x" for key in path)) for path in shapes}
-    steps = [Row((("params", *old),), (new,)) for old, new in names.items()]
+    steps = renaming_rows(names, "params")
     after = {names[path]: shape for path, shape in shapes.items()}
     for name in ("adam", "momentum", "adafactor", "MultiSteps", "chain"):
         followed(steps, shapes, OPTIMIZERS[name], after)
@@ -359,56 +361,32 @@ def test_modules_that_are_called_as_moments_are():
 def test_counters_and_hyperparameters_are_nobodys():
     """Parameters may be called like them."""
     shapes = {("count",): (), ("b1",): (6,), ("w1",): (4, 6), ("b2",): (5,), ("scale",): ()}
-    steps = [Row((("params", *path),), ((f"{path[0]}_x",),)) for path in shapes]
-    after = {(f"{path[0]}_x",): shape for path, shape in shapes.items()}
+    names = {path: (f"{path[0]}_x",) for path in shapes}
+    steps = renaming_rows(names, "params")
+    after = {names[path]: shape for path, shape in shapes.items()}
     for name in ("adam", "momentum", "inject_hyperparams", "MultiSteps", "multi_transform"):
         followed(steps, shapes, OPTIMIZERS[name], after)
 
 
 def test_a_scalar_of_every_parameter_follows_under_a_new_name():
-    shapes = {("params", "a"): (4, 6), ("params", "b"): ()}
+    shapes = {("params", "x", "a"): (4, 6), ("params", "x", "b"): ()}
     leaves = {("scales", "x", key): ((), F32) for key in "ab"}
-    steps = [Row((("params", key),), (("x", key, "w"),)) for key in "ab"]
-    inside = {("params", "x", *path[1:]): shape for path, shape in shapes.items()}
-    steps = [Row((path,), (("y", path[-1]),)) for path in inside]
-    found = follow(steps, inside, leaves)
+    found = follow([row(f"params/x/{key}", f"y/{key}") for key in "ab"], shapes, leaves)
     assert carried(found, leaves) == {("scales", "y", key): ((), F32) for key in "ab"}
 
 
 def test_what_mirrors_what():
-    parameters = {
-        ("params", "encoder", "layer", "w"): (2,),
-        ("params", "decoder", "layer", "w"): (2,),
-        ("params", "w"): (2,),
+    one, other = ("encoder", "layer", "w"), ("decoder", "layer", "w")
+    parameters = {("params", *path): (2,) for path in (one, other, ("w",))}
+    places = {
+        (0, "mu", *one): (("params", *one), (0, "mu")),
+        (0, "mu", *other): (("params", *other), (0, "mu")),
+        (0, "mu", "w"): (("params", "w"), (0, "mu")),
+        # The others lack the collection: the name is the optimizer's.
+        ("ema", "params", *one): (("params", *one), ("ema", "params")),
     }
-    leaves = dict.fromkeys(
-        [
-            (0, "mu", "encoder", "layer", "w"),
-            (0, "mu", "decoder", "layer", "w"),
-            (0, "mu", "w"),
-            (0, "other", "layer", "w"),
-            (0, "count"),
-            ("ema", "params", "encoder", "layer", "w"),
-        ]
-    )
-    assert mirrored(parameters, leaves) == [
-        (
-            (0, "mu", "encoder", "layer", "w"),
-            ("params", "encoder", "layer", "w"),
-            (0, "mu"),
-        ),
-        (
-            (0, "mu", "decoder", "layer", "w"),
-            ("params", "decoder", "layer", "w"),
-            (0, "mu"),
-        ),
-        ((0, "mu", "w"), ("params", "w"), (0, "mu")),
-        (
-            ("ema", "params", "encoder", "layer", "w"),
-            ("params", "encoder", "layer", "w"),
-            ("ema", "params"),  # the others lack the collection: the name is the optimizer's
-        ),
-    ]
+    leaves = dict.fromkeys([*places, (0, "other", "layer", "w"), (0, "count")])
+    assert mirrored(parameters, leaves) == [(path, *found) for path, found in places.items()]
 
 
 # Moments of a part of the shape
@@ -561,8 +539,7 @@ def test_what_is_factored_cannot_become_one_with_what_is_not():
 @EACH
 def test_factors_are_renamed_as_they_are(name):
     tx = optax.chain(OPTIMIZERS[name], optax.adafactor(1e-3, min_dim_size_to_factor=2))
-    steps = [Row((("params", *old),), (new,)) for old, new in RENAMED.items()]
-    found = followed(steps, NAMES, tx, {new: NAMES[old] for old, new in RENAMED.items()})
+    found = followed(renaming_rows(RENAMED, "params"), NAMES, tx, AFTER)
     assert found.map.must_be_zero == {}
     assert not any(isinstance(value, Zeros) for value in found.map.values.values())
 
@@ -571,8 +548,8 @@ def test_the_zeros_that_adafactor_has_instead_of_moments_stay_what_they_are():
     """They are not stacked; what is there of them afterwards has no other source."""
     shapes = {(f"layer_{i}", "w"): (200, 150) for i in range(2)}
     steps = [
-        Row(tuple(("params", *path) for path in shapes), (("both", "w"),), Stack(0)),
-        Row((("both", "w"),), (("layers", "w"),), Transpose((0, 2, 1))),
+        row("params/layer_0/w params/layer_1/w", "both/w", Stack(0)),
+        row("both/w", "layers/w", Transpose((0, 2, 1))),
     ]
     leaves = state_of(optax.scale_by_factored_rms(), shapes)
     found = follow(steps, below(shapes, "params"), leaves)
@@ -581,14 +558,12 @@ def test_the_zeros_that_adafactor_has_instead_of_moments_stay_what_they_are():
         [("v", f"layer_{i}", "w") for i in (0, 1)], zeros
     )
     assert found.map.values["v", "layers", "w"] == zeros
-    assert [row.operation for row in found.map.rows()] == [
-        Stack(0),
-        Transpose((0, 1)),
-        Stack(0),
-        Transpose((0, 1)),
-    ]
+    assert [row.operation for row in found.map.rows()] == [Stack(0), Transpose((0, 1))] * 2
     after = {("layers", "w"): (2, 150, 200)}
     assert carried(found, leaves) == state_of(optax.scale_by_factored_rms(), after)
+
+
+FROM_4 = optax.adafactor(1e-3, min_dim_size_to_factor=4)
 
 
 @pytest.mark.parametrize(
@@ -601,14 +576,8 @@ def test_the_zeros_that_adafactor_has_instead_of_moments_stay_what_they_are():
         (optax.adafactor(1e-3), [], Concat(0), [(64, 256), (64, 256)], [128, 256]),
         (optax.adafactor(1e-3), [], Pad(((0, 28), (0, 0)), 0), [(100, 200)], [128, 200]),
         # It has factored less, and whether it would the others is not known.
-        (optax.adafactor(1e-3, min_dim_size_to_factor=4), [(4, 6)], Stack(0), [(9,)] * 3, [3, 9]),
-        (
-            optax.adafactor(1e-3, min_dim_size_to_factor=4),
-            [(4, 6), (2, 8)],
-            Stack(1),
-            [(9,)] * 3,
-            [9, 3],
-        ),
+        (FROM_4, [(4, 6)], Stack(0), [(9,)] * 3, [3, 9]),
+        (FROM_4, [(4, 6), (2, 8)], Stack(1), [(9,)] * 3, [9, 3]),
         # It has not factored these, so perhaps it does so from 301 on.
         (optax.adafactor(1e-3, factored=False), [(300, 400)], Stack(0), [(999,)] * 301, [301, 999]),
     ],
@@ -628,7 +597,7 @@ def test_what_adafactor_may_factor_is_not_carried_along_whole(tx, others, operat
         (optax.adafactor(1e-3), [], Stack(0), [(200,)] * 127),
         (optax.adafactor(1e-3), [(128, 130)], Stack(0), [(200,)] * 127),
         (optax.adafactor(1e-3), [(127, 500)], Reshape((127, 128)), [(16256,)]),
-        (optax.adafactor(1e-3, min_dim_size_to_factor=4), [(4, 6), (3, 8)], Stack(0), [(9,)] * 3),
+        (FROM_4, [(4, 6), (3, 8)], Stack(0), [(9,)] * 3),
         (optax.adafactor(1e-3, factored=False), [(300, 400)], Stack(0), [(999,)] * 300),
         # Moments of full shape are what they are.
         (optax.adam(1e-3), [], Stack(0), [(200,)] * 300),
@@ -645,76 +614,63 @@ def test_what_adafactor_does_not_factor_is_carried_along_whole(tx, others, opera
 # What cannot be carried along
 
 PAIR = {("params", "a"): (4, 6), ("params", "b"): (4, 6)}
-BOTH = Row(tuple(PAIR), (("layers", "w"),), Stack(0))
-FULL_LEAF = ((4, 6), F32)
+BOTH = row("params/a params/b", "layers/w", Stack(0))
+TURNED = row("params/a", "w", Transpose((1, 0)))
+BECOME_ONE = "they become one, but"
+PARTS = "mu/a + mu/b: they have different parts of their parameters"
+
+
+def mu(*shapes):
+    """A moment of the parameters with these names; None without a value."""
+    return {("mu", key): shape and (shape, F32) for key, shape in zip("abcd", shapes, strict=False)}
 
 
 @pytest.mark.parametrize(
     ("steps", "parameters", "leaves", "problems"),
     [
+        ([BOTH], PAIR, mu((4, 6), None), [f"mu/a + mu/b: {BECOME_ONE} mu/b has no value"]),
         (
             [BOTH],
             PAIR,
-            {("mu", "a"): FULL_LEAF, ("mu", "b"): None},
-            ["mu/a + mu/b: they become one, but mu/b has no value"],
-        ),
-        (
-            [BOTH],
-            PAIR,
-            {("mu", "a"): None, ("mu", "b"): FULL_LEAF, ("nu", "a"): FULL_LEAF},
+            mu(None, (4, 6)) | {("nu", "a"): ((4, 6), F32)},
             [
-                "mu/a + mu/b: they become one, but mu/a has no value",
-                "nu/a + nu/b: they become one, but nu/b has no value",
+                f"mu/a + mu/b: {BECOME_ONE} mu/a has no value",
+                f"nu/a + nu/b: {BECOME_ONE} nu/b has no value",
             ],
         ),
+        ([BOTH], PAIR, mu(None), [f"mu/a + mu/b: {BECOME_ONE} mu/b has no value"]),
         (
-            [BOTH],
-            PAIR,
-            {("mu", "a"): None},
-            ["mu/a + mu/b: they become one, but mu/b has no value"],
-        ),
-        (
-            [Row((*PAIR, ("params", "c")), (("layers", "w"),), Stack(0))],
+            [row("params/a params/b params/c", "layers/w", Stack(0))],
             {**PAIR, ("params", "c"): (4, 6)},
-            {("mu", "a"): None, ("mu", "b"): FULL_LEAF},
-            ["mu/a + mu/b + mu/c: they become one, but mu/a and mu/c have no value"],
+            mu(None, (4, 6)),
+            [f"mu/a + mu/b + mu/c: {BECOME_ONE} mu/a and mu/c have no value"],
         ),
         (
             [
-                Row((), (("params", "c"),), Constant(np.ones((1, 6), F32))),
-                Row((("params", "a"), ("params", "c")), (("w",),), Concat(0)),
+                row("", "params/c", Constant(np.ones((1, 6), F32))),
+                row("params/a params/c", "w", Concat(0)),
             ],
             PAIR,
-            {("mu", "a"): FULL_LEAF, ("mu", "b"): FULL_LEAF},
-            ["mu/a + mu/w: they become one, but mu/w has no value"],
+            mu((4, 6), (4, 6)),
+            [f"mu/a + mu/w: {BECOME_ONE} mu/w has no value"],
         ),
         (
-            [Row((("params", "a"), ("batch_stats", "m")), (("w",),), Concat(0))],
+            [row("params/a batch_stats/m", "w", Concat(0))],
             PAIR,
-            {("mu", "a"): FULL_LEAF, ("mu", "b"): FULL_LEAF},
-            ["mu/a + mu/batch_stats/m: they become one, but mu/batch_stats/m has no value"],
+            mu((4, 6), (4, 6)),
+            [f"mu/a + mu/batch_stats/m: {BECOME_ONE} mu/batch_stats/m has no value"],
         ),
         (
-            [Row((("params", "a"),), (("w",),), Pad(((0, 0), (1, 0)), 1.5))],
+            [row("params/a", "w", Pad(((0, 0), (1, 0)), 1.5))],
             PAIR,
-            {("mu", "a"): FULL_LEAF, ("mu", "b"): FULL_LEAF},
+            mu((4, 6), (4, 6)),
             ["mu/a: a moment cannot be padded with 1.5: that is no linear operation"],
         ),
         # Shapes that no optimizer of optax has, or that are not alike.
+        ([BOTH], PAIR, mu((4, 6), (4,)), [PARTS]),
+        ([row("params/a params/b", "w", Concat(0))], PAIR, mu((4,), (6,)), [PARTS]),
         (
-            [BOTH],
-            PAIR,
-            {("mu", "a"): FULL_LEAF, ("mu", "b"): ((4,), F32)},
-            ["mu/a + mu/b: they have different parts of their parameters"],
-        ),
-        (
-            [Row(tuple(PAIR), (("w",),), Concat(0))],
-            PAIR,
-            {("mu", "a"): ((4,), F32), ("mu", "b"): ((6,), F32)},
-            ["mu/a + mu/b: they have different parts of their parameters"],
-        ),
-        (
-            [Row((("params", "m", "a"),), (("w",), ("b",)), Split(0, (1, 3)))],
+            [row("params/m/a", "w b", Split(0, (1, 3)))],
             {("params", "m", "a"): (4, 6), ("params", "b"): (4,)},
             {("scale", "m", "a"): ((), F32)},
             [
@@ -725,32 +681,27 @@ FULL_LEAF = ((4, 6), F32)
         (
             [BOTH],
             PAIR,
-            {("mu", "a"): ((5, 4, 6), F32), ("mu", "b"): ((5, 4, 6), F32)},
+            mu((5, 4, 6), (5, 4, 6)),
             ["mu/a + mu/b: its shape is [5, 4, 6] and its parameter's [4, 6]"],
         ),
         (
-            [Row((("params", "a"),), (("w",),), Transpose((1, 0)))],
+            [TURNED],
             PAIR,
-            {("mu", "a"): ((4, 1), F32), ("mu", "b"): ((4, 1), F32)},
+            mu((4, 1), (4, 1)),
             ["mu/a: its shape is [4, 1] and its parameter's [4, 6]"],
         ),
+        ([TURNED], PAIR, mu((5,), (5,)), ["mu/a: its shape is no part of the parameter's, [4, 6]"]),
         (
-            [Row((("params", "a"),), (("w",),), Transpose((1, 0)))],
-            PAIR,
-            {("mu", "a"): ((5,), F32), ("mu", "b"): ((5,), F32)},
-            ["mu/a: its shape is no part of the parameter's, [4, 6]"],
-        ),
-        (
-            [Row((("params", "a"),), (("w",),), Transpose((1, 0, 2)))],
+            [row("params/a", "w", Transpose((1, 0, 2)))],
             {("params", "a"): (6, 6, 4), ("params", "b"): (4,)},
-            {("mu", "a"): ((6, 4), F32), ("mu", "b"): ((4,), F32)},
+            mu((6, 4), (4,)),
             ["mu/a: it may be over dimensions (0, 2) or (1, 2) of the parameter's [6, 6, 4]"],
         ),
         # A moment without an axis that is not one of the two largest.
         (
-            [Row((("params", "a"),), (("w",),), Transpose((2, 1, 0)))],
+            [row("params/a", "w", Transpose((2, 1, 0)))],
             {("params", "a"): (2, 6, 4), ("params", "b"): (4,)},
-            {("mu", "a"): ((6, 4), F32), ("mu", "b"): ((4,), F32)},
+            mu((6, 4), (4,)),
             [
                 "mu/a: it has [6, 4] of its parameter's [2, 6, 4], and transpose cannot be "
                 "carried over to a part"
@@ -760,21 +711,16 @@ FULL_LEAF = ((4, 6), F32)
         (
             [
                 BOTH,
-                Row((("layers", "w"),), (("x",), ("y",)), Split(0, (1, 1))),
-                Row((("x",), ("params", "c")), (("z",),), Concat(0)),
-                Row((("y",),), (("params", "b"),), Reshape((4, 6))),
-                Row((("params", "b"),), (("v",),), Transpose((1, 0))),
-                Row((("params", "d"),), (("w",),), Pad(((1, 0),), 1.0)),
+                row("layers/w", "x y", Split(0, (1, 1))),
+                row("x params/c", "z", Concat(0)),
+                row("y", "params/b", Reshape((4, 6))),
+                row("params/b", "v", Transpose((1, 0))),
+                row("params/d", "w", Pad(((1, 0),), 1.0)),
             ],
             {**PAIR, ("params", "c"): (3, 4, 6), ("params", "d"): (2,)},
-            {
-                ("mu", "a"): FULL_LEAF,
-                ("mu", "b"): None,
-                ("mu", "c"): ((3, 4, 6), F32),
-                ("mu", "d"): ((2,), F32),
-            },
+            mu((4, 6), None, (3, 4, 6), (2,)),
             [
-                "mu/a + mu/b: they become one, but mu/b has no value",
+                f"mu/a + mu/b: {BECOME_ONE} mu/b has no value",
                 "mu/d: a moment cannot be padded with 1.0: that is no linear operation",
             ],
         ),
@@ -793,15 +739,14 @@ def test_state_near_the_place_of_a_parameter_is_not_left_behind():
         ("ema", "block", "b", "value"): None,
         ("ema", "head", "w", "value"): ((6,), F32),
     }
-    step = Row((("params", "block", "w"),), (("layer", "kernel"),))
-    found = follow([step], below(shapes, "params"), leaves)
+    found = follow([row("params/block/w", "layer/kernel")], below(shapes, "params"), leaves)
     assert found.problems == (
         "0/mu/block/w/0: it is not in the place of params/block/w",
         "0/mu/block/w/1: it is not in the place of params/block/w",
         "ema/block/w/value: it is not in the place of params/block/w",
     )
     boxed = {(*path, "value"): shape for path, shape in below(shapes, "params").items()}
-    step = Row((("params", "block", "w", "value"),), (("layer", "kernel"),))
+    step = row("params/block/w/value", "layer/kernel")
     leaves = state_of(optax.lion(1e-3), shapes)
     assert follow([step], boxed, leaves).problems == (
         "0/mu/block/w: it is not in the place of params/block/w/value",
