@@ -11,6 +11,7 @@ import optimizers
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import EXHAUSTIVE
 
 from reshard.sharding.optimizer_state import Parameters, matching_part
 
@@ -199,9 +200,13 @@ def adafactor_axes(shape):
 
 # Of four equal sizes and more, which one numpy's sort puts last differs between processors.
 SHAPES = [s for rank in range(1, 4) for s in itertools.product((2, 3), repeat=rank)]
+SHAPES += [(4, 1), (1, 1), (3, 1, 3), (2, 4, 3), (64, 16, 32)]
+SOME = [(2,), (2, 2), (2, 3), (3, 2), (2, 2, 3), (3, 2, 3), (1, 1), (2, 4, 3)]
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, (4, 1), (1, 1), (3, 1, 3), (2, 4, 3), (64, 16, 32)])
+@pytest.mark.parametrize(
+    "shape", [pytest.param(s, marks=() if s in SOME else EXHAUSTIVE) for s in SHAPES]
+)
 def test_a_factored_moment_has_the_axes_that_adafactor_keeps(shape):
     spec = AXES[: len(shape)]
     for name, (moment, axes) in adafactor_axes(shape).items():
@@ -225,53 +230,22 @@ def test_a_factor_of_a_square_is_told_by_its_name_alone():
     assert matching_part(("v", "w"), (1, 4), (4, 4), spec) == ((), ("model",))
 
 
+SEVERAL = "it may be over dimensions"
+NO_PART = "its shape is no part of the parameter's"
+
+
 @pytest.mark.parametrize(
-    ("path", "shape", "parameter", "spec", "reason"),
+    ("name", "shape", "parameter", "reason"),
     [
-        (
-            ("v", "w"),
-            (4,),
-            (4, 4),
-            (("data",), ("model",)),
-            "it may be over dimensions (0,) or (1,) of the parameter's [4, 4]",
-        ),
-        (
-            ("v", "w"),
-            (4, 2),
-            (4, 2, 2),
-            ((), ("model",)),
-            "it may be over dimensions (0, 1) or (0, 2) of the parameter's [4, 2, 2]",
-        ),
-        (
-            ("v_row", "v_col"),
-            (4,),
-            (4, 4),
-            (("data",), ("model",)),
-            "it may be over dimensions (0,) or (1,) of the parameter's [4, 4]",
-        ),
-        (
-            ("mu", "w"),
-            (5,),
-            (4, 6),
-            (("data",), ("model",)),
-            "its shape is no part of the parameter's, [4, 6]",
-        ),
-        (
-            ("mu", "w"),
-            (6, 4),
-            (4, 6),
-            (("data",), ("model",)),
-            "its shape is no part of the parameter's, [4, 6]",
-        ),
-        (
-            ("mu", "w"),
-            (4, 6, 3),
-            (4, 6),
-            (("data",),),
-            "its shape is no part of the parameter's, [4, 6]",
-        ),
-        (("mu", "w"), (0,), (4,), (("data",),), "its shape is no part of the parameter's, [4]"),
+        ("v", (4,), (4, 4), f"{SEVERAL} (0,) or (1,) of the parameter's [4, 4]"),
+        ("v", (4, 2), (4, 2, 2), f"{SEVERAL} (0, 1) or (0, 2) of the parameter's [4, 2, 2]"),
+        ("v_row/v_col", (4,), (4, 4), f"{SEVERAL} (0,) or (1,) of the parameter's [4, 4]"),
+        ("mu", (5,), (4, 6), f"{NO_PART}, [4, 6]"),
+        ("mu", (6, 4), (4, 6), f"{NO_PART}, [4, 6]"),
+        ("mu", (4, 6, 3), (4, 6), f"{NO_PART}, [4, 6]"),
+        ("mu", (0,), (4,), f"{NO_PART}, [4]"),
     ],
 )
-def test_why_no_part_fits(path, shape, parameter, spec, reason):
-    assert matching_part(path, shape, parameter, spec) == reason
+def test_why_no_part_fits(name, shape, parameter, reason):
+    path = (*name.split("/"), "w")[:2]
+    assert matching_part(path, shape, parameter, AXES[: min(len(parameter), 2)]) == reason
