@@ -283,50 +283,40 @@ def test_mesh_axes_stay_with_their_dimensions(data, case):
 
 
 SPECS = [
-    (Transpose((2, 0, 1)), [(2, 4, 8)], ["a", "b", ""], [",a,b"]),
-    (Reshape((8, 8)), [(2, 4, 8)], ["a", "b", "c"], ["a,c"]),
-    (Reshape((2, 4, 8)), [(8, 8)], ["a", "b"], ["a,,b"]),
-    (Reshape((8, 4, 2)), [(8, 8)], ["a+b", "c"], ["a+b,c,"]),
-    (Reshape((64,)), [(8, 8)], ["", "c"], [""]),
-    (Reshape((1, 8, 1, 8)), [(8, 8)], ["a", "b"], [",a,,b"]),
-    (Reshape((8, 8)), [(1, 8, 1, 8)], ["", "a", "", "b"], ["a,b"]),
-    (Reshape((1, 1)), [()], [], [","]),
-    (Reshape(()), [(1, 1)], ["", ""], [None]),
-    (Split(1, (2, 6)), [(4, 8)], ["a", "b"], ["a,b", "a,b"]),
+    (Transpose((2, 0, 1)), [(2, 4, 8)], ["a,b,"], [",a,b"]),
+    (Reshape((8, 8)), [(2, 4, 8)], ["a,b,c"], ["a,c"]),
+    (Reshape((2, 4, 8)), [(8, 8)], ["a,b"], ["a,,b"]),
+    (Reshape((8, 4, 2)), [(8, 8)], ["a+b,c"], ["a+b,c,"]),
+    (Reshape((64,)), [(8, 8)], [",c"], [""]),
+    (Reshape((1, 8, 1, 8)), [(8, 8)], ["a,b"], [",a,,b"]),
+    (Reshape((8, 8)), [(1, 8, 1, 8)], [",a,,b"], ["a,b"]),
+    (Reshape((1, 1)), [()], [None], [","]),
+    (Reshape(()), [(1, 1)], [","], [None]),
+    (Split(1, (2, 6)), [(4, 8)], ["a,b"], ["a,b", "a,b"]),
     (Split(-1, (8,)), [(4, 8)], ["a"], ["a,"]),
-    (Unstack(1, 2), [(4, 2, 8)], ["a", "", "b"], ["a,b", "a,b"]),
-    (Unstack(0, 1), [(1, 8)], ["a", "b"], ["b"]),
+    (Unstack(1, 2), [(4, 2, 8)], ["a,,b"], ["a,b", "a,b"]),
+    (Unstack(0, 1), [(1, 8)], ["a,b"], ["b"]),
     (Pad(((0, 1), (2, 0)), 0), [(4, 8)], ["a"], ["a,"]),
-    (Crop(((0, 1), (2, 0))), [(4, 8)], ["a", "b"], ["a,b"]),
+    (Crop(((0, 1), (2, 0))), [(4, 8)], ["a,b"], ["a,b"]),
+    (Concat(0), [(4, 4)] * 2, ["a,b", "a,b"], ["a,b"]),
+    (Concat(0), [(4, 4)] * 2, ["a,b", "a"], ["a,"]),
+    (Concat(1), [(4, 4)] * 2, ["a,b", ",b"], [",b"]),
+    (Stack(0), [(4, 4)] * 2, ["a,b", "a,b"], [",a,b"]),
+    (Stack(0, ("layers",)), [(4, 4)] * 2, ["a,b", "b,a"], ["layers,,"]),
+    (Stack(-1, ("x", "y")), [(4, 4)] * 2, ["a,b", "a,b"], ["a,b,x+y"]),
+    (Stack(1), [(4, 4)] * 2, ["a", "a"], ["a,,"]),
 ]
 
 
-def spec(entries):
-    """`["a", "b+c", ""]` as a spec."""
+def spec(text):
+    """`"a,b+c,"` as a spec; None for that of a scalar."""
+    entries = [] if text is None else text.split(",")
     return tuple(tuple(entry.split("+")) if entry else () for entry in entries)
 
 
 @pytest.mark.parametrize(("operation", "shapes", "before", "after"), SPECS)
-def test_specs_of_one_array(operation, shapes, before, after):
-    expected = [() if text is None else spec(text.split(",")) for text in after]
-    assert operation.specs([spec(before)], shapes) == expected
-
-
-@pytest.mark.parametrize(
-    ("operation", "before", "after"),
-    [
-        (Concat(0), ["a,b", "a,b"], "a,b"),
-        (Concat(0), ["a,b", "a"], "a,"),
-        (Concat(1), ["a,b", ",b"], ",b"),
-        (Stack(0), ["a,b", "a,b"], ",a,b"),
-        (Stack(0, ("layers",)), ["a,b", "b,a"], "layers,,"),
-        (Stack(-1, ("x", "y")), ["a,b", "a,b"], "a,b,x+y"),
-        (Stack(1), ["a", "a"], "a,,"),
-    ],
-)
-def test_specs_of_several_arrays(operation, before, after):
-    specs = [spec(text.split(",")) for text in before]
-    assert operation.specs(specs, [(4, 4), (4, 4)]) == [spec(after.split(","))]
+def test_specs(operation, shapes, before, after):
+    assert operation.specs(list(map(spec, before)), shapes) == list(map(spec, after))
 
 
 # Grids.
@@ -430,17 +420,13 @@ def test_grids(operation, shapes, chunks, grids):
 # Nothing at all.
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ((0, 3), (3, 0)),
-        ((0, 3), (0,)),
-        ((0,), (0, 3)),
-        ((2, 0, 3), (0, 6)),
-        ((4, 0), (2, 2, 0)),
-        ((0, 1), (1, 0, 5)),
-    ],
-)
+NOTHING = [
+    *(((0, 3), (3, 0)), ((0, 3), (0,)), ((0,), (0, 3)), ((2, 0, 3), (0, 6))),
+    *(((4, 0), (2, 2, 0)), ((0, 1), (1, 0, 5))),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), NOTHING)
 def test_reshapes_of_nothing(before, after):
     one = Reshape(after)
     x = np.zeros(before, "int16")
@@ -504,14 +490,11 @@ def test_operations_that_do_not_apply(operation, shapes, text):
     assert str(error.value) == text
 
 
-@pytest.mark.parametrize(
-    ("operation", "shapes", "text"),
-    [
+def test_operations_without_an_inverse():
+    for operation, shapes, text in (
         (Crop(((1, 2),)), [(5,)], "a crop cannot be run backwards: what it cuts off is gone"),
         (Constant(np.zeros(3)), [], "values that were given cannot be run backwards"),
-    ],
-)
-def test_operations_without_an_inverse(operation, shapes, text):
-    with pytest.raises(TreeMismatchError) as error:
-        operation.inverse(shapes)
-    assert str(error.value) == text
+    ):
+        with pytest.raises(TreeMismatchError) as error:
+            operation.inverse(shapes)
+        assert str(error.value) == text

@@ -230,19 +230,13 @@ def without_rule(names, rules):
 @settings(deadline=None, max_examples=examples(400))
 @given(UNIQUE.map(tuple), RULES)
 def test_linen_is_logical_to_mesh_axes(names, rules):
-    found = resolve_names(names, parse_rules(rules, ()), "linen", passes=False)
-    assert found.spec == normalize_spec(nn.logical_to_mesh_axes(names, tuple(rules)))
-    assert found.unmatched == tuple(without_rule(names, rules))
-
-
-@settings(deadline=None, max_examples=examples(200))
-@given(UNIQUE.map(tuple), RULES)
-def test_linen_names_that_are_mesh_axes_take_them_first(names, rules):
-    found = resolve_names(names, parse_rules(rules, ()), "linen", passes=True)
     missing = without_rule(names, rules)
-    axes = tuple((name,) if name in missing else name for name in names)
-    assert found.spec == normalize_spec(nn.logical_to_mesh_axes(axes, tuple(rules)))
-    assert found.unmatched == tuple(missing)
+    for passes in (False, True):
+        found = resolve_names(names, parse_rules(rules, ()), "linen", passes)
+        # Names that are mesh axes take them first.
+        axes = tuple((name,) if passes and name in missing else name for name in names)
+        assert found.spec == normalize_spec(nn.logical_to_mesh_axes(axes, tuple(rules)))
+        assert found.unmatched == tuple(missing)
 
 
 @settings(deadline=None, max_examples=examples(200))
@@ -273,29 +267,19 @@ def test_the_rules_that_linen_used_are_the_first_ones_that_decide(names, rules):
 @settings(deadline=None, max_examples=examples(400))
 @given(ANY.map(tuple), RULES)
 def test_nnx_is_get_partition_spec(names, rules):
-    found = resolve_names(names, parse_rules(rules, ()), "nnx", passes=True)
+    """By the last rule of each name; names without one may be replicated."""
+    parsed, missing = parse_rules(rules, ()), without_rule(names, rules)
+    found = resolve_names(names, parsed, "nnx", passes=True)
     with nnx.use_eager_sharding(False):
         variable = nnx.Param(jnp.zeros(()), **{OUT_SHARDING: names}, sharding_rules=tuple(rules))
     assert found.spec == normalize_spec(nnx.get_partition_spec(variable).get_value())
     assert found.spec == normalize_spec(from_sharding_rules(names, rules))
-    assert found.unmatched == tuple(dict.fromkeys(without_rule(names, rules)))
-
-
-@settings(deadline=None, max_examples=examples(200))
-@given(ANY.map(tuple), RULES)
-def test_the_rules_that_nnx_used_are_the_last_of_each_name(names, rules):
-    found = resolve_names(names, parse_rules(rules, ()), "nnx", passes=True)
+    assert found.unmatched == tuple(dict.fromkeys(missing))
     last = {name: position for position, (name, _) in enumerate(rules)}
     assert found.used == tuple(last[name] for name in names if name in last)
-
-
-@settings(deadline=None, max_examples=examples(200))
-@given(ANY.map(tuple), RULES)
-def test_nnx_names_without_a_rule_may_be_replicated(names, rules):
-    found = resolve_names(names, parse_rules(rules, ()), "nnx", passes=False)
-    missing = without_rule(names, rules)
     kept = tuple(None if name in missing else name for name in names)
-    assert found.spec == normalize_spec(from_sharding_rules(kept, rules))
+    replicated = resolve_names(names, parsed, "nnx", passes=False)
+    assert replicated.spec == normalize_spec(from_sharding_rules(kept, rules))
 
 
 @settings(deadline=None, max_examples=examples(200))
