@@ -54,6 +54,14 @@ def bits(arrays):
     return {path: (a.shape, a.dtype, a.tobytes()) for path, a in arrays.items()}
 
 
+def refused(function, *arguments):
+    """The text of the error."""
+    with pytest.raises(TreeMismatchError) as error:
+        function(*arguments)
+    return str(error.value)
+
+
+DROPPED = "what an operation has made cannot be dropped\n  x"
 NAMES = [(f"{a}", f"{b}") for a in "uvw" for b in range(4)]
 
 
@@ -201,9 +209,8 @@ def test_what_is_left_out_goes_with_the_leaf():
     assert found.inverse() == LeafMap({("b",): zeros})
     assert found.inverse().inverse() == LeafMap({}, {}, (), {("b",): zeros})
     pair = applied(Split(0, (1, 1)), [Source(("a",), (2,))])
-    with pytest.raises(TreeMismatchError) as error:
-        LeafMap({("x",): pair[0], ("y",): pair[1]}).then(LeafMap({}, {}, (("x",),)))
-    assert str(error.value) == "what an operation has made cannot be dropped\n  x"
+    both = LeafMap({("x",): pair[0], ("y",): pair[1]})
+    assert refused(both.then, LeafMap({}, {}, (("x",),))) == DROPPED
 
 
 def test_what_must_be_zero_is_all_that_it_is_rearranged_from():
@@ -219,18 +226,14 @@ def test_what_must_be_zero_is_all_that_it_is_rearranged_from():
     (padded,) = applied(Pad(((0, 3), (0, 0)), 1), [Source(("a",), (3, 2))])
     half, other = applied(Split(0, (6, 1)), [Source(("a",), (7, 2))])
     for values in ({("x",): padded}, {("x",): half, ("y",): other}):
-        with pytest.raises(TreeMismatchError) as error:
-            LeafMap(values).then(below)
-        assert str(error.value) == "what an operation has made cannot be dropped\n  x"
+        assert refused(LeafMap(values).then, below) == DROPPED
 
 
 def test_what_has_no_way_back():
     source = Source(("a",), (4,))
     (cropped,) = applied(Crop(((1, 1),)), [source])
-    with pytest.raises(TreeMismatchError, match="a crop cannot be run backwards"):
-        LeafMap({("b",): cropped}).inverse()
-    with pytest.raises(TreeMismatchError, match="a is used twice"):
-        LeafMap({("b",): source, ("c",): source}).inverse()
+    assert "a crop cannot be run backwards" in refused(LeafMap({("b",): cropped}).inverse)
+    assert "a is used twice" in refused(LeafMap({("b",): source, ("c",): source}).inverse)
 
 
 def test_all_rows_that_cannot_be_carried_out_are_told():
@@ -240,16 +243,12 @@ def test_all_rows_that_cannot_be_carried_out_are_told():
         Row((("x",), ("y",)), (("z",),), Concat(0)),
         Row((("d",),), (("e",),)),
     ]
-    with pytest.raises(TreeMismatchError) as error:
-        from_rows(rows, {("a",): (2,), ("d",): (), ("e",): ()})
-    assert (
-        str(error.value)
-        == """\
-steps that cannot be carried out
-  b -> c  Transpose(axes=(0, 1)): axes [0, 1] do not reorder [2]
-  x + y -> z  Concat(axis=0): there is no x
-  x + y -> z  Concat(axis=0): there is no y
-  d -> e: there is a e already"""
+    assert refused(from_rows, rows, {("a",): (2,), ("d",): (), ("e",): ()}) == (
+        "steps that cannot be carried out\n"
+        "  b -> c  Transpose(axes=(0, 1)): axes [0, 1] do not reorder [2]\n"
+        "  x + y -> z  Concat(axis=0): there is no x\n"
+        "  x + y -> z  Concat(axis=0): there is no y\n"
+        "  d -> e: there is a e already"
     )
 
 
@@ -265,12 +264,9 @@ def test_no_leaf_replaces_another():
     """Neither one that stays where another is put, nor one of two that get the same path."""
     stays = LeafMap({("a",): Source(("x",), (2,)), ("b",): Source(("y",), (2,))})
     other = LeafMap({("b",): Source(("a",), (2,))})
-    with pytest.raises(TreeMismatchError) as error:
-        stays.then(other)
-    assert str(error.value) == "two leaves would have one path\n  b"
-    with pytest.raises(TreeMismatchError) as error:
-        renaming({("a",): ("c",), ("b",): ("c",)}, {("a",): (2,), ("b",): (2,)})
-    assert str(error.value) == "two leaves would have one path\n  c"
+    assert refused(stays.then, other) == "two leaves would have one path\n  b"
+    names, shapes = {("a",): ("c",), ("b",): ("c",)}, {("a",): (2,), ("b",): (2,)}
+    assert refused(renaming, names, shapes) == "two leaves would have one path\n  c"
     swapped = LeafMap({("b",): Source(("a",), (2,)), ("a",): Source(("b",), (2,))})
     assert stays.then(swapped).values == {
         ("b",): Source(("x",), (2,)),
