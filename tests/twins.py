@@ -708,41 +708,32 @@ class Twin:
             variable.set_value(jnp.asarray(new, old.dtype))
         return made
 
-    def linen_forward(self, variables: Any) -> Any:
-        """What the Linen model gives for the inputs."""
-        return self._linen_forward(variables, self.inputs)
-
-    def nnx_forward(self, model: nnx.Module) -> Any:
-        """What the NNX model gives for the inputs."""
-        model.eval()
-        return self._nnx_forward(model, self.inputs)
-
-    def linen_step(self, state: train_state.TrainState) -> tuple[Any, train_state.TrainState]:
-        """The loss, and the state after a step of training without dropout."""
-        return self._linen_step(state, self.inputs)
-
-    def nnx_step(self, training: dict[str, Any]) -> Any:
-        """The loss; updates model and optimizer in place."""
-        model = training["model"]
-        if self.training:
-            model.train()
-        else:
-            model.eval()
-        return self._nnx_step(model, training["optimizer"], self.inputs)
-
     @functools.cached_property
-    def _linen_forward(self) -> Any:
+    def linen_forward(self) -> Callable[[Any], Any]:
+        """Called with variables: what the Linen model gives for the inputs."""
+
+        @jax.jit
         def forward(variables, inputs):
             return self.linen.apply(variables, *inputs, mutable=["cache"])[0]
 
-        return jax.jit(forward)
+        return lambda variables: forward(variables, self.inputs)
 
     @functools.cached_property
-    def _nnx_forward(self) -> Any:
-        return nnx.jit(lambda model, inputs: model(*inputs))
+    def nnx_forward(self) -> Callable[[nnx.Module], Any]:
+        """Called with a model: what it gives for the inputs."""
+        forward = nnx.jit(lambda model, inputs: model(*inputs))
+
+        def evaluated(model):
+            model.eval()
+            return forward(model, self.inputs)
+
+        return evaluated
 
     @functools.cached_property
-    def _linen_step(self) -> Any:
+    def linen_step(self) -> Callable[[train_state.TrainState], tuple[Any, train_state.TrainState]]:
+        """Called with a state: the loss, and the state after a step of training without dropout."""
+
+        @jax.jit
         def step(state, inputs):
             stats = {"batch_stats": state.batch_stats} if hasattr(state, "batch_stats") else {}
 
@@ -756,17 +747,24 @@ class Twin:
             (value, updates), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
             return value, state.apply_gradients(grads=grads, **updates)
 
-        return jax.jit(step)
+        return lambda state: step(state, self.inputs)
 
     @functools.cached_property
-    def _nnx_step(self) -> Any:
+    def nnx_step(self) -> Callable[[dict[str, Any]], Any]:
+        """Called with `create()`: the loss; updates model and optimizer in place."""
+
         @nnx.jit
         def step(model, optimizer, inputs):
             value, grads = nnx.value_and_grad(lambda model: _loss(model(*inputs)))(model)
             optimizer.update(model, grads)
             return value
 
-        return step
+        def trained(training):
+            model = training["model"]
+            model.train() if self.training else model.eval()
+            return step(model, training["optimizer"], self.inputs)
+
+        return trained
 
 
 def blank(create: Callable[[], Any]) -> Any:
