@@ -12,6 +12,7 @@ import tensorstore as ts
 from flax.traverse_util import unflatten_dict
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optimizers import BY_NAME
 from sampling import examples
 
 from reshard.arrays.operations import (
@@ -33,32 +34,11 @@ from reshard.convert.optimizer import followed as optimizer_state
 F32 = np.dtype("float32")
 
 
-def is_kernel(path, _):
-    return path[-1].key == "kernel"
-
-
-def kernels(params):
-    return jax.tree_util.tree_map_with_path(is_kernel, params)
-
-
-def labels(params):
-    return jax.tree.map(lambda kernel: "kernel" if kernel else "other", kernels(params))
-
-
-# Masks and labels go by names: those that go by rank change when layers are stacked.
 OPTIMIZERS = {
-    "adam": optax.adam(1e-3),
-    "adamw": optax.adamw(1e-3, mask=kernels),
+    **BY_NAME,
     "momentum": optax.sgd(optax.linear_schedule(1.0, 0.0, 9), momentum=0.9),
-    "lion": optax.lion(1e-3),
     "rmsprop": optax.rmsprop(1e-3, momentum=0.9, centered=True),
     "chain": optax.chain(optax.clip(1.0), optax.adam(1e-3), optax.ema(0.9)),
-    "MultiSteps": optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(),
-    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
-    "masked": optax.masked(optax.adam(1e-3), kernels),
-    "multi_transform": optax.multi_transform(
-        {"kernel": optax.adam(1e-3), "other": optax.sgd(1e-3, momentum=0.9)}, labels
-    ),
     "adafactor": optax.adafactor(1e-3, momentum=0.9),
     "accumulated adafactor": optax.MultiSteps(optax.adafactor(1e-3), 2).gradient_transformation(),
 }

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from optimizers import BY_NAME, kernel_labels
 from sampling import examples, few
 
 import reshard
@@ -35,20 +36,8 @@ LARGE = {"kernel": (160, 130), "heads": (4, 140, 135), "small": (5, 8), "bias": 
 FROM_4 = {"kernel": (9, 6), "heads": (8, 7, 5), "table": (12, 3), "bias": (7,)}
 
 
-def is_kernel(path, _):
-    return path[-1].key in ("kernel", "heads")
-
-
-def kernels(params):
-    return jax.tree_util.tree_map_with_path(is_kernel, params)
-
-
 def kernels_of_nnx(params):
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-2].key == "kernel", params)
-
-
-def labels(params):
-    return jax.tree.map(lambda kernel: "kernel" if kernel else "other", kernels(params))
 
 
 def plain_adafactor(**kwargs):
@@ -58,36 +47,21 @@ def plain_adafactor(**kwargs):
     )
 
 
-# Masks and labels go by names: those that go by rank change when layers are stacked.
 OPTIMIZERS = {
-    "adam": (BLOCK, optax.adam(1e-3)),
-    "adamw": (
-        BLOCK,
-        optax.chain(
-            optax.clip(1.0),
-            optax.masked(optax.add_decayed_weights(0.1), kernels),
-            optax.adamw(optax.linear_schedule(1.0, 0.5, 9), mask=kernels),
-        ),
-    ),
-    "momentum": (BLOCK, optax.sgd(1e-3, momentum=0.9)),
     "no state": (BLOCK, optax.sgd(1e-3)),
-    "lion": (BLOCK, optax.lion(1e-3)),
-    "MultiSteps": (BLOCK, optax.MultiSteps(optax.adam(1e-3), 2)),
-    "inject_hyperparams": (BLOCK, optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)),
-    "masked": (BLOCK, optax.masked(optax.adam(1e-3), kernels)),
-    "multi_transform": (
-        BLOCK,
-        optax.multi_transform(
-            {"kernel": optax.adam(1e-3), "other": optax.sgd(1e-3, momentum=0.9)}, labels
-        ),
-    ),
+    **{name: (BLOCK, tx) for name, tx in BY_NAME.items()},
     "adafactor": (LARGE, plain_adafactor()),
     "adafactor with momentum": (FROM_4, plain_adafactor(momentum=0.9, min_dim_size_to_factor=4)),
     "unfactored adafactor": (LARGE, plain_adafactor(factored=False)),
-    "accumulated adafactor": (LARGE, optax.MultiSteps(plain_adafactor(), 2)),
+    "accumulated adafactor": (
+        LARGE,
+        optax.MultiSteps(plain_adafactor(), 2).gradient_transformation(),
+    ),
     "some adafactor": (
         LARGE,
-        optax.multi_transform({"kernel": plain_adafactor(), "other": optax.adam(1e-3)}, labels),
+        optax.multi_transform(
+            {"kernel": plain_adafactor(), "other": optax.adam(1e-3)}, kernel_labels
+        ),
     ),
 }
 
@@ -1038,8 +1012,7 @@ def states(draw):
         looped |= {f"{group}_{i}": layer for i in range(count)}
         stacked[f"all_{group}"] = stacked_shapes(layer, count, axis)
     chain = draw(st.lists(st.sampled_from(list(OPTIMIZERS)), min_size=1, max_size=2, unique=True))
-    txs = [OPTIMIZERS[name][1] for name in chain]
-    tx = optax.chain(*(getattr(tx, "gradient_transformation", lambda tx=tx: tx)() for tx in txs))
+    tx = optax.chain(*(OPTIMIZERS[name][1] for name in chain))
     state = randomized(train_state(abstract(looped), tx), draw(st.integers(0, 99)))
     return state, axis, form(train_state(abstract(stacked), tx))
 
