@@ -554,12 +554,13 @@ def test_state_beside_parameters_that_are_not_in_params(tmp_path):
 
 
 def test_text_that_is_called_as_parameters_are_stays(tmp_path):
-    tree = {
-        "params": layers_of({"w": jnp.ones((2, 3))}),
-        "names": {f"layer_{i}": {"w": f"of {i}"} for i in range(2)},
-    }
-    _, found = there_and_back(tmp_path, tree)
-    layouts.assert_same_tree(found, {**tree, "params": whole(tree["params"])})
+    """But a copy of them follows."""
+    layers, names = layers_of({"w": jnp.ones((2, 3))}), layers_of({"w": "of a layer"})
+    tree = {"params": layers, "ema_params": layers, "names": names}
+    stacked, found = there_and_back(tmp_path, tree)
+    assert stacked.notes == ("`ema_params` follows the parameters: 1 leaf",)
+    both = dict.fromkeys(("params", "ema_params"), whole(layers))
+    layouts.assert_same_tree(found, {**both, "names": names})
 
 
 def test_nothing_is_read_and_the_source_stays(tmp_path):
@@ -577,25 +578,20 @@ def test_nothing_is_read_and_the_source_stays(tmp_path):
 # Meshes
 
 
-def on_mesh(sizes, names, count=2):
-    """A state on a mesh, and where its parameters are: two kinds of leaves."""
-    mesh = layouts.mesh(sizes, names)
-    tx = optax.adafactor(1e-3, momentum=0.9)
-    state = state_of(layers_of({"w": (256, 128), "b": (128,)}, count), tx)
+def on_mesh():
+    """A state on a mesh, each leaf with a dimension of 128 over `model`."""
+    mesh = layouts.mesh((2, 4), ("stage", "model"))
 
-    def spec(path, leaf):
-        keys = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
-        if getattr(leaf, "ndim", 0) == 2:
-            return P(None, names[1])
-        whole = "w" in keys and leaf.shape == (128,)
-        return P(names[1]) if whole or ("b" in keys and leaf.shape == (128,)) else P()
-
-    def place(path, leaf):
+    def place(leaf):
         if not isinstance(leaf, jax.Array):
             return leaf
-        return jax.device_put(leaf, NamedSharding(mesh, spec(path, leaf)))
+        last = P("model") if leaf.shape == (128,) else P()
+        return jax.device_put(
+            leaf, NamedSharding(mesh, P(None, "model") if leaf.ndim == 2 else last)
+        )
 
-    return jax.tree_util.tree_map_with_path(place, state)
+    tx = optax.adafactor(1e-3, momentum=0.9)
+    return jax.tree.map(place, state_of(layers_of({"w": (256, 128), "b": (128,)}), tx))
 
 
 def specs(tree):
@@ -616,36 +612,30 @@ def full(spec, ndim):
 def test_layers_on_a_mesh(names, axis, tmp_path):
     """The new axis is whole, or over the axes that are named; so it is in moments, of which
     adafactor's factors lack an axis."""
-    state = on_mesh((2, 4), ("stage", "model"))
+    state = on_mesh()
     ckpt = put(tmp_path / "a", state)
     stacked = stack(ckpt, "params/layer_{}", "params/layers", axis, names=names)
     new = "stage" if names else None
-    found = specs(got(stacked, tmp_path / "b"))
-    ends = {
-        ("w", 3): (new, None, "model") if axis == 0 else (None, "model", new),
-        ("b", 2): (new, "model") if axis == 0 else ("model", new),
-    }
-    leaves = {path: leaf for path, leaf in stacked.items() if isinstance(leaf, ArrayHandle)}
-    checked = set()
+    before, found = specs(read(tmp_path / "a")), specs(got(stacked, tmp_path / "b"))
+    handles = {path: leaf for path, leaf in stacked.items() if isinstance(leaf, ArrayHandle)}
     for path, spec in found.items():
-        ndim = len(leaves[path].shape)
-        key = path[-1], ndim
-        if "layers" not in path or leaves[path].shape == (1,):
-            assert full(spec, ndim) == (None,) * ndim
-        elif key in ends:
-            assert full(spec, ndim) == ends[key]
-        else:
-            kept = "model" if "v_row" in path else None
-            parts = (new, kept) if axis == 0 else (kept, new)
-            assert (path[-1], full(spec, ndim)) == ("w", parts)
-        checked.add((path[-1], ndim))
-    assert checked >= {("w", 3), ("w", 2), ("b", 2)}
-    assert {handle.sharding.mesh.axis_sizes for handle in leaves.values() if handle.sharding} == {
-        (2, 4)
+        ndim = len(handles[path].shape)
+        expected = (None,) * ndim
+        if "layers" in path and handles[path].shape != (1,):
+            layer = tuple("layer_0" if key == "layers" else key for key in path)
+            kept = full(before[layer], ndim - 1)
+            expected = (new, *kept) if axis == 0 else (*kept, new)
+        assert full(spec, ndim) == expected
+    assert {(path[-1], len(handles[path].shape)) for path in found} >= {
+        ("w", 3),
+        ("w", 2),
+        ("b", 2),
     }
+    on = {handle.sharding.mesh.axis_sizes for handle in handles.values() if handle.sharding}
+    assert on == {(2, 4)}
     back = unstack(stacked, "params/layers", "params/layer_{}", axis)
     assert_undone(back, ckpt)
-    before, after = specs(read(tmp_path / "a")), specs(got(back, tmp_path / "c"))
+    after = specs(got(back, tmp_path / "c"))
     ranks = {path: len(leaf.shape) for path, leaf in ckpt.items() if isinstance(leaf, ArrayHandle)}
     assert {path: full(spec, ranks[path]) for path, spec in after.items()} == {
         path: full(spec, ranks[path]) for path, spec in before.items()
@@ -799,12 +789,12 @@ def test_layers_that_cannot_be_stacked(shapes, arguments, message, tmp_path):
     assert_refused(stack, put(tmp_path / "a", tree_of(shapes)), arguments, message)
 
 
-def assert_refused(function, ckpt, arguments, message):
+def assert_refused(function, ckpt, arguments, message, **names):
     before, after, *rest = arguments
     axis, indices = (*rest, *(0, None)[len(rest) :])
     kind = reshard.ArgumentError if message.startswith(UNCLEAR) else TreeMismatchError
-    with pytest.raises(kind) as error:
-        function(ckpt, before, after, axis, indices=indices)
+    with pytest.raises(ShardingError if names else kind) as error:
+        function(ckpt, before, after, axis, indices=indices, **names)
     assert str(error.value) == message
 
 
@@ -948,23 +938,17 @@ def test_axes_that_the_layers_cannot_be_partitioned_over(tmp_path):
         "  params/l/w  float32[3, 4, 8]: P('model', None, 'model') uses axis 'model' 2 times\n"
         "  params/l/w  float32[3, 4, 8]: dimension 0 of 3 does not divide by 4 (model)",
     }.items():
-        with pytest.raises(ShardingError) as error:
-            stack(ckpt, "params/l{}", "params/l", names=names)
-        assert str(error.value) == message
+        assert_refused(stack, ckpt, ALL, message, names=names)
     alone = put(tmp_path / "b", tree_of(ALIKE))
-    with pytest.raises(ShardingError) as error:
-        stack(alone, "params/l{}", "params/l", names=["stage", "model"])
-    assert str(error.value) == (
+    message = (
         "the layers cannot be partitioned over stage and model\n"
         "  the checkpoint was saved on no mesh\n\n"
         'hint: put it on a mesh that has them: `to_mesh(ckpt, "stage=2,model=4")`'
     )
+    assert_refused(stack, alone, ALL, message, names=["stage", "model"])
     mixed = put(tmp_path / "c", {"params": {"l0": place((2, 3)), "l1": jnp.ones((2, 3))}})
-    with pytest.raises(ShardingError) as error:
-        stack(mixed, "params/l{}", "params/l", names="stage")
-    assert str(error.value) == (
-        "the layers cannot be partitioned so\n  params/l: not all layers are on one mesh"
-    )
+    message = "the layers cannot be partitioned so\n  params/l: not all layers are on one mesh"
+    assert_refused(stack, mixed, ALL, message, names="stage")
     moved = reshard.to_mesh(mixed, "stage=2,model=2")
     assert form_of(stack(moved, "params/l{}", "params/l", names="stage")) == {
         ("params", "l"): ((2, 2, 3), np.dtype("float32"))
