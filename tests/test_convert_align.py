@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from by_numpy import viewed
 from converted import Compact, convert, outline_of, random_variables, zeroed
 from flax import linen as nn
 from flax import nnx
@@ -190,19 +191,18 @@ def scan(block, axis, length=3, **kwargs):
 INPUT = some(2, 5, 6)
 
 
-def leaves_of(got):
-    """All values in a converted model."""
-    return [np.asarray(x).tobytes() for x in jax.tree.leaves(nnx.state(got.model, nnx.Param))]
-
-
-def assert_structure_tells(got):
-    assert_all_found(got)
-    assert {step.origin for step in got.alignment.map.rows()} == {"structure"}
+def moved(variables, model):
+    """What an alignment makes of Linen's variables, by path; what it does not use is left."""
+    leaves = flatten_dict(variables)
+    found = align(linen_outline(leaves), model)
+    assert {step.origin for step in found.map.rows()} == {"structure"}
+    return {path: array.tobytes() for path, array in viewed(found.map, leaves).items()}
 
 
 def test_blocks_of_a_loop_are_the_members_of_a_list():
     """However they are lifted."""
-    found = []
+    make = made(blocks=lambda: nnx.List([Block(rngs=rngs()) for _ in "ab"]))
+    model, found = outline_of(make), []
     for lift in (lambda block: block, nn.remat, nn.jit, nn.fold_rngs):
 
         def function(x, lift=lift):
@@ -211,13 +211,13 @@ def test_blocks_of_a_loop_are_the_members_of_a_list():
             return x
 
         variables = random_variables(Compact(function), INPUT)
-        got = convert(variables, made(blocks=lambda: nnx.List([Block(rngs=rngs()) for _ in "ab"])))
-        assert_structure_tells(got)
         if not found:
+            got = convert(variables, make)
+            assert_all_found(got)
             assert_same_output(
                 got, lambda model, x: through(model.blocks, x), function, variables, INPUT
             )
-        found.append(leaves_of(got))
+        found.append(moved(variables, model))
     assert found == found[:1] * 4
 
 
@@ -233,7 +233,8 @@ def test_more_than_ten_are_in_the_order_of_their_numbers():
 
 def test_a_scan_on_any_axis_is_a_stack_on_the_first():
     """Whatever it is called."""
-    found, first = [], []
+    make = made(layers=lambda: stack_of(Block, 3))
+    model, found, first = outline_of(make), [], []
     for axis, remat, name in (
         (0, False, None),
         (0, True, "layers"),
@@ -248,16 +249,16 @@ def test_a_scan_on_any_axis_is_a_stack_on_the_first():
 
         random = random_variables(Compact(function), INPUT)
         first = first or jax.tree.leaves(random)
-        moved = [np.moveaxis(x, 0, axis) for x in first]
-        assert [x.shape for x in moved] == [x.shape for x in jax.tree.leaves(random)]
-        variables = jax.tree.unflatten(jax.tree.structure(random), moved)
-        got = convert(variables, made(layers=lambda: stack_of(Block, 3)))
-        assert_structure_tells(got)
+        values = [np.moveaxis(x, 0, axis) for x in first]
+        assert [x.shape for x in values] == [x.shape for x in jax.tree.leaves(random)]
+        variables = jax.tree.unflatten(jax.tree.structure(random), values)
         if not found:
+            got = convert(variables, make)
+            assert_all_found(got)
             assert_same_output(
                 got, lambda model, x: scanned(model.layers, x), function, variables, INPUT
             )
-        found.append(leaves_of(got))
+        found.append(moved(variables, model))
     assert found == found[:1] * 5
 
 
@@ -275,24 +276,23 @@ def test_a_remat_scan_has_two_axes_of_layers():
             return self.block(x)
 
     Twin.__name__ = "Step"
-    for lengths in ((2, 3), (2, 2)):
 
-        def function(x, lengths=lengths):
-            return nn.remat_scan(Step, lengths=lengths)()(x)
+    def stack(lengths):
+        return stack_of(lambda rngs: stack_of(Twin, lengths[1]), lengths[0])
 
-        def stack(*, rngs, lengths=lengths):
-            return stack_of(Twin, lengths[1])
+    def function(x, lengths=(2, 3)):
+        return nn.remat_scan(Step, lengths=lengths)()(x)
 
-        variables = random_variables(Compact(function), INPUT)
-        got = convert(variables, made(x=lambda stack=stack, n=lengths[0]: stack_of(stack, n)))
-        assert_all_found(got)
-        outer = nnx.scan(
-            lambda x, inner: scanned(inner, x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
-        )
-        if lengths == (2, 3):
-            assert_same_output(
-                got, lambda model, x, outer=outer: outer(x, model.x), function, variables, INPUT
-            )
+    variables = random_variables(Compact(function), INPUT)
+    got = convert(variables, made(x=lambda: stack((2, 3))))
+    assert_all_found(got)
+    outer = nnx.scan(lambda x, inner: scanned(inner, x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    assert_same_output(got, lambda model, x: outer(x, model.x), function, variables, INPUT)
+    # Two axes of one size are no others.
+    square = random_variables(Compact(functools.partial(function, lengths=(2, 2))), INPUT)
+    found = aligned(flatten_dict(square), made(x=lambda: stack((2, 2))))
+    assert (found.abstentions, found.mismatches) == ((), ())
+    assert found.map.rows() == got.alignment.map.rows()
 
 
 @pytest.mark.parametrize("axis", [0, 1])
