@@ -506,6 +506,7 @@ def assert_is(ckpt, case, layout):
     assert sorted(places, key=str) == sorted(ckpt, key=str)
 
 
+@pytest.mark.sampled
 def test_every_tree_is_told_for_what_it_is(opened, cases):
     """Or is said to be."""
     for name, case in cases.items():
@@ -524,6 +525,7 @@ def test_trees_that_are_saved_alone_are_no_other(opened, cases, tmp_path):
         assert detect(alone) == detect(opened[name])
 
 
+@pytest.mark.sampled
 def test_arrays_may_be_abstract(opened, cases):
     """As the tree that a model would save has them."""
     key = jax.eval_shape(lambda: jax.random.key(0)).dtype
