@@ -86,29 +86,28 @@ def test_orbax_reads_it_without_a_target(resharded, read_by_orbax, layout, reade
     layouts.assert_laid_out(got, expected, layouts.mesh((1, 8)))
 
 
+@pytest.mark.parametrize("sizes", [(1, 8), (2, 4), (1, 2)])
 @pytest.mark.parametrize(("layout", "reader"), few(layouts.ORACLES, *layouts.SOME_ORACLES))
-def test_orbax_reads_it_with_a_target(resharded, layout, reader):
+def test_orbax_reads_it_with_a_target(resharded, layout, reader, sizes):
+    """On the new mesh, on the old one, and on another."""
     source, out = resharded(layout)
     if reader not in source.target_readers:  # strings: only a target without them is taken
         assert source.tree["text"]
-        return
-    on = layouts.mesh((1, 8))
-    target = layouts.abstract(source.tree, on)
-    expected = layouts.plain_scalars(source.tree)
-    got = READERS[reader](source, out, target)
-    layouts.assert_same_tree(got, expected)
-    layouts.assert_laid_out(got, expected, on)
-
-
-@pytest.mark.parametrize("sizes", [(2, 4), (1, 2)])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_orbax_reads_it_on_the_old_mesh_and_on_another(resharded, layout, sizes):
-    source, out = resharded(layout)
+        reader = "pytree"
     on = layouts.mesh(sizes)
-    target = layouts.abstract(source.tree, on)
-    got = layouts.read_pytree(source, out, target)
+    got = READERS[reader](source, out, layouts.abstract(source.tree, on))
     layouts.assert_same_tree(got, layouts.plain_scalars(source.tree))
     layouts.assert_laid_out(got, source.tree, on)
+
+
+def without_chunks(handle):
+    """An array's own document; its codec and level are the source's."""
+    document = json.loads(handle.data.metadata)
+    document.pop("chunks", None)
+    document.pop("chunk_grid", None)
+    for codec in document.get("codecs", ()):
+        codec["configuration"].pop("chunk_shape", None)
+    return document
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -128,9 +127,12 @@ def test_it_is_laid_out_on_disk_as_its_source(resharded, layout):
     if older("orbax-checkpoint", "0.12.3") and not source.inner and layout != "bare":
         names.add("commit_success.txt")
     assert {path.name for path in (out / source.inner).iterdir()} - {"d"} == names - {"d"}
-    # Saved again on its own mesh, it is the same documents.
+    if "_strings.json" in names:
+        ours, theirs = (path / source.inner / "_strings.json" for path in (out, source.path))
+        assert json.loads(ours.read_text()) == json.loads(theirs.read_text())
     for handle in two.arrays:
         assert handle.key_impl == one[handle.path].key_impl
+        assert without_chunks(handle) == without_chunks(one[handle.path])
 
 
 def test_the_record_of_containers_goes_with_the_tree_that_it_describes(saved, save):
@@ -147,25 +149,6 @@ def test_the_record_of_containers_goes_with_the_tree_that_it_describes(saved, sa
         assert made.retyped == (told in made.notes) == other
         document = json.loads((save(made) / "_METADATA").read_text())
         assert bool(document.get("value_metadata_tree")) != other
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_codec_and_level_are_the_source_s(resharded, layout):
-    source, out = resharded(layout)
-    one = reshard.open(source.path, **source.open)
-    two = reshard.open(out, **source.open)
-
-    def without_chunks(handle):
-        document = json.loads(handle.data.metadata)
-        document.pop("chunks", None)
-        document.pop("chunk_grid", None)
-        for codec in document.get("codecs", ()):
-            codec["configuration"].pop("chunk_shape", None)
-        return document
-
-    assert {h.path: without_chunks(h) for h in two.arrays} == {
-        h.path: without_chunks(h) for h in one.arrays
-    }
 
 
 # The documents, against the ones that Orbax writes for the same arrays on the new mesh.
@@ -251,8 +234,7 @@ def test_positions_of_lists_ascend_whatever_order_they_were_listed_in(tmp_path):
         *(f"('z', '{position}')" for position in range(3, 12)),
         "('y',)",
     ]
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        layouts.assert_same_tree(checkpointer.restore(tmp_path / "out"), tree)
+    layouts.assert_same_tree(layouts.load_pytree(tmp_path / "out"), tree)
 
 
 def shard_shape(array):
@@ -260,12 +242,6 @@ def shard_shape(array):
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         shard += jax.random.key_data(array).shape[array.ndim :]
     return shard
-
-
-def test_strings_and_their_file(resharded):
-    source, out = resharded("standalone")
-    ours, theirs = (json.loads((p / "_strings.json").read_text()) for p in (out, source.path))
-    assert ours == theirs
 
 
 # What surrounds the tree.
@@ -358,7 +334,6 @@ FLAGS = {
 }
 UNEVEN = (48, 80)
 TRANSITIONS = [
-    ((2, 4), (1, 8), None),
     ((8, 1), (2, 4), None),
     ((8, 1), (1, 8), None),
     ((1, 1), (1, 8), None),
@@ -401,7 +376,7 @@ def transition(tmp_path, save, old, new, names, flags, shape, **kwargs):
 
 @pytest.mark.parametrize(
     ("old", "new", "names"),
-    few(TRANSITIONS, *TRANSITIONS[::2]),
+    few(TRANSITIONS, *TRANSITIONS[1::3]),
     ids=[f"{'x'.join(map(str, a))}->{'x'.join(map(str, b))}" for a, b, _ in TRANSITIONS],
 )
 def test_transitions(tmp_path, save, old, new, names):
@@ -417,29 +392,22 @@ def test_transitions_of_other_formats(tmp_path, save, flags, old, new):
 def test_shards_become_chunks(tmp_path, save):
     tree, _, out = transition(tmp_path, save, (2, 4), (1, 8), None, {}, UNEVEN)
     # Of the source's chunks, those stay that divide the new shards.
-    assert chunk_grid(out) == {
-        ("row",): (6, 80),
-        ("column",): (48, 10),
-        ("both",): (48, 10),
-        ("whole",): (6, 80),
-        ("swapped",): (6, 80),
-        ("joined",): (6, 80),
-    } | {("column",): (48, 10)}
+    columns = {"column": (48, 10), "both": (48, 10)}
+    assert chunk_grid(out) == {(name,): columns.get(name, (6, 80)) for name in tree}
     assert set(tree) == set(SPECS)
 
 
-def test_a_mesh_of_jax(saved, save):
+def test_a_mesh_of_jax(saved, read_by_orbax, save):
     source = saved("standalone")
-    ckpt = reshard.open(source.path)
     on = jax.sharding.Mesh(np.array(jax.devices()[15:7:-1]).reshape(4, 2), ("model", "data"))
-    out = save(reshard.to_mesh(ckpt, on))
-    expected = layouts.read_pytree(source, source.path)
+    out = save(reshard.to_mesh(reshard.open(source.path), on))
+    expected = read_by_orbax("standalone", "pytree")
     got = layouts.read_pytree(source, out)
     layouts.assert_same_tree(got, expected)
     layouts.assert_laid_out(got, expected, on)
 
 
-def test_specs_axes_and_host_arrays(saved, save):
+def test_specs_axes_and_host_arrays(saved, read_by_orbax, save):
     source = saved("standalone")
     ckpt = reshard.to_mesh(
         reshard.open(source.path),
@@ -449,7 +417,7 @@ def test_specs_axes_and_host_arrays(saved, save):
     )
     out = save(ckpt)
     on = layouts.mesh((2, 4), ("x", "y"))
-    expected = layouts.read_pytree(source, source.path)
+    expected = dict(read_by_orbax("standalone", "pytree"))
     got = layouts.read_pytree(source, out)
     host = got["host"]
     assert isinstance(host, jax.Array) and host.sharding == NamedSharding(on, P())
@@ -533,8 +501,7 @@ def test_short_memory(large, save, flags, old, memory, splits, passes):
     assert (save.plan.passes > 1) == passes
     assert save.plan.peak_memory <= parse_bytes(memory)
     assert chunk_grid(out) == {a.layout.path: a.chunk for a in save.plan.arrays}
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        layouts.assert_same_tree(checkpointer.restore(out), tree)
+    layouts.assert_same_tree(layouts.load_pytree(out), tree)
 
 
 @pytest.mark.parametrize("flags", FLAGS)
@@ -545,8 +512,7 @@ def test_chunks_of_a_size(large, save, flags):
     grid = chunk_grid(out)
     assert grid == {a.layout.path: a.chunk for a in save.plan.arrays}
     assert max(int(np.prod(chunk)) * 4 for chunk in grid.values()) <= 70 << 10
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        layouts.assert_same_tree(checkpointer.restore(out), tree)
+    layouts.assert_same_tree(layouts.load_pytree(out), tree)
 
 
 def test_progress(large, save):
@@ -574,7 +540,7 @@ def arrays_of(path, **kwargs):
 
 @pytest.mark.parametrize("relabel", [False, True], ids=["identity", "relabel"])
 @pytest.mark.parametrize("layout", ["standalone", "zarr3-ocdbt", "manager", "items", "v1"])
-def test_kept_chunks_are_linked(saved, save, layout, relabel):
+def test_kept_chunks_are_linked(saved, read_by_orbax, save, layout, relabel):
     source = saved(layout)
     ckpt = reshard.open(source.path, **source.open)
     out = save(reshard.to_mesh(ckpt, "1x8") if relabel else ckpt, chunks="keep")
@@ -601,7 +567,7 @@ def test_kept_chunks_are_linked(saved, save, layout, relabel):
         ]
     )
     assert arrays_of(out, **source.open) == arrays_of(source.path, **source.open)
-    expected = layouts.read_pytree(source, source.path)
+    expected = read_by_orbax(layout, "pytree")
     got = layouts.read_pytree(source, out)
     layouts.assert_same_tree(got, expected)
     if relabel:
@@ -611,7 +577,7 @@ def test_kept_chunks_are_linked(saved, save, layout, relabel):
 
 
 @pytest.mark.parametrize("layout", ["standalone", "zarr2-files", "zarr3-files", "v1"])
-def test_kept_chunks_are_copied_without_links(saved, save, layout):
+def test_kept_chunks_are_copied_without_links(saved, read_by_orbax, save, layout):
     source = saved(layout)
     out = save(reshard.open(source.path), chunks="keep", link=False)
     assert save.plan.shared_bytes == 0
@@ -619,18 +585,16 @@ def test_kept_chunks_are_copied_without_links(saved, save, layout):
     inodes = {os.stat(p).st_ino for p in source.path.rglob("*") if p.is_file()}
     assert not inodes & {os.stat(p).st_ino for p in out.rglob("*") if p.is_file()}
     assert arrays_of(out) == arrays_of(source.path)
-    layouts.assert_same_tree(
-        layouts.read_pytree(source, out), layouts.read_pytree(source, source.path)
-    )
+    layouts.assert_same_tree(layouts.read_pytree(source, out), read_by_orbax(layout, "pytree"))
 
 
 @pytest.mark.parametrize("layout", ["standalone", "zarr3-ocdbt", "zarr2-files"])
-def test_the_source_can_be_deleted(saved, save, tmp_path, layout):
+def test_the_source_can_be_deleted(saved, read_by_orbax, save, tmp_path, layout):
     source = saved(layout)
     copy = shutil.copytree(source.path, tmp_path / "copy")
     again = save(reshard.open(copy), chunks="keep")
     shutil.rmtree(copy)
-    expected = layouts.read_pytree(source, source.path)
+    expected = read_by_orbax(layout, "pytree")
     layouts.assert_same_tree(layouts.read_pytree(source, again), expected)
     # Saved again from what shares its files, and again without them.
     third = save(reshard.to_mesh(reshard.open(again), "1x8"), chunks="keep")
@@ -755,25 +719,22 @@ def test_a_cast_of_every_kind_of_leaf(saved, save):
 
 @pytest.mark.parametrize("layout", ["standalone", "zarr3-files", "manager", "items", "v1"])
 @pytest.mark.parametrize("chunks", ["shard", "keep"])
-def test_select_drop_and_rename(saved, save, layout, chunks):
+def test_select_drop_and_rename(saved, read_by_orbax, save, layout, chunks):
     source = saved(layout)
     ckpt = reshard.open(source.path, **source.open)
     keys = "keys" in source.tree
     ckpt = reshard.select(
         ckpt,
         ["params/**", "list/**", "empty/dict", *["keys/*"] * keys],
-        drop=["params/two words/**".replace("two words", '"two words"'), *["keys/rbg"] * keys],
+        drop=['params/"two words"/**', *["keys/rbg"] * keys],
     )
     ckpt = reshard.rename(ckpt, [("^params/", "model/"), (r'"mlp/linear"/w\.0', "mlp/w")])
     out = save(reshard.to_mesh(ckpt, "1x8"), chunks=chunks)
-    whole = layouts.read_pytree(source, source.path)
+    whole = read_by_orbax(layout, "pytree")
     params = whole["params"]
     expected = {
         "model": {
-            "embed": params["embed"],
-            "uneven": params["uneven"],
-            "column": params["column"],
-            "replicated": params["replicated"],
+            **{name: params[name] for name in ("embed", "uneven", "column", "replicated")},
             "mlp": {"w": params["mlp/linear"]["w.0"]},
             "mlp/linear": {"b": params["mlp/linear"]["b"]},
         },
@@ -795,7 +756,7 @@ def test_select_drop_and_rename(saved, save, layout, chunks):
 
 
 @pytest.mark.parametrize("layout", ["standalone", "zarr2-files", "zarr3-ocdbt"])
-def test_a_rename_into_the_names_of_others(saved, save, layout):
+def test_a_rename_into_the_names_of_others(saved, read_by_orbax, save, layout):
     """Two leaves swap their names, whose chunks are moved as they are stored."""
     source = saved(layout)
     rules = [
@@ -804,10 +765,10 @@ def test_a_rename_into_the_names_of_others(saved, save, layout):
         ("^tmp$", "params/uneven"),
     ]
     out = save(reshard.rename(reshard.open(source.path), rules), chunks="keep")
-    expected = layouts.read_pytree(source, source.path)
+    expected = read_by_orbax(layout, "pytree")
     params = expected["params"]
-    params["embed"], params["uneven"] = params["uneven"], params["embed"]
-    layouts.assert_same_tree(layouts.read_pytree(source, out), expected)
+    swapped = params | {"embed": params["uneven"], "uneven": params["embed"]}
+    layouts.assert_same_tree(layouts.read_pytree(source, out), expected | {"params": swapped})
 
 
 def test_leaves_of_a_single_device_are_replicated(saved):
