@@ -79,6 +79,10 @@ def batch_of(handle, start, stop, reading=10, held=5, kept=0):
     return Batch([Read(handle, (slice(start, stop),))], reading, held, kept)
 
 
+def batches_of(handle, count):
+    return [batch_of(handle, 8 * n, 8 * n + 8) for n in range(count)]
+
+
 @pytest.fixture
 def handle():
     return Views(np.arange(64, dtype="f8"), "f4")
@@ -144,8 +148,7 @@ def test_after_a_failure_all_is_waited_for_and_nothing_is_done(raised, failing):
 
 def test_values_come_in_order_and_rounded(handle):
     with Budget(100) as budget:
-        batches = [batch_of(handle, 8 * n, 8 * n + 8) for n in range(8)]
-        found = [filled.values[0].copy() for filled in read(batches, budget)]
+        found = [filled.values[0].copy() for filled in read(batches_of(handle, 8), budget)]
         assert budget.used == 0
     assert np.concatenate(found).tolist() == list(range(64))
     assert {values.dtype.name for values in found} == {"float32"}
@@ -153,7 +156,7 @@ def test_values_come_in_order_and_rounded(handle):
 
 def test_the_next_batch_is_read_while_one_is_used(handle, monkeypatch):
     seen = Watched(monkeypatch)
-    batches = [batch_of(handle, 8 * n, 8 * n + 8) for n in range(8)]
+    batches = batches_of(handle, 8)
     with Budget(1000) as budget:
         for number, filled in enumerate(read(batches, budget)):
             assert filled.batch == batches[number]
@@ -162,31 +165,27 @@ def test_the_next_batch_is_read_while_one_is_used(handle, monkeypatch):
             assert budget.used == 5 + 10 * (begun - number - 1)
 
 
-def test_what_the_consumer_holds_is_waited_for_before_reads_are(handle):
-    """For want of memory: with its oldest transaction gone, the next batch can be read."""
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # With its oldest transaction gone, the next batch can be read.
+        ({}, [0, "free 0", 1, "free 1", 2, 3, 4, "free 2", "free 3", "free 4"]),
+        # As long as a bucket is asked, cores have something to do.
+        (
+            {"is_ready": lambda: False},
+            [0, 1, 2, 3, "free 0", 4, "free 1", "free 2", "free 3", "free 4"],
+        ),
+    ],
+)
+def test_what_the_consumer_holds_is_waited_for_before_reads_are(handle, options, expected):
+    """For want of memory; where it is free by then."""
     events = []
     with Budget(25) as budget:
-        for number, filled in enumerate(
-            read((batch_of(handle, 8 * n, 8 * n + 8) for n in range(5)), budget)
-        ):
+        for number, filled in enumerate(read(iter(batches_of(handle, 5)), budget)):
             events.append(number)
-            filled.free_after(lambda number=number: events.append(f"free {number}"))
+            filled.free_after(functools.partial(events.append, f"free {number}"), **options)
             assert budget.used <= 25
-    assert events == [0, "free 0", 1, "free 1", 2, 3, 4, "free 2", "free 3", "free 4"]
-
-
-def test_what_has_been_read_is_handed_over_where_nothing_is_free_yet(handle):
-    """As long as a bucket is asked, cores have something to do."""
-    events = []
-    with Budget(25) as budget:
-        for number, filled in enumerate(
-            read((batch_of(handle, 8 * n, 8 * n + 8) for n in range(5)), budget)
-        ):
-            events.append(number)
-            wait = functools.partial(events.append, f"free {number}")
-            filled.free_after(wait, is_ready=lambda: False)
-            assert budget.used <= 25
-    assert events == [0, 1, 2, 3, "free 0", 4, "free 1", "free 2", "free 3", "free 4"]
+    assert events == expected
 
 
 def test_a_batch_larger_than_the_budget_is_read_alone(handle):
@@ -216,7 +215,7 @@ def test_no_more_is_reserved_than_the_budget_or_one_batch(sizes, holds):
 
 def test_buffers_of_a_batch_are_gone_when_the_next_is_asked_for(handle):
     with Budget(1000) as budget:
-        reads = read((batch_of(handle, 8 * n, 8 * n + 8) for n in range(3)), budget)
+        reads = read(batches_of(handle, 3), budget)
         first = weakref.ref(next(reads).values[0])
         assert first() is not None
         next(reads)
@@ -480,7 +479,7 @@ def assert_saved(out, tree):
 def test_a_job_reads_ahead_while_it_writes(columns, tmp_path, monkeypatch, memory, serial):
     path, tree = columns
     ckpt, plan = to_rows(path, memory, serial)
-    seen, ahead = Watched(monkeypatch), []
+    seen, ahead, told = Watched(monkeypatch), [], []
     taken = stream._whole_box
 
     def watched(one, values):
@@ -490,12 +489,16 @@ def test_a_job_reads_ahead_while_it_writes(columns, tmp_path, monkeypatch, memor
 
     monkeypatch.setattr(stream, "_whole_box", watched)
     monkeypatch.setattr(Budget, "is_ready", lambda budget: True)  # no commit is slower than reads
-    reshard.save(ckpt, tmp_path / "out", max_memory=memory)
+    reshard.save(ckpt, tmp_path / "out", max_memory=memory, progress=lambda *c: told.append(c))
     assert max(ahead) < READ_AHEAD
     assert sum(count > 0 for count in ahead) > len(ahead) / 2
     assert seen.peak <= plan.peak_memory <= parse_bytes(memory)
     assert seen.used == 0
     assert_saved(tmp_path / "out", tree)
+    # Progress counts each byte once.
+    done, whole = [done for done, _ in told], (8 << 20) + plan.other_bytes
+    assert told[-1] == (whole, whole)
+    assert done == sorted(done) and max(np.diff(done)) < whole / 2
 
 
 @pytest.mark.parametrize("large", [0, 5, 11])
@@ -557,18 +560,6 @@ def test_a_sample_of_a_codec_is_read_within_the_budget(tmp_path, monkeypatch, sa
     else:
         assert seen.peak == 0 and array.layout.encoded_ratio == as_stored
     assert seen.used == 0
-
-
-@pytest.mark.parametrize(("memory", "serial"), MEMORY)
-def test_progress_counts_each_byte_once(columns, tmp_path, memory, serial):
-    path, _ = columns
-    ckpt, plan = to_rows(path, memory, serial)
-    calls = []
-    reshard.save(ckpt, tmp_path / "out", max_memory=memory, progress=lambda *c: calls.append(c))
-    whole = calls[-1][1]
-    assert whole == (8 << 20) + plan.other_bytes
-    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
-    assert calls[-1][0] == whole and max(np.diff([done for done, _ in calls])) < whole / 2
 
 
 @pytest.mark.parametrize("failing", [0, 1, 3])
