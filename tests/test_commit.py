@@ -1,5 +1,6 @@
 """Whole or not at all: what is at the destination, and at the source, however a job ends."""
 
+import contextlib
 import ctypes
 import errno
 import json
@@ -90,18 +91,16 @@ def test_an_existing_directory_and_file(one, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("kept")
     hint = "hint: overwrite=True replaces it once the new one is complete"
-    out = tmp_path / "empty"
+    out, file = tmp_path / "empty", tmp_path / "file"
     refused(reshard.DestinationExistsError, f"`{out}` exists\n\n{hint}", open_on(one), out)
-    out = tmp_path / "file"
+    text = f"`{file}` is a file or a symbolic link"
     for overwrite in (False, True):
-        refused(
-            reshard.DestinationExistsError,
-            f"`{out}` is a file or a symbolic link",
-            open_on(one),
-            out,
-            overwrite=overwrite,
-        )
-    assert (tmp_path / "file").read_text() == "kept"
+        refused(reshard.DestinationExistsError, text, open_on(one), file, overwrite=overwrite)
+    for out in (file / "out", file / "deep" / "out"):
+        with pytest.raises(reshard.DestinationError) as caught:
+            reshard.save(open_on(one), out)
+        assert str(caught.value).startswith(f"`{out}` cannot be written: ")
+    assert file.read_text() == "kept"
 
 
 def test_overwrite(source, tmp_path):
@@ -118,43 +117,29 @@ def test_overwrite(source, tmp_path):
 
 def make_project(path, source):
     """A folder with a checkpoint in it, among other things."""
-    shutil.copytree(source.path, path / "best")
+    shutil.copytree(source, path / "best")
     (path / "thesis.tex").write_text("years")
-
-
-def make_files(path, source):
-    path.mkdir()
-    (path / "notes").write_text("x")
-
-
-def make_run(path, source):
-    for step in (10, 20):
-        shutil.copytree(source.path, path / str(step))
 
 
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
         (make_project, "it is not a checkpoint"),
-        (make_files, "it is not a checkpoint"),
-        (make_run, "it is a manager's root, the new one a single checkpoint"),
+        (
+            lambda path, source: shutil.copytree(source, path / "10"),
+            "it is a manager's root, the new one a single checkpoint",
+        ),
     ],
 )
 def test_overwrite_deletes_nothing_but_what_it_replaces(one, tmp_path, make, reason):
     out = tmp_path / "out"
-    make(out, one)
+    make(out, one.path)
     before = hashes(out)
-    refused(
-        reshard.DestinationExistsError,
-        f"`{out}` would be deleted: {reason}\n\n"
-        "hint: name a new destination, or move what is there out of the way",
-        open_on(one),
-        out,
-        overwrite=True,
-    )
+    text = f"`{out}` would be deleted: {reason}"
+    hint = "hint: name a new destination, or move what is there out of the way"
+    refused(reshard.DestinationExistsError, f"{text}\n\n{hint}", open_on(one), out, overwrite=True)
     assert hashes(out) == before
-    plan = reshard.plan(open_on(one), out, overwrite=True)
-    assert plan.problems == (f"`{out}` would be deleted: {reason}",)
+    assert reshard.plan(open_on(one), out, overwrite=True).problems == (text,)
 
 
 def test_overwrite_loses_no_step(saved, tmp_path):
@@ -171,11 +156,6 @@ def test_overwrite_loses_no_step(saved, tmp_path):
     plan = reshard.save([reshard.to_mesh(c, "1x8") for c in every], out, overwrite=True)
     assert f"`{out}` is replaced once the new checkpoint is complete" in plan.notes
     assert meshes(out) == ["data=1,model=8"]
-
-
-def test_overwrite_where_nothing_is(one, tmp_path):
-    reshard.save(open_on(one), tmp_path / "out", overwrite=True)
-    assert values(tmp_path / "out") == values(one.path)
 
 
 def test_source_and_destination_inside_one_another(saved, tmp_path):
@@ -204,11 +184,13 @@ def test_source_and_destination_inside_one_another(saved, tmp_path):
     assert hashes(whole.path) == before
 
 
-def test_a_name_that_only_begins_like_the_source(one):
-    out = one.path.with_name(one.path.name + "-2")
-    reshard.save(open_on(one), out)
-    assert values(out) == values(one.path)
-    shutil.rmtree(out)
+def test_parents_are_made_and_only_begin_like_the_source(one):
+    """And an overwrite needs nothing to be there."""
+    folder = one.path.with_name(one.path.name + "-2")
+    reshard.save(open_on(one), folder / "a" / "out", overwrite=True)
+    assert os.listdir(folder / "a") == ["out"]
+    assert values(folder / "a" / "out") == values(one.path)
+    shutil.rmtree(folder)
 
 
 def test_too_little_room(source, tmp_path, monkeypatch):
@@ -220,12 +202,6 @@ def test_too_little_room(source, tmp_path, monkeypatch):
     assert summary == f"not enough room for `{tmp_path}/deep/out`"
     assert problem.startswith("  needed ") and problem.endswith(" KiB, free 2.93 KiB")
     assert os.listdir(tmp_path) == []
-
-
-def test_parents_are_made(one, tmp_path):
-    reshard.save(open_on(one), tmp_path / "a" / "b" / "out")
-    assert os.listdir(tmp_path / "a" / "b") == ["out"]
-    assert values(tmp_path / "a" / "b" / "out") == values(one.path)
 
 
 def test_a_parent_that_cannot_be_written(source, tmp_path, monkeypatch):
@@ -241,15 +217,6 @@ def test_a_parent_that_cannot_be_written(source, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_parent_that_is_a_file(one, tmp_path):
-    (tmp_path / "file").write_text("kept")
-    for out in (tmp_path / "file" / "out", tmp_path / "file" / "deep" / "out"):
-        with pytest.raises(reshard.DestinationError) as caught:
-            reshard.save(open_on(one), out)
-        assert str(caught.value).startswith(f"`{out}` cannot be written: ")
-    assert (tmp_path / "file").read_text() == "kept"
-
-
 # While it runs.
 
 
@@ -257,38 +224,30 @@ class StopError(Exception):
     """What the tests throw into a running job."""
 
 
-def test_another_job(source, tmp_path):
-    out = tmp_path / "out"
-    calls = []
+def test_another_job(one, tmp_path):
+    out, told = tmp_path / "out", []
 
     def busy(*_):
         text = f"another job is writing `{unfinished(out)}`"
         for overwrite in (False, True):
-            refused(
-                reshard.DestinationError, text, open_on(source, "1x4"), out, overwrite=overwrite
-            )
-        calls.append(text)
+            refused(reshard.DestinationError, text, open_on(one, "1x4"), out, overwrite=overwrite)
+        told.append(text)
 
-    reshard.save(open_on(source), out, progress=busy)
-    assert calls
+    reshard.save(open_on(one), out, progress=busy)
+    assert told
     assert os.listdir(tmp_path) == ["out"]
-    assert values(out, **source.open) == values(source.path, **source.open)
+    assert values(out) == values(one.path)
 
 
-def test_a_destination_made_meanwhile(source, tmp_path):
+def test_a_destination_made_meanwhile(one, tmp_path):
     out = tmp_path / "out"
 
     def make(*_):
         out.mkdir(exist_ok=True)
         (out / "theirs").write_text("kept")
 
-    refused(
-        reshard.DestinationExistsError,
-        f"`{out}` was made while this job ran",
-        open_on(source),
-        out,
-        progress=make,
-    )
+    text = f"`{out}` was made while this job ran"
+    refused(reshard.DestinationExistsError, text, open_on(one), out, progress=make)
     assert hashes(tmp_path).keys() == {"out", "out/theirs"}
 
 
@@ -328,19 +287,24 @@ def test_an_io_error_leaves_nothing(saved, tmp_path, monkeypatch, step):
     assert hashes(source.path) == before
 
 
-@pytest.mark.parametrize("layout", ["standalone", "zarr2-files", "zarr3-ocdbt", "zarr3-files"])
-def test_a_failing_write_leaves_nothing(big, tmp_path, layout):
+@contextlib.contextmanager
+def limited(nbytes):
     """A limit on the size of files makes the file system refuse a write in the middle."""
-    path = big(layout)
-    before = hashes(path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ckpt = reshard.to_mesh(reshard.open(path), "1x8")
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
     try:
-        with pytest.raises(reshard.DestinationError) as caught:
-            reshard.save(ckpt, tmp_path / "out")
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("layout", ["standalone", "zarr2-files", "zarr3-ocdbt", "zarr3-files"])
+def test_a_failing_write_leaves_nothing(big, tmp_path, layout):
+    path = big(layout)
+    before = hashes(path)
+    ckpt = reshard.to_mesh(reshard.open(path), "1x8")
+    with limited(100_000), pytest.raises(reshard.DestinationError) as caught:
+        reshard.save(ckpt, tmp_path / "out")
     assert str(caught.value).startswith("the destination cannot be written\n  ")
     assert os.listdir(tmp_path) == []
     assert hashes(path) == before
@@ -349,16 +313,10 @@ def test_a_failing_write_leaves_nothing(big, tmp_path, layout):
 def test_a_document_that_does_not_fit_leaves_nothing(tmp_path):
     """Python does not say which file it is that cannot be written."""
     path, out = tmp_path / "source", tmp_path / "new" / "out"
-    layouts.save_pytree(
-        path, {f"leaf{i}": np.arange(i, i + 4) for i in range(200)}, use_ocdbt=False
-    )
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ckpt = reshard.open(path)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (16_000, limits[1]))
-    try:
+    tree = {f"leaf{i}": np.arange(i, i + 4) for i in range(200)}
+    ckpt = reshard.open(layouts.save_pytree(path, tree, use_ocdbt=False))
+    with limited(16_000):
         refused(reshard.DestinationError, f"`{out}` cannot be written: File too large", ckpt, out)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert os.listdir(out.parent) == []
 
 
@@ -436,42 +394,25 @@ def big(tmp_path_factory):
 # A source that is not whole.
 
 
-def touch(path, file):
-    os.utime(file)
-
-
-def shorten(path, file):
-    os.truncate(file, file.stat().st_size // 2)
-
-
-def remove(path, file):
-    file.unlink()
-
-
-def add(path, file):
-    (file.parent / "another").write_text("")
-
-
-def remove_all(path, file):
-    shutil.rmtree(path)
-
-
-def move_away(path, file):
-    path.rename(path.with_name("moved"))
+CHANGES = [
+    os.utime,
+    lambda file: os.truncate(file, file.stat().st_size // 2),
+    os.unlink,
+    lambda file: (file.parent / "another").write_text(""),
+]
 
 
 @pytest.mark.parametrize("layout", ["standalone", "zarr2-files", "zarr3-ocdbt", "zarr3-files"])
-@pytest.mark.parametrize("change", [touch, shorten, remove, add, remove_all, move_away])
+@pytest.mark.parametrize("change", [*CHANGES, shutil.rmtree, lambda path: path.rename(f"{path}-2")])
 def test_a_source_that_changes_meanwhile(big, tmp_path, layout, change):
     copy = shutil.copytree(big(layout), tmp_path / "source" / "copy")
     file = max(copy.glob("**/*/*"), key=lambda file: (file.stat().st_size, file))
-    out = tmp_path / "new" / "out"
-    changed = []
+    out, changed = tmp_path / "new" / "out", []
 
     def progress(*_):
         if not changed:
             changed.append(file)
-            change(copy, file)
+            change(file if change in CHANGES else copy)
 
     ckpt = reshard.to_mesh(reshard.open(copy), "1x8")
     with pytest.raises(reshard.CorruptCheckpointError) as caught:
@@ -556,27 +497,6 @@ def test_a_manager_that_cleans_up_beside_a_job(one, tmp_path, step):
 # The replaced checkpoint.
 
 
-@pytest.fixture
-def stuck(monkeypatch):
-    """A replaced checkpoint that cannot be deleted."""
-    original = shutil.rmtree
-
-    def refuse(path, *args, **kwargs):
-        if str(path).endswith(REPLACED):
-            raise OSError(errno.EBUSY, "Device or resource busy", f"{path}/d/0")
-        original(path, *args, **kwargs)
-
-    monkeypatch.setattr(shutil, "rmtree", refuse)
-
-
-def left_of(out):
-    replaced = f"{out}{REPLACED}"
-    return (
-        f"`{out}` is complete, but not all of the checkpoint that it replaces could be deleted: "
-        f"`{replaced}/d/0`: Device or resource busy; rm -r '{replaced}' deletes what is left"
-    )
-
-
 @pytest.mark.parametrize("replaces", [False, True])
 def test_a_name_that_the_disk_may_not_keep(one, tmp_path, monkeypatch, replaces):
     """What it replaces is deleted only once the disk has the new name."""
@@ -605,44 +525,46 @@ def test_a_name_that_the_disk_may_not_keep(one, tmp_path, monkeypatch, replaces)
     assert (meshes(out), values(out)) == (["data=1,model=8"], values(one.path))
 
 
-@pytest.mark.usefixtures("stuck")
-def test_a_replaced_checkpoint_that_cannot_be_deleted(one, tmp_path):
-    out = tmp_path / "out"
-    reshard.save(open_on(one, "1x4"), out)
-    before = hashes(out)
-    with pytest.warns(UserWarning) as caught:
-        reshard.save(open_on(one), out, overwrite=True)
-    assert [str(each.message) for each in caught] == [left_of(out)]
-    assert sorted(os.listdir(tmp_path)) == ["out", f"out{REPLACED}"]
-    assert hashes(tmp_path / f"out{REPLACED}") == before
-    assert (meshes(out), values(out)) == (["data=1,model=8"], values(one.path))
-
-
-@pytest.mark.usefixtures("stuck")
 @pytest.mark.filterwarnings("default::UserWarning")
-def test_the_command_that_replaced_it_has_done_its_work(one, tmp_path, capsys, monkeypatch):
-    out = tmp_path / "out"
+def test_a_replaced_checkpoint_that_cannot_be_deleted(one, tmp_path, capsys, monkeypatch):
+    """The command that replaced it has done its work."""
+    out, replaced = tmp_path / "out", tmp_path / f"out{REPLACED}"
     reshard.save(open_on(one, "1x4"), out)
+    before, rmtree = hashes(out), shutil.rmtree
+
+    def refuse(path, *args, **kwargs):
+        if str(path).endswith(REPLACED):
+            raise OSError(errno.EBUSY, "Device or resource busy", f"{path}/d/0")
+        rmtree(path, *args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
     arguments = ["ckpt", str(one.path), str(out), "--to", "1x8", "--overwrite", "--json"]
     command.main(arguments, standalone_mode=False)
     found = capsys.readouterr()
-    assert found.err == f"Warning: {left_of(out)}\n"
+    assert found.err == (
+        f"Warning: `{out}` is complete, but not all of the checkpoint that it replaces could be "
+        f"deleted: `{replaced}/d/0`: Device or resource busy; rm -r '{replaced}' deletes what is "
+        "left\n"
+    )
     assert json.loads(found.out)["done"] is True
+    assert sorted(os.listdir(tmp_path)) == ["out", replaced.name]
+    assert hashes(replaced) == before
     assert (meshes(out), values(out)) == (["data=1,model=8"], values(one.path))
 
 
 # Jobs on several hosts.
 
 
-# A job on another host, that is stopped in the middle.
-ELSEWHERE = """
+# A job that is stopped in the middle, on this host or on another one.
+JOB = """
 import sys
 import reshard
 from reshard.storage import lock
 
-lock.BEAT_SECONDS = 0.02
-lock._machine = lambda: "another"
-source, out = sys.argv[1:]
+source, out, *elsewhere = sys.argv[1:]
+if elsewhere:
+    lock.BEAT_SECONDS = 0.02
+    lock._machine = lambda: "another"
 ckpt = reshard.to_mesh(reshard.open(source), "1x8")
 
 def wait(done, whole, waited=[]):
@@ -658,6 +580,19 @@ except reshard.DestinationError as error:
 """
 
 
+@contextlib.contextmanager
+def waiting(*arguments):
+    """Such a job, that has come to the middle."""
+    with subprocess.Popen(
+        [sys.executable, "-c", JOB, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "in the middle\n"
+        yield process
+
+
 @pytest.mark.parametrize("committed", [False, True])
 def test_a_job_that_was_suspended_for_long(big, tmp_path, monkeypatch, committed):
     """It is taken to be dead. When it goes on it writes nothing into what the next job makes, and
@@ -667,13 +602,7 @@ def test_a_job_that_was_suspended_for_long(big, tmp_path, monkeypatch, committed
     source, out = big("zarr2-files"), tmp_path / "out"
     expected = values(source)
     ckpt = reshard.to_mesh(reshard.open(source), "1x4")
-    with subprocess.Popen(
-        [sys.executable, "-c", ELSEWHERE, source, out],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as late:
-        assert late.stdout.readline() == "in the middle\n"
+    with waiting(source, out, "elsewhere") as late:
         with pytest.raises(reshard.DestinationError) as caught:
             reshard.save(ckpt, out)
         assert str(caught.value) == (
@@ -713,20 +642,8 @@ def test_what_a_killed_job_left_is_replaced(source, tmp_path):
 
 
 def make_link(path, other):
-    path.symlink_to(other)
-
-
-def make_full_link(path, other):
     (other / "theirs").write_text("kept")
     path.symlink_to(other)
-
-
-def make_dangling_link(path, other):
-    path.symlink_to("nowhere")
-
-
-def make_file(path, other):
-    path.write_text("kept")
 
 
 def make_stuck(path, other):
@@ -736,7 +653,13 @@ def make_stuck(path, other):
 
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize(
-    "make", [make_link, make_full_link, make_dangling_link, make_file, make_stuck]
+    "make",
+    [
+        make_link,
+        lambda path, other: path.symlink_to("nowhere"),
+        lambda path, other: path.write_text("kept"),
+        make_stuck,
+    ],
 )
 def test_what_cannot_be_removed_is_in_the_way(one, tmp_path, monkeypatch, make, resume):
     other = tmp_path / "other"
@@ -758,35 +681,12 @@ def test_what_cannot_be_removed_is_in_the_way(one, tmp_path, monkeypatch, make, 
     assert sorted(os.listdir(tmp_path)) == ["it's out", "other"]
 
 
-WAITS = """
-import sys
-import reshard
-
-source, out = sys.argv[1:]
-ckpt = reshard.to_mesh(reshard.open(source), "1x8")
-
-def wait(done, whole, waited=[]):
-    if not waited:
-        waited.append(True)
-        print("in the middle", flush=True)
-        sys.stdin.readline()
-
-reshard.save(ckpt, out, progress=wait)
-"""
-
-
 @pytest.mark.parametrize("dies", [False, True])
 @pytest.mark.parametrize("option", ["--overwrite", "--resume"])
 def test_two_processes_that_write_one_destination(one, tmp_path, option, dies):
     out = tmp_path / "out"
     command = [RESHARD, "ckpt", one.path, out, "--to", "1x4", "--quiet", option]
-    with subprocess.Popen(
-        [sys.executable, "-c", WAITS, one.path, out],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as first:
-        assert first.stdout.readline() == "in the middle\n"
+    with waiting(one.path, out) as first:
         second = subprocess.run(command, capture_output=True, text=True, check=False)
         assert (second.returncode, second.stdout) == (2, "")
         assert second.stderr == f"Error: another job is writing `{unfinished(out)}`\n"
@@ -828,63 +728,50 @@ reshard.save(ckpt, out, overwrite=True)
 """
 
 
-def run_killed(*arguments):
-    """Runs a job that kills itself."""
-    result = subprocess.run(
-        [sys.executable, "-c", KILLED, *map(str, arguments)], capture_output=True, check=False
-    )
-    assert result.returncode == -signal.SIGKILL, result.stderr
+def test_killed_while_the_old_one_is_replaced(one, tmp_path):
+    """Before it is moved, between the two renames, and before it is deleted."""
+    out, replaced = tmp_path / "out", tmp_path / f"out{REPLACED}"
 
+    def run_killed(name, count):
+        words = [sys.executable, "-c", KILLED, one.path, out, name, str(count)]
+        result = subprocess.run(words, capture_output=True, check=False)
+        assert result.returncode == -signal.SIGKILL, result.stderr
 
-def test_killed_before_the_old_one_is_moved(one, tmp_path):
-    out = tmp_path / "out"
+    def refused_until(text, command):
+        for overwrite in (False, True):
+            refused(reshard.DestinationExistsError, text, open_on(one), out, overwrite=overwrite)
+        subprocess.run(["sh", "-c", command], check=True)
+
     reshard.save(open_on(one, "1x4"), out)
     before = hashes(out)
-    run_killed(one.path, out, "rename", 1)
+    run_killed("rename", 1)
     assert sorted(os.listdir(tmp_path)) == [unfinished(out).name, "out"]
     assert hashes(out) == before
-    reshard.save(open_on(one), out, overwrite=True)
-    assert os.listdir(tmp_path) == ["out"]
-    assert (meshes(out), values(out)) == (["data=1,model=8"], values(one.path))
-
-
-def test_killed_between_the_two_renames(one, tmp_path):
-    out, replaced = tmp_path / "out", tmp_path / f"out{REPLACED}"
-    reshard.save(open_on(one, "1x4"), out)
-    before = hashes(out)
-    run_killed(one.path, out, "rename", 2)
+    shutil.rmtree(unfinished(out))
+    run_killed("rename", 2)
     assert sorted(os.listdir(tmp_path)) == [unfinished(out).name, f"out{REPLACED}"]
     assert hashes(replaced) == before
-    text = (
-        f"an earlier run was stopped before it moved its result to `{out}`; "
-        f"the old checkpoint is complete at `{replaced}`\n\n"
-        f"hint: mv '{replaced}' '{out}' brings the old one back"
-    )
-    for overwrite in (False, True):
-        refused(reshard.DestinationExistsError, text, open_on(one), out, overwrite=overwrite)
     assert (meshes(replaced), values(replaced)) == (["data=1,model=4"], values(one.path))
-    subprocess.run(["sh", "-c", f"mv '{replaced}' '{out}'"], check=True)
+    move = f"mv '{replaced}' '{out}'"
+    refused_until(
+        f"an earlier run was stopped before it moved its result to `{out}`; "
+        f"the old checkpoint is complete at `{replaced}`\n\nhint: {move} brings the old one back",
+        move,
+    )
     assert hashes(out) == before
-    reshard.save(open_on(one), out, overwrite=True)
+    reshard.save(open_on(one, "1x4"), out, overwrite=True)
     assert os.listdir(tmp_path) == ["out"]
-    assert (meshes(out), values(out)) == (["data=1,model=8"], values(one.path))
-
-
-def test_killed_before_the_old_one_is_deleted(one, tmp_path):
-    out, replaced = tmp_path / "out", tmp_path / f"out{REPLACED}"
-    reshard.save(open_on(one, "1x4"), out)
     before = hashes(out)
-    run_killed(one.path, out, "rmtree", 1)
+    run_killed("rmtree", 1)
     assert sorted(os.listdir(tmp_path)) == ["out", f"out{REPLACED}"]
     assert hashes(replaced) == before
     assert (meshes(out), values(out)) == (["data=1,model=8"], values(one.path))
-    text = (
+    remove = f"rm -r '{replaced}'"
+    refused_until(
         f"`{out}` is complete; an earlier run was stopped before it deleted the "
-        f"old checkpoint, `{replaced}`\n\nhint: rm -r '{replaced}' deletes the old one"
+        f"old checkpoint, `{replaced}`\n\nhint: {remove} deletes the old one",
+        remove,
     )
-    for overwrite in (False, True):
-        refused(reshard.DestinationExistsError, text, open_on(one), out, overwrite=overwrite)
-    subprocess.run(["sh", "-c", f"rm -r '{replaced}'"], check=True)
     reshard.save(open_on(one, "1x4"), out, overwrite=True)
     assert os.listdir(tmp_path) == ["out"]
     assert (meshes(out), values(out)) == (["data=1,model=4"], values(one.path))
