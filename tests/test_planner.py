@@ -108,15 +108,13 @@ def layouts(draw, max_rank=3):
 
 
 @st.composite
-def jobs(draw, chunks=None):
+def jobs(draw):
     """An array, `chunks`, and a `max_memory` from far too little to more than enough."""
     array = draw(layouts())
     memory = max(1, array.one_pass(array.shape) * draw(st.integers(0, 64)) // 24)
     nbytes = math.prod(array.shape) * array.target_itemsize
-    if chunks is None:
-        bounds = st.integers(array.target_itemsize, 2 * nbytes)
-        chunks = draw(st.sampled_from(["shard", "keep"]) | bounds)
-    return array, chunks, memory
+    bounds = st.integers(array.target_itemsize, 2 * nbytes)
+    return array, draw(st.sampled_from(["shard", "keep"]) | bounds), memory
 
 
 def plan_within(array, chunks, memory):
@@ -143,53 +141,62 @@ def named_minimum(error):
 # Boxes
 
 
-@settings(deadline=None, max_examples=examples(300))
+def memory_of(plan, box):
+    """Bytes for one box: encoded and decoded source chunks and a buffer, while it is read; and what
+    was read or encoded beside what is written, afterwards."""
+    layout = plan.layout
+    elements = math.prod(part.stop - part.start for part in box)
+    held = elements * (layout.target_itemsize + max(layout.read_itemsize, layout.target_itemsize))
+    chunk = math.prod(layout.source_chunk) * layout.source_itemsize + layout.largest_stored
+    if plan.serial:
+        return chunk + held + READ_OVERHEAD
+    count = len(np.unique(labels(layout.shape, layout.source_chunk)[box]))
+    return max(count * chunk + elements * layout.read_itemsize + READ_OVERHEAD, held)
+
+
+@settings(deadline=None, max_examples=examples(1000))
 @given(jobs())
-def test_boxes_are_whole_target_chunks_and_partition_the_array(job):
+def test_a_plan_is_what_is_counted(job):
+    """Boxes are whole target chunks and partition the array, none takes more than `max_memory`;
+    passes are how often a source chunk is read."""
     array, chunks, memory = job
-    plan, _ = plan_within(array, chunks, memory)
-    boxes = list(plan.boxes())
-    if plan.moved:
-        assert (boxes, plan.chunk) == ([], array.source_chunk)
-        return
-    covered = np.zeros(array.shape, int)
-    target = labels(array.shape, plan.chunk)
-    for box in boxes:
-        covered[box] += 1
-        assert decoded_elements(target, box) == covered[box].size
-    assert (covered == 1).all()
-    starts = [tuple(part.start for part in box) for box in boxes]
-    assert starts == sorted(starts)
-
-
-@settings(deadline=None, max_examples=examples(300))
-@given(jobs())
-def test_passes_are_how_often_a_source_chunk_is_read(job):
-    array, chunks, memory = job
-    plan, _ = plan_within(array, chunks, memory)
-    source = labels(array.shape, array.source_chunk)
-    reads = np.zeros(source.max(initial=0) + 1, int)
-    for box in plan.boxes():
-        reads[np.unique(source[box])] += 1
-    if plan.moved:
-        assert plan.passes == 1.0
-    elif plan.passes == 1.0:
-        assert (reads == 1).all()
-    else:
-        assert plan.passes > 1.0
-        assert plan.passes == pytest.approx(reads.mean(), rel=1e-12)
-    assert plan_of(plan).chunks_read == (len(reads) if plan.moved else reads.sum())
-
-
-@settings(deadline=None, max_examples=examples(300))
-@given(jobs())
-def test_amplification_before_and_after(job):
-    array, chunks, memory = job
-    plan, _ = plan_within(array, chunks, memory)
+    plan, memory = plan_within(array, chunks, memory)
+    # Amplification, before and after.
     assert plan.amplification == (
         pytest.approx(amplification(array.shape, array.source_chunk, array.target_shard)),
         pytest.approx(amplification(array.shape, plan.chunk, array.target_shard)),
     )
+    # Chunks.
+    divides = all(b % c == 0 for b, c in zip(array.target_shard, plan.chunk, strict=True))
+    if chunks == "keep":
+        assert (plan.chunk, plan.passes) == (array.source_chunk, 1.0)
+    elif chunks == "shard":
+        assert divides
+        if plan.chunk != array.source_chunk:
+            assert plan.split == math.prod(array.target_shard) // math.prod(plan.chunk)
+    else:
+        assert divides and math.prod(plan.chunk) * array.target_itemsize <= chunks
+    assert plan.moved == (array.same_bytes and plan.chunk == array.source_chunk)
+    # Boxes and passes.
+    boxes = list(plan.boxes())
+    source, target = labels(array.shape, array.source_chunk), labels(array.shape, plan.chunk)
+    reads = np.zeros(source.max(initial=0) + 1, int)
+    if plan.moved:
+        assert (boxes, plan.passes, plan_of(plan).chunks_read) == ([], 1.0, len(reads))
+        return
+    covered = np.zeros(array.shape, int)
+    for box in boxes:
+        covered[box] += 1
+        reads[np.unique(source[box])] += 1
+        assert decoded_elements(target, box) == covered[box].size
+    assert (covered == 1).all()
+    starts = [tuple(part.start for part in box) for box in boxes]
+    assert starts == sorted(starts)
+    assert plan.passes == pytest.approx(reads.mean(), rel=1e-12)
+    assert plan_of(plan).chunks_read == reads.sum()
+    # Memory.
+    counted = plan.layout.one_step if plan.serial else plan.layout.one_pass
+    assert max(memory_of(plan, box) for box in boxes) == counted(plan.box) <= memory
 
 
 @settings(deadline=None, max_examples=examples(300))
@@ -216,50 +223,12 @@ def test_grid_boxes_and_grid_size(data, shape):
 # Chunks
 
 
-@settings(deadline=None, max_examples=examples(400))
-@given(jobs(chunks="shard"))
-def test_chunks_divide_the_shards_evenly(job):
-    plan, _ = plan_within(*job)
-    shard = plan.layout.target_shard
-    assert all(b % c == 0 for b, c in zip(shard, plan.chunk, strict=True))
-    if plan.chunk != plan.layout.source_chunk:
-        assert plan.split == math.prod(shard) // math.prod(plan.chunk)
-
-
-@settings(deadline=None, max_examples=examples(400))
-@given(jobs(chunks="keep"))
-def test_keep_leaves_the_grid(job):
-    plan, _ = plan_within(*job)
-    assert plan.chunk == plan.layout.source_chunk
-    assert plan.moved == plan.layout.same_bytes
-    assert plan.passes == 1.0
-
-
-@settings(deadline=None, max_examples=examples(400))
-@given(layouts(), st.data())
-def test_a_number_bounds_the_bytes_of_a_chunk(array, data):
-    nbytes = math.prod(array.shape) * array.target_itemsize
-    most = data.draw(st.integers(array.target_itemsize, 2 * nbytes))
-    whole = array.one_pass(array.shape)
-    plan, _ = plan_within(array, most, max(1, whole * data.draw(st.integers(0, 64)) // 24))
-    assert math.prod(plan.chunk) * array.target_itemsize <= most
-    assert all(b % c == 0 for b, c in zip(array.target_shard, plan.chunk, strict=True))
-
-
 @settings(deadline=None, max_examples=examples(200))
 @given(layouts(), st.sampled_from(["shard", "keep"]))
 def test_with_enough_memory_one_pass_and_whole_shards(array, chunks):
     plan = plan_array(array, chunks, 1 << 60)
     assert plan.passes == 1.0
     assert plan.chunk in (array.target_shard, array.source_chunk)
-
-
-@settings(deadline=None, max_examples=examples(400))
-@given(jobs())
-def test_chunks_that_stay_are_not_decoded(job):
-    plan, _ = plan_within(*job)
-    same = plan.layout.same_bytes and plan.chunk == plan.layout.source_chunk
-    assert plan.moved == same
 
 
 def test_a_number_of_bytes_subdivides_shards():
@@ -310,20 +279,15 @@ def test_a_bound_below_one_element_leaves_one_element(same_bytes):
 
 def test_uneven_source_chunks_and_prime_sizes():
     # Chunks of 3 over 7 rows, the last one clipped; shards of 1 by 11.
-    array = layout((7, 22), (3, 5), (1, 11), source_itemsize=8192, target_itemsize=8192)
-    plan = plan_array(array, "shard", 1 << 30)
-    assert (plan.chunk, plan.box, plan.passes, plan.split) == ((1, 11), (3, 22), 1.0, 1)
-    assert list(plan.boxes()) == [
-        (slice(0, 3), slice(0, 22)),
-        (slice(3, 6), slice(0, 22)),
-        (slice(6, 7), slice(0, 22)),
-    ]
-
-
-def test_a_small_array_is_one_box_where_that_fits():
     array = layout((7, 22), (3, 5), (1, 11))
+    rows = [(slice(start, end), slice(0, 22)) for start, end in ((0, 3), (3, 6), (6, 7))]
+    rows_of_weights = {"source_itemsize": 8192, "target_itemsize": 8192}
+    plan = plan_array(layout((7, 22), (3, 5), (1, 11), **rows_of_weights), "shard", 1 << 30)
+    assert (plan.chunk, plan.box, plan.passes, plan.split) == ((1, 11), (3, 22), 1.0, 1)
+    assert list(plan.boxes()) == rows
+    # A small array is one box, where that fits.
     plan = plan_array(array, "shard", 1 << 20)
-    assert (plan.chunk, plan.passes, list(plan.boxes())) == (
+    assert (plan.chunk, plan.passes, [*plan.boxes()]) == (
         (1, 11),
         1.0,
         [(slice(0, 7), slice(0, 22))],
@@ -373,31 +337,6 @@ def test_what_is_moved_costs_its_stored_bytes_once():
 
 
 # Memory
-
-
-def memory_of(plan, box):
-    """Bytes for one box: encoded and decoded source chunks and a buffer, while it is read; and what
-    was read or encoded beside what is written, afterwards."""
-    layout = plan.layout
-    elements = math.prod(part.stop - part.start for part in box)
-    held = elements * (layout.target_itemsize + max(layout.read_itemsize, layout.target_itemsize))
-    chunk = math.prod(layout.source_chunk) * layout.source_itemsize + layout.largest_stored
-    if plan.serial:
-        return chunk + held + READ_OVERHEAD
-    count = len(np.unique(labels(layout.shape, layout.source_chunk)[box]))
-    return max(count * chunk + elements * layout.read_itemsize + READ_OVERHEAD, held)
-
-
-@settings(deadline=None, max_examples=examples(500))
-@given(jobs())
-def test_no_box_takes_more_than_max_memory(job):
-    plan, memory = plan_within(*job)
-    if plan.moved:
-        return
-    counted = plan.layout.one_step if plan.serial else plan.layout.one_pass
-    assert counted(plan.box) <= memory
-    charges = [memory_of(plan, box) for box in plan.boxes()]
-    assert max(charges) == counted(plan.box)
 
 
 @settings(deadline=None, max_examples=examples(300))
@@ -528,13 +467,9 @@ def test_the_plan_is_worth_printing():
 
 
 def test_a_printed_plan_shows_ten_splits():
-    several = plan_array(
-        layout((1024, 1024), (1024, 1024), (1024, 512), path=("w",)),
-        "shard",
-        10 * MIB + READ_OVERHEAD,
-    )
+    several = plan_of_three().arrays[2]
     lines = repr(plan_of(*(several,) * 13)).splitlines()
-    split = "split    w: 2 chunks a shard, [1024, 256] each, read 4.00 times"
+    split = 'split    c/"d/e": 2 chunks a shard, [1024, 256] each, read 4.00 times'
     assert lines[5:] == [split] * 10 + ["split    ... and 3 more"]
     assert repr(plan_of(*(several,) * 10)).splitlines()[5:] == [split] * 10
 
