@@ -4,8 +4,6 @@ import ctypes
 import os
 import pathlib
 import pickle
-import subprocess
-import sys
 
 import layouts
 import pytest
@@ -224,38 +222,3 @@ def test_a_tensorstore_that_cannot_map_files(saved, tmp_path, monkeypatch):
         assert how_files_are_read(saved("standalone").path) == "default"
     finally:
         ocdbt._can_map.cache_clear()
-
-
-SAVE = """
-import pickle, sys
-import reshard
-with open(sys.argv[1], "rb") as file:
-    ckpt = pickle.load(file)
-reshard.save(ckpt, sys.argv[2])
-assert not {"jax", "flax"} & set(sys.modules)
-"""
-
-
-def transformed(path):
-    """Arrays that are moved, cast, renamed, on another mesh, and made of others."""
-    ckpt = reshard.to_mesh(reshard.open(path), "1x8")
-    ckpt = reshard.cast(ckpt, "float16", where="params/embed")
-    return reshard.rename(ckpt, [("^params/embed$", "params/table")])
-
-
-@pytest.mark.parametrize("layout", ["standalone", "zarr3-files"])
-def test_a_checkpoint_is_the_same_job_in_a_fresh_process(saved, tmp_path, layout):
-    ckpt = transformed(saved(layout).path)
-    for handle in ckpt.arrays:
-        handle.view()  # opens what is not to travel
-    data = pickle.dumps(ckpt)
-    assert b"tensorstore" not in data
-    (tmp_path / "ckpt").write_bytes(data)
-    command = [sys.executable, "-c", SAVE, str(tmp_path / "ckpt"), str(tmp_path / "there")]
-    subprocess.run(command, check=True)
-    reshard.save(ckpt, tmp_path / "here")
-    assert repr(pickle.loads(data)) == repr(ckpt)
-    assert reshard.diff(tmp_path / "here", tmp_path / "there", values=True).equal
-    kept = ["_METADATA", "_sharding", "reshard_digests.json"]
-    here, there = (layouts.hashes(tmp_path / name) for name in ("here", "there"))
-    assert [here[name] for name in kept] == [there[name] for name in kept]
