@@ -252,17 +252,6 @@ def test_keep_with_a_cast_and_too_little_memory_is_an_error():
 
 
 @pytest.mark.parametrize("chunks", ["shard", "keep", 64 << 10])
-def test_rank_0(chunks):
-    array = layout((), (), ())
-    plan = plan_array(array, chunks, 1 << 20)
-    assert (plan.chunk, plan.box, plan.passes, plan.split) == ((), (), 1.0, 1)
-    assert list(plan.boxes()) == [()]
-    assert array.one_pass(()) == 4 + 4 + 4 + READ_OVERHEAD
-    assert plan.amplification == (1.0, 1.0)
-    assert plan_array(dataclasses.replace(array, same_bytes=True), chunks, 1 << 20).moved
-
-
-@pytest.mark.parametrize("chunks", ["shard", "keep", 64 << 10])
 def test_an_array_without_elements(chunks):
     array = layout((0, 4), (1, 4), (0, 2), stored_bytes=0, largest_stored=0, same_bytes=True)
     plan = plan_array(array, chunks, 1 << 20)
