@@ -131,6 +131,29 @@ def read_by_orbax(saved):
 
 
 @pytest.fixture(scope="session")
+def jobs(tmp_path_factory: pytest.TempPathFactory):
+    """Jobs that are done in shares: kind, as of `jobs.make` -> a source, which must be the same at
+    the end, and what one process writes of it."""
+    from jobs import changed, make
+    from layouts import hashes
+
+    import reshard
+
+    before = {}
+
+    @functools.cache
+    def get(kind: str) -> tuple[pathlib.Path, pathlib.Path]:
+        folder = tmp_path_factory.mktemp("job")
+        source = make(folder / "source", kind, 2)
+        before[source] = hashes(source)
+        reshard.save(changed(source), folder / "whole", max_memory="3MiB")
+        return source, folder / "whole"
+
+    yield get
+    assert {source: hashes(source) for source in before} == before
+
+
+@pytest.fixture(scope="session")
 def _stores():
     if older("tensorstore", "0.1.81"):
         pytest.skip("buckets need tensorstore 0.1.81")

@@ -10,9 +10,9 @@ import time
 import warnings
 
 import pytest
+from jobs import changed
 from layouts import hashes
 from sampling import few
-from test_resume import changed, make
 from test_shares_written import Killed, assert_same, killed, outer
 
 import reshard
@@ -23,22 +23,6 @@ coordinator = importlib.import_module("reshard.writer.coordinator")
 executors = importlib.import_module("reshard.engine.executors")
 tasks = importlib.import_module("reshard.engine.tasks")
 KINDS = ["ckpt zarr2", "ckpt manager", "ckpt zarr3-files", "convert zarr3"]
-
-
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory):
-    """By kind: a source, and what one process writes of it."""
-    made = {}
-
-    def get(kind):
-        if kind not in made:
-            folder = tmp_path_factory.mktemp("job")
-            source = make(folder / "source", kind, 2)
-            save(source, folder / "whole")
-            made[kind] = source, folder / "whole"
-        return made[kind]
-
-    return get
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,10 @@
 """Killed and stopped jobs: what they leave, and what a later run with `resume` makes of it."""
 
 import fcntl
+import functools
 import hashlib
 import importlib
 import importlib.metadata
-import inspect
 import json
 import os
 import pathlib
@@ -14,17 +14,13 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import sysconfig
 import time
 
-import jax
 import layouts
-import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jobs import FORMATS, MAP, changed, ended, make, plain_tree, started
 from layouts import bits, hashes, kept, unfinished
 from sampling import few, some
 
@@ -48,129 +44,23 @@ MARKER = "commit_success.txt"
 MEMORY = "3MiB"
 ANEW = "hint: without resume=True the job begins anew"
 REMOVED = "hint: the same call begins anew: what was kept is removed"
-FORMATS = {
-    "zarr2": {},
-    "zarr2-files": {"use_ocdbt": False},
-    "zarr3": {"use_zarr3": True},
-    "zarr3-files": {"use_ocdbt": False, "use_zarr3": True},
-}
-# Split projections, the layers of a scanned block (two of which share a chunk), a stack of layers.
-MAP = r"""
-to = 'nnx'
-
-[[rule]]
-from = '^params/fused_(\d+)/kernel$'
-split = { axis = 1, into = ['fused/\1/left', 'fused/\1/right'] }
-
-[[rule]]
-from = '^params/scanned/(\w+)$'
-unstack = { axis = 0, into = 'layers/{}/\1' }
-
-[[rule]]
-from = '^params/block_(\d+)/kernel$'
-stack = { axis = 0, by = 1 }
-to = 'blocks/kernel'
-
-[[rule]]
-from = '^params/plain_'
-to = 'plain/'
-"""
-
-
-# Sources.
-
-
-def put(rng, shape, *spec):
-    sharding = NamedSharding(layouts.mesh((2, 4)), P(*spec))
-    return jax.device_put(layouts.random_array(rng, shape), sharding)
-
-
-def plain_tree(seed, count):
-    """Arrays that are rewritten, kept, and read in several passes; and leaves of other kinds."""
-    rng = np.random.default_rng(seed)
-    shape = (512, 512)
-    alone = [jax.device_put(layouts.random_array(rng, shape), jax.devices()[0]) for _ in range(2)]
-    return {
-        "params": {
-            **{f"w{i}": put(rng, shape, "data", "model") for i in range(count)},
-            **{f"kept{i}": put(rng, shape, None, None) for i in range(count)},
-            **{f"serial{i}": alone[i] for i in range(2)},
-            "small": {name: put(rng, (64,), "model") for name in ("a", "b.c/d")},
-        },
-        "text": "ü",
-        "number": 3,
-        "none": None,
-    }
-
-
-def linen_tree(seed, count):
-    """What `MAP` is for."""
-    rng = np.random.default_rng(seed)
-
-    def kernels(name, count, side):
-        return {
-            f"{name}_{i}": {"kernel": put(rng, (side, side), "data", "model")} for i in range(count)
-        }
-
-    scanned = {
-        "kernel": put(rng, (8, 256, 256), "data", None, "model"),
-        "bias": put(rng, (8, 64), None, "model"),
-    }
-    return {
-        "params": {
-            "scanned": scanned,
-            **kernels("fused", count, 512),
-            **kernels("block", count, 256),
-            **kernels("plain", count, 512),
-        }
-    }
-
-
-def make(path, kind, count):
-    """Saves a source: `ckpt zarr2`, `ckpt manager`, `convert zarr3-files`, ..."""
-    api, layout = kind.split()
-    if layout == "manager":
-        with ocp.CheckpointManager(path) as manager:
-            for step in (1, 2):
-                tree = {"params": plain_tree(step, count // 2)["params"]}
-                manager.save(step, args=ocp.args.StandardSave(tree), metrics={"loss": step})
-        return path
-    tree = (plain_tree if api == "ckpt" else linen_tree)(0, count)
-    with ocp.PyTreeCheckpointer(**FORMATS[layout]) as checkpointer:
-        checkpointer.save(path, tree)
-    if api == "convert":
-        path.with_name("map.toml").write_text(MAP)
-    return path
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
     """Sources by kind and size, made once: `ckpt zarr2`, ... A job of a large one takes half a
     second."""
-    made = {}
     before = {}
 
-    def get(kind, size="small"):
-        if (kind, size) not in made:
-            path = tmp_path_factory.mktemp(kind.replace(" ", "-")) / "source"
-            made[kind, size] = make(path, kind, {"large": 12, "small": 6, "tiny": 2}[size])
-            before[path] = hashes(path)
-        return made[kind, size]
+    @functools.cache
+    def made(kind, size):
+        path = tmp_path_factory.mktemp(kind.replace(" ", "-")) / "source"
+        source = make(path, kind, {"large": 12, "small": 6, "tiny": 2}[size])
+        before[source] = hashes(source)
+        return source
 
-    yield get
-    for path in made.values():
-        assert hashes(path) == before[path]
-
-
-def changed(source):
-    """What is saved."""
-    source = pathlib.Path(source)
-    map_file = source.with_name("map.toml")
-    if map_file.exists():
-        return [reshard.to_mesh(reshard.to_nnx(source, map_file=map_file), "1x4")]
-    steps = reshard.open(source).source.steps or (None,)
-    opened = [reshard.open(source, step=step) for step in steps]
-    return [reshard.to_mesh(ckpt, "1x8", [("serial", ("model", None))]) for ckpt in opened]
+    yield lambda kind, size="small": made(kind, size)
+    assert {path: hashes(path) for path in before} == before
 
 
 def save(source, out, **options):
@@ -178,72 +68,17 @@ def save(source, out, **options):
 
 
 # One job.
-JOB = f"""
-import importlib
-import json
-import os
-import pathlib
-import signal
-import sys
-
-import reshard
-from reshard.writer import journal
 
 
-{inspect.getsource(changed)}
-
-{inspect.getsource(save)}
-"""
-JOB += '''
-def deadly(original, count, after):
-    """A function, the call of which with this number kills the process."""
-    calls = 0
-
-    def called(*args, **kwargs):
-        nonlocal calls
-        calls += 1
-        if calls == count and not after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = original(*args, **kwargs)
-        if calls == count:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-    return called
-
-
-source, out, resume, dies = json.loads(sys.argv[1])
-if dies:
-    module, name, count, after = dies
-    *owner, name = name.split(".")
-    holder = importlib.import_module(module)
-    for attribute in owner:
-        holder = getattr(holder, attribute)
-    setattr(holder, name, deadly(getattr(holder, name), count, after))
-journal._SYNC_SECONDS, journal._SYNC_SHARE = 0, 0.5
-save(source, out, resume=resume)
-'''
-
-
-class Started:
-    """One job in a process of its own."""
-
-    def __init__(self, source, out, resume, dies=None):
-        words = json.dumps([str(source), str(out), resume, dies])
-        self._process = subprocess.Popen([sys.executable, "-c", JOB, words])
-        self._begin = time.perf_counter()
-
-    def kill(self, seconds):
-        """Kills it so long after its start."""
-        time.sleep(max(self._begin + seconds - time.perf_counter(), 0))
-        self._process.kill()
-        return self.wait()
-
-    def wait(self):
-        """Its exit status, and how long it ran."""
-        status = self._process.wait()
-        self.seconds = time.perf_counter() - self._begin
-        return status
+def taken(source, out, resume, seconds=None):
+    """The status of a job in a process of its own, that is killed so long after its start, and how
+    long it ran."""
+    begin = time.perf_counter()
+    process = started(source, out, {"resume": resume})
+    if seconds is not None:
+        time.sleep(max(begin + seconds - time.perf_counter(), 0))
+        process.kill()
+    return ended(process), time.perf_counter() - begin
 
 
 # What is to be there.
@@ -305,17 +140,15 @@ def assert_pruned(path):
 def expected(sources, tmp_path_factory):
     """What an uninterrupted job makes of a source: kind -> its path, values, and what Orbax reads
     of it."""
-    made = {}
 
-    def get(kind, size="small"):
-        if (kind, size) not in made:
-            path = tmp_path_factory.mktemp("whole") / "out"
-            save(sources(kind, size), path)
-            assert_pruned(path)
-            made[kind, size] = path, values(path), restored(path)
-        return made[kind, size]
+    @functools.cache
+    def made(kind, size):
+        path = tmp_path_factory.mktemp("whole") / "out"
+        save(sources(kind, size), path)
+        assert_pruned(path)
+        return path, values(path), restored(path)
 
-    return get
+    return lambda kind, size="small": made(kind, size)
 
 
 def assert_same(out, expected, killed=False):
@@ -372,13 +205,13 @@ SOME_KILLED = [
 
 def usual_seconds(source, out, resume):
     """How long a job takes that nobody kills."""
-    taken = []
+    found = []
     for _ in range(2):
-        job = Started(source=source, out=out, resume=resume)
-        assert job.wait() == 0
-        taken.append(job.seconds)
+        status, seconds = taken(source, out, resume)
+        assert status == 0
+        found.append(seconds)
         shutil.rmtree(out)
-    return min(taken)
+    return min(found)
 
 
 @pytest.mark.sampled
@@ -391,8 +224,7 @@ def test_killed_at_random_moments(sources, expected, tmp_path, kind, resume):
     rng = random.Random(kind)
     kills = 0
     while kills < KILLS[kind.split()[0]]:
-        status = Started(source=source, out=out, resume=resume).kill(rng.uniform(0, 1.1 * seconds))
-        assert status in (0, -signal.SIGKILL)
+        status, _ = taken(source, out, resume, rng.uniform(0, 1.1 * seconds))
         kills += status != 0
         assert status_of(source) == before
         if out.exists():
@@ -400,7 +232,7 @@ def test_killed_at_random_moments(sources, expected, tmp_path, kind, resume):
             shutil.rmtree(out)
         else:
             assert_absent(out)
-    assert Started(source=source, out=out, resume=resume).wait() == 0
+    assert taken(source, out, resume)[0] == 0
     assert_whole(out, whole)
 
 
@@ -408,28 +240,28 @@ def test_killed_at_random_moments(sources, expected, tmp_path, kind, resume):
 
 # Which call of what, and whether after it rather than before.
 MOMENTS = [
-    ("reshard.writer.siblings", "Location.copy", 1, True),
-    ("reshard.writer.database", "posix.link", 2, False),
-    ("reshard.storage.posix", "replace", 1, False),
-    ("os", "replace", 1, False),
-    ("os", "replace", 1, True),
-    ("os", "replace", 4, False),
-    ("reshard.engine.budget", "Reservation.free_after", 3, True),
-    ("reshard.writer.journal", "ItemProgress.value_batch", 1, True),
-    ("reshard.writer.journal", "ItemProgress.box_batch", 5, False),
-    ("reshard.writer.database", "merge", 1, False),
-    ("reshard.writer.database", "merge", 1, True),
-    ("reshard.writer.database", "prune", 1, False),
-    ("os", "unlink", 2, True),
-    ("os", "unlink", 7, True),
-    ("reshard.writer.database", "prune", 1, True),
-    ("reshard.writer.orbax_documents", "documents", 1, True),
-    ("reshard.writer.execution", "records", 1, True),
-    ("reshard.writer.execution", "records", 2, False),
-    ("reshard.writer.execution", "write_markers", 1, True),
-    ("reshard.writer.journal", "Journal.close", 1, False),
-    ("reshard.writer.journal", "Journal.close", 1, True),
-    ("os", "rename", 1, True),
+    ("reshard.writer.siblings:Location.copy", 1, True),
+    ("reshard.writer.database:posix.link", 2, False),
+    ("reshard.storage.posix:replace", 1, False),
+    ("os:replace", 1, False),
+    ("os:replace", 1, True),
+    ("os:replace", 4, False),
+    ("reshard.engine.budget:Reservation.free_after", 3, True),
+    ("reshard.writer.journal:ItemProgress.value_batch", 1, True),
+    ("reshard.writer.journal:ItemProgress.box_batch", 5, False),
+    ("reshard.writer.database:merge", 1, False),
+    ("reshard.writer.database:merge", 1, True),
+    ("reshard.writer.database:prune", 1, False),
+    ("os:unlink", 2, True),
+    ("os:unlink", 7, True),
+    ("reshard.writer.database:prune", 1, True),
+    ("reshard.writer.orbax_documents:documents", 1, True),
+    ("reshard.writer.execution:records", 1, True),
+    ("reshard.writer.execution:records", 2, False),
+    ("reshard.writer.execution:write_markers", 1, True),
+    ("reshard.writer.journal:Journal.close", 1, False),
+    ("reshard.writer.journal:Journal.close", 1, True),
+    ("os:rename", 1, True),
 ]
 
 
@@ -440,17 +272,15 @@ def test_killed_at_a_moment_of_interest(sources, expected, tmp_path, kind):
     out = tmp_path / "out"
     killed = 0
     moments = some(MOMENTS)
-    for moment in moments:
+    for name, *moment in moments:
         # Twice at the same place, unless it is done by then.
         for _ in range(2):
-            status = Started(source=source, out=out, resume=True, dies=moment).wait()
-            assert status in (0, -signal.SIGKILL)
-            killed += status != 0
+            killed += ended(started(source, out, {"resume": True}, [name], *moment)) != 0
             if out.exists():
                 break
             assert_absent(out)
         else:
-            assert Started(source=source, out=out, resume=True).wait() == 0
+            assert ended(started(source, out, {"resume": True})) == 0
         assert_same(out, whole, killed=True)
         shutil.rmtree(out)
     assert killed > len(moments) // 2
@@ -593,9 +423,8 @@ def test_what_a_job_without_resume_left_and_what_it_finds_is_removed(
 ):
     kind, out = "ckpt zarr2-files", tmp_path / "out"
     if resumed:
-        dies = ("reshard.writer.orbax_documents", "documents", 1, False)
-        job = Started(source=sources(kind), out=out, resume=False, dies=dies)
-        assert job.wait() == -signal.SIGKILL
+        name = "reshard.writer.orbax_documents:documents"
+        assert ended(started(sources(kind), out, {"resume": False}, [name], 1)) == -signal.SIGKILL
     else:
         stopped(sources(kind), out)
     (kept(out) / "junk").write_text("half")
@@ -637,24 +466,19 @@ def refused(text, source, out, **options):
     assert not hasattr(caught.value, "__notes__")
 
 
-def another_job(temporary, *problems):
+def another_job(temporary, *problems, hint=None):
+    hints = [f"hint: {hint}", ANEW] if hint else [ANEW]
     lines = [f"the unfinished job in `{temporary}` is another one", *problems]
-    return "\n  ".join(lines) + f"\n\n{ANEW}"
+    return "\n  ".join(lines) + "\n\n" + "\n".join(hints)
 
 
 def other_arguments(temporary):
-    return (
-        f"the unfinished job in `{temporary}` is another one\n  other arguments\n\n"
-        f"hint: the arguments that it had\n{ANEW}"
-    )
+    return another_job(temporary, "other arguments", hint="the arguments that it had")
 
 
 def other_memory(temporary, now):
-    return (
-        f"the unfinished job in `{temporary}` is another one\n"
-        f"  max_memory: 3.00 MiB then, {now} now; it decides what is rewritten together\n\n"
-        f'hint: max_memory="{MEMORY}"\n{ANEW}'
-    )
+    problem = f"max_memory: 3.00 MiB then, {now} now; it decides what is rewritten together"
+    return another_job(temporary, problem, hint=f'max_memory="{MEMORY}"')
 
 
 ARGUMENTS = {
@@ -781,162 +605,6 @@ def test_another_source(sources, expected, tmp_path, kind, change):
     if change in (touched, replaced):
         save(source, out)
         assert_same(out, expected(kind))
-
-
-# What is beside the arrays.
-
-
-@pytest.fixture(scope="module")
-def whole_items(tmp_path_factory):
-    """A manager's root, in a directory of its own, with arrays and something else in each step; and
-    what an uninterrupted job makes of it."""
-    root = tmp_path_factory.mktemp("items") / "source" / "root"
-    with ocp.CheckpointManager(root, item_names=("state", "cfg")) as manager:
-        for step in (2, 3):
-            tree = plain_tree(step, 4)["params"]
-            cfg = ocp.args.JsonSave({"width": step})
-            both = ocp.args.Composite(state=ocp.args.StandardSave(tree), cfg=cfg)
-            manager.save(step, args=both)
-    (root / "notes").mkdir()
-    (root / "notes" / "today").write_text("rain")
-    save_items(root, root.parents[1] / "whole")
-    return root, root.parents[1] / "whole"
-
-
-@pytest.fixture
-def items(whole_items, tmp_path):
-    """The root, to be changed."""
-    return shutil.copytree(whole_items[0], tmp_path / "source" / "root")
-
-
-def save_items(root, out, **options):
-    ckpt = reshard.open(root, item="state")
-    ckpt = reshard.to_mesh(ckpt, "1x8", [("serial", ("model", None))])
-    return reshard.save(ckpt, out, **{"max_memory": MEMORY} | options)
-
-
-def stopped_items(root, out):
-    with pytest.raises(StopError):
-        save_items(root, out, resume=True, progress=stop_at(0.6))
-    return kept(out)
-
-
-def other_notes(root):
-    (root / "notes" / "today").write_text("sunshine")
-
-
-BESIDE = [
-    ("3/cfg", lambda path: (path / "metadata").write_text('{"width": 99}')),
-    ("3/cfg", shutil.rmtree),
-    ("3/cfg", lambda path: (path / "more").write_text("{}")),
-    ("3/config", lambda path: shutil.copytree(path.with_name("cfg"), path)),
-    ("3/_CHECKPOINT_METADATA", pathlib.Path.unlink),
-]
-
-
-@pytest.mark.parametrize(("where", "change"), BESIDE)
-def test_something_else_in_the_source_changed_since(items, tmp_path, where, change):
-    out = tmp_path / "new" / "out"
-    temporary = stopped_items(items, out)
-    before = hashes(temporary)
-    change(items / where)
-    with pytest.raises(reshard.DestinationError) as caught:
-        save_items(items, out, resume=True)
-    problem = f"the source has changed since: `{items / where}`"
-    assert str(caught.value) == another_job(temporary, problem)
-    assert hashes(temporary) == before
-    save_items(items, out)
-    for folder in ("3/cfg", "notes"):
-        assert (items / folder).exists() == (out / folder).exists()
-        assert not (out / folder).exists() or hashes(items / folder) == hashes(out / folder)
-
-
-def test_all_that_has_changed_is_told(items, tmp_path):
-    out = tmp_path / "new" / "out"
-    temporary = stopped_items(items, out)
-    other_notes(items)
-    (items / "3" / "cfg" / "more").write_text("{}")
-    touched(items / "3" / "state" / "_METADATA")
-    with pytest.raises(reshard.DestinationError) as caught:
-        save_items(items, out, resume=True, max_memory="4MiB")
-    assert str(caught.value) == another_job(
-        temporary,
-        *(f"the source has changed since: `{items / p}`" for p in ("3/state", "3/cfg")),
-        "max_memory: 3.00 MiB then, 4.00 MiB now; it decides what is rewritten together",
-    )
-
-
-@pytest.mark.parametrize("resume", [False, True])
-@pytest.mark.parametrize(("where", "change"), BESIDE)
-def test_something_else_in_the_source_changes_meanwhile(items, tmp_path, where, change, resume):
-    out, changed = tmp_path / "new" / "out", []
-
-    def progress(done, whole):
-        if not changed:
-            changed.append(change(items / where))
-
-    with pytest.raises(reshard.CorruptCheckpointError) as caught:
-        save_items(items, out, resume=resume, progress=progress)
-    assert str(caught.value) == f"the source changed while it was read\n  `{items / where}`"
-    assert os.listdir(out.parent) == []
-
-
-@pytest.mark.parametrize("resume", [False, True])
-def test_logs_beside_the_steps_may_grow(items, tmp_path, resume):
-    """A training goes on while one of its steps is taken."""
-    out = tmp_path / "new" / "out"
-    if resume:
-        stopped_items(items, out)
-        other_notes(items)
-    save_items(items, out, resume=resume, progress=lambda *_: other_notes(items))
-    assert reshard.verify(reshard.open(out, item="state"), reshard.open(items, item="state")).ok
-
-
-def test_other_steps_come_and_go(items, tmp_path):
-    out = tmp_path / "new" / "out"
-    with pytest.raises(StopError):
-        (ckpt,) = [reshard.open(items, step=3, item="state")]
-        reshard.save(ckpt, out, max_memory=MEMORY, resume=True, progress=stop_at(0.6))
-    shutil.rmtree(items / "2")
-    shutil.copytree(items / "3", items / "4")
-    (items / "5.orbax-checkpoint-tmp").mkdir()
-
-    def progress(done, whole):
-        (items / "4" / "cfg" / "metadata").write_text('{"width": 4}')
-        shutil.rmtree(items / "5.orbax-checkpoint-tmp", ignore_errors=True)
-
-    reshard.save(ckpt, out, max_memory=MEMORY, resume=True, progress=progress)
-    assert values_of_item(out) == values_of_item(items, 3)
-
-
-def values_of_item(path, step=None):
-    ckpt = reshard.open(path, step=step, item="state")
-    return {h.path: bits(h.view().read().result()) for h in ckpt.arrays}
-
-
-STAGED = {
-    "others": lambda step: (
-        (step / "cfg" / "metadata").write_bytes(b"garbage" * 100),
-        (step / "_CHECKPOINT_METADATA").unlink(),
-    ),
-    "no cfg": lambda step: (
-        shutil.rmtree(step / "cfg"),
-        (step / "_CHECKPOINT_METADATA").unlink(),
-        (step / "_CHECKPOINT_METADATA").mkdir(),
-    ),
-    "a file": lambda step: (shutil.rmtree(step / "cfg"), (step / "cfg").write_text("")),
-    "more in cfg": lambda step: (step / "cfg" / "more").write_text("{}"),
-}
-
-
-@pytest.mark.parametrize("change", STAGED)
-def test_what_an_earlier_run_has_copied_is_copied_again(whole_items, tmp_path, change):
-    root, whole = whole_items
-    out = tmp_path / "out"
-    STAGED[change](stopped_items(root, out) / "3")
-    save_items(root, out, resume=True)
-    assert files(out) == files(whole)
-    assert values_of_item(out) == values_of_item(root)
 
 
 @pytest.mark.usefixtures("always")

@@ -4,27 +4,24 @@ what comes together at once. What comes out is what one process writes, or nothi
 import concurrent.futures
 import contextlib
 import importlib
-import inspect
-import json
 import os
 import random
 import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import layouts
 import numpy as np
-import orbax.checkpoint as ocp
 import psutil
 import pytest
 from flax import nnx
+from jobs import changed, ended, started
 from layouts import hashes
 from sampling import few
 from test_executors import cluster, free_port
-from test_resume import RESHARD, changed, make
+from test_resume import RESHARD
 from test_shares_written import assert_same, outer
 
 import reshard
@@ -34,76 +31,8 @@ pytestmark = pytest.mark.usefixtures("forked")
 share_commit = importlib.import_module("reshard.writer.share_commit")
 share_job = importlib.import_module("reshard.writer.share_job")
 
-# A process that writes a share, or commits, and kills itself at a call of some functions.
-JOB = f"""
-import importlib, json, os, pathlib, signal, sys
-import reshard
-
-{inspect.getsource(changed)}
-"""
-JOB += """
-source, out, share, overwrite, names, count, after = json.loads(sys.argv[1])
-calls = 0
-
-
-def deadly(original):
-    def called(*args, **kwargs):
-        global calls
-        calls += 1
-        number = calls
-        if number == count and not after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            if number == count:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    return called
-
-
-for name in names:
-    module, _, name = name.partition(":")
-    *owner, name = name.split(".")
-    holder = importlib.import_module(module)
-    for attribute in owner:
-        holder = getattr(holder, attribute)
-    setattr(holder, name, deadly(getattr(holder, name)))
-if share is None:
-    reshard.commit(out)
-else:
-    reshard.save(changed(source), out, share=share, overwrite=overwrite, max_memory="3MiB")
-"""
 # All that changes names on a disk.
 NAMES = ["os:replace", "os:rename", "os:unlink", "os:rmdir", "os:mkdir", "os:link"]
-
-
-def job(source, out, share=None, names=(), count=0, after=False, overwrite=False):
-    words = json.dumps([str(source), str(out), share, overwrite, names, count, after])
-    return subprocess.Popen([sys.executable, "-c", JOB, words], stderr=subprocess.PIPE, text=True)
-
-
-def ended(process):
-    """Its status; but for those that were killed, without a word."""
-    _, err = process.communicate()
-    assert process.returncode in (0, -signal.SIGKILL), err
-    return process.returncode
-
-
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory):
-    """By kind: a source, and what one process writes of it."""
-    made = {}
-
-    def get(kind):
-        if kind not in made:
-            folder = tmp_path_factory.mktemp("job")
-            source = make(folder / "source", kind, 2)
-            reshard.save(changed(source), folder / "whole", max_memory="3MiB")
-            made[kind] = source, folder / "whole"
-        return made[kind]
-
-    return get
 
 
 MOMENTS = [
@@ -131,14 +60,14 @@ def test_shares_in_processes_that_are_killed_and_doubled(jobs, tmp_path, kind):
     deaths = 0
     for number, (name, count, after) in enumerate(MOMENTS):
         share = (rng.choice([0, 2, 5]), 7)
-        deaths += ended(job(source, out, share, [name], count, after)) != 0
+        deaths += ended(started(source, out, {"share": share}, [name], count, after)) != 0
         assert not out.exists(), number
     assert deaths > len(MOMENTS) // 2
     numbers = rng.sample([0, 1, 1, 2, 3, 4, 4, 5, 6], 9)
     for some_of_them in (numbers[:3], numbers[3:6], numbers[6:]):
-        running = [job(source, out, (number, 7)) for number in some_of_them]
+        running = [started(source, out, {"share": (number, 7)}) for number in some_of_them]
         assert [ended(each) for each in running] == [0, 0, 0]
-    assert ended(job(source, out)) == 0
+    assert ended(started(source, out, None)) == 0
     assert_same(out, whole)
 
 
@@ -153,13 +82,14 @@ def test_a_commit_that_is_killed_wherever_it_changes_a_name(jobs, tmp_path, over
         shutil.copytree(whole, out)
         (out / "notes.txt").write_text("old")
     for number in range(2):
-        assert ended(job(source, out, (number, 2), overwrite=overwrite)) == 0
+        options = {"share": (number, 2), "overwrite": overwrite}
+        assert ended(started(source, out, options)) == 0
     shutil.copytree(tmp_path, kept, copy_function=os.link)
     before = hashes(out) if overwrite else {}
     deaths, status = 0, -1
     while status:
         deaths += 1
-        status = ended(job(source, out, None, NAMES, deaths, bool(deaths % 2)))
+        status = ended(started(source, out, None, NAMES, deaths, bool(deaths % 2)))
         if status and out.exists() and hashes(out) != before:
             assert reshard.open(out).arrays
         assert reshard.commit(out) in (True, False)
@@ -195,7 +125,7 @@ def test_commits_of_many_processes_at_once(jobs, tmp_path):
     for _ in range(5):
         for number in range(2):
             reshard.save(changed(source), out, share=(number, 2), max_memory="3MiB")
-        running = [job(source, out) for _ in range(4)]
+        running = [started(source, out, None) for _ in range(4)]
         errors = [process.communicate()[1] for process in running]
         ends = sorted(process.returncode for process in running)
         assert set(ends) <= {0, 1} and ends[0] == 0
@@ -269,8 +199,8 @@ to = ''
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A directory with a function, a map that applies it, and a checkpoint; and what one process
-    converts it to."""
+    """A directory with a function, its gate closed, a map that applies it, and a checkpoint; and
+    what one process converts it to."""
     (tmp_path / "gated.py").write_text(FUNCTIONS)
     (tmp_path / "map.toml").write_text(MAP)
     rng = np.random.default_rng(5)
@@ -280,6 +210,9 @@ def project(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     assert reshard_ended(begun("whole")) == (0, "")
+    for file in tmp_path.glob("called-*"):
+        file.unlink()
+    (tmp_path / "gate").touch()
     return tmp_path
 
 
@@ -326,11 +259,6 @@ def is_running(pid):
     return False
 
 
-def forget(project):
-    for file in project.glob("called-*"):
-        file.unlink()
-
-
 def assert_converted(project, out="out"):
     assert_same(project / out, project / "whole")
     assert reshard.digest(project / out) == reshard.digest(project / "whole")
@@ -338,8 +266,6 @@ def assert_converted(project, out="out"):
 
 @pytest.mark.exhaustive
 def test_a_worker_that_is_killed_costs_its_share_again(project):
-    (project / "gate").touch()
-    forget(project)
     process = begun("out", "--workers", "2")
     first = called(project)
     os.kill(first, signal.SIGKILL)
@@ -354,8 +280,6 @@ def test_a_worker_that_is_killed_costs_its_share_again(project):
 def test_a_job_of_workers_that_is_killed(project, resume):
     """Its workers end by themselves; what is left says what to type, which is so."""
     more = ["--workers", "2", *(["--resume"] if resume else [])]
-    (project / "gate").touch()
-    forget(project)
     process = begun("out", *more)
     pid = called(project)
     workers = [each.pid for each in psutil.Process(process.pid).children(recursive=True)]
@@ -387,8 +311,6 @@ def test_a_job_of_workers_that_is_killed(project, resume):
 def test_a_job_of_workers_that_is_interrupted(project, number, resume):
     """From the keyboard: nothing is left but what is to be resumed."""
     more = ["--workers", "2", *(["--resume"] if resume else [])]
-    (project / "gate").touch()
-    forget(project)
     process = begun("out", *more)
     called(project)
     workers = [each.pid for each in psutil.Process(process.pid).children(recursive=True)]
@@ -408,8 +330,6 @@ def test_a_job_of_workers_that_is_interrupted(project, number, resume):
 @pytest.mark.exhaustive
 def test_shares_that_apply_a_function(project):
     """One is interrupted, which takes as long as the function does, one is killed."""
-    (project / "gate").touch()
-    forget(project)
     running = [begun("out", "--shard", f"{number}/3") for number in range(3)]
     pid = called(project)
     process = next(each for each in running if each.pid == pid)
@@ -440,8 +360,6 @@ def test_a_task_that_ends_after_the_commit_of_its_double(project, overwrite):
     more = ["--overwrite"] if overwrite else []
     if overwrite:
         shutil.copytree(project / "whole", project / "out")
-    (project / "gate").touch()
-    forget(project)
     late = [begun("out", "--shard", f"{number}/2", *more) for number in range(2)]
     pid = called(project)
     (number,) = [number for number, each in enumerate(late) if each.pid == pid]
@@ -468,8 +386,6 @@ def wait_for_workers(address):
 
 @pytest.mark.exhaustive
 def test_a_dask_worker_that_is_killed_costs_its_share_again(project):
-    (project / "gate").touch()
-    forget(project)
     with cluster(2, PYTHONPATH=str(project)) as (_, address):
         wait_for_workers(address)
         process = begun("out", "--dask", address)
@@ -484,8 +400,6 @@ def test_a_dask_worker_that_is_killed_costs_its_share_again(project):
 @pytest.mark.exhaustive
 def test_a_dask_scheduler_that_is_started_again(project):
     """The job ends, and goes on with the new one."""
-    (project / "gate").touch()
-    forget(project)
     port = free_port()
     with cluster(2, port, PYTHONPATH=str(project)) as (scheduler, address):
         wait_for_workers(address)
@@ -524,8 +438,7 @@ def test_initial_values_of_a_model(tmp_path, how):
     rng = np.random.default_rng(2)
     linear = {"kernel": rng.normal(size=(300, 257)), "bias": rng.normal(size=257)}
     linear = {name: values.astype("f4") for name, values in linear.items()}
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "run", {"params": {"linear": linear}})
+    layouts.save_standard(tmp_path / "run", {"params": {"linear": linear}})
 
     def save(out, **options):
         ckpt = reshard.to_nnx(reshard.open(tmp_path / "run"), model, init="**/rngs/**")

@@ -8,8 +8,8 @@ import pickle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jobs import changed, make
 from test_planner import layout
-from test_resume import changed, make
 
 import reshard
 from reshard.arrays.boxes import grid_boxes

@@ -1,14 +1,14 @@
 """Shares that are written to a bucket, in place, and their commit, whose marker is last."""
 
-import functools
 import importlib
 import json
 import random
 
 import pytest
 import tensorstore as ts
+from jobs import changed
 from sampling import few
-from test_resume import changed, make
+from test_shares_written import Killed, killed
 
 import reshard
 from reshard.storage.location import Location
@@ -22,22 +22,8 @@ share_commit = importlib.import_module("reshard.writer.share_commit")
 share_writing = importlib.import_module("reshard.writer.share_writing")
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    """By its kind, made once."""
-    return functools.cache(lambda kind: make(tmp_path_factory.mktemp("source") / "run", kind, 1))
-
-
 def save(path, url, **options):
     return reshard.save(changed(path), url, max_memory="3MiB", **options)
-
-
-class Killed(BaseException):
-    """What no handler of errors takes for one."""
-
-
-def killed(*_, **__):
-    raise Killed
 
 
 def stored(stores, url):
@@ -68,13 +54,13 @@ KINDS = ["ckpt manager", "convert zarr3-files", "ckpt zarr2"]
 
 @pytest.mark.parametrize("kind", few(KINDS, "ckpt manager", "convert zarr3-files"))
 @pytest.mark.parametrize("where", few(["s3", "gs", "conditional"], "gs"))
-def test_shares_in_a_bucket_are_what_one_process_writes(stores, source, monkeypatch, where, kind):
+def test_shares_in_a_bucket_are_what_one_process_writes(stores, jobs, monkeypatch, where, kind):
     """In any order; one is killed before it has told what it wrote, one is written twice."""
-    path, top = source(kind), f"{stores.bucket(where)}/runs"
+    (path, _), top = jobs(kind), f"{stores.bucket(where)}/runs"
     save(path, f"{top}/whole")
     url = f"{top}/out"
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(share_writing.Job, "write_document", killed)
+        patch.setattr(share_writing.Job, "write_document", killed(0))
         save(path, url, share=(2, SHARES))
     numbers = random.Random(kind).sample([0, 1, 2, 3, 3, 4], 6)
     for number in numbers[:-1]:
@@ -83,7 +69,7 @@ def test_shares_in_a_bucket_are_what_one_process_writes(stores, source, monkeypa
         reshard.open(f"{url}/1" if kind == "ckpt manager" else url)
     save(path, url, share=(numbers[-1], SHARES))
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(share_commit, "write_markers", killed)
+        patch.setattr(share_commit, "write_markers", killed(0))
         reshard.commit(url)
     assert reshard.commit(url) is True
     assert stored(stores, url) == stored(stores, f"{top}/whole") != {}
@@ -92,8 +78,8 @@ def test_shares_in_a_bucket_are_what_one_process_writes(stores, source, monkeypa
         assert reshard.verify(reshard.open(url, step=step)).ok
 
 
-def test_refusals_in_a_bucket(stores, source):
-    path, url = source("ckpt zarr2"), f"{stores.bucket('gs')}/runs/out"
+def test_refusals_in_a_bucket(stores, jobs):
+    (path, _), url = jobs("ckpt zarr2"), f"{stores.bucket('gs')}/runs/out"
     with pytest.raises(reshard.CheckpointNotFoundError, match=f"no shares of `{url}`"):
         reshard.commit(url)
     save(path, url, share=(1, 2))

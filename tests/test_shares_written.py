@@ -12,12 +12,11 @@ import shutil
 
 import layouts
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
+from jobs import changed, make
 from layouts import bits, hashes
 from sampling import few, some
-from test_resume import changed, make
 
 import reshard
 from reshard.arrays import derived
@@ -37,39 +36,7 @@ shares = importlib.import_module("reshard.writer.share_writing")
 
 KINDS = ["ckpt zarr2", "ckpt zarr3", "ckpt zarr2-files", "ckpt zarr3-files", "ckpt manager"]
 KINDS += ["convert zarr2", "convert zarr3", "convert zarr2-files"]
-
-
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    """Sources by kind, made once, and the same at the end."""
-    made, before = {}, {}
-
-    def get(kind):
-        if kind not in made:
-            path = tmp_path_factory.mktemp(kind.replace(" ", "-")) / "source"
-            made[kind] = make(path, kind, 2)
-            before[kind] = hashes(made[kind])
-        return made[kind]
-
-    yield get
-    for kind, path in made.items():
-        assert hashes(path) == before[kind]
-
-
-@pytest.fixture(scope="module")
-def expected(sources, tmp_path_factory):
-    """What one process writes of a source, by its kind and options."""
-    made = {}
-
-    def get(kind, **options):
-        key = (kind, *sorted(options.items()))
-        if key not in made:
-            out = tmp_path_factory.mktemp("expected") / "out"
-            save(sources(kind), out, **options)
-            made[key] = out
-        return made[key]
-
-    return get
+KILLED_KINDS = ["ckpt zarr2", "convert zarr3", "ckpt zarr2-files"]
 
 
 def save(source, out, **options):
@@ -134,18 +101,21 @@ def assert_pruned(out):
         assert not [*item.glob("ocdbt.process_*/manifest.ocdbt")]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_shares_in_any_order_are_what_one_process_writes(sources, expected, tmp_path, kind):
-    numbers = list(range(SHARES))
-    random.Random(kind).shuffle(numbers)
-    out = tmp_path / "out"
-    write(sources(kind), out, numbers)
+@pytest.mark.parametrize("kind", few(KINDS, *sorted({*KINDS} - {*KILLED_KINDS})))
+def test_shares_in_any_order_are_what_one_process_writes(jobs, tmp_path, kind):
+    (source, whole), out = jobs(kind), tmp_path / "out"
+    write(source, out, random.Random(kind).sample(range(SHARES), SHARES))
     assert not out.exists()
     assert reshard.commit(out) is True
-    assert_same(out, expected(kind))
+    assert_same(out, whole)
     assert reshard.commit(out) is False
     for step in reshard.open(out).source.steps or (None,):
         assert verification.verify(reshard.open(out, step=step)).ok
+    if kind == "ckpt zarr3":  # Orbax reads it
+        found, saved = (layouts.flat(layouts.load_pytree(path)) for path in (out, source))
+        assert {k: bits(leaf) for k, leaf in found.items()} == {
+            k: bits(leaf) for k, leaf in saved.items()
+        }
 
 
 class Killed(BaseException):
@@ -169,12 +139,10 @@ def writing_dies(writing, stop, work, progress, memory, cores, committed, report
     raise Killed
 
 
-@pytest.mark.parametrize("kind", few(KINDS, "ckpt zarr2", "convert zarr3", "ckpt zarr2-files"))
-def test_shares_that_are_killed_and_written_again_and_twice(
-    sources, expected, tmp_path, monkeypatch, kind
-):
+@pytest.mark.parametrize("kind", few(KINDS, *KILLED_KINDS))
+def test_shares_that_are_killed_and_written_again_and_twice(jobs, tmp_path, monkeypatch, kind):
     """Three at a batch, two before their documents are there; two are written twice."""
-    out, source = tmp_path / "out", sources(kind)
+    (source, whole), out = jobs(kind), tmp_path / "out"
     writing = shares.write_arrays
     for number in (0, 2, 5):
         dies = functools.partial(writing_dies, writing, killed(number // 2))
@@ -192,11 +160,11 @@ def test_shares_that_are_killed_and_written_again_and_twice(
     write(source, out, [3, 0])
     assert json.loads((outer(out) / "3.json").read_text())["job"] == again["job"]
     assert reshard.commit(out)
-    assert_same(out, expected(kind))
+    assert_same(out, whole)
 
 
-def test_a_share_that_is_written_is_not_written_again(sources, tmp_path, monkeypatch):
-    out, source = tmp_path / "out", sources("ckpt zarr2")
+def test_a_share_that_is_written_is_not_written_again(jobs, tmp_path, monkeypatch):
+    (source, _), out = jobs("ckpt zarr2"), tmp_path / "out"
     write(source, out, [0, 1], 2)
     monkeypatch.setattr(shares, "write_arrays", killed(0))
     told = []
@@ -233,69 +201,50 @@ def dying(call, done):
     return dies
 
 
-@pytest.mark.sampled
-def test_a_job_that_was_killed_as_it_began_is_not_complete(
-    sources, expected, tmp_path, monkeypatch
-):
-    """With what it is to replace at the destination."""
-    source, out = sources("ckpt zarr2"), tmp_path / "out"
-    shutil.copytree(expected("convert zarr2"), out)
-    before = hashes(out)
-
-    def killed(*args):
-        begun(*args)
-        raise KeyboardInterrupt
-
-    begun = share_job._first
-    monkeypatch.setattr(share_job, "_first", killed)
-    with pytest.raises(KeyboardInterrupt):
-        write(source, out, [1], 2, overwrite=True)
-    with pytest.raises(reshard.DestinationError, match="missing: 0-1"):
-        reshard.commit(out)
-    monkeypatch.undo()
-    assert hashes(out) == before
-    write(source, out, range(2), 2, overwrite=True)
-    assert reshard.commit(out)
-    assert_same(out, expected("ckpt zarr2"))
-
-
-@pytest.mark.parametrize("numbers", [range(2), [1]])
-def test_what_is_swept_away_before_a_commit_is_missed(
-    sources, expected, tmp_path, monkeypatch, numbers
-):
-    """Though there is something at the destination, which it is to replace."""
-    source, out = sources("ckpt zarr2"), tmp_path / "out"
-    shutil.copytree(expected("convert zarr2"), out)
-    before = hashes(out)
-    write(source, out, numbers, 2, overwrite=True)
-    (checkpoint,) = outer(out).glob("checkpoint*")
-    shutil.rmtree(checkpoint)
+@pytest.mark.parametrize("numbers", [None, range(2), [1]])
+def test_what_is_to_replace_another_is_missed(jobs, tmp_path, monkeypatch, numbers):
+    """Where its job was killed as it began, or all was swept away before the commit."""
+    (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
+    shutil.copytree(jobs("convert zarr2")[1], out)
+    before, begun = hashes(out), share_job._first
+    if numbers is None:
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(share_job, "_first", dying(begun, True))
+            write(source, out, [1], 2, overwrite=True)
+    else:
+        write(source, out, numbers, 2, overwrite=True)
+        (checkpoint,) = outer(out).glob("checkpoint*")
+        shutil.rmtree(checkpoint)
     with pytest.raises(reshard.DestinationError, match="missing: 0"):
         reshard.commit(out)
     assert hashes(out) == before
     write(source, out, range(2), 2, overwrite=True)
     assert reshard.commit(out)
-    assert_same(out, expected("ckpt zarr2"))
+    assert_same(out, whole)
 
 
-@pytest.mark.parametrize("part", ["manifest.ocdbt", "d"])
-def test_a_database_of_a_share_that_is_gone_is_missed(sources, expected, tmp_path, part):
-    source, out = sources("ckpt zarr2"), tmp_path / "out"
+def test_what_is_gone_of_a_share_is_missed(jobs, tmp_path):
+    (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
     write(source, out)
-    (stage,) = outer(out).glob("checkpoint*/**/ocdbt.process_2_*")
-    for path in [stage / part, *(stage / part).rglob("*")]:
-        path.is_file() and path.unlink()
-    with pytest.raises(reshard.DestinationError, match=r"missing: 2\n"):
-        reshard.commit(out)
-    write(source, out, [2])
-    assert reshard.commit(out)
-    assert_same(out, expected("ckpt zarr2"))
+    for what in ("manifest.ocdbt", "d", "file", "longer"):
+        document = json.loads((outer(out) / "2.json").read_text())
+        (checkpoint,) = outer(out).glob("checkpoint-*")
+        file = checkpoint / next(iter(document["items"]["0"]["files"]))
+        (stage,) = (p for p in file.parents if p.name.startswith("ocdbt.process_2_"))
+        gone = {"file": [file], "d": [*stage.glob("d/*")], "longer": []}
+        for path in gone.get(what, [stage / what]):
+            path.unlink()
+        if what == "longer":
+            file.write_bytes(file.read_bytes() + b"x")
+        with pytest.raises(reshard.DestinationError, match=r"(?s)1 of 7 shares .*missing: 2\n"):
+            reshard.commit(out)
+        write(source, out, [2])
+    reshard.commit(out)
+    assert_same(out, whole)
 
 
-def test_a_share_of_a_job_that_was_removed_writes_into_no_other(
-    sources, expected, tmp_path, monkeypatch
-):
-    source, out = sources("ckpt zarr2-files"), tmp_path / "out"
+def test_a_share_of_a_job_that_was_removed_writes_into_no_other(jobs, tmp_path, monkeypatch):
+    (source, whole), out = jobs("ckpt zarr2-files"), tmp_path / "out"
     removed = []
 
     def removes(*args):
@@ -311,12 +260,12 @@ def test_a_share_of_a_job_that_was_removed_writes_into_no_other(
         save(source, out, share=(1, 2), codec="none")
     assert len(removed) == 1
     assert reshard.commit(out)
-    assert_same(out, expected("ckpt zarr2-files"))
+    assert_same(out, whole)
 
 
 @pytest.mark.parametrize("overwrite", few([False, True], True))
-def test_a_commit_that_is_stopped_anywhere(sources, expected, tmp_path, monkeypatch, overwrite):
-    source, whole = sources("ckpt manager"), expected("ckpt manager")
+def test_a_commit_that_is_stopped_anywhere(jobs, tmp_path, monkeypatch, overwrite):
+    source, whole = jobs("ckpt manager")
     for number, (module, name, done) in some([*enumerate(STOPS)]):
         out = tmp_path / str(number)
         if overwrite:
@@ -335,34 +284,24 @@ def test_a_commit_that_is_stopped_anywhere(sources, expected, tmp_path, monkeypa
 @pytest.mark.parametrize(
     "options", [{"verify": True}, {"digest": True}, {"link": False}, {"chunks": "keep"}]
 )
-def test_options_of_a_job_in_shares(sources, expected, tmp_path, options):
-    out, kind = tmp_path / "out", "ckpt zarr2"
-    write(sources(kind), out, **options)
-    told = []
+def test_options_of_a_job_in_shares(jobs, tmp_path, options):
+    (source, whole), out, told = jobs("ckpt zarr2"), tmp_path / "out", []
+    if "verify" not in options:
+        save(source, whole := tmp_path / "whole", **options)
+    write(source, out, range(2), 2, **options)
     assert reshard.commit(out, progress=lambda *counts: told.append(counts))
-    assert_same(out, expected(kind, **options))
+    assert_same(out, whole)
     assert bool(told) == ("verify" in options)
     assert not told or told[-1][0] == told[-1][1] == reshard.open(out).nbytes
-
-
-def test_orbax_reads_it(sources, tmp_path):
-    out, source = tmp_path / "out", sources("ckpt zarr3")
-    write(source, out)
-    reshard.commit(out)
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        found, saved = (layouts.flat(checkpointer.restore(path)) for path in (out, source))
-    assert {key: bits(leaf) for key, leaf in found.items()} == {
-        key: bits(leaf) for key, leaf in saved.items()
-    }
 
 
 def doubled(values):
     return values + values
 
 
-def test_values_in_memory_and_functions(sources, tmp_path):
+def test_values_in_memory_and_functions(jobs, tmp_path):
     """What nothing has stored is in no share; a function is called where its array is written."""
-    ckpt = reshard.open(sources("ckpt zarr2"))
+    ckpt = reshard.open(jobs("ckpt zarr2")[0])
     like = ckpt["params/w0"]
     values = layouts.random_array(np.random.default_rng(0), (96, 33))
     made = derived.constant(("made", "constant"), values, like)
@@ -388,8 +327,8 @@ def refused(error, text, call, *args, **kwargs):
     assert str(caught.value) == text
 
 
-def test_missing_shares_are_listed_as_a_range(sources, expected, tmp_path):
-    out, source = tmp_path / "out", sources("ckpt zarr2")
+def test_missing_shares_are_listed_as_a_range(jobs, tmp_path):
+    (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
     write(source, out, [1, 2, 4], 10)
     refused(
         reshard.DestinationError,
@@ -406,25 +345,7 @@ def test_missing_shares_are_listed_as_a_range(sources, expected, tmp_path):
     refused(reshard.DestinationError, one, reshard.commit, out)
     write(source, out, [9], 10)
     reshard.commit(out)
-    assert_same(out, expected("ckpt zarr2"))
-
-
-@pytest.mark.parametrize("change", ["gone", "longer"])
-def test_files_that_are_gone_are_written_again(sources, expected, tmp_path, change):
-    out, source = tmp_path / "out", sources("ckpt zarr2")
-    write(source, out)
-    document = json.loads((outer(out) / "2.json").read_text())
-    (checkpoint,) = outer(out).glob("checkpoint-*")
-    file = checkpoint / next(iter(document["items"]["0"]["files"]))
-    if change == "gone":
-        file.unlink()
-    else:
-        file.write_bytes(file.read_bytes() + b"x")
-    with pytest.raises(reshard.DestinationError, match=r"(?s)1 of 7 shares .*missing: 2\n"):
-        reshard.commit(out)
-    write(source, out, [2])
-    reshard.commit(out)
-    assert_same(out, expected("ckpt zarr2"))
+    assert_same(out, whole)
 
 
 def other_mesh(source, out):
@@ -432,38 +353,33 @@ def other_mesh(source, out):
     reshard.save(ckpt, out, share=(1, SHARES), max_memory="3MiB")
 
 
-@pytest.mark.parametrize(
-    "told, call",
-    [
-        ("other arguments", other_mesh),
-        ("shares: 7 then, 8 now", lambda *paths: save(*paths, share=(1, 8))),
-        ("overwrite: False then, True now", lambda *p: save(*p, share=(1, 7), overwrite=True)),
-        ("verify: False then, True now", lambda *p: save(*p, share=(1, 7), verify=True)),
-        (
-            "max_memory: 3.00 MiB then, 4.00 MiB now; it decides what is rewritten together",
-            lambda *p: save(*p, share=(1, 7), max_memory="4MiB"),
-        ),
-    ],
-)
-def test_shares_of_other_jobs(sources, tmp_path, told, call):
-    out, source = tmp_path / "out", sources("ckpt zarr2")
+OTHERS = [
+    ("other arguments", other_mesh),
+    ("shares: 7 then, 8 now", lambda *paths: save(*paths, share=(1, 8))),
+    ("overwrite: False then, True now", lambda *p: save(*p, share=(1, 7), overwrite=True)),
+    ("verify: False then, True now", lambda *p: save(*p, share=(1, 7), verify=True)),
+    (
+        "max_memory: 3.00 MiB then, 4.00 MiB now; it decides what is rewritten together",
+        lambda *p: save(*p, share=(1, 7), max_memory="4MiB"),
+    ),
+]
+
+
+def test_shares_of_other_jobs(jobs, tmp_path, monkeypatch):
+    (source, _), out = jobs("ckpt zarr2"), tmp_path / "out"
     write(source, out, [2])
     before = hashes(outer(out))
-    with pytest.raises(reshard.DestinationError) as caught:
-        call(source, out)
-    assert caught.value.summary == f"`{outer(out)}` holds shares of another job"
-    assert caught.value.problems == (told,)
-    assert caught.value.hints[-1] == f"rm -r '{outer(out)}' begins anew"
-    assert hashes(outer(out)) == before
-
-
-def test_shares_of_another_version(sources, tmp_path, monkeypatch):
-    out, source = tmp_path / "out", sources("ckpt zarr2")
-    write(source, out, [2])
+    for told, call in OTHERS:
+        with pytest.raises(reshard.DestinationError) as caught:
+            call(source, out)
+        assert caught.value.summary == f"`{outer(out)}` holds shares of another job"
+        assert caught.value.problems == (told,)
+        assert caught.value.hints[-1] == f"rm -r '{outer(out)}' begins anew"
     now = share_job.fingerprint(reshard.plan(changed(source)[0]))["version"]
     monkeypatch.setattr("importlib.metadata.version", lambda name: "9.9")
     with pytest.raises(reshard.DestinationError, match=f"reshard {now} then, 9.9 now"):
         write(source, out, [3])
+    assert hashes(outer(out)) == before
 
 
 @pytest.mark.parametrize("before_share", [True, False])
@@ -503,8 +419,8 @@ def test_values_that_are_not_those_on_record(tmp_path):
     )
 
 
-def test_other_jobs_and_commits_where_shares_are_or_are_not(sources, expected, tmp_path):
-    out, source = tmp_path / "out", sources("ckpt zarr2")
+def test_other_jobs_and_commits_where_shares_are_or_are_not(jobs, tmp_path):
+    (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
     refused(
         reshard.CheckpointNotFoundError,
         f"there are no shares of `{out}`\n\nhint: share=(..., ...) writes one of them",
@@ -536,7 +452,7 @@ def test_other_jobs_and_commits_where_shares_are_or_are_not(sources, expected, t
     shutil.rmtree(outer(out))
     write(source, out, range(2), 2)
     reshard.commit(out)
-    assert_same(out, expected("ckpt zarr2"))
+    assert_same(out, whole)
     with pytest.raises(reshard.DestinationError, match="exists"):
         write(source, out, [1], 2)
 
@@ -552,35 +468,35 @@ def flipped(data, rng):
 
 
 @pytest.mark.parametrize("name", ["2.json", "rest.json", "job.json", "merged.json"])
-def test_documents_that_are_damaged_are_refused(sources, expected, tmp_path, monkeypatch, name):
+def test_documents_that_are_damaged_are_refused(jobs, tmp_path, monkeypatch, name):
     """By the commit, and those of a share can be written again."""
-    out, source = tmp_path / "out", sources("ckpt zarr2")
+    (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
     write(source, out, range(3), 3)
     if name == "merged.json":
         with monkeypatch.context() as patch, pytest.raises(Killed):
             patch.setattr(share_commit.database, "prune_all_but", killed(0))
             reshard.commit(out)
     file, rng = outer(out) / name, random.Random(name)
-    whole = file.read_bytes()
+    content = file.read_bytes()
     anew = f"hint: rm -r '{outer(out)}' begins anew"
     again = {"2.json": 2, "rest.json": 0}.get(name)
     if again is not None:
         anew = f"hint: rm '{file}', then write share {again} again\n{anew}"
-    for damaged in [b"{", *(flipped(whole, rng) for _ in range(20))]:
+    for damaged in [b"{", *(flipped(content, rng) for _ in range(20))]:
         file.write_bytes(damaged)
         refused(reshard.DestinationError, f"`{file}` is damaged\n\n{anew}", reshard.commit, out)
-    file.write_bytes(whole)
+    file.write_bytes(content)
     if again is not None:
         file.unlink()
         with pytest.raises(reshard.DestinationError, match=rf"missing: {again}\n"):
             reshard.commit(out)
         write(source, out, [again], 3)
     assert reshard.commit(out)
-    assert_same(out, expected("ckpt zarr2"))
+    assert_same(out, whole)
 
 
-def test_a_missing_share_that_was_begun_says_how_far_it_is(sources, tmp_path, monkeypatch):
-    out, source = tmp_path / "out", sources("ckpt zarr2")
+def test_a_missing_share_that_was_begun_says_how_far_it_is(jobs, tmp_path, monkeypatch):
+    (source, _), out = jobs("ckpt zarr2"), tmp_path / "out"
     monkeypatch.setattr(share_job, "_LOOK_SECONDS", {True: 0.0})
     monkeypatch.setattr(share_job, "_NOTE_SECONDS", {True: 0.0})
     told = []
@@ -604,9 +520,9 @@ def test_a_missing_share_that_was_begun_says_how_far_it_is(sources, tmp_path, mo
     assert caught.value.problems[0] == "missing: 0,2" and len(caught.value.problems) == 2
 
 
-def test_a_task_that_runs_again_after_its_job_was_committed(sources, expected, tmp_path):
+def test_a_task_that_runs_again_after_its_job_was_committed(jobs, tmp_path):
     """It begins a job again, which it says, and nothing comes of that."""
-    source, out = sources("ckpt zarr2"), tmp_path / "out"
+    (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
     write(source, out, range(2), 2, overwrite=True)
     reshard.commit(out)
     before = hashes(out)
@@ -619,12 +535,12 @@ def test_a_task_that_runs_again_after_its_job_was_committed(sources, expected, t
     assert hashes(out) == before
     shutil.rmtree(outer(out))
     assert reshard.commit(out) is False
-    assert_same(out, expected("ckpt zarr2"))
+    assert_same(out, whole)
 
 
-def test_what_a_commit_leaves_that_was_killed_at_its_end(sources, expected, tmp_path, monkeypatch):
+def test_what_a_commit_leaves_that_was_killed_at_its_end(jobs, tmp_path, monkeypatch):
     """The same job, begun again, is not complete."""
-    source, out = sources("ckpt zarr2"), tmp_path / "out"
+    (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
     write(source, out, range(2), 2, overwrite=True)
     removing = Location.remove
 
@@ -642,12 +558,12 @@ def test_what_a_commit_leaves_that_was_killed_at_its_end(sources, expected, tmp_
         reshard.commit(out)
     write(source, out, [0], 2, overwrite=True)
     assert reshard.commit(out)
-    assert_same(out, expected("ckpt zarr2"))
+    assert_same(out, whole)
 
 
-def test_nothing_is_written_to_what_is_merged(sources, expected, tmp_path, monkeypatch):
+def test_nothing_is_written_to_what_is_merged(jobs, tmp_path, monkeypatch):
     """Neither by a share nor by a job that is resumed, which commits it."""
-    source, out = sources("ckpt zarr2"), tmp_path / "out"
+    (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
     write(source, out, range(2), 2)
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(share_commit, "write_markers", killed(0))
@@ -665,12 +581,12 @@ def test_nothing_is_written_to_what_is_merged(sources, expected, tmp_path, monke
         )
         assert hashes(outer(out)) == before
     save(source, out, workers=2, resume=True)
-    assert_same(out, expected("ckpt zarr2"))
+    assert_same(out, whole)
 
 
 @pytest.mark.parametrize("how", ["stopped", "removed"])
-def test_a_share_ends_where_its_job_does(sources, tmp_path, monkeypatch, how):
-    out, source = tmp_path / "out", sources("ckpt zarr2")
+def test_a_share_ends_where_its_job_does(jobs, tmp_path, monkeypatch, how):
+    (source, _), out = jobs("ckpt zarr2"), tmp_path / "out"
     monkeypatch.setattr(share_job, "_LOOK_SECONDS", {True: 0.0})
     seen = []
 

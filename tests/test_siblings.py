@@ -1,6 +1,7 @@
 """Other items of a step, and other files: what is shared, copied, hashed and counted."""
 
 import collections
+import functools
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from layouts import hashes
+from test_resume import StopError, another_job, touched
 
 import reshard
 from reshard.storage.location import Location
@@ -23,6 +25,7 @@ from reshard.writer import journal
 FILE = "reshard_digests.json"
 FORMATS = {"ocdbt": {}, "zarr3": {"use_zarr3": True}, "files": {"use_ocdbt": False}}
 FORMATS["zarr3-files"] = FORMATS["files"] | FORMATS["zarr3"]
+TREES = ("state", "ema")
 
 
 def put(rng, shape):
@@ -33,26 +36,22 @@ def put(rng, shape):
 @pytest.fixture(scope="module")
 def roots(tmp_path_factory):
     """A manager's root of each format: a step with two trees and a document, and notes."""
-    made = {}
 
+    @functools.cache
     def get(name):
-        if name not in made:
-            rng = np.random.default_rng(len(made))
-            root = tmp_path_factory.mktemp("siblings") / "root"
-            with ocp.CheckpointManager(root, item_names=("state", "ema", "cfg")) as manager:
-                trees = {
-                    item: ocp.args.PyTreeSave({"w": put(rng, (24, 16)), "c": put(rng, (8, 8, 2))})
-                    for item in ("state", "ema")
-                }
-                cfg = ocp.args.JsonSave({"width": 3})
-                manager.save(3, args=ocp.args.Composite(**trees, cfg=cfg))
-            for item in ("state", "ema"):
-                shutil.rmtree(root / "3" / item)
-                layouts.save_pytree(root / "3" / item, trees[item].item, **FORMATS[name])
-            (root / "notes" / "none").mkdir(parents=True)
-            (root / "notes" / "today").write_text("rain")
-            made[name] = root
-        return made[name]
+        rng = np.random.default_rng([*FORMATS].index(name))
+        root = tmp_path_factory.mktemp("siblings") / "root"
+        trees = {item: {"w": put(rng, (24, 16)), "c": put(rng, (8, 8, 2))} for item in TREES}
+        with ocp.CheckpointManager(root, item_names=(*TREES, "cfg")) as manager:
+            items = {item: ocp.args.PyTreeSave(tree) for item, tree in trees.items()}
+            cfg = ocp.args.JsonSave({"width": 3})
+            manager.save(3, args=ocp.args.Composite(**items, cfg=cfg))
+        for item, tree in trees.items():
+            shutil.rmtree(root / "3" / item)
+            layouts.save_pytree(root / "3" / item, tree, **FORMATS[name])
+        (root / "notes" / "none").mkdir(parents=True)
+        (root / "notes" / "today").write_text("rain")
+        return root
 
     return get
 
@@ -96,6 +95,12 @@ def copies(root):
     return found - {"3/commit_success.txt"}
 
 
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 @pytest.fixture
 def reads(monkeypatch):
     """How often each file is hashed, or copied."""
@@ -127,14 +132,11 @@ def test_data_files_of_other_items_are_shared(roots, tmp_path, name):
         own = sum(array.bytes_written for array in plan.arrays)
         assert plan.bytes_written == own + plan.other_bytes
     assert hashes(root) == before
-    for item in ("state", "ema"):
+    for item in TREES:
         assert reshard.verify(reshard.open(out, item=item), reshard.open(root, item=item)).ok
     shutil.copytree(out, tmp_path / "orbax")
-    restored = layouts.load_pytree(tmp_path / "orbax" / "3" / "ema")
-    expected = layouts.load_pytree(root / "3" / "ema")
-    assert {k: layouts.bits(v) for k, v in restored.items()} == {
-        k: layouts.bits(v) for k, v in expected.items()
-    }
+    both = (layouts.load_pytree(path / "3" / "ema") for path in (tmp_path / "orbax", root))
+    layouts.assert_same_tree(*both)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -144,29 +146,30 @@ def test_nothing_is_shared_without_links(roots, tmp_path, monkeypatch, name):
     def forbidden(*_, **__):
         raise PermissionError(1, "Operation not permitted")
 
-    ways = {"no": {"link": False}, "forbidden": {}}
-    for way, options in ways.items():
+    for way, options in {"no": {"link": False}, "forbidden": {}}.items():
+        out = tmp_path / way
         with monkeypatch.context() as patched:
             if way == "forbidden":
                 patched.setattr(os, "link", forbidden)
-            plan = reshard.save(opened(root), tmp_path / way, **options)
-        assert shared(root, tmp_path / way) == set()
-        assert (plan.shared_bytes, plan.other_bytes) == (
-            0,
-            sum((root / path).stat().st_size for path in copies(root)),
-        )
+            plan = reshard.save(opened(root), out, **options)
+        assert shared(root, out) == set()
+        assert plan.shared_bytes == 0
+        assert plan.other_bytes == sum((root / path).stat().st_size for path in copies(root))
         for path in copies(root):
-            assert (tmp_path / way / path).read_bytes() == (root / path).read_bytes()
+            assert (out / path).read_bytes() == (root / path).read_bytes()
 
 
 def test_what_only_looks_like_a_data_file_is_copied(root, tmp_path):
-    """What is in no tree of arrays may be written to by anybody."""
+    """What is in no tree of arrays may be written to by anybody; nothing is that other jobs have
+    left."""
     decoys = ["3/extra/d/ab12", "3/extra/manifest.ocdbt", "3/ema/d/README", "3/ema/1", "notes/d/ab"]
     decoys += ["3/extra/x/.zarray", "3/extra/x/0.0", "3/extra/y/zarr.json", "3/extra/y/c/0"]
     for path in decoys:
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(path)
+    (root / ".reshard-9.unfinished" / "x.orbax-checkpoint-tmp").mkdir(parents=True)
     reshard.save(opened(root), tmp_path / "out")
+    assert sorted(os.listdir(tmp_path / "out")) == ["3", "notes"]
     assert shared(root, tmp_path / "out").isdisjoint(decoys)
     for path in decoys:
         assert (tmp_path / "out" / path).read_text() == path
@@ -181,7 +184,10 @@ def test_each_is_read_once_and_not_for_a_plan(root, tmp_path, reads, recorded, l
     reshard.plan(opened(root), tmp_path / "out", link=link)
     assert not reads.keys() & {f"{root}/{path}" for path in copies(root)}
     reads.clear()
-    reshard.save(opened(root), tmp_path / "out", link=link)
+    told = []
+    plan = reshard.save(
+        opened(root), tmp_path / "out", link=link, progress=lambda *now: told.append(now)
+    )
     assert {reads[f"{root}/{path}"] for path in copies(root)} == {1}
     written = {"_METADATA", "_sharding", "array_metadatas/process_0"}
     again = {f"3/state/{name}" for name in written}
@@ -194,6 +200,11 @@ def test_each_is_read_once_and_not_for_a_plan(root, tmp_path, reads, recorded, l
         and not path.startswith("3/state/")
         and not path.endswith("commit_success.txt")
     }
+    # And they count as progress.
+    done, whole = zip(*told, strict=True)
+    others = sum((root / path).stat().st_size for path in copies(root))
+    assert set(whole) == {done[-1]} == {others + sum(a.decoded_bytes for a in plan.arrays)}
+    assert list(done) == sorted(done)
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -203,9 +214,7 @@ def test_one_that_is_not_the_one_on_record(root, tmp_path, link, resume):
     reshard.digest(reshard.open(root, item="state"), write=True)
     data = max(path for path in copies(root) if is_data(path))
     for path in (data, "3/cfg/metadata"):
-        content = bytearray((root / path).read_bytes())
-        content[len(content) // 2] ^= 1
-        (root / path).write_bytes(content)
+        flip(root / path)
     out = tmp_path / "new" / "out"
     assert reshard.plan(opened(root), out, link=link).problems == ()
     with pytest.raises(reshard.CorruptCheckpointError) as caught:
@@ -225,26 +234,12 @@ def test_one_that_is_not_the_one_on_record(root, tmp_path, link, resume):
     )
 
 
-@pytest.mark.parametrize("link", [False, True])
-def test_they_count_as_progress(root, tmp_path, link):
-    told = []
-    progress = lambda *now: told.append(now)  # noqa: E731
-    plan = reshard.save(opened(root), tmp_path / "out", link=link, progress=progress)
-    done, whole = zip(*told, strict=True)
-    others = sum((root / path).stat().st_size for path in copies(root))
-    assert set(whole) == {done[-1]} == {others + sum(a.decoded_bytes for a in plan.arrays)}
-    assert list(done) == sorted(done)
-
-
-class StopError(Exception):
-    """What the tests throw into a running job."""
-
-
 def stopped(root, out, monkeypatch, **options):
     """A job that has carried all siblings over, and stops."""
     monkeypatch.setattr(journal, "_SYNC_SECONDS", -1)
     monkeypatch.setattr(journal, "_SYNC_SHARE", float("inf"))
-    others = sum((root / path).stat().st_size for path in copies(root))
+    there = (path for path in copies(root) if not path.startswith("2/"))  # another step
+    others = sum((root / path).stat().st_size for path in there)
 
     def stop(done, whole):
         if done > others:
@@ -269,19 +264,6 @@ def test_a_resumed_job_copies_none_again(root, tmp_path, monkeypatch, reads, lin
     assert reshard.verify(reshard.open(out, item="state"), reshard.open(root, item="state")).ok
 
 
-def test_a_copy_that_has_changed_since_is_made_again(root, tmp_path, monkeypatch):
-    out = tmp_path / "out"
-    kept = stopped(root, out, monkeypatch, link=False)
-    data = max(path for path in copies(root) if is_data(path))
-    content = bytearray((kept / data).read_bytes())
-    content[len(content) // 2] ^= 1
-    (kept / data).write_bytes(content)
-    (kept / "3/cfg/metadata").unlink()
-    reshard.save(opened(root), out, resume=True, link=False)
-    for path in copies(root):
-        assert (out / path).read_bytes() == (root / path).read_bytes()
-
-
 @pytest.mark.parametrize("link", [False, True])
 def test_links_and_copies_in_each_others_place(roots, tmp_path, monkeypatch, link):
     """What an earlier run with the other flag has left is not written through, and not kept."""
@@ -294,15 +276,110 @@ def test_links_and_copies_in_each_others_place(roots, tmp_path, monkeypatch, lin
     assert shared(root, out) == (data if link else set())
 
 
-def test_notes_that_grew_are_copied_again(root, tmp_path, monkeypatch):
+# What of them has changed since an earlier run, or changes meanwhile.
+
+
+STAGED = {
+    "others": lambda step: (
+        flip(max(file for file in step.glob("ema/d/*") if file.is_file())),
+        (step / "cfg" / "metadata").write_bytes(b"garbage" * 100),
+        (step / "_CHECKPOINT_METADATA").unlink(),
+    ),
+    "no cfg": lambda step: (
+        shutil.rmtree(step / "cfg"),
+        (step / "_CHECKPOINT_METADATA").unlink(),
+        (step / "_CHECKPOINT_METADATA").mkdir(),
+    ),
+    "a file": lambda step: (shutil.rmtree(step / "cfg"), (step / "cfg").write_text("")),
+    "more in cfg": lambda step: (step / "cfg" / "more").write_text("{}"),
+}
+
+
+@pytest.mark.parametrize("change", STAGED)
+def test_what_an_earlier_run_has_copied_is_copied_again(root, tmp_path, monkeypatch, change):
+    """And notes that grew."""
     out = tmp_path / "out"
-    stopped(root, out, monkeypatch)
+    STAGED[change](stopped(root, out, monkeypatch, link=False) / "3")
     (root / "notes" / "today").write_text("rain, then sunshine")
-    reshard.save(opened(root), out, resume=True)
-    assert (out / "notes" / "today").read_text() == "rain, then sunshine"
+    reshard.save(opened(root), out, resume=True, link=False)
+    assert copies(out) - {f"3/state/{FILE}"} == copies(root)
+    for path in copies(root):
+        assert (out / path).read_bytes() == (root / path).read_bytes()
+    assert reshard.verify(reshard.open(out, item="state"), reshard.open(root, item="state")).ok
 
 
-def test_what_other_jobs_have_left_is_not_copied(root, tmp_path):
-    (root / ".reshard-9.unfinished" / "x.orbax-checkpoint-tmp").mkdir(parents=True)
-    reshard.save(opened(root), tmp_path / "out")
-    assert sorted(os.listdir(tmp_path / "out")) == ["3", "notes"]
+BESIDE = [
+    ("3/cfg", lambda path: (path / "metadata").write_text('{"width": 99}')),
+    ("3/cfg", shutil.rmtree),
+    ("3/cfg", lambda path: (path / "more").write_text("{}")),
+    ("3/config", lambda path: shutil.copytree(path.with_name("cfg"), path)),
+    ("3/_CHECKPOINT_METADATA", pathlib.Path.unlink),
+]
+
+
+@pytest.mark.parametrize(("where", "change"), BESIDE)
+def test_something_else_in_the_source_changed_since(root, tmp_path, monkeypatch, where, change):
+    out = tmp_path / "new" / "out"
+    kept = stopped(root, out, monkeypatch)
+    before = hashes(kept)
+    change(root / where)
+    with pytest.raises(reshard.DestinationError) as caught:
+        reshard.save(opened(root), out, resume=True)
+    problem = f"the source has changed since: `{root / where}`"
+    assert str(caught.value) == another_job(kept, problem)
+    assert hashes(kept) == before
+    reshard.save(opened(root), out)
+    assert copies(out) == copies(root)
+
+
+def test_all_that_has_changed_is_told(root, tmp_path, monkeypatch):
+    out = tmp_path / "new" / "out"
+    kept = stopped(root, out, monkeypatch, max_memory="3MiB")
+    (root / "notes" / "today").write_text("sunshine")
+    (root / "3" / "cfg" / "more").write_text("{}")
+    touched(root / "3" / "state" / "_METADATA")
+    with pytest.raises(reshard.DestinationError) as caught:
+        reshard.save(opened(root), out, resume=True, max_memory="4MiB")
+    assert str(caught.value) == another_job(
+        kept,
+        *(f"the source has changed since: `{root / p}`" for p in ("3/state", "3/cfg")),
+        "max_memory: 3.00 MiB then, 4.00 MiB now; it decides what is rewritten together",
+    )
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize(("where", "change"), BESIDE)
+def test_something_else_in_the_source_changes_meanwhile(root, tmp_path, where, change, resume):
+    out, changed = tmp_path / "new" / "out", []
+
+    def progress(done, whole):
+        if not changed:
+            changed.append(change(root / where))
+
+    with pytest.raises(reshard.CorruptCheckpointError) as caught:
+        reshard.save(opened(root), out, resume=resume, progress=progress)
+    assert str(caught.value) == f"the source changed while it was read\n  `{root / where}`"
+    assert os.listdir(out.parent) == []
+
+
+def test_what_others_do_beside_the_step(root, tmp_path, monkeypatch):
+    """A training goes on while one of its steps is taken: logs grow, other steps come and go."""
+    out, logs = tmp_path / "new" / "out", root / "notes" / "today"
+    shutil.copytree(root / "3", root / "2")
+    stopped(root, out, monkeypatch)
+    logs.write_text("sunshine")
+    shutil.rmtree(root / "2")
+    (root / "5.orbax-checkpoint-tmp").mkdir()
+    ckpt = reshard.to_mesh(reshard.open(root, step=3, item="state"), "1x8")
+    shutil.copytree(root / "3", root / "4")
+
+    def progress(done, whole):
+        logs.write_text("sunshine, then rain")
+        (root / "4" / "cfg" / "metadata").write_text('{"width": 4}')
+        shutil.rmtree(root / "5.orbax-checkpoint-tmp", ignore_errors=True)
+
+    reshard.save(ckpt, out, resume=True, progress=progress)
+    found = reshard.verify(
+        reshard.open(out, item="state"), reshard.open(root, step=3, item="state")
+    )
+    assert found.ok
