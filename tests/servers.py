@@ -1,8 +1,6 @@
 """Object stores on loopback: a real server for `s3://`, one for `gs://`, and a small one that keeps
 the conditions of `gs://` writes; all behind one proxy that counts requests, and delays or breaks
 them.
-
-`python -m servers COMMAND...` (in this directory) runs a command with all of them.
 """
 
 import contextlib
@@ -346,7 +344,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 class _ConditionalStore:
     """Objects of `gs://`, with what TensorStore asks of them: reads of a range, conditional on a
-    generation; uploads and deletes conditional on one; pages of a list."""
+    generation; uploads and deletes conditional on one; lists, which are one page."""
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -402,8 +400,8 @@ class _ConditionalStore:
         return (204, {}, b"") if self._objects.pop(place, None) else (404, {}, b"{}")
 
     def _list(self, place: Any, asked: dict[str, str], handler: _Handler, body: bytes) -> Any:
-        first = max(asked.get("startOffset", ""), asked.get("pageToken", ""))
-        prefix, end = asked.get("prefix", ""), asked.get("endOffset")
+        first, end = asked.get("startOffset", ""), asked.get("endOffset")
+        prefix = asked.get("prefix", "")
         found: dict[str, dict[str, Any] | None] = {}  # name -> an object, or a prefix of several
         for (bucket, key), (generation, data) in sorted(self._objects.items()):
             if bucket == place[0] and key.startswith(prefix) and (end is None or key < end):
@@ -442,10 +440,3 @@ def started() -> Iterator[Stores]:
         yield stores
     finally:
         stores.close()
-
-
-if __name__ == "__main__":
-    with started() as found:
-        print(found.url, *(found.bucket(kind) for kind in ("s3", "gs", "conditional")))
-        environment = os.environ | found.environment
-        sys.exit(subprocess.run(sys.argv[1:], env=environment, check=False).returncode)

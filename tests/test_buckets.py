@@ -105,12 +105,12 @@ def test_without_credentials_to_list_with(saved, stores, kind, layout, assert_re
 def test_a_directory_of_a_bucket(stores, kind):
     place = parse_location(f"{stores.bucket(kind)}/run")
     store = place.open(bucket._context())
-    for name in ("a", "a.b/c", "a/b", "d", "e/f/g"):
+    for name in ("a", "a.b/c", "a/b", "d", "e/f/&"):
         if not (kind == "gs" and name == "a"):  # a name is a file or a directory on the Go server
             store.write(name, name.encode()).result()
     assert place.names() == ["a", "a.b", "d", "e"]
     assert place.directories() == ["a", "a.b", "e"] or kind != "gs"
-    assert [found.path for found in place.walk() if found.is_file][-3:] == ["a.b/c", "d", "e/f/g"]
+    assert [found.path for found in place.walk() if found.is_file][-3:] == ["a.b/c", "d", "e/f/&"]
     assert [found.path for found in place.walk() if found.is_dir][-2:] == ["e", "e/f"]
     assert (place / "d").is_file() and not (place / "d").is_dir()
     assert (place / "e/f").is_dir() and not (place / "e/f").is_file()
@@ -154,15 +154,15 @@ def test_a_root_of_many_steps_is_opened_with_few_requests(saved, stores, kind):
     assert not [r for r in stores.requests if re.search(r"run/(2[1-9]|[3-7]\d)", r.key)]
 
 
-def test_a_root_of_a_hundred_million_chunks(saved, stores):
-    """Which no server holds: each step has the chunks of one, and 100,000 more."""
+def test_a_root_of_ten_million_chunks(saved, stores):
+    """Which would take a server long: each step has the chunks of one, and 10,000 more."""
     item = saved("zarr2-files").path
     documents = {
         f"default/{file.relative_to(item)}": file.read_bytes()
         for file in item.rglob("*")
         if file.is_file()
     } | {"commit_success.txt": b"", "_CHECKPOINT_METADATA": b"{}"}
-    names = sorted([*documents, *(f"default/old/{chunk}" for chunk in range(100_000))])
+    names = sorted([*documents, *(f"default/old/{chunk}" for chunk in range(10_000))])
 
     @functools.cache
     def listed(prefix, delimiter):
@@ -202,7 +202,7 @@ def test_a_root_of_a_hundred_million_chunks(saved, stores):
         server.close()
     assert ckpt.source.steps == tuple(range(1000)) and ckpt.source.step == "999"
     assert len(ckpt.arrays) == len(reshard.open(item).arrays)
-    assert len(stores.answered("list")) <= 106
+    assert len(stores.answered("list")) <= 16
     assert {request.key.split("/")[2] for request in stores.requests} == {"", "999"}
 
 
@@ -227,27 +227,19 @@ def test_what_has_no_marker_in_a_bucket_was_never_committed(saved, stores, layou
 
 
 def test_what_is_not_there(stores):
+    """The names that are there are told: of directories, or all."""
     url = stores.bucket("s3")
-    (parse_location(url) / "run/a/b").write(b"")
+    for name in ("c", "a/x", "b", "d", "e", "f"):
+        (parse_location(url) / "run" / name).write(b"")
     with pytest.raises(reshard.CheckpointNotFoundError) as caught:
         reshard.open(f"{url}/run/x")
     assert str(caught.value) == f"there is nothing at `{url}/run/x`\n\nhint: `{url}/run` has: a"
-    stores.faults.append(Fault("list nobody", 404, 2))
-    with pytest.raises(reshard.StoreError) as caught:
-        reshard.open("s3://nobody-has-it/run")
-    assert "404: there is no such bucket or object" in str(caught.value)
-
-
-def test_what_is_no_checkpoint_is_told_with_names_that_are_there(stores):
-    url = f"{stores.bucket('conditional')}/run"
-    for name in ("c", "a/x", "b", "d", "e", "f"):
-        (parse_location(url) / name).write(b"")
     with pytest.raises(reshard.CheckpointFormatError) as caught:
-        reshard.open(url)
+        reshard.open(f"{url}/run")
     assert str(caught.value) == (
-        f"`{url}` is not a checkpoint\n"
+        f"`{url}/run` is not a checkpoint\n"
         "  no _METADATA, no _CHECKPOINT_METADATA, no step directories, no zarr arrays\n\n"
-        f"hint: `{url}` has: a, b, c, d, e, ..."
+        f"hint: `{url}/run` has: a, b, c, d, e, ..."
     )
 
 
@@ -291,13 +283,17 @@ def test_nothing_is_asked_twice_when_a_checkpoint_is_opened(saved, stores, layou
     assert len(asked) <= min(most, len(set(asked)) + 1), asked
 
 
-def test_an_object_that_has_the_name_of_a_directory(saved, stores, tmp_path):
+def test_what_is_beside_the_steps(saved, stores, tmp_path):
+    """A directory that is called as one is copied; no object that has the name of a directory."""
     url = put(f"{stores.bucket('s3')}/run", saved("manager").path)
     place = parse_location(url) / "notes"
+    (parse_location(url) / "logs_2024/events").write(b"events")
+    reshard.save(reshard.open(url), tmp_path / "out")
+    assert (tmp_path / "out/logs_2024/events").read_bytes() == b"events"
     (place / "x").write(b"x")
     (place / "x/y").write(b"y")
     with pytest.raises(reshard.CheckpointFormatError) as caught:
-        reshard.save(reshard.open(url), tmp_path / "out")
+        reshard.save(reshard.open(url), tmp_path / "other")
     assert str(caught.value) == (
         f"`{place}/x` is an object, and the name of others begins as if it were a directory\n\n"
         "hint: give one of them another name: no disk has both"
@@ -323,14 +319,26 @@ STATUSES = {
 }
 
 
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """A tree of one array, by its layout."""
+    tree = layouts.small_tree(layouts.mesh((2, 4)), {"embed": P("data", "model")}, (64, 96))
+
+    def save(layout):
+        flags = {"use_ocdbt": "files" not in layout, "use_zarr3": "zarr3" in layout}
+        path = tmp_path_factory.mktemp(layout) / "saved"
+        return layouts.save_pytree(path, {"params": tree}, **flags)
+
+    return functools.cache(save)
+
+
 @pytest.mark.usefixtures("quick")
 @pytest.mark.pairs
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fault", [*STATUSES, "cut", "truncated"])
 @pytest.mark.parametrize("what", ["list", "_METADATA", "data"])
-def test_what_a_store_refuses(saved, stores, kind, fault, what):
-    source = saved("zarr2-files")
-    url = put(f"{stores.bucket(kind)}/run", source.path)
+def test_what_a_store_refuses(one, stores, kind, fault, what):
+    url = put(f"{stores.bucket(kind)}/run", one("zarr2-files"))
     ckpt = reshard.select(reshard.open(url), "params/embed")
     pattern = {"list": "list ", "data": r"read .*/\d"}.get(what, f"read .*{what}")
     stores.faults.append(Fault(pattern, fault, 1000))
@@ -417,33 +425,23 @@ def test_what_the_environment_says_of_s3(stores, monkeypatch):
         reshard.open(f"{url}/run")
 
 
-def test_a_directory_beside_steps_that_is_called_as_one_is_copied(saved, stores, tmp_path):
-    source = saved("manager")
-    url = put(f"{stores.bucket('s3')}/run", source.path)
-    (parse_location(url) / "logs_2024/events").write(b"events")
-    reshard.save(reshard.open(url), tmp_path / "out")
-    assert (tmp_path / "out/logs_2024/events").read_bytes() == b"events"
-
-
 @pytest.mark.usefixtures("quick")
 @pytest.mark.pairs
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fault", [429, 503, "cut", "truncated"])
 @pytest.mark.parametrize("layout", ["standalone", "zarr2-files"])
-def test_what_a_store_does_when_it_is_asked_again(saved, stores, kind, fault, layout):
-    source = saved(layout)
-    url = put(f"{stores.bucket(kind)}/run", source.path)
+def test_what_a_store_does_when_it_is_asked_again(one, stores, kind, fault, layout):
+    url = put(f"{stores.bucket(kind)}/run", one(layout))
     for pattern in ("list ", "_METADATA", r"read .*/\d", "read .*/d/"):
         stores.faults.append(Fault(pattern, fault))
-    assert reshard.diff(source.path, url, values=True).equal
+    assert reshard.diff(one(layout), url, values=True).equal
 
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", ["standalone", "zarr2-files", "zarr3-files"])
-def test_an_object_that_is_gone(saved, stores, kind, layout, tmp_path):
-    source = saved(layout)
-    url = put(f"{stores.bucket(kind)}/run", source.path)
+def test_an_object_that_is_gone(one, stores, kind, layout, tmp_path):
+    url = put(f"{stores.bucket(kind)}/run", one(layout))
     ckpt = reshard.open(url)
     values = ckpt.source.store.values["params.embed"].items()
     file = max(value.file for key, value in values if value.file and key[0] not in ".z")
