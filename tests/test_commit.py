@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import errno
+import functools
 import json
 import os
 import pathlib
@@ -21,7 +22,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import PartitionSpec as P
+from jobs import ended, started
 from layouts import bits, hashes, kept, unfinished
+from sampling import few
 
 import reshard
 from reshard.cli import command
@@ -204,19 +207,6 @@ def test_too_little_room(source, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_parent_that_cannot_be_written(source, tmp_path, monkeypatch):
-    out = tmp_path / "out"
-
-    def denied(path, *_, **__):
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    monkeypatch.setattr(os, "mkdir", denied)
-    text = f"`{out}` cannot be written: Permission denied\n  {unfinished(out)}"
-    refused(reshard.DestinationError, text, open_on(source), out)
-    monkeypatch.undo()
-    assert os.listdir(tmp_path) == []
-
-
 # While it runs.
 
 
@@ -326,15 +316,15 @@ def without_override():
     ctypes.CDLL(None).prctl(drop_from_bounding_set, override, 0, 0, 0)
 
 
-@pytest.mark.parametrize("options", [(), ("--overwrite",), ("--resume",)])
-def test_a_destination_that_is_read_only(one, tmp_path, options):
+@pytest.mark.parametrize("option", few(["--quiet", "--overwrite", "--resume"], "--overwrite"))
+def test_a_destination_that_is_read_only(one, tmp_path, option):
     folder = tmp_path / "folder"
     folder.mkdir()
-    if "--overwrite" in options:
+    if option == "--overwrite":
         reshard.save(open_on(one, "1x4"), folder / "out")
     before = hashes(tmp_path)
     folder.chmod(0o555)
-    arguments = ("ckpt", one.path, folder / "out", "--to", "1x8", *options)
+    arguments = ("ckpt", one.path, folder / "out", "--to", "1x8", option)
     result = subprocess.run(
         [RESHARD, *arguments],
         preexec_fn=without_override,
@@ -371,22 +361,13 @@ def test_a_temporary_directory_that_is_removed_meanwhile(big, tmp_path, layout, 
 @pytest.fixture(scope="module")
 def big(tmp_path_factory):
     """A checkpoint of 16 MiB in each format."""
-    made = {}
-    flags = {
-        "standalone": {},
-        "zarr2-files": {"use_ocdbt": False},
-        "zarr3-ocdbt": {"use_zarr3": True},
-        "zarr3-files": {"use_ocdbt": False, "use_zarr3": True},
-    }
+    specs = {f"w{i}": P("data", "model") for i in range(4)}
 
+    @functools.cache
     def get(layout):
-        if layout not in made:
-            path = tmp_path_factory.mktemp("big") / "saved"
-            specs = {f"w{i}": P("data", "model") for i in range(4)}
-            tree = layouts.small_tree(layouts.mesh((2, 4)), specs, (1024, 1024))
-            layouts.save_pytree(path, tree, **flags[layout])
-            made[layout] = path
-        return made[layout]
+        flags = {"use_ocdbt": "files" not in layout, "use_zarr3": "zarr3" in layout}
+        tree = layouts.small_tree(layouts.mesh((2, 4)), specs, (1024, 1024))
+        return layouts.save_pytree(tmp_path_factory.mktemp("big") / "saved", tree, **flags)
 
     return get
 
@@ -705,53 +686,32 @@ def test_two_processes_that_write_one_destination(one, tmp_path, option, dies):
     )
 
 
-# Kills itself at the call that its arguments name.
-KILLED = """
-import os, shutil, signal, sys
-import reshard
-from reshard.storage import posix
-
-source, out, name, count = sys.argv[1:]
-ckpt = reshard.to_mesh(reshard.open(source), "1x8")
-left = [int(count)]
-module = shutil if name == "rmtree" else os
-original = getattr(module, name)
-
-def die(path, *args, **kwargs):
-    left[0] -= 1
-    if not left[0]:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return original(path, *args, **kwargs)
-
-setattr(module, name, die)
-reshard.save(ckpt, out, overwrite=True)
-"""
-
-
-def test_killed_while_the_old_one_is_replaced(one, tmp_path):
+def test_killed_while_the_old_one_is_replaced(jobs, tmp_path):
     """Before it is moved, between the two renames, and before it is deleted."""
-    out, replaced = tmp_path / "out", tmp_path / f"out{REPLACED}"
+    (source, _), out, replaced = jobs("ckpt zarr2"), tmp_path / "out", tmp_path / f"out{REPLACED}"
 
-    def run_killed(name, count):
-        words = [sys.executable, "-c", KILLED, one.path, out, name, str(count)]
-        result = subprocess.run(words, capture_output=True, check=False)
-        assert result.returncode == -signal.SIGKILL, result.stderr
+    def open_on(mesh):
+        return reshard.to_mesh(reshard.open(source), mesh)
+
+    def run_killed(function, count):
+        process = started(source, out, {"overwrite": True}, [function], count)
+        assert ended(process) == -signal.SIGKILL
 
     def refused_until(text, command):
         for overwrite in (False, True):
-            refused(reshard.DestinationExistsError, text, open_on(one), out, overwrite=overwrite)
+            refused(reshard.DestinationExistsError, text, open_on("1x8"), out, overwrite=overwrite)
         subprocess.run(["sh", "-c", command], check=True)
 
-    reshard.save(open_on(one, "1x4"), out)
+    reshard.save(open_on("1x4"), out)
     before = hashes(out)
-    run_killed("rename", 1)
+    run_killed("os:rename", 1)
     assert sorted(os.listdir(tmp_path)) == [unfinished(out).name, "out"]
     assert hashes(out) == before
     shutil.rmtree(unfinished(out))
-    run_killed("rename", 2)
+    run_killed("os:rename", 2)
     assert sorted(os.listdir(tmp_path)) == [unfinished(out).name, f"out{REPLACED}"]
     assert hashes(replaced) == before
-    assert (meshes(replaced), values(replaced)) == (["data=1,model=4"], values(one.path))
+    assert (meshes(replaced), values(replaced)) == (["data=1,model=4"], values(source))
     move = f"mv '{replaced}' '{out}'"
     refused_until(
         f"an earlier run was stopped before it moved its result to `{out}`; "
@@ -759,19 +719,19 @@ def test_killed_while_the_old_one_is_replaced(one, tmp_path):
         move,
     )
     assert hashes(out) == before
-    reshard.save(open_on(one, "1x4"), out, overwrite=True)
+    reshard.save(open_on("1x4"), out, overwrite=True)
     assert os.listdir(tmp_path) == ["out"]
     before = hashes(out)
-    run_killed("rmtree", 1)
+    run_killed("shutil:rmtree", 1)
     assert sorted(os.listdir(tmp_path)) == ["out", f"out{REPLACED}"]
     assert hashes(replaced) == before
-    assert (meshes(out), values(out)) == (["data=1,model=8"], values(one.path))
+    assert (meshes(out), values(out)) == (["data=1,model=8"], values(source))
     remove = f"rm -r '{replaced}'"
     refused_until(
         f"`{out}` is complete; an earlier run was stopped before it deleted the "
         f"old checkpoint, `{replaced}`\n\nhint: {remove} deletes the old one",
         remove,
     )
-    reshard.save(open_on(one, "1x4"), out, overwrite=True)
+    reshard.save(open_on("1x4"), out, overwrite=True)
     assert os.listdir(tmp_path) == ["out"]
-    assert (meshes(out), values(out)) == (["data=1,model=4"], values(one.path))
+    assert (meshes(out), values(out)) == (["data=1,model=4"], values(source))
