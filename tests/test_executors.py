@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import os
 import pathlib
-import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 from click.testing import CliRunner
+from test_shares_written import stored
 from worker_tasks import Tiny
 
 import reshard
@@ -43,14 +43,6 @@ def free_port():
 
 
 @contextlib.contextmanager
-def scheduler(port):
-    """A scheduler's process, and its address."""
-    arguments = ["--host", "127.0.0.1", "--port", str(port), "--no-dashboard", "--no-show"]
-    with started("dask_scheduler", *arguments) as process:
-        yield process, f"tcp://127.0.0.1:{port}"
-
-
-@contextlib.contextmanager
 def started(what, *arguments, **environment):
     process = subprocess.Popen(
         [sys.executable, "-m", f"distributed.cli.{what}", *arguments],
@@ -70,10 +62,14 @@ def started(what, *arguments, **environment):
 
 @contextlib.contextmanager
 def cluster(count=2, port=None, limit="2GiB", **environment):
-    """A scheduler and so many workers, each a process that is started again if it is killed."""
-    more = ["--nthreads", "1", "--no-dashboard", "--memory-limit", limit, "--host", "127.0.0.1"]
+    """A scheduler and so many workers, each a process that is started again if it is killed: the
+    scheduler's process, and its address."""
+    port = port or free_port()
+    here = ["--host", "127.0.0.1", "--no-dashboard"]
+    more = ["--nthreads", "1", "--memory-limit", limit, *here]
     with contextlib.ExitStack() as stack:
-        process, address = stack.enter_context(scheduler(port or free_port()))
+        scheduler = started("dask_scheduler", "--port", str(port), "--no-show", *here)
+        process, address = stack.enter_context(scheduler), f"tcp://127.0.0.1:{port}"
         for _ in range(count):
             stack.enter_context(started("dask_worker", address, *more, **environment))
         yield process, address
@@ -104,15 +100,6 @@ def threads_of_dask():
 
 def invoke(*arguments):
     return CliRunner().invoke(reshard.cli.command, [*map(str, arguments)])
-
-
-def stored(path):
-    """Key -> value of an item's database."""
-    import tensorstore as ts
-
-    spec = {"driver": "ocdbt", "base": f"file://{path}/"}
-    store = ts.KvStore.open(spec).result()
-    return {key: store.read(key).result().value for key in store.list().result()}
 
 
 # A process pool.
@@ -260,19 +247,6 @@ def test_dask_workers_that_may_use_too_little_memory_are_warned_of(dask, source)
 
 
 @pytest.mark.exhaustive
-def test_a_dask_worker_that_is_killed_costs_its_tasks_again(dask, tmp_path):
-    from distributed import Client
-
-    log = tmp_path / "log"
-    tasks = [Tiny(0, log), Tiny(1, log, "killed once"), Tiny(2, log, "slow"), Tiny(3, log)]
-    with Client(dask, timeout="30s", set_as_default=False) as client:
-        executor = client.get_executor(retries=2, pure=False)
-        results = run_tasks(tasks, lambda nbytes: None, executor=executor)
-        assert [number for number, _, _ in results] == [0, 1, 2, 3]
-        client.wait_for_workers(2, timeout=60)
-
-
-@pytest.mark.exhaustive
 def test_a_task_that_kills_dask_workers_is_told_of(dask, tmp_path):
     from distributed import Client
 
@@ -286,28 +260,6 @@ def test_a_task_that_kills_dask_workers_is_told_of(dask, tmp_path):
         assert lines[1].startswith("  KilledWorker: ")
         assert lines[-1] == "  task 0"
         client.wait_for_workers(2, timeout=60)
-
-
-@pytest.mark.exhaustive
-def test_a_dask_scheduler_that_goes_is_told_of(tmp_path):
-    from distributed import Client
-
-    log = tmp_path / "log"
-    with (
-        cluster(1) as (process, address),
-        Client(address, timeout="30s", set_as_default=False) as client,
-    ):
-        client.wait_for_workers(1, timeout=60)
-        executor = client.get_executor(retries=2, pure=False)
-
-        def killed(nbytes):
-            process.send_signal(signal.SIGKILL)
-
-        with pytest.raises(reshard.ReshardError) as caught:
-            run_tasks([Tiny(0, log), Tiny(1, log, "hangs")], killed, executor=executor)
-        lines = str(caught.value).splitlines()
-        assert lines[0] == "the executor has lost its workers, and 1 of 2 tasks are not done"
-        assert lines[-1] == "  task 1"
 
 
 def test_no_scheduler_is_there(source):
