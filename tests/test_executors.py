@@ -151,27 +151,32 @@ class Elsewhere(concurrent.futures.Executor):
         return future
 
 
-def test_workers_of_another_release_are_refused(tmp_path):
-    with pytest.raises(reshard.ArgumentError) as caught:
-        check_tasks([Tiny(0, tmp_path / "log")], Elsewhere(release="0.0"))
-    here = executors._release(())
-    assert str(caught.value).splitlines() == [
-        "the executor's workers have another release of reshard",
-        f"  there it is 0.0, here it is {here}",
-    ]
-    assert not (tmp_path / "log").exists()
-
-
-def test_workers_that_lack_a_module_are_refused(tmp_path):
-    error = ModuleNotFoundError("No module named 'mine'")
-    with pytest.raises(reshard.ArgumentError) as caught:
-        check_tasks([Tiny(0, tmp_path / "log")], Elsewhere(error=error))
-    assert str(caught.value).splitlines() == [
-        "the executor's workers cannot import what they are to run",
-        "  No module named 'mine'",
-        "",
+MISSING = ModuleNotFoundError("No module named 'mine'")
+REFUSED = [
+    (
+        Elsewhere(release="0.0"),
+        "the executor's workers have another release of reshard\n"
+        f"  there it is 0.0, here it is {executors._release(())}",
+    ),
+    (
+        Elsewhere(error=MISSING),
+        "the executor's workers cannot import what they are to run\n  No module named 'mine'\n\n"
         "hint: install there what is installed here, with the modules of your functions",
-    ]
+    ),
+    (
+        Elsewhere(error=concurrent.futures.BrokenExecutor("all are gone")),
+        "the executor has lost its workers\n  BrokenExecutor: all are gone",
+    ),
+]
+
+
+@pytest.mark.parametrize(("executor", "text"), REFUSED, ids=["release", "module", "broken"])
+def test_what_an_executor_cannot_do_is_told_before_anything_runs(tmp_path, executor, text):
+    with pytest.raises(reshard.ReshardError) as caught:
+        check_tasks([Tiny(0, tmp_path / "log")], executor)
+    assert isinstance(caught.value, reshard.ArgumentError) == ("lost" not in text)
+    assert str(caught.value) == text
+    assert not (tmp_path / "log").exists()
 
 
 def test_tasks_that_run_are_told_to_stop_and_waited_for(tmp_path):
@@ -193,16 +198,6 @@ def test_tasks_that_run_are_told_to_stop_and_waited_for(tmp_path):
     assert sorted(log.read_text().split()) == ["0", "1", "2"]
 
 
-def test_an_executor_that_is_broken_before_anything_runs():
-    broken = concurrent.futures.BrokenExecutor("all are gone")
-    with pytest.raises(reshard.ReshardError) as caught:
-        check_tasks([], Elsewhere(error=broken))
-    assert str(caught.value).splitlines() == [
-        "the executor has lost its workers",
-        "  BrokenExecutor: all are gone",
-    ]
-
-
 def test_what_an_executor_cannot_import_is_told_before_anything_is_written(source, tmp_path):
     """Not even that a job has begun."""
     written = []
@@ -212,7 +207,7 @@ def test_what_an_executor_cannot_import_is_told_before_anything_is_written(sourc
             written.append(os.listdir(tmp_path))
             return super().submit(function, *arguments)
 
-    executor = Watching(error=ModuleNotFoundError("No module named 'mine'"))
+    executor = Watching(error=MISSING)
     with pytest.raises(reshard.ArgumentError, match=r"^the executor's workers cannot import"):
         reshard.save(reshard.open(source), tmp_path / "out", chunks=3000, executor=executor)
     assert written == [[]]

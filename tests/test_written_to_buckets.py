@@ -414,18 +414,20 @@ def take_lock(url):
     location.beside(f".reshard-{location.name}.lock").write(json.dumps(other).encode())
 
 
-def test_who_has_lost_the_lock_commits_nothing_and_deletes_nothing(small, stores):
+@pytest.mark.parametrize("at", ["state/_METADATA", f"state/{MARKER}"])
+def test_who_has_lost_the_lock_commits_nothing_and_deletes_nothing(at, run, stores):
+    """Nor does it write more markers."""
     url = f"{stores.bucket('conditional')}/out"
-    stores.faults += [Fault("write .*/_METADATA", lambda key: take_lock(url))]
+    stores.faults += [Fault(f"write .*/7/{at}", lambda key: take_lock(url))]
     text = f"the lock on `{url}` is no longer this job's"
     with pytest.raises(reshard.DestinationError, match=text) as caught:
-        reshard.save(on("1x8", small), url)
+        reshard.save(on("1x8", run), url)
     assert caught.value.__notes__ == [
         f"`{url}` is left, uncommitted ({text}): overwrite=True clears it and begins anew"
     ]
     keys = stores.keys(url)
-    assert "out/reshard_progress.json" in keys
-    assert f"out/{MARKER}" not in keys
+    assert {"out/reshard_progress.json", f"out/7/{at}"} <= {*keys}
+    assert (f"out/7/state/{MARKER}" in keys, f"out/7/{MARKER}" in keys) == (MARKER in at, False)
     with pytest.raises(reshard.UncommittedCheckpointError):
         reshard.open(url)
 
@@ -452,17 +454,6 @@ def test_deletions_end_when_the_lock_is_lost(small, stores, monkeypatch):
     assert "is no longer this job's" in caught.value.__notes__[0]
     assert len(stores.answered("delete", "/out/")) < deleted
     assert "out/reshard_progress.json" in stores.keys(url)
-
-
-def test_markers_end_when_the_lock_is_lost(run, stores):
-    url = f"{stores.bucket('conditional')}/out"
-    stores.faults += [Fault(f"write .*/7/state/{MARKER}", lambda key: take_lock(url))]
-    with pytest.raises(reshard.DestinationError, match="no longer this job's"):
-        reshard.save(on("1x8", run), url)
-    keys = stores.keys(url)
-    assert f"out/7/state/{MARKER}" in keys
-    assert f"out/7/{MARKER}" not in keys
-    assert "out/reshard_progress.json" in keys
 
 
 def test_a_job_that_was_stopped_does_not_remove_the_next_ones_progress(small, stores):
