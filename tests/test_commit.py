@@ -80,13 +80,19 @@ def refused(error, text, ckpt, out, **kwargs):
 
 
 def test_an_existing_destination(source, tmp_path):
+    """It is refused, and overwritten."""
     out = tmp_path / "out"
     reshard.save(open_on(source), out)
+    (out / "left over").write_text("")
     before = hashes(out)
     text = f"`{out}` exists\n\nhint: overwrite=True replaces it once the new one is complete"
     refused(reshard.DestinationExistsError, text, open_on(source, "1x4"), out)
     assert reshard.plan(open_on(source, "2x4"), out).problems == (f"`{out}` exists",)
     assert hashes(out) == before
+    reshard.save(open_on(source, "1x4"), out, overwrite=True)
+    assert meshes(out, **source.open) == ["data=1,model=4"]
+    assert values(out, **source.open) == values(source.path, **source.open)
+    assert not (out / "left over").exists()
     assert os.listdir(tmp_path) == ["out"]
 
 
@@ -104,18 +110,6 @@ def test_an_existing_directory_and_file(one, tmp_path):
             reshard.save(open_on(one), out)
         assert str(caught.value).startswith(f"`{out}` cannot be written: ")
     assert file.read_text() == "kept"
-
-
-def test_overwrite(source, tmp_path):
-    out = tmp_path / "out"
-    reshard.save(open_on(source), out)
-    (out / "left over").write_text("")
-    expected = values(source.path, **source.open)
-    reshard.save(open_on(source, "1x4"), out, overwrite=True)
-    assert meshes(out, **source.open) == ["data=1,model=4"]
-    assert values(out, **source.open) == expected
-    assert not (out / "left over").exists()
-    assert os.listdir(tmp_path) == ["out"]
 
 
 def make_project(path, source):
@@ -210,10 +204,6 @@ def test_too_little_room(source, tmp_path, monkeypatch):
 # While it runs.
 
 
-class StopError(Exception):
-    """What the tests throw into a running job."""
-
-
 def test_another_job(one, tmp_path):
     out, told = tmp_path / "out", []
 
@@ -241,7 +231,7 @@ def test_a_destination_made_meanwhile(one, tmp_path):
     assert hashes(tmp_path).keys() == {"out", "out/theirs"}
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, StopError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_an_interrupt_leaves_nothing(source, tmp_path, error, overwrite):
     out = tmp_path / "out"

@@ -799,20 +799,15 @@ def test_it_is_told_that_a_job_went_on(sources, expected, tmp_path):
     planned = save(source, out, resume=True)
     rewritten = sum(a.decoded_bytes for a in planned.arrays if not a.moved)
     (note,) = planned.notes
-    told = re.fullmatch(
-        r"resumed what an earlier run had written: (.*) of (.*) are rewritten", note
-    )
+    written = "resumed what an earlier run had written"
+    told = re.fullmatch(rf"{written}: (.*) of (.*) are rewritten", note)
     assert told[2] == format_bytes(rewritten)
     assert told[1] == "0 B" or parse_bytes(told[1]) < rewritten
-
-
-def test_it_is_told_that_a_job_went_on_which_rewrites_nothing(sources, tmp_path):
-    source, out = sources("ckpt zarr2-files"), tmp_path / "out"
-    ckpt = reshard.open(source)
+    # Also of one that rewrites nothing.
+    ckpt, out = reshard.open(sources("ckpt zarr2-files")), tmp_path / "copied"
     with pytest.raises(StopError):
         reshard.save(ckpt, out, resume=True, progress=stop_at(0.6))
-    notes = reshard.save(ckpt, out, resume=True).notes
-    assert notes == ("resumed what an earlier run had written",)
+    assert reshard.save(ckpt, out, resume=True).notes == (written,)
 
 
 GARBAGE = [
@@ -976,8 +971,8 @@ def test_what_an_earlier_version_has_left(sources, expected, tmp_path, kind, res
 
 
 def test_another_job_holds_it(sources, expected, tmp_path):
-    kind, out = "ckpt zarr2", tmp_path / "out"
     """One of an earlier version, which locks the directory itself."""
+    kind, out = "ckpt zarr2", tmp_path / "out"
     temporary = stopped(sources(kind), out).rename(tmp_path / f"out{EARLIER}")
     descriptor = os.open(temporary, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
