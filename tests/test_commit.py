@@ -670,10 +670,8 @@ def test_two_processes_that_write_one_destination(one, tmp_path, option, dies):
     if dies:
         subprocess.run(command, check=True)
     assert os.listdir(tmp_path) == ["out"]
-    assert (meshes(out), values(out)) == (
-        ["data=1,model=4"] if dies else ["data=1,model=8"],
-        values(one.path),
-    )
+    assert meshes(out) == ["data=1,model=4" if dies else "data=1,model=8"]
+    assert values(out) == values(one.path)
 
 
 def test_killed_while_the_old_one_is_replaced(jobs, tmp_path):

@@ -122,13 +122,8 @@ def test_nothing_is_prepared_twice(saved, tmp_path, monkeypatch, links):
     assert planned.shared_bytes > 0
     calls.clear()
     done = reshard.save(ckpt, tmp_path / "out")
-    assert calls == [
-        *["plan_array"] * len(ckpt.arrays),
-        "files_to_link",
-        "source_record",
-        "read_again",
-        "siblings",
-    ]
+    each = ["plan_array"] * len(ckpt.arrays)
+    assert calls == [*each, "files_to_link", "source_record", "read_again", "siblings"]
     assert (done.shared_bytes > 0) == links
     linked = [array.layout.stored_bytes for array in planned.arrays if array.linked]
     linked += [sibling.nbytes for sibling in planned.siblings if sibling.linked]

@@ -182,18 +182,16 @@ def test_what_an_executor_cannot_do_is_told_before_anything_runs(tmp_path, execu
 def test_tasks_that_run_are_told_to_stop_and_waited_for(tmp_path):
     """Those that are done before are not in the error; the marker ends those that run."""
     log = tmp_path / "log"
-    tasks = [Tiny(0, log, "corrupt"), Tiny(1, log, "slow"), Tiny(2, log)]
-    told = []
+    tasks, told = [Tiny(0, log, "corrupt"), Tiny(1, log, "slow"), Tiny(2, log)], []
+
+    def stop():
+        told.append(sorted(log.read_text().split()))
+
     with (
         concurrent.futures.ThreadPoolExecutor(2) as pool,
         pytest.raises(reshard.CorruptCheckpointError, match=r"^two are wrong"),
     ):
-        run_tasks(
-            tasks,
-            lambda nbytes: None,
-            executor=pool,
-            stop=lambda: told.append(sorted(log.read_text().split())),
-        )
+        run_tasks(tasks, lambda nbytes: None, executor=pool, stop=stop)
     assert len(told) == 1
     assert sorted(log.read_text().split()) == ["0", "1", "2"]
 

@@ -29,10 +29,8 @@ STORES = {
     "zarr3-files": {"format": "zarr3", "ocdbt": False},
 }
 WORDS = {
-    "standalone": "OCDBT, zarr2",
-    "zarr2-files": "plain files, zarr2",
-    "zarr3-ocdbt": "OCDBT, zarr3",
-    "zarr3-files": "plain files, zarr3",
+    layout: f"{'OCDBT' if store['ocdbt'] else 'plain files'}, {store['format']}"
+    for layout, store in STORES.items()
 }
 # By default each layout is a source and a target, and those of zarr2 are both to one another.
 PAIRS = few(
@@ -363,6 +361,8 @@ LITTLE, BIG = (
     {"name": "bytes", "configuration": {"endian": endian}} for endian in ("little", "big")
 )
 TURNED = {"name": "transpose", "configuration": {"order": [1, 0]}}
+GZIP = {"name": "gzip", "configuration": {"level": 1}}
+DOTS = {"name": "v2", "configuration": {"separator": "."}}
 # Name -> zarr document, chunks that are absent, whether its chunks are the same in the other zarr.
 OTHERS = {
     "zarr2-files": {
@@ -382,15 +382,7 @@ OTHERS = {
         "nan": (zarr3("float32", LITTLE, fill_value="NaN"), ("c/0/0",), True),
         "empty": (zarr3("bfloat16", LITTLE), ("c/0/0", "c/1/0"), True),
         "big": (zarr3("bfloat16", BIG), (), False),
-        "dots": (
-            zarr3(
-                "int16",
-                LITTLE,
-                chunk_key_encoding={"name": "v2", "configuration": {"separator": "."}},
-            ),
-            (),
-            True,
-        ),
+        "dots": (zarr3("int16", LITTLE, chunk_key_encoding=DOTS), (), True),
         "summed": (zarr3("float32", LITTLE, {"name": "crc32c"}), (), False),
         "named": (zarr3("float32", LITTLE, dimension_names=["a", "b"]), (), True),
     },
@@ -431,34 +423,24 @@ def test_what_other_writers_store(tmp_path, layout, ocdbt):
 
 
 @pytest.mark.parametrize(
-    ("layout", "document", "text"),
+    ("document", "text"),
     [
-        (
-            "zarr3-files",
-            zarr3("float32", LITTLE, fill_value="0x7fc00001"),
-            'w: zarr2 has no fill value "0x7fc00001"',
-        ),
-        (
-            "zarr2-files",
-            zarr2("<f4", compressor={"id": "bz2", "level": 1}),
-            "w: zarr3 does not compress with bz2",
-        ),
-        (
-            "zarr3-files",
-            zarr3("float32", LITTLE, {"name": "gzip", "configuration": {"level": 1}}),
-            "w: zarr2 does not compress with gzip and zstd",
-        ),
+        (zarr3("float32", LITTLE, fill_value="0x7fc00001"), 'has no fill value "0x7fc00001"'),
+        (zarr2("<f4", compressor={"id": "bz2", "level": 1}), "does not compress with bz2"),
+        (zarr3("float32", LITTLE, GZIP), "does not compress with gzip and zstd"),
     ],
 )
-def test_what_the_other_zarr_has_not(tmp_path, layout, document, text):
+def test_what_the_other_zarr_has_not(tmp_path, document, text):
     path, out = tmp_path / "saved", tmp_path / "out"
     values = layouts.random_array(np.random.default_rng(0), (8, 6))
-    layouts.save_pytree(path, {"w": jnp.asarray(values)}, use_ocdbt=False, use_zarr3="3" in layout)
+    is_new = document["zarr_format"] == 3
+    layouts.save_pytree(path, {"w": jnp.asarray(values)}, use_ocdbt=False, use_zarr3=is_new)
     stored_so(path, "w", document, values)
-    new = "zarr2" if layout == "zarr3-files" else "zarr3"
+    new = "zarr2" if is_new else "zarr3"
     with pytest.raises(reshard.ArgumentError) as caught:
         reshard.save(reshard.open(path), out, format=new)
-    assert f"arrays that cannot be stored as plain files, {new}\n  {text}" in str(caught.value)
+    told = f"arrays that cannot be stored as plain files, {new}\n  w: {new} {text}"
+    assert told in str(caught.value)
     assert not out.exists()
     if "fill" not in text:
         reshard.save(reshard.open(path), out, format=new, codec="zstd")

@@ -276,11 +276,8 @@ def test_uneven_source_chunks_and_prime_sizes():
     assert list(plan.boxes()) == rows
     # A small array is one box, where that fits.
     plan = plan_array(array, "shard", 1 << 20)
-    assert (plan.chunk, plan.passes, [*plan.boxes()]) == (
-        (1, 11),
-        1.0,
-        [(slice(0, 7), slice(0, 22))],
-    )
+    assert (plan.chunk, plan.passes) == ((1, 11), 1.0)
+    assert list(plan.boxes()) == [(slice(0, 7), slice(0, 22))]
     # 15 chunks of 15 elements, 8 bytes each, and a buffer of 154 elements, 4 bytes each.
     whole = 15 * 15 * 8 + 154 * 4 + READ_OVERHEAD
     assert array.one_pass((7, 22)) == whole
@@ -396,19 +393,8 @@ def plan_of_three():
     rewritten = plan_array(
         layout((64, 64), (32, 64), (64, 8), stored_bytes=8192, encoded_ratio=0.5), "shard", 1 << 20
     )
-    moved = plan_array(
-        layout(
-            (8, 8),
-            (2, 4),
-            (4, 4),
-            path=("b",),
-            stored_bytes=100,
-            largest_stored=30,
-            same_bytes=True,
-        ),
-        "shard",
-        1 << 20,
-    )
+    fields = {"stored_bytes": 100, "largest_stored": 30, "same_bytes": True}
+    moved = plan_array(layout((8, 8), (2, 4), (4, 4), path=("b",), **fields), "shard", 1 << 20)
     several = plan_array(
         layout((1024, 1024), (1024, 1024), (1024, 512), path=("c", "d/e")),
         "shard",
@@ -497,11 +483,8 @@ def test_arrays_of_many_axes_are_split_along_the_first():
     """Every combination of the divisors of twenty axes could not be tried."""
     array = layout((4,) * 20, (4,) * 20, (4,) * 20)
     small = plan_array(array, max_memory=1 << 50, chunks=1 << 32)
-    assert (small.split, sorted(small.chunk[:10]), small.chunk[10:]) == (
-        1024,
-        [1] * 5 + [4] * 5,
-        (4,) * 10,
-    )
+    assert (small.split, small.chunk[10:]) == (1024, (4,) * 10)
+    assert sorted(small.chunk[:10]) == [1] * 5 + [4] * 5
 
 
 @settings(deadline=None)

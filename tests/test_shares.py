@@ -113,25 +113,12 @@ def test_balance_from_a_hundred_boxes_a_share_up(count, boxes):
 
 
 def test_arrays_that_are_read_together_are_cut_at_the_same_box():
-    arrays = [
-        ArrayPlan(
-            layout((8, 4), (2, 4), (2, 4), path=(n,), co_read=3),
-            (2, 4),
-            (2, 4),
-            False,
-            1.0,
-            1,
-            (1, 1),
-        )
-        for n in "abc"
-    ]
+    layouts = [layout((8, 4), (2, 4), (2, 4), path=(n,), co_read=3) for n in "abc"]
+    arrays = [ArrayPlan(one, (2, 4), (2, 4), False, 1.0, 1, (1, 1)) for one in layouts]
     (group,) = co_read(arrays)
     division = Division([Boxes(group)])
-    assert [division.share(number, 3) for number in range(3)] == [
-        [(0, 0, 2)],
-        [(0, 2, 3)],
-        [(0, 3, 4)],
-    ]
+    found = [division.share(number, 3) for number in range(3)]
+    assert found == [[(0, 0, 2)], [(0, 2, 3)], [(0, 3, 4)]]
 
 
 @pytest.mark.parametrize("kind", ["ckpt zarr2", "ckpt manager", "convert zarr3-files"])

@@ -330,15 +330,10 @@ def refused(error, text, call, *args, **kwargs):
 def test_missing_shares_are_listed_as_a_range(jobs, tmp_path):
     (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
     write(source, out, [1, 2, 4], 10)
-    refused(
-        reshard.DestinationError,
-        f"7 of 10 shares of `{out}` are not complete\n"
-        "  missing: 0,3,5-9\n"
-        "  share 0 writes what is in no share, and has not done so\n\n"
-        'hint: write what is missing: share=(i, n) with i in "0,3,5-9"',
-        reshard.commit,
-        out,
-    )
+    several = f"7 of 10 shares of `{out}` are not complete\n  missing: 0,3,5-9\n"
+    several += "  share 0 writes what is in no share, and has not done so\n\n"
+    several += 'hint: write what is missing: share=(i, n) with i in "0,3,5-9"'
+    refused(reshard.DestinationError, several, reshard.commit, out)
     write(source, out, [0, 3, 5, 6, 7, 8], 10)
     one = f"1 of 10 shares of `{out}` is not complete\n  missing: 9\n\n"
     one += 'hint: write what is missing: share=(i, n) with i in "9"'
@@ -392,13 +387,9 @@ def test_a_source_that_changes(tmp_path, before_share):
         with pytest.raises(reshard.DestinationError, match=f"has changed since: `{source}`"):
             write(source, out, [1], 2)
     else:
-        refused(
-            reshard.CorruptCheckpointError,
-            f"the source changed while it was read\n  `{source}`\n\n"
-            f"hint: rm -r '{outer(out)}' begins anew",
-            reshard.commit,
-            out,
-        )
+        text = f"the source changed while it was read\n  `{source}`\n\n"
+        text += f"hint: rm -r '{outer(out)}' begins anew"
+        refused(reshard.CorruptCheckpointError, text, reshard.commit, out)
     assert not out.exists()
 
 
@@ -409,46 +400,24 @@ def test_values_that_are_not_those_on_record(tmp_path):
     record["arrays"]["params.w0"]["digest"] = "0" * 32
     (source / RECORD).write_text(json.dumps(record))
     write(source, out, range(2), 2)
-    refused(
-        reshard.CorruptCheckpointError,
-        f"values were read from `{source}` that are not those its digests were recorded of\n"
-        "  params/w0  float32[512,512]\n\n"
-        f'hint: reshard.verify("{source}")',
-        reshard.commit,
-        out,
-    )
+    text = f"values were read from `{source}` that are not those its digests were recorded of\n"
+    text += f'  params/w0  float32[512,512]\n\nhint: reshard.verify("{source}")'
+    refused(reshard.CorruptCheckpointError, text, reshard.commit, out)
 
 
 def test_other_jobs_and_commits_where_shares_are_or_are_not(jobs, tmp_path):
     (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
-    refused(
-        reshard.CheckpointNotFoundError,
-        f"there are no shares of `{out}`\n\nhint: share=(..., ...) writes one of them",
-        reshard.commit,
-        out,
-    )
+    text = f"there are no shares of `{out}`\n\nhint: share=(..., ...) writes one of them"
+    refused(reshard.CheckpointNotFoundError, text, reshard.commit, out)
     write(source, out, [1], 2)
-    refused(
-        reshard.DestinationError,
-        f"shares of a job for `{out}` are in `{outer(out)}`\n\n"
-        f'hint: reshard.commit("{out}") completes them\n'
-        "hint: the same call with workers=... and resume=True writes those that are missing, and "
-        "completes them\n"
-        f"hint: rm -r '{outer(out)}' begins anew",
-        save,
-        source,
-        out,
-    )
-    refused(
-        reshard.ArgumentError,
-        "a share is written whole or again, by one process\n\n"
-        "hint: share=(i, n) without resume, workers and executor",
-        save,
-        source,
-        out,
-        share=(0, 2),
-        resume=True,
-    )
+    text = f"shares of a job for `{out}` are in `{outer(out)}`\n\n"
+    text += f'hint: reshard.commit("{out}") completes them\n'
+    text += "hint: the same call with workers=... and resume=True writes those that are missing, "
+    text += f"and completes them\nhint: rm -r '{outer(out)}' begins anew"
+    refused(reshard.DestinationError, text, save, source, out)
+    text = "a share is written whole or again, by one process\n\n"
+    text += "hint: share=(i, n) without resume, workers and executor"
+    refused(reshard.ArgumentError, text, save, source, out, share=(0, 2), resume=True)
     shutil.rmtree(outer(out))
     write(source, out, range(2), 2)
     reshard.commit(out)
@@ -570,15 +539,9 @@ def test_nothing_is_written_to_what_is_merged(jobs, tmp_path, monkeypatch):
         reshard.commit(out)
     before = hashes(outer(out))
     for number in range(2):
-        refused(
-            reshard.DestinationError,
-            f"the shares of `{out}` are merged already\n\n"
-            f'hint: reshard.commit("{out}") completes it',
-            save,
-            source,
-            out,
-            share=(number, 2),
-        )
+        text = f"the shares of `{out}` are merged already\n\n"
+        text += f'hint: reshard.commit("{out}") completes it'
+        refused(reshard.DestinationError, text, save, source, out, share=(number, 2))
         assert hashes(outer(out)) == before
     save(source, out, workers=2, resume=True)
     assert_same(out, whole)
