@@ -159,17 +159,10 @@ def test_source_and_destination_inside_one_another(saved, tmp_path):
     whole = saved("items")
     before = hashes(whole.path)
     (tmp_path / "alias").symlink_to(whole.path)
-    step, alias = whole.path / "3", tmp_path / "alias"
-    cases = [
-        (whole.path, whole.path),
-        (whole.path, whole.path / "4"),
-        (whole.path, step),
-        (whole.path, alias / "new"),
-        (whole.path, whole.path / "3" / ".." / "4"),
-        (step, whole.path),
-        (step, step / "state" / "new"),
-        (whole.path, whole.path.parent),
-    ]
+    step = whole.path / "3"
+    inside = [whole.path, whole.path / "4", step, tmp_path / "alias" / "new", step / ".." / "4"]
+    cases = [(whole.path, out) for out in (*inside, whole.path.parent)]
+    cases += [(step, whole.path), (step, step / "state" / "new")]
     for path, out in cases:
         out = pathlib.Path(os.path.abspath(out))
         text = (

@@ -395,11 +395,8 @@ def plan_of_three():
     )
     fields = {"stored_bytes": 100, "largest_stored": 30, "same_bytes": True}
     moved = plan_array(layout((8, 8), (2, 4), (4, 4), path=("b",), **fields), "shard", 1 << 20)
-    several = plan_array(
-        layout((1024, 1024), (1024, 1024), (1024, 512), path=("c", "d/e")),
-        "shard",
-        10 * MIB + READ_OVERHEAD,
-    )
+    large = layout((1024, 1024), (1024, 1024), (1024, 512), path=("c", "d/e"))
+    several = plan_array(large, "shard", 10 * MIB + READ_OVERHEAD)
     entry = Entry("metrics", True, False, 10, 0, (0, 0), 1, 512)
     return plan_of(
         rewritten,

@@ -251,14 +251,9 @@ def test_a_step_s_other_items(resharded):
         assert hashes(out / "3" / name) == hashes(source.path / "3" / name)
     for path in (source.path, out):
         with ocp.CheckpointManager(path) as manager:
-            restored = manager.restore(
-                3,
-                args=ocp.args.Composite(
-                    config=ocp.args.JsonRestore(),
-                    key=ocp.args.JaxRandomKeyRestore(),
-                    array=ocp.args.ArrayRestore(),
-                ),
-            )
+            args = {"config": ocp.args.JsonRestore(), "key": ocp.args.JaxRandomKeyRestore()}
+            args = ocp.args.Composite(**args, array=ocp.args.ArrayRestore())
+            restored = manager.restore(3, args=args)
         assert restored["config"] == {"width": 3}
         assert bits(restored["key"]) == bits(jax.random.key(1))
         assert bits(restored["array"]) == bits(jnp.arange(6))
