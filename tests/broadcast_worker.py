@@ -7,6 +7,7 @@ with `ANSWER`, has what it returned, or the error that it raised.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -125,15 +126,21 @@ def transformed(path: str, memory: str | None, kind: str) -> list[str]:
 
 
 def fetched(url: str, environment: dict[str, str], specs: dict[str, Any], replicas: str) -> list:
-    """What differs from values that are known, of a checkpoint in a bucket."""
-    import numpy as np
-
+    """Digests of what this process holds of the arrays of a checkpoint in a bucket."""
     import reshard
 
     os.environ.update(environment)
-    on = the_mesh()
     ckpt = reshard.open(url)
-    target = {
+    got = reshard.restore(ckpt, laid_out(ckpt, specs), replicas=replicas)
+    return [hashed(leaf) for leaf in jax.tree.leaves(got)]
+
+
+def laid_out(ckpt: Any, specs: dict[str, Any]) -> dict[str, Any]:
+    """A target for arrays of these specs, or on the host."""
+    import numpy as np
+
+    on = the_mesh()
+    return {
         name: jax.ShapeDtypeStruct(
             ckpt[name,].shape,
             ckpt[name,].dtype,
@@ -143,8 +150,41 @@ def fetched(url: str, environment: dict[str, str], specs: dict[str, Any], replic
         else np.zeros(ckpt[name,].shape, ckpt[name,].dtype)
         for name, spec in specs.items()
     }
-    got = reshard.restore(ckpt, target, replicas=replicas)
-    return [hashed(leaf) for leaf in jax.tree.leaves(got)]
+
+
+def alone(path: str, specs: dict[str, Any], memory: str | None) -> dict[str, Any]:
+    """Each array restored on its own, without a broadcast: what this process holds of it, the sum
+    of all its elements, and bytes that were read and that its shards need; and what it holds of
+    those that are restored on a bare mesh."""
+    from layouts import bytes_read
+
+    import reshard
+
+    ckpt, found = reshard.open(path), {}
+    for name, target in laid_out(ckpt, specs).items():
+        before = bytes_read()
+        state = reshard.restore(ckpt, {name: target}, unexpected="ignore", max_memory=memory)
+        read = bytes_read() - before
+        needed = needed_bytes(ckpt[name,], target.sharding)
+        total = jax.jit(lambda x: (x % 1000).astype("int32").sum())(state[name])
+        found[name] = [hashed(state[name]), int(total), read, needed]
+        assert state[name].sharding == target.sharding
+    bare = reshard.restore(ckpt, the_mesh(), max_memory=memory)
+    return {"each": found, "bare": {name: hashed(bare[name]) for name in specs}}
+
+
+def needed_bytes(handle: Any, sharding: Any) -> int:
+    """Stored bytes of the chunks that the shards of this process touch."""
+    values = handle.data.store.values[handle.data.name]
+    touched = set()
+    for index in sharding.addressable_devices_indices_map(handle.shape).values():
+        parts = [part.indices(size) for part, size in zip(index, handle.shape, strict=True)]
+        ranges = [
+            range(start // chunk, (stop - 1) // chunk + 1)
+            for (start, stop, _), chunk in zip(parts, handle.chunk_shape, strict=True)
+        ]
+        touched |= set(itertools.product(*ranges))
+    return sum(values[".".join(map(str, chunk))].size for chunk in touched)
 
 
 def hashed(leaf: Any) -> dict[str, str]:
@@ -229,9 +269,13 @@ def updated(paths: list[str]) -> list[Any]:
         untouched = module.embed[...] is zeros
     else:
         untouched = False
-    same = reshard.restore(ckpt(paths[0]), module, replicas="broadcast") is module
     expected = reshard.restore(ckpt(paths[0]), {"embed": zeros})
-    return [untouched, same, differences({"embed": module.embed[...]}, expected)]
+    found = [untouched]
+    for replicas in ("broadcast", "read"):
+        same = reshard.restore(ckpt(paths[0]), module, replicas=replicas) is module
+        found += [same, differences({"embed": module.embed[...]}, expected)]
+        module.embed[...] = zeros
+    return found
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sampling import few
-from test_restorer_processes import FLAGS, HERE, TIMEOUT, free_port
+from test_restorer_processes import FLAGS, HERE, TIMEOUT
 
 import reshard
 from reshard import errors
@@ -233,7 +234,9 @@ class Processes:
     """Processes that do what they are told, all of them the same at once."""
 
     def __init__(self, count):
-        address = f"127.0.0.1:{free_port()}"
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{listener.getsockname()[1]}"
         worker = [sys.executable, HERE / "broadcast_worker.py", address, str(count)]
         paths = [str(HERE.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
         own = {"PYTHONPATH": os.pathsep.join(paths), "XLA_FLAGS": FLAGS.partition(" ")[2]}
@@ -422,7 +425,47 @@ def test_a_process_that_does_not_come_is_named(processes, copies):
 def test_a_module_is_updated_when_all_have_read(processes, copies):
     paths = [copies / "whole"] * len(processes)
     paths[len(processes) // 2] = copies / "damaged"  # who reads the only box
-    assert processes.values("updated", paths) == [[True, True, []]] * len(processes)
+    found = processes.values("updated", paths)
+    assert found == [[True, True, [], True, []]] * len(processes)
+
+
+def assert_held(boxes_held, value):
+    """What a process holds of an array, as `broadcast_worker.hashed` says it."""
+    for box, digest in boxes_held.items():
+        part = value if box == "host" else value[tuple(slice(*ends) for ends in json.loads(box))]
+        assert digest == hashlib.sha256(part.tobytes()).hexdigest()
+
+
+# Without a broadcast.
+
+ALONE = {
+    "both": ("data", "model"),
+    "swapped": ("model", "data"),
+    "row": (("data", "model"),),
+    "column": (None, ("data", "model")),
+    "whole": (),
+    "interleaved": (("model", "data"),),  # every other shard belongs to the same process
+}
+
+
+@MEMORY
+def test_each_process_reads_what_its_own_shards_need(processes, tmp_path, memory):
+    """The chunks that they touch, each of them once; bit for bit, as part of one global array on
+    which a jitted function computes."""
+    on, rng = layouts.mesh((2, 4)), np.random.default_rng(0)
+    saved = {"whole": P(), "row": P("data"), "interleaved": P(("data", "model"))}
+    values = {name: rng.integers(0, 1 << 32, (256, 512), dtype=np.uint32) for name in ALONE}
+    tree = {
+        name: jax.device_put(value, NamedSharding(on, saved.get(name, P("data", "model"))))
+        for name, value in values.items()
+    }
+    layouts.save_pytree(tmp_path / "saved", tree, use_ocdbt=False)
+    for found in processes.values("alone", tmp_path / "saved", ALONE, memory):
+        for name, value in values.items():
+            held, total, read, needed = found["each"][name]
+            assert_held(held, value)
+            assert (total, read) == (int((value % 1000).astype("int32").sum()), needed)
+            assert_held(found["bare"][name], value)
 
 
 # What is fetched from a bucket.
@@ -462,11 +505,7 @@ def test_each_stored_byte_is_fetched_once(processes, stores, in_a_bucket, replic
     fetched = sum(request.received for request in stores.answered("read"))
     for held in found:
         for name, boxes_held in zip(sorted(SPECS), held, strict=True):
-            for box, digest in boxes_held.items():
-                value = values[name]
-                if box != "host":
-                    value = value[tuple(slice(*ends) for ends in json.loads(box))]
-                assert digest == hashlib.sha256(value.tobytes()).hexdigest()
+            assert_held(boxes_held, values[name])
     total = sum(stored.values())
     if replicas == "broadcast":
         assert total <= fetched <= 1.02 * total

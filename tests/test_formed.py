@@ -1,6 +1,7 @@
 """Arrays formed of stored ones: on real checkpoints, against numpy, as Orbax itself reads them."""
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from layouts import bits
-from sampling import examples
+from sampling import examples, few
 from test_loader import never_merged
 from watched import Watched
 
@@ -101,23 +102,26 @@ def values_of(tree):
     return {path: bits(np.asarray(leaf))[1:] for path, leaf in tree.items()}
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    """A checkpoint of `ARRAYS` in a format, saved when it is first asked for, and its values."""
-    made = {}
+def saved_once(folders, arrays):
+    """Checkpoints of these arrays by their format, saved when they are first asked for, and their
+    values."""
 
+    @functools.cache
     def get(name):
-        if name not in made:
-            values = {
-                key: random(shape, dtype, seed)
-                for seed, (key, (shape, _, dtype)) in enumerate(ARRAYS.items())
-            }
-            tree = {key: put(values[key], spec) for key, (_, spec, _) in ARRAYS.items()}
-            path = tmp_path_factory.mktemp(name) / "saved"
-            made[name] = write(path, tree, **FORMATS[name]), values
-        return made[name]
+        values = {
+            key: random(shape, dtype, seed)
+            for seed, (key, (shape, _, dtype)) in enumerate(arrays.items())
+        }
+        tree = {key: put(values[key], spec) for key, (_, spec, _) in arrays.items()}
+        return write(folders.mktemp(name) / "saved", tree, **FORMATS[name]), values
 
     return get
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A checkpoint of `ARRAYS` in a format, and its values."""
+    return saved_once(tmp_path_factory, ARRAYS)
 
 
 class Forming:
@@ -192,8 +196,6 @@ def assert_formed(forming, out, sizes=None, **kwargs):
     }
     live = reshard.restore(ckpt, layouts.mesh(sizes or (2, 4)))
     assert values_of(layouts.saved_leaves(live)) == forming.expected
-    again = reshard.restore(out, layouts.mesh(sizes or (2, 4)))
-    assert values_of(layouts.saved_leaves(again)) == forming.expected
     return done
 
 
@@ -376,9 +378,8 @@ def test_any_steps(source, tmp_path_factory, made, name, sizes, chunks, memory, 
     shutil.rmtree(out)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_shardings_follow_their_dimensions(source, name):
-    ckpt, values = source(name)
+def test_shardings_follow_their_dimensions(source):
+    ckpt, values = source("zarr2")
     forming = Forming(ckpt, values)
     for step in [
         unstack("together"),
@@ -573,7 +574,7 @@ def test_the_bytes_that_are_moved_are_counted_exactly(tmp_path):
 
 
 @pytest.mark.parametrize("link", [True, False])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", few(FORMATS, "zarr3", "files"))
 def test_a_stack_beside_what_it_is_made_of(source, tmp_path, undecoded, name, link):
     """All arrays of the source are kept as they are, and their chunks are in another one too."""
     forming = Forming(*source(name))
@@ -676,7 +677,12 @@ ENCODINGS = {
 
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize(
-    ("name", "encoding"), [(name, e) for name, some in ENCODINGS.items() for e in some]
+    ("name", "encoding"),
+    few(
+        ((name, e) for name, some in ENCODINGS.items() for e in some),
+        *(("files", ENCODINGS["files"][n]) for n in (2, 4, 6)),
+        *(("files3", ENCODINGS["files3"][n]) for n in (2, 4)),
+    ),
 )
 def test_arrays_that_are_encoded_differently(source, tmp_path, name, encoding, count):
     """They are decoded to become one; as long as all of them are stored alike, chunks may move."""
@@ -730,106 +736,87 @@ def rechunked(path, name):
     assert not zarr.parse_encoding(json.dumps(document).encode()).ignores_unit_axes
 
 
+DIFFERENT = "arrays of different kinds cannot become one\n"
+EMPTY = "Orbax stores no arrays without elements\n"
+
+
 def mismatch(operation, handles, outputs=1):
     with pytest.raises(reshard.TreeMismatchError) as error:
         apply(operation, handles, [("made", i) for i in range(outputs)])
     return str(error.value)
 
 
-def test_arrays_of_different_dtypes_are_refused(source):
+def test_what_does_not_apply_is_refused(source, tmp_path):
     ckpt, _ = source("zarr2")
-    narrow = reshard.cast(ckpt, "bfloat16", "layer_1")
-    assert mismatch(Stack(0), [ckpt["layer_0"], narrow["layer_1"]]) == (
-        "arrays of different kinds cannot become one\n"
-        "  layer_0  float32[32,96] P('data', 'model') jax.Array\n"
-        "  layer_1  bfloat16[32,96] P('data', 'model') jax.Array, stored as float32"
-    )
-    assert mismatch(Concat(0), [ckpt["norm_0"], narrow["bias"]]) == (
-        "arrays of different kinds cannot become one\n"
-        "  norm_0  bfloat16[24] P('model') jax.Array\n"
-        "  bias  float32[36] P('model') jax.Array"
-    )
-
-
-def test_arrays_that_are_stored_in_different_dtypes_are_refused(source):
-    """Though they are read as one dtype."""
-    ckpt, _ = source("zarr2")
-    cast = reshard.cast(ckpt, "bfloat16", "bias")
-    assert mismatch(Concat(0), [ckpt["norm_0"], cast["bias"]]) == (
-        "arrays of different kinds cannot become one\n"
-        "  norm_0  bfloat16[24] P('model') jax.Array\n"
-        "  bias  bfloat16[36] P('model') jax.Array, stored as float32"
-    )
-
-
-def test_leaves_of_different_kinds_are_refused(tmp_path):
-    tree = {"a": random((4,)), "b": put(random((4,)), P()), "n": 3, "f": 0.5}
-    ckpt = write(tmp_path / "in", tree)
-    assert mismatch(Stack(0), [ckpt["a"], ckpt["b"]]) == (
-        "arrays of different kinds cannot become one\n"
-        "  a  float32[4] np.ndarray\n"
-        "  b  float32[4] P() jax.Array"
-    )
-    assert mismatch(Stack(0), [ckpt["n"], ckpt["f"]]) == (
-        "arrays of different kinds cannot become one\n  n  int64[] scalar\n  f  float64[] scalar"
-    )
-
-
-def test_what_does_not_apply_is_refused(source):
-    ckpt, _ = source("zarr2")
-    assert (
-        mismatch(Transpose((1, 0)), [ckpt["together"]]) == "axes [1, 0] do not reorder [6, 16, 24]"
-    )
-    assert mismatch(Stack(0), [ckpt["layer_0"], ckpt["qkv"]]) == (
-        "[32, 96] and [16, 36] cannot be stacked"
-    )
-
-
-def test_keys_are_refused(tmp_path):
+    cast = reshard.cast(ckpt, "bfloat16", ["layer_1", "bias"])
     keys = jax.random.split(jax.random.key(3), 4)
-    ckpt = write(tmp_path / "in", {"rng": {"keys": keys}, "w": jnp.ones((4, 2))})
-    for operation, count in [(Unstack(0, 4), 4), (Transpose((1, 0)), 1), (Stack(0), 1)]:
-        assert mismatch(operation, [ckpt["rng", "keys"]], count) == (
-            "rng/keys: PRNG keys are only moved as they are"
-        )
+    own = {"a": random((4,)), "b": put(random((4,)), P()), "n": 3, "f": 0.5, "keys": keys}
+    own = write(tmp_path / "in", own)
+    keys_stay = "keys: PRNG keys are only moved as they are"
+    for operation, handles, text in [
+        (
+            *(Stack(0), [ckpt["layer_0"], cast["layer_1"]]),
+            f"{DIFFERENT}  layer_0  float32[32,96] P('data', 'model') jax.Array\n"
+            "  layer_1  bfloat16[32,96] P('data', 'model') jax.Array, stored as float32",
+        ),
+        (
+            *(Concat(0), [ckpt["norm_0"], ckpt["bias"]]),
+            f"{DIFFERENT}  norm_0  bfloat16[24] P('model') jax.Array\n"
+            "  bias  float32[36] P('model') jax.Array",
+        ),
+        (  # though they are read as one dtype
+            *(Concat(0), [ckpt["norm_0"], cast["bias"]]),
+            f"{DIFFERENT}  norm_0  bfloat16[24] P('model') jax.Array\n"
+            "  bias  bfloat16[36] P('model') jax.Array, stored as float32",
+        ),
+        (
+            *(Stack(0), [own["a"], own["b"]]),
+            f"{DIFFERENT}  a  float32[4] np.ndarray\n  b  float32[4] P() jax.Array",
+        ),
+        (
+            *(Stack(0), [own["n"], own["f"]]),
+            f"{DIFFERENT}  n  int64[] scalar\n  f  float64[] scalar",
+        ),
+        (Transpose((1, 0)), [ckpt["together"]], "axes [1, 0] do not reorder [6, 16, 24]"),
+        (Stack(0), [ckpt["layer_0"], ckpt["qkv"]], "[32, 96] and [16, 36] cannot be stacked"),
+        (Unstack(0, 4), [own["keys"]], keys_stay),
+        (Transpose((1, 0)), [own["keys"]], keys_stay),
+        (Stack(0), [own["keys"]], keys_stay),
+        (  # which Orbax neither saves nor loads
+            *(Split(0, (0, 36, 0)), [ckpt["bias"]]),
+            f"{EMPTY}  made/0  float32[0]\n  made/2  float32[0]",
+        ),
+        (Crop(((16, 16), (0, 0))), [ckpt["layer_0"]], f"{EMPTY}  made/0  float32[0, 96]"),
+    ]:
+        outputs = {Unstack: 4, Split: 3}.get(type(operation), 1)
+        assert mismatch(operation, handles, outputs) == text
 
 
-def test_arrays_without_elements_are_refused(source):
-    """Orbax neither saves nor loads them."""
-    ckpt, _ = source("zarr2")
-    assert mismatch(Split(0, (0, 36, 0)), [ckpt["bias"]], 3) == (
-        "Orbax stores no arrays without elements\n  made/0  float32[0]\n  made/2  float32[0]"
-    )
-    assert mismatch(Crop(((16, 16), (0, 0))), [ckpt["layer_0"]]) == (
-        "Orbax stores no arrays without elements\n  made/0  float32[0, 96]"
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "fill", "text"),
-    [
-        ("rows", "int8", 0.5, "rows: int8 has no value 0.5"),
-        ("rows", "int8", 200, "rows: int8 has no value 200"),
-        ("odd", "uint32", -1, "odd: uint32 has no value -1"),
-        ("odd", "uint32", float("nan"), "odd: uint32 has no value nan"),
-        ("flag_0", "bool", 2, "flag_0: bool has no value 2"),
-        ("heads", "float16", 1e6, "heads: float16 has no value 1000000.0"),
-        ("heads", "float16", 0.1, None),
-        ("heads", "float16", float("-inf"), None),
-        ("norm_0", "bfloat16", float("nan"), None),
-        ("rows", "int8", -128, None),
-        ("flag_0", "bool", True, None),
-    ],
-)
-def test_fills(source, tmp_path, name, dtype, fill, text):
+def test_fills(source, tmp_path):
     forming = Forming(*source("zarr3"))
-    operation = Pad(((0, 0),) * len(ARRAYS[name][0]), fill)
-    if text is not None:
-        assert mismatch(operation, [forming.ckpt[name]]) == text
-        return
-    widths = ((1, 0),) * len(ARRAYS[name][0])
-    forming.step(Pad(widths, fill), [name], ["padded"]).only("padded")
-    assert_formed(forming, tmp_path / "out")
+    for name, fill in [
+        ("rows", 0.5),
+        ("rows", 200),
+        ("odd", -1),
+        ("odd", float("nan")),
+        ("flag_0", 2),
+        ("heads", 1e6),
+    ]:
+        shape, _, dtype = ARRAYS[name]
+        text = f"{name}: {dtype} has no value {fill}"
+        assert mismatch(Pad(((0, 0),) * len(shape), fill), [forming.ckpt[name]]) == text
+    made = []
+    for name, fill in [
+        ("heads", 0.1),
+        ("heads", float("-inf")),
+        ("norm_0", float("nan")),
+        ("rows", -128),
+        ("flag_0", True),
+    ]:
+        made.append(f"{name}_{fill}")
+        widths = ((1, 0),) * len(ARRAYS[name][0])
+        forming.step(Pad(widths, fill), [name], made[-1:], keep=True)
+    assert_formed(forming.only(*made), tmp_path / "out")
 
 
 def test_fills_of_every_dtype(tmp_path):
@@ -841,23 +828,19 @@ def test_fills_of_every_dtype(tmp_path):
     assert_formed(forming, tmp_path / "out")
 
 
-COLLISION = (
-    "two leaves were saved under one name, so one of them has overwritten the other\n"
-    "  a/b.c and a.b/c are both stored as `a.b.c`\n\n"
-    'hint: drop both: reshard.select(ckpt, drop=["a/b.c", "a.b/c"])'
-)
-
-
-@pytest.mark.parametrize("places", [(0,), (1, 0), (0, 1, 2)])
-def test_leaves_that_were_saved_under_one_name_are_refused(tmp_path, places):
+def test_leaves_that_were_saved_under_one_name_are_refused(tmp_path):
     """Wherever they are among the inputs."""
     tree = {"a": {"b.c": random((4,))}, "a.b": {"c": random((4,), seed=1)}, "d": random((4,))}
     ckpt = write(tmp_path / "in", tree)
-    one, *others = ckpt["a", "b.c"], ckpt["d"], ckpt["d"]
-    handles = [one if place == max(places) else others[0] for place in places]
-    with pytest.raises(reshard.CorruptCheckpointError) as error:
-        apply(Concat(0), handles, [("made",)])
-    assert str(error.value) == COLLISION
+    one, other = ckpt["a", "b.c"], ckpt["d"]
+    for handles in ([one], [one, other], [other, other, one]):
+        with pytest.raises(reshard.CorruptCheckpointError) as error:
+            apply(Concat(0), handles, [("made",)])
+        assert str(error.value) == (
+            "two leaves were saved under one name, so one of them has overwritten the other\n"
+            "  a/b.c and a.b/c are both stored as `a.b.c`\n\n"
+            'hint: drop both: reshard.select(ckpt, drop=["a/b.c", "a.b/c"])'
+        )
 
 
 # Chunks that are not there.
@@ -919,23 +902,21 @@ def test_missing_chunks_are_found_before_anything_is_written(sparse, tmp_path):
     forming.step(Stack(0), names("layer_", 4), ["s"]).step(*unstack("together"))
     forming.step(Transpose((1, 0)), ["qkv"], ["t"])
     forming.only("s", "together_0", "t")
-    with pytest.raises(reshard.CorruptCheckpointError) as error:
-        reshard.save(forming.checkpoint(), tmp_path / "out")
-    assert str(error.value) == (
-        "3 problems\n"
-        "  layer_1: 1 of its 8 stored chunks are missing\n"
-        "  together: 1 of its 8 stored chunks are missing\n"
-        "  qkv: 1 of its 8 stored chunks are missing"
-    )
+    ckpt = forming.checkpoint()
+    for first, job in {
+        "3 problems": lambda: reshard.save(ckpt, tmp_path / "out"),
+        "stored chunks are missing": lambda: reshard.restore(ckpt, layouts.mesh((1, 8))),
+    }.items():
+        with pytest.raises(reshard.CorruptCheckpointError) as error:
+            job()
+        assert str(error.value).splitlines() == [
+            first,
+            *(
+                f"  {name}: 1 of its 8 stored chunks are missing"
+                for name in ("layer_1", "together", "qkv")
+            ),
+        ]
     assert not (tmp_path / "out").exists()
-    with pytest.raises(reshard.CorruptCheckpointError) as error:
-        reshard.restore(forming.checkpoint(), layouts.mesh((1, 8)))
-    assert str(error.value) == (
-        "stored chunks are missing\n"
-        "  layer_1: 1 of its 8 stored chunks are missing\n"
-        "  together: 1 of its 8 stored chunks are missing\n"
-        "  qkv: 1 of its 8 stored chunks are missing"
-    )
 
 
 # Values in memory.
@@ -979,7 +960,7 @@ def test_a_constant_of_keys(source, tmp_path):
 
 
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", few(FORMATS, "zarr2", "files3"))
 def test_casts_before_and_after(source, tmp_path, name, first):
     """Whatever order they are in, values are moved and rounded once."""
     ckpt, values = source(name)
@@ -1049,32 +1030,19 @@ def test_float64_is_rounded_once(tmp_path):
 # Each chunk once, and in how much memory.
 
 LARGE = {
-    "together": ((8, 64, 64), P(None, "data", "model")),
-    "halves": ((8, 64, 64), P("data", None, "model")),
-    "qkv": ((64, 192), P("data", "model")),
-    "qkv3": ((4, 64, 32), P(None, "data", "model")),
-    "layer_0": ((64, 64), P("data", "model")),
-    "layer_1": ((64, 64), P("data", "model")),
+    "together": ((8, 64, 64), P(None, "data", "model"), "float32"),
+    "halves": ((8, 64, 64), P("data", None, "model"), "float32"),
+    "qkv": ((64, 192), P("data", "model"), "float32"),
+    "qkv3": ((4, 64, 32), P(None, "data", "model"), "float32"),
+    "layer_0": ((64, 64), P("data", "model"), "float32"),
+    "layer_1": ((64, 64), P("data", "model"), "float32"),
 }
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     """A checkpoint whose chunks do not compress: stored bytes go by elements."""
-    made = {}
-
-    def get(name):
-        if name not in made:
-            values = {
-                key: random(shape, "float32", seed)
-                for seed, (key, (shape, _)) in enumerate(LARGE.items())
-            }
-            tree = {key: put(values[key], spec) for key, (_, spec) in LARGE.items()}
-            path = tmp_path_factory.mktemp(f"large_{name}") / "saved"
-            made[name] = write(path, tree, **FORMATS[name]), values
-        return made[name]
-
-    return get
+    return saved_once(tmp_path_factory, LARGE)
 
 
 class Chunks:
@@ -1198,26 +1166,19 @@ def stored_bytes(forming):
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("memory", ["1GiB", "1MiB", "600KiB"])
-@pytest.mark.parametrize("name", ["files", "files3"])
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("case", ONCE)
 def test_a_job_reads_each_chunk_once(large, tmp_path, case, name, memory):
+    """Of a database also the nodes of B-trees, which are small."""
     forming = formed_of(large(name), ONCE[case])
     ckpt = forming.checkpoint((1, 8))
     count, plan = read_by_save(ckpt, tmp_path / "out", max_memory=memory)
+    stored = stored_bytes(forming)
     assert {array.passes for array in plan.arrays} == {1.0} and plan.passes == 1
-    assert count == stored_bytes(forming)
-    assert count - len(plan.arrays) <= plan.bytes_read - plan.other_bytes <= count
+    assert count == stored if "files" in name else stored <= count < 1.5 * stored
+    assert stored - len(plan.arrays) <= plan.bytes_read - plan.other_bytes <= stored
     assert plan.peak_memory <= units.parse_bytes(memory)
     assert values_of(load(tmp_path / "out")) == forming.expected
-
-
-@pytest.mark.parametrize("name", ["zarr2", "zarr3"])
-@pytest.mark.parametrize("case", ["layers in two chunks", "three parts", "parts of layers"])
-def test_a_job_reads_each_chunk_of_a_database_once(large, tmp_path, case, name):
-    """With the nodes of B-trees, which are small."""
-    forming = formed_of(large(name), ONCE[case])
-    count, _ = read_by_save(forming.checkpoint((1, 8)), tmp_path / "out")
-    assert stored_bytes(forming) <= count < 1.5 * stored_bytes(forming)
 
 
 @pytest.mark.parametrize("name", ["files", "files3"])
@@ -1244,7 +1205,7 @@ def count_elements(pairs):
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
-    steps({name: (shape, "float32") for name, (shape, _) in LARGE.items()}, crops=False),
+    steps({name: (shape, "float32") for name, (shape, *_) in LARGE.items()}, crops=False),
     st.sampled_from([(1, 8), (8, 1), (2, 4), (1, 1)]),
     st.sampled_from(["shard", "keep", 4096]),
     st.sampled_from([100 << 10, 200 << 10, 400 << 10, 1 << 20, 4 << 20]),
@@ -1308,7 +1269,7 @@ def test_the_least_memory_is_enough(large, tmp_path, case, narrow):
     assert count <= (plan.bytes_read - plan.other_bytes) * 1.01 + 100
     if not narrow:
         assert values_of(load(tmp_path / "out")) == forming.expected
-    for more in range(int(least), 8 * int(least), int(least) // 3):
+    for more in range(int(least), 4 * int(least), int(least) // 2):
         plan = reshard.plan(ckpt, max_memory=f"{more}KiB")
         assert plan.problems == () and plan.peak_memory <= more << 10
 
@@ -1362,26 +1323,19 @@ def assert_read(forming, requests, memory):
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("on", [None, (2, 4)])
+@pytest.mark.parametrize("on", ["host", "devices", "accelerators"])
 @pytest.mark.parametrize("memory", [None, 4 << 20, 600 << 10])
 @pytest.mark.parametrize("case", ONCE)
-def test_a_restore_reads_each_chunk_once(large, case, memory, on):
+def test_a_restore_reads_each_chunk_once(large, monkeypatch, case, memory, on):
+    """Arrays larger than the memory are read box by box, all that share a chunk at once, to
+    accelerators as well."""
+    if on == "accelerators":
+        monkeypatch.setattr(device_reads, "_aliases", lambda sharding: sharding is None)
+        monkeypatch.setattr(device_reads, "READ_WHOLE", 0)
     forming = formed_of(large("files"), ONCE[case])
-    requests = requests_of(forming, on and layouts.mesh(on))
+    requests = requests_of(forming, None if on == "host" else layouts.mesh((2, 4)))
     before = layouts.bytes_read()
     assert_read(forming, requests, memory)
-    assert layouts.bytes_read() - before == stored_bytes(forming)
-
-
-@pytest.mark.parametrize("case", ONCE)
-def test_parts_of_arrays_larger_than_the_memory(large, monkeypatch, case):
-    """They are read box by box, all that share a chunk at once, to accelerators as well."""
-    monkeypatch.setattr(device_reads, "_aliases", lambda sharding: sharding is None)
-    monkeypatch.setattr(device_reads, "READ_WHOLE", 0)
-    forming = formed_of(large("files"), ONCE[case])
-    requests = requests_of(forming, layouts.mesh((2, 4)))
-    before = layouts.bytes_read()
-    assert_read(forming, requests, 500 << 10)
     assert layouts.bytes_read() - before == stored_bytes(forming)
 
 
@@ -1404,7 +1358,7 @@ def test_a_restore_in_the_least_memory(large, case):
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
-    steps({name: (shape, "float32") for name, (shape, _) in LARGE.items()}, crops=False),
+    steps({name: (shape, "float32") for name, (shape, *_) in LARGE.items()}, crops=False),
     st.sampled_from([100 << 10, 200 << 10, 400 << 10, 1 << 20, 4 << 20]),
     st.booleans(),
 )

@@ -33,6 +33,8 @@ from layouts import LAYOUTS, Named, bits, flat, save_pytree
 from layouts import save_standard as save_v0
 from releases import OUT_SHARDING
 from sampling import few
+from test_loader import OLD
+from test_targets import SGD
 
 import reshard
 from reshard.engine.budget import READ_OVERHEAD
@@ -81,7 +83,7 @@ def abstract(tree, on, seed=0):
     rng = np.random.default_rng(seed)
 
     def target(leaf):
-        if not isinstance(leaf, jax.Array):
+        if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             return leaf
         sharding = some_sharding(leaf.shape, on, rng, shorter=not is_key(leaf))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -137,13 +139,24 @@ def quiet():
 @pytest.mark.parametrize("on", MESHES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_on_every_mesh(saved, monkeypatch, layout, on, aliases, memory):
-    """Also where devices have memory of their own, and what is read is transferred to them."""
+    """Also where devices have memory of their own, and what is read is transferred to them. What is
+    stored is read once: of a database also the nodes of its tree."""
     if not aliases:
         monkeypatch.setattr(device_reads, "_aliases", lambda sharding: sharding is None)
     source = saved(layout)
     target = abstract(layouts.plain_scalars(source.tree), MESHES[on](), seed=len(layout + on))
     ckpt = reshard.open(source.path, **source.open)
-    got = reshard.restore(ckpt, target, max_memory=memory)
+    stored = sum(sum(handle.stored_sizes()) for handle in ckpt.arrays)
+    before, counts = layouts.bytes_read(), []
+    got = reshard.restore(ckpt, target, max_memory=memory, progress=counts.append)
+    read = layouts.bytes_read() - before
+    if "files" in layout:
+        assert read == stored
+    else:
+        nodes = [f for f in source.directory.rglob("*") if f.parent.name == "d"]
+        nodes += list(source.directory.rglob("manifest.ocdbt"))
+        assert read <= sum(file.stat().st_size for file in nodes)
+    assert sum(counts) == ckpt.nbytes
     assert_restored(got, target, layouts.plain_scalars(source.tree))
 
 
@@ -162,9 +175,8 @@ def test_as_orbax_restores_it(saved, layout, on):
         assert shardings(got) == others
 
 
-@pytest.mark.parametrize("layout", ["standalone", "zarr3-ocdbt", "v1"])
-def test_paths_and_checkpoints(saved, layout):
-    source = saved(layout)
+def test_paths_and_checkpoints(saved):
+    source = saved("v1")
     target = abstract(layouts.plain_scalars(source.tree), layouts.mesh((1, 8)))
     for form in (source.path, str(source.path), f"file://{source.path}", reshard.open(source.path)):
         assert_restored(reshard.restore(form, target), target, layouts.plain_scalars(source.tree))
@@ -189,7 +201,9 @@ def test_a_bare_mesh(saved, layout, memory):
     """Nested dicts and lists, as Orbax gives them back without a target."""
     source = saved(layout)
     on = layouts.mesh((1, 8))
-    got = reshard.restore(reshard.open(source.path, **source.open), on, max_memory=memory)
+    ckpt, counts = reshard.open(source.path, **source.open), []
+    got = reshard.restore(ckpt, on, max_memory=memory, progress=counts.append)
+    assert sum(counts) == ckpt.nbytes
     with warnings.catch_warnings(action="ignore"):
         expected = layouts.read_pytree(source, source.path)
     if layout == "rich":  # which keeps named tuples, and empty ones too
@@ -228,16 +242,24 @@ def test_a_bare_mesh_after_transforms(saved):
     assert np.array_equal(got["params"]["column"], column, equal_nan=True)
 
 
+def refused(path, target, error: type[Exception] = reshard.TreeMismatchError, **kwargs):
+    """What is said of a restore that is refused."""
+    with pytest.raises(error) as caught:
+        reshard.restore(path, target, **kwargs)
+    return str(caught.value)
+
+
 def test_a_bare_mesh_that_the_saved_specs_do_not_fit(saved):
-    source = saved("standalone")
-    with pytest.raises(reshard.ShardingError) as caught:
-        reshard.restore(reshard.select(reshard.open(source.path), "params/*"), layouts.mesh((4, 2)))
-    assert str(caught.value) == (
+    ckpt = reshard.select(reshard.open(saved("standalone").path), "params/*")
+    assert refused(ckpt, layouts.mesh((4, 2)), reshard.ShardingError) == (
         "specs that do not fit the mesh `data=4,model=2`\n"
         "  params/uneven  float32[6, 40]: dimension 0 of 6 does not divide by 4 (data)\n\n"
         'hint: axes={"data": ""} replicates what is split over it\n'
         'hint: axes={"model": ""} replicates what is split over it\n'
         'hint: specs=[("(^|/)uneven$", ",model")] fits'
+    )
+    assert refused(ckpt, AbstractMesh((1, 8), ("data", "model")), reshard.ShardingError) == (
+        "an AbstractMesh has no devices to restore to\n\nhint: jax.make_mesh((1, 8), names)"
     )
 
 
@@ -251,20 +273,11 @@ def test_a_bare_mesh_that_the_saved_specs_do_not_fit(saved):
     ],
 )
 def test_a_bare_mesh_has_nothing_to_compare_with(saved, kwargs, target):
-    with pytest.raises(reshard.ArgumentError) as caught:
-        reshard.restore(saved("standalone").path, target((1, 8)), **kwargs)
-    assert str(caught.value) == (
+    path = saved("standalone").path
+    assert refused(path, target((1, 8)), reshard.ArgumentError, **kwargs) == (
         "cast, keep and unexpected compare with a state, and a mesh alone has none\n\n"
         'hint: reshard.cast(ckpt, "bfloat16")\n'
         'hint: reshard.select(ckpt, "params/**")'
-    )
-
-
-def test_an_abstract_mesh_alone(saved):
-    with pytest.raises(reshard.ShardingError) as caught:
-        reshard.restore(saved("standalone").path, AbstractMesh((1, 8), ("data", "model")))
-    assert str(caught.value) == (
-        "an AbstractMesh has no devices to restore to\n\nhint: jax.make_mesh((1, 8), names)"
     )
 
 
@@ -384,24 +397,6 @@ def test_donated_states_do_not_change_later_ones(saved):
 # Old checkpoints, and ones from other devices.
 
 OLD_LAYOUTS = ["default", "ocdbt_True", "ocdbt_False"]
-OLD = {
-    "bf": np.ones(4, "bfloat16"),
-    "emptyd": {},
-    "list": [np.ones(2, "float32")],
-    "lr": 0.5,
-    "name": "abc",
-    "none": None,
-    "np": np.arange(3),
-    "opt": optax.adam(1e-3).init({"k": np.zeros(2, "float32")}),
-    "params": {
-        "dense": {
-            "bias": np.zeros(4, "float32"),
-            "kernel": np.arange(512, dtype="float32").reshape(16, 32),
-        }
-    },
-    "step": 3,
-    "tup": (np.ones(2, "float32"),),
-}
 
 
 @pytest.mark.parametrize("sizes", [(1, 8), (4, 2)])
@@ -410,7 +405,8 @@ OLD = {
 )
 def test_orbax_0_4_4(data, name, sizes):
     on = layouts.mesh(sizes)
-    tree = OLD | {"np": OLD["np"], "opt": jax.tree.map(np.asarray, OLD["opt"])}
+    adam = optax.adam(1e-3).init({"k": np.zeros(2, "float32")})
+    tree = OLD | {"opt": jax.tree.map(np.asarray, adam), "tup": tuple(OLD["tup"])}
 
     def on_mesh(path, leaf):
         if not isinstance(leaf, np.ndarray) or path[0].key == "np":
@@ -481,9 +477,8 @@ def test_saved_without_shardings(saved, tmp_path):
     target = abstract(layouts.plain_scalars(source.tree), layouts.mesh((1, 8)))
     got = reshard.restore(path, target)
     assert_restored(got, target, layouts.plain_scalars(source.tree))
-    with pytest.raises(reshard.ShardingError) as caught:
-        reshard.restore(reshard.select(reshard.open(path), "params/embed"), layouts.mesh((1, 8)))
-    assert str(caught.value) == (
+    ckpt = reshard.select(reshard.open(path), "params/embed")
+    assert refused(ckpt, layouts.mesh((1, 8)), reshard.ShardingError) == (
         "specs that do not fit the mesh `data=1,model=8`\n"
         "  params/embed  float32[64, 96]: it was saved without a sharding\n\n"
         'hint: specs=[("^params/embed$", "")] replicates it'
@@ -599,84 +594,88 @@ def on_device(value, dtype):
     return jax.device_put(np.asarray(value, dtype), jax.devices()[0])
 
 
-@pytest.mark.parametrize(
-    ("leaf", "target", "expected"),
-    [
-        (7, 0, 7),
-        (-(2**40), 0, -(2**40)),
-        (7, jnp.int32(0), jnp.int32(7)),
-        (7, struct((), "int32"), on_device(7, "int32")),
-        (7, struct((), "int32", weak_type=True), on_device(7, "int32")),
-        (7, struct((), "uint8"), on_device(7, "uint8")),
-        (7, np.int64(0), np.int64(7)),
-        (7, np.uint16(0), np.uint16(7)),
-        (7, np.zeros((), "int8"), np.asarray(7, "int8")),
-        (0.1, 0.0, 0.1),
-        (0.1, np.float64(0), np.float64(0.1)),
-        (0.1, np.zeros(()), np.asarray(0.1)),
-        (0.1, jnp.asarray(0.0), jnp.float32(0.1)),
-        (0.1, struct((), "float32", weak_type=True), on_device(0.1, "float32")),
-        (True, False, True),
-        (False, True, False),
-        (True, np.bool_(False), np.bool_(True)),
-        (True, struct((), "bool"), on_device(True, "bool")),
-        (np.float32(0.1), 0.0, float(np.float32(0.1))),
-        (np.float32(0.1), np.float32(0), np.float32(0.1)),
-        (np.int16(7), 0, 7),
-        (np.int16(7), np.int16(0), np.int16(7)),
-        (jnp.int32(7), 0, 7),
-        (jnp.uint32(7), 0, 7),
-        (jnp.float32(0.1), 0.0, float(np.float32(0.1))),
-        (jnp.bfloat16(0.1), 0.0, float(jnp.bfloat16(0.1))),
-        (jnp.bool_(True), False, True),
-        (jnp.int32(7), np.int32(0), np.int32(7)),
-        (jnp.ones(3), np.zeros(3, "float32"), np.ones(3, "float32")),
-        (np.ones(3, "float32"), struct((3,), "float32"), on_device(np.ones(3), "float32")),
-        (np.ones(3, "float32"), jnp.zeros(3), jnp.ones(3)),
-    ],
-)
+# A leaf, what is in its place in the target, and what comes of it.
+SCALARS: list[tuple] = [
+    (7, 0, 7),
+    (-(2**40), 0, -(2**40)),
+    (7, jnp.int32(0), jnp.int32(7)),
+    (7, struct((), "int32"), on_device(7, "int32")),
+    (7, struct((), "int32", weak_type=True), on_device(7, "int32")),
+    (7, struct((), "uint8"), on_device(7, "uint8")),
+    (7, np.int64(0), np.int64(7)),
+    (7, np.uint16(0), np.uint16(7)),
+    (7, np.zeros((), "int8"), np.asarray(7, "int8")),
+    (0.1, 0.0, 0.1),
+    (0.1, np.float64(0), np.float64(0.1)),
+    (0.1, np.zeros(()), np.asarray(0.1)),
+    (0.1, jnp.asarray(0.0), jnp.float32(0.1)),
+    (0.1, struct((), "float32", weak_type=True), on_device(0.1, "float32")),
+    (True, False, True),
+    (False, True, False),
+    (True, np.bool_(False), np.bool_(True)),
+    (True, struct((), "bool"), on_device(True, "bool")),
+    (np.float32(0.1), 0.0, float(np.float32(0.1))),
+    (np.float32(0.1), np.float32(0), np.float32(0.1)),
+    (np.int16(7), 0, 7),
+    (np.int16(7), np.int16(0), np.int16(7)),
+    (jnp.int32(7), 0, 7),
+    (jnp.uint32(7), 0, 7),
+    (jnp.float32(0.1), 0.0, float(np.float32(0.1))),
+    (jnp.bfloat16(0.1), 0.0, float(jnp.bfloat16(0.1))),
+    (jnp.bool_(True), False, True),
+    (jnp.int32(7), np.int32(0), np.int32(7)),
+    (jnp.ones(3), np.zeros(3, "float32"), np.ones(3, "float32")),
+    (np.ones(3, "float32"), struct((3,), "float32"), on_device(np.ones(3), "float32")),
+    (np.ones(3, "float32"), jnp.zeros(3), jnp.ones(3)),
+]
+
+
 @every_api
-def test_scalars_and_host_arrays_on_either_side(tmp_path, save, leaf, target, expected):
-    if save == "v1" and isinstance(leaf, np.generic):
-        leaf = np.asarray(leaf)  # it does not take numpy scalars
-    SAVE[save](tmp_path / "saved", {"a": leaf})
-    got = reshard.restore(tmp_path / "saved", {"a": target})
+def test_scalars_and_host_arrays_on_either_side(tmp_path, save):
+    leaves, targets, expected = map(list, zip(*SCALARS, strict=True))
+    if save == "v1":  # it does not take numpy scalars
+        leaves = [np.asarray(x) if isinstance(x, np.generic) else x for x in leaves]
+    SAVE[save](tmp_path / "saved", {"a": leaves})
+    got = reshard.restore(tmp_path / "saved", {"a": targets})
     layouts.assert_same_tree(got, {"a": expected})
-    if isinstance(target, jax.Array):
-        assert got["a"].committed == target.committed
+    for one, target in zip(got["a"], targets, strict=True):
+        if isinstance(target, jax.Array):
+            assert one.committed == target.committed
 
 
-@pytest.mark.parametrize(
-    ("leaf", "target", "differs", "has", "saved"),
-    [
-        (7, 0.0, "kind", "a Python float", "a Python scalar (int64)"),
-        (7, False, "kind", "a Python bool", "a Python scalar (int64)"),
-        (0.5, 0, "kind", "a Python int", "a Python scalar (float64)"),
-        (True, 0, "kind", "a Python int", "a Python scalar (bool)"),
-        (True, "x", "kind", "a Python str", "a Python scalar (bool)"),
-        (7, jnp.float32(0), "dtype", "float32[]", "a Python scalar (int64)"),
-        (0.5, jnp.float32(0), "dtype", "float32[]", "a Python scalar (float64)"),
-        (True, jnp.int32(0), "dtype", "int32[]", "a Python scalar (bool)"),
-        (7, np.zeros(1), "shape", "float64[1]", "a Python scalar (int64)"),
-        (np.ones(1), 0.0, "kind", "a Python float", "float64[1]"),
-        (jnp.int32(3), 1j, "kind", "a Python complex", "int32[]"),
-        (jnp.int32(3), b"x", "kind", "a Python bytes", "int32[]"),
-        (jnp.int32(3), object(), "kind", "a Python object", "int32[]"),
-    ],
-)
-def test_scalars_that_do_not_fit(tmp_path, leaf, target, differs, has, saved):
-    save_pytree(tmp_path / "saved", {"a": leaf})
-    assert mismatch(tmp_path / "saved", {"a": target}) == (
-        f"`{tmp_path}/saved` {HEAD}: 1 of another {differs}\n"
-        f"  a: the target has {has}, the checkpoint {saved}"
-        + (f"\n\n{CAST_HINT}" if differs == "dtype" else "")
+# A leaf, what is in its place in the target, in what they differ, and what is said of both.
+UNFIT: list[tuple] = [
+    (7, 0.0, "kind", "a Python float", "a Python scalar (int64)"),
+    (7, False, "kind", "a Python bool", "a Python scalar (int64)"),
+    (0.5, 0, "kind", "a Python int", "a Python scalar (float64)"),
+    (True, 0, "kind", "a Python int", "a Python scalar (bool)"),
+    (True, "x", "kind", "a Python str", "a Python scalar (bool)"),
+    (7, jnp.float32(0), "dtype", "float32[]", "a Python scalar (int64)"),
+    (0.5, jnp.float32(0), "dtype", "float32[]", "a Python scalar (float64)"),
+    (True, jnp.int32(0), "dtype", "int32[]", "a Python scalar (bool)"),
+    (7, np.zeros(1), "shape", "float64[1]", "a Python scalar (int64)"),
+    (np.ones(1), 0.0, "kind", "a Python float", "float64[1]"),
+    (jnp.int32(3), 1j, "kind", "a Python complex", "int32[]"),
+    (jnp.int32(3), b"x", "kind", "a Python bytes", "int32[]"),
+    (jnp.int32(3), object(), "kind", "a Python object", "int32[]"),
+]
+
+
+def test_scalars_that_do_not_fit(tmp_path):
+    save_pytree(tmp_path / "saved", {"a": [leaf for leaf, *_ in UNFIT]})
+    lines = [
+        f"  a/{i}: the target has {has}, the checkpoint {saved}"
+        for what in ("kind", "shape", "dtype")
+        for i, (_, _, differs, has, saved) in enumerate(UNFIT)
+        if differs == what
+    ]
+    assert refused(tmp_path / "saved", {"a": [target for _, target, *_ in UNFIT]}) == "\n".join(
+        [
+            f"`{tmp_path}/saved` {HEAD}: 9 of another kind, 1 of another shape, 3 of another dtype",
+            *lines,
+            f"\n{CAST_HINT}",
+        ]
     )
-
-
-def mismatch(path, target, **kwargs):
-    with pytest.raises(reshard.TreeMismatchError) as caught:
-        reshard.restore(path, target, **kwargs)
-    return str(caught.value)
 
 
 # Boxes and levels named `value`.
@@ -705,20 +704,12 @@ def boxed_tree(on=None):
     }
 
 
-def unboxed(tree):
-    return jax.tree.map(
-        lambda x: x.value if isinstance(x, meta.AxisMetadata) else x,
-        tree,
-        is_leaf=lambda x: isinstance(x, meta.AxisMetadata),
-    )
-
-
 def all_levels(tree):
     """A level named `value` above every leaf."""
-    return jax.tree.map(lambda leaf: {"value": leaf}, unboxed(tree))
+    return jax.tree.map(lambda leaf: {"value": leaf}, meta.unbox(tree))
 
 
-FORMS = {"boxed": lambda tree: tree, "raw": unboxed, "levels": all_levels}
+FORMS = {"boxed": lambda tree: tree, "raw": meta.unbox, "levels": all_levels}
 
 
 @every_api
@@ -735,21 +726,11 @@ def test_boxed_or_not_on_either_side(tmp_path, save, old, new):
         assert_restored(reshard.restore(tmp_path / "saved", fresh), fresh, expected)
 
 
-def test_boxes_as_orbax_restores_them(tmp_path):
-    tree = boxed_tree()
-    save_v0(tmp_path / "saved", tree)
-    target = abstract(tree, layouts.mesh((1, 8)))
-    theirs = layouts.load_standard(tmp_path / "saved", target)
-    got = reshard.restore(tmp_path / "saved", target)
-    layouts.assert_same_tree(got, theirs)
-    assert shardings(got) == shardings(theirs)
-
-
 @pytest.mark.parametrize("explicit", [False, True])
 def test_boxes_in_the_context_of_a_mesh(tmp_path, explicit):
     """Within one, flax unboxes with a constraint, which abstract values do not take."""
     tree = boxed_tree()
-    save_v0(tmp_path / "saved", unboxed(tree))
+    save_v0(tmp_path / "saved", meta.unbox(tree))
     on = layouts.mesh((1, 8))
     if explicit:
         on = Mesh(on.devices, on.axis_names, axis_types=(AxisType.Explicit,) * 2)
@@ -792,23 +773,6 @@ def test_a_key_that_is_named_value(tmp_path, save, name, boxes):
         assert_restored(reshard.restore(tmp_path / "saved", target), target, expected)
 
 
-@pytest.mark.parametrize("boxes", [False, True])
-def test_a_part_that_is_named_value(tmp_path, boxes):
-    """The value projections of an attention alone."""
-    rng = np.random.default_rng(0)
-    attention = {
-        name: {"kernel": jnp.asarray(layouts.random_array(rng, (8, 8)))}
-        for name in ("query", "key", "value", "out")
-    }
-    tree = {"layer": {"attention": attention}}
-    boxed = jax.tree.map(lambda x: nn.Partitioned(x, ("model",)), tree)
-    save_v0(tmp_path / "saved", boxed if boxes else tree)
-    part = {"layer": {"attention": {"value": attention["value"]}}}
-    target = abstract(part, layouts.mesh((2, 4)))
-    got = reshard.restore(tmp_path / "saved", target, unexpected="ignore")
-    assert_restored(got, target, part)
-
-
 # NNX.
 
 
@@ -833,24 +797,6 @@ class Model(nnx.Module):
         if tied:
             self.tied = self.embed.embedding
             self.zlast = self.blocks[1]
-
-
-class SGDState(nnx.Variable):
-    pass
-
-
-class SGD(nnx.Object):
-    """The optimizer of the sharding guides: it holds the model's variables and its own."""
-
-    def __init__(self, params, lr):
-        def momentum(variable):
-            return SGDState(jax.tree.map(jnp.zeros_like, variable.get_value()))
-
-        self.lr = lr
-        self.params = nnx.data(params)
-        self.momentum = nnx.data(
-            jax.tree.map(momentum, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
-        )
 
 
 def lazy(make):
@@ -992,34 +938,12 @@ def abstract_module(make, on):
     """One whose arrays are laid out, and its graph; flax before 0.12.5 does not take those for its
     state that are in no variable."""
     graphdef, empty = nnx.split(nnx.eval_shape(lambda: lazy(make)))
-    module = nnx.merge(graphdef, abstract_again(empty, on))
+    module = nnx.merge(graphdef, abstract(empty, on))
     for _, node in nnx.iter_graph(module):
         if isinstance(node, Model) and node.buffer.sharding is None:
             replicated = NamedSharding(on, P())
             node.buffer = nnx.data(jax.ShapeDtypeStruct((3,), "int32", sharding=replicated))
     return module, graphdef
-
-
-def abstract_again(state, on, seed=0):
-    rng = np.random.default_rng(seed)
-
-    def laid_out(leaf):
-        sharding = some_sharding(leaf.shape, on, rng, shorter=not is_key(leaf))
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    return jax.tree.map(laid_out, state)
-
-
-def test_what_two_modules_share(nnx_saved):
-    for name in ("both", "both that share"):
-        path, _ = nnx_saved(name, "state", "v0")
-        one, other = put(lazy(NNX[name]), layouts.mesh((1, 8)))
-        got, optimizer = reshard.restore(path, (one, other))
-        assert got.tied is got.embed.embedding and got.zlast is got.blocks[1]
-        if name == "both":
-            assert optimizer.params["embed"]["embedding"] is got.embed.embedding
-        else:
-            assert optimizer.model is got
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
@@ -1101,7 +1025,7 @@ def test_a_module_that_was_saved_itself_with_tied_weights(tmp_path):
     module = lazy(lambda: Model(nnx.Rngs(0)))
     nnx.update(module, randomized(nnx.state(module)))
     save_v0(tmp_path / "saved", module)
-    text = mismatch(tmp_path / "saved", module)
+    text = refused(tmp_path / "saved", module)
     places = [f"blocks/1/{name}" for name in BLOCK] + ["embed/embedding"]
     twice = [f"zlast/{name}" for name in BLOCK] + ["tied"]
     dropped = ", ".join(f'"{name}/value"' for name in twice)
@@ -1181,7 +1105,6 @@ def target(plain):
 
 HEAD = "does not match the target"
 CAST_HINT = 'hint: cast=True for casts that keep every value, cast="lossy" for all of floats'
-IGNORE_HINT = 'hint: unexpected="ignore" restores the rest'
 KEPT_HINT = "hint: a target whose kept leaves are initialised arrays, not abstract ones"
 TARGET_HINT = "hint: reshard.target(state, mesh=mesh, ...) gives every leaf a sharding"
 
@@ -1190,130 +1113,38 @@ def laid_out(shape, dtype="float32"):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(layouts.mesh((1, 8)), P()))
 
 
-def test_missing_leaves(plain, target):
-    path, _ = plain
-    target["params"]["layer_2"] = {"kernel": laid_out((8, 16)), "bias": laid_out((3,))}
-    target["extra"] = 1
-    target["note"] = ""
-    assert mismatch(path, target) == (
-        f"`{path}` {HEAD}: 4 missing from it\n"
-        "  extra  a Python int: missing\n"
-        "  note  a Python str: missing\n"
-        "  params/layer_2/bias  float32[3]: missing\n"
-        "  params/layer_2/kernel  float32[8, 16]: missing"
-    )
-
-
 def test_unexpected_leaves(plain, target):
     path, _ = plain
     for name in ("ema", "name", "rng", "step"):
         del target[name]
     del target["params"]["head"]["bias"]
-    assert mismatch(path, target) == (
+    assert refused(path, target) == (
         f"`{path}` {HEAD}: 5 that the target lacks\n"
         "  ema  float32[5, 7]: not in the target\n"
         "  name  'run': not in the target\n"
         "  params/head/bias  bfloat16[32]: not in the target\n"
         "  rng  threefry2x32 keys[]: not in the target\n"
-        "  step  a Python scalar (int64): not in the target\n\n" + IGNORE_HINT
-    )
-    assert_restored(
-        reshard.restore(path, target, unexpected="ignore"),
-        target,
-        {
-            "params": {
-                **plain[1]["params"],
-                "head": {"kernel": plain[1]["params"]["head"]["kernel"]},
-            }
-        },
+        "  step  a Python scalar (int64): not in the target\n\n"
+        'hint: unexpected="ignore" restores the rest'
     )
 
 
 def test_renamed_leaves_and_the_hint_that_brings_them_back(plain, target):
     path, tree = plain
-    target["model"] = {"params": target.pop("params")}
-    text = mismatch(path, target)
-    names = [
-        ("head/bias", "bfloat16[32]"),
-        ("head/kernel", "float32[16, 32]"),
-        ("layer_0/bias", "float32[16]"),
-        ("layer_0/kernel", "float32[8, 16]"),
-        ("layer_1/bias", "float32[16]"),
-        ("layer_1/kernel", "float32[8, 16]"),
-    ]
-    assert text == "\n".join(
-        [
-            f"`{path}` {HEAD}: 6 missing from it, 6 that the target lacks",
-            *[
-                f"  model/params/{n}  {kind}: missing; the nearest is params/{n}"
-                for n, kind in names
-            ],
-            *[f"  params/{n}  {kind}: not in the target" for n, kind in names],
-            "",
-            'hint: ckpt = reshard.rename(reshard.open(path), [(r"^params/", r"model/params/")])',
-        ]
-    )
-    ckpt = reshard.rename(reshard.open(path), [(r"^params/", r"model/params/")])
-    rest = {name: leaf for name, leaf in tree.items() if name != "params"}
-    expected = {**rest, "model": {"params": tree["params"]}}
-    assert_restored(reshard.restore(ckpt, target), target, expected)
-
-
-def test_shapes(plain, target):
-    path, _ = plain
-    target["params"]["head"]["kernel"] = laid_out((16, 33))
-    target["params"]["head"]["bias"] = laid_out((1, 32), "bfloat16")
-    target["ema"] = laid_out((5, 7, 1), "bfloat16")
-    for cast in (False, True, "lossy"):
-        assert mismatch(path, target, cast=cast) == (
-            f"`{path}` {HEAD}: 3 of another shape\n"
-            "  ema: the target has bfloat16[5, 7, 1], the checkpoint float32[5, 7]\n"
-            "  params/head/bias: the target has bfloat16[1, 32], the checkpoint bfloat16[32]\n"
-            "  params/head/kernel: the target has float32[16, 33], the checkpoint float32[16, 32]"
-        )
-
-
-def test_dtypes(plain, target):
-    path, _ = plain
-    target["params"]["head"]["kernel"] = laid_out((16, 32), "bfloat16")
-    target["params"]["head"]["bias"] = laid_out((32,), "float32")
-    target["ema"] = laid_out((5, 7), "int32")
-    ema = "  ema: the target has int32[5, 7], the checkpoint float32[5, 7]\n"
-    bias = "  params/head/bias: the target has float32[32], the checkpoint bfloat16[32]\n"
-    kernel = (
-        "  params/head/kernel: the target has bfloat16[16, 32], the checkpoint float32[16, 32]\n"
-    )
-    start = f"`{path}` {HEAD}: "
-    end = "\n" + CAST_HINT
-    assert mismatch(path, target) == f"{start}3 of another dtype\n{ema}{bias}{kernel}{end}"
-    assert mismatch(path, target, cast=True) == f"{start}2 of another dtype\n{ema}{kernel}{end}"
-    assert mismatch(path, target, cast="lossy") == f"{start}1 of another dtype\n{ema}".rstrip()
-
-
-def test_kinds(plain, target):
-    path, _ = plain
-    target["step"] = laid_out((3,), "int32")
-    target["rng"] = laid_out((2,), "uint32")
-    target["name"] = 3
-    target["ema"] = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), (5, 7)))
-    target["params"]["head"]["bias"] = "text"
-    target["params"]["layer_1"] = laid_out((8, 16))
-    assert mismatch(path, target) == (
-        f"`{path}` {HEAD}: 1 missing from it, 2 that the target lacks, 4 of another kind, "
-        "1 of another shape, 1 without a place to go\n"
-        "  params/layer_1  float32[8, 16]: the checkpoint has a container there; "
-        "the nearest is params/layer_1/kernel\n"
-        "  params/layer_1/bias  float32[16]: not in the target\n"
-        "  params/layer_1/kernel  float32[8, 16]: not in the target\n"
-        "  ema: the target has threefry2x32 keys[5, 7], the checkpoint float32[5, 7]\n"
-        "  name: the target has a Python int, the checkpoint 'run'\n"
-        "  params/head/bias: the target has a Python str, the checkpoint bfloat16[32]\n"
-        "  rng: the target has uint32[2], the checkpoint threefry2x32 keys[]\n"
-        "  step: the target has int32[3], the checkpoint a Python scalar (int64)\n"
-        "  ema: it has no sharding\n\n"
+    target["params"]["trunk"] = target["params"].pop("head")
+    assert refused(path, target) == (
+        f"`{path}` {HEAD}: 2 missing from it, 2 that the target lacks\n"
+        "  params/trunk/bias  bfloat16[32]: missing; the nearest is params/head/bias\n"
+        "  params/trunk/kernel  float32[16, 32]: missing; the nearest is params/head/kernel\n"
+        "  params/head/bias  bfloat16[32]: not in the target\n"
+        "  params/head/kernel  float32[16, 32]: not in the target\n\n"
         "hint: ckpt = reshard.rename(reshard.open(path), "
-        '[(r"^params/layer_1/kernel(?=/|$)", r"params/layer_1")])\n' + TARGET_HINT
+        '[(r"^params/head/", r"params/trunk/")])'
     )
+    ckpt = reshard.rename(reshard.open(path), [(r"^params/head/", r"params/trunk/")])
+    params = dict(tree["params"])
+    expected = tree | {"params": params | {"trunk": params.pop("head")}}
+    assert_restored(reshard.restore(ckpt, target), target, expected)
 
 
 def test_shardings_that_lead_nowhere(plain, target):
@@ -1330,7 +1161,7 @@ def test_shardings_that_lead_nowhere(plain, target):
     )
     target["params"]["head"]["bias"] = jax.ShapeDtypeStruct((32,), "bfloat16")
     target["ema"] = with_spec(on, "data", "model")
-    assert mismatch(path, target) == (
+    assert refused(path, target) == (
         f"`{path}` {HEAD}: 5 without a place to go\n"
         "  ema: dimension 0 of 5 does not divide by 2 (data)\n"
         "  ema: dimension 1 of 7 does not divide by 4 (model)\n"
@@ -1349,10 +1180,13 @@ def test_everything_at_once(plain, target):
     params["layer_0"]["bias"] = laid_out((17,))
     params["layer_1"]["bias"] = jax.ShapeDtypeStruct((16,), "float32")
     target["step"] = 0.5
+    target["extra"], target["note"] = 1, ""
     del target["name"]
-    assert mismatch(path, target) == (
-        f"`{path}` {HEAD}: 2 missing from it, 3 that the target lacks, 1 of another kind, "
+    assert refused(path, target) == (
+        f"`{path}` {HEAD}: 4 missing from it, 3 that the target lacks, 1 of another kind, "
         "1 of another shape, 1 of another dtype, 1 without a place to go\n"
+        "  extra  a Python int: missing\n"
+        "  note  a Python str: missing\n"
         "  parameters/head/bias  bfloat16[32]: missing; the nearest is params/head/bias\n"
         "  parameters/head/kernel  float32[16, 32]: missing; the nearest is params/head/kernel\n"
         "  name  'run': not in the target\n"
@@ -1367,7 +1201,7 @@ def test_everything_at_once(plain, target):
     )
     ckpt = reshard.open(path)
     before = layouts.bytes_read()
-    mismatch(ckpt, target)
+    refused(ckpt, target)
     assert layouts.bytes_read() == before
 
 
@@ -1377,21 +1211,21 @@ def test_a_model_beside_its_optimizer_is_selected_and_renamed(key, tmp_path):
     moments = {"0": {"count": np.int32(3), "mu": params}}
     tree = {key: params, "opt_state": moments, "step": np.int32(3)}
     path = save_v0(tmp_path / "run", tree)
-    text = mismatch(path, params)
+    text = refused(path, params)
     hint = next(line for line in text.splitlines() if "rename" in line)
     chosen = f'reshard.select(reshard.open(path), "{key}/**")'
     assert hint == f'hint: ckpt = reshard.rename({chosen}, [(r"^{key}/", r"")])'
     ckpt = reshard.rename(reshard.select(reshard.open(path), f"{key}/**"), [(f"^{key}/", "")])
     layouts.assert_same_tree(reshard.restore(ckpt, params), params)
     # A tree of which that key is a part needs no new names.
-    assert "rename" not in mismatch(path, {key: params})
+    assert "rename" not in refused(path, {key: params})
 
 
 def test_a_real_state_may_keep_what_is_missing(plain):
     path, tree = plain
     target = real(tree, layouts.mesh((1, 8)))
     target["params"]["lora"] = {"a": jnp.ones(3), "b": jnp.zeros((2, 2))}
-    assert mismatch(path, target) == (
+    assert refused(path, target) == (
         f"`{path}` {HEAD}: 2 missing from it\n"
         "  params/lora/a  float32[3]: missing\n"
         "  params/lora/b  float32[2, 2]: missing\n\n"
@@ -1417,14 +1251,9 @@ def test_keep(plain):
     target["name"] = "mine"
     keep = ("params/head/**", "step", "na*", "**/layer_1/bias")
     got = reshard.restore(path, target, keep=keep)
-    kept = {
-        "head": (got["params"]["head"], target["params"]["head"]),
-        "bias": (got["params"]["layer_1"]["bias"], target["params"]["layer_1"]["bias"]),
-    }
-    for one, other in kept.values():
-        assert all(
-            a is b for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-        )
+    kept = [[x["params"]["head"], x["params"]["layer_1"]["bias"]] for x in (got, target)]
+    for one, other in zip(*map(jax.tree.leaves, kept), strict=True):
+        assert one is other
     expected = {
         **tree,
         "params": {
@@ -1440,7 +1269,7 @@ def test_keep(plain):
 
 def test_keep_of_what_is_not_there(plain):
     path, tree = plain
-    assert mismatch(path, real(tree, layouts.mesh((1, 8))), keep=["params/hed/**", "step"]) == (
+    assert refused(path, real(tree, layouts.mesh((1, 8))), keep=["params/hed/**", "step"]) == (
         "no leaf matches\n  `params/hed/**`\n\nhint: the nearest leaf is `params/head/bias`"
     )
 
@@ -1448,7 +1277,7 @@ def test_keep_of_what_is_not_there(plain):
 def test_keep_of_what_has_no_value(plain, target):
     """Nothing abstract is ever returned."""
     path, tree = plain
-    assert mismatch(path, target, keep=("params/head/*", "step")) == (
+    assert refused(path, target, keep=("params/head/*", "step")) == (
         f"`{path}` {HEAD}: 2 kept without a value\n"
         "  params/head/bias: it is kept, and has no value of its own\n"
         "  params/head/kernel: it is kept, and has no value of its own\n\n" + KEPT_HINT
@@ -1496,31 +1325,22 @@ def test_a_part_of_a_checkpoint(saved, layout):
     assert_restored(got, target, expected)
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "text"),
-    [
+def test_options_that_are_unknown(plain, target):
+    bytes_hint = "is not a number of bytes\n\nhint: `256MiB`, `1GiB`"
+    for name, value, text in [
         (
-            {"cast": "yes"},
+            *("cast", "yes"),
             "cast='yes' is not known\n\nhint: cast=False\nhint: cast=True\nhint: cast='lossy'",
         ),
         (
-            {"unexpected": "skip"},
+            *("unexpected", "skip"),
             "unexpected='skip' is not known\n\nhint: unexpected='error'\nhint: unexpected='ignore'",
         ),
-        ({"max_memory": -5}, "`-5` is not a number of bytes\n\nhint: `256MiB`, `1GiB`"),
-        ({"max_memory": 0}, "`0` is not a number of bytes\n\nhint: `256MiB`, `1GiB`"),
-        ({"keep": ["*", 3]}, "a glob is text\n  keep: 3\n\nhint: `params/**`, `**/kernel`"),
-    ],
-)
-def test_options_that_are_unknown(plain, target, kwargs, text):
-    with pytest.raises(reshard.ArgumentError) as caught:
-        reshard.restore(plain[0], target, **kwargs)
-    assert str(caught.value) == text
-
-
-def test_no_checkpoint(tmp_path):
-    with pytest.raises(reshard.CheckpointNotFoundError):
-        reshard.restore(tmp_path / "none", layouts.mesh((1, 8)))
+        ("max_memory", -5, f"`-5` {bytes_hint}"),
+        ("max_memory", 0, f"`0` {bytes_hint}"),
+        ("keep", ["*", 3], "a glob is text\n  keep: 3\n\nhint: `params/**`, `**/kernel`"),
+    ]:
+        assert refused(plain[0], target, reshard.ArgumentError, **{name: value}) == text
 
 
 def frozen(module):
@@ -1548,9 +1368,8 @@ def test_a_module_is_untouched_where_reading_stops_half_way(tmp_path, name, memo
     layouts.save_pytree(tmp_path / "saved", state, use_ocdbt=False)
     file = corrupt(tmp_path / "saved", name)
     before, values = frozen(module), jax.tree.map(np.asarray, keyless(nnx.state(module)))
-    with pytest.raises(reshard.CorruptCheckpointError) as caught:
-        reshard.restore(tmp_path / "saved", module, max_memory=memory)
-    assert str(caught.value) == (
+    error = reshard.CorruptCheckpointError
+    assert refused(tmp_path / "saved", module, error, max_memory=memory) == (
         f"{name.replace('.', '/')}: its stored bytes cannot be read\n"
         f'  FAILED_PRECONDITION: Error reading local file "{file}": '
         "ZSTD_decompressStream() failed: Unknown frame descriptor; at byte 0; "
@@ -1568,19 +1387,19 @@ def test_a_module_is_untouched_where_a_value_does_not_fit(tmp_path):
     module = nnx.Dict(a=nnx.Param(jnp.ones(3)), b=nnx.Variable(jnp.zeros((), "int8")))
     save_v0(tmp_path / "saved", {"a": jnp.zeros(3), "b": jnp.int32(1000)})
     before = frozen(module)
-    assert mismatch(tmp_path / "saved", module, cast=True) == (
+    assert refused(tmp_path / "saved", module, cast=True) == (
         "b: its values do not fit int8\n  from 1000 to 1000, saved as int32"
     )
     assert frozen(module) == before
     assert (module.b[...], module.a[...].tolist()) == (0, [1, 1, 1])
 
 
-def test_a_module_is_untouched_by_a_mismatch(nnx_saved):
+def test_a_module_is_untouched_by_a_refused(nnx_saved):
     path, _ = nnx_saved("module", "state", "v0")
     module = put(lazy(model), layouts.mesh((1, 8)))
     module.more = nnx.Param(jnp.ones(3))
     before = frozen(module)
-    mismatch(path, module)
+    refused(path, module)
     assert frozen(module) == before
 
 
@@ -1590,9 +1409,7 @@ def test_chunks_that_are_missing(saved, tmp_path):
     (path / "params.embed" / "0.1").unlink()
     (path / "one_device" / "0.0").unlink()
     target = abstract(layouts.plain_scalars(source.tree), layouts.mesh((1, 8)))
-    with pytest.raises(reshard.CorruptCheckpointError) as caught:
-        reshard.restore(path, target)
-    assert str(caught.value) == (
+    assert refused(path, target, reshard.CorruptCheckpointError) == (
         "stored chunks are missing\n"
         "  one_device: 1 of its 1 stored chunks are missing\n"
         "  params/embed: 1 of its 8 stored chunks are missing"
@@ -1613,27 +1430,33 @@ def test_two_leaves_under_one_name(tmp_path):
 @pytest.mark.parametrize("memory", [None, LITTLE])
 @pytest.mark.parametrize("real_target", [False, True])
 @pytest.mark.parametrize("new", ["bfloat16", "float16", "float32", "float8_e4m3fn"])
-@pytest.mark.parametrize("old", ["bfloat16", "float16", "float32"])
-def test_floats(tmp_path, old, new, real_target, memory):
-    """A cast that keeps every value, and one that does not; as JAX casts."""
-    value = layouts.random_array(np.random.default_rng(0), (48, 32), old)
-    tree = {"a": jax.device_put(value, NamedSharding(layouts.mesh((2, 4)), P("data", "model")))}
-    save_v0(tmp_path / "saved", tree)
-    make = real if real_target else abstract
-    target = make({"a": tree["a"].astype(new)}, layouts.mesh((1, 8)))
-    keeps = old == new or (new == "float32")
-    if old != new:
-        text = (
-            f"`{tmp_path}/saved` {HEAD}: 1 of another dtype\n"
-            f"  a: the target has {new}[48, 32], the checkpoint {old}[48, 32]\n\n{CAST_HINT}"
-        )
-        assert mismatch(tmp_path / "saved", target) == text
-        if not keeps:
-            assert mismatch(tmp_path / "saved", target, cast=True) == text
-    for cast in (True, "lossy") if keeps else ("lossy",):
-        got = reshard.restore(tmp_path / "saved", target, cast=cast, max_memory=memory)
+def test_floats(tmp_path, new, real_target, memory):
+    """Casts that keep every value, and ones that do not; as JAX casts."""
+    rng, on = np.random.default_rng(0), NamedSharding(layouts.mesh((2, 4)), P("data", "model"))
+    tree = {
+        old: jax.device_put(layouts.random_array(rng, (48, 32), old), on)
+        for old in ("bfloat16", "float16", "float32")
+    }
+    path = save_v0(tmp_path / "saved", tree)
+    expected = jax.tree.map(lambda x: x.astype(new), tree)
+    target = (real if real_target else abstract)(expected, layouts.mesh((1, 8)))
+    others = [old for old in tree if old != new]
+    text = f"`{path}` {HEAD}: {len(others)} of another dtype\n" + "".join(
+        f"  {old}: the target has {new}[48, 32], the checkpoint {old}[48, 32]\n" for old in others
+    )
+    assert refused(path, target) == f"{text}\n{CAST_HINT}"
+    if new != "float32":
+        assert refused(path, target, cast=True) == f"{text}\n{CAST_HINT}"
+    for cast in ("lossy", True) if new == "float32" else ("lossy",):
+        got = reshard.restore(path, target, cast=cast, max_memory=memory)
         assert shardings(got) == shardings(target)
-        layouts.assert_equal_or_nan(got["a"], tree["a"].astype(new))
+        for old in tree:
+            layouts.assert_equal_or_nan(got[old], expected[old])
+    target["float32"] = laid_out((48, 32), "int32")
+    assert refused(path, target, cast="lossy") == (
+        f"`{path}` {HEAD}: 1 of another dtype\n"
+        "  float32: the target has int32[48, 32], the checkpoint float32[48, 32]"
+    )
 
 
 @pytest.mark.parametrize("memory", [None, "64KiB"])
@@ -1656,43 +1479,29 @@ def test_float64_is_rounded_once(tmp_path, memory):
     assert host["a"].view(np.uint16).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize(
-    ("value", "old", "new", "fits"),
-    [
-        (7, "int64", "int32", True),
-        (-(2**31), "int64", "int32", True),
-        (2**31, "int64", "int32", False),
-        (7, "uint32", "int32", True),
-        (2**31, "uint32", "int32", False),
-        (-1, "int32", "uint32", False),
-        (255, "int32", "uint8", True),
-        (256, "int32", "uint8", False),
-        (7, "int8", "int32", True),
-    ],
-)
-def test_integers(tmp_path, value, old, new, fits):
+def test_integers(tmp_path):
     """A step that was saved as int64, and others: each value is looked at."""
-    save_pytree(
-        tmp_path / "saved", {"step": np.asarray(value, old), "w": np.asarray([0, value], old)}
+    cases = [
+        (7, "int64", "int32"),
+        (-(2**31), "int64", "int32"),
+        (7, "uint32", "int32"),
+        (255, "int32", "uint8"),
+        (7, "int8", "int32"),
+    ]
+    tree = [[np.asarray(x, old), np.asarray([0, x], old)] for x, old, _ in cases]
+    save_pytree(tmp_path / "saved", tree)
+    expected = [[jnp.asarray(x, new), jnp.asarray([0, x], new)] for x, _, new in cases]
+    expected = jax.device_put(expected, one_device())
+    target = jax.tree.map(lambda x: struct(x.shape, x.dtype), expected)
+    lines = [
+        f"  {i}/{k}: the target has {new}{shape}, the checkpoint {old}{shape}\n"
+        for i, (_, old, new) in enumerate(cases)
+        for k, shape in enumerate(("[]", "[2]"))
+    ]
+    assert refused(tmp_path / "saved", target) == (
+        f"`{tmp_path}/saved` {HEAD}: 10 of another dtype\n{''.join(lines)}\n{CAST_HINT}"
     )
-    sharding = one_device()
-    target = {
-        "step": jax.ShapeDtypeStruct((), new, sharding=sharding),
-        "w": jax.ShapeDtypeStruct((2,), new, sharding=sharding),
-    }
-    assert mismatch(tmp_path / "saved", target) == (
-        f"`{tmp_path}/saved` {HEAD}: 2 of another dtype\n"
-        f"  step: the target has {new}[], the checkpoint {old}[]\n"
-        f"  w: the target has {new}[2], the checkpoint {old}[2]\n\n{CAST_HINT}"
-    )
-    if fits:
-        got = reshard.restore(tmp_path / "saved", target, cast=True)
-        expected = {"step": jnp.asarray(value, new), "w": jnp.asarray([0, value], new)}
-        assert_restored(got, target, jax.device_put(expected, sharding))
-    else:
-        assert mismatch(tmp_path / "saved", target, cast="lossy") == (
-            f"step: its values do not fit {new}\n  from {value} to {value}, saved as {old}"
-        )
+    assert_restored(reshard.restore(tmp_path / "saved", target, cast=True), target, expected)
 
 
 def test_a_cast_of_the_checkpoint(plain):
@@ -1724,7 +1533,7 @@ def test_dtypes_that_jax_makes_narrower(tmp_path):
         name: jax.ShapeDtypeStruct((8,), value.dtype, sharding=one_device())
         for name, value in tree.items()
     }
-    assert mismatch(tmp_path / "saved", target) == (
+    assert refused(tmp_path / "saved", target) == (
         f"`{tmp_path}/saved` {HEAD}: 3 wider than JAX makes arrays\n"
         "  a: JAX makes no float64 arrays by default\n"
         "  b: JAX makes no int64 arrays by default\n"
@@ -1748,7 +1557,7 @@ def test_a_bare_mesh_and_dtypes_that_jax_makes_narrower(tmp_path):
             NamedSharding(layouts.mesh((2, 4)), P("model")),
         )
         save_pytree(tmp_path / "saved", tree)
-    assert mismatch(tmp_path / "saved", on) == (
+    assert refused(tmp_path / "saved", on) == (
         "JAX makes no arrays of these dtypes without jax_enable_x64\n"
         "  a  float64[8]\n  b  int64[16]\n\n"
         'hint: jax.config.update("jax_enable_x64", True)'
@@ -1768,7 +1577,7 @@ def test_an_abstract_mesh_is_the_one_in_context(plain, explicit):
     target = abstract(tree, on.abstract_mesh)
     arrays = [x for x in jax.tree.leaves(target) if isinstance(x, jax.ShapeDtypeStruct)]
     assert len(arrays) == 8
-    text = mismatch(path, target)
+    text = refused(path, target)
     assert text.startswith(f"`{path}` {HEAD}: 8 without a place to go\n")
     assert text.count("its sharding is on an AbstractMesh, which has no devices") == 8
     with jax.set_mesh(on):
@@ -1777,43 +1586,10 @@ def test_an_abstract_mesh_is_the_one_in_context(plain, explicit):
     assert_restored(got, expected, tree)
     # Another mesh in context is no help.
     with jax.set_mesh(layouts.mesh((2, 4))):
-        assert mismatch(path, target) == text
+        assert refused(path, target) == text
 
 
 # What is read, and in how much memory.
-
-
-@pytest.mark.parametrize("memory", [None, "1MiB", LITTLE])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_stored_bytes_are_read_once(saved, layout, memory):
-    """All of them for plain files; for a database also the nodes of its tree, once."""
-    source = saved(layout)
-    ckpt = reshard.open(source.path, **source.open)
-    target = abstract(layouts.plain_scalars(source.tree), layouts.mesh((2, 8)))
-    stored = sum(sum(handle.stored_sizes()) for handle in ckpt.arrays)
-    before = layouts.bytes_read()
-    reshard.restore(ckpt, target, max_memory=memory)
-    read = layouts.bytes_read() - before
-    if "files" in layout:
-        assert read == stored
-    else:
-        nodes = [f for f in source.directory.rglob("*") if f.parent.name == "d"]
-        nodes += list(source.directory.rglob("manifest.ocdbt"))
-        assert read <= sum(file.stat().st_size for file in nodes)
-
-
-@pytest.mark.parametrize("layout", ["standard", "zarr3-files", "v1"])
-def test_progress_counts_all_decoded_bytes(saved, layout):
-    source = saved(layout)
-    ckpt = reshard.open(source.path, **source.open)
-    target = abstract(layouts.plain_scalars(source.tree), layouts.mesh((1, 8)))
-    for memory in (None, LITTLE):
-        counts = []
-        reshard.restore(ckpt, target, max_memory=memory, progress=counts.append)
-        assert sum(counts) == ckpt.nbytes
-    counts = []
-    reshard.restore(ckpt, layouts.mesh((1, 8)), progress=counts.append)
-    assert sum(counts) == ckpt.nbytes
 
 
 def test_a_chunk_that_does_not_fit(tmp_path):

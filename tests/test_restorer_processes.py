@@ -1,4 +1,4 @@
-"""The restorer in processes of its own: what they read, what interrupts them, and two at once."""
+"""The restorer in processes of its own: what they read, and what interrupts them."""
 
 import itertools
 import json
@@ -6,12 +6,10 @@ import os
 import pathlib
 import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
 
-import distributed_worker
 import forked
 import jax
 import layouts
@@ -117,7 +115,8 @@ FORMATS = {
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="the system does not count reads")
-@pytest.mark.parametrize("flags", few(FORMATS, "zarr3-ocdbt"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("flags", FORMATS)
 def test_a_process_reads_each_stored_byte_once(tmp_path, flags):
     """Column, row and replicated shards, with and without a limit that is smaller than an array:
     nothing is read twice, but for a few per cent of file names, metadata and B-tree nodes."""
@@ -220,115 +219,3 @@ INTERRUPTED = """
 def test_a_program_may_go_on_after_an_interrupt(large):
     """The module that was to be filled is untouched, and is filled by the next call."""
     assert run(INTERRUPTED, large) == "right\n"
-
-
-# Two processes.
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-MESHES = few(distributed_worker.MESHES, "2x4")
-MEMORY = pytest.mark.parametrize("memory", ["None", "200KiB"])
-
-
-@pytest.fixture(scope="module", params=MESHES)
-def reports(request, tmp_path_factory):
-    """What each of two processes found that restored one checkpoint together, onto a mesh."""
-    folder = tmp_path_factory.mktemp("distributed")
-    rng = np.random.default_rng(0)
-    on = layouts.mesh((2, 4))
-    values = {
-        name: rng.integers(0, 1 << 32, (256, 512), dtype=np.uint32)
-        for name in distributed_worker.SPECS
-    }
-    keys = jax.random.split(jax.random.key(3), 16)
-    saved_specs = {"whole": P(), "row": P("data"), "interleaved": P(("data", "model"))}
-    tree = {
-        "arrays": {
-            name: jax.device_put(
-                value, NamedSharding(on, saved_specs.get(name, P("data", "model")))
-            )
-            for name, value in values.items()
-        },
-        "keys": jax.device_put(keys, NamedSharding(on, P("model"))),
-        "key": jax.device_put(keys[3], NamedSharding(on, P())),
-        "step": 7,
-        "host": np.arange(3.0),
-        "name": "run",
-    }
-    layouts.save_pytree(folder / "saved", tree, use_ocdbt=False)
-    data = np.asarray(jax.random.key_data(keys))
-    np.savez(folder / "values.npz", keys=data, key=data[3], **values)
-    mesh = request.param
-    coordinator = f"127.0.0.1:{free_port()}"
-    worker = (sys.executable, "-P", "-m", "distributed_worker")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XLA_FLAGS", FLAGS.partition(" ")[2])  # as many devices as each says
-        processes = [
-            forked.Popen(
-                [*worker, coordinator, "2", str(i), folder, mesh],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for i in range(2)
-        ]
-    try:
-        outputs = [process.communicate(timeout=TIMEOUT)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output
-    drawn = float(jax.random.uniform(keys[9]))
-    found = [json.loads((folder / f"report_{i}.json").read_text()) for i in range(2)]
-    return found, drawn
-
-
-def test_two_processes_see_each_other(reports):
-    found, _ = reports
-    assert [report["devices"] for report in found] == [[4, 8], [4, 8]]
-
-
-@MEMORY
-def test_each_process_restores_its_own_shards(reports, memory):
-    """Bit for bit, as part of one global array on which a jitted function computes."""
-    for report in reports[0]:
-        arrays = {name: report[memory][name] for name in distributed_worker.SPECS}
-        assert {name: (a["right"], a["sharding"]) for name, a in arrays.items()} == dict.fromkeys(
-            arrays, (True, True)
-        )
-        assert {n: a["sum"] for n, a in arrays.items()} == {
-            n: a["expected"] for n, a in arrays.items()
-        }
-
-
-@MEMORY
-def test_each_process_reads_what_its_own_shards_need(reports, memory):
-    """The chunks that they touch, each of them once."""
-    for report in reports[0]:
-        arrays = {name: report[memory][name] for name in distributed_worker.SPECS}
-        assert {n: a["read"] for n, a in arrays.items()} == {
-            n: a["needed"] for n, a in arrays.items()
-        }
-
-
-@MEMORY
-def test_two_processes_restore_whole_states_and_bare_meshes(reports, memory):
-    found, drawn = reports
-    for report in found:
-        for which in ("state", "bare"):
-            assert report[memory][which] == dict.fromkeys(distributed_worker.SPECS, True) | {
-                "keys": True,
-                "key": True,
-                "rest": [7, [0.0, 1.0, 2.0], "run"],
-                "drawn": drawn,
-            }
-
-
-def test_two_processes_update_a_module_in_place(reports):
-    assert [report["module"] for report in reports[0]] == [True, True]
