@@ -431,9 +431,27 @@ def abstract(tree: Any, on: Mesh) -> Any:
     )
 
 
+def is_key(leaf: Any) -> bool:
+    """Whether it is an array of typed keys, which may be abstract."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def randomized(tree: Any, seed: int = 0) -> Any:
+    """The tree with any bits in every array, and any keys."""
+    rng = np.random.default_rng(seed)
+
+    def other(leaf):
+        if is_key(leaf):
+            data = jax.random.key_data(leaf)
+            return jax.random.wrap_key_data(random_array(rng, data.shape, data.dtype))
+        return jnp.asarray(random_array(rng, leaf.shape, leaf.dtype))
+
+    return jax.tree.map(other, tree)
+
+
 def bits(leaf: Any) -> Any:
     """All there is to a leaf but its layout: type, dtype, shape and every bit."""
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if isinstance(leaf, jax.Array) and is_key(leaf):
         return str(jax.random.key_impl(leaf)), bits(jax.random.key_data(leaf))
     kind = jax.Array if isinstance(leaf, jax.Array) else type(leaf)
     if isinstance(leaf, jax.Array | np.ndarray | np.generic):

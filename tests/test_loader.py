@@ -53,13 +53,11 @@ def is_array(leaf):
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float)
 
 
-def is_key(leaf):
-    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def stored(leaf):
     """The array that Orbax stores for a leaf."""
-    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+    return np.asarray(
+        jax.random.key_data(leaf) if isinstance(leaf, jax.Array) and layouts.is_key(leaf) else leaf
+    )
 
 
 # Layouts written by StandardCheckpointer, which saves numpy scalars as arrays.
@@ -75,7 +73,7 @@ def value_type(leaf, layout):
 
 
 def sharding(leaf):
-    """The sharding as `reshard` describes it; trailing unsharded dimensions left out."""
+    """The sharding as `reshard` describes it."""
     if not isinstance(leaf, jax.Array):
         return None
     if not isinstance(leaf.sharding, JaxNamedSharding):
@@ -83,20 +81,8 @@ def sharding(leaf):
     entries = [
         axes if isinstance(axes, tuple) else (axes,) if axes else () for axes in leaf.sharding.spec
     ]
-    return NamedSharding(MESH, stripped(entries))
-
-
-def stripped(spec):
-    spec = list(spec)
-    while spec and not spec[-1]:
-        spec.pop()
-    return tuple(spec)
-
-
-def without_trailing(found):
-    if not isinstance(found, NamedSharding):
-        return found
-    return NamedSharding(found.mesh, stripped(found.spec))
+    entries += [()] * layouts.is_key(leaf)  # whose data has a dimension more
+    return NamedSharding(MESH, tuple(entries))
 
 
 def read(handle):
@@ -155,29 +141,19 @@ def test_every_layout(saved, layout):
             zarr_chunk(source, name),
             None,
         ), path
-        assert handle.key_impl == (str(jax.random.key_impl(leaf)) if is_key(leaf) else None)
-        assert without_trailing(handle.sharding) == sharding(leaf), path
+        assert handle.key_impl == (
+            str(jax.random.key_impl(leaf))
+            if isinstance(leaf, jax.Array) and layouts.is_key(leaf)
+            else None
+        )
+        assert handle.sharding == sharding(leaf), path
         assert handle.saved_sharding == handle.sharding
         assert bits(read(handle)) == bits(value), path
+        box = tuple(slice(size // 5, size - size // 7) for size in value.shape)
+        part = handle.view()[box].read().result()
+        assert bits(part) == bits(np.asarray(value[box])), path
     assert ckpt.nbytes == sum(stored(leaf).nbytes for leaf in arrays.values())
     assert ckpt.meshes == (MESH,)
-
-
-def test_values_through_a_view(saved):
-    handle = reshard.open(saved("standalone").path)[("params", "embed")]
-    whole = np.asarray(saved("standalone").tree["params"]["embed"])
-    box = (slice(5, 61), slice(23, 50))
-    assert bits(read(handle)) == bits(whole)
-    assert bits(handle.view()[box].read().result()) == bits(np.ascontiguousarray(whole[box]))
-
-
-def test_chunk_shapes(saved):
-    source = saved("standalone")
-    ckpt = reshard.open(source.path)
-    names = ("embed", "uneven", "replicated", "column")
-    chunks = {name: ckpt["params", name].chunk_shape for name in names}
-    # Replicated arrays are divided among their replicas along the first axis that divides.
-    assert chunks == {"embed": (32, 24), "uneven": (3, 10), "replicated": (2, 8), "column": (1, 16)}
 
 
 @pytest.mark.parametrize(
@@ -298,7 +274,7 @@ def corrupt(text: str, path, **kwargs):
     fails(reshard.CorruptCheckpointError, ValueError, text, path, **kwargs)
 
 
-def test_unknown_item(two_trees):
+def test_steps_and_items_that_are_not_there(saved, two_trees):
     not_found(
         f"`{two_trees}/7` has no item 'opt'\n\nhint: its items: config, ema, params",
         two_trees,
@@ -310,29 +286,16 @@ def test_unknown_item(two_trees):
         two_trees,
         item="config",
     )
-
-
-def test_unknown_step(saved):
     path = saved("manager").path
     not_found(f"`{path}` has no step 4\n\nhint: its steps: 3, 20", path, step=4)
-
-
-def test_step_of_what_has_none(saved):
     for layout in ("standalone", "step", "bare", "v1"):
         path = saved(layout).path
-        not_found(
-            f"`{path}` is one checkpoint and has no steps\n\nhint: leave out step=...", path, step=3
-        )
-
-
-def test_item_of_what_has_none(saved):
+        text = f"`{path}` is one checkpoint and has no steps\n\nhint: leave out step=..."
+        not_found(text, path, step=3)
     for layout in ("standalone", "bare"):
         path = saved(layout).path
-        not_found(
-            f"`{path}` is one tree and has no items\n\nhint: leave out item=...",
-            path,
-            item="params",
-        )
+        text = f"`{path}` is one tree and has no items\n\nhint: leave out item=..."
+        not_found(text, path, item="params")
 
 
 def test_nothing_there(tmp_path):
@@ -342,27 +305,15 @@ def test_nothing_there(tmp_path):
     not_found(f"there is nothing at `{missing}`\n\nhint: `{tmp_path}/run` has: a, b", missing)
     deep = tmp_path / "run" / "a" / "x" / "y"
     not_found(f"there is nothing at `{deep}`\n\nhint: `{tmp_path}/run/a` has: no directories", deep)
-
-
-def test_an_empty_directory(tmp_path):
-    not_a_format(
-        f"`{tmp_path}` is not a checkpoint\n"
-        "  no _METADATA, no _CHECKPOINT_METADATA, no step directories, no zarr arrays",
-        tmp_path,
-    )
-
-
-def test_a_file(tmp_path):
+    nothing = "no _METADATA, no _CHECKPOINT_METADATA, no step directories, no zarr arrays"
+    not_a_format(f"`{tmp_path}` is not a checkpoint\n  {nothing}", tmp_path)
     path = tmp_path / "notes.txt"
     path.write_text("hello")
     not_a_format(f"`{path}` is a file, and not a checkpoint directory", path)
-
-
-@pytest.mark.parametrize("url", ["hf://bucket/run/100", "https://host/run"])
-def test_another_url(url):
-    scheme = url.partition(":")[0]
     hint = "a path, or a URL that begins with gs://, s3:// or file://"
-    not_a_format(f"`{url}`: there is no way to read `{scheme}://`\n\nhint: {hint}", url)
+    for scheme in ("hf", "https"):
+        url = f"{scheme}://bucket/run/100"
+        not_a_format(f"`{url}`: there is no way to read `{scheme}://`\n\nhint: {hint}", url)
 
 
 def test_a_msgpack_file(tmp_path):
@@ -379,32 +330,26 @@ def test_a_msgpack_file(tmp_path):
     )
 
 
-@pytest.mark.parametrize("version", ["orbax-0.4.4", "orbax-0.4.4-b"])
-def test_aggregate(data, version):
-    path = data / version / "aggregate"
-    not_a_format(
-        f"`{path}` was saved with aggregate=True: its values are inside the msgpack file "
-        "`checkpoint`, which is recognised but not read yet\n\n"
-        "hint: restore it with PyTreeCheckpointer and save it again",
-        path,
-    )
-
-
-def test_orbax_0_2_7(data):
+def test_values_in_a_msgpack_file(data):
     path = data / "orbax-0.2.7" / "ocdbt_False"
     not_a_format(
         f"`{path}` was written by Orbax 0.2 (no _METADATA; its tree is the msgpack file "
-        "`checkpoint`), which is recognised but not read yet\n\n"
-        "hint: restore it with PyTreeCheckpointer and save it again",
+        f"`checkpoint`), {UNREAD}",
         path,
     )
     path = data / "orbax-0.2.7" / "aggregate"
-    not_a_format(
-        f"`{path}` holds its values in the msgpack file `checkpoint` (aggregate=True), which is "
-        "recognised but not read yet\n\n"
-        "hint: restore it with PyTreeCheckpointer and save it again",
-        path,
-    )
+    holds = "holds its values in the msgpack file `checkpoint` (aggregate=True)"
+    not_a_format(f"`{path}` {holds}, {UNREAD}", path)
+    for version in ("orbax-0.4.4", "orbax-0.4.4-b"):
+        path = data / version / "aggregate"
+        saved = "was saved with aggregate=True: its values are inside the msgpack file `checkpoint`"
+        not_a_format(f"`{path}` {saved}, {UNREAD}", path)
+
+
+UNREAD = (
+    "which is recognised but not read yet\n\n"
+    "hint: restore it with PyTreeCheckpointer and save it again"
+)
 
 
 @pytest.fixture
@@ -420,14 +365,6 @@ def copy(saved, tmp_path):
 STOPPED = "hint: use an earlier step: its writer stopped before this one was complete"
 
 
-def test_a_temporary_name(copy):
-    path = copy("standalone", "100.orbax-checkpoint-tmp")
-    uncommitted(
-        f"`{path}` was never committed: its name is that of a checkpoint in progress\n\n" + STOPPED,
-        path,
-    )
-
-
 def uncommit(path: pathlib.Path):
     document = json.loads((path / "_CHECKPOINT_METADATA").read_text())
     document["commit_timestamp_nsecs"] = None
@@ -439,8 +376,16 @@ NO_TIME = "was never committed: its _CHECKPOINT_METADATA has no time of a commit
 
 
 @pytest.mark.parametrize("layout", ["standalone", "step", "v1"])
-def test_no_time_of_a_commit(copy, layout):
-    path = copy(layout)
+def test_what_was_never_committed(copy, layout):
+    path = copy(layout, "100.orbax-checkpoint-tmp")
+    name = "its name is that of a checkpoint in progress"
+    uncommitted(f"`{path}` was never committed: {name}\n\n{STOPPED}", path)
+    path = path.rename(path.with_name("100"))
+    if layout == "step":
+        (path / "default").rename(path / "default.orbax-checkpoint-tmp")
+        item = "its `default.orbax-checkpoint-tmp` was never finished"
+        uncommitted(f"`{path}` was never committed: {item}\n\n{STOPPED}", path)
+        (path / "default.orbax-checkpoint-tmp").rename(path / "default")
     uncommit(path)
     uncommitted(f"`{path}` {NO_TIME}", path)
 
@@ -465,16 +410,6 @@ def test_only_uncommitted_steps(copy):
     uncommitted(
         f"`{path}` holds only checkpoints that were never committed\n"
         "  20.orbax-checkpoint-tmp\n  3.orbax-checkpoint-tmp",
-        path,
-    )
-
-
-def test_an_unfinished_item(copy):
-    path = copy("step")
-    (path / "default").rename(path / "default.orbax-checkpoint-tmp")
-    uncommitted(
-        f"`{path}` was never committed: its `default.orbax-checkpoint-tmp` was never finished\n\n"
-        + STOPPED,
         path,
     )
 
@@ -519,31 +454,23 @@ def test_a_merged_database_without_a_manifest(copy, layout):
     assert reshard.open(path).source.format.startswith("OCDBT, never merged")
 
 
-@pytest.mark.parametrize("layout", ["zarr2-files", "zarr3-files"])
-def test_a_missing_array(copy, layout):
+@pytest.mark.parametrize("layout", ["zarr2-files", "zarr3-files", "standalone"])
+def test_missing_arrays_and_strings(copy, layout):
     path = copy(layout)
-    shutil.rmtree(path / "params.embed")
-    shutil.rmtree(path / "list.0")
+    for name in ("list.0", "params.embed"):
+        if "files" in layout:
+            shutil.rmtree(path / name)
+        else:
+            base = {"driver": "file", "path": f"{path}/"}
+            store = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
+            store.delete_range(ts.KvStore.KeyRange(f"{name}/", f"{name}0")).result()
     with pytest.raises(reshard.CorruptCheckpointError) as caught:
         reshard.open(path)
     assert sorted(caught.value.problems) == [
         "list/0: there is no array `list.0`",
         "params/embed: there is no array `params.embed`",
     ]
-
-
-def test_a_missing_array_in_a_database(copy):
-    path = copy("standalone")
-    base = {"driver": "file", "path": f"{path}/"}
-    store = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
-    store.delete_range(ts.KvStore.KeyRange("one_device/", "one_device0")).result()
-    with pytest.raises(reshard.CorruptCheckpointError) as caught:
-        reshard.open(path)
-    assert caught.value.problems == ("one_device: there is no array `one_device`",)
-
-
-def test_a_missing_string(copy):
-    path = copy("standalone")
+    path = copy(layout, "without_strings")
     (path / "_strings.json").unlink()
     with pytest.raises(reshard.CorruptCheckpointError) as caught:
         reshard.open(path)
@@ -594,14 +521,14 @@ def test_two_leaves_under_one_name(collided, tmp_path):
         assert sorted(str(caught.value).replace("a.b/c", "a/b.c")) == sorted(
             text.replace("a.b/c", "a/b.c")
         )
-        assert not (tmp_path / "out").exists()
+    one = reshard.select(collided, ["a/b.c", "other"])
+    with pytest.raises(reshard.CorruptCheckpointError, match=r"a/b\.c and a\.b/c are both stored"):
+        reshard.save(one, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
     assert reshard.plan(collided).problems == (
         "two leaves were saved under one name, so one of them has overwritten the other",
         "a/b.c and a.b/c are both stored as `a.b.c`",
     )
-
-
-def test_neither_of_two_leaves_under_one_name(collided, tmp_path):
     kept = reshard.select(collided, drop=["a/b.c", "a.b/c"])
     reshard.save(kept, tmp_path / "out")
     restored = layouts.load_pytree(tmp_path / "out")
@@ -609,45 +536,32 @@ def test_neither_of_two_leaves_under_one_name(collided, tmp_path):
     assert restored == {}
 
 
-def test_selecting_one_of_two_leaves_under_one_name(collided, tmp_path):
-    one = reshard.select(collided, ["a/b.c", "other"])
-    with pytest.raises(reshard.CorruptCheckpointError, match=r"a/b\.c and a\.b/c are both stored"):
-        reshard.save(one, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 OLD_LAYOUTS = ["orbax-0.4.4/default", "orbax-0.4.4/ocdbt_True", "orbax-0.4.4-b/ocdbt_False"]
 UNMERGED = "orbax-0.4.4/ocdbt_False"
 
 
+@pytest.mark.every_combination
 @pytest.mark.parametrize("name", [*OLD_LAYOUTS, UNMERGED])
-def test_orbax_0_4_4(data, name):
+def test_orbax_0_4_4(data, tmp_path, name):
     ckpt = reshard.open(data / name)
-    expected = saved_leaves(OLD)
+    expected = {p: bits(np.asarray(x)) if is_array(x) else x for p, x in saved_leaves(OLD).items()}
     found = {p: x if not hasattr(x, "view") else bits(read(x)) for p, x in ckpt.items()}
-    assert found == {p: bits(np.asarray(x)) if is_array(x) else x for p, x in expected.items()}
+    assert found == expected
     assert ckpt.meshes == (Mesh(("data", "model"), (2, 4)),)
     assert ckpt["params/dense/kernel"].sharding.spec == (("data",), ("model",))
     assert ckpt["params/dense/kernel"].chunk_shape == (8, 8)
     words = {UNMERGED: "OCDBT, never merged, zarr2", OLD_LAYOUTS[2]: "plain files, zarr2"}
     assert ckpt.source.format == words.get(name, "OCDBT, zarr2")
-
-
-@pytest.mark.parametrize("name", [*OLD_LAYOUTS, UNMERGED])
-def test_orbax_0_4_4_saved_again(data, tmp_path, name):
+    # Saved again.
     before = layouts.hashes(data / name)
-    ckpt = reshard.to_mesh(reshard.open(data / name), "1x8")
-    reshard.save(ckpt, tmp_path / "out")
+    reshard.save(reshard.to_mesh(ckpt, "1x8"), tmp_path / "out")
     assert layouts.hashes(data / name) == before
-    on = layouts.mesh((1, 8))
     restored = layouts.load_pytree(tmp_path / "out")
-    arrays = {p: np.asarray(x) for p, x in saved_leaves(restored).items() if is_array(x)}
-    assert {p: bits(x) for p, x in arrays.items()} == {
-        p: bits(np.asarray(x)) for p, x in saved_leaves(OLD).items() if is_array(x)
-    }
+    got = {p: np.asarray(x) if is_array(x) else x for p, x in saved_leaves(restored).items()}
+    assert {p: bits(x) if is_array(x) else x for p, x in got.items()} == expected
     kernel = restored["params"]["dense"]["kernel"]
     spec = jax.sharding.PartitionSpec("data", "model")
-    assert kernel.sharding.is_equivalent_to(JaxNamedSharding(on, spec), 2)
+    assert kernel.sharding.is_equivalent_to(JaxNamedSharding(layouts.mesh((1, 8)), spec), 2)
     assert kernel.sharding.mesh.shape == {"data": 1, "model": 8}
     assert jax.tree.structure(restored) == jax.tree.structure(OLD)
 
