@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 import pathlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from layouts import bits
 from sampling import examples
+from test_mesh import cases as sharded_cases
 from watched import Watched
 
 import reshard
@@ -28,7 +29,6 @@ from reshard.restore.device_reads import Request, read_arrays
 from reshard.storage.array_store import ArrayStore
 from reshard.storage.location import parse_location
 
-FOUR = ("a", "b", "c", "d")
 DTYPES = ["float32", "bfloat16", "int8", "int4", "bool", "uint16", "complex64"]
 
 
@@ -92,50 +92,31 @@ def assert_on_devices(array, sharding, values):
 # Against the values themselves.
 
 
-class Case(NamedTuple):
-    shape: tuple
-    chunk: tuple
-    sizes: tuple
-    spec: tuple
-    dtype: str
-    zarr3: bool
-
-
 @st.composite
 def cases(draw):
-    """An array of up to a few thousand elements in any chunks, and a sharding that divides it."""
-    sizes = [1, 1, 1, 1]
-    for axis in draw(st.permutations(range(4))):
-        sizes[axis] = draw(st.sampled_from([n for n in (1, 2, 3, 4) if math.prod(sizes) * n <= 16]))
-    rank = draw(st.integers(0, 3))
-    spec = [[] for _ in range(draw(st.integers(0, rank)))]
-    for axis in draw(st.permutations(range(4))):
-        dim = draw(st.integers(-1, len(spec) - 1))
-        if dim >= 0:
-            spec[dim].append(axis)
-    parts = [math.prod(sizes[axis] for axis in entry) for entry in spec] + [1] * (rank - len(spec))
-    shape = tuple(part * draw(st.integers(1, 24 // part)) for part in parts)
-    chunk = tuple(draw(st.integers(1, size + 1)) for size in shape)
-    if math.prod(math.ceil(s / c) for s, c in zip(shape, chunk, strict=True)) > 100:
-        chunk = tuple(math.ceil(size / 4) for size in shape)
-    spec = tuple(tuple(FOUR[axis] for axis in entry) or None for entry in spec)
-    dtype, zarr3 = draw(st.sampled_from(DTYPES)), draw(st.booleans())
-    return Case(shape, chunk, tuple(sizes), spec, dtype, zarr3)
+    """An array of up to a few thousand elements in any chunks, and a sharding that divides it:
+    values, chunk, whether of zarr v3, sharding."""
+    case = draw(sharded_cases(most_devices=16))
+    values = random(case.shape, draw(st.sampled_from(DTYPES)), draw(st.integers(0, 1 << 30)))
+    chunk = tuple(draw(st.integers(1, size + 1)) for size in case.shape)
+    if math.prod(math.ceil(s / c) for s, c in zip(case.shape, chunk, strict=True)) > 100:
+        chunk = tuple(math.ceil(size / 3) for size in case.shape)
+    mesh = layouts.mesh(case.sizes, case.names)
+    spec = P(*(axes or None for axes in case.spec))
+    return values, chunk, draw(st.booleans()), NamedSharding(mesh, spec)
 
 
 @settings(deadline=None, max_examples=examples(80))
 @given(
     cases(),
-    st.integers(0, 1 << 30),
     st.sampled_from([None, 1, 2, 10]),
     st.sampled_from([0, 1 << 20]),
     st.booleans(),
 )
-def test_any_chunks_into_any_shards(tmp_path_factory, case, seed, chunks, whole, aliases):
+def test_any_chunks_into_any_shards(tmp_path_factory, case, chunks, whole, aliases):
     """With memory for some chunks, whether arrays are cut up in memory or read shard by shard."""
-    values = random(case.shape, case.dtype, seed)
-    handle = stored_array(tmp_path_factory.mktemp("any"), values, case.chunk, zarr3=case.zarr3)
-    sharding = NamedSharding(layouts.mesh(case.sizes, FOUR), P(*case.spec))
+    values, chunk, zarr3, sharding = case
+    handle = stored_array(tmp_path_factory.mktemp("any"), values, chunk, zarr3=zarr3)
     memory = None if chunks is None else chunks * chunk_bytes(handle)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_reads, "READ_WHOLE", whole)
@@ -151,27 +132,21 @@ def test_any_chunks_into_any_shards(tmp_path_factory, case, seed, chunks, whole,
 
 @settings(deadline=None, max_examples=examples(20))
 @given(
-    st.lists(cases(), min_size=2, max_size=5),
-    st.integers(0, 1 << 30),
+    st.lists(cases(), min_size=2, max_size=3),
     st.sampled_from([None, 1, 3, 50]),
     st.booleans(),
 )
-def test_many_arrays_at_once(tmp_path_factory, some, seed, chunks, aliases):
+def test_many_arrays_at_once(tmp_path_factory, some, chunks, aliases):
     folder = tmp_path_factory.mktemp("many")
-    values = [random(case.shape, case.dtype, seed + i) for i, case in enumerate(some)]
-    handles = [
-        stored_array(folder, value, case.chunk, zarr3=case.zarr3)
-        for value, case in zip(values, some, strict=True)
-    ]
-    shardings = [NamedSharding(layouts.mesh(case.sizes, FOUR), P(*case.spec)) for case in some]
-    requests = [Request(h, h.dtype, s) for h, s in zip(handles, shardings, strict=True)]
+    handles = [stored_array(folder, value, chunk, zarr3=zarr3) for value, chunk, zarr3, _ in some]
+    requests = [Request(h, h.dtype, s) for h, (*_, s) in zip(handles, some, strict=True)]
     memory = None if chunks is None else chunks * max(map(chunk_bytes, handles))
     with pytest.MonkeyPatch.context() as patch:
         if not aliases:
             patch.setattr(device_reads, "_aliases", lambda sharding: sharding is None)
         with each_chunk_read_once(*handles):
             arrays = read_arrays(requests, memory)
-    for array, sharding, value in zip(arrays, shardings, values, strict=True):
+    for array, (value, _, _, sharding) in zip(arrays, some, strict=True):
         assert_on_devices(array, sharding, value)
 
 
@@ -318,9 +293,9 @@ SPECS = {"row": P("data"), "column": P(None, "model"), "both": P("data", "model"
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """Four arrays of 2 MiB in chunks of 64 KiB."""
+    """Four arrays of 1 MiB in chunks of 64 KiB."""
     folder = tmp_path_factory.mktemp("large")
-    values = {name: random((512, 1024), seed=i) for i, name in enumerate(SPECS)}
+    values = {name: random((256, 1024), seed=i) for i, name in enumerate(SPECS)}
     return {name: (stored_array(folder, x, (16, 1024)), x) for name, x in values.items()}
 
 
