@@ -194,16 +194,11 @@ def test_a_sibling_keeps_a_level_named_value():
 
 
 @pytest.mark.parametrize("leaf", [None, {}, [], ()])
-def test_what_is_empty_is_neither_missing_nor_unexpected(leaf):
+def test_what_is_empty_is_neither_missing_nor_unexpected_and_no_array(leaf):
     ckpt = saved({("a",): ((3,), "float32"), ("b",): leaf, ("c", "value"): leaf})
     assert match([array(("a",), (3,))], ckpt) == ([("a",)], [])
-
-
-@pytest.mark.parametrize("leaf", [None, {}, [], ()])
-def test_what_is_empty_is_no_array(leaf):
-    ckpt = saved({("a",): leaf})
-    found, problems = match([array(("a",), (3,))], ckpt)
-    assert (found, problems) == ([None], [Mismatch("missing", "a  float32[3]: missing", ("a",))])
+    missing = [Mismatch("missing", "b  float32[3]: missing", ("b",))]
+    assert match([array((key,), (3,)) for key in "ab"], ckpt) == ([("a",), None], missing)
 
 
 # Kinds of leaves.
@@ -253,29 +248,30 @@ def test_which_dtypes_fit(cast):
 
 
 @pytest.mark.parametrize("cast", [False, True, "lossy"])
-def test_python_scalars_have_no_dtype_of_their_own(cast):
-    ckpt = saved(
-        {
-            ("step",): ((), "int64", "scalar"),
-            ("lr",): ((), "float64", "scalar"),
-            ("flag",): ((), "bool", "scalar"),
-        }
-    )
-    wanted = [
-        array(("step",), dtype="int32"),
-        array(("lr",), weak=True),
-        array(("flag",), dtype="bool"),
-    ]
-    paths = [("step",), ("lr",), ("flag",)]
-    assert match(wanted, ckpt, cast=cast) == (paths, [])
-    wanted = [
-        TargetLeaf(("step",), "int"),
-        TargetLeaf(("lr",), "float"),
-        TargetLeaf(("flag",), "bool"),
-    ]
-    assert match(wanted, ckpt, cast=cast) == (paths, [])
-    arrays = saved({("step",): ((), "uint32"), ("lr",): ((), "bfloat16"), ("flag",): ((), "bool")})
-    assert match(wanted, arrays, cast=cast) == (paths, [])
+@pytest.mark.parametrize(
+    ("wanted", "leaf"),
+    [
+        # Python scalars have no dtype of their own.
+        (array(("a",), dtype="int32"), ((), "int64", "scalar")),
+        (array(("a",), weak=True), ((), "float64", "scalar")),
+        (array(("a",), dtype="bool"), ((), "bool", "scalar")),
+        (TargetLeaf(("a",), "int"), ((), "int64", "scalar")),
+        (TargetLeaf(("a",), "float"), ((), "float64", "scalar")),
+        (TargetLeaf(("a",), "bool"), ((), "bool", "scalar")),
+        (TargetLeaf(("a",), "int"), ((), "uint32")),
+        (TargetLeaf(("a",), "float"), ((), "bfloat16")),
+        (TargetLeaf(("a",), "bool"), ((), "bool")),
+        (TargetLeaf(("a",), "str"), "text"),
+        (array(("a",), (3,), "float64"), ((3,), "float64", "np.ndarray")),
+        (TargetLeaf(("a",), "key", (8,), key_impl="rbg"), ((8, 4), "uint32", "jax.Array", "rbg")),
+        (
+            TargetLeaf(("a",), "key", (), key_impl="threefry2x32"),
+            ((2,), "uint32", "jax.Array", "threefry2x32"),
+        ),
+    ],
+)
+def test_what_fits(wanted, leaf, cast):
+    assert match([wanted], saved({("a",): leaf}), cast=cast) == ([("a",)], [])
 
 
 SCALAR = "a Python scalar"
@@ -339,24 +335,6 @@ def test_what_does_not_fit(wanted, leaf, what, sides, cast):
     text = f"a: the target has {sides[0]}, the checkpoint {sides[1]}"
     expected = [] if cast and floats else [Mismatch(what, text, ("a",))]
     assert match([wanted], saved({("a",): leaf}), cast=cast) == ([("a",)], expected)
-
-
-def test_kinds_that_fit():
-    ckpt = saved(
-        {
-            ("one",): ((2,), "uint32", "jax.Array", "threefry2x32"),
-            ("many",): ((8, 4), "uint32", "jax.Array", "rbg"),
-            ("name",): "text",
-            ("host",): ((3,), "float64", "np.ndarray"),
-        }
-    )
-    wanted = [
-        TargetLeaf(("host",), "array", (3,), np.dtype("float64")),
-        TargetLeaf(("name",), "str"),
-        TargetLeaf(("many",), "key", (8,), key_impl="rbg"),
-        TargetLeaf(("one",), "key", (), key_impl="threefry2x32"),
-    ]
-    assert match(wanted, ckpt) == ([("host",), ("name",), ("many",), ("one",)], [])
 
 
 # Leaves in several places.
@@ -444,15 +422,15 @@ def test_the_nearest_leaf_has_the_same_shape_and_dtype():
 
 
 def test_matching_grows_with_the_leaves():
-    """Twenty thousand leaves, none of which is where it is wanted, boxed on one side."""
-    present = [("params", f"layer_{i}", "kernel", "value") for i in range(20_000)]
+    """Ten thousand leaves, none of which is where it is wanted, boxed on one side."""
+    present = [("params", f"layer_{i}", "kernel", "value") for i in range(10_000)]
     wanted = [path[:-1] for path in present]
     assert matched(wanted, present) == (present, [])
 
 
 def test_every_missing_leaf_is_named_and_the_first_ones_have_a_hint():
-    """Three thousand leaves under other names, each of which resembles all others."""
-    count = 3000
+    """Two thousand leaves under other names, each of which resembles all others."""
+    count = 2000
     present = [("params", f"layer_{i}", "kernel") for i in range(count)]
     wanted = [("model", "layers", i, "kernel") for i in range(count)]
     found, problems = matched(wanted, present)
