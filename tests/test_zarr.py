@@ -119,31 +119,27 @@ def assert_holds(document, values):
 # Other grids and shapes.
 
 
-def test_other_chunks_of_zarr2():
-    document = remade(zarr2((6, 4), (3, 4)), (6, 4), (2, 2))
-    assert document == zarr2((6, 4), (2, 2))
-    assert_holds(document, random((6, 4)))
-
-
 @pytest.mark.parametrize(
-    ("outer", "inner", "chunk", "kept"),
+    ("document", "chunk", "expected"),
     [
-        ((6, 8), (3, 4), (6, 4), (3, 4)),  # they divide the new chunks
-        ((6, 8), (3, 4), (4, 8), (4, 8)),  # they do not
-        ((6, 8), (6, 8), (12, 8), (12, 8)),  # they were whole chunks
-        ((6, 8), (3, 4), (3, 4), (3, 4)),
+        (zarr2((12, 8), (6, 8)), (4, 4), zarr2((12, 8), (4, 4))),
+        (zarr3((12, 8), (6, 8)), (12, 4), zarr3((12, 8), (12, 4))),
+        *(
+            (zarr3((12, 8), outer, sharded(*inner)), chunk, zarr3((12, 8), chunk, sharded(*kept)))
+            for outer, inner, chunk, kept in [
+                ((6, 8), (3, 4), (6, 4), (3, 4)),  # they divide the new chunks
+                ((6, 8), (3, 4), (4, 8), (4, 8)),  # they do not
+                ((6, 8), (6, 8), (12, 8), (12, 8)),  # they were whole chunks
+                ((6, 8), (3, 4), (3, 4), (3, 4)),
+            ]
+        ),
     ],
 )
-def test_inner_chunks_of_zarr3(outer, inner, chunk, kept):
-    document = remade(zarr3((12, 8), outer, sharded(*inner)), (12, 8), chunk)
-    assert document == zarr3((12, 8), chunk, sharded(*kept))
-    assert_holds(document, random((12, 8)))
-
-
-def test_other_chunks_of_zarr3_without_inner_ones():
-    document = remade(zarr3((12, 8), (6, 8)), (12, 8), (12, 4))
-    assert document == zarr3((12, 8), (12, 4))
-    assert_holds(document, random((12, 8)))
+def test_other_chunks(document, chunk, expected):
+    """And the chunks inside them, of zarr v3."""
+    made = remade(document, (12, 8), chunk)
+    assert made == expected
+    assert_holds(made, random((12, 8)))
 
 
 @pytest.mark.parametrize(
