@@ -157,11 +157,11 @@ def test_arrays_that_are_parts_of_one_chunk_are_read_together(grids):
 
 
 def test_scalars_that_are_parts_of_one_chunk_are_read_together(tmp_path):
-    values = np.random.default_rng(1).standard_normal(1000)
+    values = np.random.default_rng(1).standard_normal(250)
     path = save(tmp_path / "saved", {"layers": {"w": values}})
     ckpt = reshard.unstack(reshard.open(path), "layers", into="layer_{}", axis=0)
-    # 16 KiB for each, and 16,000 bytes; one batch may take it all, and a quarter of it not.
-    got, read = read_by(lambda: reshard.digest(ckpt, max_memory="16MiB"))
+    # 16 KiB for each, and 4,000 bytes; one batch may take it all, and a quarter of it not.
+    got, read = read_by(lambda: reshard.digest(ckpt, max_memory="4MiB"))
     assert got == {(f"layer_{i}", "w"): digest_of(value) for i, value in enumerate(values)}
     assert read == pytest.approx(stored(path), abs=4)
 
