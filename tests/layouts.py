@@ -92,6 +92,11 @@ def random_array(rng: np.random.Generator, shape: Sequence[int], dtype: Any = "f
     return raw.view(dtype)[..., 0]
 
 
+def random(shape: Sequence[int], dtype: Any = "float32", seed: int = 0):
+    """Such an array, the same for the same seed."""
+    return random_array(np.random.default_rng(seed), shape, dtype)
+
+
 def random_tree(on: Mesh, seed: int, *, strings: bool = True, rich: bool = True) -> dict[str, Any]:
     """A tree with every kind of leaf and container, each leaf random.
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import re
@@ -19,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from layouts import bits
+from layouts import bits, random
 from sampling import examples, few
 from test_loader import never_merged
 from watched import Watched
@@ -77,10 +78,6 @@ ARRAYS = {
     **{f"norm_{i}": ((24,), P("model"), "bfloat16") for i in range(3)},
     **{f"flag_{i}": ((), P(), "bool") for i in range(2)},
 }
-
-
-def random(shape, dtype="float32", seed=0):
-    return layouts.random_array(np.random.default_rng(seed), shape, dtype)
 
 
 def put(values, spec, sizes=(2, 4)):
@@ -680,8 +677,8 @@ ENCODINGS = {
     ("name", "encoding"),
     few(
         ((name, e) for name, some in ENCODINGS.items() for e in some),
-        *(("files", ENCODINGS["files"][n]) for n in (2, 4, 6)),
-        *(("files3", ENCODINGS["files3"][n]) for n in (2, 4)),
+        *(("files", ENCODINGS["files"][n]) for n in (1, 2, 6)),
+        *(("files3", ENCODINGS["files3"][n]) for n in (2, 3, 4)),
     ),
 )
 def test_arrays_that_are_encoded_differently(source, tmp_path, name, encoding, count):
@@ -999,32 +996,28 @@ def test_casts_before_and_after(source, tmp_path, name, first):
 def test_float64_is_rounded_once(tmp_path):
     """To the nearest bfloat16; by way of float32 these would become ties, and go to even."""
     tie = 1 + 2.0**-8  # between 1 and 1 + 2**-7
-    above, below = tie + 2.0**-40, tie - 2.0**-40
-    odd = tie + 2.0**-7  # between 1 + 2**-7 and 1 + 2**-6
+    above, below, odd = tie + 2.0**-40, tie - 2.0**-40, tie + 2.0**-7
     values = np.array([[above, below, tie], [-above, odd - 2.0**-40, odd]])
     step = 2.0**-7
-    rounded = np.array([[1 + step, 1, 1], [-1 - step, 1 + step, 1 + 2 * step]])
-    ckpt = write(tmp_path / "in", {"a": values, "b": values * 2})
+    rounded = np.array([[1 + step, 1, 1], [-1 - step, 1 + step, 1 + 2 * step]], jnp.bfloat16)
+    ckpt = write(tmp_path / "in", {"a": values, "b": values[::-1]})
+    steps = [
+        (Stack(0), ["a", "b"], ["s"], True),
+        (Transpose((1, 0)), ["a"], ["t"]),
+        (Unstack(1, 3), ["b"], names("u", 3)),
+    ]
     for first in (True, False):
-        cast = reshard.cast(ckpt, "bfloat16") if first else ckpt
-        leaves = [
-            *apply(Stack(0), [cast["a"], cast["b"]], [("s",)]),
-            *apply(Transpose((1, 0)), [cast["a"]], [("t",)]),
-            *apply(Unstack(1, 3), [cast["b"]], [("u", i) for i in range(3)]),
-        ]
-        new = cast.replace({leaf.path: leaf for leaf in leaves}, retyped=True)
+        forming = Forming(
+            reshard.cast(ckpt, "bfloat16") if first else ckpt, {"a": rounded, "b": rounded[::-1]}
+        )
+        for one in steps:
+            forming.step(*one)
+        new = forming.checkpoint()
         new = new if first else reshard.cast(new, "bfloat16")
-        out = tmp_path / f"out{first}"
-        reshard.save(new, out)
-        expected = {
-            ("s",): np.stack([rounded, rounded * 2]),
-            ("t",): rounded.T,
-            **{("u", i): rounded[:, i] * 2 for i in range(3)},
-        }
-        expected = {path: x.astype(jnp.bfloat16) for path, x in expected.items()}
-        assert values_of(load(out)) == values_of(expected)
+        reshard.save(new, tmp_path / f"out{first}")
+        assert values_of(load(tmp_path / f"out{first}")) == forming.expected
         live = reshard.restore(new, layouts.mesh((1, 8)))
-        assert values_of(layouts.saved_leaves(live)) == values_of(expected)
+        assert values_of(layouts.saved_leaves(live)) == forming.expected
 
 
 # Each chunk once, and in how much memory.
@@ -1322,9 +1315,14 @@ def assert_read(forming, requests, memory):
         assert bits(np.asarray(array))[1:] == forming.expected[name,], name
 
 
-@pytest.mark.pairs
-@pytest.mark.parametrize("on", ["host", "devices", "accelerators"])
-@pytest.mark.parametrize("memory", [None, 4 << 20, 600 << 10])
+@pytest.mark.every_combination
+@pytest.mark.parametrize(
+    ("on", "memory"),
+    [
+        *few(itertools.product(["host", "devices"], [None, 4 << 20, 600 << 10]), ("devices", None)),
+        ("accelerators", 500 << 10),
+    ],
+)
 @pytest.mark.parametrize("case", ONCE)
 def test_a_restore_reads_each_chunk_once(large, monkeypatch, case, memory, on):
     """Arrays larger than the memory are read box by box, all that share a chunk at once, to

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from layouts import bits
+from layouts import bits, random
 from sampling import examples
 from test_mesh import cases as sharded_cases
 from watched import Watched
@@ -61,10 +61,6 @@ def stored_array(folder: pathlib.Path, values, chunk, *, zarr3=False, dtype=None
         stored_dtype=values.dtype,
         data=StoredArray(store, name, (folder / name / store.metadata_key).read_bytes()),
     )
-
-
-def random(shape, dtype="float32", seed=0):
-    return layouts.random_array(np.random.default_rng(seed), shape, dtype)
 
 
 def chunk_bytes(handle):

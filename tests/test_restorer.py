@@ -513,37 +513,6 @@ def test_every_container(tmp_path, save, on):
     assert got["ints"].keys() == {3, 20, 100} and list(got["ints"][20]) == [1]
 
 
-@every_api
-def test_sharded_keys(tmp_path, save):
-    old, new = layouts.mesh((2, 4)), layouts.mesh((1, 8))
-    tree = {
-        name: jax.device_put(
-            jax.random.split(jax.random.key(i, impl=impl), shape), NamedSharding(old, spec)
-        )
-        for i, (name, impl, shape, spec) in enumerate(
-            [
-                ("a", "threefry2x32", (8,), P("model")),
-                ("b", "rbg", (8,), P(("data", "model"))),
-                ("c", "threefry2x32", (8, 3), P("data", None)),
-                ("d", "unsafe_rbg", (2, 8), P(None, "model")),
-                ("e", "rbg", (), P()),
-            ]
-        )
-    }
-    SAVE[save](tmp_path / "saved", tree)
-    target = abstract(tree, new, seed=2)
-    got = reshard.restore(tmp_path / "saved", target)
-    assert_restored(got, target, tree)
-    bare = reshard.restore(tmp_path / "saved", new)
-    layouts.assert_same_tree(bare, tree)
-    assert {name: keys.sharding for name, keys in bare.items()} == {
-        name: NamedSharding(new, keys.sharding.spec) for name, keys in tree.items()
-    }
-    # Keys draw what the saved ones draw.
-    draw = jax.vmap(lambda key: jax.random.uniform(key, (3,)))
-    assert np.array_equal(draw(got["a"]), draw(tree["a"]))
-
-
 def one_device():
     return SingleDeviceSharding(jax.devices()[0])
 

@@ -18,6 +18,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sampling import few
+from test_formed import FORMATS
 
 HERE = pathlib.Path(__file__).parent
 TIMEOUT = 300  # seconds, after which a process hangs
@@ -105,13 +106,6 @@ READS = """
             ratios[f"{name} {memory}"] = (count() - before) / stored
     print(json.dumps(ratios))
 """
-
-FORMATS = {
-    "zarr2-files": {"use_ocdbt": False},
-    "zarr3-files": {"use_ocdbt": False, "use_zarr3": True},
-    "zarr2-ocdbt": {},
-    "zarr3-ocdbt": {"use_zarr3": True},
-}
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="the system does not count reads")

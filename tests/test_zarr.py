@@ -10,7 +10,7 @@ import pytest
 import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import DTYPES
+from layouts import DTYPES, random
 from sampling import examples
 
 import reshard
@@ -88,10 +88,6 @@ class Memory:
         keys = [key.decode() for key in self.store.list().result()]
         own = [key.removeprefix(f"{name}/") for key in keys if key.startswith(f"{name}/")]
         return {key: self.store.read(f"{name}/{key}").result().value for key in own}
-
-
-def random(shape, dtype="float32", seed=0):
-    return layouts.random_array(np.random.default_rng(seed), shape, dtype)
 
 
 def encoding(document):
