@@ -242,10 +242,6 @@ RECIPES = {
         (Crop(((0, 4), (2, 2))), ["qkv"], ["cropped"]),
         (Crop(((1, 1), (0, 0), (8, 0))), ["rows"], ["less"]),
     ],
-    "unstack then transpose": [
-        unstack("together"),
-        *[(Transpose((1, 0)), [f"together_{i}"], [f"t{i}"]) for i in range(LAYERS)],
-    ],
     "stack of splits": [
         *[(Split(0, (16, 16)), [f"layer_{i}"], [f"a{i}", f"b{i}"]) for i in range(3)],
         (Stack(0), names("a", 3), ["a"]),

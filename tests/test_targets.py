@@ -105,6 +105,13 @@ def train_state(model, tx, key=KEY, x=X):
     return twins.TrainState.create(apply_fn=None, tx=tx, **variables)
 
 
+def raised(*args, error: type[Exception] = ShardingError, **kwargs):
+    """What is said of a target that cannot be."""
+    with pytest.raises(error) as caught:
+        reshard.target(*args, **kwargs)
+    return str(caught.value)
+
+
 def shardings(tree):
     """Printed path -> sharding, boxes and variables left out of the path."""
     found = layouts.flat(nn.meta.unbox(tree) if not isinstance(tree, nnx.State) else tree)
@@ -396,32 +403,9 @@ def test_a_train_state_that_is_real_keeps_its_scalars():
 
 
 def test_leaves_that_are_no_arrays_stay_as_they_are():
-    got = reshard.target(
-        {
-            "w": np.ones((8, 8), "float16"),
-            "scalar": np.float32(3),
-            "step": 7,
-            "rate": 0.5,
-            "flag": True,
-            "name": "text",
-            "none": None,
-            "empty": optax.EmptyState(),
-            "masked": optax.MaskedNode(),
-            "key": jax.random.key(1),
-            "keys": jax.random.split(jax.random.key(1), 8),
-            "layers": [{1: jnp.ones((4, 4), "bfloat16")}, (), []],
-        },
-        mesh=MESH,
-        specs=[("^w$", "data,model"), ("^keys", "model"), ("^layers/0/1$", ",model")],
-    )
-
-    def on(shape, dtype, *spec):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(MESH, P(*spec)))
-
-    key = jax.random.key(1).dtype
-    expected = {
-        "w": on((8, 8), "float16", "data", "model"),
-        "scalar": on((), "float32"),
+    tree = {
+        "w": np.ones((8, 8), "float16"),
+        "scalar": np.float32(3),
         "step": 7,
         "rate": 0.5,
         "flag": True,
@@ -429,9 +413,23 @@ def test_leaves_that_are_no_arrays_stay_as_they_are():
         "none": None,
         "empty": optax.EmptyState(),
         "masked": optax.MaskedNode(),
-        "key": on((), key),
-        "keys": on((8,), key, "model"),
-        "layers": [{1: on((4, 4), "bfloat16", None, "model")}, (), []],
+        "key": jax.random.key(1),
+        "keys": jax.random.split(jax.random.key(1), 8),
+        "layers": [{1: jnp.ones((4, 4), "bfloat16")}, (), []],
+    }
+    specs = [("^w$", "data,model"), ("^keys", "model"), ("^layers/0/1$", ",model")]
+    got = reshard.target(tree, mesh=MESH, specs=specs)
+
+    def on(leaf, *spec):
+        sharding = NamedSharding(MESH, P(*spec))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    expected = tree | {
+        "w": on(tree["w"], "data", "model"),
+        "scalar": on(tree["scalar"]),
+        "key": on(tree["key"]),
+        "keys": on(tree["keys"], "model"),
+        "layers": [{1: on(tree["layers"][0][1], None, "model")}, (), []],
     }
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     assert jax.tree.leaves(got) == jax.tree.leaves(expected)
@@ -780,11 +778,8 @@ def test_a_class_that_needs_more_is_called_by_the_user():
         def __init__(self, size, rngs):
             self.w = nnx.Param(jnp.ones((size, size)))
 
-    with pytest.raises(reshard.ArgumentError) as error:
-        reshard.target(Sized, mesh=MESH)
-    assert str(error.value) == (
-        "`Sized` cannot be called with `rngs=`: missing a required argument: 'size'\n"
-        "\n"
+    assert raised(Sized, mesh=MESH, error=reshard.ArgumentError) == (
+        "`Sized` cannot be called with `rngs=`: missing a required argument: 'size'\n\n"
         "hint: a function that does: `def make(): return Sized(...)`"
     )
     with pytest.raises(reshard.ArgumentError) as error:
@@ -801,16 +796,11 @@ def test_what_holds_no_variables_is_no_state():
     def nothing():
         return None
 
-    with pytest.raises(reshard.ArgumentError) as error:
-        reshard.target(module, mesh=MESH)
-    assert str(error.value) == (
-        "`module` returned the Linen module Dense, which holds no variables\n"
-        "\n"
+    assert raised(module, mesh=MESH, error=reshard.ArgumentError) == (
+        "`module` returned the Linen module Dense, which holds no variables\n\n"
         "hint: return the variables: `Dense(...).init(jax.random.key(0), x)`"
     )
-    with pytest.raises(reshard.ArgumentError) as error:
-        reshard.target(nothing, mesh=MESH)
-    assert str(error.value) == "`nothing` returned None"
+    assert raised(nothing, mesh=MESH, error=reshard.ArgumentError) == "`nothing` returned None"
 
 
 @pytest.mark.parametrize("key", dict.fromkeys([OUT_SHARDING, "sharding_names", "sharding"]))
@@ -910,22 +900,6 @@ def test_every_form_of_rules(rules):
     assert shardings(reshard.target(model, mesh=MESH, rules=rules, inputs=(X,))) == flax_shardings(
         abstract, MESH, pairs
     )
-
-
-def test_shared_variables_and_modules_stay_shared():
-    net, optimizer = reshard.target(
-        lambda: NNX_STATES["model and own SGD"](Net(nnx.Rngs(0)), None), mesh=MESH
-    )
-    assert net.head is net.embed
-    assert net.tied is net.embed.embedding
-    assert optimizer.params["w"] is net.w
-    assert optimizer.params["blocks"][0]["kernel"] is net.blocks[0].kernel
-    assert optimizer.momentum["w"] is not net.w
-    assert type(optimizer.momentum["w"]) is SGDState
-    both = reshard.target(
-        lambda: {"a": (first := Net(nnx.Rngs(0))), "b": [first, first.w]}, mesh=MESH
-    )
-    assert both["b"][0] is both["a"]
 
 
 def test_a_graph_with_a_cycle():
@@ -1116,6 +1090,7 @@ CONTEXTS = {
     "with mesh, other sizes": lambda: layouts.mesh((4, 2)),
     "with mesh, other names": lambda: layouts.mesh((8,), ("x",)),
     "use_abstract_mesh": lambda: jax.sharding.use_abstract_mesh(KINDS["AbstractMesh"]),
+    "no eager sharding": lambda: nnx.use_eager_sharding(False),
     "rules": lambda: logical_axis_rules((("embed", "model"), ("hidden", None))),
 }
 
@@ -1210,17 +1185,6 @@ def test_a_model_for_explicit_axes(kind, context):
         got = reshard.target(Resharded, mesh=KINDS[kind], specs={"^v$": P("model")})
     assert got.w.get_value().sharding == NamedSharding(KINDS[kind], P("data", "model"))
     assert got.v.get_value().sharding == NamedSharding(KINDS[kind], P("model"))
-
-
-@pytest.mark.parametrize("eager", [True, False])
-def test_eager_sharding_is_as_it_was_and_so_are_the_variables(eager):
-    make = functools.partial(nnx_pair, to_mesh_axes)
-    with nnx.use_eager_sharding(eager):
-        got = reshard.target(make, mesh=MESH)
-        assert nnx.using_eager_sharding() is eager
-        with jax.set_mesh(MESH):
-            assert_nnx_as(got, make())
-    assert nnx.using_eager_sharding() is True
 
 
 @pytest.mark.filterwarnings("ignore:.*with mesh.*:DeprecationWarning")
@@ -1356,12 +1320,6 @@ def test_a_name_without_a_rule_is_replicated_in_linen_and_an_error_in_nnx():
 
 
 # Errors
-
-
-def raised(*args, **kwargs):
-    with pytest.raises(ShardingError) as caught:
-        reshard.target(*args, **kwargs)
-    return str(caught.value)
 
 
 def test_all_problems_of_a_train_state_at_once():
