@@ -8,6 +8,7 @@ import sys
 
 import layouts
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import reshard
