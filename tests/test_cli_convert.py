@@ -176,7 +176,7 @@ def run(folder, monkeypatch, capsys):
     import reshard.cli.job
     import reshard.cli.model_argument
 
-    monkeypatch.setattr(reshard.cli.job, "tune_memory", lambda max_memory: None)
+    monkeypatch.setattr(reshard.cli.job, "tune_memory", lambda *how: None)
     monkeypatch.setattr(sys, "path", list(sys.path))
     terminate = signal.getsignal(signal.SIGTERM)
 
