@@ -344,7 +344,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 class _ConditionalStore:
     """Objects of `gs://`, with what TensorStore asks of them: reads of a range, conditional on a
-    generation; uploads and deletes conditional on one; lists, which are one page."""
+    generation; uploads and deletes conditional on one; pages of a list."""
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -400,8 +400,8 @@ class _ConditionalStore:
         return (204, {}, b"") if self._objects.pop(place, None) else (404, {}, b"{}")
 
     def _list(self, place: Any, asked: dict[str, str], handler: _Handler, body: bytes) -> Any:
-        first, end = asked.get("startOffset", ""), asked.get("endOffset")
-        prefix = asked.get("prefix", "")
+        first = max(asked.get("startOffset", ""), asked.get("pageToken", ""))
+        prefix, end = asked.get("prefix", ""), asked.get("endOffset")
         found: dict[str, dict[str, Any] | None] = {}  # name -> an object, or a prefix of several
         for (bucket, key), (generation, data) in sorted(self._objects.items()):
             if bucket == place[0] and key.startswith(prefix) and (end is None or key < end):
