@@ -297,10 +297,10 @@ STAGED = {
 
 @pytest.mark.parametrize("change", STAGED)
 def test_what_an_earlier_run_has_copied_is_copied_again(root, tmp_path, monkeypatch, change):
-    """And notes that grew."""
+    """And notes that have other words, as many."""
     out = tmp_path / "out"
     STAGED[change](stopped(root, out, monkeypatch, link=False) / "3")
-    (root / "notes" / "today").write_text("rain, then sunshine")
+    (root / "notes" / "today").write_text("snow")
     reshard.save(opened(root), out, resume=True, link=False)
     assert copies(out) - {f"3/state/{FILE}"} == copies(root)
     for path in copies(root):
@@ -329,7 +329,9 @@ def test_something_else_in_the_source_changed_since(root, tmp_path, monkeypatch,
     assert str(caught.value) == another_job(kept, problem)
     assert hashes(kept) == before
     reshard.save(opened(root), out)
-    assert copies(out) == copies(root)
+    assert {path: (out / path).read_bytes() for path in copies(out)} == {
+        path: (root / path).read_bytes() for path in copies(root)
+    }
 
 
 def test_all_that_has_changed_is_told(root, tmp_path, monkeypatch):
@@ -383,3 +385,4 @@ def test_what_others_do_beside_the_step(root, tmp_path, monkeypatch):
         reshard.open(out, item="state"), reshard.open(root, step=3, item="state")
     )
     assert found.ok
+    assert sorted(os.listdir(out)) == ["3", "notes"]
