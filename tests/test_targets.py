@@ -1090,7 +1090,6 @@ CONTEXTS = {
     "with mesh, other sizes": lambda: layouts.mesh((4, 2)),
     "with mesh, other names": lambda: layouts.mesh((8,), ("x",)),
     "use_abstract_mesh": lambda: jax.sharding.use_abstract_mesh(KINDS["AbstractMesh"]),
-    "no eager sharding": lambda: nnx.use_eager_sharding(False),
     "rules": lambda: logical_axis_rules((("embed", "model"), ("hidden", None))),
 }
 
@@ -1185,6 +1184,17 @@ def test_a_model_for_explicit_axes(kind, context):
         got = reshard.target(Resharded, mesh=KINDS[kind], specs={"^v$": P("model")})
     assert got.w.get_value().sharding == NamedSharding(KINDS[kind], P("data", "model"))
     assert got.v.get_value().sharding == NamedSharding(KINDS[kind], P("model"))
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_eager_sharding_is_as_it_was_and_so_are_the_variables(eager):
+    make = functools.partial(nnx_pair, to_mesh_axes)
+    with nnx.use_eager_sharding(eager):
+        got = reshard.target(make, mesh=MESH)
+        assert nnx.using_eager_sharding() is eager
+        with jax.set_mesh(MESH):
+            assert_nnx_as(got, make())
+    assert nnx.using_eager_sharding() is True
 
 
 @pytest.mark.filterwarnings("ignore:.*with mesh.*:DeprecationWarning")
