@@ -334,14 +334,14 @@ def conversion(
             "there is neither a model nor a map to convert by",
             hints=[Hint(("model",)), Hint(("map_file",))],
         )
-    goal = None if model is None else target_tree_of(model, to)
+    target = None if model is None else target_tree_of(model, to)
     other = source
     if source is not None and not isinstance(source, TargetTree):
         other = target_tree_of(source, found.api, "the model of the source")
     said = layout or known
     left_out = {} if whole is ckpt else _left_out_of(whole, ckpt, found, said, OPPOSITE[to])
-    decided = decide(ckpt, found, to, goal, map_file, init, other, left_out)
-    made = _made(ckpt, found, to, goal, decided, model, limit)
+    decided = decide(ckpt, found, to, target, map_file, init, other, left_out)
+    made = _made(ckpt, found, to, target, decided, model, limit)
     model_map = dataclasses.replace(made.map, dropped=(*left_out, *made.map.dropped))
     gone = (Outcome((path,), None, "dropped") for path in whole if path not in ckpt)
     return dataclasses.replace(made, map=model_map, outcomes=(*made.outcomes, *gone))
@@ -386,7 +386,7 @@ def _made(
     ckpt: Checkpoint,
     layout: Layout,
     to: str,
-    goal: TargetTree | None,
+    target: TargetTree | None,
     decided: Decision,
     model: Any,
     max_memory: int | None,
@@ -412,7 +412,7 @@ def _made(
         if computed.peak >= _TOLD_PEAK:
             notes.append(f"computing initial values takes at most {format_bytes(computed.peak)}")
     made |= decided.empty
-    order = list(made) if goal is None else sorted(made, key=_order(goal, decided.prefix))
+    order = list(made) if target is None else sorted(made, key=_order(target, decided.prefix))
     check_lists(made)
     ordered = by_order(decided.model, to)
     warnings = [] if ordered is None else [order_warning(ordered)]
@@ -422,7 +422,7 @@ def _made(
     if any(leaf.key_impl for leaf in result.arrays):
         result = result.with_source(described=True)
     default = "nnx-state" if to == "nnx" else "linen-variables"
-    kind = "nnx-model" if decided.prefix else default if goal is None else goal.layout.kind
+    kind = "nnx-model" if decided.prefix else default if target is None else target.layout.kind
     if layout.api == "nnx":
         result = without_record(result)
     elif not any(isinstance(call.operation, Crop) for call in decided.map.calls()):
@@ -443,7 +443,7 @@ def _made(
     )
 
 
-def _order(goal: TargetTree, prefix: Path) -> Callable[[Path], int]:
+def _order(target: TargetTree, prefix: Path) -> Callable[[Path], int]:
     """The place of a leaf in the tree of the model; leaves beside it come last."""
-    places = {prefix + path: place for place, path in enumerate(goal.leaves)}
+    places = {prefix + path: place for place, path in enumerate(target.leaves)}
     return lambda path: places.get(path, len(places))

@@ -68,7 +68,7 @@ def decide(
     ckpt: Checkpoint,
     layout: Layout,
     to: str,
-    goal: TargetTree | None,
+    target: TargetTree | None,
     map_file: str | os.PathLike | None,
     init: Sequence[str],
     other: TargetTree | None,
@@ -80,7 +80,7 @@ def decide(
       ckpt: the source.
       layout: what it is.
       to: the API that it is converted to.
-      goal: the tree that is to be made, if there is a model.
+      target: the tree that is to be made, if there is a model.
       map_file: path of a map file.
       init: globs of leaves of that tree.
       other: the tree of the model that the source is of, if that is known.
@@ -92,8 +92,8 @@ def decide(
     shapes = layout.shapes(ckpt)
     parameters = parameters_of({**shapes, **left_out}, layout.api)
     copies = _copies_of_parameters(ckpt, layout, parameters)
-    places = TargetPaths(layout, to, goal, bool(copies))
-    against = Problems(ckpt, layout, to, goal, other, copies, places)
+    places = TargetPaths(layout, to, target, bool(copies))
+    against = Problems(ckpt, layout, to, target, other, copies, places)
     return _Work(against, shapes, parameters, left_out).decided(map_file, init)
 
 
@@ -132,31 +132,31 @@ class _Work:
     ) -> tuple[Part, set[Path]]:
         """What becomes of the model's leaves, and the saved paths of those that keep their initial
         value."""
-        goal, layout = self._against.goal, self._against.layout
+        target, layout = self._against.target, self._against.layout
         known = None if self._against.other is None else self._against.other.outline
-        source, target = side_of(self._against.ckpt, layout, known), None
-        if goal is not None:
-            dtypes = {path: goal.leaf(saved).dtype for path, saved in goal.layout.model.items()}
-            target = Side(self._against.to, goal.shapes(), dtypes, goal.outline)
+        source_side, target_side = side_of(self._against.ckpt, layout, known), None
+        if target is not None:
+            dtypes = {path: target.leaf(saved).dtype for path, saved in target.layout.model.items()}
+            target_side = Side(self._against.to, target.shapes(), dtypes, target.outline)
         rules = None if map_file is None else read_map(map_file)
-        said = by_map(rules, source, target, self._left_out)
+        said = by_map(rules, source_side, target_side, self._left_out)
         self._against.problems += said.problems
         self._against.hints += said.hints
         self._against.open |= dict.fromkeys(said.unexpected, UNEXPECTED)
         self._notes += said.notes
         initial = self._initial([*said.initial, *init], said.optional)
-        if target is None or goal is None:
+        if target_side is None or target is None:
             return Part(said.map), initial
-        own = [path for path, saved in goal.layout.model.items() if saved in initial]
-        model, found = model_map(said, source, target, own)
+        own = [path for path, saved in target.layout.model.items() if saved in initial]
+        model, found = model_map(said, source_side, target_side, own)
         if found.abstentions and rules is None:
-            placed = len(model.values.keys() & target.shapes.keys())
-            level = level_above(self._against.ckpt, layout, target, own, placed)
+            placed = len(model.values.keys() & target_side.shapes.keys())
+            level = level_above(self._against.ckpt, layout, target_side, own, placed)
             if level is not None:
                 raise self._misplaced(init, level)
         rules = rules or Map("", (), to="nnx")
         if found.abstentions and not rules.rules and (rules.to or self._against.to) == "nnx":
-            entries = numbered_rules(found.abstentions, rules, source, target, own)
+            entries = numbered_rules(found.abstentions, rules, source_side, target_side, own)
             found = dataclasses.replace(found, abstentions=entries)
         self._notes += shown_once(
             f"{listed(one)} are {listed(other)} by their numbers"
@@ -178,7 +178,7 @@ class _Work:
             layout, other = detect(ckpt, against.layout.kind), against.other
             if other is not None and level.keys:
                 other = dataclasses.replace(other, outline=inside(other.outline, level.keys))
-            decide(ckpt, layout, against.to, against.goal, None, init, other, left_out)
+            decide(ckpt, layout, against.to, against.target, None, init, other, left_out)
         except TreeMismatchError as error:
             problems += error.problems
             hints = [*hints, *error.hints]
@@ -189,15 +189,15 @@ class _Work:
         the whole tree; of those that are optional there may be none."""
         if not globs and not optional:
             return set()
-        if self._against.goal is None:
+        if self._against.target is None:
             raise ArgumentError(
                 "only a model has initial values",
                 [f"`{glob}`" for glob in (*globs, *optional)],
                 [Hint(("model",))],
             )
-        names = self._against.goal.names()
+        names = self._against.target.names()
         below = [
-            (("model", *path), saved) for path, saved in self._against.goal.layout.model.items()
+            (("model", *path), saved) for path, saved in self._against.target.layout.model.items()
         ]
         saved = [(path, path) for path in names.values()]
         namespaces = (names.items(), below, saved)
@@ -210,15 +210,15 @@ class _Work:
     def _reset(self, initial: set[Path]) -> dict[Path, Path]:
         """Of optimizer state in the target what keeps its initial value because its parameters do:
         saved path -> the parameter."""
-        if not initial or self._against.goal is None:
+        if not initial or self._against.target is None:
             return {}
-        there, leaves = self._against.goal.layout, self._against.goal.leaves
+        there, leaves = self._against.target.layout, self._against.target.leaves
         state = {
             path: (leaf.shape, leaf.dtype)
             for path, saved in there.optimizer.items()
             if isinstance(leaf := leaves[saved], TargetLeaf) and leaf.dtype is not None
         }
-        found = followers(parameters_of(self._against.goal.shapes(), self._against.to), state)
+        found = followers(parameters_of(self._against.target.shapes(), self._against.to), state)
         return {
             there.optimizer[path]: owner
             for path, owner in found.items()
@@ -233,7 +233,7 @@ class _Work:
             else None
             for path, saved in self._against.layout.optimizer.items()
         }
-        there = {} if self._against.goal is None else self._against.goal.layout.optimizer
+        there = {} if self._against.target is None else self._against.target.layout.optimizer
         part, problems = self._following(model, leaves, there)
         self._against.problems += [f"opt_state/{text}" for text in problems]
         self._against.stuck = bool(problems)
@@ -274,10 +274,10 @@ class _Work:
         arrays = {path: leaf[0] for path, leaf in rest.items() if leaf}
         whole = renaming({path: path for path in arrays}, arrays).then(found.map)
         values = dict(whole.values)
-        if self._against.goal is not None:
-            known = parameters_of(self._against.goal.shapes(), self._against.to)
+        if self._against.target is not None:
+            known = parameters_of(self._against.target.shapes(), self._against.to)
             for path, owner, _ in mirrored(known, there):
-                leaf, value = self._against.goal.leaves[there[path]], model.map.values.get(owner)
+                leaf, value = self._against.target.leaves[there[path]], model.map.values.get(owner)
                 if isinstance(value, Zeros) and isinstance(leaf, TargetLeaf) and leaf.dtype:
                     values[path] = Zeros(leaf.shape, leaf.dtype)
         zeros = {
@@ -296,16 +296,16 @@ class _Work:
         """What becomes of copies of the parameters: they follow the model's leaves."""
         arrays = {path: self._against.arrays[saved] for path, saved in self._against.copies.items()}
         leaves = {path: (leaf.shape, leaf.dtype) for path, leaf in arrays.items()}
-        there = {} if self._against.goal is None else self._against.goal.layout.beside
+        there = {} if self._against.target is None else self._against.target.layout.beside
         part, problems = self._following(model, leaves, there, leaves)
         self._against.problems += problems
         return part
 
     def _has_more(self, model: Part) -> bool:
         """Whether the model has parameters that come from none of the source's."""
-        if self._against.goal is None:
+        if self._against.target is None:
             return False
-        there = parameters_of(self._against.goal.shapes(), self._against.to)
+        there = parameters_of(self._against.target.shapes(), self._against.to)
         return not there.keys() - model.made.keys() <= _random(there)
 
     def _ahead(self, there: Mapping[Path, Path], default: Path) -> Path:
@@ -313,9 +313,9 @@ class _Work:
         where it has these paths; what is given if the target has none of them."""
         if self._against.to == "nnx":
             return ()
-        if self._against.goal is None:
+        if self._against.target is None:
             return default
-        known = parameters_of(self._against.goal.shapes(), "linen")
+        known = parameters_of(self._against.target.shapes(), "linen")
         found = mirrored(known, there)
         without = [path for path, owner, root in found if len(path) - len(root) < len(owner)]
         return ("params",) if without else () if found else default
@@ -366,11 +366,11 @@ class _Work:
         step = self._against.places.step()
         if self._against.layout.step is not None and step is not None:
             counters[step[0]] = step[1:]
-        goal = self._against.goal
-        leaves = {} if goal is None else goal.leaves
-        names = {} if goal is None else {saved: p for p, saved in goal.layout.model.items()}
+        target = self._against.target
+        leaves = {} if target is None else target.leaves
+        names = {} if target is None else {saved: p for p, saved in target.layout.model.items()}
         notes = self._notes
-        if goal is None:
+        if target is None:
             notes.append("the map alone decided: only the source was checked")
         elif self._against.places.prefix and optimizer.made:
             notes.append(

@@ -407,14 +407,14 @@ def names_of(found: LeafMap) -> dict[tuple[int, int], Path]:
     for path, value in found.values.items():
         if isinstance(value, Output):
             names.setdefault((id(value.call), value.part), path)
-    goal = dict(names)
+    leads_to = dict(names)
     for call in reversed(calls):
         parts = [(id(call), part) for part in range(len(call.shapes))]
-        first = next(goal[key] for key in parts if key in goal)
-        goal |= dict.fromkeys((key for key in parts if key not in goal), first)
+        first = next(leads_to[key] for key in parts if key in leads_to)
+        leads_to |= dict.fromkeys((key for key in parts if key not in leads_to), first)
         for value in call.inputs:
             if isinstance(value, Output):
-                goal.setdefault((id(value.call), value.part), first)
+                leads_to.setdefault((id(value.call), value.part), first)
     held = set(found.sources()) if calls else set()
     for call in calls:
         inputs = input_names(call, names)
@@ -423,7 +423,7 @@ def names_of(found: LeafMap) -> dict[tuple[int, int], Path]:
             key = id(call), part
             if key not in names:
                 alone = len(inputs) == len(call.shapes) == 1
-                name = first = inputs[0] if alone else goal[key]
+                name = first = inputs[0] if alone else leads_to[key]
                 while name in held or (name != first and name in found.values):
                     name = (*name[:-1], f"{name[-1]}~")
                 names[key] = name

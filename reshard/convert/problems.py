@@ -50,7 +50,7 @@ class Problems:
       ckpt: the source.
       layout: what it is.
       to: the API that it is converted to.
-      goal: the tree that is to be made, if there is a model.
+      target: the tree that is to be made, if there is a model.
       other: the tree of the model that the source is of, if that is known.
       copies: of what is beside the model and the optimizer's state what is the same as parameters
         all through, like an average of them: path in the tree -> saved path.
@@ -68,7 +68,7 @@ class Problems:
         ckpt: Checkpoint,
         layout: Layout,
         to: str,
-        goal: TargetTree | None,
+        target: TargetTree | None,
         other: TargetTree | None,
         copies: Mapping[Path, Path],
         places: TargetPaths,
@@ -76,7 +76,7 @@ class Problems:
         self.ckpt = ckpt
         self.layout = layout
         self.to = to
-        self.goal = goal
+        self.target = target
         self.other = other
         self.copies = copies
         self.places = places
@@ -118,8 +118,8 @@ class Problems:
             api = "Linen" if self.to == "nnx" else "NNX"
             self.hints.append(Hint(("source",), f", the {api} model, tells the classes"))
         if abstentions:
-            assert self.goal is not None
-            self.hints += rule_hint(abstentions, leaves, self.goal.shapes(), self.to)
+            assert self.target is not None
+            self.hints += rule_hint(abstentions, leaves, self.target.shapes(), self.to)
 
     def error(
         self, problems: Sequence[str], hints: Sequence[str], found: Sequence[Outcome] = ()
@@ -156,12 +156,12 @@ class Problems:
             for saved, leaf in self.ckpt.items()
             if saved not in used and isinstance(leaf, ArrayHandle | str)
         ]
-        if self.goal is None:
+        if self.target is None:
             return found
         made = {entry.after for entry in found}
         missing = Undecided("missing")
-        _, reason = self._reasons(self.goal.layout, self.goal.shapes(), missing)
-        for saved, leaf in self.goal.leaves.items():
+        _, reason = self._reasons(self.target.layout, self.target.shapes(), missing)
+        for saved, leaf in self.target.leaves.items():
             place = self.places.prefix + saved
             if place not in made and isinstance(leaf, TargetLeaf):
                 why = Undecided("initial") if saved in initial else reason(saved)
@@ -212,7 +212,7 @@ class Problems:
                 self._unexpected(saved, saved)
         for glob, count in covering_globs(self._surplus, {path: path for path in self.ckpt}):
             self.hints.append(Hint(("drop", glob), f" leaves out {_counted(count)}"))
-        if self.goal is None:
+        if self.target is None:
             return
         filled = {self.places.model(path) for path in model.map.values}
         filled |= {self.places.optimizer(path) for path in optimizer.map.values}
@@ -220,10 +220,10 @@ class Problems:
         step = self.places.step()
         if step is not None and self.layout.step is not None:
             filled.add(step[0])
-        there = self.goal.layout
+        there = self.target.layout
         lacking = [
             saved
-            for saved, leaf in self.goal.leaves.items()
+            for saved, leaf in self.target.leaves.items()
             if isinstance(leaf, TargetLeaf) and self.places.prefix + saved not in filled
         ]
         missing = {*lacking} - initial
@@ -235,17 +235,17 @@ class Problems:
         # is told to reset what is missing.
         spare, anew = bool(unexpected or self.open), []
         for saved in lacking:
-            random = saved in self.goal.random
+            random = saved in self.target.random
             shown = random or not self._open(names.get(saved))
             if saved not in initial and saved not in told and shown:
-                leaf = self.goal.leaf(saved)
+                leaf = self.target.leaf(saved)
                 self.problems.append(f"{format_path(names.get(saved, leaf.path))}  {leaf}: missing")
                 anew += [saved] if random or not spare else []
-        for glob, count in covering_globs(anew, self.goal.names()):
+        for glob, count in covering_globs(anew, self.target.names()):
             text = f" keeps the model's own initial value: {_counted(count)}"
             self.hints.append(Hint(("init", glob), text))
         for saved in initial - {*lacking}:
-            name = format_path(names.get(saved, self.goal.leaf(saved).path))
+            name = format_path(names.get(saved, self.target.leaf(saved).path))
             self.problems.append(f"{name}: it has a source, and is to keep its initial value")
         sides = (
             (model, self.layout.model, there.model, ()),
@@ -254,7 +254,7 @@ class Problems:
         )
         for part, before, after, above in sides:
             sources = {p: self.arrays[saved] for p, saved in before.items() if saved in self.arrays}
-            targets = {path: self.goal.leaves[saved] for path, saved in after.items()}
+            targets = {path: self.target.leaves[saved] for path, saved in after.items()}
             for path, text, hint in differences(part.map, sources, targets, above):
                 self.problems.append(text)
                 if path is not None:
@@ -274,7 +274,7 @@ class Problems:
         """A leaf of the source, or what the map has made of some, has no place in the target."""
         leaf = "" if saved is None else f"  {describe(self.ckpt[saved])}"
         self.problems.append(f"{format_path(path)}{leaf}: unexpected")
-        if self.goal is None and path[0] in ("opt_state", "step"):
+        if self.target is None and path[0] in ("opt_state", "step"):
             self.hints.append(Hint(("model",), ", the `TrainState`, has places for an optimizer"))
         if saved is not None:
             self._surplus.append(saved)

@@ -50,49 +50,53 @@ class TargetPaths:
     Args:
       layout: what the source is.
       to: the API that it is converted to.
-      goal: the tree that is to be made, if there is a model.
+      target: the tree that is to be made, if there is a model.
       copies: whether copies of the parameters are beside them.
 
     Attributes:
       prefix: what is ahead of the model's own tree, to make place for an optimizer beside it.
     """
 
-    def __init__(self, layout: Layout, to: str, goal: TargetTree | None, copies: bool):
+    def __init__(self, layout: Layout, to: str, target: TargetTree | None, copies: bool):
         self._to = to
-        self._goal = goal
+        self._target = target
         training = bool(layout.optimizer) or copies  # a step alone is no optimizer
-        alone = goal is None or not (
-            goal.layout.optimizer or goal.layout.step or goal.layout.beside
+        alone = target is None or not (
+            target.layout.optimizer or target.layout.step or target.layout.beside
         )
         self.prefix: Path = _MODEL if to == "nnx" and training and alone else ()
-        self._checked = set() if goal is None else {path[0] for path in goal.layout.beside}
+        self._checked = set() if target is None else {path[0] for path in target.layout.beside}
 
     def model(self, path: Path) -> Path | None:
         """Where a leaf of the model is saved in the target; None if there is no place for it."""
-        if self._goal is not None:
-            saved = self._goal.layout.model.get(path)
+        if self._target is not None:
+            saved = self._target.layout.model.get(path)
             return None if saved is None else self.prefix + saved
         return (*self.prefix, *path, "value") if self._to == "nnx" else path
 
     def optimizer(self, path: Path) -> Path | None:
         """The same for a leaf of the optimizer's state."""
-        if self._goal is not None and not self.prefix:
-            saved = self._goal.layout.optimizer.get(path)
-            return saved if saved and isinstance(self._goal.leaves[saved], TargetLeaf) else None
+        if self._target is not None and not self.prefix:
+            saved = self._target.layout.optimizer.get(path)
+            return saved if saved and isinstance(self._target.leaves[saved], TargetLeaf) else None
         return (*_OPTIMIZER, "opt_state", *path, "value") if self._to == "nnx" else None
 
     def masked(self, path: Path) -> Path | None:
         """The same for one without a value, which only NNX has a variable for."""
         root = (*_OPTIMIZER, "opt_state")
-        if self._goal is not None and not self.prefix:
-            root = None if path in self._goal.layout.optimizer else self._goal.layout.optimizer_root
+        if self._target is not None and not self.prefix:
+            root = (
+                None
+                if path in self._target.layout.optimizer
+                else self._target.layout.optimizer_root
+            )
         return None if root is None or self._to == "linen" else (*root, *path, "value")
 
     def beside(self, path: Path) -> Path | None:
         """The same for a leaf of a copy of the parameters, which has a key of its own at the top.
         If the model has none there, it is under its path in the model."""
-        if self._goal is not None and self.is_checked(path):
-            return self._goal.layout.beside.get(path)
+        if self._target is not None and self.is_checked(path):
+            return self._target.layout.beside.get(path)
         return (*path, "value") if self._to == "nnx" else path
 
     def is_checked(self, path: Path) -> bool:
@@ -101,14 +105,14 @@ class TargetPaths:
 
     def step(self) -> tuple[Path, np.dtype, str] | None:
         """Where the step counter is saved in the target, its dtype and how it is saved."""
-        if self._goal is None or self.prefix:
+        if self._target is None or self.prefix:
             place = (*_OPTIMIZER, "step", "value")
             training = self._to == "nnx" and self.prefix
             return (place, np.dtype(np.uint32), "jax.Array") if training else None
-        saved = self._goal.layout.step
+        saved = self._target.layout.step
         if saved is None:
             return None
-        leaf = self._goal.leaf(saved)
+        leaf = self._target.leaf(saved)
         if leaf.dtype is not None:
             return saved, leaf.dtype, "jax.Array"
         return saved, np.dtype(np.int64), "scalar"
