@@ -365,7 +365,8 @@ def test_something_else_in_the_source_changes_meanwhile(root, tmp_path, where, c
 
 
 def test_what_others_do_beside_the_step(root, tmp_path, monkeypatch):
-    """A training goes on while one of its steps is taken: logs grow, other steps come and go."""
+    """A training goes on while one of its steps is taken: logs grow, and are copied as they were;
+    other steps come and go."""
     out, logs = tmp_path / "new" / "out", root / "notes" / "today"
     shutil.copytree(root / "3", root / "2")
     stopped(root, out, monkeypatch)
@@ -376,7 +377,8 @@ def test_what_others_do_beside_the_step(root, tmp_path, monkeypatch):
     shutil.copytree(root / "3", root / "4")
 
     def progress(done, whole):
-        logs.write_text("sunshine, then rain")
+        if logs.stat().st_size < 1000:  # or nothing would ever end
+            logs.write_text(logs.read_text() + ", then rain")
         (root / "4" / "cfg" / "metadata").write_text('{"width": 4}')
         shutil.rmtree(root / "5.orbax-checkpoint-tmp", ignore_errors=True)
 
@@ -386,3 +388,17 @@ def test_what_others_do_beside_the_step(root, tmp_path, monkeypatch):
     )
     assert found.ok
     assert sorted(os.listdir(out)) == ["3", "notes"]
+    assert (out / "notes" / "today").read_text() == "sunshine"
+
+
+def test_a_log_grows_while_a_share_copies_it(root, tmp_path):
+    """The commit knows what was copied of it."""
+    logs, out = root / "notes" / "today", tmp_path / "out"
+
+    def progress(done, whole):
+        if logs.stat().st_size < 1000:
+            logs.write_text(logs.read_text() + ", then sunshine")
+
+    reshard.save(opened(root), out, share=(0, 1), progress=progress)
+    assert reshard.commit(out)
+    assert (out / "notes" / "today").read_text() == "rain"

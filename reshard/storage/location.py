@@ -250,9 +250,10 @@ class Location:
         nbytes: int = posix.UNKNOWN,
     ) -> str:
         """Copies a file, of so many bytes, or only reads it if there is no destination; the SHA-256
-        of what was read. Whatever is at the destination is replaced, and not written to: it may be
-        a link to the source. On the way to a bucket all of it is in memory: an object is written at
-        once."""
+        of what was read. On a disk it may have got longer: its first bytes are what was there, as
+        of a log that a training still writes. Whatever is at the destination is replaced, and not
+        written to: it may be a link to the source. On the way to a bucket all of it is in memory:
+        an object is written at once."""
         found, read = hashlib.sha256(), 0
         with contextlib.ExitStack() as stack:
             blocks: list[bytes] = []

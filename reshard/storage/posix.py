@@ -150,9 +150,12 @@ def beginning(path: AnyPath, nbytes: int) -> bytes:
 
 
 def blocks(path: AnyPath, nbytes: int = UNKNOWN) -> Iterator[bytes]:
-    """What is in a file, and not in one that a symbolic link leads to."""
+    """So many first bytes of a file, or all that it has when it is opened: one that somebody still
+    writes to is not followed. Nor is a symbolic link."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as reader:
-        while block := reader.read(_BLOCK):
+        left = os.fstat(reader.fileno()).st_size if nbytes == UNKNOWN else nbytes
+        while block := reader.read(min(left, _BLOCK)):
+            left -= len(block)
             yield block
 
 
