@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import pathlib
+import pickle
 import socket
 import subprocess
 import sys
@@ -210,6 +211,25 @@ def test_what_an_executor_cannot_import_is_told_before_anything_is_written(sourc
         reshard.save(reshard.open(source), tmp_path / "out", chunks=3000, executor=executor)
     assert written == [[]]
     assert os.listdir(tmp_path) == []
+
+
+def test_what_is_done_is_not_lost_with_an_executor(tmp_path):
+    """Whichever of the answers, which are there at once, is looked at first."""
+
+    class Breaking(Elsewhere):
+        def submit(self, function, task):
+            lost = pickle.loads(task).number == 0
+            self.error = concurrent.futures.BrokenExecutor("all are gone") if lost else None
+            return super().submit(function, task)
+
+    tasks = [Tiny(number, tmp_path / "log") for number in range(32)]
+    with pytest.raises(reshard.ReshardError) as caught:
+        run_tasks(tasks, lambda nbytes: None, executor=Breaking())
+    assert str(caught.value).splitlines() == [
+        "the executor has lost its workers, and 1 of 32 tasks are not done",
+        "  BrokenExecutor: all are gone",
+        "  task 0",
+    ]
 
 
 # Dask.

@@ -2,8 +2,9 @@
 
 import concurrent.futures
 import importlib.metadata
+import itertools
 import pickle
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from reshard.engine.tasks import Report, Task, pickled
@@ -24,11 +25,10 @@ def in_executor(
     idle: Callable[[], object],
 ) -> list[Any]:
     """Runs tasks as `reshard.engine.workers.run_tasks` says."""
-    results: dict[int, Any] = {}
-    futures: dict[concurrent.futures.Future, int] = {}
+    futures: dict[concurrent.futures.Future, Task] = {}
     try:
-        for number, task in enumerate(tasks):
-            futures[executor.submit(_answer, pickled(task))] = number
+        for task in tasks:
+            futures[executor.submit(_answer, pickled(task))] = task
         if meanwhile is not None:
             meanwhile(report)
         left = {*futures}
@@ -42,8 +42,7 @@ def in_executor(
                 kind, value = future.result()
                 if kind == "error":
                     raise value
-                results[futures[future]] = value
-                report(tasks[futures[future]].nbytes)
+                report(futures[future].nbytes)
     except BaseException as error:
         if stop is None:
             for future in futures:
@@ -52,9 +51,9 @@ def in_executor(
             stop()
             concurrent.futures.wait(futures, STOP_SECONDS)
         if _is_lost(error):
-            raise _broken(tasks, results, error) from error
+            raise _broken(tasks, futures, error) from error
         raise
-    return [results[number] for number in range(len(tasks))]
+    return [future.result()[1] for future in futures]
 
 
 def check_imports(executor: concurrent.futures.Executor, imported: Sequence[bytes]) -> None:
@@ -91,11 +90,21 @@ def _is_lost(error: BaseException) -> bool:
     return isinstance(error, own) or type(error).__module__.startswith("distributed.")
 
 
-def _broken(tasks: Sequence[Task], done: Container[int], error: BaseException) -> ReshardError:
-    """The error for an executor that has lost tasks; which it has not done."""
-    left = [str(task) for number, task in enumerate(tasks) if number not in done]
+def _broken(
+    tasks: Sequence[Task], futures: Iterable[concurrent.futures.Future], error: BaseException
+) -> ReshardError:
+    """The error for an executor that has lost tasks; which it has not done, by now, of those that
+    it was given, in their order, and of others."""
+    done = [*map(_has_result, futures)]
+    left = [str(task) for task, is_done in itertools.zip_longest(tasks, done) if not is_done]
     count = f"{len(left)} of {len(tasks)} tasks are not done"
     return ReshardError(f"the executor has lost its workers, and {count}", [_told(error), *left])
+
+
+def _has_result(future: concurrent.futures.Future) -> bool:
+    if not future.done() or future.cancelled() or future.exception() is not None:
+        return False
+    return future.result()[0] == "result"
 
 
 def _told(error: BaseException) -> str:
