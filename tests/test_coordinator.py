@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 import warnings
+from types import SimpleNamespace
 
 import pytest
 from jobs import changed
@@ -145,10 +146,22 @@ def test_a_share_that_does_not_go_on_is_told_of_once(jobs, tmp_path, monkeypatch
         save(source, out, executor=thread)
     (warning,) = [str(each.message) for each in told if "nothing since" in str(each.message)]
     assert re.fullmatch(
-        rf"share 0: process {os.getpid()} on \S+ had written 0% of it at .* UTC, and nothing since",
+        rf"share 0: process {os.getpid()} on \S+ had written 0% of it at .* UTC, and reported "
+        "nothing since: a batch of large chunks may take so long, or it hangs",
         warning,
     )
     assert_same(out, whole)
+
+
+def test_what_an_earlier_run_has_noted_of_shares_is_no_news():
+    notes = ["share 3: it had written 50% of it yesterday"]
+    tell = coordinator._telling(SimpleNamespace(count=4, running=lambda numbers: [*notes]))
+    with pytest.warns(UserWarning) as told:
+        tell()
+        notes.append("share 1: it had written 0% of it today")
+        for _ in range(3):
+            tell()
+    assert [str(each.message).partition(",")[0] for each in told] == notes[1:]
 
 
 def test_a_share_is_one_process_s(jobs, tmp_path):

@@ -38,6 +38,8 @@ _END_SECONDS = 5.0
 # A worker that has told nothing for so long is told of, and tells how far it is this often.
 SILENT_SECONDS = 60.0
 _TELL_SECONDS = 0.1
+# Why one may be silent: what it does is reported batch by batch.
+WHY_SILENT = "a batch of large chunks may take so long, or it hangs"
 # Processes that were started before there are tasks for them, and for how many workers.
 _started: contextvars.ContextVar[tuple[list[subprocess.Popen[bytes]], int]] = (
     contextvars.ContextVar("started", default=([], 0))
@@ -198,8 +200,8 @@ class _Worker:
         return True
 
     def __str__(self) -> str:
-        seconds = time.monotonic() - self._heard
-        return f"its worker, process {self._process.pid}, has not gone on for {seconds:.0f} seconds"
+        told = f"has reported nothing for {time.monotonic() - self._heard:.0f} seconds"
+        return f"its worker, process {self._process.pid}, {told}: {WHY_SILENT}"
 
     def _serve(self) -> None:
         """Gives tasks to the process, and puts what it answers among the events."""

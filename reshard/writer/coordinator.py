@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 
 from reshard.engine.tasks import task_count
-from reshard.engine.workers import check_tasks, run_tasks
+from reshard.engine.workers import WHY_SILENT, check_tasks, run_tasks
 from reshard.errors import ArgumentError, raise_all
 from reshard.hints import Hint
 from reshard.storage import posix
@@ -95,14 +95,15 @@ def execute_in_shares(
 
 
 def _telling(job: Job) -> Callable[[], None]:
-    """What warns of shares that have not gone on since it was called before; of each once."""
-    times: collections.Counter[str] = collections.Counter()
+    """What warns of shares of which nothing was noted since it was called before; of each once, and
+    not of those that an earlier run has left, which nobody may be at by now."""
+    times = collections.Counter(dict.fromkeys(job.running(range(job.count)), 2))
 
     def tell() -> None:
         running = job.running(range(job.count))
         times.update(running)
         for text in running:
             if times[text] == 2:
-                warnings.warn(f"{text}, and nothing since", stacklevel=2)
+                warnings.warn(f"{text}, and reported nothing since: {WHY_SILENT}", stacklevel=2)
 
     return tell
