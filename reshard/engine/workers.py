@@ -286,22 +286,25 @@ def main(among: int) -> None:
     os.environ.clear()
     os.environ.update(environment)
     stores: dict[Any, ArrayStore] = {}
-    tuned = False
     with os.fdopen(os.dup(1), "wb") as out:
         os.dup2(2, 1)  # what a function of the user's prints is no answer
-        while True:
-            for store in stores.values():
-                store.values.clear()  # of the last task
-            try:
-                task = _Unpickler(sys.stdin.buffer, stores).load()
-            except EOFError:
-                return
-            if not tuned:
-                tuned = True
-                large = [store for store in stores.values() if has_large_arrays(store.directory)]
-                tune_memory(large_arrays=bool(large))
+        task = _next_task(stores)
+        large = any(has_large_arrays(store.directory) for store in stores.values())
+        tune_memory(large_arrays=large)
+        while task is not None:
             pickle.dump(_answer(task, out), out)
             out.flush()
+            task = _next_task(stores)
+
+
+def _next_task(stores: dict[Any, ArrayStore]) -> Task | None:
+    """The next task, with its part of the stores; None where there are no more."""
+    for store in stores.values():
+        store.values.clear()  # of the last task
+    try:
+        return _Unpickler(sys.stdin.buffer, stores).load()
+    except EOFError:
+        return None
 
 
 def _answer(task: Task, out: BinaryIO) -> tuple[str, Any]:
