@@ -5,8 +5,8 @@ import gc
 import os
 from typing import Any
 
-# Parameters of mallopt.
-_MALLOC_ARENA_MAX, _MALLOC_MMAP_THRESHOLD, _MALLOC_TRIM_THRESHOLD = -8, -3, -1
+# Parameters of mallopt: M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD.
+_MALLOPT = -8, -3, -1
 _MAX_ARENAS = 4
 # Where each arena may keep so many bytes, there are more: enough that threads seldom share one.
 _ARENA_BYTES = 128 << 20
@@ -59,6 +59,6 @@ def tune_memory(max_memory: int = 0, large_arrays: bool = False) -> None:
         return
     roomy = min(max_memory // _ARENA_BYTES, _ENOUGH_ARENAS)
     several = max(min(cores(), _MAX_ARENAS), roomy)
-    mallopt(_MALLOC_ARENA_MAX, 1 if large_arrays else several)
-    mallopt(_MALLOC_MMAP_THRESHOLD, _KEPT if large_arrays else 32 << 20)
-    mallopt(_MALLOC_TRIM_THRESHOLD, _KEPT if large_arrays else 64 << 20)
+    limits = (1, _KEPT, _KEPT) if large_arrays else (several, 32 << 20, 64 << 20)
+    for parameter, limit in zip(_MALLOPT, limits, strict=True):
+        mallopt(parameter, limit)
