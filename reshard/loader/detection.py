@@ -163,11 +163,6 @@ def step_directories(root: Location) -> dict[int, str]:
     return steps
 
 
-def step_number(name: str) -> int:
-    """The step of a step's directory: 100 for `100` and for `ckpt_100`."""
-    return int(name.rpartition("_")[2])
-
-
 def is_step(directory: Location) -> bool:
     """Whether there is anything of a step in a directory."""
     return (
@@ -177,17 +172,17 @@ def is_step(directory: Location) -> bool:
     )
 
 
-def why_not_replaceable(directory: Location, steps: set[int] | None) -> str | None:
+def why_not_replaceable(directory: Location, steps: set[int]) -> str | None:
     """Why a new checkpoint, a manager's root of these steps if there are any, may not take the
     place of what is in a directory; None if it may."""
     if not directory.names():
         return None
     if (directory / TREE_FILE).exists() or (directory / CHECKPOINT_FILE).exists():
-        return None if steps is None else "it is one checkpoint, the new one a manager's root"
+        return "it is one checkpoint, the new one a manager's root" if steps else None
     found = step_directories(directory)
     if not found:
         return "it is not a checkpoint"
-    if steps is None:
+    if not steps:
         return "it is a manager's root, the new one a single checkpoint"
     lost = sorted(set(found) - steps)
     return f"its steps {', '.join(map(str, lost))} would be lost" if lost else None

@@ -24,7 +24,7 @@ from reshard.errors import (
     lines_of,
 )
 from reshard.hints import Hint
-from reshard.loader.detection import step_number, why_not_replaceable
+from reshard.loader.detection import why_not_replaceable
 from reshard.sharding.mesh import NamedSharding, shard_shape, spec_problems
 from reshard.storage import posix
 from reshard.storage.location import Location, parse_location
@@ -163,8 +163,7 @@ def _check_replaced(destination: Location, checkpoints: Sequence[Checkpoint]) ->
     """Whether there is something to replace; raises DestinationExistsError if that may not be."""
     if not destination.exists():
         return False
-    manager = checkpoints[0].source.kind == "manager"
-    steps = {step_number(c.source.step) for c in checkpoints} if manager else None
+    steps = {number for c in checkpoints if (number := c.source.number) is not None}
     reason = why_not_replaceable(destination, steps)
     if reason is not None:
         raise DestinationExistsError(
