@@ -305,8 +305,6 @@ def _layout(
         stored = stored_share(handle)
     decoded = math.prod(handle.shape) * handle.stored_dtype.itemsize
     cell = math.prod(shape_of(first_cell(handle)))
-    source_shard = shard_shape(handle.shape, handle.saved_sharding)
-    same_shards = handle.sharding is handle.saved_sharding
     alone = together if co_read == 1 else decoded_together([handle])
     layout = ArrayLayout(
         path=handle.path,
@@ -315,8 +313,8 @@ def _layout(
         target_itemsize=handle.dtype.itemsize,
         read_itemsize=handle.read_dtype.itemsize,
         source_chunk=handle.chunk_shape,
-        source_shard=source_shard,
-        target_shard=source_shard if same_shards else shard_shape(handle.shape, handle.sharding),
+        source_shard=shard_shape(handle.shape, handle.saved_sharding),
+        target_shard=shard_shape(handle.shape, handle.sharding),
         stored_bytes=stored,
         largest_stored=max(sizes, default=0),
         same_bytes=moved is not None,
