@@ -68,9 +68,12 @@ def test_shares_in_a_bucket_are_what_one_process_writes(stores, jobs, monkeypatc
     with pytest.raises(reshard.UncommittedCheckpointError):
         reshard.open(f"{url}/1" if kind == "ckpt manager" else url)
     save(path, url, share=(numbers[-1], SHARES))
+    stores.reset()
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(share_commit, "write_markers", killed(0))
         reshard.commit(url)
+    assert not stores.answered("list", r"/\d\.json$")  # but all of them together
+    assert len(stores.answered("read", r"/\d\.json$")) == SHARES
     assert reshard.commit(url) is True
     assert stored(stores, url) == stored(stores, f"{top}/whole") != {}
     assert reshard.commit(url) is False

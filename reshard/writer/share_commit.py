@@ -164,15 +164,13 @@ def _merged(job: Job, lock: Lock) -> dict[str, Any]:
     """Merges what all shares have written, and says so in a document: for each item its data files,
     and what is recorded of it, digests of all arrays among that. Raises DestinationError where
     shares are missing."""
-    rest = job.document(REST)
-    documents = {name: job.document(name) for name in map("{}.json".format, range(job.count))}
-    missing = [n for n, found in enumerate(documents.values()) if found is None]
+    names = [f"{number}.json" for number in range(job.count)]
+    documents = job.documents([REST, *names])
+    missing = [number for number, name in enumerate(names) if name not in documents]
+    rest = documents.get(REST)
     if rest is None or missing:
         raise _missing(job, rest is None, missing)
-    parts = {
-        name: parse_written(job.outer / name, found or {})
-        for name, found in {REST: rest, **documents}.items()
-    }
+    parts = {name: parse_written(job.outer / name, found) for name, found in documents.items()}
     _check_shares(job, parts)
     items = []
     for number, entry in enumerate(rest["rest"]):

@@ -168,7 +168,8 @@ class Job:
         time is that of the clock there, which nobody compares with another one."""
         names = {f"{number}{_RUNNING}": number for number in numbers}
         found: dict[int, dict[str, Any]] = {}
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), self.outer.remembered():
+            self.outer.ahead(names)
             for name in self.outer.names():
                 with contextlib.suppress(OSError, DestinationError):  # it may be complete by now
                     if name in names and (note := self.document(name)) is not None:
@@ -182,6 +183,14 @@ class Job:
         """One of its documents; None where there is none, or it is another job's."""
         found = read_document(self.outer / name)
         return found if found is not None and found.get("job") == self.token else None
+
+    def documents(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Those of its documents that are there, in this order; a bucket is asked for all at
+        once."""
+        with self.outer.remembered():
+            self.outer.ahead(names)
+            found = {name: self.document(name) for name in names}
+        return {name: document for name, document in found.items() if document is not None}
 
     def write_document(self, name: str, document: Mapping[str, Any]) -> None:
         """Writes a document, durable, whole or not at all."""
