@@ -1,27 +1,103 @@
-"""Linen models carried over to NNX by what an alignment says, on real arrays with random leaves."""
+"""Linen models carried over to NNX by what an alignment says, on real arrays with random leaves;
+and what tests of conversions say often."""
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import json
+import pathlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import layouts
 import numpy as np
+import pytest
 from by_numpy import viewed
 from flax import linen as nn
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from twins import blank
 
 from reshard.convert.align import align
 from reshard.convert.model import definition_orders, nnx_outline
 from reshard.convert.module_tree import Module, linen_outline
 from reshard.convert.pairing import Alignment
+from reshard.errors import TreeMismatchError
 from reshard.restore.pytrees import flatten_state
 from reshard.restore.target import state_of
+from reshard.tree import format_path
 
 Path = tuple[str, ...]
+
+
+def refused(
+    call: Callable[..., Any],
+    *arguments: Any,
+    of: type[Exception] = TreeMismatchError,
+    **options: Any,
+) -> Any:
+    """The error that a call ends with."""
+    with pytest.raises(of) as error:
+        call(*arguments, **options)
+    return error.value
+
+
+def refusal(call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+    """Its text."""
+    return str(refused(call, *arguments, **options))
+
+
+def map_of(folder: pathlib.Path, *rules: str | tuple[str, str]) -> pathlib.Path:
+    """A map file of these rules: pairs of a regex and a replacement, or texts of TOML."""
+    texts = (
+        rule if isinstance(rule, str) else "from = {}, to = {}".format(*map(json.dumps, rule))
+        for rule in rules
+    )
+    (folder / "map.toml").write_text("rule = [{}]".format(", ".join(f"{{ {x} }}" for x in texts)))
+    return folder / "map.toml"
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    """Printed path -> all there is to each leaf, as Orbax stores it."""
+    return {format_path(p): layouts.bits(x) for p, x in layouts.saved_leaves(tree).items()}
+
+
+def filled(tree: Any, seed: int = 0, bits: bool = True) -> Any:
+    """Every leaf random: any bits at all, or numbers that a model can calculate with."""
+    rng = np.random.default_rng(seed)
+
+    def value(leaf):
+        shape, dtype = np.shape(leaf), jnp.result_type(leaf)
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            return jax.random.key(int(rng.integers(1 << 30)))
+        if jnp.issubdtype(dtype, jnp.integer):
+            return jnp.asarray(rng.integers(1, 100, shape), dtype)
+        if bits:
+            return jnp.asarray(layouts.random_array(rng, shape, dtype))
+        return jnp.asarray(rng.uniform(0.2, 1.0, shape), dtype)
+
+    return jax.tree.map(value, tree)
+
+
+def sharded(tree: Any, specs: Mapping[str, PartitionSpec], on: Mesh) -> Any:
+    """A tree on a mesh: specs by the last key, for arrays that have as many dimensions."""
+
+    def place(keys, leaf):
+        spec = specs.get(getattr(keys[-1], "key", None), PartitionSpec())
+        spec = spec if leaf.ndim >= len(spec) else PartitionSpec()
+        return jax.device_put(leaf, NamedSharding(on, spec))
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
+class Of(nnx.Module):
+    """With these attributes, in this order."""
+
+    def __init__(self, **attributes: Any):
+        for name, value in attributes.items():
+            setattr(self, name, value)
 
 
 class Compact(nn.Module):
@@ -30,8 +106,8 @@ class Compact(nn.Module):
     function: Callable[..., Any]
 
     @nn.compact
-    def __call__(self, *inputs: Any) -> Any:
-        return self.function(*inputs)
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        return self.function(*inputs, **options)
 
 
 def random_variables(module: nn.Module, *inputs: Any, seed: int = 0, **kwargs: Any) -> Any:

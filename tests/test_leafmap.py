@@ -3,12 +3,13 @@
 import pickle
 
 import numpy as np
-import pytest
 from by_numpy import in_numpy
+from converted import refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_rows import arrays_of, bits, random_rows
 
-from reshard.arrays.operations import Concat, Crop, Pad, Reshape, Split, Stack, Transpose, Unstack
+from reshard.arrays.operations import Concat, Crop, Pad, Reshape, Split, Stack, Transpose
 from reshard.convert.leafmap import (
     LeafMap,
     Output,
@@ -19,7 +20,6 @@ from reshard.convert.leafmap import (
     from_rows,
     renaming,
 )
-from reshard.errors import TreeMismatchError
 
 F32 = np.dtype("f4")
 
@@ -50,71 +50,14 @@ def carried(rows, arrays):
     return held
 
 
-def bits(arrays):
-    return {path: (a.shape, a.dtype, a.tobytes()) for path, a in arrays.items()}
-
-
-def refused(function, *arguments):
-    """The text of the error."""
-    with pytest.raises(TreeMismatchError) as error:
-        function(*arguments)
-    return str(error.value)
-
-
 DROPPED = "what an operation has made cannot be dropped\n  x"
-NAMES = [(f"{a}", f"{b}") for a in "uvw" for b in range(4)]
-
-
-@st.composite
-def cases(draw):
-    """Random arrays, and random rows that can be carried out on them."""
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    start = draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=6, unique=True))
-    shapes = [(2, 3), (2, 3), (4, 2, 3), (6,)]
-    arrays = {path: rng.uniform(1, 2, draw(st.sampled_from(shapes))).astype("f4") for path in start}
-    held, rows = {path: a.shape for path, a in arrays.items()}, []
-
-    def free(count, gone):
-        names = [name for name in NAMES if name not in held or name in gone]
-        return tuple(draw(st.permutations(names))[:count])
-
-    for _ in range(draw(st.integers(0, 6))):
-        path = draw(st.sampled_from(sorted(held)))
-        shape = held[path]
-        alike = [other for other in held if held[other] == shape and other != path]
-        kinds = ["rename", "transpose", "reshape", "pad", "split", "unstack"]
-        kind = draw(st.sampled_from([*kinds, *(["concat", "stack"] if alike else [])]))
-        axis = draw(st.integers(-len(shape), len(shape) - 1)) if shape else 0
-        inputs, count, operation = (path,), 1, None
-        if kind == "transpose":
-            operation = Transpose(tuple(draw(st.permutations(range(len(shape))))))
-        elif kind == "reshape":
-            operation = Reshape((*shape[::-1], 1))
-        elif kind == "pad" and shape:
-            widths = [draw(st.tuples(st.integers(0, 2), st.integers(0, 2))) for _ in shape]
-            operation = Pad(tuple(widths), 0.5)
-        elif kind == "split" and shape and shape[axis] > 1:
-            operation, count = Split(axis, (1, shape[axis] - 1)), 2
-        elif kind == "unstack" and shape and shape[axis] < 5:
-            operation, count = Unstack(axis, shape[axis]), shape[axis]
-        elif kind in ("concat", "stack") and shape:
-            inputs = (path, draw(st.sampled_from(sorted(alike))))
-            operation = Concat(axis) if kind == "concat" else Stack(axis)
-        outputs = free(count, inputs)
-        if len(outputs) < count:
-            continue
-        before = [held.pop(each) for each in inputs]
-        after = before if operation is None else operation.shapes(before)
-        held.update(zip(outputs, after, strict=True))
-        rows.append(Row(inputs, outputs, operation, draw(st.sampled_from(["map", "path"]))))
-    return arrays, rows
 
 
 @settings(max_examples=150, deadline=None)
-@given(cases())
+@given(random_rows())
 def test_a_map_is_its_rows_without_their_order(case):
-    arrays, rows = case
-    shapes = {path: array.shape for path, array in arrays.items()}
+    shapes, rows = case
+    arrays = arrays_of(shapes)
     found = from_rows(rows, shapes)
     expected = carried(rows, arrays)
     assert bits(evaluated(found, arrays)) == bits(expected)
@@ -133,10 +76,10 @@ def test_a_map_is_its_rows_without_their_order(case):
 
 
 @settings(max_examples=100, deadline=None)
-@given(cases(), st.integers(0, 6))
+@given(random_rows(), st.integers(0, 6))
 def test_maps_follow_one_another(case, at):
-    arrays, rows = case
-    shapes = {path: array.shape for path, array in arrays.items()}
+    shapes, rows = case
+    arrays = arrays_of(shapes)
     first = from_rows(rows[:at], shapes)
     second = from_rows(rows[at:], first.shapes)
     touched = {path for row in rows[at:] for path in (*row.inputs, *row.outputs)}
@@ -210,7 +153,7 @@ def test_what_is_left_out_goes_with_the_leaf():
     assert found.inverse().inverse() == LeafMap({}, {}, (), {("b",): zeros})
     pair = applied(Split(0, (1, 1)), [Source(("a",), (2,))])
     both = LeafMap({("x",): pair[0], ("y",): pair[1]})
-    assert refused(both.then, LeafMap({}, {}, (("x",),))) == DROPPED
+    assert refusal(both.then, LeafMap({}, {}, (("x",),))) == DROPPED
 
 
 def test_what_must_be_zero_is_all_that_it_is_rearranged_from():
@@ -226,14 +169,14 @@ def test_what_must_be_zero_is_all_that_it_is_rearranged_from():
     (padded,) = applied(Pad(((0, 3), (0, 0)), 1), [Source(("a",), (3, 2))])
     half, other = applied(Split(0, (6, 1)), [Source(("a",), (7, 2))])
     for values in ({("x",): padded}, {("x",): half, ("y",): other}):
-        assert refused(LeafMap(values).then, below) == DROPPED
+        assert refusal(LeafMap(values).then, below) == DROPPED
 
 
 def test_what_has_no_way_back():
     source = Source(("a",), (4,))
     (cropped,) = applied(Crop(((1, 1),)), [source])
-    assert "a crop cannot be run backwards" in refused(LeafMap({("b",): cropped}).inverse)
-    assert "a is used twice" in refused(LeafMap({("b",): source, ("c",): source}).inverse)
+    assert "a crop cannot be run backwards" in refusal(LeafMap({("b",): cropped}).inverse)
+    assert "a is used twice" in refusal(LeafMap({("b",): source, ("c",): source}).inverse)
 
 
 def test_all_rows_that_cannot_be_carried_out_are_told():
@@ -243,7 +186,7 @@ def test_all_rows_that_cannot_be_carried_out_are_told():
         Row((("x",), ("y",)), (("z",),), Concat(0)),
         Row((("d",),), (("e",),)),
     ]
-    assert refused(from_rows, rows, {("a",): (2,), ("d",): (), ("e",): ()}) == (
+    assert refusal(from_rows, rows, {("a",): (2,), ("d",): (), ("e",): ()}) == (
         "steps that cannot be carried out\n"
         "  b -> c  Transpose(axes=(0, 1)): axes [0, 1] do not reorder [2]\n"
         "  x + y -> z  Concat(axis=0): there is no x\n"
@@ -264,9 +207,9 @@ def test_no_leaf_replaces_another():
     """Neither one that stays where another is put, nor one of two that get the same path."""
     stays = LeafMap({("a",): Source(("x",), (2,)), ("b",): Source(("y",), (2,))})
     other = LeafMap({("b",): Source(("a",), (2,))})
-    assert refused(stays.then, other) == "two leaves would have one path\n  b"
+    assert refusal(stays.then, other) == "two leaves would have one path\n  b"
     names, shapes = {("a",): ("c",), ("b",): ("c",)}, {("a",): (2,), ("b",): (2,)}
-    assert refused(renaming, names, shapes) == "two leaves would have one path\n  c"
+    assert refusal(renaming, names, shapes) == "two leaves would have one path\n  c"
     swapped = LeafMap({("b",): Source(("a",), (2,)), ("a",): Source(("b",), (2,))})
     assert stays.then(swapped).values == {
         ("b",): Source(("x",), (2,)),
