@@ -1,12 +1,11 @@
 """Linen models carried over to NNX by what an alignment says, on real arrays with random leaves;
 and what tests of conversions say often."""
 
-import dataclasses
 import functools
 import json
 import pathlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -140,16 +139,9 @@ def outline_of(make: Callable[[], Any]) -> Module:
     return nnx_outline(state, orders)[1]
 
 
-@dataclasses.dataclass(frozen=True)
-class Converted:
-    """An NNX model with Linen's values.
-
-    Attributes:
-      model: the model.
-      alignment: what said so.
-      lost: leaves of Linen's that were not used.
-      unfilled: leaves of the model that were not filled, other than random numbers.
-    """
+class Converted(NamedTuple):
+    """An NNX model with Linen's values, and what said so; leaves of Linen's that were not used, and
+    leaves of the model, other than random numbers, that were not filled."""
 
     model: Any
     alignment: Alignment

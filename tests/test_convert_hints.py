@@ -10,8 +10,10 @@ import layouts
 import numpy as np
 import optax
 import pytest
+from converted import Compact, Of, map_of, refused
 from flax import linen as nn
 from flax import nnx
+from flax.traverse_util import flatten_dict
 from layouts import save_standard as saved
 
 import reshard
@@ -56,14 +58,6 @@ def attention(heads, width=WIDTH):
     return nnx.MultiHeadAttention(heads, width, decode=False, rngs=nnx.Rngs(0))
 
 
-class Of(nnx.Module):
-    """Attributes in order."""
-
-    def __init__(self, **attributes):
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-
 class NnxBlock(nnx.Module):
     def __init__(self, heads, rngs):
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
@@ -101,12 +95,6 @@ def zeros(make):
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state)
 
 
-def refused(call, *arguments, **keywords):
-    with pytest.raises(reshard.TreeMismatchError) as info:
-        call(*arguments, **keywords)
-    return info.value
-
-
 # The cause before its consequences
 
 
@@ -114,15 +102,12 @@ def test_other_heads_are_told_as_such(tmp_path):
     def model():
         return Of(attention=attention(8, 32))
 
-    class Linen(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.MultiHeadDotProductAttention(4, name="attention")(x)
-
-    params = params_of(Linen(), jnp.zeros((1, 3, 32)))
+    linen = Compact(lambda x: nn.MultiHeadDotProductAttention(4, name="attention")(x))
+    params = params_of(linen, jnp.zeros((1, 3, 32)))
     path = saved(tmp_path / "linen", {"params": params, "opt_state": optax.adam(0.1).init(params)})
     error = refused(reshard.to_nnx, path, model)
-    kernels = "[32, 4, 8] in the checkpoint, [32, 8, 4] in the model: its axes are in another order"
+    order = "its axes are in another order"
+    kernels = f"[32, 4, 8] in the checkpoint, [32, 8, 4] in the model: {order}"
     biases = "[4, 8] in the checkpoint, [8, 4] in the model: transposed"
     assert error.problems == (
         *(
@@ -130,29 +115,24 @@ def test_other_heads_are_told_as_such(tmp_path):
             for name in ("query", "key", "value")
             for leaf, told in (("kernel", kernels), ("bias", biases))
         ),
-        "attention/out/kernel: [4, 8, 32] in the checkpoint, [8, 4, 32] in the model: "
-        "its axes are in another order",
+        f"attention/out/kernel: [4, 8, 32] in the checkpoint, [8, 4, 32] in the model: {order}",
     )
     assert error.hints == ()
     # The other way round the model is Linen's.
     path = saved(tmp_path / "nnx", zeros(model))
     error = refused(reshard.to_linen, path, lambda: {"params": params}, source=model)
     assert error.problems[0] == (
-        "attention/query/kernel: [32, 8, 4] in the checkpoint, [32, 4, 8] in the model: "
-        "its axes are in another order"
+        f"attention/query/kernel: [32, 8, 4] in the checkpoint, [32, 4, 8] in the model: {order}"
     )
     assert (len(error.problems), error.hints) == (7, ())
 
 
 def test_modules_of_one_class_with_other_shapes_are_a_mismatch(tmp_path):
-    class Linen(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            for _ in range(2):
-                x = nn.MultiHeadDotProductAttention(HEADS)(x)
-            return x
+    def twice(x):
+        return nn.MultiHeadDotProductAttention(HEADS)(nn.MultiHeadDotProductAttention(HEADS)(x))
 
-    path = saved(tmp_path / "linen", {"params": params_of(Linen(), jnp.zeros((1, 3, WIDTH)))})
+    params = params_of(Compact(twice), jnp.zeros((1, 3, WIDTH)))
+    path = saved(tmp_path / "linen", {"params": params})
     error = refused(reshard.to_nnx, path, lambda: Of(one=attention(4), two=attention(4)))
     assert error.problems[0] == (
         "params/MultiHeadDotProductAttention_0/query/kernel and one/query/kernel: [8, 2, 4] in the "
@@ -223,28 +203,16 @@ def test_numbered_layers_are_the_members_of_the_list(block, layers, tmp_path):
     assert reshard.diff(path, back, values=True).equal
 
 
-class Tower(nnx.Module):
+def tower(*lists, **others):
     """Lists of two layers each, and other attributes."""
-
-    def __init__(self, *lists, **others):
-        for name in lists:
-            setattr(self, name, nnx.List([linear(), linear()]))
-        for name, value in others.items():
-            setattr(self, name, value)
+    return Of(**{name: nnx.List([linear(), linear()]) for name in lists}, **others)
 
 
-class Own(nnx.Module):
-    def __init__(self):
-        self.kernel = nnx.Param(jnp.zeros((WIDTH, WIDTH)))
-        self.bias = nnx.Param(jnp.zeros(WIDTH))
+def own():
+    return Of(kernel=nnx.Param(jnp.zeros((WIDTH, WIDTH))), bias=nnx.Param(jnp.zeros(WIDTH)))
 
 
-def one_list():
-    return Tower("one")
-
-
-def two_lists():
-    return Tower("one", "two")
+one_list, two_lists = functools.partial(tower, "one"), functools.partial(tower, "one", "two")
 
 
 def linears(*names):
@@ -262,8 +230,8 @@ def linears(*names):
         ("x_1 x_2", one_list),
         ("x_0 x_2", one_list),
         ("x_0 x_1 x_2", one_list),
-        ("x_0 x_1", lambda: Tower(one=nnx.List([linear(), Own()]))),
-        ("x_0 x_1", lambda: Tower("one", other=linear())),
+        ("x_0 x_1", lambda: Of(one=nnx.List([linear(), own()]))),
+        ("x_0 x_1", lambda: tower("one", other=linear())),
         ("x_0 x_1 extra", one_list),
         ("x_00 x_1", one_list),
         ("Dense_0 Dense_1 x_0 x_1", one_list),
@@ -299,31 +267,24 @@ def test_layers_that_differ_are_not_paired_by_number(tmp_path):
 
 def test_a_map_contradicts_numbers(tmp_path):
     path = saved(tmp_path / "linen", {"params": linears("x_0", "x_1")})
-    (tmp_path / "map.toml").write_text(
-        "[[rule]]\nfrom = '^params/x_0/kernel$'\nto = 'one/1/kernel'\n"
-        "[[rule]]\nfrom = '^params/x_1/kernel$'\nto = 'one/0/kernel'\n"
-    )
-    error = refused(reshard.to_nnx, path, one_list, map_file=tmp_path / "map.toml")
+    rules = [(f"^params/x_{i}/kernel$", f"one/{1 - i}/kernel") for i in range(2)]
+    error = refused(reshard.to_nnx, path, one_list, map_file=map_of(tmp_path, *rules))
     assert "x_0, perhaps one/1: the map puts other leaves of it there" in error.problems
 
 
 def two_towers():
     """Two lists of as many: which is which, a rule says."""
-    return Tower("encoder", decoder=nnx.List([NnxGated(), NnxGated()]))
+    return tower("encoder", decoder=nnx.List([gated(), gated()]))
 
 
 @pytest.mark.parametrize("to", ["nnx", "linen"])
 def test_the_rule_that_numbers_suggest_is_shown_if_it_does(to, tmp_path):
     params = linears("enc_0", "enc_1")
-    params |= {
-        k: {"gate_proj": {"kernel": np.ones((WIDTH, HIDDEN), "float32")}} for k in ("x_0", "x_1")
-    }
     for name in ("x_0", "x_1"):
-        params[name]["up_proj"] = {"kernel": np.full((WIDTH, HIDDEN), 2, "float32")}
-        params[name]["linear"] = np.full((HIDDEN, WIDTH), 3, "float32")
+        parts = {key: {"kernel": layouts.random((WIDTH, HIDDEN))} for key in GATES}
+        params[name] = {**parts, "linear": layouts.random((HIDDEN, WIDTH))}
     linen = saved(tmp_path / "linen", {"params": params})
     bare = saved(tmp_path / "nnx", zeros(two_towers))
-    file = tmp_path / "map.toml"
 
     def converted(**keywords):
         if to == "nnx":
@@ -337,22 +298,19 @@ def test_the_rule_that_numbers_suggest_is_shown_if_it_does(to, tmp_path):
         ("" if to == "nnx" else 'to = "nnx" ')
         + r"[[rule]] from = '^params/enc_(\d+)/' to = 'encoder/\1/'"
     ]
-    file.write_text(rules[0])
-    ckpt = converted(map_file=file)
+    (tmp_path / "map.toml").write_text(rules[0])
+    ckpt = converted(map_file=tmp_path / "map.toml")
     assert any("x_0 and x_1 are decoder/0 and decoder/1 by their numbers" in n for n in ckpt.notes)
     if to == "nnx":
-        state = reshard.restore(ckpt, two_towers())
-        for i in range(2):
-            here = params[f"enc_{i}"]["kernel"]
-            np.testing.assert_array_equal(here, state.encoder[i].kernel[...])
+        for i, layer in enumerate(reshard.restore(ckpt, two_towers()).encoder):
+            np.testing.assert_array_equal(params[f"enc_{i}"]["kernel"], layer.kernel[...])
 
 
 # One representative
 
 
-class Parts(nnx.Module):
-    def __init__(self, inner):
-        self.layers = nnx.List([inner() for _ in range(3)])
+def parts(inner):
+    return Of(layers=nnx.List([inner() for _ in range(3)]))
 
 
 def renamed():
@@ -363,19 +321,17 @@ def renamed():
 def test_what_is_open_in_each_layer_is_shown_once(tmp_path):
     params = {f"layer_{i}": linears("same", "here") for i in range(3)}
     path = saved(tmp_path / "linen", {"params": params})
-    error = refused(reshard.to_nnx, path, lambda: Parts(renamed))
+    model = functools.partial(parts, renamed)
+    error = refused(reshard.to_nnx, path, model)
     assert error.problems == (f"layer_*/here, perhaps layers/*/there: {NONE} (3 times)",)
     rule = r"from = '^params/layer_(\d+)/here/', to = 'params/layers/\1/there/'"
     assert error.hints[-1] == f"map_file=... decides, by rules such as: {rule}"
     # It is what it says it is.
-    rule = rule.replace(", to", "\nto")
-    (tmp_path / "map.toml").write_text(f"[[rule]]\n{rule}\n")
-    ckpt = reshard.to_nnx(path, lambda: Parts(renamed), map_file=tmp_path / "map.toml")
-    state = reshard.restore(ckpt, Parts(renamed))
-    for i in range(3):
+    state = reshard.restore(reshard.to_nnx(path, model, map_file=map_of(tmp_path, rule)), model())
+    for i, layer in enumerate(state.layers):
         here = params[f"layer_{i}"]
-        np.testing.assert_array_equal(here["here"]["kernel"], state.layers[i].there.kernel[...])
-        np.testing.assert_array_equal(here["same"]["bias"], state.layers[i].same.bias[...])
+        np.testing.assert_array_equal(here["here"]["kernel"], layer.there.kernel[...])
+        np.testing.assert_array_equal(here["same"]["bias"], layer.same.bias[...])
 
 
 class UpDown(nnx.Module):
@@ -386,12 +342,8 @@ class UpDown(nnx.Module):
 def test_no_rule_by_numbers_is_shown_where_the_map_puts_layers_elsewhere(tmp_path):
     params = {f"layer_{i}": linears("up", "down") for i in range(3)}
     path = saved(tmp_path / "linen", {"params": params})
-    (tmp_path / "map.toml").write_text(
-        "".join(
-            f"[[rule]]\nfrom = '^params/layer_{i}/up/'\nto = 'layers/{2 - i}/up/'\n" for i in (0, 2)
-        )
-    )
-    error = refused(reshard.to_nnx, path, lambda: Parts(UpDown), map_file=tmp_path / "map.toml")
+    file = map_of(tmp_path, *((f"^params/layer_{i}/up/", f"layers/{2 - i}/up/") for i in (0, 2)))
+    error = refused(reshard.to_nnx, path, lambda: parts(UpDown), map_file=file)
     assert not [hint for hint in error.hints if "layer_(" in hint]
 
 
@@ -414,37 +366,24 @@ def test_no_rule_by_numbers_is_shown_where_several_layers_fit_the_list(tmp_path)
 # A gated feed-forward
 
 
-class Gated(nn.Module):
-    layers: int
-
-    @nn.compact
-    def __call__(self, x):
-        for i in range(self.layers):
-            x = GatedMlp(name=f"layer_{i}")(x)
-        return x
+GATES = ("gate_proj", "up_proj")
 
 
-class GatedMlp(nn.Module):
-    """As Gemma has it."""
-
-    @nn.compact
-    def __call__(self, x):
-        init = nn.initializers.normal()
-        gate, up = jnp.einsum(
-            "bd,gdf->gbf", x, self.param("gating_einsum", init, (2, WIDTH, HIDDEN))
-        )
-        return nn.silu(gate) * up @ self.param("linear", init, (HIDDEN, WIDTH))
+def gated():
+    """As Gemma has it, whose checkpoints have both gates in one array."""
+    gates = {name: linear(WIDTH, HIDDEN, use_bias=False) for name in GATES}
+    return Of(**gates, linear=nnx.Param(jnp.zeros((HIDDEN, WIDTH))))
 
 
-class NnxGated(nnx.Module):
-    def __init__(self):
-        self.gate_proj = linear(WIDTH, HIDDEN, use_bias=False)
-        self.up_proj = linear(WIDTH, HIDDEN, use_bias=False)
-        self.linear = nnx.Param(jnp.zeros((HIDDEN, WIDTH)))
+def gated_params():
+    shapes = {"gating_einsum": (2, WIDTH, HIDDEN), "linear": (HIDDEN, WIDTH)}
+    return {
+        f"layer_{i}": {name: layouts.random(shape, seed=i) for name, shape in shapes.items()}
+        for i in range(3)
+    }
 
 
-def gated_parts():
-    return Parts(NnxGated)
+gated_parts = functools.partial(parts, gated)
 
 
 def swapped(rule):
@@ -454,7 +393,7 @@ def swapped(rule):
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_the_rule_for_gates_in_one_array_is_shown(turned, tmp_path):
-    params = params_of(Gated(3), jnp.zeros((1, WIDTH)))
+    params, file = gated_params(), tmp_path / "map.toml"
     path = saved(tmp_path / "linen", {"params": params})
     error = refused(reshard.to_nnx, path, gated_parts)
     assert error.problems == (
@@ -464,37 +403,26 @@ def test_the_rule_for_gates_in_one_array_is_shown(turned, tmp_path):
     (hint,) = error.hints
     said, rule = hint.split(":\n", 1)
     assert said == "map_file=... decides, by a rule such as"
-    assert rule == "\n".join(
-        (
-            "      [[rule]]",
-            r"      from = '^params/layer_(\d+)/gating_einsum$'",
-            r"      unstack = { axis = 0, into = ['layers/\1/gate_proj/kernel', "
-            r"'layers/\1/up_proj/kernel'] }  # or in another order",
-        )
+    assert rule == (
+        "      [[rule]]\n"
+        r"      from = '^params/layer_(\d+)/gating_einsum$'"
+        "\n"
+        r"      unstack = { axis = 0, into = ['layers/\1/gate_proj/kernel', "
+        r"'layers/\1/up_proj/kernel'] }  # or in another order"
     )
-    names = ["gate_proj", "up_proj"]
-    if turned:
-        rule, names = swapped(rule), names[::-1]
-    (tmp_path / "map.toml").write_text(rule)
-    ckpt = reshard.to_nnx(path, gated_parts, map_file=tmp_path / "map.toml")
-    state = reshard.restore(ckpt, gated_parts())
+    names = GATES[::-1] if turned else GATES
+    file.write_text(swapped(rule) if turned else rule)
+    state = reshard.restore(reshard.to_nnx(path, gated_parts, map_file=file), gated_parts())
     for i, layer in enumerate(state.layers):
-        for part, name in enumerate(names):
-            here = params[f"layer_{i}"]["gating_einsum"][part]
-            np.testing.assert_array_equal(here, getattr(layer, name).kernel[...])
+        for part, name in zip(params[f"layer_{i}"]["gating_einsum"], names, strict=True):
+            np.testing.assert_array_equal(part, getattr(layer, name).kernel[...])
     # The same rule, run backwards.
     bare = saved(tmp_path / "bare", nnx.to_pure_dict(nnx.state(state)))
-    error = refused(reshard.to_linen, bare, lambda: {"params": params}, source=gated_parts)
-    (hint,) = error.hints
+    back = functools.partial(reshard.to_linen, bare, lambda: {"params": params}, source=gated_parts)
+    (hint,) = refused(back).hints
     rule = hint.split(":\n", 1)[1]
-    (tmp_path / "map.toml").write_text(swapped(rule) if turned else rule)
-    ckpt = reshard.to_linen(
-        bare,
-        lambda: {"params": params},
-        source=gated_parts,
-        map_file=tmp_path / "map.toml",
-    )
-    assert reshard.diff(path, ckpt, values=True).equal
+    file.write_text(swapped(rule) if turned else rule)
+    assert reshard.diff(path, back(map_file=file), values=True).equal
 
 
 @pytest.mark.parametrize("parts, count", [(2, 3), (3, 2)])
@@ -514,23 +442,13 @@ def test_no_rule_for_gates_is_shown_where_parts_do_not_fit(parts, count, tmp_pat
 
 def slashed(params, *above):
     """As Gemma was released: the levels of modules in one key."""
-    return {
-        "/".join((*above, *path)): leaves
-        for path, leaves in (
-            (path, {k: v for k, v in node.items() if not isinstance(v, dict)})
-            for path, node in modules_of(params)
-        )
-        if leaves
-    }
+    made = {}
+    for path, leaf in flatten_dict(params).items():
+        made.setdefault("/".join((*above, *path[:-1])), {})[path[-1]] = leaf
+    return made
 
 
-def modules_of(tree, path=()):
-    yield path, tree
-    for key, node in tree.items():
-        if isinstance(node, dict):
-            yield from modules_of(node, (*path, key))
-
-
+BELOW = "all leaves are below `{}`, which the model has not"
 LEVELS = {
     "collection": (lambda p: {"params": {"transformer": p}}, "transformer"),
     "bare": (lambda p: {"transformer": p}, "transformer"),
@@ -544,9 +462,8 @@ LEVELS = {
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """What the model itself is converted to."""
-    path = saved(
-        tmp_path_factory.mktemp("plain") / "linen", {"params": model_params(block="layer")}
-    )
+    params = model_params(block="layer")
+    path = saved(tmp_path_factory.mktemp("plain") / "linen", {"params": params})
     return reshard.to_nnx(path, NnxModel)
 
 
@@ -555,10 +472,8 @@ def test_a_level_above_the_model_is_told_and_how_to_do_without(name, plain, tmp_
     wrap, level = LEVELS[name]
     path = saved(tmp_path / "linen", wrap(model_params(block="layer")))
     error = refused(reshard.to_nnx, path, NnxModel)
-    told = f"all leaves are below `{level}`, which the model has not"
-    if not level:
-        told = 'keys like "layer_0/LayerNorm_0" hold several levels'
-    assert error.problems == (told,)
+    keys = 'keys like "layer_0/LayerNorm_0" hold several levels'
+    assert error.problems == (BELOW.format(level) if level else keys,)
     call, said = error.hints[0].split(" takes")
     assert said == " it away"
     ckpt = reshard.to_nnx(eval(call, {"reshard": reshard, "ckpt": reshard.open(path)}), NnxModel)
@@ -568,29 +483,25 @@ def test_a_level_above_the_model_is_told_and_how_to_do_without(name, plain, tmp_
 def test_optimizer_state_below_the_same_level_comes_along(tmp_path):
     params = model_params()
     tx = optax.adam(0.1)
-    trees = [{"transformer": params}, params]
-    paths = [
+    path, plain = (
         saved(tmp_path / str(i), {"params": p, "opt_state": tx.init(p), "step": jnp.int32(3)})
-        for i, p in enumerate(trees)
-    ]
-    error = refused(reshard.to_nnx, paths[0], NnxModel)
-    assert error.problems == ("all leaves are below `transformer`, which the model has not",)
-    renamed, rule = error.hints
-    assert renamed == r'reshard.rename(ckpt, [("(^|/)transformer/", r"\1")]) takes it away'
-    assert rule == (
-        "map_file=... does so for the way back, too: from = '^params/transformer/', to = 'params/'"
+        for i, p in enumerate([{"transformer": params}, params])
     )
-    ckpt = reshard.rename(reshard.open(paths[0]), [(r"(^|/)transformer/", r"\1")])
-    made = [reshard.to_nnx(one, NnxModel) for one in (ckpt, paths[1])]
-    assert reshard.diff(*made, values=True).equal
-    (tmp_path / "map.toml").write_text(
-        f"[[rule]]\n{rule.partition(': ')[2].replace(', ', chr(10))}"
+    error = refused(reshard.to_nnx, path, NnxModel)
+    assert error.problems == (BELOW.format("transformer"),)
+    rule = "from = '^params/transformer/', to = 'params/'"
+    assert error.hints == (
+        r'reshard.rename(ckpt, [("(^|/)transformer/", r"\1")]) takes it away',
+        f"map_file=... does so for the way back, too: {rule}",
     )
-    by_rule = reshard.to_nnx(paths[0], NnxModel, map_file=tmp_path / "map.toml")
-    assert reshard.diff(by_rule, made[1], values=True).equal
+    expected = reshard.to_nnx(plain, NnxModel)
+    renamed = reshard.rename(reshard.open(path), [(r"(^|/)transformer/", r"\1")])
+    by_rule = reshard.to_nnx(path, NnxModel, map_file=map_of(tmp_path, rule))
+    for made in (reshard.to_nnx(renamed, NnxModel), by_rule):
+        assert reshard.diff(made, expected, values=True).equal
     reshard.save(by_rule, tmp_path / "by_rule")
     back = reshard.to_linen(tmp_path / "by_rule")
-    assert reshard.diff(back, paths[0], values=True).equal
+    assert reshard.diff(back, path, values=True).equal
 
 
 def test_a_level_above_an_nnx_model(tmp_path):
@@ -600,7 +511,7 @@ def test_a_level_above_an_nnx_model(tmp_path):
     linen = {"params": model_params()}
     path = saved(tmp_path / "nnx", zeros(wrapped))
     error = refused(reshard.to_linen, path, lambda: linen, source=wrapped)
-    assert error.problems == ("all leaves are below `inner`, which the model has not",)
+    assert error.problems == (BELOW.format("inner"),)
     assert error.hints[0] == r'reshard.rename(ckpt, [("(^|/)inner/", r"\1")]) takes it away'
 
 
@@ -619,27 +530,24 @@ def test_a_level_above_does_not_hide_what_else_is_wrong(tmp_path):
     assert plain.problems[-1] == "dropout/rngs/key  threefry2x32 keys[]: missing"
     tree = {"params": {"transformer": params}}
     error = refused(reshard.to_nnx, saved(tmp_path / "linen", tree), More)
-    told = "all leaves are below `transformer`, which the model has not"
-    assert error.problems == (told, *plain.problems)
+    assert error.problems == (BELOW.format("transformer"), *plain.problems)
     assert error.hints[0].startswith("reshard.rename")
     assert error.hints[2:] == plain.hints
 
 
 def test_a_level_above_gates_in_one_array_is_told_with_the_rule_for_them(tmp_path):
-    params = params_of(Gated(3), jnp.zeros((1, WIDTH)))
+    params = gated_params()
     plain = refused(reshard.to_nnx, saved(tmp_path / "plain", {"params": params}), gated_parts)
     # Less than half of the leaves would have a place, if all of these were open.
     path = saved(tmp_path / "linen", {"params": {"net": params}})
     error = refused(reshard.to_nnx, path, gated_parts)
-    told = "all leaves are below `net`, which the model has not"
-    assert (error.problems, error.hints[2:]) == ((told, *plain.problems), plain.hints)
+    expected = ((BELOW.format("net"), *plain.problems), plain.hints)
+    assert (error.problems, error.hints[2:]) == expected
     # Both hints, one after the other.
-    rule = plain.hints[0].split(":\n", 1)[1]
-    (tmp_path / "map.toml").write_text(rule)
+    (tmp_path / "map.toml").write_text(plain.hints[0].split(":\n", 1)[1])
     ckpt = reshard.rename(reshard.open(path), [(r"(^|/)net/", r"\1")])
     ckpt = reshard.to_nnx(ckpt, gated_parts, map_file=tmp_path / "map.toml")
-    state = reshard.restore(ckpt, gated_parts())
-    for i, layer in enumerate(state.layers):
+    for i, layer in enumerate(reshard.restore(ckpt, gated_parts()).layers):
         here = params[f"layer_{i}"]["gating_einsum"]
         np.testing.assert_array_equal(here[1], layer.up_proj.kernel[...])
 
@@ -649,7 +557,7 @@ def test_what_is_dropped_below_a_level_above_takes_its_moments_along(tmp_path):
     tree = {"params": {"net": params}, "opt_state": optax.adam(0.1).init({"net": params})}
     path = saved(tmp_path / "linen", tree)
     error = refused(reshard.to_nnx, path, NnxModel, drop="params/net/odd")
-    assert error.problems == ("all leaves are below `net`, which the model has not",)
+    assert error.problems == (BELOW.format("net"),)
 
 
 # Names with characters of their own
@@ -662,15 +570,14 @@ def nnx_odd():
 def test_a_rule_that_is_shown_is_for_the_names_that_it_is_written_of(tmp_path):
     odd = r"it's.(a)+{b}\n_"
     params = {f"{odd}{i}": linears("one_0", "[1]") for i in range(2)}
-    path, file = saved(tmp_path / "linen", {"params": params}), tmp_path / "map.toml"
+    path = saved(tmp_path / "linen", {"params": params})
     error = refused(reshard.to_nnx, path, nnx_odd)
     (rule,) = [hint.partition("such as:")[2] for hint in error.hints if "from = " in hint]
     assert rule.strip() == (
         r"from = '''^params/it's\.\(a\)\+\{b\}\\n_(\d+)/\[1\]/''', to = 'params/layers/\1/one/1/'"
     )
-    file.write_text(f"[[rule]]\n{rule.replace(', to = ', chr(10) + 'to = ')}\n")
-    state = reshard.restore(reshard.to_nnx(path, nnx_odd, map_file=file), nnx_odd())
-    for i, layer in enumerate(state.layers):
+    ckpt = reshard.to_nnx(path, nnx_odd, map_file=map_of(tmp_path, rule))
+    for i, layer in enumerate(reshard.restore(ckpt, nnx_odd()).layers):
         for j, name in enumerate(("one_0", "[1]")):
             here = params[f"{odd}{i}"][name]
             np.testing.assert_array_equal(here["kernel"], layer.one[j].kernel[...])
@@ -681,6 +588,30 @@ def test_a_glob_for_a_key_with_a_star_names_that_alone():
     names = {path: path for path in paths}
     assert covering_globs(paths[::2], names) == [(r"params/a\*/w", 1), (r"params/q\?", 1)]
     assert covering_globs(paths[:2], names) == [("**/w", 2)]
+
+
+def test_hints_are_for_all_that_is_missing_and_not_for_each_leaf(tmp_path):
+    """The globs name it and nothing else: typed, they are all that was needed."""
+
+    def part():
+        drop = functools.partial(nnx.Dropout, 0.1, rngs=nnx.Rngs(0))
+        blocks = nnx.List([Of(attention=linear(), drop=drop()) for _ in range(4)])
+        cache = nnx.Dict(a=nnx.Param(jnp.zeros(2)), b=nnx.Param(jnp.zeros(5)))
+        return Of(pe=nnx.Param(jnp.zeros((3, 4))), blocks=blocks, cache=cache)
+
+    def model():
+        return Of(lam=part(), tokenizer=part(), codes=nnx.Param(jnp.zeros((7, 4))))
+
+    layers = {f"blocks_{i}": linears("attention") for i in range(4)}
+    path = saved(tmp_path / "linen", {"params": {"lam": layers, "tokenizer": layers}})
+    error = refused(reshard.to_nnx, path, model)
+    assert len(error.problems) == 2 * (1 + 8 + 2) + 1
+    globs = {"codes": "1 leaf", "**/rngs": "16 leaves", "**/cache": "4 leaves", "**/pe": "2 leaves"}
+    assert error.hints == tuple(
+        f'init=["{glob}"] keeps the model\'s own initial value: {count}'
+        for glob, count in globs.items()
+    )
+    reshard.to_nnx(path, model, init=list(globs))
 
 
 def test_no_level_is_taken_away_where_that_finds_nothing(tmp_path):

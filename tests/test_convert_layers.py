@@ -1,18 +1,17 @@
 """Every standard layer, in Linen and in NNX, with random leaves: the same outputs."""
 
-import dataclasses
 import functools
 import json
 import pathlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import converted
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from converted import Compact, convert, random_variables
+from converted import Compact, Of, convert, random_variables
 from flax import linen as nn
 from flax import nnx
 from flax.traverse_util import flatten_dict
@@ -36,21 +35,13 @@ def some(*shape, seed=1):
     return np.random.default_rng(seed).normal(size=shape).astype("float32")
 
 
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """A layer in both APIs.
-
-    Attributes:
-      linen: the Linen module.
-      nnx: makes the NNX module.
-      inputs: what both take.
-      kwargs: what Linen's module is called with besides.
-    """
+class Layer(NamedTuple):
+    """A layer in both APIs, what both take, and what Linen's is called with besides."""
 
     linen: nn.Module
     nnx: Callable[[], Any]
     inputs: tuple[Any, ...]
-    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    kwargs: dict[str, Any] = {}  # noqa: RUF012
 
 
 def cell_inputs(*carry):
@@ -218,15 +209,11 @@ def test_a_layer_gives_the_same_in_nnx(name):
         def __call__(self, *inputs):
             return self.layer(*inputs, **layer_kwargs)
 
-    class Holder(nnx.Module):
-        def __init__(self):
-            self.layer = layer.nnx()
-
     layer_kwargs = layer.kwargs
     zeros = [("params", "layer", *path[1:]) for path in zeros]
     held = Held(layer.linen.clone(parent=None))
     variables = converted.zeroed(random_variables(held, *layer.inputs), zeros)
-    made = carried(variables, Holder, zeros)
+    made = carried(variables, lambda: Of(layer=layer.nnx()), zeros)
     expected = held.apply(variables, *layer.inputs)
     assert_same_outputs(made.model.layer(*layer.inputs), expected)
 
@@ -327,12 +314,9 @@ def test_leaves_of_another_collection_are_refused():
 
 
 def test_a_name_in_two_collections_goes_by_the_class_of_the_variable():
-    class Scaled(nnx.Module):
-        def __init__(self):
-            self.scale = nnx.BatchStat(jnp.zeros(3))
-
     leaves = {("params", "scale"): some(3), ("batch_stats", "scale"): some(3, seed=2)}
-    found = align(linen_outline(leaves), converted.outline_of(Scaled))
+    outline = converted.outline_of(lambda: Of(scale=nnx.BatchStat(jnp.zeros(3))))
+    found = align(linen_outline(leaves), outline)
     assert list(map(str, found.map.rows())) == ["batch_stats/scale -> scale"]
     assert list(map(str, found.abstentions)) == ["params/scale: NNX has nothing for it"]
     found = align(linen_outline(leaves), path_outline({("scale",): some(3)}))
@@ -350,16 +334,14 @@ class TestNorms:
             # The outer layer is made first.
             return nn.Dense(3)(nn.WeightNorm(nn.Dense(4))(nn.WeightNorm(nn.Dense(8))(x)))
 
-        class Twin(nnx.Module):
-            def __init__(self):
-                self.last = nnx.Linear(4, 3, rngs=rngs())
-                self.second = nnx.WeightNorm(nnx.Linear(8, 4, rngs=rngs()), rngs=rngs())
-                self.first = nnx.WeightNorm(nnx.Linear(8, 8, rngs=rngs()), rngs=rngs())
+        def twin():
+            second, first = (nnx.WeightNorm(linear(size), rngs=rngs()) for size in (4, 8))
+            return Of(last=nnx.Linear(4, 3, rngs=rngs()), second=second, first=first)
 
         inputs = (some(5, 8),)
         variables = random_variables(Compact(function), *inputs)
         assert ("params", "WeightNorm_0", "Dense_1/kernel/scale") in flatten_dict(variables)
-        made = carried(variables, Twin)
+        made = carried(variables, twin)
         assert {step.origin for step in made.alignment.map.rows()} == {"structure"}
         model = made.model
         expected = Compact(function).apply(variables, *inputs)
@@ -375,14 +357,13 @@ class TestNorms:
             def __call__(self, x):
                 return self.normed(x, **({} if kind == "WeightNorm" else {"update_stats": False}))
 
-        class Twin(nnx.Module):
-            def __init__(self):
-                self.normed = getattr(nnx, kind)(linear(), rngs=rngs())
-                self.dense = self.normed.layer_instance
+        def twin():
+            normed = getattr(nnx, kind)(linear(), rngs=rngs())
+            return Of(normed=normed, dense=normed.layer_instance)
 
         inputs = (some(5, 8),)
         variables = random_variables(Linen(), *inputs)
-        made = carried(variables, Twin)
+        made = carried(variables, twin)
         made.model.eval()
         assert_same_outputs(made.model.normed(*inputs), Linen().apply(variables, *inputs))
 

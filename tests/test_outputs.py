@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import layouts
 import numpy as np
 import pytest
+from converted import Compact, Of, map_of, refused
 from flax import linen as nn
 from flax import nnx
 
@@ -83,13 +84,6 @@ def equal(ckpt):
     return note
 
 
-def differ(call, *arguments, **options):
-    """What is told of outputs that differ."""
-    with pytest.raises(reshard.TreeMismatchError) as info:
-        call(*arguments, **options)
-    return info.value.problems
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A checkpoint of Linen's."""
@@ -98,12 +92,27 @@ def saved(tmp_path_factory):
 
 def swapped(tmp_path):
     """A map that puts each norm in the place of the other."""
-    file = tmp_path / "map.toml"
-    pairs = [("LayerNorm_0", "last"), ("LayerNorm_1", "norm")]
-    pairs += [("Dense_0", "first"), ("Dense_1", "second")]
-    rules = (f"[[rule]]\nfrom = '^params/{a}/'\nto = '{b}/'\n" for a, b in pairs)
-    file.write_text("".join(rules))
-    return file
+    places = {"LayerNorm_0": "last", "LayerNorm_1": "norm", "Dense_0": "first", "Dense_1": "second"}
+    return map_of(tmp_path, *((f"^params/{a}/", f"{b}/") for a, b in places.items()))
+
+
+class Net(Of):
+    """With a function for its call."""
+
+    def __init__(self, function, **attributes):
+        super().__init__(**attributes)
+        self.function = function
+
+    def __call__(self, x):
+        return self.function(self, x)
+
+
+def linear(features=WIDTH):
+    return nnx.Linear(4, features, rngs=nnx.Rngs(0))
+
+
+def inputs(rows=7):
+    return np.random.default_rng(0).normal(size=(rows, 4)).astype(np.float32)
 
 
 def test_equal_outputs_are_a_note_in_both_directions(saved, tmp_path, monkeypatch):
@@ -122,11 +131,10 @@ def test_equal_outputs_are_a_note_in_both_directions(saved, tmp_path, monkeypatc
 
 
 def test_modules_of_one_class_that_change_places_are_found(saved, tmp_path):
-    with pytest.raises(reshard.TreeMismatchError, match="the outputs of the models differ") as info:
-        reshard.to_nnx(
-            saved, Nnx, source=linen, init=RANDOM, map_file=swapped(tmp_path), check=True
-        )
-    first, module = info.value.problems
+    options = {"source": linen, "init": RANDOM, "map_file": swapped(tmp_path), "check": True}
+    error = refused(reshard.to_nnx, saved, Nnx, **options)
+    assert error.summary == f"`{saved}` is converted, and the outputs of the models differ"
+    first, module = error.problems
     assert first.startswith("the output: the largest difference is 0.")
     assert module == "the first module whose output differs: LayerNorm_0 in Linen, last in NNX"
 
@@ -145,17 +153,15 @@ def test_leaves_with_other_names_than_the_model_of_the_source_has_need_a_rule(sa
             x = self.dropout(self.bn(self.layer0(x)))
             return self.last(self.layer1(nnx.gelu(self.norm(x))))
 
-    with pytest.raises(reshard.ArgumentError) as info:
-        reshard.to_nnx(ckpt, Named, source=linen, init=RANDOM, check=True)
-    assert str(info.value) == (
+    options = {"source": linen, "init": RANDOM, "check": True}
+    error = refused(reshard.to_nnx, ckpt, Named, of=reshard.ArgumentError, **options)
+    assert str(error) == (
         "the Linen model has other leaves than the checkpoint\n"
         '  Could not find parameter named "kernel" in scope "/Dense_0".\n\n'
         "hint: if reshard.rename(ckpt, [(..., ...)]) has given the leaves other names: a rule of "
         "map_file=... does so for the conversion alone"
     )
-    (tmp_path / "map.toml").write_text("[[rule]]\nfrom = '{}'\nto = '{}'\n".format(*rename))
-    file = tmp_path / "map.toml"
-    assert equal(reshard.to_nnx(saved, Named, source=linen, init=RANDOM, map_file=file, check=True))
+    assert equal(reshard.to_nnx(saved, Named, map_file=map_of(tmp_path, rename), **options))
 
 
 def test_models_that_say_bfloat16_are_compared_in_float32(tmp_path):
@@ -165,8 +171,8 @@ def test_models_that_say_bfloat16_are_compared_in_float32(tmp_path):
     def net():
         return Nnx(nnx.Rngs(0), dtype=jnp.bfloat16)
 
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(7, 4)), "bfloat16")
-    assert equal(compared(tmp_path, model, net, ((x,), {}), random(model), init=RANDOM))
+    check = (jnp.asarray(inputs(), "bfloat16"),), {}
+    assert equal(compared(tmp_path, model, net, check, random(model), init=RANDOM))
 
 
 class Delegating(nn.Module):
@@ -180,17 +186,11 @@ class Delegating(nn.Module):
         return super().__getattr__(name)
 
 
-class Dense(nnx.Module):
-    def __init__(self):
-        self.dense = nnx.Linear(4, WIDTH, rngs=nnx.Rngs(0))
-
-    def __call__(self, x):
-        return self.dense(x)
-
-
 def test_a_module_that_finds_attributes_by_itself_is_run(tmp_path):
-    x = np.random.default_rng(0).normal(size=(7, 4)).astype(np.float32)
-    assert equal(compared(tmp_path, lambda: linen(Delegating()), Dense, ((x,), {})))
+    def net():
+        return Net(lambda net, x: net.dense(x), dense=linear())
+
+    assert equal(compared(tmp_path, lambda: linen(Delegating()), net, ((inputs(),), {})))
 
 
 def test_modules_that_compute_something_else_are_found(saved):
@@ -199,8 +199,9 @@ def test_modules_that_compute_something_else_are_found(saved):
         made.norm.epsilon = 1e-2
         return made
 
-    told = differ(reshard.to_nnx, saved, net, source=linen, init=RANDOM, check=True)
-    assert told[1:] == ("the first module whose output differs: LayerNorm_0 in Linen, norm in NNX",)
+    error = refused(reshard.to_nnx, saved, net, source=linen, init=RANDOM, check=True)
+    first = "the first module whose output differs: LayerNorm_0 in Linen, norm in NNX"
+    assert error.problems[1:] == (first,)
 
 
 def test_nothing_is_initialised_to_learn_what_a_model_is_called_with(tmp_path):
@@ -213,28 +214,8 @@ def test_nothing_is_initialised_to_learn_what_a_model_is_called_with(tmp_path):
     model = of_ones(nn.Dense(2, kernel_init=init))
     values = model()
     assert computed == [True]
-    net = lambda: nnx.Linear(4, 2, rngs=nnx.Rngs(0))  # noqa: E731
-    assert equal(compared(tmp_path, model, net, values=values))
+    assert equal(compared(tmp_path, model, lambda: linear(2), values=values))
     assert True not in computed[1:]
-
-
-class Constant(nn.Module):
-    """What it returns, whatever it is called with."""
-
-    value: float
-
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(WIDTH)(x) * 0 + self.value
-
-
-class ConstantNnx(Dense):
-    def __init__(self, value):
-        super().__init__()
-        self.value = value
-
-    def __call__(self, x):
-        return self.dense(x) * 0 + self.value
 
 
 @pytest.mark.parametrize(
@@ -245,68 +226,48 @@ class ConstantNnx(Dense):
     ],
 )
 def test_outputs_that_tell_nothing_are_not_equal(tmp_path, value, problem):
-    told = differ(compared, tmp_path, of_ones(Constant(value)), lambda: ConstantNnx(value))
-    assert told == (problem,)
+    def net():
+        return Net(lambda net, x: net.Dense_0(x) * 0 + value, Dense_0=linear())
 
-
-class Headed(nn.Module):
-    """A head that only training uses."""
-
-    @nn.compact
-    def __call__(self, x, both=True):
-        head = nn.Dense(3, name="head")(x)
-        made = nn.Dense(2, name="body")(x)
-        return (made, head) if both else made
-
-
-class HeadedNnx(nnx.Module):
-    def __init__(self, rngs):
-        self.body = nnx.Linear(4, 2, rngs=rngs)
-        self.head = nnx.Linear(4, 3, rngs=rngs)
-
-    def __call__(self, x):
-        return self.body(x)
+    model = of_ones(Compact(lambda x: nn.Dense(WIDTH)(x) * 0 + value))
+    assert refused(compared, tmp_path, model, net).problems == (problem,)
 
 
 def test_leaves_without_a_part_in_the_outputs_are_told(tmp_path):
-    x = np.random.default_rng(0).normal(size=(2, 4))
-    inputs = {"linen": ((x,), {"both": False}), "nnx": ((x,), {})}
-    models = tmp_path, of_ones(Headed()), HeadedNnx
-    note = equal(compared(*models, inputs))
+    """A head that only training uses."""
+
+    def headed(x, both=True):
+        head, body = nn.Dense(3, name="head")(x), nn.Dense(2, name="body")(x)
+        return (body, head) if both else body
+
+    def net():
+        return Net(lambda net, x: net.body(x), body=linear(2), head=linear(3))
+
+    check = {"linen": ((inputs(2),), {"both": False}), "nnx": ((inputs(2),), {})}
+    models = tmp_path, of_ones(Compact(headed)), net
+    note = equal(compared(*models, check))
     assert note.endswith("leaves without a part in them: head/bias, head/kernel")
     shapes = "their shapes are [2, 2], [2, 3] in Linen, [2, 2] in NNX"
-    assert differ(compared, *models) == (shapes,)
-
-
-class Routed(nn.Module):
-    """Two layers, of which the sign of an input takes one, beside what a mask fills in."""
-
-    @nn.compact
-    def __call__(self, x):
-        made = jnp.where(x[:, :1] > 0, nn.Dense(3, name="up")(x), nn.Dense(3, name="down")(x))
-        return jnp.where(jnp.arange(3) < 2, made, -1e9)
-
-
-class RoutedNnx(nnx.Module):
-    def __init__(self, rngs):
-        self.up, self.down = nnx.Linear(4, 3, rngs=rngs), nnx.Linear(4, 3, rngs=rngs)
-
-    def __call__(self, x):
-        made = jnp.where(x[:, :1] > 0, self.up(x), self.down(x))
-        return jnp.where(jnp.arange(3) < 2, made, -1e9)
+    assert refused(compared, *models).problems == (shapes,)
 
 
 def test_what_no_input_reaches_is_told_and_what_masks_fill_in_is_no_measure(tmp_path):
-    x = np.random.default_rng(0).normal(size=(5, 4))
+    """Two layers, of which the sign of an input takes one, beside what a mask fills in."""
+
+    def routed(x, up, down):
+        return jnp.where(jnp.arange(3) < 2, jnp.where(x[:, :1] > 0, up(x), down(x)), -1e9)
+
+    def net():
+        return Net(lambda net, x: routed(x, net.up, net.down), up=linear(3), down=linear(3))
+
+    x = inputs(5)
     x[:, 0] = np.abs(x[:, 0])
-    models = tmp_path, of_ones(Routed()), RoutedNnx, ((x,), {})
+    model = Compact(lambda x: routed(x, nn.Dense(3, name="up"), nn.Dense(3, name="down")))
+    models = tmp_path, of_ones(model), net, ((x,), {})
     note = equal(compared(*models))
     assert note.endswith("leaves without a part in them: down/bias, down/kernel")
-    swapped = tmp_path / "map.toml"
-    swapped.write_text(
-        "rule = [{ from = '^params/up/', to = 'down/' }, { from = '^params/down/', to = 'up/' }]"
-    )
-    (problem,) = differ(compared, *models, map_file=swapped)
+    swapped = map_of(tmp_path, ("^params/up/", "down/"), ("^params/down/", "up/"))
+    (problem,) = refused(compared, *models, map_file=swapped).problems
     assert re.match("the output: the largest difference is 0.[0-9]+ of the largest value;", problem)
 
 
@@ -319,15 +280,14 @@ def test_what_no_input_reaches_is_told_and_what_masks_fill_in_is_no_measure(tmp_
     ],
 )
 def test_inputs_of_no_such_form(inputs, problem):
-    with pytest.raises(reshard.ArgumentError, match="not positional and keyword") as info:
-        arguments_of(inputs)
-    assert problem in info.value.problems
+    error = refused(arguments_of, inputs, of=reshard.ArgumentError)
+    assert "not positional and keyword" in error.summary and problem in error.problems
 
 
 def test_both_models_are_needed(saved):
-    with pytest.raises(reshard.ArgumentError, match="one of them is not known") as info:
-        reshard.to_nnx(saved, Nnx, init=RANDOM, check=True)
-    assert info.value.hints == ("model=... and source=...",)
+    error = refused(reshard.to_nnx, saved, Nnx, of=reshard.ArgumentError, init=RANDOM, check=True)
+    assert "one of them is not known" in str(error)
+    assert error.hints == ("model=... and source=...",)
 
 
 MODELS = """
