@@ -72,17 +72,6 @@ def assert_trains_on(name, training):
 
 @pytest.mark.exhaustive
 @NAMES
-def test_the_map_of_a_twin_is_total(name):
-    twin, variables = TWINS[name], TWINS[name].linen_variables()
-    used = {path for entry in twin.pairs.values() for path in entry[1:]}
-    left = {path for path in twins.linen_leaves(variables) if path not in used}
-    assert used - set(twins.linen_leaves(variables)) == set()
-    assert {path for path in left if not path.endswith("hn/bias")} == set()
-    assert twin.expected(state_of(name)).keys() == twins.nnx_leaves(twin.blank()).keys()
-
-
-@pytest.mark.exhaustive
-@NAMES
 def test_twins_give_the_same_and_train_alike(name):
     assert_trains_on(name, TWINS[name].filled(state_of(name)))
 

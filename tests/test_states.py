@@ -16,9 +16,8 @@ from flax.core import FrozenDict
 from flax.training.train_state import TrainState
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec as P
 from layouts import Named
-from releases import OUT_SHARDING, older
+from releases import older
 from sampling import examples
 
 import reshard
@@ -27,14 +26,6 @@ from reshard.restore.matching import TargetLeaf
 from reshard.restore.pytrees import flatten_state
 
 Point = collections.namedtuple("Point", ("x", "y"))
-
-
-@flax.struct.dataclass
-class Specified(Named):
-    """One that says how it is to be laid out."""
-
-    def get_partition_spec(self):
-        return P(*self.names)
 
 
 @flax.struct.dataclass
@@ -292,20 +283,6 @@ def test_pytrees_come_back_as_they_were_or_with_other_values(state):
     assert [leaf.path for leaf in flatten_state(again).leaves] == [x.path for x in found.leaves]
 
 
-def randomized(found, seed=0):
-    """Random values in the kinds of the old ones."""
-    rng = np.random.default_rng(seed)
-
-    def other(leaf):
-        if not leaf.is_array:
-            return int(rng.integers(100))
-        if jnp.issubdtype(leaf.value.dtype, jax.dtypes.prng_key):
-            return jax.random.key(int(rng.integers(100)))
-        return jnp.asarray(layouts.random_array(rng, leaf.value.shape, leaf.value.dtype))
-
-    return [other(leaf) for leaf in found.leaves]
-
-
 def test_arrays_that_flax_takes_for_structure_are_leaves_of_abstract_modules_too():
     """The scales of a `WeightNorm` are in a dict, and in no variable; flax before 0.12.5
     takes those of attributes for structure, too."""
@@ -323,7 +300,7 @@ def test_arrays_that_flax_takes_for_structure_are_leaves_of_abstract_modules_too
     assert {leaf.path: leaf.value.shape for leaf in found.leaves} == {
         path: value.shape for path, value in held.items()
     }
-    values = randomized(found)
+    values = layouts.randomized([leaf.value for leaf in found.leaves])
     made = found.unflatten(values)
     again = {leaf.path: leaf.value for leaf in flatten_state(made).leaves}
     layouts.assert_same_tree(again, dict(zip((x.path for x in found.leaves), values, strict=True)))
@@ -345,53 +322,12 @@ def test_variables_without_a_value_are_saved_as_such(hold, tmp_path):
     assert sum(leaf is None for leaf in saved.values()) == 3
 
 
-# Annotations.
+# What a checkpoint has to have.
 
 
 def only(state):
     (leaf,) = flatten_state(state).leaves
     return leaf
-
-
-def variable(**metadata):
-    with nnx.use_eager_sharding(False):
-        return nnx.Param(jnp.ones((2, 3)), **metadata)
-
-
-RULES = (("x", "data"),)
-
-
-@pytest.mark.parametrize(
-    ("state", "names", "rules"),
-    [
-        (jnp.ones(2), None, None),
-        (nn.Partitioned(jnp.ones(2), ("x", None)), ("x", None), None),
-        (nn.Partitioned(jnp.ones(2), (("x", "y"), None)), (("x", "y"), None), None),
-        (nn.Partitioned(jnp.ones(2), (["x", "y"],)), (("x", "y"),), None),
-        (nn.LogicallyPartitioned(jnp.ones(2), ("x",), rules=RULES), ("x",), RULES),
-        (Named(jnp.ones(2), ("x",)), None, None),
-        (Specified(jnp.ones(2), ("x", ("y", "z"))), ("x", ("y", "z")), None),
-        (variable(), None, None),
-        (variable(**{OUT_SHARDING: ("x", None)}), ("x", None), None),
-        (variable(**{OUT_SHARDING: P("x", ("y", "z"))}), ("x", ("y", "z")), None),
-        (variable(sharding_names=("x",)), ("x",), None),
-        (variable(sharding=("x",)), ("x",), None),
-        (variable(**{OUT_SHARDING: ("x",)}, sharding_rules=RULES), ("x",), RULES),
-    ],
-)
-def test_names_of_axes(state, names, rules):
-    assert pytrees.axis_names(only(state)) == names
-    assert pytrees.own_rules(only(state)) == rules
-
-
-def test_names_of_a_sharding():
-    sharding = jax.sharding.NamedSharding(layouts.mesh((2, 4)), P("data", "model"))
-    with jax.set_mesh(layouts.mesh((2, 4))):
-        leaf = only(variable(sharding=sharding))
-    assert pytrees.axis_names(leaf) == ("data", "model")
-
-
-# What a checkpoint has to have.
 
 
 def key(impl, count=None):
