@@ -287,12 +287,7 @@ class TestNnx:
     )
     def test_the_order_in_a_module_that_flax_has_rebuilt_is_not_known(self, unflatten):
         made = nnx_outline(unflatten(Model(rngs=nnx.Rngs(0))))[1]
-        assert unordered(made) == [
-            (),
-            ("blocks", "0"),
-            ("blocks", "2"),
-            ("by_name",),
-        ]
+        assert unordered(made) == [(), ("blocks", "0"), ("blocks", "2"), ("by_name",)]
         assert {str(name): value for name, value in sorted(classes(made).items())} == {
             str(name): value for name, value in sorted(MODEL.items())
         }
