@@ -7,45 +7,35 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from reshard.arrays.operations import (
-    Concat,
-    Constant,
-    Crop,
-    Pad,
-    Reshape,
-    Split,
-    Stack,
-    Transpose,
-    Unstack,
-)
+from reshard.arrays import operations as ops
 from reshard.convert.leafmap import LeafMap, Row
 
 
 def in_numpy(operation: Any, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """An operation, by numpy."""
     match operation:
-        case Concat(axis):
+        case ops.Concat(axis):
             return [np.concatenate(arrays, axis)]
-        case Stack(axis):
+        case ops.Stack(axis):
             return [np.stack(arrays, axis)]
-        case Constant(values):
+        case ops.Constant(values):
             return [values]
     (one,) = arrays
     match operation:
-        case Transpose(axes):
+        case ops.Transpose(axes):
             return [np.transpose(one, axes)]
-        case Reshape(shape):
+        case ops.Reshape(shape):
             return [one.reshape(shape)]
-        case Split(axis, sizes):
+        case ops.Split(axis, sizes):
             return np.split(one, list(itertools.accumulate(sizes))[:-1], axis)
-        case Unstack(axis, count):
+        case ops.Unstack(axis, count):
             return [np.take(one, i, axis) for i in range(count)]
-        case Pad(widths, fill):
+        case ops.Pad(widths, fill):
             sizes = [a + n + b for n, (a, b) in zip(one.shape, widths, strict=True)]
             whole = np.full(sizes, np.array(fill, one.dtype), one.dtype)
             whole[tuple(slice(a, n - b) for n, (a, b) in zip(sizes, widths, strict=True))] = one
             return [whole]
-        case Crop(widths):
+        case ops.Crop(widths):
             inside = (slice(a, n - b) for n, (a, b) in zip(one.shape, widths, strict=True))
             return [one[tuple(inside)]]
     raise AssertionError(operation)
