@@ -115,16 +115,15 @@ def layers_of(layer, count=2):
     return {f"layer_{i}": layer for i in range(count)}
 
 
-def whole(layers):
+def whole(layers, axis=0, into="layers"):
     """Layers in one array each, by numpy."""
-    return {"layers": jax.tree.map(lambda *x: jnp.asarray(np.stack(x)), *layers.values())}
+    return {into: jax.tree.map(lambda *x: jnp.asarray(np.stack(x, axis)), *layers.values())}
 
 
-def together(params, axis=0, into="layers"):
-    """The parameters with the layers in one array each, by numpy."""
-    layers = [params[f"layer_{i}"] for i in range(len(params) - 1)]
-    stacked = jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves, axis)), *layers)
-    return {"embed": params["embed"], into: stacked}
+def together(params, axis):
+    """The parameters with the layers in one array each."""
+    layers = {name: layer for name, layer in params.items() if name != "embed"}
+    return {"embed": params["embed"], **whole(layers, axis)}
 
 
 def put(path, tree):
@@ -145,13 +144,12 @@ def got(ckpt, path):
 
 def form(state):
     """Path -> shape and dtype, or the empty container, of all that Orbax saves of a state."""
-    return {path: described(leaf) for path, leaf in saved_tree(state).items()}
-
-
-def described(leaf):
-    if not isinstance(leaf, StateLeaf):
-        return leaf
-    return np.shape(leaf.value), getattr(leaf.value, "dtype", np.dtype(type(leaf.value)))
+    return {
+        path: (np.shape(leaf.value), getattr(leaf.value, "dtype", np.dtype(type(leaf.value))))
+        if isinstance(leaf, StateLeaf)
+        else leaf
+        for path, leaf in saved_tree(state).items()
+    }
 
 
 def form_of(ckpt):
@@ -276,12 +274,11 @@ def test_layers_of_two_kinds_in_turn(tmp_path):
     first = stack(ckpt, "params/layer_{}", "params/dense", indices=[0, 2, 4])
     both = stack(first, "params/layer_{}", "params/moe", indices=(1, 3, 5))
     shapes = {"dense": {"w": (3, 6, 5)}, "moe": {"w": (3, 6, 5), "gate": (3, 6, 4)}}
-    wanted = form_after(shapes, tx)
-    dense = {path: like for path, like in wanted.items() if "moe" not in path}
-    moe = {path: like for path, like in wanted.items() if "moe" in path}
-    assert by_path(got(both, tmp_path / "b")) == expected(
-        fields(state), dense, ["layer_0", "layer_2", "layer_4"], "dense"
-    ) | expected(fields(state), moe, ["layer_1", "layer_3", "layer_5"], "moe")
+    wanted, found = form_after(shapes, tx), {}
+    for name, other, layers in (("dense", "moe", (0, 2, 4)), ("moe", "dense", (1, 3, 5))):
+        some = {path: like for path, like in wanted.items() if other not in path}
+        found |= expected(fields(state), some, [f"layer_{i}" for i in layers], name)
+    assert by_path(got(both, tmp_path / "b")) == found
     one = unstack(both, "params/dense", "params/layer_{}", indices=[0, 2, 4])
     assert_undone(unstack(one, "params/moe", "params/layer_{}", indices=(1, 3, 5)), ckpt)
 
@@ -307,16 +304,14 @@ def test_stages_of_layers(tmp_path):
     outer = stack(inner, "params/stage_{}", "params/stages", 1)
     shapes = {"stages": {"layers": {"w": (3, 2, 6, 5), "b": (3, 2, 5)}}}
     assert form_of(outer) == form_after(shapes, tx)
-    original = fields(state)
-    found = by_path(got(outer, tmp_path / "b"))
-    for root in (("params",), ("opt_state", 0, "mu"), ("opt_state", 0, "nu")):
-        for key in "wb":
-            parts = [
-                [original[(*root, f"stage_{i}", f"layer_{j}", key)] for j in range(3)]
-                for i in range(2)
-            ]
-            stacked = jnp.asarray(np.stack([np.stack(part) for part in parts], 1))
-            assert found[(*root, "stages", "layers", key)] == layouts.bits(stacked)
+
+    def both(stages):
+        return whole({name: whole(layers) for name, layers in stages.items()}, 1, "stages")
+
+    adam, scale = state.opt_state
+    opt_state = (adam._replace(mu=both(adam.mu), nu=both(adam.nu)), scale)
+    wanted = state.replace(params=both(state.params), opt_state=opt_state)
+    assert by_path(got(outer, tmp_path / "b")) == by_path(parts(wanted))
     stages = unstack(outer, "params/stages", "params/stage_{}", 1)
     assert_undone(unstack(stages, "params/stage_*/layers", "params/stage_*/layer_{}"), ckpt)
 
@@ -658,211 +653,152 @@ PATTERN_HINT = (
 UNCLEAR = "that does not say which layers"
 NEAREST = "\n\nhint: the nearest leaf is `params/l0/w`" + PATTERN_HINT[1:]
 UNLIKE = "the layers are not alike"
-STEP = "steps that cannot be carried out\n  params/l0/b + params/l1/b -> params/l/b  "
+STEP = "steps that cannot be carried out\n  params/layer_0/b + params/layer_1/b -> params/l/b  "
 TAKEN = "there are leaves in these places already"
 
 
-def told(*lines):
-    return "\n  ".join(lines)
-
-
-@pytest.mark.parametrize(
-    ("shapes", "arguments", "message"),
-    [
-        (
-            ALIKE,
-            ("params/layer_{}", "params/layers"),
-            "no layer matches `params/layer_{}`" + NEAREST,
-        ),
-        (ALIKE, (*ALL, 0, [4, 5]), "no layer matches `params/l{}`" + NEAREST),
-        (ALIKE, ("zzz_{}", "params/l"), "no layer matches `zzz_{}`" + PATTERN_HINT),
-        (
-            ALIKE,
-            ("params/l", "params/*/l{}", 0, [0, 0]),
-            told(
-                UNCLEAR,
-                "`params/l` must have one `{}`, for the number of a layer",
-                "`params/*/l{}` must have no `{}`: it is all layers",
-                "`params/l` and `params/*/l{}` must have as many `*`",
-                "indices [0, 0] must be numbers of layers, each once" + PATTERN_HINT,
-            ),
-        ),
-        (
-            ALIKE,
-            ("params/s{}/l{}", "params/l", 0, [-1]),
-            told(
-                UNCLEAR,
-                "`params/s{}/l{}` must have one `{}`, for the number of a layer",
-                "indices [-1] must be numbers of layers, each once" + PATTERN_HINT,
-            ),
-        ),
-        (
-            ALIKE,
-            (*ALL, 0, []),
-            told(UNCLEAR, "indices [] must be numbers of layers, each once" + PATTERN_HINT),
-        ),
-        # Gaps, and layers that differ.
-        (
-            {"l1": {"w": (2,)}, "l2": {"w": (2,)}, "m0": {"w": (2,)}, "m2": {"w": (3,)}},
-            ("params/*{}", "params/all_*"),
-            told(
-                UNLIKE,
-                "params/all_l: there is no layer 0, only 1, 2",
-                "params/all_m: there is no layer 1, only 0, 2\n",
-            )
-            + "\nhint: indices=[1, 2]\nhint: indices=[0, 2]",
-        ),
-        (
-            ALIKE,
-            (*ALL, 0, [1, 0, 7, 3]),
-            told(UNLIKE, "params/l: there is no layer 7, 3, only 0, 1\n\nhint: indices=[0, 1]"),
-        ),
-        (
-            {
-                "l0": {"a": (2,), "b": (2, 3), "c": (4,), "e": None, "n": (3,)},
-                "l1": {"a": (2,), "b": (3, 3), "c": (4,), "d": (5,), "e": {}, "n": None},
-                "l2": {"a": (2,), "b": (2, 3), "e": None, "n": (3,)},
-            },
-            ALL,
-            told(
-                UNLIKE,
-                "params/l/b: it is jax.Array float32[2, 3] or jax.Array float32[3, 3]",
-                "params/l/c: layer 2 has none",
-                "params/l/e: it is None or {}",
-                "params/l/n: it is jax.Array float32[3] or None",
-                "params/l/d: layer 0, 2 has none",
-            ),
-        ),
-        (
-            {"l0": {"w": jnp.ones(3, "bfloat16")}, "l1": {"w": np.ones(3)}, "l2": {"w": 1.0}},
-            ALL,
-            f"{UNLIKE}\n  params/l/w: it is jax.Array bfloat16[3] or np.ndarray float64[3] "
-            "or scalar float64[]",
-        ),
-        (
-            {"l0": {"w": (2,)}, "l00": {"w": (2,)}, "l1": {"w": (2,)}},
-            ALL,
-            told(UNLIKE, "params/l0/w and params/l00/w are both 0"),
-        ),
-        # Axes that arrays do not have.
-        (
-            {"l0": {"b": (3,), "w": (2, 3)}, "l1": {"b": (3,), "w": (2, 3)}},
-            (*ALL, 2),
-            STEP + "Stack(axis=2, names=()): [3, 1] has no axis 2",
-        ),
-        (
-            {"l0": {"b": (), "w": (2, 3)}, "l1": {"b": (), "w": (2, 3)}},
-            (*ALL, -2),
-            STEP + "Stack(axis=-2, names=()): [1] has no axis -2",
-        ),
-        # Places that are taken.
-        (
-            {**ALIKE, "l": {"w": (1,), "v": (1,)}, "m": (1,)},
-            ALL,
-            told(TAKEN, "params/l/w"),
-        ),
-        ({**ALIKE, "l": (1,)}, ALL, told(TAKEN, "params/l/w, below the leaf params/l")),
-        (
-            {"l0": (2,), "l1": (2,), "l": {"w": (1,), "v": {"u": (1,)}}},
-            ALL,
-            told(
-                TAKEN,
-                "params/l/v/u, below the leaf params/l",
-                "params/l/w, below the leaf params/l",
-            ),
-        ),
-        (
-            {**ALIKE, "l.w": (1,)},
-            ALL,
-            told(TAKEN, "params/l/w, stored as `params.l.w`, as params/l.w is"),
-        ),
-        (
-            {"l0": {"w": jax.random.key(0)}, "l1": {"w": jax.random.key(1)}},
-            ALL,
-            "params/l0/w: PRNG keys are only moved as they are",
-        ),
-    ],
-)
-def test_layers_that_cannot_be_stacked(shapes, arguments, message, tmp_path):
-    assert_refused(stack, put(tmp_path / "a", tree_of(shapes)), arguments, message)
-
-
-def assert_refused(function, ckpt, arguments, message, **names):
+def refused(function, ckpt, arguments, **names):
+    """The text of the error."""
     before, after, *rest = arguments
     axis, indices = (*rest, *(0, None)[len(rest) :])
-    kind = reshard.ArgumentError if message.startswith(UNCLEAR) else TreeMismatchError
-    with pytest.raises(ShardingError if names else kind) as error:
+    with pytest.raises(reshard.ReshardError) as error:
         function(ckpt, before, after, axis, indices=indices, **names)
-    assert str(error.value) == message
+    assert type(error.value) is (
+        ShardingError
+        if names
+        else reshard.ArgumentError
+        if error.value.summary == UNCLEAR
+        else TreeMismatchError
+    )
+    return str(error.value)
 
 
-NOT_ALL = "axis {} is not that of the layers in all arrays"
+NOT_ALL = "axis {} is not that of the {}layers in all arrays"
 APART = ("params/l", "params/l{}")
+REFUSED = [  # a function, the shapes of the tree, the arguments, and the lines of the message
+    (
+        stack,
+        ALIKE,
+        ("params/layer_{}", "params/layers"),
+        "no layer matches `params/layer_{}`" + NEAREST,
+    ),
+    (stack, ALIKE, (*ALL, 0, [4, 5]), "no layer matches `params/l{}`" + NEAREST),
+    (stack, ALIKE, ("zzz_{}", "params/l"), "no layer matches `zzz_{}`" + PATTERN_HINT),
+    (
+        *(stack, ALIKE, ("params/l", "params/*/l{}", 0, [0, 0]), UNCLEAR),
+        "`params/l` must have one `{}`, for the number of a layer",
+        "`params/*/l{}` must have no `{}`: it is all layers",
+        "`params/l` and `params/*/l{}` must have as many `*`",
+        "indices [0, 0] must be numbers of layers, each once" + PATTERN_HINT,
+    ),
+    (
+        *(stack, ALIKE, ("params/s{}/l{}", "params/l", 0, [-1]), UNCLEAR),
+        "`params/s{}/l{}` must have one `{}`, for the number of a layer",
+        "indices [-1] must be numbers of layers, each once" + PATTERN_HINT,
+    ),
+    (
+        *(unstack, ALIKE, ("params/l{}", "params/*/l", 0, []), UNCLEAR),
+        "`params/*/l` must have one `{}`, for the number of a layer",
+        "`params/l{}` must have no `{}`: it is all layers",
+        "`params/*/l` and `params/l{}` must have as many `*`",
+        "indices [] must be numbers of layers, each once" + PATTERN_HINT,
+    ),
+    # Gaps, and layers that differ.
+    (
+        stack,
+        {"l1": {"w": (2,)}, "l2": {"w": (2,)}, "m0": {"w": (2,)}, "m2": {"w": (3,)}},
+        *(("params/*{}", "params/all_*"), UNLIKE),
+        "params/all_l: there is no layer 0, only 1, 2",
+        "params/all_m: there is no layer 1, only 0, 2\n\n"
+        "hint: indices=[1, 2]\nhint: indices=[0, 2]",
+    ),
+    (
+        *(stack, ALIKE, (*ALL, 0, [1, 0, 7, 3]), UNLIKE),
+        "params/l: there is no layer 7, 3, only 0, 1\n\nhint: indices=[0, 1]",
+    ),
+    (
+        stack,
+        {
+            "l0": {"a": (2,), "b": (2, 3), "c": (4,), "e": None, "n": (3,)},
+            "l1": {"a": (2,), "b": (3, 3), "c": (4,), "d": (5,), "e": {}, "n": None},
+            "l2": {"a": (2,), "b": (2, 3), "e": None, "n": (3,)},
+        },
+        *(ALL, UNLIKE),
+        "params/l/b: it is jax.Array float32[2, 3] or jax.Array float32[3, 3]",
+        "params/l/c: layer 2 has none",
+        "params/l/e: it is None or {}",
+        "params/l/n: it is jax.Array float32[3] or None",
+        "params/l/d: layer 0, 2 has none",
+    ),
+    (
+        stack,
+        {"l0": {"w": jnp.ones(3, "bfloat16")}, "l1": {"w": np.ones(3)}, "l2": {"w": 1.0}},
+        *(ALL, UNLIKE),
+        "params/l/w: it is jax.Array bfloat16[3] or np.ndarray float64[3] or scalar float64[]",
+    ),
+    (
+        *(stack, {"l0": {"w": (2,)}, "l00": {"w": (2,)}, "l1": {"w": (2,)}}, ALL, UNLIKE),
+        "params/l0/w and params/l00/w are both 0",
+    ),
+    # Axes that arrays do not have.
+    (
+        *(stack, layers_of({"b": (3,), "w": (2, 3)}), ("params/layer_{}", "params/l", 2)),
+        STEP + "Stack(axis=2, names=()): [3, 1] has no axis 2",
+    ),
+    (
+        *(stack, layers_of({"b": (), "w": (2, 3)}), ("params/layer_{}", "params/l", -2)),
+        STEP + "Stack(axis=-2, names=()): [1] has no axis -2",
+    ),
+    (
+        stack,
+        {"l0": {"w": jax.random.key(0)}, "l1": {"w": jax.random.key(1)}},
+        *(ALL, "params/l0/w: PRNG keys are only moved as they are"),
+    ),
+    (
+        *(unstack, {"layers": {"w": (2,)}}, ("params/layer", "params/layer_{}")),
+        "no leaf is below `params/layer`\n\nhint: the nearest leaf is `params/layers/w`",
+    ),
+    (
+        unstack,
+        {"a": {"b": (2,), "w": (3, 2)}, "c": {"b": (3,), "w": (3, 2)}, "d": {"n": None}},
+        *(("params/*", "params/*_{}"), NOT_ALL.format(0, "")),
+        *("params/a/b: 2 layers", "params/a/w: 3 layers", "params/d: no array"),
+    ),
+    (
+        *(unstack, {"l": {"b": (2,), "s": (), "w": (3, 2)}}, (*APART, -1), NOT_ALL.format(-1, "")),
+        *("params/l/b: 2 layers", "params/l/s: no such axis"),
+    ),
+    (
+        *(unstack, {"l": {"b": (2,)}}, (*APART, 1), NOT_ALL.format(1, "")),
+        "params/l/b: no such axis",
+    ),
+    (
+        *(unstack, {"l": {"b": (2,)}}, (*APART, 0, [0, 1, 2]), NOT_ALL.format(0, "3 ")),
+        "params/l/b: 2 layers",
+    ),
+    # Places that are taken.
+    (
+        *(stack, {"l0": (2,), "l1": (2,), "l": {"w": (1,), "v": {"u": (1,)}}}, ALL, TAKEN),
+        *("params/l/v/u, below the leaf params/l", "params/l/w, below the leaf params/l"),
+    ),
+    (
+        *(stack, {**ALIKE, "l.w": (1,)}, ALL, TAKEN),
+        "params/l/w, stored as `params.l.w`, as params/l.w is",
+    ),
+    (
+        unstack,
+        {"l": {"b": (2,), "w": (2, 3)}, "l0": {"b": (1,), "v": (1,)}, "l1": (1,)},
+        *(APART, TAKEN, "params/l0/b", "params/l1/b, below the leaf params/l1"),
+        "params/l1/w, below the leaf params/l1",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("shapes", "arguments", "message"),
-    [
-        (
-            ALIKE,
-            ("params/layers", "params/layer_{}"),
-            "no leaf is below `params/layers`\n\nhint: the nearest leaf is `params/l1/w`",
-        ),
-        (
-            {"layers": {"w": (2,)}},
-            ("params/layer", "params/layer_{}"),
-            "no leaf is below `params/layer`\n\nhint: the nearest leaf is `params/layers/w`",
-        ),
-        (
-            ALIKE,
-            ("params/l{}", "params/*/l", 0, [1, 1]),
-            told(
-                UNCLEAR,
-                "`params/*/l` must have one `{}`, for the number of a layer",
-                "`params/l{}` must have no `{}`: it is all layers",
-                "`params/*/l` and `params/l{}` must have as many `*`",
-                "indices [1, 1] must be numbers of layers, each once" + PATTERN_HINT,
-            ),
-        ),
-        (
-            {"a": {"b": (2,), "w": (3, 2)}, "c": {"b": (3,), "w": (3, 2)}, "d": {"n": None}},
-            ("params/*", "params/*_{}"),
-            told(
-                NOT_ALL.format(0),
-                "params/a/b: 2 layers",
-                "params/a/w: 3 layers",
-                "params/d: no array",
-            ),
-        ),
-        (
-            {"l": {"b": (2,), "s": (), "w": (3, 2)}},
-            (*APART, -1),
-            told(NOT_ALL.format(-1), "params/l/b: 2 layers", "params/l/s: no such axis"),
-        ),
-        (
-            {"l": {"b": (2,)}},
-            (*APART, 1),
-            told(NOT_ALL.format(1), "params/l/b: no such axis"),
-        ),
-        (
-            {"l": {"b": (2,)}},
-            (*APART, 0, [0, 1, 2]),
-            "axis 0 is not that of the 3 layers in all arrays\n  params/l/b: 2 layers",
-        ),
-        (
-            {"l": {"b": (2,), "w": (2, 3)}, "l0": {"b": (1,)}, "l1": (1,)},
-            APART,
-            told(
-                TAKEN,
-                "params/l0/b",
-                "params/l1/b, below the leaf params/l1",
-                "params/l1/w, below the leaf params/l1",
-            ),
-        ),
-    ],
-)
-def test_layers_that_cannot_be_unstacked(shapes, arguments, message, tmp_path):
-    assert_refused(unstack, put(tmp_path / "a", tree_of(shapes)), arguments, message)
+@pytest.mark.parametrize("case", REFUSED)
+def test_layers_that_cannot_be_stacked_or_unstacked(case, tmp_path):
+    function, shapes, arguments, *lines = case
+    text = refused(function, put(tmp_path / "a", tree_of(shapes)), arguments)
+    assert text == "\n  ".join(lines)
 
 
 STATE_HINT = "\n\nhint: drop it, and initialise it when restoring: `select(ckpt, drop=...)`"
@@ -893,20 +829,18 @@ NO_VALUE = BOTH + "they become one, but opt_state/{0}/{1}/w has no value"
 )
 def test_state_that_cannot_follow(state, problems, tmp_path):
     ckpt = put(tmp_path / "a", tree_of(ALIKE) | tree_of(state, "opt_state"))
-    assert_refused(stack, ckpt, ALL, told(FOLLOW, *problems) + STATE_HINT)
+    assert refused(stack, ckpt, ALL) == "\n  ".join([FOLLOW, *problems]) + STATE_HINT
 
 
 def test_moments_in_one_vector_are_refused(tmp_path):
     """Beside the optimizer's state there may be tables of anything."""
     state = state_of(ALIKE, optax.flatten(optax.adam(1e-3)))
     tree = {"params": state.params, "table": np.arange(12.0)}
-    problems = [
-        f"opt_state/0/{name}: float32[12] mirrors no parameter, and parameters change their order, "
-        "shape or number"
-        for name in ("mu", "nu")
-    ]
+    problem = "float32[12] mirrors no parameter, and parameters change their order, shape or number"
     ckpt = put(tmp_path / "a", tree | {"opt_state": state.opt_state})
-    assert_refused(stack, ckpt, ALL, told(FOLLOW, *problems) + STATE_HINT)
+    assert refused(stack, ckpt, ALL) == (
+        f"{FOLLOW}\n  opt_state/0/mu: {problem}\n  opt_state/0/nu: {problem}{STATE_HINT}"
+    )
     assert "table" in stack(put(tmp_path / "b", tree), *ALL)
 
 
@@ -916,7 +850,7 @@ def test_placeholders_that_are_not_zero(tmp_path):
     state["c"] = {f"l{i}": {"w": np.zeros(1, "f4")} for i in range(2)}
     ckpt = put(tmp_path / "a", tree_of(ALIKE) | {"opt_state": state})
     message = "placeholders that hold values\n  opt_state/a/l1/w\n  opt_state/b/l1/w"
-    assert_refused(stack, ckpt, ALL, message)
+    assert refused(stack, ckpt, ALL) == message
 
 
 def test_axes_that_the_layers_cannot_be_partitioned_over(tmp_path):
@@ -936,17 +870,16 @@ def test_axes_that_the_layers_cannot_be_partitioned_over(tmp_path):
         "  params/l/w  float32[3, 4, 8]: P('model', None, 'model') uses axis 'model' 2 times\n"
         "  params/l/w  float32[3, 4, 8]: dimension 0 of 3 does not divide by 4 (model)",
     }.items():
-        assert_refused(stack, ckpt, ALL, message, names=names)
+        assert refused(stack, ckpt, ALL, names=names) == message
     alone = put(tmp_path / "b", tree_of(ALIKE))
-    message = (
+    assert refused(stack, alone, ALL, names=["stage", "model"]) == (
         "the layers cannot be partitioned over stage and model\n"
         "  the checkpoint was saved on no mesh\n\n"
         'hint: put it on a mesh that has them: `to_mesh(ckpt, "stage=2,model=4")`'
     )
-    assert_refused(stack, alone, ALL, message, names=["stage", "model"])
     mixed = put(tmp_path / "c", {"params": {"l0": place((2, 3)), "l1": jnp.ones((2, 3))}})
     message = "the layers cannot be partitioned so\n  params/l: not all layers are on one mesh"
-    assert_refused(stack, mixed, ALL, message, names="stage")
+    assert refused(stack, mixed, ALL, names="stage") == message
     moved = reshard.to_mesh(mixed, "stage=2,model=2")
     assert form_of(stack(moved, "params/l{}", "params/l", names="stage")) == {
         ("params", "l"): ((2, 2, 3), np.dtype("float32"))
@@ -1019,18 +952,11 @@ def test_random_states_become_what_optax_has_of_stacked_layers_and_back(tmp_path
 
 # Leaf maps
 
-ARRAYS = ("a", "b", "c", "d", "e")
-
-
-def handles(tmp_path):
-    rng = np.random.default_rng(0)
-    arrays = {key: layouts.random_array(rng, (2, 3)) for key in ARRAYS}
-    tree = {"in": arrays, "z": np.zeros(1, "f4")}
-    return tree, put(tmp_path / "a", tree)
-
 
 def test_a_map_bound_to_leaves(tmp_path):
-    tree, ckpt = handles(tmp_path)
+    keys = "abcde"
+    tree = random_arrays({"in": dict.fromkeys(keys, (2, 3))}) | {"z": jnp.zeros(1)}
+    ckpt = put(tmp_path / "a", tree)
     rows = [
         Row((("a",),), (("t",),)),
         Row((("b",), ("c",)), (("a",),), Concat(0)),
@@ -1040,7 +966,7 @@ def test_a_map_bound_to_leaves(tmp_path):
     ]
     shapes = {path: leaf.shape for path, leaf in ckpt.items()}
     zeros = Zeros((1,), np.dtype("f4"))
-    before = renaming({("in", key): (key,) for key in ARRAYS if key != "e"}, shapes)
+    before = renaming({("in", key): (key,) for key in keys if key != "e"}, shapes)
     inside = before.then(from_rows(rows, before.shapes))
     after = renaming({path: ("out", *path) for path in inside.values}, inside.shapes)
     values = {**inside.then(after).values, ("out", "n"): zeros}
@@ -1049,16 +975,12 @@ def test_a_map_bound_to_leaves(tmp_path):
     made = found.bind(ckpt)
     assert {path: leaf.path for path, leaf in made.items()} == {path: path for path in made}
     result = ckpt.replace(made, retyped=True)
-    whole = np.concatenate([tree["in"]["b"], tree["in"]["c"]]).T
-    wanted = {"y": whole, "b": tree["in"]["a"], "d": tree["in"]["d"], "n": np.zeros(1, "f4")}
+    a, b, c, d = (tree["in"][key] for key in "abcd")
+    wanted = {"y": jnp.concatenate([b, c]).T, "b": a, "d": d, "n": jnp.zeros(1)}
     assert by_path(got(result, tmp_path / "b")) == by_path({"out": wanted})
     back = result.replace(found.inverse().bind(result))
     del tree["in"]["e"]
     assert by_path(got(back, tmp_path / "c")) == by_path(tree)
     assert found.inverse().inverse() == found
-
-
-def test_what_must_be_zero_is_looked_at(tmp_path):
-    _, ckpt = handles(tmp_path)
-    zeros = {path: Zeros(leaf.shape, leaf.dtype) for path, leaf in ckpt.items()}
-    assert LeafMap({}, {}, (), zeros).not_zero(ckpt) == [("in", key) for key in ARRAYS]
+    all_zero = {path: Zeros(leaf.shape, leaf.dtype) for path, leaf in ckpt.items()}
+    assert LeafMap({}, {}, (), all_zero).not_zero(ckpt) == [("in", key) for key in keys]
