@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import layouts
 import numpy as np
 import pytest
+import twins
 from flax import linen as nn
 from flax import nnx
-from flax.traverse_util import unflatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 from layouts import save_standard as saved
+from twins import made
 
 import reshard
 from reshard.tree import split_path
@@ -24,27 +26,11 @@ RENAME = "[[rule]]\nfrom = '^{}'\nto = '{}'\n"
 OTHER_ORDER = "the map has others beside them in another order than NNX defines them in"
 
 
-def linear():
-    return nnx.Linear(3, 3, rngs=nnx.Rngs(0))
-
-
-def norm():
-    return nnx.LayerNorm(3, rngs=nnx.Rngs(0))
+linear, norm = functools.partial(twins.linear, 3, 3), functools.partial(twins.norm, 3)
 
 
 def batch_norm():
     return nnx.BatchNorm(3, rngs=nnx.Rngs(0))
-
-
-def of(**attributes):
-    """A class of modules that define these attributes, each made by a function."""
-
-    class Made(nnx.Module):
-        def __init__(self):
-            for name, make in attributes.items():
-                setattr(self, name, make())
-
-    return Made
 
 
 def random_tree(modules):
@@ -94,11 +80,7 @@ def outcome(convert, truth, tmp_path):
 def forth(tmp_path, linen, model, rules=None, truth=(), source=None):
     """What comes of a conversion of Linen's variables to a model of NNX's, with a map of which the
     pairs `(from, to)` or the text is given: why it abstains, or nothing."""
-    tmp_path.mkdir(exist_ok=True)
-    file = None if rules is None else tmp_path / "map.toml"
-    if file:
-        file.write_text(rules if isinstance(rules, str) else renames(rules))
-    path = saved(tmp_path / "linen", linen)
+    file, path = written(tmp_path, rules, ""), saved(tmp_path / "linen", linen)
     convert = functools.partial(reshard.to_nnx, path, model, source=source, map_file=file)
     return outcome(convert, dict(truth), tmp_path)
 
@@ -106,21 +88,33 @@ def forth(tmp_path, linen, model, rules=None, truth=(), source=None):
 def back(tmp_path, trained, linen, model, rules=None, truth=()):
     """The same of the pure dict of a model of NNX's on the way back, with the pairs of a map for
     the way to NNX or the text of one."""
-    file = None if rules is None else tmp_path / "back.toml"
-    if file:
-        file.write_text(rules if isinstance(rules, str) else 'to = "nnx"\n' + renames(rules))
-    path = saved(tmp_path / "nnx", trained)
+    file, path = written(tmp_path, rules, 'to = "nnx"\n'), saved(tmp_path / "nnx", trained)
     options = {"source": model, "layout": "nnx-pure-dict", "map_file": file}
     return outcome(lambda: reshard.to_linen(path, linen, **options), dict(truth), tmp_path)
 
 
+def written(tmp_path, rules, beginning):
+    """A map file in a directory, if there are rules."""
+    tmp_path.mkdir(exist_ok=True)
+    file = tmp_path / "map.toml"
+    if rules is not None:
+        file.write_text(rules if isinstance(rules, str) else beginning + renames(rules))
+    return None if rules is None else file
+
+
+def paired(linen, pairs):
+    """Printed path in Linen, and in NNX -> array, of modules of Linen's with theirs in NNX."""
+    found = {}
+    for path, array in flatten_dict(linen, sep="/").items():
+        module, _, name = path.partition("/")[2].rpartition("/")
+        if module in pairs:
+            found[path, f"{pairs[module]}/{name}"] = array
+    return found
+
+
 def of_modules(linen, pairs):
-    """Printed path in NNX -> array, of modules of Linen's parameters with theirs in NNX."""
-    return {
-        f"{other}/{name}/value": array
-        for one, other in pairs.items()
-        for name, array in at(linen["params"], one).items()
-    }
+    """Path of a variable's value in NNX -> array."""
+    return {f"{path}/value": array for (_, path), array in paired(linen, pairs).items()}
 
 
 def both_ways(linen, model, pairs, rules, tmp_path):
@@ -134,52 +128,34 @@ def both_ways(linen, model, pairs, rules, tmp_path):
       rules: the pairs `(from, to)` of those that the map has, in text.
       tmp_path: an empty directory.
     """
-    truth = {
-        (f"{collection}/{one}/{name}", f"{other}/{name}/value"): array
-        for one, other in pairs.items()
-        for collection in linen
-        for name, array in _module(linen[collection], one).items()
+    there = paired(linen, pairs)
+    trained = unflatten_dict({path: array for (_, path), array in there.items()}, sep="/")
+    truth, linen_truth = of_modules(linen, pairs), {path: x for (path, _), x in there.items()}
+    texts = {
+        "nnx": 'to = "nnx"\n' + renames(rules),
+        "linen": 'to = "linen"\n' + renames([pair[::-1] for pair in rules]),
     }
-    source = saved(tmp_path / "linen", linen)
-    forth, back = tmp_path / "forth.toml", tmp_path / "back.toml"
-    forth.write_text('to = "nnx"\n' + renames(rules))
-    back.write_text('to = "linen"\n' + renames([pair[::-1] for pair in rules]))
-    nnx_leaves = {path: array for (_, path), array in truth.items()}
-    trained = saved(tmp_path / "nnx", unflatten_dict(nnx_leaves, sep="/"))
-    options = {"source": model, "layout": "nnx-state"}
     return [
-        outcome(
-            lambda make=make, file=file: make(map_file=file),
-            {pair[side]: array for pair, array in truth.items()},
-            tmp_path / f"{side}-{file.stem}",
+        text
+        for to, rules in texts.items()
+        for text in (
+            forth(tmp_path / f"forth-{to}", linen, model, rules, truth),
+            back(tmp_path / f"back-{to}", trained, linen, model, rules, linen_truth),
         )
-        for side, make in enumerate(
-            (
-                functools.partial(reshard.to_linen, trained, linen, **options),
-                functools.partial(reshard.to_nnx, source, model),
-            )
-        )
-        for file in (forth, back)
     ]
-
-
-def _module(tree, path):
-    for key in path.split("/"):
-        tree = tree.get(key, {})
-    return {name: value for name, value in tree.items() if not isinstance(value, dict)}
 
 
 # One module has one counterpart
 
 # The shortcut is made first in Linen, and defined last in NNX.
-Block = of(
+Block = made(
     conv1=linear,
     bn1=batch_norm,
     conv2=linear,
     bn2=batch_norm,
     shortcut=lambda: nnx.Sequential(linear(), batch_norm()),
 )
-Residual = of(block=Block)
+Residual = made(block=Block)
 RESIDUAL = {
     "block/Dense_0": "block/shortcut/layers/0",
     "block/Dense_1": "block/conv1",
@@ -224,7 +200,7 @@ TURNED = "[[rule]]\nfrom = '^params/{}/kernel$'\ntranspose = [1, 0]\nto = '{}/ke
 
 def test_what_an_operation_fixes_contradicts_an_order_too(tmp_path):
     linen = pairs()["params"]["Pair_0"]
-    turned = of(b=linear, b_norm=norm, a=linear, a_norm=norm)
+    turned = made(b=linear, b_norm=norm, a=linear, a_norm=norm)
     moved = [("Dense_0", "a"), ("Dense_1", "b")]
     kernels = renames(moved, TURNED)
     biases = renames(moved, "[[rule]]\nfrom = '^params/{}/bias$'\nto = '{}/bias'\n")
@@ -240,8 +216,8 @@ def test_axes_that_a_map_moves_in_one_layer_are_open_in_its_like(known, tmp_path
     """Square weights: no shape tells that the others lie as the first one does."""
     names = ("first", "second", "third")
     linen = random_tree({f"params/{name}": DENSE for name in names} | {"params/wide": WIDE})
-    wide = {"wide": lambda: nnx.Linear(3, 4, rngs=nnx.Rngs(0))}
-    model = of(first=linear, second=linear, third=linear, **wide)
+    wide = {"wide": lambda: twins.linear(3, 4)}
+    model = made(first=linear, second=linear, third=linear, **wide)
     rule = TURNED.replace("to = '", "to = 'params/") if known else TURNED
     rules = renames([("first", "first")], rule) + renames([("params/third", "third")])
     text = forth(tmp_path, linen, model, rules)
@@ -260,14 +236,13 @@ def test_a_path_does_not_keep_a_leaf_from_the_rest_of_its_module(between, tmp_pa
     else:
         form = "[[rule]]\nfrom = '^params/{}/kernel$'\nto = '{}/kernel'\n"
         rules = renames([("a", "b"), ("b", "a")], form)
-    text = forth(tmp_path, linen, of(a=linear, b=linear), rules)
+    text = forth(tmp_path, linen, made(a=linear, b=linear), rules)
     assert f"a, perhaps b: {MOVED} it there" in text
     assert f"b, perhaps a: {MOVED} it there" in text
 
 
-Pair = of(x=linear, x_norm=norm, y=linear, y_norm=norm)
-Pairs = of(first=Pair, second=Pair)
-Pair.__name__ = "Pair"
+Pair = twins.named("Pair", x=linear, x_norm=norm, y=linear, y_norm=norm)
+Pairs = made(first=Pair, second=Pair)
 
 
 def pairs(names=("Pair_0", "Pair_1")):
@@ -286,25 +261,21 @@ def test_what_is_deep_in_a_module_fixes_the_whole_of_it(tmp_path):
     assert MOVED in text or OTHER_ORDER in text
 
 
-@pytest.mark.parametrize("names", [("Pair_0", "Pair_1"), ("first", "second")])
+@pytest.mark.parametrize("names", [("Pair_0", "Pair_1"), ("first", "second"), None])
 def test_an_order_that_is_contradicted_in_one_module_decides_nothing_in_its_like(names, tmp_path):
+    """Nor where the map says which module that is (None)."""
+    one, other = names or ("Pair_0", "second")
     rules = [
-        (f"params/{names[0]}/{kind}_{i}", f"first/{'yx'[i]}{suffix}")
-        for kind, suffix in (("Dense", ""), ("LayerNorm", "_norm"))
+        (f"params/{one}/{kind}_{i}", f"first/{'yx'[i]}{suffix}")
+        for kind, suffix in (("Dense", ""), ("LayerNorm", "_norm"))[: 2 if names else 1]
         for i in range(2)
     ]
-    text = forth(tmp_path, pairs(names), Pairs, rules)
-    for kind, inner in (("Dense", "second/x and second/y"), ("LayerNorm", "second/x_norm")):
-        assert f"{names[1]}/{kind}_0 and {names[1]}/{kind}_1, perhaps {inner}" in text
-    assert text.count(OTHER_ORDER) == 2
-
-
-def test_an_order_that_is_contradicted_decides_nothing_in_its_like_elsewhere(tmp_path):
-    rules = [("params/Pair_0/Dense_0", "first/y"), ("params/Pair_0/Dense_1", "first/x")]
-    text = forth(tmp_path, pairs(), Pairs, [*rules, ("params/Pair_1", "params/second")])
-    for kind, inner in (("Dense", "x and second/y"), ("LayerNorm", "x_norm and second/y_norm")):
-        told = f"second/{kind}_0 and second/{kind}_1, perhaps second/{inner}: {OTHER_ORDER}"
-        assert told in text
+    rules += [] if names else [("params/Pair_1", "params/second")]
+    text = forth(tmp_path, pairs(names or ("Pair_0", "Pair_1")), Pairs, rules)
+    for kind, suffix in (("Dense", ""), ("LayerNorm", "_norm")):
+        inner = f"second/x{suffix} and second/y{suffix}"
+        assert f"{other}/{kind}_0 and {other}/{kind}_1, perhaps {inner}: {OTHER_ORDER}" in text
+    assert not names or text.count(OTHER_ORDER) == 2
 
 
 def test_a_map_that_agrees_leaves_the_rest_to_the_order_in_both_directions(tmp_path):
@@ -344,7 +315,7 @@ def test_a_renamed_module_takes_its_statistics_along(tmp_path):
         | {f"batch_stats/BatchNorm_{i}": STATS for i in range(2)}
     )
     rules = [("params/BatchNorm_0", "params/norm"), ("params/BatchNorm_1", "params/a")]
-    text = forth(tmp_path, linen, of(a=batch_norm, norm=batch_norm), rules)
+    text = forth(tmp_path, linen, made(a=batch_norm, norm=batch_norm), rules)
     assert "BatchNorm_0" in text
 
 
@@ -362,8 +333,7 @@ def test_modules_that_a_map_numbers_anew_go_by_that(whole, tmp_path):
 
 
 def test_a_table_that_a_map_takes_out_of_a_module_leaves_the_rest_where_it_is(tmp_path):
-    inner = of(a=linear, b=linear, cls=lambda: nnx.Param(jnp.zeros(3)))
-    inner.__name__ = "Inner"
+    inner = twins.named("Inner", a=linear, b=linear, cls=lambda: nnx.Param(jnp.zeros(3)))
     linen = random_tree(
         {
             "params/Inner_0": {"pos": (5, 3), "cls": (3,)},
@@ -374,7 +344,7 @@ def test_a_table_that_a_map_takes_out_of_a_module_leaves_the_rest_where_it_is(tm
     held = linen["params"]["Inner_0"]
     truth = {"table/value": held["pos"], "inner/cls/value": held["cls"]}
     truth |= of_modules(linen, {"Inner_0/Dense_0": "inner/a", "Inner_0/Dense_1": "inner/b"})
-    model = of(table=lambda: nnx.Param(jnp.zeros((5, 3))), inner=inner)
+    model = made(table=lambda: nnx.Param(jnp.zeros((5, 3))), inner=inner)
     rule = "[[rule]]\nfrom = '^params/Inner_0/pos$'\nto = 'table'\n"
     assert not forth(tmp_path, linen, model, rule, truth)
 
@@ -395,8 +365,8 @@ def test_layers_of_a_scan_become_those_of_a_list_by_any_name(known, to, tmp_path
             axes, rngs = {"params": 0}, {"params": True}
             return nn.scan(Inner, axes, split_rngs=rngs, length=2)(name="layers")(x, None)[0]
 
-    layer = of(norm=norm, dense=linear)
-    listed = of(layers=lambda: nnx.List([layer(), layer()]))
+    layer = made(norm=norm, dense=linear)
+    listed = made(layers=lambda: nnx.List([layer(), layer()]))
     shapes = {"dense": DENSE, "norm": NORM}
     stacked = {f"params/layers/{k}": {n: (2, *s) for n, s in x.items()} for k, x in shapes.items()}
     linen = random_tree(stacked)
@@ -419,11 +389,11 @@ def test_layers_of_a_scan_become_those_of_a_list_by_any_name(known, to, tmp_path
 # Classes are those of flax
 
 # Gates in an order of its own.
-GRUCell = of(
-    dense_i=lambda: nnx.Linear(2, 9, rngs=nnx.Rngs(0)),
-    dense_h=lambda: nnx.Linear(3, 9, use_bias=False, rngs=nnx.Rngs(0)),
+GRUCell = twins.named(
+    "GRUCell",
+    dense_i=lambda: twins.linear(2, 9),
+    dense_h=lambda: twins.linear(3, 9, use_bias=False),
 )
-GRUCell.__name__ = "GRUCell"
 
 
 class Linear(nnx.Module):
@@ -455,32 +425,32 @@ def gru():
 @pytest.mark.parametrize("name", ["GRUCell_0", "cell"])
 def test_a_cell_of_the_users_has_no_gate_order_of_flax(name, tmp_path):
     linen = random_tree({f"params/{name}/{gate}": shapes for gate, shapes in gru().items()})
-    text = forth(tmp_path, linen, of(cell=GRUCell))
+    text = forth(tmp_path, linen, made(cell=GRUCell))
     assert "does not become the NNX model" in text
     assert f"{name}/hn, " in text or f"{name}, perhaps cell: " in text
     inner = {"cell/dense_i": {"kernel": (2, 9), "bias": (9,)}, "cell/dense_h": {"kernel": (3, 9)}}
-    text = back(tmp_path, random_tree(inner), linen, of(cell=GRUCell))
+    text = back(tmp_path, random_tree(inner), linen, made(cell=GRUCell))
     assert "does not become the Linen model" in text
 
 
 def test_a_layer_of_the_users_is_no_layer_of_flax(tmp_path):
     linen = random_tree({"params/Dense_0": DENSE})
     told = "Dense_0, perhaps layer: no name and no class tells which"
-    assert told in forth(tmp_path, linen, of(layer=Linear))
-    assert told in back(tmp_path, random_tree({"layer": DENSE}), linen, of(layer=Linear))
+    assert told in forth(tmp_path, linen, made(layer=Linear))
+    assert told in back(tmp_path, random_tree({"layer": DENSE}), linen, made(layer=Linear))
 
 
 def test_flaxs_layer_and_the_users_of_one_name_are_kept_apart(tmp_path):
     """Linen's names do not say whose class `Dense` is."""
     linen = random_tree({"params/Dense_0": DENSE, "params/Proj_0": DENSE})
-    text = forth(tmp_path, linen, of(proj=linear, mine=Dense))
+    text = forth(tmp_path, linen, made(proj=linear, mine=Dense))
     assert "Dense_0, perhaps proj: mine in NNX may hold one of them" in text
 
 
 def test_classes_of_the_users_are_the_same_by_name(tmp_path):
     linen = random_tree({"params/Dense_0": DENSE, "params/Dense_1": DENSE})
     truth = of_modules(linen, {"Dense_0": "one", "Dense_1": "two"})
-    assert not forth(tmp_path, linen, of(one=Dense, two=Dense), truth=truth)
+    assert not forth(tmp_path, linen, made(one=Dense, two=Dense), truth=truth)
 
 
 @pytest.mark.parametrize("name", ["Dense_0", "Linear_0"])
@@ -498,7 +468,7 @@ def test_a_layer_of_the_users_in_linen_is_no_layer_of_flax(name, tmp_path):
 
     known = functools.partial(Own().init, jax.random.key(0), X) if name == "Dense_0" else None
     linen = random_tree({f"params/{name}": DENSE})
-    text = forth(tmp_path, linen, of(layer=linear), source=known)
+    text = forth(tmp_path, linen, made(layer=linear), source=known)
     assert f"{name}, perhaps layer: no name and no class tells which" in text
 
 
@@ -529,12 +499,12 @@ def test_the_source_model_tells_classes_where_a_map_renames(rules, tmp_path):
     """A renamed module is still of its class."""
     linen = random_tree({"params/head": DENSE, "params/inner": NORM})
     truth = of_modules(linen, {"head": "out", "inner": "norm"})
-    assert not forth(tmp_path, linen, of(norm=norm, out=linear), rules, truth, named)
+    assert not forth(tmp_path, linen, made(norm=norm, out=linear), rules, truth, named)
 
 
 @pytest.mark.parametrize("backwards", [False, True])
 def test_a_name_like_one_of_linens_own_is_none_where_a_map_renames(backwards, tmp_path):
-    model = of(norm=norm, proj=linear)
+    model = made(norm=norm, proj=linear)
     if backwards:
         trained = random_tree({"norm": NORM, "proj": DENSE})
 
@@ -553,7 +523,7 @@ def test_the_source_model_tells_classes_where_a_map_renames_on_the_way_back(tmp_
     linen = random_tree({"params/Dense_0": DENSE, "params/inner": NORM})
     truth = {f"params/Dense_0/{name}": array for name, array in trained["out"].items()}
     truth |= {f"params/inner/{name}": array for name, array in trained["norm"].items()}
-    rules, model = renames([("norm", "inner")]), of(norm=norm, out=linear)
+    rules, model = renames([("norm", "inner")]), made(norm=norm, out=linear)
     assert not back(tmp_path, trained, linen, model, rules, truth)
 
 
@@ -570,7 +540,7 @@ class Numbered(nn.Module):
 def test_a_name_that_was_given_has_no_place_in_the_order(rules, tmp_path):
     linen = random_tree({"params/Dense_0": DENSE, "params/Dense_1": DENSE, "params/inner": NORM})
     trained = random_tree({"first": DENSE, "second": DENSE, "norm": NORM})
-    model = of(first=linear, second=linear, norm=norm)
+    model = made(first=linear, second=linear, norm=norm)
     numbered = functools.partial(Numbered().init, jax.random.key(0), X)
     told = "Dense_0 and Dense_1, perhaps first and second: they have names of their own"
     assert told in forth(tmp_path, linen, model, rules, source=numbered)
@@ -599,7 +569,7 @@ class Again(nnx.Module):
 
 
 # Flax has rebuilt what is in it.
-Stacked = of(inner=lambda: nnx.clone(Late()))
+Stacked = made(inner=lambda: nnx.clone(Late()))
 
 
 def late(prefix=""):

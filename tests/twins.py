@@ -8,7 +8,7 @@ by leaf, and owes nothing to the package: it says what a conversion should give.
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -172,13 +172,6 @@ class Linen:
             y = nn.relu(jnp.einsum("bd,edh->ebh", x, wi))
             return jnp.einsum("be,ebh,ehd->bd", gates, y, wo)
 
-    class MixtureOfExperts(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = x + Linen.Mixture()(nn.RMSNorm()(x))
-            x = x + Linen.StackedMixture()(nn.RMSNorm()(x))
-            return nn.Dense(17)(x)
-
     class GatedMlp(nn.Module):
         """Gate and up apart, which NNX's has in one."""
 
@@ -196,11 +189,16 @@ class Linen:
             gate, up = jnp.einsum("...d,gdh->g...h", x, einsum)
             return (nn.silu(gate) * up) @ self.param("linear", INIT, (HIDDEN, WIDTH))
 
-    class GatedMlps(nn.Module):
+    class Residual(nn.Module):
+        """Two modules, each after a norm and beside what it is given."""
+
+        norm: Any
+        inner: tuple[Any, Any]
+
         @nn.compact
         def __call__(self, x):
-            x = x + Linen.GatedMlp()(nn.LayerNorm()(x))
-            x = x + Linen.GemmaMlp()(nn.LayerNorm()(x))
+            for module in self.inner:
+                x = x + module()(self.norm()(x))
             return nn.Dense(17)(x)
 
 
@@ -327,10 +325,7 @@ class Nnx:
     class Tagger(nnx.Module):
         def __init__(self, *, rngs):
             self.embed = nnx.Embed(23, 5, rngs=rngs)
-            cells = [
-                nnx.OptimizedLSTMCell(5, 7, rngs=rngs),
-                nnx.LSTMCell(7, 11, rngs=rngs),
-            ]
+            cells = [nnx.OptimizedLSTMCell(5, 7, rngs=rngs), nnx.LSTMCell(7, 11, rngs=rngs)]
             self.layers = nnx.List([nnx.RNN(cell, rngs=rngs) for cell in cells])
             heads = {name: nnx.Linear(11, 13, rngs=rngs) for name in ("tag", "span")}
             self.heads = nnx.Dict(heads)
@@ -385,19 +380,6 @@ class Nnx:
             y = nnx.relu(jnp.einsum("bd,edh->ebh", x, self.wi[...]))
             return jnp.einsum("be,ebh,ehd->bd", gates, y, self.wo[...])
 
-    class MixtureOfExperts(nnx.Module):
-        def __init__(self, *, rngs):
-            self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
-            self.mixture = Nnx.Mixture(rngs=rngs)
-            self.last_norm = nnx.RMSNorm(WIDTH, rngs=rngs)
-            self.last_mixture = Nnx.StackedMixture(rngs=rngs)
-            self.head = nnx.Linear(WIDTH, 17, rngs=rngs)
-
-        def __call__(self, x):
-            x = x + self.mixture(self.norm(x))
-            x = x + self.last_mixture(self.last_norm(x))
-            return self.head(x)
-
     class GatedMlp(nnx.Module):
         def __init__(self, *, rngs):
             self.gate_up = nnx.Linear(WIDTH, 2 * HIDDEN, rngs=rngs)
@@ -417,12 +399,12 @@ class Nnx:
         def __call__(self, x):
             return self.down_proj(nnx.silu(self.gate_proj(x)) * self.up_proj(x))
 
-    class GatedMlps(nnx.Module):
-        def __init__(self, *, rngs):
-            self.first_norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-            self.first = Nnx.GatedMlp(rngs=rngs)
-            self.second_norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-            self.second = Nnx.GemmaMlp(rngs=rngs)
+    class Residual(nnx.Module):
+        def __init__(self, norm, first, second, *, rngs):
+            self.first_norm = norm(WIDTH, rngs=rngs)
+            self.first = first(rngs=rngs)
+            self.second_norm = norm(WIDTH, rngs=rngs)
+            self.second = second(rngs=rngs)
             self.head = nnx.Linear(WIDTH, 17, rngs=rngs)
 
         def __call__(self, x):
@@ -542,13 +524,13 @@ def _mixture_of_experts() -> Pairs:
     expert = "Mixture_0/VmapExpert_0"
     stack = functools.partial(_same, function=stacked_first)
     return {
-        **_same("norm", "RMSNorm_0", "scale"),
-        **_same("mixture/router", "Mixture_0/Dense_0", "kernel"),
-        **stack("mixture/experts/up", f"{expert}/Dense_0", "kernel", "bias"),
-        **stack("mixture/experts/down", f"{expert}/Dense_1", "kernel", "bias"),
-        **_same("last_norm", "RMSNorm_1", "scale"),
-        **_same("last_mixture", "StackedMixture_0", "wi", "wo"),
-        **_same("last_mixture/router", "StackedMixture_0/Dense_0", "kernel"),
+        **_same("first_norm", "RMSNorm_0", "scale"),
+        **_same("first/router", "Mixture_0/Dense_0", "kernel"),
+        **stack("first/experts/up", f"{expert}/Dense_0", "kernel", "bias"),
+        **stack("first/experts/down", f"{expert}/Dense_1", "kernel", "bias"),
+        **_same("second_norm", "RMSNorm_1", "scale"),
+        **_same("second", "StackedMixture_0", "wi", "wo"),
+        **_same("second/router", "StackedMixture_0/Dense_0", "kernel"),
         **_same("head", "Dense_0", "kernel", "bias"),
     }
 
@@ -568,14 +550,38 @@ def _gated_mlps() -> Pairs:
     }
 
 
+# Modules of NNX for one test.
+
+
+def linear(before: int, after: int, **kwargs: Any) -> nnx.Linear:
+    """A layer with fresh weights."""
+    return nnx.Linear(before, after, rngs=nnx.Rngs(0), **kwargs)
+
+
+def norm(size: int, **kwargs: Any) -> nnx.LayerNorm:
+    """A norm as it is made."""
+    return nnx.LayerNorm(size, rngs=nnx.Rngs(0), **kwargs)
+
+
+def named(kind: str, **attributes: Callable[[], Any]) -> type[nnx.Module]:
+    """A class of modules, of this name, that define these attributes in this order, each made by a
+    function without arguments."""
+
+    def define(module):
+        for name, make in attributes.items():
+            setattr(module, name, make())
+
+    return type(kind, (nnx.Module,), {"__init__": define})
+
+
+made = functools.partial(named, "Made")
+
 # Leaves that are never negative, and settings of optimizers.
 _POSITIVE = {"var", "nu", "v", "v_row", "v_col", "hyperparams"}
 
 
-def path_of(keys: Iterable[Any]) -> str:
-    """A JAX key path as text."""
-    names = ("key", "name", "idx")
-    return "/".join(str(next(getattr(k, n) for n in names if hasattr(k, n))) for k in keys)
+# A JAX key path as text.
+path_of = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
 
 
 def linen_leaves(state: Any) -> dict[str, Any]:
@@ -858,15 +864,15 @@ TWINS = {
         optax.sgd(1e-2, momentum=0.9),
     ),
     "mixture of experts": Twin(
-        Linen.MixtureOfExperts(),
-        Nnx.MixtureOfExperts,
+        Linen.Residual(nn.RMSNorm, (Linen.Mixture, Linen.StackedMixture)),
+        functools.partial(Nnx.Residual, nnx.RMSNorm, Nnx.Mixture, Nnx.StackedMixture),
         _inputs(8, WIDTH),
         _mixture_of_experts(),
         optax.lion(1e-2),
     ),
     "gated": Twin(
-        Linen.GatedMlps(),
-        Nnx.GatedMlps,
+        Linen.Residual(nn.LayerNorm, (Linen.GatedMlp, Linen.GemmaMlp)),
+        functools.partial(Nnx.Residual, nnx.LayerNorm, Nnx.GatedMlp, Nnx.GemmaMlp),
         _inputs(8, WIDTH),
         _gated_mlps(),
         optax.adamw(1e-2),
