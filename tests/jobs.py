@@ -1,21 +1,37 @@
-"""Jobs that are killed and resumed, or divided: their sources, and a process for each."""
+"""Jobs that are killed and resumed, or divided: their sources, a process for each, how they are
+stopped in this one, and what they say and leave.
+"""
 
+import contextlib
 import inspect
 import json
+import os
 import pathlib
+import resource
 import signal
 import subprocess
 import sys
+import sysconfig
 
 import jax
 import layouts
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import reshard
+from reshard.storage import ocdbt
+from reshard.storage.location import Location
+from reshard.writer import journal
 
+RESHARD = pathlib.Path(sysconfig.get_path("scripts")) / "reshard"
+EARLIER = ".reshard.orbax-checkpoint-tmp"
+PROGRESS = "reshard_progress.json"
+RECORD = "reshard_digests.json"
+MARKER = "commit_success.txt"
+MEMORY = "3MiB"
 FORMATS = {
     "zarr2": {},
     "zarr2-files": {"use_ocdbt": False},
@@ -119,6 +135,11 @@ def changed(source):
     return [reshard.to_mesh(ckpt, "1x8", [("serial", ("model", None))]) for ckpt in opened]
 
 
+def save(source, out, **options):
+    """Saves it, in little memory."""
+    return reshard.save(changed(source), out, **{"max_memory": MEMORY} | options)
+
+
 # Saves, all or a share, or commits what is at a destination; and kills itself at a call of some
 # functions, if there are any.
 JOB = f"""
@@ -176,3 +197,87 @@ def ended(process):
     _, err = process.communicate()
     assert process.returncode in (0, -signal.SIGKILL), err
     return process.returncode
+
+
+# In this process.
+
+
+class StopError(Exception):
+    """What the tests throw into a running job."""
+
+
+class Killed(BaseException):
+    """What no handler of errors takes for one."""
+
+
+def stop_at(part, error=StopError):
+    """A callback for progress that raises an error once this part is done."""
+
+    def progress(done, whole):
+        if done >= part * whole:
+            raise error
+
+    return progress
+
+
+def note_all(monkeypatch):
+    """Has every batch be made durable, and noted."""
+    monkeypatch.setattr(journal, "_SYNC_SECONDS", -1)
+    monkeypatch.setattr(journal, "_SYNC_SHARE", float("inf"))
+
+
+@contextlib.contextmanager
+def limited(nbytes):
+    """A limit on the size of files makes the file system refuse a write in the middle."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def refused(error, text, call, *args, **kwargs):
+    """Asserts that a call raises an error that says this; the error."""
+    with pytest.raises(error) as caught:
+        call(*args, **kwargs)
+    assert str(caught.value) == text
+    return caught.value
+
+
+# What is there, and what happens to it.
+
+
+def values(path, **kwargs):
+    """All there is to each array that `reshard` reads: path -> bits."""
+    ckpt = reshard.open(path, **kwargs)
+    return {h.path: layouts.bits(h.view().read().result()) for h in ckpt.arrays}
+
+
+def assert_pruned(path):
+    """Every file of every OCDBT database is in use."""
+    for manifest in path.rglob("manifest.ocdbt"):
+        top = manifest.parent
+        data = [*top.glob("d/**/*"), *top.glob("ocdbt.process_*/**/*")]
+        found = {str(file.relative_to(top)) for file in data if file.is_file()}
+        assert found == ocdbt.value_files(Location(str(top)), nodes=True)
+
+
+def flip(file):
+    """Changes a bit."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def touched(file):
+    """Changes when it was written."""
+    os.utime(file, ns=(file.stat().st_mtime_ns, file.stat().st_mtime_ns + 1))
+
+
+def misrecorded(source, name):
+    """Has a digest be on record that is not the one of this array."""
+    reshard.digest(source, write=True)
+    record = json.loads((source / RECORD).read_bytes())
+    record["arrays"][name]["digest"] = "0" * 32
+    (source / RECORD).write_text(json.dumps(record))

@@ -11,12 +11,13 @@ import warnings
 from types import SimpleNamespace
 
 import pytest
-from jobs import changed
+from jobs import Killed, refused, save, stop_at
 from layouts import hashes
 from sampling import few
-from test_shares_written import Killed, assert_same, killed, outer
+from test_shares_written import assert_same, killed_in, outer
 
 import reshard
+from reshard.errors import CorruptCheckpointError
 
 # Functions have its name.
 share_writing = importlib.import_module("reshard.writer.share_writing")
@@ -29,10 +30,6 @@ KINDS = ["ckpt zarr2", "ckpt manager", "ckpt zarr3-files", "convert zarr3"]
 @pytest.fixture(autouse=True)
 def _many_shares(monkeypatch):
     monkeypatch.setattr(tasks, "_SMALLEST", 1 << 18)
-
-
-def save(source, out, **options):
-    return reshard.save(changed(source), out, **{"max_memory": "3MiB"} | options)
 
 
 @pytest.fixture
@@ -59,51 +56,42 @@ def test_workers_write_what_one_process_does(jobs, tmp_path, workers):
     assert_same(out, whole)
 
 
-def failing(monkeypatch, after):
-    """The third share fails, as do all that are not written by then."""
-    stop = killed(after)
-    writing = share_writing._write
-
-    def write(*args):
-        try:
-            stop()
-        except Killed:
-            raise reshard.CorruptCheckpointError("the third one fails") from None
-        return writing(*args)
-
-    monkeypatch.setattr(share_writing, "_write", write)
-
-
-def test_a_job_that_fails_leaves_nothing(jobs, threads, tmp_path, monkeypatch):
-    source, _ = jobs("ckpt zarr2")
-    failing(monkeypatch, 3)
-    with pytest.raises(reshard.CorruptCheckpointError, match=r"^the third one fails$"):
-        save(source, tmp_path / "out", executor=threads)
-    assert [*tmp_path.iterdir()] == []
-
-
-def test_a_job_that_fails_is_resumed(jobs, tmp_path, monkeypatch):
+def test_a_job_that_fails_leaves_nothing_or_is_resumed(jobs, tmp_path, monkeypatch):
     """Its shares are as many as at first, and those that are written are not written again."""
     threads = concurrent.futures.ThreadPoolExecutor(1)
     (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
-    with monkeypatch.context() as patch:
-        failing(patch, 4)
-        with pytest.raises(reshard.CorruptCheckpointError) as caught:
-            save(source, out, executor=threads, resume=True)
-    note = f"`{outer(out)}` is kept: the same call with resume=True goes on with it"
-    assert caught.value.__notes__ == [note]
-    assert not out.exists()
+    writing = share_writing._write
+    for resume, notes in (
+        (False, []),
+        (True, [f"`{outer(out)}` is kept: the same call with resume=True goes on with it"]),
+    ):
+        begun = []
+
+        def write(*args, begun=begun):
+            begun.append(args)
+            if len(begun) > 4:  # as do all that are not written by then
+                raise CorruptCheckpointError("the fifth one fails")
+            return writing(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(share_writing, "_write", write)
+            options = {"executor": threads, "resume": resume}
+            error = refused(
+                CorruptCheckpointError, "the fifth one fails", save, source, out, **options
+            )
+        assert getattr(error, "__notes__", []) == notes
+        assert [*tmp_path.iterdir()] == [outer(out)] * resume
     written = {k: v for k, v in hashes(outer(out)).items() if re.fullmatch(r"\d+\.json", k)}
     assert written and not (outer(out) / "stop").exists()
     with pytest.raises(reshard.DestinationError, match=f"shares of a job for `{out}` are in"):
         save(source, out, executor=threads)
-    kept = {}
-    monkeypatch.setattr(
-        coordinator, "committed_job", lambda *_: kept.update(hashes(outer(out))) or killed(0)()
-    )
-    with pytest.raises(Killed):
-        save(source, out, executor=threads, resume=True)
-    monkeypatch.undo()
+    kept, options = {}, {"executor": threads, "resume": True}
+
+    def dies(*_):
+        kept.update(hashes(outer(out)))
+        raise Killed
+
+    killed_in(monkeypatch, coordinator, "committed_job", dies, save, source, out, **options)
     assert written.items() <= kept.items()
     save(source, out, executor=threads, workers=40, resume=True)
     assert_same(out, whole)
@@ -115,12 +103,8 @@ def test_an_interrupt_ends_all_shares(jobs, threads, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(whole, out)
     before = hashes(out)
-
-    def interrupt(done, whole):
-        if done > whole / 3:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
+        interrupt = stop_at(1 / 3, KeyboardInterrupt)
         save(source, out, executor=threads, overwrite=True, progress=interrupt)
     assert [*tmp_path.iterdir()] == [out]
     assert hashes(out) == before
@@ -162,13 +146,3 @@ def test_what_an_earlier_run_has_noted_of_shares_is_no_news():
         for _ in range(3):
             tell()
     assert [str(each.message).partition(",")[0] for each in told] == notes[1:]
-
-
-def test_a_share_is_one_process_s(jobs, tmp_path):
-    source, _ = jobs("ckpt zarr2")
-    text = "a share is written whole or again, by one process"
-    with pytest.raises(reshard.ArgumentError, match=text):
-        save(source, tmp_path / "out", share=(0, 2), workers=2)
-    with pytest.raises(reshard.ArgumentError, match="`0` is no number of workers"):
-        save(source, tmp_path / "out", workers=0)
-    assert [*tmp_path.iterdir()] == []

@@ -26,35 +26,24 @@ def peak(job):
 
 def once(values, dtype):
     """Of the two nearest values of a dtype the nearer one, by exact arithmetic in float64."""
-    near = values.astype(np.float32).astype(dtype)
-    bits = near.view(f"uint{8 * dtype.itemsize}").astype(np.int64)
-    found = near.astype(np.float64)
-    chosen = bits.copy()
-    for step in (-1, 1):
-        other = (bits + step).astype(f"uint{8 * dtype.itemsize}")
-        distance = np.abs(other.view(dtype).astype(np.float64) - values)
-        best = np.abs(found - values)
+    unsigned = f"uint{8 * dtype.itemsize}"
+    found = values.astype(np.float32).astype(dtype).view(unsigned)
+    for other in (found - 1, found + 1):
+        distance, best = (abs(x.view(dtype).astype(float) - values) for x in (other, found))
         better = (distance < best) | ((distance == best) & (other % 2 == 0))
-        chosen = np.where(better, other, chosen)
-        found = np.where(better, other.view(dtype).astype(np.float64), found)
-    return chosen.astype(f"uint{8 * dtype.itemsize}").view(dtype)
+        found = np.where(better, other, found).astype(unsigned)
+    return found.view(dtype)
 
 
 @pytest.mark.parametrize("dtype", TARGETS, ids=str)
 @pytest.mark.parametrize("shape", [(), (1,), (7, 300), (300, 1000), (2, 3, 100_001)], ids=str)
 def test_what_rounding_once_takes_beside_its_result(dtype, shape):
+    """It is the same of what is not contiguous."""
     values = np.asarray(np.random.default_rng(0).uniform(1, 400, shape))
     most, rounded = peak(lambda: round_once(values, dtype))
-    assert (rounded.dtype, rounded.shape) == (dtype, shape)
-    assert rounded.tobytes() == once(values, dtype).tobytes()
+    np.testing.assert_array_equal(rounded, once(values, dtype), strict=True)
     assert most - rounded.nbytes <= READ_OVERHEAD
-
-
-def test_rounding_of_what_is_not_contiguous():
-    values = np.random.default_rng(0).uniform(1, 400, (90, 50, 30)).transpose(2, 0, 1)[::2, :, 3:]
-    dtype = TARGETS[1]
-    rounded = round_once(values, dtype)
-    np.testing.assert_array_equal(rounded, once(np.ascontiguousarray(values), dtype), strict=True)
+    np.testing.assert_array_equal(round_once(values.T, dtype), rounded.T, strict=True)
 
 
 @pytest.mark.parametrize("memory", ["200KiB", "1GiB"], ids=["serial", "one pass"])

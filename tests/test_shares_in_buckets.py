@@ -6,24 +6,19 @@ import random
 
 import pytest
 import tensorstore as ts
-from jobs import changed
+from jobs import MARKER, save
 from sampling import few
-from test_shares_written import Killed, killed
+from test_shares_written import killed, killed_in
 
 import reshard
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import new_context, ocdbt_spec
+from reshard.writer.share_job import Job
 
 pytestmark = pytest.mark.usefixtures("short_tries")
-MARKER = "commit_success.txt"
 SHARES = 5
 # A function has its name.
 share_commit = importlib.import_module("reshard.writer.share_commit")
-share_writing = importlib.import_module("reshard.writer.share_writing")
-
-
-def save(path, url, **options):
-    return reshard.save(changed(path), url, max_memory="3MiB", **options)
 
 
 def stored(stores, url):
@@ -59,9 +54,8 @@ def test_shares_in_a_bucket_are_what_one_process_writes(stores, jobs, monkeypatc
     (path, _), top = jobs(kind), f"{stores.bucket(where)}/runs"
     save(path, f"{top}/whole")
     url = f"{top}/out"
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(share_writing.Job, "write_document", killed(0))
-        save(path, url, share=(2, SHARES))
+    options = {"share": (2, SHARES)}
+    killed_in(monkeypatch, Job, "write_document", killed(0), save, path, url, **options)
     numbers = random.Random(kind).sample([0, 1, 2, 3, 3, 4], 6)
     for number in numbers[:-1]:
         save(path, url, share=(number, SHARES))
@@ -69,9 +63,7 @@ def test_shares_in_a_bucket_are_what_one_process_writes(stores, jobs, monkeypatc
         reshard.open(f"{url}/1" if kind == "ckpt manager" else url)
     save(path, url, share=(numbers[-1], SHARES))
     stores.reset()
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(share_commit, "write_markers", killed(0))
-        reshard.commit(url)
+    killed_in(monkeypatch, share_commit, "write_markers", killed(0), reshard.commit, url)
     assert not stores.answered("list", r"/\d\.json$")  # but all of them together
     assert len(stores.answered("read", r"/\d\.json$")) == SHARES
     assert reshard.commit(url) is True

@@ -9,12 +9,13 @@ import platform
 import random
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import layouts
 import numpy as np
 import pytest
 import tensorstore as ts
-from jobs import changed, make
+from jobs import MARKER, Killed, assert_pruned, changed, make, misrecorded, refused, save
 from layouts import bits, hashes
 from sampling import few, some
 
@@ -26,8 +27,6 @@ from reshard.storage.location import Location
 from reshard.verify import verification
 
 pytestmark = pytest.mark.usefixtures("forked")
-RECORD = "reshard_digests.json"
-MARKER = "commit_success.txt"
 SHARES = 7
 # A function has its name.
 share_commit = importlib.import_module("reshard.writer.share_commit")
@@ -37,10 +36,6 @@ shares = importlib.import_module("reshard.writer.share_writing")
 KINDS = ["ckpt zarr2", "ckpt zarr3", "ckpt zarr2-files", "ckpt zarr3-files", "ckpt manager"]
 KINDS += ["convert zarr2", "convert zarr3", "convert zarr2-files"]
 KILLED_KINDS = ["ckpt zarr2", "convert zarr3", "ckpt zarr2-files"]
-
-
-def save(source, out, **options):
-    return reshard.save(changed(source), out, **{"max_memory": "3MiB"} | options)
 
 
 def write(source, out, numbers=range(SHARES), count=SHARES, **options):
@@ -92,15 +87,6 @@ def assert_same(out, whole):
     assert_pruned(out)
 
 
-def assert_pruned(out):
-    """Nothing is there but what the databases refer to."""
-    for manifest in out.rglob("manifest.ocdbt"):
-        item = manifest.parent
-        there = {str(f.relative_to(item)) for f in item.rglob("d/*") if f.is_file()}
-        assert there == share_commit.database.value_files(Location(str(item)), nodes=True)
-        assert not [*item.glob("ocdbt.process_*/manifest.ocdbt")]
-
-
 @pytest.mark.parametrize("kind", few(KINDS, *sorted({*KINDS} - {*KILLED_KINDS})))
 def test_shares_in_any_order_are_what_one_process_writes(jobs, tmp_path, kind):
     (source, whole), out = jobs(kind), tmp_path / "out"
@@ -118,10 +104,6 @@ def test_shares_in_any_order_are_what_one_process_writes(jobs, tmp_path, kind):
         }
 
 
-class Killed(BaseException):
-    """What no handler of errors takes for one."""
-
-
 def killed(after):
     """What is killed when it has been called so often."""
     left = [after]
@@ -134,6 +116,13 @@ def killed(after):
     return call
 
 
+def killed_in(monkeypatch, module, name, dies, call, *args, **kwargs):
+    """What is called is killed where it calls a function, which another one stands for."""
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(module, name, dies)
+        call(*args, **kwargs)
+
+
 def writing_dies(writing, stop, work, progress, memory, cores, committed, report):
     writing(work, progress, memory, cores, lambda: stop() or committed(), report)
     raise Killed
@@ -143,16 +132,12 @@ def writing_dies(writing, stop, work, progress, memory, cores, committed, report
 def test_shares_that_are_killed_and_written_again_and_twice(jobs, tmp_path, monkeypatch, kind):
     """Three at a batch, two before their documents are there; two are written twice."""
     (source, whole), out = jobs(kind), tmp_path / "out"
-    writing = shares.write_arrays
     for number in (0, 2, 5):
-        dies = functools.partial(writing_dies, writing, killed(number // 2))
-        with monkeypatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(shares, "write_arrays", dies)
-            save(source, out, share=(number, SHARES))
+        dies = functools.partial(writing_dies, shares.write_arrays, killed(number // 2))
+        killed_in(monkeypatch, shares, "write_arrays", dies, write, source, out, [number])
     for number in (1, 4):
-        with monkeypatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(share_job.Job, "write_document", killed(0))
-            save(source, out, share=(number, SHARES))
+        job, dies = share_job.Job, killed(0)
+        killed_in(monkeypatch, job, "write_document", dies, write, source, out, [number])
     write(source, out)
     again = json.loads((outer(out) / "3.json").read_text())
     (outer(out) / "3.json").unlink()
@@ -206,11 +191,10 @@ def test_what_is_to_replace_another_is_missed(jobs, tmp_path, monkeypatch, numbe
     """Where its job was killed as it began, or all was swept away before the commit."""
     (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
     shutil.copytree(jobs("convert zarr2")[1], out)
-    before, begun = hashes(out), share_job._first
+    before = hashes(out)
     if numbers is None:
-        with monkeypatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(share_job, "_first", dying(begun, True))
-            write(source, out, [1], 2, overwrite=True)
+        dies, options = dying(share_job._first, True), {"overwrite": True}
+        killed_in(monkeypatch, share_job, "_first", dies, write, source, out, [1], 2, **options)
     else:
         write(source, out, numbers, 2, overwrite=True)
         (checkpoint,) = outer(out).glob("checkpoint*")
@@ -271,10 +255,8 @@ def test_a_commit_that_is_stopped_anywhere(jobs, tmp_path, monkeypatch, overwrit
         if overwrite:
             shutil.copytree(whole, out)
         write(source, out, range(2), 2, overwrite=overwrite)
-        stopped = dying(getattr(module, name), done)
-        with monkeypatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(module, name, stopped)
-            reshard.commit(out)
+        dies = dying(getattr(module, name), done)
+        killed_in(monkeypatch, module, name, dies, reshard.commit, out)
         assert reshard.commit(out) is (name != "_remove")  # after which nothing is left to do
         assert_same(out, whole)
         assert [*tmp_path.glob(f"*{number}.replaced*")] == []
@@ -321,12 +303,6 @@ def test_values_in_memory_and_functions(jobs, tmp_path):
 # Refusals.
 
 
-def refused(error, text, call, *args, **kwargs):
-    with pytest.raises(error) as caught:
-        call(*args, **kwargs)
-    assert str(caught.value) == text
-
-
 def test_missing_shares_are_listed_as_a_range(jobs, tmp_path):
     (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
     write(source, out, [1, 2, 4], 10)
@@ -343,30 +319,24 @@ def test_missing_shares_are_listed_as_a_range(jobs, tmp_path):
     assert_same(out, whole)
 
 
-def other_mesh(source, out):
-    ckpt = reshard.to_mesh(reshard.open(source), "4x2")
-    reshard.save(ckpt, out, share=(1, SHARES), max_memory="3MiB")
-
-
-OTHERS = [
-    ("other arguments", other_mesh),
-    ("shares: 7 then, 8 now", lambda *paths: save(*paths, share=(1, 8))),
-    ("overwrite: False then, True now", lambda *p: save(*p, share=(1, 7), overwrite=True)),
-    ("verify: False then, True now", lambda *p: save(*p, share=(1, 7), verify=True)),
-    (
-        "max_memory: 3.00 MiB then, 4.00 MiB now; it decides what is rewritten together",
-        lambda *p: save(*p, share=(1, 7), max_memory="4MiB"),
-    ),
-]
+OTHERS = {
+    "other arguments": {"chunks": "64KiB"},
+    "shares: 7 then, 8 now": {"share": (1, 8)},
+    "overwrite: False then, True now": {"overwrite": True},
+    "verify: False then, True now": {"verify": True},
+    "max_memory: 3.00 MiB then, 4.00 MiB now; it decides what is rewritten together": {
+        "max_memory": "4MiB"
+    },
+}
 
 
 def test_shares_of_other_jobs(jobs, tmp_path, monkeypatch):
     (source, _), out = jobs("ckpt zarr2"), tmp_path / "out"
     write(source, out, [2])
     before = hashes(outer(out))
-    for told, call in OTHERS:
+    for told, options in OTHERS.items():
         with pytest.raises(reshard.DestinationError) as caught:
-            call(source, out)
+            save(source, out, **{"share": (1, 7)} | options)
         assert caught.value.summary == f"`{outer(out)}` holds shares of another job"
         assert caught.value.problems == (told,)
         assert caught.value.hints[-1] == f"rm -r '{outer(out)}' begins anew"
@@ -395,10 +365,7 @@ def test_a_source_that_changes(tmp_path, before_share):
 
 def test_values_that_are_not_those_on_record(tmp_path):
     out, source = tmp_path / "out", make(tmp_path / "source", "ckpt zarr2", 1)
-    reshard.digest(source, write=True)
-    record = json.loads((source / RECORD).read_text())
-    record["arrays"]["params.w0"]["digest"] = "0" * 32
-    (source / RECORD).write_text(json.dumps(record))
+    misrecorded(source, "params.w0")
     write(source, out, range(2), 2)
     text = f"values were read from `{source}` that are not those its digests were recorded of\n"
     text += f'  params/w0  float32[512,512]\n\nhint: reshard.verify("{source}")'
@@ -409,6 +376,9 @@ def test_other_jobs_and_commits_where_shares_are_or_are_not(jobs, tmp_path):
     (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
     text = f"there are no shares of `{out}`\n\nhint: share=(..., ...) writes one of them"
     refused(reshard.CheckpointNotFoundError, text, reshard.commit, out)
+    text = "`0` is no number of workers"
+    refused(reshard.ArgumentError, text, save, source, out, workers=0)
+    assert [*tmp_path.iterdir()] == []
     write(source, out, [1], 2)
     text = f"shares of a job for `{out}` are in `{outer(out)}`\n\n"
     text += f'hint: reshard.commit("{out}") completes them\n'
@@ -417,7 +387,8 @@ def test_other_jobs_and_commits_where_shares_are_or_are_not(jobs, tmp_path):
     refused(reshard.DestinationError, text, save, source, out)
     text = "a share is written whole or again, by one process\n\n"
     text += "hint: share=(i, n) without resume, workers and executor"
-    refused(reshard.ArgumentError, text, save, source, out, share=(0, 2), resume=True)
+    for options in ({"resume": True}, {"workers": 2}, {"executor": ThreadPoolExecutor(1)}):
+        refused(reshard.ArgumentError, text, save, source, out, share=(0, 2), **options)
     shutil.rmtree(outer(out))
     write(source, out, range(2), 2)
     reshard.commit(out)
@@ -442,9 +413,8 @@ def test_documents_that_are_damaged_are_refused(jobs, tmp_path, monkeypatch, nam
     (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
     write(source, out, range(3), 3)
     if name == "merged.json":
-        with monkeypatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(share_commit.database, "prune_all_but", killed(0))
-            reshard.commit(out)
+        module = share_commit.database
+        killed_in(monkeypatch, module, "prune_all_but", killed(0), reshard.commit, out)
     file, rng = outer(out) / name, random.Random(name)
     content = file.read_bytes()
     anew = f"hint: rm -r '{outer(out)}' begins anew"
@@ -518,9 +488,7 @@ def test_what_a_commit_leaves_that_was_killed_at_its_end(jobs, tmp_path, monkeyp
         if file.name == "job.json":
             raise Killed
 
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Location, "remove", remove)
-        reshard.commit(out)
+    killed_in(monkeypatch, Location, "remove", remove, reshard.commit, out)
     assert [path.name for path in outer(out).iterdir()] == ["named.json"]
     write(source, out, [1], 2, overwrite=True)
     with pytest.raises(reshard.DestinationError, match="missing: 0"):
@@ -534,9 +502,7 @@ def test_nothing_is_written_to_what_is_merged(jobs, tmp_path, monkeypatch):
     """Neither by a share nor by a job that is resumed, which commits it."""
     (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
     write(source, out, range(2), 2)
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(share_commit, "write_markers", killed(0))
-        reshard.commit(out)
+    killed_in(monkeypatch, share_commit, "write_markers", killed(0), reshard.commit, out)
     before = hashes(outer(out))
     for number in range(2):
         text = f"the shares of `{out}` are merged already\n\n"

@@ -8,29 +8,18 @@ import os
 import pathlib
 import shutil
 
-import jax
 import layouts
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jobs import FORMATS, MARKER, RECORD, StopError, flip, note_all, put, refused, touched
 from layouts import hashes
-from test_resume import StopError, another_job, touched
+from test_resume import another_job
 
 import reshard
 from reshard.storage.location import Location
-from reshard.writer import journal
 
-FILE = "reshard_digests.json"
-FORMATS = {"ocdbt": {}, "zarr3": {"use_zarr3": True}, "files": {"use_ocdbt": False}}
-FORMATS["zarr3-files"] = FORMATS["files"] | FORMATS["zarr3"]
 TREES = ("state", "ema")
-
-
-def put(rng, shape):
-    sharding = NamedSharding(layouts.mesh((2, 4)), P("data", "model"))
-    return jax.device_put(layouts.random_array(rng, shape), sharding)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +30,8 @@ def roots(tmp_path_factory):
     def get(name):
         rng = np.random.default_rng([*FORMATS].index(name))
         root = tmp_path_factory.mktemp("siblings") / "root"
-        trees = {item: {"w": put(rng, (24, 16)), "c": put(rng, (8, 8, 2))} for item in TREES}
+        shapes, spec = {"w": (24, 16), "c": (8, 8, 2)}, ("data", "model")
+        trees = {t: {name: put(rng, shapes[name], *spec) for name in shapes} for t in TREES}
         with ocp.CheckpointManager(root, item_names=(*TREES, "cfg")) as manager:
             items = {item: ocp.args.PyTreeSave(tree) for item, tree in trees.items()}
             cfg = ocp.args.JsonSave({"width": 3})
@@ -59,19 +49,20 @@ def roots(tmp_path_factory):
 @pytest.fixture
 def root(roots, tmp_path):
     """One of them, that may be changed."""
-    return pathlib.Path(shutil.copytree(roots("ocdbt"), tmp_path / "source"))
+    return pathlib.Path(shutil.copytree(roots("zarr2"), tmp_path / "source"))
 
 
 def opened(root):
     return reshard.to_mesh(reshard.open(root, item="state"), "1x8")
 
 
+def read(root, path):
+    return (root / path).read_bytes()
+
+
 def inodes(path):
-    return {
-        str(file.relative_to(path)): file.stat().st_ino
-        for file in path.rglob("*")
-        if file.is_file()
-    }
+    files = (file for file in path.rglob("*") if file.is_file())
+    return {str(file.relative_to(path)): file.stat().st_ino for file in files}
 
 
 def is_data(path):
@@ -92,13 +83,20 @@ def copies(root):
     """What is carried over: everything but the marker, and what is written of the item."""
     kept = "3/state/_CHECKPOINT_METADATA"
     found = {path for path in inodes(root) if path == kept or not path.startswith("3/state/")}
-    return found - {"3/commit_success.txt"}
+    return found - {f"3/{MARKER}"}
 
 
-def flip(file):
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+def sizes(root, paths):
+    return sum((root / path).stat().st_size for path in paths)
+
+
+def assert_copied(root, out):
+    """What is carried over has the same bytes, and the item the same values."""
+    assert {path: read(out, path) for path in copies(root)} == {
+        path: read(root, path) for path in copies(root)
+    }
+    for item in TREES:
+        assert reshard.verify(reshard.open(out, item=item), reshard.open(root, item=item)).ok
 
 
 @pytest.fixture
@@ -123,19 +121,15 @@ def test_data_files_of_other_items_are_shared(roots, tmp_path, name):
     done = reshard.save(opened(root), out)
     data = {path for path in copies(root) if is_data(path)}
     assert data and shared(root, out) == data
-    for path in copies(root):
-        assert (out / path).read_bytes() == (root / path).read_bytes()
     assert (out / "notes" / "none").is_dir()
     for plan in (planned, done, reshard.plan(opened(root))):
-        assert plan.shared_bytes == sum((root / path).stat().st_size for path in data)
-        assert plan.other_bytes == sum((root / p).stat().st_size for p in copies(root) - data)
+        assert plan.shared_bytes == sizes(root, data)
+        assert plan.other_bytes == sizes(root, copies(root) - data)
         own = sum(array.bytes_written for array in plan.arrays)
         assert plan.bytes_written == own + plan.other_bytes
     assert hashes(root) == before
-    for item in TREES:
-        assert reshard.verify(reshard.open(out, item=item), reshard.open(root, item=item)).ok
-    shutil.copytree(out, tmp_path / "orbax")
-    both = (layouts.load_pytree(path / "3" / "ema") for path in (tmp_path / "orbax", root))
+    assert_copied(root, out)
+    both = (layouts.load_pytree(path / "3" / "ema") for path in (out, root))
     layouts.assert_same_tree(*both)
 
 
@@ -153,10 +147,8 @@ def test_nothing_is_shared_without_links(roots, tmp_path, monkeypatch, name):
                 patched.setattr(os, "link", forbidden)
             plan = reshard.save(opened(root), out, **options)
         assert shared(root, out) == set()
-        assert plan.shared_bytes == 0
-        assert plan.other_bytes == sum((root / path).stat().st_size for path in copies(root))
-        for path in copies(root):
-            assert (out / path).read_bytes() == (root / path).read_bytes()
+        assert (plan.shared_bytes, plan.other_bytes) == (0, sizes(root, copies(root)))
+        assert_copied(root, out)
 
 
 def test_what_only_looks_like_a_data_file_is_copied(root, tmp_path):
@@ -192,17 +184,15 @@ def test_each_is_read_once_and_not_for_a_plan(root, tmp_path, reads, recorded, l
     written = {"_METADATA", "_sharding", "array_metadatas/process_0"}
     again = {f"3/state/{name}" for name in written}
     assert {path.rpartition("-tmp/")[2] for path in reads if "-tmp/" in path} == again
-    record = json.loads((tmp_path / "out" / "3" / "state" / FILE).read_bytes())
+    record = json.loads(read(tmp_path / "out", f"3/state/{RECORD}"))
     assert record["beside"] == {
-        path.removeprefix("3/"): hashlib.sha256((root / path).read_bytes()).hexdigest()
+        path.removeprefix("3/"): hashlib.sha256(read(root, path)).hexdigest()
         for path in copies(root)
-        if path.startswith("3/")
-        and not path.startswith("3/state/")
-        and not path.endswith("commit_success.txt")
+        if path.startswith("3/") and not path.startswith("3/state/") and MARKER not in path
     }
     # And they count as progress.
     done, whole = zip(*told, strict=True)
-    others = sum((root / path).stat().st_size for path in copies(root))
+    others = sizes(root, copies(root))
     assert set(whole) == {done[-1]} == {others + sum(a.decoded_bytes for a in plan.arrays)}
     assert list(done) == sorted(done)
 
@@ -217,15 +207,14 @@ def test_one_that_is_not_the_one_on_record(root, tmp_path, link, resume):
         flip(root / path)
     out = tmp_path / "new" / "out"
     assert reshard.plan(opened(root), out, link=link).problems == ()
-    with pytest.raises(reshard.CorruptCheckpointError) as caught:
-        reshard.save(opened(root), out, link=link, resume=resume)
-    assert str(caught.value) == (
+    text = (
         f"`{root}/3/state` is not what its digests were recorded of\n"
         f"  the file `{root}/3/cfg/metadata`: it is not the one on record\n"
         f"  the file `{root}/{data}`: it is not the one on record\n\n"
         f'hint: reshard.verify(reshard.open("{root}/3", item="state"))\n'
-        f"hint: rm '{root}/3/state/{FILE}' forgets what was recorded"
+        f"hint: rm '{root}/3/state/{RECORD}' forgets what was recorded"
     )
+    not_saved(reshard.CorruptCheckpointError, text, root, out, link=link, resume=resume)
     assert os.listdir(out.parent) == []
     (root / data).unlink()
     assert reshard.plan(opened(root), out).problems == (
@@ -234,12 +223,14 @@ def test_one_that_is_not_the_one_on_record(root, tmp_path, link, resume):
     )
 
 
+def not_saved(error, text, root, out, **options):
+    return refused(error, text, reshard.save, opened(root), out, **options)
+
+
 def stopped(root, out, monkeypatch, **options):
     """A job that has carried all siblings over, and stops."""
-    monkeypatch.setattr(journal, "_SYNC_SECONDS", -1)
-    monkeypatch.setattr(journal, "_SYNC_SHARE", float("inf"))
-    there = (path for path in copies(root) if not path.startswith("2/"))  # another step
-    others = sum((root / path).stat().st_size for path in there)
+    note_all(monkeypatch)
+    others = sizes(root, (path for path in copies(root) if not path.startswith("2/")))
 
     def stop(done, whole):
         if done > others:
@@ -261,13 +252,13 @@ def test_a_resumed_job_copies_none_again(root, tmp_path, monkeypatch, reads, lin
     assert not [path for path in reads if path.startswith(f"{root}/") and "/state/" not in path]
     after = inodes(out)
     assert before == {path: after[path] for path in before}
-    assert reshard.verify(reshard.open(out, item="state"), reshard.open(root, item="state")).ok
+    assert_copied(root, out)
 
 
 @pytest.mark.parametrize("link", [False, True])
 def test_links_and_copies_in_each_others_place(roots, tmp_path, monkeypatch, link):
     """What an earlier run with the other flag has left is not written through, and not kept."""
-    root, out = roots("files"), tmp_path / "out"
+    root, out = roots("zarr2-files"), tmp_path / "out"
     stopped(root, out, monkeypatch, link=not link)
     before = hashes(root)
     reshard.save(opened(root), out, resume=True, link=link)
@@ -302,10 +293,8 @@ def test_what_an_earlier_run_has_copied_is_copied_again(root, tmp_path, monkeypa
     STAGED[change](stopped(root, out, monkeypatch, link=False) / "3")
     (root / "notes" / "today").write_text("snow")
     reshard.save(opened(root), out, resume=True, link=False)
-    assert copies(out) - {f"3/state/{FILE}"} == copies(root)
-    for path in copies(root):
-        assert (out / path).read_bytes() == (root / path).read_bytes()
-    assert reshard.verify(reshard.open(out, item="state"), reshard.open(root, item="state")).ok
+    assert copies(out) - {f"3/state/{RECORD}"} == copies(root)
+    assert_copied(root, out)
 
 
 BESIDE = [
@@ -323,15 +312,12 @@ def test_something_else_in_the_source_changed_since(root, tmp_path, monkeypatch,
     kept = stopped(root, out, monkeypatch)
     before = hashes(kept)
     change(root / where)
-    with pytest.raises(reshard.DestinationError) as caught:
-        reshard.save(opened(root), out, resume=True)
-    problem = f"the source has changed since: `{root / where}`"
-    assert str(caught.value) == another_job(kept, problem)
+    text = another_job(kept, f"the source has changed since: `{root / where}`")
+    not_saved(reshard.DestinationError, text, root, out, resume=True)
     assert hashes(kept) == before
     reshard.save(opened(root), out)
-    assert {path: (out / path).read_bytes() for path in copies(out)} == {
-        path: (root / path).read_bytes() for path in copies(root)
-    }
+    assert copies(out) == copies(root)
+    assert_copied(root, out)
 
 
 def test_all_that_has_changed_is_told(root, tmp_path, monkeypatch):
@@ -340,13 +326,12 @@ def test_all_that_has_changed_is_told(root, tmp_path, monkeypatch):
     (root / "notes" / "today").write_text("sunshine")
     (root / "3" / "cfg" / "more").write_text("{}")
     touched(root / "3" / "state" / "_METADATA")
-    with pytest.raises(reshard.DestinationError) as caught:
-        reshard.save(opened(root), out, resume=True, max_memory="4MiB")
-    assert str(caught.value) == another_job(
+    text = another_job(
         kept,
         *(f"the source has changed since: `{root / p}`" for p in ("3/state", "3/cfg")),
         "max_memory: 3.00 MiB then, 4.00 MiB now; it decides what is rewritten together",
     )
+    not_saved(reshard.DestinationError, text, root, out, resume=True, max_memory="4MiB")
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -358,9 +343,9 @@ def test_something_else_in_the_source_changes_meanwhile(root, tmp_path, where, c
         if not changed:
             changed.append(change(root / where))
 
-    with pytest.raises(reshard.CorruptCheckpointError) as caught:
-        reshard.save(opened(root), out, resume=resume, progress=progress)
-    assert str(caught.value) == f"the source changed while it was read\n  `{root / where}`"
+    text = f"the source changed while it was read\n  `{root / where}`"
+    options = {"resume": resume, "progress": progress}
+    not_saved(reshard.CorruptCheckpointError, text, root, out, **options)
     assert os.listdir(out.parent) == []
 
 
