@@ -43,6 +43,20 @@ def reshard_in(directory: pathlib.Path, *words: object) -> tuple[int, str, str]:
         return command([str(word) for word in words])
 
 
+def shown(directory: pathlib.Path, *words: object) -> str:
+    """What `reshard WORDS` shows on stdout, where there is nothing to say on stderr."""
+    status, out, err = reshard_in(directory, *words)
+    assert (status, err) == (0, "")
+    return out
+
+
+def refused(directory: pathlib.Path, *words: object) -> str:
+    """What is said of `reshard WORDS`, which is refused."""
+    status, out, err = reshard_in(directory, *words)
+    assert (status, out) == (2, "")
+    return err
+
+
 @contextlib.contextmanager
 def told_here(model: str, option: str, task: Callable[[Any], Any]) -> Iterator[Callable[[], Any]]:
     """As `apart.told_apart`, without a process that has to import all of the model's libraries."""

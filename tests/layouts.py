@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+import pytest
 import tensorstore as ts
 import v1
 from flax.core import meta
@@ -83,6 +84,8 @@ def random_array(rng: np.random.Generator, shape: Sequence[int], dtype: Any = "f
     dtype = jnp.dtype(dtype)
     if dtype == np.bool_:
         return rng.integers(0, 2, shape).astype(np.bool_)
+    if dtype.name in ("uint2", "uint4"):
+        return rng.integers(0, 4 if dtype.name == "uint2" else 16, shape).astype(dtype)
     if dtype.name in ("int2", "int4"):
         limit = 2 if dtype.name == "int2" else 8
         return rng.integers(-limit, limit, shape).astype(np.int8).astype(dtype)
@@ -95,6 +98,16 @@ def random_array(rng: np.random.Generator, shape: Sequence[int], dtype: Any = "f
 def random(shape: Sequence[int], dtype: Any = "float32", seed: int = 0):
     """Such an array, the same for the same seed."""
     return random_array(np.random.default_rng(seed), shape, dtype)
+
+
+def random_on(on: Mesh, seed: Any = 0) -> Callable[..., jax.Array]:
+    """What makes random arrays on a mesh, of a shape and the entries of a spec."""
+    rng = np.random.default_rng(seed)
+
+    def made(shape: Sequence[int], *spec: Any, dtype: Any = "float32") -> jax.Array:
+        return jax.device_put(random_array(rng, shape, dtype), NamedSharding(on, P(*spec)))
+
+    return made
 
 
 def random_tree(on: Mesh, seed: int, *, strings: bool = True, rich: bool = True) -> dict[str, Any]:
@@ -234,6 +247,13 @@ def load_standard(path: pathlib.Path, target: Any = None) -> Any:
     """What `StandardCheckpointer` reads."""
     with ocp.StandardCheckpointer() as checkpointer:
         return checkpointer.restore(path, target)
+
+
+def refused(error: type[Exception], call: Callable, *arguments: Any, **keywords: Any) -> str:
+    """What is said of a call that is refused."""
+    with pytest.raises(error) as caught:
+        call(*arguments, **keywords)
+    return str(caught.value)
 
 
 def assert_equal_or_nan(got: Any, expected: Any) -> None:
@@ -497,6 +517,11 @@ def saved_leaves(tree: Any, path: tuple = ()) -> dict[tuple, Any]:
     return {
         p: leaf for key, child in children for p, leaf in saved_leaves(child, (*path, key)).items()
     }
+
+
+def put(values: Any, *spec: Any, sizes: Sequence[int] = (2, 4)) -> jax.Array:
+    """Values laid out on a mesh by the entries of a spec."""
+    return jax.device_put(values, NamedSharding(mesh(sizes), P(*spec)))
 
 
 def hashes(path: str | os.PathLike) -> dict[str, str]:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import sysconfig
 import time
-from typing import NamedTuple
 
 import in_process
 import jax
@@ -21,38 +20,30 @@ import layouts
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from in_process import refused, shown
 
 pytestmark = pytest.mark.usefixtures("forked")
 TOPICS = pathlib.Path(__file__).parents[1] / "reshard" / "cli" / "topics"
 RESHARD = pathlib.Path(sysconfig.get_path("scripts")) / "reshard"
+# Shapes, and the entries of their specs.
 SPECS = {
     "params": {
-        "embedding": ((64, 32), P("model", None)),
-        "layer_0": {"bias": ((64,), P("model")), "kernel": ((32, 64), P("data", "model"))},
-        "layer_1": {"bias": ((32,), P()), "kernel": ((64, 32), P(("data", "model"), None))},
+        "embedding": ((64, 32), "model", None),
+        "layer_0": {"bias": ((64,), "model"), "kernel": ((32, 64), "data", "model")},
+        "layer_1": {"bias": ((32,),), "kernel": ((64, 32), ("data", "model"), None)},
     }
 }
 DRAWN = {
-    "column": ((4, 8), P(None, "model")),
-    "cube": ((4, 8, 8), P("data", None, "model")),
-    "cells": ((4, 8, 6), P("data", "model", "pipe")),
-    "middle": ((4, 8, 8), P(None, "model", None)),
-    "replicated": ((4, 4), P()),
-    "rows": ((16, 8), P(("data", "model"), None)),
-    "scalar": ((), P()),
-    "swapped": ((16, 8), P(None, ("model", "data"))),
-    "vector": ((8,), P("data")),
+    "a/b": ((8,),),
+    "column": ((4, 8), None, "model"),
+    "cube": ((4, 8, 8), "data", None, "model"),
+    "middle": ((4, 8, 8), None, "model", None),
+    "replicated": ((4, 4),),
+    "rows": ((16, 8), ("data", "model"), None),
+    "scalar": ((),),
+    "swapped": ((16, 8), None, ("model", "data")),
+    "vector": ((8,), "data"),
 }
-
-
-class Ran(NamedTuple):
-    """How a command ended."""
-
-    status: int
-    out: str
-    err: str
 
 
 @pytest.fixture(scope="session")
@@ -60,48 +51,31 @@ def checkpoints(tmp_path_factory) -> pathlib.Path:
     """`run`: a manager's root, steps 500 and 1000. `shapes`: one array for each picture, and leaves
     of other kinds. `long`: 300 leaves."""
     directory = tmp_path_factory.mktemp("cli")
-    rng = np.random.default_rng(0)
-    devices = np.array(jax.devices()[:8])
-    mesh = Mesh(devices.reshape(2, 4), ("data", "model"))
-    deep = Mesh(devices.reshape(2, 2, 2), ("data", "model", "pipe"))
-
-    def array(described):
-        shape, spec = described
-        sharding = NamedSharding(deep if "pipe" in spec else mesh, spec)
-        return jax.device_put(rng.normal(size=shape).astype(np.float32), sharding)
+    array = layouts.random_on(layouts.mesh((2, 4)))
+    deep = layouts.random_on(layouts.mesh((2, 2, 2), ("data", "model", "pipe")))
 
     def tree(specs):
-        return jax.tree.map(array, specs, is_leaf=lambda x: isinstance(x, tuple))
+        return jax.tree.map(lambda x: array(*x), specs, is_leaf=lambda x: isinstance(x, tuple))
 
     with ocp.CheckpointManager(directory / "run") as manager:
         for step in (500, 1000):
             manager.save(step, args=ocp.args.StandardSave(tree(SPECS)))
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        others = {
-            "host": np.arange(3),
-            "none": None,
-            "number": 3,
-            "empty": {},
-            "text": "some",
-            "single": jax.device_put(np.float32([1, 2]), devices[0]),
-            "a/b": array(((8,), P())),
-        }
-        checkpointer.save(directory / "shapes", tree(DRAWN) | others)
-        checkpointer.save(
-            directory / "long", {f"leaf_{i:03d}": np.full((2, 3), i, "i4") for i in range(300)}
-        )
+    others = {"cells": deep((4, 8, 6), "data", "model", "pipe"), "host": np.arange(3)}
+    others |= {"none": None, "number": 3, "empty": {}, "text": "some"}
+    others |= {"single": jax.device_put(np.float32([1, 2]), jax.devices()[0])}
+    layouts.save_pytree(directory / "shapes", tree(DRAWN) | others)
+    rows = {f"leaf_{i:03d}": np.full((2, 3), i, "i4") for i in range(300)}
+    layouts.save_pytree(directory / "long", rows)
     return directory
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory) -> pathlib.Path:
     """96 MiB that do not compress: long enough to be stopped in the middle."""
-    path = tmp_path_factory.mktemp("large") / "run"
-    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
     bits = np.random.default_rng(0).bytes(24 << 20)
-    array = np.frombuffer(bits, np.uint32).reshape(1536, 4096)
-    sharded = jax.device_put(array, NamedSharding(mesh, P("data", "model")))
-    return layouts.save_standard(path, {f"array_{i}": sharded for i in range(4)})
+    array = layouts.put(np.frombuffer(bits, np.uint32).reshape(1536, 4096), "data", "model")
+    path = tmp_path_factory.mktemp("large") / "run"
+    return layouts.save_standard(path, {f"array_{i}": array for i in range(4)})
 
 
 @pytest.fixture
@@ -111,29 +85,24 @@ def cwd(checkpoints, tmp_path) -> pathlib.Path:
     return tmp_path
 
 
-def reshard(cwd: pathlib.Path, *arguments: object) -> Ran:
-    return Ran(*in_process.reshard_in(cwd, *arguments))
-
-
-def typed(cwd: pathlib.Path, command: str) -> Ran:
-    """A line of `reshard` as it is typed."""
+def typed(command: str) -> list[str]:
+    """The words of a line of `reshard` as it is typed."""
     program, *words = shlex.split(command)
     assert program == "reshard"
-    return reshard(cwd, *words)
+    return words
 
 
-def shell(cwd: pathlib.Path, command: str) -> Ran:
+def shell(cwd: pathlib.Path, command: str) -> tuple[int, str, str]:
     """A line that the shell runs."""
     path = f"{RESHARD.parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path}
-    ran = subprocess.run(
-        command, shell=True, cwd=cwd, env=environment, capture_output=True, text=True
-    )
-    return Ran(ran.returncode, ran.stdout, ran.stderr)
+    given = {"shell": True, "cwd": cwd, "env": os.environ | {"PATH": path}}
+    ran = subprocess.run(command, **given, capture_output=True, text=True)
+    return ran.returncode, ran.stdout, ran.stderr
 
 
-def on_terminal(cwd: pathlib.Path, stream: str, *arguments: object) -> tuple[Ran, str]:
-    """Runs a command with stdout or stderr on a terminal of 100 columns; also what that shows."""
+def on_terminal(cwd: pathlib.Path, stream: str, *arguments: object) -> tuple[str, str]:
+    """Runs a command with stdout or stderr on a terminal of 100 columns: what the other stream has,
+    and what the terminal shows."""
     master, slave = pty.openpty()
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: slave}
     with pytest.MonkeyPatch.context() as patch:
@@ -143,16 +112,16 @@ def on_terminal(cwd: pathlib.Path, stream: str, *arguments: object) -> tuple[Ran
         process = subprocess.Popen(  # which closes the slave
             [RESHARD, *map(str, arguments)], cwd=cwd, text=True, **streams
         )
-    shown = b""
+    data = b""
     try:
-        while data := os.read(master, 1 << 16):
-            shown += data
+        while more := os.read(master, 1 << 16):
+            data += more
     except OSError:  # how Linux says that the other end of a terminal was closed
         pass
     out, err = process.communicate()
     os.close(master)
-    text = shown.decode().replace("\r\n", "\n")
-    return Ran(process.returncode, out or "", err or ""), text
+    assert process.returncode == 0
+    return out or err or "", data.decode().replace("\r\n", "\n")
 
 
 def without_styles(text: str) -> str:
@@ -166,40 +135,30 @@ def files(directory: pathlib.Path) -> set[str]:
 # --- help ----------------------------------------------------------------------------------------
 
 
-def test_help_examples_run(cwd):
+def test_help_fits_a_terminal_and_its_examples_run(cwd):
     """The lines below `Example:` in the help of every command."""
     found = []
     for arguments in ((), ("inspect",), ("ckpt",)):
-        text = reshard(cwd, *arguments, "--help").out
+        text = shown(cwd, *arguments, "-h")
+        assert text == shown(cwd, *arguments, "--help")
+        prose = [line for line in text.splitlines() if not line.startswith("    reshard ")]
+        assert max(map(len, prose)) <= 80
         block = re.search(r"^  Example:\n((?:    .*\n)+)", text, re.MULTILINE)
         assert block, f"the help of {arguments} has no example"
         found += [line.strip() for line in block[1].splitlines()]
     for command in dict.fromkeys(found):
-        ran = typed(cwd, command)
-        assert (ran.status, ran.err) == (0, ""), command
-        assert ran.out, command
+        assert shown(cwd, *typed(command)), command
         shutil.rmtree(cwd / "out", ignore_errors=True)
-
-
-def test_help_fits_a_terminal(tmp_path):
-    for arguments in ((), ("inspect",), ("ckpt",)):
-        ran = reshard(tmp_path, *arguments, "-h")
-        assert (ran.status, ran.err) == (0, "")
-        assert ran.out == reshard(tmp_path, *arguments, "--help").out
-        prose = [line for line in ran.out.splitlines() if not line.startswith("    reshard ")]
-        assert max(map(len, prose)) <= 80
 
 
 def test_version(tmp_path):
     names = ("jax", "flax", "orbax-checkpoint", "tensorstore")
     libraries = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
-    assert reshard(tmp_path, "--version") == (0, f"reshard 0.1.0\n{libraries}\n", "")
+    assert shown(tmp_path, "--version") == f"reshard 0.1.0\n{libraries}\n"
 
 
 def test_help_lists_the_topics_and_how_completion_is_switched_on(tmp_path):
-    ran = reshard(tmp_path, "help")
-    assert (ran.status, ran.err) == (0, "")
-    listed, _, rest = ran.out.partition("\n\n")
+    listed, _, rest = shown(tmp_path, "help").partition("\n\n")
     titles = dict(line.split(maxsplit=1) for line in listed.splitlines())
     topics = sorted(TOPICS.glob("*.md"))
     assert list(titles) == [file.stem for file in topics]
@@ -210,34 +169,31 @@ def test_help_lists_the_topics_and_how_completion_is_switched_on(tmp_path):
     script = f"""{switches_on}
         COMP_WORDS=(reshard help m); COMP_CWORD=2
         _reshard_completion reshard; echo ${{COMPREPLY[@]}}"""
-    completed = shell(tmp_path, f"bash -c {shlex.quote(script)}")
-    assert completed.out.split() == [name for name in titles if name.startswith("m")] != []
+    _, completed, _ = shell(tmp_path, f"bash -c {shlex.quote(script)}")
+    assert completed.split() == [name for name in titles if name.startswith("m")] != []
 
 
 def test_help_of_a_topic_is_markdown_in_a_pipe_and_rendered_in_a_terminal(tmp_path):
     text = (TOPICS / "meshes.md").read_text()
-    assert reshard(tmp_path, "help", "meshes") == (0, text, "")
-    ran, shown = on_terminal(tmp_path, "stdout", "help", "meshes")
-    shown = without_styles(shown)
-    assert (ran.status, ran.err) == (0, "")
+    assert shown(tmp_path, "help", "meshes") == text
+    err, drawn = on_terminal(tmp_path, "stdout", "help", "meshes")
+    assert err == ""
+    drawn = without_styles(drawn)
     title = text.splitlines()[0].removeprefix("# ")
-    assert title in shown and f"# {title}" not in shown and "```" in text and "```" not in shown
+    assert title in drawn and f"# {title}" not in drawn and "```" in text and "```" not in drawn
 
 
 def test_help_of_no_topic(tmp_path):
-    ran = reshard(tmp_path, "help", "mesh")
-    assert (ran.status, ran.out) == (2, "")
     names = ", ".join(file.stem for file in sorted(TOPICS.glob("*.md")))
     told = f"there is no topic `mesh`\n  topics: {names}\n\nhint: reshard help"
-    assert ran.err == f"Error: {told}\n"
+    assert refused(tmp_path, "help", "mesh") == f"Error: {told}\n"
 
 
 def test_runs_as_a_module_and_as_a_program(cwd):
     for program in ([sys.executable, "-P", "-m", "reshard"], [RESHARD]):
         ran = subprocess.run([*program, "inspect", "run"], cwd=cwd, capture_output=True, text=True)
-        shown = Ran(ran.returncode, ran.stdout, ran.stderr)
-        assert shown == reshard(cwd, "inspect", "run")
-        assert shown.status == 0 and shown.out
+        assert (ran.returncode, ran.stderr) == (0, "")
+        assert ran.stdout == shown(cwd, "inspect", "run") != ""
 
 
 # --- inspect -------------------------------------------------------------------------------------
@@ -262,16 +218,14 @@ def test_long_tables_stream_as_plain_columns(cwd):
         "300 leaves, 300 arrays, 7.03 KiB",
         "",
     ]
-    assert reshard(cwd, "inspect", "long").out.split("\n") == expected
-    ran, shown = on_terminal(cwd, "stdout", "inspect", "long")
-    assert (ran.status, ran.err) == (0, "")
-    assert shown.split("\n") == expected
+    assert shown(cwd, "inspect", "long").split("\n") == expected
+    assert on_terminal(cwd, "stdout", "inspect", "long") == ("", "\n".join(expected))
 
 
 def test_short_tables_are_drawn_on_a_terminal(cwd):
-    ran, shown = on_terminal(cwd, "stdout", "inspect", "run/1000")
-    assert (ran.status, ran.err) == (0, "")
-    lines = [line.rstrip() for line in without_styles(shown).splitlines()]
+    err, drawn = on_terminal(cwd, "stdout", "inspect", "run/1000")
+    assert err == ""
+    lines = [line.rstrip() for line in without_styles(drawn).splitlines()]
     assert lines[3:] == [
         "",
         " path                    shape   dtype        bytes   chunks      spec",
@@ -327,85 +281,58 @@ PICTURES = {
 @pytest.mark.parametrize(("leaf", "mesh"), PICTURES)
 def test_inspect_sharding(checkpoints, leaf, mesh):
     given = [] if mesh is None else ["--mesh", mesh]
-    ran = reshard(checkpoints, "inspect", "shapes", "--sharding", leaf, *given)
     title, *rows = PICTURES[leaf, mesh]
     rows = [f"| {row.replace(' ', ' | ')} |" for row in rows]
     line = re.sub("[^|]", "-", rows[0]).replace("|", "+")
     picture = "".join(f"{row}\n{line}\n" for row in rows)
-    assert ran == (0, f"{leaf}  float32{title}\n{line}\n{picture}", "")
+    told = shown(checkpoints, "inspect", "shapes", "--sharding", leaf, *given)
+    assert told == f"{leaf}  float32{title}\n{line}\n{picture}"
 
 
 def test_inspect_sharding_of_three_axes(checkpoints):
     boxes = itertools.product(("0:2", "2:4"), ("0:4", "4:8"), ("0:3", "3:6"))
     lines = [f"[{', '.join(box)}]  {number}\n" for number, box in enumerate(boxes)]
     title = "P('data', 'model', 'pipe') on data=2,model=2,pipe=2: 8 shards of 2x4x3\n"
-    ran = reshard(checkpoints, "inspect", "shapes", "--sharding", "cells")
-    assert ran == (0, f"cells  float32[4x8x6]  {title}{''.join(lines)}", "")
+    told = shown(checkpoints, "inspect", "shapes", "--sharding", "cells")
+    assert told == f"cells  float32[4x8x6]  {title}{''.join(lines)}"
 
 
 # --- ckpt ----------------------------------------------------------------------------------------
 
 
-def test_ckpt_writes_for_the_new_mesh(cwd):
-    source = layouts.hashes(cwd / "run")
-    ran = reshard(cwd, "ckpt", "run/1000", "out/1000", "--to", "1x8", "--no-link")
-    assert (ran.status, ran.err) == (0, "")
-    head, *_, last = ran.out.splitlines()
-    assert head == "5 arrays, 24.38 KiB: 1 rewritten, 4 copied verbatim"
-    assert last == "wrote out/1000"
-    assert reshard(cwd, "inspect", "out/1000").out == (
-        f"{cwd}/out/1000: a step, OCDBT, zarr2\n"
-        "items: default; shown: default\n"
-        "saved meshes: data=1,model=8\n"
-        + TABLE.replace("8 x 16x16", "8 x 32x8")
-        .replace("chunks   ", "chunks  ")
-        .replace("8 x 8x32 ", "8 x 8x32")
-        .replace("8 x 8 ", "8 x 8")
-        .replace("8 x 4 ", "8 x 4")
-        + "5 leaves, 5 arrays, 24.38 KiB\n"
-    )
-    assert layouts.hashes(cwd / "run") == source
-    assert files(cwd / "out") >= {"1000/_CHECKPOINT_METADATA", "1000/default/_METADATA"}
-    assert os.listdir(cwd / "out") == ["1000"]
-
-
 def test_ckpt_says_what_is_shared(large, tmp_path):
     words = ("ckpt", large, "--to", "1x8", "--chunks", "keep")
-    ran = reshard(tmp_path, *words, "out")
-    assert (ran.status, ran.err) == (0, "")
+    told = shown(tmp_path, *words, "out")
     names = [path for path in (tmp_path / "out").rglob("d/*") if path.stat().st_nlink > 1]
     shared = sum(path.stat().st_size for path in names) / 2**20
     assert shared > 96
-    assert ran.out.splitlines()[-1] == f"wrote out, shares {shared:.2f} MiB with SRC"
-    copied = reshard(tmp_path, *words, "copy", "--no-link")
-    assert copied.out.splitlines()[-1] == "wrote copy"
+    assert told.splitlines()[-1] == f"wrote out, shares {shared:.2f} MiB with SRC"
+    assert shown(tmp_path, *words, "copy", "--no-link").splitlines()[-1] == "wrote copy"
     assert {p.stat().st_nlink for p in (tmp_path / "copy").rglob("*") if p.is_file()} == {1}
 
 
 def test_ckpt_dry_run_writes_nothing(cwd):
     before = files(cwd)
     arguments = ("ckpt", "run/1000", "out/1000", "--to", "1x8", "--no-link")
-    planned = reshard(cwd, *arguments, "--dry-run")
-    assert (planned.status, planned.err) == (0, "")
+    planned = shown(cwd, *arguments, "--dry-run")
     assert files(cwd) == before
-    assert reshard(cwd, *arguments).out == planned.out + "wrote out/1000\n"
+    assert shown(cwd, *arguments) == planned + "wrote out/1000\n"
     before = files(cwd)
-    ran = reshard(cwd, *arguments, "--dry-run")
-    assert (ran.status, ran.err) == (
+    problem = f"`{cwd}/out/1000` exists"
+    hint = "hint: --overwrite replaces it once the new one is complete"
+    assert in_process.reshard_in(cwd, *arguments, "--dry-run") == (
         2,
-        f"Error: the plan cannot be executed\n  `{cwd}/out/1000` exists\n\n"
-        "hint: --overwrite replaces it once the new one is complete\n",
+        f"{planned}problem  {problem}\n",
+        f"Error: the plan cannot be executed\n  {problem}\n\n{hint}\n",
     )
-    assert ran.out == f"{planned.out}problem  `{cwd}/out/1000` exists\n"
     assert files(cwd) == before
 
 
 def test_ckpt_one_step_of_a_root(cwd):
     for given, step in (((), 1000), (("--step", "500"), 500)):
         out = f"out_{step}"
-        assert reshard(cwd, "ckpt", "run", out, "--to", "1x8", *given).status == 0
-        shown = reshard(cwd, "inspect", out).out.splitlines()
-        assert shown[1] == f"steps: {step}; shown: {step}"
+        shown(cwd, "ckpt", "run", out, "--to", "1x8", *given)
+        assert shown(cwd, "inspect", out).splitlines()[1] == f"steps: {step}; shown: {step}"
 
 
 # --- mistakes ------------------------------------------------------------------------------------
@@ -413,64 +340,59 @@ def test_ckpt_one_step_of_a_root(cwd):
 
 def test_the_hint_for_axes_works(cwd):
     command = "reshard ckpt run/1000 out --to data=1,tensor=8"
-    ran = typed(cwd, command)
-    assert (ran.status, ran.out) == (2, "")
-    renames, replicates = re.findall(r"--axis \S+", ran.err)
-    assert typed(cwd, f"{command} {renames}").status == 0
-    assert "P('data', 'tensor')" in reshard(cwd, "inspect", "out").out
-    assert typed(cwd, f"{command} {replicates} --overwrite").status == 0
-    assert "P('data', None)" in reshard(cwd, "inspect", "out").out
+    renames, replicates = re.findall(r"--axis \S+", refused(cwd, *typed(command)))
+    shown(cwd, *typed(f"{command} {renames}"))
+    assert "P('data', 'tensor')" in shown(cwd, "inspect", "out")
+    shown(cwd, *typed(f"{command} {replicates} --overwrite"))
+    assert "P('data', None)" in shown(cwd, "inspect", "out")
 
 
 def test_the_hints_for_dimensions_that_do_not_divide_work(cwd):
     command = "reshard ckpt run/1000 out --to 1x3"
-    ran = typed(cwd, command)
-    assert (ran.status, ran.out) == (2, "")
-    _, _, hints = ran.err.partition("\n\n")
+    _, _, hints = refused(cwd, *typed(command)).partition("\n\n")
     first, *rest = hints.splitlines()
     assert first == "hint: --axis model= replicates what is split over it"
-    assert typed(cwd, f"{command} --dry-run --axis model=").status == 0
+    shown(cwd, *typed(f"{command} --dry-run --axis model="))
     fits = re.findall(r"^hint: (--spec '[^']+') fits$", hints, re.MULTILINE)
     assert len(fits) == len(rest)
-    assert typed(cwd, f"{command} {' '.join(fits)}").status == 0
-    shown = reshard(cwd, "inspect", "out").out.partition("model=3\n")[2]
+    shown(cwd, *typed(f"{command} {' '.join(fits)}"))
     specs = ("P(None, None)", "P()", "P('data', None)", "P()", "P('data', None)")
     head, *rows = TABLE.splitlines()
     rows = [row[: head.index("spec")] + spec for row, spec in zip(rows, specs, strict=True)]
-    assert shown.splitlines() == [head, *rows, "5 leaves, 5 arrays, 24.38 KiB"]
+    told = shown(cwd, "inspect", "out").partition("model=3\n")[2].splitlines()
+    assert told == [head, *rows, "5 leaves, 5 arrays, 24.38 KiB"]
 
 
 def test_the_hint_for_memory_works(cwd):
     command = "reshard ckpt run/1000 out --to 1x8 --dtype bfloat16 --max-memory"
-    ran = typed(cwd, f"{command} 1KiB")
-    assert (ran.status, ran.out) == (2, "")
-    least = re.search(r"^hint: --max-memory (\S+) is the least", ran.err, re.MULTILINE)
-    assert least is not None
-    assert typed(cwd, f"{command} {least[1]}").status == 0
+    told = refused(cwd, *typed(f"{command} 1KiB"))
+    (least,) = re.findall(r"^hint: --max-memory (\S+) is the least", told, re.MULTILINE)
+    shown(cwd, *typed(f"{command} {least}"))
 
 
 # --- signals, terminals, imports -----------------------------------------------------------------
 
 
-def running(large, cwd, *around):
-    """A job that has begun to write."""
-    process = subprocess.Popen(
-        [*around, RESHARD, "ckpt", large, "out/1000", "--to", "1x8", "--chunks", "64KiB"],
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while process.poll() is None and not list(cwd.glob("out/.reshard-*/**/d/*")):
-        time.sleep(0.002)
+def running(words, cwd, begun):
+    """A process that has begun."""
+    streams = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen(words, cwd=cwd, text=True, **streams)
+    while process.poll() is None and not begun(process):
+        time.sleep(0.001)
     return process
+
+
+def writing(large, cwd, *around):
+    """A job that has begun to write."""
+    words = [*around, RESHARD, "ckpt", large, "out/1000", "--to", "1x8", "--chunks", "64KiB"]
+    return running(words, cwd, lambda _: list(cwd.glob("out/.reshard-*/**/d/*")))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("more", [(), (signal.SIGINT, signal.SIGTERM)])
 def test_a_signal_leaves_nothing(large, tmp_path, number, more):
     """And more signals do not disturb the clean-up."""
-    process = running(large, tmp_path)
+    process = writing(large, tmp_path)
     process.send_signal(number)
     while more and process.poll() is None:
         for each in more:
@@ -483,37 +405,53 @@ def test_a_signal_leaves_nothing(large, tmp_path, number, more):
 
 
 def test_an_interrupt_of_the_terminal_is_none_of_a_job_in_the_background(large, tmp_path):
-    process = running(large, tmp_path, "sh", "-c", 'trap "" INT; exec "$@"', "sh")
+    process = writing(large, tmp_path, "sh", "-c", 'trap "" INT; exec "$@"', "sh")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
     assert (process.returncode, err) == (0, "")
     assert out.endswith("wrote out/1000\n")
 
 
+@pytest.mark.parametrize("command", [("verify",), ("digest", "--write")])
+def test_an_interrupted_command_leaves_nothing(large, tmp_path, command):
+    def reads(process):
+        """Whether it reads arrays, whose files it may have mapped."""
+        try:
+            links = [os.readlink(entry) for entry in os.scandir(f"/proc/{process.pid}/fd")]
+            maps = pathlib.Path(f"/proc/{process.pid}/maps").read_text()
+        except OSError:
+            return False
+        return any(f"{large}/ocdbt.process_0/d/" in each for each in (maps, *links))
+
+    before = layouts.hashes(large.parent)
+    process = running([RESHARD, *command, large, "--max-memory", "16MiB"], tmp_path, reads)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    assert (process.returncode, out, err) == (130, "", "\nInterrupted.\n")
+    assert layouts.hashes(large.parent) == before
+
+
 def test_progress_is_drawn_on_a_terminal(large, tmp_path):
     arguments = ("ckpt", large, "out", "--to", "1x8", "--max-memory", "16MiB")
-    ran, shown = on_terminal(tmp_path, "stderr", *arguments)
-    assert ran.status == 0
-    assert ran.out.endswith("wrote out\n")
-    assert re.search(r"━+ +[\d.]+/96\.0 +MiB +[\d.]+ [kM]B/s +\d:\d\d:\d\d", without_styles(shown))
+    out, drawn = on_terminal(tmp_path, "stderr", *arguments)
+    assert out.endswith("wrote out\n")
+    assert re.search(r"━+ +[\d.]+/96\.0 +MiB +[\d.]+ [kM]B/s +\d:\d\d:\d\d", without_styles(drawn))
 
 
 def test_progress_says_how_many_workers_there_are(cwd):
-    ran, shown = on_terminal(cwd, "stderr", "digest", "run/1000", "--quiet", "--workers", "2")
-    assert (ran, shown) == (Ran(0, "", ""), "")
-    ran, shown = on_terminal(cwd, "stderr", "digest", "run/1000", "--workers", "2")
-    assert ran.status == 0
-    assert re.search(r"2 workers ━+ ", without_styles(shown))
-    ran, shown = on_terminal(cwd, "stderr", "digest", "run/1000")
-    assert ran.status == 0
-    assert "━" in shown and "workers" not in shown
+    words = ("digest", "run/1000")
+    assert on_terminal(cwd, "stderr", *words, "--quiet", "--workers", "2") == ("", "")
+    _, drawn = on_terminal(cwd, "stderr", *words, "--workers", "2")
+    assert re.search(r"2 workers ━+ ", without_styles(drawn))
+    for command in (words, ("diff", "run/1000", "run/1000", "--values")):
+        _, drawn = on_terminal(cwd, "stderr", *command)
+        assert "━" in drawn and "bytes" in drawn and "workers" not in drawn
 
 
 @pytest.mark.parametrize("option", ["--quiet", "--json"])
 def test_progress_is_not_drawn_when_nobody_wants_it(cwd, option):
-    ran, shown = on_terminal(cwd, "stderr", "ckpt", "run/1000", "out", "--to", "1x8", option)
-    assert (ran.status, shown) == (0, "")
-    assert (ran.out == "") == (option == "--quiet")
+    out, drawn = on_terminal(cwd, "stderr", "ckpt", "run/1000", "out", "--to", "1x8", option)
+    assert (out == "", drawn) == (option == "--quiet", "")
 
 
 IMPORTED = """

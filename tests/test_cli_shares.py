@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from in_process import reshard_in
+from in_process import refused, reshard_in, shown
 from layouts import hashes
 from test_resume import make
 
@@ -29,31 +29,32 @@ def _alone(monkeypatch):
 
 
 def share(at, out, text, *more):
-    return reshard_in(at, "ckpt", "run", out, "--to", "1x8", "--shard", text, *more)
+    return shown(at, "ckpt", "run", out, "--to", "1x8", "--shard", text, *more)
+
+
+def why_not(at, out, *words):
+    """Why a share cannot be: what is said last."""
+    told = refused(at, "ckpt", "run", out, "--to", "1x8", "--shard", *words)
+    return told.splitlines()[-1].removeprefix("Error: ")
 
 
 def test_shares_and_their_commit(at):
     plan = reshard_in(at, "ckpt", "run", "typed", "--to", "1x8", "--dry-run")[1]
     for number in (2, 0):
-        status, told, err = share(at, "typed", f"{number}/3")
         rest = f"wrote share {number} of 3; once all are there: reshard commit typed\n"
-        assert (status, told, err) == (0, plan + rest, "")
-    status, told, err = reshard_in(at, "commit", "typed")
-    assert (status, told) == (2, "")
-    assert err == (
+        assert share(at, "typed", f"{number}/3") == plan + rest
+    assert refused(at, "commit", "typed") == (
         f"Error: 1 of 3 shares of `{at / 'typed'}` is not complete\n  missing: 1\n\n"
         "hint: write what is missing: the array job again, of tasks 1 alone\n"
     )
-    status, told, err = share(at, "typed", "1/3", "--json")
-    document = json.loads(told)
-    assert (status, err, document["done"], document["share"]) == (0, "", False, [1, 3])
+    document = json.loads(share(at, "typed", "1/3", "--json"))
+    assert (document["done"], document["share"]) == (False, [1, 3])
     assert reshard_in(at, "commit", "typed") == (0, "committed typed\n", "")
     assert reshard_in(at, "commit", "typed") == (0, "typed is complete already\n", "")
-    status, told, err = reshard_in(at, "commit", "typed", "--json")
-    assert json.loads(told) == {"destination": "typed", "done": True, "committed": False}
+    document = json.loads(shown(at, "commit", "typed", "--json"))
+    assert document == {"destination": "typed", "done": True, "committed": False}
     assert reshard_in(at, "ckpt", "run", "whole", "--to", "1x8", "--quiet") == (0, "", "")
-    status, told, _ = reshard_in(at, "diff", "typed", "whole", "--values")
-    assert status == 0
+    shown(at, "diff", "typed", "whole", "--values")
     assert hashes(at / "typed")["_METADATA"] == hashes(at / "whole")["_METADATA"]
 
 
@@ -72,9 +73,7 @@ def test_shares_by_the_numbers_of_processes(at, monkeypatch, variables):
         for name, value in variables.items():
             name = name if "_" in name else f"SLURM_ARRAY_TASK_{name}"
             monkeypatch.setenv(name, value.replace("%", str(number)))
-        status, told, err = share(at, out, "auto")
-        assert (status, err) == (0, "")
-        assert told.splitlines()[-1].startswith(f"wrote share {number} of 2;")
+        assert share(at, out, "auto").splitlines()[-1].startswith(f"wrote share {number} of 2;")
     assert reshard_in(at, "commit", out, "--quiet") == (0, "", "")
 
 
@@ -83,38 +82,30 @@ def test_some_tasks_of_an_array_run_again(at, monkeypatch):
     share(at, "again", "0/10", "--quiet")
     for name, value in {"ID": "7", "MIN": "3", "MAX": "7", "COUNT": "2"}.items():
         monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
-    status, told, err = share(at, "again", "auto")
-    assert (status, err) == (0, "")
-    assert told.splitlines()[-1].startswith("wrote share 7 of 10;")
-    status, _, err = share(at, "new", "auto")
-    text = "an array job that begins has all tasks from 0 on, not 3-7"
-    assert status == 2 and err.endswith(f"Error: Invalid value for --shard: {text}\n")
+    assert share(at, "again", "auto").splitlines()[-1].startswith("wrote share 7 of 10;")
+    text = "Invalid value for --shard: an array job that begins has all tasks from 0 on, not 3-7"
+    assert why_not(at, "new", "auto") == text
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "10")
-    status, _, err = share(at, "again", "auto")
     text = "SLURM_ARRAY_TASK_ID is 10, and the job has 10 shares, numbered from 0"
-    assert status == 2 and err.endswith(f"Error: Invalid value for --shard: {text}\n")
+    text = f"Invalid value for --shard: {text}"
+    assert why_not(at, "again", "auto") == text
 
 
 @pytest.mark.parametrize("text", ["3", "3/3", "1/0", "-1/3", "x/3", "1/3/4"])
 def test_no_shares(at, text):
-    status, _, err = share(at, "none", text)
     told = f"`{text}` is no share: 0/16 is the first one of 16, and 15/16 the last one"
-    assert status == 2 and err.endswith(f"Error: Invalid value for --shard: {told}\n")
+    assert why_not(at, "none", text) == f"Invalid value for --shard: {told}"
     assert not (at / ".reshard-none.shares").exists()
 
 
 def test_nothing_numbers_them(at):
-    status, _, err = share(at, "none", "auto")
-    told = (
-        "auto: none of SLURM_ARRAY_TASK_ID, SLURM_PROCID, OMPI_COMM_WORLD_RANK, PMI_RANK is set; "
-        "--shard I/N says it, from 0"
+    assert why_not(at, "none", "auto") == (
+        "Invalid value for --shard: auto: none of SLURM_ARRAY_TASK_ID, SLURM_PROCID, "
+        "OMPI_COMM_WORLD_RANK, PMI_RANK is set; --shard I/N says it, from 0"
     )
-    assert status == 2 and err.endswith(f"Error: Invalid value for --shard: {told}\n")
-    status, _, err = share(at, "none", "0/2", "--resume")
-    told = "a share is written whole or again, by one process: --shard goes without --resume, "
-    told += "--workers and --dask"
-    assert status == 2 and err.endswith(f"Error: {told}\n")
-    status, _, err = reshard_in(at, "commit", "none")
-    assert status == 2 and err == (
-        f"Error: there are no shares of `{at / 'none'}`\n\nhint: --shard I/N writes one of them\n"
+    assert why_not(at, "none", "0/2", "--resume") == (
+        "a share is written whole or again, by one process: --shard goes without --resume, "
+        "--workers and --dask"
     )
+    text = f"there are no shares of `{at / 'none'}`\n\nhint: --shard I/N writes one of them"
+    assert reshard_in(at, "commit", "none") == (2, "", f"Error: {text}\n")
