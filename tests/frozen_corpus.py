@@ -40,11 +40,7 @@ LAYERS = 2
 def small_tree(on: Mesh, seed: int, *, strings: bool = True, rich: bool = True) -> dict[str, Any]:
     """As `layouts.random_tree`, with fewer leaves of each kind: documents of it can be read."""
     rng = np.random.default_rng(seed)
-
-    def put(shape, *spec, dtype="float32"):
-        values = layouts.random_array(rng, shape, dtype)
-        return jax.device_put(values, NamedSharding(on, P(*spec)))
-
+    put = layouts.random_on(on, rng)
     tree = {
         "params": {
             "embed": put((24, 16), "model", "data"),
@@ -125,14 +121,13 @@ def train_state() -> TrainState:
     return TrainState.create(apply_fn=None, params=params, tx=OPTIMIZER)
 
 
-def training() -> dict[str, Any]:
-    model = Model(nnx.Rngs(0))
-    return {"model": model, "optimizer": nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)}
+def training(model: type[nnx.Module] = Model) -> dict[str, Any]:
+    made = model(nnx.Rngs(0))
+    return {"model": made, "optimizer": nnx.Optimizer(made, OPTIMIZER, wrt=nnx.Param)}
 
 
 def stacked_training() -> dict[str, Any]:
-    model = Stacked(nnx.Rngs(0))
-    return {"model": model, "optimizer": nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)}
+    return training(Stacked)
 
 
 def states(made: dict[str, Any]) -> dict[str, Any]:
@@ -163,11 +158,10 @@ def filled(make: Callable[[], Any], seed: int) -> Any:
 def flax_trees() -> dict[str, Any]:
     """Name -> a tree as users save it."""
     boxed = filled(variables, 1)
-    state = filled(train_state, 2)
     return {
         "linen-variables-boxed": boxed,
         "linen-params": nn.meta.unbox(boxed)["params"],
-        "linen-train-state": state,
+        "linen-train-state": filled(train_state, 2),
         "nnx-state": filled(lambda: nnx.state(Model(nnx.Rngs(0))), 3),
         "nnx-pure-dict": filled(lambda: nnx.to_pure_dict(nnx.state(Model(nnx.Rngs(0)))), 4),
         "nnx-training": filled(lambda: states(training()), 5),
@@ -204,21 +198,20 @@ class Corpus:
         return str(self(name).path.relative_to(self.folder))
 
     def _make(self, name: str) -> layouts.Saved:
-        on = layouts.mesh((2, 4))
-        (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        on, path = layouts.mesh((2, 4)), self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
         if name in layouts.LAYOUTS:
-            (self.folder / name).mkdir()
+            path.mkdir()
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(layouts, "random_tree", small_tree)
-                return layouts.save(name, self.folder / name)
-        path = self.folder / name
+                return layouts.save(name, path)
+        tree = None
         if name in OLD:
             shutil.copytree(DATA / name, path)
-            return layouts.Saved(path, None, on)
-        if name in NEVER_MERGED:
+        elif name in NEVER_MERGED:
             whole = self(NEVER_MERGED[name])
-            return layouts.Saved(never_merged(whole.path, path, 3, 1, apart=True), whole.tree, on)
-        if name == "dtypes":
+            tree, path = whole.tree, never_merged(whole.path, path, 3, 1, apart=True)
+        elif name == "dtypes":
             rng = np.random.default_rng(0)
             tree = {kind: layouts.random_array(rng, (3, 7), kind) for kind in layouts.DTYPES}
             layouts.save_pytree(path, tree)
