@@ -16,15 +16,18 @@ import collections
 import copy
 import dataclasses
 import difflib
+import itertools
 import json
 import os
 import pathlib
 import random
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
 import time
+import venv
 from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -33,21 +36,40 @@ OPPOSITES = [[getattr(ast, name) for name in pair.split()] for pair in PAIRS.spl
 FLIPPED = dict(OPPOSITES) | {other: one for one, other in OPPOSITES}
 AS_IT_IS = ("decorator_list", "annotation", "returns", "type_params", "bases")
 # In the copy whose calls are noted, each function says that it was called, and a plugin of pytest
-# writes down what each test that passes has called, and how long it took.
+# writes down what each test that passes has called, and how long it took. A process that a test
+# starts writes each function down at once, since it may be killed.
 NOTE = "getattr(__import__('builtins'), 'called_functions', set()).add({!r})"
+SITE = """
+import builtins, json, os
+
+class Called(set):
+    own = None
+
+    def add(self, name):
+        if name not in self and os.getpid() != self.own:
+            if test := os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]:
+                note(test, 0, [name])
+        super().add(name)
+
+def note(*words):
+    if "CALLS" in os.environ:
+        with open(f"{os.environ['CALLS']}.{os.getpid()}", "a") as file:
+            print(json.dumps(words), file=file)
+
+called = builtins.called_functions = Called()
+"""
 PLUGIN = """
-import builtins, json, os, time, pytest
-called = builtins.called_functions = set()
+import os, time, pytest
+from sitecustomize import called, note
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item):
+    called.own = os.getpid()
     called.clear()
     begin, failed = time.perf_counter(), item.session.testsfailed
     yield
-    with open(f"{os.environ['CALLS']}.{os.getpid()}", "a") as file:
-        if item.session.testsfailed == failed:
-            seconds = time.perf_counter() - begin
-            print(json.dumps([item.nodeid, seconds, sorted(called)]), file=file)
+    if item.session.testsfailed == failed:
+        note(item.nodeid, time.perf_counter() - begin, sorted(called))
 """
 
 
@@ -124,16 +146,29 @@ def drawn(count: int, seed: int) -> Iterator[Mutant]:
 
 
 def copied(folder: str) -> pathlib.Path:
-    """A copy of the tree."""
-    ignored = shutil.ignore_patterns(".*", "__pycache__")
-    return shutil.copytree(ROOT, pathlib.Path(folder, "tree"), ignore=ignored)
+    """A copy of the tree, beside an environment in which it is the package that is installed."""
+    hidden = [path.name for path in ROOT.glob(".*")]  # and no files of the checkpoints in `data`
+    ignored = shutil.ignore_patterns(*hidden, "__pycache__")
+    tree = shutil.copytree(ROOT, pathlib.Path(folder, "tree"), ignore=ignored)
+    venv.create(tree.parent / "venv", symlinks=True)
+    paths = [str(tree), *(path for path in sys.path if path.endswith("site-packages"))]
+    (site(tree) / "tree.pth").write_text("\n".join(paths))
+    scripts = sysconfig.get_path("scripts")
+    for name in ("pytest", "reshard"):
+        script = shutil.copy(f"{scripts}/{name}", tree.parent / "venv/bin" / name)
+        script.write_text(script.read_text().replace(scripts, str(script.parent), 1))
+    return tree
+
+
+def site(tree: pathlib.Path) -> pathlib.Path:
+    """Where that environment has its packages."""
+    return pathlib.Path(sysconfig.get_path("purelib", "venv", {"base": tree.parent / "venv"}))
 
 
 def run(tree: pathlib.Path, *words: str, **variables: str) -> int:
-    """The exit status of pytest in a copy of the tree, whose own package its tests import."""
-    path = f"{tree}{os.pathsep}{tree / 'tests'}"
-    environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **variables}
-    command = [sysconfig.get_path("scripts") + "/pytest", "-p", "no:cacheprovider", *words]
+    """The exit status of pytest in a copy of the tree."""
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", **variables}
+    command = [tree.parent / "venv/bin/pytest", "-p", "no:cacheprovider", *words]
     with subprocess.Popen(command, cwd=tree, env=environment, stdout=subprocess.DEVNULL) as process:
         try:
             return process.wait(1800)
@@ -148,23 +183,33 @@ def note_calls(file: pathlib.Path, words: list[str]) -> None:
         tree = copied(folder)
         for path in (tree / "reshard").rglob("*.py"):
             parsed = ast.parse(path.read_text())
-            for function, node in list(nodes(parsed, str(path.relative_to(tree)))):
-                if isinstance(node, ast.FunctionDef):
+            name = str(path.relative_to(tree))
+            for function, node in [(name, parsed), *nodes(parsed, name)]:
+                if isinstance(node, ast.FunctionDef | ast.Module):
                     at = ast.get_docstring(node) is not None
                     node.body[at:at] = ast.parse(NOTE.format(function)).body
             path.write_text(ast.unparse(parsed))
-        (tree / "tests" / "notes_of_calls.py").write_text(PLUGIN)
+        (site(tree) / "sitecustomize.py").write_text(SITE)
+        (site(tree) / "notes_of_calls.py").write_text(PLUGIN)
         run(tree, "-p", "notes_of_calls", *words, CALLS=f"{folder}/calls")
-        file.write_text("".join(p.read_text() for p in pathlib.Path(folder).glob("calls.*")))
+        took, calls = collections.Counter(), collections.defaultdict(set)
+        for line in itertools.chain(*map(open, pathlib.Path(folder).glob("calls.*"))):
+            test, seconds, called = json.loads(line)
+            took[test] += seconds
+            calls[test] |= {*called}
+        notes = [[test, took[test], sorted(calls[test])] for test in calls if took[test]]
+        file.write_text("".join(json.dumps(note) + "\n" for note in notes))
 
 
 def survives(tree: pathlib.Path, mutant: Mutant, notes: list) -> bool:
-    """Whether no test fails; files that take little time go first."""
+    """Whether no test fails; files that take little time go first. What no test calls runs when its
+    file is imported."""
     wanted, files = [], collections.Counter()
-    for name, seconds, called in notes:
-        if any(f.startswith(f"{mutant.function}::") or f == mutant.function for f in called):
-            wanted.append(name)
-            files[name.partition("::")[0]] += seconds
+    for at in (mutant.function, mutant.file):
+        for name, seconds, called in notes if not wanted else ():
+            if any(f"{function}::".startswith(f"{at}::") for function in called):
+                wanted.append(name)
+                files[name.partition("::")[0]] += seconds
     wanted.sort(key=lambda name: files[name.partition("::")[0]])
     (tree.parent / "names").write_text("\n".join(wanted))
     file, begin = tree / mutant.file, time.perf_counter()
