@@ -26,7 +26,7 @@ from sampling import few
 
 import reshard
 from reshard.cli import command
-from reshard.storage import lock
+from reshard.storage import lock, posix
 from reshard.storage.location import Location
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -218,6 +218,25 @@ def test_an_interrupt_leaves_nothing(source, tmp_path, error, overwrite):
     assert hashes(tmp_path) == before
 
 
+@pytest.mark.parametrize("moved", [False, True])
+def test_an_interrupt_while_the_old_one_is_replaced(one, tmp_path, monkeypatch, moved):
+    """Before it is moved, and after."""
+    rename, out = posix.rename, tmp_path / "out"
+    reshard.save(open_on(one, "1x4"), out)
+    before = hashes(tmp_path)
+
+    def interrupt(*paths):
+        monkeypatch.setattr(posix, "rename", rename)
+        if moved:
+            rename(*paths)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(posix, "rename", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        reshard.save(open_on(one), out, overwrite=True)
+    assert hashes(tmp_path) == before
+
+
 @pytest.mark.parametrize("step", ["sync", "write", "copy", "sync_directory"])
 def test_an_io_error_leaves_nothing(saved, tmp_path, monkeypatch, step):
     source, out = saved("items"), tmp_path / "out"
@@ -226,7 +245,7 @@ def test_an_io_error_leaves_nothing(saved, tmp_path, monkeypatch, step):
     def full(path, *_):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    where = Location if step in ("write", "copy") else reshard.storage.posix
+    where = Location if step in ("write", "copy") else posix
     monkeypatch.setattr(where, step, full)
     text = rf"^`{out}` cannot be written: No space left on device\n  .+$"
     with pytest.raises(reshard.DestinationError, match=text):
