@@ -450,7 +450,10 @@ def test_lists_stay_lists(tmp_path):
         "opt": [{"mu": [whole(mu[0]), {}, whole(mu[2])]}],
     }
     layouts.assert_same_tree(found, wanted)
-    as_one = stack(put(tmp_path / "e", {"params": {"l": [one] * 2}}), "params/l/{}", "params/l")
+    pair = put(tmp_path / "e", {"params": {"l": [one] * 2}})
+    moved = stack(pair, "params/l/*/layer_{}", "params/moved/*/layers")
+    assert {*moved} == {("params", "moved", i, "layers", "w") for i in range(2)}
+    as_one = stack(pair, "params/l/{}", "params/l")
     assert form_of(as_one) == {
         ("params", "l", f"layer_{i}", "w"): ((2, 2, 3), np.dtype("float32")) for i in range(2)
     }
