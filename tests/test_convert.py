@@ -38,6 +38,7 @@ from sampling import EXHAUSTIVE, examples, few
 
 import reshard
 from reshard.convert.conversion import conversion
+from reshard.convert.roundtrip import like_recorded
 from reshard.tree import format_path
 from reshard.units import format_bytes
 
@@ -1657,6 +1658,11 @@ def test_recurrent_cells_in_layers_that_a_map_stacks(tmp_path):
         cell["hn"]["bias"] = np.zeros(5, "float32")
     save(tmp_path / "linen", tree)
     reshard.save(convert(tmp_path / "linen"), tmp_path / "nnx")
+    with pytest.raises(reshard.TreeMismatchError) as error:
+        like_recorded(reshard.open(tmp_path / "wrong"), reshard.open(tmp_path / "nnx"))
+    assert error.value.problems == tuple(
+        f"params/layer_{n}/cell/hn/bias: it was zero, and is not" for n in range(3)
+    )
     expected = {
         ("layers", "cell", f"dense_{side}", leaf, "value"): np.stack(
             [np.concatenate([cell[f"{side}{gate}"][leaf] for gate in "rzn"], -1) for cell in layers]

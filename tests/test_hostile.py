@@ -1197,11 +1197,19 @@ def test_records_of_conversions_that_are_none(tmp_path, base, problem):
     assert told == NO_RECORD.replace("PROBLEM", problem)
 
 
-def test_a_number_that_a_record_gives_another_dtype(tmp_path, base):
-    """Step counters may have another one, of integers."""
-    assert refused_record(base, tmp_path, kind(dtype="bool")) == (
+def test_values_that_are_not_those_of_a_record(tmp_path, base):
+    """Step counters may have another dtype, of integers; what was zero is zero."""
+
+    def change(record: Json) -> None:
+        kind(dtype="bool")(record)
+        old, new = record["route"]["moved"].pop(1)
+        for name, path in {"vanish": old, "appear": new}.items():
+            record["route"][name].append([path, [6, 8], "float32"])
+
+    assert refused_record(base, tmp_path, change) == (
         "the checkpoint is not what the conversion from Linen made any more\n"
-        "  step: dtype uint32, it was bool\n\n"
+        "  step: dtype uint32, it was bool\n"
+        "  model/first/kernel/value: it was zero, and is not\n\n"
         "hint: model=..., the Linen model, converts without the record"
     )
 
