@@ -94,11 +94,11 @@ def test_one_of_another_host_that_changes(file):
     assert held_by(file) == "theirs"
 
 
-@pytest.mark.parametrize("content", [None, b"", b"garbage", b"[]", b'{"pid": -1}'])
+@pytest.mark.parametrize("content", [1, b"", b"garbage", b"[]", b'{"pid": 1}', 0, 1 << 31])
 def test_one_that_does_not_change_is_taken(file, content):
-    """Also one that was never written to the end."""
-    if content is None:
-        owned(file)
+    """Also one that was never written to the end, or names no process."""
+    if isinstance(content, int):
+        owned(file, machine="another" if content == 1 else lock._machine(), pid=content)
     else:
         file.write_bytes(content)
     os.utime(file, (time.time() + 1e6,) * 2)
