@@ -77,7 +77,8 @@ def test_every_error_says_all_of_it(name):
     assert str(error) == text + call
     typed = "--rename '^params/lm_head/=params/head/'"
     assert error.render(None, output.as_flags) == text + typed
-    assert (error.summary, error.problems, error.hints) == (summary, problems, (RENAME,))
+    own = {"MemoryLimitError": {"least": 0}, "TreeMismatchError": {"outcomes": ()}}.get(name, {})
+    assert vars(error) == {"summary": summary, "problems": problems, "hints": (RENAME,)} | own
 
 
 def made(name):
