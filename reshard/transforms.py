@@ -246,12 +246,16 @@ def _spec_hints(
     axes = {axis for _, spec in unfitting for entry in spec for axis in entry}
     saved = list(dict.fromkeys(axis for mesh in ckpt.meshes for axis in mesh.axis_names))
     lacking = sorted(axes - set(target.axis_names))
-    renamed = [axis for axis in saved if axis in lacking]
+    old = [axis for axis in saved if axis not in target.axis_names]
     new = [name for name in target.axis_names if name not in saved]
-    new += ["NEW"] * (len(renamed) - len(new))
+    if len(old) != len(new):  # else one is the other's, in their order
+        old = [axis for axis in old if axis in lacking]
+        new = [name for name in new if target.shape[name] > 1]
+    new += ["NEW"] * (len(old) - len(new))
     hints = [
         Hint(("axes", axis, name), " renames, ", ("axes", axis, ""), " replicates")
-        for axis, name in zip(renamed, new, strict=False)
+        for axis, name in zip(old, new, strict=False)
+        if axis in lacking
     ]
     if not lacking:
         hints += [

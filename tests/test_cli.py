@@ -345,6 +345,9 @@ def test_the_hint_for_axes_works(cwd):
     assert "P('data', 'tensor')" in shown(cwd, "inspect", "out")
     shown(cwd, *typed(f"{command} {replicates} --overwrite"))
     assert "P('data', None)" in shown(cwd, "inspect", "out")
+    # Of several new names each has its place, even where not all of the old ones are used.
+    command = "reshard ckpt run/1000 other --to rows=1,columns=8 --select params/embedding"
+    assert "\n\nhint: --axis model=columns renames, --axis" in refused(cwd, *typed(command))
 
 
 def test_the_hints_for_dimensions_that_do_not_divide_work(cwd):
