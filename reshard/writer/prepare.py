@@ -24,7 +24,7 @@ from reshard.errors import (
     lines_of,
 )
 from reshard.hints import Hint
-from reshard.loader.detection import why_not_replaceable
+from reshard.loader.detection import TREE_FILE, why_not_replaceable
 from reshard.sharding.mesh import NamedSharding, shard_shape, spec_problems
 from reshard.storage import posix
 from reshard.storage.location import Location, parse_location
@@ -104,6 +104,11 @@ def plan(
             found = siblings(checkpoints, place, link)
         except ReshardError as error:
             errors.append(error)
+        notes += [
+            f"item {name} is not part of the job: it is copied as it is"
+            for name in checkpoints[0].source.items
+            if any(f"/{each.path}".endswith(f"/{name}/{TREE_FILE}") for each in found)
+        ]
         state = {} if place is None else source_state(checkpoints, opened=True)
         try:
             notes += [] if checked is None else checked.result()
