@@ -30,7 +30,7 @@ def roots(tmp_path_factory):
     def get(name):
         rng = np.random.default_rng([*FORMATS].index(name))
         root = tmp_path_factory.mktemp("siblings") / "root"
-        shapes, spec = {"w": (24, 16), "c": (8, 8, 2)}, ("data", "model")
+        shapes, spec = {"w": (96, 64), "c": (8, 8, 2)}, ("data", "model")
         trees = {t: {name: put(rng, shapes[name], *spec) for name in shapes} for t in TREES}
         with ocp.CheckpointManager(root, item_names=(*TREES, "cfg")) as manager:
             items = {item: ocp.args.PyTreeSave(tree) for item, tree in trees.items()}
@@ -65,10 +65,10 @@ def inodes(path):
     return {str(file.relative_to(path)): file.stat().st_ino for file in files}
 
 
-def is_data(path):
+def is_data(path, item="ema"):
     """Files of the other tree that hold values or B-tree nodes."""
     parts = path.split("/")
-    return parts[:2] == ["3", "ema"] and (
+    return parts[:2] == ["3", item] and (
         "d" in parts or parts[-1].replace(".", "").isdigit() or parts[-1] == "c"
     )
 
@@ -79,10 +79,10 @@ def shared(source, out):
     return {path for path in ours if ours[path] == theirs.get(path)}
 
 
-def copies(root):
+def copies(root, item="state"):
     """What is carried over: everything but the marker, and what is written of the item."""
-    kept = "3/state/_CHECKPOINT_METADATA"
-    found = {path for path in inodes(root) if path == kept or not path.startswith("3/state/")}
+    kept = f"3/{item}/_CHECKPOINT_METADATA"
+    found = {path for path in inodes(root) if path == kept or not path.startswith(f"3/{item}/")}
     return found - {f"3/{MARKER}"}
 
 
@@ -131,6 +131,11 @@ def test_data_files_of_other_items_are_shared(roots, tmp_path, name):
     assert_copied(root, out)
     both = (layouts.load_pytree(path / "3" / "ema") for path in (out, root))
     layouts.assert_same_tree(*both)
+    # Those of an item whose chunks are the source's are shared, too.
+    reshard.save(reshard.open(root, item="state"), tmp_path / "same")
+    reshard.save(reshard.open(tmp_path / "same", item="ema"), tmp_path / "again")
+    data = {path for path in copies(tmp_path / "same", "ema") if is_data(path, "state")}
+    assert data and shared(tmp_path / "same", tmp_path / "again") >= data
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -54,6 +54,7 @@ _COPIES = 32
 # the directory above: neither Orbax nor TensorStore writes to one again once it is complete.
 _IMMUTABLE = (
     (re.compile(r"(.+)/d/[0-9a-f]+", re.DOTALL), MANIFEST),
+    (re.compile(rf"(.+)/{re.escape(PROCESS)}[^/]*/d/[0-9a-f]+", re.DOTALL), MANIFEST),
     (re.compile(r"(.+)/\d+(?:\.\d+)*", re.DOTALL), ".zarray"),
     (re.compile(r"(.+)/c(?:/\d+)*", re.DOTALL), "zarr.json"),
 )
