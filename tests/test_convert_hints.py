@@ -583,6 +583,28 @@ def test_a_rule_that_is_shown_is_for_the_names_that_it_is_written_of(tmp_path):
             np.testing.assert_array_equal(here["kernel"], layer.one[j].kernel[...])
 
 
+def test_a_rule_that_is_shown_joins_equal_shapes_in_the_direction_of_the_map(tmp_path):
+    def model():
+        table = functools.partial(nnx.Embed, features=WIDTH, rngs=nnx.Rngs(0))
+        return Of(tokens=table(6), places=table(5))
+
+    shapes = {"wpe": (5, WIDTH), "wte": (6, WIDTH)}
+    params = {name: {"embedding": np.zeros(shape, "f4")} for name, shape in shapes.items()}
+    linen = saved(tmp_path / "linen", {"params": params})
+    nnx_path = saved(tmp_path / "nnx", zeros(model))
+    by_map = {"map_file": tmp_path / "map.toml"}
+    by_map["map_file"].write_text('to = "nnx"')
+    forth, back = "from = '^params/wpe/', to = 'params/places/'", "'^places/', to = 'params/wpe/'"
+    for convert, path, to, keywords, rule in (
+        (reshard.to_nnx, linen, model, {}, forth),
+        (reshard.to_linen, nnx_path, lambda: {"params": params}, {}, f"from = {back}"),
+        (reshard.to_linen, nnx_path, lambda: {"params": params}, by_map, forth),
+    ):
+        hints = refused(convert, path, to, **keywords).hints
+        assert hints[0].startswith("source=..., the ") and len(hints) == 2
+        assert hints[1] == f"map_file=... decides, by rules such as: {rule}"
+
+
 def test_a_glob_for_a_key_with_a_star_names_that_alone():
     paths = [("params", "a*", "w"), ("params", "ab", "w"), ("params", "q?"), ("params", "qr")]
     names = {path: path for path in paths}

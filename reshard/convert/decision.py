@@ -162,7 +162,7 @@ class _Work:
             f"{listed(one)} are {listed(other)} by their numbers"
             for one, other in (zip(*pairs, strict=True) for pairs in found.numbered)
         )
-        self._against.undecided(found, self._shapes if said.to == layout.api else said.map.shapes)
+        self._against.undecided(found, said, self._shapes)
         return Part(model), initial
 
     def _misplaced(self, init: Sequence[str], level: Level) -> TreeMismatchError:

@@ -16,6 +16,7 @@ from reshard.convert.layout import Layout
 from reshard.convert.leafmap import LeafMap, Output, Source, Zeros
 from reshard.convert.mirrors import mirrored, parameters_of
 from reshard.convert.model import TargetTree
+from reshard.convert.model_map import Said
 from reshard.convert.outcomes import Outcome, outcomes
 from reshard.convert.suggestions import rule_hint
 from reshard.convert.target_paths import Part, TargetPaths
@@ -88,8 +89,9 @@ class Problems:
         self._differs: dict[Path, str] = {}  # by saved paths of leaves of the target
         self.stuck = False
 
-    def undecided(self, found: Alignment, leaves: Mapping[Path, Shape]) -> None:
-        """Adds what structure does not decide of leaves."""
+    def undecided(self, found: Alignment, said: Said, shapes: Mapping[Path, Shape]) -> None:
+        """Adds what structure does not decide of leaves, which have these shapes, beside what a map
+        says, which may be one for the other direction."""
         self.problems += shown_once(entry.told(self.to) for entry in found.mismatches)
         self.problems += shown_once(map(str, found.abstentions))
         for entry in found.abstentions:
@@ -113,13 +115,16 @@ class Problems:
             for entry in found.abstentions
             if not entry.rule and not (entry.hint and self.to == "nnx")
         ]
-        modules = [entry for entry in abstentions if entry.linen[0][0] not in COLLECTIONS]
+        modules = [p for e in abstentions for p in e.linen if p[0] not in COLLECTIONS]
         if modules and self.other is None:
             api = "Linen" if self.to == "nnx" else "NNX"
             self.hints.append(Hint(("source",), f", the {api} model, tells the classes"))
         if abstentions:
             assert self.target is not None
-            self.hints += rule_hint(abstentions, leaves, self.target.shapes(), self.to)
+            leaves, targets = said.map.shapes, self.target.shapes()
+            if said.to != self.to:
+                leaves, targets = targets, shapes
+            self.hints += rule_hint(abstentions, leaves, targets, said.to)
 
     def error(
         self, problems: Sequence[str], hints: Sequence[str], found: Sequence[Outcome] = ()

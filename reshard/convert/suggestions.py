@@ -86,16 +86,16 @@ def rule_hint(
 
     Args:
       abstentions: what is open.
-      leaves: the leaves of the source.
-      target: those of the model.
-      to: the API that is converted to.
+      leaves: the leaves that rules are about.
+      target: those that they lead to.
+      to: the API of these.
     """
     ranked = sorted(abstentions, key=lambda entry: len(entry.linen) != len(entry.nnx))
     rules = [_deciding(entry, leaves, target, to) for entry in ranked]
     texts = [f"from = {toml_text(one)}, to = {toml_text(other)}" for one, other in rules]
     for place, rule in enumerate(rules):
         if _applies(*rule, leaves, target, to):
-            shown = as_rules(texts[place:])[0]
+            shown = texts[place] if NAME in rule[0] else as_rules(texts[place:])[0]
             return [Hint(("map_file",), f" decides, by rules such as: {shown}")]
     return []
 
@@ -104,7 +104,7 @@ def _deciding(
     entry: Abstention, leaves: Mapping[Path, Shape], target: Mapping[Path, Shape], to: str
 ) -> tuple[str, str]:
     """The regex and the replacement of a rule that decides what is open."""
-    linen, nnx = entry.linen[0], (*entry.nnx, (NAME,))[0]
+    linen, nnx = _pair(entry, *((leaves, target) if to == "nnx" else (target, leaves)))
     inside = {str(path[0]) for path in leaves if path[1 : len(linen) + 1] == linen}
     is_leaf = nnx in leaves if to == "linen" else not inside
     if is_leaf and to == "nnx" and nnx not in target:  # the one leaf that it may be in a module
@@ -122,6 +122,21 @@ def _deciding(
         return f"^{pattern}/", f"params/{replacement}/"
     kinds, kept = _one_of(inside)
     return f"^{kinds}/{pattern}/", f"{kept}/{replacement}/"
+
+
+def _pair(
+    entry: Abstention, linen: Mapping[Path, Shape], nnx: Mapping[Path, Shape]
+) -> tuple[Path, Path]:
+    """The first two of what is open whose leaves have the same shapes, or else the first two."""
+
+    def shapes(path: Path, tree: Mapping[Path, Shape], begins: Sequence[int]) -> list[Shape]:
+        found = (x for p, x in tree.items() for at in begins if p[at : at + len(path)] == path)
+        return sorted(found)
+
+    theirs = [(path, shapes(path, nnx, (0,))) for path in entry.nnx] or [((NAME,), [])]
+    ours = [(path, shapes(path, linen, (0, 1))) for path in entry.linen]  # below a collection
+    alike = ((one, other) for one, x in ours for other, y in theirs if x == y)
+    return next(alike, (ours[0][0], theirs[0][0]))
 
 
 def _applies(
