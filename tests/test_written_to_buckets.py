@@ -414,11 +414,11 @@ def take_lock(url):
     location.beside(f".reshard-{location.name}.lock").write(json.dumps(other).encode())
 
 
-@pytest.mark.parametrize("at", ["state/_METADATA", f"state/{MARKER}"])
+@pytest.mark.parametrize("at", ["7/state/_METADATA", f"7/state/{MARKER}", ".reshard-out.journal"])
 def test_who_has_lost_the_lock_commits_nothing_and_deletes_nothing(at, run, stores):
     """Nor does it write more markers."""
     url = f"{stores.bucket('conditional')}/out"
-    stores.faults += [Fault(f"write .*/7/{at}", lambda key: take_lock(url))]
+    stores.faults += [Fault(f"write .*/{at}", lambda key: take_lock(url))]
     text = f"the lock on `{url}` is no longer this job's"
     with pytest.raises(reshard.DestinationError, match=text) as caught:
         reshard.save(on("1x8", run), url)
@@ -426,8 +426,9 @@ def test_who_has_lost_the_lock_commits_nothing_and_deletes_nothing(at, run, stor
         f"`{url}` is left, uncommitted ({text}): overwrite=True clears it and begins anew"
     ]
     keys = stores.keys(url)
-    assert {"out/reshard_progress.json", f"out/7/{at}"} <= {*keys}
-    assert (f"out/7/state/{MARKER}" in keys, f"out/7/{MARKER}" in keys) == (MARKER in at, False)
+    assert {"out/reshard_progress.json", "out/7/state/_METADATA"} <= {*keys}
+    assert (f"out/7/state/{MARKER}" in keys) == ("_METADATA" not in at)
+    assert f"out/7/{MARKER}" not in keys
     with pytest.raises(reshard.UncommittedCheckpointError):
         reshard.open(url)
 

@@ -169,7 +169,7 @@ def commit(plan: Plan, there: Mapping[str, Entry], journal: Journal, lock: Lock)
     if told:
         beside.write(json.dumps(kept).encode())
     try:
-        journal.close()
+        bucket.at_once(lock.check, journal.close)  # the lock as late as possible
         write_markers([last], destination, destination)
     except BaseException:
         journal.begin()
