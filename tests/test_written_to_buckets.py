@@ -394,9 +394,10 @@ def test_a_lock_without_a_heartbeat_is_taken_over(kind, stores, monkeypatch):
     held._thread.join()
     monkeypatch.setitem(held._owner, "machine", "another")
     held._file.write(held._content())
-    monkeypatch.setattr(lock, "STALE_SECONDS", 0.1)
-    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.05)
-    taken = locked(destination)
+    with monkeypatch.context() as patch:
+        patch.setattr(lock, "STALE_SECONDS", 0.1)
+        patch.setattr(lock, "BEAT_SECONDS", 0.05)
+        taken = locked(destination)
     held._file.write(held._content())  # too late
     taken.check()
     with pytest.raises(reshard.DestinationError, match="no longer this job's"):
