@@ -42,7 +42,8 @@ STAGE = f"{PROCESS}0"
 _ROOT_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000}
 # Every commit of a staged batch writes the nodes on its path again: small ones keep that linear.
 _STAGE_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 1 << 18}
-# Each commit makes nodes that no later one reads: a large cache would only fill up with them.
+# Each commit makes nodes that no later one reads, and a merge reads each node once: a large cache
+# would only fill up with them.
 STAGE_CACHE_BYTES = 4 << 20
 # A data file is shared with the source if at least this part of it stays in use.
 _WORTH_LINKING = 0.5
@@ -219,7 +220,7 @@ def merge_databases(
     up to `most` keys one after another: one of all takes much memory, and one for each database the
     square of their number. In the place of one that an earlier run may have left."""
     (directory / MANIFEST).remove()
-    context = new_context()
+    context = new_context(STAGE_CACHE_BYTES)
     spec = _writable(ocdbt_spec(directory), _ROOT_CONFIG)
     root = ts.KvStore.open(spec, context=context).result()
     left = list(databases)
