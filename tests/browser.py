@@ -91,6 +91,20 @@ class Tab:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
+    def text(self, selector: str) -> str:
+        """All text of the first element."""
+        return self.value(f"document.querySelector({json.dumps(selector)}).textContent")
+
+    def texts(self, selector: str) -> list[str]:
+        """All text of each element."""
+        found = f"[...document.querySelectorAll({json.dumps(selector)})]"
+        return self.value(f"{found}.map((node) => node.textContent)")
+
+    def rows(self, section: str = "leaves") -> list[list[str]]:
+        """What is in the cells of a section's table."""
+        rows = f"[...document.querySelectorAll('#{section} tbody tr')]"
+        return self.value(f"{rows}.map((row) => [...row.cells].map((cell) => cell.textContent))")
+
     def resize(self, width: int, height: int = 900) -> None:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)

@@ -2,7 +2,6 @@
 in a browser."""
 
 import base64
-import functools
 import hashlib
 import html
 import html.parser
@@ -16,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from in_process import reshard_in
+from in_process import refused, reshard_in, shown
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from layouts import save_pytree
@@ -300,9 +299,7 @@ def test_what_is_not_known_is_not_1(ckpt, run):
     answers = [fact.answer for fact in compared.facts]
     assert answers == ["not known", "nothing found", "0 arrays, by recorded digests"]
     assert compared.data["histograms"] is None
-
-
-def test_two_meshes_of_one_shape_have_no_ids():
+    # Two meshes of one shape have no ids.
     document = fabricated(1, 8)
     document |= {"meshes": document["meshes"] * 2, "device_ids": [[7, 6, 5, 4, 3, 2, 1, 0], None]}
     assert page_of(document).data["meshes"][0]["ids"] is False
@@ -414,11 +411,10 @@ def test_commands_write_pages(run, tmp_path):
     ]
     words = "ckpt", "run/1", "out", "--to", "1x8"
     assert reshard_in(run, *words, "--dry-run", "--html", tmp_path / "p.html")[0] == 0
-    status, out, _ = reshard_in(run, *words, "--dry-run", "--json")
-    assert ((tmp_path / "p.html").read_text(), status) == (page(json.loads(out)), 0)
-    status, _, err = reshard_in(run, *words, "--html", tmp_path / "q.html")
-    assert (status, (tmp_path / "q.html").exists()) == (2, False)
-    assert "--html goes with --dry-run" in err
+    out = shown(run, *words, "--dry-run", "--json")
+    assert (tmp_path / "p.html").read_text() == page(json.loads(out))
+    assert "--html goes with --dry-run" in refused(run, *words, "--html", tmp_path / "q.html")
+    assert not (tmp_path / "q.html").exists()
     assert reshard_in(run, "diff", "run/1", "run/1", "--html", tmp_path / "d.html")[0] == 0
     assert embedded((tmp_path / "d.html").read_text())["kind"] == "diff"
 
@@ -450,9 +446,7 @@ def test_only_a_page_is_replaced(run, tmp_path):
         assert paths(embedded(file.read_text())) == ["rate"]
     assert [*tmp_path.iterdir()] == [file]
     file.write_text("<!doctype html>\nsomething else")
-    status, out, err = reshard_in(run, *words)
-    assert (status, out) == (2, "")
-    assert err.startswith(f"Error: --html {file}: there is another file\n")
+    assert refused(run, *words).startswith(f"Error: --html {file}: there is another file\n")
     assert file.read_text() == "<!doctype html>\nsomething else"
 
 
@@ -465,9 +459,8 @@ JOBS = {
 
 @pytest.mark.parametrize("command", JOBS)
 def test_where_no_page_can_be_is_told_before_the_work(run, tmp_path, monkeypatch, command):
-    def refused(file):
-        status, out, err = reshard_in(run, *JOBS[command], "--html", file)
-        assert (status, out) == (2, "")
+    def told(file):
+        err = refused(run, *JOBS[command], "--html", file)
         return err.removeprefix(f"Error: --html {file}: ").splitlines()[0]
 
     (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
@@ -475,21 +468,21 @@ def test_where_no_page_can_be_is_told_before_the_work(run, tmp_path, monkeypatch
     for module in ("inspect", "diff", "job"):
         monkeypatch.setattr(f"reshard.cli.{module}.open_checkpoint", None)
     for file in ("", "-"):
-        assert refused(file) == "a page is a file, and this is no name of one"
-    assert refused("gs://bucket/page.html") == "a page is a file on this machine"
-    assert refused(tmp_path / "none" / "page.html") == f"there is no directory {tmp_path / 'none'}"
-    assert refused(tmp_path / "dangling") == "a symbolic link to what does not exist"
-    assert refused("/proc/page.html") == "/proc cannot be written to"
+        assert told(file) == "a page is a file, and this is no name of one"
+    assert told("gs://bucket/page.html") == "a page is a file on this machine"
+    assert told(tmp_path / "none" / "page.html") == f"there is no directory {tmp_path / 'none'}"
+    assert told(tmp_path / "dangling") == "a symbolic link to what does not exist"
+    assert told("/proc/page.html") == "/proc cannot be written to"
     assert not (tmp_path / "nothing").exists()
     # A page inside of a checkpoint would be damage to it.
     (tmp_path / "link").symlink_to(run / "run")
     for file in (run / "run" / "1" / "page.html", tmp_path / "link" / "1" / "x.html"):
-        assert refused(file) == f"it would be inside of the checkpoint {run / 'run' / '1'}"
+        assert told(file) == f"it would be inside of the checkpoint {run / 'run' / '1'}"
         assert not file.exists()
     if command == "ckpt":
         out = run / "out"
         out.mkdir()
-        assert refused(out / "x.html") == f"it would be inside of the checkpoint {out}"
+        assert told(out / "x.html") == f"it would be inside of the checkpoint {out}"
         out.rmdir()
 
 
@@ -529,8 +522,7 @@ def test_an_outline_has_what_is_alike_once():
 
 
 def test_inspect_shows_the_tree(run):
-    status, out, _ = reshard_in(run, "inspect", "run/1", "--tree")
-    assert status == 0
+    out = shown(run, "inspect", "run/1", "--tree")
     split, both = "P(None, 'model')", "P(('data', 'model'))"
     assert [re.sub("  +", "  ", line) for line in out.splitlines()[2:]] == [
         "opt_state/0/mu/embed  30.00 KiB  #######  float32[96,80]  P('data', 'model')",
@@ -557,16 +549,11 @@ def chromium(tmp_path_factory):
         yield started
 
 
-ROWS = """[...document.querySelectorAll("#leaves tbody tr")].map(
-    (row) => [...row.cells].map((cell) => cell.textContent))"""
-
-
 def test_a_page_works_in_a_browser(chromium, planned, ckpt, run):
     tab = chromium.open(to_html(planned))
-    text = functools.partial("document.querySelector({!r}).textContent".format)
     before, after = planned.amplification
-    assert tab.value(text("#fact-amplification strong")) == f"{before:.2f}x → {after:.2f}x"
-    rows = tab.value(ROWS)
+    assert tab.text("#fact-amplification strong") == f"{before:.2f}x → {after:.2f}x"
+    rows = tab.rows()
     assert [row[0] for row in rows] == [format_path(a.layout.path) for a in planned.arrays]
     assert [row[6:8] for row in rows] == [
         [
@@ -580,33 +567,33 @@ def test_a_page_works_in_a_browser(chromium, planned, ckpt, run):
     # A click on a leaf shows it on both meshes, with the ids of the devices that hold it.
     embed = '[aria-label^="opt_state/0/mu/embed:"]'
     tab.click(embed)
-    assert tab.value(text("#chosen")) == "opt_state/0/mu/embed"
+    assert tab.text("#chosen") == "opt_state/0/mu/embed"
     ids = "[...document.querySelectorAll('#meshes .side figure')].slice(0, 2).map((figure) => "
     ids += "[...figure.querySelectorAll('.ids')].map((node) => node.textContent))"
     assert tab.value(ids) == [[*"32107654"], [*"01234567"]]
-    assert " of data=1,model=8, id 0, reads: " in tab.value(text("#meshes"))
-    assert "2 arrays without a mesh, 128 B, are left out." in tab.value(text("#devices"))
+    assert " of data=1,model=8, id 0, reads: " in tab.text("#meshes")
+    assert "2 arrays without a mesh, 128 B, are left out." in tab.text("#devices")
     # Groups are gone into and left, by mouse and keys.
     tab.click('[aria-label^="params/layers/1, group"]', corner=True)
-    crumbs = "[...document.querySelectorAll('.crumbs button')].map((node) => node.textContent)"
-    assert tab.value(crumbs) == ["all", "params", "layers", "1"]
+    crumbs = ".crumbs button"
+    assert tab.texts(crumbs) == ["all", "params", "layers", "1"]
     tab.press("ArrowRight")
     tab.press("Enter")
-    assert tab.value(text("#chosen")) == "params/layers/1/proj"
+    assert tab.text("#chosen") == "params/layers/1/proj"
     for _ in range(3):
         tab.press("Escape")
-    assert tab.value(crumbs) == ["all"]
+    assert tab.texts(crumbs) == ["all"]
     tab.write("#search", "params/*/?/kernel")
-    assert [row[0] for row in tab.value(ROWS)] == [f"params/layers/{i}/kernel" for i in range(3)]
+    assert [row[0] for row in tab.rows()] == [f"params/layers/{i}/kernel" for i in range(3)]
     tab.write("#search", "EMBED")
-    assert len(tab.value(ROWS)) == 2
+    assert len(tab.rows()) == 2
     assert tab.value(f"{FIND}('[')") == []
     tab.value(f"{FIND}('')")
     head = "#leaves thead th:nth-child({})"
     for _ in range(2):
         tab.click(head.format(4) + " button")
         way = tab.value(f"document.querySelector({head.format(4)!r}).getAttribute('aria-sort')")
-        found = [row[0] for row in tab.value(ROWS)]
+        found = [row[0] for row in tab.rows()]
         nbytes = [ckpt[path].nbytes for path in found]
         assert nbytes == sorted(nbytes, reverse=way == "descending")
     assert way == "ascending"
@@ -620,8 +607,8 @@ def test_a_page_works_in_a_browser(chromium, planned, ckpt, run):
             shard = shard_shape(leaf.shape, leaf.sharding)
             known = f"{read_amplification(leaf.shape, leaf.chunk_shape, shard):.2f}"
         expected.append([format_path(path), known])
-    assert [[row[0], row[6]] for row in tab.value(ROWS)] == expected
-    assert " of data=2,model=4, id 3, reads: " in tab.value(text("#meshes"))
+    assert [[row[0], row[6]] for row in tab.rows()] == expected
+    assert " of data=2,model=4, id 3, reads: " in tab.text("#meshes")
     assert tab.complaints() == []
 
 
@@ -701,19 +688,18 @@ def test_globs_find_on_a_page_what_they_do_in_a_command(chromium):
 
 def test_a_diff_in_a_browser_tells_what_has_no_size(chromium, apart, ckpt):
     tab = chromium.open(to_html(apart))
-    rows = tab.value(ROWS.replace("#leaves", "#differences"))
+    rows = tab.rows("differences")
     assert {row[1]: row[4:] for row in rows} == {
         "all": ["7 of 7", DASH, DASH, "7", DASH],
         "w": ["6 of 30", "1.000", rows[[row[1] for row in rows].index("w")][6], "3", DASH],
         "z": ["7 of 7", "0.000", "0.000", DASH, "7"],
         "old": [DASH] * 5,
     }
-    text = "document.getElementById('histograms').textContent"
-    assert "20 elements differ: 10 NaN or infinite on a side, 7 are 0 and -0." in tab.value(text)
-    heads = "[...document.querySelectorAll('#sections h2')].map((node) => node.textContent)"
+    text = "20 elements differ: 10 NaN or infinite on a side, 7 are 0 and -0."
+    assert text in tab.text("#histograms")
     for found in (reshard.diff(ckpt, ckpt, values=True), reshard.diff(ckpt, ckpt)):
         tab = chromium.open(to_html(found))
-        assert tab.value(heads) == ["Where the bytes are", "What differs", "All leaves"]
+        assert tab.texts("#sections h2") == ["Where the bytes are", "What differs", "All leaves"]
     assert tab.complaints() == []
 
 
@@ -777,8 +763,6 @@ REFUSED["rows"] = [
 TREES = """[...document.querySelectorAll("#conversion .pane")].map((pane) =>
     [...pane.querySelectorAll("li:not(:has(details))")].map((item) =>
         ["button", ".origin"].map((name) => item.querySelector(name).textContent)))"""
-CHOSEN = """[...document.querySelectorAll("#conversion .chosen-leaf")].map(
-    (node) => node.textContent)"""
 
 
 def test_a_conversion_is_two_trees_with_what_decided_each_leaf(chromium, planned, ckpt):
@@ -790,19 +774,17 @@ def test_a_conversion_is_two_trees_with_what_decided_each_leaf(chromium, planned
     after += [["xy/value", "structure"], ["slash/value", "structure"]]
     after += [["rngs/count/value", "initial"]]
     assert tab.value(TREES) == [before, after]
-    chips = "[...document.querySelectorAll('#conversion .chip')].map((node) => node.textContent)"
-    assert tab.value(chips) == ["path1", "map2", "structure2", "dropped1", "initial1"]
+    assert tab.texts("#conversion .chip") == ["path1", "map2", "structure2", "dropped1", "initial1"]
     # A click shows the leaf in the other tree, and says what is done.
     tab.click("#conversion .pane button")
-    assert tab.value(CHOSEN) == ["b/w", "b/w/value", "w/value"]
-    told = "document.querySelector('#conversion .about').textContent"
-    assert tab.value(told) == (
+    assert tab.texts("#conversion .chosen-leaf") == ["b/w", "b/w/value", "w/value"]
+    assert tab.text("#conversion .about") == (
         "params/b/w → b/w/value · Unstack(axis=0, count=2) · by map; "
         "params/b/w → c/w/value · Unstack(axis=0, count=2) · by map"
     )
     tab.click("#conversion .chip:nth-child(3)")
     assert tab.value(TREES) == [before[2:5], after[3:5]]
-    rows = [row[:2] for row in tab.value(ROWS.replace("#leaves", "#conversion"))]
+    rows = [row[:2] for row in tab.rows("conversion")]
     assert rows == [["params/x + params/y", "c/xy/value"], ['params/"a/b"', "c/slash/value"]]
     assert tab.complaints() == []
     # What is not decided stands in its place.
@@ -817,7 +799,7 @@ def test_a_conversion_is_two_trees_with_what_decided_each_leaf(chromium, planned
     ]
     tab.click("#conversion li li button")
     tab.click("#conversion .pane li:nth-child(2) > button")
-    assert "it is one or the other" in tab.value(told)
+    assert "it is one or the other" in tab.text("#conversion .about")
     assert tab.complaints() == []
 
 
@@ -832,15 +814,15 @@ def test_a_diff_has_a_treemap(chromium, ckpt):
         for w in [what.get(path, "equal")]
     ]
     tab = chromium.open(to_html(found))
-    assert [[row[0], row[2]] for row in tab.value(ROWS)] == expected
+    assert [[row[0], row[2]] for row in tab.rows()] == expected
     sizes = dict.fromkeys([kind for _, kind in expected], 0)
     for (_, kind), nbytes in zip(expected, found.nbytes.values(), strict=True):
         sizes[kind] += nbytes
     assert sizes.keys() == {"equal", "added", "removed", "moved", "changed"}
-    chips = "[...document.querySelectorAll('#map .chip')].map((node) => node.textContent)"
-    assert sorted(tab.value(chips)) == sorted(f"{k}{format_bytes(n)}" for k, n in sizes.items())
+    chips = sorted(f"{kind}{format_bytes(nbytes)}" for kind, nbytes in sizes.items())
+    assert sorted(tab.texts("#map .chip")) == chips
     tab.click("#map .chip")
-    assert len(tab.value(ROWS)) < len(expected)
+    assert len(tab.rows()) < len(expected)
     assert tab.complaints() == []
 
 
@@ -883,9 +865,7 @@ def test_every_page_can_be_read(chromium, pages, dark):
         assert tab.value("window.hacked") is None, name
         assert tab.value(CONTRAST) == [], name
         assert len(tab.screenshot(whole=False)) > 4 * blank, name
-        assert (
-            tab.value("document.querySelectorAll('#sections h2').length") > 0 or name == "nothing"
-        )
+        assert tab.texts("#sections h2") or name == "nothing"
         for width in (360, 700):
             tab.resize(width)
             wide = tab.value("document.documentElement.scrollWidth")
@@ -898,28 +878,27 @@ def test_every_page_can_be_read(chromium, pages, dark):
 def test_names_are_shown_as_they_are_printed(chromium, pages):
     tab = chromium.open(pages["hostile names"])
     expected = [format_path(("a/b", name)) for name in HOSTILE]
-    assert [row[0] for row in tab.value(ROWS)] == expected
+    assert [row[0] for row in tab.rows()] == expected
     tab.write("#search", "onload")
-    assert [row[0] for row in tab.value(ROWS)] == [expected[2]]
+    assert [row[0] for row in tab.rows()] == [expected[2]]
     # Leaves that a problem names are marked, and found together.
     tab = chromium.open(pages["refused"])
-    marked = [row[1] for row in tab.value(ROWS) if row[0]]
+    marked = [row[1] for row in tab.rows() if row[0]]
     assert {f"params/layers/{i}/kernel" for i in range(3)} <= {*marked}
     tab.click("#map .chip")
-    assert [row[1] for row in tab.value(ROWS)] == marked
+    assert [row[1] for row in tab.rows()] == marked
     assert tab.complaints() == []
 
 
 @pytest.mark.exhaustive
 def test_ten_thousand_leaves_are_searched_sorted_and_shown(chromium, pages):
     tab = chromium.open(pages["large"])
-    count = "document.querySelectorAll('#leaves tbody tr').length"
-    assert tab.value(count) == 100
+    assert len(tab.rows()) == 100
     tab.click("#leaves .more")
-    assert tab.value(count) == 10_000
+    assert len(tab.rows()) == 10_000
     tab.write("#search", "params/layer_7/**")
-    assert tab.value(count) == 100
-    assert tab.value("document.querySelectorAll('g.cell').length") > 200
+    assert len(tab.rows()) == 100
+    assert len(tab.texts("g.cell")) > 200
     assert tab.complaints() == []
 
 
