@@ -23,8 +23,6 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import reshard
 from reshard.convert.mapfile import read_map
@@ -213,12 +211,11 @@ def test_python_blocks_have_tests():
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """What the examples in docstrings start from: `run/1000`, two layers on a 2x4 mesh."""
-    mesh = layouts.mesh((2, 4))
     rng = np.random.default_rng(0)
 
     def array(*shape: int) -> jax.Array:
-        spec = P(*[None] * (len(shape) - 1), "model")
-        return jax.device_put(rng.normal(size=shape).astype("f4"), NamedSharding(mesh, spec))
+        spec = [None] * (len(shape) - 1)
+        return layouts.put(rng.normal(size=shape).astype("f4"), *spec, "model")
 
     directory = tmp_path_factory.mktemp("small")
     layers = {f"layer_{i}": {"kernel": array(32, 32), "bias": array(32)} for i in range(2)}
