@@ -300,14 +300,17 @@ def nodes(text: str, height: int, made: Callable[[], Sequence[bytes]]) -> Fault:
 
 
 def elsewhere(
-    text: str, file: str, make: Callable[[pathlib.Path], Any] = outside, error: Any = Corrupt
+    text: str,
+    file: str,
+    make: Callable[[pathlib.Path], Any] = outside,
+    error: type[reshard.ReshardError] = Corrupt,
+    place: Sequence[int] = (0, 96),
 ) -> Fault:
     """A chunk of `w` whose bytes are in another file, which is made first."""
 
     def damage(path: pathlib.Path) -> None:
         make(path)
-        name = file.replace("PARENT", str(path.parent))
-        plant_value(path, b"w/0.0", name, Place(5, 1 << 60) if file == "d/nodes" else Place(0, 96))
+        plant_value(path, b"w/0.0", file.replace("PARENT", str(path.parent)), Place(*place))
 
     return Fault(text, damage, "zarr2-nodes", error)
 
@@ -441,7 +444,8 @@ FAULTS = [
     ),
     elsewhere("`PATH/d/pipe" + NOT_A_FILE, "d/pipe", lambda p: os.mkfifo(p / "d/pipe"), Format),
     elsewhere(
-        WHOLE + "its chunk `0.0` has 1048576.00 TiB, more than any of [4, 6] can have", "d/nodes"
+        WHOLE + "its chunk `0.0` has 1048576.00 TiB, more than any of [4, 6] can have",
+        *("d/nodes", outside, Corrupt, (5, 1 << 60)),
     ),
     # A node that is its own child, and nodes that share their children.
     nodes(
