@@ -4,8 +4,8 @@ import json
 
 import pytest
 from in_process import refused, reshard_in, shown
+from jobs import make
 from layouts import hashes
-from test_resume import make
 
 VARIABLES = [
     *(f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "MAX", "COUNT")),
