@@ -43,8 +43,12 @@ class Row:
     measured: str
 
 
-def _orbax(name: str, source: Path, rounds: int | None = None) -> Program:
-    return Program("orbax", source, module("job", "orbax", "mesh", name, source, DST), rounds)
+def _called(
+    bench: Bench, tool: str, job: str, name: str, label: str, rounds: int | None = None
+) -> Program:
+    """A job done in Python, which times itself."""
+    source = bench.source(name)
+    return Program(label, source, module("job", tool, job, name, source, DST), rounds)
 
 
 def _copy(source: Path) -> Program:
@@ -76,7 +80,7 @@ def disk(bench: Bench) -> Iterator[Row]:
         command = module("bound", source)
         ours, theirs, fresh, warm = bench.compare(
             reshard(source, "--to", "1x8"),
-            _orbax(name, source),
+            _called(bench, "orbax", "mesh", name, "orbax"),
             Program("bound", source, command),
             Program("bound, warm", source, ["env", *KEEP_MEMORY, *command, "--warm"]),
         )
@@ -110,8 +114,10 @@ def database(bench: Bench) -> Iterator[Row]:
 
 def small(bench: Bench) -> Iterator[Row]:
     """W4, 5,000 small arrays, against Orbax, which takes most of a minute and runs twice."""
-    source = bench.source("W4")
-    ours, theirs = bench.compare(reshard(source, "--to", "1x8"), _orbax("W4", source, rounds=2))
+    ours, theirs = bench.compare(
+        reshard(bench.source("W4"), "--to", "1x8"),
+        _called(bench, "orbax", "mesh", "W4", "orbax", rounds=2),
+    )
     speed = times(theirs.seconds, ours.seconds)
     size = ours.output_bytes / theirs.output_bytes
     yield Row("W4: faster than Orbax", "12x", "20x", speed)
@@ -150,13 +156,9 @@ def big(bench: Bench) -> Iterator[Row]:
     narrower than a chunk, so every one is decoded.
     """
     source = bench.source("BIG")
-    meshes = ("1x8", "1x32")
-    results = bench.compare(
-        *(
-            reshard(source, "--to", mesh, "--max-memory", "64MiB", label=f"--to {mesh}")
-            for mesh in meshes
-        )
-    )
+    meshes, limit = ("1x8", "1x32"), ("--max-memory", "64MiB")
+    jobs = [reshard(source, "--to", mesh, *limit, label=f"--to {mesh}") for mesh in meshes]
+    results = bench.compare(*jobs)
     start = bench.baseline()
     for mesh, ours in zip(meshes, results, strict=True):
         measure = f"2 GiB array to {mesh} at 64 MiB: peak memory"
@@ -207,15 +209,9 @@ def workers(bench: Bench) -> Iterator[Row]:
         yield Row(f"{name}: rate of 2 workers, of 1 process's", floor, reach, measured)
     source = bench.source("W5-files")
     command = module("buckets", source, "--kind", "s3", "--delay", "0.05", "--out", DST)
-    one, four = compare_timed(
-        bench,
-        *(
-            Program(
-                f"--workers {count}", source, [*command, "--concurrency", "1", "--workers", count]
-            )
-            for count in ("1", "4")
-        ),
-    )
+    command += ["--concurrency", "1", "--workers"]
+    jobs = [Program(f"--workers {count}", source, [*command, count]) for count in ("1", "4")]
+    one, four = compare_timed(bench, *jobs)
     measured = times(timed_seconds(one), timed_seconds(four))
     yield Row("W5, from a bucket, 50 ms a request: 4 workers against 1", "3x", "3.8x", measured)
 
@@ -270,12 +266,9 @@ def restore(bench: Bench) -> Iterator[Row]:
 
 def _times_orbax(bench: Bench, name: str, mesh: str) -> str:
     """How many times faster than Orbax, which runs twice, a workload is restored."""
-    programs = (
-        _restored(bench, "reshard", name, mesh),
-        _restored(bench, "orbax", name, mesh, rounds=2),
-    )
-    ours, theirs = compare_timed(bench, *programs)
-    return times(timed_seconds(theirs), timed_seconds(ours))
+    ours = _restored(bench, "reshard", name, mesh)
+    theirs = _restored(bench, "orbax", name, mesh, rounds=2)
+    return times(*map(timed_seconds, compare_timed(bench, theirs, ours)))
 
 
 def restore_replicated(bench: Bench) -> Iterator[Row]:
@@ -294,10 +287,8 @@ def restore_small(bench: Bench) -> Iterator[Row]:
 
 def restore_raw(bench: Bench) -> Iterator[Row]:
     """W1 on 1x8, uncompressed against compressed."""
-    ours, zstd = compare_timed(
-        bench, *(_restored(bench, "reshard", name, "1x8") for name in ("W1-raw", "W1"))
-    )
-    faster = times(timed_seconds(zstd), timed_seconds(ours))
+    both = [_restored(bench, "reshard", name, "1x8") for name in ("W1", "W1-raw")]
+    faster = times(*map(timed_seconds, compare_timed(bench, *both)))
     yield Row("W1 uncompressed restored on 1x8: faster than compressed", "1.5x", "3x", faster)
 
 
@@ -327,14 +318,6 @@ def _converted(bench: Bench, job: str, source: Path, *flags: str) -> Program:
     map_file.write_text(MAPS[job])
     command = [RESHARD, "convert", source, DST, "--to", "nnx", "--map", map_file, *flags]
     return Program("reshard", source, command)
-
-
-def _called(
-    bench: Bench, tool: str, job: str, name: str, label: str, rounds: int | None = None
-) -> Program:
-    """A job done in Python, which times itself."""
-    source = bench.source(name)
-    return Program(label, source, module("job", tool, job, name, source, DST), rounds)
 
 
 def convert_paths(bench: Bench) -> Iterator[Row]:
