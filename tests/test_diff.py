@@ -46,11 +46,9 @@ def record(path, tree, **digests):
 @pytest.fixture
 def two(tmp_path):
     """Saves two trees, A and B, and gives their paths."""
-
-    def make(a, b, **kwargs):
-        return save(tmp_path / "a", a, **kwargs), save(tmp_path / "b", b, **kwargs)
-
-    return make
+    return lambda *trees, **how: [
+        save(tmp_path / name, tree, **how) for name, tree in zip("ab", trees, strict=True)
+    ]
 
 
 def told(diff, *lines):
