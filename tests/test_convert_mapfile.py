@@ -29,6 +29,7 @@ from reshard.arrays.operations import (
     Transpose,
     Unstack,
 )
+from reshard.convert import mapwriter
 from reshard.convert.leafmap import LeafMap, Row, Source, applied, from_rows
 from reshard.convert.map_rules import inverse
 from reshard.convert.mapfile import read_map
@@ -78,10 +79,6 @@ def step(before, after, operation=None, origin="map"):
 
 def problem(text, shapes):
     return refusal(apply, text, shapes)
-
-
-def unreadable(text):
-    return refusal(read, text, of=ArgumentError)
 
 
 def without_opposite(text, shapes):
@@ -208,29 +205,6 @@ def test_every_operation(case):
     assert mapped.untouched == [path for path in left if path not in touched]
 
 
-def test_later_rules_see_what_earlier_ones_left_and_renames_become_one_step():
-    mapped = apply(
-        r"""
-        rule = [
-            { from = '^params/', to = '' },
-            { from = '^(.*)/qkv/kernel$', split = { axis = 0, into = ['\1/q', '\1/k'] } },
-            { from = '/([qk])$', to = '/attention/\1' },
-            { from = 'attention/k$', transpose = [1, 0] },
-            { from = '^(.*)/attention/(.*)$', to = '\1/self/\2' },
-        ]
-        """,
-        {"params/a/qkv/kernel": (4, 3), "params/norm": (3,)},
-    )
-    assert says(
-        mapped,
-        [
-            step("params/a/qkv/kernel", ["a/self/q", "a/attention/k"], Split(0, (2, 2))),
-            step("params/norm", "norm"),
-            step("a/attention/k", "a/self/k", Transpose((1, 0))),
-        ],
-    )
-
-
 # Numbers of layers
 
 
@@ -252,27 +226,6 @@ def test_flat_blocks_in_uneven_stages_and_back():
         printed(there.map.shapes),
     )
     assert printed(back.map.shapes) == flat
-
-
-def test_numbers_that_move_on_and_change_places():
-    mapped = apply(
-        r"rule = [{ from = '^layer_(\d+)$', to = 'layer_{\1 + 1}' },"
-        r" { from = '^x(\d)$', to = 'x{1 - \1}' }]",
-        {"layer_0": (0,), "layer_1": (1,), "layer_2": (2,), "x0": (3,), "x1": (4,), "x1~": (5,)},
-    )
-    assert says(
-        mapped,
-        [
-            step("layer_2", "layer_3"),
-            step("layer_1", "layer_2"),
-            step("layer_0", "layer_1"),
-            step("x0", "x1~~"),
-            step("x1", "x0"),
-            step("x1~~", "x1"),
-        ],
-    )
-    expected = {"layer_1": (0,), "layer_2": (1,), "layer_3": (2,), "x1": (3,), "x0": (4,)}
-    assert printed(mapped.map.shapes) == {**expected, "x1~": (5,)}
 
 
 EXPRESSIONS = st.recursive(
@@ -909,6 +862,21 @@ def test_as_many_rules_for_two_layers_as_for_twelve(data):
     assert counts[0] == counts[1]
 
 
+@settings(deadline=None, max_examples=examples(20))
+@given(st.data())
+def test_rules_for_leaves_alone_say_the_same(data):
+    """Which are written where fewer rules would not."""
+    found = per_layer(data.draw)(3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mapwriter, "_says", lambda *_: False)
+        rules = read(write_map(found, own=[("rngs", "0", "key")]))
+    assert all(pattern.literal for rule in rules.rules for pattern in rule.patterns)
+    forth = apply_map(rules, {**found.sources(), **dict.fromkeys(found.dropped, ())})
+    assert (forth.map.values, forth.map.dropped) == (found.values, found.dropped)
+    assert apply_map(inverse(rules), found.shapes).map.values == found.inverse().values
+    assert rules.initial == ("rngs/0/key",)
+
+
 def test_a_rule_for_each_structure_and_none_for_more_than_it_says():
     shapes = {}
     for n in range(12):
@@ -1030,7 +998,7 @@ def test_what_cannot_be_read():
     ]
     """
     assert (
-        unreadable(text)
+        refusal(read, text, of=ArgumentError)
         == r"""
 map.toml: its rules cannot be read
   `init`: `a//b` is not a path: a key is empty or its quotes do not close

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import twins
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AxisType
 from layouts import load_standard as load
 from layouts import save_standard as save
 from sampling import few
@@ -76,20 +76,9 @@ def test_twins_give_the_same_and_train_alike(name):
     assert_trains_on(name, TWINS[name].filled(state_of(name)))
 
 
-@pytest.mark.exhaustive
-@NAMES
-def test_every_leaf_of_a_twin_matters(name):
-    """Training changes it: none could be left out, or stay as it was, without a trace."""
-    before, after = TWINS[name].expected(state_of(name)), TWINS[name].expected(stepped(name)[1])
-    assert [
-        p for p in after if np.array_equal(before[p], after[p]) and "hyperparams" not in p
-    ] == []
-
-
 # Where the axes of a language model go
 
 
-LANGUAGE = [name for name in TWINS if name.startswith(("looped", "scan"))]
 RULES = [
     ("vocab", "model"),
     ("embed", "data"),
@@ -98,35 +87,12 @@ RULES = [
     ("mlp", "model"),
     ("layers", "stage"),
 ]
-SIZES, AXES = (2, 2, 3), ("data", "model", "stage")
-
-
-def boxed_state(name):
-    return dataclasses.replace(TWINS[name], boxed=True, step=jnp.int32(7)).linen_state()
 
 
 def specs(leaves):
     """Path -> partition spec of full rank."""
     found = {path: tuple(leaf.sharding.spec) for path, leaf in leaves.items()}
     return {path: x + (None,) * (leaves[path].ndim - len(x)) for path, x in found.items()}
-
-
-def moved_specs(name, linen):
-    """Path -> spec of an NNX leaf, from the specs of the Linen leaves."""
-    moved = {}
-    for path, (function, source) in TWINS[name].entries(trained=True).items():
-        spec = linen[source]
-        moved[path] = (spec[1], spec[0], *spec[2:]) if function is twins.stacked_first else spec
-    return moved
-
-
-@pytest.mark.parametrize("name", few(LANGUAGE, "looped", "scanned remat"))
-def test_both_twins_are_sharded_alike(name):
-    mesh = AbstractMesh(SIZES, AXES)
-    linen = reshard.target(boxed_state(name), mesh=mesh, rules=RULES)
-    got = specs(twins.nnx_leaves(reshard.target(TWINS[name].create, mesh=mesh, rules=RULES)))
-    assert got == moved_specs(name, specs(twins.linen_leaves(linen)))
-    assert {axis for spec in got.values() for axis in spec} >= {"data", "model", None}
 
 
 # Conversion
@@ -244,24 +210,25 @@ def test_the_cache_of_a_decoder_comes_along(tmp_path):
     layouts.assert_same_tree(load(tmp_path / "back"), load(path))
 
 
-@pytest.mark.parametrize("name", few(["looped", "scanned", "scanned remat"], "scanned"))
+@pytest.mark.parametrize("name", few(["looped", "scanned", "scanned remat"], "scanned remat"))
 def test_the_converted_leaves_are_sharded_as_the_model(name, tmp_path):
     """Saved where the Linen model's axes said, they are where the NNX model's say."""
-    mesh = jax.make_mesh(SIZES, AXES, axis_types=(AxisType.Auto,) * 3)
-    state = boxed_state(name)
+    mesh = jax.make_mesh((2, 2, 3), ("data", "model", "stage"), axis_types=(AxisType.Auto,) * 3)
+    state = dataclasses.replace(TWINS[name], boxed=True, step=jnp.int32(7)).linen_state()
     target = reshard.target(state, mesh=mesh, rules=RULES)
     placed = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), state, target)
     ckpt = convert(reshard.open(save(tmp_path / "linen", placed)), name, tmp_path)
     reshard.save(ckpt, tmp_path / "nnx")
     model = reshard.target(TWINS[name].create, mesh=mesh, rules=RULES)
-    assert specs(without_random(load(tmp_path / "nnx"))) == specs(twins.nnx_leaves(model))
+    found = specs(without_random(load(tmp_path / "nnx")))
+    assert found == specs(twins.nnx_leaves(model))
+    assert {axis for spec in found.values() for axis in spec} >= {"data", "model", None}
     reshard.save(reshard.to_linen(tmp_path / "nnx"), tmp_path / "back")
     back, linen = (layouts.flat(load(tmp_path / it)) for it in ("back", "linen"))
-    arrays = {path for path, leaf in linen.items() if isinstance(leaf, jax.Array)}
+    arrays = [path for path, leaf in linen.items() if isinstance(leaf, jax.Array)]
     assert back.keys() == linen.keys()
-    assert specs({path: back[path] for path in arrays}) == specs(
-        {path: linen[path] for path in arrays}
-    )
+    one, other = (specs({path: tree[path] for path in arrays}) for tree in (back, linen))
+    assert one == other
 
 
 def test_a_bias_that_nnx_lacks_is_refused_once_it_was_trained(tmp_path):

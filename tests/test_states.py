@@ -13,7 +13,6 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.core import FrozenDict
-from flax.training.train_state import TrainState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import Named
@@ -22,7 +21,6 @@ from sampling import examples
 
 import reshard
 from reshard.restore import pytrees
-from reshard.restore.matching import TargetLeaf
 from reshard.restore.pytrees import flatten_state
 
 Point = collections.namedtuple("Point", ("x", "y"))
@@ -133,25 +131,6 @@ def aliases(state):
 def test_paths(state, expected):
     assert paths(state) == expected
     assert list(paths(state)) == list(expected)
-
-
-def test_paths_of_a_train_state():
-    params = FrozenDict({"w": nn.Partitioned(jnp.ones((2, 3)), (None, "model")), "b": jnp.ones(3)})
-    mask = {"w": True, "b": False}
-    state = TrainState.create(
-        apply_fn=None,
-        params=params,
-        tx=optax.chain(optax.clip(1.0), optax.masked(optax.adam(1e-3), FrozenDict(mask))),
-    )
-    boxed = nn.Partitioned
-    assert paths(state) == {
-        ("step",): type(None),
-        ("params", "b"): type(None),
-        ("params", "w"): boxed,
-        ("opt_state", 1, "inner_state", 0, "count"): type(None),
-        ("opt_state", 1, "inner_state", 0, "mu", "w"): boxed,
-        ("opt_state", 1, "inner_state", 0, "nu", "w"): boxed,
-    }
 
 
 def test_paths_of_modules_and_of_what_they_share():
@@ -322,58 +301,6 @@ def test_variables_without_a_value_are_saved_as_such(hold, tmp_path):
     assert sum(leaf is None for leaf in saved.values()) == 3
 
 
-# What a checkpoint has to have.
-
-
-def only(state):
-    (leaf,) = flatten_state(state).leaves
-    return leaf
-
-
-def key(impl, count=None):
-    made = jax.random.key(0, impl=impl)
-    return made if count is None else jax.random.split(made, count)
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (True, TargetLeaf((), "bool")),
-        (1, TargetLeaf((), "int")),
-        (1.5, TargetLeaf((), "float")),
-        ("text", TargetLeaf((), "str")),
-        (np.float64(1), TargetLeaf((), "array", (), np.dtype("float64"))),
-        (np.zeros((2, 0), "int8"), TargetLeaf((), "array", (2, 0), np.dtype("int8"))),
-        (jnp.zeros(3, "bfloat16"), TargetLeaf((), "array", (3,), jnp.dtype("bfloat16"))),
-        (jnp.asarray(1.0), TargetLeaf((), "array", (), np.dtype("float32"), weak=True)),
-        (jnp.float32(1.0), TargetLeaf((), "array", (), np.dtype("float32"))),
-        (jax.ShapeDtypeStruct((4, 2), "int4"), TargetLeaf((), "array", (4, 2), jnp.dtype("int4"))),
-        (
-            jax.ShapeDtypeStruct((), "float32", weak_type=True),
-            TargetLeaf((), "array", (), np.dtype("float32"), weak=True),
-        ),
-        (key("threefry2x32"), TargetLeaf((), "key", (), key_impl="threefry2x32")),
-        (key("rbg", 3), TargetLeaf((), "key", (3,), key_impl="rbg")),
-        (key("unsafe_rbg", (2, 2)), TargetLeaf((), "key", (2, 2), key_impl="unsafe_rbg")),
-    ],
-)
-def test_what_is_wanted(value, expected):
-    assert pytrees.target_leaf(only(value)) == expected
-    if isinstance(value, jax.Array):
-        abstract = jax.eval_shape(lambda: value)
-        assert pytrees.target_leaf(only({"a": abstract})).path == ("a",)
-        found = pytrees.target_leaf(only(abstract))
-        assert (found.kind, found.shape, found.dtype, found.key_impl) == (
-            expected.kind,
-            expected.shape,
-            expected.dtype,
-            expected.key_impl,
-        )
-
-
-def test_what_is_wanted_has_its_place_and_aliases():
-    model = nnx.Dict(a=nnx.Param(jnp.ones(2)))
-    model.b = model.a
-    assert [pytrees.target_leaf(leaf) for leaf in flatten_state([model]).leaves] == [
-        TargetLeaf((0, "a"), "array", (2,), np.dtype("float32"), aliases=((0, "b"),))
-    ]
+def test_axes_that_go_over_several_may_be_a_list():
+    (leaf,) = flatten_state(nn.Partitioned(jnp.ones((2, 3)), (["x", "y"], None))).leaves
+    assert pytrees.axis_names(leaf) == (("x", "y"), None)
