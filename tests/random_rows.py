@@ -32,13 +32,9 @@ def alike(paths, shapes, shape, axis=None):
     """Up to three leaves of a shape, but for an axis."""
 
     def rest(sizes):
-        return [size for n, size in enumerate(sizes) if n != axis]
+        return [None if n == axis else size for n, size in enumerate(sizes)]
 
-    return [
-        path
-        for path in paths
-        if (len(shapes[path]), rest(shapes[path])) == (len(shape), rest(shape))
-    ][:3]
+    return [path for path in paths if rest(shapes[path]) == rest(shape)][:3]
 
 
 @st.composite

@@ -10,7 +10,7 @@ import layouts
 import numpy as np
 import optax
 import pytest
-from converted import Compact, Of, map_of, refused
+from converted import Compact, Of, filled, map_of, refused
 from flax import linen as nn
 from flax import nnx
 from flax.traverse_util import flatten_dict
@@ -79,9 +79,7 @@ class NnxModel(nnx.Module):
 
 def params_of(model, *inputs):
     """Random parameters of a Linen model."""
-    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), *inputs))["params"]
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda leaf: layouts.random_array(rng, leaf.shape), shapes)
+    return filled(jax.eval_shape(model.init, jax.random.key(0), *inputs)["params"])
 
 
 @functools.cache

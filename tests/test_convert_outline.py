@@ -339,23 +339,6 @@ class TestNnx:
         with definition_orders() as orders:
             assert orders == {}
 
-    def test_a_shared_module_is_where_it_was_defined_first_and_found_by_every_name(self):
-        def shared():
-            z = layer()
-            return Of(z=z, a=nnx.Dict(inner=z), tied=z.kernel, own=layer(3, 3), again=z)
-
-        state, _, made = watched(shared)
-        primary = {leaf.path for leaf in flatten_state(state).leaves}
-        assert ("a", "inner", "kernel") in primary
-        (kernel,) = made.children["z"].leaves["kernel"]
-        assert kernel.path == ("a", "inner", "kernel")
-        assert made.leaves["tied"] == (kernel,)
-        assert made.children["a"].children["inner"] is made.children["z"]
-        assert made.children["again"] is made.children["z"]
-        assert made.repeated == {"again"}
-        assert made.children["a"].repeated == {"inner"}
-        assert made.children["z"].path == ("z",)
-
     def test_a_module_that_holds_the_one_it_is_in(self):
         parent = Of(child=Of(w=nnx.Param(jnp.zeros(2))))
         parent.child.parent = parent
