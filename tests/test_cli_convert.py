@@ -253,14 +253,6 @@ def test_to_nnx_and_back(run, folder):
     layouts.assert_same_tree(load("back/default"), linen)
 
 
-def test_the_format_of_what_it_makes(run, folder):
-    done(convert(run, "--format", "zarr3", "--no-ocdbt", "--codec", "none"))
-    made = reshard.open("out")
-    assert made.source.format == "plain files, zarr3"
-    assert {array.data.encoding.compressors for array in made.arrays} == {()}
-    assert without_random(load("out/default")) == moved(load("run/1/default"))
-
-
 def test_a_dry_run_shows_what_is_done_then_and_writes_nothing(run, folder):
     before = files(folder)
     ran = convert(run, "--dry-run")
@@ -820,11 +812,16 @@ def test_mistakes(run, folder):
 
 
 def test_a_destination_that_exists(run, folder):
-    """The model is found in the current directory, by any name in its module."""
+    """And another format there. The model is found in the current directory, by any name in its
+    module."""
     (folder / "out").mkdir()
     hint = "hint: --overwrite replaces it once the new one is complete"
     assert refusal(convert(run)) == f"Error: `{folder}/out` exists\n\n{hint}\n"
-    done(convert(run, "--overwrite", "--model", "models:Inner.Net"))
+    options = ("--format", "zarr3", "--no-ocdbt", "--codec", "none")
+    done(convert(run, "--overwrite", "--model", "models:Inner.Net", *options))
+    made = reshard.open("out")
+    assert made.source.format == "plain files, zarr3"
+    assert {array.data.encoding.compressors for array in made.arrays} == {()}
     assert without_random(load("out/default")) == moved(load("run/1/default"))
 
 
