@@ -123,26 +123,14 @@ def test_moments_of_fewer_dimensions_take_their_part_of_the_names():
 
 def test_a_module_that_is_called_as_a_moment_is():
     """What mirrors the parameters is below `opt/0/mu`, not below `opt/0`."""
-    leaves = [
-        leaf("params/w", (8,), ("embed",)),
-        leaf("params/mu/w", (8,), ("mlp",)),
-        leaf("params/nu/w", (8,), (None,)),
-        *(
-            leaf(f"opt/0/{moment}/{name}", (8,))
-            for moment in ("mu", "nu")
-            for name in ("w", "mu/w", "nu/w")
-        ),
-    ]
+    names = {"w": "embed", "mu/w": "mlp", "nu/w": None}
+    specs = {"w": (("data",),), "mu/w": (("model",),), "nu/w": ((),)}
+    leaves = [leaf(f"params/{path}", (8,), (name,)) for path, name in names.items()]
+    leaves += [leaf(f"opt/0/{moment}/{path}", (8,)) for moment in ("mu", "nu") for path in names]
     assert specs_of(run(leaves)) == {
-        "params/w": (("data",),),
-        "params/mu/w": (("model",),),
-        "params/nu/w": ((),),
-        "opt/0/mu/w": (("data",),),
-        "opt/0/mu/mu/w": (("model",),),
-        "opt/0/mu/nu/w": ((),),
-        "opt/0/nu/w": (("data",),),
-        "opt/0/nu/mu/w": (("model",),),
-        "opt/0/nu/nu/w": ((),),
+        f"{root}/{path}": spec
+        for root in ("params", "opt/0/mu", "opt/0/nu")
+        for path, spec in specs.items()
     }
 
 
@@ -196,6 +184,11 @@ def test_without_rules_names_are_mesh_axes(kind, rules):
     assert found.problems == found.hints == ()
     assert found.unmatched == {}
     assert specs_of(found) == {"params/w": (("model",), (), ("data",))}
+    # Those that a regex overrides are not looked at.
+    leaves = [leaf("params/a", (8, 8), ("embed", "heads"), kind)]
+    found = run(leaves, rules, [("a$", P(None, "model"))])
+    assert (found.problems, found.hints, found.unmatched) == ((), (), {})
+    assert specs_of(found) == {"params/a": ((), ("model",))}
 
 
 def test_rules_of_an_annotation_come_after_those_of_the_caller():
@@ -238,14 +231,6 @@ def test_a_callable_is_asked_about_the_names_of_all_leaves():
     assert found.rules == (("mlp", ("model",)), ("embed", ("data",)))
     assert found.reached == ((("params", "a"), ("params", "b")), (("params", "b"),))
     assert found.unmatched == {"heads": (("params", "c"),)}
-
-
-def test_names_that_a_regex_overrides_are_not_looked_at():
-    leaves = [leaf("params/a", (8, 8), ("embed", "heads"), "nnx")]
-    found = run(leaves, None, [("a$", P(None, "model"))])
-    assert found.problems == found.hints == ()
-    assert found.unmatched == {}
-    assert specs_of(found) == {"params/a": ((), ("model",))}
 
 
 # The report

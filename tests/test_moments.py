@@ -93,9 +93,8 @@ def test_the_longest_ending_decides_and_then_the_shortest_path():
     }
     found = Parameters(paths, expected)
     assert {path: found.followed_by(path) for path in expected} == expected
-
-
-def test_two_that_are_as_near_are_both_named():
+    assert Parameters([], [("mu", "w")]).followed_by(("mu", "w")) == []
+    # Two that are as near are both named.
     others = [("opt_state", "mu", "w"), ("opt_state", "mu", "b"), ("opt_state", "slow", "w")]
     found = Parameters([("fast", "w"), ("slow", "w"), ("fast", "b")], others)
     assert found.followed_by(others[0]) == [("fast", "w"), ("slow", "w")]
@@ -110,11 +109,6 @@ def test_a_module_that_is_called_as_a_moment_does_not_take_over_others_moments()
     assert [found.followed_by(path) for path in others] == [
         [("params", *keys)] for _ in range(2) for keys in inside
     ]
-
-
-def test_without_parameters_nothing_is_followed():
-    path = ("opt_state", 0, "mu", "w")
-    assert Parameters([], [path]).followed_by(path) == []
 
 
 # Which part of a spec is a leaf's own

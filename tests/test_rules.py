@@ -28,12 +28,12 @@ LEAVES = [
 ]
 
 
-def test_the_first_match_wins_and_the_rest_is_left_out():
+def test_the_first_match_of_the_printed_path_wins_and_the_rest_is_left_out():
     rules = [
         ("^params/dense/kernel$", P("data", "model")),
-        ("mlp", "data+model,"),
-        ("kernel", [None, ("model",)]),
-        ("bias", None),
+        ('^params/"mlp/linear"/', "data+model,"),
+        ("^opt_state/0/mu", [None, ("model",)]),
+        ("kernel|bias", None),
     ]
     assert match_specs(iter(LEAVES), rules) == {
         LEAVES[0]: (("data",), ("model",)),
@@ -41,11 +41,6 @@ def test_the_first_match_wins_and_the_rest_is_left_out():
         LEAVES[2]: (("data", "model"), ()),
         LEAVES[3]: ((), ("model",)),
     }
-
-
-def test_a_rule_sees_the_printed_path():
-    assert match_specs(LEAVES, [('^params/"mlp/linear"/', "data")]) == {LEAVES[2]: (("data",),)}
-    assert match_specs(LEAVES, [("^opt_state/0/mu", "data")]) == {LEAVES[3]: (("data",),)}
 
 
 @settings(deadline=None)
@@ -74,29 +69,28 @@ def test_match_specs_by_going_through_all(paths, rules):
     assert match_specs(paths, rules) == expected
 
 
-def test_every_regex_that_matches_nothing_is_named():
-    rules = [("^param/dense/kernel", "data"), ("kernel", "data"), ("xyzzy", ""), ("bais$", "")]
+@pytest.mark.parametrize(
+    ("rules", "text"),
+    [
+        (
+            [("^param/dense/kernel", "data"), ("kernel", "data"), ("xyzzy", ""), ("bais$", "")],
+            "no array matches the regex of a spec\n"
+            "  `^param/dense/kernel`\n  `xyzzy`\n  `bais$`\n\n"
+            "hint: the nearest leaf is `params/dense/kernel`\n"
+            "hint: the nearest leaf is `params/dense/bias`",
+        ),
+        (
+            [("(", "data"), ("kernel", "data"), ("[a", "")],
+            "the spec rules cannot be read\n"
+            "  `(` is not a regex: missing ), unterminated subpattern at position 0\n"
+            "  `[a` is not a regex: unterminated character set at position 0",
+        ),
+    ],
+)
+def test_every_regex_that_matches_nothing_or_does_not_compile_is_named(rules, text):
     with pytest.raises(ShardingError) as caught:
         match_specs(LEAVES, rules)
-    assert str(caught.value) == (
-        "no array matches the regex of a spec\n"
-        "  `^param/dense/kernel`\n"
-        "  `xyzzy`\n"
-        "  `bais$`\n"
-        "\n"
-        "hint: the nearest leaf is `params/dense/kernel`\n"
-        "hint: the nearest leaf is `params/dense/bias`"
-    )
-
-
-def test_every_regex_that_does_not_compile_is_named():
-    with pytest.raises(ShardingError) as caught:
-        match_specs(LEAVES, [("(", "data"), ("kernel", "data"), ("[a", "")])
-    assert str(caught.value) == (
-        "the spec rules cannot be read\n"
-        "  `(` is not a regex: missing ), unterminated subpattern at position 0\n"
-        "  `[a` is not a regex: unterminated character set at position 0"
-    )
+    assert str(caught.value) == text
 
 
 # Logical names: the forms of rules.
@@ -143,12 +137,8 @@ def test_pairs_keep_their_order_and_every_pair():
         ("unused", ("x",)),
         ("mlp", ("model",)),
     )
-
-
-def test_no_rules_are_no_rules():
-    assert parse_rules([], ["embed"]) == ()
-    assert parse_rules({}, ["embed"]) == ()
-    assert parse_rules(MeshRules(mlp="model"), []) == ()
+    for rules, names in (([], ["embed"]), ({}, ["embed"]), (MeshRules(mlp="model"), [])):
+        assert parse_rules(rules, names) == ()
 
 
 def test_a_callable_is_asked_once_about_each_name_that_is_in_use():
@@ -171,10 +161,7 @@ def test_a_name_that_a_callable_refuses_has_no_rule(error):
         return name.upper()
 
     assert parse_rules(rules, ["a", "other", "b"]) == (("a", ("A",)), ("b", ("B",)))
-
-
-def test_other_errors_of_a_callable_are_its_own():
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError):  # other errors are the callable's own
         parse_rules(lambda name: 1 / 0, ["a"])
 
 
