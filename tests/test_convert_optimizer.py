@@ -20,6 +20,7 @@ from reshard.convert.leafmap import LeafMap, Row, Source, Zeros, from_rows, rena
 from reshard.convert.mirrors import mirrored
 from reshard.convert.optimizer import Followed
 from reshard.convert.optimizer import followed as optimizer_state
+from reshard.tree import split_path
 
 F32 = np.dtype("float32")
 
@@ -113,23 +114,16 @@ def at(name, shapes):
 
 # Moments of full shape
 
-NAMES = {
-    ("Dense_0", "kernel"): (4, 6),
-    ("Dense_0", "bias"): (6,),
-    ("Block_0", "Dense_0", "kernel"): (6, 4),
-    ("Block_0", "scale"): (),
-    ("embedding",): (7, 4),
-}
-RENAMED = {
-    ("Dense_0", "kernel"): ("linear", "kernel"),
-    ("Dense_0", "bias"): ("linear", "bias"),
-    ("Block_0", "Dense_0", "kernel"): ("block", "inner", "0", "kernel"),
-    ("Block_0", "scale"): ("block", "scale"),
-    ("embedding",): ("embedding",),
-}
-
-
-AFTER = {RENAMED[path]: shape for path, shape in NAMES.items()}
+PARAMETERS = [  # before, after, the shape
+    ("Dense_0/kernel", "linear/kernel", (4, 6)),
+    ("Dense_0/bias", "linear/bias", (6,)),
+    ("Block_0/Dense_0/kernel", "block/inner/0/kernel", (6, 4)),
+    ("Block_0/scale", "block/scale", ()),
+    ("embedding", "embedding", (7, 4)),
+]
+NAMES = {split_path(before): shape for before, _, shape in PARAMETERS}
+AFTER = {split_path(after): shape for _, after, shape in PARAMETERS}
+RENAMED = dict(zip(NAMES, AFTER, strict=True))
 
 
 @EACH
@@ -151,16 +145,12 @@ def test_the_collection_may_be_a_level_of_the_state_too(name):
 
 
 FULL = [
-    (Transpose((1, 0)), [(4, 6)]),
     (Transpose((2, 0, 1)), [(4, 6, 2)]),
-    (Reshape((4, 3, 2)), [(4, 6)]),
     (Reshape((24,)), [(4, 6)]),
-    (Split(1, (2, 4)), [(4, 6)]),
     (Split(-1, (3, 3)), [(4, 6)]),
     (Concat(0), [(4, 6), (2, 6)]),
     (Concat(-1), [(6,), (5,), (6,)]),
     (Stack(0), [(4, 6)] * 3),
-    (Stack(1), [(4, 6)] * 3),
     (Stack(-1), [(4,)] * 3),
     (Stack(0), [()] * 3),
     (Unstack(0, 3), [(3, 4, 6)]),
@@ -312,22 +302,23 @@ def test_what_is_ahead_of_parameters_is_not_the_same_before_and_after(name):
     [
         (
             {
-                ("mu", "kernel"): (4, 6),
-                ("mu", "nu"): (6,),
-                ("nu", "mu", "kernel"): (6, 4),
-                ("kernel",): (2, 2),
-                ("v_row", "v"): (3,),
+                "mu/kernel": (4, 6),
+                "mu/nu": (6,),
+                "nu/mu/kernel": (6, 4),
+                "v_row/v": (3,),
+                "kernel": (2, 2),
             },
             ["adam", "momentum", "adafactor", "MultiSteps", "chain"],
         ),
         (
-            {("count",): (), ("b1",): (6,), ("w1",): (4, 6), ("b2",): (5,), ("scale",): ()},
+            {"count": (), "b1": (6,), "w1": (4, 6), "b2": (5,), "scale": ()},
             ["adam", "momentum", "inject_hyperparams", "MultiSteps", "multi_transform"],
         ),
     ],
 )
 def test_parameters_that_are_called_as_what_optimizers_have(shapes, optimizers):
     """Moments; and counters and hyperparameters, which are nobody's."""
+    shapes = {split_path(path): shape for path, shape in shapes.items()}
     names = {path: tuple(f"{key}_x" for key in path) for path in shapes}
     after = {names[path]: shape for path, shape in shapes.items()}
     for name in optimizers:
