@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from optimizers import BY_NAME, kernel_labels
+from optimizers import BY_NAME, kernels, labelled
 from sampling import examples, few
+from twins import linear, made, norm
 
 import reshard
 from reshard.arrays.handle import ArrayHandle
@@ -57,12 +58,7 @@ OPTIMIZERS = {
         LARGE,
         optax.MultiSteps(plain_adafactor(), 2).gradient_transformation(),
     ),
-    "some adafactor": (
-        LARGE,
-        optax.multi_transform(
-            {"kernel": plain_adafactor(), "other": optax.adam(1e-3)}, kernel_labels
-        ),
-    ),
+    "some adafactor": (LARGE, labelled(kernels, plain_adafactor(), optax.adam(1e-3))),
 }
 
 
@@ -349,33 +345,23 @@ def test_layers_of_any_form(tree, where, wanted, tmp_path):
 # Containers
 
 
-class Block(nnx.Module):
-    def __init__(self, rngs):
-        self.linear = nnx.Linear(4, 6, rngs=rngs)
-        self.norm = nnx.LayerNorm(6, rngs=rngs)
-
-
-class Looped(nnx.Module):
-    def __init__(self, rngs):
-        self.embed = nnx.Embed(5, 4, rngs=rngs)
-        self.layers = nnx.List([Block(rngs) for _ in range(COUNT)])
-
-
-class Stacked(nnx.Module):
-    def __init__(self, rngs):
-        self.embed = nnx.Embed(5, 4, rngs=rngs)
-        self.layers = nnx.split_rngs(splits=COUNT)(nnx.vmap(Block))(rngs)
+Block = made(linear=lambda: linear(4, 6), norm=lambda: norm(6))
+Looped, Stacked = (
+    made(embed=lambda: nnx.Embed(5, 4, rngs=nnx.Rngs(0)), layers=layers)
+    for layers in (
+        lambda: nnx.List([Block() for _ in range(COUNT)]),
+        lambda: nnx.vmap(lambda _: Block())(jnp.arange(COUNT)),
+    )
+)
 
 
 def nnx_state(module, tx):
     """A model beside its optimizer, with all leaves random."""
 
     def make():
-        model = module(nnx.Rngs(0))
-        return {
-            "model": nnx.state(model),
-            "optimizer": nnx.state(nnx.Optimizer(model, tx, wrt=nnx.Param)),
-        }
+        model = module()
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        return {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}
 
     return randomized(nnx.eval_shape(make))
 
