@@ -8,6 +8,7 @@ import layouts
 import numpy as np
 import pytest
 import twins
+from converted import Compact
 from flax import linen as nn
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -31,6 +32,11 @@ linear, norm = functools.partial(twins.linear, 3, 3), functools.partial(twins.no
 
 def batch_norm():
     return nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+
+
+def initialized(function):
+    """What makes the variables of a compact method."""
+    return functools.partial(Compact(function).init, jax.random.key(0), X)
 
 
 def random_tree(modules):
@@ -289,23 +295,14 @@ def test_a_map_that_agrees_leaves_the_rest_to_the_order_in_both_directions(tmp_p
     assert both_ways(pairs(), Pairs, true, rules, tmp_path) == [""] * 4
 
 
-@pytest.mark.parametrize("to", ["nnx", "linen"])
-def test_a_map_that_is_run_backwards_leaves_nothing_out(to, tmp_path):
-    linen, there = {"params/a": DENSE}, {"first": DENSE}
-    file = tmp_path / "map.toml"
-    if to == "nnx":
-        source = random_tree({**linen, "params/more": {"bias": (3,)}})
-        convert = functools.partial(reshard.to_nnx, model=random_tree(there))
-        rule, layout = ("first/", "params/a/"), "linen-variables"
-        told = "more: NNX has nothing for it"
-    else:
-        source = random_tree({**there, "more": {"bias": (3,)}})
-        convert = functools.partial(reshard.to_linen, model=random_tree(linen))
-        rule, layout = ("params/a/", "first/"), "nnx-pure-dict"
-        told = "more/bias  float32[3]: unexpected"
-    file.write_text(f"to = '{'linen' if to == 'nnx' else 'nnx'}'\n" + renames([rule], RENAME))
-    path = saved(tmp_path / "source", source)
-    assert told in outcome(lambda: convert(path, map_file=file, layout=layout), {}, tmp_path)
+def test_a_map_that_is_run_backwards_leaves_nothing_out(tmp_path):
+    linen, there, more = {"params/a": DENSE}, {"first": DENSE}, {"bias": (3,)}
+    source, target = random_tree({**linen, "params/more": more}), random_tree(there)
+    rules = 'to = "linen"\n' + renames([("first/", "params/a/")], RENAME)
+    assert "more: NNX has nothing for it" in forth(tmp_path, source, target, rules)
+    source, target = random_tree({**there, "more": more}), random_tree(linen)
+    rules = 'to = "nnx"\n' + renames([("params/a/", "first/")], RENAME)
+    assert "more/bias  float32[3]: unexpected" in back(tmp_path, source, target, None, rules)
 
 
 def test_a_renamed_module_takes_its_statistics_along(tmp_path):
@@ -359,11 +356,9 @@ def test_layers_of_a_scan_become_those_of_a_list_by_any_name(known, to, tmp_path
         def __call__(self, x, _):
             return nn.LayerNorm(name="norm")(nn.Dense(3, name="dense")(x)), None
 
-    class Scanned(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            axes, rngs = {"params": 0}, {"params": True}
-            return nn.scan(Inner, axes, split_rngs=rngs, length=2)(name="layers")(x, None)[0]
+    def scanned(x):
+        axes, rngs = {"params": 0}, {"params": True}
+        return nn.scan(Inner, axes, split_rngs=rngs, length=2)(name="layers")(x, None)[0]
 
     layer = made(norm=norm, dense=linear)
     listed = made(layers=lambda: nnx.List([layer(), layer()]))
@@ -377,7 +372,7 @@ def test_layers_of_a_scan_become_those_of_a_list_by_any_name(known, to, tmp_path
         for k, held in shapes.items()
         for n in held
     }
-    model = functools.partial(Scanned().init, jax.random.key(0), X) if known else None
+    model = initialized(scanned) if known else None
     truth = {f"{path}/value": array for path, array in there.items()}
     assert not forth(tmp_path, linen, listed, "to = 'nnx'\n" + rule, truth, model)
     trained = saved(tmp_path / "nnx", unflatten_dict(there, sep="/"))
@@ -461,12 +456,7 @@ def test_a_layer_of_the_users_in_linen_is_no_layer_of_flax(name, tmp_path):
     class Dense(Proj):
         pass
 
-    class Own(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return Dense()(x)
-
-    known = functools.partial(Own().init, jax.random.key(0), X) if name == "Dense_0" else None
+    known = initialized(lambda x: Dense()(x)) if name == "Dense_0" else None
     linen = random_tree({f"params/{name}": DENSE})
     text = forth(tmp_path, linen, made(layer=linear), source=known)
     assert f"{name}, perhaps layer: no name and no class tells which" in text
@@ -475,20 +465,10 @@ def test_a_layer_of_the_users_in_linen_is_no_layer_of_flax(name, tmp_path):
 # What a model of the source tells, where a map renames
 
 
-class Named(nn.Module):
-    """Names that say nothing, and one that says something else."""
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(3, name="head")(x)
-        x = nn.LayerNorm(name="inner")(x)
-        return Proj(name="Dense_0")(x)
-
-
-def named():
-    return Named().init(jax.random.key(0), X)
-
-
+# Names that say nothing, and one that says something else.
+named = initialized(
+    lambda x: Proj(name="Dense_0")(nn.LayerNorm(name="inner")(nn.Dense(3, name="head")(x)))
+)
 RULES = [("params/inner", "params/norm")]
 
 
@@ -527,13 +507,10 @@ def test_the_source_model_tells_classes_where_a_map_renames_on_the_way_back(tmp_
     assert not back(tmp_path, trained, linen, model, rules, truth)
 
 
-class Numbered(nn.Module):
-    """What is made first has the name that Linen would give to the second."""
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(3)(nn.Dense(3, name="Dense_1")(x))
-        return nn.LayerNorm(name="inner")(x)
+# What is made first has the name that Linen would give to the second.
+numbered = initialized(
+    lambda x: nn.LayerNorm(name="inner")(nn.Dense(3)(nn.Dense(3, name="Dense_1")(x)))
+)
 
 
 @pytest.mark.parametrize("rules", [[], [("params/inner", "norm")]])
@@ -541,7 +518,6 @@ def test_a_name_that_was_given_has_no_place_in_the_order(rules, tmp_path):
     linen = random_tree({"params/Dense_0": DENSE, "params/Dense_1": DENSE, "params/inner": NORM})
     trained = random_tree({"first": DENSE, "second": DENSE, "norm": NORM})
     model = made(first=linear, second=linear, norm=norm)
-    numbered = functools.partial(Numbered().init, jax.random.key(0), X)
     told = "Dense_0 and Dense_1, perhaps first and second: they have names of their own"
     assert told in forth(tmp_path, linen, model, rules, source=numbered)
     assert told in back(tmp_path, trained, numbered, model, rules)
