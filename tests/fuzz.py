@@ -47,17 +47,7 @@ import reshard
 from reshard.convert.roundtrip import KEY
 
 sys.path.insert(0, os.path.dirname(__file__))  # for `python -m tests.fuzz`
-from fuzz_jobs import (
-    LEFT,
-    LIMIT_SECONDS,
-    MAP,
-    SECRET,
-    Case,
-    linen_training,
-    mesh,
-    nnx_training,
-    outcome,
-)
+import fuzz_jobs
 
 # Each with the keyword arguments of `PyTreeCheckpointer`, and whether its B-tree nodes are stored
 # without compression: damage to them then goes deeper than their codec. `recorded` has digests on
@@ -91,9 +81,9 @@ def make_base(folder: pathlib.Path, form: str) -> pathlib.Path:
     path = folder / form
     if form == "nnx":
         before = make_base(folder / "before", "linen")
-        reshard.save(reshard.to_nnx(before, nnx_training), path, digest=True)
+        reshard.save(reshard.to_nnx(before, fuzz_jobs.nnx_training), path, digest=True)
         return path
-    tree = linen_training() if form == "linen" else _tree(list(FORMATS).index(form))
+    tree = fuzz_jobs.linen_training() if form == "linen" else _tree(list(FORMATS).index(form))
     with ocp.PyTreeCheckpointer(**arguments) as checkpointer:
         checkpointer.save(path, tree, custom_metadata={"note": "kept"})
     if plain_nodes:
@@ -108,7 +98,7 @@ def _tree(seed: int) -> dict[str, Any]:
 
     def put(shape: tuple[int, ...], *spec: Any) -> jax.Array:
         values = rng.standard_normal(shape).astype("float32")
-        return jax.device_put(values, NamedSharding(mesh(), P(*spec)))
+        return jax.device_put(values, NamedSharding(fuzz_jobs.mesh(), P(*spec)))
 
     return {
         "w": put((8, 12), "data", "model"),
@@ -152,16 +142,10 @@ def crc32c(data: bytes) -> int:
     return value ^ 0xFFFFFFFF
 
 
-def _crc_table() -> list[int]:
-    table = []
-    for byte in range(256):
-        for _ in range(8):
-            byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
-        table.append(byte)
-    return table
-
-
-_CRC = _crc_table()
+_CRC = [
+    functools.reduce(lambda byte, _: byte >> 1 ^ (0x82F63B78 if byte & 1 else 0), range(8), byte)
+    for byte in range(256)
+]
 
 
 def sealed(data: bytes) -> bytes:
@@ -192,20 +176,13 @@ def damage_flip(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
         file.write_bytes(data)
 
 
-def damage_truncate(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
-    """The end of a file."""
-    file = _pick(_files(path), numbers[0])
-    data = file.read_bytes()
-    file.write_bytes(data[: numbers[1] % (len(data) + 1)])
-
-
-def damage_insert(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
-    """Bytes in the middle of a file."""
+def damage_splice(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
+    """Other bytes in place of the end of a file, or more in its middle."""
     file = _pick(_files(path), numbers[0])
     data = file.read_bytes()
     at = numbers[1] % (len(data) + 1)
-    more = random.Random(numbers[2]).randbytes(1 + numbers[3] % 40)
-    file.write_bytes(data[:at] + more + data[at:])
+    more = random.Random(numbers[2]).randbytes(numbers[3] % 40)
+    file.write_bytes(data[:at] + more + (data[at:] if numbers[4] % 2 else b""))
 
 
 def damage_swap(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
@@ -227,7 +204,7 @@ def damage_replace(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
     elif what == 1:
         os.mkfifo(file)
     elif what == 2:
-        secret = path.parent / SECRET  # never a file that matters: a job may write to it
+        secret = path.parent / fuzz_jobs.SECRET  # never a file that matters: a job may write to it
         secret.write_bytes(b"s" * 40)
         file.symlink_to(secret)
     elif what == 3:
@@ -414,15 +391,15 @@ def check(base: pathlib.Path, damages: list[Damage], folder: pathlib.Path) -> li
             with contextlib.suppress(OSError):
                 KINDS[one.kind](path, one.numbers)
 
-    case = Case(base, folder, damage)
+    case = fuzz_jobs.Case(base, folder, damage)
     shutil.copytree(base, case.source)
     case.out.mkdir()
     case.damage(case.source)
-    (folder / "map.toml").write_text(MAP)
+    (folder / "map.toml").write_text(fuzz_jobs.MAP)
     jobs = case.jobs(random.Random(repr(damages)))
     before = snapshot(folder) | snapshot(base)
-    said = [outcome(job.__name__, functools.partial(job, case)) for job in jobs]
-    for left in LEFT:
+    said = [fuzz_jobs.outcome(job.__name__, functools.partial(job, case)) for job in jobs]
+    for left in fuzz_jobs.LEFT:
         shutil.rmtree(case.out / left, ignore_errors=True)
     after = snapshot(folder) | snapshot(base)
     changed = sorted(dict(before.items() ^ after.items()))
@@ -472,9 +449,8 @@ def main() -> None:
             output = folder / "output"
             with output.open("w") as file:
                 try:
-                    ran = subprocess.run(
-                        list(map(str, command)), stdout=file, timeout=left + 3 * LIMIT_SECONDS
-                    )
+                    longest = left + 3 * fuzz_jobs.LIMIT_SECONDS
+                    ran = subprocess.run(list(map(str, command)), stdout=file, timeout=longest)
                     end_of_it = f"ended with {ran.returncode}" if ran.returncode else None
                 except subprocess.TimeoutExpired:
                     end_of_it = "does not end"
