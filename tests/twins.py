@@ -330,11 +330,7 @@ class Nnx:
             heads = {name: nnx.Linear(11, 13, rngs=rngs) for name in ("tag", "span")}
             self.heads = nnx.Dict(heads)
 
-        def __call__(self, tokens):
-            x = self.embed(tokens)
-            for layer in self.layers:
-                x = layer(x)
-            return self.heads["tag"](x) * self.heads["span"](x)
+        __call__ = Linen.Tagger.__call__
 
     class Forecaster(nnx.Module):
         def __init__(self, *, rngs):
@@ -714,35 +710,22 @@ class Twin:
             variable.set_value(jnp.asarray(new, old.dtype))
         return made
 
-    @functools.cached_property
-    def linen_forward(self) -> Callable[[Any], Any]:
-        """Called with variables: what the Linen model gives for the inputs."""
+    def linen_forward(self, variables: Any) -> Any:
+        """What the Linen model gives for the inputs."""
+        forward = jax.jit(functools.partial(self.linen.apply, mutable=["cache"]))
+        return forward(variables, *self.inputs)[0]
+
+    def nnx_forward(self, model: nnx.Module) -> Any:
+        """What an NNX model gives for the inputs."""
+        model.eval()
+        return nnx.jit(lambda model, inputs: model(*inputs))(model, self.inputs)
+
+    def linen_step(self, state: train_state.TrainState) -> tuple[Any, train_state.TrainState]:
+        """The loss, and the state after a step of training without dropout."""
+        stats = {"batch_stats": state.batch_stats} if hasattr(state, "batch_stats") else {}
 
         @jax.jit
-        def forward(variables, inputs):
-            return self.linen.apply(variables, *inputs, mutable=["cache"])[0]
-
-        return lambda variables: forward(variables, self.inputs)
-
-    @functools.cached_property
-    def nnx_forward(self) -> Callable[[nnx.Module], Any]:
-        """Called with a model: what it gives for the inputs."""
-        forward = nnx.jit(lambda model, inputs: model(*inputs))
-
-        def evaluated(model):
-            model.eval()
-            return forward(model, self.inputs)
-
-        return evaluated
-
-    @functools.cached_property
-    def linen_step(self) -> Callable[[train_state.TrainState], tuple[Any, train_state.TrainState]]:
-        """Called with a state: the loss, and the state after a step of training without dropout."""
-
-        @jax.jit
-        def step(state, inputs):
-            stats = {"batch_stats": state.batch_stats} if hasattr(state, "batch_stats") else {}
-
+        def step(state, stats, inputs):
             def loss(params):
                 variables = {"params": params, **stats}
                 out, updates = self.linen.apply(
@@ -753,11 +736,10 @@ class Twin:
             (value, updates), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
             return value, state.apply_gradients(grads=grads, **updates)
 
-        return lambda state: step(state, self.inputs)
+        return step(state, stats, self.inputs)
 
-    @functools.cached_property
-    def nnx_step(self) -> Callable[[dict[str, Any]], Any]:
-        """Called with `create()`: the loss; updates model and optimizer in place."""
+    def nnx_step(self, training: dict[str, Any]) -> Any:
+        """The loss of `create()`, whose model and optimizer a step updates in place."""
 
         @nnx.jit
         def step(model, optimizer, inputs):
@@ -765,12 +747,9 @@ class Twin:
             optimizer.update(model, grads)
             return value
 
-        def trained(training):
-            model = training["model"]
-            model.train() if self.training else model.eval()
-            return step(model, training["optimizer"], self.inputs)
-
-        return trained
+        model = training["model"]
+        model.train() if self.training else model.eval()
+        return step(model, training["optimizer"], self.inputs)
 
 
 def blank(create: Callable[[], Any]) -> Any:
