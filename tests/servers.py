@@ -4,7 +4,6 @@ them.
 """
 
 import contextlib
-import functools
 import html
 import http.client
 import http.server
@@ -71,12 +70,14 @@ class Stores:
       delay: seconds that each request takes longer.
       faults: what is broken; see `Fault`.
       errors: what functions of faults have raised.
+      objects: those of conditional buckets: bucket and key -> generation and bytes.
     """
 
     def __init__(self):
         self.requests: list[Request] = []
         self.faults: list[Fault] = []
         self.errors: list[Exception] = []
+        self.objects: dict[tuple[str, str], tuple[int, bytes]] = {}
         self.delay = 0.0
         self._lock = threading.Lock()
         self._names = itertools.count(1)
@@ -117,21 +118,16 @@ class Stores:
     def keys(self, url: str) -> list[str]:
         """Keys below a URL, straight from the server."""
         bucket, _, prefix = url.partition("://")[2].partition("/")
-        kind, found, page = self._kinds[bucket], [], ""
-        while True:
-            query = urllib.parse.urlencode({"prefix": prefix}) + page
-            if kind == "s3":
-                text = self._ask(kind, "GET", f"/{bucket}?list-type=2&{query}").decode()
-                found += map(html.unescape, re.findall("<Key>(.*?)</Key>", text))
-                token = html.unescape("".join(re.findall("<NextContinuationToken>(.*?)<", text)))
-                name = "continuation-token"
-            else:
-                answer = json.loads(self._ask(kind, "GET", f"/storage/v1/b/{bucket}/o?{query}"))
-                found += [item["name"] for item in answer.get("items", [])]
-                name, token = "pageToken", answer.get("nextPageToken")
-            if not token:
-                return sorted(found)
-            page = "&" + urllib.parse.urlencode({name: token})
+        kind, query = self._kinds[bucket], urllib.parse.urlencode({"prefix": prefix})
+        if kind == "s3":
+            text = self._ask(kind, "GET", f"/{bucket}?list-type=2&{query}").decode()
+            found = [html.unescape(key) for key in re.findall("<Key>(.*?)</Key>", text)]
+            more = "<NextContinuationToken>" in text
+        else:
+            answer = json.loads(self._ask(kind, "GET", f"/storage/v1/b/{bucket}/o?{query}"))
+            found, more = [i["name"] for i in answer.get("items", [])], "nextPageToken" in answer
+        assert not more, "the tests look at all keys of a small bucket"
+        return sorted(found)
 
     def answered(self, operation: str, pattern: str = "") -> list[Request]:
         """The requests of an operation whose key a pattern is found in."""
@@ -169,7 +165,7 @@ class Stores:
         return self._started(lambda port: [os.path.join(folder, binary), *words.split(), port])
 
     def _start_conditional(self) -> int:
-        return _Server(_ConditionalStore().handle).server_port
+        return _Server(_ConditionalStore(self.objects).handle).server_port
 
     def _started(self, words: Callable[[str], list[str]]) -> int:
         with socket.socket() as free:
@@ -192,18 +188,17 @@ class Stores:
         begin = time.monotonic()
         operation, key = _parsed(handler.command, handler.path)
         time.sleep(self.delay)
-        note = functools.partial(self._note, operation, key, body, begin)
         fault = self._fault(f"{operation} {key}")
-        if fault == "cut":
-            note(b"", 0)
-            raise _CutError
+        status, headers, data = 0, {}, b""
         if isinstance(fault, int):
-            note(b"", fault)
-            handler.answer(fault, {}, b"refused by the test")
-            return
-        kind = self._kinds.get(key.partition("/")[0], next(iter(self._ports)))
-        status, headers, data = handler.forward(self._ports[kind], body)
-        note(data, status)
+            status = fault
+        elif fault != "cut":
+            kind = self._kinds.get(key.partition("/")[0], next(iter(self._ports)))
+            status, headers, data = handler.forward(self._ports[kind], body)
+        sizes, times = (len(body), len(data)), (begin, time.monotonic())
+        self.requests.append(Request(operation, key, *sizes, status, *times))
+        if fault == "cut":
+            raise _CutError
         handler.answer(status, headers, data, whole=fault != "truncated")
 
     def _fault(self, text: str) -> Any:
@@ -219,14 +214,6 @@ class Stores:
                 self.errors.append(error)
             return None
         return found.kind
-
-    def _note(
-        self, operation: str, key: str, sent: bytes, begin: float, received: bytes, status: int
-    ) -> None:
-        end = time.monotonic()
-        with self._lock:
-            done = Request(operation, key, len(sent), len(received), status, begin, end)
-            self.requests.append(done)
 
 
 def _parsed(method: str, target: str) -> tuple[str, str]:
@@ -346,9 +333,9 @@ class _ConditionalStore:
     """Objects of `gs://`, with what TensorStore asks of them: reads of a range, conditional on a
     generation; uploads and deletes conditional on one; pages of a list."""
 
-    def __init__(self):
+    def __init__(self, objects: dict[tuple[str, str], tuple[int, bytes]]):
         self._lock = threading.Lock()
-        self._objects: dict[tuple[str, str], tuple[int, bytes]] = {}
+        self._objects = objects
         self._generations = itertools.count(1000)
 
     def handle(self, handler: _Handler, body: bytes) -> None:
