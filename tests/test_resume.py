@@ -1,47 +1,58 @@
 """Killed and stopped jobs: what they leave, and what a later run with `resume` makes of it."""
 
+import contextlib
 import fcntl
 import functools
 import hashlib
 import importlib
 import importlib.metadata
 import json
+import operator
 import os
 import pathlib
 import random
 import re
-import resource
 import shutil
 import signal
 import subprocess
-import sysconfig
 import time
 
+import jobs
 import layouts
 import orbax.checkpoint as ocp
 import pytest
-from jobs import FORMATS, MAP, changed, ended, make, plain_tree, started
-from layouts import bits, hashes, kept, unfinished
+from jobs import (
+    EARLIER,
+    FORMATS,
+    MAP,
+    MARKER,
+    MEMORY,
+    PROGRESS,
+    RECORD,
+    RESHARD,
+    StopError,
+    assert_pruned,
+    changed,
+    ended,
+    flip,
+    make,
+    save,
+    started,
+    stop_at,
+    touched,
+)
+from layouts import hashes, kept, unfinished
 from sampling import few, some
 
 import reshard
 from reshard.engine.budget import WINDOW
 from reshard.engine.read import Filled
-from reshard.storage.ocdbt import node_files, value_files
 from reshard.units import format_bytes, parse_bytes
 from reshard.verify import verification
-from reshard.writer import journal
 
 pytestmark = pytest.mark.usefixtures("forked")
 # A function has its name.
 executing = importlib.import_module("reshard.writer.execution")
-
-RESHARD = pathlib.Path(sysconfig.get_path("scripts")) / "reshard"
-EARLIER = ".reshard.orbax-checkpoint-tmp"
-PROGRESS = "reshard_progress.json"
-RECORD = "reshard_digests.json"
-MARKER = "commit_success.txt"
-MEMORY = "3MiB"
 ANEW = "hint: without resume=True the job begins anew"
 REMOVED = "hint: the same call begins anew: what was kept is removed"
 
@@ -63,24 +74,6 @@ def sources(tmp_path_factory):
     assert {path: hashes(path) for path in before} == before
 
 
-def save(source, out, **options):
-    return reshard.save(changed(source), out, **{"max_memory": "3MiB"} | options)
-
-
-# One job.
-
-
-def taken(source, out, resume, seconds=None):
-    """The status of a job in a process of its own, that is killed so long after its start, and how
-    long it ran."""
-    begin = time.perf_counter()
-    process = started(source, out, {"resume": resume})
-    if seconds is not None:
-        time.sleep(max(begin + seconds - time.perf_counter(), 0))
-        process.kill()
-    return ended(process), time.perf_counter() - begin
-
-
 # What is to be there.
 
 
@@ -100,40 +93,20 @@ def files(path):
     return found
 
 
-def opened(path):
-    steps = reshard.open(path).source.steps or (None,)
-    return [reshard.open(path, step=step) for step in steps]
-
-
-def digested(leaf):
-    """All there is to a leaf, its bytes as a digest: what is expected of many jobs is kept."""
-    *rest, data = bits(leaf)
-    return *rest, hashlib.sha256(data).digest() if isinstance(data, bytes) else data
+def digested(found):
+    """All there is to some leaves, as a digest: what is expected of many jobs is kept."""
+    return {key: hashlib.sha256(repr(leaf).encode()).digest() for key, leaf in found.items()}
 
 
 def values(path):
-    return [
-        {h.path: digested(h.view().read().result()) for h in ckpt.arrays} for ckpt in opened(path)
-    ]
+    steps = reshard.open(path).source.steps or (None,)
+    return [digested(jobs.values(path, step=step)) for step in steps]
 
 
 def restored(path):
     """What Orbax reads."""
-    items = [path / ckpt.source.step / ckpt.source.item for ckpt in opened(path)]
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        found = [layouts.flat(checkpointer.restore(item)) for item in items]
-    return [{name: digested(leaf) for name, leaf in tree.items()} for tree in found]
-
-
-def assert_pruned(path):
-    """Every file of every OCDBT database is in use."""
-    for ckpt in opened(path):
-        if ckpt.source.store.ocdbt:
-            item = ckpt.source.store.directory
-            top = pathlib.Path(item)
-            data = [*top.glob("d/**/*"), *top.glob("ocdbt.process_*/**/*")]
-            found = {str(file.relative_to(top)) for file in data if file.is_file()}
-            assert found == node_files(item) | value_files(item)
+    trees = [layouts.load_pytree(file.parent) for file in sorted(path.rglob("_METADATA"))]
+    return [digested({k: layouts.bits(x) for k, x in layouts.flat(t).items()}) for t in trees]
 
 
 @pytest.fixture(scope="module")
@@ -203,79 +176,70 @@ SOME_KILLED = [
 ]
 
 
-def usual_seconds(source, out, resume):
-    """How long a job takes that nobody kills."""
-    found = []
-    for _ in range(2):
-        status, seconds = taken(source, out, resume)
-        assert status == 0
-        found.append(seconds)
-        shutil.rmtree(out)
-    return min(found)
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize(("kind", "resume"), few(KILLED, *SOME_KILLED))
 def test_killed_at_random_moments(sources, expected, tmp_path, kind, resume):
     source, whole = sources(kind, SIZE), expected(kind, SIZE)
     before = status_of(source)
     out = tmp_path / "out"
-    seconds = usual_seconds(source, out, resume)
+    seconds = []
+    for _ in range(2):  # what a job takes that nobody kills
+        begin = time.perf_counter()
+        assert ended(started(source, out, {"resume": resume})) == 0
+        seconds.append(time.perf_counter() - begin)
+        shutil.rmtree(out)
     rng = random.Random(kind)
     kills = 0
     while kills < KILLS[kind.split()[0]]:
-        status, _ = taken(source, out, resume, rng.uniform(0, 1.1 * seconds))
-        kills += status != 0
+        begin = time.perf_counter() + rng.uniform(0, 1.1 * min(seconds))
+        process = started(source, out, {"resume": resume})
+        time.sleep(max(begin - time.perf_counter(), 0))
+        process.kill()
+        kills += ended(process) != 0
         assert status_of(source) == before
         if out.exists():
             assert_whole(out, whole, killed=True)
             shutil.rmtree(out)
         else:
             assert_absent(out)
-    assert taken(source, out, resume)[0] == 0
+    assert ended(started(source, out, {"resume": resume})) == 0
     assert_whole(out, whole)
 
 
 # SIGKILL at moments of interest.
 
-# Which call of what, and whether after it rather than before.
+# Which call of what.
 MOMENTS = [
-    ("reshard.writer.siblings:Location.copy", 1, True),
-    ("reshard.writer.database:posix.link", 2, False),
-    ("reshard.storage.posix:replace", 1, False),
-    ("os:replace", 1, False),
-    ("os:replace", 1, True),
-    ("os:replace", 4, False),
-    ("reshard.engine.budget:Reservation.free_after", 3, True),
-    ("reshard.writer.journal:ItemProgress.value_batch", 1, True),
-    ("reshard.writer.journal:ItemProgress.box_batch", 5, False),
-    ("reshard.writer.database:merge", 1, False),
-    ("reshard.writer.database:merge", 1, True),
-    ("reshard.writer.database:prune", 1, False),
-    ("os:unlink", 2, True),
-    ("os:unlink", 7, True),
-    ("reshard.writer.database:prune", 1, True),
-    ("reshard.writer.orbax_documents:documents", 1, True),
-    ("reshard.writer.execution:records", 1, True),
-    ("reshard.writer.execution:records", 2, False),
-    ("reshard.writer.execution:write_markers", 1, True),
-    ("reshard.writer.journal:Journal.close", 1, False),
-    ("reshard.writer.journal:Journal.close", 1, True),
-    ("os:rename", 1, True),
+    ("reshard.writer.siblings:Location.copy", 1),
+    ("reshard.writer.database:posix.link", 2),
+    ("os:replace", 1),
+    ("os:replace", 4),
+    ("reshard.engine.budget:Reservation.free_after", 3),
+    ("reshard.writer.journal:ItemProgress.value_batch", 1),
+    ("reshard.writer.journal:ItemProgress.box_batch", 5),
+    ("reshard.writer.database:merge", 1),
+    ("os:unlink", 2),
+    ("os:unlink", 7),
+    ("reshard.writer.database:prune", 1),
+    ("reshard.writer.orbax_documents:documents", 1),
+    *(("reshard.writer.execution:records", count) for count in (1, 2)),
+    ("reshard.writer.execution:write_markers", 1),
+    ("reshard.writer.journal:Journal.close", 1),
+    ("os:rename", 1),
 ]
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["ckpt manager", "convert zarr3-files"])
 def test_killed_at_a_moment_of_interest(sources, expected, tmp_path, kind):
+    """Before it, and then after it, unless the job is done by then."""
     source, whole = sources(kind, "tiny"), expected(kind, "tiny")
     out = tmp_path / "out"
     killed = 0
     moments = some(MOMENTS)
-    for name, *moment in moments:
-        # Twice at the same place, unless it is done by then.
-        for _ in range(2):
-            killed += ended(started(source, out, {"resume": True}, [name], *moment)) != 0
+    for name, count in moments:
+        for after in (False, True):
+            killed += ended(started(source, out, {"resume": True}, [name], count, after)) != 0
             if out.exists():
                 break
             assert_absent(out)
@@ -289,43 +253,31 @@ def test_killed_at_a_moment_of_interest(sources, expected, tmp_path, kind):
 # Stopped in this process.
 
 
-class StopError(Exception):
-    """What the tests throw into a running job."""
+always = pytest.fixture(jobs.note_all)
 
 
-@pytest.fixture
-def always(monkeypatch):
-    """Every batch is made durable."""
-    monkeypatch.setattr(journal, "_SYNC_SECONDS", -1)
-    monkeypatch.setattr(journal, "_SYNC_SHARE", float("inf"))
-
-
-def stop_at(part):
-    """A callback for progress that raises an error once this part is done."""
-
-    def progress(done, whole):
-        if done >= part * whole:
-            raise StopError
-
-    return progress
+def kept_note(out, call="call with resume=True"):
+    return f"`{unfinished(out)}` is kept: the same {call} goes on with it"
 
 
 def stopped(source, out, part=0.6, **options):
     """A job that is stopped in the middle; its temporary directory."""
     with pytest.raises(StopError) as caught:
         save(source, out, resume=True, progress=stop_at(part), **options)
-    assert caught.value.__notes__ == [
-        f"`{unfinished(out)}` is kept: the same call with resume=True goes on with it"
-    ]
+    assert caught.value.__notes__ == [kept_note(out)]
     assert os.listdir(out.parent) == [unfinished(out).name]
     assert os.listdir(unfinished(out)) == [kept(out).name]
     return kept(out)
 
 
+def noted(temporary):
+    """What is noted of the first item."""
+    return json.loads((temporary / PROGRESS).read_bytes())["job"]["items"][0]
+
+
 def progress_of(temporary):
-    """How far the first item is: values, batches, merged."""
-    item = json.loads((temporary / PROGRESS).read_bytes())["job"]["items"][0]
-    return item["values"], item["batches"], item["merged"]
+    """How far it is."""
+    return operator.itemgetter("values", "batches", "merged")(noted(temporary))
 
 
 @pytest.mark.usefixtures("always")
@@ -381,7 +333,8 @@ def test_links_that_are_forbidden_at_times(sources, expected, tmp_path, monkeypa
     def forbidden(*_, **__):
         raise PermissionError(1, "Operation not permitted")
 
-    for part, forbids in ((0.3, False), (0.5, True), (0.7, True), (0.8, False), (1, True)):
+    # Stopped before all values are copied, and without links ever after.
+    for part, forbids in ((0.3, False), (0.1, True), (0.2, True), (0.5, False), (1, False)):
         with monkeypatch.context() as patch:
             if forbids:
                 patch.setattr(os, "link", forbidden)
@@ -428,6 +381,7 @@ def test_what_a_job_without_resume_left_and_what_it_finds_is_removed(
     else:
         stopped(sources(kind), out)
     (kept(out) / "junk").write_text("half")
+    (unfinished(out) / "lock.0123").write_text("of a job that was killed as it removed its lock")
     save(sources(kind), out, resume=resumed)
     assert_whole(out, expected(kind))
 
@@ -459,11 +413,10 @@ def test_half_written_files_and_a_source_that_holds_a_progress_file(sources, exp
 # Refusals.
 
 
-def refused(text, source, out, **options):
-    with pytest.raises(reshard.DestinationError) as caught:
-        save(source, out, **{"resume": True} | options)
-    assert str(caught.value) == text
-    assert not hasattr(caught.value, "__notes__")
+def refused(text, source, out, call=save, **options):
+    options = {"resume": True} | options
+    error = jobs.refused(reshard.DestinationError, text, call, source, out, **options)
+    assert not hasattr(error, "__notes__")
 
 
 def another_job(temporary, *problems, hint=None):
@@ -481,35 +434,31 @@ def other_memory(temporary, now):
     return another_job(temporary, problem, hint=f'max_memory="{MEMORY}"')
 
 
-ARGUMENTS = {
-    "mesh": lambda c: (reshard.to_mesh(c, "1x4", [("serial", ("model", None))]), {}),
-    "dtype": lambda c: (reshard.cast(c, "bfloat16"), {}),
-    "dtype of one": lambda c: (reshard.cast(c, "bfloat16", "params/kept0"), {}),
-    "select": lambda c: (reshard.select(c, "params/**"), {}),
-    "drop": lambda c: (reshard.select(c, drop="none"), {}),
-    "rename": lambda c: (reshard.rename(c, [("w0", "u0")]), {}),
-    "spec": lambda c: (reshard.to_mesh(c, "1x8", [("w0", ("model",))]), {}),
-    "chunks": lambda c: (c, {"chunks": "64KiB"}),
-    "kept chunks": lambda c: (c, {"chunks": "keep"}),
-    "links": lambda c: (c, {"link": False}),
-}
+ARGUMENTS = [
+    lambda c: (reshard.to_mesh(c, "1x4", [("serial", ("model", None))]), {}),
+    lambda c: (reshard.cast(c, "bfloat16", "params/kept0"), {}),
+    lambda c: (reshard.select(c, drop="none"), {}),
+    lambda c: (reshard.rename(c, [("w0", "u0")]), {}),
+    lambda c: (reshard.to_mesh(c, "1x8", [("w0", ("model",))]), {}),
+    lambda c: (c, {"chunks": "64KiB"}),
+    lambda c: (c, {"chunks": "keep"}),
+]
 
 
 def test_other_arguments(sources, expected, tmp_path, monkeypatch):
-    kind, out = "ckpt zarr2", tmp_path / "out"
+    kind, out = "ckpt zarr2-files", tmp_path / "out"
     temporary = stopped(sources(kind), out)
     before = hashes(temporary)
-    for change in ARGUMENTS.values():
+    for change in ARGUMENTS:
         ckpt, options = change(*changed(sources(kind)))
-        with pytest.raises(reshard.DestinationError) as caught:
-            reshard.save(ckpt, out, resume=True, **{"max_memory": MEMORY} | options)
-        assert str(caught.value) == other_arguments(temporary)
+        options = {"call": reshard.save, "max_memory": MEMORY} | options
+        refused(other_arguments(temporary), ckpt, out, **options)
         assert hashes(temporary) == before
     for memory, text in (("4MiB", "4.00 MiB"), ("1GiB", "1.00 GiB"), (3 << 20 | 1, "3.00 MiB")):
         refused(other_memory(temporary, text), sources(kind), out, max_memory=memory)
     with monkeypatch.context() as patch:
         now = importlib.metadata.version("reshard")
-        patch.setattr(journal.importlib.metadata, "version", lambda _: "99.1")
+        patch.setattr(importlib.metadata, "version", lambda _: "99.1")
         problem = f"reshard {now} then, 99.1 now"
         refused(another_job(temporary, problem), sources(kind), out)
     # In the same process: each refusal has given its lock back; and with the memory that was named.
@@ -551,10 +500,8 @@ def test_other_steps(sources, tmp_path):
     one, two = (f"`{source}/{step}/default`" for step in (1, 2))
     for steps, now in (([0], one), ([1], two), ([1, 0], f"{two} and {one}")):
         ckpts = [changed(source)[step] for step in steps]
-        with pytest.raises(reshard.DestinationError) as caught:
-            reshard.save(ckpts, out, max_memory=MEMORY, resume=True)
-        problem = f"the source: {one} and {two} then, {now} now"
-        assert str(caught.value) == another_job(temporary, problem)
+        text = another_job(temporary, f"the source: {one} and {two} then, {now} now")
+        refused(text, ckpts, out, call=reshard.save, max_memory=MEMORY)
 
 
 def test_another_conversion(sources, tmp_path):
@@ -562,17 +509,9 @@ def test_another_conversion(sources, tmp_path):
     out = tmp_path / "new" / "out"
     (tmp_path / "map.toml").write_text(MAP)
     temporary = stopped(source, out)
-    (tmp_path / "map.toml").write_text(MAP.replace("'left', 'right'", "'right', 'left'"))
-    with pytest.raises(reshard.TreeMismatchError):
-        (tmp_path / "map.toml").write_text(MAP.replace("left", "right"))
-        save(source, out, resume=True)
     swapped = MAP.replace("left", "middle").replace("right", "left").replace("middle", "right")
     (tmp_path / "map.toml").write_text(swapped)
     refused(other_arguments(temporary), source, out)
-
-
-def touched(file):
-    os.utime(file, ns=(file.stat().st_mtime_ns, file.stat().st_mtime_ns + 1))
 
 
 def grown(file):
@@ -668,48 +607,36 @@ def test_digests_are_recorded_between_two_runs(sources, tmp_path, kind):
 def test_wrong_digests_are_recorded_between_two_runs(sources, tmp_path):
     source = shutil.copytree(sources("ckpt zarr2-files"), tmp_path / "source")
     out = tmp_path / "new" / "out"
-    temporary = stopped(source, out)
-    begun = json.loads((temporary / PROGRESS).read_bytes())["job"]["items"][0]["digests"]
+    begun = noted(stopped(source, out))["digests"]
     assert ["params", "serial0"] in [path for path, _ in begun]
-    reshard.digest(source, write=True)
-    record = json.loads((source / RECORD).read_bytes())
-    record["arrays"]["params.serial0"]["digest"] = "0" * 32
-    (source / RECORD).write_text(json.dumps(record))
-    with pytest.raises(reshard.CorruptCheckpointError) as caught:
-        save(source, out, resume=True)
-    assert str(caught.value) == (
-        f"values were read from `{source}` that are not those its digests were recorded of\n"
-        f'  params/serial0  float32[512,512]\n\nhint: reshard.verify("{source}")\n{REMOVED}'
-    )
-    assert os.listdir(out.parent) == []
+    jobs.misrecorded(source, "params.serial0")
+    text = f"values were read from `{source}` that are not those its digests were recorded of\n"
+    text += f'  params/serial0  float32[512,512]\n\nhint: reshard.verify("{source}")'
+    for anew in (f"\n{REMOVED}", ""):  # which is a job that had these from the beginning
+        jobs.refused(reshard.CorruptCheckpointError, text + anew, save, source, out, resume=True)
+        assert os.listdir(out.parent) == []
 
 
 # What an earlier run has written, and something has changed.
-
-
-def flip(file):
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
 
 
 @pytest.mark.usefixtures("always")
 def test_a_flipped_bit_in_what_an_earlier_run_wrote(tmp_path):
     """Of a source whose stored bytes are its values, so that any others are values as well."""
     source, out = tmp_path / "source", tmp_path / "new" / "out"
-    layouts.save_pytree(source, plain_tree(0, 6), use_ocdbt=False, use_compression=False)
+    layouts.save_pytree(source, jobs.plain_tree(0, 6), use_ocdbt=False, use_compression=False)
     for verify in (False, True):
         temporary = stopped(source, out, 0.9)
         for name in ("params.w0", "params.serial1"):
             flip(sorted((temporary / name).glob("?.?"))[-1])
-        with pytest.raises(reshard.CorruptCheckpointError) as caught:
-            save(source, out, resume=True, verify=verify)
-        assert str(caught.value) == (
+        text = (
             "what was written is not what is read back\n"
             "  params/serial1: its values are not those on record\n"
             "  params/w0: its values are not those on record\n\n"
             f'hint: reshard.verify("{source}")\n{REMOVED}'
         )
+        again = functools.partial(save, source, out, resume=True, verify=verify)
+        jobs.refused(reshard.CorruptCheckpointError, text, again)
         assert os.listdir(out.parent) == []
     save(source, out, resume=True)
     assert reshard.verify(out, changed(source)[0]).ok
@@ -754,15 +681,12 @@ def test_only_what_an_earlier_run_wrote_is_read_back(sources, tmp_path, monkeypa
     wholes = []
     save(source, out, progress=lambda done, whole: wholes.append(whole))
     shutil.rmtree(out)
-    temporary = stopped(source, out, 0.7)
-    begun = json.loads((temporary / PROGRESS).read_bytes())["job"]["items"][0]["digests"]
+    begun = [tuple(path) for path, _ in noted(stopped(source, out, 0.7))["digests"]]
     seen = []
-    save(source, out, resume=True, progress=lambda done, whole: seen.append((done, whole)))
-    assert [sorted(paths) for paths in read] == [sorted(tuple(path) for path, _ in begun)]
-    rewritten = sum(not a.moved for a in reshard.plan(changed(source), max_memory=MEMORY).arrays)
-    assert 1 < len(begun) < rewritten
-    arrays = reshard.open(source).arrays
-    back = sum(h.nbytes for h in arrays if list(h.path) in [path for path, _ in begun])
+    planned = save(source, out, resume=True, progress=lambda *counts: seen.append(counts))
+    assert [sorted(paths) for paths in read] == [sorted(begun)]
+    assert 1 < len(begun) < sum(not array.moved for array in planned.arrays)
+    back = sum(h.nbytes for h in reshard.open(source).arrays if h.path in begun)
     assert seen[-1] == (wholes[-1] + back, wholes[-1] + back)
     # All of it, once; and nothing where no earlier run was.
     for options, count in (({"verify": True}, 1), ({}, 0)):
@@ -810,17 +734,8 @@ def test_it_is_told_that_a_job_went_on(sources, expected, tmp_path):
     assert reshard.save(ckpt, out, resume=True).notes == (written,)
 
 
-GARBAGE = [
-    b"{",
-    b"[]",
-    b"{}",
-    b"null",
-    b"\xff\xfe" * 100,
-    b"\0" * 4096,
-    b"[" * 100_000,
-    b'{"sha256": "", "job": {}}',
-    b'{"sha256": 3, "job": null}',
-]
+# No JSON, no object, and no job.
+GARBAGE = [b"{", b"\xff\xfe", b"[" * 100_000, b"[]", b"{}", b'{"sha256": "", "job": {}}']
 
 
 def test_a_damaged_progress_file(sources, expected, tmp_path):
@@ -828,18 +743,14 @@ def test_a_damaged_progress_file(sources, expected, tmp_path):
     temporary = stopped(sources(kind), out)
     genuine = (temporary / PROGRESS).read_bytes()
     rng = random.Random(0)
-    flipped = []
-    for _ in range(20):
-        place = rng.randrange(len(genuine))
-        changed = bytes([genuine[place] ^ 1 << rng.randrange(7)])
-        flipped.append(genuine[:place] + changed + genuine[place + 1 :])
+    flipped = [bytearray(genuine) for _ in range(20)]
+    for data in flipped:
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(7)
     text = f"`{temporary / PROGRESS}` is damaged: nothing says how far the unfinished job is"
-    cut = [genuine[: len(genuine) // 2], genuine[:-1]]
-    for garbage in (*GARBAGE, *cut, *flipped):
-        if garbage.translate(None, b" \n\t\r") == genuine.translate(None, b" \n\t\r"):
-            continue
-        (temporary / PROGRESS).write_bytes(garbage)
-        refused(f"{text}\n\n{ANEW}", sources(kind), out)
+    for garbage in (*GARBAGE, genuine[: len(genuine) // 2], genuine[:-1], *flipped):
+        if garbage.translate(None, b" \n\t\r") != genuine.translate(None, b" \n\t\r"):
+            (temporary / PROGRESS).write_bytes(garbage)
+            refused(f"{text}\n\n{ANEW}", sources(kind), out)
     save(sources(kind), out)
     assert_same(out, expected(kind))
 
@@ -883,24 +794,18 @@ def test_progress_that_is_behind_the_data(sources, expected, tmp_path, kind):
 def test_a_full_disk_and_room_again(sources, expected, tmp_path, kind):
     """A limit on the size of files makes the file system refuse writes from the middle on."""
     source, out = sources(kind), tmp_path / "out"
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def fill(done, whole):
-        if done > whole // 2:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
-
     before = status_of(source)
-    try:
-        with pytest.raises(reshard.DestinationError) as caught:
-            save(source, out, resume=True, progress=fill)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with contextlib.ExitStack() as full, pytest.raises(reshard.DestinationError) as caught:
+
+        def fill(done, whole):
+            if done > whole // 2:
+                full.enter_context(jobs.limited(10_000))
+
+        save(source, out, resume=True, progress=fill)
     assert str(caught.value).startswith(
         ("the destination cannot be written\n  ", f"`{out}` cannot be written: File too large")
     )
-    assert caught.value.__notes__ == [
-        f"`{unfinished(out)}` is kept: the same call with resume=True goes on with it"
-    ]
+    assert caught.value.__notes__ == [kept_note(out)]
     assert status_of(source) == before
     assert_absent(out)
     assert progress_of(kept(out)) > (0, 0, False)
@@ -921,44 +826,21 @@ def test_what_was_kept_takes_no_room_twice(sources, expected, tmp_path, monkeypa
     assert_same(out, expected(kind))
 
 
-def test_a_source_that_changes_is_nothing_to_go_on_with(sources, tmp_path):
-    source = shutil.copytree(sources("ckpt zarr2-files"), tmp_path / "source")
-    out = tmp_path / "new" / "out"
-
-    def change(done, whole):
-        if done > whole // 2:
-            touched(source / "params.w0" / "0.0")
-
-    with pytest.raises(reshard.CorruptCheckpointError) as caught:
-        save(source, out, resume=True, progress=change)
-    assert str(caught.value) == f"the source changed while it was read\n  `{source}`"
-    assert not hasattr(caught.value, "__notes__")
-    assert os.listdir(out.parent) == []
-
-
-@pytest.mark.usefixtures("always")
-def test_values_that_are_not_those_on_record_are_nothing_to_go_on_with(sources, tmp_path):
-    source = tmp_path / "source"
-    save(sources("ckpt zarr2-files"), source)
-    record = json.loads((source / RECORD).read_bytes())
-    record["arrays"]["params.w0"]["digest"] = "0" * 32
-    (source / RECORD).write_text(json.dumps(record))
-    out = tmp_path / "new" / "out"
-    with pytest.raises(reshard.CorruptCheckpointError, match="not those its digests"):
-        save(source, out, resume=True, chunks="64KiB")
-    assert os.listdir(out.parent) == []
-
-
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("kind", ["ckpt zarr2", "convert zarr2-files"])
 @pytest.mark.parametrize("resume", [False, True])
 def test_what_an_earlier_version_has_left(sources, expected, tmp_path, kind, resume):
-    """It had another name."""
+    """It had another name; and a job of that version locks the directory itself."""
     out = tmp_path / "out"
     temporary = stopped(sources(kind), out)
     far = progress_of(temporary)
-    temporary.rename(tmp_path / f"out{EARLIER}")
+    earlier = temporary.rename(tmp_path / f"out{EARLIER}")
     unfinished(out).rmdir()
+    held = os.open(earlier, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    for resumed in (True, False):
+        refused(f"another job is writing `{earlier}`", sources(kind), out, resume=resumed)
+    os.close(held)
     seen = []
 
     def progress(*_):
@@ -970,76 +852,45 @@ def test_what_an_earlier_version_has_left(sources, expected, tmp_path, kind, res
     assert_same(out, expected(kind))
 
 
-def test_another_job_holds_it(sources, expected, tmp_path):
-    """One of an earlier version, which locks the directory itself."""
-    kind, out = "ckpt zarr2", tmp_path / "out"
-    temporary = stopped(sources(kind), out).rename(tmp_path / f"out{EARLIER}")
-    descriptor = os.open(temporary, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    for resume in (True, False):
-        refused(f"another job is writing `{temporary}`", sources(kind), out, resume=resume)
-    os.close(descriptor)
-    save(sources(kind), out, resume=True)
-    assert_same(out, expected(kind))
-
-
 # The command line.
-
-
-TO = ("--to", "1x8", "--spec", "serial=model,")
-
-
-def command(kind, source, *options):
-    if kind == "ckpt":
-        return [RESHARD, "ckpt", source, "out/1", *TO, "--max-memory", MEMORY, *options]
-    arguments = ("--to", "nnx", "--map", source.with_name("map.toml"), "--mesh", "1x4")
-    return [RESHARD, "convert", source, "out/1", *arguments, "--max-memory", MEMORY, *options]
-
-
-def interrupted(arguments, cwd, number):
-    """How a command ends that gets a signal as soon as some of its batches are on the disk."""
-    process = subprocess.Popen(
-        arguments, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    temporary = unfinished(cwd / "out" / "1")
-    # The first progress file says nothing yet: what is written after it can be seen.
-    while process.poll() is None and not [
-        *temporary.glob("*/params.w1*/*"),
-        *temporary.glob("*/plain.1*/*"),
-        *temporary.glob("*/ocdbt.process_0/manifest.ocdbt"),
-    ]:
-        time.sleep(0.001)
-    process.send_signal(number)
-    out, err = process.communicate()
-    return process.returncode, out, err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("kind", ["ckpt zarr2", "convert zarr2"])
 def test_a_signal_keeps_what_is_written(sources, expected, tmp_path, kind, number):
-    source = sources(kind, "large")
-    api, _ = kind.split()
-    left = unfinished(tmp_path / "out" / "1")
-    ended = interrupted(command(api, source, "--resume"), tmp_path, number)
-    text = f"`{left}` is kept: the same command with --resume goes on with it"
-    assert ended == (130, "", f"\nInterrupted; {text}\n")
-    assert os.listdir(tmp_path / "out") == [left.name]
-    other = subprocess.run(
-        [*command(api, source, "--resume"), "--chunks", "64KiB"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (other.returncode, other.stdout) == (2, "")
-    refused = other_arguments(kept(tmp_path / "out" / "1")).replace("resume=True", "--resume")
-    assert other.stderr == f"Error: {refused}\n"
-    went_on = subprocess.run(
-        command(api, source, "--resume"), cwd=tmp_path, check=True, capture_output=True, text=True
-    )
-    (note,) = [line for line in went_on.stdout.splitlines() if line.startswith("note     resumed")]
+    """As soon as some batches are on the disk."""
+    source, out = sources(kind, "large"), tmp_path / "out" / "1"
+    options = ("--to", "1x8", "--spec", "serial=model,")
+    if "convert" in kind:
+        options = ("--to", "nnx", "--map", source.with_name("map.toml"), "--mesh", "1x4")
+    words = [RESHARD, kind.split()[0], source, "out/1", *options, "--max-memory", MEMORY]
+
+    def begun(*more):
+        return subprocess.Popen(
+            [*words, "--resume", *more],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    process = begun()
+    # The first progress file says nothing yet: what is written after it can be seen.
+    while not [*unfinished(out).glob("*/ocdbt.process_0/manifest.ocdbt")]:
+        assert process.poll() is None
+        time.sleep(0.001)
+    process.send_signal(number)
+    note = kept_note(out, "command with --resume")
+    assert process.communicate() == ("", f"\nInterrupted; {note}\n")
+    assert process.returncode == 130
+    assert os.listdir(out.parent) == [unfinished(out).name]
+    other = begun("--chunks", "64KiB")
+    text = other_arguments(kept(out)).replace("resume=True", "--resume")
+    assert other.communicate() == ("", f"Error: {text}\n")
+    assert other.returncode == 2
+    shown, _ = begun().communicate()
+    (note,) = [line for line in shown.splitlines() if line.startswith("note     resumed")]
     assert re.fullmatch(
         r"note     resumed what an earlier run had written: \S+ \S+ of \S+ MiB are rewritten", note
     )
-    assert os.listdir(tmp_path / "out") == ["1"]
-    assert_same(tmp_path / "out" / "1", expected(kind, "large"))
+    assert_same(out, expected(kind, "large"))
