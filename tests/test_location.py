@@ -10,6 +10,7 @@ import pytest
 import tensorstore as ts
 from etils import epath
 from in_process import command, inside
+from jobs import refused
 from releases import since
 
 import reshard
@@ -58,6 +59,10 @@ def test_the_environment_of_s3(monkeypatch, tmp_path):
     place = parse_location("s3://bucket/run")
     plain = {"driver": "s3", "bucket": "bucket", "path": "run/"}
     assert place.spec == plain
+    (tmp_path / "config").write_text("[default]\nregion = eu-central-1\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    assert place.spec == plain | {"aws_region": "eu-central-1"}
+    monkeypatch.delenv("AWS_CONFIG_FILE")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
     assert place.spec == plain | {"aws_region": "eu-west-1"}
     monkeypatch.setenv("AWS_REGION", "auto")
@@ -109,10 +114,9 @@ REFUSED = {
 @pytest.mark.parametrize("form", REFUSED, ids=repr)
 def test_what_is_no_location(form):
     scheme, _, rest = str(form).partition(":")
+    text = REFUSED[form].format(form, scheme, rest.removeprefix("/"))
     for use in (reshard.open, parse_location):
-        with pytest.raises(reshard.CheckpointFormatError) as caught:
-            use(form)
-        assert str(caught.value) == REFUSED[form].format(form, scheme, rest.removeprefix("/"))
+        refused(reshard.CheckpointFormatError, text, use, form)
 
 
 def test_all_that_is_below_a_directory(tmp_path):
@@ -180,7 +184,7 @@ def how_files_are_read(path):
     return store.context["file_io_mode"].to_json().get("mode", "default")
 
 
-def test_local_files_are_mapped_and_those_of_a_network_are_read(saved, tmp_path, monkeypatch):
+def test_local_files_are_mapped_and_those_of_a_network_are_read(saved, monkeypatch):
     path = saved("standalone").path
     assert how_files_are_read(path) == "memmap"  # in temporary directories of any test machine
     monkeypatch.setattr(posix, "_LIBC", Disk(0xEF53))
@@ -192,7 +196,7 @@ def test_local_files_are_mapped_and_those_of_a_network_are_read(saved, tmp_path,
     assert ocdbt.new_context()["file_io_mode"].to_json() == {}
 
 
-def test_a_tensorstore_that_cannot_map_files(saved, tmp_path, monkeypatch):
+def test_a_tensorstore_that_cannot_map_files(saved, monkeypatch):
     make = ts.Context
 
     def older(*spec):

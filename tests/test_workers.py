@@ -1,6 +1,7 @@
 """Tasks in worker processes: killed, hanging, failing; and in executors."""
 
 import concurrent.futures
+import functools
 import os
 import pathlib
 import re
@@ -15,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 from click.testing import CliRunner
+from jobs import refused
 from sampling import few
 from worker_tasks import Finds, Opens, Tiny
 
@@ -54,14 +56,13 @@ def test_results_come_in_order_and_a_task_whose_worker_is_killed_is_done_again(l
 
 
 def test_a_task_that_kills_its_workers_ends_the_job(log):
-    with pytest.raises(reshard.ReshardError) as caught:
-        run_tasks([Tiny(0, log, "killed"), Tiny(1, log, "hangs")], ignored, workers=2)
-    assert str(caught.value).splitlines() == [
-        "task 0 cannot be done",
-        "  3 workers were killed in the middle of it, the last one by SIGKILL",
-        "",
-        "hint: workers=... and max_memory=... multiply: less of both takes less",
-    ]
+    text = (
+        "task 0 cannot be done\n"
+        "  3 workers were killed in the middle of it, the last one by SIGKILL\n\n"
+        "hint: workers=... and max_memory=... multiply: less of both takes less"
+    )
+    tasks = [Tiny(0, log, "killed"), Tiny(1, log, "hangs")]
+    refused(reshard.ReshardError, text, run_tasks, tasks, ignored, workers=2)
     assert sorted(log.read_text().split()) == ["0", "0", "0", "1"]
     assert no_worker_is_left()
 
@@ -149,21 +150,10 @@ def test_workers_that_were_started_find_what_is_here_by_now(tmp_path, monkeypatc
         assert run_tasks(found, ignored, workers=1) == [(5, "yes"), (5, None)]
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "workers", "count"),
-    [
-        (0, 3, 1),
-        (2, 3, 2),
-        (40 << 20, 3, 3),
-        (170 << 20, 2, 4),
-        (1 << 40, 2, 8),
-        (1 << 40, 3, 12),
-        (170 << 20, None, 5),
-        (1 << 40, None, 64),
-    ],
-)
-def test_each_worker_has_as_many_tasks(nbytes, workers, count):
-    assert task_count(nbytes, workers) == count
+def test_each_worker_has_as_many_tasks():
+    assert [task_count(nbytes, 3) for nbytes in (0, 2, 40 << 20, 1 << 40)] == [1, 2, 3, 12]
+    assert [task_count(nbytes, 2) for nbytes in (170 << 20, 1 << 40)] == [4, 8]
+    assert [task_count(nbytes, None) for nbytes in (170 << 20, 1 << 40)] == [5, 64]
 
 
 def test_an_interrupt_ends_all_workers(log):
@@ -265,11 +255,10 @@ def test_what_cannot_be_read_is_told_as_in_one_process(two, threads, tmp_path):
     whole = reshard.verify(plain)
     assert len(whole.problems) == 2
     assert reshard.verify(plain, workers=4, executor=threads) == whole
+    diff = functools.partial(reshard.diff, plain, path, values=True)
     with pytest.raises(reshard.CorruptCheckpointError) as expected:
-        reshard.diff(plain, path, values=True)
-    with pytest.raises(reshard.CorruptCheckpointError) as caught:
-        reshard.diff(plain, path, values=True, workers=4, executor=threads)
-    assert str(caught.value) == str(expected.value)
+        diff()
+    refused(reshard.CorruptCheckpointError, str(expected.value), diff, workers=4, executor=threads)
 
 
 @pytest.mark.parametrize("workers", [0, -1, "2", 1.5, True])
@@ -307,7 +296,7 @@ def test_the_command_that_writes_starts_workers_first_and_ends_them(two, tmp_pat
     assert no_worker_is_left()
 
 
-def test_a_worker_opens_a_store_once_and_answers_do_not_mix(two, tmp_path):
+def test_a_worker_opens_a_store_once_and_answers_do_not_mix(two):
     """One worker has many tasks of the same stores, each with what it knows of them; its answers
     hold like objects."""
     stores = [reshard.open(path).source.store for path in two]
