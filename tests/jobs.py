@@ -263,6 +263,12 @@ def assert_pruned(path):
         assert found == ocdbt.value_files(Location(str(top)), nodes=True)
 
 
+def inodes(path):
+    """Inode of each file below a directory, by relative path."""
+    files = (file for file in path.rglob("*") if file.is_file())
+    return {str(file.relative_to(path)): file.stat().st_ino for file in files}
+
+
 def flip(file):
     """Changes a bit."""
     data = bytearray(file.read_bytes())

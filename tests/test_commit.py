@@ -179,21 +179,6 @@ def test_too_little_room(source, tmp_path, monkeypatch):
 # While it runs.
 
 
-def test_another_job(one, tmp_path):
-    out, told = tmp_path / "out", []
-
-    def busy(*_):
-        text = f"another job is writing `{unfinished(out)}`"
-        for overwrite in (False, True):
-            not_saved(reshard.DestinationError, text, open_on(one, "1x4"), out, overwrite=overwrite)
-        told.append(text)
-
-    reshard.save(open_on(one), out, progress=busy)
-    assert told
-    assert os.listdir(tmp_path) == ["out"]
-    assert_copied(out, one.path)
-
-
 def test_a_destination_made_meanwhile(one, tmp_path):
     out = tmp_path / "out"
 
@@ -438,57 +423,37 @@ def test_a_manager_that_cleans_up_beside_a_job(one, tmp_path, step):
 # The replaced checkpoint.
 
 
-@pytest.mark.parametrize("replaces", [False, True])
-def test_a_name_that_the_disk_may_not_keep(one, tmp_path, monkeypatch, replaces):
-    """What it replaces is deleted only once the disk has the new name."""
-    out = tmp_path / "out"
+@pytest.mark.filterwarnings("default::UserWarning")
+@pytest.mark.parametrize(("fails", "replaces"), [("sync", False), ("sync", True), ("rmtree", True)])
+def test_what_cannot_be_done_after_the_commit(one, tmp_path, monkeypatch, capsys, fails, replaces):
+    """The command has done its work. What it replaces is deleted only once the disk has the new
+    name, and may be left."""
+    out, replaced = tmp_path / "out", tmp_path / f"out{REPLACED}"
     if replaces:
         reshard.save(open_on(one, "1x4"), out)
+    before = hashes(out)
+    path = tmp_path if fails == "sync" else replaced
+    module, name = {"sync": (posix, "sync_directory"), "rmtree": (shutil, "rmtree")}[fails]
+    function = getattr(module, name)
 
-    sync = reshard.storage.posix.sync_directory
-
-    def refuse(path):
-        if str(path) == str(tmp_path):
+    def refuse(place, *args, **kwargs):
+        if str(place) == str(path):
             raise OSError(errno.EIO, "Input/output error", str(path))
-        sync(path)
+        function(place, *args, **kwargs)
 
-    monkeypatch.setattr(reshard.storage.posix, "sync_directory", refuse)
-    with pytest.warns(UserWarning) as caught:
-        reshard.save(open_on(one), out, overwrite=replaces)
-    told = f"`{tmp_path}` could not be synced: Input/output error"
+    monkeypatch.setattr(module, name, refuse)
+    arguments = ["ckpt", str(one.path), str(out), "--to", "1x8", "--overwrite", "--json"]
+    command.main(arguments, standalone_mode=False)
+    told = f"`{path}` could not be synced: Input/output error"
     if replaces:
         told = (
             "not all of the checkpoint that it replaces could be deleted: "
-            f"`{tmp_path}`: Input/output error; rm -r '{out}{REPLACED}' deletes what is left"
+            f"`{path}`: Input/output error; rm -r '{replaced}' deletes what is left"
         )
-    assert [str(each.message) for each in caught] == [f"`{out}` is complete, but {told}"]
-    assert sorted(os.listdir(tmp_path)) == ["out", f"out{REPLACED}"][: 1 + replaces]
-    assert_copied(out, one.path)
-
-
-@pytest.mark.filterwarnings("default::UserWarning")
-def test_a_replaced_checkpoint_that_cannot_be_deleted(one, tmp_path, capsys, monkeypatch):
-    """The command that replaced it has done its work."""
-    out, replaced = tmp_path / "out", tmp_path / f"out{REPLACED}"
-    reshard.save(open_on(one, "1x4"), out)
-    before, rmtree = hashes(out), shutil.rmtree
-
-    def refuse(path, *args, **kwargs):
-        if str(path).endswith(REPLACED):
-            raise OSError(errno.EBUSY, "Device or resource busy", f"{path}/d/0")
-        rmtree(path, *args, **kwargs)
-
-    monkeypatch.setattr(shutil, "rmtree", refuse)
-    arguments = ["ckpt", str(one.path), str(out), "--to", "1x8", "--overwrite", "--json"]
-    command.main(arguments, standalone_mode=False)
     found = capsys.readouterr()
-    assert found.err == (
-        f"Warning: `{out}` is complete, but not all of the checkpoint that it replaces could be "
-        f"deleted: `{replaced}/d/0`: Device or resource busy; rm -r '{replaced}' deletes what is "
-        "left\n"
-    )
+    assert found.err == f"Warning: `{out}` is complete, but {told}\n"
     assert json.loads(found.out)["done"] is True
-    assert sorted(os.listdir(tmp_path)) == ["out", replaced.name]
+    assert sorted(os.listdir(tmp_path)) == ["out", replaced.name][: 1 + replaces]
     assert hashes(replaced) == before
     assert_copied(out, one.path)
 
@@ -566,20 +531,6 @@ def test_a_job_that_was_suspended_for_long(big, tmp_path, monkeypatch, committed
 
 
 # Killed jobs.
-
-
-def test_what_a_killed_job_left_is_replaced(source, tmp_path):
-    out = tmp_path / "out"
-    stale = unfinished(out) / "1.orbax-checkpoint-tmp"
-    shutil.copytree(source.path, stale)
-    (unfinished(out) / "lock.0123").write_text("of a job that was killed as it removed its lock")
-    (stale / "junk").write_text("half")
-    (stale / "d").mkdir(exist_ok=True)
-    (stale / "d" / "junk").write_text("half")
-    reshard.save(open_on(source), out)
-    assert os.listdir(tmp_path) == ["out"]
-    assert not list(out.rglob("junk"))
-    assert_copied(out, source.path, **source.open)
 
 
 @pytest.mark.parametrize("resume", [False, True])

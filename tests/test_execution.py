@@ -1,6 +1,5 @@
 """A plan is all that is executed: by this process or another, and nothing is prepared again."""
 
-import os
 import pickle
 import shutil
 import subprocess
@@ -15,7 +14,7 @@ import reshard
 from reshard.loader import detection
 from reshard.storage import posix
 from reshard.verify.digest_record import FILE
-from reshard.writer import execution, prepare
+from reshard.writer import prepare
 
 EXECUTE = """
 import pathlib, pickle, sys
@@ -88,16 +87,6 @@ def test_a_plan_and_a_checkpoint_are_the_same_job_in_a_fresh_process(saved, tmp_
             assert reshard.diff(folder / "here", folder / name, values=True).equal
             found = layouts.hashes(folder / name)
             assert documents and [here[key] for key in documents] == [found[k] for k in documents]
-
-
-def test_a_source_that_changed_since_the_plan_was_made(saved, tmp_path):
-    source = shutil.copytree(saved("zarr2-files").path, tmp_path / "source")
-    plan = reshard.plan(changed(source), tmp_path / "out")
-    os.utime(source / "_sharding", ns=(1, 1))
-    with pytest.raises(reshard.CorruptCheckpointError) as error:
-        execution.execute(plan)
-    assert str(error.value) == f"the source changed while it was read\n  `{source}`"
-    assert sorted(os.listdir(tmp_path)) == ["source"]
 
 
 @pytest.mark.parametrize("links", [True, False])

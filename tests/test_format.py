@@ -170,7 +170,7 @@ def test_what_an_older_orbax_wrote(data, tmp_path, old, target):
 
 
 @pytest.mark.parametrize("link", [True, False])
-def test_another_database_around_the_same_chunks(saved, tmp_path, link):
+def test_another_database_around_the_same_chunks(tmp_path, link):
     """Of data files of another size: values of up to 1 KiB are in none."""
     on = layouts.mesh((2, 4))
     specs = {f"w{i}": PartitionSpec("data", "model") for i in range(4)}

@@ -12,7 +12,7 @@ import layouts
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from jobs import FORMATS, MARKER, RECORD, StopError, flip, note_all, put, refused, touched
+from jobs import FORMATS, MARKER, RECORD, StopError, flip, inodes, note_all, put, refused, touched
 from layouts import hashes
 from test_resume import another_job
 
@@ -58,11 +58,6 @@ def opened(root):
 
 def read(root, path):
     return (root / path).read_bytes()
-
-
-def inodes(path):
-    files = (file for file in path.rglob("*") if file.is_file())
-    return {str(file.relative_to(path)): file.stat().st_ino for file in files}
 
 
 def is_data(path, item="ema"):
