@@ -17,19 +17,17 @@ import numpy as np
 import psutil
 import pytest
 from flax import nnx
-from jobs import changed, ended, started
+from jobs import RESHARD, ended, save, started
 from layouts import hashes
 from sampling import few
 from test_executors import cluster, free_port
-from test_resume import RESHARD
-from test_shares_written import assert_same, outer
+from test_shares_written import assert_same, outer, write
 
 import reshard
 
 pytestmark = pytest.mark.usefixtures("forked")
 # A function has its name.
 share_commit = importlib.import_module("reshard.writer.share_commit")
-share_job = importlib.import_module("reshard.writer.share_job")
 
 # All that changes names on a disk.
 NAMES = ["os:replace", "os:rename", "os:unlink", "os:rmdir", "os:mkdir", "os:link"]
@@ -103,8 +101,7 @@ def test_a_commit_that_is_killed_wherever_it_changes_a_name(jobs, tmp_path, over
 def test_two_commits_at_once(jobs, tmp_path, monkeypatch):
     """One of them is refused, whenever it comes, until the other one has ended."""
     (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
-    for number in range(2):
-        reshard.save(changed(source), out, share=(number, 2), max_memory="3MiB")
+    write(source, out, range(2), 2)
     merging, told = share_commit._merged, []
 
     def merged(*args):
@@ -119,22 +116,6 @@ def test_two_commits_at_once(jobs, tmp_path, monkeypatch):
     assert_same(out, whole)
 
 
-@pytest.mark.exhaustive
-def test_commits_of_many_processes_at_once(jobs, tmp_path):
-    (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
-    for _ in range(5):
-        for number in range(2):
-            reshard.save(changed(source), out, share=(number, 2), max_memory="3MiB")
-        running = [started(source, out, None) for _ in range(4)]
-        errors = [process.communicate()[1] for process in running]
-        ends = sorted(process.returncode for process in running)
-        assert set(ends) <= {0, 1} and ends[0] == 0
-        for error in errors:
-            assert not error or f"another job is writing `{out}`" in error
-        assert_same(out, whole)
-        shutil.rmtree(out)
-
-
 def test_who_is_first_to_begin_a_job(jobs, tmp_path):
     """Of shares of other counts that come at once, one is, and the others are told."""
     (source, _), out = jobs("ckpt zarr2"), tmp_path / "out"
@@ -144,7 +125,7 @@ def test_who_is_first_to_begin_a_job(jobs, tmp_path):
 def first_of(source, out):
     def begin(count):
         try:
-            reshard.save(changed(source), out, share=(1, count), max_memory="3MiB")
+            save(source, out, share=(1, count))
         except reshard.DestinationError as error:
             return error.problems
         return count
@@ -265,65 +246,59 @@ def assert_converted(project, out="out"):
 
 
 @pytest.mark.exhaustive
-def test_a_worker_that_is_killed_costs_its_share_again(project):
-    process = begun("out", "--workers", "2")
-    first = called(project)
-    os.kill(first, signal.SIGKILL)
-    second = called(project, [first])
-    (project / "gate").unlink()
-    assert reshard_ended(process) == (0, "")
-    assert first != second
+@pytest.mark.parametrize("dask", [False, True])
+def test_a_worker_that_is_killed_costs_its_share_again(project, dask):
+    """One of Dask's imports the function too."""
+    with contextlib.ExitStack() as stack:
+        options = ["--workers", "2"]
+        if dask:
+            _, address = stack.enter_context(cluster(PYTHONPATH=str(project)))
+            options = ["--dask", address]
+        process = begun("out", *options)
+        first = called(project)
+        os.kill(first, signal.SIGKILL)
+        called(project, [first])
+        (project / "gate").unlink()
+        assert reshard_ended(process) == (0, "")
     assert_converted(project)
 
 
 @pytest.mark.parametrize("resume", few([False, True], False))
-def test_a_job_of_workers_that_is_killed(project, resume):
-    """Its workers end by themselves; what is left says what to type, which is so."""
+@pytest.mark.parametrize(
+    "number", few([signal.SIGKILL, signal.SIGINT, signal.SIGTERM], signal.SIGKILL)
+)
+def test_a_job_of_workers_that_is_killed(project, number, resume):
+    """Its workers end by themselves; what is left says what to type, which is so. After an
+    interrupt from the keyboard nothing is left but what is to be resumed."""
     more = ["--workers", "2", *(["--resume"] if resume else [])]
-    process = begun("out", *more)
+    process, out = begun("out", *more), project / "out"
+    left = outer(out)
     pid = called(project)
     workers = [each.pid for each in psutil.Process(process.pid).children(recursive=True)]
     assert pid in workers
-    process.kill()
-    process.wait()
-    process.stderr.close()
-    (project / "gate").unlink()
-    assert gone(workers)
-    assert not (project / "out").exists()
-    if not resume:
-        status, err = reshard_ended(begun("out", *more))
-        left = outer(project / "out")
-        assert (status, err) == (
-            2,
-            f"Error: shares of a job for `{project / 'out'}` are in `{left}`\n"
-            f"hint: reshard commit '{project / 'out'}' completes them\n"
-            "hint: the same command with --workers and --resume writes those that are missing, "
-            "and completes them\n"
-            f"hint: rm -r '{left}' begins anew",
-        )
-    assert reshard_ended(begun("out", "--workers", "3", "--resume")) == (0, "")
-    assert_converted(project)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("resume", [False, True])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_job_of_workers_that_is_interrupted(project, number, resume):
-    """From the keyboard: nothing is left but what is to be resumed."""
-    more = ["--workers", "2", *(["--resume"] if resume else [])]
-    process = begun("out", *more)
-    called(project)
-    workers = [each.pid for each in psutil.Process(process.pid).children(recursive=True)]
     process.send_signal(number)
-    status, err = reshard_ended(process)
-    assert gone(workers)
-    left = outer(project / "out")
-    kept = f"`{left}` is kept: the same command with --resume goes on with it"
-    text = kept if resume else "nothing half-written was left behind."
-    assert (status, err) == (130, f"Interrupted; {text}")
-    assert left.exists() == resume and not (project / "out").exists()
-    (project / "gate").unlink()
-    assert reshard_ended(begun("out", *more)) == (0, "")
+    if number == signal.SIGKILL:
+        process.wait()
+        process.stderr.close()
+        (project / "gate").unlink()
+        assert gone(workers)
+    else:
+        text = f"`{left}` is kept: the same command with --resume goes on with it"
+        text = text if resume else "nothing half-written was left behind."
+        assert reshard_ended(process) == (130, f"Interrupted; {text}")
+        assert gone(workers)
+        assert left.exists() == resume
+        (project / "gate").unlink()
+    assert not out.exists()
+    if left.exists() and not resume:
+        text = (
+            f"Error: shares of a job for `{out}` are in `{left}`\n"
+            f"hint: reshard commit '{out}' completes them\n"
+            "hint: the same command with --workers and --resume writes those that are missing, "
+            f"and completes them\nhint: rm -r '{left}' begins anew"
+        )
+        assert reshard_ended(begun("out", *more)) == (2, text)
+    assert reshard_ended(begun("out", "--workers", "3", "--resume")) == (0, "")
     assert_converted(project)
 
 
@@ -374,35 +349,11 @@ def test_a_task_that_ends_after_the_commit_of_its_double(project, overwrite):
     assert_converted(project)
 
 
-# Dask, whose workers import the function too.
-
-
-def wait_for_workers(address):
-    from distributed import Client
-
-    with Client(address, timeout="30s", set_as_default=False) as client:
-        client.wait_for_workers(2, timeout=60)
-
-
-@pytest.mark.exhaustive
-def test_a_dask_worker_that_is_killed_costs_its_share_again(project):
-    with cluster(2, PYTHONPATH=str(project)) as (_, address):
-        wait_for_workers(address)
-        process = begun("out", "--dask", address)
-        first = called(project)
-        os.kill(first, signal.SIGKILL)
-        called(project, [first])
-        (project / "gate").unlink()
-        assert reshard_ended(process) == (0, "")
-    assert_converted(project)
-
-
 @pytest.mark.exhaustive
 def test_a_dask_scheduler_that_is_started_again(project):
     """The job ends, and goes on with the new one."""
     port = free_port()
-    with cluster(2, port, PYTHONPATH=str(project)) as (scheduler, address):
-        wait_for_workers(address)
+    with cluster(port, PYTHONPATH=str(project)) as (scheduler, address):
         process = begun("out", "--dask", address, "--resume")
         called(project)
         scheduler.kill()
@@ -414,8 +365,7 @@ def test_a_dask_scheduler_that_is_started_again(project):
     left = outer(project / "out")
     assert err.endswith(f"`{left}` is kept: the same command with --resume goes on with it")
     assert not (project / "out").exists()
-    with cluster(2, port, PYTHONPATH=str(project)) as (_, address):
-        wait_for_workers(address)
+    with cluster(port, PYTHONPATH=str(project)) as (_, address):
         assert reshard_ended(begun("out", "--dask", address, "--resume")) == (0, "")
     assert_converted(project)
 
