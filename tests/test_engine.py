@@ -163,9 +163,13 @@ def test_the_next_batch_is_read_while_one_is_used(handle, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("ready", "expected"), [(True, "0 -0 1 -1 2 3 4 -2 -3 -4"), (False, "0 1 2 3 -0 4 -1 -2 -3 -4")]
+    ("options", "expected"),
+    [
+        ({}, "0 -0 1 -1 2 3 4 -2 -3 -4"),
+        ({"is_ready": lambda: False}, "0 1 2 3 -0 4 -1 -2 -3 -4"),
+    ],
 )
-def test_what_the_consumer_holds_is_waited_for_before_reads_are(handle, ready, expected):
+def test_what_the_consumer_holds_is_waited_for_before_reads_are(handle, options, expected):
     """For want of memory: with its oldest transaction gone, the next batch can be read. As long as
     a bucket is asked, cores have something to do."""
     events = []
@@ -173,7 +177,7 @@ def test_what_the_consumer_holds_is_waited_for_before_reads_are(handle, ready, e
         for number, filled in enumerate(read(iter(batches_of(handle, 5)), budget)):
             events.append(f"{number}")
             free = functools.partial(events.append, f"-{number}")
-            filled.free_after(free, is_ready=lambda: ready)
+            filled.free_after(free, **options)
             assert budget.used <= 25
     assert " ".join(events) == expected
 
