@@ -8,16 +8,9 @@ import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import layouts
-import numpy as np
-import optax
 import pytest
-from flax import linen as nn
-from flax import nnx
-from flax.training.train_state import TrainState
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from fuzz_jobs import linen_training, nnx_training
 from older_reader import read
 
 import reshard
@@ -32,7 +25,6 @@ OLDER = {
     "0.11.20": ("jax==0.6.2", "flax==0.10.7", "tensorstore==0.1.75"),
     "0.11.28": ("jax==0.8.1", "flax==0.12.1", "tensorstore==0.1.79"),
 }
-TX = optax.chain(optax.clip(1.0), optax.adamw(optax.linear_schedule(1e-3, 0.0, 9)), optax.ema(0.9))
 # Which the oldest TensorStore does not store.
 NEWER_DTYPES = ("float8_e8m0fnu", "float4_e2m1fn", "int2")
 
@@ -50,44 +42,6 @@ def older(request):
     return python
 
 
-class Mlp(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(4, name="outer")(nn.relu(nn.Dense(16, name="inner")(x)))
-
-
-class Net(nnx.Module):
-    def __init__(self, rngs):
-        self.inner = nnx.Linear(8, 16, rngs=rngs)
-        self.outer = nnx.Linear(16, 4, rngs=rngs)
-
-    def __call__(self, x):
-        return self.outer(nnx.relu(self.inner(x)))
-
-
-def linen():
-    params = Mlp().init(jax.random.key(0), jnp.ones((1, 8)))["params"]
-    return TrainState.create(apply_fn=None, params=params, tx=TX)
-
-
-def training():
-    model = Net(nnx.Rngs(0))
-    return {"model": model, "optimizer": nnx.Optimizer(model, TX, wrt=nnx.Param)}
-
-
-def filled(tree):
-    """Every leaf random, matrices on a mesh."""
-    rng = np.random.default_rng(0)
-    on = layouts.mesh((2, 4))
-
-    def value(leaf):
-        values = layouts.random_array(rng, leaf.shape, leaf.dtype)
-        spec = P("data", "model") if values.ndim == 2 else P()
-        return jax.device_put(values, NamedSharding(on, spec))
-
-    return jax.tree.map(value, tree)
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """Paths of items that were written: rewritten in every layout, and converted both ways."""
@@ -99,9 +53,11 @@ def written(tmp_path_factory):
         ckpt = reshard.select(reshard.open(source.path, **source.open), drop=dropped)
         reshard.save(reshard.to_mesh(ckpt, "1x8"), folder / f"out-{layout}")
         found.append(folder / f"out-{layout}" / source.inner)
-    layouts.save_standard(folder / "linen", filled(jax.eval_shape(linen)))
-    reshard.save(reshard.to_nnx(folder / "linen", training), folder / "nnx")
-    reshard.save(reshard.to_linen(folder / "nnx", linen), folder / "back")
+    state = layouts.randomized(jax.eval_shape(linen_training))
+    layouts.save_standard(folder / "linen", state)
+    reshard.save(reshard.to_nnx(folder / "linen", nnx_training), folder / "nnx")
+    back = reshard.to_linen(folder / "nnx", linen_training, source=nnx_training)
+    reshard.save(back, folder / "back")
     assert reshard.diff(folder / "linen", folder / "back", values=True).equal
     return [str(path) for path in (*found, folder / "nnx", folder / "back")]
 
