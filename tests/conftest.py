@@ -75,9 +75,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if hasattr(item, "callspec"):
             name, _, _ = item.nodeid.partition("[")
             tests.setdefault(name, {})[item] = sampling.choices(item)
-    order = LONG.split()
-    place = {f"test_{name}": number for number, name in enumerate(order)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(order)))
+    if hasattr(config, "workerinput"):  # there are other processes
+        order = LONG.split()
+        place = {f"test_{name}": number for number, name in enumerate(order)}
+        items.sort(key=lambda item: place.get(item.path.stem, len(order)))
     for cases in tests.values():
         marked = next(iter(cases)).get_closest_marker
         if marked("pairs"):
