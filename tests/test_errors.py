@@ -151,6 +151,10 @@ def test_wrong_arguments(call):
     assert type(error.value) is reshard.ArgumentError
 
 
+def test_one_byte_is_the_least():
+    assert [parse_bytes(1), parse_bytes(" 1B "), parse_chunks("1")] == [1, 1, 1]
+
+
 OF_A_CHECKPOINT = [
     (lambda ckpt: reshard.save(ckpt, None), "there is no destination to save to"),
     (lambda ckpt: reshard.plan(ckpt, max_memory=0), "`0` is not a number of bytes"),
