@@ -1130,6 +1130,7 @@ def test_plans_charge_for_all_that_is_decoded(large, made, sizes, chunks, memory
         elements = 0 if batch.reads[0].into else count_elements(pairs)
         assert batch.reading >= 2 * touched * itemsize + elements * made_of
         assert batch.held >= 2 * elements * made_of
+        assert elements or batch.held == 0
         assert max(batch.reading, batch.held) + batch.kept <= plan.peak_memory
     # Chunks at edges count as others do, and padding as values.
     padded = any(isinstance(operation, Pad) for operation, *_ in made)
