@@ -17,7 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax.traverse_util import unflatten_dict
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from in_process import refused
 from layouts import save_pytree as save
@@ -506,6 +506,7 @@ def check(a, b, grid, rtol, atol):
 
 @settings(deadline=None, max_examples=examples(300))
 @given(pairs(), st.sampled_from([0.0, 1e-3, 0.5]), st.sampled_from([0.0, 1.0]))
+@example((np.arange(3) * 1j, np.array([0, 1j, 5]), [3]), 0.0, 0.0)  # of two words each
 def test_elements_are_compared_as_a_plain_walk_does(pair, rtol, atol):
     check(*pair, rtol, atol)
 
