@@ -2,10 +2,12 @@
 
 import dataclasses
 import hashlib
+import math
 import os
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import flax
@@ -18,36 +20,16 @@ import pytest
 import tensorstore as ts
 import v1
 from flax.core import meta
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint._src.metadata.pytree_metadata_options import PyTreeMetadataOptions
 from releases import older
 
-DTYPES = (
-    "bfloat16",
-    "float16",
-    "float32",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "float8_e4m3b11fnuz",
-    "float8_e4m3fnuz",
-    "float8_e5m2fnuz",
-    "float8_e3m4",
-    "float8_e8m0fnu",
-    "float4_e2m1fn",
-    "int2",
-    "int4",
-    "int8",
-    "int16",
-    "int32",
-    "uint8",
-    "uint16",
-    "uint32",
-    "bool",
-    "complex64",
-)
+DTYPES = "bfloat16 float16 float32 float8_e4m3fn float8_e5m2 float8_e4m3b11fnuz float8_e4m3fnuz"
+DTYPES += " float8_e5m2fnuz float8_e3m4 float8_e8m0fnu float4_e2m1fn int2 int4 int8 int16 int32"
+DTYPES += " uint8 uint16 uint32 bool complex64"
 # TensorStore before 0.1.85 lacks float8_e8m0fnu, before 0.1.80 float4_e2m1fn.
-DTYPES = tuple(name for name in DTYPES if hasattr(ts, name))
+DTYPES = tuple(name for name in DTYPES.split() if hasattr(ts, name))
 CUSTOM = {"note": "keep me", "n": [1, 2]}
 STEPS = (3, 20)
 V1 = ("v1",) if v1.READS_ANY else ()
@@ -73,10 +55,12 @@ class Named(meta.AxisMetadata[Any]):
         return self
 
 
-def mesh(sizes: Sequence[int], names: Sequence[str] = ("data", "model")) -> Mesh:
+def mesh(
+    sizes: Sequence[int], names: Sequence[str] = ("data", "model"), explicit: bool = False
+) -> Mesh:
     """A mesh of the first devices."""
-    count = int(np.prod(sizes))
-    return Mesh(np.array(jax.devices()[:count]).reshape(sizes), names)
+    types = (AxisType.Explicit,) * len(sizes) if explicit else None
+    return Mesh(np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes), names, axis_types=types)
 
 
 def random_array(rng: np.random.Generator, shape: Sequence[int], dtype: Any = "float32"):
@@ -123,9 +107,7 @@ def random_tree(on: Mesh, seed: int, *, strings: bool = True, rich: bool = True)
 
     # Orbax slices on its devices what is replicated, and XLA does not keep the bits of NaNs in
     # dtypes that it computes in wider ones: bfloat16 and float8 are split over all axes.
-    def put(shape, *spec, dtype="float32"):
-        return jax.device_put(random_array(rng, shape, dtype), NamedSharding(on, P(*spec)))
-
+    put = random_on(on, rng)
     params = {
         "embed": put((64, 96), "data", "model"),
         "uneven": put((6, 40), "data", "model"),
@@ -182,11 +164,8 @@ def random_tree(on: Mesh, seed: int, *, strings: bool = True, rich: bool = True)
 
 def small_tree(on: Mesh, specs: Mapping[str, P], shape: Sequence[int], seed: int = 0):
     """One random float32 array of `shape` for each spec."""
-    rng = np.random.default_rng(seed)
-    return {
-        name: jax.device_put(random_array(rng, shape), NamedSharding(on, spec))
-        for name, spec in specs.items()
-    }
+    made = random_on(on, seed)
+    return {name: made(shape, *spec) for name, spec in specs.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,19 +288,14 @@ def save(layout: str, folder: pathlib.Path) -> Saved:
     return LAYOUTS[layout](path, on, seed)
 
 
-def _plain(**kwargs: Any) -> Callable[[pathlib.Path, Mesh, int], Saved]:
+def _alone(save: Callable, inner: str = "", **leaves: bool) -> Callable[..., Saved]:
     def make(path: pathlib.Path, on: Mesh, seed: int) -> Saved:
-        tree = random_tree(on, seed)
-        save_pytree(path, tree, **kwargs)
-        return Saved(path, tree, on, readers=("pytree", "standard", *V1))
+        tree = random_tree(on, seed, **leaves)
+        save(path, tree)
+        readers = ("pytree", "standard", *(V1 or ("v1",) * (inner == v1.ITEM)))
+        return Saved(path, tree, on, inner, readers=readers)
 
     return make
-
-
-def _make_standard(path: pathlib.Path, on: Mesh, seed: int) -> Saved:
-    tree = random_tree(on, seed, strings=False)
-    save_standard(path, tree, custom_metadata=CUSTOM)
-    return Saved(path, tree, on, readers=("pytree", "standard", *V1))
 
 
 def _make_manager(path: pathlib.Path, on: Mesh, seed: int) -> Saved:
@@ -353,33 +327,25 @@ def _bare(whole: Saved) -> Saved:
 PARTS = {"step": _step, "bare": _bare}
 
 
-def _make_v1(path: pathlib.Path, on: Mesh, seed: int) -> Saved:
-    tree = random_tree(on, seed, rich=False)
-    v1.save(path, tree, custom_metadata=CUSTOM)
-    return Saved(path, tree, on, v1.ITEM, readers=("pytree", "standard", "v1"))
-
-
-def _make_rich(path: pathlib.Path, on: Mesh, seed: int) -> Saved:
-    tree = random_tree(on, seed)
+def _save_rich(path: pathlib.Path, tree: Any) -> None:
     options = PyTreeMetadataOptions(support_rich_types=True)
     handler = ocp.PyTreeCheckpointHandler(pytree_metadata_options=options)
     with ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save(path, tree)
-    return Saved(path, tree, on, readers=("pytree", "standard", *V1))
 
 
 LAYOUTS: dict[str, Callable[[pathlib.Path, Mesh, int], Saved]] = {
-    "standalone": _plain(),
-    "standard": _make_standard,
-    "zarr2-files": _plain(use_ocdbt=False),
-    "zarr3-ocdbt": _plain(use_zarr3=True),
-    "zarr3-files": _plain(use_zarr3=True, use_ocdbt=False),
+    "standalone": _alone(save_pytree),
+    "standard": _alone(partial(save_standard, custom_metadata=CUSTOM), strings=False),
+    "zarr2-files": _alone(partial(save_pytree, use_ocdbt=False)),
+    "zarr3-ocdbt": _alone(partial(save_pytree, use_zarr3=True)),
+    "zarr3-files": _alone(partial(save_pytree, use_zarr3=True, use_ocdbt=False)),
     "manager": _make_manager,
     "items": _make_items,
     "step": lambda *arguments: _step(_make_manager(*arguments)),
     "bare": lambda *arguments: _bare(_make_manager(*arguments)),
-    "v1": _make_v1,
-    "rich": _make_rich,
+    "v1": _alone(partial(v1.save, custom_metadata=CUSTOM), v1.ITEM, rich=False),
+    "rich": _alone(_save_rich),
 }
 
 
@@ -447,13 +413,14 @@ def plain_scalars(tree: Any) -> Any:
 def abstract(tree: Any, on: Mesh) -> Any:
     """A target: the tree's structure, its arrays as shape, dtype and sharding on `on`."""
     return jax.tree.map(
-        lambda leaf: (
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=projected(leaf, on))
-            if isinstance(leaf, jax.Array)
-            else leaf
-        ),
+        lambda leaf: laid_out(leaf, projected(leaf, on)) if isinstance(leaf, jax.Array) else leaf,
         plain_scalars(tree),
     )
+
+
+def laid_out(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    """An array of any kind as shape, dtype and another sharding."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def is_key(leaf: Any) -> bool:
@@ -498,10 +465,14 @@ def assert_same_tree(got: Any, expected: Any) -> None:
     assert {p: bits(leaf) for p, leaf in one.items()} == {p: bits(x) for p, x in other.items()}
 
 
+def shardings(tree: Any) -> dict[str, Any]:
+    """Printed path -> sharding, None for host values."""
+    return {path: getattr(leaf, "sharding", None) for path, leaf in flat(tree).items()}
+
+
 def assert_laid_out(tree: Any, like: Any, on: Mesh) -> None:
     """Every device array is on `on`, with the spec that it has in `like`."""
-    found = {path: getattr(leaf, "sharding", None) for path, leaf in flat(tree).items()}
-    assert found == {path: projected(leaf, on) for path, leaf in flat(like).items()}
+    assert shardings(tree) == {path: projected(leaf, on) for path, leaf in flat(like).items()}
 
 
 def saved_leaves(tree: Any, path: tuple = ()) -> dict[tuple, Any]:
