@@ -63,10 +63,9 @@ def test_the_start_and_the_shape_of_a_box(case):
 @given(st.integers(1, 5).flatmap(shapes_and_boxes))
 def test_around_is_the_smallest_box_that_holds_all(case):
     shape, some = case
-    found = boxes.bounding_box(some)
     places = [np.unravel_index(e, shape) for box in some for e in elements(shape, box)]
     dims = [list(map(int, dim)) for dim in zip(*places, strict=True)]
-    assert found == tuple(slice(min(dim), max(dim) + 1) for dim in dims)
+    assert boxes.bounding_box(some) == tuple(slice(min(d), max(d) + 1) for d in dims)
 
 
 @settings(deadline=None, max_examples=examples(200))
@@ -92,19 +91,10 @@ def test_a_box_as_seen_from_another_that_holds_it(case):
     assert seen.shape == boxes.shape_of(box)
 
 
-def test_boxes_without_dimensions():
-    assert boxes.from_index((), ()) == ()
-    assert boxes.bounding_box([(), ()]) == ()
-    assert boxes.intersection((), ()) == ()
-    assert boxes.inside((), ()) == ()
-    assert (boxes.start_of(()), boxes.shape_of(())) == ((), ())
-    assert boxes.chunks_together((), (), 7) == ()
-
-
 @settings(deadline=None, max_examples=examples(200))
 @given(st.data())
 def test_chunks_together_are_the_longest_run_that_is_a_box(data):
-    shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple))
+    shape = data.draw(st.lists(st.integers(1, 9), max_size=3).map(tuple))
     chunk = tuple(data.draw(st.integers(1, 10)) for _ in shape)
     count = data.draw(st.integers(-1, 40))
     found = boxes.chunks_together(shape, chunk, count)
@@ -127,8 +117,7 @@ def test_chunks_together_are_the_longest_run_that_is_a_box(data):
 @settings(deadline=None)
 @given(st.data())
 def test_chunks_together_of_empty_arrays_are_chunks(data):
-    shape = tuple(data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=3)))
-    shape = (*shape, 0)
+    shape = (*data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=3)), 0)
     chunk = tuple(data.draw(st.integers(1, 4)) for _ in shape)
     found = boxes.chunks_together(shape, chunk, data.draw(st.integers(0, 10)))
     assert all(f % c == 0 and f for f, c in zip(found, chunk, strict=True))

@@ -10,6 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
+from layouts import refused
 from sampling import examples
 
 from reshard.errors import ShardingError
@@ -30,51 +31,32 @@ def device_mesh(sizes, names, order=None, types=None):
 
 
 @pytest.mark.parametrize(
-    ("given_mesh", "expected"),
+    ("given_mesh", "saved", "expected"),
     [
-        (EIGHT, EIGHT),
-        ("data=1,model=8", EIGHT),
-        (" data = 1 , model=8 ", EIGHT),
-        ("x=8", Mesh(("x",), (8,))),
-        ("model=8,data=1", Mesh(("model", "data"), (8, 1))),
-        ("a=2,b=2,c=2,d=1", Mesh(("a", "b", "c", "d"), (2, 2, 2, 1))),
-        ("data=4096", Mesh(("data",), (4096,))),
-        ({"data": 1, "model": 8}, EIGHT),
-        ({"model": 8, "data": 1}, Mesh(("model", "data"), (8, 1))),
-        ({"x": 4096}, Mesh(("x",), (4096,))),
-    ],
-)
-def test_forms_that_name_their_axes(given_mesh, expected):
-    assert mesh_lib.parse_mesh(given_mesh) == expected
-    assert mesh_lib.parse_mesh(given_mesh, [SAVED]) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "saved", "expected"),
-    [
+        (EIGHT, [SAVED], EIGHT),
+        (" data = 1 , model=8 ", [SAVED], EIGHT),
+        ("model=8,data=1", [], Mesh(("model", "data"), (8, 1))),
+        ({"model": 8, "data": 1}, [SAVED], Mesh(("model", "data"), (8, 1))),
+        # The short form takes the saved names.
         ("1x8", [SAVED], EIGHT),
-        (" 8x1 ", [SAVED], Mesh(("data", "model"), (8, 1))),
-        ("64x64", [SAVED, EIGHT], Mesh(("data", "model"), (64, 64))),
+        (" 64x64 ", [SAVED, EIGHT], Mesh(("data", "model"), (64, 64))),
         ("4", [Mesh(("x",), (8,))], Mesh(("x",), (4,))),
-        ("1x2x1x4", [Mesh(tuple("abcd"), (2, 2, 2, 1))], Mesh(tuple("abcd"), (1, 2, 1, 4))),
     ],
 )
-def test_the_short_form_takes_the_saved_names(text, saved, expected):
-    assert mesh_lib.parse_mesh(text, iter(saved)) == expected
+def test_forms_without_devices(given_mesh, saved, expected):
+    assert mesh_lib.parse_mesh(given_mesh, iter(saved)) == expected
 
 
 def test_a_jax_mesh_keeps_its_types_and_the_order_of_its_devices():
-    order = (3, 0, 2, 1, 7, 6, 5, 4)
-    mesh = device_mesh((2, 4), ("data", "model"), order, (AxisType.Explicit, AxisType.Auto))
-    assert mesh_lib.parse_mesh(mesh) == Mesh(("data", "model"), (2, 4), ("Explicit", "Auto"), order)
-
-
-def test_an_abstract_mesh_has_no_device_ids():
-    mesh = AbstractMesh((64, 64), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Manual))
-    assert mesh_lib.parse_mesh(mesh) == Mesh(("data", "model"), (64, 64), ("Auto", "Manual"))
+    order, names = (3, 0, 2, 1, 7, 6, 5, 4), ("data", "model")
+    mesh = device_mesh((2, 4), names, order, (AxisType.Explicit, AxisType.Auto))
+    assert mesh_lib.parse_mesh(mesh) == Mesh(names, (2, 4), ("Explicit", "Auto"), order)
+    mesh = AbstractMesh((64, 64), names, axis_types=(AxisType.Auto, AxisType.Manual))
+    assert mesh_lib.parse_mesh(mesh) == Mesh(names, (64, 64), ("Auto", "Manual"))
 
 
 TEXT = "\n\nhint: a mesh is `data=1,model=8`, or `1x8` for short"
+TAKES, WRITE = "takes its axis names from the saved meshes", "hint: write the axes out: "
 FORMS = "\n\nhint: a mesh is `data=1,model=8`, `1x8`, a dict, or a jax Mesh or AbstractMesh"
 
 
@@ -82,7 +64,6 @@ FORMS = "\n\nhint: a mesh is `data=1,model=8`, `1x8`, a dict, or a jax Mesh or A
     ("given_mesh", "saved", "message"),
     [
         ("data=1,model", [], "not a mesh: `data=1,model`" + TEXT),
-        ("", [], "not a mesh: ``" + TEXT),
         ("data=-1", [], "not a mesh: `data=-1`" + TEXT),
         ("1x8x", [SAVED], "not a mesh: `1x8x`" + TEXT),
         ("=8", [], "not a mesh: `=8`" + TEXT),
@@ -96,41 +77,28 @@ FORMS = "\n\nhint: a mesh is `data=1,model=8`, `1x8`, a dict, or a jax Mesh or A
         ({}, [], "every axis of the mesh `` needs at least one device"),
         (Mesh(("a",), (0,)), [], "every axis of the mesh `a=0` needs at least one device"),
         ("data=1,data=2", [], "the mesh `data=1,data=2` names an axis twice"),
-        (
-            "1x8",
-            [],
-            "`1x8` takes its axis names from the saved meshes, and none was saved\n\n"
-            "hint: write the axes out: `axis0=1,axis1=8`",
-        ),
+        ("1x8", [], f"`1x8` {TAKES}, and none was saved\n\n{WRITE}`axis0=1,axis1=8`"),
         (
             "8",
             [SAVED],
-            "`8` takes its axis names from the saved meshes, which have 2, not 1\n"
-            "  data=2,model=4\n\n"
-            "hint: write the axes out: `data=1,model=8`",
+            f"`8` {TAKES}, which have 2, not 1\n  data=2,model=4\n\n{WRITE}`data=1,model=8`",
         ),
         (
             "2x2x2",
             [SAVED],
-            "`2x2x2` takes its axis names from the saved meshes, which have 2, not 3\n"
-            "  data=2,model=4\n\n"
-            "hint: write the axes out: `data=2,model=2,axis2=2`",
+            f"`2x2x2` {TAKES}, which have 2, not 3\n  data=2,model=4\n\n"
+            f"{WRITE}`data=2,model=2,axis2=2`",
         ),
         (
             "1x8",
             [SAVED, Mesh(("x", "y"), (4, 2)), EIGHT],
-            "`1x8` takes its axis names from the saved meshes, and they do not agree on them\n"
-            "  data=1,model=8\n"
-            "  data=2,model=4\n"
-            "  x=4,y=2\n\n"
-            "hint: write the axes out: `axis0=1,axis1=8`",
+            f"`1x8` {TAKES}, and they do not agree on them\n"
+            f"  data=1,model=8\n  data=2,model=4\n  x=4,y=2\n\n{WRITE}`axis0=1,axis1=8`",
         ),
     ],
 )
 def test_what_is_not_a_mesh(given_mesh, saved, message):
-    with pytest.raises(ShardingError) as caught:
-        mesh_lib.parse_mesh(given_mesh, saved)
-    assert str(caught.value) == message
+    assert refused(ShardingError, mesh_lib.parse_mesh, given_mesh, saved) == message
 
 
 def test_a_mesh_counts_and_prints():
@@ -149,22 +117,10 @@ SPECS = st.lists(st.lists(AXES, max_size=3, unique=True).map(tuple), max_size=4)
     ("spec", "expected"),
     [
         (None, ()),
-        ((), ()),
-        ("", ()),
-        ("P()", ()),
-        ("P('data', None, ('x', 'y'))", (("data",), (), ("x", "y"))),
-        ("P('model')", (("model",),)),
         ("  ", ()),
-        (P(), ()),
-        (P("data"), (("data",),)),
         (P(None, "model"), ((), ("model",))),
-        (P(("data", "model"), None), (("data", "model"), ())),
         (["data", None, ["x", "y"], ()], (("data",), (), ("x", "y"), ())),
-        ("data", (("data",),)),
-        ("data,model", (("data",), ("model",))),
-        (",model", ((), ("model",))),
-        ("data+model,", (("data", "model"), ())),
-        (" data + model , , x ", (("data", "model"), (), ("x",))),
+        (" data + model , , x , None", (("data", "model"), (), ("x",), ())),
     ],
 )
 def test_normalize_spec(spec, expected):
@@ -181,9 +137,7 @@ def test_normalize_spec(spec, expected):
     ],
 )
 def test_what_is_not_a_spec(spec, message):
-    with pytest.raises(ShardingError) as caught:
-        mesh_lib.normalize_spec(spec)
-    assert str(caught.value) == message
+    assert refused(ShardingError, mesh_lib.normalize_spec, spec) == message
 
 
 @settings(deadline=None)
@@ -191,41 +145,23 @@ def test_what_is_not_a_spec(spec, message):
 def test_specs_survive_jax_and_text(spec):
     assert mesh_lib.normalize_spec(spec) == spec
     assert mesh_lib.normalize_spec(P(*spec)) == spec
-    assert mesh_lib.normalize_spec(eval(mesh_lib.format_spec(spec), {"P": P})) == spec
+    text = mesh_lib.format_spec(spec)
+    assert mesh_lib.normalize_spec(text) == mesh_lib.normalize_spec(eval(text, {"P": P})) == spec
     assume(spec != ((),))  # typed as "", which is the empty spec: both shard nothing
     assert mesh_lib.normalize_spec(mesh_lib.spec_text(spec)) == spec
 
 
 def test_rename_axes_renames_and_replicates():
     spec = (("data", "model"), (), ("model",), ("x",))
-    assert mesh_lib.rename_axes(spec, {"model": "tensor", "x": ""}) == (
-        ("data", "tensor"),
-        (),
-        ("tensor",),
-        (),
-    )
-    assert mesh_lib.rename_axes(spec, {"data": "model", "model": "data"}) == (
-        ("model", "data"),
-        (),
-        ("data",),
-        ("x",),
-    )
+    new = mesh_lib.rename_axes(spec, {"data": "model", "model": "data", "x": ""})
+    assert new == (("model", "data"), (), ("data",), ())
     assert mesh_lib.rename_axes(spec, {}) == spec
 
 
 @pytest.mark.parametrize(
     ("shape", "spec", "problems"),
     [
-        ((), (), []),
-        ((16, 24), (("data",), ("model",)), []),
-        ((16, 24, 5), (("data", "model"),), []),
-        ((0, 3), (("data",), ()), []),
         ((15, 24), (("data",), ("model",)), ["dimension 0 of 15 does not divide by 2 (data)"]),
-        (
-            (12, 24),
-            (("data", "model"), ()),
-            ["dimension 0 of 12 does not divide by 8 (data*model)"],
-        ),
         ((16,), (("data",), ()), ["P('data', None) has 2 dimensions, the array 1"]),
         ((), (("data",),), ["P('data') has 1 dimensions, the array 0"]),
         ((16, 24), (("data",), ("data",)), ["P('data', 'data') uses axis 'data' 2 times"]),

@@ -1,10 +1,9 @@
 """Paths: printing, splitting, globs, renaming. Globs are compared with a matcher by recursion."""
 
-import re
-
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from layouts import refused
 from sampling import examples
 
 from reshard import tree
@@ -15,29 +14,19 @@ PATHS = st.lists(KEYS, min_size=1, max_size=6).map(tuple)
 QUOTES = 'hint: quote a key that holds a slash: `params/"mlp/linear"/w`'
 
 
-def refused(error, job, *arguments):
-    """What is said of that."""
-    with pytest.raises(error) as caught:
-        job(*arguments)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("path", "text"),
     [
         ((), "."),
         (("params", "layer_0", 3), "params/layer_0/3"),
         (("params", "mlp/linear", "w"), 'params/"mlp/linear"/w'),
-        (("a.b", "c-d", "e:f"), "a.b/c-d/e:f"),
-        (("",), '""'),
-        (("a", "", "b"), 'a/""/b'),
+        (("a.b", "", "e:f"), 'a.b/""/e:f'),
         (("two words",), '"two words"'),
         (('say "hi"',), r'"say \"hi\""'),
         (("back\\slash",), "back\\slash"),
         (("back\\slash/",), r'"back\\slash/"'),
         (("tab\there",), r'"tab\there"'),
-        (("größe", "层"), "größe/层"),
-        (("größe/层",), '"größe/层"'),
+        (("größe", "größe/层"), 'größe/"größe/层"'),
         (("*", "**", "?"), "*/**/?"),
     ],
 )
@@ -61,12 +50,7 @@ def test_format_path(path, text):
 @example((0, "0", 1))
 def test_splitting_undoes_formatting(path):
     assert tree.split_path(tree.format_path(path)) == tuple(map(str, path))
-
-
-@settings(deadline=None, max_examples=examples(300))
-@given(PATHS)
-def test_a_printed_path_has_no_control_characters(path):
-    assert not set(tree.format_path(path)) & set(map(chr, range(32)))
+    assert not set(tree.format_path(path)) & set(map(chr, range(32)))  # no control characters
 
 
 @pytest.mark.parametrize(
@@ -100,6 +84,8 @@ def key_matches(pattern: str, key: str) -> bool:
         return not key
     if pattern[0] == "*":
         return any(key_matches(pattern[1:], key[i:]) for i in range(len(key) + 1))
+    if pattern[:2] in (r"\*", r"\?"):
+        return key[:1] == pattern[1] and key_matches(pattern[2:], key[1:])
     return bool(key) and pattern[0] in ("?", key[0]) and key_matches(pattern[1:], key[1:])
 
 
@@ -113,16 +99,21 @@ def glob_matches(pattern: tuple[str, ...], path: tuple) -> bool:
     )
 
 
-GLOB_KEYS = st.sampled_from(["*", "**", "?", "a*", "*b", "a?", "?*", "0", "1?"]) | st.text(
-    'ab*?/". \n+01', max_size=4
+def lists_of(keys, least, most):
+    return st.lists(keys, min_size=least, max_size=most).map(tuple)
+
+
+GLOB_KEYS = st.sampled_from(["*", "**", "?", "a*", "*b", "a?", "?*", "0", "1?"])
+GLOB_KEYS |= st.text('ab*?/". \n+01', max_size=4)
+WILD_KEYS = st.sampled_from(["**", "*a*b*", "*ab*", "a*?b", "?*?", "*a*", r"*\**", r"a\?*a"])
+SMALL_PATHS = lists_of(st.text('ab/". \n+*?01', max_size=3) | st.integers(0, 11), 1, 4)
+
+
+@settings(deadline=None, max_examples=examples(2000))
+@given(
+    lists_of(GLOB_KEYS, 1, 4) | lists_of(WILD_KEYS, 1, 6),
+    SMALL_PATHS | lists_of(st.text("ab*?", max_size=6), 0, 5),
 )
-SMALL_PATHS = st.lists(
-    st.text('ab/". \n+*?01', max_size=3) | st.integers(0, 11), min_size=1, max_size=4
-).map(tuple)
-
-
-@settings(deadline=None, max_examples=examples(1000))
-@given(st.lists(GLOB_KEYS, min_size=1, max_size=4).map(tuple), SMALL_PATHS)
 @example(("**",), ("a",))
 @example(("a", "**"), ("a",))
 @example(("a", "**"), ("ab", "a"))
@@ -137,9 +128,9 @@ SMALL_PATHS = st.lists(
 @example(("a", "07", "**"), ("a", "07", "w"))
 @example(("a", "101"), ("aA",))
 def test_globs_match_as_by_recursion(pattern, path):
-    regex = tree.compile_glob("/".join(map(tree.format_key, pattern)))
-    matched = regex.fullmatch(tree.glob_text(path)) is not None
-    assert matched == glob_matches(pattern, path)
+    regex, text = tree.compile_glob("/".join(map(tree.format_key, pattern))), tree.glob_text(path)
+    assert (regex.fullmatch(text) is not None) == glob_matches(pattern, path)
+    assert (regex.match(text) is not None) == glob_matches((*pattern, "**"), path)
 
 
 LONG = "a" * 5000
@@ -164,27 +155,10 @@ def test_what_a_glob_has_found_is_not_looked_for_again(pattern, path, matches):
     assert (regex.match(tree.glob_text((*path, "below"))) is not None) == matches
 
 
-@settings(deadline=None, max_examples=examples(1000))
-@given(
-    st.lists(st.sampled_from(["**", "*a*b*", "*ab*", "a*?b", "?*?", "*a*", r"*\**", r"a\?*a"])),
-    st.lists(st.text("ab*?", max_size=6), max_size=5),
-)
-def test_globs_match_as_by_a_regex_that_tries_all(pattern, path):
-    def any_of(key):
-        wild = {"*": "[^/]*", "?": "[^/]", r"\*": r"\*", r"\?": r"\?"}
-        return "".join(wild.get(part, part) for part in re.split(r"(\\?[*?])", key)) + "/"
-
-    slow = re.compile("".join("(?:[^/]*/)*" if key == "**" else any_of(key) for key in pattern))
-    fast = tree.compile_glob("/".join(pattern)) if pattern else re.compile("")
-    text, whole = tree.glob_text(tuple(path)), "".join(f"{key}/" for key in path)
-    assert (fast.fullmatch(text) is None) == (slow.fullmatch(whole) is None)
-    assert (fast.match(text) is None) == (slow.match(whole) is None)
-
-
 @settings(deadline=None, max_examples=examples(300))
 @given(
     st.lists(SMALL_PATHS, max_size=8, unique=True),
-    st.lists(st.lists(GLOB_KEYS, min_size=1, max_size=3).map(tuple), max_size=3),
+    st.lists(lists_of(GLOB_KEYS, 1, 3), max_size=3),
 )
 def test_match_globs_is_their_union_or_names_all_that_match_nothing(paths, patterns):
     texts = ["/".join(map(tree.format_key, pattern)) for pattern in patterns]
@@ -234,14 +208,11 @@ def test_a_path_as_a_glob_names_it_alone(path, glob):
 
 def test_a_glob_that_matches_leaves_is_of_these_alone():
     """As it was when no glob was of modules; what it passes over is told."""
-    paths = [("a", "kernel"), ("b", "kernel", "value"), ("c", "kernel", "value"), ("kernels",)]
-    assert tree.match_globs(paths, ["**/kernel"]) == {paths[0]}
+    paths = [("a", "kernel"), ("b", "kernel", "value"), ("c", "kernel", "value")]
     assert tree.passed_over(paths, ["**/kernel", "c/kernel", "a/*", "a/**", "?"]) == [
         "`**/kernel` matches leaves, and is taken for these alone: b/kernel/value is in a module "
         "that it matches, too"
     ]
-    assert tree.match_globs(paths, ["*/kern*", "b"]) == {*paths[:2]}
-    assert tree.match_globs(paths, ["b/kernel", "kernel?"]) == {paths[1], paths[3]}
 
 
 def test_a_glob_of_a_model_beside_its_optimizer_needs_no_model_ahead():
@@ -319,8 +290,6 @@ def test_nearest_is_at_most_three_best_first():
         ([("layers", "first")], [("first", "7")], [("layers", "7")]),
         ([("layers", 0)], [("0", "7")], [("layers", "7")]),
         # A dict key does not become a position of the same digits.
-        ([("old", 0, "0", "w")], [("^old/", "new/")], [("new", 0, "0", "w")]),
-        ([("old", "0", 0, "w")], [("^old/", "new/")], [("new", "0", 0, "w")]),
         ([("old", 1, "0", 0, "1")], [("^old/", "new/")], [("new", 1, "0", 0, "1")]),
     ],
 )
@@ -394,10 +363,7 @@ def test_a_rule_that_is_not_a_regex_or_leaves_no_name(rule, message):
     [
         [],
         [()],
-        [("a", 0), ("a", 1), ("a", 2)],
-        [("a", 1), ("a", 0)],
-        [("a", 0, "x"), ("a", 0, "y"), ("a", 1, "x")],
-        [("a", "1"), ("a", "3")],
+        [("a", 1), ("a", 0), ("b", "1"), ("b", "3")],
         [(0, 0), (0, 1), (1, 0)],
     ],
 )

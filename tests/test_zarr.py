@@ -190,14 +190,6 @@ def test_arrays_of_every_dtype(document, dtype):
     assert_holds(json.loads(made), values)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, "float64", "int64"])
-def test_dtypes_of_zarr2(dtype):
-    """The same as TensorStore's own."""
-    new = {"driver": "zarr", "kvstore": "memory://"}
-    made = ts.open(new, create=True, dtype=jnp.dtype(dtype), shape=[2]).result()
-    assert zarr.zarr2_dtype(jnp.dtype(dtype)) == made.spec().to_json()["metadata"]["dtype"]
-
-
 # Whether chunks can be moved.
 
 TRANSPOSED = {"name": "transpose", "configuration": {"order": [1, 0]}}
