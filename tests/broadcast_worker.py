@@ -7,6 +7,7 @@ with `ANSWER`, has what it returned, or the error that it raised.
 """
 
 import contextlib
+import hashlib
 import itertools
 import json
 import os
@@ -15,6 +16,17 @@ from typing import Any
 from unittest import mock
 
 import jax
+import layouts
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from watched import Watched, own_memory
+
+import reshard
+from reshard.restore import exchange
+from reshard.restore.broadcast import memory_bytes
 
 ANSWER = "answer: "
 DEVICES = 8  # of all processes
@@ -22,15 +34,11 @@ DEVICES = 8  # of all processes
 
 def the_mesh() -> Any:
     """Processes are along the first axis, and perhaps along the second one too."""
-    import numpy as np
-
-    return jax.sharding.Mesh(np.array(jax.devices()).reshape(2, DEVICES // 2), ("data", "model"))
+    return Mesh(np.array(jax.devices()).reshape(2, DEVICES // 2), ("data", "model"))
 
 
 def shards(leaf: Any) -> Any:
     """All that this process holds of a leaf, and how it is laid out."""
-    import numpy as np
-
     if not isinstance(leaf, jax.Array):
         return type(leaf).__name__, np.asarray(leaf).tobytes()
     sharding = leaf.sharding
@@ -52,20 +60,15 @@ def differences(got: Any, expected: Any) -> list[str]:
 @contextlib.contextmanager
 def devices_of(kind: str) -> Any:
     """Devices are taken to have memory of their own if they are accelerators."""
-    from reshard.restore import device_reads
-
-    if kind == "cpu":
-        yield
-        return
-    with mock.patch.object(device_reads, "_aliases", lambda sharding: sharding is None):
+    with pytest.MonkeyPatch.context() as patch:
+        if kind != "cpu":
+            own_memory(patch)
         yield
 
 
 def target_of(path: str, layout: str) -> Any:
     """What a checkpoint's arrays are restored to: on the specs that they were saved with, in rows
     where they have some, or replicated."""
-    import reshard
-
     on = the_mesh()
 
     def abstract(leaf: Any) -> Any:
@@ -73,11 +76,10 @@ def target_of(path: str, layout: str) -> Any:
             return leaf
         spec = leaf.sharding.spec
         if layout == "rows" and leaf.ndim and leaf.shape[0] % 2 == 0:
-            spec = jax.sharding.PartitionSpec("data")
+            spec = P("data")
         if layout == "replicated":
-            spec = jax.sharding.PartitionSpec()
-        sharding = jax.sharding.NamedSharding(on, spec)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            spec = P()
+        return layouts.laid_out(leaf, NamedSharding(on, spec))
 
     return jax.tree.map(abstract, reshard.restore(path, on))
 
@@ -85,17 +87,11 @@ def target_of(path: str, layout: str) -> Any:
 def compared(path: str, layout: str, memory: str | None, kind: str) -> dict[str, Any]:
     """What differs from what Orbax restores, and from what is restored without a broadcast; and
     bytes of memory that were in use."""
-    import orbax.checkpoint as ocp
-
-    import reshard
-
     target = target_of(path, layout)
     with devices_of(kind), watched() as peak:
         got = reshard.restore(path, target, max_memory=memory, replicas="broadcast")
-    with ocp.StandardCheckpointer() as checkpointer:
-        expected = checkpointer.restore(path, target)
     return {
-        "orbax": differences(got, expected),
+        "orbax": differences(got, layouts.load_standard(path, target)),
         "alone": differences(got, reshard.restore(path, target)),
         "peak": peak(),
     }
@@ -103,10 +99,6 @@ def compared(path: str, layout: str, memory: str | None, kind: str) -> dict[str,
 
 def transformed(path: str, memory: str | None, kind: str) -> list[str]:
     """What differs where arrays are computed from others, cast, or of another integer dtype."""
-    import numpy as np
-
-    import reshard
-
     on = the_mesh()
     ckpt = reshard.unstack(reshard.open(path), "layers/kernel", into="layer_{}/kernel", axis=0)
     ckpt = reshard.stack(ckpt, "part_{}/w", into="parts/w", axis=1)
@@ -127,8 +119,6 @@ def transformed(path: str, memory: str | None, kind: str) -> list[str]:
 
 def fetched(url: str, environment: dict[str, str], specs: dict[str, Any], replicas: str) -> list:
     """Digests of what this process holds of the arrays of a checkpoint in a bucket."""
-    import reshard
-
     os.environ.update(environment)
     ckpt = reshard.open(url)
     got = reshard.restore(ckpt, laid_out(ckpt, specs), replicas=replicas)
@@ -137,17 +127,11 @@ def fetched(url: str, environment: dict[str, str], specs: dict[str, Any], replic
 
 def laid_out(ckpt: Any, specs: dict[str, Any]) -> dict[str, Any]:
     """A target for arrays of these specs, or on the host."""
-    import numpy as np
-
     on = the_mesh()
     return {
-        name: jax.ShapeDtypeStruct(
-            ckpt[name,].shape,
-            ckpt[name,].dtype,
-            sharding=jax.sharding.NamedSharding(on, jax.sharding.PartitionSpec(*spec)),
-        )
-        if spec is not None
-        else np.zeros(ckpt[name,].shape, ckpt[name,].dtype)
+        name: np.zeros(ckpt[name,].shape, ckpt[name,].dtype)
+        if spec is None
+        else layouts.laid_out(ckpt[name,], NamedSharding(on, P(*spec)))
         for name, spec in specs.items()
     }
 
@@ -156,15 +140,11 @@ def alone(path: str, specs: dict[str, Any], memory: str | None) -> dict[str, Any
     """Each array restored on its own, without a broadcast: what this process holds of it, the sum
     of all its elements, and bytes that were read and that its shards need; and what it holds of
     those that are restored on a bare mesh."""
-    from layouts import bytes_read
-
-    import reshard
-
     ckpt, found = reshard.open(path), {}
     for name, target in laid_out(ckpt, specs).items():
-        before = bytes_read()
+        before = layouts.bytes_read()
         state = reshard.restore(ckpt, {name: target}, unexpected="ignore", max_memory=memory)
-        read = bytes_read() - before
+        read = layouts.bytes_read() - before
         needed = needed_bytes(ckpt[name,], target.sharding)
         total = jax.jit(lambda x: (x % 1000).astype("int32").sum())(state[name])
         found[name] = [hashed(state[name]), int(total), read, needed]
@@ -189,10 +169,6 @@ def needed_bytes(handle: Any, sharding: Any) -> int:
 
 def hashed(leaf: Any) -> dict[str, str]:
     """Digests of what this process holds of an array."""
-    import hashlib
-
-    import numpy as np
-
     if not isinstance(leaf, jax.Array):
         return {"host": hashlib.sha256(leaf.tobytes()).hexdigest()}
     return {
@@ -203,11 +179,9 @@ def hashed(leaf: Any) -> dict[str, str]:
     }
 
 
-def failing(paths: list[str], layout: str, memory: str | None, interrupted: int | None) -> str:
+def failing(paths: list[str], layout: str, interrupted: int | None) -> str:
     """A restore of which each process has a copy of its own of the checkpoint, and one may be
     interrupted."""
-    import reshard
-
     here = jax.process_index()
 
     def progress(count: int) -> None:
@@ -215,14 +189,12 @@ def failing(paths: list[str], layout: str, memory: str | None, interrupted: int 
             raise KeyboardInterrupt
 
     target = target_of(paths[0], layout)
-    reshard.restore(paths[here], target, max_memory=memory, replicas="broadcast", progress=progress)
+    reshard.restore(paths[here], target, replicas="broadcast", progress=progress)
     return "restored"
 
 
 def mismatched(path: str, everywhere: bool) -> str:
     """A restore to a target that lacks something on all processes, or that is another on one."""
-    import reshard
-
     target = target_of(path, "saved")
     if everywhere:
         del target["params"]
@@ -234,9 +206,6 @@ def mismatched(path: str, everywhere: bool) -> str:
 
 def absent(path: str) -> str:
     """A restore that one process does not take part in."""
-    import reshard
-    from reshard.restore import exchange
-
     target = target_of(path, "saved")
     if jax.process_index() == 1:
         next(exchange._calls)
@@ -248,12 +217,7 @@ def absent(path: str) -> str:
 
 def updated(paths: list[str]) -> list[Any]:
     """Whether a module is as it was after a restore that fails, and then what differs in it."""
-    import numpy as np
-    from flax import nnx
-
-    import reshard
-
-    rows = jax.sharding.NamedSharding(the_mesh(), jax.sharding.PartitionSpec())
+    rows = NamedSharding(the_mesh(), P())
     shape = (64, 96)
     zeros = jax.make_array_from_callback(shape, rows, lambda index: np.zeros(shape, "float32"))
     module = nnx.Dict(embed=nnx.Param(zeros))
@@ -281,12 +245,6 @@ def updated(paths: list[str]) -> list[Any]:
 @contextlib.contextmanager
 def watched() -> Any:
     """A function that says how many bytes were in use at most, those of rows with them."""
-    import pytest
-    from watched import Watched
-
-    from reshard.restore import exchange
-    from reshard.restore.broadcast import memory_bytes
-
     rows = [0]
     begin = exchange.Exchange.begin
 

@@ -220,9 +220,8 @@ def test_one_process_exchanges_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(restore, "Exchange", None)
     got = reshard.restore(tmp_path / "saved", tree, replicas="broadcast")
     layouts.assert_same_tree(got, tree)
-    with pytest.raises(reshard.ArgumentError) as caught:
-        reshard.restore(tmp_path / "saved", tree, replicas="all")
-    assert str(caught.value) == (
+    arguments = reshard.ArgumentError, reshard.restore, tmp_path / "saved", tree
+    assert layouts.refused(*arguments, replicas="all") == (
         "replicas='all' is not known\n\nhint: replicas='read'\nhint: replicas='broadcast'"
     )
 
@@ -341,44 +340,42 @@ def test_derived_arrays_are_broadcast(processes, tmp_path, memory, kind):
 
 
 def all_restore(processes, whole):
-    paths = [whole] * len(processes)
-    restored = processes.values("failing", paths, "replicated", None, None)
+    restored = processes.values("failing", [whole] * len(processes), "replicated", None)
     assert restored == ["restored"] * len(processes)
+
+
+def failing(processes, whole, other, layout, interrupted=None):
+    """What each says where process 1 has another checkpoint; and then all go on."""
+    paths = [whole, other, *[whole] * (len(processes) - 2)]
+    found = processes.errors("failing", paths, layout, interrupted)
+    all_restore(processes, whole)
+    return found
 
 
 @pytest.mark.parametrize(
     ("layout", "copy"), [("replicated", "damaged"), ("saved", "damaged_embed")]
 )
 def test_a_read_that_fails_in_one_process_fails_in_all(processes, copies, layout, copy):
-    """Of what is exchanged, or of what that process alone needs; and then all go on."""
-    whole = copies / "whole"
-    paths = [whole, copies / copy, *[whole] * (len(processes) - 2)]
-    (kind, text), *others = processes.errors("failing", paths, layout, None, None)
+    """Of what is exchanged, or of what that process alone needs."""
+    (kind, text), *others = failing(processes, copies / "whole", copies / copy, layout)
     assert others == [[kind, text]] * len(others)
     assert kind == "CorruptCheckpointError"
     leaf = "params/embed" if copy == "damaged_embed" else ".*"
     assert re.match(f"process 1: {leaf}: its stored bytes", text)
-    all_restore(processes, whole)
 
 
 def test_a_checkpoint_that_one_process_lacks_fails_in_all(processes, copies):
-    whole = copies / "whole"
-    paths = [whole, copies / "none", *[whole] * (len(processes) - 2)]
-    found = processes.errors("failing", paths, "saved", None, None)
+    found = failing(processes, copies / "whole", copies / "none", "saved")
     text = f"process 1: there is nothing at `{copies / 'none'}`\n\n"
     text += f"hint: `{copies}` has: damaged, damaged_embed, whole"
     assert found == [["CheckpointNotFoundError", text]] * len(processes)
-    all_restore(processes, whole)
 
 
 def test_an_interrupt_of_one_process_ends_the_others(processes, copies):
-    whole = copies / "whole"
-    paths = [whole] * len(processes)
-    found = processes.errors("failing", paths, "replicated", None, 1)
+    found = failing(processes, copies / "whole", copies / "whole", "replicated", 1)
     expected: list[Any] = [["ReshardError", "process 1: KeyboardInterrupt"]] * len(processes)
     expected[1] = ["KeyboardInterrupt", ""]
     assert found == expected
-    all_restore(processes, whole)
 
 
 def test_what_is_wrong_everywhere_is_said_as_if_it_were_alone(processes, copies):
@@ -399,8 +396,7 @@ def test_processes_that_do_not_restore_the_same_are_told_so(processes, copies, t
     else:
         tree = layouts.random_tree(layouts.mesh((2, 4)), 1, strings=False)
         layouts.save_pytree(tmp_path / "other", tree)
-        paths = [whole, tmp_path / "other", *[whole] * (len(processes) - 2)]
-        found = processes.errors("failing", paths, "saved", None, None)
+        found = failing(processes, whole, tmp_path / "other", "saved")
     assert found == [found[0]] * len(processes)
     kind, text = found[0]
     assert kind == "ArgumentError"
@@ -452,13 +448,11 @@ ALONE = {
 def test_each_process_reads_what_its_own_shards_need(processes, tmp_path, memory):
     """The chunks that they touch, each of them once; bit for bit, as part of one global array on
     which a jitted function computes."""
-    on, rng = layouts.mesh((2, 4)), np.random.default_rng(0)
-    saved = {"whole": P(), "row": P("data"), "interleaved": P(("data", "model"))}
-    values = {name: rng.integers(0, 1 << 32, (256, 512), dtype=np.uint32) for name in ALONE}
-    tree = {
-        name: jax.device_put(value, NamedSharding(on, saved.get(name, P("data", "model"))))
-        for name, value in values.items()
-    }
+    put = layouts.random_on(layouts.mesh((2, 4)))
+    saved: dict = dict.fromkeys(ALONE, ("data", "model"))
+    saved |= {"whole": (), "row": ("data",), "interleaved": (("data", "model"),)}
+    tree = {name: put((256, 512), *spec, dtype="uint32") for name, spec in saved.items()}
+    values = {name: np.asarray(array) for name, array in tree.items()}
     layouts.save_pytree(tmp_path / "saved", tree, use_ocdbt=False)
     for found in processes.values("alone", tmp_path / "saved", ALONE, memory):
         for name, value in values.items():
@@ -482,12 +476,9 @@ SPECS: dict[str, tuple | None] = {
 @pytest.fixture(scope="module")
 def in_a_bucket(_stores, tmp_path_factory):
     """A checkpoint of 13 MiB in a bucket of s3, and its values."""
-    on, rng = layouts.mesh((2, 4)), np.random.default_rng(0)
-    values = {name: layouts.random_array(rng, (1024, 768)) for name in SPECS}
-    tree = {
-        name: jax.device_put(value, NamedSharding(on, P("data", "model")))
-        for name, value in values.items()
-    }
+    specs = dict.fromkeys(SPECS, P("data", "model"))
+    tree = layouts.small_tree(layouts.mesh((2, 4)), specs, (1024, 768))
+    values = {name: np.asarray(array) for name, array in tree.items()}
     tree["one_chunk"] = jax.device_put(values["one_chunk"], jax.devices()[0])
     path = layouts.save_pytree(tmp_path_factory.mktemp("bucket") / "saved", tree)
     url = f"{_stores.bucket('s3')}/saved"
