@@ -30,16 +30,17 @@ from flax.core import FrozenDict, meta
 from flax.training.train_state import TrainState
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from layouts import LAYOUTS, Named, bits, flat, save_pytree
+from layouts import LAYOUTS, Named, bits, flat, save_pytree, shardings
 from layouts import save_standard as save_v0
+from optimizers import RESHAPING
 from releases import OUT_SHARDING
 from sampling import few
 from test_loader import OLD
 from test_targets import SGD
+from watched import own_memory
 
 import reshard
 from reshard.engine.budget import READ_OVERHEAD
-from reshard.restore import device_reads
 from reshard.restore.pytrees import flatten_state
 
 LITTLE = "36KiB"  # for a chunk, and not for two
@@ -83,13 +84,13 @@ def abstract(tree, on, seed=0):
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             return leaf
         sharding = some_sharding(leaf.shape, on, rng, shorter=not layouts.is_key(leaf))
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return layouts.laid_out(leaf, sharding)
 
     return jax.tree.map(target, tree)
 
 
-def shardings(tree):
-    return {path: getattr(leaf, "sharding", None) for path, leaf in flat(tree).items()}
+def values_of(tree):
+    return {path: bits(leaf) for path, leaf in flat(tree).items()}
 
 
 def assert_restored(got, target, expected):
@@ -139,7 +140,7 @@ def test_every_layout_on_every_mesh(saved, monkeypatch, layout, on, aliases, mem
     """Also where devices have memory of their own, and what is read is transferred to them. What is
     stored is read once: of a database also the nodes of its tree."""
     if not aliases:
-        monkeypatch.setattr(device_reads, "_aliases", lambda sharding: sharding is None)
+        own_memory(monkeypatch)
     source = saved(layout)
     target = abstract(layouts.plain_scalars(source.tree), MESHES[on](), seed=len(layout + on))
     ckpt = reshard.open(source.path, **source.open)
@@ -233,9 +234,7 @@ def test_a_bare_mesh_after_transforms(saved):
 
 def refused(path, target, error: type[Exception] = reshard.TreeMismatchError, **kwargs):
     """What is said of a restore that is refused."""
-    with pytest.raises(error) as caught:
-        reshard.restore(path, target, **kwargs)
-    return str(caught.value)
+    return layouts.refused(error, reshard.restore, path, target, **kwargs)
 
 
 def test_a_bare_mesh_that_the_saved_specs_do_not_fit(saved):
@@ -252,18 +251,12 @@ def test_a_bare_mesh_that_the_saved_specs_do_not_fit(saved):
     )
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "target"),
-    [
-        ({"cast": True}, layouts.mesh),
-        ({"keep": "params/**"}, layouts.mesh),
-        ({"unexpected": "ignore"}, layouts.mesh),
-        ({"cast": "lossy"}, lambda sizes: AbstractMesh(sizes, ("data", "model"))),
-    ],
-)
-def test_a_bare_mesh_has_nothing_to_compare_with(saved, kwargs, target):
+@pytest.mark.parametrize("option", ["cast", "keep", "unexpected"])
+@pytest.mark.parametrize("target", [layouts.mesh((1, 8)), AbstractMesh((1, 8), ("data", "model"))])
+def test_a_bare_mesh_has_nothing_to_compare_with(saved, target, option):
+    value = {"cast": True, "keep": "params/**", "unexpected": "ignore"}[option]
     path = saved("standalone").path
-    assert refused(path, target((1, 8)), reshard.ArgumentError, **kwargs) == (
+    assert refused(path, target, reshard.ArgumentError, **{option: value}) == (
         "cast, keep and unexpected compare with a state, and a mesh alone has none\n\n"
         'hint: reshard.cast(ckpt, "bfloat16")\n'
         'hint: reshard.select(ckpt, "params/**")'
@@ -275,28 +268,21 @@ def test_a_bare_mesh_has_nothing_to_compare_with(saved, kwargs, target):
 
 def real(tree, on, seed=0):
     """The tree with zeros on devices of `on`, and other values everywhere else."""
-    target = abstract(tree, on, seed)
 
-    def made(leaf):
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            if layouts.is_key(leaf):
-                impl = next(
-                    name
-                    for name in ("threefry2x32", "rbg", "unsafe_rbg")
-                    if key_dtype(name) == leaf.dtype
-                )
-                keys = jax.random.key(0, impl=impl)
-                return jax.device_put(jnp.broadcast_to(keys, leaf.shape), leaf.sharding)
-            return jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
-        if isinstance(leaf, np.ndarray | np.generic):
-            return np.zeros_like(leaf)[()] if leaf.ndim == 0 else np.zeros_like(leaf)
-        return type(leaf)()
+    def made(leaf, target):
+        if isinstance(leaf, jax.Array):
+            keys = layouts.is_key(leaf)
+            zero = (
+                jax.random.key(0, impl=jax.random.key_impl(leaf))
+                if keys
+                else jnp.zeros((), leaf.dtype)
+            )
+            return jax.device_put(jnp.broadcast_to(zero, leaf.shape), target.sharding)
+        return (
+            np.zeros_like(leaf)[()] if isinstance(leaf, np.ndarray | np.generic) else type(leaf)()
+        )
 
-    return jax.tree.map(made, target)
-
-
-def key_dtype(impl):
-    return jax.random.key(0, impl=impl).dtype
+    return jax.tree.map(made, tree, abstract(tree, on, seed))
 
 
 @pytest.mark.parametrize("on", ["1x8", "2x2x2", "16"])
@@ -305,12 +291,10 @@ def test_a_real_state(saved, layout, on):
     """Its shardings are taken, and it stays as it is."""
     source = saved(layout)
     target = real(source.tree, MESHES[on](), seed=len(layout))
-    before = {path: bits(leaf) for path, leaf in flat(target).items()}
+    before = values_of(target)
     got = reshard.restore(reshard.open(source.path, **source.open), target)
     assert_restored(got, target, source.tree)
-    assert {path: bits(leaf) for path, leaf in flat(target).items()} == before
-    kinds = {path: type(leaf) for path, leaf in flat(got).items()}
-    assert kinds == {path: type(leaf) for path, leaf in flat(source.tree).items()}
+    assert values_of(target) == before
 
 
 def test_a_real_state_whose_buffers_were_donated(saved):
@@ -391,14 +375,7 @@ def test_orbax_0_4_4(data, name, sizes):
         return jax.device_put(leaf, NamedSharding(on, spec))
 
     expected = jax.tree_util.tree_map_with_path(on_mesh, tree)
-    target = jax.tree.map(
-        lambda x: (
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-            if isinstance(x, jax.Array)
-            else x
-        ),
-        expected,
-    )
+    target = layouts.abstract(expected, on)
     assert_restored(reshard.restore(data / name, target), target, expected)
     bare = reshard.restore(data / name, on)
     assert bare["params"]["dense"]["kernel"].sharding == NamedSharding(on, P("data", "model"))
@@ -527,31 +504,23 @@ def on_device(value, dtype):
 
 # A leaf, what is in its place in the target, and what comes of it.
 SCALARS: list[tuple] = [
-    (7, 0, 7),
     (-(2**40), 0, -(2**40)),
     (7, jnp.int32(0), jnp.int32(7)),
-    (7, struct((), "int32"), on_device(7, "int32")),
     (7, struct((), "int32", weak_type=True), on_device(7, "int32")),
     (7, struct((), "uint8"), on_device(7, "uint8")),
     (7, np.int64(0), np.int64(7)),
-    (7, np.uint16(0), np.uint16(7)),
     (7, np.zeros((), "int8"), np.asarray(7, "int8")),
     (0.1, 0.0, 0.1),
-    (0.1, np.float64(0), np.float64(0.1)),
     (0.1, np.zeros(()), np.asarray(0.1)),
     (0.1, jnp.asarray(0.0), jnp.float32(0.1)),
     (0.1, struct((), "float32", weak_type=True), on_device(0.1, "float32")),
-    (True, False, True),
     (False, True, False),
     (True, np.bool_(False), np.bool_(True)),
     (True, struct((), "bool"), on_device(True, "bool")),
     (np.float32(0.1), 0.0, float(np.float32(0.1))),
     (np.float32(0.1), np.float32(0), np.float32(0.1)),
     (np.int16(7), 0, 7),
-    (np.int16(7), np.int16(0), np.int16(7)),
-    (jnp.int32(7), 0, 7),
     (jnp.uint32(7), 0, 7),
-    (jnp.float32(0.1), 0.0, float(np.float32(0.1))),
     (jnp.bfloat16(0.1), 0.0, float(jnp.bfloat16(0.1))),
     (jnp.bool_(True), False, True),
     (jnp.int32(7), np.int32(0), np.int32(7)),
@@ -577,15 +546,10 @@ def test_scalars_and_host_arrays_on_either_side(tmp_path, save):
 # A leaf, what is in its place in the target, in what they differ, and what is said of both.
 UNFIT: list[tuple] = [
     (7, 0.0, "kind", "a Python float", "a Python scalar (int64)"),
-    (7, False, "kind", "a Python bool", "a Python scalar (int64)"),
-    (0.5, 0, "kind", "a Python int", "a Python scalar (float64)"),
-    (True, 0, "kind", "a Python int", "a Python scalar (bool)"),
     (True, "x", "kind", "a Python str", "a Python scalar (bool)"),
-    (7, jnp.float32(0), "dtype", "float32[]", "a Python scalar (int64)"),
     (0.5, jnp.float32(0), "dtype", "float32[]", "a Python scalar (float64)"),
     (True, jnp.int32(0), "dtype", "int32[]", "a Python scalar (bool)"),
     (7, np.zeros(1), "shape", "float64[1]", "a Python scalar (int64)"),
-    (np.ones(1), 0.0, "kind", "a Python float", "float64[1]"),
     (jnp.int32(3), 1j, "kind", "a Python complex", "int32[]"),
     (jnp.int32(3), b"x", "kind", "a Python bytes", "int32[]"),
     (jnp.int32(3), object(), "kind", "a Python object", "int32[]"),
@@ -600,34 +564,23 @@ def test_scalars_that_do_not_fit(tmp_path):
         for i, (_, _, differs, has, saved) in enumerate(UNFIT)
         if differs == what
     ]
-    assert refused(tmp_path / "saved", {"a": [target for _, target, *_ in UNFIT]}) == "\n".join(
-        [
-            f"`{tmp_path}/saved` {HEAD}: 9 of another kind, 1 of another shape, 3 of another dtype",
-            *lines,
-            f"\n{CAST_HINT}",
-        ]
-    )
+    first = f"`{tmp_path}/saved` {HEAD}: 5 of another kind, 1 of another shape, 2 of another dtype"
+    text = refused(tmp_path / "saved", {"a": [target for _, target, *_ in UNFIT]})
+    assert text == "\n".join([first, *lines, f"\n{CAST_HINT}"])
 
 
 # Boxes and levels named `value`.
 
 
-def boxed_tree(on=None):
-    """Leaves in boxes of every kind, and without; on a mesh if there is one."""
-    on = on or layouts.mesh((2, 4))
-    rng = np.random.default_rng(0)
-
-    def put(shape, *spec):
-        return jax.device_put(layouts.random_array(rng, shape), NamedSharding(on, P(*spec)))
-
+def boxed_tree():
+    """Leaves in boxes of every kind, and without."""
+    put = layouts.random_on(layouts.mesh((2, 4)))
     rules = (("embed", "data"), ("mlp", "model"))
     return {
         "plain": put((8, 4), "data"),
         "kernel": nn.Partitioned(put((4, 16), None, "model"), (None, "model")),
         "in": {
-            "logical": nn.LogicallyPartitioned(
-                put((8, 8), "data", "model"), ("embed", "mlp"), rules=rules
-            ),
+            "logical": nn.LogicallyPartitioned(put((8, 8), "data"), ("embed", "mlp"), rules=rules),
             "own": Named(put((16,), "model"), ("x",)),
         },
         "tree": nn.Partitioned({"a": put((8,)), "b": [put((4,), "model")]}, ("model",)),
@@ -662,9 +615,7 @@ def test_boxes_in_the_context_of_a_mesh(tmp_path, explicit):
     """Within one, flax unboxes with a constraint, which abstract values do not take."""
     tree = boxed_tree()
     save_v0(tmp_path / "saved", meta.unbox(tree))
-    on = layouts.mesh((1, 8))
-    if explicit:
-        on = Mesh(on.devices, on.axis_names, axis_types=(AxisType.Explicit,) * 2)
+    on = layouts.mesh((1, 8), explicit=explicit)
     target = abstract(tree, on)
     with jax.set_mesh(on):
         got = reshard.restore(tmp_path / "saved", target)
@@ -682,9 +633,9 @@ class Block(nnx.Module):
 
 
 class Model(nnx.Module):
-    """Every kind of attribute; `tied` adds a weight and a module that are in two places."""
+    """Every kind of attribute; a weight and a module are in two places."""
 
-    def __init__(self, rngs, tied=True):
+    def __init__(self, rngs):
         self.embed = nnx.Embed(16, 4, rngs=rngs)
         self.blocks = nnx.List([Block(rngs), Block(rngs)])
         self.by_name = nnx.Dict(a=nnx.Param(jnp.ones(8)))
@@ -692,9 +643,8 @@ class Model(nnx.Module):
         self.buffer = nnx.data(jnp.arange(3))
         self.pair = nnx.Param({"x": jnp.ones(8), "y": jnp.zeros(1)})
         self.width = 5
-        if tied:
-            self.tied = self.embed.embedding
-            self.zlast = self.blocks[1]
+        self.tied = self.embed.embedding
+        self.zlast = self.blocks[1]
 
 
 def lazy(make):
@@ -703,34 +653,19 @@ def lazy(make):
         return make()
 
 
-def model(tied=True):
-    return Model(nnx.Rngs(0), tied)
+def model():
+    return Model(nnx.Rngs(0))
 
 
-def model_and_sgd():
-    one = model()
-    return one, SGD(nnx.variables(one, nnx.Param), 0.1)
-
-
-def adam():
-    return optax.chain(optax.clip(1.0), optax.adam(1e-3))
-
-
-def one_model_twice():
-    one = model()
-    return one, nnx.ModelAndOptimizer(one, adam())
-
-
+CLIPPED = optax.chain(optax.clip(1.0), optax.adam(1e-3))
 NNX = {
     "module": model,
-    "optimizer": lambda: nnx.Optimizer(model(), adam(), wrt=nnx.Param),
-    "model and optimizer": lambda: nnx.ModelAndOptimizer(model(), adam()),
+    "optimizer": lambda: nnx.Optimizer(model(), CLIPPED, wrt=nnx.Param),
+    "model and optimizer": lambda: nnx.ModelAndOptimizer(model(), CLIPPED),
     "own optimizer": lambda: SGD(nnx.variables(model(), nnx.Param), 0.1),
-    "both": model_and_sgd,
-    "both that share": one_model_twice,
-    "factored": lambda: nnx.ModelAndOptimizer(
-        model(), optax.adafactor(1e-3, min_dim_size_to_factor=2)
-    ),
+    "both": lambda: (one := model(), SGD(nnx.variables(one, nnx.Param), 0.1)),
+    "both that share": lambda: (one := model(), nnx.ModelAndOptimizer(one, CLIPPED)),
+    "factored": lambda: nnx.ModelAndOptimizer(model(), RESHAPING["adafactor"]),
     "rngs": lambda: nnx.Rngs(params=0, dropout=1),
 }
 
@@ -833,11 +768,10 @@ def abstract_module(make, on):
     return module, graphdef
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_modules_in_the_context_of_a_mesh(nnx_saved, axis_type):
+@pytest.mark.parametrize("explicit", [False, True])
+def test_modules_in_the_context_of_a_mesh(nnx_saved, explicit):
     path, state = nnx_saved("module", "state", "v0")
-    on = layouts.mesh((1, 8))
-    on = Mesh(on.devices, on.axis_names, axis_types=(axis_type,) * 2)
+    on = layouts.mesh((1, 8), explicit=explicit)
     module = put(lazy(model), on)
     laid_out = shardings(nnx.state(module))
     abstract, _ = abstract_module(model, on)
@@ -879,41 +813,26 @@ def test_a_shared_module_is_found_under_either_name(tmp_path):
 
 
 def test_a_module_that_was_saved_itself(tmp_path):
-    """Not its state: Orbax then goes through its attributes, and some levels more."""
-    module = lazy(lambda: model(tied=False))
-    nnx.update(module, layouts.randomized(nnx.state(module)))
-    expected = nnx.state(module)
-    save_v0(tmp_path / "saved", module)
-    fresh = put(lazy(lambda: model(tied=False)), layouts.mesh((1, 8)))
-    assert reshard.restore(tmp_path / "saved", fresh) is fresh
-    layouts.assert_same_tree(nnx.state(fresh), expected)
-
-
-def test_a_module_that_was_saved_itself_with_tied_weights(tmp_path):
-    """They are stored twice then, and only the caller knows that the two are equal."""
-    module = lazy(lambda: Model(nnx.Rngs(0)))
+    """Not its state: Orbax then goes through its attributes, and some levels more. Tied weights are
+    stored twice then, and only the caller knows that the two are equal."""
+    module = lazy(model)
     nnx.update(module, layouts.randomized(nnx.state(module)))
     save_v0(tmp_path / "saved", module)
     text = refused(tmp_path / "saved", module)
     places = [f"blocks/1/{name}" for name in BLOCK] + ["embed/embedding"]
     twice = [f"zlast/{name}" for name in BLOCK] + ["tied"]
     dropped = ", ".join(f'"{name}/value"' for name in twice)
-    assert text == "\n".join(
-        [
-            f"`{tmp_path}/saved` does not match the target: 7 tied in the target only",
-            *[
-                f"  {one}: one leaf of the target, saved as {one}/value and {other}/value"
-                for one, other in zip(places, twice, strict=True)
-            ],
-            "",
-            f"hint: ckpt = reshard.select(reshard.open(path), drop=[{dropped}])",
-        ]
+    lines = [
+        f"  {one}: one leaf of the target, saved as {one}/value and {other}/value\n"
+        for one, other in zip(places, twice, strict=True)
+    ]
+    assert text == (
+        f"`{tmp_path}/saved` {HEAD}: 7 tied in the target only\n{''.join(lines)}\n"
+        f"hint: ckpt = reshard.select(reshard.open(path), drop=[{dropped}])"
     )
-    ckpt = reshard.select(
-        reshard.open(tmp_path / "saved"), drop=[f"{name}/value" for name in twice]
-    )
-    fresh = lazy(lambda: Model(nnx.Rngs(5)))
-    reshard.restore(ckpt, fresh)
+    ckpt = reshard.select(reshard.open(tmp_path / "saved"), drop=[f"{x}/value" for x in twice])
+    fresh = put(lazy(lambda: Model(nnx.Rngs(5))), layouts.mesh((1, 8)))
+    assert reshard.restore(ckpt, fresh) is fresh
     layouts.assert_same_tree(nnx.state(fresh), nnx.state(module))
 
 
@@ -937,33 +856,22 @@ def test_linen_boxes_into_nnx_variables(tmp_path):
 # What is refused, and what is left as it is.
 
 
-def simple(on=None):
-    on = on or layouts.mesh((2, 4))
-    rng = np.random.default_rng(0)
-
-    def put(shape, dtype="float32", *spec):
-        return jax.device_put(layouts.random_array(rng, shape, dtype), NamedSharding(on, P(*spec)))
-
-    return {
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A small checkpoint with a leaf of every kind: path, tree."""
+    put = layouts.random_on(layouts.mesh((2, 4)))
+    tree = {
         "params": {
-            "layer_0": {"kernel": put((8, 16), "float32", None, "model"), "bias": put((16,))},
+            "layer_0": {"kernel": put((8, 16), None, "model"), "bias": put((16,))},
             "layer_1": {"kernel": put((8, 16)), "bias": put((16,))},
-            "head": {"kernel": put((16, 32)), "bias": put((32,), "bfloat16")},
+            "head": {"kernel": put((16, 32)), "bias": put((32,), dtype="bfloat16")},
         },
         "step": 7,
         "rng": jax.random.key(1),
         "ema": put((5, 7)),
         "name": "run",
     }
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """A small checkpoint with a leaf of every kind: path, tree."""
-    path = tmp_path_factory.mktemp("plain") / "saved"
-    tree = simple()
-    save_pytree(path, tree)
-    return path, tree
+    return save_pytree(tmp_path_factory.mktemp("plain") / "saved", tree), tree
 
 
 @pytest.fixture
@@ -976,10 +884,6 @@ HEAD = "does not match the target"
 CAST_HINT = 'hint: cast=True for casts that keep every value, cast="lossy" for all of floats'
 KEPT_HINT = "hint: a target whose kept leaves are initialised arrays, not abstract ones"
 TARGET_HINT = "hint: reshard.target(state, mesh=mesh, ...) gives every leaf a sharding"
-
-
-def laid_out(shape, dtype="float32"):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(layouts.mesh((1, 8)), P()))
 
 
 def test_unexpected_leaves(plain, target):
@@ -1018,18 +922,13 @@ def test_renamed_leaves_and_the_hint_that_brings_them_back(plain, target):
 
 def test_shardings_that_lead_nowhere(plain, target):
     path, _ = plain
-    on = layouts.mesh((2, 4))
-    abstract_mesh = AbstractMesh((2, 4), ("data", "model"))
-
-    def with_spec(mesh, *spec):
-        return jax.ShapeDtypeStruct((5, 7), "float32", sharding=NamedSharding(mesh, P(*spec)))
-
-    target["params"]["layer_0"]["kernel"] = jax.ShapeDtypeStruct((8, 16), "float32")
-    target["params"]["layer_0"]["bias"] = jax.ShapeDtypeStruct(
-        (16,), "float32", sharding=NamedSharding(abstract_mesh, P("model"))
-    )
-    target["params"]["head"]["bias"] = jax.ShapeDtypeStruct((32,), "bfloat16")
-    target["ema"] = with_spec(on, "data", "model")
+    layer, head = target["params"]["layer_0"], target["params"]["head"]
+    layer["kernel"] = layouts.laid_out(layer["kernel"], None)
+    head["bias"] = layouts.laid_out(head["bias"], None)
+    on = AbstractMesh((2, 4), ("data", "model"))
+    layer["bias"] = layouts.laid_out(layer["bias"], NamedSharding(on, P("model")))
+    on = NamedSharding(layouts.mesh((2, 4)), P("data", "model"))
+    target["ema"] = layouts.laid_out(target["ema"], on)
     assert refused(path, target) == (
         f"`{path}` {HEAD}: 5 without a place to go\n"
         "  ema: dimension 0 of 5 does not divide by 2 (data)\n"
@@ -1045,8 +944,8 @@ def test_everything_at_once(plain, target):
     path, _ = plain
     params = target["params"]
     target["parameters"] = {"head": params.pop("head")}
-    params["layer_0"]["kernel"] = laid_out((8, 16), "bfloat16")
-    params["layer_0"]["bias"] = laid_out((17,))
+    params["layer_0"]["kernel"] = struct((8, 16), "bfloat16")
+    params["layer_0"]["bias"] = struct((17,), "float32")
     params["layer_1"]["bias"] = jax.ShapeDtypeStruct((16,), "float32")
     target["step"] = 0.5
     target["extra"], target["note"] = 1, ""
@@ -1196,15 +1095,10 @@ def test_a_part_of_a_checkpoint(saved, layout):
 
 def test_options_that_are_unknown(plain, target):
     bytes_hint = "is not a number of bytes\n\nhint: `256MiB`, `1GiB`"
+    known = "is not known\n\nhint:"
     for name, value, text in [
-        (
-            *("cast", "yes"),
-            "cast='yes' is not known\n\nhint: cast=False\nhint: cast=True\nhint: cast='lossy'",
-        ),
-        (
-            *("unexpected", "skip"),
-            "unexpected='skip' is not known\n\nhint: unexpected='error'\nhint: unexpected='ignore'",
-        ),
+        ("cast", "yes", f"cast='yes' {known} cast=False\nhint: cast=True\nhint: cast='lossy'"),
+        ("unexpected", 1, f"unexpected=1 {known} unexpected='error'\nhint: unexpected='ignore'"),
         ("max_memory", -5, f"`-5` {bytes_hint}"),
         ("max_memory", 0, f"`0` {bytes_hint}"),
         ("keep", ["*", 3], "a glob is text\n  keep: 3\n\nhint: `params/**`, `**/kernel`"),
@@ -1236,7 +1130,7 @@ def test_a_module_is_untouched_where_reading_stops_half_way(tmp_path, name, memo
     state = layouts.randomized(nnx.state(module))
     layouts.save_pytree(tmp_path / "saved", state, use_ocdbt=False)
     file = corrupt(tmp_path / "saved", name)
-    before, values = frozen(module), jax.tree.map(np.asarray, keyless(nnx.state(module)))
+    before, values = frozen(module), values_of(nnx.state(module))
     error = reshard.CorruptCheckpointError
     assert refused(tmp_path / "saved", module, error, max_memory=memory) == (
         f"{name.replace('.', '/')}: its stored bytes cannot be read\n"
@@ -1245,11 +1139,7 @@ def test_a_module_is_untouched_where_reading_stops_half_way(tmp_path, name, memo
         "at uncompressed byte 0"
     )
     assert frozen(module) == before
-    layouts.assert_same_tree(jax.tree.map(np.asarray, keyless(nnx.state(module))), values)
-
-
-def keyless(state):
-    return jax.tree.map(lambda x: jax.random.key_data(x) if layouts.is_key(x) else x, state)
+    assert values_of(nnx.state(module)) == values
 
 
 def test_a_module_is_untouched_where_a_value_does_not_fit(tmp_path):
@@ -1321,7 +1211,7 @@ def test_floats(tmp_path, new, real_target, memory):
         assert shardings(got) == shardings(target)
         for old in tree:
             layouts.assert_equal_or_nan(got[old], expected[old])
-    target["float32"] = laid_out((48, 32), "int32")
+    target["float32"] = struct((48, 32), "int32")
     assert refused(path, target, cast="lossy") == (
         f"`{path}` {HEAD}: 1 of another dtype\n"
         "  float32: the target has int32[48, 32], the checkpoint float32[48, 32]"
@@ -1440,9 +1330,7 @@ def test_a_bare_mesh_and_dtypes_that_jax_makes_narrower(tmp_path):
 @pytest.mark.parametrize("explicit", [False, True])
 def test_an_abstract_mesh_is_the_one_in_context(plain, explicit):
     path, tree = plain
-    on = layouts.mesh((1, 8))
-    if explicit:
-        on = Mesh(on.devices, on.axis_names, axis_types=(AxisType.Explicit,) * 2)
+    on = layouts.mesh((1, 8), explicit=explicit)
     target = abstract(tree, on.abstract_mesh)
     arrays = [x for x in jax.tree.leaves(target) if isinstance(x, jax.ShapeDtypeStruct)]
     assert len(arrays) == 8
@@ -1537,7 +1425,7 @@ def test_the_accelerators_path_inside_a_mesh_and_into_other_memory(tmp_path, mon
     values = layouts.random_array(rng, (256, 256), "bfloat16")
     tree = {"a": jax.device_put(values, NamedSharding(layouts.mesh((8, 1)), P("data")))}
     save_pytree(tmp_path / "saved", tree)
-    monkeypatch.setattr(device_reads, "_aliases", lambda sharding: sharding is None)
+    own_memory(monkeypatch)
     for kind in (None, "pinned_host"):
         sharding = NamedSharding(on, P(None, "model"), memory_kind=kind)
         target = {"a": jax.ShapeDtypeStruct((256, 256), "bfloat16", sharding=sharding)}
