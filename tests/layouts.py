@@ -255,31 +255,6 @@ def open_manager(path: pathlib.Path, **kwargs: Any) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(path, options=options, **kwargs)
 
 
-def _manager(path: pathlib.Path, trees: Sequence[Any]) -> None:
-    with open_manager(path, metadata={"root": "kept"}) as manager:
-        for step, tree in zip(STEPS, trees, strict=True):
-            manager.save(
-                step,
-                args=ocp.args.StandardSave(tree),
-                metrics=metrics(step),
-                custom_metadata=CUSTOM,
-            )
-
-
-def _items(path: pathlib.Path, tree: Any) -> None:
-    names = ("state", "config", "key", "array")
-    with ocp.CheckpointManager(path, item_names=names) as manager:
-        manager.save(
-            STEPS[0],
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(tree),
-                config=ocp.args.JsonSave({"width": 3}),
-                key=ocp.args.JaxRandomKeySave(jax.random.key(1)),
-                array=ocp.args.ArraySave(jnp.arange(6)),
-            ),
-        )
-
-
 def save(layout: str, folder: pathlib.Path) -> Saved:
     """Saves a random tree on a 2x4 mesh in one of `LAYOUTS`."""
     on = mesh((2, 4))
@@ -300,7 +275,10 @@ def _alone(save: Callable, inner: str = "", **leaves: bool) -> Callable[..., Sav
 
 def _make_manager(path: pathlib.Path, on: Mesh, seed: int) -> Saved:
     trees = [random_tree(on, 100 * seed + i, strings=False) for i in range(len(STEPS))]
-    _manager(path, trees)
+    with open_manager(path, metadata={"root": "kept"}) as manager:
+        for step, tree in zip(STEPS, trees, strict=True):
+            also = {"metrics": metrics(step), "custom_metadata": CUSTOM}
+            manager.save(step, args=ocp.args.StandardSave(tree), **also)
     step = str(STEPS[-1])
     readers = ("pytree", "standard", "manager", *V1)
     return Saved(path, trees[-1], on, f"{step}/default", {}, readers, step)
@@ -308,7 +286,14 @@ def _make_manager(path: pathlib.Path, on: Mesh, seed: int) -> Saved:
 
 def _make_items(path: pathlib.Path, on: Mesh, seed: int) -> Saved:
     tree = random_tree(on, seed, strings=False)
-    _items(path, tree)
+    items = ocp.args.Composite(
+        state=ocp.args.StandardSave(tree),
+        config=ocp.args.JsonSave({"width": 3}),
+        key=ocp.args.JaxRandomKeySave(jax.random.key(1)),
+        array=ocp.args.ArraySave(jnp.arange(6)),
+    )
+    with ocp.CheckpointManager(path, item_names=("state", "config", "key", "array")) as manager:
+        manager.save(STEPS[0], args=items)
     readers = ("pytree", "standard", "manager", *V1)
     step = str(STEPS[0])
     return Saved(path, tree, on, f"{step}/state", {"item": "state"}, readers, step)

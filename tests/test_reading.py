@@ -1,5 +1,6 @@
 """The values of arrays, box by box: what that takes, and how often a stored chunk is read."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -50,6 +51,15 @@ def read_by(call):
     return result, (layouts.bytes_read() - before) // 4096 * 4
 
 
+def does_not_fit(least, *names):
+    """What is said of chunks that each take so many bytes, with one byte less."""
+    lines = "".join(f"  {name}: {format_bytes(least)}\n" for name in names)
+    return (
+        f"one chunk, encoded and decoded, does not fit into {format_bytes(least - 1)}\n{lines}\n"
+        f'hint: max_memory="{-(-least // 1024)}KiB" is the least that reads it'
+    )
+
+
 @pytest.mark.parametrize("names", [("rows", "whole"), ("whole", "rows")])
 def test_one_chunk_of_each_of_two_arrays_has_to_fit_whichever_is_which(grids, names):
     _, paths = grids
@@ -60,11 +70,7 @@ def test_one_chunk_of_each_of_two_arrays_has_to_fit_whichever_is_which(grids, na
     with pytest.raises(reshard.MemoryLimitError) as error:
         reshard.diff(a, b, values=True, max_memory=least - 1)
     assert error.value.least == least
-    assert str(error.value) == (
-        f"one chunk, encoded and decoded, does not fit into {format_bytes(least - 1)}\n"
-        f"  w: {format_bytes(least)}\n\n"
-        f'hint: max_memory="{-(-least // 1024)}KiB" is the least that reads it'
-    )
+    assert str(error.value) == does_not_fit(least, "w")
     assert reshard.diff(a, b, values=True, max_memory=least).differences == ()
 
 
@@ -83,9 +89,8 @@ def test_with_less_memory_chunks_are_shared_by_as_many_boxes_as_fit(grids):
     small, big = paths["rows"], paths["whole"]
     for a, b in ((small, big), (big, small)):
         # Four small chunks beside the big one.
-        found, read = read_by(
-            lambda a=a, b=b: reshard.diff(a, b, values=True, max_memory=1200 << 10)
-        )
+        diff = functools.partial(reshard.diff, a, b, values=True, max_memory=1200 << 10)
+        found, read = read_by(diff)
         assert found.differences == ()
         # Two boxes whose reads of it meet share the big one even so.
         assert stored(small) + stored(big) - 4 <= read <= stored(small) + 2 * stored(big) + 4
@@ -123,15 +128,9 @@ def test_arrays_that_are_parts_of_one_chunk_take_what_it_takes(grids):
     # The chunk that it is in, encoded and decoded, a row, and 16 KiB.
     encoded = max(next(iter(reshard.open(paths["whole"]).arrays)).stored_sizes())
     least = (256 + 4 + 16 << 10) + encoded
-    lines = [f"  layer_{i}/w: {format_bytes(least)}" for i in range(ROWS)]
-    message = "\n".join(
-        [f"one chunk, encoded and decoded, does not fit into {format_bytes(least - 1)}", *lines, ""]
-    )
     for call in (reshard.verify, reshard.digest):
-        with pytest.raises(reshard.MemoryLimitError) as error:
-            call(layers, max_memory=least - 1)
-        hint = f'hint: max_memory="{-(-least // 1024)}KiB" is the least that reads it'
-        assert str(error.value) == f"{message}\n{hint}"
+        text = layouts.refused(reshard.MemoryLimitError, call, layers, max_memory=least - 1)
+        assert text == does_not_fit(least, *(f"layer_{i}/w" for i in range(ROWS)))
     assert reshard.digest(layers, max_memory=least) == expected
     # Beside a chunk of the other.
     other = layers_of(paths["rows"])
