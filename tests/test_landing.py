@@ -227,7 +227,7 @@ def assert_replicas_share_buffers(array):
 )
 @pytest.mark.parametrize("memory", [None, 1 << 20])
 def test_replicas_share_a_buffer(tmp_path, spec, distinct, nbytes, memory):
-    values = random((8, nbytes // 32))
+    values = random((8, nbytes // 32 + 4))
     handle = stored_array(tmp_path, values, (2, nbytes // 64))
     sharding = NamedSharding(layouts.mesh(EIGHT), spec)
     (array,) = read(handle, sharding, memory=memory)
