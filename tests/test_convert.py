@@ -38,6 +38,7 @@ from sampling import examples, few
 from twins import TrainState
 
 import reshard
+from reshard.cli.output import as_flags
 from reshard.convert.conversion import conversion
 from reshard.convert.roundtrip import like_recorded
 from reshard.tree import format_path
@@ -1535,13 +1536,32 @@ def test_an_nnx_checkpoint_is_restored_into_linen(tmp_path):
 
 
 def test_a_checkpoint_of_the_other_api_is_told_in_a_restore(tmp_path):
-    linen = save(tmp_path / "linen", {"params": {"Dense_0": {"bias": jnp.ones(3)}}})
-    hint = "hint: reshard.restore(reshard.to_nnx(path, model), target), if it is Linen's"
-    assert hint in refusal(reshard.restore, linen, named(bias=(3,))).splitlines()
-    of_nnx = save(tmp_path / "nnx", nnx.state(named(bias=(3,))))
-    hint = "hint: reshard.restore(reshard.to_linen(path, model), target), if it is NNX's"
-    target = {"params": {"Dense_0": {"bias": jnp.ones(3)}}}
-    assert hint in refusal(reshard.restore, of_nnx, target).splitlines()
+    """In the words of the library and of the command line, and nothing else is."""
+    params = {"params": {"Dense_0": {"bias": jnp.ones(3)}, "out": {"bias": jnp.ones(3)}}}
+    modules, on = Of(hidden=named(bias=(3,)), out=named(bias=(3,))), layouts.mesh((1, 2))
+    linen, of_nnx = save(tmp_path / "linen", params), save(tmp_path / "nnx", nnx.state(modules))
+    # Where all names agree, too.
+    for api, path, target in (
+        ("nnx", linen, modules),
+        ("nnx", linen, Of(Dense_0=named(bias=(3,)), out=named(bias=(3,)))),
+        ("linen", of_nnx, params),
+    ):
+        told = refusal(reshard.restore, path, target).splitlines()
+        hint = f"hint: reshard.restore(reshard.to_{api}(path, model), target)"
+        assert [line for line in told if line.startswith("hint")] == [hint]
+        on_mesh = reshard.target(target, mesh=on)
+        (hint,) = refused(reshard.to_mesh, reshard.open(path), on, target=on_mesh).hints
+        typed = f"reshard convert SRC DST --to {api} --model MODULE:NAME"
+        assert (hint, as_flags(hint)) == (f"reshard.to_{api}(path, model)", typed)
+    # Trees of one API, boxed or not, are renamed.
+    below, weights = save(tmp_path / "below", {"params": nnx.state(modules)}), params["params"]
+    for path, target, rule in (
+        (of_nnx, {"params": Of(hidden=modules.hidden, out=modules.out)}, ("^", "params/")),
+        (below, modules, ("^params/", "")),
+        (save(tmp_path / "weights", {"weights": weights}), params, ("^weights/", "params/")),
+    ):
+        hint = f'hint: ckpt = reshard.rename(reshard.open(path), [(r"{rule[0]}", r"{rule[1]}")])'
+        assert hint in refusal(reshard.restore, path, target).splitlines()
 
 
 def test_scales_that_are_in_no_variable_are_converted_and_restored(tmp_path):
