@@ -9,6 +9,8 @@ from typing import Any
 # An argument is typed as `name=value`, if it is not one of these.
 _CALLS = {
     "all_rules": 'rules=[("embed", "data"), ("vocab", ("data", "model")), ("kv", None)]',
+    "as_linen": "reshard.to_linen(path, model)",
+    "as_nnx": "reshard.to_nnx(path, model)",
     "array": "share=(i, n) with i in {}",
     "axes": "axes={{{}: {}}}",
     "cast": "reshard.cast(ckpt, {}, {})",

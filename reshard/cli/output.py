@@ -48,6 +48,8 @@ _FLAGS = {
 # And without a value of its own as `--name`, if it is not one of these.
 _METAVARS = {
     "all_rules": 'rules = [["embed", "data"], ["vocab", ["data", "model"]], ["kv", []]]',
+    "as_linen": "reshard convert SRC DST --to linen --model MODULE:NAME",
+    "as_nnx": "reshard convert SRC DST --to nnx --model MODULE:NAME",
     "cast": "--dtype 'GLOB=DTYPE'",
     "drop": "--drop GLOB",
     "init": "--init GLOB",

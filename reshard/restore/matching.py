@@ -6,11 +6,9 @@ writes one for each of Linen's boxes and NNX's variables, and none for raw array
 
 import collections
 import dataclasses
-import difflib
 import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -19,10 +17,8 @@ from reshard.arrays.dtypes import kind_of
 from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Checkpoint, Leaf
 from reshard.errors import TreeMismatchError
-from reshard.tree import Key, Path, format_path, nearest
+from reshard.tree import Key, Path, format_path
 
-# Missing leaves for which a similar saved leaf is looked for: a hint must not take long.
-_MAX_HINTED, _MAX_COMPARED = 20, 2000
 # Kinds of a target leaf that are no arrays, and the kinds of dtype that fit them.
 _SCALARS = {"int": "iu", "float": "f", "bool": "b"}
 
@@ -65,14 +61,16 @@ class Mismatch:
         target alone, `"kept"`, `"sharding"`, `"x64"`.
       text: the problem.
       path: the leaf, as the target calls it (as the checkpoint does, if it is unexpected).
-      renamed: for a missing leaf, the path of the saved leaf that it may be, without levels named
-        `value`; for a tied one, the path of its second copy.
+      copy: for a tied leaf, the path of its second copy.
+      renamed: for a missing one, the beginning of a saved path and of its own, if these differ in
+        one level, and the paths in nothing else.
     """
 
     what: str
     text: str
     path: Path
-    renamed: Path | None = None
+    copy: Path | None = None
+    renamed: tuple[Path, Path] | None = None
 
 
 def match(
@@ -103,11 +101,11 @@ def match(
     left = [path for path, value in ckpt.items() if path not in used and not _is_empty(value)]
     lacking = [leaf for leaf, path in zip(targets, found, strict=True) if path is None]
     if lacking:
-        problems += _missing(lacking, ckpt, saved, left)
+        problems += _missing(lacking, ckpt, _renamed(targets, found, ckpt, saved, cast))
     for leaf, path in zip(targets, found, strict=True):
         if path is not None:
             problems += _compare(leaf, ckpt[path], cast)
-    explained = {problem.renamed for problem in problems if problem.what == "tied"}
+    explained = {problem.copy for problem in problems}
     for path in left:
         if not ignore and path not in explained:
             text = f"{format_path(path)}  {_describe(ckpt[path])}: not in the target"
@@ -173,57 +171,88 @@ def _is_empty(value: Leaf) -> bool:
 
 
 def _missing(
-    lacking: Sequence[TargetLeaf], ckpt: Checkpoint, saved: dict[Path, Path], left: Sequence[Path]
+    lacking: Sequence[TargetLeaf], ckpt: Checkpoint, renamed: dict[Path, tuple[Path, Path]]
 ) -> list[Mismatch]:
     containers = {tuple(map(str, path[:end])) for path in ckpt for end in range(len(path))}
-    near = _nearest_of_type(lacking[:_MAX_HINTED], ckpt, left)
     problems = []
     for leaf in lacking:
-        container = tuple(map(str, leaf.path)) in containers
-        text = "the checkpoint has a container there" if container else "missing"
-        other = near.get(leaf.path)
-        if other is not None:
-            text += f"; the nearest is {format_path(other)}"
+        path = tuple(map(str, leaf.path))
+        text = "the checkpoint has a container there" if path in containers else "missing"
+        pair = renamed.get(path)
+        if pair is not None:
+            old, new = pair
+            text += f"; the nearest is {format_path(old + path[len(new) :])}"
         text = f"{format_path(leaf.path)}  {leaf}: {text}"
-        renamed = None if other is None else saved[other]
-        problems.append(Mismatch("missing", text, leaf.path, renamed))
+        problems.append(Mismatch("missing", text, leaf.path, renamed=pair))
     return problems
 
 
-def _nearest_of_type(
-    lacking: Sequence[TargetLeaf], ckpt: Checkpoint, left: Sequence[Path]
-) -> dict[Path, Path]:
-    """For missing leaves, the saved leaf of equal shape and dtype with the most similar path; each
-    saved leaf for one of them only."""
-    by_type = collections.defaultdict(dict)
-    for path in left:
-        by_type[_type_of(ckpt[path])][format_path(path)] = path
-    scores = []
-    for leaf in lacking:
-        alike = by_type[(leaf.key_impl, leaf.shape, leaf.dtype)]
-        likely = sorted(alike.values(), key=lambda path: _last(path) != _last(leaf.path))
-        for name in nearest(format_path(leaf.path), likely[: _MAX_COMPARED // len(lacking)]):
-            ratio = difflib.SequenceMatcher(None, format_path(leaf.path), name).ratio()
-            scores.append((ratio, leaf.path, alike[name]))
-        last = [path for path in alike.values() if _last(path) == _last(leaf.path)]
-        scores += [(0.0, leaf.path, path) for path in last[:1] if len(last) == 1]
-    chosen: dict[Path, Path] = {}
-    for _, path, saved in sorted(scores, key=lambda score: -score[0]):
-        if path not in chosen and saved not in chosen.values():
-            chosen[path] = saved
-    return chosen
+def _renamed(
+    targets: Sequence[TargetLeaf],
+    found: Sequence[Path | None],
+    ckpt: Checkpoint,
+    saved: dict[Path, Path],
+    cast: bool | str,
+) -> dict[Path, tuple[Path, Path]]:
+    """Path of a missing leaf -> the beginnings of its saved path and of its own, where a level was
+    added, taken off or renamed.
+
+    Names alone say so, and in one way only: below both beginnings are the same paths, none of them
+    found before; a level is renamed if it is the only one in its container that is not found, and
+    more than a leaf. That is so of a whole level if all its leaves fit, or of none of it.
+    """
+    wanted = {_texts(leaf.path): leaf for leaf in targets}
+    lacking = {_texts(leaf.path) for leaf, path in zip(targets, found, strict=True) if path is None}
+    places = {saved[path]: path for path, value in ckpt.items() if not _is_empty(value)}
+    left = places.keys() - {saved[path] for path in found if path is not None}
+    renamed: dict[Path, tuple[Path, Path]] = {}
+
+    def agree(old: Path, new: Path, olds: Sequence[Path], news: Sequence[Path]) -> bool:
+        if len(olds) != len(news) or not (left.issuperset(olds) and lacking.issuperset(news)):
+            return False
+        below = {path[len(old) :] for path in olds}
+        return () not in below and below == {path[len(new) :] for path in news}
+
+    def fit(old: Path, new: Path, olds: Sequence[Path]) -> bool:
+        pairs = [(wanted[new + path[len(old) :]], places[path]) for path in olds]
+        return all(
+            _texts(path[: len(old)]) == old and _differing_in(leaf, ckpt[path], cast) is None
+            for leaf, path in pairs
+        )
+
+    def descend(at: Path, olds: Sequence[Path], news: Sequence[Path]) -> None:
+        old_keys, new_keys = _by_key(olds, len(at)), _by_key(news, len(at))
+        ways = [((*at, key), at, paths, news) for key, paths in old_keys.items()]
+        ways += [(at, (*at, key), olds, paths) for key, paths in new_keys.items()]
+        spare = [key for key, paths in old_keys.items() if not left.isdisjoint(paths)]
+        unfound = [key for key, paths in new_keys.items() if not lacking.isdisjoint(paths)]
+        if len(spare) == len(unfound) == 1:
+            (one,), (other,) = spare, unfound
+            ways.append(((*at, one), (*at, other), old_keys[one], new_keys[other]))
+        ways = [way for way in ways if agree(*way)]
+        if len(ways) == 1:
+            old, new, paths, own = ways[0]
+            if fit(old, new, paths):
+                renamed.update(dict.fromkeys(own, (old, new)))
+        if not ways:
+            for key in old_keys.keys() & new_keys.keys():
+                descend((*at, key), old_keys[key], new_keys[key])
+
+    descend((), list(places), list(wanted))
+    return renamed
 
 
-def _last(path: Path) -> str:
-    return str(path[-1]) if path else ""
+def _by_key(paths: Sequence[Path], depth: int) -> dict[Key, list[Path]]:
+    """The paths that go deeper, by their key there."""
+    found: dict[Key, list[Path]] = collections.defaultdict(list)
+    for path in paths:
+        if len(path) > depth:
+            found[path[depth]].append(path)
+    return found
 
 
-def _type_of(value: Leaf) -> Any:
-    if not isinstance(value, ArrayHandle):
-        return None
-    if value.key_impl is not None:
-        return value.key_impl, value.shape[:-1], None
-    return None, value.shape, value.dtype
+def _texts(path: Path) -> Path:
+    return tuple(map(str, path))
 
 
 def _describe(value: Leaf) -> str:
@@ -324,26 +353,33 @@ def mismatch_error(
     )
 
 
-def likely_renames(problems: Sequence[Mismatch]) -> list[tuple[str, str]]:
-    """Renames (regex, replacement) that would bring saved leaves where missing ones would be."""
-    pairs = []
-    for problem in problems:
-        if problem.what == "missing" and problem.renamed is not None:
-            old, new, whole = _differing(problem.renamed, problem.path)
-            pairs.append((f"^{re.escape(old)}{'(?=/|$)' * whole}", new.replace("\\", r"\\")))
-    return list(dict.fromkeys(pairs))
+def renames(problems: Sequence[Mismatch]) -> list[tuple[str, str]]:
+    """Renames (regex, replacement) that bring saved leaves where missing ones would be."""
+    pairs = dict.fromkeys(problem.renamed for problem in problems if problem.renamed is not None)
+    return [
+        ("^" + re.escape(_beginning(old)), _beginning(new).replace("\\", r"\\"))
+        for old, new in pairs
+    ]
 
 
-def _differing(old: Path, new: Path) -> tuple[str, str, bool]:
-    """The printed beginnings of two paths up to where they end alike, the first of them not empty,
-    and whether that is all there is."""
-    ending = 0
-    while ending < min(len(old) - 1, len(new)) and str(old[-1 - ending]) == str(new[-1 - ending]):
-        ending += 1
+def other_api(problems: Sequence[Mismatch], of_nnx: bool) -> str:
+    """The API of Flax's that a target is of, `"nnx"` or `"linen"`, where the checkpoint is of the
+    other one: Linen's alone has a collection `params`, and NNX's has all arrays in variables. Empty
+    where they may be of one."""
+    missing, unexpected = (
+        [problem.path for problem in problems if problem.what == what and problem.path]
+        for what in ("missing", "unexpected")
+    )
+    wanted, saved = ({str(path[0]) for path in paths} for paths in (missing, unexpected))
+    in_variables = all(path[-1] == "value" for path in unexpected)
+    renamed = any(problem.renamed for problem in problems)
+    if of_nnx and wanted and "params" in saved - wanted and not (in_variables and renamed):
+        return "nnx"
+    if not of_nnx and saved and "params" in wanted - saved and in_variables and not renamed:
+        return "linen"
+    return ""
 
-    def beginning(path: Path) -> str:
-        if len(path) == ending:
-            return ""
-        return format_path(path[: len(path) - ending]) + "/" * (ending > 0)
 
-    return beginning(old), beginning(new), ending == 0
+def _beginning(path: Path) -> str:
+    """What the printed paths below a container begin with."""
+    return format_path(path) + "/" if path else ""

@@ -25,7 +25,14 @@ from reshard.restore.device_reads import Request, read_arrays
 from reshard.restore.device_shards import named_sharding
 from reshard.restore.exchange import Exchange
 from reshard.restore.lazy_jax import jax
-from reshard.restore.matching import Mismatch, TargetLeaf, likely_renames, match, mismatch_error
+from reshard.restore.matching import (
+    Mismatch,
+    TargetLeaf,
+    match,
+    mismatch_error,
+    other_api,
+    renames,
+)
 from reshard.restore.pytrees import StateLeaf, flatten_state, is_variable, target_leaf
 from reshard.restore.target_mesh import to_mesh
 from reshard.sharding.mesh import Mesh, NamedSharding, normalize_spec, parse_mesh, spec_problems
@@ -196,20 +203,22 @@ def _hints(
 ) -> list[str]:
     """What to type; `ckpt` is how the caller has the checkpoint."""
     kinds = {problem.what for problem in problems}
-    likely, opened = likely_renames(problems), ckpt
+    api = other_api(problems, any(is_variable(leaf.wrapper) for leaf in leaves))
+    rules, opened = renames(problems), ckpt
     key, others = _above(problems, leaves)
     if key:
-        likely = [(f"^{re.escape(format_path((key,)))}/", "")]
+        rules = [(f"^{re.escape(format_path((key,)))}/", "")]
         opened = f'reshard.select({ckpt}, "{format_glob((key,))}/**")' if others else ckpt
-    renames = ", ".join(f'(r"{old}", r"{new}")' for old, new in likely)
-    hints = [f"ckpt = reshard.rename({opened}, [{renames}])"] if renames else []
-    hints += _other_api(problems, leaves)
+    typed = ", ".join(f'(r"{old}", r"{new}")' for old, new in rules)
+    hints = [f"reshard.restore(reshard.to_{api}(path, model), target)"] if api else []
+    if typed and not api:
+        hints.append(f"ckpt = reshard.rename({opened}, [{typed}])")
     if "unexpected" in kinds and "missing" not in kinds:
         hints.append('unexpected="ignore" restores the rest')
-    if "missing" in kinds and not any(leaf.abstract for leaf in leaves):
+    if "missing" in kinds and not (api or any(leaf.abstract for leaf in leaves)):
         path = next(problem.path for problem in problems if problem.what == "missing")
         hints.append(f'keep=("{format_glob(path)}",) leaves it as it is; globs work')
-    tied = [format_path(p.renamed) for p in problems if p.what == "tied" and p.renamed]
+    tied = [format_path(problem.copy) for problem in problems if problem.copy]
     if tied:
         dropped = ", ".join(f'"{path}"' for path in tied)
         hints.append(f"ckpt = reshard.select({ckpt}, drop=[{dropped}])")
@@ -235,21 +244,6 @@ def _above(problems: Sequence[Mismatch], leaves: Sequence[StateLeaf]) -> tuple[s
     if len(missing) < len(leaves) or len(keys) != 1:
         return "", False
     return keys[0], len(tops) > 1
-
-
-def _other_api(problems: Sequence[Mismatch], leaves: Sequence[StateLeaf]) -> list[str]:
-    """A hint where the checkpoint seems to be of the other API of Flax's: one side has a collection
-    `params`, and the other does not."""
-    missing, unexpected = (
-        {str(problem.path[0]) for problem in problems if problem.what == what and problem.path}
-        for what in ("missing", "unexpected")
-    )
-    of_nnx = any(is_variable(leaf.wrapper) for leaf in leaves)
-    if of_nnx and missing and "params" in unexpected - missing:
-        return ["reshard.restore(reshard.to_nnx(path, model), target), if it is Linen's"]
-    if not of_nnx and unexpected and "params" in missing - unexpected:
-        return ["reshard.restore(reshard.to_linen(path, model), target), if it is NNX's"]
-    return []
 
 
 def _request(leaf: StateLeaf, target: TargetLeaf, handle: ArrayHandle) -> Request:

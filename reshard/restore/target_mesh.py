@@ -9,8 +9,15 @@ from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Checkpoint
 from reshard.errors import ShardingError
 from reshard.hints import Hint
-from reshard.restore.matching import Mismatch, TargetLeaf, likely_renames, match, mismatch_error
-from reshard.restore.pytrees import flatten_state, target_leaf
+from reshard.restore.matching import (
+    Mismatch,
+    TargetLeaf,
+    match,
+    mismatch_error,
+    other_api,
+    renames,
+)
+from reshard.restore.pytrees import flatten_state, is_variable, target_leaf
 from reshard.sharding.mesh import Mesh, Spec, normalize_spec, parse_mesh
 from reshard.tree import Path, format_path
 
@@ -60,7 +67,9 @@ def target_specs(ckpt: Checkpoint, mesh: Mesh, target: Any) -> dict[Path, Spec]:
     targets = [target_leaf(leaf) for leaf in leaves]
     found, problems = match(targets, ckpt)
     if problems:
-        raise mismatch_error(f"`{ckpt.source.root}`", problems, _match_hints(problems, targets))
+        api = other_api(problems, any(is_variable(leaf.wrapper) for leaf in leaves))
+        hints = [Hint((f"as_{api}",))] if api else _match_hints(problems, targets)
+        raise mismatch_error(f"`{ckpt.source.root}`", problems, hints)
     parsed = functools.cache(parse_mesh)
     specs: dict[Path, Spec] = {}
     for leaf, path in zip(leaves, found, strict=True):
@@ -80,14 +89,15 @@ def target_specs(ckpt: Checkpoint, mesh: Mesh, target: Any) -> dict[Path, Spec]:
 
 def _match_hints(problems: Sequence[Mismatch], targets: Sequence[TargetLeaf]) -> list[Hint]:
     """What to type to give a checkpoint the leaves of a target."""
-    hints = [Hint(("rename", old, new)) for old, new in likely_renames(problems)]
+    hints = [Hint(("rename", old, new)) for old, new in renames(problems)]
     unexpected = [problem.path for problem in problems if problem.what == "unexpected"]
     used = {tuple(map(str, w.path[:end])) for w in targets for end in range(len(w.path) + 1)}
     for path in unexpected:
         ends = range(1, len(path))
         top = next((e for e in ends if tuple(map(str, path[:e])) not in used), len(path))
         pattern = format_path(path[:top]) + ("/**" if top < len(path) else "")
-        hints.append(Hint(("select_drop", pattern)))
+        if pattern != "params/**":  # the model itself
+            hints.append(Hint(("select_drop", pattern)))
     if any(problem.what == "dtype" for problem in problems):
         hints.append(Hint(("cast",), " casts"))
     return hints
