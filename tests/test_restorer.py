@@ -246,7 +246,9 @@ def test_a_bare_mesh_that_the_saved_specs_do_not_fit(saved):
         'hint: specs=[("(^|/)uneven$", ",model")] fits'
     )
     assert refused(ckpt, AbstractMesh((1, 8), ("data", "model")), reshard.ShardingError) == (
-        "an AbstractMesh has no devices to restore to\n\nhint: jax.make_mesh((1, 8), names)"
+        "an AbstractMesh has no devices to restore to\n\n"
+        'hint: jax.make_mesh((1, 8), ("data", "model"), '
+        "axis_types=(jax.sharding.AxisType.Auto,) * 2)"
     )
 
 
@@ -260,6 +262,16 @@ def test_a_bare_mesh_has_nothing_to_compare_with(saved, target, option):
         'hint: reshard.cast(ckpt, "bfloat16")\n'
         'hint: reshard.select(ckpt, "params/**")'
     )
+
+
+@pytest.mark.parametrize(("kind", "made"), [("class", nnx.Linear), ("function", layouts.mesh)])
+def test_a_class_or_a_function_is_no_target(saved, kind, made):
+    ckpt, name = reshard.open(saved("standalone").path), made.__name__
+    for call in (reshard.restore, functools.partial(reshard.to_mesh, mesh="1x8")):
+        assert layouts.refused(reshard.ArgumentError, call, ckpt, target=made) == (
+            f"the target is a {kind}, `{name}`, and not a state\n\n"
+            f"hint: reshard.target({name}, mesh=mesh)\nhint: what `{name}(...)` returns"
+        )
 
 
 # Real states.

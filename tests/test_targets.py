@@ -1396,7 +1396,8 @@ WRONG_MODELS = [
     (
         {"mesh": None},
         "a target needs a mesh of JAX's, not None\n\n"
-        'hint: jax.make_mesh((1, 8), ("data", "model"))\n'
+        'hint: jax.make_mesh((1, 8), ("data", "model"), '
+        "axis_types=(jax.sharding.AxisType.Auto,) * 2)\n"
         "hint: jax.sharding.AbstractMesh(...)",
     ),
     (
