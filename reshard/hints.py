@@ -21,6 +21,8 @@ _CALLS = {
     "emit_map": "reshard convert",
     "init": "init=[{}]",
     "inputs": "check={}",
+    "jax_mesh": 'jax.make_mesh((1, 8), ("data", "model"), '
+    "axis_types=(jax.sharding.AxisType.Auto,) * 2)",
     "no_rules": "rules=[]",
     "plan": "the plan",
     "model_inputs": "reshard.target(model, inputs=(x,), mesh=mesh)",

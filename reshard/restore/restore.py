@@ -20,6 +20,7 @@ from reshard.errors import (
     TreeMismatchError,
     check_choice,
 )
+from reshard.hints import Hint
 from reshard.loader import open as open_checkpoint
 from reshard.restore.device_reads import Request, read_arrays
 from reshard.restore.device_shards import named_sharding
@@ -96,7 +97,8 @@ def restore(
 
     Example:
       >>> import jax
-      >>> mesh = jax.make_mesh((1, 8), ("data", "model"))
+      >>> auto = (jax.sharding.AxisType.Auto,) * 2  # without it, JAX makes Explicit axes
+      >>> mesh = jax.make_mesh((1, 8), ("data", "model"), axis_types=auto)
       >>> state = reshard.restore("run/1000", mesh)
       >>> tuple(state["params"]["layer_0"]["kernel"].sharding.spec)
       (None, 'model')
@@ -304,7 +306,7 @@ def _restore_raw(
     """Nested dicts and lists of what was saved, device arrays on a mesh."""
     if isinstance(mesh, jax.sharding.AbstractMesh):
         raise ShardingError(
-            "an AbstractMesh has no devices to restore to", hints=["jax.make_mesh((1, 8), names)"]
+            "an AbstractMesh has no devices to restore to", hints=[Hint(("jax_mesh",))]
         )
     ckpt = to_mesh(ckpt, mesh)
     check_names(ckpt.arrays)

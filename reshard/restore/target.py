@@ -128,7 +128,7 @@ def _covered(
     if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
         raise ShardingError(
             f"a target needs a mesh of JAX's, not {mesh!r}",
-            hints=['jax.make_mesh((1, 8), ("data", "model"))', "jax.sharding.AbstractMesh(...)"],
+            hints=[Hint(("jax_mesh",)), "jax.sharding.AbstractMesh(...)"],
         )
     made = state_of(model, mesh, inputs)
     state = flatten_state(made)
