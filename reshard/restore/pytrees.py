@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from reshard.compat import axis_name_keys
+from reshard.errors import ArgumentError
 from reshard.restore.lazy_jax import jax
 from reshard.restore.matching import TargetLeaf
 from reshard.sharding.rules import Names
@@ -68,6 +69,17 @@ class State:
     masked: tuple[Path, ...]
     unflatten: Callable[[Sequence[Any]], Any]
     update: Callable[[Sequence[Any]], Any]
+
+
+def check_state(target: Any) -> None:
+    """Raises ArgumentError for what makes a state, and is none: a class or a function."""
+    name = getattr(target, "__name__", None)
+    if callable(target) and name is not None:
+        kind = "class" if isinstance(target, type) else "function"
+        raise ArgumentError(
+            f"the target is a {kind}, `{name}`, and not a state",
+            hints=[f"reshard.target({name}, mesh=mesh)", f"what `{name}(...)` returns"],
+        )
 
 
 def flatten_state(state: Any) -> State:

@@ -34,7 +34,13 @@ from reshard.restore.matching import (
     other_api,
     renames,
 )
-from reshard.restore.pytrees import StateLeaf, flatten_state, is_variable, target_leaf
+from reshard.restore.pytrees import (
+    StateLeaf,
+    check_state,
+    flatten_state,
+    is_variable,
+    target_leaf,
+)
 from reshard.restore.target_mesh import to_mesh
 from reshard.sharding.mesh import Mesh, NamedSharding, normalize_spec, parse_mesh, spec_problems
 from reshard.tree import Path, format_glob, format_path, match_globs, nested, parse_globs
@@ -86,8 +92,9 @@ def restore(
       scalars and strings of the target come back as such.
 
     Raises:
-      ArgumentError: an argument that is not one of its choices, or not for a bare mesh; processes
-        that are to restore together, and whose targets differ.
+      ArgumentError: an argument that is not one of its choices, or not for a bare mesh; a target
+        that is a class or a function; processes that are to restore together, and whose targets
+        differ.
       TreeMismatchError: leaves that are missing, unexpected, or of another shape, dtype or kind,
         and leaves of the target without a usable sharding: all of them.
       ShardingError: saved specs that do not fit a bare mesh.
@@ -121,6 +128,7 @@ def restore(
                 )
             return _restore_raw(ckpt, target, budget, report, exchange)
 
+        check_state(target)
         state = flatten_state(target)
         leaves = state.leaves
         patterns = parse_globs("keep", keep)

@@ -17,7 +17,7 @@ from reshard.restore.matching import (
     other_api,
     renames,
 )
-from reshard.restore.pytrees import flatten_state, is_variable, target_leaf
+from reshard.restore.pytrees import check_state, flatten_state, is_variable, target_leaf
 from reshard.sharding.mesh import Mesh, Spec, normalize_spec, parse_mesh
 from reshard.tree import Path, format_path
 
@@ -47,6 +47,7 @@ def to_mesh(
     Raises:
       ShardingError: every leaf whose spec does not fit, with what to type for each.
       TreeMismatchError: every leaf in which the checkpoint and `target` differ.
+      ArgumentError: the target is a class or a function.
 
     Example:
       >>> ckpt = reshard.to_mesh(reshard.open("run/1000"), "data=1,model=8", {"bias$": ""})
@@ -63,6 +64,7 @@ def to_mesh(
 def target_specs(ckpt: Checkpoint, mesh: Mesh, target: Any) -> dict[Path, Spec]:
     """Saved path -> the spec that the target has for it; Python scalars have none. Raises
     TreeMismatchError if their leaves differ, ShardingError if the target is on another mesh."""
+    check_state(target)
     leaves = flatten_state(target).leaves
     targets = [target_leaf(leaf) for leaf in leaves]
     found, problems = match(targets, ckpt)
