@@ -157,6 +157,15 @@ def test_what_is_wrong_with_a_model_is_said(folder):
         "Error: --model mine:fails: its code raised RuntimeError\n  no weights today\n"
         f"  in {folder}/mine.py, line {FAILS_AT}\n"
     )
+    assert run(folder, "--model", "mine:stat") == (
+        "Error: --model mine:stat: it cannot be imported\n"
+        "  module 'mine' has no attribute 'stat'\n\n"
+        "hint: the nearest is `state`\n"
+    )
+    assert run(folder, "--model", "mine.py") == (
+        "Error: --model mine.py: that is not `package.module:callable`\n\n"
+        "hint: --model mine.py:NAME\n"
+    )
     told = "Error: --spec, --axis, --model and --rules go with --to MESH\n"
     assert run(folder, "--model", "mine:state", to="").endswith(told)
 
