@@ -2,6 +2,7 @@
 checkpoint and no record of one names any."""
 
 import dataclasses
+import difflib
 import importlib
 import os
 import pathlib
@@ -33,9 +34,10 @@ def load(name: str, what: str) -> Any:
     """
     module, attribute = _parts(name)
     if not module or not attribute:
+        file = name.rstrip(":")
+        example = f"{file}:NAME" if file.endswith(".py") else "my_project.model:create_train_state"
         raise ReshardError(
-            f"{what} {name}: that is not `package.module:callable`",
-            hints=[f"{what} my_project.model:create_train_state"],
+            f"{what} {name}: that is not `package.module:callable`", hints=[f"{what} {example}"]
         )
     file = pathlib.Path(module).absolute() if module.endswith(".py") else None
     places = "the current directory and on PYTHONPATH"
@@ -44,6 +46,7 @@ def load(name: str, what: str) -> Any:
             raise ReshardError(f"{what} {name}: there is no such file")
         sys.path.insert(0, str(file.parent))
         module, places = file.stem, f"{file.parent}, {places}"
+    part = ""
     try:
         found: Any = importlib.import_module(module)
         origin = getattr(found, "__file__", None)
@@ -58,10 +61,12 @@ def load(name: str, what: str) -> Any:
     except ReshardError:
         raise
     except (ImportError, AttributeError) as error:
+        hints = [f"modules are looked for in {places}"]
+        if part and isinstance(error, AttributeError):
+            near = difflib.get_close_matches(part, dir(found), n=1)
+            hints = [f"the nearest is `{other}`" for other in near]
         raise ReshardError(
-            f"{what} {name}: it cannot be imported",
-            [str(error), *own_line(error, module)],
-            [f"modules are looked for in {places}"],
+            f"{what} {name}: it cannot be imported", [str(error), *own_line(error, module)], hints
         ) from error
     except (Exception, SystemExit) as error:
         raise ReshardError(
