@@ -37,4 +37,8 @@ def command(src: str, dst: str, mesh: str | None, model: str | None, **flags: An
       reshard ckpt run/1000 out/1000 --to 1x8 --spec 'embedding$=model,' --dtype bfloat16
       reshard ckpt run/1000 scratch/1000 --no-ocdbt --codec none
     """
+    if mesh in ("nnx", "linen"):
+        raise click.UsageError(
+            f"`--to {mesh}` is no mesh; to convert to it: reshard convert SRC DST --to {mesh}"
+        )
     run(src, dst, lambda ckpt: laid_out(prepared(ckpt, flags), mesh, model, flags, "--to"), flags)

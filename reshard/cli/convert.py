@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import sys
 from typing import Any
 
@@ -17,12 +18,19 @@ from reshard.errors import DestinationExistsError, ReshardError
 from reshard.tree import format_path
 
 
+class _Api(click.Choice):
+    """One of Flax's APIs; what `--to` of other commands takes is told as such."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if re.fullmatch(r"\d+(x\d+)*|.*=.*", value):
+            self.fail(f"`{value}` is a mesh: --mesh {value}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 @click.command("convert")
 @click.argument("src", type=click.Path())
 @click.argument("dst", type=click.Path())
-@click.option(
-    "--to", type=click.Choice(["nnx", "linen"]), required=True, help="The API to convert to."
-)
+@click.option("--to", type=_Api(["nnx", "linen"]), required=True, help="The API to convert to.")
 @conversion_options
 @click.option("--emit-map", metavar="FILE", help="Write the whole map of the conversion.")
 @click.option("--mesh", metavar="MESH", help="A new mesh, too: 1x8, or data=1,model=8.")

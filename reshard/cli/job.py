@@ -21,7 +21,7 @@ from reshard.cli.options import (
     WORKERS,
     options,
 )
-from reshard.cli.page_file import HTML, check_page, write_page
+from reshard.cli.page_file import HTML_OF_PLAN, check_page, write_page
 from reshard.cli.shard import parse_share
 from reshard.engine.workers import started
 from reshard.errors import DestinationError, ReshardError, ShardingError, TreeMismatchError
@@ -140,7 +140,7 @@ _OPTIONS = (
         "once all are there. `auto`: as SLURM or MPI has numbered this process.",
     ),
     click.option("--dry-run", is_flag=True, help="Show the plan and stop."),
-    HTML,
+    HTML_OF_PLAN,
     AS_JSON,
     QUIET,
 )

@@ -1,5 +1,6 @@
 """`--html FILE`: where the commands write their page."""
 
+import functools
 import os
 import pathlib
 import tempfile
@@ -12,13 +13,12 @@ from reshard.errors import DestinationError, DestinationExistsError
 from reshard.report.page import MARK, page
 from reshard.storage.location import parse_location
 
-HTML = click.option(
-    "--html",
-    "page_file",
-    metavar="FILE",
-    type=click.Path(dir_okay=False),
-    help="Also write one self-contained HTML page, with pictures. An older one is replaced.",
+_OPTION = functools.partial(
+    click.option, "--html", "page_file", metavar="FILE", type=click.Path(dir_okay=False)
 )
+_HELP = "write one self-contained HTML page, with pictures. An older one is replaced."
+HTML = _OPTION(help=f"Also {_HELP}")
+HTML_OF_PLAN = _OPTION(help=f"With --dry-run, also {_HELP}")
 
 
 def check_page(file: str | None, *checkpoints: str) -> None:
