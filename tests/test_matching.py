@@ -333,6 +333,11 @@ def several(texts):
         ("a/w", "params/b/w", []),
         ("a/w", "params/a/w ema/a/w", []),
         ("model/a/w ema/a/w", "a/w", []),
+        ("a/w", "a/a/w b/a/w", []),
+        # Nor is what is found renamed, nor a level below one named `value`.
+        ("c/w d/w d/b", "c/w c/b", []),
+        ("c/w c/b", "c/w d/w d/b", []),
+        ("a/w", "value/m/a/w", []),
     ],
 )
 def test_a_rename_is_of_a_whole_level(wanted, present, rules):
