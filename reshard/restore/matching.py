@@ -16,11 +16,16 @@ import numpy as np
 from reshard.arrays.dtypes import kind_of
 from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Checkpoint, Leaf
-from reshard.errors import TreeMismatchError
+from reshard.errors import ReshardError, TreeMismatchError
+from reshard.transforms import rename
 from reshard.tree import Key, Path, format_path
 
+# Rules, times leaves, that are tried before they are shown: a hint must not take long.
+_MAX_TRIED = 10**7
 # Kinds of a target leaf that are no arrays, and the kinds of dtype that fit them.
 _SCALARS = {"int": "iu", "float": "f", "bool": "b"}
+# Keys of optax's states that are like the parameters: one does not become another.
+_MOMENTS = {"mu", "nu", "trace", "sum_of_squares", "acc_grads", "ema"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -228,7 +233,8 @@ def _renamed(
         unfound = [key for key, paths in new_keys.items() if not lacking.isdisjoint(paths)]
         if len(spare) == len(unfound) == 1:
             (one,), (other,) = spare, unfound
-            ways.append(((*at, one), (*at, other), old_keys[one], new_keys[other]))
+            if not _may_be_others(one, other, old_keys.keys() & new_keys.keys()):
+                ways.append(((*at, one), (*at, other), old_keys[one], new_keys[other]))
         ways = [way for way in ways if agree(*way)]
         if len(ways) == 1:
             old, new, paths, own = ways[0]
@@ -240,6 +246,13 @@ def _renamed(
 
     descend((), list(places), list(wanted))
     return renamed
+
+
+def _may_be_others(one: Key, other: Key, found: Iterable[Key]) -> bool:
+    """Whether two keys may be of different things all the same: they are those of optimizer state,
+    or differ in a number, beside others like them, which may all be counted from another one."""
+    kinds = [re.sub(r"\d+", "#", str(key)) for key in (one, other, *found)]
+    return not _MOMENTS.isdisjoint(kinds[:2]) or kinds[0] == kinds[1] in kinds[2:]
 
 
 def _by_key(paths: Sequence[Path], depth: int) -> dict[Key, list[Path]]:
@@ -353,13 +366,20 @@ def mismatch_error(
     )
 
 
-def renames(problems: Sequence[Mismatch]) -> list[tuple[str, str]]:
-    """Renames (regex, replacement) that bring saved leaves where missing ones would be."""
+def renames(problems: Sequence[Mismatch], ckpt: Checkpoint) -> list[tuple[str, str]]:
+    """Renames (regex, replacement) that bring saved leaves where missing ones would be; none where
+    they cannot be done: an empty container is there, or a list would lose positions."""
     pairs = dict.fromkeys(problem.renamed for problem in problems if problem.renamed is not None)
-    return [
+    found = [
         ("^" + re.escape(_beginning(old)), _beginning(new).replace("\\", r"\\"))
         for old, new in pairs
     ]
+    try:
+        if len(found) * len(ckpt) < _MAX_TRIED:
+            rename(ckpt, found)
+    except ReshardError:
+        return []
+    return found
 
 
 def other_api(problems: Sequence[Mismatch], of_nnx: bool) -> str:

@@ -76,9 +76,10 @@ def check_state(target: Any) -> None:
     name = getattr(target, "__name__", None)
     if callable(target) and name is not None:
         kind = "class" if isinstance(target, type) else "function"
+        given = name if name.isidentifier() and not hasattr(target, "__self__") else "model"
         raise ArgumentError(
             f"the target is a {kind}, `{name}`, and not a state",
-            hints=[f"reshard.target({name}, mesh=mesh)", f"what `{name}(...)` returns"],
+            hints=[f"reshard.target({given}, mesh=mesh)"],
         )
 
 

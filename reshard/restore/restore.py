@@ -142,7 +142,7 @@ def restore(
             problems += _unusable(leaf, one, leaf.path in kept, parsed)
         if problems:
             opened = checkpoint is ckpt
-            hints = _hints(problems, leaves, cast, "ckpt" if opened else "reshard.open(path)")
+            hints = _hints(problems, leaves, cast, ckpt, opened)
             raise mismatch_error(f"`{ckpt.source.root}`", problems, hints)
 
         values: list[Any] = [leaf.value for leaf in leaves]
@@ -209,16 +209,21 @@ def _on_devices(sharding: Any) -> Any:
 
 
 def _hints(
-    problems: Sequence[Mismatch], leaves: Sequence[StateLeaf], cast: bool | str, ckpt: str
+    problems: Sequence[Mismatch],
+    leaves: Sequence[StateLeaf],
+    cast: bool | str,
+    ckpt: Checkpoint,
+    is_opened: bool,
 ) -> list[str]:
-    """What to type; `ckpt` is how the caller has the checkpoint."""
+    """What to type; whether the caller has opened the checkpoint."""
+    given = "ckpt" if is_opened else "reshard.open(path)"
     kinds = {problem.what for problem in problems}
     api = other_api(problems, any(is_variable(leaf.wrapper) for leaf in leaves))
-    rules, opened = renames(problems), ckpt
+    rules, opened = renames(problems, ckpt), given
     key, others = _above(problems, leaves)
     if key:
         rules = [(f"^{re.escape(format_path((key,)))}/", "")]
-        opened = f'reshard.select({ckpt}, "{format_glob((key,))}/**")' if others else ckpt
+        opened = f'reshard.select({given}, "{format_glob((key,))}/**")' if others else given
     typed = ", ".join(f'(r"{old}", r"{new}")' for old, new in rules)
     hints = [f"reshard.restore(reshard.to_{api}(path, model), target)"] if api else []
     if typed and not api:
@@ -231,7 +236,7 @@ def _hints(
     tied = [format_path(problem.copy) for problem in problems if problem.copy]
     if tied:
         dropped = ", ".join(f'"{path}"' for path in tied)
-        hints.append(f"ckpt = reshard.select({ckpt}, drop=[{dropped}])")
+        hints.append(f"ckpt = reshard.select({given}, drop=[{dropped}])")
     if "dtype" in kinds and cast != "lossy":
         hints.append('cast=True for casts that keep every value, cast="lossy" for all of floats')
     if "kept" in kinds:
@@ -251,7 +256,7 @@ def _above(problems: Sequence[Mismatch], leaves: Sequence[StateLeaf]) -> tuple[s
     there = {*spare, *(path[:-1] for path in spare if path[-1] == "value")}
     tops = {path[0] for path in spare}
     keys = [key for key in tops if there.issuperset((key, *path) for path in missing)]
-    if len(missing) < len(leaves) or len(keys) != 1:
+    if () in missing or len(missing) < len(leaves) or len(keys) != 1:
         return "", False
     return keys[0], len(tops) > 1
 

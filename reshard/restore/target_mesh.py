@@ -70,7 +70,7 @@ def target_specs(ckpt: Checkpoint, mesh: Mesh, target: Any) -> dict[Path, Spec]:
     found, problems = match(targets, ckpt)
     if problems:
         api = other_api(problems, any(is_variable(leaf.wrapper) for leaf in leaves))
-        hints = [Hint((f"as_{api}",))] if api else _match_hints(problems, targets)
+        hints = [Hint((f"as_{api}",))] if api else _match_hints(problems, targets, ckpt)
         raise mismatch_error(f"`{ckpt.source.root}`", problems, hints)
     parsed = functools.cache(parse_mesh)
     specs: dict[Path, Spec] = {}
@@ -89,16 +89,19 @@ def target_specs(ckpt: Checkpoint, mesh: Mesh, target: Any) -> dict[Path, Spec]:
     return specs
 
 
-def _match_hints(problems: Sequence[Mismatch], targets: Sequence[TargetLeaf]) -> list[Hint]:
+def _match_hints(
+    problems: Sequence[Mismatch], targets: Sequence[TargetLeaf], ckpt: Checkpoint
+) -> list[Hint]:
     """What to type to give a checkpoint the leaves of a target."""
-    hints = [Hint(("rename", old, new)) for old, new in renames(problems)]
+    hints = [Hint(("rename", old, new)) for old, new in renames(problems, ckpt)]
     unexpected = [problem.path for problem in problems if problem.what == "unexpected"]
+    missing = any(problem.what == "missing" for problem in problems)
     used = {tuple(map(str, w.path[:end])) for w in targets for end in range(len(w.path) + 1)}
     for path in unexpected:
         ends = range(1, len(path))
         top = next((e for e in ends if tuple(map(str, path[:e])) not in used), len(path))
         pattern = format_path(path[:top]) + ("/**" if top < len(path) else "")
-        if pattern != "params/**":  # the model itself
+        if pattern != "params/**" or not missing:  # else the model itself, by other names
             hints.append(Hint(("select_drop", pattern)))
     if any(problem.what == "dtype" for problem in problems):
         hints.append(Hint(("cast",), " casts"))
