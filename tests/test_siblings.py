@@ -118,6 +118,7 @@ def test_data_files_of_other_items_are_shared(roots, tmp_path, name):
     assert data and shared(root, out) == data
     assert (out / "notes" / "none").is_dir()
     for plan in (planned, done, reshard.plan(opened(root))):
+        assert plan.notes == ("item ema is not part of the job: it is copied as it is",)
         assert plan.shared_bytes == sizes(root, data)
         assert plan.other_bytes == sizes(root, copies(root) - data)
         own = sum(array.bytes_written for array in plan.arrays)

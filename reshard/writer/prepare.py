@@ -104,10 +104,12 @@ def plan(
             found = siblings(checkpoints, place, link)
         except ReshardError as error:
             errors.append(error)
+        paths = {each.path for each in found}
         notes += [
             f"item {name} is not part of the job: it is copied as it is"
-            for name in checkpoints[0].source.items
-            if any(f"/{each.path}".endswith(f"/{name}/{TREE_FILE}") for each in found)
+            for source in (c.source for c in checkpoints)
+            for name in source.items
+            if "/".join(filter(None, (source.step, name, TREE_FILE))) in paths
         ]
         state = {} if place is None else source_state(checkpoints, opened=True)
         try:
