@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -128,15 +129,24 @@ def _pair(
     entry: Abstention, linen: Mapping[Path, Shape], nnx: Mapping[Path, Shape]
 ) -> tuple[Path, Path]:
     """The first two of what is open whose leaves have the same shapes, or else the first two."""
+    ours = _shapes_below(entry.linen, linen, (0, 1))  # also below a collection
+    theirs = _shapes_below(entry.nnx, nnx, (0,)) or {(NAME,): ()}
+    first = {shapes: path for path, shapes in reversed(theirs.items())}
+    alike = ((path, first[shapes]) for path, shapes in ours.items() if shapes in first)
+    return next(alike, (next(iter(ours)), next(iter(theirs))))
 
-    def shapes(path: Path, tree: Mapping[Path, Shape], begins: Sequence[int]) -> list[Shape]:
-        found = (x for p, x in tree.items() for at in begins if p[at : at + len(path)] == path)
-        return sorted(found)
 
-    theirs = [(path, shapes(path, nnx, (0,))) for path in entry.nnx] or [((NAME,), [])]
-    ours = [(path, shapes(path, linen, (0, 1))) for path in entry.linen]  # below a collection
-    alike = ((one, other) for one, x in ours for other, y in theirs if x == y)
-    return next(alike, (ours[0][0], theirs[0][0]))
+def _shapes_below(
+    paths: Sequence[Path], tree: Mapping[Path, Shape], begins: Sequence[int]
+) -> dict[Path, tuple[Shape, ...]]:
+    """The shapes of the leaves below each path, which begins at one of these depths."""
+    found: dict[Path, list[Shape]] = {path: [] for path in paths}
+    lengths = {len(path) for path in paths}
+    for path, shape in tree.items():
+        for at, length in itertools.product(begins, lengths):
+            if (part := path[at : at + length]) in found:
+                found[part].append(shape)
+    return {path: tuple(sorted(shapes)) for path, shapes in found.items()}
 
 
 def _applies(
