@@ -168,8 +168,9 @@ def commit(plan: Plan, there: Mapping[str, Entry], journal: Journal, lock: Lock)
     bucket.at_once(lock.check, journal.check)
     if told:
         beside.write(json.dumps(kept).encode())
+    lock.check()  # as late as possible, before anything of another job's could be removed
     try:
-        bucket.at_once(lock.check, journal.close)  # the lock as late as possible
+        journal.close()
         write_markers([last], destination, destination)
     except BaseException:
         journal.begin()
