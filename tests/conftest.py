@@ -43,6 +43,7 @@ import sampling
 from releases import older
 
 hypothesis.settings.register_profile("few", max_examples=10)
+hypothesis.settings.register_profile("many", max_examples=50)
 # Files that take long go first, the longest of them before the others: the last ones are short, so
 # that no process waits for another.
 LONG = "resume convert convert_models save restorer buckets targets convert_align convert_layers"
@@ -55,8 +56,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Has property tests take few examples in the default run; and the files that it writes be in
     memory, where there is room and `TMPDIR` names no other place: it would wait for a disk for a
     third of its time. Those of the exhaustive run are on a disk."""
-    if "not exhaustive" in config.option.markexpr:
-        hypothesis.settings.load_profile("few")
+    is_default = "not exhaustive" in config.option.markexpr
+    hypothesis.settings.load_profile("few" if is_default else "many")
+    if is_default:
         memory = "/dev/shm"
         if os.path.isdir(memory) and shutil.disk_usage(memory).free >= 4 << 30:
             tempfile.tempdir = os.environ.setdefault("TMPDIR", memory)

@@ -15,13 +15,14 @@ EXHAUSTIVE = pytest.mark.exhaustive
 
 
 def examples(count: int) -> int:
-    """How many examples a property test takes, of which the exhaustive run takes so many."""
+    """How many examples a property test takes, of which the exhaustive run takes half of so many,
+    others each time."""
     return max(count * hypothesis.settings.default.max_examples // 100, 5)
 
 
 def some(values: Sequence[Any]) -> Sequence[Any]:
     """Every fifth of what a test goes through in the exhaustive run."""
-    return values[:: 1 if hypothesis.settings.default.max_examples >= 100 else 5]
+    return values[:: 1 if hypothesis.settings.default.max_examples >= 50 else 5]
 
 
 def few(values: Iterable[Any], *default: Any) -> list[Any]:
