@@ -32,10 +32,11 @@ import reshard
 
 LAYERS, DEPTH, BATCH = 3, 64, 16
 
-# Both put the batch on `data`, and replicate what they do not name, as `layer`.
+# Both put the batch on `data`, and replicate the axis of the layers.
+ALWAYS = (("batch", "data"), ("hidden", "model"), ("layer", None))
 RULES = {
-    "tensor parallel": (("batch", "data"), ("hidden", "model")),
-    "fully sharded": (("batch", "data"), ("hidden", "model"), ("embed", "data")),
+    "tensor parallel": (*ALWAYS, ("embed", None)),
+    "fully sharded": (*ALWAYS, ("embed", "data")),
 }
 
 

@@ -3,16 +3,8 @@
 import collections
 import dataclasses
 import functools
-from collections.abc import (
-    Callable,
-    Collection,
-    ItemsView,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-    ValuesView,
-)
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.arrays.handle import ArrayHandle, array_text, stored_name
@@ -50,7 +42,8 @@ class Item:
       step: name of the step's directory below a manager's root, else "".
       item: name of the item's directory below the step, else "".
       steps: committed steps of a manager's root, oldest first.
-      items: names of the step's items.
+      items: names of the step's items, less the deleted one.
+      deleted: name of the item whose deletion has begun and not ended, else "".
       uncommitted: steps of a manager's root that were never committed.
     """
 
@@ -61,6 +54,7 @@ class Item:
     item: str
     steps: tuple[int, ...]
     items: tuple[str, ...]
+    deleted: str = ""
     uncommitted: tuple[int, ...] = ()
 
     @property
@@ -137,14 +131,6 @@ class Checkpoint(Mapping[Path, Leaf]):
     def __len__(self) -> int:
         return len(self._leaves)
 
-    # As `Mapping` has them, each leaf would be looked up by its path.
-
-    def items(self) -> ItemsView[Path, Leaf]:
-        return self._leaves.items()
-
-    def values(self) -> ValuesView[Leaf]:
-        return self._leaves.values()
-
     @functools.cached_property
     def _by_text(self) -> dict[str, Path]:
         return {format_path(path): path for path in self._leaves}
@@ -157,8 +143,9 @@ class Checkpoint(Mapping[Path, Leaf]):
     @functools.cached_property
     def meshes(self) -> tuple[Mesh, ...]:
         """The distinct meshes of the leaves."""
-        named = (a.sharding for a in self.arrays if isinstance(a.sharding, NamedSharding))
-        by_identity = {id(sharding.mesh): sharding.mesh for sharding in named}
+        shardings = (array.sharding for array in self.arrays)
+        # Hashing a mesh takes as long as it has devices: most leaves have the same object.
+        by_identity = {id(s.mesh): s.mesh for s in shardings if isinstance(s, NamedSharding)}
         return tuple(dict.fromkeys(by_identity.values()))
 
     @property
@@ -213,11 +200,10 @@ class Checkpoint(Mapping[Path, Leaf]):
         return framed(self)
 
     def __repr__(self) -> str:
-        shown = list(self.items())[:_SHOWN]
         lines = [f"Checkpoint({self.source.root}, {len(self)} leaves, {self.nbytes} bytes)"]
+        shown = itertools.islice(self.items(), _SHOWN)
         lines += [f"  {format_path(path)}  {describe(leaf)}" for path, leaf in shown]
-        more = len(self) - len(shown)
-        return "\n".join(lines + [f"  ... and {more} more"] * (more > 0))
+        return "\n".join(lines + [f"  ... and {len(self) - _SHOWN} more"] * (len(self) > _SHOWN))
 
 
 def describe(leaf: Leaf) -> str:
@@ -239,9 +225,9 @@ def type_name(leaf: Leaf) -> str:
 
 
 def _leaf_document(path: Path, leaf: Leaf) -> dict[str, Any]:
-    if isinstance(leaf, ArrayHandle):
-        return leaf.document() | {"path": format_path(path), "keys": list(path)}
     keys = {"path": format_path(path), "keys": list(path)}
+    if isinstance(leaf, ArrayHandle):
+        return leaf.document() | keys
     return keys | {"type": type_name(leaf), "value": leaf}
 
 

@@ -84,11 +84,3 @@ def jaxprs_in_params(params: Mapping[str, Any]) -> Iterator[Any]:
                 yield part.jaxpr
             elif isinstance(part, core.Jaxpr):
                 yield part
-
-
-def bound(equation: Any, inputs: Sequence[Any]) -> Any:
-    """What the primitive of an equation makes of its inputs: from JAX 0.10 on, `get_bind_params`
-    gives keyword arguments alone, before it functions and keyword arguments."""
-    given = equation.primitive.get_bind_params(equation.params)
-    functions, params = given if isinstance(given, tuple) else ((), given)
-    return equation.primitive.bind(*functions, *inputs, **params)

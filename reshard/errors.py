@@ -4,6 +4,7 @@ Each one also inherits the builtin that callers already catch. A message is a su
 one line for each problem (all of them, in the order of the tree), and hints that can be typed.
 """
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -63,11 +64,8 @@ def printable(text: str) -> str:
 
 def _escape(character: str) -> str:
     """As in a JSON string."""
-    code = ord(character)
-    if code > 0xFFFF:
-        code -= 0x10000
-        return f"\\u{0xD800 | code >> 10:04x}\\u{0xDC00 | code & 0x3FF:04x}"
-    return f"\\u{code:04x}"
+    units = character.encode("utf-16-be", "surrogatepass").hex()
+    return re.sub("....", r"\\u\g<0>", units)
 
 
 def _capped(lines: Sequence[str], limit: int | None, prefix: str) -> list[str]:
@@ -101,7 +99,7 @@ class TreeMismatchError(ReshardError, ValueError):
 
     Attributes:
       outcomes: of a conversion, what is decided of each leaf all the same, a
-        `reshard.convert.outcomes.Outcome` each; empty if it did not get as far.
+        `reshard.convert.decision.Outcome` each; empty if it did not get as far.
     """
 
     def __init__(

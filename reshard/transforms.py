@@ -4,20 +4,23 @@ A transform changes what a checkpoint says about its leaves (path, dtype, shardi
 array; the planner and the writer execute it.
 """
 
+import collections
 import dataclasses
+import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, NamedTuple
 
+import numpy as np
 import tensorstore as ts
 
 from reshard import tree
-from reshard.arrays.dtypes import is_floating, parse_dtype
+from reshard.arrays.dtypes import is_floating, is_scale, parse_dtype
 from reshard.arrays.handle import ArrayHandle, collision_error
 from reshard.checkpoint import Checkpoint, Leaf, name_clashes
 from reshard.compat import missing_dtype
 from reshard.errors import ArgumentError, ShardingError, TreeMismatchError
-from reshard.hints import Hint
 from reshard.sharding.mesh import (
     MAX_DEVICE_IDS,
     Mesh,
@@ -25,13 +28,21 @@ from reshard.sharding.mesh import (
     SingleDeviceSharding,
     Spec,
     fitting_spec,
+    largest_sizes,
     parse_mesh,
     rename_axes,
     spec_problems,
     spec_text,
 )
+from reshard.sharding.optimizer_state import Parameters, below_params
 from reshard.sharding.rules import match_specs
-from reshard.tree import Path, format_key, format_path
+from reshard.tree import Path, format_path, natural
+from reshard.units import count_leaves
+
+# Arrays whose values JAX truncates on devices, in a program that has not enabled x64.
+_WIDE = ("int64", "uint64", "float64", "complex128")
+
+_SCALES = "arrays that stay float8_e8m0fnu: "
 
 
 def select(
@@ -56,28 +67,26 @@ def select(
     leaves = {path: leaf for path, leaf in ckpt.items() if path in kept and path not in dropped}
     if not leaves:
         raise TreeMismatchError("no leaf is left", [f"`{p}` is dropped" for p in drop])
-    _check_left(ckpt, leaves, dropped)
-    notes = tree.passed_over(ckpt, [*patterns, *drop])
-    return ckpt.replace(leaves, notes=notes, retyped=len(leaves) < len(ckpt))
+    return _left(ckpt, leaves, dropped, tree.passed_over(ckpt, [*patterns, *drop]))
 
 
 def without(ckpt: Checkpoint, dropped: Collection[Path]) -> Checkpoint:
     """The checkpoint less some leaves; raises what `select` raises."""
     leaves = {path: leaf for path, leaf in ckpt.items() if path not in dropped}
-    _check_left(ckpt, leaves, dropped)
-    return ckpt.replace(leaves, retyped=len(leaves) < len(ckpt))
+    return _left(ckpt, leaves, dropped)
 
 
-def _check_left(ckpt: Checkpoint, leaves: Mapping[Path, Leaf], dropped: Collection[Path]) -> None:
-    """Raises what `select` raises where leaves cannot be left without those that are dropped."""
-    halves = [
-        leaf
-        for leaf in leaves.values()
-        if isinstance(leaf, ArrayHandle) and leaf.same_name in dropped
-    ]
-    if halves:
+def _left(
+    ckpt: Checkpoint,
+    leaves: Mapping[Path, Leaf],
+    dropped: Collection[Path],
+    notes: Sequence[str] = (),
+) -> Checkpoint:
+    arrays = [leaf for leaf in leaves.values() if isinstance(leaf, ArrayHandle)]
+    if halves := [array for array in arrays if array.same_name in dropped]:
         raise collision_error(halves)
     tree.check_lists(leaves, ckpt)
+    return ckpt.replace(leaves, notes=notes, retyped=len(leaves) < len(ckpt))
 
 
 def rename(ckpt: Checkpoint, rules: Sequence[tuple[str, str]] | Mapping[str, str]) -> Checkpoint:
@@ -94,12 +103,10 @@ def rename(ckpt: Checkpoint, rules: Sequence[tuple[str, str]] | Mapping[str, str
     """
     pairs = list(rules.items()) if isinstance(rules, Mapping) else rules
     new_paths = tree.rename_paths(tuple(ckpt), pairs)
-    leaves: dict[Path, Leaf] = {}
-    for old, leaf in ckpt.items():
-        new = new_paths[old]
-        if isinstance(leaf, ArrayHandle) and new != old:
-            leaf = leaf.at(new)
-        leaves[new] = leaf
+    leaves: dict[Path, Leaf] = {
+        new_paths[old]: leaf.at(new_paths[old]) if isinstance(leaf, ArrayHandle) else leaf
+        for old, leaf in ckpt.items()
+    }
     tree.check_lists(leaves, ckpt)
     clashes = name_clashes(leaves, lambda path: new_paths.get(path) == path)
     if clashes:
@@ -113,7 +120,8 @@ def cast(ckpt: Checkpoint, dtype: Any, where: str | Sequence[str] = "**") -> Che
     Args:
       dtype: a floating-point dtype or its name (`"bfloat16"`).
       where: globs; of the leaves they name, floating-point arrays are cast. Integers, PRNG keys
-        and Python scalars stay as they are.
+        and Python scalars stay as they are. `float8_e8m0fnu`, the dtype of block scales, is cast
+        only if a glob other than `**` names the array.
 
     Raises:
       ArgumentError: the dtype is not floating-point, or TensorStore has none such.
@@ -134,13 +142,27 @@ def cast(ckpt: Checkpoint, dtype: Any, where: str | Sequence[str] = "**") -> Che
         raise ArgumentError(f"cast to {new.name}: {problem}", hints=[hint])
     patterns = tree.parse_globs("where", where)
     matched = tree.match_globs(ckpt, patterns)
+    named = tree.match_globs(ckpt, [pattern for pattern in patterns if pattern != "**"])
     chosen = [a for a in ckpt.arrays if a.path in matched and a.value_type != "scalar"]
-    leaves = {a.path: dataclasses.replace(a, dtype=new) for a in chosen if is_floating(a.dtype)}
+    floats = [a for a in chosen if is_floating(a.dtype)]
+    kept = [a.path for a in floats if is_scale(a.dtype) and a.path not in named]
+    notes = [*tree.passed_over(ckpt, patterns), *_kept_scales(kept, new)]
+    leaves = {a.path: dataclasses.replace(a, dtype=new) for a in floats if a.path not in kept}
     if not leaves:
-        raise TreeMismatchError(
-            "no floating-point array to cast", [f"`{p}` matches none" for p in patterns]
-        )
-    return ckpt.replace({**ckpt, **leaves}, notes=tree.passed_over(ckpt, patterns))
+        problems = notes if kept else [f"`{p}` matches none" for p in patterns]
+        raise TreeMismatchError("no floating-point array to cast", problems)
+    made = ckpt.replace({**ckpt, **leaves}, notes=notes)
+    if not any(is_scale(a.dtype) for a in made.arrays):  # what an earlier cast has kept, too
+        made.notes = tuple(note for note in made.notes if _SCALES not in note)
+    return made
+
+
+def _kept_scales(kept: Sequence[Path], dtype: np.dtype) -> list[str]:
+    """A note on block scales that a cast without a glob keeps, with what casts them."""
+    globs = dict.fromkeys("**/" + tree.format_glob(path[-1:]) for path in kept)
+    casts = [f'reshard.cast(ckpt, "{dtype.name}", {tree.as_python(glob)})' for glob in globs]
+    text = f"{_SCALES}{len(kept)}; block scales are cast only if a glob names them: "
+    return [text + ", ".join(casts)] if kept else []
 
 
 def to_mesh(
@@ -161,69 +183,62 @@ def to_mesh(
     if new_mesh.device_ids is None and new_mesh.size <= MAX_DEVICE_IDS:
         new_mesh = dataclasses.replace(new_mesh, device_ids=tuple(range(new_mesh.size)))
     if new_mesh.axis_types is None:
-        new_mesh = dataclasses.replace(
-            new_mesh, axis_types=_saved_axis_types(new_mesh, ckpt.meshes)
-        )
+        pairs = (zip(m.axis_names, m.axis_types or (), strict=False) for m in ckpt.meshes)
+        if types := dict(itertools.chain(*pairs)):
+            new = tuple(types.get(name, "Auto") for name in new_mesh.axis_names)
+            new_mesh = dataclasses.replace(new_mesh, axis_types=new)
     axes = dict(axes or {})
-    _check_axes(axes, new_mesh, ckpt.meshes)
+    sizes = largest_sizes(ckpt.meshes)
+    _check_axes(axes, new_mesh, sizes)
+    # Nothing is split over an axis of size 1: a mesh may lack it.
+    axes = {name: "" for name in sizes.keys() - new_mesh.shape if sizes[name] == 1} | axes
     candidates = [a.path for a in ckpt.arrays if a.value_type != "scalar"]
-    rules = specs.items() if isinstance(specs, Mapping) else specs or ()
-    chosen = dict(known or {}) | match_specs(candidates, list(rules))
+    rules = list(specs.items() if isinstance(specs, Mapping) else specs or ())
+    matched = match_specs(candidates, rules, otherwise=tree.LISTING)
+    chosen, notes = dict(known or {}), _leave_on_host(ckpt, rules, matched)
+    chosen |= matched
     leaves = dict(ckpt)
-    problems, unfitting, replicated, unknown = [], [], [], []
+    misfits, replicated = [], []
     for array in ckpt.arrays:
-        spec = chosen.get(array.path)
-        if spec is None and array.sharding is None and array.value_type != "jax.Array":
-            continue
-        text = f"{format_path(array.path)}  {array.dtype.name}{list(array.shape)}: "
-        saved = array.sharding
+        spec, saved = chosen.get(array.path), array.sharding
         if spec is None and saved is None:
-            problems.append(f"{text}it was saved without a sharding")
-            unknown.append(array)
+            if array.value_type == "jax.Array":
+                misfits.append(_Misfit(array, None, ("it was saved without a sharding",), False))
             continue
         if spec is None:
             spec = rename_axes(saved.spec, axes) if isinstance(saved, NamedSharding) else ()
             if isinstance(saved, SingleDeviceSharding):
                 replicated.append(array)
-        found = spec_problems(array.shape, new_mesh, spec)
-        problems += [text + problem for problem in found]
-        if found:
-            unfitting.append((array, spec))
+        if found := spec_problems(array.shape, new_mesh, spec):
+            misfits.append(_Misfit(array, spec, tuple(found), array.path in chosen))
         leaves[array.path] = dataclasses.replace(
             array, sharding=NamedSharding(new_mesh, spec), value_type="jax.Array"
         )
-    if problems:
+    if misfits:
+        misfits.sort(key=lambda misfit: natural(misfit.array.path))
         raise ShardingError(
             f"specs that do not fit the mesh `{new_mesh}`",
-            problems,
-            _spec_hints(ckpt, unfitting, new_mesh)
-            + [Hint(("specs", _regex(a.path), ""), " replicates it") for a in unknown],
+            _problems(ckpt, misfits),
+            _axis_hints(sizes, misfits, new_mesh, axes) + _spec_hints(ckpt, misfits, new_mesh),
         )
-    notes = []
-    if replicated:
-        nbytes = sum(a.nbytes for a in replicated)
-        one = len(replicated) == 1
-        names = ", ".join(format_path(a.path) for a in replicated[:3])
-        more = ", ..." if len(replicated) > 3 else ""
-        notes.append(
-            f"{'1 leaf' if one else f'{len(replicated)} leaves'} saved on a single device "
-            f"{'is' if one else 'are'} replicated on the new mesh "
-            f"({nbytes} bytes a device): {names}{more}"
-        )
+    notes += [_replicated_note(replicated)] if replicated else []
     retyped = any(a.value_type != "jax.Array" for a in ckpt.arrays if a.path in chosen)
     return ckpt.replace(leaves, notes=notes, retyped=retyped)
 
 
-def _saved_axis_types(target: Mesh, saved: Sequence[Mesh]) -> tuple[str, ...] | None:
-    """Axis types of the saved meshes, by axis name; Auto for axes that are new."""
-    known: dict[str, str] = {}
-    for mesh in saved:
-        known |= dict(zip(mesh.axis_names, mesh.axis_types or (), strict=False))
-    return tuple(known.get(name, "Auto") for name in target.axis_names) if known else None
+def _replicated_note(arrays: Sequence[ArrayHandle]) -> str:
+    return (
+        f"{count_leaves(len(arrays))} saved on a single device {'are' if arrays[1:] else 'is'} "
+        f"replicated on the new mesh ({sum(a.nbytes for a in arrays)} bytes a device): "
+        + _first_three([format_path(array.path) for array in arrays])
+    )
 
 
-def _check_axes(axes: Mapping[str, str], target: Mesh, saved: Sequence[Mesh]) -> None:
-    known = {name for mesh in saved for name in mesh.axis_names}
+def _first_three(names: Sequence[str]) -> str:
+    return ", ".join([*names[:3], *["..."] * (len(names) > 3)])
+
+
+def _check_axes(axes: Mapping[str, str], target: Mesh, known: Collection[str]) -> None:
     problems = [f"'{old}' is not an axis of any saved mesh" for old in axes if old not in known]
     problems += [
         f"'{new}' is not an axis of `{target}`"
@@ -238,49 +253,120 @@ def _check_axes(axes: Mapping[str, str], target: Mesh, saved: Sequence[Mesh]) ->
         )
 
 
-def _spec_hints(
-    ckpt: Checkpoint, unfitting: Sequence[tuple[ArrayHandle, Spec]], target: Mesh
-) -> list[Hint]:
-    """What to type: for axes that the mesh lacks, and specs that fit, one for each last key if all
-    its leaves agree, else one for each leaf."""
-    axes = {axis for _, spec in unfitting for entry in spec for axis in entry}
-    saved = list(dict.fromkeys(axis for mesh in ckpt.meshes for axis in mesh.axis_names))
-    lacking = sorted(axes - set(target.axis_names))
-    old = [axis for axis in saved if axis not in target.axis_names]
-    new = [name for name in target.axis_names if name not in saved]
-    if len(old) != len(new):  # else one is the other's, in their order
-        old = [axis for axis in old if axis in lacking]
-        new = [name for name in new if target.shape[name] > 1]
-    new += ["NEW"] * (len(old) - len(new))
-    hints = [
-        Hint(("axes", axis, name), " renames, ", ("axes", axis, ""), " replicates")
-        for axis, name in zip(old, new, strict=False)
-        if axis in lacking
+def _leave_on_host(
+    ckpt: Checkpoint, rules: Sequence[tuple[str, Any]], matched: dict[Path, Spec]
+) -> list[str]:
+    """Takes host arrays of 64 bits from those that rules match, but for one that a rule matches
+    alone; the notes that say so. On devices, JAX without x64 truncates their values."""
+    wide = {a.path for a in ckpt.arrays if a.value_type == "np.ndarray" and a.dtype.name in _WIDE}
+    hits = [{p for p in matched if re.search(rule[0], format_path(p))} for rule in rules]
+    named = {path for paths in hits if len(paths) == 1 for path in paths}
+    left = [path for path in matched if path in wide - named]
+    for path in left:
+        del matched[path]
+    cases = (("stay off devices", left), ("become arrays on devices", wide & named))
+    return [
+        f"host arrays of 64 bits {what}, where JAX without x64 truncates them: "
+        + _first_three(sorted(map(format_path, paths)))
+        for what, paths in cases
+        if paths
     ]
-    if not lacking:
-        hints += [
-            Hint(("axes", axis, ""), " replicates what is split over it")
-            for axis in saved
-            if axis in axes and target.shape[axis] > 1
-        ]
-    fitting = {
-        array.path: spec_text(fitting_spec(array.shape, target, spec))
-        for array, spec in unfitting
-        if not any(axis in lacking for entry in spec for axis in entry)
+
+
+class _Misfit(NamedTuple):
+    """An array whose spec does not fit a mesh, or is None; `given` if the caller chose the spec."""
+
+    array: ArrayHandle
+    spec: Spec | None
+    problems: tuple[str, ...]
+    given: bool
+
+
+def _problems(ckpt: Checkpoint, misfits: Sequence[_Misfit]) -> list[str]:
+    """A line for each problem. Those of a parameter stand for its optimizer state, too."""
+    paths = {array.path for array in ckpt.arrays}
+    marked = below_params(paths) or below_params(paths, "model")
+    parameters = Parameters(marked, paths - marked)
+    by_path = {misfit.array.path: misfit for misfit in misfits}
+    lines: dict[Path, list[str]] = {}
+    followers: collections.Counter[Path] = collections.Counter()
+    for path, (array, _, problems, _) in by_path.items():
+        owners = () if path in marked else parameters.followed_by(path)
+        owners = [p for p in owners if p in by_path and by_path[p].problems == problems]
+        followers.update(owners[:1])
+        if not owners:
+            text = f"{format_path(path)}  {array.dtype.name}{list(array.shape)}: "
+            lines[path] = [text + problem for problem in problems]
+    for path, count in followers.items():
+        lines[path][0] += f"; the same for {count_leaves(count)} of optimizer state"
+    return [line for each in lines.values() for line in each]
+
+
+def _axis_hints(
+    sizes: Mapping[str, int], misfits: Sequence[_Misfit], target: Mesh, axes: Mapping[str, str]
+) -> list[str]:
+    """What to type for each axis of saved specs without which there are fewer problems."""
+    specs = [(m.array.shape, m.spec or (), len(m.problems)) for m in misfits if not m.given]
+    helpful = {
+        axis
+        for shape, spec, count in specs
+        for axis in itertools.chain(*spec)
+        if len(spec_problems(shape, target, rename_axes(spec, {axis: ""}))) < count
     }
-    by_key: dict[str, set[str | None]] = {}
-    for array in ckpt.arrays:
-        by_key.setdefault(_last_key(array.path), set()).add(fitting.get(array.path))
-    for path, text in fitting.items():
-        key = _last_key(path)
-        shared = f"(^|/){re.escape(key)}$" if len(by_key[key]) == 1 else _regex(path)
-        hints.append(Hint(("specs", shared, text), " fits"))
+    lacking = [axis for axis in sizes if axis in helpful and axis not in target.axis_names]
+    near = {n: get_close_matches(n, lacking, 1) for n in target.axis_names if n not in sizes}
+    names = tuple("".join(near.get(name) or name) for name in target.axis_names)
+    hints: list[str] = []
+    if names != target.axis_names and len({*names}) == len(names):
+        hints.append(f"did you mean `{Mesh(names, target.axis_sizes)}`?")
+    renames = _renames(lacking, sizes, target)
+    for axis in sizes:
+        if axis in helpful and axis not in {*axes, *axes.values()}:
+            old, new = tree.as_python(axis), tree.as_python(renames.get(axis))
+            renamed = f"axes={{{old}: {new}}} renames, " if axis in renames else ""
+            hints.append(f'{renamed}axes={{{old}: ""}} replicates what is split over it')
     return hints
 
 
-def _regex(path: Path) -> str:
-    return f"^{re.escape(format_path(path))}$"
+def _renames(lacking: Sequence[str], sizes: Mapping[str, int], target: Mesh) -> dict[str, str]:
+    """New axes of the mesh for saved ones that it lacks: all of the same sizes, else in order."""
+    old = [axis for axis in sizes if axis not in target.axis_names]
+    new = [name for name in target.axis_names if name not in sizes]
+    if len(old) != len(new):
+        old = [*lacking]
+        new = [name for name in new if target.shape[name] > 1]
+    alike: list[str] = []
+    for axis in old:
+        alike += [n for n in new if n not in alike and target.shape[n] == sizes[axis]][:1]
+    return dict(zip(old, alike if len(alike) == len(old) else new, strict=False))
 
 
-def _last_key(path: Path) -> str:
-    return format_key(path[-1]) if path else ""
+def _spec_hints(ckpt: Checkpoint, misfits: Sequence[_Misfit], target: Mesh) -> list[str]:
+    """Specs that fit, each for the shortest ending of a path of which all leaves agree."""
+    fitting: dict[Path, str] = {}
+    for array, spec, _, given in misfits:
+        lacking = {axis for entry in spec or () for axis in entry} - {*target.axis_names}
+        if given:  # no hint for saved axes is about it
+            near = (get_close_matches(axis, target.axis_names, 1) for axis in lacking)
+            spec = rename_axes(spec or (), dict(zip(lacking, map("".join, near), strict=True)))
+        elif lacking:
+            continue
+        fitting[array.path] = spec_text(fitting_spec(array.shape, target, spec or ()))
+    texts: dict[str, set[str | None]] = {}
+    for array in ckpt.arrays:
+        for ending in _endings(array.path):
+            texts.setdefault(ending, set()).add(fitting.get(array.path))
+    hints = []
+    for array, spec, _, given in misfits:
+        if array.path in fitting:
+            *shorter, whole = _endings(array.path)
+            ending = next((each for each in shorter if len(texts[each]) == 1), None)
+            regex = f"^{re.escape(whole)}$" if ending is None else f"(^|/){re.escape(ending)}$"
+            says = " replicates it" if spec is None else " fits" + ", if it comes first" * given
+            hints.append(f"specs={tree.as_python([(regex, fitting[array.path])])}{says}")
+    return hints
+
+
+def _endings(path: Path) -> list[str]:
+    """How a printed path ends, by one key more each, up to the whole path."""
+    return [format_path(path[start:]) for start in range(len(path) - 1, -1, -1)] or ["."]

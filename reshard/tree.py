@@ -5,6 +5,7 @@ stores int dict keys as strings). Keys may hold any character, `/` and `.` among
 is only ever a joined string when it is printed.
 """
 
+import collections
 import difflib
 import functools
 import itertools
@@ -24,7 +25,7 @@ MAX_KEYS = 100
 _PLAIN = re.compile(r'[^/"\s\x00-\x1f\x7f]+')
 _WILD = re.compile(r"[*?]")
 _TOKEN = re.compile(r"(\\?[*?])")
-_COMPONENT = re.compile(r'"(?:[^"\\]|\\.)*"|[^/"]*')
+_COMPONENT = re.compile(r'("(?:[^"\\]|\\.)*"|[^/"]+)(?:/(?!\Z)|\Z)')
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -53,35 +54,37 @@ def nested(leaves: Iterable[tuple[Path, Any]]) -> dict[Key, Any]:
     return root
 
 
+def natural(path: Path) -> tuple[Any, ...]:
+    """A key to sort paths by, numbers in names by their value."""
+    return tuple(_natural(str(key)) for key in path)
+
+
+@functools.lru_cache(maxsize=4096)
+def _natural(key: str) -> tuple[Any, ...]:
+    parts = re.split(r"(\d+)", key)
+    return tuple(int(part) if i % 2 else part for i, part in enumerate(parts)), key
+
+
 def split_path(text: str) -> tuple[str, ...]:
     """The keys of a printed path, all as `str`: the inverse of `format_path` up to ints. Raises
     ArgumentError where a component is empty, its quotes do not close, or there are too many."""
-    keys = _components(text)
-    if len(keys) > MAX_KEYS:
-        raise ArgumentError(
-            f"`{text[:80]}...` is {len(keys)} levels deep: a tree has at most {MAX_KEYS}"
-        )
-    return keys
-
-
-def _components(text: str) -> tuple[str, ...]:
-    if '"' not in text and all(plain := text.split("/")):
-        return tuple(plain)
     keys, position = [], 0
-    while position <= len(text):
+    while not keys or position < len(text):
         match = _COMPONENT.match(text, position)
-        token = match.group() if match else ""
-        end = position + len(token)
         try:
-            if not token or (end < len(text) and text[end] != "/"):
+            if match is None:
                 raise ValueError("a key is empty or its quotes do not close")
-            keys.append(json.loads(token) if token.startswith('"') else token)
+            keys.append(json.loads(match[1]) if match[1].startswith('"') else match[1])
         except ValueError as error:
             raise ArgumentError(
                 f"`{text}` is not a path: {error}",
                 hints=['quote a key that holds a slash: `params/"mlp/linear"/w`'],
             ) from error
-        position = end + 1
+        position = match.end()
+    if len(keys) > MAX_KEYS:
+        raise ArgumentError(
+            f"`{text[:80]}...` is {len(keys)} levels deep: a tree has at most {MAX_KEYS}"
+        )
     return tuple(keys)
 
 
@@ -152,28 +155,36 @@ def parse_globs(name: str, globs: str | Iterable[str]) -> list[str]:
     return found
 
 
-def match_globs(paths: Iterable[Path], patterns: Sequence[str]) -> set[Path]:
+# What shows the paths of a checkpoint.
+LISTING = ("reshard.open(path) lists the leaves",)
+
+
+def match_globs(
+    paths: Iterable[Path], patterns: Sequence[str], otherwise: Sequence[str] = LISTING
+) -> set[Path]:
     """The paths that at least one glob names. Where a model is saved beside its optimizer, `model`
-    ahead may be left out. Raises TreeMismatchError with all globs that name no path."""
-    paths = list(paths)
-    below = [(path[1:], path) for path in paths if path[:1] == ("model",) and path[1:]]
-    return named_in(([(path, path) for path in paths], below), patterns)
+    ahead may be left out. Raises TreeMismatchError with all globs that name no path; `otherwise`
+    are the hints where no path is near."""
+    pairs = [(path, path) for path in paths]
+    below = [(path[1:], path) for path, _ in pairs if path[:1] == ("model",) and path[1:]]
+    return named_in((pairs, below), patterns, otherwise=otherwise)
 
 
 def named_in(
     namespaces: Sequence[Collection[tuple[Path, Path]]],
     patterns: Sequence[str],
     optional: Sequence[str] = (),
+    otherwise: Sequence[str] = (),
 ) -> set[Path]:
     """What globs name, each in the first namespace (pairs of a name and the path that has it) where
     it names anything. Raises TreeMismatchError with all that name nothing, but for `optional`
     ones."""
     if not patterns and not optional:
         return set()
-    by_text: list[dict[str, list[Path]]] = [{} for _ in namespaces]
+    by_text: list[dict[str, list[Path]]] = [collections.defaultdict(list) for _ in namespaces]
     for texts, pairs in zip(by_text, namespaces, strict=True):
         for name, path in pairs:
-            texts.setdefault(glob_text(name), []).append(path)
+            texts[glob_text(name)].append(path)
     found: set[Path] = set()
     problems, hints = [], []
     for number, pattern in enumerate((*patterns, *optional)):
@@ -185,7 +196,7 @@ def named_in(
             near = nearest(pattern, (name for name, _ in namespaces[0]))
             hints += [f"the nearest leaf is `{name}`" for name in near[:1]]
     if problems:
-        raise TreeMismatchError("no leaf matches", problems, hints)
+        raise TreeMismatchError("no leaf matches", problems, hints or otherwise)
     return found
 
 
@@ -204,13 +215,11 @@ def passed_over(paths: Iterable[Path], patterns: Sequence[str]) -> list[str]:
     """What to tell of globs that match leaves and modules: what is in the modules is not meant."""
     texts = [(path, glob_text(path)) for path in paths] if patterns else []
     notes = []
-    for pattern in patterns:
-        if pattern.endswith("**"):
-            continue
+    for pattern in (each for each in patterns if not each.endswith("**")):
         regex = compile_glob(pattern)
-        leaves = {text for _, text in texts if regex.fullmatch(text)}
-        below = [path for path, text in texts if text not in leaves and regex.match(text)]
-        if leaves and below:
+        hits = [(path, regex.fullmatch(text)) for path, text in texts if regex.match(text)]
+        below = [path for path, whole in hits if not whole]
+        if 0 < len(below) < len(hits):
             notes.append(
                 f"`{pattern}` matches leaves, and is taken for these alone: "
                 f"{format_path(below[0])} is in a module that it matches, too"
@@ -234,6 +243,20 @@ def nearest(name: str, paths: Iterable[Path]) -> list[str]:
 def shell_quoted(text: str) -> str:
     """Text as it is typed into a shell, always in quotes."""
     return "'" + text.replace("'", "'\"'\"'") + "'"
+
+
+def as_python(value: Any) -> str:
+    """A value as it is typed in Python: text in double quotes where it has none itself."""
+    match value:
+        case list():
+            return f"[{', '.join(map(as_python, value))}]"
+        case tuple():
+            return f"({', '.join(map(as_python, value))})"
+        case str() if '"' not in value:
+            if "\\" in value and value.isprintable() and not value.endswith("\\"):
+                return f'r"{value}"'
+            return '"' + repr("'" + value)[2:]  # what holds a single quote, and no double ones
+    return repr(value)
 
 
 def rename_paths(paths: Sequence[Path], rules: Sequence[tuple[str, str]]) -> dict[Path, Path]:
@@ -280,54 +303,53 @@ def _with_positions(keys: tuple[str, ...], old: Path) -> Path:
     where the paths are equally long, else those before and after what was renamed."""
     new: list[Key] = list(keys)
     shorter = min(len(keys), len(old))
-    ahead = behind = shorter
-    if len(keys) != len(old):
-        ahead = next((i for i in range(shorter) if keys[i] != str(old[i])), shorter)
-        behind = next((i for i in range(shorter) if keys[-1 - i] != str(old[-1 - i])), shorter)
-    places = [*range(ahead), *range(-behind, 0)]
-    for place in places:
-        if keys[place] == str(old[place]):
-            new[place] = old[place]
+    ends = range(shorter), range(-1, -1 - shorter, -1)
+    for places in ends:
+        for place in places:
+            if keys[place] == str(old[place]):
+                new[place] = old[place]
+            elif len(keys) != len(old):
+                break
     return tuple(new)
 
 
 def _check_tree(renamed: dict[Path, Path]) -> None:
     seen: dict[tuple[str, ...], Path] = {}
-    problems = []
+    problems, below = [], []
     for old, new in renamed.items():
         other = seen.setdefault(tuple(map(str, new)), old)
         if other is not old:
             problems.append(f"{format_path(other)} and {format_path(old)} -> {format_path(new)}")
     for old, new in renamed.items():
         texts = tuple(map(str, new))
-        for depth in range(1, len(texts)):
-            if texts[:depth] in seen:
-                inner = seen[texts[:depth]]
-                problems.append(
-                    f"{format_path(old)} -> {format_path(new)}, below the leaf "
-                    f"{format_path(inner)} -> {format_path(renamed[inner])}"
-                )
-    if problems:
-        raise TreeMismatchError("leaves would meet in one place after renaming", problems)
+        for inner in (seen[texts[:n]] for n in range(1, len(texts)) if texts[:n] in seen):
+            below.append(
+                f"{format_path(old)} -> {format_path(new)}, below the leaf "
+                f"{format_path(inner)} -> {format_path(renamed[inner])}"
+            )
+    if problems or below:
+        raise TreeMismatchError(
+            "leaves would meet in one place after renaming", [*problems, *below]
+        )
 
 
 def check_lists(paths: Iterable[Path], before: Iterable[Path] = ()) -> None:
     """Raises TreeMismatchError unless every list keeps its positions 0..n-1 (a gap would silently
     shift what follows), or is a dict as well. Containers that have kept all the keys that they had
     before are not looked at."""
-    children, old = _children_of_lists(list(paths)), _children_of_lists(list(before))
+    children, old = _children_of_lists(paths), _children_of_lists(before)
     problems = []
     for container, keys in children.items():
-        if keys == old.get(container):
+        positions = {key for key in keys if isinstance(key, int)}
+        if not positions or keys == old.get(container):
             continue
-        positions = sorted(key for key in keys if isinstance(key, int))
-        if positions and len(positions) < len(keys):
-            names = ", ".join(sorted(format_key(k) for k in keys if isinstance(k, str))[:3])
+        if len(positions) < len(keys):
+            names = ", ".join(sorted(map(format_key, keys - positions))[:3])
             problems.append(f"{format_path(container)} has list positions and dict keys: {names}")
-        elif positions != list(range(len(positions))):
-            gap = next(i for i, key in enumerate(positions) if i != key)
+        elif gaps := sorted({*range(len(keys))} - keys):
+            after = min(key for key in positions if key > gaps[0])
             problems.append(
-                f"{format_path(container)} has position {positions[gap]} but no position {gap}"
+                f"{format_path(container)} has position {after} but no position {gaps[0]}"
             )
     if problems:
         raise TreeMismatchError(
@@ -337,16 +359,10 @@ def check_lists(paths: Iterable[Path], before: Iterable[Path] = ()) -> None:
         )
 
 
-def _children_of_lists(paths: Sequence[Path]) -> dict[Path, set[Key]]:
-    """The keys of every container that has positions."""
-    children: dict[Path, set[Key]] = {
-        path[:depth]: set()
-        for path in paths
-        for depth, key in enumerate(path)
-        if isinstance(key, int)
-    }
-    for path in paths if children else ():
+def _children_of_lists(paths: Iterable[Path]) -> dict[Path, set[Key]]:
+    """The keys of every container; of these, `check_lists` looks at those with positions."""
+    children: dict[Path, set[Key]] = collections.defaultdict(set)
+    for path in paths:
         for depth, key in enumerate(path):
-            if path[:depth] in children:
-                children[path[:depth]].add(key)
+            children[path[:depth]].add(key)
     return children

@@ -8,18 +8,9 @@ from collections.abc import Sequence
 
 from reshard.errors import ArgumentError
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-}
+_UNITS = {"": 1, "b": 1}
+for _power, _prefix in enumerate("kmgt", 1):
+    _UNITS |= {f"{_prefix}ib": 1024**_power, f"{_prefix}b": 1000**_power}
 
 
 def format_bytes(count: float) -> str:
@@ -39,6 +30,15 @@ def format_runs(ascending: Sequence[int], to: str = "-") -> str:
         first, *rest = [number for _, number in run]
         found.append(f"{first}{to}{rest[-1]}" if rest else str(first))
     return ",".join(found)
+
+
+def count_of(count: int, noun: str, several: str = "") -> str:
+    """`1 array`, `2 arrays`, or as the plural that is given."""
+    return f"{count} {noun if count == 1 else several or noun + 's'}"
+
+
+def count_leaves(count: int) -> str:
+    return count_of(count, "leaf", "leaves")
 
 
 def whole_kib(count: int) -> str:

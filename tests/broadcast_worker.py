@@ -25,8 +25,8 @@ from jax.sharding import PartitionSpec as P
 from watched import Watched, own_memory
 
 import reshard
-from reshard.restore import exchange
-from reshard.restore.broadcast import memory_bytes
+from reshard.engine.batches import in_groups
+from reshard.restore import replicas
 
 ANSWER = "answer: "
 DEVICES = 8  # of all processes
@@ -125,6 +125,22 @@ def fetched(url: str, environment: dict[str, str], specs: dict[str, Any], replic
     return [hashed(leaf) for leaf in jax.tree.leaves(got)]
 
 
+def read(path: str, specs: dict[str, Any], memory: str | None, kind: str) -> Any:
+    """Digests of what this process holds of the arrays of a checkpoint, and bytes that it read."""
+    ckpt = reshard.open(path)
+    target = laid_out(ckpt, specs)
+    before = layouts.bytes_read()
+    with devices_of(kind):
+        got = reshard.restore(ckpt, target, max_memory=memory, replicas="broadcast")
+    count = layouts.bytes_read() - before
+    assert all(
+        leaf.sharding == target[name].sharding
+        for name, leaf in got.items()
+        if specs[name] is not None
+    )
+    return {name: hashed(leaf) for name, leaf in got.items()}, count
+
+
 def laid_out(ckpt: Any, specs: dict[str, Any]) -> dict[str, Any]:
     """A target for arrays of these specs, or on the host."""
     on = the_mesh()
@@ -208,9 +224,9 @@ def absent(path: str) -> str:
     """A restore that one process does not take part in."""
     target = target_of(path, "saved")
     if jax.process_index() == 1:
-        next(exchange._calls)
+        next(replicas._calls)
         return "absent"
-    with mock.patch.object(exchange, "_PATIENCE", 1):
+    with mock.patch.object(replicas, "_PATIENCE", 1):
         reshard.restore(path, target, replicas="broadcast")
     return "restored"
 
@@ -235,8 +251,8 @@ def updated(paths: list[str]) -> list[Any]:
         untouched = False
     expected = reshard.restore(ckpt(paths[0]), {"embed": zeros})
     found = [untouched]
-    for replicas in ("broadcast", "read"):
-        same = reshard.restore(ckpt(paths[0]), module, replicas=replicas) is module
+    for way in ("broadcast", "read"):
+        same = reshard.restore(ckpt(paths[0]), module, replicas=way) is module
         found += [same, differences({"embed": module.embed[...]}, expected)]
         module.embed[...] = zeros
     return found
@@ -244,18 +260,19 @@ def updated(paths: list[str]) -> list[Any]:
 
 @contextlib.contextmanager
 def watched() -> Any:
-    """A function that says how many bytes were in use at most, those of rows with them."""
-    rows = [0]
-    begin = exchange.Exchange.begin
+    """A function that says how many bytes were in use at most, those that are exchanged with
+    them."""
+    waves = [0]
 
-    def noted(self: Any, rounds: int, row: int, what: Any) -> None:
-        rows.append(memory_bytes(row, self.processes))
-        begin(self, rounds, row, what)
+    def noted(items: Any, nbytes: Any, limit: int) -> Any:
+        for wave in in_groups(items, nbytes, limit):
+            waves.append(sum(map(nbytes, wave)))
+            yield wave
 
     with pytest.MonkeyPatch.context() as patch:
         found = Watched(patch)
-        patch.setattr(exchange.Exchange, "begin", noted)
-        yield lambda: found.peak + max(rows)
+        patch.setattr(replicas, "in_groups", noted)
+        yield lambda: found.peak + max(waves)
 
 
 def main(coordinator: str, processes: int, number: int) -> None:

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import layouts
 import numpy as np
-import pytest
 from by_numpy import viewed
 from flax import linen as nn
 from flax import nnx
@@ -19,10 +18,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from twins import blank
 
-from reshard.convert.align import align
+from reshard.convert.align import Alignment, align
 from reshard.convert.model import definition_orders, nnx_outline
 from reshard.convert.module_tree import Module, linen_outline
-from reshard.convert.pairing import Alignment
 from reshard.errors import TreeMismatchError
 from reshard.restore.pytrees import flatten_state
 from reshard.restore.target import state_of
@@ -37,10 +35,8 @@ def refused(
     of: type[Exception] = TreeMismatchError,
     **options: Any,
 ) -> Any:
-    """The error that a call ends with."""
-    with pytest.raises(of) as error:
-        call(*arguments, **options)
-    return error.value
+    """The error that a conversion ends with."""
+    return layouts.raised(of, call, *arguments, **options)
 
 
 def refusal(call: Callable[..., Any], *arguments: Any, **options: Any) -> str:

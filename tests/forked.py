@@ -24,8 +24,13 @@ CONTEXT.set_forkserver_preload(
     [
         *("jax.numpy", "flax.linen", "flax.nnx", "flax.training.train_state", "optax"),
         *("orbax.checkpoint", "tensorstore", "rich.console", "rich.progress", "rich.table"),
-        *("reshard.cli.ckpt", "reshard.cli.convert", "reshard.cli.apart", "reshard.cli.output"),
-        *("reshard.convert.conversion", "reshard.restore.restore", "reshard.writer.execution"),
+        *(
+            "reshard.cli.ckpt",
+            "reshard.cli.convert",
+            "reshard.cli.subprocess_model",
+            "reshard.cli.output",
+        ),
+        *("reshard.convert.conversion", "reshard.restore.restore", "reshard.writer.save"),
     ]
 )
 

@@ -4,14 +4,10 @@ Each damaged checkpoint is opened, carried over and reshaped, and put through tw
 restored, verified, compared with what it was, converted, or what a stopped job has left of it gone
 on with.
 
-    python -m tests.fuzz --seconds 600
-
-runs until the time is up, in a process of its own with limited memory, and prints the damage that
-made `reshard` do anything else than succeed or raise a `ReshardError`. `test_hostile.py` runs a
-short version of it.
+`test_hostile.py` draws the damage, and fails where `reshard` does anything else than succeed or
+raise a `ReshardError`.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -20,20 +16,12 @@ import json
 import os
 import pathlib
 import random
-import resource
 import shutil
 import struct
-import subprocess
-import sys
-import tempfile
-import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=16")
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
+import fuzz_jobs
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -45,9 +33,6 @@ from tensorstore import ocdbt
 
 import reshard
 from reshard.convert.roundtrip import KEY
-
-sys.path.insert(0, os.path.dirname(__file__))  # for `python -m tests.fuzz`
-import fuzz_jobs
 
 # Each with the keyword arguments of `PyTreeCheckpointer`, and whether its B-tree nodes are stored
 # without compression: damage to them then goes deeper than their codec. `recorded` has digests on
@@ -399,8 +384,8 @@ def check(base: pathlib.Path, damages: list[Damage], folder: pathlib.Path) -> li
     jobs = case.jobs(random.Random(repr(damages)))
     before = snapshot(folder) | snapshot(base)
     said = [fuzz_jobs.outcome(job.__name__, functools.partial(job, case)) for job in jobs]
-    for left in fuzz_jobs.LEFT:
-        shutil.rmtree(case.out / left, ignore_errors=True)
+    for left in [path for pattern in fuzz_jobs.LEFT for path in case.out.glob(pattern)]:
+        shutil.rmtree(left, ignore_errors=True)
     after = snapshot(folder) | snapshot(base)
     changed = sorted(dict(before.items() ^ after.items()))
     assert not changed, f"{changed} were changed by {[job.__name__ for job in jobs]}"
@@ -425,75 +410,3 @@ def snapshot(folder: pathlib.Path) -> dict[str, str]:
                 else:
                     found[entry.path] = f"something of {entry.stat().st_size} bytes"
     return found
-
-
-def main() -> None:
-    """Runs until the time is up; exits with 1 if there were findings."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=int, default=600)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--memory", type=int, default=16, help="GiB of address space")
-    parser.add_argument("--worker", type=pathlib.Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        _work(arguments)
-        return
-    end = time.monotonic() + arguments.seconds
-    findings, count, seed = 0, 0, arguments.seed
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        while (left := end - time.monotonic()) > 1:
-            command = [sys.executable, "-m", "tests.fuzz", "--worker", folder]
-            options = {"--seconds": int(left), "--seed": seed, "--memory": arguments.memory}
-            command += [str(part) for pair in options.items() for part in pair]
-            output = folder / "output"
-            with output.open("w") as file:
-                try:
-                    longest = left + 3 * fuzz_jobs.LIMIT_SECONDS
-                    ran = subprocess.run(list(map(str, command)), stdout=file, timeout=longest)
-                    end_of_it = f"ended with {ran.returncode}" if ran.returncode else None
-                except subprocess.TimeoutExpired:
-                    end_of_it = "does not end"
-            lines = output.read_text().strip().split("\n")
-            found = [line for line in lines if not line.startswith("CASE")]
-            if end_of_it:
-                found.append(f"FOUND: the process {end_of_it} in {lines[-1]}")
-            findings += sum(line.startswith("FOUND") for line in found)
-            count += len(lines) - len(found)
-            seed += 1
-            if found:
-                print("\n".join(found), flush=True)
-    print(f"{count} cases of seeds {arguments.seed} to {seed - 1}, {findings} findings")
-    sys.exit(bool(findings))
-
-
-def _work(arguments: argparse.Namespace) -> None:
-    """Cases of one seed. A crash of the process is a finding of the one that it printed last."""
-    bases = {}
-    for form in FORMATS:
-        bases[form] = arguments.worker / form
-        if not bases[form].exists():
-            make_base(arguments.worker, form)
-    limit = arguments.memory << 30
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    end = time.monotonic() + arguments.seconds
-    draw = random.Random(arguments.seed)
-    weights = [*KINDS, "document", "document", "document", "node", "node"]
-    for _ in range(2000):
-        if time.monotonic() > end:
-            return
-        form = draw.choice(list(FORMATS))
-        damages = [
-            Damage(draw.choice(weights), tuple(draw.randrange(1 << 16) for _ in range(8)))
-            for _ in range(draw.choice((1, 1, 2, 3)))
-        ]
-        print(f"CASE {form} {damages}", flush=True)
-        with tempfile.TemporaryDirectory() as name:
-            try:
-                check(bases[form], damages, pathlib.Path(name))
-            except Exception:
-                print(f"FOUND: {form} {damages}\n{traceback.format_exc()}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

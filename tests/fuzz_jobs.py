@@ -14,16 +14,16 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import layouts
 import numpy as np
 import optax
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh
-from layouts import unfinished as unfinished_directory
 
 import reshard
-from reshard.writer import execution, journal
+from reshard.writer import plan
 
 LIMIT_SECONDS = 20
 # A file beside a damaged directory, which links in it point to.
@@ -42,7 +42,7 @@ from = '^params/'
 to = ''
 """
 # What a case may leave of its jobs.
-LEFT = ("moved", "reshaped", "recorded", "converted", "resumed", ".reshard-resumed.unfinished")
+LEFT = ("moved", "reshaped", "recorded", "converted", "resumed", ".reshard-resumed.*")
 
 
 class LinenMlp(nn.Module):
@@ -218,13 +218,12 @@ def _diff_records(case: Case) -> None:
 def _resume(case: Case) -> None:
     """The damage is that of what a stopped job of the genuine checkpoint has left."""
     destination = case.out / "resumed"
-    temporary = left_of(destination)
-    shutil.copytree(unfinished(case.base), temporary)
-    case.damage(temporary)
-    secret = temporary.parent / SECRET  # what some of the damage is a link to
+    left = stopped(case.base, destination)
+    case.damage(left)
+    secret = left.parent / SECRET  # what some of the damage is a link to
     before = secret.read_bytes() if secret.exists() else None
     try:
-        go_on(case.base, destination, digest=True, verify=True)
+        go_on(case.base, destination, verify=True)
     finally:
         after = secret.read_bytes() if secret.exists() else None
         secret.unlink(missing_ok=True)
@@ -283,29 +282,15 @@ def target(base: pathlib.Path) -> Any:
     return jax.tree.map(abstract, reshard.restore(base, mesh()))
 
 
-class _StoppedError(Exception):
-    pass
-
-
-@functools.cache
-def unfinished(base: pathlib.Path) -> pathlib.Path:
-    """What a job has left that was stopped before its last step."""
-    made = base.parent / f"{base.name}-stopped"
-    if not unfinished_directory(made).exists():
-        notes_all = mock.patch.multiple(journal, _SYNC_SECONDS=0.0, _SYNC_SHARE=1e9)
-        stopped = mock.patch.object(execution, "write_markers", side_effect=_StoppedError)
-        with notes_all, stopped, contextlib.suppress(_StoppedError):
-            go_on(base, made)
-    (left,) = unfinished_directory(made).iterdir()
-    return left
-
-
-def left_of(destination: pathlib.Path) -> pathlib.Path:
-    """Where a stopped job could have left something."""
-    return unfinished_directory(destination) / "stopped.orbax-checkpoint-tmp"
+def stopped(base: pathlib.Path, destination: pathlib.Path) -> pathlib.Path:
+    """What a job of small shares leaves that is killed before its last step."""
+    with mock.patch.object(plan, "SHARE_BYTES", 1 << 10), layouts.killed_at_the_end():
+        go_on(base, destination)
+    return layouts.unfinished(destination)
 
 
 def go_on(base: pathlib.Path, destination: pathlib.Path, **options: Any) -> None:
-    """Goes on with a job, or begins it."""
+    """Goes on with a job, or begins it; no file of it is the source's, which is damaged apart."""
     ckpt = reshard.to_mesh(reshard.open(base), "data=1,model=4")
-    reshard.save(ckpt, destination, max_memory="20KiB", resume=True, **options)
+    how = {"link": False, "digest": True, "resume": True}
+    reshard.save(ckpt, destination, max_memory="24KiB", **how, **options)

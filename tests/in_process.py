@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import reshard.cli
-from reshard.cli import apart
+from reshard.cli import subprocess_model
 from reshard.cli.model_argument import load_model, model_errors
 
 
@@ -58,8 +58,8 @@ def refused(directory: pathlib.Path, *words: object) -> str:
 
 
 @contextlib.contextmanager
-def told_here(model: str, option: str, task: Callable[[Any], Any]) -> Iterator[Callable[[], Any]]:
-    """As `apart.told_apart`, without a process that has to import all of the model's libraries."""
+def run_here(model: str, option: str, task: Callable[[Any], Any]) -> Iterator[Callable[[], Any]]:
+    """As `run_in_subprocess`, without a process that imports all libraries of the model."""
     asked = pickle.dumps(task)
 
     def answer() -> Any:
@@ -88,7 +88,7 @@ def inside(directory: pathlib.Path) -> Iterator[pytest.MonkeyPatch]:
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Sharding info not provided")
             patch.setattr(ctypes, "CDLL", Library)
-            patch.setattr(apart, "told_apart", told_here)
+            patch.setattr(subprocess_model, "run_in_subprocess", run_here)
             patch.chdir(directory)
             patch.setenv("COLUMNS", "80")
             patch.setattr(sys, "path", list(sys.path))

@@ -17,18 +17,16 @@ import jax
 import layouts
 import numpy as np
 import orbax.checkpoint as ocp
-import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import reshard
 from reshard.storage import ocdbt
 from reshard.storage.location import Location
-from reshard.writer import journal
 
 RESHARD = pathlib.Path(sysconfig.get_path("scripts")) / "reshard"
-EARLIER = ".reshard.orbax-checkpoint-tmp"
-PROGRESS = "reshard_progress.json"
+# Small, so that small jobs have several shares.
+SHARE_BYTES = 1 << 18
 RECORD = "reshard_digests.json"
 MARKER = "commit_success.txt"
 MEMORY = "3MiB"
@@ -140,17 +138,19 @@ def save(source, out, **options):
     return reshard.save(changed(source), out, **{"max_memory": MEMORY} | options)
 
 
-# Saves, all or a share, or commits what is at a destination; and kills itself at a call of some
-# functions, if there are any.
+# Saves, and kills itself at a call of a function, if there is one.
 JOB = f"""
 import importlib, json, os, pathlib, signal, sys
 import reshard
-from reshard.writer import journal
+from reshard.writer import plan
+
+plan.SHARE_BYTES = {SHARE_BYTES}
+
 
 {inspect.getsource(changed)}
 """
 JOB += """
-source, out, options, names, count, after = json.loads(sys.argv[1])
+source, out, options, function, count, after = json.loads(sys.argv[1])
 calls = 0
 
 
@@ -170,25 +170,21 @@ def deadly(original):
     return called
 
 
-for name in names:
-    module, _, name = name.partition(":")
+if function:
+    module, _, name = function.partition(":")
     *owner, name = name.split(".")
     holder = importlib.import_module(module)
     for attribute in owner:
         holder = getattr(holder, attribute)
     setattr(holder, name, deadly(getattr(holder, name)))
-journal._SYNC_SECONDS, journal._SYNC_SHARE = 0, 0.5
-if options is None:
-    reshard.commit(out)
-else:
-    reshard.save(changed(source), out, max_memory="3MiB", **options)
+reshard.save(changed(source), out, max_memory="3MiB", **options)
 """
 
 
-def started(source, out, options, names=(), count=0, after=False):
-    """Such a process. It dies at the call with this number of one of the functions, `module:name`,
-    before it or after it. Without options it commits."""
-    words = json.dumps([str(source), str(out), options, names, count, after])
+def started(source, out, options, name="", count=0, after=False):
+    """Such a process. It dies at the call with this number of a function, `module:name`, before it
+    or after it."""
+    words = json.dumps([str(source), str(out), options, name, count, after])
     return subprocess.Popen([sys.executable, "-c", JOB, words], stderr=subprocess.PIPE, text=True)
 
 
@@ -220,12 +216,6 @@ def stop_at(part, error=StopError):
     return progress
 
 
-def note_all(monkeypatch):
-    """Has every batch be made durable, and noted."""
-    monkeypatch.setattr(journal, "_SYNC_SECONDS", -1)
-    monkeypatch.setattr(journal, "_SYNC_SHARE", float("inf"))
-
-
 @contextlib.contextmanager
 def limited(nbytes):
     """A limit on the size of files makes the file system refuse a write in the middle."""
@@ -239,10 +229,9 @@ def limited(nbytes):
 
 def refused(error, text, call, *args, **kwargs):
     """Asserts that a call raises an error that says this; the error."""
-    with pytest.raises(error) as caught:
-        call(*args, **kwargs)
-    assert str(caught.value) == text
-    return caught.value
+    found = layouts.raised(error, call, *args, **kwargs)
+    assert str(found) == text
+    return found
 
 
 # What is there, and what happens to it.
@@ -254,11 +243,16 @@ def values(path, **kwargs):
     return {h.path: layouts.bits(h.view().read().result()) for h in ckpt.arrays}
 
 
+def unfinished(out):
+    """Directories of unfinished jobs of a destination."""
+    return sorted(out.parent.glob(f".reshard-{out.name}.*"))
+
+
 def assert_pruned(path):
     """Every file of every OCDBT database is in use."""
     for manifest in path.rglob("manifest.ocdbt"):
         top = manifest.parent
-        data = [*top.glob("d/**/*"), *top.glob("ocdbt.process_*/**/*")]
+        data = [*top.glob("d/**/*"), *top.glob("ocdbt[._]*/**/*")]
         found = {str(file.relative_to(top)) for file in data if file.is_file()}
         assert found == ocdbt.value_files(Location(str(top)), nodes=True)
 

@@ -1,14 +1,18 @@
 """Random trees on a simulated mesh, every layout in which Orbax saves them, and a box."""
 
+import contextlib
 import dataclasses
 import hashlib
+import json
 import math
 import os
 import pathlib
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import flax
 import jax
@@ -24,6 +28,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint._src.metadata.pytree_metadata_options import PyTreeMetadataOptions
 from releases import older
+
+from reshard.storage import machine
+from reshard.writer import commit, job
 
 DTYPES = "bfloat16 float16 float32 float8_e4m3fn float8_e5m2 float8_e4m3b11fnuz float8_e4m3fnuz"
 DTYPES += " float8_e5m2fnuz float8_e3m4 float8_e8m0fnu float4_e2m1fn int2 int4 int8 int16 int32"
@@ -228,19 +235,57 @@ def load_standard(path: pathlib.Path, target: Any = None) -> Any:
         return checkpointer.restore(path, target)
 
 
-def refused(error: type[Exception], call: Callable, *arguments: Any, **keywords: Any) -> str:
-    """What is said of a call that is refused."""
+def split_database(item: pathlib.Path) -> None:
+    """Writes the database of an item again, with its values and its nodes in folders apart, as
+    newer releases of Orbax can do it."""
+    spec = {"driver": "ocdbt", "base": f"file://{item}/"}
+    old = ts.KvStore.open(spec).result()
+    values = {key: old.read(key).result().value for key in old.list().result()}
+    for path in [item / "d", *item.glob("ocdbt.process_*")]:
+        shutil.rmtree(path)
+    (item / "manifest.ocdbt").unlink()
+    nodes = ("btree_node_data_prefix", "version_tree_node_data_prefix")
+    spec |= dict.fromkeys(nodes, "ocdbt_meta/") | {"value_data_prefix": "ocdbt_data/"}
+    new = ts.KvStore.open(spec).result()
+    with ts.Transaction(atomic=True) as transaction:
+        for key, value in values.items():
+            new.with_transaction(transaction)[key] = value
+    (item / "ocdbt_tmp_meta").mkdir()  # what a writer may have left
+    (item / "ocdbt_tmp_meta" / "0123").write_bytes(b"node")
+
+
+def record_deletion(step: pathlib.Path, item: str) -> None:
+    """What Orbax's v1 API leaves in a step if the deletion of one of its items is stopped."""
+    before = json.loads((step / "_CHECKPOINT_METADATA").read_text())
+    handlers = {name: kind for name, kind in before["item_handlers"].items() if name != item}
+    record = {
+        "checkpointable_name": item,
+        "destination": None,
+        "operation_id": "0123456789abcdef" * 2,
+        "original_metadata": before,
+        "updated_metadata": before | {"item_handlers": handlers},
+    }
+    (step / "_CHECKPOINT_DELETION").write_text(json.dumps(record))
+
+
+def raised(error: type[Exception], call: Callable, *arguments: Any, **keywords: Any) -> Any:
+    """The error that a call ends with."""
     with pytest.raises(error) as caught:
         call(*arguments, **keywords)
-    return str(caught.value)
+    return caught.value
+
+
+def refused(error: type[Exception], call: Callable, *arguments: Any, **keywords: Any) -> str:
+    """What is said of a call that is refused."""
+    return str(raised(error, call, *arguments, **keywords))
 
 
 def assert_equal_or_nan(got: Any, expected: Any) -> None:
     """Bit for bit, but for the payloads of NaNs, which a cast does not keep."""
     one, other = np.asarray(got), np.asarray(expected)
-    nan = np.isnan(other.astype("float32"))
+    nan = np.isnan(other.astype("float64"))
     assert one.dtype == other.dtype
-    assert np.array_equal(np.isnan(one.astype("float32")), nan)
+    assert np.array_equal(np.isnan(one.astype("float64")), nan)
     assert one[~nan].tobytes() == other[~nan].tobytes()
 
 
@@ -516,11 +561,26 @@ def _bytes_counted():
 
 
 def unfinished(out: pathlib.Path) -> pathlib.Path:
-    """The directory that jobs of a destination lock."""
-    return out.with_name(f".reshard-{out.name}.unfinished")
-
-
-def kept(out: pathlib.Path) -> pathlib.Path:
-    """The one below it that the last of them writes into."""
-    (found,) = unfinished(out).glob("*.orbax-checkpoint-tmp")
+    """The directory that the job of a destination writes into."""
+    (found,) = out.parent.glob(f".reshard-{out.name}.*")
     return found
+
+
+class KilledError(Exception):
+    """What a job ends with that is `killed_at_the_end`."""
+
+
+def _begun(attempt: Any, whole: bool) -> Any:
+    attempt.begin()
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def killed_at_the_end():
+    """A job that ends before its last step, and cannot tidy up; its process is gone afterwards."""
+    gone = {**machine.this_process(), "started": "before"}
+    owner = mock.patch.object(job, "this_process", lambda: gone)
+    dies = mock.patch.object(commit, "publish", side_effect=KilledError)
+    at_once = mock.patch.object(commit, "attempted", _begun)
+    with owner, dies, at_once, contextlib.suppress(KilledError):
+        yield

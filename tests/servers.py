@@ -33,6 +33,7 @@ run_simple("127.0.0.1", int(sys.argv[1]), create_backend_app("s3"), threaded=Tru
 """
 # Headers that are about one connection.
 _OF_CONNECTION = {"connection", "keep-alive", "transfer-encoding", "content-length", "date"}
+_MODIFIED = "Thu, 01 Jan 2026 00:00:00 GMT"
 
 
 class Request(NamedTuple):
@@ -52,8 +53,9 @@ class Request(NamedTuple):
 
 class Fault:
     """What happens to requests instead, the first `times` of those whose `operation KEY` a pattern
-    is found in: a status, a connection that is `cut`, or a body that is `truncated`. A function is
-    called with the key first, for its side effects alone."""
+    is found in: a status, a connection that is `cut`, or a body that is `truncated`. If it is
+    `lost`, the request is done, and its status is 503. A function is called with the key first, for
+    its side effects alone."""
 
     def __init__(self, pattern: str, kind: int | str | Callable[[str], object], times: int = 1):
         self.pattern = re.compile(pattern)
@@ -186,7 +188,7 @@ class Stores:
 
     def _handle(self, handler: "_Handler", body: bytes) -> None:
         begin = time.monotonic()
-        operation, key = _parsed(handler.command, handler.path)
+        operation, key = _parsed(handler.command, handler.path, body)
         time.sleep(self.delay)
         fault = self._fault(f"{operation} {key}")
         status, headers, data = 0, {}, b""
@@ -195,6 +197,8 @@ class Stores:
         elif fault != "cut":
             kind = self._kinds.get(key.partition("/")[0], next(iter(self._ports)))
             status, headers, data = handler.forward(self._ports[kind], body)
+            if fault == "lost":
+                status, headers, data = 503, {}, b""
         sizes, times = (len(body), len(data)), (begin, time.monotonic())
         self.requests.append(Request(operation, key, *sizes, status, *times))
         if fault == "cut":
@@ -216,13 +220,18 @@ class Stores:
         return found.kind
 
 
-def _parsed(method: str, target: str) -> tuple[str, str]:
-    """Operation and `bucket/key` of a request to either kind of store."""
+def _parsed(method: str, target: str, body: bytes) -> tuple[str, str]:
+    """Operation and `bucket/key` of a request to either kind of store; several keys, one a line,
+    if one request deletes several objects."""
     path, _, query = target.partition("?")
     asked = dict(urllib.parse.parse_qsl(query))
     gs = re.fullmatch(r"/(upload/|download/)?storage/v1/b(?:/([^/]*)(?:/o(?:/(.*))?)?)?/?", path)
     bucket, key = gs.group(2, 3) if gs else path[1:].partition("/")[::2]
-    bucket, key = bucket or "", urllib.parse.unquote(key or asked.get("name", ""))
+    bucket = urllib.parse.unquote(bucket or "")
+    key = urllib.parse.unquote(key or asked.get("name", ""))
+    if method == "POST" and query == "delete":
+        keys = re.findall("<Key>(.*?)</Key>", body.decode())
+        return "delete", "\n".join(f"{bucket}/{html.unescape(key)}" for key in keys)
     if method in ("POST", "PUT") and key:
         return "write", f"{bucket}/{key}"
     if method == "DELETE":
@@ -331,7 +340,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 class _ConditionalStore:
     """Objects of `gs://`, with what TensorStore asks of them: reads of a range, conditional on a
-    generation; uploads and deletes conditional on one; pages of a list."""
+    generation; uploads and deletes conditional on one; pages of a list. And with what obstore asks:
+    pages of a list in XML, and the size of one object."""
 
     def __init__(self, objects: dict[tuple[str, str], tuple[int, bytes]]):
         self._lock = threading.Lock()
@@ -339,11 +349,11 @@ class _ConditionalStore:
         self._generations = itertools.count(1000)
 
     def handle(self, handler: _Handler, body: bytes) -> None:
-        operation, path = _parsed(handler.command, handler.path)
+        operation, path = _parsed(handler.command, handler.path, body)
         asked = dict(urllib.parse.parse_qsl(handler.path.partition("?")[2]))
         bucket, _, key = path.partition("/")
         with self._lock:
-            status, headers, data = getattr(self, f"_{operation}")(
+            status, headers, data = getattr(self, f"_{operation.lower()}")(
                 (bucket, key), asked, handler, body
             )
         handler.answer(status, headers, data)
@@ -386,26 +396,56 @@ class _ConditionalStore:
             return 412, {}, b"{}"
         return (204, {}, b"") if self._objects.pop(place, None) else (404, {}, b"{}")
 
+    def _get(self, place: Any, asked: Any, handler: _Handler, body: bytes) -> Any:
+        if place not in self._objects:
+            return 404, {}, b"{}"
+        return 200, {}, json.dumps(_resource(*place, *self._objects[place])).encode()
+
+    def _head(self, place: Any, asked: Any, handler: _Handler, body: bytes) -> Any:
+        if place not in self._objects:
+            return 404, {}, b""
+        generation, data = self._objects[place]
+        return 200, {"ETag": f'"{generation}"', "Last-Modified": _MODIFIED}, data
+
     def _list(self, place: Any, asked: dict[str, str], handler: _Handler, body: bytes) -> Any:
-        first = max(asked.get("startOffset", ""), asked.get("pageToken", ""))
+        is_xml = asked.get("list-type") == "2"
+        tokens = (asked.get(name, "") for name in ("startOffset", "pageToken"))
+        first = asked.get("continuation-token", "") if is_xml else max(tokens)
         prefix, end = asked.get("prefix", ""), asked.get("endOffset")
-        found: dict[str, dict[str, Any] | None] = {}  # name -> an object, or a prefix of several
-        for (bucket, key), (generation, data) in sorted(self._objects.items()):
+        found: dict[str, tuple[int, bytes] | None] = {}  # name -> an object, or a prefix of several
+        for (bucket, key), versioned in sorted(self._objects.items()):
             if bucket == place[0] and key.startswith(prefix) and (end is None or key < end):
                 rest, delimiter, _ = key[len(prefix) :].partition(asked.get("delimiter", "\0"))
                 name = prefix + rest + delimiter
                 if name >= first:
-                    found[name] = None if delimiter else _resource(place[0], key, generation, data)
+                    found[name] = None if delimiter else versioned
         most = int(asked.get("maxResults", 1000))
         names = list(found)
+        page, token = {name: found[name] for name in names[:most]}, [*names[most:], ""][0]
+        if is_xml:
+            return 200, {}, _xml_list(page, token)
         document: dict[str, Any] = {
             "kind": "storage#objects",
-            "items": [item for name in names[:most] if (item := found[name])],
-            "prefixes": [name for name in names[:most] if not found[name]],
+            "items": [_resource(place[0], name, *item) for name, item in page.items() if item],
+            "prefixes": [name for name, item in page.items() if not item],
         }
-        if names[most:]:
-            document["nextPageToken"] = names[most]
+        if token:
+            document["nextPageToken"] = token
         return 200, {}, json.dumps(document).encode()
+
+
+def _xml_list(page: dict[str, tuple[int, bytes] | None], token: str) -> bytes:
+    text = f"<IsTruncated>{str(bool(token)).lower()}</IsTruncated>"
+    if token:
+        text += f"<NextContinuationToken>{html.escape(token)}</NextContinuationToken>"
+    for name, item in page.items():
+        if item is None:
+            text += f"<CommonPrefixes><Prefix>{html.escape(name)}</Prefix></CommonPrefixes>"
+            continue
+        text += f"<Contents><Key>{html.escape(name)}</Key><Size>{len(item[1])}</Size>"
+        text += f'<ETag>"{item[0]}"</ETag><LastModified>2026-01-01T00:00:00Z</LastModified>'
+        text += "</Contents>"
+    return f"<ListBucketResult>{text}</ListBucketResult>".encode()
 
 
 def _resource(bucket: str, key: str, generation: int, data: bytes) -> dict[str, Any]:

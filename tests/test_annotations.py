@@ -100,40 +100,6 @@ def test_a_moment_that_says_something_else_keeps_it():
     }
 
 
-def test_moments_of_fewer_dimensions_take_their_part_of_the_names():
-    """Flax copies the names of a parameter to whatever optax makes of it."""
-    names = ("embed", "mlp")
-    leaves = [
-        leaf("opt/v_row/w", (8,), names),
-        leaf("opt/v_col/w", (12,), names),
-        leaf("opt/v/w", (1,), names),
-        leaf("opt/history/w", (3, 8, 12), names),
-        leaf("params/w", (8, 12), names),
-    ]
-    found = run(leaves)
-    assert found.problems == ()
-    assert sources_of(found) == {
-        "opt/v_row/w": ((("data",),), "optimizer", (0, 1)),
-        "opt/v_col/w": ((("model",),), "optimizer", (0, 1)),
-        "opt/v/w": ((), "optimizer", ()),
-        "opt/history/w": (((), ("data",), ("model",)), "optimizer", (0, 1)),
-        "params/w": ((("data",), ("model",)), "names", (0, 1)),
-    }
-
-
-def test_a_module_that_is_called_as_a_moment_is():
-    """What mirrors the parameters is below `opt/0/mu`, not below `opt/0`."""
-    names = {"w": "embed", "mu/w": "mlp", "nu/w": None}
-    specs = {"w": (("data",),), "mu/w": (("model",),), "nu/w": ((),)}
-    leaves = [leaf(f"params/{path}", (8,), (name,)) for path, name in names.items()]
-    leaves += [leaf(f"opt/0/{moment}/{path}", (8,)) for moment in ("mu", "nu") for path in names]
-    assert specs_of(run(leaves)) == {
-        f"{root}/{path}": spec
-        for root in ("params", "opt/0/mu", "opt/0/nu")
-        for path, spec in specs.items()
-    }
-
-
 def test_a_moment_that_cannot_be_told_apart_is_a_problem():
     leaves = [
         leaf("params/square", (8, 8), ("embed", "mlp")),
@@ -243,25 +209,13 @@ def test_the_printed_report_is_short_and_ends_with_what_is_wrong():
     assert repr(found) == (
         "13 array leaves on `data=2,model=4`, 712 B a device: 1 by the names of their axes, "
         "12 by nothing\n"
-        "no rule     x: 1 leaves, params/w the first\n"
+        "no rule     x: 1 leaf, params/w the first\n"
         "replicated  13 leaves, 712 B a device\n"
         "            400 B  params/w  [100]\n"
         f"{largest}"
         "            ... and 3 more\n"
         "problem     params/w  [100] ('x',): P('x') names axis 'x', which `data=2,model=4` lacks\n"
         "hint        the rule (\"x\", None) replicates what is named 'x'"
-    )
-
-
-def test_of_no_leaves():
-    found = run([])
-    assert (found.leaves, found.replicated, found.reached) == ((), (), ((), ()))
-    assert (found.replicated_bytes, found.device_bytes) == (0, 0)
-    assert repr(found) == (
-        "0 array leaves on `data=2,model=4`, 0 B a device: \n"
-        "rule        embed -> data: 0 leaves\n"
-        "rule        mlp -> model: 0 leaves\n"
-        "replicated  0 leaves, 0 B a device"
     )
 
 

@@ -1,5 +1,6 @@
 """`apply` in a map: a function of the user's makes the values of leaves."""
 
+import concurrent.futures
 import os
 import pickle
 import shutil
@@ -21,7 +22,7 @@ from layouts import save_standard
 import reshard
 from reshard.convert.conversion import conversion
 from reshard.engine.cost import decoded_together
-from reshard.writer.journal import fingerprint
+from reshard.writer.job import fingerprint
 
 SHAPE = (12, 5)
 FUNCTIONS = """
@@ -95,7 +96,7 @@ def map_of(tmp_path, rule, head=""):
 
 EXECUTE = """
 import pickle, sys
-from reshard.writer.execution import execute
+from reshard.writer.save import execute
 with open(sys.argv[1], "rb") as file:
     execute(pickle.load(file))
 """
@@ -150,6 +151,81 @@ def test_a_function_of_a_file_is_loaded_again_in_a_fresh_process(project, tmp_pa
     ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     told = f"reshard.errors.ReshardError: apply {file}:twice: there is no such file"
     assert ran.stderr.splitlines()[-1] == told
+
+
+LAZY = """
+import sys
+import threading
+
+ENTERED, GO, paths = threading.Event(), threading.Event(), [[*sys.path]]
+
+
+def slow(values):
+    ENTERED.set()
+    assert GO.wait(60)
+    from beside import FACTOR
+
+    paths.append([*sys.path])
+    return FACTOR * values
+
+
+def quick(values):
+    paths.append([*sys.path])
+    return -values
+"""
+
+
+@pytest.fixture
+def lazy(project, tmp_path):
+    """What converts by a function of a file, which imports a module beside it when it is called."""
+    folder = tmp_path / "lib"
+    folder.mkdir()
+    (folder / "lazy.py").write_text(LAZY)
+    (folder / "beside.py").write_text("FACTOR = 3\n")
+
+    def converted(function):
+        rule = f"apply = '{os.path.relpath(folder / 'lazy.py')}:{function}'"
+        return reshard.to_nnx("linen", Codebook, map_file=map_of(tmp_path, rule))
+
+    yield converted
+    for name in ("lazy", "beside"):
+        sys.modules.pop(name, None)
+
+
+def test_the_path_of_modules_is_as_it_was_after_every_call(lazy, project, tmp_path):
+    before, folder = [*sys.path], str(tmp_path / "lib")
+    ckpts = [lazy("slow"), lazy("slow"), lazy("quick")]
+    assert sys.path == before
+    sys.modules["lazy"].GO.set()
+    reshard.save(ckpts[0], tmp_path / "out")
+    for ckpt in ckpts[1:]:
+        read(ckpt, "codes/value")
+    assert sys.path == before
+    made = read(reshard.open(tmp_path / "out"), "codes/value")
+    np.testing.assert_array_equal(made, 3 * project[1]["codes"])
+    assert sys.modules["lazy"].paths == [[folder, *before]] * 4
+
+
+def test_a_folder_that_is_first_on_the_path_stays_there(lazy, tmp_path):
+    sys.path.insert(0, str(tmp_path / "lib"))
+    before = [*sys.path]
+    read(lazy("quick"), "codes/value")
+    assert sys.path == before
+    assert sys.modules["lazy"].paths == [before] * 2
+
+
+def test_a_function_finds_its_modules_after_another_was_loaded_from_its_folder(lazy, project):
+    before, ckpt = [*sys.path], lazy("slow")
+    module = sys.modules["lazy"]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        made = pool.submit(read, ckpt, "codes/value")
+        try:
+            assert module.ENTERED.wait(60)
+            lazy("quick")
+        finally:
+            module.GO.set()
+        np.testing.assert_array_equal(made.result(), 3 * project[1]["codes"])
+    assert sys.path == before
 
 
 def test_what_it_makes_may_have_another_shape_and_dtype(project, tmp_path):

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import itertools
+import json
 import os
 import pathlib
 import pty
@@ -20,7 +21,7 @@ import layouts
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from in_process import refused, shown
+from in_process import refused, reshard_in, shown
 
 pytestmark = pytest.mark.usefixtures("forked")
 TOPICS = pathlib.Path(__file__).parents[1] / "reshard" / "cli" / "topics"
@@ -183,9 +184,17 @@ def test_help_of_a_topic_is_markdown_in_a_pipe_and_rendered_in_a_terminal(tmp_pa
     assert title in drawn and f"# {title}" not in drawn and "```" in text and "```" not in drawn
 
 
+def test_help_of_a_command_is_its_own(tmp_path):
+    """Whatever the name of the program."""
+    for command in ("ckpt", "inspect", "help"):
+        assert shown(tmp_path, "help", command) == shown(tmp_path, command, "--help")
+
+
 def test_help_of_no_topic(tmp_path):
     names = ", ".join(file.stem for file in sorted(TOPICS.glob("*.md")))
-    told = f"there is no topic `mesh`\n  topics: {names}\n\nhint: reshard help"
+    commands = "ckpt, commit, convert, diff, digest, help, inspect, verify"
+    told = f"there is no topic or command `mesh`\n  topics: {names}\n  commands: {commands}\n\n"
+    told += "hint: reshard help"
     assert refused(tmp_path, "help", "mesh") == f"Error: {told}\n"
 
 
@@ -208,7 +217,7 @@ params/layer_1/kernel  64x32  float32  8.00 KiB  8 x 8x32   P(('data', 'model'),
 """
 
 
-def test_long_tables_stream_as_plain_columns(cwd):
+def test_tables_are_plain_columns_in_a_pipe_and_on_a_terminal(cwd):
     rows = [f"leaf_{i:03d}  2x3    int32   24 B  1       numpy" for i in range(300)]
     expected = [
         f"{cwd}/long: a standalone checkpoint, OCDBT, zarr2",
@@ -220,25 +229,6 @@ def test_long_tables_stream_as_plain_columns(cwd):
     ]
     assert shown(cwd, "inspect", "long").split("\n") == expected
     assert on_terminal(cwd, "stdout", "inspect", "long") == ("", "\n".join(expected))
-
-
-def test_short_tables_are_drawn_on_a_terminal(cwd):
-    err, drawn = on_terminal(cwd, "stdout", "inspect", "run/1000")
-    assert err == ""
-    lines = [line.rstrip() for line in without_styles(drawn).splitlines()]
-    assert lines[3:] == [
-        "",
-        " path                    shape   dtype        bytes   chunks      spec",
-        " " + "─" * 91,
-        " params/embedding        64x32   float32   8.00 KiB   8 x 8x32    P('model', None)",
-        " params/layer_0/bias     64      float32      256 B   8 x 8       P('model')",
-        " params/layer_0/kernel   32x64   float32   8.00 KiB   8 x 16x16   P('data', 'model')",
-        " params/layer_1/bias     32      float32      128 B   8 x 4       P()",
-        " params/layer_1/kernel   64x32   float32   8.00 KiB   8 x 8x32    "
-        "P(('data', 'model'), None)",
-        "",
-        "5 leaves, 5 arrays, 24.38 KiB",
-    ]
 
 
 def test_a_reader_that_leaves_is_no_error(cwd):
@@ -331,8 +321,34 @@ def test_ckpt_dry_run_writes_nothing(cwd):
 def test_ckpt_one_step_of_a_root(cwd):
     for given, step in (((), 1000), (("--step", "500"), 500)):
         out = f"out_{step}"
-        shown(cwd, "ckpt", "run", out, "--to", "1x8", *given)
+        shows = shown(cwd, "ckpt", "run", out, "--to", "1x8", *given)
+        note = f"note     step {step} of `{cwd}/run` -> `{cwd}/{out}/{step}`"
+        noted, wrote = shows.splitlines()[-2:]
+        assert (noted, wrote.partition(", ")[0]) == (note, f"wrote {out}/{step}")
         assert shown(cwd, "inspect", out).splitlines()[1] == f"steps: {step}; shown: {step}"
+
+
+def test_a_root_is_not_written_under_the_name_of_a_step(cwd):
+    before = files(cwd)
+    hints = (
+        f"hint: to write one step as `{cwd}/out/15`, open it alone: {cwd}/run/1000\n"
+        f"hint: to write a root, give it another name: {cwd}/out/root-15\n"
+    )
+    for options in ((), ("--workers", 2), ("--shard", "0/2"), ("--overwrite",)):
+        told = refused(cwd, "ckpt", "run", "out/15", *options)
+        assert told.startswith(f"Error: `{cwd}/out/15` is the name of a step, and `{cwd}/run`")
+        assert told.endswith(hints)
+    status, out, _ = reshard_in(cwd, "ckpt", "run", "out/15", "--dry-run", "--json")
+    assert (status, json.loads(out)["problems"][0]) == (2, told.splitlines()[0][7:])
+    told = refused(cwd, "ckpt", "run", "out/1000/", "--step", "all")
+    assert f"  step 500 of `{cwd}/run` -> `{cwd}/out/1000/500`\n" in told
+    assert files(cwd) == before
+    shutil.copytree(cwd / "run/1000", cwd / "named/ckpt_1000")
+    told = refused(cwd, "ckpt", "named", "out/ckpt_15")
+    assert f"  step 1000 of `{cwd}/named` -> `{cwd}/out/ckpt_15/ckpt_1000`\n" in told
+    shown(cwd, "ckpt", "run/1000", "out/15")
+    shown(cwd, "ckpt", "run", "out/root-15")
+    shown(cwd, "verify", "out/15", "--against", "out/root-15/1000")
 
 
 # --- mistakes ------------------------------------------------------------------------------------
@@ -371,6 +387,25 @@ def test_the_hint_for_memory_works(cwd):
     told = refused(cwd, *typed(f"{command} 1KiB"))
     (least,) = re.findall(r"^hint: --max-memory (\S+) is the least", told, re.MULTILINE)
     shown(cwd, *typed(f"{command} {least}"))
+
+
+@pytest.mark.skipif("float8_e8m0fnu" not in layouts.DTYPES, reason="TensorStore lacks it")
+def test_the_note_on_block_scales_says_how_they_are_cast(tmp_path):
+    scales = np.arange(256, dtype="uint8").view(jax.numpy.dtype("float8_e8m0fnu"))
+    tree = {"w": {"kernel": np.ones((4, 4), "float32"), "a scale": scales}}
+    layouts.save_pytree(tmp_path / "run", tree)
+    command = "reshard ckpt run out --dtype bfloat16"
+    (note,) = re.findall("^note .*", shown(tmp_path, *typed(command)), re.MULTILINE)
+    option = "--dtype '**/\"a scale\"=bfloat16'"
+    assert note == (
+        "note     arrays that stay float8_e8m0fnu: 1; block scales are cast only if a glob names "
+        f"them: {option}"
+    )
+    assert layouts.load_pytree(tmp_path / "out")["w"]["a scale"].tobytes() == scales.tobytes()
+    again = shown(tmp_path, *typed(f"{command} {option} --overwrite"))
+    assert "float8_e8m0fnu" not in again
+    got = layouts.load_pytree(tmp_path / "out")["w"]["a scale"]
+    layouts.assert_equal_or_nan(got, scales.astype("float32").astype("bfloat16"))
 
 
 # --- signals, terminals, imports -----------------------------------------------------------------

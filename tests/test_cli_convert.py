@@ -1,5 +1,6 @@
 """`reshard convert`, as a user runs it: what it prints, how it ends, and what it leaves."""
 
+import itertools
 import json
 import pathlib
 import re
@@ -20,14 +21,14 @@ import layouts
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from converted import by_path, filled, sharded
+from converted import by_path, filled, map_of, sharded
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import reshard
-from reshard.cli.apart import told_apart
 from reshard.cli.model_argument import build_target
-from reshard.convert import mapwriter
+from reshard.cli.subprocess_model import run_in_subprocess
+from reshard.convert import mapfile
 from reshard.convert.conversion import conversion
 from reshard.convert.outputs import OutputComparison
 from reshard.tree import format_path
@@ -213,13 +214,13 @@ WARNING = "4 leaves went by the order of modules of one class: Dense_0 -> inner,
 ORDER = {"leaves": 4, "modules": [["Dense_0", "inner"], ["Dense_1", "outer"]]}
 PLAN = """\
 16 arrays, #: 3 rewritten, 13 copied verbatim
-read     # in 88 chunks
-write    # in 88 chunks
+read     # in 3 chunks
+write    # in 3 chunks
 memory   # in flight at most
 load     read amplification on the new mesh: 1.00x before, 1.00x after
 """
 EMITTED = f"""\
-{mapwriter._HEADER}{mapwriter._ORIGINS}
+{mapfile._HEADER}{mapfile._ORIGINS}
 to = 'nnx'
 init = ['dropout/rngs/count', 'dropout/rngs/key']
 
@@ -244,8 +245,8 @@ def test_to_nnx_and_back(run, folder):
     assert (rngs["key"]["value"].dtype, rngs["count"]["value"]) == (jax.random.key(0).dtype, 0)
     assert masked(done(run("convert", "out", "back", "--to", "linen"))) == (
         "14 arrays, #: 1 rewritten, 13 copied verbatim\n"
-        "read     # in 86 chunks\n"
-        "write    # in 86 chunks\n"
+        "read     # in 1 chunk\n"
+        "write    # in 1 chunk\n"
         "memory   # in flight at most\n"
         "load     read amplification on the new mesh: 1.00x before, 1.00x after\n"
         "wrote back\n"
@@ -472,16 +473,17 @@ def test_equal_outputs_clear_what_went_by_order(run, folder, monkeypatch):
     options = {"init": "**/rngs", "drop": ["opt_state", "step"]}
     made = conversion("run/1", "nnx", models.Net, **options)
     assert [note for note in made.checkpoint.notes if "order" in note] == [
-        f"{WARNING}; check=... compares outputs"
+        f"{WARNING}; check=True compares outputs"
     ]
-    for unused in ((), (("inner", "bias"),)):
-        found = OutputComparison(0.0, (), unused)
+    for groups in ((), made.groups):
+        found = OutputComparison(0.0, (), (), not_seen=groups)
         cleared = made.compared(found)
-        assert cleared.warnings == (made.warnings if unused else ())
-        kept = [note for note in made.checkpoint.notes if unused or "order" not in note]
-        assert cleared.checkpoint.notes == (*kept, repr(found))
+        not_seen = f"{WARNING}; not seen: the outputs do not show which is which"
+        assert cleared.warnings == ((not_seen,) if groups else ())
+        kept = [note for note in made.checkpoint.notes if "order" not in note]
+        assert cleared.checkpoint.notes == (*kept, repr(found), *cleared.warnings)
         custom = cleared.checkpoint.source.metadata["custom_metadata"]
-        assert ("reshard.order" in custom) == bool(unused)
+        assert ("reshard.order" in custom) == bool(groups)
 
 
 # Maps
@@ -615,7 +617,7 @@ def migrated(folder, monkeypatch):
         (folder / name / "models/__init__.py").write_text("print('models are made')\n")
         (folder / name / "models/net.py").write_text(text)
         (folder / name / "train.py").write_text("from models.net import *\n")
-    monkeypatch.setattr(in_process, "told_here", told_apart)
+    monkeypatch.setattr(in_process, "run_here", run_in_subprocess)
     return folder
 
 
@@ -624,7 +626,8 @@ IN_PLACE = ("--model", "new/train.py:training", "--source-model", "old/train.py:
 
 def test_two_trees_with_packages_of_the_same_names(run, migrated):
     (migrated / "old" / "models/net.py").open("a").write("assert 'Net' not in globals()\n")
-    done(run("convert", "run/1", "out", "--to", "nnx", *IN_PLACE, "--init", "**/rngs/**"))
+    ran = run("convert", "run/1", "out", "--to", "nnx", *IN_PLACE, "--init", "**/rngs/**")
+    assert (ran.status, {*ran.err.splitlines()}) == (0, {"your code: models are made"})
     assert without_random(load("out/default")) == moved(load("run/1/default"))
     ran = run("verify", "out", "--against", "run/1", *IN_PLACE, "--init", "**/rngs/**")
     assert ran.status == 0
@@ -635,6 +638,247 @@ def test_two_trees_with_packages_of_the_same_names(run, migrated):
     )
     assert ran.status == 0
     layouts.assert_same_tree(load("back"), load("run/1/default"))
+
+
+ONE_FILE = """
+import os
+import sys
+
+
+def places():
+    return sys.path.count(os.path.dirname(__file__))
+
+
+assert places() == 1
+
+
+def source():
+    from beside import models
+
+    assert places() == 1
+    return models.linen()
+
+
+def target():
+    from beside import models
+
+    assert places() == 1
+    return models.training()
+
+
+def inputs():
+    from beside import models
+
+    assert places() == 1
+    return (models.jnp.ones((2, 8)),), {}
+"""
+
+
+def test_the_folder_of_a_file_is_on_the_path_once_while_its_models_are_made(run, folder):
+    """They import modules beside it when they are made."""
+    (folder / "lib").mkdir()
+    (folder / "lib/one.py").write_text(ONE_FILE)
+    (folder / "lib/beside.py").write_text("import models\n")
+    options = ("--model", "lib/one.py:target", "--source-model", "lib/one.py:source")
+    ran = run(
+        *("convert", "run/1", "out", "--to", "nnx", *options, "--init", "**/rngs/**"),
+        *("--check", "--inputs", "lib/one.py:inputs"),
+    )
+    assert (ran.status, "outputs equal" in ran.out) == (0, True), ran.err
+
+
+SCANNED = """
+import functools
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from flax import nnx
+from flax.training import train_state
+
+TX = optax.adam(1e-3)
+
+
+class Blk(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        y = nn.Dense(5)(nn.LayerNorm()(x))
+        return x + nn.Dense(4)(y), None
+
+
+class Lm(nn.Module):
+    axis: int = 0
+
+    @nn.compact
+    def __call__(self, x):
+        axes, split = {"params": self.axis}, {"params": True}
+        blocks = nn.scan(Blk, variable_axes=axes, split_rngs=split, length=3)(name="blocks")
+        x, _ = blocks(nn.Dense(4)(x), None)
+        return nn.Dense(2)(nn.LayerNorm()(x))
+
+
+def linen(axis=0):
+    model = Lm(axis)
+    params = model.init(jax.random.key(0), jnp.ones((2, 6)))["params"]
+    return train_state.TrainState.create(apply_fn=model.apply, params=params, tx=TX)
+
+
+def linen_1():
+    return linen(1)
+
+
+class NBlk(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(4, rngs=rngs)
+        self.up = nnx.Linear(4, 5, rngs=rngs)
+        self.down = nnx.Linear(5, 4, rngs=rngs)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs, block=NBlk):
+        self.first = nnx.Linear(6, 4, rngs=rngs)
+        self.layers = nnx.List([block(rngs) for _ in range(3)])
+        self.norm = nnx.LayerNorm(4, rngs=rngs)
+        self.last = nnx.Linear(4, 2, rngs=rngs)
+
+
+class Named(Net):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        for i in range(3):
+            setattr(self, f"layers_{i}", self.layers[i])
+        del self.layers
+
+
+class Same(NBlk):
+    pass
+
+
+Same.__name__ = "Blk"
+
+
+def training(net):
+    model = net(nnx.Rngs(0))
+    return {"model": model, "optimizer": nnx.Optimizer(model, TX, wrt=nnx.Param)}
+
+
+other = functools.partial(training, Net)
+same = functools.partial(training, functools.partial(Net, block=Same))
+named = functools.partial(training, Named)
+"""
+PARTS = {"norm": "LayerNorm_0", "up": "Dense_0", "down": "Dense_1"}
+AROUND = {"first": "Dense_0", "norm": "LayerNorm_0", "last": "Dense_1"}
+
+
+def unscanned(state, axis, layer):
+    """The leaves of a train state under the names that they have in these models, by hand."""
+
+    def parameters(params):
+        found = {}
+        for new, old in AROUND.items():
+            for name, leaf in params[old].items():
+                found[f"{new}/{name}"] = leaf
+        for (new, old), i in itertools.product(PARTS.items(), range(3)):
+            for name, leaf in params["blocks"][old].items():
+                found[f"{layer.format(i)}/{new}/{name}"] = np.take(np.asarray(leaf), i, axis)
+        return found
+
+    made = {f"model/{name}": leaf for name, leaf in parameters(state["params"]).items()}
+    adam = state["opt_state"][0]
+    for moment in ("mu", "nu"):
+        for name, leaf in parameters(adam[moment]).items():
+            made[f"optimizer/opt_state/0/{moment}/{name}"] = leaf
+    made["optimizer/opt_state/0/count"] = adam["count"]
+    made["optimizer/step"] = np.uint32(state["step"])
+    return {f"{name}/value": leaf for name, leaf in made.items()}
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize(
+    "model, source, axis",
+    [
+        ("other", False, 0),
+        ("other", False, 1),
+        ("same", True, 0),
+        ("other", True, 0),
+        ("same", True, 1),
+        ("named", True, 1),
+    ],
+)
+def test_a_scan_becomes_a_list_by_the_rule_that_is_shown(
+    model, source, axis, run, folder, monkeypatch
+):
+    """Copied from the terminal into a file."""
+    (folder / "scanned.py").write_text(SCANNED)
+    monkeypatch.syspath_prepend(folder)
+    import scanned
+
+    linen = f"linen{'_1' * axis}"
+    state = filled(jax.eval_shape(getattr(scanned, linen)))
+    layouts.save_standard(folder / "scan", state)
+    words = ("convert", "scan", "out", "--to", "nnx", "--model", f"scanned:{model}")
+    words += ("--source-model", f"scanned:{linen}") if source else ()
+    ran = run(*words)
+    (shown,) = re.findall(
+        r"(?m)^hint: --map FILE decides, by a rule such as:\n(( +.*\n)+)", ran.err
+    )
+    assert shown[0] == (
+        "      [[rule]]\n"
+        "      from = '^params/blocks/(.*)$'\n"
+        f"      unstack = {{ axis = {axis}, into = 'params/layers_{{}}/\\1' }}\n"
+    )
+    assert ran.err.count("hint: ") == 1
+    (folder / "copied.toml").write_text(shown[0])
+    done(run(*words, "--map", "copied.toml"))
+    layer = "layers_{}" if model == "named" else "layers/{}"
+    expected = unscanned(load("scan"), axis, layer)
+    made = {path: leaf for path, leaf in by_path(load("out")).items() if leaf != layouts.bits(None)}
+    assert made == {path: layouts.bits(jnp.asarray(leaf)) for path, leaf in expected.items()}
+
+
+def test_what_the_users_code_prints_is_marked_and_on_stderr(run, migrated, capfd):
+    """When it is imported and when the model is made, in this process and in that of the source."""
+    for name, function, end in (("old", "linen", ""), ("new", "training", "\\n")):
+        (migrated / name / "train.py").write_text(
+            "import sys\nfrom models.net import *\n"
+            "print('loading', end=' ')\n"
+            f"print('{name}', flush=True)\n"
+            f"made = {function}\n"
+            f"def {function}():\n"
+            f"    sys.stdout.write('making\\na model{end}')\n"
+            "    return made()\n"
+        )
+    init = ("--init", "**/rngs/**", "--json")
+    ran = run("convert", "run/1", "out", "--to", "nnx", *IN_PLACE, *init)
+    assert (ran.status, json.loads(ran.out)["done"]) == (0, True)
+    models, making = "your code: models are made\n", "your code: making\nyour code: a model\n"
+    err = re.sub(r"(?m)^Warning: .*\n", "", ran.err)
+    # It is made twice: for its tree, and for its initial values.
+    assert err == f"{models}your code: loading new\n{making}{making}"
+    # The other process has this one's own stderr.
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", f"{models}your code: loading old\n{making}")
+
+
+def test_what_a_function_of_a_map_prints_is_marked_and_on_stderr(run, folder):
+    """While values are made, written and verified: what is on stdout stays one document."""
+    (folder / "told.py").write_text("def same(x):\n    print('called')\n    return x * 1\n")
+    rules = [
+        "from = '^params/Dense_0/kernel$', to = 'inner/kernel', apply = 'told.py:same'",
+        "from = '^params/Dense_0/', to = 'inner/'",
+    ]
+    file = map_of(folder, *rules, "from = '^params/Dense_1/', to = 'outer/'")
+    words = ("--model", "models:Net", "--init", "**/rngs/**", "--map", file.name, "--json")
+    gone = ("--drop", "opt_state/**", "--drop", "step")
+    for ran in (
+        run("convert", "run/1", "out", "--to", "nnx", *gone, "--codec", "none", *words),
+        run(
+            "convert", "run/1", "no", "--to", "nnx", *gone, *words, "--codec", "zstd:9", "--dry-run"
+        ),
+        run("verify", "out", "--against", "run/1", *words),
+    ):
+        assert (ran.status, {*ran.err.splitlines()}) == (0, {"your code: called"}), ran
+        json.loads(ran.out)
 
 
 FAILS = "def make():\n    inner()\n\ndef inner():\n    raise ValueError('no weights')\n"
@@ -756,6 +1000,10 @@ def test_every_step_or_the_latest(run, folder):
         assert made["optimizer"]["step"]["value"] == step
         assert without_random(made) == moved(linen)
         layouts.assert_same_tree(load(f"back/{step}/default"), linen)
+    refused = run("convert", "run", "steps/2", *TO_NNX)
+    assert (refused[0], refused[1]) == (2, "")
+    assert f"open it alone: {folder}/run/2\n" in refused[2]
+    assert not (folder / "steps").exists()
     done(run("convert", "run", "latest", *TO_NNX))
     assert load("latest/2/default")["optimizer"]["step"]["value"] == 2
     assert not (folder / "latest/1").exists()
@@ -909,6 +1157,54 @@ def test_verified_against_what_it_was_made_of(run, folder):
     )
     layouts.save_standard(folder / "again", load("out/default"))
     assert run("verify", "again", "--against", "run/2", *TRAINING) == same("again", 16)
+
+
+BIASLESS = """
+
+class Biasless(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(8, 16, rngs=rngs)
+        self.outer = nnx.Linear(16, 4, use_bias=False, rngs=rngs)
+"""
+
+
+@pytest.mark.parametrize("how", ["optimizer", "by a map"])
+def test_what_was_dropped_is_not_needed_to_verify_the_rest(how, run, folder):
+    """The record says what that was: not what the source has got since then, nor other values. So
+    it is with a model, too."""
+    flags = ("--model", "models:Net", "--init", "**/rngs/**")
+    if how == "by a map":
+        rules = [
+            "from = '^params/Dense_1/bias$', drop = true",
+            "from = '^params/Dense_0/', to = 'inner/'",
+        ]
+        file = map_of(folder, *rules, "from = '^params/Dense_1/', to = 'outer/'")
+        flags = ("--model", "models:Biasless", "--map", file.name)
+        (folder / "models.py").open("a").write(BIASLESS)
+    gone = ("--drop", "opt_state/**", "--drop", "step")
+    done(run("convert", "run/1", "out", "--to", "nnx", *flags, *gone, "--quiet"))
+    arrays = 3 if how == "by a map" else 6
+    told = f"{arrays} arrays read, {arrays} compared with digests, nothing is wrong"
+    for more in ((), flags):
+        for other in ("run/1", "run/2"):  # with another counter, which was dropped
+            ran = run("verify", "out", "--against", other, *more)
+            assert ran == (0, f"`{folder}/out`: {told}\n", ""), ran
+    tree = load("run/1/default")
+    tree["params"]["Dense_0"]["bias"] = tree["params"]["Dense_0"]["bias"] + 1
+    layouts.save_standard(folder / "changed", tree)
+    layouts.save_standard(folder / "more", tree | {"ema": tree["params"]})
+    ran = run("verify", "out", "--against", "changed")
+    assert ran == (
+        1,
+        f"`{folder}/out`: {arrays} arrays read, {arrays} compared with digests, 1 problem\n"
+        f"  inner/bias/value: its values are not those of `{folder}/changed`\n",
+        "",
+    )
+    assert "  ema/Dense_0/bias: not in the record\n" in refusal(
+        run("verify", "out", "--against", "more")
+    )
+    # What was dropped has no way back.
+    assert run("verify", "run/1", "--against", "out").status == 1
 
 
 def test_verified_against_something_else_in_the_other_api(run, folder):

@@ -1,5 +1,6 @@
 """`reshard ckpt --model --rules`: a checkpoint laid out as the user's own model is, on disk."""
 
+import json
 import pathlib
 import shutil
 import subprocess
@@ -166,9 +167,9 @@ def test_what_is_wrong_with_a_model_is_said(folder):
         "Error: --model mine.py: that is not `package.module:callable`\n\n"
         "hint: --model mine.py:NAME\n"
     )
-    told = "Error: --spec, --axis, --model and --rules go with --to MESH\n"
+    told = "Error: --spec, --axis, --model and --rules require --to MESH\n"
     assert run(folder, "--model", "mine:state", to="").endswith(told)
-    told = "Error: `--to nnx` is no mesh; to convert to it: reshard convert SRC DST --to nnx\n"
+    told = "Error: `--to nnx` is not a mesh; to convert: reshard convert SRC DST --to nnx\n"
     assert run(folder, to="nnx").endswith(told)
     convert = ("convert", "run", "out", "--to", "1x8")
     status, _, errors = in_process.reshard_in(folder, *convert)
@@ -194,3 +195,20 @@ def test_to_mesh_takes_a_target_in_python(folder):
         "the target is on `data=4,model=2`, not on `data=2,model=4`\n\n"
         "hint: build it with `reshard.target(model, mesh=...)` for the same mesh"
     )
+
+
+def test_a_rule_that_reaches_nothing_is_noted(folder):
+    (folder / "rules.toml").write_text(RULES.replace('"mlp"', '"mpl"'))
+    text = (
+        "no rule has the axis name `mlp`; the nearest rule is `mpl`. Leaves replicated along this "
+        "axis: 3, 768 B a device"
+    )
+    other = "no leaf has the axis name of these rules: `mpl`. Replicated in all: 8 B a device"
+    command = ("ckpt", "run", "out", "--to", "2x2", *MINE)
+    lines = in_process.shown(folder, *command, "--dry-run").splitlines()
+    assert [line for line in lines if line.startswith("note")] == [
+        f"note     {text}",
+        f"note     {other}",
+    ]
+    document = json.loads(in_process.shown(folder, *command, "--json"))
+    assert document["notes"] == [text, other]

@@ -1,10 +1,11 @@
 """`--shard` and `commit` as they are typed, and what numbers the tasks of an array job."""
 
 import json
+import re
 
 import pytest
 from in_process import refused, reshard_in, shown
-from jobs import make
+from jobs import make, unfinished
 from layouts import hashes
 
 VARIABLES = [
@@ -41,7 +42,7 @@ def why_not(at, out, *words):
 def test_shares_and_their_commit(at):
     plan = reshard_in(at, "ckpt", "run", "typed", "--to", "1x8", "--dry-run")[1]
     for number in (2, 0):
-        rest = f"wrote share {number} of 3; once all are there: reshard commit typed\n"
+        rest = f"wrote share {number} of 3; when all are written: reshard commit typed\n"
         assert share(at, "typed", f"{number}/3") == plan + rest
     assert refused(at, "commit", "typed") == (
         f"Error: 1 of 3 shares of `{at / 'typed'}` is not complete\n  missing: 1\n\n"
@@ -91,11 +92,37 @@ def test_some_tasks_of_an_array_run_again(at, monkeypatch):
     assert why_not(at, "again", "auto") == text
 
 
+def test_a_share_of_another_command_is_told_what_differs_and_the_first_command(at):
+    share(at, "other", "1/3", "--dtype", "params/w0=bfloat16", "--quiet")
+    words = ("ckpt", "run", "other", "--to", "1x8", "--shard", "0/3", "--codec", "none")
+    kept, w = "[512,512] P(None, None)", "[512,512] P('data', 'model')"
+    told = refused(at, *words, "--dtype", "params/kept0=bfloat16")
+    told, who, hint = re.fullmatch(
+        r"(.*\n)  process \d+ on \S+, since .* UTC: (.*)\n\n(.*)\n", told, re.S
+    ).groups()
+    assert told == (
+        f"Error: what is unfinished for `{at / 'other'}` is another job\n"
+        "  format: OCDBT, zarr2 then, OCDBT, zarr2, none now\n"
+        f"  params/kept0: float32{kept} then, bfloat16{kept} now\n"
+        f"  params/w0: bfloat16{w} then, float32{w} now\n"
+    )
+    assert who == "reshard ckpt run other --to 1x8 --shard 1/3 --dtype params/w0=bfloat16 --quiet"
+    [left] = unfinished(at / "other")
+    assert hint == f"hint: rm -r '{left}', then begin anew"
+    told = refused(
+        at, "ckpt", "run", "other", "--to", "1x8", "--shard", "0/4", "--dtype", "params/w0=bfloat16"
+    )
+    assert (
+        told == f"Error: the job of `{at / 'other'}` has 3 shares, not 4\n\n"
+        "hint: --shard I/N of 3 shares writes one of them\n"
+    )
+
+
 @pytest.mark.parametrize("text", ["3", "3/3", "1/0", "-1/3", "x/3", "1/3/4"])
 def test_no_shares(at, text):
-    told = f"`{text}` is no share: 0/16 is the first one of 16, and 15/16 the last one"
+    told = f"`{text}` is not a share: 16 shares are numbered 0/16 to 15/16"
     assert why_not(at, "none", text) == f"Invalid value for --shard: {told}"
-    assert not (at / ".reshard-none.shares").exists()
+    assert unfinished(at / "none") == []
 
 
 def test_nothing_numbers_them(at):
@@ -104,8 +131,8 @@ def test_nothing_numbers_them(at):
         "OMPI_COMM_WORLD_RANK, PMI_RANK is set; --shard I/N says it, from 0"
     )
     assert why_not(at, "none", "0/2", "--resume") == (
-        "a share is written whole or again, by one process: --shard goes without --resume, "
-        "--workers and --dask"
+        "--shard cannot be combined with --resume, --workers or --dask: one process writes a "
+        "share, and a share that was stopped is written again"
     )
     text = f"there are no shares of `{at / 'none'}`\n\nhint: --shard I/N writes one of them"
     assert reshard_in(at, "commit", "none") == (2, "", f"Error: {text}\n")

@@ -20,14 +20,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import PartitionSpec as P
-from jobs import EARLIER, FORMATS, RESHARD, ended, limited, refused, started, stop_at, values
-from layouts import hashes, kept, unfinished
+from jobs import FORMATS, RESHARD, limited, refused, stop_at, unfinished, values
+from layouts import hashes
 from sampling import few
 
 import reshard
 from reshard.cli import command
-from reshard.storage import lock, posix
+from reshard.storage import disk
 from reshard.storage.location import Location
+from reshard.writer import plan
 
 pytestmark = pytest.mark.usefixtures("forked")
 REPLACED = ".replaced-by-reshard"
@@ -186,7 +187,7 @@ def test_a_destination_made_meanwhile(one, tmp_path):
         out.mkdir(exist_ok=True)
         (out / "theirs").write_text("kept")
 
-    text = f"`{out}` was made while this job ran"
+    text = f"`{out}` was made while this job ran\n\nhint: overwrite=True begins anew"
     not_saved(reshard.DestinationExistsError, text, open_on(one), out, progress=make)
     assert hashes(tmp_path).keys() == {"out", "out/theirs"}
 
@@ -203,26 +204,34 @@ def test_an_interrupt_leaves_nothing(source, tmp_path, error, overwrite):
     assert hashes(tmp_path) == before
 
 
-@pytest.mark.parametrize("moved", [False, True])
-def test_an_interrupt_while_the_old_one_is_replaced(one, tmp_path, monkeypatch, moved):
-    """Before it is moved, and after."""
-    rename, out = posix.rename, tmp_path / "out"
+@pytest.mark.parametrize("exchanges", [False, True])
+@pytest.mark.parametrize("done", [False, True])
+def test_an_interrupt_while_the_old_one_is_replaced(one, tmp_path, monkeypatch, exchanges, done):
+    """Before the exchange, which commits, and after it; or before and after the first of two
+    renames."""
+    name, out = "exchange" if exchanges else "rename", tmp_path / "out"
     reshard.save(open_on(one, "1x4"), out)
-    before = hashes(tmp_path)
+    before, call = hashes(tmp_path), getattr(disk, name)
 
     def interrupt(*paths):
-        monkeypatch.setattr(posix, "rename", rename)
-        if moved:
-            rename(*paths)
+        monkeypatch.setattr(disk, name, call)
+        if done:
+            call(*paths)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(posix, "rename", interrupt)
+    if not exchanges:
+        monkeypatch.setattr(disk, "exchange", lambda *paths: False)
+    monkeypatch.setattr(disk, name, interrupt)
     with pytest.raises(KeyboardInterrupt):
         reshard.save(open_on(one), out, overwrite=True)
-    assert hashes(tmp_path) == before
+    if exchanges and done:
+        assert_copied(out, one.path)
+        assert os.listdir(tmp_path) == ["out"]
+    else:
+        assert hashes(tmp_path) == before
 
 
-@pytest.mark.parametrize("step", ["sync", "write", "copy", "sync_directory"])
+@pytest.mark.parametrize("step", ["sync", "write", "copy"])
 def test_an_io_error_leaves_nothing(saved, tmp_path, monkeypatch, step):
     source, out = saved("items"), tmp_path / "out"
     before = hashes(source.path)
@@ -230,7 +239,7 @@ def test_an_io_error_leaves_nothing(saved, tmp_path, monkeypatch, step):
     def full(path, *_):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    where = Location if step in ("write", "copy") else posix
+    where = Location if step in ("write", "copy") else disk
     monkeypatch.setattr(where, step, full)
     text = rf"^`{out}` cannot be written: No space left on device\n  .+$"
     with pytest.raises(reshard.DestinationError, match=text):
@@ -282,24 +291,24 @@ def test_a_destination_that_is_read_only(one, tmp_path, option):
     shown, _ = process.communicate()
     folder.chmod(0o755)
     text = f"Error: `{folder}/out` cannot be written: Permission denied\n"
-    assert (process.returncode, shown) == (2, f"{text}  {unfinished(folder / 'out')}\n")
+    assert process.returncode == 2
+    assert re.fullmatch(rf"{text}  {folder}/\.reshard-out\.[0-9a-f]{{16}}.*\n", shown)
     assert hashes(tmp_path) == before
 
 
 @pytest.mark.parametrize("layout", ["zarr2", "zarr2-files"])
-@pytest.mark.parametrize("resume", [False, True])
-def test_a_temporary_directory_that_is_removed_meanwhile(big, tmp_path, layout, resume):
-    """A manager of checkpoints sweeps such directories away when it starts."""
+def test_a_directory_that_is_removed_meanwhile(big, tmp_path, layout):
     out = tmp_path / "out"
     swept = []
 
     def sweep(done, whole):
         if done > whole // 2 and not swept:
-            swept.append(shutil.rmtree(unfinished(out), ignore_errors=True))
+            swept.append(shutil.rmtree(*unfinished(out), ignore_errors=True))
 
     ckpt = reshard.to_mesh(reshard.open(big(layout)), "1x8")
-    with pytest.raises(reshard.DestinationError):
-        reshard.save(ckpt, out, max_memory="16MiB", progress=sweep, resume=resume)
+    text = "^(what was written cannot be read back|the destination cannot be written)\n"
+    with pytest.raises(reshard.ReshardError, match=text):
+        reshard.save(ckpt, out, max_memory="16MiB", progress=sweep)
     assert os.listdir(tmp_path) == []
 
 
@@ -330,58 +339,25 @@ CHANGES = [
 
 @pytest.mark.parametrize("layout", FORMATS)
 @pytest.mark.parametrize("change", [*CHANGES, shutil.rmtree, lambda path: path.rename(f"{path}-2")])
-@pytest.mark.parametrize("resume", [False, True])
-def test_a_source_that_changes_meanwhile(big, tmp_path, layout, change, resume):
+@pytest.mark.parametrize("share_bytes", [1 << 21, 1 << 30])
+def test_a_source_that_changes_meanwhile(big, tmp_path, monkeypatch, layout, change, share_bytes):
     """Nothing is kept to go on with."""
+    monkeypatch.setattr(plan, "SHARE_BYTES", share_bytes)
     copy = shutil.copytree(big(layout), tmp_path / "source" / "copy")
     file = max(copy.glob("**/*/*"), key=lambda file: (file.stat().st_size, file))
     out, changed = tmp_path / "new" / "out", []
 
-    def progress(*_):
-        if not changed:
+    def progress(done, whole):
+        if done > whole // 2 and not changed:
             changed.append(file)
             change(file if change in CHANGES else copy)
 
     ckpt = reshard.to_mesh(reshard.open(copy), "1x8")
-    options = {"max_memory": "16MiB", "progress": progress, "resume": resume}
+    options = {"max_memory": "16MiB", "progress": progress}
     text = f"the source changed while it was read\n  `{copy}`"
     error = refused(reshard.CorruptCheckpointError, text, reshard.save, ckpt, out, **options)
     assert not hasattr(error, "__notes__")
     assert os.listdir(out.parent) == []
-
-
-def test_an_item_that_vanishes_meanwhile(saved, tmp_path, monkeypatch):
-    copy = shutil.copytree(saved("items").path, tmp_path / "copy")
-    out = tmp_path / "new" / "out"
-    original = Location.copy
-
-    def vanish(*arguments):
-        shutil.rmtree(copy / "3" / "config", ignore_errors=True)
-        return original(*arguments)
-
-    monkeypatch.setattr(Location, "copy", vanish)
-    text = f"the source changed while it was read\n  `{copy}/3/config`"
-    ckpt = reshard.open(copy, item="state")
-    refused(reshard.CorruptCheckpointError, text, reshard.save, ckpt, out)
-    assert os.listdir(out.parent) == []
-
-
-@pytest.mark.parametrize("layout", ["zarr2", "zarr3"])
-def test_data_that_was_cut_off(big, tmp_path, layout):
-    copy = shutil.copytree(big(layout), tmp_path / "copy")
-    for file in (copy / "ocdbt.process_0" / "d").iterdir():
-        size = file.stat().st_size
-        if size > 1 << 20:
-            os.truncate(file, size // 2)
-    with pytest.raises(reshard.CorruptCheckpointError) as caught:
-        reshard.save(reshard.to_mesh(reshard.open(copy), "1x8"), tmp_path / "out")
-    error = caught.value
-    lines = error.problems or [error.summary]
-    assert len(lines) == 1 or error.summary == f"{len(lines)} problems"
-    text = rf"w[0-3]: its data file `{copy}/ocdbt\.process_0/d/\w+` has \d+ bytes, and would have "
-    text += r"to have at least \d+(; 1 more of its files are not whole)?"
-    assert all(re.fullmatch(text, line) for line in lines)
-    assert os.listdir(tmp_path) == ["copy"]
 
 
 # Orbax beside a job.
@@ -398,7 +374,7 @@ def test_a_manager_that_cleans_up_beside_a_job(one, tmp_path, step):
         manager.save(3, args=ocp.args.StandardSave({"a": np.arange(4)}))
     out = root / step
     reshard.save(open_on(one, "1x4"), out)
-    swept = root / f"9{EARLIER}"
+    swept = root / "9.orbax-checkpoint-tmp"
     listed = []
 
     def manage(*_):
@@ -409,8 +385,7 @@ def test_a_manager_that_cleans_up_beside_a_job(one, tmp_path, step):
             manager.wait_until_finished()
             listed.append((sorted(manager.all_steps()), sorted(ocp.utils.checkpoint_steps(root))))
         listed.append([*reshard.open(root).source.steps])
-        assert (unfinished(out) / "lock").exists()
-        assert (kept(out) / "reshard_progress.json").exists()
+        assert [*unfinished(out)[0].glob("*/begun.json")]
         assert replaced.exists() and not swept.exists()
         shutil.rmtree(replaced)
 
@@ -424,53 +399,49 @@ def test_a_manager_that_cleans_up_beside_a_job(one, tmp_path, step):
 
 
 @pytest.mark.filterwarnings("default::UserWarning")
-@pytest.mark.parametrize(("fails", "replaces"), [("sync", False), ("sync", True), ("rmtree", True)])
+@pytest.mark.parametrize(
+    ("fails", "replaces"), [("sync", False), ("sync", True), ("remove_tree", True)]
+)
 def test_what_cannot_be_done_after_the_commit(one, tmp_path, monkeypatch, capsys, fails, replaces):
     """The command has done its work. What it replaces is deleted only once the disk has the new
     name, and may be left."""
-    out, replaced = tmp_path / "out", tmp_path / f"out{REPLACED}"
+    out = tmp_path / "out"
     if replaces:
         reshard.save(open_on(one, "1x4"), out)
     before = hashes(out)
-    path = tmp_path if fails == "sync" else replaced
-    module, name = {"sync": (posix, "sync_directory"), "rmtree": (shutil, "rmtree")}[fails]
-    function = getattr(module, name)
+    function = getattr(disk, fails)
 
     def refuse(place, *args, **kwargs):
-        if str(place) == str(path):
-            raise OSError(errno.EIO, "Input/output error", str(path))
+        refused = [tmp_path] if fails == "sync" else unfinished(out)
+        if str(place) in map(str, refused):
+            raise OSError(errno.EIO, "Input/output error", str(place))
         function(place, *args, **kwargs)
 
-    monkeypatch.setattr(module, name, refuse)
+    monkeypatch.setattr(disk, fails, refuse)
     arguments = ["ckpt", str(one.path), str(out), "--to", "1x8", "--overwrite", "--json"]
     command.main(arguments, standalone_mode=False)
-    told = f"`{path}` could not be synced: Input/output error"
+    left = unfinished(out)
+    path = tmp_path if fails == "sync" else left[0]
+    told = f"`{out}` is complete, but what follows has failed: `{path}`: Input/output error"
     if replaces:
-        told = (
-            "not all of the checkpoint that it replaces could be deleted: "
-            f"`{path}`: Input/output error; rm -r '{replaced}' deletes what is left"
-        )
+        told += f"; rm -r '{left[0]}' deletes what is replaced"
     found = capsys.readouterr()
-    assert found.err == f"Warning: `{out}` is complete, but {told}\n"
+    assert found.err == f"Warning: {told}\n"
     assert json.loads(found.out)["done"] is True
-    assert sorted(os.listdir(tmp_path)) == ["out", replaced.name][: 1 + replaces]
-    assert hashes(replaced) == before
+    assert sorted(os.listdir(tmp_path)) == sorted(["out", *(path.name for path in left)])
+    assert [hashes(path) for path in left] == [before] * replaces
     assert_copied(out, one.path)
 
 
-# Jobs on several hosts.
+# Several jobs.
 
 
-# A job that is stopped in the middle, on this host or on another one.
+# A job that is stopped in the middle.
 JOB = """
 import sys
 import reshard
-from reshard.storage import lock
 
-source, out, *elsewhere = sys.argv[1:]
-if elsewhere:
-    lock.BEAT_SECONDS = 0.02
-    lock._machine = lambda: "another"
+source, out = sys.argv[1:]
 ckpt = reshard.to_mesh(reshard.open(source), "1x8")
 
 def wait(done, whole, waited=[]):
@@ -502,77 +473,25 @@ def waiting(*arguments):
             process.kill()  # also one that is suspended
 
 
-@pytest.mark.parametrize("committed", [False, True])
-def test_a_job_that_was_suspended_for_long(big, tmp_path, monkeypatch, committed):
-    """It is taken to be dead. When it goes on it writes nothing into what the next job makes, and
-    does not commit."""
-    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.02)
-    monkeypatch.setattr(lock, "STALE_SECONDS", 0.3)
-    source, out = big("zarr2-files"), tmp_path / "out"
-    ckpt = reshard.to_mesh(reshard.open(source), "1x4")
-    with waiting(source, out, "elsewhere") as late:
-        text = f"another job is writing `{unfinished(out)}`\n"
-        text += f"  process {late.pid} on {platform.node()}"
-        not_saved(reshard.DestinationError, text, ckpt, out)
-        late.send_signal(signal.SIGSTOP)
-        told = []
-
-        def wake(*_):
-            if not told:
-                late.send_signal(signal.SIGCONT)
-                told.append(late.communicate("\n")[0])
-
-        reshard.save(ckpt, out, progress=None if committed else wake)
-        if committed:
-            wake()
-    assert len(told[0].splitlines()) == 1
-    assert_copied(out, source, "1x4")
-    assert os.listdir(tmp_path) == ["out"]
-
-
-# Killed jobs.
-
-
-@pytest.mark.parametrize("resume", [False, True])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda path: path.symlink_to(path.with_name("other")),
-        lambda path: path.symlink_to("nowhere"),
-        lambda path: path.write_text("kept"),
-        lambda path: shutil.copytree(path.with_name("other"), path / "1.orbax-checkpoint-tmp"),
-    ],
-)
-def test_what_cannot_be_removed_is_in_the_way(one, tmp_path, monkeypatch, make, resume):
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "theirs").write_text("kept")
-    path = unfinished(tmp_path / "it's out")
-    make(path)
-    before = hashes(tmp_path), os.listdir(other), path.is_symlink()
-    text = (
-        f"`{path}` is in the way and cannot be removed\n\n"
-        f"hint: rm -r '{tmp_path}/.reshard-it'\"'\"'s out.unfinished'"
+def taken(out, process):
+    """What is told of a destination that a process is writing, but for when that began."""
+    text = re.escape(
+        f"another job is writing `{out}`\n  process {process.pid} on {platform.node()}"
     )
-    ckpt, out = open_on(one), tmp_path / "it's out"
-    with monkeypatch.context() as stuck:
-        stuck.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
-        not_saved(reshard.DestinationError, text, ckpt, out, resume=resume)
-    assert (hashes(tmp_path), os.listdir(other), path.is_symlink()) == before
-    subprocess.run(["sh", "-c", text.rpartition("hint: ")[2]], check=True)
-    reshard.save(ckpt, out, resume=resume)
-    assert sorted(os.listdir(tmp_path)) == ["it's out", "other"]
+    return text + r", since [-\d]+ [:\d]+ UTC: -c .*\n"
 
 
 @pytest.mark.parametrize("dies", [False, True])
 @pytest.mark.parametrize("option", ["--overwrite", "--resume"])
 def test_two_processes_that_write_one_destination(one, tmp_path, option, dies):
     out = tmp_path / "out"
-    command = [RESHARD, "ckpt", one.path, out, "--to", "1x4", "--quiet", option]
+    command = [RESHARD, "ckpt", one.path, out, "--to", "1x4", "--quiet"]
     with waiting(one.path, out) as first:
-        second = subprocess.run(command, capture_output=True, text=True, check=False)
+        second = subprocess.run([*command, option], capture_output=True, text=True, check=False)
         assert (second.returncode, second.stdout) == (2, "")
-        assert second.stderr == f"Error: another job is writing `{unfinished(out)}`\n"
+        hints = "hint: wait until it has ended\nhint: --resume goes on with it\n"
+        hints += "hint: --overwrite begins anew\n"
+        assert re.fullmatch(f"Error: {taken(out, first)}\n{hints}", second.stderr)
         if dies:
             first.kill()
         else:
@@ -580,53 +499,24 @@ def test_two_processes_that_write_one_destination(one, tmp_path, option, dies):
             first.stdin.flush()
         assert first.wait() == (-signal.SIGKILL if dies else 0)
     if dies:
-        subprocess.run(command, check=True)
+        subprocess.run([*command, "--overwrite"], check=True)
     assert os.listdir(tmp_path) == ["out"]
     assert_copied(out, one.path, "1x4" if dies else "1x8")
 
 
-def test_killed_while_the_old_one_is_replaced(jobs, tmp_path):
-    """Before it is moved, between the two renames, and before it is deleted."""
-    (source, _), out, replaced = jobs("ckpt zarr2"), tmp_path / "out", tmp_path / f"out{REPLACED}"
-    ckpt = reshard.to_mesh(reshard.open(source), "1x4")
-
-    def run_killed(function, count, *left):
-        process = started(source, out, {"overwrite": True}, [function], count)
-        assert ended(process) == -signal.SIGKILL
-        assert sorted(os.listdir(tmp_path)) == sorted(path.name for path in left)
-
-    def refused_until(text, command):
-        for overwrite in (False, True):
-            not_saved(reshard.DestinationExistsError, text, ckpt, out, overwrite=overwrite)
-        subprocess.run(["sh", "-c", command], check=True)
-
-    reshard.save(ckpt, out)
+def test_killed_between_two_renames_or_after_them(one, tmp_path):
+    """Where the system cannot exchange names: the old one gets its name back, or is deleted."""
+    out, replaced = tmp_path / "out", tmp_path / f"out{REPLACED}"
+    reshard.save(open_on(one, "1x4"), out)
     before = hashes(out)
-    run_killed("os:rename", 1, unfinished(out), out)
-    assert hashes(out) == before
-    shutil.rmtree(unfinished(out))
-    run_killed("os:rename", 2, unfinished(out), replaced)
+    out.rename(replaced)
+    with pytest.raises(reshard.DestinationExistsError, match=f"^`{out}` exists"):
+        reshard.save(open_on(one), out)
     assert hashes(replaced) == before
-    assert_copied(replaced, source, "1x4")
-    move = f"mv '{replaced}' '{out}'"
-    refused_until(
-        f"an earlier run was stopped before it moved its result to `{out}`; "
-        f"the old checkpoint is complete at `{replaced}`\n\nhint: {move} brings the old one back",
-        move,
-    )
-    assert hashes(out) == before
-    reshard.save(ckpt, out, overwrite=True)
+    reshard.save(open_on(one), out, overwrite=True)
     assert os.listdir(tmp_path) == ["out"]
-    before = hashes(out)
-    run_killed("shutil:rmtree", 1, out, replaced)
-    assert hashes(replaced) == before
-    assert_copied(out, source)
-    remove = f"rm -r '{replaced}'"
-    refused_until(
-        f"`{out}` is complete; an earlier run was stopped before it deleted the "
-        f"old checkpoint, `{replaced}`\n\nhint: {remove} deletes the old one",
-        remove,
-    )
-    reshard.save(ckpt, out, overwrite=True)
+    assert_copied(out, one.path)
+    shutil.copytree(out, replaced)
+    reshard.save(open_on(one, "1x4"), out, overwrite=True)
     assert os.listdir(tmp_path) == ["out"]
-    assert_copied(out, source, "1x4")
+    assert_copied(out, one.path, "1x4")

@@ -46,6 +46,7 @@ from reshard.units import format_bytes
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
 RANDOM = "**/rngs/**"
+LEFT_OUT = 'drop=["opt_state"] with drop=["step"] leaves that state out'
 INPUTS = np.random.default_rng(0).normal(size=(7, 4)).astype("float32")
 
 
@@ -427,8 +428,38 @@ carried over to a part
 carried over to a part
 
 hint: map_file=... decides, by rules such as: from = '^params/left$', to = 'NAME'
-hint: drop=[...] with init=[...] starts that state anew"""
+hint: {LEFT_OUT}"""
     assert refusal(reshard.to_nnx, path, lambda: named(qk=(4, 12)), map_file=file) == message
+
+
+@pytest.mark.parametrize("with_model", [True, False])
+def test_state_that_cannot_follow_starts_anew_as_the_hint_says(with_model, tmp_path):
+    tx = optax.adafactor(1e-3, min_dim_size_to_factor=2)
+    params = {"q": some(4, 6), "k": some(4, 6)}
+    path = save(tmp_path / "linen", train_state_of(params, tx))
+    file = map_of(tmp_path, "from = ['^params/q$', '^params/k$'], concat = { axis = 1 }, to = 'qk'")
+
+    def model():
+        if with_model:
+            return beside_optimizer(tx, qk=(4, 12))
+        return named(qk=(4, 12))
+
+    (hint,) = refused(reshard.to_nnx, path, model, map_file=file).hints
+    anew = 'drop=["opt_state"] with init=["**/opt_state"] starts that state anew'
+    assert hint == (anew if with_model else LEFT_OUT)
+    told = {"drop": [], "init": []}
+    for option, value in re.findall(r"(drop|init)=(\[.*?\])", hint):
+        told[option] += eval(value)
+    made = by_path(restored(reshard.to_nnx(path, model, map_file=file, **told), tmp_path))
+    qk = jnp.concatenate([params["q"], params["k"]], axis=1)
+    if not with_model:
+        assert made == held({"qk": qk})
+        return
+    fresh = tx.init({"qk": qk})
+    expected = held({"model": {"qk": qk}, "optimizer": {"step": jnp.uint32(7)}})
+    state = by_path({"opt_state": jax.tree.map(lambda x: x, fresh)})
+    moments = {f"optimizer/{name}/value": leaf for name, leaf in state.items() if "/" in name}
+    assert made == expected | {p: x for p, x in moments.items() if x != layouts.bits(None)}
 
 
 def test_what_cannot_be_a_conversion_is_refused(tmp_path):
@@ -488,7 +519,7 @@ def test_a_model_of_the_other_api_is_refused(tmp_path):
         message = f"""\
 the model to convert to is {what}
 
-hint: it must be {wanted}'s: `model` is what is converted to, `source` what the checkpoint \
+hint: it must be {wanted}'s: `model=` is what is converted to, `source=` what the checkpoint \
 is of
 hint: reshard.to_{other}(ckpt, ...), if the other way is meant"""
         assert refusal(call, paths[wanted], model, of=reshard.ArgumentError) == message
@@ -920,7 +951,7 @@ def test_a_moment_with_a_source_does_not_keep_its_initial_value(tmp_path):
   opt_state/0/trace/x: float32[2] mirrors no parameter, and parameters change their order, shape \
 or number
 
-hint: drop=[...] with init=[...] starts that state anew"""
+hint: drop=["opt_state"] with init=["**/trace"] starts that state anew"""
     model = functools.partial(beside_optimizer, MOMENTUM, a=(3,), x=(2,))
     assert refusal(reshard.to_nnx, source, model, init="x") == message
 
@@ -1014,30 +1045,38 @@ def test_numbers_that_may_be_of_parameters_or_not_are_told(tmp_path):
   opt_state/trust/a: it may be a number of parameter a, or one of the optimizer's own
   opt_state/trust/b: it may be a number of parameter b, or one of the optimizer's own
 
-hint: drop=[...] with init=[...] starts that state anew"""
+hint: drop=["**/trust"] with init=["**/trust"] starts that state anew"""
     assert refusal(reshard.to_linen, source, linen, map_file=file) == message
 
 
 FLAT = optax.chain(optax.flatten(optax.adam(1e-3)), optax.scale(-1.0))
 
 
-def flat_refusal(source, size, api="NNX"):
+def flat_refusal(source, size, api="NNX", hint=LEFT_OUT):
     why = "mirrors no parameter, and parameters change their order, shape or number"
     return f"""\
 `{source}` does not become the {api} model
   opt_state/0/0/mu: float32[{size}] {why}
   opt_state/0/0/nu: float32[{size}] {why}
 
-hint: drop=[...] with init=[...] starts that state anew"""
+hint: {hint}"""
 
 
 def test_moments_in_one_vector_are_refused_where_parameters_change_their_order(tmp_path):
     source = save(tmp_path / "linen", state(FLAT))
-    for model in (twin, lambda: training(FLAT)):
-        assert refusal(reshard.to_nnx, source, model, init=RANDOM) == flat_refusal(source, 56)
+    for model, hint in (
+        (twin, LEFT_OUT),
+        (
+            lambda: training(FLAT),
+            'drop=["opt_state"] with init=["**/opt_state"] starts that state anew',
+        ),
+    ):
+        told = refusal(reshard.to_nnx, source, model, init=RANDOM)
+        assert told == flat_refusal(source, 56, hint=hint)
     source = save(tmp_path / "nnx", saved_by_nnx(training(FLAT)))
     told = refusal(reshard.to_linen, source, train(FLAT), **BACK)
-    assert told == flat_refusal(source, 56, "Linen")
+    hint = 'drop=["**/opt_state"] with init=["opt_state"] starts that state anew'
+    assert told == flat_refusal(source, 56, "Linen", hint)
     # NNX sorts positions in a list as numbers, and Linen sorts names.
     linen = train_state_of({f"layers_{i}": some(3, seed=i) for i in range(11)}, FLAT)
     source = save(tmp_path / "layers", linen)
@@ -1067,6 +1106,68 @@ def test_moments_in_one_vector_stay_where_parameters_keep_their_order(tmp_path):
     for name in ("mu", "nu"):
         before = getattr(linen.opt_state[0][0], name)
         assert got[f"optimizer/opt_state/0/0/{name}/value"] == layouts.bits(before)
+
+
+def streams(name, draw=nnx.Rngs, optimizer=True):
+    """Two parameters and a state of random numbers, beside an optimizer."""
+    model = named(x=(3,), y=(4, 6))
+    setattr(model, name, draw(5))
+    return with_optimizer(model, FLAT) if optimizer else model
+
+
+STREAMS = {
+    "Rngs": nnx.Rngs,
+    "two streams": lambda seed: nnx.Rngs(params=seed, dropout=jax.random.key(seed)),
+    "stream": lambda seed: nnx.Rngs(seed).params,
+    "dropout": lambda seed: Of(inner=nnx.Dropout(0.5, rngs=nnx.Rngs(seed))),
+    "layers": lambda seed: nnx.Rngs(seed).fork(split=3),
+}
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("name", ["rngs", "keys", "a0"])
+def test_random_state_is_no_parameter_by_whatever_name(name, stream, tmp_path):
+    """So moments in one vector stay, whether it is initialised, dropped, or dropped by a map, and
+    whether the model that it is of is known."""
+    linen = train_state_of({"a": some(3), "b": some(4, 6)}, FLAT)
+    source = save(tmp_path / "linen", linen)
+    make = functools.partial(streams, name, STREAMS[stream])
+    rules = ("^params/a$", "x"), ("^params/b$", "y")
+    file = map_of(tmp_path, *rules)
+    ckpt = reshard.to_nnx(source, make, map_file=file, init=f"**/{name}/**")
+    made = restored(ckpt, tmp_path)
+    for moment in ("mu", "nu"):
+        before = getattr(linen.opt_state[0][0], moment)
+        after = by_path(made)[f"optimizer/opt_state/0/0/{moment}/value"]
+        assert after == layouts.bits(before)
+    saved = save(tmp_path / "saved", made)  # less the record
+    back = (r"^x$", "params/a"), (r"^y$", "params/b")
+    (tmp_path / "drop").mkdir()
+    files = (
+        map_of(tmp_path, *back),
+        map_of(tmp_path / "drop", *back, rf"from = '^{name}/', drop = true"),
+    )
+    for known in ({}, {"source": make}):
+        for how in ({"map_file": files[0], "drop": f"model/{name}/**"}, {"map_file": files[1]}):
+            again = reshard.to_linen(saved, linen, **how, **known)
+            layouts.assert_same_tree(restored(again, tmp_path), load(source))
+
+
+def test_parameters_called_as_random_state_are_parameters(tmp_path):
+    """Their moments are in the vector, which is another one without them."""
+    make = functools.partial(streams, "rngs", lambda seed: Of(count=nnx.Param(jnp.zeros(5))))
+    source = save(tmp_path / "nnx", saved_by_nnx(make()))
+    linen = train_state_of({"x": some(3), "y": some(4, 6)}, FLAT)
+    hint = 'drop=["**/opt_state"] with init=["opt_state"] starts that state anew'
+    told = flat_refusal(source, 32, "Linen", hint)
+    for known in ({}, {"source": make}):
+        drop = "model/rngs/**"
+        assert refusal(reshard.to_linen, source, linen, drop=drop, **known) == told
+    source = save(tmp_path / "linen", linen)
+    anew = 'drop=["opt_state"] with init=["**/opt_state"] starts that state anew'
+    for model, hint in ((make, anew), (functools.partial(make, optimizer=False), LEFT_OUT)):
+        told = flat_refusal(source, 27, hint=hint)
+        assert refusal(reshard.to_nnx, source, model, init="**/rngs/**") == told
 
 
 def test_a_map_alone_has_no_place_for_an_optimizer_of_linens(tmp_path):
@@ -1228,8 +1329,8 @@ def test_what_orbax_saves_again_has_lost_the_record(tmp_path):
 `{again}` has no record of a conversion from Linen: it was not made by one, or was trained on \
 since then
 
-hint: model=..., the Linen model; `source` tells the classes of the NNX one
-hint: map_file=..., the map that reshard convert wrote on the way to NNX"""
+hint: model=..., the Linen model; `source=` tells the classes of the NNX one
+hint: map_file=..., the map that `reshard convert` wrote on the way to NNX"""
     assert refusal(reshard.to_linen, again) == message
 
 
@@ -1273,6 +1374,75 @@ def test_every_form_of_a_model(name, called, bare, tmp_path):
     expected = by_path(made) if name == "pure dict" else held(made)
     assert by_path(load(tmp_path / "nnx")) == expected
     layouts.assert_same_tree(restored(reshard.to_linen(tmp_path / "nnx"), tmp_path), tree)
+
+
+def called_params(tx=None):
+    """What is below `params` where a module is called so, with one beside it: as saved, and as the
+    NNX model that it is to become."""
+    params = {"params": {"kernel": some(4, 5), "bias": some(5)}, "head": {"kernel": some(5, 2)}}
+    rngs = nnx.Rngs(0)
+    model = Of(params=nnx.Linear(4, 5, rngs=rngs), head=nnx.Linear(5, 2, use_bias=False, rngs=rngs))
+    if tx is None:
+        return {"params": params}, params, model
+    return train_state_of(params, tx), params, with_optimizer(model, tx)
+
+
+def test_a_module_called_params_is_not_taken_for_a_collection(tmp_path):
+    """What is beside it would be collections, and no parameters."""
+    tree, params, model = called_params()
+    source = save(tmp_path / "linen", tree)
+    error = refused(reshard.to_nnx, source, model)
+    assert (
+        str(error)
+        == """\
+what is below `params` can be read as modules or as collections
+  modules: one is called `params`, as `params/params`, beside `params/head`
+  collections: the parameters are `params/params`, and none are in `params/head`
+
+hint: layout="linen-variables", if they are modules
+hint: layout="linen-train-state", if they are collections"""
+    )
+    ckpt = reshard.to_nnx(source, model, layout="linen-variables")
+    made = restored(ckpt, tmp_path)
+    assert by_path(made) == held(params)
+    again = save(tmp_path / "nnx", made)
+    back = reshard.to_linen(again, lambda: tree, layout="nnx-state")
+    layouts.assert_same_tree(restored(back, tmp_path), tree)
+    # Collections, of which a map says where they go.
+    rules = [(f"^{a}/{b}$", f"{a}_{b}") for a in tree["params"] for b in tree["params"][a]]
+    rules[-1:] = [("^head/kernel$", "head_kernel")]
+    file = map_of(tmp_path, *rules)
+    collections = reshard.to_nnx(source, map_file=file, layout="linen-train-state")
+    expected = {f"{a}_{b}": value for a, x in params.items() for b, value in x.items()}
+    assert by_path(restored(collections, tmp_path)) == held(expected)
+
+
+def test_a_module_called_params_in_a_train_state(tmp_path):
+    """Where its moments follow it. No layout says which of the two it is: a hint does."""
+    linen, params, model = called_params(ADAM)
+    source = save(tmp_path / "linen", linen)
+    for layout in (None, "linen-train-state"):
+        error = refused(reshard.to_nnx, source, model, layout=layout)
+        assert (
+            str(error)
+            == """\
+what is below `params` can be read as modules or as collections
+  modules: one is called `params`, as `params/params`, beside `params/head`
+  collections: the parameters are `params/params`, and none are in `params/head`
+
+hint: reshard.rename(ckpt, [("^params/", "params/params/")]), if they are modules
+hint: reshard.rename(ckpt, [("^params/(head|params)/", r"\\1/")]), if they are collections"""
+        )
+    names = {"reshard": reshard, "ckpt": reshard.open(source)}
+    one, other = (eval(hint.partition(", if")[0], names) for hint in error.hints)
+    got = by_path(restored(reshard.to_nnx(one, model), tmp_path))
+    assert got == trained(linen, lambda tree: tree)
+    # The same leaves, and `head` is no parameter.
+    rules = [("^params/kernel$", "a"), ("^params/bias$", "b"), ("^head/kernel$", "c")]
+    got = by_path(restored(reshard.to_nnx(other, map_file=map_of(tmp_path, *rules)), tmp_path))
+    values = {"a": params["params"]["kernel"], "b": params["params"]["bias"]}
+    model = held({"model": values | {"c": params["head"]["kernel"]}})
+    assert {path: leaf for path, leaf in got.items() if path.startswith("model/")} == model
 
 
 def test_a_record_that_does_not_fit_is_an_error(tmp_path):
@@ -1468,6 +1638,41 @@ standard conversions"""
     file = map_of(tmp_path, ("^params/Dense_0/", "Inner/x/"))
     model = {"model": named(kernel=(4, 5))}
     assert refusal(reshard.to_nnx, source, model, map_file=file) == message
+
+
+@pytest.mark.parametrize("name", ["cache", "batch_stats", "intermediates"])
+def test_a_map_leads_to_nothing_below_an_attribute_called_as_a_collection(name, tmp_path):
+    """It is not taken for a name of Linen's, whose collection it would be."""
+    source = save(tmp_path / "linen", {"params": {"Dense_0": {"kernel": some(4, 5)}}})
+    model = Of(**{name: named(kernel=(4, 5))})
+    message = f"""\
+`{source}` does not become the NNX model
+  {name}/inner/kernel: the model has no such leaf; the nearest is {name}/kernel
+  {name}/kernel  float32[4, 5]: missing
+
+hint: `to = 'params/NAME/'` gives a module another name on Linen's side, and leaves it to the \
+standard conversions"""
+    file = map_of(tmp_path, ("^params/Dense_0/", f"{name}/inner/"))
+    assert refusal(reshard.to_nnx, source, model, map_file=file) == message
+    file = map_of(tmp_path, ("^params/Dense_0/", f"{name}/"))
+    made = restored(reshard.to_nnx(source, model, map_file=file), tmp_path)
+    assert by_path(made) == held({name: {"kernel": some(4, 5)}})
+
+
+def test_the_rule_that_renamed_a_leaf_is_named(tmp_path):
+    """Where a later rule is for the name that the leaf had."""
+    params = {"a": {"kernel": some(4, 5), "bias": some(5)}}
+    source = save(tmp_path / "linen", {"params": params})
+    rules = ("^params/a/", "a/"), ("^a/kernel$", "a/w"), ("^params/a/bias$", "b")
+    file = map_of(tmp_path, *rules)
+    message = f"""\
+{file}: the map does not fit the leaves
+  rule 3, `^params/a/bias$`: matches no leaf
+
+hint: `params/a/bias` is `a/bias` by rule 1"""
+    model = named(w=(4, 5), b=(5,))
+    told = refusal(reshard.to_nnx, source, model, map_file=file)
+    assert told == message
 
 
 def test_a_map_for_the_other_way_is_told(tmp_path):

@@ -25,10 +25,10 @@ from twins import linear, made, named
 
 from reshard.arrays.operations import Concat, Transpose
 from reshard.convert.align import align
+from reshard.convert.layers import Move, Placed, moves
 from reshard.convert.leafmap import from_rows
 from reshard.convert.model import nnx_outline
 from reshard.convert.module_tree import Leaf, Module, linen_outline, path_outline, without
-from reshard.convert.scan_axis import Move, Placed, moves
 from reshard.tree import format_path
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")

@@ -3,6 +3,7 @@ and nothing that was not tried."""
 
 import functools
 import re
+import tomllib
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from flax.traverse_util import flatten_dict
 from layouts import save_standard as saved
 
 import reshard
-from reshard.convert.problems import covering_globs
+from reshard.convert.suggestions import covering_globs
 
 WIDTH, HIDDEN, TOKENS, HEADS = 8, 12, 5, 2
 NONE = "no name and no class tells which"
@@ -359,6 +360,259 @@ def test_no_rule_by_numbers_is_shown_where_several_layers_fit_the_list(tmp_path)
 
     error = refused(reshard.to_nnx, saved(tmp_path / "linen", {"params": params}), model)
     assert not [hint for hint in error.hints if r"_(\d+)/" in hint]
+
+
+# One rule for all numbers
+
+
+def attributes(form, first=0, count=3):
+    return Of(**{form.format(first + i): linear() for i in range(count)})
+
+
+ALIKE = {
+    "attributes": ("dense_{}", 0, lambda: attributes("fc_{}"), r"params/fc_\1/"),
+    "no underscore": ("dense{}", 0, lambda: attributes("fc{}"), r"params/fc\1/"),
+    "from one": ("dense_{}", 0, lambda: attributes("fc{}", 1), r"params/fc{\1 + 1}/"),
+    "to zero": ("dense_{}", 1, lambda: Of(layers=layers_of(3)), r"params/layers/{\1 - 1}/"),
+    "a text behind": ("a{}_b", 0, lambda: attributes("fc_{}_x"), r"params/fc_\1_x/"),
+}
+
+
+def layers_of(count):
+    return nnx.List([linear() for _ in range(count)])
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize("to", ["nnx", "linen"])
+@pytest.mark.parametrize("name", ALIKE)
+def test_one_rule_is_for_all_numbers(name, to, tmp_path):
+    form, first, model, into = ALIKE[name]
+    params = linears(*(form.format(first + i) for i in range(3)))
+    linen = saved(tmp_path / "linen", {"params": params})
+    state = filled(zeros(model))
+    bare = saved(tmp_path / "nnx", state)
+
+    def converted(**keywords):
+        if to == "nnx":
+            return reshard.to_nnx(linen, model, **keywords)
+        return reshard.to_linen(bare, lambda: {"params": params}, source=model, **keywords)
+
+    rule = refused(converted).hints[-1].partition("such as: ")[2]
+    if to == "nnx":
+        pattern = re.escape(form).replace(r"\{\}", r"(\d+)")
+        assert rule == f"from = '^params/{pattern}/', to = '{into}'"
+    assert r"(\d+)" in rule
+    ckpt = converted(map_file=map_of(tmp_path, rule))
+    flat = flatten_dict(state)
+    for i in range(3):
+        place = into.removeprefix("params/").replace(r"{\1 + 1}", str(i + 1))
+        place = place.replace(r"{\1 - 1}", str(i)).replace(r"\1", str(i))
+        for leaf in ("kernel", "bias"):
+            here = form.format(first + i), leaf
+            there = [int(key) if key.isdigit() else key for key in (place + leaf).split("/")]
+            if to == "nnx":
+                made, expected = ckpt[f"{place}{leaf}/value"], params[here[0]][leaf]
+            else:
+                made, expected = ckpt["params/" + "/".join(here)], flat[tuple(there)]
+            np.testing.assert_array_equal(made.view().read().result(), expected)
+
+
+@pytest.mark.parametrize(
+    "names, model",
+    [
+        ("x_0 x_1 y_0 y_1", lambda: attributes("fc_{}", 0, 4)),  # whose are the first?
+        ("x_0 x_1 y_0 y_1", lambda: attributes("fc_{}", 0, 2)),
+        ("x_0 x_2", lambda: attributes("fc_{}", 0, 2)),
+        ("x_0 x_1 extra", lambda: attributes("fc_{}", 0, 3)),
+        ("x_0 x_1", lambda: Of(fc_0=linear(), fc_1=linear(WIDTH, HIDDEN))),
+    ],
+)
+def test_no_rule_for_all_numbers_is_shown_unless_it_decides_them_all(names, model, tmp_path):
+    path = saved(tmp_path / "linen", {"params": linears(*names.split())})
+    error = refused(reshard.to_nnx, path, model)
+    assert "such as" in error.hints[-1]
+    assert not [hint for hint in error.hints if r"(\d+)" in hint]
+
+
+def test_rules_for_all_numbers_follow_one_another(tmp_path):
+    """The layers, then what is in them: each refusal is about something else."""
+    params = {f"layer_{i}": linears("dense_0", "dense_1") for i in range(3)}
+    path = saved(tmp_path / "linen", {"params": params})
+    model = functools.partial(parts, functools.partial(attributes, "fc_{}", 0, 2))
+    rules = []
+    for expected in (
+        r"from = '^params/layer_(\d+)/', to = 'params/layers/\1/'",
+        r"from = '^params/layers/(\d+)/dense_(\d+)/', to = 'params/layers/\1/fc_\2/'",
+    ):
+        error = refused(reshard.to_nnx, path, model, map_file=map_of(tmp_path, *rules))
+        assert error.hints[-1] == f"map_file=... decides, by rules such as: {expected}"
+        rules.append(expected)
+    ckpt = reshard.to_nnx(path, model, map_file=map_of(tmp_path, *rules))
+    for i, layer in enumerate(reshard.restore(ckpt, model()).layers):
+        np.testing.assert_array_equal(
+            params[f"layer_{i}"]["dense_1"]["kernel"], layer.fc_1.kernel[...]
+        )
+
+
+# Layers in one array, and in a list
+
+
+def of_x(*shape):
+    """A module that holds a layer."""
+    return Of(x=linear(*shape))
+
+
+def list_of(count, *shape):
+    return nnx.List([of_x(*shape) for _ in range(count)])
+
+
+def stack(count, inner=WIDTH, outer=WIDTH):
+    shapes = {"kernel": (count, inner, outer), "bias": (count, outer)}
+    return {"x": {name: layouts.random(shape) for name, shape in shapes.items()}}
+
+
+def both(scale, mean):
+    return {"params": {"blocks": {"bn": scale}}, "batch_stats": {"blocks": {"bn": mean}}}
+
+
+def norms():
+    return nnx.List([Of(bn=nnx.BatchNorm(5, rngs=nnx.Rngs(0))) for _ in range(3)])
+
+
+def five():
+    return layouts.random((3, 5))
+
+
+PLAIN = ("^params/blocks/(.*)$", r"params/layers_{}/\1")
+UNSTACKED = {
+    "a list": (
+        lambda: {"params": {"blocks": stack(3)}},
+        lambda: Of(layers=list_of(3)),
+        [PLAIN],
+    ),
+    "a layer": (
+        lambda: {"params": {"blocks": stack(3)["x"]}},
+        lambda: Of(layers=nnx.List([linear() for _ in range(3)])),
+        [PLAIN],
+    ),
+    "a layer of the same name": (
+        lambda: {"params": {"layers": stack(3)["x"]}},
+        lambda: Of(layers=nnx.List([linear() for _ in range(3)])),
+        [("^params/layers/(.*)$", PLAIN[1])],
+    ),
+    "the same name": (
+        lambda: {"params": {"layers": stack(3)}},
+        lambda: Of(layers=list_of(3)),
+        [("^params/layers/(.*)$", PLAIN[1])],
+    ),
+    "two collections": (
+        lambda: both({"scale": five(), "bias": five()}, {"mean": five(), "var": five()}),
+        lambda: Of(layers=norms()),
+        [("^(batch_stats|params)/blocks/(.*)$", r"\1/layers_{}/\2")],
+    ),
+    "a list in a module that Linen lacks": (
+        lambda: {"params": {"blocks": stack(3), "head": linears("x")}},
+        lambda: Of(trunk=Of(layers=list_of(3)), head=Of(x=linear())),
+        [("^params/blocks/(.*)$", r"params/trunk/layers_{}/\1")],
+    ),
+    "two lists": (
+        lambda: {"params": {"first": stack(3), "second": stack(4)}},
+        lambda: Of(one=list_of(3), two=list_of(4)),
+        [
+            ("^params/first/(.*)$", r"params/one_{}/\1"),
+            ("^params/second/(.*)$", r"params/two_{}/\1"),
+        ],
+    ),
+    "lists in each layer": (
+        lambda: {"params": {f"stage_{i}": {"blocks": stack(3)} for i in range(2)}},
+        lambda: Of(stage=nnx.List([Of(layers=list_of(3)) for _ in range(2)])),
+        [(r"^params/stage_(\d+)/blocks/(.*)$", r"params/stage_\1/layers_{}/\2")],
+    ),
+}
+
+
+def unstacked(leaves, rules):
+    """By hand: the path of a leaf of Linen's, a part of it, and the path of NNX's leaf."""
+    for path, leaf in leaves.items():
+        hits = [(re.fullmatch(one, path), into) for one, into in rules]
+        found = [hit.expand(into) for hit, into in hits if hit]
+        for i in range(len(leaf)) if found else ():
+            keys = found[0].format(i).partition("/")[2]
+            yield path, i, re.sub(r"_(\d+)/", r"/\1/", keys)
+        if not found:
+            yield path, ..., path.partition("/")[2]
+
+
+def rules_in(error):
+    """What the one hint of a refusal says that shows rules, as the text of a map file."""
+    (text,) = [hint.split(":\n", 1)[1] for hint in error.hints if "[[rule]]" in hint]
+    return text
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize("to", ["nnx", "linen"])
+@pytest.mark.parametrize("name", UNSTACKED)
+def test_the_rules_that_unstack_layers_are_shown(name, to, tmp_path):
+    make, model, rules = UNSTACKED[name]
+    tree, state = make(), filled(zeros(model))
+    linen, bare = saved(tmp_path / "linen", tree), saved(tmp_path / "nnx", state)
+
+    def converted(**keywords):
+        if to == "nnx":
+            return reshard.to_nnx(linen, model, **keywords)
+        return reshard.to_linen(bare, lambda: tree, source=model, **keywords)
+
+    text = rules_in(refused(converted))
+    assert tomllib.loads(text) == {
+        **({} if to == "nnx" else {"to": "nnx"}),
+        "rule": [{"from": one, "unstack": {"axis": 0, "into": into}} for one, into in rules],
+    }
+    (tmp_path / "map.toml").write_text(text)
+    ckpt = converted(map_file=tmp_path / "map.toml")
+    before, after = (
+        {"/".join(map(str, path)): leaf for path, leaf in flatten_dict(one).items()}
+        for one in (tree, state)
+    )
+    for path, part, there in unstacked(before, rules):
+        if to == "nnx":
+            made, expected = ckpt[f"{there}/value"].view().read().result(), before[path][part]
+        else:
+            made, expected = ckpt[path].view().read().result()[part], after[there]
+        np.testing.assert_array_equal(made, expected)
+
+
+@pytest.mark.parametrize(
+    "params, model",
+    [
+        (lambda: {"b1": stack(3), "b2": stack(3)}, lambda: Of(l1=list_of(3), l2=list_of(3))),
+        (lambda: {"b1": stack(3)}, lambda: Of(l1=list_of(3), l2=list_of(3))),
+        (lambda: {"b1": stack(3), "b2": stack(3)}, lambda: Of(l1=list_of(3))),
+        (lambda: {"b1": stack(4)}, lambda: Of(l1=list_of(3))),
+        (lambda: {"b1": stack(3, WIDTH, HIDDEN)}, lambda: Of(l1=list_of(3))),
+    ],
+)
+def test_no_rule_that_unstacks_is_shown_where_several_fit_or_none(params, model, tmp_path):
+    error = refused(reshard.to_nnx, saved(tmp_path / "linen", {"params": params()}), model)
+    assert not [hint for hint in error.hints if "unstack" in hint]
+
+
+def test_the_axis_that_shapes_do_not_tell_is_the_users(tmp_path):
+    path = saved(tmp_path / "linen", {"params": {"blocks": stack(3, 3, 3)}})
+
+    def model():
+        return Of(layers=list_of(3, 3, 3))
+
+    text = rules_in(refused(reshard.to_nnx, path, model))
+    into = r"params/layers_{}/\1"
+    assert text.split("\n")[-1].strip() == (
+        f"unstack = {{ axis = 0, into = '{into}' }}  # or axis = 1"
+    )
+    for axis in (0, 1):
+        (tmp_path / "map.toml").write_text(text.replace("axis = 0", f"axis = {axis}"))
+        ckpt = reshard.to_nnx(path, model, map_file=tmp_path / "map.toml")
+        kernel = layouts.load_standard(path)["params"]["blocks"]["x"]["kernel"]
+        made = ckpt["layers/2/x/kernel/value"].view().read().result()
+        np.testing.assert_array_equal(made, np.take(np.asarray(kernel), 2, axis))
 
 
 # A gated feed-forward

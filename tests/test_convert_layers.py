@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import converted
 import jax
 import jax.numpy as jnp
+import layouts
 import numpy as np
 import pytest
 from converted import Compact, Of, convert, random_variables
@@ -17,6 +18,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict
 from sampling import EXHAUSTIVE
 
+import reshard
 from reshard.convert.align import align
 from reshard.convert.module_tree import linen_outline, path_outline
 from reshard.restore.pytrees import flatten_state
@@ -292,8 +294,84 @@ def test_gates_that_differ_in_size_are_not_joined():
     found = align(linen_outline(leaves), converted.outline_of(TABLE["GRU"].nnx))
     assert found.map.rows() == []
     assert list(map(str, found.abstentions)) == [
-        "., perhaps .: they are not the same recurrent cell"
+        "hn, hr, hz, ... iz (6), perhaps dense_i and dense_h: they are not the same recurrent cell"
     ]
+
+
+GATES = {nnx.SimpleCell: [""], nnx.GRUCell: [*"rzn"], nnx.LSTMCell: [*"ifgo"]}
+OTHER_CELL = "{}, perhaps {}: they are not the same recurrent cell"
+
+
+def refusal_of(folder, params, make):
+    """What stands against the conversion of these parameters, and hints."""
+    layouts.save_standard(folder / "linen", {"params": params})
+    error = converted.refused(reshard.to_nnx, folder / "linen", make)
+    return error.problems, error.hints
+
+
+@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize("only", ["all", "h", "one"])
+def test_gates_that_are_arrays_are_refused(only, kind, tmp_path):
+    """Not layers with a kernel: the user's own cell."""
+    cell = {
+        f"{part}{gate}": some(8 if part == "i" else 4, 4) for part in "ih" for gate in GATES[kind]
+    }
+    if only == "h":
+        cell = {
+            name: array if name[0] == "h" else {"kernel": array} for name, array in cell.items()
+        }
+    elif only == "one":
+        cell = dict([cell.popitem()])
+    problems, hints = refusal_of(tmp_path, {"cell": cell}, lambda: Of(cell=of(kind, 8, 4)()))
+    assert problems == (OTHER_CELL.format("cell", "cell"),)
+    assert hints == ("source=..., the Linen model, tells the classes",)
+
+
+def test_gates_of_nnx_that_are_arrays_are_refused(tmp_path):
+    layouts.save_standard(tmp_path / "nnx", {"dense_h": some(4, 4), "dense_i": some(8, 4)})
+
+    def linen():
+        return nn.SimpleCell(4).init(jax.random.key(0), some(2, 4), some(2, 8))
+
+    error = converted.refused(reshard.to_linen, tmp_path / "nnx", linen)
+    assert error.problems == (
+        "h and i, perhaps dense_h and dense_i: no name and no class tells which",
+    )
+
+
+@pytest.mark.parametrize(
+    "gates, listed, rule",
+    [
+        ("ir iz in hr hz", "hr, hz, in, ... iz (5)", ("NAME", "dense_i")),
+        ("i h", "h and i", ("h", "NAME")),
+        ("ir", "ir", ("ir", "NAME")),
+    ],
+)
+def test_a_model_that_is_a_cell_with_other_gates(gates, listed, rule, tmp_path):
+    shapes = {"i": (8, 4), "h": (4, 4)}
+    params = {gate: {"kernel": some(*shapes[gate[0]])} for gate in gates.split()}
+    problems, hints = refusal_of(tmp_path, params, of(nnx.GRUCell, 8, 4))
+    assert problems == (OTHER_CELL.format(listed, "dense_i and dense_h"),)
+    assert hints == (
+        "source=..., the Linen model, tells the classes",
+        "map_file=... decides, by rules such as: from = '^params/{}/', to = 'params/{}/'".format(
+            *rule
+        ),
+    )
+
+
+def test_a_model_that_is_a_cell_beside_an_array(tmp_path):
+    problems, _ = refusal_of(tmp_path, {"w": some(8, 4)}, of(nnx.GRUCell, 8, 4))
+    assert problems == (OTHER_CELL.format("params/w", "dense_i and dense_h"),)
+
+
+def test_a_model_that_is_a_norm_of_another_layer(tmp_path):
+    params = {"Dense_0/kernel/scale": some(4)}
+    problems, _ = refusal_of(tmp_path, params, lambda: nnx.WeightNorm(linear(), rngs=rngs()))
+    assert problems == (
+        'params/"Dense_0/kernel/scale", perhaps layer_instance and scales: '
+        "the leaves that they are for have no counterparts",
+    )
 
 
 def test_leaves_of_another_collection_are_refused():
@@ -404,6 +482,6 @@ class TestNorms:
             "params/layer_instance/bias -> layer_instance/bias"
         ]
         assert list(map(str, found.abstentions)) == [
-            'params/"layer_instance/kernel/scale", perhaps .: '
+            'params/"layer_instance/kernel/scale", perhaps layer_instance and scales: '
             "the leaves that they are for have no counterparts"
         ]

@@ -29,12 +29,10 @@ from reshard.arrays.operations import (
     Transpose,
     Unstack,
 )
-from reshard.convert import mapwriter
+from reshard.convert import mapfile
 from reshard.convert.leafmap import LeafMap, Row, Source, applied, from_rows
-from reshard.convert.map_rules import inverse
-from reshard.convert.mapfile import read_map
-from reshard.convert.mapped import apply_inverse, apply_map
-from reshard.convert.mapwriter import write_map
+from reshard.convert.map_rules import apply_inverse, apply_map, inverse
+from reshard.convert.mapfile import read_map, write_map
 from reshard.convert.replacement import parse_pattern, parse_replacement, whole_path
 from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.tree import format_path, glob_text, named_by, split_path
@@ -868,7 +866,7 @@ def test_rules_for_leaves_alone_say_the_same(data):
     """Which are written where fewer rules would not."""
     found = per_layer(data.draw)(3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mapwriter, "_says", lambda *_: False)
+        patch.setattr(mapfile, "_says", lambda *_: False)
         rules = read(write_map(found, own=[("rngs", "0", "key")]))
     assert all(pattern.literal for rule in rules.rules for pattern in rule.patterns)
     forth = apply_map(rules, {**found.sources(), **dict.fromkeys(found.dropped, ())})
@@ -1100,7 +1098,7 @@ WRONG = {
   rule 4, `^a/w$` + `^a/w2$`: `^a/w2$`: matches no leaf
   rule 5, `v$`: every path stays as it is
 
-hint: `params/a/w` is `a/w` by rule 3
+hint: `params/a/w` is `a/w` by rule 1
 hint: the nearest leaf to `^a/w2$` is `a/w`
 """,
     ),

@@ -17,8 +17,7 @@ from sampling import examples
 
 from reshard.arrays.operations import Concat, Crop, Pad, Reshape, Split, Stack, Transpose, Unstack
 from reshard.convert.leafmap import LeafMap, Row, Source, Zeros, from_rows, renaming
-from reshard.convert.mirrors import mirrored
-from reshard.convert.optimizer import Followed
+from reshard.convert.optimizer import Followed, mirrored
 from reshard.convert.optimizer import followed as optimizer_state
 from reshard.tree import split_path
 

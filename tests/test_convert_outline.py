@@ -21,7 +21,6 @@ from reshard.convert.model import definition_orders, linen_classes, nnx_outline
 from reshard.convert.module_tree import (
     Leaf,
     linen_outline,
-    natural,
     path_outline,
     unlifted,
     without,
@@ -29,6 +28,7 @@ from reshard.convert.module_tree import (
 from reshard.errors import ArgumentError
 from reshard.restore.pytrees import flatten_state
 from reshard.restore.target import state_of
+from reshard.tree import natural
 
 
 def array(*shape, dtype="float32"):

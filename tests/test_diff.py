@@ -25,6 +25,7 @@ from sampling import examples
 
 import reshard
 from reshard.arrays.digests import digest_of
+from reshard.report.facts import page_of
 from reshard.tree import format_path
 from reshard.verify import comparison
 from reshard.verify.digest_record import FILE, ArrayRecord, Record
@@ -114,7 +115,7 @@ def test_the_layout_is_compared_if_it_is_asked_for(tmp_path):
     other = tree((1, 8), step=step, host=jnp.zeros(3))
     b = save(tmp_path / "b", other, use_zarr3=True, use_ocdbt=False)
     assert reshard.diff(a, b, drop="host").differences == ()
-    diff = reshard.diff(a, b, layout=True, drop=["host", "step"])
+    diff = reshard.diff(a, b, layout=True, values=False, drop=["host", "step"])
     assert diff.report() == told(
         diff,
         "format            .         A: OCDBT, zarr2  B: plain files, zarr3",
@@ -195,10 +196,11 @@ def test_every_kind_of_difference_between_trees(trees):
     counts = "3 shape, 2 dtype, 2 key, 5 kind, 2 position, 4 removed, 1 string, 3 added"
     counts = f"22 differences: {counts}"
     unknown = ("no arrays compared by recorded digests, 4 not compared", HINT)
-    diff = reshard.diff(a, b)
+    diff = reshard.diff(a, b, values=False)
     assert diff.report() == told(diff, *rows, counts, *unknown)
     known = "5 arrays compared: bit for bit, as numbers where dtypes differ"
-    assert reshard.diff(a, b, values=True).report() == told(diff, *rows, counts, known)
+    for values in (None, True):
+        assert reshard.diff(a, b, values=values).report() == told(diff, *rows, counts, known)
     assert diff.report(2) == told(
         diff,
         "shape, dtype  both   A: [2,3], float32  B: [1,3], int32",
@@ -215,12 +217,13 @@ def test_every_kind_of_difference_between_trees(trees):
 
 def test_the_document_has_both_sides_of_every_difference(trees):
     a, b = trees
-    diff = reshard.diff(a, b, select=["both", "string", "removed/*", "list/1"])
+    diff = reshard.diff(a, b, values=False, select=["both", "string", "removed/*", "list/1"])
     document = json.loads(json.dumps(diff.document()))
     leaves = reshard.open(a).arrays
     compared = [x for x in leaves if x.path == ("list", 1) or x.path[0] in ("both", "removed")]
     head = {"a": str(a), "b": str(b), "equal": False, "compared": 0, "not_compared": 1}
-    assert document == head | {"values": False, "rtol": 0.0, "atol": 0.0} | {
+    how = {"values": False, "by_digests": 0, "rtol": 0.0, "atol": 0.0}
+    assert document == head | how | {
         "arrays": [
             {"path": format_path(leaf.path), "keys": [*leaf.path], "bytes": leaf.nbytes}
             for leaf in compared
@@ -245,22 +248,68 @@ def test_two_are_equal_only_if_all_contents_were_compared(two):
     tree = {"w": np.arange(4), "x": np.arange(3), "text": "same"}
     a, b = two(tree, tree)
     arrays = {name: tree[name] for name in ("w", "x")}
-    unknown, known = reshard.diff(a, b), reshard.diff(a, b, values=True)
+    unknown = reshard.diff(a, b, values=False)
     assert (unknown.equal, bool(unknown), unknown.document()["equal"]) == (None, False, None)
-    assert (known.equal, bool(known), known.document()["equal"]) == (True, True, True)
+    for values in (None, True):
+        known = reshard.diff(a, b, values=values)
+        assert (known.equal, bool(known), known.document()["equal"]) == (True, True, True)
+        assert (known.values, known.by_digests, known.compared) == (True, 0, 2)
     assert repr(unknown) == told(
         unknown,
         "no differences found; the contents of 2 arrays were not compared",
         "no arrays compared by recorded digests, 2 not compared",
         HINT,
     )
-    assert reshard.diff(a, b, select="text").equal is True
+    assert reshard.diff(a, b, values=False, select="text").equal is True
     record(a, arrays)
     record(b, arrays)
-    assert reshard.diff(a, b).equal is True
+    assert reshard.diff(a, b, values=False).equal is True
     other = save(b.with_name("other"), tree | {"text": "other"})
-    differs = reshard.diff(a, other)
+    differs = reshard.diff(a, other, values=False)
     assert (differs.equal, bool(differs), differs.not_compared) == (False, False, 2)
+
+
+def test_contents_without_digests_on_both_sides_are_read(two, monkeypatch):
+    rng = np.random.default_rng(3)
+    one = {name: layouts.random_array(rng, (3, 5)) for name in ("both", "first", "neither")}
+    one["cast"] = rng.standard_normal((3, 5)).astype("f4")
+    old = {name: layouts.random_array(rng, (7,), "int32") for name in ("p", "q")}
+    a, b = two(one | old, one | {"cast": one["cast"].astype("f8"), "r": old["p"], "s": old["q"]})
+    record(a, {name: leaf for name, leaf in (one | old).items() if name not in ("neither", "q")})
+    record(b, {"both": one["both"], "r": old["p"]})
+    taken = []
+    read = comparison.read_values
+
+    def counted(groups, *arguments, **named):
+        taken.extend(handle.path[0] for group in groups for handle in group)
+        return read(groups, *arguments, **named)
+
+    monkeypatch.setattr(comparison, "read_values", counted)
+    diff = reshard.diff(a, b)
+    assert diff.report() == told(
+        diff,
+        "dtype  cast  A: float32  B: float64",
+        "moved  p     B: r",
+        "moved  q     B: s",
+        "3 differences: 1 dtype, 2 moved",
+        "1 array compared by recorded digests",
+        "2 moved arrays compared by digests",
+        "3 other arrays compared: bit for bit, as numbers where dtypes differ",
+    )
+    assert (diff.values, diff.by_digests, diff.compared, diff.not_compared) == (True, 1, 4, 0)
+    compared = page_of(diff.document()).facts[2]
+    assert compared.answer == "4 arrays, bit for bit"
+    assert compared.details[0] == "1 of them by recorded digests."
+    assert sorted(taken) == sorted([*["cast", "first", "neither"] * 2, "q", "s"])
+    # Values that differ are found, whoever lacks the digest.
+    wrong = {name: leaf.copy() for name, leaf in one.items()}
+    for name in ("both", "first", "neither"):
+        wrong[name].view("u4")[2, 4] ^= 1
+    c = save(b.with_name("c"), wrong)
+    record(c, {"both": wrong["both"], "neither": wrong["neither"]})
+    differs = reshard.diff(a, c, drop=["p", "q"])
+    assert [d.path for d in differs.of("values")] == [("both",), ("first",), ("neither",)]
+    assert [d.elements and d.elements.index for d in differs.differences] == [None, (2, 4), (2, 4)]
 
 
 # Which leaves.
@@ -483,7 +532,7 @@ def compared(a, b, grid, rtol, atol):
     ]
     for box in itertools.product(*parts):
         comparison.add(box, a[box], b[box])
-    return comparison.difference()
+    return comparison.state
 
 
 def check(a, b, grid, rtol, atol):
@@ -509,6 +558,17 @@ def check(a, b, grid, rtol, atol):
 @example((np.arange(3) * 1j, np.array([0, 1j, 5]), [3]), 0.0, 0.0)  # of two words each
 def test_elements_are_compared_as_a_plain_walk_does(pair, rtol, atol):
     check(*pair, rtol, atol)
+
+
+@pytest.mark.parametrize("rtol", [0.0, 1e-6, 1.5])
+@pytest.mark.parametrize(
+    ("one", "other"), [(0, 1.7e308 + 1.7e308j), (1.6e308 + 1.7e308j, 1.7e308 + 1.7e308j)]
+)
+def test_distances_that_overflow_are_differences(one, other, rtol):
+    """|b| is infinite, and so may |a - b| be."""
+    a, b = np.array([one], complex), np.array([other], complex)
+    assert compared(a, b, [1], rtol, 1e-6).count == 1
+    assert compared(b, a, [1], rtol, 1e-6).count == 1
 
 
 @settings(deadline=None, max_examples=examples(150))
@@ -621,18 +681,18 @@ def test_moved_leaves_are_known_by_their_contents(two):
         "added    keys/data   B: uint32[2]",
         "added    new/head    B: float32[4,6]",
         "6 differences: 2 moved, 2 removed, 2 added",
-        "2 moved arrays compared by digests of what was read",
+        "2 moved arrays compared by digests",
         "no other arrays compared",
     )
     c = save(b.with_name("c"), {"same": kernel, "old": head})
     d = save(b.with_name("d"), {"same": kernel, "new": head})
     assert reshard.diff(c, d, values=True).report().splitlines()[-2:] == [
-        "1 moved array compared by digests of what was read",
+        "1 moved array compared by digests",
         "1 other array compared: bit for bit",
     ]
     # Nothing is known of contents: never by shape alone.
-    assert found(reshard.diff(a, b), "moved") == []
-    assert len(reshard.diff(a, b).of("added", "removed")) == 8
+    assert found(reshard.diff(a, b, values=False), "moved") == []
+    assert len(reshard.diff(a, b, values=False).of("added", "removed")) == 8
 
 
 def moves(two, before, after):
@@ -704,12 +764,12 @@ def test_recorded_digests_stand_for_values_and_tell_what_has_moved(two):
     new = {"equal": np.arange(4), "other": np.arange(6) + 1, "cast": np.float32([0, 1, 2])}
     new |= {"new": np.ones(9)}
     a, b = two(one | {"bare": np.ones(2)}, new | {"bare": np.ones(2)})
-    assert reshard.diff(a, b).not_compared == 3
+    assert reshard.diff(a, b, values=False).not_compared == 3
     record(a, one)
-    assert reshard.diff(a, b).not_compared == 3
+    assert reshard.diff(a, b, values=False).not_compared == 3
     record(b, new)
     old_digest, new_digest = digest_of(one["other"]), digest_of(new["other"])
-    diff = reshard.diff(a, b)
+    diff = reshard.diff(a, b, values=False)
     assert diff.report() == told(
         diff,
         "dtype   cast   A: float64  B: float32",
@@ -723,7 +783,8 @@ def test_recorded_digests_stand_for_values_and_tell_what_has_moved(two):
     entry |= {"a": f"digest {old_digest}", "b": f"digest {new_digest}"}
     assert reshard.diff(a, b, select="other").document()["differences"] == [entry]
     # A cast array is not what the digest was recorded of.
-    assert reshard.diff(*(reshard.cast(reshard.open(p), "float32") for p in (a, b))).compared == 2
+    cast = [reshard.cast(reshard.open(p), "float32") for p in (a, b)]
+    assert reshard.diff(*cast, values=False).compared == 2
 
 
 def test_digests_that_were_not_computed_or_are_of_another_array_say_nothing(two):
@@ -735,7 +796,7 @@ def test_digests_that_were_not_computed_or_are_of_another_array_say_nothing(two)
         "other": ArrayRecord("int64", (3, 2), digest_of(arrays["other"])),
     }
     (b / FILE).write_bytes(Record(known, {}, {}, {}).dump())
-    diff = reshard.diff(a, b)
+    diff = reshard.diff(a, b, values=False)
     assert (diff.equal, diff.compared, diff.not_compared) == (None, 0, 2)
 
 
@@ -782,10 +843,11 @@ def test_arrays_that_cannot_be_read_are_told_with_their_side(two, monkeypatch):
 def test_two_leaves_under_one_name_are_refused_if_their_values_count(two):
     tree = {"a": {"b": np.ones(3)}, "a.b": np.zeros(3), "c": np.ones(3)}
     a, b = two(tree, {"c": np.ones(3), "a.b": np.zeros(3), "a": {"b": np.ones(3)}})
-    assert reshard.diff(a, b).differences == ()
-    told = layouts.refused(reshard.CorruptCheckpointError, reshard.diff, a, b, values=True)
+    assert reshard.diff(a, b, values=False).differences == ()
     text = "two leaves were saved under one name, so one of them has overwritten the other"
-    assert told.split("\n")[0] == text
+    for values in (None, True):
+        told = layouts.refused(reshard.CorruptCheckpointError, reshard.diff, a, b, values=values)
+        assert told.split("\n")[0] == text
     assert reshard.diff(a, b, values=True, drop=["a.b", "a/b"]).equal
 
 
@@ -814,25 +876,26 @@ def runs(tmp_path_factory):
     return directory
 
 
-def test_the_command_exits_with_0_where_all_is_equal(runs, command):
+def test_the_command_exits_with_0_only_where_all_was_compared_and_is_equal(runs, command):
     a, b = runs / "run" / "1", runs / "copy"
-    rest = ": --values compares them\n"
-    unknown = "the contents of 2 arrays were not compared" + rest
-    assert command(a, b) == (
-        0,
+    unknown = "Error: the contents of 2 arrays were not compared\n\nhint: --values reads them\n"
+    assert command(a, b, "--no-values") == (
+        2,
         f"A: {a}\nB: {b}\n"
         "no differences found; the contents of 2 arrays were not compared\n"
         "no arrays compared by recorded digests, 2 not compared\n"
         "hint: --values compares contents, and finds leaves that have moved\n",
         unknown,
     )
-    assert command(a, b, "--quiet") == (0, "", unknown)
-    status, out, err = command(a, b, "--select", "w", "--json")
-    assert (status, err) == (0, "the contents of 1 array were not compared" + rest)
+    assert command(a, b, "--no-values", "--quiet") == (2, "", unknown)
+    status, out, err = command(a, b, "--no-values", "--select", "w", "--json")
+    assert (status, err) == (2, unknown.replace("2 arrays", "1 array"))
     assert json.loads(out)["equal"] is None
-    assert command(a, b, "--values", "--quiet") == (0, "", "")
+    assert command(a, runs / "last", "--quiet") == (1, "", "")
     equal = f"B: {b}\nno differences\n2 arrays compared: bit for bit\n"
-    assert command(a, b, "--values") == (0, f"A: {a}\n{equal}", "")
+    for values in ((), ("--values",)):
+        assert command(a, b, *values, "--quiet") == (0, "", "")
+        assert command(a, b, *values) == (0, f"A: {a}\n{equal}", "")
     # The step counts for each as far as it has steps.
     assert command(runs / "run", runs / "run" / "1", "--values", "--step", 1)[0] == 0
     assert command(runs / "run", b, "--values", "--step", 1)[0] == 0
@@ -863,10 +926,43 @@ def test_the_command_exits_with_1_where_something_differs(runs, command):
     assert json.loads(out) == reshard.diff(a, b, values=True).document()
 
 
+def test_the_command_compares_each_step_with_the_same_step(runs, command, tmp_path):
+    root = shutil.copytree(runs / "run", tmp_path / "other")
+    every = ("--step", "all")
+    status, out, err = command(runs / "run", root, *every)
+    assert (status, err) == (0, "")
+    assert out == "".join(
+        f"step {step}\nA: {runs}/run/{step}\nB: {root}/{step}\nno differences\n"
+        "2 arrays compared: bit for bit\n"
+        for step in (1, 2)
+    )
+    shutil.rmtree(root / "2")
+    shutil.copytree(root / "1", root / "2")
+    assert command(runs / "run", root, "--step", "1")[0] == 0
+    assert command(runs / "run", root, *every, "--quiet") == (1, "", "")
+    documents = json.loads(command(runs / "run", root, *every, "--json")[1])["steps"]
+    assert [(one["step"], one["equal"]) for one in documents] == [(1, True), (2, False)]
+    assert command(runs / "run", runs / "copy", *every)[0] == 1  # which is like step 1
+    # A step of B alone is not passed over.
+    shutil.copytree(root / "1", root / "7")
+    status, _, err = command(runs / "run", root, *every)
+    told = f"Error: step 7: `{runs}/run` has no step 7\n\nhint: its steps: 1, 2\n"
+    assert (status, err) == (2, told)
+    assert command(runs / "run", runs / "run", "--step", "1..6", "--no-values", "--quiet") == (
+        2,
+        "",
+        "".join(
+            f"Error: step {step}: the contents of 2 arrays were not compared\n\n"
+            "hint: --values reads them\n"
+            for step in (1, 2)
+        ),
+    )
+
+
 def test_the_command_exits_with_2_where_it_cannot_compare(runs, command):
     a = runs / "run" / "1"
     told = refused(runs, "diff", a, a, "--atol", "0", "--json")
-    assert told.endswith("\nError: --rtol and --atol go with --values\n")
+    assert told.endswith("\nError: --rtol and --atol require --values\n")
     told = "Error: a tolerance is a finite number, 0 or more\n  rtol=nan\n"
     assert command(a, a, "--values", "--rtol", "nan") == (2, "", told)
     told = refused(runs, "diff", a, runs / "nothing")

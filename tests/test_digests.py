@@ -1,6 +1,5 @@
 """Digests against a walk in plain Python integers: any order of boxes, and every kind of fault."""
 
-import functools
 import hashlib
 import itertools
 import json
@@ -18,8 +17,6 @@ from reshard.arrays.digests import Digest, digest_of
 DTYPES = (*layouts.DTYPES, "float64", "int64", "uint64", "complex128", "uint4", "uint2")
 # The first digits of pi, as in Blowfish.
 ROWS, WORDS = 0x243F6A8885A308D3, 0x13198A2E03707344
-# Faults of each kind, in arrays of each size of element.
-FAULTS = 150
 
 
 def whole(shape):
@@ -109,6 +106,7 @@ def test_any_boxes_in_any_order_give_what_a_plain_walk_does(name, shape, pieces,
         ("float16", (17, 1_000, 3)),
         ("float64", (16_385, 1)),
         ("float32", (40, 1_025)),
+        ("float32", (70_000, 5)),
     ],
 )
 def test_arrays_larger_than_a_slab(name, shape):
@@ -215,58 +213,3 @@ def flipped(array, *bits):
     for bit in bits:
         changed.reshape(-1).view(np.uint8)[bit // 8] ^= 1 << bit % 8
     return changed
-
-
-def flip_bits(rng, array, step=1):
-    """Up to five bits, or as many of those at the end of each so many."""
-    places = range(step - 1, 8 * array.nbytes, step)
-    count = min(int(rng.integers(1, 6)), len(places))
-    return flipped(array, *map(int, rng.choice(places, count, replace=False)))
-
-
-def random_boxes(rng, array):
-    """Two of one shape: elements, rows, columns, or chunks of a grid."""
-    shape = [int(rng.choice([1, (n + 1) // 2, rng.integers(1, n + 1), n])) for n in array.shape]
-    grid = [size // part for size, part in zip(array.shape, shape, strict=True)]
-    return [
-        tuple(slice(i * n, (i + 1) * n) for i, n in zip(rng.integers(grid), shape, strict=True))
-        for _ in range(2)
-    ]
-
-
-def exchange(rng, array):
-    """As of chunks that were written to each other's places."""
-    changed, (one, other) = array.copy(), random_boxes(rng, array)
-    changed[one], changed[other] = array[other], array[one]
-    return changed
-
-
-def zero_a_box(rng, array):
-    changed = array.copy()
-    changed[random_boxes(rng, array)[0]] = np.zeros((), array.dtype)
-    return changed
-
-
-KINDS = {
-    "bits": flip_bits,
-    "top bits": functools.partial(flip_bits, step=64),
-    "boxes": exchange,
-    "zeros": zero_a_box,
-    "a roll": lambda rng, array: np.roll(array, int(rng.integers(1, array.size))),
-    "another array": lambda rng, array: random_array(rng, array.shape, array.dtype),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["uint8", "bfloat16", "float32", "float64", "complex128"])
-def test_random_faults(name, kind):
-    rng = np.random.default_rng([list(KINDS).index(kind), np.dtype(name).itemsize])
-    found = 0
-    while found < FAULTS:
-        shape = tuple(map(int, rng.integers(2, 14, int(rng.integers(1, 4)))))
-        array = random_array(rng, shape, name)
-        changed = KINDS[kind](rng, array)
-        if changed.tobytes() == array.tobytes():
-            continue  # a box and itself: nothing is different
-        assert digest_of(changed) != digest_of(array), (shape, found)
-        found += 1

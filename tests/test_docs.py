@@ -25,8 +25,8 @@ from flax import linen as nn
 from flax import nnx
 
 import reshard
+from reshard.convert.map_rules import apply_map
 from reshard.convert.mapfile import read_map
-from reshard.convert.mapped import apply_map
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
 ROOT = pathlib.Path(__file__).parents[1]
@@ -161,7 +161,7 @@ def test_python_of_the_readme(at):
     code = texts("README", "python")[0]
     assert len([line for line in code.splitlines() if line]) == 4
     names = python("README", at)
-    written = reshard.open(at("/tmp/demo") / "out/1000")
+    written = reshard.open(at("/tmp/demo") / "out/1001")
     assert [str(mesh) for mesh in written.meshes] == ["data=1,model=8"]
     state, variables = names["state"], names["variables"]()
     assert jax.tree.structure(state) == jax.tree.structure(variables)
@@ -278,11 +278,16 @@ def test_the_readme_is_two_screens_that_lead_to_every_topic():
     assert {name: ROOT / link for name, link in links.items()} == TOPICS
 
 
-def test_documents_name_topics_and_commands_that_there_are():
+def test_documents_name_topics_functions_and_tests_that_exist():
     for name, text in DOCUMENTS.items():
         named = set(re.findall(r"`reshard help (\w+)`", text))
         assert named <= {*TOPICS, "TOPIC"}, name
         assert set(re.findall(r"`reshard\.(\w+)", text)) <= {*dir(reshard), "cli"}, name
+        tests = {file.name for file in (ROOT / "tests").glob("test_*.py")}
+        assert set(re.findall(r"\btest_\w+\.py", text)) <= tests, name
+        for module in re.findall(r"`python -m (tests\.[\w.]+)", text):
+            place = ROOT / module.replace(".", "/")
+            assert (place / "__main__.py").is_file() or place.with_suffix(".py").is_file(), module
 
 
 def test_listing_has_every_room():

@@ -21,13 +21,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard
-from reshard import cli, errors, hints
+from reshard import cli, errors
 from reshard.arrays.dtypes import parse_dtype
 from reshard.cli import output
-from reshard.hints import Hint, literal
-from reshard.tree import split_path
+from reshard.tree import as_python, split_path
 from reshard.units import parse_bytes
-from reshard.writer.prepare import parse_chunks
+from reshard.writer.planning import parse_chunks
 
 ROOT = pathlib.Path(reshard.__file__).parent
 
@@ -46,7 +45,7 @@ HIERARCHY = {
     "DestinationExistsError": ("DestinationError", FileExistsError),
 }
 
-RENAME = Hint(("rename", "^params/lm_head/", "params/head/"))
+RENAME = 'reshard.rename(ckpt, [("^params/lm_head/", "params/head/")])'
 
 
 def test_the_hierarchy_is_all_there_is():
@@ -73,8 +72,7 @@ def test_every_error_says_all_of_it(name):
     problems = ("params/head/kernel   float32[4,8]", "params/head/bias     float32[8]")
     error = getattr(errors, name)(summary, [*problems], hints=[RENAME])
     text = f"{summary}\n  {problems[0]}\n  {problems[1]}\n\nhint: "
-    call = 'reshard.rename(ckpt, [("^params/lm_head/", "params/head/")])'
-    assert str(error) == text + call
+    assert str(error) == text + RENAME
     typed = "--rename '^params/lm_head/=params/head/'"
     assert error.render(None, output.as_flags) == text + typed
     own = {"MemoryLimitError": {"least": 0}, "TreeMismatchError": {"outcomes": ()}}.get(name, {})
@@ -84,9 +82,8 @@ def test_every_error_says_all_of_it(name):
 def made(name):
     """An error with all that one can have."""
     least = {"least": 7} if name == "MemoryLimitError" else {}
-    again = Hint(("same",), " with ", ("resume", True), " goes on with it")
     error = getattr(errors, name)("summary", ["a", "b"], [RENAME, "try c"], **least)
-    error.add_note(again)
+    error.add_note("resume=True goes on with it")
     return error
 
 
@@ -100,16 +97,7 @@ def assert_same(error, name):
     assert type(error) is type(expected)
     assert vars(error) == vars(expected)
     assert str(error) == str(expected)
-    texts = [*error.hints, *error.__notes__]
-    assert [hint.parts for hint in texts if isinstance(hint, Hint)] == [
-        (("rename", "^params/lm_head/", "params/head/"),),
-        (("same",), " with ", ("resume", True), " goes on with it"),
-    ]
-    assert list(map(output.as_flags, texts)) == [
-        "--rename '^params/lm_head/=params/head/'",
-        "try c",
-        "the same command with --resume goes on with it",
-    ]
+    assert error.__notes__ == expected.__notes__
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
@@ -183,70 +171,94 @@ def test_wrong_arguments_beside_a_checkpoint(tmp_path):
 
 
 HINTS = [
-    (Hint(("max_memory", "600KiB")), 'max_memory="600KiB"', "--max-memory 600KiB"),
+    ('max_memory="600KiB" is the least', "--max-memory 600KiB is the least"),
+    ("overwrite=True replaces it", "--overwrite replaces it"),
+    ("step=5", "--step 5"),
+    ("leave out step=...", "leave out --step"),
+    ("workers=... and max_memory=... multiply", "--workers and --max-memory multiply"),
+    ('item="it\'s"', """--item 'it'"'"'s'"""),
+    ('codec="zstd:9", of levels up to 22', "--codec zstd:9, of levels up to 22"),
     (
-        Hint(("overwrite", True), " replaces it"),
-        *("overwrite=True replaces it", "--overwrite replaces it"),
-    ),
-    (
-        Hint(("axes", "data", "x"), " renames, ", ("axes", "data", ""), " replicates"),
         'axes={"data": "x"} renames, axes={"data": ""} replicates',
         "--axis data=x renames, --axis data= replicates",
     ),
+    (r'specs=[(r"^a\.b$", "data,")] fits', r"--spec '^a\.b$=data,' fits"),
+    (r'specs=[(r"^a\.b$", P(...))] says how', r"--spec '^a\.b$=AXIS,' says how"),
+    ('drop=["a/**"] with init=["b"] starts', "--drop 'a/**' with --init 'b' starts"),
+    ("drop=[...] with init=[...]", "--drop GLOB with --init GLOB"),
+    ("model=...; `source=` tells", "--model MODULE:NAME; --source-model tells"),
+    ("map_file=..., which `reshard convert` wrote", "--map FILE, which --emit-map wrote"),
+    ("outputs differ; check=True compares", "outputs differ; --check compares"),
+    ("check=... may have others", "--inputs MODULE:NAME may have others"),
+    ("share=(..., ...) of 7 shares writes one", "--shard I/N of 7 shares writes one"),
+    ("share=(i, n) with i in 1,3..5 alone", "the array job again, of tasks 1,3..5 alone"),
     (
-        Hint(("specs", r"^a\.b$", "data,")),
-        *(r'specs=[(r"^a\.b$", "data,")]', r"--spec '^a\.b$=data,'"),
+        'rules=[("embed", "data"), ...] or rules=[]',
+        '--rules FILE with `rules = [["embed", "data"], ...]` or `rules = []` in it',
     ),
+    ('rule ("a", "b") splits, ("a", None) not', 'rule ["a", "b"] splits, ["a", []] not'),
+    ('reshard.cast(ckpt, "float32", "a/**")', "--dtype 'a/**=float32'"),
+    ("reshard.cast(ckpt, ..., ...) casts", "--dtype 'GLOB=DTYPE' casts"),
+    ('reshard.select(ckpt, drop=["it\'s", "b"])', """--drop 'it'"'"'s' --drop 'b'"""),
+    (RENAME + " takes it away", "--rename '^params/lm_head/=params/head/' takes it away"),
+    ("""reshard.rename(ckpt, [('/+"$', '"')])""", """--rename '/+"$="'"""),
+    ('reshard.to_mesh(ckpt, "data=1,model=8") fits', "--to data=1,model=8 fits"),
+    ('reshard.verify("run/1")', "reshard verify 'run/1'"),
+    ('reshard.verify(reshard.open("run/1", item="state"))', "reshard verify 'run/1' --item state"),
+    ('reshard.commit("run/1") completes it', "reshard commit 'run/1' completes it"),
     (
-        Hint(("cast", "float32", "a/**")),
-        *('reshard.cast(ckpt, "float32", "a/**")', "--dtype 'a/**=float32'"),
-    ),
-    (
-        Hint(("cast",), " casts"),
-        *("reshard.cast(ckpt, ..., ...) casts", "--dtype 'GLOB=DTYPE' casts"),
-    ),
-    (
-        Hint("drop both: ", ("drop_both", "it's", "b")),
-        'drop both: reshard.select(ckpt, drop=["it\'s", "b"])',
-        """drop both: --drop 'it'"'"'s' --drop 'b'""",
-    ),
-    (
-        Hint(("verify_item", "run/1", "state")),
-        'reshard.verify(reshard.open("run/1", item="state"))',
-        "reshard verify 'run/1' --item 'state'",
-    ),
-    (
-        Hint(("select_layout", "a/**", "^a/", "nnx-state")),
         'reshard.rename(reshard.select(ckpt, "a/**"), [("^a/", "")]) with layout="nnx-state"',
         "--select 'a/**' --rename '^a/=' --layout nnx-state",
     ),
-    (Hint("leave out ", ("step",)), "leave out step=...", "leave out --step"),
-    (
-        Hint(("drop",), " with ", ("init",)),
-        *("drop=[...] with init=[...]", "--drop GLOB with --init GLOB"),
-    ),
-    (Hint("a {} and a {1}"), "a {} and a {1}", "a {} and a {1}"),
-    ("--as it is", "--as it is", "--as it is"),
+    ("reshard.to_nnx(ckpt, ...) converts it", "--to nnx converts it"),
+    ("reshard.to_linen(path, model)", "reshard convert SRC DST --to linen --model MODULE:NAME"),
+]
+# What is no argument, or is not on the command line; names and values of the user's.
+AS_THEY_ARE = [
+    "--as it is, `256MiB`",
+    'reshard.stack(ckpt, "params/Block_{}", into="params/Block")',
+    'unexpected="ignore" restores the rest',
+    "did you mean `data=1,model=8`? --mesh model=1,data=1 fits",
+    "the nearest is `overwrite=True`, of 'resume=True' and \"drop=[...]\"",
+    'a/overwrite=True, b-step=5, c.item="x" and overwrite=Truest',
+    'from = "^resume=True/(.*)", to = \'layout="nnx-state"\'',
+    "rm 'it'\"'\"'s overwrite=True' forgets it",
+    "the model's own, the user's",
+    'drop=["unclosed',
+    "reshard.verify(path)",
+    'reshard.cast(ckpt, "float32")',
+    "reshard.select(ckpt, [1, [2, [3, [4, [5]]]]])",
 ]
 
 
-@pytest.mark.parametrize(("hint", "call", "typed"), HINTS)
-def test_a_hint_is_a_call_and_a_flag(hint, call, typed):
-    assert str(hint) == call
+@pytest.mark.parametrize(("hint", "typed"), HINTS + [(text, text) for text in AS_THEY_ARE])
+def test_a_hint_is_a_call_and_a_flag(hint, typed):
     assert output.as_flags(hint) == typed
+    assert output.as_flags(typed) == typed
 
 
 @given(st.text())
 def test_text_of_a_hint_can_be_typed(text):
-    assert eval(literal(text)) == text
-    assert eval(Hint(("init", text)).removeprefix("init=")) == [text]
+    assert eval(as_python([(text, text)])) == [(text, text)]
     if "\0" not in text and text.isprintable():
-        typed = output.as_flags(Hint(("init", text))).removeprefix("--init ")
-        assert shlex.split(typed) == [text]
+        typed = output.as_flags(f"init={as_python([text])} item={as_python(text)}")
+        assert shlex.split(typed) == ["--init", text, "--item", text]
 
 
-def test_what_hints_name_is_there():
-    """Options of commands, and what Python can read."""
+@given(st.text(), st.text())
+def test_an_axis_in_a_hint_is_one_word(old, new):
+    if (old + new).isprintable():
+        typed = output.as_flags(f"axes={as_python({old: new})}")
+        assert shlex.split(typed) == ["--axis", f"{old}={new}"]
+
+
+@given(st.text())
+def test_names_and_values_are_no_arguments(text):
+    names = f"`{text.replace('`', '')}`, {as_python(text)}: "
+    assert output.as_flags(f"{names}resume=True") == f"{names}--resume"
+
+
+def test_flags_of_hints_are_options():
     known = {
         option
         for name in cli._COMMANDS
@@ -254,27 +266,19 @@ def test_what_hints_name_is_there():
         if isinstance(parameter, click.Option)
         for option in parameter.opts
     }
-    for text in [*output._FLAGS.values(), *output._METAVARS.values()]:
-        assert set(re.findall("--[a-z-]+", text)) <= known, text
-    for name, call in hints._CALLS.items():
-        typed = call.format("1", "2", "3").split(" with ")[0]
-        if "(" in typed or "=" in typed:
-            ast.parse(f"f({typed})", mode="eval")
-        function = re.match(r"reshard\.(\w+)\(", typed)
-        assert function is None or hasattr(reshard, function[1]), name
+    flags = [*output._TYPED.values(), *output._FLAGS.values()]
+    flags += [f"--{name.replace('_', '-')}" for name in output._OPTIONS]
+    assert {flag for text in flags for flag in re.findall("--[a-z-]+", text)} <= known
+    functions = re.findall(r"reshard\.(\w+)\(", "".join(output._TYPED))
+    assert all(hasattr(reshard, name) for name in functions)
 
 
 def test_no_hint_on_the_command_line_is_a_call_of_the_library():
-    typed = [
-        output.as_flags(Hint((name, *values)))
-        for name in hints._CALLS
-        for values in ((), ("a", "b", "c"))
-    ]
     refusals = json.loads((pathlib.Path(__file__).parent / "data/frozen/refusals.json").read_text())
     told = (t for t in refusals.values() if isinstance(t, dict))
     printed = [line for each in told for line in each.get("err", ()) if "hint: " in line]
     assert len(printed) > 50
-    calls = [t for t in typed + printed if re.search(r'\w+=[\[("]|reshard\.\w+\(', t)]
+    calls = [t for t in printed if re.search(r'\w+=[\[("]|reshard\.\w+\(', t)]
     assert {re.sub(r"\(.*", "", call) for call in calls} <= {"hint: reshard.stack"}  # no command is
 
 

@@ -7,7 +7,6 @@ import functools
 import multiprocessing
 import os
 import pathlib
-import pickle
 import socket
 import subprocess
 import sys
@@ -23,8 +22,8 @@ from worker_tasks import Tiny
 
 import reshard
 import reshard.cli
-from reshard.engine import executors
-from reshard.engine.workers import check_tasks, run_tasks
+from reshard.engine import run
+from reshard.engine.run import check_tasks, run_tasks
 
 TESTS = pathlib.Path(__file__).parent
 
@@ -112,30 +111,20 @@ def invoke(*arguments):
 # A process pool.
 
 
-def spawned(count):
-    return concurrent.futures.ProcessPoolExecutor(count, multiprocessing.get_context("spawn"))
-
-
 @pytest.mark.exhaustive
 def test_a_process_pool_that_breaks_ends_the_job_and_says_what_is_left(tmp_path):
     log = tmp_path / "log"
     tasks = [Tiny(0, log), Tiny(1, log, "killed"), Tiny(2, log, "hangs")]
-    with spawned(1) as pool, pytest.raises(reshard.ReshardError) as caught:
+    spawned = multiprocessing.get_context("spawn")
+    with (
+        concurrent.futures.ProcessPoolExecutor(1, spawned) as pool,
+        pytest.raises(reshard.ReshardError) as caught,
+    ):
         run_tasks(tasks, lambda nbytes: None, executor=pool)
     lines = str(caught.value).splitlines()
     assert lines[0] == "the executor has lost its workers, and 2 of 3 tasks are not done"
     assert lines[1].startswith("  BrokenProcessPool: ")
     assert lines[2:] == ["  task 1", "  task 2"]
-
-
-@pytest.mark.exhaustive
-def test_a_process_pool_saves_what_one_process_does(source, tmp_path):
-    ckpt = reshard.cast(reshard.open(source), "bfloat16")
-    reshard.save(ckpt, tmp_path / "one")
-    with spawned(2) as pool:
-        reshard.save(ckpt, tmp_path / "out", workers=2, executor=pool)
-    assert stored(tmp_path / "out") == stored(tmp_path / "one")
-    assert reshard.digest(tmp_path / "out") == reshard.digest(tmp_path / "one")
 
 
 # What executors answer, in threads.
@@ -149,7 +138,7 @@ class Elsewhere(concurrent.futures.Executor):
 
     def submit(self, function, *arguments):
         future = concurrent.futures.Future()
-        if function is executors._release and self.release is not None:
+        if function is run._release and self.release is not None:
             future.set_result(self.release)
         elif self.error is not None:
             future.set_exception(self.error)
@@ -161,7 +150,7 @@ class Elsewhere(concurrent.futures.Executor):
 RELEASE = (
     Elsewhere(release="0.0"),
     "the executor's workers have another release of reshard\n"
-    f"  there it is 0.0, here it is {executors._release(())}",
+    f"  there it is 0.0, here it is {run._release(())}",
 )
 BROKEN = (
     Elsewhere(error=concurrent.futures.BrokenExecutor("all are gone")),
@@ -219,10 +208,10 @@ def test_what_is_done_is_not_lost_with_an_executor(tmp_path):
     """Whichever of the answers, which are there at once, is looked at first."""
 
     class Breaking(Elsewhere):
-        def submit(self, function, task):
-            lost = pickle.loads(task).number == 0
-            self.error = concurrent.futures.BrokenExecutor("all are gone") if lost else None
-            return super().submit(function, task)
+        def submit(self, function, number, data):
+            broken = concurrent.futures.BrokenExecutor("all are gone")
+            self.error = None if number else broken
+            return super().submit(function, number, data)
 
     tasks = [Tiny(number, tmp_path / "log") for number in range(32)]
     with pytest.raises(reshard.ReshardError) as caught:
@@ -276,11 +265,26 @@ def test_a_task_that_kills_dask_workers_is_told_of(dask, tmp_path):
 
 
 def test_no_scheduler_is_there(source):
-    found = invoke("digest", source, "--dask", "nowhere://a")
-    assert "no Dask scheduler answers at `nowhere://a`" in str(found.exception)
+    found = invoke("digest", source, "--dask", "nowhere://a:1")
+    assert "no Dask scheduler answers at `nowhere://a:1`" in str(found.exception)
     found = invoke("digest", source, "--dask", "tcp://127.0.0.1:1", "--workers", "2")
     assert found.exit_code == 2
     assert "--dask and --workers exclude each other" in found.output
+
+
+@pytest.mark.parametrize(
+    "address", ["localhost", "tcp://localhost", "localhost:port", "tcp://", ""]
+)
+@pytest.mark.parametrize("command", ["ckpt", "convert", "diff", "digest", "verify"])
+def test_an_address_without_a_port_is_refused_before_anything_is_looked_at(command, address):
+    places = ["nowhere"] if command in ("digest", "verify") else ["nowhere", "out"]
+    more = ["--to", "nnx"] if command == "convert" else []
+    found = invoke(command, *places, *more, "--dask", address)
+    assert found.exit_code == 2
+    assert found.output.endswith(
+        f"Error: Invalid value for '--dask': `{address}` is not tcp://HOST:PORT, "
+        "such as tcp://localhost:8786\n"
+    )
 
 
 def test_nothing_of_dask_is_imported_without_it(source):

@@ -33,7 +33,7 @@ def test_the_readme_says_which_they_are():
     python = PROJECT["requires-python"].removeprefix(">=")
     releases = ", ".join(f"{word} {FLOORS[name]}" for word, name in names.items())
     text = " ".join((ROOT / "README.md").read_text().split())
-    assert f"On Linux or macOS with Python {python}, {releases} or newer" in text
+    assert f"Linux or macOS with Python {python}, {releases} or newer" in text
 
 
 @pytest.mark.parametrize(

@@ -323,6 +323,7 @@ def test_shown(corpus):
     record.run("verify", copy)
     record.run("ckpt", copy, "out/of-recorded", "--to", "1x8", "--quiet")
     record.run("diff", copy, "out/of-recorded")
+    record.run("diff", src, "out/of-recorded", "--no-values")
     record.run("diff", src, "out/of-recorded")
     ckpt = reshard.to_mesh(reshard.open(src), "1x8")
     record.add("repr of a checkpoint", repr(ckpt))
@@ -434,24 +435,27 @@ more = 1
 """
 
 
-def test_refusals(corpus):
-    """What cannot be done, and what is asked for wrongly."""
-    src, linen, record = corpus.path("standalone"), corpus.path("linen-params"), Record(corpus)
-    manager = corpus.path("manager")
+@pytest.fixture
+def refused(corpus):
+    """Commands of what cannot be done, and of what is asked for wrongly."""
+    src, linen, manager = (corpus.path(each) for each in ("standalone", "linen-params", "manager"))
     for folder in ("occupied", "apart"):
-        pathlib.Path(folder).mkdir()
+        pathlib.Path(folder).mkdir(exist_ok=True)
     pathlib.Path("rules.toml").write_text('rules = [["embed", "data"], ["mlp", ["model"]]]\n')
     pathlib.Path("wrong.toml").write_text(WRONG)
     pathlib.Path("broken.toml").write_text("rules = ")
     pathlib.Path("map.toml").write_text("rule = [{ from = '^params/head/', to = 'head/' }]")
     model = ("--to", "1x8", "--model", "frozen_corpus:variables")
-    for command in (
+    return (
         ("inspect", "apart/nowhere"),
         ("inspect", "occupied"),
         ("inspect", src, "--filter", "nothing/**"),
         ("inspect", src, "--filter", "params/embad"),
         ("inspect", src, "--sharding", "params/embe"),
         ("inspect", src, "--sharding", "params/embed", "--mesh", "3x5"),
+        ("inspect", src, "--sharding", "params/embed", "--mesh", "model=5"),
+        ("inspect", src, "--sharding", 'params/"two words/w.0"', "--mesh", "x=1"),
+        ("inspect", corpus.path("dtypes"), "--sharding", "int4"),
         ("inspect", src, "--sharding", "one_device"),
         ("inspect", src, "--mesh", "1x8"),
         ("ckpt", "apart/nowhere", "out/no", "--to", "1x8"),
@@ -463,9 +467,17 @@ def test_refusals(corpus):
         ("ckpt", src, "out/no", "--to", "1x7"),
         ("ckpt", src, "out/no", "--to", "1x7", "--dry-run", "--json"),
         ("ckpt", src, "out/no", "--to", "other=8"),
+        ("ckpt", src, "out/no", "--to", "8"),
+        ("ckpt", src, "out/no", "--to", "data=1,modle=8"),
+        ("ckpt", src, "out/no", "--to", "replica=2,fsdp=2,tensor=4"),
+        ("ckpt", src, "out/no", "--to", "1x8", "--spec", "embed$=modle,"),
+        ("ckpt", src, "out/no", "--to", "model=8", "--axis", "data=", "--spec", "embed$=data,"),
+        ("ckpt", src, "out/no", "--to", "1x7", "--axis", "model=", "--spec", "embed$=model,"),
         ("ckpt", src, "out/no", "--from", "4x2", "--to", "1x8"),
         ("ckpt", src, "out/no", "--spec", "embed$=model,"),
         ("ckpt", src, "out/no", "--to", "1x8", "--spec", "embad$=model,"),
+        ("ckpt", src, "out/no", "--to", "1x8", "--spec", "nothing$=model,"),
+        ("ckpt", src, "out/no", "--drop", "nothing"),
         ("ckpt", src, "out/no", "--to", "1x8", "--spec", "embed"),
         ("ckpt", src, "out/no", "--to", "1x8", "--axis", "model"),
         ("ckpt", src, "out/no", "--to", "1x8", "--axis", "modle=tensor"),
@@ -505,13 +517,19 @@ def test_refusals(corpus):
         ("convert", linen, "out/no", *to("nnx", "Model", *INIT), "--map", "nowhere.toml"),
         ("convert", src, "out/no", *to("nnx", "Model", *INIT)),
         ("diff", src, linen),
-        ("diff", src, corpus.path("standard"), "--json"),
+        ("diff", src, corpus.path("standard"), "--no-values", "--json"),
         ("diff", src, src, "--rtol", "1"),
         ("verify", src, "--against", linen),
         ("digest", src, "--max-memory", "100B"),
         ("digest", src, "--step", "3"),
         ("frobnicate",),
-    ):
+    )
+
+
+def test_refusals(corpus, refused):
+    """What is said of them."""
+    src, record = corpus.path("standalone"), Record(corpus)
+    for command in refused:
         record.run(*command)
     record.add("left behind", [name for name in names("out") if name.startswith("no")])
     shutil.copytree(src, "damaged")
@@ -523,6 +541,117 @@ def test_refusals(corpus):
         record.run("verify", path)
         record.run("ckpt", path, "out/no", "--to", "1x8")
     record.check("refusals")
+
+
+# Options that may be typed several times; of any other the last counts.
+SEVERAL = ("--axis", "--drop", "--init", "--rename", "--select", "--spec")
+# Hints of which nothing can be typed into the same command.
+PROSE = (
+    "` has: ",
+    "write beside the source",
+    "modules are looked for in the current directory",
+    "saved axes: ",
+    "a function that does: ",
+    "`to = ",
+    "--layout says otherwise",
+    "reshard.stack(",
+    "reshard inspect PATH",
+)
+
+
+# Hints with which a command is done.
+DONE = ("any array", "write the axes out", "did you mean", "is the least", "comes first", "--from")
+OPTION = r"--[a-z-]+ (?:'[^']*'|[^'\s]\S*)"
+
+
+def typed(command: list[str], said: str, hint: str) -> list[list[str]]:
+    """The commands that a hint asks for, of one that was refused with these words."""
+    if hint.startswith("--overwrite"):
+        return [[*command, "--overwrite"]]
+    if whole := re.match(r"reshard ([a-z].*)", hint):
+        words = shlex.split(whole[1])
+        return [[{"SRC": command[1], "DST": command[2]}.get(word, word) for word in words]]
+    if left_out := re.match(r"leave out (--\w+)", hint):
+        place = command.index(left_out[1])
+        return [command[:place] + command[place + 2 :]]
+    if mesh := re.search(r"(?:write the axes out:|did you mean) `(.*?)`", hint):
+        return [with_option(command, "--to", mesh[1])]
+    if entries := in_file(hint):
+        return [with_option(command, *entries)]
+    hint = filled(hint, "linen" in command)
+    options = re.findall(rf"{OPTION}(?: {OPTION})*", hint)
+    first = "comes first" in hint
+    if options:
+        return [with_option(command, *shlex.split(o.rstrip(",")), first=first) for o in options]
+    found = map("".join, re.findall(r"`(.+?)`|'(.+?)'|cast to (\w+):", said))
+    if near := re.match("the nearest leaf to `(.*?)` is `(.*?)`", hint):
+        text = pathlib.Path("map.toml").read_text().replace(near[1].strip("/"), near[2])
+        pathlib.Path("typed.toml").write_text(text)
+        return [with_option(command, "--map", "typed.toml")]
+    wrong = next(w for w in found if any(w in word for word in command[1:]))
+    values = re.findall(r"`([^`]+)`", hint)
+    return [[word.replace(wrong, value) for word in command] for value in values]
+
+
+def in_file(hint: str) -> tuple[str, str] | None:
+    """The option that names a file of what a hint says, which is written; None if it says none."""
+    pathlib.Path("typed.toml").unlink(missing_ok=True)
+    rules = re.findall(r'\["\w+", \[.*?\]\]', hint)
+    name, text = "--rules", hint if re.match("(rules|specs) = ", hint) else f"rules = {rules}"
+    if "[[rule]]" in hint or "such as: " in hint:
+        name, text = "--map", "[[rule]]" + hint.rpartition(" such as: ")[2].replace("[[rule]]", "")
+        text = text.replace("[[rule]]", "[[rule]]\n").replace("', to", "'\nto")
+    elif not rules and text != hint:
+        return None
+    pathlib.Path("typed.toml").write_text(text.replace("'[", "[").replace("]'", "]"))
+    return name, "typed.toml"
+
+
+def filled(hint: str, to_linen: bool) -> str:
+    """A hint with names of the corpus in the places of those that are the user's own."""
+    model, source = "frozen_corpus:Model", "frozen_corpus:variables"
+    if to_linen:
+        model, source = source, model
+    hint = hint.replace("--source-model MODULE:NAME", f"--source-model {source}")
+    hint = hint.replace("--model MODULE:NAME", f"--model {model}")
+    hint = hint.replace("my_project.model:create_train_state", "frozen_corpus:train_state")
+    return hint.replace("--map FILE", "--map map.toml")
+
+
+def with_option(command: list[str], *options: str, first: bool = False) -> list[str]:
+    """A command with options: in place of their values, or behind or ahead of what is there."""
+    for name, value in zip(options[::2], options[1::2], strict=True):
+        if name in command and name not in SEVERAL:
+            place = command.index(name) + 1
+            command = [*command[:place], value, *command[place + 1 :]]
+        else:
+            given = (name, value)
+            command = [*command[:3], *given, *command[3:]] if first else [*command, *given]
+    return command
+
+
+def test_what_a_hint_says_is_answered_otherwise_once_it_is_typed(refused):
+    """No command is refused again for the same, and no option is unknown."""
+    failed, seen = [], 0
+    for command in (list(words) for words in refused):
+        status, _, err = in_process.command(command)
+        said, _, hints = err.partition("\n\nhint: ")
+        for hint in hints.removesuffix("\n").split("\nhint: ") if hints else ():
+            hint = re.sub(r"\n  \.\.\. and \d+ more$", "", hint)
+            again = [] if any(text in hint for text in PROSE) else typed(command, said, hint)
+            assert again or any(text in hint for text in PROSE), hint
+            for words in again:
+                seen += 1
+                answer, _, text = in_process.command(words)
+                same = (answer, text.partition("\n\nhint: ")[0]) == (status, said)
+                if same or "No such" in text or (answer and any(each in hint for each in DONE)):
+                    failed.append((shlex.join(words), hint, text))
+                shutil.rmtree("out/no", ignore_errors=True)
+            if "--overwrite" in hint:
+                shutil.rmtree("occupied")
+                pathlib.Path("occupied").mkdir()
+    assert failed == []
+    assert seen > 50
 
 
 def test_surface():

@@ -4,7 +4,10 @@ import functools
 import json
 import operator
 import pathlib
+import pickle
 import shutil
+import subprocess
+import sys
 
 import flax.serialization
 import jax
@@ -185,13 +188,6 @@ def test_step_names_with_a_prefix(tmp_path):
     assert reshard.open(tmp_path / "run", step=2).source.step == "ckpt_000002"
 
 
-def test_paths_in_any_form(saved, monkeypatch):
-    path = saved("standalone").path
-    monkeypatch.chdir(path.parent)
-    for form in (str(path), path, f"{path}/", f"file://{path}", path.name, f"./{path.name}/"):
-        assert str(reshard.open(form).source.root) == str(path)
-
-
 def test_the_only_tree_of_several_items(saved):
     source = saved("items")
     assert list(reshard.open(source.path)) == list(reshard.open(source.path, item="state"))
@@ -251,6 +247,61 @@ def test_steps_and_items_that_are_not_there(saved, two_trees):
         not_found(text, path, item="params")
 
 
+def deleted(step, item):
+    """What is said of an item whose deletion has not ended, and how to end it."""
+    what = "`_CHECKPOINT_DELETION` beside it records a deletion that has not ended"
+    call = f'orbax.checkpoint.experimental.v1.delete("{step}", checkpointable_name="{item}")'
+    return f"`{step}/{item}` is being deleted: {what}\n\n", f"hint: {call} ends the deletion"
+
+
+def test_an_item_whose_deletion_has_not_ended(two_trees, tmp_path):
+    run = pathlib.Path(shutil.copytree(two_trees, tmp_path / "run"))
+    layouts.record_deletion(run / "7", "ema")
+    text, end = deleted(run / "7", "ema")
+    for path in (run, run / "7"):
+        not_found(f"{text}hint: its items: config, params\n{end}", path, item="ema")
+        ckpt = reshard.open(path)
+        assert (ckpt.source.item, ckpt.source.items) == ("params", ("config", "params"))
+        assert ckpt.notes == ("item 'ema' is left out: its deletion has not ended",)
+        assert list(ckpt) == list(reshard.open(path, item="params")) == [("w",)]
+    not_found(f"{text}{end}", run / "7" / "ema")
+    assert reshard.open(run / "7" / "params")["w"].shape == (5,)
+    shutil.rmtree(run / "7" / "ema")  # it was stopped later
+    not_found(f"{text}hint: its items: config, params\n{end}", run, item="ema")
+    assert reshard.open(run)["w"].shape == (5,)
+
+
+def test_the_only_tree_is_being_deleted(copy):
+    path = copy("items")
+    layouts.record_deletion(path / "3", "state")
+    text, end = deleted(path / "3", "state")
+    not_found(f"{text}hint: its items: array, config, key\n{end}", path)
+    not_found(text + end, path / "3" / "state")
+
+
+@pytest.mark.skipif(not hasattr(v1.v1, "delete"), reason="Orbax has no partial deletions yet")
+def test_orbax_ends_a_deletion_as_the_hint_says(tmp_path):
+    path = tmp_path / "saved"
+    trees = {name: {"w": layouts.random((4, 6), seed=seed)} for seed, name in enumerate("ab")}
+    v1.v1.save_checkpointables(path, trees)
+    layouts.record_deletion(path, "b")
+    assert set(v1.v1.load_checkpointables(path)) == {"a"}
+    hint = refused(reshard.CheckpointNotFoundError, reshard.open, path, item="b").splitlines()[-1]
+    call = hint.removeprefix("hint: ").removesuffix(" ends the deletion")
+    subprocess.run([sys.executable, "-c", f"import {call.split('.delete')[0]}; {call}"], check=True)
+    assert not (path / "b").exists() and not (path / "_CHECKPOINT_DELETION").exists()
+    assert reshard.open(path).notes == ()
+
+
+@pytest.mark.parametrize("record", [{}, {"checkpointable_name": 3}, {"checkpointable_name": ""}])
+def test_a_record_of_a_deletion_that_names_no_item(copy, record):
+    path = copy("items")
+    (path / "3" / "_CHECKPOINT_DELETION").write_text(json.dumps(record))
+    text = f"`{path}/3/_CHECKPOINT_DELETION` does not name the deleted item"
+    for place in (path, path / "3", path / "3" / "state"):
+        corrupt(text, place)
+
+
 def test_nothing_there(tmp_path):
     (tmp_path / "run" / "a").mkdir(parents=True)
     (tmp_path / "run" / "b").mkdir()
@@ -260,25 +311,42 @@ def test_nothing_there(tmp_path):
     not_found(f"there is nothing at `{deep}`\n\nhint: `{tmp_path}/run/a` has: no directories", deep)
     nothing = "no _METADATA, no _CHECKPOINT_METADATA, no step directories, no zarr arrays"
     not_a_format(f"`{tmp_path}` is not a checkpoint\n  {nothing}", tmp_path)
-    path = tmp_path / "notes.txt"
-    path.write_text("hello")
-    not_a_format(f"`{path}` is a file, and not a checkpoint directory", path)
     hint = "a path, or a URL that begins with gs://, s3:// or file://"
     for scheme in ("hf", "https"):
         url = f"{scheme}://bucket/run/100"
         not_a_format(f"`{url}`: there is no way to read `{scheme}://`\n\nhint: {hint}", url)
 
 
-def test_a_msgpack_file(tmp_path):
-    path = tmp_path / "checkpoint_10"
-    path.write_bytes(flax.serialization.msgpack_serialize({"params": {"w": np.arange(3)}}))
-    not_a_format(
-        f"`{path}` is a Flax msgpack checkpoint, which is recognised but not read yet", path
-    )
+MSGPACK = "a Flax msgpack checkpoint, which is recognised but not read yet"
+PICKLE = "a pickle, which is never opened: to read it can run any code"
+TREE = flax.serialization.msgpack_serialize({"params": {"w": np.arange(3)}})
+PICKLED = [pickle.dumps({"w": [1, 2]}, number) for number in range(pickle.HIGHEST_PROTOCOL + 1)]
+FILES = [
+    ("checkpoint_10", TREE, MSGPACK),
+    ("checkpoint_1", flax.serialization.msgpack_serialize({}), MSGPACK),  # one byte, of any pickle
+    *((name, data, PICKLE) for name in ("checkpoint_10", "state") for data in PICKLED[2:]),
+    *((f"state.{end}", PICKLED[0], PICKLE) for end in ("pkl", "pickle")),  # which is text
+    ("notes.txt", b"hello", "a file, and not a checkpoint directory"),
+]
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize(("name", "data", "what"), FILES)
+def test_files_that_are_no_directories(tmp_path, name, data, what):
+    (tmp_path / name).write_bytes(data)
+    not_a_format(f"`{tmp_path / name}` is {what}", tmp_path / name)
+
+
+def test_directories_of_pickles_and_msgpack_files(tmp_path):
+    for name in ("checkpoint_10", "checkpoint", "state"):
+        (tmp_path / name).write_bytes(PICKLED[-1])
+    nothing = "no _METADATA, no _CHECKPOINT_METADATA, no step directories, no zarr arrays"
+    found = f"`checkpoint` is {PICKLE}\n  `checkpoint_10` is {PICKLE}"
+    not_a_format(f"`{tmp_path}` is not a checkpoint\n  {nothing}\n  {found}", tmp_path)
+    (tmp_path / "checkpoint_9").write_bytes(TREE)
     not_a_format(
         f"`{tmp_path}` holds Flax msgpack checkpoints, which are recognised but not read yet\n"
-        "  checkpoint_10\n\n"
-        "hint: restore it with flax.training.checkpoints and save it with Orbax",
+        "  checkpoint_9\n\nhint: restore it with flax.training.checkpoints and save it with Orbax",
         tmp_path,
     )
 
@@ -375,10 +443,14 @@ def test_a_missing_marker_says_nothing(copy):
 
 @pytest.mark.parametrize("layout", ["standalone", "zarr2-files", "zarr3-files", "bare"])
 def test_half_written_without_a_tree(copy, layout):
+    """Beside which a pickle may be."""
     path = copy(layout)
     (path / "_METADATA").unlink()
-    with pytest.raises(reshard.ReshardError, match=r"has no _METADATA: it was half written"):
-        reshard.open(path)
+    for _ in range(2):
+        text = f"^`{path}(/params.*)?` has no _METADATA: it was half written$"
+        with pytest.raises(reshard.ReshardError, match=text):
+            reshard.open(path)
+        (path / "checkpoint").write_bytes(PICKLED[-1])
 
 
 def test_half_written_without_a_manifest(copy):
@@ -391,18 +463,20 @@ def test_half_written_without_a_manifest(copy):
     corrupt(f"`{path}` {text}", path)
 
 
+@pytest.mark.parametrize("folder", ["d", "ocdbt_meta"])
 @pytest.mark.parametrize("layout", ["standalone", "zarr3-ocdbt"])
-def test_a_merged_database_without_a_manifest(copy, layout):
+def test_a_merged_database_without_a_manifest(copy, layout, folder):
     """Its processes' databases are still there, and Orbax does not read them either."""
     path = copy(layout)
     (path / "manifest.ocdbt").unlink()
+    (path / "d").rename(path / folder)
     corrupt(
-        f"`{path}` has no manifest.ocdbt, and `{path}/d` holds what it led to: the databases of "
-        "its processes were merged, and the merged one has lost its manifest",
+        f"`{path}` has no manifest.ocdbt, and `{path}/{folder}` holds what it led to: the "
+        "databases of its processes were merged, and the merged one has lost its manifest",
         path,
     )
-    shutil.rmtree(path / "d")
-    (path / "d").mkdir()
+    shutil.rmtree(path / folder)
+    (path / folder).mkdir()
     assert reshard.open(path).source.format.startswith("OCDBT, never merged")
 
 

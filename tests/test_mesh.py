@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 import jax
+import layouts
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -13,12 +14,17 @@ from jax.sharding import PartitionSpec as P
 from layouts import refused
 from sampling import examples
 
+import reshard
 from reshard.errors import ShardingError
 from reshard.sharding import mesh as mesh_lib
 from reshard.sharding.mesh import Mesh, NamedSharding, SingleDeviceSharding
 
 SAVED = Mesh(("data", "model"), (2, 4), ("Auto", "Auto"), tuple(range(8)))
 EIGHT = Mesh(("data", "model"), (1, 8))
+NAMES = ("replica", "data", "fsdp", "stage", "tensor", "expert")
+ONES = ("replica", "data", "stage", "expert")
+MANY = Mesh(NAMES, (1, 1, 2, 1, 4, 1))
+MANY_OF_ONE = Mesh(NAMES, (1,) * 6)
 
 
 def device_mesh(sizes, names, order=None, types=None):
@@ -41,6 +47,20 @@ def device_mesh(sizes, names, order=None, types=None):
         ("1x8", [SAVED], EIGHT),
         (" 64x64 ", [SAVED, EIGHT], Mesh(("data", "model"), (64, 64))),
         ("4", [Mesh(("x",), (8,))], Mesh(("x",), (4,))),
+        # As many sizes as there are axes larger than 1 in any saved mesh.
+        ("1x8", [MANY], Mesh(NAMES, (1, 1, 1, 1, 8, 1))),
+        ("8", [MANY_OF_ONE, Mesh(NAMES, (1, 4, 1, 1, 1, 1))], Mesh(NAMES, (1, 8, 1, 1, 1, 1))),
+        ("2x1x2x1x2x1", [MANY], Mesh(NAMES, (2, 1, 2, 1, 2, 1))),
+        # An axis that every saved mesh has with size 1, and that is not named, stays 1.
+        ("tensor=4,fsdp=2", [MANY], Mesh((*ONES, "tensor", "fsdp"), (1, 1, 1, 1, 4, 2))),
+        ({"other": 2}, [EIGHT, SAVED], Mesh(("other",), (2,))),
+        (
+            {"stage": 2, "fsdp": 4},
+            [MANY],
+            Mesh(("replica", "data", "expert", "stage", "fsdp"), (1, 1, 1, 2, 4)),
+        ),
+        (Mesh(("fsdp",), (4,)), [MANY], Mesh(("fsdp",), (4,))),
+        (AbstractMesh((4,), ("fsdp",)), [MANY], Mesh(("fsdp",), (4,), ("Auto",))),
     ],
 )
 def test_forms_without_devices(given_mesh, saved, expected):
@@ -75,6 +95,7 @@ FORMS = "\n\nhint: a mesh is `data=1,model=8`, `1x8`, a dict, or a jax Mesh or A
         ("0x8", [SAVED], "every axis of the mesh `data=0,model=8` needs at least one device"),
         ({"a": 2, "b": -2}, [], "every axis of the mesh `a=2,b=-2` needs at least one device"),
         ({}, [], "every axis of the mesh `` needs at least one device"),
+        ({}, [MANY], "every axis of the mesh `` needs at least one device"),
         (Mesh(("a",), (0,)), [], "every axis of the mesh `a=0` needs at least one device"),
         ("data=1,data=2", [], "the mesh `data=1,data=2` names an axis twice"),
         ("1x8", [], f"`1x8` {TAKES}, and none was saved\n\n{WRITE}`axis0=1,axis1=8`"),
@@ -93,7 +114,26 @@ FORMS = "\n\nhint: a mesh is `data=1,model=8`, `1x8`, a dict, or a jax Mesh or A
             "1x8",
             [SAVED, Mesh(("x", "y"), (4, 2)), EIGHT],
             f"`1x8` {TAKES}, and they do not agree on them\n"
-            f"  data=1,model=8\n  data=2,model=4\n  x=4,y=2\n\n{WRITE}`axis0=1,axis1=8`",
+            f"  data=1,model=8\n  data=2,model=4\n  x=4,y=2\n\n"
+            f"{WRITE}`data=1,model=8,x=1,y=1`\n{WRITE}`data=1,model=1,x=1,y=8`",
+        ),
+        (
+            "16",
+            [Mesh(("x",), (2,)), Mesh(("x", "y"), (10, 2)), Mesh(("x", "y"), (2, 2))],
+            f"`16` {TAKES}, and they do not agree on them\n  x=2\n  x=2,y=2\n  x=10,y=2\n\n"
+            f"{WRITE}`x=16,y=1`\n{WRITE}`x=1,y=16`",
+        ),
+        (
+            "2x2x2",
+            [MANY],
+            f"`2x2x2` {TAKES}, which have 6, not 3\n  {MANY}\n\n"
+            f"{WRITE}`replica=1,data=1,fsdp=1,stage=2,tensor=2,expert=2`",
+        ),
+        (
+            "8",
+            [MANY],
+            f"`8` {TAKES}, which have 6, not 1\n  {MANY}\n\n"
+            f"{WRITE}`replica=1,data=1,fsdp=1,stage=1,tensor=8,expert=1`",
         ),
     ],
 )
@@ -121,6 +161,9 @@ SPECS = st.lists(st.lists(AXES, max_size=3, unique=True).map(tuple), max_size=4)
         (P(None, "model"), ((), ("model",))),
         (["data", None, ["x", "y"], ()], (("data",), (), ("x", "y"), ())),
         (" data + model , , x , None", (("data", "model"), (), ("x",), ())),
+        (" P(None, ('data','model')) ", ((), ("data", "model"))),
+        ("PartitionSpec('data', None)", (("data",), ())),
+        ("PartitionSpec()", ()),
     ],
 )
 def test_normalize_spec(spec, expected):
@@ -131,6 +174,7 @@ def test_normalize_spec(spec, expected):
     ("spec", "message"),
     [
         ([1], "not a partition spec: [1]"),
+        ("PartitionSpec(data)", "not a partition spec: PartitionSpec(data)"),
         ([("data", 1)], "not a partition spec: [('data', 1)]"),
         (["data", {"model": 1}], "not a partition spec: ['data', {'model': 1}]"),
         (P(P.UNCONSTRAINED, "data"), f"not a partition spec: {P(P.UNCONSTRAINED, 'data')!r}"),
@@ -278,3 +322,173 @@ def test_shard_owners_need_no_devices():
     mesh = Mesh(("data", "model"), (64, 64))
     owners = mesh_lib.shard_owners((128, 64), NamedSharding(mesh, (("model",),)))
     assert owners == {(j, 0): [64 * i + j for i in range(64)] for j in range(64)}
+
+
+# A checkpoint on another mesh
+
+
+LAYERS = {f"layer_{i}": {"bias": ((24,), "model")} for i in (1, 2, 10)}
+WEIGHTS = {"embed": ((8, 40), None, "model"), "wi": ((8, 80), "data", "model"), **LAYERS}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Parameters and two moments of each, on 2x4; and what has neither name nor shape of those."""
+    place = layouts.random_on(layouts.mesh((2, 4)))
+    specs = {
+        "params": WEIGHTS,
+        "opt_state": {"0": {"mu": WEIGHTS, "nu": WEIGHTS}, "sums": {"wi": ((8,), "data")}},
+        "wi": ((16,), "model"),
+    }
+    tree = jax.tree.map(lambda x: place(*x), specs, is_leaf=lambda x: isinstance(x, tuple))
+    return reshard.open(layouts.save_pytree(tmp_path_factory.mktemp("trained") / "run", tree))
+
+
+def told(ckpt, mesh, *arguments, **keywords):
+    """The problems and the hints of a mesh that is refused."""
+    with pytest.raises(ShardingError) as caught:
+        reshard.to_mesh(ckpt, mesh, *arguments, **keywords)
+    assert caught.value.summary.startswith("specs that do not fit the mesh `")
+    return [*caught.value.problems], [*caught.value.hints]
+
+
+def test_a_problem_of_a_parameter_is_told_once_for_its_optimizer_state(trained):
+    problems, hints = told(trained, "2x9")
+    also = " (model); the same for 2 leaves of optimizer state"
+    assert problems == [
+        f"params/embed  float32[8, 40]: dimension 1 of 40 does not divide by 9{also}",
+        f"params/layer_1/bias  float32[24]: dimension 0 of 24 does not divide by 9{also}",
+        f"params/layer_2/bias  float32[24]: dimension 0 of 24 does not divide by 9{also}",
+        f"params/layer_10/bias  float32[24]: dimension 0 of 24 does not divide by 9{also}",
+        f"params/wi  float32[8, 80]: dimension 1 of 80 does not divide by 9{also}",
+        "wi  float32[16]: dimension 0 of 16 does not divide by 9 (model)",
+    ]
+    assert hints == [
+        'axes={"model": ""} replicates what is split over it',
+        'specs=[("(^|/)embed$", ",")] fits',
+        'specs=[("(^|/)bias$", "")] fits',
+        'specs=[("(^|/)mu/wi$", "data,")] fits',
+        'specs=[("(^|/)nu/wi$", "data,")] fits',
+        'specs=[("^params/wi$", "data,")] fits',
+        'specs=[("^wi$", "")] fits',
+    ]
+    fits = [("(^|/)embed$", ","), ("(^|/)bias$", ""), ("^wi$", "")]
+    fits += [(f"{name}/wi$", "data,") for name in ("^params", "(^|/)mu", "(^|/)nu")]
+    assert reshard.to_mesh(trained, "2x9", fits)["params/wi"].sharding.spec == (("data",), ())
+    # A sum over a dimension has the same problem in the other.
+    problems, _ = told(trained, "16x1")
+    assert problems == [
+        "params/wi  float32[8, 80]: dimension 0 of 8 does not divide by 16 (data); "
+        "the same for 3 leaves of optimizer state",
+    ]
+
+
+def test_numbers_of_leaves_are_sorted_as_numbers(trained):
+    ckpt = reshard.select(trained, "params/layer_*/bias")
+    problems, hints = told(ckpt, "1x5", [("layer_1/", ""), ("bias", "model")])
+    assert [problem.split()[0] for problem in problems] == [
+        *("params/layer_2/bias", "params/layer_10/bias"),
+    ]
+    assert hints == [
+        'specs=[("(^|/)layer_2/bias$", "")] fits, if it comes first',
+        'specs=[("(^|/)layer_10/bias$", "")] fits, if it comes first',
+    ]
+
+
+def test_axes_that_the_mesh_lacks_are_paired_by_their_sizes(trained):
+    _, hints = told(trained, "replica=2,fsdp=2,tensor=4")
+    assert hints == [
+        'axes={"data": "replica"} renames, axes={"data": ""} replicates what is split over it',
+        'axes={"model": "tensor"} renames, axes={"model": ""} replicates what is split over it',
+    ]
+    # Without axes of these sizes, by their order; where there are not enough, it is replicated.
+    _, hints = told(trained, "fsdp=1,tensor=8")
+    assert hints == [
+        'axes={"data": "fsdp"} renames, axes={"data": ""} replicates what is split over it',
+        'axes={"model": "tensor"} renames, axes={"model": ""} replicates what is split over it',
+    ]
+    _, hints = told(trained, "other=8")
+    assert hints == [
+        'axes={"data": "other"} renames, axes={"data": ""} replicates what is split over it',
+        'axes={"model": ""} replicates what is split over it',
+    ]
+
+
+def test_an_axis_that_is_spelt_wrongly_is_named(trained):
+    _, hints = told(trained, "data=1,modle=8")
+    assert hints == [
+        "did you mean `data=1,model=8`?",
+        'axes={"model": "modle"} renames, axes={"model": ""} replicates what is split over it',
+    ]
+    # In a spec, too: renamed axes of the saved specs are not meant by it.
+    problems, hints = told(trained, "1x8", [("/wi$", "modle,")])
+    assert problems == [
+        "opt_state/sums/wi  float32[8]: P('modle', None) has 2 dimensions, the array 1",
+        "opt_state/sums/wi  float32[8]: P('modle', None) names axis 'modle', which "
+        "`data=1,model=8` lacks",
+        "params/wi  float32[8, 80]: P('modle', None) names axis 'modle', which `data=1,model=8` "
+        "lacks; the same for 2 leaves of optimizer state",
+    ]
+    assert hints == [
+        'specs=[("(^|/)mu/wi$", "model,")] fits, if it comes first',
+        'specs=[("(^|/)nu/wi$", "model,")] fits, if it comes first',
+        'specs=[("(^|/)sums/wi$", "model")] fits, if it comes first',
+        'specs=[("^params/wi$", "model,")] fits, if it comes first',
+    ]
+
+
+def test_an_axis_is_not_renamed_where_it_would_not_help(trained):
+    # `data` is in no spec that was saved; it is in one that was given.
+    ckpt = reshard.select(trained, "params/embed")
+    problems, hints = told(ckpt, "model=8", [("embed", "data,")])
+    assert problems == [
+        "params/embed  float32[8, 40]: P('data', None) names axis 'data', which `model=8` lacks"
+    ]
+    assert hints == ['specs=[("(^|/)embed$", ",")] fits, if it comes first']
+    # `data` divides, and `model` is renamed already.
+    ckpt = reshard.select(trained, "params/wi")
+    _, hints = told(ckpt, "data=4,model=3")
+    assert hints == [
+        'axes={"model": ""} replicates what is split over it',
+        'specs=[("(^|/)wi$", "data,")] fits',
+    ]
+    _, hints = told(ckpt, "rows=4,columns=3", axes={"data": "rows", "model": "columns"})
+    assert hints == ['specs=[("(^|/)wi$", "rows,")] fits']
+
+
+def test_an_axis_of_size_one_is_needed_by_no_mesh(tmp_path):
+    names = ("replica", "data", "expert", "tensor")
+    on = device_mesh((1, 2, 1, 4), names)
+    spec = P(("replica", "data"), ("tensor", "expert"))
+    tree = {"w": layouts.random_on(on)((8, 16), *spec)}
+    ckpt = reshard.open(layouts.save_pytree(tmp_path / "run", tree))
+    for text in ("2x2", "data=2,tensor=2"):
+        moved = reshard.to_mesh(ckpt, text)["w"]
+        assert sorted(moved.sharding.mesh.shape.items()) == [
+            *(("data", 2), ("expert", 1), ("replica", 1), ("tensor", 2)),
+        ]
+        assert moved.sharding.spec == mesh_lib.normalize_spec(spec)
+        assert mesh_lib.shard_shape(moved.shape, moved.sharding) == (4, 8)
+    # A mesh of JAX's stays what it is.
+    mine = device_mesh((2, 2), ("data", "tensor"))
+    restored = reshard.restore(ckpt, mine)["w"]
+    assert restored.sharding == jax.sharding.NamedSharding(mine, P("data", "tensor"))
+    assert np.array_equal(restored, tree["w"])
+    # One that is larger is needed.
+    problems, _ = told(ckpt, "data=2")
+    assert problems == [
+        "w  float32[8, 16]: P(('replica', 'data'), ('tensor', 'expert')) names axis 'tensor', "
+        "which `replica=1,expert=1,data=2` lacks"
+    ]
+
+
+def test_leaves_that_a_target_lacks_are_hinted_by_their_numbers(trained):
+    ckpt = reshard.select(trained, "params/**")
+    on = device_mesh((2, 4), ("data", "model"))
+    state = {name: jax.ShapeDtypeStruct(WEIGHTS[name][0], "float32") for name in ("embed", "wi")}
+    target = reshard.target({"params": state}, mesh=on)
+    with pytest.raises(reshard.TreeMismatchError) as caught:
+        reshard.to_mesh(ckpt, on, target=target)
+    assert [*caught.value.hints] == [
+        f'reshard.select(ckpt, drop=["params/layer_{i}/**"])' for i in (1, 2, 10)
+    ]

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from converted import map_of
 from flax.traverse_util import flatten_dict, unflatten_dict
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from sampling import examples
 
 import reshard
-from reshard.tree import format_path
+from reshard.tree import format_glob, format_path
 
 FORMATS = [
     {"use_ocdbt": ocdbt, "use_zarr3": zarr3} for ocdbt in (True, False) for zarr3 in (True, False)
@@ -140,6 +140,87 @@ def test_a_leaf_below_the_name_of_another(flags, name, fills, tmp_path):
         reshard.save(ckpt, out, chunks=chunks)
         assert_same(flatten_dict(layouts.load_pytree(out)), flatten_dict(tree))
         assert_same(by_reshard(reshard.open(out)), flatten_dict(tree))
+
+
+# Keys that TensorStore's driver for files refuses, or takes for others.
+NO_FILE = "TensorStore takes `\\` for `/`, and keeps names that end in `.__lock` for locks"
+NOT_FILES = {
+    **dict.fromkeys(["a\\b", "b\\", "c.__lock", "d.__lock/e"], NO_FILE),
+    **dict.fromkeys(["f//g", "h/./i"], "its name is no path of a directory"),
+}
+
+
+@pytest.mark.parametrize("zarr3", [False, True])
+def test_what_no_file_can_be_called(zarr3, tmp_path):
+    """All of it is in the plan; a database has no files, and Orbax reads it."""
+    tree = {key: values(seed) for seed, key in enumerate(NOT_FILES)} | {"w": values(99)}
+    ckpt, out = put(tmp_path / "saved", tree, use_zarr3=zarr3), tmp_path / "out"
+    told = [f"{format_path((key,))}: {why}" for key, why in sorted(NOT_FILES.items())]
+    summary = "arrays that cannot be stored as plain files"
+    for plan in (reshard.plan(ckpt, ocdbt=False), reshard.plan(ckpt, out, ocdbt=False)):
+        assert plan.problems == (summary, *told)
+        assert plan.hints == ("ocdbt=True stores them in a database",)
+    with pytest.raises(reshard.ArgumentError, match=summary):
+        reshard.save(ckpt, out, ocdbt=False)
+    assert not list(tmp_path.glob("*out*"))
+    reshard.save(ckpt, out, ocdbt=True)
+    assert_same(flatten_dict(layouts.load_pytree(out)), flatten_dict(tree))
+
+
+SLASHED = {"a/": values(1), "b": {"c//": values(2, ()), "/": values(3, (4, 2))}, "w": values(4)}
+
+
+@pytest.mark.parametrize("out", [{}, {"ocdbt": False}], ids=str)
+@pytest.mark.parametrize("flags", FORMATS, ids=str)
+def test_keys_that_end_in_a_slash(flags, out, tmp_path):
+    """TensorStore puts an array called `a/` where it puts one called `a`. It is read there, and
+    written under another name alone: two readers need not agree on such names."""
+    tree = dict(SLASHED)
+    if not flags["use_ocdbt"]:  # where Orbax cannot save it
+        tree["b"] = {"/": tree["b"]["/"]}
+    ckpt = put(tmp_path / "saved", tree, **flags)
+    assert_same(by_reshard(ckpt), flatten_dict(tree))
+    slashed = sorted(path for path in ckpt if path != ("w",))
+    with pytest.raises(reshard.TreeMismatchError) as caught:
+        reshard.save(ckpt, tmp_path / "out", **out)
+    told = "".join(f"\n  {format_path(path)}" for path in slashed)
+    hint = "hint: reshard.rename(ckpt, [('/+\"$', '\"')]) takes it away"
+    summary = "no array can be stored under a name that ends in `/`"
+    assert str(caught.value) == f"{summary}{told}\n\n{hint}"
+    renamed = reshard.rename(ckpt, [('/+"$', '"')])
+    reshard.save(renamed, tmp_path / "out", **out)
+    read = flatten_dict(layouts.load_pytree(tmp_path / "out"))
+    assert_same(read, {(*p[:-1], p[-1].rstrip("/")): x for p, x in flatten_dict(tree).items()})
+    back = reshard.rename(reshard.open(tmp_path / "out"), [("^w$", '"w/"')])
+    assert reshard.plan(back).problems == (summary, '"w/"')
+
+
+def test_a_key_and_the_same_with_a_slash(tmp_path):
+    """Orbax saves both as one array."""
+    ckpt = put(tmp_path / "saved", {"a": values(1), "a/": values(2)})
+    assert [leaf.same_name for leaf in ckpt.arrays] == [("a/",), ("a",)]
+
+
+PARTS = ["\\", "/", ".", ".__lock/", "%2F", "*", "?", ":", "\n", "#"]
+CHARACTERS = st.characters(exclude_categories=["Cs"])
+ODD = st.lists(st.sampled_from(PARTS) | CHARACTERS, max_size=3).map(lambda p: f"x{''.join(p)}y")
+
+
+@settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(keys=st.sets(ODD, min_size=4, max_size=8), zarr3=st.booleans())
+def test_orbax_reads_all_names_of_files_that_a_plan_allows(keys, zarr3, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("odd")
+    keys = [key for key in keys if "\0" not in key and ".." not in key.split("/")]
+    assume(is_clear(keys))
+    ckpt = put(folder / "saved", {key: values(i) for i, key in enumerate(keys)}, use_zarr3=zarr3)
+    problems = reshard.plan(ckpt, ocdbt=False).problems
+    told = {line.rpartition(": ")[0] for line in problems}
+    good = {path: leaf for path, leaf in by_reshard(ckpt).items() if format_path(path) not in told}
+    assume(good)
+    assert all(set(path[0]) & {*"\\/"} for path in ckpt if path not in good)
+    kept = reshard.select(ckpt, drop=[format_glob(path) for path in ckpt if path not in good])
+    reshard.save(kept, folder / "out", ocdbt=False)
+    assert_same(flatten_dict(layouts.load_pytree(folder / "out")), good)
 
 
 KEYS = ["a", "b", "a.b", "a/b", "b.a", "0", "c", "c/0", "a.b/c"]

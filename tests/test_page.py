@@ -8,6 +8,7 @@ import html.parser
 import json
 import math
 import re
+import shutil
 import unittest.mock
 
 import browser
@@ -295,7 +296,7 @@ def test_what_is_not_known_is_not_1(ckpt, run):
     assert [layout[3] for layout in planned.data["layouts"]] == [None, None]
     empty = page_of(fabricated(0, 8))
     assert [fact.answer for fact in empty.facts[1:]] == ["not known", "none"]
-    compared = page_of(reshard.diff(ckpt, ckpt).document())
+    compared = page_of(reshard.diff(ckpt, ckpt, values=False).document())
     answers = [fact.answer for fact in compared.facts]
     assert answers == ["not known", "nothing found", "0 arrays, by recorded digests"]
     assert compared.data["histograms"] is None
@@ -351,7 +352,7 @@ def test_a_diff_tells_what_has_no_size(apart, ckpt):
         Fact(
             "What was compared?",
             "3 arrays, bit for bit",
-            ("1 moved array was compared by digests of what was read.",),
+            ("1 moved array was compared by digests.",),
         ),
     )
     rows = {each[2]: each[-2:] for each in found.data["differences"]}
@@ -413,10 +414,28 @@ def test_commands_write_pages(run, tmp_path):
     assert reshard_in(run, *words, "--dry-run", "--html", tmp_path / "p.html")[0] == 0
     out = shown(run, *words, "--dry-run", "--json")
     assert (tmp_path / "p.html").read_text() == page(json.loads(out))
-    assert "--html goes with --dry-run" in refused(run, *words, "--html", tmp_path / "q.html")
+    assert "--html requires --dry-run" in refused(run, *words, "--html", tmp_path / "q.html")
     assert not (tmp_path / "q.html").exists()
     assert reshard_in(run, "diff", "run/1", "run/1", "--html", tmp_path / "d.html")[0] == 0
     assert embedded((tmp_path / "d.html").read_text())["kind"] == "diff"
+
+
+def test_a_page_shows_one_step(run, tmp_path):
+    root, file = tmp_path / "root", tmp_path / "page.html"
+    for step in (1, 2):
+        shutil.copytree(run / "run" / "1", root / f"{step}" / "default")
+        (root / f"{step}" / "_CHECKPOINT_METADATA").write_text("{}")
+    job = ("ckpt", root, "out", "--to", "1x8", "--dry-run")
+    for words in (("inspect", root), job, ("diff", root, root)):
+        told = refused(tmp_path, *words, "--step", "all", "--html", file)
+        assert told.endswith("Error: --html shows one step: give --step N\n")
+        assert not file.exists()
+        assert reshard_in(tmp_path, *words, "--step", "2", "--html", file)[0] == 0
+        file.unlink()
+    several = reshard.plan([reshard.open(root, step=step) for step in (1, 2)], tmp_path / "out")
+    assert several._repr_html_() is None
+    with pytest.raises(reshard.ArgumentError, match="a page shows one step, and the plan has 2"):
+        to_html(several)
 
 
 def test_a_plan_that_cannot_be_made_has_a_page_that_says_why(run, tmp_path):

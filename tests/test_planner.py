@@ -23,10 +23,10 @@ from reshard.engine.budget import READ_OVERHEAD, room
 from reshard.engine.plan import ArrayLayout, plan_array
 from reshard.errors import DestinationExistsError, MemoryLimitError
 from reshard.sharding.mesh import Mesh, NamedSharding, shard_shape
+from reshard.storage.disk import Entry
 from reshard.storage.location import Location
-from reshard.storage.posix import Entry
 from reshard.units import parse_bytes
-from reshard.writer.job_plan import Plan
+from reshard.writer.plan import Plan
 from reshard.writer.siblings import Sibling
 
 MIB = 1 << 20
@@ -204,27 +204,6 @@ def test_a_plan_is_what_is_counted(job):
     assert max(memory_of(plan, box) for box in boxes) == counted(plan.box) <= memory
 
 
-@settings(deadline=None, max_examples=examples(300))
-@given(layouts(), st.data())
-def test_read_amplification(array, data):
-    chunk = tuple(data.draw(st.integers(1, size)) for size in array.shape)
-    shard = tuple(data.draw(st.integers(1, size)) for size in array.shape)
-    assert planner.read_amplification(array.shape, chunk, shard) == pytest.approx(
-        amplification(array.shape, chunk, shard)
-    )
-
-
-@settings(deadline=None, max_examples=examples(300))
-@given(st.data(), st.lists(st.integers(1, 9), max_size=3).map(tuple))
-def test_grid_boxes_and_grid_size(data, shape):
-    chunk = tuple(data.draw(st.integers(1, size + 3)) for size in shape)
-    boxes = list(planner.grid_boxes(shape, chunk))
-    in_chunk = labels(shape, chunk)
-    assert [np.unique(in_chunk[box]).tolist() for box in boxes] == [[n] for n in range(len(boxes))]
-    assert sum(in_chunk[box].size for box in boxes) == math.prod(shape)
-    assert planner.grid_size(shape, chunk) == len(boxes)
-
-
 # Chunks
 
 
@@ -384,13 +363,13 @@ def plan_of_three():
     moved = plan_array(layout((8, 8), (2, 4), (4, 4), path=("b",), **fields), "shard", 1 << 20)
     large = layout((1024, 1024), (1024, 1024), (1024, 512), path=("c", "d/e"))
     several = plan_array(large, "shard", 10 * MIB + READ_OVERHEAD)
-    entry = Entry("metrics", True, False, 10, 0, (0, 0), 1, 512)
+    entry = Entry("metrics", True, False, 10, 0)
     return plan_of(
         rewritten,
         moved,
         several,
         files={"d/1": 2000, "d/2": 48},
-        siblings=(Sibling("metrics", Location("/saved/metrics"), entry, False),),
+        siblings=(Sibling("metrics", Location("/saved/metrics"), entry),),
         max_memory=10 * MIB + READ_OVERHEAD,
         errors=(DestinationExistsError("the destination exists"),),
         notes=("1 leaf is replicated",),
@@ -450,12 +429,6 @@ def test_arrays_of_many_axes_are_split_along_the_first():
     small = plan_array(array, max_memory=1 << 50, chunks=1 << 32)
     assert (small.split, small.chunk[10:]) == (1024, (4,) * 10)
     assert sorted(small.chunk[:10]) == [1] * 5 + [4] * 5
-
-
-@settings(deadline=None)
-@given(st.integers(1, 5000))
-def test_divisors(number):
-    assert planner._divisors(number) == tuple(d for d in range(1, number + 1) if number % d == 0)
 
 
 # Cost

@@ -1,7 +1,6 @@
-"""The restorer in processes of its own: what they read, and what interrupts them."""
+"""The restorer in processes of its own: what interrupts them."""
 
 import itertools
-import json
 import os
 import pathlib
 import re
@@ -13,12 +12,9 @@ import textwrap
 import forked
 import jax
 import layouts
-import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sampling import few
-from test_formed import FORMATS
 
 HERE = pathlib.Path(__file__).parent
 TIMEOUT = 300  # seconds, after which a process hangs
@@ -57,74 +53,6 @@ def run(script, *arguments):
     output, errors = finish(process)
     assert process.returncode == 0, errors
     return output
-
-
-# What is read.
-
-READS = """
-    import json, sys, time
-    import jax, numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-    import reshard
-    from reshard.storage import posix
-
-    posix.on_local_disk = lambda path: False  # what is mapped does not count as read
-
-    def rchar():
-        with open("/proc/self/io") as file:
-            return int(next(line for line in file if line.startswith("rchar")).split()[1])
-
-    def count():
-        now, last = rchar(), -1
-        while now - last > 1024:  # a read may count a moment after it has ended
-            time.sleep(0.05)
-            last, now = now, rchar()
-        return now
-
-    def target(sizes, *spec):
-        mesh = Mesh(np.array(jax.devices()).reshape(sizes), ("data", "model"))
-        sharding = NamedSharding(mesh, P(*spec))
-        return {
-            handle.path[0]: jax.ShapeDtypeStruct(handle.shape, handle.dtype, sharding=sharding)
-            for handle in ckpt.arrays
-        }
-
-    ckpt = reshard.open(sys.argv[1])
-    stored = sum(sum(handle.stored_sizes()) for handle in ckpt.arrays)
-    targets = {
-        "column": target((1, 8), None, "model"),
-        "row": target((8, 1), "data"),
-        "both": target((2, 4), "model", "data"),
-        "replicated": target((1, 8)),
-    }
-    jax.block_until_ready(reshard.restore(ckpt, targets["row"]))  # what is imported on the way
-    ratios = {}
-    for memory in (None, "3MiB", "20MiB"):
-        for name, wanted in targets.items():
-            before = count()
-            jax.block_until_ready(reshard.restore(ckpt, wanted, max_memory=memory))
-            ratios[f"{name} {memory}"] = (count() - before) / stored
-    print(json.dumps(ratios))
-"""
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="the system does not count reads")
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("flags", FORMATS)
-def test_a_process_reads_each_stored_byte_once(tmp_path, flags):
-    """Column, row and replicated shards, with and without a limit that is smaller than an array:
-    nothing is read twice, but for a few per cent of file names, metadata and B-tree nodes."""
-    rng = np.random.default_rng(0)
-    on = layouts.mesh((2, 4))
-    specs = {"both": P("data", "model"), "row": P("data"), "column": P(None, "model"), "whole": P()}
-    tree = {
-        name: jax.device_put(layouts.random_array(rng, (1024, 1024)), NamedSharding(on, spec))
-        for name, spec in specs.items()
-    }
-    layouts.save_pytree(tmp_path / "saved", tree, **FORMATS[flags])
-    ratios = json.loads(run(READS, tmp_path / "saved"))
-    assert len(ratios) == 12
-    assert {name: ratio for name, ratio in ratios.items() if not 1 <= ratio < 1.03} == {}
 
 
 # Ctrl-C.

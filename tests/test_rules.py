@@ -16,7 +16,7 @@ from sampling import examples
 
 from reshard.errors import ShardingError
 from reshard.sharding.mesh import normalize_spec
-from reshard.sharding.rules import SEMANTICS, match_specs, parse_rules, resolve_names
+from reshard.sharding.rules import match_specs, parse_rules, resolve_names
 from reshard.tree import format_path
 
 LEAVES = [
@@ -126,31 +126,6 @@ PARSED = (("embed", ()), ("mlp", ("model",)), ("vocab", ("data", "model")))
 )
 def test_every_form_of_rules_means_the_same(rules):
     assert parse_rules(rules, iter(["embed", "mlp", "vocab"])) == PARSED
-
-
-def test_pairs_keep_their_order_and_every_pair():
-    pairs = [("mlp", "model"), ("embed", "data"), ("mlp", None), ("unused", "x"), ("mlp", "model")]
-    assert parse_rules(pairs, ["embed"]) == (
-        ("mlp", ("model",)),
-        ("embed", ("data",)),
-        ("mlp", ()),
-        ("unused", ("x",)),
-        ("mlp", ("model",)),
-    )
-    for rules, names in (([], ["embed"]), ({}, ["embed"]), (MeshRules(mlp="model"), [])):
-        assert parse_rules(rules, names) == ()
-
-
-def test_a_callable_is_asked_once_about_each_name_that_is_in_use():
-    asked = []
-
-    def rules(name):
-        asked.append(name)
-        return "model"
-
-    found = parse_rules(rules, ["mlp", "embed", "mlp", "embed"])
-    assert found == (("mlp", ("model",)), ("embed", ("model",)))
-    assert asked == ["mlp", "embed"]
 
 
 @pytest.mark.parametrize("error", [AttributeError, KeyError, ValueError])
@@ -267,15 +242,6 @@ def test_nnx_is_get_partition_spec(names, rules):
     kept = tuple(None if name in missing else name for name in names)
     replicated = resolve_names(names, parsed, "nnx", passes=False)
     assert replicated.spec == normalize_spec(from_sharding_rules(kept, rules))
-
-
-@settings(deadline=None, max_examples=examples(200))
-@given(st.lists(NAMES, max_size=5, unique=True).map(tuple), st.dictionaries(NAMES, AXES))
-def test_the_two_readings_agree_where_nothing_occurs_twice(names, rules):
-    parsed = parse_rules(rules, ())
-    linen, other = (resolve_names(names, parsed, semantics, False) for semantics in SEMANTICS)
-    axes = [axis for entry in other.spec for axis in entry]
-    assert (linen == other) == (len(set(axes)) == len(axes))
 
 
 def test_a_name_that_is_there_twice():

@@ -17,12 +17,13 @@ import pytest
 import tensorstore as ts
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from jobs import FORMATS, inodes, values
+from jobs import FORMATS, assert_pruned, inodes, values
 from layouts import LAYOUTS, READERS, STEPS, bits, flat, hashes, metrics
 from releases import older
 from sampling import few
 
 import reshard
+from reshard.storage import disk
 from reshard.units import parse_bytes
 
 
@@ -118,7 +119,9 @@ def test_it_is_laid_out_on_disk_as_its_source(resharded, layout):
     names = {path.name for path in source.directory.iterdir()} | {"reshard_digests.json"}
     if older("orbax-checkpoint", "0.12.3") and not source.inner and layout != "bare":
         names.add("commit_success.txt")
-    assert {path.name for path in (out / source.inner).iterdir()} - {"d"} == names - {"d"}
+    written = {path.name for path in (out / source.inner).iterdir()}
+    found, names = ({n for n in n_ if n != "d" and "process_" not in n} for n_ in (written, names))
+    assert found == names
     if "_strings.json" in names:
         ours, theirs = (path / source.inner / "_strings.json" for path in (out, source.path))
         assert json.loads(ours.read_text()) == json.loads(theirs.read_text())
@@ -238,6 +241,27 @@ def test_a_step_s_other_items(resharded):
     assert bits(restored["array"]) == bits(jnp.arange(6))
 
 
+@pytest.mark.parametrize("kind", ["disk", "conditional"])
+def test_items_that_were_written_one_after_another(stores, tmp_path, kind):
+    """The first one's data files have such names as the second job gives, and cleans up."""
+    root, trees = tmp_path / "root", {"state": 1, "ema": 2}
+    with ocp.CheckpointManager(root) as manager:
+        made = {
+            item: layouts.small_tree(layouts.mesh((2, 4)), {"w": P("data", "model")}, (8, 24), seed)
+            for item, seed in trees.items()
+        }
+        items = {item: ocp.args.PyTreeSave(tree) for item, tree in made.items()}
+        manager.save(3, args=ocp.args.Composite(**items))
+    last = tmp_path / "last" if kind == "disk" else f"{stores.bucket(kind)}/last"
+    source = root
+    for item, out in (("state", tmp_path / "first"), ("ema", last)):
+        reshard.save(reshard.to_mesh(reshard.open(source, item=item), "1x8"), out)
+        source = out
+    for item in trees:
+        saved = [reshard.open(path, item=item) for path in (root, last)]
+        assert reshard.diff(*saved, values=True).equal
+
+
 def test_metrics_and_custom_metadata(resharded):
     source, out = resharded("manager")
     for path in (source.path, out):
@@ -275,6 +299,61 @@ def test_every_step(saved, save):
     with ocp.CheckpointManager(out) as manager:
         manager.save(30, args=ocp.args.StandardSave({"a": jnp.arange(3)}))
         assert manager.all_steps() == [*STEPS, 30]
+
+
+def test_a_manager_s_root_is_not_written_under_the_name_of_a_step(saved, save, tmp_path):
+    """A manager of `training` would list step 20, which is a root, and could not restore it."""
+    root, out = saved("manager").path, tmp_path / "training"
+    latest, every = reshard.open(root), [reshard.open(root, step=step) for step in STEPS]
+    renamed = tmp_path / "run"
+    shutil.copytree(root / "3", renamed / "ckpt_000003")
+    prefixed = reshard.open(renamed)
+    for ckpt, name, steps in (
+        (latest, "20", {"20": root / "20"}),
+        (every[0], "20", {"3": root / "3"}),
+        (latest, "2024", {"20": root / "20"}),
+        (every, "2024", {"3": None, "20": None}),
+        (prefixed, "ckpt_000003", {"ckpt_000003": renamed / "ckpt_000003"}),
+    ):
+        named, source = out / name, (ckpt if ckpt is not every else latest).source.root
+        summary = f"`{named}` is the name of a step, and `{source}` is a manager's root"
+        numbers = [int(step.removeprefix("ckpt_")) for step in steps]
+        lines = [
+            f"  step {number} of `{source}` -> `{named / step}`"
+            for number, step in zip(numbers, steps, strict=True)
+        ]
+        hints = [
+            f"hint: to write one step as `{named}`, open it alone: {step}"
+            for step in steps.values()
+            if step is not None
+        ]
+        hints.append(f"hint: to write a root, give it another name: {out / 'root-'}{name}")
+        text = "\n".join([summary, *lines, "", *hints])
+        assert layouts.refused(reshard.DestinationError, reshard.save, ckpt, named) == text
+        assert [*reshard.plan(ckpt, named, overwrite=True).problems] == [
+            summary,
+            *(line.strip() for line in lines),
+        ]
+    assert not out.exists()
+    # Both ways to ask.
+    reshard.save(reshard.to_mesh(reshard.open(root / "20"), "1x8"), out / "20")
+    reshard.save(reshard.to_mesh(latest, "1x8"), out / "root-20")
+    for path in (out, out / "root-20"):
+        with ocp.CheckpointManager(path) as one, ocp.CheckpointManager(root) as two:
+            assert one.all_steps() == [20]
+            got, expected = (m.restore(20, args=ocp.args.StandardRestore()) for m in (one, two))
+            assert_read(got, expected, layouts.mesh((1, 8)))
+
+
+def test_the_plan_of_a_root_says_which_steps_are_written_where(saved, tmp_path):
+    root, out = saved("manager").path, tmp_path / "training_15"
+    every = [reshard.open(root, step=step) for step in STEPS]
+    first, one = (f"step {step} of `{root}` -> `{out}/{step}`" for step in STEPS)
+    assert reshard.plan(every[1], out).notes == (one,)
+    assert reshard.plan(every, out).notes == (first, one)
+    assert reshard.plan(every).notes == ()
+    assert reshard.plan(reshard.open(root / "20"), out).notes == ()
+    assert reshard.save(every[1], out).notes == (one,)
 
 
 # Transitions.
@@ -357,6 +436,52 @@ def test_specs_axes_and_host_arrays(saved, read_by_orbax, save):
     assert params["uneven"].sharding == NamedSharding(on, P("x"))
     assert params["mlp/linear"]["w.0"].sharding.is_equivalent_to(NamedSharding(on, P(None, "x")), 2)
     assert params["column"].sharding.is_equivalent_to(NamedSharding(on, P()), 2)
+
+
+WIDE = "host arrays of 64 bits {}, where JAX without x64 truncates them: {}".format
+
+
+def test_host_arrays_of_64_bits_stay_on_the_host(tmp_path, save):
+    """A spec for others too would make device arrays of them, and JAX truncate their values."""
+    tree = {
+        "count": np.array([1099511627781, -3]),
+        "data": {"seed": np.array(2**63 + 5, "uint64"), "c": np.array([[1 / 3 + 2j]])},
+        "mean": np.array([1 / 3, 1 / 7, 0.1, 0.7]),
+        "small": np.arange(4, dtype="int32"),
+        "w": layouts.put(np.arange(24, dtype="float32").reshape(6, 4), "data"),
+    }
+    ckpt = reshard.open(layouts.save_pytree(tmp_path / "saved", tree))
+    rules = [("^small$", "data"), ("(an|w)$|a/", ""), (".*", "")]
+    laid_out = reshard.to_mesh(ckpt, "1x4", rules)
+    left = WIDE("stay off devices", "count, data/c, data/seed, ...")
+    assert laid_out.notes == (left,)
+    got, on = layouts.load_pytree(save(laid_out)), layouts.mesh((1, 4))
+    assert {type(got["count"]), type(got["mean"])} == {np.ndarray}
+    assert got["small"].sharding.is_equivalent_to(NamedSharding(on, P("data")), 1)
+    assert got["w"].sharding.is_equivalent_to(NamedSharding(on, P()), 2)
+    layouts.assert_same_tree(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, tree))
+
+
+def test_a_host_array_of_64_bits_that_a_spec_names_alone(tmp_path):
+    tree = {"count": np.arange(4), "mean": np.arange(4.0), "w": np.arange(4, dtype="float32")}
+    ckpt = reshard.open(layouts.save_pytree(tmp_path / "saved", tree))
+    laid_out = reshard.to_mesh(ckpt, "model=2", {"^mean$": "model", ".": ""})
+    kinds = {path[0]: leaf.value_type for path, leaf in laid_out.items()}
+    assert kinds == {"count": "np.ndarray", "mean": "jax.Array", "w": "jax.Array"}
+    told = WIDE("become arrays on devices", "mean")
+    assert laid_out.notes == (WIDE("stay off devices", "count"), told)
+    cast = reshard.to_mesh(reshard.cast(ckpt, "float32", "mean"), "model=2", {"mean": "model"})
+    assert cast["mean"].value_type == "jax.Array" and cast.notes == ()
+
+
+def test_a_target_says_that_a_host_array_of_64_bits_is_on_devices(tmp_path):
+    """It names the leaf and its dtype, as a program with x64 does."""
+    ckpt = reshard.open(layouts.save_pytree(tmp_path / "saved", {"n": np.arange(8)}))
+    on = NamedSharding(layouts.mesh((2, 4)), P("model"))
+    target = {"n": jax.ShapeDtypeStruct((8,), np.dtype("int64"), sharding=on)}
+    with jax.enable_x64(True):
+        laid_out = reshard.to_mesh(ckpt, on.mesh, target=target)
+    assert (laid_out["n"].value_type, laid_out["n"].dtype) == ("jax.Array", "int64")
 
 
 @pytest.mark.parametrize(("devices", "ids"), [(4096, False), (512, False), (256, True)])
@@ -476,6 +601,44 @@ def test_kept_chunks_are_linked(saved, read_by_orbax, save, layout, relabel):
         assert one == other
 
 
+def database_of(path):
+    """The database of a checkpoint."""
+    return ts.KvStore.open({"driver": "ocdbt", "base": f"file://{path}/"}).result()
+
+
+@pytest.mark.parametrize("relabel", [False, True])
+@pytest.mark.parametrize("key", ["stray", "stray/0", "a/stray"])
+def test_keys_that_belong_to_no_array_are_not_linked(tmp_path, save, key, relabel):
+    rng = np.random.default_rng(0)
+    tree = {name: layouts.random_array(rng, (64, 64)) for name in "ab"}
+    source = layouts.save_pytree(tmp_path / "source", tree)
+    database_of(source).write(key, b"s" * 5000).result()
+    ckpt = reshard.open(source)
+    out = save(reshard.rename(ckpt, {"^b$": "c"}) if relabel else ckpt, chunks="keep")
+    assert save.plan.shared_bytes
+    names = {f"{h.data.name}/{k}" for h in ckpt.arrays for k in h.data.store.values[h.data.name]}
+    if relabel:
+        names = {f"c{name[1:]}" if name[0] == "b" else name for name in names}
+    assert {name.decode() for name in database_of(out).list().result()} == names
+    assert_pruned(out)
+
+
+def test_a_link_that_is_refused_after_others_leaves_none(saved, save, monkeypatch):
+    source, link, linked = saved("standalone"), disk.link, []
+
+    def once(file, name):
+        if os.fspath(file).startswith(os.fspath(source.path)):
+            linked.append(file)
+        return len(linked) < 2 and link(file, name)
+
+    monkeypatch.setattr(disk, "link", once)
+    out = save(reshard.open(source.path), chunks="keep")
+    assert len(linked) == 2
+    assert not {*inodes(source.path).values()} & {*inodes(out).values()}
+    assert_pruned(out)
+    assert arrays_of(out) == arrays_of(source.path)
+
+
 @pytest.mark.parametrize("layout", ["standalone", "zarr2-files", "zarr3-files", "v1"])
 def test_kept_chunks_are_copied_without_links(saved, read_by_orbax, save, layout):
     source = saved(layout)
@@ -555,16 +718,105 @@ def test_casts_are_those_of_jax(tmp_path, save, target):
 
 
 def test_a_cast_of_every_kind_of_leaf(saved, save):
-    """Floating-point arrays change, integers, complex numbers, keys and Python scalars do not."""
+    """Floating-point arrays change. Integers, complex numbers, keys, Python scalars and
+    float8_e8m0fnu, the dtype of block scales, do not."""
     source = saved("standalone")
     out = save(reshard.cast(reshard.open(source.path), "float32"))
     one, two = reshard.open(source.path), reshard.open(out)
     for handle in one.arrays:
         floating = jnp.issubdtype(handle.dtype, jnp.floating) and handle.value_type != "scalar"
+        floating = floating and handle.dtype != "float8_e8m0fnu"
         assert two[handle.path].dtype == ("float32" if floating else handle.dtype), handle
     names = ("int4", "uint32", "complex64", "bool", "float32")
     stored = {path: read for path, read in values(out).items() if path[-1] in names}
     assert stored == {p: read for p, read in values(source.path).items() if p in stored}
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize(
+    ("short", "name"),
+    [
+        ("bf16", "bfloat16"),
+        *((f"{f}{n}", f"float{n}") for f in ("f", "fp") for n in (16, 32, 64)),
+        *((f"{f}8_e4m3fn", "float8_e4m3fn") for f in ("f", "fp")),
+        ("fp8_e5m2", "float8_e5m2"),
+    ],
+)
+def test_short_names_of_dtypes(tmp_path, short, name):
+    layouts.save_pytree(tmp_path / "saved", {"a": np.ones(8, "float16"), "b": np.ones(8)})
+    ckpt = reshard.cast(reshard.open(tmp_path / "saved"), short)
+    assert {handle.dtype.name for handle in ckpt.arrays} == {name}
+
+
+@pytest.mark.parametrize("short", ["f4", "f8", "fp8", "float8", "bf", "fp4", "f128"])
+def test_names_that_are_several_dtypes_or_none(tmp_path, short):
+    """numpy counts bytes in `f4` and `f8`, and everybody else bits."""
+    layouts.save_pytree(tmp_path / "saved", {"a": np.ones(8)})
+    with pytest.raises(reshard.ArgumentError, match=f"^not a dtype: '{short}'\n"):
+        reshard.cast(reshard.open(tmp_path / "saved"), short)
+
+
+@pytest.fixture
+def quantised(tmp_path):
+    """A checkpoint with block scales at two depths, and its values."""
+    if "float8_e8m0fnu" not in layouts.DTYPES:
+        pytest.skip("TensorStore lacks float8_e8m0fnu")
+    scales = np.arange(256, dtype="uint8").view(jnp.dtype("float8_e8m0fnu"))
+    tree = {
+        "mlp": {"kernel": layouts.random((8, 32), "float8_e4m3fn"), "scale": scales},
+        "scale": scales[::-1].copy(),
+        "bias": layouts.random((32,), "float32"),
+    }
+    return layouts.save_pytree(tmp_path / "quantised", tree), tree
+
+
+KEPT_SCALES = (
+    "arrays that stay float8_e8m0fnu: 2; block scales are cast only if a glob names them: "
+)
+
+
+def assert_dtypes_and_values(out, tree, dtypes):
+    """What Orbax reads is the tree, cast to these dtypes where the leaf is named in them."""
+    expected = {
+        path: leaf.astype("float32").astype(jnp.dtype(dtypes.get(path, leaf.dtype)))
+        for path, leaf in layouts.flat(tree).items()
+    }
+    got = layouts.flat(layouts.load_pytree(out))
+    assert got.keys() == expected.keys()
+    for path, leaf in expected.items():
+        layouts.assert_equal_or_nan(got[path], leaf)
+
+
+def test_a_cast_of_everything_keeps_block_scales(quantised, save):
+    path, tree = quantised
+    ckpt = reshard.cast(reshard.open(path), "bfloat16")
+    others = dict.fromkeys(("['mlp']['kernel']", "['bias']"), "bfloat16")
+    hint = 'reshard.cast(ckpt, "bfloat16", "**/scale")'
+    assert reshard.plan(ckpt).notes == (KEPT_SCALES + hint,)
+    assert_dtypes_and_values(save(ckpt), tree, others)
+    both = reshard.cast(ckpt, "bfloat16", "**/scale")  # as it is hinted
+    assert reshard.plan(both).notes == ()
+    scales = dict.fromkeys(("['mlp']['scale']", "['scale']"), "bfloat16")
+    assert_dtypes_and_values(save(both), tree, others | scales)
+
+
+@pytest.mark.parametrize("where", ["mlp/**", ["**", "mlp/scale"], "mlp"])
+def test_a_glob_casts_the_block_scales_that_it_names(quantised, save, where):
+    path, tree = quantised
+    out = save(reshard.cast(reshard.open(path), "float16", where))
+    named = ["['mlp']['kernel']", "['mlp']['scale']", *(["['bias']"] if where[0] == "**" else [])]
+    assert_dtypes_and_values(out, tree, dict.fromkeys(named, "float16"))
+
+
+def test_block_scales_alone_are_not_cast_without_a_glob(quantised):
+    ckpt = reshard.select(reshard.open(quantised[0]), "**/scale")
+    with pytest.raises(reshard.TreeMismatchError) as caught:
+        reshard.cast(ckpt, "float32")
+    assert str(caught.value) == (
+        f'no floating-point array to cast\n  {KEPT_SCALES}reshard.cast(ckpt, "float32", "**/scale")'
+    )
+    again = reshard.cast(ckpt, "float32", "**/scale")
+    assert {handle.dtype.name for handle in again.arrays} == {"float32"}
 
 
 # Selecting, dropping and renaming.

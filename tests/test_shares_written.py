@@ -1,7 +1,6 @@
 """Shares that are written one by one, and their commit, against what one process writes."""
 
 import contextlib
-import functools
 import importlib
 import json
 import os
@@ -15,26 +14,37 @@ import layouts
 import numpy as np
 import pytest
 import tensorstore as ts
-from jobs import MARKER, Killed, assert_pruned, changed, make, misrecorded, refused, save
+from jobs import (
+    MARKER,
+    SHARE_BYTES,
+    Killed,
+    assert_pruned,
+    make,
+    misrecorded,
+    refused,
+    save,
+    stop_at,
+    unfinished,
+)
 from layouts import bits, hashes
-from sampling import few, some
+from sampling import few
 
 import reshard
 from reshard.arrays import derived
-from reshard.arrays.applied import Apply
-from reshard.arrays.operations import Split
-from reshard.storage.location import Location
+from reshard.arrays.operations import Apply, Split
+from reshard.errors import CorruptCheckpointError
 from reshard.verify import verification
+from reshard.writer import plan
+from reshard.writer.job import Attempt
 
 pytestmark = pytest.mark.usefixtures("forked")
 SHARES = 7
 # A function has its name.
-share_commit = importlib.import_module("reshard.writer.share_commit")
-share_job = importlib.import_module("reshard.writer.share_job")
-shares = importlib.import_module("reshard.writer.share_writing")
+saving = importlib.import_module("reshard.writer.save")
 
 KINDS = ["ckpt zarr2", "ckpt zarr3", "ckpt zarr2-files", "ckpt zarr3-files", "ckpt manager"]
 KINDS += ["convert zarr2", "convert zarr3", "convert zarr2-files"]
+EXECUTED_KINDS = ["ckpt zarr2", "ckpt manager", "ckpt zarr3-files", "convert zarr3"]
 KILLED_KINDS = ["ckpt zarr2", "convert zarr3", "ckpt zarr2-files"]
 
 
@@ -43,8 +53,10 @@ def write(source, out, numbers=range(SHARES), count=SHARES, **options):
         save(source, out, share=(number, count), **options)
 
 
-def outer(out):
-    return out.with_name(f".reshard-{out.name}.shares")
+def part(out, name):
+    """The document of a part that is written; the latest one."""
+    [directory] = unfinished(out)
+    return max(directory.rglob(f"ocdbt.process_*/{name}.json"), key=lambda f: f.stat().st_mtime_ns)
 
 
 def items(path):
@@ -83,7 +95,7 @@ def assert_same(out, whole):
     assert {str(f.relative_to(out)) for f in out.rglob(MARKER)} == {
         str(f.relative_to(whole)) for f in whole.rglob(MARKER)
     }
-    assert not outer(out).exists()
+    assert unfinished(out) == []
     assert_pruned(out)
 
 
@@ -104,101 +116,55 @@ def test_shares_in_any_order_are_what_one_process_writes(jobs, tmp_path, kind):
         }
 
 
-def killed(after):
-    """What is killed when it has been called so often."""
-    left = [after]
-
-    def call(*_, **__):
-        left[0] -= 1
-        if left[0] < 0:
-            raise Killed
-
-    return call
-
-
-def killed_in(monkeypatch, module, name, dies, call, *args, **kwargs):
-    """What is called is killed where it calls a function, which another one stands for."""
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(module, name, dies)
-        call(*args, **kwargs)
-
-
-def writing_dies(writing, stop, work, progress, memory, cores, committed, report):
-    writing(work, progress, memory, cores, lambda: stop() or committed(), report)
+def killed(*_, **__):
     raise Killed
+
+
+def killed_in(monkeypatch, module, name, call, *args, **kwargs):
+    """What is called is killed where it calls a function, and so tidies nothing up."""
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(module, name, killed)
+        patch.setattr(Attempt, "abandon", killed)
+        call(*args, **kwargs)
 
 
 @pytest.mark.parametrize("kind", few(KINDS, *KILLED_KINDS))
 def test_shares_that_are_killed_and_written_again_and_twice(jobs, tmp_path, monkeypatch, kind):
-    """Three at a batch, two before their documents are there; two are written twice."""
+    """Some before anything is there, some before their documents are; two are written twice."""
     (source, whole), out = jobs(kind), tmp_path / "out"
-    for number in (0, 2, 5):
-        dies = functools.partial(writing_dies, shares.write_arrays, killed(number // 2))
-        killed_in(monkeypatch, shares, "write_arrays", dies, write, source, out, [number])
-    for number in (1, 4):
-        job, dies = share_job.Job, killed(0)
-        killed_in(monkeypatch, job, "write_document", dies, write, source, out, [number])
+    for number, (module, name) in enumerate([(saving, "write_item"), (Attempt, "publish")] * 3):
+        killed_in(monkeypatch, module, name, write, source, out, [number])
     write(source, out)
-    again = json.loads((outer(out) / "3.json").read_text())
-    (outer(out) / "3.json").unlink()
-    (outer(out) / "rest.json").unlink()
+    again = json.loads(part(out, 3).read_bytes())
+    part(out, 3).unlink()
+    part(out, "rest").unlink()
     write(source, out, [3, 0])
-    assert json.loads((outer(out) / "3.json").read_text())["job"] == again["job"]
+    assert json.loads(part(out, 3).read_bytes())["job"] == again["job"]
     assert reshard.commit(out)
     assert_same(out, whole)
 
 
 def test_a_share_that_is_written_is_not_written_again(jobs, tmp_path, monkeypatch):
-    (source, _), out = jobs("ckpt zarr2"), tmp_path / "out"
+    (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
     write(source, out, [0, 1], 2)
-    monkeypatch.setattr(shares, "write_arrays", killed(0))
-    told = []
-    save(source, out, share=(1, 2), progress=lambda *counts: told.append(counts))
-    assert told[-1][0] == told[-1][1] > 0
-    save(source, out, share=(0, 2))
+    monkeypatch.setattr(saving, "write_item", killed)
+    write(source, out, [0, 1], 2)
+    assert reshard.commit(out)
+    assert_same(out, whole)
+    assert not [path for path in out.rglob("*") if path.is_dir() and not [*path.iterdir()]]
 
 
-# Where a commit stops: the module, the name, and whether what is called has been done then.
-STOPS = [
-    (share_commit.database, "merge_databases", False),
-    (share_commit.database, "merge_databases", True),
-    (share_commit.Job, "write_document", False),
-    (share_commit.Job, "write_document", True),
-    (share_commit.database, "prune_all_but", False),
-    (share_commit.database, "prune_all_but", True),
-    (share_commit, "write_markers", False),
-    (share_commit, "write_markers", True),
-    (share_commit.directory_commit.posix, "rename", False),
-    (share_commit.directory_commit.posix, "rename", True),
-    (share_commit.directory_commit, "finish", True),
-    (share_commit, "_remove", True),
-]
-
-
-def dying(call, done):
-    """What is killed before a call, or after it."""
-
-    def dies(*args, **kwargs):
-        if done:
-            call(*args, **kwargs)
-        raise Killed
-
-    return dies
-
-
-@pytest.mark.parametrize("numbers", [None, range(2), [1]])
+@pytest.mark.parametrize("numbers", [None, [1]])
 def test_what_is_to_replace_another_is_missed(jobs, tmp_path, monkeypatch, numbers):
-    """Where its job was killed as it began, or all was swept away before the commit."""
+    """Where a share was killed as it began, or is not there."""
     (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
     shutil.copytree(jobs("convert zarr2")[1], out)
     before = hashes(out)
     if numbers is None:
-        dies, options = dying(share_job._first, True), {"overwrite": True}
-        killed_in(monkeypatch, share_job, "_first", dies, write, source, out, [1], 2, **options)
+        arguments = (source, out, [1], 2)
+        killed_in(monkeypatch, saving, "write_share", write, *arguments, overwrite=True)
     else:
         write(source, out, numbers, 2, overwrite=True)
-        (checkpoint,) = outer(out).glob("checkpoint*")
-        shutil.rmtree(checkpoint)
     with pytest.raises(reshard.DestinationError, match="missing: 0"):
         reshard.commit(out)
     assert hashes(out) == before
@@ -210,57 +176,19 @@ def test_what_is_to_replace_another_is_missed(jobs, tmp_path, monkeypatch, numbe
 def test_what_is_gone_of_a_share_is_missed(jobs, tmp_path):
     (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
     write(source, out)
-    for what in ("manifest.ocdbt", "d", "file", "longer"):
-        document = json.loads((outer(out) / "2.json").read_text())
-        (checkpoint,) = outer(out).glob("checkpoint-*")
-        file = checkpoint / next(iter(document["items"]["0"]["files"]))
-        (stage,) = (p for p in file.parents if p.name.startswith("ocdbt.process_2_"))
-        gone = {"file": [file], "d": [*stage.glob("d/*")], "longer": []}
-        for path in gone.get(what, [stage / what]):
-            path.unlink()
+    for what in ("files", "nodes", "longer"):
+        document = part(out, 2)
+        written = json.loads(document.read_bytes())["items"]["0"]
+        file = document.parents[1] / next(iter(written.get(what, written["files"])))
         if what == "longer":
             file.write_bytes(file.read_bytes() + b"x")
+        else:
+            file.unlink()
         with pytest.raises(reshard.DestinationError, match=r"(?s)1 of 7 shares .*missing: 2\n"):
             reshard.commit(out)
         write(source, out, [2])
     reshard.commit(out)
     assert_same(out, whole)
-
-
-def test_a_share_of_a_job_that_was_removed_writes_into_no_other(jobs, tmp_path, monkeypatch):
-    (source, whole), out = jobs("ckpt zarr2-files"), tmp_path / "out"
-    removed = []
-
-    def removes(*args):
-        if not removed:
-            removed.append(shutil.rmtree(outer(out)))
-            write(source, out, range(2), 2)
-        return moves(*args)
-
-    item_arrays = importlib.import_module("reshard.writer.item_arrays")
-    moves = item_arrays.write_boxes
-    monkeypatch.setattr(item_arrays, "write_boxes", removes)
-    with pytest.raises(reshard.DestinationError, match="was stopped, or is complete"):
-        save(source, out, share=(1, 2), codec="none")
-    assert len(removed) == 1
-    assert reshard.commit(out)
-    assert_same(out, whole)
-
-
-@pytest.mark.parametrize("overwrite", few([False, True], True))
-def test_a_commit_that_is_stopped_anywhere(jobs, tmp_path, monkeypatch, overwrite):
-    source, whole = jobs("ckpt manager")
-    for number, (module, name, done) in some([*enumerate(STOPS)]):
-        out = tmp_path / str(number)
-        if overwrite:
-            shutil.copytree(whole, out)
-        write(source, out, range(2), 2, overwrite=overwrite)
-        dies = dying(getattr(module, name), done)
-        killed_in(monkeypatch, module, name, dies, reshard.commit, out)
-        assert reshard.commit(out) is (name != "_remove")  # after which nothing is left to do
-        assert_same(out, whole)
-        assert [*tmp_path.glob(f"*{number}.replaced*")] == []
-        shutil.rmtree(out)
 
 
 @pytest.mark.parametrize(
@@ -308,11 +236,11 @@ def test_missing_shares_are_listed_as_a_range(jobs, tmp_path):
     write(source, out, [1, 2, 4], 10)
     several = f"7 of 10 shares of `{out}` are not complete\n  missing: 0,3,5-9\n"
     several += "  share 0 writes what is in no share, and has not done so\n\n"
-    several += 'hint: write what is missing: share=(i, n) with i in "0,3,5-9"'
+    several += "hint: write what is missing: share=(i, n) with i in 0,3,5-9 alone"
     refused(reshard.DestinationError, several, reshard.commit, out)
     write(source, out, [0, 3, 5, 6, 7, 8], 10)
     one = f"1 of 10 shares of `{out}` is not complete\n  missing: 9\n\n"
-    one += 'hint: write what is missing: share=(i, n) with i in "9"'
+    one += "hint: write what is missing: share=(i, n) with i in 9 alone"
     refused(reshard.DestinationError, one, reshard.commit, out)
     write(source, out, [9], 10)
     reshard.commit(out)
@@ -320,10 +248,7 @@ def test_missing_shares_are_listed_as_a_range(jobs, tmp_path):
 
 
 OTHERS = {
-    "other arguments": {"chunks": "64KiB"},
-    "shares: 7 then, 8 now": {"share": (1, 8)},
-    "overwrite: False then, True now": {"overwrite": True},
-    "verify: False then, True now": {"verify": True},
+    "format: OCDBT, zarr2 then, OCDBT, zarr2, none now": {"codec": "none"},
     "max_memory: 3.00 MiB then, 4.00 MiB now; it decides what is rewritten together": {
         "max_memory": "4MiB"
     },
@@ -333,18 +258,22 @@ OTHERS = {
 def test_shares_of_other_jobs(jobs, tmp_path, monkeypatch):
     (source, _), out = jobs("ckpt zarr2"), tmp_path / "out"
     write(source, out, [2])
-    before = hashes(outer(out))
+    [left] = unfinished(out)
+    before = hashes(left)
     for told, options in OTHERS.items():
         with pytest.raises(reshard.DestinationError) as caught:
-            save(source, out, **{"share": (1, 7)} | options)
-        assert caught.value.summary == f"`{outer(out)}` holds shares of another job"
-        assert caught.value.problems == (told,)
-        assert caught.value.hints[-1] == f"rm -r '{outer(out)}' begins anew"
-    now = share_job.fingerprint(reshard.plan(changed(source)[0]))["version"]
+            save(source, out, share=(1, 7), **options)
+        assert caught.value.summary == f"what is unfinished for `{out}` is another job"
+        assert caught.value.problems[0] == told
+        assert caught.value.problems[1].startswith(f"process {os.getpid()} on {platform.node()}, ")
+        assert caught.value.hints == (f"rm -r '{left}', then begin anew",)
+    text = f"the job of `{out}` has 7 shares, not 8\n\n"
+    text += "hint: share=(..., ...) of 7 shares writes one of them"
+    refused(reshard.DestinationError, text, write, source, out, [1], 8)
     monkeypatch.setattr("importlib.metadata.version", lambda name: "9.9")
-    with pytest.raises(reshard.DestinationError, match=f"reshard {now} then, 9.9 now"):
+    with pytest.raises(reshard.DestinationError, match="another version of reshard has written it"):
         write(source, out, [3])
-    assert hashes(outer(out)) == before
+    assert hashes(left) == before
 
 
 @pytest.mark.parametrize("before_share", [True, False])
@@ -358,7 +287,7 @@ def test_a_source_that_changes(tmp_path, before_share):
             write(source, out, [1], 2)
     else:
         text = f"the source changed while it was read\n  `{source}`\n\n"
-        text += f"hint: rm -r '{outer(out)}' begins anew"
+        text += f"hint: rm -r '{unfinished(out)[0]}', then begin anew"
         refused(reshard.CorruptCheckpointError, text, reshard.commit, out)
     assert not out.exists()
 
@@ -380,18 +309,14 @@ def test_other_jobs_and_commits_where_shares_are_or_are_not(jobs, tmp_path):
     refused(reshard.ArgumentError, text, save, source, out, workers=0)
     assert [*tmp_path.iterdir()] == []
     write(source, out, [1], 2)
-    text = f"shares of a job for `{out}` are in `{outer(out)}`\n\n"
-    text += f'hint: reshard.commit("{out}") completes them\n'
-    text += "hint: the same call with workers=... and resume=True writes those that are missing, "
-    text += f"and completes them\nhint: rm -r '{outer(out)}' begins anew"
-    refused(reshard.DestinationError, text, save, source, out)
+    text = f"^a job that was stopped has left finished parts for `{out}`\n"
+    with pytest.raises(reshard.DestinationExistsError, match=text):
+        save(source, out)
     text = "a share is written whole or again, by one process\n\n"
     text += "hint: share=(i, n) without resume, workers and executor"
     for options in ({"resume": True}, {"workers": 2}, {"executor": ThreadPoolExecutor(1)}):
         refused(reshard.ArgumentError, text, save, source, out, share=(0, 2), **options)
-    shutil.rmtree(outer(out))
-    write(source, out, range(2), 2)
-    reshard.commit(out)
+    save(source, out, workers=2, resume=True)
     assert_same(out, whole)
     with pytest.raises(reshard.DestinationError, match="exists"):
         write(source, out, [1], 2)
@@ -407,125 +332,154 @@ def flipped(data, rng):
                 return bytes(copy)
 
 
-@pytest.mark.parametrize("name", ["2.json", "rest.json", "job.json", "merged.json"])
-def test_documents_that_are_damaged_are_refused(jobs, tmp_path, monkeypatch, name):
-    """By the commit, and those of a share can be written again."""
+@pytest.mark.parametrize("name", ["2", "rest"])
+def test_documents_that_are_damaged_are_refused(jobs, tmp_path, name):
+    """By the commit, and they can be written again."""
     (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
     write(source, out, range(3), 3)
-    if name == "merged.json":
-        module = share_commit.database
-        killed_in(monkeypatch, module, "prune_all_but", killed(0), reshard.commit, out)
-    file, rng = outer(out) / name, random.Random(name)
+    file, rng = part(out, name), random.Random(name)
     content = file.read_bytes()
-    anew = f"hint: rm -r '{outer(out)}' begins anew"
-    again = {"2.json": 2, "rest.json": 0}.get(name)
-    if again is not None:
-        anew = f"hint: rm '{file}', then write share {again} again\n{anew}"
+    text = f"`{file}` is damaged\n\nhint: rm '{file}'; resume=True writes its part again"
     for damaged in [b"{", *(flipped(content, rng) for _ in range(20))]:
         file.write_bytes(damaged)
-        refused(reshard.DestinationError, f"`{file}` is damaged\n\n{anew}", reshard.commit, out)
-    file.write_bytes(content)
-    if again is not None:
-        file.unlink()
-        with pytest.raises(reshard.DestinationError, match=rf"missing: {again}\n"):
-            reshard.commit(out)
-        write(source, out, [again], 3)
+        refused(reshard.DestinationError, text, reshard.commit, out)
+    file.unlink()
+    missing = {"rest": 0}.get(name, name)
+    with pytest.raises(reshard.DestinationError, match=rf"missing: {missing}\n"):
+        reshard.commit(out)
+    write(source, out, [int(missing)], 3)
     assert reshard.commit(out)
     assert_same(out, whole)
 
 
-def test_a_missing_share_that_was_begun_says_how_far_it_is(jobs, tmp_path, monkeypatch):
-    (source, _), out = jobs("ckpt zarr2"), tmp_path / "out"
-    monkeypatch.setattr(share_job, "_LOOK_SECONDS", {True: 0.0})
-    monkeypatch.setattr(share_job, "_NOTE_SECONDS", {True: 0.0})
-    told = []
+def test_missing_shares_that_have_begun_are_told(jobs, tmp_path):
+    (source, whole), out, told = jobs("ckpt zarr2"), tmp_path / "out", []
 
     def progress(done, whole):
         with pytest.raises(reshard.DestinationError) as caught:
             reshard.commit(out)
         told.append(caught.value.problems)
-        (outer(out) / "2.running").write_bytes(b"{")  # one that cannot be read says nothing
 
-    save(source, out, share=(1, 3), progress=progress)
-    line = rf"share 1: process {os.getpid()} on {re.escape(platform.node())} had written "
-    line += r"(\d+)% of it at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
-    done = []
-    for missing, _, *running in told[:-1]:
-        assert (missing, len(running)) == ("missing: 0-2", 1)
-        done.append(int(re.fullmatch(line, running[0])[1]))
-    assert done == sorted(done) and done[0] == 0 and 50 < done[-1] < 100
-    with pytest.raises(reshard.DestinationError) as caught:
-        reshard.commit(out)
-    assert caught.value.problems[0] == "missing: 0,2" and len(caught.value.problems) == 2
-
-
-def test_a_task_that_runs_again_after_its_job_was_committed(jobs, tmp_path):
-    """It begins a job again, which it says, and nothing comes of that."""
-    (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
-    write(source, out, range(2), 2, overwrite=True)
-    reshard.commit(out)
-    before = hashes(out)
-    note = f"it begins a job that is to replace `{out}`: if that is what this very job has made, "
-    note += f"and a task of it ran again, remove `{outer(out)}`"
-    assert save(source, out, share=(1, 2), overwrite=True).notes[-1] == note
-    assert note not in save(source, out, share=(1, 2), overwrite=True).notes
-    with pytest.raises(reshard.DestinationError, match=r"missing: 0\n"):
-        reshard.commit(out)
-    assert hashes(out) == before
-    shutil.rmtree(outer(out))
-    assert reshard.commit(out) is False
-    assert_same(out, whole)
-
-
-def test_what_a_commit_leaves_that_was_killed_at_its_end(jobs, tmp_path, monkeypatch):
-    """The same job, begun again, is not complete."""
-    (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
-    write(source, out, range(2), 2, overwrite=True)
-    removing = Location.remove
-
-    def remove(file):
-        removing(file)
-        if file.name == "job.json":
-            raise Killed
-
-    killed_in(monkeypatch, Location, "remove", remove, reshard.commit, out)
-    assert [path.name for path in outer(out).iterdir()] == ["named.json"]
-    write(source, out, [1], 2, overwrite=True)
-    with pytest.raises(reshard.DestinationError, match="missing: 0"):
-        reshard.commit(out)
-    write(source, out, [0], 2, overwrite=True)
+    save(source, out, share=(1, 2), progress=progress)
+    line = rf"begun: process {os.getpid()} on {re.escape(platform.node())}, since .* UTC: .*"
+    for missing, nothing, begun in told[:-1]:
+        assert missing == "missing: 0-1"
+        assert nothing == "share 0 writes what is in no share, and has not done so"
+        assert re.fullmatch(line, begun)
+    save(source, out, share=(0, 2))
     assert reshard.commit(out)
     assert_same(out, whole)
 
 
-def test_nothing_is_written_to_what_is_merged(jobs, tmp_path, monkeypatch):
-    """Neither by a share nor by a job that is resumed, which commits it."""
+def test_a_task_that_runs_again_after_its_job_was_committed(jobs, tmp_path):
+    """It begins a job again, and nothing comes of that."""
     (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
-    write(source, out, range(2), 2)
-    killed_in(monkeypatch, share_commit, "write_markers", killed(0), reshard.commit, out)
-    before = hashes(outer(out))
-    for number in range(2):
-        text = f"the shares of `{out}` are merged already\n\n"
-        text += f'hint: reshard.commit("{out}") completes it'
-        refused(reshard.DestinationError, text, save, source, out, share=(number, 2))
-        assert hashes(outer(out)) == before
-    save(source, out, workers=2, resume=True)
+    write(source, out, range(2), 2, overwrite=True)
+    reshard.commit(out)
+    before = hashes(out)
+    write(source, out, [1], 2, overwrite=True)
+    with pytest.raises(reshard.DestinationError, match=r"missing: 0\n"):
+        reshard.commit(out)
+    assert hashes(out) == before
+    shutil.rmtree(*unfinished(out))
+    assert reshard.commit(out) is False
     assert_same(out, whole)
 
 
-@pytest.mark.parametrize("how", ["stopped", "removed"])
-def test_a_share_ends_where_its_job_does(jobs, tmp_path, monkeypatch, how):
+# Jobs whose shares others write, at the same time.
+
+
+@pytest.fixture
+def _many_shares(monkeypatch):
+    monkeypatch.setattr(plan, "SHARE_BYTES", SHARE_BYTES)
+
+
+@pytest.fixture
+def threads():
+    with ThreadPoolExecutor(3) as executor:
+        yield executor
+
+
+@pytest.mark.usefixtures("_many_shares")
+@pytest.mark.parametrize("kind", few(EXECUTED_KINDS, "ckpt zarr2", "ckpt manager"))
+def test_an_executor_writes_what_one_process_does(jobs, threads, tmp_path, kind):
+    (source, whole), out, told = jobs(kind), tmp_path / "out", []
+    options = {"verify": True, "executor": threads, "workers": 3}
+    planned = save(source, out, progress=lambda *counts: told.append(counts), **options)
+    assert isinstance(planned, reshard.Plan)
+    assert_same(out, whole)
+    assert told[-1][0] == told[-1][1] > 0
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
+@pytest.mark.usefixtures("_many_shares")
+@pytest.mark.parametrize("workers", few([1, 2, 3, 5], 2))
+def test_workers_write_what_one_process_does(jobs, tmp_path, workers):
+    (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
+    save(source, out, workers=workers, overwrite=True)
+    assert_same(out, whole)
+
+
+@pytest.mark.usefixtures("_many_shares")
+def test_a_job_of_an_executor_that_fails_is_resumed(jobs, tmp_path, monkeypatch):
+    """Its shares are as many as at first, and those that are written are not written again."""
+    (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
+    writing, begun = saving.write_share, []
+
+    def write_share(attempt, share, report):
+        begun.append(share.number)
+        if len(begun) == 3:
+            raise CorruptCheckpointError("the third one fails")
+        writing(attempt, share, report)
+
+    monkeypatch.setattr(saving, "write_share", write_share)
+    with ThreadPoolExecutor(1) as thread:
+        text = "the third one fails"
+        error = refused(CorruptCheckpointError, text, save, source, out, executor=thread)
+        [left] = unfinished(out)
+        document = json.loads(part(out, "rest").read_bytes())
+        done = {int(file.stem) for file in left.rglob("*.json") if file.stem.isdigit()}
+        told = f"{len(done)} of {document['count']} shares are complete, and stay in `{left}`: "
+        assert error.__notes__ == [f"{told}resume=True goes on with it"]
+        with pytest.raises(reshard.DestinationExistsError, match="has left finished parts"):
+            save(source, out, executor=thread)
+        begun[:] = [None] * 3
+        save(source, out, executor=thread, workers=40, resume=True)
+    assert done >= {0, 1}
+    assert begun[3:] == [number for number in range(document["count"]) if number not in done]
+    assert_same(out, whole)
+
+
+@pytest.mark.usefixtures("_many_shares")
+def test_an_interrupt_ends_all_shares(jobs, threads, tmp_path, monkeypatch):
+    """Those that run are waited for: nothing is written to what is removed."""
+    monkeypatch.setattr(saving, "_LOOK_SECONDS", 0.0)
+    source, whole = jobs("ckpt manager")
+    out = tmp_path / "out"
+    shutil.copytree(whole, out)
+    before = hashes(out)
+    with pytest.raises(KeyboardInterrupt):
+        interrupt = stop_at(0, KeyboardInterrupt)
+        save(source, out, executor=threads, overwrite=True, progress=interrupt)
+    left = unfinished(out)
+    for directory in left:
+        parts = {file.stem for file in directory.rglob("*.json")} - {"rest"}
+        assert parts and all(part.isdigit() for part in parts)  # a share is complete
+    assert hashes(out) == before
+
+
+@pytest.mark.usefixtures("_many_shares")
+def test_a_share_ends_where_its_job_does(jobs, threads, tmp_path, monkeypatch):
     (source, _), out = jobs("ckpt zarr2"), tmp_path / "out"
-    monkeypatch.setattr(share_job, "_LOOK_SECONDS", {True: 0.0})
-    seen = []
+    monkeypatch.setattr(saving, "_LOOK_SECONDS", 0.0)
+    writing = saving.write_share
 
-    def progress(done, whole):
-        seen.append(done)
-        if how == "stopped":
-            (outer(out) / "stop").touch()
-        else:
-            (outer(out) / "job.json").unlink(missing_ok=True)
+    def write_share(attempt, share, report):
+        for file in unfinished(out)[0].rglob("begun.json"):
+            file.unlink(missing_ok=True)
+        writing(attempt, share, report)
 
-    text = f"the job in `{outer(out)}` was stopped, or is complete"
-    refused(reshard.DestinationError, text, save, source, out, share=(1, 2), progress=progress)
-    assert len(seen) < 20 and not (outer(out) / "1.json").exists()
+    monkeypatch.setattr(saving, "write_share", write_share)
+    text = f"^(the job that writes `{out}` has ended|`{out}` cannot be written)"
+    with pytest.raises(reshard.DestinationError, match=text):
+        save(source, out, executor=threads)

@@ -1,8 +1,7 @@
-"""Other items of a step, and other files: what is shared, copied, hashed and counted."""
+"""Other items of a step, and other files: what is copied and counted."""
 
 import collections
 import functools
-import hashlib
 import json
 import os
 import pathlib
@@ -12,9 +11,19 @@ import layouts
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from jobs import FORMATS, MARKER, RECORD, StopError, flip, inodes, note_all, put, refused, touched
+import v1
+from jobs import (
+    FORMATS,
+    MARKER,
+    RECORD,
+    assert_pruned,
+    inodes,
+    put,
+    refused,
+    touched,
+)
 from layouts import hashes
-from test_resume import another_job
+from orbax.checkpoint._src.serialization import tensorstore_utils
 
 import reshard
 from reshard.storage.location import Location
@@ -60,14 +69,6 @@ def read(root, path):
     return (root / path).read_bytes()
 
 
-def is_data(path, item="ema"):
-    """Files of the other tree that hold values or B-tree nodes."""
-    parts = path.split("/")
-    return parts[:2] == ["3", item] and (
-        "d" in parts or parts[-1].replace(".", "").isdigit() or parts[-1] == "c"
-    )
-
-
 def shared(source, out):
     """Paths of files that are in both, and one."""
     ours, theirs = inodes(out), inodes(source)
@@ -109,88 +110,156 @@ def reads(monkeypatch):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_data_files_of_other_items_are_shared(roots, tmp_path, name):
+def test_other_items_are_copied(roots, tmp_path, name):
     root, out = roots(name), tmp_path / "out"
     before = hashes(root)
     planned = reshard.plan(opened(root), out)
     done = reshard.save(opened(root), out)
-    data = {path for path in copies(root) if is_data(path)}
-    assert data and shared(root, out) == data
+    assert shared(root, out) == set()
     assert (out / "notes" / "none").is_dir()
-    for plan in (planned, done, reshard.plan(opened(root))):
-        assert plan.notes == ("item ema is not part of the job: it is copied as it is",)
-        assert plan.shared_bytes == sizes(root, data)
-        assert plan.other_bytes == sizes(root, copies(root) - data)
-        own = sum(array.bytes_written for array in plan.arrays)
-        assert plan.bytes_written == own + plan.other_bytes
+    written = f"step 3 of `{root}` -> `{out}/3`"
+    for made, notes in ((planned, [written]), (done, [written]), (reshard.plan(opened(root)), [])):
+        assert made.notes == ("item ema is not part of the job: it is copied as it is", *notes)
+        assert (made.shared_bytes, made.other_bytes) == (0, sizes(root, copies(root)))
+        own = sum(array.bytes_written for array in made.arrays)
+        assert made.bytes_written == own + made.other_bytes
     assert hashes(root) == before
     assert_copied(root, out)
     both = (layouts.load_pytree(path / "3" / "ema") for path in (out, root))
     layouts.assert_same_tree(*both)
-    # Those of an item whose chunks are the source's are shared, too.
-    reshard.save(reshard.open(root, item="state"), tmp_path / "same")
-    reshard.save(reshard.open(tmp_path / "same", item="ema"), tmp_path / "again")
-    data = {path for path in copies(tmp_path / "same", "ema") if is_data(path, "state")}
-    assert data and shared(tmp_path / "same", tmp_path / "again") >= data
+    # Those that a job has written, too.
+    reshard.save(reshard.open(out, item="ema"), tmp_path / "again")
+    assert {path: read(tmp_path / "again", path) for path in copies(out, "ema")} == {
+        path: read(out, path) for path in copies(out, "ema")
+    }
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_nothing_is_shared_without_links(roots, tmp_path, monkeypatch, name):
-    root = roots(name)
+@pytest.fixture(params=["Orbax", "one database"])
+def split(request, tmp_path, monkeypatch):
+    """A tree, and where it is saved with values and nodes in folders apart: by Orbax, which has no
+    public option for that, in databases of processes that are merged; or in one alone."""
+    tree = {"w": put(np.random.default_rng(5), (96, 64), "data", "model"), "one": np.float32(0.3)}
+    if request.param == "Orbax":
+        make = getattr(tensorstore_utils, "OcdbtKvStoreWriteOptions", None)
+        if make is None:
+            pytest.skip("this release of Orbax cannot")
+        on = {"store_ocdbt_metadata_and_values_separately": True}
+        name = "OcdbtKvStoreWriteOptions"
+        monkeypatch.setattr(tensorstore_utils, name, lambda **options: make(**options | on))
+    path = layouts.save_pytree(tmp_path / "source", tree)
+    if request.param != "Orbax":
+        layouts.split_database(path)
+    monkeypatch.undo()
+    assert {"ocdbt_meta", "ocdbt_data"} <= {found.name for found in path.rglob("*")}
+    return tree, path
 
-    def forbidden(*_, **__):
-        raise PermissionError(1, "Operation not permitted")
 
-    for way, options in {"no": {"link": False}, "forbidden": {}}.items():
-        out = tmp_path / way
-        with monkeypatch.context() as patched:
-            if way == "forbidden":
-                patched.setattr(os, "link", forbidden)
-            plan = reshard.save(opened(root), out, **options)
-        assert shared(root, out) == set()
-        assert (plan.shared_bytes, plan.other_bytes) == (0, sizes(root, copies(root)))
-        assert_copied(root, out)
+@pytest.mark.parametrize(
+    ("mesh", "options", "linked"),
+    [
+        ("2x4", {}, True),
+        ("2x4", {"link": False}, False),
+        ("1x8", {}, False),
+        ("2x4", {"ocdbt": False}, False),
+    ],
+)
+def test_files_of_a_split_database_are_not_copied(split, tmp_path, mesh, options, linked):
+    tree, source = split
+    before, out = hashes(source), tmp_path / "out"
+    reshard.save(reshard.to_mesh(reshard.open(source), mesh), out, **options)
+    assert_pruned(out)
+    found = {path.name for path in out.rglob("*")}
+    assert ("ocdbt_data" in found) == linked
+    assert not found & {"ocdbt_meta", "ocdbt_tmp_meta"}
+    assert {path.name for path in source.iterdir()} - {path.name for path in out.iterdir()} <= {
+        "manifest.ocdbt",
+        "ocdbt_data",
+        "ocdbt_meta",
+        "ocdbt_tmp_meta",
+        "ocdbt.process_0",
+    }
+    layouts.assert_same_tree(layouts.load_pytree(out), layouts.plain_scalars(tree))
+    assert hashes(source) == before
+
+
+@pytest.mark.usefixtures("short_tries")
+def test_items_that_a_job_has_written_are_copied_into_a_bucket(root, tmp_path, stores):
+    """With markers of their own."""
+    url = f"{stores.bucket('s3')}/out"
+    for item in (*TREES, "cfg"):
+        (root / "3" / item / MARKER).write_text("of the source")
+    reshard.save(opened(root), tmp_path / "one")
+    reshard.save(reshard.open(tmp_path / "one", item="ema"), url)
+    for item in TREES:
+        assert reshard.verify(reshard.open(url, item=item), reshard.open(root, item=item)).ok
+
+
+def test_a_split_database_of_another_item_is_copied(root, tmp_path):
+    layouts.split_database(root / "3" / "ema")
+    reshard.save(opened(root), tmp_path / "out")
+    assert_copied(root, tmp_path / "out")
 
 
 def test_what_only_looks_like_a_data_file_is_copied(root, tmp_path):
-    """What is in no tree of arrays may be written to by anybody; nothing is that other jobs have
-    left."""
+    """Nothing is that other jobs have left."""
     decoys = ["3/extra/d/ab12", "3/extra/manifest.ocdbt", "3/ema/d/README", "3/ema/1", "notes/d/ab"]
     decoys += ["3/extra/x/.zarray", "3/extra/x/0.0", "3/extra/y/zarr.json", "3/extra/y/c/0"]
     for path in decoys:
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(path)
-    (root / ".reshard-9.unfinished" / "x.orbax-checkpoint-tmp").mkdir(parents=True)
+    (root / ".reshard-9.0123456789abcdef").mkdir()
     reshard.save(opened(root), tmp_path / "out")
     assert sorted(os.listdir(tmp_path / "out")) == ["3", "notes"]
-    assert shared(root, tmp_path / "out").isdisjoint(decoys)
     for path in decoys:
         assert (tmp_path / "out" / path).read_text() == path
 
 
+@pytest.mark.parametrize("part", ["whole", "half", "gone"])
+def test_an_item_that_is_being_deleted_is_not_copied(root, tmp_path, part):
+    """Nor what records it: the item would come back, or another one of its name would be hidden."""
+    layouts.record_deletion(root / "3", "ema")
+    if part != "whole":
+        (root / "3" / "ema" / "_METADATA").unlink()
+    if part == "gone":
+        shutil.rmtree(root / "3" / "ema")
+    out = tmp_path / "out"
+    reshard.save(opened(root), out)
+    record = "3/_CHECKPOINT_DELETION"
+    expected = {p for p in copies(root) if not p.startswith("3/ema/") and p != record}
+    assert {path: read(out, path) for path in expected} == {p: read(root, p) for p in expected}
+    assert not (out / "3" / "ema").exists() and not (out / record).exists()
+    assert reshard.open(out).source.items == ("cfg", "state")
+    assert reshard.verify(reshard.open(out), opened(root)).ok
+
+
+@pytest.mark.skipif(not hasattr(v1.v1, "delete"), reason="Orbax has no partial deletions yet")
+def test_what_orbax_reads_beside_an_item_that_is_being_deleted(tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    trees = {t: {"w": layouts.random((6, 4), seed=seed)} for seed, t in enumerate(("x", *TREES))}
+    v1.v1.save_checkpointables(source, trees)
+    layouts.record_deletion(source, "x")
+    reshard.save(
+        reshard.to_mesh(reshard.open(source, item="state"), "model=2", {"w": "model"}), out
+    )
+    assert not (out / "x").exists() and not (out / "_CHECKPOINT_DELETION").exists()
+    for path in (source, out):
+        found = v1.v1.load_checkpointables(path)
+        assert set(found) == set(TREES)
+        for name in TREES:
+            np.testing.assert_array_equal(found[name]["w"], trees[name]["w"], strict=True)
+
+
 @pytest.mark.parametrize("recorded", [False, True])
-@pytest.mark.parametrize("link", [False, True])
-def test_each_is_read_once_and_not_for_a_plan(root, tmp_path, reads, recorded, link):
+def test_each_is_read_once_and_not_for_a_plan(root, tmp_path, reads, recorded):
     if recorded:
         reshard.digest(reshard.open(root, item="state"), write=True)
         reads.clear()
-    reshard.plan(opened(root), tmp_path / "out", link=link)
+    reshard.plan(opened(root), tmp_path / "out")
     assert not reads.keys() & {f"{root}/{path}" for path in copies(root)}
     reads.clear()
     told = []
-    plan = reshard.save(
-        opened(root), tmp_path / "out", link=link, progress=lambda *now: told.append(now)
-    )
+    plan = reshard.save(opened(root), tmp_path / "out", progress=lambda *now: told.append(now))
     assert {reads[f"{root}/{path}"] for path in copies(root)} == {1}
-    written = {"_METADATA", "_sharding", "array_metadatas/process_0"}
-    again = {f"3/state/{name}" for name in written}
-    assert {path.rpartition("-tmp/")[2] for path in reads if "-tmp/" in path} == again
-    record = json.loads(read(tmp_path / "out", f"3/state/{RECORD}"))
-    assert record["beside"] == {
-        path.removeprefix("3/"): hashlib.sha256(read(root, path)).hexdigest()
-        for path in copies(root)
-        if path.startswith("3/") and not path.startswith("3/state/") and MARKER not in path
-    }
     # And they count as progress.
     done, whole = zip(*told, strict=True)
     others = sizes(root, copies(root))
@@ -198,104 +267,61 @@ def test_each_is_read_once_and_not_for_a_plan(root, tmp_path, reads, recorded, l
     assert list(done) == sorted(done)
 
 
-@pytest.mark.parametrize("resume", [False, True])
-@pytest.mark.parametrize("link", [False, True])
-def test_one_that_is_not_the_one_on_record(root, tmp_path, link, resume):
-    """Also where it is shared; all of them are told, and nothing is committed or kept."""
+def test_one_that_an_earlier_version_has_recorded(root, tmp_path):
+    """It needs to be there: `verify` compares it."""
     reshard.digest(reshard.open(root, item="state"), write=True)
-    data = max(path for path in copies(root) if is_data(path))
-    for path in (data, "3/cfg/metadata"):
-        flip(root / path)
-    out = tmp_path / "new" / "out"
-    assert reshard.plan(opened(root), out, link=link).problems == ()
+    file = root / "3" / "state" / RECORD
+    record = json.loads(file.read_bytes())
+    file.write_text(json.dumps(record | {"beside": {"cfg/metadata": "0" * 64}}))
+    told = f"the file `{root}/3/cfg/metadata`: "
+    found = reshard.verify(reshard.open(root, item="state"))
+    assert found.problems == (f"{told}it is not the one on record",)
+    reshard.save(opened(root), tmp_path / "out")
+    (root / "3" / "cfg" / "metadata").unlink()
     text = (
         f"`{root}/3/state` is not what its digests were recorded of\n"
-        f"  the file `{root}/3/cfg/metadata`: it is not the one on record\n"
-        f"  the file `{root}/{data}`: it is not the one on record\n\n"
+        f"  {told}on record, and not there\n\n"
         f'hint: reshard.verify(reshard.open("{root}/3", item="state"))\n'
-        f"hint: rm '{root}/3/state/{RECORD}' forgets what was recorded"
+        f"hint: rm '{file}' forgets what was recorded"
     )
-    not_saved(reshard.CorruptCheckpointError, text, root, out, link=link, resume=resume)
-    assert os.listdir(out.parent) == []
-    (root / data).unlink()
-    assert reshard.plan(opened(root), out).problems == (
-        f"`{root}/3/state` is not what its digests were recorded of",
-        f"the file `{root}/{data}`: on record, and not there",
-    )
+    not_saved(reshard.CorruptCheckpointError, text, root, tmp_path / "again")
 
 
 def not_saved(error, text, root, out, **options):
     return refused(error, text, reshard.save, opened(root), out, **options)
 
 
-def stopped(root, out, monkeypatch, **options):
-    """A job that has carried all siblings over, and stops."""
-    note_all(monkeypatch)
-    others = sizes(root, (path for path in copies(root) if not path.startswith("2/")))
-
-    def stop(done, whole):
-        if done > others:
-            raise StopError
-
-    with pytest.raises(StopError):
-        reshard.save(opened(root), out, resume=True, progress=stop, **options)
-    return layouts.kept(out)
+def stopped(root, out, **options):
+    """The directory of a job that has copied all siblings, and was killed."""
+    with layouts.killed_at_the_end():
+        reshard.save(opened(root), out, **options)
+    return layouts.unfinished(out)
 
 
-@pytest.mark.parametrize("link", [False, True])
-def test_a_resumed_job_copies_none_again(root, tmp_path, monkeypatch, reads, link):
+def test_a_resumed_job_copies_none_again(root, tmp_path, reads):
     out = tmp_path / "out"
-    kept = stopped(root, out, monkeypatch, link=link)
-    before = {p: i for p, i in inodes(kept).items() if "state/" not in p and "reshard" not in p}
-    assert before.keys() | {"3/state/_CHECKPOINT_METADATA"} == copies(root)
+    before = {*inodes(stopped(root, out)).values()}
     reads.clear()
-    reshard.save(opened(root), out, resume=True, link=link)
-    assert not [path for path in reads if path.startswith(f"{root}/") and "/state/" not in path]
+    reshard.save(opened(root), out, resume=True)
+    assert not reads.keys() & {f"{root}/{path}" for path in copies(root)}
     after = inodes(out)
-    assert before == {path: after[path] for path in before}
+    assert {after[path] for path in copies(root)} <= before
     assert_copied(root, out)
 
 
-@pytest.mark.parametrize("link", [False, True])
-def test_links_and_copies_in_each_others_place(roots, tmp_path, monkeypatch, link):
-    """What an earlier run with the other flag has left is not written through, and not kept."""
-    root, out = roots("zarr2-files"), tmp_path / "out"
-    stopped(root, out, monkeypatch, link=not link)
-    before = hashes(root)
-    reshard.save(opened(root), out, resume=True, link=link)
-    assert hashes(root) == before
-    data = {path for path in copies(root) if is_data(path)}
-    assert shared(root, out) == (data if link else set())
+@pytest.mark.parametrize("change", [pathlib.Path.unlink, lambda file: os.truncate(file, 1)])
+def test_what_an_earlier_run_has_copied_is_copied_again(root, tmp_path, change):
+    """Where that is not all there; and notes that have other words, as many."""
+    out = tmp_path / "out"
+    staged = stopped(root, out).glob("3/state/ocdbt.process_*files/*")
+    change(max(staged, key=lambda file: file.stat().st_size))
+    (root / "notes" / "today").write_text("snow")
+    reshard.save(opened(root), out, resume=True)
+    assert copies(out) - {f"3/state/{RECORD}"} == copies(root)
+    assert_copied(root, out)
 
 
 # What of them has changed since an earlier run, or changes meanwhile.
-
-
-STAGED = {
-    "others": lambda step: (
-        flip(max(file for file in step.glob("ema/d/*") if file.is_file())),
-        (step / "cfg" / "metadata").write_bytes(b"garbage" * 100),
-        (step / "_CHECKPOINT_METADATA").unlink(),
-    ),
-    "no cfg": lambda step: (
-        shutil.rmtree(step / "cfg"),
-        (step / "_CHECKPOINT_METADATA").unlink(),
-        (step / "_CHECKPOINT_METADATA").mkdir(),
-    ),
-    "a file": lambda step: (shutil.rmtree(step / "cfg"), (step / "cfg").write_text("")),
-    "more in cfg": lambda step: (step / "cfg" / "more").write_text("{}"),
-}
-
-
-@pytest.mark.parametrize("change", STAGED)
-def test_what_an_earlier_run_has_copied_is_copied_again(root, tmp_path, monkeypatch, change):
-    """And notes that have other words, as many."""
-    out = tmp_path / "out"
-    STAGED[change](stopped(root, out, monkeypatch, link=False) / "3")
-    (root / "notes" / "today").write_text("snow")
-    reshard.save(opened(root), out, resume=True, link=False)
-    assert copies(out) - {f"3/state/{RECORD}"} == copies(root)
-    assert_copied(root, out)
 
 
 BESIDE = [
@@ -307,32 +333,40 @@ BESIDE = [
 ]
 
 
+def not_resumed(root, out, **options):
+    """What is said of a job that is another one by now."""
+    with pytest.raises(reshard.DestinationError) as error:
+        reshard.save(opened(root), out, resume=True, **options)
+    lines = str(error.value).splitlines()
+    assert lines[0] == f"what is unfinished for `{out}` is another job"
+    assert lines[-1] == "hint: overwrite=True begins anew"
+    return lines
+
+
 @pytest.mark.parametrize(("where", "change"), BESIDE)
-def test_something_else_in_the_source_changed_since(root, tmp_path, monkeypatch, where, change):
+def test_something_else_in_the_source_changed_since(root, tmp_path, where, change):
     out = tmp_path / "new" / "out"
-    kept = stopped(root, out, monkeypatch)
+    kept = stopped(root, out)
     before = hashes(kept)
     change(root / where)
-    text = another_job(kept, f"the source has changed since: `{root / where}`")
-    not_saved(reshard.DestinationError, text, root, out, resume=True)
+    lines = not_resumed(root, out)
+    assert lines[1] == f"  the source has changed since: `{root / where}`"
     assert hashes(kept) == before
-    reshard.save(opened(root), out)
+    reshard.save(opened(root), out, overwrite=True)
     assert copies(out) == copies(root)
     assert_copied(root, out)
 
 
-def test_all_that_has_changed_is_told(root, tmp_path, monkeypatch):
+def test_all_that_has_changed_is_told(root, tmp_path):
     out = tmp_path / "new" / "out"
-    kept = stopped(root, out, monkeypatch, max_memory="3MiB")
+    stopped(root, out, max_memory="3MiB")
     (root / "notes" / "today").write_text("sunshine")
     (root / "3" / "cfg" / "more").write_text("{}")
     touched(root / "3" / "state" / "_METADATA")
-    text = another_job(
-        kept,
-        *(f"the source has changed since: `{root / p}`" for p in ("3/state", "3/cfg")),
-        "max_memory: 3.00 MiB then, 4.00 MiB now; it decides what is rewritten together",
-    )
-    not_saved(reshard.DestinationError, text, root, out, resume=True, max_memory="4MiB")
+    assert not_resumed(root, out, max_memory="4MiB")[1:4] == [
+        *(f"  the source has changed since: `{root / p}`" for p in ("3/state", "3/cfg")),
+        "  max_memory: 3.00 MiB then, 4.00 MiB now; it decides what is rewritten together",
+    ]
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -350,12 +384,12 @@ def test_something_else_in_the_source_changes_meanwhile(root, tmp_path, where, c
     assert os.listdir(out.parent) == []
 
 
-def test_what_others_do_beside_the_step(root, tmp_path, monkeypatch):
-    """A training goes on while one of its steps is taken: logs grow, and are copied as they were;
-    other steps come and go."""
+def test_what_others_do_beside_the_step(root, tmp_path):
+    """A training goes on while one of its steps is taken: logs grow, and are copied once, as they
+    were; other steps come and go."""
     out, logs = tmp_path / "new" / "out", root / "notes" / "today"
     shutil.copytree(root / "3", root / "2")
-    stopped(root, out, monkeypatch)
+    stopped(root, out)
     logs.write_text("sunshine")
     shutil.rmtree(root / "2")
     (root / "5.orbax-checkpoint-tmp").mkdir()
@@ -374,7 +408,7 @@ def test_what_others_do_beside_the_step(root, tmp_path, monkeypatch):
     )
     assert found.ok
     assert sorted(os.listdir(out)) == ["3", "notes"]
-    assert (out / "notes" / "today").read_text() == "sunshine"
+    assert (out / "notes" / "today").read_text() == "rain"
 
 
 def test_a_log_grows_while_a_share_copies_it(root, tmp_path):

@@ -2,11 +2,11 @@
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import importlib.metadata
 import itertools
 import threading
+import warnings
 from typing import Any
 
 import flax
@@ -182,85 +182,6 @@ def test_annotations_regexes_and_a_tree_of_specs_say_the_same(optimizer, scan):
         assert shardings(got) == expected
 
 
-# A parameter, its logical axes, and those of adafactor's two factors of it (None where optax keeps
-# the whole moment).
-STACKED = ("layers", "embed", "hidden")
-FACTORED = {
-    "square": ((16, 16), ("embed", "hidden"), (P("data"), P("model"))),
-    "wide": ((16, 24), ("embed", "hidden"), (P("data"), P("model"))),
-    "tall": ((24, 16), ("hidden", "embed"), (P("data"), P("model"))),
-    "stack": ((4, 16, 24), STACKED, (P(None, "data"), P(None, "model"))),
-    "tall_stack": ((4, 24, 16), (None, "hidden", "embed"), (P(None, "data"), P(None, "model"))),
-    "cube": ((8, 8, 8), STACKED, (P(None, "data"), P(None, "model"))),
-    "over_layers": ((64, 16, 32), STACKED, (P("data", "model"), P(None, "data"))),
-    "bias": ((24,), ("hidden",), None),
-    "scale": ((), (), (P(None), P(None))),
-}
-
-
-def table(named):
-    """Its parameters, in boxes if they are named."""
-    return {
-        name: logical(shape, *axes) if named and axes else jnp.ones(shape)
-        for name, (shape, axes, _) in FACTORED.items()
-    }
-
-
-def nnx_table(named):
-    pairs = FACTORED.items()
-    return nnx.Dict({name: param(shape, *axes * named) for name, (shape, axes, _) in pairs})
-
-
-@pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda tx, named: TrainState.create(apply_fn=None, params=table(named), tx=tx),
-        lambda tx, named: (params := table(named), tx.init(params)),
-        lambda tx, named: nnx.ModelAndOptimizer(nnx_table(named), tx),
-        lambda tx, named: [model := nnx_table(named), nnx.Optimizer(model, tx, wrt=nnx.Param)],
-    ],
-)
-def test_a_factored_moment_gets_the_part_of_the_spec_that_it_keeps(make, named):
-    tx = optax.chain(optax.clip(1.0), optax.adafactor(1e-3, min_dim_size_to_factor=2, momentum=0.9))
-    rules = dict(RULES)
-    whole = {name: P(*map(rules.get, axes)) for name, (_, axes, _) in FACTORED.items()}
-    expected = {("params", name): spec for name, spec in whole.items()}
-    for name, (_, _, factors) in FACTORED.items():
-        rows, columns = factors or (P(), P())
-        expected |= {
-            ("ema", name): whole[name],
-            ("v", name): P() if factors else whole[name],
-            ("v_row", name): rows,
-            ("v_col", name): columns,
-        }
-    specs = [(f"^((params|model|0)/)?{name}$", spec) for name, spec in whole.items()]
-    got = reshard.target(
-        lambda: make(tx, named), mesh=MESH, **({"rules": RULES} if named else {"specs": specs})
-    )
-    found = {}
-    for leaf in flatten_state(got).leaves:
-        if leaf.path[-1] in FACTORED:
-            kind = leaf.path[-2] if len(leaf.path) > 2 else "params"
-            found[kind, leaf.path[-1]] = leaf.value.sharding
-    assert {key: sharding.spec for key, sharding in found.items()} == expected
-    others = [leaf.value for leaf in flatten_state(got).leaves if leaf.path[-1] not in FACTORED]
-    assert {leaf.sharding for leaf in others} == {NamedSharding(MESH, P())}
-    for leaf in flatten_state(got).leaves:
-        leaf.value.sharding.shard_shape(leaf.value.shape)
-
-
-def test_a_history_of_updates_is_whole_over_time():
-    make = functools.partial(train_state, MLP("mesh", scan=True), optax.scale_by_lbfgs(3))
-    got = reshard.target(make, mesh=MESH)
-    layer = got.params["ScanDotReluDot_0"]
-    history = nn.meta.unbox(got.opt_state.diff_params_memory)["ScanDotReluDot_0"]
-    assert nn.meta.unbox(layer)["W2"].sharding.spec == P(None, "model", "data")
-    assert history["W2"].shape == (3, 2, 24, 16)
-    assert history["W2"].sharding.spec == P(None, None, "model", "data")
-    assert history["Dense_0"]["kernel"].sharding.spec == P(None, None, "data", "model")
-
-
 @pytest.mark.parametrize("apart", [False, True])
 def test_of_two_parameters_that_are_split_alike_either_is_followed(apart):
     """Of two copies with one optimizer state; of two that are split otherwise the caller says."""
@@ -299,41 +220,6 @@ def test_variables_of_the_user_s_own_type_are_parameters_of_their_optimizer():
     assert {variable.get_value().sharding.spec for variable in variables} == {P("data", "model")}
 
 
-def test_averages_of_parameters_follow_them_too():
-    class Averaged(TrainState):
-        averages: Any
-
-    def make():
-        params = MLP("none").init(KEY, X)["params"]
-        tx = OPTIMIZERS["adam"]
-        return Averaged.create(apply_fn=None, params=params, tx=tx, averages=params)
-
-    specs = [("^params/.*/kernel$", P("data", "model")), ("^params/.*/W2$", P("model", "data"))]
-    got = reshard.target(make, mesh=MESH, specs=specs)
-    expected = jax.tree.map(lambda leaf: leaf.sharding, got.params)
-    specs = {P("data", "model"), P("model", "data"), P()}
-    assert {sharding.spec for sharding in jax.tree.leaves(expected)} == specs
-    for tree in (got.averages, got.opt_state[0].mu, got.opt_state[0].nu):
-        assert jax.tree.map(lambda leaf: leaf.sharding, tree) == expected
-
-
-@pytest.mark.parametrize("optimizer", ["accumulated adafactor", "lbfgs"])
-def test_jax_makes_the_state_with_these_shardings(optimizer):
-    make = functools.partial(train_state, MLP("mesh", scan=True), RESHAPING[optimizer])
-    got = reshard.target(make, mesh=MESH)
-    state = jax.jit(make, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, got))()
-    layouts.assert_laid_out(state, state, MESH)
-    assert shardings(state) == shardings(got)
-    shards = [leaf.addressable_shards[0].data for leaf in jax.tree.leaves(state)]
-    report = reshard.coverage(make, mesh=MESH)
-    assert report.device_bytes == sum(shard.size * shard.dtype.itemsize for shard in shards)
-    assert report.replicated_bytes == sum(
-        leaf.size * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(state)
-        if leaf.sharding.is_fully_replicated
-    )
-
-
 # Forms of a Linen model
 
 
@@ -368,18 +254,6 @@ def test_every_form_of_a_linen_model_is_the_same_state(form, scan, axes):
     assert_abstract_as(got, abstract)
     assert shardings(got) == flax_shardings(abstract, MESH, rules)
     assert list(map(id, jax.tree.leaves(given_model))) == list(map(id, before))
-
-
-def test_a_train_state_that_is_real_keeps_its_scalars():
-    state = train_state(MLP("mesh"), optax.adam(1e-3))
-    assert type(state.step) is int
-    got = reshard.target(state, mesh=MESH)
-    assert (type(got.step), got.step) == (int, 0)
-    abstract = jax.eval_shape(lambda: state)
-    assert shardings(got.replace(step=jnp.array(0))) == {
-        **flax_shardings(abstract, MESH),
-        ".step": jax.sharding.SingleDeviceSharding(jax.devices()[0]),
-    }
 
 
 def test_leaves_that_are_no_arrays_stay_as_they_are():
@@ -801,70 +675,6 @@ def test_axes_may_be_a_spec_or_a_sharding(axes):
     assert variable.get_value().sharding == jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 
-def test_rules_of_the_metadata_are_used_and_the_caller_s_come_first():
-    def make():
-        rules = (("a", "data"), ("b", "model"))
-        return nnx.Dict(w=param((8, 8), "a", "b", sharding_rules=rules), v=param((8,), "model"))
-
-    got = reshard.target(make, mesh=MESH)
-    assert_specs(got, nnx_shardings(make, MESH))
-    specs = [variable.get_value().sharding.spec for variable in (got.w, got.v)]
-    assert specs == [P("data", "model"), P("model")]
-    with jax.set_mesh(MESH):
-        assert_nnx_as(got, make())
-    other = reshard.target(make, mesh=MESH, rules={"a": None})
-    assert other.w.get_value().sharding.spec == P(None, "model")
-
-
-@dataclasses.dataclass(unsafe_hash=True)
-class MeshRules:
-    """The rules of the NNX sharding guides."""
-
-    embed: str | None = None
-    hidden: str | tuple[str, ...] | None = None
-    layers: str | None = None
-
-    def __call__(self, *keys):
-        return tuple(getattr(self, key) for key in keys)
-
-
-@pytest.mark.parametrize(
-    "rules",
-    [
-        MeshRules(hidden=("data", "model")),
-        {"embed": None, "hidden": ("data", "model"), "layers": None},
-        [("embed", ()), ("hidden", ["data", "model"]), ("layers", None)],
-        (("embed", None), ("hidden", ("data", "model")), ("layers", ())),
-    ],
-)
-def test_every_form_of_rules(rules):
-    pairs = (("embed", None), ("hidden", ("data", "model")), ("layers", None))
-    got = reshard.target(lambda: Net(nnx.Rngs(0), logical_axes), mesh=MESH, rules=rules)
-    expected = nnx_shardings(lambda: Net(nnx.Rngs(0), logical_axes), MESH, pairs)
-    assert_specs(got, expected)
-    model = MLP("logical", scan=True)
-    abstract = jax.eval_shape(model.init, KEY, X)
-    assert shardings(reshard.target(model, mesh=MESH, rules=rules, inputs=(X,))) == flax_shardings(
-        abstract, MESH, pairs
-    )
-
-
-def test_a_graph_with_a_cycle():
-    class Child(nnx.Module):
-        def __init__(self, parent):
-            self.parent = parent
-            self.w = param((8, 8), "data", "model")
-
-    class Parent(nnx.Module):
-        def __init__(self):
-            self.children_ = nnx.List([Child(self), Child(self)])
-
-    got = reshard.target(Parent, mesh=MESH)
-    assert all(child.parent is got for child in got.children_)
-    expected = NamedSharding(MESH, P("data", "model"))
-    assert [child.w.get_value().sharding for child in got.children_] == [expected] * 2
-
-
 def test_a_module_an_optimizer_and_a_state_that_are_real():
     with jax.set_mesh(layouts.mesh((4, 2))):
         net = Net(nnx.Rngs(0))
@@ -903,22 +713,6 @@ def test_a_module_that_is_abstract_already(kind):
         assert leaf.sharding.is_equivalent_to(expected[path], leaf.ndim), path
 
 
-def test_specs_are_overrides_of_annotations_and_optimizer_state_follows_them():
-    def make():
-        net = Net(nnx.Rngs(0))
-        return net, nnx.Optimizer(net, OPTIMIZERS["adam"], wrt=nnx.Param)
-
-    specs = [("^0/w$", P(None, ("data", "model"))), ("^0/blocks/0/", "")]
-    got = reshard.target(make, mesh=MESH, specs=specs)
-    expected = nnx_shardings(make, MESH)
-    changed = {"['w']": P(None, ("data", "model")), "['blocks'][0]": P()}
-    for path in expected:
-        for part, spec in changed.items():
-            if part in path:
-                expected[path] = NamedSharding(MESH, spec)
-    assert_specs(got, expected)
-
-
 @pytest.mark.parametrize(
     "tree", [nnx.get_partition_spec, lambda s: nnx.get_named_sharding(s, MESH)]
 )
@@ -930,18 +724,6 @@ def test_the_specs_that_flax_gives_of_an_nnx_state_are_taken(tree):
         specs = tree(nnx.state(nnx.eval_shape(lambda: Net(nnx.Rngs(0)))))
     got = reshard.target(bare, mesh=MESH, specs=specs)
     assert_specs(got, nnx_shardings(lambda: Net(nnx.Rngs(0)), MESH))
-
-
-def test_the_specs_that_flax_gives_of_a_train_state_are_taken():
-    logical = functools.partial(train_state, MLP("logical"), OPTIMIZERS["adam"])
-    bare = functools.partial(train_state, MLP("none"), OPTIMIZERS["adam"])
-    specs = nn.get_partition_spec(jax.eval_shape(logical))
-    expected = flax_shardings(jax.eval_shape(logical), MESH, RULES)
-    for model in (logical, bare, jax.eval_shape(bare)):
-        got = reshard.target(model, mesh=MESH, rules=RULES, specs=specs)
-        assert shardings(got) == expected
-    on_mesh = nn.logical_to_mesh_sharding(specs, MESH, RULES)
-    assert shardings(reshard.target(bare, mesh=MESH, specs=on_mesh)) == expected
 
 
 def test_linen_in_nnx_and_nnx_in_linen():
@@ -1079,20 +861,6 @@ def test_neither_the_kind_of_mesh_nor_what_is_set_changes_the_result(model, kind
     assert (report.leaves, repr(report)) == (expected.leaves, repr(expected))
 
 
-@pytest.mark.filterwarnings("ignore:.*with mesh.*:DeprecationWarning")
-def test_trees_and_modules_that_exist_are_taken_in_any_context():
-    linen = jax.eval_shape(MODELS["Linen, logical axes"][0])
-    with nnx.use_eager_sharding(False):
-        net = nnx_pair(logical_axes)
-    expected = [plain(reshard.target(x, mesh=MESH, rules=RULES)) for x in (linen, net)]
-    for context in CONTEXTS.values():
-        with context():
-            before = global_state()
-            got = [plain(reshard.target(x, mesh=MESH, rules=RULES)) for x in (linen, net)]
-            assert global_state() == before
-        assert got == expected
-
-
 def test_what_is_made_and_its_target_differ_in_the_mesh_alone():
     """On a mesh of any form, and with more axes than are used."""
     meshes = [layouts.mesh(sizes) for sizes in ((1, 8), (8, 1), (1, 1), (4, 4))]
@@ -1127,25 +895,6 @@ def test_eager_sharding_is_as_it_was_and_so_are_the_variables(eager):
     assert nnx.using_eager_sharding() is True
 
 
-@pytest.mark.filterwarnings("ignore:.*with mesh.*:DeprecationWarning")
-def test_a_model_that_fails_leaves_nothing_behind():
-    def odd():
-        return nnx.Dict(w=param((7, 8), "data", "model"))
-
-    def fails():
-        odd()
-        raise RuntimeError("no such model")
-
-    for context in CONTEXTS.values():
-        with context():
-            before = global_state()
-            with pytest.raises(RuntimeError, match="no such model"):
-                reshard.target(fails, mesh=layouts.mesh((1, 8)))
-            with pytest.raises(ShardingError):
-                reshard.target(odd, mesh=MESH)
-            assert global_state() == before
-
-
 @pytest.mark.parametrize(("kind", "most"), [("Auto", 2), ("Explicit", 3)])
 def test_a_model_that_fails_is_run_once_in_each_context_and_its_first_error_is_told(kind, most):
     calls = []
@@ -1154,8 +903,10 @@ def test_a_model_that_fails_is_run_once_in_each_context_and_its_first_error_is_t
         calls.append(jax.sharding.get_abstract_mesh())
         raise RuntimeError(f"failure {len(calls)}")
 
+    before = global_state()
     with pytest.raises(RuntimeError, match="failure 1"):
         reshard.target(fails, mesh=KINDS[kind])
+    assert global_state() == before
     assert len(calls) == most
     assert len({str(mesh) for mesh in calls}) == most
     # One that needs no mesh is run once in all.
@@ -1222,20 +973,6 @@ def test_semantics_say_how_rules_are_read_whatever_the_api():
             assert [leaf.sharding.spec for leaf in jax.tree.leaves(got)] == [spec]
 
 
-def test_where_a_mesh_axis_would_be_used_twice():
-    rules = [("embed", "model"), ("hidden", "model")]
-
-    def make():
-        return nnx.State({"w": param((8, 16), "embed", "hidden")})
-
-    assert raised(make, mesh=MESH, rules=rules) == (
-        "the model does not fit the mesh `data=2,model=4`\n"
-        "  w  [8, 16] ('embed', 'hidden'): P('model', 'model') uses axis 'model' 2 times"
-    )
-    got = reshard.target(make, mesh=MESH, rules=rules, semantics="linen")
-    assert got["w"].get_value().sharding.spec == P("model", None)
-
-
 def test_a_name_without_a_rule_is_replicated_in_linen_and_an_error_in_nnx():
     rules = [("embed", "data")]
     linen = {"w": logical((8, 16), "embed", "hidden")}
@@ -1252,6 +989,64 @@ def test_a_name_without_a_rule_is_replicated_in_linen_and_an_error_in_nnx():
         assert [leaf.sharding.spec for leaf in jax.tree.leaves(got)] == [P("data", None)]
         assert raised(state, mesh=MESH, rules=rules, semantics="nnx") == message
     assert reshard.coverage(linen, mesh=MESH, rules=rules).unmatched == {"hidden": (("w",),)}
+
+
+def warned(*args, **kwargs):
+    """What is warned of where a target is made."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        reshard.target(*args, **kwargs)
+    assert {each.category for each in caught} <= {UserWarning}
+    assert {each.filename for each in caught} <= {__file__}  # the caller's line
+    return [str(each.message) for each in caught]
+
+
+def test_names_without_a_rule_and_rules_without_a_name_are_told():
+    def make():
+        params = {
+            "w": logical((8, 16), "embed", "hidden"),
+            "b": logical((16,), "hidden"),
+            "other": logical((4, 4), None, "kv"),
+            "bare": jnp.ones((5,)),
+        }
+        return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0, momentum=0.9))
+
+    rules = [("embed", "data"), ("hiden", "model"), ("heads", ("data", "model")), ("none", None)]
+    expected = (
+        "no rule has the axis name `hidden`; the nearest rule is `hiden`. Leaves replicated along "
+        "this axis: 4, 640 B a device",
+        "no rule has the axis name `kv`. Leaves replicated along this axis: 2, 128 B a device",
+        "no leaf has the axis name of these rules: `hiden`, `heads`. Replicated in all: 300 B a "
+        "device",
+    )
+    assert reshard.coverage(make, mesh=MESH, rules=rules).notes == expected
+    assert warned(make, mesh=MESH, rules=rules) == [*expected]
+    # In a state without names, rules reach nothing.
+    bare = {"params": {"w": jnp.ones((8, 16))}}
+    text = "no leaf has the axis name of these rules: `embed`. Replicated in all: 512 B a device"
+    assert warned(bare, mesh=MESH, rules=[("embed", "data")]) == [text]
+    # A name of NNX's without a rule is an axis of the mesh, and the error has the nearest rule.
+    with nnx.use_eager_sharding(False):
+        state = nnx.State({"w": param((8, 16), "embed", "hidden")})
+    assert raised(state, mesh=MESH, rules=rules).endswith(
+        "\n\nhint: the rule (\"hidden\", None) replicates what is named 'hidden'; "
+        "the nearest rule is `hiden`"
+    )
+
+
+def test_nobody_is_warned_where_every_name_has_a_rule():
+    state = {"w": logical((8, 16), "embed", "hidden"), "b": logical((16,), "hidden")}
+    given = dict(RULES)
+    for rules in ([*RULES], given, given.__getitem__, given | {"unused": None}, []):
+        assert warned(state, mesh=MESH, rules=rules) == []
+    assert warned(state, mesh=AbstractMesh((1, 1), ("data", "model")), rules=[("x", "data")]) == []
+    # A rule may be for activations.
+    (note,) = reshard.coverage(state, mesh=MESH, rules=RULES).notes
+    assert note == (
+        "no leaf has the axis name of these rules: `batch`. Replicated in all: 0 B a device"
+    )
+    # What a regex lays out needs no rule.
+    assert warned(state, mesh=MESH, rules=[("embed", "data")], specs={"w|b": P("model")}) == []
 
 
 # Errors
@@ -1311,35 +1106,6 @@ def test_logical_names_without_rules():
     )
     got = reshard.target(MLP("logical"), mesh=MESH, rules=[], inputs=(X,))
     assert {leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(got)} == {True}
-
-
-def test_moments_that_cannot_be_told_apart():
-    """An optimizer of the user's own, which keeps the sums of rows of a square matrix."""
-
-    def init(params):
-        return {"sums": jax.tree.map(lambda leaf: leaf.sum(1), params)}
-
-    tx = optax.GradientTransformation(init, None)
-
-    def make():
-        params = {"square": jnp.ones((8, 8)), "wide": jnp.ones((8, 16)), "free": jnp.ones((4, 4))}
-        return TrainState.create(apply_fn=None, params=params, tx=tx)
-
-    specs = [("^params/(square|wide)$", P("data", "model"))]
-    assert raised(make, mesh=MESH, specs=specs) == (
-        "the model does not fit the mesh `data=2,model=4`\n"
-        "  opt_state/sums/square  [8]: it belongs to params/square, which is "
-        "P('data', 'model'), and it may be over dimensions (0,) or (1,) of the parameter's "
-        "[8, 8]\n\n"
-        'hint: specs=[("^opt_state/sums/square$", P(...))] says how to split it'
-    )
-    said = [*specs, (r"^opt_state/sums/square$", P("data"))]
-    got = reshard.target(make, mesh=MESH, specs=said)
-    assert {name: leaf.sharding.spec for name, leaf in got.opt_state["sums"].items()} == {
-        "square": P("data"),
-        "wide": P("data"),
-        "free": P(None),
-    }
 
 
 TREE = {"w": jnp.ones((8, 8)), "layer": {"b": jnp.ones((8,))}}
@@ -1487,7 +1253,7 @@ def test_the_report_of_a_train_state_is_whole():
         "rule        embed -> data: 2 leaves, params/Dense_0/kernel the first\n"
         "rule        hidden -> model: 2 leaves, params/Dense_0/kernel the first\n"
         "rule        unused -> replicated: 0 leaves\n"
-        "no rule     kv: 1 leaves, params/extra the first\n"
+        "no rule     kv: 1 leaf, params/extra the first\n"
         "replicated  6 leaves, 332 B a device\n"
         "            96 B  params/Dense_0/bias  [24]\n"
         "            96 B  opt_state/0/trace/Dense_0/bias  [24]\n"
@@ -1496,46 +1262,6 @@ def test_the_report_of_a_train_state_is_whole():
         "            20 B  opt_state/0/trace/extra  [5]\n"
         "            4 B  step  []"
     )
-
-
-def test_the_report_of_an_nnx_optimizer():
-    def make():
-        b = param((6,), "hidden", dtype="bfloat16")
-        dropout = nnx.Dropout(0.1, rngs=nnx.Rngs(0))
-        model = nnx.Dict(w=param((8, 16), "embed", "hidden"), b=b, dropout=dropout)
-        return nnx.ModelAndOptimizer(model, optax.lion(1.0))
-
-    report = reshard.coverage(make, mesh=MESH, rules=MeshRules(hidden="model"))
-    assert repr(report) == (
-        "8 array leaves on `data=2,model=4`, 282 B a device: 2 by the names of their axes, "
-        "2 as the parameter they belong to, 4 by nothing\n"
-        "rule        hidden -> model: 4 leaves, model/b the first\n"
-        "rule        embed -> replicated: 2 leaves, model/w the first\n"
-        "replicated  4 leaves, 20 B a device\n"
-        "            8 B  model/dropout/rngs/key  []\n"
-        "            4 B  model/dropout/rngs/count  []\n"
-        "            4 B  opt_state/0/count  []\n"
-        "            4 B  step  []\n"
-        "problem     model/b  [6] ('hidden',): dimension 0 of 6 does not divide by 4 (model)\n"
-        "problem     opt_state/0/mu/b  [6]: dimension 0 of 6 does not divide by 4 (model)"
-    )
-
-
-def test_a_state_on_its_target_is_a_fixed_point():
-    """What is laid out as a target says gives that target, without rules or specs."""
-    make = functools.partial(train_state, MLP("none", scan=True), RESHAPING["adafactor"])
-    specs = {"/kernel$": P(None, "data", "model"), "/W2$": P(None, "model", "data")}
-    params = {f"^params/.*{name}": spec for name, spec in specs.items()}
-    got = reshard.target(make, mesh=MESH, specs=params)
-    places = jax.tree.map(lambda leaf: leaf.sharding, got)
-    state = jax.device_put(layouts.randomized(got), places)
-    again = reshard.target(state, mesh=MESH)
-    assert jax.tree.structure(again) == jax.tree.structure(got)
-    assert shardings(again) == shardings(got)
-    assert {leaf.source for leaf in reshard.coverage(state, mesh=MESH).leaves} <= {
-        "sharding",
-        "optimizer",
-    }
 
 
 @pytest.mark.parametrize("value", ["", "/value"])

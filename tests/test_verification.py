@@ -1,6 +1,7 @@
 """`verify`: every fault is found, in words; `save` passes none on; the two commands."""
 
 import functools
+import importlib
 import json
 import os
 import pathlib
@@ -25,7 +26,8 @@ from reshard.errors import printable
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import node_files, value_files
 from reshard.verify.digest_record import FILE, ArrayRecord, Record
-from reshard.writer import execution
+
+execution = importlib.import_module("reshard.writer.save")
 
 FORMS = {
     f"{version}-{store}-{codec}": {
@@ -123,6 +125,7 @@ def test_chunks_and_arrays_in_each_other_s_place(tmp_path):
 
 
 def test_files_around_the_arrays(saved, tmp_path):
+    """The documents of the tree. What is beside the item is nobody's business."""
     source = saved("manager")
     path = shutil.copytree(source.path, tmp_path / "run")
     item = path / "20" / "default"
@@ -131,18 +134,13 @@ def test_files_around_the_arrays(saved, tmp_path):
     sharding = item / "_sharding"
     sharding.write_bytes(sharding.read_bytes().replace(b"data", b"dota"))
     (item / "array_metadatas" / "process_0").unlink()
-    metrics = path / "20" / "metrics" / "metrics"
-    metrics.write_text('{"loss": 0.0}')
+    (path / "20" / "metrics" / "metrics").write_text('{"loss": 0.0}')
     (path / "20" / "_CHECKPOINT_METADATA").unlink()
     (item / "new.txt").write_text("what was added later is nobody's business")
     assert set(reshard.verify(path).problems) == {
         f"the file `{sharding}`: it is not the one on record",
         f"the file `{item}/array_metadatas/process_0`: on record, and not there",
-        f"the file `{metrics}`: it is not the one on record",
-        f"the file `{path}/20/_CHECKPOINT_METADATA`: on record, and not there",
     }
-    # The item alone has no step around it.
-    assert len(reshard.verify(item).problems) == 2
 
 
 def test_records_of_something_else(copied, tmp_path, monkeypatch):
@@ -170,7 +168,7 @@ def test_records_of_something_else(copied, tmp_path, monkeypatch):
     read = f"`{path}`: 3 arrays read, 0 compared with digests"
     assert repr(reshard.verify(path)) == f"{read}, 6 problems{told}"
     # A job tells the same, before a byte is written; and so does its plan.
-    monkeypatch.delattr("reshard.writer.directory_commit.committed_directory")
+    monkeypatch.delattr("reshard.writer.commit.begin")
     ckpt = reshard.to_mesh(reshard.cast(reshard.open(path), "float16", "w"), "8x1")
     summary = f"`{path}` is not what its digests were recorded of"
     hint = f'reshard.verify("{path}")'
@@ -346,7 +344,8 @@ def test_values_that_are_not_those_on_record_are_not_passed_on(copied, tmp_path)
     assert reshard.verify(out).compared == 1
     # What is moved undecoded is found when it is read back.
     assert refusal(some, tmp_path / "moved", chunks="keep", verify=True) == (
-        "what was written is not what is read back\n  w: its values are not those on record\n\n"
+        "what was written is not what is read back\n"
+        "  w: its values are not those that were written\n\n"
         f'hint: reshard.verify("{path}")'
     )
     # Without that nobody reads it: the digest that is carried along still tells.
@@ -370,16 +369,20 @@ def test_what_stacked_arrays_are_made_of(tmp_path, mesh):
 
 def test_what_is_written_is_read_back(copied, tmp_path, monkeypatch):
     path, out = copied("zarr2-files-raw"), tmp_path / "out"
-    record_of = execution.record_of
+    write_item = execution.write_item
 
-    def and_a_bit_flips(ckpt, directory, *arguments):
-        flip(min((pathlib.Path(directory) / "w").glob("?.?")), 40)
-        return record_of(ckpt, directory, *arguments)
+    def and_a_bit_flips(share, directory, database, *rest):
+        written = write_item(share, directory, database, *rest)
+        chunks = pathlib.Path(str(directory / database)).parent.glob(f"{database}0/w/?.?")
+        for file in sorted(chunks)[:1]:
+            flip(file, 40)
+        return written
 
-    monkeypatch.setattr(execution, "record_of", and_a_bit_flips)
+    monkeypatch.setattr(execution, "write_item", and_a_bit_flips)
     ckpt = reshard.to_mesh(reshard.open(path), "8x1")
     assert refusal(ckpt, out, verify=True) == (
-        "what was written is not what is read back\n  w: its values are not those on record\n\n"
+        "what was written is not what is read back\n"
+        "  w: its values are not those that were written\n\n"
         f'hint: reshard.verify("{path}")'
     )
     reshard.save(ckpt, out)
@@ -401,11 +404,13 @@ def test_differences_from_another_checkpoint(tmp_path):
     other = save(tmp_path / "other", tree, use_zarr3=True, use_ocdbt=False)
     found = reshard.verify(one, other)
     assert repr(found) == (
-        f"`{one}`: 8 arrays read, 4 compared with digests, 9 problems\n"
+        f"`{one}`: 8 arrays read, 4 compared with digests, 11 problems\n"
         f"  b: its values are not those of `{other}`\n"
         f"  dtype: it is int32[3], in `{other}` uint32[3]\n"
         f"  key: it is key<threefry2x32> uint32[2], in `{other}` uint32[2]\n"
         f"  kind: it is 'text', in `{other}` float64[1]\n"
+        f"  layers/0: its path is layers/[0], in `{other}` layers/0\n"
+        f"  layers/1: its path is layers/[1], in `{other}` layers/1\n"
         f"  layers/1: its values are not those of `{other}`\n"
         f"  mine: `{other}` does not have it\n"
         f"  shape: it is float64[2,3], in `{other}` float64[3,2]\n"
@@ -531,9 +536,11 @@ def test_the_command_exits_with_2_where_it_cannot_tell(made, tmp_path, run):
     told = refused(tmp_path, "verify", path, "--against", tmp_path / "nothing")
     assert told.startswith(nothing)
     (tmp_path / "map.toml").touch()
-    told = "Usage: reshard verify [OPTIONS] PATH\nTry 'reshard verify --help' for help.\n\n"
-    told += "Error: --map, --model and the like go with --against OTHER\n"
+    usage = "Usage: reshard verify [OPTIONS] PATH\nTry 'reshard verify --help' for help.\n\n"
+    told = usage + "Error: --map, --model and other options of a conversion require --against\n"
     assert run("verify", path, "--map", tmp_path / "map.toml") == (2, "", told)
+    told = usage + "Error: unexpected argument `other/1`; to compare: --against other/1\n"
+    assert run("verify", path, "other/1") == (2, "", told)
 
 
 def test_steps_and_items(saved, tmp_path, run):
@@ -547,13 +554,149 @@ def test_steps_and_items(saved, tmp_path, run):
     assert run("verify", path / "3", "--item", "default", "--against", path / "3") == (0, text, "")
     status, out, err = run("verify", path, "--against", path / "3")
     assert (status, err) == (1, "")
+    latest = "step 20 is the latest of 2: --step all reads each\n"
     read = f"{count} arrays read, {count} compared with digests, "
-    assert out.startswith(f"`{path}/20/default`: {read}")
+    assert out.startswith(f"{latest}`{path}/20/default`: {read}")
+    counted = f"{count} arrays read whole; there are no digests to compare them with\n"
+    assert run("verify", path) == (0, f"{latest}`{path}/20/default`: {counted}", "")
+    assert run("verify", path, "--step", "latest", "--quiet") == (0, "", "")
+    one = shutil.copytree(path / "20", tmp_path / "one" / "20").parent
+    assert run("verify", one) == (0, f"`{one}/20/default`: {counted}", "")
+    assert shown(tmp_path, "digest", path).startswith(f"{latest}path ")
+    assert json.loads(shown(tmp_path, "digest", path, "--step", 20, "--json"))["version"] == 1
     items = saved("items").path
     for words in ((items,), (items / "3", "--step", 3)):
         found = run("verify", *words, "--item", "state", "--against", items)
         assert found[0] == 0, found
     assert run("verify", items, "--item", "config")[0] == 2
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """A manager's root with steps 1, 2 and 10, each of other values, with their digests."""
+    root = tmp_path_factory.mktemp("three") / "run"
+    for step in (1, 2, 10):
+        tree = {"w": layouts.random((6, 5), seed=step)}
+        save(root / f"{step}" / "default", tree, use_ocdbt=False)
+        (root / f"{step}" / "_CHECKPOINT_METADATA").write_text("{}")
+        reshard.digest(root / f"{step}", write=True)
+    return root
+
+
+def damage(root, step):
+    (root / f"{step}" / "default" / "w" / "0.0").write_bytes(b"garbage")
+
+
+READ = "1 array read, 1 compared with digests, nothing is wrong"
+
+
+@pytest.mark.parametrize(
+    ("asked", "steps"),
+    [
+        ("all", (1, 2, 10)),
+        ("1,10", (1, 10)),
+        ("10,1,1", (1, 10)),
+        ("2..10", (2, 10)),
+        ("2", (2,)),
+        ("1..1", (1,)),
+        ("latest", (10,)),
+    ],
+)
+def test_steps_are_read_one_after_another(three, tmp_path, run, asked, steps):
+    head = "step {}\n" if len(steps) > 1 else ""
+    text = "".join(f"{head.format(step)}`{three}/{step}`: {READ}\n" for step in steps)
+    latest = "step 10 is the latest of 3: --step all reads each\n" if asked == "latest" else ""
+    assert run("verify", three, "--step", asked) == (0, latest + text, "")
+    ones = [json.loads(shown(tmp_path, "verify", three / str(n), "--json")) for n in steps]
+    found = json.loads(shown(tmp_path, "verify", three, "--step", asked, "--json"))
+    documents = [{"step": step} | one for one, step in zip(ones, steps, strict=True)]
+    several = asked not in ("2", "latest")  # the form does not depend on how many there are
+    assert found == ({"steps": documents} if several else ones[0])
+    records = [json.loads((three / f"{step}/default/{FILE}").read_text()) for step in steps]
+    found = json.loads(shown(tmp_path, "digest", three, "--step", asked, "--json"))
+    found = found["steps"] if several else [{"step": steps[0]} | found]
+    assert found == [{"step": step} | one for one, step in zip(records, steps, strict=True)]
+    out = shown(tmp_path, "digest", three, "--step", asked)
+    assert re.findall(r"[0-9a-f]{32}", out) == [one["arrays"]["w"]["digest"] for one in records]
+    heads = [f"step {step}" for step in steps if len(steps) > 1]
+    assert re.findall(r"^step \d+$", out, re.MULTILINE) == heads
+    found = shown(tmp_path, "inspect", three, "--step", asked)
+    assert re.findall(r"shown: (\d+)$", found, re.MULTILINE) == [f"{step}" for step in steps]
+    found = json.loads(shown(tmp_path, "inspect", three, "--step", asked, "--json"))
+    found = found["steps"] if several else [found]
+    assert [one["step"] for one in found] == [*steps]
+    shown(tmp_path, "ckpt", three, "out", "--step", asked)
+    assert reshard.open(tmp_path / "out").source.steps == steps
+    text = text.replace(f"{three}", f"{tmp_path}/out")
+    assert run("verify", "out", "--step", asked, "--against", three)[0] == 0
+
+
+def test_all_steps_of_a_root_of_one_have_the_form_of_several(three, tmp_path, run):
+    root = tmp_path / "run"
+    shutil.copytree(three / "10", root / "10")
+    for command in ("verify", "digest", "inspect"):
+        found = json.loads(shown(tmp_path, command, root, "--step", "all", "--json"))
+        assert [one["step"] for one in found["steps"]] == [10]
+    shutil.rmtree(root / "10" / "default" / "w")
+    status, out, err = run("digest", root, "--step", "all", "--json")
+    assert (status, json.loads(out)) == (2, {"steps": []})
+    assert err.startswith(f"Error: `{root}/10/default` is not whole: ")
+
+
+def test_the_exit_status_is_the_worst_of_all_steps(three, tmp_path, run):
+    root = shutil.copytree(three, tmp_path / "run")
+    every = ("--step", "all")
+    damage(root, 1)
+    status, out, err = run("verify", root, *every)
+    assert (status, err) == (1, "")
+    assert out.startswith(f"step 1\n`{root}/1`: 0 arrays read, 0 compared with digests, 1 problem")
+    assert out.endswith("".join(f"step {n}\n`{root}/{n}`: {READ}\n" for n in (2, 10)))
+    document = json.loads(run("verify", root, *every, "--json")[1])
+    assert [(one["step"], one["ok"]) for one in document["steps"]] == [
+        (1, False),
+        (2, True),
+        (10, True),
+    ]
+    # A step that cannot be opened is wrong; one that is not there could not be read.
+    (root / "2" / "default" / "_METADATA").write_text("{")
+    status, out, err = run("verify", root, *every)
+    assert (status, err, out.count("nothing is wrong")) == (1, "", 1)
+    shutil.rmtree(root / "2")
+    status, out, err = run("verify", root, "--step", "1,2,10")
+    assert (status, out.count("nothing is wrong")) == (2, 1)
+    missing = f"Error: step 2: `{root}` has no step 2\n\nhint: its steps: 1, 10\n"
+    assert err == missing
+    # Errors of other commands: those of all steps, and what can be read.
+    status, out, err = run("digest", root, "--step", "1,2,10", "--json")
+    assert (status, [one["step"] for one in json.loads(out)["steps"]]) == (2, [10])
+    assert err.startswith(f"Error: step 1: `{root}/1` is not whole\n")
+    assert err.endswith(missing)
+    assert run("inspect", root, "--step", "1,2")[::2] == (2, missing)
+    # A step that was never committed is one of all.
+    (root / "10" / "_CHECKPOINT_METADATA").write_text('{"init_timestamp_nsecs": 1}')
+    status, out, err = run("verify", root, *every)
+    assert (status, err) == (1, "")
+    assert f"`{root}/10` was never committed: its _CHECKPOINT_METADATA has no time" in out
+
+
+def test_steps_that_are_none(three, tmp_path, run):
+    for command in (("inspect",), ("verify",), ("digest",), ("diff", three), ("ckpt", three)):
+        dst = ("out",) * (command[0] == "ckpt")
+        words = (*command, *dst) if len(command) > 1 else (*command, three)
+        words += (three,) * (command[0] == "diff")
+        for text in ("last", "3..", "1-2", "1,,2", "-1"):
+            status, out, err = run(*words, f"--step={text}")
+            assert (status, out) == (2, ""), text
+            told = f"Error: --step {text}: steps are N, N,M, N..M, latest or all\n"
+            assert err.endswith(told)
+        status, _, err = run(*words, "--step", "3..9")
+        told = f"`{three}` has no step 3\n\nhint: its steps: 1, 2, 10\n"
+        assert (status, err) == (2, f"Error: {told}")
+    assert run("verify", three / "1", "--step", "1..2")[2].endswith("hint: leave out --step\n")
+    assert run("verify", three / "1", "--step", "all")[0] == 0
+    file = three / "1" / "default" / FILE  # which the others are not
+    assert run("verify", three, "--step", "all", "--against", file)[0] == 1
+    assert run("verify", three, "--step", "1", "--against", file)[0] == 0
 
 
 @pytest.mark.parametrize("command", ["verify", "diff"])
@@ -608,7 +751,8 @@ def test_a_job_records_and_reads_back(copied, tmp_path, run):
     reshard.digest(path, write=True)
     corrupt(path)
     call, typed = f'reshard.verify("{path}")', f"reshard verify '{path}'"
-    told = "what was written is not what is read back\n  w: its values are not those on record\n\n"
+    told = "what was written is not what is read back\n"
+    told += "  w: its values are not those that were written\n\n"
     assert run(*arguments, "--verify") == (2, "", f"Error: {told}hint: {typed}\n")
     said = words(path, "w  float32[64,96]").replace(call, typed)
     assert run("ckpt", path, out, "--to", "8x1") == (2, "", f"Error: {said}\n")
@@ -655,3 +799,20 @@ def test_against_the_other_api(tmp_path, run):
         f"  right/value: its values are not those of `{tmp_path}/other`\n",
         "",
     )
+
+
+def test_lists_against_the_other_api_s_dicts(tmp_path, run):
+    """Linen's is saved as a list, and NNX's with keys of digits."""
+    rng = np.random.default_rng(0)
+    values = [rng.normal(size=(n, 3)).astype("f4") for n in (1, 2, 3)]
+    layers = [{"Dense_0": {"kernel": value}} for value in values]
+    linen = save(tmp_path / "linen", {"params": {"layers": layers}})
+    blocks = {str(n): {"kernel": {"value": value}} for n, value in enumerate(values)}
+    nnx = save(tmp_path / "nnx", {"blocks": blocks})
+    file = tmp_path / "map.toml"
+    rule = "{ from = '^params/layers/(\\d+)/Dense_0/', to = 'blocks/\\1/' }"
+    file.write_text(f"to = 'nnx'\nrule = [{rule}]")
+    for path, other in ((nnx, linen), (linen, nnx)):
+        found = run("verify", path, "--against", other, "--map", file)
+        assert found[0] == 0, found
+        assert f"`{path}`: 3 arrays read, 3 compared with digests, nothing is wrong" in found[1]

@@ -1,6 +1,7 @@
 """Checkpoints that are written to buckets: what is there, for whom and when, however a job ends."""
 
-import json
+import concurrent.futures
+import itertools
 import os
 import re
 import signal
@@ -8,7 +9,6 @@ import subprocess
 import threading
 
 import jax
-import jobs
 import layouts
 import numpy as np
 import orbax.checkpoint as ocp
@@ -17,24 +17,30 @@ from etils import epath
 from in_process import command
 from jax.sharding import PartitionSpec as P
 from jobs import MARKER, RESHARD, values
-from sampling import few
+from sampling import few, some
 from servers import Fault
 
 import reshard
-from reshard.storage import bucket, lock
+from reshard.loader.detection import RECORD
 from reshard.storage.location import parse_location
+from reshard.writer import commit
+from reshard.writer.job import parsed
 
 pytestmark = pytest.mark.usefixtures("short_tries")
+# A data file of the first share.
+SHARE = r"process_[0-9a-f]{16}0x0/d/"
 
 
 def on(mesh, path, **kwargs):
     return reshard.to_mesh(reshard.open(path, **kwargs), mesh)
 
 
-def leftovers(stores, url):
-    """Keys of a bucket that no reader of a checkpoint asks for."""
-    parts = r"reshard_progress|\.reshard-|process_\w+/manifest"
-    return [key for key in stores.keys(url) if re.search(parts, key)]
+def assert_pruned(stores, url):
+    """Nothing is in the bucket of a checkpoint but what it refers to, and its commit record."""
+    record = parsed(parse_location(url) / RECORD)
+    paths = [*record["files"], *(path for path, _ in record["markers"]), *record["kept"], RECORD]
+    prefix = url.removeprefix(f"{top(url)}/")
+    assert stores.keys(url) == sorted(f"{prefix}/{path}" for path in paths)
 
 
 def top(url):
@@ -43,16 +49,9 @@ def top(url):
 
 def assert_saved(url, source, stores, **options):
     """A job does its work, and leaves nothing behind; one that was stopped goes on."""
-    done = reshard.save(on("1x8", source), url, **options)
-    resumed = any("resumed what an earlier run had written" in note for note in done.notes)
-    assert resumed == options.get("resume", False)
+    reshard.save(on("1x8", source), url, **options)
     assert values(url) == values(source)
-    assert leftovers(stores, top(url)) == []
-
-
-def locked(destination):
-    """A lock of this process on a destination."""
-    return lock.Lock(destination.beside(f".reshard-{destination.name}.lock"), destination)
+    assert_pruned(stores, url)
 
 
 # What is written is read.
@@ -61,7 +60,7 @@ def locked(destination):
 @pytest.mark.parametrize(
     "layout", few(["standalone", "zarr2-files", "items", "manager", "v1"], "standalone", "manager")
 )
-@pytest.mark.parametrize("kind", ["s3", "gs", "conditional"])
+@pytest.mark.parametrize("kind", ["s3", "conditional"])
 def test_from_a_disk_to_a_bucket_to_another_one_and_back(kind, layout, saved, stores, tmp_path):
     source = saved(layout)
     one, other = stores.bucket(kind), stores.bucket("conditional" if kind == "s3" else "s3")
@@ -69,8 +68,9 @@ def test_from_a_disk_to_a_bucket_to_another_one_and_back(kind, layout, saved, st
     there = reshard.open(f"{one}/a/run", **source.open)
     assert [str(mesh) for mesh in there.meshes] == ["data=1,model=8"]
     assert len(there.arrays) == len(first.arrays)
-    reshard.save(reshard.to_mesh(there, "2x4"), f"{other}/run", verify=True)
-    assert leftovers(stores, one) == leftovers(stores, other) == []
+    reshard.save(reshard.to_mesh(there, "2x4"), f"{other}/run", verify="files" not in layout)
+    assert_pruned(stores, f"{one}/a/run")
+    assert_pruned(stores, f"{other}/run")
     back = reshard.open(f"{other}/run", **source.open)
     reshard.save(back, tmp_path / "back")
     near = [reshard.open(path, **source.open) for path in (source.path, tmp_path / "back")]
@@ -92,7 +92,7 @@ def test_orbax_reads_what_is_on_gs(run, stores, tmp_path):
     mesh, other = layouts.mesh((2, 4)), layouts.mesh((1, 8))
     state = random_state(5, mesh)
     target = layouts.abstract(state, other)
-    gs, s3 = stores.bucket("gs"), stores.bucket("s3")
+    gs, s3 = stores.bucket("conditional"), stores.bucket("s3")
     reshard.save(on("1x8", run, item="state"), f"{gs}/run")
     reshard.save(on("1x8", f"{gs}/run", item="state"), f"{s3}/run")
     for key in stores.keys(s3):
@@ -113,22 +113,23 @@ def test_orbax_reads_what_is_on_gs(run, stores, tmp_path):
 
 
 def test_nobody_sees_a_step_before_its_last_marker(run, stores):
-    url = f"{stores.bucket('gs')}/run"
-    seen = []
+    """Orbax does not, and reshard does not, after any request."""
+    url = f"{stores.bucket('conditional')}/run"
+    seen, keys = [], []
 
     def look(key):
+        keys.append(key)
         with ocp.CheckpointManager(epath.Path(url)) as manager:
             seen.append(manager.all_steps())
         for path in (url, f"{url}/7"):
-            try:
+            with pytest.raises((reshard.CheckpointNotFoundError, reshard.CheckpointFormatError)):
                 reshard.open(path)
-            except reshard.UncommittedCheckpointError as error:
-                seen.append(type(error))
-        seen.append([key for key in stores.keys(url) if "reshard_progress" in key])
 
-    stores.faults += [Fault(f"write .*/7/{MARKER}", look)]
+    stores.faults += [Fault("write ", look, times=1000)]
     reshard.save(on("1x8", run), url)
-    assert seen == [[], *[reshard.UncommittedCheckpointError] * 2, []]
+    stores.faults = []
+    assert seen == [[]] * len(keys)
+    assert keys[-1] == f"{url[5:]}/7/{MARKER}"
     assert reshard.open(url).source.step == "7"
     markers = [key for key in stores.keys(url) if MARKER in key]
     assert markers == [f"run/7/{MARKER}", f"run/7/state/{MARKER}"]
@@ -168,23 +169,32 @@ def run(tmp_path):
 
 
 def refused(text, *args, error=reshard.DestinationError, **kwargs):
-    return jobs.refused(error, text, reshard.save, *args, **kwargs)
+    with pytest.raises(error) as caught:
+        reshard.save(*args, **kwargs)
+    assert re.sub("process .*, since .* UTC: .*", "WRITER", str(caught.value)) == text
 
 
 def failed(*args, **kwargs):
     """What is noted of a job that fails since the store does."""
-    with pytest.raises(reshard.StoreError) as caught:
+    with pytest.raises((reshard.StoreError, reshard.DestinationError), match=" 403: ") as caught:
         reshard.save(*args, **kwargs)
     return getattr(caught.value, "__notes__", [])
 
 
-HINT = "hint: name a new destination, or delete what is there"
-# What is said of a job that was stopped.
-UNFINISHED = (
-    "`{}` holds what an earlier run has not completed\n\n"
-    "hint: resume=True goes on with it if that was given then, too\n"
-    "hint: overwrite=True clears it and begins anew"
-)
+def complete(url):
+    """What is said of a checkpoint that is complete."""
+    return (
+        f"`{url}` is complete, and a complete checkpoint in a bucket is not replaced\n\n"
+        "hint: write to another prefix, and delete this one when you have looked at it"
+    )
+
+
+def unfinished(url):
+    """What is said of a job that was stopped, less who wrote it."""
+    return (
+        f"a job that was stopped has left finished parts for `{url}`\n  WRITER\n\n"
+        "hint: resume=True goes on with it\nhint: overwrite=True begins anew"
+    )
 
 
 def test_what_is_complete_is_not_replaced(small, stores, url):
@@ -192,14 +202,11 @@ def test_what_is_complete_is_not_replaced(small, stores, url):
     ckpt = on("1x8", small)
     reshard.save(ckpt, url)
     keys = stores.keys(url)
-    text = (
-        f"`{url}` is complete, and a bucket has no renames to replace it with\n\n"
-        "hint: write to another prefix, and delete this one when you have looked at it"
-    )
-    for overwrite in (False, True):
-        refused(text, ckpt, url, overwrite=overwrite, error=reshard.DestinationExistsError)
-        assert reshard.plan(ckpt, url, overwrite=overwrite).problems == (text.split("\n")[0],)
-    assert stores.keys(url) == keys
+    error = reshard.DestinationExistsError
+    for options in ({}, {"overwrite": True}):
+        refused(complete(url), ckpt, url, error=error, **options)
+    refused(complete(url), on("2x4", small), url, error=error, resume=True)
+    reshard.save(ckpt, url, resume=True)
     for below in ("extra", "extra/1000"):
         text = f"`{url}/{below}` is inside of `{url}`, which is complete"
         refused(f"{text}\n\nhint: write to a prefix beside it", ckpt, f"{url}/{below}")
@@ -209,19 +216,25 @@ def test_what_is_complete_is_not_replaced(small, stores, url):
 
 def test_what_is_something_else_is_not_cleared(small, stores):
     bucket = stores.bucket("conditional")
-    for name in ("out/notes.txt", "object"):
+    for name in ("out/notes.txt", "object", f"other/200/{MARKER}"):
         parse_location(f"{bucket}/{name}").write(b"kept")
-    ckpt = reshard.open(small)
-    text = f"`{bucket}/out` exists, and is no unfinished job's\n\n{HINT}"
-    for overwrite in (False, True):
-        refused(text, ckpt, f"{bucket}/out", overwrite=overwrite)
+    ckpt, error = reshard.open(small), reshard.DestinationExistsError
+    text = (
+        f"`{bucket}/out` holds objects that no job of reshard has written\n"
+        f"  `{bucket}/out/notes.txt`\n\n"
+        "hint: write to another prefix, or delete these while no job runs"
+    )
+    for options in ({}, {"overwrite": True}, {"resume": True}):
+        refused(text, ckpt, f"{bucket}/out", error=error, **options)
+        refused(complete(f"{bucket}/other"), ckpt, f"{bucket}/other", error=error, **options)
     refused(f"`{bucket}/object` is an object, and not a prefix of others", ckpt, f"{bucket}/object")
     refused(f"`{bucket}` is a whole bucket\n\nhint: a name in it: {bucket}/1000", ckpt, bucket)
     reshard.save(ckpt, f"{bucket}/in")
     inside = f"the destination `{bucket}/in/2` and the source `{bucket}/in` are inside one another"
     hint = "hint: write to a prefix beside the source"
     refused(f"{inside}\n\n{hint}", reshard.open(f"{bucket}/in"), f"{bucket}/in/2")
-    assert {"object", "out/notes.txt"} <= set(stores.keys(bucket))
+    keys = [key for key in stores.keys(bucket) if not key.startswith("in/")]
+    assert keys == ["object", f"other/200/{MARKER}", "out/notes.txt"]
 
 
 def test_beside_steps_of_a_manager(small, stores):
@@ -238,61 +251,84 @@ def test_a_directory_that_is_swept_away_while_it_is_written(run, stores, url):
     """As such a manager does it; or some of it."""
     (run / "7" / "notes").mkdir()
     (run / "7" / "notes" / "note.txt").write_text("kept")
-    note = parse_location(f"{url}/7/notes/note.txt")
+    location = parse_location(url)
 
     def remove(part):
-        location = parse_location(url)
         files = [found.path for found in location.walk() if found.is_file]
-        bucket.remove_files(location, [path for path in files if part in path])
+        location.remove_files([path for path in files if re.search(part, path)])
 
-    changed = f"files were removed or changed while others were written\n  `{note}`"
-    missing = "data file .* (is gone|missing)"
-    for change, error, text in (
-        (lambda key: remove(""), reshard.ReshardError, None),
-        (lambda key: remove("/d/"), reshard.CorruptCheckpointError, missing),
-        (lambda key: note.remove(), reshard.DestinationError, f"^{changed}$"),
-        (lambda key: note.write(b"other"), reshard.DestinationError, f"^{changed}$"),
+    short = rf"^1 of 1 shares of `{url}` is not complete\n  missing: 0\n"
+    gone = (
+        rf"^files that the commit record names are gone\n(.|\n)*hint: delete `{url}` while no job"
+    )
+    for point, removed, text in (
+        (r"process_\w+/0.json", "", short),
+        (r"process_\w+/0.json", "x0/d/", short),
+        (r"process_\w+/0.json", "restxfiles/", short),
+        (RECORD, "rootx/d/", gone),
     ):
-        stores.faults = [Fault("write .*/_METADATA", change)]
-        with pytest.raises(error, match=text):
-            reshard.save(on("1x8", run, item="state"), url)
-        assert stores.keys(top(url)) == []
+        stores.faults = [Fault(f"write .*{point}", lambda key, removed=removed: remove(removed))]
+        with pytest.raises(reshard.DestinationError, match=text):
+            reshard.save(on("1x8", run, item="state"), url, overwrite=True)
+        keys = stores.keys(url)
+        assert all("ocdbt.process_" in key or key == f"out/{RECORD}" for key in keys)
 
 
 # Jobs that fail, and jobs that are killed.
 
 
-@pytest.mark.parametrize("resume", [False, True])
-def test_a_store_that_refuses(resume, small, stores, url):
-    stores.faults += [Fault(r"write .*process_\w+/d/", 403)]
-    text = f"`{url}` cannot be written\n  403: there are no credentials that allow it"
-    refused(text, on("1x8", small), url, resume=resume)
-    keys = stores.keys(top(url))
-    assert ("out/reshard_progress.json" in keys) == resume == bool(keys)
-    assert_saved(url, small, stores, resume=resume)
+@pytest.mark.parametrize("kind", ["s3", "conditional"])
+def test_a_store_that_refuses(kind, small, stores):
+    """What is finished stays, which is said."""
+    url = f"{stores.bucket(kind)}/out"
+    for point, there in (
+        ("begun.json", None),
+        (r"rest\w+/", None),
+        (SHARE, "what is in no share is complete, and stays"),
+        (f"/{RECORD}", "1 of 1 shares are complete, and stay"),
+        ("/_METADATA", "1 of 1 shares are complete, and stay"),
+        (f"/{MARKER}", ""),  # the record says all
+    ):
+        stores.faults += [Fault(f"write .*{point}", 403)]
+        notes = failed(on("1x8", small), url, resume=True)
+        assert notes == ([f"{there} in `{url}`: resume=True goes on with it"] if there else [])
+        assert (stores.keys(top(url)) == []) == (there is None)
+        with pytest.raises((reshard.CheckpointNotFoundError, reshard.CheckpointFormatError)):
+            reshard.open(url)
+    assert_saved(url, small, stores, resume=True)
 
 
-def test_deletions_that_are_refused(small, stores, url):
-    stores.faults += [Fault("write .*/_METADATA", 403), Fault("delete .*/out/", 403, times=1000)]
-    notes = failed(on("1x8", small), url)
-    left = stores.keys(url)
-    assert notes == [
-        f"`{url}` is left, uncommitted, with {len(left)} objects that could not be deleted: "
-        "overwrite=True clears it and begins anew"
-    ]
+@pytest.mark.parametrize("options", [{}, {"share": (0, 1)}])
+def test_deletions_that_are_refused(options, small, stores, url):
+    """A complete checkpoint is one, whatever is beside it."""
+    stores.faults += [Fault("delete ", 403, times=1000)]
+    reshard.save(on("1x8", small), url, **options)
+    if options:
+        assert reshard.commit(url) is True
+    assert values(url) == values(small)
     stores.faults = []
-    text, error = UNFINISHED.format(url), reshard.DestinationExistsError
-    refused(text, on("1x8", small), url, error=error)
-    text = text.replace("hint: resume=True goes on with it if that was given then, too\n", "")
-    refused(text, on("1x8", small), url, error=error, resume=True)
-    assert_saved(url, small, stores, overwrite=True)
+    assert reshard.commit(url) is False
+    assert_pruned(stores, url)
+
+
+def test_a_store_that_ignores_conditions(small, stores):
+    url = f"{stores.bucket('gs')}/out"
+    text = (
+        f"`{url}` cannot be written\n"
+        "  this store ignores conditions of writes, so two jobs could mix there\n\n"
+        "hint: write to a disk, and copy the result"
+    )
+    refused(text, on("1x8", small), url, error=reshard.StoreError)
+    refused(text, on("1x8", small), url, error=reshard.StoreError, share=(0, 2))
+    assert stores.keys(top(url)) == []
 
 
 @pytest.mark.parametrize("kind", [429, 503, "cut"])
 def test_what_passes_is_tried_again(kind, small, stores):
     url = f"{stores.bucket('conditional')}/out"
     stores.faults += [Fault("(write|read|delete) ", kind) for _ in range(2)]
-    stores.faults += [Fault(f"{verb} .*/out/", kind) for verb in ("write", "read", "list")]
+    stores.faults += [Fault(f"{verb} .*/rest.json", kind) for verb in ("write", "read", "delete")]
+    stores.faults += [Fault("list ", kind)]
     assert_saved(url, small, stores)
 
 
@@ -312,204 +348,169 @@ def killed_at(point, words, stores):
     assert process.returncode == -signal.SIGKILL
 
 
+POINTS = [SHARE, r"process_\w+/0.json", RECORD, "/_METADATA", MARKER]
+
+
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize(
-    "point",
-    [
-        "write .*_METADATA",
-        "write .*/manifest.ocdbt",
-        r"write .*process_\w+/d/",
-        "delete .*/reshard_progress.json",  # all that is left to do is the last marker
-    ],
-)
+@pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("kind", ["s3", "conditional"])
 def test_a_killed_job_is_resumed(kind, point, small, stores):
     url = f"{stores.bucket(kind)}/out"
-    killed_at(point, [str(small), url, "--to", "1x8", "--resume"], stores)
-    with pytest.raises(reshard.UncommittedCheckpointError):
-        reshard.open(url)
-    refused(UNFINISHED.format(url), on("1x8", small), url)
-    with pytest.raises(reshard.DestinationError, match="is another one") as caught:
-        reshard.save(on("2x4", small), url, resume=True)
-    assert caught.value.hints[-1] == "overwrite=True instead of resume=True begins anew"
+    killed_at(f"write .*{point}", [str(small), url, "--to", "1x8"], stores)
+    recorded = f"out/{RECORD}" in stores.keys(url)
+    assert recorded == (POINTS.index(point) >= POINTS.index(RECORD))
+    if point != MARKER:
+        with pytest.raises(reshard.UncommittedCheckpointError):
+            reshard.open(url)
+    if not recorded:
+        error = reshard.DestinationExistsError
+        refused(unfinished(url), on("1x8", small), url, error=error)
+        with pytest.raises(reshard.DestinationError, match="is another job\n  mesh: ") as caught:
+            reshard.save(on("2x4", small), url, resume=True)
+        assert caught.value.hints[-1] == "overwrite=True begins anew"
     assert_saved(url, small, stores, resume=True)
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_job_that_is_killed_before_its_last_marker(run, small, stores):
-    """It is cleared like any other, as long as what it has written is there."""
-    point, here = "delete .*/reshard_progress.json", stores.bucket("conditional")
-    killed_at(point, [str(run), f"{here}/run", "--to", "1x8", "--resume"], stores)
-    assert_saved(f"{here}/run", run, stores, resume=True)
-    url = f"{here}/out"
-    killed_at(point, [str(small), url, "--to", "1x8"], stores)
-    refused(UNFINISHED.format(url), on("1x8", small), url)
-    assert_saved(url, small, stores, overwrite=True)
-    killed_at(point, [str(small), f"{url}2", "--to", "1x8"], stores)
-    parse_location(f"{url}2/_METADATA").write(b"another one's")
-    text = f"`{url}2` exists, and is no unfinished job's\n\n{HINT}"
-    refused(text, on("1x8", small), f"{url}2", overwrite=True)
+@pytest.mark.parametrize("point", [*POINTS[:2], POINTS[-1]])
+def test_a_killed_job_is_begun_anew_or_completed(point, small, stores, url):
+    """By whoever comes, once it is decided."""
+    killed_at(f"write .*{point}", [str(small), url, "--to", "1x8"], stores)
+    if point == MARKER:
+        error = reshard.DestinationExistsError
+        refused(complete(url), on("2x4", small), url, error=error, overwrite=True)
+        assert values(url) == values(small)
+        assert_pruned(stores, url)
+    else:
+        assert_saved(url, small, stores, overwrite=True)
 
 
-# Two writers.
+# Two jobs, of which one stands still for a time.
 
 
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Two checkpoints of different values."""
+    mesh = layouts.mesh((1, 2))
+    top = tmp_path_factory.mktemp("pair")
+    trees = [layouts.small_tree(mesh, {"a": P("data", "model")}, (8, 12), seed) for seed in (1, 2)]
+    return [layouts.save_standard(top / f"{n}", tree) for n, tree in enumerate(trees)]
+
+
+def in_shares(ckpt, url):
+    for number in range(2):
+        reshard.save(ckpt, url, share=(number, 2))
+    reshard.commit(url)
+
+
+def save_anew(ckpt, url):
+    reshard.save(ckpt, url, overwrite=True)
+
+
+def resume(ckpt, url):
+    reshard.save(ckpt, url, resume=True)
+
+
+def ended(call, *args):
+    """Whether a call reports success, and does not raise one of our own errors."""
+    try:
+        call(*args)
+    except reshard.ReshardError:
+        return False
+    return True
+
+
+def stalled(stores, number, one, other):
+    """Runs a job, whose changing request of this number the store gets only when another job has
+    ended; whether each of them reports success. None if there are not so many requests."""
+    stalls, goes_on, numbers = threading.Event(), threading.Event(), itertools.count()
+
+    def hold(key):
+        if next(numbers) == number:
+            stalls.set()
+            assert goes_on.wait(60)
+
+    stores.faults = [Fault("(write|delete) ", hold, times=100_000)]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        first = pool.submit(one)
+        first.add_done_callback(lambda _: stalls.set())
+        stalls.wait()
+        try:
+            second = None if first.done() else other()
+        finally:
+            goes_on.set()
+        return None if second is None else (first.result(), second)
+
+
+OTHERS = [reshard.save, save_anew, resume, in_shares]
+
+
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["s3", "conditional"])
-def test_a_second_writer_is_told_who_writes(kind, small, stores):
-    url = f"{stores.bucket(kind)}/out"
-    held = locked(parse_location(url))
-    text = f"another job is writing `{url}`\n  process {os.getpid()} on {os.uname().nodename}"
-    refused(text, on("1x8", small), url)
-    held.release()
-    stores.faults += [Fault("delete .*lock", 403)]
-    reshard.save(on("1x8", small), url)
-    # One that could not be removed is free for the same process.
-    assert ".reshard-out.lock" in stores.keys(top(url))
-    locked(parse_location(url)).release()
-    assert ".reshard-out.lock" not in stores.keys(top(url))
+@pytest.mark.parametrize("one", [reshard.save, in_shares])
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("same", [False, True])
+def test_a_job_that_stalls_at_a_request(pair, stores, monkeypatch, kind, one, other, same):
+    """For as long as another one takes, which does not know whether the first has ended."""
+    monkeypatch.setattr(commit, "has_ended", lambda owner: None)
+    jobs = [reshard.to_mesh(reshard.open(path), "1x4") for path in pair]
+    bits = [values(path) for path in pair]
+    jobs, bits = [(found[0], found[not same]) for found in (jobs, bits)]
+    for number in some(range(OTHERS.index(other), 1000)):
+        url = f"{stores.bucket(kind)}/out"
+        seen = []
 
+        def other_job(url=url, seen=seen):
+            done = ended(other, jobs[1], url)
+            seen.extend([values(url)] if done else [])
+            return done
 
-@pytest.mark.parametrize("kind", ["s3", "conditional"])
-def test_a_lock_without_a_heartbeat_is_taken_over(kind, stores, monkeypatch):
-    destination = parse_location(f"{stores.bucket(kind)}/out")
-    held = locked(destination)
-    held._released.set()
-    held._thread.join()
-    monkeypatch.setitem(held._owner, "machine", "another")
-    held._file.write(held._content())
-    with monkeypatch.context() as patch:
-        patch.setattr(lock, "STALE_SECONDS", 0.1)
-        patch.setattr(lock, "BEAT_SECONDS", 0.05)
-        taken = locked(destination)
-    held._file.write(held._content())  # too late
-    taken.check()
-    with pytest.raises(reshard.DestinationError, match="no longer this job's"):
-        held.check()
-    held.release()
-    taken.check()
-    taken.release()
-    assert stores.keys(top(str(destination))) == []
-
-
-def take_lock(url):
-    """Another job's lock, in the place of one."""
-    other = {"host": "h", "machine": "m", "pid": 1, "started": "1", "token": "t"}
-    location = parse_location(url)
-    location.beside(f".reshard-{location.name}.lock").write(json.dumps(other).encode())
-
-
-@pytest.mark.parametrize("at", ["7/state/_METADATA", f"7/state/{MARKER}", ".reshard-out.journal"])
-def test_who_has_lost_the_lock_commits_nothing_and_deletes_nothing(at, run, stores, url):
-    """Nor does it write more markers."""
-    stores.faults += [Fault(f"write .*/{at}", lambda key: take_lock(url))]
-    text = f"the lock on `{url}` is no longer this job's"
-    with pytest.raises(reshard.DestinationError, match=text) as caught:
-        reshard.save(on("1x8", run), url)
-    assert caught.value.__notes__ == [
-        f"`{url}` is left, uncommitted ({text}): overwrite=True clears it and begins anew"
-    ]
-    keys = stores.keys(url)
-    assert {"out/reshard_progress.json", "out/7/state/_METADATA"} <= {*keys}
-    assert (f"out/7/state/{MARKER}" in keys) == ("_METADATA" not in at)
-    assert f"out/7/{MARKER}" not in keys
-    with pytest.raises(reshard.UncommittedCheckpointError):
-        reshard.open(url)
-
-
-def test_deletions_end_when_the_lock_is_lost(small, stores, monkeypatch, url):
-    monkeypatch.setattr(bucket, "_DELETIONS", 1)
-    stores.faults += [Fault("write .*/_METADATA", 403)]
-    failed(on("1x8", small), url)
-    assert stores.keys(url) == []
-    deleted = len(stores.answered("delete", "/out/"))
-    stores.reset()
-
-    def take_at_deletion(key):
-        stores.faults += [Fault("delete .*/out/", lambda key: take_lock(url))]
-
-    stores.faults += [Fault("write .*/_METADATA", take_at_deletion)]
-    stores.faults += [Fault("write .*/_sharding", 403)]
-    (note,) = failed(on("1x8", small), url)
-    assert "is no longer this job's" in note
-    assert len(stores.answered("delete", "/out/")) < deleted
-    assert "out/reshard_progress.json" in stores.keys(url)
-
-
-def test_a_job_that_was_stopped_does_not_remove_the_next_ones_progress(small, stores, url):
-    progress = parse_location(f"{url}/reshard_progress.json")
-    stores.faults += [Fault("write .*/_METADATA", lambda key: progress.write(b'{"token": "t"}'))]
-    with pytest.raises(reshard.DestinationError, match="was removed while it was written"):
-        reshard.save(on("1x8", small), url)
-    assert f"out/{MARKER}" not in stores.keys(url)
-
-
-def test_who_has_given_no_sign_for_long_goes_on_only_with_a_new_one(stores):
-    """And knows its own where the answer to a heartbeat was lost."""
-    destination = parse_location(f"{stores.bucket('conditional')}/out")
-    held = locked(destination)
-    held._renewed -= lock.STALE_SECONDS
-    seen = held._file.read()
-    held.check()
-    assert held._file.read() != seen
-    held._renewed -= lock.STALE_SECONDS
-    stores.faults += [Fault("write .*lock", 403)]
-    with pytest.raises(reshard.DestinationError, match="no longer this job's"):
-        held.check()
-    held.check()
-    lost = re.sub(rb'"beat": "\d', b'"beat": "9', held._content())
-    file = bucket.LockFile(destination.beside(".reshard-out.lock"))
-    assert file.take(held._file.read(), lost)
-    held._renew()
-    assert held._file.read() == held._content() != lost
-    held.release()
-    assert stores.keys(top(str(destination))) == []
+        done = stalled(stores, number, lambda url=url: ended(one, jobs[0], url), other_job)
+        if done is None:
+            break
+        assert any(done), number
+        found = values(url)
+        assert seen == [found] * done[1]
+        assert found in bits
+        for expected, call, is_done in zip(bits, (one, other), done, strict=True):
+            # `commit` reports complete what is there, of whichever job.
+            assert found == expected or not is_done or call == in_shares
+        reshard.commit(url)
+        assert reshard.verify(reshard.open(url)).ok
+        assert_pruned(stores, url)
+    assert number > 8
 
 
 # What others have there.
 
 
-@pytest.mark.parametrize("running", [False, True])
 @pytest.mark.parametrize("below", ["200", "7/state/d/200"])
-def test_a_job_that_fails_deletes_only_what_it_has_written(below, running, run, small, stores, url):
-    """And nothing where another one is running inside of it."""
-    held, part = "out/7/state/.reshard-d.lock", "out/7/state/d/"
-
+def test_a_job_that_fails_deletes_only_what_it_has_written(below, run, small, stores, url):
     def save(key):
         parse_location(f"{url}/notes.txt").write(b"kept")
         reshard.save(on("1x8", small), f"{url}/{below}")
-        for name in (held, f"{part}half") if running else ():
-            parse_location(f"{top(url)}/{name}").write(b"another job's")
 
-    stores.faults += [Fault("write .*/7/[^/]+/_METADATA", save)]
-    stores.faults += [Fault("write .*/7/[^/]+/_sharding", 403)]
+    stores.faults += [Fault("write .*restxfiles/", save)]
+    stores.faults += [Fault("write .*/7/[^/]+/ocdbt.*_sharding", 403)]
     failed(on("1x8", run), url)
     assert stores.errors == []
     assert values(f"{url}/{below}") == values(small)
     keys = [key for key in stores.keys(url) if not key.startswith(f"out/{below}/")]
-    assert (f"{part}half" in keys) == running
-    keys = [key for key in keys if not (running and key.startswith(part))]
-    assert keys == [held] * running + ["out/notes.txt"]
+    assert keys == ["out/notes.txt"]
 
 
-def test_what_is_complete_is_not_cleared(run, small, stores):
-    """Not a copy without its marker, and not a step that was written where a job was killed."""
-    bucket = stores.bucket("conditional")
-    reshard.save(on("1x8", small), f"{bucket}/copy")
-    parse_location(f"{bucket}/copy/{MARKER}").remove()
-    keys = stores.keys(bucket)
-    text = f"`{bucket}/copy` exists, and is no unfinished job's\n\n{HINT}"
-    refused(text, on("1x8", small), f"{bucket}/copy", overwrite=True)
-    assert stores.keys(bucket) == keys
-    reshard.save(on("1x8", small), f"{bucket}/run/200")
-    parse_location(f"{bucket}/run/reshard_progress.json").write(b"")
-    keys = stores.keys(bucket)
-    text = (
-        f"`{bucket}/run` holds what an earlier run has not completed, and also what is complete, "
-        f"or what another job writes\n  `{bucket}/run/200/{MARKER}`\n\n{HINT}"
-    )
-    for overwrite in (False, True):
-        refused(text, on("1x8", run), f"{bucket}/run", overwrite=overwrite)
-    assert stores.keys(bucket) == keys
+@pytest.mark.parametrize("below", ["200", "7/state/d/200"])
+def test_a_job_deletes_nothing_of_a_checkpoint_inside_of_it(below, run, small, stores, url):
+    """That another job has completed meanwhile."""
+    inner = f"{url}/{below}"
+    stores.faults += [Fault("write .*begun", lambda key: reshard.save(on("1x8", small), inner))]
+    reshard.save(on("1x8", run), url)
+    assert stores.errors == []
+    assert values(url, step=7) == values(run)
+    reshard.save(on("1x8", small), f"{url}/300")  # a step more
+    assert reshard.commit(url) is False
+    for path in (inner, f"{url}/300"):
+        assert values(path) == values(small)
 
 
 def test_the_markers_of_other_items_are_written_last_too(saved, stores):
@@ -517,40 +518,13 @@ def test_the_markers_of_other_items_are_written_last_too(saved, stores):
     source = saved("items")
     one, other = f"{stores.bucket('s3')}/run", f"{stores.bucket('conditional')}/run"
     reshard.save(on("1x8", source.path, **source.open), one)
-    stores.faults += [Fault("write .*/_METADATA", 403), Fault("delete .*/run/", 403, times=1000)]
+    stores.faults += [Fault("write .*/_METADATA", 403)]
     failed(on("2x4", one, **source.open), other)
     assert [key for key in stores.keys(other) if MARKER in key] == []
     stores.faults = []
-    reshard.save(on("2x4", one, **source.open), other, overwrite=True)
+    reshard.save(on("2x4", one, **source.open), other, resume=True)
     markers = [[key for key in stores.keys(url) if MARKER in key] for url in (one, other)]
     assert markers[0] == markers[1] != []
-
-
-@pytest.mark.parametrize("kind", ["conditional", "s3"])
-def test_a_last_marker_that_is_refused(kind, small, stores):
-    url = f"{stores.bucket(kind)}/out"
-    stores.faults += [Fault(f"write .*/{MARKER}", 403)]
-    assert failed(on("1x8", small), url, resume=True) == [
-        f"`{url}` is kept, uncommitted: the same call with resume=True goes on with it"
-    ]
-    stores.reset()
-    assert_saved(url, small, stores, resume=True)
-
-
-def test_what_an_unfinished_job_has_left_is_no_checkpoint(small, stores, url):
-    """Whatever markers it has, and however little of it is there."""
-    reshard.save(on("1x8", small), url)
-    progress = parse_location(f"{url}/reshard_progress.json")
-    progress.write(b"")
-    text = (
-        f"`{url}` was never committed: its `reshard_progress.json` is there as long as a job "
-        "has not completed it\n\nhint: if none is running: the job that wrote it goes on with "
-        "resume=True if that was given then, too; with overwrite=True it begins anew"
-    )
-    for key in stores.keys(url):
-        jobs.refused(reshard.UncommittedCheckpointError, text, reshard.open, url)
-        if "progress" not in key:
-            parse_location(f"{top(url)}/{key}").remove()
 
 
 def test_parts_of_an_item_are_no_items(url):

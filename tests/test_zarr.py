@@ -251,33 +251,6 @@ def test_a_document_made_anew_is_the_same(document):
     assert again == document
 
 
-@pytest.mark.parametrize("document", MOVABLE)
-@pytest.mark.parametrize("axis", [0, 1, 2])
-def test_chunks_moved_below_another_axis(document, axis):
-    """What arrays of one encoding share is enough: two of them, stacked by moving stored chunks,
-    hold what they held, and so do the parts of the stack."""
-    dtype = jnp.dtype(document.get("data_type") or document["dtype"].removeprefix("<"))
-    memory = Memory()
-    values = [random((6, 4), dtype, seed) for seed in range(2)]
-    shape, chunk = [6, 4], [3, 4]
-    shape.insert(axis, 2)
-    chunk.insert(axis, 1)
-    one = encoding(document)
-    stacked = json.loads(one.of_derived().document(tuple(shape), tuple(chunk), dtype))
-    for i, value in enumerate(values):
-        memory.open(document, f"part{i}").write(value).result()
-        chunks = memory.chunks(f"part{i}")
-        assert len(chunks) == 2
-        for key, stored in chunks.items():
-            index = one.chunk_index(key, 2)
-            new = one.chunk_key((*index[:axis], i, *index[axis:]))
-            memory.store.write(f"stack/{new}", stored).result()
-    whole = np.asarray(memory.open(stacked, "stack").read().result())
-    assert layouts.bits(whole) == layouts.bits(np.stack(values, axis))
-    memory.open(stacked, "made").write(np.stack(values, axis)).result()
-    assert set(memory.chunks("made")) == set(memory.chunks("stack"))
-
-
 # Keys.
 
 

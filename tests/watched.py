@@ -1,7 +1,7 @@
 """What jobs keep in memory, and what they read together."""
 
-from reshard.engine import read as engine
 from reshard.engine.budget import Budget
+from reshard.engine.read import Filled
 from reshard.restore import device_reads
 
 
@@ -17,31 +17,32 @@ class Watched:
       batches: what has been read together.
       peak: bytes that were in use at most.
       used: bytes that are still in use.
+      budgets: those that have begun.
     """
 
     def __init__(self, patch):
         self.batches = []
         self.peak = 0
-        self._budgets = []
-        begin, reserve, start = Budget.__init__, Budget.reserve, engine._start
+        self.budgets = []
+        begin, reserve, start = Budget.__init__, Budget.reserve, Filled.begin
 
         def watched_begin(budget, limit):
             begin(budget, limit)
-            self._budgets.append(budget)
+            self.budgets.append(budget)
 
         def watched_reserve(budget, nbytes):
             reservation = reserve(budget, nbytes)
             self.peak = max(self.peak, budget.used)
             return reservation
 
-        def watched_start(started, views):
-            self.batches.append(started.batch)
-            start(started, views)
+        def watched_start(filled, views):
+            self.batches.append(filled.batch)
+            start(filled, views)
 
         patch.setattr(Budget, "__init__", watched_begin)
         patch.setattr(Budget, "reserve", watched_reserve)
-        patch.setattr(engine, "_start", watched_start)
+        patch.setattr(Filled, "begin", watched_start)
 
     @property
     def used(self):
-        return sum(budget.used for budget in self._budgets)
+        return sum(budget.used for budget in self.budgets)

@@ -50,6 +50,10 @@ def from_index(index: Sequence[slice], shape: Shape) -> Box:
     return tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True))
 
 
+def whole_box(shape: Shape) -> Box:
+    return tuple(slice(0, size) for size in shape)
+
+
 def start_of(box: Box) -> Shape:
     return tuple(part.start for part in box)
 
@@ -83,12 +87,6 @@ def inside(box: Box, outer: Box) -> Box:
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in pairs)
 
 
-def outside(box: Box, outer: Box) -> Box:
-    """What `inside` was given: a box in the array that the other is a region of."""
-    pairs = zip(box, outer, strict=True)
-    return tuple(slice(a.start + b.start, a.stop + b.start) for a, b in pairs)
-
-
 def from_front(axis: int, shape: Shape) -> int:
     """An axis, counted from the front."""
     if not -len(shape) <= axis < len(shape):
@@ -100,15 +98,16 @@ def shape_text(shapes: Sequence[Shape]) -> str:
     return " and ".join(dict.fromkeys(str(list(shape)) for shape in shapes))
 
 
+def one_shape(shapes: Sequence[Shape]) -> Shape:
+    """The shape of an only array."""
+    if len(shapes) != 1:
+        raise TreeMismatchError(f"{len(shapes)} arrays where 1 is needed")
+    return shapes[0]
+
+
 def replaced(entries: tuple[T, ...], axis: int, entry: T) -> tuple[T, ...]:
     """Entries of which one, that of an axis, is another."""
     return (*entries[:axis], entry, *entries[axis + 1 :])
-
-
-def shifted(ends: slice, by: int, size: int | None = None) -> slice:
-    """A stretch moved along its axis, and cut to what is within an axis of that size."""
-    start, stop = ends.start + by, ends.stop + by
-    return slice(start, stop) if size is None else slice(max(start, 0), min(stop, size))
 
 
 def without(entries: tuple[T, ...], axis: int) -> tuple[T, ...]:
@@ -119,14 +118,6 @@ def without(entries: tuple[T, ...], axis: int) -> tuple[T, ...]:
 def full_spec(spec: Spec, shape: Shape) -> Spec:
     """A partition spec with an entry for every axis."""
     return spec + ((),) * (len(shape) - len(spec))
-
-
-def agreed_spec(specs: Sequence[Spec], inputs: Sequence[Shape]) -> Spec:
-    """The entries that all specs have in common."""
-    full = [full_spec(spec, shape) for spec, shape in zip(specs, inputs, strict=True)]
-    return tuple(
-        entries[0] if len(set(entries)) == 1 else () for entries in zip(*full, strict=True)
-    )
 
 
 def common_multiple(chunks: Sequence[Shape], shape: Shape) -> Shape:

@@ -22,7 +22,7 @@ from reshard.arrays.handle import (
     StoredChunk,
     check_names,
 )
-from reshard.arrays.operations import Apply, Constant, Crop, Operation, Pad
+from reshard.arrays.operations import Apply, Constant, Operation, Pad
 from reshard.arrays.zarr import Encoding
 from reshard.errors import TreeMismatchError
 from reshard.sharding.mesh import NamedSharding, Sharding, fitting_spec, replicated
@@ -37,20 +37,18 @@ def apply(
     one. Raises TreeMismatchError where it does not apply to them, they are of different kinds, or
     what it makes cannot be stored; CorruptCheckpointError where another leaf has the name of
     one."""
-    first = inputs[0]
-    shapes = [handle.shape for handle in inputs]
+    first, shapes = inputs[0], [handle.shape for handle in inputs]
     made = operation.shapes(shapes)
     check_names(inputs)
-    for what in ("dtype", "stored_dtype", "value_type", "key_impl"):
-        if len({getattr(handle, what) for handle in inputs}) > 1:
-            raise TreeMismatchError(
-                "arrays of different kinds cannot become one",
-                [
-                    f"{format_path(h.path)}  {h.describe()} {h.value_type}"
-                    + (f", stored as {h.stored_dtype.name}" if h.dtype != h.stored_dtype else "")
-                    for h in inputs
-                ],
-            )
+    if len({(h.dtype, h.stored_dtype, h.value_type, h.key_impl) for h in inputs}) > 1:
+        raise TreeMismatchError(
+            "arrays of different kinds cannot become one",
+            [
+                f"{format_path(h.path)}  {h.describe()} {h.value_type}"
+                + (f", stored as {h.stored_dtype.name}" if h.dtype != h.stored_dtype else "")
+                for h in inputs
+            ],
+        )
     if first.key_impl is not None:
         raise TreeMismatchError(f"{format_path(first.path)}: PRNG keys are only moved as they are")
     empty = [
@@ -69,25 +67,54 @@ def apply(
         first = dataclasses.replace(first, dtype=dtype, stored_dtype=dtype)
     derived = Outputs(operation, tuple(inputs))
     chunks = operation.chunks([handle.chunk_shape for handle in inputs], shapes)
-    for path, shape, chunk in zip(outputs, made, chunks, strict=True):
-        try:
-            zarr.check_size(shape, chunk, first.dtype.itemsize)
-        except ValueError as error:
-            raise TreeMismatchError(f"{format_path(path)}: {error}") from error
     now = _shardings(operation, [handle.sharding for handle in inputs], shapes, made)
     saved = _shardings(operation, [handle.saved_sharding for handle in inputs], shapes, made)
-    return [
-        dataclasses.replace(
-            first,
-            path=path,
-            shape=shape,
-            chunk_shape=chunks[part],
-            sharding=now[part],
-            saved_sharding=saved[part],
-            value_type="np.ndarray" if first.value_type == "scalar" and shape else first.value_type,
-            data=Derived(derived, part),
+    found = []
+    for part, (path, shape) in enumerate(zip(outputs, made, strict=True)):
+        try:
+            zarr.check_size(shape, chunks[part], first.dtype.itemsize)
+        except ValueError as error:
+            raise TreeMismatchError(f"{format_path(path)}: {error}") from error
+        array = first.value_type == "scalar" and shape
+        found.append(
+            dataclasses.replace(
+                first,
+                path=path,
+                shape=shape,
+                chunk_shape=chunks[part],
+                sharding=now[part],
+                saved_sharding=saved[part],
+                value_type="np.ndarray" if array else first.value_type,
+                data=Derived(derived, part),
+            )
         )
-        for part, (path, shape) in enumerate(zip(outputs, made, strict=True))
+    return found
+
+
+def _has_value(dtype: np.dtype, value: float) -> bool:
+    """Whether a dtype has a value, rounded if it is a float: but neither infinite nor NaN."""
+    with np.errstate(all="ignore"):
+        held = float(np.real(np.asarray(value, np.float64).astype(dtype)))
+    if is_floating(dtype) or dtype.kind == "c":
+        return math.isinf(held) == math.isinf(value) and math.isnan(held) == math.isnan(value)
+    return held == value
+
+
+def _shardings(
+    operation: Operation,
+    inputs: Sequence[Sharding | None],
+    shapes: Sequence[Shape],
+    made: Sequence[Shape],
+) -> Sequence[Sharding | None]:
+    """Shardings of what an operation makes: on the mesh of its inputs, if they share one."""
+    named = [sharding for sharding in inputs if isinstance(sharding, NamedSharding)]
+    if len(named) < len(inputs) or len({sharding.mesh for sharding in named}) > 1:
+        return [inputs[0] if len(set(inputs)) == 1 else None] * len(made)
+    mesh = named[0].mesh
+    specs = operation.specs([sharding.spec for sharding in named], shapes)
+    return [
+        NamedSharding(mesh, fitting_spec(shape, mesh, spec))
+        for shape, spec in zip(made, specs, strict=True)
     ]
 
 
@@ -96,20 +123,17 @@ def constant(
 ) -> ArrayHandle:
     """An array of values in memory (or of the data of PRNG keys), replicated on the mesh of
     another."""
-    chunk = tuple(max(size, 1) for size in values.shape)
     sharding = replicated(like.sharding)
-    return dataclasses.replace(
-        like,
+    return ArrayHandle(
         path=path,
         shape=values.shape,
+        dtype=values.dtype,
+        chunk_shape=tuple(max(size, 1) for size in values.shape),
         sharding=sharding,
         saved_sharding=sharding,
-        dtype=values.dtype,
-        stored_dtype=values.dtype,
-        chunk_shape=chunk,
         value_type="jax.Array",
         key_impl=key_impl,
-        same_name=None,
+        stored_dtype=values.dtype,
         data=Derived(Outputs(Constant(values), ()), 0),
     )
 
@@ -128,56 +152,6 @@ def from_memory(handle: ArrayHandle) -> bool:
     return isinstance(handle.data.operation, Constant) or any(map(from_memory, handle.data.inputs))
 
 
-def alone(handles: Sequence[ArrayHandle]) -> list[ArrayHandle]:
-    """The same arrays, whose stores know no other ones: what a process needs to read them."""
-    names: dict[int, dict[str, None]] = {}
-    for handle in handles:
-        for _, data in handle.roots():
-            names.setdefault(id(data.store), {})[data.name] = None
-    stores = {id(d.store): d.store for handle in handles for _, d in handle.roots()}
-    stores = {key: store.only(names[key]) for key, store in stores.items()}
-    outputs: dict[int, Outputs] = {}
-
-    def moved(handle: ArrayHandle) -> ArrayHandle:
-        data = handle.data
-        if isinstance(data, StoredArray):
-            new = dataclasses.replace(data, store=stores[id(data.store)])
-            return dataclasses.replace(handle, data=new)
-        made = data.outputs
-        if id(made) not in outputs:
-            outputs[id(made)] = Outputs(made.operation, tuple(map(moved, made.inputs)))
-        return dataclasses.replace(handle, data=Derived(outputs[id(made)], data.part))
-
-    return list(map(moved, handles))
-
-
-def _has_value(dtype: np.dtype, value: float) -> bool:
-    """Whether a dtype has a value, rounded if it is a float: but neither infinite nor NaN."""
-    with np.errstate(all="ignore"):
-        held = float(np.real(np.asarray(value, np.float64).astype(dtype)))
-    if is_floating(dtype) or dtype.kind == "c":
-        return math.isinf(held) == math.isinf(value) and math.isnan(held) == math.isnan(value)
-    return held == value
-
-
-def _shardings(
-    operation: Operation,
-    inputs: Sequence[Sharding | None],
-    shapes: Sequence[Shape],
-    made: Sequence[Shape],
-) -> list[Sharding | None]:
-    """Shardings of what an operation makes: on the mesh of its inputs, if they share one."""
-    named = [sharding for sharding in inputs if isinstance(sharding, NamedSharding)]
-    if len(named) < len(inputs) or len({sharding.mesh for sharding in named}) > 1:
-        return [inputs[0]] * len(made) if len(set(inputs)) == 1 else [None] * len(made)
-    mesh = named[0].mesh
-    specs = operation.specs([sharding.spec for sharding in named], shapes)
-    return [
-        NamedSharding(mesh, fitting_spec(shape, mesh, spec))
-        for shape, spec in zip(made, specs, strict=True)
-    ]
-
-
 def sources(handle: ArrayHandle, box: Box) -> Iterator[tuple[ArrayHandle, Box]]:
     """The arrays, with a box of each, that a box of an array is computed from: stored ones, and
     those that functions make on the way, which they do as a whole."""
@@ -194,13 +168,11 @@ def stored_share(handle: ArrayHandle) -> int:
     """Stored bytes that belong to an array: of what it shares with others, by its elements."""
     if isinstance(handle.data, StoredArray):
         return sum(handle.stored_sizes())
-    outputs = handle.data.outputs
-    own = outputs.sizes[handle.data.part]
-    whole = sum(map(stored_share, outputs.inputs))
-    of = sum(outputs.sizes)
-    if isinstance(outputs.operation, Crop):
-        of = math.prod(outputs.inputs[0].shape)
-    return whole * own // of if of else 0
+    whole = sum(map(stored_share, handle.data.inputs))
+    of = sum(math.prod(source.shape) for source in handle.data.inputs)
+    if isinstance(handle.data.operation, Apply) or not of:
+        return whole
+    return whole * min(math.prod(handle.shape), of) // of
 
 
 def stored_chunks(handle: ArrayHandle, encoding: Encoding) -> dict[str, StoredChunk] | None:
@@ -217,16 +189,12 @@ def stored_chunks(handle: ArrayHandle, encoding: Encoding) -> dict[str, StoredCh
         if data.encoding.codecs != encoding.codecs:
             return None
     else:
-        alike = {
-            (stored.encoding.codecs, stored.encoding.ignores_unit_axes, math.prod(root.chunk_shape))
-            for root, stored in handle.roots()
-        }
+        kinds = {(stored.encoding, root.chunk_shape) for root, stored in handle.roots()}
+        alike = {(e.codecs, e.ignores_unit_axes, math.prod(chunk)) for e, chunk in kinds}
         if alike != {(encoding.codecs, True, math.prod(handle.chunk_shape))}:
             return None
     remapped = handle.remapped_chunks()
-    if remapped is None:
-        return None
-    return {encoding.chunk_key(chunk.index): chunk for chunk in remapped}
+    return None if remapped is None else {encoding.chunk_key(c.index): c for c in remapped}
 
 
 def stored_values(handle: ArrayHandle, encoding: Encoding) -> list[StoredValue] | None:

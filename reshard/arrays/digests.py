@@ -24,9 +24,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from reshard.arrays.boxes import Box, Shape
+from reshard.arrays.boxes import Box, Shape, whole_box
+from reshard.arrays.dtypes import name_of
 
-_WORD = np.dtype("<u8")
 _ROWS, _WORDS = np.uint64(0x243F6A8885A308D3), np.uint64(0x13198A2E03707344)  # digits of pi
 # Words that are summed at a time: they and their upper halves stay in a processor's cache, and
 # numpy's calls take little of the time.
@@ -55,12 +55,25 @@ class Digest:
             return
         *rows, (first, last) = [(part.start, part.stop) for part in box] or [(0, 1)]
         data = np.ascontiguousarray(values.reshape(-1, last - first)).view(np.uint8)
+        first *= self._dtype.itemsize  # the byte of the array's rows at which the box begins
+        start, stop = first // 8, -(-(first + data.shape[1]) // 8)
+        width = min(stop - start, _SLAB_WORDS)
+        height = max(_SLAB_WORDS // width, 1)
+        many = _SLAB_WORDS // height * height  # rows whose weights are made at once
+        upper = np.empty((height, width), np.uint64)
         low, high = self._sums
-        for top in range(0, len(data), _SLAB_WORDS):
-            part = data[top : top + _SLAB_WORDS]
-            weights = _row_weights(tuple(rows), self._shape[:-1], top, top + len(part))
-            more = _sums(part, first * self._dtype.itemsize, weights)
-            low, high = low + more[0], high + more[1]
+        for top in range(0, len(data), height):
+            block = top // many * many
+            ends = block, min(block + many, len(data))
+            weights = _row_weights(tuple(rows), self._shape[:-1], *ends)[top - block :][:height]
+            for left in range(start, stop, width):
+                right = min(left + width, stop)
+                slab = _words(data[top : top + height], left * 8 - first, right * 8 - first)
+                columns = _word_weights(left, right)
+                shifted = upper[: slab.shape[0], : slab.shape[1]]
+                np.right_shift(slab, np.uint64(32), out=shifted)
+                low += _weighted(slab, columns, weights)
+                high += _weighted(shifted, columns, weights)
         self._sums = low % 2**64, high % 2**64
 
     @property
@@ -77,13 +90,13 @@ class Digest:
     def text(self) -> str:
         """32 hexadecimal digits, of shape, dtype and all values."""
         assert self.complete, (self.elements, self._shape)
-        known = json.dumps([self._dtype.name, list(self._shape), *self._sums])
+        known = json.dumps([name_of(self._dtype), list(self._shape), *self._sums])
         return hashlib.blake2b(known.encode(), digest_size=16).hexdigest()
 
 
 def digest_of(values: np.ndarray) -> str:
     found = Digest(values.shape, values.dtype)
-    found.add(tuple(slice(0, size) for size in values.shape), values)
+    found.add(whole_box(values.shape), values)
     return found.text()
 
 
@@ -106,36 +119,14 @@ def _row_weights(
     return _weights(numbers, _ROWS)
 
 
-def _sums(data: np.ndarray, first: int, row_weights: np.ndarray) -> tuple[int, int]:
-    """The two sums of some rows of bytes, which begin at byte `first` of rows of the whole
-    array."""
-    low = high = 0
-    size = _WORD.itemsize
-    start, stop = first // size, -(-(first + data.shape[1]) // size)
-    width = min(stop - start, _SLAB_WORDS)
-    height = max(_SLAB_WORDS // width, 1)
-    upper = np.empty((height, width), np.uint64)
-    for top in range(0, len(data), height):
-        rows = row_weights[top : top + height]
-        for left in range(start, stop, width):
-            right = min(left + width, stop)
-            slab = _words(data[top : top + height], left * size - first, right * size - first)
-            columns = _word_weights(left, right)
-            shifted = upper[: slab.shape[0], : slab.shape[1]]
-            np.right_shift(slab, np.uint64(32), out=shifted)
-            low += _weighted(slab, columns, rows)
-            high += _weighted(shifted, columns, rows)
-    return low, high
-
-
 def _words(data: np.ndarray, start: int, stop: int) -> np.ndarray:
     """The words of rows from one byte to another, with zeros where the rows have none."""
     if start >= 0 and stop <= data.shape[1]:
-        return data[:, start:stop].view(_WORD)
+        return data[:, start:stop].view("<u8")
     filled = np.zeros((len(data), stop - start), np.uint8)
     found = data[:, max(start, 0) : stop]
     filled[:, max(-start, 0) :][:, : found.shape[1]] = found
-    return filled.view(_WORD)
+    return filled.view("<u8")
 
 
 def _weighted(slab: np.ndarray, columns: np.ndarray, rows: np.ndarray) -> int:

@@ -1,11 +1,14 @@
-"""Dtypes: their names, and float64 to those narrower than float32, rounded once.
+"""Dtypes: their names, and the casts that TensorStore gets wrong.
 
-TensorStore (as most libraries) goes by way of float32 and rounds twice, which differs where the
-first rounding lands on a tie of the second. Rounding to odd on the way makes the second one exact:
-Boldo and Melquiond, "When double rounding is odd", 2005.
+From float64 to dtypes narrower than float32, TensorStore (as most libraries) goes by way of float32
+and rounds twice, which differs where the first rounding lands on a tie of the second. Rounding to
+odd on the way makes the second one exact: Boldo and Melquiond, "When double rounding is odd", 2005.
+
+From and to `float8_e8m0fnu`, TensorStore 0.1.86 gets nearly every value wrong: 1.0 becomes 5.4e-20.
 """
 
 import functools
+import re
 from typing import Any
 
 import ml_dtypes
@@ -20,47 +23,57 @@ def name_of(dtype: np.dtype) -> str:
     return dtype.name
 
 
-def rounds_twice(source: np.dtype, target: np.dtype) -> bool:
-    """Whether a cast through float32 could differ from the nearest value."""
-    return source == np.float64 and target.itemsize < 4
+def is_scale(dtype: np.dtype) -> bool:
+    """Whether a dtype holds powers of two alone, the block scales of quantised weights."""
+    return name_of(dtype) == "float8_e8m0fnu"
 
 
-# Elements that are rounded at once: what that takes beside the result is within what is charged for
+def is_miscast(source: np.dtype, target: np.dtype) -> bool:
+    """Whether TensorStore's cast between two floating-point dtypes gets some values wrong."""
+    twice = source == np.float64 and target.itemsize < 4
+    return twice or is_scale(source) or is_scale(target)
+
+
+# Elements that are cast at once: what that takes beside the result is within what is charged for
 # any box (`reshard.engine.budget.READ_OVERHEAD`), and stays in the cache.
 _BLOCK = 1 << 9
 
 
-def round_once(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """float64 `values` as `dtype`, to nearest even. NaN stays NaN, overflow is as in numpy.
+def cast_once(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """`values` as `dtype`, by way of float32, rounded once as `ml_dtypes` rounds. NaN stays NaN,
+    overflow is as in numpy.
 
     Takes no memory to speak of beside the values and the result, if the values are contiguous.
     """
     flat = values.reshape(-1)
-    rounded = np.empty(flat.shape, dtype)
+    made = np.empty(flat.shape, dtype)
     with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, flat.size, _BLOCK):
             block = slice(start, start + _BLOCK)
-            rounded[block] = _to_odd(flat[block])
-    return rounded.reshape(values.shape)
+            made[block] = _to_odd(flat[block])
+    return made.reshape(values.shape)
 
 
 def _to_odd(values: np.ndarray) -> np.ndarray:
-    """float64 values as float32, those in between two of its values as the odd one of the two."""
+    """Values as float32, those of float64 between two of its values as the odd one of the two."""
     single = values.astype(np.float32)
-    inexact = np.isfinite(single) & (single != values)
-    away = np.abs(single) > np.abs(values)
-    toward_zero = np.where(away, np.nextafter(single, np.float32(0)), single)
-    odd = (toward_zero.view(np.uint32) | np.uint32(1)).view(np.float32)
-    return np.where(inexact, odd, single)
+    if values.dtype != np.float64:
+        return single
+    bits, inexact = single.view(np.uint32), np.isfinite(single) & (single != values)
+    bits -= inexact & (np.abs(single) > np.abs(values))  # toward zero
+    bits |= inexact
+    return single
 
 
 def parse_dtype(dtype: Any) -> np.dtype:
     """A numpy dtype from its name; JAX's own (`bfloat16`, `float8_*`, `int4`) among them."""
-    if isinstance(dtype, str) and hasattr(ml_dtypes, dtype):
-        dtype = getattr(ml_dtypes, dtype)
+    if isinstance(dtype, str):
+        # What everybody writes: `bf16`, `fp16`, `f32`, `fp8_e4m3fn`.
+        name = re.sub(r"^(b?)(?:f|(?<!b)fp)(?=\d\d$|\d_)", r"\1float", dtype)
+        dtype = getattr(ml_dtypes, name, name)
     try:
-        if dtype is None:
-            raise TypeError("numpy takes it for float64")
+        if dtype is None or str(dtype) in ("f4", "f8"):
+            raise TypeError("numpy takes it for float32 or float64")
         return np.dtype(dtype)
     except TypeError as error:
         raise ArgumentError(

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -11,11 +10,10 @@ import numpy as np
 import tensorstore as ts
 
 from reshard.arrays.boxes import Shape, chunk_ranges, grid_boxes, grid_size
-from reshard.arrays.dtypes import round_once, rounds_twice
-from reshard.arrays.operations import Apply, Operation, Stack, Unstack
+from reshard.arrays.dtypes import cast_once, is_miscast
+from reshard.arrays.operations import Apply, Constant, Operation, Stack, Unstack
 from reshard.arrays.zarr import Encoding, parse_encoding
 from reshard.errors import CorruptCheckpointError
-from reshard.hints import Hint
 from reshard.sharding.mesh import (
     NamedSharding,
     Sharding,
@@ -24,7 +22,7 @@ from reshard.sharding.mesh import (
     sharding_document,
 )
 from reshard.storage.array_store import ArrayStore, StoredValue
-from reshard.tree import Path, format_path
+from reshard.tree import Path, as_python, format_path
 
 
 class StoredChunk(NamedTuple):
@@ -45,6 +43,12 @@ class StoredArray:
     name: str
     metadata: bytes
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """With what the store knows of it, which a store itself is pickled without: a process is
+        given what it reads, and nothing else."""
+        values = [(key, *value) for key, value in self.store.values[self.name].items()]
+        return _unpickled, (self.store, self.name, self.metadata, values)
+
     @property
     def encoding(self) -> Encoding:
         return parse_encoding(self.metadata)
@@ -52,25 +56,22 @@ class StoredArray:
     @property
     def chunks(self) -> dict[str, StoredValue]:
         """Key below its name -> stored value, for each chunk that is there."""
-        values = self.store.values[self.name]
-        return {key: value for key, value in values.items() if key != self.store.metadata_key}
+        values = dict(self.store.values[self.name])
+        values.pop(self.store.metadata_key, None)
+        return values
 
     def view(self) -> ts.TensorStore:
-        """A view; raises CorruptCheckpointError where chunks would decode to something else."""
-        local = self.store.directory.is_local
-        array = self.store.open_array(self.name, self.metadata, self.store.fills and local)
+        """A view; raises CorruptCheckpointError where chunks would decode to something else. In a
+        bucket, chunks that were never stored have the fill value: one that was listed, and is gone,
+        is an error."""
+        store, local = self.store, self.store.directory.is_local
+        array = store.open_array(self.name, self.metadata, store.fills and local)
+        chunk = chunk_shape_of(array)
         if self.encoding.is_blosc:
-            nbytes = math.prod(chunk_shape_of(array)) * array.dtype.numpy_dtype.itemsize
-            self.store.check_blosc(self.name, nbytes)
-        return self._filled(array) if self.store.fills and not local else array
-
-    def _filled(self, array: ts.TensorStore) -> ts.TensorStore:
-        """A view of an array in a bucket in which the chunks that were never stored have the fill
-        value: one that was listed, and is gone, is an error."""
-        chunk, stored = chunk_shape_of(array), self.store.values[self.name]
-        if len(self.chunks) == grid_size(array.shape, chunk):
+            store.check_blosc(self.name, math.prod(chunk) * array.dtype.numpy_dtype.itemsize)
+        if local or not store.fills or len(self.chunks) == grid_size(array.shape, chunk):
             return array
-        filling = self.store.open_empty(self.metadata)
+        filling, stored = store.open_empty(self.metadata), self.chunks
         absent = [
             filling[box]
             for box in grid_boxes(array.shape, chunk)
@@ -78,6 +79,14 @@ class StoredArray:
             not in stored
         ]
         return ts.overlay([array, *absent])
+
+
+def _unpickled(
+    store: ArrayStore, name: str, metadata: bytes, values: Sequence[tuple[Any, ...]]
+) -> StoredArray:
+    known = vars(store).setdefault("values", {})
+    known[name] = {key: StoredValue(*value) for key, *value in values}
+    return StoredArray(store, name, metadata)
 
 
 def chunk_shape_of(array: ts.TensorStore) -> Shape:
@@ -89,7 +98,7 @@ def chunk_shape_of(array: ts.TensorStore) -> Shape:
 class Outputs:
     """The outputs of one operation over some arrays, stored or derived themselves."""
 
-    operation: Operation
+    operation: Operation | Constant
     inputs: "tuple[ArrayHandle, ...]"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -107,37 +116,23 @@ class Outputs:
     @functools.cached_property
     def remapped(self) -> "list[list[StoredChunk]] | None":
         """The stored chunks that each output consists of; None where some are computed."""
-        operation = self.operation
-        if isinstance(operation, Stack):
-            parts = [handle.remapped_chunks() for handle in self.inputs]
-            if None in parts or len({handle.chunk_shape for handle in self.inputs}) > 1:
-                return None
-            axis = operation.axis % (len(self.inputs[0].shape) + 1)
-            return [
-                [
-                    chunk._replace(index=(*chunk.index[:axis], place, *chunk.index[axis:]))
-                    for place, part in enumerate(parts)
-                    for chunk in part or ()
-                ]
-            ]
-        if isinstance(operation, Unstack):
-            (source,) = self.inputs
-            chunks = source.remapped_chunks() if source.chunk_shape[operation.axis] == 1 else None
-            if chunks is None:
-                return None
-            axis = operation.axis % len(source.shape)
-            layers: list[list[StoredChunk]] = [[] for _ in range(operation.count)]
-            for chunk in chunks:
-                index = chunk.index[:axis] + chunk.index[axis + 1 :]
-                layers[chunk.index[axis]].append(chunk._replace(index=index))
-            return layers
-        return None
-
-    @functools.cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """Elements of each output."""
-        shapes = self.operation.shapes([handle.shape for handle in self.inputs])
-        return tuple(map(math.prod, shapes))
+        operation, grids = self.operation, {handle.chunk_shape for handle in self.inputs}
+        if not isinstance(operation, Stack | Unstack) or len(grids) > 1:
+            return None
+        apart = isinstance(operation, Unstack)
+        if apart and self.inputs[0].chunk_shape[operation.axis] > 1:
+            return None
+        parts = [handle.remapped_chunks() for handle in self.inputs]
+        if None in parts:
+            return None
+        found: list[list[StoredChunk]] = [[] for _ in range(operation.count if apart else 1)]
+        axes = operation.origins(len(self.inputs[0].shape))
+        for number, chunks in enumerate(parts):
+            for chunk in chunks or ():
+                index = tuple(number if axis is None else chunk.index[axis] for axis in axes)
+                part = chunk.index[operation.axis] if apart else 0
+                found[part].append(chunk._replace(index=index))
+        return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -149,7 +144,7 @@ class Derived:
     part: int
 
     @property
-    def operation(self) -> Operation:
+    def operation(self) -> Operation | Constant:
         return self.outputs.operation
 
     @property
@@ -203,7 +198,7 @@ class ArrayHandle:
 
     def at(self, path: Path) -> "ArrayHandle":
         """The same array under another path."""
-        return ArrayHandle(path, *_all_but_path(self))
+        return dataclasses.replace(self, path=path)
 
     def roots(self) -> "Iterator[tuple[ArrayHandle, StoredArray]]":
         """The stored arrays that it is, or is derived from, with where these are."""
@@ -235,20 +230,16 @@ class ArrayHandle:
 
     @property
     def read_dtype(self) -> np.dtype:
-        """The dtype of `view`: `dtype`, or float64 where TensorStore would round a cast twice."""
-        twice = rounds_twice(self.stored_dtype, self.dtype)
-        return self.stored_dtype if twice else self.dtype
+        """The dtype of `view`: `dtype`, or the one on disk where TensorStore's cast is wrong."""
+        return self.stored_dtype if is_miscast(self.stored_dtype, self.dtype) else self.dtype
 
     def rounded(self, values: np.ndarray) -> np.ndarray:
         """What was read from `view`, as `dtype`."""
-        return values if values.dtype == self.dtype else round_once(values, self.dtype)
+        return values if values.dtype == self.dtype else cast_once(values, self.dtype)
 
     def view(self) -> ts.TensorStore:
-        """A TensorStore view to read boxes from, of `read_dtype` and `shape`.
-
-        Raises:
-          CorruptCheckpointError: another leaf is stored under the same name.
-        """
+        """A TensorStore view to read boxes from, of `read_dtype` and `shape`. Raises
+        CorruptCheckpointError if another leaf is stored under the same name."""
         if self.same_name is not None:
             raise collision_error([self])
         array = self.stored_view()
@@ -302,9 +293,6 @@ class ArrayHandle:
         return f"<{format_path(self.path)}: {self.describe()}>"
 
 
-_all_but_path = operator.attrgetter(*[f.name for f in dataclasses.fields(ArrayHandle)][1:])
-
-
 def array_text(dtype: str, shape: tuple[int, ...]) -> str:
     """`float32[16,24]`."""
     return f"{dtype}[{','.join(map(str, shape))}]"
@@ -340,5 +328,8 @@ def collision_error(handles: Sequence[ArrayHandle]) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         "two leaves were saved under one name, so one of them has overwritten the other",
         [f"{one} and {other} are both stored as `{name}`" for one, other, name in names],
-        [Hint("drop both: ", ("drop_both", one, other)) for one, other, _ in names],
+        [
+            f"drop both: reshard.select(ckpt, drop={as_python([one, other])})"
+            for one, other, _ in names
+        ],
     )

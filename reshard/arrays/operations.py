@@ -1,7 +1,5 @@
 """Operations on whole arrays: they move elements, join and part arrays; `Apply` alone makes values.
-Each says what becomes of shapes, of partition specs and of chunks, has an inverse, and makes
-TensorStore views of its inputs: what its methods give is said of `Transpose`, once for all. Nothing
-here reads an array.
+Nothing here reads an array.
 
     inputs  ->  operation  ->  outputs        inverse(shapes of the inputs)
     1           Transpose      1              Transpose
@@ -17,111 +15,155 @@ here reads an array.
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
 
 import numpy as np
 import tensorstore as ts
 
-from reshard.arrays.applied import Apply
 from reshard.arrays.boxes import (
     Box,
     Shape,
-    agreed_spec,
     check_size,
-    common_multiple,
     from_front,
     full_spec,
+    one_shape,
     replaced,
     shape_text,
-    shifted,
+    whole_box,
     without,
 )
-from reshard.arrays.reshaping import cut, reshaped_box, reshaped_chunk, reshaped_spec, reshaped_view
-from reshard.errors import TreeMismatchError
+from reshard.arrays.reshaping import Reshape
+from reshard.errors import ReshardError, TreeMismatchError
 from reshard.sharding.mesh import Spec
 
 _MOST_PARTS = 1 << 16  # that an array is taken apart into: no model comes near
+# Functions of the user's run one at a time, whichever threads read what they make.
+_APPLYING = threading.Lock()
 
-Specs = list[Spec]
-Views = list[ts.TensorStore]
+Shapes = Sequence[Shape]
+Views = Sequence[ts.TensorStore]
 Sources = list[tuple[int, Box]]
+Offsets = Iterable[tuple[int, Sequence[int]]]
+
+
+class _Boxes:
+    """Operations whose outputs are boxes of their inputs, one beside another, in padding.
+
+    `shapes` are those of the outputs; it raises TreeMismatchError where the operation does not
+    apply. `inverse` undoes the operation on inputs of these shapes.
+    """
+
+    __slots__ = ()
+
+    names: tuple[str, ...] = ()
+
+    def shapes(self, inputs: Shapes) -> list[Shape]:
+        raise NotImplementedError
+
+    def origins(self, rank: int) -> Sequence[int | None]:
+        """For each axis of the outputs the axis of the inputs, of this rank, that it is; None for
+        the new axis along which the inputs are."""
+        return range(rank)
+
+    def offsets(self, part: int, box: Box, inputs: Shapes) -> Offsets:
+        """The inputs, by their numbers, of which a box of output `part` may have elements: for each
+        axis its first place less that in the output; of an axis that the output lacks, the
+        place."""
+        return [(0, (0,) * len(inputs[0]))]
+
+    def specs(self, specs: Sequence[Spec], inputs: Shapes) -> list[Spec]:
+        """Partition specs of the outputs, of full rank, from those of the inputs: an axis in which
+        these differ is not partitioned."""
+        full = [full_spec(spec, shape) for spec, shape in zip(specs, inputs, strict=True)]
+        agreed = [each[0] if len({*each}) == 1 else () for each in zip(*full, strict=True)]
+        axes = self.origins(len(inputs[0]))
+        made = tuple(self.names if axis is None else agreed[axis] for axis in axes)
+        return [made] * len(self.shapes(inputs))
+
+    def chunks(self, chunks: Sequence[Shape], inputs: Shapes) -> list[Shape]:
+        """For each output the finest known grid whose boxes cut no chunk of an input."""
+        steps = [math.lcm(*sizes) for sizes in zip(*chunks, strict=True)]
+        axes, made, cut = self.origins(len(steps)), self.shapes(inputs), set[int]()
+        for part, shape in enumerate(made):
+            for _, offset in self.offsets(part, whole_box(shape), inputs):
+                cut |= {axis for axis, step in enumerate(steps) if offset[axis] % step}
+        return [
+            tuple(
+                1 if axis is None else max(size if axis in cut else min(steps[axis], size), 1)
+                for axis, size in zip(axes, shape, strict=True)
+            )
+            for shape in made
+        ]
+
+    def sources(self, part: int, box: Box, inputs: Shapes) -> Sources:
+        """The boxes of inputs, by their numbers, that a box of output `part` is made of."""
+        found = []
+        axes = self.origins(len(inputs[0]))
+        for number, offset in self.offsets(part, box, inputs):
+            source = [slice(place, place + 1) for place in offset]
+            for ends, axis in zip(box, axes, strict=True):
+                if axis is not None:
+                    by, size = offset[axis], inputs[number][axis]
+                    source[axis] = slice(max(ends.start + by, 0), min(ends.stop + by, size))
+            if all(ends.start < ends.stop for ends in source):
+                found.append((number, tuple(source)))
+        return found
+
+    def views(self, views: Views) -> list[ts.TensorStore]:
+        """Views of the outputs."""
+        inputs = [tuple(view.shape) for view in views]
+        axes, made = self.origins(len(inputs[0])), []
+        for part, shape in enumerate(self.shapes(inputs)):
+            layers = []
+            for number, offset in self.offsets(part, whole_box(shape), inputs):
+                new = ts.Dim(inclusive_min=number, size=1)
+                domain = ts.IndexDomain([new if axis is None else ts.Dim() for axis in axes])
+                places = [ts.OutputIndexMap(offset=place) for place in offset]
+                for dim, axis in enumerate(axes):
+                    if axis is not None:
+                        places[axis] = ts.OutputIndexMap(offset=offset[axis], input_dimension=dim)
+                layers.append(views[number][ts.IndexTransform(domain, output=places)])
+            whole = layers[0] if len(layers) == 1 else ts.overlay(layers)
+            made.append(whole[whole_box(shape)])
+        return made
+
+
+def _along(shape: Shape, axis: int, place: int) -> Shape:
+    """A place along an axis, the first one in all others."""
+    return replaced((0,) * len(shape), axis % len(shape), place)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Transpose:
+class Transpose(_Boxes):
     """Axes in another order: axis `i` of the output is axis `axes[i]` of the input."""
 
     axes: tuple[int, ...]
 
-    def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
-        """Shapes of the outputs; raises TreeMismatchError where the operation does not apply."""
-        (shape,) = _count(inputs, 1)
+    def shapes(self, inputs: Shapes) -> list[Shape]:
+        shape = one_shape(inputs)
         if sorted(self.axes) != list(range(len(shape))):
             raise TreeMismatchError(f"axes {list(self.axes)} do not reorder {list(shape)}")
         return [tuple(shape[axis] for axis in self.axes)]
 
-    def inverse(self, inputs: Sequence[Shape]) -> "Operation":
-        """The operation that undoes this one on inputs of these shapes."""
+    def inverse(self, inputs: Shapes) -> "Operation":
         return Transpose(tuple(self.axes.index(axis) for axis in range(len(self.axes))))
 
-    def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
-        """Partition specs of the outputs, of full rank, from those of the inputs."""
-        full = full_spec(specs[0], inputs[0])
-        return [tuple(full[axis] for axis in self.axes)]
-
-    def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
-        """For each output the finest known grid whose boxes cut no chunk of an input."""
-        return self.shapes(chunks)
-
-    def sources(self, part: int, box: Box, inputs: Sequence[Shape]) -> Sources:
-        """The boxes of inputs, by their numbers, that a box of output `part` is made of."""
-        return [(0, tuple(box[self.axes.index(axis)] for axis in range(len(self.axes))))]
-
-    def views(self, views: Views) -> Views:
-        """Views of the outputs."""
-        return [views[0][ts.d[self.axes].transpose[:]] if self.axes else views[0]]
+    def origins(self, rank: int) -> Sequence[int]:
+        return self.axes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Reshape:
-    """The same elements, in row-major order, in another shape."""
-
-    shape: Shape
-
-    def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
-        (shape,) = _count(inputs, 1)
-        check_size(self.shape)
-        if math.prod(shape) != math.prod(self.shape) or min(self.shape, default=0) < 0:
-            raise TreeMismatchError(f"{list(shape)} cannot be reshaped to {list(self.shape)}")
-        return [self.shape]
-
-    def inverse(self, inputs: Sequence[Shape]) -> "Operation":
-        return Reshape(tuple(inputs[0]))
-
-    def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
-        """Mesh axes stay with the first of the dimensions that are merged or split; those of
-        further ones are dropped, since no spec can say where they go."""
-        return [reshaped_spec(full_spec(specs[0], inputs[0]), inputs[0], self.shape)]
-
-    def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
-        return [reshaped_chunk(chunks[0], inputs[0], self.shape)]
-
-    def sources(self, part: int, box: Box, inputs: Sequence[Shape]) -> Sources:
-        return [(0, reshaped_box(box, self.shape, inputs[0]))]
-
-    def views(self, views: Views) -> Views:
-        return [reshaped_view(views[0], self.shape)]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Split:
+class Split(_Boxes):
     """Parts of these sizes along an axis."""
 
     axis: int
     sizes: tuple[int, ...]
 
-    def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
-        (shape,) = _count(inputs, 1)
+    def shapes(self, inputs: Shapes) -> list[Shape]:
+        shape = one_shape(inputs)
         axis = from_front(self.axis, shape)
         if shape[axis] != sum(self.sizes) or min(self.sizes, default=0) < 0:
             raise TreeMismatchError(
@@ -129,83 +171,43 @@ class Split:
             )
         return [replaced(shape, axis, size) for size in self.sizes]
 
-    def inverse(self, inputs: Sequence[Shape]) -> "Operation":
+    def inverse(self, inputs: Shapes) -> "Operation":
         return Concat(self.axis)
 
-    def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
-        return [full_spec(specs[0], inputs[0])] * len(self.sizes)
-
-    def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
-        axis = from_front(self.axis, inputs[0])
-        chunk = chunks[0][axis]
-        aligned = all(size % chunk == 0 for size in self.sizes[:-1])
-        sizes = [min(chunk, s or chunk) if aligned else max(s, 1) for s in self.sizes]
-        return [replaced(chunks[0], axis, size) for size in sizes]
-
-    def sources(self, part: int, box: Box, inputs: Sequence[Shape]) -> Sources:
-        axis = from_front(self.axis, inputs[0])
-        return [(0, replaced(box, axis, shifted(box[axis], sum(self.sizes[:part]))))]
-
-    def views(self, views: Views) -> Views:
-        view = views[0]
-        axis = from_front(self.axis, tuple(view.shape))
-        stops = list(itertools.accumulate(self.sizes))
-        return [
-            cut(view, axis, stop - size, stop) for size, stop in zip(self.sizes, stops, strict=True)
-        ]
+    def offsets(self, part: int, box: Box, inputs: Shapes) -> Offsets:
+        return [(0, _along(inputs[0], self.axis, sum(self.sizes[:part])))]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Concat:
+class Concat(_Boxes):
     """Arrays one after another along an axis."""
 
     axis: int
 
-    def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
+    def shapes(self, inputs: Shapes) -> list[Shape]:
         axis = from_front(self.axis, inputs[0])
         others = {replaced(shape, axis, 0) for shape in inputs if len(shape) == len(inputs[0])}
         if len(others) > 1 or len({len(shape) for shape in inputs}) > 1:
             raise TreeMismatchError(f"{shape_text(inputs)} cannot be joined along axis {self.axis}")
         return [replaced(inputs[0], axis, sum(shape[axis] for shape in inputs))]
 
-    def inverse(self, inputs: Sequence[Shape]) -> "Operation":
-        axis = from_front(self.axis, inputs[0])
-        return Split(self.axis, tuple(shape[axis] for shape in inputs))
+    def inverse(self, inputs: Shapes) -> "Operation":
+        return Split(self.axis, tuple(shape[self.axis] for shape in inputs))
 
-    def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
-        """A dimension in which the inputs differ is not partitioned."""
-        return [agreed_spec(specs, inputs)]
-
-    def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
-        axis = from_front(self.axis, inputs[0])
-        together = common_multiple(chunks, self.shapes(inputs)[0])
-        own = {chunk[axis] for chunk in chunks}
-        aligned = len(own) == 1 and all(shape[axis] % min(own) == 0 for shape in inputs[:-1])
-        whole = max(sum(shape[axis] for shape in inputs), 1)
-        return [replaced(together, axis, min(own) if aligned else whole)]
-
-    def sources(self, part: int, box: Box, inputs: Sequence[Shape]) -> Sources:
-        axis = from_front(self.axis, inputs[0])
-        found, start = [], 0
-        for number, shape in enumerate(inputs):
-            ends = shifted(box[axis], -start, shape[axis])
-            if ends.start < ends.stop:
-                found.append((number, replaced(box, axis, ends)))
-            start += shape[axis]
-        return found
-
-    def views(self, views: Views) -> Views:
-        return [ts.concat(views, axis=self.axis)]
+    def offsets(self, part: int, box: Box, inputs: Shapes) -> Offsets:
+        starts = itertools.accumulate((shape[self.axis] for shape in inputs), initial=0)
+        for number, start in zip(range(len(inputs)), starts, strict=False):
+            yield number, _along(inputs[0], self.axis, -start)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Stack:
+class Stack(_Boxes):
     """Arrays of one shape along a new axis, which is partitioned over the mesh axes `names`."""
 
     axis: int
     names: tuple[str, ...] = ()
 
-    def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
+    def shapes(self, inputs: Shapes) -> list[Shape]:
         if len(set(inputs)) != 1:
             raise TreeMismatchError(f"{shape_text(inputs)} cannot be stacked")
         shape = inputs[0]
@@ -214,36 +216,27 @@ class Stack:
         check_size(made)
         return [made]
 
-    def inverse(self, inputs: Sequence[Shape]) -> "Operation":
+    def inverse(self, inputs: Shapes) -> "Operation":
         return Unstack(self.axis, len(inputs))
 
-    def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
-        axis = from_front(self.axis, (*inputs[0], 1))
-        agreed = agreed_spec(specs, inputs)
-        return [(*agreed[:axis], self.names, *agreed[axis:])]
+    def origins(self, rank: int) -> Sequence[int | None]:
+        axis = self.axis % (rank + 1)
+        return [*range(axis), None, *range(axis, rank)]
 
-    def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
-        axis = from_front(self.axis, (*inputs[0], 1))
-        together = common_multiple(chunks, inputs[0])
-        return [(*together[:axis], 1, *together[axis:])]
-
-    def sources(self, part: int, box: Box, inputs: Sequence[Shape]) -> Sources:
-        axis = from_front(self.axis, (*inputs[0], 1))
-        return [(n, without(box, axis)) for n in range(box[axis].start, box[axis].stop)]
-
-    def views(self, views: Views) -> Views:
-        return [ts.stack(views, axis=self.axis)]
+    def offsets(self, part: int, box: Box, inputs: Shapes) -> Offsets:
+        ends = box[self.axis]
+        return [(number, (0,) * len(inputs[0])) for number in range(ends.start, ends.stop)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Unstack:
+class Unstack(_Boxes):
     """The `count` parts of an axis, without that axis."""
 
     axis: int
     count: int
 
-    def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
-        (shape,) = _count(inputs, 1)
+    def shapes(self, inputs: Shapes) -> list[Shape]:
+        shape = one_shape(inputs)
         axis = from_front(self.axis, shape)
         if shape[axis] != self.count:
             raise TreeMismatchError(
@@ -256,76 +249,50 @@ class Unstack:
             )
         return [without(shape, axis)] * self.count
 
-    def inverse(self, inputs: Sequence[Shape]) -> "Operation":
+    def inverse(self, inputs: Shapes) -> "Operation":
         return Stack(self.axis)
 
-    def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
-        return [
-            without(full_spec(specs[0], inputs[0]), from_front(self.axis, inputs[0]))
-        ] * self.count
+    def origins(self, rank: int) -> Sequence[int]:
+        return without(tuple(range(rank)), self.axis % rank)
 
-    def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
-        return [without(chunks[0], from_front(self.axis, inputs[0]))] * self.count
-
-    def sources(self, part: int, box: Box, inputs: Sequence[Shape]) -> Sources:
-        axis = from_front(self.axis, inputs[0])
-        return [(0, (*box[:axis], slice(part, part + 1), *box[axis:]))]
-
-    def views(self, views: Views) -> Views:
-        view = views[0]
-        axis = from_front(self.axis, tuple(view.shape))
-        return [view[ts.d[axis][i]] for i in range(self.count)]
+    def offsets(self, part: int, box: Box, inputs: Shapes) -> Offsets:
+        return [(0, _along(inputs[0], self.axis, part))]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Pad:
+class Pad(_Boxes):
     """More elements of value `fill`, `widths[i]` of them before and after along axis `i`."""
 
     widths: tuple[tuple[int, int], ...]
     fill: float
 
-    def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
-        (shape,) = _count(inputs, 1)
+    def shapes(self, inputs: Shapes) -> list[Shape]:
+        shape = one_shape(inputs)
         if len(shape) != len(self.widths) or any(min(pair) < 0 for pair in self.widths):
             raise TreeMismatchError(f"{list(self.widths)} are no widths to pad {list(shape)} with")
         made = tuple(a + size + b for size, (a, b) in zip(shape, self.widths, strict=True))
         check_size(made)
         return [made]
 
-    def inverse(self, inputs: Sequence[Shape]) -> "Operation":
+    def inverse(self, inputs: Shapes) -> "Operation":
         return Crop(self.widths, self.fill)
 
-    def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
-        return [full_spec(specs[0], inputs[0])]
+    def offsets(self, part: int, box: Box, inputs: Shapes) -> Offsets:
+        return [(0, [-before for before, _ in self.widths])]
 
-    def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
-        whole = self.shapes(inputs)[0]
-        dims = zip(chunks[0], whole, self.widths, strict=True)
-        return [tuple(c if before % c == 0 else size for c, size, (before, _) in dims)]
-
-    def sources(self, part: int, box: Box, inputs: Sequence[Shape]) -> Sources:
-        dims = zip(box, inputs[0], self.widths, strict=True)
-        found = tuple(shifted(ends, -before, size) for ends, size, (before, _) in dims)
-        return [(0, found)] if all(ends.start < ends.stop for ends in found) else []
-
-    def views(self, views: Views) -> Views:
+    def views(self, views: Views) -> list[ts.TensorStore]:
         view = views[0]
-        for axis, widths in enumerate(self.widths):
-            shape = tuple(view.shape)
-            value = np.array(self.fill, view.dtype.numpy_dtype)
-            before, after = (
-                [ts.array(np.broadcast_to(value, replaced(shape, axis, width)), copy=False)]
-                if width
-                else []
-                for width in widths
-            )
+        value = np.array(self.fill, view.dtype.numpy_dtype)
+        for axis, (before, after) in enumerate(self.widths):  # all at once has 3 ** axes layers
             if before or after:
-                view = ts.concat([*before, view, *after], axis=axis)
+                shape = replaced(tuple(view.shape), axis, before + view.shape[axis] + after)
+                padding = ts.array(np.broadcast_to(value, shape), copy=False)
+                view = ts.overlay([padding, view[ts.d[axis].translate_by[before]]])
         return [view]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Crop:
+class Crop(_Boxes):
     """Without the outermost elements: what undoes `Pad`. It has no inverse of its own.
 
     Attributes:
@@ -336,36 +303,19 @@ class Crop:
     widths: tuple[tuple[int, int], ...]
     fill: float | None = None
 
-    def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
-        (shape,) = _count(inputs, 1)
+    def shapes(self, inputs: Shapes) -> list[Shape]:
+        shape = one_shape(inputs)
         if len(shape) != len(self.widths) or any(
             min(a, b) < 0 or size < a + b for size, (a, b) in zip(shape, self.widths, strict=True)
         ):
             raise TreeMismatchError(f"{list(shape)} is not padded by {list(self.widths)}")
         return [tuple(size - a - b for size, (a, b) in zip(shape, self.widths, strict=True))]
 
-    def inverse(self, inputs: Sequence[Shape]) -> "Operation":
+    def inverse(self, inputs: Shapes) -> NoReturn:
         raise TreeMismatchError("a crop cannot be run backwards: what it cuts off is gone")
 
-    def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
-        return [full_spec(specs[0], inputs[0])]
-
-    def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
-        whole = self.shapes(inputs)[0]
-        dims = zip(chunks[0], whole, self.widths, strict=True)
-        return [
-            tuple(max(size if before % c else min(c, size), 1) for c, size, (before, _) in dims)
-        ]
-
-    def sources(self, part: int, box: Box, inputs: Sequence[Shape]) -> Sources:
-        pairs = zip(box, self.widths, strict=True)
-        return [(0, tuple(shifted(ends, before) for ends, (before, _) in pairs))]
-
-    def views(self, views: Views) -> Views:
-        view = views[0]
-        for axis, (before, after) in enumerate(self.widths):
-            view = cut(view, axis, before, view.shape[axis] - after)
-        return [view]
+    def offsets(self, part: int, box: Box, inputs: Shapes) -> Offsets:
+        return [(0, [before for before, _ in self.widths])]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -374,30 +324,96 @@ class Constant:
 
     values: np.ndarray
 
-    def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
-        _count(inputs, 0)
+    def shapes(self, inputs: Shapes) -> list[Shape]:
         return [self.values.shape]
 
-    def inverse(self, inputs: Sequence[Shape]) -> "Operation":
+    def inverse(self, inputs: Shapes) -> NoReturn:
         raise TreeMismatchError("values that were given cannot be run backwards")
 
-    def specs(self, specs: Specs, inputs: Sequence[Shape]) -> Specs:
-        return [((),) * self.values.ndim]
-
-    def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
-        return [tuple(max(size, 1) for size in self.values.shape)]
-
-    def sources(self, part: int, box: Box, inputs: Sequence[Shape]) -> Sources:
+    def sources(self, part: int, box: Box, inputs: Shapes) -> Sources:
         return []
 
-    def views(self, views: Views) -> Views:
+    def views(self, views: Views) -> list[ts.TensorStore]:
         return [ts.array(self.values, copy=False)]
 
 
-Operation = Transpose | Reshape | Split | Concat | Stack | Unstack | Pad | Crop | Constant | Apply
+@dataclasses.dataclass(frozen=True, slots=True)
+class Apply:
+    """What a function, called `package.module:function`, makes of a whole array, NumPy to NumPy;
+    shape and dtype are those of what it is given where they are None. A job goes on with the same
+    loading of the function alone: what it computes rests on more than can be compared."""
+
+    function: Callable[[np.ndarray], np.ndarray] = dataclasses.field(repr=False)
+    name: str
+    shape: Shape | None = None
+    dtype: np.dtype | None = None
+    loaded: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex, compare=False)
+
+    def __str__(self) -> str:
+        return f"apply {self.name}"
+
+    def shapes(self, inputs: Shapes) -> list[Shape]:
+        made = inputs[0] if self.shape is None else self.shape
+        check_size(made)
+        return [made]
+
+    def inverse(self, inputs: Shapes) -> NoReturn:
+        raise TreeMismatchError(f"what `{self.name}` makes cannot be run backwards")
+
+    def specs(self, specs: Sequence[Spec], inputs: Shapes) -> list[Spec]:
+        """Of an array of another shape, that of nothing partitioned."""
+        (made,) = self.shapes(inputs)
+        return [full_spec(specs[0] if made == inputs[0] else (), made)]
+
+    def chunks(self, chunks: Sequence[Shape], inputs: Shapes) -> list[Shape]:
+        return [tuple(max(size, 1) for size in self.shapes(inputs)[0])]
+
+    def sources(self, part: int, box: Box, inputs: Shapes) -> Sources:
+        return [(0, whole_box(inputs[0]))]
+
+    def view(
+        self, view: ts.TensorStore, dtype: np.dtype, rounded: Callable[[np.ndarray], np.ndarray]
+    ) -> ts.TensorStore:
+        """A view of what the function makes of a view: it is called when that is read, once for all
+        that is read in one batch. `rounded` makes values of `dtype`, which it is given, of what is
+        read."""
+        (shape,) = self.shapes([tuple(view.shape)])
+        new_dtype = dtype if self.dtype is None else self.dtype
+
+        def read(_: object, into: np.ndarray, __: object) -> ts.Future:
+            promise, future = ts.Promise.new()
+
+            def done(values: ts.Future) -> None:
+                try:
+                    given = rounded(np.asarray(values.result()))
+                    into[...] = self._made(given, shape, new_dtype)
+                except BaseException as error:
+                    promise.set_exception(error)
+                else:
+                    promise.set_result(None)
+
+            view.read().add_done_callback(done)
+            return future
+
+        layout = ts.ChunkLayout(read_chunk_shape=[max(size, 1) for size in shape])
+        return ts.virtual_chunked(read, dtype=ts.dtype(new_dtype), shape=shape, chunk_layout=layout)
+
+    def _made(self, values: np.ndarray, shape: Shape, dtype: np.dtype) -> np.ndarray:
+        given = f"{values.dtype.name}{list(values.shape)}"
+        with _APPLYING:
+            try:
+                made = np.asarray(self.function(values))
+            except Exception as error:
+                told = f"{type(error).__name__}: {error}"
+                raise ReshardError(f"`{self.name}` failed on {given}", [told]) from error
+        made = made.astype(made.dtype.newbyteorder("="), copy=False)
+        if made.shape != shape or made.dtype != dtype:
+            raise TreeMismatchError(
+                f"`{self.name}` made {made.dtype.name}{list(made.shape)} of {given}, and "
+                f"{dtype.name}{list(shape)} was to be made",
+                hints=[f"apply = {{ function = '{self.name}', shape = [...], dtype = '...' }}"],
+            )
+        return made
 
 
-def _count(inputs: Sequence[Shape], count: int) -> Sequence[Shape]:
-    if len(inputs) != count:
-        raise TreeMismatchError(f"{len(inputs)} arrays where {count} is needed")
-    return inputs
+Operation = Transpose | Reshape | Split | Concat | Stack | Unstack | Pad | Crop | Apply

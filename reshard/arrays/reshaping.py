@@ -1,102 +1,106 @@
-"""Reshapes of stored arrays: what they do to grids and specs, and how views are put together of
-slices, since TensorStore has no reshape of its own.
-"""
+"""`Reshape`: TensorStore has none of its own, so views are put together of slices."""
 
+import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import tensorstore as ts
 
-from reshard.arrays.boxes import Box, Shape
+from reshard.arrays.boxes import Box, Shape, check_size, full_spec, one_shape, whole_box
+from reshard.errors import TreeMismatchError
 from reshard.sharding.mesh import Spec
 
 
-def reshaped_spec(spec: Spec, old: Shape, new: Shape) -> Spec:
-    """A partition spec, of full rank, after a reshape: of dimensions that are merged or split the
-    first one keeps its mesh axes."""
-    if 0 in old:
-        return ((),) * len(new)
-    entries: list[tuple[str, ...]] = []
-    for before, after in _groups(old, new):
-        first = spec[before.start] if len(before) else ()
-        entries += [first, *[()] * (len(after) - 1)][: len(after)]
-    return tuple(entries)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reshape:
+    """The same elements, in row-major order, in another shape."""
 
+    shape: Shape
 
-def reshaped_chunk(chunk: Shape, old: Shape, new: Shape) -> Shape:
-    """A grid over the new shape that cuts no chunk."""
-    if 0 in old:
-        return tuple(max(size, 1) for size in new)
-    sizes: list[int] = []
-    for before, after in _groups(old, new):
-        part = slice(before.start, before.stop)
-        sizes += _regrouped(chunk[part], old[part], new[after.start : after.stop])
-    return tuple(sizes)
+    def shapes(self, inputs: Sequence[Shape]) -> list[Shape]:
+        shape = one_shape(inputs)
+        check_size(self.shape)
+        if math.prod(shape) != math.prod(self.shape) or min(self.shape, default=0) < 0:
+            raise TreeMismatchError(f"{list(shape)} cannot be reshaped to {list(self.shape)}")
+        return [self.shape]
 
+    def inverse(self, inputs: Sequence[Shape]) -> "Reshape":
+        return Reshape(tuple(inputs[0]))
 
-def reshaped_box(box: Box, old: Shape, new: Shape) -> Box:
-    """The smallest box over the new shape that holds all elements of a box over the old one."""
-    if 0 in old:
-        return tuple(slice(0, size) for size in new)
-    found: list[slice] = []
-    for before, after in _groups(old, new):
-        if len(before) == len(after) == 1:
-            found.append(box[before.start])
-            continue
-        first = last = 0
-        for axis in before:
-            first = first * old[axis] + box[axis].start
-            last = last * old[axis] + box[axis].stop - 1
-        own: list[slice] = []
-        for axis in reversed(after):
-            first, start = divmod(first, new[axis])
-            last, end = divmod(last, new[axis])
-            # Between two rows of the axes before, this one is passed from end to end.
-            own.append(slice(start, end + 1) if first == last else slice(0, new[axis]))
-        found += own[::-1]
-    return tuple(found)
+    def specs(self, specs: Sequence[Spec], inputs: Sequence[Shape]) -> list[Spec]:
+        """Mesh axes stay with the first of the dimensions that are merged or split; those of
+        further ones are dropped, since no spec can say where they go."""
+        if 0 in self.shape:
+            return [((),) * len(self.shape)]
+        full = full_spec(specs[0], inputs[0])
+        entries: list[tuple[str, ...]] = []
+        for before, after in _groups(inputs[0], self.shape):
+            first = full[before.start] if len(before) else ()
+            entries += [first, *[()] * (len(after) - 1)][: len(after)]
+        return [tuple(entries)]
 
+    def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
+        """A grid over the new shape that cuts no chunk."""
+        if 0 in self.shape:
+            return [tuple(max(size, 1) for size in self.shape)]
+        sizes: list[int] = []
+        for before, after in _groups(inputs[0], self.shape):
+            part = slice(before.start, before.stop)
+            new = self.shape[after.start : after.stop]
+            sizes += _regrouped(chunks[0][part], inputs[0][part], new)
+        return [tuple(sizes)]
 
-def reshaped_view(view: ts.TensorStore, shape: Shape) -> ts.TensorStore:
-    """A view of another shape, by slices along the dimensions that are merged or split."""
-    if 0 in shape:
-        return ts.array(np.empty(shape, view.dtype.numpy_dtype))
-    # All that is merged first, since there are not as many axes as both shapes may have together.
-    groups, axis = _groups(tuple(view.shape), shape), 0
-    for before, after in groups:
-        for _ in range(len(before) - 1):
-            view = _merge(view, axis)
-        if not len(after):
-            view = view[ts.d[axis][0]]
-        elif len(before):
-            axis += 1
-    axis = 0
-    for before, after in groups:
-        if not len(before):
-            view = view[ts.d[axis][ts.newaxis]]
-        for place in after[:-1]:
-            view = _divide(view, axis, shape[place])
-            axis += 1
-        axis += 1 if len(after) else 0
-    return view
+    def sources(self, part: int, box: Box, inputs: Sequence[Shape]) -> list[tuple[int, Box]]:
+        """The smallest box of the input that holds all elements of a box."""
+        if 0 in self.shape:
+            return [(0, whole_box(inputs[0]))]
+        found: list[slice] = []
+        for before, after in _groups(self.shape, inputs[0]):
+            if len(before) == len(after) == 1:
+                found.append(box[before.start])
+                continue
+            first = last = 0
+            for axis in before:
+                first = first * self.shape[axis] + box[axis].start
+                last = last * self.shape[axis] + box[axis].stop - 1
+            own: list[slice] = []
+            for axis in reversed(after):
+                size = inputs[0][axis]
+                first, start = divmod(first, size)
+                last, end = divmod(last, size)
+                # Between two rows of the axes before, this one is passed from end to end.
+                own.append(slice(start, end + 1) if first == last else slice(0, size))
+            found += own[::-1]
+        return [(0, tuple(found))]
 
-
-def cut(view: ts.TensorStore, axis: int, start: int, stop: int) -> ts.TensorStore:
-    """A part along an axis, counted from 0."""
-    return view[ts.d[axis][start:stop]][ts.d[axis].translate_to[0]]
-
-
-def _merge(view: ts.TensorStore, axis: int) -> ts.TensorStore:
-    """An axis and the next one as one."""
-    rows = [view[ts.d[axis][i]] for i in range(view.shape[axis])]
-    return rows[0] if len(rows) == 1 else ts.concat(rows, axis=axis)
-
-
-def _divide(view: ts.TensorStore, axis: int, count: int) -> ts.TensorStore:
-    """An axis as `count` rows of a new axis before it."""
-    size = view.shape[axis] // count
-    rows = [cut(view, axis, i * size, (i + 1) * size) for i in range(count)]
-    return ts.stack(rows, axis=axis)
+    def views(self, views: Sequence[ts.TensorStore]) -> list[ts.TensorStore]:
+        """By slices along the dimensions that are merged or split."""
+        view = views[0]
+        if 0 in self.shape:
+            return [ts.array(np.empty(self.shape, view.dtype.numpy_dtype))]
+        # All that is merged first: there are not as many axes as both shapes may have together.
+        groups, axis = _groups(tuple(view.shape), self.shape), 0
+        for before, after in groups:
+            for _ in before[1:]:
+                rows = [view[ts.d[axis][i]] for i in range(view.shape[axis])]
+                view = rows[0] if len(rows) == 1 else ts.concat(rows, axis=axis)
+            if not len(after):
+                view = view[ts.d[axis][0]]
+            elif len(before):
+                axis += 1
+        axis = 0
+        for before, after in groups:
+            if not len(before):
+                view = view[ts.d[axis][ts.newaxis]]
+            for place in after[:-1]:
+                step = view.shape[axis] // self.shape[place]
+                starts = range(0, view.shape[axis], step)
+                rows = [view[ts.d[axis][s : s + step]][ts.d[axis].translate_to[0]] for s in starts]
+                view = ts.stack(rows, axis=axis)
+                axis += 1
+            axis += 1 if len(after) else 0
+        return [view]
 
 
 def _groups(old: Shape, new: Shape) -> list[tuple[range, range]]:
@@ -107,11 +111,9 @@ def _groups(old: Shape, new: Shape) -> list[tuple[range, range]]:
         first = i, j
         a = old[i] if i < len(old) else 1
         b = new[j] if j < len(new) else 1
-        if a == b and i < len(old) and j < len(new):
-            i, j = i + 1, j + 1
-        elif i < len(old) and a == 1:
+        if i < len(old) and (j == len(new) or (a == 1 != b)):
             i += 1
-        elif j < len(new) and b == 1:
+        elif j < len(new) and (i == len(old) or (b == 1 != a)):
             j += 1
         else:
             i, j = i + 1, j + 1
@@ -124,28 +126,20 @@ def _groups(old: Shape, new: Shape) -> list[tuple[range, range]]:
     return groups
 
 
-def _regrouped(chunk: Shape, old: Shape, new: Shape) -> list[int]:
+def _regrouped(chunk: Shape, old: Shape, new: Shape) -> Sequence[int]:
     """The grid over a group of dimensions that cuts no chunk, from the grid before a reshape."""
-    if len(old) == 1 and len(new) == 1:
-        return list(chunk)
-    # Chunks that are one row of the first dimensions and whole in the last are runs of elements.
-    run, lead = 1, True
-    for size, whole in zip(reversed(chunk), reversed(old), strict=True):
-        if whole % size or (not lead and size != 1):
-            return list(new)
-        run *= size
-        lead = lead and size == whole
-    total = math.prod(new)
-    if run and total % run:
-        return list(new)
-    made: list[int] = []
-    for size in reversed(new):
-        if run % size == 0:
-            made.append(size)
-            run //= size
-        elif size % run == 0:
-            made.append(run)
-            run = 1
-        else:
-            return list(new)
-    return made[::-1]
+    if not len(old) == len(new) == 1:
+        # Chunks that are one row of the first dimensions and whole in the last: runs of elements.
+        lead = True
+        for size, whole in zip(reversed(chunk), reversed(old), strict=True):
+            if whole % size or (not lead and size != 1):
+                return new
+            lead = lead and size == whole
+        run, made = math.prod(chunk), []
+        for size in reversed(new):
+            made.append(math.gcd(run, size))
+            if made[-1] not in (run, size):
+                return new
+            run //= made[-1]
+        return made[::-1]
+    return chunk

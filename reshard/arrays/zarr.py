@@ -4,7 +4,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -16,12 +16,15 @@ Document = dict[str, Any]
 
 # Codecs from bytes to bytes, of which it is known that they look at nothing else.
 _PLAIN_CODECS = {"zstd", "gzip", "zlib", "bz2", "blosc", "crc32c"}
-# Codecs that zarr v2 and v3 both have, under one name.
-_SHARED_CODECS = {"zstd", "gzip", "blosc"}
-# What their configurations in zarr v3 say, where those of zarr v2 may not.
-_REQUIRED: dict[str, Document] = {"zstd": {"checksum": False, "level": 1}, "gzip": {"level": 6}}
+# Codecs that zarr v2 and v3 both have, under one name, and what their configurations say in zarr v3
+# alone.
+_SHARED_CODECS: dict[str, Document] = {
+    "zstd": {"checksum": False, "level": 1},
+    "gzip": {"level": 6},
+    "blosc": {},
+}
 # Ways in which blosc shuffles bytes, by their numbers in zarr v2.
-_SHUFFLES = ("noshuffle", "shuffle", "bitshuffle")
+_SHUFFLES = {-1: "auto", 0: "noshuffle", 1: "shuffle", 2: "bitshuffle"}
 # What zstd says only in zarr v3, and may leave out there.
 _NO_CHECKSUM = '"checksum": false, '
 # Fill values that are zero, as JSON.
@@ -40,56 +43,56 @@ _MOST_CHUNKS = 1 << 22
 def check(document: Any) -> None:
     """Raises ValueError for a document that has not the form in which Orbax writes it: readers of
     zarr take abbreviations, which nothing here knows."""
-    if not isinstance(document, dict) or document.get("zarr_format") not in (2, 3):
-        raise ValueError("it is no zarr metadata")
-    if not isinstance(document.get("shape"), list):
-        raise ValueError("it has no shape")
+    known = isinstance(document, dict) and document.get("zarr_format") in (2, 3)
+    _require(known, "it is no zarr metadata")
+    _require(isinstance(document.get("shape"), list), "it has no shape")
     if document["zarr_format"] == 2:
-        if not isinstance(document.get("chunks"), list):
-            raise ValueError("it has no shape of chunks")
-        if not isinstance(document.get("dtype"), str):
-            raise ValueError("its dtype has no name")
+        _require(isinstance(document.get("chunks"), list), "it has no shape of chunks")
+        _require(isinstance(document.get("dtype"), str), "its dtype has no name")
         return
     grid = document.get("chunk_grid")
     regular = grid.get("configuration") if isinstance(grid, dict) else None
-    if not isinstance(regular, dict) or not isinstance(regular.get("chunk_shape"), list):
-        raise ValueError("it has no shape of chunks")
-    codecs = _checked_codecs(document.get("codecs"))
-    outer = [codec["name"] for codec in codecs if codec["name"] not in ("transpose", "bytes")]
-    if outer[:1] == ["blosc"] and set(outer[1:]) <= {"crc32c"}:
-        outer = []  # what a chunk begins with says what it decodes to
-    _check_bounded(outer)
-    if len(codecs) > 1 and "sharding_indexed" in {codec["name"] for codec in codecs}:
-        raise ValueError("its sharding codec is not the only codec")
-    for codec in codecs:
-        if codec["name"] == "sharding_indexed":
-            inside = codec.get("configuration")
-            if not isinstance(inside, dict) or not isinstance(inside.get("chunk_shape"), list):
-                raise ValueError("its sharding codec has no shape of inner chunks")
-            names = {inner["name"] for inner in _checked_codecs(inside.get("codecs"))}
-            _check_bounded(names)
-            if "sharding_indexed" in names:
-                raise ValueError("its inner chunks have inner chunks")
+    _require(_has_chunk_shape(regular), "it has no shape of chunks")
+    names = _codec_names(document.get("codecs"))
+    outer = [name for name in names if name not in ("transpose", "bytes")]
+    if outer[:1] != ["blosc"] or not set(outer[1:]) <= {"crc32c"}:
+        _check_bounded(outer)  # else what a chunk begins with says what it decodes to
+    sharded = "sharding_indexed" in names
+    _require(len(names) == 1 or not sharded, "its sharding codec is not the only codec")
+    if sharded:
+        inside = document["codecs"][0].get("configuration")
+        _require(_has_chunk_shape(inside), "its sharding codec has no shape of inner chunks")
+        inner = _codec_names(inside.get("codecs"))
+        _check_bounded(inner)
+        _require("sharding_indexed" not in inner, "its inner chunks have inner chunks")
     keys = document.get("chunk_key_encoding")
-    if not isinstance(keys, dict) or keys.get("name") not in ("default", "v2"):
-        raise ValueError("its chunks have keys of an unknown form")
+    known = isinstance(keys, dict) and keys.get("name") in ("default", "v2")
+    _require(known, "its chunks have keys of an unknown form")
 
 
-def _check_bounded(codecs: Iterable[Any]) -> None:
+def _require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise ValueError(problem)
+
+
+def _has_chunk_shape(configuration: Any) -> bool:
+    return isinstance(configuration, dict) and isinstance(configuration.get("chunk_shape"), list)
+
+
+def _check_bounded(codecs: list[str]) -> None:
     """All codecs but one stop where a chunk is full."""
-    if "blosc" in codecs:
-        raise ValueError(
-            "it is compressed with blosc inside of something else, where chunks decode to 2 GiB if "
-            "they say so"
-        )
+    _require(
+        "blosc" not in codecs,
+        "it is compressed with blosc inside of something else, where chunks decode to 2 GiB if "
+        "they say so",
+    )
 
 
-def _checked_codecs(codecs: Any) -> list[Document]:
-    if not isinstance(codecs, list) or not codecs:
-        raise ValueError("it has no list of codecs")
-    if not all(isinstance(codec, dict) and isinstance(codec.get("name"), str) for codec in codecs):
-        raise ValueError("it has a codec without a name")
-    return codecs
+def _codec_names(codecs: Any) -> list[str]:
+    _require(isinstance(codecs, list) and len(codecs) > 0, "it has no list of codecs")
+    names = [codec.get("name") if isinstance(codec, dict) else None for codec in codecs]
+    _require(all(isinstance(name, str) for name in names), "it has a codec without a name")
+    return [*map(str, names)]
 
 
 def check_size(shape: Shape, chunk: Shape, itemsize: int) -> None:
@@ -105,18 +108,6 @@ def check_size(shape: Shape, chunk: Shape, itemsize: int) -> None:
         )
 
 
-class Shards(NamedTuple):
-    """The sharding codec of zarr v3: chunks inside of chunks.
-
-    Attributes:
-      inner: shape of the inner chunks; None for inner chunks that are whole chunks.
-      index: its other parameters, as JSON.
-    """
-
-    inner: Shape | None
-    index: str
-
-
 class Encoding(NamedTuple):
     """How values become stored bytes, whatever shape, chunk shape and dtype they have.
 
@@ -128,7 +119,8 @@ class Encoding(NamedTuple):
       transposes: codecs from arrays to arrays, in order.
       endian: byte order of elements.
       compressors: codecs from bytes to bytes, in order.
-      shards: the sharding codec around all these, if there is one.
+      shards: the sharding codec around all these, if there is one: the shape of the inner chunks,
+        None for inner chunks that are whole chunks, and its other parameters, as JSON.
       keys: the form of chunk keys: `"default"`, or `"v2"`.
       separator: what separates the places in a chunk's key.
       fill: the fill value, as JSON: of chunks that are absent.
@@ -139,7 +131,7 @@ class Encoding(NamedTuple):
     transposes: tuple[str, ...]
     endian: str
     compressors: tuple[str, ...]
-    shards: Shards | None
+    shards: tuple[Shape | None, str] | None
     keys: str
     separator: str
     fill: str
@@ -162,7 +154,7 @@ class Encoding(NamedTuple):
     def ignores_unit_axes(self) -> bool:
         """Whether encoded chunks are the same with axes of size 1 more or less."""
         names = set(map(_codec_name, self.compressors))
-        whole = self.shards is None or self.shards.inner is None
+        whole = self.shards is None or self.shards[0] is None
         return whole and not self.transposes and names <= _PLAIN_CODECS
 
     def chunk_index(self, key: str, rank: int) -> Shape:
@@ -187,7 +179,7 @@ class Encoding(NamedTuple):
     def of_derived(self) -> "Encoding":
         """For an array that has this one's values in another shape: inner chunks are whole chunks,
         axes are in order, and dimensions have no names."""
-        shards = self.shards and self.shards._replace(inner=None)
+        shards = self.shards and (None, self.shards[1])
         return self._replace(transposes=(), shards=shards, names="{}")
 
     def of_other_dtype(self) -> "Encoding":
@@ -198,31 +190,32 @@ class Encoding(NamedTuple):
         """Bytes that a chunk is encoded to at most: values that do not compress become larger, and
         inner chunks have an index."""
         decoded = math.prod(chunk) * itemsize
-        inner = self._inner(chunk)
-        count = math.prod(size // part for size, part in zip(chunk, inner, strict=True))
-        return decoded + decoded // 64 + 1024 * count
+        return decoded + decoded // 64 + 1024 * grid_size(chunk, self._inner(chunk))
 
     def _inner(self, chunk: Shape) -> Shape:
         """Shape of the inner chunks of a chunk, itself where it has none or they do not divide
         it."""
-        inner = self.shards and self.shards.inner
-        return inner if inner is not None and _divides(inner, chunk) else chunk
+        inner = self.shards and self.shards[0]
+        if inner is None or len(inner) != len(chunk):
+            return chunk
+        return chunk if any(c % i for c, i in zip(chunk, inner, strict=True)) else inner
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019
     def document(self, shape: Shape, chunk: Shape, dtype: np.dtype) -> bytes:
         """An array's stored metadata. Inner chunks that do not divide its chunks become whole
         ones."""
-        document = self._zarr2(dtype) if self.zarr_format == 2 else self._zarr3(chunk, dtype)
-        grid = {"name": "regular", "configuration": {"chunk_shape": list(chunk)}}
-        chunks = {"chunks": list(chunk)} if self.zarr_format == 2 else {"chunk_grid": grid}
-        whole = {**json.loads(self.names), **document, **chunks, "shape": list(shape)}
+        document = self._zarr2(chunk, dtype) if self.zarr_format == 2 else self._zarr3(chunk, dtype)
+        whole = {**json.loads(self.names), **document, "shape": list(shape)}
         return json.dumps(whole, separators=(",", ":"), sort_keys=True).encode()
 
-    def _zarr2(self, dtype: np.dtype) -> Document:
+    def _zarr2(self, chunk: Shape, dtype: np.dtype) -> Document:
         compressors = [_zarr2_codec(json.loads(codec)) for codec in self.compressors]
+        byte_order = "<" if self.endian == "little" else ">"
+        own = hasattr(ml_dtypes, dtype.name)  # TensorStore writes JAX's own dtypes by name
         return {
             "zarr_format": 2,
-            "dtype": zarr2_dtype(dtype, self.endian),
+            "chunks": list(chunk),
+            "dtype": dtype.name if own else dtype.newbyteorder(byte_order).str,
             "order": "F" if self.transposes else "C",
             "compressor": compressors[0] if compressors else None,
             "filters": None,
@@ -237,9 +230,8 @@ class Encoding(NamedTuple):
         codecs = [json.loads(codec) for codec in self.transposes]
         codecs += [stored, *(_of_dtype(json.loads(codec), dtype) for codec in self.compressors)]
         if self.shards is not None:
-            sharding = {**json.loads(self.shards.index), "chunk_shape": list(self._inner(chunk))}
-            sharding["codecs"] = codecs
-            codecs = [{"name": "sharding_indexed", "configuration": sharding}]
+            sharding = {**json.loads(self.shards[1]), "chunk_shape": list(self._inner(chunk))}
+            codecs = [{"name": "sharding_indexed", "configuration": sharding | {"codecs": codecs}}]
         fill = json.loads(self.fill)
         if self.fill in ZEROS:
             fill = 0 if "int" in dtype.name else {"b": False, "c": [0.0, 0.0]}.get(dtype.kind, 0.0)
@@ -250,17 +242,11 @@ class Encoding(NamedTuple):
             "zarr_format": 3,
             "node_type": "array",
             "data_type": dtype.name,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
             "chunk_key_encoding": keys,
             "codecs": codecs,
             "fill_value": fill,
         }
-
-
-def zarr2_dtype(dtype: np.dtype, endian: str = "little") -> str:
-    """A dtype as zarr v2 writes it; TensorStore writes JAX's own dtypes by name."""
-    if hasattr(ml_dtypes, dtype.name):
-        return dtype.name
-    return dtype.newbyteorder("<" if endian == "little" else ">").str
 
 
 def _of_dtype(codec: Document, dtype: np.dtype) -> Document:
@@ -272,27 +258,21 @@ def _of_dtype(codec: Document, dtype: np.dtype) -> Document:
     return codec if codec["configuration"] else {"name": codec["name"]}
 
 
-def _divides(inner: Shape, chunk: Shape) -> bool:
-    return len(inner) == len(chunk) and not any(c % i for c, i in zip(chunk, inner, strict=True))
-
-
 @functools.lru_cache(maxsize=4096)
 def parse_encoding(metadata: bytes) -> Encoding:
     """The encoding of an array, from its metadata, which `check` has passed."""
     document = json.loads(metadata)
-    v2 = document["zarr_format"] == 2
     names = {key: value for key, value in document.items() if key not in _KNOWN}
     rest = (_text(document.get("fill_value")), _text(names))
-    if v2:
+    if document["zarr_format"] == 2:
         order = list(range(len(document["shape"])))[::-1]
         transposed = document.get("order", "C") == "F" and len(order) > 1
-        transpose = {"name": "transpose", "configuration": {"order": order}}
         compressor = document.get("compressor")
         return Encoding(
             2,
-            (_text(transpose),) if transposed else (),
+            (codec("transpose", {"order": order}),) if transposed else (),
             "big" if document["dtype"].startswith(">") else "little",
-            () if compressor is None else (_text(_zarr3_codec(compressor)),),
+            () if compressor is None else (_zarr3_codec(compressor),),
             None,
             "v2",
             document.get("dimension_separator", "."),
@@ -303,20 +283,22 @@ def parse_encoding(metadata: bytes) -> Encoding:
         sharding = dict(codecs[0]["configuration"])
         inner, codecs = tuple(sharding.pop("chunk_shape")), sharding.pop("codecs")
         whole = list(inner) == document["chunk_grid"]["configuration"]["chunk_shape"]
-        shards = Shards(None if whole else inner, _text(sharding))
-    keys = document["chunk_key_encoding"]
+        shards = (None if whole else inner, _text(sharding))
+    keys, transposes, endian, compressors = document["chunk_key_encoding"], [], "little", []
+    for each in codecs:
+        configuration = dict(each.get("configuration") or {})
+        if each["name"] == "transpose":
+            transposes.append(_text(each))
+        elif each["name"] == "bytes":
+            endian = configuration.get("endian", "little")
+        else:
+            if each["name"] == "blosc":
+                configuration.pop("typesize", None)  # the dtype decides it
+            compressors.append(codec(each["name"], configuration))
     separator = "." if keys["name"] == "v2" else "/"
-    stored = next((codec for codec in codecs if codec["name"] == "bytes"), {})
-    return Encoding(
-        3,
-        tuple(_text(codec) for codec in codecs if codec["name"] == "transpose"),
-        (stored.get("configuration") or {}).get("endian", "little"),
-        tuple(_text(_of_any_dtype(c)) for c in codecs if c["name"] not in ("transpose", "bytes")),
-        shards,
-        keys["name"],
-        (keys.get("configuration") or {}).get("separator", separator),
-        *rest,
-    )
+    separator = (keys.get("configuration") or {}).get("separator", separator)
+    layout = (shards, keys["name"], separator)
+    return Encoding(3, tuple(transposes), endian, tuple(compressors), *layout, *rest)
 
 
 def codec(name: str, configuration: Document) -> str:
@@ -333,21 +315,12 @@ def _text(document: Any) -> str:
     return json.dumps(document, sort_keys=True)
 
 
-def _of_any_dtype(codec: Document) -> Document:
-    """A codec of zarr v3 without what the dtype decides."""
-    configuration = dict(codec.get("configuration") or {})
-    if codec["name"] == "blosc":
-        configuration.pop("typesize", None)
-    return {"name": codec["name"], "configuration": configuration}
-
-
-def _zarr3_codec(compressor: Document) -> Document:
-    """A compressor of zarr v2 in the terms of zarr v3."""
+def _zarr3_codec(compressor: Document) -> str:
+    """A compressor of zarr v2 as a codec of `Encoding`."""
     configuration = {key: value for key, value in compressor.items() if key != "id"}
     if compressor["id"] == "blosc":
-        shuffle = configuration.get("shuffle", -1)
-        configuration["shuffle"] = _SHUFFLES[shuffle] if shuffle in (0, 1, 2) else "auto"
-    return {"name": compressor["id"], "configuration": configuration}
+        configuration["shuffle"] = _SHUFFLES[configuration.get("shuffle", -1)]
+    return codec(compressor["id"], configuration)
 
 
 def _zarr2_codec(codec: Document) -> Document:
@@ -355,8 +328,8 @@ def _zarr2_codec(codec: Document) -> Document:
     compressor = {"id": codec["name"], **codec["configuration"]}
     compressor.pop("checksum", None)
     if codec["name"] == "blosc":
-        shuffle = codec["configuration"].get("shuffle", "auto")
-        compressor["shuffle"] = -1 if shuffle == "auto" else _SHUFFLES.index(shuffle)
+        numbers = {name: number for number, name in _SHUFFLES.items()}
+        compressor["shuffle"] = numbers[compressor.get("shuffle", "auto")]
     return compressor
 
 
@@ -367,24 +340,18 @@ def converted(encoding: Encoding, zarr_format: int) -> Encoding:
     Raises:
       ValueError: it has no such codec.
     """
-    codecs = [json.loads(text) for text in encoding.compressors]
-    if zarr_format == 2:
-        codecs = [codec for codec in codecs if codec["name"] != "crc32c"]
-    names = [codec["name"] for codec in codecs]
-    if not _SHARED_CODECS.issuperset(names) or (zarr_format == 2 and len(names) > 1):
+    codecs = [(c["name"], c["configuration"]) for c in map(json.loads, encoding.compressors)]
+    names = [name for name, _ in codecs if name != "crc32c" or zarr_format == 3]
+    if not set(names) <= _SHARED_CODECS.keys() or (zarr_format == 2 and len(names) > 1):
         raise ValueError(f"zarr{zarr_format} does not compress with {' and '.join(names)}")
-    for codec in codecs:
-        codec["configuration"] = _REQUIRED.get(codec["name"], {}) | codec["configuration"]
-    transposes = encoding.transposes
-    if zarr_format == 2 and transposes:
-        order = [json.loads(codec)["configuration"]["order"] for codec in transposes]
-        transposes = transposes if order == [list(range(len(order[0])))[::-1]] else ()
+    orders = [json.loads(text)["configuration"]["order"] for text in encoding.transposes]
+    reverses = len(orders) == 1 and orders[0] == sorted(orders[0], reverse=True)
     keys, separator = ("v2", ".") if zarr_format == 2 else ("default", "/")
     return encoding._replace(
         zarr_format=zarr_format,
-        transposes=transposes,
+        transposes=encoding.transposes if zarr_format == 3 or reverses else (),
         endian="little",  # some dtypes of zarr v2 have no other
-        compressors=tuple(map(_text, codecs)),
+        compressors=tuple(codec(n, _SHARED_CODECS[n] | rest) for n, rest in codecs if n in names),
         shards=None,
         keys=keys,
         separator=separator,

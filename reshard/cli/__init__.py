@@ -12,13 +12,13 @@ import click
 
 _COMMANDS = {
     "ckpt": "Rewrite a checkpoint for another mesh.",
-    "commit": "Make a checkpoint of the shares that `--shard` has written.",
+    "commit": "Make a checkpoint of the shares that `--shard` wrote.",
     "convert": "Convert a Linen checkpoint to NNX, or back.",
     "diff": "Compare two checkpoints.",
-    "digest": "Show the digest of every array, and record them.",
-    "help": "Show a topic of the reference, or list the topics.",
+    "digest": "Show the digests of all arrays, and record them.",
+    "help": "Show a topic of the reference, or the help of a command.",
     "inspect": "Show the tree, the format, the steps and the saved meshes.",
-    "verify": "Read all of a checkpoint: is it whole, is it the same.",
+    "verify": "Check that a checkpoint is complete, undamaged and unchanged.",
 }
 _LIBRARIES = ("jax", "flax", "orbax-checkpoint", "tensorstore")
 # How the arguments of a command begin that writes a checkpoint.
@@ -78,12 +78,17 @@ def command() -> None:
 
 
 def main() -> None:
-    """The console script. Exits with 0 done, 1 the answer is no, 2 could not do it."""
+    """The console script. Exits with 0 if done, 1 if the answer is no, 2 after an error."""
     signal.signal(signal.SIGTERM, _stop)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in a shell's background
         signal.signal(signal.SIGINT, _stop)
-    if any(word.startswith(("gs://", "s3://")) for word in sys.argv):
-        _silence_libraries()
+    buckets = any(word.startswith(("gs://", "s3://")) for word in sys.argv)
+    if buckets and sys.stderr is sys.__stderr__:
+        from reshard.storage import disk
+
+        # TensorStore logs line by line where it looks for credentials in vain; what it cannot do
+        # comes as an error.
+        sys.stderr = disk.own_stderr()
     try:
         command.main(standalone_mode=False)
     except click.ClickException as error:
@@ -116,21 +121,10 @@ def main() -> None:
         sys.exit(2)
 
 
-def _silence_libraries() -> None:
-    """Keeps TensorStore's log off the terminal: where it looks for credentials in vain, it says so
-    line by line. What it cannot do comes as an error."""
-    if sys.stderr is sys.__stderr__:
-        from reshard.storage import posix
-
-        sys.stderr = posix.own_stderr()
-
-
 def _notes(error: BaseException) -> str:
-    """What a job has noted in an error on its way, or in the one that it stands for: JAX notes
-    things, too."""
+    """The notes of a job in an error or in its cause, without those of other libraries, such as
+    JAX."""
     notes = [*getattr(error, "__notes__", ()), *getattr(error.__cause__, "__notes__", ())]
-    if not notes:
-        return ""
     from reshard.cli.output import as_flags
 
     return "\n".join(note for note in map(as_flags, notes) if "--resume" in note)

@@ -5,30 +5,28 @@ from typing import Any
 import click
 
 from reshard.cli.job import job_options, laid_out, prepared, run
+from reshard.cli.options import value
 
 
 @click.command("ckpt")
 @click.argument("src", type=click.Path())
 @click.argument("dst", type=click.Path())
-@click.option(
-    "--to",
-    "--mesh",
-    "mesh",
-    metavar="MESH",
-    help="The new mesh: 1x8, or data=1,model=8. Without it, the saved one stays.",
+@value(
+    "--to --mesh mesh", "MESH", "The new mesh: 1x8, or data=1,model=8. By default, the saved mesh."
 )
-@click.option(
+@value(
     "--model",
-    metavar="MODULE:NAME",
-    help="Lay the checkpoint out as this model is, after checking that it has the model's leaves. "
-    "NAME is called for the model's state: this runs the code of MODULE.",
+    "MODULE:NAME",
+    "Shard the checkpoint as this model is annotated. Fail if their leaves differ. NAME is "
+    "called for the model's state: this runs the code of MODULE.",
 )
 @job_options
 def command(src: str, dst: str, mesh: str | None, model: str | None, **flags: Any) -> None:
     """Rewrite checkpoint SRC as DST for another mesh.
 
-    Streams in bounded memory, needs no devices, never touches SRC, and leaves DST complete or
-    absent. What does not change is not decoded; data files that stay are shared by hard links.
+    The job runs in bounded memory, needs no devices and never touches SRC. DST is complete or
+    absent afterwards. Unchanged arrays are not decoded. Where nearly all of an item stays as it is,
+    its data files are hard-linked.
 
     \b
     Example:
@@ -39,6 +37,6 @@ def command(src: str, dst: str, mesh: str | None, model: str | None, **flags: An
     """
     if mesh in ("nnx", "linen"):
         raise click.UsageError(
-            f"`--to {mesh}` is no mesh; to convert to it: reshard convert SRC DST --to {mesh}"
+            f"`--to {mesh}` is not a mesh; to convert: reshard convert SRC DST --to {mesh}"
         )
     run(src, dst, lambda ckpt: laid_out(prepared(ckpt, flags), mesh, model, flags, "--to"), flags)

@@ -1,25 +1,24 @@
 """`reshard commit`: the shares of a job become a checkpoint."""
 
-import json
+from typing import Any
 
 import click
 
-from reshard.cli import output
-from reshard.cli.options import AS_JSON, QUIET
+from reshard.cli.options import ANSWER, wants_text
+from reshard.cli.working import progress_bar, warnings_told
 from reshard.storage.machine import tune_memory
-from reshard.writer.share_commit import commit
+from reshard.writer.save import commit
 
 
 @click.command("commit")
 @click.argument("dst", type=click.Path())
-@AS_JSON
-@QUIET
-def command(dst: str, as_json: bool, quiet: bool) -> None:
+@ANSWER
+def command(dst: str, **flags: Any) -> None:
     """Make checkpoint DST of the shares that `ckpt --shard` or `convert --shard` has written.
 
-    All of them must be there, each complete; else those that are missing are listed, as a range for
-    an array job. It may be stopped at any moment and run again; where DST is complete, nothing is
-    left to do.
+    All shares must be complete. Otherwise the error lists the missing shares as a range for an
+    array job. You can stop the command at any moment and run it again. If DST is complete, it does
+    nothing.
 
     \b
     Example:
@@ -28,9 +27,8 @@ def command(dst: str, as_json: bool, quiet: bool) -> None:
       reshard commit out/1000
     """
     tune_memory()
-    with output.warnings_told(), output.progress_bar(quiet or as_json) as progress:
+    with warnings_told(), progress_bar(flags) as progress:
         committed = commit(dst, progress=progress)
-    if as_json:
-        click.echo(json.dumps({"destination": dst, "done": True, "committed": committed}))
-    elif not quiet:
+    document = {"destination": dst, "done": True, "committed": committed}
+    if wants_text(flags, lambda: document):
         click.echo(f"committed {dst}" if committed else f"{dst} is complete already")

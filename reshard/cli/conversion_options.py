@@ -1,4 +1,4 @@
-"""How a checkpoint becomes one of Flax's other API: the options, for the commands that do it."""
+"""A conversion to Flax's other API, as its options say: the models, and the check of outputs."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -7,69 +7,67 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.checkpoint import Checkpoint
+from reshard.cli import subprocess_model
 from reshard.cli.model_argument import load_model, look_here, model_errors
-from reshard.cli.options import options
+from reshard.cli.options import Flags, options, value, values
 from reshard.convert.layout import KINDS
 
+# Imported where they are used: to import them takes as long as to read a small checkpoint.
 if TYPE_CHECKING:
     from reshard.convert.conversion import Conversion
     from reshard.convert.model import TargetTree
+    from reshard.convert.model_run import Run
+    from reshard.convert.outputs import OutputComparison
 
-_OPTIONS = (
-    click.option(
+conversion_options = options(
+    value(
         "--model",
-        metavar="MODULE:NAME",
-        help="The model to convert to: an NNX class or a function that returns the model (or a "
-        "dict of `model` and `optimizer`); for Linen, a function that returns variables or a "
-        "TrainState. This runs the code of MODULE, which may be a file: path/to/train.py:NAME, "
-        "with its folder first on the path.",
+        "MODULE:NAME",
+        "The model to convert to: an NNX class or a function that returns the model (or a dict of "
+        "`model` and `optimizer`); for Linen, a function that returns variables or a TrainState. "
+        "This runs the code of MODULE, which may be a file: path/to/train.py:NAME, with its folder "
+        "first on the path.",
     ),
-    click.option(
+    value(
         "--source-model",
-        metavar="MODULE:NAME",
-        help="The model of the checkpoint that is converted, for the classes and the order that "
-        "paths do not tell. This runs the code of MODULE, in a process of its own.",
+        "MODULE:NAME",
+        "The model of the checkpoint to convert. It supplies the classes and the order of modules. "
+        "This runs the code of MODULE, in a process of its own.",
     ),
-    click.option(
-        "--map",
-        "map_file",
-        metavar="FILE",
+    value(
+        "--map map_file",
+        "FILE",
+        "TOML with rules from leaf to leaf, which have precedence over names and order.",
         type=click.Path(exists=True, dir_okay=False),
-        help="TOML with rules from leaf to leaf; they come before what the model says.",
     ),
-    click.option(
-        "--init",
-        metavar="GLOB",
-        multiple=True,
-        help="Leaves of the model that keep its own initial value, which is computed.",
-    ),
-    click.option(
+    values("--init", "GLOB", "Leaves that keep the model's own initial value, which is computed."),
+    value(
         "--layout",
+        "KIND",
+        f"Layout of the checkpoint to convert, if it is not detected: {', '.join(KINDS)}.",
         type=click.Choice(list(KINDS)),
-        metavar="KIND",
-        help=f"What is converted, if that is not seen: {', '.join(KINDS)}.",
     ),
 )
-conversion_options = options(_OPTIONS)
 
 
-def converter(to: str, flags: dict[str, Any]) -> Callable[..., "Conversion"]:
-    """What converts checkpoints to the API `to`, as the values of these options say. The models are
-    loaded once, when the first of them is converted: that of the source in a process of its own."""
+def converter(to: str, flags: Flags) -> Callable[..., "Conversion"]:
+    """A function that converts checkpoints to the API `to`, by the values of these options. The
+    models are loaded once, for the first checkpoint; the source's in a process of its own."""
     model, source = flags["model"], flags["source_model"]
 
     @functools.cache
     def models() -> tuple[Any, "TargetTree | None"]:
+        def load() -> Any:
+            return None if model is None else load_model(model, "--model")
+
         if source is None:
-            return None if model is None else load_model(model, "--model"), None
-        # Which takes as long to import as a small checkpoint takes to read.
-        from reshard.cli.apart import told_apart
+            return load(), None
         from reshard.convert.model import target_tree_of
 
         api = "linen" if to == "nnx" else "nnx"
         task = functools.partial(target_tree_of, api=api, role="the model of the source")
-        with told_apart(source, "--source-model", task) as told:
-            return None if model is None else load_model(model, "--model"), told()
+        with subprocess_model.run_in_subprocess(source, "--source-model", task) as told:
+            return load(), told()
 
     def convert(ckpt: Checkpoint, drop: Sequence[str] = ()) -> "Conversion":
         from reshard.convert.conversion import conversion
@@ -77,16 +75,41 @@ def converter(to: str, flags: dict[str, Any]) -> Callable[..., "Conversion"]:
         look_here()  # for the functions of a map
         with model_errors("--model", model):
             loaded, of_source = models()
-            return conversion(
-                ckpt,
-                to,
-                loaded,
-                map_file=flags["map_file"],
-                drop=drop,
-                init=flags["init"],
-                layout=flags["layout"],
-                source=of_source,
-                max_memory=flags["max_memory"],
-            )
+            same = {name: flags[name] for name in ("map_file", "init", "layout", "max_memory")}
+            return conversion(ckpt, to, loaded, drop=drop, source=of_source, **same)
 
     return convert
+
+
+def check_outputs(made: "Conversion", flags: Flags) -> "OutputComparison":
+    """Runs both models of a conversion: that of the source in a process of its own."""
+    given = None
+    if flags["inputs"] is not None:
+        with model_errors("--inputs", flags["inputs"]):
+            given = load_model(flags["inputs"], "--inputs")()
+
+    def run(api: str, *asked: Any) -> "Run":
+        option = "--model" if api == made.to else "--source-model"
+        name = flags[option[2:].replace("-", "_")]
+        task = functools.partial(_run, api, option, name, made.leaves(api), flags["quiet"], asked)
+        if api == made.to:
+            return task(load_model(name, option))
+        with subprocess_model.run_in_subprocess(name, option, task) as told:
+            return told()
+
+    runs = {api: functools.partial(run, api) for api in ("linen", "nnx")}
+    return made.compare_outputs(runs, given)
+
+
+def _run(
+    api: str, option: str, name: str, leaves: Any, quiet: bool, asked: Sequence[Any], model: Any
+) -> "Run":
+    from reshard.convert.model_run import linen_run, nnx_run
+
+    def tell(text: str) -> None:
+        if not quiet:
+            click.echo(f"check: {text}", err=True)
+
+    hint = "check=... may have other arguments, such as `train=False`"
+    with model_errors(option, name, [hint]):
+        return (linen_run if api == "linen" else nnx_run)(model, leaves, tell, *asked)

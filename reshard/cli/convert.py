@@ -1,6 +1,5 @@
-"""`reshard convert`: a Linen checkpoint as one of NNX, or back."""
+"""`reshard convert`: a Linen checkpoint converted to NNX, or back."""
 
-import json
 import pathlib
 import re
 import sys
@@ -10,8 +9,9 @@ import click
 
 from reshard.checkpoint import Checkpoint
 from reshard.cli import output
-from reshard.cli.conversion_options import conversion_options, converter
+from reshard.cli.conversion_options import check_outputs, conversion_options, converter
 from reshard.cli.job import job_options, laid_out, prepared, run
+from reshard.cli.options import Flags, flag, value, wants_text
 from reshard.convert.by_order import without_notes
 from reshard.convert.conversion import Conversion
 from reshard.errors import DestinationExistsError, ReshardError
@@ -19,7 +19,7 @@ from reshard.tree import format_path
 
 
 class _Api(click.Choice):
-    """One of Flax's APIs; what `--to` of other commands takes is told as such."""
+    """One of Flax's APIs. A mesh, which `--to` of `ckpt` takes, gets an error of its own."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         if re.fullmatch(r"\d+(x\d+)*|.*=.*", value):
@@ -32,19 +32,15 @@ class _Api(click.Choice):
 @click.argument("dst", type=click.Path())
 @click.option("--to", type=_Api(["nnx", "linen"]), required=True, help="The API to convert to.")
 @conversion_options
-@click.option("--emit-map", metavar="FILE", help="Write the whole map of the conversion.")
-@click.option("--mesh", metavar="MESH", help="A new mesh, too: 1x8, or data=1,model=8.")
-@click.option(
-    "--check",
-    is_flag=True,
-    help="Run --model and --source-model, and write nothing unless their outputs are equal.",
-)
-@click.option(
+@value("--emit-map", "FILE", "Write the complete map of the conversion.")
+@value("--mesh", "MESH", "Also change the mesh: 1x8, or data=1,model=8.")
+@flag("--check", "Run --model and --source-model. Write nothing unless their outputs are equal.")
+@value(
     "--inputs",
-    metavar="MODULE:NAME",
-    help="A function that returns what --check calls the models with: a tuple and a dict, "
-    "positional and keyword arguments, or {'linen': ..., 'nnx': ...} of such pairs. Without it, "
-    "what Linen's model is initialised with.",
+    "MODULE:NAME",
+    "A function that returns the arguments for --check: a tuple and a dict (positional and "
+    "keyword arguments), or {'linen': ..., 'nnx': ...} of such pairs. By default, the arguments "
+    "that initialise the Linen model.",
 )
 @job_options
 def command(
@@ -52,9 +48,9 @@ def command(
 ) -> None:
     """Convert Linen checkpoint SRC to NNX checkpoint DST, or back, optimizer state included.
 
-    Every leaf must have a place, and every leaf of the model a source; nothing is guessed. Where
-    only paths change, no array is read. --select, --drop, --rename and --dtype are for SRC as it
-    is; --spec and --rules for DST.
+    Every leaf of SRC needs a place in the model, and every leaf of the model needs a source. If
+    only paths change, no array is read. --select, --drop, --rename and --dtype apply to SRC, --spec
+    and --rules to DST.
 
     \b
     Example:
@@ -68,14 +64,14 @@ def command(
     if check and not (flags["model"] and flags["source_model"]):
         raise click.UsageError("--check runs both models: give --model and --source-model")
     if flags["inputs"] and not check:
-        raise click.UsageError("--inputs goes with --check")
+        raise click.UsageError("--inputs requires --check")
     found: list[Conversion] = []
     warnings: dict[str, None] = {}
     convert = converter(to, flags)
 
     def change(ckpt: Checkpoint) -> Checkpoint:
         # What is dropped is known to the conversion, so that optimizer state goes with it.
-        later = not (flags["selected"] or flags["renames"])
+        later = not (flags["select"] or flags["rename"])
         ckpt = prepared(ckpt, flags | {"drop": ()} if later else flags)
         made = convert(ckpt, flags["drop"] if later else ())
         if emit_map is not None and not made.map.values:
@@ -120,17 +116,15 @@ def command(
         pathlib.Path(emit_map).write_text(found[0].map_text())
 
 
-def _checked(made: Conversion, dst: str, flags: dict[str, Any]) -> Conversion:
+def _checked(made: Conversion, dst: str, flags: Flags) -> Conversion:
     """A conversion with a note that its outputs are equal; if they are not, this is the end."""
-    # Which takes as long to import as a small checkpoint takes to read.
-    from reshard.cli.check import check_outputs
-
     compared = check_outputs(made, flags)
+    number = made.source.source.number
+    step = f"step {number}: " if flags["step"] == "all" and number is not None else ""
     if compared.equal:
-        return made.compared(compared)
-    if flags["as_json"]:
-        problems = ["the outputs differ", *compared.problems]
-        click.echo(json.dumps({"destination": dst, "done": False, "problems": problems}))
-    elif not flags["quiet"]:
-        click.echo(f"{compared}\nwrote nothing")
+        return made.compared(compared, step)
+    problems = [f"{step}the outputs differ", *compared.problems]
+    document = {"destination": dst, "done": False, "problems": problems}
+    if wants_text(flags, lambda: document):
+        click.echo(f"{step}{compared}\nwrote nothing")
     sys.exit(1)

@@ -1,56 +1,57 @@
-"""`reshard diff`: in what two checkpoints differ."""
+"""`reshard diff`: the differences of two checkpoints."""
 
-import json
 import sys
 from typing import Any
 
 import click
 
 from reshard.cli import output
-from reshard.cli.dask_cluster import working
-from reshard.cli.options import places, reading_options
+from reshard.cli.options import (
+    SELECTION,
+    flag,
+    per_step,
+    places,
+    reading_options,
+    value,
+    wants_text,
+)
 from reshard.cli.page_file import HTML, check_page, write_page
+from reshard.cli.working import working
+from reshard.errors import ReshardError
 from reshard.loader import open as open_checkpoint
 from reshard.loader.detection import has_large_arrays
 from reshard.storage.machine import tune_memory
 from reshard.verify.comparison import diff
 
+_ARGUMENTS = ("values", "rtol", "atol", "layout", "select", "drop", "max_memory")
+
 
 @click.command("diff")
 @click.argument("a", type=click.Path())
 @click.argument("b", type=click.Path())
-@click.option("--values", is_flag=True, help="Read and compare the contents of arrays.")
-@click.option(
+@click.option("--values/--no-values", default=None, help="Read all arrays; or none.")
+@value(
     "--rtol",
+    "X",
+    "With --values: floating-point elements are equal if |A - B| <= atol + rtol * |B|.",
     type=click.FloatRange(min=0),
-    metavar="X",
-    help="With --values: floating-point elements are equal if |A - B| <= atol + rtol * |B|.",
 )
-@click.option("--atol", type=click.FloatRange(min=0), metavar="X", help="See --rtol.")
-@click.option("--layout", is_flag=True, help="Also compare specs, meshes, chunks and formats.")
-@click.option("--select", metavar="GLOB", multiple=True, help="Only these leaves.")
-@click.option("--drop", metavar="GLOB", multiple=True, help="Leave these leaves out.")
+@value("--atol", "X", "See --rtol.", type=click.FloatRange(min=0))
+@flag("--layout", "Also compare specs, meshes, chunks and formats.")
+@SELECTION
 @HTML
 @reading_options
-def command(
-    a: str,
-    b: str,
-    step: int | None,
-    item: str | None,
-    concurrency: int,
-    workers: int | None,
-    dask: str | None,
-    as_json: bool,
-    quiet: bool,
-    page_file: str | None,
-    **flags: Any,
-) -> None:
-    """Compare checkpoints A and B, whatever the mesh, chunks or format of either.
+@per_step
+def command(a: str, b: str, page_file: str | None, **flags: Any) -> None:
+    """Compare checkpoints A and B, on any meshes and in any chunks and formats.
 
-    Tells leaves that were added, removed or moved, and other shapes, dtypes and strings. With
-    --values also contents: bit for bit, or within a tolerance, in which NaN equals NaN. Without it
-    arrays are compared by their recorded digests, where both have them; a line on stderr tells if
-    some do not. Exits with 0 if no difference was found, with 1 otherwise.
+    Lists the leaves that were added, removed or moved, and those that differ in shape, dtype,
+    string or contents. Contents are compared by recorded digests. Arrays without a digest on both
+    sides are read and compared bit for bit, or with --values within a tolerance, in which NaN
+    equals NaN.
+
+    Exits with 0 if all contents were compared and nothing differs, and with 1 if something differs.
+    If --no-values leaves contents uncompared and nothing else differs, exits with 2.
 
     \b
     Example:
@@ -58,23 +59,19 @@ def command(
       reshard diff run/1000 run/2000 --select 'params/**' --values --rtol 1e-3
       reshard diff run/1000 out/1000 --layout
     """
-    flags = {name: value for name, value in flags.items() if value not in (None, ())}
-    if not flags["values"] and not flags.keys().isdisjoint(("rtol", "atol")):
-        raise click.UsageError("--rtol and --atol go with --values")
+    given = {name: flags[name] for name in _ARGUMENTS if flags[name] not in (None, ())}
+    if not given.get("values") and not given.keys().isdisjoint(("rtol", "atol")):
+        raise click.UsageError("--rtol and --atol require --values")
     check_page(page_file, a, b)
     tune_memory(large_arrays=has_large_arrays(a) or has_large_arrays(b))
-    one, other = places(a, b, step, item)
-    checkpoints = [
-        open_checkpoint(p, **at, concurrency=concurrency) for p, at in ((a, one), (b, other))
-    ]
-    with working(dask, workers, flags["max_memory"], quiet or as_json) as by:
-        found = diff(*checkpoints, **flags, **by)
-    if as_json:
-        click.echo(json.dumps(found.document()))
-    elif not quiet:
+    at = places(flags, a, b)
+    checkpoints = [open_checkpoint(path, **place) for path, place in zip((a, b), at, strict=True)]
+    with working(flags) as by:
+        found = diff(*checkpoints, **given, **by)
+    if wants_text(flags, found.document):
         click.echo(found.report(phrase=output.as_flags))
     write_page(page_file, found.document())
     if found.equal is None:
-        click.echo(f"{found.open_question()}: --values compares them", err=True)
+        raise ReshardError(found.open_question(), hints=["values=True reads them"])
     if found.differences:
         sys.exit(1)

@@ -2,6 +2,7 @@
 
 import importlib.resources
 import sys
+from typing import Any
 
 import click
 
@@ -24,27 +25,34 @@ def topics() -> dict[str, str]:
     shell_complete=lambda ctx, param, start: [name for name in topics() if name.startswith(start)],
 )
 def command(topic: str | None) -> None:
-    """Show a topic of the reference, or list the topics.
+    """Show a topic of the reference or the help of a command, or list the topics.
 
-    What --help is for one command, a topic is for what several share. In a terminal it is
-    rendered; piped, it is Markdown.
+    Topics cover what several commands share. A terminal shows a topic rendered, a pipe gets its
+    Markdown.
 
     \b
     Example:
       reshard help
       reshard help meshes
+      reshard help ckpt
       reshard help conversion | less
     """
-    texts = topics()
+    texts, program = topics(), click.get_current_context().find_root()
+    group: Any = program.command
+    commands = group.list_commands(program)
     if topic is None:
         for name, text in texts.items():
             click.echo(f"{name:12}{text.partition(chr(10))[0].removeprefix('# ')}")
-        click.echo("\n`reshard help TOPIC` shows one; `reshard COMMAND --help`, the options.")
-        click.echo(f"Shell completion, a line for ~/.bashrc (zsh: zsh_source): {_COMPLETION}")
-    elif topic not in texts:
-        raise ArgumentError(
-            f"there is no topic `{topic}`", [f"topics: {', '.join(texts)}"], ["reshard help"]
+        click.echo(
+            "\n`reshard help TOPIC` shows a topic, `reshard help COMMAND` the options of a command."
         )
+        click.echo(f"Shell completion, a line for ~/.bashrc (zsh: zsh_source): {_COMPLETION}")
+    elif topic in commands:
+        found = group.get_command(program, topic)
+        click.echo(click.Context(found, info_name=topic, parent=program).get_help())
+    elif topic not in texts:
+        lists = [f"topics: {', '.join(texts)}", f"commands: {', '.join(commands)}"]
+        raise ArgumentError(f"there is no topic or command `{topic}`", lists, ["reshard help"])
     elif sys.stdout.isatty():
         from rich.console import Console
         from rich.markdown import Markdown

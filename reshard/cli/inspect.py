@@ -1,8 +1,10 @@
-"""`reshard inspect`: what a checkpoint holds."""
+"""`reshard inspect`: the tree of a checkpoint, its format, steps and meshes."""
 
 import itertools
-import json
-from collections.abc import Collection
+import math
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import click
 
@@ -10,8 +12,7 @@ from reshard import tree
 from reshard.arrays.boxes import grid_size
 from reshard.arrays.handle import ArrayHandle, collision_error, sharding_text
 from reshard.checkpoint import Checkpoint, Leaf, kind_text, type_name
-from reshard.cli import output
-from reshard.cli.options import AS_JSON, CONCURRENCY, ITEM, STEP
+from reshard.cli import options, output
 from reshard.cli.page_file import HTML, check_page, write_page
 from reshard.errors import ShardingError, TreeMismatchError, printable
 from reshard.loader import open as open_checkpoint
@@ -25,7 +26,7 @@ from reshard.sharding.mesh import (
     spec_problems,
 )
 from reshard.tree import Path, format_path
-from reshard.units import format_bytes
+from reshard.units import count_leaves, count_of, format_bytes, format_runs
 
 # A terminal as wide as a person reads; more devices are listed rather than drawn.
 _CELLS = 64
@@ -37,32 +38,27 @@ _REPLICATED = "replicated"
 
 @click.command("inspect")
 @click.argument("path", type=click.Path())
-@STEP
-@ITEM
-@CONCURRENCY
-@click.option("--filter", "pattern", metavar="GLOB", help="Only leaves that match.")
-@click.option(
-    "--tree", "as_tree", is_flag=True, help="Levels and their bytes; what is alike, once."
-)
-@click.option("--sharding", metavar="LEAF", help="Draw which device holds which part of a leaf.")
-@click.option("--mesh", metavar="MESH", help="With --sharding: on this mesh, not the saved one.")
+@options.PLACE
+@options.CONCURRENCY
+@options.value("--filter pattern", "GLOB", "Show only leaves that match.")
+@options.flag("--tree as_tree", "Show levels with their bytes, alike levels once.")
+@options.value("--sharding", "LEAF", "Draw the devices that hold each part of a leaf.")
+@options.value("--mesh", "MESH", "With --sharding: on this mesh; the saved mesh by default.")
 @HTML
-@AS_JSON
+@options.AS_JSON
+@options.per_step
 def command(
     path: str,
-    step: int | None,
-    item: str | None,
-    concurrency: int,
     pattern: str | None,
     as_tree: bool,
     sharding: str | None,
     mesh: str | None,
     page_file: str | None,
-    as_json: bool,
+    **flags: Any,
 ) -> None:
     """Show the tree: shape, dtype, bytes, chunks and saved sharding of each leaf.
 
-    Reads metadata only, needs no devices, and says which format, steps and items there are.
+    Also shows the format, the steps and the items. Reads only metadata and needs no devices.
 
     \b
     Example:
@@ -72,22 +68,21 @@ def command(
       reshard inspect run/1000 --sharding params/layer_0/kernel --mesh 1x8
     """
     if mesh is not None and sharding is None:
-        raise click.UsageError("--mesh goes with --sharding LEAF")
+        raise click.UsageError("--mesh requires --sharding LEAF")
     if pattern is not None and sharding is not None:
         raise click.UsageError("--sharding shows one leaf: leave out --filter")
     if sharding is not None and (as_tree or page_file is not None):
         raise click.UsageError("--sharding shows one leaf: leave out --tree and --html")
     check_page(page_file, path)
-    ckpt = open_checkpoint(path, step=step, item=item, concurrency=concurrency)
+    ckpt = open_checkpoint(path, **options.places(flags, path)[0])
     if sharding is not None:
-        _show_sharding(ckpt, sharding, mesh, as_json)
+        _show_sharding(ckpt, sharding, mesh, flags)
         return
     chosen = tree.match_globs(ckpt, [pattern]) if pattern else None
     leaves = [(p, leaf) for p, leaf in ckpt.items() if chosen is None or p in chosen]
     if page_file is not None:
         write_page(page_file, ckpt.document(chosen))
-    if as_json:
-        click.echo(json.dumps(ckpt.document(chosen)))
+    if not options.wants_text(flags, lambda: ckpt.document(chosen)):
         return
     for line in _header(ckpt):
         click.echo(printable(line))
@@ -98,7 +93,8 @@ def command(
         output.table(columns, [_row(p, leaf) for p, leaf in leaves], right=(3,))
     arrays = [leaf for _, leaf in leaves if isinstance(leaf, ArrayHandle)]
     total = sum(array.nbytes for array in arrays)
-    click.echo(f"{len(leaves)} leaves, {len(arrays)} arrays, {format_bytes(total)}")
+    counts = f"{count_leaves(len(leaves))}, {count_of(len(arrays), 'array')}"
+    click.echo(f"{counts}, {format_bytes(total)}")
     collided = [a for a in arrays if a.same_name is not None]
     if collided:
         click.echo(f"Warning: {collision_error(collided).render(10, output.as_flags)}", err=True)
@@ -147,30 +143,19 @@ def _show_tree(ckpt: Checkpoint, chosen: Collection[Path] | None) -> None:
     specs = [_tree_spec(leaf) for leaf in leaves]
     named = dict.fromkeys(spec for spec in specs if spec not in ("", _REPLICATED))
     colours = dict(zip(named, itertools.cycle(_COLOURS), strict=False)) | {_REPLICATED: "red"}
-    cells = [
-        (
-            "  " * row.depth + row.name,
-            format_bytes(row.nbytes),
-            "#" * round(_BAR * row.nbytes / total),
-            f"{row.count} leaves" if row.count > 1 else "",
-            _tree_kind(leaf) if row.leaf else "",
-        )
-        for row, leaf in zip(rows, leaves, strict=True)
-    ]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for (name, nbytes, bar, count, kind), spec in zip(cells, specs, strict=True):
-        ahead = f"{name.ljust(widths[0])}  {nbytes.rjust(widths[1])}  "
-        rest = f"  {count.rjust(widths[3])}  {kind.ljust(widths[4])}  "
-        bar = bar.ljust(widths[2])
-        line = (ahead + bar + rest + spec).rstrip()
+    cells = []
+    for row, leaf, spec in zip(rows, leaves, specs, strict=True):
+        bar = "#" * round(_BAR * row.nbytes / total)
         if spec and output.coloured():
-            style = {"fg": colours.get(spec), "bold": spec == _REPLICATED}
-            line = ahead + click.style(bar, **style) + rest + click.style(spec, **style)
+            style: Any = {"fg": colours.get(spec), "bold": spec == _REPLICATED}
+            bar, spec = click.style(bar, **style), click.style(spec, **style)
+        name, size = "  " * row.depth + row.name, format_bytes(row.nbytes)
+        count = f"{row.count} leaves" if row.count > 1 else ""
+        kind = type_name(leaf) if row.leaf else ""
+        kind = kind_text(leaf) if isinstance(leaf, ArrayHandle) else kind
+        cells.append((name, size, bar, count, kind, spec))
+    for line in output.aligned(cells, (1, 3), lambda text: len(click.unstyle(text))):
         click.echo(line)
-
-
-def _tree_kind(leaf: Leaf) -> str:
-    return kind_text(leaf) if isinstance(leaf, ArrayHandle) else type_name(leaf)
 
 
 def _tree_spec(leaf: Leaf) -> str:
@@ -188,7 +173,7 @@ def _dims(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) if shape else "()"
 
 
-def _show_sharding(ckpt: Checkpoint, name: str, mesh: str | None, as_json: bool) -> None:
+def _show_sharding(ckpt: Checkpoint, name: str, mesh: str | None, flags: options.Flags) -> None:
     leaf = next((a for a in ckpt.arrays if format_path(a.path) == name), None)
     if leaf is None:
         near = tree.nearest(name, (a.path for a in ckpt.arrays))
@@ -201,30 +186,57 @@ def _show_sharding(ckpt: Checkpoint, name: str, mesh: str | None, as_json: bool)
     if not isinstance(sharding, NamedSharding):
         raise ShardingError(
             f"{name} was saved without a mesh ({sharding_text(leaf)})",
-            hints=[f"--sharding {name} --mesh data=1,model=8"],
+            hints=[f"--sharding {shlex.quote(name)} --mesh data=1,model=8"],
         )
     problems = spec_problems(leaf.shape, sharding.mesh, sharding.spec)
     if problems:
-        fits = "x".join("1" for _ in sharding.mesh.axis_sizes)
+        fits = ",".join(dict.fromkeys(f"{axis}=1" for entry in sharding.spec for axis in entry))
         hints = [f"--mesh {fits} fits any array"]
         raise ShardingError(f"{name} does not fit `{sharding.mesh}`", problems, hints)
     owners = shard_owners(leaf.shape, sharding)
     shard = shard_shape(leaf.shape, sharding)
-    if as_json:
-        parts = [{"index": list(index), "devices": ids} for index, ids in sorted(owners.items())]
-        document = {
-            "path": name,
-            "shape": list(leaf.shape),
-            "mesh": sharding.mesh.shape,
-            "spec": [list(axes) for axes in sharding.spec],
-            "shard_shape": list(shard),
-            "shards": parts,
-        }
-        click.echo(json.dumps(document))
+    document = {
+        "path": name,
+        "shape": list(leaf.shape),
+        "mesh": sharding.mesh.shape,
+        "spec": [list(axes) for axes in sharding.spec],
+        "shard_shape": list(shard),
+        "shards": [{"index": [*at], "devices": ids} for at, ids in sorted(owners.items())],
+    }
+    if not options.wants_text(flags, lambda: document):
         return
     click.echo(
         f"{name}  {leaf.dtype.name}[{_dims(leaf.shape) if leaf.shape else ''}]  "
         f"{format_spec(sharding.spec)} on {sharding.mesh}: "
         f"{len(owners)} shard{'s' if len(owners) > 1 else ''} of {_dims(shard)}"
     )
-    click.echo(output.shard_picture(owners, leaf.shape, shard, _CELLS))
+    click.echo(_picture(owners, leaf.shape, shard))
+
+
+def _picture(
+    owners: Mapping[tuple[int, ...], list[int]], shape: Sequence[int], shard: Sequence[int]
+) -> str:
+    """Which devices hold which part: a grid of the first two sharded dimensions, or, for more than
+    64 shards, a list. `owners` are device ids by index of the shard in each dimension."""
+    parts = [(at, format_runs(sorted(ids))) for at, ids in sorted(owners.items())]
+    counts = [math.ceil(size / part) for size, part in zip(shape, shard, strict=True)]
+    split = [dim for dim, count in enumerate(counts) if count > 1]
+    if len(split) > 2 or len(owners) > _CELLS:
+        return "\n".join(f"[{_slices(at, shape, shard)}]  {ids}" for at, ids in parts)
+    is_row = split and (len(split) == 2 or split[-1] == len(shape) - 1)
+    columns = counts[split[-1]] if is_row else 1
+    cells = [ids for _, ids in parts]
+    width = max(map(len, cells)) + 2
+    rule = "+" + "+".join(["-" * width] * columns) + "+"
+    lines = [rule]
+    for start in range(0, len(cells), columns):
+        row = (cell.center(width) for cell in cells[start : start + columns])
+        lines += ["|" + "|".join(row) + "|", rule]
+    return "\n".join(lines)
+
+
+def _slices(index: Sequence[int], shape: Sequence[int], shard: Sequence[int]) -> str:
+    return ", ".join(
+        f"{i * part}:{min((i + 1) * part, size)}"
+        for i, size, part in zip(index, shape, shard, strict=True)
+    )

@@ -1,7 +1,6 @@
-"""What the commands that write share: their options, and how a job runs and reports."""
+"""Options of the commands that write, and how their job runs and reports."""
 
 import dataclasses
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -9,22 +8,24 @@ import click
 
 from reshard.checkpoint import Checkpoint
 from reshard.cli import output
-from reshard.cli.dask_cluster import working
-from reshard.cli.model_argument import build_target, read_rules
+from reshard.cli.model_argument import build_target, marked_output, read_rules
 from reshard.cli.options import (
-    AS_JSON,
-    CONCURRENCY,
-    DASK,
-    ITEM,
-    MAX_MEMORY,
-    QUIET,
-    WORKERS,
+    ANSWER,
+    PLACE,
+    SELECTION,
+    WORK,
+    Flags,
+    chosen_steps,
+    flag,
     options,
+    value,
+    values,
+    wants_text,
 )
 from reshard.cli.page_file import HTML_OF_PLAN, check_page, write_page
 from reshard.cli.shard import parse_share
-from reshard.engine.workers import started
-from reshard.errors import DestinationError, ReshardError, ShardingError, TreeMismatchError
+from reshard.cli.working import working
+from reshard.errors import DestinationError, ReshardError, ShardingError
 from reshard.loader import open as open_checkpoint
 from reshard.loader.detection import has_large_arrays
 from reshard.restore.target_mesh import to_mesh
@@ -32,208 +33,189 @@ from reshard.sharding.mesh import parse_mesh
 from reshard.storage.machine import tune_memory
 from reshard.transforms import cast, rename, select
 from reshard.units import format_bytes, parse_bytes
-from reshard.writer.execution import save
-from reshard.writer.job_plan import Plan
-from reshard.writer.prepare import plan
-from reshard.writer.share_writing import ShareTask
+from reshard.writer.plan import Plan
+from reshard.writer.planning import plan
+from reshard.writer.save import save
 
-_OPTIONS = (
-    click.option("--from", "saved", metavar="MESH", help="Fail unless it was saved on this mesh."),
-    click.option(
-        "--axis",
-        "axes",
-        metavar="OLD=NEW",
-        multiple=True,
-        help="Use mesh axis NEW where OLD was saved; `OLD=` replicates.",
+# Options that are arguments of `plan` and `save`, as they are.
+_ARGUMENTS = ("max_memory", "chunks", "format", "ocdbt", "codec", "file_size")
+_ARGUMENTS += ("overwrite", "digest", "verify")
+job_options = options(
+    value("--from saved", "MESH", "Fail unless SRC was saved on this mesh."),
+    values(
+        "--axis axes",
+        "OLD=NEW",
+        "Replace mesh axis OLD of the saved specs by NEW; `OLD=` replicates.",
     ),
-    click.option(
-        "--spec",
-        "specs",
-        metavar="REGEX=AXES",
-        multiple=True,
-        help="Partition spec of the leaves whose path matches: one entry a dimension, "
-        "`,` between dimensions, `+` between axes of one: 'kernel$=data,model'. "
-        "The first match wins.",
+    values(
+        "--spec specs",
+        "REGEX=AXES",
+        "Partition spec of the leaves whose path matches, for example 'kernel$=data,model'. `,` "
+        "separates dimensions, `+` the axes of one dimension. The first match wins.",
     ),
-    click.option(
+    value(
         "--rules",
-        metavar="FILE",
+        "FILE",
+        "TOML with `rules` from the model's logical axis names to mesh axes, and `specs` from path "
+        "regexes to partition specs.",
         type=click.Path(exists=True, dir_okay=False),
-        help="TOML with `rules` from the model's logical axis names to mesh axes, and `specs` from "
-        "path regexes to partition specs.",
     ),
-    click.option("--select", "selected", metavar="GLOB", multiple=True, help="Only these leaves."),
-    click.option("--drop", metavar="GLOB", multiple=True, help="Leave these leaves out."),
-    click.option(
-        "--rename",
-        "renames",
-        metavar="REGEX=REPL",
-        multiple=True,
-        help="Rename leaves: re.sub on the printed path, in order.",
-    ),
-    click.option(
-        "--dtype",
-        "dtypes",
-        metavar="[GLOB=]DTYPE",
-        multiple=True,
-        help="Cast floating-point arrays, rounding to nearest even.",
-    ),
-    click.option(
-        "--step", metavar="N|all", help="Step of a manager's root; the latest by default."
-    ),
-    ITEM,
-    click.option(
+    SELECTION,
+    values("--rename", "REGEX=REPL", "Rename leaves: re.sub on the printed path, in order."),
+    values("--dtype", "[GLOB=]DTYPE", "Cast floating-point arrays, rounding to nearest even."),
+    PLACE,
+    value(
         "--chunks",
+        "shard|keep|SIZE",
+        "One chunk per shard, the chunks of SRC, or chunks of at most SIZE.",
         default="shard",
-        metavar="shard|keep|SIZE",
         show_default=True,
-        help="One chunk a shard, the source's chunks, or chunks of at most SIZE.",
     ),
-    click.option(
-        "--format", metavar="zarr2|zarr3", help="Version of zarr; that of SRC by default."
-    ),
+    value("--format", "zarr2|zarr3", "Version of zarr; as in SRC by default."),
     click.option(
         "--ocdbt/--no-ocdbt",
         default=None,
-        help="An OCDBT database, or plain files; as SRC by default.",
+        help="Write an OCDBT database, or plain files; as in SRC by default.",
     ),
-    click.option(
+    value(
         "--codec",
-        metavar="CODEC",
-        help="What chunks are compressed with: none, zstd[:LEVEL] or blosc[:NAME][:LEVEL]; as in "
-        "SRC by default.",
+        "CODEC",
+        "Compression of chunks: none, zstd[:LEVEL] or blosc[:NAME][:LEVEL]; as in SRC by default.",
     ),
-    click.option(
+    value(
         "--file-size",
-        metavar="SIZE",
-        help="About how large the data files of the OCDBT database become; 2GiB by default.",
+        "SIZE",
+        "Approximate size of the data files of an OCDBT database; 2GiB by default.",
     ),
-    MAX_MEMORY,
-    CONCURRENCY,
-    WORKERS,
-    DASK,
-    click.option("--no-link", is_flag=True, help="Copy data files that stay; do not share them."),
-    click.option(
+    WORK,
+    flag("--no-link", "Copy data files, do not hard-link them."),
+    flag(
         "--overwrite",
-        is_flag=True,
-        help="Replace DST once the new checkpoint is complete; in a bucket, clear what an "
-        "unfinished job has left there.",
+        "Replace DST when the new checkpoint is complete; ignore the leftovers of unfinished jobs.",
     ),
-    click.option(
-        "--verify", is_flag=True, help="Read back all that was written, before the commit."
-    ),
-    click.option(
+    flag("--verify", "Read back the new checkpoint before the commit."),
+    flag(
         "--digest",
-        is_flag=True,
-        help="Also read arrays that are moved undecoded and have no digest on record, for one.",
+        "Also read arrays that are copied verbatim and have no recorded digest, and record one.",
     ),
-    click.option(
-        "--resume",
-        is_flag=True,
-        help="Keep what is written if the job is stopped, and go on with what an earlier run kept.",
+    flag("--resume", "Use the finished shares of an earlier run of this command."),
+    value(
+        "--shard share",
+        "I/N|auto",
+        "Write only share I of N, numbered from 0. When all shares are written, run `reshard "
+        "commit DST`. `auto` takes the numbers that SLURM or MPI gave this process.",
     ),
-    click.option(
-        "--shard",
-        "share",
-        metavar="I/N|auto",
-        help="Write share I of N, numbered from 0, and nothing more: `reshard commit DST` follows, "
-        "once all are there. `auto`: as SLURM or MPI has numbered this process.",
-    ),
-    click.option("--dry-run", is_flag=True, help="Show the plan and stop."),
+    flag("--dry-run", "Show the plan and stop."),
     HTML_OF_PLAN,
-    AS_JSON,
-    QUIET,
+    ANSWER,
 )
-job_options = options(_OPTIONS)
 
 
 def run(
     src: str,
     dst: str,
     change: Callable[[Checkpoint], Checkpoint],
-    flags: dict[str, Any],
-    *,
+    flags: Flags,
     answer: Callable[[], dict[str, Any]] = dict,
 ) -> None:
     """Opens, changes, plans and writes; reports, with what `answer` adds to the JSON document
     then."""
     tune_memory(parse_bytes(flags["max_memory"]), has_large_arrays(src))
-    dry_run, as_json, quiet = flags["dry_run"], flags["as_json"], flags["quiet"]
+    dry_run, page_file = flags["dry_run"], flags["page_file"]
     share = parse_share(flags["share"], dst)
     if share is not None and (flags["resume"] or flags["workers"] or flags["dask"]):
         raise click.UsageError(
-            "a share is written whole or again, by one process: --shard goes without --resume, "
-            "--workers and --dask"
+            "--shard cannot be combined with --resume, --workers or --dask: one process writes a "
+            "share, and a share that was stopped is written again"
         )
-    page_file = flags["page_file"]
     if page_file is not None and not dry_run:
-        raise click.UsageError("--html goes with --dry-run")
+        raise click.UsageError("--html requires --dry-run")
     check_page(page_file, src, dst)
-    if flags["workers"] and not dry_run:  # they start while this process opens and plans
-        click.get_current_context().with_resource(started(flags["workers"], ShareTask))
     opened: list[Checkpoint] = []
     try:
-        opened = _open(src, flags)
+        which = {name: flags[name] for name in ("item", "concurrency")}
+        for step in chosen_steps(flags, [src], committed=True):
+            opened.append(open_checkpoint(src, step=step, **which))
         checkpoints = [change(ckpt) for ckpt in opened]
-    except ReshardError as error:  # the document of a plan that could not be made at all
-        problems = [error.summary, *error.problems]
-        document = {"destination": dst, "done": False, "problems": problems}
-        document["hints"] = [*map(output.as_flags, error.hints)]
-        if isinstance(error, TreeMismatchError) and error.outcomes:
-            document["rows"] = [row.document() for row in error.outcomes]
-        if as_json:
-            click.echo(json.dumps(document))
-        if opened:
-            try:
-                write_page(page_file, opened[0].document() | document)
-            except DestinationError as unwritten:  # which is not why there is no plan
-                click.echo(f"Warning: {unwritten.summary}", err=True)
+    except ReshardError as error:
+        _report_refusal(error, dst, opened, flags)
         raise
-    same = ("max_memory", "chunks", "format", "ocdbt", "codec", "file_size")
-    same += ("overwrite", "digest", "verify")
-    arguments: dict[str, Any] = {name: flags[name] for name in same}
+    arguments: dict[str, Any] = {name: flags[name] for name in _ARGUMENTS}
     arguments["link"] = not flags["no_link"]
     if dry_run:
-        planned = plan(checkpoints, dst, **arguments)
-        _report(planned, dst, as_json, quiet, answer(), done=False)
-        write_page(page_file, planned.document(output.as_flags) | {"destination": dst} | answer())
-        if planned.problems:
-            raise ReshardError("the plan cannot be executed", planned.problems, planned.hints)
-        return
-    with working(flags["dask"], flags["workers"], flags["max_memory"], quiet or as_json) as by:
-        planned = save(checkpoints, dst, **arguments, resume=flags["resume"], share=share, **by)
-    if share is None:
-        _report(planned, dst, as_json, quiet, answer(), done=True)
-        return
-    number, count = share
-    _report(planned, dst, as_json, quiet, {**answer(), "share": [number, count]}, done=False)
-    if not (as_json or quiet):
-        click.echo(f"wrote share {number} of {count}; once all are there: reshard commit {dst}")
+        with marked_output():
+            planned = plan(checkpoints, dst, **arguments)
+    else:
+        with working(flags) as by:
+            planned = save(checkpoints, dst, **arguments, resume=flags["resume"], share=share, **by)
+    done = not dry_run and share is None
+    more = answer() if share is None or dry_run else answer() | {"share": [*share]}
+
+    def document() -> dict[str, Any]:
+        return planned.document(output.as_flags) | {"destination": dst, "done": done} | more
+
+    if wants_text(flags, document):
+        notes = tuple(map(output.as_flags, planned.notes))
+        click.echo(dataclasses.replace(planned, notes=notes))
+        if done:
+            click.echo(_written(planned, dst))
+        elif share is not None and not dry_run:
+            told = f"wrote share {share[0]} of {share[1]}; when all are written: reshard commit"
+            click.echo(f"{told} {dst}")
+    if page_file is not None:
+        write_page(page_file, document())
+    if dry_run and planned.problems:
+        raise ReshardError("the plan cannot be executed", planned.problems, planned.hints)
 
 
-def prepared(ckpt: Checkpoint, flags: dict[str, Any]) -> Checkpoint:
+def _report_refusal(error: ReshardError, dst: str, opened: list[Checkpoint], flags: Flags) -> None:
+    """The document, and the page, of a plan that could not be made at all."""
+    document = {
+        "destination": dst,
+        "done": False,
+        "problems": [error.summary, *error.problems],
+        "hints": [*map(output.as_flags, error.hints)],
+    }
+    if outcomes := getattr(error, "outcomes", ()):
+        document["rows"] = [row.document() for row in outcomes]
+    wants_text(flags, lambda: document)
+    if opened:
+        try:
+            write_page(flags["page_file"], opened[0].document() | document)
+        except DestinationError as unwritten:  # which is not why there is no plan
+            click.echo(f"Warning: {unwritten.summary}", err=True)
+
+
+def _written(planned: Plan, dst: str) -> str:
+    steps = [ckpt.source.step for ckpt in planned.checkpoints]
+    path = "/".join([dst.rstrip("/"), *steps]) if len(steps) == 1 and steps[0] else dst
+    shared = f", shares {format_bytes(planned.shared_bytes)} with SRC"
+    return f"wrote {path}" + (shared if planned.shared_bytes else "")
+
+
+def prepared(ckpt: Checkpoint, flags: Flags) -> Checkpoint:
     """After --from, --select, --drop, --rename and --dtype, as far as they are in `flags`."""
     if flags["saved"] is not None:
         _check_saved(ckpt, flags["saved"])
-    if flags["selected"] or flags["drop"]:
-        ckpt = select(ckpt, flags["selected"] or "**", drop=flags["drop"])
-    if flags["renames"]:
-        ckpt = rename(ckpt, [_pair(text, "--rename") for text in flags["renames"]])
-    for text in flags["dtypes"]:
+    if flags["select"] or flags["drop"]:
+        ckpt = select(ckpt, flags["select"] or "**", drop=flags["drop"])
+    if flags["rename"]:
+        ckpt = rename(ckpt, [_pair(text, "--rename") for text in flags["rename"]])
+    for text in flags["dtype"]:
         where, _, dtype = text.rpartition("=")
         ckpt = cast(ckpt, dtype, where or "**")
     return ckpt
 
 
 def laid_out(
-    ckpt: Checkpoint, mesh: str | None, model: str | None, flags: dict[str, Any], to: str
+    ckpt: Checkpoint, mesh: str | None, model: str | None, flags: Flags, to: str
 ) -> Checkpoint:
     """On the new mesh (given by the option `to`), as the model says if there is one, else as
     saved."""
     specs, axes, rules = flags["specs"], flags["axes"], flags["rules"]
     if mesh is None:
         if specs or axes or model or rules:
-            raise click.UsageError(f"--spec, --axis, --model and --rules go with {to} MESH")
+            raise click.UsageError(f"--spec, --axis, --model and --rules require {to} MESH")
         return ckpt
     pairs = tuple(_pair(text, "--spec") for text in specs)
     named, more = (None, ()) if rules is None else read_rules(rules)
@@ -244,19 +226,9 @@ def laid_out(
     if axes:
         raise click.UsageError("--axis renames saved specs, and with --model none of them counts")
     new_mesh = parse_mesh(mesh, ckpt.meshes)
-    return to_mesh(ckpt, new_mesh, target=build_target(model, named, pairs + more, new_mesh))
-
-
-def _open(src: str, flags: dict[str, Any]) -> list[Checkpoint]:
-    step, which = flags["step"], {name: flags[name] for name in ("item", "concurrency")}
-    if step == "all":
-        first = open_checkpoint(src, **which)
-        return [open_checkpoint(src, step=number, **which) for number in first.source.steps] or [
-            first
-        ]
-    if step is not None and not step.isdecimal():
-        raise click.BadParameter(f"`{step}` is neither a number nor `all`", param_hint="--step")
-    return [open_checkpoint(src, step=None if step is None else int(step), **which)]
+    target, found = build_target(model, named, pairs + more, new_mesh)
+    ckpt = to_mesh(ckpt, new_mesh, target=target)
+    return ckpt.replace(ckpt, notes=found.notes)
 
 
 def _axes(texts: tuple[str, ...]) -> dict[str, str]:
@@ -275,25 +247,11 @@ def _pair(text: str, option: str) -> tuple[str, str]:
 
 
 def _check_saved(ckpt: Checkpoint, text: str) -> None:
-    wanted = str(parse_mesh(text, ckpt.meshes))
-    others = [mesh for mesh in ckpt.meshes if str(mesh) != wanted]
+    wanted = [*parse_mesh(text, ckpt.meshes).split_axes.items()]
+    others = [mesh for mesh in ckpt.meshes if [*mesh.split_axes.items()] != wanted]
     if others or not ckpt.meshes:
         raise ShardingError(
             f"--from {text}: that is not the mesh it was saved on",
             [f"saved on `{mesh}`" for mesh in others] or ["no leaf was saved on a mesh"],
             [f"--from {mesh}" for mesh in ckpt.meshes[:1]],
         )
-
-
-def _report(
-    planned: Plan, dst: str, as_json: bool, quiet: bool, answer: dict[str, Any], *, done: bool
-) -> None:
-    planned = dataclasses.replace(planned, notes=tuple(map(output.as_flags, planned.notes)))
-    if as_json:
-        document = planned.document(output.as_flags) | {"destination": dst, "done": done}
-        click.echo(json.dumps(document | answer))
-    elif not quiet:
-        click.echo(planned)
-        if done:
-            shared = f", shares {format_bytes(planned.shared_bytes)} with SRC"
-            click.echo(f"wrote {dst}" + (shared if planned.shared_bytes else ""))

@@ -2,10 +2,13 @@
 
 import contextlib
 import functools
+import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+import click
 
 from reshard.convert.user_code import load, own_line
 from reshard.errors import ReshardError, ShardingError
@@ -20,24 +23,53 @@ Pairs = tuple[tuple[str, Any], ...]
 
 
 @functools.lru_cache(maxsize=1)
-def build_target(model: str, rules: Pairs | None, specs: Pairs, mesh: Mesh) -> Any:
-    """The abstract state of a model on a mesh, without devices; runs the model's code, on the CPU.
-    Raises ReshardError where that fails, and ShardingError as `reshard.target` does."""
+def build_target(model: str, rules: Pairs | None, specs: Pairs, mesh: Mesh) -> tuple[Any, Any]:
+    """The abstract state of a model on a mesh, without devices, and its `Coverage`; runs the
+    model's code, on the CPU. Raises ReshardError where that fails, and ShardingError as
+    `reshard.target` does."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import jax
 
-    from reshard.restore.target import target
+    from reshard.restore.target import target_and_coverage
 
     abstract = jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names)
     with model_errors("--model", model):
-        return target(load_model(model, "--model"), mesh=abstract, rules=rules, specs=specs)
+        return target_and_coverage(abstract, load_model(model, "--model"), rules, specs)
+
+
+class _Marked(io.RawIOBase):
+    """Writes the lines that it is given to stderr, each with a mark."""
+
+    line = b""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        *lines, self.line = (self.line + bytes(data)).split(b"\n")
+        for line in lines:
+            click.echo(f"your code: {line.decode(errors='replace')}", err=True)
+        return len(data)
+
+
+@contextlib.contextmanager
+def marked_output() -> Iterator[None]:
+    """Prints go to stderr meanwhile, with a mark: stdout is for answers."""
+    marked: Any = _Marked()
+    with contextlib.redirect_stdout(io.TextIOWrapper(marked, "utf-8", write_through=True)):
+        try:
+            yield
+        finally:
+            marked.write(b"\n" if marked.line else b"")
 
 
 @contextlib.contextmanager
 def model_errors(option: str, model: str | None, hints: Sequence[str] = ()) -> Iterator[None]:
-    """Errors of the model's own code as errors of the option that named it, with its line."""
+    """Errors of the model's own code as errors of the option that named it, with its line. Text
+    that the code prints goes to stderr, marked."""
     try:
-        yield
+        with marked_output():
+            yield
     except ReshardError:
         raise
     except Exception as error:
@@ -55,6 +87,10 @@ def load_model(model: str, option: str) -> Any:
     it cannot be imported."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     look_here()
+    file, _, _ = model.rpartition(":")
+    if file.endswith(".py"):  # its code may import modules beside it whenever it runs
+        folder = os.path.dirname(os.path.abspath(file))
+        sys.path[:] = [folder, *(path for path in sys.path if path != folder)]
     return load(model, option)
 
 

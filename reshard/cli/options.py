@@ -1,76 +1,171 @@
-"""What several commands share: options."""
+"""What several commands share: options, how a command runs for each of several steps, and how it
+prints its answer."""
 
-from collections.abc import Callable, Sequence
+import functools
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
 
+from reshard.checkpoint import Source
+from reshard.cli import output
+from reshard.errors import ReshardError
 from reshard.loader.detection import lacks_item, manager_steps
 from reshard.storage.bucket import REQUESTS
 from reshard.storage.location import parse_location
 
 F = TypeVar("F", bound=Callable[..., Any])
+Flags = dict[str, Any]  # the options of a command, by name
 
-ITEM = click.option("--item", help="Item of a step that has several.")
-MAX_MEMORY = click.option(
-    "--max-memory",
-    default="1GiB",
-    metavar="SIZE",
-    show_default=True,
-    help="Bytes in flight at most.",
-)
-CONCURRENCY = click.option(
+
+def value(names: str, metavar: str | None, text: str, **more: Any) -> Callable[[F], F]:
+    """An option with a value: its names, what its value is called, and its help."""
+    return click.option(*names.split(), metavar=metavar, help=text, **more)
+
+
+def values(names: str, metavar: str, text: str) -> Callable[[F], F]:
+    """An option that may be given several times."""
+    return value(names, metavar, text, multiple=True)
+
+
+def flag(names: str, text: str) -> Callable[[F], F]:
+    return click.option(*names.split(), is_flag=True, help=text)
+
+
+def options(*of: Callable[[F], F]) -> Callable[[F], F]:
+    """Adds options to a command, in this order."""
+    return lambda command: functools.reduce(lambda made, add: add(made), reversed(of), command)
+
+
+def _scheduler(ctx: click.Context, param: click.Parameter, address: str | None) -> str | None:
+    """The address of a scheduler: Dask itself takes 40 seconds to refuse one without a port."""
+    if address is None or re.fullmatch(r"(\w+://)?[^/]+:\d+", address):
+        return address
+    raise click.BadParameter(f"`{address}` is not tcp://HOST:PORT, such as tcp://localhost:8786")
+
+
+CONCURRENCY = value(
     "--concurrency",
+    "N",
+    "Requests to a bucket at once.",
     type=click.IntRange(1),
     default=REQUESTS,
-    metavar="N",
     show_default=True,
-    help="Requests to a bucket at once.",
 )
-WORKERS = click.option(
-    "--workers",
-    type=click.IntRange(1),
-    metavar="N",
-    help="Processes of this machine that share the work, and its processors; --max-memory is for "
-    "each.",
+AS_JSON = flag("--json as_json", "One JSON document.")
+PLACE = options(
+    value("--step", None, "Steps of a root: N, N,M, N..M or all; the latest by default."),
+    value("--item", None, "Item of a step that has several items."),
 )
-DASK = click.option(
-    "--dask",
-    metavar="ADDRESS",
-    help="The workers of a Dask cluster share the work: of the scheduler tcp://HOST:8786, for one.",
+SELECTION = options(
+    values("--select", "GLOB", "Only these leaves."),
+    values("--drop", "GLOB", "Leave these leaves out."),
 )
-AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON document.")
-QUIET = click.option("--quiet", is_flag=True, help="Print nothing but errors and warnings.")
-STEP = click.option("--step", type=int, help="Step of a manager's root; the latest by default.")
+WORK = options(
+    value("--max-memory", "SIZE", "Bytes in flight at most.", default="1GiB", show_default=True),
+    CONCURRENCY,
+    value(
+        "--workers",
+        "N",
+        "Divide the work and the processors among N processes of this machine; --max-memory is for "
+        "each process.",
+        type=click.IntRange(1),
+    ),
+    value(
+        "--dask",
+        "ADDRESS",
+        "Run on a Dask cluster. ADDRESS is its scheduler, for example tcp://HOST:8786.",
+        callback=_scheduler,
+    ),
+)
+ANSWER = options(AS_JSON, flag("--quiet", "Print nothing but errors and warnings."))
+reading_options = options(PLACE, WORK, ANSWER)
 
 
-def options(of: Sequence[Callable[[F], F]]) -> Callable[[F], F]:
-    """Adds options to a command, in this order."""
-
-    def add(command: F) -> F:
-        for option in reversed(of):
-            command = option(command)
-        return command
-
-    return add
-
-
-reading_options = options((STEP, ITEM, MAX_MEMORY, CONCURRENCY, WORKERS, DASK, AS_JSON, QUIET))
-
-Place = dict[str, Any]  # `step` and `item`, as `reshard.open` takes them
-
-
-def places(one: str, other: str, step: int | None, item: str | None) -> tuple[Place, Place]:
-    """Of two checkpoints the step and the item that `--step` and `--item` mean: of each as far as
-    it has any, and of the first, which says so, where neither has."""
-    mine, theirs = _own(one, step, item), _own(other, step, item)
-    for name, asked in (("step", step), ("item", item)):
-        if theirs[name] is None and mine[name] is None:
-            mine[name] = asked
-    return mine, theirs
+def chosen_steps(
+    flags: Mapping[str, Any], paths: Sequence[str], committed: bool = False
+) -> Sequence[int | None]:
+    """The steps of these paths that `--step` means, ascending, or the `committed` ones of them.
+    None is the latest of each."""
+    text = flags["step"]
+    if text in (None, "latest"):
+        return [None]
+    if not re.fullmatch(r"all|\d+\.\.\d+|\d+(,\d+)*", text, re.ASCII):
+        raise click.UsageError(f"--step {text}: steps are N, N,M, N..M, latest or all")
+    steps = sorted({int(number) for number in re.findall(r"\d+", text)})
+    if text == "all" or ".." in text:
+        known = {n for path in paths for n in manager_steps(parse_location(path), committed)}
+        within = [n for n in known if text == "all" or steps[0] <= n <= steps[-1]]
+        steps = sorted(within) or steps[:1]
+    if len(steps) > 1 and flags.get("page_file") is not None:
+        raise click.UsageError("--html shows one step: give --step N")
+    return steps or [None]
 
 
-def _own(path: str, step: int | None, item: str | None) -> Place:
+def per_step(command: Callable[..., None]) -> Callable[..., None]:
+    """Runs a command for each of its steps, also after an error. Exits with the worst status."""
+
+    @functools.wraps(command)
+    def run(**flags: Any) -> None:
+        paths = [flags[name] for name in ("path", "against", "a", "b") if flags.get(name)]
+        steps = chosen_steps(flags, paths)
+        if re.fullmatch(r"\d+|latest", flags["step"] or "latest"):
+            return command(**flags | {"step": steps[0]})
+        status, meta = 0, click.get_current_context().meta
+        meta["documents"] = []
+        for meta["step"] in steps:
+            name = f"step {meta['step']}" if len(steps) > 1 else ""
+            if name and not flags["as_json"] and not flags.get("quiet"):
+                click.echo(name)
+            try:
+                command(**flags | {"step": meta["step"]})
+            except SystemExit as ended:
+                status = max(status, int(ended.code or 0))
+            except ReshardError as error:
+                status = 2
+                told = error.render(10, output.as_flags)
+                click.echo(f"Error: {name}: {told}" if name else f"Error: {told}", err=True)
+        if flags["as_json"]:
+            click.echo(json.dumps({"steps": meta["documents"]}))
+        sys.exit(status)
+
+    return run
+
+
+def wants_text(flags: Mapping[str, Any], document: Callable[[], Mapping[str, Any]]) -> bool:
+    """Whether a command is to print its answer as text. Prints its JSON document, if that is asked
+    for; the documents of several steps become one."""
+    meta = click.get_current_context().meta
+    if not flags["as_json"]:
+        return not flags.get("quiet")
+    if "documents" in meta:
+        meta["documents"].append({"step": meta["step"], **document()})
+    else:
+        click.echo(json.dumps(document()))
+    return False
+
+
+def latest_text(source: Source, step: int | None) -> str:
+    """Which step of a root was read, if none was asked for by its number."""
+    text = f"step {source.number} is the latest of {len(source.steps)}: --step all reads each\n"
+    return text if step is None and source.steps[1:] else ""
+
+
+def places(flags: Flags, *paths: str) -> list[dict[str, Any]]:
+    """The arguments of `reshard.open` for each of some checkpoints. `--step` and `--item` are for
+    those that have any, and for the first, which says that it has none, where none has."""
+    asked = {name: flags[name] for name in ("step", "item")}
+    found = [_own(path, **asked) for path in paths] if paths[1:] else [{**asked}]
+    for name in asked:
+        if all(place[name] is None for place in found):
+            found[0][name] = asked[name]
+    return [{**place, "concurrency": flags["concurrency"]} for place in found]
+
+
+def _own(path: str, step: int | None, item: str | None) -> dict[str, Any]:
     if step is None and item is None:  # then nobody has to look
         return {"step": None, "item": None}
     root = parse_location(path)

@@ -1,101 +1,96 @@
-"""How answers look: tables, pictures, progress, hints phrased as flags. stdout carries answers,
-stderr the rest."""
+"""The look of answers: tables, and hints phrased as flags."""
 
-import contextlib
-import math
+import ast
+import json
 import os
+import re
+import shlex
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import click
 
-from reshard.hints import Hint
 from reshard.tree import shell_quoted
-from reshard.units import format_runs
 
-# rich lays a whole table out before it prints: past this it takes seconds, so columns are streamed.
-_RICH_ROWS = 200
-# Cells longer than this stand out: padding all rows to one of them takes memory for nothing.
+# Longer cells are not padded to: padding all rows to one of them would only take memory.
 _WIDEST = 200
-# An argument is typed as `--name value`, if it is not one of these.
+# What is typed otherwise than by rule, of what hints say.
+_TYPED = {
+    " with ": " ",
+    "`model=`": "--model",
+    "`reshard convert`": "--emit-map",
+    "`source=`": "--source-model",
+    "check=...": "--inputs MODULE:NAME",
+    "drop=[...]": "--drop GLOB",
+    "init=[...]": "--init GLOB",
+    "map_file=...": "--map FILE",
+    "model=...": "--model MODULE:NAME",
+    'rules=[("embed", "data"), ...]': '--rules FILE with `rules = [["embed", "data"], ...]`',
+    'rules=[("embed", "data"), ("vocab", ("data", "model")), ("kv", None)]': (
+        'rules = [["embed", "data"], ["vocab", ["data", "model"]], ["kv", []]]'
+    ),
+    "rules=[]": "`rules = []` in it",
+    "share=(..., ...)": "--shard I/N",
+    "share=(i, n) with i in": "the array job again, of tasks",
+    "source=...": "--source-model MODULE:NAME",
+    "reshard.cast(ckpt, ..., ...)": "--dtype 'GLOB=DTYPE'",
+    "reshard.open(path)": "reshard inspect PATH",
+    "reshard.digest(path, write=True)": "reshard digest PATH --json > FILE",
+    "reshard.rename(ckpt, [(..., ...)])": "--rename",
+    "reshard.target(model, inputs=(x,), mesh=mesh)": "--model MODULE:NAME of its variables",
+    "reshard.to_linen(ckpt, ...)": "--to linen",
+    "reshard.to_linen(path, model)": "reshard convert SRC DST --to linen --model MODULE:NAME",
+    "reshard.to_nnx(ckpt, ...)": "--to nnx",
+    "reshard.to_nnx(path, model)": "reshard convert SRC DST --to nnx --model MODULE:NAME",
+}
+# These take values in places of their own, and the others below as `--name VALUE`.
 _FLAGS = {
-    "array": "the array job again, of tasks {} alone",
     "axes": "--axis {}={}",
     "cast": "--dtype '{1}={0}'",
     "commit": "reshard commit '{}'",
-    "digest": "reshard digest PATH --json > '{}'",
     "drop": "--drop '{}'",
-    "drop_both": "--drop '{}' --drop '{}'",
     "init": "--init '{}'",
-    "ocdbt": "--ocdbt",
-    "overwrite": "--overwrite",
-    "replicate": '["{}", []]',
+    "open": "reshard verify '{}'",  # whose argument it is
     "rename": "--rename '{}={}'",
-    "resume": "--resume",
-    "rule": '["{}", "{}"]',
-    "select_drop": "--drop '{}'",
-    "select_layout": "--select '{}' --rename '{}=' --layout {}",
-    "select_rename": "--select '{}' --rename '{}={}'",
+    "select": "--select '{}'",
     "specs": "--spec '{}={}'",
-    "split": "--spec '{}=AXIS,'",
     "to_mesh": "--to {}",
-    "values": "--values",
     "verify": "reshard verify '{}'",
-    "verify_item": "reshard verify '{}' --item '{}'",
 }
-# And without a value of its own as `--name`, if it is not one of these.
-_METAVARS = {
-    "all_rules": 'rules = [["embed", "data"], ["vocab", ["data", "model"]], ["kv", []]]',
-    "as_linen": "reshard convert SRC DST --to linen --model MODULE:NAME",
-    "as_nnx": "reshard convert SRC DST --to nnx --model MODULE:NAME",
-    "cast": "--dtype 'GLOB=DTYPE'",
-    "drop": "--drop GLOB",
-    "init": "--init GLOB",
-    "inputs": "--inputs MODULE:NAME",
-    "map_file": "--map FILE",
-    "model": "--model MODULE:NAME",
-    "model_inputs": "--model MODULE:NAME of its variables",
-    "no_rules": "`rules = []` in it",
-    "plan": "--dry-run",
-    "rules": '--rules FILE with `rules = [["embed", "data"], ...]`',
-    "same": "the same command",
-    "share": "--shard I/N",
-    "source": "--source-model MODULE:NAME",
-    "the_model": "--model",
-    "the_source": "--source-model",
-    "to_linen": "--to linen",
-    "to_nnx": "--to nnx",
-}
+_OPTIONS = ("check", "chunks", "codec", "file_size", "format", "item", "layout", "max_memory")
+_OPTIONS += ("ocdbt", "overwrite", "resume", "step", "values", "workers")
+# Python's text, and brackets with up to three levels of others inside.
+_TEXT = r"""(?:"(?:[^"\\\n]|\\.)*"|(?<!\w)'(?:[^'\\\n]|\\.)*')"""
+_BRACKETS = r"(?!)"
+for _ in range(4):
+    _BRACKETS = rf"""[\[({{](?:{_TEXT}|{_BRACKETS}|[^][(){{}}"'])*[])}}]"""
+# What may be an argument or a call. Names and values in quotes are looked at, too, so that nothing
+# inside of them is taken for one.
+_CODE = re.compile(
+    rf"`[^`]*`|share=\(i, n\) with i in| with (?=layout=)|{_TEXT}"
+    rf"|(?P<code>(?<![\w./,-])\w+=(?:{_TEXT}|{_BRACKETS}|True\b|\d+\b|\.\.\.)"
+    rf"|(?:reshard\.\w+|(?=\([\"'])){_BRACKETS})"
+)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
-    """A table on stdout; plain aligned columns where it is long or piped."""
-    if len(rows) > _RICH_ROWS or not sys.stdout.isatty():
-        widths = [
-            min(max(map(len, column)), _WIDEST) for column in zip(columns, *rows, strict=True)
-        ]
-        lines = []
-        for row in (columns, *rows):
-            cells = [
-                cell.rjust(width) if i in right else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            lines.append("  ".join(cells).rstrip())
-        click.echo("\n".join(lines))
-        return
-    import rich.box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    """A table on stdout."""
+    click.echo("\n".join(aligned([columns, *rows], right)))
 
-    drawn = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
-    for i, column in enumerate(columns):
-        drawn.add_column(column, justify="right" if i in right else "left", overflow="fold")
+
+def aligned(
+    rows: Sequence[Sequence[str]], right: Sequence[int], width: Callable[[str], int] = len
+) -> list[str]:
+    """Rows as lines, with each column as wide as its cells; some columns end at the right."""
+    widths = [min(max(map(width, column)), _WIDEST) for column in zip(*rows, strict=True)]
+    lines = []
     for row in rows:
-        drawn.add_row(*map(Text, row))
-    Console().print(drawn)
+        cells = []
+        for number, (cell, widest) in enumerate(zip(row, widths, strict=True)):
+            space = " " * (widest - width(cell))
+            cells.append(space + cell if number in right else cell + space)
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def coloured() -> bool:
@@ -103,88 +98,40 @@ def coloured() -> bool:
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
 
-def shard_picture(
-    owners: Mapping[tuple[int, ...], list[int]],
-    shape: Sequence[int],
-    shard: Sequence[int],
-    most_cells: int,
-) -> str:
-    """Which devices hold which part: a grid of the first two sharded dimensions, or, for more than
-    `most_cells` shards, a list. `owners` are device ids by index of the shard in each dimension."""
-    counts = [math.ceil(size / part) for size, part in zip(shape, shard, strict=True)]
-    split = [dim for dim, count in enumerate(counts) if count > 1]
-    if len(split) > 2 or len(owners) > most_cells:
-        return "\n".join(
-            f"[{_slices(index, shape, shard)}]  {format_runs(sorted(ids))}"
-            for index, ids in sorted(owners.items())
-        )
-    is_row = split and (len(split) == 2 or split[-1] == len(shape) - 1)
-    columns = counts[split[-1]] if is_row else 1
-    cells = [format_runs(sorted(ids)) for _, ids in sorted(owners.items())]
-    width = max(map(len, cells)) + 2
-    rule = "+" + "+".join(["-" * width] * columns) + "+"
-    lines = [rule]
-    for start in range(0, len(cells), columns):
-        row = (cell.center(width) for cell in cells[start : start + columns])
-        lines += ["|" + "|".join(row) + "|", rule]
-    return "\n".join(lines)
-
-
-def _slices(index: Sequence[int], shape: Sequence[int], shard: Sequence[int]) -> str:
-    return ", ".join(
-        f"{i * part}:{min((i + 1) * part, size)}"
-        for i, size, part in zip(index, shape, shard, strict=True)
-    )
-
-
-@contextlib.contextmanager
-def warnings_told() -> Iterator[None]:
-    """Warnings go to stderr as errors do, a line each, without where in the code they are from."""
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: click.echo(f"Warning: {message}", err=True)
-        yield
-
-
-@contextlib.contextmanager
-def progress_bar(
-    quiet: bool, workers: int | None = None
-) -> Iterator[Callable[[int, int], None] | None]:
-    """A callback that draws bytes, rate, time left and the number of workers on stderr; None where
-    nobody is looking."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    columns = (
-        *([] if workers is None else [f"{workers} worker{'s' * (workers > 1)}"]),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
 def as_flags(text: str) -> str:
-    """A hint as it is typed on the command line; other text as it is."""
-    if not isinstance(text, Hint):
-        return text
-    return "".join(part if isinstance(part, str) else _typed(*part) for part in text.parts)
+    """A hint as it is typed on the command line: its arguments and calls as flags."""
+    return _CODE.sub(lambda m: _TYPED.get(m[0]) or _flags(m["code"] or "") or m[0], text)
 
 
-def _typed(name: str, *values: Any) -> str:
-    option = f"--{name.replace('_', '-')}"
-    if not values:
-        return _METAVARS.get(name, option)
-    inside_quotes = [shell_quoted(str(value))[1:-1] for value in values]
-    return _FLAGS.get(name, f"{option} {{}}").format(*inside_quotes)
+def _flags(code: str) -> str:
+    """An argument, a call or a rule as flags; empty for what is none."""
+    try:
+        [node] = ast.parse(code).body
+        match node:
+            case ast.Assign([ast.Name(name)], value):
+                return _flag(name, [value])
+            case ast.Expr(ast.Call(ast.Attribute(_, name), given, keywords)):
+                inner = [ast.unparse(arg) for arg in given if isinstance(arg, ast.Call)]
+                own = [arg for arg in given if isinstance(arg, ast.Constant | ast.List)]
+                flags = [*map(_flags, inner), *([_flag(name, own)] if own else [])]
+                return " ".join([*flags, *(_flag(k.arg or "", [k.value]) for k in keywords)])
+            case ast.Expr(ast.Tuple()):  # a rule, as it is typed in a file
+                name, axis = ast.literal_eval(node.value)
+                return json.dumps([name, [] if axis is None else axis], ensure_ascii=False)
+    except (SyntaxError, ValueError, KeyError, IndexError):
+        pass
+    return ""
+
+
+def _flag(name: str, nodes: Sequence[ast.expr]) -> str:
+    found = (each for node in nodes for each in ast.walk(node))
+    values = [each.value for each in found if isinstance(each, ast.Constant)]
+    if name in _OPTIONS:
+        option, value = f"--{name.replace('_', '-')}", values[0]
+        return option if value is True or value is ... else f"{option} {shlex.quote(str(value))}"
+    flag = _FLAGS[name]
+    if "'" not in flag:
+        option, word = flag.split(" ")
+        return f"{option} {shlex.quote(word.format(*values))}"
+    texts = ["AXIS," if value is ... else shell_quoted(str(value))[1:-1] for value in values]
+    return flag.format(*texts) if flag.count("{") > 1 else " ".join(map(flag.format, texts))

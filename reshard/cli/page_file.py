@@ -1,6 +1,5 @@
 """`--html FILE`: where the commands write their page."""
 
-import functools
 import os
 import pathlib
 import tempfile
@@ -9,16 +8,15 @@ from typing import Any
 
 import click
 
+from reshard.cli.options import value
 from reshard.errors import DestinationError, DestinationExistsError
 from reshard.report.page import MARK, page
 from reshard.storage.location import parse_location
 
-_OPTION = functools.partial(
-    click.option, "--html", "page_file", metavar="FILE", type=click.Path(dir_okay=False)
-)
 _HELP = "write one self-contained HTML page, with pictures. An older one is replaced."
-HTML = _OPTION(help=f"Also {_HELP}")
-HTML_OF_PLAN = _OPTION(help=f"With --dry-run, also {_HELP}")
+_PATH = click.Path(dir_okay=False)
+HTML = value("--html page_file", "FILE", f"Also {_HELP}", type=_PATH)
+HTML_OF_PLAN = value("--html page_file", "FILE", f"With --dry-run, also {_HELP}", type=_PATH)
 
 
 def check_page(file: str | None, *checkpoints: str) -> None:
@@ -29,20 +27,18 @@ def check_page(file: str | None, *checkpoints: str) -> None:
     path = pathlib.Path(file)
     if problem := _problem(file, path):
         raise DestinationError(f"--html {file}: {problem}", hints=["--html page.html"])
-    page_at = parse_location(str(path.resolve()))
+    place = parse_location(str(path.resolve()))
     for checkpoint in map(parse_location, checkpoints):
-        if page_at.below(checkpoint.resolved()) is not None:
-            raise DestinationError(
-                f"--html {file}: it would be inside of the checkpoint {checkpoint}",
-                hints=["write it beside"],
-            )
+        if place.below(checkpoint.resolved()) is not None:
+            text = f"--html {file}: it would be inside of the checkpoint {checkpoint}"
+            raise DestinationError(text, hints=["write it beside"])
+    begins = b""
     if path.exists():
         with path.open("rb") as existing:
             begins = existing.read(len(MARK))
-        if begins not in (b"", MARK.encode()):
-            raise DestinationExistsError(
-                f"--html {file}: there is another file", hints=["give it another name"]
-            )
+    if begins not in (b"", MARK.encode()):
+        text = f"--html {file}: there is another file"
+        raise DestinationExistsError(text, hints=["give it another name"])
 
 
 def _problem(file: str, path: pathlib.Path) -> str:

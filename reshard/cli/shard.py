@@ -1,4 +1,4 @@
-"""Which share `--shard` means: as it says, or as whoever started the process has numbered it."""
+"""The share that `--shard` names: given as I/N, or taken from the environment by `auto`."""
 
 import os
 import re
@@ -6,7 +6,7 @@ import re
 import click
 
 from reshard.storage.location import parse_location
-from reshard.writer.share_job import shares_begun
+from reshard.writer.commit import share_count
 
 _AUTO = "auto"
 _ARRAY, _ARRAY_MIN = "SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN"
@@ -27,7 +27,7 @@ def parse_share(text: str | None, destination: str) -> tuple[int, int] | None:
         return _numbered(destination)
     match = re.fullmatch(r"(\d+)/(\d+)", text, re.ASCII)
     if match is None or int(match[1]) >= int(match[2]):
-        raise _bad(f"`{text}` is no share: 0/16 is the first one of 16, and 15/16 the last one")
+        raise _bad(f"`{text}` is not a share: 16 shares are numbered 0/16 to 15/16")
     return int(match[1]), int(match[2])
 
 
@@ -36,7 +36,7 @@ def _numbered(destination: str) -> tuple[int, int]:
     that was begun, the count is the one it began with: only some of its tasks may run again."""
     number = _variable(_ARRAY)
     if number is not None:
-        count = shares_begun(parse_location(destination))
+        count = share_count(parse_location(destination))
         if count is None:
             first, last, count = map(_variable, (_ARRAY_MIN, _ARRAY_MAX, _ARRAY_COUNT))
             if count is None or first != 0 or last != count - 1:

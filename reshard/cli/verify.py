@@ -1,17 +1,25 @@
 """`reshard verify`: whether a checkpoint is whole, and what it was recorded to be."""
 
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import click
 
+from reshard import tree
+from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Checkpoint
 from reshard.cli import output
 from reshard.cli.conversion_options import conversion_options, converter
-from reshard.cli.dask_cluster import working
-from reshard.cli.options import places, reading_options
+from reshard.cli.options import (
+    latest_text,
+    per_step,
+    places,
+    reading_options,
+    value,
+    wants_text,
+)
+from reshard.cli.working import working
 from reshard.errors import (
     ArgumentError,
     CorruptCheckpointError,
@@ -22,40 +30,32 @@ from reshard.loader import open as open_checkpoint
 from reshard.loader.detection import has_large_arrays
 from reshard.storage.location import parse_location
 from reshard.storage.machine import tune_memory
-from reshard.tree import format_path
+from reshard.verify.comparison import partners
 from reshard.verify.verification import verify
 
+_CONVERSION = ("model", "source_model", "map_file", "init", "layout")
 
-@click.command("verify")
+
+@click.command("verify", context_settings={"allow_extra_args": True})
 @click.argument("path", type=click.Path())
-@click.option(
+@value(
     "--against",
-    metavar="OTHER",
-    help="Compare with another checkpoint, on any mesh and in any format, or a file of digests: a "
-    "checkpoint's own reshard_digests.json, or what `reshard digest --json` shows.",
+    "OTHER",
+    "Compare with another checkpoint, on any mesh and in any format, or with a file of digests: a "
+    "checkpoint's reshard_digests.json, or the output of `reshard digest --json`.",
 )
 @conversion_options
 @reading_options
-def command(
-    path: str,
-    against: str | None,
-    step: int | None,
-    item: str | None,
-    max_memory: str,
-    concurrency: int,
-    workers: int | None,
-    dask: str | None,
-    as_json: bool,
-    quiet: bool,
-    **flags: Any,
-) -> None:
-    """Read all of a checkpoint: is it committed and whole, does every chunk decode, and are the
-    values those that its digests were recorded of.
+@per_step
+def command(path: str, against: str | None, **flags: Any) -> None:
+    """Check that a checkpoint is complete, undamaged and unchanged.
 
-    --step and --item count for OTHER, too, if it has steps and items. It may be of Flax's other
-    API: then it is converted as `reshard convert` has noted it in the NNX one of the two, or as
-    --map, --model and the other options of `reshard convert` say. Exits with 0 if nothing is wrong,
-    and with 1, after a list of what is, otherwise.
+    Reads every array. Checks that the checkpoint is committed, that every chunk decodes, and that
+    the values equal the recorded digests. --step and --item also apply to OTHER, if it has steps
+    and items: a step is compared with the same step. OTHER may be in Flax's other API. Then it is
+    converted by the record of `reshard convert` in one of the two, or by --map, --model and the
+    other options of `reshard convert`. Exits with 0 if nothing is wrong. Otherwise lists the
+    problems and exits with 1.
 
     \b
     Example:
@@ -63,33 +63,40 @@ def command(
       reshard verify out/1000 --against run/1000
       reshard verify nnx/1000 --against linen/1000 --map map.toml
     """
-    asked = any(flags.values())
+    if more := click.get_current_context().args:
+        raise click.UsageError(f"unexpected argument `{more[0]}`; to compare: --against {more[0]}")
+    asked = any(flags[name] for name in _CONVERSION)
     if asked and against is None:
-        raise click.UsageError("--map, --model and the like go with --against OTHER")
+        raise click.UsageError("--map, --model and other options of a conversion require --against")
     tune_memory(large_arrays=has_large_arrays(path))
-    mine, theirs = places(path, against or path, step, item)
+    mine, *theirs = places(flags, path, *([] if against is None else [against]))
     try:
-        ckpt = open_checkpoint(path, **mine, concurrency=concurrency)
+        ckpt = open_checkpoint(path, **mine)
     except (UncommittedCheckpointError, CorruptCheckpointError) as error:
-        document = {"path": path, "ok": False, "problems": [error.summary, *error.problems]}
-        _answer(document, error.render(None, output.as_flags), as_json, quiet)
-        return
+        problems = [error.summary, *error.problems]
+        if wants_text(flags, lambda: {"path": path, "ok": False, "problems": problems}):
+            click.echo(error.render(None, output.as_flags))
+        sys.exit(1)
     other: Checkpoint | str | None = against
     if against is not None and not parse_location(against).is_file():
-        options = flags | {"max_memory": max_memory} if asked else None
-        opened = open_checkpoint(against, **theirs, concurrency=concurrency)
-        other = _in_one_api(ckpt, opened, options)
+        opened = open_checkpoint(against, **theirs[0])
+        other = _in_one_api(ckpt, opened, flags if asked else None)
+        if other is not opened:
+            other = _with_positions_of(ckpt, other)
         _repeat_warnings([ckpt, opened, other])
-    with working(dask, workers, max_memory, quiet or as_json) as by:
-        found = verify(ckpt, other, max_memory=max_memory, **by)
+    with working(flags) as by:
+        found = verify(ckpt, other, max_memory=flags["max_memory"], **by)
     document = {
         "path": str(found.path),
         "ok": found.ok,
         "problems": list(found.problems),
-        "digests": {format_path(path): digest for path, digest in found.digests.items()},
+        "digests": {tree.format_path(path): digest for path, digest in found.digests.items()},
         "compared": found.compared,
     }
-    _answer(document, repr(found), as_json, quiet)
+    if wants_text(flags, lambda: document):
+        click.echo(f"{latest_text(ckpt.source, flags['step'])}{found}")
+    if not found.ok:
+        sys.exit(1)
 
 
 def _repeat_warnings(checkpoints: Sequence[Checkpoint]) -> None:
@@ -108,13 +115,15 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
     """The other checkpoint in the API of this one: as the user says, or the record of a conversion
     of one of them; as it is, where there is neither."""
     # Which takes as long to import as a small checkpoint takes to read.
+    from reshard.convert import roundtrip
     from reshard.convert.layout import detect
-    from reshard.convert.roundtrip import from_record, has_record, like_recorded, recorded_kind
 
     if flags is not None:
-        api = detect(ckpt, recorded_kind(ckpt)).api
+        api = detect(ckpt, roundtrip.recorded_kind(ckpt)).api
         try:
-            return converter(api, flags)(other).checkpoint
+            dropped = [path for path in roundtrip.recorded_drop(ckpt) if path in other]
+            globs = [*map(tree.format_glob, dropped)]
+            return converter(api, flags)(other, globs).checkpoint
         except (ArgumentError, TreeMismatchError) as error:
             hints = [
                 hint
@@ -122,16 +131,27 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
                 if not output.as_flags(hint).startswith(("--to ", "--drop "))
             ]
             raise type(error)(error.summary, error.problems, hints) from error
-    if has_record(ckpt) == has_record(other):
+    recorded = roundtrip.has_record(ckpt)
+    if recorded == roundtrip.has_record(other):
         if ckpt.keys().isdisjoint(other.keys()):
             _check_same_api(ckpt, other)
         return other
     try:
-        if detect(other if has_record(ckpt) else ckpt).api != "linen":
+        if detect(other if recorded else ckpt).api != "linen":
             return other
     except TreeMismatchError:  # it is not known, and so compared as it is
         return other
-    return like_recorded(other, ckpt) if has_record(ckpt) else from_record(other)[0]
+    return roundtrip.like_recorded(other, ckpt) if recorded else roundtrip.from_record(other)[0]
+
+
+def _with_positions_of(ckpt: Checkpoint, converted: Checkpoint) -> Checkpoint:
+    """A converted checkpoint with its lists and dicts as another checkpoint has them: which of the
+    two Orbax saves depends on the API."""
+    here = {there: path for path, there in partners(ckpt, converted).items()}
+    pairs = [(here.get(path, path), leaf) for path, leaf in converted.items()]
+    return converted.replace(
+        {path: leaf.at(path) if isinstance(leaf, ArrayHandle) else leaf for path, leaf in pairs}
+    )
 
 
 def _check_same_api(ckpt: Checkpoint, other: Checkpoint) -> None:
@@ -149,12 +169,3 @@ def _check_same_api(ckpt: Checkpoint, other: Checkpoint) -> None:
             [f"`{c.source.path}` is {found.kind}" for c, found in ((ckpt, one), (other, two))],
             ["--model MODULE:NAME, the model that PATH is of; --map FILE, if names do not tell"],
         )
-
-
-def _answer(document: dict[str, Any], text: str, as_json: bool, quiet: bool) -> None:
-    if as_json:
-        click.echo(json.dumps(document))
-    elif not quiet:
-        click.echo(text)
-    if not document["ok"]:
-        sys.exit(1)

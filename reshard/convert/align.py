@@ -14,54 +14,578 @@ are equal never pairs anything; that they differ keeps things apart.
 
 import collections
 import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
+from reshard.arrays.boxes import Shape
+from reshard.arrays.operations import Concat, Transpose
 from reshard.convert import layers
-from reshard.convert.class_order import Group, Unpaired, grouped, numbered
-from reshard.convert.layers import Match
-from reshard.convert.leafmap import LeafMap, Zeros
+from reshard.convert.layers import NO_MOVE, Match, Placed, moves
+from reshard.convert.leafmap import LeafMap, Source, Value, Zeros, applied
 from reshard.convert.module_tree import RNG_KINDS, Leaf, Module, unlifted
-from reshard.convert.pairing import (
-    STACKED,
-    Abstention,
-    Alignment,
-    Found,
-    Mismatch,
-    Pairing,
-    apart,
-    match_norms,
-    mismatch_of,
-    other_shapes,
-    place_axes,
-    stack_hint,
-    unlike,
-    unstack_hint,
-    value_of,
-)
+from reshard.convert.replacement import literal_replacement, toml_text, whole_path
 from reshard.tree import Path, format_path
+
+# Where one side has an array for each layer, and the other has one for all of them.
+STACKED = "one side is stacked and the other is not"
+_MAX_LISTED = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Abstention:
+    """What structure does not decide.
+
+    Attributes:
+      linen: paths on Linen's side: of modules, without a collection, or of leaves.
+      nnx: paths of what they may be in NNX.
+      reason: why it is not decided.
+      hint: what may help, where that is known.
+      rule: of a map for the way to NNX, that may decide it.
+    """
+
+    linen: tuple[Path, ...]
+    nnx: tuple[Path, ...]
+    reason: str
+    hint: str = ""
+    rule: str = ""
+
+    def __str__(self) -> str:
+        candidates = f", perhaps {listed(self.nnx)}" if self.nnx else ""
+        return f"{listed(self.linen)}{candidates}: {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Leaves that should be one by their names, and cannot be.
+
+    Attributes:
+      linen: Linen's: one, or those that would be joined.
+      nnx: NNX's.
+      values: what differs, in words: that of Linen's and that of NNX's.
+      how: how that differs, where it can be said.
+    """
+
+    linen: tuple[Leaf, ...]
+    nnx: Leaf
+    values: tuple[str, str]
+    how: str = ""
+
+    def __str__(self) -> str:
+        return f"{' and '.join(self._names)}: {self._differ('Linen', 'NNX')}"
+
+    def told(self, to: str) -> str:
+        """It in the words of a conversion to one of the APIs."""
+        one, other = self._names
+        if [leaf.path[1:] for leaf in self.linen] == [self.nnx.path]:
+            return f"{other}: {self._differ('the checkpoint', 'the model', to)}"
+        names = f"{one} and {other}" if to == "nnx" else f"{other} and {one}"
+        return f"{names}: {self._differ('the checkpoint', 'the model', to)}"
+
+    @property
+    def counts(self) -> bool:
+        """Whether it says that modules are not the same. A cache has the size of the batch: only
+        parameters do."""
+        return any(map(layers.is_parameter, (*self.linen, self.nnx)))
+
+    @property
+    def _names(self) -> tuple[str, str]:
+        return " + ".join(format_path(x.path) for x in self.linen), format_path(self.nnx.path)
+
+    def _differ(self, before: str, after: str, to: str = "nnx") -> str:
+        one, other = self.values if to == "nnx" else self.values[::-1]
+        return f"{one} in {before}, {other} in {after}{self.how and f': {self.how}'}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Alignment:
+    """What is known of a conversion.
+
+    Attributes:
+      map: from Linen's leaves to NNX's. Those without a place in NNX, which have no effect if they
+        are zero, must be that.
+      abstentions: what is left open.
+      mismatches: leaves that should be one and differ in shape or collection.
+      modules: paths of the modules of both sides that are one.
+      groups: those of them that class and order have paired, by class.
+      numbered: those of these that numbers in names have paired.
+    """
+
+    map: LeafMap
+    abstentions: tuple[Abstention, ...]
+    mismatches: tuple[Mismatch, ...]
+    modules: tuple[tuple[Path, Path], ...] = ()
+    groups: tuple[tuple[tuple[Path, Path], ...], ...] = ()
+    numbered: tuple[tuple[tuple[Path, Path], ...], ...] = ()
+
+
+def listed(paths: Sequence[Path]) -> str:
+    """Paths as text, of many the first and the last."""
+    texts = [format_path(path) for path in paths]
+    if len(texts) > _MAX_LISTED:
+        return f"{', '.join(texts[: _MAX_LISTED - 1])}, ... {texts[-1]} ({len(texts)})"
+    return " and ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]]))
+
+
+def stack_hint(apart: Path, together: Path) -> str:
+    """How to stack layers of Linen's. `{}` in `apart` is the number of a layer."""
+    return f'reshard.stack(ckpt, "{format_path(apart)}", into="{format_path(together)}")'
+
+
+def unstack_hint(together: Path, apart: Path) -> str:
+    """How to unstack layers of Linen's. `{}` in `apart` is the number of a layer."""
+    return f'reshard.unstack(ckpt, "{format_path(together)}", into="{format_path(apart)}")'
+
+
+def apart(leaf: Leaf, leaves: Iterable[Leaf]) -> Abstention | None:
+    """What is open of a leaf of Linen's that may be some of NNX's in one array, which has no more
+    of the shape of its parts than it has parts; None if it is none."""
+    by_shape: dict[Shape, list[Leaf]] = {}
+    for other in filter(layers.is_parameter, leaves):
+        by_shape.setdefault(other.shape, []).append(other)
+    shapes = [(*leaf.shape[:axis], *leaf.shape[axis + 1 :]) for axis in range(len(leaf.shape))]
+    axes = [a for a, x in enumerate(shapes) if 1 < len(by_shape.get(x, ())) == leaf.shape[a]]
+    if len(axes) != 1:
+        return None
+    (axis,) = axes
+    parts = tuple(other.path for other in by_shape[shapes[axis]])
+    pattern = toml_text(whole_path(format_path(leaf.path)).text)
+    into = ", ".join(toml_text(literal_replacement(format_path(part)).text) for part in parts)
+    rule = f"from = {pattern}\nunstack = {{ axis = {axis}, into = [{into}] }}"
+    rule += "  # or in another order"
+    reason = f"one array for {len(parts)}, and nothing tells which part is which"
+    return Abstention((leaf.path,), parts, reason, rule=rule)
+
+
+def difference(linen: Shape, nnx: Shape) -> str:
+    """How two shapes differ, by what they look like; empty if that says nothing."""
+    if linen == nnx[::-1]:
+        return "transposed"
+    if sorted(linen) == sorted(nnx):
+        return "its axes are in another order"
+    more, less = sorted((linen, nnx), key=len, reverse=True)
+    if len(more) == len(less) + 1:
+        for axis, size in enumerate(more):
+            if more[:axis] + more[axis + 1 :] == less:
+                side = "Linen" if more is linen else "NNX"
+                return f"{side} has a stack of {size} along axis {axis}"
+    return "reshaped" if math.prod(linen) == math.prod(nnx) else ""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Pairing:
+    """What comes of pairing two modules.
+
+    Attributes:
+      found: matches of leaves.
+      zeros: leaves that must be zero.
+      norms: modules whose leaves are named after those of other modules, to be matched last.
+      abstentions: what is open.
+      mismatches: leaves that should be one and cannot be.
+      modules: paths of modules that are one.
+      groups: those of them that class and order have paired, by class.
+      numbered: those of these that numbers in names have paired.
+      rest: how many more parameters of a name and shape are open in Linen than in NNX.
+      mismatch: why the two modules themselves, apart from what is in them, are not the same.
+      stacked: whether shapes may differ in the order of axes.
+    """
+
+    found: list[Match] = dataclasses.field(default_factory=list)
+    zeros: list[Leaf] = dataclasses.field(default_factory=list)
+    norms: list[tuple[Module, Module, str]] = dataclasses.field(default_factory=list)
+    abstentions: list[Abstention] = dataclasses.field(default_factory=list)
+    mismatches: list[Mismatch] = dataclasses.field(default_factory=list)
+    modules: list[tuple[Path, Path]] = dataclasses.field(default_factory=list)
+    groups: list[tuple[tuple[Path, Path], ...]] = dataclasses.field(default_factory=list)
+    numbered: list[tuple[tuple[Path, Path], ...]] = dataclasses.field(default_factory=list)
+    rest: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    mismatch: str = ""
+    stacked: bool = False
+
+    def include(self, other: "Pairing") -> None:
+        """Takes over what comes of two modules inside."""
+        for field in dataclasses.fields(self):
+            held = getattr(self, field.name)
+            if isinstance(held, list):
+                held += getattr(other, field.name)
+        self.rest.update(other.rest)
+
+    def count(self, leaves: Iterable[Leaf], sign: int) -> None:
+        """Counts leaves that are open, with 1 for Linen's and -1 for NNX's."""
+        for leaf in leaves:
+            if layers.is_parameter(leaf):
+                shape = tuple(sorted(leaf.shape)) if self.stacked else leaf.shape
+                self.rest[leaf.path[-1], shape] += sign
+
+
+def value_of(match: Match) -> Value:
+    """What the leaf of NNX's is made of."""
+    value, *others = (Source(leaf.path, leaf.shape) for leaf in match.inputs)
+    if match.join is not None:
+        (value,) = applied(match.join, [value, *others])
+    order = match.move.order(len(value.shape))
+    return value if order == tuple(range(len(order))) else applied(Transpose(order), [value])[0]
+
+
+def place_axes(pairing: Pairing, linen: Module, nnx: Module) -> None:
+    """Finds which axis moves in a stack, the same one for all leaves of a collection."""
+    by_collection: dict[str, list[Match]] = {}
+    for found in pairing.found:
+        by_collection.setdefault(found.inputs[0].kind, []).append(found)
+    pairing.found = []
+    for kind, group in by_collection.items():
+        weights = [Placed(x.inputs[0].shape, x.output.shape, len(x.inputs)) for x in group]
+        candidates = moves(weights)
+        if all(x.shape == x.output.shape for x in group):
+            # With as many layers as features the axis may be another one than NNX's all the same.
+            others = [m for m in candidates if m.before != m.after and 0 in (m.before, m.after)]
+            candidates = [NO_MOVE, *(others if layers.may_lie_elsewhere(linen) else ())]
+        if candidates == [NO_MOVE]:
+            pairing.found += group
+            continue
+        if len(candidates) == 1:
+            for found, weight in zip(group, weights, strict=True):
+                join = Concat(weight.joined_at(candidates[0])) if found.join else None
+                moved = dataclasses.replace(found, join=join, move=candidates[0])
+                pairing.found.append(moved)
+            continue
+        if candidates:
+            choices = " or ".join(map(str, candidates))
+            reason = f"the axis of the layers in {kind} is not known: {choices}"
+        else:
+            reason = f"no axis of the layers fits all leaves in {kind}"
+            for found in group:
+                if found.shape != found.output.shape:
+                    pairing.mismatches.append(mismatch_of(found))
+        pairing.abstentions.append(Abstention(named_paths(linen), named_paths(nnx), reason))
+        pairing.mismatch = pairing.mismatch or reason
+
+
+def named_paths(module: Module) -> tuple[Path, ...]:
+    """The path of a module. The whole model has no path: the paths of what is in it."""
+    if module.path:
+        return (module.path,)
+    leaves = (leaf.path for held in module.leaves.values() for leaf in held)
+    return (*(child.path for child in module.children.values() if child.filled), *leaves)
+
+
+def mismatch_of(match: Match) -> Mismatch:
+    """What to say of leaves whose shapes differ."""
+    linen, nnx = match.shape, match.output.shape
+    shapes = str(list(linen)), str(list(nnx))
+    return Mismatch(match.inputs, match.output, shapes, difference(linen, nnx))
+
+
+def unlike(made: Sequence[Pairing]) -> str:
+    """Why modules that class and order pair are not the same; empty if they are."""
+    for pairing in made:
+        if pairing.mismatch:
+            return pairing.mismatch
+    for pairing in made:
+        for mismatch in pairing.mismatches:
+            if mismatch.counts:
+                return str(mismatch)
+        for (name, shape), more in pairing.rest.items():
+            if more:
+                side, other = ("Linen", "NNX") if more > 0 else ("NNX", "Linen")
+                return f"in {side} there is a {name} {list(shape)} more than in {other}"
+    if not any(pairing.found or pairing.norms for pairing in made):
+        return "nothing in them has the same name"
+    return ""
+
+
+def other_shapes(made: Sequence[Pairing]) -> bool:
+    """Whether modules that class and order pair are the same apart from shapes of parameters, and
+    in any other order would be no more alike."""
+    clashes = [x for pairing in made for x in pairing.mismatches if x.counts]
+    linen = {(x.linen[0].path[-1], x.values[0]) for x in clashes}
+    nnx = {(x.nnx.path[-1], x.values[1]) for x in clashes}
+    return (
+        bool(clashes)
+        and not linen & nnx
+        and not any(pairing.mismatch or any(pairing.rest.values()) for pairing in made)
+    )
+
+
+def match_norms(pairing: Pairing) -> None:
+    """Matches the leaves that norms have for those of other layers, now that those are known."""
+    sources: dict[Path, Path] = {
+        found.output.path: found.inputs[0].path
+        for found in pairing.found
+        if found.join is None and found.move == NO_MOVE
+    }
+    for linen, nnx, origin in pairing.norms:
+        matched = set()
+        for match in layers.normed(linen, nnx, sources):
+            matched.add(match.inputs[0].path)
+            if match.shape == match.output.shape:
+                pairing.found.append(dataclasses.replace(match, origin=origin))
+            else:
+                pairing.mismatches.append(mismatch_of(match))
+        rest = [
+            leaf.path
+            for name, held in linen.leaves.items()
+            for leaf in held
+            if "/" in name and leaf.path not in matched
+        ]
+        if rest:
+            reason = "the leaves that they are for have no counterparts"
+            pairing.abstentions.append(Abstention(tuple(rest), named_paths(nnx), reason))
+
+
+# Modules of one class, side by side: which of Linen's is which of NNX's by their order.
+#
+# Linen numbers the modules of a class (`Dense_0`, `Dense_1`) as they are made; NNX's are in the
+# order in which attributes are defined, the members of a list in theirs. A layer that is inside a
+# `Sequential`, an `RNN` or a norm counts where that is: in Linen it is made beside it.
+
+_COUNTED = re.compile(r"(.*_)(\d+)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Group:
+    """Modules of one class.
+
+    Attributes:
+      kinds: the class, or classes with the same leaves, in NNX.
+      linen: Linen's modules.
+      nnx: NNX's, those without leaves left out: each the counterpart of the one of Linen's in the
+        same place, if `reason` is empty.
+      reason: why their order does not decide.
+      hint: what may help.
+      numbered: whether numbers in names say which is which, whatever they are called.
+    """
+
+    kinds: tuple[str, ...]
+    linen: tuple[Module, ...]
+    nnx: tuple[Module, ...]
+    reason: str = ""
+    hint: str = ""
+    numbered: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Member:
+    """A module of NNX's that counts, the child of the module in question that it is in, the list or
+    dict that it is in, and whether its place within the child is known."""
+
+    module: Module
+    child: str
+    container: str = ""
+    known: bool = True
+
+
+def grouped(linen: Sequence[Module], nnx: Module, taken: Collection[int]) -> list[Group]:
+    """The groups that modules of Linen's in one module form with those of NNX's in another.
+
+    Args:
+      linen: Linen's, as far as they have no counterpart yet. Those of unknown class, or of one that
+        NNX's module has none of, are in no group.
+      nnx: NNX's module that they are to be found in.
+      taken: `id`s of modules of NNX's that have a counterpart.
+    """
+    inside = (layers.counterparts(module.kind) for module in linen if module.children)
+    whole = {kind for found in inside for kinds in found for kind in kinds}
+    members = [
+        member
+        for name, child in nnx.children.items()
+        if name not in nnx.repeated
+        for member in _members(child, _Member(child, name), whole)
+        if id(member.module) not in taken
+    ]
+    present = {member.module.kind for member in members if member.module.filled}
+    groups: dict[tuple[str, ...], list[Module]] = {}
+    for module in linen:
+        for kinds in layers.counterparts(module.kind):
+            if not present.isdisjoint(kinds):
+                groups.setdefault(kinds, []).append(module)
+                break
+    places = {kind: kinds for kinds in groups for kind in kinds}
+    found: dict[tuple[str, ...], list[_Member]] = {kinds: [] for kinds in groups}
+    for member in members:
+        if member.module.kind in places:
+            found[places[member.module.kind]].append(member)
+    return [_group(kinds, modules, found[kinds], nnx.ordered) for kinds, modules in groups.items()]
+
+
+def numbered(linen: Sequence[Module], nnx: Module, taken: Collection[int]) -> list[Group]:
+    """The layers of Linen's that are called `layer_0`, `layer_1`, ..., and the list that NNX has of
+    as many, if each side has one such series, of layers that are all alike."""
+    series: dict[str, dict[str, Module]] = {}
+    for module in linen:
+        if match := _COUNTED.fullmatch(module.path[-1]):
+            series.setdefault(match[1], {})[match[2]] = module
+    lists = [
+        child
+        for name, child in nnx.children.items()
+        if child.kind in layers.LISTS and name not in nnx.repeated
+        if any(x.filled and id(x) not in taken for x in child.children.values())
+    ]
+    if len(series) != 1 or len(lists) != 1:
+        return []
+    (here,), (there,) = series.values(), (x.children for x in lists)
+    numbers = [str(number) for number in range(len(here))]
+    if len(here) < 2 or not here.keys() == there.keys() == {*numbers} or lists[0].repeated:
+        return []
+    one, other = ([side[number] for number in numbers] for side in (here, there))
+    if len({x.tree for x in one}) > 1 or len({x.tree for x in other}) > 1 or not other[0].kind:
+        return []
+    if any(id(module) in taken or not module.filled for module in other):
+        return []
+    return [Group((other[0].kind,), tuple(one), tuple(other), numbered=True)]
+
+
+class Unpaired:
+    """Modules without a counterpart, in which there may be those of others."""
+
+    def __init__(self, linen: Iterable[Module], nnx: Iterable[Module]):
+        self._linen: dict[str, Module] = {}  # by the classes in NNX that they have or hold
+        self._parts: dict[frozenset[str], Module] = {}  # by what is in those of unknown class
+        for module in linen:
+            for kinds in itertools.chain(*map(layers.counterparts, module.kinds)):
+                self._linen.update(dict.fromkeys(set(kinds) - self._linen.keys(), module))
+            for parts in module.unknown:
+                self._parts.setdefault(parts, module)
+        self._nnx: dict[str, Module] = {}
+        for module in nnx:
+            self._nnx.update(dict.fromkeys(module.kinds - self._nnx.keys(), module))
+
+    def ambiguity(self, group: Group) -> str:
+        """Why the order in a group does not decide; empty if it does."""
+        known = {module.parts for module in group.linen}
+        layered = any(module.children for module in group.linen)
+        found = [self._linen[kind] for kind in group.kinds if kind in self._linen]
+        for parts, module in self._parts.items():
+            # Two layers without a bias may be of one class, and two modules that differ inside.
+            if any(parts <= x or x <= parts or (layered and parts & x) for x in known):
+                found.append(module)
+        if found:
+            return f"{format_path(found[0].path)} in Linen may be, or hold, one of them"
+        kinds = itertools.chain(*(k for m in group.linen for k in layers.counterparts(m.kind)))
+        for kind in dict.fromkeys((*group.kinds, *kinds)):
+            if kind in self._nnx:
+                return f"{format_path(self._nnx[kind].path)} in NNX may hold one of them"
+        return ""
+
+
+def _members(module: Module, at: _Member, whole: Collection[str]) -> Iterator[_Member]:
+    """The modules that count at a place, in their order."""
+    here = dataclasses.replace(at, module=module)
+    inner = layers.WRAPPERS.get(module.kind, ())
+    if module.kind in layers.LISTS or module.kind in layers.DICTS:
+        # Of the order in which the members of two containers were made nothing is known.
+        container = format_path(module.path) if not at.container else "several"
+        known = at.known and module.ordered
+        here = dataclasses.replace(here, container=container, known=known)
+        inner = tuple(module.children)
+    else:
+        yield here
+        if module.kind in whole:
+            return
+    for name in inner:
+        child = module.children.get(name)
+        if child is None or name in module.repeated:
+            continue
+        if module.kind == "Sequential":
+            for key, layer in child.children.items():
+                if key not in child.repeated:
+                    yield from _members(layer, here, whole)
+        else:
+            yield from _members(child, here, whole)
+
+
+def _group(
+    kinds: tuple[str, ...], linen: Sequence[Module], members: Sequence[_Member], ordered: bool
+) -> Group:
+    places = [place for place, member in enumerate(members) if member.module.filled]
+    nnx = [members[place].module for place in places]
+    numbers = _numbers(linen)
+    reason, hint = "", ""
+    if isinstance(numbers, str):
+        reason = numbers
+    else:
+        linen = [module for _, module in sorted(zip(numbers, linen, strict=True), key=_number)]
+        reason = _count(sorted(numbers), places)
+        if reason:
+            hint = _hint(linen, nnx)
+            reason = STACKED if hint else reason
+        elif len(linen) > 1 and linen[0].index is None and not members[0].container:
+            reason = "they have names of their own"
+    if not reason and len(members) > 1:
+        reason = _order(members, ordered)
+    return Group(kinds, tuple(linen), tuple(nnx), reason, hint)
+
+
+def _number(pair: tuple[int, Module]) -> int:
+    return pair[0]
+
+
+def _numbers(linen: Sequence[Module]) -> list[int] | str:
+    """The place of each of Linen's modules, or why none is known."""
+    automatic = [module.index for module in linen if module.index is not None]
+    if len(automatic) == len(linen):
+        kinds = {module.kind: module.path[-1] for module in linen}
+        if len(kinds) > 1:
+            return f"which of {' and '.join(kinds.values())} was made first is not known"
+        return automatic
+    if len(linen) == 1:
+        return [0]
+    numbered = [_COUNTED.fullmatch(module.path[-1]) for module in linen]
+    if automatic or None in numbered or len({match[1] for match in numbered if match}) > 1:
+        return "they have names of their own"
+    return [int(match[2]) for match in numbered if match]
+
+
+def _count(numbers: Sequence[int], places: Sequence[int]) -> str:
+    if len(numbers) != len(places):
+        return f"{len(numbers)} in Linen, {len(places)} in NNX"
+    if list(numbers) != list(places):
+        one, other = (", ".join(map(str, found)) for found in (numbers, places))
+        return f"in Linen they are numbered {one}, in NNX those with leaves are {other}"
+    return ""
+
+
+def _order(members: Sequence[_Member], ordered: bool) -> str:
+    containers = {member.container for member in members}
+    if len(containers) > 1 or "several" in containers:
+        return "which of them was made first is not known: they are not in one list"
+    if (ordered or len({member.child for member in members}) == 1) and all(
+        member.known for member in members
+    ):
+        return ""
+    return "the order in which NNX defines them is not known"
+
+
+def _hint(linen: Sequence[Module], nnx: Sequence[Module]) -> str:
+    """How to make the two sides alike where one of them has the layers in one array each."""
+    *above, name = ("params", *linen[0].path)
+    named = linen[0].index is None
+    if len(linen) == 1 and len(nnx) > 1 and layers.may_be_stack(linen[0]):
+        apart = name if named else unlifted(linen[0].kind)[-1][0]
+        return unstack_hint((*above, name), (*above, f"{apart}_{{}}"))
+    if len(linen) > 1 and len(nnx) == 1 and layers.may_be_stack(nnx[0]):
+        apart = re.sub(r"\d+$", "{}", name)
+        together = apart.removesuffix("_{}") if named else f"Scan{linen[0].kind}_0"
+        return stack_hint((*above, apart), (*above, together))
+    return ""
+
 
 _NUMBERED = re.compile(r"(.+)_(\d+)")
 
 
 def align(linen: Module, nnx: Module) -> Alignment:
-    """Which leaf is which.
-
-    Args:
-      linen: the outline of the Linen model.
-      nnx: the outline of the NNX model.
-    """
+    """Which leaf is which."""
     pairing = _pair(linen, nnx, "path", False)
     match_norms(pairing)
-    makers: dict[Path, list[Found]] = {}
+    makers: dict[Path, list[Match]] = {}
     used: collections.Counter[Path] = collections.Counter()
     for found in pairing.found:
-        makers.setdefault(found.match.output.path, []).append(found)
-        used.update(leaf.path for leaf in found.match.inputs)
+        makers.setdefault(found.output.path, []).append(found)
+        used.update(leaf.path for leaf in found.inputs)
     values, origin, shared = {}, {}, []
     for path, several in makers.items():
-        inputs = tuple(leaf.path for found in several for leaf in found.match.inputs)
+        inputs = tuple(leaf.path for found in several for leaf in found.inputs)
         if len(several) > 1:
             shared.append(Abstention(inputs, (path,), "NNX has one leaf for them"))
         elif any(used[path] > 1 for path in inputs):
@@ -86,14 +610,7 @@ def align(linen: Module, nnx: Module) -> Alignment:
 
 
 def _pair(linen: Module, nnx: Module, origin: str, stacked: bool) -> Pairing:
-    """Pairs what is in two modules.
-
-    Args:
-      linen: Linen's module.
-      nnx: NNX's module.
-      origin: what says that they are one: `"path"` or `"structure"`.
-      stacked: whether they are in a stack, whose axes the caller looks at.
-    """
+    """Pairs what is in two modules."""
     if stacked or not layers.is_stack(linen, nnx):
         return _Level(linen, nnx, origin, stacked).pair()
     pairing = _Level(linen, nnx, origin, True).pair()
@@ -102,11 +619,7 @@ def _pair(linen: Module, nnx: Module, origin: str, stacked: bool) -> Pairing:
 
 
 class _Level:
-    """Two modules that are one, and what is directly in them.
-
-    Args:
-      linen, nnx, origin, stacked: as for `_pair`.
-    """
+    """Two modules that are one, and what is directly in them."""
 
     def __init__(self, linen: Module, nnx: Module, origin: str, stacked: bool):
         self._linen, self._nnx, self._origin, self._stacked = linen, nnx, origin, stacked
@@ -123,15 +636,18 @@ class _Level:
         """What comes of it."""
         cell = layers.cell(self._linen, self._nnx)
         if cell is not None:
-            for match in cell.matches:
+            matches, zeros = cell
+            for match in matches:
                 self._add(match)
-            self._made.zeros += cell.zeros
+            self._made.zeros += zeros
             return self._made
         if layers.is_cell(self._nnx):
             # One with other gates: a name that both have may be another part of it.
-            self._abstain([self._linen], [self._nnx], "they are not the same recurrent cell")
+            reason = self._made.mismatch = "they are not the same recurrent cell"
+            one, other = named_paths(self._linen), named_paths(self._nnx)
+            self._made.abstentions.append(Abstention(one, other, reason))
+            self._made.count(self._linen.all_leaves(), 1)
             self._made.count(self._nnx.all_leaves(), -1)
-            self._made.mismatch = "they are not the same recurrent cell"
             return self._made
         self._pair_leaves()
         self._pair_names()
@@ -153,7 +669,7 @@ class _Level:
         elif self._stacked:
             same = math.prod(before) == math.prod(after) and len(before) == len(after)
         if same:
-            self._made.found.append(Found(match, self._origin))
+            self._made.found.append(dataclasses.replace(match, origin=self._origin))
         else:
             self._made.mismatches.append(mismatch_of(match))
 
@@ -321,7 +837,7 @@ class _Level:
         for group in self._undecided:
             self._abstain(group.linen, group.nnx, group.reason, group.hint)
         remaining = [*_remaining(self._nnx, self._taken)]
-        matched = {found.match.output.path for found in self._made.found}
+        matched = {found.output.path for found in self._made.found}
         matched |= {mismatch.nnx.path for mismatch in self._made.mismatches}
         for module in remaining:
             self._made.count((x for x in module.all_leaves() if x.path not in matched), -1)

@@ -2,15 +2,19 @@
 and a record in the result and in all that is made of it, until somebody has compared outputs.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 from reshard.checkpoint import Checkpoint
 from reshard.convert.leafmap import LeafMap
-from reshard.hints import Hint
 from reshard.tree import Path, format_path
 
 KEY = "reshard.order"
+# Why `--check` does not say that an order is right.
+NOT_SEEN = "not seen: the outputs do not show which is which"
+NOT_TRIED = "not tried: leaves of at most 32 groups are exchanged"
+# Modules of one class, each with its counterpart: paths in Linen, without a collection, and in NNX.
+Modules = tuple[tuple[Path, Path], ...]
 _SHOWN = 3
 
 
@@ -23,12 +27,7 @@ class ByOrder(NamedTuple):
 
 
 def by_order(model: LeafMap, to: str) -> ByOrder | None:
-    """What went by order in the map of a model's leaves; None if nothing did.
-
-    Args:
-      model: the map.
-      to: the API that it leads to.
-    """
+    """What went by order in the map of a model's leaves; None if nothing did."""
     paths = [path for path, origin in model.origin.items() if "structure" in origin]
     if not paths:
         return None
@@ -39,6 +38,29 @@ def by_order(model: LeafMap, to: str) -> ByOrder | None:
         for before in made[path]
     ]
     return ByOrder(len(paths), tuple(dict.fromkeys(pairs)))
+
+
+def leaves_in(groups: Collection[Modules], leaves: Iterable[Path], api: str) -> dict[Path, Path]:
+    """Of a model's leaves in an API those in some modules -> their paths in these."""
+    side, found = ("linen", "nnx").index(api), {}
+    modules = {pair[side] for group in groups for pair in group}
+    for leaf in leaves:
+        path = tuple(map(str, leaf))
+        above, below = ((), path) if api == "nnx" else (path[:1], path[1:])
+        for end in range(len(below)):
+            if below[:end] in modules:
+                found[leaf] = above + below[end:]
+    return found
+
+
+def by_order_in(groups: Collection[Modules], model: LeafMap, to: str) -> ByOrder | None:
+    """What went by order in some groups of modules; arguments as for `by_order`."""
+    if not groups:
+        return None
+    paths = [path for path, origin in model.origin.items() if "structure" in origin]
+    pairs = [pair if to == "nnx" else pair[::-1] for group in groups for pair in group]
+    modules = tuple((format_path(one), format_path(other)) for one, other in pairs)
+    return ByOrder(len(leaves_in(groups, paths, to)), modules)
 
 
 def _modules(before: Path, after: Path) -> tuple[str, str]:
@@ -65,9 +87,10 @@ def order_text(order: ByOrder) -> str:
     return f"{leaves} went by the order of modules of one class: {pairs}"
 
 
-def order_warning(order: ByOrder) -> Hint:
-    """What to tell whoever converts."""
-    return Hint(f"{order_text(order)}; ", ("check",), " compares outputs")
+def order_warning(order: ByOrder, why: str = "") -> str:
+    """What to tell whoever converts; `why` outputs that were compared do not say that it is
+    right."""
+    return f"{order_text(order)}; {why or 'check=True compares outputs'}"
 
 
 def without_notes(ckpt: Checkpoint, notes: Collection[str]) -> Checkpoint:
@@ -101,12 +124,14 @@ def order_json(order: ByOrder) -> dict[str, Any]:
 
 def order_in(found: Any) -> ByOrder | None:
     """The inverse of `order_json`; None for what cannot be read."""
-    if not isinstance(found, dict) or not isinstance(found.get("leaves"), int):
-        return None
-    pairs = found.get("modules")
-    if not isinstance(pairs, list) or not all(
+    match found:
+        case {"leaves": int(leaves), "modules": list(pairs)}:
+            pass
+        case _:
+            return None
+    if not all(
         isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
         for pair in pairs
     ):
         return None
-    return ByOrder(found["leaves"], tuple((one, other) for one, other in pairs))
+    return ByOrder(leaves, tuple((one, other) for one, other in pairs))

@@ -8,46 +8,50 @@ are written or restored.
 """
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from reshard.arrays.boxes import Shape
 from reshard.arrays.derived import constant
 from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Crop
 from reshard.checkpoint import Checkpoint, Leaf, describe
 from reshard.convert.by_order import (
+    NOT_SEEN,
+    NOT_TRIED,
+    Modules,
     both,
     by_order,
+    by_order_in,
     order_of,
     order_warning,
     with_order,
     without_notes,
 )
-from reshard.convert.decision import Decision, decide
+from reshard.convert.decision import Decision, Outcome, decide, outcomes
 from reshard.convert.initial_values import initial_values
 from reshard.convert.layout import Layout, detect
 from reshard.convert.leafmap import LeafMap, an_array
 from reshard.convert.map_rules import OPPOSITE
-from reshard.convert.mapwriter import write_map
+from reshard.convert.mapfile import write_map
 from reshard.convert.model import TargetTree, target_tree_of
-from reshard.convert.model_run import Arguments, More, Run, runs
-from reshard.convert.outcomes import Outcome, outcomes
+from reshard.convert.model_run import RunModel, runs
 from reshard.convert.outputs import OutputComparison, compare_outputs
 from reshard.convert.roundtrip import (
+    beside,
+    counter,
     from_record,
     has_record,
     recorded,
     recorded_kind,
     without_record,
 )
-from reshard.convert.target_paths import beside, counter
 from reshard.errors import ArgumentError, TreeMismatchError
-from reshard.hints import Hint
 from reshard.loader import open as open_checkpoint
 from reshard.transforms import select, without
 from reshard.tree import (
+    LISTING,
     Path,
     check_lists,
     format_path,
@@ -76,6 +80,7 @@ class Conversion:
       kind: what the result is, one of `reshard.convert.layout.KINDS`.
       outcomes: what becomes of each leaf of the source, and what each of the result is made of.
       warnings: what was decided on evidence that may be wrong: also the last notes of `checkpoint`.
+      groups: the modules of one class that only order has paired.
     """
 
     checkpoint: Checkpoint
@@ -87,6 +92,7 @@ class Conversion:
     kind: str
     outcomes: tuple[Outcome, ...]
     warnings: tuple[str, ...] = ()
+    groups: tuple[Modules, ...] = ()
 
     def leaves(self, api: str) -> dict[Path, Leaf]:
         """The model's leaves before or after, as an API has them: path in the model -> leaf."""
@@ -95,11 +101,9 @@ class Conversion:
             ckpt, layout = self.checkpoint, detect(self.checkpoint, self.kind)
         return {path: ckpt[saved] for path, saved in layout.model.items()}
 
-    def compare_outputs(
-        self, run: Mapping[str, Callable[[Arguments | None, More], Run]], inputs: Any
-    ) -> OutputComparison:
+    def compare_outputs(self, run: Mapping[str, RunModel], inputs: Any) -> OutputComparison:
         """Runs both models, as `reshard.convert.outputs.compare_outputs` has it."""
-        return compare_outputs(run, inputs, self.map, self.to)
+        return compare_outputs(run, inputs, self.map, self.to, self.groups)
 
     def checked(self, model: Any, source: Any, check: Any) -> Checkpoint:
         """The result, once the outputs of both models were found to be equal, unless `check` is
@@ -112,17 +116,22 @@ class Conversion:
             raise TreeMismatchError(
                 f"`{self.source.source.root}` is converted, and the outputs of the models differ",
                 found.problems,
-                [Hint(("plan",), " shows where every leaf goes")],
+                ["the plan shows where every leaf goes"],
             )
         return self.compared(found).checkpoint
 
-    def compared(self, found: OutputComparison) -> "Conversion":
-        """The conversion once its outputs were found to be equal: what went by order is right, if
-        they say something of every leaf. Of how the source was made they say nothing."""
-        ckpt, warnings = self.checkpoint, self.warnings
-        if not found.unused:
-            ckpt, warnings = with_order(without_notes(ckpt, warnings), order_of(self.source)), ()
-        ckpt = ckpt.replace(ckpt, notes=[repr(found)])
+    def compared(self, found: OutputComparison, step: str = "") -> "Conversion":
+        """The conversion once its outputs were found to be equal: what went by order is right where
+        they show an exchange. Of how the source was made they say nothing. `step`: begins the note,
+        if there are several."""
+        open_ = [
+            (by_order_in(groups, self.map, self.to), why)
+            for groups, why in ((found.not_seen, NOT_SEEN), (found.not_tried, NOT_TRIED))
+        ]
+        warnings = tuple(order_warning(order, why) for order, why in open_ if order is not None)
+        order = functools.reduce(both, (order for order, _ in open_), order_of(self.source))
+        ckpt = with_order(without_notes(self.checkpoint, self.warnings), order)
+        ckpt = ckpt.replace(ckpt, notes=[f"{step}{found!r}", *warnings])
         return dataclasses.replace(self, checkpoint=ckpt, warnings=warnings)
 
     @property
@@ -301,8 +310,8 @@ def conversion(
             f"`{ckpt.source.root}` is {found.kind} already",
             found.why,
             [
-                Hint(("to_linen" if to == "nnx" else "to_nnx",), " converts it"),
-                Hint(("layout",), " says otherwise, if that is wrong"),
+                f"reshard.to_{OPPOSITE[to]}(ckpt, ...) converts it",
+                "layout=... says otherwise, if that is wrong",
             ],
         )
     if to == "linen" and model is None and map_file is None:
@@ -310,20 +319,15 @@ def conversion(
             raise ArgumentError(
                 "only a model has initial values",
                 [f"`{glob}`" for glob in init],
-                [Hint(("model",))],
+                ["model=..."],
             )
         if not has_record(ckpt):
             raise TreeMismatchError(
                 f"`{ckpt.source.root}` has no record of a conversion from Linen: it was not made "
                 "by one, or was trained on since then",
                 hints=[
-                    Hint(
-                        *(("model",), ", the Linen model; "),
-                        *(("the_source",), " tells the classes of the NNX one"),
-                    ),
-                    Hint(
-                        ("map_file",), ", the map that ", ("emit_map",), " wrote on the way to NNX"
-                    ),
+                    "model=..., the Linen model; `source=` tells the classes of the NNX one",
+                    "map_file=..., the map that `reshard convert` wrote on the way to NNX",
                 ],
             )
         made, back = from_record(ckpt)
@@ -332,7 +336,7 @@ def conversion(
     if model is None and map_file is None:
         raise ArgumentError(
             "there is neither a model nor a map to convert by",
-            hints=[Hint(("model",)), Hint(("map_file",))],
+            hints=["model=...", "map_file=..."],
         )
     target = None if model is None else target_tree_of(model, to)
     other = source
@@ -341,45 +345,11 @@ def conversion(
     said = layout or known
     left_out = {} if whole is ckpt else _left_out_of(whole, ckpt, found, said, OPPOSITE[to])
     decided = decide(ckpt, found, to, target, map_file, init, other, left_out)
-    made = _made(ckpt, found, to, target, decided, model, limit)
+    lost = [path for path in whole if path not in ckpt]
+    made = _made(ckpt, found, to, target, decided, model, limit, lost)
     model_map = dataclasses.replace(made.map, dropped=(*left_out, *made.map.dropped))
-    gone = (Outcome((path,), None, "dropped") for path in whole if path not in ckpt)
+    gone = (Outcome((path,), None, "dropped") for path in lost)
     return dataclasses.replace(made, map=model_map, outcomes=(*made.outcomes, *gone))
-
-
-def _without_dropped(
-    ckpt: Checkpoint, drop: Sequence[str], layout: str | None, api: str
-) -> Checkpoint:
-    """A checkpoint less the leaves that globs name: by their saved paths, or by those that maps
-    have."""
-    texts = {glob_text(path) for path in ckpt}
-    if all(named_by(texts, glob) for glob in drop):
-        return select(ckpt, drop=drop)
-    try:
-        found = detect(ckpt, layout or recorded_kind(ckpt), api)
-    except TreeMismatchError:  # its names are the saved ones alone
-        return select(ckpt, drop=drop)
-    state = [(("opt_state", *path), saved) for path, saved in found.optimizer.items()]
-    names = ([(path, path) for path in ckpt], [*found.model.items(), *state])
-    return without(ckpt, named_in(names, drop))
-
-
-def _left_out_of(
-    whole: Checkpoint, ckpt: Checkpoint, layout: Layout, said: str | None, api: str
-) -> dict[Path, Shape]:
-    """The leaves of the model that `drop` has left out. Where they were in the way of knowing what
-    the whole is, it is all that is in the places of the model."""
-    try:
-        saved = detect(whole, said, api).model
-    except TreeMismatchError:
-        saved = {}
-        for path in whole:
-            keys = tuple(map(str, path[:-1] if path[-1] == "value" else path))
-            for begin, root in layout.roots.items():
-                if keys[: len(root)] == root:
-                    saved[begin + keys[len(root) :]] = path
-    gone = {path: whole[at] for path, at in saved.items() if at not in ckpt}
-    return {path: leaf.shape for path, leaf in gone.items() if isinstance(leaf, ArrayHandle)}
 
 
 def _made(
@@ -390,8 +360,9 @@ def _made(
     decided: Decision,
     model: Any,
     max_memory: int | None,
+    left_out: Sequence[Path],
 ) -> Conversion:
-    """The conversion that has been decided."""
+    """The conversion that has been decided; `left_out`: leaves that were dropped before."""
     not_zero = decided.map.not_zero(ckpt)
     if not_zero:
         raise TreeMismatchError(
@@ -426,10 +397,10 @@ def _made(
     if layout.api == "nnx":
         result = without_record(result)
     elif not any(isinstance(call.operation, Crop) for call in decided.map.calls()):
-        dropped = {*decided.map.dropped}
+        dropped = dict.fromkeys((*left_out, *decided.map.dropped))
         kept = {path: leaf for path, leaf in ckpt.items() if path not in dropped}
         own = [*initial, *decided.empty]
-        result = recorded(result, kept, ckpt.source.metadata, decided.map, own, kind)
+        result = recorded(result, kept, ckpt.source.metadata, decided.map, own, kind, dropped)
     return Conversion(
         with_order(result, both(ordered, order_of(ckpt))),
         layout,
@@ -440,6 +411,7 @@ def _made(
         kind,
         tuple(outcomes(decided.map, initial=initial)),
         tuple(warnings),
+        decided.groups,
     )
 
 
@@ -447,3 +419,38 @@ def _order(target: TargetTree, prefix: Path) -> Callable[[Path], int]:
     """The place of a leaf in the tree of the model; leaves beside it come last."""
     places = {prefix + path: place for place, path in enumerate(target.leaves)}
     return lambda path: places.get(path, len(places))
+
+
+def _without_dropped(
+    ckpt: Checkpoint, drop: Sequence[str], layout: str | None, api: str
+) -> Checkpoint:
+    """A checkpoint less the leaves that globs name: by their saved paths, or by those that maps
+    have."""
+    texts = {glob_text(path) for path in ckpt}
+    if all(named_by(texts, glob) for glob in drop):
+        return select(ckpt, drop=drop)
+    try:
+        found = detect(ckpt, layout or recorded_kind(ckpt), api)
+    except TreeMismatchError:  # its names are the saved ones alone
+        return select(ckpt, drop=drop)
+    state = [(("opt_state", *path), saved) for path, saved in found.optimizer.items()]
+    names = ([(path, path) for path in ckpt], [*found.model.items(), *state])
+    return without(ckpt, named_in(names, drop, otherwise=LISTING))
+
+
+def _left_out_of(
+    whole: Checkpoint, ckpt: Checkpoint, layout: Layout, said: str | None, api: str
+) -> dict[Path, ArrayHandle]:
+    """The leaves of the model that `drop` has left out. Where they were in the way of knowing what
+    the whole is, it is all that is in the places of the model."""
+    try:
+        saved = detect(whole, said, api).model
+    except TreeMismatchError:
+        saved = {}
+        for path in whole:
+            keys = tuple(map(str, path[:-1] if path[-1] == "value" else path))
+            for begin, root in layout.roots.items():
+                if keys[: len(root)] == root:
+                    saved[begin + keys[len(root) :]] = path
+    gone = {path: whole[at] for path, at in saved.items() if at not in ckpt}
+    return {path: leaf for path, leaf in gone.items() if isinstance(leaf, ArrayHandle)}

@@ -2,40 +2,115 @@
 
 A total map: every leaf of the source is used or dropped by name, every leaf of the target is filled
 or left to the model's own initial value by name. What does not fit is collected and reported
-together. Paths here are relative to the model, or to the optimizer's state, until `Decision.way`.
+together: what structure leaves open, what has no place, no source, or another shape or dtype.
+Paths are relative to the model, or to the optimizer's state, until `_Work._whole`.
 """
 
 import collections
 import dataclasses
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Apply
-from reshard.checkpoint import Checkpoint, Leaf
-from reshard.convert.alike import shown_once
+from reshard.checkpoint import Checkpoint, Leaf, describe
+from reshard.convert.align import Alignment, listed
+from reshard.convert.by_order import Modules
 from reshard.convert.layout import Layout, detect
 from reshard.convert.leafmap import LeafMap, Output, Source, Value, Zeros, renaming
 from reshard.convert.map_rules import Map
 from reshard.convert.mapfile import read_map
-from reshard.convert.mirrors import Leaves, followers, mirrored, parameters_of
 from reshard.convert.model import TargetTree
-from reshard.convert.model_map import Side, by_map, model_map, side_of
+from reshard.convert.model_map import Said, Side, by_map, model_map, side_of
 from reshard.convert.module_tree import inside
-from reshard.convert.optimizer import followed, follows_note
-from reshard.convert.pairing import listed
-from reshard.convert.problems import UNEXPECTED, Problems
-from reshard.convert.suggestions import Level, level_above, numbered_rules
-from reshard.convert.target_paths import Part, TargetPaths
+from reshard.convert.optimizer import (
+    Leaves,
+    followed,
+    followers,
+    follows_note,
+    mirrored,
+    parameters_of,
+    random_state,
+)
+from reshard.convert.suggestions import (
+    Level,
+    covering_globs,
+    hints_for,
+    layer_rules,
+    level_above,
+    shown_once,
+)
 from reshard.errors import ArgumentError, TreeMismatchError
-from reshard.hints import Hint
 from reshard.restore.matching import TargetLeaf
 from reshard.transforms import rename
-from reshard.tree import Path, format_path, named_in, split_path
+from reshard.tree import (
+    Path,
+    as_python,
+    format_glob,
+    format_path,
+    named_in,
+    split_path,
+)
+from reshard.units import count_leaves
+
+# Where a module and its optimizer are put that a Linen train state has as one.
+_MODEL, _OPTIMIZER = ("model",), ("optimizer",)
+
+
+class Outcome(NamedTuple):
+    """What one leaf of the target is made of, or what becomes of one of the source that no leaf of
+    the target is made of.
+
+    Attributes:
+      before: the leaves of the source, by their saved paths.
+      after: the leaf of the target, by its saved path.
+      origin: what decided: `"map"`, `"path"` or `"structure"`, as in `LeafMap.origin`, or
+        `"record"`; `"dropped"` and `"initial"`, as the user has asked for; `"zeros"`. Of what is
+        not decided: `"unexpected"`, `"missing"`, `"mismatch"`, `"ambiguous"`, or `"undecided"`, for
+        optimizer state that other leaves of it keep from going on.
+      operation: what is done, in words.
+      problem: why it is not decided.
+    """
+
+    before: tuple[Path, ...]
+    after: Path | None
+    origin: str
+    operation: str = ""
+    problem: str = ""
+
+    def document(self) -> dict[str, Any]:
+        """What `--json` has of it."""
+        return {
+            "from": [format_path(path) for path in self.before],
+            "to": [] if self.after is None else [format_path(self.after)],
+            "operation": self.operation or None,
+            "origin": self.origin,
+            "problem": self.problem or None,
+        }
+
+
+def outcomes(
+    found: LeafMap, default: str = "path", initial: Iterable[Path] = ()
+) -> Iterator[Outcome]:
+    """What becomes of the leaves of a map, and of those that keep their initial value; `default`
+    decided those that have no origin."""
+    for path, value in found.values.items():
+        if isinstance(value, Zeros):
+            yield Outcome((), path, "zeros")
+            continue
+        before, operation = [value.path] if isinstance(value, Source) else [], ""
+        if isinstance(value, Output):
+            alone = LeafMap({path: value})
+            before, operation = alone.sources(), ", ".join(str(x.operation) for x in alone.calls())
+        yield Outcome(tuple(before), path, found.origin.get(path) or default, operation)
+    yield from (Outcome((), path, "initial") for path in initial)
+    yield from (Outcome((path,), None, "zeros") for path in found.must_be_zero)
+    yield from (Outcome((path,), None, "dropped") for path in found.dropped)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +127,7 @@ class Decision:
       empty: leaves of the target that are empty containers.
       prefix: what the target has ahead of the model's own tree.
       notes: what the user should know.
+      groups: the modules of one class that only order has paired.
     """
 
     map: LeafMap
@@ -62,6 +138,35 @@ class Decision:
     empty: dict[Path, Leaf]
     prefix: Path
     notes: tuple[str, ...]
+    groups: tuple[Modules, ...]
+
+
+@dataclasses.dataclass
+class _Part:
+    """What becomes of the model's leaves, of the optimizer's, or of copies of the parameters.
+
+    Attributes:
+      map: from the source to the target.
+      masked: leaves of the target without a value.
+      owners: the parameters that those are optimizer state of which the map drops.
+    """
+
+    map: LeafMap
+    masked: Sequence[Path] = ()
+    owners: Sequence[Path] = ()
+
+    @property
+    def made(self) -> dict[Path, Shape]:
+        """The leaves of the target that are made of some of the source, with their shapes."""
+        values = self.map.values.items()
+        return {path: value.shape for path, value in values if not isinstance(value, Zeros)}
+
+
+class _Open(NamedTuple):
+    """Why a leaf has none on the other side: as `Outcome.origin` has it, and in words."""
+
+    kind: str
+    text: str = ""
 
 
 def decide(
@@ -72,269 +177,333 @@ def decide(
     map_file: str | os.PathLike | None,
     init: Sequence[str],
     other: TargetTree | None,
-    left_out: Mapping[Path, Shape],
+    left_out: Mapping[Path, ArrayHandle],
 ) -> Decision:
     """Decides a conversion.
-
-    Args:
-      ckpt: the source.
-      layout: what it is.
-      to: the API that it is converted to.
-      target: the tree that is to be made, if there is a model.
-      map_file: path of a map file.
-      init: globs of leaves of that tree.
-      other: the tree of the model that the source is of, if that is known.
-      left_out: leaves of the model that the source does not have any more: dropped before.
 
     Raises:
       TreeMismatchError: all that stands against it.
     """
-    shapes = layout.shapes(ckpt)
-    parameters = parameters_of({**shapes, **left_out}, layout.api)
-    copies = _copies_of_parameters(ckpt, layout, parameters)
-    places = TargetPaths(layout, to, target, bool(copies))
-    against = Problems(ckpt, layout, to, target, other, copies, places)
-    return _Work(against, shapes, parameters, left_out).decided(map_file, init)
+    return _Work(ckpt, layout, to, target, other, left_out).decided(map_file, init)
 
 
 class _Work:
-    """A conversion while it is being decided: what is known, and what has been found against it."""
+    """A conversion while it is being decided: what is known, and what has been found against it.
+    Arguments as for `decide`."""
 
     def __init__(
         self,
-        against: Problems,
-        shapes: Mapping[Path, Shape],
-        parameters: Mapping[Path, Shape],
-        left_out: Mapping[Path, Shape],
+        ckpt: Checkpoint,
+        layout: Layout,
+        to: str,
+        target: TargetTree | None,
+        other: TargetTree | None,
+        left_out: Mapping[Path, ArrayHandle],
     ):
-        self._against = against
-        self._shapes = shapes
-        self._parameters = parameters
-        self._left_out = left_out
+        self._ckpt, self._layout, self._to = ckpt, layout, to
+        self._target, self._other, self._left_out = target, other, left_out
+        self._arrays: dict[Path, ArrayHandle] = {leaf.path: leaf for leaf in ckpt.arrays}
+        self._shapes = layout.shapes(ckpt)
+        leaves = {**{path: ckpt[saved] for path, saved in layout.model.items()}, **left_out}
+        shapes = self._shapes | {path: leaf.shape for path, leaf in left_out.items()}
+        self._parameters = parameters_of(shapes, layout.api)
+        self._random = random_state(leaves) | (set() if other is None else other.random_names())
+        # What is beside the model and is the same as its parameters all through, like an average.
+        self._copies = _copies_of_parameters(ckpt, layout, self._parameters)
+        there = None if target is None else target.layout
+        # What the target has ahead of the model's own tree, to make place for an optimizer.
+        training = bool(layout.optimizer) or bool(self._copies)  # a step alone is no optimizer
+        alone = there is None or not (there.optimizer or there.step or there.beside)
+        self._prefix: Path = _MODEL if to == "nnx" and training and alone else ()
+        # Where the optimizer's state is saved in the target, and copies of the parameters.
+        self._state_there = {} if there is None else there.optimizer
+        self._copies_there = {} if there is None else there.beside
+        self._checked = {path[0] for path in self._copies_there}
+        self._known = {} if target is None else parameters_of(target.shapes(), to)
         self._notes: list[str] = []
+        self._groups: tuple[Modules, ...] = ()
+        self._problems: list[str] = []
+        self._hints: list[str] = []
+        # Leaves and modules that structure does not decide.
+        self._open: dict[Path, _Open] = {}
+        self._surplus: list[Path] = []  # saved paths of leaves without a place
+        self._differs: dict[Path, str] = {}  # by saved paths of leaves of the target
+        self._stuck = False  # the optimizer's state cannot be carried along
 
     def decided(self, map_file: str | os.PathLike | None, init: Sequence[str]) -> Decision:
         """Decides everything, then raises what has been found, or puts it together."""
-        model, initial = self._model(map_file, init)
-        reset = self._reset(initial)
+        model, chosen = self._model(map_file, init)
+        reset = self._reset(chosen)
         optimizer = self._optimizer(model)
         copies = self._copied(model)
-        against = self._against
-        against.check(model, optimizer, copies, {*initial, *reset})
-        whole = self._whole(model, optimizer, copies)
-        if against.problems:
-            found = against.outcomes(whole, {*initial, *reset})
-            raise against.error(against.problems, against.hints, found)
-        return self._decision(whole, model, optimizer, copies, initial, reset)
+        whole, names = self._whole(model, optimizer, copies)
+        initial = {*chosen, *reset}
+        self._check(whole, names, model, optimizer, copies, initial)
+        if self._problems:
+            found = self._outcomes(whole, initial)
+            raise self._error(self._problems, self._hints, found)
+        return self._decision(whole, model, optimizer, copies, chosen, reset)
+
+    # The model.
 
     def _model(
         self, map_file: str | os.PathLike | None, init: Sequence[str]
-    ) -> tuple[Part, set[Path]]:
+    ) -> tuple[_Part, set[Path]]:
         """What becomes of the model's leaves, and the saved paths of those that keep their initial
         value."""
-        target, layout = self._against.target, self._against.layout
-        known = None if self._against.other is None else self._against.other.outline
-        source_side, target_side = side_of(self._against.ckpt, layout, known), None
+        target, layout = self._target, self._layout
+        known = None if self._other is None else self._other.outline
+        source_side, target_side = side_of(self._ckpt, layout, known), None
         if target is not None:
             dtypes = {path: target.leaf(saved).dtype for path, saved in target.layout.model.items()}
-            target_side = Side(self._against.to, target.shapes(), dtypes, target.outline)
+            target_side = Side(self._to, target.shapes(), dtypes, target.outline)
         rules = None if map_file is None else read_map(map_file)
         said = by_map(rules, source_side, target_side, self._left_out)
-        self._against.problems += said.problems
-        self._against.hints += said.hints
-        self._against.open |= dict.fromkeys(said.unexpected, UNEXPECTED)
+        self._problems += said.problems
+        self._hints += said.hints
+        self._open |= dict.fromkeys(said.unexpected, _Open("unexpected"))
         self._notes += said.notes
         initial = self._initial([*said.initial, *init], said.optional)
         if target_side is None or target is None:
-            return Part(said.map), initial
+            return _Part(said.map), initial
         own = [path for path, saved in target.layout.model.items() if saved in initial]
         model, found = model_map(said, source_side, target_side, own)
         if found.abstentions and rules is None:
             placed = len(model.values.keys() & target_side.shapes.keys())
-            level = level_above(self._against.ckpt, layout, target_side, own, placed)
+            level = level_above(self._ckpt, layout, target_side, own, placed)
             if level is not None:
                 raise self._misplaced(init, level)
         rules = rules or Map("", (), to="nnx")
-        if found.abstentions and not rules.rules and (rules.to or self._against.to) == "nnx":
-            entries = numbered_rules(found.abstentions, rules, source_side, target_side, own)
+        if found.abstentions and not rules.rules and (rules.to or self._to) == "nnx":
+            entries = layer_rules(found.abstentions, rules, source_side, target_side, own)
             found = dataclasses.replace(found, abstentions=entries)
         self._notes += shown_once(
             f"{listed(one)} are {listed(other)} by their numbers"
             for one, other in (zip(*pairs, strict=True) for pairs in found.numbered)
         )
-        self._against.undecided(found, said, self._shapes)
-        return Part(model), initial
+        self._undecided(found, said)
+        self._groups = tuple(group for group in found.groups if group not in found.numbered)
+        return _Part(model), initial
 
     def _misplaced(self, init: Sequence[str], level: Level) -> TreeMismatchError:
         """The error of a source with a level above the model: that, and all that stands against the
         source without it."""
-        against, problems, hints = self._against, [level.problem], level.hints
-        left_out: dict[Path, Shape] = {
-            split_path(re.sub(*level.names, format_path(path))): shape
-            for path, shape in self._left_out.items()
+        problems, hints, other = [level.problem], level.hints, self._other
+        left_out: dict[Path, ArrayHandle] = {
+            split_path(re.sub(*level.names, format_path(path))): leaf
+            for path, leaf in self._left_out.items()
         }
         try:
-            ckpt = rename(against.ckpt, [level.names])
-            layout, other = detect(ckpt, against.layout.kind), against.other
+            ckpt = rename(self._ckpt, [level.names])
+            layout = detect(ckpt, self._layout.kind)
             if other is not None and level.keys:
                 other = dataclasses.replace(other, outline=inside(other.outline, level.keys))
-            decide(ckpt, layout, against.to, against.target, None, init, other, left_out)
+            decide(ckpt, layout, self._to, self._target, None, init, other, left_out)
         except TreeMismatchError as error:
             problems += error.problems
             hints = [*hints, *error.hints]
-        return against.error(problems, hints)
+        return self._error(problems, hints)
 
     def _initial(self, globs: Sequence[str], optional: Sequence[str]) -> set[Path]:
         """Saved paths of the leaves of the target that globs name, by their path in the model or in
         the whole tree; of those that are optional there may be none."""
         if not globs and not optional:
             return set()
-        if self._against.target is None:
-            raise ArgumentError(
-                "only a model has initial values",
-                [f"`{glob}`" for glob in (*globs, *optional)],
-                [Hint(("model",))],
-            )
-        names = self._against.target.names()
-        below = [
-            (("model", *path), saved) for path, saved in self._against.target.layout.model.items()
-        ]
-        saved = [(path, path) for path in names.values()]
-        namespaces = (names.items(), below, saved)
+        if self._target is None:
+            names = [f"`{glob}`" for glob in (*globs, *optional)]
+            raise ArgumentError("only a model has initial values", names, ["model=..."])
+        names = self._target.names()
+        below = [(("model", *path), saved) for path, saved in self._target.layout.model.items()]
+        namespaces = (names.items(), below, [(path, path) for path in names.values()])
         named = named_in(namespaces, globs)
         if may := named_in(namespaces, (), optional) - named:
             told = listed(sorted(may))
             self._notes.append(f"the model's own initial value, as `optional` says: {told}")
         return named | may
 
+    def _undecided(self, found: Alignment, said: Said) -> None:
+        """Adds what structure does not decide of leaves beside what a map says, which may be one
+        for the other direction."""
+        self._problems += shown_once(entry.told(self._to) for entry in found.mismatches)
+        self._problems += shown_once(map(str, found.abstentions))
+        for entry in found.abstentions:
+            kind = "ambiguous"
+            if not (entry.linen and entry.nnx):  # there is nothing that it may be
+                kind = "unexpected" if bool(entry.linen) == (self._to == "nnx") else "missing"
+            told = _Open(kind, str(entry))
+            self._open |= dict.fromkeys((*entry.linen, *entry.nnx), told)
+        for entry in found.mismatches:
+            told = _Open("mismatch", entry.told(self._to))
+            self._open |= dict.fromkeys(
+                (*(leaf.path for leaf in entry.linen), entry.nnx.path), told
+            )
+        assert self._target is not None
+        known, there = self._other is not None, self._target.shapes()
+        self._hints += hints_for(found.abstentions, said, self._to, known, self._shapes, there)
+
+    # What follows the model.
+
     def _reset(self, initial: set[Path]) -> dict[Path, Path]:
         """Of optimizer state in the target what keeps its initial value because its parameters do:
         saved path -> the parameter."""
-        if not initial or self._against.target is None:
+        if not initial or self._target is None:
             return {}
-        there, leaves = self._against.target.layout, self._against.target.leaves
+        leaves = self._target.leaves
         state = {
             path: (leaf.shape, leaf.dtype)
-            for path, saved in there.optimizer.items()
+            for path, saved in self._state_there.items()
             if isinstance(leaf := leaves[saved], TargetLeaf) and leaf.dtype is not None
         }
-        found = followers(parameters_of(self._against.target.shapes(), self._against.to), state)
         return {
-            there.optimizer[path]: owner
-            for path, owner in found.items()
-            if there.model[owner] in initial
+            self._state_there[path]: owner
+            for path, owner in followers(self._known, state).items()
+            if self._target.layout.model[owner] in initial
         }
 
-    def _optimizer(self, model: Part) -> Part:
+    def _optimizer(self, model: _Part) -> _Part:
         """What becomes of the optimizer's leaves: they follow the model's."""
         leaves = {
-            path: (self._against.arrays[saved].shape, self._against.arrays[saved].dtype)
-            if saved in self._against.arrays
-            else None
-            for path, saved in self._against.layout.optimizer.items()
+            path: (leaf.shape, leaf.dtype) if (leaf := self._arrays.get(saved)) else None
+            for path, saved in self._layout.optimizer.items()
         }
-        there = {} if self._against.target is None else self._against.target.layout.optimizer
-        part, problems = self._following(model, leaves, there)
-        self._against.problems += [f"opt_state/{text}" for text in problems]
-        self._against.stuck = bool(problems)
+        part, problems = self._following(model, leaves, self._state_there)
         if problems:
-            anew = Hint(("drop",), " with ", ("init",), " starts that state anew")
-            self._against.hints.append(anew)
+            self._stuck = True
+            self._problems += [f"opt_state/{text}" for text in problems]
+            self._hints.append(self._start_anew())
+        return part
+
+    def _start_anew(self) -> str:
+        """How to do without optimizer state that cannot be carried along."""
+        there, leaves = self._state_there, {} if self._target is None else self._target.leaves
+        step = [] if there or self._layout.step is None else [self._layout.step]
+        state = [*self._layout.optimizer.values(), *step]
+        globs = covering_globs(state, {path: path for path in self._ckpt})
+        given = [f"drop={as_python([glob])}" for glob, _ in globs]
+        if self._target is not None:
+            wanted = [at for at in there.values() if isinstance(leaves[at], TargetLeaf)]
+            globs = covering_globs(wanted, self._target.names())
+            given += [f"init={as_python([glob])}" for glob, _ in globs]
+        end = " starts that state anew" if there else " leaves that state out"
+        return " with ".join(given) + end
+
+    def _copied(self, model: _Part) -> _Part:
+        """What becomes of copies of the parameters: they follow the model's leaves."""
+        arrays = {path: self._arrays[saved] for path, saved in self._copies.items()}
+        leaves = {path: (leaf.shape, leaf.dtype) for path, leaf in arrays.items()}
+        part, problems = self._following(model, leaves, self._copies_there, leaves)
+        self._problems += problems
         return part
 
     def _following(
         self,
-        model: Part,
+        model: _Part,
         leaves: Leaves,
         there: Mapping[Path, Path],
         beside: Collection[Path] = (),
-    ) -> tuple[Part, Sequence[str]]:
-        """What becomes of leaves that follow the model's, and why they cannot.
-
-        Args:
-          model: what becomes of the model's.
-          leaves: the leaves, as for `optimizer_steps`.
-          there: their paths in the target -> saved paths.
-          beside: as for `optimizer_steps`.
-        """
+    ) -> tuple[_Part, Sequence[str]]:
+        """What becomes of leaves that follow the model's, and why they cannot. `there`: their paths
+        in the target -> saved paths; `leaves` and `beside` as for `followed`."""
         if not leaves and not there:
-            return Part(LeafMap({})), ()
+            return _Part(LeafMap({})), ()
         parameters = self._parameters
         owners = followers(parameters, leaves)
         unused, zero = {*model.map.dropped, *self._left_out}, model.map.must_be_zero.keys()
         gone = unused | zero
         rest = {path: leaf for path, leaf in leaves.items() if owners.get(path) not in gone}
         kept = {path: shape for path, shape in parameters.items() if path not in gone}
-        fewer = not (gone & parameters.keys()) <= _random(gone)
-        more = self._has_more(model)
-        ahead = self._ahead(there, ("params",) if beside else ())
+        fewer = bool((gone & parameters.keys()) - self._random)
+        random = set() if self._target is None else self._target.random_names()
+        more = bool(self._known.keys() - model.made.keys() - random)  # parameters made of none
+        mirrors = mirrored(self._known, there)
+        # The collection of the parameters, if what follows them is without that key in the target.
+        ahead: Path = ("params",) if beside and not mirrors else ()
+        if self._to == "linen" and any(len(p) - len(root) < len(own) for p, own, root in mirrors):
+            ahead = ("params",)
+        ahead = () if self._to == "nnx" else ahead
         found = followed(model.map, kept, rest, ahead, fewer or more, beside)
         if found.problems:
-            return Part(LeafMap({})), found.problems
+            return _Part(LeafMap({})), found.problems
         arrays = {path: leaf[0] for path, leaf in rest.items() if leaf}
         whole = renaming({path: path for path in arrays}, arrays).then(found.map)
         values = dict(whole.values)
-        if self._against.target is not None:
-            known = parameters_of(self._against.target.shapes(), self._against.to)
-            for path, owner, _ in mirrored(known, there):
-                leaf, value = self._against.target.leaves[there[path]], model.map.values.get(owner)
-                if isinstance(value, Zeros) and isinstance(leaf, TargetLeaf) and leaf.dtype:
-                    values[path] = Zeros(leaf.shape, leaf.dtype)
+        for path, owner, _ in mirrors:
+            assert self._target is not None
+            leaf, value = self._target.leaves[there[path]], model.map.values.get(owner)
+            if isinstance(value, Zeros) and isinstance(leaf, TargetLeaf) and leaf.dtype:
+                values[path] = Zeros(leaf.shape, leaf.dtype)
         zeros = {
             path: Zeros(*leaf)
             for path, owner in owners.items()
             if owner in zero and (leaf := leaves[path]) is not None
         }
         dropped = [path for path, owner in owners.items() if owner in unused]
-        return Part(
+        return _Part(
             LeafMap(values, whole.origin, tuple(dropped), {**whole.must_be_zero, **zeros}),
             list(found.placeholders),
             list(dict.fromkeys(owners[path] for path in dropped)),
         ), ()
 
-    def _copied(self, model: Part) -> Part:
-        """What becomes of copies of the parameters: they follow the model's leaves."""
-        arrays = {path: self._against.arrays[saved] for path, saved in self._against.copies.items()}
-        leaves = {path: (leaf.shape, leaf.dtype) for path, leaf in arrays.items()}
-        there = {} if self._against.target is None else self._against.target.layout.beside
-        part, problems = self._following(model, leaves, there, leaves)
-        self._against.problems += problems
-        return part
+    # Where leaves are saved in the target: None if there is no place for them.
 
-    def _has_more(self, model: Part) -> bool:
-        """Whether the model has parameters that come from none of the source's."""
-        if self._against.target is None:
-            return False
-        there = parameters_of(self._against.target.shapes(), self._against.to)
-        return not there.keys() - model.made.keys() <= _random(there)
+    def _model_place(self, path: Path) -> Path | None:
+        if self._target is not None:
+            saved = self._target.layout.model.get(path)
+            return None if saved is None else self._prefix + saved
+        return (*self._prefix, *path, "value") if self._to == "nnx" else path
 
-    def _ahead(self, there: Mapping[Path, Path], default: Path) -> Path:
-        """The collection of the parameters, if what follows them is without that key in the target,
-        where it has these paths; what is given if the target has none of them."""
-        if self._against.to == "nnx":
-            return ()
-        if self._against.target is None:
-            return default
-        known = parameters_of(self._against.target.shapes(), "linen")
-        found = mirrored(known, there)
-        without = [path for path, owner, root in found if len(path) - len(root) < len(owner)]
-        return ("params",) if without else () if found else default
+    def _state_place(self, path: Path) -> Path | None:
+        if self._target is not None and not self._prefix:
+            saved = self._state_there.get(path)
+            return saved if saved and isinstance(self._target.leaves[saved], TargetLeaf) else None
+        return (*_OPTIMIZER, "opt_state", *path, "value") if self._to == "nnx" else None
 
-    def _whole(self, model: Part, optimizer: Part, copies: Part) -> LeafMap:
-        """The map of all leaves by their saved paths: of those that have a place."""
+    def _masked_place(self, path: Path) -> Path | None:
+        """Of a leaf of the optimizer's state without a value, which only NNX has a variable for."""
+        root: Path | None = (*_OPTIMIZER, "opt_state")
+        if self._target is not None and not self._prefix:
+            root = None if path in self._state_there else self._target.layout.optimizer_root
+        return None if root is None or self._to == "linen" else (*root, *path, "value")
+
+    def _copy_place(self, path: Path) -> Path | None:
+        """Of a leaf of a copy of the parameters, which has a key of its own at the top. If the
+        model has none there, it is under its path in the model."""
+        if self._is_checked(path):
+            return self._copies_there.get(path)
+        return (*path, "value") if self._to == "nnx" else path
+
+    def _is_checked(self, path: Path) -> bool:
+        """Whether the model has a copy of the parameters under the same key."""
+        return path[0] in self._checked
+
+    def _step_place(self) -> tuple[Path, np.dtype, str] | None:
+        """Of the step counter, with its dtype and how it is saved."""
+        if self._target is None or self._prefix:
+            place = (*_OPTIMIZER, "step", "value")
+            return (place, np.dtype(np.uint32), "jax.Array") if self._prefix else None
+        saved = self._target.layout.step
+        if saved is None:
+            return None
+        dtype = self._target.leaf(saved).dtype
+        return (saved, dtype, "jax.Array") if dtype else (saved, np.dtype(np.int64), "scalar")
+
+    def _whole(
+        self, model: _Part, optimizer: _Part, copies: _Part
+    ) -> tuple[LeafMap, dict[Path, Path]]:
+        """The map of all leaves by their saved paths, of those that have a place; and for leaves of
+        the target what they are called."""
         values: dict[Path, Value] = {}
         origin: dict[Path, str] = {}
         dropped: list[Path] = []
         must_be_zero: dict[Path, Zeros] = {}
+        names: dict[Path, Path] = {}
         sides = (
-            (model, self._against.layout.model, self._against.places.model),
-            (optimizer, self._against.layout.optimizer, self._against.places.optimizer),
-            (copies, self._against.copies, self._against.places.beside),
+            (model, self._layout.model, self._model_place, ()),
+            (optimizer, self._layout.optimizer, self._state_place, ("opt_state",)),
+            (copies, self._copies, self._copy_place, ()),
         )
-        for part, saved, place in sides:
-            shapes = {
-                at: a.shape if (a := self._against.arrays.get(at)) else () for at in saved.values()
-            }
+        for part, saved, place, above in sides:
+            shapes = {at: a.shape if (a := self._arrays.get(at)) else () for at in saved.values()}
             named = {*part.map.sources(), *part.map.dropped, *part.map.must_be_zero}
             paths = {at: path for path, at in saved.items() if path in named}
             whole = renaming(paths, shapes).then(part.map)
@@ -342,43 +511,199 @@ class _Work:
             must_be_zero |= whole.must_be_zero
             for path in part.map.values:
                 at = place(path)
-                assert at is not None or self._against.problems
                 if at is not None:
                     values[at] = whole.values[path]
                     origin[at] = whole.origin.get(path) or "path"
-        step = self._against.places.step()
-        if self._against.layout.step is not None and step is not None:
-            values[step[0]] = Source(self._against.layout.step, ())
-        return LeafMap(values, origin, tuple(dropped), must_be_zero)
+                    names[at] = above + path
+        step = self._step_place()
+        if self._layout.step is not None and step is not None:
+            values[step[0]] = Source(self._layout.step, ())
+        return LeafMap(values, origin, tuple(dropped), must_be_zero), names
+
+    # What stands against it.
+
+    def _error(
+        self, problems: Sequence[str], hints: Sequence[str], found: Sequence[Outcome] = ()
+    ) -> TreeMismatchError:
+        """Why the source does not become the model; and what is decided of it all the same."""
+        name = {"nnx": "NNX", "linen": "Linen"}[self._to]
+        summary = f"`{self._ckpt.source.root}` does not become the {name} model"
+        return TreeMismatchError(summary, problems, hints, found)
+
+    def _check(
+        self,
+        whole: LeafMap,
+        names: Mapping[Path, Path],
+        model: _Part,
+        optimizer: _Part,
+        copies: _Part,
+        initial: set[Path],
+    ) -> None:
+        """Adds what has no place, no source, or another shape or dtype."""
+        unexpected = self._check_source(model, optimizer, copies)
+        if self._target is None:
+            return
+        self._check_target(whole, initial, bool(unexpected or self._open))
+        leaves = {self._prefix + path: leaf for path, leaf in self._target.leaves.items()}
+        for place, text, hint in differences(whole, self._arrays, leaves, names):
+            self._problems.append(text)
+            self._differs |= {} if place is None else {place: text}
+            self._hints += [hint] if hint else []
+
+    def _check_source(self, model: _Part, optimizer: _Part, copies: _Part) -> list[Path]:
+        """Adds the leaves of the source without a place, and returns those of the model. Of
+        optimizer state that follows leaves which are told already, nothing is added."""
+        layout, step = self._layout, self._layout.step
+        used = {*model.map.sources(), *model.map.dropped, *model.map.must_be_zero}
+        unused = [path for path in layout.model if path not in used]
+        unexpected = [path for path in (*model.made, *unused) if self._model_place(path) is None]
+        for path in unexpected:
+            if not self._why_open(path):
+                self._unexpected(layout.model.get(path), path)
+        unplaced = [path for path in optimizer.made if self._state_place(path) is None]
+        told = _mirrors(unplaced, parameters_of(dict.fromkeys(unexpected, ()), layout.api))
+        for path in unplaced:
+            if path not in told:
+                self._unexpected(layout.optimizer.get(path), ("opt_state", *path))
+        if step is not None and self._step_place() is None:
+            self._unexpected(step, ("step",))
+        if step is not None and (leaf := self._arrays[step]).shape:
+            self._problems.append(
+                f"{format_path(step)}  {describe(leaf)}: a step counter is one number"
+            )
+        for path in copies.made:
+            if self._copy_place(path) is None:
+                self._unexpected(self._copies.get(path), path)
+        copied = set(self._copies.values())
+        for saved in layout.rest:
+            if saved not in copied and isinstance(self._ckpt[saved], ArrayHandle | str):
+                self._unexpected(saved, saved)
+        for glob, count in covering_globs(self._surplus, {path: path for path in self._ckpt}):
+            self._hints.append(f"drop={as_python([glob])} leaves out {count_leaves(count)}")
+        return unexpected
+
+    def _unexpected(self, saved: Path | None, path: Path) -> None:
+        """A leaf of the source, or what the map has made of some, has no place in the target."""
+        leaf = "" if saved is None else f"  {describe(self._ckpt[saved])}"
+        self._problems.append(f"{format_path(path)}{leaf}: unexpected")
+        if self._target is None and path[0] in ("opt_state", "step"):
+            self._hints.append("model=..., the `TrainState`, has places for an optimizer")
+        if saved is not None:
+            self._surplus.append(saved)
+
+    def _check_target(self, whole: LeafMap, initial: set[Path], spare: bool) -> None:
+        """Adds the leaves of the target without a source. `spare`: whether something of the source
+        is still to be placed, and is likely to belong there: nobody is told to reset these."""
+        assert self._target is not None
+        lacking = [
+            saved
+            for saved, leaf in self._target.leaves.items()
+            if isinstance(leaf, TargetLeaf) and self._prefix + saved not in whole.values
+        ]
+        missing, there = {*lacking} - initial, self._target.layout
+        unfilled = {path for path, saved in there.model.items() if saved in missing}
+        below = {path: saved for path, saved in there.optimizer.items() if saved in missing}
+        told = {below[path] for path in (below if self._stuck else _mirrors(below, unfilled))}
+        names = {saved: path for path, saved in there.model.items()}
+        anew = []
+        for saved in lacking:
+            leaf, random = self._target.leaf(saved), saved in self._target.random
+            shown = random or not self._why_open(names.get(saved))
+            if saved not in initial and saved not in told and shown:
+                self._problems.append(
+                    f"{format_path(names.get(saved, leaf.path))}  {leaf}: missing"
+                )
+                anew += [saved] if random or not spare else []
+        for glob, count in covering_globs(anew, self._target.names()):
+            text = f"keeps the model's own initial value: {count_leaves(count)}"
+            self._hints.append(f"init={as_python([glob])} {text}")
+        for saved in initial - {*lacking}:
+            name = format_path(names.get(saved, self._target.leaf(saved).path))
+            self._problems.append(f"{name}: it has a source, and is to keep its initial value")
+
+    def _why_open(self, path: Path | None) -> _Open | None:
+        """Why a leaf of the model is in what structure does not decide, which is told; None if it
+        is not."""
+        places = () if path is None else (path, path[1:])  # Linen's modules have no collection
+        found = (self._open.get(at[:end]) for at in places for end in range(len(at) + 1))
+        return next(filter(None, found), None)
+
+    def _outcomes(self, whole: LeafMap, initial: set[Path]) -> list[Outcome]:
+        """What becomes of each leaf, as far as it is decided, and why of others it is not."""
+        used = {*whole.sources(), *whole.dropped, *whole.must_be_zero}
+        names, reason = self._reasons(self._layout, self._shapes, _Open("unexpected"))
+        # Where state goes whose parameter goes nowhere is not decided.
+        used -= {
+            saved
+            for saved in used
+            if saved in names and self._layout.model[names[saved]] not in used
+        }
+        found = [
+            entry._replace(origin="mismatch", problem=text)
+            if entry.after and (text := self._differs.get(entry.after))
+            else entry
+            for entry in outcomes(whole)
+            if used.issuperset(entry.before)
+        ]
+        found += [
+            Outcome((saved,), None, (why := reason(saved)).kind, "", why.text)
+            for saved, leaf in self._ckpt.items()
+            if saved not in used and isinstance(leaf, ArrayHandle | str)
+        ]
+        if self._target is None:
+            return found
+        made = {entry.after for entry in found}
+        _, reason = self._reasons(self._target.layout, self._target.shapes(), _Open("missing"))
+        for saved, leaf in self._target.leaves.items():
+            place = self._prefix + saved
+            if place not in made and isinstance(leaf, TargetLeaf):
+                why = _Open("initial") if saved in initial else reason(saved)
+                found.append(Outcome((), place, why.kind, "", why.text))
+        return found
+
+    def _reasons(
+        self, layout: Layout, shapes: Mapping[Path, Shape], otherwise: _Open
+    ) -> tuple[dict[Path, Path], Callable[[Path], _Open]]:
+        """Saved path of a leaf -> the leaf of the model that it is or, of state, follows; and why
+        leaves of this side have none on the other."""
+        names = {saved: path for path, saved in layout.model.items()}
+        for path, owner, _ in mirrored(parameters_of(shapes, layout.api), layout.optimizer):
+            names[layout.optimizer[path]] = owner
+        states = {*layout.optimizer.values()} if self._stuck else set()
+        stuck = _Open("undecided")
+        return names, (
+            lambda saved: (
+                stuck if saved in states else self._why_open(names.get(saved)) or otherwise
+            )
+        )
+
+    # What is decided.
 
     def _decision(
         self,
         whole: LeafMap,
-        model: Part,
-        optimizer: Part,
-        copies: Part,
+        model: _Part,
+        optimizer: _Part,
+        copies: _Part,
         chosen: set[Path],
         reset: Mapping[Path, Path],
     ) -> Decision:
         """What has been decided, put together."""
-        initial = {*chosen, *reset}
-        counters = {}
-        step = self._against.places.step()
-        if self._against.layout.step is not None and step is not None:
-            counters[step[0]] = step[1:]
-        target = self._against.target
-        leaves = {} if target is None else target.leaves
-        names = {} if target is None else {saved: p for p, saved in target.layout.model.items()}
+        step = self._step_place()
+        counters = {step[0]: step[1:]} if self._layout.step is not None and step else {}
+        leaves = {} if self._target is None else self._target.leaves
+        model_names = {} if self._target is None else self._target.layout.model
+        names = {saved: path for path, saved in model_names.items()}
         notes = self._notes
-        if target is None:
+        if self._target is None:
             notes.append("the map alone decided: only the source was checked")
-        elif self._against.places.prefix and optimizer.made:
+        elif self._prefix and optimizer.made:
             notes.append(
                 f"the model has no optimizer: {len(optimizer.made)} leaves of optimizer state are "
                 "below `optimizer`, checked against nothing"
             )
         for root, count in collections.Counter(path[:1] for path in copies.made).items():
-            notes.append(follows_note(root, count, self._against.places.is_checked(root)))
+            notes.append(follows_note(root, count, self._is_checked(root)))
         if optimizer.map.dropped:
             notes.append(
                 f"{len(optimizer.map.dropped)} leaves of optimizer state are dropped with their "
@@ -390,33 +715,32 @@ class _Work:
                 f"with their parameters: {listed(list(dict.fromkeys(reset.values())))}"
             )
         notes += _applied_notes(whole)
+        empty = {
+            self._prefix + path: leaf
+            for path, leaf in leaves.items()
+            if not isinstance(leaf, TargetLeaf)
+        }
+        masked = filter(None, map(self._masked_place, optimizer.masked))
         return Decision(
             map=whole,
             model=model.map,
-            initial=tuple(saved for saved in leaves if saved in initial),
+            initial=tuple(saved for saved in leaves if saved in {*chosen, *reset}),
             initial_names=tuple(
                 names.get(saved) or leaves[saved].path for saved in leaves if saved in chosen
             ),
             counters=counters,
-            empty={
-                self._against.places.prefix + path: leaf
-                for path, leaf in leaves.items()
-                if not isinstance(leaf, TargetLeaf)
-            }
-            | {
-                place: None
-                for path in optimizer.masked
-                if (place := self._against.places.masked(path))
-            },
-            prefix=self._against.places.prefix,
+            empty=empty | dict.fromkeys(masked),
+            prefix=self._prefix,
             notes=tuple(notes),
+            groups=self._groups,
         )
 
 
 def _copies_of_parameters(
     ckpt: Checkpoint, layout: Layout, parameters: Mapping[Path, Shape]
 ) -> dict[Path, Path]:
-    """What `Problems.copies` has."""
+    """Of what is beside the model and the optimizer's state the keys at the top that hold the same
+    leaves as the parameters: path in the tree -> saved path."""
     found: dict[Path, Path] = {}
     by_key: dict[Path, dict[Path, Path]] = {}
     for path, saved in layout.beside.items():
@@ -431,9 +755,10 @@ def _copies_of_parameters(
     return found
 
 
-def _random(paths: Iterable[Path]) -> set[Path]:
-    """The paths of random numbers' state, by its usual name: no parameters."""
-    return {path for path in paths if "rngs" in path}
+def _mirrors(leaves: Iterable[Path], parameters: Iterable[Path]) -> set[Path]:
+    """The leaves of an optimizer's state that follow some of these parameters."""
+    found = mirrored(dict.fromkeys(parameters, ()), dict.fromkeys(leaves))
+    return {path for path, _, _ in found}
 
 
 def _applied_notes(found: LeafMap) -> list[str]:
@@ -447,3 +772,57 @@ def _applied_notes(found: LeafMap) -> list[str]:
         f"`{name}` makes the values of {listed(list(dict.fromkeys(paths)))}, a whole leaf at a time"
         for name, paths in names.items()
     ]
+
+
+def differences(
+    whole: LeafMap,
+    arrays: Mapping[Path, ArrayHandle],
+    targets: Mapping[Path, Any],
+    names: Mapping[Path, Path],
+) -> Iterator[tuple[Path | None, str, str]]:
+    """What differs between the arrays that a map makes and the leaves of the model: where, if it is
+    one leaf; in words; and a hint or nothing. `names` is what leaves of the model are called."""
+    # The first array that a call is made of, and the function that made one of them.
+    made: dict[int, tuple[ArrayHandle, Apply | None]] = {}
+
+    def made_of(value: Value) -> tuple[ArrayHandle, Apply | None]:
+        assert not isinstance(value, Zeros)
+        return (arrays[value.path], None) if isinstance(value, Source) else made[id(value.call)]
+
+    for call in whole.calls():
+        inputs = [made_of(value) for value in call.inputs if not isinstance(value, Zeros)]
+        first, function = inputs[0][0], next((one for _, one in inputs if one), None)
+        if isinstance(call.operation, Apply):
+            function = call.operation
+            first = dataclasses.replace(first, dtype=function.dtype or first.dtype)
+        made[id(call)] = first, function
+        for other, _ in inputs[1:]:
+            if other.dtype != first.dtype:
+                pair = f"{format_path(first.path)} and {format_path(other.path)}"
+                both = f"{first.dtype.name} and {other.dtype.name}"
+                yield None, f"{pair}: {both} cannot become one", ""
+    for place, value in whole.values.items():
+        wanted = targets.get(place)
+        if isinstance(value, Zeros) or place not in names or not isinstance(wanted, TargetLeaf):
+            continue
+        source, function = made_of(value)
+        both = f"{format_path(source.path)} -> {format_path(names[place])}"
+        text, key, says, hint = "", "", None, ""
+        if wanted.kind == "key":
+            if source.key_impl != wanted.key_impl:
+                keys = f"{source.key_impl} keys" if source.key_impl else source.dtype.name
+                text = f"{keys}, the model has {wanted}"
+        elif wanted.kind != "array":
+            continue
+        elif tuple(value.shape) != wanted.shape:
+            text = f"shape {list(value.shape)}, the model has {list(wanted.shape)}"
+            key, says = "shape", list(wanted.shape)
+        elif source.dtype != wanted.dtype:
+            text = f"dtype {source.dtype.name}, the model has {wanted.dtype}"
+            key, says = "dtype", str(wanted.dtype)
+            hint = f'reshard.cast(ckpt, "{says}", {as_python(format_glob(source.path))})'
+        if function is not None and key:  # how a rule says what it makes, if not what it is given
+            call = f"{{ function = '{function.name}', {key} = {says!r} }}"
+            hint = f"apply = {call}, if that is what it makes"
+        if text:
+            yield place, f"{both}: {text}", hint

@@ -7,15 +7,13 @@ JAX's own that it inlines when it traces, such as `jax.random.lognormal`, are ta
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from reshard.compat import bound, jaxprs_in_params
+from reshard.compat import jaxprs_in_params
 from reshard.errors import ArgumentError, MemoryLimitError
-from reshard.hints import Hint
 from reshard.restore.pytrees import saved_tree
 from reshard.restore.target import maker
 from reshard.tree import Path, format_path
@@ -26,13 +24,8 @@ _JITTED = ("jit", "pjit")  # the name of the primitive of `jax.jit`, in newer an
 
 @dataclasses.dataclass(frozen=True)
 class Initial:
-    """Initial values.
-
-    Attributes:
-      values: saved path -> value; with the PRNG implementation where it is of typed keys, of which
-        it is the data.
-      peak: bytes that were needed at once, at most, to compute them.
-    """
+    """Initial values by saved path, with the PRNG implementation where they are the data of typed
+    keys; and the bytes that were needed at once, at most, to compute them."""
 
     values: dict[Path, tuple[np.ndarray, str | None]]
     peak: int
@@ -51,6 +44,7 @@ def initial_values(model: Any, paths: Iterable[Path], max_memory: int | None = N
       MemoryLimitError: they take more than `max_memory`. Nothing has been computed then.
     """
     import jax
+    import jax.core
     from flax import nnx
 
     wanted = list(paths)
@@ -74,16 +68,16 @@ def initial_values(model: Any, paths: Iterable[Path], max_memory: int | None = N
     else:
         with nnx.use_eager_sharding(False):  # or an annotated model asks for a mesh
             traced = jax.make_jaxpr(lambda: chosen(make()))()
-            needed = _needed(traced.jaxpr, [True] * len(wanted))
-            peak = _peak(needed)
+            needed = traced.jaxpr.replace(eqns=_needed(traced.jaxpr, traced.jaxpr.outvars))
+            peak = peak_bytes(needed)
             if max_memory is not None and peak > max_memory:
                 raise MemoryLimitError(
                     f"initial values of {len(wanted)} leaves take {format_bytes(peak)} to compute, "
                     f"more than {format_bytes(max_memory)}",
-                    hints=[Hint(("max_memory", f"{-(-peak // 2**20)}MiB"))],
+                    hints=[f'max_memory="{-(-peak // 2**20)}MiB"'],
                     least=peak,
                 )
-            values = _evaluated(needed, traced.consts, [])
+            values = jax.core.eval_jaxpr(needed, traced.consts)
     result = {}
     for path, value in zip(wanted, values, strict=True):
         impl = None
@@ -95,140 +89,64 @@ def initial_values(model: Any, paths: Iterable[Path], max_memory: int | None = N
 
 def peak_bytes(jaxpr: Any) -> int:
     """Bytes that are needed at once, at most, to compute a jaxpr operation by operation: its inputs
-    and outputs, too."""
-    return _peak(_needed(jaxpr, [True] * len(jaxpr.outvars)))
+    and outputs, too. What is compiled is taken for one operation after the other."""
+    equations = _needed(jaxpr, jaxpr.outvars)
+    uses = [_variables([*equation.invars, *equation.outvars]) for equation in equations]
+    ends = _variables(jaxpr.outvars)
+    now = peak = _bytes({*jaxpr.constvars} | ({*jaxpr.invars} & ends.union(*uses)))
+    last = {variable: place for place, used in enumerate(uses) for variable in used}
+    for place, equation in enumerate(equations):
+        now += _bytes(equation.outvars)
+        beside = (peak_bytes(each) - _ends(each) for each in jaxprs_in_params(equation.params))
+        peak = max(peak, now + max((0, *beside)))
+        now -= _bytes(v for v in uses[place] - ends if last[v] == place)
+    return peak
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """What some outputs of a jaxpr need of it.
+def _needed(jaxpr: Any, outputs: Iterable[Any]) -> list[Any]:
+    """The equations that some outputs of a jaxpr need, less what no output needs of a function that
+    is jitted."""
+    from jax.interpreters import partial_eval
 
-    Attributes:
-      jaxpr: the jaxpr, whole.
-      equations: those that are needed, each with what is needed of the function that it calls, if
-        that is jitted and not needed as a whole.
-      inputs: places of the inputs that are needed.
-      outputs: places of the outputs.
-    """
-
-    jaxpr: Any
-    equations: list[tuple[Any, "_Part | None"]]
-    inputs: list[int]
-    outputs: list[int]
-
-    @property
-    def results(self) -> list[Any]:
-        """The outputs, as variables or literals."""
-        return [self.jaxpr.outvars[place] for place in self.outputs]
-
-
-def _needed(jaxpr: Any, wanted: Sequence[bool]) -> _Part:
-    """The part of a jaxpr that the wanted ones of its outputs need."""
-    outputs = [place for place, want in enumerate(wanted) if want]
-    live = _variables(jaxpr.outvars[place] for place in outputs)
-    equations = []
+    live, equations = _variables(outputs), []
     for equation in reversed(jaxpr.eqns):
         used = [variable in live for variable in equation.outvars]
         if not any(used) and not equation.effects:
             continue
-        inner, inputs = None, equation.invars
-        if equation.primitive.name in _JITTED and not all(used) and not equation.effects:
-            part = _needed(equation.params["jaxpr"].jaxpr, used)
-            if not _shares(part):
-                inner, inputs = part, [inputs[place] for place in part.inputs]
-        live |= _variables(inputs)
-        equations.append((equation, inner))
-    inputs = [place for place, variable in enumerate(jaxpr.invars) if variable in live]
-    return _Part(jaxpr, equations[::-1], inputs, outputs)
+        jitted = equation.primitive.name in _JITTED and not equation.effects
+        if jitted and not all(used) and not _shares(equation.params["jaxpr"].jaxpr, used):
+            _, equation = partial_eval.dce_rules[equation.primitive](used, equation)
+            assert equation is not None
+        live |= _variables(equation.invars)
+        equations.append(equation)
+    return equations[::-1]
 
 
-def _shares(part: _Part) -> bool:
-    """Whether the rest of a jaxpr uses floats that a part of it computes on the way to its outputs:
-    compiled with that, they may be rounded in another way."""
+def _shares(jaxpr: Any, wanted: Sequence[bool]) -> bool:
+    """Whether the rest of a jaxpr uses floats that are computed on the way to the wanted ones of
+    its outputs: compiled with that, they may be rounded in another way."""
     import jax
 
-    kept = {id(equation) for equation, _ in part.equations}
-    rest = [equation for equation in part.jaxpr.eqns if id(equation) not in kept]
-    used = _variables(part.jaxpr.outvars).union(*(_variables(e.invars) for e in rest))
-    inside = {variable for equation, _ in part.equations for variable in equation.outvars}
+    outputs = [variable for variable, want in zip(jaxpr.outvars, wanted, strict=True) if want]
+    inside = {v for equation in _needed(jaxpr, outputs) for v in equation.outvars}
+    rest = [equation for equation in jaxpr.eqns if inside.isdisjoint(equation.outvars)]
+    used = _variables(jaxpr.outvars).union(*(_variables(e.invars) for e in rest))
     return any(
         jax.numpy.issubdtype(variable.aval.dtype, jax.numpy.inexact)
-        for variable in (inside & used) - _variables(part.results)
+        for variable in (inside & used) - _variables(outputs)
     )
 
 
-def _evaluated(part: _Part, constants: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    """The outputs of a part, computed one operation at a time.
-
-    Args:
-      part: the part.
-      constants: the constants of its jaxpr.
-      inputs: the inputs that it needs.
-    """
-    import jax
-
-    held = dict(zip(part.jaxpr.constvars, constants, strict=True))
-    held |= {part.jaxpr.invars[p]: value for p, value in zip(part.inputs, inputs, strict=True)}
-
-    def read(atoms: Iterable[Any]) -> list[Any]:
-        return [atom.val if _is_literal(atom) else held[atom] for atom in atoms]
-
-    for (equation, inner), done in zip(part.equations, _last_uses(part), strict=True):
-        if inner is None:
-            made_at = equation.outvars
-            with equation.ctx.manager:
-                made = bound(equation, read(equation.invars))
-            made = made if equation.primitive.multiple_results else [made]
-        else:
-            constants = equation.params["jaxpr"].consts
-            compiled = jax.jit(functools.partial(_evaluated, inner, constants))
-            made = compiled(read(equation.invars[place] for place in inner.inputs))
-            made_at = [equation.outvars[place] for place in inner.outputs]
-        held.update(zip(made_at, made, strict=True))
-        for variable in done:
-            held.pop(variable, None)
-    return read(part.results)
-
-
-def _peak(part: _Part) -> int:
-    """Bytes that are needed at once, at most, to compute a part: its own inputs and outputs, too.
-    What is compiled is taken for one operation after the other."""
-    constants = set(part.jaxpr.constvars)
-    now = _bytes(constants) + _bytes(part.jaxpr.invars[place] for place in part.inputs)
-    peak = now
-    for (equation, inner), done in zip(part.equations, _last_uses(part), strict=True):
-        called = jaxprs_in_params(equation.params)
-        parts = [inner] if inner else [_needed(each, [True] * len(each.outvars)) for each in called]
-        now += _bytes(equation.outvars)
-        beside = max((_peak(each) - _ends(each) for each in parts), default=0)
-        peak = max(peak, now + max(beside, 0))
-        now -= _bytes(done)
-    return peak
-
-
-def _ends(part: _Part) -> int:
-    """Bytes of the inputs and outputs of a part."""
-    inputs = (part.jaxpr.invars[place] for place in part.inputs)
-    return _bytes(inputs) + _bytes(_variables(part.results))
-
-
-def _last_uses(part: _Part) -> list[set[Any]]:
-    """For each equation the variables that nothing needs after it."""
-    later = _variables(part.results)
-    found = []
-    for equation, _ in reversed(part.equations):
-        found.append(_variables([*equation.invars, *equation.outvars]) - later)
-        later |= found[-1]
-    return found[::-1]
+def _ends(jaxpr: Any) -> int:
+    """Bytes of the inputs that the outputs of a jaxpr need, and of the outputs."""
+    ends = _variables(jaxpr.outvars)
+    used = ends.union(*(_variables(e.invars) for e in _needed(jaxpr, jaxpr.outvars)))
+    return _bytes({*jaxpr.invars} & used) + _bytes(ends)
 
 
 def _variables(atoms: Iterable[Any]) -> set[Any]:
     """Those that are no literals."""
-    return {atom for atom in atoms if not _is_literal(atom)}
-
-
-def _is_literal(atom: Any) -> bool:
-    return hasattr(atom, "val")
+    return {atom for atom in atoms if not hasattr(atom, "val")}
 
 
 def _bytes(variables: Iterable[Any]) -> int:

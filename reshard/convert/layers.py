@@ -83,6 +83,76 @@ _STACKING = ("Scan", "Vmap", "Remat_scan")
 _NORMS = ("LayerNorm", "RMSNorm", "InstanceNorm")
 
 
+# Stacks of layers: which axis the layers are along on either side. Pure arithmetic on shapes.
+#
+# `nn.scan` and `nn.vmap` put them on any axis of a weight, the same one for a whole collection, and
+# so does `nnx.vmap`. Neither notes which.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Move:
+    """The axis of the layers, before and after; from the end if it is negative."""
+
+    before: int
+    after: int
+
+    def __str__(self) -> str:
+        return f"axis {self.before} to {self.after}"
+
+    def order(self, rank: int) -> tuple[int, ...]:
+        """The axes of an array of this rank, as `Transpose` takes them."""
+        axes = list(range(rank))
+        if axes:
+            axes.insert(self.after % rank, axes.pop(self.before % rank))
+        return tuple(axes)
+
+
+NO_MOVE = Move(0, 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placed:
+    """The shapes of a weight on either side; before, of each of several `parts` of one shape that
+    are joined along the last axis that is not that of the layers."""
+
+    before: Shape
+    after: Shape
+    parts: int = 1
+
+    def joined_at(self, move: Move) -> int:
+        """The axis that parts are joined along, from the end, before the move."""
+        return -2 if move.before % len(self.before) == len(self.before) - 1 else -1
+
+    def fits(self, move: Move) -> bool:
+        """Whether the move makes the first shape the second."""
+        shape = list(self.before)
+        if self.parts > 1:
+            shape[self.joined_at(move)] *= self.parts
+        return tuple(shape[axis] for axis in move.order(len(shape))) == self.after
+
+
+def moves(weights: Sequence[Placed]) -> list[Move]:
+    """The moves of one axis that fit all weights, and that has the same size in all. Of those that
+    come to the same, one. Axes counted from the end are looked at only beside the first."""
+    rank = min(len(weight.before) for weight in weights)
+    if rank < (2 if any(weight.parts > 1 for weight in weights) else 1):
+        return []
+    found: dict[tuple[tuple[tuple[int, ...], int], ...], Move] = {}
+    for before, after in itertools.product([*range(rank), *range(-rank, 0)], repeat=2):
+        move = Move(before, after)
+        if min(before, after) < 0 and before != 0 != after:
+            continue
+        if len({weight.before[before] for weight in weights}) == 1 and all(
+            weight.fits(move) for weight in weights
+        ):
+            effect = (
+                (move.order(len(w.before)), w.joined_at(move) if w.parts > 1 else 0)
+                for w in weights
+            )
+            found.setdefault(tuple(effect), move)
+    return list(found.values())
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Match:
     """Leaves of Linen's and the leaf of NNX's that they become.
@@ -91,11 +161,15 @@ class Match:
       inputs: Linen's.
       output: NNX's.
       join: how several become one.
+      origin: what says so: `"path"` or `"structure"`.
+      move: the axis of a stack that moves.
     """
 
     inputs: tuple[Leaf, ...]
     output: Leaf
     join: Concat | None = None
+    origin: str = ""
+    move: Move = NO_MOVE
 
     @property
     def shape(self) -> Shape:
@@ -104,17 +178,9 @@ class Match:
         return shapes[0] if self.join is None else self.join.shapes(shapes)[0]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Cell:
-    """A recurrent cell.
-
-    Attributes:
-      matches: what its leaves become.
-      zeros: leaves of Linen's that have no place in NNX, which is right only if they are zero.
-    """
-
-    matches: tuple[Match, ...]
-    zeros: tuple[Leaf, ...] = ()
+# A recurrent cell: what its leaves become, and leaves of Linen's that have no place in NNX, which
+# is right only if they are zero.
+Cell = tuple[list[Match], list[Leaf]]
 
 
 def counterparts(kind: str) -> list[tuple[str, ...]]:
@@ -196,12 +262,7 @@ def may_be_stack(module: Module) -> bool:
 
 
 def _stacked(module: Module, attention: bool = False) -> bool | None:
-    """Whether all layers of a known rank have more axes than that; None if there are none.
-
-    Args:
-      module: a module of either API.
-      attention: whether it is one of the projections of an attention layer.
-    """
+    """Whether all layers of a known rank have more axes than that; None if there are none."""
     found = None
     *_, (kind, _) = unlifted(module.kind)
     ranks = {"kernel": 3} if attention else _RANKS.get(kind, {})
@@ -221,24 +282,22 @@ def _stacked(module: Module, attention: bool = False) -> bool | None:
 def cell(linen: Module, nnx: Module) -> Cell | None:
     """What becomes of the leaves of a recurrent cell.
 
-    Args:
-      linen: a module of Linen's.
-      nnx: the module of NNX's that it is to be.
-
     Returns:
       None if these two are no cell, or not the same one, as far as classes are known and by the
       names of the gates.
     """
     kinds = [base for base, _ in unlifted(linen.kind)]
     for kind, gates in _GATES.items():
-        if nnx.kind not in ("", kind) or linen.parts != _gate_names(gates):
+        if nnx.kind not in ("", kind) or linen.leaves or linen.parts != _gate_names(gates):
             continue
         if linen.kind and not any(kind in _COUNTERPARTS.get(base, (base,)) for base in kinds):
             continue
         if kind == "LSTMCell":
             return _renamed(linen, nnx)
         # The gates of a SimpleCell are called `h` and `i`, which may be anything.
-        if {"dense_i", "dense_h"} <= nnx.parts and (nnx.kind or linen.kind or gates != ("",)):
+        if {"dense_i", "dense_h"} <= nnx.children.keys() and (
+            nnx.kind or linen.kind or gates != ("",)
+        ):
             return _joined(linen, nnx, gates)
     return None
 
@@ -262,7 +321,7 @@ def _renamed(linen: Module, nnx: Module) -> Cell | None:
         matches += [
             Match((leaf,), counterpart.leaves[name][0]) for name, (leaf,) in module.leaves.items()
         ]
-    return Cell(tuple(matches))
+    return matches, []
 
 
 def _joined(linen: Module, nnx: Module, gates: Sequence[str]) -> Cell | None:
@@ -283,7 +342,7 @@ def _joined(linen: Module, nnx: Module, gates: Sequence[str]) -> Cell | None:
                 matches.append(Match(leaves, output[0], Concat(-1) if len(gates) > 1 else None))
         if outside:
             return None
-    return Cell(tuple(matches), tuple(zeros))
+    return matches, zeros
 
 
 def is_norm(nnx: Module) -> bool:
@@ -295,13 +354,7 @@ def normed(linen: Module, nnx: Module, sources: Mapping[Path, Path]) -> list[Mat
     """The matches of the leaves that a WeightNorm or SpectralNorm has for those of another layer.
 
     Both sides name them by the leaf that they are for: Linen from the scope that the layer is in,
-    NNX from the layer.
-
-    Args:
-      linen: the module of Linen's.
-      nnx: the module of NNX's.
-      sources: for leaves of NNX's the leaves of Linen's that they come from.
-    """
+    NNX from the layer."""
     matches = []
     for output, inner, suffix in _norm_leaves(nnx):
         leaf = _leaf_at(nnx.children["layer_instance"], inner)

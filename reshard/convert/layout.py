@@ -10,40 +10,486 @@ boxes and for each of NNX's variables. Where nothing speaks against it, what is 
 is of the other one. Where several readings remain, an error tells all of them.
 """
 
+import collections
 import dataclasses
 import itertools
+import keyword
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.arrays.boxes import Shape
-from reshard.convert.evidence import (
-    KINDS,
-    Evidence,
-    Training,
-    add_training_marks,
-    collection_roots,
-    holds_variables,
-    is_stream,
-    model_marks,
-    training,
-)
-from reshard.convert.value_levels import (
-    BOOKKEEPING,
-    COLLECTIONS,
-    Boxes,
-    Node,
-    SavedLeaf,
-    child,
-    dtype_name,
-    in_variables,
-    is_mapping,
-    named,
-    nested,
-)
+from reshard.convert.module_tree import AUTOMATIC
 from reshard.errors import ArgumentError, TreeMismatchError
-from reshard.hints import Hint
-from reshard.tree import Path, format_glob, format_key, format_path
+from reshard.tree import Path, as_python, format_glob, format_key, format_path
+
+# A saved tree as nested dicts with text keys, and the levels named `value` in it: which of them
+# Orbax wrote for Linen's boxes and NNX's variables, and which are the user's own, as a parameter
+# may be called `value`.
+
+# What a module that is saved itself has beside its attributes.
+BOOKKEEPING = "_pytree__state"
+COLLECTIONS = frozenset(
+    ("params", "batch_stats", "cache", "intermediates", "perturbations", "_overwrite_with_gradient")
+)
+# Names of arrays in the layers of both APIs; in NNX these are always variables.
+_STANDARD = frozenset(("kernel", "bias", "scale", "embedding", "mean", "var", "key", "count"))
+
+
+class SavedLeaf(NamedTuple):
+    """A leaf.
+
+    Attributes:
+      keys: its path, with keys as text.
+      path: its saved path.
+      value: the leaf; an array is what has a dtype.
+      lone: the depth of the last level that is named `value` and alone in its container.
+    """
+
+    keys: tuple[str, ...]
+    path: Path
+    value: Any
+    lone: int | None
+
+    @property
+    def is_array(self) -> bool:
+        """Whether it is an array, and not empty or text."""
+        return hasattr(self.value, "dtype")
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it is all there is in a level named `value`."""
+        return self.lone == len(self.keys) - 1
+
+    @property
+    def is_standard(self) -> bool:
+        """Whether it has a name that the layers of both APIs use."""
+        return self.keys[-2 if self.is_held else -1] in _STANDARD
+
+    def below(self, start: int, held: bool) -> Path:
+        """Its path below the first keys, without the lone level if that holds it."""
+        if not held or self.lone is None or self.lone < start:
+            return self.keys[start:]
+        return self.keys[start : self.lone] + self.keys[self.lone + 1 :]
+
+
+Node = dict[str, Any]  # of further ones, and a SavedLeaf at the end of each path
+
+
+def nested(ckpt: Mapping[Path, Any]) -> tuple[Node, list[SavedLeaf]]:
+    """The tree as nested dicts, and its leaves in order.
+
+    Raises:
+      TreeMismatchError: a list position and a key that is printed as it is are in one place.
+    """
+    root: Node = {}
+    problems = []
+    texts = [tuple(map(str, path)) for path in ckpt]
+    for keys in texts:
+        node = root
+        for key in keys[:-1]:
+            node = node.setdefault(key, {})
+            if node is None:  # a leaf
+                break
+        if node is None or keys[-1] in node:
+            problems.append(named(keys))
+        else:
+            node[keys[-1]] = None
+    if problems:
+        raise TreeMismatchError(
+            "a list position and a key of the same name are in one place", problems
+        )
+    leaves = []
+    for keys, (path, value) in zip(texts, ckpt.items(), strict=True):
+        node, lone = root, None
+        for depth, key in enumerate(keys[:-1]):
+            if key == "value" and depth and len(node) == 1:
+                lone = depth
+            node = node[key]
+        if keys[-1] == "value" and node is not root and len(node) == 1:
+            lone = len(keys) - 1
+        node[keys[-1]] = SavedLeaf(keys, path, value, lone)
+        leaves.append(node[keys[-1]])
+    return root, leaves
+
+
+def leaves_of(node: Any) -> Iterator[SavedLeaf]:
+    """The leaves of a node, in order; None has none."""
+    if isinstance(node, SavedLeaf):
+        yield node
+    elif node is not None:
+        for child in node.values():
+            yield from leaves_of(child)
+
+
+def child(node: Any, key: str) -> Any:
+    """What a node has under a key, if anything."""
+    return node.get(key) if isinstance(node, dict) else None
+
+
+def is_mapping(node: Any) -> bool:
+    """Whether it is a dict, if an empty one."""
+    return isinstance(node, dict) or (isinstance(node, SavedLeaf) and node.value == {})
+
+
+def array(node: Any) -> SavedLeaf | None:
+    """The array that a node is, or that it holds in a level named `value`."""
+    if isinstance(node, dict) and list(node) == ["value"]:
+        node = node["value"]
+    return node if isinstance(node, SavedLeaf) and node.is_array else None
+
+
+def dtype_name(node: Any) -> str:
+    """The dtype of such an array, `key` for typed PRNG keys; nothing for other nodes."""
+    leaf = array(node)
+    if leaf is None:
+        return ""
+    name = leaf.value.dtype.name
+    typed = getattr(leaf.value, "key_impl", None) is not None or name.startswith("key<")
+    return "key" if typed else name
+
+
+def named(*paths: Sequence[str | int]) -> str:
+    """Paths, as they are told."""
+    return ", ".join(f"`{format_path(tuple(path))}`" for path in paths)
+
+
+def in_variables(leaves: Iterable[SavedLeaf]) -> list[bool]:
+    """Whether the leaves of an NNX state are in variables: what may be.
+
+    In a state they are, but for attributes that are arrays themselves. In a pure dict none is, but
+    a parameter may be called `value`. What the layers of both APIs hold tells these apart.
+    """
+    arrays = [leaf for leaf in leaves if leaf.is_array]
+    held = [leaf.is_standard for leaf in arrays if leaf.lone is not None]
+    bare = [leaf.is_standard for leaf in arrays if leaf.lone is None]
+    if not held or not bare:
+        return [bool(held)]
+    return [True, False] if any(held) == any(bare) else [any(held)]
+
+
+class Boxes:
+    """The boxes of Linen variables.
+
+    What holds nothing but `value` is a module with a parameter of that name, and no box, if it has
+    a name as Linen gives modules or if another collection has other things in it. Any other is a
+    box if one of them must be, by its name, or if there is nothing outside of them.
+
+    Attributes:
+      ambiguous: a leaf that was taken for a parameter only because nothing else is in a box."""
+
+    def __init__(self, leaves: Mapping[Path, Sequence[SavedLeaf]]):
+        self._holders = {
+            leaf.keys[len(root) : -1]: leaf
+            for root, below in leaves.items()
+            for leaf in below
+            if leaf.is_held
+        }
+        self._boxes: set[Path] = set()
+        self.ambiguous: SavedLeaf | None = None
+        if not self._holders:
+            return
+        modules: set[Path] = {()}
+        for root, below in leaves.items():
+            for leaf in below:
+                path = leaf.keys[len(root) : -2 if leaf.is_held else -1]
+                while path not in modules:
+                    modules.add(path)
+                    path = path[:-1]
+        found = [
+            path
+            for path in self._holders
+            if path not in modules and not AUTOMATIC.fullmatch(str(path[-1]))
+        ]
+        sure = any(self._holders[path].is_standard for path in found)
+        if sure or all(leaf.is_held for below in leaves.values() for leaf in below):
+            self._boxes.update(found)
+        elif found:
+            self.ambiguous = self._holders[found[0]]
+
+    def hold(self, leaf: SavedLeaf, start: int) -> bool:
+        """Whether a leaf of the model, or of an optimizer's state that mirrors it, is in a box."""
+        if not self._boxes or not leaf.is_held:
+            return False
+        path = leaf.keys[start:-1]
+        endings = (path[i:] for i in range(len(path) + 1))
+        return next((end for end in endings if end in self._holders), None) in self._boxes
+
+
+# What speaks for one of Flax's APIs in a saved tree: what one of them writes and not the other;
+# and where a train state has what. Pure; the reasons are words, for users to judge.
+
+# The trees that Linen and NNX save: kind -> what has it.
+KINDS = {
+    "linen-variables": "collections at the top: `params`, `batch_stats`, ...",
+    "linen-params": "the contents of `params` alone",
+    "linen-train-state": "`params` beside `opt_state` or `step`, or all variables below `params`",
+    "maxtext": "a train state, and below `nnx_aux` what only NNX has",
+    "nnx-state": "`nnx.state(model)`, or a module: a `value` level under each variable",
+    "nnx-pure-dict": "`nnx.to_pure_dict(nnx.state(model))`",
+    "nnx-optimizer": "`nnx.Optimizer`: `opt_state` and `step`",
+    "nnx-model-and-optimizer": "`nnx.ModelAndOptimizer`: `model`, `opt_state` and `step`",
+    "nnx-model": "a state below `model`, perhaps beside `optimizer`",
+}
+_OPTIMIZERS = ("opt_state", "optimizer", "opt", "optimizer_state")
+
+
+class Training(NamedTuple):
+    """What a train state has beside a model.
+
+    Attributes:
+      root: where the optimizer's state is saved, if there is one.
+      state: that state.
+      step: the step counter.
+      names: the keys at the top of both.
+      wrapped: both are below one key, as those of an `nnx.Optimizer`.
+    """
+
+    root: Path | None = None
+    state: Any = None
+    step: SavedLeaf | None = None
+    names: tuple[str, ...] = ()
+    wrapped: bool = False
+
+
+def training(top: Node) -> Training:
+    """What the tree has beside a model."""
+    name = next((name for name in _OPTIMIZERS if _is_state(name, top.get(name))), None)
+    root, state, wrapped = None, None, False
+    steps = [("step", top.get("step"))]
+    if name is not None:
+        root, state = (name,), top[name]
+        inner = state.keys() - {BOOKKEEPING} if isinstance(state, dict) else set()
+        wrapped = name != "opt_state" and ("opt_state" in inner or inner == {"step"})
+        if wrapped:
+            steps.append((name, state.get("step")))
+            root = (name, "opt_state") if "opt_state" in inner else None
+            state = state.get("opt_state")
+    counts = [pair for pair in steps if dtype_name(pair[1]).startswith(("int", "uint"))]
+    names = [*([] if name is None else [name]), *(key for key, _ in counts[:1] if key != name)]
+    return Training(root, state, array(counts[0][1]) if counts else None, tuple(names), wrapped)
+
+
+def _is_state(name: str, node: Any) -> bool:
+    """Whether it may be the state of an optimizer; a single array, only under the usual name."""
+    if isinstance(node, SavedLeaf):
+        return not isinstance(node.value, str) and (name == "opt_state" or not node.is_array)
+    return isinstance(node, dict)
+
+
+def holds_variables(params: Any) -> bool:
+    """Whether what is below `params` is all variables, with `params` among the collections."""
+    return is_mapping(child(params, "params")) and all(
+        is_mapping(node) and not AUTOMATIC.fullmatch(name) for name, node in params.items()
+    )
+
+
+def check_variables(params: Node, beside: Training) -> None:
+    """Raises TreeMismatchError if the containers beside `params/params` may be modules: no name
+    among theirs is one of Flax's collections."""
+    others = params.keys() - {"params"}
+    if not others or others & COLLECTIONS:
+        return
+    paths = named(*(("params", name) for name in sorted(others)))
+    modules, collections = 'layout="linen-variables"', 'layout="linen-train-state"'
+    if beside.names:  # both are train states
+        names = "|".join(re.escape(format_key(name)) for name in sorted(params))
+        modules, collections = (
+            f"reshard.rename(ckpt, {as_python([rule])})"
+            for rule in (("^params/", "params/params/"), (f"^params/({names})/", r"\1/"))
+        )
+    raise TreeMismatchError(
+        "what is below `params` can be read as modules or as collections",
+        [
+            f"modules: one is called `params`, as `params/params`, beside {paths}",
+            f"collections: the parameters are `params/params`, and none are in {paths}",
+        ],
+        [f"{modules}, if they are modules", f"{collections}, if they are collections"],
+    )
+
+
+def collection_roots(top: Node, beside: Training, nested: bool) -> dict[Path, str]:
+    """Where collections are saved -> their names; `nested`: all of them are below `params`.
+
+    Raises:
+      TreeMismatchError: one is saved in two places.
+    """
+    params = top.get("params")
+    roots: dict[Path, str] = {}
+    if isinstance(params, dict) and nested:
+        roots = {("params", name): name for name in params}
+        params = params["params"]
+    elif is_mapping(params):
+        roots = {("params",): "params"}
+    for name, node in top.items():
+        if name in ("params", *beside.names) or not is_mapping(node):
+            continue
+        inner = node if isinstance(node, dict) else {}
+        if name == "nnx_aux" and is_mapping(inner.get("model")):
+            roots[name, "model"] = name
+        elif name in COLLECTIONS:
+            roots[(name,)] = name
+        elif inner and all(key in COLLECTIONS and is_mapping(c) for key, c in inner.items()):
+            roots |= {(name, key): key for key in inner}
+        elif _is_collection(inner, params, bool(beside.names)):
+            roots[(name,)] = name
+    places = collections.defaultdict(list)
+    for path, name in roots.items():
+        places[name].append(path)
+    twice = {name: paths for name, paths in places.items() if len(paths) > 1}
+    if twice:
+        globs = [format_glob(path) + "/**" for paths in twice.values() for path in paths]
+        raise TreeMismatchError(
+            "a collection is saved in two places",
+            [f"`{name}`: {named(*paths)}" for name, paths in twice.items()],
+            [f"drop={as_python([glob])}" for glob in globs],
+        )
+    return roots
+
+
+def _is_collection(node: Node, params: Any, trained: bool) -> bool:
+    """Whether a container beside `params` is a collection of the user's own: of arrays, which are
+    no copy of the parameters; in a train state, of the same modules as the parameters."""
+    leaves = list(leaves_of(node))
+    if not leaves or isinstance(leaves[0].path[1], int) or not all(map(_may_vary, leaves)):
+        return False
+    modules = params if isinstance(params, dict) else {}
+    return (not trained or node.keys() <= modules.keys()) and not _same_leaves(node, modules)
+
+
+def _may_vary(leaf: SavedLeaf) -> bool:
+    """Whether a leaf may be a variable of Linen's: an array, and neither a number nor a key."""
+    number = getattr(leaf.value, "value_type", "") == "scalar"
+    return leaf.is_array and not number and dtype_name(leaf) != "key"
+
+
+def _same_leaves(node: Any, other: Any) -> bool:
+    """Whether two trees have arrays at the same paths, in boxes or not."""
+    if array(node) or array(other):
+        return bool(array(node) and array(other))
+    if not isinstance(node, dict) or not isinstance(other, dict) or node.keys() != other.keys():
+        return False
+    return all(_same_leaves(node[key], other[key]) for key in node)
+
+
+@dataclasses.dataclass
+class Evidence:
+    """Reasons in words.
+
+    Attributes:
+      linen: what Linen writes.
+      proof: what only NNX writes, whatever names there are.
+      nnx: what NNX writes.
+      likely: what is likely under NNX, and counts from two on.
+    """
+
+    linen: list[str] = dataclasses.field(default_factory=list)
+    proof: list[str] = dataclasses.field(default_factory=list)
+    nnx: list[str] = dataclasses.field(default_factory=list)
+    likely: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def for_nnx(self) -> list[str]:
+        """All that speaks for NNX."""
+        return self.proof + self.nnx + self.likely
+
+    @property
+    def maybe_nnx(self) -> bool:
+        """Whether enough speaks for NNX."""
+        return bool(self.proof or self.nnx or len(self.likely) > 1)
+
+    @property
+    def api(self) -> str | None:
+        """The API, if it is decided."""
+        if self.proof or (self.maybe_nnx and not self.linen):
+            return "nnx"
+        return "linen" if self.linen and not self.maybe_nnx else None
+
+
+def model_marks(top: Any, at: Path = ()) -> Evidence:
+    """What the modules and variables of a model say; of each mark, where it is first."""
+    found: dict[str, Path] = {}
+    stack = [(at, top)] if isinstance(top, dict) else []
+    while stack:
+        path, node = stack.pop()
+        stack += [((*path, k), c) for k, c in reversed(node.items()) if isinstance(c, dict)]
+        for mark, place in _node_marks(path, node):
+            found.setdefault(mark, place)
+    marks = Evidence()
+    for reasons, mark, words in (
+        (marks.linen, "automatic", "has a name as Linen gives them"),
+        (marks.linen, "no attribute", "cannot be an attribute"),
+        (marks.proof, "module", "is a module that was saved itself (`_pytree__state`)"),
+        (marks.proof, "stream", "is a stream of random numbers (`key`, `count`)"),
+        (marks.nnx, "norm", "holds parameters and statistics together"),
+        (marks.nnx, "attention", "holds parameters and a cache together"),
+        (marks.nnx, "tuple", "is a tuple as a key"),
+        (marks.likely, "list", "has positions as keys, as `nnx.List` does"),
+        (marks.likely, "keyword", "is how an attribute avoids a keyword"),
+    ):
+        reasons += [f"{named(found[mark])} {words}"] if mark in found else []
+    arrays = [leaf for leaf in leaves_of(top) if leaf.is_array]
+    standard = [leaf for leaf in arrays if leaf.is_standard]
+    held = next((leaf.path for leaf in standard if leaf.lone is not None), None)
+    bare = next((leaf.path for leaf in standard if leaf.lone is None), None)
+    if held and bare:
+        words = f"{named(held)} is in a box and {named(bare)} is not"
+        marks.linen.append(f"{words}, where NNX has variables throughout")
+    elif arrays and all(leaf.lone is not None for leaf in arrays):
+        marks.likely.append("each array is in a `value` level, as NNX's variables are")
+    return marks
+
+
+def _node_marks(path: Path, node: Node) -> Iterator[tuple[str, Path]]:
+    """The marks of a container and its keys."""
+    for key, below in node.items():
+        if keyword.iskeyword(key) or "/" in key:
+            yield "no attribute", (*path, key)
+        elif key.startswith("(") and key.endswith(")"):
+            yield "tuple", (*path, key)
+        elif key.endswith("_") and keyword.iskeyword(key[:-1]):
+            yield "keyword", (*path, key)
+        elif isinstance(below, dict) and AUTOMATIC.fullmatch(key) and not array(below):
+            yield "automatic", (*path, key)
+    if BOOKKEEPING in node:
+        yield "module", path
+    if "count" in node and is_stream(node):
+        yield "stream", path
+    if "var" in node or "query" in node:
+        arrays = {key for key, below in node.items() if array(below)}
+        if {"mean", "var"} <= arrays and arrays & {"scale", "bias"}:
+            yield "norm", path
+        if {"cached_key", "cached_value"} <= arrays and "query" in node:
+            yield "attention", path
+    if all(key.isdecimal() for key in node):
+        yield "list", path
+
+
+def is_stream(node: Any) -> bool:
+    """Whether it is an `nnx.RngStream`."""
+    key, count = dtype_name(child(node, "key")), dtype_name(child(node, "count"))
+    return count == "uint32" and key in ("key", "uint32")
+
+
+def add_training_marks(beside: Training, marks: Evidence) -> None:
+    """Adds what the optimizer's state and the step counter say."""
+    if beside.wrapped:
+        words = "holds the state and the steps of an optimizer, as `nnx.Optimizer` does"
+        marks.nnx.append(f"{named(beside.names[:1])} {words}")
+    if beside.root is not None:
+        where, leaves = named(beside.root), list(leaves_of(beside.state))
+        listed = any(isinstance(key, int) for leaf in leaves for key in leaf.path)
+        if listed and all(leaf.lone is None for leaf in leaves):
+            marks.linen.append(f"{where} has list positions, as optax's tuples are saved")
+        states = beside.state if isinstance(beside.state, dict) else {}
+        if states and not isinstance(leaves[0].path[len(beside.root)], int):
+            filled = all(isinstance(state, dict) or array(state) for state in states.values())
+            if filled and all(key.isdecimal() for key in states):
+                words = "has positions as keys, and only those with a value"
+                marks.nnx.append(f"{where} {words}, as `nnx.Optimizer` does")
+    if beside.step is not None and dtype_name(beside.step) == "uint32":
+        marks.likely.append(f"{named(beside.step.path)} is uint32, as `nnx.Optimizer` counts")
+
 
 _WHOLE = ("linen-params", "nnx-state", "nnx-pure-dict")  # the tree is the model
 
@@ -150,9 +596,10 @@ def _decide_linen(
     top: Node, beside: Training, leaves: Sequence[SavedLeaf], api: str | None
 ) -> tuple[str, list[str]]:
     """For a tree with collections at the top."""
-    roots = collection_roots(top, beside)
     params, at = top.get("params"), ("params",)
-    if holds_variables(params):
+    nested = holds_variables(params)
+    roots = collection_roots(top, beside, nested)
+    if nested:
         params, at = child(params, "params"), ("params", "params")
     if "nnx_aux" in roots.values():
         kind, reason = "maxtext", "`nnx_aux` is beside `params`, as MaxText's runs of NNX save it"
@@ -166,6 +613,8 @@ def _decide_linen(
     add_training_marks(beside, marks)
     why = [reason, *marks.linen]
     if not marks.maybe_nnx:
+        if nested:
+            check_variables(top["params"], beside)
         return kind, why
     readings = [_reading(kind, why)]
     if kind == "linen-variables":
@@ -194,7 +643,7 @@ def _decide_model(
     if marks.api == "nnx":
         return kind, marks.for_nnx
     what, new = ("variables", "") if variables else ("parameters", "params/")
-    hint = Hint(("rename", "^model/", new))
+    hint = f'reshard.rename(ckpt, [("^model/", "{new}")])'
     readings = [_reading(kind, marks.for_nnx)] if marks.api is None else []
     if not variables and not beside.names:
         readings.append(_reading("linen-params", marks.linen))
@@ -216,7 +665,7 @@ def _decide_optimizer(top: Node, beside: Training, api: str | None) -> tuple[str
         raise TreeMismatchError(
             "there is the state of an optimizer, but neither `params` nor `model`",
             [f"at the top there is {named(*((key,) for key in top))}"],
-            [Hint(("rename", _beginning(key), above)) for key in others],
+            [f"reshard.rename(ckpt, {as_python([(_beginning(key), above)])})" for key in others],
         )
     if marks.linen:
         optimizer = _reading("nnx-optimizer", marks.for_nnx)
@@ -236,10 +685,7 @@ def _check_top(top: Node, names: Sequence[str]) -> None:
         raise TreeMismatchError(
             "what looks like a state is not at the top of the tree",
             [f"there is {named(*paths)}" for paths in states.values()],
-            [
-                Hint(("select_rename", format_glob((key,)) + "/**", _beginning(key), ""))
-                for key in states
-            ],
+            [_lifted(format_glob((key,)) + "/**", _beginning(key)) for key in states],
         )
 
 
@@ -263,9 +709,16 @@ def _beginning(key: str) -> str:
     return f"^{re.escape(format_key(key))}/"
 
 
-def _moved_up(below: str, kind: str) -> Hint:
+def _lifted(glob: str, beginning: str) -> str:
+    """How to select leaves, and take away what their paths begin with."""
+    return (
+        f"reshard.rename(reshard.select(ckpt, {as_python(glob)}), {as_python([(beginning, '')])})"
+    )
+
+
+def _moved_up(below: str, kind: str) -> str:
     """How to read what is below a key as a tree of its own."""
-    return Hint(("select_layout", f"{below}/**", f"^{below}/", kind))
+    return f'{_lifted(f"{below}/**", f"^{below}/")} with layout="{kind}"'
 
 
 class _Reading(NamedTuple):
@@ -279,7 +732,7 @@ class _Reading(NamedTuple):
 
 def _reading(kind: str, reasons: Sequence[str]) -> _Reading:
     api = "nnx" if kind.startswith("nnx") else "linen"
-    return _Reading(kind, reasons, api, Hint(("layout", kind)))
+    return _Reading(kind, reasons, api, f"layout={as_python(kind)}")
 
 
 def _by_direction(
@@ -318,7 +771,10 @@ def _read(
     if kind in _WHOLE:
         roots: dict[Path, Path] = {(): ("params",) if linen else ()}
     elif linen:
-        roots = {path: (name,) for path, name in collection_roots(top, beside).items()}
+        nested = kind != "linen-variables" and holds_variables(top.get("params"))
+        if nested and beside.names:  # the kind does not say it
+            check_variables(top["params"], beside)
+        roots = {path: (name,) for path, name in collection_roots(top, beside, nested).items()}
     else:
         roots = {("model",): ()} if kind != "nnx-optimizer" else {}
     unfit = _objections(kind, top, beside, roots, leaves)

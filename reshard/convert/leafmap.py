@@ -11,7 +11,7 @@ order, so leaves may change places, and the map backwards is the graph read from
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -135,7 +135,7 @@ class LeafMap:
 
     def made_of(self) -> dict[Path, list[Path]]:
         """Path after -> paths before of what it is made of, for leaves that have an origin."""
-        return {p: list(_paths_below(v)) for p, v in self.values.items() if p in self.origin}
+        return {p: _paths_below(v) for p, v in self.values.items() if p in self.origin}
 
     def then(self, other: "LeafMap") -> "LeafMap":
         """This map, and another one of what it makes. What the other one does not name stays.
@@ -378,14 +378,9 @@ def _evaluated(found: LeafMap, leaves: Mapping[Path, Value]) -> dict[Path, Value
     return {path: bound(value) for path, value in found.values.items()}
 
 
-def _paths_below(value: Value) -> Iterator[Path]:
+def _paths_below(value: Value) -> list[Path]:
     """Paths of the leaves that a value is made of."""
-    calls: dict[int, Call] = {}
-    if isinstance(value, Output):
-        _add_calls(value.call, calls)
-    for held in (value, *(inner for call in calls.values() for inner in call.inputs)):
-        if isinstance(held, Source):
-            yield held.path
+    return [value.path] if isinstance(value, Source) else [*LeafMap({(): value}).sources()]
 
 
 def _rearranged(value: Value) -> list[Source] | None:

@@ -1,10 +1,11 @@
 """The rules of a map between two trees of leaves, and their operations for given shapes. Pure."""
 
+import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 from reshard.arrays.boxes import Shape
 from reshard.arrays.operations import (
@@ -18,21 +19,26 @@ from reshard.arrays.operations import (
     Transpose,
     Unstack,
 )
-from reshard.convert.path_template import pattern_template, replacement_template
-from reshard.convert.replacement import Pattern, Replacement, number, parse_replacement
-from reshard.errors import TreeMismatchError
+from reshard.convert.align import listed
+from reshard.convert.leafmap import LeafMap, Source, Value, applied
+from reshard.convert.replacement import (
+    Pattern,
+    Replacement,
+    number,
+    parse_replacement,
+    pattern_template,
+    replacement_template,
+)
+from reshard.errors import ArgumentError, TreeMismatchError
+from reshard.tree import Path, compile_glob, format_path, glob_text, named_by, nearest, split_path
 
 OPPOSITE = {"nnx": "linen", "linen": "nnx"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reshaped:
-    """A new shape for a leaf.
-
-    Attributes:
-      to: the sizes; one may be -1.
-      before: the shape that the leaf must have; None for any.
-    """
+    """A new shape for a leaf, of which one size may be -1; `before` is the shape that the leaf must
+    have, None for any."""
 
     to: Shape
     before: Shape | None
@@ -195,11 +201,6 @@ class Rule:
     def piece(self, gathered: Gathered, position: int, text: str) -> tuple[str, int]:
         """The path that a leaf under a printed path becomes a piece of, and which piece.
 
-        Args:
-          gathered: `regroup`.
-          position: of the pattern that matches.
-          text: the printed path.
-
         Raises:
           ValueError: nothing says which.
         """
@@ -254,7 +255,7 @@ def inverse(rules: Map) -> Map:
     here is dropped there, if it is there; what is optional here is so there.
 
     Rules that are for more than one path may take leaves that they did not make: see
-    `reshard.convert.mapped.apply_inverse`.
+    `reshard.convert.map_rules.apply_inverse`.
 
     Raises:
       TreeMismatchError: rules whose regex and replacement cannot change places, or that do not say
@@ -349,3 +350,402 @@ def _undone_each(
     if isinstance(kind, Pad):
         return Crop(kind.widths, kind.fill)
     raise TreeMismatchError("a crop cannot be undone: what it cuts off is gone")
+
+
+# Looking for the nearest leaf takes longer than all else: it is done for so many rules.
+_MOST_HINTS = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mapped:
+    """What a map makes of leaves.
+
+    Attributes:
+      map: of all leaves. Those that a rule applies to have an origin, even if they keep their path.
+      initial: globs of leaves of the target that keep the model's own initial value.
+      optional: the same, of leaves that may not be there.
+      notes: what came of rules and globs that may match nothing.
+      idle: the rules that may match nothing, and have not.
+    """
+
+    map: LeafMap
+    initial: tuple[str, ...]
+    optional: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    idle: tuple[Rule, ...] = ()
+
+    @property
+    def untouched(self) -> list[Path]:
+        """The leaves that no rule applies to."""
+        return [path for path in self.map.values if path not in self.map.origin]
+
+
+def apply_map(rules: Map, leaves: Mapping[Path, Shape], left_out: Collection[Path] = ()) -> Mapped:
+    """The leaf map that rules make.
+
+    Args:
+      rules: from `read_map` or `inverse`.
+      leaves: the leaves of the source with their shapes; all keys are text.
+      left_out: leaves that it does not have any more: rules that drop these have done so.
+
+    Raises:
+      TreeMismatchError: rules that match nothing, leaves that would meet in one path or be below
+        another, pieces that are missing, operations that do not fit, numbers that are none: all of
+        them, by rule.
+    """
+    tree = _Tree(leaves, list(map(format_path, left_out)))
+    for rule in rules.rules:
+        tree.apply(rule)
+    tree.ignore(rules.ignored)
+    return tree.mapped(rules)
+
+
+def apply_inverse(rules: Map, leaves: Mapping[Path, Shape]) -> Mapped:
+    """The leaf map that rules make in the opposite direction.
+
+    Args:
+      rules: from `read_map`.
+      leaves: as for `apply_map`, of what the rules lead to.
+
+    Raises:
+      TreeMismatchError: as for `inverse` and `apply_map`; or rules that would not make these leaves
+        of what they come from, as they are for other leaves, too; or several that may match nothing
+        and may have made a leaf.
+    """
+    back = apply_map(inverse(rules), leaves)
+    literal = all(pattern.literal is not None for rule in rules.rules for pattern in rule.patterns)
+    if literal and not any(rule.optional for rule in rules.rules):
+        return back
+    kept = tuple(dataclasses.replace(r, optional=True) for r in rules.rules if not r.drop)
+    summary = f"{rules.name}: the map cannot be used in the opposite direction on these leaves"
+    texts = dict.fromkeys(map(format_path, leaves))
+    problems = [
+        f"{text}: rule {rule.number} or a later one may have made it"
+        for rule in back.idle
+        for pattern in rule.patterns
+        for text in ([pattern.literal] if pattern.literal else texts)
+        if text in texts and pattern.regex.search(text)
+    ]
+    if problems:
+        hints = ["model=..., of what is made then, tells which"]
+        raise TreeMismatchError(summary, problems, hints)
+    try:
+        again = apply_map(Map(rules.name, kept), back.map.shapes).map.inverse()
+    except TreeMismatchError as error:
+        raise TreeMismatchError(summary, error.problems, error.hints) from error
+    told, made = again.made_of(), back.map.made_of()
+    problems = [
+        f"{format_path(path)} would be made of {_names(made.get(path, [path]))}, and makes "
+        f"{_names(told.get(path, [path]))}"
+        for path, value in back.map.values.items()
+        if again.values.get(path) != value
+    ]
+    if problems:
+        raise TreeMismatchError(summary, problems)
+    return back
+
+
+def _names(paths: Sequence[Path]) -> str:
+    return " and ".join(map(format_path, paths))
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Leaf:
+    """A leaf of the source, or what an operation made, under the path that rules have given it.
+
+    Attributes:
+      text: the printed path.
+      value: what it is; None after an operation that did not fit.
+      place: where it is in the tree, to sort by.
+      last: the last rule that applied to it.
+    """
+
+    text: str
+    value: Value | None
+    place: tuple[int, ...]
+    last: Rule | None = None
+
+    @property
+    def source(self) -> Path | None:
+        """The path in the source, if it is a leaf of that."""
+        return self.value.path if isinstance(self.value, Source) else None
+
+
+class _Move(NamedTuple):
+    """Leaves that become others together: the printed paths of both, and the values of those that
+    they become: None after an operation that does not fit."""
+
+    before: list[str]
+    after: list[str]
+    values: Sequence[Value | None]
+
+
+class _Tree:
+    """The leaves while rules are applied to them."""
+
+    def __init__(self, leaves: Mapping[Path, Shape], left_out: Sequence[str]):
+        self.left_out = left_out
+        self.here: dict[str, _Leaf] = {}
+        for place, (path, shape) in enumerate(leaves.items()):
+            text = format_path(path)
+            self.here[text] = _Leaf(text, Source(path, tuple(shape)), (place,))
+        self.dropped: list[Path] = []
+        self.problems: list[str] = []
+        self.hints: list[str] = []
+        self.notes: list[str] = []
+        self.idle: list[Rule] = []
+        # Whether leaves are missing because a rule failed: then later ones may well match nothing.
+        self.incomplete = False
+
+    def ignore(self, globs: Sequence[str]) -> None:
+        """Drops the leaves that globs match and no rule has applied to."""
+        untouched = [leaf for leaf, _ in self.under(globs) if leaf.last is None]
+        gone = {leaf.source: leaf for leaf in untouched if leaf.source is not None}
+        if gone:
+            self.notes.append(f"left out, as `optional` says: {listed(list(gone))}")
+        for leaf in gone.values():
+            self.drop(leaf)
+
+    def under(self, globs: Sequence[str]) -> list[tuple[_Leaf, str]]:
+        """The leaves that globs name, with the first that does."""
+        leaves = {glob_text(self.path(leaf)): leaf for leaf in self.here.values() if globs}
+        found: dict[str, str] = {}
+        for glob in globs:
+            for text in named_by(leaves, glob):
+                found.setdefault(text, glob)
+        return [(leaf, found[text]) for text, leaf in leaves.items() if text in found]
+
+    def drop(self, leaf: _Leaf) -> None:
+        """Drops a leaf of the source."""
+        del self.here[leaf.text]
+        if leaf.source is not None:
+            self.dropped.append(leaf.source)
+
+    def apply(self, rule: Rule) -> None:
+        """Applies a rule to every leaf that it matches."""
+        found = [self.hits(pattern) for pattern in rule.patterns]
+        if rule.drop:
+            for leaf in found[0]:
+                if leaf.source is None:
+                    self.problem(rule, leaf.text, "an operation made it; drop what it is made of")
+                self.drop(leaf)
+            moves = []
+        elif isinstance(rule.regroup, Gathered):
+            moves = self.gathered(rule, rule.regroup, found)
+        else:
+            moves = [move for leaf in found[0] if (move := self.alone(rule, leaf)) is not None]
+            if found[0] and not moves:
+                self.problems.append(f"{rule}: every path stays as it is")
+        for pattern, hits in zip(rule.patterns, found, strict=True):
+            if not hits and not (rule.optional and not any(found)):
+                self.matches_nothing(rule, pattern)
+        if rule.optional and not any(found):
+            self.notes.append(f"{rule} is optional, and matches no leaf")
+            self.idle.append(rule)
+        self.carry_out(rule, moves)
+
+    def hits(self, pattern: Pattern) -> list[_Leaf]:
+        """The leaves that a pattern matches, in the order of the tree."""
+        if pattern.literal is not None:
+            leaf = self.here.get(pattern.literal)
+            return [] if leaf is None else [leaf]
+        search = pattern.regex.search
+        return sorted(
+            (leaf for text, leaf in self.here.items() if search(text)), key=lambda leaf: leaf.place
+        )
+
+    def alone(self, rule: Rule, leaf: _Leaf) -> _Move | None:
+        """What a rule does to one leaf; None if it only renames and changes nothing. (A rule for a
+        whole path says that this is so, and always applies.)"""
+        before, value, divided = leaf.text, self.operated(rule, leaf), rule.regroup
+        if not isinstance(divided, Divided):
+            after = before if rule.to is None else self.replaced(rule, rule.to, before)
+            if after == before and not rule.each and rule.patterns[0].literal is None:
+                return None
+            return _Move([before], [before if after is None else after], [value])
+        parts: tuple[Value, ...] = ()
+        if value is not None:
+            with self.telling(rule, before):
+                parts = applied(divided.operation(value.shape), [value])
+        self.incomplete = self.incomplete or not parts
+        into = enumerate(divided.replacements(len(parts)))
+        texts = [self.replaced(rule, each, before, position) for position, each in into]
+        after = [text for text in texts if text is not None]
+        return _Move([before], after, parts if len(after) == len(parts) else [None] * len(after))
+
+    def operated(self, rule: Rule, leaf: _Leaf) -> Value | None:
+        """The value of a leaf after what a rule does to each; None if that does not fit."""
+        value = leaf.value
+        for kind in rule.each:
+            if value is not None:
+                shape, whole, value = value.shape, value, None
+                with self.telling(rule, leaf.text):
+                    operation = kind.operation(shape) if isinstance(kind, Reshaped) else kind
+                    (value,) = applied(operation, [whole])
+        return value
+
+    def replaced(
+        self, rule: Rule, replacement: Replacement, text: str, position: int | None = None
+    ) -> str | None:
+        """A printed path with its matches replaced; None if that cannot be."""
+        with self.telling(rule, text):
+            return replacement.replaced(rule.patterns[0], text, lambda m: rule.names(m, position))
+        return None
+
+    @contextlib.contextmanager
+    def telling(self, rule: Rule, where: str) -> Iterator[None]:
+        """Notes why a rule does not fit, and whether it lacks a path for a leaf."""
+        try:
+            yield
+        except TreeMismatchError as error:
+            self.problem(rule, where, error.summary)
+        except ValueError as error:
+            self.problem(rule, where, str(error))
+            self.incomplete = True
+
+    def gathered(
+        self, rule: Rule, gathered: Gathered, found: Sequence[Sequence[_Leaf]]
+    ) -> list[_Move]:
+        """Leaves that would get the same path as one."""
+        groups: dict[str, dict[int, list[_Leaf]]] = {}
+        seen: set[_Leaf] = set()
+        for position, hits in enumerate(found):
+            for leaf in hits:
+                with self.telling(rule, leaf.text):
+                    if leaf in seen:
+                        raise ValueError("more than one of the regexes match it")
+                    seen.add(leaf)
+                    text, piece = rule.piece(gathered, position, leaf.text)
+                    groups.setdefault(text, {}).setdefault(piece, []).append(leaf)
+        moves = []
+        for text, pieces in groups.items():
+            wrong = self.wrong_pieces(rule, pieces, found)
+            for problem in wrong:
+                self.problem(rule, text, problem)
+            leaves = [leaf for piece in sorted(pieces) for leaf in pieces[piece]]
+            values = [value for leaf in leaves if (value := self.operated(rule, leaf)) is not None]
+            made: Value | None = None
+            if not wrong and len(values) == len(leaves):
+                with self.telling(rule, text):
+                    operation = gathered.operation([value.shape for value in values])
+                    (made,) = applied(operation, values)
+            moves.append(_Move([leaf.text for leaf in leaves], [text], [made]))
+        return moves
+
+    @staticmethod
+    def wrong_pieces(
+        rule: Rule, pieces: Mapping[int, Sequence[_Leaf]], found: Sequence[Sequence[_Leaf]]
+    ) -> list[str]:
+        """What keeps pieces from being a whole. A regex that matches nothing at all is told of
+        elsewhere."""
+        wrong = [
+            f"{' and '.join(leaf.text for leaf in leaves)} would both be its piece {piece}"
+            for piece, leaves in sorted(pieces.items())
+            if len(leaves) > 1
+        ]
+        needed = rule.pieces()
+        if needed is None:
+            if set(pieces) != set(range(len(pieces))):
+                numbers = ", ".join(map(str, sorted(pieces)))
+                wrong.append(f"its pieces have the numbers {numbers}, not 0 to {len(pieces) - 1}")
+            return wrong
+        return wrong + [
+            f"there is no piece for `{name}`"
+            for piece, name in enumerate(needed)
+            if piece not in pieces and (len(found) == 1 or found[piece])
+        ]
+
+    def carry_out(self, rule: Rule, moves: Sequence[_Move]) -> None:
+        """Moves leaves, all at once."""
+        places = [min(self.here.pop(text).place for text in move.before) for move in moves]
+        new: dict[str, _Move] = {}
+        for move, place in zip(moves, places, strict=True):
+            for part, (text, value) in enumerate(zip(move.after, move.values, strict=True)):
+                if text in self.here:
+                    self.meets(rule, move, new.get(text), text)
+                else:
+                    at = (*place, part) if len(move.after) > 1 else place
+                    self.here[text] = _Leaf(text, value, at, rule)
+                    new[text] = move
+
+    def meets(self, rule: Rule, move: _Move, other: _Move | None, text: str) -> None:
+        mine = " + ".join(move.before)
+        self.incomplete = True
+        if other is None:
+            self.problems.append(f"{rule}: {mine} -> {text}: there is such a leaf already")
+        else:
+            self.problems.append(f"{rule}: {' + '.join(other.before)} and {mine} -> {text}")
+
+    def matches_nothing(self, rule: Rule, pattern: Pattern) -> None:
+        if self.incomplete or (rule.drop and any(map(pattern.regex.search, self.left_out))):
+            return
+        which = f": `{pattern.text}`" if len(rule.patterns) > 1 else ""
+        self.problems.append(f"{rule}{which}: matches no leaf")
+        if len(self.hints) >= _MOST_HINTS:
+            return
+        for leaf in self.here.values():
+            source = format_path(leaf.source or ())
+            if leaf.last and leaf.text != source and pattern.regex.search(source):
+                self.hints.append(f"`{source}` is `{leaf.text}` by rule {leaf.last.number}")
+                return
+        plain = "".join(c for c in pattern.literal or pattern.text if c not in r"\^$*+?()|[]{}")
+        near = nearest(plain, (tuple(text.split("/")) for text in self.here))
+        self.hints += [f"the nearest leaf to `{pattern.text}` is `{name}`" for name in near[:1]]
+
+    def problem(self, rule: Rule, where: str, text: str) -> None:
+        self.problems.append(f"{rule}: {where}: {text}")
+
+    def mapped(self, rules: Map) -> Mapped:
+        """The result, once all rules are applied."""
+        last = sorted(self.here.values(), key=lambda leaf: leaf.place)
+        paths = [self.path(leaf) for leaf in last]
+        if not self.incomplete:
+            self.check_tree(last, paths)
+        for leaf, glob in self.under((*rules.initial, *rules.optional)):
+            # What is in a module of that name may be made: the target may have a leaf of it, too.
+            exact = compile_glob(glob).fullmatch(glob_text(self.path(leaf)))
+            if leaf.last is not None and exact:
+                self.problem(leaf.last, leaf.text, f"`init` has `{glob}`, but it is made here")
+        if self.problems:
+            raise TreeMismatchError(
+                f"{rules.name}: the map does not fit the leaves", self.problems, self.hints
+            )
+        pairs = list(zip(paths, last, strict=True))
+        values = {path: leaf.value for path, leaf in pairs if leaf.value is not None}
+        origin = {path: "map" for path, leaf in pairs if leaf.last is not None}
+        return Mapped(
+            LeafMap(values, origin, tuple(self.dropped)),
+            rules.initial,
+            rules.optional,
+            tuple(self.notes),
+            tuple(self.idle),
+        )
+
+    def path(self, leaf: _Leaf) -> Path:
+        """The path that rules have given a leaf."""
+        if leaf.last is None and leaf.source is not None:
+            return leaf.source
+        try:
+            return split_path(leaf.text)
+        except ArgumentError as error:
+            problem = f"{leaf.last}: {error.summary}"
+            if problem not in self.problems:
+                self.problems.append(problem)
+            return (leaf.text,)
+
+    def check_tree(self, leaves: Sequence[_Leaf], paths: Sequence[Path]) -> None:
+        """Finds leaves that would be in one place or below each other."""
+        at: dict[Path, _Leaf] = {}
+        for leaf, path in zip(leaves, paths, strict=True):
+            other = at.setdefault(path, leaf)
+            if other is not leaf:
+                self.problems.append(
+                    f"{other.last or leaf.last}: {other.text} and {leaf.text} are one path"
+                )
+        for leaf, path in zip(leaves, paths, strict=True):
+            for depth in range(1, len(path)):
+                above = at.get(path[:depth])
+                if above is not None and (rule := leaf.last or above.last) is not None:
+                    self.problems.append(
+                        f"{rule}: {leaf.text} would be below the leaf {above.text}"
+                    )

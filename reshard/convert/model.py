@@ -27,16 +27,15 @@ from reshard.convert.module_tree import (
     Leaf,
     Module,
     linen_outline,
-    natural,
     outline_below,
     path_outline,
 )
+from reshard.convert.optimizer import random_state
 from reshard.errors import ArgumentError
-from reshard.hints import Hint
 from reshard.restore.matching import TargetLeaf
-from reshard.restore.pytrees import StateLeaf, flatten_state, key_path, saved_tree, target_leaf
+from reshard.restore.pytrees import StateLeaf, flatten_state, key_path, saved_tree
 from reshard.restore.target import state_of
-from reshard.tree import Path, format_path
+from reshard.tree import Path, format_path, natural
 
 # Class -> the names of attributes as constructors left them, in every order that was seen; `()` is
 # among them if a module took the place of another, which may be part of it now or not.
@@ -73,6 +72,12 @@ class TargetTree:
         filled = {p: leaf for p, leaf in self.leaves.items() if isinstance(leaf, TargetLeaf)}
         return {leaf.path: saved for saved, leaf in filled.items()} | self.layout.model
 
+    def random_names(self) -> set[Path]:
+        """Paths in the model of random state: also of a pure dict's, which has no variables."""
+        leaves = {path: self.leaf(saved) for path, saved in self.layout.model.items()}
+        variables = {path for path, saved in self.layout.model.items() if saved in self.random}
+        return random_state(leaves) | variables
+
     def leaf(self, saved: Path) -> TargetLeaf:
         """The leaf that is saved there."""
         found = self.leaves[saved]
@@ -82,11 +87,6 @@ class TargetTree:
 
 def target_tree_of(model: Any, api: str, role: str = "the model to convert to") -> TargetTree:
     """The tree that a model of an API saves. Nothing is computed.
-
-    Args:
-      model: the model.
-      api: the API.
-      role: what the model is, in errors.
 
     Raises:
       ArgumentError: the model is one of the other API, or has no tree.
@@ -98,7 +98,7 @@ def target_tree_of(model: Any, api: str, role: str = "the model to convert to") 
     tree = saved_tree(state)
     values = {path: _as_saved(leaf) for path, leaf in tree.items()}
     held = {path: leaf for path, leaf in tree.items() if isinstance(leaf, StateLeaf)}
-    leaves = {**tree, **{path: target_leaf(leaf) for path, leaf in held.items()}}
+    leaves = {**tree, **{path: leaf.target for path, leaf in held.items()}}
     random = frozenset(path for path, leaf in held.items() if _is_random(leaf))
     if api == "linen":
         layout = detect(values, _linen_kind(values))
@@ -148,11 +148,9 @@ def _other_api(text: str, api: str) -> ArgumentError:
     return ArgumentError(
         text,
         hints=[
-            Hint(
-                *(f"it must be {needed}'s: ", ("the_model",), " is what is converted to, "),
-                *(("the_source",), " what the checkpoint is of"),
-            ),
-            Hint((f"to_{other}",), ", if the other way is meant"),
+            f"it must be {needed}'s: `model=` is what is converted to, `source=` what the "
+            "checkpoint is of",
+            f"reshard.to_{other}(ckpt, ...), if the other way is meant",
         ],
     )
 

@@ -6,16 +6,18 @@ Models are aligned from Linen to NNX; the other direction is the inverse.
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping
+import itertools
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.arrays.boxes import Shape
-from reshard.convert.align import Alignment, align
-from reshard.convert.contradictions import ordered
-from reshard.convert.layout import Layout
-from reshard.convert.leafmap import LeafMap, Zeros, renaming
-from reshard.convert.map_rules import OPPOSITE, Map
-from reshard.convert.mapped import apply_inverse, apply_map
+from reshard.arrays.operations import Transpose
+from reshard.convert.align import Abstention, Alignment, align, listed
+from reshard.convert.layers import DICTS, LISTS
+from reshard.convert.layout import COLLECTIONS, Layout
+from reshard.convert.leafmap import LeafMap, Source, Zeros, renaming
+from reshard.convert.map_rules import OPPOSITE, Map, apply_inverse, apply_map
 from reshard.convert.module_tree import (
     Leaf,
     Module,
@@ -24,12 +26,299 @@ from reshard.convert.module_tree import (
     joined,
     linen_outline,
     path_outline,
+    unlifted,
     without,
 )
-from reshard.convert.pairing import listed
-from reshard.convert.value_levels import COLLECTIONS
 from reshard.errors import TreeMismatchError
 from reshard.tree import Path, format_glob, format_path, glob_text, named_by, nearest
+
+# What a map fixes is evidence for what it leaves open: what contradicts it is not decided.
+#
+# Two things follow from where a map puts a leaf.
+#
+# - All leaves of one module, in every collection, have one counterpart. A map that puts the scale
+#   of `BatchNorm_0` into `bn2` says where its statistics belong.
+# - The k-th module of a class in Linen is taken for the k-th that NNX defines. A map that puts
+#   `Conv_2` into what NNX defines before the other convolutions shows that the two sides make their
+#   modules in different orders; then those of other classes beside them may be in another order
+#   too, there and in modules of the same class.
+#
+# And one from the axes of a leaf that it moves: what has the same shape in a layer of the same
+# class may lie as that does.
+
+_REASON = "the map has others beside them in another order than NNX defines them in"
+_MOVED = "the map moves the axes of others of its class and shape"
+_NUMBER = re.compile(r"\d+")
+
+Keys = tuple[str, ...]
+# A leaf of Linen's, the collection first, and the leaf of NNX's that it is, or is a part of.
+Pair = tuple[Keys, Keys]
+
+
+def ordered(
+    said: LeafMap, found: Alignment, linen: Module, nnx: Module, to: str = "nnx"
+) -> Alignment:
+    """What was found, less what a map contradicts: that is open.
+
+    Args:
+      said: what the map says.
+      found: what structure says of the leaves that it leaves open.
+      linen: the outline of the Linen model, without the map.
+      nnx: the outline of the NNX model, without the map.
+      to: the API that the map's steps lead to.
+    """
+    if not found.map.values:
+        return found
+    return _Evidence(said, found, linen, nnx, to).kept()
+
+
+class _Evidence:
+    """What a map says beside what structure says."""
+
+    def __init__(self, said: LeafMap, found: Alignment, linen: Module, nnx: Module, to: str):
+        self._found = found
+        self._linen, self._nnx = _by_path(linen), _by_path(nnx)
+        made = said.made_of()
+        before: tuple[dict, dict] = (made, {}) if to == "nnx" else ({}, made)
+        # Paths that modules of both sides have without the map, by those that they have now.
+        self._was: tuple[dict[Keys, set[Keys]], ...] = ({}, {})
+        self._by_map: list[Pair] = []
+        self._by_structure: list[Pair] = []
+        turned = {_text(path) for path in _turned(said)}
+        # Class and shape of leaves whose axes the map moves, and of others, by NNX's path.
+        self._moved: set[Any] = set()
+        self._unmoved: dict[Path, Any] = {}
+        reached: set[Path] = set()
+        for output, inputs in found.map.made_of().items():
+            reached.update(inputs if to == "nnx" else [output])
+            ends: list[list[Keys]] = [[], []]
+            for side, paths in enumerate((inputs, [output])):
+                for path in paths:
+                    for source in before[side].get(path, (path,)):
+                        ends[side].append(_text(source))
+                        now, then = (_text(keys)[1 - side :] for keys in (path, source))
+                        _note_modules(now, then, self._was[side])
+            # The names that a map gives say where leaves go just as well.
+            renamed = ends != [list(map(_text, inputs)), [_text(output)]]
+            pairs = [(one, other) for one in ends[0] for other in ends[1]]
+            value = found.map.values[output]
+            like = _likeness(self._nnx, ends[1][0][:-1]), value.shape
+            if not turned.isdisjoint(ends[to == "linen"]):
+                self._moved.add(like)
+            elif isinstance(value, Source):
+                self._unmoved[output] = like
+            (self._by_map if renamed else self._by_structure).extend(pairs)
+        for path, sources in made.items():
+            for source in sources if path not in reached else ():
+                ends_of = (source, path) if to == "nnx" else (path, source)
+                pair = (_text(ends_of[0]), _text(ends_of[1]))
+                self._by_map.append(pair)
+                if pair[to == "linen"] in turned:
+                    shape = said.values[path].shape
+                    self._moved.add((_likeness(self._nnx, pair[1][:-1]), shape))
+        # Those of the map by the modules that they are in, of Linen's and of NNX's, and by leaf.
+        self._below: tuple[dict[Keys, list[Pair]], ...] = ({}, {})
+        self._of_leaf: tuple[dict[Keys, list[Pair]], ...] = ({}, {})
+        for pair in self._by_map:
+            for side, keys in enumerate((pair[0][1:], pair[1])):
+                self._of_leaf[side].setdefault(pair[side], []).append(pair)
+                for end in range(len(keys)):
+                    self._below[side].setdefault(keys[:end], []).append(pair)
+
+    def kept(self) -> Alignment:
+        """What is found and not contradicted."""
+        abstentions: list[Abstention] = []
+        whole: set[Keys] = set()  # modules of Linen's of which nothing is decided
+        own: set[Keys] = set()  # those of which only what is in submodules is
+        by_class = {pair for group in self._found.groups for pair in group}
+        for pair in self._found.modules:
+            ambiguity = self._ambiguity(pair, pair in by_class)
+            if ambiguity is not None:
+                abstentions.append(ambiguity)
+                (whole if pair in by_class else own).add(_text(pair[0]))
+        wrong = set(self._against_order())
+        for group in self._found.groups:
+            if len(group) < 2 or wrong.isdisjoint(self._parents(group)):
+                continue
+            linen, nnx = ([_text(pair[side]) for pair in group] for side in (0, 1))
+            if not any(keys[-1:] in self._names_before(keys) for keys in linen):
+                continue  # the map has numbered them
+            if not whole.issuperset(linen):
+                abstentions.append(Abstention(tuple(linen), tuple(nnx), _REASON))
+            whole.update(linen)
+
+        def ambiguous(path: Keys) -> bool:
+            return path[1:-1] in own or any(path[1:end] in whole for end in range(1, len(path)))
+
+        known = self._found.map
+        kept = []
+        for path, inputs in known.made_of().items():
+            if any(ambiguous(_text(source)) for source in inputs):
+                continue
+            if self._unmoved.get(path) in self._moved:
+                abstentions.append(Abstention(tuple(inputs), (path,), _MOVED))
+            else:
+                kept.append(path)
+        return dataclasses.replace(
+            self._found,
+            map=dataclasses.replace(
+                known,
+                values={path: known.values[path] for path in kept},
+                origin={path: known.origin[path] for path in kept},
+            ),
+            abstentions=(*self._found.abstentions, *abstentions),
+        )
+
+    def _ambiguity(self, pair: tuple[Path, Path], by_class: bool) -> Abstention | None:
+        """Why two modules that were found to be one are not; None if nothing is against it. Of
+        those that are one by their names only what is directly in them counts."""
+        now = tuple(map(_text, pair))
+        then = [was.get(keys, {keys}) for keys, was in zip(now, self._was, strict=True)]
+        for side, outlines in enumerate((self._nnx, self._linen)):
+            for module in then[side]:
+                for ends in self._below[side].get(module, ()):
+                    here, there = (ends[0][1:], ends[1])[:: 1 - 2 * side]
+                    if not by_class and here[:-1] != module:
+                        continue
+                    for other in then[1 - side]:
+                        place = _like(outlines, other, there[:-1])
+                        if place is not None and self._is_also(side, ends, other, outlines):
+                            continue
+                        if place is not None and not side:
+                            reason = "the map puts other leaves of it there"
+                            return Abstention((now[0],), (place,), reason)
+                        if place is not None:
+                            reason = f"the map puts leaves of {format_path(place)} there"
+                            return Abstention((now[0],), (now[1],), reason)
+        return None
+
+    def _is_also(self, side: int, pair: Pair, module: Keys, outline: Mapping[Keys, Module]) -> bool:
+        """Whether the map makes something else of a leaf, or it of something else, which is in this
+        module of the other side, where that belongs."""
+        found = (other for other in self._of_leaf[side][pair[side]] if other != pair)
+        ends = ((other[0][1:], other[1])[1 - side] for other in found)
+        return any(
+            keys[: len(module)] == module and _like(outline, module, keys[:-1]) is None
+            for keys in ends
+        )
+
+    def _against_order(self) -> Iterator[Any]:
+        """What `_parents` says of modules in which a map has those of one class in another order,
+        for those on both sides."""
+        places = _places(self._nnx)
+        series: dict[Any, dict[int, list[tuple[Keys, bool]]]] = {}
+        for said, pairs in ((True, self._by_map), (False, self._by_structure)):
+            for one, other in pairs:
+                for end in range(2, len(one)):
+                    module = self._linen.get(one[1:end])
+                    if module is None or module.index is None:
+                        continue
+                    key = (one[0], one[1 : end - 1], module.kind, one[end:])
+                    series.setdefault(key, {}).setdefault(module.index, []).append((other, said))
+        for (_, parent, _, _), by_index in series.items():
+            for (_, first), (_, second) in itertools.pairwise(sorted(by_index.items())):
+                if not any(said for held in by_index.values() for _, said in held):
+                    break
+                for (one, _), (other, _) in zip(sorted(first), sorted(second), strict=False):
+                    common = _common(one[:-1], other[:-1])
+                    if places.get(one[:-1], ()) > places.get(other[:-1], ()) and (
+                        self._nnx[common].ordered or self._nnx[common].kind in LISTS
+                    ):
+                        yield 0, _likeness(self._linen, parent)
+                        yield 1, _likeness(self._nnx, common)
+
+    def _names_before(self, keys: Keys) -> set[Keys]:
+        """The last keys of the paths that a module of Linen's has without the map."""
+        return {was[-1:] for was in self._was[0].get(keys, (keys,))}
+
+    def _parents(self, group: Sequence[tuple[Path, Path]]) -> set[Any]:
+        """What modules are alike to those that a group is in, on both sides."""
+        found = set()
+        for linen, _ in group:
+            for module in self._was[0].get(_text(linen), {_text(linen)}):
+                found.add((0, _likeness(self._linen, module[:-1])))
+        nnx = [_text(other) for _, other in group]
+        then = [module for keys in nnx for module in self._was[1].get(keys, {keys})]
+        found.add((1, _likeness(self._nnx, functools.reduce(_common, then))))
+        return found
+
+
+def _turned(said: LeafMap) -> Iterator[Path]:
+    """The leaves whose axes a map moves, and whose shape stays the same."""
+    for call in said.calls():
+        for value in call.inputs if isinstance(call.operation, Transpose) else ():
+            if isinstance(value, Source) and call.shapes == (value.shape,):
+                yield value.path
+
+
+def _text(path: Path) -> Keys:
+    return tuple(map(str, path))
+
+
+def _by_path(module: Module) -> dict[Keys, Module]:
+    """The modules in one, by path: every path of those that have several."""
+    found: dict[Keys, Module] = {}
+    pending: list[tuple[Keys, Module]] = [((), module)]
+    while pending:
+        path, at = pending.pop()
+        found[path] = at
+        pending += [((*path, name), child) for name, child in at.children.items()]
+    return found
+
+
+def _note_modules(path: Keys, before: Keys, was: dict[Keys, set[Keys]]) -> None:
+    """Notes which modules a leaf is in, and was in before: the same one as long as what is below
+    has the same names."""
+    while path and before and path[-1] == before[-1]:
+        path, before = path[:-1], before[:-1]
+        was.setdefault(path, set()).add(before)
+
+
+def _like(outline: Mapping[Keys, Module], module: Keys, place: Keys) -> Keys | None:
+    """The module around a place that could be this one as well, by its class or, if that is not
+    known, by what is in it; None if it is the module itself, or none."""
+    this = outline.get(module)
+    if this is None or this.kind in LISTS + DICTS:
+        return None
+    for end in range(len(place), -1, -1):
+        other = outline.get(place[:end])
+        if place[:end] == module:
+            return None
+        if other is None or place[:end] == module[:end] or other.kind != this.kind:
+            continue
+        if this.kind or other.parts == this.parts:
+            return place[:end]
+    return None
+
+
+def _places(outline: Mapping[Keys, Module]) -> dict[Keys, tuple[int, ...]]:
+    """Where modules are defined: numbers that sort in that order."""
+    found: dict[Keys, tuple[int, ...]] = {(): ()}
+    pending: list[Keys] = [()]
+    while pending:
+        path = pending.pop()
+        for place, name in enumerate(outline[path].children):
+            found[*path, name] = (*found[path], place)
+            pending.append((*path, name))
+    return found
+
+
+def _common(one: Keys, other: Keys) -> Keys:
+    """The module that two are in."""
+    end = 0
+    while one[end : end + 1] == other[end : end + 1] and end < min(len(one), len(other)):
+        end += 1
+    return one[:end]
+
+
+def _likeness(outline: Mapping[Keys, Module], path: Keys) -> Any:
+    """What modules have in common whose constructor is the same one: the class; if that is not
+    known, the path, apart from numbers in it."""
+    while path in outline and outline[path].kind in LISTS + DICTS and path:
+        path = path[:-1]
+    kind = outline[path].kind if path in outline else ""
+    return unlifted(kind)[-1][0] or tuple(_NUMBER.sub("", key) for key in path)
+
 
 _RENAMES = (
     "`to = 'params/NAME/'` gives a module another name on Linen's side, and leaves it to the "
@@ -124,30 +413,18 @@ def by_map(
         other = f'`to = "{source.api}"` above the rules'
         hint = f"{other}, if it was written for that: it runs backwards"
         raise TreeMismatchError(error.summary, error.problems, [hint, *error.hints]) from error
+    said = Said(mapped.map, to, mapped.initial, mapped.optional, notes=mapped.notes)
     if end is None:
-        problems = [
+        problems = tuple(
             f"{format_path(path)}: no rule of the map applies to it" for path in mapped.untouched
-        ]
-        return Said(
-            mapped.map,
-            to,
-            mapped.initial,
-            mapped.optional,
-            problems=tuple(problems),
-            notes=mapped.notes,
         )
-    initial, optional, dropped, notes = mapped.initial, mapped.optional, [], []
+        return dataclasses.replace(said, problems=problems)
     if backwards:
-        texts = {glob_text(path): path for path in shapes}
-        may = {text for glob in optional for text in named_by(texts, glob)}
-        named = may.union(*(named_by(texts, glob) for glob in initial))
-        dropped = [path for text, path in texts.items() if text in named]
-        if may:
-            gone = [path for text, path in texts.items() if text in may]
-            notes.append(f"left out, as `optional` says: {listed(gone)}")
-        initial, optional = tuple(map(format_glob, mapped.map.dropped)), ()
+        said = _backwards(said, shapes)
     linen = start if start.api == "linen" else end
-    collections = COLLECTIONS.union(path[0] for path in linen.shapes)
+    # An NNX model may have an attribute of such a name.
+    attributes = {path[0] for path in end.shapes} if end.api == "nnx" else set()
+    collections = (COLLECTIONS - attributes).union(path[0] for path in linen.shapes)
     # On Linen's side paths begin with a collection.
     unexpected = [
         path
@@ -157,21 +434,30 @@ def by_map(
     problems = []
     for path in map(format_path, unexpected):
         near = "".join(f"; the nearest is {name}" for name in nearest(path, end.shapes)[:1])
-        problems.append(
-            f"{path}: the map needs it, and the checkpoint lacks it"
-            if backwards
-            else f"{path}: the model has no such leaf{near}"
-        )
-    return Said(
-        mapped.map,
-        end.api,
-        initial,
-        optional,
-        tuple(dropped),
-        tuple(problems),
-        (_RENAMES,) if unexpected and to == "nnx" and not backwards else (),
-        (*mapped.notes, *notes),
-        frozenset(unexpected),
+        wrong = f"the model has no such leaf{near}"
+        if backwards:
+            wrong = "the map needs it, and the checkpoint lacks it"
+        problems.append(f"{path}: {wrong}")
+    hints = (_RENAMES,) if unexpected and to == "nnx" and not backwards else ()
+    return dataclasses.replace(
+        said, to=end.api, problems=tuple(problems), hints=hints, unexpected=frozenset(unexpected)
+    )
+
+
+def _backwards(said: Said, shapes: Mapping[Path, Shape]) -> Said:
+    """What a map says that is run backwards: what it gives an initial value is left out of the
+    leaves that are converted, and what it drops keeps its own."""
+    texts = {glob_text(path): path for path in shapes}
+    may = {text for glob in said.optional for text in named_by(texts, glob)}
+    named = may.union(*(named_by(texts, glob) for glob in said.initial))
+    gone = [path for text, path in texts.items() if text in may]
+    notes = (f"left out, as `optional` says: {listed(gone)}",) if may else ()
+    return dataclasses.replace(
+        said,
+        initial=tuple(map(format_glob, said.map.dropped)),
+        optional=(),
+        dropped=tuple(path for text, path in texts.items() if text in named),
+        notes=(*said.notes, *notes),
     )
 
 
@@ -209,14 +495,7 @@ def model_map(
 
 
 def _aligned(said: Said, start: Side, end: Side, gone: Collection[Path]) -> Alignment:
-    """What is found of the leaves that a map leaves open.
-
-    Args:
-      said: what the map says.
-      start: the side that its rules are for.
-      end: the other side.
-      gone: leaves of either side that come from nothing or from the map, or go nowhere.
-    """
+    """What is found of the leaves that a map leaves open."""
     rest = {p: s for p, s in said.map.shapes.items() if p not in gone and p not in said.unexpected}
     made = {path: sources for path, sources in said.map.made_of().items() if path in rest}
     before = {path: made.get(path, [path]) for path in rest}

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -13,18 +14,74 @@ from reshard.checkpoint import Leaf
 from reshard.convert.initial_values import peak_bytes
 from reshard.convert.model import nnx_outline
 from reshard.errors import ArgumentError
-from reshard.hints import Hint
 from reshard.restore.pytrees import flatten_state
 from reshard.restore.target import maker, state_of
 from reshard.storage.location import checked
 from reshard.tree import Path, format_path
 from reshard.units import format_bytes
 
+# How far the outputs of two models are apart, next to noise: what each element of an output
+# changes by when every weight is moved by one unit in the last place.
+
+# How far elements of equal outputs may be apart, in units of the noise.
+LIMIT = 10.0
+# Noise of an element is known by others of about its magnitude: up to twice as large, and of the
+# smallest ones, which may be alone, up to so many times, so many of them.
+_ALIKE, _NEAR, _FEW = 2.0, 1000.0, 8
+
+
+def moved(values: np.ndarray) -> np.ndarray:
+    """Each element moved by one unit in the last place, up or down at random."""
+    up = np.random.default_rng(0).integers(2, size=values.shape, dtype=bool)
+    return np.nextafter(values, np.where(up, np.inf, -np.inf).astype(values.dtype))
+
+
+def times_noise(one: np.ndarray, other: np.ndarray, again: np.ndarray) -> np.ndarray:
+    """How far each element of two arrays is apart, in units of the largest noise among elements of
+    its magnitude. Infinite where that cannot be said: one of them is NaN, or both are not equally
+    infinite; and where integers differ.
+
+    Args:
+      one, other: the arrays, of one shape.
+      again: the first of them with every weight moved.
+    """
+    exact = not np.issubdtype(one.dtype, np.floating)
+    with np.errstate(invalid="ignore", over="ignore"):  # of infinity, and of the largest numbers
+        unit = np.zeros(one.shape) if exact else np.nan_to_num(np.spacing(np.abs(one)))
+        one, other, again = (np.asarray(x, np.float64) for x in (one, other, again))
+        apart, noise = np.abs(one - other), np.abs(one - again)
+    known = np.isfinite(one) & np.isfinite(other)
+    apart = np.where(known, apart, np.where(one == other, 0.0, np.inf))
+    if exact:
+        return np.where(apart == 0, 0.0, np.inf)
+    level = np.zeros(one.shape)
+    level[known] = _level(np.abs(one[known]), np.where(np.isfinite(noise), noise, 0.0)[known])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(apart == 0, 0.0, apart / np.maximum(level, unit))
+
+
+def _level(magnitude: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    """The largest noise among elements of the magnitude of each."""
+    order = np.argsort(magnitude)
+    ranked, largest = magnitude[order], np.maximum.accumulate(noise[order])
+    alike = np.searchsorted(ranked, _ALIKE * magnitude, "right")
+    near = np.searchsorted(ranked, _NEAR * magnitude, "right")
+    zeros = np.searchsorted(ranked, 0.0, "right")
+    return largest[np.maximum(alike, np.minimum(near, zeros + _FEW)) - 1]
+
+
 Tell = Callable[[str], object]
 # Positional and keyword arguments.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-# What is found out besides the outputs: which leaves have no part in them, or those of modules.
-More = Literal["", "unused", "calls"]
+# What is found out besides the outputs: which leaves have no part in them; what every weight moved
+# by one unit in the last place makes of them; the same, and the outputs of modules.
+More = Literal["unused", "noise", "calls"]
+# Paths of leaves that are exchanged.
+Exchange = tuple[Path, Path]
+# What runs a model: called with arguments, `More`, and `Exchange`s.
+RunModel = Callable[..., "Run"]
+# A model, called with the values of its leaves and a list for the outputs of modules.
+Call = Callable[[Sequence[Any], list[tuple[Path, Any]]], Any]
 
 
 class Run(NamedTuple):
@@ -34,26 +91,230 @@ class Run(NamedTuple):
       arguments: what it was called with.
       outputs: the arrays that it returned, each with its place in what was returned.
       calls: path of a module and an array that it returned, in the order in which the calls ended;
-        none if nobody has asked.
+        None for one in compiled code, such as a scan, whose values nobody sees. None of them if
+        nobody has asked.
       unused: paths of leaves of floating-point numbers that the outputs do not depend on: their
         gradient is zero, such as that of an expert that no input was sent to. All of them if nobody
         has asked, or the model cannot be differentiated.
+      moved: `outputs` and `calls` with every weight moved by one unit in the last place; none if
+        nobody has asked.
+      seen: whether each exchange of two leaves changes the outputs by more than noise.
     """
 
     arguments: Arguments
     outputs: list[tuple[str, np.ndarray]]
-    calls: list[tuple[Path, np.ndarray]]
+    calls: list[tuple[Path, np.ndarray | None]]
     unused: list[Path]
+    moved: tuple[list[tuple[str, np.ndarray]], list[tuple[Path, np.ndarray | None]]]
+    seen: list[bool]
+
+
+def evaluate(
+    call: Call,
+    api: str,
+    leaves: Mapping[Path, Any],
+    tell: Tell,
+    arguments: Arguments,
+    more: More,
+    exchanges: Sequence[Exchange] = (),
+) -> Run:
+    """Runs a model.
+
+    Args:
+      call: the model.
+      api: what it is of, in words.
+      leaves: its leaves; abstract ones are those that the checkpoint does not have.
+      tell: called with what it takes, before any array is read.
+      arguments: what it is called with.
+      more: what else is found out.
+      exchanges: leaves to be exchanged, two by two, in a run each.
+
+    Raises:
+      ArgumentError: the outputs depend on what the checkpoint does not have, or there are none.
+    """
+    import jax
+
+    paths = list(leaves)
+    abstract = [_abstract(leaf) for leaf in leaves.values()]
+    floats = [number for number, leaf in enumerate(abstract) if is_floating(leaf.dtype)]
+    with jax.default_matmul_precision("highest"):
+        most = _peak(call, api, leaves, abstract)
+        gradient, backward = _gradient(call, abstract, floats) if more == "unused" else (None, 0)
+        again = ", once more," if more == "calls" else ""
+        again = f" {len(exchanges)} times, with leaves exchanged," if exchanges else again
+        most = format_bytes(max(most, backward))
+        tell(f"running the {api} model{again} takes about {most} of memory")
+        values = [_value(leaf) for leaf in leaves.values()]
+
+        def outputs(values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            kept: list[tuple[Path, Any]] = []
+            return _named(api, call(values, kept)), [
+                (path, None if value is None else _array(api, value))
+                for path, node in kept
+                for value in _arrays(node)
+            ]
+
+        made, calls = outputs(values)
+        if not made:
+            raise ArgumentError(f"the {api} model returns nothing, so there is nothing to compare")
+        moved_made, seen = ([], []), []
+        if more != "unused":
+            changed = list(values)
+            for number in floats:
+                changed[number] = jax.numpy.asarray(moved(np.asarray(values[number])))
+            moved_made = outputs(changed)
+        for exchange in exchanges:
+            one, other = map(paths.index, exchange)
+            changed = list(values)
+            changed[one], changed[other] = values[other], values[one]
+            seen.append(_differ(made, outputs(changed)[0], moved_made[0]))
+        unused = [paths[n] for n in floats]
+        if gradient is not None:
+            gradients = gradient([values[n] for n in floats], values)
+            unused = [paths[n] for n, g in zip(floats, gradients, strict=True) if not g.any()]
+    return Run(arguments, made, calls, unused, moved_made, seen)
+
+
+def _peak(call: Call, api: str, leaves: Mapping[Path, Any], abstract: Sequence[Any]) -> int:
+    """Bytes of memory that a model takes; raises ArgumentError if its outputs depend on leaves that
+    the checkpoint does not have."""
+    import jax
+    from jax.interpreters import partial_eval
+
+    known: list[tuple[Path, Any]] = []
+    traced = jax.make_jaxpr(lambda values: call(values, known))(abstract).jaxpr
+    _, live = partial_eval.dce_jaxpr(traced, [True] * len(traced.outvars))
+    used = {path for path, is_used in zip(leaves, live, strict=True) if is_used}
+    missing = [path for path in used if not isinstance(leaves[path], ArrayHandle)]
+    if missing:
+        raise ArgumentError(
+            f"the outputs of the {api} model depend on leaves that the checkpoint lacks",
+            sorted(map(format_path, missing)),
+        )
+    outputs = [x for _, node in known for x in jax.tree.leaves(node) if hasattr(x, "aval")]
+    return peak_bytes(traced) + sum(x.aval.size * x.aval.dtype.itemsize for x in outputs)
+
+
+def _gradient(
+    call: Call, abstract: Sequence[Any], floats: Sequence[int]
+) -> tuple[Callable[..., Any] | None, int]:
+    """What computes the gradient of a model's outputs, and the bytes of memory that it takes; None
+    if the model cannot be differentiated."""
+    import jax
+
+    def total(some: Sequence[Any], others: Sequence[Any]) -> Any:
+        values = list(others)
+        for number, value in zip(floats, some, strict=True):
+            values[number] = value
+        return _weighted_sum(call(values, []))
+
+    gradient = jax.grad(total)
+    # The model's own code may fail.
+    with contextlib.suppress(Exception):
+        traced = jax.make_jaxpr(gradient)([abstract[n] for n in floats], abstract).jaxpr
+        return gradient, peak_bytes(traced)
+    return None, 0
+
+
+def _named(api: str, made: Any) -> list[tuple[str, np.ndarray]]:
+    """The arrays that a model returned, with their places."""
+    import jax
+
+    found, _ = jax.tree_util.tree_flatten_with_path(made)
+    return [(jax.tree_util.keystr(keys), _array(api, value)) for keys, value in found]
+
+
+def _differ(
+    ones: Sequence[tuple[str, np.ndarray]],
+    others: Sequence[tuple[str, np.ndarray]],
+    moved: Sequence[tuple[str, np.ndarray]],
+) -> bool:
+    """Whether outputs of one model differ by more than noise."""
+    return any(
+        one.shape != other.shape or (times_noise(one, other, again) > LIMIT).any()
+        for (_, one), (_, other), (_, again) in zip(ones, others, moved, strict=True)
+    )
+
+
+def _weighted_sum(outputs: Any) -> Any:
+    """A sum of what a model returns, in which each number counts differently."""
+    import jax
+    import jax.numpy as jnp
+
+    random = np.random.default_rng(0)
+    floats = [x for x in jax.tree.leaves(outputs) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return sum(
+        (jnp.sum(x.astype("float32") * random.normal(size=x.shape)) for x in floats), jnp.zeros(())
+    )
+
+
+def _abstract(leaf: Any) -> Any:
+    """What a leaf is traced as."""
+    import jax
+
+    if not isinstance(leaf, ArrayHandle):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    dtype = np.float32 if is_floating(leaf.dtype) else leaf.dtype
+    if leaf.key_impl is None:
+        return jax.ShapeDtypeStruct(leaf.shape, dtype)
+    data = jax.ShapeDtypeStruct(leaf.shape, np.uint32)
+    return jax.eval_shape(lambda x: jax.random.wrap_key_data(x, impl=leaf.key_impl), data)
+
+
+def _value(leaf: Any) -> Any:
+    """The value of a leaf; zeros for one that the checkpoint lacks, which counts for nothing."""
+    import jax
+
+    if not isinstance(leaf, ArrayHandle):
+        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.numpy.broadcast_to(jax.random.key(0), leaf.shape)
+        return jax.numpy.zeros(leaf.shape, leaf.dtype)
+    read = checked(leaf.view().read(), f"{format_path(leaf.path)}: its stored bytes")
+    values = leaf.rounded(np.asarray(read))
+    if leaf.key_impl is not None:
+        return jax.random.wrap_key_data(jax.numpy.asarray(values), impl=leaf.key_impl)
+    return jax.numpy.asarray(values, np.float32 if is_floating(leaf.dtype) else None)
+
+
+def _array(api: str, value: Any) -> np.ndarray:
+    """An output in memory."""
+    import jax
+
+    if not isinstance(value, jax.Array | np.ndarray | np.generic | int | float):
+        raise ArgumentError(f"an output of the {api} model is no array, but {value!r:.80}")
+    found = np.asarray(value)
+    if np.iscomplexobj(found):
+        found = np.stack([np.real(found), np.imag(found)], axis=-1)
+    return found.astype(np.float32) if is_floating(found.dtype) else found
+
+
+def _arrays(node: Any) -> list[Any]:
+    """The arrays of what a module has returned; None if only compiled code has seen them."""
+    import jax
+    import jax.core
+
+    arrays = [leaf for leaf in jax.tree.leaves(node) if isinstance(leaf, jax.Array)]
+    found = [leaf for leaf in arrays if not isinstance(leaf, jax.core.Tracer)]
+    return found or [None] * bool(arrays)
+
+
+def is_floating(dtype: Any) -> bool:
+    import jax
+
+    try:
+        return dtype is not None and bool(jax.numpy.issubdtype(dtype, jax.numpy.floating))
+    except TypeError:
+        return False
+
+
+# Finding a model's call replaces `init` of Linen modules for one thread; one does so at a time.
+_REPLACING = threading.RLock()
 
 
 def runs(
     models: Mapping[str, Any], leaves: Callable[[str], Mapping[Path, Leaf]]
-) -> dict[str, Callable[[Arguments | None, More], Run]]:
+) -> dict[str, RunModel]:
     """What runs both models in this process, by their APIs.
-
-    Args:
-      models: the models.
-      leaves: called with an API: its model's leaves.
 
     Raises:
       ArgumentError: one of the models is not known.
@@ -61,7 +322,7 @@ def runs(
     if None in models.values():
         raise ArgumentError(
             "the outputs of two models can be compared, and one of them is not known",
-            hints=[Hint(("model",), " and ", ("source",))],
+            hints=["model=... and source=..."],
         )
     return {
         api: functools.partial(run, models[api], leaves(api), lambda text: None)
@@ -70,7 +331,12 @@ def runs(
 
 
 def linen_run(
-    model: Any, leaves: Mapping[Path, Leaf], tell: Tell, arguments: Arguments | None, more: More
+    model: Any,
+    leaves: Mapping[Path, Leaf],
+    tell: Tell,
+    arguments: Arguments | None,
+    more: More,
+    exchanges: Sequence[Exchange] = (),
 ) -> Run:
     """Runs a Linen model.
 
@@ -81,7 +347,7 @@ def linen_run(
       tell: called with what it takes, before any array is read.
       arguments: what the module is called with; None for what it is initialised with, where numbers
         that are all the same give way to random ones: zeros and ones would tell little.
-      more: what else is found out.
+      more, exchanges: as for `evaluate`.
 
     Raises:
       ArgumentError: the model tells no module, or nothing to call it with, or has other leaves.
@@ -91,7 +357,7 @@ def linen_run(
     module, method, initial = _linen_call(model)
     if arguments is None and initial is None:
         raise ArgumentError(
-            "the Linen model does not say what it is called with", hints=[Hint(("inputs",))]
+            "the Linen model does not say what it is called with", hints=["check=..."]
         )
     args, kwargs = _as_float32(_varied(initial) if arguments is None else arguments)
     names = list(leaves)
@@ -120,7 +386,7 @@ def linen_run(
             return module(variables, *args, **kwargs)
 
     try:
-        return _run(call, "Linen", leaves, tell, (args, kwargs), more)
+        return evaluate(call, "Linen", leaves, tell, (args, kwargs), more, exchanges)
     except (
         errors.ScopeCollectionNotFound,
         errors.ScopeParamNotFoundError,
@@ -130,16 +396,19 @@ def linen_run(
             "the Linen model has other leaves than the checkpoint",
             [str(error).partition(" (https:")[0]],
             [
-                Hint(
-                    *("if ", ("rename",), " has given the leaves other names: a rule of "),
-                    *(("map_file",), " does so for the conversion alone"),
-                )
+                "if reshard.rename(ckpt, [(..., ...)]) has given the leaves other names: a rule of "
+                "map_file=... does so for the conversion alone",
             ],
         ) from error
 
 
 def nnx_run(
-    model: Any, leaves: Mapping[Path, Leaf], tell: Tell, arguments: Arguments, more: More
+    model: Any,
+    leaves: Mapping[Path, Leaf],
+    tell: Tell,
+    arguments: Arguments,
+    more: More,
+    exchanges: Sequence[Exchange] = (),
 ) -> Run:
     """Runs an NNX model. Arguments as for `linen_run`; the model is as `reshard.target` takes it.
 
@@ -174,91 +443,7 @@ def nnx_run(
         with _noted(made, kept) if more == "calls" else contextlib.nullcontext():
             return made(*args, **kwargs)
 
-    return _run(call, "NNX", held, tell, (args, kwargs), more)
-
-
-def _run(
-    call: Callable[[Sequence[Any], list[tuple[Path, Any]]], Any],
-    api: str,
-    leaves: Mapping[Path, Any],
-    tell: Tell,
-    arguments: Arguments,
-    more: More,
-) -> Run:
-    """Runs a model.
-
-    Args:
-      call: the model, called with the values of its leaves and a list for the outputs of modules.
-      api: what it is of, in words.
-      leaves: its leaves; abstract ones are those that the checkpoint does not have.
-      tell: as for `linen_run`.
-      arguments: what it is called with.
-      more: as for `linen_run`.
-    """
-    import jax
-    from jax.interpreters import partial_eval
-
-    paths = list(leaves)
-    abstract = [_abstract(leaf) for leaf in leaves.values()]
-    with jax.default_matmul_precision("highest"):
-        known: list[tuple[Path, Any]] = []
-        traced = jax.make_jaxpr(lambda values: call(values, known))(abstract).jaxpr
-        _, live = partial_eval.dce_jaxpr(traced, [True] * len(traced.outvars))
-        used = {path for path, is_used in zip(paths, live, strict=True) if is_used}
-        missing = [path for path in used if not isinstance(leaves[path], ArrayHandle)]
-        if missing:
-            raise ArgumentError(
-                f"the outputs of the {api} model depend on leaves that the checkpoint lacks",
-                sorted(map(format_path, missing)),
-            )
-        outputs = [x for _, node in known for x in jax.tree.leaves(node) if hasattr(x, "aval")]
-        floats = [n for n, leaf in enumerate(abstract) if _is_floating(leaf.dtype)]
-
-        def total(some: Sequence[Any], others: Sequence[Any]) -> Any:
-            values = list(others)
-            for number, value in zip(floats, some, strict=True):
-                values[number] = value
-            return _weighted_sum(call(values, []))
-
-        gradient = backward = None
-        if more == "unused":
-            gradient = jax.grad(total)
-            # The model's own code may fail: of what cannot be differentiated nothing is known.
-            with contextlib.suppress(Exception):
-                backward = jax.make_jaxpr(gradient)([abstract[n] for n in floats], abstract).jaxpr
-        most = peak_bytes(traced) + sum(x.aval.size * x.aval.dtype.itemsize for x in outputs)
-        most = max(most, 0 if backward is None else peak_bytes(backward))
-        again = ", once more," if more == "calls" else ""
-        tell(f"running the {api} model{again} takes about {format_bytes(most)} of memory")
-        kept: list[tuple[Path, Any]] = []
-        values = [_value(leaf) for leaf in leaves.values()]
-        made = call(values, kept)
-        unused = [paths[n] for n in floats]
-        if gradient is not None and backward is not None:
-            gradients = gradient([values[n] for n in floats], values)
-            unused = [paths[n] for n, g in zip(floats, gradients, strict=True) if not g.any()]
-    found, _ = jax.tree_util.tree_flatten_with_path(made)
-    outputs = [(jax.tree_util.keystr(keys), _array(api, value)) for keys, value in found]
-    if not outputs:
-        raise ArgumentError(f"the {api} model returns nothing, so there is nothing to compare")
-    return Run(
-        arguments,
-        outputs,
-        [(path, _array(api, value)) for path, node in kept for value in _arrays(node)],
-        unused,
-    )
-
-
-def _weighted_sum(outputs: Any) -> Any:
-    """A sum of what a model returns, in which each number counts differently."""
-    import jax
-    import jax.numpy as jnp
-
-    random = np.random.default_rng(0)
-    floats = [x for x in jax.tree.leaves(outputs) if jnp.issubdtype(x.dtype, jnp.floating)]
-    return sum(
-        (jnp.sum(x.astype("float32") * random.normal(size=x.shape)) for x in floats), jnp.zeros(())
-    )
+    return evaluate(call, "NNX", held, tell, (args, kwargs), more, exchanges)
 
 
 class _Reached(BaseException):
@@ -274,27 +459,29 @@ def _linen_call(model: Any) -> tuple[Any, Any, Arguments | None]:
     initialised by, and with what; nothing is initialised."""
     from flax import linen
 
-    def reached(
-        module: Any,
-        rngs: Any,
-        *args: Any,
-        method: Any = None,
-        mutable: Any = None,
-        capture_intermediates: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        raise _Reached(module, method, (args, kwargs))
+    mine = threading.get_ident()
+
+    def ended(init: Any) -> Any:
+        def call(module: Any, rngs: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+            if threading.get_ident() != mine:
+                return init(module, rngs, *args, method=method, **kwargs)
+            own = ("mutable", "capture_intermediates")
+            rest = {name: value for name, value in kwargs.items() if name not in own}
+            raise _Reached(module, method, (args, rest))
+
+        return call
 
     make = maker(model)
     base: Any = linen.Module
-    before = base.init, base.init_with_output
-    base.init = base.init_with_output = reached
-    try:
-        state = model if make is None else make()
-    except _Reached as found:
-        return found.module, found.method, found.arguments
-    finally:
-        base.init, base.init_with_output = before
+    with _REPLACING:
+        before = base.init, base.init_with_output
+        base.init, base.init_with_output = map(ended, before)
+        try:
+            state = model if make is None else make()
+        except _Reached as found:
+            return found.module, found.method, found.arguments
+        finally:
+            base.init, base.init_with_output = before
     apply = getattr(state, "apply_fn", None)
     if apply is None:
         raise ArgumentError(
@@ -319,7 +506,7 @@ def _varied(arguments: Arguments | None) -> Any:
         known = not isinstance(value, jax.core.Tracer | jax.ShapeDtypeStruct)
         if known and (np.asarray(value) != np.asarray(value).flat[0]).any():
             return value
-        if _is_floating(value.dtype):
+        if is_floating(value.dtype):
             return rng.standard_normal(value.shape).astype(np.float32)
         return rng.integers(2, size=value.shape).astype(value.dtype)
 
@@ -331,7 +518,7 @@ def _as_float32(arguments: Arguments) -> Arguments:
     import jax
 
     return jax.tree.map(
-        lambda x: np.asarray(x, np.float32) if _is_floating(getattr(x, "dtype", None)) else x,
+        lambda x: np.asarray(x, np.float32) if is_floating(getattr(x, "dtype", None)) else x,
         arguments,
     )
 
@@ -339,7 +526,7 @@ def _as_float32(arguments: Arguments) -> Arguments:
 def _compute_in_float32(module: Any) -> None:
     """Has a module compute in float32 if it says that it does so in less."""
     # A `__getattr__` of the user's is a method to Linen, and would be looked at in turn.
-    if _is_floating(inspect.getattr_static(module, "dtype", None)):
+    if is_floating(inspect.getattr_static(module, "dtype", None)):
         object.__setattr__(module, "dtype", np.dtype(np.float32))
 
 
@@ -381,64 +568,3 @@ def _noted(model: Any, kept: list[tuple[Path, Any]]) -> Iterator[None]:
                 del kind.__call__
             else:
                 kind.__call__ = own[kind]
-
-
-def _abstract(leaf: Any) -> Any:
-    """What a leaf is traced as."""
-    import jax
-
-    if not isinstance(leaf, ArrayHandle):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    dtype = np.float32 if _is_floating(leaf.dtype) else leaf.dtype
-    if leaf.key_impl is None:
-        return jax.ShapeDtypeStruct(leaf.shape, dtype)
-    data = jax.ShapeDtypeStruct(leaf.shape, np.uint32)
-    return jax.eval_shape(lambda x: jax.random.wrap_key_data(x, impl=leaf.key_impl), data)
-
-
-def _value(leaf: Any) -> Any:
-    """The value of a leaf; zeros for one that the checkpoint lacks, which counts for nothing."""
-    import jax
-
-    if not isinstance(leaf, ArrayHandle):
-        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return jax.numpy.broadcast_to(jax.random.key(0), leaf.shape)
-        return jax.numpy.zeros(leaf.shape, leaf.dtype)
-    read = checked(leaf.view().read(), f"{format_path(leaf.path)}: its stored bytes")
-    values = leaf.rounded(np.asarray(read))
-    if leaf.key_impl is not None:
-        return jax.random.wrap_key_data(jax.numpy.asarray(values), impl=leaf.key_impl)
-    return jax.numpy.asarray(values, np.float32 if _is_floating(leaf.dtype) else None)
-
-
-def _array(api: str, value: Any) -> np.ndarray:
-    """An output in memory."""
-    import jax
-
-    if not isinstance(value, jax.Array | np.ndarray | np.generic | int | float):
-        raise ArgumentError(f"an output of the {api} model is no array, but {value!r:.80}")
-    found = np.asarray(value)
-    if np.iscomplexobj(found):
-        found = np.stack([np.real(found), np.imag(found)], axis=-1)
-    return found.astype(np.float32) if _is_floating(found.dtype) else found
-
-
-def _arrays(node: Any) -> list[Any]:
-    """The arrays of what a module has returned, less those that only what is compiled has seen."""
-    import jax
-    import jax.core
-
-    return [
-        leaf
-        for leaf in jax.tree.leaves(node)
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-    ]
-
-
-def _is_floating(dtype: Any) -> bool:
-    import jax
-
-    try:
-        return dtype is not None and bool(jax.numpy.issubdtype(dtype, jax.numpy.floating))
-    except TypeError:
-        return False

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from reshard.arrays.boxes import Shape
-from reshard.tree import Path
+from reshard.tree import Path, natural
 
 # A name that Linen gives: a class and a counter. Classes begin with a capital: `layers_0` is the
 # first of a list.
@@ -150,11 +150,7 @@ def bare_leaves(shapes: Mapping[Path, Shape], dtypes: Mapping[Path, Any]) -> dic
 
 
 def path_outline(leaves: Mapping[Path, Any]) -> Module:
-    """The outline of an NNX model of which only the paths are known.
-
-    Args:
-      leaves: path -> anything with a shape and a dtype.
-    """
+    """The outline of an NNX model of which only the paths are known."""
     found = {}
     for path in sorted(leaves, key=natural):
         keys, value = tuple(map(str, path)), leaves[path]
@@ -163,12 +159,7 @@ def path_outline(leaves: Mapping[Path, Any]) -> Module:
 
 
 def outline_below(path: tuple[str, ...], leaves: Mapping[tuple[str, ...], Leaf]) -> Module:
-    """The outline of a part of a model of which only paths are known.
-
-    Args:
-      path: where it is.
-      leaves: its leaves, by their paths within it.
-    """
+    """The outline of a part of a model of which only paths are known."""
     entries = {inner: [leaf] for inner, leaf in leaves.items()}
     return _module(path, _nested(entries), lambda path: {})
 
@@ -216,12 +207,7 @@ def joined(module: Module, other: Module) -> Module:
 
 
 def without(module: Module, paths: Collection[Path]) -> Module:
-    """An outline less some leaves. Modules stay, and count, even if nothing is left in them.
-
-    Args:
-      module: the outline.
-      paths: paths of leaves as the outline has them.
-    """
+    """An outline less some leaves. Modules stay, and count, even if nothing is left in them."""
     gone = {tuple(map(str, path)) for path in paths}
     made: dict[int, Module] = {}
 
@@ -272,17 +258,6 @@ def unlifted(kind: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
         kind, lifts = found[-1]
         found.append((kind[match.end() :], (*lifts, match[1])))
     return tuple(found)
-
-
-def natural(path: Path) -> tuple[Any, ...]:
-    """A key to sort paths by, numbers in names by their value."""
-    return tuple(_natural(str(key)) for key in path)
-
-
-@functools.lru_cache(maxsize=4096)
-def _natural(key: str) -> tuple[Any, ...]:
-    parts = re.split(r"(\d+)", key)
-    return tuple(int(part) if i % 2 else part for i, part in enumerate(parts)), key
 
 
 def _nested(entries: Mapping[tuple[str, ...], list[Leaf]]) -> dict[tuple[str, str], Any]:

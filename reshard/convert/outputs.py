@@ -1,23 +1,32 @@
 """The outputs of both models of a conversion, compared.
 
-Each model runs once with the values of its checkpoint: in float32, matrix products at the highest
-precision, in evaluation mode. What is left of a difference then is the order of operations, which
-is far below what a leaf in the wrong place makes.
+Each model runs with the values of its checkpoint: in float32, matrix products at the highest
+precision, in evaluation mode. The rest of a difference is the order of operations. So differences
+are measured in noise: what each element changes by when every weight of the source model moves by
+one unit in the last place.
+
+Equal outputs say nothing of modules that the outputs do not tell apart. So leaves of the modules
+that only order has paired are exchanged, and the outputs have to differ.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from reshard.arrays.boxes import Shape
+from reshard.convert.align import listed
+from reshard.convert.by_order import Modules, leaves_in
 from reshard.convert.leafmap import LeafMap
-from reshard.convert.model_run import Arguments, More, Run
+from reshard.convert.map_rules import OPPOSITE
+from reshard.convert.model_run import LIMIT, Arguments, Exchange, More, Run, RunModel, times_noise
 from reshard.errors import ArgumentError
 from reshard.tree import Path, format_path
 
-# How far outputs may be apart, relative to the largest value of each.
-TOLERANCE = 1e-5
+# Runs with leaves exchanged.
+_MOST_EXCHANGES = 32
 _MOST_LISTED = 3
 
 
@@ -26,14 +35,19 @@ class OutputComparison:
     """What the outputs of two models were found to be. `print()` shows it.
 
     Attributes:
-      difference: the largest one, relative to the largest value of that output.
+      difference: the largest one, in units of the noise.
       problems: why they are not equal.
       unused: leaves that the outputs do not depend on, so that nothing is known of them.
+      not_seen: of the groups of modules that only order has paired, those whose exchange the
+        outputs do not show.
+      not_tried: those that were not exchanged, as there are too many.
     """
 
     difference: float
     problems: tuple[str, ...]
     unused: tuple[Path, ...]
+    not_seen: tuple[Modules, ...] = ()
+    not_tried: tuple[Modules, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -43,9 +57,7 @@ class OutputComparison:
     def __repr__(self) -> str:
         if self.problems:
             return "\n".join(["outputs differ", *(f"  {problem}" for problem in self.problems)])
-        text = (
-            f"outputs equal: the largest difference is {self.difference:.1g} of the largest value"
-        )
+        text = f"outputs equal: the largest difference is {self.difference:.1g} times the noise"
         if not self.unused:
             return text
         names = ", ".join(map(format_path, self.unused[:_MOST_LISTED]))
@@ -91,86 +103,129 @@ def _are_arguments(pair: Any) -> bool:
 
 
 def compare_outputs(
-    run: Mapping[str, Callable[[Arguments | None, More], Run]], inputs: Any, found: LeafMap, to: str
+    run: Mapping[str, RunModel],
+    inputs: Any,
+    found: LeafMap,
+    to: str,
+    groups: Sequence[Modules],
 ) -> OutputComparison:
-    """Runs both models and compares their outputs; if these differ, also those of their modules.
+    """Runs both models and compares their outputs; if these differ, also those of their modules,
+    and if not, also those of the source model with leaves exchanged.
 
     Args:
       run: for `"linen"` and `"nnx"` what runs the model: with arguments, or None for those that
-        Linen's is initialised with, and what else is found out.
+        Linen's is initialised with; with what else is found out; and with leaves to be exchanged.
       inputs: what to call them with. See `arguments_of`.
       found: the map of the model's leaves.
       to: the API that it goes to.
+      groups: the modules of one class that only order has paired.
     """
-    given = arguments_of(inputs)
-    more: dict[str, More] = {"linen": "", "nnx": "", to: "unused"}
+    given, source = arguments_of(inputs), OPPOSITE[to]
+    more: dict[str, More] = {source: "noise", to: "unused"}
     linen = run["linen"](given.get("linen"), more["linen"])
     nnx = run["nnx"](given.get("nnx", linen.arguments), more["nnx"])
-    difference, problems = _compared(linen.outputs, nnx.outputs)
-    if difference > TOLERANCE:
+    before, after = (linen, nnx) if to == "nnx" else (nnx, linen)
+    unused = tuple(after.unused)
+    difference, problems = _compared(before, after, to)
+    if difference > LIMIT:
         linen, nnx = run["linen"](linen.arguments, "calls"), run["nnx"](nnx.arguments, "calls")
         problems += _first_difference(linen, nnx, found, to)
-    return OutputComparison(difference, tuple(problems), tuple((nnx, linen)[to == "linen"].unused))
+    if problems:
+        return OutputComparison(difference, tuple(problems), unused)
+    exchanges = _exchanges(groups, found, source)
+    tried = list(exchanges)[:_MOST_EXCHANGES]
+    seen: Sequence[bool] = ()
+    if tried:
+        seen = run[source](before.arguments, "noise", [exchanges[group] for group in tried]).seen
+    not_seen = {group for group, is_seen in zip(tried, seen, strict=True) if not is_seen}
+    not_seen |= {group for group in groups if leaves_in([group], unused, to)}
+    return OutputComparison(
+        difference,
+        (),
+        unused,
+        tuple(group for group in groups if group in not_seen),
+        tuple(group for group in groups if group in {*exchanges} - {*tried} - not_seen),
+    )
 
 
-def _compared(
-    linen: Sequence[tuple[str, np.ndarray]], nnx: Sequence[tuple[str, np.ndarray]]
-) -> tuple[float, list[str]]:
-    """The largest difference of outputs, relative to the largest value of each, and what keeps them
-    from being equal."""
-    if [x.shape for _, x in linen] != [x.shape for _, x in nnx]:
-        shapes = [", ".join(str(list(x.shape)) for _, x in side) for side in (linen, nnx)]
+def _exchanges(groups: Sequence[Modules], found: LeafMap, source: str) -> dict[Modules, Exchange]:
+    """Group of modules -> two leaves of equal shape in two of them, the largest; the largest groups
+    first. Groups without such leaves fit in one order alone."""
+    shapes = found.sources()
+    exchanges: dict[Modules, Exchange] = {}
+    for group in sorted(groups, key=len, reverse=True):
+        alike: dict[tuple[Path, Shape], list[Path]] = {}
+        for pair in group:
+            for path, inner in leaves_in([(pair,)], shapes, source).items():
+                alike.setdefault((inner, shapes[path]), []).append(path)
+        several = [(math.prod(s), paths) for (_, s), paths in alike.items() if len(paths) > 1]
+        if several:
+            _, (one, other, *_) = max(several, key=lambda entry: entry[0])
+            exchanges[group] = one, other
+    return exchanges
+
+
+def _compared(before: Run, after: Run, to: str) -> tuple[float, list[str]]:
+    """The largest difference of outputs, in units of the noise, and what keeps them from being
+    equal."""
+    names = ("Linen", "NNX") if to == "nnx" else ("NNX", "Linen")
+    if [x.shape for _, x in before.outputs] != [x.shape for _, x in after.outputs]:
+        sides = sorted(zip(names, (before, after), strict=True), key=lambda side: side[0])
+        shapes = [", ".join(str(list(x.shape)) for _, x in run.outputs) for _, run in sides]
         return 0.0, [f"their shapes are {shapes[0]} in Linen, {shapes[1]} in NNX"]
     largest, problems = 0.0, []
-    for (name, one), (_, other) in zip(linen, nnx, strict=True):
-        apart = _difference(one, other)
-        where = f"output{name}" if len(linen) > 1 else "the output"
-        if np.isnan(apart):
+    outputs = zip(before.outputs, after.outputs, before.moved[0], strict=True)
+    for (name, one), (_, other), (_, again) in outputs:
+        apart = times_noise(one, other, again)
+        where = f"output{name}" if len(before.outputs) > 1 else "the output"
+        largest = max(largest, apart.max(initial=0.0))
+        if np.isinf(apart).any() and np.issubdtype(one.dtype, np.floating):
             problems.append(f"{where}: not the same numbers are infinite, or some are NaN")
-            apart = np.inf
-        elif apart > TOLERANCE:
+        elif (apart > LIMIT).any():
+            at = np.unravel_index(np.argmax(apart), apart.shape)
+            values = [f"{x[at]:.7g} in {side}" for x, side in zip((one, other), names, strict=True)]
             problems.append(
-                f"{where}: the largest difference is {apart:.1g} of the largest value; another "
-                f"order of operations makes less than {TOLERANCE:.0e}"
+                f"{where}: {list(map(int, at))} is {' and '.join(values)}, {apart[at]:.1g} times "
+                f"the noise; equal outputs differ by at most {LIMIT:.0f} times"
             )
-        largest = max(largest, apart)
-    if not problems and not any(np.isfinite(x).any() and x[np.isfinite(x)].any() for _, x in linen):
+    arrays = [x for _, x in before.outputs]
+    if not problems and not any(np.isfinite(x).any() and x[np.isfinite(x)].any() for x in arrays):
         problems.append("they are all zero, which tells nothing: other inputs may")
     return largest, problems
 
 
-def _difference(one: np.ndarray, other: np.ndarray) -> float:
-    """How far arrays of one shape are apart, relative to the largest value where they are apart at
-    all: what masks fill in is the same in both, and no measure. NaN if there is one in them, or
-    they are not infinite in the same places."""
-    one, other = (np.asarray(x, np.float64) for x in (one, other))
-    finite = np.isfinite(one)
-    if np.isnan(one).any() or (finite != np.isfinite(other)).any():
-        return np.nan
-    if (one[~finite] != other[~finite]).any():
-        return np.nan
-    apart = one != other
-    if not (finite & apart).any():
-        return 0.0
-    one, other = one[finite & apart], other[finite & apart]
-    return float(np.abs(one - other).max() / np.abs([one, other]).max())
-
-
 def _first_difference(linen: Run, nnx: Run, found: LeafMap, to: str) -> list[str]:
-    """The first call in Linen of a module whose output differs from that of its counterpart."""
-    counterparts = _counterparts(found, to, set(dict(linen.calls)), set(dict(nnx.calls)))
+    """The first call in Linen of a module whose output differs from that of its counterpart, and
+    the modules before it whose outputs nobody sees."""
     outputs: dict[Path, list[np.ndarray]] = {}
     for path, value in nnx.calls:
-        outputs.setdefault(path, []).append(value)
-    for path, value in linen.calls:
+        if value is not None:
+            outputs.setdefault(path, []).append(value)
+    seen = {path for path, value in linen.calls if value is not None}
+    counterparts = _counterparts(found, to, seen, outputs)
+    compiled: dict[Path, None] = {}
+    names = ""
+    for (path, value), (_, again) in zip(linen.calls, linen.moved[1], strict=True):
+        if value is None or again is None:
+            compiled[path] = None
+            continue
         other = counterparts.get(path)
         if other is None or not outputs[other]:
             continue
         candidate = outputs[other].pop(0)
-        if candidate.shape == value.shape and not _difference(value, candidate) <= TOLERANCE:
+        if candidate.shape != value.shape:
+            continue
+        if (times_noise(value, candidate, again) > LIMIT).any():
             names = f"{format_path(path)} in Linen, {format_path(other)} in NNX"
-            return [f"the first module whose output differs: {names}"]
-    return []
+            break
+    texts = [f"the first module whose output differs: {names}"] if names else []
+    if compiled:
+        before = "before it " if names else ""
+        texts.append(
+            f"what runs {before}in compiled code (a scan, a jit) was not compared module by "
+            f"module: {listed(list(compiled))}"
+        )
+    return ["; ".join(texts)] if texts else []
 
 
 def _counterparts(

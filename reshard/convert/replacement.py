@@ -15,22 +15,50 @@ import itertools
 import json
 import operator
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from reshard.tree import format_path, glob_key, split_path
 
 _WHOLE = re.compile(r"\^((?:[^\\.^$*+?{}\[\]|()]|\\[^a-zA-Z0-9])*)\$")
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 _BRACES = re.compile(r"\{\{|\}\}|\{(?P<sum>[^{}]*)\}|[{}]")
 _REFERENCE = re.compile(r"\\(?:g<(\w+)>|(\d+))")
-_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+# What arithmetic may be made of, and its characters: as deep as it can be nested.
+_OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
-# Characters of arithmetic: as deep as it can be nested, which has to fit on the stack.
+_ARITHMETIC = (ast.Name, ast.Load, ast.Constant, ast.UnaryOp, ast.USub, ast.BinOp, *_OPERATORS)
 _MAX_ARITHMETIC = 200
+# What templates are made of: groups, and texts.
+_PATTERN = re.compile(r"(\(\\d\+\))|\\([1-9]\d?)|\\([^a-zA-Z0-9])|([^\\.^$*+?{}\[\]|()])")
+_REPLACEMENT = re.compile(r"\\(?:g<([1-9]\d?)>|([1-9]\d?))|(\\)\\|([^\\]+)")
 Names = Mapping[str, int]
+
+
+class Arithmetic(NamedTuple):
+    """What is between braces: a Python expression in which back-references are names (`_1`,
+    `_layer`), and all of its names."""
+
+    source: str
+    tree: ast.expr
+    names: frozenset[str]
+
+    def value(self, match: re.Match[str], names: Names) -> int:
+        """Its value; raises ValueError if there is none."""
+        known = {}
+        for name in self.names:
+            group = name.removeprefix("_")
+            text = "" if name in names else match[int(group) if group.isdigit() else group] or ""
+            known[name] = names[name] if name in names else number(text)
+        try:
+            return _evaluated(self.tree, known)
+        except ZeroDivisionError as error:
+            raise ValueError("a division by zero") from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,7 +112,7 @@ class Replacement:
     """
 
     text: str
-    parts: tuple[str | ast.expr, ...]
+    parts: tuple[str | Arithmetic, ...]
     constant: str | None
 
     def expanded(self, match: re.Match[str], names: Names) -> str:
@@ -100,7 +128,7 @@ class Replacement:
             if isinstance(part, str):
                 texts.append(match.expand(part))
             else:
-                value = _value(part, match, names)
+                value = part.value(match, names)
                 if value < 0:
                     raise ValueError(f"`{self.text}` makes a number below zero, {value}")
                 texts.append(str(value))
@@ -135,7 +163,7 @@ def parse_replacement(
     if not set(text) & set("\\{}"):
         return Replacement(text, (text,), text)
     regexes = [pattern.regex for pattern in patterns]
-    parts: list[str | ast.expr] = []
+    parts: list[str | Arithmetic] = []
     template, end = "", 0
     for token in _BRACES.finditer(text):
         template += text[end : token.start()]
@@ -191,62 +219,190 @@ def _check_templates(templates: Sequence[str], regexes: Sequence[re.Pattern[str]
             raise ValueError(str(error)) from error
 
 
-def _arithmetic(text: str, regexes: Sequence[re.Pattern[str]], names: Collection[str]) -> ast.expr:
-    """The syntax tree of what is between braces, with back-references as names: `_1`, `_layer`."""
+def _arithmetic(
+    text: str, regexes: Sequence[re.Pattern[str]], names: Collection[str]
+) -> Arithmetic:
+    """What is between braces; raises ValueError if it is no arithmetic over groups and names."""
     if len(text) > _MAX_ARITHMETIC:
         raise ValueError(f"`{{{text[:40]}...}}` is longer than {_MAX_ARITHMETIC} characters")
     source = _REFERENCE.sub(lambda found: f"_{found[1] or found[2]}", text.strip() or "i")
     try:
-        body = ast.parse(source, mode="eval").body
+        tree = ast.parse(source, mode="eval").body
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"`{{{text}}}` is no arithmetic") from error
-    _check_arithmetic(body, text, regexes, names)
-    return body
+    nodes = list(ast.walk(tree))
+    if not all(
+        isinstance(node, _ARITHMETIC) and type(getattr(node, "value", 0)) is int for node in nodes
+    ):
+        raise ValueError(f"`{{{text}}}` is no arithmetic: `+ - * // %` and parentheses are all")
+    used = frozenset(node.id for node in nodes if isinstance(node, ast.Name))
+    for name in sorted(used - {*names}):
+        group = name.removeprefix("_")
+        if name == group:
+            known = " and ".join(f"`{known}`" for known in sorted(names))
+            others = f"; there is {known}" if names else ""
+            raise ValueError(f"`{{{text}}}`: there is no name `{name}` here{others}")
+        for regex in regexes:
+            numbered = group.isdigit() and int(group) <= regex.groups
+            if not numbered and group not in regex.groupindex:
+                raise ValueError(f"`{{{text}}}`: the regex has no group `{group}`")
+    return Arithmetic(source, tree, used)
 
 
-def _check_arithmetic(
-    node: ast.expr, text: str, regexes: Sequence[re.Pattern[str]], names: Collection[str]
-) -> None:
+def _evaluated(node: ast.AST, names: Names) -> int:
     match node:
-        case ast.Constant(value=value) if type(value) is int:
-            pass
-        case ast.Name(id=name):
-            group = name.removeprefix("_")
-            if name in names:
-                return
-            if name == group:
-                known = " and ".join(f"`{known}`" for known in sorted(names))
-                others = f"; there is {known}" if names else ""
-                raise ValueError(f"`{{{text}}}`: there is no name `{name}` here{others}")
-            for regex in regexes:
-                if group not in regex.groupindex and not (
-                    group.isdigit() and int(group) <= regex.groups
-                ):
-                    raise ValueError(f"`{{{text}}}`: the regex has no group `{group}`")
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            _check_arithmetic(operand, text, regexes, names)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            _check_arithmetic(left, text, regexes, names)
-            _check_arithmetic(right, text, regexes, names)
-        case _:
-            raise ValueError(f"`{{{text}}}` is no arithmetic: `+ - * // %` and parentheses are all")
-
-
-def _value(node: ast.expr, match: re.Match[str], names: Names) -> int:
-    match node:
+        case ast.BinOp():
+            sides = _evaluated(node.left, names), _evaluated(node.right, names)
+            return _OPERATORS[type(node.op)](*sides)
+        case ast.UnaryOp():
+            return -_evaluated(node.operand, names)
+        case ast.Name():
+            return names[node.id]
         case ast.Constant(value=int(value)):
             return value
-        case ast.Name(id=name) if name in names:
-            return names[name]
-        case ast.Name(id=name):
-            group = name.removeprefix("_")
-            return number(match[int(group) if group.isdigit() else group] or "")
-        case ast.UnaryOp(operand=operand):
-            return -_value(operand, match, names)
-        case ast.BinOp(left=left, op=op, right=right):
-            second = _value(right, match, names)
-            if second == 0 and isinstance(op, ast.FloorDiv | ast.Mod):
-                raise ValueError("a division by zero")
-            return _OPERATORS[type(op)](_value(left, match, names), second)
-        case _:
-            raise AssertionError(ast.dump(node))
+    raise ValueError(f"`{ast.unparse(node)}` is no arithmetic")
+
+
+# What patterns and replacements are that can change places.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PathTemplate:
+    """A printed path, or the beginning of one, in which numbers are left open.
+
+        ^params/layer_(\\d+)/w$   ('params/layer_', 1, '/w')
+        ^params/layer_(\\d+)/     for all that is in a module: ('params/layer_', 1, '/')
+        layers/\\1/w              ('layers/', 1, '/w')
+
+    Attributes:
+      pieces: texts, and numbers of groups; 0 is the position of a part, `{}` in a replacement.
+      whole: whether it is all of the path, and not the name of a module with a slash behind.
+    """
+
+    pieces: tuple[str | int, ...]
+    whole: bool = True
+
+    @classmethod
+    def of(cls, pieces: Iterable[str | int], whole: bool) -> "PathTemplate":
+        """One of pieces, of which texts may follow each other."""
+        found: list[str | int] = []
+        for piece in pieces:
+            last = found[-1] if found else None
+            if isinstance(piece, str) and isinstance(last, str):
+                found[-1] = last + piece
+            elif piece != "":
+                found.append(piece)
+        return cls(tuple(found), whole)
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """The numbers of its groups, in the order of the pattern."""
+        return tuple(dict.fromkeys(piece for piece in self.pieces if isinstance(piece, int)))
+
+    @property
+    def glob(self) -> str:
+        """A glob for what the pattern matches, and for other texts in the place of numbers."""
+        text = "".join("\uffff" if isinstance(piece, int) else piece for piece in self.pieces)
+        keys = split_path(text if self.whole else text.removesuffix("/"))
+        return format_path(tuple(glob_key(key).replace("\uffff", "*") for key in keys))
+
+    def pattern(self) -> Pattern:
+        """The regex whose groups are the numbers.
+
+        Raises:
+          ValueError: a number would be beside another one.
+        """
+        if self.whole and not self.groups:
+            return whole_path("".join(map(str, self.pieces)))
+        text, plain = "^", ""
+        for piece in self.pieces:
+            number = "0" if isinstance(piece, int) else piece
+            if plain[-1:].isdecimal() and number[:1].isdecimal():
+                raise ValueError("numbers are beside each other: where one ends is not said")
+            plain += number
+            if isinstance(piece, str):
+                text += re.escape(piece)
+            else:
+                group = self.groups.index(piece) + 1
+                known = text.count(r"(\d+)")
+                text += rf"\{group}" if group <= known else r"(\d+)"
+        return Pattern(text + "$" * self.whole, None)
+
+    def replacement(self, pattern: "PathTemplate") -> Replacement:
+        """The text with the numbers that a pattern has found.
+
+        Raises:
+          ValueError: it has not found all of them.
+        """
+        if not self.groups:
+            return literal_replacement("".join(map(str, self.pieces)))
+        text = ""
+        for piece, after in zip(self.pieces, (*self.pieces[1:], ""), strict=True):
+            if isinstance(piece, str):
+                text += literal_replacement(piece).text
+            elif piece in pattern.groups:
+                group = pattern.groups.index(piece) + 1
+                text += rf"\g<{group}>" if str(after)[:1].isdecimal() else rf"\{group}"
+            elif piece == 0:
+                text += "{}"
+            else:
+                raise ValueError(f"what group {piece} matches is lost")
+        return parse_replacement(text, [pattern.pattern()], ["i"])
+
+    def numbered(self, group: int) -> "PathTemplate":
+        """The same with the position of a part in the place of a group."""
+        pieces = tuple(0 if piece == group else piece for piece in self.pieces)
+        return PathTemplate(pieces, self.whole)
+
+
+def pattern_template(pattern: Pattern) -> PathTemplate:
+    """The template of a pattern.
+
+    Raises:
+      ValueError: it has none.
+    """
+    if pattern.literal is not None:
+        return PathTemplate((pattern.literal,))
+    whole = pattern.text.endswith("$")
+    body = pattern.text[1 : -1 if whole else None]
+    tokens = _tokens(_PATTERN, body) if pattern.text.startswith("^") else None
+    if tokens is None or not (whole or body.endswith("/") or not body):
+        raise ValueError(r"it is not `^...$` or `^.../` without wildcards but `(\d+)`")
+    pieces: list[str | int] = []
+    for group, again, *texts in tokens:
+        if group is not None:
+            pieces.append(1 + sum(isinstance(piece, int) for piece in set(pieces)))
+        else:
+            pieces.append("".join(text or "" for text in texts) if again is None else int(again))
+    return PathTemplate.of(pieces, whole)
+
+
+def replacement_template(replacement: Replacement, whole: bool) -> PathTemplate:
+    """The template of a replacement of whole paths, or of the names of modules.
+
+    Raises:
+      ValueError: it has none.
+    """
+    constant = replacement.constant
+    pieces: list[str | int] = [] if constant is None else [constant]
+    for part in replacement.parts if constant is None else ():
+        if isinstance(part, Arithmetic):
+            tokens = [("0", None, None, None)] if part.source == "i" else None
+        else:
+            tokens = _tokens(_REPLACEMENT, part)
+        if tokens is None:
+            raise ValueError(f"`{replacement.text}` has more in it than text and `\\1`")
+        for named, group, slash, text in tokens:
+            number = named or group
+            pieces.append(int(number) if number else slash or text or "")
+    template = PathTemplate.of(pieces, whole)
+    if not whole and pieces and not str(template.pieces[-1]).endswith("/"):
+        raise ValueError(f"`{replacement.text}` does not end as the regex does, with a slash")
+    return template
+
+
+def _tokens(regex: re.Pattern[str], text: str) -> list[Sequence[str | None]] | None:
+    """The groups of matches that are all of a text; None if there is more in it."""
+    found = list(regex.finditer(text))
+    whole = "".join(match[0] for match in found) == text
+    return [match.groups() for match in found] if whole else None

@@ -9,33 +9,153 @@ trains and saves again does not carry them on.
 import contextlib
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 import tensorstore as ts
 
-from reshard.arrays.applied import Apply
 from reshard.arrays.boxes import MOST_AXES, Shape
 from reshard.arrays.dtypes import name_of
 from reshard.arrays.handle import ArrayHandle, array_text
-from reshard.arrays.operations import Concat, Pad, Reshape, Split, Stack, Transpose, Unstack
+from reshard.arrays.operations import Apply, Concat, Pad, Reshape, Split, Stack, Transpose, Unstack
 from reshard.checkpoint import EMPTY_LEAVES, Checkpoint, Leaf, empty_name
 from reshard.convert.by_order import ByOrder, order_in, order_json, order_of, with_order
 from reshard.convert.layout import KINDS
 from reshard.convert.leafmap import LeafMap, Output, Row, Source, Zeros, from_rows, renaming
-from reshard.convert.target_paths import is_step, on_host, recounted
 from reshard.errors import CorruptCheckpointError, ReshardError, TreeMismatchError
-from reshard.hints import Hint
 from reshard.loader.json_documents import parse_json
+from reshard.sharding.mesh import SingleDeviceSharding, replicated
+from reshard.storage.location import checked
 from reshard.tree import MAX_KEYS, Path, format_path
 
-KEY = "reshard.linen"
-_VERSION = 1
+# A leaf map as JSON, and back: what a record has of it. What is read is not trusted.
+
 _OPERATIONS = (Transpose, Reshape, Split, Concat, Stack, Unstack, Pad)
 # Their fields that are lists.
 _LISTS = {"axes", "shape", "sizes", "names", "widths"}
+
+
+def map_json(found: LeafMap) -> dict[str, Any]:
+    """What leaves only change their paths, and the operations on others, one after another: these
+    `enter` a tree of their own, and `leave` it."""
+    values = found.values.items()
+    moved = [(value.path, path) for path, value in values if isinstance(value, Source)]
+    made = LeafMap({path: value for path, value in values if isinstance(value, Output)})
+    zeros = {path: value for path, value in values if isinstance(value, Zeros)}
+    pairs = {
+        "moved": moved,
+        "enter": [(path, path) for path in made.sources()],
+        "leave": [(path, path) for path in made.values],
+    }
+    return {
+        **{name: [[list(old), list(new)] for old, new in each] for name, each in pairs.items()},
+        "vanish": _zeros_json(found.must_be_zero),
+        "appear": _zeros_json(zeros),
+        "steps": [_row_json(row) for row in made.sequence()],
+    }
+
+
+def _zeros_json(found: Mapping[Path, Zeros]) -> list[Any]:
+    return [[list(path), list(z.shape), z.dtype.name] for path, z in found.items()]
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "from": [list(path) for path in row.inputs],
+        "to": [list(path) for path in row.outputs],
+    }
+    if isinstance(row.operation, Apply):
+        document["Apply"] = {"function": row.operation.name}  # to be told, and never imported
+    elif row.operation is not None:
+        document[type(row.operation).__name__] = dataclasses.asdict(row.operation)
+    return document
+
+
+def map_of(document: Mapping[str, Any], shapes: Mapping[Path, Shape]) -> LeafMap:
+    """The inverse of `map_json` for leaves of these shapes; raises KeyError, TypeError or
+    ValueError for anything else."""
+    moved, enter, leave = (
+        {path_of(old): path_of(new) for old, new in document[name]}
+        for name in ("moved", "enter", "leave")
+    )
+    vanish, appear = (_zeros(document[name]) for name in ("vanish", "appear"))
+    inside = {new: shapes[old] for old, new in enter.items()}
+    rows = list(map(_row, document["steps"]))
+    try:
+        made = from_rows(rows, inside)
+    except TreeMismatchError as error:
+        raise ValueError("; ".join(error.problems)) from error
+    found = renaming(enter, shapes).then(made).then(renaming(leave, made.shapes))
+    values = {**renaming(moved, shapes).values, **found.values, **appear}
+    if len(values) != len(moved) + len(leave) + len(appear):
+        raise ValueError("its paths are not those of one tree")
+    return LeafMap(values, {}, (), vanish)
+
+
+def _zeros(entries: list[Any]) -> dict[Path, Zeros]:
+    return {
+        path_of(path): Zeros(shape_of(shape), dtype_of(dtype)) for path, shape, dtype in entries
+    }
+
+
+def _row(document: Mapping[str, Any]) -> Row:
+    inputs, outputs = (tuple(map(path_of, document[name])) for name in ("from", "to"))
+    if "Apply" in document:
+        raise TreeMismatchError(
+            f"{format_path(outputs[0])} was made by a function of a map, "
+            f"{document['Apply']['function']!r:.80}, which no record runs",
+            hints=["map_file=... with model=..., the map that names it"],
+        )
+    for operation in _OPERATIONS:
+        if operation.__name__ in document:
+            given = document[operation.__name__]
+            fields = {name: _field(name, value) for name, value in given.items()}
+            return Row(inputs, outputs, operation(**fields))
+    if document.keys() != {"from", "to"}:
+        raise ValueError(f"there is no operation {', '.join(document.keys() - {'from', 'to'})}")
+    return Row(inputs, outputs)
+
+
+def _field(name: str, value: Any) -> Any:
+    """The value of a field of an operation."""
+    if name == "widths":
+        return tuple((_field("axis", before), _field("axis", after)) for before, after in value)
+    types = {"names": [str], "fill": [int, float]}.get(name, [int])
+    found = value if name in _LISTS else [value]
+    if not isinstance(found, list) or any(type(entry) not in types for entry in found):
+        raise ValueError(f"`{name}` of an operation is {value!r:.80}")
+    return tuple(found) if name in _LISTS else value
+
+
+def path_of(keys: Any) -> Path:
+    if not isinstance(keys, list) or not all(
+        isinstance(key, str) or (type(key) is int and key >= 0) for key in keys
+    ):
+        raise ValueError(f"not a path: {keys!r:.80}")
+    return tuple(keys)
+
+
+def shape_of(sizes: Any) -> Shape:
+    if not isinstance(sizes, list) or not all(type(s) is int and s >= 0 for s in sizes):
+        raise ValueError(f"not a shape: {sizes!r:.80}")
+    if len(sizes) > MOST_AXES:
+        raise ValueError(f"arrays have {MOST_AXES} axes at most, not {len(sizes)}")
+    return tuple(sizes)
+
+
+def dtype_of(name: Any) -> np.dtype:
+    if not isinstance(name, str):
+        raise ValueError(f"not a dtype: {name!r:.80}")
+    dtype = ts.dtype(name).numpy_dtype
+    if dtype.kind not in "biufc" and not hasattr(ml_dtypes, dtype.name):
+        raise ValueError(f"not a dtype of arrays of numbers: {name!r:.80}")
+    return dtype
+
+
+KEY = "reshard.linen"
+_VERSION = 1
 
 
 class _Array(NamedTuple):
@@ -72,6 +192,7 @@ def recorded(
     found: LeafMap,
     own: list[Path],
     kind: str,
+    dropped: Iterable[Path],
 ) -> Checkpoint:
     """A converted checkpoint with the record of what it was made of.
 
@@ -82,13 +203,15 @@ def recorded(
       found: how it became the NNX one.
       own: leaves of the NNX one that the Linen one has nothing of.
       kind: what the NNX one is, one of `reshard.convert.layout.KINDS`.
+      dropped: the leaves of the Linen one that were dropped.
     """
     document = {
         "version": _VERSION,
         "layout": kind,
         "leaves": [[list(path), _kind(leaf)] for path, leaf in linen.items()],
-        "route": _map_json(found),
+        "route": map_json(found),
         "own": [list(path) for path in own],
+        "dropped": [list(path) for path in dropped],
         "containers": metadata.get("value_metadata_tree"),
     }
     before = order_of(ckpt)  # that of the Linen one, until this conversion's is added
@@ -118,6 +241,13 @@ def recorded_kind(ckpt: Checkpoint) -> str | None:
     document = _custom(ckpt)[KEY] if has_record(ckpt) else None
     kind = document.get("layout") if isinstance(document, dict) else None
     return kind if isinstance(kind, str) and kind in KINDS else None
+
+
+def recorded_drop(ckpt: Checkpoint) -> list[Path]:
+    """The leaves of the Linen checkpoint that were dropped; none where that is not on record."""
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        return list(map(path_of, ckpt.source.metadata["custom_metadata"][KEY]["dropped"]))
+    return []
 
 
 def without_record(ckpt: Checkpoint) -> Checkpoint:
@@ -174,16 +304,12 @@ def from_record(ckpt: Checkpoint) -> tuple[Checkpoint, LeafMap]:
 def like_recorded(linen: Checkpoint, ckpt: Checkpoint) -> Checkpoint:
     """A Linen checkpoint as the NNX checkpoint that another one like it has become.
 
-    Args:
-      linen: the Linen checkpoint.
-      ckpt: the NNX one, with its record. What the Linen one has nothing of is taken from it.
-
     Raises:
       TreeMismatchError: the record cannot be read, or its leaves are not those of the Linen
         checkpoint.
     """
     with _readable(_NNX):
-        record = _read(ckpt)
+        record, dropped = _read(ckpt), {*recorded_drop(ckpt)}
         problems = [
             f"{format_path(path)}: only in the record"
             for path in record.leaves
@@ -191,9 +317,9 @@ def like_recorded(linen: Checkpoint, ckpt: Checkpoint) -> Checkpoint:
         ]
         for path, leaf in linen.items():
             kind = record.leaves.get(path)
-            if kind is None:
+            if kind is None and path not in dropped:
                 problems.append(f"{format_path(path)}: not in the record")
-            elif not isinstance(kind, str):
+            elif isinstance(kind, _Array):
                 problems += _unlike(leaf, kind)
         problems = problems or [
             f"{format_path(path)}: it was zero, and is not" for path in record.map.not_zero(linen)
@@ -223,10 +349,10 @@ def _read(ckpt: Checkpoint) -> _Record:
     document = _custom(ckpt)[KEY]
     if document["version"] != _VERSION:
         raise ValueError(f"its version is {document['version']}, not {_VERSION}")
-    leaves = {_path(path): _recorded_leaf(kind) for path, kind in document["leaves"]}
+    leaves = {path_of(path): _recorded_leaf(kind) for path, kind in document["leaves"]}
     _check_tree(leaves)
     shapes = {path: leaf.shape for path, leaf in leaves.items() if not isinstance(leaf, str)}
-    found = _map(document["route"], shapes)
+    found = map_of(document["route"], shapes)
     _check_zeros(found, ckpt)
     containers = document.get("containers")
     if containers is not None:
@@ -234,7 +360,7 @@ def _read(ckpt: Checkpoint) -> _Record:
             parse_json(containers)
         except (TypeError, ValueError) as error:
             raise ValueError(f"its containers are not JSON: {containers!r:.80}") from error
-    own, order = list(map(_path, document["own"])), order_in(document.get("order"))
+    own, order = list(map(path_of, document["own"])), order_in(document.get("order"))
     return _Record(found, own, leaves, containers, order)
 
 
@@ -244,7 +370,7 @@ def _recorded_leaf(kind: Any) -> _Array | str:
         return kind
     if not isinstance(kind, dict) or kind.keys() != {"shape", "dtype", "type", "keys"}:
         raise ValueError(f"there are no such leaves: {kind!r:.80}")
-    shape, dtype = _shape(kind["shape"]), _dtype(kind["dtype"])
+    shape, dtype = shape_of(kind["shape"]), dtype_of(kind["dtype"])
     value_type, keys = kind["type"], kind["keys"]
     if value_type not in ("jax.Array", "np.ndarray", "scalar"):
         raise ValueError(f"there are no leaves of type {value_type!r:.80}")
@@ -252,31 +378,6 @@ def _recorded_leaf(kind: Any) -> _Array | str:
     if keys is not None and not (named and dtype == np.uint32 and shape):
         raise ValueError(f"{array_text(dtype.name, shape)} are no PRNG keys, {keys!r:.80}")
     return _Array(shape, dtype, value_type, keys)
-
-
-def _path(keys: Any) -> Path:
-    if not isinstance(keys, list) or not all(
-        isinstance(key, str) or (type(key) is int and key >= 0) for key in keys
-    ):
-        raise ValueError(f"not a path: {keys!r:.80}")
-    return tuple(keys)
-
-
-def _shape(sizes: Any) -> Shape:
-    if not isinstance(sizes, list) or not all(type(s) is int and s >= 0 for s in sizes):
-        raise ValueError(f"not a shape: {sizes!r:.80}")
-    if len(sizes) > MOST_AXES:
-        raise ValueError(f"arrays have {MOST_AXES} axes at most, not {len(sizes)}")
-    return tuple(sizes)
-
-
-def _dtype(name: Any) -> np.dtype:
-    if not isinstance(name, str):
-        raise ValueError(f"not a dtype: {name!r:.80}")
-    dtype = ts.dtype(name).numpy_dtype
-    if dtype.kind not in "biufc" and not hasattr(ml_dtypes, dtype.name):
-        raise ValueError(f"not a dtype of arrays of numbers: {name!r:.80}")
-    return dtype
 
 
 def _check_tree(paths: Collection[Path]) -> None:
@@ -318,8 +419,8 @@ def _readable(hint: str) -> Iterator[None]:
         ) from error
 
 
-_LINEN = Hint(("model",), ", the Linen model, converts without the record")
-_NNX = Hint(("model",), ", the NNX model, converts without the record")
+_LINEN = "model=..., the Linen model, converts without the record"
+_NNX = "model=..., the NNX model, converts without the record"
 
 
 def _kind(leaf: Leaf) -> dict[str, Any] | str:
@@ -353,91 +454,51 @@ def _as_recorded(leaf: Leaf, kind: _Array) -> Leaf:
     return leaf if kind.type == "jax.Array" else on_host(leaf)
 
 
-def _map_json(found: LeafMap) -> dict[str, Any]:
-    """What leaves only change their paths, and the operations on others, one after another: these
-    `enter` a tree of their own, and `leave` it."""
-    values = found.values.items()
-    moved = [(value.path, path) for path, value in values if isinstance(value, Source)]
-    made = LeafMap({path: value for path, value in values if isinstance(value, Output)})
-    zeros = {path: value for path, value in values if isinstance(value, Zeros)}
-    pairs = {
-        "moved": moved,
-        "enter": [(path, path) for path in made.sources()],
-        "leave": [(path, path) for path in made.values],
-    }
-    return {
-        **{name: [[list(old), list(new)] for old, new in each] for name, each in pairs.items()},
-        "vanish": _zeros_json(found.must_be_zero),
-        "appear": _zeros_json(zeros),
-        "steps": [_row_json(row) for row in made.sequence()],
-    }
+def recounted(leaf: ArrayHandle, dtype: np.dtype) -> ArrayHandle:
+    """A step counter in another integer dtype.
 
-
-def _zeros_json(found: Mapping[Path, Zeros]) -> list[Any]:
-    return [[list(path), list(z.shape), z.dtype.name] for path, z in found.items()]
-
-
-def _row_json(row: Row) -> dict[str, Any]:
-    document: dict[str, Any] = {
-        "from": [list(path) for path in row.inputs],
-        "to": [list(path) for path in row.outputs],
-    }
-    if isinstance(row.operation, Apply):
-        document["Apply"] = {"function": row.operation.name}  # to be told, and never imported
-    elif row.operation is not None:
-        document[type(row.operation).__name__] = dataclasses.asdict(row.operation)
-    return document
-
-
-def _map(document: Mapping[str, Any], shapes: Mapping[Path, Shape]) -> LeafMap:
-    """The inverse of `_map_json` for leaves of these shapes; raises KeyError, TypeError or
-    ValueError for anything else."""
-    moved, enter, leave = (
-        {_path(old): _path(new) for old, new in document[name]}
-        for name in ("moved", "enter", "leave")
-    )
-    vanish, appear = (_zeros(document[name]) for name in ("vanish", "appear"))
-    inside = {new: shapes[old] for old, new in enter.items()}
-    rows = list(map(_row, document["steps"]))
-    try:
-        made = from_rows(rows, inside)
-    except TreeMismatchError as error:
-        raise ValueError("; ".join(error.problems)) from error
-    found = renaming(enter, shapes).then(made).then(renaming(leave, made.shapes))
-    values = {**renaming(moved, shapes).values, **found.values, **appear}
-    if len(values) != len(moved) + len(leave) + len(appear):
-        raise ValueError("its paths are not those of one tree")
-    return LeafMap(values, {}, (), vanish)
-
-
-def _zeros(entries: list[Any]) -> dict[Path, Zeros]:
-    return {_path(path): Zeros(_shape(shape), _dtype(dtype)) for path, shape, dtype in entries}
-
-
-def _row(document: Mapping[str, Any]) -> Row:
-    inputs, outputs = (tuple(map(_path, document[name])) for name in ("from", "to"))
-    if "Apply" in document:
+    Raises:
+      TreeMismatchError: that does not hold its value.
+    """
+    value = np.asarray(checked(leaf.view().read(), f"{format_path(leaf.path)}: its stored bytes"))
+    if int(value) != int(value.astype(dtype)):
         raise TreeMismatchError(
-            f"{format_path(outputs[0])} was made by a function of a map, "
-            f"{document['Apply']['function']!r:.80}, which no record runs",
-            hints=[Hint(("map_file",), " with ", ("model",), ", the map that names it")],
+            f"{format_path(leaf.path)}: the step {int(value)} does not fit {dtype.name}"
         )
-    for operation in _OPERATIONS:
-        if operation.__name__ in document:
-            given = document[operation.__name__]
-            fields = {name: _field(name, value) for name, value in given.items()}
-            return Row(inputs, outputs, operation(**fields))
-    if document.keys() != {"from", "to"}:
-        raise ValueError(f"there is no operation {', '.join(document.keys() - {'from', 'to'})}")
-    return Row(inputs, outputs)
+    return dataclasses.replace(leaf, dtype=dtype)
 
 
-def _field(name: str, value: Any) -> Any:
-    """The value of a field of an operation."""
-    if name == "widths":
-        return tuple((_field("axis", before), _field("axis", after)) for before, after in value)
-    types = {"names": [str], "fill": [int, float]}.get(name, [int])
-    found = value if name in _LISTS else [value]
-    if not isinstance(found, list) or any(type(entry) not in types for entry in found):
-        raise ValueError(f"`{name}` of an operation is {value!r:.80}")
-    return tuple(found) if name in _LISTS else value
+def on_host(leaf: ArrayHandle) -> ArrayHandle:
+    """A leaf that is no device array, and so has no place on devices."""
+    return dataclasses.replace(leaf, sharding=None, saved_sharding=None)
+
+
+def is_step(path: Path, leaf: ArrayHandle, like: np.dtype) -> bool:
+    """Whether leaves are the step counter, which has another integer dtype in NNX: `step` at the
+    top, or in an optimizer there. The counts of an optimizer's own have the same in both."""
+    integers = leaf.dtype.kind in "iu" and like.kind in "iu"
+    keys = [key for key in path if key != "value"]
+    return not leaf.shape and integers and len(keys) <= 2 and keys[-1:] == ["step"]
+
+
+def counter(leaf: Leaf, dtype: np.dtype, value_type: str, like: ArrayHandle) -> Leaf:
+    """A step counter in another integer dtype, which must hold its value."""
+    assert isinstance(leaf, ArrayHandle)
+    made = dataclasses.replace(recounted(leaf, dtype), value_type=value_type)
+    if value_type == "scalar":
+        return on_host(made)
+    return beside(made, like) if made.sharding is None else made
+
+
+def beside(leaf: ArrayHandle, like: ArrayHandle) -> ArrayHandle:
+    """A leaf that is new among device arrays: replicated on the devices of one of them. Beside host
+    values it is one, too; but Orbax takes only device arrays for PRNG keys."""
+    sharding, kind = replicated(like.sharding), like.value_type
+    if kind != "jax.Array" and leaf.key_impl is not None:
+        import jax
+
+        sharding, kind = SingleDeviceSharding(str(jax.local_devices()[0])), "jax.Array"
+    value_type = kind if kind == "jax.Array" else "np.ndarray"
+    return dataclasses.replace(
+        leaf, value_type=value_type, sharding=sharding, saved_sharding=sharding
+    )

@@ -240,13 +240,7 @@ def _like(path: Path, other: Path) -> Path:
 def _applied(
     ckpt: Checkpoint, rows: Sequence[Row], small: Mapping[Path, Sequence[Path]]
 ) -> Checkpoint:
-    """The checkpoint after operations on parameters, which its optimizer state follows.
-
-    Args:
-      ckpt: the checkpoint.
-      rows: the operations.
-      small: leaves without a value: path after -> paths before.
-    """
+    """The checkpoint after operations on parameters, which its optimizer state follows."""
     arrays = {leaf.path: leaf for leaf in ckpt.arrays}
     taken = {path for row in rows for path in row.inputs}
     model = from_rows(rows, {path: arrays[path].shape for path in arrays if path in taken})

@@ -1,6 +1,8 @@
 """Code of the user's: models, and functions that a map file names. Nothing else is imported: no
 checkpoint and no record of one names any."""
 
+import collections
+import contextlib
 import dataclasses
 import difflib
 import importlib
@@ -8,8 +10,9 @@ import os
 import pathlib
 import sys
 import sysconfig
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from reshard.errors import ReshardError
@@ -20,14 +23,36 @@ _OTHERS = (
     str(pathlib.Path(__file__).parents[1]),
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
+# Folder that `findable` has put on the path -> how many need it at this moment.
+_PLACED: collections.Counter[str] = collections.Counter()
+_PLACING = threading.Lock()
+
+
+@contextlib.contextmanager
+def findable(name: str) -> Iterator[None]:
+    """Modules beside the file of a name, as for `load`, are found first meanwhile."""
+    file, _ = _parts(name)
+    folder = os.path.dirname(os.path.abspath(file))
+    with _PLACING:
+        needed = file.endswith(".py") and (folder in _PLACED or sys.path[:1] != [folder])
+        if needed:
+            if folder not in _PLACED:
+                sys.path.insert(0, folder)
+            _PLACED[folder] += 1
+    try:
+        yield
+    finally:
+        with _PLACING:
+            if needed:
+                _PLACED[folder] -= 1
+            if needed and not _PLACED[folder]:
+                del _PLACED[folder]
+                with contextlib.suppress(ValueError):  # the user's code has removed it
+                    sys.path.remove(folder)
 
 
 def load(name: str, what: str) -> Any:
     """What `package.module:name` or `path/to/file.py:name` names. Runs its code.
-
-    Args:
-      name: the name.
-      what: what has it, in errors: an option, or a key of a map file.
 
     Raises:
       ReshardError: it cannot be imported.
@@ -44,11 +69,11 @@ def load(name: str, what: str) -> Any:
     if file is not None:
         if not file.is_file():
             raise ReshardError(f"{what} {name}: there is no such file")
-        sys.path.insert(0, str(file.parent))
         module, places = file.stem, f"{file.parent}, {places}"
     part = ""
     try:
-        found: Any = importlib.import_module(module)
+        with findable(name):
+            found: Any = importlib.import_module(module)
         origin = getattr(found, "__file__", None)
         if file is not None and (origin is None or not file.samefile(origin)):
             raise ReshardError(
@@ -84,7 +109,8 @@ class NamedFunction:
     function: Callable[..., Any]
 
     def __call__(self, *arguments: Any) -> Any:
-        return self.function(*arguments)
+        with findable(self.name):
+            return self.function(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return load_function, (self.name,)

@@ -1,10 +1,11 @@
 """Boxes in batches: what is read together, since it shares stored chunks or is small."""
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 from reshard.engine.budget import in_memory
-from reshard.engine.cost import Chunks, ChunkUnion, chunks_of, total
+from reshard.engine.cost import ChunkUnion, chunks_of, total
 from reshard.engine.read import Batch, Read
 
 T = TypeVar("T")
@@ -27,22 +28,42 @@ class Unit(NamedTuple):
     alone: bool = False
 
 
+class _Sizes(NamedTuple):
+    """Bytes that boxes take together, as of `Unit`, and how many boxes they are."""
+
+    decoding: int = 0
+    buffers: int = 0
+    held: int = 0
+    kept: int = 0
+    boxes: int = 0
+
+    @property
+    def reading(self) -> int:
+        return in_memory(self.decoding, self.buffers, self.held, self.boxes)
+
+
 def in_batches(units: Iterable[Unit], limit: int, most: int) -> Iterator[Batch]:
     """All units in order, in batches of `limit` bytes, unless a single unit takes more; of `most`
     bytes where units share chunks with those before them, which are decoded once then."""
-    open_batch = _OpenBatch()
+    reads: list[Read] = []
+    sizes, union, alone = _Sizes(), ChunkUnion(), False
     for unit in units:
         chunks = [c for read in unit.reads for c in chunks_of(read.handle, read.box)]
         if len(chunks) > 1:
             chunks = ChunkUnion().add(chunks)
-        new = open_batch.missing(chunks)
-        fits = open_batch.bytes_with(unit, new) <= (most if new != chunks else limit)
-        if open_batch.reads and (unit.alone or open_batch.alone or not fits):
-            yield open_batch.close()
-            open_batch, new = _OpenBatch(), chunks
-        open_batch.add(unit, new)
-    if open_batch.reads:
-        yield open_batch.close()
+        new = [part for each in chunks for part in union.missing(each)]
+        own = _Sizes(total(new).nbytes, unit.buffers, unit.held, unit.kept, len(unit.reads))
+        together = _Sizes(*map(operator.add, sizes, own))
+        fits = together.reading + together.kept <= (most if new != chunks else limit)
+        if reads and (unit.alone or alone or not fits):
+            yield Batch(reads, sizes.reading, sizes.held, sizes.kept)
+            reads, union, new = [], ChunkUnion(), chunks
+            together = own._replace(decoding=total(chunks).nbytes)
+        union.add(new)
+        reads += unit.reads
+        sizes, alone = together, unit.alone
+    if reads:
+        yield Batch(reads, sizes.reading, sizes.held, sizes.kept)
 
 
 def in_groups(
@@ -59,40 +80,3 @@ def in_groups(
         size += nbytes(item)
     if group:
         yield group
-
-
-class _OpenBatch:
-    """A batch that units are added to. Attributes as of `Unit` and `Batch`."""
-
-    def __init__(self) -> None:
-        self.reads: list[Read] = []
-        self.alone = False
-        self._chunks = ChunkUnion()
-        self._decoding = self._buffers = self._held = self._kept = 0
-
-    def missing(self, chunks: Sequence[Chunks]) -> list[Chunks]:
-        """Those of these chunks that it does not decode already."""
-        return [part for each in chunks for part in self._chunks.missing(each)]
-
-    def bytes_with(self, unit: Unit, new: Sequence[Chunks]) -> int:
-        """Bytes that it takes with one more unit, for which it decodes more chunks."""
-        decoding = self._decoding + total(new).nbytes
-        buffers, held = self._buffers + unit.buffers, self._held + unit.held
-        boxes = len(self.reads) + len(unit.reads)
-        return in_memory(decoding, buffers, held, boxes) + self._kept + unit.kept
-
-    def add(self, unit: Unit, new: Sequence[Chunks]) -> None:
-        """Adds a unit, for which it decodes more chunks."""
-        self._decoding += total(new).nbytes
-        self._chunks.add(new)
-        self.reads += unit.reads
-        self.alone = unit.alone
-        self._buffers += unit.buffers
-        self._held += unit.held
-        self._kept += unit.kept
-
-    def close(self) -> Batch:
-        """The batch."""
-        # Rounded values are made beside what was read.
-        most = in_memory(self._decoding, self._buffers, self._held, len(self.reads))
-        return Batch(self.reads, most, self._held, self._kept)

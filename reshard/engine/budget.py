@@ -6,12 +6,10 @@ larger than the limit, when nothing else is in flight.
 """
 
 import collections
+import contextlib
 from collections.abc import Callable, Iterable
-from types import TracebackType
-from typing import NamedTuple
 
 from reshard.errors import MemoryLimitError
-from reshard.hints import Hint
 from reshard.storage.machine import cores as cores
 from reshard.tree import Path, format_path
 from reshard.units import format_bytes, whole_kib
@@ -68,7 +66,7 @@ def check_fits(costs: Iterable[tuple[Path, int]], max_memory: int) -> None:
         raise MemoryLimitError(
             f"one chunk, encoded and decoded, does not fit into {format_bytes(max_memory)}",
             [f"{format_path(path)}: {format_bytes(cost)}" for path, cost in too_large],
-            [Hint(("max_memory", whole_kib(least)), " is the least that reads it")],
+            [f'max_memory="{whole_kib(least)}" is the least that reads it'],
             least,
         )
 
@@ -80,13 +78,10 @@ class Reservation:
         self.nbytes = nbytes
         self._budget = budget
 
-    def shrink(self, nbytes: int) -> None:
+    def shrink(self, nbytes: int = 0) -> None:
         """Gives back all but `nbytes` of them."""
         self._budget.used -= self.nbytes - nbytes
         self.nbytes = nbytes
-
-    def free(self) -> None:
-        self.shrink(0)
 
     def free_after(
         self,
@@ -97,17 +92,8 @@ class Reservation:
         """Gives them back once `wait`, which blocks unless it `is_ready`, has returned; then calls
         `done`, unless something has failed before. The thread that runs out of memory calls both,
         or they are called at the end, in the order of these calls."""
-        self._budget.pending.append(Pending(self, wait, done, is_ready))
-
-
-class Pending(NamedTuple):
-    """Bytes that are in use until `wait` returns, or raises why it failed. Then `done` is called,
-    but only if all before it have succeeded."""
-
-    reservation: Reservation
-    wait: Callable[[], object]
-    done: Callable[[], object]
-    is_ready: Callable[[], bool]
+        self.wait, self.done, self.is_ready = wait, done, is_ready
+        self._budget.pending.append(self)
 
 
 class Budget:
@@ -118,7 +104,7 @@ class Budget:
     def __init__(self, limit: int):
         self.limit = limit
         self.used = 0
-        self.pending: collections.deque[Pending] = collections.deque()
+        self.pending: collections.deque[Reservation] = collections.deque()
         self._failed = False
 
     def fits(self, nbytes: int) -> bool:
@@ -140,35 +126,30 @@ class Budget:
         return self.pending[0].is_ready()
 
     def wait_oldest(self) -> None:
-        """Waits for what has been pending for longest."""
-        reservation, wait, done, _ = self.pending[0]
+        """Waits for what has been pending for longest. What fails, or is interrupted, stays
+        pending, and is waited for at the end."""
+        oldest = self.pending[0]
         try:
-            wait()  # an interrupt leaves it here, to be waited for at the end
+            oldest.wait()
+            self.pending.popleft()
+            oldest.shrink()
+            if not self._failed:
+                oldest.done()
         except Exception:
             self._failed = True
             raise
-        self.pending.popleft()
-        reservation.free()
-        done()
 
     def __enter__(self) -> "Budget":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             while kind is None and self.pending:
                 self.wait_oldest()
         finally:
             while self.pending:
-                try:
-                    self.pending[0].wait()
-                    if not self._failed:
-                        self.pending[0].done()
-                except Exception:
-                    self._failed = True
-                self.pending.popleft()
+                oldest = self.pending[0]
+                with contextlib.suppress(Exception):
+                    self.wait_oldest()
+                if self.pending and self.pending[0] is oldest:
+                    self.pending.popleft()

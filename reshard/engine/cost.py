@@ -35,16 +35,6 @@ class Chunks(NamedTuple):
     chunk_shape: Shape
     chunk_bytes: int
 
-    def decoded(self) -> Decoded:
-        """What decoding them takes."""
-        elements = 1
-        for (start, stop), size, chunk in zip(
-            self.ranges, self.shape, self.chunk_shape, strict=True
-        ):
-            elements *= min(stop * chunk, size) - start * chunk
-        count = math.prod(stop - start for start, stop in self.ranges)
-        return Decoded(count * self.chunk_bytes, elements)
-
 
 class ChunkUnion:
     """Chunks, each of them once."""
@@ -101,14 +91,14 @@ def chunks_of(handle: ArrayHandle, box: Box) -> list[Chunks]:
     """The stored chunks that a box is decoded from; and what functions make on the way to it."""
     found = []
     for source, part in sources(handle, box):
-        data, shape, chunk = source.data, source.shape, source.chunk_shape
+        data, chunk = source.data, source.chunk_shape
         if isinstance(data, Derived):
             found.append(_applied(source))
-            continue
-        decoded = math.prod(chunk) * source.stored_dtype.itemsize
-        chunk_bytes = decoded + data.store.largest_chunk(data.name)
-        array = id(data.store), data.name
-        found.append(Chunks(array, chunk_ranges(part, chunk), shape, chunk, chunk_bytes))
+        else:
+            decoded = math.prod(chunk) * source.stored_dtype.itemsize
+            chunk_bytes = decoded + data.store.largest_chunk(data.name)
+            ranges, array = chunk_ranges(part, chunk), (id(data.store), data.name)
+            found.append(Chunks(array, ranges, source.shape, chunk, chunk_bytes))
     return found
 
 
@@ -117,7 +107,7 @@ def _applied(made: ArrayHandle) -> Chunks:
     and what it makes, each as much again for what it computes."""
     assert isinstance(made.data, Derived)
     (given,) = made.data.inputs
-    read = math.prod(given.shape) * given.read_dtype.itemsize
+    read = math.prod(given.shape) * max(given.read_dtype.itemsize, given.dtype.itemsize)
     chunk_bytes = 2 * (read + math.prod(made.shape) * made.stored_dtype.itemsize)
     return Chunks((id(made.data.outputs), ""), ((0, 1),), (0,), (1,), chunk_bytes)
 
@@ -125,10 +115,10 @@ def _applied(made: ArrayHandle) -> Chunks:
 def total(chunks: Iterable[Chunks]) -> Decoded:
     """What decoding disjoint ranges takes."""
     nbytes = elements = 0
-    for each in chunks:
-        decoded = each.decoded()
-        nbytes += decoded.nbytes
-        elements += decoded.elements
+    for _, ranges, shape, chunk_shape, chunk_bytes in chunks:
+        dims = zip(ranges, shape, chunk_shape, strict=True)
+        nbytes += chunk_bytes * math.prod(stop - start for start, stop in ranges)
+        elements += math.prod(min(stop * c, size) - start * c for (start, stop), size, c in dims)
     return Decoded(nbytes, elements)
 
 
@@ -145,11 +135,11 @@ def decoded_together(handles: Sequence[ArrayHandle]) -> Decoded:
         return total(chunks_of(handles[0], first_cell(handles[0])))
     # Layers that are stacked may be in chunks of any sizes.
     cells = grid_boxes(handles[0].shape, handles[0].chunk_shape)
-    return max((_decoded_at(handles, cell) for cell in cells), default=Decoded(0, 0))
-
-
-def _decoded_at(handles: Sequence[ArrayHandle], box: Box) -> Decoded:
-    return total(ChunkUnion().add(c for handle in handles for c in chunks_of(handle, box)))
+    unions = (
+        total(ChunkUnion().add(c for handle in handles for c in chunks_of(handle, cell)))
+        for cell in cells
+    )
+    return max(unions, default=Decoded(0, 0))
 
 
 def co_read_groups(handles: Sequence[ArrayHandle]) -> list[list[int]]:
@@ -185,9 +175,8 @@ def _sharing(handles: Sequence[ArrayHandle], numbers: list[int]) -> Iterator[lis
     hulls: dict[Hashable, Ranges] = {}
     for number in sorted(numbers, key=lambda n: [(c.array, c.ranges) for c in first[n]]):
         chunks = first[number]
-        if not any(c.array in hulls and _meet(hulls[c.array], c.ranges) for c in chunks):
-            if group:
-                yield sorted(group)
+        if group and not any(c.array in hulls and _meet(hulls[c.array], c.ranges) for c in chunks):
+            yield sorted(group)
             group, hulls = [], {}
         group.append(number)
         hulls |= {c.array: _hull(hulls.get(c.array, c.ranges), c.ranges) for c in chunks}

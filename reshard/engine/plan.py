@@ -15,6 +15,7 @@ into smaller chunks. Where even that does not fit in one pass, a box is a single
 source chunks are read one at a time, and chunks that several boxes touch are read several times.
 """
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -24,7 +25,6 @@ from collections.abc import Hashable, Iterator, Sequence
 from reshard.arrays.boxes import Box, Shape, common_multiple, grid_boxes, grid_size
 from reshard.engine.budget import in_memory, room
 from reshard.errors import MemoryLimitError
-from reshard.hints import Hint
 from reshard.tree import Path, format_path
 from reshard.units import format_bytes, whole_kib
 
@@ -38,7 +38,11 @@ MAX_KEPT_CHUNKS = 16
 _MAX_CHUNKS = 1 << 22
 # Of arrays with so many ways to split them, the last dimensions stay whole.
 _MAX_SPLITS = 1 << 16
-_KEEP = Hint(("chunks", "keep"), " leaves the stored grid as it is")
+_KEEP = 'chunks="keep" leaves the stored grid as it is'
+
+
+# A split of shards: a chunk, the box that it is read and written in, and the chunks of a shard.
+_Split = tuple[Shape, Shape, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,8 +117,6 @@ class ArrayPlan:
       serial: source chunks are read into a box one after another, for want of memory.
       passes: how often each stored byte is read, 1.0 where one pass fits.
       split: chunks for each shard, more than 1 where a shard was split.
-      amplification: bytes decoded for each byte wanted, when the target mesh loads the array:
-        from the source and from the destination.
       linked: its stored chunks are in data files that are shared with the source.
     """
 
@@ -124,13 +126,20 @@ class ArrayPlan:
     serial: bool
     passes: float
     split: int
-    amplification: tuple[float, float]
     linked: bool = False
 
     @property
     def moved(self) -> bool:
         """Whether stored chunks are copied or shared as they are, undecoded."""
         return self.box is None
+
+    @property
+    def amplification(self) -> tuple[float, float]:
+        """Bytes decoded for each byte wanted, when the target mesh loads the array: from the source
+        and from the destination."""
+        array = self.layout
+        before = read_amplification(array.shape, array.source_chunk, array.target_shard)
+        return before, read_amplification(array.shape, self.chunk, array.target_shard)
 
     @property
     def box_bytes(self) -> int:
@@ -146,9 +155,7 @@ class ArrayPlan:
     @property
     def bytes_read(self) -> int:
         """Stored bytes fetched."""
-        if self.moved:
-            return 0 if self.linked else self.layout.stored_bytes
-        return round(self.layout.stored_bytes * self.passes)
+        return 0 if self.linked else round(self.layout.stored_bytes * self.passes)
 
     @property
     def bytes_written(self) -> int:
@@ -207,21 +214,18 @@ def plan_array(array: ArrayLayout, chunks: int | str, max_memory: int) -> ArrayP
       chunks: `"shard"` for one chunk a shard, split where memory asks for it; `"keep"` for the
         source's grid; or the most decoded bytes a chunk may have.
     """
-    before = read_amplification(array.shape, array.source_chunk, array.target_shard)
     most = None if isinstance(chunks, str) else chunks
     keeps = chunks == "keep" or 0 in array.shape or _grid_fits(array, most)
     if keeps and array.same_bytes:
-        return ArrayPlan(array, array.source_chunk, None, False, 1.0, 1, (before, before))
-    chosen, serial = _choose(array, most, keeps, max_memory)
-    count = grid_size(array.shape, chosen.chunk)
+        return ArrayPlan(array, array.source_chunk, None, False, 1.0, 1)
+    plan = _kept(array, max_memory) if keeps else _split(array, most, max_memory)
+    count = grid_size(array.shape, plan.chunk)
     if count > _MAX_CHUNKS:
-        found = f"{format_path(array.path)}: it would be in {count} chunks of {list(chosen.chunk)}"
+        found = f"{format_path(array.path)}: it would be in {count} chunks of {list(plan.chunk)}"
         raise MemoryLimitError(found, hints=[_KEEP])
-    if array.same_bytes and chosen.chunk == array.source_chunk:
-        return ArrayPlan(array, chosen.chunk, None, False, 1.0, chosen.split, (before, before))
-    after = read_amplification(array.shape, chosen.chunk, array.target_shard)
-    passes = array.amplification * (_passes(array, chosen.box) if serial else 1.0)
-    return ArrayPlan(array, chosen.chunk, chosen.box, serial, passes, chosen.split, (before, after))
+    if array.same_bytes and plan.chunk == array.source_chunk:
+        return ArrayPlan(array, plan.chunk, None, False, 1.0, plan.split)
+    return plan
 
 
 def _grid_fits(array: ArrayLayout, most: int | None) -> bool:
@@ -235,19 +239,53 @@ def _grid_fits(array: ArrayLayout, most: int | None) -> bool:
     return count <= MAX_KEPT_CHUNKS or array.source_shard == array.target_shard
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Candidate:
-    chunk: Shape
-    box: Shape
-    split: int
-
-
-def _kept_grid(array: ArrayLayout) -> _Candidate:
+def _kept(array: ArrayLayout, max_memory: int) -> ArrayPlan:
+    """An array that keeps its grid."""
     box = common_multiple((array.source_chunk,), array.shape)
-    return _Candidate(array.source_chunk, box, 1)
+    plan = _one_pass(array, [(array.source_chunk, box, 1)], max_memory)
+    if plan is None:
+        raise too_large(array, array.one_pass(box), max_memory)
+    return plan
 
 
-def _splits(array: ArrayLayout, most: int | None) -> Sequence[_Candidate]:
+def _split(array: ArrayLayout, most: int | None, max_memory: int) -> ArrayPlan:
+    """An array whose shards are split into chunks of at most `most` decoded bytes: in one pass, or
+    else into the largest chunks that fit beside one source chunk, which are read one at a time."""
+    candidates = _splits(array, most)
+    plan = _one_pass(array, candidates, max_memory)
+    if plan is not None:
+        return plan
+    left = max_memory - array.one_step((0,) * len(array.shape))
+    smallest = min(
+        SMALLEST_CHUNK,
+        most or SMALLEST_CHUNK,
+        math.prod(array.target_shard) * array.target_itemsize,
+    )
+    largest = left * array.target_itemsize // array.held(1)
+    if largest >= smallest:
+        for chunk, _, split in _splits(array, min(largest, most or largest)):
+            if math.prod(chunk) * array.target_itemsize <= largest:
+                passes = array.amplification * _passes(array, chunk)
+                return ArrayPlan(array, chunk, chunk, True, passes, split)
+    needed = max_memory - left - (-smallest * array.held(1) // array.target_itemsize)
+    needed = min(needed, *(array.one_pass(box) for _, box, _ in candidates))
+    raise too_large(array, needed, max_memory)
+
+
+def _one_pass(
+    array: ArrayLayout, candidates: Sequence[_Split], max_memory: int
+) -> ArrayPlan | None:
+    """The first split of which two boxes are in memory at once, or else one."""
+    for limit in (room(max_memory) // 2, max_memory):
+        for chunk, box, split in candidates:
+            if array.one_pass(box) <= limit:
+                if array.one_pass(array.shape) <= min(WHOLE_ARRAY, limit):
+                    box = array.shape
+                return ArrayPlan(array, chunk, box, False, array.amplification, split)
+    return None
+
+
+def _splits(array: ArrayLayout, most: int | None) -> Sequence[_Split]:
     """Even splits of a shard into chunks of at most `most` decoded bytes, fewest chunks first.
     Without it, only splits that shrink the box are tried."""
     return _even_splits(
@@ -259,95 +297,42 @@ def _splits(array: ArrayLayout, most: int | None) -> Sequence[_Candidate]:
 @functools.lru_cache(maxsize=32)
 def _even_splits(
     shape: Shape, source: Shape, shard: Shape, itemsize: int, most: int | None
-) -> tuple[_Candidate, ...]:
+) -> tuple[_Split, ...]:
     nbytes = math.prod(shard) * itemsize
-    fewest = 1 if most is None else min(math.ceil(nbytes / most), math.prod(shard))
-    options = [
-        _shrinking_splits(size, a, b) if most is None else _splits_up_to(b, fewest)
-        for size, a, b in zip(shape, source, shard, strict=True)
-    ]
+    fewest = None if most is None else min(math.ceil(nbytes / most), math.prod(shard))
+    options: list[Sequence[int]] = []
+    combinations = 1  # of arrays with many axes there could be billions
+    for size, a, b in zip(shape, source, shard, strict=True):
+        parts = _parts(size, a, b, fewest)
+        options.append(parts if combinations * len(parts) <= _MAX_SPLITS else parts[:1])
+        combinations *= len(options[-1])
     found = []
-    for parts in itertools.product(*_few_enough(options)):
+    for parts in itertools.product(*options):
         split = math.prod(parts)
-        if fewest <= split:
+        if split >= (fewest or 1):
             chunk = tuple(b // k for b, k in zip(shard, parts, strict=True))
-            found.append(_Candidate(chunk, common_multiple((source, chunk), shape), split))
+            found.append((chunk, common_multiple((source, chunk), shape), split))
     smallest = min(SMALLEST_CHUNK, most or SMALLEST_CHUNK)
-    large = [c for c in found if nbytes // c.split >= smallest]
-    best = sorted(large or found, key=lambda c: (c.split, math.prod(c.box), max(c.box, default=1)))
-    return tuple(best)
+    large = [each for each in found if nbytes // each[2] >= smallest]
+    return tuple(sorted(large or found, key=_fewest_chunks))
 
 
-def _few_enough(options: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Numbers of parts of each dimension, ascending, of which there are not too many combinations:
-    of arrays with many axes there could be billions."""
-    found, combinations = [], 1
-    for parts in options:
-        if combinations * len(parts) > _MAX_SPLITS:
-            parts = parts[:1]
-        combinations *= len(parts)
-        found.append(parts)
-    return found
+def _fewest_chunks(candidate: _Split) -> tuple[int, int, int]:
+    _, box, split = candidate
+    return split, math.prod(box), max(box, default=1)
 
 
 @functools.lru_cache(maxsize=4096)
-def _shrinking_splits(size: int, source: int, shard: int) -> tuple[int, ...]:
-    """Numbers of parts of one dimension of a shard that give a smaller box than fewer parts do."""
-    splits, smallest = [], math.inf
-    for k in _divisors(shard):
-        box = min(math.lcm(source, shard // k), size)
-        if box < smallest:
-            splits.append(k)
-            smallest = box
-    return tuple(splits)
-
-
-@functools.lru_cache(maxsize=4096)
-def _splits_up_to(shard: int, parts: int) -> tuple[int, ...]:
-    """Numbers of parts of one dimension of a shard, up to the first that is `parts` or more."""
-    all_splits = _divisors(shard)
-    enough = next((k for k in all_splits if k >= parts), all_splits[-1])
-    return tuple(k for k in all_splits if k <= enough)
-
-
-@functools.lru_cache(maxsize=4096)
-def _divisors(number: int) -> tuple[int, ...]:
-    """All _divisors of a positive number, ascending."""
-    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return tuple(dict.fromkeys(low + [number // d for d in reversed(low)]))
-
-
-def _choose(
-    array: ArrayLayout, most: int | None, keeps: bool, max_memory: int
-) -> tuple[_Candidate, bool]:
-    """A split, and whether its source chunks must be read one at a time.
-
-    One pass with two boxes in flight, else one pass with one box, else the largest target chunk
-    that fits beside one source chunk. A grid that is to be kept is the only candidate.
-    """
-    candidates = [_kept_grid(array)] if keeps else _splits(array, most)
-    for limit in (room(max_memory) // 2, max_memory):
-        for candidate in candidates:
-            if array.one_pass(candidate.box) <= limit:
-                if array.one_pass(array.shape) <= min(WHOLE_ARRAY, limit):
-                    candidate = _Candidate(candidate.chunk, array.shape, candidate.split)
-                return candidate, False
-    if keeps:
-        raise too_large(array, array.one_pass(candidates[0].box), max_memory)
-    left = max_memory - array.one_step((0,) * len(array.shape))
-    smallest = min(
-        SMALLEST_CHUNK,
-        most or SMALLEST_CHUNK,
-        math.prod(array.target_shard) * array.target_itemsize,
-    )
-    largest = left * array.target_itemsize // array.held(1)
-    if largest >= smallest:
-        for candidate in _splits(array, min(largest, most or largest)):
-            if math.prod(candidate.chunk) * array.target_itemsize <= largest:
-                return dataclasses.replace(candidate, box=candidate.chunk), True
-    needed = max_memory - left - (-smallest * array.held(1) // array.target_itemsize)
-    needed = min(needed, *(array.one_pass(candidate.box) for candidate in candidates))
-    raise too_large(array, needed, max_memory)
+def _parts(size: int, source: int, shard: int, fewest: int | None) -> Sequence[int]:
+    """Numbers of parts of one dimension of a shard, ascending, up to the first that is `fewest` or
+    more; without it, those that give a smaller box than fewer parts do."""
+    low = [d for d in range(1, math.isqrt(shard) + 1) if shard % d == 0]
+    divisors = sorted({*low, *(shard // d for d in low)})
+    if fewest is not None:
+        return divisors[: bisect.bisect_left(divisors, fewest) + 1]
+    boxes = [min(math.lcm(source, shard // k), size) for k in divisors]
+    smallest = [math.inf, *itertools.accumulate(boxes, min)]
+    return [k for k, box, less in zip(divisors, boxes, smallest, strict=False) if box < less]
 
 
 def too_large(array: ArrayLayout, needed: int, max_memory: int) -> MemoryLimitError:
@@ -355,9 +340,9 @@ def too_large(array: ArrayLayout, needed: int, max_memory: int) -> MemoryLimitEr
     decoded = math.prod(array.source_chunk) * array.source_itemsize
     one_pass = array.one_pass(array.source_chunk)
     least, once = map(whole_kib, (needed, one_pass))
-    hints = [Hint(("max_memory", least), " is the least that rewrites it")]
+    hints = [f'max_memory="{least}" is the least that rewrites it']
     if one_pass // 2**10 > needed // 2**10:
-        hints.append(Hint(("max_memory", once), " reads each chunk once"))
+        hints.append(f'max_memory="{once}" reads each chunk once')
     return MemoryLimitError(
         f"{format_path(array.path)}: one stored chunk does not fit in {format_bytes(max_memory)}",
         [

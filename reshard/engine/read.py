@@ -8,7 +8,6 @@ All that a batch reads is read in one `ts.Batch`: such reads share what they fet
 """
 
 import collections
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -69,18 +68,20 @@ class Batch(NamedTuple):
 
 
 class Filled:
-    """What was read of a batch.
+    """A batch that is being read, and then what was read of it.
 
     Attributes:
       values: for each read its values, of the handle's dtype; None where it has buffers of its own,
         or failed.
       errors: number of a read -> why it failed.
+      parts: number of a read, and a future of a part of it.
     """
 
-    def __init__(self, batch: Batch, errors: dict[int, ReshardError], reservation: Reservation):
+    def __init__(self, batch: Batch, reservation: Reservation):
         self.batch = batch
         self.values: list[np.ndarray | None] = []
-        self.errors = errors
+        self.errors: dict[int, ReshardError] = {}
+        self.parts: list[tuple[int, ts.Future]] = []
         self._reservation = reservation
         self._pending = False
 
@@ -100,18 +101,59 @@ class Filled:
         self._pending = True
         self._reservation.free_after(wait, done, is_ready)
 
+    def begin(self, views: dict[int, ts.TensorStore]) -> None:
+        """Begins the reads. `views` are those of the last batch's arrays."""
+        handles = {id(read.handle) for read in self.batch.reads}
+        for known in [known for known in views if known not in handles]:
+            del views[known]
+        with ts.Batch() as together:
+            for number, (handle, box, _, into) in enumerate(self.batch.reads):
+                self.values.append(None)
+                try:
+                    if id(handle) not in views:
+                        views[id(handle)] = handle.view()
+                    parts = None if into is None else into()
+                    if parts is None:
+                        buffer = np.empty(shape_of(box), handle.read_dtype)
+                        self.values[number] = buffer
+                        parts = [(box, buffer)]
+                    for part, values in parts:
+                        source = views[id(handle)][part]
+                        write = ts.array(values, copy=False).write(source, batch=together)
+                        self.parts.append((number, write.commit))
+                except ReshardError as error:
+                    self.errors[number] = error
+
+    def wait(self) -> None:
+        """Waits until all has been read."""
+        reads = self.batch.reads
+        for number, future in self.parts:
+            try:
+                checked(future, f"{format_path(reads[number].handle.path)}: its stored bytes")
+            except ReshardError as error:
+                self.errors.setdefault(number, error)
+        for number, (read, values) in enumerate(zip(reads, self.values, strict=True)):
+            if number in self.errors or values is None:
+                self.values[number] = None
+            else:
+                self.values[number] = read.handle.rounded(values)
+        self._reservation.shrink(self.batch.held)
+
+    def is_read(self) -> bool:
+        return all(future.done() for _, future in self.parts)
+
     def close(self) -> None:
         """Lets go of what nobody holds."""
         self.values.clear()
         if not self._pending:
-            self._reservation.free()
+            self._reservation.shrink()
 
 
 def read(batches: Iterable[Batch], budget: Budget) -> Iterator[Filled]:
     """Reads batches in order, up to `READ_AHEAD` of them before they are asked for. One is asked
     for when there may be room for it in the budget, of which others reserve some, too."""
     views: dict[int, ts.TensorStore] = {}
-    ahead: collections.deque[_Started] = collections.deque()
+    ahead: collections.deque[Filled] = collections.deque()
     try:
         for batch in batches:
             needed = batch.reading + batch.kept
@@ -121,80 +163,32 @@ def read(batches: Iterable[Batch], budget: Budget) -> Iterator[Filled]:
                 if full and budget.pending and _is_freed_first(budget, ahead):
                     budget.wait_oldest()
                 elif ahead:
-                    yield from _finish(ahead)
+                    yield from _oldest(ahead)
                 else:
                     break
-            ahead.append(_Started(batch, [], [], {}, budget.reserve(batch.reading)))
-            _start(ahead[-1], views)
+            ahead.append(Filled(batch, budget.reserve(batch.reading)))
+            ahead[-1].begin(views)
         while ahead:
-            yield from _finish(ahead)
+            yield from _oldest(ahead)
     finally:
-        for started in ahead:  # buffers are written to until these have ended
-            for future in itertools.chain.from_iterable(started.parts):
+        for filled in ahead:  # buffers are written to until these have ended
+            for _, future in filled.parts:
                 future.exception()
 
 
-class _Started(NamedTuple):
-    """A batch that is being read: for each read its buffer, and the reads into its parts."""
-
-    batch: Batch
-    buffers: list[np.ndarray | None]
-    parts: list[list[ts.Future]]
-    errors: dict[int, ReshardError]
-    reservation: Reservation
-
-
-def _is_freed_first(budget: Budget, ahead: "collections.deque[_Started]") -> bool:
+def _is_freed_first(budget: Budget, ahead: "collections.deque[Filled]") -> bool:
     """Waits until what the consumer holds is free, or the oldest batch has been read; which."""
     while ahead and not budget.is_ready():
-        if all(future.done() for future in itertools.chain.from_iterable(ahead[0].parts)):
+        if ahead[0].is_read():
             return False
         time.sleep(_LOOK_SECONDS)
     return True
 
 
-def _start(started: _Started, views: dict[int, ts.TensorStore]) -> None:
-    """Begins the reads of a batch. `views` are those of the last batch's arrays."""
-    reads = started.batch.reads
-    handles = {id(read.handle) for read in reads}
-    for known in [known for known in views if known not in handles]:
-        del views[known]
-    with ts.Batch() as together:
-        for number, (handle, box, _, into) in enumerate(reads):
-            buffer: np.ndarray | None = None
-            futures: list[ts.Future] = []
-            started.parts.append(futures)
-            try:
-                if id(handle) not in views:
-                    views[id(handle)] = handle.view()
-                view = views[id(handle)]
-                parts = None if into is None else into()
-                if parts is None:
-                    buffer = np.empty(shape_of(box), handle.read_dtype)
-                    parts = [(box, buffer)]
-                for part, values in parts:
-                    write = ts.array(values, copy=False).write(view[part], batch=together)
-                    futures.append(write.commit)
-            except ReshardError as error:
-                started.errors[number] = error
-            started.buffers.append(buffer)
-
-
-def _finish(ahead: "collections.deque[_Started]") -> Iterator[Filled]:
+def _oldest(ahead: "collections.deque[Filled]") -> Iterator[Filled]:
     """What has been read of the oldest batch, which is no longer one of these then."""
-    started = ahead[0]
-    batch, errors = started.batch, started.errors
-    filled = Filled(batch, errors, started.reservation)
-    for number, (read, futures) in enumerate(zip(batch.reads, started.parts, strict=True)):
-        for future in futures:
-            try:
-                checked(future, f"{format_path(read.handle.path)}: its stored bytes")
-            except ReshardError as error:
-                errors.setdefault(number, error)
-        buffer = None if number in errors else started.buffers[number]
-        filled.values.append(None if buffer is None else read.handle.rounded(buffer))
+    filled = ahead[0]
+    filled.wait()
     ahead.popleft()
-    started.buffers.clear()
-    started.reservation.shrink(batch.held)
     yield filled
     filled.close()

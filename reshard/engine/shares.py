@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from reshard.arrays.boxes import Shape, grid_size
+from reshard.arrays.boxes import grid_size
 from reshard.engine.plan import ArrayPlan
 
 # What a chunk takes beside its bytes, in bytes that could be moved meanwhile.
@@ -51,7 +51,7 @@ class Boxes:
         weight = 0
         for array in self.arrays:
             layout = array.layout
-            elements, chunks = _first_boxes(layout.shape, array.box or (), array.chunk, count)
+            elements, chunks = _first_boxes(array, count)
             read = math.ceil(layout.source_itemsize * array.passes)
             weight += elements * (read + layout.target_itemsize) + chunks * CHUNK_BYTES
         return weight
@@ -60,9 +60,8 @@ class Boxes:
         """Decoded bytes of some boxes, as they are written."""
         nbytes = 0
         for array in self.arrays:
-            shape, box = array.layout.shape, array.box or ()
-            before, after = (_first_boxes(shape, box, array.chunk, n)[0] for n in (start, stop))
-            nbytes += (after - before) * array.layout.target_itemsize
+            elements = _first_boxes(array, stop)[0] - _first_boxes(array, start)[0]
+            nbytes += elements * array.layout.target_itemsize
         return nbytes
 
 
@@ -124,9 +123,11 @@ class Division:
         return piece, bisect.bisect_left(range(found.count + 1), below, key=found.weight)
 
 
-def _first_boxes(shape: Shape, box: Shape, chunk: Shape, count: int) -> tuple[int, int]:
-    """Elements, and chunks, of the first so many boxes of a grid over `shape`, the last ones
-    clipped, in row-major order."""
+def _first_boxes(array: ArrayPlan, count: int) -> tuple[int, int]:
+    """Elements, and chunks, of the first so many boxes of an array, the last ones clipped, in
+    row-major order."""
+    shape, box = array.layout.shape, array.box
+    assert box is not None
     if not shape or not count:
         return count, count
     places = []
@@ -137,7 +138,7 @@ def _first_boxes(shape: Shape, box: Shape, chunk: Shape, count: int) -> tuple[in
     elements = chunks = 0
     below_elements = below_chunks = 1  # of a box of the axes that follow, all of it
     for place, size, step, part in zip(
-        places, reversed(shape), reversed(box), reversed(chunk), strict=True
+        places, reversed(shape), reversed(box), reversed(array.chunk), strict=True
     ):
         begin, end = min(place * step, size), min((place + 1) * step, size)
         elements = begin * below_elements + (end - begin) * elements

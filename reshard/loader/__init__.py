@@ -4,7 +4,6 @@ import os
 
 from reshard.checkpoint import Checkpoint
 from reshard.errors import ArgumentError, CorruptCheckpointError, ReshardError
-from reshard.hints import Hint
 from reshard.loader import detection, orbax
 from reshard.storage.bucket import REQUESTS
 from reshard.storage.location import parse_location
@@ -27,7 +26,7 @@ def open(
       concurrency: requests to a bucket that are under way at once, of this checkpoint's arrays.
 
     Raises:
-      CheckpointNotFoundError: nothing there, or no such step or item.
+      CheckpointNotFoundError: nothing there, no such step or item, or it is being deleted.
       UncommittedCheckpointError: its writer never finished.
       CheckpointFormatError: it is something else; the message says what.
       CorruptCheckpointError: its parts contradict each other.
@@ -43,7 +42,7 @@ def open(
     if concurrency < 1:
         raise ArgumentError(f"concurrency={concurrency!r} leaves no request", hints=["1, or more"])
     if isinstance(step, str):
-        hints = [Hint(("step", int(step)))] if step.isdecimal() else []
+        hints = [f"step={int(step)}"] if step.isdecimal() else []
         raise ArgumentError(f"a step is a number, and no text: {step!r:.40}", hints=hints)
     try:
         with parse_location(path).remembered():

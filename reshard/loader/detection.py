@@ -8,18 +8,20 @@ import dataclasses
 import itertools
 import os
 import re
+from collections.abc import Iterable
 
 from reshard.checkpoint import Item
 from reshard.errors import (
     CheckpointFormatError,
     CheckpointNotFoundError,
+    CorruptCheckpointError,
     ReshardError,
     UncommittedCheckpointError,
 )
-from reshard.hints import Hint
 from reshard.loader.json_documents import read_json
 from reshard.storage.location import Location, parse_location
 from reshard.storage.ocdbt import MANIFEST, PROCESS
+from reshard.tree import as_python
 
 TREE_FILE = "_METADATA"
 SHARDING_FILE = "_sharding"
@@ -29,15 +31,21 @@ CHECKPOINT_FILE = "_CHECKPOINT_METADATA"
 V1_MARKER = "orbax.checkpoint"
 TEMPORARY = ".orbax-checkpoint-tmp"
 MARKER = "commit_success.txt"
-# Where a job is, while it runs: see `reshard.writer.journal`.
-PROGRESS_FILE = "reshard_progress.json"
+# What a job in a bucket has decided, and writes before anything that Orbax reads: see
+# `reshard.writer.commit`.
+RECORD = "reshard_commit.json"
+# Where the v1 API records the deletion of one item, from its beginning to its end.
+DELETION_FILE = "_CHECKPOINT_DELETION"
 # What is read of an item, or of a step.
-_DOCUMENTS = (CHECKPOINT_FILE, TREE_FILE, SHARDING_FILE, STRINGS_FILE, MANIFEST)
+_DOCUMENTS = (CHECKPOINT_FILE, DELETION_FILE, TREE_FILE, SHARDING_FILE, STRINGS_FILE, MANIFEST)
 # Where digests of an item are recorded, at any time: see `reshard.verify.digest_record`.
 RECORD_FILE = "reshard_digests.json"
 RECORD_TEMPORARY = f"{RECORD_FILE}.tmp"
+RECORD_FILES = (RECORD_FILE, RECORD_TEMPORARY)
 _STEP_NAME = re.compile(r"(?:.*_)?(\d+)")
-_LEGACY_STEP = re.compile(r"checkpoint_\d+")
+_LEGACY = re.compile(r"checkpoint(_\d+)?")
+MSGPACK = "a Flax msgpack checkpoint, which is recognised but not read yet"
+_PICKLE = "a pickle, which is never opened: to read it can run any code"
 # Directories in a bucket, but for steps, that are looked into to see whether they are arrays.
 _SOME = 8
 # Names that a hint lists.
@@ -59,13 +67,15 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
     if not root.exists():
         raise CheckpointNotFoundError(f"there is nothing at `{text}`", hints=_siblings(root))
     if not root.is_dir():
-        raise CheckpointFormatError(f"`{text}` is {_describe_file(root)}")
+        raise CheckpointFormatError(f"`{text}` is {describe_file(root)}")
     ask_ahead(root)
     check_committed(root)
     if _is_item(root):
         _refuse(text, step, item)
-        check_committed(root, marked=True)
         kind = "standalone" if (root / CHECKPOINT_FILE).exists() else "item"
+        if kind == "item" and _deleted_item(root.parent) == root.name:
+            raise _being_deleted(root)
+        check_committed(root, marked=True)
         return Item(root, kind, False, "", "", (), ())
     names = _directories(root)
     steps = step_directories(root)
@@ -120,11 +130,12 @@ def _committed(root: Location, steps: dict[int, str], step: int | None) -> dict[
     return {number: name for number, name in steps.items() if number <= newest}
 
 
-def manager_steps(root: Location) -> dict[int, str]:
-    """The steps of a manager's root, as `step_directories` has them; none of anything else."""
+def manager_steps(root: Location, committed: bool = False) -> dict[int, str]:
+    """The steps of a manager's root, or its `committed` ones; none of anything else."""
     if not root.is_dir() or _is_item(root) or (root / CHECKPOINT_FILE).exists():
         return {}
-    return step_directories(root)
+    steps = step_directories(root)
+    return _committed(root, steps, None) if committed else steps
 
 
 def lacks_item(directory: Location, item: str) -> bool:
@@ -198,7 +209,8 @@ def _in_step(root: Location, step: str, steps: tuple[int, ...], item: str | None
         return Item(root, kind, False, step, "", steps, ())
     v1 = (directory / V1_MARKER).exists()
     names = _directories(directory)
-    items = tuple(name for name in names if not name.startswith((".", PROCESS)))
+    deleted = _deleted_item(directory)
+    items = tuple(n for n in names if n != deleted and not n.startswith((".", PROCESS)))
     directory.ahead(lists=items)
     for name in items:
         check_committed(directory / name)
@@ -209,37 +221,52 @@ def _in_step(root: Location, step: str, steps: tuple[int, ...], item: str | None
         for name in items
         if _is_item(directory / name) and not str(handlers.get(name)).endswith(_NOT_TREES)
     ]
-    if item is not None:
-        if item not in items:
-            raise CheckpointNotFoundError(
-                f"`{directory}` has no item '{item}'", hints=[f"its items: {', '.join(items)}"]
-            )
-        if not _is_item(directory / item):
-            raise CheckpointFormatError(
-                f"item '{item}' of `{directory}` holds no tree of arrays", hints=_choose(trees)
-            )
-        check_committed(directory, marked=True)
-        return Item(root, kind, v1, step, item, steps, items)
-    if len(trees) > 1:
+    if deleted and (item == deleted or (item is None and not trees)):
+        raise _being_deleted(directory / deleted, [f"its items: {', '.join(items)}"])
+    choices = [f"item={as_python(name)}" for name in trees]
+    if item is not None and item not in items:
         raise CheckpointNotFoundError(
-            f"`{directory}` has several items", [f"{name}" for name in trees], _choose(trees)
+            f"`{directory}` has no item '{item}'", hints=[f"its items: {', '.join(items)}"]
         )
-    if not trees:
+    if item is not None and not _is_item(directory / item):
+        raise CheckpointFormatError(
+            f"item '{item}' of `{directory}` holds no tree of arrays", hints=choices
+        )
+    if item is None and len(trees) > 1:
+        raise CheckpointNotFoundError(f"`{directory}` has several items", trees, choices)
+    if item is None and not trees:
         if any(name.startswith(PROCESS) for name in names):  # of an item that is being written
             check_committed(directory, marked=True)
         raise _unrecognised(directory, items)
     check_committed(directory, marked=True)
-    return Item(root, kind, v1, step, trees[0], steps, items)
+    return Item(root, kind, v1, step, item or trees[0], steps, items, deleted)
 
 
-def _choose(trees: list[str]) -> list[str]:
-    return [Hint(("item", name)) for name in trees]
+def _deleted_item(step: Location) -> str:
+    """The item of a step whose deletion has begun and not ended; "" if there is none. Orbax leaves
+    it out, however much of it is left."""
+    record = read_json(step / DELETION_FILE)
+    if record is None:
+        return ""
+    name = record.get("checkpointable_name")
+    if not isinstance(name, str) or not name:
+        raise CorruptCheckpointError(f"`{step / DELETION_FILE}` does not name the deleted item")
+    return name
+
+
+def _being_deleted(item: Location, hints: Iterable[str] = ()) -> CheckpointNotFoundError:
+    call = f'delete("{item.parent}", checkpointable_name="{item.name}")'
+    return CheckpointNotFoundError(
+        f"`{item}` is being deleted: `{DELETION_FILE}` beside it records a deletion that has not "
+        "ended",
+        hints=[*hints, f"orbax.checkpoint.experimental.v1.{call} ends the deletion"],
+    )
 
 
 def _refuse(text: str, step: int | None, item: str | None) -> None:
     for name, asked, what in (("step", step, "checkpoint"), ("item", item, "tree")):
         if asked is not None:
-            hints = [Hint("leave out ", (name,))]
+            hints = [f"leave out {name}=..."]
             raise CheckpointNotFoundError(f"`{text}` is one {what} and has no {name}s", hints=hints)
 
 
@@ -255,13 +282,12 @@ def _is_item(directory: Location) -> bool:
     names = directory.directories()
     if not directory.is_local:
         names = [name for name in names if not name.isdecimal()][:_SOME]
-    return (directory / "checkpoint").is_file() or any(
-        name.startswith(PROCESS) or _is_zarr(directory / name) for name in names
+    return describe_file(directory / "checkpoint") == MSGPACK or any(
+        name.startswith(PROCESS)
+        or (directory / name / ".zarray").exists()
+        or (directory / name / "zarr.json").exists()
+        for name in names
     )
-
-
-def _is_zarr(directory: Location) -> bool:
-    return (directory / ".zarray").exists() or (directory / "zarr.json").exists()
 
 
 def is_committed(directory: Location) -> bool:
@@ -292,20 +318,13 @@ def check_committed(directory: Location, marked: bool = False) -> None:
         unfinished = [name for name in names if TEMPORARY in name]
         if unfinished and document is not None:
             reason = f"its `{unfinished[0]}` was never finished"
-        if PROGRESS_FILE in names and not directory.is_local:
-            reason = f"its `{PROGRESS_FILE}` is there as long as a job has not completed it"
-            hint = Hint(
-                "if none is running: the job that wrote it goes on with ",
-                ("resume", True),
-                " if that was given then, too; with ",
-                ("overwrite", True),
-                " it begins anew",
-            )
     if not reason and marked and not directory.is_local:
         places = [directory / MARKER, directory.beside(MARKER)]
         if not any(place.is_file() for place in places):
             reason = f"in a bucket, its `{MARKER}` is written last, and there is none"
             hint = f"if it is a copy of a complete checkpoint, put a file `{MARKER}` into it"
+            if (directory / RECORD).exists():
+                hint = f"reshard.commit({as_python(str(directory))}) completes it"
     if reason:
         raise UncommittedCheckpointError(
             f"`{directory}` was never committed: {reason}", hints=[hint]
@@ -313,8 +332,8 @@ def check_committed(directory: Location, marked: bool = False) -> None:
 
 
 def _unrecognised(directory: Location, names: list[str] | tuple[str, ...]) -> Exception:
-    legacy = [name for name in directory.names() if _LEGACY_STEP.fullmatch(name)]
-    files = [name for name in legacy if (directory / name).is_file()]
+    found = {n: describe_file(directory / n) for n in directory.names() if _LEGACY.fullmatch(n)}
+    files = [name for name, what in found.items() if what == MSGPACK]
     if files:
         return CheckpointFormatError(
             f"`{directory}` holds Flax msgpack checkpoints, which are recognised but not read yet",
@@ -334,17 +353,22 @@ def _unrecognised(directory: Location, names: list[str] | tuple[str, ...]) -> Ex
         )
     return CheckpointFormatError(
         f"`{directory}` is not a checkpoint",
-        [f"no {TREE_FILE}, no {CHECKPOINT_FILE}, no step directories, no zarr arrays"],
+        [f"no {TREE_FILE}, no {CHECKPOINT_FILE}, no step directories, no zarr arrays"]
+        + [f"`{name}` is {what}" for name, what in found.items() if what == _PICKLE],
         [] if directory.is_local else [_some_names(directory, directory.names())],
     )
 
 
-def _describe_file(path: Location) -> str:
+def describe_file(path: Location) -> str:
+    """What a file is, by its name and its first bytes."""
     # Not of a pipe, which may never say anything.
-    start = path.beginning(1) if path.is_file() else b""
+    start = path.beginning(2) if path.is_file() else b""
+    # A version follows, where an empty msgpack map ends.
+    if path.name.endswith((".pkl", ".pickle")) or (start[:1] == b"\x80" and start[1:]):
+        return _PICKLE
     # A msgpack map: fixmap, map16 or map32.
     if start and (0x80 <= start[0] <= 0x8F or start[0] in (0xDE, 0xDF)):
-        return "a Flax msgpack checkpoint, which is recognised but not read yet"
+        return MSGPACK
     return "a file, and not a checkpoint directory"
 
 

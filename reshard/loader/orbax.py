@@ -16,83 +16,54 @@ import numpy as np
 from reshard.arrays.handle import ArrayHandle, StoredArray, stored_name
 from reshard.checkpoint import EMPTY_LEAVES, Checkpoint, Item, Leaf, Source
 from reshard.errors import CheckpointFormatError, CorruptCheckpointError
-from reshard.loader.array_metadata import parse_sharding, parse_zarr
-from reshard.loader.detection import (
-    ARRAYS_FOLDER,
-    RECORD_FILE,
-    RECORD_TEMPORARY,
-    SHARDING_FILE,
-    STRINGS_FILE,
-    TREE_FILE,
-    ask_ahead,
-)
+from reshard.loader import detection
+from reshard.loader.array_metadata import ZarrArray, parse_sharding, parse_zarr
 from reshard.loader.json_documents import parse_json, read_json
 from reshard.storage.array_store import ArrayStore, name_problem
 from reshard.storage.bucket import REQUESTS
+from reshard.storage.disk import UNKNOWN
 from reshard.storage.location import Location, not_a_file
-from reshard.storage.ocdbt import MANIFEST, PROCESS
+from reshard.storage.ocdbt import FOLDERS, MANIFEST, PROCESS
 from reshard.tree import MAX_KEYS, Path, format_path
 from reshard.units import format_bytes
 
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
+_SAVE_AGAIN = ["restore it with PyTreeCheckpointer and save it again"]
 
 
 def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
     """The checkpoint of an item, with so many requests to a bucket at once; see `reshard.open` for
     the errors."""
     directory = item.directory
-    ask_ahead(directory)
-    document = read_json(directory / TREE_FILE)
+    detection.ask_ahead(directory)
+    document = read_json(directory / detection.TREE_FILE)
     if document is None:
         raise _without_tree(directory)
-    entries = document.pop("tree_metadata", None)
-    if not isinstance(entries, dict):
-        raise CorruptCheckpointError(f"`{directory / TREE_FILE}` has no tree_metadata")
+    parsed = _parse_tree(document, directory)
+    array_paths = [path for path, value_type in parsed if value_type in _ARRAYS]
     store = _array_store(directory, document, requests)
-    parsed = [_parse_entry(entry, directory) for entry in entries.values()]
-    _check_tree([path for path, _, _ in parsed], directory)
-    _check_container_types(document, directory)
-    if any(not path for path, _, _ in parsed):
-        raise CheckpointFormatError(
-            f"the tree of `{directory}` is a single leaf, which is recognised but not read yet",
-            hints=["restore it with Orbax and save it inside a dict"],
-        )
-    holds_arrays = any(value_type in _ARRAYS for _, value_type, skipped in parsed if not skipped)
-    if document.get("use_ocdbt") and not store.ocdbt and holds_arrays:
+    if document.get("use_ocdbt") and not store.ocdbt and array_paths:
         raise CorruptCheckpointError(
-            f"`{directory}` has no manifest.ocdbt, which its {TREE_FILE} promises: it was half "
+            f"`{directory}` has no manifest.ocdbt, which its _METADATA promises: it was half "
             "written"
         )
     _ = store.values  # in a bucket, while the documents below are on their way
-    shardings = read_json(directory / SHARDING_FILE) or {}
+    shardings = read_json(directory / detection.SHARDING_FILE) or {}
     described, key_impls = _array_metadatas(directory)
-    strings = read_json(directory / STRINGS_FILE) or {}
+    strings = read_json(directory / detection.STRINGS_FILE) or {}
 
-    metadata = store.read_metadata(
-        stored_name(path)
-        for path, value_type, skipped in parsed
-        if value_type in _ARRAYS and not skipped
-    )
+    metadata = store.read_metadata(stored_name(path).removesuffix("/") for path in array_paths)
     leaves: dict[Path, Leaf] = {}
-    by_name: dict[str, Path] = {}
-    strings_by_name: dict[str, Path] = {}
+    by_name: dict[tuple[bool, str], Path] = {}
     problems: list[str] = []
-    for path, value_type, skipped in parsed:
+    for path, value_type in parsed:
         name = stored_name(path)
         if value_type in EMPTY_LEAVES:
             leaves[path] = EMPTY_LEAVES[value_type]
-        elif value_type not in (*_ARRAYS, "string"):
-            problems.append(f"{format_path(path)}: unknown value type {value_type!r:.40}")
-        elif skipped:
-            raise CheckpointFormatError(
-                f"`{directory}` was saved with aggregate=True: its values are inside the msgpack "
-                "file `checkpoint`, which is recognised but not read yet",
-                hints=["restore it with PyTreeCheckpointer and save it again"],
-            )
         elif value_type == "string":
             text = functools.reduce(_below, name.split("/"), strings)
             leaves[path] = text if isinstance(text, str) else ""
-            other = strings_by_name.setdefault(name, path)
+            other = by_name.setdefault((True, name), path)
             if not isinstance(text, str):
                 problems.append(f"{format_path(path)}: a string that `_strings.json` lacks")
             elif other != path:
@@ -100,21 +71,58 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
                     f"{format_path(other)} and {format_path(path)} are both stored as the string "
                     f"`{name}`: one of them has overwritten the other"
                 )
-        else:
+        elif value_type in _ARRAYS:
             found = (store, next(metadata), shardings, key_impls)
-            leaves[path] = _array(path, name, value_type, *found, problems)
-            other = by_name.setdefault(name, path)
+            leaves[path] = array(path, name, value_type, *found, problems)
+            other = by_name.setdefault((False, name.removesuffix("/")), path)
             if other != path:
                 _mark_collision(leaves, other, path)
+        else:
+            problems.append(f"{format_path(path)}: unknown value type {value_type!r:.40}")
     if problems:
         raise CorruptCheckpointError(
             f"`{directory}` is not whole: leaves of its tree cannot be found or read", problems
         )
     # On a disk, the plan tells soon enough.
-    state = "" if directory.is_local else directory.state((RECORD_FILE, RECORD_TEMPORARY))
+    state = "" if directory.is_local else directory.state(detection.RECORD_FILES)
     source = Source(**vars(item), store=store, metadata=document, described=described, state=state)
     notes = [f"step {step} was never committed and is left out" for step in item.uncommitted]
+    if item.deleted:
+        notes.append(f"item {item.deleted!r:.80} is left out: its deletion has not ended")
     return Checkpoint(leaves, source, tuple(notes))
+
+
+def _parse_tree(document: dict[str, Any], directory: Location) -> list[tuple[Path, str]]:
+    """Path and value type of each leaf, which it takes out of the document of the tree."""
+    file = directory / detection.TREE_FILE
+    entries = document.pop("tree_metadata", None)
+    if not isinstance(entries, dict):
+        raise CorruptCheckpointError(f"`{file}` has no tree_metadata")
+    parsed = [_parse_entry(entry, file) for entry in entries.values()]
+    if problems := _tree_problems([path for path, _, _ in parsed]):
+        raise CorruptCheckpointError(f"`{file}` describes no tree", problems)
+    record = document.get("value_metadata_tree")  # a JSON document of its own, inside a string
+    try:
+        if record is not None:
+            if not isinstance(record, str):
+                raise ValueError("it is not text")
+            parse_json(record)
+    except ValueError as error:
+        raise CorruptCheckpointError(
+            f"`{file}`: its value_metadata_tree cannot be read: {error}"
+        ) from error
+    if any(not path for path, _, _ in parsed):
+        raise CheckpointFormatError(
+            f"the tree of `{directory}` is a single leaf, which is recognised but not read yet",
+            hints=["restore it with Orbax and save it inside a dict"],
+        )
+    if any(skipped and value_type in (*_ARRAYS, "string") for _, value_type, skipped in parsed):
+        raise CheckpointFormatError(
+            f"`{directory}` was saved with aggregate=True: its values are inside the msgpack "
+            "file `checkpoint`, which is recognised but not read yet",
+            hints=_SAVE_AGAIN,
+        )
+    return [(path, value_type) for path, value_type, _ in parsed]
 
 
 def _below(node: Any, key: str) -> Any:
@@ -124,16 +132,15 @@ def _below(node: Any, key: str) -> Any:
 
 def _without_tree(directory: Location) -> Exception:
     legacy = directory / "checkpoint"
-    if legacy.is_file():
-        what = "holds its values in the msgpack file `checkpoint` (aggregate=True)"
-        if b"PLACEHOLDER://" in legacy.beginning(1 << 20):
-            file = "its tree is the msgpack file `checkpoint`"
-            what = f"was written by Orbax 0.2 (no {TREE_FILE}; {file})"
-        return CheckpointFormatError(
-            f"`{directory}` {what}, which is recognised but not read yet",
-            hints=["restore it with PyTreeCheckpointer and save it again"],
-        )
-    return CorruptCheckpointError(f"`{directory}` has no {TREE_FILE}: it was half written")
+    if detection.describe_file(legacy) != detection.MSGPACK:
+        return CorruptCheckpointError(f"`{directory}` has no _METADATA: it was half written")
+    what = "holds its values in the msgpack file `checkpoint` (aggregate=True)"
+    if b"PLACEHOLDER://" in legacy.beginning(1 << 20):
+        file = "its tree is the msgpack file `checkpoint`"
+        what = f"was written by Orbax 0.2 (no _METADATA; {file})"
+    return CheckpointFormatError(
+        f"`{directory}` {what}, which is recognised but not read yet", hints=_SAVE_AGAIN
+    )
 
 
 def _array_store(directory: Location, document: dict[str, Any], requests: int) -> ArrayStore:
@@ -143,8 +150,9 @@ def _array_store(directory: Location, document: dict[str, Any], requests: int) -
     else:
         names = (name for name in directory.names() if name.startswith(PROCESS))
         parts = tuple(name for name in names if (directory / name / MANIFEST).exists())
-        merged = directory / "d"
-        if parts and merged.is_dir() and merged.names():
+        folders = (directory / name for name in FOLDERS if parts)
+        merged = next((folder for folder in folders if folder.is_dir() and folder.names()), None)
+        if merged is not None:
             raise CorruptCheckpointError(
                 f"`{directory}` has no manifest.ocdbt, and `{merged}` holds what it led to: the "
                 "databases of its processes were merged, and the merged one has lost its manifest"
@@ -156,7 +164,7 @@ def _array_store(directory: Location, document: dict[str, Any], requests: int) -
 
 def _array_metadatas(directory: Location) -> tuple[bool, dict[str, str]]:
     """Whether there are any, and the PRNG implementation by name of the array."""
-    folder = directory / ARRAYS_FOLDER
+    folder = directory / detection.ARRAYS_FOLDER
     if folder.is_symlink():
         raise not_a_file(folder)
     names = folder.names() if folder.is_dir() else []
@@ -176,14 +184,14 @@ def _array_metadatas(directory: Location) -> tuple[bool, dict[str, str]]:
     return bool(names), impls
 
 
-def _parse_entry(entry: Any, directory: Location) -> tuple[Path, str, bool]:
+def _parse_entry(entry: Any, file: Location) -> tuple[Path, str, bool]:
     try:
         path = tuple(_parse_key(key["key"], key["key_type"]) for key in entry["key_metadata"])
         value = entry["value_metadata"]
         return path, str(value["value_type"]), bool(value.get("skip_deserialize"))
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise CorruptCheckpointError(
-            f"`{directory / TREE_FILE}` has an entry that cannot be read", [repr(entry)[:200]]
+            f"`{file}` has an entry that cannot be read", [repr(entry)[:200]]
         ) from error
 
 
@@ -198,8 +206,8 @@ def _parse_key(key: Any, key_type: Any) -> str | int:
     return position
 
 
-def _check_tree(paths: Iterable[Path], directory: Location) -> None:
-    """Raises CorruptCheckpointError unless the paths are those of the leaves of one tree."""
+def _tree_problems(paths: Iterable[Path]) -> list[str]:
+    """Why the paths are not those of the leaves of one tree."""
     containers: dict[tuple[str, ...], Path] = {}
     seen: dict[tuple[str, ...], Path] = {}
     problems = []
@@ -207,41 +215,22 @@ def _check_tree(paths: Iterable[Path], directory: Location) -> None:
         if len(path) > MAX_KEYS:
             problems.append(f"{format_path(path)[:80]}...: it is {len(path)} levels deep")
             continue
-        problem = name_problem(stored_name(path))
-        if problem:
+        if problem := name_problem(stored_name(path)):
             problems.append(f"{format_path(path):.80}: {problem}")
         texts = tuple(map(str, path))
         if texts in seen:
             problems.append(f"{format_path(path):.80}: it is there twice")
         seen[texts] = path
-        for end in range(len(texts) - 1, -1, -1):
-            if texts[:end] in containers:
-                break
-            containers[texts[:end]] = path
-    problems += [
+        while texts and (texts := texts[:-1]) not in containers:
+            containers[texts] = path
+    return problems + [
         f"{format_path(path):.80}: it is a leaf, and {format_path(containers[texts]):.80} below it"
         for texts, path in seen.items()
         if texts in containers
     ]
-    if problems:
-        raise CorruptCheckpointError(f"`{directory / TREE_FILE}` describes no tree", problems)
 
 
-def _check_container_types(document: dict[str, Any], directory: Location) -> None:
-    """The record of container types is a JSON document of its own, inside a string."""
-    record = document.get("value_metadata_tree")
-    try:
-        if record is not None:
-            if not isinstance(record, str):
-                raise ValueError("it is not text")
-            parse_json(record)
-    except ValueError as error:
-        raise CorruptCheckpointError(
-            f"`{directory / TREE_FILE}`: its value_metadata_tree cannot be read: {error}"
-        ) from error
-
-
-def _array(
+def array(
     path: Path,
     name: str,
     value_type: str,
@@ -256,35 +245,19 @@ def _array(
         return None
     encoded = shardings.get(base64.urlsafe_b64encode(name.encode()).decode())
     key_impl = key_impls.get(name)
+    name = name.removesuffix("/")  # TensorStore puts `a/` where it puts `a`
     try:
         array = parse_zarr(metadata, store.driver)
         sharding = None if encoded is None else parse_sharding(encoded, array.shape)
     except ValueError as error:
         problems.append(f"{format_path(path)}: its metadata cannot be read: {error}")
         return None
-    store.keep(name, array.has_chunk)
-    if not (store.ocdbt or store.directory.is_local):
-        chunk_bytes = math.prod(array.chunks) * array.dtype.itemsize
-        store.bound(name, chunk_bytes if array.plain_chunk is None else array.plain_chunk)
-    wrong = [
-        f"{format_path(path)}: its chunk `{key}` has {format_bytes(value.size)}, more than any of "
-        f"{list(array.chunks)} can have"
-        for key, value in store.values[name].items()
-        if value.size > array.largest_chunk
-    ]
+    wrong = _keep_chunks(path, name, array, store)
     if key_impl is not None and (array.dtype != np.uint32 or not array.shape):
         wrong.append(f"{format_path(path)}: it is {array.dtype.name}, which no PRNG keys are")
     if wrong:
         problems += wrong
         return None
-    if not store.ocdbt:
-        # Files of chunks that cannot be whole: empty ones, and where it is known how many bytes
-        # each has, all others that have not.
-        for key, value in store.values[name].items():
-            fits = value.size == array.plain_chunk if array.plain_chunk is not None else value.size
-            if key != store.metadata_key and not fits:
-                sizes = (value.size, array.plain_chunk or 1)
-                store.values[name][key] = value._replace(truncated=sizes)
     return ArrayHandle(
         path=path,
         shape=array.shape,
@@ -297,6 +270,29 @@ def _array(
         stored_dtype=array.dtype,
         data=StoredArray(store, name, array.metadata),
     )
+
+
+def _keep_chunks(path: Path, name: str, array: ZarrArray, store: ArrayStore) -> list[str]:
+    """Leaves out all that is stored below the name of an array but its metadata and its chunks:
+    what no reader asks for is no part of it. Notes which files cannot hold a whole chunk; a line
+    for each chunk that has more bytes than it can have."""
+    wrong, kept = [], {}
+    for key, value in store.values[name].items():
+        if key != store.metadata_key:
+            if not array.has_chunk(key):
+                continue
+            if value.size > array.largest_chunk:
+                wrong.append(
+                    f"{format_path(path)}: its chunk `{key}` has {format_bytes(value.size)}, more "
+                    f"than any of {list(array.chunks)} can have"
+                )
+            if value.size == UNKNOWN:  # a bucket has not told
+                value = value._replace(size=math.prod(array.chunks) * array.dtype.itemsize)
+            elif not store.ocdbt and value.size != (array.plain_chunk or value.size or 1):
+                value = value._replace(truncated=(value.size, array.plain_chunk or 1))
+        kept[key] = value
+    store.values[name] = kept
+    return wrong
 
 
 def _mark_collision(leaves: dict[Path, Leaf], one: Path, other: Path) -> None:

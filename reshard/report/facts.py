@@ -5,12 +5,13 @@ Of the documents these keys are read; there may be more:
     inspect    path, format, meshes, device_ids, leaves: keys, type, value, shape, dtype, bytes,
                chunk_shape, mesh, spec, device; and problems and hints, if it could not be used
     ckpt       source, destination, meshes, device_ids, notes, problems, hints, read_amplification,
-               bytes_read, bytes_written, decoded_bytes, shared_bytes, peak_memory, arrays: step,
-               keys, shape, dtype, bytes, chunk_shape, mesh, spec, moved, bytes_read, bytes_written,
+               bytes_read, bytes_written, decoded_bytes, shared_bytes, peak_memory, arrays: keys,
+               shape, dtype, bytes, chunk_shape, mesh, spec, moved, bytes_read, bytes_written,
                read_amplification, saved: chunk_shape, mesh, spec, device
     convert    the same, and layout, why, warnings, rows: from, to, operation, origin, problem; rows
                of a conversion that was refused, too
-    diff       a, b, equal, values, compared, not_compared, differences, arrays: keys, bytes
+    diff       a, b, equal, values, by_digests, compared, not_compared, differences, arrays: keys,
+               bytes
     coverage   mesh, device_ids, rules, unmatched, problems, hints, device_bytes, leaves: keys,
                shape, bytes, mesh, spec, source, replicated
 
@@ -26,7 +27,7 @@ from typing import Any
 
 from reshard.report.leaves import Leaves
 from reshard.tree import format_key, split_path
-from reshard.units import format_bytes
+from reshard.units import count_leaves, count_of, format_bytes
 
 Document = Mapping[str, Any]
 # Characters of a text of a difference, leaves that a fact names, names of leaves looked for in
@@ -95,9 +96,9 @@ def _checkpoint_page(document: Document) -> Page:
     problems = document.get("problems", ())
     for leaf, marked in zip(document["leaves"], _marked(document["leaves"], problems), strict=True):
         leaves.add(leaf["keys"], leaf, [leaf], int(marked))
-    arrays = _counted(leaves.arrays, "array")
+    arrays = count_of(leaves.arrays, "array")
     size = format_bytes(leaves.nbytes)
-    mesh = _meshes(leaves, 0)
+    mesh = leaves.meshes_of(0)
     lead = f"{arrays}, {size}, saved on {mesh}." if mesh else f"{arrays}, {size}, saved on no mesh."
     data = _rows(leaves, document) | leaves.data()
     facts = (
@@ -107,7 +108,7 @@ def _checkpoint_page(document: Document) -> Page:
     )
     if problems:
         failed, *several = problems
-        count = _counted(len(several) or 1, "problem")
+        count = count_of(len(several) or 1, "problem")
         does = Fact("What does the job do?", f"nothing: {count}", (lead,), "bad")
         title = f"{document['path']} → {document['destination']}"
         lead = f"The plan could not be made: {failed}"
@@ -119,14 +120,13 @@ def _checkpoint_page(document: Document) -> Page:
 def _plan_page(document: Document) -> Page:
     leaves = Leaves(["before", "after"], document["meshes"], document["device_ids"])
     for array in document["arrays"]:
-        step = [f"step {array['step']}"] if "step" in array else []
         numbers = array["bytes_read"], array["bytes_written"]
-        leaves.add([*step, *array["keys"]], array, [array["saved"], array], *numbers)
+        leaves.add(array["keys"], array, [array["saved"], array], *numbers)
     verbatim = sum(array["moved"] for array in document["arrays"])
     rewritten = len(document["arrays"]) - verbatim
     size = format_bytes(document["decoded_bytes"])
-    arrays = _counted(leaves.arrays, "array")
-    old, new = (_meshes(leaves, side) or "no mesh" for side in (0, 1))
+    arrays = count_of(leaves.arrays, "array")
+    old, new = (leaves.meshes_of(side) or "no mesh" for side in (0, 1))
     where = f"go from {old} to {new}" if old != new else f"stay on {new}"
     lead = f"{arrays}, {size}, {where}: {rewritten} rewritten, {verbatim} copied verbatim."
     does = f"{old} → {new}" if old != new else f"stays on {new}"
@@ -149,7 +149,7 @@ def _plan_page(document: Document) -> Page:
         kind = "conversion"
         lead = f"{document['layout']}, converted. {lead}"
     title = " and ".join(document["source"]) + f" → {document['destination'] or 'a new checkpoint'}"
-    facts = job, _worth(document, _meshes(leaves, 1)), _replicated(leaves)
+    facts = job, _worth(document, leaves.meshes_of(1)), _replicated(leaves)
     return Page(kind, title, lead, facts, _lists(document), data)
 
 
@@ -179,7 +179,7 @@ def _worth(document: Document, mesh: str) -> Fact:
         details.append(f"Each load decodes {format_bytes(-saved)} more.")
     if len(known) < (arrays := len(document["arrays"])):
         details.append(
-            f"That is of {len(known)} of {_counted(arrays, 'array')}: of those without a mesh it "
+            f"That is of {len(known)} of {count_of(arrays, 'array')}: of those without a mesh it "
             f"is {_UNKNOWN}."
         )
     tone = "good" if before - after >= 0.005 else "bad" if after - before >= 0.005 else ""
@@ -190,15 +190,15 @@ def _coverage_page(document: Document) -> Page:
     leaves = Leaves(["target"], [document["mesh"]], [document["device_ids"]])
     for leaf in document["leaves"]:
         leaves.add(leaf["keys"], leaf, [leaf])
-    mesh = _meshes(leaves, 0)
+    mesh = leaves.meshes_of(0)
     sources = collections.Counter(leaf["source"] for leaf in document["leaves"])
     by = ", ".join(f"{count} by {'nothing' if s == 'none' else s}" for s, count in sources.items())
-    problems = _counted(len(document["problems"]), "problem")
+    problems = count_of(len(document["problems"]), "problem")
     facts = (
         Fact(
             "What does a device hold?",
             format_bytes(document["device_bytes"]),
-            (f"{_counted(leaves.arrays, 'array')}; specs {by}.",),
+            (f"{count_of(leaves.arrays, 'array')}; specs {by}.",),
         ),
         Fact(
             "Does it fit the mesh?",
@@ -210,104 +210,98 @@ def _coverage_page(document: Document) -> Page:
     )
     rules = [
         f"{rule['name']} -> {', '.join(rule['axes']) or 'replicated'}: "
-        f"{_counted(rule['leaves'], 'leaf', 'leaves')}"
+        f"{count_of(rule['leaves'], 'leaf', 'leaves')}"
         for rule in document["rules"]
     ]
     rules += [
-        f"{name}, which no rule has: {_counted(len(paths), 'leaf', 'leaves')}"
+        f"{name}, which no rule has: {count_of(len(paths), 'leaf', 'leaves')}"
         for name, paths in document["unmatched"].items()
     ]
-    lead = f"{_counted(leaves.arrays, 'array')}, {format_bytes(leaves.nbytes)}, on {mesh}."
+    lead = f"{count_of(leaves.arrays, 'array')}, {format_bytes(leaves.nbytes)}, on {mesh}."
     lists = {**_lists(document), "Rules": rules}
     return Page("coverage", f"a model on {mesh}", lead, facts, lists, leaves.data())
 
 
 def _diff_page(document: Document) -> Page:
-    found = document["differences"]
-    leaves = Leaves([], [], [])
-    rest = "equal" if not document["not_compared"] else "no difference found"
-    rest = _UNKNOWN if not document["compared"] and document["not_compared"] else rest
-    kinds_of = {
-        tuple(each["keys"]): each["what"] if each["what"] in _WHOLE else "changed" for each in found
-    }
-    for array in document["arrays"]:
-        kind = kinds_of.get(tuple(array["keys"]), rest)
-        leaves.add(array["keys"], array | {"source": kind}, [])
+    found, left_out = document["differences"], document["not_compared"]
     counts = collections.Counter(each["what"] for each in found)
     kinds = ", ".join(f"{count} {what}" for what, count in counts.items())
-    equal = {True: "yes", False: "no", None: _UNKNOWN}[document["equal"]]
-    how = "by recorded digests"
-    within = ""
+    how, within = "by recorded digests", ""
     if document["values"]:
         how = "bit for bit"
         if document["rtol"] or document["atol"]:
             within = f"|A - B| <= {document['atol']:g} + {document['rtol']:g} * |B|"
             how = f"{within}, integers exactly"
-    compared = f"{_counted(document['compared'], 'array')}, {how}"
-    apart = [each.get("non_finite") for each in found]
-    alike = [_equal_as_numbers(each) for each in found]
+    notes = []
+    if document["values"] and document["by_digests"]:
+        notes.append(f"{document['by_digests']} of them by recorded digests.")
+    if left_out:
+        notes.append(f"The contents of {count_of(left_out, 'array')} were not compared.")
+    if document["values"] and (moved := counts["moved"]):
+        were = "was" if moved == 1 else "were"
+        notes.append(f"{count_of(moved, 'moved array')} {were} compared by digests.")
     unmeasured = [
-        f"{_counted(sum(some), 'element')} of {_counted(len(some), 'leaf', 'leaves')} {what}."
+        f"{count_of(sum(some), 'element')} of {count_leaves(len(some))} {what}."
         for some, what in (
-            ([*filter(None, apart)], "are NaN or infinite on a side"),
-            ([*filter(None, alike)], "are equal as numbers, with other bits: 0 and -0"),
+            (
+                [*filter(None, (each.get("non_finite") for each in found))],
+                "are NaN or infinite on a side",
+            ),
+            (
+                [*filter(None, map(_equal_as_numbers, found))],
+                "are equal as numbers, with other bits: 0 and -0",
+            ),
         )
         if some
     ]
-    by_digest = []
-    if document["not_compared"]:
-        left_out = _counted(document["not_compared"], "array")
-        by_digest.append(f"The contents of {left_out} were not compared.")
-    if document["values"] and counts["moved"]:
-        be = "was" if counts["moved"] == 1 else "were"
-        moved = _counted(counts["moved"], "moved array")
-        by_digest.append(f"{moved} {be} compared by digests of what was read.")
+    equal = {True: "yes", False: "no", None: _UNKNOWN}[document["equal"]]
+    none = "nothing" if document["equal"] else "nothing found"
+    compared = f"{count_of(document['compared'], 'array')}, {how}"
     facts = (
         Fact("Are they equal?", equal, (), {"yes": "good", "no": "bad"}.get(equal, "")),
-        Fact(
-            "What differs?",
-            kinds or ("nothing" if document["equal"] else "nothing found"),
-            tuple(unmeasured),
-        ),
-        Fact("What was compared?", compared, tuple(by_digest)),
+        Fact("What differs?", kinds or none, tuple(unmeasured)),
+        Fact("What was compared?", compared, tuple(notes)),
     )
-    measured = sorted(
-        (n for n, each in enumerate(found) if "abs_histogram" in each),
-        key=lambda n: -_magnitude(found[n]["max_abs"]),
-    )
-    shown = set(measured[:_MAX_HISTOGRAMS])
-    data: dict[str, Any] = {
-        "differences": [
-            [
-                each["what"],
-                *leaves.place([*map(format_key, each["keys"])]),
-                _text(each["a"]),
-                _text(each["b"]),
-                each.get("count"),
-                each.get("size"),
-                each.get("max_abs"),
-                each.get("max_rel"),
-                [_bins([each], "abs_histogram"), _bins([each], "rel_histogram")]
-                if number in shown
-                else None,
-                apart[number],
-                alike[number],
-            ]
-            for number, each in enumerate(found)
-        ],
-        "histograms": [
-            _bins([found[n] for n in measured], name) for name in ("abs_histogram", "rel_histogram")
-        ]
-        if document["values"]
-        else None,
-    }
-    title = f"{document['a']} and {document['b']}"
     lead = {
         True: f"They are equal within {how}." if within else "They are equal.",
         False: f"A, the first, and B, the second, differ: {kinds}.",
         None: f"No difference was found; whether they are equal is {_UNKNOWN}.",
     }[document["equal"]]
-    return Page("diff", title, lead, facts, {}, leaves.data() | data)
+    title = f"{document['a']} and {document['b']}"
+    return Page("diff", title, lead, facts, {}, _differences(document))
+
+
+def _differences(document: Document) -> dict[str, Any]:
+    """The leaves of a diff, a row for each difference, and the histograms of all."""
+    found = document["differences"]
+    rest = "equal" if not document["not_compared"] else "no difference found"
+    rest = _UNKNOWN if not document["compared"] and document["not_compared"] else rest
+    kinds = {
+        tuple(each["keys"]): each["what"] if each["what"] in _WHOLE else "changed" for each in found
+    }
+    leaves = Leaves([], [], [])
+    for array in document["arrays"]:
+        kind = kinds.get(tuple(array["keys"]), rest)
+        leaves.add(array["keys"], array | {"source": kind}, [])
+    measured = [each for each in found if "abs_histogram" in each]
+    measured.sort(key=lambda each: -_magnitude(each["max_abs"]))
+    shown = {id(each) for each in measured[:_MAX_HISTOGRAMS]}
+    names = ("abs_histogram", "rel_histogram")
+    rows = [
+        [
+            each["what"],
+            *leaves.place([*map(format_key, each["keys"])]),
+            _text(each["a"]),
+            _text(each["b"]),
+            *(each.get(name) for name in ("count", "size", "max_abs", "max_rel")),
+            [_bins([each], name) for name in names] if id(each) in shown else None,
+            each.get("non_finite"),
+            _equal_as_numbers(each),
+        ]
+        for each in found
+    ]
+    histograms = [_bins(measured, name) for name in names] if document["values"] else None
+    return leaves.data() | {"differences": rows, "histograms": histograms}
 
 
 def _equal_as_numbers(difference: Document) -> int | None:
@@ -365,7 +359,7 @@ def _replicated(leaves: Leaves) -> Fact:
     found = sorted(leaves.replicated, key=lambda each: -each[0])
     unknown = ()
     if leaves.without_mesh:
-        unknown = (f"{_counted(leaves.without_mesh, 'array')} without a mesh: {_UNKNOWN}.",)
+        unknown = (f"{count_of(leaves.without_mesh, 'array')} without a mesh: {_UNKNOWN}.",)
     if not found:
         return Fact(question, _UNKNOWN if unknown else "none", unknown, "" if unknown else "good")
     total = sum(nbytes for nbytes, _, _ in found)
@@ -396,11 +390,3 @@ def _marked(leaves: Sequence[Document], problems: Sequence[str]) -> Iterator[boo
     globs = [re.escape(word).replace(r"\*", "[^/]*") for word in dict.fromkeys(words)]
     named = re.compile(rf"(?:^|.*/)(?:{'|'.join(globs[:_MAX_WORDS])})(?:/|$)")
     return (bool(globs and named.match(leaf["path"])) for leaf in leaves)
-
-
-def _meshes(leaves: Leaves, side: int) -> str:
-    return "; ".join(leaves.meshes_of(side))
-
-
-def _counted(count: int, noun: str, several: str = "") -> str:
-    return f"{count} {noun if count == 1 else several or noun + 's'}"

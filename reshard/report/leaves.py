@@ -94,11 +94,11 @@ class Leaves:
             self._folders.setdefault(tuple(texts[:end]), len(self._folders))
         return [self._folders[tuple(texts[:-1])], texts[-1] if texts else "."]
 
-    def meshes_of(self, side: int) -> list[str]:
-        """The names of a side's meshes."""
+    def meshes_of(self, side: int) -> str:
+        """The names of a side's meshes; empty without any."""
         names = list(self._meshes)
         used = dict.fromkeys(layouts[side][0] for _, layouts in self._layouts)
-        return [names[number] for number in used if number is not None]
+        return "; ".join(names[number] for number in used if number is not None)
 
     def data(self) -> dict[str, Any]:
         """All of them, as JSON has it."""

@@ -10,7 +10,7 @@ from reshard.tree import format_key
 from reshard.units import format_runs
 
 Document = Mapping[str, Any]
-_NUMBERED = re.compile(r"(.*?)(\d+)", re.DOTALL)
+_NUMBERED = re.compile(r"(.*?)(?<!\d)(0|[1-9][0-9]*)", re.DOTALL)
 # What leaves of one kind have in common.
 _KIND = ("type", "shape", "dtype", "chunk_shape", "mesh", "spec", "device", "key_impl", "value")
 
@@ -32,15 +32,7 @@ class Row:
     count: int
     nbytes: int
     leaf: Document | None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Node:
-    name: str
-    children: tuple["_Node", ...]
-    leaf: Document | None
-    count: int
-    nbytes: int
+    children: tuple["Row", ...] = dataclasses.field(default=(), compare=False)
 
     def alike(self) -> Any:
         """What it is apart from its name."""
@@ -55,57 +47,53 @@ def outline(leaves: Sequence[Document]) -> list[Row]:
     return list(_rows(_nodes(top), 0))
 
 
-def _nodes(leaves: Sequence[tuple[tuple[str, ...], Document]]) -> tuple[_Node, ...]:
-    """The level of these leaves, by their keys from there on; what is alike in one node."""
+def _nodes(leaves: Sequence[tuple[tuple[str, ...], Document]]) -> tuple[Row, ...]:
+    """The level of these leaves, by their keys from there on; what is alike in one row."""
     below: dict[tuple[str, bool], list[tuple[tuple[str, ...], Document]]] = {}
     for keys, leaf in leaves:
         below.setdefault((keys[0], len(keys) > 1), []).append((keys[1:], leaf))
     nodes = []
     for (name, is_level), inside in below.items():
-        if is_level:
-            nodes.append(_level(name, _nodes(inside)))
+        children = _nodes(inside) if is_level else ()
+        if len(children) == 1:
+            node = dataclasses.replace(children[0], name=f"{name}/{children[0].name}")
+        elif is_level:
+            count, nbytes = sum(c.count for c in children), sum(c.nbytes for c in children)
+            node = Row(0, name, count, nbytes, None, children)
         else:
             leaf = inside[0][1]
-            nodes.append(_Node(name, (), leaf, 1, leaf.get("bytes") or 0))
+            node = Row(0, name, 1, leaf.get("bytes") or 0, leaf)
+        nodes.append(node)
     return tuple(_folded(nodes))
 
 
-def _level(name: str, children: tuple[_Node, ...]) -> _Node:
-    if len(children) == 1:
-        return dataclasses.replace(children[0], name=f"{name}/{children[0].name}")
-    count, nbytes = sum(c.count for c in children), sum(c.nbytes for c in children)
-    return _Node(name, children, None, count, nbytes)
-
-
-def _folded(nodes: Sequence[_Node]) -> Iterator[_Node]:
-    """The nodes, with those that differ in a number at the end of their name alone as one."""
-    groups: dict[Any, list[tuple[int, _Node]]] = {}
+def _folded(nodes: Sequence[Row]) -> Iterator[Row]:
+    """The rows, with those that differ in a number at the end of their name alone as one."""
+    groups: dict[Any, list[tuple[int, Row]]] = {}
     for place, node in enumerate(nodes):
-        key, _, rest = node.name.partition("/")
+        key, slash, rest = node.name.partition("/")
         match = _NUMBERED.fullmatch(key)
-        plain = match is None or str(int(match[2])) != match[2]
-        group = place if match is None or plain else (match[1], rest, node.alike())
-        number = 0 if match is None or plain else int(match[2])
-        groups.setdefault(group, []).append((number, node))
-    for members in groups.values():
-        first = members[0][1]
-        if len(members) > 1:
-            key, slash, rest = first.name.partition("/")
-            prefix = key.rstrip("0123456789")
-            numbers = format_runs(sorted(n for n, _ in members), to="..")
-            name = f"{prefix}{{{numbers}}}{slash}{rest}"
-            yield _times(dataclasses.replace(first, name=name), len(members))
+        if match is None:
+            groups[place] = [(0, node)]
         else:
-            yield first
+            group = match[1], slash + rest, node.alike()
+            groups.setdefault(group, []).append((int(match[2]), node))
+    for group, members in groups.items():
+        node = members[0][1]
+        if len(members) > 1:
+            numbers = format_runs(sorted(number for number, _ in members), to="..")
+            name = f"{group[0]}{{{numbers}}}{group[1]}"
+            node = _times(dataclasses.replace(node, name=name), len(members))
+        yield node
 
 
-def _times(node: _Node, times: int) -> _Node:
+def _times(node: Row, times: int) -> Row:
     children = tuple(_times(child, times) for child in node.children)
     count, nbytes = node.count * times, node.nbytes * times
     return dataclasses.replace(node, children=children, count=count, nbytes=nbytes)
 
 
-def _rows(nodes: Sequence[_Node], depth: int) -> Iterator[Row]:
+def _rows(nodes: Sequence[Row], depth: int) -> Iterator[Row]:
     for node in nodes:
-        yield Row(depth, node.name, node.count, node.nbytes, node.leaf)
+        yield dataclasses.replace(node, depth=depth)
         yield from _rows(node.children, depth + 1)

@@ -57,6 +57,9 @@ def to_html(x: Any) -> str:
 
 def page(document: Mapping[str, Any]) -> str:
     """The page of a document, as `--json` prints it."""
+    if len(steps := {array.get("step") for array in document.get("arrays", ())}) > 1:
+        hints = ["reshard.to_html(reshard.plan(ckpt, path)) for each step"]
+        raise ArgumentError(f"a page shows one step, and the plan has {len(steps)}", hints=hints)
     if "leaves" not in document and "chunk_shape" in document:  # one array
         one = {"format": "one array", "meshes": [], "device_ids": [], "leaves": [document]}
         document = one | {"path": document["path"]}

@@ -102,18 +102,25 @@ def match(
             text = f"{format_path(leaf.path)}: one leaf of the target, saved as {names}"
             problems.append(Mismatch("tied", text, leaf.path, present[-1]))
         found.append(present[0] if present else None)
-    used = set(found)
-    left = [path for path, value in ckpt.items() if path not in used and not _is_empty(value)]
     lacking = [leaf for leaf, path in zip(targets, found, strict=True) if path is None]
-    if lacking:
-        problems += _missing(lacking, ckpt, _renamed(targets, found, ckpt, saved, cast))
+    renamed = _renamed(targets, found, ckpt, saved, cast) if lacking else {}
+    containers = {_texts(path[:end]) for path in ckpt for end in range(len(path)) if lacking}
+    for leaf in lacking:
+        path = _texts(leaf.path)
+        text = "the checkpoint has a container there" if path in containers else "missing"
+        if pair := renamed.get(path):
+            text += f"; the nearest is {format_path(pair[0] + path[len(pair[1]) :])}"
+        text = f"{format_path(leaf.path)}  {leaf}: {text}"
+        problems.append(Mismatch("missing", text, leaf.path, renamed=pair))
     for leaf, path in zip(targets, found, strict=True):
-        if path is not None:
-            problems += _compare(leaf, ckpt[path], cast)
-    explained = {problem.copy for problem in problems}
-    for path in left:
-        if not ignore and path not in explained:
-            text = f"{format_path(path)}  {_describe(ckpt[path])}: not in the target"
+        what = None if path is None else _differing_in(leaf, ckpt[path], cast)
+        if path is not None and what is not None:
+            sides = f"the target has {leaf}, the checkpoint {_describe(ckpt[path])}"
+            problems.append(Mismatch(what, f"{format_path(leaf.path)}: {sides}", leaf.path))
+    explained = {*found, *(problem.copy for problem in problems)}
+    for path, value in ckpt.items():
+        if not (ignore or path in explained or _is_empty(value)):
+            text = f"{format_path(path)}  {_describe(value)}: not in the target"
             problems.append(Mismatch("unexpected", text, path))
     return found, problems
 
@@ -121,7 +128,7 @@ def match(
 def _canonical(paths: Iterable[Path]) -> dict[Path, Path]:
     """Each path less its levels named `value` that are the only child of their container; keys are
     text, since Orbax stores int keys of dicts as text."""
-    texts: dict[Path, Path] = {path: tuple(map(str, path)) for path in paths}
+    texts: dict[Path, Path] = {path: _texts(path) for path in paths}
     children = _children(texts.values())
     return {
         path: tuple(key for depth, key in enumerate(text) if children[text[:depth]] != {"value"})
@@ -148,7 +155,7 @@ def _finder(
     is, then in a box, then less all such levels.
     """
     present = [path for path, value in ckpt.items() if not _is_empty(value)]
-    plain: dict[Path, Path] = {tuple(map(str, path)): path for path in present}
+    plain: dict[Path, Path] = {_texts(path): path for path in present}
     children = _children(plain)
     boxed = {
         text[:-1]: path
@@ -160,7 +167,7 @@ def _finder(
     same = set(canonical.values()) == set(short)
 
     def find(path: Path) -> Path | None:
-        text = tuple(map(str, path))
+        text = _texts(path)
         if same and path in canonical:
             return short[canonical[path]]
         own = canonical.get(path, text)
@@ -175,23 +182,6 @@ def _is_empty(value: Leaf) -> bool:
     return not isinstance(value, ArrayHandle | str)
 
 
-def _missing(
-    lacking: Sequence[TargetLeaf], ckpt: Checkpoint, renamed: dict[Path, tuple[Path, Path]]
-) -> list[Mismatch]:
-    containers = {tuple(map(str, path[:end])) for path in ckpt for end in range(len(path))}
-    problems = []
-    for leaf in lacking:
-        path = tuple(map(str, leaf.path))
-        text = "the checkpoint has a container there" if path in containers else "missing"
-        pair = renamed.get(path)
-        if pair is not None:
-            old, new = pair
-            text += f"; the nearest is {format_path(old + path[len(new) :])}"
-        text = f"{format_path(leaf.path)}  {leaf}: {text}"
-        problems.append(Mismatch("missing", text, leaf.path, renamed=pair))
-    return problems
-
-
 def _renamed(
     targets: Sequence[TargetLeaf],
     found: Sequence[Path | None],
@@ -204,64 +194,74 @@ def _renamed(
 
     Names alone say so, and in one way only: below both beginnings are the same paths, none of them
     found before; a level is renamed if it is the only one in its container that is not found, and
-    more than a leaf. That is so of a whole level if all its leaves fit, or of none of it.
+    more than a leaf. That is so of a whole level if all its leaves fit, or of none of it; and of
+    none where a leaf would come above or below one that stays.
     """
     wanted = {_texts(leaf.path): leaf for leaf in targets}
     lacking = {_texts(leaf.path) for leaf, path in zip(targets, found, strict=True) if path is None}
     places = {saved[path]: path for path, value in ckpt.items() if not _is_empty(value)}
     left = places.keys() - {saved[path] for path in found if path is not None}
+    olds, news = _below(places), _below(wanted)
     renamed: dict[Path, tuple[Path, Path]] = {}
 
-    def agree(old: Path, new: Path, olds: Sequence[Path], news: Sequence[Path]) -> bool:
-        if len(olds) != len(news) or not (left.issuperset(olds) and lacking.issuperset(news)):
-            return False
-        below = {path[len(old) :] for path in olds}
-        return () not in below and below == {path[len(new) :] for path in news}
+    def meets(path: Path, old: Path) -> bool:
+        """Whether a leaf that is not below `old`, and so stays, is above a path, or below it."""
+        moved = len(olds[old]) if old[: len(path)] == path else 0
+        return any(
+            path[:end] in places and path[: min(end, len(old))] != old for end in range(len(path))
+        ) or (path[: len(old)] != old and len(olds.get(path, ())) > moved)
 
-    def fit(old: Path, new: Path, olds: Sequence[Path]) -> bool:
-        pairs = [(wanted[new + path[len(old) :]], places[path]) for path in olds]
+    def agree(old: Path, new: Path) -> bool:
+        ends = olds.get(old, set())
+        return (
+            ends == news.get(new)
+            and () not in ends
+            and all(old + end in left and new + end in lacking for end in ends)
+            and not any(meets(new + end, old) for end in ends)
+        )
+
+    def fit(old: Path, new: Path) -> bool:
+        pairs = [(wanted[new + end], places[old + end]) for end in olds[old]]
         return all(
             _texts(path[: len(old)]) == old and _differing_in(leaf, ckpt[path], cast) is None
             for leaf, path in pairs
         )
 
-    def descend(at: Path, olds: Sequence[Path], news: Sequence[Path]) -> None:
-        old_keys, new_keys = _by_key(olds, len(at)), _by_key(news, len(at))
-        ways = [((*at, key), at, paths, news) for key, paths in old_keys.items()]
-        ways += [(at, (*at, key), olds, paths) for key, paths in new_keys.items()]
-        spare = [key for key, paths in old_keys.items() if not left.isdisjoint(paths)]
-        unfound = [key for key, paths in new_keys.items() if not lacking.isdisjoint(paths)]
-        if len(spare) == len(unfound) == 1:
-            (one,), (other,) = spare, unfound
-            if not _may_be_others(one, other, old_keys.keys() & new_keys.keys()):
-                ways.append(((*at, one), (*at, other), old_keys[one], new_keys[other]))
+    def descend(at: Path) -> None:
+        old_keys, new_keys = ({end[:1] for end in below[at] if end} for below in (olds, news))
+        both = old_keys & new_keys
+        ways = [(at + key, at) for key in old_keys] + [(at, at + key) for key in new_keys]
+        spare = [k for k in old_keys if any(at + k + end in left for end in olds[at + k])]
+        unfound = [k for k in new_keys if any(at + k + end in lacking for end in news[at + k])]
+        if len(spare) == len(unfound) == 1 and not _may_be_others(*spare, *unfound, *both):
+            ways.append((at + spare[0], at + unfound[0]))
         ways = [way for way in ways if agree(*way)]
-        if len(ways) == 1:
-            old, new, paths, own = ways[0]
-            if fit(old, new, paths):
-                renamed.update(dict.fromkeys(own, (old, new)))
-        if not ways:
-            for key in old_keys.keys() & new_keys.keys():
-                descend((*at, key), old_keys[key], new_keys[key])
+        if len(ways) == 1 and fit(*ways[0]):
+            new = ways[0][1]
+            renamed.update({new + end: ways[0] for end in news[new]})
+        for key in () if ways else both:
+            descend(at + key)
 
-    descend((), list(places), list(wanted))
+    if olds and news:
+        descend(())
     return renamed
 
 
-def _may_be_others(one: Key, other: Key, found: Iterable[Key]) -> bool:
-    """Whether two keys may be of different things all the same: they are those of optimizer state,
-    or differ in a number, beside others like them, which may all be counted from another one."""
-    kinds = [re.sub(r"\d+", "#", str(key)) for key in (one, other, *found)]
-    return not _MOMENTS.isdisjoint(kinds[:2]) or kinds[0] == kinds[1] in kinds[2:]
-
-
-def _by_key(paths: Sequence[Path], depth: int) -> dict[Key, list[Path]]:
-    """The paths that go deeper, by their key there."""
-    found: dict[Key, list[Path]] = collections.defaultdict(list)
+def _below(paths: Iterable[Path]) -> dict[Path, set[Path]]:
+    """How the paths go on below each of their beginnings."""
+    found: dict[Path, set[Path]] = collections.defaultdict(set)
     for path in paths:
-        if len(path) > depth:
-            found[path[depth]].append(path)
+        for end in range(len(path) + 1):
+            found[path[:end]].add(path[end:])
     return found
+
+
+def _may_be_others(*keys: Path) -> bool:
+    """Whether the first two keys may be of different things all the same: they are those of
+    optimizer state, or differ in a number, beside others like them, which may all be counted from
+    another one."""
+    kinds = [re.sub(r"\d+", "#", str(key)) for (key,) in keys]
+    return not _MOMENTS.isdisjoint(kinds[:2]) or kinds[0] == kinds[1] in kinds[2:]
 
 
 def _texts(path: Path) -> Path:
@@ -278,49 +278,36 @@ def _describe(value: Leaf) -> str:
     return f"{value.dtype.name}{list(value.shape)}"
 
 
-def _compare(leaf: TargetLeaf, value: Leaf, cast: bool | str) -> list[Mismatch]:
-    """Why a saved leaf cannot become the target's."""
-    what = _differing_in(leaf, value, cast)
-    if what is None:
-        return []
-    sides = f"the target has {leaf}, the checkpoint {_describe(value)}"
-    return [Mismatch(what, f"{format_path(leaf.path)}: {sides}", leaf.path)]
-
-
 def _differing_in(leaf: TargetLeaf, value: Leaf, cast: bool | str) -> str | None:
     if not isinstance(value, ArrayHandle):
-        return None if leaf.kind == "str" and isinstance(value, str) else "kind"
-    if leaf.kind in _SCALARS:
+        fits = leaf.kind == "str" and isinstance(value, str)
+    elif leaf.kind in _SCALARS:
         fits = value.shape == () and kind_of(value.dtype) in _SCALARS[leaf.kind]
-        return None if fits else "kind"
-    if leaf.kind == "key":
+    elif leaf.kind == "key":
         fits = (leaf.key_impl, leaf.shape) == (value.key_impl, value.shape[:-1])
-        return None if fits else "kind"
-    if leaf.kind != "array" or value.key_impl is not None:
-        return "kind"
-    if leaf.shape != value.shape:
+    elif leaf.kind != "array" or value.key_impl is not None:
+        fits = False
+    elif leaf.shape != value.shape:
         return "shape"
-    fits = leaf.dtype is None or _fits(leaf, value, leaf.dtype, cast)
-    return None if fits else "dtype"
+    else:
+        return None if leaf.dtype is None or _fits(leaf, value, leaf.dtype, cast) else "dtype"
+    return None if fits else "kind"
 
 
 def _fits(leaf: TargetLeaf, value: ArrayHandle, dtype: np.dtype, cast: bool | str) -> bool:
     """Whether values may be cast to the target's dtype. Integers are checked one by one as they are
     read; a Python scalar has no dtype of its own."""
-    old, new = kind_of(value.dtype), kind_of(dtype)
+    old, new, scalar = kind_of(value.dtype), kind_of(dtype), value.value_type == "scalar"
     if value.dtype == dtype:
         return True
     if value.dtype != value.stored_dtype:  # a cast by the user, which another would undo
         return False
-    if value.value_type == "scalar" and old in "iu" and new in "iu":
-        return True
-    if value.value_type == "scalar" and old == new == "f" and leaf.weak:
-        return True
-    if not cast:
-        return False
     if old in "iu" and new in "iu":
-        return True
-    return old == new == "f" and (cast == "lossy" or keeps_values(value.dtype, dtype))
+        return bool(cast) or scalar
+    if not old == new == "f":
+        return False
+    keeps = cast is True and keeps_values(value.dtype, dtype)
+    return cast == "lossy" or keeps or (scalar and leaf.weak)
 
 
 @functools.lru_cache
@@ -339,8 +326,7 @@ def keeps_values(old: np.dtype, new: np.dtype) -> bool:
             back = values.astype(new).astype(old)
         except TypeError:  # numpy has no such cast
             return False
-        bits = f"u{old.itemsize}"
-        same = back.view(bits) == values.view(bits)
+        same = back.view(f"u{old.itemsize}") == values.view(f"u{old.itemsize}")
         return bool(np.all(same | (np.isnan(values) & np.isnan(back))))
 
 
@@ -370,12 +356,12 @@ def renames(problems: Sequence[Mismatch], ckpt: Checkpoint) -> list[tuple[str, s
     """Renames (regex, replacement) that bring saved leaves where missing ones would be; none where
     they cannot be done: an empty container is there, or a list would lose positions."""
     pairs = dict.fromkeys(problem.renamed for problem in problems if problem.renamed is not None)
-    found = [
-        ("^" + re.escape(_beginning(old)), _beginning(new).replace("\\", r"\\"))
-        for old, new in pairs
-    ]
+    found = []
+    for pair in pairs:
+        old, new = (format_path(path) + "/" if path else "" for path in pair)
+        found.append(("^" + re.escape(old), new.replace("\\", r"\\")))
     try:
-        if len(found) * len(ckpt) < _MAX_TRIED:
+        if found and len(found) * len(ckpt) < _MAX_TRIED:
             rename(ckpt, found)
     except ReshardError:
         return []
@@ -398,8 +384,3 @@ def other_api(problems: Sequence[Mismatch], of_nnx: bool) -> str:
     if not of_nnx and saved and "params" in wanted - saved and in_variables and not renamed:
         return "linen"
     return ""
-
-
-def _beginning(path: Path) -> str:
-    """What the printed paths below a container begin with."""
-    return format_path(path) + "/" if path else ""

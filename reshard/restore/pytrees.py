@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import operator
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,8 @@ from reshard.restore.lazy_jax import jax
 from reshard.restore.matching import TargetLeaf
 from reshard.sharding.rules import Names
 from reshard.tree import Path
+
+MESH_HINT = 'jax.make_mesh((1, 8), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)'
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,6 +56,18 @@ class StateLeaf:
         real = jax.Array | np.ndarray | np.generic
         return self.is_array and not isinstance(self.value, real)
 
+    @functools.cached_property
+    def target(self) -> TargetLeaf:
+        """What a checkpoint has to have for it."""
+        value, like = self.value, functools.partial(TargetLeaf, self.path, aliases=self.aliases)
+        if not self.is_array:
+            return like(type(value).__name__)
+        shape = tuple(value.shape)
+        if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+            return like("key", shape, key_impl=_key_impls().get(value.dtype, str(value.dtype)))
+        weak = bool(getattr(value, "weak_type", False))
+        return like("array", shape, np.dtype(value.dtype), weak=weak)
+
 
 @dataclasses.dataclass(frozen=True)
 class State:
@@ -72,7 +87,12 @@ class State:
 
 
 def check_state(target: Any) -> None:
-    """Raises ArgumentError for what makes a state, and is none: a class or a function."""
+    """Raises ArgumentError for what is no state: a class, a function or a text."""
+    if isinstance(target, str):
+        raise ArgumentError(
+            f"the target is the text {target!r}, and not a state or a `jax.sharding.Mesh`",
+            hints=["reshard.target(model, mesh=mesh)", MESH_HINT],
+        )
     name = getattr(target, "__name__", None)
     if callable(target) and name is not None:
         kind = "class" if isinstance(target, type) else "function"
@@ -91,46 +111,36 @@ def flatten_state(state: Any) -> State:
     if any(is_module(value) for _, value in places):
         shared = nnx.Pytree | nnx.Variable  # variables beside modules may be theirs
     plain = [(key_path(keys), value) for keys, value in places if not isinstance(value, shared)]
-    modules = [(key_path(keys), value) for keys, value in places if isinstance(value, shared)]
-    graphdef: Any = None
-    aliases, graph_state = {}, ()
-    if modules:
-        together = tuple(module for _, module in modules)
-        graphdef, graph_state = nnx.split(together)
-        aliases = _aliases(nnx.find_duplicates(together))
-    inner, inner_def = jax.tree_util.tree_flatten_with_path(
-        graph_state, is_leaf=_is_wrapper_or_module
-    )
+    roots = [key_path(keys) for keys, value in places if isinstance(value, shared)]
+    modules = tuple(value for _, value in places if isinstance(value, shared))
+    graphdef, graph_state = nnx.split(modules) if modules else (None, ())
+    aliases = _aliases(nnx.find_duplicates(modules)) if modules else {}
+    inner, _ = jax.tree_util.tree_flatten_with_path(graph_state, is_leaf=_is_wrapper_or_module)
+    held = [(key_path(keys), value) for keys, value in inner]
+    bare = _bare(modules, {path for path, _ in held})
+    parts = [value for _, value in plain], graph_state, [value for _, value in bare]
+    structure = jax.tree.structure(parts)
 
     leaves: list[StateLeaf] = []
     masked: list[Path] = []
-    cells = []
 
     def add(path: Path, value: Any, others: Sequence[Path] = ()) -> None:
-        cells.append(_open(path, value, others, leaves))
-        if not cells[-1][0] and is_wrapper(value):
+        found, _ = jax.tree_util.tree_flatten_with_path(value)
+        wrapper = value if is_wrapper(value) else None
+        for keys, leaf in found:
+            below = key_path(keys[1:] if wrapper is not None else keys)
+            also = tuple((*other, *below) for other in others)
+            leaves.append(StateLeaf((*path, *below), leaf, wrapper, also))
+        if wrapper is not None and not found:
             masked.append(path)
 
     for path, value in plain:
         add(path, value)
     in_plain = len(leaves)
-    roots = [path for path, _ in modules]
-    held = [(key_path(keys), value) for keys, value in inner]
-    bare = _bare(tuple(module for _, module in modules), {path for path, _ in held})
-    for (number, *rest), value in (*held, *((tuple(map(str, path)), x) for path, x in bare)):
-        others = [
-            (*roots[int(index)], *tail)
-            for index, *tail in _other_paths(aliases, (number, *map(str, rest)))
-        ]
-        add((*roots[int(number)], *rest), value, others)
-
-    def contents(values: Sequence[Any]) -> tuple[list[Any], Any, list[Any]]:
-        closed, position = [], 0
-        for count, close in cells:
-            closed.append(close(values[position : position + count]))
-            position += count
-        outer, inside = closed[: len(plain)], closed[len(plain) : len(plain) + len(inner)]
-        return outer, jax.tree.unflatten(inner_def, inside), closed[len(plain) + len(inner) :]
+    for path, value in (*held, *((tuple(map(str, path)), value) for path, value in bare)):
+        others = _other_paths(aliases, tuple(map(str, path)))
+        at, *also = ((*roots[int(number)], *rest) for number, *rest in (path, *others))
+        add(at, value, also)
 
     def assemble(outer: Sequence[Any], made: Sequence[Any]) -> Any:
         sources = iter(outer), iter(made)
@@ -139,7 +149,7 @@ def flatten_state(state: Any) -> State:
         )
 
     def unflatten(values: Sequence[Any]) -> Any:
-        outer, inside, loose = contents(values)
+        outer, inside, loose = structure.unflatten(values)
         made = nnx.merge(graphdef, inside) if modules else ()
         for (path, _), value in zip(bare, loose, strict=True):
             _put(made, path, value)
@@ -148,10 +158,10 @@ def flatten_state(state: Any) -> State:
     def update(values: Sequence[Any]) -> Any:
         if any(leaf.abstract for leaf in leaves[in_plain:]):
             return unflatten(values)
-        outer, inside, _ = contents(values)
+        outer, inside, _ = structure.unflatten(values)
         if modules:
-            nnx.update(tuple(module for _, module in modules), inside)
-        return assemble(outer, [module for _, module in modules])
+            nnx.update(modules, inside)
+        return assemble(outer, modules)
 
     return State(tuple(leaves), tuple(masked), unflatten, update)
 
@@ -169,17 +179,13 @@ def _bare(modules: tuple[Any, ...], known: Collection[Path]) -> list[tuple[tuple
 
 def _put(node: Any, path: tuple, value: Any) -> None:
     """Sets a value in a container below modules."""
-    *above, last = path
-    for key in above:
-        node = getattr(node, key) if _is_attribute(node, key) else node[key]
-    if _is_attribute(node, last):
-        setattr(node, last, value)
-    else:
-        node[last] = value
-
-
-def _is_attribute(node: Any, key: Any) -> bool:
-    return isinstance(key, str) and not isinstance(node, Mapping)
+    for place, key in enumerate(path, 1):
+        attribute = isinstance(key, str) and not issubclass(type(node), Mapping)
+        get, put = (getattr, setattr) if attribute else (operator.getitem, operator.setitem)
+        if place == len(path):
+            put(node, key, value)
+        else:
+            node = get(node, key)
 
 
 def saved_tree(state: Any) -> dict[Path, StateLeaf | dict | list | tuple | None]:
@@ -243,29 +249,14 @@ def _is_wrapper_or_module(value: Any) -> bool:
     return is_wrapper(value) or is_module(value)
 
 
-def _open(
-    path: Path, value: Any, aliases: Sequence[Path], leaves: list[StateLeaf]
-) -> tuple[int, Callable[[Sequence[Any]], Any]]:
-    """Adds the leaves of one place to `leaves`; how many there are, and how to close it again."""
-    found, treedef = jax.tree_util.tree_flatten_with_path(value)
-    wrapper = value if is_wrapper(value) else None
-    for keys, leaf in found:
-        below = key_path(keys[1:] if wrapper is not None else keys)
-        others = tuple((*alias, *below) for alias in aliases)
-        leaves.append(StateLeaf((*path, *below), leaf, wrapper, others))
-    return len(found), treedef.unflatten
-
-
 def key_path(keys: Sequence[Any]) -> Path:
     """A path of JAX's keys as Orbax names it: positions are ints, everything else is text."""
-    path = []
-    for key in keys:
-        if isinstance(key, jax.tree_util.SequenceKey):
-            path.append(key.idx)
-        else:
-            name = getattr(key, "name", getattr(key, "key", key))
-            path.append(str(name))
-    return tuple(path)
+    return tuple(
+        key.idx
+        if isinstance(key, jax.tree_util.SequenceKey)
+        else str(getattr(key, "name", getattr(key, "key", key)))
+        for key in keys
+    )
 
 
 def _aliases(duplicates: Sequence[Sequence[Sequence[Any]]]) -> dict[Path, list[Path]]:
@@ -291,23 +282,18 @@ def _other_paths(aliases: dict[Path, list[Path]], path: Path) -> list[Path]:
 
 def axis_names(leaf: StateLeaf) -> Names | None:
     """The names of a leaf's axes, as its box or variable gives them; None without an annotation."""
-    wrapper = leaf.wrapper
-    if wrapper is None:
-        return None
+    wrapper, nnx, names = leaf.wrapper, imported("flax.nnx"), None
     if is_variable(wrapper):
         metadata = wrapper.get_metadata()
         found = [metadata.get(key) for key in axis_name_keys()]
         names = next((names for names in found if names is not None), None)
-        return _names(getattr(names, "spec", names))
-    if isinstance(wrapper, imported("flax.core.meta").Partitioned):
-        return _names(wrapper.names)
-    # One of NNX inside of Linen makes a variable to tell, which by default would want a mesh.
-    nnx = imported("flax.nnx")
-    with contextlib.nullcontext() if nnx is None else nnx.use_eager_sharding(False):
-        return _names(getattr(wrapper, "get_partition_spec", lambda: None)())
-
-
-def _names(names: Any) -> Names | None:
+        names = getattr(names, "spec", names)
+    elif wrapper is not None and isinstance(wrapper, imported("flax.core.meta").Partitioned):
+        names = wrapper.names
+    elif wrapper is not None:
+        # NNX inside of Linen makes a variable to tell, which by default would want a mesh.
+        with contextlib.nullcontext() if nnx is None else nnx.use_eager_sharding(False):
+            names = getattr(wrapper, "get_partition_spec", lambda: None)()
     if names is None:
         return None
     return tuple(tuple(name) if isinstance(name, list | tuple) else name for name in names)
@@ -317,21 +303,6 @@ def own_rules(leaf: StateLeaf) -> Any:
     if is_variable(leaf.wrapper):
         return leaf.wrapper.get_metadata().get("sharding_rules")
     return getattr(leaf.wrapper, "rules", None)
-
-
-def target_leaf(leaf: StateLeaf) -> TargetLeaf:
-    """What a checkpoint has to have for a leaf."""
-    value = leaf.value
-    if not leaf.is_array:
-        return TargetLeaf(leaf.path, type(value).__name__, aliases=leaf.aliases)
-    shape = tuple(value.shape)
-    if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
-        impl = _key_impls().get(value.dtype, str(value.dtype))
-        return TargetLeaf(leaf.path, "key", shape, key_impl=impl, aliases=leaf.aliases)
-    weak = bool(getattr(value, "weak_type", False))
-    return TargetLeaf(
-        leaf.path, "array", shape, np.dtype(value.dtype), weak=weak, aliases=leaf.aliases
-    )
 
 
 @functools.cache

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,27 +20,25 @@ from reshard.errors import (
     TreeMismatchError,
     check_choice,
 )
-from reshard.hints import Hint
 from reshard.loader import open as open_checkpoint
-from reshard.restore.device_reads import Request, read_arrays
+from reshard.restore.device_reads import Request
 from reshard.restore.device_shards import named_sharding
-from reshard.restore.exchange import Exchange
 from reshard.restore.lazy_jax import jax
 from reshard.restore.matching import (
     Mismatch,
-    TargetLeaf,
     match,
     mismatch_error,
     other_api,
     renames,
 )
 from reshard.restore.pytrees import (
+    MESH_HINT,
     StateLeaf,
     check_state,
     flatten_state,
     is_variable,
-    target_leaf,
 )
+from reshard.restore.replicas import agreement, read_together
 from reshard.restore.target_mesh import to_mesh
 from reshard.sharding.mesh import Mesh, NamedSharding, normalize_spec, parse_mesh, spec_problems
 from reshard.tree import Path, format_glob, format_path, match_globs, nested, parse_globs
@@ -63,7 +61,8 @@ def restore(
     """A checkpoint's values as live arrays, in the containers and with the shardings of a target.
 
     Every mismatch is found before an array is read. Each process reads what its own devices hold,
-    each stored chunk once; CPU arrays are the buffers that were read into.
+    each stored chunk once; CPU arrays are the buffers that were read into, unless processes
+    exchange them.
 
     Args:
       checkpoint: a checkpoint, or the path of one.
@@ -79,12 +78,14 @@ def restore(
         default as much as keeps all cores busy.
       replicas: what the processes of a `jax.distributed` job do about what several of them hold,
         the whole array or a stored chunk of it. `"read"`: each reads it. `"broadcast"`: each stored
-        byte is fetched once per job; every process reads a part, and gives it to the others over
-        the network between their devices, in bounded memory. It pays where that network is faster
-        than the store, or the store counts or limits what is fetched: weights in a bucket that are
-        replicated over many hosts. It does not where a disk is near, or where little is
-        replicated. All processes then make the same call, and if it fails in one, it fails in all.
-        For a single process both are the same.
+        byte is fetched once per job; every process reads a part, and their devices exchange it in
+        bounded memory. It pays where the network between devices is faster than the store, or the
+        store counts or limits what is fetched: weights in a bucket that are replicated over many
+        hosts. It does not where a disk is near, or where little is replicated. Each process still
+        reads for itself what `max_memory` has no room to exchange, what is not on a
+        `NamedSharding` over all processes, and complex numbers and elements of less than a byte.
+        All processes then make the same call, and if it fails in one, it fails in all. For a
+        single process both are the same.
       progress: called with numbers of decoded bytes, read or received.
 
     Returns:
@@ -93,7 +94,7 @@ def restore(
 
     Raises:
       ArgumentError: an argument that is not one of its choices, or not for a bare mesh; a target
-        that is a class or a function; processes that are to restore together, and whose targets
+        that is a class, a function or a text; processes that are to restore together, whose targets
         differ.
       TreeMismatchError: leaves that are missing, unexpected, or of another shape, dtype or kind,
         and leaves of the target without a usable sharding: all of them.
@@ -117,78 +118,71 @@ def restore(
     check_choice("replicas", replicas, ("read", "broadcast"))
     report: Progress = progress or (lambda count: None)
     alone = replicas == "read" or jax.process_count() == 1
-    with contextlib.nullcontext() if alone else Exchange() as exchange:
+    with contextlib.nullcontext() if alone else agreement() as agree:
         ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
         budget = None if max_memory is None else parse_bytes(max_memory)
+        read = functools.partial(read_together, max_memory=budget, progress=report, agree=agree)
         if isinstance(target, jax.sharding.Mesh | jax.sharding.AbstractMesh):
             if cast or keep or unexpected != "error":
                 raise ArgumentError(
                     "cast, keep and unexpected compare with a state, and a mesh alone has none",
                     hints=['reshard.cast(ckpt, "bfloat16")', 'reshard.select(ckpt, "params/**")'],
                 )
-            return _restore_raw(ckpt, target, budget, report, exchange)
+            return _restore_raw(ckpt, target, read)
 
         check_state(target)
         state = flatten_state(target)
         leaves = state.leaves
-        patterns = parse_globs("keep", keep)
         names = {name: leaf.path for leaf in leaves for name in (leaf.path, *leaf.aliases)}
-        kept = {names[name] for name in match_globs(names, patterns)}
-        targets = [target_leaf(leaf) for leaf in leaves]
+        kept = {names[name] for name in match_globs(names, parse_globs("keep", keep), ())}
+        targets = [leaf.target for leaf in leaves]
         found, problems = match(targets, ckpt, cast=cast, ignore=unexpected == "ignore")
         problems = [problem for problem in problems if problem.path not in kept]
         parsed = functools.cache(parse_mesh)
-        for leaf, one in zip(leaves, targets, strict=True):
-            problems += _unusable(leaf, one, leaf.path in kept, parsed)
+        for leaf in leaves:
+            for what, text in _unusable(leaf, leaf.path in kept, parsed):
+                problems.append(Mismatch(what, f"{format_path(leaf.path)}: {text}", leaf.path))
         if problems:
-            opened = checkpoint is ckpt
-            hints = _hints(problems, leaves, cast, ckpt, opened)
+            given = "ckpt" if checkpoint is ckpt else "reshard.open(path)"
+            hints = _hints(problems, leaves, cast, ckpt, given)
             raise mismatch_error(f"`{ckpt.source.root}`", problems, hints)
 
-        values: list[Any] = [leaf.value for leaf in leaves]
-        restored = [i for i, leaf in enumerate(leaves) if leaf.path not in kept]
-        handles = {i: ckpt[path] for i in restored if (path := found[i]) is not None}
-        for i, handle in handles.items():
-            if isinstance(handle, str):
-                values[i] = handle
-        arrays = {i: handle for i, handle in handles.items() if isinstance(handle, ArrayHandle)}
+        values: list[Any] = [
+            leaf.value if path is None or leaf.path in kept else ckpt[path]
+            for leaf, path in zip(leaves, found, strict=True)
+        ]
+        arrays = {i: handle for i, handle in enumerate(values) if isinstance(handle, ArrayHandle)}
         check_names(arrays.values())
-        requests = [_request(leaves[i], targets[i], handle) for i, handle in arrays.items()]
-        read = read_arrays(requests, budget, report, exchange)
-        for i, value in zip(arrays, read, strict=True):
-            values[i] = _as_target(value, leaves[i], targets[i])
+        requests = [_request(leaves[i], handle) for i, handle in arrays.items()]
+        for i, value in zip(arrays, read(requests), strict=True):
+            values[i] = _as_target(value, leaves[i])
         return state.update(values)
 
 
 def _unusable(
-    leaf: StateLeaf, target: TargetLeaf, kept: bool, parsed: Callable[[Any], Mesh]
-) -> list[Mismatch]:
-    """Why a leaf of the target cannot be restored, whatever the checkpoint has; `parsed` is
-    `parse_mesh`, which goes over all devices, for the leaves of one target."""
-
-    def problem(text: str, what: str = "sharding") -> Mismatch:
-        return Mismatch(what, f"{format_path(leaf.path)}: {text}", leaf.path)
-
-    value = leaf.value
+    leaf: StateLeaf, kept: bool, parsed: Callable[[Any], Mesh]
+) -> Iterator[tuple[str, str]]:
+    """Why a leaf of the target cannot be restored, whatever the checkpoint has, and of which kind
+    that is; `parsed` is `parse_mesh`, which goes over all devices, for the leaves of one target."""
+    value, dtype = leaf.value, leaf.target.dtype
     if kept:
-        gone = leaf.abstract or (isinstance(value, jax.Array) and value.is_deleted())
-        return [problem("it is kept, and has no value of its own", "kept")] if gone else []
-    if not leaf.abstract and not isinstance(value, jax.Array):
-        return []
-    if not hasattr(value, "sharding"):
-        return [problem("it has no sharding")]
-    if target.dtype is not None and _narrowed(target.dtype):
-        return [problem(f"JAX makes no {target.dtype.name} arrays by default", "x64")]
-    try:
-        sharding = _on_devices(value.sharding)
-        if sharding is None:
-            return [problem("it has no sharding")]
-        if isinstance(sharding, jax.sharding.NamedSharding):
-            shape, spec = tuple(value.shape), normalize_spec(sharding.spec)
-            return [problem(text) for text in spec_problems(shape, parsed(sharding.mesh), spec)]
-    except ShardingError as error:
-        return [problem(error.summary)]
-    return []
+        if leaf.abstract or (isinstance(value, jax.Array) and value.is_deleted()):
+            yield "kept", "it is kept, and has no value of its own"
+    elif not leaf.abstract and not isinstance(value, jax.Array):
+        return
+    elif dtype is not None and _narrowed(dtype):
+        yield "x64", f"JAX makes no {dtype.name} arrays by default"
+    elif getattr(value, "sharding", None) is None:
+        yield "sharding", "it has no sharding"
+    else:
+        try:
+            sharding = _on_devices(value.sharding)
+            if isinstance(sharding, jax.sharding.NamedSharding):
+                shape, spec = tuple(value.shape), normalize_spec(sharding.spec)
+                for text in spec_problems(shape, parsed(sharding.mesh), spec):
+                    yield "sharding", text
+        except ShardingError as error:
+            yield "sharding", error.summary
 
 
 def _narrowed(dtype: np.dtype) -> bool:
@@ -213,10 +207,9 @@ def _hints(
     leaves: Sequence[StateLeaf],
     cast: bool | str,
     ckpt: Checkpoint,
-    is_opened: bool,
+    given: str,
 ) -> list[str]:
-    """What to type; whether the caller has opened the checkpoint."""
-    given = "ckpt" if is_opened else "reshard.open(path)"
+    """What to type; `given` is what the caller has typed for the checkpoint."""
     kinds = {problem.what for problem in problems}
     api = other_api(problems, any(is_variable(leaf.wrapper) for leaf in leaves))
     rules, opened = renames(problems, ckpt), given
@@ -261,19 +254,12 @@ def _above(problems: Sequence[Mismatch], leaves: Sequence[StateLeaf]) -> tuple[s
     return keys[0], len(tops) > 1
 
 
-def _request(leaf: StateLeaf, target: TargetLeaf, handle: ArrayHandle) -> Request:
+def _request(leaf: StateLeaf, handle: ArrayHandle) -> Request:
     """What to read for a leaf, and where to."""
     sharding = None
     if isinstance(leaf.value, jax.Array | jax.ShapeDtypeStruct) and not _uncommitted(leaf.value):
         sharding = _on_devices(leaf.value.sharding)
-        if target.kind == "key" and isinstance(sharding, jax.sharding.NamedSharding):
-            entries = [*sharding.spec, *[None] * (len(target.shape) - len(sharding.spec)), None]
-            sharding = jax.sharding.NamedSharding(
-                sharding.mesh,
-                jax.sharding.PartitionSpec(*entries),
-                memory_kind=sharding.memory_kind,
-            )
-    dtype = handle.dtype if target.dtype is None else target.dtype
+    dtype = handle.dtype if leaf.target.dtype is None else leaf.target.dtype
     if is_floating(dtype):
         handle = dataclasses.replace(handle, dtype=dtype)
     return Request(handle, dtype, sharding)
@@ -284,11 +270,12 @@ def _uncommitted(value: Any) -> bool:
     return not getattr(value, "committed", True)
 
 
-def _as_target(value: Any, leaf: StateLeaf, target: TargetLeaf) -> Any:
+def _as_target(value: Any, leaf: StateLeaf) -> Any:
     """What was read, as the kind of leaf that the target has."""
-    if target.kind == "key":
-        return _as_keys(value, target.key_impl, _on_devices(leaf.value.sharding))
-    if target.kind in ("int", "float", "bool"):
+    kind = leaf.target.kind
+    if kind == "key":
+        return _as_keys(value, leaf.target.key_impl, _on_devices(leaf.value.sharding))
+    if kind in ("int", "float", "bool"):
         return value.item()
     if isinstance(leaf.value, jax.Array) and _uncommitted(leaf.value):
         with jax.default_device(next(iter(leaf.value.devices()))):
@@ -314,13 +301,11 @@ def _as_keys(data: Any, impl: str | None, sharding: Any) -> Any:
 
 
 def _restore_raw(
-    ckpt: Checkpoint, mesh: Any, budget: int | None, report: Progress, exchange: Exchange | None
+    ckpt: Checkpoint, mesh: Any, read: Callable[[Sequence[Request]], list[Any]]
 ) -> Any:
     """Nested dicts and lists of what was saved, device arrays on a mesh."""
     if isinstance(mesh, jax.sharding.AbstractMesh):
-        raise ShardingError(
-            "an AbstractMesh has no devices to restore to", hints=[Hint(("jax_mesh",))]
-        )
+        raise ShardingError("an AbstractMesh has no devices to restore to", hints=[MESH_HINT])
     ckpt = to_mesh(ckpt, mesh)
     check_names(ckpt.arrays)
     requests, wide = [], []
@@ -338,20 +323,15 @@ def _restore_raw(
             ['jax.config.update("jax_enable_x64", True)'],
         )
     leaves: dict[Path, Any] = dict(ckpt)
-    read = read_arrays(requests, budget, report, exchange)
-    for handle, value in zip(ckpt.arrays, read, strict=True):
+    for handle, value in zip(ckpt.arrays, read(requests), strict=True):
         if handle.key_impl is not None and isinstance(value, jax.Array):
             assert isinstance(handle.sharding, NamedSharding)
             sharding = named_sharding(mesh, handle.sharding.spec[: value.ndim - 1])
             value = _as_keys(value, handle.key_impl, sharding)
         leaves[handle.path] = value.item() if handle.value_type == "scalar" else value
-    return _nested(leaves)
-
-
-def _nested(leaves: dict[Path, Any]) -> Any:
-    """Containers around leaves: a list for positions, a dict for other keys."""
 
     def build(node: Any) -> Any:
+        """A list for positions, a dict for other keys."""
         if not isinstance(node, dict) or not node:  # a dict that is a leaf is empty
             return node
         if all(isinstance(key, int) for key in node):

@@ -7,15 +7,16 @@ shardings in.
 
 import dataclasses
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from reshard.compat import older
 from reshard.errors import ArgumentError, ShardingError
-from reshard.hints import Hint
 from reshard.restore.device_shards import named_sharding
 from reshard.restore.lazy_jax import jax
 from reshard.restore.pytrees import (
+    MESH_HINT,
     State,
     StateLeaf,
     axis_names,
@@ -28,6 +29,7 @@ from reshard.restore.pytrees import (
 )
 from reshard.sharding.annotations import AnnotatedLeaf, Coverage, cover
 from reshard.sharding.mesh import Spec, normalize_spec, parse_mesh, spec_entries
+from reshard.sharding.optimizer_state import below_params
 from reshard.tree import Path, format_path, nearest
 
 
@@ -66,6 +68,9 @@ def target(
       `NamedSharding` on `mesh`: boxes around them, optimizer state sharded as its parameters. An
       NNX module comes back as a new, abstract module.
 
+    Warns:
+      UserWarning: an axis name has no rule, and what is replicated for it; or no rule has a leaf.
+
     Raises:
       ArgumentError: the model is none, or makes none.
       ShardingError: specs that do not fit: all of them, with what `coverage` would list.
@@ -83,15 +88,30 @@ def target(
       >>> tuple(model.layer_0.kernel.sharding.spec)
       (None, 'model')
     """
-    state, found = _covered(model, mesh, rules, specs, semantics, inputs)
+    made, found = target_and_coverage(mesh, model, rules, specs, semantics, inputs)
+    if found.unmatched or not any(found.reached):  # else a rule may be for activations
+        for note in found.notes:
+            warnings.warn(note, stacklevel=2)
+    return made
+
+
+def target_and_coverage(mesh: Any, *arguments: Any) -> tuple[Any, Coverage]:
+    """What `target` and `coverage` return for these; warns of nothing."""
+    state, found = _covered(mesh, *arguments)
     if found.problems:
         raise ShardingError(
             f"the model does not fit the mesh `{found.mesh}`", found.problems, found.hints
         )
-    by_path = {leaf.path: leaf.spec for leaf in found.leaves}
-    return state.unflatten(
-        [_abstract(x, mesh, by_path[x.path]) if x.is_array else x.value for x in state.leaves]
-    )
+    values, specs = [leaf.value for leaf in state.leaves], iter(found.leaves)
+    for number, leaf in enumerate(state.leaves):
+        if leaf.is_array:
+            values[number] = jax.ShapeDtypeStruct(
+                leaf.value.shape,
+                leaf.value.dtype,
+                sharding=named_sharding(mesh, next(specs).spec),
+                weak_type=getattr(leaf.value, "weak_type", False),
+            )
+    return state.unflatten(values), found
 
 
 def coverage(
@@ -119,16 +139,16 @@ def coverage(
       1 array leaves on `data=1,model=8`, 512 B a device: 1 by the given specs
       replicated  0 leaves, 0 B a device
     """
-    return _covered(model, mesh, rules, specs, semantics, inputs)[1]
+    return _covered(mesh, model, rules, specs, semantics, inputs)[1]
 
 
 def _covered(
-    model: Any, mesh: Any, rules: Any, specs: Any, semantics: str | None, inputs: Sequence[Any]
+    mesh: Any, model: Any, rules: Any, specs: Any, semantics: Any = None, inputs: Any = ()
 ) -> tuple[State, Coverage]:
     if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
         raise ShardingError(
             f"a target needs a mesh of JAX's, not {mesh!r}",
-            hints=[Hint(("jax_mesh",)), "jax.sharding.AbstractMesh(...)"],
+            hints=[MESH_HINT, "jax.sharding.AbstractMesh(...)"],
         )
     made = state_of(model, mesh, inputs)
     state = flatten_state(made)
@@ -145,18 +165,17 @@ def _unnoticed(leaves: Sequence[StateLeaf]) -> list[str]:
     """What to do about names of axes that the release of flax that is installed does not know."""
     installed = older("flax", "0.12.4")
     paths = [
-        leaf.path
+        format_path(leaf.path)
         for leaf in leaves
         if installed
         and is_variable(leaf.wrapper)
         and leaf.wrapper.get_metadata().get("out_sharding") is not None
         and axis_names(leaf) is None
     ]
-    if not paths:
-        return []
     return [
-        f"`out_sharding` of {len(paths)} variables, {format_path(paths[0])} the first, needs flax "
-        f"0.12.4 or newer; {installed} is installed, where it is called `sharding`"
+        f"`out_sharding` of {len(paths)} variables, {path} the first, needs flax 0.12.4 or newer; "
+        f"{installed} is installed, where it is called `sharding`"
+        for path in paths[:1]
     ]
 
 
@@ -190,10 +209,7 @@ def _parameters(state: Any, leaves: Sequence[StateLeaf]) -> set[Path]:
         kinds = (nnx.OptState, nnx.RngState)
         found = {leaf.path for leaf in held if not isinstance(leaf.wrapper, kinds)}
     rest = [leaf.path for leaf in leaves if not is_variable(leaf.wrapper)]
-    named = [path.index("params") for path in rest if "params" in path]
-    if named:
-        depth = min(named)
-        found |= {path for path in rest if path[depth : depth + 1] == ("params",)}
+    found |= below_params(rest)
     if found:
         return found
 
@@ -229,18 +245,18 @@ def _spec_tree(specs: Any, paths: set[Path]) -> dict[Path, Spec]:
 
 def _annotated(leaf: StateLeaf, spec: Spec | None, parameter: bool) -> AnnotatedLeaf:
     """What is known of a leaf; `spec` takes the place of the names of its axes, if there is one."""
-    wrapper, linen = leaf.wrapper, imported("flax.linen")
-    kind = "mesh"
-    if is_variable(wrapper):
-        kind = "nnx"
-    elif linen is not None and isinstance(wrapper, linen.LogicallyPartitioned):
-        kind = "logical"
+    linen, variable = imported("flax.linen"), is_variable(leaf.wrapper)
     names = axis_names(leaf) if spec is None else spec_entries(spec)
-    if not all(_is_name(name) for name in names or ()):
-        raise ShardingError(
-            f"{format_path(leaf.path)}: the names of its axes are {names!r}",
-            hints=["the name of an axis is text, None, or a tuple of mesh axes"],
-        )
+    for name in names or ():
+        axes = name if isinstance(name, tuple) else () if name is None else (name,)
+        if not all(isinstance(axis, str) for axis in axes):
+            raise ShardingError(
+                f"{format_path(leaf.path)}: the names of its axes are {names!r}",
+                hints=["the name of an axis is text, None, or a tuple of mesh axes"],
+            )
+    kind = "nnx" if variable else "mesh"
+    if linen is not None and isinstance(leaf.wrapper, linen.LogicallyPartitioned):
+        kind = "logical"
     sharding = getattr(leaf.value, "sharding", None)
     named = isinstance(sharding, jax.sharding.NamedSharding)
     return AnnotatedLeaf(
@@ -252,22 +268,7 @@ def _annotated(leaf: StateLeaf, spec: Spec | None, parameter: bool) -> Annotated
         own_rules=own_rules(leaf),
         saved=normalize_spec(sharding.spec) if named else None,
         parameter=parameter,
-        variable=is_variable(wrapper),
-    )
-
-
-def _is_name(name: Any) -> bool:
-    if isinstance(name, tuple):
-        return all(isinstance(axis, str) for axis in name)
-    return name is None or isinstance(name, str)
-
-
-def _abstract(leaf: StateLeaf, mesh: Any, spec: Spec) -> Any:
-    return jax.ShapeDtypeStruct(
-        leaf.value.shape,
-        leaf.value.dtype,
-        sharding=named_sharding(mesh, spec),
-        weak_type=getattr(leaf.value, "weak_type", False),
+        variable=variable,
     )
 
 
@@ -285,14 +286,17 @@ def maker(model: Any, inputs: Sequence[Any] = ()) -> Callable[..., Any] | None:
         if not inputs:
             raise ArgumentError(
                 f"the Linen module {type(model).__name__} has no variables without inputs",
-                hints=[Hint(("model_inputs",)), "or a callable that returns variables"],
+                hints=[
+                    "reshard.target(model, inputs=(x,), mesh=mesh)",
+                    "or a callable that returns variables",
+                ],
             )
         return lambda *args: model.init(jax.random.key(0), *args)
     if nnx is not None and isinstance(model, type) and issubclass(model, nnx.Pytree) and not inputs:
         parameter = inspect.signature(model.__init__).parameters.get("rngs")
         if parameter is not None and parameter.default is inspect.Parameter.empty:
             constructor: Any = model
-            _check_call(model, (), {"rngs": None})
+            _check_call(model, (), "rngs")
             return lambda: constructor(rngs=nnx.Rngs(0))
     if callable(model) and not is_module(model):
         _check_call(model, inputs)
@@ -302,9 +306,7 @@ def maker(model: Any, inputs: Sequence[Any] = ()) -> Callable[..., Any] | None:
     return None
 
 
-def _check_call(
-    function: Callable[..., Any], inputs: Sequence[Any], keywords: Mapping[str, Any] | None = None
-) -> None:
+def _check_call(function: Callable[..., Any], inputs: Sequence[Any], *keywords: str) -> None:
     """Raises ArgumentError if a function does not take these arguments."""
     # What a class is called with is said by its constructor: Flax's metaclasses take anything.
     called: Any = function.__init__ if isinstance(function, type) else function
@@ -314,11 +316,11 @@ def _check_call(
     except (TypeError, ValueError):  # one of C's, perhaps, which tells nothing
         return
     try:
-        signature.bind(*inputs, **(keywords or {}))
+        signature.bind(*inputs, **dict.fromkeys(keywords))
     except TypeError as error:
         name = getattr(function, "__name__", type(function).__name__)
         given = [f"{len(inputs)} inputs"] if inputs and called is function else []
-        given += [f"`{key}=`" for key in keywords or {}]
+        given += [f"`{key}=`" for key in keywords]
         raise ArgumentError(
             f"`{name}` cannot be called with {' and '.join(given) or 'nothing'}: {error}",
             hints=[f"a function that does: `def make(): return {name}(...)`"],
@@ -337,17 +339,15 @@ def _evaluated(function: Any, inputs: Sequence[Any], mesh: Any) -> Any:
     from flax import nnx
 
     leaves, treedef = jax.tree.flatten(tuple(inputs))
-    traced = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+    is_traced = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+    traced = {number: leaf for number, leaf in enumerate(leaves) if is_traced[number]}
 
-    def call(*arrays: Any) -> Any:
-        rest = iter(arrays)
-        mixed = [next(rest) if trace else x for x, trace in zip(leaves, traced, strict=True)]
-        made = function(*treedef.unflatten(mixed))
+    def call(arrays: dict[int, Any]) -> Any:
+        given = [arrays.get(number, leaf) for number, leaf in enumerate(leaves)]
+        made = function(*treedef.unflatten(given))
         _check_made(function, made)
         return made
 
-    arrays = [leaf for leaf, trace in zip(leaves, traced, strict=True) if trace]
-    eager = nnx.using_eager_sharding()
     contexts = [jax.sharding.AbstractMesh((), ())]
     if mesh is not None:
         given = mesh if isinstance(mesh, jax.sharding.AbstractMesh) else mesh.abstract_mesh
@@ -358,15 +358,20 @@ def _evaluated(function: Any, inputs: Sequence[Any], mesh: Any) -> Any:
         for context in contexts:
             try:
                 with jax.sharding.use_abstract_mesh(context):
-                    made = nnx.eval_shape(call, *arrays)
+                    made = nnx.eval_shape(call, traced)
                 break
             except Exception as error:  # anything: it is the user's code
                 first = first or error
         else:
             assert first is not None
             raise first
-    if eager:
-        _restore_eager_sharding(made)
+    # Variables note whether they were made with eager sharding, and compare by it.
+    eager = nnx.using_eager_sharding()
+    for leaf in jax.tree.leaves(made, is_leaf=lambda x: isinstance(x, nnx.Variable | nnx.Pytree)):
+        nodes = nnx.iter_graph(leaf) if isinstance(leaf, nnx.Pytree) else [((), leaf)]
+        for _, node in nodes:
+            if eager and isinstance(node, nnx.Variable):
+                node.set_metadata(eager_sharding=True)
     return made
 
 
@@ -385,17 +390,3 @@ def _check_made(function: Callable[..., Any], made: Any) -> None:
         )
     if made is None:
         raise ArgumentError(f"`{name}` returned None")
-
-
-def _restore_eager_sharding(made: Any) -> None:
-    """Variables note whether they were made with eager sharding, and compare by it: the note is
-    set to what it would have been."""
-    from flax import nnx
-
-    for leaf in jax.tree.leaves(made, is_leaf=lambda x: isinstance(x, nnx.Variable | nnx.Pytree)):
-        if isinstance(leaf, nnx.Variable):
-            leaf.set_metadata(eager_sharding=True)
-        elif isinstance(leaf, nnx.Pytree):
-            for _, node in nnx.iter_graph(leaf):
-                if isinstance(node, nnx.Variable):
-                    node.set_metadata(eager_sharding=True)

@@ -8,7 +8,6 @@ from reshard import transforms
 from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Checkpoint
 from reshard.errors import ShardingError
-from reshard.hints import Hint
 from reshard.restore.matching import (
     Mismatch,
     TargetLeaf,
@@ -17,9 +16,9 @@ from reshard.restore.matching import (
     other_api,
     renames,
 )
-from reshard.restore.pytrees import check_state, flatten_state, is_variable, target_leaf
+from reshard.restore.pytrees import check_state, flatten_state, is_variable
 from reshard.sharding.mesh import Mesh, Spec, normalize_spec, parse_mesh
-from reshard.tree import Path, format_path
+from reshard.tree import Path, as_python, format_path, natural
 
 
 def to_mesh(
@@ -34,7 +33,7 @@ def to_mesh(
 
     The saved spec is projected by axis name. Arrays saved from a single device become replicated,
     and a note says which. Host values stay on the host: Python scalars always, numpy arrays
-    unless a spec of `specs` matches them.
+    unless a spec of `specs` matches them, and those of 64 bits unless one matches them alone.
 
     Args:
       mesh: any form that `reshard.sharding.mesh.parse_mesh` takes; no devices are needed.
@@ -47,7 +46,7 @@ def to_mesh(
     Raises:
       ShardingError: every leaf whose spec does not fit, with what to type for each.
       TreeMismatchError: every leaf in which the checkpoint and `target` differ.
-      ArgumentError: the target is a class or a function.
+      ArgumentError: the target is a class, a function or a text.
 
     Example:
       >>> ckpt = reshard.to_mesh(reshard.open("run/1000"), "data=1,model=8", {"bias$": ""})
@@ -66,11 +65,11 @@ def target_specs(ckpt: Checkpoint, mesh: Mesh, target: Any) -> dict[Path, Spec]:
     TreeMismatchError if their leaves differ, ShardingError if the target is on another mesh."""
     check_state(target)
     leaves = flatten_state(target).leaves
-    targets = [target_leaf(leaf) for leaf in leaves]
+    targets = [leaf.target for leaf in leaves]
     found, problems = match(targets, ckpt)
     if problems:
         api = other_api(problems, any(is_variable(leaf.wrapper) for leaf in leaves))
-        hints = [Hint((f"as_{api}",))] if api else _match_hints(problems, targets, ckpt)
+        hints = [f"reshard.to_{api}(path, model)"] if api else _match_hints(problems, targets, ckpt)
         raise mismatch_error(f"`{ckpt.source.root}`", problems, hints)
     parsed = functools.cache(parse_mesh)
     specs: dict[Path, Spec] = {}
@@ -79,7 +78,7 @@ def target_specs(ckpt: Checkpoint, mesh: Mesh, target: Any) -> dict[Path, Spec]:
         handle = None if path is None else ckpt[path]
         if not isinstance(handle, ArrayHandle) or not hasattr(sharding, "spec"):
             continue
-        if parsed(sharding.mesh).shape != mesh.shape:
+        if parsed(sharding.mesh).split_axes != mesh.split_axes:
             raise ShardingError(
                 f"the target is on `{parsed(sharding.mesh)}`, not on `{mesh}`",
                 hints=["build it with `reshard.target(model, mesh=...)` for the same mesh"],
@@ -91,18 +90,20 @@ def target_specs(ckpt: Checkpoint, mesh: Mesh, target: Any) -> dict[Path, Spec]:
 
 def _match_hints(
     problems: Sequence[Mismatch], targets: Sequence[TargetLeaf], ckpt: Checkpoint
-) -> list[Hint]:
+) -> list[str]:
     """What to type to give a checkpoint the leaves of a target."""
-    hints = [Hint(("rename", old, new)) for old, new in renames(problems, ckpt)]
-    unexpected = [problem.path for problem in problems if problem.what == "unexpected"]
+    hints = [
+        f"reshard.rename(ckpt, {as_python([(old, new)])})" for old, new in renames(problems, ckpt)
+    ]
+    unexpected = (problem.path for problem in problems if problem.what == "unexpected")
     missing = any(problem.what == "missing" for problem in problems)
     used = {tuple(map(str, w.path[:end])) for w in targets for end in range(len(w.path) + 1)}
-    for path in unexpected:
+    for path in sorted(unexpected, key=natural):
         ends = range(1, len(path))
         top = next((e for e in ends if tuple(map(str, path[:e])) not in used), len(path))
         pattern = format_path(path[:top]) + ("/**" if top < len(path) else "")
         if pattern != "params/**" or not missing:  # else the model itself, by other names
-            hints.append(Hint(("select_drop", pattern)))
+            hints.append(f"reshard.select(ckpt, drop={as_python([pattern])})")
     if any(problem.what == "dtype" for problem in problems):
-        hints.append(Hint(("cast",), " casts"))
+        hints.append("reshard.cast(ckpt, ..., ...) casts")
     return hints

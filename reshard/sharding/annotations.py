@@ -9,18 +9,19 @@ is replicated, and `Coverage` says so.
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from reshard.errors import check_choice
-from reshard.hints import Hint
 from reshard.sharding.mesh import Mesh, Spec, format_spec, spec_problems
 from reshard.sharding.optimizer_state import Parameters, matching_part
 from reshard.sharding.rules import SEMANTICS, Names, Rule, match_specs, parse_rules, resolve_names
-from reshard.tree import Path, format_path
-from reshard.units import format_bytes
+from reshard.tree import Path, as_python, format_path
+from reshard.units import count_leaves, format_bytes
 
 # Leaves that a printed coverage lists of each kind.
 _SHOWN = 10
@@ -106,6 +107,29 @@ class Coverage:
         return tuple(map(tuple, paths))
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Names without a rule and rules without a leaf, with the bytes that are replicated."""
+        if self.mesh.size == 1 or not self.rules:
+            return ()
+        notes, rules = [], [name for name, _ in self.rules]
+        for name in self.unmatched:
+            by_name = (leaf for leaf in self.leaves if leaf.source in ("names", "optimizer"))
+            held = [leaf.device_bytes for leaf in by_name if name in (leaf.names or ())]
+            close = get_close_matches(name, rules, 1)
+            near = "".join(f"; the nearest rule is `{rule}`" for rule in close)
+            notes.append(
+                f"no rule has the axis name `{name}`{near}. Leaves replicated along this axis: "
+                f"{len(held)}, {format_bytes(sum(held))} a device"
+            )
+        names = {name for leaf in self.leaves for name in leaf.names or ()}
+        unused = [f"`{name}`" for name, axes in self.rules if axes and name not in names]
+        if unused:
+            listed, nbytes = ", ".join(dict.fromkeys(unused)), format_bytes(self.replicated_bytes)
+            none = f"no leaf has the axis name of these rules: {listed}"
+            notes.append(f"{none}. Replicated in all: {nbytes} a device")
+        return tuple(notes)
+
+    @property
     def replicated(self) -> tuple[LeafCoverage, ...]:
         """Leaves that every device holds in full, largest first."""
         found = [leaf for leaf in self.leaves if leaf.replicated]
@@ -135,23 +159,23 @@ class Coverage:
             "unmatched": {name: [*map(format_path, p)] for name, p in self.unmatched.items()},
             "problems": list(self.problems),
             "hints": list(self.hints),
-            "leaves": [self._leaf_document(leaf) for leaf in self.leaves],
-        }
-
-    def _leaf_document(self, leaf: LeafCoverage) -> dict[str, Any]:
-        parts = math.prod(self.mesh.shape.get(axis, 1) for axes in leaf.spec for axis in axes)
-        fits = not spec_problems(leaf.shape, self.mesh, leaf.spec)
-        return {
-            "path": format_path(leaf.path),
-            "keys": list(leaf.path),
-            "shape": list(leaf.shape),
-            "bytes": leaf.device_bytes * parts if fits else None,
-            "mesh": self.mesh.shape,
-            "spec": [list(axes) for axes in leaf.spec],
-            "names": leaf.names and list(leaf.names),
-            "source": leaf.source,
-            "device_bytes": leaf.device_bytes,
-            "replicated": leaf.replicated,
+            "leaves": [
+                {
+                    "path": format_path(leaf.path),
+                    "keys": list(leaf.path),
+                    "shape": list(leaf.shape),
+                    "bytes": None
+                    if spec_problems(leaf.shape, self.mesh, leaf.spec)
+                    else leaf.device_bytes * _parts(self.mesh, leaf.spec),
+                    "mesh": self.mesh.shape,
+                    "spec": [list(axes) for axes in leaf.spec],
+                    "names": leaf.names and list(leaf.names),
+                    "source": leaf.source,
+                    "device_bytes": leaf.device_bytes,
+                    "replicated": leaf.replicated,
+                }
+                for leaf in self.leaves
+            ],
         }
 
     def _repr_html_(self) -> str:
@@ -175,15 +199,12 @@ class Coverage:
         for (name, axes), paths in zip(self.rules, self.reached, strict=True):
             to = ", ".join(axes) or "replicated"
             first = f", {format_path(paths[0])} the first" if paths else ""
-            lines.append(f"rule        {name} -> {to}: {len(paths)} leaves{first}")
+            lines.append(f"rule        {name} -> {to}: {count_leaves(len(paths))}{first}")
         for name, paths in self.unmatched.items():
-            lines.append(
-                f"no rule     {name}: {len(paths)} leaves, {format_path(paths[0])} the first"
-            )
-        lines.append(
-            f"replicated  {len(self.replicated)} leaves, {format_bytes(self.replicated_bytes)} a "
-            "device"
-        )
+            count = count_leaves(len(paths))
+            lines.append(f"no rule     {name}: {count}, {format_path(paths[0])} the first")
+        count, size = count_leaves(len(self.replicated)), format_bytes(self.replicated_bytes)
+        lines.append(f"replicated  {count}, {size} a device")
         for leaf in self.replicated[:_SHOWN]:
             text = f"{format_path(leaf.path)}  {list(leaf.shape)}"
             lines.append(f"            {format_bytes(leaf.device_bytes)}  {text}")
@@ -208,8 +229,8 @@ def cover(
         not fit the mesh is not raised: it is in `Coverage.problems`.
     """
     check_choice("semantics", semantics, (None, *SEMANTICS))
-    variables = {leaf.path for leaf in leaves if leaf.variable}
-    matched = match_specs([leaf.path for leaf in leaves], specs, variables)
+    paths = [leaf.path for leaf in leaves]
+    matched = match_specs(paths, specs, {leaf.path for leaf in leaves if leaf.variable})
     return _Cover(leaves, mesh, rules, semantics).run(matched)
 
 
@@ -220,46 +241,40 @@ class _Cover:
         self, leaves: Sequence[AnnotatedLeaf], mesh: Mesh, rules: Any, semantics: str | None
     ):
         names = (n for leaf in leaves for n in leaf.names or () if isinstance(n, str))
-        self.leaves = leaves
+        self.leaves = {leaf.path: leaf for leaf in leaves}
         self.mesh = mesh
         self.without_rules = rules is None
         self.rules = () if rules is None else parse_rules(rules, dict.fromkeys(names))
         self.semantics = semantics
         self.unmatched: dict[str, list[Path]] = {}
-        self.problems: list[str] = []
+        self.problems: dict[Path, list[str]] = {path: [] for path in self.leaves}
         self.hints: list[str] = []
-        self.parsed: dict[int, tuple[Rule, ...]] = {}
 
     def run(self, matched: Mapping[Path, Spec]) -> Coverage:
         """Parameters first: optimizer state needs their specs."""
-        by_path = {leaf.path: leaf for leaf in self.leaves}
-        marked = {leaf.path for leaf in self.leaves if leaf.parameter}
-        others = [path for path in by_path if path not in marked]
-        parameters = Parameters((path for path in by_path if path in marked), others)
+        others = [path for path, leaf in self.leaves.items() if not leaf.parameter]
+        marked = [path for path, leaf in self.leaves.items() if leaf.parameter]
+        parameters = Parameters(marked, others)
         done: dict[Path, LeafCoverage] = {}
-        problems: dict[Path, list[str]] = {}
-        for leaf in sorted(self.leaves, key=lambda leaf: leaf.path not in marked):
-            self.problems = problems[leaf.path] = []
-            spec, source, used = matched.get(leaf.path), "specs", ()
-            if spec is None and leaf.path not in marked:
-                found = [done[path] for path in parameters.followed_by(leaf.path)]
-                owner = self._owner(leaf, found)
-                if owner is not None and self._is_as(leaf, by_path[owner.path]):
+        for path in (*marked, *others):
+            leaf, spec, source, used = self.leaves[path], matched.get(path), "specs", ()
+            if spec is None and not leaf.parameter:
+                owner = self._owner(leaf, [done[at] for at in parameters.followed_by(path)])
+                if owner is not None and self._is_as(leaf, self.leaves[owner.path]):
                     spec, source = self._follow(leaf, owner), "optimizer"
                     used = owner.rules if spec else ()
             if spec is None and leaf.names is not None:
-                spec, used = self._by_names(leaf)
+                spec, used = self._by_names(leaf, leaf.names)
                 source = "names"
             if spec is None:
                 spec, source = (leaf.saved, "sharding") if leaf.saved is not None else ((), "none")
-            done[leaf.path] = self._covered(leaf, spec, source, used)
-        in_order = [text for leaf in self.leaves for text in problems[leaf.path]]
+            done[path] = self._covered(leaf, spec, source, used)
         return Coverage(
             self.mesh,
             self.rules,
-            tuple(done[leaf.path] for leaf in self.leaves),
+            tuple(done[path] for path in self.leaves),
             {name: tuple(paths) for name, paths in self.unmatched.items()},
-            tuple(dict.fromkeys(in_order)),
+            tuple(dict.fromkeys(itertools.chain(*self.problems.values()))),
             tuple(dict.fromkeys(self.hints)),
         )
 
@@ -282,70 +297,54 @@ class _Cover:
 
     def _ambiguous(self, leaf: AnnotatedLeaf, text: str) -> None:
         where = format_path(leaf.path)
-        self.problems.append(f"{where}  {list(leaf.shape)}: {text}")
-        regex = f"^{re.escape(where)}$"
-        self.hints.append(Hint(("split", regex), " says how to split it"))
+        self.problems[leaf.path].append(f"{where}  {list(leaf.shape)}: {text}")
+        regex = as_python(f"^{re.escape(where)}$")
+        self.hints.append(f"specs=[({regex}, P(...))] says how to split it")
 
-    def _follow(self, leaf: AnnotatedLeaf, owner: LeafCoverage) -> Spec | None:
+    def _follow(self, leaf: AnnotatedLeaf, owner: LeafCoverage) -> Spec:
         spec = owner.spec
         part = matching_part(leaf.path, leaf.shape, owner.shape, spec)
         if not isinstance(part, str):
             return part
-        if leaf.names is None and leaf.saved is None and not any(spec):
-            return ()
-        self._ambiguous(
-            leaf,
-            f"it belongs to {format_path(owner.path)}, which is {format_spec(spec)}, and {part}",
-        )
+        if leaf.names is not None or leaf.saved is not None or any(spec):
+            of = f"it belongs to {format_path(owner.path)}, which is {format_spec(spec)}"
+            self._ambiguous(leaf, f"{of}, and {part}")
         return ()
 
-    def _by_names(self, leaf: AnnotatedLeaf) -> tuple[Spec, tuple[int, ...]]:
-        names = leaf.names or ()
+    def _by_names(self, leaf: AnnotatedLeaf, names: Names) -> tuple[Spec, tuple[int, ...]]:
         semantics = self.semantics or ("nnx" if leaf.kind == "nnx" else "linen")
         passes = leaf.kind == "mesh" or semantics == "nnx"
-        rules = self._rules_for(leaf)
-        text = format_path(leaf.path)
-        if semantics == "linen":
-            strings = [name for name in names if isinstance(name, str)]
-            for name in dict.fromkeys(n for n in strings if strings.count(n) > 1):
-                if name in {known for known, _ in rules} or not passes:
-                    self.problems.append(f"{text}: its names {names} have '{name}' twice")
+        rules = self.rules
+        if leaf.own_rules:  # for names that the caller's rules lack
+            known = {name for name, _ in rules}
+            rules += tuple(rule for rule in parse_rules(leaf.own_rules, ()) if rule[0] not in known)
         found = resolve_names(names, rules, semantics, passes)
+        text, problems = format_path(leaf.path), self.problems[leaf.path]
+        if semantics == "linen":
+            for name, count in collections.Counter(names).items():
+                ruled = not passes or name in {known for known, _ in rules}
+                if count > 1 and isinstance(name, str) and ruled:
+                    problems.append(f"{text}: its names {names} have '{name}' twice")
         for name in found.unmatched:
-            if passes and name in self.mesh.axis_names:
-                continue
+            whole = as_python((name, None))
+            if name in self.mesh.axis_names:
+                if passes:
+                    continue
+                problems.append(
+                    f"{text}: no rule has the logical name '{name}', which is also an axis of "
+                    f"`{self.mesh}`"
+                )
+                split = as_python((name, name))
+                self.hints.append(f"the rule {split} splits over it, {whole} replicates")
+            elif passes:
+                near = get_close_matches(name, [rule for rule, _ in self.rules], 1)
+                says = "".join(f"; the nearest rule is `{rule}`" for rule in near)
+                self.hints.append(f"the rule {whole} replicates what is named '{name}'{says}")
+            elif self.without_rules and leaf.own_rules is None:
+                problems.append(f"{text}: its axes have logical names {names}, and no rules")
+                self.hints.append('rules=[("embed", "data"), ...] gives them, rules=[] replicates')
             self.unmatched.setdefault(name, []).append(leaf.path)
-            self._check_unmatched(leaf, name, passes)
-        used = tuple(position for position in found.used if position < len(self.rules))
-        return found.spec, used
-
-    def _check_unmatched(self, leaf: AnnotatedLeaf, name: str, passes: bool) -> None:
-        text, names = format_path(leaf.path), leaf.names
-        if name in self.mesh.axis_names:
-            self.problems.append(
-                f"{text}: no rule has the logical name '{name}', which is also an axis of "
-                f"`{self.mesh}`"
-            )
-            split, whole = ("rule", name, name), ("replicate", name)
-            self.hints.append(Hint("the rule ", split, " splits over it, ", whole, " replicates"))
-        elif not passes and self.without_rules and leaf.own_rules is None:
-            self.problems.append(f"{text}: its axes have logical names {names}, and no rules")
-            given, none = ("rules",), ("no_rules",)
-            self.hints.append(Hint(given, " gives them, ", none, " replicates"))
-        elif passes:
-            whole = ("replicate", name)
-            self.hints.append(Hint("the rule ", whole, f" replicates what is named '{name}'"))
-
-    def _rules_for(self, leaf: AnnotatedLeaf) -> tuple[Rule, ...]:
-        """The caller's rules, and behind them those of the annotation for other names."""
-        if not leaf.own_rules:
-            return self.rules
-        if id(leaf.own_rules) not in self.parsed:
-            known = {name for name, _ in self.rules}
-            own = parse_rules(leaf.own_rules, ())
-            others = (rule for rule in own if rule[0] not in known)
-            self.parsed[id(leaf.own_rules)] = (*self.rules, *others)
-        return self.parsed[id(leaf.own_rules)]
+        return found.spec, tuple(place for place in found.used if place < len(self.rules))
 
     def _covered(
         self, leaf: AnnotatedLeaf, spec: Spec, source: str, used: tuple[int, ...]
@@ -354,9 +353,8 @@ class _Cover:
         text = f"{format_path(leaf.path)}  {list(leaf.shape)}"
         if leaf.names is not None and source == "names":
             text += f" {leaf.names}"
-        self.problems += [f"{text}: {problem}" for problem in found]
-        sizes = self.mesh.shape
-        parts = math.prod(sizes.get(axis, 1) for entry in spec for axis in entry)
+        self.problems[leaf.path] += [f"{text}: {problem}" for problem in found]
+        parts = _parts(self.mesh, spec)
         nbytes = math.prod(leaf.shape) * leaf.itemsize
         return LeafCoverage(
             path=leaf.path,
@@ -368,3 +366,8 @@ class _Cover:
             device_bytes=nbytes // parts,
             replicated=parts == 1 and self.mesh.size > 1,
         )
+
+
+def _parts(mesh: Mesh, spec: Spec) -> int:
+    """In how many parts a spec divides an array."""
+    return math.prod(mesh.shape.get(axis, 1) for entry in spec for axis in entry)

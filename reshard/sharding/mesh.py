@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from reshard.errors import ShardingError
+from reshard.tree import natural
 
 Shape = tuple[int, ...]
 Spec = tuple[tuple[str, ...], ...]
@@ -48,6 +49,11 @@ class Mesh:
     def shape(self) -> dict[str, int]:
         """Axis name -> devices along it."""
         return dict(zip(self.axis_names, self.axis_sizes, strict=True))
+
+    @property
+    def split_axes(self) -> dict[str, int]:
+        """The axes that something may be split over: those larger than 1."""
+        return {name: size for name, size in self.shape.items() if size > 1}
 
     def __str__(self) -> str:
         pairs = zip(self.axis_names, self.axis_sizes, strict=True)
@@ -84,23 +90,27 @@ def parse_mesh(mesh: Any, saved: Iterable[Mesh] = ()) -> Mesh:
     Args:
       mesh: a `jax.sharding.Mesh` or `AbstractMesh`, a `Mesh`, a dict `{"data": 1, "model": 8}`, a
         string `"data=1,model=8"`, or the short form `"1x8"`.
-      saved: the checkpoint's own meshes, from which the short form takes its axis names.
+      saved: the checkpoint's own meshes. The short form takes its axis names from them: of all
+        axes, or of those that are larger than 1. Text and dicts keep the axes of size 1 that they
+        do not name.
 
     Raises:
       ShardingError: it is none of these, or the short form has no axis names to take.
     """
     if isinstance(mesh, Mesh):
         return _checked(mesh)
+    saved = list(saved)
     if isinstance(mesh, str):
         mesh = mesh.strip()
         if re.fullmatch(r"\d+(x\d+)*", mesh):
-            return _short_form(mesh, list(saved))
-        return _checked(_long_form(mesh))
+            return _short_form(mesh, saved)
+        return _with_unnamed(_checked(_long_form(mesh)), saved)
     if isinstance(mesh, Mapping):
         sizes = tuple(mesh.values())
         whole = all(isinstance(s, numbers.Integral) and not isinstance(s, bool) for s in sizes)
         if whole and all(isinstance(name, str) for name in mesh):
-            return _checked(Mesh(tuple(mesh), tuple(map(int, sizes))))
+            sizes = tuple(map(int, sizes))
+            return _with_unnamed(_checked(Mesh(tuple(mesh), sizes)), saved)
     elif hasattr(mesh, "axis_names") and hasattr(mesh, "axis_sizes"):
         return _checked(_from_jax(mesh))
     raise ShardingError(
@@ -132,25 +142,42 @@ def _long_form(text: str) -> Mesh:
     return Mesh(tuple(n.strip() for n, _, _ in pairs), tuple(int(s) for _, _, s in pairs))
 
 
-def _short_form(text: str, saved: list[Mesh]) -> Mesh:
-    sizes = tuple(map(int, text.split("x")))
-    names = {mesh.axis_names for mesh in saved}
-    if len(names) == 1 and len(next(iter(names))) == len(sizes):
-        return _checked(Mesh(next(iter(names)), sizes))
-    if not names:
-        reason = "and none was saved"
-    elif len(names) > 1:
-        reason = "and they do not agree on them"
-    else:
-        reason = f"which have {len(next(iter(names)))}, not {len(sizes)}"
-    known = next(iter(names)) if len(names) == 1 else ()
-    filled = dict(zip(known, (1,) * max(len(known) - len(sizes), 0) + sizes, strict=False))
-    filled |= {f"axis{i}": size for i, size in enumerate(sizes) if i >= len(known)}
+def _short_form(text: str, saved: Sequence[Mesh]) -> Mesh:
+    sizes, every = tuple(map(int, text.split("x"))), largest_sizes(saved)
+    names = list(dict.fromkeys(mesh.axis_names for mesh in saved))
+    filled, left = [], 0
+    for each in names or [()]:
+        larger = tuple(name for name in each if every[name] > 1)
+        axes = larger if len(larger) >= len(sizes) else each
+        left = len(sizes) - len(axes)
+        axes = axes[-len(sizes) :] + tuple(f"axis{i}" for i in range(len(axes), len(sizes)))
+        axes = dict.fromkeys(every, 1) | dict(zip(axes, sizes, strict=True))
+        filled.append(Mesh(tuple(axes), tuple(axes.values())))
+    if len(names) == 1 and not left:
+        return _checked(filled[0])
+    reason = f"which have {len(every)}, not {len(sizes)}"
+    if len(names) != 1:
+        reason = "and they do not agree on them" if names else "and none was saved"
     raise ShardingError(
         f"`{text}` takes its axis names from the saved meshes, {reason}",
-        sorted({str(mesh) for mesh in saved}),
-        [f"write the axes out: `{','.join(f'{n}={s}' for n, s in filled.items())}`"],
+        sorted({str(mesh) for mesh in saved}, key=lambda mesh: natural((mesh,))),
+        [f"write the axes out: `{mesh}`" for mesh in filled],
     )
+
+
+def _with_unnamed(mesh: Mesh, saved: Sequence[Mesh]) -> Mesh:
+    """`mesh` with the axes of size 1 of the saved meshes that it does not name: they stay 1."""
+    sizes = largest_sizes(saved).items()
+    unnamed = tuple(name for name, size in sizes if size == 1 and name not in mesh.axis_names)
+    return Mesh(unnamed + mesh.axis_names, (1,) * len(unnamed) + mesh.axis_sizes)
+
+
+def largest_sizes(meshes: Iterable[Mesh]) -> dict[str, int]:
+    """Axis name -> devices along it, the most of all meshes."""
+    sizes: dict[str, int] = {}
+    for name, size in (each for mesh in meshes for each in mesh.shape.items()):
+        sizes[name] = max(size, sizes.get(name, 1))
+    return sizes
 
 
 def _checked(mesh: Mesh) -> Mesh:
@@ -169,37 +196,35 @@ def normalize_spec(spec: Any) -> Spec:
 
     Accepts a `jax.sharding.PartitionSpec`, a sequence of `None`, names and sequences of names, or
     text: axes of each dimension separated by `,`, several axes of one dimension joined by `+`,
-    nothing or `None` for an unsharded dimension (`"data,model"`, `"data+model,"`, `""`).
+    nothing or `None` for an unsharded dimension (`"data,model"`, `"data+model,"`, `""`), or as it
+    is printed (`"P(None, 'model')"`, `"PartitionSpec(None, 'model')"`).
     """
     if isinstance(spec, str):
-        if not spec.strip():
+        spec = spec.strip()
+        if not spec:
             return ()
-        if spec.startswith("P(") and spec.endswith(")"):
+        if spec.startswith(("P(", "PartitionSpec(")) and spec.endswith(")"):
             return normalize_spec(_literal(spec))
         dims = [part.strip() for part in spec.split(",")]
         return tuple(
             tuple(a.strip() for a in dim.split("+")) if dim not in ("", "None") else ()
             for dim in dims
         )
-    result = []
     if spec is not None and not isinstance(spec, Iterable):
         raise ShardingError(f"not a partition spec: {spec!r}")
-    for entry in () if spec is None else spec:
-        if entry is None:
-            result.append(())
-        elif isinstance(entry, str):
-            result.append((entry,))
-        elif isinstance(entry, Sequence) and all(isinstance(axis, str) for axis in entry):
-            result.append(tuple(entry))
-        else:
+    result = []
+    for entry in spec or ():
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        if not isinstance(axes, Sequence) or not all(isinstance(axis, str) for axis in axes):
             raise ShardingError(f"not a partition spec: {spec!r}")
+        result.append(tuple(axes))
     return tuple(result)
 
 
 def _literal(text: str) -> tuple[Any, ...]:
     """`P(None, 'model')`, as specs are printed."""
     try:
-        inside = text[2:-1].strip()
+        inside = text[text.index("(") + 1 : -1].strip()
         return ast.literal_eval(f"({inside},)") if inside else ()
     except (ValueError, SyntaxError) as error:
         raise ShardingError(f"not a partition spec: {text}") from error
@@ -289,12 +314,12 @@ def shard_owners(shape: Sequence[int], sharding: NamedSharding) -> dict[tuple[in
     """
     mesh = sharding.mesh
     ids = mesh.device_ids or range(mesh.size)
+    spec = sharding.spec + ((),) * (len(shape) - len(sharding.spec))
     owners: dict[tuple[int, ...], list[int]] = {}
     for device, places in zip(ids, itertools.product(*map(range, mesh.axis_sizes)), strict=True):
-        position = dict(zip(mesh.axis_names, places, strict=True))
-        index = [0] * len(shape)
-        for dim, entry in enumerate(sharding.spec):
-            for axis in entry:
-                index[dim] = index[dim] * mesh.shape[axis] + position[axis]
+        index = [0] * len(spec)
+        for dim, axis in ((dim, axis) for dim, entry in enumerate(spec) for axis in entry):
+            place = places[mesh.axis_names.index(axis)]
+            index[dim] = index[dim] * mesh.shape[axis] + place
         owners.setdefault(tuple(index), []).append(device)
     return owners

@@ -7,13 +7,19 @@ path it ends with: `opt_state/0/mu/Dense_0/kernel` to `params/Dense_0/kernel`.
 
 import collections
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from reshard.sharding.mesh import Shape, Spec
 from reshard.tree import Path
 
 # Among more parameters than this that a leaf may belong to, none is looked for.
 _MAX_OWNERS = 8
+
+
+def below_params(paths: Collection[Path], name: str = "params") -> set[Path]:
+    """The paths below the key `name` closest to the root."""
+    depth = min((path.index(name) for path in paths if name in path), default=-1)
+    return {path for path in paths if depth >= 0 and path[depth : depth + 1] == (name,)}
 
 
 class Parameters:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.errors import ShardingError
-from reshard.hints import Hint
 from reshard.sharding.mesh import Spec, normalize_spec
 from reshard.tree import Path, format_path, nearest
 
@@ -29,7 +28,10 @@ Names = tuple[str | tuple[str, ...] | None, ...]
 
 
 def match_specs(
-    paths: Iterable[Path], rules: Sequence[tuple[str, Any]], variables: Collection[Path] = ()
+    paths: Iterable[Path],
+    rules: Sequence[tuple[str, Any]],
+    variables: Collection[Path] = (),
+    otherwise: Sequence[str] = (),
 ) -> dict[Path, Spec]:
     """The spec that the first matching rule gives to each path that any rule matches. Raises
     ShardingError with each regex that does not compile, or matches no leaf.
@@ -38,6 +40,7 @@ def match_specs(
       rules: pairs of a regex, searched for in the printed path, and a partition spec. One that is
         in none is searched for in the paths without the level `value` of a variable, then in those
         without `model` ahead, too.
+      otherwise: the hints where no path is near a regex.
       variables: those of the paths that lack the level `value`, which is searched for with it last.
     """
     paths = list(paths)
@@ -70,7 +73,7 @@ def match_specs(
         problems.append(f"`{pattern}`")
         hints += [f"the nearest leaf is `{name}`" for name in nearest(_plain(pattern), paths)[:1]]
     if problems:
-        raise ShardingError("no array matches the regex of a spec", problems, hints)
+        raise ShardingError("no array matches the regex of a spec", problems, hints or otherwise)
     return {path: compiled[first[path]][1] for path in paths if path in first}
 
 
@@ -105,20 +108,15 @@ def parse_rules(rules: Any, names: Iterable[str]) -> tuple[Rule, ...]:
         pairs = list(rules)
     else:
         pairs = [rules]
-    parsed, problems = [], []
-    for pair in pairs:
-        axes = axes_of(pair)
-        if axes is None:
-            problems.append(repr(pair))
-        else:
-            parsed.append((pair[0], axes))
+    parsed = [(pair, axes_of(pair)) for pair in pairs]
+    problems = [repr(pair) for pair, axes in parsed if axes is None]
     if problems:
         raise ShardingError(
             "a rule is a logical name with a mesh axis, several, or None",
             problems,
-            [Hint(("all_rules",))],
+            ['rules=[("embed", "data"), ("vocab", ("data", "model")), ("kv", None)]'],
         )
-    return tuple(parsed)
+    return tuple((pair[0], axes) for pair, axes in parsed if axes is not None)
 
 
 def _asked(rules: Callable[..., Any], names: Iterable[str]) -> list[tuple[str, Any]]:
@@ -137,14 +135,9 @@ def axes_of(pair: Any) -> tuple[str, ...] | None:
     """The mesh axes of a rule, or None if it is no rule."""
     if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
         return None
-    value = pair[1]
-    if value is None:
-        return ()
-    if isinstance(value, str):
-        return (value,)
-    if isinstance(value, tuple | list) and all(isinstance(axis, str) for axis in value):
-        return tuple(value)
-    return None
+    axes = () if pair[1] is None else (pair[1],) if isinstance(pair[1], str) else pair[1]
+    are_names = isinstance(axes, tuple | list) and all(isinstance(axis, str) for axis in axes)
+    return tuple(axes) if are_names else None
 
 
 class Resolved(NamedTuple):
@@ -160,24 +153,21 @@ def resolve_names(names: Names, rules: Sequence[Rule], semantics: str, passes: b
     """The partition spec of an array of which each axis has a name, None (not split) or mesh axes,
     by rules as `parse_rules` gives them. A name that no rule has is a mesh axis if it `passes`;
     otherwise its dimension is not split."""
-    known = {name for name, _ in rules}
+    last = {name: position for position, (name, _) in enumerate(rules)}
+    unmatched = [name for name in names if isinstance(name, str) and name not in last]
     spec: list[tuple[str, ...] | None] = []
-    for name in names:
-        if name is None:
-            spec.append(())
-        elif isinstance(name, str):
-            spec.append(None if name in known else (name,) if passes else ())
-        else:
-            spec.append(tuple(name))
-    unmatched = [name for name in names if isinstance(name, str) and name not in known]
     used: dict[int, int] = {}
-    if semantics == "nnx":
-        last = {name: position for position, (name, _) in enumerate(rules)}
-        for dim, name in enumerate(names):
-            if spec[dim] is None and isinstance(name, str):
-                used[dim] = last[name]
-                spec[dim] = rules[last[name]][1]
-    else:
+    for dim, name in enumerate(names):
+        if not isinstance(name, str):
+            spec.append(tuple(name or ()))
+        elif name not in last:
+            spec.append((name,) if passes else ())
+        elif semantics == "nnx":
+            used[dim] = last[name]
+            spec.append(rules[last[name]][1])
+        else:
+            spec.append(None)
+    if semantics == "linen":
         for position, (name, axes) in enumerate(rules):
             taken = {axis for entry in spec for axis in entry or ()}
             for dim, other in enumerate(names):

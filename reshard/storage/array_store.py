@@ -14,7 +14,6 @@ import tensorstore as ts
 
 from reshard.compat import ranged_reads
 from reshard.errors import CorruptCheckpointError
-from reshard.storage import posix
 from reshard.storage.bucket import REQUESTS
 from reshard.storage.location import Location, checked, not_a_file
 from reshard.storage.ocdbt import (
@@ -80,12 +79,14 @@ class ArrayStore(ZarrVersion):
         one, `("ocdbt.process_0", ...)` for one that was never merged, `()` for plain files.
       fills: a chunk that is absent holds the fill value (otherwise it is missing data).
       requests: requests to a bucket that are under way at once.
+      manifest: where the manifest of a merged database is, if it is not in `directory`.
     """
 
     directory: Location
     parts: tuple[str, ...]
     fills: bool
     requests: int = REQUESTS
+    manifest: Location | None = None
 
     @property
     def ocdbt(self) -> bool:
@@ -93,9 +94,9 @@ class ArrayStore(ZarrVersion):
         return bool(self.parts)
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what is open: of `values`, readers may have left something out."""
-        opened = ("context", "_root", "_begun")
-        return {name: value for name, value in vars(self).items() if name not in opened}
+        """All but what is open, and `values`: arrays are pickled with theirs."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return fields | {"has_many": self.has_many}
 
     @functools.cached_property
     def context(self) -> ts.Context:
@@ -107,9 +108,9 @@ class ArrayStore(ZarrVersion):
         spec = self.directory.spec
         if self.ocdbt:
             directory = self.directory / self.parts[0]
-            spec = ocdbt_spec(directory)
+            spec = ocdbt_spec(directory, self.manifest)
             if self.has_many:
-                spec = in_small_nodes(directory, self.values, self.context)
+                spec = in_small_nodes(directory, self.values, self.context, self.manifest)
         return ts.KvStore.open(spec, context=self.context).result()
 
     @functools.cached_property
@@ -118,21 +119,13 @@ class ArrayStore(ZarrVersion):
 
         Reads no array byte: B-tree nodes for OCDBT, directory entries for plain files.
         """
-        found: dict[str, StoredValue] = {}
-        if not self.ocdbt:
-            found = dict(_list_files(self.directory))
+        found = {} if self.ocdbt else dict(_list_files(self.directory))
         for part in self.parts:
             (self.directory / part).ahead([MANIFEST])
         for part in self.parts:
-            found |= stored_values(self.directory / part, part, self.metadata_key)
+            directory = self.directory / part
+            found |= stored_values(directory, part, self.metadata_key, self.manifest)
         return _group_by_array(found, self.metadata_key)
-
-    def only(self, names: Iterable[str]) -> "ArrayStore":
-        """The same store, which knows nothing but these arrays, and has nothing open."""
-        store = dataclasses.replace(self)
-        vars(store)["values"] = {name: self.values[name] for name in names}
-        vars(store)["has_many"] = self.has_many
-        return store
 
     @functools.cached_property
     def has_many(self) -> bool:
@@ -141,48 +134,35 @@ class ArrayStore(ZarrVersion):
 
     def largest_chunk(self, name: str) -> int:
         """Stored bytes of the largest chunk of an array; 0 where none is there."""
-        if name not in self._largest:
+        if name not in self._largest_chunks:  # a worker's store has other arrays for each task
             values = self.values[name].items()
             sizes = (value.size for key, value in values if key != self.metadata_key)
-            self._largest[name] = max(sizes, default=0)
-        return self._largest[name]
+            self._largest_chunks[name] = max(sizes, default=0)
+        return self._largest_chunks[name]
 
     @functools.cached_property
-    def _largest(self) -> dict[str, int]:
+    def _largest_chunks(self) -> dict[str, int]:
         return {}
 
     def read_metadata(self, names: Iterable[str]) -> Iterator[bytes | None]:
         """The zarr metadata of each of these arrays, or None if it is not there; many are read at
         once."""
-        ahead: collections.deque[tuple[str, bytes | ts.Future | None]] = collections.deque()
+        ahead: collections.deque[Callable[[], bytes | None]] = collections.deque()
         for name in names:
-            ahead.append((name, self._begin_metadata(name)))
+            ahead.append(self._begin_metadata(name))
             if len(ahead) > _READ_AHEAD:
-                yield _read(*ahead.popleft())
+                yield ahead.popleft()()
         while ahead:
-            yield _read(*ahead.popleft())
+            yield ahead.popleft()()
 
-    def _begin_metadata(self, name: str) -> "bytes | ts.Future | None":
-        value = self.values.get(name, {}).get(self.metadata_key)
-        if value is None or value.inline is not None:
-            return None if value is None else value.inline
+    def _begin_metadata(self, name: str) -> Callable[[], bytes | None]:
+        value = self.values.get(name, {}).get(self.metadata_key, StoredValue(0))
+        if value.inline is not None or value.file is None:
+            return lambda: value.inline
         if value.size > _MAX_METADATA:
             raise CorruptCheckpointError(f"the metadata of `{name}` has {format_bytes(value.size)}")
-        return self.kvstore(name).read(self.metadata_key)
-
-    def bound(self, name: str, nbytes: int) -> None:
-        """Takes the chunks of an array, whose sizes a bucket has not told, to have so many."""
-        values = self.values[name]
-        for key, value in values.items():
-            if value.size == posix.UNKNOWN and key != self.metadata_key:
-                values[key] = value._replace(size=nbytes)
-
-    def keep(self, name: str, wanted: Callable[[str], bool]) -> None:
-        """Leaves out all that is stored below an array's name but its metadata and what is wanted:
-        what no reader asks for is no part of the array."""
-        values = self.values[name]
-        for key in [key for key in values if key != self.metadata_key and not wanted(key)]:
-            del values[key]
+        read = self.kvstore(name).read(self.metadata_key)
+        return lambda: checked(read, f"the metadata of `{name}`").value or None
 
     def truncated_file(self, name: str) -> str | None:
         """Which file of an array does not have the bytes that it would have to have, and how many
@@ -223,16 +203,6 @@ class ArrayStore(ZarrVersion):
     def _checked(self) -> dict[str, int]:
         return {}
 
-    def begin(self) -> None:
-        """Begins to read what leads to the bytes of arrays, where that takes requests."""
-        if len(self.parts) == 1 and not self.directory.is_local:
-            _ = self._begun
-
-    @functools.cached_property
-    def _begun(self) -> ts.Future:
-        """A read of nothing, which goes on as long as somebody has it."""
-        return self._root.read("")
-
     def kvstore(self, name: str) -> ts.KvStore:
         """The key-value store below one array's name."""
         if len(self.parts) < 2:
@@ -256,13 +226,6 @@ class ArrayStore(ZarrVersion):
         spec = array_spec(self.driver, metadata, fill_missing_data_reads=True)
         nothing = ts.KvStore.open("memory://").result()
         return ts.open(spec, kvstore=nothing, context=self.context).result()
-
-
-def _read(name: str, metadata: "bytes | ts.Future | None") -> bytes | None:
-    if isinstance(metadata, ts.Future):
-        result = checked(metadata, f"the metadata of `{name}`")
-        return result.value if result.state == "value" else None
-    return metadata
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,8 +1,8 @@
 """Where checkpoints are: URLs and paths, with the key-value store behind each; and all access to
 the files there that needs nothing but what every store has.
 
-`posix` and `bucket` have the same functions for files and for objects. What only a local disk has
-is in `posix` too, and is asked for where a location `is_local`.
+`disk` and `bucket` have the same functions for files and for objects. What only a local disk has
+is in `disk` too, and is asked for where a location `is_local`.
 """
 
 import contextlib
@@ -19,16 +19,10 @@ from typing import Any
 import tensorstore as ts
 
 from reshard.compat import why_no_buckets
-from reshard.errors import (
-    CheckpointFormatError,
-    CorruptCheckpointError,
-    ReshardError,
-    StoreError,
-    first_line,
-)
-from reshard.storage import bucket, posix
-from reshard.storage.posix import Entry
-from reshard.storage.refusals import refusal
+from reshard.errors import CheckpointFormatError, CorruptCheckpointError, StoreError
+from reshard.storage import bucket, disk
+from reshard.storage.disk import Entry
+from reshard.storage.refusals import asking
 from reshard.units import format_bytes
 
 # Bytes of a JSON document (of a tree of half a million leaves) or of a node of a B-tree. Larger
@@ -41,14 +35,8 @@ _MAX_LEVELS = 100
 def checked(future: ts.Future, what: str) -> Any:
     """The result of a read; raises CorruptCheckpointError, about `what`, if it fails, or StoreError
     if a bucket has not given it."""
-    try:
+    with asking(what, other=CorruptCheckpointError):
         return future.result()
-    except ReshardError:  # of a function of the user's, on the way
-        raise
-    except ValueError as error:
-        if refused := refusal(error, what):
-            raise refused from error
-        raise CorruptCheckpointError(f"{what} cannot be read", [first_line(error)]) from error
 
 
 def not_a_file(location: "Location") -> CheckpointFormatError:
@@ -77,7 +65,7 @@ class Location:
 
     @property
     def _files(self) -> types.ModuleType:
-        return posix if self.is_local else bucket
+        return disk if self.is_local else bucket
 
     def __str__(self) -> str:
         return self.path
@@ -114,7 +102,7 @@ class Location:
     def spec(self) -> dict[str, Any]:
         """The key-value store of what is below it."""
         if not self.is_local:
-            return bucket.spec(self)
+            return bucket.spec(self.path)
         return {"driver": "file", "path": f"{self.path.rstrip('/')}/"}
 
     def open(self, context: ts.Context | None = None) -> ts.KvStore:
@@ -124,7 +112,7 @@ class Location:
     def remembered(self) -> contextlib.AbstractContextManager[None]:
         """While it lasts, what is below it in a bucket is taken not to change: each directory is
         listed once."""
-        return contextlib.nullcontext() if self.is_local else bucket.remembered(self)
+        return contextlib.nullcontext() if self.is_local else bucket.remembered(self.path)
 
     def ahead(
         self,
@@ -136,21 +124,31 @@ class Location:
         """Asks a bucket at once for what will be read of this directory, while it is `remembered`:
         see `bucket.ahead`."""
         if not self.is_local:
-            bucket.ahead(self, documents, lists, below, unseen)
+            bucket.ahead(self.path, documents, lists, below, unseen)
 
     # What is there. Links are followed, but not by `entry` and `walk`.
 
+    def _target(self) -> Entry | None:
+        return disk.entry(self, follow=True) if self.is_local else bucket.entry(self.path)
+
     def exists(self) -> bool:
-        return self._files.exists(self.path)
+        try:
+            return self._target() is not None
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:  # nothing has such a name
+                return False
+            raise
 
     def is_file(self) -> bool:
-        return self._files.is_file(self.path)
+        found = self._target()
+        return found is not None and found.is_file
 
     def is_dir(self) -> bool:
-        return self._files.is_dir(self.path)
+        found = self._target()
+        return found is not None and found.is_dir
 
     def is_symlink(self) -> bool:
-        return self._files.is_symlink(self.path)
+        return self.is_local and disk.is_symlink(self)
 
     def names(self) -> list[str]:
         return self._files.names(self.path)
@@ -167,18 +165,42 @@ class Location:
     def beginning(self, nbytes: int) -> bytes:
         return self._files.beginning(self.path, nbytes)
 
-    def write(self, data: bytes, durable: bool = False) -> None:
-        self._files.write(self.path, data, durable)
+    def write(self, data: bytes) -> None:
+        self._files.write(self.path, data)
+
+    def create(self, data: bytes) -> bool:
+        """Creates a file if it is absent, whole or not at all. False where it is there; in a bucket
+        also where the answer was lost, so that the file has to be read to know whose it is."""
+        return self._files.create(self.path, data)
 
     def make_directory(self) -> None:
-        self._files.make_directories(self.path)
+        """Makes a directory. In a bucket, it is there once something is in it."""
+        if self.is_local:
+            disk.make_directories(self)
 
     def remove(self) -> None:
+        """Deletes a file, if it is there."""
         self._files.remove_file(self.path)
+
+    def remove_tree(self) -> None:
+        """Deletes all that is below it, and it."""
+        if self.is_local:
+            disk.remove(self)
+        else:
+            self.remove_files([found.path for found in self.walk() if found.is_file])
+
+    def remove_empty(self) -> None:
+        """Deletes directories below it that are empty, and then it, where it is. A bucket has
+        none."""
+        if self.is_local:
+            for found in reversed([*self.walk()]):
+                if found.is_dir:
+                    disk.remove_empty(self / found.path)
+            disk.remove_empty(self)
 
     def resolved(self) -> "Location":
         """It without symbolic links."""
-        return Location(posix.real(self)) if self.is_local else self
+        return Location(disk.real(self)) if self.is_local else self
 
     def checked_walk(self) -> Iterator[Entry]:
         """A file, or a directory and all that is below it, as `walk` has it. Raises
@@ -194,20 +216,17 @@ class Location:
                 raise not_a_file(self / found.path)
             yield found
 
-    def state(self, without: Collection[str], ask: bool = True) -> str:
+    def state(self, without: Collection[str]) -> str:
         """A hash of which files there are, it or below it, of their sizes and when they were last
-        changed; but for those of some names. Where a list does not tell, each file is asked for;
-        or else nothing is known."""
+        changed; but for those of some names. Where a list does not tell, each file is asked for."""
         first, untold, state = self.entry(), [], hashlib.sha256()
-        for found in itertools.chain([first] if first is not None else [], self.walk()):
+        for found in [*filter(None, [first]), *self.walk()]:
             file = self / found.path
             if (found.is_file or not found.is_dir) and file.name not in without:
                 line = repr((str(file), found.nbytes, found.modified))
                 state.update(f"{line}\n".encode(errors="surrogateescape"))
-                if found.modified == posix.UNKNOWN:
-                    untold.append(file)
-        if untold and not ask:
-            return ""
+                if found.modified == disk.UNKNOWN:
+                    untold.append(file.path)
         for version in bucket.versions(untold):
             state.update(f"{version}\n".encode(errors="surrogateescape"))
         return state.hexdigest()
@@ -217,8 +236,10 @@ class Location:
         something else: what a symbolic link points to may be outside of the checkpoint, and a pipe
         may never end."""
         found = self.entry()
-        if found is None or found.is_file:
-            return None if found is None else found.nbytes
+        if found is None:
+            return None
+        if found.is_file:
+            return found.nbytes
         if found.is_dir:
             raise CheckpointFormatError(f"`{self}` is a directory, and not a file")
         raise not_a_file(self)
@@ -231,56 +252,62 @@ class Location:
             return None
         if size > MAX_DOCUMENT:
             raise CorruptCheckpointError(f"`{self}` has {format_bytes(size)}: no checkpoint's has")
-        if not self.is_local:
-            data = bucket.read(self)
-            if data is None:
-                raise StoreError(f"`{self}` cannot be read", ["it was removed meanwhile"])
-            return data
-        result = checked(self.parent.open().read(self.name), f"`{self}`")
-        return result.value if result.state == "value" else None
+        try:
+            data = self.read_whole()
+        except StoreError:
+            raise
+        except OSError as error:
+            raise CorruptCheckpointError(f"`{self}` cannot be read", [str(error)]) from error
+        if data is None:
+            raise StoreError(f"`{self}` cannot be read", ["it was removed meanwhile"])
+        return data
+
+    def read_whole(self) -> bytes | None:
+        """A file whole, however large; None where there is none."""
+        return self._files.read(self.path)
+
+    def remove_files(self, names: Sequence[str]) -> None:
+        """Deletes files below it, of a bucket many at once. What cannot be deleted stays."""
+        if self.is_local:
+            for name in names:
+                (self / name).remove()
+        else:
+            bucket.remove_files(self.path, names)
 
     def sha256(self) -> str:
         """The SHA-256 of a file."""
-        return self.copy(None)
+        found = hashlib.sha256()
+        for block in self._files.blocks(self.path, disk.UNKNOWN):
+            found.update(block)
+        return found.hexdigest()
 
     def copy(
         self,
-        destination: "Location | None",
+        destination: "Location",
         report: Callable[[int], None] = lambda nbytes: None,
-        nbytes: int = posix.UNKNOWN,
-    ) -> str:
-        """Copies a file, of so many bytes, or only reads it if there is no destination; the SHA-256
-        of what was read. On a disk it may have got longer: its first bytes are what was there, as
-        of a log that a training still writes. Whatever is at the destination is replaced, and not
-        written to: it may be a link to the source. On the way to a bucket all of it is in memory:
-        an object is written at once."""
-        found, read = hashlib.sha256(), 0
+        nbytes: int = disk.UNKNOWN,
+    ) -> None:
+        """Copies a file, of so many bytes. On a disk it may have got longer: its first bytes are
+        what was there, as of a log that a training still writes. Whatever is at the destination is
+        replaced, and not written to: it may be a link to the source. On the way to a bucket all of
+        it is in memory: an object is written at once."""
+        blocks: list[bytes] = []
         with contextlib.ExitStack() as stack:
-            blocks: list[bytes] = []
             add = blocks.append
-            if destination is None:
-                add = len
-            elif destination.is_local:
-                destination.remove()
-                add = stack.enter_context(posix.create(destination)).write
+            if destination.is_local:
+                add = stack.enter_context(disk.new_file(destination)).write
             reader = contextlib.closing(self._files.blocks(self.path, nbytes))
             for block in stack.enter_context(reader):
-                found.update(block)
                 add(block)
                 report(len(block))
-                read += len(block)
-        if nbytes not in (posix.UNKNOWN, read) and not self.is_local:
-            text = f"it has {read} bytes, and had {nbytes} when it was listed"
-            raise StoreError(f"`{self}` cannot be read", [text])
-        if destination is not None and not destination.is_local:
+        if not destination.is_local:
             destination.write(b"".join(blocks))
-        return found.hexdigest()
 
     def replace(self, data: bytes, temporary: str) -> None:
         """Writes a durable file, whole or not at all: on a disk by way of another name in its
         directory."""
         if self.is_local:
-            posix.replace(self, data, self.beside(temporary))
+            disk.replace(self, data, self.beside(temporary))
         else:
             self.write(data)
 
@@ -288,37 +315,35 @@ class Location:
 def parse_location(path: str | os.PathLike) -> Location:
     """The location of a path or of a URL: `gs://`, `s3://` or `file://`; raises
     CheckpointFormatError for any other, or one that `pathlib` has changed."""
-    text = os.fspath(path)
     if isinstance(path, Location):
         return path
+    text = os.fspath(path)
     url = re.match(r"([a-z][a-z0-9+.-]*)://(.*)", text, re.DOTALL)
     if url is None:
-        if not isinstance(path, str) and re.match(r"[a-z][a-z0-9]+:/", text):
-            raise CheckpointFormatError(
-                f"`{text}` was a URL before pathlib made a path of it",
-                hints=[f"give it as text: {text.replace(':/', '://', 1)}"],
-            )
-        return Location(posix.absolute(text))
-    scheme, rest = url.groups()
+        schemes = "(?i:gs|s3|file)" if isinstance(path, str) else "[a-z][a-z0-9]+"
+        if near := re.match(f"({schemes}):/+(.*)", text, re.DOTALL):
+            scheme = near[1].lower()
+            meant = f"{scheme}://{'/' * (scheme == 'file')}{near[2]}"
+            what, hints = "looks like a URL, and is none", [meant, f"./{text}, if it is a path"]
+            if not isinstance(path, str):
+                what = "was a URL before pathlib made a path of it"
+                hints = [f"give it as text: {meant}"]
+            raise CheckpointFormatError(f"`{text}` {what}", hints=hints)
+        return Location(disk.absolute(text))
+    scheme, rest = url[1], url[2].rstrip("/")
+    local = url[2].removeprefix("localhost")
+    if scheme == "file" and local.startswith("/"):
+        return Location(disk.absolute(local))
     if scheme == "file":
-        rest = rest.removeprefix("localhost")
-        if not rest.startswith("/"):
-            raise CheckpointFormatError(
-                f"`{text}`: what follows `file://` is a path from the root",
-                hints=["file:///runs/1000, or a path alone"],
-            )
-        return Location(posix.absolute(rest))
-    if scheme not in ("gs", "s3"):
-        raise CheckpointFormatError(
-            f"`{text}`: there is no way to read `{scheme}://`",
-            hints=["a path, or a URL that begins with gs://, s3:// or file://"],
-        )
-    rest = rest.rstrip("/")
-    parts = rest.split("/")
-    if "" in parts or not {".", ".."}.isdisjoint(parts):
-        raise CheckpointFormatError(
-            f"`{text}` is no name in a bucket", hints=[f"{scheme}://bucket/run/1000"]
-        )
-    if reason := why_no_buckets():
+        problem = ": what follows `file://` is a path from the root"
+        hint = "file:///runs/1000, or a path alone"
+    elif scheme not in ("gs", "s3"):
+        problem = f": there is no way to read `{scheme}://`"
+        hint = "a path, or a URL that begins with gs://, s3:// or file://"
+    elif not {"", ".", ".."}.isdisjoint(rest.split("/")):
+        problem, hint = " is no name in a bucket", f"{scheme}://bucket/run/1000"
+    elif reason := why_no_buckets():
         raise CheckpointFormatError(f"`{text}`: {reason}")
-    return Location(f"{scheme}://{rest}")
+    else:
+        return Location(f"{scheme}://{rest}")
+    raise CheckpointFormatError(f"`{text}`{problem}", hints=[hint])

@@ -3,7 +3,11 @@
 import ctypes
 import gc
 import os
+import platform
+from collections.abc import Mapping
 from typing import Any
+
+from reshard.storage.disk import kernel_text
 
 # Parameters of mallopt: M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD.
 _MALLOPT = -8, -3, -1
@@ -44,14 +48,13 @@ def thread_limits() -> dict[str, Any]:
 
 
 def tune_memory(max_memory: int = 0, large_arrays: bool = False) -> None:
-    """For a process of this package, never for a library's user: few arenas of malloc, in which
-    freed memory is kept and used again: on glibc, the difference between the budget and twice the
-    budget. In a single one, threads that handle small chunks wait for one another for a quarter of
-    the time, so a job of `max_memory` bytes has as many as that leaves room for. But other arenas
-    than the first hold no large blocks, and to touch new memory for each of those takes a fifth of
-    the time, so one that reads `large_arrays` has only that. It is decided once: a thread stays in
-    its arena. And Python looks for cycles less often: in trees of 100,000 leaves, of which none is
-    one, that takes a fifth of the time."""
+    """For a process of this package, never for a library's user: few arenas of malloc, which keep
+    freed memory, or a job takes twice its budget on glibc. In a single arena, threads that handle
+    small chunks wait for a quarter of the time, so a job of `max_memory` bytes has as many as that
+    leaves room for. Only the first arena holds large blocks, and to touch new memory takes a fifth
+    of the time, so a job that reads `large_arrays` has only that. A thread stays in its arena. And
+    Python looks for cycles less often, which in trees of 100,000 leaves takes a fifth of the time.
+    """
     gc.set_threshold(100_000, 20, 20)
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -62,3 +65,40 @@ def tune_memory(max_memory: int = 0, large_arrays: bool = False) -> None:
     limits = (1, _KEPT, _KEPT) if large_arrays else (several, 32 << 20, 64 << 20)
     for parameter, limit in zip(_MALLOPT, limits, strict=True):
         mallopt(parameter, limit)
+
+
+def this_process() -> dict[str, Any]:
+    """What tells a process from all others: host, boot and process namespace, id and start time."""
+    pid = os.getpid()
+    own = {"pid": pid, "started": _started(pid)}
+    return {"host": platform.node(), "machine": _machine()} | own
+
+
+def has_ended(process: Mapping[str, Any]) -> bool | None:
+    """Whether a process, as of `this_process`, has ended; None for one of another machine, of which
+    nobody here knows."""
+    pid, started = process.get("pid"), process.get("started")
+    if not process.get("machine") or process["machine"] != _machine() or type(pid) is not int:
+        return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, OverflowError):
+        pass
+    now = _started(pid)
+    return bool(now and started) and now != started
+
+
+def _machine() -> str:
+    """What two processes have in common that know each other's process ids; empty if unknown.
+
+    Not the name of the host: containers on different machines may have the same."""
+    boot, ids = kernel_text("sys/kernel/random/boot_id"), kernel_text("self/ns/pid")
+    return f"{boot.strip()} {ids}" if boot and ids else ""
+
+
+def _started(pid: int) -> str:
+    """When a process was started, in ticks since boot; empty if unknown."""
+    fields = kernel_text(f"{pid}/stat").rpartition(")")[2].split()
+    return "" if not fields else "ended" if fields[0] in "ZX" else fields[19]

@@ -3,27 +3,28 @@
 Facts about the B-tree are TensorStore's (`tensorstore.ocdbt.dump`).
 """
 
-import collections
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorstore as ts
 from tensorstore import ocdbt
 
 from reshard.compat import node_read
-from reshard.errors import CorruptCheckpointError, ReshardError
-from reshard.storage import bucket, posix
-from reshard.storage.btree import decoded_bytes
+from reshard.errors import CorruptCheckpointError, DestinationError, first_line
+from reshard.storage import bucket, disk
+from reshard.storage.btree import MAX_BTREE, decoded_bytes
 from reshard.storage.location import MAX_DOCUMENT, Location, checked, not_a_file
 from reshard.storage.machine import thread_limits
-from reshard.storage.refusals import refusal
+from reshard.storage.refusals import asking, refusal
 from reshard.units import format_bytes
 
 MANIFEST = "manifest.ocdbt"
 # What begins so is the database of a process, which Orbax merges into one, in an item.
 PROCESS = "ocdbt.process_"
+# Folders of a database: of all its data files, or of values, of nodes, and of nodes for a while.
+FOLDERS = ("d", "ocdbt_data", "ocdbt_meta", "ocdbt_tmp_meta")
 # Orbax writes root nodes of up to 100 MB; the pool must hold one, or each read decodes it again.
 # Array data is never cached: no array driver is given this pool.
 BTREE_CACHE = "cache_pool#ocdbt"
@@ -36,6 +37,12 @@ _COALESCED = {
     "experimental_read_coalescing_merged_bytes": 1 << 26,
     "experimental_read_coalescing_interval": "1ms",
 }
+# What Orbax gives its root database, so that readers need one read for the whole B-tree.
+_ROOT_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000}
+# Every commit of a batch writes the nodes on its path again: small ones keep that linear.
+_STAGE_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 1 << 18}
+# Bytes of memory that a key takes which is merged.
+_KEY_BYTES = 1024
 # Arrays whose entries are copied to other nodes at once.
 _PIECE = 10_000
 # Where nodes are that are in memory, none of them larger than so many bytes.
@@ -44,8 +51,6 @@ _PREFIXES = ("btree_node_data_prefix", "version_tree_node_data_prefix", "value_d
 _SMALL_NODE = 1 << 14
 # Nodes of a B-tree that are read at once of a bucket.
 _NODES_AHEAD = 8
-# Bytes of a whole decoded B-tree (of millions of chunks). Larger ones are not read.
-_MAX_BTREE = 1 << 30
 
 
 def new_context(
@@ -59,7 +64,7 @@ def new_context(
     buckets, `requests` are under way at once."""
     resources = {BTREE_CACHE: {"total_bytes_limit": btree_cache_bytes}, "file_io_sync": False}
     resources |= bucket.resources(requests) | thread_limits()
-    if mapped is not None and mapped.is_local and _can_map() and posix.on_local_disk(mapped):
+    if mapped is not None and mapped.is_local and _can_map() and disk.on_local_disk(mapped):
         resources |= _MAPPED
     return ts.Context(resources)
 
@@ -84,6 +89,69 @@ def ocdbt_spec(directory: Location, manifest: Location | None = None) -> dict[st
     return spec
 
 
+def wait_written(write: ts.Future, directory: Location) -> None:
+    """Waits for a write below a directory; raises DestinationError if it fails."""
+    try:
+        write.result()
+    except ValueError as error:
+        if refused := refusal(error, f"`{directory}`", "written"):
+            raise DestinationError(refused.summary, refused.problems) from error
+        raise DestinationError("the destination cannot be written", [first_line(error)]) from error
+
+
+def stage_spec(directory: Location, name: str, file_bytes: int) -> dict[str, Any]:
+    """A database that batches are committed to, in data files of about so many bytes."""
+    spec = _writable(ocdbt_spec(directory / name), _STAGE_CONFIG)
+    return spec | {"target_data_file_size": file_bytes}
+
+
+def root_spec(directory: Location, name: str) -> dict[str, Any]:
+    """A database of a directory whose nodes and manifest are below a name in it. It refers to data
+    files as the root database does, which has the same manifest in the directory itself."""
+    spec = _writable(ocdbt_spec(directory, directory / name), _ROOT_CONFIG)
+    return spec | dict.fromkeys(_PREFIXES, f"{name}/d/")
+
+
+def memory_manifest(directory: Location, path: str, name: str) -> dict[str, Any]:
+    """A database of small nodes in a directory, whose manifest is in memory; the names of its files
+    begin with `name`, as of `root_spec`."""
+    manifest = {"driver": "memory", "path": path}
+    spec = _writable(ocdbt_spec(directory), _STAGE_CONFIG) | {"manifest": manifest}
+    return spec | dict.fromkeys(_PREFIXES, f"{name}/d/")
+
+
+def _writable(spec: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    return spec | {"config": {**config, "manifest_kind": "single"}, "assume_config": True}
+
+
+def build_root(
+    directory: Location,
+    name: str,
+    databases: Sequence[tuple[dict[str, Any], int]],
+    max_memory: int,
+    cache_bytes: int,
+) -> None:
+    """Writes a database that refers to what others in its directory hold, each of so many keys;
+    `name` is as of `root_spec`. A few commits, one after another: one of all takes much memory, and
+    one for each database the square of their number."""
+    most = max_memory // (2 * _KEY_BYTES)
+    context = new_context(cache_bytes)
+    root = ts.KvStore.open(root_spec(directory, name), context=context).result()
+    left = list(databases)
+    while left:
+        transaction = ts.Transaction(atomic=True)
+        copies, keys = [], 0
+        while left and (not copies or keys + left[0][1] <= most):
+            spec, own = left.pop(0)
+            keys += own
+            database = ts.KvStore.open(spec, context=context).result()
+            target = root.with_transaction(transaction)
+            copies.append(database.experimental_copy_range_to(target))
+        for copy in copies:
+            wait_written(copy, directory)
+        wait_written(transaction.commit_async(), directory)
+
+
 def entry_copies(
     source: ts.KvStore, target: ts.KvStore, names: Iterable[str]
 ) -> Iterator[ts.Future]:
@@ -95,7 +163,7 @@ def entry_copies(
 
 
 def in_small_nodes(
-    directory: Location, names: Iterable[str], context: ts.Context
+    directory: Location, names: Iterable[str], context: ts.Context, manifest: Location | None = None
 ) -> dict[str, Any]:
     """The OCDBT database in a directory, with its B-tree in small nodes in a context's memory.
 
@@ -103,7 +171,7 @@ def in_small_nodes(
     entries of a checkpoint into one node: without this, reading takes the square of them.
     """
     memory = {"base": {"driver": "memory", "path": _NODES}, "prefix": _NODES, "strip_prefix": 0}
-    spec = ocdbt_spec(directory)
+    spec = ocdbt_spec(directory, manifest)
     spec["base"] = {"driver": "kvstack", "layers": [{"base": directory.spec}, memory]}
     source = ts.KvStore.open(spec, context=context).result()
     spec["manifest"] = {"driver": "memory"}
@@ -139,14 +207,12 @@ class StoredValue(NamedTuple):
 
 
 def stored_values(
-    directory: Location, part: str, metadata_key: str
+    directory: Location, part: str, metadata_key: str, manifest: Location | None = None
 ) -> Iterator[tuple[str, StoredValue]]:
     """Every key of an OCDBT database with where its value is, from its B-tree nodes alone."""
-    check_file = functools.cache(functools.partial(_check_data_file, directory))
-    for _, prefix, node in _btree_nodes(directory):
-        if node["height"]:
-            continue
-        for entry in node["entries"]:
+    file_bytes = functools.cache(lambda file: _data_file(directory, file).file_bytes())
+    for _, prefix, entries in _btree_nodes(directory, manifest):
+        for entry in entries:
             key = (prefix + entry["key"]).decode(errors="surrogateescape")
             inline = entry.get("inline_value")
             if inline is not None:
@@ -154,112 +220,104 @@ def stored_values(
                 yield key, StoredValue(len(inline), part, None, kept)
                 continue
             file, offset, size = _split_location(entry["indirect_value"])
-            found, needed = check_file(file), offset + size
-            truncated = None if found is None or found >= needed else (found, needed)
+            found, needed = file_bytes(file), offset + size
+            truncated = None
+            if found is not None and disk.UNKNOWN < found < needed:
+                truncated = (found, needed)
             path = f"{part}/{file}" if part else file
             yield key, StoredValue(size, part, path, None, truncated, offset)
 
 
-def node_files(directory: Location) -> set[str]:
-    """Files below `directory` that hold the nodes of its OCDBT database."""
-    nodes = _btree_nodes(directory, lowest=1)
-    return {_split_location(location)[0] for location, _, _ in nodes}
+def node_files(directory: Location, manifest: Location | None = None) -> set[str]:
+    """Files below `directory` that hold the nodes of its OCDBT database, whose `manifest` may be in
+    another one."""
+    return {file for file, _, _ in _btree_nodes(directory, manifest, leaves=False)}
+
+
+def contents(directory: Location) -> tuple[int, set[str]]:
+    """How many keys an OCDBT database has, and the files below its directory that hold values."""
+    keys, files = 0, set()
+    for _, _, entries in _btree_nodes(directory):
+        keys += len(entries)
+        places = {entry["indirect_value"] for entry in entries if "indirect_value" in entry}
+        files |= {_split_location(place)[0] for place in places}
+    return keys, files
 
 
 def value_files(directory: Location, nodes: bool = False) -> set[str]:
     """Files below `directory` that hold values of its OCDBT database, or its nodes too."""
-    files = set()
-    for location, _, node in _btree_nodes(directory):
-        if nodes:
-            files.add(_split_location(location)[0])
-        if not node["height"]:
-            places = (entry.get("indirect_value") for entry in node["entries"])
-            files.update(_split_location(place)[0] for place in places if place)
-    return files
+    return contents(directory)[1] | (node_files(directory) if nodes else set())
 
 
 def _btree_nodes(
-    directory: Location, lowest: int = 0
-) -> Iterator[tuple[str, bytes, dict[str, Any]]]:
-    """Location, key prefix and content of each node of the newest version of a database.
-
-    Nodes below height `lowest` are located but not read: their content is empty.
-    """
-    base = directory.open(new_context())
-    memory = ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
-    most = 1 if directory.is_local else _NODES_AHEAD
-    seen = set()
-    taken = 0
-
-    def dumped(file: str, data: bytes, location: str | None = None) -> dict[str, Any]:
-        """What a file begins with: read once, and looked at before TensorStore is given it."""
-        nonlocal taken
-        taken += decoded_bytes(data)
-        if taken > _MAX_BTREE:
-            raise ValueError("its B-tree decodes to more than any checkpoint's")
-        memory.write(file, data).result()
-        found = ocdbt.dump(memory, location).result()
-        memory.write(file, None).result()
-        return found
-
-    try:
-        manifest = (directory / MANIFEST).read() or b""
-        version = dumped(MANIFEST, manifest)["versions"][-1]
-        nodes = [(version["root"].get("location"), version["root_height"], b"")]
-        ahead: collections.deque[tuple[str, int, bytes, Callable[[], bytes | None]]] = (
-            collections.deque()
-        )
-        while nodes or ahead:
-            while nodes and len(ahead) < most:
-                location, height, prefix = nodes.pop()
-                if location is None:  # an empty database
-                    continue
-                file, offset, size = _split_location(location)
-                place = _data_file(directory, file)
-                if height < lowest:
-                    yield location, prefix, {}
-                    continue
+    directory: Location, manifest: Location | None = None, leaves: bool = True
+) -> Iterator[tuple[str, bytes, list[dict[str, Any]]]]:
+    """The file of each node of the newest version of a database, whose manifest may be in another
+    directory; and of leaves, unless these are not to be read, the key prefix and the entries."""
+    base, decode, seen = directory.open(new_context()), _Decoder(), set()
+    with asking(f"the OCDBT database in `{directory}`", other=CorruptCheckpointError):
+        data = ((manifest or directory) / MANIFEST).read() or b""
+        newest = decode(MANIFEST, data).get("versions", [])[-1:]
+        roots = [(v["root"], v["root_height"]) for v in newest]
+        # The root of an empty database has no location.
+        left = [(r["location"], height, b"") for r, height in roots if "location" in r]
+        while left:
+            reads = []
+            while left and len(reads) < (1 if directory.is_local else _NODES_AHEAD):
+                location, height, prefix = left.pop()
                 if location in seen:
                     raise ValueError(f"several nodes refer to node {location}")
                 seen.add(location)
-                if size > MAX_DOCUMENT:
-                    raise ValueError(f"a node of its B-tree has {format_bytes(size)}")
-                if directory.is_local:
-                    place.file_bytes()  # of a pipe, nothing is read
-                part = slice(offset, offset + size)
-                read = node_read(base, file, part, location, ocdbt.dump)
-                ahead.append((location, height, prefix, read))
-            if not ahead:
-                break
-            location, height, prefix, read = ahead.popleft()
-            file, _, size = _split_location(location)
-            if (data := read()) is None:
-                raise ValueError(f"the data file `{file}` is missing")
-            start = location.rsplit(":", 2)[0]
-            node = dumped(file, data, f"{start}:0:{size}")
-            if node["height"] != height:
-                raise ValueError(f"node {location} is at height {node['height']}, not {height}")
-            if height:
-                nodes += [
-                    (entry["location"], height - 1, prefix + entry["subtree_common_prefix"])
-                    for entry in node["entries"]
-                ]
-            yield location, prefix, node
-            # TensorStore 0.1.86 leaks what is in the values of a document's entries.
-            node["entries"].clear()
-    except ReshardError:
-        raise
-    except (ValueError, KeyError, IndexError) as error:
-        what = f"the OCDBT database in `{directory}`"
-        if isinstance(error, ValueError) and (refused := refusal(error, what)):
-            raise refused from error
-        raise CorruptCheckpointError(f"{what} cannot be read", [str(error)]) from error
+                if height or leaves:
+                    reads.append((location, height, prefix, _begin_node(directory, base, location)))
+                else:
+                    file = _split_location(location)[0]
+                    _data_file(directory, file)
+                    yield file, prefix, []
+            for location, height, prefix, read in reads:
+                file, _, size = _split_location(location)
+                if (data := read()) is None:
+                    raise ValueError(f"the data file `{file}` is missing")
+                node = decode(file, data, f"{location.rsplit(':', 2)[0]}:0:{size}")
+                if node["height"] != height:
+                    raise ValueError(f"node {location} is at height {node['height']}, not {height}")
+                if height:
+                    left += [
+                        (entry["location"], height - 1, prefix + entry["subtree_common_prefix"])
+                        for entry in node["entries"]
+                    ]
+                yield file, prefix, [] if height else node["entries"]
+                # TensorStore 0.1.86 leaks what is in the values of a document's entries.
+                node["entries"].clear()
 
 
-def _check_data_file(directory: Location, file: str) -> int | None:
-    """Bytes of a data file, None where there is none; raises an error where it leads elsewhere."""
-    size = _data_file(directory, file).file_bytes()
-    return None if size == posix.UNKNOWN else size
+def _begin_node(directory: Location, base: ts.KvStore, location: str) -> Callable[[], bytes | None]:
+    """Begins to read a node; see `node_read`."""
+    file, offset, size = _split_location(location)
+    place = _data_file(directory, file)
+    if size > MAX_DOCUMENT:
+        raise ValueError(f"a node of its B-tree has {format_bytes(size)}")
+    if directory.is_local:
+        place.file_bytes()  # of a pipe, nothing is read
+    return node_read(base, file, slice(offset, offset + size), location, ocdbt.dump)
+
+
+class _Decoder:
+    """Decodes what files of one database begin with, which is looked at before TensorStore is given
+    it."""
+
+    def __init__(self) -> None:
+        self._memory = ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
+        self._taken = 0
+
+    def __call__(self, file: str, data: bytes, location: str | None = None) -> dict[str, Any]:
+        self._taken += decoded_bytes(data)
+        if self._taken > MAX_BTREE:
+            raise ValueError("its B-tree decodes to more than any checkpoint's")
+        self._memory.write(file, data).result()
+        found = ocdbt.dump(self._memory, location).result()
+        self._memory.write(file, None).result()
+        return found
 
 
 def _data_file(directory: Location, file: str) -> Location:

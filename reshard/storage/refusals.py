@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from reshard.errors import ReshardError, StoreError, first_line
 
-_STATUS = re.compile(r"http_response_code='(\d+)'")
-# Where TensorStore says what it has read, and what it says of a connection.
+# What TensorStore and obstore say of the status, of what was read, and of the connection.
+_STATUS = re.compile(r"(?:http_response_code='|status code: )(\d+)")
 _PLACE = re.compile(r"Error reading (?:\"(.+?)\"|((?:gs|s3)://.+?))(?=:? |:$)")
-_BROKEN = re.compile(r"CURL error (.*?)(?: \[|$)", re.DOTALL)
+_BROKEN = re.compile(r"(?:CURL|HTTP) error:? (.*?)(?: \[|\n|$)", re.DOTALL)
 _MEANINGS = {
     "400": "it does not take such a request: is it the right region, or endpoint?",
     "401": "the credentials are not known there",
@@ -20,7 +20,7 @@ _MEANINGS = {
     "500": "the store failed, also after retries",
     "503": "the store was not available, also after retries",
 }
-# What TensorStore says where it does not tell the status.
+# What TensorStore and obstore say where they do not tell the status.
 _UNTOLD = {
     "Forbidden": "403",
     "Unauthorized": "401",
@@ -30,15 +30,22 @@ _UNTOLD = {
 }
 
 
+def status(text: str) -> str:
+    """The status of a store's answer, by the text of an error; empty where it tells none."""
+    found = _STATUS.search(text)
+    return found[1] if found else next((_UNTOLD[said] for said in _UNTOLD if said in text), "")
+
+
 def refusal(error: ValueError, what: str, done: str = "read") -> StoreError | None:
     """What a store has said to a request, in words; None for an error that no store has made."""
     text = str(error)
-    status, broken = _STATUS.search(text), _BROKEN.search(text)
-    code = status[1] if status else next((_UNTOLD[said] for said in _UNTOLD if said in text), "")
+    code, broken = status(text), _BROKEN.search(text)
     if code:
         reason = f"{code}: {_MEANINGS.get(code, first_line(error))}"
     elif broken is not None:
         reason = f"the connection failed, also after retries: {broken[1]}"
+    elif "invalid list response" in text:
+        reason = "the answer is no list of objects"
     elif "credentials" in text:
         reason = first_line(error)
     else:
@@ -49,14 +56,13 @@ def refusal(error: ValueError, what: str, done: str = "read") -> StoreError | No
 
 
 @contextlib.contextmanager
-def asking(what: str, done: str = "read") -> Iterator[None]:
-    """Raises StoreError where a store refuses, about `what`."""
+def asking(what: str, done: str = "read", other: type[ReshardError] = StoreError) -> Iterator[None]:
+    """Raises StoreError where a store refuses, about `what`, and an `other` error where something
+    else fails."""
     try:
         yield
-    except ReshardError:  # of what the environment says
+    except ReshardError:  # of a function of the user's, on the way, or of what the environment says
         raise
     except ValueError as error:
         found = refusal(error, what, done)
-        if found is None:
-            found = StoreError(f"{what} cannot be {done}", [first_line(error)])
-        raise found from error
+        raise found or other(f"{what} cannot be {done}", [first_line(error)]) from error

@@ -1,11 +1,13 @@
 """`diff`: in what two checkpoints differ, whatever the mesh, chunk grid and format of either."""
 
 import collections
+import difflib
 import functools
 import itertools
 import math
 import numbers
 import os
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any
@@ -15,7 +17,6 @@ from reshard.arrays.digests import Digest
 from reshard.arrays.handle import ArrayHandle, check_names, sharding_text
 from reshard.checkpoint import Checkpoint, Leaf, kind_text
 from reshard.errors import ArgumentError, CorruptCheckpointError, TreeMismatchError
-from reshard.hints import Hint
 from reshard.loader import open as open_checkpoint
 from reshard.sharding.mesh import NamedSharding, format_spec
 from reshard.tree import Path, format_path, parse_globs
@@ -28,15 +29,15 @@ from reshard.verify.values import Failed, Progress, counted, read_values
 _Arrays = dict[Path, ArrayHandle]
 _Pairs = dict[Path, tuple[ArrayHandle, ArrayHandle]]
 _Contents = dict[Path, Difference]
-# What a path starts with and what it ends with.
-_Ends = tuple[Path, Path]
+# What the first part of a path that differs becomes, and each other part with what it becomes.
+_Renaming = tuple[Any, ...]
 
 
 def diff(
     a: Checkpoint | str | os.PathLike,
     b: Checkpoint | str | os.PathLike,
     *,
-    values: bool = False,
+    values: bool | None = None,
     rtol: float = 0.0,
     atol: float = 0.0,
     layout: bool = False,
@@ -47,12 +48,11 @@ def diff(
     executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> Diff:
-    """Compares two checkpoints: their trees and, with `values`, the contents of their arrays.
+    """Compares two checkpoints: their trees and the contents of their arrays.
 
     Meshes, partition specs, chunk grids and formats are no differences unless `layout` asks for
-    them. Without `values` no array is read, and contents are compared by recorded digests; if some
-    have none and nothing else differs, `equal` of the result is None: not known. Not compared
-    are what is beside the tree: other items, metrics, custom metadata.
+    them. Contents are compared by recorded digests; arrays without a digest on both sides are read.
+    Other items, metrics and custom metadata are not compared.
 
     A leaf has moved if its contents are those of one leaf on the other side alone. Where several
     leaves have the same contents (zeros), those have moved whose paths differ as the paths of a
@@ -61,8 +61,10 @@ def diff(
     Args:
       a: a checkpoint, or what `reshard.open` takes.
       b: another.
-      values: read and compare the contents: bit for bit, so that 0.0 and -0.0 differ and so do NaNs
-        of different payloads; arrays of different dtypes as numbers.
+      values: True reads all arrays, whatever is recorded. False reads none: if some have no digests
+        and nothing else differs, `equal` of the result is None. Arrays that are read are compared
+        bit for bit, so that 0.0 and -0.0 differ and so do NaNs of different payloads; arrays of
+        different dtypes as numbers.
       rtol: with `values`: floating-point and complex elements are equal where |a - b| <= atol +
         rtol * |b|, in float64 or complex128; NaN equals NaN, and infinities themselves alone.
       atol: see `rtol`.
@@ -96,57 +98,53 @@ def diff(
     if wrong:
         raise ArgumentError("a tolerance is a finite number, 0 or more", wrong)
     if (rtol or atol) and not values:
-        raise ArgumentError("tolerances are for values", hints=[Hint(("values", True))])
+        raise ArgumentError("tolerances are for values", hints=["values=True"])
     one, other = (c if isinstance(c, Checkpoint) else open_checkpoint(c) for c in (a, b))
     names = _name(one), _name(other)
     in_a, in_b = _selected(one, other, select, drop)
     same = partners(in_a, in_b)
-    here = set(same.values())
     pairs = {
         path: (left, right)
         for path, partner in same.items()
         if isinstance(left := in_a[path], ArrayHandle)
         if isinstance(right := in_b[partner], ArrayHandle)
-        if left.shape == right.shape and (values or left.dtype == right.dtype)
+        if left.shape == right.shape and (values is not False or left.dtype == right.dtype)
     }
+    here = set(same.values())
     removed = {path: leaf for path, leaf in in_a.items() if path not in same}
     added = {path: leaf for path, leaf in in_b.items() if path not in here}
     alone = _alike(removed, added)
-    if values:
+    contents, digests, rest = ({}, {}, pairs) if values else _recorded(pairs, alone)
+    unread = {path: handle for path, handle in alone.items() if path not in digests}
+    reads = values is not False and bool(values or rest or unread)
+    if reads:
         read = functools.partial(
             read_values, max_memory=parse_bytes(max_memory), workers=workers, executor=executor
         )
-        contents, digests = _read(pairs, alone, names, (rtol, atol), read, progress)
-        not_compared = 0
-    else:
-        contents, digests, not_compared = _recorded(pairs, alone)
-    old, new = (
-        {path: (digests[path], _kind(handle)) for path, handle in side.items() if path in digests}
-        for side in alone
-    )
-    moved = moves(old, new)
+        sides = ["AB"] * len(rest) + ["A" if path in removed else "B" for path in unread]
+        differing, more = _read(rest, unread, sides, names, (rtol, atol), read, progress)
+        contents, digests = contents | differing, digests | more
+    kinds = {path: (digest, _kind(alone[path])) for path, digest in digests.items()}
+    moved = moves(*({p: kinds[p] for p in side if p in kinds} for side in (removed, added)))
     found: list[Difference] = []
     if layout and one.source.format != other.source.format:
         found.append(Difference("format", (), one.source.format, other.source.format))
     for path, leaf in in_a.items():
         if path in same:
-            partner = same[path]
-            found += _differences(path, partner, leaf, in_b[partner], layout)
-            if path in contents:
-                found.append(contents[path])
+            found += _differences(path, same[path], leaf, in_b[same[path]], layout)
+            found += [contents[path]] if path in contents else []
         elif path in moved:
             found.append(Difference("moved", path, format_path(path), format_path(moved[path])))
         else:
             found.append(Difference("removed", path, kind_text(leaf), None))
-    here |= set(moved.values())
-    only_in_b = {path: leaf for path, leaf in in_b.items() if path not in here}
-    for path, leaf in only_in_b.items():
-        found.append(Difference("added", path, None, kind_text(leaf)))
-    leaves = {**in_a, **only_in_b}.items()
+    for path in moved.values():
+        del added[path]
+    found += [Difference("added", path, None, kind_text(leaf)) for path, leaf in added.items()]
+    leaves = {**in_a, **added}.items()
     nbytes = {path: leaf.nbytes for path, leaf in leaves if isinstance(leaf, ArrayHandle)}
-    compared = len(pairs) - not_compared
-    how = values, float(rtol), float(atol), compared, not_compared
-    return Diff(*names, tuple(found), *how, nbytes)
+    not_compared = len(rest) if values is False else 0
+    how = float(rtol), float(atol), len(pairs) - not_compared, not_compared
+    return Diff(*names, tuple(found), reads, *how, nbytes, len(pairs) - len(rest))
 
 
 def _name(ckpt: Checkpoint) -> str:
@@ -180,24 +178,24 @@ def partners(a: Iterable[Path], b: Iterable[Path]) -> dict[Path, Path]:
     return same
 
 
-def _alike(removed: Mapping[Path, Leaf], added: Mapping[Path, Leaf]) -> list[_Arrays]:
+def _alike(removed: Mapping[Path, Leaf], added: Mapping[Path, Leaf]) -> _Arrays:
     """The arrays on one side alone to which there is one of the same kind on the other. Those
     without elements have no contents to know them by."""
-    arrays = [
+    arrays, others = (
         {p: leaf for p, leaf in side.items() if isinstance(leaf, ArrayHandle) and leaf.nbytes}
         for side in (removed, added)
-    ]
-    one, other = ({_kind(handle) for handle in side.values()} for side in arrays)
-    return [{p: h for p, h in side.items() if _kind(h) in one & other} for side in arrays]
+    )
+    kinds = set(map(_kind, arrays.values())) & set(map(_kind, others.values()))
+    return {p: handle for p, handle in (arrays | others).items() if _kind(handle) in kinds}
 
 
 def _kind(handle: ArrayHandle) -> Hashable:
     return handle.shape, handle.dtype.name, handle.key_impl
 
 
-def _recorded(pairs: _Pairs, alone: Iterable[_Arrays]) -> tuple[_Contents, dict[Path, str], int]:
+def _recorded(pairs: _Pairs, alone: _Arrays) -> tuple[_Contents, dict[Path, str], _Pairs]:
     """In what contents differ by recorded digests, path -> digest of arrays on one side alone, and
-    how many pairs there are no digests of."""
+    the pairs without a digest on both sides."""
     records = functools.cache(read_record)
 
     def recorded(handle: ArrayHandle) -> str | None:
@@ -207,20 +205,20 @@ def _recorded(pairs: _Pairs, alone: Iterable[_Arrays]) -> tuple[_Contents, dict[
         return None if record is None else record.digest(handle)
 
     contents: _Contents = {}
-    not_compared = 0
+    rest: _Pairs = {}
     for path, pair in pairs.items():
         one, other = map(recorded, pair)
-        if one is None or other is None:
-            not_compared += 1
+        if one is None or other is None or pair[0].dtype != pair[1].dtype:
+            rest[path] = pair
         elif one != other:
             contents[path] = Difference("values", path, f"digest {one}", f"digest {other}")
-    digests = {p: digest for side in alone for p, h in side.items() if (digest := recorded(h))}
-    return contents, digests, not_compared
+    return contents, {p: found for p, h in alone.items() if (found := recorded(h))}, rest
 
 
 def _read(
     pairs: _Pairs,
-    alone: Sequence[_Arrays],
+    alone: _Arrays,
+    sides: Sequence[str],
     names: tuple[str, str],
     tolerances: tuple[float, float],
     read: Callable[..., Failed],
@@ -228,17 +226,13 @@ def _read(
 ) -> tuple[_Contents, dict[Path, str]]:
     """In what contents that are read differ, and path -> digest of arrays on one side alone. Raises
     CorruptCheckpointError with all arrays that cannot be read, or that belong to two leaves."""
-    left, right = alone
-    singles = left | right
-    groups = [*pairs.values(), *((handle,) for handle in singles.values())]
-    sides = ["AB"] * len(pairs) + ["A"] * len(left) + ["B"] * len(right)
+    groups = [*pairs.values(), *((handle,) for handle in alone.values())]
     handles = [handle for group in groups for handle in group]
     check_names(handles)
     comparisons = {path: ElementComparison(a.shape, *tolerances) for path, (a, _) in pairs.items()}
-    digests = {path: Digest(handle.shape, handle.dtype) for path, handle in singles.items()}
-    takers = [*comparisons.values(), *digests.values()]
+    digests = {path: Digest(handle.shape, handle.dtype) for path, handle in alone.items()}
     report = counted(sum(handle.nbytes for handle in handles), progress)
-    failed = read(groups, takers, progress=report)
+    failed = read(groups, [*comparisons.values(), *digests.values()], progress=report)
     if failed:
         raise CorruptCheckpointError(
             f"arrays cannot be read; A is `{names[0]}`, B is `{names[1]}`",
@@ -251,17 +245,19 @@ def _read(
     contents = {
         path: Difference("values", path, found.a, found.b, found)
         for path, comparison in comparisons.items()
-        if (found := comparison.difference()) is not None
+        if (found := comparison.state) is not None
     }
     return contents, {path: digest.text() for path, digest in digests.items()}
 
 
 def _differences(path: Path, partner: Path, a: Leaf, b: Leaf, layout: bool) -> Iterator[Difference]:
     """In what two leaves differ, less the contents of arrays."""
-    compared: list[tuple[str, Any, Any]] = [("position", _positions(path), _positions(partner))]
+    compared: list[tuple[str, Any, Any]] = [
+        ("position", marked_positions(path), marked_positions(partner))
+    ]
     if isinstance(a, ArrayHandle) and isinstance(b, ArrayHandle):
         compared += [
-            ("key", _key_type(a), _key_type(b)),
+            ("key", a.key_impl or "no key", b.key_impl or "no key"),
             ("shape", list(a.shape), list(b.shape)),
             ("dtype", a.dtype.name, b.dtype.name),
         ]
@@ -278,13 +274,9 @@ def _differences(path: Path, partner: Path, a: Leaf, b: Leaf, layout: bool) -> I
             yield Difference(what, path, one, other)
 
 
-def _positions(path: Path) -> str:
-    """Which keys of a path are positions in lists: `layers/[0]/kernel`."""
+def marked_positions(path: Path) -> str:
+    """A path as text, with its positions in lists in brackets: `layers/[0]/kernel`."""
     return "/".join(f"[{k}]" if isinstance(k, int) else tree.format_key(k) for k in path)
-
-
-def _key_type(handle: ArrayHandle) -> str:
-    return "no key" if handle.key_impl is None else handle.key_impl
 
 
 def _laid_out(handle: ArrayHandle) -> str:
@@ -299,72 +291,35 @@ def _laid_out(handle: ArrayHandle) -> str:
 
 
 def moves(removed: Mapping[Path, Any], added: Mapping[Path, Any]) -> dict[Path, Path]:
-    """Old path -> new path of leaves on one side alone, from what tells their contents apart."""
-    groups: collections.defaultdict[Any, tuple[list[Path], list[Path]]] = collections.defaultdict(
-        lambda: ([], [])
-    )
+    """Old path -> new path of leaves on one side alone, from what tells their contents apart. Those
+    of the same contents are renamed as others are, and as one alone is."""
+    groups: defaultdict[Any, tuple[list[Path], list[Path]]] = defaultdict(lambda: ([], []))
     for side, leaves in enumerate((removed, added)):
         for path, contents in leaves.items():
             groups[contents][side].append(path)
     found = {old[0]: new[0] for old, new in groups.values() if len(old) == len(new) == 1}
-    parts: collections.defaultdict[Path, set[Path]] = collections.defaultdict(set)
-    ends: collections.defaultdict[_Ends, set[_Ends]] = collections.defaultdict(set)
+    renamings: defaultdict[Path, set[_Renaming]] = defaultdict(set)
     for old, new in found.items():
-        shortest = min(len(old), len(new))
-        first = next((i for i in range(shortest) if old[i] != new[i]), shortest)
-        rest = shortest - first
-        behind = next((i for i in range(rest) if old[-1 - i] != new[-1 - i]), rest)
-        before, after = range(first, len(old) - behind), range(first, len(new) - behind)
-        parts[old[first : before.stop]].add(new[first : after.stop])
-        for one, other in _renamed_ends(old, new, before, after):
-            ends[one].add(other)
+        codes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+        parts = [(old[i:j], new[k:m]) for tag, i, j, k, m in codes if tag != "equal"]
+        renamings[parts[0][0]].add((parts[0][1], *parts[1:]))
     for old, new in groups.values():
         if len(old) * len(new) > 1:
-            found |= _told_apart(old, set(new), parts, ends)
+            free = set(new)
+            claims = {path: free.intersection(_renamed(path, renamings)) for path in old}
+            claimed = collections.Counter(itertools.chain(*claims.values()))
+            alone = {path: next(iter(to)) for path, to in claims.items() if len(to) == 1}
+            found |= {path: to for path, to in alone.items() if claimed[to] == 1}
     return found
 
 
-def _renamed_ends(
-    old: Path, new: Path, before: range, after: range
-) -> Iterator[tuple[_Ends, _Ends]]:
-    """What stands before and after the longest stretch that the renamed parts of two paths share:
-    of `params/a/b` and `a/b/value` the ends `params/` and `/value`. None where there is no such
-    stretch, several where there are several."""
-    for size in range(min(len(before), len(after)), 0, -1):
-        places = [
-            (i, j)
-            for i in before[: len(before) - size + 1]
-            for j in after[: len(after) - size + 1]
-            if old[i : i + size] == new[j : j + size]
-        ]
-        for i, j in places:
-            yield (old[:i], old[i + size :]), (new[:j], new[j + size :])
-        if places:
-            return
-
-
-def _told_apart(
-    old: Sequence[Path],
-    new: set[Path],
-    parts: Mapping[Path, set[Path]],
-    ends: Mapping[_Ends, set[_Ends]],
-) -> dict[Path, Path]:
-    """Moves of leaves of the same contents that are renamed as others are, and as one alone is."""
-    found = {}
-    for path in old:
-        stretches = list(itertools.combinations_with_replacement(range(len(path) + 1), 2))
-        renamed = {
-            path[:start] + part + path[stop:]
-            for start, stop in stretches
-            for part in parts.get(path[start:stop], ())
-        }
-        renamed |= {
-            first + path[start:stop] + last
-            for start, stop in stretches
-            if start < stop
-            for first, last in ends.get((path[:start], path[stop:]), ())
-        }
-        found[path] = renamed & new
-    claims = collections.Counter(itertools.chain(*found.values()))
-    alone = {path: next(iter(to)) for path, to in found.items() if len(to) == 1}
-    return {path: to for path, to in alone.items() if claims[to] == 1}
+def _renamed(path: Path, renamings: Mapping[Path, Iterable[_Renaming]]) -> Iterator[Path]:
+    """What a path becomes by each of some renamings, wherever its parts stand."""
+    for start, stop in itertools.combinations_with_replacement(range(len(path) + 1), 2):
+        for new, *others in renamings.get(path[start:stop], ()):
+            rest = [path[stop:]]
+            if others:
+                (part, *after), *further = others
+                rest = _renamed(path[stop:], {part: [(*after, *further)]})
+            for end in rest:
+                yield path[:start] + new + end

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from reshard.hints import Hint
 from reshard.tree import Path, format_path
 from reshard.verify.elementwise import ElementDifference
 
@@ -18,7 +17,7 @@ from reshard.verify.elementwise import ElementDifference
 _SHOWN = 200
 # Characters of a string leaf in a report.
 _MAX_TEXT = 60
-_VALUES = Hint(("values", True), " compares contents, and finds leaves that have moved")
+_VALUES = "values=True compares contents, and finds leaves that have moved"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,13 +80,13 @@ class Diff:
       a: where A is.
       b: where B is.
       differences: in the order of A's tree; what is in B alone comes last.
-      values: whether arrays were read and compared; otherwise digests were, where both sides have
-        them recorded.
+      values: whether arrays were read.
       rtol: the relative tolerance.
       atol: the absolute tolerance.
       compared: arrays whose contents were compared.
       not_compared: arrays of equal shape and dtype whose contents were not.
       nbytes: bytes of each array, as A calls it if A has it.
+      by_digests: arrays that were compared by digests recorded on both sides.
     """
 
     a: str
@@ -99,6 +98,7 @@ class Diff:
     compared: int
     not_compared: int
     nbytes: Mapping[Path, int]
+    by_digests: int
 
     @property
     def equal(self) -> bool | None:
@@ -118,7 +118,8 @@ class Diff:
 
     def document(self) -> dict[str, Any]:
         """What `reshard diff --json` prints."""
-        fields = ("a", "b", "equal", "values", "rtol", "atol", "compared", "not_compared")
+        fields = ("a", "b", "equal", "values", "by_digests", "rtol", "atol")
+        fields += ("compared", "not_compared")
         document = {name: getattr(self, name) for name in fields}
         document["differences"] = [found.document() for found in self.differences]
         document["arrays"] = [
@@ -153,21 +154,24 @@ class Diff:
 
     def _how(self, phrase: Callable[[str], str]) -> Iterator[str]:
         """How contents were compared, and what to type for more."""
+        recorded = f"{_counted(self.by_digests, 'array')} compared by recorded digests"
         if not self.values:
-            arrays = f"{_counted(self.compared, 'array')} compared"
-            yield f"{arrays} by recorded digests, {self.not_compared} not compared"
+            yield f"{recorded}, {self.not_compared} not compared"
             if self.not_compared or (self.of("removed") and self.of("added")):
                 yield f"hint: {phrase(_VALUES)}"
             return
+        if self.by_digests:
+            yield recorded
         moved = self.of("moved")
         if moved:
-            yield f"{_counted(len(moved), 'moved array')} compared by digests of what was read"
-        arrays = f"{_counted(self.compared, 'other array' if moved else 'array')} compared"
+            yield f"{_counted(len(moved), 'moved array')} compared by digests"
+        other = "other array" if moved or self.by_digests else "array"
+        arrays = f"{_counted(self.compared - self.by_digests, other)} compared"
         how = "bit for bit"
         if self.rtol or self.atol:
             how = f"|A - B| <= {self.atol:g} + {self.rtol:g} * |B|, integers exactly"
         mixed = ", as numbers where dtypes differ" if self.of("dtype") else ""
-        yield arrays + f": {how}{mixed}" * bool(self.compared)
+        yield arrays + f": {how}{mixed}" * (self.compared > self.by_digests)
 
     def _repr_html_(self) -> str:
         from reshard.report.page import framed

@@ -7,36 +7,41 @@
      "beside": {"metrics/metrics": "..."}}
 
 Arrays go by their names in the store, which no transform changes; a digest that was not computed is
-null. Strings of the tree go by such names as well, and are told by SHA-256; so are files: those in
-the item's own directory, and under `beside` those of the step around it.
+null. Strings of the tree go by such names as well, with their SHA-256. So do the documents of the
+tree, under `files`. Earlier versions also recorded other files: those in the item's own directory
+there, and under `beside` those of the step around it.
 """
 
 import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from reshard.arrays.boxes import Shape
 from reshard.arrays.dtypes import name_of
 from reshard.arrays.handle import ArrayHandle, StoredArray, array_text, stored_name
-from reshard.checkpoint import Checkpoint, Source
-from reshard.errors import CorruptCheckpointError, StoreError
-from reshard.loader.detection import MARKER, PROGRESS_FILE, RECORD_FILE, RECORD_TEMPORARY
+from reshard.checkpoint import Checkpoint, Leaf, Source
+from reshard.errors import CorruptCheckpointError, DestinationError, StoreError
+from reshard.loader.detection import (
+    ARRAYS_FOLDER,
+    RECORD_FILE,
+    RECORD_TEMPORARY,
+    SHARDING_FILE,
+    STRINGS_FILE,
+    TREE_FILE,
+)
 from reshard.loader.json_documents import unique_keys
 from reshard.storage.location import Location
-from reshard.storage.ocdbt import MANIFEST, PROCESS
-from reshard.tree import shell_quoted
+from reshard.tree import Path, shell_quoted
 
 FILE = RECORD_FILE
 _VERSION = 1
+_KEYS = {"version", "arrays", "strings", "files", "beside"}
 _DIGEST, _SHA256 = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{64}")
 # What becomes `FILE` once it is complete.
 TEMPORARY = RECORD_TEMPORARY
-# Files that tell where a checkpoint is, or that it is complete.
-_NOT_RECORDED = (FILE, TEMPORARY, PROGRESS_FILE, MARKER)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +76,13 @@ class Record:
         hashes = {name: dict(getattr(self, name)) for name in ("strings", "files", "beside")}
         return json.dumps({"version": _VERSION, "arrays": arrays, **hashes}).encode()
 
+    def write(self, file: Location) -> None:
+        """Replaces the record of a checkpoint. Raises DestinationError if that fails."""
+        try:
+            file.replace(self.dump(), TEMPORARY)
+        except OSError as error:
+            raise DestinationError(f"`{file}` cannot be written: {error.strerror}") from error
+
     def digest(self, handle: ArrayHandle) -> str | None:
         """The digest of an array that is read as it is stored, and is what was recorded."""
         entry = self.array(handle) if handle.stored is not None else None
@@ -83,12 +95,23 @@ class Record:
     def other_kind(self, handle: ArrayHandle) -> str | None:
         """`it is float32[4], and float32[5]`, of a stored array that is not what was recorded."""
         entry = self.array(handle)
-        if entry is None or (entry.dtype, entry.shape) == (
-            name_of(handle.stored_dtype),
-            handle.shape,
-        ):
+        if entry is None or entry == (stored := stored_record(handle, entry.digest)):
             return None
-        return f"it is {stored_record(handle)}, and {entry}"
+        return f"it is {stored}, and {entry}"
+
+    def lacks(self, path: Path, leaf: Leaf) -> str | None:
+        """What it does not say of a leaf of another checkpoint."""
+        if isinstance(leaf, str):
+            recorded = self.strings.get(stored_name(path))
+            if recorded != _text_hash(leaf):
+                return "does not have it" if recorded is None else "has another text"
+        elif isinstance(leaf, ArrayHandle):
+            entry = self.array(leaf)
+            if entry is None:
+                return "does not have it"
+            if entry.digest is None or leaf.stored is None:
+                return "has no digest of it"
+        return None
 
     def gone_arrays(self, source: Source, where: str) -> list[str]:
         """Arrays that are not stored, a line each."""
@@ -142,6 +165,8 @@ def read_record(path: Location, hint: str = "") -> Record | None:
             raise ValueError("it is another document")
         if document["version"] != _VERSION:
             raise ValueError(f"version {document['version']!r}, and {_VERSION} is known")
+        if unknown := sorted(document.keys() - _KEYS):
+            raise ValueError(f"the keys {unknown}")
         arrays = {name: _array(entry) for name, entry in document["arrays"].items()}
         strings = {name: _hash(text) for name, text in document.get("strings", {}).items()}
         files, beside = (_hashes(document[key]) for key in ("files", "beside"))
@@ -180,49 +205,22 @@ def _hash(text: Any) -> str:
 
 
 def record_of(
-    ckpt: Checkpoint,
-    directory: Location,
-    arrays: Mapping[str, ArrayRecord],
-    ocdbt: bool,
-    hashes: Mapping[str, str] = MappingProxyType({}),
+    ckpt: Checkpoint, arrays: Mapping[str, ArrayRecord], files: Mapping[str, str]
 ) -> Record:
-    """The record of an item: its arrays, and the hashes of its strings and of all files beside the
-    arrays' bytes. `directory` stands for `source.root`: where it is, or is being written; `ocdbt`
-    says how; `hashes` are of files below it that need not be read."""
-    source = ckpt.source
-    step = directory / source.step
-    item = step / source.item
-
-    def hash_of(file: Location) -> str:
-        return hashes.get(file.below(directory) or "") or file.sha256()
-
-    files = _hashes_below(item, _is_array_file(ocdbt, (*arrays, *source.store.values)), hash_of)
-    beside = {}
-    if source.item:
-        beside = _hashes_below(step, lambda path: path.split("/")[0] == source.item, hash_of)
+    """The record of an item: its arrays, and the hashes of its strings and of the documents of its
+    tree, by their names."""
     texts = {stored_name(path): leaf for path, leaf in ckpt.items() if isinstance(leaf, str)}
-    strings = {name: text_hash(text) for name, text in texts.items()}
-    return Record(arrays, strings, files, beside)
+    strings = {name: _text_hash(text) for name, text in texts.items()}
+    return Record(arrays, strings, files, {})
 
 
-def text_hash(text: str) -> str:
+def document_hashes(directory: Location) -> dict[str, str]:
+    """The hashes of the documents that describe the tree in an item's directory."""
+    folder = directory / ARRAYS_FOLDER
+    names = [TREE_FILE, SHARDING_FILE, STRINGS_FILE]
+    names += [f"{ARRAYS_FOLDER}/{name}" for name in (folder.names() if folder.is_dir() else ())]
+    return {name: (directory / name).sha256() for name in names if (directory / name).is_file()}
+
+
+def _text_hash(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
-
-
-def _is_array_file(ocdbt: bool, names: Iterable[str]) -> Callable[[str], bool]:
-    """Whether a file below an item's directory holds bytes of arrays, or the B-tree of them."""
-    own = {"d", MANIFEST} if ocdbt else {name.partition("/")[0] for name in names}
-    return lambda path: path.partition("/")[0] in own or (ocdbt and path.startswith(PROCESS))
-
-
-def _hashes_below(
-    directory: Location, skip: Callable[[str], bool], hash_of: Callable[[Location], str]
-) -> dict[str, str]:
-    """Path below a directory -> hash, of all files but those that are never recorded."""
-    return {
-        found.path: hash_of(directory / found.path)
-        for found in directory.walk()
-        if found.is_file
-        and found.path.rpartition("/")[2] not in _NOT_RECORDED
-        and not skip(found.path)
-    }

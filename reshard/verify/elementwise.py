@@ -2,16 +2,16 @@
 
 Arrays of one dtype are equal where their bits are, so that 0.0 and -0.0 differ, and so do NaNs of
 different payloads. With a tolerance, floating-point and complex elements a and b are equal where
-|a - b| <= atol + rtol * |b|, and NaN equals any NaN; an infinity equals itself alone. Arrays of two
-dtypes are compared as numbers. Differences of integers are exact; all others are those of float64
-or complex128.
+|a - b| <= atol + rtol * |b|, if neither side overflows. NaN equals any NaN, and an infinity equals
+itself alone. Arrays of two dtypes are compared as numbers. Differences of integers are exact; all
+others are those of float64 or complex128.
 """
 
+import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -19,9 +19,7 @@ from reshard.arrays.boxes import Box, Shape, shape_of, start_of
 from reshard.arrays.dtypes import kind_of
 
 # Elements that are looked at together: what is made of them stays in a core's cache.
-_SLAB = 1 << 13
-# Positive float64 numbers are 2^k to 2^(k + 1) with k from here, and less than minus that.
-_LEAST_POWER = -1075
+_SLAB = 1 << 15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,168 +48,124 @@ class ElementDifference:
     index: tuple[int, ...]
     a: np.generic
     b: np.generic
-    abs_histogram: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    rel_histogram: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    abs_histogram: Mapping[int, int]
+    rel_histogram: Mapping[int, int]
 
 
 class ElementComparison:
-    """The comparison of two arrays of one shape, while their values come in."""
+    """The comparison of two arrays of one shape, while their values come in.
+
+    Attributes:
+      state: how the elements that came in differ; None if none does.
+    """
 
     def __init__(self, shape: Shape, rtol: float, atol: float):
+        self.state: ElementDifference | None = None
         self._size = math.prod(shape)
         self._rtol = rtol
         self._atol = atol
-        self._count = 0
-        self._non_finite = 0
-        self._max_abs: float | None = None
-        self._max_rel: float | None = None
-        self._abs_powers = np.zeros(-2 * _LEAST_POWER, np.int64)
-        self._rel_powers = np.zeros(-2 * _LEAST_POWER, np.int64)
-        self._first: tuple[tuple[int, ...], np.generic, np.generic] | None = None
 
     def add(self, box: Box, a: np.ndarray, b: np.ndarray) -> None:
         a, b = np.ascontiguousarray(a).reshape(-1), np.ascontiguousarray(b).reshape(-1)
-        first = None
         for start in range(0, a.size, _SLAB):
             x, y = a[start : start + _SLAB], b[start : start + _SLAB]
-            places = self._differing(x, y)
-            if places.size and first is None:
-                first = start + int(places[0])
-        if first is not None:
+            places, gap, size, finite = self._differing(x, y)
+            if not places.size:
+                continue
+            first = start + int(places[0])
             offset = np.unravel_index(first, shape_of(box))
             index = tuple(int(i) + low for i, low in zip(offset, start_of(box), strict=True))
-            self._add_first(index, a[first], b[first])
+            gap, size = gap[finite], size[finite]
+            max_abs = gap.max(keepdims=True).item() if gap.size else None
+            gap = gap.astype(np.float64)
+            with np.errstate(all="ignore"):
+                ratio = np.where(gap == 0, 0.0, gap / size)
+            self.merge(
+                ElementDifference(
+                    count=places.size,
+                    size=self._size,
+                    non_finite=places.size - gap.size,
+                    max_abs=max_abs,
+                    max_rel=ratio.max().item() if gap.size else None,
+                    index=index,
+                    a=a[first],
+                    b=b[first],
+                    abs_histogram=_histogram(gap),
+                    rel_histogram=_histogram(ratio),
+                )
+            )
 
-    @property
-    def state(self) -> tuple[Any, ...]:
-        """What has been found so far, for `merge`."""
-        measured = self._count, self._non_finite, self._max_abs, self._max_rel
-        return *measured, self._abs_powers, self._rel_powers, self._first
-
-    def merge(self, state: tuple[Any, ...]) -> None:
-        """Adds what another comparison of the same arrays has found in other boxes."""
-        count, non_finite, max_abs, max_rel, abs_powers, rel_powers, first = state
-        self._count += count
-        self._non_finite += non_finite
-        self._abs_powers += abs_powers
-        self._rel_powers += rel_powers
-        if max_abs is not None:
-            self._max_abs = _larger(self._max_abs, max_abs)
-            self._max_rel = _larger(self._max_rel, max_rel)
-        if first is not None:
-            self._add_first(*first)
-
-    def _add_first(self, index: tuple[int, ...], a: np.generic, b: np.generic) -> None:
-        if self._first is None or index < self._first[0]:
-            self._first = index, a, b
-
-    def difference(self) -> ElementDifference | None:
-        """What differs; None if nothing does."""
-        if self._first is None:
-            return None
-        index, a, b = self._first
-        return ElementDifference(
-            self._count,
-            self._size,
-            self._non_finite,
-            self._max_abs,
-            self._max_rel,
-            index,
-            a,
-            b,
-            _histogram(self._abs_powers),
-            _histogram(self._rel_powers),
+    def merge(self, state: ElementDifference | None) -> None:
+        """Adds how other elements of the same arrays differ."""
+        if self.state is None or state is None:
+            self.state = self.state or state
+            return
+        found = self.state, state
+        first = min(found, key=lambda each: each.index)
+        self.state = dataclasses.replace(
+            first,
+            count=self.state.count + state.count,
+            non_finite=self.state.non_finite + state.non_finite,
+            max_abs=max((x.max_abs for x in found if x.max_abs is not None), default=None),
+            max_rel=max((x.max_rel for x in found if x.max_rel is not None), default=None),
+            abs_histogram=_sum(x.abs_histogram for x in found),
+            rel_histogram=_sum(x.rel_histogram for x in found),
         )
 
-    def _differing(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """The places at which two slabs differ; they are counted, and measured."""
-        same_dtype = a.dtype == b.dtype
-        common = _common(a.dtype, b.dtype)
-        mixed = common.kind == "O"
-        if same_dtype:
-            places = _other_bits(a, b)
-        elif mixed:
-            places = _other_integers(a, b)
-        else:
+    def _differing(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, ...]:
+        """The places at which two slabs differ, and there: |a - b|, |b|, and whether both are
+        finite."""
+        wide_a, wide_b, common = _numbers(a.dtype, b.dtype)
+        inexact = common.kind in "fc"
+        if a.dtype == b.dtype:
+            word = np.dtype(f"u{min(a.itemsize, 8)}")
+            bits = a.view(word) != b.view(word)
+            places = np.flatnonzero(bits if a.itemsize <= 8 else bits.reshape(a.size, -1).any(1))
+        elif inexact:
             places = np.arange(a.size)
+        else:
+            places = np.flatnonzero(a.astype(wide_a) != b.astype(wide_b))
         if not places.size:
-            return places
+            return (places,) * 4
         with np.errstate(all="ignore"):
             x, y = a[places].astype(common), b[places].astype(common)
-            gap = _gap(x, y)
-            close = common.kind in "fc" and (self._rtol or self._atol)
-            if close or not (same_dtype or mixed):
-                apart = self._apart(x, y, gap)
-                places, x, y, gap = places[apart], x[apart], y[apart], gap[apart]
-            self._measure(x, y, gap)
-        return places
-
-    def _apart(self, x: np.ndarray, y: np.ndarray, gap: np.ndarray) -> np.ndarray:
-        """Which elements differ as numbers."""
-        if x.dtype.kind not in "fc":
-            return gap != 0
-        finite = np.isfinite(x) & np.isfinite(y)
-        close = gap <= self._atol + self._rtol * np.abs(y)
-        return ~np.where(finite, close, _same(x, y))
-
-    def _measure(self, x: np.ndarray, y: np.ndarray, gap: np.ndarray) -> None:
-        self._count += x.size
-        integers = y.dtype.kind in "iuO"
-        if not integers:
+            if not inexact:
+                size = np.abs(y.astype(np.float64))
+                return places, _integer_gap(x, y), size, np.full(x.size, True)
+            gap, size = np.abs(x - y), np.abs(y)
             finite = np.isfinite(x) & np.isfinite(y)
-            self._non_finite += x.size - int(np.count_nonzero(finite))
-            y, gap = y[finite], gap[finite]
-        if gap.size:
-            size = np.abs(y.astype(np.float64) if integers else y)
-            relative = np.where(gap == 0, 0.0, gap.astype(np.float64) / size)
-            self._max_abs = _larger(self._max_abs, gap.max(keepdims=True).item())
-            self._max_rel = _larger(self._max_rel, relative.max().item())
-            self._abs_powers += _powers(gap.astype(np.float64))
-            self._rel_powers += _powers(relative)
+            if a.dtype == b.dtype and not (self._rtol or self._atol):
+                return places, gap, size, finite
+            # Nothing is known to be near where |a - b| or |b| overflows.
+            differs = ~(gap <= self._atol + self._rtol * size) | np.isinf(gap + size)
+            differs[~finite] = _other_parts(x[~finite], y[~finite])
+            return places[differs], gap[differs], size[differs], finite[differs]
 
 
-def _larger(one: float | None, other: float) -> float:
-    return other if one is None else max(one, other)
-
-
-def _powers(values: np.ndarray) -> np.ndarray:
-    """How many numbers are in 2^k to 2^(k + 1), from the least k on; without 0 and infinity."""
+def _histogram(values: np.ndarray) -> dict[int, int]:
+    """k -> how many numbers are in 2^k to 2^(k + 1); without 0 and infinity."""
     values = values[(values > 0) & np.isfinite(values)]
-    exponents = np.frexp(values)[1] - 1
-    return np.bincount(exponents - _LEAST_POWER, minlength=-2 * _LEAST_POWER)
+    powers, counts = np.unique(np.frexp(values)[1] - 1, return_counts=True)
+    return dict(zip(powers.tolist(), counts.tolist(), strict=True))
 
 
-def _histogram(powers: np.ndarray) -> dict[int, int]:
-    return {int(k) + _LEAST_POWER: int(powers[k]) for k in np.flatnonzero(powers)}
-
-
-def _other_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The places at which the bits of two arrays of one dtype differ."""
-    itemsize = a.dtype.itemsize
-    word = np.dtype(f"u{min(itemsize, 8)}")
-    other = a.view(word) != b.view(word)
-    return np.flatnonzero(other if itemsize <= 8 else other.reshape(a.size, -1).any(axis=1))
-
-
-def _other_integers(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The places at which integers differ, of which one side alone is uint64."""
-    if a.dtype == np.uint64:
-        a, b = b, a
-    signed = a.astype(np.int64)
-    return np.flatnonzero((signed < 0) | (signed.astype(np.uint64) != b))
+def _sum(histograms: Iterable[Mapping[int, int]]) -> dict[int, int]:
+    total: collections.Counter[int] = collections.Counter()
+    for histogram in histograms:
+        total.update(histogram)
+    return dict(sorted(total.items()))
 
 
 @functools.cache
-def _common(one: np.dtype, other: np.dtype) -> np.dtype:
-    """The dtype in which numbers of two dtypes are compared; object, which is Python's integers,
-    where no other holds the integers of both."""
-    widest = {_widest(one), _widest(other)}
-    mixed = widest == {np.dtype(np.int64), np.dtype(np.uint64)}
-    return np.dtype(object) if mixed else np.result_type(*widest)
+def _numbers(one: np.dtype, other: np.dtype) -> tuple[np.dtype, np.dtype, np.dtype]:
+    """The widest dtypes of the kinds of two dtypes, and the one that holds both; object, which is
+    Python's integers, where no other holds the integers of both."""
+    wide = _widest(one), _widest(other)
+    mixed = {*wide} == {np.dtype(np.int64), np.dtype(np.uint64)}
+    return *wide, np.dtype(object) if mixed else np.result_type(*wide)
 
 
 def _widest(dtype: np.dtype) -> np.dtype:
-    """The widest dtype of the kind of a dtype."""
     if dtype.kind == "c":
         return np.dtype(np.complex128)
     if kind_of(dtype) in "iub":
@@ -219,15 +173,15 @@ def _widest(dtype: np.dtype) -> np.dtype:
     return np.dtype(np.float64)
 
 
-def _gap(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+def _integer_gap(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """|x - y|; of integers of one dtype as uint64, which holds them all."""
-    if x.dtype.kind in "iu":
-        return np.maximum(x, y).astype(np.uint64) - np.minimum(x, y).astype(np.uint64)
-    return np.abs(x - y)
+    if x.dtype == object:
+        return np.abs(x - y)
+    return np.maximum(x, y).astype(np.uint64) - np.minimum(x, y).astype(np.uint64)
 
 
-def _same(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Where numbers are equal, NaN to NaN; the parts of complex ones each to its like."""
-    if x.dtype.kind == "c":
-        return _same(np.real(x), np.real(y)) & _same(np.imag(x), np.imag(y))
-    return (x == y) | (np.isnan(x) & np.isnan(y))
+def _other_parts(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Where numbers differ, NaN equal to NaN; the parts of complex ones each from its like."""
+    words = x.itemsize // 8
+    x, y = (part.view(np.float64).reshape(-1, words) for part in (x, y))
+    return ((x != y) & ~(np.isnan(x) & np.isnan(y))).any(axis=1)

@@ -3,57 +3,33 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from reshard.arrays.boxes import (
-    Box,
-    Shape,
-    chunks_together,
-    common_multiple,
-    grid_boxes,
-    grid_size,
-    shape_of,
-)
+from reshard.arrays.boxes import Shape, chunks_together, common_multiple, grid_size, shape_of
 from reshard.arrays.digests import Digest
 from reshard.arrays.handle import ArrayHandle, Derived
 from reshard.engine.batches import Unit, in_batches
 from reshard.engine.budget import WINDOW, Budget, check_fits, cores, in_flight, in_memory
 from reshard.engine.cost import co_read_groups, decoded_together
 from reshard.engine.read import Read, read
+from reshard.engine.run import Report, check_tasks, run_tasks, task_count
 from reshard.engine.shares import Division
-from reshard.engine.tasks import Report, task_count
-from reshard.engine.workers import check_tasks, run_tasks
 from reshard.errors import ReshardError, StoreError
 from reshard.tree import Path
+from reshard.verify.elementwise import ElementComparison
 
 # Called with (bytes done, bytes in all).
 Progress = Callable[[int, int], None]
 # Arrays of one shape that are read at the same boxes: one, or two to be compared.
 Group = tuple[ArrayHandle, ...]
-
-
-class Taker(Protocol):
-    """Takes the values of a group, box by box, in any order."""
-
-    @property
-    def add(self) -> Callable[..., None]:
-        """Takes a box, and the values of each array in it; keeps none of them."""
-        ...
-
-    @property
-    def state(self) -> Any:
-        """What comes of all that it has taken."""
-        ...
-
-    def merge(self, state: Any) -> None:
-        """Adds what another one has taken, of other boxes."""
-        ...
-
-
+# Where boxes begin along each axis, and where the last one ends.
+Cuts = tuple[tuple[int, ...], ...]
 # Number of a group -> place in it -> why that array could not be read.
 Failed = dict[int, Mapping[int, ReshardError]]
+# Takes the values of a group, box by box, in any order, and keeps none of them.
+Taker = Digest | ElementComparison
 
 
 def read_values(
@@ -70,11 +46,11 @@ def read_values(
     StoreError where a bucket does not give what it is asked for."""
     least = [(group[0].path, least_memory(group)) for group in groups]
     check_fits(least, max_memory)
-    largest = max((nbytes for _, nbytes in least), default=0)
-    limit = in_flight(max_memory, cores(), largest) // WINDOW
-    turns = list(_turns(groups, limit, max_memory))
+    limit = in_flight(max_memory, cores(), max((nbytes for _, nbytes in least), default=0))
+    turns = list(_turns(groups, limit // WINDOW, max_memory))
     if workers is None and executor is None:
-        return _read(dict(enumerate(groups)), dict(enumerate(takers)), turns, max_memory, progress)
+        every = dict(enumerate(groups)), dict(enumerate(takers))
+        return ReadTask(0, 1, 0, *every, turns, max_memory).run(progress)[1]
     division = Division(turns)
     count = task_count(sum(turn.nbytes for turn in turns), workers)
     tasks = []
@@ -90,8 +66,7 @@ def read_values(
     for states, errors in run_tasks(tasks, progress, workers=workers, executor=executor):
         for number, state in states.items():
             takers[number].merge(state)
-        for number, error in errors.items():
-            failed.setdefault(number, error)  # of the first box, as in one process
+        failed = errors | failed  # of the first box, as in one process
     return failed
 
 
@@ -100,14 +75,13 @@ class _Turn(NamedTuple):
 
     Attributes:
       numbers: those of the groups.
-      grid: the shape of the boxes, as of `_boxes`.
       start, stop: the first box, and the one after the last one.
       count: boxes of each group.
       nbytes: decoded bytes of all boxes.
     """
 
     numbers: Sequence[int]
-    grid: Shape | None
+    cuts: Cuts
     start: int
     stop: int
     count: int
@@ -135,71 +109,69 @@ class ReadTask:
         return f"part {self.number + 1} of {self.of} of what is read"
 
     def run(self, report: Report) -> tuple[dict[int, Any], Failed]:
-        failed = _read(self.groups, self.takers, self.turns, self.max_memory, report)
+        largest = max(map(least_memory, self.groups.values()), default=0)
+        limit = in_flight(self.max_memory, cores(), largest)
+        failed: Failed = {}
+        units = self._units(failed)
+        with Budget(limit) as budget:
+            for filled in read(in_batches(units, limit // WINDOW, self.max_memory), budget):
+                reads, values = filled.batch.reads, filled.values
+                stop = 0
+                while stop < len(reads):
+                    start, number = stop, reads[stop].owner
+                    stop += len(self.groups[number])
+                    places = range(start, stop)
+                    errors = {n - start: filled.errors[n] for n in places if n in filled.errors}
+                    for error in errors.values():
+                        if isinstance(error, StoreError):
+                            raise error
+                    if errors:
+                        failed.setdefault(number, errors)
+                    elif number not in failed:
+                        add: Callable[..., None] = self.takers[number].add
+                        add(reads[start].box, *values[start:stop])
+                    values[start:stop] = [None] * len(places)  # memory is counted without them
+                    report(sum(read.nbytes for read in reads[start:stop]))
         return {number: taker.state for number, taker in self.takers.items()}, failed
 
-
-def _read(
-    groups: Mapping[int, Group],
-    takers: Mapping[int, Taker],
-    turns: Sequence[_Turn],
-    max_memory: int,
-    progress: Report,
-) -> Failed:
-    largest = max(map(least_memory, groups.values()), default=0)
-    limit = in_flight(max_memory, cores(), largest)
-    failed: Failed = {}
-    units = _units(groups, turns, failed)
-    with Budget(limit) as budget:
-        for filled in read(in_batches(units, limit // WINDOW, max_memory), budget):
-            reads, values = filled.batch.reads, filled.values
-            stop = 0
-            while stop < len(reads):
-                start, number = stop, reads[stop].owner
-                stop += len(groups[number])
-                errors = {
-                    n: filled.errors[start + n]
-                    for n in range(stop - start)
-                    if start + n in filled.errors
-                }
-                if refused := [e for e in errors.values() if isinstance(e, StoreError)]:
-                    raise refused[0]
-                if errors:
-                    failed.setdefault(number, errors)
-                elif number not in failed:
-                    takers[number].add(reads[start].box, *values[start:stop])
-                values[start:stop] = [None] * (stop - start)  # memory is counted without them
-                progress(sum(read.nbytes for read in reads[start:stop]))
-    return failed
+    def _units(self, failed: Failed) -> Iterator[Unit]:
+        """The boxes of all turns, less groups that have failed."""
+        for numbers, cuts, start, stop, *_ in self.turns:
+            axes = ([slice(*ends) for ends in itertools.pairwise(axis)] for axis in cuts)
+            for box in itertools.islice(itertools.product(*axes), start, stop):
+                for number in numbers:
+                    if number not in failed:
+                        group = self.groups[number]
+                        reads = [Read(handle, box, number) for handle in group]
+                        yield Unit(reads, *_buffers(group, math.prod(shape_of(box))))
 
 
 def _turns(groups: Sequence[Group], limit: int, max_memory: int) -> Iterator[_Turn]:
     """All boxes, group by group; those that share chunks in turn."""
-    grids = [_grid(group, limit, max_memory) for group in groups]
     first = [next((h for h in group if isinstance(h.data, Derived)), group[0]) for group in groups]
     for together in co_read_groups(first):
-        alike: dict[Hashable, list[int]] = {}
+        alike: dict[Cuts, list[int]] = {}
         for number in together:
-            alike.setdefault(number if grids[number] is None else grids[number], []).append(number)
-        for numbers in alike.values():
-            grid, some = grids[numbers[0]], groups[numbers[0]]
-            sizes = map(len, _cuts(some)) if grid is None else [grid_size(some[0].shape, grid)]
+            alike.setdefault(_cuts(groups[number], limit, max_memory), []).append(number)
+        for cuts, numbers in alike.items():
             nbytes = sum(handle.nbytes for number in numbers for handle in groups[number])
-            if count := math.prod(sizes):
-                yield _Turn(numbers, grid, 0, count, count, nbytes)
+            if count := math.prod(len(axis) - 1 for axis in cuts):
+                yield _Turn(numbers, cuts, 0, count, count, nbytes)
 
 
-def _units(
-    groups: Mapping[int, Group], turns: Iterable[_Turn], failed: Container[int]
-) -> Iterator[Unit]:
-    """The boxes of turns, less groups that have failed."""
-    for numbers, grid, start, stop, *_ in turns:
-        boxes = (_boxes(groups[number], grid) for number in numbers)
-        for places in itertools.islice(zip(*boxes, strict=True), start, stop):
-            for number, box in zip(numbers, places, strict=True):
-                if number not in failed:
-                    reads = [Read(handle, box, number) for handle in groups[number]]
-                    yield Unit(reads, *_buffers(groups[number], math.prod(shape_of(box))))
+def _cuts(group: Group, limit: int, max_memory: int) -> Cuts:
+    """Boxes of whole chunks of all arrays of a group, several if they are small. Where such a box
+    is too large, it ends wherever a chunk of one of the arrays does."""
+    shape = group[0].shape
+    chunks = [handle.chunk_shape for handle in group]
+    box = common_multiple(chunks, shape)
+    cost = _cost(group, box)
+    if cost <= max_memory:
+        chunks = [chunks_together(shape, box, max(limit // cost, 1))]
+    return tuple(
+        (*sorted({start for size in sizes for start in range(0, length, size)}), length)
+        for length, *sizes in zip(shape, *chunks, strict=True)
+    )
 
 
 def _buffers(group: Group, elements: int) -> tuple[int, int]:
@@ -262,26 +234,3 @@ def read_digests(
     failed |= {readable[number].path: found[0] for number, found in errors.items()}
     pairs = zip(readable, made, strict=True)
     return {leaf.path: found.text() for leaf, found in pairs if leaf.path not in failed}, failed
-
-
-def _grid(group: Group, limit: int, max_memory: int) -> Shape | None:
-    """Whole chunks of all arrays of a group, several if they are small; None where they are too
-    large."""
-    shape = group[0].shape
-    box = common_multiple([handle.chunk_shape for handle in group], shape)
-    cost = _cost(group, box)
-    return None if cost > max_memory else chunks_together(shape, box, max(limit // cost, 1))
-
-
-def _boxes(group: Group, grid: Shape | None) -> Iterator[Box]:
-    """The boxes of a group: of a grid, or else cut wherever a chunk of one of its arrays ends."""
-    return itertools.product(*_cuts(group)) if grid is None else grid_boxes(group[0].shape, grid)
-
-
-def _cuts(group: Group) -> list[list[slice]]:
-    """The parts of each axis in which no chunk of a group's arrays ends."""
-    parts = []
-    for axis, size in enumerate(group[0].shape):
-        starts = {start for h in group for start in range(0, size, h.chunk_shape[axis])}
-        parts.append([slice(*ends) for ends in itertools.pairwise((*sorted(starts), size))])
-    return parts

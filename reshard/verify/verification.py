@@ -3,30 +3,32 @@
 import dataclasses
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from typing import Any
 
-from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint, kind_text
-from reshard.errors import CorruptCheckpointError, DestinationError, ReshardError, printable
-from reshard.hints import Hint
+from reshard.errors import CorruptCheckpointError, ReshardError, printable
 from reshard.loader import open as open_checkpoint
 from reshard.storage.location import Location, parse_location
 from reshard.tree import Path, format_path
-from reshard.units import parse_bytes
-from reshard.verify.comparison import partners
+from reshard.units import count_of, parse_bytes
+from reshard.verify.comparison import marked_positions, partners
 from reshard.verify.digest_record import (
     FILE,
-    TEMPORARY,
     Record,
+    document_hashes,
     forget_hint,
     read_record,
     record_of,
     stored_record,
-    text_hash,
 )
 from reshard.verify.values import Progress, counted, read_digests
+
+# Path -> what is wrong with a leaf.
+_Texts = defaultdict[Path, list[str]]
+# Path -> digests that an array is to have, each with what is said of it where it has another.
+_Expected = defaultdict[Path, list[tuple[str, str]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +56,14 @@ class Verification:
         return self.ok
 
     def __repr__(self) -> str:
-        counts = f"{len(self.digests)} arrays read, {self.compared} compared with digests"
-        wrong = len(self.problems)
-        verdict = f"{wrong} problem{'s' * (wrong > 1)}" if wrong else "nothing is wrong"
-        lines = [f"`{self.path}`: {counts}, {verdict}"]
+        read = count_of(len(self.digests), "array")
+        said = f"{read} read, {self.compared} compared with digests, nothing is wrong"
+        if self.problems:
+            wrong = count_of(len(self.problems), "problem")
+            said = f"{read} read, {self.compared} compared with digests, {wrong}"
+        elif self.digests and not self.compared:
+            said = f"{read} read whole; there are no digests to compare them with"
+        lines = [f"`{self.path}`: {said}"]
         return "\n".join(map(printable, [*lines, *(f"  {line}" for line in self.problems)]))
 
 
@@ -94,73 +100,88 @@ def verify(
       True
     """
     ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
-    other = _other(against)
+    other: Any = against
+    if against is not None and not isinstance(against, Checkpoint):
+        file = parse_location(against)
+        hint = "reshard.digest(path, write=True)"
+        other = read_record(file, hint) if file.is_file() else open_checkpoint(against)
     whole = ckpt.nbytes + (other.nbytes if isinstance(other, Checkpoint) else 0)
-    report = counted(whole, progress)
-    memory = parse_bytes(max_memory)
-    return check(ckpt, memory, report, other, f"`{against}`", workers, executor)
-
-
-def check(
-    ckpt: Checkpoint,
-    max_memory: int,
-    report: Callable[[int], None],
-    other: Checkpoint | Record | None = None,
-    name: str = "",
-    workers: int | None = None,
-    executor: Executor | None = None,
-) -> Verification:
-    """Compares the values of a checkpoint with those recorded beside it, and those of `other`,
-    whose name is for a record. `report` is called with numbers of bytes that were read; `workers`
-    and `executor` are as of `verify`."""
-    wrong: defaultdict[Path, list[str]] = defaultdict(list)
+    how = parse_bytes(max_memory), counted(whole, progress), workers, executor
+    wrong: _Texts = defaultdict(list)
     files: list[str] = []
-    # What digests are to be, and what is said where one is another.
-    expected: defaultdict[Path, list[tuple[str, str]]] = defaultdict(list)
-
-    def expect(record: Record, where: str) -> None:
-        files.extend(record.gone_arrays(ckpt.source, where))
-        for leaf in ckpt.arrays:
-            if other_kind := record.other_kind(leaf):
-                wrong[leaf.path].append(f"{other_kind} {where}")
-            elif recorded := record.digest(leaf):
-                expected[leaf.path].append((recorded, where))
-
-    own = None
+    expected: _Expected = defaultdict(list)
     try:
         own = read_record(ckpt.source.store.directory / FILE)
     except ReshardError as error:
+        own = None
         files += [error.summary, *error.problems]
     if own is not None:
-        expect(own, "on record")
-        files += own.changed_files(ckpt.source)
+        files += _expect(own, ckpt, "on record", wrong, expected) + own.changed_files(ckpt.source)
     if isinstance(other, Record):
-        expect(other, f"of {name}")
-        for path, lacking in _not_in(other, ckpt):
-            wrong[path].append(f"{name} {lacking}")
+        name = f"`{against}`"
+        files += _expect(other, ckpt, f"of {name}", wrong, expected)
+        for path, leaf in ckpt.items():
+            if lacking := other.lacks(path, leaf):
+                wrong[path].append(f"{name} {lacking}")
     elif other is not None:
         name = f"`{other.source.path}`"
         here = {there: path for path, there in partners(ckpt, other).items()}
-        differs = _other_leaves(ckpt, other, here, name)
-        for path, text in differs.items():
-            wrong[path].append(text)
-        digests, failed = read_digests(other.arrays, max_memory, report, workers, executor)
+        comparable = _compare_trees(ckpt, other, here, name, wrong)
+        digests, failed = read_digests(other.arrays, *how)
         for there, text in digests.items():
-            if there in here and here[there] not in differs:
+            if there in comparable:
                 expected[here[there]].append((text, f"of {name}"))
         for there, error in failed.items():
             wrong[here.get(there, there)].append(f"in {name}, {reason(error, there)}")
-    digests, failed = read_digests(ckpt.arrays, max_memory, report, workers, executor)
+    digests, failed = read_digests(ckpt.arrays, *how)
     for path, error in failed.items():
         wrong[path].append(reason(error, path))
     for path, text in digests.items():
-        for recorded, where in expected.get(path, ()):
-            if recorded != text:
-                wrong[path].append(f"its values are not those {where}")
+        differing = [where for recorded, where in expected.get(path, ()) if recorded != text]
+        wrong[path] += [f"its values are not those {where}" for where in differing]
     order = dict.fromkeys([*(path for path in ckpt if path in wrong), *wrong])
     problems = [f"{format_path(path)}: {text}" for path in order for text in wrong[path]]
     compared = sum(path in expected for path in digests)
     return Verification(ckpt.source.path, (*problems, *files), digests, compared)
+
+
+def _expect(
+    record: Record, ckpt: Checkpoint, where: str, wrong: _Texts, expected: _Expected
+) -> list[str]:
+    """Adds the digests that a record has of a checkpoint, and arrays that are not those on record;
+    a line for each array that is not stored."""
+    for leaf in ckpt.arrays:
+        if other_kind := record.other_kind(leaf):
+            wrong[leaf.path].append(f"{other_kind} {where}")
+        elif recorded := record.digest(leaf):
+            expected[leaf.path].append((recorded, where))
+    return record.gone_arrays(ckpt.source, where)
+
+
+def _compare_trees(
+    ckpt: Checkpoint, other: Checkpoint, here: Mapping[Path, Path], name: str, wrong: _Texts
+) -> set[Path]:
+    """Adds leaves that one side alone has, or that differ in path or kind; the other's leaves whose
+    values can be compared. `here` has the path of each leaf that both have, by the other's."""
+    for path in ckpt.keys() - here.values():
+        wrong[path].append(f"{name} does not have it")
+    wrong |= {path: [f"only {name} has it"] for path in other if path not in here}
+    comparable = set()
+    for there, path in here.items():
+        if path != there:  # Orbax restores a list on one side and a dict on the other.
+            paths = f"{marked_positions(path)}, in {name} {marked_positions(there)}"
+            wrong[path].append(f"its path is {paths}")
+        kind, its = kind_text(ckpt[path]), kind_text(other[there])
+        if kind == its:
+            comparable.add(there)
+        else:
+            wrong[path].append(f"it is {kind}, in {name} {its}")
+    return comparable
+
+
+def reason(error: ReshardError, path: Path) -> str:
+    """Why an array cannot be read, in a line that its path stands before."""
+    return " ".join((error.summary.removeprefix(f"{format_path(path)}: "), *error.problems))
 
 
 def digest(
@@ -207,10 +228,7 @@ def digest(
         hints = [forget_hint(file)] if {*checked.problems} <= {*changed} else []
         raise CorruptCheckpointError(f"`{checked.path}` is not whole", checked.problems, hints)
     if write:
-        try:
-            file.replace(record(ckpt, checked.digests).dump(), TEMPORARY)
-        except OSError as error:
-            raise DestinationError(f"`{file}` cannot be written: {error.strerror}") from error
+        record(ckpt, checked.digests).write(file)
     return dict(checked.digests)
 
 
@@ -226,49 +244,4 @@ def record(ckpt: Checkpoint, digests: Mapping[Path, str]) -> Record:
     }
     if ckpt.retyped or any(isinstance(leaf, str) for leaf in ckpt.values()):
         ckpt = ckpt.replace(open_checkpoint(ckpt.source.path))
-    return record_of(ckpt, ckpt.source.root, arrays, ckpt.source.store.ocdbt)
-
-
-def _other(against: Any) -> Checkpoint | Record | None:
-    if against is None or isinstance(against, Checkpoint):
-        return against
-    file = parse_location(against)
-    if file.is_file():
-        return read_record(file, Hint(("digest", file)))
-    return open_checkpoint(against)
-
-
-def _not_in(record: Record, ckpt: Checkpoint) -> Iterator[tuple[Path, str]]:
-    """Leaves of a checkpoint that the record of another lacks, with what it does not say of
-    them."""
-    for path, leaf in ckpt.items():
-        if isinstance(leaf, str):
-            recorded = record.strings.get(stored_name(path))
-            if recorded != text_hash(leaf):
-                yield path, "does not have it" if recorded is None else "has another text"
-        if not isinstance(leaf, ArrayHandle):
-            continue
-        entry = record.array(leaf)
-        if entry is None:
-            yield path, "does not have it"
-        elif entry.digest is None or leaf.stored is None:
-            yield path, "has no digest of it"
-
-
-def _other_leaves(
-    ckpt: Checkpoint, other: Checkpoint, here: Mapping[Path, Path], name: str
-) -> dict[Path, str]:
-    """Path -> what is said of leaves that one side alone has, or that are of two kinds."""
-    there = {path: partner for partner, path in here.items()}
-    found = {}
-    for path, leaf in ckpt.items():
-        if path not in there:
-            found[path] = f"{name} does not have it"
-        elif (kind := kind_text(leaf)) != (its := kind_text(other[there[path]])):
-            found[path] = f"it is {kind}, in {name} {its}"
-    return found | {path: f"only {name} has it" for path in other if path not in here}
-
-
-def reason(error: ReshardError, path: Path) -> str:
-    """Why an array cannot be read, in a line that its path stands before."""
-    return " ".join((error.summary.removeprefix(f"{format_path(path)}: "), *error.problems))
+    return record_of(ckpt, arrays, document_hashes(ckpt.source.store.directory))

@@ -17,13 +17,13 @@ import time
 import tensorstore as ts
 
 from reshard.storage.location import Location
-from reshard.storage.ocdbt import new_context
+from reshard.storage.ocdbt import build_root, new_context, ocdbt_spec, stage_spec
 from reshard.units import parse_bytes
-from reshard.writer import database
-from reshard.writer.share_commit import most_keys
+from reshard.writer.arrays import CACHE_BYTES
 
 _VALUE = bytes(1025)
 _FILE_BYTES = 2 << 30
+_ROOT = "ocdbt.process_root"
 
 
 def stages(shares: int) -> list[str]:
@@ -33,7 +33,7 @@ def stages(shares: int) -> list[str]:
 def make(directory: Location, keys: int, shares: int) -> None:
     """The databases: key i is in share i modulo their number."""
     for share, stage in enumerate(stages(shares)):
-        spec = database.stage_spec(directory, stage, _FILE_BYTES)
+        spec = stage_spec(directory, stage, _FILE_BYTES)
         store = ts.KvStore.open(spec, context=new_context()).result()
         transaction = ts.Transaction(atomic=True)
         into = store.with_transaction(transaction)
@@ -45,15 +45,14 @@ def make(directory: Location, keys: int, shares: int) -> None:
 def merge(directory: Location, keys: int, shares: int, max_memory: int) -> dict[str, float]:
     """Seconds and bytes that a merge takes."""
     databases = [
-        (database.stage_spec(directory, stage, _FILE_BYTES), keys // shares)
-        for stage in stages(shares)
+        (stage_spec(directory, stage, _FILE_BYTES), keys // shares) for stage in stages(shares)
     ]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begin = time.perf_counter()
-    database.merge_databases(directory, databases, most_keys(max_memory))
+    build_root(directory, _ROOT, databases, max_memory, CACHE_BYTES)
     seconds = time.perf_counter() - begin
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    spec = database.ocdbt_spec(directory)
+    spec = ocdbt_spec(directory, directory / _ROOT)
     merged = ts.KvStore.open(spec, context=new_context()).result()
     return {
         "keys": len(merged.list().result()),

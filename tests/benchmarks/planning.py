@@ -25,8 +25,8 @@ from reshard.sharding.mesh import Mesh, NamedSharding, shard_shape
 from reshard.storage.array_store import ArrayStore
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import StoredValue
-from reshard.writer.prepare import plan
-from reshard.writer.share_parts import Share
+from reshard.writer.plan import Share
+from reshard.writer.planning import plan
 from tests.benchmarks.workloads import AXES, Leaf, Tree, llama
 
 SAVED, TARGET = (16, 64), (64, 64)
@@ -82,7 +82,7 @@ def chunks_of(share: Share) -> int:
         )
         for item in share.items
         for group in item.boxes
-        for array in group.arrays
+        for _, array in group.arrays
         for box in array.boxes(group.start, group.stop)
     )
 
@@ -97,9 +97,11 @@ def main() -> None:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         planned = plan(to_mesh(source, Mesh(AXES, TARGET)), max_memory="1GiB", link=False)
         seconds = time.perf_counter() - begin
-        weights = [planned.share(number, count).weight for number in range(count)]
+        shares = [planned.share(number, count) for number in range(count)]
         divided = time.perf_counter() - begin - seconds
-        some = [planned.share(number, count) for number in (0, count // 2 - 1, count - 1)]
+        _, division = planned._work
+        weights = [division.weight(division.share(number, count)) for number in range(count)]
+        some = [shares[number] for number in (0, count // 2 - 1, count - 1)]
         document = {
             "shares": count,
             "bytes": planned.decoded_bytes,

@@ -127,25 +127,9 @@ def restore(
     return Restored(seconds, before, peak, more, _memory(tree))
 
 
-def first(name: str, source: Path) -> float:
-    """Seconds of the first restore of a plain pytree in a process, beyond those of the second one;
-    jax, with its devices, and reshard are there before, as in a training script; Flax is not."""
-    simulate_devices()
-    import jax
-
-    import reshard
-
-    target, seconds = abstract(WORKLOADS[name], TARGET), []
-    for _ in range(2):
-        start = time.perf_counter()
-        jax.block_until_ready(reshard.restore(source, target))
-        seconds.append(time.perf_counter() - start)
-    return seconds[0] - seconds[1]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure one restore of a workload.")
-    parser.add_argument("tool", choices=(*TOOLS, "first"))
+    parser.add_argument("tool", choices=TOOLS)
     parser.add_argument("name", choices=WORKLOADS)
     parser.add_argument("source", type=Path)
     parser.add_argument("mesh", choices=MESHES)
@@ -154,12 +138,8 @@ def main() -> None:
     if arguments.tool == "orbax" and arguments.max_memory:
         parser.error("--max-memory is for `reshard`")
     source = arguments.source.absolute()
-    if arguments.tool == "first":
-        found = {"seconds": first(arguments.name, source)}
-    else:
-        words = arguments.tool, arguments.name, source, arguments.mesh, arguments.max_memory
-        found = asdict(restore(*words))
-    print(json.dumps(found))
+    words = arguments.tool, arguments.name, source, arguments.mesh, arguments.max_memory
+    print(json.dumps(asdict(restore(*words))))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import json
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -100,16 +100,6 @@ def raw(bench: Bench) -> Iterator[Row]:
     ours, theirs = bench.compare(reshard(source, "--to", "1x8"), _copy(source))
     measured = rate(theirs.seconds, ours.seconds)
     yield Row("W1 uncompressed: rate, of `cp -r; sync`'s", "0.6", "0.8", measured)
-
-
-def database(bench: Bench) -> Iterator[Row]:
-    """W1 from plain files into a database, whose chunks stay as they are, against `cp -r` and
-    `sync`.
-    """
-    source = bench.source("W1-files")
-    ours, theirs = bench.compare(reshard(source, "--ocdbt"), _copy(source))
-    measured = times(ours.seconds, theirs.seconds)
-    yield Row("W1, plain files to OCDBT: time, of `cp -r; sync`'s", "1.3x", "1x", measured)
 
 
 def small(bench: Bench) -> Iterator[Row]:
@@ -216,14 +206,6 @@ def workers(bench: Bench) -> Iterator[Row]:
     yield Row("W5, from a bucket, 50 ms a request: 4 workers against 1", "3x", "3.8x", measured)
 
 
-def start(bench: Bench) -> Iterator[Row]:
-    """`reshard --help`, ten times."""
-    ten = replace(bench, rounds=10)
-    program = Program("--help", Path(__file__).parent, [RESHARD, "--help"])
-    (ours,) = ten.compare(program)
-    yield Row("`reshard --help`", "0.3 s", "0.15 s", f"{ours.seconds:.2f} s")
-
-
 # `reshard.restore`: the seconds are those of the call alone, which `restore.py` takes inside the
 # measured process. They are said once the rounds are over; what each round says is of the whole
 # process, start-up included.
@@ -283,19 +265,6 @@ def restore_small(bench: Bench) -> Iterator[Row]:
     """W4, 5,000 small arrays, on 1x8, against Orbax."""
     faster = _times_orbax(bench, "W4", "1x8")
     yield Row("W4 restored on 1x8: faster than Orbax", "3x", "6x", faster)
-
-
-def restore_raw(bench: Bench) -> Iterator[Row]:
-    """W1 on 1x8, uncompressed against compressed."""
-    both = [_restored(bench, "reshard", name, "1x8") for name in ("W1", "W1-raw")]
-    faster = times(*map(timed_seconds, compare_timed(bench, *both)))
-    yield Row("W1 uncompressed restored on 1x8: faster than compressed", "1.5x", "3x", faster)
-
-
-def restore_first(bench: Bench) -> Iterator[Row]:
-    """A plain pytree of one small array: the first call in a process, beyond the second one."""
-    (ours,) = compare_timed(bench, _restored(bench, "first", "tiny", "1x8"))
-    yield Row("first restore in a process", "0.1 s", "0.05 s", f"{timed_seconds(ours):.3f} s")
 
 
 def restore_memory(bench: Bench) -> Iterator[Row]:
@@ -386,8 +355,8 @@ def verify(bench: Bench) -> Iterator[Row]:
 SECTIONS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     section.__name__: section
     for section in (
-        *(disk, raw, database, small, memory, large, big, keep, buckets, workers, start),
-        *(restore, restore_replicated, restore_small, restore_raw, restore_first, restore_memory),
+        *(disk, raw, small, memory, large, big, keep, buckets, workers),
+        *(restore, restore_replicated, restore_small, restore_memory),
         *(convert_paths, convert_fused, digests, verify),
     )
 }

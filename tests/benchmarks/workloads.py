@@ -92,10 +92,6 @@ def _chunked() -> Tree:
     return {f"a{i}": Leaf((640, 256), _IN_OUT) for i in range(10)}
 
 
-def _few() -> Tree:
-    return {"w": Leaf((16, 16), _IN_OUT)}
-
-
 def _one() -> Tree:
     return {"params": {"big": Leaf((16384, 32768), _IN_OUT)}}
 
@@ -104,10 +100,8 @@ WORKLOADS = {
     "W1": Workload(_quarter_llama),  # Llama-3-8B divided by 4: 147 arrays, 1.1 GB
     "W1-opt": Workload(_with_moments),  # with adam's moments: 441 arrays, 3.4 GB
     "W1-raw": Workload(_quarter_llama, compress=False),
-    "W1-files": Workload(_quarter_llama, ocdbt=False),
     "W1-4GB": Workload(_half_llama),  # the arrays of W1 in other sizes: 147 arrays, 4.0 GB
     "W2": Workload(_two_layers, dtype="bfloat16"),  # true 8B shapes, two layers of them: 3 GB
-    "tiny": Workload(_few),  # what a restore takes beside its work
     "W4": Workload(_many),  # 5,000 arrays of 4 to 64 KiB
     "W5-files": Workload(_chunked, chunk_bytes=8 << 10, ocdbt=False),  # 1,280 chunks of 5 KiB
     "BIG": Workload(_one, chunk_bytes=16 << 20),  # 2 GiB in one array, in 16 MiB chunks

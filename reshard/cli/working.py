@@ -1,0 +1,110 @@
+"""The processes that do a command's work: this one, workers of this machine, or a Dask cluster.
+Only a cluster imports Dask. Also what is said meanwhile, on stderr: progress and warnings."""
+
+import contextlib
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import click
+
+from reshard.cli.model_argument import marked_output
+from reshard.cli.options import Flags
+from reshard.errors import ReshardError, first_line
+from reshard.units import format_bytes, parse_bytes
+
+# How often Dask repeats a task that raised an error.
+_RETRIES = 2
+_TIMEOUT = "20s"
+# Bytes of the interpreter and its libraries, which come on top of `--max-memory`.
+_OVERHEAD = 512 << 20
+
+
+@contextlib.contextmanager
+def working(flags: Flags) -> Iterator[dict[str, Any]]:
+    """The arguments `workers`, `executor` and `progress` of `save`, `verify` and others. Warnings
+    go to stderr meanwhile."""
+    with (
+        warnings_told(),
+        _workers(flags) as by,
+        progress_bar(flags, by["workers"]) as progress,
+        marked_output(),  # of the functions of a map
+    ):
+        yield by | {"progress": progress}
+
+
+@contextlib.contextmanager
+def warnings_told() -> Iterator[None]:
+    """Prints warnings to stderr as errors are, a line each, without their place in the code."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: click.echo(f"Warning: {message}", err=True)
+        yield
+
+
+@contextlib.contextmanager
+def progress_bar(
+    flags: Flags, workers: int | None = None
+) -> Iterator[Callable[[int, int], None] | None]:
+    """A callback that draws bytes, rate, time left and the number of workers on stderr; None where
+    nobody is looking."""
+    if flags["quiet"] or flags["as_json"] or not sys.stderr.isatty():
+        yield None
+        return
+    from rich import progress as bar
+    from rich.console import Console
+
+    columns = [bar.BarColumn(), bar.DownloadColumn(binary_units=True)]
+    columns += [bar.TransferSpeedColumn(), bar.TimeRemainingColumn()]
+    counted = [] if workers is None else [f"{workers} worker{'s' * (workers > 1)}"]
+    with bar.Progress(*counted, *columns, console=Console(stderr=True), transient=True) as drawn:
+        task = drawn.add_task("", total=None)
+        yield lambda done, total: drawn.update(task, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def _workers(flags: Flags) -> Iterator[dict[str, Any]]:
+    dask, workers = flags["dask"], flags["workers"]
+    if dask is None:
+        yield {"workers": workers}
+        return
+    if workers is not None:
+        raise click.UsageError("--dask and --workers exclude each other: a cluster has its own")
+    try:
+        from distributed import Client
+    except ImportError as error:
+        hints = ["pip install 'reshard[dask]'"]
+        raise ReshardError("--dask needs dask.distributed", [str(error)], hints) from error
+    # The error of the job reports a failed connection.
+    for name in ("distributed", "distributed.client"):  # each has a level of its own
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        client = Client(dask, timeout=_TIMEOUT, set_as_default=False)
+    except (OSError, ValueError) as error:
+        problem = first_line(ValueError(str(error)))
+        raise ReshardError(f"no Dask scheduler answers at `{dask}`", [problem]) from error
+    try:
+        there = client.scheduler_info(n_workers=-1)["workers"]
+        if not there:
+            raise ReshardError(f"the Dask cluster at `{dask}` has no workers")
+        _warn_of_memory(there, parse_bytes(flags["max_memory"]))
+        executor = client.get_executor(retries=_RETRIES, pure=False)
+        yield {"workers": sum(w["nthreads"] for w in there.values()), "executor": executor}
+    finally:
+        client.close(timeout=2)
+
+
+def _warn_of_memory(workers: Mapping[str, Any], max_memory: int) -> None:
+    """Warns of workers whose memory limit is too low, so that Dask may kill them. Each worker runs
+    one task per thread at once."""
+    for address, worker in workers.items():
+        threads, limit = worker["nthreads"], worker["memory_limit"]
+        needed = threads * max_memory + _OVERHEAD
+        if limit and limit < needed:
+            warnings.warn(
+                f"the Dask worker at {address} may use {format_bytes(limit)}, and {threads} x "
+                f"{format_bytes(max_memory)} with {format_bytes(_OVERHEAD)} on top are "
+                f"{format_bytes(needed)}: Dask may kill it",
+                stacklevel=2,
+            )

@@ -1,0 +1,383 @@
+"""Tasks in worker processes of this machine, or wherever a caller's executor runs them.
+
+    tasks  ->  [ worker | worker | ... ]  ->  results, in the order of the tasks
+                one task at a time each
+
+A process pool whose worker is killed fails all its tasks. A new pool runs those that are not done.
+"""
+
+import collections
+import concurrent.futures
+import contextlib
+import importlib.metadata
+import math
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from reshard.arrays.handle import StoredArray
+from reshard.errors import ArgumentError, ReshardError
+from reshard.storage.array_store import ArrayStore
+from reshard.storage.machine import share_cores, tune_memory
+
+if TYPE_CHECKING:  # what only jobs of workers import
+    from multiprocessing.connection import Connection
+
+# Tasks of each worker, bytes of one at least, and workers of an executor, unless that is said.
+_TASKS = 4
+_SMALLEST = 32 << 20
+_WORKERS = 16
+# Pools that may break in the middle of one task.
+_BREAKS = 3
+# How long an executor's tasks are waited for that were told to stop.
+STOP_SECONDS = 60.0
+# A worker that has reported nothing for so long is told of. How often workers are looked at.
+SILENT_SECONDS = 60.0
+_LOOK_SECONDS = 0.1
+
+Report = Callable[[int], None]
+
+
+class Task(Protocol):
+    """A part of a job, which pickles, and so does its result; `str()` names it.
+
+    Attributes:
+      nbytes: bytes of work: what it reports of at most, and counts as in the end.
+    """
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def run(self, report: Report) -> Any:
+        """Does it; calls `report` with numbers of bytes that are done, now and then."""
+        ...
+
+
+def task_count(nbytes: int, workers: int | None) -> int:
+    """In how many tasks a job of so many bytes is divided: a few for each worker, or of as many as
+    are not known, since one that is lost is done again; not too small ones, and as many for each,
+    so that none waits for the others at the end."""
+    check_workers(workers)
+    each = nbytes // _SMALLEST // (workers or 1)
+    most = _TASKS if workers else _TASKS * _WORKERS
+    return max(min(most, each) * (workers or 1), min(nbytes, workers or 1), 1)
+
+
+def check_workers(workers: int | None) -> None:
+    """Raises ArgumentError for what is no number of workers."""
+    if workers is not None and (type(workers) is not int or workers < 1):
+        raise ArgumentError(f"`{workers}` is no number of workers")
+
+
+def check_tasks(
+    tasks: Sequence[object], executor: concurrent.futures.Executor | None = None
+) -> None:
+    """Raises ArgumentError where tasks, or parts of them, do not pickle, or an executor's workers
+    cannot import what they need from this very release, and ReshardError where no worker answers:
+    before anything is begun."""
+    try:
+        imported = [bytes(_Checker(task).pickled) for task in tasks]
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ArgumentError(
+            "workers cannot be given what they are to do",
+            [str(error)],
+            ["define functions at the top level of a module, which workers import"],
+        ) from error
+    if executor is None:
+        return
+    try:
+        there = executor.submit(_release, imported).result()
+    except (ImportError, AttributeError) as error:
+        hint = "install there what is installed here, with the modules of your functions"
+        raise ArgumentError(
+            "the executor's workers cannot import what they are to run", [str(error)], [hint]
+        ) from error
+    except BaseException as error:
+        if _is_lost(error):
+            raise ReshardError("the executor has lost its workers", [_told(error)]) from error
+        raise
+    here = _release(())
+    if there != here:
+        problem = f"there it is {there}, here it is {here}"
+        raise ArgumentError("the executor's workers have another release of reshard", [problem])
+
+
+class _Checker(pickle.Pickler):
+    """Pickles what a task is made of, less what is stored."""
+
+    def __init__(self, task: object):
+        self.pickled = bytearray()
+        super().__init__(self)
+        self.dump(task)
+
+    def write(self, data: bytes) -> None:
+        self.pickled += data
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) in (StoredArray, ArrayStore):
+            return object, ()
+        if getattr(obj, "__module__", None) == "__main__":
+            raise pickle.PicklingError(f"`{obj.__qualname__}` is defined in no module")
+        return NotImplemented
+
+
+def _release(imported: Sequence[bytes]) -> str:
+    """The release of this package, where all of that can be imported."""
+    for data in imported:
+        pickle.loads(data)
+    return importlib.metadata.version("reshard")
+
+
+def run_tasks(
+    tasks: Sequence[Task],
+    report: Report,
+    *,
+    workers: int | None = None,
+    executor: concurrent.futures.Executor | None = None,
+    stop: Callable[[], object] | None = None,
+    meanwhile: Callable[[Report], object] | None = None,
+) -> list[Any]:
+    """Runs tasks that were checked, and returns their results in order.
+
+    Args:
+      report: called with numbers of bytes that are done; a negative one for a task that is lost.
+      workers: processes to run them in; one, if nothing is said.
+      executor: runs them instead; what a task reports on the way is not told then.
+      stop: tells the tasks of an executor to end, which are waited for then; without it, those
+        that run are left alone.
+      meanwhile: what this process does while they run, and reports of.
+
+    Raises:
+      ReshardError: what a task has raised; or a task kills its workers, or the executor breaks.
+    """
+    run = _Run(tasks, report, workers or 1, executor)
+    with run.ended:
+        try:
+            run.begin()
+            if meanwhile is not None:
+                meanwhile(run.report_own)
+            while run.futures:
+                run.take(_LOOK_SECONDS)
+        except BaseException as error:
+            if executor is not None and stop is not None:
+                stop()  # some executors say that they have cancelled what runs on
+                concurrent.futures.wait(run.futures, STOP_SECONDS)
+            elif executor is not None:
+                for future in run.futures:
+                    future.cancel()
+            if _is_lost(error):
+                left = run.left()
+                text = f"the executor has lost its workers, and {len(left)} of {len(tasks)} tasks"
+                raise ReshardError(f"{text} are not done", [_told(error), *left]) from error
+            raise
+    return [run.results[number] for number in range(len(tasks))]
+
+
+class _Run:
+    """Tasks that run in an executor, or in a process pool of their own.
+
+    Attributes:
+      futures: future -> number of its task, of tasks that are not known to be done.
+      results: number of a task -> its result.
+      ended: ends the pool, and all its workers at once.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        report: Report,
+        workers: int,
+        executor: concurrent.futures.Executor | None,
+    ):
+        self.futures: dict[concurrent.futures.Future, int] = {}
+        self.results: dict[int, Any] = {}
+        self.ended = contextlib.ExitStack()
+        self._tasks = tasks
+        self._report = report
+        self._workers = min(workers, len(tasks))
+        self._executor = executor
+        self._reported = 0
+        self._breaks: collections.Counter[int | None] = collections.Counter()
+        # Of each task: bytes that are done, and the process that has begun it.
+        self._done: Any = [0] * len(tasks)
+        self._processes: Any = [0] * len(tasks)
+        # Bytes that were done when a worker was looked at, and since when it is no more.
+        self._seen: dict[int, tuple[int, float]] = {}
+
+    def begin(self) -> None:
+        """Begins all tasks that are not done."""
+        self._events: queue.SimpleQueue[concurrent.futures.Future] = queue.SimpleQueue()
+        self.futures.clear()
+        self._seen.clear()
+        with contextlib.ExitStack() as submitted:
+            executor = self._executor
+            if executor is None and self._workers:
+                executor = self._new_pool()
+                submitted.enter_context(_spawning())
+            for number, task in enumerate(self._tasks):
+                if number in self.results:
+                    self._done[number] = task.nbytes
+                    continue
+                assert executor is not None
+                future = executor.submit(_answer, number, pickle.dumps(task))
+                self.futures[future] = number
+                future.add_done_callback(self._events.put)
+
+    def _new_pool(self) -> concurrent.futures.Executor:
+        import multiprocessing
+
+        self.ended.close()
+        context = multiprocessing.get_context("spawn")
+        self._done, self._processes = (context.RawArray("q", len(self._tasks)) for _ in range(2))
+        end, owner = context.Pipe(duplex=False)
+        arguments = self._workers, end, self._done, self._processes
+        pool = concurrent.futures.ProcessPoolExecutor(
+            self._workers, context, _begin_worker, arguments
+        )
+        self.ended.enter_context(pool)
+        self.ended.callback(owner.close)
+        return pool
+
+    def report_own(self, nbytes: int) -> None:
+        """Reports bytes that this process has done."""
+        self._report(nbytes)
+        while not self._events.empty():
+            self.take(0)
+
+    def take(self, seconds: float) -> None:
+        """Takes what a task has come to, if one ends within so many seconds; reports."""
+        with contextlib.suppress(queue.Empty):
+            future = self._events.get(timeout=seconds)
+            try:
+                kind, value = future.result()
+            except concurrent.futures.BrokenExecutor as error:
+                if self._executor is not None:
+                    raise
+                self._count_break(error)
+                self.begin()
+                return
+            if kind == "error":
+                raise value
+            number = self.futures.pop(future)
+            self.results[number] = value
+            self._done[number] = self._tasks[number].nbytes
+        done = sum(self._done)
+        if done != self._reported:
+            self._report(done - self._reported)
+            self._reported = done
+        self._warn_of_silent()
+
+    def _count_break(self, error: concurrent.futures.BrokenExecutor) -> None:
+        """Raises ReshardError if pools have broken too often in the middle of a task."""
+        running: list[int | None] = [n for n in self.futures.values() if self._processes[n]]
+        self._breaks.update(running or [None])
+        often = [number for number, count in self._breaks.items() if count == _BREAKS]
+        if often:
+            hint = "workers=... and max_memory=... multiply: less of both takes less"
+            raise ReshardError(
+                f"{_BREAKS} workers were killed, one after another",
+                [f"{self._tasks[number]} is not done" for number in often if number is not None],
+                [hint],
+            ) from error
+
+    def _warn_of_silent(self) -> None:
+        """Warns of workers that have reported nothing for long; once, until they do."""
+        now = time.monotonic()
+        for number in [n for n in self.futures.values() if self._processes[n]]:
+            done, since = self._seen.setdefault(number, (self._done[number], now))
+            if done != self._done[number]:
+                self._seen[number] = self._done[number], now
+            elif now - since >= SILENT_SECONDS:
+                self._seen[number] = done, math.inf
+                warnings.warn(
+                    f"{self._tasks[number]}: its worker, process {self._processes[number]}, has "
+                    f"reported nothing for {now - since:.0f} seconds: a batch of large chunks may "
+                    "take so long, or it hangs",
+                    stacklevel=4,
+                )
+
+    def left(self) -> list[str]:
+        """The tasks that are not done, in their order."""
+        done = {*self.results, *(n for future, n in self.futures.items() if _has_result(future))}
+        return [str(task) for number, task in enumerate(self._tasks) if number not in done]
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether an executor has lost a task, rather than that the task has failed. What Dask raises
+    has nothing in common but where it is defined."""
+    own = (concurrent.futures.BrokenExecutor, concurrent.futures.CancelledError)
+    return isinstance(error, own) or type(error).__module__.startswith("distributed.")
+
+
+def _has_result(future: concurrent.futures.Future) -> bool:
+    if not future.done() or future.cancelled() or future.exception() is not None:
+        return False
+    return future.result()[0] == "result"
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+@contextlib.contextmanager
+def _spawning() -> Iterator[None]:
+    """Processes that are spawned meanwhile do not run the script of this one, which need not be
+    written for that, and an interrupt from the keyboard is not for them."""
+    main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        sys.modules["__main__"] = main
+
+
+# In a worker.
+
+# Of each task, as of `_Run`: bytes that are done, and its process.
+_shared: tuple[Any, Any] | None = None
+
+
+def _begin_worker(among: int, end: "Connection", *shared: Any) -> None:
+    """Begins a worker, one of several on its machine."""
+    global _shared
+    _shared = shared
+    os.setpgid(0, 0)
+    threading.Thread(target=_end_with, args=[end], daemon=True).start()
+    os.dup2(2, 1)  # what a function of the user's prints is no answer
+    sys.stdout = sys.stderr
+    share_cores(among)
+    tune_memory(large_arrays=True)
+
+
+def _end_with(end: "Connection") -> None:
+    """Ends this process, and those that it has started, once nobody holds the other end."""
+    with contextlib.suppress(EOFError, OSError):
+        end.recv_bytes()
+    os.kill(0, signal.SIGKILL)  # all of its process group
+
+
+def _answer(number: int, data: bytes) -> tuple[str, Any]:
+    """What a task answers. What an executor may try again is raised: a bucket has not answered,
+    for one."""
+
+    def report(nbytes: int) -> None:
+        if _shared is not None:
+            _shared[0][number] += nbytes
+
+    if _shared is not None:
+        _shared[1][number] = os.getpid()
+    try:
+        return "result", pickle.loads(data).run(report)
+    except ReshardError as error:
+        if isinstance(error, OSError):
+            raise
+        return "error", error

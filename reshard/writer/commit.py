@@ -1,0 +1,480 @@
+"""How the parts of a job become a checkpoint, whole or not at all, whoever else writes there.
+
+There is no lock and no clock. Any process may stop anywhere, for any time, and go on; a request may
+arrive late, twice, or be done although its answer is lost. What decides is one step:
+
+- on a disk the rename of the job's directory to the destination, which takes no name that is taken,
+  or with `overwrite` exchanges the two;
+- in a bucket the commit record, an object that is created if it is absent. It names the parts that
+  count, and all that is to be at names without a token. Nothing is at such a name before it, it is
+  never replaced, and whoever finds it only goes forward: creates each of these if it is absent, the
+  markers last, and then deletes what it does not name.
+"""
+
+import base64
+import concurrent.futures
+import contextlib
+import itertools
+import re
+import secrets
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from reshard.errors import DestinationError, DestinationExistsError, ReshardError
+from reshard.loader.detection import MARKER, RECORD
+from reshard.storage import disk
+from reshard.storage.location import Location
+from reshard.storage.machine import has_ended
+from reshard.storage.ocdbt import MANIFEST, PROCESS, value_files
+from reshard.tree import as_python, shell_quoted
+from reshard.units import format_runs
+from reshard.writer.job import (
+    REST,
+    ROOT,
+    Attempt,
+    Found,
+    Job,
+    differences,
+    dumped,
+    is_of_an_attempt,
+    look,
+    parsed,
+    writers,
+)
+from reshard.writer.siblings import UNFINISHED_PREFIX
+
+# Not a name of a step, and not temporary: an old checkpoint must not be swept away by a manager.
+REPLACED_SUFFIX = ".replaced-by-reshard"
+# What earlier versions of this program have left beside a destination.
+_EARLIER = ("{0}.reshard.orbax-checkpoint-tmp", ".reshard-{0}.unfinished", ".reshard-{0}.shares")
+_EARLIER += (".reshard-{0}.lock", ".reshard-{0}.journal")
+# Requests at once.
+_REQUESTS = 32
+RESUME = "resume=True goes on with it"
+OVERWRITE = "overwrite=True begins anew"
+
+
+class Result(NamedTuple):
+    """What a job has decided: all that is at names without a token, once it is committed.
+
+    Attributes:
+      files: path -> its bytes, or the path of a file of an attempt that has them.
+      markers: the same of the commit markers, in their order.
+      kept: files of attempts that the checkpoint refers to.
+      dropped: files at names without a token that it does not refer to.
+      folders: directories, which are there on a disk even where nothing is in them.
+    """
+
+    files: Mapping[str, bytes | str]
+    markers: Sequence[tuple[str, bytes | str]]
+    kept: Sequence[str]
+    dropped: Sequence[str]
+    folders: Sequence[str]
+
+
+# Before anything is written.
+
+
+def begin(
+    destination: Location,
+    token: str,
+    fingerprint: Mapping[str, Any],
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    shared: bool = False,
+) -> tuple[Location, Found | None, frozenset[str]] | None:
+    """Where a job is to write, what it goes on with there, and the tokens of attempts that do not
+    count. None for a job to resume that is complete.
+
+    Args:
+      token, fingerprint: of the job.
+      resume: parts that an earlier run of it has written count.
+      overwrite: leftovers do not matter, and on a disk the destination may be there.
+      shared: other processes write other shares of the job.
+
+    Raises:
+      DestinationError: another job writes there, has left something, or is another one than the
+        one to resume; or the destination is complete.
+    """
+    _check_earlier(destination)
+    if destination.is_local:
+        _put_back(destination)
+    start = _beside(destination, token if shared else secrets.token_hex(8)), None, frozenset[str]()
+    for path, found in jobs(destination).items():
+        if not path.is_local and _is_committed(path, found, token if resume else None):
+            return None
+        foreign = [d for d in found.documents if d["job"] != token]
+        begun = [d for d in found.begun if not shared or d["job"] != token]
+        ended = [(document, has_ended(document["owner"])) for document in begun]
+        running = [document for document, has in ended if has is False]
+        unknown = [document for document, has in ended if has is None]
+        if running or (unknown and not (resume or overwrite)):
+            text = f"another job is writing `{destination}`"
+            hints = ["wait until it has ended", RESUME, OVERWRITE]
+            raise DestinationError(text, writers(running or unknown), hints)
+        goes_on = resume or shared
+        if goes_on and foreign and found.parts:
+            then = next((d["fingerprint"] for d in foreign if d.get("fingerprint")), None)
+            problems = [*differences(then, fingerprint), *writers(foreign)]
+            text = f"what is unfinished for `{destination}` is another job"
+            raise DestinationError(text, problems, [restart_hint(path) if shared else OVERWRITE])
+        if not (goes_on or overwrite) and (found.parts or not (path.is_local or not found.sizes)):
+            text = f"a job that was stopped has left finished parts for `{destination}`"
+            raise DestinationExistsError(text, writers(found.documents), [RESUME, OVERWRITE])
+        if goes_on and found.documents and not foreign:
+            start = path, found, frozenset[str]()
+        elif not path.is_local:
+            start = path, None, found.tokens
+        elif path != start[0] and not (found.parts or unknown or overwrite):
+            remove_aside(destination, path)
+    return start
+
+
+def _beside(destination: Location, token: str) -> Location:
+    return destination.beside(f"{UNFINISHED_PREFIX}{destination.name}.{token}")
+
+
+def jobs(destination: Location) -> dict[Location, Found]:
+    """Where jobs of a destination write, and what is there."""
+    if not destination.is_local:
+        return {destination: look(destination)}
+    parent = destination.parent
+    pattern = re.compile(re.escape(_beside(destination, "").name) + "[0-9a-f]{16}")
+    names = parent.names() if parent.is_dir() else ()
+    return {parent / name: look(parent / name) for name in names if pattern.fullmatch(name)}
+
+
+def share_count(destination: Location) -> int | None:
+    """How many shares the unfinished job of a destination has; None where there is none."""
+    return next((found.count for found in jobs(destination).values() if found.documents), None)
+
+
+def _check_earlier(destination: Location) -> None:
+    """Raises DestinationError for what an earlier version of this program has left."""
+    parent = destination.parent
+    names = parent.names() if not parent.is_local or parent.is_dir() else ()
+    for pattern in _EARLIER:
+        left = parent / pattern.format(destination.name)
+        if left.name in names:
+            raise DestinationError(
+                f"an earlier version of reshard has left an unfinished job: `{left}`",
+                ["this version cannot resume it"],
+                [restart_hint(left)],
+            )
+
+
+def restart_hint(left: Location) -> str:
+    """How to begin without what a job has left."""
+    removes = f"rm -r {shell_quoted(str(left))}" if left.is_local else f"delete `{left}`"
+    return f"{removes}, then begin anew"
+
+
+def _put_back(destination: Location) -> None:
+    """Where a job was stopped between two renames, gives the old checkpoint its name back; where it
+    was stopped after them, deletes it."""
+    replaced = destination.beside(destination.name + REPLACED_SUFFIX)
+    if replaced.exists():
+        if not destination.exists():
+            disk.rename(replaced, destination)
+        else:
+            remove_aside(destination, replaced)
+
+
+def _is_committed(destination: Location, found: Found, token: str | None) -> bool:
+    """Whether a prefix holds the checkpoint of a job, which is completed then. Raises
+    DestinationError where it holds another one, or something else."""
+    names = [path for path in found.sizes if not is_of_an_attempt(path)]
+    if RECORD in names and forward(destination)[0]["job"] == token:
+        return True
+    if RECORD in names or any(path.rpartition("/")[2] == MARKER for path in names):
+        raise DestinationExistsError(
+            f"`{destination}` is complete, and a complete checkpoint in a bucket is not replaced",
+            hints=["write to another prefix, and delete this one when you have looked at it"],
+        )
+    if names:
+        raise DestinationExistsError(
+            f"`{destination}` holds objects that no job of reshard has written",
+            [f"`{destination / name}`" for name in names],
+            ["write to another prefix, or delete these while no job runs"],
+        )
+    return False
+
+
+def remove_aside(destination: Location, directory: Location) -> None:
+    """Deletes a directory of a job that has ended, once it has another name: whoever goes on there
+    nevertheless finds nothing to rename."""
+    aside = _beside(destination, secrets.token_hex(8))
+    with contextlib.suppress(FileNotFoundError):  # another process does the same
+        disk.rename(directory, aside)
+    aside.remove_tree()
+
+
+# The parts.
+
+
+def whole_parts(job: Job, found: Found) -> dict[str, Mapping[str, Any]]:
+    """For each part that is written a document, of an attempt whose files are all there."""
+    whole: dict[str, Mapping[str, Any]] = {}
+    for part, documents in found.parts.items():
+        for token, document in sorted(documents.items()):
+            counts = document["job"] == job.token and token not in job.ignored
+            counts = counts and document["count"] == job.count
+            sizes = ((found.sizes.get(path), size) for path, size in needed(job, document))
+            if counts and all(
+                n == size or (n is not None and disk.UNKNOWN in (n, size)) for n, size in sizes
+            ):
+                whole.setdefault(part, document)
+    return whole
+
+
+def chosen(job: Job, found: Found) -> dict[str, Mapping[str, Any]]:
+    """The parts that become a checkpoint. Raises DestinationError with the shares that are missing,
+    as a range that an array job takes."""
+    whole = whole_parts(job, found)
+    missing = [number for number in range(job.count) if str(number) not in whole]
+    if missing or REST not in whole:
+        numbers = sorted({*missing} if REST in whole else {*missing, 0})
+        problems = [f"missing: {format_runs(numbers)}"]
+        if REST not in whole:
+            problems.append("share 0 writes what is in no share, and has not done so")
+        problems += [f"begun: {line}" for line in writers(found.begun)]
+        count = len(numbers)
+        raise DestinationError(
+            f"{count} of {job.count} shares of `{job.destination}` {'is' if count == 1 else 'are'} "
+            "not complete",
+            problems,
+            [f"write what is missing: share=(i, n) with i in {format_runs(numbers)} alone"],
+        )
+    return whole
+
+
+def needed(job: Job, document: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
+    """Paths and bytes of all files that the document of a part names."""
+    for number, written in document["items"].items():
+        prefix = f"{job.items[int(number)]}/".lstrip("/")
+        for name, size in {**written["files"], **written["nodes"]}.items():
+            yield prefix + name, size
+    for path, size in document.get("staged", {}).items():
+        yield path, size
+
+
+@contextlib.contextmanager
+def attempted(attempt: Attempt, whole: bool = False) -> Iterator[None]:
+    """Runs an attempt: if it fails, what it has not published is removed. Where it is at a `whole`
+    job, or at its commit, the error notes what remains of the job."""
+    try:
+        with disk_errors(attempt.job.destination):
+            attempt.begin()
+            yield
+    except BaseException as error:
+        with contextlib.suppress(ReshardError, OSError):
+            attempt.abandon()
+        if whole:
+            with contextlib.suppress(ReshardError, OSError):
+                _note_rest(attempt, error)
+        raise
+    with contextlib.suppress(ReshardError):  # what it has done stands
+        attempt.end()
+
+
+def _note_rest(attempt: Attempt, error: BaseException) -> None:
+    """Notes what remains of a job in the error that has ended it, if anything is worth keeping."""
+    job = attempt.job
+    found = look(job.directory)
+    count = sum(part != REST for part in found.parts)
+    begun = [d for d in found.begun if has_ended(d["owner"]) is not True]
+    others = begun or found.tokens - {attempt.token}
+    if job.directory.is_local and not others and (job.count == 1 or not count):
+        remove_aside(job.destination, job.directory)
+    elif found.parts:
+        kept = f"{count} of {job.count} shares are complete, and stay in"
+        kept = kept if count else "what is in no share is complete, and stays in"
+        error.add_note(f"{kept} `{job.directory}`: {RESUME}")
+
+
+@contextlib.contextmanager
+def disk_errors(destination: Location) -> Iterator[None]:
+    """Raises DestinationError for errors of the operating system."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, ReshardError):
+            raise
+        raise DestinationError(
+            f"`{destination}` cannot be written: {error.strerror or error}",
+            [str(error.filename)] if error.filename else [],
+        ) from error
+
+
+# The commit.
+
+
+def publish(attempt: Attempt, result: Result, overwrite: bool, check: Callable[[], object]) -> None:
+    """Makes a checkpoint of a job, of which all parts are written, after a `check` of what is to be
+    published. Raises DestinationExistsError where another one is complete by now."""
+    job = attempt.job
+    attempt.published.add(ROOT)
+    if job.destination.is_local:
+        _publish_on_disk(attempt, result, overwrite, check)
+        return
+    check()
+    record = {
+        "job": job.token,
+        "files": {path: _text(content) for path, content in result.files.items()},
+        "markers": [[path, _text(content)] for path, content in result.markers],
+        "kept": list(result.kept),
+    }
+    created = (job.destination / RECORD).create(dumped(record))
+    # A refusal proves nothing: the record may be this one's nevertheless.
+    if forward(job.destination, record if created else None)[0]["job"] != job.token:
+        raise DestinationExistsError(f"`{job.destination}` was made while this job ran")
+
+
+def forward(
+    destination: Location, record: Mapping[str, Any] | None = None
+) -> tuple[Mapping[str, Any], bool]:
+    """Does all that the commit record of a bucket says, as far as it is not done: the record, which
+    is read unless it is given, and whether something was left to do."""
+    record = record or parsed(destination / RECORD)
+    if record is None:
+        raise DestinationError(f"`{destination / RECORD}` could not be written")
+    there = {entry.path for entry in destination.walk() if entry.is_file}
+    left = not {*record["files"], *(path for path, _ in record["markers"])} <= there
+    gone = [f"`{destination / path}`" for path in record["kept"] if path not in there]
+    if gone:
+        hint = f"delete `{destination}` while no job runs, and write it again"
+        raise DestinationError("files that the commit record names are gone", gone, [hint])
+    with concurrent.futures.ThreadPoolExecutor(_REQUESTS) as pool:
+        items = record["files"].items()
+        list(pool.map(lambda item: _fix(destination, *item), items))
+    for path, content in record["markers"]:
+        _fix(destination, path, content)
+    kept = {*record["kept"], *record["files"]}  # an item beside may be of a job, too
+    sources = {content["from"] for content in record["files"].values() if "from" in content}
+    items = {_item(path) for path in kept | sources}  # no other checkpoint below this one
+    attempts = [path for path in there if is_of_an_attempt(path) and _item(path) in items]
+    destination.remove_files([path for path in attempts if path not in kept])
+    return record, left
+
+
+def _item(path: str) -> str:
+    """The directory of the item that an attempt has written a file of."""
+    return path.partition(PROCESS)[0]
+
+
+def _text(content: bytes | str) -> dict[str, str]:
+    if isinstance(content, str):
+        return {"from": content}
+    return {"bytes": base64.b64encode(content).decode()}
+
+
+def _fix(destination: Location, path: str, content: Mapping[str, str]) -> None:
+    """Creates what is at a name without a token, if it is absent. Raises DestinationError where
+    something else is there."""
+    place = destination / path
+    if "bytes" in content:
+        data = base64.b64decode(content["bytes"])
+    else:
+        data = (destination / content["from"]).read_whole()
+        if data is None and place.exists():  # another process has gone on, and deleted it
+            return
+    if data is None or not (place.create(data) or place.read_whole() == data):
+        raise DestinationError(
+            f"`{place}` is not what this job writes there",
+            hints=["delete it while no job runs", f"reshard.commit({as_python(str(destination))})"],
+        )
+
+
+def _publish_on_disk(
+    attempt: Attempt, result: Result, overwrite: bool, check: Callable[[], object]
+) -> None:
+    directory, destination = attempt.job.directory, attempt.job.destination
+    for folder in result.folders:
+        (directory / folder).make_directory()
+    kept = {*result.kept}
+    for path, content in [*result.files.items(), *result.markers]:
+        place = directory / path
+        place.parent.make_directory()
+        if isinstance(content, bytes):
+            if not place.create(content) and place.read_whole() != content:
+                # The manifest of another attempt to commit, which counts then.
+                prefix = path.removesuffix(MANIFEST)
+                own = prefix + attempt.name(ROOT, "")
+                kept = {file for file in kept if not file.startswith(own)}
+                kept |= {prefix + file for file in value_files(place.parent, nodes=True)}
+        elif not place.exists() and not disk.link(directory / content, place):
+            (directory / content).copy(place)
+    check()
+    there = _synced(directory, attempt)
+    named = {*result.files, *kept}  # files of another item may have the names of an attempt's
+    gone = [f"`{directory / path}`" for path in named if path not in there]
+    if gone:
+        raise DestinationError("files were removed while others were written", sorted(gone))
+    unneeded = [path for path in there if is_of_an_attempt(path) and path not in named]
+    _prune(directory, result.dropped)
+    replaced = _rename(attempt, overwrite)
+    try:
+        disk.sync(destination.parent)
+        if replaced is not None:
+            disk.remove_tree(replaced)
+        _prune(destination, unneeded)
+        if overwrite:
+            for path, found in jobs(destination).items():
+                if all(has_ended(document["owner"]) for document in found.begun):
+                    remove_aside(destination, path)
+    except OSError as error:  # the destination is complete
+        path, reason = error.filename or destination.parent, error.strerror or error
+        told = f"`{destination}` is complete, but what follows has failed: `{path}`: {reason}"
+        if replaced is not None and replaced.exists():
+            told += f"; rm -r {shell_quoted(str(replaced))} deletes what is replaced"
+        warnings.warn(told, stacklevel=2)
+
+
+def _synced(directory: Location, attempt: Attempt) -> set[str]:
+    """Makes durable what no share has; paths of all files."""
+    there = set()
+    for entry in directory.walk():
+        if entry.is_dir or not is_of_an_attempt(entry.path) or attempt.token in entry.path:
+            disk.sync(directory / entry.path)
+        if entry.is_file:
+            there.add(entry.path)
+    disk.sync(directory)
+    return there
+
+
+def _rename(attempt: Attempt, overwrite: bool) -> Location | None:
+    """Gives the job's directory the destination's name; where what was there before is now."""
+    directory, destination = attempt.job.directory, attempt.job.destination
+    try:
+        if not (overwrite and destination.exists()):
+            disk.rename(directory, destination)
+            return None
+        if disk.exchange(directory, destination):
+            return directory
+        replaced = destination.beside(destination.name + REPLACED_SUFFIX)
+        try:
+            disk.rename(destination, replaced)
+            disk.rename(directory, destination)
+        except BaseException:
+            if replaced.exists() and not destination.exists():
+                disk.rename(replaced, destination)
+            raise
+        return replaced
+    except OSError as error:
+        if attempt.is_in(destination):  # a file server may repeat a request, and refuse it then
+            return None
+        if isinstance(error, FileExistsError):
+            text = f"`{destination}` was made while this job ran"
+            raise DestinationExistsError(text, hints=[OVERWRITE]) from error
+        raise
+
+
+def _prune(directory: Location, unneeded: Sequence[str]) -> None:
+    """Deletes files that a checkpoint does not refer to, and the directories that are empty then.
+    Files of attempts: no other checkpoint has their names, should one be in its place by now."""
+    directory.remove_files(unneeded)
+    above = (itertools.accumulate(path.split("/")[:-1], "{}/{}".format) for path in unneeded)
+    for folder in sorted({*itertools.chain.from_iterable(above)}, reverse=True):
+        disk.remove_empty(directory / folder)

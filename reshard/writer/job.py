@@ -1,0 +1,350 @@
+"""What the processes of one job know of one another: a directory, and documents in it.
+
+On a disk the directory is beside the destination, and becomes it by one rename; in a bucket it is
+the destination. Before the commit, every name that an attempt writes there holds its token:
+
+    ITEM/ocdbt.process_TOKEN/begun.json    who writes, for as long as that goes on
+    ITEM/ocdbt.process_TOKEN/3.json        share 3 is written: its databases, files and digests
+    ITEM/ocdbt.process_TOKEN/rest.json     what is in no share is written: documents, other items
+    ITEM/ocdbt.process_TOKEN3x0/           a database of share 3
+    ITEM/ocdbt.process_TOKENrestxfiles/    files that get their names with the commit
+    ITEM/ocdbt.process_TOKENrootx/         nodes of the root's B-tree, by an attempt to commit
+
+So two attempts at one share do no harm: the commit takes one of them.
+"""
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import re
+import secrets
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from reshard.arrays.digests import digest_of
+from reshard.arrays.handle import ArrayHandle, StoredArray
+from reshard.arrays.operations import Apply, Constant
+from reshard.errors import DestinationError, StoreError
+from reshard.storage.location import Location
+from reshard.storage.machine import this_process
+from reshard.storage.ocdbt import PROCESS
+from reshard.tree import format_path, shell_quoted
+from reshard.units import format_bytes
+from reshard.writer.arrays import Written
+from reshard.writer.plan import ItemPlan, Plan
+from reshard.writer.siblings import changed_paths
+
+BEGUN, REST, ROOT = "begun", "rest", "root"
+_TOKEN = rf"{re.escape(PROCESS)}([0-9a-f]{{16}})"
+_OWN = re.compile(rf"(?:.*/)?{_TOKEN}[^/]*/.+", re.DOTALL)
+_DOCUMENT = re.compile(rf"(?:.*/)?{_TOKEN}/(\w+)\.json", re.DOTALL)
+# Documents that are read at once, and bytes of the largest that is read.
+_READS = 32
+_LARGEST = 1 << 28
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A plan that is being written somewhere.
+
+    Attributes:
+      destination: where it will be.
+      directory: where it is written.
+      items: directories of its items, below that.
+      token: the same for all that write this plan there, and for no others.
+      count: how many shares there are.
+      ignored: tokens of attempts whose parts do not count.
+    """
+
+    destination: Location
+    directory: Location
+    items: tuple[str, ...]
+    token: str
+    count: int
+    ignored: frozenset[str] = frozenset()
+
+    def item_directory(self, number: int) -> Location:
+        return self.directory / self.items[number]
+
+
+class Attempt:
+    """One process that writes some of a job: shares, the rest, the commit.
+
+    Attributes:
+      token: drawn when it begins; no other attempt has it.
+      begun: the document that says who writes.
+      published: parts that others may refer to: `abandon` removes nothing of them.
+    """
+
+    def __init__(self, job: Job, fingerprint: Mapping[str, Any] | None = None):
+        self.job = job
+        self.token = secrets.token_hex(8)
+        self.published: set[str] = set()
+        self._folder = job.item_directory(0) / f"{PROCESS}{self.token}"
+        self.begun = self._folder / f"{BEGUN}.json"
+        self._about = {
+            "job": job.token,
+            "count": job.count,
+            "directories": job.items,
+            "owner": this_process(),
+            "command": _command(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+            "fingerprint": fingerprint,
+        }
+
+    def name(self, part: str, suffix: str) -> str:
+        """The name in an item's directory of what it writes for a part."""
+        return f"{PROCESS}{self.token}{part}x{suffix}"
+
+    def begin(self) -> None:
+        """Says who writes. Raises StoreError for a bucket that ignores conditions."""
+        file, data = self.begun, dumped(self._about)
+        if file.is_local:
+            file.parent.make_directory()
+        file.create(data)
+        if not file.is_local and file.create(data):
+            raise StoreError(
+                f"`{self.job.destination}` cannot be written",
+                ["this store ignores conditions of writes, so two jobs could mix there"],
+                ["write to a disk, and copy the result"],
+            )
+
+    def publish(self, part: str, document: Mapping[str, Any]) -> None:
+        """Says that a part is written, the last thing that is done for it: from then on it belongs
+        to the job. Raises DestinationError where the job is complete by now, or was removed."""
+        if not self.begun.exists():
+            raise DestinationError(f"the job that writes `{self.job.destination}` has ended")
+        self.published.add(part)  # before: an interrupt may come between the two
+        data = dumped({"part": part, **self._about, **document})
+        (self._folder / f"{part}.json").replace(data, f".{part}")
+        self._about.pop("fingerprint", None)  # one document has it
+
+    def is_in(self, destination: Location) -> bool:
+        """Whether a directory is the one that it has written into, under another name."""
+        return (destination / (self.begun.below(self.job.directory) or "")).exists()
+
+    def end(self) -> None:
+        """Says that nothing more will be written."""
+        self.begun.remove()
+        self._folder.remove_empty()  # of one that had nothing left to do
+
+    def abandon(self) -> None:
+        """Removes what it has written, but for published parts."""
+        self.end()
+        for number in range(len(self.job.items)):
+            directory = self.job.item_directory(number)
+            if directory.is_dir():
+                for name in directory.directories():
+                    token, _, part = name.partition(self.token)
+                    if token == PROCESS and part.partition("x")[0] not in {*self.published, ""}:
+                        (directory / name).remove_tree()
+        if not self.published:
+            self._folder.remove_tree()
+            self.job.directory.remove_empty()
+
+
+class Found(NamedTuple):
+    """What is in the directory of a job.
+
+    Attributes:
+      sizes: path of each file below it -> its bytes.
+      begun: documents of attempts that have not ended, or were killed.
+      parts: part -> token of an attempt -> its document.
+    """
+
+    sizes: Mapping[str, int]
+    begun: Sequence[Mapping[str, Any]]
+    parts: Mapping[str, Mapping[str, Mapping[str, Any]]]
+
+    @property
+    def tokens(self) -> frozenset[str]:
+        """Of attempts that have written parts."""
+        return frozenset(token for part in self.parts.values() for token in part)
+
+    @property
+    def count(self) -> int | None:
+        """How many shares the job has."""
+        return next((document["count"] for document in self.documents), None)
+
+    @property
+    def documents(self) -> list[Mapping[str, Any]]:
+        return [*self.begun, *(d for part in self.parts.values() for d in part.values())]
+
+
+def look(directory: Location) -> Found:
+    """What attempts have written into a directory, and everything else that is there. Raises
+    DestinationError where a document is not what was written."""
+    sizes = {entry.path: entry.nbytes for entry in directory.walk() if entry.is_file}
+    names = [match for path in sizes if (match := _DOCUMENT.fullmatch(path))]
+    for match in names:
+        if sizes[match[0]] > _LARGEST:
+            raise _damaged(directory / match[0])
+    begun: list[Mapping[str, Any]] = []
+    parts: dict[str, dict[str, Mapping[str, Any]]] = {}
+    with concurrent.futures.ThreadPoolExecutor(_READS) as pool:
+        read = pool.map(lambda match: parsed(directory / match[0]), names)
+        for match, document in zip(names, read, strict=True):
+            token, part = match.groups()
+            if document is not None and part == BEGUN:
+                begun.append(document)
+            elif document is not None and document["part"] != part:
+                raise _damaged(directory / match[0])
+            elif document is not None:
+                parts.setdefault(part, {})[token] = document
+    return Found(sizes, begun, parts)
+
+
+def is_of_an_attempt(path: str) -> bool:
+    """Whether the path of a file is one that an attempt writes before the commit."""
+    return _OWN.fullmatch(path) is not None
+
+
+def _command() -> str:
+    """The command that this process runs."""
+    program = sys.argv[0].removesuffix("/__main__.py").rpartition("/")[2]
+    return shlex.join(["reshard" if program == "reshard" else sys.argv[0], *sys.argv[1:]])
+
+
+def dumped(document: Mapping[str, Any]) -> bytes:
+    """A document as it is written, with a hash of what it says."""
+    return json.dumps({**document, "sha256": _hash(document)}).encode()
+
+
+def parsed(path: Location) -> dict[str, Any] | None:
+    """What a document says; None where it is gone. Raises DestinationError where it is not what was
+    written."""
+    data = path.read_whole()
+    if data is None:
+        return None
+    try:
+        document = json.loads(data)
+        if document.pop("sha256") == _hash(document):
+            return document
+    except (ValueError, RecursionError, KeyError, AttributeError, TypeError):
+        pass
+    raise _damaged(path)
+
+
+def _damaged(path: Location) -> DestinationError:
+    removes = f"rm {shell_quoted(str(path))}" if path.is_local else f"delete `{path}`"
+    again = f"{removes}; resume=True writes its part again"
+    return DestinationError(f"`{path}` is damaged", hints=[again])
+
+
+def _hash(document: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(document).encode()).hexdigest()
+
+
+def written_of(document: Mapping[str, Any]) -> dict[int, Written]:
+    """What the document of a part says that was written, by the number of an item."""
+    return {int(number): Written(**found) for number, found in document["items"].items()}
+
+
+def writers(documents: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Who wrote documents, a line each."""
+    lines = {
+        f"process {d['owner']['pid']} on {d['owner']['host']}, since {d['since']}: {d['command']}"
+        for d in documents
+    }
+    return sorted(lines)
+
+
+def job_token(plan: Plan, shared: bool) -> tuple[str, dict[str, Any]]:
+    """What tells a job from all others, and what that depends on. Where several processes plan it,
+    functions of the user's are the same if they have the same name; otherwise they may have changed
+    since an earlier run, so that only what was loaded at the same time is the same."""
+    found = fingerprint(plan, loaded=not shared)
+    text = json.dumps({**found, "destination": str(plan.destination)}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16], found
+
+
+def fingerprint(plan: Plan, loaded: bool = True) -> dict[str, Any]:
+    """What a plan depends on, as JSON; with `loaded`, also on when functions were loaded."""
+    found = hashlib.sha256()
+    for item in plan.items:
+        for line in _lines(item, loaded):
+            found.update(line.encode(errors="surrogateescape"))
+            found.update(b"\n")
+    return {
+        "version": importlib.metadata.version("reshard"),
+        "max_memory": plan.max_memory,
+        "items": [str(item.ckpt.source.store.directory) for item in plan.items],
+        "source": dict(plan.source_state),
+        "format": [str(item.format) for item in plan.items],
+        "mesh": [str(mesh) for item in plan.items for mesh in item.ckpt.meshes],
+        "link": [str(item.files is not None) for item in plan.items],
+        "digest": [str(plan.digest)],
+        "arrays": [{format_path(h.path): h.describe() for h in i.handles} for i in plan.items],
+        "chunks": [
+            {format_path(a.layout.path): f"chunks of {list(a.chunk)}" for a in item.arrays}
+            for item in plan.items
+        ],
+        "plan": found.hexdigest(),
+    }
+
+
+def differences(then: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str]:
+    """In what the job of a document is another one, a line each."""
+    if then is None or then.keys() != now.keys() or then["version"] != now["version"]:
+        return ["another version of reshard has written it"]
+    names = ("items", "format", "mesh", "link", "digest")
+    names = [name for name in names if then[name] != now[name]]
+    problems = [f"{n}: {'; '.join(then[n])} then, {'; '.join(now[n])} now" for n in names]
+    if "items" in names:  # all else depends on them
+        return problems[:1]
+    changed = changed_paths(then["source"], now["source"])
+    problems = [f"the source has changed since: `{path}`" for path in changed] + problems
+    problems += _other_arrays(then["arrays"], now["arrays"])
+    if then["max_memory"] != now["max_memory"]:
+        one, other = (format_bytes(job["max_memory"]) for job in (then, now))
+        text = "it decides what is rewritten together"
+        problems.append(f"max_memory: {one} then, {other} now; {text}")
+    problems = problems or _other_arrays(then["chunks"], now["chunks"])
+    return problems or ["other leaves, or arrays that are made in another way"]
+
+
+def _other_arrays(then: Sequence[dict[str, str]], now: Sequence[dict[str, str]]) -> list[str]:
+    """For each array that differs, of all items, its path and both values."""
+    return [
+        f"{path}: {old.get(path, 'absent')} then, {new.get(path, 'absent')} now"
+        for old, new in zip(then, now, strict=True)
+        for path in {**old, **new}
+        if old.get(path) != new.get(path)
+    ]
+
+
+def _lines(item: ItemPlan, loaded: bool) -> Iterator[str]:
+    ckpt, source = item.ckpt, item.ckpt.source
+    linked = None if item.files is None else sorted(item.files)
+    yield repr((str(source.root), source.step, source.item, linked, ckpt.retyped, item.format))
+    yield json.dumps(source.metadata, sort_keys=True)
+    for path, leaf in ckpt.items():
+        yield repr(path) if isinstance(leaf, ArrayHandle) else repr((path, leaf))
+    for handle, array in zip(item.handles, item.arrays, strict=True):
+        yield from _described(handle, loaded)
+        yield repr((array.chunk, array.box, array.serial))
+
+
+def _described(handle: ArrayHandle, loaded: bool) -> Iterator[str]:
+    """All there is to an array, and to those that it is derived from."""
+    yield repr((handle.path, handle.dtype, handle.shape, handle.sharding))
+    yield repr((handle.value_type, handle.key_impl))
+    data = handle.data
+    if isinstance(data, StoredArray):
+        yield repr((data.name, data.metadata))
+    else:
+        operation = data.operation
+        yield repr(data.part)
+        if isinstance(operation, Constant):
+            yield digest_of(operation.values)
+        elif isinstance(operation, Apply) and not loaded:
+            yield repr(dataclasses.replace(operation, loaded=""))
+        else:
+            yield repr(operation)
+        for other in data.inputs:
+            yield from _described(other, loaded)

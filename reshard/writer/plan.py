@@ -1,0 +1,429 @@
+"""`Plan`: what becomes of every item of a job, decided and counted before a byte is written."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from reshard.arrays.boxes import grid_size
+from reshard.arrays.derived import from_memory, stored_values
+from reshard.arrays.handle import ArrayHandle, stored_name
+from reshard.checkpoint import Checkpoint
+from reshard.engine.budget import WINDOW, copy_bytes, cores, in_flight
+from reshard.engine.plan import ArrayPlan, co_read
+from reshard.engine.shares import Boxes, Division, Values
+from reshard.errors import ArgumentError, ReshardError, lines_of
+from reshard.sharding.mesh import NamedSharding, sharding_document
+from reshard.storage.location import Location
+from reshard.storage.ocdbt import StoredValue
+from reshard.tree import format_path
+from reshard.units import format_bytes
+from reshard.verify.digest_record import Record
+from reshard.writer.arrays import BoxRange, ItemShare, ValueRange
+from reshard.writer.format import TargetFormat
+from reshard.writer.siblings import Sibling
+
+# Bytes of a share, as they are stored, and the least that a worker is given one for.
+SHARE_BYTES = 1 << 30
+_SMALLEST = 32 << 20
+# Split arrays that a printed plan lists.
+_SHOWN_SPLITS = 10
+
+
+class Network(NamedTuple):
+    """What goes from buckets and to them: bytes, and requests at most. Chunks that are near to one
+    another in a data file are fetched together."""
+
+    fetched: int
+    fetches: int
+    sent: int
+    sends: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """A part of a plan that a process can carry out alone, which pickles without anything open.
+
+    Attributes:
+      number, count: which share it is, from 0, and of how many.
+      items: what it has of the items.
+      max_memory: bytes.
+      nbytes: bytes that are written: decoded ones of what is rewritten, and stored ones of what is
+        copied.
+    """
+
+    number: int
+    count: int
+    items: tuple[ItemShare, ...]
+    max_memory: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ItemPlan:
+    """What becomes of one item.
+
+    Attributes:
+      ckpt: its tree.
+      format: how its arrays are to be stored.
+      handles: its arrays.
+      arrays: the plan of each of them.
+      files: data files to share with the source, and their bytes; None where nothing may be shared.
+      record: what is recorded of the source.
+      read_sources: what is read for its digests, beside what is rewritten: recorded arrays that
+        cast or derived arrays are made of; these are not written as they were read, and have no
+        digest that could be copied.
+      read_verbatim: the same: arrays that are copied verbatim and have no digest.
+    """
+
+    ckpt: Checkpoint
+    format: TargetFormat
+    handles: tuple[ArrayHandle, ...]
+    arrays: tuple[ArrayPlan, ...]
+    files: Mapping[str, int] | None
+    record: Record
+    read_sources: Sequence[ArrayHandle]
+    read_verbatim: Sequence[ArrayHandle]
+
+    @property
+    def linked(self) -> list[ArrayHandle]:
+        """Arrays whose stored chunks stay where they are, in shared data files."""
+        return [h for h, array in self._pairs() if array.linked]
+
+    @property
+    def copied(self) -> list[ArrayHandle]:
+        """Arrays whose stored chunks are copied undecoded."""
+        return [h for h, array in self._pairs() if array.moved and not array.linked]
+
+    @property
+    def rewritten(self) -> list[ArrayHandle]:
+        """Arrays that are decoded and encoded."""
+        return [h for h, array in self._pairs() if not array.moved]
+
+    def groups(self, in_memory: bool) -> list[BoxRange]:
+        """The arrays that are rewritten, those that are read together in one: those that are made
+        of values `in_memory`, or all others."""
+        handles = {handle.path: handle for handle in self.handles}
+        groups = [[(handles[a.layout.path], a) for a in group] for group in co_read(self.arrays)]
+        return [BoxRange(group) for group in groups if from_memory(group[0][0]) == in_memory]
+
+    def metadata(self) -> dict[str, bytes]:
+        """Metadata of arrays, by their keys, that are not copied as they are."""
+        return {
+            f"{stored_name(h.path)}/{self.format.metadata_key}": self.format.metadata(
+                h, h.chunk_shape if array.moved else array.chunk
+            )
+            for h, array in self._pairs()
+            if not (array.moved and self.format.is_verbatim(h))
+        }
+
+    def _pairs(self) -> Iterator[tuple[ArrayHandle, ArrayPlan]]:
+        return zip(self.handles, self.arrays, strict=True)
+
+    def values(self, handle: ArrayHandle) -> list[StoredValue]:
+        """The stored values that an array consists of in the destination as they are."""
+        return stored_values(handle, self.format.encoding(handle)) or []
+
+    def directory(self, root: Location) -> Location:
+        """Its directory below the destination's root."""
+        return root / self.ckpt.source.step / self.ckpt.source.item
+
+    def documents(self, steps: bool) -> Iterator[dict[str, Any]]:
+        """What a plan's JSON document has of each array; with `steps` also which step's it is."""
+        for handle, array in self._pairs():
+            saved = sharding_document(handle.saved_sharding)
+            yield {
+                **({"step": self.ckpt.source.number} if steps else {}),
+                "path": format_path(handle.path),
+                "keys": list(handle.path),
+                "shape": list(handle.shape),
+                "dtype": handle.dtype.name,
+                "bytes": handle.nbytes,
+                "chunk_shape": list(array.chunk),
+                **sharding_document(handle.sharding),
+                "saved": saved | {"chunk_shape": list(handle.chunk_shape)},
+                "read_amplification": _before_and_after(array.amplification),
+                "moved": array.moved,
+                "passes": array.passes,
+                "split": array.split,
+                "bytes_read": array.bytes_read,
+                "bytes_written": array.bytes_written,
+            }
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A job, counted. `save` executes it; `print()` shows it. It pickles without anything open.
+
+    Attributes:
+      items: what becomes of each item; several where steps of one manager's root are saved.
+      siblings: files and directories beside the arrays, other items among them.
+      destination: where it is written; None where that is not known yet.
+      max_memory: bytes.
+      overwrite: what is at the destination is replaced.
+      verify: all that is written is read back before the commit.
+      digest: arrays that are copied verbatim have digests, too.
+      source_state: a hash of the names, sizes and times of each of the source's directories; empty
+        without a destination, where nothing can be executed.
+      errors: why it cannot be executed.
+      notes: what the user should know.
+    """
+
+    items: tuple[ItemPlan, ...]
+    siblings: tuple[Sibling, ...] = ()
+    destination: Location | None = None
+    max_memory: int = 0
+    overwrite: bool = False
+    verify: bool = False
+    digest: bool = False
+    source_state: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    errors: tuple[ReshardError, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def arrays(self) -> tuple[ArrayPlan, ...]:
+        """Each array's plan, in the order in which they are carried out."""
+        return tuple(array for item in self.items for array in item.arrays)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why it cannot be executed, all of it, a line each."""
+        return tuple(lines_of(self.errors))
+
+    @property
+    def hints(self) -> tuple[str, ...]:
+        """What to type about the problems."""
+        return tuple(dict.fromkeys(hint for error in self.errors for hint in error.hints))
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """What is saved."""
+        return [item.ckpt for item in self.items]
+
+    @functools.cached_property
+    def _work(self) -> tuple[list[tuple[int, BoxRange | ValueRange, Boxes | Values]], Division]:
+        """All that is stored, and is to be rewritten or copied, without what is made of values in
+        memory: the number of an item, what it is, and how much; and the division of it all."""
+        work: list[tuple[int, BoxRange | ValueRange, Boxes | Values]] = []
+        for number, item in enumerate(self.items):
+            for handle in item.copied:
+                sizes = [value.size for value in item.values(handle)]
+                work.append((number, ValueRange(handle), Values(sizes)))
+            for group in item.groups(in_memory=False):
+                work.append((number, group, Boxes([array for _, array in group.arrays])))
+        return work, Division([measure for _, _, measure in work])
+
+    def share_count(self, workers: int | None = None) -> int:
+        """In how many shares the plan is divided: of about 1 GiB each, as it is stored then, or
+        less where there is one for each of so many workers. No share is empty."""
+        nbytes = sum(a.bytes_written for item in self.items for a in item.arrays)
+        wanted = max(math.ceil(nbytes / SHARE_BYTES), min(workers or 1, nbytes // _SMALLEST))
+        _, division = self._work
+        wanted, count = max(wanted, 1), 0
+        while wanted != count:
+            count = wanted
+            wanted = max(sum(bool(division.share(n, count)) for n in range(count)), 1)
+        return count
+
+    def share(self, number: int, count: int) -> Share:
+        """Share `number`, from 0, of `count` that are equal as far as boxes are: together they are
+        all of the plan but what is made of values in memory, and no two have anything in common.
+        Share 0 has the metadata of all arrays. Raises ArgumentError where there is no such
+        share."""
+        if not 0 <= number < count:
+            raise ArgumentError(f"there is no share {number} of {count}: they are numbered from 0")
+        pieces, division = self._work
+        work: dict[int, tuple[list[ValueRange], list[BoxRange]]] = {}
+        nbytes = 0
+        for part in division.share(number, count):
+            n, piece, measure = pieces[part.piece]
+            piece = piece._replace(start=part.start, stop=part.stop)
+            values, boxes = work.setdefault(n, ([], []))
+            if isinstance(piece, BoxRange):
+                boxes.append(piece)
+            else:
+                values.append(piece)
+            nbytes += measure.nbytes(part.start, part.stop)
+        items = []
+        for n, item in enumerate(self.items):
+            metadata = {} if number else item.metadata()
+            values, boxes = work.get(n, ([], []))
+            if metadata or values or boxes:
+                items.append(ItemShare(n, item.format, metadata, values, boxes))
+        return Share(number, count, tuple(items), self.max_memory, nbytes)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of files that the destination will share with the source."""
+        return sum(sum((item.files or {}).values()) for item in self.items)
+
+    @property
+    def other_bytes(self) -> int:
+        """Bytes of what is copied beside the arrays (other items, for one)."""
+        return sum(sibling.nbytes for sibling in self.siblings)
+
+    @property
+    def peak_memory(self) -> int:
+        """Bytes in flight at most."""
+        costs = [cost for array in self.arrays for cost in _costs(array)]
+        largest = max((cost for cost, _ in costs), default=0)
+        limit = max(in_flight(self.max_memory, cores(), largest, _is_remote(self)), largest)
+        return min(sum(cost * count for cost, count in costs), limit)
+
+    @property
+    def bytes_read(self) -> int:
+        """Stored bytes that will be fetched."""
+        return sum(array.bytes_read for array in self.arrays) + self.other_bytes
+
+    @property
+    def bytes_written(self) -> int:
+        """Stored bytes that will be written (estimated for arrays that are encoded again)."""
+        return sum(array.bytes_written for array in self.arrays) + self.other_bytes
+
+    @property
+    def network(self) -> Network | None:
+        """What crosses the network; None for a job on disks alone."""
+        if not _is_remote(self):
+            return None
+        here = all(c.source.root.is_local for c in self.checkpoints)
+        there = self.destination is None or self.destination.is_local
+        files = sum(sibling.is_file for sibling in self.siblings)
+        fetched = fetches = sent = sends = 0
+        if not here:
+            fetched, fetches = self.bytes_read, self.chunks_read + files
+        if not there:
+            sent, sends = self.bytes_written, files + sum(map(self._sends, self.items))
+            if self.verify:
+                fetched, fetches = fetched + sent, fetches + self.chunks_written
+        return Network(fetched, fetches, sent, sends)
+
+    def _sends(self, item: ItemPlan) -> int:
+        """Writes of an item's arrays: a batch is a data file and two writes of a manifest."""
+        if not item.format.ocdbt:
+            return sum(1 + grid_size(a.layout.shape, a.chunk) for a in item.arrays)
+        batch = max(in_flight(self.max_memory, cores(), 0, _is_remote(self)) // WINDOW, 1)
+        return 3 * math.ceil(sum(a.decoded_bytes for a in item.arrays) / batch)
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Decoded bytes of all arrays of the destination."""
+        return sum(array.decoded_bytes for array in self.arrays)
+
+    @property
+    def chunks_read(self) -> int:
+        """Stored chunks decoded or copied; each pass over a chunk counts. Linked ones do not."""
+        return sum(
+            round(grid_size(a.layout.shape, a.layout.source_chunk) * a.passes)
+            for a in self.arrays
+            if not a.linked
+        )
+
+    @property
+    def chunks_written(self) -> int:
+        """Chunks that will be written."""
+        return sum(grid_size(a.layout.shape, a.chunk) for a in self.arrays if not a.linked)
+
+    @property
+    def amplification(self) -> tuple[float, float]:
+        """Bytes decoded for each byte wanted when the target mesh loads the checkpoint: from the
+        source, and from the destination."""
+        total = self.decoded_bytes or 1
+        before = sum(a.amplification[0] * a.decoded_bytes for a in self.arrays)
+        after = sum(a.amplification[1] * a.decoded_bytes for a in self.arrays)
+        return (before / total, after / total) if self.decoded_bytes else (1.0, 1.0)
+
+    @property
+    def passes(self) -> float:
+        """Stored bytes fetched for each stored byte that is decoded; 1.0 where one pass fits."""
+        stored = sum(a.layout.stored_bytes for a in self.arrays if not a.moved)
+        return sum(a.bytes_read for a in self.arrays if not a.moved) / stored if stored else 1.0
+
+    def document(self, phrase: Callable[[str], str] = str) -> dict[str, Any]:
+        """What `reshard ckpt --dry-run --json` prints. `phrase` says how a hint is written: as a
+        call, if nothing else is said."""
+        counts = ("bytes_read", "bytes_written", "decoded_bytes", "shared_bytes")
+        counts += ("chunks_read", "chunks_written", "passes")
+        handles = [handle for item in self.items for handle in item.handles]
+        shardings = [s for h in handles for s in (h.saved_sharding, h.sharding)]
+        meshes = dict.fromkeys(s.mesh for s in shardings if isinstance(s, NamedSharding))
+        return {
+            "source": [str(ckpt.source.path) for ckpt in self.checkpoints],
+            "destination": None if self.destination is None else str(self.destination),
+            "done": False,
+            **{name: getattr(self, name) for name in counts},
+            **({} if self.network is None else {"network": self.network._asdict()}),
+            "read_amplification": _before_and_after(self.amplification),
+            "peak_memory": self.peak_memory,
+            "notes": [*map(phrase, self.notes)],
+            "problems": list(self.problems),
+            "hints": [*map(phrase, self.hints)],
+            "meshes": [mesh.shape for mesh in meshes],
+            "device_ids": [mesh.device_ids and list(mesh.device_ids) for mesh in meshes],
+            "arrays": [
+                array for item in self.items for array in item.documents(len(self.items) > 1)
+            ],
+        }
+
+    def _repr_html_(self) -> str | None:
+        from reshard.report.page import framed
+
+        return framed(self) if len(self.items) == 1 else None  # a page shows one step
+
+    def __repr__(self) -> str:
+        verbatim = sum(a.moved for a in self.arrays)
+        before, after = self.amplification
+        counts = len(self.arrays), self.chunks_read, self.chunks_written
+        arrays, read, written = (
+            f"{count} {noun}{'s' * (count != 1)}"
+            for count, noun in zip(counts, ("array", "chunk", "chunk"), strict=True)
+        )
+        lines = [
+            f"{arrays}, {format_bytes(self.decoded_bytes)}: "
+            f"{len(self.arrays) - verbatim} rewritten, {verbatim} copied verbatim",
+            f"read     {format_bytes(self.bytes_read)} in {read}"
+            + (f", {self.passes:.2f} times on average" if self.passes > 1 else ""),
+            f"write    {format_bytes(self.bytes_written)} in {written}"
+            + (f", and share {format_bytes(self.shared_bytes)}" if self.shared_bytes else ""),
+            *(
+                f"network  fetch {format_bytes(fetched)} in at most {fetches} requests, "
+                f"send {format_bytes(sent)} in at most {sends}"
+                for fetched, fetches, sent, sends in filter(None, [self.network])
+            ),
+            f"memory   {format_bytes(self.peak_memory)} in flight at most",
+            f"load     read amplification on the new mesh: {before:.2f}x before, "
+            f"{after:.2f}x after",
+        ]
+        split = [a for a in self.arrays if not a.moved and (a.split > 1 or a.passes > 1)]
+        for a in split[:_SHOWN_SPLITS]:
+            lines.append(
+                f"split    {format_path(a.layout.path)}: {a.split} chunks a shard, "
+                f"{list(a.chunk)} each" + (f", read {a.passes:.2f} times" if a.passes > 1 else "")
+            )
+        if len(split) > _SHOWN_SPLITS:
+            lines.append(f"split    ... and {len(split) - _SHOWN_SPLITS} more")
+        lines += [f"note     {note}" for note in self.notes]
+        lines += [f"problem  {problem}" for problem in self.problems]
+        return "\n".join(lines)
+
+
+def _before_and_after(amplification: tuple[float, float]) -> dict[str, float]:
+    return dict(zip(("before", "after"), amplification, strict=True))
+
+
+def _costs(array: ArrayPlan) -> list[tuple[int, int]]:
+    """Bytes in flight of one step of rewriting or copying an array, and how many steps there
+    are."""
+    layout = array.layout
+    if array.linked:
+        return []
+    if array.box is None:
+        return [(copy_bytes(layout.largest_stored), grid_size(layout.shape, array.chunk))]
+    steps = grid_size(layout.shape, array.box) / (1 if array.serial else layout.co_read)
+    return [(array.box_bytes, math.ceil(steps))]
+
+
+def _is_remote(plan: Plan) -> bool:
+    """Whether anything is read from a bucket, or written to one."""
+    places = [*(c.source.root for c in plan.checkpoints), plan.destination]
+    return any(place is not None and not place.is_local for place in places)

@@ -1,0 +1,499 @@
+"""`plan`: a job from storage to storage, and all that can be known before a byte is written."""
+
+import concurrent.futures
+import dataclasses
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from reshard.arrays.boxes import shape_of
+from reshard.arrays.derived import stored_share, stored_values
+from reshard.arrays.handle import ArrayHandle, Derived, collision_error
+from reshard.checkpoint import Checkpoint, Source
+from reshard.engine.budget import check_fits, copy_bytes
+from reshard.engine.cost import Decoded, co_read_groups, decoded_together, first_cell
+from reshard.engine.plan import ArrayLayout, ArrayPlan, co_read, plan_array, too_large
+from reshard.errors import (
+    ArgumentError,
+    CorruptCheckpointError,
+    DestinationError,
+    DestinationExistsError,
+    MemoryLimitError,
+    ReshardError,
+    ShardingError,
+    lines_of,
+)
+from reshard.loader.detection import MARKER, TREE_FILE, manager_steps, why_not_replaceable
+from reshard.sharding.mesh import NamedSharding, shard_shape, spec_problems
+from reshard.storage import disk
+from reshard.storage.location import Location, parse_location
+from reshard.storage.ocdbt import StoredValue
+from reshard.tree import Path, as_python, format_path
+from reshard.units import format_bytes, parse_bytes, whole_kib
+from reshard.verify.digest_record import FILE
+from reshard.writer.commit import REPLACED_SUFFIX
+from reshard.writer.format import TargetFormat, target_format
+from reshard.writer.links import files_to_link
+from reshard.writer.names import name_errors
+from reshard.writer.plan import ItemPlan, Plan
+from reshard.writer.records import NO_RECORD, read_again, read_costs, source_record
+from reshard.writer.siblings import UNFINISHED_PREFIX, Sibling, siblings, source_state
+
+# Encoded estimates may be this far off when the room on the disk is checked.
+_ESTIMATE_ERROR = 1.1
+# The part of an item's stored bytes that is copied verbatim at least where data files are linked:
+# a conversion changes counters and random state, and nothing else.
+_MOST = 15 / 16
+
+
+def plan(
+    ckpt: Checkpoint | Sequence[Checkpoint],
+    destination: str | os.PathLike | None = None,
+    *,
+    max_memory: int | str = "1GiB",
+    chunks: int | str = "shard",
+    format: str | None = None,
+    ocdbt: bool | None = None,
+    codec: str | None = None,
+    file_size: int | str | None = None,
+    link: bool = True,
+    overwrite: bool = False,
+    digest: bool = False,
+    verify: bool = False,
+) -> Plan:
+    """What `save` would do with the same arguments, without doing it.
+
+    Args:
+      ckpt: what to save; see `save`.
+      destination: where to; without it, data files are taken to be shareable.
+      max_memory: bytes, or text such as `"256MiB"`.
+      chunks: `"shard"`, `"keep"`, or the most decoded bytes of a chunk.
+      format, ocdbt, codec, file_size: the format of the destination; see `save`.
+      link: whether unchanged data files may be shared with the source.
+      overwrite: whether an existing destination is to be replaced.
+      digest, verify: what is read beside; see `save`.
+
+    Returns:
+      The plan; what would make `save` raise is in its `problems`.
+
+    Example:
+      >>> plan = reshard.plan(reshard.to_mesh(reshard.open("run/1000"), "1x8"), "out/1000")
+      >>> plan.problems, plan.chunks_written
+      ((), 32)
+    """
+    checkpoints = _checked(ckpt)
+    place = None if destination is None else parse_location(destination)
+    limit = parse_bytes(max_memory)
+    chunks = parse_chunks(chunks)
+    formats = [
+        target_format(each, place, limit, format, ocdbt, codec, file_size) for each in checkpoints
+    ]
+    errors: list[ReshardError] = []
+    notes: list[str] = []
+    found: Sequence[Sibling] = ()
+    with (
+        concurrent.futures.ThreadPoolExecutor(1) as pool,  # both places may be far away
+        checkpoints[0].source.root.remembered(),
+    ):
+        checked = None
+        if place is not None:
+            checked = pool.submit(_check_destination, place, checkpoints, overwrite)
+        for each in checkpoints:
+            each.source.directory.ahead(below=place is not None, unseen=[FILE])
+        items = tuple(
+            _item(each, place, limit, chunks, form, link, digest, errors)
+            for each, form in zip(checkpoints, formats, strict=True)
+        )
+        try:
+            found = siblings(checkpoints)
+        except ReshardError as error:
+            errors.append(error)
+        paths = {each.path for each in found}
+        notes += [
+            f"item {name} is not part of the job: it is copied as it is"
+            for source in (c.source for c in checkpoints)
+            for name in source.items
+            if "/".join(filter(None, (source.step, name, TREE_FILE))) in paths
+        ]
+        state = {} if place is None else source_state(checkpoints, opened=True)
+        try:
+            notes += [] if checked is None else checked.result()
+        except ReshardError as error:
+            errors.insert(0, error)
+    planned = Plan(
+        items,
+        tuple(found),
+        place,
+        limit,
+        overwrite,
+        verify,
+        digest,
+        state,
+        notes=tuple(dict.fromkeys([*(note for i in items for note in _notes(i)), *notes])),
+    )
+    errors += _cost_errors(planned)
+    return dataclasses.replace(planned, errors=tuple(_one_memory_error(errors)))
+
+
+def _cost_errors(plan: Plan) -> Iterator[ReshardError]:
+    """Why what is copied verbatim, or read back, does not fit into memory, or what is written onto
+    the disk."""
+    place, limit = plan.destination, plan.max_memory
+    for array in plan.arrays:
+        needed = copy_bytes(array.layout.largest_stored)
+        if array.moved and not array.linked and needed > limit:
+            yield too_large(array.layout, needed, limit)
+    if place is not None and place.is_local:
+        yield from _room_errors(place, int(plan.bytes_written * _ESTIMATE_ERROR))
+    elif place is not None:
+        large = [sibling for sibling in plan.siblings if copy_bytes(sibling.nbytes) > limit]
+        least = max((copy_bytes(sibling.nbytes) for sibling in large), default=0)
+        if large:
+            yield MemoryLimitError(
+                f"files that are copied do not fit in {format_bytes(limit)}",
+                [
+                    f"`{s.source}` has {format_bytes(s.nbytes)}, and is written at once"
+                    for s in large
+                ],
+                [f'max_memory="{whole_kib(least)}" is the least that copies it'],
+                least,
+            )
+        if plan.verify and not all(item.format.ocdbt for item in plan.items):
+            yield ArgumentError(
+                "plain files in a bucket cannot be read back before they have their names",
+                hints=[f"reshard.verify({as_python(str(place))}) reads them afterwards"],
+            )
+    try:
+        check_fits((cost for item in plan.items for cost in read_costs(item, plan.verify)), limit)
+    except MemoryLimitError as error:
+        yield error
+
+
+def _room_errors(destination: Location, nbytes: int) -> Iterator[DestinationError]:
+    """Whether the destination's disk has less than `nbytes` free."""
+    free = disk.free_bytes(destination)
+    parent = destination.parent
+    for name in parent.names() if parent.is_dir() else ():
+        if name.startswith(f"{UNFINISHED_PREFIX}{destination.name}."):  # gone on with, or removed
+            free += disk.own_bytes(parent / name)
+    if free < nbytes:
+        yield DestinationError(
+            f"not enough room for `{destination}`",
+            [f"needed {format_bytes(nbytes)}, free {format_bytes(free)}"],
+        )
+
+
+def _check_destination(
+    destination: Location, checkpoints: Sequence[Checkpoint], overwrite: bool
+) -> list[str]:
+    """What the user should know of a destination; raises DestinationError unless these may be
+    written there."""
+    _check_apart(destination, checkpoints[0].source.root)
+    if destination.is_local:
+        notes = _check_directory(destination, checkpoints, overwrite)
+    else:
+        with destination.parent.remembered():
+            notes = _check_prefix(destination)
+    return notes + _written_steps(destination, [c.source for c in checkpoints if c.source.step])
+
+
+def _written_steps(destination: Location, steps: Sequence[Source]) -> list[str]:
+    """Which step of a manager's root is written where. Raises DestinationError if that root would
+    have the name of a step: the manager of the directory around it would list that step, and could
+    not restore it."""
+    written = [f"step {s.number} of `{s.root}` -> `{destination / s.step}`" for s in steps]
+    name, digits = destination.name, "0123456789"
+    prefixes = {"", *(source.step.rstrip(digits) for source in steps)}
+    if not (steps and name[-1:].isdecimal() and name.rstrip(digits) in prefixes):
+        return written
+    root = steps[0].root
+    one = [f"to write one step as `{destination}`, open it alone: {root / steps[0].step}"]
+    other = f"to write a root, give it another name: {destination.beside(f'root-{name}')}"
+    summary = f"`{destination}` is the name of a step, and `{root}` is a manager's root"
+    raise DestinationError(summary, written, [*one[: len(steps) == 1], other])
+
+
+def _check_apart(destination: Location, source: Location) -> None:
+    """Raises DestinationError if one of them is in the other."""
+    real, root = destination.resolved(), source.resolved()
+    if real.below(root) is not None or root.below(real) is not None:
+        beside = "write beside the source, and rename when you have looked at the result"
+        raise DestinationError(
+            f"the destination `{destination}` and the source `{source}` are inside one another",
+            hints=[beside if destination.is_local else "write to a prefix beside the source"],
+        )
+
+
+def _check_directory(
+    destination: Location, checkpoints: Sequence[Checkpoint], overwrite: bool
+) -> list[str]:
+    """Raises DestinationError unless a job may write a directory; what the user should know."""
+    exists = destination.exists()
+    if destination.is_symlink() or (exists and not destination.is_dir()):
+        raise DestinationExistsError(f"`{destination}` is a file or a symbolic link")
+    if destination.name.startswith(UNFINISHED_PREFIX) or destination.name.endswith(REPLACED_SUFFIX):
+        text = f"`{destination}` is such a name as an unfinished job has"
+        raise DestinationError(text, hints=["write under another name"])
+    # An earlier job may have been stopped between two renames.
+    replaced = destination.beside(destination.name + REPLACED_SUFFIX)
+    if (exists or replaced.exists()) and not overwrite:
+        raise DestinationExistsError(
+            f"`{destination}` exists",
+            hints=["overwrite=True replaces it once the new one is complete"],
+        )
+    if not exists:
+        return []
+    steps = {number for c in checkpoints if (number := c.source.number) is not None}
+    reason = why_not_replaceable(destination, steps)
+    if reason is not None:
+        raise DestinationExistsError(
+            f"`{destination}` would be deleted: {reason}",
+            hints=["name a new destination, or move what is there out of the way"],
+        )
+    return [f"`{destination}` is replaced once the new checkpoint is complete"]
+
+
+def _check_prefix(destination: Location) -> list[str]:
+    """Raises DestinationError unless a job may write below a prefix; what the user should know.
+    What is there already is looked at when the job begins."""
+    parent = destination.parent
+    if destination == parent:
+        raise DestinationError(
+            f"`{destination}` is a whole bucket", hints=[f"a name in it: {destination}/1000"]
+        )
+    above = {place: place / MARKER for place in (parent, parent.parent)}
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        *complete, is_object = pool.map(Location.is_file, [*above.values(), destination])
+    for place, is_complete in zip(above, complete, strict=True):
+        if is_complete:
+            raise DestinationError(
+                f"`{destination}` is inside of `{place}`, which is complete",
+                hints=["write to a prefix beside it"],
+            )
+    if is_object:
+        text = f"`{destination}` is an object, and not a prefix of others"
+        raise DestinationExistsError(text)
+    if not set(manager_steps(parent).values()) - {destination.name}:
+        return []
+    return [
+        f"`{parent}` holds steps: a CheckpointManager that cleans up deletes what is not complete "
+        "there, and so this job's; another prefix is safe"
+    ]
+
+
+def _one_memory_error(found: list[ReshardError]) -> list[ReshardError]:
+    """The same errors, with those about memory as one, whose hints are enough for all of them."""
+    memory = [error for error in found if isinstance(error, MemoryLimitError)]
+    if len(memory) < 2:
+        return found
+    largest = max(memory, key=lambda error: error.least)
+    summary = f"{sum(len(error.problems) for error in memory)} arrays do not fit into memory"
+    one = MemoryLimitError(summary, lines_of(memory), largest.hints, largest.least)
+    return [error for error in found if error not in memory] + [one]
+
+
+def parse_chunks(chunks: int | str) -> int | str:
+    """`"shard"`, `"keep"`, or bytes, at least 1; raises ArgumentError for anything else."""
+    if chunks in ("shard", "keep"):
+        return chunks
+    return parse_bytes(chunks, "no size of a chunk", "`shard`, `keep`, or bytes: `64MiB`")
+
+
+def _checked(ckpt: Checkpoint | Iterable[Checkpoint]) -> list[Checkpoint]:
+    """One checkpoint or several steps of one root; raises ArgumentError for anything else."""
+    several = isinstance(ckpt, Iterable) and not isinstance(ckpt, Checkpoint | str | bytes)
+    checkpoints: list[Any] = list(ckpt) if several else [ckpt]
+    wrong = [f"{each!r:.80}" for each in checkpoints if not isinstance(each, Checkpoint)]
+    if wrong:
+        raise ArgumentError("what is to be saved is no checkpoint", wrong, ["reshard.open(path)"])
+    sources = [c.source for c in checkpoints]
+    if not sources:
+        raise ArgumentError("there is no checkpoint to save")
+    together = {(source.root, source.kind) for source in sources}
+    if len(together) > 1 or len({source.step for source in sources}) < len(sources):
+        raise ArgumentError(
+            "checkpoints are saved together only if they are different steps of one manager's root",
+            [f"{source.root} {source.step}".rstrip() for source in sources],
+        )
+    return checkpoints
+
+
+def _item(
+    ckpt: Checkpoint,
+    destination: Location | None,
+    max_memory: int,
+    chunks: int | str,
+    form: TargetFormat,
+    link: bool,
+    digest: bool,
+    errors: list[ReshardError],
+) -> ItemPlan:
+    """The plan of one item; errors of its leaves are added to `errors`."""
+    collided = [handle for handle in ckpt.arrays if handle.same_name is not None]
+    if collided:
+        errors.append(collision_error(collided))
+    errors += name_errors(ckpt, form)
+    whole, sizes = [], []
+    for handle in ckpt.arrays:
+        try:
+            _check_fits(handle)
+            sizes.append(handle.stored_sizes())
+            whole.append(handle)
+        except ReshardError as error:
+            errors.append(error)
+    groups: dict[int, tuple[int, int, Decoded]] = {}
+    for group, numbers in enumerate(co_read_groups(whole)):
+        decoded = decoded_together([whole[number] for number in numbers])
+        groups |= dict.fromkeys(numbers, (group, len(numbers), decoded))
+    ratios: dict[tuple[Any, ...], float] = {}
+    handles: list[ArrayHandle] = []
+    arrays: list[ArrayPlan] = []
+    stored: list[list[StoredValue] | None] = []  # where it is copied verbatim
+    for number, handle in enumerate(whole):
+        try:
+            values = stored_values(handle, form.encoding(handle))
+            layout = _layout(
+                handle, form, values, sizes[number], *groups[number], ratios, max_memory
+            )
+            array = plan_array(layout, chunks, max_memory)
+            form.check_chunk(handle, array.chunk)
+            arrays.append(array)
+            stored.append(values if array.moved else None)
+            handles.append(handle)
+        except ReshardError as error:
+            errors.append(error)
+    arrays = with_passes(arrays, handles)
+    store = ckpt.source.store
+    can_link = link and form.shares and store.directory.is_local
+    if can_link and destination is not None:
+        can_link = destination.is_local and (
+            disk.device(store.directory) == disk.device(destination)
+        )
+    files = None
+    every = sum(array.layout.stored_bytes for array in arrays)
+    moved = sum(array.layout.stored_bytes for array in arrays if array.moved)
+    if can_link and moved and moved >= _MOST * every:
+        files = files_to_link(store, [v for values in stored for v in values or ()])
+    if files is not None:
+        arrays = [dataclasses.replace(array, linked=array.moved) for array in arrays]
+    record = NO_RECORD
+    try:
+        record = source_record(ckpt, handles)
+    except CorruptCheckpointError as error:
+        errors.append(error)
+    sources, verbatim = read_again(handles, arrays, record, digest)
+    return ItemPlan(ckpt, form, tuple(handles), tuple(arrays), files, record, sources, verbatim)
+
+
+def _layout(
+    handle: ArrayHandle,
+    form: TargetFormat,
+    moved: Sequence[StoredValue] | None,
+    sizes: Sequence[int],
+    group: int,
+    co_read: int,
+    together: Decoded,
+    ratios: dict[tuple[Any, ...], float],
+    max_memory: int,
+) -> ArrayLayout:
+    """What the planner needs to know of an array, which is stored in `sizes` bytes a chunk, may be
+    `moved` as these values, and belongs to a co-read group. `ratios` are those measured so far, of
+    arrays in another dtype or with another codec: arrays that compress alike as they are stored are
+    taken to compress alike then, too."""
+    if not isinstance(handle.data, Derived):
+        stored = sum(sizes)
+    elif moved is not None:
+        stored = sum(value.size for value in moved)
+    else:
+        stored = stored_share(handle)
+    decoded = math.prod(handle.shape) * handle.stored_dtype.itemsize
+    cell = math.prod(shape_of(first_cell(handle)))
+    alone = together if co_read == 1 else decoded_together([handle])
+    layout = ArrayLayout(
+        path=handle.path,
+        shape=handle.shape,
+        source_itemsize=handle.stored_dtype.itemsize,
+        target_itemsize=handle.dtype.itemsize,
+        read_itemsize=handle.read_dtype.itemsize,
+        source_chunk=handle.chunk_shape,
+        source_shard=shard_shape(handle.shape, handle.saved_sharding),
+        target_shard=shard_shape(handle.shape, handle.sharding),
+        stored_bytes=stored,
+        largest_stored=max(sizes, default=0),
+        same_bytes=moved is not None,
+        encoded_ratio=stored / decoded if decoded and sizes else 1.0,
+        chunk_bytes=alone.nbytes,
+        amplification=_amplification(alone, cell),
+        group=group,
+        co_read=co_read,
+        group_bytes=together.nbytes,
+    )
+    if moved is not None:
+        return layout
+    encoding = form.encoding(handle)
+    compressors = {data.encoding.compressors for _, data in handle.roots()}
+    same = handle.dtype == handle.stored_dtype and compressors <= {encoding.compressors}
+    if same or handle.same_name is not None:
+        return layout
+    if not encoding.compressors:
+        return dataclasses.replace(layout, encoded_ratio=1.0)
+    ratio = round(layout.encoded_ratio, 2)
+    alike: tuple[Any, ...] = (handle.stored_dtype, handle.dtype, ratio, decoded > 1 << 20)
+    if () in compressors:  # then what is stored says nothing
+        alike = (*alike, handle.shape, handle.path[-1])
+    if alike not in ratios:
+        measured = form.encoded_ratio(handle, max_memory)
+        if measured is None:
+            return layout
+        ratios[alike] = measured
+    return dataclasses.replace(layout, encoded_ratio=ratios[alike])
+
+
+def _amplification(decoded: Decoded, elements: int) -> float:
+    """Elements decoded for each of these; of values in memory, none are."""
+    return max(decoded.elements / elements, 1.0) if elements else 1.0
+
+
+def with_passes(plans: Sequence[ArrayPlan], handles: Sequence[ArrayHandle]) -> list[ArrayPlan]:
+    """The plans, in which each array of a co-read group reads its part of what they share."""
+    by_path = {handle.path: handle for handle in handles}
+    passes: dict[Path, float] = {}
+    for group in co_read(plans):
+        if len(group) > 1 and not group[0].serial:
+            members = [by_path[array.layout.path] for array in group]
+            cell = math.prod(shape_of(first_cell(members[0])))
+            each = _amplification(decoded_together(members), cell * len(members))
+            passes |= {array.layout.path: each for array in group}
+    return [
+        dataclasses.replace(array, passes=found)
+        if (found := passes.get(array.layout.path))
+        else array
+        for array in plans
+    ]
+
+
+def _check_fits(handle: ArrayHandle) -> None:
+    """Raises ShardingError where an array keeps a saved sharding that cannot be its own."""
+    if isinstance(handle.sharding, NamedSharding):
+        mesh = handle.sharding.mesh
+        problems = spec_problems(handle.shape, mesh, handle.sharding.spec)
+        if problems:
+            fits = ",".join(f"{name}=1" for name in mesh.axis_names)
+            raise ShardingError(
+                f"{format_path(handle.path)} does not fit `{mesh}`",
+                problems,
+                [f"reshard.to_mesh(ckpt, {as_python(fits)}) fits any array"],
+            )
+
+
+def _notes(item: ItemPlan) -> Iterator[str]:
+    yield from item.ckpt.notes
+    store = item.ckpt.source.store
+    if (item.format.ocdbt, item.format.zarr3) != (store.ocdbt, store.zarr3):
+        yield f"the arrays are stored as {item.format.format}, and not {item.ckpt.source.format}"
+    if item.format.codec is not None and not all(array.moved for array in item.arrays):
+        yield (
+            f"what is encoded anew is compressed with {item.format.codec}; its bytes are estimated "
+            "from samples"
+        )

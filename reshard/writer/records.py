@@ -1,0 +1,174 @@
+"""Digests: of what a job writes, of what it reads where those are recorded, and of what it has
+written, read back."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from reshard.arrays.dtypes import name_of
+from reshard.arrays.handle import ArrayHandle, stored_name
+from reshard.checkpoint import Checkpoint, Source
+from reshard.engine.budget import in_memory
+from reshard.engine.plan import ArrayPlan
+from reshard.errors import CorruptCheckpointError
+from reshard.loader.orbax import array
+from reshard.storage.array_store import ArrayStore
+from reshard.tree import Path, as_python, format_path
+from reshard.verify.digest_record import (
+    FILE,
+    ArrayRecord,
+    Record,
+    forget_hint,
+    read_record,
+    record_of,
+    stored_record,
+)
+from reshard.verify.values import least_memory, read_digests
+from reshard.verify.verification import reason
+from reshard.writer.plan import ItemPlan
+from reshard.writer.siblings import is_sibling
+
+NO_RECORD = Record({}, {}, {}, {})
+
+
+def source_record(ckpt: Checkpoint, handles: Sequence[ArrayHandle]) -> Record:
+    """What is recorded of the source, by names in its store; raises CorruptCheckpointError where
+    that is of other arrays or files. Sibling items and files need only be there: they are compared
+    by `verify`."""
+    source = ckpt.source
+    record = read_record(source.store.directory / FILE)
+    if record is None:
+        return NO_RECORD
+    kinds = [(root.path, record.other_kind(root)) for root in _stored(handles).values()]
+    problems = [f"{format_path(path)}: {text} on record" for path, text in kinds if text]
+    problems += record.gone_arrays(source, "on record")
+    source.store.directory.ahead(record.files)
+    files = record.changed_files(
+        source, lambda file: None if is_sibling(ckpt, file) else file.sha256()
+    )
+    if problems or files:
+        forget = [] if problems else [forget_hint(source.store.directory / FILE)]
+        raise CorruptCheckpointError(
+            f"`{source.path}` is not what its digests were recorded of",
+            problems + files,
+            [verify_hint(source), *forget],
+        )
+    return record
+
+
+def read_again(
+    handles: Sequence[ArrayHandle], arrays: Sequence[ArrayPlan], record: Record, digest: bool
+) -> tuple[list[ArrayHandle], list[ArrayHandle]]:
+    """What else is read for its digests: with `digest`, also arrays that are copied without one."""
+    pairs = [*zip(handles, arrays, strict=True)]
+    as_read = {h.stored.name for h, a in pairs if h.stored is not None and not a.moved}
+    roots = _stored(h for h in handles if h.stored is None)
+    sources = [h for name, h in roots.items() if name not in as_read and record.digest(h)]
+    verbatim = [h for h, a in pairs if digest and a.moved and not record.digest(h)]
+    return sources, verbatim
+
+
+def read_costs(item: ItemPlan, verify: bool) -> Iterator[tuple[Path, int]]:
+    """Path, and bytes that a chunk takes, of all that is read beside what is rewritten."""
+    for handle in (*item.read_sources, *item.read_verbatim):
+        yield handle.path, least_memory((handle,))
+    if verify:
+        for handle, array in zip(item.handles, item.arrays, strict=True):
+            if array.moved:
+                yield handle.path, least_memory((handle,))
+                continue
+            # Once it is written; at most, since it is encoded anew.
+            itemsize = handle.dtype.itemsize
+            encoded = item.format.encoding(handle).most_encoded(array.chunk, itemsize)
+            decoded = math.prod(array.chunk) * itemsize
+            yield handle.path, in_memory(encoded + decoded, decoded, decoded)
+
+
+def item_record(
+    item: ItemPlan, hashes: Mapping[str, str], max_memory: int, report: Callable[[int], None]
+) -> Record:
+    """What is to be recorded of an item, whose documents have these hashes, less the digests that
+    the shares have. Reads what is read beside what is rewritten: arrays that others are made of, as
+    they are stored, and arrays that are copied verbatim; of those that are not read, the source's
+    digests count. Raises CorruptCheckpointError where one cannot be read, or is not what is
+    recorded of the source."""
+    # Apart, and by name: another leaf may have been renamed to the path of a source.
+    sources = _stored(item.read_sources)
+    by_name = [h.at((name,)) for name, h in sources.items()]
+    found, failed = read_digests(by_name, max_memory, report)
+    texts, failed_too = read_digests(item.read_verbatim, max_memory, report)
+    source = item.ckpt.source
+    if failures := {**failed, **failed_too}:
+        raise CorruptCheckpointError(
+            f"arrays of `{source.path}` cannot be read",
+            [f"{format_path(path)}: {reason(error, path)}" for path, error in failures.items()],
+            [verify_hint(source)],
+        )
+    wrong = [h for name, h in sources.items() if item.record.digest(h) not in (None, found[name,])]
+    if wrong:
+        told = [f"{format_path(h.path)}  {stored_record(h)}" for h in wrong]
+        raise other_values(str(source.path), told, verify_hint(source))
+    arrays = {
+        stored_name(h.path): ArrayRecord(
+            name_of(h.dtype), h.shape, texts.get(h.path, item.record.digest(h))
+        )
+        for h in item.handles
+    }
+    return record_of(item.ckpt, arrays, hashes)
+
+
+def other_values(source: str, told: Sequence[str], hint: str) -> CorruptCheckpointError:
+    """The error for arrays of a source that are not what is recorded of them, a line each."""
+    return CorruptCheckpointError(
+        f"values were read from `{source}` that are not those its digests were recorded of",
+        told,
+        [hint],
+    )
+
+
+def read_back(
+    store: ArrayStore,
+    arrays: Mapping[str, Mapping[str, Any]],
+    hint: str,
+    max_memory: int,
+    report: Callable[[int], None],
+) -> None:
+    """Reads arrays that were written, by their names; raises CorruptCheckpointError where they are
+    not what is to be recorded of them. The hint says how to look at the source."""
+    problems: list[str] = []
+    handles = []
+    for name, metadata in zip(arrays, store.read_metadata(arrays), strict=True):
+        handle = array((name,), name, "jax.Array", store, metadata, {}, {}, problems)
+        handles += [] if handle is None else [handle]
+    digests, failed = read_digests(handles, max_memory, report)
+    problems += [f"{path[0]}: {reason(error, path)}" for path, error in failed.items()]
+    for handle in handles:
+        expected = arrays[handle.path[0]]
+        found = {"dtype": name_of(handle.dtype), "shape": list(handle.shape)}
+        if handle.path in digests and expected["digest"] is not None:
+            found["digest"] = digests[handle.path]
+        if any(expected[key] != value for key, value in found.items()):
+            problems.append(f"{handle.path[0]}: its values are not those that were written")
+    if problems:
+        raise CorruptCheckpointError("what was written is not what is read back", problems, [hint])
+
+
+def verify_hint(source: Source) -> str:
+    """What to type to look at a source."""
+    step = as_python(str(source.root / source.step))
+    if len(source.items) > 1:
+        step = f"reshard.open({step}, item={as_python(source.item)})"
+    return f"reshard.verify({step})"
+
+
+def _stored(handles: Iterable[ArrayHandle]) -> dict[str, ArrayHandle]:
+    """Name -> stored array, uncast: those that these are, or are derived from."""
+    found: dict[str, ArrayHandle] = {}
+    for handle in handles:
+        for root, data in handle.roots():
+            cast = root.dtype != root.stored_dtype
+            found.setdefault(
+                data.name, dataclasses.replace(root, dtype=root.stored_dtype) if cast else root
+            )
+    return found

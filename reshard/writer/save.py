@@ -1,0 +1,610 @@
+"""`save` and `commit`: a plan, executed. Its shares are written, one after another or by others at
+the same time; then they are merged, checked and published."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from reshard.arrays.boxes import grid_size
+from reshard.arrays.digests import Digest
+from reshard.arrays.dtypes import parse_dtype
+from reshard.arrays.handle import stored_name
+from reshard.checkpoint import Checkpoint
+from reshard.engine.run import check_tasks, check_workers, run_tasks
+from reshard.errors import (
+    ArgumentError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    DestinationError,
+    ReshardError,
+    raise_all,
+)
+from reshard.loader.detection import MARKER, RECORD
+from reshard.storage.array_store import ArrayStore
+from reshard.storage.location import Location, parse_location
+from reshard.storage.ocdbt import MANIFEST, build_root, node_files, ocdbt_spec, stage_spec
+from reshard.tree import format_path
+from reshard.verify.digest_record import FILE, stored_record
+from reshard.verify.values import Progress, counted
+from reshard.writer import commit as committing
+from reshard.writer.arrays import (
+    CACHE_BYTES,
+    ItemShare,
+    Report,
+    ValueRange,
+    Written,
+    sync,
+    write_item,
+)
+from reshard.writer.commit import Result
+from reshard.writer.documents import documents
+from reshard.writer.job import (
+    REST,
+    ROOT,
+    Attempt,
+    Job,
+    is_of_an_attempt,
+    job_token,
+    look,
+    written_of,
+)
+from reshard.writer.links import link_files, write_linked
+from reshard.writer.plan import ItemPlan, Plan, Share
+from reshard.writer.planning import plan
+from reshard.writer.records import (
+    item_record,
+    other_values,
+    read_back,
+    verify_hint,
+)
+from reshard.writer.siblings import (
+    changed_paths,
+    copy_siblings,
+    marker_texts,
+    source_state,
+    state_of,
+)
+
+# How often a share looks whether the job that it belongs to goes on.
+_LOOK_SECONDS = 1.0
+
+
+def save(
+    ckpt: Checkpoint | Sequence[Checkpoint],
+    destination: str | os.PathLike,
+    *,
+    max_memory: int | str = "1GiB",
+    chunks: int | str = "shard",
+    format: str | None = None,
+    ocdbt: bool | None = None,
+    codec: str | None = None,
+    file_size: int | str | None = None,
+    link: bool = True,
+    overwrite: bool = False,
+    digest: bool = False,
+    verify: bool = False,
+    resume: bool = False,
+    share: tuple[int, int] | None = None,
+    workers: int | None = None,
+    executor: concurrent.futures.Executor | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Writes a checkpoint, in the layout that its source has; whole or not at all.
+
+    A step stays a step with its other items, a manager's root stays a root with that step, v1
+    stays v1; format, codec and its level stay the source's unless they are given. Nothing but
+    `max_memory` bytes is in flight at any time. Chunks that do not change are not decoded. If
+    nearly all of an item stays as it is, its data files are shared with the source by hard links,
+    which is safe: Orbax and TensorStore never write to a data file again.
+
+    A job is written in shares of about 1 GiB. If it fails, shares that are complete stay.
+
+    Digests of the values are recorded beside the arrays (see `reshard.arrays.digests`), and where
+    the source has some, what is read is compared with them.
+
+    Args:
+      ckpt: the checkpoint, or several steps of one manager's root.
+      destination: a path or a URL; nothing may be there unless `overwrite`.
+      max_memory: bytes, or text such as `"256MiB"`.
+      chunks: `"shard"` for one chunk a shard of the new mesh (split where memory asks for it),
+        `"keep"` for the source's chunks, or the most decoded bytes of a chunk.
+      link: share data files where that is possible; otherwise stored chunks are copied.
+      overwrite: replace a checkpoint on a disk, once the new one is complete; what an unfinished
+        job has left does not matter.
+      digest: also read arrays that are copied verbatim, if they have no digest on record.
+      verify: read back all that was written, before the commit.
+      resume: keep the shares that an earlier run of the same job has written.
+      share: (i, n) writes share i of n, numbered from 0, and nothing more; in any order, by
+        processes on any hosts that see source and destination. `reshard.commit` makes a checkpoint
+        of them once all are there. A share that was stopped is written again by the same call.
+      workers: processes of this machine that write the job's shares, each in `max_memory`; their
+        processors are those of this one, divided.
+      executor: what runs the shares instead: any `concurrent.futures.Executor`, of `workers`.
+      progress: called with (bytes done, bytes in all) after each batch.
+
+    Returns:
+      The plan that was executed.
+
+    Raises:
+      ArgumentError: `max_memory` or `chunks` is no number of bytes, the checkpoints are not steps
+        of one root, or there is no such share.
+      DestinationError: the destination exists, is being written, or cannot be written.
+      MemoryLimitError: a stored chunk does not fit in `max_memory`.
+      CorruptCheckpointError: stored data is missing, does not decode, belongs to two leaves, or
+        is not what the source's digests were recorded of; or what was written reads differently.
+
+    Example:
+      >>> ckpt = reshard.to_mesh(reshard.open("run/1000"), "1x8")
+      >>> plan = reshard.save(ckpt, "out/1000", max_memory="1GiB")
+      >>> print(str(plan).splitlines()[0])
+      4 arrays, 8.25 KiB: 2 rewritten, 2 copied verbatim
+      >>> [str(mesh) for mesh in reshard.open("out/1000").meshes]
+      ['data=1,model=8']
+    """
+    if share is not None and (resume or workers is not None or executor is not None):
+        raise ArgumentError(
+            "a share is written whole or again, by one process",
+            hints=["share=(i, n) without resume, workers and executor"],
+        )
+    planned = plan(
+        ckpt,
+        destination,
+        max_memory=max_memory,
+        chunks=chunks,
+        format=format,
+        ocdbt=ocdbt,
+        codec=codec,
+        file_size=file_size,
+        link=link,
+        overwrite=overwrite,
+        digest=digest,
+        verify=verify,
+    )
+    return execute(
+        planned,
+        resume=resume,
+        share=share,
+        workers=workers,
+        executor=executor,
+        progress=progress,
+    )
+
+
+def execute(
+    plan: Plan,
+    *,
+    resume: bool = False,
+    share: tuple[int, int] | None = None,
+    workers: int | None = None,
+    executor: concurrent.futures.Executor | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Writes what a plan says, whole or not at all; arguments and errors are as of `save`."""
+    raise_all(plan.errors)
+    check_workers(workers)
+    shared = share is not None or workers is not None or executor is not None
+    begun = _begun(plan, resume, share, shared, workers)
+    if begun is None:
+        return plan
+    attempt, parts = begun
+    job = attempt.job
+    numbers = range(job.count) if share is None else [share[0]]
+    shares = [plan.share(number, job.count) for number in numbers if str(number) not in parts]
+    unshared = REST not in parts and 0 in numbers
+    whole = sum(each.nbytes for each in shares) + unshared * unshared_bytes(plan)
+    whole += (share is None and plan.verify) * plan.decoded_bytes
+    with _unchanged(plan, job.directory if share is None else None):
+        report = counted(whole, progress)
+        writes_unshared = functools.partial(write_unshared, plan, attempt) if unshared else None
+        tasks = None
+        if share is None and shared:
+            tasks = [ShareTask(job, attempt.begun, each) for each in shares]
+            check_tasks(tasks, executor)
+        with committing.attempted(attempt, whole=share is None):
+            if tasks is not None:
+                run_tasks(
+                    tasks,
+                    report,
+                    workers=workers,
+                    executor=executor,
+                    stop=attempt.end,
+                    meanwhile=writes_unshared,
+                )
+            else:
+                if writes_unshared is not None:
+                    writes_unshared(report)
+                for each in shares:
+                    write_share(attempt, each, report)
+            if share is None:
+                # Digests of an earlier run are of what it read; what it wrote may have changed.
+                written = (each for part in parts.values() for each in written_of(part).values())
+                doubted = {name for each in written for name in each.digests}
+                state = source_state(plan.checkpoints)
+                complete(attempt, state, report, plan.overwrite, plan.verify, doubted)
+    return plan
+
+
+def _begun(
+    plan: Plan,
+    resume: bool,
+    share: tuple[int, int] | None,
+    shared: bool,
+    workers: int | None,
+) -> tuple[Attempt, Mapping[str, Mapping[str, Any]]] | None:
+    """An attempt at the job of a plan, or at one share of it, and the documents of the parts that
+    are written; None where the job to resume is complete."""
+    destination = plan.destination
+    if destination is None:
+        raise ArgumentError("there is no destination to save to")
+    if share is not None:
+        plan.share(*share)  # is there one?
+    token, fingerprint = job_token(plan, shared)
+    with committing.disk_errors(destination):
+        begun = committing.begin(
+            destination,
+            token,
+            fingerprint,
+            resume=resume,
+            overwrite=plan.overwrite,
+            shared=share is not None,
+        )
+    if begun is None:
+        return None
+    directory, found, ignored = begun
+    items = tuple(item.directory(destination).below(destination) or "" for item in plan.items)
+    then = None if found is None else found.count
+    count = share[1] if share else then or plan.share_count(workers)
+    job = Job(destination, directory, items, token, count, ignored)
+    if then not in (None, count):
+        text = f"the job of `{destination}` has {then} shares, not {count}"
+        hints = [f"share=(..., ...) of {then} shares writes one of them"]
+        raise DestinationError(text, hints=hints)
+    return Attempt(job, fingerprint), {} if found is None else committing.whole_parts(job, found)
+
+
+@contextlib.contextmanager
+def _unchanged(plan: Plan, directory: Location | None) -> Iterator[None]:
+    """Raises CorruptCheckpointError if files of the source have changed since the plan was made, in
+    the place of the error that this has led to; deletes what a job of this process alone has
+    written in a directory on a disk."""
+    try:
+        yield
+    except (ReshardError, OSError) as error:
+        changed = changed_paths(plan.source_state, source_state(plan.checkpoints))
+        cause = error.__cause__
+        gone = Location(str(cause.filename)) if isinstance(cause, FileNotFoundError) else None
+        if not changed and gone and gone.below(plan.checkpoints[0].source.root):
+            changed = [str(gone)]
+        if not changed:
+            raise
+        if directory is not None and directory.is_local and plan.destination is not None:
+            with contextlib.suppress(OSError):
+                committing.remove_aside(plan.destination, directory)
+        raise _source_changed(changed) from error
+
+
+def _source_changed(changed: Sequence[str], *hints: str) -> CorruptCheckpointError:
+    told = [f"`{path}`" for path in changed]
+    return CorruptCheckpointError("the source changed while it was read", told, hints)
+
+
+# The parts.
+
+
+@dataclasses.dataclass(frozen=True)
+class ShareTask:
+    """A share as a process writes it that knows nothing else of the job.
+
+    Attributes:
+      begun: the document of the process that commits: it is there as long as the job goes on.
+    """
+
+    job: Job
+    begun: Location
+    share: Share
+
+    @property
+    def nbytes(self) -> int:
+        return self.share.nbytes
+
+    def __str__(self) -> str:
+        return f"share {self.share.number} of {self.share.count}"
+
+    def run(self, report: Report) -> None:
+        """Writes it; `report` is called with numbers of bytes."""
+        next_look = 0.0
+
+        def look_and_report(nbytes: int) -> None:
+            nonlocal next_look
+            report(nbytes)
+            if time.monotonic() >= next_look:
+                if not self.begun.exists():
+                    text = f"the job that writes `{self.job.destination}` has ended"
+                    raise DestinationError(text)
+                next_look = time.monotonic() + _LOOK_SECONDS
+
+        attempt = Attempt(self.job)
+        with committing.attempted(attempt):
+            look_and_report(0)
+            write_share(attempt, self.share, look_and_report)
+
+
+def write_share(attempt: Attempt, share: Share, report: Report) -> None:
+    """Writes a share, and says so."""
+    part = str(share.number)
+    items = {}
+    for item in share.items:
+        directory = attempt.job.item_directory(item.item)
+        written = write_item(item, directory, attempt.name(part, ""), share.max_memory, report)
+        items[item.item] = written._asdict()
+    attempt.publish(part, {"items": items})
+
+
+def unshared_bytes(plan: Plan) -> int:
+    """Bytes that `write_unshared` reads or writes, as it reports them."""
+    again = [h for item in plan.items for h in (*item.read_sources, *item.read_verbatim)]
+    made = [h for i in plan.items for group in i.groups(in_memory=True) for h, _ in group.arrays]
+    return sum(h.nbytes for h in (*again, *made)) + sum(s.nbytes for s in plan.siblings)
+
+
+def write_unshared(plan: Plan, attempt: Attempt, report: Report) -> None:
+    """Writes what is in no share: other items and files, documents and metadata, values in memory,
+    and what is shared with the source. With that, the commit knows all of the plan."""
+    job = attempt.job
+    folder = job.item_directory(0) / attempt.name(REST, "files")
+    folder.make_directory()
+    copied = copy_siblings(plan.siblings, folder, plan.max_memory, report)
+    markers = marker_texts(plan.checkpoints, job.destination)
+    # Markers of other items have another path in them.
+    files = {path: found for path, found in copied.items() if path not in markers}
+    items, entries = {}, []
+    for number, item in enumerate(plan.items):
+        items[number] = _write_item(attempt, number, item, plan.max_memory, report)._asdict()
+        chunks = {array.layout.path: array.chunk for array in item.arrays}
+        found = documents(item.ckpt, chunks, item.format)
+        names = [f"{number}.{name.replace('/', '.')}" for name in found]
+        with concurrent.futures.ThreadPoolExecutor(len(found)) as pool:
+            list(pool.map(lambda name, data: (folder / name).write(data), names, found.values()))
+        for name, (document, data) in zip(names, found.items(), strict=True):
+            files[f"{job.items[number]}/{document}".lstrip("/")] = name, len(data)
+        hashes = {document: hashlib.sha256(data).hexdigest() for document, data in found.items()}
+        entries.append(_entry(item, hashes, plan.max_memory, report))
+    sync(folder, [entry.path for entry in folder.walk() if entry.is_file])
+    top = folder.below(job.directory)
+    attempt.publish(
+        REST,
+        {
+            "items": items,
+            "staged": {f"{top}/{name}": size for name, size in files.values()},
+            "files": {path: f"{top}/{name}" for path, (name, _) in files.items()},
+            "folders": [*job.items, *(s.path for s in plan.siblings if not s.is_file)],
+            "entries": entries,
+            "markers": markers,
+            "source": dict(plan.source_state),
+            "max_memory": plan.max_memory,
+            "overwrite": plan.overwrite,
+            "verify": plan.verify,
+        },
+    )
+
+
+def _write_item(
+    attempt: Attempt, number: int, item: ItemPlan, max_memory: int, report: Report
+) -> Written:
+    """Writes what an item has in no share."""
+    directory = attempt.job.item_directory(number)
+    linked, spare = link_files(item, directory)
+    groups = item.groups(in_memory=True)
+    values = [] if linked else [ValueRange(handle) for handle in item.linked]
+    written = Written({}, {}, {}, {})
+    if values or groups:
+        share = ItemShare(number, item.format, {}, values, groups)
+        written = write_item(share, directory, attempt.name(REST, ""), max_memory, report)
+    found = Written({}, {}, {}, {})
+    if linked:
+        found = write_linked(item, directory, attempt.name(REST, "linked"))
+    return written._replace(
+        databases={**written.databases, **found.databases},
+        files={**written.files, **found.files},
+        nodes={**written.nodes, **found.nodes, **spare},
+    )
+
+
+def _entry(
+    item: ItemPlan, hashes: Mapping[str, str], max_memory: int, report: Report
+) -> dict[str, Any]:
+    """What the commit is to know of an item."""
+    record = item_record(item, hashes, max_memory, report)
+    # How many values are stored at least: chunks of a fill value may be absent.
+    keys = len(item.metadata()) + sum(len(item.values(h)) for h in (*item.linked, *item.copied))
+    if not item.format.fills:
+        keys += sum(grid_size(a.layout.shape, a.chunk) for a in item.arrays if not a.moved)
+    return {
+        "ocdbt": item.format.ocdbt,
+        "zarr3": item.format.zarr3,
+        "fills": item.format.fills,
+        "file_bytes": item.format.file_bytes,
+        "keys": keys,
+        "path": str(item.ckpt.source.path),
+        "verify": verify_hint(item.ckpt.source),
+        "record": json.loads(record.dump()),
+        "rewritten": {
+            stored_name(h.path): (
+                item.record.digest(h),
+                f"{format_path(h.path)}  {stored_record(h)}",
+            )
+            for h in item.rewritten
+        },
+    }
+
+
+# The commit.
+
+
+def commit(destination: str | os.PathLike, *, progress: Progress | None = None) -> bool:
+    """Makes a checkpoint of the shares that `save(..., share=(i, n))` has written, once all of them
+    are there: merges their databases and digests, and gives it its name, or in a bucket its
+    markers. It may be repeated, also after it was stopped.
+
+    Args:
+      destination: what was given to `save`.
+      progress: called with (bytes done, bytes in all) of what is read back, where the job verifies.
+
+    Returns:
+      Whether there was something to commit: False where the destination is complete.
+
+    Raises:
+      CheckpointNotFoundError: there are no shares of this destination.
+      DestinationError: shares are missing, or what they have written is.
+      CorruptCheckpointError: the source has changed, or what was read is not what its digests were
+        recorded of.
+
+    Example:
+      >>> ckpt = reshard.to_mesh(reshard.open("run/1000"), "1x8")
+      >>> for i in range(4):
+      ...     _ = reshard.save(ckpt, "out/1000", share=(i, 4))
+      >>> reshard.commit("out/1000")
+      True
+    """
+    place = parse_location(destination)
+    if not place.is_local and (place / RECORD).exists():
+        return committing.forward(place)[1]
+    every = committing.jobs(place)
+    jobs = {path: found for path, found in every.items() if found.parts}
+    jobs = jobs or {path: found for path, found in every.items() if found.begun}
+    if not jobs:
+        name = FILE if place.is_local else MARKER
+        if any(entry.path.rpartition("/")[2] == name for entry in place.walk()):
+            return False
+        raise CheckpointNotFoundError(
+            f"there are no shares of `{place}`", hints=["share=(..., ...) writes one of them"]
+        )
+    kinds = {(p, d["job"], d["count"]) for p, found in jobs.items() for d in found.documents}
+    if len(kinds) > 1:
+        told = [f"`{path}`: a job of {count} shares" for path, _, count in sorted(kinds)]
+        hints = [committing.restart_hint(path) for path in jobs]
+        raise DestinationError(f"several jobs have left parts for `{place}`", told, hints)
+    [(directory, found)] = jobs.items()
+    about = found.documents[0]
+    job = Job(place, directory, tuple(about["directories"]), about["job"], about["count"])
+    rest = committing.chosen(job, found)[REST]
+    overwrite, verify = rest["overwrite"], rest["verify"]
+    arrays = [a for entry in rest["entries"] for a in entry["record"]["arrays"].values()]
+    nbytes = (math.prod(a["shape"]) * parse_dtype(a["dtype"]).itemsize for a in arrays)
+    attempt = Attempt(job)
+    with committing.attempted(attempt, whole=True):
+        report = counted(sum(nbytes) if verify else 0, progress)
+        complete(attempt, state_of(map(Location, rest["source"])), report, overwrite, verify)
+    return True
+
+
+def complete(
+    attempt: Attempt,
+    state: Mapping[str, str],
+    report: Report,
+    overwrite: bool,
+    verify: bool,
+    doubted: Collection[str] = (),
+) -> None:
+    """Commits a job, of which all parts are written, if the source's state is what it was: merges
+    databases and digests. Before that, reads back all arrays if it is to `verify`, or else those
+    whose names are `doubted`."""
+    job = attempt.job
+    found = look(job.directory)
+    parts = committing.chosen(job, found)
+    rest = parts[REST]
+    if changed := changed_paths(rest["source"], state):
+        raise _source_changed(changed, committing.restart_hint(job.directory))
+    written = [written_of(document) for document in parts.values()]
+    files: dict[str, bytes | str] = dict(rest["files"])
+    markers = [(path, files.pop(path)) for path in rest["files"] if path.endswith(MARKER)]
+    markers += [(path, text.encode()) for path, text in rest["markers"].items()]
+    kept: list[str] = []
+    checks = []
+    for number, entry in enumerate(rest["entries"]):
+        own = [each[number] for each in written if number in each]
+        arrays = _with_digests(entry, own)
+        stored = sum(sum(each.databases.values()) + len(each.chunks) for each in own)
+        if stored < entry["keys"]:
+            problem = f"{entry['keys'] - stored} of {entry['keys']} values are not there"
+            raise CorruptCheckpointError(f"not all of `{entry['path']}` was written", [problem])
+        prefix = f"{job.items[number]}/".lstrip("/")
+        hashes = entry["record"]["files"].items()
+        places = {job.directory / rest["files"][prefix + name]: text for name, text in hashes}
+        if wrong := [f"`{place}`" for place, text in places.items() if place.sha256() != text]:
+            text = "what was written is not what is read back"
+            raise CorruptCheckpointError(text, wrong, [committing.OVERWRITE])
+        record = {**entry["record"], "arrays": arrays}
+        files[prefix + FILE] = json.dumps(record).encode()
+        files |= {prefix + k: prefix + v for each in own for k, v in each.chunks.items()}
+        manifest = None
+        if entry["ocdbt"] and arrays:
+            manifest, nodes = _merge(attempt, number, entry, own, rest["max_memory"])
+            files[prefix + MANIFEST] = (manifest / MANIFEST).read_whole() or b""
+            data = (file for each in own for file in each.files)
+            kept += [prefix + file for file in dict.fromkeys([*data, *nodes])]
+        checked = {name: a for name, a in arrays.items() if verify or name in doubted}
+        if checked and (manifest or job.destination.is_local):
+            place, databases = job.item_directory(number), ("",) if manifest else ()
+            store = ArrayStore(entry["zarr3"], place, databases, entry["fills"], manifest=manifest)
+            checks.append(
+                functools.partial(
+                    read_back, store, checked, entry["verify"], rest["max_memory"], report
+                )
+            )
+    needed = {path for document in parts.values() for path, _ in committing.needed(job, document)}
+    dropped = [path for path in needed - {*kept} if not is_of_an_attempt(path)]
+    result = Result(files, markers, kept, dropped, rest["folders"])
+    committing.publish(attempt, result, overwrite, lambda: [check() for check in checks])
+
+
+def _merge(
+    attempt: Attempt, number: int, entry: Mapping[str, Any], written: Sequence[Written], limit: int
+) -> tuple[Location, set[str]]:
+    """Builds the root database of an item; where its manifest is, and the files of its nodes."""
+    directory = attempt.job.item_directory(number)
+    name = attempt.name(ROOT, "")
+    databases = []
+    for each in written:
+        for own, keys in each.databases.items():
+            if own.endswith("linked"):
+                spec = ocdbt_spec(directory, directory / own)
+            else:
+                spec = stage_spec(directory, own, entry["file_bytes"])
+            databases.append((spec, keys))
+    build_root(directory, name, databases, limit, CACHE_BYTES)
+    return directory / name, node_files(directory, directory / name)
+
+
+def _with_digests(entry: Mapping[str, Any], written: Sequence[Written]) -> dict[str, Any]:
+    """What is to be recorded of an item's arrays, with the digests of what was rewritten: sums of
+    what the shares have. Raises CorruptCheckpointError where they are not what is recorded of the
+    source."""
+    wrong, short = [], []
+    arrays = dict(entry["record"]["arrays"])
+    for name, (expected, told) in entry["rewritten"].items():
+        array = arrays[name]
+        digest = Digest(tuple(array["shape"]), parse_dtype(array["dtype"]))
+        for each in written:
+            if name in each.digests:
+                digest.merge(each.digests[name])
+        if not digest.complete:
+            short.append(told)
+            continue
+        text = digest.text()
+        if expected not in (None, text):
+            wrong.append(told)
+        arrays[name] = {**array, "digest": text}
+    if short:
+        raise CorruptCheckpointError("the shares are not all of these arrays, once", short)
+    if wrong:
+        raise other_values(entry["path"], wrong, entry["verify"])
+    return arrays

@@ -1,0 +1,74 @@
+"""The commit protocol under random schedules: see `protocol`."""
+
+import protocol
+import pytest
+
+KINDS = ("bucket", "disk", "disk without exchange")
+# Each takes one condition of the protocol away: where a schedule shows it, the text, and another.
+MUTANTS = {
+    "the record replaces another one": (
+        "bucket",
+        "(job.destination / RECORD).create(dumped(record))",
+        '(job.destination / RECORD).replace(dumped(record), "")',
+    ),
+    "whoever's the record is": (
+        "bucket",
+        'if forward(job.destination, record if created else None)[0]["job"] != job.token:',
+        "if forward(job.destination) is None:",
+    ),
+    "markers are not the last": (
+        "bucket",
+        "    with concurrent.futures.ThreadPoolExecutor(_REQUESTS) as pool:\n        items",
+        '    for path, content in record["markers"]:\n        _fix(destination, path, content)\n'
+        "    with concurrent.futures.ThreadPoolExecutor(_REQUESTS) as pool:\n        items",
+    ),
+    "what the record names is deleted": (
+        "bucket",
+        "[path for path in attempts if path not in kept]",
+        "attempts",
+    ),
+    "who fails removes what is published": ("bucket", "self.published.add(part)", "_ = 0"),
+    "who fails removes the nodes of a root": ("bucket", "    attempt.published.add(ROOT)\n", ""),
+    "parts of other jobs count": (
+        "bucket",
+        'counts = document["job"] == job.token and token',
+        "counts = token",
+    ),
+    "what another checkpoint needs is deleted": (
+        "disk",
+        "_prune(destination, unneeded)",
+        "_prune(destination, [path for e in destination.walk() "
+        "if is_of_an_attempt(path := e.path) and path not in kept])",
+    ),
+    "a rename that was done counts as failed": (
+        "disk",
+        "if attempt.is_in(destination):",
+        "if False:",
+    ),
+    "the nodes of another manifest are deleted": (
+        "disk",
+        "kept |= {prefix",
+        "_ = {prefix",
+    ),
+    "the old checkpoint is not put back": (
+        "disk without exchange",
+        "if not destination.exists():\n            disk.rename(replaced, destination)",
+        "if False:\n            disk.rename(replaced, destination)",
+    ),
+    "a failure between two renames": (
+        "disk without exchange",
+        "            if replaced.exists() and not destination.exists():\n",
+        "            if False:\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_schedule_loses_or_mixes_anything(kind):
+    assert protocol.run(kind, range(1000)) is None
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_protocol_without_a_condition_is_found_out(name):
+    kind, old, new = MUTANTS[name]
+    assert protocol.run(kind, range(5000), old, new) is not None
