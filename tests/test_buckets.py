@@ -539,19 +539,21 @@ def test_credentials_of_google(monkeypatch):
 @pytest.mark.parametrize(("fault", "times"), [(None, 0), ("lost", 1), ("lost", 9), ("cut", 1)])
 def test_an_object_is_created_if_it_is_absent(stores, kind, fault, times):
     """It is never replaced, whatever the answer, which proves nothing if the first was lost."""
-    url = f"{stores.bucket(kind)}/run/record"
+    place = parse_location(f"{stores.bucket(kind)}/run/record")
+    other = place.beside("other")
     stores.faults.append(Fault("write ", fault, times))
     if times == 9:
-        text = f"`{url}` cannot be written\n  503: the store was not available, also after retries"
-        refused(reshard.StoreError, text, bucket.create, url, b"mine")
+        text = "503: the store was not available, also after retries"
+        text = f"`{place}` cannot be written\n  {text}"
+        refused(reshard.StoreError, text, place.create, b"mine")
     else:
-        assert bucket.create(url, b"mine") == (fault != "lost")
+        assert place.create(b"mine") == (fault != "lost")
     stores.faults.clear()
-    assert not bucket.create(url, b"mine") and not bucket.create(url, b"another's")
+    assert not place.create(b"mine") and not place.create(b"another's")
     stores.faults.append(Fault("write ", 403, 9))
-    text = f"`{url}2` cannot be written\n  403: there are no credentials that allow it"
-    refused(reshard.StoreError, text, bucket.create, f"{url}2", b"mine")
-    assert bucket.read(url) == b"mine" and bucket.read(f"{url}2") is None
+    text = f"`{other}` cannot be written\n  403: there are no credentials that allow it"
+    refused(reshard.StoreError, text, other.create, b"mine")
+    assert place.read_whole() == b"mine" and other.read_whole() is None
 
 
 @since("obstore", "0.9.0")

@@ -16,6 +16,7 @@ from releases import since
 
 import reshard
 from reshard.storage import disk, machine, ocdbt
+from reshard.storage.bucket import BucketLocation
 from reshard.storage.location import Location, parse_location
 
 GS = pytest.param("gs://bucket", marks=since("tensorstore", "0.1.81"))
@@ -28,13 +29,13 @@ def test_parts_of_a_location(top):
     assert (place.name, str(place.parent)) == ("state", f"{top}/runs/a/100")
     assert str(place.parent.parent.parent) == f"{top}/runs"
     assert place / "" == place
-    root = Location(top or "/")
+    root = parse_location(top) if top else Location("/")
     assert str(root / "a") == f"{top}/a" and (root / "a").parent == root == root.parent
     assert place.below(parse_location(f"{top}/runs")) == "a/100/state"
     assert place.below(place) == ""
-    assert place.below(Location(f"{top}/runs/a/10")) is None
+    assert place.below(parse_location(f"{top}/runs/a/10")) is None
     assert place.below(root) == "runs/a/100/state"
-    assert place.below(Location("s3://bucket")) is None
+    assert place.below(BucketLocation("s3://bucket")) is None
     assert str(place.beside("b")) == f"{top}/runs/a/100/b"
     gs = {"driver": "gcs", "bucket": "bucket", "path": "runs/a/100/state/"}
     assert place.spec == (gs if top else {"driver": "file", "path": "/runs/a/100/state/"})

@@ -10,7 +10,7 @@ from servers import Fault
 
 import reshard
 from reshard.loader.detection import RECORD
-from reshard.storage.location import Location
+from reshard.storage.location import parse_location
 from reshard.storage.ocdbt import new_context, ocdbt_spec
 from reshard.writer.job import Attempt, is_of_an_attempt
 
@@ -25,13 +25,14 @@ def stored(stores, url):
     for key in stores.keys(f"{url}/"):
         below = key.removeprefix(f"{prefix}/")
         if below.endswith("manifest.ocdbt"):
-            spec = ocdbt_spec(Location(f"{url}/{below}").parent)
+            spec = ocdbt_spec(parse_location(f"{url}/{below}").parent)
             store = ts.KvStore.open(spec, context=new_context()).result()
             place = below.rpartition("/")[0]
             keys = store.list().result()
             found |= {f"{place}/{k.decode()}": store.read(k).result().value for k in keys}
         elif not is_of_an_attempt(below) and below != RECORD:
-            found[below] = b"" if below.endswith(MARKER) else Location(f"{url}/{below}").read()
+            place = parse_location(f"{url}/{below}")
+            found[below] = b"" if below.endswith(MARKER) else place.read()
     return found
 
 
@@ -81,6 +82,6 @@ def test_refusals_in_a_bucket(stores, jobs):
     with pytest.raises(reshard.DestinationExistsError, match="has left finished parts for"):
         save(path, url)
     other = f"{stores.bucket('conditional')}/runs/other"
-    Location(f"{other}/notes.txt").write(b"{}")
+    parse_location(f"{other}/notes.txt").write(b"{}")
     with pytest.raises(reshard.DestinationExistsError, match="no job of reshard has written"):
         save(path, other, share=(1, 2))

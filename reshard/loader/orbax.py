@@ -21,8 +21,7 @@ from reshard.loader.array_metadata import ZarrArray, parse_sharding, parse_zarr
 from reshard.loader.json_documents import parse_json, read_json
 from reshard.storage.array_store import ArrayStore, name_problem
 from reshard.storage.bucket import REQUESTS
-from reshard.storage.disk import UNKNOWN
-from reshard.storage.location import Location, not_a_file
+from reshard.storage.disk import UNKNOWN, Location, not_a_file
 from reshard.storage.ocdbt import FOLDERS, MANIFEST, PROCESS
 from reshard.tree import MAX_KEYS, Path, format_path
 from reshard.units import format_bytes

@@ -15,7 +15,8 @@ import tensorstore as ts
 from reshard.compat import ranged_reads
 from reshard.errors import CorruptCheckpointError
 from reshard.storage.bucket import REQUESTS
-from reshard.storage.location import Location, checked, not_a_file
+from reshard.storage.disk import Location, not_a_file
+from reshard.storage.location import checked
 from reshard.storage.ocdbt import (
     MANIFEST,
     StoredValue,

@@ -1,23 +1,37 @@
 """Files of a local disk: the only module that touches them; and what no bucket has: links, renames,
 sync, directories.
 
-What only Linux has is used where it is there: elsewhere, work is slower and no less durable.
+`Location` is a file or a directory; `bucket` has those of buckets. What only Linux has is used
+where it is there: elsewhere, work is slower and no less durable.
 """
 
 import contextlib
 import ctypes
+import dataclasses
 import errno
+import hashlib
+import itertools
 import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
-from typing import BinaryIO, NamedTuple, TextIO
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple, Self, TextIO
+
+import tensorstore as ts
+
+from reshard.errors import CheckpointFormatError, CorruptCheckpointError, StoreError
+from reshard.units import format_bytes
 
 AnyPath = str | os.PathLike[str]
 
 # A size or a time that nobody has told.
 UNKNOWN = -1
+# Bytes of a JSON document (of a tree of half a million leaves) or of a node of a B-tree. Larger
+# files are not read whole.
+MAX_DOCUMENT = 1 << 28
+# Directories inside one another that are copied: deleting more could run out of stack.
+_MAX_LEVELS = 100
 # Bytes that are copied at once.
 _BLOCK = 1 << 18
 # Characters of a file's name that are repeated in that of a temporary one beside it.
@@ -30,8 +44,7 @@ _NO_REPLACE, _EXCHANGE, _HERE = 1, 2, -100
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
-is_symlink, is_file = os.path.islink, os.path.isfile
-absolute, real, remove_tree = os.path.abspath, os.path.realpath, shutil.rmtree
+is_file, absolute, remove_tree = os.path.isfile, os.path.abspath, shutil.rmtree
 
 
 class Entry(NamedTuple):
@@ -54,133 +67,334 @@ class Entry(NamedTuple):
     modified: int | str = UNKNOWN
 
 
+@dataclasses.dataclass(frozen=True, order=True)
+class Location:
+    """A file or a directory, whether it is there or not: an absolute path, or of a bucket a URL.
+    `str()` shows it; `/` is what is below."""
+
+    path: str
+    is_local: ClassVar[bool] = True  # on a disk, and not in a bucket
+
+    def __str__(self) -> str:
+        return self.path
+
+    def __fspath__(self) -> str:
+        return self.path
+
+    def __truediv__(self, below: str) -> Self:
+        below = below.rstrip("/")
+        return type(self)(f"{self.path.rstrip('/')}/{below}") if below else self
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
+    @property
+    def parent(self) -> Self:
+        """The directory that it is in; a bucket and the root of a disk are in themselves."""
+        if not self.is_local and self.path.count("/") == 2:
+            return self
+        return type(self)(self.path.rpartition("/")[0] or "/")
+
+    def beside(self, name: str) -> Self:
+        return self.parent / name
+
+    def below(self, outer: "Location") -> str | None:
+        """Its path below another location: empty where both are one, None where it is not below."""
+        prefix = outer.path.rstrip("/")
+        if self == outer:
+            return ""
+        return self.path[len(prefix) + 1 :] if self.path.startswith(f"{prefix}/") else None
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The key-value store of what is below it."""
+        return {"driver": "file", "path": f"{self.path.rstrip('/')}/"}
+
+    def open(self, context: ts.Context | None = None) -> ts.KvStore:
+        """The key-value store of what is below it."""
+        return ts.KvStore.open(self.spec, context=context).result()
+
+    def remembered(self) -> contextlib.AbstractContextManager[None]:
+        """While it lasts, what is below it in a bucket is taken not to change: each directory is
+        listed once, and each small document is read once."""
+        return contextlib.nullcontext()
+
+    def ahead(
+        self,
+        documents: Iterable[str] = (),
+        lists: Sequence[str] = (),
+        below: bool = False,
+        unseen: Iterable[str] = (),
+    ) -> None:
+        """Asks a bucket, while this directory is `remembered`, for what will be read of it:
+        documents, if they are there, in requests that nobody waits for here, of those that are
+        `unseen` before that is known; lists of some directories in it, at once; and all that is
+        `below`, in one list."""
+
+    # What is there. Links are followed, but not by `entry` and `walk`.
+
+    def entry(self, follow: bool = False) -> Entry | None:
+        """What has the name; None where nothing has. A symbolic link is itself, or, to `follow` it,
+        what it points to. What may not be looked at is an error, and not nothing."""
+        try:
+            return _entry("", os.stat(self, follow_symlinks=follow))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            if error.errno == errno.ELOOP:  # a link to itself
+                return None
+            raise
+
+    def exists(self) -> bool:
+        try:
+            return self.entry(follow=True) is not None
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:  # nothing has such a name
+                return False
+            raise
+
+    def is_file(self) -> bool:
+        found = self.entry(follow=True)
+        return found is not None and found.is_file
+
+    def is_dir(self) -> bool:
+        found = self.entry(follow=True)
+        return found is not None and found.is_dir
+
+    def is_symlink(self) -> bool:
+        return self.is_local and os.path.islink(self)
+
+    def resolved(self) -> Self:
+        """It without symbolic links."""
+        return type(self)(os.path.realpath(self)) if self.is_local else self
+
+    def names(self) -> list[str]:
+        """Names in a directory, in order."""
+        return sorted(os.listdir(self))
+
+    def directories(self) -> list[str]:
+        """Names of directories in a directory, in order; links to some are among them."""
+        with os.scandir(self) as found:
+            return sorted(each.name for each in found if each.is_dir())
+
+    def walk(self) -> Iterator[Entry]:
+        """All that is below a directory, each directory before what is in it, in order. Nothing is
+        followed, and what vanishes meanwhile is left out. Not recursive: directories may be nested
+        deeper than Python's stack."""
+        left = [Entry("", False, True)]
+        while left:
+            found = left.pop()
+            if found.path:
+                yield found
+            if found.is_dir:
+                inside = []
+                with (
+                    contextlib.suppress(FileNotFoundError, NotADirectoryError),
+                    os.scandir(os.path.join(self, found.path)) as each,
+                ):
+                    for one in each:
+                        with contextlib.suppress(FileNotFoundError):
+                            name = os.path.join(found.path, one.name)
+                            inside.append(_entry(name, one.stat(follow_symlinks=False)))
+                left += sorted(inside, reverse=True)
+
+    def checked_walk(self) -> Iterator[Entry]:
+        """A file, or a directory and all that is below it, as `walk` has it. Raises
+        FileNotFoundError where there is nothing, and CheckpointFormatError where there is something
+        else in it, or it is nested too deep."""
+        first = self.entry()
+        if first is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path)
+        for found in itertools.chain([first], self.walk() if first.is_dir else ()):
+            if found.path.count("/") >= _MAX_LEVELS:
+                raise CheckpointFormatError(f"directories below `{self}` are nested too deep")
+            if found.is_file == found.is_dir:
+                raise not_a_file(self / found.path)
+            yield found
+
+    def state(self, without: Collection[str]) -> str:
+        """A hash of which files there are, it or below it, of their sizes and when they were last
+        changed; but for those of some names. Where a list does not tell, each file is asked for."""
+        first, untold, lines = self.entry(), [], []
+        for found in [*filter(None, [first]), *self.walk()]:
+            file = self / found.path
+            if (found.is_file or not found.is_dir) and file.name not in without:
+                lines.append(repr((file.path, found.nbytes, found.modified)))
+                untold += [file] if found.modified == UNKNOWN else []
+        text = "\n".join(lines + self._versions(untold))
+        return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+
+    def _versions(self, files: Sequence[Self]) -> list[str]:
+        """A text for each file, which another version of it does not have."""
+        return []
+
+    def file_bytes(self) -> int | None:
+        """Bytes of a file, or None where there is none. Raises CheckpointFormatError where it is
+        something else: what a symbolic link points to may be outside of the checkpoint, and a pipe
+        may never end."""
+        found = self.entry()
+        if found is None:
+            return None
+        if found.is_file:
+            return found.nbytes
+        if found.is_dir:
+            raise CheckpointFormatError(f"`{self}` is a directory, and not a file")
+        raise not_a_file(self)
+
+    # Reading.
+
+    def blocks(self, nbytes: int = UNKNOWN) -> Generator[bytes, None, None]:
+        """So many first bytes of a file, or all that it has when it is opened: one that somebody
+        still writes to is not followed. Nor is a symbolic link. In a bucket, raises StoreError
+        where it has not so many bytes, is gone, or another one is in its place by the end."""
+        with open(os.open(self, os.O_RDONLY | os.O_NOFOLLOW), "rb") as reader:
+            left = os.fstat(reader.fileno()).st_size if nbytes == UNKNOWN else nbytes
+            while block := reader.read(min(left, _BLOCK)):
+                left -= len(block)
+                yield block
+
+    def beginning(self, nbytes: int) -> bytes:
+        with open(self, "rb") as file:
+            return file.read(nbytes)
+
+    def read_whole(self) -> bytes | None:
+        """A file whole, however large; None where there is none."""
+        try:
+            return self.beginning(-1)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def read(self) -> bytes | None:
+        """A small file whole, or None where there is none. Raises CorruptCheckpointError if it
+        cannot be read, or is not small, and CheckpointFormatError if it is something else."""
+        size = self.file_bytes()
+        if size is None:
+            return None
+        if size > MAX_DOCUMENT:
+            raise CorruptCheckpointError(f"`{self}` has {format_bytes(size)}: no checkpoint's has")
+        try:
+            data = self.read_whole()
+        except StoreError:
+            raise
+        except OSError as error:
+            raise CorruptCheckpointError(f"`{self}` cannot be read", [str(error)]) from error
+        if data is None:
+            raise StoreError(f"`{self}` cannot be read", ["it was removed meanwhile"])
+        return data
+
+    def sha256(self) -> str:
+        """The SHA-256 of a file."""
+        found = hashlib.sha256()
+        for block in self.blocks():
+            found.update(block)
+        return found.hexdigest()
+
+    # Writing.
+
+    @contextlib.contextmanager
+    def new_file(self) -> Iterator[Callable[[bytes], object]]:
+        """What writes to a new file in the place of what is there: nothing is written through a
+        link or into a pipe of others. In a bucket it is in memory, and written at the end."""
+        self.remove()
+        with open(self, "xb") as file:
+            yield file.write
+
+    def write(self, data: bytes) -> None:
+        """Writes a file, in the place of what is there. On a disk it is durable once `sync` has
+        been called."""
+        with self.new_file() as add:
+            add(data)
+
+    def create(self, data: bytes) -> bool:
+        """Creates a file if it is absent, whole or not at all. False where it is there; in a bucket
+        also where the answer was lost, so that the file has to be read to know whose it is."""
+        self.parent.make_directory()
+        temporary = self.beside(f".{self.name[:_LONG]}.{secrets.token_hex(8)}")
+        try:
+            temporary.write(data)
+            if not link(temporary, self):
+                with open(self, "xb") as file:
+                    file.write(data)
+        except FileExistsError:
+            return False
+        finally:
+            temporary.remove()
+        return True
+
+    def replace(self, data: bytes, temporary: str) -> None:
+        """Writes a durable file, whole or not at all: on a disk by way of another name in its
+        directory."""
+        new = self.beside(temporary)
+        try:
+            new.write(data)
+            sync(new)
+            os.replace(new, self)
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(new)
+        sync(self.parent)
+
+    def copy(
+        self,
+        destination: "Location",
+        report: Callable[[int], None] = lambda nbytes: None,
+        nbytes: int = UNKNOWN,
+    ) -> None:
+        """Copies a file, of so many bytes. On a disk it may have got longer: its first bytes are
+        what was there, as of a log that a training still writes. Whatever is at the destination is
+        replaced, and not written to: it may be a link to the source."""
+        with destination.new_file() as add, contextlib.closing(self.blocks(nbytes)) as blocks:
+            for block in blocks:
+                add(block)
+                report(len(block))
+
+    def make_directory(self) -> None:
+        """Makes a directory. In a bucket, it is there once something is in it."""
+        os.makedirs(self, exist_ok=True)
+
+    def remove(self) -> None:
+        """Deletes a file, if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self)
+
+    def remove_files(self, names: Sequence[str]) -> None:
+        """Deletes files below it, of a bucket many at once: there, what cannot be deleted stays."""
+        for name in names:
+            (self / name).remove()
+
+    def remove_tree(self) -> None:
+        """Deletes it, and all that is below it; several times if need be, for a write in flight may
+        land while it is walked. What cannot be deleted stays."""
+        for _ in range(3):
+            shutil.rmtree(self, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                os.unlink(self)
+
+    def remove_empty(self) -> None:
+        """Deletes directories below it that are empty, and then it, where it is. A bucket has
+        none."""
+        for found in reversed([*self.walk()]):
+            if found.is_dir:
+                remove_empty(self / found.path)
+        remove_empty(self)
+
+
+def not_a_file(location: Location) -> CheckpointFormatError:
+    if not location.is_local:
+        return CheckpointFormatError(
+            f"`{location}` is an object, and the name of others begins as if it were a directory",
+            hints=["give one of them another name: no disk has both"],
+        )
+    return CheckpointFormatError(
+        f"`{location}` is neither a file nor a directory",
+        hints=["replace a symbolic link by what it points to"],
+    )
+
+
 def _entry(path: str, found: os.stat_result) -> Entry:
     is_file, is_dir = stat.S_ISREG(found.st_mode), stat.S_ISDIR(found.st_mode)
     return Entry(path, is_file, is_dir, found.st_size, found.st_mtime_ns)
-
-
-def entry(path: AnyPath, follow: bool = False) -> Entry | None:
-    """What has a name; None where nothing has. A symbolic link is itself, or, to `follow` it, what
-    it points to. What may not be looked at is an error, and not nothing."""
-    try:
-        return _entry("", os.stat(path, follow_symlinks=follow))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        if error.errno == errno.ELOOP:  # a link to itself
-            return None
-        raise
-
-
-def names(directory: AnyPath) -> list[str]:
-    """Names in a directory, in order."""
-    return sorted(os.listdir(directory))
-
-
-def directories(directory: AnyPath) -> list[str]:
-    """Names of directories in a directory, in order; links to some are among them."""
-    with os.scandir(directory) as found:
-        return sorted(each.name for each in found if each.is_dir())
-
-
-def walk(top: AnyPath) -> Iterator[Entry]:
-    """All that is below a directory, each directory before what is in it, in order. Nothing is
-    followed, and what vanishes meanwhile is left out. Not recursive: directories may be nested
-    deeper than Python's stack."""
-    left = [Entry("", False, True)]
-    while left:
-        found = left.pop()
-        if found.path:
-            yield found
-        if found.is_dir:
-            inside = []
-            with (
-                contextlib.suppress(FileNotFoundError, NotADirectoryError),
-                os.scandir(os.path.join(top, found.path)) as each,
-            ):
-                for one in each:
-                    with contextlib.suppress(FileNotFoundError):
-                        name = os.path.join(found.path, one.name)
-                        inside.append(_entry(name, one.stat(follow_symlinks=False)))
-            left += sorted(inside, reverse=True)
-
-
-def beginning(path: AnyPath, nbytes: int) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(nbytes)
-
-
-def read(path: AnyPath) -> bytes | None:
-    """A file whole; None where there is none."""
-    try:
-        return beginning(path, -1)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
-def blocks(path: AnyPath, nbytes: int = UNKNOWN) -> Iterator[bytes]:
-    """So many first bytes of a file, or all that it has when it is opened: one that somebody still
-    writes to is not followed. Nor is a symbolic link."""
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as reader:
-        left = os.fstat(reader.fileno()).st_size if nbytes == UNKNOWN else nbytes
-        while block := reader.read(min(left, _BLOCK)):
-            left -= len(block)
-            yield block
-
-
-def new_file(path: AnyPath) -> BinaryIO:
-    """A new file, to be written in the place of what is there: nothing is written through a link or
-    into a pipe of others."""
-    remove_file(path)
-    return open(path, "xb")
-
-
-def write(path: AnyPath, data: bytes) -> None:
-    """Writes a file, in the place of what is there. It is durable once `sync` has been called."""
-    with new_file(path) as file:
-        file.write(data)
-
-
-def create(path: AnyPath, data: bytes) -> bool:
-    """Creates a file if it is absent, whole or not at all; whether it did."""
-    directory, name = os.path.split(path)
-    make_directories(directory)
-    temporary = os.path.join(directory, f".{name[:_LONG]}.{secrets.token_hex(8)}")
-    try:
-        write(temporary, data)
-        if not link(temporary, path):
-            with open(path, "xb") as file:
-                file.write(data)
-    except FileExistsError:
-        return False
-    finally:
-        remove_file(temporary)
-    return True
-
-
-def replace(path: AnyPath, data: bytes, temporary: AnyPath) -> None:
-    """Writes a durable file that is there whole or not at all, by way of another one beside it."""
-    try:
-        write(temporary, data)
-        sync(temporary)
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-    sync(os.path.dirname(path))
-
-
-def make_directories(path: AnyPath) -> None:
-    os.makedirs(path, exist_ok=True)
-
-
-def remove(path: AnyPath) -> None:
-    """Deletes a file or a tree; several times if need be, for a write in flight may land while it
-    is walked. What cannot be deleted stays."""
-    for _ in range(3):
-        shutil.rmtree(path, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            os.unlink(path)
 
 
 def rename(path: AnyPath, new: AnyPath) -> None:
@@ -214,18 +428,12 @@ def remove_empty(directory: AnyPath) -> None:
         os.rmdir(directory)
 
 
-def remove_file(path: AnyPath) -> None:
-    """Deletes a file, if it is there."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-
-
-def own_bytes(directory: AnyPath) -> int:
+def own_bytes(directory: Location) -> int:
     """Bytes that would be free without a directory."""
     nbytes = 0
-    for each in walk(directory):
+    for each in directory.walk():
         with contextlib.suppress(FileNotFoundError):
-            found = os.lstat(os.path.join(directory, each.path))
+            found = os.lstat(directory / each.path)
             nbytes += found.st_blocks * 512 if found.st_nlink == 1 else 0
     return nbytes
 
@@ -233,7 +441,7 @@ def own_bytes(directory: AnyPath) -> int:
 def link(source: AnyPath, destination: AnyPath) -> bool:
     """A second name for a file; False where the file system or its owner forbids it. Raises
     FileExistsError where something has the name."""
-    make_directories(os.path.dirname(destination))
+    os.makedirs(os.path.dirname(destination), exist_ok=True)
     try:
         os.link(source, destination, follow_symlinks=False)
     except OSError as error:
@@ -319,9 +527,9 @@ def kernel_text(name: str) -> str:
     """What Linux tells in a file or a link below `/proc`; empty where it does not."""
     path = f"/proc/{name}"
     try:
-        if is_symlink(path):
+        if os.path.islink(path):
             return os.readlink(path)
-        return beginning(path, -1).decode(errors="replace")
+        return Location(path).beginning(-1).decode(errors="replace")
     except OSError:
         return ""
 

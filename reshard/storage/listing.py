@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from reshard.errors import CheckpointFormatError
-from reshard.storage.disk import Entry
+from reshard.storage.disk import Entry, is_file
 from reshard.storage.refusals import status
 
 # How often a failed request is repeated, and the delays between: 429, 503, broken connections.
@@ -209,6 +209,26 @@ def _boto3_credentials() -> Any:
         return None
     except importlib.import_module("botocore.exceptions").BotoCoreError as error:
         raise ValueError(str(error)) from error
+
+
+def s3_options() -> dict[str, Any]:
+    """What TensorStore is told of the server and the credentials of s3."""
+    options: dict[str, Any] = {"endpoint": s3_endpoint(), "aws_region": s3_region()}
+    options = {name: value for name, value in options.items() if value}
+    home = f"{os.environ.get('HOME', '')}/.aws"
+    credentials = os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or f"{home}/credentials"
+    config = os.environ.get("AWS_CONFIG_FILE") or f"{home}/config"
+    # TensorStore's own search logs an error for each place in which it finds nothing.
+    if s3_has_keys():
+        options["aws_credentials"] = {"type": "environment"}
+    elif is_file(credentials):
+        options["aws_credentials"] = {
+            "type": "profile",
+            "profile": os.environ.get("AWS_PROFILE") or "default",
+            "credentials_file": credentials,
+            "config_file": config if is_file(config) else credentials,
+        }
+    return options
 
 
 def s3_endpoint() -> str:

@@ -15,7 +15,8 @@ from reshard.compat import node_read
 from reshard.errors import CorruptCheckpointError, DestinationError, first_line
 from reshard.storage import bucket, disk
 from reshard.storage.btree import MAX_BTREE, decoded_bytes
-from reshard.storage.location import MAX_DOCUMENT, Location, checked, not_a_file
+from reshard.storage.disk import MAX_DOCUMENT, Location, not_a_file
+from reshard.storage.location import checked
 from reshard.storage.machine import thread_limits
 from reshard.storage.refusals import asking, refusal
 from reshard.units import format_bytes
