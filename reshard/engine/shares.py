@@ -1,7 +1,7 @@
 """The work of a job in shares: which boxes and which stored values each of them has.
 
 Pure: no I/O and no jax. The work is in one order, that of the plan, and has a weight; a share is
-what begins between two cuts of it, each found by arithmetic on sums, without walking the boxes:
+what begins between two cuts of it, each found in sums of the weights:
 
     share       0           1           2           3
           |-----------|-----------|-----------|-----------|     equal parts of the weight
@@ -12,6 +12,7 @@ depends on the plan and on the number of shares, and not on who carries them out
 """
 
 import bisect
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from reshard.arrays.boxes import grid_size
+from reshard.arrays.boxes import Shape, grid_size
 from reshard.engine.plan import ArrayPlan
 
 # What a chunk takes beside its bytes, in bytes that could be moved meanwhile.
@@ -51,17 +52,17 @@ class Boxes:
         weight = 0
         for array in self.arrays:
             layout = array.layout
-            elements, chunks = _first_boxes(array, count)
-            read = math.ceil(layout.source_itemsize * array.passes)
-            weight += elements * (read + layout.target_itemsize) + chunks * CHUNK_BYTES
+            elements, chunks = _sums(layout.shape, array.box or (), array.chunk)
+            each = math.ceil(layout.source_itemsize * array.passes) + layout.target_itemsize
+            weight += int(elements[count]) * each + int(chunks[count]) * CHUNK_BYTES
         return weight
 
     def nbytes(self, start: int, stop: int) -> int:
         """Decoded bytes of some boxes, as they are written."""
         nbytes = 0
         for array in self.arrays:
-            elements = _first_boxes(array, stop)[0] - _first_boxes(array, start)[0]
-            nbytes += elements * array.layout.target_itemsize
+            elements, _ = _sums(array.layout.shape, array.box or (), array.chunk)
+            nbytes += int(elements[stop] - elements[start]) * array.layout.target_itemsize
         return nbytes
 
 
@@ -70,7 +71,7 @@ class Values:
 
     def __init__(self, sizes: Sequence[int]):
         self.count = len(sizes)
-        self._sums = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+        self._sums = _summed(np.array(sizes, np.int64))
 
     def weight(self, count: int) -> int:
         """Bytes that the first so many weigh, as of `Boxes`."""
@@ -123,26 +124,17 @@ class Division:
         return piece, bisect.bisect_left(range(found.count + 1), below, key=found.weight)
 
 
-def _first_boxes(array: ArrayPlan, count: int) -> tuple[int, int]:
-    """Elements, and chunks, of the first so many boxes of an array, the last ones clipped, in
-    row-major order."""
-    shape, box = array.layout.shape, array.box
-    assert box is not None
-    if not shape or not count:
-        return count, count
-    places = []
-    for size, step in zip(reversed(shape), reversed(box), strict=True):
-        count, place = divmod(count, math.ceil(size / step))
-        places.append(place)
-    places[-1] += count * math.ceil(shape[0] / box[0])  # all of them: past the last one
-    elements = chunks = 0
-    below_elements = below_chunks = 1  # of a box of the axes that follow, all of it
-    for place, size, step, part in zip(
-        places, reversed(shape), reversed(box), reversed(array.chunk), strict=True
-    ):
-        begin, end = min(place * step, size), min((place + 1) * step, size)
-        elements = begin * below_elements + (end - begin) * elements
-        chunks = math.ceil(begin / part) * below_chunks + math.ceil((end - begin) / part) * chunks
-        below_elements *= size
-        below_chunks *= math.ceil(size / part)
-    return elements, chunks
+@functools.lru_cache(maxsize=64)
+def _sums(shape: Shape, box: Shape, chunk: Shape) -> tuple[np.ndarray, np.ndarray]:
+    """Elements, and chunks, of the first boxes of a grid, in row-major order: of none of them, of
+    one, and so on. The last boxes along an axis are clipped."""
+    elements = chunks = np.ones((), np.int64)
+    for size, step, part in zip(shape, box, chunk, strict=True):
+        lengths = np.minimum(step, size - np.arange(0, size, step))
+        elements = np.multiply.outer(elements, lengths)
+        chunks = np.multiply.outer(chunks, -(-lengths // part))
+    return _summed(elements), _summed(chunks)
+
+
+def _summed(sizes: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
