@@ -8,7 +8,6 @@ import re
 
 import layouts
 import pytest
-import tensorstore as ts
 from etils import epath
 from in_process import command, inside
 from jobs import refused
@@ -208,19 +207,3 @@ def test_local_files_are_mapped_and_those_of_a_network_are_read(saved, monkeypat
         assert how_files_are_read(path) == "default"
     # What is written is never mapped.
     assert ocdbt.new_context()["file_io_mode"].to_json() == {}
-
-
-def test_a_tensorstore_that_cannot_map_files(saved, monkeypatch):
-    make = ts.Context
-
-    def older(*spec):
-        if spec and "file_io_mode" in spec[0]:
-            raise ValueError('Invalid context resource identifier: "file_io_mode"')
-        return make(*spec)
-
-    monkeypatch.setattr(ts, "Context", older)
-    ocdbt._can_map.cache_clear()
-    try:
-        assert how_files_are_read(saved("standalone").path) == "default"
-    finally:
-        ocdbt._can_map.cache_clear()

@@ -30,7 +30,6 @@ FOLDERS = ("d", "ocdbt_data", "ocdbt_meta", "ocdbt_tmp_meta")
 # Array data is never cached: no array driver is given this pool.
 BTREE_CACHE = "cache_pool#ocdbt"
 BTREE_CACHE_BYTES = 100_000_000
-_MAPPED = {"file_io_mode": {"mode": "memmap"}}
 # What is read of a bucket is read together with what is less than so many bytes away, as Orbax
 # does; but at most so many at once, since a single connection is slow.
 _COALESCED = {
@@ -65,19 +64,9 @@ def new_context(
     buckets, `requests` are under way at once."""
     resources = {BTREE_CACHE: {"total_bytes_limit": btree_cache_bytes}, "file_io_sync": False}
     resources |= bucket.resources(requests) | thread_limits()
-    if mapped is not None and mapped.is_local and _can_map() and disk.on_local_disk(mapped):
-        resources |= _MAPPED
+    if mapped is not None and mapped.is_local and disk.on_local_disk(mapped):
+        resources["file_io_mode"] = {"mode": "memmap"}
     return ts.Context(resources)
-
-
-@functools.cache
-def _can_map() -> bool:
-    """Whether TensorStore can map files; 0.1.75 refuses to be asked."""
-    try:
-        ts.Context(_MAPPED)
-    except ValueError:
-        return False
-    return True
 
 
 def ocdbt_spec(directory: Location, manifest: Location | None = None) -> dict[str, Any]:
