@@ -76,11 +76,10 @@ def parse_zarr(metadata: bytes, driver: str) -> ZarrArray:
     pairs = zip(shape, chunks, strict=True)
     if 0 not in shape and any(chunk > size for size, chunk in pairs):
         raise ValueError(f"chunks of {list(chunks)} are larger than the array, {list(shape)}")
-    inner = math.prod(size or 1 for size in array.chunk_layout.read_chunk.shape or ())
-    elements = math.prod(chunks)
-    # A codec may lengthen what it cannot shorten, and each inner chunk has a place in an index.
-    largest = 2 * elements * dtype.itemsize + 64 * (elements // inner) + 4096
-    plain = elements * dtype.itemsize if _is_plain(document) else None
+    encoding = zarr.parse_encoding(metadata)
+    largest = 2 * encoding.most_encoded(chunks, dtype.itemsize)
+    is_plain = not encoding.compressors and encoding.shards is None
+    plain = math.prod(chunks) * dtype.itemsize if is_plain else None
 
     @functools.lru_cache(maxsize=64)  # all arrays that are alike ask it
     def has_chunk(key: str) -> bool:
@@ -90,15 +89,8 @@ def parse_zarr(metadata: bytes, driver: str) -> ZarrArray:
             for place, size, chunk in zip(match.groups(), shape, chunks, strict=True)
         )
 
-    keys = zarr.parse_encoding(metadata).chunk_keys(len(shape))
+    keys = encoding.chunk_keys(len(shape))
     return ZarrArray(shape, chunks, dtype, metadata, largest, plain, has_chunk)
-
-
-def _is_plain(document: dict[str, Any]) -> bool:
-    """Whether chunks are stored as they are, element after element."""
-    if document["zarr_format"] == 2:
-        return document.get("compressor") is None and not document.get("filters")
-    return [codec["name"] for codec in document["codecs"]] == ["bytes"]
 
 
 def parse_sharding(encoded: Any, shape: Shape) -> Sharding | None:
