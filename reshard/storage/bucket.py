@@ -74,12 +74,9 @@ class _Cache:
     whole: set[str] = dataclasses.field(default_factory=set)
     documents: dict[str, ts.Future] = dataclasses.field(default_factory=dict)
 
-    def is_whole(self, path: str) -> bool:
-        return any(f"{path}/".startswith(f"{top}/") for top in self.whole)
-
     def list_below(self, top: "BucketLocation") -> None:
         """Lists all that is below a directory, unless that is known."""
-        if self.is_whole(top.path):
+        if any(f"{top}/".startswith(f"{known}/") for known in self.whole):
             return
         found = top._below()
         self.children[top.path] = {}
@@ -176,8 +173,7 @@ class BucketLocation(Location):
                 cache.documents[place.path] = self._store.read(place._key)
         if below:
             cache.list_below(self)
-        tops = [self / name for name in lists]
-        tops = [t for t in tops if t.path not in cache.children and not cache.is_whole(t.path)]
+        tops = [top for name in lists if (top := self / name).path not in cache.children]
         with concurrent.futures.ThreadPoolExecutor(_LISTS) as pool:
             for top, children in zip(tops, pool.map(type(self)._list_children, tops), strict=True):
                 cache.children[top.path] = children
