@@ -25,7 +25,7 @@ from reshard.arrays.handle import ArrayHandle, StoredArray
 from reshard.engine import cost
 from reshard.engine import read as engine
 from reshard.engine.batches import Unit, in_batches
-from reshard.engine.budget import READ_OVERHEAD, Budget
+from reshard.engine.budget import READ_OVERHEAD, Budget, Reservation
 from reshard.engine.cost import ChunkUnion, chunks_of, decoded_together, total
 from reshard.engine.read import READ_AHEAD, Batch, Filled, Read, read
 from reshard.errors import CorruptCheckpointError
@@ -176,7 +176,7 @@ def test_what_the_consumer_holds_is_waited_for_before_reads_are(handle, options,
         for number, filled in enumerate(read(iter(batches_of(handle, 5)), budget)):
             events.append(f"{number}")
             free = functools.partial(events.append, f"-{number}")
-            filled.free_after(free, **options)
+            filled.reservation.free_after(free, **options)
             assert budget.used <= 25
     assert " ".join(events) == expected
 
@@ -191,7 +191,7 @@ def test_no_more_is_reserved_than_the_budget_or_one_batch(sizes, holds):
         with Budget(50) as budget:
             for filled in read((batch_of(one, 0, 8, *size) for size in sizes), budget):
                 if holds:
-                    filled.free_after(lambda: None)
+                    filled.reservation.free_after(lambda: None)
     assert seen.peak <= max([50, *map(max, sizes)])
     assert [tuple(batch[1:3]) for batch in seen.batches] == sizes
     assert seen.used == 0
@@ -528,19 +528,19 @@ def test_a_batch_that_cannot_be_written_fails_its_share(columns, tmp_path, monke
     ckpt, _ = to_rows(path, "8MiB", False)
     # Room for several batches that are written at once.
     monkeypatch.setattr(stream, "in_flight", lambda *_: 24 << 20)
-    wait, free_after = stream.wait_written, Filled.free_after
+    wait, free_after = stream.wait_written, Reservation.free_after
     commits = []
 
-    def noted(filled, waits, *rest):
+    def noted(reservation, waits, *rest):
         commits.append(waits.args[0])
-        free_after(filled, waits, *rest)
+        free_after(reservation, waits, *rest)
 
     def full(future, directory):
         if len(commits) > failing and future is commits[failing]:
             raise reshard.DestinationError("the disk is full")
         wait(future, directory)
 
-    monkeypatch.setattr(Filled, "free_after", noted)
+    monkeypatch.setattr(Reservation, "free_after", noted)
     monkeypatch.setattr(stream, "wait_written", full)
     with pytest.raises(reshard.DestinationError, match="the disk is full"):
         reshard.save(ckpt, tmp_path / "out", max_memory="8MiB")

@@ -76,6 +76,7 @@ class Reservation:
 
     def __init__(self, budget: "Budget", nbytes: int):
         self.nbytes = nbytes
+        self.is_pending = False
         self._budget = budget
 
     def shrink(self, nbytes: int = 0) -> None:
@@ -93,6 +94,7 @@ class Reservation:
         `done`, unless something has failed before. The thread that runs out of memory calls both,
         or they are called at the end, in the order of these calls."""
         self.wait, self.done, self.is_ready = wait, done, is_ready
+        self.is_pending = True
         self._budget.pending.append(self)
 
 

@@ -251,7 +251,8 @@ def _kept(array: ArrayLayout, max_memory: int) -> ArrayPlan:
 def _split(array: ArrayLayout, most: int | None, max_memory: int) -> ArrayPlan:
     """An array whose shards are split into chunks of at most `most` decoded bytes: in one pass, or
     else into the largest chunks that fit beside one source chunk, which are read one at a time."""
-    candidates = _splits(array, most)
+    grids = array.shape, array.source_chunk, array.target_shard, array.target_itemsize
+    candidates = _even_splits(*grids, most)
     plan = _one_pass(array, candidates, max_memory)
     if plan is not None:
         return plan
@@ -263,7 +264,7 @@ def _split(array: ArrayLayout, most: int | None, max_memory: int) -> ArrayPlan:
     )
     largest = left * array.target_itemsize // array.held(1)
     if largest >= smallest:
-        for chunk, _, split in _splits(array, min(largest, most or largest)):
+        for chunk, _, split in _even_splits(*grids, min(largest, most or largest)):
             if math.prod(chunk) * array.target_itemsize <= largest:
                 passes = array.amplification * _passes(array, chunk)
                 return ArrayPlan(array, chunk, chunk, True, passes, split)
@@ -285,19 +286,13 @@ def _one_pass(
     return None
 
 
-def _splits(array: ArrayLayout, most: int | None) -> Sequence[_Split]:
-    """Even splits of a shard into chunks of at most `most` decoded bytes, fewest chunks first.
-    Without it, only splits that shrink the box are tried."""
-    return _even_splits(
-        array.shape, array.source_chunk, array.target_shard, array.target_itemsize, most
-    )
-
-
 # Arrays of a checkpoint are alike: layers, and thousands of small ones.
 @functools.lru_cache(maxsize=32)
 def _even_splits(
     shape: Shape, source: Shape, shard: Shape, itemsize: int, most: int | None
 ) -> tuple[_Split, ...]:
+    """Even splits of a shard into chunks of at most `most` decoded bytes, fewest chunks first.
+    Without it, only splits that shrink the box are tried."""
     nbytes = math.prod(shard) * itemsize
     fewest = None if most is None else min(math.ceil(nbytes / most), math.prod(shard))
     options: list[Sequence[int]] = []
@@ -313,13 +308,8 @@ def _even_splits(
             chunk = tuple(b // k for b, k in zip(shard, parts, strict=True))
             found.append((chunk, common_multiple((source, chunk), shape), split))
     smallest = min(SMALLEST_CHUNK, most or SMALLEST_CHUNK)
-    large = [each for each in found if nbytes // each[2] >= smallest]
-    return tuple(sorted(large or found, key=_fewest_chunks))
-
-
-def _fewest_chunks(candidate: _Split) -> tuple[int, int, int]:
-    _, box, split = candidate
-    return split, math.prod(box), max(box, default=1)
+    found = [each for each in found if nbytes // each[2] >= smallest] or found
+    return tuple(sorted(found, key=lambda s: (s[2], math.prod(s[1]), max(s[1], default=1))))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -75,6 +75,8 @@ class Filled:
         or failed.
       errors: number of a read -> why it failed.
       parts: number of a read, and a future of a part of it.
+      reservation: the bytes that are held, which are free when the next batch is asked for unless
+        the consumer says what to wait for.
     """
 
     def __init__(self, batch: Batch, reservation: Reservation):
@@ -82,24 +84,12 @@ class Filled:
         self.values: list[np.ndarray | None] = []
         self.errors: dict[int, ReshardError] = {}
         self.parts: list[tuple[int, ts.Future]] = []
-        self._reservation = reservation
-        self._pending = False
+        self.reservation = reservation
 
     def check(self) -> None:
         """Raises the first error."""
         if self.errors:
             raise self.errors[min(self.errors)]
-
-    def free_after(
-        self,
-        wait: Callable[[], object],
-        done: Callable[[], object] = lambda: None,
-        is_ready: Callable[[], bool] = lambda: True,
-    ) -> None:
-        """Counts what is held until `wait`, which blocks, has returned; then calls `done`, as
-        `Reservation.free_after` does. Without it, that is free when the next batch is asked for."""
-        self._pending = True
-        self._reservation.free_after(wait, done, is_ready)
 
     def begin(self, views: dict[int, ts.TensorStore]) -> None:
         """Begins the reads. `views` are those of the last batch's arrays."""
@@ -137,7 +127,7 @@ class Filled:
                 self.values[number] = None
             else:
                 self.values[number] = read.handle.rounded(values)
-        self._reservation.shrink(self.batch.held)
+        self.reservation.shrink(self.batch.held)
 
     def is_read(self) -> bool:
         return all(future.done() for _, future in self.parts)
@@ -145,8 +135,8 @@ class Filled:
     def close(self) -> None:
         """Lets go of what nobody holds."""
         self.values.clear()
-        if not self._pending:
-            self._reservation.shrink()
+        if not self.reservation.is_pending:
+            self.reservation.shrink()
 
 
 def read(batches: Iterable[Batch], budget: Budget) -> Iterator[Filled]:

@@ -296,7 +296,7 @@ def write_chunks(
         wait = functools.partial(target.wait, transaction.future)
         # Noted before it begins: one that an interrupt lets nobody wait for would go on writing
         # into a directory that is being removed.
-        filled.free_after(wait, committed, transaction.future.done)
+        filled.reservation.free_after(wait, committed, transaction.future.done)
         for box, _ in boxes:
             if box.kept is not None:
                 box.kept.free_after(wait)
