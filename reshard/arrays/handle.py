@@ -71,7 +71,7 @@ class StoredArray:
             store.check_blosc(self.name, math.prod(chunk) * array.dtype.numpy_dtype.itemsize)
         if local or not store.fills or len(self.chunks) == grid_size(array.shape, chunk):
             return array
-        filling, stored = store.open_empty(self.metadata), self.chunks
+        filling, stored = store.open_array(None, self.metadata, True), self.chunks
         absent = [
             filling[box]
             for box in grid_boxes(array.shape, chunk)

@@ -306,7 +306,10 @@ class _Run:
 
     def left(self) -> list[str]:
         """The tasks that are not done, in their order."""
-        done = {*self.results, *(n for future, n in self.futures.items() if _has_result(future))}
+        done = set(self.results)
+        for future, number in self.futures.items():
+            if future.done() and not future.cancelled() and future.exception() is None:
+                done |= {number} if future.result()[0] == "result" else set()
         return [str(task) for number, task in enumerate(self._tasks) if number not in done]
 
 
@@ -315,12 +318,6 @@ def _is_lost(error: BaseException) -> bool:
     has nothing in common but where it is defined."""
     own = (concurrent.futures.BrokenExecutor, concurrent.futures.CancelledError)
     return isinstance(error, own) or type(error).__module__.startswith("distributed.")
-
-
-def _has_result(future: concurrent.futures.Future) -> bool:
-    if not future.done() or future.cancelled() or future.exception() is not None:
-        return False
-    return future.result()[0] == "result"
 
 
 def _told(error: BaseException) -> str:

@@ -216,17 +216,13 @@ class ArrayStore(ZarrVersion):
         spec = {"driver": "kvstack", "layers": layers}
         return ts.KvStore.open(spec, context=self.context).result()
 
-    def open_array(self, name: str, metadata: bytes, fills: bool) -> ts.TensorStore:
+    def open_array(self, name: str | None, metadata: bytes, fills: bool) -> ts.TensorStore:
         """A view of one stored array, of which only the zarr metadata is known; reads nothing. A
-        chunk that is absent `fills`, or is an error."""
+        chunk that is absent `fills`, or is an error. Without a name, no chunk is stored."""
         spec = array_spec(self.driver, metadata, fill_missing_data_reads=fills)
-        return ts.open(spec, kvstore=self.kvstore(name), context=self.context).result()
-
-    def open_empty(self, metadata: bytes) -> ts.TensorStore:
-        """A view of an array of which no chunk is stored, and that asks nobody for one."""
-        spec = array_spec(self.driver, metadata, fill_missing_data_reads=True)
-        nothing = ts.KvStore.open("memory://").result()
-        return ts.open(spec, kvstore=nothing, context=self.context).result()
+        nothing = ts.KvStore.open("memory://").result
+        chunks = nothing() if name is None else self.kvstore(name)
+        return ts.open(spec, kvstore=chunks, context=self.context).result()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -258,17 +254,12 @@ def _group_by_array(
     found: dict[str, StoredValue], metadata_key: str
 ) -> dict[str, dict[str, StoredValue]]:
     """A key below the names of several arrays (`a/c/0` where there are `a` and `a/c`) may be a
-    chunk of any of them: each has it until `ArrayStore.keep`."""
+    chunk of any of them: each has it until the loader leaves out what is none of its chunks."""
     ending = f"/{metadata_key}"
     arrays = {key.removesuffix(ending): {} for key in found if key.endswith(ending)}
     for key, value in found.items():
-        for name in names_above(key):
+        name = key
+        while name := name.rpartition("/")[0]:
             if name in arrays:
                 arrays[name][key[len(name) + 1 :]] = value
     return arrays
-
-
-def names_above(key: str) -> Iterator[str]:
-    """`a/b` and `a` for the key `a/b/c`."""
-    while key := key.rpartition("/")[0]:
-        yield key
