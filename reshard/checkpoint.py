@@ -37,7 +37,8 @@ class Item:
 
     Attributes:
       root: the directory that was opened.
-      kind: `"item"` (a bare PyTree directory), `"standalone"`, `"step"` or `"manager"`.
+      kind: `"item"` (a bare PyTree directory), `"standalone"`, `"step"`, `"manager"`, or
+        `"safetensors"` (a file, or a directory of them).
       v1: written by Orbax's v1 API.
       step: name of the step's directory below a manager's root, else "".
       item: name of the item's directory below the step, else "".
@@ -92,6 +93,8 @@ class Source(Item):
     @property
     def format(self) -> str:
         """The on-disk format in words: `OCDBT, zarr2`."""
+        if self.store.ranged:
+            return self.kind
         layout = "plain files"
         if self.store.ocdbt:
             layout = "OCDBT" if self.store.parts == ("",) else "OCDBT, never merged"

@@ -201,6 +201,9 @@ def to_mesh(
     misfits, replicated = [], []
     for array in ckpt.arrays:
         spec, saved = chosen.get(array.path), array.sharding
+        if spec is None and ckpt.source.store.ranged and array.dtype.name not in _WIDE:
+            spec = ()
+            replicated.append(array)
         if spec is None and saved is None:
             if array.value_type == "jax.Array":
                 misfits.append(_Misfit(array, None, ("it was saved without a sharding",), False))
@@ -227,8 +230,9 @@ def to_mesh(
 
 
 def _replicated_note(arrays: Sequence[ArrayHandle]) -> str:
+    saved = "on a single device" if arrays[0].sharding else "without a sharding"
     return (
-        f"{count_leaves(len(arrays))} saved on a single device {'are' if arrays[1:] else 'is'} "
+        f"{count_leaves(len(arrays))} saved {saved} {'are' if arrays[1:] else 'is'} "
         f"replicated on the new mesh ({sum(a.nbytes for a in arrays)} bytes a device): "
         + _first_three([format_path(array.path) for array in arrays])
     )

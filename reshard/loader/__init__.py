@@ -4,7 +4,7 @@ import os
 
 from reshard.checkpoint import Checkpoint
 from reshard.errors import ArgumentError, CorruptCheckpointError, ReshardError
-from reshard.loader import detection, orbax
+from reshard.loader import detection, orbax, safetensors
 from reshard.storage.bucket import REQUESTS
 from reshard.storage.location import parse_location
 
@@ -48,7 +48,8 @@ def open(
         with parse_location(path).remembered():
             found = detection.locate(path, step, item)
             detection.check_inside(found)
-            return orbax.read(found, concurrency)
+            form = safetensors if found.kind == "safetensors" else orbax
+            return form.read(found, concurrency)
     except ReshardError:
         raise
     except OSError as error:

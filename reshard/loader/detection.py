@@ -30,6 +30,7 @@ ARRAYS_FOLDER = "array_metadatas"
 CHECKPOINT_FILE = "_CHECKPOINT_METADATA"
 V1_MARKER = "orbax.checkpoint"
 TEMPORARY = ".orbax-checkpoint-tmp"
+SAFETENSORS = ".safetensors"
 MARKER = "commit_success.txt"
 # What a job in a bucket has decided, and writes before anything that Orbax reads: see
 # `reshard.writer.commit`.
@@ -66,6 +67,9 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
     text, root = os.fspath(path), parse_location(path)
     if not root.exists():
         raise CheckpointNotFoundError(f"there is nothing at `{text}`", hints=_siblings(root))
+    if root.name.endswith(SAFETENSORS) and root.is_file():
+        _refuse(text, step, item)
+        return Item(root, "safetensors", False, "", "", (), ())
     if not root.is_dir():
         raise CheckpointFormatError(f"`{text}` is {describe_file(root)}")
     ask_ahead(root)
@@ -81,6 +85,9 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
     steps = step_directories(root)
     if (root / CHECKPOINT_FILE).exists() or not steps:
         _refuse(text, step, None)
+        if not steps and any(name.endswith(SAFETENSORS) for name in root.names()):
+            _refuse(text, step, item)
+            return Item(root, "safetensors", False, "", "", (), ())
         return _in_step(root, "", (), item)
     committed = _committed(root, steps, step)
     if not committed:

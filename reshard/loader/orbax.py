@@ -98,7 +98,7 @@ def _parse_tree(document: dict[str, Any], directory: Location) -> list[tuple[Pat
     if not isinstance(entries, dict):
         raise CorruptCheckpointError(f"`{file}` has no tree_metadata")
     parsed = [_parse_entry(entry, file) for entry in entries.values()]
-    if problems := _tree_problems([path for path, _, _ in parsed]):
+    if problems := tree_problems([path for path, _, _ in parsed]):
         raise CorruptCheckpointError(f"`{file}` describes no tree", problems)
     record = document.get("value_metadata_tree")  # a JSON document of its own, inside a string
     try:
@@ -205,7 +205,7 @@ def _parse_key(key: Any, key_type: Any) -> str | int:
     return position
 
 
-def _tree_problems(paths: Iterable[Path]) -> list[str]:
+def tree_problems(paths: Iterable[Path]) -> list[str]:
     """Why the paths are not those of the leaves of one tree."""
     containers: dict[tuple[str, ...], Path] = {}
     seen: dict[tuple[str, ...], Path] = {}

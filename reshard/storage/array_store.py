@@ -23,8 +23,10 @@ from reshard.storage.ocdbt import (
     in_small_nodes,
     new_context,
     ocdbt_spec,
+    ranges_spec,
     stored_values,
 )
+from reshard.storage.ranges import Range
 from reshard.units import format_bytes
 
 # Bytes of one array's metadata. Larger ones are not read.
@@ -81,6 +83,8 @@ class ArrayStore(ZarrVersion):
       fills: a chunk that is absent holds the fill value (otherwise it is missing data).
       requests: requests to a bucket that are under way at once.
       manifest: where the manifest of a merged database is, if it is not in `directory`.
+      ranged: values are ranges of files of another format, and no database lists them: `values` is
+        given.
     """
 
     directory: Location
@@ -88,6 +92,7 @@ class ArrayStore(ZarrVersion):
     fills: bool
     requests: int = REQUESTS
     manifest: Location | None = None
+    ranged: bool = False
 
     @property
     def ocdbt(self) -> bool:
@@ -107,7 +112,15 @@ class ArrayStore(ZarrVersion):
     def _root(self) -> ts.KvStore:
         """The files, or the one database. What is read of a B-tree stays in memory with it."""
         spec = self.directory.spec
-        if self.ocdbt:
+        if self.ranged:
+            found = [
+                (f"{name}/{key}", Range(value.file, value.offset, value.size))
+                for name, values in self.values.items()
+                for key, value in values.items()
+                if value.file is not None
+            ]
+            spec = ranges_spec(self.directory, found, self.context)
+        elif self.ocdbt:
             directory = self.directory / self.parts[0]
             spec = ocdbt_spec(directory, self.manifest)
             if self.has_many:

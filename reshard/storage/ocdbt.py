@@ -18,6 +18,7 @@ from reshard.storage.btree import MAX_BTREE, decoded_bytes
 from reshard.storage.disk import MAX_DOCUMENT, Location, not_a_file
 from reshard.storage.location import checked
 from reshard.storage.machine import thread_limits
+from reshard.storage.ranges import Range, database
 from reshard.storage.refusals import asking, refusal
 from reshard.units import format_bytes
 
@@ -172,6 +173,22 @@ def in_small_nodes(
     for copy in entry_copies(source, target, names):
         checked(copy, f"the OCDBT database in `{directory}`")
     return spec
+
+
+def ranges_spec(
+    directory: Location, values: Sequence[tuple[str, Range]], context: ts.Context
+) -> dict[str, Any]:
+    """A database in a context's memory of ranges of the files in a directory, or of one file."""
+    memory = {"driver": "memory", "path": _NODES}
+    store = ts.KvStore.open({"driver": "memory"}, context=context).result()
+    for name, data in database(values, _NODES).items():
+        store.write(name or MANIFEST, data).result()
+    spec, files = ocdbt_spec(directory), directory.spec
+    if any(not place.file for _, place in values):  # it is the file itself
+        files["path"] = files["path"].removesuffix("/")
+    layers = [{"base": files}, {"base": memory, "prefix": _NODES}]
+    base = {"driver": "kvstack", "layers": layers}
+    return spec | {"base": base, "manifest": {"driver": "memory"}}
 
 
 class StoredValue(NamedTuple):

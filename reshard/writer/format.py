@@ -215,11 +215,13 @@ def target_format(
         raise ArgumentError(f"`{format}` is no format of arrays", hints=hints)
     if ocdbt is not None and type(ocdbt) is not bool:
         raise ArgumentError(f"ocdbt is True, False or None, not `{ocdbt!r:.40}`")
+    store = ckpt.source.store
+    if codec is None and store.ranged:  # such files are not compressed, and Orbax's are
+        codec = "zstd:1"
     parsed = None if codec is None else _parse_codec(codec)
     file_bytes = (
         None if file_size is None else parse_bytes(file_size, "no size of a file", _FILE_SIZE)
     )
-    store = ckpt.source.store
     ocdbt = store.ocdbt if ocdbt is None else ocdbt
     if not ocdbt and file_bytes is not None:
         raise ArgumentError(
@@ -236,7 +238,7 @@ def target_format(
         ocdbt,
         parsed,
         size,
-        store.ocdbt and ocdbt and file_bytes is None,
+        store.ocdbt and ocdbt and file_bytes is None and not store.ranged,
         fills,
         parse_encoding(next(stored, _ORBAX)),
     )

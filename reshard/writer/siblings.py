@@ -89,6 +89,8 @@ def siblings(checkpoints: Sequence[Checkpoint]) -> list[Sibling]:
 def _sibling_roots(checkpoints: Sequence[Checkpoint]) -> list[str]:
     """Paths, below the root, of the files and directories that all siblings are, or are below."""
     root = checkpoints[0].source.root
+    if checkpoints[0].source.store.ranged:  # beside files of another format, nothing is Orbax's
+        return []
     skips: dict[str, Callable[[str], bool]] = {}  # names in a folder that are none
     if checkpoints[0].source.kind == "manager":
         steps = set(step_directories(root).values())

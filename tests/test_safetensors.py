@@ -1,0 +1,323 @@
+"""safetensors files, which the `safetensors` library writes: every dtype, in files and directories,
+on a disk and in buckets; and files that are wrong."""
+
+import json
+import re
+
+import jax
+import layouts
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from in_process import shown
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from layouts import refused
+from safetensors.numpy import save_file
+
+import reshard
+from reshard.errors import CheckpointNotFoundError, CorruptCheckpointError
+from reshard.storage.ranges import Range, database
+
+DTYPES = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"]
+DTYPES += ["float16", "bfloat16", "float32", "float64", "complex64"]
+DTYPES += ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz"]
+# What the library calls dtypes that it does not write from numpy.
+NAMES = {"float8_e8m0fnu": "F8_E8M0"}
+NAMES |= {"float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "complex64": "C64"}
+
+
+def written(path, tensors):
+    """Tensors in a file, as the format's own page says."""
+    header, begin = {}, 0
+    for name, (dtype, values) in tensors.items():
+        end = begin + values.nbytes
+        header[name] = {"dtype": dtype, "shape": values.shape, "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header).encode()
+    data = b"".join(values.tobytes() for _, values in tensors.values())
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def random_bits(shape, dtype, seed=0):
+    dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    bits = np.random.default_rng(seed).bytes(int(np.prod(shape)) * dtype.itemsize)
+    values = np.frombuffer(bits, "u1")
+    return (values % 2 if dtype.name == "bool" else values).view(dtype).reshape(shape)
+
+
+@pytest.fixture(scope="module")
+def tensors():
+    rng = np.random.default_rng(0)
+    made = {f"model.layers.{n}.w": rng.standard_normal((6, 40, 24)).astype("f4") for n in range(11)}
+    made["model.embed.weight"] = rng.standard_normal((301, 16)).astype(ml_dtypes.bfloat16)
+    made["large"] = rng.standard_normal((6, 700, 1024)).astype("f4")  # of several chunks
+    made["step"] = np.array(7)
+    return made
+
+
+@pytest.fixture(scope="module")
+def file(tensors, tmp_path_factory):
+    path = tmp_path_factory.mktemp("file") / "model.safetensors"
+    save_file(tensors, path, metadata={"format": "pt"})
+    return path
+
+
+@pytest.fixture
+def parts(tensors, tmp_path):
+    """A directory of three files with their index."""
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    names = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+    index = {}
+    for number, name in enumerate(names):
+        own = dict(list(tensors.items())[number::3])
+        save_file(own, folder / name)
+        index |= dict.fromkeys(own, name)
+    document = {"metadata": {"total_size": 1}, "weight_map": index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(document))
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def named(tree, above=""):
+    """Tensors of a nested tree by their names."""
+    found = {}
+    for key, value in tree.items():
+        name = f"{above}{key}"
+        found |= named(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return found
+
+
+def assert_tensors(got, tensors):
+    assert got.keys() == tensors.keys()
+    for name, values in tensors.items():
+        assert (got[name].dtype, got[name].shape) == (values.dtype, values.shape), name
+        assert np.asarray(got[name]).tobytes() == values.tobytes(), name
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype(tmp_path, dtype):
+    shapes = [(5, 3, 2), (7,), (), (0, 4), (1, 1)]
+    values = {f"a.{n}": random_bits(shape, dtype, n) for n, shape in enumerate(shapes)}
+    path = tmp_path / "all.safetensors"
+    if dtype in NAMES:
+        written(path, {name: (NAMES[dtype], array) for name, array in values.items()})
+    else:
+        save_file(values, path)
+    ckpt = reshard.open(path)
+    assert_tensors({".".join(p): a.view().read().result() for p, a in ckpt.items()}, values)
+
+
+def test_what_is_shown(file, parts):
+    out = shown(file.parent, "inspect", "model.safetensors", "--filter", "model/layers/9/*")
+    ckpt = reshard.open(file)
+    layers = [key[2] for key in ckpt if key[:2] == ("model", "layers")]
+    assert layers == [str(n) for n in range(11)]
+    assert (ckpt.source.kind, ckpt.source.format) == ("safetensors", "safetensors")
+    assert [*reshard.open(parts)] == [*ckpt]
+    assert "safetensors" in out
+
+
+@pytest.mark.parametrize("mesh", [None, "1x8"])
+def test_it_becomes_an_orbax_checkpoint(tensors, parts, tmp_path, mesh):
+    ckpt, out = reshard.open(parts), tmp_path / "out"
+    if mesh is not None:
+        specs = {r"layers/\d+/w$": P(None, "model"), "^large$": P(None, None, "model")}
+        ckpt = reshard.to_mesh(ckpt, "data=1,model=8", specs)
+    plan = reshard.save(ckpt, out, verify=True, max_memory="64MiB")
+    assert plan.passes == 1.0
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        assert_tensors(named(checkpointer.restore(out)), tensors)
+    assert reshard.diff(parts, out, values=True).equal
+    assert reshard.digest(parts) == reshard.digest(out)
+    assert reshard.verify(out, against=parts)
+    written = reshard.open(out)
+    assert {p.name for p in out.iterdir()} & {"config.json"} == set()
+    assert written["large"].data.encoding.compressors
+    if mesh is not None:
+        assert [str(mesh) for mesh in written.meshes] == ["data=1,model=8"]
+        assert written["large"].chunk_shape[1:] == (700, 128)
+
+
+def test_workers_and_shares(tensors, file, tmp_path):
+    ckpt = reshard.to_mesh(
+        reshard.open(file), "data=1,model=8", {"^large$": P(None, None, "model")}
+    )
+    for n in range(3):
+        reshard.save(ckpt, tmp_path / "shares", share=(n, 3))
+    assert reshard.commit(tmp_path / "shares")
+    reshard.save(ckpt, tmp_path / "workers", workers=2, max_memory="64MiB")
+    for out in ("shares", "workers"):
+        assert_tensors(named(layouts.load_pytree(tmp_path / out)), tensors)
+
+
+def test_restored_into_a_state(tensors, file):
+    mesh = layouts.mesh((1, 8))
+    specs = {"large": P(None, None, "model"), "model.embed.weight": P()}
+
+    def struct(name, values):
+        sharding = NamedSharding(mesh, specs.get(name, P(None, "model")))
+        return jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=sharding)
+
+    own = {name: values for name, values in tensors.items() if name != "step"}
+    target = {}
+    for name, values in own.items():
+        *above, last = name.split(".")
+        node = target
+        for key in above:
+            node = node.setdefault(key, {})
+        node[last] = struct(name, values)
+    state = reshard.restore(reshard.select(reshard.open(file), drop="step"), target)
+    assert_tensors(named(state), own)
+    assert named(state)["large"].sharding.spec == P(None, None, "model")
+
+
+@pytest.mark.parametrize("kind", ["s3", "conditional"])
+def test_in_a_bucket(tensors, parts, stores, tmp_path, kind):
+    url = f"{stores.bucket(kind)}/hf"
+    for file in parts.iterdir():
+        reshard.storage.location.parse_location(f"{url}/{file.name}").write(file.read_bytes())
+    stores.reset()
+    ckpt = reshard.open(url)
+    assert sum(r.received for r in stores.requests) < 1 << 16, "headers alone"
+    rows = ckpt["large"].view()[2, 100:102].read().result()
+    assert np.array_equal(rows, tensors["large"][2, 100:102])
+    assert sum(r.received for r in stores.requests) < tensors["large"].nbytes
+    reshard.save(reshard.to_mesh(ckpt, "data=8"), tmp_path / "out")
+    assert_tensors(named(layouts.load_pytree(tmp_path / "out")), tensors)
+
+
+def test_names_below_one_another_are_not_split(tmp_path):
+    values = {"a": np.arange(3.0), "a.b": np.arange(4.0)}
+    save_file(values, tmp_path / "x.safetensors")
+    ckpt = reshard.open(tmp_path / "x.safetensors")
+    assert_tensors({path[0]: a.view().read().result() for path, a in ckpt.items()}, values)
+
+
+def test_a_step_or_an_item_of_it_is_refused(file):
+    text = refused(CheckpointNotFoundError, reshard.open, file, step=3)
+    assert text == f"`{file}` is one checkpoint and has no steps\n\nhint: leave out step=..."
+
+
+def header(entries, data=b"", length=None):
+    text = json.dumps(entries).encode() if not isinstance(entries, bytes) else entries
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def entry(begin, end, shape=(2,), dtype="F32"):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+WRONG = {
+    "short": (b"1234", "it has 4 bytes"),
+    "long": (header({}, length=1 << 40), r"a header of 1.00 TiB in a file of 10 B"),
+    "no json": (
+        header(b"{..."),
+        "expecting property name enclosed in double quotes at character 1",
+    ),
+    "a list": (header([]), "its header is not a JSON object"),
+    "twice": (header(b'{"a": 1, "a": 2}'), 'the key "a" is there twice'),
+    "deep": (header(b"[" * 5000 + b"]" * 5000), "it is nested too deeply"),
+    "dtype": (
+        header({"a": entry(0, 8, dtype="F4")}, bytes(8)),
+        "`a`: the dtype 'F4' is not supported",
+    ),
+    "negative": (header({"a": entry(-8, 0)}), "`a`: a shape and offsets are whole numbers"),
+    "fraction": (
+        header({"a": entry(0, 8, (2.0,))}, bytes(8)),
+        "`a`: a shape and offsets are whole",
+    ),
+    "size": (
+        header({"a": entry(0, 8, (3,))}, bytes(8)),
+        r"`a`: it has 8 bytes, and F32\[3\] has 12",
+    ),
+    "huge": (header({"a": entry(0, 8, (2**40, 2**40))}, bytes(8)), "`a`: it has 8 bytes, and F32"),
+    "no offsets": (header({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)), "`a`: 'data_offsets'"),
+    "not a tensor": (header({"a": 3}), "`a`: 'int' object is not subscriptable"),
+    "past the end": (
+        header({"a": entry(0, 8)}, bytes(4)),
+        "`a` and `the end of the file` overlap at 8",
+    ),
+    "truncated": (
+        header({"a": entry(0, 8), "b": entry(8, 16)}, bytes(12)),
+        "`b` and `the end of the file` overlap at 16",
+    ),
+    "overlap": (
+        header({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)),
+        "`a` and `b` overlap at 8",
+    ),
+    "hole": (
+        header({"a": entry(0, 8), "b": entry(12, 20)}, bytes(20)),
+        "`a` and `b` leave a hole at 8",
+    ),
+}
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_file(tmp_path, name):
+    data, text = WRONG[name]
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(data)
+    said = refused(CorruptCheckpointError, reshard.open, path)
+    assert said.startswith(f"`{path}` cannot be read as safetensors\n  `{path}`: ")
+    assert re.search(text, said)
+
+
+def test_an_index_that_says_something_else(parts, tensors):
+    index = parts / "model.safetensors.index.json"
+    document = json.loads(index.read_text())
+    first, second = [name for name, file in document["weight_map"].items() if "1-of" in file][:2]
+    moved = document["weight_map"] | {first: "model-00002-of-00003.safetensors", "lost": "x"}
+    del moved[second]
+    index.write_text(json.dumps({"weight_map": moved}))
+    own = "model-00001-of-00003.safetensors"
+    lines = refused(CorruptCheckpointError, reshard.open, parts).splitlines()
+    assert sorted(lines[1:]) == sorted(
+        [
+            f"  `{first}`: it is in `{own}`, and the index names it in "
+            "`model-00002-of-00003.safetensors`",
+            "  `lost`: the index names it in `x`, and no file has it",
+            f"  `{second}`: it is in `{own}`, and the index names it nowhere",
+        ]
+    )
+    index.write_text("{}")
+    said = refused(CorruptCheckpointError, reshard.open, parts)
+    assert said.endswith(f"  `{index}` has no `weight_map`")
+
+
+def test_a_consolidated_file_beside_its_shards(parts, tensors):
+    save_file(tensors, parts / "consolidated.safetensors")
+    lines = refused(CorruptCheckpointError, reshard.open, parts).splitlines()
+    twice = [f"  `{name}` is in `consolidated.safetensors` and in `model-0000" for name in tensors]
+    assert all(any(line.startswith(text) for line in lines) for text in twice)
+
+
+@pytest.mark.parametrize("count", [1, 2, 255, 256, 257, 3000])
+def test_a_database_of_ranges(tmp_path, count):
+    """TensorStore reads the nodes, of one level or several."""
+    import tensorstore as ts
+
+    data = np.random.default_rng(count).bytes(5000)
+    (tmp_path / "one").write_bytes(data)
+    (tmp_path / "two").write_bytes(data[::-1])
+    places = {f"a{n % 7}/{n}": Range(("one", "two")[n % 2], n, n % 9 + 1) for n in range(count)}
+    context = ts.Context()
+    memory = ts.KvStore.open({"driver": "memory"}, context=context).result()
+    for name, node in database(places.items(), "n/").items():
+        memory[name or "manifest.ocdbt"] = node
+    layers = [
+        {"base": {"driver": "file", "path": f"{tmp_path}/"}},
+        {"base": {"driver": "memory", "path": "n/"}, "prefix": "n/"},
+    ]
+    spec = {"driver": "ocdbt", "base": {"driver": "kvstack", "layers": layers}}
+    spec["manifest"] = {"driver": "memory"}
+    store = ts.KvStore.open(spec, context=context).result()
+    assert sorted(store.list().result()) == sorted(key.encode() for key in places)
+    for key, (name, offset, size) in places.items():
+        whole = data if name == "one" else data[::-1]
+        assert store[key] == whole[offset : offset + size]
