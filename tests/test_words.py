@@ -15,8 +15,8 @@ MOST_WORDS = 25
 # Phrases that a reader has to read twice.
 ODD = re.compile(
     r"\b(tells|(is|are) told|is said|goes without|goes by|for one\b[.,)]|but for|of which"
-    r"|so much as|in one another|would have to have|is of no use|has it that|as many as there|what is there"
-    r"|than it is|in want of|on the way of|has no part in)",
+    r"|so much as|in one another|would have to have|is of no use|has it that|as many as there"
+    r"|what is there|than it is|in want of|on the way of|has no part in)",
     re.IGNORECASE,
 )
 
