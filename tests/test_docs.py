@@ -118,6 +118,7 @@ def without_stored_bytes(output: str) -> str:
     """Orbax deals chunks out to data files in an order of its own, so what can be shared, and with
     it what is copied, differs from one save to the next."""
     output = re.sub(r"(, and|,| and) shares? [\d.]+ \wi?B( with SRC)?", "", output)
+    output = re.sub(r"\d+ data files?|^orbax +[\d.]+", "*", output, flags=re.MULTILINE)
     return re.sub(r"^(read|write|memory)( +)[\d.]+ \wi?B", r"\1\2*", output, flags=re.MULTILINE)
 
 
