@@ -10,6 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from in_process import reshard_in
+from safetensors.numpy import save_file
 from test_loader import uncommit
 
 import reshard
@@ -218,10 +219,6 @@ FOREIGN = {
         b"PK\3\4\0\0\0\0",
         "a zip file, as PyTorch and NumPy write them, which is not supported",
     ),
-    "model.safetensors": (
-        b"\x10\0\0\0\0\0\0\0{",
-        "a safetensors file, which is recognised but not read yet",
-    ),
     "model.pkl": (pickle.dumps(1), "a pickle, which is never opened: to read it can run any code"),
 }
 
@@ -246,6 +243,26 @@ def test_what_is_no_checkpoint(tmp_path):
     )
     status, lines = doctor(folder, "nowhere")
     assert (status, lines[0]) == (2, "nowhere: not a checkpoint")
+
+
+def test_safetensors(tmp_path):
+    folder = tmp_path.resolve()
+    save_file({"a.w": np.arange(6.0)}, folder / "m.safetensors")
+    path = folder / "m.safetensors"
+    status, lines = doctor(folder, "m.safetensors")
+    assert (status, lines[:3]) == (
+        0,
+        [
+            f"{path}: complete",
+            "holds    1 array, 48 B in 1 data file",
+            "format   Hugging Face's format, safetensors",
+        ],
+    )
+    assert lines[-1] == f"next     reshard ckpt {path} DST --to MESH"
+    path.write_bytes(path.read_bytes()[:-1])
+    status, lines = doctor(folder, "m.safetensors")
+    assert (status, lines[0]) == (1, "m.safetensors: damaged")
+    assert lines[2].endswith("`a.w` and `the end of the file` overlap at 48")
 
 
 @pytest.mark.parametrize("kind", ["s3", "conditional"])

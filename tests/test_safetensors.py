@@ -143,6 +143,16 @@ def test_it_becomes_an_orbax_checkpoint(tensors, parts, tmp_path, mesh):
         assert written["large"].chunk_shape[1:] == (700, 128)
 
 
+@pytest.mark.parametrize("form", ["zarr2", "zarr3"])
+@pytest.mark.parametrize("ocdbt", [True, False])
+def test_chunks_that_are_not_compressed(tensors, file, tmp_path, form, ocdbt):
+    plan = reshard.save(
+        reshard.open(file), tmp_path / "out", ocdbt=ocdbt, format=form, codec="none"
+    )
+    assert all(array.box is None for array in plan.arrays), "copied verbatim"
+    assert_tensors(named(layouts.load_pytree(tmp_path / "out")), tensors)
+
+
 def test_workers_and_shares(tensors, file, tmp_path):
     ckpt = reshard.to_mesh(
         reshard.open(file), "data=1,model=8", {"^large$": P(None, None, "model")}

@@ -183,7 +183,7 @@ def stored_chunks(handle: ArrayHandle, encoding: Encoding) -> dict[str, StoredCh
         return None
     data = handle.data
     if isinstance(data, StoredArray):
-        if data.encoding == encoding:
+        if data.encoding == encoding and not data.store.ranged:  # which stores no metadata
             values = data.store.values[data.name]
             return {key: StoredChunk(data.name, key, value) for key, value in values.items()}
         if data.encoding.codecs != encoding.codecs:

@@ -94,7 +94,8 @@ def _tree(ckpt: Checkpoint) -> dict[str, Any]:
         api = {"api": layout.api, "layout": layout.kind, "why": list(layout.why)}
     except TreeMismatchError as error:
         api = {"api": None, "layout": None, "why": [error.summary]}
-    files = {v.file for values in source.store.values.values() for v in values.values() if v.file}
+    values = [v for values in source.store.values.values() for v in values.values()]
+    files = {v.file for v in values if v.file is not None}
     problems = list(_problems(ckpt, files))
     recorded = 0
     try:
@@ -106,13 +107,17 @@ def _tree(ckpt: Checkpoint) -> dict[str, Any]:
     orbax = (
         f"{version('orbax-checkpoint')} is installed; without a target, it needs {devices} devices"
     )
-    if str(source.root).startswith("s3://"):
+    if source.store.ranged:
+        orbax = (
+            f"{version('orbax-checkpoint')} is installed; reshard ckpt makes a checkpoint for it"
+        )
+    elif str(source.root).startswith("s3://"):
         orbax = "it cannot read s3://: copy the checkpoint to a disk or to gs://"
     hints = [f"reshard ckpt {step} DST --to MESH"]
     if api["api"]:
         other = "linen" if api["api"] == "nnx" else "nnx"
         hints.append(f"reshard convert {step} DST --to {other} --model MODULE:NAME")
-    if recorded < len(ckpt.arrays):
+    if recorded < len(ckpt.arrays) and not source.store.ranged:
         hints.insert(0, f"reshard digest {step} --write")
     if problems:
         earlier = [n for n in source.steps if n < (source.number or 0)]

@@ -155,6 +155,7 @@ def kind_text(kind: str, v1: bool) -> str:
         "standalone": "a standalone checkpoint",
         "step": "a step",
         "manager": "a CheckpointManager root",
+        "safetensors": "Hugging Face's format",
     }
     return f"v1, {words[kind]}" if v1 else words[kind]
 

@@ -55,7 +55,7 @@ _FOREIGN = {
 }
 _UNKNOWN = "a file, and not a checkpoint directory"
 # Names of files that may hold weights in another format, and how many of them are looked at.
-_WEIGHTS = (".safetensors", ".gguf", ".h5", ".bin", ".pt", ".pth", ".npz", ".pkl", ".pickle")
+_WEIGHTS = (".gguf", ".h5", ".bin", ".pt", ".pth", ".npz", ".pkl", ".pickle")
 _LOOKED_AT = 20
 # Directories in a bucket, but for steps, that are looked into to see whether they are arrays.
 _SOME = 8
@@ -383,8 +383,6 @@ def describe_file(path: Location) -> str:
     start = path.beginning(8) if path.is_file() else b""
     if foreign := next((_FOREIGN[magic] for magic in _FOREIGN if start.startswith(magic)), None):
         return foreign
-    if path.name.endswith(".safetensors"):
-        return "a safetensors file, which is recognised but not read yet"
     # A version follows, where an empty msgpack map ends.
     if path.name.endswith((".pkl", ".pickle")) or (start[:1] == b"\x80" and start[1:]):
         return _PICKLE

@@ -149,7 +149,9 @@ class TargetFormat(ZarrVersion):
     def is_verbatim(self, handle: ArrayHandle) -> bool:
         """Whether all that is stored of an array is as it is in the source, key for key."""
         stored = handle.stored
-        return stored is not None and stored.encoding == self.encoding(handle)
+        if stored is None or stored.store.ranged:
+            return False
+        return stored.encoding == self.encoding(handle)
 
     def encoded_ratio(self, handle: ArrayHandle, max_memory: int) -> float | None:
         """Encoded bytes for each decoded byte, measured on part of the first chunk, which is read;

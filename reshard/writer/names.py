@@ -42,7 +42,8 @@ def name_errors(ckpt: Checkpoint, form: TargetFormat) -> Iterator[ReshardError]:
 def _not_files(ckpt: Checkpoint) -> Iterator[str]:
     """Arrays whose names are none of directories, or those of something else in the item."""
     directory = ckpt.source.store.directory
-    taken = {name for name in directory.names() if is_sibling(ckpt, directory / name)}
+    names = [] if ckpt.source.store.ranged else directory.names()  # nothing beside it is copied
+    taken = {name for name in names if is_sibling(ckpt, directory / name)}
     if not ckpt.source.store.ocdbt:  # what is beside an array is beside it as before
         taken = {name for name in taken if not (directory / name).is_dir()}
     taken |= WRITTEN - {*FOLDERS}  # which are in databases alone
