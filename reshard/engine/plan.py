@@ -193,17 +193,11 @@ def read_amplification(shape: Shape, chunk: Shape, shard: Shape) -> float:
     """
     if 0 in shape:
         return 1.0
-    dims = zip(shape, chunk, shard, strict=True)
-    return math.prod(_dim_amplification(size, a, b) for size, a, b in dims)
-
-
-@functools.lru_cache(maxsize=4096)
-def _dim_amplification(size: int, chunk: int, shard: int) -> float:
-    decoded = 0
-    for start in range(0, size, shard):
-        stop = min(start + shard, size)
-        decoded += min(math.ceil(stop / chunk) * chunk, size) - start // chunk * chunk
-    return decoded / size
+    return math.prod(
+        sum(min(-(-(start + b) // a) * a, size) - start // a * a for start in range(0, size, b))
+        / size
+        for size, a, b in zip(shape, chunk, shard, strict=True)
+    )
 
 
 def plan_array(array: ArrayLayout, chunks: int | str, max_memory: int) -> ArrayPlan:
