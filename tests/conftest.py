@@ -186,7 +186,6 @@ def short_tries(monkeypatch):
 
     monkeypatch.setitem(bucket.RETRIES, "max_retries", 2)
     monkeypatch.setitem(bucket.RETRIES, "initial_delay", "10ms")
-    bucket._context.cache_clear()
     bucket._opened.cache_clear()
 
 

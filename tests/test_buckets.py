@@ -34,7 +34,7 @@ KINDS = ("s3", "gs")
 
 def write(place, files):
     """Writes files, by their names, to a place in a bucket."""
-    store = place.open(bucket._context())
+    store = place.open(ts.Context(bucket.resources()))
     for future in [store.write(name, data) for name, data in files.items()]:
         future.result()
 

@@ -193,17 +193,11 @@ def read_amplification(shape: Shape, chunk: Shape, shard: Shape) -> float:
     """
     if 0 in shape:
         return 1.0
-    dims = zip(shape, chunk, shard, strict=True)
-    return math.prod(_dim_amplification(size, a, b) for size, a, b in dims)
-
-
-@functools.lru_cache(maxsize=4096)
-def _dim_amplification(size: int, chunk: int, shard: int) -> float:
-    decoded = 0
-    for start in range(0, size, shard):
-        stop = min(start + shard, size)
-        decoded += min(math.ceil(stop / chunk) * chunk, size) - start // chunk * chunk
-    return decoded / size
+    return math.prod(
+        sum(min(-(-(start + b) // a) * a, size) - start // a * a for start in range(0, size, b))
+        / size
+        for size, a, b in zip(shape, chunk, shard, strict=True)
+    )
 
 
 def plan_array(array: ArrayLayout, chunks: int | str, max_memory: int) -> ArrayPlan:
@@ -218,7 +212,13 @@ def plan_array(array: ArrayLayout, chunks: int | str, max_memory: int) -> ArrayP
     keeps = chunks == "keep" or 0 in array.shape or _grid_fits(array, most)
     if keeps and array.same_bytes:
         return ArrayPlan(array, array.source_chunk, None, False, 1.0, 1)
-    plan = _kept(array, max_memory) if keeps else _split(array, most, max_memory)
+    if keeps:
+        box = common_multiple((array.source_chunk,), array.shape)
+        plan = _one_pass(array, [(array.source_chunk, box, 1)], max_memory)
+        if plan is None:
+            raise too_large(array, array.one_pass(box), max_memory)
+    else:
+        plan = _split(array, most, max_memory)
     count = grid_size(array.shape, plan.chunk)
     if count > _MAX_CHUNKS:
         found = f"{format_path(array.path)}: it would be in {count} chunks of {list(plan.chunk)}"
@@ -237,15 +237,6 @@ def _grid_fits(array: ArrayLayout, most: int | None) -> bool:
         return False
     count = math.prod(shard // chunk for chunk, shard in pairs)
     return count <= MAX_KEPT_CHUNKS or array.source_shard == array.target_shard
-
-
-def _kept(array: ArrayLayout, max_memory: int) -> ArrayPlan:
-    """An array that keeps its grid."""
-    box = common_multiple((array.source_chunk,), array.shape)
-    plan = _one_pass(array, [(array.source_chunk, box, 1)], max_memory)
-    if plan is None:
-        raise too_large(array, array.one_pass(box), max_memory)
-    return plan
 
 
 def _split(array: ArrayLayout, most: int | None, max_memory: int) -> ArrayPlan:

@@ -84,15 +84,7 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
         raise CheckpointFormatError(f"`{text}` is {describe_file(root)}")
     ask_ahead(root)
     check_committed(root)
-    if _is_item(root):
-        _refuse(text, step, item)
-        kind = "standalone" if (root / CHECKPOINT_FILE).exists() else "item"
-        if kind == "item" and _deleted_item(root.parent) == root.name:
-            raise _being_deleted(root)
-        check_committed(root, marked=True)
-        return Item(root, kind, False, "", "", (), ())
-    names = _directories(root)
-    steps = step_directories(root)
+    steps = {} if _is_item(root) else step_directories(root)
     if (root / CHECKPOINT_FILE).exists() or not steps:
         _refuse(text, step, None)
         if not steps and any(name.endswith(SAFETENSORS) for name in root.names()):
@@ -101,7 +93,7 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
         return _in_step(root, "", (), item)
     committed = _committed(root, steps, step)
     if not committed:
-        raise _unrecognised(root, names)
+        raise _unrecognised(root, _directories(root))
     number = max(committed) if step is None else step
     if number in steps and number not in committed:
         check_committed(root / steps[number], marked=True)
@@ -220,8 +212,12 @@ def _in_step(root: Location, step: str, steps: tuple[int, ...], item: str | None
     directory = root / step
     kind = "manager" if step else "step"
     ask_ahead(directory)
-    if step and _is_item(directory):
+    if _is_item(directory):
         _refuse(str(directory), None, item)
+        if not step:
+            kind = "standalone" if (root / CHECKPOINT_FILE).exists() else "item"
+        if kind == "item" and _deleted_item(root.parent) == root.name:
+            raise _being_deleted(root)
         check_committed(directory, marked=True)
         return Item(root, kind, False, step, "", steps, ())
     v1 = (directory / V1_MARKER).exists()

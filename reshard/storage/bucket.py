@@ -42,14 +42,9 @@ def resources(concurrency: int = REQUESTS) -> dict[str, Any]:
     return {f"{name}_request_{what}": limit for name in drivers for what, limit in each.items()}
 
 
-@functools.cache
-def _context() -> ts.Context:
-    return ts.Context(resources())
-
-
 @functools.lru_cache(maxsize=64)
 def _opened(text: str) -> ts.KvStore:
-    return ts.KvStore.open(json.loads(text), context=_context()).result()
+    return ts.KvStore.open(json.loads(text), context=ts.Context(resources())).result()
 
 
 @functools.cache
