@@ -51,15 +51,12 @@ def command(path: str, against: str | None, **flags: Any) -> None:
     """Check that a checkpoint is complete, undamaged and unchanged.
 
     Reads every array. Checks that the checkpoint is committed, that every chunk decodes, and that
-    the values equal the recorded digests. --step and --item also apply to OTHER, if it has steps
-    and items: a step is compared with the same step. OTHER may be in Flax's other API. Then it is
-    converted by the record of `reshard convert` in one of the two, or by --map, --model and the
-    other options of `reshard convert`. Exits with 0 if nothing is wrong. Otherwise lists the
-    problems and exits with 1.
+    the values equal the recorded digests. --step and --item also apply to OTHER. If OTHER is in
+    Flax's other API, it is converted by the record of `reshard convert` in one of the two, or by
+    the options of `reshard convert`. Exits with 0 if nothing is wrong, else with 1.
 
     \b
     Example:
-      reshard verify out/1000
       reshard verify out/1000 --against run/1000
       reshard verify nnx/1000 --against linen/1000 --map map.toml
     """
