@@ -126,8 +126,7 @@ def main() -> None:
 
 
 def _notes(error: BaseException) -> str:
-    """The notes of a job in an error or in its cause, without those of other libraries, such as
-    JAX."""
+    """The notes of a job in an error or in its cause, without those of other libraries."""
     notes = [*getattr(error, "__notes__", ()), *getattr(error.__cause__, "__notes__", ())]
     from reshard.cli.output import as_flags
 

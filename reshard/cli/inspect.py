@@ -131,8 +131,7 @@ def _row(path: Path, leaf: Leaf) -> tuple[str, ...]:
 
 
 def _show_tree(documents: Sequence[Any], leaves: Mapping[Path, Leaf]) -> None:
-    """Levels and leaves, each with its bytes and its part of all of them. Lines of several leaves
-    have the bytes of all."""
+    """Levels and leaves, each with its bytes and its part of all of them."""
     rows = outline(documents)
     total = sum(row.nbytes for row in rows if not row.depth) or 1
     cells = []

@@ -119,8 +119,7 @@ def run(
     flags: Flags,
     answer: Callable[[], dict[str, Any]] = dict,
 ) -> None:
-    """Opens, changes, plans and writes; reports, with what `answer` adds to the JSON document
-    then."""
+    """Opens, changes, plans, writes and reports; `answer` adds to the JSON document."""
     tune_memory(parse_bytes(flags["max_memory"]), has_large_arrays(src))
     dry_run = flags["dry_run"]
     share = parse_share(flags["share"], dst)
@@ -199,8 +198,7 @@ def prepared(ckpt: Checkpoint, flags: Flags) -> Checkpoint:
 def laid_out(
     ckpt: Checkpoint, mesh: str | None, model: str | None, flags: Flags, to: str
 ) -> Checkpoint:
-    """On the new mesh (given by the option `to`), as the model says if there is one, else as
-    saved."""
+    """On the new mesh, given by the option `to`: as the model says, or else as saved."""
     specs, axes, rules = flags["specs"], flags["axes"], flags["rules"]
     if mesh is None:
         if specs or axes or model or rules:

@@ -115,8 +115,7 @@ reading_options = options(PLACE, WORK, ANSWER)
 def chosen_steps(
     flags: Mapping[str, Any], paths: Sequence[str], committed: bool = False
 ) -> Sequence[int | None]:
-    """The steps of these paths that `--step` means, ascending, or the `committed` ones of them.
-    None is the latest of each."""
+    """The steps of these paths that `--step` means, ascending. None is the latest of each."""
     text = flags["step"]
     if text in (None, "latest"):
         return [None]

@@ -20,8 +20,7 @@ HTML_OF_PLAN = value("--html page_file", "FILE", f"With --dry-run, also {_HELP}"
 
 
 def check_page(file: str | None, *checkpoints: str) -> None:
-    """Raises DestinationError where no page can be written to FILE, or it would be inside of one of
-    the checkpoints; DestinationExistsError if there is something else at FILE."""
+    """Raises DestinationError where no page can be written to FILE, or it is in a checkpoint."""
     if file is None:
         return
     path = pathlib.Path(file)
@@ -63,8 +62,7 @@ def _problem(file: str, path: pathlib.Path) -> str:
 
 
 def write_page(flags: Flags, document: Callable[[], Mapping[str, Any]]) -> None:
-    """The page of a JSON document, if there is a FILE for it; all of it or nothing. Raises
-    DestinationError where it could not be written."""
+    """The page of a JSON document, if there is a FILE for it; all of it or nothing."""
     file = flags["page_file"]
     if file is None:
         return

@@ -42,15 +42,8 @@ _WHOLE = ("added", "removed", "moved")  # differences of whole leaves
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """One of the answers that a page begins with.
-
-    Attributes:
-      question: what it answers.
-      answer: in a few words or numbers.
-      details: what stands behind it, a sentence each.
-      tone: `"good"`, `"bad"`, or "".
-      name: by which the script finds it, if it has more to say.
-    """
+    """One of the answers that a page begins with; `tone` is `"good"`, `"bad"` or "", and the script
+    finds it by its `name`."""
 
     question: str
     answer: str
@@ -61,16 +54,7 @@ class Fact:
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """What a page shows.
-
-    Attributes:
-      kind: `"checkpoint"`, `"plan"`, `"conversion"`, `"refused"`, `"diff"` or `"coverage"`.
-      title: what it is of.
-      lead: what becomes of it, a sentence.
-      facts: the answers that it begins with.
-      lists: heading -> lines: problems, hints, notes.
-      data: what its script draws, as JSON has it.
-    """
+    """What a page of one kind shows: `lead` is a sentence, and its script draws `data`."""
 
     kind: str
     title: str

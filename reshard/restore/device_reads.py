@@ -122,8 +122,8 @@ def least_memory(request: Request) -> int:
 
 
 def _arranged(loads: "Sequence[_Load]", limit: int, max_memory: int | None) -> "list[list[_Load]]":
-    """Arrays that are read box by box together, since they share stored chunks and memory has room
-    for a box of each; all others on their own. All of them are cut into boxes."""
+    """Groups of arrays that are read box by box together, since they share stored chunks and memory
+    has room for a box of each."""
     groups = []
     for numbers in co_read_groups([load.handle for load in loads]):
         group = [loads[number] for number in numbers]
@@ -138,8 +138,7 @@ def _arranged(loads: "Sequence[_Load]", limit: int, max_memory: int | None) -> "
 
 
 class _Load:
-    """One array, as its shards are read in boxes of whole chunks, or in one of all that this
-    process needs; its `result` is there once all have been read."""
+    """One array, whose shards are read in one box, or in boxes of whole chunks."""
 
     def __init__(self, request: Request):
         self.handle = handle = request.handle

@@ -33,10 +33,7 @@ class TargetLeaf:
     """A leaf of a target.
 
     Attributes:
-      kind: `"array"`, `"key"` (typed PRNG keys), or the name of a Python type: `"int"`, `"float"`,
-        `"bool"`, `"str"`.
-      dtype: its dtype; of the data, for keys.
-      key_impl: the PRNG implementation, for keys.
+      kind: `"array"`, `"key"` (typed PRNG keys), or the name of a Python type.
       weak: an array that stands for a Python scalar (`weak_type`).
       aliases: other paths of the same leaf, where a module holds it in several places.
     """
@@ -59,12 +56,11 @@ class TargetLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class Mismatch:
-    """A reason why a target cannot be restored, of one kind.
+    """A reason why a target cannot be restored.
 
     Attributes:
-      what: the kind: `"missing"`, `"unexpected"`, `"shape"`, `"dtype"`, `"kind"`, `"tied"`; of the
-        target alone, `"kept"`, `"sharding"`, `"x64"`.
-      text: the problem.
+      what: `"missing"`, `"unexpected"`, `"shape"`, `"dtype"`, `"kind"`, `"tied"`; of the target
+        alone, `"kept"`, `"sharding"`, `"x64"`.
       path: the leaf, as the target calls it (as the checkpoint does, if it is unexpected).
       copy: for a tied leaf, the path of its second copy.
       renamed: for a missing one, the beginning of a saved path and of its own, if these differ in
@@ -257,9 +253,8 @@ def _below(paths: Iterable[Path]) -> dict[Path, set[Path]]:
 
 
 def _may_be_others(*keys: Path) -> bool:
-    """Whether the first two keys may be of different things all the same: they are those of
-    optimizer state, or differ in a number, beside others like them, which may all be counted from
-    another one."""
+    """Whether the first two keys may be of different things all the same: optimizer state, or
+    layers that may all be counted from another number."""
     kinds = [re.sub(r"\d+", "#", str(key)) for (key,) in keys]
     return not _MOMENTS.isdisjoint(kinds[:2]) or kinds[0] == kinds[1] in kinds[2:]
 
@@ -312,8 +307,7 @@ def _fits(leaf: TargetLeaf, value: ArrayHandle, dtype: np.dtype, cast: bool | st
 
 @functools.lru_cache
 def keeps_values(old: np.dtype, new: np.dtype) -> bool:
-    """Whether every value of one floating-point dtype is a value of another: there and back. Bits
-    of a NaN do not count."""
+    """Whether every value of one floating-point dtype, but for bits of NaNs, is one of another."""
     if old == new or (old == np.float32 and new == np.float64):
         return True
     if old.itemsize > 2:

@@ -136,8 +136,7 @@ def axes_of(pair: Any) -> tuple[str, ...] | None:
 
 
 class Resolved(NamedTuple):
-    """What rules make of the axis names of an array: the spec, the positions of the rules that
-    decided, in the order of the dimensions, and the names that no rule has."""
+    """The spec of an array, positions of the rules that decided, and the names without a rule."""
 
     spec: Spec
     used: tuple[int, ...]
