@@ -129,14 +129,21 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
             ]
             raise type(error)(error.summary, error.problems, hints) from error
     recorded = roundtrip.has_record(ckpt)
-    if recorded == roundtrip.has_record(other):
-        if ckpt.keys().isdisjoint(other.keys()):
-            _check_same_api(ckpt, other)
+    alike = recorded == roundtrip.has_record(other)
+    if alike and not ckpt.keys().isdisjoint(other.keys()):
         return other
+    unknown = (ckpt, other) if alike else (other if recorded else ckpt,)
     try:
-        if detect(other if recorded else ckpt).api != "linen":
-            return other
+        kinds = [detect(each, roundtrip.recorded_kind(each)) for each in unknown]
     except TreeMismatchError:  # it is not known, and so compared as it is
+        return other
+    if alike and kinds[0].api != kinds[1].api:
+        raise TreeMismatchError(
+            "they are of two of Flax's APIs, and no leaf has the same path in both",
+            [f"`{c.source.path}` is {k.kind}" for c, k in zip(unknown, kinds, strict=True)],
+            ["--model MODULE:NAME, the model that PATH is of; --map FILE, if names do not tell"],
+        )
+    if alike or kinds[0].api != "linen":
         return other
     return roundtrip.like_recorded(other, ckpt) if recorded else roundtrip.from_record(other)[0]
 
@@ -149,20 +156,3 @@ def _with_positions_of(ckpt: Checkpoint, converted: Checkpoint) -> Checkpoint:
     return converted.replace(
         {path: leaf.at(path) if isinstance(leaf, ArrayHandle) else leaf for path, leaf in pairs}
     )
-
-
-def _check_same_api(ckpt: Checkpoint, other: Checkpoint) -> None:
-    """Raises TreeMismatchError for checkpoints of two APIs, which have no leaf in common."""
-    from reshard.convert.layout import detect
-    from reshard.convert.roundtrip import recorded_kind
-
-    try:
-        one, two = (detect(c, recorded_kind(c)) for c in (ckpt, other))
-    except TreeMismatchError:  # it is not known
-        return
-    if one.api != two.api:
-        raise TreeMismatchError(
-            "they are of two of Flax's APIs, and no leaf has the same path in both",
-            [f"`{c.source.path}` is {found.kind}" for c, found in ((ckpt, one), (other, two))],
-            ["--model MODULE:NAME, the model that PATH is of; --map FILE, if names do not tell"],
-        )
