@@ -190,8 +190,8 @@ def _renamed(
 
     Names alone say so, and in one way only: below both beginnings are the same paths, none of them
     found before; a level is renamed if it is the only one in its container that is not found, and
-    more than a leaf. That is so of a whole level if all its leaves fit, or of none of it; and of
-    none where a leaf would come above or below one that stays.
+    more than a leaf. That is so of a whole level if all its leaves fit, or of none of it. If the
+    renames cannot be done together, none is told: a list would lose positions, or leaves meet.
     """
     wanted = {_texts(leaf.path): leaf for leaf in targets}
     lacking = {_texts(leaf.path) for leaf, path in zip(targets, found, strict=True) if path is None}
@@ -200,20 +200,12 @@ def _renamed(
     olds, news = _below(places), _below(wanted)
     renamed: dict[Path, tuple[Path, Path]] = {}
 
-    def meets(path: Path, old: Path) -> bool:
-        """Whether a leaf that is not below `old`, and so stays, is above a path, or below it."""
-        moved = len(olds[old]) if old[: len(path)] == path else 0
-        return any(
-            path[:end] in places and path[: min(end, len(old))] != old for end in range(len(path))
-        ) or (path[: len(old)] != old and len(olds.get(path, ())) > moved)
-
     def agree(old: Path, new: Path) -> bool:
         ends = olds.get(old, set())
         return (
             ends == news.get(new)
             and () not in ends
             and all(old + end in left and new + end in lacking for end in ends)
-            and not any(meets(new + end, old) for end in ends)
         )
 
     def fit(old: Path, new: Path) -> bool:
@@ -240,6 +232,12 @@ def _renamed(
 
     if olds and news:
         descend(())
+    rules = _rename_rules(renamed.values())
+    try:
+        if rules and len(rules) * len(ckpt) < _MAX_TRIED:
+            rename(ckpt, rules)
+    except ReshardError:
+        return {}
     return renamed
 
 
@@ -346,19 +344,16 @@ def mismatch_error(
     )
 
 
-def renames(problems: Sequence[Mismatch], ckpt: Checkpoint) -> list[tuple[str, str]]:
-    """Renames (regex, replacement) that bring saved leaves where missing ones would be; none where
-    they cannot be done: an empty container is there, or a list would lose positions."""
-    pairs = dict.fromkeys(problem.renamed for problem in problems if problem.renamed is not None)
+def renames(problems: Sequence[Mismatch]) -> list[tuple[str, str]]:
+    """Renames (regex, replacement) that bring saved leaves where missing ones would be."""
+    return _rename_rules(problem.renamed for problem in problems if problem.renamed is not None)
+
+
+def _rename_rules(pairs: Iterable[tuple[Path, Path]]) -> list[tuple[str, str]]:
     found = []
-    for pair in pairs:
+    for pair in dict.fromkeys(pairs):
         old, new = (format_path(path) + "/" if path else "" for path in pair)
         found.append(("^" + re.escape(old), new.replace("\\", r"\\")))
-    try:
-        if found and len(found) * len(ckpt) < _MAX_TRIED:
-            rename(ckpt, found)
-    except ReshardError:
-        return []
     return found
 
 

@@ -211,7 +211,7 @@ def _hints(
     """What to type; `given` is what the caller has typed for the checkpoint."""
     kinds = {problem.what for problem in problems}
     api = other_api(problems, any(is_variable(leaf.wrapper) for leaf in leaves))
-    rules, opened = renames(problems, ckpt), given
+    rules, opened = renames(problems), given
     tops = {problem.path[:1] for problem in problems if problem.what == "unexpected"}
     match [*{problem.renamed for problem in problems if problem.renamed}]:
         case [((key,), ())] if tops - {(key,)}:
